@@ -3,9 +3,12 @@
 #
 #   bash scripts/quickstart.sh [--release RELEASE] [Hydra overrides]
 #   bash scripts/quickstart.sh correction=gsm trainer.total_training_steps=60
+#   bash scripts/quickstart.sh model=moe actor_rollout_ref.actor.fsdp_config.router_replay.mode=R3
 #   bash scripts/quickstart.sh --release 0.7.1 trainer.use_legacy_worker_impl=disable
 #
 #   --release R, RELEASE=R   release of verl, one of requirements/verl-R.txt; by default the newest
+#   TASK=free_length   answers may be of any length, and length_penalty says what they cost (none: they are measured)
+#   model=moe    train the quickstart's mixture of experts, docs/routing.md
 #   MODEL=path   train this Hugging Face model instead of the quickstart's own (scores are shown, not judged)
 #   VENV=path    use this environment and install nothing; with a GPU in reach it trains on the GPU
 #   VENV_DIR     where to make the environment otherwise (default: .venv in the checkout, .venv-R for another release)

@@ -1,8 +1,8 @@
 """Contracts on verl's agent loops, whose rows process rewards score before they get their reward; nothing is patched.
 
 A manager of ours starts workers of ours, by verl's key ``actor_rollout_ref.rollout.agent.agent_loop_manager_class``.
-Log-probs of a prompt come from ``vLLMHttpServer.generate(self, prompt_ids, sampling_params, request_id, ...)``, whose
-``extra_fields`` hold ``prompt_ids``, ``prompt_logprobs``, ``global_steps`` and, from 0.9.1 on, ``num_cached_tokens``.
+Log-probs of a prompt come from ``vLLMHttpServer.generate(self, prompt_ids, sampling_params, request_id, ...)`` of a
+server class of ours, which verl starts by its registry of replicas.
 """
 
 from __future__ import annotations
@@ -42,6 +42,33 @@ SEAMS = (
     ),
 )
 """What ``recipe.offpolicy.extensions.process_reward.manager`` overrides or relies on."""
+_REPLICA = "verl.workers.rollout.replica"
+_SERVER = "verl.workers.rollout.vllm_rollout.vllm_async_server"
+_CLIENT = "verl.workers.rollout.llm_server:LLMServerClient"
+SEAMS_OF_SERVERS = (
+    _seam(
+        "register of replicas", f"{_REPLICA}:RolloutReplicaRegistry.register", "(name, loader)", names=("_registry",)
+    ),
+    _seam("get of replicas", f"{_REPLICA}:RolloutReplicaRegistry.get", "(name)", names=("_registry",)),
+    _seam("server_class", f"{_SERVER}:vLLMReplica.launch_servers", "(self)", names=("server_class",)),
+    _seam(
+        "generate of a vLLM server",
+        f"{_SERVER}:vLLMHttpServer.generate",
+        None,
+        keys=("global_steps",),
+        names=("SamplingParams", "extract_prompt_logprobs"),
+    ),
+    _seam(
+        "extract_prompt_logprobs",
+        f"{_SERVER}:extract_prompt_logprobs",
+        "(output, num_prompt_logprobs, result_dict)",
+        names=("prompt_logprobs",),
+    ),
+    # Both have more parameters from 0.9.0 on.
+    _seam("_acquire_server", f"{_CLIENT}._acquire_server", None, names=("acquire_server",)),
+    _seam("_release_server", f"{_CLIENT}._release_server", None, names=("release_server",)),
+)
+"""What ``recipe.offpolicy.extensions.process_reward.scoring_server`` overrides or relies on."""
 SEAMS_V1 = (
     _seam_v1(
         "_agent_loop_postprocess of TransferQueue",

@@ -29,7 +29,7 @@ class Release:
         staleness_limit: its asynchronous V1 trainers issue prompts as ``offpolicy.staleness.eta`` needs it.
         token_versions: its rollout servers say with each attempt of a request which version of the weights sampled it.
         scores_prompts: they hand on vLLM's log-probs of a prompt's tokens.
-        counts_cached_tokens: they say how many tokens of a prompt were read from the prefix cache.
+        fsdp_replay: its V1 trainer and its FSDP engine take routing replay.
     """
 
     name: str
@@ -43,7 +43,7 @@ class Release:
     staleness_limit: bool = True
     token_versions: bool = True
     scores_prompts: bool = True
-    counts_cached_tokens: bool = True
+    fsdp_replay: bool = True
 
 
 RELEASES = (
@@ -59,7 +59,7 @@ RELEASES = (
         staleness_limit=False,
         token_versions=False,
         scores_prompts=False,
-        counts_cached_tokens=False,
+        fsdp_replay=False,
     ),
     Release(
         "0.8.0",
@@ -68,7 +68,7 @@ RELEASES = (
         v1_modes=(),
         staleness_limit=False,
         token_versions=False,
-        counts_cached_tokens=False,
+        fsdp_replay=False,
     ),
     # Its separate_async computes pi_old in another way than 0.9.1's, with which the correction was tested.
     Release(
@@ -76,7 +76,7 @@ RELEASES = (
         v1_modes=("sync", "colocate_async"),
         staleness_limit=False,
         token_versions=False,
-        counts_cached_tokens=False,
+        fsdp_replay=False,
     ),
     Release("0.9.1"),
 )

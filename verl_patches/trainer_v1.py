@@ -67,7 +67,7 @@ SEAMS = (
         "(self, data_sources, sample_uids, reward_extra_infos_dict, sample_turns, expected_acc_counts=None)",
     ),
     _seam("_save_checkpoint", f"{_TRAINER}:PPOTrainer._save_checkpoint", "(self)"),
-    _seam("_load_checkpoint", f"{_TRAINER}:PPOTrainer._load_checkpoint", "(self)"),
+    _seam("_load_checkpoint", f"{_TRAINER}:PPOTrainer._load_checkpoint", "(self)", names=("train_dataloader",)),
     _seam("get_trainer_cls", f"{_TRAINER}:get_trainer_cls", "(name)"),
     _seam("TRAINER_REGISTRY", f"{_TRAINER}:TRAINER_REGISTRY", None),
     # Ray adds a parameter of its own to an actor's methods, so that the signature depends on Ray's release.
@@ -79,6 +79,23 @@ SEAMS = (
     ),
     _seam("run_ppo", "verl.trainer.main_ppo:run_ppo", "(config, task_runner_class)"),
 )
+
+
+_WORKER = "verl.experimental.separation.engine_workers:DetachActorWorker"
+_of_snapshots = partial(seam, releases=specifiers(lambda release: release.token_versions))
+SEAMS_OF_SNAPSHOTS = (
+    _of_snapshots(
+        "_init_resource_pool_mgr",
+        f"{_TRAINER}:PPOTrainer._init_resource_pool_mgr",
+        "(self)",
+        names=("role_worker_mapping", "ActorRolloutRefWorker"),
+    ),
+    *(
+        _of_snapshots(name, f"{_WORKER}.{name}", "(self, n)", names=("cpu_saved_models",))
+        for name in ("save_model_to_cpu", "restore_model_from_cpu", "clear_cpu_model")
+    ),
+)
+"""What a trainer that keeps weights relies on."""
 
 
 def before_any(look: Callable[[Any], None]) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 REWARD = ("critic/rewards/mean", "critic/score/mean")
 KL = ("offpolicy/kl/k3",)
 ESS = ("offpolicy/weight/ess",)
+RATIO_ESS = ("offpolicy/rollout_ratio/ess",)
 KEPT = ("offpolicy/keep/token_share",)
 PROVED = "offpolicy/live/proved"
 ELIGIBLE, GAP, PULL = ("opd/frac_opd_samples",), ("opd/gap/mean",), ("opd/share_of_loss",)
@@ -38,8 +39,16 @@ def read_heldout_score(data: dict[str, Any]) -> float | None:
 
     It is `val-core/<source>/<name>/mean@N` of N answers to each question.
     """
-    found = (value for key, value in data.items() if re.fullmatch(r"val-core/.+/mean@\d+", key))
-    return next(map(float, found), None)
+    return _read_validation(data, r"val-core/.+/mean@\d+")
+
+
+def read_exact_share(data: dict[str, Any]) -> float | None:
+    """Return the share of held-out answers that match to the letter; None where the reward does not say."""
+    return _read_validation(data, r"val-aux/.+/exact/mean@\d+")
+
+
+def _read_validation(data: dict[str, Any], pattern: str) -> float | None:
+    return next((float(value) for key, value in data.items() if re.fullmatch(pattern, key)), None)
 
 
 @dataclass
@@ -70,6 +79,18 @@ class History:
         return [(step, score) for step, score in scores if score is not None]
 
     @property
+    def exact(self) -> list[float]:
+        """Share of exact matches of each validation."""
+        shares = [read_exact_share(data) for _, data in self.records]
+        return [share for share in shares if share is not None]
+
+    @property
+    def ess(self) -> tuple[str, ...]:
+        """Keys of the effective sample size: of the weights, or of the ratio where weights are all 1."""
+        weights = [value for value in self.series(ESS) if not math.isnan(value)]
+        return RATIO_ESS if all(value == 1.0 for value in weights) else ESS
+
+    @property
     def proved(self) -> bool:
         """True if the worker's gradient was seen to carry the correction."""
         return any(data.get(PROVED) == 1.0 for _, data in self.records)
@@ -80,7 +101,7 @@ def judge(history: History, *, corrected: bool, judged: bool, scored: bool = Tru
 
     Args:
         corrected: a correction is configured, so its proof of life must be there.
-        judged: the score must have risen by REQUIRED_RISE; False for fewer steps or another model than ours.
+        judged: the score must have risen by REQUIRED_RISE; False for fewer steps, or another model or task than ours.
         scored: the held-out score was asked for, before training and after it.
     """
     if not history.steps:
@@ -94,7 +115,7 @@ def judge(history: History, *, corrected: bool, judged: bool, scored: bool = Tru
     before, after = history.heldout[0][1], history.heldout[-1][1]
     change = f"the held-out score went from {before:.3f} to {after:.3f}"
     if not judged:
-        return OK, f"{change} (not judged: fewer steps than the default, or another model)"
+        return OK, f"{change} (not judged: fewer steps than the default, or another model or task)"
     if after - before < REQUIRED_RISE:
         return NOT_RISEN, f"{change}, less than the rise of {REQUIRED_RISE} that is asked for"
     return OK, change

@@ -1,12 +1,19 @@
-"""The quickstart's starting model: a Qwen2 of 0.4 M parameters with its own tokenizer and chat template."""
+"""The quickstart's starting models, a Qwen2 and a Qwen3-MoE, with their own tokenizer and chat template."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
@@ -47,11 +54,29 @@ def build_model(tokenizer: PreTrainedTokenizerFast, seed: int = 0, spread: float
     bias every log-probability by a constant.
     """
     torch.manual_seed(seed)
-    config = Qwen2Config(
+    return _with_endings(Qwen2ForCausalLM(Qwen2Config(num_hidden_layers=2, **_shape(tokenizer, spread))), tokenizer)
+
+
+def build_mixture(tokenizer: PreTrainedTokenizerFast, seed: int = 0, spread: float = 0.02) -> Qwen3MoeForCausalLM:
+    """Build a mixture of 8 experts in each of 4 layers, of which 2 see a token; otherwise as ``build_model``."""
+    torch.manual_seed(seed)
+    config = Qwen3MoeConfig(
+        num_hidden_layers=4,
+        head_dim=32,
+        num_experts=8,
+        num_experts_per_tok=2,
+        norm_topk_prob=True,
+        moe_intermediate_size=64,  # vLLM packs experts for the CPU by multiples of 32
+        **_shape(tokenizer, spread),
+    )
+    return _with_endings(Qwen3MoeForCausalLM(config), tokenizer)
+
+
+def _shape(tokenizer: PreTrainedTokenizerFast, spread: float) -> dict[str, Any]:
+    return dict(
         vocab_size=len(tokenizer),
         hidden_size=128,
         intermediate_size=256,
-        num_hidden_layers=2,
         num_attention_heads=4,  # of 32 dimensions each, which is the least that vLLM's attention takes
         num_key_value_heads=4,
         max_position_embeddings=256,
@@ -61,7 +86,9 @@ def build_model(tokenizer: PreTrainedTokenizerFast, seed: int = 0, spread: float
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
-    model = Qwen2ForCausalLM(config)
+
+
+def _with_endings(model: Any, tokenizer: PreTrainedTokenizerFast) -> Any:
     model.generation_config.eos_token_id = tokenizer.eos_token_id
     model.generation_config.pad_token_id = tokenizer.pad_token_id
     return model

@@ -1,7 +1,8 @@
 """Cache of data and model, one folder for each version of the code and the packages that make it.
 
-python -m scripts.quickstart.prepare --cache DIR data [model] [teacher]
+python -m scripts.quickstart.prepare --cache DIR data [model] [mixture] [teacher]
 python -m scripts.quickstart.prepare --cache DIR sums sums_model
+python -m scripts.quickstart.prepare --cache DIR data free_length_model
 """
 
 from __future__ import annotations
@@ -25,7 +26,12 @@ _OF_SUMS = ["sums.py", "sums_reward.py"]
 INGREDIENTS = {
     "data": (["task.py"], ["reasoning-gym"]),
     "model": _OF_A_MODEL,
+    "mixture": _OF_A_MODEL,
     "teacher": _OF_A_MODEL,
+    "free_length_model": (
+        ["free_length.py", "free_length_reward.py", "free_length_warm_start.py", *_OF_A_MODEL[0]],
+        ["torch", "transformers", "reasoning-gym"],
+    ),
     "sums": (_OF_SUMS, []),
     "sums_model": ([*_OF_SUMS, "sums_warm_start.py", "model.py", "warm_start.py"], ["torch", "transformers"]),
 }
@@ -77,11 +83,15 @@ def prepare_data(path: Path, task: TaskSettings) -> None:
 
 
 def prepare_model(path: Path, task: TaskSettings, part: str = "model") -> None:
-    """Make the folder with the warm-started model, or teacher, and its tokenizer, as Hugging Face saves them."""
+    """Make the folder with a warm-started model and its tokenizer, as Hugging Face saves them.
+
+    Args:
+        part: model, mixture or teacher.
+    """
     import torch
     import transformers
 
-    from .model import build_model, build_tokenizer
+    from .model import build_mixture, build_model, build_tokenizer
     from .warm_start import STUDENT, TEACHER, warm_start
 
     settings = TEACHER if part == "teacher" else STUDENT
@@ -101,11 +111,49 @@ def prepare_model(path: Path, task: TaskSettings, part: str = "model") -> None:
     def build(draft: Path) -> None:
         entries = splits(task)["warm_start"]
         tokenizer = build_tokenizer(get_instruction(entries))
-        model = build_model(tokenizer)
-        say(f"a Qwen2 of {model.num_parameters() / 1e6:.2f} M parameters, {len(tokenizer)} tokens")
+        if part == "mixture":
+            # verl knows Qwen3's turns by it, and asks every tokenizer of a model of that type.
+            tokenizer.add_tokens(["<|im_end|>"], special_tokens=True)
+        model = build_mixture(tokenizer) if part == "mixture" else build_model(tokenizer)
+        name = type(model).__name__.removesuffix("ForCausalLM")
+        say(f"a {name} of {model.num_parameters() / 1e6:.2f} M parameters, {len(tokenizer)} tokens")
         score = warm_start(model, tokenizer, entries, report, settings)
         if score < settings.target:
             say(f"stopped at score {score:.2f}, below its aim of {settings.target:.2f}")
+        model.save_pretrained(draft)
+        tokenizer.save_pretrained(draft)
+
+    if make_once(path, build):
+        say(f"skipped, the model is cached in {path}")
+
+
+def prepare_free_length_model(path: Path, task: TaskSettings) -> None:
+    """Make the folder with the model that is warm-started on answers of free length, and its tokenizer."""
+    import torch
+    import transformers
+
+    from .free_length_warm_start import LengthWarmStart, warm_start_at_length
+    from .model import build_model, build_tokenizer
+
+    torch.set_num_threads(1)
+    transformers.utils.logging.disable_progress_bar()
+    start = time.monotonic()
+
+    def say(text: str) -> None:
+        print(f"warm start at free length: {text}", flush=True)
+
+    settings = LengthWarmStart()
+
+    def report(step: int, loss: float, share: float) -> None:
+        say(f"step {step}, loss {loss:.2f}, {share:.0%} right, {time.monotonic() - start:.0f} s")
+
+    def build(draft: Path) -> None:
+        entries = splits(task)["warm_start"]
+        tokenizer = build_tokenizer(get_instruction(entries))
+        model = build_model(tokenizer)
+        share = warm_start_at_length(model, tokenizer, entries, report, settings)
+        if share < settings.target:
+            say(f"stopped at {share:.0%} right, below its aim of {settings.target:.0%}")
         model.save_pretrained(draft)
         tokenizer.save_pretrained(draft)
 
@@ -165,6 +213,8 @@ def main() -> None:
         path = folder(arguments.cache, part)
         if part == "data":
             prepare_data(path, TaskSettings())
+        elif part == "free_length_model":
+            prepare_free_length_model(path, TaskSettings())
         elif part == "sums":
             prepare_sums(path, SumsSettings())
         elif part == "sums_model":

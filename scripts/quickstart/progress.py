@@ -10,7 +10,7 @@ from rich.console import Console
 
 from recipe.offpolicy.analysis.pages.table import format_cell
 
-from .metrics import ESS, KEPT, KL, PROVED, REWARD, SECONDS, History, pick, read_heldout_score
+from .metrics import KEPT, KL, PROVED, REWARD, SECONDS, History, pick, read_exact_share, read_heldout_score
 
 HEARTBEAT = 15.0
 """Seconds after which a log that is not a terminal gets a sign of life."""
@@ -78,7 +78,7 @@ class TrainingView:
         """Show the metrics of a step, the 0th of which is the validation before training."""
         score, steps = read_heldout_score(data), self._steps
         if step > 0:
-            parts = [("reward", REWARD), ("KL", KL), ("ESS", ESS), ("kept", KEPT)]
+            parts = [("reward", REWARD), ("KL", KL), ("ESS", self._history.ess), ("kept", KEPT)]
             values = ", ".join(f"{name} {format_cell(pick(data, keys))}" for name, keys in parts)
             of = f" of {steps}" if steps else ""
             self._progress.line(f"  step {step}{of}: {values}, {format_cell(pick(data, SECONDS), 1)} s")
@@ -86,7 +86,9 @@ class TrainingView:
                 self._progress.line("  the correction is proved live: it reached the gradient of the first update")
         if score is not None:
             when = f"after step {step}" if step else "before training"
-            self._progress.line(f"  held-out score {when}: {score:.3f}")
+            exact = read_exact_share(data)
+            shown = "" if exact is None else f", exact match {exact:.3f}"
+            self._progress.line(f"  held-out score {when}: {score:.3f}{shown}")
         if not steps or step + 1 < steps:
             self._progress.stage("training", f"{steps} steps" if steps else "as many steps as the epochs have")
         elif step + 1 == steps:

@@ -46,14 +46,19 @@ def describe(correction: dict[str, Any]) -> str:
     return ", ".join(parts) or "uncorrected"
 
 
+def _name_ess(history: History) -> str:
+    return f"effective sample size{'' if history.ess == ESS else ' of pi_old/mu'}"
+
+
 def build_summary_table(history: History, *, corrected: bool) -> Table:
     """Build the table of first and last values."""
-    scores = [score for _, score in history.heldout]
-    named = {
-        "held-out score": scores,
+    named = {"held-out score": [score for _, score in history.heldout]}
+    if history.exact:
+        named["held-out exact match"] = history.exact
+    named |= {
         "reward, sampled": history.series(REWARD),
         "mismatch KL (k3)": history.series(KL),
-        "effective sample size": history.series(ESS),
+        _name_ess(history): history.series(history.ess),
         "kept share": history.series(KEPT),
         "seconds a step": history.series(SECONDS),
     }
@@ -105,7 +110,7 @@ def draw(history: History, path: Path, title: str) -> None:
 
     def kept(axes: Axes) -> None:
         axes.plot(steps, history.series(KEPT), color="C2", label="tokens kept by the masks")
-        axes.plot(steps, history.series(ESS), color="C6", linestyle="--", label="effective sample size")
+        axes.plot(steps, history.series(history.ess), color="C6", linestyle="--", label=_name_ess(history))
         axes.set(title="Kept share")
 
     def panel(draw_lines: Callable[[Axes], None]) -> FigurePanel:

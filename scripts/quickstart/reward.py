@@ -14,8 +14,11 @@ _scorer = cache(reasoning_gym.get_score_answer_fn)
 
 def compute_score(
     data_source: str, solution_str: str, ground_truth: str, extra_info: Mapping[str, Any] | None = None, **_: Any
-) -> float:
-    """Score one answer, 0 to 1.
+) -> dict[str, float]:
+    """Score one answer: ``score`` and ``acc``, 0 to 1 with credit for right letters, and ``exact``, 1 for all of them.
+
+    The graded score hides a collapse: answers of the right letters in no order keep much of it. verl validates by each
+    key, and shows ``acc`` among its core metrics.
 
     Args:
         data_source: "reasoning_gym/<family>".
@@ -32,4 +35,5 @@ def compute_score(
     info = extra_info or {}
     metadata = json.loads(info.get("metadata") or "{}")
     entry = {"question": info.get("question", ""), "answer": ground_truth, "metadata": metadata}
-    return float(_scorer(family)(answer=solution_str.strip(), entry=entry))
+    score = float(_scorer(family)(answer=solution_str.strip(), entry=entry))
+    return {"score": score, "acc": score, "exact": float(score >= 1.0)}

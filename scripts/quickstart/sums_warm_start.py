@@ -32,7 +32,7 @@ class SumsWarmStartSettings:
     learning_rate: float = 3e-3
     target: float = 0.8
     cooling: int = 200
-    max_steps: int = 800
+    max_steps: int = 1000
 
 
 WARM_UP_STEPS, CHECK_EVERY, CHECK_QUESTIONS, MAX_ANSWER_TOKENS = 30, 40, 64, 40

@@ -80,7 +80,7 @@ def measure_sample_score(
     score = 0.0
     for entry, text in zip(entries, tokenizer.batch_decode(sampled[:, width:], skip_special_tokens=True), strict=True):
         row = to_row(entry, 0, "warm_start")
-        score += compute_score(row["data_source"], text, entry["answer"], row["extra_info"])
+        score += compute_score(row["data_source"], text, entry["answer"], row["extra_info"])["score"]
     return score / len(entries)
 
 

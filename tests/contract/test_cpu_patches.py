@@ -28,6 +28,8 @@ BY_RELEASE = {
     "vllm_weights": ("waiting", "waiting", "waiting"),
     "async_snapshot": ("waiting", "waiting", "waiting"),
     "vllm_fused_moe": ("waiting", "waiting", "not needed"),
+    "vllm_routes": ("waiting", "waiting", "waiting"),
+    "vllm_expert_weights": ("waiting", "waiting", "waiting"),
     "weight_socket": ("waiting", "waiting", "not needed"),
     "weight_buffer": ("waiting", "not needed", "not needed"),
 }
@@ -222,3 +224,28 @@ def test_a_moved_vllm_target_stops_when_it_is_imported() -> None:
     )
     assert done.returncode != 0
     assert "PatchError: patch 'vllm_weights': the target" in done.stderr
+
+
+@pytest.mark.slow
+def test_vllms_experts_are_patched_when_they_are_imported() -> None:
+    """Its kernel for the CPU says that it returns routes, and hands the ids to vLLM's capture."""
+    pytest.importorskip("vllm")
+    out = ok(
+        "import verl, torch, types\n"
+        "from vllm.model_executor.layers.fused_moe.experts import cpu_moe\n"
+        "import vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method\n"
+        "experts = object.__new__(cpu_moe.CPUUnquantizedExperts)\n"
+        "torch.nn.Module.__init__(experts) if isinstance(experts, torch.nn.Module) else None\n"
+        "experts.moe_config = types.SimpleNamespace(experts_per_token=2)\n"
+        "experts.use_grouped_topk = False\n"
+        "experts.renormalize, experts.scoring_func, experts.custom_routing_function = True, 'softmax', None\n"
+        "seen = []\n"
+        "experts.routing_replay_capture_fn = lambda ids: seen.append(ids.sort(-1).values.tolist())\n"
+        "scores = torch.tensor([[0.1, 3.0, 2.0], [4.0, 0.0, 1.0]])\n"
+        "experts._select_experts(scores, scores, None, None, None, None)\n"
+        "status = __import__('verl_patches').status()['cpu']\n"
+        "print(seen, experts.supports_routing_replay_capture())\n"
+        "print(status['vllm_routes'], status['vllm_expert_weights'])\n",
+        **CPU,
+    )
+    assert out.splitlines()[-2:] == ["[[[1, 2], [0, 2]]] True", "in force in force"]

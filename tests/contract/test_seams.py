@@ -12,7 +12,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from recipe.offpolicy.proof.verify import LivenessError
-from verl_patches import agent_loops, engine_loss, llm_client, replay_buffer, trainer_v0, trainer_v1
+from verl_patches import agent_loops, engine_loss, llm_client, replay_buffer, router_replay, trainer_v0, trainer_v1
 from verl_patches.contract import PatchError, bare_signature, resolve
 
 ONLY_V1 = pytest.mark.verl("==0.9.1")
@@ -23,12 +23,18 @@ GROUPS = [
     pytest.param(trainer_v1, id="trainer_v1", marks=ONLY_V1),
     pytest.param(replay_buffer, id="replay_buffer", marks=ONLY_V1),
     pytest.param(llm_client, id="llm_client", marks=ONLY_V1),
+    pytest.param(router_replay, id="router_replay", marks=ONLY_V1),
     pytest.param(agent_loops, id="agent_loops", marks=SCORING),
 ]
 
 
 def quoted(module: Any, *marks: Any) -> list[Any]:
     return [pytest.param(seam, id=f"{seam.name}", marks=marks) for seam in module.SEAMS if seam.signature]
+
+
+@SCORING
+def test_the_servers_that_score_are_where_they_were() -> None:
+    engine_loss.check(agent_loops.SEAMS_OF_SERVERS)
 
 
 ALWAYS = [*quoted(engine_loss), *quoted(trainer_v0), *quoted(agent_loops, SCORING)]
@@ -44,7 +50,12 @@ def test_the_agent_loops_of_the_v1_trainer_are_where_they_were() -> None:
     engine_loss.check(agent_loops.SEAMS_V1)
 
 
-OF_V1 = [seam for module in (trainer_v1, replay_buffer, llm_client) for seam in quoted(module, ONLY_V1)]
+@ONLY_V1
+def test_the_worker_that_keeps_weights_is_where_it_was() -> None:
+    engine_loss.check(trainer_v1.SEAMS_OF_SNAPSHOTS)
+
+
+OF_V1 = [seam for module in (trainer_v1, replay_buffer, llm_client, router_replay) for seam in quoted(module, ONLY_V1)]
 
 
 @pytest.mark.parametrize("seam", [*ALWAYS, *OF_V1])
@@ -122,6 +133,32 @@ def test_whatever_a_limit_of_staleness_overrides_is_a_seam() -> None:
     of_buffer |= {"_stale_terminal_keys", "_terminal_eviction_reasons", "_evict_terminal_groups"}
     assert overridden(BoundedReplayBuffer, ReplayBufferAsync) == of_buffer
     assert overridden(BoundedTrainer, PPOTrainer) | of_buffer <= held
+
+
+@ONLY_V1
+def test_whatever_routing_replay_overrides_is_a_seam() -> None:
+    """An engine or worker that goes another way would train by routes of its own."""
+    from verl.trainer.ppo.v1 import PPOTrainer
+    from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
+    from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
+    from verl.workers.rollout.llm_server import LLMServerClient
+
+    from recipe.offpolicy.replay.client import RoutedClient
+    from recipe.offpolicy.replay.fsdp_engine import ReplayingEngine
+    from recipe.offpolicy.replay.replay_settings import ReplaySettings
+    from recipe.offpolicy.replay.worker import ReplayingTrainingWorker, build_replaying
+    from recipe.offpolicy.trainer.replaying_trainer import ReplayingTrainer
+
+    held = {seam.name for seam in (*router_replay.SEAMS, *trainer_v1.SEAMS, *llm_client.SEAMS)}
+    wrapped = {"prepare_model_inputs", "forward_step", "forward_backward_batch"}
+    assert overridden(ReplayingEngine, FSDPEngineWithLMHead) == wrapped
+    assert overridden(ReplayingTrainingWorker, TrainingWorker) == {"reset"}
+    worker = build_replaying(ActorRolloutRefWorker, ReplaySettings("R3", None))
+    assert overridden(worker, ActorRolloutRefWorker) == {"actor_worker_cls"}
+    of_trainer = overridden(ReplayingTrainer, PPOTrainer)
+    assert of_trainer == {"_init_resource_pool_mgr", "get_llm_client", "_compute_old_log_prob", "_update_actor"}
+    assert overridden(RoutedClient, LLMServerClient) == {"generate"}
+    assert wrapped | of_trainer | {"reset"} <= held
 
 
 def test_whatever_the_v0_trainer_overrides_is_a_seam() -> None:

@@ -53,7 +53,9 @@ def without_verl(folder: Path) -> Path:
     """Our primary configuration without verl's, which composes in a tenth of the time; returns its folder."""
     config = OmegaConf.load(CONFIGS / "offpolicy_trainer.yaml")
     assert isinstance(config, DictConfig)
-    config.defaults = [default for default in config.defaults if default != "ppo_trainer"]
+    # The last is chosen by a group of verl's.
+    verls = ("ppo_trainer", {"optional router_replay": "${model_engine}"})
+    config.defaults = [default for default in OmegaConf.to_container(config.defaults) if default not in verls]
     config.hydra.searchpath = []
     OmegaConf.save(config, folder / "offpolicy_trainer.yaml")
     for path in CONFIGS.iterdir():

@@ -3,7 +3,8 @@
     OFFPOLICY_FAULT=name:step    one of FAULTS, at this step
 
 In the trainer's process it kills or stops processes of its own run, found by asking their Ray actors for the pid; in
-rollout workers it spoils log-probs; in the actor's workers it hangs in the midst of a checkpoint.
+rollout workers it spoils log-probs or loses values of prefixes; in the actor's workers it hangs in the midst of a
+checkpoint or sends stale weights; in rollout servers it keeps the prefix cache.
 """
 
 from __future__ import annotations
@@ -181,6 +182,61 @@ def _in_client() -> None:
     LLMServerClient.generate = generate
 
 
+_first: list[tuple[str, Any]] = []
+_sent: list[int] = []
+
+
+def _in_rollout() -> None:
+    """From the STEP-th synchronisation on the engine gets the first one's weights, under the new one's version."""
+    from verl.workers.rollout.vllm_rollout.vllm_rollout import ServerAdapter
+
+    original = ServerAdapter.update_weights
+
+    @functools.wraps(original)
+    async def update_weights(self: Any, weights: Any, *args: Any, **kwargs: Any) -> None:
+        _sent.append(1)
+        given = [(name, tensor.clone()) for name, tensor in weights]
+        if not _first:
+            _first.extend(given)
+        if len(_sent) == STEP:
+            _say(NAME)
+        stale = len(_sent) >= STEP
+        await original(self, iter([(n, t.clone()) for n, t in _first] if stale else given), *args, **kwargs)
+
+    ServerAdapter.update_weights = update_weights
+
+
+def _in_engine() -> None:
+    """From the STEP-th synchronisation on the prefix cache is kept over it."""
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    original = AsyncLLM.reset_prefix_cache
+
+    @functools.wraps(original)
+    async def reset_prefix_cache(self: Any, *args: Any, **kwargs: Any) -> Any:
+        _sent.append(1)
+        if len(_sent) < STEP:
+            return await original(self, *args, **kwargs)
+        if not _told:
+            _told.append(NAME)
+            _say(NAME)
+        return True
+
+    AsyncLLM.reset_prefix_cache = reset_prefix_cache
+
+
+def _in_scoring_loop() -> None:
+    """Rows come without the values that they were scored by."""
+    from recipe.offpolicy.extensions.process_reward import manager
+
+    async def score(self: Any, output: Any, truth: Any) -> None:
+        if not _told:
+            _told.append(NAME)
+            _say(NAME)
+
+    manager.ScoringWorker._score = score  # type: ignore[assignment]
+
+
 def _in_checkpoint() -> None:
     from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager
 
@@ -206,6 +262,12 @@ elif NAME in SPOIL:
     after_import("verl.trainer.ppo.v1.agent_loop_tq", _in_agent_loop)
 elif NAME in VERSIONS:
     after_import("verl.workers.rollout.llm_server", _in_client)
+elif NAME == "stale_weights":
+    after_import("verl.workers.rollout.vllm_rollout.vllm_rollout", _in_rollout)
+elif NAME == "kept_cache":
+    after_import("verl.workers.rollout.vllm_rollout.vllm_async_server", _in_engine)
+elif NAME == "lost_values":
+    after_import("recipe.offpolicy.extensions.process_reward.manager", _in_scoring_loop)
 elif NAME == "hang_in_checkpoint":
     after_import("verl.utils.checkpoint.fsdp_checkpoint_manager", _in_checkpoint)
 elif NAME != "none":

@@ -9,6 +9,7 @@ import asyncio
 import json
 import random
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,7 +24,9 @@ def main(folder: Path) -> None:
     from vllm import LLM, SamplingParams
 
     from recipe.offpolicy.extensions.process_reward.prefix_scorer import PrefixScorer, Row, RowValues
+    from recipe.offpolicy.extensions.process_reward.scoring_server import keep_flat
     from recipe.offpolicy.extensions.process_reward.settings import ProcessSettings
+    from recipe.offpolicy.extensions.process_reward.tail_scores import Tail, TailScores, score_tails
     from scripts.quickstart.model import build_model
     from scripts.quickstart.sums import build_sums_tokenizer
 
@@ -49,13 +52,18 @@ def main(folder: Path) -> None:
         use_tqdm=False,
     )
 
-    async def generate(request_id: str, *, prompt_ids: list[int], sampling_params: dict[str, Any]) -> Any:
+    extract = keep_flat(extract_prompt_logprobs)
+
+    async def generate(prompt_ids: list[int], sampling_params: dict[str, Any], request_id: str) -> Any:
         """What verl's server makes of vLLM's answer."""
         params = SamplingParams(**sampling_params)
         (answer,) = engine.generate([{"prompt_token_ids": prompt_ids}], params, use_tqdm=False)
-        fields: dict[str, Any] = {"global_steps": 0, "num_cached_tokens": answer.num_cached_tokens}
-        extract_prompt_logprobs(answer, params.prompt_logprobs, fields)
+        fields: dict[str, Any] = {"global_steps": 0}
+        extract(answer, params.prompt_logprobs, fields)
         return SimpleNamespace(stop_reason="completed", extra_fields=fields)
+
+    async def ask(request: str, row: Sequence[int], tails: Sequence[Tail], read_cache: bool) -> TailScores:
+        return await score_tails(generate, row, tails, read_cache=read_cache)
 
     def value(ids: list[int], count: int) -> float:
         with torch.no_grad():
@@ -65,7 +73,7 @@ def main(folder: Path) -> None:
     found = {}
     for cache in ("auto", "off"):
         settings = ProcessSettings(think_end="", markers=(), max_tokens=20, max_episodes=8, prefix_cache=cache)
-        scorer = PrefixScorer(settings, generate, tokenizer, reads_cache=True)
+        scorer = PrefixScorer(settings, ask, tokenizer)
         errors, values, forward, cached, rescored = [], 0, 0, 0, 0
         for prompt, output in zip(prompts, sampled, strict=True):
             response = list(output.outputs[0].token_ids)

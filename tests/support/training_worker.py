@@ -82,21 +82,33 @@ def actor_config(*, strategy: str = "fsdp2", **changes: Any) -> Any:
     return FSDPActorConfig(**(values | changes))
 
 
-def start_worker(model: Path, *, strategy: str = "fsdp2", use_remove_padding: bool = False) -> Any:
-    """The worker with its engine initialised, as ``ActorRolloutRefWorker.init_model`` builds it."""
+def start_worker(
+    model: Path,
+    *,
+    strategy: str = "fsdp2",
+    use_remove_padding: bool = False,
+    checkpointing: bool = False,
+    layer: str = "Qwen2DecoderLayer",
+    kind: type | None = None,
+) -> Any:
+    """The worker with its engine initialised, as ``ActorRolloutRefWorker.init_model`` builds it.
+
+    ``kind`` is a subclass of verl's TrainingWorker, ``layer`` the class of the model's decoder layers.
+    """
     from verl.workers.config import HFModelConfig
     from verl.workers.engine_workers import TrainingWorker, TrainingWorkerConfig
 
     actor = actor_config(strategy=strategy)
     engine = actor.fsdp_config
+    engine.wrap_policy["transformer_layer_cls_to_wrap"] = [layer]
     engine.use_dynamic_bsz = False
-    worker = TrainingWorker(
+    worker = (kind or TrainingWorker)(
         TrainingWorkerConfig(
             model_type="language_model",
             model_config=HFModelConfig(
                 path=str(model),
                 use_remove_padding=use_remove_padding,
-                enable_gradient_checkpointing=False,
+                enable_gradient_checkpointing=checkpointing,
                 override_config={"attn_implementation": "sdpa"},
             ),
             engine_config=engine,

@@ -32,6 +32,8 @@ PATCHES = (
     "vllm_version",
     "vllm_weights",
     "vllm_fused_moe",
+    "vllm_routes",
+    "vllm_expert_weights",
     "weight_socket",
     "weight_buffer",
     "async_snapshot",

@@ -4,7 +4,7 @@ vLLM packs each weight for the CPU's matrix kernels at load and then replaces it
 weight sync of an RL run then fails, and the run hangs. verl calls `process_weights_after_loading` after each
 sync, which packs the new weights again.
 
-Expert weights of MoE models are packed elsewhere and are not covered.
+Expert weights of MoE models are packed elsewhere, see ``vllm_expert_weights``.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 from ..correction import Problem
 from ..correction.problem import CheckError, set_to
 from ..staleness.staleness_settings import CEILING, ETA
-from .auto_setup import REPLAYING, Setup
+from .auto_setup import Setup
 
 ETA_CODE, ETA_MATHS = 4, 8  # AReaL, arXiv:2505.24298: staleness in steps that matches synchronous training
 _ROLLOUT = "actor_rollout_ref.rollout"
@@ -138,17 +138,19 @@ def _choose_routing(setup: Setup) -> Selection:
     if setup.objective == "gspo" and replay != "disabled":
         return Selection((), (f"setup.model=moe: {_LOSS}=gspo, in the place of routing replay {replay}.",))
     advice = ["Long responses or a mixture of experts: try a geometric mask, correction=[...,gsm], with wider bounds."]
-    if setup.strategy not in REPLAYING:
+    if setup.replay_mode is None:
         if replay != "disabled":
-            line = f"{line[:-1]}; verl has no replay on {_ACTOR}.strategy={setup.strategy}, so there is none."
+            line = (
+                f"{line[:-1]}; nothing replays on {_ACTOR}.strategy={setup.strategy} as configured, so there is none."
+            )
             advice = [
                 f"Without routing replay: mask rows by their geometric mean, correction=[...,gsm], or take GSPO, "
-                f"{_LOSS}=gspo. Megatron replays."
+                f"{_LOSS}=gspo. Megatron replays, and FSDP with verl 0.9.1's V1 trainer and vLLM."
             ]
         return Selection((), (line,), (), tuple(advice))
     gspo = None if replay == "disabled" else (_LOSS, "gspo")
     why = f"{because}."
-    requires = [Requirement(f"{_ACTOR}.{setup.strategy}.router_replay.mode", replay, why, instead=gspo)]
+    requires = [Requirement(setup.replay_mode, replay, why, instead=gspo)]
     if replay == "R3":
         recorded = "R3 replays routes that the rollout engine has to record."
         requires.append(Requirement(f"{_ROLLOUT}.enable_rollout_routing_replay", True, recorded, instead=gspo))
@@ -186,7 +188,8 @@ def _check_requirement(config: DictConfig, one: Requirement) -> Problem | None:
     if one.at_most:
         met = isinstance(value, int | float) and value <= one.value
     else:
-        met = value == one.value
+        # Where verl leaves out the keys of routing replay, it is off.
+        met = value == one.value or (value is None and one.value == "disabled")
     if met:
         return None
     fix = f"Set {set_to(one.key, one.value)}"

@@ -10,7 +10,11 @@ from typing import Any, Literal, get_args
 
 from omegaconf import DictConfig, OmegaConf
 
+from verl_patches.execution_path import live_path
+
 from ..correction import SpecError
+from ..replay.obstacles import list_obstacles
+from ..replay.replay_settings import ROUTER_REPLAY, replays_on_fsdp
 from ..staleness.staleness_settings import ETA, TARGET
 from .model_config import find_experts
 
@@ -19,7 +23,7 @@ Mode = Literal["sync", "async"]
 Model = Literal["dense", "moe"]
 Trajectory = Literal["single", "tools"]
 
-REPLAYING = ("megatron",)  # strategies on which verl replays routes, of those that are covered
+REPLAYING = ("megatron",)  # strategies on which verl itself replays routes, of those that are covered
 _ROLLOUT = "actor_rollout_ref.rollout"
 _ACTOR = "actor_rollout_ref.actor"
 _ROLLOUT_ENGINES = ("vllm", "sglang", "trtllm")
@@ -39,6 +43,7 @@ class Setup:
         objective: verl's name of the base loss; GSPO takes the place of routing replay.
         bounded: ``offpolicy.staleness.eta`` limits staleness.
         adaptive: it moves, up to a ceiling.
+        fsdp_replay: routes can be replayed on FSDP in this configuration.
     """
 
     engine: Engine
@@ -50,6 +55,14 @@ class Setup:
     objective: str = "vanilla"
     bounded: bool = False
     adaptive: bool = False
+    fsdp_replay: bool = False
+
+    @property
+    def replay_mode(self) -> str | None:
+        """The key that decides about routing replay; None where nothing replays routes."""
+        if self.strategy in REPLAYING:
+            return f"{_ACTOR}.{self.strategy}.router_replay.mode"
+        return f"{ROUTER_REPLAY}.mode" if self.fsdp_replay else None
 
 
 def read_setup(config: DictConfig) -> Setup:
@@ -82,7 +95,10 @@ def read_setup(config: DictConfig) -> Setup:
     bounded = OmegaConf.select(config, ETA) is not None
     adaptive = bounded and OmegaConf.select(config, TARGET) is not None
     strategy, objective = str(strategy), str(objective)
-    return Setup(**values, strategy=strategy, objective=objective, bounded=bounded, adaptive=adaptive)
+    replays = replays_on_fsdp(live_path(config)) and not list_obstacles(config)
+    return Setup(
+        **values, strategy=strategy, objective=objective, bounded=bounded, adaptive=adaptive, fsdp_replay=replays
+    )
 
 
 def refuse_setup(config: DictConfig) -> None:
@@ -146,7 +162,7 @@ def _find_mode(config: DictConfig) -> _Observed | None:
 
 
 def _find_model(config: DictConfig) -> _Observed | None:
-    for key in [f"{_ACTOR}.{strategy}.router_replay.mode" for strategy in REPLAYING]:
+    for key in [*(f"{_ACTOR}.{strategy}.router_replay.mode" for strategy in REPLAYING), f"{ROUTER_REPLAY}.mode"]:
         if (mode := OmegaConf.select(config, key)) not in (None, "disabled"):
             return _Observed("moe", f"{key}={mode}")
     key = f"{_ROLLOUT}.enable_rollout_routing_replay"

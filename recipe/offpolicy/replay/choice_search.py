@@ -54,7 +54,7 @@ def find_routers(
     _check_one_a_layer(name, [(_read_layer(name, path), path) for path in paths], (experts, top_k))
     found = {_read_layer(name, path): model.get_submodule(path) for path in paths}
     layout = RoutedLayers(name, config.num_hidden_layers, tuple(sorted(found)), experts, top_k)
-    if silent := sorted(_find_experts(model) - set(found)) if found else list(range(layout.depth)):
+    if silent := sorted(find_experts(model).keys() - set(found)) if found else list(range(layout.depth)):
         raise _refuse(
             name, f"layer(s) {silent} make no choice of {top_k} among {experts} experts by torch.topk on 2-D scores"
         )
@@ -103,10 +103,10 @@ def _read_layer(name: str, path: str) -> int:
     return int(numbers[0])
 
 
-def _find_experts(model: nn.Module) -> set[int]:
-    """Numbers of the layers that have a module called experts."""
-    paths = (path for path, _ in model.named_modules() if path.endswith(".experts"))
-    return {int(numbers[0]) for path in paths if (numbers := _LAYER.findall(path))}
+def find_experts(model: nn.Module) -> dict[int, nn.Module]:
+    """Find the modules called experts, by absolute number of their layer."""
+    named = ((path, module) for path, module in model.named_modules() if path.endswith(".experts"))
+    return {int(numbers[0]): module for path, module in named if (numbers := _LAYER.findall(path))}
 
 
 def _build_inputs(model: nn.Module, config: Any) -> dict[str, Any]:

@@ -62,6 +62,10 @@ class RouterSlot:
         self._ran_under: object | None = None
         self._ids: Tensor | None = None
         self._rows: Tensor | None = None
+        self.entered: Tensor | None = None
+        """(tokens, k) ids that its experts were called with in the last forward, where they are called by ids."""
+        self.gradient: Tensor | None = None
+        """() float32, sum of |gradient| of the router's scores since it was set to zero; None: unwatched."""
 
     @property
     def is_armed(self) -> bool:
@@ -74,7 +78,7 @@ class RouterSlot:
             ids: (tokens, k) of any integer dtype, distinct in each row; None: the router's own choice, recorded.
             rows: (tokens,) bool, rows to replay; None: all.
         """
-        self._armed, self.record = object(), None
+        self._armed, self.record, self.entered = object(), None, None
         self._ids, self._rows = ids, rows
 
     def disarm(self) -> None:
@@ -99,6 +103,24 @@ class RouterSlot:
                 f"or compiler take the place of this block's forward, or turn routing replay off."
             )
         return result
+
+    def get_shipped(self, record: ChoiceRecord) -> Tensor:
+        """Return the ids that the tokens of a record were to be given, (tokens, k); its own where none were given."""
+        return record.ids if self._ids is None else self._ids.to(record.ids.device, torch.int64)
+
+    def note_entry(self, ids: Tensor) -> None:
+        """Note the ids that the layer's experts are called with."""
+        if self.is_armed:
+            self.entered = ids
+
+    def watch_gradient(self, scores: Tensor) -> None:
+        """Add the gradient of the router's scores to ``gradient``, once it is known."""
+
+        def add(gradient: Tensor) -> None:
+            if self.gradient is not None:
+                self.gradient = self.gradient + gradient.float().abs().sum()
+
+        scores.register_hook(add)
 
     def choose(self, scores: Tensor, own: Any) -> Any:
         """Choose the experts of one forward, and record them.
@@ -147,11 +169,15 @@ class _Replacement(TorchFunctionMode):
     def __init__(self, slot: RouterSlot) -> None:
         super().__init__()
         self.count = 0
-        self._slot = slot
+        self._slot, self._watches = slot, slot.gradient is not None
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
+        if self._watches and _is_scored(result, self._slot.experts):
+            # The first of that shape is what the gate computes.
+            self._watches = False
+            self._slot.watch_gradient(result)
         scores = find_scores(func, args, kwargs, self._slot.experts, self._slot.top_k)
         if scores is None:
             return result
@@ -171,6 +197,10 @@ def find_scores(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], exper
     scores: Tensor = given["input"] if "input" in given else given["self"]
     over_experts = scores.dim() == 2 and scores.shape[-1] == experts and given["dim"] in (-1, 1)
     return scores if over_experts and given["k"] == top_k and given["largest"] else None
+
+
+def _is_scored(result: Any, experts: int) -> bool:
+    return isinstance(result, Tensor) and result.dim() == 2 and result.shape[-1] == experts and result.requires_grad
 
 
 def equal_sets(ids: Tensor, other: Tensor) -> Tensor:

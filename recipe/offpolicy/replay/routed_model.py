@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
-from .choice_search import find_routers
+from .choice_search import find_experts, find_routers
 from .expert_choice import ChoiceRecord, ReplayError, RouterSlot
 from .routes import RoutedLayers, check_ids, check_shape, find_routed_rows
 
@@ -32,7 +33,7 @@ def install_replay(model: nn.Module, inputs: Mapping[str, Any] | None = None) ->
     layout, routers = find_routers(model, inputs)
     if any(hasattr(router.forward, _MARK) for router in routers.values()):
         raise ReplayError(f"{layout.model} has routing replay installed. Fix: remove() the other one first.")
-    return RoutedModel(layout, routers)
+    return RoutedModel(layout, routers, find_experts(model))
 
 
 class RoutedModel:
@@ -41,15 +42,23 @@ class RoutedModel:
     Args:
         layout: its layers with experts.
         routers: the module that chooses in each, by absolute number of the layer.
+        experts: the module that is called with the ids, where a layer has one.
     """
 
-    def __init__(self, layout: RoutedLayers, routers: Mapping[int, nn.Module]) -> None:
+    def __init__(
+        self,
+        layout: RoutedLayers,
+        routers: Mapping[int, nn.Module],
+        experts: Mapping[int, nn.Module] | None = None,
+    ) -> None:
         self.layout = layout
         self._slots = {layer: RouterSlot(layer, layout.experts, layout.top_k) for layer in routers}
         self._routers = dict(routers)
         self._replaced = {layer: vars(router).get("forward") for layer, router in routers.items()}
         for layer, router in routers.items():
             router.forward = _wrap(router.forward, self._slots[layer])
+        called = (experts or {}).items()
+        self._hooks = [_note_entries(module, self._slots[layer]) for layer, module in called if layer in routers]
 
     def arm(self, routes: Tensor, rows: Tensor | None = None) -> None:
         """Replay these routes in each forward from here on.
@@ -95,6 +104,34 @@ class RoutedModel:
             )
         return {layer: slot.record for layer, slot in self._slots.items() if slot.record is not None}
 
+    def count_entered(self) -> Tensor:
+        """Count what happened to the replayed tokens in the last forward, where it acts.
+
+        Returns:
+            (layers, 3) int64 in the order of ``layout.layers``: tokens replayed, of these those whose ids the experts
+            were called with, and those whose own choice was the same set. Of experts that are not called by ids, what
+            the router returned is counted.
+
+        Raises:
+            ReplayError: a layer did not choose since the arming.
+        """
+        counts = []
+        for layer, record in self.get_records().items():
+            slot = self._slots[layer]
+            entered = record.ids if slot.entered is None else slot.entered
+            same = (entered == slot.get_shipped(record)).all(-1) & record.replayed
+            counts.append(torch.stack([record.count_replayed(), same.sum(), record.count_equal()]))
+        return torch.stack(counts)
+
+    def watch_gradients(self, on: bool) -> None:
+        """Sum gradients of the routers' scores from here on, or no longer."""
+        for slot in self._slots.values():
+            slot.gradient = torch.zeros(()) if on else None
+
+    def get_gradients(self) -> list[float]:
+        """Return the sum of |gradient| of each layer's scores since they are watched, in the order of the layers."""
+        return [float(slot.gradient) for slot in self._slots.values() if slot.gradient is not None]
+
     def stack_ids(self) -> Tensor:
         """Stack the ids that went into the experts in the last forward.
 
@@ -113,6 +150,8 @@ class RoutedModel:
     def remove(self) -> None:
         """Give the routers their own forwards back."""
         self.disarm()
+        for hook in self._hooks:
+            hook.remove()
         for layer, router in self._routers.items():
             del router.forward
             if (replaced := self._replaced[layer]) is not None:
@@ -126,3 +165,14 @@ def _wrap(forward: Callable[..., Any], slot: RouterSlot) -> Callable[..., Any]:
 
     setattr(run, _MARK, True)
     return run
+
+
+def _note_entries(experts: nn.Module, slot: RouterSlot) -> RemovableHandle:
+    """Let the slot note the ids that experts are called with."""
+
+    def note(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        for value in (*args, *kwargs.values()):
+            if isinstance(value, Tensor) and value.dtype == torch.int64 and value.shape[1:] == (slot.top_k,):
+                slot.note_entry(value)
+
+    return experts.register_forward_pre_hook(note, with_kwargs=True)

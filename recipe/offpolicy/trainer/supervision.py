@@ -17,6 +17,7 @@ from ..correction.moving_bounds import format_part_path
 from ..correction.statistics import Statistic, merge_all
 from ..extensions.hooks import ExtensionHooks
 from ..monitor.active_correction import ActiveCorrection
+from ..monitor.mismatch.late_weights import LateWeightsWatch
 from ..monitor.mismatch.recent import RecentFloor
 from ..proof.gradient import isolate_parts
 from ..proof.rollout_checks import RolloutChecker
@@ -52,6 +53,7 @@ class Supervision:
         self._epochs = config.actor_rollout_ref.actor.ppo_epochs
         self._allow_identical = config.offpolicy.allow_identical_log_probs
         self._floor = RecentFloor()
+        self._late_weights = LateWeightsWatch()
         self._samples = RolloutChecker(allow_unrelated=config.offpolicy.allow_unrelated_log_probs)
         self._sampled_rows: list[int] = []
         self._live: dict[str, float] = {}
@@ -126,6 +128,7 @@ class Supervision:
         self.proving = self.proving or switched
         self._statistics = self._values(merged)
         self._floor.add(merged)
+        self._late_weights.see(measured)
         return proved or switched
 
     def begin_step(self) -> None:

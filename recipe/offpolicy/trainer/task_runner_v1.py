@@ -10,6 +10,8 @@ from verl.trainer.main_ppo import TaskRunnerV1
 
 import verl_patches
 
+from ..monitor.mismatch.snapshot_settings import SnapshotSettings
+from ..replay.replay_settings import ReplaySettings
 from ..staleness.staleness_settings import StalenessSettings
 from .supervised_run import demand_trained
 from .trainer_v1 import OffPolicyTrainer, install_trainers
@@ -29,13 +31,22 @@ class OffPolicyTaskRunnerV1(_TaskRunner):
 
 
 def choose_mixin(config: DictConfig) -> type[OffPolicyTrainer]:
-    """Choose what is put in front of verl's trainers: nothing of staleness where verl's own keys are in force."""
-    if StalenessSettings.from_config(config) is None:
-        return OffPolicyTrainer
-    # Release 0.9.0 has no such buffer.
-    from .bounded_trainer import BoundedTrainer
+    """Choose what is put in front of verl's trainers: nothing of staleness, snapshots or replay where these are off."""
+    mixin: type[OffPolicyTrainer] = OffPolicyTrainer
+    # Release 0.9.0 has neither their buffer nor their worker.
+    if StalenessSettings.from_config(config) is not None:
+        from .bounded_trainer import BoundedTrainer
 
-    return BoundedTrainer
+        mixin = BoundedTrainer
+    if SnapshotSettings.from_config(config) is not None:
+        from .snapshot_trainer import SnapshotTrainer
+
+        mixin = type(f"Snapshot{mixin.__name__}", (SnapshotTrainer, mixin), {})
+    if ReplaySettings.from_config(config) is not None:
+        from .replaying_trainer import ReplayingTrainer
+
+        mixin = type(f"Replaying{mixin.__name__}", (ReplayingTrainer, mixin), {})
+    return mixin
 
 
 RemoteTaskRunner = ray.remote(OffPolicyTaskRunnerV1)

@@ -4,6 +4,7 @@
 
     temperature:0.8    the rollout server samples at this temperature, the trainer scores at its own
     shift:1            log-probs arrive one token late (-1: early)
+    lag:8              the rollout server gets the weights of 8 synchronisations before; the first ones until there are
     stale:3            of every three synchronisations two send the weights of the one before
     round:3            weights reach the rollout server with this many bits of mantissa
     cache:3            of every three synchronisations one clears the engine's prefix cache; of 1 each one does, as verl
@@ -17,7 +18,7 @@ from __future__ import annotations
 import functools
 import json
 import os
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -122,6 +123,29 @@ def _stale() -> None:
     _send(change)
 
 
+class LateWeights:
+    """A ring of weights: what comes out went in ``behind`` calls before, the first ones until there are as many."""
+
+    def __init__(self, behind: int) -> None:
+        self._ring: deque[list[tuple[str, Tensor]]] = deque(maxlen=behind + 1)
+
+    def __call__(self, weights: Weights) -> Weights:
+        self._ring.append(list(weights))
+        return self._ring[0]
+
+
+def _lag() -> None:
+    behind = int(STRENGTH)
+
+    def change(sender: Any, weights: Weights) -> Weights:
+        if not hasattr(sender, "_injected"):
+            sender._injected = LateWeights(behind)
+        late: Weights = sender._injected(weights)
+        return late
+
+    _send(change)
+
+
 class CacheAges:
     """Ages of the keys and values that requests took from the prefix cache.
 
@@ -194,6 +218,7 @@ _ENGINE = "vllm.v1.engine.async_llm"
 FAULTS: dict[str, tuple[str, Callable[[], None]]] = {
     "temperature": (_LOOP, _temperature),
     "shift": (_LOOP, _shift),
+    "lag": (_SENDER, _lag),
     "stale": (_SENDER, _stale),
     "round": (_SENDER, _round),
     "cache": (_ENGINE, _cache),

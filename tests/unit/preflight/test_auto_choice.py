@@ -16,6 +16,7 @@ from recipe.offpolicy.preflight.auto_setup import Setup, read_setup, refuse_setu
 
 PLAIN = Setup("different", "sync", "dense", "single", 1, "megatron")
 REPLAY = "actor_rollout_ref.actor.megatron.router_replay.mode"
+FSDP_REPLAY = "actor_rollout_ref.actor.fsdp_config.router_replay.mode"
 RECORD = "actor_rollout_ref.rollout.enable_rollout_routing_replay"
 STALENESS = "trainer.v1.sampler.max_off_policy_threshold"
 LOSS = "actor_rollout_ref.actor.policy_loss.loss_mode"
@@ -112,10 +113,48 @@ def test_minibatches_decide_the_replay(n: int, requires: dict[str, Any]) -> None
 def test_without_replay_in_verl(strategy: str) -> None:
     selection = select(replace(PLAIN, model="moe", minibatches=4, strategy=strategy))
     assert selection.requires == ()
-    assert any(f"verl has no replay on actor_rollout_ref.actor.strategy={strategy}" in r for r in selection.reasons)
+    assert any(f"nothing replays on actor_rollout_ref.actor.strategy={strategy}" in r for r in selection.reasons)
     assert any("gsm" in line and f"{LOSS}=gspo" in line for line in selection.advice)
     # Nothing is missing where nothing would be replayed.
-    assert not any("verl has no replay" in r for r in select(replace(PLAIN, model="moe", strategy=strategy)).reasons)
+    assert not any("nothing replays" in r for r in select(replace(PLAIN, model="moe", strategy=strategy)).reasons)
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "fsdp2"])
+@pytest.mark.parametrize(
+    ("n", "requires"),
+    [
+        (1, {FSDP_REPLAY: "disabled"}),
+        (2, {FSDP_REPLAY: "R2", "correction.proximal": "recompute"}),
+        (3, {FSDP_REPLAY: "R3", RECORD: True}),
+        (4, {FSDP_REPLAY: "R3", RECORD: True}),
+        (8, {FSDP_REPLAY: "R3", RECORD: True}),
+    ],
+)
+def test_minibatches_decide_the_replay_on_fsdp(strategy: str, n: int, requires: dict[str, Any]) -> None:
+    setup = replace(PLAIN, model="moe", minibatches=n, strategy=strategy, fsdp_replay=True)
+    assert required(select(setup)) == requires
+    assert required(select(replace(setup, mode="async"))) == requires | {STALENESS: 9}
+    assert select(replace(setup, objective="gspo")).requires == () or n == 1
+
+
+@pytest.mark.verl("==0.9.1")
+@pytest.mark.parametrize(
+    ("changes", "replays"),
+    [
+        ({}, True),
+        ({"actor_rollout_ref__actor__strategy": "fsdp2"}, True),
+        ({"actor_rollout_ref__actor__strategy": "megatron"}, False),
+        ({"trainer__use_v1": False}, False),
+        ({"actor_rollout_ref__rollout__name": "sglang"}, False),
+        ({"actor_rollout_ref__model__lora_rank": 8}, False),
+    ],
+    ids=str,
+)
+def test_fsdp_replays_where_nothing_stands_in_its_way(changes: dict[str, Any], replays: bool) -> None:
+    setup = read_setup(configuration(**changes))
+    assert setup.fsdp_replay is replays
+    if setup.strategy != "megatron":
+        assert setup.replay_mode == (FSDP_REPLAY if replays else None)
 
 
 def test_advice() -> None:
@@ -206,7 +245,7 @@ SYNC = Setup("different", "sync", "dense", "single", 1, "fsdp")
     ],
 )
 def test_the_set_up_of_a_run(changes: dict[str, Any], expected: dict[str, Any]) -> None:
-    assert read_setup(configuration(**changes)) == replace(SYNC, **expected)
+    assert replace(read_setup(configuration(**changes)), fsdp_replay=False) == replace(SYNC, **expected)
 
 
 @pytest.mark.parametrize(
@@ -318,7 +357,8 @@ def moe(n: int, **changes: Any) -> dict[str, Any]:
         moe(4, **{MODE: "R3", f"{ROLLOUT}__enable_rollout_routing_replay": True}),
         moe(4, **{f"{ACTOR}__policy_loss__loss_mode": "gspo"}),
         moe(2, **{f"{ACTOR}__policy_loss__loss_mode": "gspo"}),
-        MOE | {f"{ACTOR}__strategy": "fsdp", f"{ACTOR}__ppo_mini_batch_size": 16},
+        MOE | {f"{ACTOR}__strategy": "fsdp", f"{ACTOR}__ppo_mini_batch_size": 16, f"{ROLLOUT}__name": "sglang"},
+        MOE | {f"{ACTOR}__strategy": "fsdp"},
     ],
 )
 def test_configurations_that_fit(changes: dict[str, Any]) -> None:

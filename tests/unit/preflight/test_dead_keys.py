@@ -140,5 +140,13 @@ def test_routes_that_are_replayed_are_recorded_and_the_reverse() -> None:
     assert found(check_router_replay(made("R3", False), NONE, megatron)) == [(live, "R3")]
     assert found(check_router_replay(made("disabled", True), NONE, megatron)) == [(recorded, True)]
     assert found(check_router_replay(made("R2", False), CorrectionSpec(proximal="bypass"), megatron)) == [(live, "R2")]
-    # FSDP replays nothing.
+    # verl's FSDP replays nothing; with our trainer it does, by a key of its own.
     assert found(check_router_replay(made("R3", False), NONE, V1)) == [(live, "R3")]
+    fsdp = "actor_rollout_ref.actor.fsdp_config.router_replay.mode"
+    actor = {"fsdp_config": {"router_replay": {"mode": "R3"}}}
+    config = OmegaConf.create({"actor_rollout_ref": {"actor": actor, "rollout": {}}})
+    assert found(check_router_replay(config, NONE, V1)) == [(fsdp, "R3")]
+    with_ours = OmegaConf.merge(config, {"offpolicy": {}})
+    assert "nothing reads it" in next(check_router_replay(config, NONE, V1)).reason
+    assert "the rollout records none" in next(check_router_replay(with_ours, NONE, V1)).reason
+    assert "nothing reads it" in next(check_router_replay(with_ours, NONE, V0)).reason

@@ -187,7 +187,7 @@ DEAD: dict[str, tuple[dict[str, Any], tuple[LivePath, ...], str, str]] = {
     ),
     "replay of FSDP": (
         replay("R2", "fsdp_config."),
-        PATHS,
+        tuple(path for path in PATHS if path is not V1),
         f"{ACTOR}.fsdp_config.router_replay.mode",
         "nothing reads it",
     ),
@@ -261,6 +261,7 @@ ALIVE: dict[str, tuple[dict[str, Any], tuple[LivePath, ...]]] = {
     "replay of the engine": (replay("R2", "megatron."), (MEGATRON, MEGATRON_071)),
     "replay of the rollout's routes": (replay("R3", "megatron.") | {REPLAYED: True}, (MEGATRON, MEGATRON_071)),
     "replay of VeOmni": (replay("R2", "veomni."), (VEOMNI,)),
+    "replay of FSDP by our trainer": (replay("R3", "fsdp_config.") | {REPLAYED: True}, (V1,)),
 }
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from recipe.offpolicy.replay.choice_search import find_routers
+from recipe.offpolicy.replay.choice_search import find_experts, find_routers
 from recipe.offpolicy.replay.expert_choice import ReplayError
 from tests.support.mixtures import build_mixture
 
@@ -156,3 +156,10 @@ def test_a_layer_whose_experts_nothing_chooses_is_refused() -> None:
     model.blocks[1]["experts"] = nn.Identity()
     with pytest.raises(ReplayError, match=r"layer\(s\) \[1\] make no choice"):
         find_routers(model)
+
+
+def test_experts_are_found_by_their_layer() -> None:
+    model = build_mixture("DeepseekV3")
+    found = find_experts(model)
+    assert sorted(found) == [1, 2]
+    assert all(found[layer] is model.model.layers[layer].mlp.experts for layer in found)

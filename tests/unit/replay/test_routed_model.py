@@ -19,6 +19,7 @@ from tests.support.mixtures import (
     build_mixture,
     compute_gradients,
     draw_routes,
+    draw_tokens,
     set_checkpointing,
 )
 
@@ -224,3 +225,37 @@ def test_a_forward_that_stood_on_the_module_comes_back() -> None:
     gate.forward = given = lambda hidden: forward(hidden)
     install_replay(model).remove()
     assert gate.forward is given
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("family", KINDS)
+def test_what_enters_the_experts_is_counted_there(family: str, checkpointing: bool) -> None:
+    model = build_mixture(family)
+    set_checkpointing(model, checkpointing)
+    routed = install_replay(model)
+    layers = len(routed.layout.layers)
+    routed.watch_gradients(True)
+    routed.arm(draw_routes(dense=len(routed.layout.dense)), torch.arange(TOKENS) < 20)
+    compute_gradients(model)
+    counts = routed.count_entered()
+    assert counts[:, :2].tolist() == [[20, 20]] * layers
+    assert all(0 < value < float("inf") for value in routed.get_gradients())
+    routed.watch_gradients(False)
+    assert routed.get_gradients() == []
+
+
+def test_other_ids_than_those_shipped_are_counted_where_they_enter() -> None:
+    """Somebody between the router and its experts changes the ids of three tokens in one layer."""
+    model = build_mixture("Qwen3Moe")
+    routed = install_replay(model)
+    routes = draw_routes()
+
+    def change(_: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        ids = args[1].clone()
+        ids[:3] = ids[:3].flip(-1)
+        return args[0], ids, *args[2:]
+
+    model.model.layers[1].mlp.experts.register_forward_pre_hook(change, prepend=True)
+    routed.arm(routes)
+    model(input_ids=draw_tokens(), use_cache=False)
+    assert routed.count_entered()[:, 1].tolist() == [TOKENS, TOKENS - 3, TOKENS]

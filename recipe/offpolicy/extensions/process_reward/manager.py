@@ -2,27 +2,29 @@
 
 Seams in verl 0.9.1: ``actor_rollout_ref.rollout.agent.agent_loop_manager_class``, the attribute
 ``agent_loop_workers_class`` of managers, ``AgentLoopWorkerTQ._agent_loop_postprocess(self, output, validate,
-**kwargs)`` and, on the V0 trainer and in 0.8.0, ``AgentLoopWorker``'s, by which every agent loop's output passes.
+**kwargs)`` and, on the V0 trainer and in 0.8.0, ``AgentLoopWorker``'s, by which every agent loop's output passes;
+``_acquire_server(self, request_id, **extra)`` and ``_release_server(self, server_id, request_id=None)`` of
+``LLMServerClient``, by which a row's requests go to the replica that sampled it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextvars import ContextVar
+from inspect import signature
 from typing import Any
 
 import ray
 from omegaconf import OmegaConf
 from verl.experimental.agent_loop.agent_loop import AgentLoopManager, AgentLoopWorker
-from verl.workers.rollout.llm_server import LLMServerClient
 
 from verl_patches import agent_loops, engine_loss
-from verl_patches.contract import installed_release
-from verl_patches.releases import attributes_of
 
 from ...batch.weight_versions import NEWEST_VERSION
 from .columns import FIELD, SECTION
 from .prefix_scorer import PrefixScorer, Row
 from .settings import ProcessSettings
+from .tail_scores import Tail, TailScores
 
 _request: ContextVar[str | None] = ContextVar("offpolicy_process_request", default=None)
 """Id of the request that sampled the running row's last token."""
@@ -57,19 +59,19 @@ class ScoringWorker:
         client = self.llm_client
         settings: Any = OmegaConf.to_container(self.config[SECTION], resolve=True)
 
-        async def generate(request_id: str, **asked: Any) -> Any:
-            # The resuming client rebuilds its answer without prompt_logprobs: the base class's method keeps it.
-            plain = LLMServerClient.generate if isinstance(client, LLMServerClient) else type(client).generate
-            return await plain(client, request_id, **asked)
+        # From 0.9.0 on a router may look at a request's content.
+        looks = "request_id" in signature(client._release_server).parameters
 
-        release = attributes_of(installed_release("verl") or "")
-        self._scorer = PrefixScorer(
-            ProcessSettings.from_mapping(SECTION, settings),
-            generate,
-            self.tokenizer,
-            reads_cache=release.counts_cached_tokens,
-            own_requests=bool(self.config.actor_rollout_ref.rollout.get("full_determinism", False)),
-        )
+        async def ask(request: str, row: Sequence[int], tails: Sequence[Tail], read_cache: bool) -> TailScores:
+            content: dict[str, Any] = {"prompt_ids": row, "sampling_params": {}} if looks else {}
+            name, server = await client._acquire_server(request, **content)
+            try:
+                found: TailScores = await server.score_tails.remote(row, tails, read_cache)
+                return found
+            finally:
+                client._release_server(name, *((request,) if looks else ()))
+
+        self._scorer = PrefixScorer(ProcessSettings.from_mapping(SECTION, settings), ask, self.tokenizer)
         self.llm_client = RequestMemory(client)
 
     async def _agent_loop_postprocess(self, output: Any, validate: Any, **kwargs: Any) -> Any:

@@ -41,12 +41,15 @@ from .process_metrics import summarize_advantages, summarize_cost, summarize_val
 from .process_worker import ProcessReport, ProcessWorker
 from .row_utilities import BatchUtilities, build_utilities, check_values, read_values
 from .settings import ProcessSettings
-from .start_up import MANAGER, find_manager, is_synchronous, takes_rows_out
+from .start_up import MANAGER, find_manager, is_synchronous, serve_scores, takes_rows_out
 
 logger = logging.getLogger("verl.offpolicy")
 
 UNFIT, UPDATES = 0.55, 5
 """Separation below which values do not tell passed from failed rows, and consecutive updates until that is said."""
+
+COMPARISONS = 2
+"""Steps whose values are compared: the first, and the one behind the first synchronisation of trained weights."""
 
 
 class PrefixValueRewards(Extension):
@@ -63,7 +66,7 @@ class PrefixValueRewards(Extension):
         self._utilities: BatchUtilities | None = None
         self._sent: list[int] = []
         self._metrics: dict[str, float] = {}
-        self._moved = self._unfit = self._compared = 0
+        self._moved = self._unfit = self._compared = self._comparisons = 0
         self._apart, self._tolerance = math.nan, COARSE
 
     # Before Ray starts --------------------------------------------------------------------------------------
@@ -99,6 +102,7 @@ class PrefixValueRewards(Extension):
         self._synchronous, self._exact = is_synchronous(config), not takes_rows_out(config)
         self._tolerance = TOLERANCES.get(str(OmegaConf.select(config, "actor_rollout_ref.rollout.dtype")), COARSE)
         self._by_token = bool(sees_positions(config, plain_advantage()))
+        serve_scores()
 
     def next_batch(self, prompts: PromptView) -> None:
         self._submitted = time.time()
@@ -121,7 +125,7 @@ class PrefixValueRewards(Extension):
         self._metrics["version_lag"] = sum(lags) / len(lags) if lags else 0.0
         shown = torch.where(self._utilities.positions, self._utilities.values, torch.nan)
         batch.put(**{UTILITY: shown})
-        if self._synchronous and not self._compared:
+        if self._synchronous and self._comparisons < COMPARISONS:
             self._compare(batch, found)
         self._watch(self._metrics["value/separation"])
 
@@ -134,11 +138,13 @@ class PrefixValueRewards(Extension):
         rows = [build_scored_row(found[row], number, *ids[row]) for row, number in chosen]
         own = batch.compute_log_probs([(prompt, response) for prompt, response, _ in rows])
         values = [found[row].values[number] for row, number in chosen]
-        self._apart = check_forward(values, own, [count for *_, count in rows], self._tolerance)
-        self._compared = len(chosen)
+        apart = check_forward(values, own, [count for *_, count in rows], self._tolerance)
+        self._apart = apart if math.isnan(self._apart) else max(apart, self._apart)
+        self._comparisons += 1
+        self._compared += len(chosen)
         logger.info(
             "%s LIVE: %d values of the rollout engine are those of the trainer's own forward pass, to %.1g nats.",
-            *(self.section, self._compared, self._apart),
+            *(self.section, len(chosen), apart),
         )
 
     def _watch(self, separation: float) -> None:

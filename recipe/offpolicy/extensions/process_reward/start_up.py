@@ -29,6 +29,18 @@ def find_manager(config: DictConfig) -> str:
     return MANAGERS[live_path(config).trainer]
 
 
+def serve_scores() -> None:
+    """Let replicas of vLLM that this process starts score prefixes."""
+    from verl.workers.rollout.replica import RolloutReplicaRegistry
+
+    def load() -> Any:
+        from .scoring_server import ScoringReplica
+
+        return ScoringReplica
+
+    RolloutReplicaRegistry.register("vllm", load)
+
+
 def is_synchronous(config: DictConfig) -> bool:
     """Return True if all rows of a step are sampled by what the step before left."""
     if not OmegaConf.select(config, "trainer.use_v1"):

@@ -16,8 +16,10 @@ from ...extensions.registry import load_extensions
 from ...fault_tolerance.watchdog import find_problems as watchdog_problems
 from ...monitor.alarms.alarm_settings import find_problems as alarm_problems
 from ...monitor.bounds.bound_settings import find_problems as calibrate_problems
+from ...monitor.mismatch.snapshot_settings import find_problems as snapshot_problems
 from ...recording.record_settings import find_problems as record_problems
 from ...recording.record_settings import find_too_many_parts
+from ...replay.replay_settings import find_problems as replay_problems
 from ...staleness.staleness_settings import find_problems as staleness_problems
 
 Validator = Callable[[DictConfig, CorrectionSpec], Iterator[Problem]]
@@ -55,7 +57,9 @@ OWN_KEYS: dict[str, Validator] = {
     "alarms": alarm_problems,
     "calibrate": calibrate_problems,
     "extensions": lambda config, spec: extension_problems(config),
+    "late_weights": lambda config, spec: snapshot_problems(config),
     "record": lambda config, spec: record_problems(config),
+    "replay": lambda config, spec: replay_problems(config),
     "shadow": _checked_elsewhere,
     "shadow_delta": _checked_elsewhere,
     "staleness": lambda config, spec: staleness_problems(config),

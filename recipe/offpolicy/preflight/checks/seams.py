@@ -7,12 +7,13 @@ from collections.abc import Callable, Iterable, Iterator
 from omegaconf import DictConfig
 
 import verl_patches
-from verl_patches import engine_loss, legacy, llm_client, replay_buffer, trainer_v0, trainer_v1
+from verl_patches import engine_loss, legacy, llm_client, replay_buffer, router_replay, trainer_v0, trainer_v1
 from verl_patches.contract import Contract, PatchError
 from verl_patches.execution_path import LivePath, live_path
 
 from ...correction import CorrectionSpec
 from ...correction.problem import Problem, set_to
+from ...replay.replay_settings import ReplaySettings
 from .config_reader import SHADOW, read_shadows
 from .staleness import is_asynchronous, is_bounded, notes_token_versions
 
@@ -23,14 +24,18 @@ Hold = Callable[[Iterable[Contract]], None]
 def check_seams(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
     """Import every seam of the live path and check it against its contract."""
     noted = notes_token_versions(config)
-    yield from check_seams_with(live_path(config), engine_loss.check, bounded=is_bounded(config), noted=noted)
+    bounded, replayed = is_bounded(config), ReplaySettings.from_config(config) is not None
+    yield from check_seams_with(live_path(config), engine_loss.check, bounded=bounded, noted=noted, replayed=replayed)
 
 
-def check_seams_with(path: LivePath, hold: Hold, *, bounded: bool = False, noted: bool = False) -> Iterator[Problem]:
+def check_seams_with(
+    path: LivePath, hold: Hold, *, bounded: bool = False, noted: bool = False, replayed: bool = False
+) -> Iterator[Problem]:
     """Check the seams of a path by the function ``hold``; those of the legacy actors are always imported.
 
     Args:
-        bounded, noted: the run has a limit of staleness, or notes versions by token, whose seams are held as well.
+        bounded, noted, replayed: the run has a limit of staleness, notes versions by token or replays routes on FSDP,
+            whose seams are held as well.
     """
     trainer = trainer_v1 if path.trainer == "v1" else trainer_v0
     try:
@@ -41,6 +46,8 @@ def check_seams_with(path: LivePath, hold: Hold, *, bounded: bool = False, noted
             hold(replay_buffer.SEAMS)
         if noted:
             hold(llm_client.SEAMS)
+        if replayed:
+            hold(router_replay.SEAMS)
         if path.worker == "legacy":
             legacy.check(path.strategy)
     except PatchError as error:

@@ -10,7 +10,8 @@ ignored. Read from the sources of 0.7.1, 0.8.0 and 0.9.1:
 * ``rollout.calculate_log_probs``, false by default up to 0.8.0: without it the trainer skips its correction.
 * ``actor.use_rollout_log_probs``: read by the legacy FSDP actor of 0.7.1 alone.
 * ``actor.router_replay``: read by the legacy Megatron actor of 0.7.1 alone. Engines read the key of that name below
-  ``actor.megatron`` and ``actor.veomni``; FSDP replays nothing.
+  ``actor.megatron`` and ``actor.veomni``. verl's FSDP replays nothing; with our V1 trainer of 0.9.1 it does, by the key
+  below ``actor.fsdp_config``.
 """
 
 from __future__ import annotations

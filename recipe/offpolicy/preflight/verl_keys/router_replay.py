@@ -11,6 +11,8 @@ from verl_patches.execution_path import LivePath
 from ...correction import CorrectionSpec
 from ...correction.problem import Problem, set_to
 from ...correction.proximal import WITHOUT_FORWARD
+from ...replay.replay_settings import ROUTER_REPLAY as FSDP_ROUTER_REPLAY
+from ...replay.replay_settings import replays_on_fsdp
 from .keys import ACTOR, BYPASS, ROLLOUT, VERL, get_value, read_rollout_correction
 
 ROUTER_REPLAY = "router_replay"
@@ -29,7 +31,7 @@ def find_router_replay(config: DictConfig) -> str | None:
 
 def check_router_replay(config: DictConfig, spec: CorrectionSpec, path: LivePath) -> Iterator[Problem]:
     """Check that routes which are replayed are recorded, and the reverse."""
-    live = _find_replay_key(path)
+    live = _find_replay_key(config, path)
     yield from _find_unread(config, path, live)
     mode = _get_mode(config, live) if live else "disabled"
     if mode == "R3" and not get_value(config, _RECORDED):
@@ -99,10 +101,12 @@ def _find_skipped_forward(config: DictConfig, spec: CorrectionSpec) -> str | Non
     return f"{VERL}.bypass_mode=true" if read_rollout_correction(config).get(BYPASS) else None
 
 
-def _find_replay_key(path: LivePath) -> str | None:
+def _find_replay_key(config: DictConfig, path: LivePath) -> str | None:
     """Find the key that decides about router replay on this path; None if none does."""
     if path.worker == "legacy":
         return f"{ACTOR}.router_replay" if path.strategy == "megatron" else None
+    if replays_on_fsdp(path) and OmegaConf.select(config, "offpolicy") is not None:  # our trainer runs
+        return FSDP_ROUTER_REPLAY
     reads = path.strategy in path.attributes.replaying_engines
     return f"{ACTOR}.{path.strategy}.router_replay" if reads else None
 

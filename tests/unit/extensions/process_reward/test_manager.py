@@ -1,4 +1,4 @@
-"""Agent loops' outputs are scored between sampling and reward, training rows alone, by the base class's client."""
+"""Agent loops' outputs are scored between sampling and reward, training rows alone, one call a row."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import ray
 from omegaconf import OmegaConf
 
 from recipe.offpolicy.extensions.process_reward.columns import FIELD
+from recipe.offpolicy.extensions.process_reward.tail_scores import TailScores
 from tests.support.byte_tokenizer import build_byte_tokenizer
 
 pytestmark = pytest.mark.verl("!=0.7.1")
@@ -38,31 +39,24 @@ class Verls:
 
 
 class Client(llm_server.LLMServerClient if hasattr(llm_server, "LLMServerClient") else object):  # type: ignore[misc]
-    """A client whose server answers at once; its own ``generate`` would drop what is asked for, as the resuming one."""
+    """A client whose server scores at once."""
 
     def __init__(self) -> None:
-        self.config = SimpleNamespace(
-            actor_rollout_ref=SimpleNamespace(rollout=SimpleNamespace(name="vllm", full_determinism=False))
-        )
-        self.requests: list[tuple[str, dict[str, Any]]] = []
+        self.requests: list[str] = []
+        self.left: list[str] = []
 
     async def generate(self, request_id: str, **kwargs: Any) -> Any:
-        return SimpleNamespace(extra_fields={"dropped": True}, stop_reason="completed")
+        return None
 
-    async def _acquire_server(self, request_id: str, **kwargs: Any) -> Any:
-        async def remote(prompt_ids: list[int], sampling_params: dict[str, Any], **asked: Any) -> Any:
-            self.requests.append((request_id, sampling_params))
-            fields = {
-                "prompt_ids": [[each] for each in prompt_ids[1:]] + [[0]],
-                "prompt_logprobs": [[-0.5]] * (len(prompt_ids) - 1) + [[0.0]],
-                "global_steps": VERSION,
-                "num_cached_tokens": 0,
-            }
-            return SimpleNamespace(extra_fields=fields, stop_reason="completed")
+    async def _acquire_server(self, request_id: str, **extra: Any) -> Any:
+        async def remote(row: list[int], tails: list[Any], read_cache: bool) -> TailScores:
+            self.requests.append(request_id)
+            return TailScores([-0.5] * len(tails), [VERSION] * len(tails), requests=len(tails))
 
-        return "server", SimpleNamespace(generate=SimpleNamespace(remote=remote))
+        return "server", SimpleNamespace(score_tails=SimpleNamespace(remote=remote))
 
-    def _release_server(self, *args: Any, **kwargs: Any) -> None: ...
+    def _release_server(self, server_id: str, request_id: str | None = None) -> None:
+        self.left.append(server_id)
 
 
 def worker() -> tuple[Any, Client]:
@@ -94,7 +88,7 @@ def test_training_rows_are_scored_before_their_reward_on_the_replica_that_sample
     sent = found.extra_fields[FIELD]
     assert (sent["values"], sent["version"], sent["error"]) == ([-0.5, -0.5], VERSION, None)
     assert made.rewarded == [True]
-    assert {request for request, _ in client.requests} == {"sampled"}
+    assert (client.requests, client.left) == (["sampled"], ["server"])
 
 
 def test_validation_rows_are_never_scored() -> None:
@@ -130,7 +124,7 @@ def test_rows_that_run_at_once_keep_their_own_request() -> None:
         await asyncio.gather(*(asyncio.create_task(row(name)) for name in ("one", "two")))
 
     asyncio.run(both())
-    assert sorted(request for request, _ in client.requests) == ["one", "one", "two", "two"]
+    assert sorted(client.requests) == ["one", "two"]
 
 
 def test_the_client_that_remembers_is_the_client_for_everything_else() -> None:

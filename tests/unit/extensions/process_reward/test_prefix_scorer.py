@@ -11,16 +11,9 @@ from typing import Any
 import pytest
 
 from recipe.offpolicy.extensions.process_reward import prefix_scorer
-from recipe.offpolicy.extensions.process_reward.prefix_scorer import (
-    PrefixScorer,
-    Row,
-    RowValues,
-    ScoringError,
-    build_sampling,
-    find_boundaries,
-    read_answer,
-)
+from recipe.offpolicy.extensions.process_reward.prefix_scorer import PrefixScorer, Row, RowValues, find_boundaries
 from recipe.offpolicy.extensions.process_reward.settings import ProcessSettings
+from recipe.offpolicy.extensions.process_reward.tail_scores import PROMPT, ScoredPrompt, TailScores, score_tails
 
 A, B, EOS = 0, 1, 2
 FORCE = [B]
@@ -53,40 +46,40 @@ Answer = Callable[[dict[str, Any], list[int], dict[str, Any]], Any]
 
 
 class Engine:
-    """A rollout server of that policy, as verl's ``extract_prompt_logprobs`` hands its answer on.
+    """A rollout server of that policy, with ``ScoringServer.score_tails``.
 
     Args:
         version: of the weights, or one for each request.
-        spoil: changes the answer's fields: (fields, prompt, sampling) -> stop reason or None.
+        spoil: changes what an answer says of its prompt: (fields, prompt, sampling) -> stop reason or None.
     """
 
     def __init__(self, version: Any = 3, spoil: Answer | None = None) -> None:
         self.versions = version if callable(version) else lambda number: version
         self.spoil = spoil
-        self.requests: list[tuple[str, list[int], dict[str, Any]]] = []
+        self.requests: list[tuple[list[int], dict[str, Any]]] = []
+        self.rows: list[str] = []
 
-    async def __call__(self, request_id: str, *, prompt_ids: list[int], sampling_params: dict[str, Any]) -> Any:
+    async def __call__(self, request: str, row: Any, tails: Any, read_cache: bool) -> TailScores:
+        self.rows.append(request)
+        return await score_tails(self.generate, row, tails, read_cache=read_cache)
+
+    async def generate(self, prompt_ids: list[int], sampling_params: dict[str, Any], request_id: str) -> Any:
         version = self.versions(len(self.requests))
-        self.requests.append((request_id, prompt_ids, sampling_params))
+        self.requests.append((prompt_ids, sampling_params))
         await asyncio.sleep(0)
         found = [log_prob(prompt_ids[:place], prompt_ids[place]) for place in range(1, len(prompt_ids))]
-        fields = {
-            "prompt_ids": [[each] for each in prompt_ids[1:]] + [[0]],
-            "prompt_logprobs": [[each] for each in found] + [[0.0]],
-            "global_steps": version,
-            "num_cached_tokens": 0,
-        }
+        fields = {"ids": prompt_ids[1:], "log_probs": found, "cached": 0}
         reason = self.spoil(fields, prompt_ids, sampling_params) if self.spoil else None
-        return SimpleNamespace(stop_reason=reason or "completed", extra_fields=fields)
+        extra_fields = {"global_steps": version, PROMPT: ScoredPrompt(**fields)} if fields else {}
+        return SimpleNamespace(stop_reason=reason or "completed", extra_fields=extra_fields)
 
 
 def settings(**changed: Any) -> ProcessSettings:
     return ProcessSettings(**({"force_prompt": "2", "think_end": "", "markers": ("21",), "max_tokens": 99} | changed))
 
 
-def score(engine: Engine, row: Row, **options: Any) -> RowValues:
-    changed = options.pop("settings", {})
-    return RowValues(**asyncio.run(PrefixScorer(settings(**changed), engine, Characters(), **options).score(row)))
+def score(engine: Engine, row: Row, **changed: Any) -> RowValues:
+    return RowValues(**asyncio.run(PrefixScorer(settings(**changed), engine, Characters()).score(row)))
 
 
 def row(**changed: Any) -> Row:
@@ -115,7 +108,7 @@ def test_values_by_hand() -> None:
     # The first one in full: behind "12", p(1) is 2/5, and behind "121" 3/6.
     assert found.values[0] == pytest.approx((math.log(2 / 5) + math.log(3 / 6)) / 2)
     assert (found.version, found.error, found.requests, found.rescored) == (3, None, 3, 0)
-    assert [request for request, _, _ in engine.requests] == ["r"] * 3
+    assert engine.rows == ["r"]
     assert found.answers == [([B, A, A], 2)]
 
 
@@ -123,7 +116,7 @@ def test_no_forced_token_is_part_of_what_is_asked_behind_the_region() -> None:
     """Prefixes are the response's own tokens, and the end of sequence is in none of them."""
     engine = Engine()
     score(engine, row())
-    assert [prompt for _, prompt, _ in engine.requests] == [
+    assert [prompt for prompt, _ in engine.requests] == [
         [A, B, A, A],
         [A, A, B, A, A],
         [A, A, B, A, B, A, A],
@@ -137,14 +130,14 @@ def test_of_alternatives_the_likeliest_counts() -> None:
 
 
 def test_a_value_is_at_least_the_floor() -> None:
-    assert score(Engine(), row(), settings={"floor": -0.5}).values == pytest.approx(
+    assert score(Engine(), row(), floor=-0.5).values == pytest.approx(
         [max(each, -0.5) for each in score(Engine(), row()).values]
     )
 
 
 def garbage(fields: dict[str, Any], places: range) -> None:
     for place in places:
-        fields["prompt_ids"][place], fields["prompt_logprobs"][place] = [77], [1e38]
+        fields["ids"][place], fields["log_probs"][place] = 77, 1e38
 
 
 def test_positions_from_the_cache_are_not_read_and_the_answer_behind_them_is() -> None:
@@ -152,15 +145,15 @@ def test_positions_from_the_cache_are_not_read_and_the_answer_behind_them_is() -
 
     def spoil(fields: dict[str, Any], prompt: list[int], sampling: dict[str, Any]) -> None:
         if not sampling["skip_reading_prefix_cache"]:
-            fields["num_cached_tokens"] = 1
+            fields["cached"] = 1
             garbage(fields, range(1))
 
     engine = Engine(spoil=spoil)
-    found = score(engine, row(), reads_cache=True)
+    found = score(engine, row())
     assert found.values == pytest.approx(score(Engine(), row()).values)
     assert (found.requests, found.rescored, found.cached) == (3, 0, 2)
     # Siblings share V_0, whose answer would be cached.
-    assert [each["skip_reading_prefix_cache"] for _, _, each in engine.requests].count(True) == 1
+    assert [each["skip_reading_prefix_cache"] for _, each in engine.requests].count(True) == 1
 
 
 @pytest.mark.parametrize(
@@ -172,32 +165,31 @@ def test_what_cannot_be_trusted_is_scored_anew_with_the_cache_skipped(case: str)
             return
         if case == "the answer is cached":
             # Ids and log-probs look right, and are left over from somebody's request.
-            fields["num_cached_tokens"] = len(prompt) - 2
-            fields["prompt_logprobs"] = [[-0.25] for _ in prompt]
+            fields["cached"] = len(prompt) - 2
+            fields["log_probs"] = [-0.25 for _ in prompt[1:]]
         elif case == "nobody says how much":
-            del fields["num_cached_tokens"]
+            fields["cached"] = None
         elif case == "garbage ids":
             garbage(fields, range(len(prompt) - 2, len(prompt) - 1))
         elif case == "a shorter list":
-            fields["prompt_ids"], fields["prompt_logprobs"] = fields["prompt_ids"][-2:], fields["prompt_logprobs"][-2:]
+            fields["ids"], fields["log_probs"] = fields["ids"][-1:], fields["log_probs"][-1:]
         else:
-            fields["prompt_logprobs"][-2] = [math.nan]
+            fields["log_probs"][-2] = math.nan
 
-    found = score(Engine(spoil=spoil), row(), reads_cache=True)
+    found = score(Engine(spoil=spoil), row())
     assert found.values == pytest.approx(score(Engine(), row()).values)
     assert (found.requests, found.rescored, found.error) == (5, 2, None)
 
 
-def test_the_cache_is_never_read_where_it_is_off_or_unknown() -> None:
-    for options in ({"reads_cache": False}, {"reads_cache": True, "settings": {"prefix_cache": "off"}}):
-        engine = Engine()
-        score(engine, row(), **options)
-        assert all(sampling["skip_reading_prefix_cache"] for _, _, sampling in engine.requests)
+def test_the_cache_is_never_read_where_it_is_off() -> None:
+    engine = Engine()
+    score(engine, row(), prefix_cache="off")
+    assert all(sampling["skip_reading_prefix_cache"] for _, sampling in engine.requests)
 
 
 def test_a_server_that_never_answers_with_the_answers_tokens_leaves_the_row_unscored() -> None:
     def spoil(fields: dict[str, Any], prompt: list[int], sampling: dict[str, Any]) -> None:
-        garbage(fields, range(len(prompt)))
+        garbage(fields, range(len(prompt) - 1))
 
     found = score(Engine(spoil=spoil), row())
     assert found.values == []
@@ -206,7 +198,7 @@ def test_a_server_that_never_answers_with_the_answers_tokens_leaves_the_row_unsc
 
 def test_a_server_without_log_probs_of_prompts_leaves_the_row_unscored() -> None:
     def spoil(fields: dict[str, Any], prompt: list[int], sampling: dict[str, Any]) -> None:
-        del fields["prompt_logprobs"]
+        fields.clear()
 
     assert "no prompt_logprobs" in str(score(Engine(spoil=spoil), row()).error)
 
@@ -248,15 +240,7 @@ def test_an_exception_is_shipped_and_not_raised() -> None:
 
 def test_answers_that_cannot_be_scored_say_why() -> None:
     assert "reward_model.ground_truth holds no answer" in str(score(Engine(), row(truth=None)).error)
-    assert "2 tokens, more than max_answer_tokens=1" in str(
-        score(Engine(), row(), settings={"max_answer_tokens": 1}).error
-    )
-
-
-def test_an_engine_that_gets_the_requests_own_id_gets_another_one_each_time() -> None:
-    engine = Engine()
-    score(engine, row(request="r"), own_requests=True)
-    assert len({request for request, _, _ in engine.requests} - {"r"}) == 3
+    assert "2 tokens, more than max_answer_tokens=1" in str(score(Engine(), row(), max_answer_tokens=1).error)
 
 
 def test_an_empty_response_has_the_value_of_its_prompt() -> None:
@@ -275,18 +259,3 @@ def test_boundaries_stand_behind_sampled_tokens_and_before_the_end() -> None:
     assert find("1112", [1, 1, 0, 0]) == [2]  # the response ends with a tool's output
     assert find("1221", [1] * 4, think_end="22") == [1]
     assert find("22", [1] * 2, think_end="22") == []
-
-
-def test_an_answer_is_read_from_the_end_of_the_list() -> None:
-    fields = {"prompt_ids": [[9], [A], [B], [0]], "prompt_logprobs": [[1e38], [-1.0], [-2.0], [0.0]]}
-    prompt = [5, 6, 7, A, B]
-    assert read_answer(fields, prompt, [A, B], read_cache=False) == [-1.0, -2.0]
-    assert read_answer(fields | {"num_cached_tokens": 2}, prompt, [A, B], read_cache=True) == [-1.0, -2.0]
-    assert read_answer(fields | {"num_cached_tokens": 3}, prompt, [A, B], read_cache=True) is None
-    with pytest.raises(ScoringError):
-        read_answer({}, prompt, [A], read_cache=False)
-
-
-def test_requests_sample_one_token_at_temperature_1() -> None:
-    assert build_sampling(True) | {"skip_reading_prefix_cache": True} == build_sampling(False)
-    assert (build_sampling(True)["temperature"], build_sampling(True)["prompt_logprobs"]) == (1.0, 0)

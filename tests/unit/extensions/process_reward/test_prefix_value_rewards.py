@@ -19,7 +19,7 @@ from recipe.offpolicy.extensions.hooks import ExtensionHooks
 from recipe.offpolicy.extensions.process_reward import token_advantages
 from recipe.offpolicy.extensions.process_reward.columns import FIELD, UTILITY
 from recipe.offpolicy.extensions.process_reward.prefix_scorer import RowValues
-from recipe.offpolicy.extensions.process_reward.prefix_value_rewards import PrefixValueRewards
+from recipe.offpolicy.extensions.process_reward.prefix_value_rewards import COMPARISONS, PrefixValueRewards
 from recipe.offpolicy.extensions.process_reward.process_worker import ProcessReport
 from recipe.offpolicy.proof.verify import LivenessError
 from recipe.offpolicy.trainer.batch_view_v0 import DataProtoBatch
@@ -159,7 +159,7 @@ def test_process_advantages_are_added_to_the_outcomes(build: Any, normalize: str
 def test_the_outcome_is_untouched_to_the_bit_where_no_process_advantage_is(build: Any) -> None:
     flat = [{**each, FIELD: {**each[FIELD], "values": [-1.0] * len(each[FIELD]["values"])}} for each in SENT]
     made = extension()
-    made._compared = 1
+    made._comparisons = COMPARISONS
     assert torch.equal(run(build(flat), made), grpo(scores()))
 
 
@@ -209,20 +209,21 @@ def test_values_of_other_weights_stop_the_run(build: Any) -> None:
         run(build(other), extension())
 
 
-def test_eight_prefixes_are_scored_again_by_the_trainer_at_the_first_step_alone(build: Any) -> None:
+def test_eight_prefixes_are_scored_again_by_the_trainer_at_the_first_two_steps(build: Any) -> None:
     forward, made = Forward(), extension()
-    run(build(forward=forward), made)
-    assert len(forward.asked) == 8
+    for expected in (8, 16, 16):
+        run(build(forward=forward), made)
+        live = made.judge([ProcessReport("torch.float32", tuple(made._sent))])
+        assert (len(forward.asked), live["process_reward/live/compared_prefixes"]) == (expected, expected)
     assert {response[-1] for _, response in forward.asked} == {9}
-    assert made.judge([ProcessReport("torch.float32", tuple(made._sent))])["process_reward/live/compared_prefixes"] == 8
-    run(build(forward=forward), made)
-    assert len(forward.asked) == 8
 
 
-def test_an_engine_with_other_weights_stops_at_the_first_step(build: Any) -> None:
+def test_an_engine_with_other_weights_stops_at_the_first_step_and_behind_a_synchronisation(build: Any) -> None:
     with pytest.raises(LivenessError, match="holds other weights, or reads a prefix cache of other ones"):
         run(build(forward=Forward(off=-0.06)), extension())
-    run(build(forward=Forward(off=-0.04)), extension())
+    run(build(forward=Forward(off=-0.04)), made := extension())
+    with pytest.raises(LivenessError, match="holds other weights"):
+        run(build(forward=Forward(off=-0.06)), made)
 
 
 def test_the_workers_have_to_see_the_trainers_advantages(build: Any) -> None:
@@ -252,7 +253,7 @@ def test_the_order_of_rows_changes_nothing() -> None:
         view.put_advantages(grpo(scores())[order], returns=True)
 
     hooks = ExtensionHooks([made := extension()])
-    made._compared = 1
+    made._comparisons = COMPARISONS
     hooks.on_rollout(view)
     hooks.compute_advantages(view, estimator)
     torch.testing.assert_close(view.advantages, plain[order])

@@ -43,6 +43,14 @@ def test_rounding_keeps_as_many_bits_as_it_says(inject: ModuleType) -> None:
     assert inject.rounded(weight.bfloat16(), 3).dtype == torch.bfloat16
 
 
+def test_late_weights_are_those_of_so_many_calls_before(inject: ModuleType) -> None:
+    def send(late: object, count: int) -> list[float]:
+        return [dict(late([("w", torch.tensor(float(number)))]))["w"].item() for number in range(count)]  # type: ignore[operator]
+
+    assert send(inject.LateWeights(8), 12) == [0.0] * 9 + [1.0, 2.0, 3.0]
+    assert send(inject.LateWeights(0), 3) == [0.0, 1.0, 2.0]
+
+
 @pytest.mark.parametrize(("by", "moved"), [(0, [1, 2, 3]), (1, [3, 1, 2]), (-1, [2, 3, 1]), (4, [3, 1, 2])])
 def test_log_probs_move_by_tokens(inject: ModuleType, by: int, moved: list[int]) -> None:
     assert inject.moved([1, 2, 3], by) == moved

@@ -25,19 +25,20 @@ def test_questions_are_held_out_and_the_same_every_time() -> None:
 
 
 def test_a_demonstration_without_errors_is_right() -> None:
-    careful = SumsSettings(wrong=0.0, early=0.0)
+    careful = SumsSettings(wrong=0.0, at_once=0.0, early=0.0)
     text = sums.demonstrate((3, 3, 2, 3), random.Random(0), careful)
     assert text == f"3+3=1. So 1+2=3. So 3+3=1. {FORCE_PROMPT}1"
     assert sums.check_steps((3, 3, 2, 3), text.partition(FORCE_PROMPT)[0]) == [True, True, True]
     early = [
-        sums.demonstrate((3, 3, 2, 3), random.Random(seed), SumsSettings(wrong=0.0, early=1.0)) for seed in range(9)
+        sums.demonstrate((3, 3, 2, 3), random.Random(seed), SumsSettings(wrong=0.0, at_once=0.3, early=0.7))
+        for seed in range(9)
     ]
     assert all(text.endswith(f"{FORCE_PROMPT}1") for text in early)
     assert any(text == f"{FORCE_PROMPT}1" for text in early)
 
 
 def test_a_wrong_step_is_carried_on() -> None:
-    text = sums.demonstrate((3, 3, 2, 3), random.Random(0), SumsSettings(wrong=1.0, early=0.0))
+    text = sums.demonstrate((3, 3, 2, 3), random.Random(0), SumsSettings(wrong=1.0, at_once=0.0, early=0.0))
     assert sums.check_steps((3, 3, 2, 3), text.partition(FORCE_PROMPT)[0]) == [False]
     assert text.count("So ") == 2
 

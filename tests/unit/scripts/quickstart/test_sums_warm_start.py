@@ -68,7 +68,7 @@ def test_it_ends_when_the_rate_has_fallen_to_nothing(
 
 def test_it_learns() -> None:
     losses: list[float] = []
-    settings = replace(SHORT, batch=8, target=2.0)
+    settings = replace(SHORT, batch=24, target=2.0)
     warm_start_sums(
         build_model(TOKENIZER, spread=settings.spread),
         TOKENIZER,

@@ -53,7 +53,8 @@ def test_too_few_different_questions_is_an_error():
 )
 def test_reward_is_reasoning_gyms_own(answer, score):
     extra = {"question": "Spell this word backward (example: sun -> nus): sun", "metadata": json.dumps({"word": "sun"})}
-    assert compute_score("reasoning_gym/spell_backward", answer, "nus", extra) == pytest.approx(score)
+    found = compute_score("reasoning_gym/spell_backward", answer, "nus", extra)
+    assert found == pytest.approx({"score": score, "acc": score, "exact": float(score == 1.0)})
 
 
 def test_reward_refuses_other_data():
@@ -79,7 +80,7 @@ def test_parquet_has_verls_schema(parts, tmp_path):
         "metadata": json.loads(row["extra_info"]["metadata"]),
     }
     assert json.dumps(rebuilt, sort_keys=True) == json.dumps(entry, sort_keys=True)
-    assert compute_score(row["data_source"], entry["answer"], entry["answer"], row["extra_info"]) == 1.0
+    assert compute_score(row["data_source"], entry["answer"], entry["answer"], row["extra_info"])["exact"] == 1.0
 
 
 def test_the_careless_speller_is_right_as_often_as_asked(parts):

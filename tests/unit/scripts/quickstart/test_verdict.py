@@ -8,7 +8,20 @@ import pytest
 from rich.console import Console
 
 from recipe.offpolicy.analysis.pages.table import to_rich
-from scripts.quickstart.metrics import FAILED, KEPT, NOT_LIVE, NOT_RISEN, OK, REWARD, History, judge, read_heldout_score
+from scripts.quickstart.metrics import (
+    ESS,
+    FAILED,
+    KEPT,
+    NOT_LIVE,
+    NOT_RISEN,
+    OK,
+    RATIO_ESS,
+    REWARD,
+    History,
+    judge,
+    read_exact_share,
+    read_heldout_score,
+)
 from scripts.quickstart.report import build_summary_table, describe, draw
 
 SCORE = "val-core/reasoning_gym/spell_backward/acc/mean@1"
@@ -36,6 +49,32 @@ def test_the_heldout_score_is_the_mean_over_all_answers() -> None:
     data = {"val-aux/x/acc/mean@1": 0.1, "val-core/x/acc/best@4/mean": 0.9, "val-core/x/acc/mean@4": 0.25}
     assert read_heldout_score(data) == 0.25
     assert read_heldout_score({"critic/rewards/mean": 0.5}) is None
+
+
+def test_the_share_of_exact_answers_stands_beside_the_score() -> None:
+    data = {"val-core/x/acc/mean@1": 0.6, "val-aux/x/exact/mean@1": 0.25, "val-aux/x/exact/std@1": 0.1}
+    assert (read_heldout_score(data), read_exact_share(data)) == (0.6, 0.25)
+    assert read_exact_share({"val-core/x/acc/mean@1": 0.6}) is None
+    history = made_up(0.3, 0.8)
+    assert history.exact == []
+    history.records[0][1]["val-aux/x/exact/mean@1"] = 0.117
+    console = Console(width=80, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    console.print(to_rich(build_summary_table(history, corrected=True)))
+    assert "held-out exact match" in (text := console.export_text())
+    assert "0.117" in text
+
+
+def test_without_a_weight_the_effective_sample_size_is_the_ratios() -> None:
+    """A policy far from its samples shows as 0.05 there, and as 1.0 in the weights of which there are none."""
+    history = made_up(0.3, 0.8)
+    assert history.ess == ESS
+    for _, data in history.records[1:]:
+        data |= {"offpolicy/weight/ess": 1.0, "offpolicy/rollout_ratio/ess": 0.05}
+    assert history.ess == RATIO_ESS
+    assert history.series(history.ess) == [0.05] * 4
+    console = Console(width=80, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    console.print(to_rich(build_summary_table(history, corrected=True)))
+    assert "effective sample size of pi_old/mu" in console.export_text()
 
 
 @pytest.mark.parametrize(

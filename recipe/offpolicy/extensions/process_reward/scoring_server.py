@@ -1,0 +1,56 @@
+"""vLLM servers that score a row's prefixes in one call, on every trainer of verl.
+
+Seams in verl 0.9.1: ``RolloutReplicaRegistry.register(name, loader)``, the attribute ``server_class`` of
+``vLLMReplica``, ``vLLMHttpServer.generate(self, prompt_ids, sampling_params, request_id, ...)``, and
+``extract_prompt_logprobs(output, num_prompt_logprobs, result_dict)``, by which it reads log-probs of a prompt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import ray
+from verl.workers.rollout.vllm_rollout import vllm_async_server
+from vllm.logprobs import FlatLogprobs
+
+from verl_patches import agent_loops, engine_loss
+
+from .tail_scores import PROMPT, ScoredPrompt, Tail, TailScores, score_tails
+
+Extract = Callable[[Any, int | None, dict[str, Any]], None]
+
+
+def keep_flat(extract: Extract) -> Extract:
+    """Wrap verl's ``extract_prompt_logprobs``: flat log-probs are handed on as they are, with what the cache gave."""
+
+    def extract_or_keep(output: Any, num_prompt_logprobs: int | None, result_dict: dict[str, Any]) -> None:
+        found = output.prompt_logprobs
+        if isinstance(found, FlatLogprobs):
+            result_dict[PROMPT] = ScoredPrompt(found.token_ids, found.logprobs, output.num_cached_tokens)
+        else:
+            extract(output, num_prompt_logprobs, result_dict)
+
+    return extract_or_keep
+
+
+class ScoringServer(vllm_async_server.vLLMHttpServer):
+    """verl's vLLM server."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        engine_loss.check(agent_loops.SEAMS_OF_SERVERS)
+        # The server is alone in its process, and reads the name at each answer.
+        vllm_async_server.extract_prompt_logprobs = keep_flat(vllm_async_server.extract_prompt_logprobs)
+        super().__init__(*args, **kwargs)
+
+    async def score_tails(self, row: Sequence[int], tails: Sequence[Tail], read_cache: bool) -> TailScores:
+        """Score tails behind prefixes of a row, by the weights that are loaded; see ``tail_scores.score_tails``."""
+        return await score_tails(self.generate, row, tails, read_cache=read_cache)
+
+
+class ScoringReplica(vllm_async_server.vLLMReplica):
+    """verl's replica of such servers."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.server_class = ray.remote(ScoringServer)

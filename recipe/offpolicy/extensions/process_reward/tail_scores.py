@@ -1,0 +1,150 @@
+"""Log-probs of answers forced behind prefixes of one row, by the rollout server that sampled it, in its own process.
+
+vLLM returns log-probs of a prompt's tokens (``prompt_logprobs``). Positions that it reads from its prefix cache hold
+uninitialised memory there, with ids of other requests, so that nothing is taken which ``read_answer`` does not admit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+from uuid import uuid4
+
+PROMPT = "offpolicy_prompt"
+"""Key of a server's answer: ``ScoredPrompt``."""
+ABORTED = ("aborted", "abort")
+
+
+class ScoredPrompt(NamedTuple):
+    """What an engine says of a prompt.
+
+    Attributes:
+        ids, log_probs: of its tokens but the first; of fewer, the last ones.
+        cached: tokens of it that were read from the prefix cache; None: the engine does not say.
+    """
+
+    ids: Sequence[int]
+    log_probs: Sequence[float]
+    cached: int | None
+
+
+class Output(Protocol):
+    """The part of verl's ``TokenOutput`` that is read."""
+
+    stop_reason: str | None
+    extra_fields: dict[str, Any]
+
+
+Generate = Callable[..., Awaitable[Output]]
+"""verl's ``vLLMHttpServer.generate``: (prompt_ids, sampling_params, request_id)."""
+
+
+@dataclass(frozen=True)
+class Tail:
+    """Tokens forced behind a prefix.
+
+    Attributes:
+        end: of the prefix, exclusive, in the row's ids.
+        ids: of force prompt and answer.
+        answer: number of ids, the last ones, that are the answer's.
+        may_read: the prefix may come from the cache; not where siblings force the same tail, which lies there as well.
+    """
+
+    end: int
+    ids: tuple[int, ...]
+    answer: int
+    may_read: bool
+
+
+@dataclass
+class TailScores:
+    """Scores of a row's tails, in their order.
+
+    Attributes:
+        means: of log-probs of the answer's tokens; None where the engine did not score them.
+        versions: of the weights by which they were computed.
+        aborted: a synchronisation of the weights ended a request, and means are not complete.
+        requests, forward, cached, rescored: requests, their tokens that were computed and read from the cache, and
+            those that were asked again with the cache skipped.
+        error: the server's answers hold no log-probs of prompts.
+    """
+
+    means: list[float | None]
+    versions: list[int | None] = field(default_factory=list)
+    aborted: bool = False
+    requests: int = 0
+    forward: int = 0
+    cached: int = 0
+    rescored: int = 0
+    error: str | None = None
+
+
+def read_answer(
+    scored: ScoredPrompt, prompt: Sequence[int], answer: Sequence[int], *, read_cache: bool
+) -> list[float] | None:
+    """Read the answer's log-probs from the end of a scored prompt; None: they cannot be trusted.
+
+    Some engines leave out the first tokens, so that they are read from the end. The answer's own ids have to stand
+    there, and where the cache may have been read, the position before the answer has to be computed.
+    """
+    count = len(answer)
+    if list(scored.ids[-count:]) != list(answer) or len(scored.log_probs) != len(scored.ids):
+        return None
+    if read_cache and (scored.cached is None or scored.cached > len(prompt) - count - 1):
+        return None
+    found = [float(each) for each in scored.log_probs[-count:]]
+    return found if all(math.isfinite(each) and each <= 1e-3 for each in found) else None
+
+
+async def score_tails(generate: Generate, row: Sequence[int], tails: Sequence[Tail], *, read_cache: bool) -> TailScores:
+    """Score the tails behind prefixes of a row (ids of prompt and response), all at once."""
+    scores = TailScores([None] * len(tails))
+    await asyncio.gather(*(_score(generate, row, tails, each, scores, read_cache) for each in range(len(tails))))
+    return scores
+
+
+async def _score(
+    generate: Generate, row: Sequence[int], tails: Sequence[Tail], number: int, scores: TailScores, read_cache: bool
+) -> None:
+    """Score one tail, from the cache where that is allowed, and without it where what came cannot be trusted."""
+    tail = tails[number]
+    prompt = [*row[: tail.end], *tail.ids]
+    for read in (True, False) if read_cache and tail.may_read else (False,):
+        output = await generate(
+            prompt_ids=prompt, sampling_params=build_sampling(read_cache=read), request_id=uuid4().hex
+        )
+        scores.requests += 1
+        if output.stop_reason in ABORTED:
+            scores.aborted = True
+            return
+        scored = output.extra_fields.get(PROMPT)
+        if scored is None:
+            scores.error = "the rollout server's answer holds no prompt_logprobs."
+            return
+        scores.cached += scored.cached or 0
+        scores.forward += len(prompt) - (scored.cached or 0)
+        scores.versions.append(output.extra_fields.get("global_steps"))
+        found = read_answer(scored, prompt, tail.ids[-tail.answer :], read_cache=read)
+        if found is not None:
+            scores.means[number] = math.fsum(found) / len(found)
+            return
+        scores.rescored += 1
+
+
+def build_sampling(*, read_cache: bool) -> dict[str, Any]:
+    """Build vLLM's sampling parameters of a request that scores its prompt, at temperature 1."""
+    return {
+        "temperature": 1.0,
+        "top_p": 1.0,
+        "top_k": -1,
+        "max_tokens": 1,
+        "prompt_logprobs": 0,
+        # Two lists a prompt, and not an object a position.
+        "flat_logprobs": True,
+        # Ids at cached positions need not be in the vocabulary.
+        "detokenize": False,
+        "skip_reading_prefix_cache": not read_cache,
+    }

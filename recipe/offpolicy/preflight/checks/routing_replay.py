@@ -1,0 +1,50 @@
+"""Checks of what routing replay on FSDP goes together with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from omegaconf import DictConfig, OmegaConf
+
+from ...correction import CorrectionSpec
+from ...correction.problem import Problem, set_to
+from ...replay.obstacles import list_obstacles
+from ...replay.replay_settings import ROUTER_REPLAY, ReplaySettings
+from ..model_config import find_experts
+from ..old_log_prob import count_gradient_steps
+from ..verl_keys.router_replay import ROUTER_REPLAY as PART
+from .gradient_steps import build_two_steps
+
+_MODE = f"{ROUTER_REPLAY}.mode"
+
+
+def check_routing_replay(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
+    """Check what hides a model's routers, or what leaves replay without effect; nothing where FSDP replays nothing."""
+    if (settings := ReplaySettings.from_config(config)) is None:
+        return
+    beside = {_MODE: settings.mode}
+    off = set_to(_MODE, "disabled")
+    for obstacle in list_obstacles(config, settings.mode):
+        mend = set_to(obstacle.key, obstacle.wanted)
+        yield Problem(
+            obstacle.key,
+            OmegaConf.select(config, obstacle.key),
+            f"routing replay on FSDP: {obstacle.reason}",
+            f"Set {mend}, or {off}.",
+            "WRONG",
+            (PART,),
+            (mend,),
+            beside=beside,
+        )
+    if (found := find_experts(config)) is not None and not found[0]:
+        reason = f"the model has no experts: {found[1]}."
+        yield Problem(_MODE, settings.mode, reason, f"Set {off}.", "WRONG", (PART,), _turn_off(config, settings))
+    elif count_gradient_steps(config) == 1:
+        reason = "a batch gets one gradient step, within which nothing drifts: replay would bias it for nothing."
+        fix = f"Set actor_rollout_ref.actor.ppo_mini_batch_size below data.train_batch_size, or {off}."
+        yield Problem(_MODE, settings.mode, reason, fix, "INERT", (PART,), build_two_steps(config))
+
+
+def _turn_off(config: DictConfig, settings: ReplaySettings) -> tuple[str, ...]:
+    recorded = set_to("actor_rollout_ref.rollout.enable_rollout_routing_replay", False)
+    return (set_to(_MODE, "disabled"), *([recorded] if settings.mode == "R3" else []))

@@ -1,0 +1,198 @@
+"""Routes of a micro-batch, as verl's V1 trainer ships them, laid out over the tokens of one forward."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from ..batch.weight_versions import OLDEST_VERSION, read_extra_fields
+from .expert_choice import ReplayError
+from .route_notes import NOTE, hash_tokens
+
+Mode = Literal["R2", "R3"]
+ROUTES = "routed_experts"
+"""verl's column of routes: nested by row, (tokens, layers, k) each."""
+REPLAY_STEP = "offpolicy_replay_step"
+"""Key of the trainer's step in a batch whose routes are to be recorded or replayed."""
+
+
+@dataclass(frozen=True)
+class TokenLayout:
+    """Places of a micro-batch's tokens in a forward.
+
+    Attributes:
+        total: tokens of the forward, padding included.
+        places: (n,) int64, of each token among these.
+        rows: (n,) int64, the row of each token.
+        within: (n,) int64, its place in the row.
+        lengths: (B,) int64.
+        offsets: (B + 1,) int64.
+    """
+
+    total: int
+    places: Tensor
+    rows: Tensor
+    within: Tensor
+    lengths: Tensor
+    offsets: Tensor
+
+    @classmethod
+    def of(cls, input_ids: Tensor, forwarded: Tensor) -> TokenLayout:
+        """Read it.
+
+        Args:
+            input_ids: of the micro-batch, nested by row.
+            forwarded: ids that the model gets: (1, n + padding) packed, or (B, S) filled up behind.
+        """
+        offsets: Tensor = input_ids.offsets()  # type: ignore[attr-defined]
+        lengths = offsets.diff()
+        count = len(input_ids.values())
+        rows = torch.repeat_interleave(torch.arange(len(lengths), device=offsets.device), lengths, output_size=count)
+        flat = torch.arange(count, device=offsets.device)
+        within = flat - offsets[rows]
+        packed = len(forwarded) == 1
+        places = flat if packed else rows * forwarded.shape[1] + within
+        return cls(forwarded.numel(), places, rows, within, lengths, offsets)
+
+    def spread(self, values: Tensor) -> Tensor:
+        """Lay values of tokens, (n, ...), out over the forward: (total, ...), zeros on padding."""
+        if len(values) == self.total:
+            return values
+        laid = values.new_zeros((self.total, *values.shape[1:]))
+        laid[self.places] = values
+        return laid
+
+    def collect(self, values: Tensor) -> Tensor:
+        """Take the tokens' values, (n, ...), out of those of the forward, (total, ...)."""
+        return values if len(self.places) == self.total else values[self.places]
+
+
+@dataclass(frozen=True)
+class BatchRoutes:
+    """Routes of a micro-batch.
+
+    Attributes:
+        routes: (total, layers, k) integers, in the order of the forward.
+        replayed: (total,) bool, tokens whose routes are replayed.
+        ages: (total,) int64, versions of the weights since they were sampled; None where that is not known.
+        withheld: () int64, tokens that have routes of an age at which they are not replayed.
+        size: bytes of the routes as they came.
+    """
+
+    routes: Tensor
+    replayed: Tensor
+    ages: Tensor | None
+    withheld: Tensor
+    size: int
+
+
+def read_routes(data: TensorDict, layout: TokenLayout, mode: Mode, step: int, oldest: int | None) -> BatchRoutes:
+    """Read the routes of a micro-batch.
+
+    Args:
+        mode: whose routes they are: R2 the trainer's, of all tokens; R3 the rollout engine's, of those in its notes.
+        step: of the trainer.
+        oldest: age in versions up to which routes are replayed; None: all.
+
+    Raises:
+        ReplayError: there are none, they are of other tokens, or no note came with them.
+    """
+    routes = _read_column(data, layout, mode)
+    counts, ages = layout.lengths, None
+    if mode == "R3":
+        counts = torch.tensor(read_counts(data), device=layout.offsets.device)
+        ages = _read_ages(data, step, layout)
+    if oldest is not None and ages is None:
+        raise ReplayError(
+            f"offpolicy.replay.oldest={oldest} goes by the age of the weights, and a row does not say which version of "
+            f"them sampled it. Fix: let its agent loop hand on the extra_fields of the server's output, or set "
+            f"offpolicy.replay.oldest=null."
+        )
+    routed = layout.within < counts[layout.rows]
+    replayed = routed if oldest is None or ages is None else routed & (ages <= oldest)
+    return BatchRoutes(
+        routes=layout.spread(routes),
+        replayed=layout.spread(replayed),
+        ages=None if ages is None else layout.spread(ages),
+        withheld=(routed & ~replayed).sum(),
+        size=routes.numel() * routes.element_size(),
+    )
+
+
+def read_counts(data: TensorDict) -> list[int]:
+    """Read how many of each row's tokens have routes; none in rows without a token in the loss, such as padding.
+
+    Raises:
+        ReplayError: a row has no note.
+    """
+    fields = read_extra_fields(data)
+    trained = _flag_trained(data)
+    if missing := [
+        row for row, there in enumerate(trained) if there and (row >= len(fields) or NOTE not in fields[row])
+    ]:
+        raise ReplayError(
+            f"{len(missing)} rows say nothing of the routes that they were sampled with ({NOTE} is not in their "
+            f"extra_fields). Fix: let the agent loop hand on the extra_fields of the server's output, or set "
+            f"router_replay.mode=disabled."
+        )
+    return [int(fields[row][NOTE][0]) if there else 0 for row, there in enumerate(trained)]
+
+
+def check_checksums(data: TensorDict, layout: TokenLayout) -> int:
+    """Check that routes arrived as the client of the rollout engine noted them.
+
+    Rows that verl has cut are left out.
+
+    Returns:
+        Rows that were compared.
+
+    Raises:
+        ReplayError: those of a row are others.
+    """
+    counts, fields = read_counts(data), read_extra_fields(data)
+    there = layout.within < torch.tensor(counts, device=layout.offsets.device)[layout.rows]
+    parts = hash_tokens(data[ROUTES].values(), layout.within) * there
+    found = torch.zeros_like(layout.lengths).index_add_(0, layout.rows, parts).tolist()
+    lengths = layout.lengths.tolist()
+    compared = [row for row, count in enumerate(counts) if 0 < count <= lengths[row]]
+    if wrong := [row for row in compared if found[row] != int(fields[row][NOTE][1])]:
+        raise ReplayError(
+            f"{len(wrong)} of {len(compared)} rows came with other routes than they were sampled with, the first of "
+            f"them in place {wrong[0]} of its micro-batch: their checksums differ. Fix: see what changes the column "
+            f"{ROUTES} between rollout and trainer."
+        )
+    return len(compared)
+
+
+def _read_column(data: TensorDict, layout: TokenLayout, mode: Mode) -> Tensor:
+    if ROUTES not in data.keys():
+        source = "the rollout engine returned none" if mode == "R3" else "the forward pass of pi_old recorded none"
+        raise ReplayError(
+            f"the micro-batch has no {ROUTES}: {source}. Fix: set router_replay.mode=disabled to train without them."
+        )
+    column = data[ROUTES]
+    routes: Tensor = column.values()
+    if not torch.equal(column.offsets(), layout.offsets):
+        raise ReplayError(
+            f"{ROUTES} are of rows of {column.offsets().diff().tolist()} tokens, and the rows have "
+            f"{layout.lengths.tolist()}. Fix: give routes of each token, zeros where there are none."
+        )
+    return routes
+
+
+def _flag_trained(data: TensorDict) -> list[bool]:
+    mask = data["response_mask"]
+    rows = mask.unbind() if mask.is_nested else list(mask)
+    return torch.stack([row.bool().any() for row in rows]).tolist()
+
+
+def _read_ages(data: TensorDict, step: int, layout: TokenLayout) -> Tensor | None:
+    versions = [fields.get(OLDEST_VERSION) for fields in read_extra_fields(data)]
+    if None in versions:
+        return None
+    ages = (step - 1 - torch.tensor(versions, device=layout.offsets.device)).clamp(min=0)
+    return ages[layout.rows]

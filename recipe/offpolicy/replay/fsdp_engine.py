@@ -1,0 +1,171 @@
+"""Routing replay in verl's FSDP engine: three methods of the engine's instance are wrapped, nothing is copied.
+
+Seams in verl 0.9.1, see ``verl_patches.router_replay``: ``prepare_model_inputs(self, micro_batch)`` arms the routers,
+``forward_step(self, micro_batch, loss_function, forward_only)`` counts what they did and hands out recorded routes,
+``forward_backward_batch(self, data, loss_function, forward_only=False)`` disarms them. Between these the routers stay
+armed, for a forward that is recomputed in its backward.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+from verl.utils import tensordict_utils as tu
+from verl.workers.utils.padding import response_from_nested
+
+from ..batch.micro_batch import ROLLOUT_LOG_PROBS
+from .alignment import check_layer_order, check_row_order
+from .batch_routes import REPLAY_STEP, ROUTES, BatchRoutes, Mode, TokenLayout, check_checksums, read_routes
+from .routed_model import RoutedModel, install_replay
+from .tally import FirstLook, RoutingTally
+
+REPORT = "offpolicy_routing"
+"""Key of the ``RoutingReport`` in the metrics of an update."""
+_FLAG = "enable_routing_replay"
+"""verl's, True in the calls whose routes are recorded or replayed; the reference's are not."""
+
+
+class ReplayingEngine:
+    """Replay around one engine.
+
+    Args:
+        engine: verl's, initialised.
+        model: its module's routers.
+        mode: R2 records in the forward of pi_old and replays in updates; R3 replays the rollout engine's in both.
+        oldest: age in versions of the weights up to which routes are replayed; None: all.
+    """
+
+    def __init__(self, engine: Any, model: RoutedModel, mode: Mode, oldest: int | None = None) -> None:
+        self.engine, self.model, self.mode, self.oldest = engine, model, mode, oldest
+        self._prepare, self._step = engine.prepare_model_inputs, engine.forward_step
+        self._run = engine.forward_backward_batch
+        self._records = self._suspended = False
+        self._layout: TokenLayout | None = None
+        self._routes: BatchRoutes | None = None
+        self._tally = self._new_tally()
+        self._first: FirstLook | None = None
+        self._compares = self._updated = self._differentiated = False
+        engine.prepare_model_inputs, engine.forward_step = self.prepare_model_inputs, self.forward_step
+        engine.forward_backward_batch = self.forward_backward_batch
+
+    def forward_backward_batch(self, data: TensorDict, loss_function: Any, forward_only: bool = False) -> Any:
+        """Run verl's; an update's metrics get a report."""
+        self._records = self.mode == "R2" and forward_only
+        self._tally = self._new_tally()
+        replays = not forward_only and _wants_replay(data)
+        self._first = FirstLook() if replays and not self._updated else None
+        self._compares = self._first is not None
+        watches = replays and not self._differentiated
+        self.model.watch_gradients(watches)
+        try:
+            output = self._run(data, loss_function, forward_only=forward_only)
+        finally:
+            self.model.disarm()
+            self._routes = None
+        # Also of a forward without loss: experts that are called with other ids stop the run.
+        report = self._tally.report()
+        if replays:
+            gradients = tuple(self.model.get_gradients()) if watches else ()
+            report = replace(report, gradients=gradients, first=self._first)
+            output["metrics"][REPORT] = [report]
+            self._updated = True
+            self._differentiated |= any(gradients)
+        self.model.watch_gradients(False)
+        return output
+
+    def prepare_model_inputs(self, micro_batch: TensorDict) -> Any:
+        """Prepare as verl does, and arm the routers for this micro-batch."""
+        self.model.disarm()
+        self._layout = self._routes = None
+        inputs, arguments = self._prepare(micro_batch=micro_batch)
+        if _wants_replay(micro_batch) and not self._suspended:
+            self._layout = TokenLayout.of(micro_batch["input_ids"], inputs["input_ids"])
+            if self._records:
+                self.model.record_own()
+            else:
+                step = tu.get_non_tensor_data(micro_batch, REPLAY_STEP, default=None)
+                self._routes = read_routes(micro_batch, self._layout, self.mode, step, self.oldest)
+                self.model.arm(self._routes.routes, self._routes.replayed)
+        return inputs, arguments
+
+    def forward_step(self, micro_batch: TensorDict, loss_function: Any, forward_only: bool) -> Any:
+        """Run verl's, and count what the routers chose."""
+        first, native = self._first, None
+        if self._compares and ROLLOUT_LOG_PROBS in micro_batch.keys():
+            self._compares = False
+            native = self._compute_native(micro_batch)
+        loss, output = self._step(micro_batch, loss_function=loss_function, forward_only=forward_only)
+        if self._layout is None:
+            return loss, output
+        if self._routes is None:
+            output["model_output"][ROUTES] = self._collect_recorded(self._layout)
+            return loss, output
+        records = self.model.get_records()
+        self._tally.add(len(self._layout.places), self._routes, self.model.count_entered(), records)
+        if first is not None:
+            check_row_order(records)
+            check_layer_order(records)
+            if self.mode == "R3":
+                first.checksums += check_checksums(micro_batch.to(self._layout.offsets.device), self._layout)
+            if native is not None:
+                _add_k3(first, micro_batch, output["model_output"]["log_probs"], native)
+        return loss, output
+
+    def _new_tally(self) -> RoutingTally:
+        return RoutingTally(self.model.layout.layers, self.model.layout.top_k)
+
+    def _compute_native(self, micro_batch: TensorDict) -> Tensor:
+        """Compute log-probs by the routers' own choice, nested by row; every rank takes part."""
+        plain = micro_batch.clone(recurse=False)
+        tu.assign_non_tensor(plain, calculate_entropy=False, distillation_use_topk=False, distillation_only=False)
+        self._suspended = True
+        try:
+            with torch.no_grad():
+                _, output = self._step(plain, loss_function=None, forward_only=True)
+        finally:
+            self._suspended = False
+        log_probs: Tensor = output["model_output"]["log_probs"]
+        return log_probs
+
+    def _collect_recorded(self, layout: TokenLayout) -> Tensor:
+        ids = layout.collect(self.model.stack_ids()).to(torch.int16)
+        return torch.nested.nested_tensor_from_jagged(ids, layout.offsets)
+
+
+def install_in_engine(engine: Any, mode: Mode, oldest: int | None = None) -> ReplayingEngine:
+    """Install replay in an engine that is initialised; every rank calls this together.
+
+    Raises:
+        ReplayError: its model chooses experts in another way.
+    """
+    from verl.utils.device import get_device_id
+
+    with engine.eval_mode():  # brings offloaded parameters to the device
+        ids = torch.arange(8, device=get_device_id())[None]
+        model = install_replay(engine.module, {"input_ids": ids, "use_cache": False})
+    return ReplayingEngine(engine, model, mode, oldest)
+
+
+def _wants_replay(data: TensorDict) -> bool:
+    wants = tu.get_non_tensor_data(data, _FLAG, default=False)
+    return bool(wants and tu.get_non_tensor_data(data, REPLAY_STEP, default=None))
+
+
+def _add_k3(first: FirstLook, micro_batch: TensorDict, log_probs: Tensor, native: Tensor) -> None:
+    """Add k3(mu, pi) of the response tokens, with replay and without."""
+    mask = micro_batch["response_mask"]
+    mu = micro_batch[ROLLOUT_LOG_PROBS]
+    there = _flatten(mask).bool()
+    first.tokens += int(there.sum())
+    for name, found in (("k3", log_probs), ("k3_without", native)):
+        gap = _flatten(response_from_nested(found, mask)).float() - _flatten(mu).float()
+        k3 = gap.exp() - 1 - gap
+        setattr(first, name, getattr(first, name) + float(k3[there.to(k3.device)].sum()))
+
+
+def _flatten(nested: Tensor) -> Tensor:
+    return torch.cat([row.flatten() for row in nested.unbind()])

@@ -1,0 +1,83 @@
+"""The keys of routing replay: verl's own below the actor's FSDP section, and ``offpolicy.replay``."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+from omegaconf import DictConfig, OmegaConf
+
+from verl_patches.execution_path import LivePath, live_path
+
+from ..batch.shipped_defaults import read_shipped_defaults
+from ..correction import Problem
+from ..correction.problem import remove, set_to
+from .batch_routes import Mode
+
+SECTION = "offpolicy.replay"
+OLDEST = f"{SECTION}.oldest"
+ROUTER_REPLAY = "actor_rollout_ref.actor.fsdp_config.router_replay"
+RECORDED = "actor_rollout_ref.rollout.enable_rollout_routing_replay"
+STRATEGIES = ("fsdp", "fsdp2")
+
+
+@dataclass(frozen=True)
+class ReplaySettings:
+    """Routing replay on FSDP.
+
+    Attributes:
+        mode: R2 or R3.
+        oldest: age in versions of the weights up to which routes are replayed; None: all.
+    """
+
+    mode: Mode
+    oldest: int | None
+
+    @classmethod
+    def from_config(cls, config: DictConfig, path: LivePath | None = None) -> ReplaySettings | None:
+        """Read a configuration that ``find_problems`` has nothing against; None where FSDP replays nothing."""
+        mode = OmegaConf.select(config, f"{ROUTER_REPLAY}.mode")
+        if mode in (None, "disabled") or not replays_on_fsdp(path or live_path(config)):
+            return None
+        return cls(cast(Mode, mode), OmegaConf.select(config, OLDEST))
+
+
+def replays_on_fsdp(path: LivePath) -> bool:
+    """Return True if verl's key for FSDP is live on a path."""
+    return path.attributes.fsdp_replay and path.trainer == "v1" and path.strategy in STRATEGIES
+
+
+def find_problems(config: DictConfig) -> Iterator[Problem]:
+    """Find what is wrong with ``offpolicy.replay`` by itself."""
+    node = OmegaConf.select(config, SECTION, default=None)
+    values: Any = OmegaConf.to_container(node, resolve=True) if OmegaConf.is_config(node) else node
+    known = read_shipped_defaults("replay")
+    if values is None:
+        return
+    if not isinstance(values, Mapping):
+        yield _problem(
+            SECTION, values, "not the keys of routing replay.", f"Set {OLDEST}=null, or remove this override."
+        )
+        return
+    for name, value in values.items():
+        if name not in known:
+            near = [set_to(f"{SECTION}.{each}", value) for each in difflib.get_close_matches(name, known, 1)]
+            key = f"{SECTION}.{name}"
+            yield _problem(
+                key, value, "unknown key.", f"Known under {SECTION}: {', '.join(known)}.", *remove(key, value), *near
+            )
+    oldest = values.get("oldest")
+    if oldest is None:
+        return
+    back = set_to(OLDEST, None)
+    if isinstance(oldest, bool) or not isinstance(oldest, int) or oldest < 0:
+        yield _problem(OLDEST, oldest, "expected a number of versions, 0 or more, or null for all.", "", back)
+    elif (settings := ReplaySettings.from_config(config)) is None or settings.mode != "R3":
+        reason = f"read with {ROUTER_REPLAY}.mode=R3 alone."
+        yield _problem(OLDEST, oldest, reason, f"Set {back}.", back)
+
+
+def _problem(key: str, value: Any, reason: str, fix: str, *overrides: str) -> Problem:
+    return Problem(key, value, reason, fix, parts=(), overrides=overrides)

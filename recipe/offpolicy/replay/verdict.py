@@ -1,0 +1,177 @@
+"""Trainer side of the proof that routes were replayed: judges the workers' reports of each update."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..proof.verify import LivenessError
+from .batch_routes import Mode
+from .tally import AGES, RoutingReport
+
+WORSE = 1.1
+"""Times that k3 by the rollout engine's routes may be what it is without them."""
+_ROUNDING = 1e-6
+"""k3 that is none: of two engines that agree."""
+
+
+@dataclass(frozen=True)
+class UpdateRoutes:
+    """Sums over the reports of one update."""
+
+    layers: tuple[int, ...]
+    top_k: int
+    tokens: int
+    replayed: tuple[int, ...]
+    equal: tuple[int, ...]
+    ages: tuple[tuple[int, int], ...]
+    withheld: int
+    size: int
+    gradients: tuple[float, ...]
+    checksums: int
+    k3_tokens: int
+    k3: float
+    k3_without: float
+
+
+def take_reports(metrics: dict[str, Any], key: str) -> list[RoutingReport]:
+    """Remove the reports of one update from the metrics of the workers: of every rank and mini-batch."""
+    return list(_flatten(metrics.pop(key, [])))
+
+
+def _flatten(value: Any) -> Iterator[RoutingReport]:
+    # verl nests lists by rank and mini-batch, and does not where there is one rank.
+    if isinstance(value, list | tuple):
+        for item in value:
+            yield from _flatten(item)
+    else:
+        yield value
+
+
+def merge_reports(reports: Sequence[RoutingReport]) -> UpdateRoutes:
+    """Sum reports of one update, at least one.
+
+    Raises:
+        LivenessError: ranks replay in different layers.
+    """
+    layers = reports[0].layers
+    if any(report.layers != layers for report in reports):
+        raise LivenessError(f"ranks replay routes in different layers: {sorted({each.layers for each in reports})}.")
+    looks = [report.first for report in reports if report.first is not None]
+    watched = [report.gradients for report in reports if report.gradients]
+    return UpdateRoutes(
+        layers=layers,
+        top_k=reports[0].top_k,
+        tokens=sum(report.tokens for report in reports),
+        replayed=_add([report.replayed for report in reports]),
+        equal=_add([report.equal for report in reports]),
+        ages=tuple(zip(*(_add([[pair[i] for pair in each.ages] for each in reports]) for i in (0, 1)), strict=True)),
+        withheld=sum(report.withheld for report in reports),
+        size=sum(report.size for report in reports),
+        gradients=tuple(math.fsum(each) for each in zip(*watched, strict=True)),
+        checksums=sum(look.checksums for look in looks),
+        k3_tokens=sum(look.tokens for look in looks),
+        k3=math.fsum(look.k3 for look in looks),
+        k3_without=math.fsum(look.k3_without for look in looks),
+    )
+
+
+def _add(counts: Sequence[Sequence[int]]) -> tuple[int, ...]:
+    return tuple(map(sum, zip(*counts, strict=True)))
+
+
+@dataclass(frozen=True)
+class RoutingVerdict:
+    """The verdict on one update.
+
+    Attributes:
+        metrics: by their names below ``offpolicy/routing/``.
+        proof: a sentence where the gates were seen to have a gradient; empty where nobody looked or there was none.
+    """
+
+    metrics: dict[str, float]
+    proof: str
+
+
+def judge(reports: Sequence[RoutingReport], mode: Mode, *, tokens: int) -> RoutingVerdict:
+    """Judge the reports of one update, one a mini-batch of every rank.
+
+    Args:
+        tokens: that the update was to forward, padding left out, over all ranks and epochs.
+
+    Raises:
+        LivenessError: no route was replayed, or not all; a gate has no gradient; replay widens the mismatch.
+    """
+    if not reports:
+        raise LivenessError(
+            "routing replay: the update came back without a report, so that no route was replayed. Something runs "
+            "another worker or engine than the one that replays."
+        )
+    update = merge_reports(reports)
+    if update.tokens != tokens:
+        raise LivenessError(
+            f"routing replay: {update.tokens} tokens were forwarded with routes, and the update has {tokens}."
+        )
+    if len(set(update.replayed)) > 1 or not (update.replayed[0] or update.withheld):
+        counts = dict(zip(update.layers, update.replayed, strict=True))
+        raise LivenessError(f"routing replay: tokens replayed by layer are {counts}; all layers should have as many.")
+    metrics = _measure(update)
+    seen = _judge_gradients(update)
+    if mode == "R3" and update.k3_tokens and update.k3 > WORSE * update.k3_without + _ROUNDING * update.k3_tokens:
+        raise LivenessError(
+            f"routing replay: KL(mu, pi) by k3 is {metrics['kl_k3']:.2e} with the rollout engine's routes and "
+            f"{metrics['kl_k3_without']:.2e} without them, so that they are not the ones that mu was sampled with. "
+            f"Fix: see that rollout and trainer run the same model, or set router_replay.mode=disabled."
+        )
+    return RoutingVerdict(metrics, _describe(mode, update, metrics) if seen else "")
+
+
+def _measure(update: UpdateRoutes) -> dict[str, float]:
+    choices = sum(update.replayed)
+    shares = [equal / count for equal, count in zip(update.equal, update.replayed, strict=True) if count]
+    metrics = {
+        "replayed_token_share": update.replayed[0] / update.tokens,
+        "withheld_token_share": update.withheld / update.tokens,
+        "equal_share": sum(update.equal) / choices if choices else math.nan,
+        "equal_share_worst_layer": min(shares, default=math.nan),
+        "bytes": float(update.size),
+    }
+    for age, (count, equal) in zip(AGES, update.ages, strict=True):
+        metrics[f"{age}/equal_share"] = equal / count if count else math.nan
+    if update.gradients:
+        metrics["gate_gradient"] = sum(value > 0 for value in update.gradients) / len(update.gradients)
+    if update.k3_tokens:
+        metrics["kl_k3"] = update.k3 / update.k3_tokens
+        metrics["kl_k3_without"] = update.k3_without / update.k3_tokens
+    return metrics
+
+
+def _judge_gradients(update: UpdateRoutes) -> bool:
+    if not update.gradients:
+        return False
+    named = dict(zip(update.layers, update.gradients, strict=True))
+    if broken := [layer for layer, value in named.items() if not math.isfinite(value)]:
+        raise LivenessError(f"routing replay: the gates of layer(s) {broken} have gradients that are not finite.")
+    silent = [layer for layer, value in named.items() if value == 0]
+    # One expert may weigh 1 whatever its score is.
+    if silent and len(silent) < len(named) and update.top_k > 1:
+        raise LivenessError(
+            f"routing replay: the gates of layer(s) {silent} have no gradient, and those of the others have: their "
+            f"scores do not reach the loss."
+        )
+    return len(silent) < len(named)
+
+
+def _describe(mode: Mode, update: UpdateRoutes, metrics: dict[str, float]) -> str:
+    parts = [
+        f"routing replay {mode} LIVE in {len(update.layers)} layers: {metrics['replayed_token_share']:.1%} of tokens "
+        f"replayed, each by the ids that were shipped",
+        f"{metrics['equal_share']:.1%} of choices are the trainer's own",
+    ]
+    if update.checksums:
+        parts.append(f"routes of {update.checksums} rows as sampled")
+    if "kl_k3" in metrics:
+        parts.append(f"KL(mu, pi) by k3 {metrics['kl_k3']:.1e} with them and {metrics['kl_k3_without']:.1e} without")
+    return ", ".join(parts) + "."

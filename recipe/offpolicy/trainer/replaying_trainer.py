@@ -1,0 +1,79 @@
+"""verl's V1 trainers with routing replay on FSDP: workers that replay, a client that notes routes, and the proof.
+
+Seams in verl 0.9.1: ``_init_resource_pool_mgr(self)`` of ``verl.trainer.ppo.v1.trainer_base.PPOTrainer``, which maps
+roles to workers, and those of ``trainer_v1``.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import ray
+from verl.trainer.ppo.utils import Role
+
+from ..replay.batch_routes import REPLAY_STEP
+from ..replay.client import note_routes
+from ..replay.fsdp_engine import REPORT
+from ..replay.replay_settings import ReplaySettings
+from ..replay.verdict import judge, take_reports
+from ..replay.worker import build_replaying
+from .own_forward import Pair
+from .trainer_v1 import OffPolicyTrainer
+
+logger = logging.getLogger("verl.offpolicy")
+
+_ACTORS = (Role.Actor, Role.ActorRollout, Role.ActorRolloutRef)
+
+
+class ReplayingTrainer(OffPolicyTrainer):
+    """Mixin of verl's V1 trainers in front of ``OffPolicyTrainer`` or a subclass of it."""
+
+    role_worker_mapping: dict[Role, Any]
+    _routing: Mapping[str, float] = MappingProxyType({})
+
+    @property
+    def _settings(self) -> ReplaySettings:
+        settings = ReplaySettings.from_config(self.config)
+        assert settings is not None, "a run without replay has the trainer without it"
+        return settings
+
+    def _init_resource_pool_mgr(self) -> None:
+        super()._init_resource_pool_mgr()  # type: ignore[misc]
+        workers = self.role_worker_mapping
+        for role in (role for role in _ACTORS if role in workers):
+            workers[role] = ray.remote(build_replaying(workers[role].__ray_actor_class__, self._settings))
+
+    def get_llm_client(self) -> Any:
+        client = super().get_llm_client()
+        return note_routes(client) if self._settings.mode == "R3" else client
+
+    def _compute_log_probs(self, batch: Any, rows: Sequence[Pair]) -> list[list[float]]:
+        # Rows of an extension's making were not sampled by any route.
+        step = batch.extra_info.pop(REPLAY_STEP, None)
+        try:
+            return super()._compute_log_probs(batch, rows)
+        finally:
+            batch.extra_info[REPLAY_STEP] = step
+
+    def _compute_old_log_prob(self, batch: Any, metrics: dict[str, Any]) -> Any:
+        batch.extra_info[REPLAY_STEP] = self.global_steps
+        return super()._compute_old_log_prob(batch, metrics)
+
+    def _update_actor(self, batch: Any, metrics: dict[str, Any]) -> Any:
+        batch.extra_info[REPLAY_STEP] = self.global_steps
+        batch = super()._update_actor(batch, metrics)
+        metrics.update({f"offpolicy/routing/{name}": value for name, value in self._routing.items()})
+        return batch
+
+    def _update_and_collect(self, update: Any, batch: Any) -> Any:
+        tokens = sum(tag["prompt_len"] + tag["response_len"] for tag in batch.tags)
+        tokens *= self.config.actor_rollout_ref.actor.ppo_epochs
+        output = super()._update_and_collect(update, batch)
+        verdict = judge(take_reports(output["metrics"], REPORT), self._settings.mode, tokens=tokens)
+        self._routing = verdict.metrics
+        if verdict.proof:
+            logger.info(verdict.proof)
+        return output

@@ -1,0 +1,164 @@
+"""Judges the hypotheses of PLAN.md, from committed results alone.
+
+python scripts/evidence/collapse/analyse.py        # tables and verdicts; a missing seed is an error, not left out
+python scripts/evidence/collapse/analyse.py --partial    # what there is, without verdicts
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+if __name__ == "__main__" and {"-h", "--help"} & set(sys.argv):  # before imports that take seconds
+    print(__doc__)
+    sys.exit()
+
+import pandas
+
+ROOT = Path(__file__).resolve().parents[3]
+sys.path[:0] = [str(ROOT), str(ROOT / "scripts" / "evidence")]
+
+from collapse import results  # noqa: E402
+from collapse.arms import ARMS, FIRST_SEED  # noqa: E402
+from collapse.significance import bootstrap, cliffs_delta, equivalence, holm, sign_flip  # noqa: E402
+
+MOST, RECOVERED, MARGIN = 6, 0.75, 0.05
+"""Seeds of 8 in which H1 and H2 hold, share of the run in step that counts as recovered, margin of the control."""
+
+
+class MissingRunsError(ValueError):
+    """Runs that a verdict needs have not been made."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """A hypothesis and what was found.
+
+    Attributes:
+        p: before Holm's correction; NaN where none is part of it.
+    """
+
+    name: str
+    holds: bool
+    found: str
+    p: float = float("nan")
+
+
+def outcomes(table: pandas.DataFrame, arm: str) -> pandas.DataFrame:
+    """Collect start and outcome of an arm's runs by seed: exact matches before training and behind the last step.
+
+    A run that did not finish has an outcome of 0: it died.
+    """
+    of_arm = table[(table["arm"] == arm) & table["exact"].notna()].sort_values("step")
+    found = of_arm.groupby("seed").agg(
+        start=("exact", "first"),
+        outcome=("exact", "last"),
+        mean=("exact", lambda each: each.iloc[1:].mean()),
+        graded=("graded", "last"),
+        ended=("outcome", "first"),
+    )
+    found.loc[found["ended"] != "finished", ["outcome", "mean"]] = 0.0
+    return found
+
+
+def take(table: pandas.DataFrame, arm: str) -> pandas.DataFrame:
+    """Take the outcomes of an arm, all of its seeds.
+
+    Raises:
+        MissingRunsError: seeds that PLAN.md names are not there.
+    """
+    (seeds,) = (each.seeds for each in ARMS if each.name == arm)
+    found = outcomes(table, arm)
+    if missing := sorted(set(range(FIRST_SEED, FIRST_SEED + seeds)) - set(found.index)):
+        fix = f"python scripts/evidence/collapse/run.py {arm}"
+        raise MissingRunsError(f"{arm}: seeds {', '.join(map(str, missing))} have not been run. Fix: {fix}")
+    return found
+
+
+def judge(table: pandas.DataFrame) -> list[Verdict]:
+    """Judge H1 to H4 on the whole runs.
+
+    Raises:
+        MissingRunsError: a run is missing.
+    """
+    in_step, late, opsm = (take(table, arm) for arm in ("in_step", "late", "late_opsm"))
+    control, both = (take(table, arm)["outcome"] for arm in ("control", "control_both"))
+    below = int((late["outcome"] < late["start"]).sum())
+    h1 = Verdict(
+        "H1", below >= MOST, f"late collapsed in {below} of {len(late)}", sign_flip(late["outcome"] - late["start"])
+    )
+    reached = int((opsm["outcome"] >= RECOVERED * in_step["outcome"].mean()).sum())
+    apart = opsm["outcome"] - late["outcome"]
+    low, high = bootstrap(apart)
+    h2 = Verdict(
+        "H2",
+        reached >= MOST and low > 0,
+        f"late_opsm reached {RECOVERED} of in_step's mean in {reached} of {len(opsm)}; it is {apart.mean():+.3f} "
+        f"[{low:+.3f}, {high:+.3f}] from late, Cliff's delta {cliffs_delta(opsm['outcome'], late['outcome']):+.2f}",
+    )
+    p = sign_flip(apart)
+    rows = table[(table["arm"] == "control_both") & table["proved"].notna()]
+    exact = bool(
+        (rows["kept"] == 1.0).all()
+        and (rows[["weight_min", "weight_max"]] - 1.0).abs().max().max() < 1e-5
+        and rows.groupby("seed")["gradient_error"].first().max() < 1e-6
+    )
+    gap = both - control
+    h4_p = equivalence(gap, MARGIN)
+    h4 = f"control_both is {gap.mean():+.3f} from control; weights, masks and gradient as if there were none: {exact}"
+    adjusted = holm({"H1": h1.p, "H3": p, "H4": h4_p})
+    h3 = Verdict("H3", adjusted["H3"] <= 0.05, f"p = {p:.4f}, {adjusted['H3']:.4f} by Holm", p)
+    return [h1, h2, h3, Verdict("H4", exact and adjusted["H4"] <= 0.05, f"{h4}; p = {h4_p:.4f}", h4_p)]
+
+
+def describe(table: pandas.DataFrame) -> pandas.DataFrame:
+    """Describe each arm: median outcome and the seeds' range, and what its steps measured."""
+    lines = []
+    for arm in ARMS:
+        found = outcomes(table, arm.name)
+        if found.empty:
+            continue
+        steps = table[(table["arm"] == arm.name) & (table["step"] > 0)]
+        lines.append(
+            {
+                "arm": arm.name,
+                "seeds": f"{len(found)} of {arm.seeds}",
+                "before": found["start"].median(),
+                "exact": found["outcome"].median(),
+                "least": found["outcome"].min(),
+                "most": found["outcome"].max(),
+                "graded": found["graded"].median(),
+                "k3": steps["k3"].median(),
+                "ratio ESS": steps["ratio_ess"].median(),
+                "kept": steps["kept"].mean(),
+                "staleness": steps["staleness"].mean(),
+                "off eta": arm.eta is not None and abs(steps["staleness"].mean() - arm.eta) > 0.5,
+            }
+        )
+    return pandas.DataFrame(lines)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the command; return its exit status, 1 where runs are missing."""
+    table = results.read()
+    if table.empty:
+        print("no run has finished. Fix: python scripts/evidence/collapse/run.py")
+        return 1
+    with pandas.option_context("display.width", 160, "display.max_columns", 20):
+        print(describe(table).to_string(index=False, float_format=lambda value: f"{value:.3f}"))
+    if "--partial" in arguments:
+        return 0
+    try:
+        verdicts = judge(table)
+    except MissingRunsError as error:
+        print(f"no verdict: {error}")
+        return 1
+    for verdict in verdicts:
+        print(f"{verdict.name} {'holds' if verdict.holds else 'FAILS'}: {verdict.found}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

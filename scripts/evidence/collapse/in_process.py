@@ -1,0 +1,335 @@
+"""Training in one process: verl's training worker and loss, and a sampler whose weights are exactly eta steps late.
+
+    python scripts/evidence/collapse/in_process.py --list
+    python scripts/evidence/collapse/in_process.py [NAME ...] [--hours H]    # NAME: an arm, or a run: opsm-8-0.001-3
+
+What has finished is not run again; each run adds its steps to results_in_process.parquet. It shows the loss and the
+correction under exact staleness. It does not show vLLM, Ray, TransferQueue, the transport of weights or the counting of
+their versions: those are the whole runs'.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__" and {"-h", "--help"} & set(sys.argv):  # before imports that take seconds
+    print(__doc__)
+    sys.exit()
+
+ROOT = Path(__file__).resolve().parents[3]
+sys.path[:0] = [str(ROOT), str(ROOT / "scripts" / "evidence")]
+os.environ |= {
+    "OMP_NUM_THREADS": "1",
+    "VERL_PLATFORM": "cpu",
+    "VERL_ENGINE_DEVICE": "cuda",  # verl registers no engine for cpu; the one for cuda runs there
+    "VERL_USE_EXTERNAL_MODULES": "verl_patches.cpu",
+}
+
+import torch  # noqa: E402
+import yaml  # noqa: E402
+from collapse import results  # noqa: E402
+from collapse.arms import FIRST_SEED  # noqa: E402
+from tensordict import TensorDict  # noqa: E402
+from torch import Tensor  # noqa: E402
+
+from recipe.offpolicy.batch.micro_batch import WEIGHTS, MicroBatch  # noqa: E402
+from recipe.offpolicy.correction import CorrectionSpec, StepStage  # noqa: E402
+from recipe.offpolicy.worker.loss import OffPolicyLoss  # noqa: E402
+from scripts.quickstart.reward import compute_score  # noqa: E402
+from scripts.quickstart.task import TaskSettings, splits  # noqa: E402
+
+_OPTIONS = ROOT / "configs" / "correction"
+STEPS, EVERY = 80, 20
+PROMPTS, ROLLOUTS, MINI_BATCHES, MAX_TOKENS = 16, 8, 4, 10
+ETAS, RATES, SEEDS = (0, 1, 2, 4, 8), (1e-3, 3e-4), 10
+SECONDS = 45
+"""Of a run, on one idle core."""
+
+
+def _read(*names: str) -> dict[str, Any]:
+    """Read shipped corrections, merged, with the delta of the whole runs."""
+    merged: dict[str, Any] = {}
+    for name in names:
+        merged |= yaml.safe_load((_OPTIONS / f"{name}.yaml").read_text())
+    if "opsm" in names:
+        merged["masks"]["opsm"]["delta"] = 0.1
+    return merged
+
+
+ARMS: dict[str, dict[str, Any]] = {
+    "none": {},
+    "bypass": _read("bypass"),
+    "decoupled": _read("decoupled_ppo"),
+    "opsm": _read("opsm"),
+    "both": _read("decoupled_ppo", "opsm"),
+    "random": _read("opsm"),
+}
+"""Arm -> its correction; ``random`` drops as many negative rows as OPSM would, others."""
+
+
+@dataclass(frozen=True)
+class LateRun:
+    """One run.
+
+    Attributes:
+        arm: of ``ARMS``.
+        eta: steps by which the sampler's weights are late.
+        rate: learning rate.
+        seed: of questions, of their order, and of sampling.
+    """
+
+    arm: str
+    eta: int
+    rate: float
+    seed: int
+
+    @property
+    def setting(self) -> str:
+        """The name of arm, eta and rate."""
+        return f"{self.arm}-{self.eta}-{self.rate:g}"
+
+    @property
+    def name(self) -> str:
+        return f"{self.setting}-{self.seed}"
+
+
+def list_late_runs() -> Iterator[LateRun]:
+    """List all runs seed by seed; at eta 0 ``random`` asks nothing."""
+    for seed in range(FIRST_SEED, FIRST_SEED + SEEDS):
+        for rate in RATES:
+            for eta in reversed(ETAS):
+                yield from (LateRun(arm, eta, rate, seed) for arm in ARMS if eta or arm != "random")
+
+
+class MeasuredLoss(OffPolicyLoss):
+    """The recipe's loss, which notes what it kept.
+
+    Args:
+        at_random: reject as many negative rows of each micro-batch, drawn at random.
+    """
+
+    def __init__(self, *args: Any, at_random: bool = False, seed: int = 0, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.kept: list[tuple[int, int]] = []
+        self._generator = torch.Generator().manual_seed(seed) if at_random else None
+
+    def hand_over(self, batch: MicroBatch, step: StepStage) -> TensorDict:
+        data = super().hand_over(batch, step)
+        mask = batch.response_mask.bool()
+        if self._generator is not None:
+            data[WEIGHTS] = shuffle_rejected(data[WEIGHTS], batch.advantages, mask, self._generator)
+        self.kept.append((int(((data[WEIGHTS] != 0) & mask).sum()), int(mask.sum())))
+        return data
+
+
+def shuffle_rejected(factor: Tensor, advantages: Tensor, mask: Tensor, generator: torch.Generator) -> Tensor:
+    """Reject as many negative rows (B, T) as ``factor`` does, drawn at random; all others have a factor of 1."""
+    rejected = (((factor != 0) & mask).sum(-1) == 0) & mask.any(-1)
+    negative = torch.nonzero((advantages * mask).sum(-1) < 0).flatten()
+    chosen = negative[torch.randperm(len(negative), generator=generator)[: int(rejected.sum())]]
+    shuffled = torch.ones_like(factor)
+    shuffled[chosen] = 0.0
+    return shuffled
+
+
+class Spelling:
+    """The quickstart's task, tokenised.
+
+    Args:
+        model: folder of the quickstart's own model.
+    """
+
+    def __init__(self, model: Path) -> None:
+        from transformers import AutoTokenizer
+
+        self.tokenizer = AutoTokenizer.from_pretrained(model)
+        self.tokenizer.padding_side = "left"
+        self.entries = splits(TaskSettings())
+
+    def encode(self, entries: Sequence[dict[str, Any]]) -> list[list[int]]:
+        """Tokenise questions as verl's rollout renders them."""
+        chats = [[{"role": "user", "content": entry["question"]}] for entry in entries]
+        found: list[list[int]] = self.tokenizer.apply_chat_template(
+            chats, add_generation_prompt=True, tokenize=True, return_dict=False
+        )
+        return found
+
+    def score(self, entries: Sequence[dict[str, Any]], answers: Sequence[Sequence[int]]) -> list[dict[str, float]]:
+        """Score answers by the quickstart's reward."""
+        texts = self.tokenizer.batch_decode([list(answer) for answer in answers], skip_special_tokens=True)
+        return [
+            compute_score(
+                f"reasoning_gym/{entry['metadata']['source_dataset']}",
+                text,
+                entry["answer"],
+                {"question": entry["question"], "metadata": _to_json(entry["metadata"])},
+            )
+            for entry, text in zip(entries, texts, strict=True)
+        ]
+
+
+def _to_json(metadata: dict[str, Any]) -> str:
+    import json
+
+    return json.dumps(metadata, sort_keys=True)
+
+
+@torch.no_grad()
+def sample(model: Any, tokenizer: Any, prompts: Sequence[Sequence[int]], *, greedy: bool) -> tuple[list, list]:
+    """Sample an answer to each prompt at temperature 1: token ids with the end of sequence, and log mu, by row."""
+    padded = tokenizer.pad({"input_ids": [list(each) for each in prompts]}, return_tensors="pt")
+    found = model.generate(
+        **padded,
+        do_sample=not greedy,
+        top_k=0,
+        max_new_tokens=MAX_TOKENS,
+        output_logits=True,
+        return_dict_in_generate=True,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    ids = found.sequences[:, padded["input_ids"].shape[1] :]
+    log_probs = torch.stack(found.logits, 1).float().log_softmax(-1).gather(-1, ids[..., None])[..., 0]
+    ended = (ids == tokenizer.eos_token_id).int().cumsum(-1)
+    lengths = ((ended == 0).sum(-1) + 1).clamp(max=ids.shape[1]).tolist()
+    rows = range(len(lengths))
+    return [ids[row, : lengths[row]] for row in rows], [log_probs[row, : lengths[row]] for row in rows]
+
+
+def train(run: LateRun, model: Path, steps: int = STEPS) -> list[tuple[int, dict[str, float]]]:
+    """Train once; return what each step measured, under verl's names, the 0th of which is before training."""
+    from collapse.worker import SampledRows, Trainer, build_actor_config
+    from transformers import Qwen2ForCausalLM
+    from verl.trainer.ppo.core_algos import compute_grpo_outcome_advantage
+
+    torch.set_num_threads(1)
+    torch.manual_seed(run.seed)
+    task, spec = Spelling(model), CorrectionSpec.from_mapping(ARMS[run.arm])
+    config = build_actor_config(run.rate, prompts=PROMPTS // MINI_BATCHES, rollouts=ROLLOUTS)
+    trainer = Trainer(model, config)
+    sampler = Qwen2ForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    ring: deque[dict[str, Tensor]] = deque(maxlen=run.eta + 1)
+    loss = MeasuredLoss(spec, config, at_random=run.arm == "random", seed=run.seed)
+    order = torch.randperm(len(task.entries["train"])).tolist()
+    records = [(0, _validate(sampler, task))]
+    for step in range(1, steps + 1):
+        began = time.time()
+        ring.append(trainer.copy_weights())
+        sampler.load_state_dict(ring[0], strict=False)
+        first = (step - 1) * PROMPTS % (len(order) - PROMPTS)
+        chosen = [task.entries["train"][place] for place in order[first : first + PROMPTS] for _ in range(ROLLOUTS)]
+        prompts = task.encode(chosen)
+        answers, log_mu = sample(sampler, task.tokenizer, prompts, greedy=False)
+        scores = torch.tensor([each["score"] for each in task.score(chosen, answers)])
+        masks = [torch.ones(len(answer), dtype=torch.int64) for answer in answers]
+        padded = torch.nn.utils.rnn.pad_sequence(masks, batch_first=True)
+        rewards = torch.zeros(padded.shape).scatter(1, padded.sum(1, keepdim=True) - 1, scores[:, None])
+        groups = [str(row // ROLLOUTS) for row in range(len(chosen))]
+        advantages, _ = compute_grpo_outcome_advantage(rewards, padded, _array(groups))
+        rows = SampledRows(
+            prompts=[torch.tensor(each) for each in prompts],
+            responses=answers,
+            advantages=[row[: len(answer)] for row, answer in zip(advantages, answers, strict=True)],
+            log_mu=log_mu,
+        )
+        pi_old = trainer.compute_log_probs(rows)
+        rows.pi_old = log_mu if spec.proximal == "bypass" else pi_old
+        loss.kept.clear()
+        trainer.update(loss, spec, rows, step)
+        records.append((step, _measure(scores, pi_old, log_mu, loss, time.time() - began)))
+        if step % EVERY == 0 or step == steps:
+            sampler.load_state_dict(trainer.copy_weights(), strict=False)
+            records[-1][1].update(_validate(sampler, task))
+    return records
+
+
+def _array(values: Sequence[str]) -> Any:
+    import numpy as np
+
+    return np.array(values)
+
+
+def _validate(sampler: Any, task: Spelling) -> dict[str, float]:
+    entries = task.entries["heldout"]
+    answers, _ = sample(sampler, task.tokenizer, task.encode(entries), greedy=True)
+    found = task.score(entries, answers)
+    names = {"exact": "exact", "graded": "acc"}
+    return {results.COLUMNS[column][0]: sum(each[key] for each in found) / len(found) for column, key in names.items()}
+
+
+def _measure(
+    scores: Tensor, pi_old: Sequence[Tensor], log_mu: Sequence[Tensor], loss: MeasuredLoss, seconds: float
+) -> dict[str, float]:
+    apart = torch.cat(list(pi_old)).double() - torch.cat(list(log_mu)).double()
+    ratio = apart.exp()
+    kept, whole = (sum(each[part] for each in loss.kept) for part in (0, 1))
+    values = {
+        "reward": float(scores.mean()),
+        "k3": float((ratio - 1 - apart).mean()),
+        "ratio_ess": float(ratio.sum() ** 2 / (len(ratio) * (ratio**2).sum())),
+        "kept": kept / whole if whole else 1.0,
+        "length": sum(map(len, log_mu)) / len(log_mu),
+        "seconds": seconds,
+    }
+    return {results.COLUMNS[name][0]: value for name, value in values.items()}
+
+
+def find_model() -> Path:
+    """Find the quickstart's own model, or make it: a minute on one core."""
+    from scripts.quickstart.prepare import folder, prepare_model
+
+    path = folder(ROOT / "outputs" / "quickstart" / "cache", "model")
+    if not path.exists():
+        prepare_model(path, TaskSettings())
+    return path
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; return its exit status."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("names", nargs="*")
+    parser.add_argument("--list", action="store_true")
+    parser.add_argument("--hours", type=float, default=float("inf"))
+    options = parser.parse_args(arguments)
+    runs = list(list_late_runs())
+    known = {name for run in runs for name in (run.arm, run.setting, run.name)}
+    if unknown := sorted(set(options.names) - known):
+        sys.exit(f"in_process.py: {', '.join(unknown)}: unknown. Fix: take names that --list shows.")
+    wanted = set(options.names)
+    chosen = [run for run in runs if not wanted or wanted & {run.arm, run.setting, run.name}]
+    finished = results.list_finished(results.IN_PROCESS)
+    left = [run for run in chosen if (run.setting, run.seed) not in finished]
+    if options.list:
+        for run in chosen:
+            print(f"{run.name:26} {'finished' if run not in left else f'{SECONDS} s'}")
+        print(f"{len(left)} of {len(chosen)} left, {len(left) * SECONDS / 3600:.1f} hours of one core")
+        return 0
+    if not left:
+        return 0
+    from collapse.worker import join_process_group
+
+    join_process_group()
+    model, end = find_model(), time.time() + 3600 * options.hours
+    for run in left:
+        if time.time() + SECONDS > end:
+            break
+        began = time.time()
+        records = train(run, model)
+        card = {"arm": run.setting, "seed": run.seed, "outcome": "finished", "wall_seconds": time.time() - began}
+        results.append(results.build_rows(card, records), results.IN_PROCESS)
+        print(
+            f"{run.name}: exact match {records[-1][1][results.COLUMNS['exact'][0]]:.3f}, {time.time() - began:.0f} s",
+            flush=True,
+        )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,70 @@
+"""The committed results: one Parquet with a line a step of each finished run, and one a run."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pandas
+
+DATA = Path(__file__).resolve().parent / "results.parquet"
+"""Of the whole runs."""
+IN_PROCESS = DATA.with_name("results_in_process.parquet")
+
+COLUMNS: Mapping[str, tuple[str, ...]] = {
+    "exact": ("val-aux/reasoning_gym/spell_backward/exact/mean@1",),
+    "graded": ("val-core/reasoning_gym/spell_backward/acc/mean@1",),
+    "reward": ("critic/rewards/mean",),
+    "k3": ("offpolicy/kl/k3",),
+    "ratio_ess": ("offpolicy/rollout_ratio/ess",),
+    "kept": ("offpolicy/keep/token_share",),
+    "weight_min": ("offpolicy/weight/min",),
+    "weight_max": ("offpolicy/weight/max",),
+    "staleness": ("offpolicy/staleness/mean",),
+    "length": ("response_length/mean",),
+    "entropy": ("actor/entropy",),
+    "gradient_error": ("offpolicy/live/gradient_error",),
+    "proved": ("offpolicy/live/proved",),
+    "seconds": ("timing_s/step",),
+}
+"""Column -> verl's metric; NaN where a step did not log it."""
+
+
+def build_rows(run: Mapping[str, Any], records: Sequence[tuple[int, Mapping[str, Any]]]) -> list[dict[str, Any]]:
+    """Build a run's lines from its metrics: (step, what verl's file logger wrote).
+
+    Args:
+        run: columns that are alike in all of them: ``arm``, ``seed``, ``outcome`` ("finished", or how it died), ...
+    """
+    rows = []
+    for step, data in records:
+        found = {
+            name: next((float(data[key]) for key in keys if key in data), math.nan) for name, keys in COLUMNS.items()
+        }
+        rows.append({**run, "step": step, **found})
+    return rows
+
+
+def read(path: Path | None = None) -> pandas.DataFrame:
+    """Read what has been run, of the whole runs by default; an empty table where nothing has."""
+    path = path or DATA
+    return pandas.read_parquet(path) if path.exists() else pandas.DataFrame({"arm": [], "seed": [], "step": []})
+
+
+def append(rows: Sequence[Mapping[str, Any]], path: Path | None = None) -> None:
+    """Add the lines of one run; the file is replaced at once, so that a kill loses that run at most."""
+    path = path or DATA
+    whole = pandas.concat([read(path), pandas.DataFrame(list(rows))], ignore_index=True) if path.exists() else None
+    whole = pandas.DataFrame(list(rows)) if whole is None else whole
+    partly = path.with_suffix(".partly")
+    whole.to_parquet(partly, index=False, compression="zstd")
+    os.replace(partly, path)
+
+
+def list_finished(path: Path | None = None) -> set[tuple[str, int]]:
+    """List (arm, seed) of what need not be run again."""
+    found = read(path)
+    return set(zip(found["arm"], found["seed"].astype(int), strict=True))

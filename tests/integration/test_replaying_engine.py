@@ -1,0 +1,330 @@
+"""Routing replay in verl's real FSDP engines, in this process: own and foreign routes, splits, exceptions, sabotage."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from recipe.offpolicy.replay.expert_choice import ReplayError, RouterSlot
+from tests.support import replaying_worker as rw
+from tests.support import training_worker as tw
+
+pytestmark = pytest.mark.verl("==0.9.1")
+
+LAYOUTS = [
+    pytest.param(dict(strategy=strategy, use_remove_padding=packed, checkpointing=checkpointing), id=name)
+    for name, strategy, packed, checkpointing in (
+        ("fsdp2 padded", "fsdp2", False, False),
+        ("fsdp2 packed checkpointing", "fsdp2", True, True),
+        ("fsdp padded checkpointing", "fsdp", False, True),
+        ("fsdp packed", "fsdp", True, False),
+    )
+]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    tw.join_process_group()
+    return rw.tiny_mixture(tmp_path_factory.mktemp("mixture"))
+
+
+@pytest.fixture(scope="module")
+def start(model: Path) -> Callable[..., Any]:
+    return partial(rw.start, model)
+
+
+@pytest.fixture(scope="module")
+def plain(start: Callable[..., Any]) -> Any:
+    """verl's own worker, padded."""
+    return start(None)
+
+
+@pytest.fixture(scope="module")
+def rows(plain: Any) -> tw.Rollout:
+    return tw.add_log_probs(plain, tw.make_rollout(), mismatch=0.1)
+
+
+@pytest.fixture
+def data(rows: tw.Rollout) -> TensorDict:
+    return rows.to_tensordict()
+
+
+@pytest.fixture(scope="module")
+def foreign(rows: tw.Rollout) -> Tensor:
+    return rw.draw_routes(sum(len(a) + len(b) for a, b in zip(rows.prompts, rows.responses, strict=True)))
+
+
+def loss() -> Any:
+    from verl.workers.utils.losses import ppo_loss
+
+    return partial(ppo_loss, config=tw.actor_config())
+
+
+def gradients(worker: Any, data: TensorDict, **split: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    metrics, found = tw.gradients(worker, loss(), data, **split)
+    return metrics, found
+
+
+def record(worker: Any, rows: tw.Rollout) -> TensorDict:
+    """The forward of pi_old, in micro-batches of four rows."""
+    from verl.utils import tensordict_utils as tu
+
+    data = rw.flagged(rows.to_tensordict())
+    worker.engine_config.infer_micro_batch_size_per_gpu = 4
+    tu.assign_non_tensor(data, calculate_entropy=False, compute_loss=False, temperature=1.0, global_token_num=None)
+    output: TensorDict = worker.infer_batch(data)
+    return output
+
+
+def report_of(metrics: dict[str, Any]) -> Any:
+    (report,) = reports_of(metrics)
+    return report
+
+
+def reports_of(metrics: dict[str, Any]) -> list[Any]:
+    from recipe.offpolicy.replay.fsdp_engine import REPORT
+    from recipe.offpolicy.replay.verdict import take_reports
+
+    return take_reports(metrics, REPORT)
+
+
+def equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def close(one: dict[str, Tensor], other: dict[str, Tensor], relative: float = 1e-5) -> bool:
+    scale = max(float(gradient.abs().max()) for gradient in other.values())
+    return all(float((one[name] - other[name]).abs().max()) <= relative * scale for name in other)
+
+
+@pytest.fixture
+def unproved(start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A worker with R3 that takes routes which no router would choose."""
+    from recipe.offpolicy.replay import fsdp_engine
+
+    for name in ("check_row_order", "check_layer_order"):
+        monkeypatch.setattr(fsdp_engine, name, lambda records: None)
+    return start("R3")
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_own_routes_are_the_plain_engine_to_the_bit(
+    start: Callable[..., Any], rows: tw.Rollout, data: TensorDict, layout: dict[str, Any]
+) -> None:
+    verls, own = start(None, **layout), start("R2", **layout)
+    metrics, wanted = gradients(verls, data, micro_batch_size=4)
+    recorded = record(own, rows)
+    assert equal_rows(recorded["log_probs"], record(verls, rows)["log_probs"])
+    assert recorded["routed_experts"].dtype == torch.int16
+    data["routed_experts"] = recorded["routed_experts"]
+    replayed, found = gradients(own, rw.flagged(data), micro_batch_size=4)
+    assert replayed["loss"] == metrics["loss"]
+    assert equal(found, wanted)
+    report = report_of(replayed)
+    assert report.tokens == report.replayed[0] == sum(data["input_ids"].offsets().diff().tolist())
+    assert report.replayed == report.entered == report.equal
+    assert all(value > 0 for value in report.gradients)
+    # The same routes, as if the rollout engine had sent them.
+    theirs = start("R3", **layout)
+    metrics, found = gradients(theirs, rw.flagged(rw.with_routes(data, recorded["routed_experts"].values())))
+    assert close(found, wanted)
+    assert report_of(metrics).first.checksums == len(data)
+
+
+def equal_rows(one: Tensor, other: Tensor) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(one.unbind(), other.unbind(), strict=True))
+
+
+def test_foreign_routes_equal_the_model_with_these_routes(
+    unproved: Any, rows: tw.Rollout, data: TensorDict, foreign: Tensor
+) -> None:
+    """The reference is one Hugging Face model in float64, a row at a time."""
+    from transformers import AutoModelForCausalLM
+
+    from recipe.offpolicy.replay.routed_model import install_replay
+
+    metrics, found = gradients(unproved, rw.flagged(rw.with_routes(data, foreign)))
+    reference = AutoModelForCausalLM.from_pretrained(
+        unproved.model_config.path, dtype=torch.float64, experts_implementation="eager"
+    )
+    routed = install_replay(reference)
+    parts = foreign.split(data["input_ids"].offsets().diff().tolist())
+    tokens, total = sum(int(mask.sum()) for mask in rows.response_mask), torch.zeros((), dtype=torch.float64)
+    for place, routes in enumerate(parts):
+        prompt, response, mask = rows.prompts[place], rows.responses[place], rows.response_mask[place]
+        routed.arm(routes, torch.arange(len(routes)) < len(routes) - 1)
+        logits = reference(torch.cat([prompt, response])[None], use_cache=False).logits[0, len(prompt) - 1 : -1]
+        log_prob = logits.log_softmax(-1).gather(-1, response[:, None])[:, 0]
+        ratio, advantage = (log_prob - rows.old_log_probs[place].double()).exp(), rows.advantages[place].double()
+        objective = torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
+        # verl's dual clip, which routes that are far off reach.
+        objective = torch.where(advantage < 0, torch.maximum(objective, 3.0 * advantage), objective)
+        total = total - (objective * mask).sum() / tokens
+    total.backward()
+    wanted = {name: weight.grad for name, weight in reference.named_parameters() if weight.grad is not None}
+    assert metrics["loss"][0] == pytest.approx(float(total.detach()), rel=1e-5)
+    assert close({name: gradient.double() for name, gradient in found.items()}, wanted)
+    native = gradients(unproved, data)[1]
+    assert not close(native, found, 1e-1)
+
+
+@pytest.mark.parametrize("split", [{"micro_batch_size": 2}, {"micro_batch_size": 4}, {"max_token_len": 24}], ids=str)
+def test_a_split_changes_nothing(unproved: Any, data: TensorDict, foreign: Tensor, split: dict[str, Any]) -> None:
+    sent = rw.with_routes(data, foreign)
+    whole, wanted = gradients(unproved, rw.flagged(sent))
+    parts, found = gradients(unproved, rw.flagged(sent), **split)
+    assert sum(parts["loss"][0:]) == pytest.approx(sum(whole["loss"][0:]), rel=1e-5)
+    assert close(found, wanted)
+    assert report_of(parts).replayed == report_of(whole).replayed
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int32, torch.int64])
+def test_routes_may_come_in_any_integer_dtype(
+    unproved: Any, data: TensorDict, foreign: Tensor, dtype: torch.dtype
+) -> None:
+    wanted = gradients(unproved, rw.flagged(rw.with_routes(data, foreign)))[1]
+    metrics, found = gradients(unproved, rw.flagged(rw.with_routes(data, foreign, dtype=dtype)))
+    assert equal(found, wanted)
+    assert report_of(metrics).size == foreign.numel() * dtype.itemsize
+
+
+def test_the_references_forward_is_native(unproved: Any, plain: Any, data: TensorDict, foreign: Tensor) -> None:
+    """It goes without verl's flag."""
+    metrics, found = gradients(unproved, rw.flagged(rw.with_routes(data, foreign), on=False))
+    assert equal(found, gradients(plain, data)[1])
+    assert "offpolicy_routing" not in metrics
+
+
+def test_rows_that_are_too_old_are_native(
+    start: Callable[..., Any], plain: Any, data: TensorDict, foreign: Tensor
+) -> None:
+    """In step 5 version 2 is two versions old."""
+    worker = start("R3", oldest=1)
+    metrics, found = gradients(worker, rw.flagged(rw.with_routes(data, foreign, version=2)))
+    assert equal(found, gradients(plain, data)[1])
+    report = report_of(metrics)
+    assert (report.replayed, report.withheld) == ((0, 0, 0), len(foreign) - len(data))
+
+
+def test_replay_ends_with_the_call_also_where_it_fails(
+    unproved: Any, plain: Any, data: TensorDict, foreign: Tensor
+) -> None:
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        raise ArithmeticError("of the loss")
+
+    with pytest.raises(ArithmeticError):
+        tw.update(unproved, fail, rw.flagged(rw.with_routes(data, foreign)))
+    unproved.engine.optimizer.zero_grad()
+    assert equal(gradients(unproved, data)[1], gradients(plain, data)[1])
+
+
+def own_routes(start: Callable[..., Any], rows: tw.Rollout) -> Tensor:
+    routes: Tensor = record(start("R2"), rows)["routed_experts"].values().long()
+    return routes
+
+
+MISPLACED = {
+    "a row late": (lambda routes: routes.roll(1, 0), "off by one row"),
+    "a row early": (lambda routes: routes.roll(-1, 0), "off by one row"),
+    "layers in another order": (lambda routes: routes[:, [1, 0, 2]], "layer 0 chooses the experts that were shipped"),
+    "an expert that there is not": (lambda routes: routes.clone().fill_(rw.EXPERTS), "has experts 0 to 7"),
+    "an expert twice": (lambda routes: routes[..., :1].repeat(1, 1, rw.TOP_K), "an expert twice"),
+    "a layer too few": (lambda routes: routes[:, 1:], "has 3 decoder layers"),
+}
+
+
+@pytest.mark.parametrize("name", MISPLACED)
+def test_routes_out_of_place_stop_the_first_update(
+    start: Callable[..., Any], rows: tw.Rollout, data: TensorDict, name: str
+) -> None:
+    misplace, words = MISPLACED[name]
+    sent = rw.with_routes(data, misplace(own_routes(start, rows)))
+    with pytest.raises(ReplayError, match=words):
+        gradients(start("R3"), rw.flagged(sent))
+
+
+def test_routes_that_were_changed_on_the_way_stop_the_first_update(
+    unproved: Any, data: TensorDict, foreign: Tensor
+) -> None:
+    sent = rw.with_routes(data, foreign)
+    routes = list(sent["routed_experts"].unbind())
+    routes[3] = torch.cat([routes[3][:-1].roll(1, 0), routes[3][-1:]])
+    sent["routed_experts"] = torch.nested.as_nested_tensor(routes, layout=torch.jagged)
+    with pytest.raises(ReplayError, match=r"1 of 8 rows came with other routes .* place 3"):
+        gradients(unproved, rw.flagged(sent))
+
+
+def test_sabotage_a_layer_is_left_out(
+    unproved: Any, data: TensorDict, foreign: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arm = RouterSlot.arm
+    monkeypatch.setattr(RouterSlot, "arm", lambda slot, *args: None if slot.layer == 1 else arm(slot, *args))
+    with pytest.raises(ReplayError, match=r"layer\(s\) \[1\] of qwen3_moe have chosen no experts"):
+        gradients(unproved, rw.flagged(rw.with_routes(data, foreign)))
+
+
+def test_sabotage_native_routes_enter_the_experts(
+    unproved: Any, data: TensorDict, foreign: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The record says that the shipped ids were chosen, and the experts are called with others."""
+    choose = RouterSlot.choose
+
+    def pretend(slot: RouterSlot, scores: Tensor, own: Any) -> Any:
+        choose(slot, scores, own)
+        return own
+
+    monkeypatch.setattr(RouterSlot, "choose", pretend)
+    with pytest.raises(ReplayError, match="experts of layer 0 were called with other ids than those shipped"):
+        gradients(unproved, rw.flagged(rw.with_routes(data, foreign)))
+
+
+def test_sabotage_disarmed_before_the_backward(
+    start: Callable[..., Any], data: TensorDict, foreign: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from recipe.offpolicy.replay import fsdp_engine
+
+    for name in ("check_row_order", "check_layer_order"):
+        monkeypatch.setattr(fsdp_engine, name, lambda records: None)
+    worker = start("R3", checkpointing=True)
+    step = worker.engine.forward_step
+
+    def disarm_after(*args: Any, **kwargs: Any) -> Any:
+        result = step(*args, **kwargs)
+        worker.replaying.model.disarm()
+        return result
+
+    worker.engine.forward_step = disarm_after
+    with pytest.raises(ReplayError, match="recomputed for its backward under other routes"):
+        gradients(worker, rw.flagged(rw.with_routes(data, foreign)))
+
+
+def test_the_trainers_routes_make_pi_equal_pi_old(start: Callable[..., Any], rows: tw.Rollout) -> None:
+    """At the first of four mini-batches, to the bit; without replay the last mini-batch routes tokens otherwise."""
+    seen: dict[str, list[Tensor]] = {}
+
+    def watch(name: str) -> Any:
+        base = loss()
+
+        def watched(model_output: Any, data: Any, dp_group: Any = None) -> Any:
+            seen.setdefault(name, []).append(model_output["log_probs"].values().detach().clone())
+            return base(model_output=model_output, data=data, dp_group=dp_group)
+
+        return watched
+
+    worker = start("R2")
+    recorded = record(worker, rows)
+    sent = rows.to_tensordict()
+    sent["routed_experts"] = recorded["routed_experts"]
+    metrics = tw.update(worker, watch("R2"), rw.flagged(sent), mini_batches=2)
+    first = torch.cat(list(recorded["log_probs"].unbind())[:4])
+    assert torch.equal(seen["R2"][0], first)
+    reports = reports_of(metrics)
+    assert reports[0].equal == reports[0].replayed
+    assert sum(reports[1].equal) < sum(reports[1].replayed) == sum(reports[1].entered)

@@ -1,0 +1,86 @@
+"""A real verl TrainingWorker whose engine replays routes: a tiny Qwen3-MoE, and rows with routes and notes of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from tensordict import NonTensorStack, TensorDict
+from torch import Tensor
+
+from tests.support import training_worker as tw
+
+LAYERS, EXPERTS, TOP_K = 3, 8, 2
+STEP = 5
+
+
+def tiny_mixture(folder: Path) -> Path:
+    """A float32 Qwen3-MoE with random weights, saved with the tokenizer of the tiny Qwen2."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    tw.tiny_model(folder)
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(
+        vocab_size=tw.VOCABULARY,
+        hidden_size=64,
+        intermediate_size=64,
+        moe_intermediate_size=32,
+        num_experts=EXPERTS,
+        num_experts_per_tok=TOP_K,
+        norm_topk_prob=True,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,
+        max_position_embeddings=128,
+        initializer_range=0.2,
+        tie_word_embeddings=True,
+    )
+    Qwen3MoeForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def start(model: Path, mode: str | None, *, oldest: int | None = None, **settings: Any) -> Any:
+    """A worker that replays; a plain one of verl's where ``mode`` is None."""
+    from recipe.offpolicy.replay.replay_settings import ReplaySettings
+    from recipe.offpolicy.replay.worker import ReplayingTrainingWorker
+
+    kind = None
+    if mode is not None:
+        replay = ReplaySettings(mode, oldest)  # type: ignore[arg-type]
+        kind = type("Replaying", (ReplayingTrainingWorker,), {"settings": replay})
+    return tw.start_worker(model, layer="Qwen3MoeDecoderLayer", kind=kind, **settings)
+
+
+def draw_routes(tokens: int, seed: int = 3) -> Tensor:
+    """(tokens, LAYERS, TOP_K) of distinct experts at random."""
+    scores = torch.rand(tokens, LAYERS, EXPERTS, generator=torch.Generator().manual_seed(seed))
+    return scores.argsort(-1)[..., :TOP_K]
+
+
+def with_routes(data: TensorDict, routes: Tensor, *, dtype: torch.dtype = torch.int16, version: int = STEP - 1) -> Any:
+    """Add routes (n, ...) of all tokens as a rollout brings them: none of each row's last token, and notes."""
+    from recipe.offpolicy.replay.batch_routes import ROUTES
+    from recipe.offpolicy.replay.route_notes import NOTE, hash_routes
+
+    data = data.clone(recurse=False)
+    rows = list(routes.split(data["input_ids"].offsets().diff().tolist()))
+    fields = []
+    for place, row in enumerate(rows):
+        rows[place] = torch.cat([row[:-1], torch.zeros_like(row[-1:])]).to(dtype)
+        versions = {"min_global_steps": version, "max_global_steps": version}
+        fields.append({NOTE: [len(row) - 1, hash_routes(row[:-1])], **versions})
+    data[ROUTES] = torch.nested.as_nested_tensor(rows, layout=torch.jagged)
+    data["extra_fields"] = NonTensorStack(*fields)
+    return data
+
+
+def flagged(data: TensorDict, on: bool = True) -> TensorDict:
+    """What verl's worker and our trainer tell the engine."""
+    from verl.utils import tensordict_utils as tu
+
+    from recipe.offpolicy.replay.batch_routes import REPLAY_STEP
+
+    tu.assign_non_tensor(data, **{"enable_routing_replay": on, REPLAY_STEP: STEP})
+    return data

@@ -1,0 +1,71 @@
+"""Keys of snapshots: what is refused, with an override that mends it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from omegaconf import DictConfig, OmegaConf
+
+from recipe.offpolicy.monitor.mismatch import snapshot_settings
+from recipe.offpolicy.monitor.mismatch.snapshot_settings import SnapshotSettings, find_problems
+from verl_patches.execution_path import live_path
+
+
+@pytest.fixture(autouse=True)
+def release(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The checks are asked of 0.9.1, whichever is installed."""
+    monkeypatch.setattr(snapshot_settings, "live_path", lambda config: live_path(config, "0.9.1"))
+
+
+def config(*changes: str, **keys: Any) -> DictConfig:
+    made = OmegaConf.create(
+        {
+            "trainer": {"use_v1": True, "v1": {"trainer_mode": "sync"}},
+            "actor_rollout_ref": {"actor": {"strategy": "fsdp2"}, "rollout": {"temperature": 1.0}},
+            "offpolicy": {"late_weights": {"snapshots": 4, "rows": 8} | keys},
+        }
+    )
+    return OmegaConf.merge(made, OmegaConf.from_dotlist(list(changes)))  # type: ignore[return-value]
+
+
+def test_settings_are_none_without_snapshots() -> None:
+    assert SnapshotSettings.from_config(config()) == SnapshotSettings(4, 8)
+    assert SnapshotSettings.from_config(config(snapshots=None)) is None
+    assert SnapshotSettings.from_config(OmegaConf.create({"offpolicy": {}})) is None
+
+
+def test_what_the_trainer_can_do_is_let_through() -> None:
+    assert list(find_problems(config())) == []
+    assert list(find_problems(config("trainer.use_v1=false", snapshots=None))) == []
+    assert list(find_problems(OmegaConf.create({"offpolicy": {"late_weights": None}}))) == []
+
+
+@pytest.mark.parametrize(
+    ("made", "word"),
+    [
+        (config(snapshots=0), "1 or more"),
+        (config(snapshots=True), "1 or more"),
+        (config(rows=None), "number of rows"),
+        (config(snapshot=3), "unknown key"),
+        (config("trainer.use_v1=false"), "V0 trainer"),
+        (config("trainer.v1.trainer_mode=separate_async"), "noted by token"),
+        (config("actor_rollout_ref.actor.fsdp_config.router_replay.mode=R3"), "worker of its own"),
+        (config("actor_rollout_ref.rollout.temperature=0.7"), "temperature=0.7"),
+        (config("actor_rollout_ref.actor.fsdp_config.param_offload=true"), "param_offload"),
+    ],
+)
+def test_each_obstacle_is_named_with_what_mends_it(made: DictConfig, word: str) -> None:
+    (problem,) = find_problems(made)
+    assert word in str(problem)
+    for override in problem.overrides:
+        if override.startswith("~"):
+            del made.offpolicy.late_weights[override.partition("=")[0].rpartition(".")[2]]
+        else:
+            made = OmegaConf.merge(made, OmegaConf.from_dotlist([override.lstrip("+")]))  # type: ignore[assignment]
+    assert list(find_problems(made)) == []
+
+
+def test_a_section_that_is_none_is_named() -> None:
+    (problem,) = find_problems(OmegaConf.create({"offpolicy": {"late_weights": 8}}))
+    assert "not the keys of snapshots" in str(problem)

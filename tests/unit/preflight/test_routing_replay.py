@@ -1,0 +1,79 @@
+"""What routing replay on FSDP goes together with."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from omegaconf import DictConfig, OmegaConf
+
+from recipe.offpolicy.correction import CorrectionSpec
+from recipe.offpolicy.preflight.checks.routing_replay import check_routing_replay
+
+pytestmark = pytest.mark.verl("==0.9.1")
+ACTOR, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.model"
+MODE = f"{ACTOR}.fsdp_config.router_replay.mode"
+
+
+def config(**changes: Any) -> DictConfig:
+    """Two gradient steps on each batch."""
+    made = OmegaConf.create(
+        {
+            "data": {"train_batch_size": 16},
+            "actor_rollout_ref": {
+                "actor": {"strategy": "fsdp2", "ppo_mini_batch_size": 8, "ppo_epochs": 1},
+                "rollout": {"name": "vllm"},
+                "model": {"path": "somewhere"},
+            },
+            "trainer": {"use_v1": True},
+        }
+    )
+    for key, value in {MODE: "R3", **changes}.items():
+        OmegaConf.update(made, key, value, force_add=True)
+    return made
+
+
+def check(made: DictConfig) -> list[tuple[str, Any, str]]:
+    return [(found.key, found.value, found.verdict) for found in check_routing_replay(made, CorrectionSpec())]
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        (f"{MODEL}.use_fused_kernels", True),
+        (f"{MODEL}.mtp.enable", True),
+        (f"{MODEL}.lora_rank", 8),
+        (f"{MODEL}.lora.rank", 8),
+        (f"{MODEL}.lora_adapter_path", "adapter"),
+        (f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size", 2),
+        (f"{ACTOR}.ulysses_sequence_parallel_size", 2),
+        ("actor_rollout_ref.rollout.name", "sglang"),
+    ],
+)
+def test_what_it_does_not_go_with_is_refused_and_mended(key: str, value: Any) -> None:
+    made = config(**{key: value})
+    (found,) = check_routing_replay(made, CorrectionSpec())
+    assert (found.key, found.value, found.verdict) == (key, value, "WRONG")
+    (override,) = found.overrides
+    name, _, mended = override.lstrip("+").partition("=")
+    OmegaConf.update(made, name, OmegaConf.create(f"value: {mended}").value)
+    assert check(made) == []
+    assert check(config(**{key: value, MODE: "disabled"})) == []
+
+
+def test_the_trainers_own_routes_do_not_ask_for_an_engine() -> None:
+    assert check(config(**{MODE: "R2", "actor_rollout_ref.rollout.name": "sglang"})) == []
+
+
+@pytest.mark.parametrize("mode", ["R2", "R3"])
+def test_a_single_gradient_step_has_no_use_for_it(mode: str) -> None:
+    made = config(**{MODE: mode, f"{ACTOR}.ppo_mini_batch_size": 16})
+    assert check(made) == [(MODE, mode, "INERT")]
+
+
+@pytest.mark.parametrize(("values", "refused"), [({"num_experts": 8}, False), ({"hidden_size": 8}, True)], ids=str)
+def test_a_model_without_experts_is_refused(tmp_path: Path, values: dict[str, int], refused: bool) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    assert check(config(**{f"{MODEL}.path": str(tmp_path)})) == [(MODE, "R3", "WRONG")] * refused

@@ -1,0 +1,127 @@
+"""Routes of a micro-batch: three rows of 3, 2 and 4 tokens, packed and padded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tensordict import NonTensorStack, TensorDict
+
+from recipe.offpolicy.replay.batch_routes import ROUTES, TokenLayout, check_checksums, read_counts, read_routes
+from recipe.offpolicy.replay.expert_choice import ReplayError
+from recipe.offpolicy.replay.route_notes import NOTE, hash_routes
+from tests.support.mixtures import LAYERS, TOP_K, draw_routes
+
+LENGTHS = [3, 2, 4]
+STEP = 7
+
+
+def nested(rows: list[torch.Tensor]) -> torch.Tensor:
+    return torch.nested.as_nested_tensor(rows, layout=torch.jagged)
+
+
+def batch(versions: tuple[int, ...] = (6, 6, 6), counts: tuple[int, ...] = (2, 1, 3)) -> TensorDict:
+    """Routes of all tokens but each row's last; the response is the last token of each row."""
+    rows = [draw_routes(tokens=length, seed=length) for length in LENGTHS]
+    for row in rows:
+        row[-1] = 0
+    fields = [
+        {NOTE: [count, hash_routes(row[:count])], "min_global_steps": version}
+        for row, count, version in zip(rows, counts, versions, strict=True)
+    ]
+    columns = {
+        "input_ids": nested([torch.arange(length) for length in LENGTHS]),
+        "response_mask": nested([torch.ones(1, dtype=torch.int64) for _ in LENGTHS]),
+        ROUTES: nested([row.to(torch.int16) for row in rows]),
+        "extra_fields": NonTensorStack(*fields),
+    }
+    return TensorDict(columns, batch_size=3)
+
+
+def layout(data: TensorDict, forwarded: torch.Tensor) -> TokenLayout:
+    return TokenLayout.of(data["input_ids"], forwarded)
+
+
+PACKED = torch.zeros(1, 9)
+FILLED_UP = torch.zeros(1, 12)
+PADDED = torch.zeros(3, 4)
+PLACES = {"packed": list(range(9)), "filled up": list(range(9)), "padded": [0, 1, 2, 4, 5, 8, 9, 10, 11]}
+FORWARDS = {"packed": PACKED, "filled up": FILLED_UP, "padded": PADDED}
+
+
+@pytest.mark.parametrize("name", FORWARDS)
+def test_routes_are_laid_out_as_the_tokens_are(name: str) -> None:
+    data = batch()
+    where = layout(data, FORWARDS[name])
+    found = read_routes(data, where, "R3", STEP, None)
+    assert where.places.tolist() == PLACES[name]
+    assert found.routes.shape == (FORWARDS[name].numel(), LAYERS, TOP_K)
+    assert torch.equal(where.collect(found.routes), data[ROUTES].values())
+    assert where.collect(found.replayed).tolist() == [True, True, False, True, False, True, True, True, False]
+    # What fills the forward up has no routes.
+    assert int(found.replayed.sum()) == 6
+    assert found.size == 9 * LAYERS * TOP_K * 2
+
+
+def test_routes_of_the_trainer_are_of_all_tokens() -> None:
+    data = batch()
+    found = read_routes(data, layout(data, PADDED), "R2", STEP, None)
+    assert int(found.replayed.sum()) == 9
+    assert found.ages is None
+
+
+def test_rows_that_are_too_old_are_withheld() -> None:
+    """In step 7 version 6 is 0 versions old, version 4 two."""
+    data = batch(versions=(6, 4, 5))
+    where = layout(data, PACKED)
+    found = read_routes(data, where, "R3", STEP, 1)
+    assert found.ages is not None
+    assert found.ages.tolist() == [0, 0, 0, 2, 2, 1, 1, 1, 1]
+    assert found.replayed.tolist() == [True, True, False, False, False, True, True, True, False]
+    assert int(found.withheld) == 1
+
+
+def test_rows_without_a_token_in_the_loss_keep_their_own() -> None:
+    """Padding carries the note of the row that it was copied from."""
+    data = batch()
+    data["response_mask"] = nested([torch.tensor([1]), torch.tensor([0]), torch.tensor([1])])
+    assert read_counts(data) == [2, 0, 3]
+
+
+def changed(**columns: Any) -> TensorDict:
+    data = batch()
+    for name, values in columns.items():
+        data[name] = values
+    return data
+
+
+def test_routes_that_do_not_fit_are_refused() -> None:
+    where = layout(batch(), PACKED)
+    with pytest.raises(ReplayError, match="no routed_experts: the rollout engine returned none"):
+        read_routes(batch().exclude(ROUTES), where, "R3", STEP, None)
+    with pytest.raises(ReplayError, match="the forward pass of pi_old recorded none"):
+        read_routes(batch().exclude(ROUTES), where, "R2", STEP, None)
+    fields = NonTensorStack({NOTE: [2, 0]}, {}, {})
+    with pytest.raises(ReplayError, match="2 rows say nothing of the routes"):
+        read_routes(changed(extra_fields=fields), where, "R3", STEP, None)
+    short = nested([draw_routes(tokens=length) for length in (3, 3, 3)])
+    with pytest.raises(ReplayError, match=r"rows of \[3, 3, 3\] tokens, and the rows have \[3, 2, 4\]"):
+        read_routes(changed(**{ROUTES: short}), where, "R3", STEP, None)
+    with pytest.raises(ReplayError, match=r"offpolicy.replay.oldest=1 .* does not say which version"):
+        read_routes(batch(versions=(6, None, 6)), where, "R3", STEP, 1)  # type: ignore[arg-type]
+
+
+def test_checksums_show_routes_of_another_row() -> None:
+    data = batch()
+    where = layout(data, PACKED)
+    assert check_checksums(data, where) == 3
+    rows = list(data[ROUTES].unbind())
+    rows[2] = rows[2].roll(1, 0)
+    with pytest.raises(ReplayError, match=r"1 of 3 rows came with other routes .* place 2"):
+        check_checksums(changed(**{ROUTES: nested(rows)}), where)
+
+
+def test_rows_that_verl_has_cut_are_not_compared() -> None:
+    data = batch(counts=(2, 5, 3))
+    assert check_checksums(data, layout(data, PACKED)) == 2

@@ -1,0 +1,121 @@
+"""The client that notes routes, behind verl's own clients."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from recipe.offpolicy.replay.expert_choice import ReplayError
+from recipe.offpolicy.replay.route_notes import NOTE, hash_routes
+from tests.support.mixtures import draw_routes
+
+pytestmark = pytest.mark.verl("==0.9.1")
+llm_server = pytest.importorskip("verl.workers.rollout.llm_server")
+
+if hasattr(llm_server, "FullyAsyncLLMServerClient"):
+    from verl.workers.rollout.replica import TokenOutput
+
+    from recipe.offpolicy.replay import client as ours
+    from recipe.offpolicy.staleness.client import note_versions
+
+PROMPT = [1, 2]
+Attempt = tuple[list[int], Tensor | None, str]
+"""Sampled tokens, routes and why it ended."""
+
+
+def build(kind: str, full_determinism: bool = False) -> Any:
+    rollout = SimpleNamespace(response_length=100, name="vllm", full_determinism=full_determinism)
+    config = SimpleNamespace(actor_rollout_ref=SimpleNamespace(rollout=rollout))
+    if kind == "versioned":
+        return note_versions(llm_server.FullyAsyncLLMServerClient(config))
+    return getattr(llm_server, kind)(config)
+
+
+def serve(client: Any, monkeypatch: pytest.MonkeyPatch, *attempts: Attempt) -> Any:
+    """The client with routes, on a server that answers by a script."""
+    pause, script = asyncio.sleep, iter(attempts)
+    # verl waits a second before it asks again.
+    monkeypatch.setattr(asyncio, "sleep", lambda seconds: pause(0))
+
+    async def acquire(self: Any, request_id: str, **kwargs: Any) -> Any:
+        async def remote(**kwargs: Any) -> Any:
+            tokens, routes, reason = next(script)
+            routed = None if routes is None else routes.numpy()
+            return TokenOutput(
+                token_ids=tokens,
+                log_probs=[0.0] * len(tokens),
+                routed_experts=routed,
+                stop_reason=reason,
+                extra_fields={"global_steps": 3},
+            )
+
+        return "server", SimpleNamespace(generate=SimpleNamespace(remote=remote))
+
+    routed = ours.note_routes(client)
+    monkeypatch.setattr(type(routed), "_acquire_server", acquire, raising=False)
+    monkeypatch.setattr(type(routed), "_release_server", lambda *args, **kwargs: None, raising=False)
+    return routed
+
+
+def ask(client: Any, request: str = "a", prompt: list[int] = PROMPT) -> Any:
+    return asyncio.run(client.generate(request, prompt_ids=prompt, sampling_params={}))
+
+
+@pytest.mark.parametrize("kind", ["LLMServerClient", "FullyAsyncLLMServerClient", "versioned"])
+def test_each_of_verls_clients_notes_routes(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    routes = draw_routes(tokens=4).to(torch.uint8)
+    client = serve(build(kind), monkeypatch, ([5, 6, 7], routes, "completed"))
+    output = ask(client)
+    assert torch.equal(torch.as_tensor(output.routed_experts), routes)
+    assert output.extra_fields[NOTE] == [4, hash_routes(routes)]
+
+
+def test_a_resumed_request_keeps_the_routes_of_its_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """verl puts the chunks together; the second attempt forwards all tokens again."""
+    first, second = draw_routes(tokens=3, seed=1), draw_routes(tokens=5, seed=2)
+    attempts = (([5, 6], first, "aborted"), ([7, 8], second, "completed"))
+    output = ask(serve(build("versioned"), monkeypatch, *attempts))
+    assert torch.equal(torch.as_tensor(output.routed_experts), torch.cat([first, second[-2:]]))
+    assert output.extra_fields[NOTE][0] == 5
+
+
+def test_turns_keep_the_routes_that_they_were_sampled_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    """verl's tool agent takes the last turn's routes for all tokens, and the first turn's extra fields."""
+    first, second = draw_routes(tokens=3, seed=1), draw_routes(tokens=6, seed=2)
+    turns = (([5, 6], first, "completed"), ([8], second, "completed"))
+    client = serve(build("LLMServerClient"), monkeypatch, *turns)
+    one = ask(client)
+    two = ask(client, prompt=[*PROMPT, 5, 6, 7, 7])
+    routes = torch.as_tensor(two.routed_experts)
+    assert torch.equal(routes, torch.cat([first, second[3:]]))
+    assert one.extra_fields[NOTE] == [6, hash_routes(routes)]
+    assert one.extra_fields[NOTE] is two.extra_fields[NOTE]
+    del one, two
+    gc.collect()
+    assert "a" not in ours._rows
+
+
+def test_rows_that_share_ids_are_noted_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    turns = [([5, 6], draw_routes(tokens=3, seed=seed), "completed") for seed in (1, 2)]
+    client = serve(build("LLMServerClient", full_determinism=True), monkeypatch, *turns)
+    one, two = ask(client), ask(client)
+    assert one.extra_fields[NOTE] == [3, hash_routes(turns[0][1])]
+    assert two.extra_fields[NOTE] == [3, hash_routes(turns[1][1])]
+
+
+def test_a_server_without_routes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    client = serve(build("LLMServerClient"), monkeypatch, ([], None, "aborted"), ([5], None, "completed"))
+    assert NOTE not in ask(client).extra_fields
+    with pytest.raises(ReplayError, match="returned tokens without the routes"):
+        ask(client)
+
+
+def test_another_client_is_refused() -> None:
+    with pytest.raises(ReplayError, match="the client of the rollout servers is SimpleNamespace"):
+        ours.note_routes(SimpleNamespace())

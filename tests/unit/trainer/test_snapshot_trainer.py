@@ -1,0 +1,116 @@
+"""A trainer that keeps weights finds by how many updates the engine is late, and leaves its own as they were."""
+
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+
+pytest.importorskip("verl.trainer.ppo.v1")
+pytestmark = pytest.mark.verl("==0.9.1")
+
+
+class Workers:
+    """A policy of one number, log pi of every token, which training moves by -0.25 a step."""
+
+    def __init__(self) -> None:
+        self.log_pi, self.saved = -1.0, {}
+
+    def save_model_to_cpu(self, name: str) -> None:
+        self.saved[name] = self.log_pi
+
+    def restore_model_from_cpu(self, name: str) -> None:
+        self.log_pi = self.saved[name]
+
+    def clear_cpu_model(self, name: str) -> None:
+        del self.saved[name]
+
+
+class View:
+    """Three rows, the last of which has a tool's token in it, sampled by ``log_mu``."""
+
+    def __init__(self, workers: Workers, log_mu: float) -> None:
+        self.token_ids = [([1], [2, 3]), ([1], [4]), ([1], [5, 6])]
+        self._workers = workers
+        self._mask = torch.tensor([[1, 1], [1, 0], [1, 0]])
+        self._mu = torch.where(self._mask.bool(), log_mu, 0.0)
+
+    def rows(self, *names: str) -> dict[str, torch.Tensor]:
+        return {"response_mask": self._mask, "rollout_log_probs": self._mu}
+
+    def compute_log_probs(self, rows: Any) -> list[list[float]]:
+        return [[self._workers.log_pi] * len(response) for _, response in rows]
+
+
+def trainer(snapshots: int) -> tuple[Any, Workers]:
+    from recipe.offpolicy.trainer.snapshot_trainer import SnapshotTrainer
+
+    class Verls:
+        def _compute_old_log_prob(self, batch: Any, metrics: dict[str, Any]) -> Any:
+            return batch
+
+    made: Any = object.__new__(type("Made", (SnapshotTrainer, Verls), {"_view": lambda self, batch: batch}))
+    made.config = OmegaConf.create({"offpolicy": {"late_weights": {"snapshots": snapshots, "rows": 3}}})
+    made.actor_rollout_wg = workers = Workers()
+    return made, workers
+
+
+def lags(lag: int, snapshots: int, steps: int = 6) -> list[float]:
+    made, workers = trainer(snapshots)
+    found, history = [], []
+    for made.global_steps in range(1, steps + 1):
+        history.append(workers.log_pi)
+        metrics: dict[str, float] = {}
+        made._compute_old_log_prob(View(workers, history[max(len(history) - 1 - lag, 0)]), metrics)
+        assert workers.log_pi == history[-1]
+        found.append(metrics["offpolicy/late_weights/lag"])
+        assert len(workers.saved) == min(made.global_steps, snapshots + 1)
+        workers.log_pi -= 0.25
+    return found
+
+
+def test_the_lag_grows_to_what_it_is_and_is_told_each_time_it_grows(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "verl.offpolicy"):
+        assert lags(3, 8) == [0, 1, 2, 3, 3, 3]
+    assert [record.args[0] for record in caplog.records] == [1, 2, 3]  # type: ignore[index]
+    assert "lag by 3 updates: mu of 3 rows is 0 nats" in caplog.records[-1].message
+
+
+def test_an_engine_in_step_is_said_nothing_of(caplog: pytest.LogCaptureFixture) -> None:
+    assert lags(0, 4) == [0] * 6
+    assert caplog.records == []
+
+
+def test_a_lag_beyond_the_snapshots_is_not_told() -> None:
+    """With two snapshots and a lag of five the nearest is the oldest kept, 0.75 nats off of 1.25."""
+    assert str(lags(5, 2)[-1]) == "nan"
+
+
+def test_the_workers_weights_are_put_back_where_scoring_fails() -> None:
+    made, workers = trainer(4)
+    made.global_steps = 1
+    view = View(workers, -1.0)
+    view.compute_log_probs = lambda rows: 1 / 0  # type: ignore[assignment,return-value]
+    with pytest.raises(ZeroDivisionError):
+        made._compute_old_log_prob(view, {})
+    assert workers.log_pi == -1.0
+
+
+def test_the_actors_worker_is_the_one_that_keeps_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    from verl.experimental.separation.engine_workers import DetachActorWorker
+    from verl.trainer.ppo.utils import Role
+
+    from recipe.offpolicy.trainer import snapshot_trainer
+
+    class Verls:
+        def _init_resource_pool_mgr(self) -> None:
+            self.role_worker_mapping = {Role.ActorRollout: "actor", Role.Critic: "critic"}
+
+    monkeypatch.setattr(snapshot_trainer, "ray", SimpleNamespace(remote=lambda found: found))
+    made: Any = type("Made", (snapshot_trainer.SnapshotTrainer, Verls), {})()
+    made._init_resource_pool_mgr()
+    assert made.role_worker_mapping == {Role.ActorRollout: DetachActorWorker, Role.Critic: "critic"}
