@@ -8,7 +8,15 @@ from collections.abc import Mapping
 from typing import Any
 
 from .correction_parts import Baseline, CorrectionParts, Denominator, Nonfinite
+from .dialects.areal import convert_areal
+from .dialects.nemo_rl import convert_nemo_rl
+from .dialects.open_instruct import convert_open_instruct
+from .dialects.openrlhf import convert_openrlhf
+from .dialects.outward import build_skyrl, build_trl, build_verl
+from .dialects.prime_rl import convert_prime_rl
+from .dialects.roll import convert_roll
 from .dialects.skyrl import convert_skyrl
+from .dialects.slime import convert_slime
 from .dialects.trl import convert_trl
 from .dialects.verl import convert_verl
 from .kl_weight import KlWeightSpec
@@ -96,6 +104,58 @@ class CorrectionSpec(CorrectionParts):
     def from_verl(cls, mapping: Any) -> CorrectionSpec:
         """Build from verl's ``algorithm.rollout_correction``; keys left out have the defaults of verl's YAML."""
         return cls.from_mapping(convert_verl(mapping))
+
+    @classmethod
+    def from_areal(cls, actor: Any) -> CorrectionSpec:
+        """Build from AReaL's ``actor`` section; keys left out have AReaL's defaults."""
+        return cls.from_mapping(convert_areal(actor))
+
+    @classmethod
+    def from_nemo_rl(cls, loss_fn: Any, seq_logprob_error_threshold: float | None = None) -> CorrectionSpec:
+        """Build from NeMo-RL's ``loss_fn`` section, and the threshold of its ``grpo`` section."""
+        return cls.from_mapping(convert_nemo_rl(loss_fn, seq_logprob_error_threshold))
+
+    @classmethod
+    def from_roll(cls, config: Any) -> CorrectionSpec:
+        """Build from ROLL's configuration, of which ``train_infer_correction`` is read."""
+        return cls.from_mapping(convert_roll(config))
+
+    @classmethod
+    def from_slime(cls, arguments: Any) -> CorrectionSpec:
+        """Build from slime's arguments, with those of ``mis.yaml`` where its function is chosen."""
+        return cls.from_mapping(convert_slime(arguments))
+
+    @classmethod
+    def from_miles(cls, arguments: Any) -> CorrectionSpec:
+        """Build from miles' arguments, which are slime's."""
+        return cls.from_slime(arguments)
+
+    @classmethod
+    def from_openrlhf(cls, advantage: Any, policy_loss_type: str = "ppo") -> CorrectionSpec:
+        """Build from OpenRLHF's ``algo.advantage`` arguments."""
+        return cls.from_mapping(convert_openrlhf(advantage, policy_loss_type))
+
+    @classmethod
+    def from_open_instruct(cls, config: Any) -> CorrectionSpec:
+        """Build from open-instruct's ``GRPOExperimentConfig`` fields."""
+        return cls.from_mapping(convert_open_instruct(config))
+
+    @classmethod
+    def from_prime_rl(cls, loss: Any) -> CorrectionSpec:
+        """Build from prime-rl's ``trainer.loss`` section."""
+        return cls.from_mapping(convert_prime_rl(loss))
+
+    def to_skyrl(self) -> dict[str, Any]:
+        """Return SkyRL's ``off_policy_correction`` that says the same; SpecError where there is none."""
+        return build_skyrl(self)
+
+    def to_trl(self) -> dict[str, Any]:
+        """Return the fields of TRL's ``GRPOConfig`` that say the same; SpecError where there are none."""
+        return build_trl(self)
+
+    def to_verl(self) -> dict[str, Any]:
+        """Return verl's ``algorithm.rollout_correction`` that says the same; SpecError where there is none."""
+        return build_verl(self)
 
     def fingerprint(self) -> int:
         """Return an integer in [0, 2^31), equal for equal specs, in every process and release."""
