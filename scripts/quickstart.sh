@@ -7,6 +7,7 @@
 #   bash scripts/quickstart.sh --release 0.7.1 trainer.use_legacy_worker_impl=disable
 #
 #   --release R, RELEASE=R   release of verl, one of requirements/verl-R.txt; by default the newest
+#   TASK=free_length   answers may be of any length, and length_penalty says what they cost (none: they are measured)
 #   model=moe    train the quickstart's mixture of experts, docs/routing.md
 #   MODEL=path   train this Hugging Face model instead of the quickstart's own (scores are shown, not judged)
 #   VENV=path    use this environment and install nothing; with a GPU in reach it trains on the GPU

@@ -70,8 +70,11 @@ def _loggers_of_verl() -> Iterator[None]:
         if speaker.level != logging.NOTSET:  # to set a level empties the caches of all loggers
             speaker.setLevel(logging.NOTSET)
         speaker.propagate = True
-    if (root := logging.getLogger()).level > logging.WARNING:  # as a package that was imported for a program may set it
-        root.setLevel(logging.WARNING)
+    # A package that a program needs may have raised them, pytest's own handlers included, when it was imported.
+    root = logging.getLogger()
+    for raised in (root, *root.handlers):
+        if raised.level > logging.WARNING:
+            raised.setLevel(logging.WARNING)
     yield
     for speaker, (propagate, handlers) in zip(speakers, found, strict=True):
         speaker.propagate = propagate

@@ -89,7 +89,7 @@ SEAMS = (
     ),
     seam("_get_dp_size", f"{_TRAINER}:RayPPOTrainer._get_dp_size", "(self, worker_group, role)"),
     seam("_save_checkpoint", f"{_TRAINER}:RayPPOTrainer._save_checkpoint", "(self)"),
-    seam("_load_checkpoint", f"{_TRAINER}:RayPPOTrainer._load_checkpoint", "(self)"),
+    seam("_load_checkpoint", f"{_TRAINER}:RayPPOTrainer._load_checkpoint", "(self)", names=("train_dataloader",)),
     _ADVANTAGE,
 )
 

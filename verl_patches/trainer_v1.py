@@ -67,7 +67,7 @@ SEAMS = (
         "(self, data_sources, sample_uids, reward_extra_infos_dict, sample_turns, expected_acc_counts=None)",
     ),
     _seam("_save_checkpoint", f"{_TRAINER}:PPOTrainer._save_checkpoint", "(self)"),
-    _seam("_load_checkpoint", f"{_TRAINER}:PPOTrainer._load_checkpoint", "(self)"),
+    _seam("_load_checkpoint", f"{_TRAINER}:PPOTrainer._load_checkpoint", "(self)", names=("train_dataloader",)),
     _seam("get_trainer_cls", f"{_TRAINER}:get_trainer_cls", "(name)"),
     _seam("TRAINER_REGISTRY", f"{_TRAINER}:TRAINER_REGISTRY", None),
     # Ray adds a parameter of its own to an actor's methods, so that the signature depends on Ray's release.

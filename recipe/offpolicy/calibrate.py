@@ -48,7 +48,7 @@ def _build_spec(recording: Recording, spec: Sequence[str]) -> tuple[CorrectionSp
     else:
         values, unset = dict(recording.parts(recording.steps[-1])[-1].spec), frozenset()
     correction = CorrectionSpec.from_mapping(values)
-    if not spec and correction.weight is None and not correction.masks:
+    if not spec and not correction.all_weights and not correction.masks:
         raise SpecError(
             "recorded without a weight or mask, so that there is no bound to set. Name a correction: "
             "--spec 'correction=[tis_token,gsm]'."

@@ -101,7 +101,7 @@ def judge(history: History, *, corrected: bool, judged: bool, scored: bool = Tru
 
     Args:
         corrected: a correction is configured, so its proof of life must be there.
-        judged: the score must have risen by REQUIRED_RISE; False for fewer steps or another model than ours.
+        judged: the score must have risen by REQUIRED_RISE; False for fewer steps, or another model or task than ours.
         scored: the held-out score was asked for, before training and after it.
     """
     if not history.steps:
@@ -115,7 +115,7 @@ def judge(history: History, *, corrected: bool, judged: bool, scored: bool = Tru
     before, after = history.heldout[0][1], history.heldout[-1][1]
     change = f"the held-out score went from {before:.3f} to {after:.3f}"
     if not judged:
-        return OK, f"{change} (not judged: fewer steps than the default, or another model)"
+        return OK, f"{change} (not judged: fewer steps than the default, or another model or task)"
     if after - before < REQUIRED_RISE:
         return NOT_RISEN, f"{change}, less than the rise of {REQUIRED_RISE} that is asked for"
     return OK, change

@@ -12,8 +12,11 @@ from verl_patches.groups import EXTERNAL_MODULES
 from verl_patches.releases import attributes_of
 from verl_patches.runtime_env import PYTHONPATH, joined
 
+from .free_length import ANCHOR, COEFFICIENTS, MOST_TOKENS
+
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 PLATFORMS = ("cpu", "cpu_megatron", "cuda")
+TASKS = ("spelling", "free_length")
 
 COMMON_ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
@@ -59,6 +62,13 @@ SUMS_OVERRIDES = (
     "offpolicy.record.every=1000000",
 )
 """Settings with process rewards, whose task is that of sums.py."""
+FREE_LENGTH_OVERRIDES = (
+    f"data.max_response_length={MOST_TOKENS}",
+    # The likeliest answer has one length.
+    "actor_rollout_ref.rollout.val_kwargs.do_sample=true",
+    "actor_rollout_ref.rollout.val_kwargs.temperature=1.0",
+)
+"""Settings of the task free_length, beside those of its length penalty."""
 
 
 @dataclass(frozen=True)
@@ -68,16 +78,18 @@ class Options:
     Attributes:
         model: folder of a Hugging Face model to train; None for the quickstart's own.
         platform: one of PLATFORMS.
+        task: one of TASKS.
         mixture: train the quickstart's mixture of experts.
     """
 
     model: Path | None
     platform: str
+    task: str = TASKS[0]
     mixture: bool = False
 
     @classmethod
     def read(cls, env: Mapping[str, str], overrides: Sequence[str]) -> Options:
-        """Read MODEL and the overrides `platform=` and `model=`.
+        """Read MODEL, TASK and the overrides `platform=` and `model=`.
 
         Raises:
             ValueError: names the variable, its value and the fix.
@@ -88,18 +100,24 @@ class Options:
         platform = next((o.removeprefix("platform=") for o in reversed(overrides) if o.startswith("platform=")), "cpu")
         if platform not in PLATFORMS:
             raise ValueError(f"platform={platform}: choose one of {', '.join(PLATFORMS)}")
+        task = env.get("TASK") or TASKS[0]
+        if task not in TASKS:
+            raise ValueError(f"TASK={task}: choose one of {', '.join(TASKS)}")
+        own = "process_reward" if is_rewarded_by_process(overrides) else "opd" if is_taught(overrides) else None
+        if task != TASKS[0] and own is not None:
+            raise ValueError(f"TASK={task}: {own} brings a task of its own; leave one of them out")
         name = find_last("model", overrides)
         if name not in (None, "moe"):
             raise ValueError(f"model={name}: the quickstart's own are moe, and a dense one without this override")
-        if name and (model or is_rewarded_by_process(overrides)):
+        if name and (model or task != TASKS[0] or is_rewarded_by_process(overrides)):
             raise ValueError(
-                "model=moe: it is a model of its own, with a task of its own. Leave MODEL and process_reward out"
+                "model=moe: it is a model of its own, with a task of its own. Leave MODEL, TASK and process_reward out"
             )
-        return cls(model, platform, mixture=name == "moe")
+        return cls(model, platform, task, mixture=name == "moe")
 
     @property
     def part(self) -> str:
-        """The part of the cache that holds the quickstart's own model."""
+        """The part of the cache that holds the quickstart's own model of its first task."""
         return "mixture" if self.mixture else "model"
 
 
@@ -167,6 +185,17 @@ def needs_teacher(overrides: Sequence[str]) -> bool:
 def is_rewarded_by_process(overrides: Sequence[str]) -> bool:
     """Return True if process rewards are on."""
     return find_last("process_reward", overrides) not in (None, "null")
+
+
+def build_length_overrides(overrides: Sequence[str]) -> list[str]:
+    """Build the overrides of the task free_length: lengths are measured unless the user's say otherwise."""
+    kind = find_last("length_penalty", overrides)
+    found = [*FREE_LENGTH_OVERRIDES, *(["length_penalty=none"] if kind is None else [])]
+    if kind in COEFFICIENTS:
+        found.append(f"length_penalty.coefficient={COEFFICIENTS[kind]:g}")
+    if kind == "anchor":
+        found += [f"length_penalty.anchor.{name}={value}" for name, value in ANCHOR.items()]
+    return found
 
 
 def quote(key: str, path: str | Path) -> str:

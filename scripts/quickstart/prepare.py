@@ -2,6 +2,7 @@
 
 python -m scripts.quickstart.prepare --cache DIR data [model] [mixture] [teacher]
 python -m scripts.quickstart.prepare --cache DIR sums sums_model
+python -m scripts.quickstart.prepare --cache DIR data free_length_model
 """
 
 from __future__ import annotations
@@ -27,6 +28,10 @@ INGREDIENTS = {
     "model": _OF_A_MODEL,
     "mixture": _OF_A_MODEL,
     "teacher": _OF_A_MODEL,
+    "free_length_model": (
+        ["free_length.py", "free_length_reward.py", "free_length_warm_start.py", *_OF_A_MODEL[0]],
+        ["torch", "transformers", "reasoning-gym"],
+    ),
     "sums": (_OF_SUMS, []),
     "sums_model": ([*_OF_SUMS, "sums_warm_start.py", "model.py", "warm_start.py"], ["torch", "transformers"]),
 }
@@ -122,6 +127,40 @@ def prepare_model(path: Path, task: TaskSettings, part: str = "model") -> None:
         say(f"skipped, the model is cached in {path}")
 
 
+def prepare_free_length_model(path: Path, task: TaskSettings) -> None:
+    """Make the folder with the model that is warm-started on answers of free length, and its tokenizer."""
+    import torch
+    import transformers
+
+    from .free_length_warm_start import LengthWarmStart, warm_start_at_length
+    from .model import build_model, build_tokenizer
+
+    torch.set_num_threads(1)
+    transformers.utils.logging.disable_progress_bar()
+    start = time.monotonic()
+
+    def say(text: str) -> None:
+        print(f"warm start at free length: {text}", flush=True)
+
+    settings = LengthWarmStart()
+
+    def report(step: int, loss: float, share: float) -> None:
+        say(f"step {step}, loss {loss:.2f}, {share:.0%} right, {time.monotonic() - start:.0f} s")
+
+    def build(draft: Path) -> None:
+        entries = splits(task)["warm_start"]
+        tokenizer = build_tokenizer(get_instruction(entries))
+        model = build_model(tokenizer)
+        share = warm_start_at_length(model, tokenizer, entries, report, settings)
+        if share < settings.target:
+            say(f"stopped at {share:.0%} right, below its aim of {settings.target:.0%}")
+        model.save_pretrained(draft)
+        tokenizer.save_pretrained(draft)
+
+    if make_once(path, build):
+        say(f"skipped, the model is cached in {path}")
+
+
 def prepare_sums(path: Path, settings: SumsSettings) -> None:
     """Make the folder with train.parquet and heldout.parquet of the task of process rewards."""
 
@@ -174,6 +213,8 @@ def main() -> None:
         path = folder(arguments.cache, part)
         if part == "data":
             prepare_data(path, TaskSettings())
+        elif part == "free_length_model":
+            prepare_free_length_model(path, TaskSettings())
         elif part == "sums":
             prepare_sums(path, SumsSettings())
         elif part == "sums_model":

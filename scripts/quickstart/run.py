@@ -32,6 +32,7 @@ from .options import (
     TAUGHT_OVERRIDES,
     Options,
     build_child_environment,
+    build_length_overrides,
     build_release_overrides,
     build_replay_overrides,
     is_rewarded_by_process,
@@ -126,9 +127,19 @@ class Quickstart:
 
     @property
     def _parts(self) -> list[str]:
+        data, model = self._parts_trained
+        return [data, *([] if self.options.model else [model]), *(["teacher"] if self._taught else [])]
+
+    @property
+    def _parts_trained(self) -> tuple[str, str]:
+        """Parts of the cache that hold the questions and the model."""
         if self._by_process:
-            return ["sums", *([] if self.options.model else ["sums_model"])]
-        return ["data", *([] if self.options.model else [self.options.part]), *(["teacher"] if self._taught else [])]
+            return "sums", "sums_model"
+        return "data", "free_length_model" if self._free_length else self.options.part
+
+    @property
+    def _free_length(self) -> bool:
+        return self.options.task == "free_length"
 
     @property
     def _by_process(self) -> bool:
@@ -168,9 +179,8 @@ class Quickstart:
         trainer = yaml.safe_load((self._folder / "hydra" / ".hydra" / "config.yaml").read_text())["trainer"]
         steps = int(trainer["total_training_steps"] or 0)
         scored = trainer["val_before_train"] and trainer["test_freq"] > 0
-        judged = (
-            not self.options.model and steps >= yaml.safe_load(CONFIG.read_text())["trainer"]["total_training_steps"]
-        )
+        enough = yaml.safe_load(CONFIG.read_text())["trainer"]["total_training_steps"]
+        judged = not self.options.model and not self._free_length and steps >= enough
         parts = ("weight", "masks", "proximal", "kl_clip")
         corrected = [correction[part] for part in parts] != [None, {}, "recompute", None]
         view = TrainingView(self.progress, self.history, steps, corrected, scored)
@@ -197,6 +207,9 @@ class Quickstart:
         own = "a mixture of 1.2 M parameters" if self.options.mixture else "a Qwen2 of 0.4 M parameters"
         model = self.options.model.name if self.options.model else own
         task = "sums modulo 5, with process rewards" if self._by_process else "reasoning-gym's spell_backward"
+        if self._free_length:
+            task += ", at free length"
+            self._report_lengths()
         draw(self.history, picture, f"GRPO of {model} on {task}, {describe(correction)}")
         self.progress.line(f"picture: {os.path.relpath(picture)}")
 
@@ -209,25 +222,43 @@ class Quickstart:
         first = self.history.series(FIRST_VALUE)[0]
         self.progress.line(f"values of the first step: {describe_utilities(judge_utilities(rows), first)}")
 
+    def _report_lengths(self) -> None:
+        """Say how long answers were at first and at last, and draw length by correctness."""
+        from recipe.offpolicy.analysis.lengths.curves import draw_curves, read_curves
+        from recipe.offpolicy.analysis.pages.plotting import save
+
+        steps = read_curves(self._folder / "metrics.jsonl", correct_at_least=1.0)
+        first, last = (each.lengths["all"] for each in (steps[0], steps[-1]))
+        picture = self._folder / "lengths.png"
+        save(draw_curves({"length of answers": steps}), picture)
+        self.progress.line(f"length of answers: {first:.1f} tokens at first, {last:.1f} at last")
+        self.progress.line(f"picture: {os.path.relpath(picture)}")
+
     def _trainer(self, release: str) -> list[str]:
         """Build the training command, without data, model and the user's overrides."""
         return [
             *(sys.executable, "-m", "recipe.offpolicy.main_offpolicy", "--config-name", CONFIG.stem),
             quote("hydra.run.dir", self._folder / "hydra"),
-            quote("reward.custom_reward_function.path", HERE / ("sums_reward.py" if self._by_process else "reward.py")),
+            quote("reward.custom_reward_function.path", HERE / self._reward),
             *build_release_overrides(self.options.platform, release, self.overrides),
             *build_replay_overrides(self.overrides),
             *(ANY_MODEL_OVERRIDES if self.options.model else ()),
             *(TAUGHT_OVERRIDES if is_taught(self.overrides) else ()),
             *((*SUMS_OVERRIDES, self._recorded) if self._by_process else ()),
+            *(build_length_overrides(self.overrides) if self._free_length else ()),
         ]
+
+    @property
+    def _reward(self) -> str:
+        """File of the reward function."""
+        return "sums_reward.py" if self._by_process else "free_length_reward.py" if self._free_length else "reward.py"
 
     @property
     def _recorded(self) -> str:
         return quote("offpolicy.record.dir", self._folder / "recorded")
 
     def _data(self, folders: Mapping[str, Path]) -> list[str]:
-        data, model = ("sums", "sums_model") if self._by_process else ("data", self.options.part)
+        data, model = self._parts_trained
         return [
             quote("data.train_files", folders[data] / "train.parquet"),
             quote("data.val_files", folders[data] / "heldout.parquet"),

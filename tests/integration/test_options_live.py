@@ -31,17 +31,19 @@ def options() -> dict[str, dict[str, Any]]:
 
 
 OPTIONS = options()
-NEEDS_GPG = [name for name, values in OPTIONS.items() if (values.get("weight") or {}).get("ratio") == "full"]
+BY_AGE = "loglinear_by_age"
+KL_OPTIONS = ("kl_clip", "kl_unbiased")
+NEEDS_GPG = [name for name, values in OPTIONS.items() if CorrectionSpec.from_mapping(values).weighs_full_ratio]
 
 
 def changes(name: str) -> dict[str, Any]:
     from verl.workers.config import PolicyLossConfig
 
-    if name == "kl_clip":
+    if name in KL_OPTIONS:
         return dict(
             use_kl_loss=True,
             kl_loss_coef=0.5,
-            kl_loss_type="k3+",
+            kl_loss_type="k3+" if name == "kl_clip" else "low_var_kl",
             tamper=lambda rows: setattr(rows, "ref_log_probs", [old + 0.3 for old in rows.old_log_probs]),
         )
     return dict(policy_loss=PolicyLossConfig(loss_mode="gpg")) if name in NEEDS_GPG else {}
@@ -49,12 +51,19 @@ def changes(name: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", OPTIONS)
 def test_each_option_is_proved_live(engine: Any, name: str) -> None:
-    live = first_update(engine, OPTIONS[name], rollout=tw.make_rollout(), **changes(name))
+    rollout = tw.make_rollout()
+    if name == BY_AGE:
+        rollout.versions = [0] * len(rollout.prompts)
+    live = first_update(engine, OPTIONS[name], rollout=rollout, **changes(name))
     assert live["proved"] == 1.0
     assert live["shift_error"] < 1e-4
 
 
-BLOCKS = [name for name in OPTIONS if name not in NEEDS_GPG and name != "kl_clip" and "verl" not in name]
+BLOCKS = [
+    name
+    for name in OPTIONS
+    if name not in (*NEEDS_GPG, *KL_OPTIONS, "log_ratio_penalty", BY_AGE) and "verl" not in name
+]
 # GSPO's own clip, of a mean over the row, removes what these look for: drift against a negative advantage.
 INERT_UNDER_GSPO = ("opsm_factored", "opsm_slime")
 
@@ -88,7 +97,7 @@ def under(engine: Any, name: str, loss_mode: str, **clip: float) -> dict[str, fl
     [((8192, 700, 33, 1), torch.float32), ((2048, 33), torch.bfloat16)],
     ids=["float32", "bfloat16"],
 )
-@pytest.mark.parametrize("name", [name for name in OPTIONS if name != "kl_clip"])
+@pytest.mark.parametrize("name", [name for name in OPTIONS if name not in (*KL_OPTIONS, BY_AGE)])
 def test_long_rows_and_short_ones_are_proved_alike(name: str, lengths: tuple[int, ...], dtype: torch.dtype) -> None:
     """Rounding of thousands of tokens must neither look like a dead correction nor hide one."""
     from recipe.offpolicy.worker.loss import OffPolicyLoss

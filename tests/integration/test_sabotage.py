@@ -273,6 +273,54 @@ def test_the_stages_decide_something_else(engine: Any, monkeypatch: pytest.Monke
     stops("does not act|cannot be seen", engine)
 
 
+PENALTY: dict[str, Any] = {"masks": {"gsm": GSM}, "penalty": {"ratio": "full", "coefficient": 0.01}}
+WEIGHTS: dict[str, Any] = {
+    "weights": {"a": TIS_TOKEN | {"when": "negative"}, "b": TIS_TOKEN | {"when": "positive", "upper": 1.1}}
+}
+
+
+@pytest.mark.parametrize(
+    "tamper",
+    [
+        pytest.param(lambda squares, batch: 0.0 * squares, id="none"),
+        pytest.param(lambda squares, batch: squares.detach(), id="without a gradient"),
+        pytest.param(lambda squares, batch: 0.5 * squares, id="half of it"),
+        pytest.param(lambda squares, batch: squares * (batch.advantages > 0), id="masked"),
+    ],
+)
+def test_a_penalty_that_is_another(engine: Any, monkeypatch: pytest.MonkeyPatch, tamper: Any) -> None:
+    from recipe.offpolicy.batch import micro_batch
+
+    true = micro_batch.compute_penalty
+    assert first_update(engine, mapping=PENALTY)["proved"] == 1.0
+    monkeypatch.setattr(
+        micro_batch, "compute_penalty", lambda spec, batch, whole: tamper(true(spec, batch, whole), batch)
+    )
+    stops("penalty does not act|gradient", engine, mapping=PENALTY)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        pytest.param(lambda spec: replace(spec, weights=()), id="no weights"),
+        pytest.param(
+            lambda spec: replace(spec, weights=tuple((n, replace(w, when="any")) for n, w in spec.weights[:1])),
+            id="whatever the advantage",
+        ),
+        pytest.param(
+            lambda spec: replace(spec, weights=tuple((n, replace(w, sign="token")) for n, w in spec.weights)),
+            id="by the sign of each token",
+        ),
+    ],
+)
+def test_weights_of_other_advantages(engine: Any, monkeypatch: pytest.MonkeyPatch, change: Any) -> None:
+    from recipe.offpolicy.batch import micro_batch
+
+    assert first_update(engine, mapping=WEIGHTS)["proved"] == 1.0
+    monkeypatch.setattr(micro_batch, "decide", wrong_decision(change))
+    stops("does not act|cannot be seen", engine, mapping=WEIGHTS)
+
+
 def corrupted_installation(kind: str) -> Any:
     """The loss with its entry changed: what the engine calls is no longer what was handed over."""
     from recipe.offpolicy.worker.loss import OffPolicyLoss

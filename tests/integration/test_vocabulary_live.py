@@ -25,6 +25,10 @@ BOUNDS: dict[str, tuple[float | None, float | None]] = {
     **{f"k1_{how}": (-0.1, 0.1) for how in ("sum", "mean", "max")},
     **{f"{k}_{how}": (None, 0.05) for k in ("k2", "k3", "tv") for how in ("sum", "mean", "max")},
     "binary_tv": (-0.1, 0.1),
+    "binary_tv_mean": (-0.1, 0.1),
+    "binary_tv_sum": (-0.1, 0.1),
+    "binary_kl": (None, 0.1),
+    "exp_abs_mean": (None, 1.1),
 }
 
 
@@ -59,6 +63,23 @@ def test_masks_by_advantage(engine: Any, ratio: str, level: str, when: str, sign
     side = {"lower": None, "upper": 1.1} if when == "negative" else {"lower": 0.9, "upper": None}
     mask = {"ratio": ratio, "level": level, "aggregate": "geometric", **side, "when": when, "sign": sign}
     live(engine, {"masks": {"mask": mask}})
+
+
+@pytest.mark.parametrize("sign", ["row", "token"])
+@pytest.mark.parametrize("aggregate", ["tv_mean", "product", "binary_kl"])
+def test_masks_on_what_leads_away(engine: Any, aggregate: str, sign: str) -> None:
+    lower, upper = BOUNDS[aggregate]
+    mask = {"ratio": "rollout", "level": "sequence", "aggregate": aggregate, "lower": lower, "upper": upper}
+    live(engine, {"masks": {"mask": mask | {"when": "outward", "sign": sign}}})
+
+
+@pytest.mark.parametrize("sign", ["row", "token"])
+def test_weights_by_advantage(engine: Any, sign: str) -> None:
+    weights = {
+        "down": {"level": "sequence", "kind": "truncate", "lower": None, "upper": 1.0, "when": "negative"},
+        "up": {"level": "token", "kind": "reject", "lower": 0.5, "upper": 2.0, "when": "positive"},
+    }
+    live(engine, {"weights": {name: weight | {"sign": sign} for name, weight in weights.items()}})
 
 
 @pytest.mark.parametrize(
@@ -103,7 +124,13 @@ def test_bounds_by_age(engine: Any, level: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "mapping", [{"proximal": "bypass"}, {"proximal": "reuse"}, {"proximal": "loglinear", "alpha": 0.3}]
+    "mapping",
+    [
+        {"proximal": "bypass"},
+        {"proximal": "reuse"},
+        {"proximal": "loglinear", "alpha": 0.3},
+        {"proximal": "loglinear", "alpha": "by_age"},
+    ],
 )
 @pytest.mark.parametrize("beside", [{}, {"masks": {"opsm": OPSM}}], ids=["alone", "opsm"])
 def test_proximal_policies(engine: Any, mapping: dict[str, Any], beside: dict[str, Any]) -> None:

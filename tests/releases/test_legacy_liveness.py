@@ -12,6 +12,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
+from recipe.offpolicy.correction import CorrectionSpec
 from tests.support import legacy_actor as la
 from tests.support.legacy_updates import (
     GSM,
@@ -40,7 +41,8 @@ def options() -> dict[str, Settings]:
         values: Any = OmegaConf.to_container(OmegaConf.load(path))
         for mask in (values.get("masks") or {}).values():
             mask.update({"delta": 0.1} if mask.get("delta") == "???" else {})
-        if any(values.values()):
+        # verl 0.7.1 notes no versions of the weights, and no age is known.
+        if any(values.values()) and values.get("alpha") != "by_age":
             found[path.stem] = values
     return found
 
@@ -50,8 +52,10 @@ def test_each_option_is_proved_live(name: str) -> None:
     from verl.workers.config import PolicyLossConfig
 
     mapping = options()[name]
-    config: Settings = dict(KL) if name == "kl_clip" else {}
-    if (mapping.get("weight") or {}).get("ratio") == "full":
+    config: Settings = dict(KL) if name in ("kl_clip", "kl_unbiased") else {}
+    if name == "kl_unbiased":
+        config |= dict(kl_loss_type="low_var_kl")
+    if CorrectionSpec.from_mapping(mapping).weighs_full_ratio:
         config = dict(policy_loss=PolicyLossConfig(loss_mode="gpg"))
     live = verdict(mapping, **config)
     assert live["proved"] == 1.0

@@ -114,14 +114,24 @@ def batches(draw_one: Any, min_rows: int = 0) -> Rows:
     )
 
 
+Bounds = tuple[float | None, ...]
 LEVELS = ("token", "sequence", "turn", "version")
 RATIOS = ("rollout", "full", "ppo")
 ON_RATIO = ("product", "geometric", "any")
 DIVERGENCES = tuple(f"{kind}_{how}" for kind in ("k1", "k2", "k3", "tv") for how in ("sum", "mean", "max"))
-AGGREGATES = (*ON_RATIO, *DIVERGENCES, "binary_tv")
+PROBABILITIES = ("binary_tv", "binary_tv_mean", "binary_tv_sum", "binary_kl")
+AGGREGATES = (*ON_RATIO, *DIVERGENCES, *PROBABILITIES, "exp_abs_mean")
+
+
+def bounds_of(aggregate: str, band: Bounds = (0.93, 1.21), upper: float = 0.37) -> dict[str, float | None]:
+    """Bounds that the aggregate can have: ``band`` for ratios, else ``upper`` alone."""
+    if aggregate == "exp_abs_mean":
+        return {"lower": None, "upper": band[1]}
+    low, high = band if aggregate in ON_RATIO else (None, upper)
+    return {"lower": low, "upper": high}
+
 
 # Bands that hold the value of equal policies, so that agreement is a no-op: 1 for ratios, 0 for differences.
-Bounds = tuple[float | None, ...]
 LOWER: Bounds = (None, 0.5, 0.9, 0.99, 1.0)
 UPPER: Bounds = (None, 1.0, 1.01, 1.1, 2.0)
 BELOW: Bounds = (None, -0.5, -0.05, -0.003, 0.0)
@@ -161,7 +171,9 @@ def masks(
     if aggregate == "second_moment":
         budget = draw_one(draw.sampled_from([0.0001, 0.01, 0.2]))
         return dict(ratio="rollout", level="token", aggregate=aggregate, budget=budget, when="any")
-    when = draw_one(draw.sampled_from(["any", "negative", "positive"]))
+    when = draw_one(
+        draw.sampled_from(["any", "negative", "positive", *(["outward"] if aggregate != "staleness" else [])])
+    )
     mapping = dict(
         ratio=draw_one(draw.sampled_from(RATIOS)),
         level=draw_one(draw.sampled_from(LEVELS)),
@@ -172,13 +184,15 @@ def masks(
     if aggregate == "staleness":
         del mapping["ratio"]
         return mapping | {"upper": draw_one(draw.integers(0, 3))}
-    if aggregate in ON_RATIO:
+    if aggregate in (*ON_RATIO, "exp_abs_mean"):
         mapping["by_staleness"] = draw_one(draw.sampled_from(factors))
     if aggregate in ("product", "geometric") and draw_one(draw.booleans()):
         return mapping | {"delta": draw_one(draw.sampled_from([0.0, 1 / 64, 0.125, 0.5]))}
     lowers, uppers = (LOWER, UPPER) if aggregate in ON_RATIO else (BELOW, ABOVE)
-    if aggregate.startswith(("k2", "k3", "tv")):
+    if aggregate.startswith(("k2", "k3", "tv", "binary_kl")):
         lowers, uppers = (None, 0.0), uppers[1:]
+    if aggregate == "exp_abs_mean":
+        lowers, uppers = (None, 1.0), UPPER[2:]
     lower, upper = draw_one(draw.sampled_from(lowers)), draw_one(draw.sampled_from(uppers))
     assume(lower is not None or upper is not None)
     if mapping["level"] == "token" and aggregate in ("product", "geometric") and when == "any":
@@ -187,12 +201,26 @@ def masks(
 
 
 @draw.composite
+def weights_by_sign(draw_one: Any, factors: tuple[Any, ...] = (None,)) -> dict[str, Any]:
+    """A weight for one sign or for each, of rows or of tokens; maybe none."""
+    drawn = [draw_one(weights(factors)) for _ in range(2)]
+    sign = draw_one(draw.sampled_from(["row", "token"]))
+    return {
+        name: weight | {"normalize": False, "when": when, "sign": sign}
+        for name, when, weight in zip("ab", ("negative", "positive"), drawn, strict=True)
+        if weight is not None
+    }
+
+
+@draw.composite
 def corrections(draw_one: Any, by_age: bool = False) -> CorrectionSpec:
-    """Any weight and up to three masks, of the default proximal policy; what goes by age if it is asked for."""
+    """Any weight or weights by sign, up to three masks, the default proximal policy; what goes by age if asked for."""
     drawn = masks((*AGGREGATES, "second_moment", "staleness"), FACTORS) if by_age else masks()
     named = dict(zip("abc", draw_one(draw.lists(drawn, max_size=3)), strict=False))
-    weight = draw_one(weights(FACTORS if by_age else (None,)))
-    return CorrectionSpec.from_mapping({"weight": weight, "masks": named})
+    factors = FACTORS if by_age else (None,)
+    weight = draw_one(weights(factors))
+    by_sign = draw_one(weights_by_sign(factors)) if weight is None else {}
+    return CorrectionSpec.from_mapping({"weight": weight, "weights": by_sign, "masks": named})
 
 
 @draw.composite

@@ -25,7 +25,7 @@ def planned(spec: CorrectionSpec, rows: tw.Rollout, *, ranks: int = 1, **loss: A
     if spec.proximal != "recompute":
         rows.old_log_probs = rows.rollout_log_probs
     data = rows.to_tensordict()
-    if spec.denominator == "kept":
+    if spec.recounts:
         batch_split = BatchSplit(ranks, len(data), loss.get("loss_agg_mode", "token-mean"))
         for name, column in build_row_columns(spec, data, batch_split).items():
             data[name] = column

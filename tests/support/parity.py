@@ -47,7 +47,25 @@ CORRECTIONS: dict[str, dict[str, Any]] = {
     "stacked": {"weight": TIS, "masks": {"gsm": GSM, "opsm": OPSM}},
     "bypass": {"proximal": "bypass", "masks": {"opsm": OPSM}},
     "kept": {"masks": {"gsm": GSM}, "denominator": "kept"},
+    "signs": {
+        "weights": {
+            "down": {**TIS, "level": "sequence", "upper": 1.0, "when": "negative"},
+            "up": {**TIS, "when": "positive"},
+        }
+    },
+    "penalty": {"masks": {"gsm": GSM}, "penalty": {"ratio": "full", "coefficient": 0.3}},
+    "kl_weight": {
+        "masks": {"narrow": {**ICEPOP, "lower": 0.9}},
+        "kl_weight": {"ratio": "full", "upper": 1.1},
+    },
+    "excluded": {
+        "masks": {"icepop": ICEPOP},
+        "penalty": {"ratio": "ppo", "coefficient": 0.3},
+        "nonfinite": "excluded",
+    },
 }
+LOST = ((0, 1), (3, 0), (6, 2), (6, 5))
+"""(row, token) without a finite mu where ``nonfinite`` is excluded; of row 3 it is the only one."""
 TAUGHT = (1, 3, 4, 6)
 """Rows that are eligible where a teacher is asked."""
 TEACHER_COEF, MAX_GAP = 0.3, 1.0
@@ -153,6 +171,14 @@ class Case:
             columns["advantages"] = torch.where(scored, signal, columns["advantages"])
         return Case(self.model, columns, mode)
 
+    def of_correction(self, name: str) -> Case:
+        """The case that a correction of ``CORRECTIONS`` is shown on."""
+        if "nonfinite" not in CORRECTIONS[name]:
+            return self
+        mu = self.columns["rollout_log_probs"].clone()
+        mu[tuple(zip(*LOST, strict=True))] = math.nan
+        return Case(self.model, self.columns | {"rollout_log_probs": mu}, self.distilled)
+
     @property
     def extensions(self) -> dict[str, OpdWorker]:
         """The workers' half of the distillation."""
@@ -219,17 +245,37 @@ def expected(case: Case, correction: Mapping[str, Any], mode: str, rows: range) 
     counted = [(b, t) for b, row in enumerate(batch.mask) for t, counts in enumerate(row) if counts]
     rejected = {token for tokens in decided.rejected.values() for token in tokens}
     scale = len(counted) / len(set(counted) - rejected) if plain["denominator"] == "kept" else 1.0
+    lost = [token for token in counted if not math.isfinite(batch.mu[token[0]][token[1]])]
+    gone = [b for b, row in enumerate(batch.mask) if sum(row) == sum(token[0] == b for token in lost)]
+    excludes = plain.get("nonfinite") == "excluded"
     total = torch.zeros((), dtype=torch.float64)
     policy = torch.zeros((), dtype=torch.float64)
     factors = {}
     for b, row in enumerate(rows):
         pi, entropy = outputs[row]
         mask = case.response("response_mask", row)
+        if excludes:
+            here = sum(token[0] == b for token in lost)
+            of_row = float(mask.sum()) / (float(mask.sum()) - here) if b not in gone else 1.0
+            of_rows = len(rows) / (len(rows) - len(gone))
+            scale = {
+                "token-mean": len(counted) / (len(counted) - len(lost)),
+                "seq-mean-token-sum": of_rows,
+                "seq-mean-token-mean": of_rows * of_row,
+            }[mode]
         factor = torch.tensor([w * k for w, k in zip(decided.weight[b], decided.keep[b], strict=True)]) * scale
         factors |= {(row, t): float(factor[t]) for t in range(LENGTHS[row]) if mask[t]}
         term = factor * ppo(pi, case.response(old, row), case.response("advantages", row))
         apart = case.response("ref_log_prob", row) - pi
-        rest = KL_COEF * (apart.exp() - apart - 1) - ENTROPY_COEFF * entropy
+        kl = apart.exp() - apart - 1
+        if kl_weight := plain.get("kl_weight"):
+            other = case.response({"full": "rollout_log_probs", "ppo": old}[kl_weight["ratio"]], row)
+            kl = (pi - other).exp().clamp(max=kl_weight["upper"]) * kl
+        rest = KL_COEF * kl - ENTROPY_COEFF * entropy
+        if penalty := plain.get("penalty"):
+            other = case.response({"full": "rollout_log_probs", "ppo": old}[penalty["ratio"]], row)
+            squares = torch.where(other.isfinite(), pi - other.nan_to_num(), 0.0).square()
+            rest = rest + penalty["coefficient"] * (scale if excludes else 1.0) * squares
         if case.distilled == "loss":
             rest = rest + TEACHER_COEF * factor * k2(pi, case.response(TEACHER, row))
         divisor = {

@@ -6,7 +6,7 @@ Shares nothing with the package but the plain mappings that describe a correctio
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -52,7 +52,7 @@ Token = tuple[int, int]
 
 def expected(correction: Plain, batch: Batch) -> Expected:
     """Weight and keep of ``CorrectionSpec.to_mapping()``; ``batch.old`` is pi_old, wherever it came from."""
-    counted = tokens_that_count(batch)
+    counted = tokens_that_count(batch, correction)
     result = Expected([[0.0] * len(row) for row in batch.mask], [[False] * len(row) for row in batch.mask])
     masks, weight = correction["masks"], correction["weight"]
     left = set(counted)
@@ -83,6 +83,16 @@ def expected(correction: Plain, batch: Batch) -> Expected:
             dropped |= set(unit) if drops else set()
         if weight["kind"] == "reject":
             result.rejected["weight"] = dropped
+    for name, part in correction.get("weights", {}).items():
+        lost: set[Token] = set()
+        signs = signed_by({"sign": "row", **part}, batch, counted)
+        for unit, value, drops in weighed(part, batch, counted, result):
+            for b, t in unit:
+                if concerned(part, signs, (b, t), result):
+                    result.weight[b][t] = value
+                    lost |= {(b, t)} if drops else set()
+        if part["kind"] == "reject":
+            result.rejected[f"weights.{name}"] = lost
 
     for drop in result.rejected.values():
         left -= drop
@@ -91,14 +101,23 @@ def expected(correction: Plain, batch: Batch) -> Expected:
     return result
 
 
-def tokens_that_count(batch: Batch) -> list[Token]:
-    """(b, t) of the tokens in the response mask whose mu and pi_old are finite."""
+def tokens_that_count(batch: Batch, correction: Plain | None = None) -> list[Token]:
+    """(b, t) of the tokens in the response mask whose pi_old is finite, and mu where the correction reads it."""
+    mu_counts = correction is None or reads_mu(correction)
     return [
         (b, t)
         for b, row in enumerate(batch.mask)
         for t, valid in enumerate(row)
-        if valid and math.isfinite(batch.mu[b][t]) and math.isfinite(batch.old[b][t])
+        if valid and (math.isfinite(batch.mu[b][t]) or not mu_counts) and math.isfinite(batch.old[b][t])
     ]
+
+
+def reads_mu(correction: Plain) -> bool:
+    """Whether the mapping names mu: a weight always does, a mask on pi / pi_old or on an age does not."""
+    masks = any(mask.get("ratio", "ppo") != "ppo" for mask in correction["masks"].values())
+    weighed = bool(correction["weight"] or correction.get("weights"))
+    penalised = correction.get("penalty", {"ratio": "ppo"})["ratio"] == "full"
+    return weighed or masks or penalised or correction.get("proximal") in ("bypass", "loglinear")
 
 
 def log_ratio(ratio: str, batch: Batch, token: Token) -> float:
@@ -195,7 +214,11 @@ def rejected_by(mask: Plain, batch: Batch, tokens: list[Token], result: Expected
     for unit in units(mask["level"], batch, tokens):
         low, high = (None if bound is None else bound * factor(mask, batch, unit) for bound in bounds(mask))
         if any(beyond(value, low, high, result) for value in statistics(mask, batch, unit)):
-            dropped |= {token for token in unit if concerned(mask, signs, token, result)}
+            dropped |= {
+                token
+                for token in unit
+                if concerned(mask, signs, token, result, lambda token: log_ratio(mask["ratio"], batch, token))
+            }
     return dropped
 
 
@@ -204,7 +227,7 @@ def bounds(mask: Plain) -> tuple[float | None, float | None]:
     if "delta" in mask:
         return -mask["delta"], None
     pair = mask.get("lower"), mask["upper"]
-    if mask["aggregate"] in ("product", "geometric", "any"):
+    if mask["aggregate"] in ("product", "geometric", "any", "exp_abs_mean"):
         return tuple(None if bound is None else math.log(bound) for bound in pair)  # type: ignore[return-value]
     return pair
 
@@ -221,13 +244,24 @@ def statistics(mask: Plain, batch: Batch, unit: list[Token]) -> list[float]:
             return [math.fsum(logs) / len(logs)]
         case ["any"]:
             return logs
-        case ["binary", "tv"]:
+        case ["exp", "abs", "mean"]:
+            return [math.log(math.fsum(math.exp(min(abs(value), 20.0)) for value in logs) / len(logs))]
+        case ["binary", kind, *reduction]:
             pairs = [policies(mask["ratio"], batch, token) for token in unit]
-            return [math.exp(numerator) - math.exp(denominator) for numerator, denominator in pairs]
+            if kind == "kl":
+                return [max(binary_kl(one, other), binary_kl(other, one)) for one, other in pairs]
+            gaps = [math.exp(numerator) - math.exp(denominator) for numerator, denominator in pairs]
+            return {"": gaps, "sum": [math.fsum(gaps)], "mean": [math.fsum(gaps) / len(gaps)]}["".join(reduction)]
         case [kind, reduction]:
             each = [divergence(kind, value) for value in logs]
             return [{"sum": math.fsum(each), "mean": math.fsum(each) / len(each), "max": max(each)}[reduction]]
     raise ValueError(mask["aggregate"])
+
+
+def binary_kl(log_p: float, log_q: float) -> float:
+    """KL of two coins, each between 1e-6 and 1 - 1e-6."""
+    p, q = (min(max(math.exp(value), 1e-6), 1 - 1e-6) for value in (log_p, log_q))
+    return p * math.log(p / q) + (1 - p) * math.log((1 - p) / (1 - q))
 
 
 def divergence(kind: str, log_r: float) -> float:
@@ -252,13 +286,21 @@ def signed_by(mask: Plain, batch: Batch, tokens: list[Token]) -> dict[Token, flo
     return {token: math.fsum(own[each] for each in row) / len(row) for row in rows for token in row}
 
 
-def concerned(mask: Plain, signs: dict[Token, float], token: Token, result: Expected) -> bool:
+def concerned(
+    mask: Plain,
+    signs: dict[Token, float],
+    token: Token,
+    result: Expected,
+    log_r: Callable[[Token], float] = lambda token: 0.0,
+) -> bool:
     """Whether the mask looks at this token, by the sign of an advantage."""
     if mask["when"] == "any":
         return True
     advantage = signs[token]
     if advantage:
         result.margin = min(result.margin, abs(advantage))
+    if mask["when"] == "outward":
+        return advantage * log_r(token) > 0
     return advantage < 0 if mask["when"] == "negative" else advantage > 0
 
 

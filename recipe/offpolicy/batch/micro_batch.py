@@ -31,6 +31,8 @@ from ..correction import (
     turns,
 )
 from ..correction.deferred_value import DeferredValue, fetch
+from ..correction.penalty import PenaltySpec, compute_squared_log_ratio
+from ..correction.proximal import BY_AGE
 from ..correction.shadow import compute_shadow_statistics
 from ..correction.statistics import build_sum
 from ..correction.telemetry import Measure
@@ -58,7 +60,7 @@ class MicroBatch:
         old_log_prob: as it was shipped; what a correction takes for pi_old is ``choose_pi_old``'s to say.
         versions: of the weights that sampled each row, or each token; None where verl does not tell.
         plan: what the trainer fixed for the whole batch; None where it sent none.
-        scale: (B,) float64 of ``denominator=kept``; None where the trainer sent none.
+        scale: (B,) float64 of ``denominator=kept`` or ``nonfinite=excluded``; None where the trainer sent none.
         counted: raises when read if that was counted over other mini-batches than the engine's.
         last: of the update's last mini-batch, as far as verl tells.
         layout: where the responses stand in what the model says; None where they are cut out and padded already.
@@ -244,14 +246,30 @@ def compute_factor(spec: CorrectionSpec, batch: MicroBatch, step: StepStage) -> 
     """Compute the factor of each token's policy term: weight x keep, (B, T), with the denominator's scale in it.
 
     Raises:
-        KeyError: ``denominator=kept``, and the trainer's scale did not arrive.
+        KeyError: ``denominator=kept`` or ``nonfinite=excluded``, and the trainer's scale did not arrive.
     """
     weight = step.weight * step.keep
-    if spec.denominator == "original":
-        return weight
+    return weight if not spec.recounts else weight * _scale(spec, batch)[:, None].to(weight.dtype)
+
+
+def _scale(spec: CorrectionSpec, batch: MicroBatch) -> Tensor:
     if batch.scale is None:
-        raise KeyError(f"{SCALE} is not in the micro-batch that reached the loss: denominator=kept has no count.")
-    return weight * batch.scale[:, None].to(weight.dtype)
+        asked = "denominator=kept" if spec.denominator == "kept" else "nonfinite=excluded"
+        raise KeyError(f"{SCALE} is not in the micro-batch that reached the loss: {asked} has no count.")
+    return batch.scale
+
+
+def compute_penalty(spec: PenaltySpec, batch: MicroBatch, correction: CorrectionSpec) -> Tensor:
+    """Compute (log r)^2 of each token, (B, T), differentiable, with the scale of ``nonfinite=excluded`` in it.
+
+    Args:
+        correction: that ``spec`` belongs to, which says what pi_old is.
+    """
+    other = batch.rollout_log_prob if spec.ratio == "full" else choose_pi_old(correction, batch)
+    squares = compute_squared_log_ratio(batch.log_prob, other, batch.response_mask)
+    if correction.nonfinite == "counted":
+        return squares
+    return squares * _scale(correction, batch)[:, None].to(squares.dtype)
 
 
 def choose_pi_old(spec: CorrectionSpec, batch: MicroBatch) -> Tensor:
@@ -262,6 +280,7 @@ def choose_pi_old(spec: CorrectionSpec, batch: MicroBatch) -> Tensor:
         old_log_prob=batch.old_log_prob,
         rollout_log_prob=batch.rollout_log_prob,
         log_prob=batch.log_prob,
+        ages=compute_staleness(batch) if spec.alpha == BY_AGE else None,
     )
 
 
@@ -378,8 +397,8 @@ def _counted(data: TensorDict) -> DeferredValue[None] | None:
     def judge(counted: list[int]) -> None:
         if any(one != engine for one in counted):
             raise ValueError(
-                f"denominator=kept was counted over mini-batches of {sorted(set(counted))} response tokens, and the "
-                f"engine's mini-batch has {engine}: the batch was dealt otherwise than expected."
+                f"the loss's denominator was counted over mini-batches of {sorted(set(counted))} response tokens, and "
+                f"the engine's mini-batch has {engine}: the batch was dealt otherwise than expected."
             )
 
     return DeferredValue(data[MINI_BATCH_TOKENS].long(), judge)

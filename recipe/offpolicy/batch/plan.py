@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..correction import BatchConstants, CorrectionSpec, batch_constants, rollout_stage, turns
 from ..correction.baseline import regroup
-from ..correction.denominator import assign_mini_batches, compute_kept_scale
+from ..correction.denominator import assign_mini_batches, compute_kept_scale, find_finite_tokens
 from ..correction.row_layout import count_tokens_by_row
 from .token_versions import read_versions
 from .weight_versions import EXTRA_FIELDS, check_ages_known, compute_token_versions
@@ -24,7 +24,7 @@ from .weight_versions import EXTRA_FIELDS, check_ages_known, compute_token_versi
 PLAN = "offpolicy_plan"
 """Key of the ``SharedPlan`` in the batch that reaches the loss."""
 SCALE = "offpolicy_scale"
-"""Key of the (B,) factors of ``denominator=kept``."""
+"""Key of the (B,) factors of ``denominator=kept`` and of ``nonfinite=excluded``."""
 MINI_BATCH_TOKENS = "offpolicy_mini_batch_tokens"
 """Key of the (B,) response tokens that each row's mini-batch was counted to have, over all ranks."""
 UID = "offpolicy_uid"
@@ -116,7 +116,7 @@ def build_plan(
         batch_split: how verl will split the batch; likewise.
         bounds: of parts whose bounds move; ``spec`` has them already.
     """
-    counts = spec.denominator == "kept"
+    counts = spec.recounts
     if not (spec.needs_constants or counts or any(shadow.needs_constants for shadow in shadows.values())):
         return SharedPlan(step, bounds=bounds or {}), {}
     batch = rows()
@@ -169,8 +169,15 @@ def regroup_without_rejected(
 def build_row_columns(
     spec: CorrectionSpec, rows: TensorDict, batch_split: BatchSplit, step: int | None = None
 ) -> dict[str, Tensor]:
-    """Build the columns of ``denominator=kept`` for the batch ``rows``, in the order in which verl splits them."""
-    mask, keep = select_kept(spec, rows, step)
+    """Build the columns of ``denominator=kept``, or of ``nonfinite=excluded``, for the batch ``rows``.
+
+    They are in the order in which verl splits the batch.
+    """
+    if spec.denominator == "kept":
+        mask, keep = select_kept(spec, rows, step)
+    else:
+        mask = rows["response_mask"].bool()
+        keep = find_finite_tokens(mask, rows["rollout_log_probs"])
     counts = count_tokens_by_row(mask).long()
     group = assign_mini_batches(len(counts), ranks=batch_split.ranks, rows_a_mini_batch=batch_split.mini_batch_rows)
     tokens = torch.zeros(int(group.max()) + 1, dtype=torch.int64).index_add_(0, group, counts)

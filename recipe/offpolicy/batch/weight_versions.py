@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..correction import CorrectionSpec
 from ..correction.problem import format_value
+from ..correction.proximal import BY_AGE
 from ..correction.row_layout import spread_over_tokens
 
 EXTRA_FIELDS = "extra_fields"
@@ -58,7 +59,13 @@ class RowVersions:
             ValueError: a row was sampled by several versions, and a part goes by less than the row.
         """
         parts = {key: part for key, part in spec.age_parts.items() if part.level != "sequence"}
-        mixed = int((self.oldest != self.newest).sum()) if parts else 0
+        by_token = spec.alpha == BY_AGE
+        mixed = int((self.oldest != self.newest).sum()) if parts or by_token else 0
+        if mixed and by_token:
+            raise ValueError(
+                f"correction.alpha=by_age: {mixed} rows were sampled by several versions of the weights, and nothing "
+                f"says which token by which. Set correction.alpha=0.5 for example."
+            )
         for key, part in parts.items() if mixed else ():
             at, value = (
                 ("level", part.level) if part.by_staleness is None else ("by_staleness", list(part.by_staleness))
@@ -106,10 +113,10 @@ def check_ages_known(spec: CorrectionSpec, versions: RowVersions | None, step: i
     Raises:
         ValueError: verl does not tell, or not by token where a part needs that; or the trainer's step did not come.
     """
-    if not spec.age_parts:
+    if not spec.age_keys:
         return
     if versions is None or step is None:
-        key = next(iter(spec.age_parts))
+        key = spec.age_keys[0]
         lacking = "the trainer's step" if step is None else "the version of the weights that sampled each row"
         raise ValueError(f"correction.{key} goes by the age of the weights, and {lacking} did not come with the batch.")
     versions.check_ages(spec)

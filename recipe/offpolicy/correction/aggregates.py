@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Final, Literal
 
+import torch
 from torch import Tensor
 
-from .ratios import EXP_CLAMP, compute_divergence
+from .ratios import EXP_CLAMP, compute_divergence, compute_excess
 
 TokenValue = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Log-ratio and the log-probs of numerator and denominator -> value of each token, float64, 0 where policies agree."""
@@ -30,6 +31,7 @@ class Aggregate:
             ``batch`` a cutoff fixed for the whole batch, see ``masks.compute_second_moment_cutoff``, and ``oldest`` the
             age of the oldest token, in versions of the weights, whatever its ratio.
         token: value of a token; None: its log-ratio.
+        finish: from the unit's reduced value to what is compared.
         on_ratio: bounds are given as ratios and compared in log space; if not, they are given as they are compared.
         least, greatest: range of what is compared; a mask that holds all of it never acts.
         usual: bounds in use, lower and upper; None for an open side.
@@ -48,6 +50,7 @@ class Aggregate:
     at: Callable[[float], float] = float
     widest: float = math.inf
     single: str = ""
+    finish: Callable[[Tensor], Tensor] | None = None
 
     @property
     def one_sided(self) -> bool:
@@ -68,6 +71,29 @@ class Aggregate:
 def _probability_gap(log_ratio: Tensor, numerator: Tensor, denominator: Tensor) -> Tensor:
     """Compute p_numerator - p_denominator of the sampled token, float64."""
     return numerator.detach().double().exp() - denominator.detach().double().exp()
+
+
+BINARY_EPS: Final = 1e-6
+"""Probabilities are clamped to [eps, 1 - eps] where the others' mass is divided by, as prime-rl does."""
+
+
+def _binary_divergence(log_ratio: Tensor, numerator: Tensor, denominator: Tensor) -> Tensor:
+    """Compute max(KL(p, q), KL(q, p)) of the sampled token against all others, float64, p and q the policies' masses.
+
+    KL(p, q) = p log(p / q) + (1 - p) log((1 - p) / (1 - q)); 0 where a log-prob is not finite.
+    """
+    # Taken from the log-probs: 1 - p loses its digits where p is near 1.
+    near = math.log(BINARY_EPS), math.log1p(-BINARY_EPS)
+    log_p, log_q = (each.detach().double().clamp(*near) for each in (numerator, denominator))
+    log_p_rest, log_q_rest = (torch.log(-torch.expm1(each)) for each in (log_p, log_q))
+    ratio, rest = log_p - log_q, log_p_rest - log_q_rest
+    p, q = log_p.exp(), log_q.exp()
+    return torch.maximum(p * ratio + (1 - p) * rest, -q * ratio - (1 - q) * rest).clamp(min=0)
+
+
+def _excess_of_distance(log_ratio: Tensor, numerator: Tensor, denominator: Tensor) -> Tensor:
+    """Compute exp |log r| - 1, float64."""
+    return compute_excess(log_ratio.abs())
 
 
 def _square(log_ratio: Tensor, numerator: Tensor, denominator: Tensor) -> Tensor:
@@ -113,6 +139,39 @@ _ENTRIES: Final = (
         greatest=1.0,
         at=lambda nats: math.inf,  # no log-ratio bounds it; its range does
         widest=0.99,
+    ),
+    Aggregate(
+        "binary_tv_mean",
+        "mean",
+        (-0.2, 0.2),
+        _probability_gap,
+        least=-1.0,
+        greatest=1.0,
+        at=lambda nats: math.inf,
+        widest=0.99,
+        single="binary_tv",
+    ),
+    Aggregate("binary_tv_sum", "sum", (-0.2, 0.2), _probability_gap, at=lambda nats: math.inf, single="binary_tv"),
+    Aggregate(
+        "binary_kl",
+        "each",
+        (None, 0.1),
+        _binary_divergence,
+        least=0.0,
+        greatest=(1 - 2 * BINARY_EPS) * math.log((1 - BINARY_EPS) / BINARY_EPS),
+        at=lambda nats: math.inf,
+        widest=13.0,
+    ),
+    Aggregate(
+        "exp_abs_mean",
+        "mean",
+        (None, 2.0),
+        _excess_of_distance,
+        on_ratio=True,
+        least=0.0,
+        at=abs,
+        widest=EXP_CLAMP,
+        finish=torch.log1p,
     ),
     Aggregate("second_moment", "batch", (None, 0.2), _square, at=lambda nats: nats**2),
     Aggregate("staleness", "oldest", (None, 4.0), least=0.0, at=lambda nats: math.inf),

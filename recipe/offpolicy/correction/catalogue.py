@@ -83,6 +83,7 @@ ENTRIES: Final = (
         "the weight as applied, a token, 0 where it rejects; tokens whose raw weight lies outside the bounds",
     ),
     StatisticEntry("raw_weight", _DISTRIBUTION, "the weight before bounds and normalisation, where one is configured"),
+    StatisticEntry("penalty", _means("mean"), "(log r)^2 of the ratio that is penalised, a token, where one is"),
     StatisticEntry(
         "keep",
         _means("token_share", "sequence_share", "token_mask_ratio"),
@@ -91,8 +92,12 @@ ENTRIES: Final = (
     StatisticEntry(
         f"keep/{_group(SIGNS)}", _means("token_share", "sequence_share"), "by the sign of the row's mean advantage"
     ),
-    StatisticEntry("{mask/<name>,weight}", _MASKED, "what each mask, or a weight of kind reject, rejects by itself"),
-    StatisticEntry(f"{{mask/<name>,weight}}/{_group(SIGNS)}", _MASKED, "by the sign of the row's mean advantage"),
+    StatisticEntry(
+        "{mask/<name>,weights/<name>,weight}", _MASKED, "what each mask, or a weight of kind reject, rejects by itself"
+    ),
+    StatisticEntry(
+        f"{{mask/<name>,weights/<name>,weight}}/{_group(SIGNS)}", _MASKED, "by the sign of the row's mean advantage"
+    ),
     StatisticEntry(
         f"length/{_group(BUCKETS)}",
         {"sequences": Reduction.SUM}
@@ -123,7 +128,8 @@ ENTRIES: Final = (
     StatisticEntry(
         "nonfinite",
         dict.fromkeys(("rollout_log_prob", "old_log_prob", "log_prob", "advantages"), Reduction.SUM),
-        "response tokens that are not finite; those of mu and pi_old are left out, the others stop the run",
+        "response tokens that are not finite; those of mu and pi_old are left out where they are read, the others stop "
+        "the run",
     ),
 )
 

@@ -5,12 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from .kl_weight import KlWeightSpec
 from .mask_spec import MaskSpec
-from .proximal import Proximal
+from .penalty import PenaltySpec
+from .proximal import BY_AGE, Alpha, Proximal
 from .units import Level
 from .weight_spec import WeightSpec
 
 Denominator = Literal["original", "kept"]
+Nonfinite = Literal["counted", "excluded"]
 Baseline = Literal["include", "exclude"]
 
 
@@ -19,10 +22,16 @@ class CorrectionParts:
     """A weight, masks that must all keep, and the options around them.
 
     Attributes:
-        weight: importance weight, or None for 1.
+        weight: importance weight of every token, or None for 1.
+        weights: (name, weight) in name order, each of the tokens that its ``when`` and ``sign`` say; no token is in
+            two of them, and one that is in none has weight 1. Empty beside ``weight``.
+        penalty: on the squared log-ratio of every valid token, beside the policy term; None for none.
+        kl_weight: importance weight of the KL loss, or None for 1; in the place of ``kl_clip``.
+        nonfinite: tokens whose mu is not finite: ``counted`` in the loss's denominator, to which they add nothing, or
+            ``excluded`` from it.
         masks: (name, mask) in name order; the order never matters to the result.
         proximal: where pi_old comes from, see ``proximal_log_prob``.
-        alpha: with ``proximal=loglinear``: the share of pi, in (0, 1).
+        alpha: with ``proximal=loglinear``: the share of pi, in (0, 1), or ``by_age`` that of each token's age.
         denominator: of the loss: ``original`` counts rejected tokens and rows, ``kept`` does not.
         baseline: ``include`` or ``exclude`` rejected siblings in the group baselines of GRPO, RLOO and OPO.
         kl_clip: (lower, upper) on pi / pi_old in the KL loss, or None for verl's own KL loss.
@@ -35,16 +44,20 @@ class CorrectionParts:
     weight: WeightSpec | None = None
     masks: tuple[tuple[str, MaskSpec], ...] = ()
     proximal: Proximal = "recompute"
-    alpha: float | None = None
+    alpha: Alpha | None = None
     denominator: Denominator = "original"
     baseline: Baseline = "include"
     kl_clip: tuple[float, float] | None = None
     skyrl_compat: bool = False
     allow_truncated_sampling: bool = False
+    weights: tuple[tuple[str, WeightSpec], ...] = ()
+    penalty: PenaltySpec | None = None
+    nonfinite: Nonfinite = "counted"
+    kl_weight: KlWeightSpec | None = None
 
     def to_mapping(self) -> dict[str, Any]:
         """Return the plain values from which ``from_mapping`` builds an equal spec."""
-        return {
+        mapping: dict[str, Any] = {
             "weight": None if self.weight is None else self.weight.to_mapping(),
             "masks": {name: mask.to_mapping() for name, mask in self.masks},
             "proximal": self.proximal,
@@ -55,18 +68,62 @@ class CorrectionParts:
             "skyrl_compat": self.skyrl_compat,
             "allow_truncated_sampling": self.allow_truncated_sampling,
         }
+        # Left out where they are not set, so that fingerprints of corrections without them stay as they were.
+        if self.penalty is not None:
+            mapping["penalty"] = self.penalty.to_mapping()
+        if self.kl_weight is not None:
+            mapping["kl_weight"] = self.kl_weight.to_mapping()
+        if self.nonfinite != "counted":
+            mapping["nonfinite"] = self.nonfinite
+        if self.weights:
+            mapping["weights"] = {name: {"when": "any", **weight.to_mapping()} for name, weight in self.weights}
+        return mapping
 
     @property
     def is_none(self) -> bool:
         """True if nothing is corrected."""
         # The other options act through a weight or a mask alone, see rules.check_together.
-        return self.weight is None and not self.masks and self.proximal == "recompute" and self.kl_clip is None
+        terms = self.kl_clip or self.kl_weight or self.penalty
+        return not (self.all_weights or self.masks or terms) and self.proximal == "recompute"
+
+    @property
+    def reads_mu(self) -> bool:
+        """True if a part that shapes the gradient reads the behaviour policy's log-probs."""
+        masks = any(mask.ratio != "ppo" and not mask.entry.of_age for _, mask in self.masks)
+        terms = any(each is not None and each.ratio == "full" for each in (self.penalty, self.kl_weight))
+        return bool(self.all_weights) or masks or terms or self.proximal in ("bypass", "loglinear")
+
+    @property
+    def recounts(self) -> bool:
+        """True if the loss divides by another count of tokens and rows than the base loss does."""
+        return self.denominator == "kept" or self.nonfinite == "excluded"
+
+    @property
+    def all_weights(self) -> dict[str, WeightSpec]:
+        """Weights by key below ``correction``: ``weight``, or each of ``weights``."""
+        one = {} if self.weight is None else {"weight": self.weight}
+        return one | {f"weights.{name}": weight for name, weight in self.weights}
+
+    @property
+    def normalized(self) -> WeightSpec | None:
+        """The weight that is divided by its mean over the batch; None where none is."""
+        return next((weight for weight in self.all_weights.values() if weight.normalize), None)
+
+    @property
+    def weighs_full_ratio(self) -> bool:
+        """True if a weight is on pi / mu, beside which the base loss has no ratio of its own."""
+        return any(weight.ratio == "full" for weight in self.all_weights.values())
+
+    @property
+    def weight_rejects(self) -> bool:
+        """True if a weight drops what lies outside its bounds."""
+        return any(weight.kind == "reject" for weight in self.all_weights.values())
 
     @property
     def levels(self) -> frozenset[Level]:
         """Levels that the weight or a mask decides by."""
         used: set[Level] = {mask.level for _, mask in self.masks}
-        return frozenset(used | ({self.weight.level} if self.weight else set()))
+        return frozenset(used | {weight.level for weight in self.all_weights.values()})
 
     @property
     def age_parts(self) -> dict[str, WeightSpec | MaskSpec]:
@@ -74,30 +131,33 @@ class CorrectionParts:
         parts: dict[str, WeightSpec | MaskSpec] = {
             f"masks.{name}": mask for name, mask in self.masks if mask.entry.of_age or mask.by_staleness is not None
         }
-        if self.weight is not None and self.weight.by_staleness is not None:
-            parts["weight"] = self.weight
-        return parts
+        return parts | {key: weight for key, weight in self.all_weights.items() if weight.by_staleness is not None}
+
+    @property
+    def age_keys(self) -> tuple[str, ...]:
+        """Keys below ``correction`` of all that depends on the age of the weights."""
+        return (*self.age_parts, *(("alpha",) if self.alpha == BY_AGE else ()))
 
     @property
     def needs_constants(self) -> bool:
         """True if a part needs batch-level constants, see ``batch_constants``."""
-        normalized = self.weight is not None and self.weight.normalize
-        return normalized or any(mask.budget is not None for _, mask in self.masks)
+        return self.normalized is not None or any(mask.budget is not None for _, mask in self.masks)
 
     @property
     def needs_batch(self) -> bool:
         """True if a part reads the whole batch before the first gradient step."""
-        return self.needs_constants or self.denominator == "kept" or self.baseline == "exclude"
+        return self.needs_constants or self.recounts or self.baseline == "exclude"
 
     @property
     def step_parts(self) -> tuple[str, ...]:
         """Keys, below ``correction``, of the parts that need the current policy or the advantages."""
         parts = [f"masks.{name}" for name, mask in self.masks if mask.needs_step]
-        return tuple((["weight"] if self.weight is not None and self.weight.needs_step else []) + parts)
+        return tuple([key for key, weight in self.all_weights.items() if weight.needs_step] + parts)
 
     @property
     def rollout_rejects(self) -> tuple[str, ...]:
         """Keys, below ``correction``, of the parts that can drop tokens by mu and pi_old alone."""
         parts = [f"masks.{name}" for name, mask in self.masks if not mask.needs_step]
-        rejects = self.weight is not None and self.weight.kind == "reject" and not self.weight.needs_step
-        return tuple((["weight"] if rejects else []) + parts)
+        weights = self.all_weights.items()
+        rejecting = [key for key, weight in weights if weight.kind == "reject" and not weight.needs_step]
+        return tuple(rejecting + parts)

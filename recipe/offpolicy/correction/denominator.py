@@ -73,6 +73,18 @@ def compute_scale_of_counts(
     return scale
 
 
+def find_finite_tokens(response_mask: Tensor, rollout_log_prob: Tensor) -> Tensor:
+    """Find the response tokens whose mu is finite, bool, in the layout of both.
+
+    Example:
+        >>> find_finite_tokens(torch.ones(1, 2), torch.tensor([[-1.0, float("nan")]])).tolist()
+        [[True, False]]
+    """
+    rows = detect_layout(response_mask=response_mask, rollout_log_prob=rollout_log_prob)
+    finite = torch.isfinite(rows.tokens(rollout_log_prob))
+    return rows.to_given_layout(rows.tokens(response_mask).bool() & finite)
+
+
 def assign_mini_batches(rows: int, *, ranks: int, rows_a_mini_batch: int) -> Tensor:
     """Assign each row to its mini-batch as verl splits a batch: contiguous shares by rank, cut in order within each.
 

@@ -10,6 +10,7 @@ from typing import Any, Literal
 from .aggregates import AGGREGATES, Aggregate
 from .problem import SpecError
 from .ratios import EXP_CLAMP
+from .signs import MaskWhen, Sign, check_sign_is_read
 from .units import Level
 from .validation import (
     get_usual_bounds,
@@ -22,8 +23,6 @@ from .validation import (
 )
 
 Ratio = Literal["rollout", "full", "ppo"]
-When = Literal["any", "negative", "positive"]
-Sign = Literal["row", "token"]
 
 AGE = "staleness"
 """Aggregate of a mask on the age of the weights."""
@@ -50,11 +49,16 @@ class MaskSpec:
             * ``product`` prod r, ``geometric`` (prod r)^(1/T), ``any`` each r_t by itself, all of them must lie inside;
             * ``k1_*`` -log r, ``k2_*`` (log r)^2 / 2, ``k3_*`` r - 1 - log r (Schulman 2020) in nats, and ``tv_*``
               |r - 1| / 2, each as sum, mean or max;
-            * ``binary_tv`` p_numerator - p_denominator of the sampled token, in [-1, 1], each by itself (DPPO);
+            * ``binary_tv`` p_numerator - p_denominator of the sampled token, in [-1, 1], each by itself (DPPO), or its
+              sum or mean, ``binary_tv_sum`` and ``binary_tv_mean`` (ROLL);
+            * ``binary_kl`` the greater of the two KL divergences between the sampled token and all others, in nats,
+              each by itself (KPop);
+            * ``exp_abs_mean`` the mean of exp |log r|, 1 where policies agree (NeMo-RL);
             * ``second_moment``: ``budget`` bounds the batch's mean of (log r)^2 (M2PO);
             * ``staleness``: age of the oldest token, in versions of the weights; ``upper`` alone bounds it.
         lower, upper: inclusive bounds on the aggregate; None leaves a side open.
-        when: applies where the advantage is negative, where it is positive, or anywhere.
+        when: applies where the advantage is negative, where it is positive, anywhere, or ``outward``: to the tokens
+            with A log r > 0, whose update takes the two policies further apart (VACO).
         sign: whose advantage: ``row`` the mean over the row's valid tokens, ``token`` each token's own.
         delta: the bound as OPSM writes it, lower = exp(-delta) in nats; None when lower and upper were given.
         budget: with ``second_moment``: the tokens of largest (log r)^2 are dropped until the mean over the rest of
@@ -68,7 +72,7 @@ class MaskSpec:
     aggregate: str
     lower: float | None
     upper: float | None
-    when: When
+    when: MaskWhen
     sign: Sign = "row"
     delta: float | None = None
     budget: float | None = None
@@ -116,7 +120,7 @@ class MaskSpec:
             aggregate=aggregate,
             lower=lower,
             upper=upper,
-            when=read_choice(mapping, "when", When, key),
+            when=read_choice(mapping, "when", MaskWhen, key),
             sign=read_choice(mapping, "sign", Sign, key, "row"),
             delta=delta,
             budget=budget,
@@ -147,22 +151,16 @@ class MaskSpec:
                 mend={f"{key}.upper": 4},
             )
         require_keys(mapping, {"level", "aggregate", "upper"}, key, {"when", "sign"})
-        level, when = read_choice(mapping, "level", Level, key), read_choice(mapping, "when", When, key, "any")
+        level = read_choice(mapping, "level", Level, key)
+        when = read_choice(mapping, "when", ("any", "negative", "positive"), key, "any")
         sign = read_choice(mapping, "sign", Sign, key, "row")
         mask = cls("rollout", level, AGE, None, float(upper), when, sign)
         mask._check(key)
         return mask
 
     def _check(self, key: str) -> None:
-        if self.sign == "token" and self.when == "any":
-            raise SpecError(
-                "no advantage is looked at.",
-                f"Set {key}.when=negative or positive, or {key}.sign=row.",
-                key=f"{key}.sign",
-                value="token",
-                beside={f"{key}.when": "any"},
-                mend={f"{key}.when": "negative"} if self.budget is None else {f"{key}.sign": "row"},
-            )
+        mend = {f"{key}.when": "negative"} if self.budget is None else {f"{key}.sign": "row"}
+        check_sign_is_read(self.when, self.sign, key, mend)
         if self.by_staleness is not None and not self.entry.on_ratio:
             raise SpecError(
                 f"{self.aggregate} is not bounded by a ratio, whose log could be multiplied.",
@@ -231,7 +229,7 @@ class MaskSpec:
     @property
     def picks_tokens(self) -> bool:
         """True if it applies to some tokens of a unit and not to others, so that its shares are of tokens."""
-        return self.when != "any" and self.sign == "token"
+        return self.when == "outward" or (self.when != "any" and self.sign == "token")
 
 
 def _one_way_to_bound(mapping: Mapping[str, Any], chosen: set[str], key: str) -> None:
@@ -309,10 +307,11 @@ def _bounds(mapping: Mapping[str, Any], aggregate: str, key: str) -> tuple[float
     for side, bound in (("lower", lower), ("upper", upper)):
         if bound is None:
             continue
-        if entry.one_sided and bound < 0:
+        least = 1 if entry.on_ratio else 0
+        if entry.one_sided and bound < least:
             raise SpecError(
-                f"{aggregate} is never negative.",
-                "Set a bound >= 0, or null.",
+                f"{aggregate} is never {'below 1' if least else 'negative'}.",
+                f"Set a bound >= {least}, or null.",
                 key=f"{key}.{side}",
                 value=bound,
                 mend={f"{key}.{side}": get_usual_bounds(aggregate)[side == "upper"]},
@@ -324,7 +323,8 @@ def _bounds(mapping: Mapping[str, Any], aggregate: str, key: str) -> tuple[float
                 value=bound,
                 mend={f"{key}.{side}": get_usual_bounds(aggregate)[side == "upper"]},
             )
-    if (lower is None or lower <= entry.least) and (upper is None or upper >= entry.greatest):
+    outermost = lower is None or lower <= (1 if entry.on_ratio and entry.one_sided else entry.least)
+    if outermost and (upper is None or upper >= entry.greatest):
         raise SpecError(
             f"{aggregate} never lies outside, so that the mask never acts.",
             key=f"{key}.lower",

@@ -10,6 +10,7 @@ from .mask_spec import MaskSpec
 from .ratios import exceeds_bounds
 from .row_layout import RowLayout, detect_layout
 from .units import Units
+from .weight_spec import WeightSpec
 
 
 def find_outside(
@@ -30,7 +31,8 @@ def find_outside(
     Args:
         log_ratio: (B, T), or (N,) packed, float64, log r_t in nats, 0 off ``units.valid``.
         units: of ``spec.level``.
-        numerator, denominator: of that shape, log-probs of the two policies of the ratio; read by ``binary_tv`` alone.
+        numerator, denominator: of that shape, log-probs of the two policies of the ratio; read by the
+            ``binary_*`` alone.
         cutoff: with ``second_moment``: greatest (log r)^2 that is kept, see ``compute_second_moment_cutoff``.
 
     Returns:
@@ -64,7 +66,8 @@ def _outside(
         case "max":
             return _beyond(spec, units, units.greatest(value)) & (units.tokens > 0)
         case reduction:
-            return _beyond(spec, units, units.mean(value) if reduction == "mean" else units.total(value))
+            reduced = units.mean(value) if reduction == "mean" else units.total(value)
+            return _beyond(spec, units, reduced if aggregate.finish is None else aggregate.finish(reduced))
 
 
 def compute_extremes(
@@ -75,7 +78,7 @@ def compute_extremes(
     Args:
         units: of ``mask.level``.
         log_value: (B, T) float64, log r_t in nats, 0 off ``units.valid``.
-        numerator, denominator: (B, T) log-probs of the two policies of the ratio; read by ``binary_tv`` alone.
+        numerator, denominator: (B, T) log-probs of the two policies of the ratio; read by the ``binary_*`` alone.
 
     Returns:
         (B, U) float64 each, not yet rounded to float32 as a mask compares them, in nats of log ratio for aggregates
@@ -104,6 +107,8 @@ def compute_extremes(
             value = units.mean(value)
         case "sum":
             value = units.total(value)
+    if aggregate.finish is not None:
+        value = aggregate.finish(value)
     return value, value
 
 
@@ -172,12 +177,20 @@ def compute_second_moment_cutoff(budget: float, log_ratio: Tensor, valid: Tensor
     return float("inf") if admissible[-1] == squares[-1] else float(admissible[-1])
 
 
-def find_applicable(spec: MaskSpec, advantages: Tensor, valid: Tensor, rows: RowLayout | None = None) -> Tensor:
-    """Find the tokens that a mask applies to, by the sign of the row's mean advantage or of each token's own.
+def find_applicable(
+    spec: MaskSpec | WeightSpec,
+    advantages: Tensor,
+    valid: Tensor,
+    rows: RowLayout | None = None,
+    *,
+    log_ratio: Tensor | None = None,
+) -> Tensor:
+    """Find the tokens that a mask or weight applies to, by the sign of the row's mean advantage or of each token's own.
 
     Args:
         advantages, valid: (B, T), or (N,) packed.
         rows: how they lie; None: padded.
+        log_ratio: of their shape, log r of the mask's ratio, 0 off ``valid``; read by ``when=outward`` alone.
 
     Returns:
         Bool that broadcasts against them: (B, 1) where padded and one for a whole row.
@@ -194,4 +207,7 @@ def find_applicable(spec: MaskSpec, advantages: Tensor, valid: Tensor, rows: Row
     if spec.sign == "row":
         rows = detect_layout(valid=valid) if rows is None else rows
         value = rows.broadcast(rows.sum(value))
+    if spec.when == "outward":
+        assert log_ratio is not None, "which tokens lead away is told by their log-ratio"
+        return value * log_ratio.sign() > 0
     return value < 0 if spec.when == "negative" else value > 0

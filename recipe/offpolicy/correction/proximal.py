@@ -9,6 +9,9 @@ from torch import Tensor
 
 Proximal = Literal["recompute", "bypass", "reuse", "loglinear"]
 
+Alpha = float | Literal["by_age"]
+"""Share of pi in ``loglinear``: one for all tokens, or by each token's age."""
+BY_AGE: Literal["by_age"] = "by_age"
 WITHOUT_FORWARD = ("bypass", "reuse", "loglinear")
 """Sources that need no forward pass for pi_old."""
 OF_THE_TRAINER = ("recompute", "reuse")
@@ -16,7 +19,13 @@ OF_THE_TRAINER = ("recompute", "reuse")
 
 
 def proximal_log_prob(
-    proximal: Proximal, alpha: float | None, *, old_log_prob: Tensor, rollout_log_prob: Tensor, log_prob: Tensor
+    proximal: Proximal,
+    alpha: Alpha | None,
+    *,
+    old_log_prob: Tensor,
+    rollout_log_prob: Tensor,
+    log_prob: Tensor,
+    ages: Tensor | None = None,
 ) -> Tensor:
     """Compute log pi_old as corrections and the base loss read it.
 
@@ -24,12 +33,18 @@ def proximal_log_prob(
     * ``bypass``: mu itself, so that PPO's ratio is pi / mu. Two policies.
     * ``reuse``: the current policy, detached. Exact where each batch gets a single gradient step, whose pi it is.
     * ``loglinear``: (1 - alpha) log mu + alpha log pi, detached: between where the data came from and where the
-      policy is. An approximation, which costs no forward pass.
+      policy is. An approximation, which costs no forward pass. With ``alpha=by_age`` each token of age a has
+      alpha = a / (a + 1): of the a + 1 versions from its own to that which this step makes, the one before the last is
+      taken for pi_old (AReaL). A token of the weights in force has mu itself.
 
     Args:
         old_log_prob: (B, T), read by ``recompute`` alone.
         rollout_log_prob: (B, T), log mu.
         log_prob: (B, T), log pi, detached here.
+        ages: (B,) or (B, T) versions of the weights since each row, or token, was sampled; read by ``by_age`` alone.
+
+    Raises:
+        ValueError: ``by_age``, and no ages.
 
     Returns:
         (B, T), in the dtype of what it is made of; of ``loglinear`` in float32 or wider.
@@ -40,6 +55,8 @@ def proximal_log_prob(
         >>> [proximal_log_prob(source, None, **policies).item() for source in ("recompute", "bypass", "reuse")]
         [-1.0, -2.0, -4.0]
         >>> proximal_log_prob("loglinear", 0.5, **policies).item()  # halfway between mu and pi
+        -3.0
+        >>> proximal_log_prob("loglinear", "by_age", **policies, ages=torch.tensor([1])).item()  # 1 / (1 + 1)
         -3.0
     """
     match proximal:
@@ -52,4 +69,19 @@ def proximal_log_prob(
         case "loglinear":
             assert alpha is not None, "validated with the correction"
             dtype = torch.promote_types(torch.promote_types(rollout_log_prob.dtype, log_prob.dtype), torch.float32)
-            return torch.lerp(rollout_log_prob.to(dtype), log_prob.detach().to(dtype), alpha)
+            share: Tensor | float
+            if alpha == BY_AGE:
+                share = _share_by_age(ages, rollout_log_prob.device, dtype)
+            else:
+                share = float(alpha)
+            return torch.lerp(rollout_log_prob.to(dtype), log_prob.detach().to(dtype), share)
+
+
+def _share_by_age(ages: Tensor | None, device: torch.device, dtype: torch.dtype) -> Tensor:
+    if ages is None:
+        raise ValueError(
+            "correction.alpha=by_age goes by the age of the weights, and the versions that sampled did not come with "
+            "the batch. Set correction.alpha=0.5 for example."
+        )
+    age = (ages if ages.dim() == 2 else ages[:, None]).to(device, dtype)
+    return age / (age + 1)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 from .correction_parts import CorrectionParts
 from .problem import SpecError
+from .proximal import BY_AGE
+from .signs import overlap
 
 _OF_MASK = ("ratio", "level", "aggregate", "when")
 _OF_WEIGHT = ("ratio", "level", "aggregate", "kind")
@@ -23,15 +26,65 @@ def check_together(spec: CorrectionParts) -> None:
             ...
         recipe.offpolicy.correction.problem.SpecError: correction.denominator=kept: there is no mask: ...
     """
-    for rule in (_check_proximal, _check_denominator, _check_baseline, _check_skyrl, _check_factors):
+    rules = (
+        _check_weights,
+        _check_kl,
+        _check_proximal,
+        _check_denominator,
+        _check_nonfinite,
+        _check_baseline,
+        _check_skyrl,
+    )
+    for rule in (*rules, _check_factors):
         rule(spec)
+
+
+def _check_weights(spec: CorrectionParts) -> None:
+    """Refuse weights of which two would hold for one token."""
+    if spec.weight is not None and spec.weights:
+        name, weight = spec.weights[0]
+        raise SpecError(
+            "weight is of every token, so that a token of both would be weighed twice.",
+            f"Set correction.weight=null, or correction.weights={{}} and correction.weights.{name}.when on it alone.",
+            key="correction.weight",
+            value=spec.weight.to_mapping(),
+            beside={f"correction.weights.{name}.when": weight.when},
+            mend={"correction.weight": None},
+        )
+    for (first, one), (name, other) in itertools.combinations(spec.weights, 2):
+        if overlap((one.when, one.sign), (other.when, other.sign)):
+            key = f"correction.weights.{name}"
+            raise SpecError(
+                f"a token can be weighed by {first} as well as by {name}: weights share no token.",
+                "Give one when=negative and one when=positive, of one sign, or remove one of them.",
+                key=f"{key}.when",
+                value=other.when,
+                beside={
+                    f"correction.weights.{first}.when": one.when,
+                    f"correction.weights.{first}.sign": one.sign,
+                    f"{key}.sign": other.sign,
+                },
+                removed={key: other.to_mapping()},
+            )
+
+
+def _check_kl(spec: CorrectionParts) -> None:
+    if spec.kl_clip is not None and spec.kl_weight is not None:
+        raise SpecError(
+            "kl_clip gives the KL loss a ratio already, clipped to both sides.",
+            "Set one of the two to null.",
+            key="correction.kl_weight",
+            value=spec.kl_weight.to_mapping(),
+            beside={"correction.kl_clip": spec.to_mapping()["kl_clip"]},
+            mend={"correction.kl_clip": None},
+        )
 
 
 def _check_proximal(spec: CorrectionParts) -> None:
     if spec.proximal == "loglinear":
-        if spec.alpha is None or not 0 < spec.alpha < 1:
+        if spec.alpha is None or (spec.alpha != BY_AGE and not 0 < spec.alpha < 1):
             raise SpecError(
-                "the share of the current policy, between 0 (bypass) and 1 (reuse).",
+                "the share of the current policy, between 0 (bypass) and 1 (reuse), or by_age.",
                 "Set correction.alpha=0.5 for example.",
                 key="correction.alpha",
                 value=spec.alpha,
@@ -48,18 +101,30 @@ def _check_proximal(spec: CorrectionParts) -> None:
             mend={"correction.alpha": None},
         )
     if spec.proximal == "bypass":
-        if spec.weight is not None and spec.weight.ratio == "rollout":
-            raise SpecError(
-                "pi_old is mu, so that PPO's own ratio pi / mu corrects already and a weight would count it twice.",
-                "Set correction.proximal=recompute, or correction.weight=null.",
-                key="correction.weight.ratio",
-                value="rollout",
-                beside=_proximal(spec),
-                mend={"correction.proximal": "recompute"},
-            )
+        for part, weight in spec.all_weights.items():
+            if weight.ratio == "rollout":
+                raise SpecError(
+                    "pi_old is mu, so that PPO's own ratio pi / mu corrects already and a weight would count it twice.",
+                    f"Set correction.proximal=recompute, or correction.{part}=null."
+                    if part == "weight"
+                    else f"Set correction.proximal=recompute, or remove correction.{part}.",
+                    key=f"correction.{part}.ratio",
+                    value="rollout",
+                    beside=_proximal(spec),
+                    mend={"correction.proximal": "recompute"},
+                )
         _refuse_inert(spec, "rollout", "pi_old is mu, and this ratio is 1", "full")
     if spec.proximal == "reuse":
         _refuse_inert(spec, "ppo", "pi_old is the current policy, and this ratio is 1", "full")
+        if spec.penalty is not None and spec.penalty.ratio == "ppo":
+            raise SpecError(
+                "pi_old is the current policy, and the log of this ratio is 0.",
+                "Set correction.penalty.ratio=full, or correction.proximal=recompute.",
+                key="correction.penalty.ratio",
+                value="ppo",
+                beside=_proximal(spec),
+                mend={"correction.penalty.ratio": "full"},
+            )
         if spec.kl_clip is not None:
             raise SpecError(
                 "pi / pi_old is 1, so that nothing is clipped.",
@@ -100,8 +165,7 @@ def _refuse_inert(spec: CorrectionParts, ratio: str, why: str, instead: str) -> 
 def _batch_level_keys(spec: CorrectionParts) -> dict[str, Any]:
     """Collect the keys that are fixed for the whole batch, with their values."""
     keys: dict[str, Any] = {}
-    if spec.weight is not None and spec.weight.normalize:
-        keys["correction.weight.normalize"] = True
+    keys |= {f"correction.{part}.normalize": True for part, weight in spec.all_weights.items() if weight.normalize}
     keys |= {f"correction.masks.{name}.budget": mask.budget for name, mask in spec.masks if mask.budget is not None}
     if spec.denominator == "kept":
         keys["correction.denominator"] = "kept"
@@ -112,8 +176,8 @@ def _batch_level_keys(spec: CorrectionParts) -> dict[str, Any]:
 
 def _find_step_rejection(spec: CorrectionParts) -> str | None:
     """Return the key of the first part that can drop tokens by the current policy or the advantages."""
-    weighs = spec.weight is not None and spec.weight.kind != "reject"
-    return next((part for part in spec.step_parts if part != "weight" or not weighs), None)
+    weights = spec.all_weights
+    return next((part for part in spec.step_parts if part not in weights or weights[part].kind == "reject"), None)
 
 
 def _check_denominator(spec: CorrectionParts) -> None:
@@ -137,6 +201,27 @@ def _check_denominator(spec: CorrectionParts) -> None:
         )
 
 
+def _check_nonfinite(spec: CorrectionParts) -> None:
+    if spec.nonfinite == "counted":
+        return
+    reason, beside = "", {}
+    if spec.denominator == "kept":
+        reason = "kept counts what is kept, and a token whose mu is not finite is not."
+        beside = {"correction.denominator": "kept"}
+    elif not spec.reads_mu:
+        reason = (
+            "nothing in the correction reads mu, so that tokens whose mu is not finite keep their gradient and count."
+        )
+    if reason:
+        raise SpecError(
+            reason,
+            key="correction.nonfinite",
+            value="excluded",
+            beside=beside,
+            mend={"correction.nonfinite": "counted"},
+        )
+
+
 def _check_baseline(spec: CorrectionParts) -> None:
     if spec.baseline == "include":
         return
@@ -149,8 +234,7 @@ def _check_baseline(spec: CorrectionParts) -> None:
             mend={"correction.baseline": "include"},
         )
     levels = {mask.level for _, mask in spec.masks}
-    if spec.weight is not None and spec.weight.kind == "reject":
-        levels.add(spec.weight.level)
+    levels |= {weight.level for weight in spec.all_weights.values() if weight.kind == "reject"}
     if not levels - {"token"}:
         raise SpecError(
             "nothing rejects rows: no sibling would be left out.",
@@ -169,16 +253,12 @@ def _check_skyrl(spec: CorrectionParts) -> None:
         if mask.needs_step or not known:
             plain = {key: value for key, value in mask.to_mapping().items() if key in _OF_MASK}
             _refuse_skyrl(f"correction.masks.{name}", plain, "mask")
-    weight = spec.weight
-    if weight is not None and (
-        weight.needs_step
-        or weight.kind == "reject"
-        or weight.level not in ("token", "sequence")
-        or weight.aggregate != "product"
-    ):
-        plain = {key: value for key, value in weight.to_mapping().items() if key in _OF_WEIGHT}
-        _refuse_skyrl("correction.weight", plain, "weight")
-    if spec.needs_batch:
+    for part, weight in spec.all_weights.items():
+        known = weight.level in ("token", "sequence") and weight.aggregate == "product" and weight.kind != "reject"
+        if weight.needs_step or not known:
+            plain = {key: value for key, value in weight.to_mapping().items() if key in _OF_WEIGHT}
+            _refuse_skyrl(f"correction.{part}", plain, "weight")
+    if spec.needs_batch and _batch_level_keys(spec):
         key, value = next(iter(_batch_level_keys(spec).items()))
         _refuse_skyrl(key, value, "key")
 

@@ -92,5 +92,5 @@ def _reported(spec: CorrectionSpec, statistics: Mapping[str, Statistic]) -> Iter
             if found["sign"] and share == "sequence":
                 continue
             yield (f"{found['sign'] or ''}keep_{share}_share" if share else key), statistic
-        elif spec.weight is not None and key in _WEIGHT:
+        elif spec.all_weights and key in _WEIGHT:
             yield key, statistic

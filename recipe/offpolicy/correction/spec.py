@@ -7,13 +7,23 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from .correction_parts import Baseline, CorrectionParts, Denominator
+from .correction_parts import Baseline, CorrectionParts, Denominator, Nonfinite
+from .dialects.areal import convert_areal
+from .dialects.nemo_rl import convert_nemo_rl
+from .dialects.open_instruct import convert_open_instruct
+from .dialects.openrlhf import convert_openrlhf
+from .dialects.outward import build_skyrl, build_trl, build_verl
+from .dialects.prime_rl import convert_prime_rl
+from .dialects.roll import convert_roll
 from .dialects.skyrl import convert_skyrl
+from .dialects.slime import convert_slime
 from .dialects.trl import convert_trl
 from .dialects.verl import convert_verl
+from .kl_weight import KlWeightSpec
 from .mask_spec import MaskSpec
+from .penalty import PenaltySpec
 from .problem import SpecError
-from .proximal import Proximal
+from .proximal import BY_AGE, Alpha, Proximal
 from .rules import check_together
 from .validation import (
     check_known_keys,
@@ -29,12 +39,16 @@ from .weight_spec import WeightSpec
 
 _KEYS = (
     "weight",
+    "weights",
     "masks",
     "proximal",
     "alpha",
     "denominator",
     "baseline",
     "kl_clip",
+    "kl_weight",
+    "penalty",
+    "nonfinite",
     "skyrl_compat",
     "allow_truncated_sampling",
 )
@@ -62,12 +76,16 @@ class CorrectionSpec(CorrectionParts):
             weight=_weight(mapping.get("weight")),
             masks=_masks(mapping.get("masks")),
             proximal=read_choice(mapping, "proximal", Proximal, "correction", "recompute"),
-            alpha=read_number(mapping.get("alpha"), "correction.alpha"),
+            alpha=_alpha(mapping.get("alpha")),
             denominator=read_choice(mapping, "denominator", Denominator, "correction", "original"),
             baseline=read_choice(mapping, "baseline", Baseline, "correction", "include"),
             kl_clip=_kl_clip(mapping.get("kl_clip")),
             skyrl_compat=read_bool(mapping, "skyrl_compat", "correction"),
             allow_truncated_sampling=read_bool(mapping, "allow_truncated_sampling", "correction"),
+            weights=_weights(mapping.get("weights")),
+            penalty=_penalty(mapping.get("penalty")),
+            kl_weight=_kl_weight(mapping.get("kl_weight")),
+            nonfinite=read_choice(mapping, "nonfinite", Nonfinite, "correction", "counted"),
         )
         check_together(spec)
         return spec
@@ -87,6 +105,58 @@ class CorrectionSpec(CorrectionParts):
         """Build from verl's ``algorithm.rollout_correction``; keys left out have the defaults of verl's YAML."""
         return cls.from_mapping(convert_verl(mapping))
 
+    @classmethod
+    def from_areal(cls, actor: Any) -> CorrectionSpec:
+        """Build from AReaL's ``actor`` section; keys left out have AReaL's defaults."""
+        return cls.from_mapping(convert_areal(actor))
+
+    @classmethod
+    def from_nemo_rl(cls, loss_fn: Any, seq_logprob_error_threshold: float | None = None) -> CorrectionSpec:
+        """Build from NeMo-RL's ``loss_fn`` section, and the threshold of its ``grpo`` section."""
+        return cls.from_mapping(convert_nemo_rl(loss_fn, seq_logprob_error_threshold))
+
+    @classmethod
+    def from_roll(cls, config: Any) -> CorrectionSpec:
+        """Build from ROLL's configuration, of which ``train_infer_correction`` is read."""
+        return cls.from_mapping(convert_roll(config))
+
+    @classmethod
+    def from_slime(cls, arguments: Any) -> CorrectionSpec:
+        """Build from slime's arguments, with those of ``mis.yaml`` where its function is chosen."""
+        return cls.from_mapping(convert_slime(arguments))
+
+    @classmethod
+    def from_miles(cls, arguments: Any) -> CorrectionSpec:
+        """Build from miles' arguments, which are slime's."""
+        return cls.from_slime(arguments)
+
+    @classmethod
+    def from_openrlhf(cls, advantage: Any, policy_loss_type: str = "ppo") -> CorrectionSpec:
+        """Build from OpenRLHF's ``algo.advantage`` arguments."""
+        return cls.from_mapping(convert_openrlhf(advantage, policy_loss_type))
+
+    @classmethod
+    def from_open_instruct(cls, config: Any) -> CorrectionSpec:
+        """Build from open-instruct's ``GRPOExperimentConfig`` fields."""
+        return cls.from_mapping(convert_open_instruct(config))
+
+    @classmethod
+    def from_prime_rl(cls, loss: Any) -> CorrectionSpec:
+        """Build from prime-rl's ``trainer.loss`` section."""
+        return cls.from_mapping(convert_prime_rl(loss))
+
+    def to_skyrl(self) -> dict[str, Any]:
+        """Return SkyRL's ``off_policy_correction`` that says the same; SpecError where there is none."""
+        return build_skyrl(self)
+
+    def to_trl(self) -> dict[str, Any]:
+        """Return the fields of TRL's ``GRPOConfig`` that say the same; SpecError where there are none."""
+        return build_trl(self)
+
+    def to_verl(self) -> dict[str, Any]:
+        """Return verl's ``algorithm.rollout_correction`` that says the same; SpecError where there is none."""
+        return build_verl(self)
+
     def fingerprint(self) -> int:
         """Return an integer in [0, 2^31), equal for equal specs, in every process and release."""
         # 31 bits are exact as a float too, in which metrics carry it.
@@ -94,12 +164,45 @@ class CorrectionSpec(CorrectionParts):
         return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big") >> 1
 
 
+def _alpha(value: Any) -> Alpha | None:
+    return BY_AGE if value == BY_AGE else read_number(value, "correction.alpha")
+
+
 def _weight(value: Any) -> WeightSpec | None:
     if value is None:
         return None
     key = "correction.weight"
     fix = f"Set {key}=null, or choose an option that has a weight, such as tis_token, in correction=[...]."
-    return WeightSpec.from_mapping(require_mapping(value, key, fix, {key: None}), key=key)
+    given = require_mapping(value, key, fix, {key: None})
+    for name in ("when", "sign"):
+        if name in given:
+            raise SpecError(
+                "weight is of every token.",
+                f"Remove it, or give the weight as correction.weights.<name>, with {name}.",
+                key=f"{key}.{name}",
+                value=given[name],
+                removed={f"{key}.{name}": given[name]},
+            )
+    return WeightSpec.from_mapping(given, key=key)
+
+
+def _weights(value: Any) -> tuple[tuple[str, WeightSpec], ...]:
+    whole, option = "correction.weights", "choose an option that has them, such as topr, in correction=[...]."
+    weights = require_mapping({} if value is None else value, whole, f"Set {whole}={{}}, or {option}", {whole: {}})
+    specs = []
+    for given, weight in sorted((str(name), weight) for name, weight in weights.items()):
+        name, key = check_metric_name(given, whole, weight), f"{whole}.{given}"
+        mapping = require_mapping(weight, key, f"Remove it, or {option}")
+        if mapping.get("when", "???") == "???":
+            raise SpecError(
+                "not set; it has no default.",
+                f"Set {key}.when=negative, positive or any: the advantages whose tokens it weighs.",
+                key=f"{key}.when",
+                value="???",
+                mend={f"{key}.when": "negative"},
+            )
+        specs.append((name, WeightSpec.from_mapping(mapping, key=key)))
+    return tuple(specs)
 
 
 def _masks(value: Any) -> tuple[tuple[str, MaskSpec], ...]:
@@ -110,6 +213,22 @@ def _masks(value: Any) -> tuple[tuple[str, MaskSpec], ...]:
         name, key = check_metric_name(given, whole, mask), f"{whole}.{given}"
         specs.append((name, MaskSpec.from_mapping(require_mapping(mask, key, f"Remove it, or {option}"), key=key)))
     return tuple(specs)
+
+
+def _penalty(value: Any) -> PenaltySpec | None:
+    if value is None:
+        return None
+    key = "correction.penalty"
+    fix = f"Set {key}=null, or choose an option that has a penalty, such as log_ratio_penalty, in correction=[...]."
+    return PenaltySpec.from_mapping(require_mapping(value, key, fix, {key: None}), key=key)
+
+
+def _kl_weight(value: Any) -> KlWeightSpec | None:
+    if value is None:
+        return None
+    key = "correction.kl_weight"
+    fix = f"Set {key}=null, or choose an option that has it, such as kl_unbiased, in correction=[...]."
+    return KlWeightSpec.from_mapping(require_mapping(value, key, fix, {key: None}), key=key)
 
 
 def _kl_clip(value: Any) -> tuple[float, float] | None:

@@ -34,11 +34,13 @@ class RolloutStage:
 
     Attributes:
         spec: the correction; the step stage must be given the same.
-        weight: (B, T) float32 or wider, detached, 0 off ``valid``; 1 where the weight waits for the current policy.
-        keep: (B, T) bool, False off ``valid`` and where a weight or mask that needs neither pi nor advantages rejects.
+        weight: (B, T) float32 or wider, detached, 0 off ``decided``; 1 where the weight waits for the current policy.
+        keep: (B, T) bool, False off ``decided`` and where a part rejects that needs neither pi nor advantages.
         rejected: key of the part below ``correction`` -> (B, T) bool, tokens that it rejects; of this stage's parts.
         log_ratio: (B, T) log(pi_old / mu), 0 off ``valid``.
         valid: (B, T) bool, the response mask less tokens whose mu or pi_old is not finite.
+        decided: (B, T) bool, the tokens that are decided on: ``valid``, and for a correction that does not read mu
+            also those whose mu alone is not finite.
         response_mask: (B, T) bool, as given.
         old_log_prob, rollout_log_prob: (B, T), as given.
         rows: layout of all these tensors.
@@ -53,6 +55,7 @@ class RolloutStage:
     rejected: dict[str, Tensor]
     log_ratio: Tensor
     valid: Tensor
+    decided: Tensor
     response_mask: Tensor
     old_log_prob: Tensor
     rollout_log_prob: Tensor

@@ -53,11 +53,11 @@ def batch_constants(
     old, mu, mask = (rows.tokens(tensor) for tensor in given.values())
     valid, log_rho = compute_finite_log_ratio(old, mu, mask.bool())
     weight_mean = None
-    if spec.weight is not None and spec.weight.normalize:
-        ids = _ids(spec.weight.level, rows, response_mask, segment_ids, versions)
+    if (weight := spec.normalized) is not None:
+        ids = _ids(weight.level, rows, response_mask, segment_ids, versions)
         ages = _ages(spec, rows, staleness, valid)
-        units = partition_units(spec.weight.level, valid, ids, rows, ages)
-        total, count = sum_weights(spec.weight, log_rho, units)
+        units = partition_units(weight.level, valid, ids, rows, ages)
+        total, count = sum_weights(weight, log_rho, units)
         # Where everything is rejected there is nothing to divide.
         weight_mean = float(total / count) if total > 0 else 1.0
     return BatchConstants(
@@ -85,7 +85,8 @@ def rollout_stage(
 ) -> RolloutStage:
     """Compute the weights, masks and statistics that depend on pi_old / mu alone.
 
-    A token whose mu or pi_old is not finite leaves weights, masks, T and statistics, and is counted.
+    A token whose pi_old is not finite leaves weights, masks, T and statistics, and is counted; so does one whose mu is
+    not, unless the correction does not read mu: then it leaves statistics alone.
 
     Args:
         old_log_prob: (B, T) log pi_old, any float dtype; see ``proximal_log_prob``.
@@ -145,11 +146,12 @@ def rollout_stage(
             staleness=staleness,
         )
 
-    ages = _ages(spec, rows, staleness, valid)
-    units = {level: partition_units(level, valid, ids[level], rows, ages) for level in spec.levels}
+    decided = valid if spec.reads_mu else mask & torch.isfinite(old)
+    ages = _ages(spec, rows, staleness, decided)
+    units = {level: partition_units(level, decided, ids[level], rows, ages) for level in spec.levels}
     dtype = promote_weight_dtype(old, mu)
     weight, weighed = None, None
-    keep = valid
+    keep = decided
     drops: dict[str, Tensor] = {}
     for key, part in _order(spec):
         seen, basis = log_rho, units[part.level]
@@ -177,15 +179,16 @@ def rollout_stage(
             sample = build_sample(rows, mask, valid, segments, staleness)
         if measure == "all":
             statistics, mismatch = telemetry.measure_rollout(sample, log_rho, old, mu)
-        if spec.weight is None or not spec.weight.needs_step:
-            statistics |= telemetry.measure_weight(sample, spec.weight, weighed, mismatch.ratio if mismatch else None)
+        if not any(each.needs_step for each in spec.all_weights.values()):
+            statistics |= telemetry.measure_weight(sample, weighed, mismatch.ratio if mismatch else None)
     return RolloutStage(
         spec=spec,
-        weight=rows.to_given_layout(valid.to(dtype) if weight is None else weight),
+        weight=rows.to_given_layout(decided.to(dtype) if weight is None else weight),
         keep=rows.to_given_layout(keep),
         rejected={key: rows.to_given_layout(drop) for key, drop in drops.items()},
         log_ratio=rows.to_given_layout(log_rho),
         valid=rows.to_given_layout(valid),
+        decided=rows.to_given_layout(decided),
         response_mask=rows.to_given_layout(mask),
         old_log_prob=old_log_prob,
         rollout_log_prob=rollout_log_prob,
@@ -233,7 +236,7 @@ def step_stage(
     else:
         detect_layout(response_mask=stage.response_mask, log_prob=log_prob, advantages=advantages)
         signs = rows.tokens(advantages)
-    valid, log_rho = rows.tokens(stage.valid), rows.tokens(stage.log_ratio)
+    valid, log_rho = rows.tokens(stage.decided), rows.tokens(stage.log_ratio)
     pi, old, mu = (rows.tokens(tensor) for tensor in (log_prob, stage.old_log_prob, stage.rollout_log_prob))
     all_of_it = stage.mismatch is not None
     log_r = compute_log_ratio(pi, old, valid) if all_of_it or spec.step_parts else None
@@ -241,31 +244,48 @@ def step_stage(
     if log_r is not None:
         operands |= {"full": (log_rho + log_r, pi, mu), "ppo": (log_r, pi, old)}
 
-    weight, weighed = rows.tokens(stage.weight), None
+    weight = rows.tokens(stage.weight)
     keep = rows.tokens(stage.keep)
     drops: dict[str, Tensor] = {}
-    if spec.weight is not None and spec.weight.needs_step:
-        weighed = _weigh(spec.weight, operands["full"][0], stage.units[spec.weight.level], valid, 1.0, weight.dtype)
-        weight = weighed.weight
-        if weighed.drop is not None:
-            drops["weight"] = weighed.drop
-            keep = keep & ~weighed.drop
+    weighed: list[telemetry.AppliedWeight] = []
+    for key, part in spec.all_weights.items():
+        if not part.needs_step:
+            continue
+        applied = _weigh(part, operands[part.ratio][0], stage.units[part.level], valid, 1.0, weight.dtype)
+        if part.when != "any":
+            applied = applied.restrict(find_applicable(part, signs, valid, rows))
+        weight = applied.weight if applied.at is None else torch.where(applied.at, applied.weight, weight)
+        if applied.drop is not None:
+            drops[key] = applied.drop
+            keep = keep & ~applied.drop
+        weighed.append(applied)
     for name, mask in spec.masks:
         if mask.needs_step:
             log_value, numerator, denominator = operands[mask.ratio]
             drop = find_outside(mask, log_value, stage.units[mask.level], numerator=numerator, denominator=denominator)
-            drops[f"masks.{name}"] = drop if mask.when == "any" else drop & find_applicable(mask, signs, valid, rows)
+            if mask.when != "any":
+                drop = drop & find_applicable(mask, signs, valid, rows, log_ratio=log_value)
+            drops[f"masks.{name}"] = drop
             keep = keep & ~drops[f"masks.{name}"]
 
     statistics, full = dict(stage.statistics), None
     if stage.sample is not None:
         if stage.mismatch is not None:
-            of_step, full = telemetry.measure_step(
-                stage.sample, stage.mismatch, operands["ppo"][0], operands["full"][0], pi, signs
+            counted = rows.tokens(stage.valid)
+            ppo_drift, full_drift = (
+                drift if spec.reads_mu else torch.where(counted, drift, 0.0)
+                for drift in (operands["ppo"][0], operands["full"][0])
             )
+            of_step, full = telemetry.measure_step(stage.sample, stage.mismatch, ppo_drift, full_drift, pi, signs)
             statistics |= of_step
-        if weighed is not None:
-            statistics |= telemetry.measure_weight(stage.sample, spec.weight, weighed, full)
+            if spec.penalty is not None:
+                statistics |= telemetry.measure_penalty(
+                    stage.sample, full_drift if spec.penalty.ratio == "full" else ppo_drift
+                )
+        if weighed and weighed[0].at is None:
+            statistics |= telemetry.measure_weight(stage.sample, weighed[0], full)
+        elif weighed:
+            statistics |= telemetry.measure_weights_by_sign(stage.sample, weighed, raw=full is not None)
         before = {key: rows.tokens(drop) for key, drop in stage.rejected.items()}
         statistics |= telemetry.measure_keep(stage.sample, keep, before | drops, signs)
     return StepStage(
@@ -281,8 +301,7 @@ def _order(spec: CorrectionSpec) -> Iterator[tuple[str, WeightSpec | MaskSpec]]:
     parts: list[tuple[str, WeightSpec | MaskSpec]] = [
         (f"masks.{name}", mask) for name, mask in spec.masks if not mask.needs_step
     ]
-    if spec.weight is not None and not spec.weight.needs_step:
-        parts.append(("weight", spec.weight))
+    parts += [(key, weight) for key, weight in spec.all_weights.items() if not weight.needs_step]
 
     def place(item: tuple[str, WeightSpec | MaskSpec]) -> int:
         _, part = item
@@ -309,7 +328,9 @@ def _weigh(
         weight = torch.where(valid, weight, 0.0)
     drop = units.spread(find_rejected_units(spec, by_unit, units)) if spec.kind == "reject" else None
     weight = weight if mean == 1.0 else weight / mean
-    return telemetry.AppliedWeight(units=units, by_unit=by_unit, raw=raw, weight=weight, drop=drop, bounds=bounds)
+    return telemetry.AppliedWeight(
+        spec=spec, units=units, by_unit=by_unit, raw=raw, weight=weight, drop=drop, bounds=bounds
+    )
 
 
 def _by_token(bound: Bound, units: Units, dtype: torch.dtype) -> Bound:
@@ -350,9 +371,10 @@ def _ids(
 
 
 def _no_advantages(spec: CorrectionSpec) -> None:
-    for name, mask in spec.masks:
-        if mask.when != "any":
+    parts: dict[str, WeightSpec | MaskSpec] = {f"masks.{name}": mask for name, mask in spec.masks}
+    for key, part in (parts | spec.all_weights).items():
+        if part.when != "any":
             raise ValueError(
-                f"correction.masks.{name}.when={mask.when} without advantages: its rows are unknown. "
-                f"Pass advantages, (B, T), or set correction.masks.{name}.when=any."
+                f"correction.{key}.when={part.when} without advantages: its rows are unknown. "
+                f"Pass advantages, (B, T), or set correction.{key}.when=any."
             )

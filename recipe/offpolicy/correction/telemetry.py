@@ -12,7 +12,7 @@ Tensors of tokens and columns are those of ``row_layout.RowLayout``.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, Literal
 
@@ -53,18 +53,27 @@ class AppliedWeight:
     """A weight before and after its bounds, with the tokens that it rejects.
 
     Attributes:
+        spec: of the weight.
         by_unit: float64, log of the raw weight of each of ``units``.
         raw, weight: by token, before and after bounds and normalisation, 0 off valid tokens.
         drop: bool by token, what a weight of kind reject drops, without meaning off valid tokens; None for others.
         bounds: lower and upper of the raw weight, one for all or by token; None for an open side.
+        at: bool by token, valid tokens that it weighs; None: all of them.
     """
 
+    spec: WeightSpec
     units: Units
     by_unit: Tensor
     raw: Tensor
     weight: Tensor
     drop: Tensor | None
     bounds: tuple[Bound, Bound]
+    at: Tensor | None = None
+
+    def restrict(self, at: Tensor) -> AppliedWeight:
+        """Restrict it to the valid tokens that ``at`` flags; what else it says of others has no meaning."""
+        at = self.units.valid & at
+        return replace(self, at=at, drop=None if self.drop is None else self.drop & at)
 
 
 @torch.no_grad()
@@ -170,13 +179,11 @@ def measure_step(
 
 
 @torch.no_grad()
-def measure_weight(
-    sample: TokenSample, spec: WeightSpec | None, weighed: AppliedWeight | None, ratio: Moments | None
-) -> dict[str, Statistic]:
+def measure_weight(sample: TokenSample, weighed: AppliedWeight | None, ratio: Moments | None) -> dict[str, Statistic]:
     """Measure the weight as applied, with 0 where it rejects, beside the raw one.
 
     Args:
-        spec, weighed: None where no weight is configured, and all are 1.
+        weighed: None where no weight is configured, and all are 1.
         ratio: of the ratio that is weighed, by token; None leaves the raw weight out.
 
     Example:
@@ -184,11 +191,11 @@ def measure_weight(
         >>> from .token_sample import build_sample
         >>> mask = torch.ones(1, 2, dtype=torch.bool)
         >>> sample = build_sample(detect_layout(mask=mask), mask, mask, None, None)
-        >>> measure_weight(sample, None, None, None)["weight/mean"].value()  # no weight is a weight of 1
+        >>> measure_weight(sample, None, None)["weight/mean"].value()  # no weight is a weight of 1
         1.0
     """
     count = sample.count
-    if spec is None or weighed is None:
+    if weighed is None:
         nothing = torch.zeros_like(count)
         return Moments(nothing, nothing, count, nothing, nothing).build_statistics("weight")
     applied = weighed.weight.double()
@@ -196,10 +203,64 @@ def measure_weight(
         applied = applied * ~weighed.drop
     statistics = _of_tokens(sample, applied - sample.valid_number).build_statistics("weight")
     if ratio is not None:
-        raw = ratio if spec.level == "token" else _of_units(weighed, sample.valid)
+        raw = ratio if weighed.spec.level == "token" else _of_units(weighed, sample.valid)
         statistics |= raw.build_statistics("raw_weight")
     statistics["weight/truncated_share"] = st.build_mean(_out_of_bounds(weighed, sample.valid), count)
     return statistics
+
+
+@torch.no_grad()
+def measure_weights_by_sign(
+    sample: TokenSample, weighed: Sequence[AppliedWeight], *, raw: bool
+) -> dict[str, Statistic]:
+    """Measure weights of which each holds for some tokens, as ``measure_weight`` does one; 1 where none holds.
+
+    Args:
+        weighed: restricted to tokens that no other has, see ``AppliedWeight.restrict``.
+        raw: measure them before their bounds as well.
+
+    Example:
+        >>> from .row_layout import detect_layout
+        >>> from .token_sample import build_sample
+        >>> from .units import partition_units
+        >>> mask = torch.ones(1, 2, dtype=torch.bool)
+        >>> sample = build_sample(detect_layout(mask=mask), mask, mask, None, None)
+        >>> spec, log_r = WeightSpec("token", "truncate", None, 1.0, when="negative"), torch.zeros(1, 2).double()
+        >>> half = torch.full((1, 2), 0.5)
+        >>> weighed = AppliedWeight(spec, partition_units("token", mask, None), log_r, half, half, None, (None, 1.0))
+        >>> negative = weighed.restrict(torch.tensor([[True, False]]))
+        >>> measure_weights_by_sign(sample, [negative], raw=False)["weight/mean"].value()
+        0.75
+    """
+    nothing = torch.zeros_like(sample.valid_number)
+    applied_above, raw_above = nothing, nothing
+    outside = torch.zeros_like(sample.count)
+    for one in weighed:
+        assert one.at is not None, "a weight of every token stands alone, see measure_weight"
+        applied = one.weight.double() if one.drop is None else one.weight.double() * ~one.drop
+        applied_above = torch.where(one.at, applied - 1, applied_above)
+        outside = outside + _out_of_bounds(one, one.at)
+        if raw:
+            raw_above = torch.where(one.at, one.units.spread(compute_excess(one.by_unit)), raw_above)
+    statistics = _of_tokens(sample, applied_above).build_statistics("weight")
+    if raw:
+        statistics |= _of_tokens(sample, raw_above).build_statistics("raw_weight")
+    return statistics | {"weight/truncated_share": st.build_mean(outside, sample.count)}
+
+
+@torch.no_grad()
+def measure_penalty(sample: TokenSample, log_ratio: Tensor) -> dict[str, Statistic]:
+    """Measure the mean of (log r)^2, which a penalty multiplies by its coefficient.
+
+    Example:
+        >>> from .row_layout import detect_layout
+        >>> from .token_sample import build_sample
+        >>> mask = torch.ones(1, 2, dtype=torch.bool)
+        >>> sample = build_sample(detect_layout(mask=mask), mask, mask, None, None)
+        >>> measure_penalty(sample, torch.tensor([[2.0, 0.0]]).double())["penalty/mean"].value()
+        2.0
+    """
+    return {"penalty/mean": st.build_mean(sum_squares(log_ratio), sample.count)}
 
 
 @torch.no_grad()
@@ -249,7 +310,7 @@ def measure_keep(
             by_sign = f"{group}/" if group else ""
             statistics |= {f"keep/{by_sign}token_share": token_share, f"keep/{by_sign}sequence_share": row_share}
             for key in rejected:
-                name = f"{key.replace('masks.', 'mask/')}/{by_sign}"
+                name = f"{key.replace('masks.', 'mask/').replace('weights.', 'weights/')}/{by_sign}"
                 statistics[f"{name}masked_token_share"] = st.build_mean(sums[f"{key} tokens"], sums["tokens"])
                 statistics[f"{name}masked_sequence_share"] = st.build_mean(sums[f"{key} rows"], sums["valid_rows"])
     by_token = () if sample.turns is None and sample.ages is None else (to_float64(keep), to_float64(sample.mask))
@@ -291,7 +352,7 @@ def _greatest(column: Tensor) -> Tensor:
 def _out_of_bounds(weighed: AppliedWeight, valid: Tensor) -> Tensor:
     """Count the valid tokens whose raw weight, 0 elsewhere, lies outside the bounds."""
     (lower, upper), raw = weighed.bounds, weighed.raw
-    outside = torch.zeros_like(valid) if upper is None else raw > upper
+    outside = torch.zeros_like(valid) if upper is None else valid & (raw > upper)
     if lower is not None:
         outside = outside | (valid & (raw < lower))
     return torch.count_nonzero(outside).double()

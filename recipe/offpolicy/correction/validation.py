@@ -14,7 +14,15 @@ from .problem import SpecError
 from .units import Level
 
 _MISSING = "???"  # what OmegaConf leaves where a value is mandatory
-_IN_USE = {"delta": 0.1, "budget": 0.04, "kind": "truncate", "ratio": "rollout", "when": "any", "sign": "row"}
+_IN_USE = {
+    "coefficient": 0.001,
+    "delta": 0.1,
+    "budget": 0.04,
+    "kind": "truncate",
+    "ratio": "rollout",
+    "when": "any",
+    "sign": "row",
+}
 _NAME = re.compile(r"[a-z][a-z0-9_]*")
 
 
@@ -109,7 +117,8 @@ def read_choice(mapping: Mapping[str, Any], name: str, options: Any, key: str, d
     allowed = get_args(options) or options
     if (value := mapping.get(name, default)) not in allowed:
         near = difflib.get_close_matches(str(value), allowed, 1)
-        in_use = default or propose_value(mapping, name, key).get(f"{key}.{name}", allowed[0])
+        proposed = propose_value(mapping, name, key).get(f"{key}.{name}", allowed[0])
+        in_use = default or (proposed if proposed in allowed else allowed[0])
         guessed = near[0] if near else None if name == "level" else in_use
         raise SpecError(
             "no such choice.",

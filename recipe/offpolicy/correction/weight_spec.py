@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from .problem import SpecError
 from .ratios import EXP_CLAMP
+from .signs import Sign, When, check_sign_is_read
 from .units import Level
 from .validation import propose_value, read_bool, read_choice, read_factors, read_ratio_bounds, require_keys
 
@@ -16,7 +17,7 @@ WeightRatio = Literal["rollout", "full"]
 WeightAggregate = Literal["product", "geometric"]
 Kind = Literal["truncate", "clip", "reject"]
 
-_OPTIONAL = ("aggregate", "ratio", "normalize", "by_staleness")
+_OPTIONAL = ("aggregate", "ratio", "normalize", "by_staleness", "when", "sign")
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,7 @@ class WeightSpec:
         normalize: divide by the mean over the whole batch, of tokens at token level and of rows, turns or versions
             at theirs; what is rejected counts as 0.
         by_staleness: factor of |log bound| by age, see ``MaskSpec.by_staleness``.
+        when, sign: the tokens that it weighs, see ``MaskSpec.when``; 1 for the others.
     """
 
     level: Level
@@ -44,6 +46,8 @@ class WeightSpec:
     ratio: WeightRatio = "rollout"
     normalize: bool = False
     by_staleness: tuple[float, ...] | None = None
+    when: When = "any"
+    sign: Sign = "row"
 
     @classmethod
     def from_mapping(cls, mapping: Mapping[str, Any], *, key: str = "correction.weight") -> WeightSpec:
@@ -105,15 +109,19 @@ class WeightSpec:
             ratio=read_choice(mapping, "ratio", WeightRatio, key, "rollout"),
             normalize=read_bool(mapping, "normalize", key),
             by_staleness=read_factors(mapping, key),
+            when=read_choice(mapping, "when", When, key, "any"),
+            sign=read_choice(mapping, "sign", Sign, key, "row"),
         )
         weight._check_factors(key)
+        check_sign_is_read(weight.when, weight.sign, key, {f"{key}.sign": "row"})
         if weight.normalize and weight.needs_step:
+            of_policy = weight.ratio != "rollout"
+            moved = "move with the current policy" if of_policy else "wait for the advantages"
             raise SpecError(
-                "the batch's mean would move with the current policy, so that the loss would depend on the split into "
-                "micro-batches.",
+                f"the batch's mean would {moved}, so that the loss would depend on the split into micro-batches.",
                 key=f"{key}.normalize",
                 value=True,
-                beside={f"{key}.ratio": "full"},
+                beside={f"{key}.ratio": "full"} if of_policy else {f"{key}.when": weight.when},
                 mend={f"{key}.normalize": False},
             )
         return weight
@@ -142,11 +150,17 @@ class WeightSpec:
     def to_mapping(self) -> dict[str, Any]:
         """Return the plain values from which ``from_mapping`` builds an equal spec."""
         mapping = asdict(self)
-        factors = mapping.pop("by_staleness")
-        # Left out where it is not set, so that fingerprints of corrections without it stay as they were.
-        return mapping if factors is None else mapping | {"by_staleness": list(factors)}
+        factors, when, sign = (mapping.pop(name) for name in ("by_staleness", "when", "sign"))
+        # Left out where they are not set, so that fingerprints of corrections without them stay as they were.
+        mapping |= {} if factors is None else {"by_staleness": list(factors)}
+        return mapping if when == "any" else mapping | {"when": when, "sign": sign}
 
     @property
     def needs_step(self) -> bool:
-        """True if the weight needs the current policy."""
-        return self.ratio != "rollout"
+        """True if the weight needs the current policy or the advantages."""
+        return self.ratio != "rollout" or self.when != "any"
+
+    @property
+    def picks_tokens(self) -> bool:
+        """True if it weighs some tokens of a unit and not others."""
+        return self.when != "any" and self.sign == "token"

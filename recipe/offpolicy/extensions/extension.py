@@ -114,6 +114,10 @@ class Extension:
     def end(self) -> None:
         """Release resources, such as threads; also called after a failure."""
 
+    def load_prompts(self, loader: Any) -> Any:
+        """Return the data loader of training prompts: verl's, which nothing has been read from, or another."""
+        return loader
+
     def next_batch(self, prompts: PromptView) -> None:
         """See the prompts that are about to be sampled."""
 

@@ -90,6 +90,13 @@ class ExtensionHooks:
             for extension in self._extensions
         }
 
+    def load_prompts(self, loader: Any) -> Any:
+        """Return the data loader of training prompts, as extensions change it."""
+        for extension in self._extensions:
+            with self._within(extension):
+                loader = extension.load_prompts(loader)
+        return loader
+
     # Of a step ----------------------------------------------------------------------------------------------
 
     def next_batch(self, prompts: PromptView) -> None:

@@ -56,7 +56,7 @@ def _find_parts(key: str) -> tuple[str, ...]:
         return ()
     if key.startswith("correction."):
         names = key.split(".")
-        return (".".join(names[1:3]) if names[1] == "masks" else names[1],)
+        return (".".join(names[1:3]) if names[1] in ("masks", "weights") else names[1],)
     name = key.rpartition(".")[2]
     owner = next((owner for owner in ("rollout_is", "rollout_rs") if name.startswith(owner)), name)
     return (f"rollout_correction.{owner}",)

@@ -67,7 +67,7 @@ def parse_shadows(
                 value=name,
                 mend=without,
             )
-        if spec.weight is None and not spec.masks:
+        if not spec.all_weights and not spec.masks:
             raise SpecError("it has no weight and no mask to report on.", key=_KEY, value=name, mend=without)
         shadows[name] = spec
         notes += [

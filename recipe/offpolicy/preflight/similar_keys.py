@@ -18,7 +18,10 @@ _EVERYWHERE = ("correction",)
 _ELSEWHERE = ("engine_kwargs", "ray_kwargs", "override_config")
 """Keys of verl below which names belong to other programs."""
 _BELOW = {
-    "correction": ("weight", "masks", "proximal", "denominator", "baseline", "kl_clip", "skyrl_compat"),
+    "correction": (
+        *("weight", "weights", "masks", "proximal", "penalty", "denominator", "nonfinite", "baseline"),
+        *("kl_clip", "kl_weight", "skyrl_compat"),
+    ),
     "offpolicy": ("watchdog", "record", "alarms", "calibrate", "shadow", "shadow_delta"),
 }
 """Keys of our sections, to recognise them where they stand at the top by mistake."""

@@ -19,16 +19,18 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from ..batch import micro_batch as mb
+from ..batch.mini_batch_mean import mini_batch_mean
 from ..batch.plan import SharedPlan
 from ..correction import BatchConstants, CorrectionSpec
 from ..correction.moving_bounds import Side
-from .trials import BEYOND, Trial, build_mask_trials, build_weight_trials
+from .trials import BEYOND, Trial, age_first_tokens, build_mask_trials, build_weight_trials
 
 BoundLoss = Callable[..., tuple[Tensor, dict[str, Any]]]
 """Loss function of (model_output, data)."""
 
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 5e-3}
 """Greatest relative error of a gradient in the dtype of the log-probs."""
+_FAR = 50.0  # nats, at which float32 log-probs are good to 4e-6
 
 
 class CorrectedLoss(Protocol):
@@ -41,6 +43,7 @@ class CorrectedLoss(Protocol):
     verl_loss: BoundLoss
     base_loss: BoundLoss
     extensions: Mapping[str, Any]
+    actor_config: Any  # set where a penalty or an extension reads it
 
     def extended(self, base_loss: BoundLoss) -> BoundLoss: ...
 
@@ -113,6 +116,8 @@ def prove(adapter: CorrectedLoss, batch: mb.MicroBatch, loss: Tensor) -> Proof:
     seen = replace(batch, old_log_prob=_finite(_expected_proximal(adapter.spec, batch), batch))
     predicted, policy = _demanded(adapter.base_loss, seen, factor)
     proof.gradient_tokens = int((policy != 0).sum())
+    if adapter.spec.penalty is not None:
+        predicted = predicted + _penalty_gradient(adapter, adapter.spec, seen)
     if adapter.extensions:
         # Beside verl's own, whole: a term that took the place of some of it would not make up for that.
         terms = adapter.extended(_without_gradient(adapter.base_loss))
@@ -142,12 +147,18 @@ def _distances(trainer: Tensor, batch: mb.MicroBatch) -> tuple[float, float, flo
 def isolate_parts(spec: CorrectionSpec) -> list[tuple[str, CorrectionSpec]]:
     """List each configured part as a correction of its own, as (Hydra path below ``correction``, spec)."""
     parts = [(f"masks.{name}", CorrectionSpec(masks=((name, mask),))) for name, mask in spec.masks]
+    weights = [(f"weights.{name}", CorrectionSpec(weights=((name, weight),))) for name, weight in spec.weights]
     if spec.weight is not None:
-        parts.insert(0, ("weight", CorrectionSpec(weight=spec.weight)))
+        weights.insert(0, ("weight", CorrectionSpec(weight=spec.weight)))
+    parts = weights + parts
     if spec.proximal != "recompute":
         parts.append(("proximal", CorrectionSpec(proximal=spec.proximal, alpha=spec.alpha)))
     if spec.kl_clip is not None:
         parts.append(("kl_clip", CorrectionSpec(kl_clip=spec.kl_clip)))
+    if spec.kl_weight is not None:
+        parts.append(("kl_weight", CorrectionSpec(kl_weight=spec.kl_weight)))
+    if spec.penalty is not None:
+        parts.append(("penalty", CorrectionSpec(penalty=spec.penalty)))
     return parts
 
 
@@ -220,6 +231,10 @@ def _tried(adapter: CorrectedLoss, spec: CorrectionSpec, batch: mb.MicroBatch) -
     batch = replace(detached, old_log_prob=_finite(detached.old_log_prob, detached))
     if spec.kl_clip is not None:
         return _tried_kl(adapter, spec, batch)
+    if spec.kl_weight is not None:
+        return _tried_kl_weight(adapter, spec, batch)
+    if spec.penalty is not None:
+        return _tried_penalty(adapter, spec, batch)
     errors = []
     seen: dict[str, bool] = {}
     for trial in _trials(spec, batch):
@@ -242,10 +257,10 @@ def _tried(adapter: CorrectedLoss, spec: CorrectionSpec, batch: mb.MicroBatch) -
 
 def _trials(spec: CorrectionSpec, batch: mb.MicroBatch) -> Iterable[Trial]:
     if spec.proximal != "recompute":
-        return [_proximal_trial(batch)]
-    return (
-        build_weight_trials(spec.weight, batch) if spec.weight is not None else build_mask_trials(*spec.masks[0], batch)
-    )
+        return [_proximal_trial(age_first_tokens(batch, 3) if spec.alpha == "by_age" else batch)]
+    for weight in spec.all_weights.values():
+        return build_weight_trials(weight, batch)
+    return build_mask_trials(*spec.masks[0], batch)
 
 
 def _proximal_trial(batch: mb.MicroBatch) -> Trial:
@@ -269,8 +284,18 @@ def _expected_proximal(spec: CorrectionSpec, batch: mb.MicroBatch) -> Tensor:
     if spec.proximal == "loglinear":
         assert spec.alpha is not None
         pi, mu = batch.log_prob.detach().double(), batch.rollout_log_prob.double()
-        return (pi * spec.alpha + mu * (1.0 - spec.alpha)).to(batch.log_prob.dtype)
+        share = _share_by_age(batch) if spec.alpha == "by_age" else torch.full_like(pi, float(spec.alpha))
+        return (pi * share + mu * (1.0 - share)).to(batch.log_prob.dtype)
     return batch.rollout_log_prob if spec.proximal == "bypass" else batch.log_prob.detach()
+
+
+def _share_by_age(batch: mb.MicroBatch) -> Tensor:
+    """Compute a / (a + 1) for each token of age a in versions: (B, T) float64."""
+    if batch.versions is None or batch.plan is None:
+        raise ValueError("correction.alpha=by_age: the versions that sampled did not come with the batch.")
+    age = batch.versions.compute_ages(batch.plan.step, batch.response_mask).double()
+    age = age if age.dim() == 2 else age[:, None].expand(batch.response_mask.shape)
+    return 1.0 - 1.0 / (age + 1.0)
 
 
 def _adapter_gradient(
@@ -323,3 +348,82 @@ def _tried_kl(adapter: CorrectedLoss, spec: CorrectionSpec, batch: mb.MicroBatch
         errors.append(_relative((gradient - demanded).abs().max(), kl.abs().max()))
         scales.append(float(kl.abs().max()))
     return ShiftResult(error=max(errors), vacuous=not all(scales))
+
+
+def _tried_kl_weight(adapter: CorrectedLoss, spec: CorrectionSpec, batch: mb.MicroBatch) -> ShiftResult:
+    """Compare the KL term's gradient under ratios inside and beyond its bound with verl's own at ratio 1.
+
+    With d = log pi_ref - log pi and verl's slope k'(d), the term r k has the slope r (k + k'), and upper k' once the
+    ratio is bound. k / k' is -d for k1, and (e^d - 1 - d) / (1 - e^d) for k3.
+    """
+    assert spec.kl_weight is not None
+    upper = spec.kl_weight.upper
+    log_prob = batch.log_prob.double()
+    apart = torch.where(torch.arange(log_prob.shape[-1], device=log_prob.device) % 2 == 0, 0.3, -0.3).double()
+    batch = replace(batch, data=batch.data_with(ref_log_prob=(log_prob + apart).float()))
+    zeros, ones = torch.zeros_like(log_prob), torch.ones_like(log_prob)
+    of_k1 = str(adapter.actor_config.kl_loss_type) in ("kl", "k1")
+    share = -apart if of_k1 else (torch.expm1(apart) - apart) / -torch.expm1(apart)
+    errors, scales = [], []
+    for ratio in (0.7, 1.5) if upper is None else (0.7, math.sqrt(upper), 1.1 * upper):
+        shifted = (log_prob - math.log(ratio)).float()
+        # The other ratio is the inverse, so that one taken for the other is seen.
+        other = (log_prob + math.log(ratio)).float()
+        of_mu = spec.kl_weight.ratio == "full"
+        moved = replace(
+            batch,
+            old_log_prob=other if of_mu else shifted,
+            rollout_log_prob=shifted if of_mu else other,
+            advantages=torch.zeros_like(batch.advantages),
+            scale=None,
+        )
+        kl = _base_gradient(adapter.verl_loss, moved, zeros)
+        policy = _base_gradient(adapter.verl_loss, moved, ones) - kl
+        bound = upper is not None and ratio > upper
+        # A ratio that is bound is a constant, and its own slope is 0.
+        factor = torch.full_like(zeros, upper) if bound and upper is not None else ratio * (1 + share)
+        gradient = _adapter_gradient(adapter, spec, moved, BatchConstants())
+        demanded = policy + kl * batch.spread(factor.expand_as(zeros))
+        errors.append(_relative((gradient - demanded).abs().max(), kl.abs().max()))
+        scales.append(float(kl.abs().max()))
+    return ShiftResult(error=max(errors), vacuous=not all(scales))
+
+
+def _tried_penalty(adapter: CorrectedLoss, spec: CorrectionSpec, batch: mb.MicroBatch) -> ShiftResult:
+    """Compare the gradient of a penalty with 2 c log r of its own ratio, where the policy term has none."""
+    assert spec.penalty is not None
+    log_prob = batch.log_prob.double()
+    # So far that its gradient is as large as a policy term's, in either direction.
+    far = min(0.25 / spec.penalty.coefficient, _FAR)
+    shift = torch.where(torch.arange(log_prob.shape[-1], device=log_prob.device) % 2 == 0, far, -far)
+    of_mu = spec.penalty.ratio == "full"
+    moved = replace(
+        batch,
+        old_log_prob=(log_prob if of_mu else log_prob - shift).float(),
+        rollout_log_prob=(log_prob - shift if of_mu else log_prob).float(),
+        advantages=torch.zeros_like(batch.advantages),
+        scale=None,
+    )
+    penalty = _penalty_gradient(adapter, spec, moved)
+    demanded = _base_gradient(adapter.base_loss, moved, torch.ones_like(log_prob)) + penalty
+    gradient = _adapter_gradient(adapter, spec, moved, BatchConstants())
+    scale = penalty.abs().max()
+    return ShiftResult(error=_relative((gradient - demanded).abs().max(), scale), vacuous=not float(scale))
+
+
+def _penalty_gradient(adapter: CorrectedLoss, spec: CorrectionSpec, batch: mb.MicroBatch) -> Tensor:
+    """Compute 2 c log r times each token's share of verl's mean, 0 where it is not finite: (total tokens,).
+
+    Args:
+        batch: with pi_old as the loss takes it.
+    """
+    assert spec.penalty is not None
+    leaf = torch.zeros_like(batch.log_prob, dtype=torch.float32, requires_grad=True)
+    mean = mini_batch_mean(leaf, batch.response_mask, adapter.actor_config, batch.data)
+    share = torch.autograd.grad(mean, leaf)[0].double()
+    if spec.nonfinite == "excluded" and batch.scale is not None:
+        share = share * batch.scale[:, None]
+    other = batch.rollout_log_prob if spec.penalty.ratio == "full" else batch.old_log_prob
+    slope = 2 * (batch.log_prob.detach().double() - other.double())
+    there = batch.response_mask & torch.isfinite(slope)
+    return batch.spread(torch.where(there, spec.penalty.coefficient * slope * share, 0.0))

@@ -31,6 +31,10 @@ _HIGH = 0.95  # the higher of two probabilities that differ
 _NEAR = 0.02
 """Distance, as a share of a bound in nats, at which a factor of the bound that differs by as much is told from it."""
 _LEAST = 1e-4  # nats, clear of the rounding of float32 log-probs
+_ON_RATIO = ("product", "geometric", "any", "exp_abs_mean")
+"""Aggregates whose bounds are ratios, and are compared as their logs."""
+_WIDE_GAP = 0.5
+"""Difference of probabilities that one token is given where a unit shares a sum of them."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +57,8 @@ class Trial:
 def build_weight_trials(spec: WeightSpec, batch: MicroBatch) -> Iterator[Trial]:
     """Build trials of a weight: raw weights beyond and inside each bound on every other unit, 1 on the rest.
 
-    A weight whose bounds go by age has them at each age, of the first token of each row, on that token's unit.
+    A weight whose bounds go by age has them at each age, of the first token of each row, on that token's unit. One of
+    a sign is tried under advantages of that sign, of the other, and of both in one row.
     """
     if spec.by_staleness is not None:
         for age, factor in _list_ages(spec.by_staleness):
@@ -85,16 +90,27 @@ def _build_weight_trials(spec: WeightSpec, batch: MicroBatch) -> Iterator[Trial]
     size = (
         _count_tokens(units, batch.response_mask) if spec.aggregate == "geometric" else torch.ones_like(units).double()
     )
-    for raw, weight in demanded.items():
+    sign = -1.0 if spec.when == "negative" else 1.0
+    same = torch.full_like(size, sign)
+
+    def place(raw: float, advantages: Tensor, weighed: Tensor, weight: float) -> Trial:
         shift = torch.where(first, math.log(raw) * size, 0.0)
         # pi_old differs from pi, so that one taken for the other is seen. A ratio pi / pi_old below 1 is never clipped
-        # for a positive advantage, however narrow the base loss's clip, so every token has a gradient to weigh.
-        old_log_prob = batch.log_prob.double() + BEYOND
+        # for a positive advantage, nor one above 1 for a negative, however narrow the base loss's clip, so every token
+        # has a gradient to weigh.
+        old_log_prob = batch.log_prob.double() + advantages.sign() * BEYOND
         numerator = old_log_prob if spec.ratio == "rollout" else batch.log_prob.double()
-        moved = _replace_policies(batch, old=old_log_prob, mu=numerator - shift, advantages=torch.ones_like(shift))
-        factor = torch.where(hit, weight / mean, 1.0 / mean)
-        acts = bool((factor != 1).any())
-        yield Trial(f"raw {raw:g}" if acts else "", moved, factor, constants)
+        moved = _replace_policies(batch, old=old_log_prob, mu=numerator - shift, advantages=advantages)
+        factor = torch.where(weighed, weight / mean, 1.0 / mean)
+        acts = bool((factor != 1).any()) and advantages is same
+        return Trial(f"raw {raw:g}" if acts else "", moved, factor, constants)
+
+    for raw, weight in demanded.items():
+        yield place(raw, same, hit, weight)
+        if spec.when != "any":
+            yield place(raw, -same, torch.zeros_like(hit), weight)
+            mixed = _mix_signs(batch.response_mask, sign)
+            yield place(raw, mixed, hit if spec.sign == "row" else hit & (mixed * sign > 0), weight)
 
 
 def build_mask_trials(name: str, spec: MaskSpec, batch: MicroBatch) -> Iterator[Trial]:
@@ -116,16 +132,20 @@ def build_mask_trials(name: str, spec: MaskSpec, batch: MicroBatch) -> Iterator[
 def _build_mask_trials(name: str, spec: MaskSpec, batch: MicroBatch) -> Iterator[Trial]:
     # A budget's own cutoff depends on the batch; the trial fixes one, that of ``_list_bounds``.
     constants = BatchConstants(cutoffs={name: 0.04} if spec.budget is not None else {})
-    signs = {"any": (-1.0, 1.0), "negative": (-1.0,), "positive": (1.0,)}[spec.when]
+    signs = {"negative": (-1.0,), "positive": (1.0,)}.get(spec.when, (-1.0, 1.0))
     for side, bound in _list_bounds(spec):
         for sign in signs:
             for beyond in (True, False):
                 yield _build_mask_trial(
                     spec, batch, constants, side, _step_from_bound(spec, bound, side, beyond), sign, beyond
                 )
-        if spec.when != "any":
-            there = _step_from_bound(spec, bound, side, True)
+        there = _step_from_bound(spec, bound, side, True)
+        if spec.when in ("negative", "positive"):
             yield _build_mask_trial(spec, batch, constants, side, there, -signs[0], beyond=False)
+        if spec.when == "outward":
+            for sign in signs:
+                yield _build_mask_trial(spec, batch, constants, side, there, sign, beyond=True, inward=True)
+        if spec.when != "any":
             yield _build_mixed_sign_trial(spec, batch, constants, side, there, signs[0])
 
 
@@ -136,7 +156,7 @@ def _list_bounds(spec: MaskSpec) -> Iterator[tuple[float, float]]:
     elif spec.budget is not None:
         yield 1.0, 0.04
     else:
-        on_ratio = spec.aggregate in ("product", "geometric", "any")
+        on_ratio = spec.aggregate in _ON_RATIO
         for side, bound in ((-1.0, spec.lower), (1.0, spec.upper)):
             if bound is not None:
                 yield side, math.log(bound) if on_ratio else bound
@@ -160,38 +180,52 @@ def _step_from_bound(spec: MaskSpec, bound: float, side: float, beyond: bool) ->
     if not beyond:
         return bound / 2
     # Differences of probabilities and squares of small ratios need a finer step than nats do.
-    step = BEYOND if spec.aggregate in ("product", "geometric", "any") else min(BEYOND, 0.1 * abs(bound) + 1e-4)
+    step = BEYOND if spec.aggregate in _ON_RATIO else min(BEYOND, 0.1 * abs(bound) + 1e-4)
     return bound + side * step
 
 
 def _build_mask_trial(
-    spec: MaskSpec, batch: MicroBatch, constants: BatchConstants, side: float, value: float, sign: float, beyond: bool
+    spec: MaskSpec,
+    batch: MicroBatch,
+    constants: BatchConstants,
+    side: float,
+    value: float,
+    sign: float,
+    beyond: bool,
+    inward: bool = False,
 ) -> Trial:
+    """Build a trial; ``inward``: where the ratio may have either sign, it has that which the update takes back."""
     advantages = torch.full_like(batch.log_prob, sign, dtype=torch.float64)
-    moved, hit = _place_policies(spec, batch, value, side, advantages)
+    moved, hit = _place_policies(spec, batch, value, side, advantages, inward=inward)
     factor = torch.where(hit, 0.0, 1.0) if beyond else torch.ones_like(hit, dtype=torch.float64)
-    return Trial(f"side {side:+.0f}" if beyond else "", moved, factor, constants)
+    return Trial(f"side {side:+.0f}" if beyond and not inward else "", moved, factor, constants)
 
 
 def _build_mixed_sign_trial(
     spec: MaskSpec, batch: MicroBatch, constants: BatchConstants, side: float, value: float, sign: float
 ) -> Trial:
     """Build a trial of rows whose mean advantage has the mask's sign and whose later tokens have the other."""
-    mask = batch.response_mask
-    first = mask & (mask.cumsum(-1) == 1)
-    count = mask.sum(-1, keepdim=True).double()
-    advantages = torch.where(first, sign * (count + 1), -sign)
+    advantages = _mix_signs(batch.response_mask, sign)
     moved, hit = _place_policies(spec, batch, value, side, advantages)
-    looked_at = hit if spec.sign == "row" else hit & (advantages * sign > 0)
+    by_row = spec.sign == "row" or spec.when == "outward"  # the latter is in ``hit`` already
+    looked_at = hit if by_row else hit & (advantages * sign > 0)
     return Trial("", moved, torch.where(looked_at, 0.0, 1.0), constants)
 
 
-def _place_policies(
-    spec: MaskSpec, batch: MicroBatch, value: float, side: float, advantages: Tensor
-) -> tuple[MicroBatch, Tensor]:
-    """Build policies whose aggregate is ``value`` on every other unit and neutral on the rest, and the units hit.
+def _mix_signs(mask: Tensor, sign: float) -> Tensor:
+    """Build advantages of rows whose mean has ``sign`` and whose tokens after the first have the other."""
+    first = mask & (mask.cumsum(-1) == 1)
+    count = mask.sum(-1, keepdim=True).double()
+    return torch.where(first, sign * (count + 1), -sign)
 
-    The whole of a unit's log-ratio stands on its first token, so that PPO's clip leaves the others their gradient.
+
+def _place_policies(
+    spec: MaskSpec, batch: MicroBatch, value: float, side: float, advantages: Tensor, *, inward: bool = False
+) -> tuple[MicroBatch, Tensor]:
+    """Build policies whose aggregate is ``value`` on every other unit and neutral on the rest, and the tokens hit.
+
+    The whole of a unit's log-ratio stands on its first token, so that PPO's clip leaves the others their gradient. Of
+    these units ``when=outward`` hits the tokens alone whose log-ratio and advantage have one sign.
     """
     mask = batch.response_mask
     if spec.aggregate == "staleness":
@@ -202,16 +236,26 @@ def _place_policies(
     hit = _choose_units(units, spec.by_staleness is not None) & mask
     # A greatest value can only be low where all values are.
     first = hit if spec.aggregate == "k1_max" else hit & _find_unit_starts(units, mask)
-    if spec.aggregate == "binary_tv":
-        return _place_probability_gap(spec, batch, first, value, advantages), hit
+    looked = advantages.sign()
+    if spec.sign == "row":
+        looked = torch.where(mask, advantages, 0.0).sum(-1, keepdim=True).sign().expand_as(advantages)
+    # Where PPO never clips: up for a negative advantage and down for a positive one.
+    free = -advantages.sign()
+    way = free if spec.when != "outward" else -looked if inward else looked
+    if spec.aggregate.startswith("binary_"):
+        masses = _spread_gap(spec, units, mask, hit, value, way)
+        if spec.when == "outward":
+            hit = hit & ((masses[0] - masses[1]) * looked > 0)
+        return _place_masses(spec, batch, *masses, advantages), hit
     size = (
         _count_tokens(units, mask)
         if spec.aggregate.endswith(("mean", "geometric"))
         else torch.ones_like(units).double()
     )
-    # Where PPO never clips: up for a negative advantage and down for a positive one.
-    free = -advantages.sign()
-    shift = torch.where(first, _invert_aggregate(spec.aggregate, value * size, side, free), 0.0)
+    total = math.expm1(value) * size if spec.aggregate == "exp_abs_mean" else value * size
+    shift = torch.where(first, _invert_aggregate(spec.aggregate, total, side, way), 0.0)
+    if spec.when == "outward":
+        hit = hit & (shift * looked > 0)
     # The drift pi / pi_old beside it goes so far that a mask that looks at another ratio than its own decides
     # otherwise beyond or inside a bound.
     drift = free * 1.5 * shift.abs()
@@ -242,6 +286,8 @@ def _invert_aggregate(aggregate: str, value: Tensor, side: float, free: Tensor) 
             return torch.where(free > 0, _invert_k3(value, 1.0), _invert_k3(value, -1.0))
         case "product" | "geometric" | "any":
             return value
+        case "exp":
+            return free * torch.log1p(value)
         case _:
             raise NotImplementedError(
                 f"aggregate {aggregate}: the liveness proof has no statement of it. Fix: add one to proof/trials.py."
@@ -259,20 +305,42 @@ def _invert_k3(value: Tensor, sign: float) -> Tensor:
     return sign * high
 
 
-def _place_probability_gap(
-    spec: MaskSpec, batch: MicroBatch, first: Tensor, gap: float, advantages: Tensor
+def _spread_gap(
+    spec: MaskSpec, units: Tensor, mask: Tensor, hit: Tensor, value: float, way: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Choose the two policies' probabilities of each token, (B, T) each, equal but on the first tokens of hit units."""
+    rest = torch.full_like(way, _HIGH)
+    if spec.aggregate == "binary_kl":
+        low = torch.where(hit & _find_unit_starts(units, mask), _invert_binary_kl(value), rest)
+        return torch.where(way > 0, rest, low), torch.where(way > 0, low, rest)
+    size = _count_tokens(units, mask)
+    total = value * size if spec.aggregate == "binary_tv_mean" else torch.full_like(size, value)
+    # A token by itself has all of it; a sum that is wider than a probability stands on as few tokens as hold it.
+    count = torch.ones_like(size) if spec.aggregate == "binary_tv" else (total.abs() / _WIDE_GAP).ceil().clamp(min=1)
+    count = torch.minimum(count, size)
+    low = torch.where(hit & (_count_before(units, mask) < count), _HIGH - total.abs() / count, rest)
+    return (rest, low) if value > 0 else (low, rest)
+
+
+def _invert_binary_kl(value: float) -> float:
+    """Find the probability below ``_HIGH`` whose greater binary KL divergence from it is ``value``."""
+    low, high = 1e-6, _HIGH
+    for _ in range(80):
+        middle = (low + high) / 2
+        rest, there = math.log((1 - _HIGH) / (1 - middle)), math.log(_HIGH / middle)
+        either = max(_HIGH * there + (1 - _HIGH) * rest, -middle * there - (1 - middle) * rest)
+        low, high = (middle, high) if either > value else (low, middle)
+    return low
+
+
+def _place_masses(
+    spec: MaskSpec, batch: MicroBatch, numerator: Tensor, denominator: Tensor, advantages: Tensor
 ) -> MicroBatch:
-    """Set p_numerator - p_denominator = gap on the first token of each hit unit; all three policies agree elsewhere."""
-    high, low = math.log(_HIGH), math.log(_HIGH - abs(gap))
-    numerator, denominator = (high, low) if gap > 0 else (low, high)
-    level = torch.full_like(batch.log_prob, high, dtype=torch.float64)
-    pi = torch.where(first, numerator, level) if spec.ratio != "rollout" else level
-    old = {
-        "rollout": torch.where(first, numerator, level),
-        "full": pi,
-        "ppo": torch.where(first, denominator, level),
-    }[spec.ratio]
-    mu = torch.where(first, denominator, level) if spec.ratio != "ppo" else old
+    """Give the two policies of the ratio these probabilities; the third agrees with one of them."""
+    top, bottom, level = numerator.log(), denominator.log(), torch.full_like(numerator, math.log(_HIGH))
+    pi = top if spec.ratio != "rollout" else level
+    old = {"rollout": top, "full": pi, "ppo": bottom}[spec.ratio]
+    mu = bottom if spec.ratio != "ppo" else old
     return _replace_policies(
         replace(batch, log_prob=pi.to(batch.log_prob.dtype)), old=old, mu=mu, advantages=advantages
     )
@@ -341,6 +409,13 @@ def _find_unit_starts(units: Tensor, mask: Tensor) -> Tensor:
     before = torch.full_like(units, -1)
     before[:, 1:] = torch.where(mask, units, -1).cummax(-1).values[:, :-1]
     return mask & (units > before)
+
+
+def _count_before(units: Tensor, mask: Tensor) -> Tensor:
+    """Count the tokens of its unit that stand before each token: (B, T) int64."""
+    count = mask.cumsum(-1)
+    first = torch.where(_find_unit_starts(units, mask), count, 0).cummax(-1).values
+    return count - first
 
 
 def _count_tokens(units: Tensor, mask: Tensor) -> Tensor:

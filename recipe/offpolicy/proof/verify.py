@@ -72,7 +72,7 @@ def verify(
         _verify_two_policies(proofs)
     gradient_error = _verify_gradient(proofs)
     # A base loss without a ratio does not read pi_old: what else is configured has to be seen, and proximal cannot be.
-    unread = (spec.weight is not None or bool(spec.masks)) and not _seen(proofs, "proximal")
+    unread = bool(spec.all_weights or spec.masks or spec.penalty) and not _seen(proofs, "proximal")
     names = [name for name, _ in isolate_parts(spec) if not (unread and name == "proximal")]
     shift_error = max(_verify_shift(proofs, name) for name in names)
     moved = sum(proof.gradient_tokens for proof in proofs)

@@ -114,7 +114,7 @@ def find_too_many_parts(config: DictConfig, spec: CorrectionSpec) -> Iterator[Pr
     values = _section(config)
     if not isinstance(values, Mapping) or values.get("dir") is None:
         return
-    parts = len(spec.masks) + (spec.weight is not None and spec.weight.kind == "reject")
+    parts = len(spec.masks) + sum(weight.kind == "reject" for weight in spec.all_weights.values())
     if parts > MOST_REASONS:
         reason = f"{parts} parts of the correction can reject, and a recording tells {MOST_REASONS} apart."
         yield _misplaced(values["dir"], reason, f"Set {SECTION}.dir=null, or give fewer masks.")

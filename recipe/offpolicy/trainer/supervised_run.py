@@ -73,6 +73,7 @@ class SupervisedRun:
     recording: RunRecord | None = None
     extensions: ExtensionHooks = ExtensionHooks()
     supervision: Supervision
+    train_dataloader: Any
     _validating: bool = False
     _resumed: Mapping[str, Any] | None = None
     """What a checkpoint that was loaded says of alarms and bounds."""
@@ -147,6 +148,9 @@ class SupervisedRun:
     def _load_checkpoint(self) -> Any:
         spec, of_config = read_spec(self.config), partial(find_differences, self.config)
         self._resumed = check_before_loading(self.config, spec, of_config, self.extensions.differences)
+        # Made by now on every trainer and not read yet; its own state comes with the checkpoint.
+        if self.extensions:
+            self.train_dataloader = self.extensions.load_prompts(self.train_dataloader)
         loaded = super()._load_checkpoint()  # type: ignore[misc]
         if self.extensions:
             self.extensions.restore(*extension_states(self.config))

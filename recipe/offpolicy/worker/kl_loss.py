@@ -1,8 +1,9 @@
-"""KL loss weighted by the clipped ratio pi / pi_old.
+"""KL loss with a ratio of its own: clipped pi / pi_old, or an importance weight.
 
 verl adds mean_t k(pi, pi_ref) to the loss as if its tokens came from the current policy. They come from pi_old, so
 each term's gradient is due a ratio pi / pi_old, and that ratio a clip, as PPO's policy term has them (Liu et al. 2025,
-Rethinking KL Regularization in RLHF).
+Rethinking KL Regularization in RLHF); or, without a clip, the ratio to the policy that sampled, whose expectation is
+the reverse KL and its gradient (DeepSeek-V3.2).
 """
 
 from __future__ import annotations
@@ -18,14 +19,18 @@ from torch import Tensor
 from verl.trainer.ppo.core_algos import kl_penalty
 from verl.utils.metric import Metric
 
-from ..batch.micro_batch import pad_log_probs
+from ..batch.micro_batch import ROLLOUT_LOG_PROBS, pad_log_probs
 from ..batch.mini_batch_mean import mini_batch_mean
+from ..correction import CorrectionSpec
+from ..correction.kl_weight import KlWeightSpec
 from ..correction.ratios import EXP_CLAMP
 
 BaseLoss = Callable[..., tuple[Tensor, dict[str, Any]]]
 """Takes (config, model_output, data, dp_group), as verl's ``ppo_loss``."""
 BoundLoss = Callable[..., tuple[Tensor, dict[str, Any]]]
 """Takes (model_output, data, dp_group)."""
+Surrogate = Callable[[Tensor, Tensor, Tensor, Tensor, str], Tensor]
+"""Takes log pi, log pi_old, log mu, log pi_ref, (B, T) each, and verl's ``kl_loss_type``; gives a token's KL term."""
 
 
 def compute_clipped_kl(
@@ -53,31 +58,77 @@ def compute_clipped_kl(
     return torch.maximum(ratio * slope, ratio.clamp(lower, upper) * slope)
 
 
-def replace_kl(base_loss: BaseLoss, config: Any, *, lower: float, upper: float) -> BoundLoss:
-    """Replace the KL term of ``base_loss`` under ``config`` (verl's ActorConfig) by the clipped one."""
+def compute_weighted_kl(
+    log_prob: Tensor, other_log_prob: Tensor, ref_log_prob: Tensor, *, kind: str, upper: float | None
+) -> Tensor:
+    """Compute each token's weighted KL estimate, min(r, upper) k(pi, pi_ref) with r = pi / other.
+
+    r carries its gradient: untruncated, the expectation of the term over ``other`` is KL(pi, pi_ref) of the token, and
+    that of its gradient the gradient of it, for the kinds k1 and k3 (DeepSeek-V3.2, unbiased KL estimate).
+
+    Args:
+        log_prob: (B, T) log pi, carries the gradient.
+        other_log_prob: (B, T) of the policy that sampled, or is taken for it; the term is 0 where it is not finite.
+        ref_log_prob: (B, T).
+        kind: verl's ``kl_loss_type``.
+        upper: greatest ratio, beyond which it is a constant; None for any.
+
+    Returns:
+        (B, T).
+    """
+    dtype = torch.promote_types(log_prob.dtype, torch.float32)
+    known = torch.isfinite(other_log_prob)
+    # Chosen before the difference, so that no gradient passes through what is not finite.
+    other = torch.where(known, other_log_prob.to(dtype), log_prob.detach().to(dtype))
+    ratio = torch.exp((log_prob.to(dtype) - other).clamp(-EXP_CLAMP, EXP_CLAMP))
+    if upper is not None:
+        ratio = ratio.clamp(max=upper)
+    return ratio * kl_penalty(logprob=log_prob, ref_logprob=ref_log_prob, kl_penalty=kind) * known
+
+
+def choose_surrogate(spec: CorrectionSpec) -> Surrogate | None:
+    """Choose what stands in the place of verl's KL estimate under ``spec``; None for verl's own."""
+    if spec.kl_clip is not None:
+        lower, upper = spec.kl_clip
+        return partial(_clip, lower, upper)
+    if spec.kl_weight is not None:
+        return partial(_weigh, spec.kl_weight)
+    return None
+
+
+def _clip(lower: float, upper: float, log_prob: Tensor, old: Tensor, mu: Tensor, ref: Tensor, kind: str) -> Tensor:
+    return compute_clipped_kl(log_prob, old, ref, kind=kind, lower=lower, upper=upper)
+
+
+def _weigh(spec: KlWeightSpec, log_prob: Tensor, old: Tensor, mu: Tensor, ref: Tensor, kind: str) -> Tensor:
+    other = mu if spec.ratio == "full" else old
+    return compute_weighted_kl(log_prob, other, ref, kind=kind, upper=spec.upper)
+
+
+def replace_kl(base_loss: BaseLoss, config: Any, surrogate: Surrogate) -> BoundLoss:
+    """Replace the KL term of ``base_loss`` under ``config`` (verl's ActorConfig) by ``surrogate``."""
     plain = partial(base_loss, dataclasses.replace(config, use_kl_loss=False))
-    return partial(_loss_with_clipped_kl, plain, config, lower, upper)
+    return partial(_loss_with_surrogate, plain, config, surrogate)
 
 
-def _loss_with_clipped_kl(
+def _loss_with_surrogate(
     plain: BoundLoss,
     config: Any,
-    lower: float,
-    upper: float,
+    surrogate: Surrogate,
     model_output: Mapping[str, Any],
     data: TensorDict,
     dp_group: Any = None,
 ) -> tuple[Tensor, dict[str, Any]]:
     loss, metrics = plain(model_output, data, dp_group)
-    dense = data.select("response_mask", "old_log_probs", "ref_log_prob").to_padded_tensor()
+    dense = data.select("response_mask", "old_log_probs", ROLLOUT_LOG_PROBS, "ref_log_prob").to_padded_tensor()
     log_prob = pad_log_probs(model_output, data)
     reference, kind = dense["ref_log_prob"], config.kl_loss_type
 
     aggregate = partial(mini_batch_mean, response_mask=dense["response_mask"].to(bool), actor_config=config, data=data)
-    surrogate = compute_clipped_kl(log_prob, dense["old_log_probs"], reference, kind=kind, lower=lower, upper=upper)
+    term = surrogate(log_prob, dense["old_log_probs"], dense[ROLLOUT_LOG_PROBS], reference, kind)
     penalty = aggregate(kl_penalty(log_prob.detach(), reference, kind))
     metrics = metrics | {
         "kl_loss": Metric(aggregation=metrics["actor/pg_loss"].aggregation, value=penalty),
         "kl_coef": config.kl_loss_coef,
     }
-    return loss + config.kl_loss_coef * aggregate(surrogate), metrics
+    return loss + config.kl_loss_coef * aggregate(term), metrics

@@ -30,7 +30,7 @@ from ..batch.plan import PLAN
 from ..correction import StepStage
 from ..correction.moving_bounds import replace_bounds
 from ..proof.gradient import prove
-from .kl_loss import BoundLoss, compute_clipped_kl
+from .kl_loss import BoundLoss, choose_surrogate
 from .legacy_settings import LegacySettings
 from .loss import OffPolicyLoss
 from .metrics import METRIC_KEY
@@ -76,11 +76,12 @@ class LegacyLoss(OffPolicyLoss):
 
     Attributes:
         policy: the policy term alone, for an actor that adds the KL term itself.
-        old_log_prob: (B, T) pi_old as the micro-batch before saw it.
+        old_log_prob, rollout_log_prob: (B, T) pi_old and mu as the micro-batch before saw them.
     """
 
     policy: LegacyLoss
     old_log_prob: Tensor
+    rollout_log_prob: Tensor
 
     def __init__(self, settings: LegacySettings, actor_config: Any) -> None:
         # verl's loss notes a mini-batch's numbers in its config, where the actor must not find them afterwards.
@@ -102,7 +103,7 @@ class LegacyLoss(OffPolicyLoss):
 
     def hand_over(self, batch: mb.MicroBatch, step: StepStage) -> TensorDict:
         handed = super().hand_over(batch, step)
-        self.old_log_prob = handed["old_log_probs"]
+        self.old_log_prob, self.rollout_log_prob = handed["old_log_probs"], batch.rollout_log_prob
         return handed
 
 
@@ -189,14 +190,13 @@ class LegacyUpdate:
     def kl_penalty(
         self, original: Callable[..., Tensor], logprob: Tensor, ref_logprob: Tensor, kl_penalty: str
     ) -> Tensor:
-        """Compute verl's ``kl_penalty``, (B, T), with the gradient of the clipped term if configured."""
+        """Compute verl's ``kl_penalty``, (B, T), with the gradient of the corrected term if configured."""
         penalty = original(logprob, ref_logprob, kl_penalty)
-        if self.spec.kl_clip is None:
+        if (surrogate := choose_surrogate(self.spec)) is None:
             return penalty
-        lower, upper = self.spec.kl_clip
-        old = self.loss.policy.old_log_prob
-        surrogate = compute_clipped_kl(logprob, old, ref_logprob, kind=kl_penalty, lower=lower, upper=upper)
-        return surrogate - surrogate.detach() + penalty.detach()
+        policy = self.loss.policy
+        term = surrogate(logprob, policy.old_log_prob, policy.rollout_log_prob, ref_logprob, kl_penalty)
+        return term - term.detach() + penalty.detach()
 
     def _uncorrected(self, policy_loss: Callable[..., Any], **call: Any) -> tuple[Tensor, dict[str, Any]]:
         loss, metrics = policy_loss(**call)

@@ -23,6 +23,7 @@ from verl.workers.utils.losses import ppo_loss
 from verl_patches import sent_metrics
 
 from ..batch import micro_batch as mb
+from ..batch.mini_batch_mean import mini_batch_mean
 from ..correction import CorrectionSpec, Statistic, StepStage
 from ..correction.deferred_value import DeferredValue, fetch
 from ..correction.moving_bounds import Side, compute_fingerprint, read_bounds, replace_bounds
@@ -32,7 +33,7 @@ from ..proof.gradient import prove
 from ..proof.rollout_log_probs import find_zero_rows
 from ..recording.record_settings import RecordSettings
 from ..recording.worker_hook import record
-from .kl_loss import BaseLoss, BoundLoss, replace_kl
+from .kl_loss import BaseLoss, BoundLoss, choose_surrogate, replace_kl
 from .measurement import Observation
 from .metrics import METRIC_KEY, Ledger, Packet
 
@@ -90,11 +91,11 @@ class OffPolicyLoss:
         self.takes_padded = base_loss is ppo_loss
         self.verl_loss: BoundLoss = partial(base_loss, actor_config)
         self.base_loss: BoundLoss = self.verl_loss
-        if spec.kl_clip is not None:
-            lower, upper = spec.kl_clip
-            self.base_loss = replace_kl(base_loss, actor_config, lower=lower, upper=upper)
+        if (surrogate := choose_surrogate(spec)) is not None:
+            self.base_loss = replace_kl(base_loss, actor_config, surrogate)
         if extensions:
             self.extensions = dict(extensions)
+        if extensions or spec.penalty or spec.kl_weight:
             self.actor_config = actor_config
 
     def extended(self, base_loss: BoundLoss) -> BoundLoss:
@@ -173,7 +174,12 @@ class OffPolicyLoss:
         fetch(self._guards(batch))
         statistics = self._recorded(batch, step)
         model_output = batch.padded_output() if self.takes_padded else batch.model_output
-        loss, metrics = self.extended(self.base_loss)(model_output, self.hand_over(batch, step), dp_group)
+        handed = self.hand_over(batch, step)
+        loss, metrics = self.extended(self.base_loss)(model_output, handed, dp_group)
+        if self.spec.penalty is not None:
+            squares = mb.compute_penalty(self.spec.penalty, batch, self.spec)
+            mean = mini_batch_mean(squares, batch.response_mask, self.actor_config, batch.data)
+            loss = loss + self.spec.penalty.coefficient * mean
         return loss, metrics, statistics
 
     def _recorded(self, batch: mb.MicroBatch, step: StepStage) -> dict[str, Statistic]:

@@ -1,10 +1,12 @@
 """Length over steps without a penalty and with each kind, before and after normalisation, on a task with free length.
 
-    python scripts/evidence/free_length/free_length.py MODEL [--seeds 8] [--steps 60] [--out OUT] [--seconds S]
+    python scripts/evidence/free_length/free_length.py run MODEL [--seeds 8] [--steps 30] [--out OUT] [--seconds S]
+    python scripts/evidence/free_length/free_length.py show MEASURED.csv [--png FILE]
 
-MODEL is what free_length_task.py makes. Runs that are there in OUT, outputs/free_length, are not run again, and none is
-begun after S seconds, so that a call goes on where the last one ended. Prints a table of all runs;
-`python -m recipe.offpolicy.lengths OUT/*.jsonl --png FILE` draws them.
+MODEL is what `python -m scripts.quickstart.prepare --cache DIR free_length_model` makes. Runs that are there in OUT,
+outputs/free_length, are not run again, and none is begun after S seconds, so that a call goes on where the last one
+ended; OUT/measured.csv holds the figures of all. `show` prints them as a table and says whether what was expected
+beforehand came true; measured.csv beside this file is what docs/length.md shows.
 """
 
 from __future__ import annotations
@@ -22,51 +24,27 @@ if __name__ == "__main__" and {"-h", "--help"} & set(sys.argv):  # before import
 ROOT = Path(__file__).resolve().parents[3]
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts" / "evidence")]
 
-import torch  # noqa: E402
-from free_length.free_length_training import ARMS, train  # noqa: E402
 from rich.console import Console  # noqa: E402
-from rich.table import Table  # noqa: E402
 
-from scripts.quickstart.task import TaskSettings, splits  # noqa: E402
-
-LAST = 10
-"""Steps that the end is the mean of."""
-
-
-def read_ends(path: Path) -> tuple[float, float, float, float]:
-    """Read (length at first, length at last, right at first, right at last) of one run, means over ``LAST`` steps."""
-    lines = [json.loads(line)["data"] for line in path.read_text().splitlines()]
-
-    def mean(key: str, of: list[dict[str, float]]) -> float:
-        return sum(each[key] for each in of) / len(of)
-
-    length, score = "response_length/mean", "critic/score/mean"
-    first, last = lines[:LAST], lines[-LAST:]
-    return mean(length, first), mean(length, last), mean(score, first), mean(score, last)
+from free_length.free_length_measured import (  # noqa: E402
+    ARMS,
+    build_table,
+    compute_ends,
+    draw,
+    judge,
+    read_measured,
+    read_runs,
+    write_measured,
+)
 
 
-def build_table(out: Path) -> Table:
-    """Build the table of all runs that are there: means over seeds, and the range of the last length."""
-    table = Table("arm", "seeds", "tokens, first", "tokens, last", "least to most", "right, first", "right, last")
-    for arm in ARMS:
-        found = [read_ends(path) for path in sorted(out.glob(f"{arm.replace('/', '-')}-[0-9]*.jsonl"))]
-        if found:
-            means = [sum(column) / len(found) for column in zip(*found, strict=True)]
-            last = [each[1] for each in found]
-            cells = (f"{means[0]:.1f}", f"{means[1]:.1f}", f"{min(last):.1f} to {max(last):.1f}")
-            table.add_row(arm, str(len(found)), *cells, f"{means[2]:.3f}", f"{means[3]:.3f}")
-    return table
+def run(options: argparse.Namespace) -> None:
+    """Run what is left, and write the raw figures."""
+    import torch
 
+    from free_length.free_length_training import train
+    from scripts.quickstart.task import TaskSettings, splits
 
-def main() -> None:
-    """Run what is left, and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", type=Path)
-    parser.add_argument("--seeds", type=int, default=8)
-    parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--out", type=Path, default=ROOT / "outputs" / "free_length")
-    parser.add_argument("--seconds", type=float, default=float("inf"))
-    options = parser.parse_args()
     torch.set_num_threads(1)
     options.out.mkdir(parents=True, exist_ok=True)
     entries, start = splits(TaskSettings())["train"], time.monotonic()
@@ -75,9 +53,42 @@ def main() -> None:
             path = options.out / f"{arm.replace('/', '-')}-{seed}.jsonl"
             if not path.exists() and time.monotonic() - start < options.seconds:
                 history = train(arm, seed, options.model, entries, options.steps)
-                path.write_text("".join(json.dumps(each) + "\n" for each in history))
-                print(f"{path.name}: {time.monotonic() - start:.0f} s", flush=True)
-    Console(width=120).print(build_table(options.out))
+                draft = path.with_suffix(".draft")
+                draft.write_text("".join(json.dumps(each) + "\n" for each in history))
+                draft.rename(path)
+                seconds = f"{time.monotonic() - start:.0f} s, {time.process_time():.0f} s of a core"
+                print(f"{path.name}: {seconds}", flush=True)
+    write_measured(read_runs(options.out), options.out / "measured.csv")
+
+
+def show(options: argparse.Namespace) -> None:
+    """Print the table of measured figures and what came true, and draw them."""
+    measured = read_measured(options.measured)
+    ends = {key: compute_ends(blocks) for key, blocks in measured.items()}
+    Console(width=120).print(build_table(ends))
+    for expectation, came_true, figures in judge(ends):
+        print(f"{expectation}: {'yes' if came_true else 'no'} ({figures})")
+    if options.png is not None:
+        draw(measured, options.png)
+
+
+def main() -> None:
+    """Run or show."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(required=True)
+    running = commands.add_parser("run")
+    running.add_argument("model", type=Path)
+    running.add_argument("--seeds", type=int, default=8)
+    running.add_argument("--steps", type=int, default=30)
+    running.add_argument("--out", type=Path, default=ROOT / "outputs" / "free_length")
+    running.add_argument("--seconds", type=float, default=float("inf"))
+    running.set_defaults(command=run)
+    showing = commands.add_parser("show")
+    showing.add_argument("measured", type=Path)
+    showing.add_argument("--png", type=Path)
+    showing.set_defaults(command=show)
+    options = parser.parse_args()
+    options.command(options)
 
 
 if __name__ == "__main__":

@@ -20,16 +20,12 @@ from verl.workers.config import FSDPActorConfig
 from recipe.offpolicy.extensions.hooks import ExtensionHooks
 from recipe.offpolicy.extensions.length_penalty.length_penalty import LengthPenalty
 from recipe.offpolicy.trainer.batch_view_v0 import DataProtoBatch
+from scripts.quickstart.free_length import ANCHOR, COEFFICIENTS, MOST_TOKENS
+from scripts.quickstart.free_length_reward import compute_score
 from scripts.quickstart.task import Entry
 from scripts.quickstart.warm_start import tokenize_prompts
 
-from .free_length_reward import compute_score
-from .free_length_task import MOST_TOKENS
-
 PROMPTS, ROWS, RATE = 8, 8, 3e-4
-ARMS = ("none", *(f"{kind}/{place}" for kind in ("uniform", "group", "anchor") for place in ("after", "before")))
-COEFFICIENT = {"uniform": 2e-3, "group": 0.1, "anchor": 0.1}
-"""uniform: a full-length answer of 56 tokens loses 0.11."""
 
 
 @dataclass(frozen=True)
@@ -45,9 +41,8 @@ class Sampled:
 def build_penalty(arm: str) -> LengthPenalty:
     """Build the extension of an arm, with anchors by source: no prompt comes twice here."""
     kind, _, place = arm.partition("/")
-    settings = {"kind": kind, "place": place or "after", "coefficient": COEFFICIENT.get(kind)}
-    anchor = {"per": "source", "pass_rate": 0.5, "min_samples": 64, "window": 64}
-    penalty = LengthPenalty("length_penalty", settings | {"anchor": anchor})
+    settings = {"kind": kind, "place": place or "after", "coefficient": COEFFICIENTS.get(kind)}
+    penalty = LengthPenalty("length_penalty", settings | {"anchor": ANCHOR})
     algorithm = {"adv_estimator": "grpo", "norm_adv_by_std_in_grpo": True}
     penalty.begin(OmegaConf.create({"algorithm": algorithm, "data": {"max_response_length": MOST_TOKENS}}))
     return penalty

@@ -23,6 +23,7 @@ from recipe.offpolicy.batch.plan import (
 from recipe.offpolicy.batch.token_versions import CHUNKS
 from recipe.offpolicy.batch.weight_versions import RowVersions
 from recipe.offpolicy.correction import CorrectionSpec
+from recipe.offpolicy.correction.penalty import PenaltySpec
 from tests.support.corrections import TIS, band, spec
 
 
@@ -135,6 +136,20 @@ def test_the_factor_holds_weight_keep_and_the_kept_denominator() -> None:
     assert mb.compute_factor(kept, scaled, step).tolist() == [pytest.approx([3.0, 0.0]), [0.5, 0.0]]
     with pytest.raises(KeyError, match=f"{SCALE} is not in the micro-batch"):
         mb.compute_factor(kept, batch, step)
+
+
+@pytest.mark.parametrize(("ratio", "first"), [("full", 36.0), ("ppo", 16.0)])
+def test_a_penalty_squares_the_distance_from_mu_or_pi_old(ratio: str, first: float) -> None:
+    """log pi = -1, log pi_old = -5, log mu = -7 on the first token."""
+    batch = replace(read(), old_log_prob=torch.full((2, 2), -5.0), rollout_log_prob=torch.full((2, 2), -7.0))
+    penalty = PenaltySpec(ratio, 0.1)  # type: ignore[arg-type]
+    correction = CorrectionSpec(penalty=penalty)
+    assert mb.compute_penalty(penalty, batch, correction)[0, 0].item() == first
+    excluded = replace(correction, nonfinite="excluded")
+    scaled = replace(batch, scale=torch.tensor([2.0, 0.5], dtype=torch.float64))
+    assert mb.compute_penalty(penalty, scaled, excluded)[0, 0].item() == 2 * first
+    with pytest.raises(KeyError, match="nonfinite=excluded has no count"):
+        mb.compute_penalty(penalty, batch, excluded)
 
 
 @pytest.mark.parametrize(

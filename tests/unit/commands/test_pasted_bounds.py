@@ -72,6 +72,10 @@ def test_shipped_options_by_name(asked: list[str], pasted: list[str]) -> None:
         ["correction=gsm", "correction.weight={level: sequence, kind: truncate, lower: null, upper: 2.2}"],
         ["correction=dppo_tv"],
         [
+            "correction=none",
+            "correction.weights.a={level: token, kind: truncate, lower: null, upper: 3.0, when: negative}",
+        ],
+        [
             "correction=tis_token",
             "+correction.weight.by_staleness=[1.5,2.0]",
             "+correction.masks.stale={aggregate: staleness, level: turn, upper: 3}",

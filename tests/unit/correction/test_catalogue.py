@@ -54,6 +54,8 @@ def test_the_catalogue_holds_every_key_and_no_other() -> None:
         for key, statistic in stages(correction, random_batch(1))[1].statistics.items():
             for mask, _ in correction.masks:
                 key = key.replace(f"mask/{mask}/", "mask/<name>/")
+            for weight, _ in correction.weights:
+                key = key.replace(f"weights/{weight}/", "weights/<name>/")
             emitted[key] = statistic.reduction
         if not correction.is_none:
             for key, statistic in shadow({name: correction}, random_batch(1)).items():

@@ -16,13 +16,25 @@ from hypothesis import given, settings
 from hypothesis import strategies as draw
 from torch import Tensor
 
-from recipe.offpolicy.correction import CorrectionSpec, StepStage
+from recipe.offpolicy.correction import CorrectionSpec, StepStage, WeightSpec
 from recipe.offpolicy.correction.statistics import merge_all
 from tests.support.corrections import GSM, TIS, on_host, opsm, spec, values
 from tests.support.drawn import Rows, batches, constants_of, corrections, decide, examples, masks, weights
 from tests.support.examples import at_most
 
-MEANS = ("geometric", "any", "k1_mean", "k1_max", "k2_mean", "k2_max", "k3_max", "tv_max", "binary_tv")
+MEANS = (
+    "geometric",
+    "any",
+    "k1_mean",
+    "k1_max",
+    "k2_mean",
+    "k2_max",
+    "k3_max",
+    "tv_max",
+    "binary_tv",
+    "binary_tv_mean",
+    "binary_kl",
+)
 
 
 def same(one: StepStage, two: StepStage, *, statistics: bool = True) -> None:
@@ -184,7 +196,7 @@ def test_micro_batches_add_up_to_the_whole(correction: CorrectionSpec, rows: Row
 def test_parts_of_a_correction_do_not_look_at_each_other(correction: CorrectionSpec, rows: Rows) -> None:
     """keep is the intersection of what each part keeps; the weight is that of no mask. So no order can matter."""
     step = decide(correction, rows)
-    alone = decide(CorrectionSpec(weight=correction.weight), rows)
+    alone = decide(CorrectionSpec(weight=correction.weight, weights=correction.weights), rows)
     assert torch.equal(step.weight, alone.weight)
     keep = alone.keep
     for name, mask in correction.masks:
@@ -218,14 +230,17 @@ def test_nothing_carries_a_gradient(correction: CorrectionSpec, rows: Rows) -> N
 
 def by_level(correction: CorrectionSpec, level: str) -> CorrectionSpec:
     """The same correction with all that is decided by sequence decided by ``level``."""
-    weight = correction.weight
-    if weight is not None and weight.level == "sequence":
-        weight = replace(weight, level=level)  # type: ignore[arg-type]
+
+    def moved(weight: WeightSpec) -> WeightSpec:
+        return replace(weight, level=level) if weight.level == "sequence" else weight  # type: ignore[arg-type]
+
+    weight = None if correction.weight is None else moved(correction.weight)
+    weights = tuple((name, moved(each)) for name, each in correction.weights)
     decided = tuple(
         (name, replace(mask, level=level) if mask.level == "sequence" else mask)  # type: ignore[arg-type]
         for name, mask in correction.masks
     )
-    return replace(correction, weight=weight, masks=decided)
+    return replace(correction, weight=weight, weights=weights, masks=decided)
 
 
 @examples
@@ -276,6 +291,7 @@ def test_turns_decide_as_rows_of_their_own(correction: CorrectionSpec, rows: Row
             for name, m in correction.masks
         ),
         weight=correction.weight and replace(correction.weight, level="sequence"),
+        weights=tuple((name, replace(w, level="sequence", sign="token")) for name, w in correction.weights),
     )
     by_unit, ids = by_level(by_sequence, level), rows.turns if level == "turn" else rows.versions
     whole = decide(by_unit, rows)

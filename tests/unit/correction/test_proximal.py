@@ -10,7 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from recipe.offpolicy.correction import CorrectionSpec, StepStage, proximal_log_prob, rollout_stage, step_stage
+from recipe.offpolicy.correction import (
+    CorrectionSpec,
+    SpecError,
+    StepStage,
+    proximal_log_prob,
+    rollout_stage,
+    step_stage,
+)
 from tests.support.corrections import GSM, TIS, band, opsm, tensor
 
 MU, OLD, PI = tensor([[-1.0, -2.0]]), tensor([[-1.5, -2.25]]), tensor([[-2.0, -1.0]])
@@ -39,6 +46,30 @@ def test_by_hand() -> None:
     # 0.75 x -1 + 0.25 x -2 = -1.25, and 0.75 x -2 + 0.25 x -1 = -1.75
     assert of("loglinear", 0.25).tolist() == [[-1.25, -1.75]]
     assert of("loglinear", 0.5).tolist() == [[-1.5, -1.5]]
+
+
+def test_the_share_by_age_is_that_of_areal() -> None:
+    """v_theta = v_prox + 1, so that (v_prox - v_mu) / (v_theta - v_mu) = a / (a + 1): 0, 1/2 and 3/4 at 0, 1 and 3.
+
+    From log mu = -1 to log pi = -2, and from -2 to -1.
+    """
+    policies = dict(old_log_prob=OLD, rollout_log_prob=MU, log_prob=PI)
+    by_token = proximal_log_prob("loglinear", "by_age", ages=torch.tensor([[1, 3]]), **policies)
+    assert by_token.tolist() == [[-1.5, -1.25]]
+    by_row = proximal_log_prob("loglinear", "by_age", ages=torch.tensor([0]), **policies)
+    assert torch.equal(by_row, MU)
+    with pytest.raises(ValueError, match="versions that sampled did not come"):
+        proximal_log_prob("loglinear", "by_age", **policies)
+
+
+def test_by_age_is_a_share_of_loglinear_alone() -> None:
+    correction = CorrectionSpec.from_mapping({"proximal": "loglinear", "alpha": "by_age"})
+    assert (correction.alpha, correction.age_keys) == ("by_age", ("alpha",))
+    assert CorrectionSpec.from_mapping(correction.to_mapping()) == correction
+    with pytest.raises(SpecError, match="only loglinear interpolates"):
+        CorrectionSpec.from_mapping({"proximal": "bypass", "alpha": "by_age"})
+    with pytest.raises(SpecError, match="alpha"):
+        CorrectionSpec.from_mapping({"proximal": "loglinear", "alpha": "by_token"})
 
 
 def test_loglinear_is_nothing_without_its_share() -> None:

@@ -137,7 +137,7 @@ def test_a_mask_with_both_sides_open() -> None:
         (weight(aggregate=None), "correction.weight.aggregate=null", "product, geometric"),
         (weight(ratio="ppo"), "correction.weight.ratio=ppo", "rollout, full"),
         (mask(aggregate="mean"), "correction.masks.gsm.aggregate=mean", "product, geometric, any, k1_sum"),
-        (mask(aggregate="k4_sum"), "correction.masks.gsm.aggregate=k4_sum", "tv_max, binary_tv, second_moment"),
+        (mask(aggregate="k4_sum"), "correction.masks.gsm.aggregate=k4_sum", "binary_tv, binary_tv_mean"),
         (mask(sign="group"), "correction.masks.gsm.sign=group", "row, token"),
         (mask(sign=None), "correction.masks.gsm.sign=null", "row, token"),
         ({"proximal": "none"}, "correction.proximal=none", "recompute, bypass, reuse, loglinear"),

@@ -70,9 +70,12 @@ def reference(batch: Batch, step: StepStage, correction: CorrectionSpec) -> dict
     result |= distribution("ppo_ratio", [math.exp(pi[b][t] - old[b][t]) for b, t in tokens])
     result |= distribution("full_ratio", [math.exp(pi[b][t] - mu[b][t]) for b, t in tokens])
     result |= distribution("rollout_ratio_sequence", [math.exp(sums[b]) for b in rows if valid[b]])
-    weight, rejected = step.weight.double().tolist(), dropped.get("weight")
-    result |= distribution("weight", [0.0 if rejected and rejected[b][t] else weight[b][t] for b, t in tokens])
+    weight = step.weight.double().tolist()
+    rejected = [drop for key, drop in dropped.items() if key.startswith("weight")]
+    result |= distribution("weight", [0.0 if any(drop[b][t] for drop in rejected) else weight[b][t] for b, t in tokens])
     logs = list(log_rho.values())
+    if correction.penalty is not None:
+        result["penalty/mean"] = mean([(pi[b][t] - old[b][t]) ** 2 for b, t in tokens])
     result |= {
         "log_prob_difference/mean": mean(logs),
         "log_prob_difference/abs_mean": mean([abs(x) for x in logs]),
@@ -93,7 +96,7 @@ def reference(batch: Batch, step: StepStage, correction: CorrectionSpec) -> dict
         result[f"keep/{sign}token_share"] = keep_token_share(tokens_of(some))
         result[f"keep/{sign}sequence_share"] = keep_row_share([b for b in some if response[b]])
         for key, drop in dropped.items():
-            name = f"{key.replace('masks.', 'mask/')}/{sign}"
+            name = f"{key.replace('masks.', 'mask/').replace('.', '/')}/{sign}"
             result[f"{name}masked_token_share"] = mean(
                 [float(t in valid[b] and drop[b][t]) for b, t in tokens_of(some)]
             )

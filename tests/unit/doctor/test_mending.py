@@ -11,7 +11,9 @@ from omegaconf import OmegaConf
 
 from recipe.offpolicy.correction import CorrectionSpec, Problem, SpecError
 from recipe.offpolicy.correction.aggregates import AGGREGATES
-from recipe.offpolicy.correction.mask_spec import MaskSpec, Ratio, Sign, When
+from recipe.offpolicy.correction.mask_spec import MaskSpec, Ratio
+from recipe.offpolicy.correction.signs import MaskWhen as When
+from recipe.offpolicy.correction.signs import Sign
 from recipe.offpolicy.correction.weight_spec import WeightSpec
 from recipe.offpolicy.preflight.hydra_groups import force_own_keys
 from tests.support.corrections import GSM, TIS, opsm
@@ -115,6 +117,24 @@ def test_a_weight_is_mended_by_one_paste(name: str) -> None:
     assert {key: getattr(spec.weight, key) for key in expected} == expected
 
 
+SIGNED = TIS | {"when": "negative"}
+BY_SIGN: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "of both": ({"weight": TIS, "weights": {"a": SIGNED}}, ["weights.a"]),
+    "of one sign": ({"weights": {"a": SIGNED, "b": SIGNED}}, ["weights.a"]),
+    "of no sign": ({"weights": {"a": TIS}}, ["weights.a"]),
+    "with a sign for every token": ({"weight": TIS | {"when": "negative"}}, ["weight"]),
+    "no mapping": ({"weights": 2.0}, []),
+    "normalised by advantages": ({"weights": {"a": SIGNED | {"normalize": True}}}, ["weights.a"]),
+}
+
+
+@pytest.mark.parametrize("name", BY_SIGN)
+def test_weights_by_sign_are_mended_by_one_paste(name: str) -> None:
+    given_, left = BY_SIGN[name]
+    spec, pastes = mended(given_)
+    assert (list(spec.all_weights), pastes) == (left, 1)
+
+
 RENAMED = {"Tight-Max": "tight_greatest", "minimax": "leastigreatest", "9": "mask_9", "mmininx": "mleastinx"}
 
 
@@ -132,6 +152,14 @@ def test_a_mask_is_renamed_with_what_it_is(name: str, proper: str) -> None:
         {"masks": "gsm"},
         {"masks": {"it": 1.0}},
         {"kl_clip": 0.2},
+        {"penalty": 0.1},
+        {"kl_weight": 2.0},
+        {"kl_weight": {"ratio": "rollout", "upper": 0.5}},
+        {"kl_weight": {"ratio": "ppo", "upper": None}, "kl_clip": {"lower": 0.8, "upper": 1.2}},
+        {"penalty": {"ratio": "rollout", "coefficient": -1.0}},
+        {"penalty": {"ratio": "ppo", "coefficient": 0.1}, "proximal": "reuse"},
+        {"nonfinite": "excluded"},
+        {"nonfinite": "excluded", "denominator": "kept", "masks": {"it": dict(GSM)}},
         {"kl_clip": {"lower": 0.8, "upper": 1.2}, "proximal": "reuse"},
         {"alpha": "half"},
         {"proximal": "loglinear"},

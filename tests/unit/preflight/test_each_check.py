@@ -10,6 +10,8 @@ import pytest
 from omegaconf import DictConfig, OmegaConf
 
 from recipe.offpolicy.correction import CorrectionSpec
+from recipe.offpolicy.correction.kl_weight import KlWeightSpec
+from recipe.offpolicy.correction.penalty import PenaltySpec
 from recipe.offpolicy.correction.problem import Problem
 from recipe.offpolicy.preflight.checks import (
     bounds,
@@ -97,6 +99,26 @@ CASES: list[tuple[Check, dict[str, Any], CorrectionSpec, str]] = [
         {f"{ACTOR}.use_kl_loss": True, f"{ACTOR}.kl_loss_coef": 0},
         CorrectionSpec(kl_clip=(0.8, 1.2)),
         f"{ACTOR}.kl_loss_coef",
+    ),
+    (policy_loss.check_kl_weight, {}, CorrectionSpec(kl_weight=KlWeightSpec("ppo")), "correction.kl_weight"),
+    (
+        policy_loss.check_kl_weight,
+        {f"{ACTOR}.use_kl_loss": True, f"{ACTOR}.kl_loss_coef": 0},
+        CorrectionSpec(kl_weight=KlWeightSpec("full", 2.0)),
+        f"{ACTOR}.kl_loss_coef",
+    ),
+    (
+        policy_loss.check_kl_weight,
+        {f"{ACTOR}.use_kl_loss": True, f"{ACTOR}.kl_loss_type": "k3+"},
+        CorrectionSpec(kl_weight=KlWeightSpec("full", 2.0)),
+        f"{ACTOR}.kl_loss_type",
+    ),
+    (gradient_steps.check_ppo_ratio, {}, CorrectionSpec(penalty=PenaltySpec("ppo", 0.1)), "correction.penalty.ratio"),
+    (
+        policy_loss.check_denominator,
+        {f"{ACTOR}.loss_agg_mode": "token-sum"},
+        replace(BOTH, nonfinite="excluded"),
+        f"{ACTOR}.loss_agg_mode",
     ),
     (policy_loss.check_denominator, {f"{ACTOR}.shuffle": True}, replace(BOTH, denominator="kept"), f"{ACTOR}.shuffle"),
     (

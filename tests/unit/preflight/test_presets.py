@@ -53,7 +53,16 @@ EXPECTED: dict[str, dict[str, Any]] = {
     "reuse": {"proximal": "reuse"},
     "loglinear": {"proximal": "loglinear", "alpha": 0.5},
     "kl_clip": {"kl_clip": {"lower": 0.8, "upper": 1.2}},
+    "log_ratio_penalty": {"penalty": {"ratio": "full", "coefficient": 0.001}},
+    "loglinear_by_age": {"proximal": "loglinear", "alpha": "by_age"},
+    "kl_unbiased": {"kl_weight": {"ratio": "ppo", "upper": None}},
     "tis_token": weight("token", "truncate", None, 2.0),
+    "topr": {
+        "weights": {
+            "negative": weight("sequence", "truncate", None, 1.0, ratio="full")["weight"] | {"when": "negative"}
+        },
+        "proximal": "bypass",
+    },
     "tis_token_clip": weight("token", "clip", 0.2, 5.0),
     "tis_sequence": weight("sequence", "truncate", None, 5.0),
     "tis_geometric": weight("sequence", "truncate", None, 5.0, aggregate="geometric"),
@@ -77,6 +86,11 @@ EXPECTED: dict[str, dict[str, Any]] = {
             -0.2, None, ratio="full", level="token", aggregate="binary_tv", when="negative", sign="token"
         ),
     ),
+    "kpop": masks(kpop=band(None, 0.1, ratio="full", level="token", aggregate="binary_kl")),
+    "nemo_outlier": masks(nemo_outlier=band(None, 2.0, aggregate="exp_abs_mean")),
+    "roll_diff": masks(roll_diff=band(-0.2, 0.2, aggregate="binary_tv_mean")),
+    "roll_diff_turn": masks(roll_diff_turn=band(-0.2, 0.2, level="turn", aggregate="binary_tv_mean")),
+    "vaco": masks(vaco=band(None, 1.0, aggregate="tv_mean", when="outward", sign="token")),
     "opsm": masks(opsm=opsm(0.1)),
     "opsm_trl": masks(opsm=opsm(0.5)),
     "opsm_token": masks(opsm=opsm(0.1, sign="token")),

@@ -23,5 +23,15 @@ def test_another_pi_old_and_a_clipped_kl_are_parts() -> None:
     assert (parts["kl_clip"].kl_clip, parts["kl_clip"].proximal) == ((0.8, 1.2), "recompute")
 
 
+def test_weights_by_sign_and_a_penalty_are_parts() -> None:
+    weights = {"up": TIS | {"when": "positive"}, "down": TIS | {"when": "negative"}}
+    penalty = {"ratio": "full", "coefficient": 0.1}
+    correction = CorrectionSpec.from_mapping({"weights": weights, "penalty": penalty})
+    parts = dict(isolate_parts(correction))
+    assert list(parts) == ["weights.down", "weights.up", "penalty"]
+    assert [name for name, _ in parts["weights.up"].weights] == ["up"]
+    assert parts["penalty"] == CorrectionSpec(penalty=correction.penalty)
+
+
 def test_nothing_has_no_parts() -> None:
     assert isolate_parts(CorrectionSpec()) == []

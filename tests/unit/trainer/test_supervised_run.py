@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 from omegaconf import DictConfig, OmegaConf
 
+from recipe.offpolicy.extensions.extension import Extension
+from recipe.offpolicy.extensions.hooks import ExtensionHooks
 from recipe.offpolicy.fault_tolerance.checkpoints import RECORD, TRACKER, CheckpointError
 from recipe.offpolicy.monitor.active_correction import ActiveCorrection
 from recipe.offpolicy.preflight.checks import read_spec
@@ -110,6 +112,31 @@ def test_another_correction_stops_before_anything_is_loaded(tmp_path: Path) -> N
 def test_what_the_trainer_returns_is_kept(tmp_path: Path) -> None:
     trainer = run(True, config(tmp_path))
     assert trainer._load_checkpoint() == 3
+
+
+class Doubled(Extension):
+    def load_prompts(self, loader: Any) -> Any:
+        return loader * 2
+
+
+class Loading(Trainer):
+    """Reads its loader's state with the checkpoint, as verl's trainers do."""
+
+    def __init__(self, config: DictConfig) -> None:
+        super().__init__(config)
+        self.train_dataloader = ["prompt"]
+
+    def _load_checkpoint(self) -> int:
+        return len(self.train_dataloader)
+
+
+def test_an_extension_replaces_the_loader_before_its_state_is_loaded(tmp_path: Path) -> None:
+    from recipe.offpolicy.trainer.supervised_run import SupervisedRun
+
+    trainer: Any = type("Run", (SupervisedRun, Loading), {})(config(tmp_path))
+    assert trainer._load_checkpoint() == 1
+    trainer.extensions = ExtensionHooks([Doubled("doubled", {})])
+    assert trainer._load_checkpoint() == 2
 
 
 def test_it_is_watched(tmp_path: Path) -> None:

@@ -14,7 +14,9 @@ from verl.trainer.ppo.core_algos import kl_penalty
 from verl.utils import tensordict_utils as tu
 from verl.utils.metric import AggregationType, Metric
 
-from recipe.offpolicy.worker.kl_loss import compute_clipped_kl, replace_kl
+from recipe.offpolicy.correction import CorrectionSpec
+from recipe.offpolicy.correction.kl_weight import KlWeightSpec
+from recipe.offpolicy.worker.kl_loss import choose_surrogate, compute_clipped_kl, compute_weighted_kl, replace_kl
 
 
 def gradient(pi: Tensor, old: Tensor, ref: Tensor, kind: str, lower: float = 0.8, upper: float = 1.2) -> Tensor:
@@ -72,6 +74,66 @@ def test_it_is_the_off_policy_gradient_of_the_kl() -> None:
     assert (verls - exact).abs().max() > 0.05
 
 
+@pytest.mark.parametrize("kind", ["k1", "kl", "k3", "low_var_kl"])
+def test_weighted_it_is_the_reverse_kl_and_its_gradient(kind: str) -> None:
+    """Enumerated over the policy that sampled, for any of the two that it may be; truncated it is neither."""
+    logits = torch.tensor([0.3, -0.4, 0.1, 0.9], dtype=torch.float64, requires_grad=True)
+    sampled = torch.tensor([0.0, 0.2, -0.3, -0.5], dtype=torch.float64).log_softmax(-1)
+    ref = torch.tensor([-0.2, 0.1, 0.5, 0.4], dtype=torch.float64).log_softmax(-1)
+    log_pi = logits.log_softmax(-1)
+    exact = (log_pi.exp() * (log_pi - ref)).sum()
+
+    def expectation(upper: float | None) -> Tensor:
+        terms = compute_weighted_kl(logits.log_softmax(-1)[None], sampled[None], ref[None], kind=kind, upper=upper)[0]
+        return (sampled.exp() * terms).sum()
+
+    torch.testing.assert_close(expectation(None), exact, rtol=1e-12, atol=1e-12)
+    (demanded,) = torch.autograd.grad(exact, logits)
+    (found,) = torch.autograd.grad(expectation(None), logits)
+    torch.testing.assert_close(found, demanded, rtol=1e-12, atol=1e-12)
+    (bound,) = torch.autograd.grad(expectation(1.05), logits)
+    assert (bound - demanded).abs().max() > 0.01
+
+
+@pytest.mark.parametrize(
+    ("ratio", "upper", "value", "slope"),
+    [
+        # k1 = log(pi / ref) = 0.5 with slope 1: r k, and r (k + 1).
+        (1.5, None, 0.75, 2.25),
+        (1.5, 2.0, 0.75, 2.25),
+        # A ratio that is bound is a constant.
+        (3.0, 2.0, 1.0, 2.0),
+        (0.5, 2.0, 0.25, 0.75),
+    ],
+)
+def test_weighted_by_hand(ratio: float, upper: float | None, value: float, slope: float) -> None:
+    pi = torch.tensor([[-1.0]], dtype=torch.float64, requires_grad=True)
+    term = compute_weighted_kl(pi, pi.detach() - math.log(ratio), pi.detach() - 0.5, kind="k1", upper=upper)
+    assert term.item() == pytest.approx(value, rel=1e-12)
+    assert torch.autograd.grad(term.sum(), pi)[0].item() == pytest.approx(slope, rel=1e-12)
+
+
+def test_a_token_without_the_other_policy_has_no_kl_term() -> None:
+    pi = torch.tensor([[-1.0, -1.0]], requires_grad=True)
+    term = compute_weighted_kl(
+        pi, torch.tensor([[math.nan, -1.0]]), torch.tensor([[-2.0, -2.0]]), kind="k1", upper=None
+    )
+    assert term.tolist() == [[0.0, 1.0]]
+    assert torch.autograd.grad(term.sum(), pi)[0].tolist() == [[0.0, 2.0]]
+
+
+def test_the_ratio_says_which_policy_sampled() -> None:
+    """log pi / pi_old = 1 and log pi / mu = 2, k1 = 1: e and e^2."""
+    pi = torch.zeros(1, 1)
+    policies = (pi, pi - 1, pi - 2, pi - 1, "k1")
+    for ratio, expected in (("ppo", math.e), ("full", math.e**2)):
+        weight = KlWeightSpec.from_mapping({"ratio": ratio, "upper": None})
+        surrogate = choose_surrogate(CorrectionSpec(kl_weight=weight))
+        assert surrogate is not None
+        assert surrogate(*policies).item() == pytest.approx(expected)
+    assert choose_surrogate(CorrectionSpec()) is None
+
+
 @dataclass
 class ActorConfig:
     """The fields of verl's that are read."""
@@ -93,9 +155,12 @@ def test_it_takes_the_place_of_verls_own_term() -> None:
     pi = torch.tensor([[-1.0, -1.0]], requires_grad=True)
     old = torch.tensor([[-1.0, -1.0 - math.log(1.5)]])  # ratios 1 and 1.5
     columns = {"response_mask": torch.ones(1, 2), "old_log_probs": old, "ref_log_prob": torch.tensor([[-1.5, -0.5]])}
+    columns["rollout_log_probs"] = torch.zeros(1, 2)
     data = TensorDict(columns, batch_size=1)
     tu.assign_non_tensor(data, dp_size=1, batch_num_tokens=4, global_batch_size=1)
-    loss, metrics = replace_kl(base_loss, ActorConfig(), lower=0.8, upper=1.2)({"log_probs": pi}, data, "group")
+    surrogate = choose_surrogate(CorrectionSpec(kl_clip=(0.8, 1.2)))
+    assert surrogate is not None
+    loss, metrics = replace_kl(base_loss, ActorConfig(), surrogate)({"log_probs": pi}, data, "group")
     assert asked == [(False, "group")]
     # Slopes 0.5 and -0.5: 0.5, and max(1.5 x -0.5, 1.2 x -0.5) = -0.6; the mini-batch has 4 tokens.
     assert loss.item() == pytest.approx(3.0 + 0.1 * (0.5 - 0.6) / 4)

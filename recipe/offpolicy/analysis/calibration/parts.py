@@ -19,7 +19,7 @@ PLACEHOLDER = 1.0
 """Nats: placeholder of a required delta that is not set, so that the rest of the correction can be parsed."""
 _OPEN = "???"  # what OmegaConf leaves where a value is mandatory
 _UNITS: dict[str, ShareOf] = {"token": "tokens", "sequence": "rows", "turn": "turns", "version": "versions"}
-_SIGNS = {"positive": " with A > 0", "negative": " with A < 0"}
+_SIGNS = {"positive": " with A > 0", "negative": " with A < 0", "outward": " with A log r > 0"}
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class BoundedPart:
     """A mask or weight whose bound is calibrated.
 
     Attributes:
-        key: ``masks.<name>`` or ``weight``.
+        key: ``masks.<name>``, ``weight`` or ``weights.<name>``.
         spec: what it is.
         side: ``both`` moves the bounds symmetrically about no mismatch, in log space where they are ratios; ``lower``
             and ``upper`` move one and leave the other as it is.
@@ -47,13 +47,13 @@ class BoundedPart:
     @property
     def share_of(self) -> ShareOf:
         """The unit that kept shares count: the unit of decision, or tokens where signs are by token."""
-        by_token = isinstance(self.spec, MaskSpec) and self.spec.picks_tokens
+        by_token = self.spec.picks_tokens
         return "tokens" if by_token else _UNITS[self.spec.level]
 
     @property
     def looks_at(self) -> str:
-        """The units that kept shares are of: ``rows``, or ``rows with A < 0`` for a mask of one sign."""
-        sign = _SIGNS.get(self.spec.when, "") if isinstance(self.spec, MaskSpec) else ""
+        """The units that kept shares are of: ``rows``, or ``rows with A < 0`` for a part of one sign."""
+        sign = _SIGNS.get(self.spec.when, "")
         return f"{self.share_of}{sign}"
 
     @property
@@ -142,8 +142,7 @@ def list_parts(spec: CorrectionSpec, unset: Collection[str] = (), of: str | None
             "can be set by itself. Calibrate with correction.skyrl_compat=false."
         )
     named: dict[str, MaskSpec | WeightSpec] = {f"masks.{name}": mask for name, mask in spec.masks}
-    if spec.weight is not None:
-        named["weight"] = spec.weight
+    named |= spec.all_weights
     if not named:
         raise SpecError(
             "correction: no weight and no mask, so that there is no bound to set. Name some: --spec 'correction=[gsm]'."
@@ -155,7 +154,10 @@ def list_parts(spec: CorrectionSpec, unset: Collection[str] = (), of: str | None
         if key in (None, name) and not (key is None and _unbounded(part))
     ]
     if not found:
-        raise SpecError("correction.weight: it has no bound to set. Set correction.weight.upper=2.0, or name a mask.")
+        unbounded = next(iter(spec.all_weights))
+        raise SpecError(
+            f"correction.{unbounded}: it has no bound to set. Set correction.{unbounded}.upper=2.0, or name a mask."
+        )
     return found
 
 

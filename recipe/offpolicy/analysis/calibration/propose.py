@@ -9,7 +9,7 @@ from typing import Literal
 
 import numpy as np
 
-from ...correction import CorrectionSpec, SpecError
+from ...correction import CorrectionSpec, SpecError, WeightSpec
 from ...correction.catalogue import BUCKETS
 from ...recording import Step
 from .caps import EssCurve, compute_ess, compute_ess_curve, find_cap_for_ess
@@ -188,7 +188,7 @@ def _goal(part: BoundedPart, request: CalibrationRequest) -> tuple[Target, float
     """Return the target of a part; a weight that rejects takes either, the kept share first."""
     if part.rejects and request.target_kept is not None:
         return "kept", request.target_kept
-    if part.key == "weight" and part.spec.by_staleness is None and request.target_ess is not None:
+    if isinstance(part.spec, WeightSpec) and part.spec.by_staleness is None and request.target_ess is not None:
         return "ess", request.target_ess
     return None
 
@@ -197,6 +197,10 @@ def _proposal(part: BoundedPart, scores: Scores, state: RowState, request: Calib
     chosen = _goal(part, request)
     assert chosen is not None  # _targeted left the others out
     target, goal = chosen
+    share = float(scores.looked.mean())
+    if target == "ess":
+        # An ESS is that of the weights which a part gives.
+        scores = scores.select(scores.looked)
     floor, lacking = None, None
     if "delta" in part.now:
         try:
@@ -220,7 +224,7 @@ def _proposal(part: BoundedPart, scores: Scores, state: RowState, request: Calib
     if length.depends or request.by_length:
         lengths = _by_length(part, scores, state, (target, goal), threshold, curve, request)
     now = math.nan if part.unset else _reached(part, scores, target, part.limits)
-    return Proposal(part, target, goal, float(scores.looked.mean()), now, threshold, floor, length, lengths, curve)
+    return Proposal(part, target, goal, share, now, threshold, floor, length, lengths, curve)
 
 
 def _threshold(

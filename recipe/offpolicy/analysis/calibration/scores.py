@@ -155,10 +155,9 @@ def _of_block(part: BoundedPart, block: Block, old: Tensor, group: NDArray[np.in
     units = partition_units(part.spec.level, valid, ids, ages=block.staleness.double())
     if isinstance(part.spec, MaskSpec):
         low, high = compute_extremes(part.spec, units, value, numerator=above, denominator=below)
-        looked = find_applicable(part.spec, block.advantages, valid)
     else:
         low = high = compute_log_weight(part.spec, value, units)
-        looked = torch.ones_like(valid[:, :1])
+    looked = find_applicable(part.spec, block.advantages, valid, log_ratio=value)
     if part.spec.by_staleness is not None:
         # Inside a bound times a factor lies what lies inside the bound once it is divided by it.
         factors = units.choose_by_age(part.spec.by_staleness, torch.float64)

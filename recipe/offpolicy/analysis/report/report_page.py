@@ -90,13 +90,12 @@ def build_page(found: ReportContents) -> Page:
 def _describe_spec(spec: CorrectionSpec) -> dict[str, str]:
     """Describe a correction: its keys and what each part does."""
     parts: dict[str, WeightSpec | MaskSpec] = {f"masks.{name}": mask for name, mask in spec.masks}
-    if spec.weight is not None:
-        parts = {"weight": spec.weight, **parts}
+    parts = {**spec.all_weights, **parts}
     text = {key: _part_text(part) for key, part in parts.items()} or {"correction": "none"}
     settings = {
         name: value
         for name, value in spec.to_mapping().items()
-        if name not in ("weight", "masks") and value != CorrectionSpec().to_mapping()[name]
+        if name not in ("weight", "weights", "masks") and value != CorrectionSpec().to_mapping().get(name)
     }
     return text | {name: json.dumps(value) for name, value in settings.items()}
 
@@ -107,7 +106,7 @@ def _part_text(part: WeightSpec | MaskSpec) -> str:
         named["lower"] = None
     bounds = calibration_tables.format_bounds({name: value for name, value in named.items() if value is not None})
     kind = part.kind if isinstance(part, WeightSpec) else "mask"
-    when = f", advantage {part.when}" if isinstance(part, MaskSpec) and part.when != "any" else ""
+    when = f", advantage {part.when}" if part.when != "any" else ""
     if isinstance(part, MaskSpec) and part.entry.of_age:
         return f"{kind} on age by {part.level}, {bounds} versions{when}"
     by_age = "" if part.by_staleness is None else f", |log bound| times {json.dumps(part.by_staleness)} by age"

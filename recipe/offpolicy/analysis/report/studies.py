@@ -98,7 +98,9 @@ def _asked(recorded: CorrectionSpec, spec: Sequence[str]) -> _Asked | str:
         correction = CorrectionSpec.from_mapping(values)
         return _Asked(correction, unset, frozenset(_parts(correction)) - _parts(recorded))
     own = recorded.to_mapping()
-    filled = own | {name: own[name] or values[name] for name in ("weight", "masks")}
+    filled = own | {"masks": own["masks"] or values["masks"]}
+    if not recorded.all_weights:
+        filled["weight"] = values["weight"]
     try:
         correction = CorrectionSpec.from_mapping(filled)
     except SpecError as error:
@@ -109,7 +111,7 @@ def _asked(recorded: CorrectionSpec, spec: Sequence[str]) -> _Asked | str:
 
 
 def _parts(spec: CorrectionSpec) -> set[str]:
-    return {f"masks.{name}" for name, _ in spec.masks} | ({"weight"} if spec.weight is not None else set())
+    return {f"masks.{name}" for name, _ in spec.masks} | set(spec.all_weights)
 
 
 def _beside(values: dict[str, Any], recorded: CorrectionSpec) -> dict[str, Any]:

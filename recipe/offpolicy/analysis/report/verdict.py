@@ -149,7 +149,7 @@ def _kept(timeline: Timeline, spec: CorrectionSpec) -> Answer:
     if not known.any() or not timeline.lengths:
         return Answer(question, "unknown", "No response token with a finite mu and pi_old was recorded.")
     share = float(np.average(kept[known], weights=tokens[known]))
-    if not spec.masks and not (spec.weight is not None and spec.weight.kind == "reject") and share == 1.0:
+    if not spec.masks and not spec.weight_rejects and share == 1.0:
         return Answer(question, "everything", "Nothing in it rejects.")
     worst = min(timeline.lengths, key=lambda entry: entry.kept_rows)
     by = ", ".join(f"{reason} {rejected:.1%}" for reason, rejected in timeline.reasons.items() if rejected > 0)

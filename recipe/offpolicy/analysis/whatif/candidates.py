@@ -163,7 +163,7 @@ def _leaves(mapping: Mapping[str, Any], path: str = "") -> Iterator[str]:
         here = f"{path}{name}"
         if isinstance(value, Mapping) and value:
             yield from _leaves(value, f"{here}.")
-            yield from (f"{here}.{key}" for key in _OPTIONAL if name != "masks" and key not in value)
+            yield from (f"{here}.{key}" for key in _OPTIONAL if name not in ("masks", "weights") and key not in value)
         elif not isinstance(value, Mapping):
             yield here
 

@@ -2,8 +2,9 @@
 
 A token's *gradient weight* is the factor of grad log pi in the policy gradient, less what every correction shares:
 f_t = w_t k_t r_t s with weight w, keep k and the base loss's own factor r, see ``base_loss`` (1 beside a weight on
-pi / mu, whose loss has no ratio). s is the row's factor of ``denominator=kept``, see ``kept_scale``; 1 under
-``original``. Uncorrected it is r alone, of the recorded pi_old.
+pi / mu, whose loss has no ratio). s is the row's factor of ``denominator=kept`` or
+``nonfinite=excluded``, see ``kept_scale``; 1 otherwise. Where a penalty pulls besides, f A is less ``compute_pull``.
+Uncorrected it is r alone, of the recorded pi_old.
 """
 
 from __future__ import annotations
@@ -155,13 +156,29 @@ def compute_gradient_weight(
     if scale is not None:
         applied = applied * torch.from_numpy(scale[of.block.rows])[:, None]
     # A weight on pi / mu replaces the base loss's ratio.
-    if spec.weight is not None and spec.weight.ratio == "full":
+    if spec.weighs_full_ratio:
         return applied
     # Same pi_old, same factor: computed once for the block.
     if by.old_log_prob is of.block.old_log_prob:
         return applied * of.base_factor
     log_r = compute_log_ratio(of.block.log_prob, by.old_log_prob, of.counted.bool())
     return applied * of.base_loss.compute_factor(log_r, of.advantages)
+
+
+def compute_pull(
+    spec: CorrectionSpec, by: Decision, of: ReferenceBlock, scale: NDArray[np.float64] | None = None
+) -> Tensor:
+    """Compute 2 c log r, what a penalty takes from f_t A_t: (B, W) float64, 0 off ``of.counted``.
+
+    Args:
+        scale: as ``compute_gradient_weight`` takes it; that of ``denominator=kept`` is of the policy term alone.
+    """
+    assert spec.penalty is not None
+    other = of.block.rollout_log_prob if spec.penalty.ratio == "full" else by.old_log_prob
+    pull = 2 * spec.penalty.coefficient * compute_log_ratio(of.block.log_prob, other, of.counted.bool())
+    if scale is None or spec.nonfinite == "counted":
+        return pull
+    return pull * torch.from_numpy(scale[of.block.rows])[:, None]
 
 
 def compute_row_sums(by: Decision, of: ReferenceBlock, weighed: Tensor) -> NDArray[np.float64]:

@@ -33,6 +33,7 @@ def build_overrides(spec: CorrectionSpec) -> list[str]:
     if wanted["weight"] and not weight:
         overrides.append(set_to(f"{GROUP}.weight", wanted["weight"]))
     overrides += [f"+{set_to(f'{GROUP}.masks.{name}', mask)}" for name, mask in known if name not in masks]
+    overrides += [f"+{set_to(f'{GROUP}.weights.{name}', one)}" for name, one in wanted.get("weights", {}).items()]
     composed = compose_correction(overrides)
     there = dict(_leaves(composed))
     # Compared after parsing: defaults that the spec fills in need no override.

@@ -61,8 +61,8 @@ def check_replayable(spec: CorrectionSpec, recorded: CorrectionSpec, rows: Rows)
             f"level=version: of {unknown} of {len(rows)} rows it is not known which version of the weights sampled "
             f"each token. Set level=turn or level=sequence."
         )
-    if spec.age_parts and (unknown := _count_rows(rows, rows.token_staleness < 0)):
-        key = next(iter(spec.age_parts))
+    if spec.age_keys and (unknown := _count_rows(rows, rows.token_staleness < 0)):
+        key = spec.age_keys[0]
         raise SpecError(
             f"correction.{key} goes by the age of the weights: of {unknown} of {len(rows)} rows it is not known which "
             f"version sampled them. Replay without it."
@@ -81,14 +81,14 @@ def needs_other_advantages(spec: CorrectionSpec, recorded: CorrectionSpec) -> bo
     """
     if spec.baseline == recorded.baseline == "include":
         return False
-    return (spec.baseline, spec.weight, spec.masks) != (recorded.baseline, recorded.weight, recorded.masks)
+    return (spec.baseline, spec.all_weights, spec.masks) != (recorded.baseline, recorded.all_weights, recorded.masks)
 
 
 def compute_constants(spec: CorrectionSpec, recorded: CorrectionSpec, rows: Rows) -> BatchConstants:
     """Compute the batch-level constants of ``spec``, with the step's rows as one batch."""
     if not spec.needs_constants:
         return BatchConstants()
-    normalised_rows = spec.weight is not None and spec.weight.normalize and spec.weight.level != "token"
+    normalised_rows = spec.normalized is not None and spec.normalized.level != "token"
     # Sorting and averaging tokens needs no rows, and a whole step is mostly padding.
     whole = pad_rows(rows, np.arange(len(rows))) if normalised_rows else concatenate_rows(rows)
     return batch_constants(spec, old_log_prob=compute_pi_old(spec, recorded, whole), **_rollout(whole))
@@ -110,13 +110,18 @@ def decide(spec: CorrectionSpec, recorded: CorrectionSpec, rows: Block, constant
 def count_kept_tokens(
     spec: CorrectionSpec, recorded: CorrectionSpec, rows: Rows, constants: BatchConstants, size: int = SIZE
 ) -> NDArray[np.float64]:
-    """Count the tokens of each row that the rollout stage keeps, (N,): all that ``denominator=kept`` needs.
+    """Count the tokens of each row that the loss's denominator keeps, (N,).
+
+    Those that the rollout stage keeps, or with ``nonfinite=excluded`` those whose mu is finite.
 
     Args:
         recorded, constants: as ``decide`` takes them.
         size: places of a padded block, see ``iterate_blocks``.
     """
     kept = np.zeros(len(rows))
+    if spec.denominator == "original":
+        finite = rows.response_mask & np.isfinite(rows.rollout_log_prob)
+        return np.bincount(rows.row_of_token[finite], minlength=len(rows)).astype(np.float64)
     for one in iterate_blocks(rows, size):
         old = compute_pi_old(spec, recorded, one)
         stage = rollout_stage(spec, old_log_prob=old, constants=constants, measure="nothing", **_rollout(one))
@@ -134,6 +139,7 @@ def compute_pi_old(spec: CorrectionSpec, recorded: CorrectionSpec, rows: Block) 
         old_log_prob=rows.old_log_prob,
         rollout_log_prob=rows.rollout_log_prob,
         log_prob=rows.log_prob,
+        ages=rows.staleness,
     )
 
 

@@ -23,6 +23,7 @@ from .gradient_sums import (
     build_grouping,
     build_reference_block,
     compute_gradient_weight,
+    compute_pull,
     compute_row_sums,
 )
 from .kept_scale import DenominatorCounts
@@ -43,7 +44,7 @@ class _ReplayNotes:
     tokens: int = 0
     uncounted: int = 0
     unchecked: int = 0
-    unscaled: dict[str, set[int]] = field(default_factory=dict)
+    unscaled: dict[tuple[str, str], set[int]] = field(default_factory=dict)
     other_advantages: set[str] = field(default_factory=set)
 
     def add_block(self, of: ReferenceBlock) -> None:
@@ -65,10 +66,10 @@ class _ReplayNotes:
                 "Only a sample of the rows was recorded: what a correction fixes for the whole batch (the mean of "
                 "normalised weights, M2PO's cut) is that of the sample."
             )
-        for reason, steps in self.unscaled.items():
+        for (asked, reason), steps in self.unscaled.items():
             yield (
-                f"denominator=kept is replayed as original in {len(steps)} step(s), its factor N / (N - R) is not "
-                f"known: {reason}."
+                f"{asked} is replayed as original in {len(steps)} step(s), its factor N / (N - R) is not known: "
+                f"{reason}."
             )
         if labels := sorted(self.other_advantages):
             more = f" and {len(labels) - _NAMED} more" if len(labels) > _NAMED else ""
@@ -224,9 +225,11 @@ def _replay(
     constants = {spec: compute_constants(spec, specs.recorded, rows) for spec in specs.all}
     # Missing for specs whose scale is unknown: they are replayed with the original denominator.
     scales = {}
-    if by_kept := [spec for spec in set(specs.active.values()) if spec.denominator == "kept"]:
+    if by_kept := [spec for spec in set(specs.active.values()) if spec.recounts]:
         if unknown := counts.explain_unknown(rows):
-            seen.unscaled.setdefault(unknown, set()).add(number)
+            for spec in by_kept:
+                asked = "denominator=kept" if spec.denominator == "kept" else "nonfinite=excluded"
+                seen.unscaled.setdefault((asked, unknown), set()).add(number)
         else:
             for spec in by_kept:
                 scales[spec] = counts.compute_scale(
@@ -240,6 +243,8 @@ def _replay(
         weighed = {}
         for spec, table in tables.items():
             weighed[spec] = compute_gradient_weight(spec, decisions[spec], of, scales.get(spec)) * of.advantages
+            if spec.penalty is not None:
+                weighed[spec] = weighed[spec] - compute_pull(spec, decisions[spec], of, scales.get(spec))
             table[block.rows] = compute_row_sums(decisions[spec], of, weighed[spec])
         chosen = list(specs.active.values())
         tally.add(

@@ -77,3 +77,51 @@ def build_mask(
     """
     bounds = {"lower": lower, "upper": upper}
     return {"ratio": ratio, "level": level, "aggregate": aggregate, "when": "any", **bounds}
+
+
+def pick_options(source: Any, defaults: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Read the values of all keys of ``defaults`` from a mapping that has many others, or from attributes.
+
+    Example:
+        >>> pick_options({"cap": 3.0, "lr": 1e-6}, {"cap": 2.0, "level": None}, "actor")
+        {'cap': 3.0, 'level': None}
+    """
+    if isinstance(source, Mapping):
+        return {key: source.get(key, default) for key, default in defaults.items()}
+    return read_options(source, defaults, where)
+
+
+def read_flag(values: Mapping[str, Any], name: str, where: str) -> bool:
+    """Read True or False, of a key that has a default.
+
+    Example:
+        >>> read_flag({"use_tis": True}, "use_tis", "slime")
+        True
+    """
+    if not isinstance(values[name], bool):
+        raise SpecError("not a truth value.", "Set true or false.", key=f"{where}.{name}", value=values[name])
+    return bool(values[name])
+
+
+def build_weight(
+    level: str, lower: float | None, upper: float | None, *, reject: bool = False, **more: Any
+) -> dict[str, Any]:
+    """Build the plain values of a weight bound on the sides that are given; 0 is an open lower side.
+
+    Example:
+        >>> build_weight("token", 0.0, 2.0)["kind"], build_weight("token", 0.5, 2.0)["kind"]
+        ('truncate', 'clip')
+    """
+    lower = lower or None
+    kind = "reject" if reject else "truncate" if lower is None or upper is None else "clip"
+    return {"level": level, "kind": kind, "lower": lower, "upper": upper, **more}
+
+
+def refuse(reason: str, key: str, value: Any, fix: str = "") -> SpecError:
+    """Build the error of an option that has no equivalent here.
+
+    Example:
+        >>> str(refuse("it has no equivalent here.", "roll.is_weight.detach", False))
+        'roll.is_weight.detach=false: it has no equivalent here.'
+    """
+    return SpecError(reason, fix, key=key, value=value)

@@ -8,7 +8,7 @@ from typing import Any, Final
 from ..problem import SpecError
 from .mapping import build_mask, read_choice, read_options, read_ratio_bound
 
-_SKYRL_DEFAULTS: Final[dict[str, Any]] = {
+SKYRL_DEFAULTS: Final[dict[str, Any]] = {
     "tis_ratio_type": None,
     "token_tis_ratio_clip_high": 2.0,
     "sequence_tis_ratio_clip_high": 5.0,
@@ -41,10 +41,10 @@ def convert_skyrl(mapping: Mapping[str, Any] | Any) -> dict[str, Any]:
         {'level': 'token', 'kind': 'truncate', 'lower': None, 'upper': 2.0}
     """
     where = "off_policy_correction"
-    values = read_options(mapping, _SKYRL_DEFAULTS, where)
+    values = read_options(mapping, SKYRL_DEFAULTS, where)
     bounds = {
         key: read_ratio_bound(values[key], f"{where}.{key}")
-        for key in _SKYRL_DEFAULTS
+        for key in SKYRL_DEFAULTS
         if "_high" in key or "_low" in key
     }
 

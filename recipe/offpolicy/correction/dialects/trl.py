@@ -10,7 +10,7 @@ from ..ratios import EXP_CLAMP
 from ..validation import read_bool, read_number
 from .mapping import read_choice, read_options, read_ratio_bound
 
-_TRL_DEFAULTS: Final[dict[str, Any]] = {
+TRL_DEFAULTS: Final[dict[str, Any]] = {
     "vllm_importance_sampling_correction": True,
     "vllm_importance_sampling_mode": "sequence_mask",
     "vllm_importance_sampling_clip_max": 3.0,
@@ -38,7 +38,7 @@ def convert_trl(mapping: Mapping[str, Any] | Any) -> dict[str, Any]:
         {'level': 'sequence', 'kind': 'reject', 'lower': None, 'upper': 3.0}
     """
     where, stem = "GRPOConfig", "vllm_importance_sampling"
-    values = read_options(mapping, _TRL_DEFAULTS, where)
+    values = read_options(mapping, TRL_DEFAULTS, where)
     key = f"{where}.{stem}"
     lower, upper = (read_ratio_bound(values[f"{stem}_clip_{side}"], f"{key}_clip_{side}") for side in ("min", "max"))
     mode = read_choice(values[f"{stem}_mode"], _TRL_MODES, f"{key}_mode", optional=False)

@@ -21,7 +21,7 @@ VERL_DEFAULTS: Final[dict[str, Any]] = {
     "loss_type": "ppo_clip",
 }
 """Values that verl ships under ``algorithm.rollout_correction``, in every supported release."""
-_VERL_REJECTIONS: Final[dict[str, tuple[str, str]]] = {
+VERL_REJECTIONS: Final[dict[str, tuple[str, str]]] = {
     "token_k1": ("token", "product"),
     "token_k2": ("token", "k2_sum"),
     "token_k3": ("token", "k3_sum"),
@@ -109,7 +109,7 @@ def convert_verl(mapping: Mapping[str, Any] | Any | None) -> dict[str, Any]:
     masks: dict[str, Any] = {}
     options = read_verl_rejections(values["rollout_rs"], values["rollout_rs_threshold"], f"{where}.")
     for option, (lower, upper) in options.items():
-        unit, aggregate = _VERL_REJECTIONS[option]
+        unit, aggregate = VERL_REJECTIONS[option]
         # The name becomes part of a metric, which must not hold "max".
         masks[option.replace("max", "largest")] = build_mask(unit, aggregate, lower, upper, ratio)
     proximal = "bypass" if bypass else "recompute"
@@ -182,8 +182,8 @@ def read_verl_rejections(rollout_rs: Any, threshold: Any, prefix: str) -> dict[s
             mend={rs: None},
         )
     for option in options:
-        if option not in _VERL_REJECTIONS:
-            near = {each: difflib.get_close_matches(each, _VERL_REJECTIONS, 1, cutoff=0)[0] for each in options}
+        if option not in VERL_REJECTIONS:
+            near = {each: difflib.get_close_matches(each, VERL_REJECTIONS, 1, cutoff=0)[0] for each in options}
             raise SpecError(
                 f"{option!r} is unknown.",
                 f"Known: {_known()}.",
@@ -256,4 +256,4 @@ def _finite(bound: float | None) -> float:
 
 
 def _known() -> str:
-    return ", ".join(_VERL_REJECTIONS)
+    return ", ".join(VERL_REJECTIONS)

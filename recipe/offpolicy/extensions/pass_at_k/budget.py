@@ -63,6 +63,7 @@ class PassRates:
     Attributes:
         decay: what earlier answers count as, each time that a prompt is answered again.
         counts: prompt -> (answers, right ones), decayed.
+        prior: a and b of a Beta over all prompts.
     """
 
     decay: float
@@ -71,6 +72,8 @@ class PassRates:
 
     def add(self, answers: Mapping[str, tuple[int, int]]) -> None:
         """Add answers of prompts, (answers, right ones) each, and fit the prior anew."""
+        if not answers:
+            return
         for name, (n, c) in answers.items():
             before_n, before_c = self.counts.get(name, (0.0, 0.0))
             self.counts[name] = (self.decay * before_n + n, self.decay * before_c + c)

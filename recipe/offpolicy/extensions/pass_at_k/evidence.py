@@ -1,9 +1,9 @@
-"""A second statement of the training forms, by products of chances, for the proof alone: it asks no other code."""
+"""A second statement of the training forms and of draws, by chances, for the proof alone: it asks no other code."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 ERROR = 1e-6
 """Relative to the largest advantage of a group, in float32."""
@@ -35,6 +35,40 @@ def find_difference(seen: Sequence[float], right: Sequence[bool], k: int, object
         wanted = of_right if is_right else of_wrong
         if not abs(value - wanted) <= allowed:
             return f"rollout {at} of {n}, {c} of them right, has {value:.6g}, and {objective} demands {wanted:.6g}"
+    return None
+
+
+def find_wrong_chance(
+    chances: Sequence[float],
+    counts: Mapping[str, tuple[float, float]],
+    prior: tuple[float, float],
+    n: int,
+    share: float,
+) -> str | None:
+    """Compare the chances of prompts to be drawn with what the budget demands; None where they agree.
+
+    Args:
+        chances: of all prompts.
+        counts: answers and right ones of some, by their number.
+        prior: a and b of the Beta over all prompts.
+        n: rollouts of a prompt.
+        share: of the draws that is uniform.
+    """
+    a, b = prior
+
+    def state_mixed(answers: float, right: float) -> float:
+        p = (a + right) / (a + b + answers)
+        return sum(math.comb(n, wins) * p**wins * (1 - p) ** (n - wins) for wins in range(1, n))
+
+    by_counts = {pair: state_mixed(*pair) for pair in {(0.0, 0.0), *counts.values()}}
+    mixed = [by_counts[counts.get(str(prompt), (0.0, 0.0))] for prompt in range(len(chances))]
+    whole = math.fsum(mixed)
+    for prompt, (seen, value) in enumerate(zip(chances, mixed, strict=True)):
+        wanted = share / len(chances) + (1 - share) * value / whole
+        if not abs(seen - wanted) <= ERROR * wanted:
+            return (
+                f"prompt {prompt} of {len(chances)} is drawn with a chance of {seen:.6g}, and {wanted:.6g} is demanded"
+            )
     return None
 
 

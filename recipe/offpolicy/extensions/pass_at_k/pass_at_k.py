@@ -22,9 +22,10 @@ from ..sessions import Sessions, read_sessions
 from ..state_file import read_state, write_state
 from .budget import PassRates, allocate, identify_chat
 from .estimators import unbiased
-from .evidence import find_difference
+from .evidence import find_difference, find_wrong_chance
 from .settings import PassAtKSettings
 from .training import advantages, find_impossible
+from .upsampling import NUMBER, BlockSampler, compute_chances, replace_sampler
 from .validation import Validation
 
 logger = logging.getLogger("verl.offpolicy")
@@ -40,7 +41,9 @@ class PassAtK(Extension):
         self.pass_at_k = PassAtKSettings.from_mapping(section, settings)
         self.rates = PassRates(self.pass_at_k.budget.decay)
         self._validation = Validation(self.pass_at_k)
-        self._rollouts = 1
+        self._rollouts = self._block = 1
+        self._chances = torch.empty(0)
+        self._draws_proved = False
         self._identities: dict[str, str] = {}
         self._sessions: Sessions | None = None
         self._estimated: Tensor | None = None
@@ -59,8 +62,10 @@ class PassAtK(Extension):
         if settings.objective != "none":
             later = f", then {', '.join(f'{k} from step {step}' for step, k in settings.schedule or ())}"
             parts.append(f"{settings.objective}, k={settings.k}{later if settings.schedule else ''}")
-        if settings.budget.mode != "none":
+        if settings.budget.mode == "group_size":
             parts.append(f"groups of {settings.budget.least} to {settings.budget.most}")
+        if settings.budget.mode == "upsample":
+            parts.append("prompts drawn by their chance of a mixed group")
         if settings.dynamic.successes is not None:
             parts.append(f"validation until {settings.dynamic.successes} of {settings.dynamic.max_samples} are right")
         return "; ".join(parts) or "validation"
@@ -80,18 +85,57 @@ class PassAtK(Extension):
     def _deals(self) -> bool:
         return self.pass_at_k.budget.mode == "group_size"
 
+    @property
+    def _draws(self) -> bool:
+        return self.pass_at_k.budget.mode == "upsample"
+
     def begin(self, config: DictConfig) -> None:
         self._rollouts = int(OmegaConf.select(config, "actor_rollout_ref.rollout.n") or 1)
+        self._block = int(OmegaConf.select(config, "data.train_batch_size") or 1)
+
+    def load_prompts(self, loader: Any) -> Any:
+        if not self._draws:
+            return loader
+        prompts, block = len(loader.dataset), max(self._block, loader.batch_size)
+        sampler = BlockSampler(prompts, block, lambda: self._compute_chances(prompts), self.pass_at_k.seed)
+        return replace_sampler(loader, sampler)
+
+    def _compute_chances(self, prompts: int) -> Tensor:
+        share = self.pass_at_k.budget.uniform_share
+        self._chances = chances = compute_chances(self.rates, prompts, self._rollouts, share)
+        if not self._draws_proved and bool((chances != chances[0]).any()):
+            wrong = find_wrong_chance(chances.tolist(), self.rates.counts, self.rates.prior, self._rollouts, share)
+            if wrong is not None:
+                raise LivenessError(f"{self.section}.budget: {wrong}.")
+            self._draws_proved = True
+            least, most = (float(end) * prompts for end in (chances.min(), chances.max()))
+            logger.info("pass@k draws LIVE on %d prompts: chances of %.2f to %.2f times alike", prompts, least, most)
+        return chances
 
     def next_batch(self, prompts: PromptView) -> None:
+        if self._draws:
+            self._identities |= zip(prompts.uids, self._read_numbers(prompts), strict=True)
         if not self._deals:
             return
         names = [identify_chat(prompt) for prompt in prompts.rows("raw_prompt")["raw_prompt"]]
-        self._identities = dict(zip(prompts.uids, names, strict=True))
+        self._identities |= zip(prompts.uids, names, strict=True)
         budget = self.pass_at_k.budget
         rates = [self.rates.estimate(name) for name in names]
         sizes = allocate(rates, self._rollouts * len(names), least=budget.least, most=budget.most)
         prompts.put(__rollout_n__=sizes)
+
+    def _read_numbers(self, prompts: PromptView) -> list[str]:
+        """Read which prompts of the data set these are.
+
+        Raises:
+            LivenessError: they come from another data loader.
+        """
+        try:
+            return [str(int(number)) for number in prompts.rows(NUMBER)[NUMBER]]
+        except KeyError as error:
+            raise LivenessError(
+                f"{self.section}.budget: prompts came by another data loader, which knows no chances."
+            ) from error
 
     def estimate(self, batch: BatchView, rewards: Tensor) -> Tensor | None:
         self._sessions = sessions = read_sessions(batch)
@@ -127,8 +171,8 @@ class PassAtK(Extension):
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
 
     def shape_advantages(self, batch: BatchView, advantages: Tensor) -> Tensor | None:
-        """Weigh groups of other sizes than ``rollout.n`` so that each prompt counts as much."""
-        if not self._deals:
+        """Note what answers say of prompts; weigh groups of other sizes so that each prompt counts as much."""
+        if not self._deals and not self._draws:
             return None
         sessions = self._sessions
         assert sessions is not None
@@ -136,12 +180,16 @@ class PassAtK(Extension):
         groups: dict[str, list[int]] = {}
         for session, uid in enumerate(sessions.uids):
             groups.setdefault(uid, []).append(session)
-        answers = {
-            self._identities[uid]: (len(members), int(right[torch.tensor(members)].sum()))
-            for uid, members in groups.items()
-            if uid in self._identities
+        counts = {uid: (len(members), int(right[torch.tensor(members)].sum())) for uid, members in groups.items()}
+        self.rates.add({self._identities.pop(uid): each for uid, each in counts.items() if uid in self._identities})
+        self._found |= {
+            "pass_at_k/budget/rows": float(len(sessions.of_row)),
+            "pass_at_k/budget/padding_rows": float(sum(batch.is_padding)),
+            "pass_at_k/budget/mixed_share": sum(0 < c < n for n, c in counts.values()) / len(counts),
         }
-        self.rates.add(answers)
+        if self._draws:
+            self._note_draws()
+            return None
         sizes = [len(members) for members in groups.values()]
         self._found |= {
             "pass_at_k/budget/spread": float(torch.tensor(sizes).double().std(correction=0)),
@@ -154,6 +202,16 @@ class PassAtK(Extension):
         for members in groups.values():
             weights[torch.tensor(members)] = self._rollouts / len(members)
         return advantages * weights[sessions.of_row].to(advantages.dtype)[:, None]
+
+    def _note_draws(self) -> None:
+        """Note how far the latest draw was from one that is alike for all."""
+        if len(self._chances):
+            effective = 1 / float(self._chances.square().sum())
+            self._found["pass_at_k/budget/effective_share"] = effective / len(self._chances)
+        self._found |= {
+            "pass_at_k/budget/seen_prompts": float(len(self.rates.counts)),
+            "pass_at_k/budget/proved": float(self._draws_proved),
+        }
 
     def on_advantages(self, batch: BatchView, advantages: Advantages) -> None:
         if self.worker() is None:
@@ -209,13 +267,13 @@ class PassAtK(Extension):
         return {name: value for name, value in self.settings.items() if name not in ("metric", "dynamic")}
 
     def state(self, folder: Path) -> Mapping[str, Any]:
-        if not self._deals:
+        if self.pass_at_k.budget.mode == "none":
             return {}
         write_state(folder, FILE, self.rates.to_json())
         return {"prompts": len(self.rates.counts)}
 
     def restore(self, state: Mapping[str, Any], folder: Path) -> None:
-        if not self._deals or "prompts" not in state:
+        if self.pass_at_k.budget.mode == "none" or "prompts" not in state:
             return
         self.rates.restore(read_state(folder, FILE, self.section, f"{state['prompts']} prompts"))
 

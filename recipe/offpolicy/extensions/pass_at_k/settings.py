@@ -33,13 +33,14 @@ class DynamicSettings:
 
 @dataclass(frozen=True)
 class BudgetSettings:
-    """Group sizes of a step's prompts, within a fixed number of rollouts; see ``budget.allocate``."""
+    """Where rollouts go: by group sizes, see ``budget.allocate``, or by draws, see ``upsampling.compute_chances``."""
 
-    mode: Literal["none", "group_size"] = "none"
+    mode: Literal["none", "group_size", "upsample"] = "none"
     least: int = 2
     most: int = 32
     decay: float = 0.9
     equal_prompts: bool = True
+    uniform_share: float = 0.2
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ class PassAtKSettings:
         k: of the objective.
         correct_at_least: score from which a row is right.
         schedule: (step, k) in rising steps, k from that step on; None: ``k`` throughout. 1: verl's own estimator.
-        seed: of the deals of ``groups``.
+        seed: of the deals of ``groups`` and of the draws of prompts.
     """
 
     objective: Literal["none", "loo", "loo_minus_one", "analytic", "groups"]
@@ -124,11 +125,12 @@ _DYNAMIC: dict[str, Rule] = {
     "max_rounds": (is_count, "a count of 1 or more", 8),
 }
 _BUDGET: dict[str, Rule] = {
-    "mode": _one_of("none", "group_size"),
+    "mode": _one_of("none", "group_size", "upsample"),
     "least": (is_count, "a count of 1 or more", 2),
     "most": (is_count, "a count of 1 or more", 32),
     "decay": (lambda value: is_number(value) and 0 <= value <= 1, "a number in [0, 1]", 0.9),
     "equal_prompts": (is_flag, "true or false", True),
+    "uniform_share": (lambda value: is_number(value) and 0 < value < 1, "a share between 0 and 1, both exclusive", 0.2),
 }
 _PARTS = (
     ("metric", _METRIC, MetricSettings),

@@ -15,6 +15,7 @@ from .training import find_impossible
 _ROLLOUTS = "actor_rollout_ref.rollout.n"
 _ESTIMATOR = "algorithm.adv_estimator"
 _KL = "algorithm.use_kl_in_reward"
+_FILTER = "algorithm.filter_groups.enable"
 _VALIDATION = "actor_rollout_ref.rollout.val_kwargs"
 
 
@@ -23,7 +24,11 @@ def find_problems(section: str, settings: PassAtKSettings, config: DictConfig) -
     if settings.objective != "none":
         yield from _check_objective(section, settings, config)
     if settings.budget.mode != "none":
-        yield from _check_budget(section, settings, config)
+        yield from _check_groups_are_seen(section, settings, config)
+    if settings.budget.mode == "group_size":
+        yield from _check_group_sizes(section, settings, config)
+    if settings.budget.mode == "upsample":
+        yield from _check_draws(section, settings, config)
     yield from _check_validation(section, settings, config)
 
 
@@ -81,7 +86,32 @@ def _check_objective(section: str, settings: PassAtKSettings, config: DictConfig
         yield Problem(key, objective, reason, verdict="INERT", parts=(name,), overrides=(override,))
 
 
-def _check_budget(section: str, settings: PassAtKSettings, config: DictConfig) -> Iterator[Problem]:
+def _check_groups_are_seen(section: str, settings: PassAtKSettings, config: DictConfig) -> Iterator[Problem]:
+    if OmegaConf.select(config, _FILTER):
+        key = f"{section}.budget.mode"
+        reason = "groups that are all right or all wrong are dropped, so that a budget never learns of them."
+        off, beside = (set_to(_FILTER, False),), {_FILTER: True}
+        yield Problem(key, settings.budget.mode, reason, parts=(section,), overrides=off, beside=beside)
+
+
+def _check_draws(section: str, settings: PassAtKSettings, config: DictConfig) -> Iterator[Problem]:
+    parts, key, mode = (section,), f"{section}.budget.mode", settings.budget.mode
+    workers, sampler = "data.dataloader_num_workers", "data.sampler.class_path"
+
+    def wrong(other: str, value: Any, reason: str, mend: Any) -> Problem:
+        return Problem(key, mode, reason, parts=parts, overrides=(set_to(other, mend),), beside={other: value})
+
+    if count := OmegaConf.select(config, workers):
+        yield wrong(workers, count, "workers draw batches ahead, before the answers that chances go by.", 0)
+    if path := OmegaConf.select(config, sampler):
+        yield wrong(sampler, path, "prompts are drawn by a sampler of yours.", None)
+    if OmegaConf.select(config, "data.shuffle") is False:
+        yield wrong("data.shuffle", False, "prompts are read in their order.", True)
+    if int(OmegaConf.select(config, _ROLLOUTS) or 1) == 1:
+        yield wrong(_ROLLOUTS, 1, "a group of one is never right and wrong.", 8)
+
+
+def _check_group_sizes(section: str, settings: PassAtKSettings, config: DictConfig) -> Iterator[Problem]:
     parts, key, budget = (section,), f"{section}.budget.mode", settings.budget
     off = (set_to(key, "none"),)
     use_v1, mode = OmegaConf.select(config, "trainer.use_v1"), OmegaConf.select(config, "trainer.v1.trainer_mode")

@@ -36,12 +36,12 @@ def find_statistic(name: str, spec: CorrectionSpec) -> str:
     ratio = "rollout_ratio" if trainers_own else "full_ratio"
     match name:
         case "ess":
-            return "weight/ess" if spec.weight is not None else f"{ratio}/ess"
+            return "weight/ess" if spec.all_weights else f"{ratio}/ess"
         case "mean_weight":
-            if spec.weight is None:
+            if not spec.all_weights:
                 return f"{ratio}/mean"
             # Self-normalised weights have mean 1 whatever happens.
-            return "raw_weight/mean" if spec.weight.normalize else "weight/mean"
+            return "raw_weight/mean" if spec.normalized is not None else "weight/mean"
         case "kept_share":
             return "keep/token_share"
         case "nonfinite":
@@ -56,7 +56,7 @@ def find_statistic(name: str, spec: CorrectionSpec) -> str:
 
 def explain_constant(name: str, spec: CorrectionSpec) -> str:
     """Return why an alarm's statistic cannot change under a correction; empty if it can."""
-    if name == "kept_share" and not spec.masks and (spec.weight is None or spec.weight.kind != "reject"):
+    if name == "kept_share" and not spec.masks and not spec.weight_rejects:
         return "the correction has no mask and no weight that rejects, so that all is kept."
     return ""
 

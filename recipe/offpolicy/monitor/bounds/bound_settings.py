@@ -178,6 +178,9 @@ def _find_immovable_cap(spec: CorrectionSpec, masks: list[str]) -> Iterator[tupl
     ``normalize`` is no reason: it divides all weights by one number, after the cap, which leaves the ESS as it is.
     """
     weight, key = spec.weight, "correction.weight"
+    if spec.weights:
+        yield "correction.weights have a cap each, and an ESS is that of one weight.", "give one correction.weight"
+        return
     if weight is None:
         option = "stack a weight that truncates, such as correction=[tis_token,gsm]"
         yield f"{key}=null: there is no cap that could move.", option

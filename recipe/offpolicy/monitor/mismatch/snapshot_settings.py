@@ -17,6 +17,7 @@ from ...correction.problem import remove, set_to
 SECTION = "offpolicy.late_weights"
 SNAPSHOTS = f"{SECTION}.snapshots"
 _MODE = "trainer.v1.trainer_mode"
+_REPLAY = "actor_rollout_ref.actor.fsdp_config.router_replay.mode"
 _TEMPERATURE = "actor_rollout_ref.rollout.temperature"
 _OFFLOAD = "actor_rollout_ref.actor.fsdp_config.param_offload"
 
@@ -75,6 +76,11 @@ def _find_obstacles(config: DictConfig, snapshots: int) -> Iterator[Problem]:
     if (mode := OmegaConf.select(config, _MODE)) not in (None, "sync"):
         reason = (
             f"rows of a step were sampled by several versions under {_MODE}={mode}, which are noted by token there."
+        )
+        yield Problem(SNAPSHOTS, snapshots, reason, f"Set {off}.", parts=(), overrides=(off,))
+    if OmegaConf.select(config, _REPLAY) not in (None, "disabled"):
+        reason = (
+            f"rows are scored again by the trainer's own routes, and {_REPLAY} is on because they differ from mu's."
         )
         yield Problem(SNAPSHOTS, snapshots, reason, f"Set {off}.", parts=(), overrides=(off,))
     if (temperature := OmegaConf.select(config, _TEMPERATURE)) not in (None, 1, 1.0):

@@ -65,6 +65,7 @@ CHECKS: tuple[Check, ...] = (
     staleness.check_ages,
     bounds.check_skyrl_compat,
     policy_loss.check_kl_clip,
+    policy_loss.check_kl_weight,
     policy_loss.check_denominator,
     policy_loss.check_baseline,
     rollout.check_rollout_log_probs,

@@ -18,8 +18,7 @@ from .config_reader import ACTOR
 def check_bounds_hold_agreement(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
     """Check that no band excludes the value of equal policies."""
     banded = [(f"masks.{name}", mask.lower, mask.upper, 1 if mask.entry.on_ratio else 0) for name, mask in spec.masks]
-    if spec.weight is not None:
-        banded.append(("weight", spec.weight.lower, spec.weight.upper, 1))
+    banded += [(key, weight.lower, weight.upper, 1) for key, weight in spec.all_weights.items()]
     for part, lower, upper, neutral in banded:
         key = f"correction.{part}"
         reason = f"the bounds leave out {neutral}, the value for policies that agree, where nothing is to be corrected."
@@ -40,11 +39,11 @@ def check_bounds_in_reach(config: DictConfig, spec: CorrectionSpec) -> Iterator[
     for name, mask in spec.masks:
         yield from _find_unreachable(f"correction.masks.{name}", name, mask)
         yield from _find_closed(f"correction.masks.{name}", name, mask)
-    weight = spec.weight
-    if weight is not None and weight.kind != "reject" and weight.lower == weight.upper == 1:
-        key = "correction.weight.upper"
-        reason = "between 1 and 1 every weight is 1, and nothing is corrected."
-        yield Problem(key, 1.0, reason, parts=("weight",), overrides=(set_to(key, 2.0),))
+    for part, weight in spec.all_weights.items():
+        if weight.kind != "reject" and weight.lower == weight.upper == 1:
+            key = f"correction.{part}.upper"
+            reason = "between 1 and 1 every weight is 1, and nothing is corrected."
+            yield Problem(key, 1.0, reason, parts=(part,), overrides=(set_to(key, 2.0),))
 
 
 def warn_bounds_never_seen(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
@@ -115,15 +114,16 @@ def _get_usual(mask: MaskSpec, bound: str) -> float | None:
 def check_weight_ratio(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
     """Check that no weight on pi / mu stands beside a loss with a ratio to pi of its own."""
     mode = config.actor_rollout_ref.actor.policy_loss.loss_mode
-    if spec.weight is not None and spec.weight.ratio == "full" and mode != "gpg":
-        yield Problem(
-            "correction.weight.ratio",
-            "full",
-            f"loss_mode {mode} has a ratio to the current policy of its own, which would count twice.",
-            "Set actor_rollout_ref.actor.policy_loss.loss_mode=gpg, or correction.weight.ratio=rollout.",
-            parts=("weight",),
-            overrides=(set_to(f"{ACTOR}.policy_loss.loss_mode", "gpg"),),
-        )
+    for part, weight in spec.all_weights.items():
+        if weight.ratio == "full" and mode != "gpg":
+            yield Problem(
+                f"correction.{part}.ratio",
+                "full",
+                f"loss_mode {mode} has a ratio to the current policy of its own, which would count twice.",
+                f"Set actor_rollout_ref.actor.policy_loss.loss_mode=gpg, or correction.{part}.ratio=rollout.",
+                parts=(part,),
+                overrides=(set_to(f"{ACTOR}.policy_loss.loss_mode", "gpg"),),
+            )
 
 
 def check_skyrl_compat(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
@@ -137,9 +137,10 @@ def check_skyrl_compat(config: DictConfig, spec: CorrectionSpec) -> Iterator[Pro
 def check_token_aggregates(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
     """Check that level=token has no aggregate: over one token mean, maximum and sum are the same."""
     reason = "level=token decides by single tokens, over which there is nothing to aggregate."
-    if spec.weight is not None and spec.weight.level == "token" and spec.weight.aggregate != "product":
-        key = "correction.weight.aggregate"
-        yield Problem(key, spec.weight.aggregate, reason, parts=("weight",), overrides=(set_to(key, "product"),))
+    for part, weight in spec.all_weights.items():
+        if weight.level == "token" and weight.aggregate != "product":
+            key = f"correction.{part}.aggregate"
+            yield Problem(key, weight.aggregate, reason, parts=(part,), overrides=(set_to(key, "product"),))
     for name, mask in spec.masks:
         instead = mask.entry.single
         if mask.level == "token" and instead:

@@ -19,6 +19,7 @@ ROLLOUT = "actor_rollout_ref.rollout"
 ACTOR = "actor_rollout_ref.actor"
 ENGINE = f"{ROLLOUT}.engine_kwargs.vllm"
 SHADOW = "offpolicy.shadow"
+_RATIOS = {"rollout": "pi_old / mu", "full": "pi / mu", "ppo": "pi / pi_old"}
 
 
 @dataclass(frozen=True)
@@ -62,9 +63,7 @@ def read_shadows(config: DictConfig) -> dict[str, CorrectionSpec]:
 
 def list_parts(config: DictConfig, spec: CorrectionSpec) -> list[ConfiguredPart]:
     """List all configured parts: of our correction, its shadows, verl's own correction, and router replay."""
-    parts = []
-    if spec.weight is not None:
-        parts.append(ConfiguredPart("weight", _describe_weight(spec.weight)))
+    parts = [ConfiguredPart(key, _describe_weight(weight)) for key, weight in spec.all_weights.items()]
     parts += [ConfiguredPart(f"masks.{name}", _describe_mask(mask), _reads_mu(mask)) for name, mask in spec.masks]
     if spec.proximal != "recompute":
         parts.append(ConfiguredPart("proximal", f"pi_old: {spec.proximal}", spec.proximal != "reuse"))
@@ -72,6 +71,16 @@ def list_parts(config: DictConfig, spec: CorrectionSpec) -> list[ConfiguredPart]
         parts.append(
             ConfiguredPart("kl_clip", f"KL loss with pi / pi_old in {_format_band(*spec.kl_clip)}", reads_mu=False)
         )
+    if spec.kl_weight is not None:
+        ratio, reads_mu = _RATIOS[spec.kl_weight.ratio], spec.kl_weight.ratio == "full"
+        band = _format_band(None, spec.kl_weight.upper)
+        parts.append(ConfiguredPart("kl_weight", f"KL loss times {ratio} in {band}", reads_mu))
+    if spec.penalty is not None:
+        ratio, reads_mu = _RATIOS[spec.penalty.ratio], spec.penalty.ratio == "full"
+        meaning = f"{spec.penalty.coefficient:g} times (log {ratio})^2"
+        parts.append(ConfiguredPart("penalty", meaning, reads_mu))
+    if spec.nonfinite != "counted":
+        parts.append(ConfiguredPart("nonfinite", f"tokens without a finite mu {spec.nonfinite}"))
     if spec.denominator != "original":
         parts.append(ConfiguredPart("denominator", spec.denominator))
     if spec.baseline != "include":
@@ -102,16 +111,17 @@ def _reads_mu(mask: MaskSpec) -> bool:
 
 
 def _describe_weight(weight: WeightSpec) -> str:
-    ratio = {"rollout": "pi_old / mu", "full": "pi / mu"}[weight.ratio]
+    ratio = _RATIOS[weight.ratio]
     band = _format_band(weight.lower, weight.upper)
-    return f"{weight.level}, {weight.kind} {band} on {ratio}{_format_factors(weight)}"
+    when = "" if weight.when == "any" else f", {weight.when}"
+    return f"{weight.level}, {weight.kind} {band} on {ratio}{when}{_format_factors(weight)}"
 
 
 def _describe_mask(mask: MaskSpec) -> str:
     when = "" if mask.when == "any" else f", {mask.when}"
     if mask.entry.of_age:
         return f"{mask.level}, at most {mask.upper:g} versions old{when}"
-    ratio = {"rollout": "pi_old / mu", "full": "pi / mu", "ppo": "pi / pi_old"}[mask.ratio]
+    ratio = _RATIOS[mask.ratio]
     bounds = f"budget {mask.budget:g}" if mask.budget is not None else _format_band(mask.lower, mask.upper)
     return f"{mask.level}, {mask.aggregate} {bounds} on {ratio}{when}{_format_factors(mask)}"
 

@@ -57,6 +57,9 @@ def check_ppo_ratio(config: DictConfig, spec: CorrectionSpec) -> Iterator[Proble
         if mask.ratio == "ppo":
             key = f"correction.masks.{name}.ratio"
             yield Problem(key, "ppo", reason, fix, "INERT", (f"masks.{name}",), overrides)
+    if spec.penalty is not None and spec.penalty.ratio == "ppo":
+        key = "correction.penalty.ratio"
+        yield Problem(key, "ppo", reason, fix, "INERT", ("penalty",), overrides)
     if spec.kl_clip is not None:
         value = spec.to_mapping()["kl_clip"]
         yield Problem("correction.kl_clip", value, reason, fix, "INERT", ("kl_clip",), overrides)
@@ -71,7 +74,7 @@ def build_two_steps(config: DictConfig) -> tuple[str, ...]:
 def check_proximal_is_read(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
     """Check that the loss has a ratio that reads pi_old."""
     mode = config.actor_rollout_ref.actor.policy_loss.loss_mode
-    alone = spec.weight is None and not spec.masks and spec.kl_clip is None
+    alone = not spec.all_weights and not spec.masks and not (spec.kl_clip or spec.kl_weight or spec.penalty)
     if spec.proximal != "recompute" and alone and mode == "gpg":
         reason = f"loss_mode {mode} has no ratio and reads no pi_old, so that nothing is corrected."
         fix = "Set actor_rollout_ref.actor.policy_loss.loss_mode=vanilla, or correction=none."

@@ -21,6 +21,8 @@ from .config_reader import ACTOR, copy_config
 logger = logging.getLogger("verl.offpolicy")
 
 _KL_CLIP = ("kl_clip",)
+_UNBIASED = ("low_var_kl", "k3", "kl", "k1")
+"""verl's ``kl_loss_type`` whose expectation over pi is KL(pi, pi_ref)."""
 _DEMANDED = "ppo_micro_batch_size_per_gpu"
 _SECTION = re.compile(r"full_key: ([\w.]+)")
 """The section that verl failed to instantiate, at the end of Hydra's message."""
@@ -61,21 +63,46 @@ def check_kl_clip(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]
         yield Problem(key, actor.kl_loss_coef, reason, fix, "INERT", _KL_CLIP, (set_to(key, 0.001),))
 
 
+def check_kl_weight(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
+    """Check that the weighted KL loss exists, with an estimate that the weight makes unbiased and a coefficient."""
+    if spec.kl_weight is None:
+        return
+    actor, parts = config.actor_rollout_ref.actor, ("kl_weight",)
+    if not actor.use_kl_loss:
+        reason = "there is no KL loss to weigh; KL in the reward is corrected by the clip of the policy term."
+        fix = "Set actor_rollout_ref.actor.use_kl_loss=true, or correction.kl_weight=null."
+        value, override = spec.kl_weight.to_mapping(), set_to(f"{ACTOR}.use_kl_loss", True)
+        yield Problem("correction.kl_weight", value, reason, fix, "INERT", parts, (override,))
+    elif actor.kl_loss_type not in _UNBIASED:
+        key = f"{ACTOR}.kl_loss_type"
+        reason = "r k has the gradient of the reverse KL where k is k1 or k3 with its own slope, and nowhere else."
+        fix = f"Set kl_loss_type to one of {', '.join(_UNBIASED)}, or correction.kl_weight=null."
+        yield Problem(key, actor.kl_loss_type, reason, fix, parts=parts, overrides=(set_to(key, "low_var_kl"),))
+    elif actor.kl_loss_coef == 0:
+        key = f"{ACTOR}.kl_loss_coef"
+        reason = "the coefficient of the weighted KL loss is 0, so that it counts nothing."
+        fix = "Set it to 0.001, or correction.kl_weight=null."
+        yield Problem(key, actor.kl_loss_coef, reason, fix, "INERT", parts, (set_to(key, 0.001),))
+
+
 def check_denominator(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
-    """Check that ``denominator=kept`` meets a loss that divides by a count, and rows that are not shuffled."""
-    if spec.denominator == "original":
+    """Check that another count than verl's meets a loss that divides by one, and rows that are not shuffled."""
+    if not spec.recounts:
         return
     actor = config.actor_rollout_ref.actor
-    parts = ("denominator",)
+    key, value, usual = (
+        ("denominator", "kept", "original") if spec.denominator == "kept" else ("nonfinite", "excluded", "counted")
+    )
+    asked, parts = f"{key}={value}", (key,)
     if actor.loss_agg_mode not in HAS_DENOMINATOR:
         key = "actor_rollout_ref.actor.loss_agg_mode"
-        reason = "it divides by no count, so that original and kept are one."
-        fix = f"Set one of {', '.join(HAS_DENOMINATOR)}, or correction.denominator=original."
+        reason = f"it divides by no count, so that {usual} and {value} are one."
+        fix = f"Set one of {', '.join(HAS_DENOMINATOR)}, or correction.{parts[0]}={usual}."
         override = set_to(key, "token-mean")
         yield Problem(key, actor.loss_agg_mode, reason, fix, "INERT", parts, (override,))
     if actor.shuffle:
         key = "actor_rollout_ref.actor.shuffle"
-        reason = "denominator=kept counts by mini-batch before the update, and shuffling regroups the rows."
+        reason = f"{asked} counts by mini-batch before the update, and shuffling regroups the rows."
         yield Problem(key, True, reason, "Set it to false.", parts=parts, overrides=(set_to(key, False),))
 
 

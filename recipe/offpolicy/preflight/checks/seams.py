@@ -80,6 +80,5 @@ def check_version_level(config: DictConfig, spec: CorrectionSpec) -> Iterator[Pr
 
 
 def _find_version_levels(spec: CorrectionSpec) -> Iterator[str]:
-    if spec.weight is not None and spec.weight.level == "version":
-        yield "correction.weight.level"
+    yield from (f"correction.{key}.level" for key, weight in spec.all_weights.items() if weight.level == "version")
     yield from (f"correction.masks.{name}.level" for name, mask in spec.masks if mask.level == "version")

@@ -12,6 +12,7 @@ from verl_patches.execution_path import USE_V1, live_path
 
 from ...correction import CorrectionSpec, MaskSpec, WeightSpec
 from ...correction.problem import Problem, Verdict, format_value, remove, set_to
+from ...correction.proximal import BY_AGE
 from ...staleness.staleness_settings import ETA, TARGET, StalenessSettings
 from ..verl_keys.keys import list_active
 from .config_reader import SHADOW, read_shadows
@@ -52,7 +53,7 @@ def check_staleness(config: DictConfig, spec: CorrectionSpec) -> Iterator[Proble
     if (uncovered := _find_uncovered(config)) is not None:
         yield uncovered
         return
-    if settings.adapt is not None and spec.weight is None:
+    if settings.adapt is not None and not spec.all_weights:
         reason = "it is the effective sample size of the weights, and the correction has none: it would always be met."
         off = set_to(TARGET, None)
         fix = f"Add a weight, correction=decoupled_ppo for example, or set {off}."
@@ -143,6 +144,9 @@ def check_ages(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
         elif live_path(config).attributes.weight_versions:
             name, value, mend = "level", part.level, (set_to(f"{whole}.level", "sequence"),)
         yield Problem(f"{whole}.{name}", value, reason, parts=(key,), overrides=mend)
+    if spec.alpha == BY_AGE and (reason := _explain_unknown_age_of_tokens(config)) is not None:
+        key = "correction.alpha"
+        yield Problem(key, BY_AGE, reason, parts=("proximal",), overrides=(set_to(key, 0.5),))
     shadows = read_shadows(config)
     unknown = {
         name: reason
@@ -159,7 +163,14 @@ def _explain_unknown_age(config: DictConfig, part: WeightSpec | MaskSpec) -> str
     release = live_path(config)
     if not release.attributes.weight_versions:
         return f"verl {release.release} does not note which version of the weights sampled a row: no age is known."
-    if part.level != "sequence" and is_asynchronous(config) and not notes_token_versions(config):
+    return _explain_unknown_age_of_tokens(config) if part.level != "sequence" else None
+
+
+def _explain_unknown_age_of_tokens(config: DictConfig) -> str | None:
+    release = live_path(config)
+    if not release.attributes.weight_versions:
+        return f"verl {release.release} does not note which version of the weights sampled a row: no age is known."
+    if is_asynchronous(config) and not notes_token_versions(config):
         return (
             f"a row can be sampled by several versions, and verl {release.release} does not say which token by which."
         )
@@ -173,6 +184,10 @@ def warn_ages(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
     oldest = settings.oldest_age if settings else None if is_asynchronous(config) else 0
     why = f"{ETA} lets none be older" if settings else "synchronous training samples by the weights in force"
     beside = {ETA: eta} if settings else {}
+    if spec.alpha == BY_AGE and oldest == 0:
+        reason = f"no token is older than the weights in force, since {why}: pi_old is mu, as with bypass."
+        off = (set_to("correction.alpha", 0.5),)
+        yield Problem("correction.alpha", BY_AGE, reason, "", "INERT", ("proximal",), off, beside=beside)
     for key, part in spec.age_parts.items():
         whole = f"correction.{key}"
         if part.by_staleness is not None:

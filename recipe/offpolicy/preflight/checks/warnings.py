@@ -22,10 +22,11 @@ WIDE_CAP = 10.0
 def warn_wide_caps(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
     """Warn of bounds above which single tokens or rows dominate the gradient."""
     why = f"above {WIDE_CAP:g} single tokens or rows can own the gradient; 2 by token and 5 by sequence are usual."
-    if spec.weight is not None and (spec.weight.upper is None or spec.weight.upper > WIDE_CAP):
-        cap = 2.0 if spec.weight.level == "token" else 5.0
-        key = "correction.weight.upper"
-        yield Problem(key, spec.weight.upper, why, "", "NOTE", ("weight",), (set_to(key, cap),))
+    for part, weight in spec.all_weights.items():
+        if weight.upper is None or weight.upper > WIDE_CAP:
+            cap = 2.0 if weight.level == "token" else 5.0
+            key = f"correction.{part}.upper"
+            yield Problem(key, weight.upper, why, "", "NOTE", (part,), (set_to(key, cap),))
     values = read_rollout_correction(config)
     bound = values.get("rollout_is_threshold")
     if values.get("rollout_is") and isinstance(bound, int | float) and bound > WIDE_CAP:
@@ -96,12 +97,12 @@ def warn_unlike_micro_batches(config: DictConfig, spec: CorrectionSpec) -> Itera
 def warn_kl_left_out(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
     """Warn of KL terms that no correction, ours or verl's own, reaches."""
     actor = config.actor_rollout_ref.actor
-    corrects = spec.weight is not None or bool(spec.masks)
+    corrects = bool(spec.all_weights) or bool(spec.masks)
     loses_kl = bool(actor.use_kl_loss) and actor.kl_loss_coef != 0
     if loses_kl and (why := _explain_kl_left_out(config)):
         fix = f"Set {ACTOR}.use_kl_loss=false if that is not meant."
         yield Problem(f"{ACTOR}.use_kl_loss", True, why, fix, "NOTE", ("kl_loss",))
-    if corrects and spec.kl_clip is None and loses_kl:
+    if corrects and spec.kl_clip is None and spec.kl_weight is None and loses_kl:
         steps = count_gradient_steps(config)
         yield Problem(
             f"{ACTOR}.use_kl_loss",

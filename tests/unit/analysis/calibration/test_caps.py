@@ -10,6 +10,7 @@ import pytest
 
 from recipe.offpolicy.analysis.calibration.caps import compute_ess, compute_ess_curve, find_cap_for_ess
 from recipe.offpolicy.analysis.calibration.parts import BoundedPart, list_parts, set_values
+from recipe.offpolicy.analysis.calibration.propose import CalibrationRequest, propose_bounds
 from recipe.offpolicy.analysis.calibration.scores import Scores, compute_scores
 from recipe.offpolicy.correction import CorrectionSpec, rollout_stage
 from recipe.offpolicy.correction.statistics import merge_all
@@ -117,6 +118,23 @@ def test_curve_agrees_with_the_weights_themselves(name: str) -> None:
     direct = [compute_ess(part, scores, part.compute_limits_at(radius)) for radius in curve.radius]
     assert curve.ess == pytest.approx(direct, rel=1e-9)
     assert curve.resampled.shape == (10, len(curve.radius))
+
+
+def test_the_cap_of_one_sign_is_that_of_the_rows_it_weighs() -> None:
+    """One token a row: rho = 1 and 4 with A < 0, and 100 with A > 0, which a weight of negative rows leaves alone.
+
+    Of the first two alone (1 + c)^2 / (2 (1 + c^2)) is 0.9 at c = 2.
+    """
+    rho = np.log(np.array([1.0, 4.0, 100.0], dtype=np.float32))
+    mu, advantages = np.full(3, -6.0, dtype=np.float32), np.array([-1.0, -1.0, 1.0], dtype=np.float32)
+    rows = drawn_rows([1, 1, 1], rollout_log_prob=mu, old_log_prob=mu + rho, advantages=advantages)
+    spec = CorrectionSpec.from_mapping({"weights": {"a": TIS | {"when": "negative"}}})
+    (part,) = list_parts(spec)
+    assert (part.key, part.looks_at) == ("weights.a", "tokens with A < 0")
+    request = CalibrationRequest(target_ess=0.9)
+    (proposal,) = propose_bounds([Step(rows, NONE, ())], spec, request).proposals
+    assert proposal.looked == pytest.approx(2 / 3)
+    assert proposal.now == pytest.approx(0.9)
 
 
 def test_no_band_from_one_prompt() -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from recipe.offpolicy.analysis.calibration.scores import read_recorded_spec
-from recipe.offpolicy.recording import Recording, RecordingError
-from tests.support.corrections import GSM, TIS, spec
-from tests.support.recordings import drawn_rows, record
+from recipe.offpolicy.analysis.calibration.parts import list_parts
+from recipe.offpolicy.analysis.calibration.scores import compute_scores, read_recorded_spec
+from recipe.offpolicy.recording import Recording, RecordingError, Step
+from tests.support.corrections import GSM, TIS, band, spec
+from tests.support.recordings import NONE, drawn_rows, record
 
 
 def test_it_is_read_from_the_file(tmp_path: Path) -> None:
@@ -22,3 +24,36 @@ def test_a_file_that_holds_none_is_named_by_its_step(tmp_path: Path) -> None:
     step = Recording(record(tmp_path, drawn_rows([2, 3], step=7), spec={"weight": 5})).step(7)
     with pytest.raises(RecordingError, match="step 7: its file's metadata holds no valid correction"):
         read_recorded_spec(step)
+
+
+def test_a_mask_on_what_leads_away_looks_at_those_tokens() -> None:
+    """log rho = 0.5 and -0.5 in one row of A = 1, and in one of A = -1: one token of each leads away."""
+    mu = np.full(4, -2.0, dtype=np.float32)
+    rho = np.array([0.5, -0.5, 0.5, -0.5], dtype=np.float32)
+    advantages = np.array([1, 1, -1, -1], dtype=np.float32)
+    rows = drawn_rows([2, 2], rollout_log_prob=mu, old_log_prob=mu + rho, advantages=advantages)
+    correction = spec(None, vaco=band(None, 0.3, aggregate="tv_mean", when="outward"))
+    (part,) = list_parts(correction)
+    scores, _ = compute_scores([Step(rows, NONE, ())], correction, [part])
+    assert (part.share_of, part.looks_at) == ("tokens", "tokens with A log r > 0")
+    found = scores["masks.vaco"]
+    assert sorted(zip(found.row.tolist(), found.looked.tolist(), strict=True)) == [
+        (0, False),
+        (0, True),
+        (1, False),
+        (1, True),
+    ]
+    # Every token has its row's mean of |rho - 1| / 2, (0.6487 + 0.3935) / 4.
+    assert found.high == pytest.approx([0.26055] * 4, rel=1e-4)
+
+
+def test_a_mean_distance_moves_as_a_ratio() -> None:
+    """exp|log rho| of a row is (e^0.5 + e^0.5) / 2 = e^0.5: half a nat, and a bound of 1.65."""
+    mu = np.full(2, -2.0, dtype=np.float32)
+    rows = drawn_rows([2], rollout_log_prob=mu, old_log_prob=mu + np.array([0.5, -0.5], dtype=np.float32))
+    correction = spec(None, nemo=band(None, 2.0, aggregate="exp_abs_mean"))
+    (part,) = list_parts(correction)
+    scores, _ = compute_scores([Step(rows, NONE, ())], correction, [part])
+    assert scores["masks.nemo"].high == pytest.approx([0.5], rel=1e-6)
+    assert part.compute_values_at(0.5) == pytest.approx({"upper": 1.6487}, rel=1e-4)
+    assert part.side == "upper"

@@ -31,12 +31,27 @@ from tests.support.recordings import drawn_rows, record, sampled_by
 WIDE = band(0.97, 1.03)
 SPECS = {
     "tis": spec(TIS, gsm=WIDE),
+    "signs": CorrectionSpec.from_mapping(
+        {
+            "weights": {
+                "negative": TIS | {"level": "sequence", "upper": 1.0, "when": "negative"},
+                "positive": TIS | {"kind": "reject", "lower": 0.98, "upper": 1.02, "when": "positive", "sign": "row"},
+            }
+        }
+    ),
     "turn": spec(TIS | {"level": "turn"}, turn=band(0.98, 1.02, level="turn")),
     "sequence": spec(TIS | {"level": "sequence", "kind": "reject", "lower": 0.5, "upper": 2.0}, opsm=opsm(0.01)),
     "normalised": spec(TIS | {"normalize": True}, positive=WIDE | {"when": "positive", "sign": "token"}),
     "normalised_rows": spec(TIS | {"normalize": True, "level": "sequence"}),
     "m2po": spec(None, m2po=M2PO),
     "ppo": spec(None, ppo=band(0.999, 1.001, ratio="ppo"), tv=band(-0.1, 0.1, aggregate="binary_tv", level="token")),
+    "outward": spec(
+        None,
+        vaco=band(None, 0.05, aggregate="tv_mean", when="outward", sign="token"),
+        kpop=band(None, 0.1, aggregate="binary_kl", level="token", ratio="full"),
+        roll=band(-0.02, 0.02, aggregate="binary_tv_mean", level="turn"),
+        nemo=band(None, 1.25, aggregate="exp_abs_mean"),
+    ),
     "skyrl": replace(spec(TIS, gsm=WIDE, icepop=band(0.8, 1.2, level="token", aggregate="any")), skyrl_compat=True),
     "version": spec(TIS | {"level": "version"}),
     "age": spec(

@@ -8,8 +8,10 @@ import pytest
 import torch
 
 from recipe.offpolicy.extensions.pass_at_k import advantages
-from recipe.offpolicy.extensions.pass_at_k.evidence import find_difference, state_none_right
+from recipe.offpolicy.extensions.pass_at_k.budget import PassRates
+from recipe.offpolicy.extensions.pass_at_k.evidence import find_difference, find_wrong_chance, state_none_right
 from recipe.offpolicy.extensions.pass_at_k.training import OBJECTIVES, find_impossible
+from recipe.offpolicy.extensions.pass_at_k.upsampling import compute_chances
 
 
 def test_none_of_k_drawn() -> None:
@@ -41,3 +43,16 @@ def test_another_value_is_named(objective: str) -> None:
 def test_a_right_row_below_the_mean_is_no_deal() -> None:
     right = [True, *[False] * 7]
     assert find_difference([-0.5, *[0.5] * 4, *[-0.5] * 3], right, 4, "groups") is not None
+
+
+def test_chances_of_draws_agree_with_the_formula_and_no_others() -> None:
+    """Beta(1, 3): p = 1/4, or (1 + 2) / (4 + 4) after 2 of 4; n = 2: 2 p (1 - p) is 3/8 and 15/32."""
+    whole = 3 / 8 + 15 / 32
+    chances = [0.1 + 0.8 * (15 / 32) / whole, 0.1 + 0.8 * (3 / 8) / whole]
+    assert find_wrong_chance(chances, {"0": (4.0, 2.0)}, (1.0, 3.0), 2, 0.2) is None
+    assert "prompt 0 of 2" in (find_wrong_chance(chances, {"1": (4.0, 2.0)}, (1.0, 3.0), 2, 0.2) or "")
+    rates = PassRates(0.9, {str(prompt): (float(prompt), prompt / 3) for prompt in range(40)}, (0.4, 1.2))
+    found = compute_chances(rates, 50, 16, 0.2).tolist()
+    assert find_wrong_chance(found, rates.counts, rates.prior, 16, 0.2) is None
+    found[49] *= 1 + 1e-5
+    assert "prompt 49 of 50" in (find_wrong_chance(found, rates.counts, rates.prior, 16, 0.2) or "")

@@ -7,15 +7,18 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from omegaconf import OmegaConf
 from tensordict import TensorDict
 from torch import Tensor
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 from recipe.offpolicy.extensions.length_penalty.length_penalty import LengthPenalty
 from recipe.offpolicy.extensions.pass_at_k import advantages, pass_at_k
 from recipe.offpolicy.extensions.pass_at_k.pass_at_k import PassAtK
+from recipe.offpolicy.extensions.pass_at_k.upsampling import NUMBER
 from recipe.offpolicy.proof.verify import LivenessError
 from tests.support.shaped import Rows, make_batch, report, shape
 
@@ -201,6 +204,75 @@ def test_without_equal_prompts_advantages_are_not_weighted() -> None:
     extension = budgeted(equal_prompts=False)
     extension.next_batch(Prompts(step=1, uids=["a"], chats=CHATS[:1]))
     assert torch.equal(shape(make_batch(ONE[:5]), extension), shape(make_batch(ONE[:5]), made("loo", k=2)))
+
+
+def upsampled(prompts: int = 3, **settings: Any) -> tuple[PassAtK, Any]:
+    extension = PassAtK("pass_at_k", {"objective": "none", "budget": {"mode": "upsample"} | settings})
+    extension.begin(OmegaConf.create({"actor_rollout_ref": {"rollout": {"n": 8}}, "data": {"train_batch_size": 2}}))
+    chats = [[{"role": "user", "content": str(prompt)}] for prompt in range(prompts)]
+    verls = StatefulDataLoader(
+        dataset=chats,
+        batch_size=1,
+        drop_last=True,
+        collate_fn=lambda rows: {"raw_prompt": np.array(rows, dtype=object)},
+    )
+    return extension, extension.load_prompts(verls)
+
+
+class Loaded(SimpleNamespace):
+    """Prompts of a batch as the loader made it."""
+
+    def rows(self, name: str) -> dict[str, Any]:
+        return {name: self.batch[name]}
+
+
+def answer(extension: PassAtK, batch: dict[str, Any], right: int, step: int = 1) -> str:
+    """Sample a batch of one prompt and score its 8 rows; returns its number."""
+    extension.next_batch(Loaded(step=step, uids=["u"], batch=batch))
+    rows: Rows = [("u", 2, float(row < right)) for row in range(8)]
+    assert torch.equal(shape(make_batch(rows), extension), shape(make_batch(rows)))
+    return str(batch[NUMBER][0])
+
+
+def test_answers_change_the_chances_of_the_next_draws(caplog: pytest.LogCaptureFixture) -> None:
+    """Solved: p = (a + 8) / (a + b + 8) is nearly 1, and a mixed group of 8 less likely than of a new prompt."""
+    extension, loader = upsampled()
+    batches = iter(loader)
+    first = answer(extension, next(batches), right=8)
+    assert extension.metrics()["pass_at_k/budget/proved"] == 0.0
+    second = answer(extension, next(batches), right=4)  # of the same block
+    assert first != second
+    with caplog.at_level("INFO", logger="verl.offpolicy"):
+        answer(extension, next(batches), right=0)
+    assert "pass@k draws LIVE on 3 prompts" in caplog.text
+    found = extension.metrics()
+    assert found["pass_at_k/budget/proved"] == 1.0
+    assert found["pass_at_k/budget/rows"] == 8.0
+    assert found["pass_at_k/budget/padding_rows"] == 0.0
+    assert found["pass_at_k/budget/effective_share"] < 1.0
+    assert float(extension._chances[int(first)]) < float(extension._chances[int(second)])
+    assert extension.worker() is None
+
+
+def test_chances_other_than_the_formulas_stop_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    extension, loader = upsampled()
+    batches = iter(loader)
+    answer(extension, next(batches), right=8)
+    next(batches)
+    wrong = torch.tensor([0.5, 0.25, 0.25], dtype=torch.float64)
+    monkeypatch.setattr(pass_at_k, "compute_chances", lambda *given: wrong)
+    with pytest.raises(LivenessError, match=r"pass_at_k\.budget: prompt \d of 3 is drawn with a chance of"):
+        next(batches)
+
+
+def test_prompts_of_another_loader_stop_the_run() -> None:
+    extension, _ = upsampled()
+    with pytest.raises(LivenessError, match="prompts came by another data loader"):
+        extension.next_batch(Loaded(step=1, uids=["a"], batch={"raw_prompt": CHATS[:1]}))
+
+
+def test_verls_loader_stays_without_draws() -> None:
+    assert made("loo").load_prompts("verl's") == budgeted().load_prompts("verl's") == "verl's"
 
 
 def test_a_checkpoint_carries_the_rates(tmp_path: Path) -> None:

@@ -39,6 +39,8 @@ def test_nothing_is_wrong_by_default(objective: str) -> None:
 
 
 GROUP_SIZE = {"mode": "group_size", "least": 5}
+UPSAMPLE = {"mode": "upsample"}
+FILTER = {"algorithm__filter_groups__enable": True}
 DAPO = {"reward__reward_manager__name": "dapo", "reward__reward_kwargs__overlong_buffer_cfg__enable": True}
 OPSM = {"correction__masks": {"opsm": {"when": "negative"}}}
 
@@ -68,6 +70,13 @@ OPSM = {"correction__masks": {"opsm": {"when": "negative"}}}
         ),
         ({"budget": GROUP_SIZE | {"most": 7}}, {}, "WRONG", "pass_at_k.budget.most=8"),
         ({"budget": GROUP_SIZE | {"least": 9}}, {}, "WRONG", "pass_at_k.budget.least=8"),
+        ({"budget": GROUP_SIZE}, FILTER, "WRONG", "algorithm.filter_groups.enable=false"),
+        ({"budget": UPSAMPLE}, {"trainer__use_v1": False}, None, ""),
+        ({"budget": UPSAMPLE}, FILTER, "WRONG", "algorithm.filter_groups.enable=false"),
+        ({"budget": UPSAMPLE}, {"data__dataloader_num_workers": 8}, "WRONG", "data.dataloader_num_workers=0"),
+        ({"budget": UPSAMPLE}, {"data__sampler__class_path": "a.py"}, "WRONG", "data.sampler.class_path=null"),
+        ({"budget": UPSAMPLE}, {"data__shuffle": False}, "WRONG", "data.shuffle=true"),
+        ({"objective": "none", "budget": UPSAMPLE}, {N: 1}, "WRONG", "actor_rollout_ref.rollout.n=8"),
         ({"objective": "none"}, {f"{VALIDATION}n": 8}, None, ""),
         (
             {"objective": "none", "metric": {"extrapolate": []}},

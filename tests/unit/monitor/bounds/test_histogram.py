@@ -48,6 +48,10 @@ AGGREGATES = [
     ("tv_mean", None, 0.1),
     ("tv_max", None, 0.1),
     ("binary_tv", -0.1, 0.1),
+    ("binary_tv_mean", -0.1, 0.1),
+    ("binary_tv_sum", -0.1, 0.1),
+    ("binary_kl", None, 0.1),
+    ("exp_abs_mean", None, 1.1),
 ]
 
 

@@ -1,9 +1,9 @@
-"""The evidence on length: the task's answers and reward, one step of each arm, and the table of what was run."""
+"""The evidence on length: one step of each arm, and the table and verdict of what was run."""
 
 from __future__ import annotations
 
+import io
 import json
-import random
 import sys
 from pathlib import Path
 
@@ -16,33 +16,28 @@ from tests.support.paths import ROOT
 sys.path.insert(0, str(ROOT / "scripts" / "evidence"))
 pytest.importorskip("verl")
 
-from free_length import free_length, free_length_training
-from free_length.free_length_reward import compute_score
-from free_length.free_length_task import MOST_TOKENS, demonstrate, warm_start
-from free_length.free_length_training import ARMS, build_penalty, estimate, train
+from free_length import free_length_training
+from free_length.free_length_measured import (
+    ARMS,
+    Block,
+    Ends,
+    build_table,
+    compute_ends,
+    draw,
+    judge,
+    read_blocks,
+    read_measured,
+    read_runs,
+    write_measured,
+)
+from free_length.free_length_training import build_penalty, estimate, train
 
+from scripts.quickstart.free_length import MOST_TOKENS
 from scripts.quickstart.model import build_model, build_tokenizer
 
 pytestmark = pytest.mark.verl(">=0.9")
 
 ENTRY = {"question": "Spell backward: cat", "answer": "tac", "metadata": {"word": "cat"}}
-
-
-def test_the_last_word_is_scored() -> None:
-    assert compute_score("", "cat cat tac", "tac") == compute_score("", "TAC", "tac") == 1.0
-    assert compute_score("", "tac cat", "tac") == compute_score("", " ", "tac") == 0.0
-
-
-def test_demonstrations_with_more_copies_are_right_more_often() -> None:
-    """0.2 + 0.15 m: 0.2 without a copy, always from 6 on."""
-    rng = random.Random(0)
-    shown = [demonstrate(ENTRY, rng).split() for _ in range(4000)]
-    assert {len(words) for words in shown} == set(range(1, 8))
-    share = {m: [words[-1] == "tac" for words in shown if len(words) == m + 1] for m in (0, 3, 6)}
-    assert sum(share[0]) / len(share[0]) == pytest.approx(0.2, abs=0.05)
-    assert sum(share[3]) / len(share[3]) == pytest.approx(0.65, abs=0.06)
-    assert all(share[6])
-    assert max(len(" ".join(words)) for words in shown) < MOST_TOKENS
 
 
 def test_arms_are_all_kinds_in_both_places() -> None:
@@ -67,7 +62,6 @@ def test_advantages_are_verls_without_a_penalty_and_others_with_one() -> None:
 def test_a_run_is_written_step_by_step(tmp_path: Path) -> None:
     tokenizer = build_tokenizer("Spell backward:")
     model = build_model(tokenizer)
-    assert warm_start(model, tokenizer, [ENTRY] * 8, steps=2) > 0
     model.save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
     history = train("uniform/before", 0, tmp_path, [ENTRY] * 8, 1)
@@ -77,16 +71,66 @@ def test_a_run_is_written_step_by_step(tmp_path: Path) -> None:
     assert data["length/right/sequences"] + data["length/wrong/sequences"] == 64
 
 
-def test_the_table_is_of_first_and_last_steps(tmp_path: Path) -> None:
+def write_runs(folder: Path) -> None:
     lines = [
         {"step": s, "data": {"response_length/mean": 10.0 + s, "critic/score/mean": s / 100}} for s in range(1, 31)
     ]
     for name in ("none-0", "none-1", "group-before-0"):
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert free_length.read_ends(tmp_path / "none-0.jsonl") == pytest.approx((15.5, 35.5, 0.055, 0.255))
-    console = Console(width=120, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
-    console.print(free_length.build_table(tmp_path))
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def test_raw_figures_are_means_of_five_steps_and_stay_through_a_file(tmp_path: Path) -> None:
+    write_runs(tmp_path)
+    line = {"step": 6, "data": {"response_length/mean": 4, "critic/score/mean": 1.0, "length/anchor/mean": 7.0}}
+    (tmp_path / "anchor-after-3.jsonl").write_text(json.dumps({"step": 0, "data": {}}) + "\n" + json.dumps(line) + "\n")
+    found = read_runs(tmp_path)
+    assert list(found) == [("none", 0), ("none", 1), ("group/before", 0), ("anchor/after", 3)]
+    assert found["anchor/after", 3] == read_blocks(tmp_path / "anchor-after-3.jsonl") == [Block(6, 4.0, 1.0, 7.0)]
+    blocks = found["none", 1]
+    assert [each.step for each in blocks] == [5, 10, 15, 20, 25, 30]
+    assert (blocks[0].tokens, blocks[-1].right) == (13.0, 0.28)
+    assert compute_ends(blocks) == pytest.approx((15.5, 35.5, 0.055, 0.255))
+    write_measured(found, tmp_path / "measured.csv")
+    again = read_measured(tmp_path / "measured.csv")
+    assert again["anchor/after", 3] == found["anchor/after", 3]
+    assert compute_ends(again["none", 0]) == pytest.approx((15.5, 35.5, 0.055, 0.255))
+
+
+def test_the_table_and_the_figure_are_of_all_runs(tmp_path: Path) -> None:
+    write_runs(tmp_path)
+    measured = read_runs(tmp_path)
+    console = Console(width=120, record=True, file=io.StringIO())
+    console.print(build_table({key: compute_ends(blocks) for key, blocks in measured.items()}))
     text = console.export_text()
     assert "35.5 to 35.5" in text
     assert "group/before" in text
     assert "anchor/after" not in text
+    draw(measured, tmp_path / "lengths.png")
+    assert (tmp_path / "lengths.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_expectations_are_judged_by_the_ends_of_paired_seeds() -> None:
+    """none: 30 tokens, 0.6 then 0.9 right. 8 tokens are below a third, 11 are not."""
+    runs: dict[tuple[str, int], Ends] = {}
+    for seed in range(8):
+        runs["none", seed] = (25.0, 30.0, 0.6, 0.9)
+        runs["uniform/before", seed] = (25.0, 8.0 if seed < 6 else 11.0, 0.6, 0.3)
+        runs["group/before", seed] = (25.0, 8.0, 0.6, 0.3 if seed < 5 else 0.7)
+        runs["anchor/before", seed] = (25.0, 20.0, 0.6, 0.86)
+        runs["anchor/after", seed] = (25.0, 20.0, 0.6, 0.84)
+    assert [came_true for _, came_true, _ in judge(runs)] == [True, False, True, False]
+    assert judge(runs)[2][2] == "-10.0 tokens, -0.040 right"
+
+
+def test_the_documentation_shows_the_figures_that_were_measured() -> None:
+    measured = read_measured(ROOT / "scripts" / "evidence" / "free_length" / "measured.csv")
+    shown = (ROOT / "docs" / "length.md").read_text()
+    for arm in ARMS:
+        ends = [compute_ends(blocks) for (name, _), blocks in measured.items() if name == arm]
+        assert len(ends) == 8
+        first, last, right_first, right_last = (sum(column) / 8 for column in zip(*ends, strict=True))
+        least, most = min(each[1] for each in ends), max(each[1] for each in ends)
+        kind, _, place = arm.partition("/")
+        name = f"`{kind}`, {place}" if place else kind
+        row = f"| {first:.1f} | {last:.1f} | {least:.1f} to {most:.1f} | {right_first:.3f} | {right_last:.3f} |"
+        assert f"| {name} {row}" in shown

@@ -1,0 +1,73 @@
+"""Squared log-ratio as a term beside the policy term."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from .problem import SpecError
+from .validation import read_choice, read_number, require_keys
+
+PenaltyRatio = Literal["full", "ppo"]
+
+
+@dataclass(frozen=True)
+class PenaltySpec:
+    """A penalty on (log r)^2 of every valid token, neither weighted nor masked.
+
+    Kimi k1.5's l2 term (Kimi Team 2025, eq. 3), there with tau / 2 on pi / mu; prime-rl's ``kl_tau``.
+
+    Attributes:
+        ratio: ``full`` pi / mu, ``ppo`` pi / pi_old.
+        coefficient: of the loss's aggregate of (log r)^2, > 0.
+    """
+
+    ratio: PenaltyRatio
+    coefficient: float
+
+    @classmethod
+    def from_mapping(cls, mapping: Mapping[str, Any], *, key: str = "correction.penalty") -> PenaltySpec:
+        """Build from plain values; ``key`` is the Hydra path that error messages show.
+
+        Raises:
+            SpecError: anything malformed.
+        """
+        require_keys(mapping, {"ratio", "coefficient"}, key)
+        coefficient = read_number(mapping["coefficient"], f"{key}.coefficient", nullable=False)
+        if coefficient is None or coefficient <= 0:
+            raise SpecError(
+                "a factor of the mean of (log r)^2, a number > 0.",
+                f"Set {key}.coefficient=0.001 for example, or {key}=null.",
+                key=f"{key}.coefficient",
+                value=mapping["coefficient"],
+                mend={f"{key}.coefficient": 0.001},
+            )
+        return cls(read_choice(mapping, "ratio", PenaltyRatio, key), coefficient)
+
+    def to_mapping(self) -> dict[str, Any]:
+        """Return the plain values from which ``from_mapping`` builds an equal spec."""
+        return asdict(self)
+
+
+def compute_squared_log_ratio(log_prob: Tensor, other: Tensor, response_mask: Tensor) -> Tensor:
+    """Compute (log pi - log other)^2 by token, 0 off the mask and where ``other`` is not finite; differentiable in pi.
+
+    Args:
+        log_prob: (B, T) log pi.
+        other: (B, T) log-probs of the policy that it is held to, detached here.
+        response_mask: (B, T) bool.
+
+    Example:
+        >>> pi, mu = torch.tensor([[-1.0, -1.0]]), torch.tensor([[-3.0, float("nan")]])
+        >>> compute_squared_log_ratio(pi, mu, torch.ones(1, 2, dtype=torch.bool)).tolist()
+        [[4.0, 0.0]]
+    """
+    dtype = torch.promote_types(log_prob.dtype, torch.float32)
+    other = other.detach().to(dtype)
+    valid = response_mask & torch.isfinite(other)
+    # Chosen before the difference, so that no gradient passes through what is not finite.
+    return (log_prob.to(dtype) - torch.where(valid, other, log_prob.detach().to(dtype))).square() * valid

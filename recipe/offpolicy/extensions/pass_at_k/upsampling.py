@@ -1,0 +1,143 @@
+"""Draws of training prompts by their chance of a group with right and wrong answers, in the place of verl's sampler."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .budget import PassRates
+
+NUMBER = "offpolicy_prompt"
+"""Column of a batch of prompts: each one's number in the data set."""
+
+
+def compute_chances(rates: PassRates, prompts: int, n: int, uniform_share: float) -> Tensor:
+    """Compute the chance that each prompt is the next to be drawn, (prompts,) float64, with sum 1.
+
+    ``uniform_share`` of it is spread alike, so that every prompt comes again; the rest goes by 1 - p^n - (1 - p)^n.
+
+    Args:
+        rates: of prompts, by their number as a string.
+        prompts: of the data set.
+        n: rollouts of a prompt, 2 or more.
+        uniform_share: in (0, 1].
+
+    Example:
+        >>> compute_chances(PassRates(1.0, {"0": (6, 6)}), 2, 2, 0.2).tolist()  # p = 7/8 and 1/2
+        [0.3434782608695652, 0.6565217391304348]
+    """
+    a, b = rates.prior
+    counts = torch.zeros(prompts, 2, dtype=torch.float64)
+    if rates.counts:
+        counts[[int(name) for name in rates.counts]] = torch.tensor(list(rates.counts.values()), dtype=torch.float64)
+    p = (a + counts[:, 1]) / (a + b + counts[:, 0])
+    mixed = 1 - p**n - (1 - p) ** n
+    return uniform_share / prompts + (1 - uniform_share) * mixed / mixed.sum()
+
+
+class BlockSampler:
+    """Sampler of row numbers, in blocks that hold no row twice; an epoch is as many draws as there are rows.
+
+    Args:
+        rows: of the data set.
+        block: rows of a block, at most ``rows``.
+        chances: computes (rows,) chances, asked for each block anew.
+        seed: of the draws.
+    """
+
+    def __init__(self, rows: int, block: int, chances: Callable[[], Tensor], seed: int) -> None:
+        self.rows, self.block = rows, min(block, rows)
+        self._chances = chances
+        self.generator = torch.Generator().manual_seed(seed)
+        self._handed: deque[int] = deque()
+
+    def __len__(self) -> int:
+        return self.rows
+
+    def __iter__(self) -> Iterator[int]:
+        return _Draws(self)
+
+    def draw(self) -> list[int]:
+        """Draw one block, each row with its chance among those that are left."""
+        drawn: list[int] = torch.multinomial(self._chances(), self.block, generator=self.generator).tolist()
+        return drawn
+
+    def hand_out(self, row: int) -> int:
+        """Note a row that the data loader takes."""
+        self._handed.append(row)
+        return row
+
+    def forget(self) -> None:
+        """Forget rows of a batch that was never made."""
+        self._handed.clear()
+
+    def take(self, count: int) -> list[int]:
+        """Return the rows that the loader took last, those of the batch that it makes now."""
+        return [self._handed.popleft() for _ in range(count)]
+
+
+class _Draws(Iterator[int]):
+    """One epoch, whose state goes into verl's checkpoint with the data loader's."""
+
+    def __init__(self, sampler: BlockSampler) -> None:
+        self._sampler = sampler
+        self._left: list[int] = []
+        self._drawn = 0
+        sampler.forget()
+
+    def __next__(self) -> int:
+        if self._drawn == len(self._sampler):
+            raise StopIteration
+        if not self._left:
+            self._left = self._sampler.draw()
+        self._drawn += 1
+        return self._sampler.hand_out(self._left.pop(0))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state, with the keys of verl's own sampler among it, so that a run may go on with either."""
+        own = {"rows": len(self._sampler), "left": list(self._left)}
+        return own | {"yielded": self._drawn, "generator": self._sampler.generator.get_state()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where ``state_dict`` was taken.
+
+        Raises:
+            ValueError: it was taken with other data.
+        """
+        rows = state.get("rows", len(self._sampler))
+        if rows != len(self._sampler):
+            raise ValueError(
+                f"the checkpoint drew from {rows} prompts, and data.train_files has {len(self._sampler)}. Fix: resume "
+                "with the data of that run, or set trainer.resume_mode=disable."
+            )
+        self._drawn, self._left = state["yielded"], list(state.get("left", ()))
+        self._sampler.generator.set_state(state["generator"])
+        self._sampler.forget()
+
+
+def number_prompts(collate: Callable[[Sequence[Any]], Any], sampler: BlockSampler) -> Callable[[Sequence[Any]], Any]:
+    """Wrap a collate function so that batches carry ``NUMBER``; for a loader without worker processes."""
+
+    def numbered(rows: Sequence[Any]) -> Any:
+        batch = collate(rows)
+        batch[NUMBER] = np.array(sampler.take(len(rows)), dtype=object)
+        return batch
+
+    return numbered
+
+
+def replace_sampler(loader: Any, sampler: BlockSampler) -> Any:
+    """Build verl's data loader anew with another sampler; batches carry ``NUMBER``."""
+    return type(loader)(
+        dataset=loader.dataset,
+        batch_size=loader.batch_size,
+        num_workers=0,
+        drop_last=loader.drop_last,
+        collate_fn=number_prompts(loader.collate_fn, sampler),
+        sampler=sampler,
+    )

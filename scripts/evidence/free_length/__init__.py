@@ -1,0 +1,1 @@
+"""A task with answers of free length, and what length penalties make of it."""

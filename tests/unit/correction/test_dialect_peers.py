@@ -1,0 +1,361 @@
+"""Corrections in the keys of AReaL, NeMo-RL, ROLL, slime, miles, OpenRLHF, open-instruct and prime-rl.
+
+Expected numbers are worked out by the rule in each framework's public source, on the rows below.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from recipe.offpolicy.correction import CorrectionSpec, SpecError
+from tests.support.corrections import run
+
+LOG = math.log
+RHO = [[4.0, 0.5], [1.1, 1.1]]
+"""pi_old / mu. Row 0: product 2, geometric mean 1.4142; row 1: product 1.21, geometric mean 1.1."""
+ROOT2 = math.sqrt(2.0)
+ROWS: dict[str, Any] = {"mu": torch.zeros(2, 2), "old": [[LOG(r) for r in row] for row in RHO]}
+RAW = [4.0, 0.5, 1.1, 1.1]
+
+
+def factors(correction: CorrectionSpec, **rows: Any) -> list[float]:
+    """Weight x keep of the four tokens."""
+    step = run(correction, **ROWS | {"dtype": torch.float64} | rows)
+    return (step.weight * step.keep).flatten().tolist()
+
+
+def decoupled(**rejection: Any) -> CorrectionSpec:
+    return CorrectionSpec.from_areal({"use_decoupled_loss": True, "lr": 1e-6, "rejection_sampling": rejection})
+
+
+@pytest.mark.parametrize(
+    ("rejection", "expected"),
+    [
+        # Masked tokens have weight 0, and kept ones their own ratio: 5 is the default.
+        ({}, RAW),
+        ({"upper": 2.0}, [0.0, 0.5, 1.1, 1.1]),
+        ({"upper": 2.0, "lower": 0.8}, [0.0, 0.0, 1.1, 1.1]),
+        ({"action": "clamp", "upper": 2.0}, [2.0, 0.5, 1.1, 1.1]),
+        ({"action": "clamp", "upper": 2.0, "lower": 0.8}, [2.0, 0.8, 1.1, 1.1]),
+        # By sequence every token has the row's geometric mean.
+        ({"level": "sequence", "upper": 1.3}, [0.0, 0.0, 1.1, 1.1]),
+        ({"level": "sequence", "upper": 1.3, "action": "clamp"}, [1.3, 1.3, 1.1, 1.1]),
+        # agg sum and max judge by another number and leave the geometric mean as the weight.
+        ({"level": "sequence", "agg": "sum", "upper": 1.9}, [0.0, 0.0, 1.1, 1.1]),
+        ({"level": "sequence", "agg": "sum", "upper": 2.1}, [ROOT2, ROOT2, 1.1, 1.1]),
+        ({"level": "sequence", "agg": "max", "upper": 3.9}, [0.0, 0.0, 1.1, 1.1]),
+        # Divergences judge, and tokens keep their own ratio. k1 is log r: row means 0.3466 and 0.0953.
+        ({"metric": "kl_k1", "level": "sequence", "upper": 0.3}, [0.0, 0.0, 1.1, 1.1]),
+        ({"metric": "kl_k1", "level": "sequence", "upper": 0.5, "lower": 0.2}, [4.0, 0.5, 0.0, 0.0]),
+        ({"metric": "kl_k1", "upper": 0.5, "lower": -0.5}, [0.0, 0.0, 1.1, 1.1]),
+        ({"metric": "kl_k1", "level": "sequence", "agg": "max", "upper": 1.0}, [0.0, 0.0, 1.1, 1.1]),
+        # k2 is (log r)^2 / 2: 0.9609 and 0.2402, mean 0.6006; 0.0045.
+        ({"metric": "kl_k2", "upper": 0.3}, [0.0, 0.5, 1.1, 1.1]),
+        ({"metric": "kl_k2", "level": "sequence", "upper": 0.6}, [0.0, 0.0, 1.1, 1.1]),
+        ({"metric": "kl_k2", "level": "sequence", "agg": "max", "upper": 0.97}, RAW),
+    ],
+)
+def test_areal(rejection: dict[str, Any], expected: list[float]) -> None:
+    assert factors(decoupled(**rejection)) == pytest.approx(expected, rel=1e-6)
+
+
+def test_areals_sources_of_pi_old() -> None:
+    from_areal = CorrectionSpec.from_areal
+    assert from_areal({}).proximal == "bypass"
+    assert from_areal({"recompute_logprob": True}) == CorrectionSpec()
+    assert from_areal({"use_decoupled_loss": True}) == CorrectionSpec()
+    loglinear = from_areal({"use_decoupled_loss": True, "prox_logp_method": "loglinear"})
+    assert (loglinear.proximal, loglinear.alpha) == ("loglinear", "by_age")
+
+
+IS: dict[str, Any] = {"use_importance_sampling_correction": True}
+TYPE, RATIO = "truncated_importance_sampling_type", "truncated_importance_sampling_ratio"
+
+
+@pytest.mark.parametrize(
+    ("loss", "expected"),
+    [
+        ({}, [1.0] * 4),
+        (IS, RAW),
+        (IS | {"sequence_level_importance_ratios": True}, [2.0, 2.0, 1.21, 1.21]),
+        (IS | {TYPE: "tis", RATIO: 2.0}, [2.0, 0.5, 1.1, 1.1]),
+        (IS | {TYPE: "tis", RATIO: 2.0, f"{RATIO}_min": 0.6}, [2.0, 0.6, 1.1, 1.1]),
+        (IS | {TYPE: "icepop", RATIO: 5.0, f"{RATIO}_min": 0.6}, [4.0, 0.0, 1.1, 1.1]),
+        # The row's geometric mean is 1.4142; what is kept keeps raw token weights.
+        (IS | {TYPE: "seq-mask-tis", RATIO: 1.2, f"{RATIO}_min": 0.9}, [0.0, 0.0, 1.1, 1.1]),
+        (IS | {TYPE: "seq-mask-tis", RATIO: 1.5, f"{RATIO}_min": 1.2}, [4.0, 0.5, 0.0, 0.0]),
+    ],
+)
+def test_nemo_rl(loss: dict[str, Any], expected: list[float]) -> None:
+    assert factors(CorrectionSpec.from_nemo_rl(loss)) == pytest.approx(expected, rel=1e-6)
+
+
+def test_nemo_rls_outlier_rule() -> None:
+    """Mean exp|log rho| of row 0 is (4 + 2) / 2 = 3, of row 1 1.1; rows that are dropped leave the counts."""
+    outlier = CorrectionSpec.from_nemo_rl(IS | {TYPE: "tis", RATIO: 2.0}, 2.0)
+    assert factors(outlier) == pytest.approx([0.0, 0.0, 1.1, 1.1], rel=1e-6)
+    assert outlier.denominator == "kept"
+    assert factors(CorrectionSpec.from_nemo_rl({}, 3.01)) == [1.0] * 4
+    assert CorrectionSpec.from_nemo_rl({"force_on_policy_ratio": True}).proximal == "reuse"
+
+
+def roll(**section: Any) -> CorrectionSpec:
+    return CorrectionSpec.from_roll({"enable_old_logprobs_recompute": True, "train_infer_correction": section})
+
+
+def sieve(kind: str, **changes: Any) -> dict[str, Any]:
+    return {"filters": [{"enabled": True, "agg_type": kind} | changes]}
+
+
+# p_mu of the four tokens, so that p_old = rho p_mu: 0.8, 0.3, 0.55 and 0.33; differences 0.6, -0.3, 0.05 and 0.03.
+P_MU = torch.tensor([[0.2, 0.6], [0.5, 0.3]], dtype=torch.float64)
+DIFF: dict[str, Any] = {"ratio_enabled": False, "diff_enabled": True}
+
+
+@pytest.mark.parametrize(
+    ("section", "expected"),
+    [
+        ({}, [1.0] * 4),
+        # The cap of 1.2 is the default; the geometric mean of row 0 is 1.4142, its product 2.
+        ({"is_weight": {"enabled": True}}, [1.2, 0.5, 1.1, 1.1]),
+        ({"is_weight": {"enabled": True, "weight_type": "geometric", "upper_bound": None}}, [ROOT2, ROOT2, 1.1, 1.1]),
+        ({"is_weight": {"enabled": True, "weight_type": "sequence"}}, [1.2, 1.2, 1.2, 1.2]),
+        # [0.8, 1.2] is the default band of ratios.
+        (sieve("token"), [0.0, 0.0, 1.0, 1.0]),
+        (sieve("geometric"), [0.0, 0.0, 1.0, 1.0]),
+        (sieve("sequence"), [0.0, 0.0, 0.0, 0.0]),
+        (sieve("sequence", ratio_high=1.3), [0.0, 0.0, 1.0, 1.0]),
+        # [-0.2, 0.2] is the default band of differences: means 0.15 and 0.04, sums 0.3 and 0.08.
+        (sieve("token", **DIFF), [0.0, 0.0, 1.0, 1.0]),
+        (sieve("geometric", **DIFF), [1.0] * 4),
+        (sieve("geometric", **DIFF, diff_high=0.1), [0.0, 0.0, 1.0, 1.0]),
+        (sieve("sequence", **DIFF), [0.0, 0.0, 1.0, 1.0]),
+        (sieve("geometric", ratio_high=2.0, diff_enabled=True, diff_high=0.1), [0.0, 0.0, 1.0, 1.0]),
+    ],
+)
+def test_roll(section: dict[str, Any], expected: list[float]) -> None:
+    mu = P_MU.log()
+    found = factors(roll(**section), mu=mu, old=mu + torch.tensor(RHO, dtype=torch.float64).log())
+    assert found == pytest.approx(expected, rel=1e-6)
+
+
+def test_rolls_segments_are_turns() -> None:
+    """Turn 0 of row 0 is its first token, turn 1 its second: ratios 4 and 0.5, each by itself."""
+    weight = roll(is_weight={"enabled": True, "weight_type": "segment", "upper_bound": 3.0})
+    turns = [[0, 1], [0, 0]]
+    assert factors(weight, turns=turns) == pytest.approx([3.0, 0.5, 1.1, 1.1], rel=1e-6)
+    assert factors(roll(**sieve("segment", ratio_low=0.4)), turns=turns) == [0.0, 1.0, 1.0, 1.0]
+    assert CorrectionSpec.from_roll({}).proximal == "reuse"
+
+
+MIS = {
+    "use_tis": True,
+    "custom_tis_function_path": "examples.train_infer_mismatch_helper.mis.compute_mis_weights_with_cp",
+}
+
+
+@pytest.mark.parametrize("read", [CorrectionSpec.from_slime, CorrectionSpec.from_miles])
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ({}, [1.0] * 4),
+        ({"use_tis": True}, [2.0, 0.5, 1.1, 1.1]),
+        ({"use_tis": True, "tis_clip": 3.0, "tis_clip_low": 0.7}, [3.0, 0.7, 1.1, 1.1]),
+        ({"use_tis": True, "tis_clip_low": 0.7, "custom_tis_function_path": "a.icepop_function"}, [0.0, 0.0, 1.1, 1.1]),
+        (MIS, [2.0, 0.5, 1.1, 1.1]),
+        # The lower bound is 1 / upper unless it is given.
+        (MIS | {"tis_mode": "clip", "tis_upper_bound": 1.5}, [1.5, 1 / 1.5, 1.1, 1.1]),
+        (MIS | {"tis_mode": "mask", "tis_lower_bound": 0.4, "tis_upper_bound": 3.0}, [0.0, 0.5, 1.1, 1.1]),
+        (MIS | {"tis_level": "sequence", "tis_upper_bound": 1.5}, [1.5, 1.5, 1.21, 1.21]),
+        (MIS | {"tis_level": "geometric", "tis_upper_bound": 1.3}, [1.3, 1.3, 1.1, 1.1]),
+        # The mean of min(rho, 2) over the four tokens is (2 + 0.5 + 1.1 + 1.1) / 4 = 1.175.
+        (MIS | {"tis_batch_normalize": True}, [w / 1.175 for w in (2.0, 0.5, 1.1, 1.1)]),
+        # Rejection by the weight's bounds [0.5, 2], of the row's geometric mean by [0.99, 1.2], and a veto below 0.6.
+        (MIS | {"use_rs": True}, [0.0, 0.5, 1.1, 1.1]),
+        (
+            MIS | {"use_rs": True, "rs_level": "geometric", "rs_lower_bound": 0.99, "rs_upper_bound": 1.2},
+            [0.0, 0.0, 1.1, 1.1],
+        ),
+        (
+            MIS | {"use_rs": True, "rs_upper_bound": 5.0, "rs_veto_threshold": 0.6},
+            [0.0, 0.0, 1.1, 1.1],
+        ),
+    ],
+)
+def test_slime_and_miles(
+    read: Callable[[Any], CorrectionSpec], arguments: dict[str, Any], expected: list[float]
+) -> None:
+    assert factors(read(arguments)) == pytest.approx(expected, rel=1e-6)
+
+
+def test_slimes_opsm() -> None:
+    """mean log(pi_old / pi) = 0.1 > 0.01 in row 0: its token with A < 0 is dropped, the other stays."""
+    rows: dict[str, Any] = dict(old=torch.zeros(2, 2), pi=[[-0.2, 0.0], [0.2, 0.0]])
+    advantages = torch.tensor([[-1.0, 1.0], [-1.0, 1.0]])
+    opsm = CorrectionSpec.from_slime({"use_opsm": True, "opsm_delta": 0.01})
+    assert factors(opsm, advantages=advantages, **rows) == [0.0, 1.0, 1.0, 1.0]
+    bypass = CorrectionSpec.from_slime({"use_opsm": True, "use_rollout_logprobs": True})
+    assert (bypass.proximal, dict(bypass.masks)["opsm"].ratio, dict(bypass.masks)["opsm"].delta) == (
+        "bypass",
+        "full",
+        1e-4,
+    )
+
+
+@pytest.mark.parametrize(
+    ("advantage", "expected"),
+    [
+        ({}, [1.0] * 4),
+        ({"is_correction_enable": True, "is_correction_threshold": [0.6, 3.0]}, [3.0, 0.6, 1.1, 1.1]),
+        ({"is_correction_enable": True, "is_correction_type": "icepop"}, [4.0, 0.5, 1.1, 1.1]),
+        (
+            {"is_correction_enable": True, "is_correction_type": "icepop", "is_correction_threshold": [0.6, 3.0]},
+            [0.0, 0.0, 1.1, 1.1],
+        ),
+        (
+            {"is_correction_enable": True, "is_correction_type": "seq-mask-tis", "is_correction_threshold": [0.9, 1.2]},
+            [0.0, 0.0, 1.1, 1.1],
+        ),
+        (
+            {"is_correction_enable": True, "is_correction_type": "seq-mask-tis", "is_correction_threshold": [0.9, 1.5]},
+            RAW,
+        ),
+    ],
+)
+def test_openrlhf(advantage: dict[str, Any], expected: list[float]) -> None:
+    assert factors(CorrectionSpec.from_openrlhf(advantage)) == pytest.approx(expected, rel=1e-6)
+
+
+def test_openrlhf_under_gspo_has_the_ratio_to_mu() -> None:
+    enabled = {"is_correction_enable": True}
+    assert CorrectionSpec.from_openrlhf(enabled, "gspo") == CorrectionSpec(proximal="bypass")
+    assert CorrectionSpec.from_openrlhf({}, "gspo") == CorrectionSpec()
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({}, [2.0, 0.5, 1.1, 1.1]),
+        ({"use_rho_correction": False}, [1.0] * 4),
+        ({"rho_clamp_lower_bound": 0.7, "rho_clamp_upper_bound": 3.0}, [3.0, 0.7, 1.1, 1.1]),
+        ({"rho_clamp_upper_bound": 0.0}, RAW),
+        ({"rho_mask_upper_bound": 3.0}, [0.0, 0.5, 1.1, 1.1]),
+        ({"rho_mask_lower_bound": 0.7, "rho_mask_upper_bound": 5.0}, [2.0, 0.0, 1.1, 1.1]),
+        # By sequence clamp and mask are of the row's geometric mean, 1.4142.
+        ({"rho_mask_sequence_level": True, "rho_clamp_upper_bound": 1.3}, [1.3, 1.3, 1.1, 1.1]),
+        ({"rho_mask_sequence_level": True, "rho_mask_upper_bound": 1.2}, [0.0, 0.0, 1.1, 1.1]),
+        # VACO: mean |rho - 1| of row 0 is (3 + 0.5) / 2 = 1.75. With A > 0 the first token leads away.
+        ({"rho_mask_tv_divergence": True, "rho_mask_upper_bound": 1.7}, [0.0, 0.5, 1.1, 1.1]),
+        ({"rho_mask_tv_divergence": True, "rho_mask_upper_bound": 1.8}, [2.0, 0.5, 1.1, 1.1]),
+    ],
+)
+def test_open_instruct(fields: dict[str, Any], expected: list[float]) -> None:
+    assert factors(CorrectionSpec.from_open_instruct(fields)) == pytest.approx(expected, rel=1e-6)
+
+
+def test_open_instruct_with_vllms_log_probs() -> None:
+    assert CorrectionSpec.from_open_instruct({"use_vllm_logprobs": True}) == CorrectionSpec(proximal="bypass")
+
+
+@pytest.mark.parametrize(
+    ("loss", "advantage", "expected"),
+    [
+        # p_pi - p_mu is 0.6, -0.3, 0.05 and 0.03; with A > 0 only what rose by more than 0.2 is dropped.
+        ({}, 1.0, [0.0, 0.5, 1.1, 1.1]),
+        ({}, -1.0, [4.0, 0.0, 1.1, 1.1]),
+        ({"dppo_mask_high": 0.7}, 1.0, RAW),
+        ({"type": "ipo"}, 1.0, [0.0, 0.0, 1.1, 1.1]),
+        ({"type": "ipo", "ipo_threshold": 0.04}, 1.0, [0.0, 0.0, 0.0, 1.1]),
+        # Greater binary KL of (0.8, 0.2), (0.3, 0.6), (0.55, 0.5) and (0.33, 0.3): 0.83, 0.19, 0.005 and 0.002.
+        ({"type": "kpop"}, 1.0, [0.0, 0.0, 1.1, 1.1]),
+        ({"type": "kpop", "kpop_threshold": 0.2}, 1.0, [0.0, 0.5, 1.1, 1.1]),
+        ({"type": "kimi_k15"}, 1.0, [1.0] * 4),
+    ],
+)
+def test_prime_rl(loss: dict[str, Any], advantage: float, expected: list[float]) -> None:
+    correction = CorrectionSpec.from_prime_rl(loss)
+    mu = P_MU.log()
+    pi = mu + torch.tensor(RHO, dtype=torch.float64).log()
+    step = run(correction, mu=mu, old=mu, pi=pi, advantages=advantage, dtype=torch.float64)
+    assert (step.weight * step.keep).flatten().tolist() == pytest.approx(expected, rel=1e-6)
+    assert correction.proximal == "bypass"
+
+
+def test_prime_rls_penalties() -> None:
+    read = CorrectionSpec.from_prime_rl
+    found = [
+        read(loss).penalty for loss in ({}, {"kl_tau": 0.0}, {"type": "kimi_k15"}, {"type": "kimi_k15", "tau": 1.0})
+    ]
+    assert [None if each is None else (each.ratio, each.coefficient) for each in found] == [
+        ("full", 1e-3),
+        None,
+        ("full", 0.1),
+        ("full", 0.5),
+    ]
+
+
+def areal(rejection: Any = None, **actor: Any) -> CorrectionSpec:
+    return CorrectionSpec.from_areal({"use_decoupled_loss": True, "rejection_sampling": rejection} | actor)
+
+
+REFUSED: list[tuple[Callable[[], CorrectionSpec], str]] = [
+    (lambda: areal({}, use_decoupled_loss=False), "actor.rejection_sampling={}: AReaL reads it with"),
+    (lambda: areal({"metric": "kl_k3"}), "actor.rejection_sampling.metric=kl_k3: AReaL's k3 is that of behave / prox"),
+    (lambda: areal({"metric": "kl_k2", "action": "clamp"}), "actor.rejection_sampling.action=clamp"),
+    (lambda: areal({"level": "sequence", "agg": "sum", "action": "clamp"}), "actor.rejection_sampling.agg=sum"),
+    (lambda: areal({"level": "sequence", "agg": "max", "lower": 0.5}), "actor.rejection_sampling.lower=0.5"),
+    (lambda: areal({"uper": 2.0}), "actor.rejection_sampling.uper=2.0: unknown key"),
+    (lambda: areal({"metric": "k3"}), "actor.rejection_sampling.metric=k3: no such choice"),
+    (lambda: areal(prox_logp_method="guess"), "actor.prox_logp_method=guess"),
+    (lambda: CorrectionSpec.from_nemo_rl({TYPE: "tis", RATIO: 2.0}), f"loss_fn.{TYPE}=tis: NeMo-RL needs"),
+    (lambda: CorrectionSpec.from_nemo_rl(IS | {TYPE: "tis"}), f"loss_fn.{RATIO}=null"),
+    (lambda: CorrectionSpec.from_nemo_rl(IS | {TYPE: "icepop", RATIO: 2.0}), f"loss_fn.{RATIO}_min=null"),
+    (
+        lambda: CorrectionSpec.from_nemo_rl(IS | {TYPE: "icepop", RATIO: 2.0, f"{RATIO}_min": 0.5}, 2.0),
+        "grpo.seq_logprob_error_threshold=2.0: rows that it drops leave the counts",
+    ),
+    (lambda: roll(is_weight={"enabled": True, "detach": False}), "train_infer_correction.is_weight.detach=false"),
+    (lambda: roll(weight={}), "train_infer_correction.weight={}: unknown key"),
+    (lambda: roll(filters=[{"enabled": True, "agg_type": "row"}]), "train_infer_correction.filters[0].agg_type=row"),
+    (
+        lambda: CorrectionSpec.from_slime({"use_tis": True, "custom_tis_function_path": "my.own"}),
+        "slime.custom_tis_function_path=my.own: what a function of your own does is not known",
+    ),
+    (lambda: CorrectionSpec.from_slime({"use_tis": True, "use_rollout_logprobs": True}), "slime.use_tis=true"),
+    (lambda: CorrectionSpec.from_slime(MIS | {"tis_mode": "mask", "tis_batch_normalize": True}), "tis_batch_normalize"),
+    (lambda: CorrectionSpec.from_openrlhf({"is_correction_type": "mis"}), "algo.advantage.is_correction_type=mis"),
+    (
+        lambda: CorrectionSpec.from_openrlhf({"is_correction_enable": True, "is_correction_threshold": 2.0}),
+        "algo.advantage.is_correction_threshold=2.0",
+    ),
+    (lambda: CorrectionSpec.from_open_instruct({"use_rho_correction": 1}), "open_instruct.use_rho_correction=1"),
+    (lambda: CorrectionSpec.from_prime_rl({"adv_tau": 0.5}), "trainer.loss.adv_tau=0.5"),
+    (lambda: CorrectionSpec.from_prime_rl({"type": "custom"}), "trainer.loss.type=custom"),
+    (
+        lambda: CorrectionSpec.from_prime_rl({"type": "kimi_k15", "sequence_regularizer": True}),
+        "trainer.loss.sequence_regularizer=true",
+    ),
+]
+
+
+@pytest.mark.parametrize(("read", "message"), REFUSED, ids=[message[:50] for _, message in REFUSED])
+def test_what_has_no_equivalent_is_named_in_the_frameworks_own_key(
+    read: Callable[[], CorrectionSpec], message: str
+) -> None:
+    with pytest.raises(SpecError) as caught:
+        read()
+    assert message in str(caught.value)
+
+
+def test_attributes_are_read_as_keys_are() -> None:
+    class Config:
+        rho_clamp_upper_bound = 3.0
+
+    found: Tensor = run(CorrectionSpec.from_open_instruct(Config()), **ROWS).weight
+    assert found[0].tolist() == pytest.approx([3.0, 0.5])

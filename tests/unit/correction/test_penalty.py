@@ -1,0 +1,124 @@
+"""A penalty on the squared log-ratio: its value and gradient by hand, and what is refused."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from recipe.offpolicy.correction import CorrectionSpec
+from recipe.offpolicy.correction.penalty import PenaltySpec, compute_squared_log_ratio
+from tests.support.corrections import run, values
+from tests.support.presets import PRESETS
+from tests.support.refusals import mask, refused
+
+FULL = {"penalty": {"ratio": "full", "coefficient": 0.1}}
+
+
+def test_the_gradient_is_twice_the_log_ratio() -> None:
+    """log r = 2, -1 and 0: squares 4, 1 and 0, slopes 4, -2 and 0."""
+    pi = torch.tensor([[-1.0, -3.0, -2.0]], requires_grad=True)
+    squares = compute_squared_log_ratio(pi, torch.tensor([[-3.0, -2.0, -2.0]]), torch.ones(1, 3, dtype=torch.bool))
+    assert squares.tolist() == [[4.0, 1.0, 0.0]]
+    (slope,) = torch.autograd.grad(squares.sum(), pi)
+    assert slope.tolist() == [[4.0, -2.0, 0.0]]
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_what_is_not_finite_or_not_the_policys_adds_nothing(bad: float) -> None:
+    pi = torch.tensor([[-1.0, -1.0, -1.0]], requires_grad=True)
+    other, chosen = torch.tensor([[bad, -2.0, -5.0]]), torch.tensor([[True, True, False]])
+    squares = compute_squared_log_ratio(pi, other, chosen)
+    (slope,) = torch.autograd.grad(squares.sum(), pi)
+    assert (squares.tolist(), slope.tolist()) == ([[0.0, 1.0, 0.0]], [[0.0, 2.0, 0.0]])
+
+
+def test_bf16_is_widened() -> None:
+    pi, other = torch.tensor([[-1.0]], dtype=torch.bfloat16), torch.tensor([[-1.001]])
+    (square,) = compute_squared_log_ratio(pi, other, torch.tensor([[True]])).flatten().tolist()
+    assert square == pytest.approx(1e-6, rel=1e-3)
+
+
+def test_it_weighs_and_masks_nothing() -> None:
+    correction = CorrectionSpec.from_mapping(FULL)
+    step = run(correction, mu=[[0.0, -9.0]], old=[[0.0, 0.0]], pi=[[-1.0, 0.0]])
+    assert (step.weight.tolist(), step.keep.tolist()) == ([[1.0, 1.0]], [[True, True]])
+    assert values(step)["penalty/mean"] == pytest.approx((1 + 81) / 2)
+
+
+def test_the_mapping_has_it_where_it_is_set_alone() -> None:
+    correction = PRESETS["log_ratio_penalty"]
+    assert correction.penalty == PenaltySpec("full", 0.001)
+    assert CorrectionSpec.from_mapping(correction.to_mapping()) == correction
+    assert "penalty" not in CorrectionSpec().to_mapping()
+    assert not correction.is_none
+    assert correction.reads_mu
+    assert not CorrectionSpec(penalty=PenaltySpec("ppo", 0.1)).reads_mu
+
+
+@pytest.mark.parametrize(
+    ("penalty", "parts"),
+    [
+        ({"ratio": "full"}, ("correction.penalty.coefficient", "not set", "Set correction.penalty.coefficient=")),
+        ({"ratio": "full", "coefficient": 0.0}, ("correction.penalty.coefficient=0.0", "> 0")),
+        ({"ratio": "full", "coefficient": "1"}, ("correction.penalty.coefficient=", "expected a number")),
+        ({"ratio": "rollout", "coefficient": 0.1}, ("correction.penalty.ratio=rollout", "Set one of full, ppo")),
+        (0.1, ("correction.penalty=0.1", "mapping", "correction.penalty=null")),
+    ],
+)
+def test_what_a_penalty_cannot_be(penalty: Any, parts: tuple[str, ...]) -> None:
+    refused({"penalty": penalty}, *parts)
+
+
+def test_a_ratio_that_is_one() -> None:
+    refused({"penalty": {"ratio": "ppo", "coefficient": 0.1}, "proximal": "reuse"}, "correction.penalty.ratio=ppo")
+    assert CorrectionSpec.from_mapping(FULL | {"proximal": "reuse"})
+
+
+def test_a_count_that_nothing_changes() -> None:
+    """``nonfinite=excluded`` needs a part that reads mu, and says nothing beside ``denominator=kept``."""
+    parts = ("correction.nonfinite=excluded", "Set correction.nonfinite=counted")
+    refused({"nonfinite": "excluded"}, *parts, "nothing in the correction reads mu")
+    refused(mask(ratio="ppo") | {"nonfinite": "excluded"}, *parts)
+    refused(mask() | {"nonfinite": "excluded", "denominator": "kept"}, *parts, "correction.denominator=kept")
+    refused(mask() | {"nonfinite": "dropped"}, "correction.nonfinite=dropped", "counted, excluded")
+    excluded = CorrectionSpec.from_mapping(mask() | {"nonfinite": "excluded"})
+    assert excluded.recounts
+    assert CorrectionSpec.from_mapping(excluded.to_mapping()) == excluded
+    assert "nonfinite" not in CorrectionSpec().to_mapping()
+
+
+@pytest.mark.parametrize(
+    ("correction", "reads"),
+    [
+        ({}, False),
+        ({"proximal": "reuse"}, False),
+        ({"kl_clip": {"lower": 0.8, "upper": 1.2}}, False),
+        (mask(ratio="ppo"), False),
+        ({"masks": {"stale": {"aggregate": "staleness", "level": "token", "upper": 4}}}, False),
+        (mask(), True),
+        (mask(ratio="full"), True),
+        ({"proximal": "bypass"}, True),
+        ({"proximal": "loglinear", "alpha": 0.5}, True),
+    ],
+)
+def test_tokens_without_mu_keep_their_gradient_where_mu_is_not_read(correction: dict[str, Any], reads: bool) -> None:
+    """mu is NaN on the first token, pi_old on the last."""
+    spec = CorrectionSpec.from_mapping(correction)
+    assert spec.reads_mu == reads
+    if "stale" not in dict(spec.masks):
+        step = run(spec, mu=[[math.nan, 0.0, 0.0]], old=[[0.0, 0.0, math.nan]])
+        assert step.keep.tolist() == [[not reads, True, False]]
+        assert step.weight.tolist() == [[float(not reads), 1.0, 0.0]]
+        assert values(step)["nonfinite/rollout_log_prob"] == 1
+
+
+def test_a_mask_on_pi_over_pi_old_decides_with_tokens_without_mu() -> None:
+    """pi / pi_old = e on the first token, whose mu is NaN, and 1 on the second: the mean e^0.5 leaves [0.9, 1.1]."""
+    rows: dict[str, Any] = dict(mu=[[math.nan, 0.0]], old=[[0.0, 0.0]], pi=[[1.0, 0.0]])
+    assert not run(CorrectionSpec.from_mapping(mask(ratio="ppo", lower=0.9, upper=1.1)), **rows).keep.any()
+    # The same rows for a mask on pi / mu are one token, which agrees.
+    kept = run(CorrectionSpec.from_mapping(mask(ratio="full", lower=0.9, upper=1.1)), **rows).keep
+    assert kept.tolist() == [[False, True]]

@@ -1,0 +1,134 @@
+"""Weights of the tokens of one sign of the advantage: by hand, and what is refused."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from recipe.offpolicy.correction import CorrectionSpec, WeightSpec
+from recipe.offpolicy.correction.signs import check_sign_is_read, overlap
+from tests.support.corrections import TIS, run, values
+from tests.support.presets import PRESETS
+from tests.support.refusals import mask, refused
+
+LOG = math.log
+NEGATIVE, POSITIVE = TIS | {"when": "negative"}, TIS | {"when": "positive", "upper": 4.0}
+
+
+def by_sign(**weights: dict[str, Any]) -> CorrectionSpec:
+    return CorrectionSpec.from_mapping({"weights": weights})
+
+
+def test_each_sign_has_a_cap_of_its_own() -> None:
+    """rho = 8 everywhere: min(8, 2) in the row of A = -1, min(8, 4) in that of A = 1, and 1 where A = 0."""
+    step = run(by_sign(a=NEGATIVE, b=POSITIVE), mu=torch.zeros(3, 2), old=[[LOG(8)] * 2] * 3, advantages=[-1.0, 1.0, 0])
+    torch.testing.assert_close(step.weight, torch.tensor([[2.0, 2.0], [4.0, 4.0], [1.0, 1.0]]))
+    assert step.keep.all()
+    assert values(step)["weight/mean"] == pytest.approx((2 + 2 + 4 + 4 + 1 + 1) / 6)
+    # The raw weights of the four tokens that are weighed are 8, of the others 1.
+    assert values(step)["raw_weight/mean"] == pytest.approx((4 * 8 + 2) / 6)
+    assert values(step)["weight/truncated_share"] == pytest.approx(4 / 6)
+
+
+def test_a_sign_by_token_weighs_tokens_of_a_row_apart() -> None:
+    """The row's product is 4; A = (-3, 1): the row's sign is negative, that of its second token positive."""
+    rows: dict[str, Any] = dict(mu=[[0.0, 0.0]], old=[[LOG(2), LOG(2)]], advantages=torch.tensor([[-3.0, 1.0]]))
+    sequence = NEGATIVE | {"level": "sequence", "upper": 3.0}
+    assert run(by_sign(a=sequence), **rows).weight.tolist() == [[3.0, 3.0]]
+    assert run(by_sign(a=sequence | {"sign": "token"}), **rows).weight.tolist() == [[3.0, 1.0]]
+
+
+def test_a_weight_that_rejects_drops_tokens_of_its_sign_alone() -> None:
+    """rho = 8 is outside [0.5, 2]: dropped where A < 0, weighed by 1 where A > 0."""
+    reject = NEGATIVE | {"kind": "reject", "lower": 0.5}
+    step = run(by_sign(a=reject), mu=torch.zeros(2, 1), old=[[LOG(8)], [LOG(8)]], advantages=[-1.0, 1.0])
+    assert step.keep.tolist() == [[False], [True]]
+    assert step.weight[1].tolist() == [1.0]
+    seen = values(step)
+    assert seen["weights/a/masked_token_share"] == 0.5
+    assert (seen["weights/a/negative/masked_token_share"], seen["weights/a/positive/masked_token_share"]) == (1.0, 0.0)
+
+
+def test_topr_by_hand() -> None:
+    """min(prod pi / mu, 1) of rows with A < 0: products 1/4 and 4 give 1/4 and 1; a row with A > 0 keeps weight 1."""
+    two, half = LOG(2), LOG(0.5)
+    pi = [[half, half], [two, two], [half, half]]
+    step = run(PRESETS["topr"], mu=torch.zeros(3, 2), old=torch.zeros(3, 2), pi=pi, advantages=[-1.0, -1.0, 1.0])
+    torch.testing.assert_close(step.weight, torch.tensor([[0.25, 0.25], [1.0, 1.0], [1.0, 1.0]]))
+
+
+def test_one_weight_of_any_sign_is_the_weight() -> None:
+    rows = dict(mu=[[0.0, 0.0]], old=[[LOG(8), LOG(0.5)]])
+    named = run(by_sign(a=TIS | {"when": "any", "normalize": True}), **rows)
+    alone = run(CorrectionSpec.from_mapping({"weight": TIS | {"normalize": True}}), **rows)
+    assert torch.equal(named.weight, alone.weight)
+    assert values(named) == values(alone)
+
+
+def test_the_mapping_has_them_where_they_are_set_alone() -> None:
+    correction = by_sign(b=POSITIVE, a=NEGATIVE | {"sign": "row"})
+    assert CorrectionSpec.from_mapping(correction.to_mapping()) == correction
+    assert [name for name, _ in correction.weights] == ["a", "b"]
+    assert "weights" not in CorrectionSpec().to_mapping()
+    assert WeightSpec.from_mapping(NEGATIVE).to_mapping()["when"] == "negative"
+    assert correction.all_weights.keys() == {"weights.a", "weights.b"}
+    assert not correction.is_none
+
+
+@pytest.mark.parametrize(
+    "weights",
+    [
+        {"a": NEGATIVE, "b": NEGATIVE | {"upper": 3.0}},
+        {"a": TIS | {"when": "any"}, "b": NEGATIVE},
+        {"a": NEGATIVE, "b": POSITIVE | {"sign": "token"}},
+    ],
+)
+def test_weights_that_share_tokens(weights: dict[str, Any]) -> None:
+    refused({"weights": weights}, "correction.weights.b.when=", "weights share no token", "Give one when=negative")
+
+
+def test_a_weight_of_every_token_leaves_none_for_others() -> None:
+    refused(
+        {"weight": TIS, "weights": {"a": NEGATIVE}}, "correction.weight=", "weighed twice", "correction.weight=null"
+    )
+
+
+def test_the_weight_of_every_token_has_no_sign() -> None:
+    refused({"weight": NEGATIVE}, "correction.weight.when=negative", "every token", "correction.weights.<name>")
+    refused({"weight": TIS | {"sign": "row"}}, "correction.weight.sign=row", "every token")
+
+
+def test_what_weights_by_sign_cannot_have() -> None:
+    refused({"weights": {"a": TIS}}, "correction.weights.a.when", "it has no default")
+    refused({"weights": {"a": 2.0}}, "correction.weights.a=2.0", "mapping")
+    refused({"weights": [TIS]}, "correction.weights=", "mapping", "Set correction.weights={}")
+    refused({"weights": {"min": NEGATIVE}}, "correction.weights.min", "'min'")
+    refused({"weights": {"a": NEGATIVE | {"normalize": True}}}, "correction.weights.a.normalize", "wait for the advant")
+    refused({"weights": {"a": TIS | {"when": "any", "sign": "token"}}}, "correction.weights.a.sign", "sign=row")
+    refused({"weights": {"a": NEGATIVE}, "proximal": "bypass"}, "correction.weights.a.ratio", "count it twice")
+    refused({"weights": {"a": NEGATIVE}, "skyrl_compat": True} | mask(), "correction.skyrl_compat", "weights.a")
+    reject = NEGATIVE | {"kind": "reject"}
+    refused({"weights": {"a": reject}, "denominator": "kept"} | mask(), "correction.denominator", "weights.a waits")
+
+
+def test_kept_counts_beside_a_weight_that_rejects_nothing() -> None:
+    assert CorrectionSpec.from_mapping({"weights": {"a": NEGATIVE}, "denominator": "kept"} | mask())
+
+
+def test_domains() -> None:
+    assert not overlap(("negative", "token"), ("positive", "token"))
+    assert overlap(("any", "row"), ("positive", "token"))
+    check_sign_is_read("any", "row", "correction.masks.m", {})
+
+
+def test_advantages_have_to_be_known() -> None:
+    from recipe.offpolicy.correction import rollout_stage, step_stage
+
+    zeros = torch.zeros(1, 2)
+    correction = by_sign(a=NEGATIVE)
+    stage = rollout_stage(correction, old_log_prob=zeros, rollout_log_prob=zeros, response_mask=torch.ones(1, 2))
+    with pytest.raises(ValueError, match=r"correction\.weights\.a\.when=negative without advantages"):
+        step_stage(correction, stage, log_prob=zeros)

@@ -1,0 +1,107 @@
+"""The task with answers of free length: demonstrations, reward, warm start, and what a run is started with."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from scripts.quickstart import free_length_warm_start, prepare
+from scripts.quickstart.free_length import ANCHOR, COEFFICIENTS, MOST_TOKENS, demonstrate_at_length
+from scripts.quickstart.free_length_reward import compute_score
+from scripts.quickstart.free_length_warm_start import LengthWarmStart, measure_right_share, warm_start_at_length
+from scripts.quickstart.model import build_model, build_tokenizer
+from scripts.quickstart.options import FREE_LENGTH_OVERRIDES, TASKS, Options, build_length_overrides
+from scripts.quickstart.task import TaskSettings
+from scripts.quickstart.warm_start import TEACHER
+
+ENTRY = {"question": "Spell backward: cat", "answer": "tac", "metadata": {"word": "cat"}}
+
+
+def test_the_last_word_is_scored() -> None:
+    assert compute_score("", "cat cat tac", "tac") == compute_score("", "TAC", "tac") == 1.0
+    assert compute_score("", "tac cat", "tac") == compute_score("", " ", "tac") == 0.0
+
+
+def test_demonstrations_with_more_copies_are_right_more_often() -> None:
+    """0.2 + 0.15 m: 0.2 without a copy, always from 6 on."""
+    rng = random.Random(0)
+    shown = [demonstrate_at_length(ENTRY, rng).split() for _ in range(4000)]
+    assert {len(words) for words in shown} == set(range(1, 8))
+    share = {m: [words[-1] == "tac" for words in shown if len(words) == m + 1] for m in (0, 3, 6)}
+    assert sum(share[0]) / len(share[0]) == pytest.approx(0.2, abs=0.05)
+    assert sum(share[3]) / len(share[3]) == pytest.approx(0.65, abs=0.06)
+    assert all(share[6])
+    assert max(len(" ".join(words)) for words in shown) < MOST_TOKENS
+
+
+@pytest.mark.parametrize(("shares", "steps"), [([0.2, 0.6, 0.9], [2, 4]), ([0.1, 0.2, 0.3], [2, 4, 6])])
+def test_the_warm_start_ends_when_enough_answers_are_right(
+    shares: list[float], steps: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found, first, said = iter(shares), [], []
+    monkeypatch.setattr(free_length_warm_start, "measure_right_share", lambda *_: next(found))
+    monkeypatch.setattr(free_length_warm_start, "warm_start", lambda *given: first.append(given[-1]))
+    tokenizer = build_tokenizer("Spell backward:")
+    settings = LengthWarmStart(target=0.5, max_steps=6, check_every=2)
+    model = build_model(tokenizer)
+    last = warm_start_at_length(model, tokenizer, [ENTRY] * 8, lambda *each: said.append(each), settings)
+    assert [step for step, _, _ in said] == steps
+    assert last == said[-1][2] == shares[len(steps) - 1]
+    assert said[-1][1] < said[0][1]
+    assert first == [TEACHER]
+
+
+def test_the_share_of_right_answers_is_of_sampled_last_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = build_tokenizer("Spell backward:")
+    model = build_model(tokenizer)
+
+    def generate(input_ids: torch.Tensor, **_: Any) -> torch.Tensor:
+        answers = [tokenizer(text)["input_ids"] for text in ("cat tac", "tac cat")]
+        return torch.cat([input_ids, torch.tensor(answers)], -1)
+
+    monkeypatch.setattr(model, "generate", generate)
+    assert measure_right_share(model, tokenizer, [ENTRY] * 2) == 0.5
+
+
+def test_a_model_that_is_cached_is_not_made_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    prepare.prepare_free_length_model(tmp_path, TaskSettings())
+    assert "warm start at free length: skipped" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("given", "added"),
+    [
+        ([], ["length_penalty=none"]),
+        (["length_penalty=null"], []),
+        (["length_penalty=none"], []),
+        (["length_penalty=uniform"], ["length_penalty.coefficient=0.002"]),
+        (
+            ["length_penalty=anchor", "length_penalty.place=before"],
+            [
+                "length_penalty.coefficient=0.1",
+                *(f"length_penalty.anchor.{name}={value}" for name, value in ANCHOR.items()),
+            ],
+        ),
+    ],
+)
+def test_a_penalty_gets_the_coefficient_of_the_task(given: list[str], added: list[str]) -> None:
+    assert build_length_overrides(given) == [*FREE_LENGTH_OVERRIDES, *added]
+    assert f"data.max_response_length={MOST_TOKENS}" in FREE_LENGTH_OVERRIDES
+    assert set(COEFFICIENTS) == {"uniform", "group", "anchor"}
+
+
+def test_the_task_is_named_in_the_environment() -> None:
+    assert Options.read({}, []).task == Options.read({"TASK": ""}, []).task == TASKS[0]
+    assert Options.read({"TASK": "free_length"}, ["length_penalty=anchor"]).task == "free_length"
+    with pytest.raises(ValueError, match=r"TASK=long: choose one of spelling, free_length"):
+        Options.read({"TASK": "long"}, [])
+
+
+@pytest.mark.parametrize("section", ["process_reward", "opd"])
+def test_a_section_with_a_task_of_its_own_is_refused_beside_it(section: str) -> None:
+    with pytest.raises(ValueError, match=f"TASK=free_length: {section} brings a task of its own"):
+        Options.read({"TASK": "free_length"}, [f"{section}=advantage"])
