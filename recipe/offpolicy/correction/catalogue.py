@@ -128,8 +128,8 @@ ENTRIES: Final = (
     StatisticEntry(
         "nonfinite",
         dict.fromkeys(("rollout_log_prob", "old_log_prob", "log_prob", "advantages"), Reduction.SUM),
-        "response tokens that are not finite; those of mu and pi_old are left out where they are read, the others stop the "
-        "run",
+        "response tokens that are not finite; those of mu and pi_old are left out where they are read, the others stop "
+        "the run",
     ),
 )
 
