@@ -32,14 +32,14 @@ class SumsSettings:
 
     Attributes:
         wrong: share of a demonstration's steps that are wrong.
-        at_once, early: shares of demonstrations that give the answer without a step, and before the chain has ended, so
-            that the values of a prompt and of an early prefix mean something.
+        at_once, early: shares of demonstrations that give the answer without a step, and behind some of them, so that
+            the values of a prompt and of an early prefix mean something.
         heldout: questions that are held out.
     """
 
     wrong: float = 0.12
-    at_once: float = 0.2
-    early: float = 0.25
+    at_once: float = 0.15
+    early: float = 0.5
     heldout: int = 128
     seed: int = 1
 
@@ -55,7 +55,7 @@ def demonstrate(digits: Digits, rng: random.Random, settings: SumsSettings) -> s
     """Sample a chain with its answer; a wrong step is carried on, and the answer follows from where the chain ended."""
     steps = len(digits) - 1
     drawn = rng.random() - settings.at_once
-    stop = 0 if drawn < 0 else rng.randrange(1, steps + 1) if drawn < settings.early else steps
+    stop = 0 if drawn < 0 else rng.randrange(1, steps) if drawn < settings.early else steps
     total, parts = digits[0], []
     for digit in digits[1 : stop + 1]:
         right = (total + digit) % BASE

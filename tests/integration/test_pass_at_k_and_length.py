@@ -53,3 +53,14 @@ def test_draws_of_prompts_go_on_after_a_resume(
     assert seen == sorted(seen)
     assert seen[0] == 16.0
     assert later[-1]["pass_at_k/budget/effective_share"] < 1.0
+
+
+@pytest.mark.verl("==0.9.1")
+def test_answers_of_free_length_are_priced_and_shown(run_program: Callable[..., Any]) -> None:
+    price = ("length_penalty=uniform", "length_penalty.place=before")
+    run = train(run_program, *price, "trainer.total_training_steps=4", TASK="free_length")
+    assert run.returncode == 0, run.output[-3000:]
+    assert "length penalty LIVE on" in run.log
+    assert len({step["response_length/mean"] for step in run.steps}) == 4
+    assert all(step["critic/score/mean"] > 0.2 for step in run.steps)
+    assert "length of answers:" in run.output

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -15,6 +18,7 @@ from torch import Tensor
 from recipe.offpolicy.replay.expert_choice import ReplayError, RouterSlot
 from tests.support import replaying_worker as rw
 from tests.support import training_worker as tw
+from tests.support.paths import ROOT
 
 pytestmark = pytest.mark.verl("==0.9.1")
 
@@ -328,3 +332,24 @@ def test_the_trainers_routes_make_pi_equal_pi_old(start: Callable[..., Any], row
     reports = reports_of(metrics)
     assert reports[0].equal == reports[0].replayed
     assert sum(reports[1].equal) < sum(reports[1].replayed) == sum(reports[1].entered)
+
+
+def test_two_ranks_equal_one(
+    unproved: Any, rows: tw.Rollout, data: TensorDict, foreign: Tensor, model: Path, tmp_path: Path
+) -> None:
+    """The reports of both come to the trainer."""
+    torch.save({"rows": rows, "routes": foreign}, tmp_path / "rows.pt")
+    script = Path(tw.__file__).with_name("two_replaying_ranks.py")
+    result = subprocess.run(
+        [sys.executable, str(script), str(model), str(tmp_path)],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )
+    assert result.returncode == 0, result.stderr[-2000:]
+    found = torch.load(tmp_path / "ranks.pt", weights_only=True)
+    wanted = gradients(unproved, rw.flagged(rw.with_routes(data, foreign)))[1]
+    assert close(found["gradient"], wanted)
+    assert found["reports"] == 2
+    assert found["metrics"]["replayed_token_share"] == 1 - len(data) / len(foreign)
+    assert found["metrics"]["gate_gradient"] == 1.0

@@ -27,6 +27,8 @@ from tests.support.doctor_keys import (
 )
 
 ASYNC = {"trainer.v1.trainer_mode": "separate_async"}
+FSDP_R2 = {f"{ACTOR}.fsdp_config.router_replay.mode": "R2"}
+FSDP_R3 = {f"{ACTOR}.fsdp_config.router_replay.mode": "R3"}
 STALE = {"aggregate": "staleness", "level": "token", "upper": 1}
 
 OF_OURS: dict[str, Case] = {
@@ -85,8 +87,26 @@ OF_OURS: dict[str, Case] = {
         "nothing reads it",
         MEGATRON | {REPLAY: "R2"},
     ),
-    "replay on FSDP": Case(
-        "WRONG", "router_replay", {f"{ACTOR}.fsdp_config.router_replay.mode": "R2"}, "nothing reads it", {}
+    "replay on FSDP with V0": Case(
+        "WRONG", "router_replay", FSDP_R2 | {"trainer.use_v1": False}, "nothing reads it", {"trainer.use_v1": False}
+    ),
+    "R3 on FSDP without routes": Case("WRONG", "router_replay", FSDP_R3, "records none", FSDP_R3 | {RECORDED: True}),
+    "R2 on FSDP with bypass": Case(
+        "WRONG",
+        "router_replay",
+        FSDP_R2 | {"correction.proximal": "bypass", **NONE},
+        "correction.proximal=bypass skips it",
+        FSDP_R2,
+    ),
+    "replay on FSDP with fused kernels": Case(
+        "WRONG",
+        "router_replay",
+        FSDP_R2 | {"actor_rollout_ref.model.use_fused_kernels": True},
+        "take the place of the model's forward",
+        FSDP_R2,
+    ),
+    "replay on FSDP in one step": Case(
+        "WRONG", "router_replay", FSDP_R2 | ONE_STEP, "replay would bias it for nothing", FSDP_R2
     ),
     "R2 with R3": Case(
         "WRONG",

@@ -35,7 +35,7 @@ class ReplayingTrainer(OffPolicyTrainer):
     _routing: Mapping[str, float] = MappingProxyType({})
 
     @property
-    def _settings(self) -> ReplaySettings:
+    def _replay(self) -> ReplaySettings:
         settings = ReplaySettings.from_config(self.config)
         assert settings is not None, "a run without replay has the trainer without it"
         return settings
@@ -44,11 +44,11 @@ class ReplayingTrainer(OffPolicyTrainer):
         super()._init_resource_pool_mgr()  # type: ignore[misc]
         workers = self.role_worker_mapping
         for role in (role for role in _ACTORS if role in workers):
-            workers[role] = ray.remote(build_replaying(workers[role].__ray_actor_class__, self._settings))
+            workers[role] = ray.remote(build_replaying(workers[role].__ray_actor_class__, self._replay))
 
     def get_llm_client(self) -> Any:
         client = super().get_llm_client()
-        return note_routes(client) if self._settings.mode == "R3" else client
+        return note_routes(client) if self._replay.mode == "R3" else client
 
     def _compute_log_probs(self, batch: Any, rows: Sequence[Pair]) -> list[list[float]]:
         # Rows of an extension's making were not sampled by any route.
@@ -56,7 +56,8 @@ class ReplayingTrainer(OffPolicyTrainer):
         try:
             return super()._compute_log_probs(batch, rows)
         finally:
-            batch.extra_info[REPLAY_STEP] = step
+            if step is not None:
+                batch.extra_info[REPLAY_STEP] = step
 
     def _compute_old_log_prob(self, batch: Any, metrics: dict[str, Any]) -> Any:
         batch.extra_info[REPLAY_STEP] = self.global_steps
@@ -72,7 +73,7 @@ class ReplayingTrainer(OffPolicyTrainer):
         tokens = sum(tag["prompt_len"] + tag["response_len"] for tag in batch.tags)
         tokens *= self.config.actor_rollout_ref.actor.ppo_epochs
         output = super()._update_and_collect(update, batch)
-        verdict = judge(take_reports(output["metrics"], REPORT), self._settings.mode, tokens=tokens)
+        verdict = judge(take_reports(output["metrics"], REPORT), self._replay.mode, tokens=tokens)
         self._routing = verdict.metrics
         if verdict.proof:
             logger.info(verdict.proof)

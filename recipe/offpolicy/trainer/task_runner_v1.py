@@ -31,7 +31,7 @@ class OffPolicyTaskRunnerV1(_TaskRunner):
 
 
 def choose_mixin(config: DictConfig) -> type[OffPolicyTrainer]:
-    """Choose what is put in front of verl's trainers: nothing of staleness, snapshots or replay where these are off."""
+    """Choose what is put in front of verl's trainers: nothing of staleness, replay or snapshots where these are off."""
     mixin: type[OffPolicyTrainer] = OffPolicyTrainer
     # Release 0.9.0 has neither their buffer nor their worker.
     if StalenessSettings.from_config(config) is not None:
@@ -42,6 +42,7 @@ def choose_mixin(config: DictConfig) -> type[OffPolicyTrainer]:
         from .snapshot_trainer import SnapshotTrainer
 
         mixin = type(f"Snapshot{mixin.__name__}", (SnapshotTrainer, mixin), {})
+    # In front of all that choose workers, which it derives its own from.
     if ReplaySettings.from_config(config) is not None:
         from .replaying_trainer import ReplayingTrainer
 

@@ -15,6 +15,7 @@ if __name__ == "__main__" and {"-h", "--help"} & set(sys.argv):  # before import
     print(__doc__)
     sys.exit()
 
+import numpy as np
 import pandas
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -22,7 +23,9 @@ sys.path[:0] = [str(ROOT), str(ROOT / "scripts" / "evidence")]
 
 from collapse import results  # noqa: E402
 from collapse.arms import ARMS, FIRST_SEED  # noqa: E402
-from collapse.significance import bootstrap, cliffs_delta, equivalence, holm, sign_flip  # noqa: E402
+from collapse.late_runs import ARMS as IN_PROCESS_ARMS  # noqa: E402
+from collapse.late_runs import ETAS, RATES, SEEDS  # noqa: E402
+from collapse.significance import bootstrap, cliffs_delta, equivalence, holm, page, sign_flip  # noqa: E402
 
 MOST, RECOVERED, MARGIN = 6, 0.75, 0.05
 """Seeds of 8 in which H1 and H2 hold, share of the run in step that counts as recovered, margin of the control."""
@@ -113,6 +116,51 @@ def judge(table: pandas.DataFrame) -> list[Verdict]:
     return [h1, h2, h3, Verdict("H4", exact and adjusted["H4"] <= 0.05, f"{h4}; p = {h4_p:.4f}", h4_p)]
 
 
+def judge_in_process(table: pandas.DataFrame) -> list[Verdict]:
+    """Judge H5 on the runs in one process: one verdict for each arm and rate, and one for each rate on ``random``.
+
+    Raises:
+        MissingRunsError: a run is missing.
+    """
+    verdicts = []
+    for rate in RATES:
+        for arm in (arm for arm in IN_PROCESS_ARMS if arm != "random"):
+            levels = [take_in_process(table, f"{arm}-{eta}-{rate:g}") for eta in ETAS]
+            p = page(np.column_stack(levels))
+            medians = ", ".join(f"{np.median(level):.3f}" for level in levels)
+            verdicts.append(
+                Verdict(f"H5 {arm} {rate:g}", p <= 0.05, f"medians {medians} at eta {ETAS}; p = {p:.4f}", p)
+            )
+        opsm, random = (take_in_process(table, f"{arm}-{ETAS[-1]}-{rate:g}") for arm in ("opsm", "random"))
+        p, (low, high) = sign_flip(opsm - random), bootstrap(opsm - random)
+        apart = f"opsm is {(opsm - random).mean():+.3f} [{low:+.3f}, {high:+.3f}] from random; p = {p:.4f}"
+        verdicts.append(Verdict(f"H5 random {rate:g}", bool(p <= 0.05 and low > 0), apart, p))
+    return verdicts
+
+
+def take_in_process(table: pandas.DataFrame, setting: str) -> np.ndarray:
+    """Take the outcomes of a setting by seed, all of its seeds.
+
+    Raises:
+        MissingRunsError: seeds that PLAN.md names are not there.
+    """
+    found = outcomes(table, setting)["outcome"]
+    if missing := sorted(set(range(FIRST_SEED, FIRST_SEED + SEEDS)) - set(found.index)):
+        fix = f"python scripts/evidence/collapse/in_process.py {setting}"
+        raise MissingRunsError(f"{setting}: seeds {', '.join(map(str, missing))} have not been run. Fix: {fix}")
+    return np.asarray(found.sort_index())
+
+
+def describe_in_process(table: pandas.DataFrame) -> pandas.DataFrame:
+    """Describe the settings that were run in one process: median outcome over the seeds there are, by arm and eta."""
+    found = []
+    for setting in table["arm"].unique():
+        arm, eta, rate = setting.split("-", 2)
+        each = outcomes(table, setting)["outcome"]
+        found.append({"rate": rate, "arm": arm, "eta": int(eta), "exact": each.median(), "seeds": len(each)})
+    return pandas.DataFrame(found).pivot_table(index=["rate", "arm"], columns="eta", values=["exact", "seeds"])
+
+
 def describe(table: pandas.DataFrame) -> pandas.DataFrame:
     """Describe each arm: median outcome and the seeds' range, and what its steps measured."""
     lines = []
@@ -142,22 +190,25 @@ def describe(table: pandas.DataFrame) -> pandas.DataFrame:
 
 def main(arguments: Sequence[str]) -> int:
     """Run the command; return its exit status, 1 where runs are missing."""
-    table = results.read()
-    if table.empty:
-        print("no run has finished. Fix: python scripts/evidence/collapse/run.py")
-        return 1
-    with pandas.option_context("display.width", 160, "display.max_columns", 20):
-        print(describe(table).to_string(index=False, float_format=lambda value: f"{value:.3f}"))
-    if "--partial" in arguments:
-        return 0
-    try:
-        verdicts = judge(table)
-    except MissingRunsError as error:
-        print(f"no verdict: {error}")
-        return 1
-    for verdict in verdicts:
-        print(f"{verdict.name} {'holds' if verdict.holds else 'FAILS'}: {verdict.found}")
-    return 0
+    status, partial = 0, "--partial" in arguments
+    for path, show, verdicts_on in (
+        (results.DATA, describe, judge),
+        (results.IN_PROCESS, describe_in_process, judge_in_process),
+    ):
+        table = results.read(path)
+        print(f"{path.name}: {table[['arm', 'seed']].drop_duplicates().shape[0]} runs")
+        if not table.empty:
+            with pandas.option_context("display.width", 160, "display.max_columns", 20):
+                print(show(table).to_string(float_format=lambda value: f"{value:.3f}"))
+        if partial:
+            continue
+        try:
+            for verdict in verdicts_on(table):
+                print(f"{verdict.name} {'holds' if verdict.holds else 'FAILS'}: {verdict.found}")
+        except MissingRunsError as error:
+            print(f"no verdict: {error}")
+            status = 1
+    return status
 
 
 if __name__ == "__main__":

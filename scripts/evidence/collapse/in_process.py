@@ -15,8 +15,7 @@ import os
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +33,19 @@ os.environ |= {
 }
 
 import torch  # noqa: E402
-import yaml  # noqa: E402
 from collapse import results  # noqa: E402
-from collapse.arms import FIRST_SEED  # noqa: E402
+from collapse.late_runs import (  # noqa: E402
+    ARMS,
+    EVERY,
+    MAX_TOKENS,
+    MINI_BATCHES,
+    PROMPTS,
+    ROLLOUTS,
+    SECONDS,
+    STEPS,
+    LateRun,
+    list_late_runs,
+)
 from tensordict import TensorDict  # noqa: E402
 from torch import Tensor  # noqa: E402
 
@@ -45,68 +54,6 @@ from recipe.offpolicy.correction import CorrectionSpec, StepStage  # noqa: E402
 from recipe.offpolicy.worker.loss import OffPolicyLoss  # noqa: E402
 from scripts.quickstart.reward import compute_score  # noqa: E402
 from scripts.quickstart.task import TaskSettings, splits  # noqa: E402
-
-_OPTIONS = ROOT / "configs" / "correction"
-STEPS, EVERY = 80, 20
-PROMPTS, ROLLOUTS, MINI_BATCHES, MAX_TOKENS = 16, 8, 4, 10
-ETAS, RATES, SEEDS = (0, 1, 2, 4, 8), (1e-3, 3e-4), 10
-SECONDS = 45
-"""Of a run, on one idle core."""
-
-
-def _read(*names: str) -> dict[str, Any]:
-    """Read shipped corrections, merged, with the delta of the whole runs."""
-    merged: dict[str, Any] = {}
-    for name in names:
-        merged |= yaml.safe_load((_OPTIONS / f"{name}.yaml").read_text())
-    if "opsm" in names:
-        merged["masks"]["opsm"]["delta"] = 0.1
-    return merged
-
-
-ARMS: dict[str, dict[str, Any]] = {
-    "none": {},
-    "bypass": _read("bypass"),
-    "decoupled": _read("decoupled_ppo"),
-    "opsm": _read("opsm"),
-    "both": _read("decoupled_ppo", "opsm"),
-    "random": _read("opsm"),
-}
-"""Arm -> its correction; ``random`` drops as many negative rows as OPSM would, others."""
-
-
-@dataclass(frozen=True)
-class LateRun:
-    """One run.
-
-    Attributes:
-        arm: of ``ARMS``.
-        eta: steps by which the sampler's weights are late.
-        rate: learning rate.
-        seed: of questions, of their order, and of sampling.
-    """
-
-    arm: str
-    eta: int
-    rate: float
-    seed: int
-
-    @property
-    def setting(self) -> str:
-        """The name of arm, eta and rate."""
-        return f"{self.arm}-{self.eta}-{self.rate:g}"
-
-    @property
-    def name(self) -> str:
-        return f"{self.setting}-{self.seed}"
-
-
-def list_late_runs() -> Iterator[LateRun]:
-    """List all runs seed by seed; at eta 0 ``random`` asks nothing."""
-    for seed in range(FIRST_SEED, FIRST_SEED + SEEDS):
-        for rate in RATES:
-            for eta in reversed(ETAS):
-                yield from (LateRun(arm, eta, rate, seed) for arm in ARMS if eta or arm != "random")
 
 
 class MeasuredLoss(OffPolicyLoss):

@@ -51,16 +51,19 @@ def build_rows(run: Mapping[str, Any], records: Sequence[tuple[int, Mapping[str,
 def read(path: Path | None = None) -> pandas.DataFrame:
     """Read what has been run, of the whole runs by default; an empty table where nothing has."""
     path = path or DATA
-    return pandas.read_parquet(path) if path.exists() else pandas.DataFrame({"arm": [], "seed": [], "step": []})
+    if path.exists():
+        return pandas.read_parquet(path)
+    return pandas.DataFrame({name: [] for name in ("arm", "seed", "outcome", "step", *COLUMNS)})
 
 
 def append(rows: Sequence[Mapping[str, Any]], path: Path | None = None) -> None:
     """Add the lines of one run; the file is replaced at once, so that a kill loses that run at most."""
     path = path or DATA
-    whole = pandas.concat([read(path), pandas.DataFrame(list(rows))], ignore_index=True) if path.exists() else None
-    whole = pandas.DataFrame(list(rows)) if whole is None else whole
+    whole = pandas.DataFrame(list(rows)).astype(dict.fromkeys(COLUMNS, "float32"))
+    if path.exists():
+        whole = pandas.concat([read(path), whole], ignore_index=True)
     partly = path.with_suffix(".partly")
-    whole.to_parquet(partly, index=False, compression="zstd")
+    whole.to_parquet(partly, index=False, compression="zstd", compression_level=19)
     os.replace(partly, path)
 
 

@@ -3,9 +3,10 @@
     python scripts/evidence/collapse/run.py --list                 # every run, whether it has finished, and its time
     python scripts/evidence/collapse/run.py [NAME ...] [--hours H] # NAME: an arm, or a run such as late_opsm-3
 
-VENV=path: an environment with verl 0.9.1. Each run is one of scripts/quickstart.sh with a hard limit of its own. Its
-steps are added to results.parquet beside this file when it has ended; the log stays in outputs/evidence/collapse. A run
-that is killed with this script leaves nothing and starts anew. PLAN.md says what is looked for; it came first.
+VENV=path: an environment with verl 0.9.1, by default the one that runs this. Each run is one of scripts/quickstart.sh
+with a hard limit of its own. Its steps are added to results.parquet beside this file when it has ended; the log is in
+outputs/evidence/collapse. A run that is killed with this script leaves nothing and starts anew. PLAN.md says what is
+looked for; it came first.
 """
 
 from __future__ import annotations
@@ -42,9 +43,11 @@ LIMIT = 5.0
 def build_command(run: Run) -> tuple[list[str], dict[str, str]]:
     """Build the command of a run, and the environment that its fault needs."""
     command = ["bash", str(ROOT / "scripts" / "quickstart.sh"), *run.arm.overrides, f"data.seed={run.seed}"]
+    # The fault is for the run alone, not for what looks whether the environment is whole.
+    environment = {"VENV": os.environ.get("VENV") or sys.prefix}
     if not run.arm.lag:
-        return command, {}
-    return command, {
+        return command, environment
+    return command, environment | {
         "VERL_USE_EXTERNAL_MODULES": "verl_patches.cpu,inject",
         "PYTHONPATH": str(FAULTS),
         "OFFPOLICY_INJECT": f"lag:{run.arm.lag}",

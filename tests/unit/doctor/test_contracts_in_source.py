@@ -11,10 +11,11 @@ pytest.importorskip("verl")
 from recipe.offpolicy.doctor.contracts_in_source import check_contracts, holds_in_source
 from recipe.offpolicy.doctor.hydra_main import HydraMain, read_hydra_main
 from recipe.offpolicy.preflight.checks.module_source import find_source
-from verl_patches import engine_loss, llm_client, replay_buffer, trainer_v0, trainer_v1
+from verl_patches import engine_loss, llm_client, replay_buffer, router_replay, trainer_v0, trainer_v1
 from verl_patches.contract import Contract, PatchError, installed_release
 
-SEAMS = [*engine_loss.SEAMS, *trainer_v0.SEAMS, *trainer_v1.SEAMS, *replay_buffer.SEAMS, *llm_client.SEAMS]
+OF_V1 = [*trainer_v1.SEAMS, *replay_buffer.SEAMS, *llm_client.SEAMS, *router_replay.SEAMS]
+SEAMS = [*engine_loss.SEAMS, *trainer_v0.SEAMS, *OF_V1]
 HERE = [seam for seam in SEAMS if seam.covers(installed_release("verl") or "0")]
 
 

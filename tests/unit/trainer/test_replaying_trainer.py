@@ -11,6 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 pytestmark = pytest.mark.verl("==0.9.1")
 pytest.importorskip("transfer_queue")
 
+KINDS = ("ReplayingTrainer", "SnapshotTrainer", "BoundedTrainer", "OffPolicyTrainer")
 MODE = "actor_rollout_ref.actor.fsdp_config.router_replay.mode"
 
 
@@ -34,6 +35,10 @@ def config(mode: str, **changes: Any) -> DictConfig:
         (config("R2"), ["ReplayingTrainer", "OffPolicyTrainer"]),
         (config("R3", **{"trainer.use_v1": False}), ["OffPolicyTrainer"]),
         (config("R3", **{"offpolicy.staleness.eta": 1}), ["ReplayingTrainer", "BoundedTrainer", "OffPolicyTrainer"]),
+        (
+            config("R3", **{"offpolicy.late_weights.snapshots": 2}),
+            ["ReplayingTrainer", "SnapshotTrainer", "OffPolicyTrainer"],
+        ),
     ],
     ids=str,
 )
@@ -41,7 +46,7 @@ def test_a_trainer_replays_where_the_key_is_live(made: DictConfig, names: list[s
     from recipe.offpolicy.trainer.task_runner_v1 import choose_mixin
 
     order = [kind.__name__ for kind in choose_mixin(made).__mro__]
-    assert [name for name in order if name in {"ReplayingTrainer", "BoundedTrainer", "OffPolicyTrainer"}] == names
+    assert [name for name in order if name in KINDS] == names
 
 
 def test_actors_get_workers_that_replay_and_the_reference_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,6 +89,7 @@ def test_the_step_travels_with_the_batch_and_not_with_rows_of_an_extension(monke
     batch, metrics = SimpleNamespace(extra_info={}), dict[str, float]()
     trainer._compute_old_log_prob(batch, metrics)
     trainer._compute_log_probs(batch, [])
+    assert batch.extra_info == {REPLAY_STEP: 4}
     trainer._update_actor(batch, metrics)
     assert seen == [{REPLAY_STEP: 4}, {}, {REPLAY_STEP: 4}]
     assert metrics == {"offpolicy/routing/bytes": 8.0}

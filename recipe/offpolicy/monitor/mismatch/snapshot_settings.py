@@ -79,7 +79,9 @@ def _find_obstacles(config: DictConfig, snapshots: int) -> Iterator[Problem]:
         )
         yield Problem(SNAPSHOTS, snapshots, reason, f"Set {off}.", parts=(), overrides=(off,))
     if OmegaConf.select(config, _REPLAY) not in (None, "disabled"):
-        reason = f"routing replay ({_REPLAY}) has a worker of its own, and this one would take its place."
+        reason = (
+            f"rows are scored again by the trainer's own routes, and {_REPLAY} is on because they differ from mu's."
+        )
         yield Problem(SNAPSHOTS, snapshots, reason, f"Set {off}.", parts=(), overrides=(off,))
     if (temperature := OmegaConf.select(config, _TEMPERATURE)) not in (None, 1, 1.0):
         reason = f"rows are scored again at temperature 1, and {_TEMPERATURE}={temperature:g}."

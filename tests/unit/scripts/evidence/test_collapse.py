@@ -22,7 +22,7 @@ from tests.support.paths import ROOT
 SCRIPTS = ROOT / "scripts" / "evidence"
 sys.path.insert(0, str(SCRIPTS))
 
-from collapse import analyse, arms, results, run  # noqa: E402
+from collapse import analyse, arms, figure, late_runs, results, run  # noqa: E402
 from collapse.significance import bootstrap, cliffs_delta, equivalence, holm, page, sign_flip  # noqa: E402
 
 PLAN = SCRIPTS / "collapse" / "PLAN.md"
@@ -81,7 +81,7 @@ def test_late_runs_carry_the_fault_and_nothing_else_differs_from_those_in_step()
     command, environment = run.build_command(arms.Run(by_name["late"], 3))
     assert environment["OFFPOLICY_INJECT"] == "lag:8"
     assert command[-1] == "data.seed=3"
-    assert run.build_command(arms.Run(by_name["in_step"], 3))[1] == {}
+    assert set(run.build_command(arms.Run(by_name["in_step"], 3))[1]) == {"VENV"}
     beside = set(by_name["late"].overrides) ^ set(by_name["in_step"].overrides)
     assert beside == {"offpolicy.alarms.mismatch_growth.action=off"}
     assert set(by_name["late_opsm"].overrides) - set(by_name["late"].overrides) == {
@@ -228,6 +228,42 @@ def test_without_results_the_command_says_how_to_make_some(away: Path, capsys: p
     assert "run.py" in capsys.readouterr().out
 
 
+def build_late_table(outcome: Callable[[str, int, int], float]) -> pandas.DataFrame:
+    """All runs in one process, with an outcome by arm, eta and seed."""
+    rows: list[dict[str, Any]] = []
+    for each in late_runs.list_late_runs():
+        card = {"arm": each.setting, "seed": each.seed, "outcome": "finished"}
+        rows += results.build_rows(card, [(0, {EXACT: 0.26}), (80, {EXACT: outcome(each.arm, each.eta, each.seed)})])
+    return pandas.DataFrame(rows)
+
+
+def test_a_trend_over_staleness_and_the_arm_that_drops_at_random() -> None:
+    """All arms fall but opsm, and opsm is 0.1 above what drops as many rows at random."""
+
+    def outcome(arm: str, eta: int, seed: int) -> float:
+        return {"opsm": 0.6, "random": 0.5}.get(arm, 0.7 - eta / 16)
+
+    found = {verdict.name: verdict for verdict in analyse.judge_in_process(build_late_table(outcome))}
+    assert found["H5 none 0.001"].holds
+    assert not found["H5 opsm 0.001"].holds
+    assert found["H5 random 0.001"].holds
+    assert "+0.100 [+0.100, +0.100] from random; p = 0.0020" in found["H5 random 0.0003"].found
+    alike = build_late_table(lambda arm, eta, seed: 0.5 + 0.01 * (seed % 2) * (arm == "opsm") - 0.005 * (arm == "opsm"))
+    assert not {verdict.name: verdict.holds for verdict in analyse.judge_in_process(alike)}["H5 random 0.001"]
+    with pytest.raises(analyse.MissingRunsError, match=r"none-8-0\.001: seeds 11 have not been run"):
+        analyse.judge_in_process(alike[(alike["arm"] != "none-8-0.001") | (alike["seed"] != 11)])
+
+
+def test_the_figure_shows_what_was_run_and_says_what_was_not(tmp_path: Path) -> None:
+    table = build_late_table(lambda arm, eta, seed: 0.7 - eta / 16)
+    figure.draw(build_table(lambda arm, seed: 0.5), table, tmp_path / "whole.png")
+    nothing = results.read(tmp_path / "none.parquet")
+    figure.draw(nothing, nothing, tmp_path / "empty.png")
+    whole, empty = ((tmp_path / f"{name}.png").stat().st_size for name in ("whole", "empty"))
+    assert whole > 1.2 * empty > 0
+    assert "seeds" in analyse.describe_in_process(table).to_string()
+
+
 @pytest.mark.parametrize("path", [results.DATA, results.IN_PROCESS], ids=lambda path: path.stem)
 def test_the_plan_came_before_the_data(path: Path) -> None:
     """The commit that brought PLAN.md is an ancestor of the one that brought the data."""
@@ -277,9 +313,10 @@ def test_as_many_negative_rows_are_dropped_as_opsm_drops(in_process: ModuleType)
 
 
 def test_in_process_runs_differ_in_arm_eta_rate_and_seed(
-    in_process: ModuleType, capsys: pytest.CaptureFixture[str]
+    in_process: ModuleType, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    runs = list(in_process.list_late_runs())
+    monkeypatch.setattr(results, "IN_PROCESS", tmp_path / "none.parquet")
+    runs = list(late_runs.list_late_runs())
     assert len({run.name for run in runs}) == len(runs) == 10 * 2 * (5 * 6 - 1)
     assert {run.seed for run in runs} == set(range(2, 12))
     assert in_process.main(["opsm", "--list"]) == 0

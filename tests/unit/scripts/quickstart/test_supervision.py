@@ -15,7 +15,7 @@ from rich.console import Console
 from scripts.quickstart import prepare
 from scripts.quickstart.child import Child, StageFailed, Tail
 from scripts.quickstart.metrics import History
-from scripts.quickstart.options import Options, build_child_environment, quote
+from scripts.quickstart.options import Options, build_child_environment, build_replay_overrides, quote
 from scripts.quickstart.progress import Progress, TrainingView
 from tests.support.paths import ROOT
 from tests.support.recorder_clock import Clock
@@ -32,11 +32,25 @@ def test_options_from_the_environment(tmp_path):
     assert options == Options(tmp_path.resolve(), "cuda")
 
 
+def test_the_mixture_is_an_option() -> None:
+    options = Options.read({}, ["model=moe"])
+    assert options == Options(None, "cpu", mixture=True)
+    assert (options.part, Options.read({}, []).part) == ("mixture", "model")
+
+
+def test_routes_that_are_replayed_are_recorded() -> None:
+    key = "actor_rollout_ref.actor.fsdp_config.router_replay.mode"
+    assert build_replay_overrides([f"{key}=R3"]) == ["actor_rollout_ref.rollout.enable_rollout_routing_replay=true"]
+    assert build_replay_overrides([f"{key}=R3", f"{key}=R2"]) == build_replay_overrides([]) == []
+
+
 @pytest.mark.parametrize(
     ("env", "overrides", "message"),
     [
         ({"MODEL": "/nowhere"}, [], "MODEL=/nowhere"),
         ({}, ["platform=tpu"], "platform=tpu"),
+        ({}, ["model=dense"], "model=dense"),
+        ({}, ["model=moe", "process_reward=prefix_value"], "model=moe: it is a model of its own"),
     ],
 )
 def test_bad_options_name_the_key_and_the_value(env, overrides, message):
