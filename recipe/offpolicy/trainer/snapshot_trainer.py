@@ -98,9 +98,9 @@ class SnapshotTrainer:
         if lag and lag not in self._told:
             self._told.append(lag)
             logger.warning(
-                "the rollout engine's weights lag by %d updates: mu of %d rows is %.2g nats a token from the weights "
+                "the rollout engine's weights lag by %d update%s: mu of %d rows is %.2g nats a token from the weights "
                 "of then, and %.2g from the present ones. verl's versions do not see it: they count what was sent.",
-                *(lag, len(rows), apart[lag], apart[0]),
+                *(lag, "" if lag == 1 else "s", len(rows), apart[lag], apart[0]),
             )
         known = float("nan") if lag is None else float(lag)
         return {"offpolicy/late_weights/lag": known, "offpolicy/late_weights/apart": apart[0]}

@@ -120,3 +120,17 @@ def test_expectations_are_judged_by_the_ends_of_paired_seeds() -> None:
         runs["anchor/after", seed] = (25.0, 20.0, 0.6, 0.84)
     assert [came_true for _, came_true, _ in judge(runs)] == [True, False, True, False]
     assert judge(runs)[2][2] == "-10.0 tokens, -0.040 right"
+
+
+def test_the_documentation_shows_the_figures_that_were_measured() -> None:
+    measured = read_measured(ROOT / "scripts" / "evidence" / "free_length" / "measured.csv")
+    shown = (ROOT / "docs" / "length.md").read_text()
+    for arm in ARMS:
+        ends = [compute_ends(blocks) for (name, _), blocks in measured.items() if name == arm]
+        assert len(ends) == 8
+        first, last, right_first, right_last = (sum(column) / 8 for column in zip(*ends, strict=True))
+        least, most = min(each[1] for each in ends), max(each[1] for each in ends)
+        kind, _, place = arm.partition("/")
+        name = f"`{kind}`, {place}" if place else kind
+        row = f"| {first:.1f} | {last:.1f} | {least:.1f} to {most:.1f} | {right_first:.3f} | {right_last:.3f} |"
+        assert f"| {name} {row}" in shown
