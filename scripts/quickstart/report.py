@@ -37,12 +37,19 @@ def describe(correction: dict[str, Any]) -> str:
     parts = []
     if weight := correction.get("weight"):
         parts.append(f"{weight['level']} weights ({weight['kind']})")
+    if weights := correction.get("weights"):
+        signed = (f"{each['level']} weights of {each['when']} advantage" for each in weights.values())
+        parts.append(" and ".join(signed))
     if masks := correction.get("masks"):
         parts.append(f"mask{'s' if len(masks) > 1 else ''} {' and '.join(masks)}")
     if correction.get("proximal", "recompute") != "recompute":
         parts.append(f"pi_old by {correction['proximal']}")
     if correction.get("kl_clip"):
         parts.append("clipped KL")
+    if correction.get("kl_weight"):
+        parts.append("weighed KL")
+    if correction.get("penalty"):
+        parts.append("a penalty on the log-ratio")
     return ", ".join(parts) or "uncorrected"
 
 

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("each_actor_is_probed_once")
 MALFORMED = {
     "null": (["correction=null"], ["correction=null", "Set correction=none"]),
     "deleted": (["~correction"], ["correction=null", "Set correction=none"]),
-    "unknown key": (["+correction.x=1"], ["correction.x=1", "unknown key", "masks, proximal"]),
+    "unknown key": (["+correction.x=1"], ["correction.x=1", "unknown key", "masks, nonfinite"]),
     "unknown key of a mask": (
         ["correction=gsm", "+correction.masks.gsm.uper=2"],
         ["correction.masks.gsm.uper=2", "unknown key", "aggregate, by_staleness, level, lower"],

@@ -145,3 +145,6 @@ def test_the_correction_in_words():
     assert describe({"weight": None, "masks": {"gsm": {}}}) == "mask gsm"
     both = {"weight": {"level": "token", "kind": "truncate"}, "masks": {"gsm": {}, "opsm": {}}}
     assert describe(both) == "token weights (truncate), masks gsm and opsm"
+    signed = {"weights": {"a": {"level": "sequence", "when": "negative"}}, "penalty": {"coefficient": 0.1}}
+    assert describe(signed) == "sequence weights of negative advantage, a penalty on the log-ratio"
+    assert describe({"kl_weight": {"ratio": "ppo"}}) == "weighed KL"
