@@ -1,0 +1,89 @@
+"""Cost of scoring prefixes beside the model's own work, in microseconds a prompt position, in the server's front end.
+
+    python scripts/benchmark/scoring_cost.py [--positions 2200]
+
+vLLM lays out log-probs of a prompt as flat lists, of which ``process_reward`` reads the last ones; beside it the way by
+an object a position, which verl's own requests take: its extraction and its pickling for Ray. Medians of the repeats.
+"""
+
+from __future__ import annotations
+
+import argparse
+import pickle
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+ANSWER = 4
+"""Tokens of an answer."""
+
+
+def measure(positions: int, repeats: int) -> dict[str, float]:
+    """Measure "flat" and "by position", in microseconds a position."""
+    # Here, for they take seconds to import, and --help needs none.
+    import torch
+    from vllm.logprobs import create_prompt_logprobs
+    from vllm.v1.engine.logprobs import LogprobsProcessor
+    from vllm.v1.outputs import LogprobsTensors
+
+    from recipe.offpolicy.extensions.process_reward.tail_scores import ScoredPrompt, read_answer
+
+    ids = torch.randint(0, 1000, (positions, 1))
+    tensors = LogprobsTensors(ids, -torch.rand(positions, 1), torch.ones(positions, dtype=torch.int64))
+    prompt = [0, *ids[:, 0].tolist()]
+
+    def lay_out(flat: bool) -> Any:
+        made = LogprobsProcessor(
+            tokenizer=None,
+            logprobs=None,
+            prompt_logprobs=create_prompt_logprobs(flat),
+            cumulative_logprob=None,
+            num_logprobs=None,
+            num_prompt_logprobs=0,
+        )
+        made._update_prompt_logprobs(tensors)
+        return made.prompt_logprobs
+
+    def flat() -> None:
+        found = lay_out(True)
+        scored = ScoredPrompt(found.token_ids, found.logprobs, 0)
+        assert read_answer(scored, prompt, prompt[-ANSWER:], read_cache=True) is not None
+
+    def by_position() -> None:
+        pairs = [(token, each.logprob) for found in lay_out(False)[1:] for token, each in found.items()]
+        pickle.dumps({"ids": [[token] for token, _ in pairs], "log_probs": [[value] for _, value in pairs]})
+
+    return {"flat": _time(flat, positions, repeats), "by position": _time(by_position, positions, repeats)}
+
+
+def _time(call: Callable[[], None], positions: int, repeats: int) -> float:
+    """Median of the repeats, in microseconds a position, after one that is not counted."""
+    seen = []
+    for _ in range(repeats + 1):
+        began = time.perf_counter()
+        call()
+        seen.append(time.perf_counter() - began)
+    return 1e6 * statistics.median(seen[1:]) / positions
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; return its exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--positions", type=int, default=2200)
+    parser.add_argument("--repeats", type=int, default=20)
+    options = parser.parse_args(arguments)
+    if options.positions <= ANSWER or options.repeats < 1:
+        parser.error(f"--positions takes more than {ANSWER}, --repeats a number from 1 on.")
+    for name, cost in measure(options.positions, options.repeats).items():
+        print(f"{name:12} {cost:5.2f} us a position")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
