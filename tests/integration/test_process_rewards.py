@@ -31,7 +31,7 @@ def test_a_prefix_cache_that_was_kept_over_a_synchronisation_stops_the_step_behi
         "kept_cache:2",
         "process_reward=prefix_value",
         "data.train_max_samples=16",
-        # Half of the values that are compared are then of whole answers, which alone are as long as a block of the cache.
+        # Half of the values compared are then of whole answers, which alone are as long as a block of the cache.
         "process_reward.max_episodes=1",
         "actor_rollout_ref.rollout.temperature=0.3",
         "actor_rollout_ref.actor.optim.lr=0.001",
