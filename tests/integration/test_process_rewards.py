@@ -22,25 +22,6 @@ def test_weights_that_were_not_synchronised_stop_the_step_behind(run_program: Ca
     assert len(run.steps) == 1
 
 
-def test_a_prefix_cache_that_was_kept_over_a_synchronisation_stops_the_step_behind(
-    run_program: Callable[..., Any],
-) -> None:
-    """The same prompts at each step, and mostly the same answers, so that blocks of the step before are found again."""
-    run = broken(
-        run_program,
-        "kept_cache:2",
-        "process_reward=prefix_value",
-        "data.train_max_samples=16",
-        # Half of the values compared are then of whole answers, which alone are as long as a block of the cache.
-        "process_reward.max_episodes=1",
-        "actor_rollout_ref.rollout.temperature=0.3",
-        "actor_rollout_ref.actor.optim.lr=0.001",
-        *PRECISE,
-    )
-    assert OTHER in run.log
-    assert len(run.steps) == 1
-
-
 def test_rows_that_lost_their_values_stop_the_first_step(run_program: Callable[..., Any]) -> None:
     run = broken(run_program, "lost_values:1", "process_reward=prefix_value", *PRECISE)
     assert "came without values" in run.log

@@ -342,3 +342,18 @@ def test_log_mu_is_that_of_the_sampled_tokens(in_process: ModuleType) -> None:
             logits = model(torch.tensor([[*prompt, *answer.tolist()]])).logits[0, len(prompt) - 1 : -1]
         expected = logits.log_softmax(-1).gather(-1, answer[:, None])[:, 0]
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_the_page_shows_the_committed_outcomes() -> None:
+    """Each row of the table, and the outcomes named below it, are what the results say."""
+    page_text = (ROOT / "docs" / "collapse.md").read_text()
+    table = results.read(results.IN_PROCESS)
+    for arm in ("none", "opsm", "random"):
+        (row,) = [line for line in page_text.splitlines() if line.startswith(f"| `{arm}`")]
+        shown = [float(cell) for cell in row.split("|")[2:-1]]
+        found = analyse.outcomes(table, f"{arm}-8-0.001")["outcome"].sort_index()
+        assert shown == [round(float(each), 3) for each in found][: len(shown)]
+        assert list(found.index)[: len(shown)] == [2, 3, 4, 5]
+    for setting in ("none-0-0.001", "opsm-0-0.001", "decoupled-8-0.001", "bypass-8-0.001", "both-8-0.001"):
+        for outcome in analyse.outcomes(table, setting)["outcome"]:
+            assert f"{outcome:.3f}" in page_text
