@@ -4,7 +4,7 @@
 
 In the trainer's process it kills or stops processes of its own run, found by asking their Ray actors for the pid; in
 rollout workers it spoils log-probs or loses values of prefixes; in the actor's workers it hangs in the midst of a
-checkpoint or sends stale weights.
+checkpoint or sends stale weights; in rollout servers it keeps the prefix cache.
 """
 
 from __future__ import annotations
@@ -206,6 +206,25 @@ def _in_rollout() -> None:
     ServerAdapter.update_weights = update_weights
 
 
+def _in_engine() -> None:
+    """From the STEP-th synchronisation on the prefix cache is kept over it."""
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    original = AsyncLLM.reset_prefix_cache
+
+    @functools.wraps(original)
+    async def reset_prefix_cache(self: Any, *args: Any, **kwargs: Any) -> Any:
+        _sent.append(1)
+        if len(_sent) < STEP:
+            return await original(self, *args, **kwargs)
+        if not _told:
+            _told.append(NAME)
+            _say(NAME)
+        return True
+
+    AsyncLLM.reset_prefix_cache = reset_prefix_cache
+
+
 def _in_scoring_loop() -> None:
     """Rows come without the values that they were scored by."""
     from recipe.offpolicy.extensions.process_reward import manager
@@ -245,6 +264,8 @@ elif NAME in VERSIONS:
     after_import("verl.workers.rollout.llm_server", _in_client)
 elif NAME == "stale_weights":
     after_import("verl.workers.rollout.vllm_rollout.vllm_rollout", _in_rollout)
+elif NAME == "kept_cache":
+    after_import("verl.workers.rollout.vllm_rollout.vllm_async_server", _in_engine)
 elif NAME == "lost_values":
     after_import("recipe.offpolicy.extensions.process_reward.manager", _in_scoring_loop)
 elif NAME == "hang_in_checkpoint":
