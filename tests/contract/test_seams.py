@@ -34,7 +34,7 @@ def quoted(module: Any, *marks: Any) -> list[Any]:
 
 @SCORING
 def test_the_servers_that_score_are_where_they_were() -> None:
-    engine_loss.check(agent_loops.SEAMS_OF_SERVERS)
+    engine_loss.check(agent_loops.build_server_seams())
 
 
 ALWAYS = [*quoted(engine_loss), *quoted(trainer_v0), *quoted(agent_loops, SCORING)]

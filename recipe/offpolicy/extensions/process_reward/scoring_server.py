@@ -38,7 +38,7 @@ class ScoringServer(vllm_async_server.vLLMHttpServer):
     """verl's vLLM server."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        engine_loss.check(agent_loops.SEAMS_OF_SERVERS)
+        engine_loss.check(agent_loops.build_server_seams())
         # The server is alone in its process, and reads the name at each answer.
         vllm_async_server.extract_prompt_logprobs = keep_flat(vllm_async_server.extract_prompt_logprobs)
         super().__init__(*args, **kwargs)
