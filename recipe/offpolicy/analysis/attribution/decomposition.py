@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -10,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...monitor.mismatch.shares import RECENT, BackendFloor, Shares, choose_floor, compute_shares, estimate_floor
-from ...monitor.mismatch.sums import COLUMNS, compute_sums_by_row
+from ...monitor.mismatch.sums import COLUMNS, SHAPE, compute_sums_by_row
 from ...recording import Rows
 
 REPLICATES: Final = 400
@@ -44,6 +45,41 @@ class Decomposition:
 
 
 @dataclass(frozen=True)
+class ResampledSums:
+    """Sums over rows, and the same over bootstrap draws of them; both add up over sets of rows.
+
+    Each row is in a draw as often as a Poisson variable of mean 1 says, whatever other rows there are (Chamandy et al.
+    2012): draws of two sets add up to draws of their union.
+
+    Attributes:
+        sums: SHAPE.
+        draws: (REPLICATES, *SHAPE).
+    """
+
+    sums: Array
+    draws: Array
+
+    def __add__(self, other: ResampledSums) -> ResampledSums:
+        return ResampledSums(self.sums + other.sums, self.draws + other.draws)
+
+
+@dataclass(frozen=True)
+class VersionSums:
+    """Sums over the tokens of one staleness; they add up over steps.
+
+    Attributes:
+        rows: with such a token.
+        sums: SHAPE.
+    """
+
+    rows: int
+    sums: Array
+
+    def __add__(self, other: VersionSums) -> VersionSums:
+        return VersionSums(self.rows + other.rows, self.sums + other.sums)
+
+
+@dataclass(frozen=True)
 class VersionMismatch:
     """Mismatch of the tokens of one staleness.
 
@@ -68,29 +104,38 @@ def compute_row_sums(rows: Rows) -> Array:
     # Rows are padded to the longest of all, so a chunk holds this many.
     longest = max(int(np.diff(rows.offsets).max(initial=1)), 1)
     at_once = max(CHUNK // longest, 1)
-    parts = []
-    for start in range(0, max(len(rows), 1), at_once):
+    parts = [np.zeros((0, *SHAPE))]
+    for start in range(0, len(rows), at_once):
         some = rows.take(np.arange(start, min(start + at_once, len(rows))))
         columns = some.padded("rollout_log_prob", "old_log_prob", "log_prob", "token_staleness")
         parts.append(compute_sums_by_row(staleness=columns.pop("token_staleness"), **columns).numpy())
     return np.concatenate(parts)
 
 
-def decompose(sums: Array, earlier: Array | None = None, *, seed: int = 0) -> Decomposition:
-    """Decompose the mismatch of rows into shares, with intervals.
+def resample(sums: Array, seed: Sequence[int] = (0,)) -> ResampledSums:
+    """Sum rows, and draws of them.
 
     Args:
         sums: (N, *SHAPE), of ``compute_row_sums``.
+        seed: of the draws: alike for the same rows, whoever draws them and when.
+    """
+    counts = np.random.default_rng(seed).poisson(1.0, (REPLICATES, len(sums))).astype(np.float64)
+    return ResampledSums(sums.sum(0), np.tensordot(counts, sums, 1))
+
+
+def decompose(found: ResampledSums, earlier: Array | None = None) -> Decomposition:
+    """Decompose the mismatch of rows into shares, with intervals.
+
+    Args:
         earlier: SHAPE, of rows before them, whose fresh tokens stand in where these have none.
     """
-    together = sums.sum(0)
-    floor, source = choose_floor(together, earlier)
-    of_variance, of_kl = compute_shares(together, floor)
+    floor, source = choose_floor(found.sums, earlier)
+    of_variance, of_kl = compute_shares(found.sums, floor)
     return Decomposition(
-        tokens=int(together[..., _N].sum()),
+        tokens=int(found.sums[..., _N].sum()),
         variance=of_variance,
         kl=of_kl,
-        intervals=_intervals(sums, None if source == "own rows" else floor, seed),
+        intervals=_compute_intervals(found.draws, None if source == "own rows" else floor),
         # Without stale tokens the backend is read off the fresh ones, and needs no floor.
         floor_from=(source or "own rows") if of_variance.backend is not None else "",
     )
@@ -120,29 +165,26 @@ def merge_backend_and_staleness(found: Decomposition) -> Decomposition:
     )
 
 
-def decompose_by_step(sums: Array, steps: NDArray[np.int64]) -> dict[int, Decomposition]:
-    """Decompose each step; one without fresh rows takes the backend's floor from ``RECENT`` steps before it.
+class StepDecomposer:
+    """Decomposes one step after another; one without fresh rows takes the floor from ``RECENT`` steps before it."""
 
-    Args:
-        sums: (N, *SHAPE).
-        steps: (N,).
-    """
-    result: dict[int, Decomposition] = {}
-    numbers = np.unique(steps)
-    for index, step in enumerate(numbers):
+    def __init__(self) -> None:
         # Never later steps: the share of a step must not depend on what followed.
-        before = np.isin(steps, numbers[max(0, index - RECENT) : index])
-        result[int(step)] = decompose(sums[steps == step], sums[before].sum(0) if before.any() else None)
-    return result
+        self._before: deque[Array] = deque(maxlen=RECENT)
+
+    def decompose(self, step: ResampledSums) -> Decomposition:
+        """Decompose the next step."""
+        found = decompose(step, np.sum(self._before, axis=0) if self._before else None)
+        self._before.append(step.sums)
+        return found
 
 
-def summarize_by_version(sums: Array, rows: Rows) -> list[VersionMismatch]:
-    """Summarise the tokens of each staleness, with the backend's floor from the fresh ones among them.
+def sum_by_version(sums: Array, rows: Rows) -> dict[int, VersionSums]:
+    """Sum the tokens of each staleness.
 
     Args:
         sums: (N, *SHAPE), of ``compute_row_sums`` of ``rows``.
     """
-    floor = estimate_floor(sums.sum(0))
     ages = rows.token_staleness
     unlike = rows.response_mask & (ages != np.repeat(rows.staleness, np.diff(rows.offsets)))
     mixed = np.bincount(rows.row_of_token[unlike], minlength=len(rows)) > 0
@@ -153,14 +195,25 @@ def summarize_by_version(sums: Array, rows: Rows) -> list[VersionMismatch]:
         found = compute_row_sums(replace(others, response_mask=others.response_mask & (of_others == age)))
         there = found[..., _N].sum((1, 2)) > 0
         parts[int(age)] = np.concatenate([parts.get(int(age), found[:0]), found[there]])
-    return [_of_version(age, parts[age], floor) for age in sorted(parts)]
+    return {age: VersionSums(len(of_age), of_age.sum(0)) for age, of_age in parts.items()}
 
 
-def _of_version(age: int, sums: Array, floor: BackendFloor | None) -> VersionMismatch:
-    whole = sums.sum((0, 1, 2))
+def summarize_by_version(versions: Mapping[int, VersionSums], sums: Array) -> list[VersionMismatch]:
+    """Summarise the tokens of each staleness, with the backend's floor from the fresh ones.
+
+    Args:
+        versions: of ``sum_by_version``.
+        sums: SHAPE, over all rows.
+    """
+    floor = estimate_floor(sums)
+    return [_of_version(age, versions[age], floor) for age in sorted(versions)]
+
+
+def _of_version(age: int, found: VersionSums, floor: BackendFloor | None) -> VersionMismatch:
+    whole = found.sums.sum((0, 1))
     count = max(float(whole[_N]), 1.0)
     mean = whole[_G] / count
-    bins = sums.sum((0, 1))[:, _N]
+    bins = found.sums.sum(0)[:, _N]
     k3 = float(whole[_GK] / count)
     backend = None
     if age == 0:
@@ -169,7 +222,7 @@ def _of_version(age: int, sums: Array, floor: BackendFloor | None) -> VersionMis
         backend = float((bins * floor.k3).sum() / count)
     return VersionMismatch(
         staleness=age,
-        rows=len(sums),
+        rows=found.rows,
         tokens=int(whole[_N]),
         mean=float(mean),
         std=float(np.sqrt(max(whole[_GG] / count - mean**2, 0.0))),
@@ -178,16 +231,11 @@ def _of_version(age: int, sums: Array, floor: BackendFloor | None) -> VersionMis
     )
 
 
-def _intervals(sums: Array, floor: BackendFloor | None, seed: int) -> dict[str, Interval]:
-    """Compute bootstrap percentiles of the shares; the floor is resampled too where it is the rows' own."""
-    rng = np.random.default_rng(seed)
-    rows = len(sums)
-    # A bootstrap draw is a weighted sum of rows: one product with the counts.
-    flat = sums.reshape(rows, -1)
+def _compute_intervals(draws: Array, floor: BackendFloor | None) -> dict[str, Interval]:
+    """Compute percentiles of the draws' shares; the floor is resampled too where it is the rows' own."""
     drawn: dict[str, list[float]] = {}
-    for _ in range(REPLICATES):
-        counts = np.bincount(rng.integers(rows, size=rows), minlength=rows).astype(np.float64)
-        for name, part in zip(("variance", "kl"), compute_shares(counts @ flat, floor), strict=True):
+    for sums in draws:
+        for name, part in zip(("variance", "kl"), compute_shares(sums, floor), strict=True):
             for key in ("rollout", "backend", "staleness", "drift"):
                 value = getattr(part, key)
                 if value is not None and np.isfinite(value):

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ...recording import Recording
+from ..attribution.row_sample import BYTES_A_TOKEN
 
 TIMELINE = 200
 """Steps that are read for what is drawn over time."""
@@ -15,8 +16,6 @@ STUDIED = 24
 """Steps that are read again for attribution, calibration and what-if."""
 TOKENS = 4_000_000
 """Tokens that these steps may have together, estimated by the size of their files; one step is always read."""
-_BYTES_A_TOKEN = 12
-"""Of a recorded file, compressed: nine columns, of which the log-probs hardly compress."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +57,7 @@ def sample_steps(
     over_time = spread_evenly(steps, timeline)
     # File size stands for tokens, so that no file is read to choose.
     size = sum(path.stat().st_size for step in over_time for path in recording.files[step]) / len(over_time)
-    most = int(tokens * _BYTES_A_TOKEN // max(size, 1))
+    most = int(tokens * BYTES_A_TOKEN // max(size, 1))
     return StepSample(len(steps), steps[0], steps[-1], over_time, spread_evenly(over_time, min(studied, max(most, 1))))
 
 
