@@ -168,6 +168,8 @@ def format_verdict(attribution: Attribution) -> str:
     sentences = [f"{cause.name}: {cause.sentence}." for cause in present] or [describe_unexplained(attribution)]
     if note := describe_left_out(attribution.left_out):
         sentences.append(note)
+    if attribution.searched:
+        sentences.append(f"Causes were looked for in a sample of {attribution.searched:,} tokens; all else is of all.")
     return " ".join(sentences)
 
 
