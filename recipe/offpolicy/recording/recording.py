@@ -73,10 +73,10 @@ class Recording:
         """Recorded steps in ascending order."""
         return sorted(self.files)
 
-    def only(self, step: int) -> Recording:
-        """Return a reader of this step alone."""
+    def only(self, *steps: int) -> Recording:
+        """Return a reader of these steps alone."""
         one = copy.copy(self)
-        one.files = {step: self.files[step]}
+        one.files = {step: self.files[step] for step in steps}
         return one
 
     def parts(self, step: int) -> list[Step]:

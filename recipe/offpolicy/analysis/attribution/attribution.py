@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from ...recording import Recording, RecordingError, Rows, concatenate
-from ..jobs import Jobs, show_progress
+from ..jobs import ALONE, Jobs, show_progress
 from .causes import Cause, find_causes_in_rows
 from .decomposition import (
     Decomposition,
@@ -29,7 +29,6 @@ from .scored_rows import describe_none_scored, select_scored_rows
 from .token_text import TokenDecoder, load_decoder
 from .worst_examples import WorstRow, WorstToken
 
-ALONE = Jobs()
 WORST = 12
 """Number of tokens and of rows that are listed."""
 SEARCHED = 1_000_000

@@ -120,7 +120,7 @@ def resample(sums: Array, seed: Sequence[int] = (0,)) -> ResampledSums:
         seed: of the draws: alike for the same rows, whoever draws them and when.
     """
     counts = np.random.default_rng(seed).poisson(1.0, (REPLICATES, len(sums))).astype(np.float64)
-    return ResampledSums(sums.sum(0), np.tensordot(counts, sums, 1))
+    return ResampledSums(sums.sum(0), np.tensordot(counts, sums, 1).astype(np.float64))
 
 
 def decompose(found: ResampledSums, earlier: Array | None = None) -> Decomposition:

@@ -60,6 +60,9 @@ class Jobs:
         return _map_in_processes(work, items, min(self.count, len(items)))
 
 
+ALONE: Final = Jobs()
+
+
 def _map_in_processes(work: Callable[[Item], Result], items: Sequence[Item], count: int) -> Iterator[Result]:
     place, tries = 0, 0
     while place < len(items):

@@ -55,10 +55,15 @@ def sample_steps(
     """Sample the first step, the last, and steps between them."""
     steps = recording.steps
     over_time = spread_evenly(steps, timeline)
+    most = count_steps_of(recording, over_time, tokens)
+    return StepSample(len(steps), steps[0], steps[-1], over_time, spread_evenly(over_time, min(studied, most)))
+
+
+def count_steps_of(recording: Recording, steps: Sequence[int], tokens: int) -> int:
+    """Count how many steps of the mean size of ``steps`` have so many tokens together, at least one."""
     # File size stands for tokens, so that no file is read to choose.
-    size = sum(path.stat().st_size for step in over_time for path in recording.files[step]) / len(over_time)
-    most = int(tokens * BYTES_A_TOKEN // max(size, 1))
-    return StepSample(len(steps), steps[0], steps[-1], over_time, spread_evenly(over_time, min(studied, max(most, 1))))
+    size = sum(path.stat().st_size for step in steps for path in recording.files[step]) / len(steps)
+    return max(int(tokens * BYTES_A_TOKEN // max(size, 1)), 1)
 
 
 def spread_evenly(steps: Sequence[int], most: int) -> tuple[int, ...]:
