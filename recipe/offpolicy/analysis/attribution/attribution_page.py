@@ -14,8 +14,9 @@ METHOD = (
     "probability, because the trainer runs no forward pass at the weights that sampled them; without fresh rows it is "
     "not identified. Staleness is by the versions that verl records: where the causes show older weights that the "
     "versions do not, backend and staleness stay together. Where the run took mu or a mixture for pi_old "
-    "(correction.proximal of bypass or loglinear), pi at a step's first gradient step stands in, as no update has "
-    "moved it. Rows of later ones are left out: shares are then of KL(mu, pi_old), and drift is not identified."
+    "(correction.proximal of bypass, same_engine or loglinear), pi at a step's first gradient step stands in, as no "
+    "update has moved it. Rows of later ones are left out: shares are then of KL(mu, pi_old), and drift is not "
+    "identified."
 )
 
 
