@@ -13,12 +13,12 @@ from matplotlib import rc_context
 
 from recipe.offpolicy import attribute
 from recipe.offpolicy.analysis.attribution.decomposition import (
-    compute_row_sums,
     decompose,
     decompose_by_step,
     summarize_by_version,
 )
 from recipe.offpolicy.analysis.attribution.profiles import compute_profiles, select_valid_tokens
+from recipe.offpolicy.analysis.attribution.row_sums import compute_row_sums
 from recipe.offpolicy.recording import concatenate
 from tests.support.examples import few_when_quick
 from tests.support.recordings import drawn_rows, record
@@ -237,7 +237,7 @@ def test_versions_that_verl_does_not_tell() -> None:
 def test_long_rows_are_worked_on_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = drawn_rows([3, 50, 1, 0, 20], drift=0.1)
     whole = compute_row_sums(rows)
-    monkeypatch.setattr("recipe.offpolicy.analysis.attribution.decomposition.CHUNK", 60)
+    monkeypatch.setattr("recipe.offpolicy.analysis.attribution.row_sums.CHUNK", 60)
     assert np.array_equal(compute_row_sums(rows), whole)
 
 

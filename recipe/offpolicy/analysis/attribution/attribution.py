@@ -13,7 +13,6 @@ from .causes import Cause, find_causes_in_rows
 from .decomposition import (
     Decomposition,
     VersionMismatch,
-    compute_row_sums,
     decompose,
     decompose_by_step,
     drop_drift,
@@ -22,6 +21,7 @@ from .decomposition import (
 )
 from .faults import describe_faults, has_unnoticed_staleness
 from .profiles import Bucket, clear_drift_std, compute_profiles, select_valid_tokens
+from .row_sums import compute_routing_sums, compute_row_sums
 from .scored_rows import describe_none_scored, select_scored_rows
 from .token_text import load_decoder
 from .worst_examples import WorstRow, WorstToken, find_worst_rows, find_worst_tokens
@@ -130,7 +130,9 @@ def attribute_rows(rows: Rows, card: Mapping[str, Any], *, worst: int = WORST, l
         raise RecordingError(f"{len(rows)} rows are recorded, and no token with finite log-probs. Record other steps.")
     sums = compute_row_sums(rows)
     reader, why = load_decoder(card)
-    whole, steps, buckets = decompose(sums), decompose_by_step(sums, rows.step), compute_profiles(rows, tokens)
+    routing = compute_routing_sums(rows)
+    whole, steps = decompose(sums, routing=routing), decompose_by_step(sums, rows.step, routing)
+    buckets = compute_profiles(rows, tokens)
     if left_out:
         whole, steps = drop_drift(whole), {step: drop_drift(part) for step, part in steps.items()}
         buckets = {name: clear_drift_std(of_name) for name, of_name in buckets.items()}

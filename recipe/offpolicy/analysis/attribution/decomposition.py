@@ -10,12 +10,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...monitor.mismatch.shares import RECENT, BackendFloor, Shares, choose_floor, compute_shares, estimate_floor
-from ...monitor.mismatch.sums import COLUMNS, compute_sums_by_row
+from ...monitor.mismatch.sums import COLUMNS
 from ...recording import Rows
+from .row_sums import RoutingSums, compute_row_sums
 
 REPLICATES: Final = 400
-CHUNK: Final = 1 << 20
-"""Padded tokens of one batch, which bounds memory."""
 LEVEL: Final = 0.9
 _N, _LK, _GK, _G, _GG = (COLUMNS.index(name) for name in ("tokens", "total_k3", "gap_k3", "gap", "gap_square"))
 
@@ -25,14 +24,16 @@ Interval = tuple[float, float]
 
 @dataclass(frozen=True)
 class Decomposition:
-    """Shares of backend, staleness and drift in the mismatch of a set of rows.
+    """Shares of backend, staleness, routing and drift in the mismatch of a set of rows.
 
     Attributes:
         tokens: number of tokens.
-        variance, kl: shares of the variance of log pi/mu, and of its KL.
+        variance, kl: shares of the variance of log pi/mu, and of its KL; with a share of routing, of log pi/mu as it
+            would be without replay.
         intervals: "variance.drift" and the like -> interval of ``LEVEL`` by resampling rows; of identified shares.
         floor_from: where the backend's share comes from: "own rows", "earlier steps", or "" where not identified.
         together: label of the rollout's share where its two parts are not identified.
+        replayed_kl: KL(mu, pi) with replay, nats a token, where ``kl`` is of it without; else None.
     """
 
     tokens: int
@@ -41,6 +42,7 @@ class Decomposition:
     intervals: Mapping[str, Interval]
     floor_from: str
     together: str = "backend and staleness"
+    replayed_kl: float | None = None
 
 
 @dataclass(frozen=True)
@@ -63,37 +65,48 @@ class VersionMismatch:
     backend: float | None
 
 
-def compute_row_sums(rows: Rows) -> Array:
-    """Compute ``mismatch.sums.compute_sums_by_row`` of recorded rows: (N, *SHAPE)."""
-    # Rows are padded to the longest of all, so a chunk holds this many.
-    longest = max(int(np.diff(rows.offsets).max(initial=1)), 1)
-    at_once = max(CHUNK // longest, 1)
-    parts = []
-    for start in range(0, max(len(rows), 1), at_once):
-        some = rows.take(np.arange(start, min(start + at_once, len(rows))))
-        columns = some.padded("rollout_log_prob", "old_log_prob", "log_prob", "token_staleness")
-        parts.append(compute_sums_by_row(staleness=columns.pop("token_staleness"), **columns).numpy())
-    return np.concatenate(parts)
-
-
-def decompose(sums: Array, earlier: Array | None = None, *, seed: int = 0) -> Decomposition:
+def decompose(
+    sums: Array, earlier: Array | None = None, *, routing: RoutingSums | None = None, seed: int = 0
+) -> Decomposition:
     """Decompose the mismatch of rows into shares, with intervals.
 
     Args:
         sums: (N, *SHAPE), of ``compute_row_sums``.
         earlier: SHAPE, of rows before them, whose fresh tokens stand in where these have none.
+        routing: of the same rows; None where log-probs without replay are not known.
     """
+    replayed = None
+    if routing is not None:
+        replayed = compute_shares(sums.sum(0))[1].whole
+        sums = routing.replayed
     together = sums.sum(0)
     floor, source = choose_floor(together, earlier)
-    of_variance, of_kl = compute_shares(together, floor)
+    of_variance, of_kl = _compute_shares(together, floor, None if routing is None else routing.native.sum(0))
     return Decomposition(
         tokens=int(together[..., _N].sum()),
         variance=of_variance,
         kl=of_kl,
-        intervals=_intervals(sums, None if source == "own rows" else floor, seed),
+        intervals=_intervals(sums, routing, None if source == "own rows" else floor, seed),
         # Without stale tokens the backend is read off the fresh ones, and needs no floor.
         floor_from=(source or "own rows") if of_variance.backend is not None else "",
+        replayed_kl=replayed,
     )
+
+
+def _compute_shares(sums: Array, floor: BackendFloor | None, native: Array | None) -> tuple[Shares, Shares]:
+    """Compute the shares of variance and of KL, with one of routing where ``native`` is there, see ``RoutingSums``."""
+    found = compute_shares(sums, floor)
+    if native is None:
+        return found
+    of_variance, of_kl = (
+        replace(split, drift=after.drift, routing=_subtract(split.drift, after.drift))
+        for split, after in zip(found, compute_shares(native), strict=True)
+    )
+    return of_variance, of_kl
+
+
+def _subtract(one: float | None, other: float | None) -> float | None:
+    return None if one is None or other is None else one - other
 
 
 def drop_drift(found: Decomposition) -> Decomposition:
@@ -120,19 +133,24 @@ def merge_backend_and_staleness(found: Decomposition) -> Decomposition:
     )
 
 
-def decompose_by_step(sums: Array, steps: NDArray[np.int64]) -> dict[int, Decomposition]:
+def decompose_by_step(
+    sums: Array, steps: NDArray[np.int64], routing: RoutingSums | None = None
+) -> dict[int, Decomposition]:
     """Decompose each step; one without fresh rows takes the backend's floor from ``RECENT`` steps before it.
 
     Args:
         sums: (N, *SHAPE).
         steps: (N,).
+        routing: of the same rows.
     """
     result: dict[int, Decomposition] = {}
     numbers = np.unique(steps)
     for index, step in enumerate(numbers):
         # Never later steps: the share of a step must not depend on what followed.
         before = np.isin(steps, numbers[max(0, index - RECENT) : index])
-        result[int(step)] = decompose(sums[steps == step], sums[before].sum(0) if before.any() else None)
+        earlier = sums[before].sum(0) if before.any() else None
+        of_step = None if routing is None else routing.take(steps == step)
+        result[int(step)] = decompose(sums[steps == step], earlier, routing=of_step)
     return result
 
 
@@ -178,17 +196,19 @@ def _of_version(age: int, sums: Array, floor: BackendFloor | None) -> VersionMis
     )
 
 
-def _intervals(sums: Array, floor: BackendFloor | None, seed: int) -> dict[str, Interval]:
+def _intervals(sums: Array, routing: RoutingSums | None, floor: BackendFloor | None, seed: int) -> dict[str, Interval]:
     """Compute bootstrap percentiles of the shares; the floor is resampled too where it is the rows' own."""
     rng = np.random.default_rng(seed)
     rows = len(sums)
     # A bootstrap draw is a weighted sum of rows: one product with the counts.
     flat = sums.reshape(rows, -1)
+    native = None if routing is None else routing.native.reshape(rows, -1)
     drawn: dict[str, list[float]] = {}
     for _ in range(REPLICATES):
         counts = np.bincount(rng.integers(rows, size=rows), minlength=rows).astype(np.float64)
-        for name, part in zip(("variance", "kl"), compute_shares(counts @ flat, floor), strict=True):
-            for key in ("rollout", "backend", "staleness", "drift"):
+        shares = _compute_shares(counts @ flat, floor, None if native is None else counts @ native)
+        for name, part in zip(("variance", "kl"), shares, strict=True):
+            for key in ("rollout", "backend", "staleness", "routing", "drift"):
                 value = getattr(part, key)
                 if value is not None and np.isfinite(value):
                     drawn.setdefault(f"{name}.{key}", []).append(value)
