@@ -59,6 +59,9 @@ def decoupled(**rejection: Any) -> CorrectionSpec:
         ({"metric": "kl_k2", "upper": 0.3}, [0.0, 0.5, 1.1, 1.1]),
         ({"metric": "kl_k2", "level": "sequence", "upper": 0.6}, [0.0, 0.0, 1.1, 1.1]),
         ({"metric": "kl_k2", "level": "sequence", "agg": "max", "upper": 0.97}, RAW),
+        # The greater binary KL of (0.8, 0.2), (0.3, 0.6), (0.55, 0.5) and (0.33, 0.3): 0.83, 0.19, 0.005 and 0.002.
+        ({"metric": "binary_kl", "upper": 0.1}, [0.0, 0.0, 1.1, 1.1]),
+        ({"metric": "binary_kl", "upper": 0.2}, [0.0, 0.5, 1.1, 1.1]),
     ],
 )
 def test_areal(rejection: dict[str, Any], expected: list[float]) -> None:
@@ -310,6 +313,8 @@ REFUSED: list[tuple[Callable[[], CorrectionSpec], str]] = [
     (lambda: areal({"metric": "kl_k2", "action": "clamp"}), "actor.rejection_sampling.action=clamp"),
     (lambda: areal({"level": "sequence", "agg": "sum", "action": "clamp"}), "actor.rejection_sampling.agg=sum"),
     (lambda: areal({"level": "sequence", "agg": "max", "lower": 0.5}), "actor.rejection_sampling.lower=0.5"),
+    (lambda: areal({"metric": "binary_kl", "level": "sequence"}), "actor.rejection_sampling.level=sequence"),
+    (lambda: areal(behave_imp_weight_cap=5.0), "actor.behave_imp_weight_cap=5.0: a key about the correction that is"),
     (lambda: areal({"uper": 2.0}), "actor.rejection_sampling.uper=2.0: unknown key"),
     (lambda: areal({"metric": "k3"}), "actor.rejection_sampling.metric=k3: no such choice"),
     (lambda: areal(prox_logp_method="guess"), "actor.prox_logp_method=guess"),
@@ -333,6 +338,15 @@ REFUSED: list[tuple[Callable[[], CorrectionSpec], str]] = [
     (
         lambda: CorrectionSpec.from_openrlhf({"is_correction_enable": True, "is_correction_threshold": 2.0}),
         "algo.advantage.is_correction_threshold=2.0",
+    ),
+    (
+        lambda: CorrectionSpec.from_open_instruct({"rho_divergence_algo": "vaco"}),
+        "open_instruct.rho_divergence_algo=vaco: a key about the correction that is not known here",
+    ),
+    (lambda: CorrectionSpec.from_slime({"use_tis": True, "tis_cap": 2.0}), "slime.tis_cap=2.0: a key about"),
+    (
+        lambda: CorrectionSpec.from_nemo_rl(IS | {"truncated_importance_sampling_ratio_max": 2.0}),
+        "loss_fn.truncated_importance_sampling_ratio_max=2.0: a key about",
     ),
     (lambda: CorrectionSpec.from_open_instruct({"use_rho_correction": 1}), "open_instruct.use_rho_correction=1"),
     (lambda: CorrectionSpec.from_prime_rl({"adv_tau": 0.5}), "trainer.loss.adv_tau=0.5"),
