@@ -59,9 +59,6 @@ def decoupled(**rejection: Any) -> CorrectionSpec:
         ({"metric": "kl_k2", "upper": 0.3}, [0.0, 0.5, 1.1, 1.1]),
         ({"metric": "kl_k2", "level": "sequence", "upper": 0.6}, [0.0, 0.0, 1.1, 1.1]),
         ({"metric": "kl_k2", "level": "sequence", "agg": "max", "upper": 0.97}, RAW),
-        # The greater binary KL of (0.8, 0.2), (0.3, 0.6), (0.55, 0.5) and (0.33, 0.3): 0.83, 0.19, 0.005 and 0.002.
-        ({"metric": "binary_kl", "upper": 0.1}, [0.0, 0.0, 1.1, 1.1]),
-        ({"metric": "binary_kl", "upper": 0.2}, [0.0, 0.5, 1.1, 1.1]),
     ],
 )
 def test_areal(rejection: dict[str, Any], expected: list[float]) -> None:
@@ -288,6 +285,15 @@ def test_prime_rl(loss: dict[str, Any], advantage: float, expected: list[float])
     step = run(correction, mu=mu, old=mu, pi=pi, advantages=advantage, dtype=torch.float64)
     assert (step.weight * step.keep).flatten().tolist() == pytest.approx(expected, rel=1e-6)
     assert correction.proximal == "bypass"
+
+
+@pytest.mark.parametrize(("upper", "expected"), [(0.1, [0.0, 0.0, 1.1, 1.1]), (0.2, [0.0, 0.5, 1.1, 1.1])])
+def test_areals_binary_kl(upper: float, expected: list[float]) -> None:
+    """The greater binary KL of (0.8, 0.2), (0.3, 0.6), (0.55, 0.5) and (0.33, 0.3): 0.83, 0.19, 0.005 and 0.002."""
+    mu = P_MU.log()
+    old = mu + torch.tensor(RHO, dtype=torch.float64).log()
+    found = factors(decoupled(metric="binary_kl", upper=upper), mu=mu, old=old)
+    assert found == pytest.approx(expected, rel=1e-6)
 
 
 def test_prime_rls_penalties() -> None:
