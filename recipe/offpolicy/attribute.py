@@ -1,4 +1,4 @@
-"""Attribute the mismatch of a recorded run to backend, staleness and drift, and name its causes.
+"""Attribute the mismatch of a recorded run to backend, staleness, routing and drift, and name its causes.
 
     python -m recipe.offpolicy.attribute DIR [--steps FIRST:LAST] [--worst N] [--png FILE] [--html FILE] [--json]
                                              [--jobs N | --ray ADDRESS]
@@ -82,6 +82,8 @@ def _show(found: Any) -> None:
     ]
     for table in [*shown, attribution_tables.build_tokens_table(found), attribution_tables.build_rows_table(found)]:
         console.print(to_rich(table))
+    if replayed := attribution_tables.format_replayed(found.whole):
+        console.print(Text(replayed), soft_wrap=True)
     if found.without_text:
         console.print(Text(f"Ids in place of text: {found.without_text}."), soft_wrap=True)
     for line in (

@@ -13,16 +13,16 @@ from matplotlib import rc_context
 
 from recipe.offpolicy import attribute
 from recipe.offpolicy.analysis.attribution.decomposition import (
-    ResampledSums,
+    MismatchSums,
     StepDecomposer,
     VersionMismatch,
-    compute_row_sums,
     decompose,
-    resample,
+    resample_rows,
     sum_by_version,
     summarize_by_version,
 )
 from recipe.offpolicy.analysis.attribution.profiles import build_profiles, select_valid_tokens, sum_profiles
+from recipe.offpolicy.analysis.attribution.row_sums import compute_row_sums
 from recipe.offpolicy.recording import Rows
 from tests.support.examples import few_when_quick
 from tests.support.recordings import drawn_rows, record
@@ -175,8 +175,8 @@ def test_a_pipe_is_160_columns_wide(recorded: Path, capsys: pytest.CaptureFixtur
     assert 120 < max(map(len, drawn)) <= 160
 
 
-def sum_rows(rows: Rows) -> ResampledSums:
-    return resample(compute_row_sums(rows))
+def sum_rows(rows: Rows) -> MismatchSums:
+    return resample_rows(compute_row_sums(rows))
 
 
 def summarize(rows: Rows) -> list[VersionMismatch]:
@@ -248,5 +248,5 @@ def test_versions_that_verl_does_not_tell() -> None:
 def test_long_rows_are_worked_on_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = drawn_rows([3, 50, 1, 0, 20], drift=0.1)
     whole = compute_row_sums(rows)
-    monkeypatch.setattr("recipe.offpolicy.analysis.attribution.decomposition.CHUNK", 60)
+    monkeypatch.setattr("recipe.offpolicy.analysis.attribution.row_sums.CHUNK", 60)
     assert np.array_equal(compute_row_sums(rows), whole)

@@ -161,7 +161,7 @@ def _add_up(
         whole = drop_drift(whole)
         buckets = {name: clear_drift_std(of_name) for name, of_name in buckets.items()}
     rows = concatenate(total.samples)
-    causes, versions = find_causes_in_rows(rows, card), summarize_by_version(total.versions, total.sums.sums)
+    causes, versions = find_causes_in_rows(rows, card), summarize_by_version(total.versions, total.sums.recorded.sums)
     if has_unnoticed_staleness(causes, stale=total.stale):
         whole = merge_backend_and_staleness(whole)
         by_step = {step: merge_backend_and_staleness(found) for step, found in by_step.items()}

@@ -11,12 +11,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...monitor.mismatch.shares import RECENT, BackendFloor, Shares, choose_floor, compute_shares, estimate_floor
-from ...monitor.mismatch.sums import COLUMNS, SHAPE, compute_sums_by_row
+from ...monitor.mismatch.sums import COLUMNS
 from ...recording import Rows
+from .row_sums import RoutingSums, compute_row_sums
 
 REPLICATES: Final = 400
-CHUNK: Final = 1 << 20
-"""Padded tokens of one batch, which bounds memory."""
 LEVEL: Final = 0.9
 _N, _LK, _GK, _G, _GG = (COLUMNS.index(name) for name in ("tokens", "total_k3", "gap_k3", "gap", "gap_square"))
 
@@ -26,14 +25,16 @@ Interval = tuple[float, float]
 
 @dataclass(frozen=True)
 class Decomposition:
-    """Shares of backend, staleness and drift in the mismatch of a set of rows.
+    """Shares of backend, staleness, routing and drift in the mismatch of a set of rows.
 
     Attributes:
         tokens: number of tokens.
-        variance, kl: shares of the variance of log pi/mu, and of its KL.
+        variance, kl: shares of the variance of log pi/mu, and of its KL; with a share of routing, of log pi/mu as it
+            would be without replay.
         intervals: "variance.drift" and the like -> interval of ``LEVEL`` by resampling rows; of identified shares.
         floor_from: where the backend's share comes from: "own rows", "earlier steps", or "" where not identified.
         together: label of the rollout's share where its two parts are not identified.
+        replayed_kl: KL(mu, pi) with replay, nats a token, where ``kl`` is of it without; else None.
     """
 
     tokens: int
@@ -42,6 +43,7 @@ class Decomposition:
     intervals: Mapping[str, Interval]
     floor_from: str
     together: str = "backend and staleness"
+    replayed_kl: float | None = None
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,31 @@ class ResampledSums:
 
     def __add__(self, other: ResampledSums) -> ResampledSums:
         return ResampledSums(self.sums + other.sums, self.draws + other.draws)
+
+
+@dataclass(frozen=True)
+class MismatchSums:
+    """Sums over rows from which their mismatch is decomposed; they add up over sets of rows.
+
+    Attributes:
+        recorded: of the log-probs as they were recorded.
+        replayed, native: as ``RoutingSums`` says; None where log-probs without replay are known of no token.
+    """
+
+    recorded: ResampledSums
+    replayed: ResampledSums | None = None
+    native: ResampledSums | None = None
+
+    def __add__(self, other: MismatchSums) -> MismatchSums:
+        return MismatchSums(
+            self.recorded + other.recorded,
+            _add_known(self.replayed, other.replayed),
+            _add_known(self.native, other.native),
+        )
+
+
+def _add_known(one: ResampledSums | None, other: ResampledSums | None) -> ResampledSums | None:
+    return one + other if one is not None and other is not None else one or other
 
 
 @dataclass(frozen=True)
@@ -99,19 +126,6 @@ class VersionMismatch:
     backend: float | None
 
 
-def compute_row_sums(rows: Rows) -> Array:
-    """Compute ``mismatch.sums.compute_sums_by_row`` of recorded rows: (N, *SHAPE)."""
-    # Rows are padded to the longest of all, so a chunk holds this many.
-    longest = max(int(np.diff(rows.offsets).max(initial=1)), 1)
-    at_once = max(CHUNK // longest, 1)
-    parts = [np.zeros((0, *SHAPE))]
-    for start in range(0, len(rows), at_once):
-        some = rows.take(np.arange(start, min(start + at_once, len(rows))))
-        columns = some.padded("rollout_log_prob", "old_log_prob", "log_prob", "token_staleness")
-        parts.append(compute_sums_by_row(staleness=columns.pop("token_staleness"), **columns).numpy())
-    return np.concatenate(parts)
-
-
 def resample(sums: Array, seed: Sequence[int] = (0,)) -> ResampledSums:
     """Sum rows, and draws of them.
 
@@ -123,22 +137,53 @@ def resample(sums: Array, seed: Sequence[int] = (0,)) -> ResampledSums:
     return ResampledSums(sums.sum(0), np.tensordot(counts, sums, 1).astype(np.float64))
 
 
-def decompose(found: ResampledSums, earlier: Array | None = None) -> Decomposition:
+def resample_rows(sums: Array, routing: RoutingSums | None = None, seed: Sequence[int] = (0,)) -> MismatchSums:
+    """Sum rows, and draws of them, the same ones with replay and without.
+
+    Args:
+        sums: (N, *SHAPE), of ``compute_row_sums``.
+        routing: of the same rows; None where log-probs without replay are not known.
+    """
+    recorded = resample(sums, seed)
+    if routing is None:
+        return MismatchSums(recorded)
+    return MismatchSums(recorded, resample(routing.replayed, seed), resample(routing.native, seed))
+
+
+def decompose(found: MismatchSums, earlier: Array | None = None) -> Decomposition:
     """Decompose the mismatch of rows into shares, with intervals.
 
     Args:
         earlier: SHAPE, of rows before them, whose fresh tokens stand in where these have none.
     """
-    floor, source = choose_floor(found.sums, earlier)
-    of_variance, of_kl = compute_shares(found.sums, floor)
+    split, native = found.replayed or found.recorded, found.native
+    floor, source = choose_floor(split.sums, earlier)
+    of_variance, of_kl = _compute_shares(split.sums, floor, None if native is None else native.sums)
     return Decomposition(
-        tokens=int(found.sums[..., _N].sum()),
+        tokens=int(split.sums[..., _N].sum()),
         variance=of_variance,
         kl=of_kl,
-        intervals=_compute_intervals(found.draws, None if source == "own rows" else floor),
+        intervals=_compute_intervals(split, native, None if source == "own rows" else floor),
         # Without stale tokens the backend is read off the fresh ones, and needs no floor.
         floor_from=(source or "own rows") if of_variance.backend is not None else "",
+        replayed_kl=None if native is None else compute_shares(found.recorded.sums)[1].whole,
     )
+
+
+def _compute_shares(sums: Array, floor: BackendFloor | None, native: Array | None) -> tuple[Shares, Shares]:
+    """Compute the shares of variance and of KL, with one of routing where ``native`` is there, see ``RoutingSums``."""
+    found = compute_shares(sums, floor)
+    if native is None:
+        return found
+    of_variance, of_kl = (
+        replace(split, drift=after.drift, routing=_subtract(split.drift, after.drift))
+        for split, after in zip(found, compute_shares(native), strict=True)
+    )
+    return of_variance, of_kl
+
+
+def _subtract(one: float | None, other: float | None) -> float | None:
+    return None if one is None or other is None else one - other
 
 
 def drop_drift(found: Decomposition) -> Decomposition:
@@ -172,10 +217,10 @@ class StepDecomposer:
         # Never later steps: the share of a step must not depend on what followed.
         self._before: deque[Array] = deque(maxlen=RECENT)
 
-    def decompose(self, step: ResampledSums) -> Decomposition:
+    def decompose(self, step: MismatchSums) -> Decomposition:
         """Decompose the next step."""
         found = decompose(step, np.sum(self._before, axis=0) if self._before else None)
-        self._before.append(step.sums)
+        self._before.append(step.recorded.sums)
         return found
 
 
@@ -231,12 +276,15 @@ def _of_version(age: int, found: VersionSums, floor: BackendFloor | None) -> Ver
     )
 
 
-def _compute_intervals(draws: Array, floor: BackendFloor | None) -> dict[str, Interval]:
+def _compute_intervals(
+    split: ResampledSums, native: ResampledSums | None, floor: BackendFloor | None
+) -> dict[str, Interval]:
     """Compute percentiles of the draws' shares; the floor is resampled too where it is the rows' own."""
     drawn: dict[str, list[float]] = {}
-    for sums in draws:
-        for name, part in zip(("variance", "kl"), compute_shares(sums, floor), strict=True):
-            for key in ("rollout", "backend", "staleness", "drift"):
+    for draw, sums in enumerate(split.draws):
+        shares = _compute_shares(sums, floor, None if native is None else native.draws[draw])
+        for name, part in zip(("variance", "kl"), shares, strict=True):
+            for key in ("rollout", "backend", "staleness", "routing", "drift"):
                 value = getattr(part, key)
                 if value is not None and np.isfinite(value):
                     drawn.setdefault(f"{name}.{key}", []).append(value)

@@ -9,10 +9,11 @@ from typing import TypeVar
 import numpy as np
 
 from ...recording import Rows
-from .decomposition import ResampledSums, VersionSums, compute_row_sums, resample, sum_by_version
+from .decomposition import MismatchSums, VersionSums, resample_rows, sum_by_version
 from .faults import has_stale_tokens
 from .profiles import BucketSums, Profiles, compute_k3, select_valid_tokens, sum_profiles
 from .row_sample import RowSample
+from .row_sums import compute_routing_sums, compute_row_sums
 from .token_text import TokenDecoder
 from .worst_examples import WorstRow, WorstToken, find_worst_rows, find_worst_tokens
 
@@ -40,7 +41,7 @@ class Part:
     rows: int
     left_out: int
     tokens: int
-    sums: ResampledSums
+    sums: MismatchSums
     versions: Mapping[int, VersionSums]
     profiles: Profiles
     k3: float
@@ -98,7 +99,7 @@ def summarize_step(
         rows=len(rows),
         left_out=left_out,
         tokens=len(tokens.row),
-        sums=resample(sums, (0, step)),
+        sums=resample_rows(sums, compute_routing_sums(rows), (0, step)),
         versions=sum_by_version(sums, rows),
         profiles=sum_profiles(rows, tokens),
         k3=float(compute_k3(tokens.total).sum()),

@@ -11,12 +11,12 @@ from recipe.offpolicy.analysis.attribution import attribution
 from recipe.offpolicy.analysis.attribution.attribution import attribute, attribute_rows, choose_steps
 from recipe.offpolicy.analysis.attribution.decomposition import (
     VersionSums,
-    compute_row_sums,
     resample,
 )
 from recipe.offpolicy.analysis.attribution.part import add_by_key, summarize_step
 from recipe.offpolicy.analysis.attribution.profiles import build_profiles, select_valid_tokens, sum_profiles
 from recipe.offpolicy.analysis.attribution.row_sample import RowSample
+from recipe.offpolicy.analysis.attribution.row_sums import compute_row_sums
 from recipe.offpolicy.analysis.attribution.token_text import TokenDecoder
 from recipe.offpolicy.analysis.attribution.worst_examples import find_worst_rows, find_worst_tokens
 from recipe.offpolicy.analysis.report.step_sample import count_steps_of
@@ -44,7 +44,7 @@ def test_parts_of_steps_add_up_to_the_part_of_all_rows() -> None:
     both, reader = concatenate([first, second]), TokenDecoder()
     part = summarize_step(5, first, reader, worst=4) + summarize_step(6, second, reader, worst=4, left_out=3)
     assert (part.rows, part.left_out, part.tokens) == (19, 3, both.tokens)
-    assert part.sums.sums == pytest.approx(compute_row_sums(both).sum(0))
+    assert part.sums.recorded.sums == pytest.approx(compute_row_sums(both).sum(0))
     tokens = select_valid_tokens(both)
     for name, buckets in build_profiles(sum_profiles(both, tokens)).items():
         for found, expected in zip(build_profiles(part.profiles)[name], buckets, strict=True):
