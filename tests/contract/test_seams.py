@@ -156,7 +156,7 @@ def test_whatever_routing_replay_overrides_is_a_seam() -> None:
     worker = build_replaying(ActorRolloutRefWorker, ReplaySettings("R3", None))
     assert overridden(worker, ActorRolloutRefWorker) == {"actor_worker_cls"}
     of_trainer = overridden(ReplayingTrainer, PPOTrainer)
-    assert of_trainer == {"_init_resource_pool_mgr", "get_llm_client", "_compute_old_log_prob", "_update_actor"}
+    assert of_trainer == {"step", "_init_resource_pool_mgr", "get_llm_client", "_compute_old_log_prob", "_update_actor"}
     assert overridden(RoutedClient, LLMServerClient) == {"generate"}
     assert wrapped | of_trainer | {"reset"} <= held
 

@@ -7,8 +7,7 @@ roles to workers, and those of ``trainer_v1``.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Sequence
 from typing import Any
 
 import ray
@@ -18,7 +17,8 @@ from ..replay.batch_routes import REPLAY_STEP
 from ..replay.client import note_routes
 from ..replay.fsdp_engine import REPORT
 from ..replay.replay_settings import ReplaySettings
-from ..replay.verdict import judge, take_reports
+from ..replay.tally import RoutingReport
+from ..replay.verdict import judge, measure_routes, take_reports
 from ..replay.worker import build_replaying
 from .own_forward import Pair
 from .trainer_v1 import OffPolicyTrainer
@@ -32,13 +32,22 @@ class ReplayingTrainer(OffPolicyTrainer):
     """Mixin of verl's V1 trainers in front of ``OffPolicyTrainer`` or a subclass of it."""
 
     role_worker_mapping: dict[Role, Any]
-    _routing: Mapping[str, float] = MappingProxyType({})
+    _reports: Sequence[RoutingReport] = ()
+    """Of the running step's updates."""
 
     @property
     def _replay(self) -> ReplaySettings:
         settings = ReplaySettings.from_config(self.config)
         assert settings is not None, "a run without replay has the trainer without it"
         return settings
+
+    def step(self, metrics: dict[str, Any], timing_raw: dict[str, float]) -> Any:
+        self._reports = ()
+        batch = super().step(metrics, timing_raw)
+        # Of all the step's updates: verl would average shares of which one update has none.
+        routing: dict[str, float] = measure_routes(self._reports) if self._reports else {}
+        metrics.update({f"offpolicy/routing/{name}": value for name, value in routing.items()})
+        return batch
 
     def _init_resource_pool_mgr(self) -> None:
         super()._init_resource_pool_mgr()  # type: ignore[misc]
@@ -65,16 +74,14 @@ class ReplayingTrainer(OffPolicyTrainer):
 
     def _update_actor(self, batch: Any, metrics: dict[str, Any]) -> Any:
         batch.extra_info[REPLAY_STEP] = self.global_steps
-        batch = super()._update_actor(batch, metrics)
-        metrics.update({f"offpolicy/routing/{name}": value for name, value in self._routing.items()})
-        return batch
+        return super()._update_actor(batch, metrics)
 
     def _update_and_collect(self, update: Any, batch: Any) -> Any:
         tokens = sum(tag["prompt_len"] + tag["response_len"] for tag in batch.tags)
         tokens *= self.config.actor_rollout_ref.actor.ppo_epochs
         output = super()._update_and_collect(update, batch)
-        verdict = judge(take_reports(output["metrics"], REPORT), self._replay.mode, tokens=tokens)
-        self._routing = verdict.metrics
-        if verdict.proof:
-            logger.info(verdict.proof)
+        reports = take_reports(output["metrics"], REPORT)
+        if proof := judge(reports, self._replay.mode, tokens=tokens):
+            logger.info(proof)
+        self._reports = (*self._reports, *reports)
         return output
