@@ -1,5 +1,8 @@
 """An external module for verl by which each answer calls a tool, and what each turn returned is kept.
 
+Each turn but the first returns other routes of the tokens before it than they were sampled with, as newer weights or
+another batch would choose: on one machine and by the same weights they are mostly the same.
+
     OFFPOLICY_TURNS=folder    a file for each row: routes of its turns as the server sent them, and of its output
 
 Its parser of tool calls is ``multi_turn.format=asks``; the tool is in ``asked_tool.py``. The agent loop is verl's own.
@@ -18,6 +21,8 @@ import numpy as np
 
 from verl_patches.deferred import after_import
 
+EXPERTS = 8
+"""Of the quickstart's mixture."""
 FOLDER = os.environ.get("OFFPOLICY_TURNS")
 
 _turns: ContextVar[list[Any] | None] = ContextVar("turns", default=None)
@@ -43,7 +48,12 @@ def _keep_turns() -> None:
         output = await generate(self, *args, **kwargs)
         turns = _turns.get()
         if turns is not None and output.routed_experts is not None:
-            turns.append(np.array(output.routed_experts))
+            routes = np.array(output.routed_experts)
+            if turns:
+                before = routes[: len(turns[-1])]
+                before[:] = (before + 1) % EXPERTS
+            turns.append(routes)
+            output.routed_experts = routes.copy()
         return output
 
     LLMServerClient.generate = noting

@@ -36,12 +36,12 @@ class UpdateRoutes:
     k3_without: float
 
 
-def take_reports(metrics: dict[str, Any], key: str) -> list[RoutingReport]:
+def take_reports(metrics: dict[str, Any], key: str) -> list[Any]:
     """Remove the reports of one update from the metrics of the workers: of every rank and mini-batch."""
     return list(_flatten(metrics.pop(key, [])))
 
 
-def _flatten(value: Any) -> Iterator[RoutingReport]:
+def _flatten(value: Any) -> Iterator[Any]:
     # verl nests lists by rank and mini-batch, and does not where there is one rank.
     if isinstance(value, list | tuple):
         for item in value:

@@ -25,7 +25,8 @@ from .trainer_v1 import OffPolicyTrainer
 
 logger = logging.getLogger("verl.offpolicy")
 
-_ACTORS = (Role.Actor, Role.ActorRollout, Role.ActorRolloutRef)
+ACTORS = (Role.Actor, Role.ActorRollout, Role.ActorRolloutRef)
+"""Roles whose worker trains."""
 
 
 class ReplayingTrainer(OffPolicyTrainer):
@@ -52,7 +53,7 @@ class ReplayingTrainer(OffPolicyTrainer):
     def _init_resource_pool_mgr(self) -> None:
         super()._init_resource_pool_mgr()  # type: ignore[misc]
         workers = self.role_worker_mapping
-        for role in (role for role in _ACTORS if role in workers):
+        for role in (role for role in ACTORS if role in workers):
             workers[role] = ray.remote(build_replaying(workers[role].__ray_actor_class__, self._replay))
 
     def get_llm_client(self) -> Any:
