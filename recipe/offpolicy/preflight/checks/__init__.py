@@ -78,6 +78,10 @@ CHECKS: tuple[Check, ...] = (
     policy_loss.check_base_loss,
     extensions.check_extensions,
 )
+CHECKS_IN_SOURCE: tuple[Check, ...] = tuple(
+    seams.check_seams_in_source if check is seams.check_seams else check for check in CHECKS
+)
+"""The same for ``--check`` and the doctor, which train nothing: importing verl's trainer and workers takes seconds."""
 REMARKS: tuple[Check, ...] = (
     bounds.warn_bounds_never_seen,
     warnings.warn_level_version,
@@ -95,6 +99,7 @@ REMARKS: tuple[Check, ...] = (
 
 __all__ = [
     "CHECKS",
+    "CHECKS_IN_SOURCE",
     "OWN_KEYS",
     "REMARKS",
     "VERL_CHECKS",
