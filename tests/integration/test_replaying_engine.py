@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 import torch
-from tensordict import TensorDict
+from tensordict import NonTensorStack, TensorDict
 from torch import Tensor
 
+from recipe.offpolicy.batch.weight_versions import read_extra_fields
 from recipe.offpolicy.replay.expert_choice import ReplayError, RouterSlot
 from tests.support import replaying_worker as rw
 from tests.support import training_worker as tw
@@ -196,6 +197,29 @@ def test_a_split_changes_nothing(unproved: Any, data: TensorDict, foreign: Tenso
     assert sum(parts["loss"][0:]) == pytest.approx(sum(whole["loss"][0:]), rel=1e-5)
     assert close(found, wanted)
     assert report_of(parts).replayed == report_of(whole).replayed
+
+
+def test_padding_rows_of_the_trainer_are_native(unproved: Any, data: TensorDict, foreign: Tensor) -> None:
+    """verl fills a batch up with rows that have the first one's note, routes of zeros and no token of a loss."""
+    from verl.trainer.ppo.padding_utils import construct_minimal_padding_template
+
+    sent = rw.with_routes(data, foreign)
+    source = {name: sent[name][0] for name in sent.keys()}
+    tag = {"prompt_len": 0, "response_len": 0, "seq_len": 0, "is_padding": False}
+    pad, tag = construct_minimal_padding_template(source, tag, eos_token_id=1)
+    rows = {name: [*column.unbind(), *[pad[name]] * 4] for name, column in sent.items() if isinstance(column, Tensor)}
+    # Columns that verl keeps at the length of the response that they were copied from.
+    for name in ("advantages", "old_log_probs"):
+        rows[name] = [*sent[name].unbind(), *[torch.zeros(1)] * 4]
+    columns = {name: torch.nested.as_nested_tensor(values, layout=torch.jagged) for name, values in rows.items()}
+    notes = [*read_extra_fields(sent), *[getattr(pad["extra_fields"], "data", pad["extra_fields"])] * 4]
+    filled = TensorDict({**columns, "extra_fields": NonTensorStack(*notes)}, batch_size=len(notes))
+    whole, wanted = gradients(unproved, rw.flagged(sent), micro_batch_size=4)
+    metrics, found = gradients(unproved, rw.flagged(filled), micro_batch_size=4)
+    assert close(found, wanted)
+    report, of_whole = report_of(metrics), report_of(whole)
+    assert report.replayed == of_whole.replayed
+    assert report.tokens == of_whole.tokens + 4 * tag["seq_len"]
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int32, torch.int64])

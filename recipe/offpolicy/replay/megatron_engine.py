@@ -20,6 +20,7 @@ from .expert_choice import ReplayError
 from .megatron_report import REPORT, MegatronReport
 
 _FLAG = "enable_routing_replay"
+_ODD = 0x9E3779B97F4A7C15 - 2**64
 
 
 class WatchedEngine:
@@ -37,10 +38,12 @@ class WatchedEngine:
         self._list_routers = iter_model_routers
         self._prepare, self._step = engine.prepare_model_inputs, engine.forward_step
         self._run = engine.forward_backward_batch
-        self._watches = False
+        self._watches = self._keeps = False
         self._routes: Tensor | None = None
-        self._maps: dict[Any, list[Tensor]] = {}
-        """By router, of the forwards whose backward is to come."""
+        self._sent: dict[Any, Tensor] = {}
+        """By router, (tokens, experts) bool of its last forward."""
+        self._forwards: dict[Any, list[Tensor]] = {}
+        """By router, (tokens,) checksums of the forwards that are to be recomputed."""
         self._counts: dict[int, list[Tensor]] = {}
         """By layer, (5,) of each forward; see ``count_replayed``, and of recomputed forwards."""
         for chunk in engine.module:
@@ -57,6 +60,11 @@ class WatchedEngine:
         split = config.tensor_model_parallel_size * config.context_parallel_size > 1 or engine.dynamic_context_parallel
         return not (split or config.fp8 or getattr(config, "experimental_attention_variant", None))
 
+    @property
+    def _recomputes(self) -> bool:
+        config = self.engine.tf_config
+        return config.recompute_granularity is not None or config.moe_layer_recompute
+
     def forward_backward_batch(self, data: TensorDict, loss_function: Any, forward_only: bool = False) -> Any:
         """Run verl's; an update's metrics get a report on the ranks that have some.
 
@@ -65,11 +73,13 @@ class WatchedEngine:
         """
         flagged = bool(tu.get_non_tensor_data(data, _FLAG, default=False))
         self._watches = flagged and not (self.mode == "R2" and forward_only)
-        self._maps, self._counts = {}, {}
+        self._keeps = not forward_only and self._recomputes
+        self._sent, self._forwards, self._counts = {}, {}, {}
         try:
             output = self._run(data, loss_function, forward_only=forward_only)
         finally:
-            watched, self._watches, self._routes, self._maps = self._watches, False, None, {}
+            watched, self._watches, self._routes = self._watches, False, None
+            self._sent, self._forwards = {}, {}
         if watched:
             report = self._report()
             if not forward_only and "metrics" in output:
@@ -93,7 +103,7 @@ class WatchedEngine:
             for number, router in self._list_routers(unwrap_model(model)):
                 layer, target = number - 1, router.target_topk_idx
                 shipped = self._select(self._routes, layer) if self.places else None
-                sent = self._maps[router][-1]
+                sent = self._sent[router]
                 self._add(layer, count_replayed(layer, sent, target, router.target_replay_mask, shipped, drops))
         return output
 
@@ -108,12 +118,14 @@ class WatchedEngine:
     def _note(self, module: Any, args: Any, output: tuple[Tensor, Tensor]) -> None:
         if not self._watches:
             return
-        maps = self._maps.setdefault(module.router_replay, [])
+        router, sent = module.router_replay, output[1].detach().bool()
         # -1 outside of a backward; in one, the oldest forward is recomputed.
         if torch._C._current_graph_task_id() == -1:
-            maps.append(output[1].detach().bool())
-        else:
-            other = (maps.pop(0) != output[1].bool()).any(-1).sum()
+            self._sent[router] = sent
+            if self._keeps:
+                self._forwards.setdefault(router, []).append(hash_rows(sent))
+        elif self._keeps:
+            other = (self._forwards[router].pop(0) != hash_rows(sent)).sum()
             self._add(module.layer_number - 1, torch.stack([*other.new_zeros(4), other]))
 
     def _add(self, layer: int, counts: Tensor) -> None:
@@ -174,12 +186,23 @@ def count_replayed(
             f"{len(target)}: they went to other tokens than they are of. Fix: set "
             f"actor_rollout_ref.actor.megatron.use_remove_padding=true, by which verl packs both alike."
         )
+    if shipped is not None and len(shipped) != len(target):
+        raise ReplayError(
+            f"the router of layer {layer} was given routes of {len(target)} tokens, and those of {len(shipped)} were "
+            f"shipped. Fix: give routes of each token, zeros where there are none."
+        )
     rows = torch.ones_like(sent[:, 0]) if mask is None else mask.flatten().to(sent.device, torch.bool)
     wanted = torch.zeros_like(sent).scatter(1, target.to(sent.device), True)
     followed = ~(sent & ~wanted).any(-1) if drops else (sent == wanted).all(-1)
     same = torch.ones_like(rows) if shipped is None else (shipped.to(target) == target).all(-1).to(sent.device)
     tokens, none = rows.new_full((), len(sent), dtype=torch.int64), rows.new_zeros((), dtype=torch.int64)
     return torch.stack([tokens, rows.sum(), (rows & followed).sum(), (rows & same).sum(), none])
+
+
+def hash_rows(sent: Tensor) -> Tensor:
+    """Compute a checksum of the experts of each token: (tokens, experts) bool to (tokens,) int64."""
+    experts = torch.arange(sent.shape[1], device=sent.device) + 1
+    return (sent * (experts * _ODD)).sum(-1) ^ (sent * experts**3).sum(-1)
 
 
 def watch_engine(engine: Any, mode: Mode) -> WatchedEngine:

@@ -50,11 +50,37 @@ def test_routes_of_another_number_of_tokens_are_refused() -> None:
 
     with pytest.raises(ReplayError, match=r"layer 5 forwarded 4 tokens, .* routes of 3: .*use_remove_padding=true"):
         count_replayed(5, torch.zeros(4, 4, dtype=torch.bool), TARGET)
+    with pytest.raises(ReplayError, match="layer 5 was given routes of 3 tokens, and those of 2 were shipped"):
+        count_replayed(5, send([0], [1], [2]), TARGET, shipped=TARGET[:2])
+
+
+def test_checksums_tell_sets_of_experts_apart() -> None:
+    """All 120 triples of 10 experts."""
+    from recipe.offpolicy.replay.megatron_engine import hash_rows
+
+    sent = torch.zeros(120, 10, dtype=torch.bool).scatter(1, torch.combinations(torch.arange(10), 3), True)
+    assert len(set(hash_rows(sent).tolist())) == 120
+
+
+@pytest.mark.parametrize(
+    ("changes", "kept"), [({}, 0), ({"recompute_granularity": "full"}, 2), ({"moe_layer_recompute": True}, 2)], ids=str
+)
+def test_forwards_are_kept_where_they_are_recomputed(changes: dict[str, Any], kept: int) -> None:
+    pytest.importorskip("megatron.core")
+    from recipe.offpolicy.replay.megatron_engine import WatchedEngine
+
+    watched = WatchedEngine(build_engine(**changes), "R3")
+    watched._watches, watched._keeps = True, watched._recomputes
+    router = SimpleNamespace(router_replay="router", layer_number=1)
+    for _ in range(2):
+        watched._note(router, (), (torch.zeros(3), send([0], [1], [2])))
+    assert len(watched._forwards.get("router", [])) == kept
+    assert watched._sent["router"].shape == (3, 4)
 
 
 def build_engine(**changes: Any) -> Any:
     sizes = dict(tensor_model_parallel_size=1, context_parallel_size=1, fp8=None, num_layers=4, moe_layer_freq=1)
-    made = {**sizes, **changes}
+    made = {**sizes, "recompute_granularity": None, "moe_layer_recompute": False, **changes}
     config = SimpleNamespace(dynamic_context_parallel=made.pop("dynamic", False))
     methods = dict.fromkeys(("prepare_model_inputs", "forward_step", "forward_backward_batch"))
     return SimpleNamespace(tf_config=SimpleNamespace(**made), engine_config=config, module=[], **methods)
