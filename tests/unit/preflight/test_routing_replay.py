@@ -10,7 +10,12 @@ import pytest
 from omegaconf import DictConfig, OmegaConf
 
 from recipe.offpolicy.correction import CorrectionSpec
-from recipe.offpolicy.preflight.checks.routing_replay import check_megatron_replay, check_routing_replay
+from recipe.offpolicy.preflight.checks.routing_replay import (
+    WITHOUT_REPLAY,
+    check_megatron_replay,
+    check_recorded_without_replay,
+    check_routing_replay,
+)
 
 pytestmark = pytest.mark.verl("==0.9.1")
 ACTOR, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.model"
@@ -88,3 +93,26 @@ def test_padded_tokens_under_packed_routes_are_refused_on_megatron() -> None:
     assert found.overrides == (f"{key}=true",)
     for mended in ({key: True}, {mode: "disabled"}, {f"{ACTOR}.strategy": "fsdp2"}):
         assert list(check_megatron_replay(config(**{**changes, **mended}), CorrectionSpec())) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "proximal", "reason"),
+    [
+        ({}, "recompute", ""),
+        ({WITHOUT_REPLAY: False, MODE: "disabled"}, "recompute", ""),
+        ({MODE: "R2"}, "recompute", "computed without replay already"),
+        ({MODE: "disabled"}, "recompute", "computed without replay already"),
+        ({"trainer.use_v1": False}, "recompute", "computed without replay already"),
+        ({}, "bypass", "there is no pi_old by replayed routes"),
+        ({}, "same_engine", "there is no pi_old by replayed routes"),
+    ],
+)
+def test_log_probs_without_replay_stand_beside_those_with_it(
+    changes: dict[str, Any], proximal: Any, reason: str
+) -> None:
+    made = config(**{WITHOUT_REPLAY: True, **changes})
+    found = list(check_recorded_without_replay(made, CorrectionSpec(proximal=proximal)))
+    assert [one.key for one in found] == [WITHOUT_REPLAY] * bool(reason)
+    for one in found:
+        assert reason in one.reason
+        assert one.overrides == (f"{WITHOUT_REPLAY}=false",)

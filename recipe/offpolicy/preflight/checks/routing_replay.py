@@ -19,6 +19,7 @@ from .gradient_steps import build_two_steps
 
 _MODE = f"{ROUTER_REPLAY}.mode"
 _MEGATRON_PACKS = "actor_rollout_ref.actor.megatron.use_remove_padding"
+WITHOUT_REPLAY = "offpolicy.record.without_replay"
 
 
 def check_routing_replay(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
@@ -68,6 +69,23 @@ def check_megatron_replay(config: DictConfig, spec: CorrectionSpec) -> Iterator[
             (mend,),
             beside={f"{MEGATRON_ROUTER_REPLAY}.mode": mode},
         )
+
+
+def check_recorded_without_replay(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
+    """Check that ``offpolicy.record.without_replay`` has a pi_old by replayed routes to stand beside."""
+    if OmegaConf.select(config, WITHOUT_REPLAY) is not True:
+        return
+    settings = ReplaySettings.from_config(config)
+    off = set_to(WITHOUT_REPLAY, False)
+    if settings is None or settings.mode != "R3":
+        beside = {_MODE: OmegaConf.select(config, _MODE)}
+        reason = "pi_old is computed without replay already: R3 on FSDP alone replays routes there."
+        yield Problem(WITHOUT_REPLAY, True, reason, f"Set {off}.", parts=(), overrides=(off,), beside=beside)
+    elif spec.proximal != "recompute":
+        beside = {"correction.proximal": spec.proximal}
+        reason = "there is no pi_old by replayed routes, which it is compared with."
+        fix = f"Set correction.proximal=recompute, or {off}."
+        yield Problem(WITHOUT_REPLAY, True, reason, fix, parts=(), overrides=(off,), beside=beside)
 
 
 def _turn_off(config: DictConfig, settings: ReplaySettings) -> tuple[str, ...]:
