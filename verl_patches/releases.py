@@ -30,6 +30,7 @@ class Release:
         token_versions: its rollout servers say with each attempt of a request which version of the weights sampled it.
         scores_prompts: they hand on vLLM's log-probs of a prompt's tokens.
         fsdp_replay: its V1 trainer and its FSDP engine take routing replay.
+        truncated_support: its rollout servers and its FSDP engine take the support of truncated sampling.
     """
 
     name: str
@@ -44,6 +45,7 @@ class Release:
     token_versions: bool = True
     scores_prompts: bool = True
     fsdp_replay: bool = True
+    truncated_support: bool = True
 
 
 RELEASES = (
@@ -60,6 +62,7 @@ RELEASES = (
         token_versions=False,
         scores_prompts=False,
         fsdp_replay=False,
+        truncated_support=False,
     ),
     Release(
         "0.8.0",
@@ -69,6 +72,7 @@ RELEASES = (
         staleness_limit=False,
         token_versions=False,
         fsdp_replay=False,
+        truncated_support=False,
     ),
     # Its separate_async computes pi_old in another way than 0.9.1's, with which the correction was tested.
     Release(
@@ -77,6 +81,7 @@ RELEASES = (
         staleness_limit=False,
         token_versions=False,
         fsdp_replay=False,
+        truncated_support=False,
     ),
     Release("0.9.1"),
 )

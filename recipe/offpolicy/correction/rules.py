@@ -29,6 +29,7 @@ def check_together(spec: CorrectionParts) -> None:
     rules = (
         _check_weights,
         _check_kl,
+        _check_support,
         _check_proximal,
         _check_denominator,
         _check_nonfinite,
@@ -77,6 +78,32 @@ def _check_kl(spec: CorrectionParts) -> None:
             value=spec.kl_weight.to_mapping(),
             beside={"correction.kl_clip": spec.to_mapping()["kl_clip"]},
             mend={"correction.kl_clip": None},
+        )
+
+
+def _check_support(spec: CorrectionParts) -> None:
+    """Refuse what reads another policy than the one over the support, and what has nothing to allow."""
+    if spec.support is None:
+        return
+    beside = {"correction.support": spec.support}
+    for name in ("kl_clip", "kl_weight"):
+        if getattr(spec, name) is not None:
+            raise SpecError(
+                "its ratio is over the support, and the KL term over the whole vocabulary.",
+                f"Set correction.{name}=null, or correction.support=null.",
+                key=f"correction.{name}",
+                value=spec.to_mapping()[name],
+                beside=beside,
+                mend={f"correction.{name}": None},
+            )
+    if spec.allow_truncated_sampling:
+        raise SpecError(
+            "with the support replayed mu is no other distribution, and there is nothing to allow.",
+            "Set it to false.",
+            key="correction.allow_truncated_sampling",
+            value=True,
+            beside=beside,
+            mend={"correction.allow_truncated_sampling": False},
         )
 
 

@@ -103,7 +103,7 @@ def list_parts(config: DictConfig, spec: CorrectionSpec) -> list[ConfiguredPart]
 
 def needs_mu(config: DictConfig, spec: CorrectionSpec) -> bool:
     """Return True if anything configured needs the rollout engine's log-probs."""
-    return not spec.is_none or bool(OmegaConf.select(config, SHADOW))
+    return not spec.is_none or spec.support is not None or bool(OmegaConf.select(config, SHADOW))
 
 
 def _reads_mu(mask: MaskSpec) -> bool:

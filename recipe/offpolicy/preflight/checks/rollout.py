@@ -12,6 +12,7 @@ from ..verl_keys.keys import list_active
 from .config_reader import ENGINE, ROLLOUT, needs_mu
 
 _NEUTRAL = {"top_p": (1, 1.0), "top_k": (-1, 0), "min_p": (0, 0.0), "repetition_penalty": (1, 1.0)}
+_KEEP = "replay the support that is left with correction.support=engine, "
 _GENERATION = f"{ENGINE}.override_generation_config"
 # vLLM takes its arguments with either spelling.
 _MODES = tuple(
@@ -75,7 +76,7 @@ def check_sampling(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem
             overrides=(set_to(f"{ROLLOUT}.temperature", of_engine), f"~{key}"),
         )
     if not spec.allow_truncated_sampling:
-        yield from _check_truncation(config)
+        yield from _check_truncation(config, spec)
 
 
 def check_consent(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
@@ -86,8 +87,11 @@ def check_consent(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]
         yield Problem(key, True, reason, parts=(), overrides=(set_to(key, False),))
 
 
-def _check_truncation(config: DictConfig) -> Iterator[Problem]:
+def _check_truncation(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
     for name, values in _NEUTRAL.items():
+        replayed = name != "repetition_penalty"
+        if replayed and spec.support is not None:
+            continue
         for owner in (ROLLOUT, ENGINE, _GENERATION):
             key = f"{owner}.{name}"
             value = OmegaConf.select(config, key, default=None)
@@ -97,7 +101,8 @@ def _check_truncation(config: DictConfig) -> Iterator[Problem]:
                     value,
                     "mu is renormalised over the tokens that are left, and pi_old is not: the ratio is off by the "
                     "mass that was cut.",
-                    f"Set {key}={values[0]}, or say that it is meant: correction.allow_truncated_sampling=true.",
+                    f"Set {key}={values[0]}, {_KEEP if replayed else ''}or say that it is meant: "
+                    f"correction.allow_truncated_sampling=true.",
                     parts=MU,
                     overrides=(set_to(key, values[0]),),
                 )
