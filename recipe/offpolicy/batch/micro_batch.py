@@ -48,6 +48,8 @@ FULL_LOG_PROBS = "offpolicy_full_log_probs"
 """Key of a model output: log-probs over the whole vocabulary, where ``log_probs`` are over the replayed support."""
 WITHHELD = "offpolicy_withheld"
 """Key of a model output: tokens, flagged one place before, that leave the policy term, for their support is unknown."""
+SUPPORT_SIZE = "offpolicy_support_size"
+"""Key of a model output, and of a recorded column: members of each token's support, 0 where it is not known."""
 LAST = "update_lr_scheduler"
 """What verl's worker tells the engine of each mini-batch: whether the learning rate is to move after it, which it is
 after the last of an update."""

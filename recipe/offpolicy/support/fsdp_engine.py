@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from verl.utils import tensordict_utils as tu
 
-from ..batch.micro_batch import FULL_LOG_PROBS, ROLLOUT_LOG_PROBS, WITHHELD
+from ..batch.micro_batch import FULL_LOG_PROBS, LAST, ROLLOUT_LOG_PROBS, SUPPORT_SIZE, WITHHELD
 from ..correction.correction_parts import SupportUnknown
 from ..replay.batch_routes import TokenLayout
 from .batch_supports import BatchSupports, ResponseTokens, lay_out_supports
@@ -39,7 +39,7 @@ class SupportEngine:
     def __init__(self, engine: Any, unknown: SupportUnknown) -> None:
         self.engine, self.unknown = engine, unknown
         self._prepare, self._run = engine.prepare_model_outputs, engine.forward_backward_batch
-        self._trains = False
+        self._trains, self._fresh = False, True
         self._tally = SupportTally()
         engine.prepare_model_outputs = self.prepare_model_outputs
         engine.forward_backward_batch = self.forward_backward_batch
@@ -56,6 +56,7 @@ class SupportEngine:
             report = self._tally.report()
             if self._trains:
                 output["metrics"][REPORT] = [report]
+                self._fresh = bool(tu.get_non_tensor_data(data, LAST, default=True))
         return output
 
     def prepare_model_outputs(
@@ -63,8 +64,8 @@ class SupportEngine:
     ) -> dict[str, Any]:
         """Prepare as verl does, and renormalise log-probs over the support; entropy stays verl's.
 
-        An update's get ``FULL_LOG_PROBS``, which the KL term reads, and ``WITHHELD`` where tokens leave the policy
-        term.
+        An update's get ``FULL_LOG_PROBS``, which the KL term reads, ``SUPPORT_SIZE``, which is recorded, and
+        ``WITHHELD`` where tokens leave the policy term.
         """
         found: dict[str, Any] = self._prepare(
             output=output,
@@ -91,10 +92,14 @@ class SupportEngine:
             mixed = values.index_put((supports.places[supports.truncated] - 1,), truncated.to(values.dtype))
         found["log_probs"] = torch.nested.nested_tensor_from_jagged(mixed, full.offsets())
         responses = ResponseTokens.of(micro_batch, layout.offsets)
-        mu = micro_batch[ROLLOUT_LOG_PROBS] if ROLLOUT_LOG_PROBS in micro_batch.keys() else None
+        # Until an update's first step pi is the policy whose weights sampled, where nothing is stale.
+        mu = micro_batch[ROLLOUT_LOG_PROBS] if self._fresh else None
         self._tally.add(supports, tokens, responses, mixed.detach(), values.detach(), mu)
         if self._trains:
             found[FULL_LOG_PROBS] = full
+            sizes = torch.zeros_like(values, dtype=torch.float32)
+            sizes[supports.places - 1] = supports.sizes.float()
+            found[SUPPORT_SIZE] = torch.nested.nested_tensor_from_jagged(sizes, full.offsets())
             if self.unknown == "mask" and len(supports.unknown):
                 withheld = torch.zeros_like(values, dtype=torch.bool)
                 withheld[supports.places[supports.unknown] - 1] = True

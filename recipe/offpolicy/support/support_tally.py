@@ -28,7 +28,8 @@ class SupportReport:
         bytes: of supports, as they came.
         least_mass, greatest_mass: of mu over known supports.
         unknown_mass: sum of mu over the ids returned of tokens whose support is not known.
-        k3, k3_without: sums of k3(mu, pi) over tokens with a known support: over the support and over the vocabulary.
+        k3_tokens: tokens with a known support, of an update's first mini-batch.
+        k3, k3_without: sums of k3(mu, pi) over these: over the support and over the vocabulary.
     """
 
     tokens: int
@@ -40,6 +41,7 @@ class SupportReport:
     least_mass: float
     greatest_mass: float
     unknown_mass: float
+    k3_tokens: int
     k3: float
     k3_without: float
 
@@ -109,7 +111,7 @@ class SupportTally:
             sampled = responses.read(mu)
             counted = responses.trained & known[responses.places] & torch.isfinite(sampled)
             sums = [_sum_k3(each[places], sampled, counted) for each in (truncated, full)]
-            self._k3.append(torch.stack(sums))
+            self._k3.append(torch.stack([*sums, counted.sum().double()]))
 
     def report(self) -> SupportReport:
         """Copy the counts to the host.
@@ -137,7 +139,7 @@ class SupportTally:
                 f"what the engine returned are not log-probs of what it sampled from. Fix: set "
                 f"actor_rollout_ref.rollout.logprobs_mode=processed_logprobs, or correction.support=null."
             )
-        k3 = torch.stack(self._k3).sum(0).tolist() if self._k3 else [0.0, 0.0]
+        k3 = torch.stack(self._k3).sum(0).tolist() if self._k3 else [0.0, 0.0, 0.0]
         return SupportReport(
             tokens=found["tokens"],
             known=found["known"],
@@ -148,6 +150,7 @@ class SupportTally:
             least_mass=self.least_mass,
             greatest_mass=self.greatest_mass,
             unknown_mass=self.unknown_mass,
+            k3_tokens=int(k3[2]),
             k3=k3[0],
             k3_without=k3[1],
         )

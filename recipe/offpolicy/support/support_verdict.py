@@ -65,6 +65,7 @@ def judge(reports: Sequence[SupportReport], settings: SupportSettings, *, first:
             f"Fix: raise correction.support_size, or set correction.support=null."
         )
     k3, without = (math.fsum(getattr(each, name) for each in reports) for name in ("k3", "k3_without"))
+    compared = sum(each.k3_tokens for each in reports)
     unknown = tokens - known
     size = sum(each.bytes for each in reports)
     metrics = {
@@ -75,10 +76,10 @@ def judge(reports: Sequence[SupportReport], settings: SupportSettings, *, first:
         "unknown_mass": math.fsum(each.unknown_mass for each in reports) / unknown if unknown else math.nan,
         "bytes": float(size),
         "bytes_a_token": size / tokens if tokens else math.nan,
-        "kl_k3": k3 / known if known else math.nan,
-        "kl_k3_without": without / known if known else math.nan,
+        "kl_k3": k3 / compared if compared else math.nan,
+        "kl_k3_without": without / compared if compared else math.nan,
     }
-    if first and k3 > WORSE * without + _ROUNDING * known:
+    if first and k3 > WORSE * without + _ROUNDING * compared:
         raise LivenessError(
             f"correction.support=engine: KL(mu, pi) by k3 is {metrics['kl_k3']:.2e} over the support and "
             f"{metrics['kl_k3_without']:.2e} over the vocabulary, so that it is not the support that mu was sampled "

@@ -187,6 +187,8 @@ class OffPolicyLoss:
         if self.record is None:
             return {}
         columns = [name for extension in self.extensions.values() for name in extension.columns]
+        if mb.SUPPORT_SIZE in batch.model_output:
+            columns.append(mb.SUPPORT_SIZE)
         return record(self.record, self.spec, batch, step, columns)
 
     def copy_for_trials(self) -> OffPolicyLoss:

@@ -23,6 +23,7 @@ REPORT = SupportReport(
     least_mass=0.9999,
     greatest_mass=1.0,
     unknown_mass=14.0,
+    k3_tokens=40,
     k3=0.008,
     k3_without=0.8,
 )
@@ -30,7 +31,10 @@ REPORT = SupportReport(
 
 def test_reports_of_ranks_and_mini_batches_are_summed() -> None:
     metrics: dict[str, Any] = {
-        "key": [[REPORT], [replace(REPORT, tokens=100, known=100, unknown_mass=0.0, largest=20)]]
+        "key": [
+            [REPORT],
+            [replace(REPORT, tokens=100, known=100, unknown_mass=0.0, largest=20, k3_tokens=0, k3=0.0, k3_without=0.0)],
+        ]
     }
     found = judge(take_reports(metrics, "key"), SETTINGS, first=True)
     assert metrics == {}
@@ -43,8 +47,8 @@ def test_reports_of_ranks_and_mini_batches_are_summed() -> None:
             "unknown_mass": 14 / 20,
             "bytes": 1400.0,
             "bytes_a_token": 7.0,
-            "kl_k3": 0.016 / 180,
-            "kl_k3_without": 1.6 / 180,
+            "kl_k3": 0.008 / 40,
+            "kl_k3_without": 0.8 / 40,
         }
     )
     assert found.proof.startswith("support of 90.0% of tokens LIVE, 2.7 ids a token")

@@ -13,8 +13,8 @@ from ...correction.problem import Problem, set_to
 from ...support.obstacles import list_obstacles
 from ...support.support_settings import SUPPORT, SupportSettings
 from .config_reader import ROLLOUT
+from .config_reader import SUPPORT_PART as PART
 
-PART = "support"
 _OFF = set_to(SUPPORT, None)
 _STRATEGIES = ("fsdp", "fsdp2")
 
@@ -35,7 +35,7 @@ def check_support(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]
         override = set_to(STRATEGY, "fsdp2")
         yield Problem(STRATEGY, path.strategy, reason, f"Set {override}, or {_OFF}.", parts=(PART,), overrides=(_OFF,))
     for obstacle, value in list_obstacles(config):
-        mends = tuple(set_to(key, wanted) for key, wanted in ((obstacle.key, obstacle.wanted[0]), *obstacle.otherwise))
+        mends = (set_to(obstacle.key, obstacle.wanted[0]), *(set_to(*other) for other in obstacle.otherwise))
         yield Problem(
             obstacle.key,
             value,
