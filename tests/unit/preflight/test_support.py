@@ -75,9 +75,12 @@ def test_another_release_is_refused() -> None:
 def test_truncation_is_what_it_is_for_and_a_repetition_penalty_is_not() -> None:
     made = config(**{f"{ROLLOUT}.top_k": 5})
     assert list(check_sampling(made, SPEC)) == []
-    OmegaConf.update(made, f"{ROLLOUT}.repetition_penalty", 1.1, force_add=True)
-    (found,) = check_sampling(made, SPEC)
-    assert (found.key, found.overrides) == (
-        f"{ROLLOUT}.repetition_penalty",
-        (f"{ROLLOUT}.repetition_penalty=1",),
-    )
+    for key, value, wanted in (
+        (f"{ROLLOUT}.repetition_penalty", 1.1, 1),
+        # verl hands neither of these on with a request.
+        (f"{ROLLOUT}.min_p", 0.1, 0),
+        (f"{ROLLOUT}.engine_kwargs.vllm.override_generation_config.top_k", 5, -1),
+    ):
+        (found,) = check_sampling(config(**{key: value}), SPEC)
+        assert (found.key, found.overrides) == (key, (f"{key}={wanted}",))
+        assert found.fix == f"Set {key}={wanted}, or correction.support=null."
