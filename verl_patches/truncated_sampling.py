@@ -39,7 +39,8 @@ SEAMS = (
         "(self, data, loss_function, forward_only=False)",
         names=("forward_step", "backward", "postprocess_batch_func"),
     ),
-    _seam("reset of a training worker", f"{_WORKERS}:TrainingWorker.reset", "(self)", names=("engine", "initialize")),
+    # Where Ray has made an actor of the class, it has added a parameter of its own.
+    _seam("reset of a training worker", f"{_WORKERS}:TrainingWorker.reset", None, names=("engine", "initialize")),
     _seam(
         "init_model of the support",
         f"{_WORKERS}:ActorRolloutRefWorker.init_model",

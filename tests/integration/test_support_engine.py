@@ -268,6 +268,35 @@ def test_a_token_of_unknown_support_leaves_the_policy_term_or_stays_whole(
     assert (report.tokens - report.known, report.unknown_mass) == (1, pytest.approx(0.7))
 
 
+def test_a_correction_is_proved_beside_tokens_of_unknown_support(
+    start: Callable[..., Any], rows: tw.Rollout, supports: Supports
+) -> None:
+    """Its proof holds where tokens are withheld, statistics leave them out, and a recording has the sizes."""
+    from recipe.offpolicy.worker.loss import OffPolicyLoss
+    from recipe.offpolicy.worker.metrics import take_packets
+    from tests.support.corrections import GSM, TIS, spec
+
+    given = unknown_at(unknown_at(supports, 1, 2), 5, 0)
+    worker = start(use_remove_padding=True)
+    noted = sw.flagged(sw.with_notes(rows, sw.note_rows(rows, given)))
+    old = responses(forward(worker, noted), noted)
+    here = replace(rows, old_log_probs=old, rollout_log_probs=[row + 0.01 for row in old])
+    data = sw.flagged(sw.with_notes(here, sw.note_rows(here, given)))
+    correction = replace(spec(TIS, gsm=GSM), support="engine")
+    metrics, _ = tw.gradients(
+        worker, OffPolicyLoss(correction, tw.actor_config(), prove=True), data, micro_batch_size=4
+    )
+    packets = take_packets(metrics)
+    for packet in packets:
+        assert packet.proof is not None
+        assert packet.proof.gradient_error is not None
+        assert packet.proof.gradient_error < 1e-4
+        assert all(shift.error < 1e-4 for shift in packet.proof.shifts.values())
+    statistics = [packet.statistics for packet in packets if packet.statistics]
+    lost = sum(each["nonfinite/rollout_log_prob"].value() for each in statistics)
+    assert lost == 2
+
+
 @pytest.mark.parametrize("coefficient", [0.5])
 def test_the_kl_term_reads_the_whole_vocabulary(
     start: Callable[..., Any], rows: tw.Rollout, supports: Supports, coefficient: float

@@ -89,7 +89,10 @@ class SupportEngine:
         # What belongs to a token stands at the one before it.
         mixed = values
         if truncated is not None:
-            mixed = values.index_put((supports.places[supports.truncated] - 1,), truncated.to(values.dtype))
+            whole = len(supports.truncated) < len(supports.known) or (len(supports.unknown) and self.unknown == "full")
+            # Without a token over the vocabulary, none of its gradient is made beside the support's.
+            mixed = values if whole else values.detach()
+            mixed = mixed.index_put((supports.places[supports.truncated] - 1,), truncated.to(values.dtype))
         found["log_probs"] = torch.nested.nested_tensor_from_jagged(mixed, full.offsets())
         responses = ResponseTokens.of(micro_batch, layout.offsets)
         # Until an update's first step pi is the policy whose weights sampled, where nothing is stale.

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import ray
 from verl.workers.rollout.replica import RolloutReplicaRegistry
 from verl.workers.rollout.vllm_rollout import vllm_async_server
-from vllm.logprobs import FlatLogprobs
+from vllm.logprobs import FlatLogprobs, Logprob
 
 from verl_patches import engine_loss, truncated_sampling
 
@@ -46,7 +46,12 @@ def extract_supports(extract: Extract) -> Extract:
         extract(output, num_prompt_logprobs, result_dict)
         sampled = output.outputs[0]
         if isinstance(found := sampled.logprobs, FlatLogprobs):
-            result_dict[ANSWER] = read_supports(found.token_ids, found.logprobs, len(sampled.token_ids))
+            count = len(sampled.token_ids)
+            result_dict[ANSWER] = read_supports(found.token_ids, found.logprobs, count)
+            # verl reads the sampled token's own log-prob alone, and of flat ones would make an object an id.
+            step = max(len(found.token_ids) // max(count, 1), 1)
+            own = zip(found.token_ids[::step], found.logprobs[::step], strict=True)
+            sampled.logprobs = [{token: Logprob(log_prob)} for token, log_prob in own]
 
     return extract_both
 

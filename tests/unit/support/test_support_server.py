@@ -37,11 +37,16 @@ def test_supports_are_put_beside_what_verl_extracts() -> None:
     seen: list[Any] = []
     extract = extract_supports(lambda *given: seen.append(given))
     flat = FlatLogprobs()
-    flat.append_fast([7, 9, 7], [math.log(0.4), math.log(0.6), math.log(0.4)], iter([2, 1, 2]), [None] * 3)
-    output = SimpleNamespace(outputs=[SimpleNamespace(logprobs=flat, token_ids=[7])])
+    for token, share in ((7, 0.4), (9, 0.6)):
+        likeliest = [math.log(share), math.log(0.6), math.log(0.4)]
+        flat.append_fast([token, 9, 7], likeliest, iter([2, 1, 2]), [None] * 3)
+    output = SimpleNamespace(outputs=[SimpleNamespace(logprobs=flat, token_ids=[7, 9])])
     fields: dict[str, Any] = {}
     extract(output, None, fields)
-    assert fields[ANSWER].ids.tolist() == [7, 9]
+    assert fields[ANSWER].ids.tolist() == [7, 9, 9, 7]
+    # As verl reads mu.
+    read = [each[token].logprob for each, token in zip(output.outputs[0].logprobs, [7, 9], strict=True)]
+    assert read == [math.log(0.4), math.log(0.6)]
     assert len(seen) == 1
     # Without log-probs, or with lists of another kind, there is no answer, and the workers stop the run.
     for other in (None, [{7: 0.0}]):
