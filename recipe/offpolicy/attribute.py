@@ -1,6 +1,7 @@
-"""Attribute the mismatch of a recorded run to backend, staleness and drift, and name its causes.
+"""Attribute the mismatch of a recorded run to backend, staleness, routing and drift, and name its causes.
 
     python -m recipe.offpolicy.attribute DIR [--steps FIRST:LAST] [--worst N] [--png FILE] [--html FILE] [--json]
+                                             [--jobs N | --ray ADDRESS]
 
 Reads a recording, the directory that offpolicy.record.dir named. Exit status: 0, or 2 where the recording or an
 argument is invalid.
@@ -18,7 +19,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from .command_line import list_output_modules, require_modules, run
+from .command_line import add_jobs, list_output_modules, require_modules, run
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -26,7 +27,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     shown = list_output_modules(json=options.json, png=bool(options.png), html=bool(options.html))
     require_modules("attribute", "torch", "pyarrow", "hydra", *shown)
-    from .analysis.attribution.attribution import attribute, check_memory
+    from .analysis.attribution.attribution import attribute, choose_steps
+    from .analysis.jobs import JobsError, read_arguments
     from .analysis.pages import PageError, check_target
     from .recording import Recording, RecordingError
 
@@ -36,9 +38,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.html:
             check_target("--html", options.html, "attribution.html")
         recording = Recording(options.directory)
-        if warning := check_memory(recording, options.steps):
-            print(f"attribute: {warning}", file=sys.stderr)  # noqa: T201
-        found = attribute(recording, steps=options.steps, worst=options.worst)
+        jobs = read_arguments(options, recording, choose_steps(recording, options.steps))
+        found = attribute(recording, steps=options.steps, worst=options.worst, jobs=jobs)
         if options.png:
             from .analysis.attribution.attribution_figures import draw_overview
             from .analysis.pages import plotting
@@ -48,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             from .analysis.attribution.attribution_page import build_page
 
             build_page(found, str(options.directory)).write(options.html)
-    except (RecordingError, PageError, OSError) as error:
+    except (RecordingError, PageError, JobsError, OSError) as error:
         print(f"attribute: {error}", file=sys.stderr)  # noqa: T201
         return 2
     if options.json:
@@ -81,6 +82,8 @@ def _show(found: Any) -> None:
     ]
     for table in [*shown, attribution_tables.build_tokens_table(found), attribution_tables.build_rows_table(found)]:
         console.print(to_rich(table))
+    if replayed := attribution_tables.format_replayed(found.whole):
+        console.print(Text(replayed), soft_wrap=True)
     if found.without_text:
         console.print(Text(f"Ids in place of text: {found.without_text}."), soft_wrap=True)
     for line in (
@@ -119,6 +122,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--png", type=Path, metavar="FILE", help="write the picture")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write a self-contained page")
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
+    add_jobs(parser)
     return parser
 
 

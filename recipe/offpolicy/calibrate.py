@@ -67,6 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from .analysis.calibration.joint import compute_joint_shares
     from .analysis.calibration.propose import CalibrationRequest, propose_bounds
     from .analysis.pages import PageError, check_target
+    from .analysis.report.step_sample import TOKENS, count_steps_of, spread_evenly
     from .correction import SpecError
     from .recording import Recording, RecordingError
 
@@ -90,6 +91,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         recording = Recording(options.directory)
         card = recording.card  # read first, so that a damaged one fails before the work
         spec, unset = _build_spec(recording, options.spec)
+        read = spread_evenly(recording.steps, count_steps_of(recording, recording.steps, TOKENS))
+        if len(read) < len(recording.steps):
+            sentence = f"{len(read)} of {len(recording.steps)} recorded steps are read, evenly spread"
+            print(f"calibrate: {sentence}: {TOKENS:,} tokens tell a bound.", file=sys.stderr)  # noqa: T201
+            recording = recording.only(*read)
         # Samples the recording while calibration reads it, which saves a pass over the files.
         screen = FaultScreen(recording.steps)
         result = propose_bounds(screen.tee(recording), spec, request, unset)

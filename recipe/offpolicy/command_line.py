@@ -1,7 +1,8 @@
-"""Common ends of the command-line tools: missing packages and readers that close the pipe early."""
+"""What the command-line tools have in common: missing packages, readers that leave early, numbers of processes."""
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 from collections.abc import Callable
@@ -26,11 +27,21 @@ def list_output_modules(*, json: bool, png: bool, html: bool) -> list[str]:
     return [*([] if json else ["rich"]), *(["matplotlib"] if png or html else []), *(["jinja2"] if html else [])]
 
 
-def run(tool: str, main: Callable[[], int]) -> int:
-    """Run ``main`` and return its exit status; no traceback where the reader leaves (``
+def add_jobs(parser: argparse.ArgumentParser) -> None:
+    """Add ``--jobs`` and ``--ray``, which ``analysis.jobs`` reads."""
+    add = parser.add_mutually_exclusive_group().add_argument
+    add("--jobs", type=_read_count, metavar="N", help="processes (default: one a core; one for a small recording)")
+    add("--ray", metavar="ADDRESS", help="work on this Ray cluster, whose nodes have package and recording in place")
 
-    head``) or a package is missing.
-    """
+
+def _read_count(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and int(text) > 0):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of processes, such as 8")
+    return int(text)
+
+
+def run(tool: str, main: Callable[[], int]) -> int:
+    """Run ``main`` and return its exit status, without a traceback where a reader leaves or a package is missing."""
     try:
         try:
             return main()

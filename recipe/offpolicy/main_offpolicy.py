@@ -22,6 +22,7 @@ import contextlib
 import json
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import hydra
@@ -34,7 +35,7 @@ from verl_patches.runtime_env import forward
 from .correction import CorrectionSpec, SpecError
 from .correction.problem import CheckError, set_to
 from .doctor.launch import explain_unknown_keys
-from .preflight.checks import list_active, list_patch_groups
+from .preflight.checks import CHECKS, CHECKS_IN_SOURCE, Check, list_active, list_patch_groups
 from .preflight.examination import examine
 from .preflight.hydra_groups import force_own_keys, read_task_overrides
 from .preflight.primary_config import check_primary, keep_search_path
@@ -43,8 +44,12 @@ CONFIG_DIR = str(Path(__file__).resolve().parent / "config")
 _CHECK_FLAG = "--check"
 
 
-def prepare(config: DictConfig) -> tuple[CorrectionSpec, list[str]]:
+def prepare(config: DictConfig, checks: Sequence[Check] = CHECKS) -> tuple[CorrectionSpec, list[str]]:
     """Run the start-up checks, print what is on, and turn verl's idle correction off, in place.
+
+    Args:
+        config: the launch's, composed.
+        checks: those that stop the launch.
 
     Returns:
         The correction to train with, and remarks that stop nothing.
@@ -52,7 +57,7 @@ def prepare(config: DictConfig) -> tuple[CorrectionSpec, list[str]]:
     Raises:
         CheckError: something stops the launch; all of it at once.
     """
-    found = examine(config, read_task_overrides(), say=_say)
+    found = examine(config, read_task_overrides(), checks=checks, say=_say)
     if found.spec is None or found.stopping:
         raise CheckError(found.stopping)
     if not found.spec.is_none and not list_active(config):
@@ -94,7 +99,7 @@ def main() -> None:
     def run(config: DictConfig) -> None:
         begun.append(True)
         try:
-            spec, remarks = prepare(config)
+            spec, remarks = prepare(config, CHECKS_IN_SOURCE if only_check else CHECKS)
             forward(config, groups=list_patch_groups(live_path(config)))
         except (CheckError, PatchError) as error:
             sys.exit(f"offpolicy: stopped before anything was started.\n{error}")

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from .command_line import list_output_modules, require_modules, run
+from .command_line import add_jobs, list_output_modules, require_modules, run
 
 MISMATCH, BAD_INPUT = 1, 2
 """Exit status: the replay differs from the recording; nothing could be replayed."""
@@ -21,6 +21,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     require_modules("whatif", "numpy", "torch", "pyarrow", "hydra", *shown)
     import torch
 
+    from .analysis.jobs import JobsError
     from .analysis.pages import PageError, check_target
     from .analysis.whatif.candidates import UNCORRECTED
     from .analysis.whatif.whatif_command import run_from_arguments, write_result
@@ -38,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         write_result(result, given)
     except BrokenPipeError:
         raise
-    except (RecordingError, SpecError, PageError) as error:
+    except (RecordingError, SpecError, PageError, JobsError) as error:
         return _refuse(str(error))
     except OSError as error:
         return _refuse(f"{error.filename or given.directory}: {error.strerror or error}.")
@@ -73,6 +74,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--png", type=Path, metavar="FILE", help="draw it")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write one page that needs no network")
     parser.add_argument("--json", action="store_true", help="print JSON in place of tables")
+    add_jobs(parser)
     return parser
 
 

@@ -127,6 +127,7 @@ def test_bounds_by_age(engine: Any, level: str) -> None:
     "mapping",
     [
         {"proximal": "bypass"},
+        {"proximal": "same_engine"},
         {"proximal": "reuse"},
         {"proximal": "loglinear", "alpha": 0.3},
         {"proximal": "loglinear", "alpha": "by_age"},
@@ -269,7 +270,10 @@ def test_a_base_loss_that_reads_no_pi_old(engine: Any, mapping: dict[str, Any]) 
     assert live(engine, {"masks": {"opsm": OPSM}, "proximal": "bypass"})["parts"] == 2.0
 
 
-@pytest.mark.parametrize("mapping", [{"proximal": "bypass"}, {"weight": TIS_TOKEN, "proximal": "reuse"}])
+@pytest.mark.parametrize(
+    "mapping",
+    [{"proximal": "bypass"}, {"proximal": "same_engine"}, {"weight": TIS_TOKEN, "proximal": "reuse"}],
+)
 @pytest.mark.parametrize("value", [float("nan"), float("-inf")])
 def test_a_mu_that_is_not_finite_is_no_tampering(engine: Any, mapping: dict[str, Any], value: float) -> None:
     def broken(rows: tw.Rollout) -> None:

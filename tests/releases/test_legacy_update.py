@@ -123,10 +123,11 @@ def proximal(name: str, alpha: float | None = None) -> Settings:
     ("mapping", "pi_old"),
     [
         (proximal("bypass"), lambda rows, pi: rows["rollout_log_probs"]),
+        (proximal("same_engine"), lambda rows, pi: rows["rollout_log_probs"]),
         (proximal("loglinear", 0.25), lambda rows, pi: 0.25 * pi + 0.75 * rows["rollout_log_probs"]),
         (proximal("reuse"), lambda rows, pi: pi),
     ],
-    ids=["bypass", "loglinear", "reuse"],
+    ids=["bypass", "same_engine", "loglinear", "reuse"],
 )
 @pytest.mark.parametrize("rollout_log_probs", [False, True])
 def test_what_stands_for_pi_old(mapping: Settings, pi_old: Any, rollout_log_probs: bool, start: la.Parameters) -> None:

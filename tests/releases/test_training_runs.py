@@ -6,6 +6,7 @@ The quickstart supervises its own run, so a limit that strikes still leaves noth
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import re
 import subprocess
@@ -17,6 +18,8 @@ from pathlib import Path
 import pytest
 
 from tests.support.whole_runs import ROOT
+
+ROLLOUT = "actor_rollout_ref.rollout"
 
 pytestmark = [pytest.mark.verl("<0.9"), pytest.mark.slow]
 
@@ -72,3 +75,39 @@ def test_three_steps_with_the_correction_live(overrides: list[str]) -> None:
     # Weights that were lost or garbled on their way to vLLM give 1e-2 and more, its bfloat16 about 1e-4.
     assert all(1e-6 < float(kl) < 2e-3 for _, kl in steps), steps
     assert set(os.listdir("/dev/shm")) <= before
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        pytest.param("float32", marks=[pytest.mark.verl("==0.7.1")]),
+        pytest.param("bfloat16", marks=[pytest.mark.verl("==0.7.1"), pytest.mark.extended]),
+    ],
+)
+def test_one_engine_leaves_the_second_forward_pass_out(dtype: str) -> None:
+    """Hugging Face generation in the trainer's dtype and by its kernels; in bfloat16 it is another engine."""
+    settings = ["correction=same_engine", "trainer.total_training_steps=3", f"{ROLLOUT}.dtype={dtype}"]
+    settings += [f"{ROLLOUT}.name=hf", f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu=1"]
+    settings += ["trainer.val_before_train=false", "trainer.test_freq=-1"]
+    done = subprocess.run(
+        ["bash", "scripts/quickstart.sh", *settings],
+        cwd=ROOT,
+        env={**os.environ, "VENV": sys.prefix, "VERL_USE_EXTERNAL_MODULES": "tests.support.hf_rollout"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+    folder = re.search(r"everything goes to (\S+)", done.stdout)
+    assert folder, done.stdout[-4000:]
+    log = (ROOT / folder[1] / "train.log").read_text()
+    if dtype == "bfloat16":
+        assert done.returncode == 1, done.stdout[-4000:]
+        assert re.search(r"correction\.proximal=same_engine: \|mu - pi_old\| is [\d.e-]+ nats at step 1, row \d+", log)
+        return
+    assert done.returncode == 0, done.stdout[-4000:]
+    assert "|mu - pi_old| is at most" in log
+    steps = [json.loads(line)["data"] for line in (ROOT / folder[1] / "metrics.jsonl").read_text().splitlines()]
+    assert [step["offpolicy/cost/proximal_forwards"] for step in steps] == [1.0, 0.0, 0.0]
+    assert all(step["offpolicy/same_engine/largest_difference"] <= 1e-6 for step in steps)

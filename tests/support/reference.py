@@ -117,7 +117,7 @@ def reads_mu(correction: Plain) -> bool:
     masks = any(mask.get("ratio", "ppo") != "ppo" for mask in correction["masks"].values())
     weighed = bool(correction["weight"] or correction.get("weights"))
     penalised = correction.get("penalty", {"ratio": "ppo"})["ratio"] == "full"
-    return weighed or masks or penalised or correction.get("proximal") in ("bypass", "loglinear")
+    return weighed or masks or penalised or correction.get("proximal") in ("bypass", "same_engine", "loglinear")
 
 
 def log_ratio(ratio: str, batch: Batch, token: Token) -> float:

@@ -14,6 +14,7 @@ from tests.support.recordings import record
 
 MADE_OF_MU: dict[str, dict[str, Any]] = {
     "bypass": {"proximal": "bypass"},
+    "same_engine": {"proximal": "same_engine"},
     "loglinear": {"proximal": "loglinear", "alpha": 0.5},
 }
 EVERY = MADE_OF_MU | {"reuse": {"proximal": "reuse"}, "recompute": {"proximal": "recompute"}}
@@ -30,4 +31,4 @@ def _taken(proximal: str, rows: Rows) -> np.ndarray:
     mu, pi = rows.rollout_log_prob, rows.log_prob
     if proximal == "loglinear":
         return mu + np.float32(EVERY[proximal]["alpha"]) * (pi - mu)
-    return {"bypass": mu, "reuse": pi, "recompute": rows.old_log_prob}[proximal]
+    return {"bypass": mu, "same_engine": mu, "reuse": pi, "recompute": rows.old_log_prob}[proximal]

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from .kl_weight import KlWeightSpec
 from .mask_spec import MaskSpec
 from .penalty import PenaltySpec
-from .proximal import BY_AGE, Alpha, Proximal
+from .proximal import BY_AGE, MU_ITSELF, Alpha, Proximal
 from .units import Level
 from .weight_spec import WeightSpec
 
@@ -108,7 +108,7 @@ class CorrectionParts:
         """True if a part that shapes the gradient reads the behaviour policy's log-probs."""
         masks = any(mask.ratio != "ppo" and not mask.entry.of_age for _, mask in self.masks)
         terms = any(each is not None and each.ratio == "full" for each in (self.penalty, self.kl_weight))
-        return bool(self.all_weights) or masks or terms or self.proximal in ("bypass", "loglinear")
+        return bool(self.all_weights) or masks or terms or self.proximal in (*MU_ITSELF, "loglinear")
 
     @property
     def recounts(self) -> bool:

@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-Proximal = Literal["recompute", "bypass", "reuse", "loglinear"]
+Proximal = Literal["recompute", "bypass", "reuse", "loglinear", "same_engine"]
 
 Alpha = float | Literal["by_age"]
 """Share of pi in ``loglinear``: one for all tokens, or by each token's age."""
@@ -16,6 +16,10 @@ WITHOUT_FORWARD = ("bypass", "reuse", "loglinear")
 """Sources that need no forward pass for pi_old."""
 OF_THE_TRAINER = ("recompute", "reuse")
 """Sources by which pi_old is the policy of the trainer's weights at the start of the step."""
+TOLERANCE = 1e-6
+"""Greatest |log mu - log pi_old| of a token with ``same_engine``, nats: float32 rounds a log-prob of -8 to 1e-6."""
+MU_ITSELF = ("bypass", "same_engine")
+"""Sources by which pi_old is mu, and pi_old / mu is 1."""
 
 
 def proximal_log_prob(
@@ -36,6 +40,9 @@ def proximal_log_prob(
       policy is. An approximation, which costs no forward pass. With ``alpha=by_age`` each token of age a has
       alpha = a / (a + 1): of the a + 1 versions from its own to that which this step makes, the one before the last is
       taken for pi_old (AReaL). A token of the weights in force has mu itself.
+
+    * ``same_engine``: mu itself, as an engine returns it that was seen to be the trainer's own: the trainer computes
+      pi_old in its first step and stops unless the two agree, see ``proof.same_engine``.
 
     Args:
         old_log_prob: (B, T), read by ``recompute`` alone.
@@ -62,7 +69,7 @@ def proximal_log_prob(
     match proximal:
         case "recompute":
             return old_log_prob
-        case "bypass":
+        case "bypass" | "same_engine":
             return rollout_log_prob
         case "reuse":
             return log_prob.detach()

@@ -7,7 +7,7 @@ from typing import Any
 
 from .correction_parts import CorrectionParts
 from .problem import SpecError
-from .proximal import BY_AGE
+from .proximal import BY_AGE, MU_ITSELF
 from .signs import overlap
 
 _OF_MASK = ("ratio", "level", "aggregate", "when")
@@ -127,11 +127,13 @@ def _check_proximal(spec: CorrectionParts) -> None:
             beside=_proximal(spec),
             mend={"correction.alpha": None},
         )
-    if spec.proximal == "bypass":
+    if spec.proximal in MU_ITSELF:
         for part, weight in spec.all_weights.items():
             if weight.ratio == "rollout":
                 raise SpecError(
-                    "pi_old is mu, so that PPO's own ratio pi / mu corrects already and a weight would count it twice.",
+                    "pi_old is mu, so that PPO's own ratio pi / mu corrects already and a weight would count it twice."
+                    if spec.proximal == "bypass"
+                    else "mu is seen to be pi_old, and the weight is 1.",
                     f"Set correction.proximal=recompute, or correction.{part}=null."
                     if part == "weight"
                     else f"Set correction.proximal=recompute, or remove correction.{part}.",

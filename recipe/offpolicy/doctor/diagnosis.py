@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -17,7 +17,7 @@ from ..correction import CorrectionSpec, Problem, SpecError
 from ..correction.problem import EVERYTHING, MU, CheckError
 from ..preflight.bound_pairs import find_pairs
 from ..preflight.checks import (
-    CHECKS,
+    CHECKS_IN_SOURCE,
     REMARKS,
     VERL_CHECKS,
     ConfiguredPart,
@@ -28,12 +28,9 @@ from ..preflight.checks import (
     list_active,
     list_parts,
 )
-from ..preflight.checks.seams import check_seams, check_seams_with
-from ..preflight.checks.staleness import is_bounded, notes_token_versions
 from ..preflight.examination import collect_problems, describe_verls_loss, examine
 from ..preflight.hydra_groups import read_task_overrides
 from ..preflight.verl_keys.router_replay import ROUTER_REPLAY
-from .contracts_in_source import check_contracts
 from .launch import VERLS, Launch, LaunchError, compose
 
 State = Literal["LIVE", "INERT", "WRONG"]
@@ -123,9 +120,7 @@ def judge(config: DictConfig, launch: Launch, overrides: Sequence[str] = ()) -> 
         return Diagnosis(launch, rows=_arrange_rows((), null)[0])
     if not launch.ours:
         return _judge_verl(config, launch, live_path(config), overrides)
-    found = examine(
-        config, overrides, checks=tuple(_check_seams_in_source if check is check_seams else check for check in CHECKS)
-    )
+    found = examine(config, overrides, checks=CHECKS_IN_SOURCE)
     parts = list_parts(config, found.spec) if found.spec is not None else ()
     rows, notes = _arrange_rows(parts, found.problems)
     fingerprint = None if found.spec is None or found.spec.is_none else found.spec.fingerprint()
@@ -198,8 +193,3 @@ def _concerns(problem: Problem, part: ConfiguredPart) -> bool:
     if problem.parts == EVERYTHING:
         return part.name != ROUTER_REPLAY
     return (problem.parts == MU and part.reads_mu) or part.name in problem.parts
-
-
-def _check_seams_in_source(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
-    noted = notes_token_versions(config)
-    return check_seams_with(live_path(config), check_contracts, bounded=is_bounded(config), noted=noted)

@@ -238,10 +238,11 @@ def find_changes(old: Mapping[str, Any], new: Mapping[str, Any], key: str = "cor
 
 
 def _normalize_proximal(correction: Mapping[str, Any]) -> dict[str, Any]:
-    """Map ``reuse`` to ``recompute``: both log pi_old of the trainer's weights, and micro-batch sizes alone may switch
-    between them.
+    """Map ``reuse`` and ``same_engine`` to ``recompute``: all log pi_old of the trainer's weights.
+
+    Micro-batch sizes alone may switch between the first two, and the first step of a run proves the third.
     """
-    of_trainer = correction.get("proximal") in OF_THE_TRAINER
+    of_trainer = correction.get("proximal") in (*OF_THE_TRAINER, "same_engine")
     return {**correction, "proximal": "recompute"} if of_trainer else dict(correction)
 
 

@@ -75,7 +75,7 @@ def examine(
     Args:
         config: composed by a primary configuration with our sections.
         overrides: of the command line.
-        checks: those that stop a launch; the doctor holds seams in verl's source in the place of importing it.
+        checks: those that stop a launch.
         say: takes the headline and what was chosen, as soon as they are known.
     """
     overrides = list(overrides)

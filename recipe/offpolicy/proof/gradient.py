@@ -287,7 +287,7 @@ def _expected_proximal(spec: CorrectionSpec, batch: mb.MicroBatch) -> Tensor:
         pi, mu = batch.log_prob.detach().double(), batch.rollout_log_prob.double()
         share = _share_by_age(batch) if spec.alpha == "by_age" else torch.full_like(pi, float(spec.alpha))
         return (pi * share + mu * (1.0 - share)).to(batch.log_prob.dtype)
-    return batch.rollout_log_prob if spec.proximal == "bypass" else batch.log_prob.detach()
+    return batch.rollout_log_prob if spec.proximal in ("bypass", "same_engine") else batch.log_prob.detach()
 
 
 def _share_by_age(batch: mb.MicroBatch) -> Tensor:

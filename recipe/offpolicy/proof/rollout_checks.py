@@ -48,7 +48,7 @@ class RolloutChecker:
         Raises:
             RolloutLogProbError: mu is missing, or holds no log-probs.
         """
-        responses, mask, mu = _dense(rows, SAMPLED)
+        responses, mask, mu = pad_columns(rows, SAMPLED)
         check_arrived(mu, mask)
         return compute_row_checksums(responses, mask, mu)
 
@@ -63,7 +63,7 @@ class RolloutChecker:
             RolloutLogProbError: zeros stand in for mu.
             AlignmentError: mu is off by one token or that of other rows.
         """
-        mask, mu, log_prob = _dense(rows, ALIGNED)
+        mask, mu, log_prob = pad_columns(rows, ALIGNED)
         check_zeros(mu, log_prob, mask)
         self.check_tallies([tally_agreements(log_prob, mu, mask, groups)])
 
@@ -95,7 +95,12 @@ def name_missing_column() -> Iterator[None]:
         raise
 
 
-def _dense(rows: TensorDict, names: Sequence[str]) -> list[Tensor]:
+def pad_columns(rows: TensorDict, names: Sequence[str]) -> list[Tensor]:
+    """Take columns of a rollout, (B, T) each, padded with zeros where they are nested.
+
+    Raises:
+        RolloutLogProbError: mu is missing.
+    """
     if ROLLOUT_LOG_PROBS not in rows.keys():
         raise build_missing_error(", ".join(sorted(map(str, rows.keys()))))
     dense = rows.select(*names).to_padded_tensor()

@@ -35,6 +35,7 @@ class RecordSettings:
         prompts: record the prompts' token ids.
         max_bytes: that the directory may hold; each data-parallel rank gets the same part of it.
         max_waiting_bytes: of rows that wait to be written, on each rank; more are left out.
+        without_replay: record log pi_old by the trainer's own expert routes beside that by replayed ones.
     """
 
     dir: str
@@ -43,6 +44,7 @@ class RecordSettings:
     prompts: bool
     max_bytes: float
     max_waiting_bytes: float
+    without_replay: bool
 
     @classmethod
     def at(cls, dir: str, **changes: Any) -> RecordSettings:
@@ -164,4 +166,5 @@ _WANTED: Mapping[str, tuple[Any, str]] = {
     "prompts": (lambda v: isinstance(v, bool), "true or false"),
     "max_bytes": (lambda v: _number(v) and v > 0, "a number of bytes above 0"),
     "max_waiting_bytes": (lambda v: _number(v) and v > 0, "a number of bytes above 0"),
+    "without_replay": (lambda v: isinstance(v, bool), "true or false"),
 }

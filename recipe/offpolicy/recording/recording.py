@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 from collections.abc import Iterator, Mapping
@@ -71,6 +72,12 @@ class Recording:
     def steps(self) -> list[int]:
         """Recorded steps in ascending order."""
         return sorted(self.files)
+
+    def only(self, *steps: int) -> Recording:
+        """Return a reader of these steps alone."""
+        one = copy.copy(self)
+        one.files = {step: self.files[step] for step in steps}
+        return one
 
     def parts(self, step: int) -> list[Step]:
         """Read the record of each rank and update of ``step``, in the order of ``files``.

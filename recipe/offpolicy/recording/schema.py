@@ -59,6 +59,8 @@ TOKEN_COLUMNS: dict[str, tuple[pa.DataType, str]] = {
 }
 EXTENSION_PREFIX = "offpolicy_"
 """Of columns by token that extensions record beside those named here: lists of float32, behind the others."""
+WITHOUT_REPLAY = "offpolicy_old_log_prob_without_replay"
+"""Likewise: log pi_old by the trainer's own expert routes, with ``offpolicy.record.without_replay``."""
 PROMPT_COLUMN = "prompt_ids"
 _PROMPT = "token ids of the prompt; empty where prompts were not recorded"
 

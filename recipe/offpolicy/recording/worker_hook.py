@@ -21,6 +21,7 @@ from .pack import Seen, pack
 from .ranks import Place, place
 from .record_settings import SECTION, RecordSettings
 from .recorder import Recorder, get_recorder
+from .schema import WITHOUT_REPLAY
 
 _SCORES = ("token_level_scores", "rm_scores")
 """verl's names of the rewards by token, before any KL: on the V0 and on the V1 trainer."""
@@ -56,7 +57,8 @@ def record(
         mini_batch = recorder.admit(plan.step, plan.update, rows)
         if mini_batch is not None:
             try:
-                seen = _seen(settings, spec, batch, step, extensions)
+                columns = (*extensions, WITHOUT_REPLAY) if settings.without_replay else extensions
+                seen = _seen(settings, spec, batch, step, columns)
                 packed = pack(seen, _chosen(settings.share, seen.uids))
                 recorder.put(plan.step, plan.update, mini_batch, packed, spec.to_mapping(), tuple(step.rejected))
             except Exception as error:  # whatever it is: training goes on

@@ -13,15 +13,18 @@ from typing import Any
 
 import ray
 from verl.trainer.ppo.utils import Role
+from verl.workers.utils.padding import response_from_nested
 
+from ..recording.schema import WITHOUT_REPLAY
 from ..replay.batch_routes import REPLAY_STEP
 from ..replay.client import note_routes
 from ..replay.fsdp_engine import REPORT
 from ..replay.replay_settings import ReplaySettings
 from ..replay.verdict import judge, take_reports
 from ..replay.worker import build_replaying
+from .batch_view_v1 import put_columns, read_columns
 from .own_forward import Pair
-from .trainer_v1 import OffPolicyTrainer
+from .trainer_v1 import FORWARD, OffPolicyTrainer
 
 logger = logging.getLogger("verl.offpolicy")
 
@@ -60,8 +63,26 @@ class ReplayingTrainer(OffPolicyTrainer):
                 batch.extra_info[REPLAY_STEP] = step
 
     def _compute_old_log_prob(self, batch: Any, metrics: dict[str, Any]) -> Any:
+        if self._records_without_replay:
+            batch = self._put_native(batch)
         batch.extra_info[REPLAY_STEP] = self.global_steps
         return super()._compute_old_log_prob(batch, metrics)
+
+    @property
+    def _records_without_replay(self) -> bool:
+        settings = self.recording.settings
+        return settings is not None and settings.without_replay and settings.records(self.global_steps)
+
+    def _put_native(self, batch: Any) -> Any:
+        """Put log pi_old by the trainer's own routes beside the batch, by a forward pass that replays nothing."""
+        temperature = self.config.actor_rollout_ref.rollout.temperature
+        batch.extra_info.update(FORWARD | {"temperature": temperature})
+        self.actor_rollout_wg.compute_log_prob(batch)
+        found = read_columns(batch, "log_probs", "response_mask")
+        native = response_from_nested(found["log_probs"], found["response_mask"])
+        columns = {WITHOUT_REPLAY: native.float()}
+        self.cost.add_columns(columns)
+        return put_columns(batch, **columns)
 
     def _update_actor(self, batch: Any, metrics: dict[str, Any]) -> Any:
         batch.extra_info[REPLAY_STEP] = self.global_steps

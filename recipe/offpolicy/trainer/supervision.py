@@ -14,6 +14,7 @@ from tensordict import TensorDict
 
 from ..correction import CorrectionSpec
 from ..correction.moving_bounds import format_part_path
+from ..correction.proximal import TOLERANCE, WITHOUT_FORWARD
 from ..correction.statistics import Statistic, merge_all
 from ..extensions.hooks import ExtensionHooks
 from ..monitor.active_correction import ActiveCorrection
@@ -21,6 +22,7 @@ from ..monitor.mismatch.late_weights import LateWeightsWatch
 from ..monitor.mismatch.recent import RecentFloor
 from ..proof.gradient import isolate_parts
 from ..proof.rollout_checks import RolloutChecker
+from ..proof.same_engine import SameEngineCheck
 from ..proof.verify import LivenessError, verify, verify_update
 from ..worker.metrics import take_packets
 
@@ -55,6 +57,7 @@ class Supervision:
         self._floor = RecentFloor()
         self._late_weights = LateWeightsWatch()
         self._samples = RolloutChecker(allow_unrelated=config.offpolicy.allow_unrelated_log_probs)
+        self._same_engine = SameEngineCheck() if spec.proximal == "same_engine" else None
         self._sampled_rows: list[int] = []
         self._live: dict[str, float] = {}
         self._statistics: dict[str, float] = {}
@@ -86,6 +89,35 @@ class Supervision:
             AlignmentError: they are off by one token or those of other rows.
         """
         self._samples.check_aligned(rows, uids)
+
+    @property
+    def takes_mu(self) -> bool:
+        """True if no forward pass is made for pi_old, and mu stands in its place in this step."""
+        if self._same_engine is not None:
+            return self._same_engine.passed
+        return self.spec.proximal in WITHOUT_FORWARD
+
+    def scored(self, rows: TensorDict, uids: Sequence[str], step: int) -> bool:
+        """Judge pi_old of ``rows``, which hold ``ALIGNED``, where mu may take its place.
+
+        Returns:
+            Whether mu does, from this batch on.
+
+        Raises:
+            SameEngineError: it may not.
+        """
+        if self._same_engine is None:
+            return False
+        self._same_engine.judge(rows, uids, step)
+        if self._same_engine.largest is not None:
+            logger.info(
+                "correction.proximal=same_engine: |mu - pi_old| is at most %.3g nats on every token of step %d, within "
+                "%g; from the next step on mu is pi_old, and no forward pass computes it.",
+                self._same_engine.largest,
+                step,
+                TOLERANCE,
+            )
+        return True
 
     def collect(self, metrics: dict[str, Any]) -> bool:
         """Take the packets of one update out of the workers' ``metrics`` and judge them.
@@ -146,6 +178,7 @@ class Supervision:
             values
             | self._floor.compute_shares(merged)
             | live
+            | ({} if self._same_engine is None else self._same_engine.metrics())
             | self._samples.metrics()
             | self.active_correction.metrics()
         )

@@ -27,7 +27,6 @@ from ..batch.micro_batch import ROLLOUT_LOG_PROBS
 from ..batch.plan import COLUMNS, PLAN, REWARD, UID, BatchSplit, SharedPlan, build_plan, regroup_without_rejected
 from ..batch.weight_versions import VERSIONS
 from ..correction import CorrectionSpec
-from ..correction.proximal import WITHOUT_FORWARD
 from ..monitor.step_cost import StepCost
 from ..preflight.checks import read_shadows, read_spec
 from ..preflight.old_log_prob import check_one_mini_batch
@@ -118,7 +117,7 @@ class OffPolicyRayTrainer(SupervisedRun):
             self.supervision.sampled(batch.batch)
         if self.extensions:
             self.extensions.on_rollout(self._view(batch))
-        if self.correction.proximal in WITHOUT_FORWARD:
+        if self.supervision.takes_mu:
             # What the loss takes for pi_old is decided there; until then mu stands in its place. verl logs the mean
             # entropy of the forward pass that there is none of.
             mu = batch.batch[ROLLOUT_LOG_PROBS]
@@ -129,7 +128,10 @@ class OffPolicyRayTrainer(SupervisedRun):
         if self.supervision.wants_sampled:
             rows = batch.batch.select("response_mask", ROLLOUT_LOG_PROBS)
             rows["old_log_probs"] = old.batch["old_log_probs"]
-            self.supervision.aligned(rows, [str(uid) for uid in batch.non_tensor_batch["uid"]])
+            uids = [str(uid) for uid in batch.non_tensor_batch["uid"]]
+            self.supervision.aligned(rows, uids)
+            if self.supervision.scored(rows, uids, self.global_steps):
+                old.batch["old_log_probs"] = batch.batch[ROLLOUT_LOG_PROBS]
         return old, mfu
 
     def _around_advantage(self, compute: Any, data: DataProto, *args: Any, **kwargs: Any) -> DataProto:
@@ -167,7 +169,7 @@ class OffPolicyRayTrainer(SupervisedRun):
         output = super()._update_actor(self._with_plan(batch))  # type: ignore[misc]
         metrics = self.supervision.metrics() | self._advantage_metrics | self.cost.metrics()
         metrics |= self.extensions.metrics()
-        if self.correction.proximal in WITHOUT_FORWARD:
+        if self.supervision.takes_mu:
             # By now verl has compared mu with what stands in for pi_old, and found no difference.
             metrics |= NOT_COMPARED
         output.meta_info["metrics"].update(metrics)

@@ -30,7 +30,6 @@ from verl_patches.trainer_v1 import before_any, substitute
 from ..batch.micro_batch import ROLLOUT_LOG_PROBS
 from ..batch.plan import COLUMNS, PLAN, BatchSplit, build_plan, regroup_without_rejected
 from ..correction import CorrectionSpec
-from ..correction.proximal import WITHOUT_FORWARD
 from ..monitor.step_cost import StepCost
 from ..preflight.checks import read_shadows, read_spec
 from ..preflight.checks.staleness import notes_token_versions
@@ -153,15 +152,17 @@ class OffPolicyTrainer(SupervisedRun):
             view = self._view(batch)
             self.extensions.on_rollout(view)
             batch = view.batch
-        if self.correction.proximal in WITHOUT_FORWARD:
+        if self.supervision.takes_mu:
             # What the loss takes for pi_old is decided there; until then mu stands in its place.
-            mu = _columns(batch, ROLLOUT_LOG_PROBS)[ROLLOUT_LOG_PROBS]
-            return _put(batch, old_log_probs=mu)
+            return _put_mu(batch)
         with self.cost.of_pi_old():
             batch = super()._compute_old_log_prob(batch, metrics)  # type: ignore[misc]
         if self.supervision.wants_sampled:
             rows = _columns(batch, *ALIGNED, "uid")
-            self.supervision.aligned(rows.exclude("uid"), [str(uid) for uid in rows["uid"]])
+            uids, rows = [str(uid) for uid in rows["uid"]], rows.exclude("uid")
+            self.supervision.aligned(rows, uids)
+            if self.supervision.scored(rows, uids, self.global_steps):
+                batch = _put_mu(batch)
         return batch
 
     def _compute_advantage(self, batch: Any, metrics: dict[str, Any]) -> Any:
@@ -261,6 +262,10 @@ def install_trainers(mode: str, mixin: type[OffPolicyTrainer] = OffPolicyTrainer
     for name in V1_MODES:
         substitute(name, partial(build_corrected, mixin=mixin))
     before_any(demand_corrected)
+
+
+def _put_mu(batch: Any) -> Any:
+    return _put(batch, old_log_probs=_columns(batch, ROLLOUT_LOG_PROBS)[ROLLOUT_LOG_PROBS])
 
 
 def _first(batch: Any) -> Any:

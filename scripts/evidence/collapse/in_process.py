@@ -3,9 +3,9 @@
     python scripts/evidence/collapse/in_process.py --list
     python scripts/evidence/collapse/in_process.py [NAME ...] [--hours H]    # NAME: an arm, or a run: opsm-8-0.001-3
 
-What has finished is not run again; each run adds its steps to results_in_process.parquet. It shows the loss and the
-correction under exact staleness. It does not show vLLM, Ray, TransferQueue, the transport of weights or the counting of
-their versions: those are the whole runs'.
+What has finished is not run again; each run adds its steps to results_in_process.parquet, or to what --out names. It
+shows the loss and the correction under exact staleness. It does not show vLLM, Ray, TransferQueue, the transport of
+weights or the counting of their versions: those are the whole runs'.
 """
 
 from __future__ import annotations
@@ -244,6 +244,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("names", nargs="*")
     parser.add_argument("--list", action="store_true")
     parser.add_argument("--hours", type=float, default=float("inf"))
+    parser.add_argument("--out", type=Path, default=results.IN_PROCESS)
     options = parser.parse_args(arguments)
     runs = list(list_late_runs())
     known = {name for run in runs for name in (run.arm, run.setting, run.name)}
@@ -251,7 +252,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.exit(f"in_process.py: {', '.join(unknown)}: unknown. Fix: take names that --list shows.")
     wanted = set(options.names)
     chosen = [run for run in runs if not wanted or wanted & {run.arm, run.setting, run.name}]
-    finished = results.list_finished(results.IN_PROCESS)
+    finished = results.list_finished(options.out)
     left = [run for run in chosen if (run.setting, run.seed) not in finished]
     if options.list:
         for run in chosen:
@@ -270,7 +271,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         began = time.time()
         records = train(run, model)
         card = {"arm": run.setting, "seed": run.seed, "outcome": "finished", "wall_seconds": time.time() - began}
-        results.append(results.build_rows(card, records), results.IN_PROCESS)
+        results.append(results.build_rows(card, records), options.out)
         print(
             f"{run.name}: exact match {records[-1][1][results.COLUMNS['exact'][0]]:.3f}, {time.time() - began:.0f} s",
             flush=True,

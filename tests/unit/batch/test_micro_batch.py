@@ -153,7 +153,8 @@ def test_a_penalty_squares_the_distance_from_mu_or_pi_old(ratio: str, first: flo
 
 
 @pytest.mark.parametrize(
-    ("source", "first"), [("recompute", -5.0), ("bypass", -7.0), ("reuse", -1.0), ("loglinear", -4.0)]
+    ("source", "first"),
+    [("recompute", -5.0), ("bypass", -7.0), ("same_engine", -7.0), ("reuse", -1.0), ("loglinear", -4.0)],
 )
 def test_pi_old_is_what_the_correction_takes_for_it(source: str, first: float) -> None:
     batch = replace(read(), old_log_prob=torch.full((2, 2), -5.0), rollout_log_prob=torch.full((2, 2), -7.0))

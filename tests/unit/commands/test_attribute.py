@@ -13,13 +13,17 @@ from matplotlib import rc_context
 
 from recipe.offpolicy import attribute
 from recipe.offpolicy.analysis.attribution.decomposition import (
-    compute_row_sums,
+    MismatchSums,
+    StepDecomposer,
+    VersionMismatch,
     decompose,
-    decompose_by_step,
+    resample_rows,
+    sum_by_version,
     summarize_by_version,
 )
-from recipe.offpolicy.analysis.attribution.profiles import compute_profiles, select_valid_tokens
-from recipe.offpolicy.recording import concatenate
+from recipe.offpolicy.analysis.attribution.profiles import build_profiles, select_valid_tokens, sum_profiles
+from recipe.offpolicy.analysis.attribution.row_sums import compute_row_sums
+from recipe.offpolicy.recording import Rows
 from tests.support.examples import few_when_quick
 from tests.support.recordings import drawn_rows, record
 
@@ -171,12 +175,21 @@ def test_a_pipe_is_160_columns_wide(recorded: Path, capsys: pytest.CaptureFixtur
     assert 120 < max(map(len, drawn)) <= 160
 
 
+def sum_rows(rows: Rows) -> MismatchSums:
+    return resample_rows(compute_row_sums(rows))
+
+
+def summarize(rows: Rows) -> list[VersionMismatch]:
+    sums = compute_row_sums(rows)
+    return summarize_by_version(sum_by_version(sums, rows), sums.sum(0))
+
+
 def test_a_step_without_fresh_rows_takes_the_floor_from_those_before() -> None:
     lengths = [16] * 32
     fresh = drawn_rows(lengths, step=1, backend=0.02)
     stale = drawn_rows(lengths, step=2, backend=0.1, seed=1, oldest_version=np.zeros(32, dtype=np.int64))
-    rows = concatenate([fresh, stale])
-    parts = decompose_by_step(compute_row_sums(rows), rows.step)
+    decomposer = StepDecomposer()
+    parts = {step: decomposer.decompose(sum_rows(rows)) for step, rows in ((1, fresh), (2, stale))}
     assert parts[1].floor_from == "own rows"
     assert parts[2].floor_from == "earlier steps"
     # Variances of 0.0004 and 0.01 in stale rows: 4 % is the backend's.
@@ -185,7 +198,7 @@ def test_a_step_without_fresh_rows_takes_the_floor_from_those_before() -> None:
     assert parts[2].variance.staleness is not None
     assert low < parts[2].variance.staleness < high
     # Without that step nothing is known.
-    alone = decompose(compute_row_sums(stale))
+    alone = decompose(sum_rows(stale))
     assert alone.floor_from == ""
     assert alone.variance.backend is None
     assert "variance.backend" not in alone.intervals
@@ -194,7 +207,7 @@ def test_a_step_without_fresh_rows_takes_the_floor_from_those_before() -> None:
 def test_versions() -> None:
     ages = np.array([0] * 16 + [2] * 16 + [-1] * 16)
     rows = drawn_rows([16] * 48, step=5, backend=0.05, oldest_version=np.where(ages < 0, -1, 4 - ages))
-    versions = {v.staleness: v for v in summarize_by_version(compute_row_sums(rows), rows)}
+    versions = {version.staleness: version for version in summarize(rows)}
     fresh, unknown, old = versions[0], versions[-1], versions[2]
     assert fresh.backend == fresh.k3
     assert unknown.backend is None
@@ -215,21 +228,19 @@ def test_a_row_of_two_versions_is_summarised_by_token() -> None:
     rows |= {f"{name}_version": rows.pop(name) for name in ("oldest", "newest")}
     joined = replace(joined, **rows, prompt_offsets=joined.prompt_offsets[::2])
     assert (joined.oldest_version.tolist(), joined.newest_version.tolist()) == ([2] * 16, [4] * 16)
-    found, expected = (summarize_by_version(compute_row_sums(each), each) for each in (joined, apart))
+    found, expected = map(summarize, (joined, apart))
     assert [(v.staleness, v.rows, v.tokens) for v in found] == [(0, 16, 256), (2, 16, 256)]
     for one, other in zip(found, expected, strict=True):
         assert one.k3 == pytest.approx(other.k3)
         assert one.backend == pytest.approx(other.backend)
-    assert decompose(compute_row_sums(joined)).kl.staleness == pytest.approx(
-        decompose(compute_row_sums(apart)).kl.staleness
-    )
-    buckets = compute_profiles(joined, select_valid_tokens(joined))["staleness"]
+    assert decompose(sum_rows(joined)).kl.staleness == pytest.approx(decompose(sum_rows(apart)).kl.staleness)
+    buckets = build_profiles(sum_profiles(joined, select_valid_tokens(joined)))["staleness"]
     assert [(bucket.name, bucket.tokens) for bucket in buckets] == [("0", 256), ("2", 256)]
 
 
 def test_versions_that_verl_does_not_tell() -> None:
     rows = drawn_rows([16] * 32, oldest_version=np.full(32, -1), newest_version=np.full(32, -1))
-    whole = decompose(compute_row_sums(rows))
+    whole = decompose(sum_rows(rows))
     assert (whole.floor_from, whole.kl.backend, whole.kl.staleness) == ("", None, None)
     assert whole.kl.rollout + whole.kl.drift == pytest.approx(1.0)
 
@@ -237,29 +248,5 @@ def test_versions_that_verl_does_not_tell() -> None:
 def test_long_rows_are_worked_on_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = drawn_rows([3, 50, 1, 0, 20], drift=0.1)
     whole = compute_row_sums(rows)
-    monkeypatch.setattr("recipe.offpolicy.analysis.attribution.decomposition.CHUNK", 60)
+    monkeypatch.setattr("recipe.offpolicy.analysis.attribution.row_sums.CHUNK", 60)
     assert np.array_equal(compute_row_sums(rows), whole)
-
-
-@pytest.mark.parametrize(
-    ("steps", "said"),
-    [
-        ((), "steps 1 to 4, 400 MB, are read together, which takes about 25 GB of memory. With --steps 1:1 it is about "
-         "6.2 GB."),
-        (("--steps", "2:"), "steps 2 to 4, 300 MB, are read together, which takes about 19 GB of memory. With --steps "
-         "2:2 it is about 6.2 GB."),
-        (("--steps", "3"), "steps 3 to 3, 100 MB, are read together, which takes about 6 GB of memory. Record fewer "
-         "rows a step: offpolicy.record.share=0.1."),
-    ],
-)  # fmt: skip
-def test_a_large_recording_is_said_to_be_one_before_it_is_read(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], steps: tuple[str, ...], said: str
-) -> None:
-    """Four files of 100 MB, with nothing in them: 62 bytes of memory a byte. None can be read."""
-    for step in range(1, 5):
-        with (tmp_path / f"step_{step:08d}.rank_00000.parquet").open("wb") as sink:
-            sink.truncate(100_000_000)
-    assert attribute.main([str(tmp_path), *steps]) == 2
-    first, second = capsys.readouterr().err.splitlines()
-    assert first == f"attribute: {said}"
-    assert "not a readable Parquet file" in second

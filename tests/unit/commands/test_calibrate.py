@@ -265,3 +265,14 @@ def test_a_picture_of_an_unknown_kind(recording: Path, capsys: pytest.CaptureFix
     nowhere = str(recording / "none")  # not looked at yet
     assert main([nowhere, "--target-kept", "0.9", "--png", "curves.txt"]) == 2
     assert "--png curves.txt: .txt is not a picture format. Name it .png or" in capsys.readouterr().err
+
+
+def test_a_large_recording_is_read_in_part(
+    recording: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps of one token each would do: the last is read, and said to be all that was."""
+    asked = ("--spec", "correction=gsm", "--target-kept", "0.9", "--json")
+    monkeypatch.setattr("recipe.offpolicy.analysis.report.step_sample.TOKENS", 1)
+    _, _, err = run(capsys, recording, *asked)
+    steps = len(Recording(recording).steps)
+    assert f"calibrate: 1 of {steps} recorded steps are read, evenly spread: 1 tokens tell a bound." in err

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from recipe.offpolicy.command_line import add_jobs
 from tests.support.recordings import drawn_rows, record
 
 TOOLS = ("attribute", "calibrate", "report", "whatif")
@@ -94,3 +96,17 @@ def test_nor_is_it_behind_help() -> None:
         process.stdout.close()
         assert process.stderr.read() == ""
     assert process.returncode == 141
+
+
+def test_jobs_and_a_cluster_exclude_each_other(capsys: pytest.CaptureFixture[str]) -> None:
+    parser = argparse.ArgumentParser()
+    add_jobs(parser)
+    assert vars(parser.parse_args([])) == {"jobs": None, "ray": None}
+    assert parser.parse_args(["--jobs", "3"]).jobs == 3
+    for wrong, said in (
+        (["--jobs", "0"], "'0' is not a number of processes"),
+        (["--jobs", "1", "--ray", "a:1"], "not allowed"),
+    ):
+        with pytest.raises(SystemExit):
+            parser.parse_args(wrong)
+        assert said in capsys.readouterr().err

@@ -287,6 +287,15 @@ def test_prime_rl(loss: dict[str, Any], advantage: float, expected: list[float])
     assert correction.proximal == "bypass"
 
 
+@pytest.mark.parametrize(("upper", "expected"), [(0.1, [0.0, 0.0, 1.1, 1.1]), (0.2, [0.0, 0.5, 1.1, 1.1])])
+def test_areals_binary_kl(upper: float, expected: list[float]) -> None:
+    """The greater binary KL of (0.8, 0.2), (0.3, 0.6), (0.55, 0.5) and (0.33, 0.3): 0.83, 0.19, 0.005 and 0.002."""
+    mu = P_MU.log()
+    old = mu + torch.tensor(RHO, dtype=torch.float64).log()
+    found = factors(decoupled(metric="binary_kl", upper=upper), mu=mu, old=old)
+    assert found == pytest.approx(expected, rel=1e-6)
+
+
 def test_prime_rls_penalties() -> None:
     read = CorrectionSpec.from_prime_rl
     found = [
@@ -310,6 +319,8 @@ REFUSED: list[tuple[Callable[[], CorrectionSpec], str]] = [
     (lambda: areal({"metric": "kl_k2", "action": "clamp"}), "actor.rejection_sampling.action=clamp"),
     (lambda: areal({"level": "sequence", "agg": "sum", "action": "clamp"}), "actor.rejection_sampling.agg=sum"),
     (lambda: areal({"level": "sequence", "agg": "max", "lower": 0.5}), "actor.rejection_sampling.lower=0.5"),
+    (lambda: areal({"metric": "binary_kl", "level": "sequence"}), "actor.rejection_sampling.level=sequence"),
+    (lambda: areal(behave_imp_weight_cap=5.0), "actor.behave_imp_weight_cap=5.0: a key about the correction that is"),
     (lambda: areal({"uper": 2.0}), "actor.rejection_sampling.uper=2.0: unknown key"),
     (lambda: areal({"metric": "k3"}), "actor.rejection_sampling.metric=k3: no such choice"),
     (lambda: areal(prox_logp_method="guess"), "actor.prox_logp_method=guess"),
@@ -333,6 +344,15 @@ REFUSED: list[tuple[Callable[[], CorrectionSpec], str]] = [
     (
         lambda: CorrectionSpec.from_openrlhf({"is_correction_enable": True, "is_correction_threshold": 2.0}),
         "algo.advantage.is_correction_threshold=2.0",
+    ),
+    (
+        lambda: CorrectionSpec.from_open_instruct({"rho_divergence_algo": "vaco"}),
+        "open_instruct.rho_divergence_algo=vaco: a key about the correction that is not known here",
+    ),
+    (lambda: CorrectionSpec.from_slime({"use_tis": True, "tis_cap": 2.0}), "slime.tis_cap=2.0: a key about"),
+    (
+        lambda: CorrectionSpec.from_nemo_rl(IS | {"truncated_importance_sampling_ratio_max": 2.0}),
+        "loss_fn.truncated_importance_sampling_ratio_max=2.0: a key about",
     ),
     (lambda: CorrectionSpec.from_open_instruct({"use_rho_correction": 1}), "open_instruct.use_rho_correction=1"),
     (lambda: CorrectionSpec.from_prime_rl({"adv_tau": 0.5}), "trainer.loss.adv_tau=0.5"),

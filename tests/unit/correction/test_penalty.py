@@ -101,6 +101,7 @@ def test_a_count_that_nothing_changes() -> None:
         (mask(), True),
         (mask(ratio="full"), True),
         ({"proximal": "bypass"}, True),
+        ({"proximal": "same_engine"}, True),
         ({"proximal": "loglinear", "alpha": 0.5}, True),
     ],
 )

@@ -43,6 +43,7 @@ def test_by_hand() -> None:
     assert torch.equal(of("recompute"), OLD)
     assert torch.equal(of("bypass"), MU)
     assert torch.equal(of("reuse"), PI)
+    assert torch.equal(of("same_engine"), MU)
     # 0.75 x -1 + 0.25 x -2 = -1.25, and 0.75 x -2 + 0.25 x -1 = -1.75
     assert of("loglinear", 0.25).tolist() == [[-1.25, -1.75]]
     assert of("loglinear", 0.5).tolist() == [[-1.5, -1.5]]

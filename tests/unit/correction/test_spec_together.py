@@ -26,8 +26,24 @@ def test_bypass_counts_a_weight_twice() -> None:
     assert CorrectionSpec.from_mapping(weight(ratio="full") | {"proximal": "bypass"})
 
 
+def test_a_weight_is_one_where_mu_is_pi_old() -> None:
+    refused(
+        weight() | {"proximal": "same_engine"},
+        "correction.weight.ratio=rollout",
+        "correction.proximal=same_engine",
+        "mu is seen to be pi_old, and the weight is 1",
+        "correction.proximal=recompute",
+    )
+    assert CorrectionSpec.from_mapping(weight(ratio="full") | {"proximal": "same_engine"})
+
+
 @pytest.mark.parametrize(
-    ("proximal", "inert", "live"), [("bypass", "rollout", ("full", "ppo")), ("reuse", "ppo", ("full", "rollout"))]
+    ("proximal", "inert", "live"),
+    [
+        ("bypass", "rollout", ("full", "ppo")),
+        ("same_engine", "rollout", ("full", "ppo")),
+        ("reuse", "ppo", ("full", "rollout")),
+    ],
 )
 def test_masks_on_a_ratio_that_is_one(proximal: str, inert: str, live: tuple[str, ...]) -> None:
     refused(
@@ -57,7 +73,7 @@ def test_alpha_is_a_number(alpha: Any) -> None:
     refused({"proximal": "loglinear", "alpha": alpha}, "correction.alpha=", "expected a")
 
 
-@pytest.mark.parametrize("proximal", ["recompute", "bypass", "reuse"])
+@pytest.mark.parametrize("proximal", ["recompute", "bypass", "reuse", "same_engine"])
 def test_alpha_without_loglinear(proximal: str) -> None:
     refused(
         {"proximal": proximal, "alpha": 0.5},

@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 
 from recipe.offpolicy.doctor.bash.shell_values import ScriptError
+from recipe.offpolicy.doctor.hydra_main import HydraMain, read_hydra_main
 from recipe.offpolicy.doctor.scripts import find_launch
+from recipe.offpolicy.preflight.checks.module_source import find_source
 
 LAUNCH = "python3 -m verl.trainer.main_ppo a.b=1"
 
@@ -98,3 +100,14 @@ def test_ways_to_launch(call: str, module: str, tmp_path: Path) -> None:
     script.write_text(f"{call}\n")
     launch = find_launch(script, [])
     assert (launch.module, launch.arguments) == (module, ("a.b=1",))
+
+
+def test_programs_are_found_without_importing_them() -> None:
+    path = find_source("verl.trainer.main_ppo")
+    assert path is not None
+    assert read_hydra_main(path) == HydraMain(path, "config", "ppo_trainer")
+    assert find_source("verl.trainer.no_such") is None
+    assert find_source("no_such_package.x") is None
+    folder = find_source("recipe.offpolicy.doctor")
+    assert folder is not None
+    assert folder.name == "__main__.py"

@@ -159,6 +159,14 @@ STOPPED: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         {"correction.proximal": "reuse", "data.train_batch_size": 1024},
         ("correction.proximal=reuse", "a batch gets 4", "ppo_mini_batch_size=data.train_batch_size"),
     ),
+    "one engine, and rows of older weights": (
+        {**NONE, "correction.proximal": "same_engine", "trainer.v1.trainer_mode": "colocate_async"},
+        ("correction.proximal=same_engine", "trainer.v1.trainer_mode=colocate_async samples rows by older weights"),
+    ),
+    "one engine, and weights that are handed over now and then": (
+        {**NONE, "correction.proximal": "same_engine", "trainer.v1.sync.parameter_sync_step": 2},
+        ("correction.proximal=same_engine", "trainer.v1.sync.parameter_sync_step=2", "Set correction.proximal=recomp"),
+    ),
     "interpolation that the reward's KL would read": (
         {"correction.proximal": "loglinear", "correction.alpha": 0.5, "algorithm.use_kl_in_reward": True},
         ("correction.proximal=loglinear", "algorithm.use_kl_in_reward=false"),

@@ -139,7 +139,8 @@ def test_routes_that_are_replayed_are_recorded_and_the_reverse() -> None:
     assert found(check_router_replay(made("R3", True), NONE, megatron)) == []
     assert found(check_router_replay(made("R3", False), NONE, megatron)) == [(live, "R3")]
     assert found(check_router_replay(made("disabled", True), NONE, megatron)) == [(recorded, True)]
-    assert found(check_router_replay(made("R2", False), CorrectionSpec(proximal="bypass"), megatron)) == [(live, "R2")]
+    for skips in ("bypass", "same_engine"):
+        assert found(check_router_replay(made("R2", False), CorrectionSpec(proximal=skips), megatron)) == [(live, "R2")]
     # verl's FSDP replays nothing; with our trainer it does, by a key of its own.
     assert found(check_router_replay(made("R3", False), NONE, V1)) == [(live, "R3")]
     fsdp = "actor_rollout_ref.actor.fsdp_config.router_replay.mode"

@@ -86,6 +86,12 @@ CASES: list[tuple[Check, dict[str, Any], CorrectionSpec, str]] = [
     (bounds.check_skyrl_compat, {}, CorrectionSpec(skyrl_compat=True), "correction.skyrl_compat"),
     (bounds.check_token_aggregates, {}, spec({**TIS, "aggregate": "geometric"}), "correction.weight.aggregate"),
     (gradient_steps.check_proximal, {f"{ACTOR}.ppo_epochs": 2}, replace(BOTH, proximal="reuse"), "correction.proximal"),
+    (
+        gradient_steps.check_proximal,
+        {"trainer.use_v1": True, "trainer.v1.trainer_mode": "separate_async"},
+        CorrectionSpec(proximal="same_engine"),
+        "correction.proximal",
+    ),
     (gradient_steps.check_ppo_ratio, {}, spec(opsm=opsm(0.1, "ppo")), "correction.masks.opsm.ratio"),
     (
         gradient_steps.check_proximal_is_read,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -241,6 +242,7 @@ def test_a_checkpoint_may_be_resumed_with_either(configuration: Configuration, t
         }
     )
     by = {name: CorrectionSpec.from_mapping({"weight": TIS, "proximal": name}) for name in ("reuse", "recompute")}
+    by["same_engine"] = replace(by["reuse"], proximal="same_engine")
     with guard_save(config, 1, by["reuse"]):
         actor = tmp_path / "run" / "global_step_1" / "actor"
         actor.mkdir(parents=True)

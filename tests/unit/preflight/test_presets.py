@@ -51,6 +51,7 @@ EXPECTED: dict[str, dict[str, Any]] = {
     "verl_disabled": {},
     "bypass": {"proximal": "bypass"},
     "reuse": {"proximal": "reuse"},
+    "same_engine": {"proximal": "same_engine"},
     "loglinear": {"proximal": "loglinear", "alpha": 0.5},
     "kl_clip": {"kl_clip": {"lower": 0.8, "upper": 1.2}},
     "log_ratio_penalty": {"penalty": {"ratio": "full", "coefficient": 0.001}},

@@ -10,7 +10,11 @@ import pytest
 from omegaconf import DictConfig, OmegaConf
 
 from recipe.offpolicy.correction import CorrectionSpec
-from recipe.offpolicy.preflight.checks.routing_replay import check_routing_replay
+from recipe.offpolicy.preflight.checks.routing_replay import (
+    WITHOUT_REPLAY,
+    check_recorded_without_replay,
+    check_routing_replay,
+)
 
 pytestmark = pytest.mark.verl("==0.9.1")
 ACTOR, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.model"
@@ -77,3 +81,26 @@ def test_a_single_gradient_step_has_no_use_for_it(mode: str) -> None:
 def test_a_model_without_experts_is_refused(tmp_path: Path, values: dict[str, int], refused: bool) -> None:
     (tmp_path / "config.json").write_text(json.dumps(values))
     assert check(config(**{f"{MODEL}.path": str(tmp_path)})) == [(MODE, "R3", "WRONG")] * refused
+
+
+@pytest.mark.parametrize(
+    ("changes", "proximal", "reason"),
+    [
+        ({}, "recompute", ""),
+        ({WITHOUT_REPLAY: False, MODE: "disabled"}, "recompute", ""),
+        ({MODE: "R2"}, "recompute", "computed without replay already"),
+        ({MODE: "disabled"}, "recompute", "computed without replay already"),
+        ({"trainer.use_v1": False}, "recompute", "computed without replay already"),
+        ({}, "bypass", "there is no pi_old by replayed routes"),
+        ({}, "same_engine", "there is no pi_old by replayed routes"),
+    ],
+)
+def test_log_probs_without_replay_stand_beside_those_with_it(
+    changes: dict[str, Any], proximal: Any, reason: str
+) -> None:
+    made = config(**{WITHOUT_REPLAY: True, **changes})
+    found = list(check_recorded_without_replay(made, CorrectionSpec(proximal=proximal)))
+    assert [one.key for one in found] == [WITHOUT_REPLAY] * bool(reason)
+    for one in found:
+        assert reason in one.reason
+        assert one.overrides == (f"{WITHOUT_REPLAY}=false",)

@@ -7,7 +7,7 @@ import torch
 from tensordict import TensorDict
 
 from recipe.offpolicy.batch.micro_batch import compute_sampled_checksums
-from recipe.offpolicy.proof.rollout_checks import RolloutChecker, name_missing_column
+from recipe.offpolicy.proof.rollout_checks import RolloutChecker, name_missing_column, pad_columns
 from recipe.offpolicy.proof.rollout_log_probs import RolloutLogProbError
 from recipe.offpolicy.proof.token_alignment import AlignmentError, tally_agreements
 
@@ -51,6 +51,16 @@ def test_missing() -> None:
     rows = rollout(nested=True).exclude("rollout_log_probs")
     with pytest.raises(RolloutLogProbError, match="came without them, it has old_log_probs, response_mask, responses"):
         RolloutChecker().check_sampled(rows)
+
+
+def test_columns_are_padded_with_zeros() -> None:
+    mask, mu = pad_columns(rollout(nested=True), ["response_mask", "rollout_log_probs"])
+    expected = rollout(nested=False)
+    width = int(expected["response_mask"].sum(-1).max())
+    assert torch.equal(mask, expected["response_mask"][:, :width])
+    assert torch.equal(mu, (expected["rollout_log_probs"] * expected["response_mask"])[:, :width])
+    with pytest.raises(RolloutLogProbError, match="came without them"):
+        pad_columns(rollout(nested=True).exclude("rollout_log_probs"), ["response_mask"])
 
 
 @pytest.mark.parametrize("nested", [True, False])

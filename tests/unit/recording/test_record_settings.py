@@ -84,6 +84,7 @@ def test_settings_travel_by_value() -> None:
         ("share", 1.1, "expected a share of the prompts, above 0 and at most 1."),
         ("share", "half", "expected a share of the prompts, above 0 and at most 1."),
         ("prompts", "no", "expected true or false."),
+        ("without_replay", 1, "expected true or false."),
         ("max_bytes", 0, "expected a number of bytes above 0."),
         ("max_bytes", "10GB", "expected a number of bytes above 0."),
         ("max_waiting_bytes", -1, "expected a number of bytes above 0."),
@@ -100,7 +101,13 @@ def test_values_that_no_key_takes(tmp_path: Path, name: str, value: Any, expecte
 
 @pytest.mark.parametrize(
     ("name", "value", "shipped"),
-    [("every", 10, "1"), ("share", 0.5, "1.0"), ("prompts", False, "true"), ("max_bytes", 1e6, "10000000000.0")],
+    [
+        ("every", 10, "1"),
+        ("share", 0.5, "1.0"),
+        ("prompts", False, "true"),
+        ("max_bytes", 1e6, "10000000000.0"),
+        ("without_replay", True, "false"),
+    ],
 )
 def test_keys_that_nothing_reads_without_a_directory(tmp_path: Path, name: str, value: Any, shipped: str) -> None:
     (problem,) = find_problems(config(tmp_path, **{name: value}))

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from omegaconf import DictConfig, OmegaConf
 
 pytestmark = pytest.mark.verl("==0.9.1")
@@ -86,6 +87,7 @@ def test_the_step_travels_with_the_batch_and_not_with_rows_of_an_extension(monke
         monkeypatch.setattr(OffPolicyTrainer, name, look)
     trainer: Any = object.__new__(ReplayingTrainer)
     trainer.global_steps, trainer._routing = 4, {"bytes": 8.0}
+    trainer.recording = SimpleNamespace(settings=None)
     batch, metrics = SimpleNamespace(extra_info={}), dict[str, float]()
     trainer._compute_old_log_prob(batch, metrics)
     trainer._compute_log_probs(batch, [])
@@ -93,6 +95,55 @@ def test_the_step_travels_with_the_batch_and_not_with_rows_of_an_extension(monke
     trainer._update_actor(batch, metrics)
     assert seen == [{REPLAY_STEP: 4}, {}, {REPLAY_STEP: 4}]
     assert metrics == {"offpolicy/routing/bytes": 8.0}
+
+
+@pytest.mark.parametrize(
+    ("step", "changes", "native"),
+    [(1, {}, True), (3, {"every": 2}, True), (2, {"every": 2}, False), (1, {"without_replay": False}, False)],
+)
+def test_pi_old_without_replay_is_computed_before_that_with_it(
+    step: int, changes: dict[str, Any], native: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a pass whose batch names no step to replay, in the steps that are recorded alone."""
+    from recipe.offpolicy.recording.record_settings import RecordSettings
+    from recipe.offpolicy.recording.schema import WITHOUT_REPLAY
+    from recipe.offpolicy.replay.batch_routes import REPLAY_STEP
+    from recipe.offpolicy.trainer import replaying_trainer
+    from recipe.offpolicy.trainer.trainer_v1 import OffPolicyTrainer
+
+    passes: list[dict[str, Any]] = []
+    put: dict[str, Any] = {}
+
+    def read(batch: Any, *names: str) -> dict[str, Any]:
+        # A prompt of two tokens and a response of two; log-probs stand at the token before.
+        nested = {"log_probs": [[-9.0, -1.0, -2.0, -9.0]], "response_mask": [[1, 1]]}
+        return {
+            name: torch.nested.as_nested_tensor([torch.tensor(row) for row in nested[name]], layout=torch.jagged)
+            for name in names
+        }
+
+    def put_columns(batch: Any, **columns: Any) -> Any:
+        put.update(columns)
+        return batch
+
+    monkeypatch.setattr(OffPolicyTrainer, "_compute_old_log_prob", lambda self, batch, metrics: batch)
+    monkeypatch.setattr(replaying_trainer, "read_columns", read)
+    monkeypatch.setattr(replaying_trainer, "put_columns", put_columns)
+    trainer: Any = object.__new__(replaying_trainer.ReplayingTrainer)
+    trainer.config = OmegaConf.create({"actor_rollout_ref": {"rollout": {"temperature": 0.7}}})
+    trainer.global_steps = step
+    trainer.recording = SimpleNamespace(settings=RecordSettings.at("there", **{"without_replay": True, **changes}))
+    trainer.actor_rollout_wg = SimpleNamespace(compute_log_prob=lambda batch: passes.append(dict(batch.extra_info)))
+    batch = SimpleNamespace(extra_info={})
+    trainer._compute_old_log_prob(batch, {})
+    assert batch.extra_info[REPLAY_STEP] == step
+    assert len(passes) == native
+    if native:
+        assert passes == [{"calculate_entropy": False, "compute_loss": False, "temperature": 0.7}]
+        (row,) = put[WITHOUT_REPLAY].unbind()
+        assert row.tolist() == [-1.0, -2.0]
+    else:
+        assert not put
 
 
 def test_each_update_is_judged_by_its_own_tokens(monkeypatch: pytest.MonkeyPatch) -> None:

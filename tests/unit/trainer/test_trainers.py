@@ -1,4 +1,4 @@
-"""Which correction a run's card names: the configured one, whatever is in force when the run is resumed."""
+"""Which correction a run's card names, and when the V1 trainer makes the forward pass for pi_old."""
 
 from __future__ import annotations
 
@@ -7,9 +7,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from omegaconf import OmegaConf
+from tensordict import NonTensorStack, TensorDict
 
 from recipe.offpolicy.correction import CorrectionSpec
+from recipe.offpolicy.proof.same_engine import SameEngineError
+from recipe.offpolicy.trainer.supervision import Supervision
 
 CONFIGURED = {"weight": {"level": "token", "kind": "truncate", "lower": None, "upper": 2.0}}
 FALLBACK = CorrectionSpec()
@@ -56,3 +60,47 @@ def test_the_card_of_a_run_names_the_configured_correction(
     getattr(made, begins)()
     assert named == [CorrectionSpec.from_mapping(CONFIGURED)]
     assert made.correction == (FALLBACK if version == "v1" and resumed else named[0])
+
+
+@pytest.mark.parametrize("apart", [1e-7, 1e-3])
+def test_one_engine_makes_the_forward_pass_of_its_first_step_alone(
+    apart: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("transfer_queue")
+    module = import_module("recipe.offpolicy.trainer.trainer_v1")
+    passes = 0
+
+    class Verl:
+        def _compute_old_log_prob(self, batch: Any, metrics: dict[str, Any]) -> Any:
+            nonlocal passes
+            passes += 1
+            columns["old_log_probs"] = columns["rollout_log_probs"] + apart
+            return batch
+
+    def read(batch: Any, *names: str) -> TensorDict:
+        return TensorDict({name: columns[name] for name in names}, batch_size=[4])
+
+    def put(batch: Any, **added: Any) -> Any:
+        columns.update(added)
+        return batch
+
+    monkeypatch.setattr(module, "_columns", read)
+    monkeypatch.setattr(module, "_put", put)
+    own = {"allow_identical_log_probs": False, "allow_unrelated_log_probs": False}
+    config = OmegaConf.create({"actor_rollout_ref": {"actor": {"ppo_epochs": 1}}, "offpolicy": own})
+    made: Any = object.__new__(module.build_corrected(Verl))
+    made.config, made.extensions, made.global_steps = config, None, 3
+    made.supervision = Supervision(CorrectionSpec.from_mapping({"proximal": "same_engine"}), config)
+    for step in range(3):
+        mu = -1.2 - torch.rand(4, 16, generator=torch.Generator().manual_seed(step))
+        tokens = torch.arange(64).view(4, 16)
+        mask = torch.ones(4, 16, dtype=torch.int64)
+        columns: dict[str, Any] = {"responses": tokens, "response_mask": mask, "rollout_log_probs": mu}
+        columns["uid"] = NonTensorStack(*"abcd")
+        if apart > 1e-6:
+            with pytest.raises(SameEngineError, match="at step 3"):
+                made._compute_old_log_prob("batch", {})
+            return
+        made._compute_old_log_prob("batch", {})
+        assert torch.equal(columns["old_log_probs"], mu)
+        assert passes == 1

@@ -16,6 +16,7 @@ from verl import DataProto
 from recipe.offpolicy.batch.plan import PLAN, SharedPlan
 from recipe.offpolicy.correction import BatchConstants, CorrectionSpec
 from recipe.offpolicy.monitor.step_cost import StepCost, count_bytes
+from recipe.offpolicy.proof.same_engine import SameEngineError
 from recipe.offpolicy.recording.run import RunRecord
 from recipe.offpolicy.trainer.supervision import Supervision
 from recipe.offpolicy.trainer.trainer_v0 import NOT_COMPARED, build_corrected
@@ -58,14 +59,14 @@ def configuration() -> DictConfig:
     return OmegaConf.create({"actor_rollout_ref": {"actor": actor, "rollout": {"n": 1}}, "offpolicy": own})
 
 
-def trainer(correction: dict[str, Any], *, legacy: bool = False) -> Any:
+def trainer(correction: dict[str, Any], *, legacy: bool = False, apart: float = 0.01) -> Any:
     made: Any = object.__new__(build_corrected(VerlsTrainer))  # type: ignore[arg-type]
     made.config, made.shadows, made.global_steps = configuration(), {}, 7
     made.supervision = Supervision(CorrectionSpec.from_mapping(correction), made.config)
     made.supervision.begin = lambda: None
     made.supervision.metrics = dict
     made.recording = RunRecord(made.config, made.correction, {})
-    log_probs = made.cost.counted(lambda data: data.batch["rollout_log_probs"] + 0.01 * torch.randn(ROWS, WIDTH))
+    log_probs = made.cost.counted(lambda data: data.batch["rollout_log_probs"] + apart * torch.randn(ROWS, WIDTH))
     made.actor_rollout_wg = SimpleNamespace(compute_log_prob=log_probs)
     made._by_engine, made._advantage_metrics = not legacy, {}
     return made
@@ -138,6 +139,33 @@ def test_forward_passes_are_counted_where_verl_makes_them(proximal: str, forward
         made.actor_rollout_wg.compute_log_prob(batch())
         metrics = made._update_actor(batch()).meta_info["metrics"]
         assert metrics[f"{COST}/proximal_forwards"] == forwards
+
+
+@pytest.mark.parametrize("legacy", [False, True])
+def test_one_engine_makes_the_forward_pass_of_its_first_step_alone(legacy: bool) -> None:
+    """pi_old is mu in every step, and verl is not left to log that mu equals itself."""
+    made = trainer({"proximal": "same_engine"}, legacy=legacy, apart=1e-8)
+    for forwards in (1.0, 0.0, 0.0):
+        rows = batch()
+        old, _ = made._compute_old_log_prob(rows)
+        assert torch.equal(old.batch["old_log_probs"], rows.batch["rollout_log_probs"])
+        metrics = made._update_actor(rows).meta_info["metrics"]
+        assert metrics[f"{COST}/proximal_forwards"] == forwards
+        assert metrics["training/rollout_probs_diff_valid"] == 0.0
+
+
+def test_two_engines_stop_before_the_first_update() -> None:
+    made = trainer({"proximal": "same_engine"}, apart=0.01)
+    with pytest.raises(SameEngineError, match=r"\|mu - pi_old\| is 0\.0\d+ nats at step 7, row \d \(uid prompt\)"):
+        made._compute_old_log_prob(batch())
+
+
+def test_a_resumed_run_is_checked_again() -> None:
+    """Its trainer is another process: what the run before it saw is not in the checkpoint."""
+    for _ in range(2):
+        made = trainer({"proximal": "same_engine"}, apart=1e-8)
+        made._compute_old_log_prob(batch())
+        assert made._update_actor(batch()).meta_info["metrics"][f"{COST}/proximal_forwards"] == 1.0
 
 
 def test_verl_is_not_left_to_log_that_mu_equals_itself() -> None:

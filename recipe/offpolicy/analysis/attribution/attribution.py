@@ -2,36 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
 
-from ...recording import Recording, RecordingError, Rows
+from ...recording import Recording, RecordingError, Rows, concatenate
+from ..jobs import ALONE, Jobs, show_progress
 from .causes import Cause, find_causes_in_rows
 from .decomposition import (
     Decomposition,
+    StepDecomposer,
     VersionMismatch,
-    compute_row_sums,
     decompose,
-    decompose_by_step,
     drop_drift,
     merge_backend_and_staleness,
     summarize_by_version,
 )
 from .faults import describe_faults, has_unnoticed_staleness
-from .profiles import Bucket, clear_drift_std, compute_profiles, select_valid_tokens
+from .part import Part, summarize_step
+from .profiles import Bucket, build_profiles, clear_drift_std
+from .row_sample import BYTES_A_TOKEN, RowSample
 from .scored_rows import describe_none_scored, select_scored_rows
-from .token_text import load_decoder
-from .worst_examples import WorstRow, WorstToken, find_worst_rows, find_worst_tokens
+from .token_text import TokenDecoder, load_decoder
+from .worst_examples import WorstRow, WorstToken
 
 WORST = 12
 """Number of tokens and of rows that are listed."""
-_MEMORY = 62.0
-"""Bytes of memory a byte of a recording takes: 20 M tokens of 12 bytes took 14.4 GB."""
-_MUCH = 4e9
-"""Bytes of memory from which a warning is given."""
+SEARCHED = 1_000_000
+"""Most tokens of the sample that is searched for causes."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,7 @@ class Attribution:
         without_text: why ids are shown instead of text; empty where text is.
         causes: verdict on each possible cause.
         mend_first: sentence on the faults to mend before a bound is set, see ``faults.describe_faults``; or empty.
+        searched: number of tokens that were searched for causes, where they are a sample; 0 where all were.
     """
 
     steps: Sequence[int]
@@ -64,92 +66,118 @@ class Attribution:
     without_text: str
     causes: Sequence[Cause]
     mend_first: str
+    searched: int = 0
 
 
-def attribute(recording: Recording, *, steps: tuple[int, int | None] | None = None, worst: int = WORST) -> Attribution:
-    """Read a recording and attribute its mismatch.
+def attribute(
+    recording: Recording,
+    *,
+    steps: tuple[int, int | None] | None = None,
+    worst: int = WORST,
+    jobs: Jobs = ALONE,
+) -> Attribution:
+    """Read a recording step by step and attribute its mismatch.
 
     Args:
         steps: first and last step to read, a last of None being the last recorded; None: all.
         worst: tokens and rows to list.
+        jobs: who reads them.
 
     Raises:
         RecordingError: a file is damaged, no such step or no token was recorded, or pi_old of none is known.
     """
+    chosen = choose_steps(recording, steps)
+    size = sum(path.stat().st_size for step in chosen for path in recording.files[step])
+    sample = RowSample.of_steps(chosen, SEARCHED) if size > SEARCHED * BYTES_A_TOKEN else None
+    card = recording.card
+    read = partial(_read_step, card.get("model"), worst, sample)
+    parts = jobs.map(read, [recording.only(step) for step in chosen])
+    return _add_up(zip(chosen, show_progress(parts, len(chosen), "attributing"), strict=True), card, searched=sample)
+
+
+def choose_steps(recording: Recording, steps: tuple[int, int | None] | None) -> list[int]:
+    """List the recorded steps within the range.
+
+    Raises:
+        RecordingError: there is none.
+    """
     first, last = steps or (recording.steps[0], None)
-    chosen = _chosen(recording, steps)
+    chosen = [step for step in recording.steps if first <= step and (last is None or step <= last)]
     if not chosen:
         asked = f"from {first} on" if last is None else f"from {first} to {last}"
         raise RecordingError(
             f"{recording.directory}: no step {asked} is recorded; there are {recording.steps[0]} to "
             f"{recording.steps[-1]}."
         )
-    found = select_scored_rows(part for step in chosen for part in recording.corrections(step))
-    return attribute_rows(found.rows, recording.card, worst=worst, left_out=found.left_out)
+    return chosen
 
 
-def check_memory(recording: Recording, steps: tuple[int, int | None] | None = None) -> str:
-    """Estimate from file sizes the memory that ``attribute`` takes; return a warning with a remedy, or ""."""
-    chosen = _chosen(recording, steps)
-    size = sum(path.stat().st_size for step in chosen for path in recording.files[step])
-    memory = _MEMORY * size
-    if memory < _MUCH or not chosen:
-        return ""
-    warning = (
-        f"steps {chosen[0]} to {chosen[-1]}, {size / 1e6:,.0f} MB, are read together, which takes about "
-        f"{memory / 1e9:.0f} GB of memory."
-    )
-    most = max(int(len(chosen) * _MUCH / memory), 1)
-    if most == len(chosen):
-        return f"{warning} Record fewer rows a step: offpolicy.record.share=0.1."
-    return (
-        f"{warning} With --steps {chosen[0]}:{chosen[most - 1]} it is about {memory * most / len(chosen) / 1e9:.1f} GB."
-    )
+def _read_step(model: object, worst: int, sample: RowSample | None, recording: Recording) -> Part:
+    (step,) = recording.steps
+    found = select_scored_rows(recording)
+    return summarize_step(step, found.rows, _load_reader(model), worst=worst, left_out=found.left_out, sample=sample)
 
 
-def _chosen(recording: Recording, steps: tuple[int, int | None] | None) -> list[int]:
-    """List the recorded steps within the range."""
-    first, last = steps or (recording.steps[0], None)
-    return [step for step in recording.steps if first <= step and (last is None or step <= last)]
+@lru_cache(maxsize=1)
+def _load_reader(model: object) -> TokenDecoder:
+    return load_decoder({"model": model})[0]
 
 
 def attribute_rows(rows: Rows, card: Mapping[str, Any], *, worst: int = WORST, left_out: int = 0) -> Attribution:
     """Attribute the mismatch of rows.
 
     Args:
-        rows: with log pi_old by the trainer's own weights, as ``scored_rows.select_scored_rows`` gives them.
+        rows: in the order of their steps, with log pi_old by the trainer's own weights, as
+            ``scored_rows.select_scored_rows`` gives them.
         left_out: rows besides whose pi_old is not known.
 
     Raises:
         RecordingError: they have no token with finite log-probs.
     """
-    if left_out and not len(rows):
+    reader, _ = load_decoder(card)
+    steps = [int(step) for step in np.unique(rows.step)] or [0]
+    parts = (summarize_step(step, rows.take(np.flatnonzero(rows.step == step)), reader, worst=worst) for step in steps)
+    return _add_up(zip(steps, parts, strict=True), card, left_out=left_out)
+
+
+def _add_up(
+    parts: Iterable[tuple[int, Part]], card: Mapping[str, Any], *, left_out: int = 0, searched: RowSample | None = None
+) -> Attribution:
+    """Add up the parts of steps as they come, and search the rows that they bring for causes."""
+    decomposer, by_step, total = StepDecomposer(), {}, None
+    for step, part in parts:
+        if part.rows:
+            by_step[step] = decomposer.decompose(part.sums)
+        total = part if total is None else total + part
+    assert total is not None, "a step was chosen"
+    if left_out := left_out + total.left_out:
+        by_step = {step: drop_drift(found) for step, found in by_step.items()}
+    if left_out and not total.rows:
         raise RecordingError(f"{describe_none_scored(left_out)}.")
-    tokens = select_valid_tokens(rows)
-    if not len(tokens.row):
-        raise RecordingError(f"{len(rows)} rows are recorded, and no token with finite log-probs. Record other steps.")
-    sums = compute_row_sums(rows)
-    reader, why = load_decoder(card)
-    whole, steps, buckets = decompose(sums), decompose_by_step(sums, rows.step), compute_profiles(rows, tokens)
+    if not total.tokens:
+        raise RecordingError(f"{total.rows} rows are recorded, and no token with finite log-probs. Record other steps.")
+    whole, buckets = decompose(total.sums), build_profiles(total.profiles)
     if left_out:
-        whole, steps = drop_drift(whole), {step: drop_drift(part) for step, part in steps.items()}
+        whole = drop_drift(whole)
         buckets = {name: clear_drift_std(of_name) for name, of_name in buckets.items()}
-    causes, versions = find_causes_in_rows(rows, card), summarize_by_version(sums, rows)
-    if has_unnoticed_staleness(causes, rows):
+    rows = concatenate(total.samples)
+    causes, versions = find_causes_in_rows(rows, card), summarize_by_version(total.versions, total.sums.recorded.sums)
+    if has_unnoticed_staleness(causes, stale=total.stale):
         whole = merge_backend_and_staleness(whole)
-        steps = {step: merge_backend_and_staleness(part) for step, part in steps.items()}
+        by_step = {step: merge_backend_and_staleness(found) for step, found in by_step.items()}
         versions = [replace(version, backend=None) for version in versions]
     return Attribution(
-        steps=[int(step) for step in np.unique(rows.step)],
-        rows=len(rows),
+        steps=list(by_step),
+        rows=total.rows,
         left_out=left_out,
         whole=whole,
-        by_step=steps,
+        by_step=by_step,
         versions=versions,
         profiles=buckets,
-        tokens=find_worst_tokens(rows, tokens, reader, worst),
-        worst=find_worst_rows(rows, tokens, reader, worst),
-        without_text=why,
+        tokens=total.worst_tokens,
+        worst=total.worst_rows,
+        without_text=load_decoder(card)[1],
         causes=causes,
-        mend_first=describe_faults(causes, rows),
+        mend_first=describe_faults(causes, stale=total.stale),
+        searched=0 if searched is None else rows.tokens,
     )

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_COLOURS: Final = {"backend": 0, "staleness": 1, "drift": 2, "rollout": 6}
+_COLOURS: Final = {"backend": 0, "staleness": 1, "routing": 4, "drift": 2, "rollout": 6}
 _SHOWN: Final = ("position", "probability", "length", "turn")
 _HEIGHT: Final = 3.4
 
@@ -31,7 +31,7 @@ def build_panels(attribution: Attribution) -> list[plotting.FigurePanel]:
     return [
         plotting.FigurePanel(partial(_steps, attribution=attribution), "KL by step and part", _HEIGHT),
         plotting.FigurePanel(
-            partial(_shares, attribution=attribution), "Shares of backend, staleness and drift", _HEIGHT
+            partial(_shares, attribution=attribution), "Shares of backend, staleness, routing and drift", _HEIGHT
         ),
         *(
             plotting.FigurePanel(
@@ -98,6 +98,8 @@ def _names(apart: bool, whole: Decomposition) -> list[str]:
         apart: True if backend and staleness are both identified.
     """
     parts = ["backend", "staleness"] if apart else ["rollout"]
+    if whole.kl.routing is not None:
+        parts.append("routing")
     return parts if whole.kl.drift is None else [*parts, "drift"]
 
 

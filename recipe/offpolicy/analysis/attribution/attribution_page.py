@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from ..pages import Page, render_details, render_keys, render_panels, render_paragraph, render_table
 from . import attribution_figures, attribution_tables
 from .attribution import Attribution
 from .token_text import escape
 
+if TYPE_CHECKING:
+    from markupsafe import Markup
+
+
 METHOD = (
-    "log pi/mu of each token is backend + staleness + drift. Shares of variance are covariances with the whole, so "
-    "that they sum to 1; a negative one works against the others. Shares of KL are the increments of k3 of the sum "
-    "with each part, in this order. The backend's part of stale rows is estimated from fresh rows at the same "
+    "log pi/mu of each token is backend + staleness + drift. Where expert routes are replayed and log pi_old was "
+    "recorded without replay as well, routing is what the trainer's own routes add to it, and the whole is log pi/mu "
+    "as it would be without replay: backend + staleness + routing + drift. Shares of variance are covariances with the "
+    "whole, so that they sum to 1; a negative one works against the others. Shares of KL are the increments of k3 of "
+    "the sum with each part, in this order. The backend's part of stale rows is estimated from fresh rows at the same "
     "probability, because the trainer runs no forward pass at the weights that sampled them; without fresh rows it is "
     "not identified. Staleness is by the versions that verl records: where the causes show older weights that the "
     "versions do not, backend and staleness stay together. Where the run took mu or a mixture for pi_old "
-    "(correction.proximal of bypass or loglinear), pi at a step's first gradient step stands in, as no update has "
-    "moved it. Rows of later ones are left out: shares are then of KL(mu, pi_old), and drift is not identified."
+    "(correction.proximal of bypass, same_engine or loglinear), pi at a step's first gradient step stands in, as no "
+    "update has moved it. Rows of later ones are left out: shares are then of KL(mu, pi_old), and drift is not "
+    "identified."
 )
 
 
@@ -32,6 +41,7 @@ def add_sections(page: Page, attribution: Attribution) -> None:
         "Where the mismatch comes from",
         render_paragraph(METHOD),
         render_table(attribution_tables.build_shares_table(attribution.whole)),
+        *render_replayed(attribution),
         render_panels(attribution_figures.build_panels(attribution)),
         render_table(attribution_tables.build_versions_table(attribution)),
         render_details("Every step", render_table(attribution_tables.build_steps_table(dict(attribution.by_step)))),
@@ -50,6 +60,12 @@ def add_sections(page: Page, attribution: Attribution) -> None:
         render_table(attribution_tables.build_tokens_table(attribution)),
         render_table(attribution_tables.build_rows_table(attribution)),
     )
+
+
+def render_replayed(attribution: Attribution) -> list[Markup]:
+    """Render the sentence on KL with replay of routes and without; nothing where that is not recorded."""
+    said = attribution_tables.format_replayed(attribution.whole)
+    return [render_paragraph(said)] if said else []
 
 
 def build_page(attribution: Attribution, source: str) -> Page:

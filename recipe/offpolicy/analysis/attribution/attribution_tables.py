@@ -18,6 +18,7 @@ OPEN, CLOSE = "«", "»"
 PARTS: Final = {
     "backend": "other engine, equal weights",
     "staleness": "older weights sampled",
+    "routing": "own expert routes, not the replayed ones",
     "drift": "pi / pi_old, this step's updates",
 }
 
@@ -40,15 +41,23 @@ def build_shares_table(whole: Decomposition) -> Table:
         Column("of KL", align="right"),
         Column("90 %", align="right"),
     ]
-    return Table(columns, rows, title="log pi_old/mu, split" if whole.kl.drift is None else "log pi/mu, split")
+    title = "log pi_old/mu" if whole.kl.drift is None else "log pi/mu"
+    return Table(columns, rows, title=f"{title}{_without_replay(whole)}, split")
+
+
+def _without_replay(found: Decomposition) -> str:
+    return "" if found.kl.routing is None else " without replay"
 
 
 def _parts(found: Decomposition) -> dict[str, tuple[str, str]]:
     """Map the name of a share to its label and meaning; backend and staleness as one where not identified."""
     named = {name: (name, meaning) for name, meaning in PARTS.items()}
+    if found.kl.routing is None:
+        del named["routing"]
     if found.kl.backend is not None:
         return named
-    return {"rollout": (found.together, "other engine, older weights"), "drift": named["drift"]}
+    together = (found.together, "other engine, older weights")
+    return {"rollout": together, **{name: part for name, part in named.items() if name in ("routing", "drift")}}
 
 
 def format_shares(whole: Decomposition) -> str:
@@ -57,7 +66,16 @@ def format_shares(whole: Decomposition) -> str:
         return "no mismatch to split"
     shares = {label: getattr(whole.kl, name) for name, (label, _) in _parts(whole).items()}
     known = ", ".join(f"{label} {share:.0%}" for label, share in shares.items() if share is not None)
-    return f"{known} of {'KL(mu, pi)' if whole.kl.drift is not None else 'KL(mu, pi_old)'}"
+    of = "KL(mu, pi)" if whole.kl.drift is not None else "KL(mu, pi_old)"
+    return f"{known} of {of}{_without_replay(whole)}"
+
+
+def format_replayed(whole: Decomposition) -> str:
+    """Format the KL with replay and without; empty where log-probs without replay are not recorded."""
+    if whole.replayed_kl is None:
+        return ""
+    without, replayed = f"{whole.kl.whole:.2e}", f"{whole.replayed_kl:.2e}"
+    return f"KL(mu, pi) is {without} nats a token without replay of routes, and {replayed} with it."
 
 
 def build_steps_table(by_step: dict[int, Decomposition]) -> Table:
@@ -168,6 +186,8 @@ def format_verdict(attribution: Attribution) -> str:
     sentences = [f"{cause.name}: {cause.sentence}." for cause in present] or [describe_unexplained(attribution)]
     if note := describe_left_out(attribution.left_out):
         sentences.append(note)
+    if attribution.searched:
+        sentences.append(f"Causes were looked for in a sample of {attribution.searched:,} tokens; all else is of all.")
     return " ".join(sentences)
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -10,12 +11,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...monitor.mismatch.shares import RECENT, BackendFloor, Shares, choose_floor, compute_shares, estimate_floor
-from ...monitor.mismatch.sums import COLUMNS, compute_sums_by_row
+from ...monitor.mismatch.sums import COLUMNS
 from ...recording import Rows
+from .row_sums import RoutingSums, compute_row_sums
 
 REPLICATES: Final = 400
-CHUNK: Final = 1 << 20
-"""Padded tokens of one batch, which bounds memory."""
 LEVEL: Final = 0.9
 _N, _LK, _GK, _G, _GG = (COLUMNS.index(name) for name in ("tokens", "total_k3", "gap_k3", "gap", "gap_square"))
 
@@ -25,14 +25,16 @@ Interval = tuple[float, float]
 
 @dataclass(frozen=True)
 class Decomposition:
-    """Shares of backend, staleness and drift in the mismatch of a set of rows.
+    """Shares of backend, staleness, routing and drift in the mismatch of a set of rows.
 
     Attributes:
         tokens: number of tokens.
-        variance, kl: shares of the variance of log pi/mu, and of its KL.
+        variance, kl: shares of the variance of log pi/mu, and of its KL; with a share of routing, of log pi/mu as it
+            would be without replay.
         intervals: "variance.drift" and the like -> interval of ``LEVEL`` by resampling rows; of identified shares.
         floor_from: where the backend's share comes from: "own rows", "earlier steps", or "" where not identified.
         together: label of the rollout's share where its two parts are not identified.
+        replayed_kl: KL(mu, pi) with replay, nats a token, where ``kl`` is of it without; else None.
     """
 
     tokens: int
@@ -41,6 +43,67 @@ class Decomposition:
     intervals: Mapping[str, Interval]
     floor_from: str
     together: str = "backend and staleness"
+    replayed_kl: float | None = None
+
+
+@dataclass(frozen=True)
+class ResampledSums:
+    """Sums over rows, and the same over bootstrap draws of them; both add up over sets of rows.
+
+    Each row is in a draw as often as a Poisson variable of mean 1 says, whatever other rows there are (Chamandy et al.
+    2012): draws of two sets add up to draws of their union.
+
+    Attributes:
+        sums: SHAPE.
+        draws: (REPLICATES, *SHAPE).
+    """
+
+    sums: Array
+    draws: Array
+
+    def __add__(self, other: ResampledSums) -> ResampledSums:
+        return ResampledSums(self.sums + other.sums, self.draws + other.draws)
+
+
+@dataclass(frozen=True)
+class MismatchSums:
+    """Sums over rows from which their mismatch is decomposed; they add up over sets of rows.
+
+    Attributes:
+        recorded: of the log-probs as they were recorded.
+        replayed, native: as ``RoutingSums`` says; None where log-probs without replay are known of no token.
+    """
+
+    recorded: ResampledSums
+    replayed: ResampledSums | None = None
+    native: ResampledSums | None = None
+
+    def __add__(self, other: MismatchSums) -> MismatchSums:
+        return MismatchSums(
+            self.recorded + other.recorded,
+            _add_known(self.replayed, other.replayed),
+            _add_known(self.native, other.native),
+        )
+
+
+def _add_known(one: ResampledSums | None, other: ResampledSums | None) -> ResampledSums | None:
+    return one + other if one is not None and other is not None else one or other
+
+
+@dataclass(frozen=True)
+class VersionSums:
+    """Sums over the tokens of one staleness; they add up over steps.
+
+    Attributes:
+        rows: with such a token.
+        sums: SHAPE.
+    """
+
+    rows: int
+    sums: Array
+
+    def __add__(self, other: VersionSums) -> VersionSums:
+        return VersionSums(self.rows + other.rows, self.sums + other.sums)
 
 
 @dataclass(frozen=True)
@@ -63,37 +126,64 @@ class VersionMismatch:
     backend: float | None
 
 
-def compute_row_sums(rows: Rows) -> Array:
-    """Compute ``mismatch.sums.compute_sums_by_row`` of recorded rows: (N, *SHAPE)."""
-    # Rows are padded to the longest of all, so a chunk holds this many.
-    longest = max(int(np.diff(rows.offsets).max(initial=1)), 1)
-    at_once = max(CHUNK // longest, 1)
-    parts = []
-    for start in range(0, max(len(rows), 1), at_once):
-        some = rows.take(np.arange(start, min(start + at_once, len(rows))))
-        columns = some.padded("rollout_log_prob", "old_log_prob", "log_prob", "token_staleness")
-        parts.append(compute_sums_by_row(staleness=columns.pop("token_staleness"), **columns).numpy())
-    return np.concatenate(parts)
-
-
-def decompose(sums: Array, earlier: Array | None = None, *, seed: int = 0) -> Decomposition:
-    """Decompose the mismatch of rows into shares, with intervals.
+def resample(sums: Array, seed: Sequence[int] = (0,)) -> ResampledSums:
+    """Sum rows, and draws of them.
 
     Args:
         sums: (N, *SHAPE), of ``compute_row_sums``.
+        seed: of the draws: alike for the same rows, whoever draws them and when.
+    """
+    counts = np.random.default_rng(seed).poisson(1.0, (REPLICATES, len(sums))).astype(np.float64)
+    return ResampledSums(sums.sum(0), np.tensordot(counts, sums, 1).astype(np.float64))
+
+
+def resample_rows(sums: Array, routing: RoutingSums | None = None, seed: Sequence[int] = (0,)) -> MismatchSums:
+    """Sum rows, and draws of them, the same ones with replay and without.
+
+    Args:
+        sums: (N, *SHAPE), of ``compute_row_sums``.
+        routing: of the same rows; None where log-probs without replay are not known.
+    """
+    recorded = resample(sums, seed)
+    if routing is None:
+        return MismatchSums(recorded)
+    return MismatchSums(recorded, resample(routing.replayed, seed), resample(routing.native, seed))
+
+
+def decompose(found: MismatchSums, earlier: Array | None = None) -> Decomposition:
+    """Decompose the mismatch of rows into shares, with intervals.
+
+    Args:
         earlier: SHAPE, of rows before them, whose fresh tokens stand in where these have none.
     """
-    together = sums.sum(0)
-    floor, source = choose_floor(together, earlier)
-    of_variance, of_kl = compute_shares(together, floor)
+    split, native = found.replayed or found.recorded, found.native
+    floor, source = choose_floor(split.sums, earlier)
+    of_variance, of_kl = _compute_shares(split.sums, floor, None if native is None else native.sums)
     return Decomposition(
-        tokens=int(together[..., _N].sum()),
+        tokens=int(split.sums[..., _N].sum()),
         variance=of_variance,
         kl=of_kl,
-        intervals=_intervals(sums, None if source == "own rows" else floor, seed),
+        intervals=_compute_intervals(split, native, None if source == "own rows" else floor),
         # Without stale tokens the backend is read off the fresh ones, and needs no floor.
         floor_from=(source or "own rows") if of_variance.backend is not None else "",
+        replayed_kl=None if native is None else compute_shares(found.recorded.sums)[1].whole,
     )
+
+
+def _compute_shares(sums: Array, floor: BackendFloor | None, native: Array | None) -> tuple[Shares, Shares]:
+    """Compute the shares of variance and of KL, with one of routing where ``native`` is there, see ``RoutingSums``."""
+    found = compute_shares(sums, floor)
+    if native is None:
+        return found
+    of_variance, of_kl = (
+        replace(split, drift=after.drift, routing=_subtract(split.drift, after.drift))
+        for split, after in zip(found, compute_shares(native), strict=True)
+    )
+    return of_variance, of_kl
+
+
+def _subtract(one: float | None, other: float | None) -> float | None:
+    return None if one is None or other is None else one - other
 
 
 def drop_drift(found: Decomposition) -> Decomposition:
@@ -120,29 +210,26 @@ def merge_backend_and_staleness(found: Decomposition) -> Decomposition:
     )
 
 
-def decompose_by_step(sums: Array, steps: NDArray[np.int64]) -> dict[int, Decomposition]:
-    """Decompose each step; one without fresh rows takes the backend's floor from ``RECENT`` steps before it.
+class StepDecomposer:
+    """Decomposes one step after another; one without fresh rows takes the floor from ``RECENT`` steps before it."""
 
-    Args:
-        sums: (N, *SHAPE).
-        steps: (N,).
-    """
-    result: dict[int, Decomposition] = {}
-    numbers = np.unique(steps)
-    for index, step in enumerate(numbers):
+    def __init__(self) -> None:
         # Never later steps: the share of a step must not depend on what followed.
-        before = np.isin(steps, numbers[max(0, index - RECENT) : index])
-        result[int(step)] = decompose(sums[steps == step], sums[before].sum(0) if before.any() else None)
-    return result
+        self._before: deque[Array] = deque(maxlen=RECENT)
+
+    def decompose(self, step: MismatchSums) -> Decomposition:
+        """Decompose the next step."""
+        found = decompose(step, np.sum(self._before, axis=0) if self._before else None)
+        self._before.append(step.recorded.sums)
+        return found
 
 
-def summarize_by_version(sums: Array, rows: Rows) -> list[VersionMismatch]:
-    """Summarise the tokens of each staleness, with the backend's floor from the fresh ones among them.
+def sum_by_version(sums: Array, rows: Rows) -> dict[int, VersionSums]:
+    """Sum the tokens of each staleness.
 
     Args:
         sums: (N, *SHAPE), of ``compute_row_sums`` of ``rows``.
     """
-    floor = estimate_floor(sums.sum(0))
     ages = rows.token_staleness
     unlike = rows.response_mask & (ages != np.repeat(rows.staleness, np.diff(rows.offsets)))
     mixed = np.bincount(rows.row_of_token[unlike], minlength=len(rows)) > 0
@@ -153,14 +240,25 @@ def summarize_by_version(sums: Array, rows: Rows) -> list[VersionMismatch]:
         found = compute_row_sums(replace(others, response_mask=others.response_mask & (of_others == age)))
         there = found[..., _N].sum((1, 2)) > 0
         parts[int(age)] = np.concatenate([parts.get(int(age), found[:0]), found[there]])
-    return [_of_version(age, parts[age], floor) for age in sorted(parts)]
+    return {age: VersionSums(len(of_age), of_age.sum(0)) for age, of_age in parts.items()}
 
 
-def _of_version(age: int, sums: Array, floor: BackendFloor | None) -> VersionMismatch:
-    whole = sums.sum((0, 1, 2))
+def summarize_by_version(versions: Mapping[int, VersionSums], sums: Array) -> list[VersionMismatch]:
+    """Summarise the tokens of each staleness, with the backend's floor from the fresh ones.
+
+    Args:
+        versions: of ``sum_by_version``.
+        sums: SHAPE, over all rows.
+    """
+    floor = estimate_floor(sums)
+    return [_of_version(age, versions[age], floor) for age in sorted(versions)]
+
+
+def _of_version(age: int, found: VersionSums, floor: BackendFloor | None) -> VersionMismatch:
+    whole = found.sums.sum((0, 1))
     count = max(float(whole[_N]), 1.0)
     mean = whole[_G] / count
-    bins = sums.sum((0, 1))[:, _N]
+    bins = found.sums.sum(0)[:, _N]
     k3 = float(whole[_GK] / count)
     backend = None
     if age == 0:
@@ -169,7 +267,7 @@ def _of_version(age: int, sums: Array, floor: BackendFloor | None) -> VersionMis
         backend = float((bins * floor.k3).sum() / count)
     return VersionMismatch(
         staleness=age,
-        rows=len(sums),
+        rows=found.rows,
         tokens=int(whole[_N]),
         mean=float(mean),
         std=float(np.sqrt(max(whole[_GG] / count - mean**2, 0.0))),
@@ -178,17 +276,15 @@ def _of_version(age: int, sums: Array, floor: BackendFloor | None) -> VersionMis
     )
 
 
-def _intervals(sums: Array, floor: BackendFloor | None, seed: int) -> dict[str, Interval]:
-    """Compute bootstrap percentiles of the shares; the floor is resampled too where it is the rows' own."""
-    rng = np.random.default_rng(seed)
-    rows = len(sums)
-    # A bootstrap draw is a weighted sum of rows: one product with the counts.
-    flat = sums.reshape(rows, -1)
+def _compute_intervals(
+    split: ResampledSums, native: ResampledSums | None, floor: BackendFloor | None
+) -> dict[str, Interval]:
+    """Compute percentiles of the draws' shares; the floor is resampled too where it is the rows' own."""
     drawn: dict[str, list[float]] = {}
-    for _ in range(REPLICATES):
-        counts = np.bincount(rng.integers(rows, size=rows), minlength=rows).astype(np.float64)
-        for name, part in zip(("variance", "kl"), compute_shares(counts @ flat, floor), strict=True):
-            for key in ("rollout", "backend", "staleness", "drift"):
+    for draw, sums in enumerate(split.draws):
+        shares = _compute_shares(sums, floor, None if native is None else native.draws[draw])
+        for name, part in zip(("variance", "kl"), shares, strict=True):
+            for key in ("rollout", "backend", "staleness", "routing", "drift"):
                 value = getattr(part, key)
                 if value is not None and np.isfinite(value):
                     drawn.setdefault(f"{name}.{key}", []).append(value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
@@ -54,6 +55,43 @@ class ValidTokens:
 
 
 @dataclass(frozen=True)
+class BucketSums:
+    """Sums over the tokens of one bucket; they add up over steps.
+
+    Attributes:
+        gap, drift: mean of log pi_old - log mu, and of log pi - log pi_old, nats.
+        gap_square, drift_square: sums of the squared distance from these means.
+        k3: sum of KL(mu, pi_old), nats.
+    """
+
+    tokens: int
+    gap: float
+    gap_square: float
+    k3: float
+    drift: float
+    drift_square: float
+
+    def __add__(self, other: BucketSums) -> BucketSums:
+        # Chan et al. 1983: no difference of large sums of squares.
+        tokens = self.tokens + other.tokens
+        share = other.tokens / tokens
+        gap, drift = other.gap - self.gap, other.drift - self.drift
+        between = self.tokens * share
+        return BucketSums(
+            tokens,
+            self.gap + share * gap,
+            self.gap_square + other.gap_square + between * gap * gap,
+            self.k3 + other.k3,
+            self.drift + share * drift,
+            self.drift_square + other.drift_square + between * drift * drift,
+        )
+
+
+Profiles = Mapping[str, Mapping[int, BucketSums]]
+"""Name of a profile -> number of a bucket that holds a token -> its sums."""
+
+
+@dataclass(frozen=True)
 class Bucket:
     """Mismatch of the tokens in one bucket of a profile.
 
@@ -94,17 +132,27 @@ def compute_k3(log_ratio: Array) -> Array:
     return np.expm1(np.clip(log_ratio, -20.0, 20.0)) - log_ratio
 
 
-def compute_profiles(rows: Rows, tokens: ValidTokens) -> Mapping[str, list[Bucket]]:
-    """Compute each profile: its name -> its buckets that hold a token, in order."""
+def sum_profiles(rows: Rows, tokens: ValidTokens) -> Profiles:
+    """Sum the tokens of each bucket of each profile."""
     edges = np.array(_SIZES)
     age = rows.token_staleness[tokens.index]
-    return {
-        "position": _buckets(tokens, np.searchsorted(edges, tokens.place + 1), _ranges("")),
-        "length": _buckets(tokens, np.searchsorted(edges, rows.length[tokens.row]), _ranges("")),
-        "probability": _buckets(tokens, np.digitize(tokens.mu, EDGES), BINS),
-        "turn": _buckets(tokens, tokens.turn, None),
-        "staleness": _buckets(tokens, age, None, names={-1: "unknown"}),
+    gap, drift = tokens.gap, tokens.drift
+    k3 = compute_k3(gap)
+    keys = {
+        "position": np.searchsorted(edges, tokens.place + 1),
+        "length": np.searchsorted(edges, rows.length)[tokens.row],
+        "probability": np.digitize(tokens.mu, EDGES),
+        "turn": tokens.turn,
+        "staleness": age,
     }
+    return {name: _sum_buckets(key, gap, drift, k3) for name, key in keys.items()}
+
+
+def build_profiles(sums: Profiles) -> Mapping[str, list[Bucket]]:
+    """Build each profile: its name -> its buckets that hold a token, in order."""
+    sizes = _ranges("")
+    labels = {"position": sizes, "length": sizes, "probability": BINS}
+    return {name: _build_buckets(of_name, labels.get(name), name) for name, of_name in sums.items()}
 
 
 def clear_drift_std(buckets: Sequence[Bucket]) -> list[Bucket]:
@@ -118,25 +166,33 @@ def _ranges(unit: str) -> list[str]:
     return [*names, f"> {_SIZES[-1]}{unit}"]
 
 
-def _buckets(
-    tokens: ValidTokens, key: NDArray[np.int64], labels: Sequence[str] | None, names: Mapping[int, str] | None = None
-) -> list[Bucket]:
-    gap, drift = tokens.gap, tokens.drift
-    loss = compute_k3(gap)
-    whole = loss.sum()
-    buckets = []
-    for value in np.unique(key):
-        here = key == value
-        label = labels[int(value)] if labels is not None else (names or {}).get(int(value), str(int(value)))
-        buckets.append(
-            Bucket(
-                name=label,
-                tokens=int(here.sum()),
-                mean=float(gap[here].mean()),
-                std=float(gap[here].std()),
-                k3=float(loss[here].mean()),
-                share=float(loss[here].sum() / whole) if whole > 0 else float("nan"),
-                drift_std=float(drift[here].std()),
-            )
+def _sum_buckets(key: NDArray[np.int64], gap: Array, drift: Array, k3: Array) -> dict[int, BucketSums]:
+    values, place, counts = np.unique(key, return_inverse=True, return_counts=True)
+
+    def total(of: Array) -> Array:
+        return np.bincount(place, weights=of, minlength=len(values)).astype(np.float64)
+
+    means = {name: total(of) / counts for name, of in (("gap", gap), ("drift", drift))}
+    squares = {name: total(np.square(of - means[name][place])) for name, of in (("gap", gap), ("drift", drift))}
+    columns = (counts, means["gap"], squares["gap"], total(k3), means["drift"], squares["drift"])
+    return {
+        int(value): BucketSums(int(count), *map(float, sums))
+        for value, count, *sums in zip(values, *columns, strict=True)
+    }
+
+
+def _build_buckets(sums: Mapping[int, BucketSums], labels: Sequence[str] | None, name: str) -> list[Bucket]:
+    whole = sum(each.k3 for each in sums.values())
+    unknown = {-1: "unknown"} if name == "staleness" else {}
+    return [
+        Bucket(
+            name=labels[value] if labels is not None else unknown.get(value, str(value)),
+            tokens=each.tokens,
+            mean=each.gap,
+            std=math.sqrt(each.gap_square / each.tokens),
+            k3=each.k3 / each.tokens,
+            share=each.k3 / whole if whole > 0 else math.nan,
+            drift_std=math.sqrt(each.drift_square / each.tokens),
         )
-    return buckets
+        for value, each in sorted(sums.items())
+    ]

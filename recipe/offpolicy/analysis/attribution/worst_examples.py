@@ -47,6 +47,11 @@ class WorstToken:
     token: str
     after: str
 
+    @property
+    def total(self) -> float:
+        """log pi - log mu."""
+        return self.pi - self.mu
+
 
 @dataclass(frozen=True)
 class WorstRow:
@@ -130,7 +135,7 @@ def find_worst_rows(rows: Rows, tokens: ValidTokens, reader: TokenDecoder, most:
     count = np.bincount(tokens.row, minlength=len(rows))
     total = np.bincount(tokens.row, weights=loss, minlength=len(rows))
     log_ratio = np.bincount(tokens.row, weights=tokens.total, minlength=len(rows))
-    mean = np.divide(total, count, out=np.zeros_like(total), where=count > 0)
+    mean = np.divide(total, count, out=np.zeros(len(rows)), where=count > 0)
     alike: dict[tuple[int, str, bytes], list[int]] = {}
     for row in np.argsort(-mean, kind="stable"):
         if mean[row] > 0:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...correction import CorrectionSpec, MaskSpec, WeightSpec
 from ...recording.recording import read_extensions
-from ..attribution import attribution_figures, attribution_tables
+from ..attribution import attribution_figures, attribution_page, attribution_tables
 from ..attribution.attribution import Attribution
 from ..attribution.attribution_page import METHOD
 from ..attribution.scored_rows import describe_left_out
@@ -242,6 +242,7 @@ def _attribution(attribution: Attribution | str) -> list[Markup]:
     )
     return [
         render_paragraph(attribution_tables.format_verdict(attribution)),
+        *attribution_page.render_replayed(attribution),
         render_panels(attribution_figures.build_panels(attribution)),
         render_table(attribution_tables.build_shares_table(attribution.whole)),
         render_details("How it is split", render_paragraph(METHOD)),

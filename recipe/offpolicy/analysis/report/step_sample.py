@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ...recording import Recording
+from ..attribution.row_sample import BYTES_A_TOKEN
 
 TIMELINE = 200
 """Steps that are read for what is drawn over time."""
@@ -15,8 +16,6 @@ STUDIED = 24
 """Steps that are read again for attribution, calibration and what-if."""
 TOKENS = 4_000_000
 """Tokens that these steps may have together, estimated by the size of their files; one step is always read."""
-_BYTES_A_TOKEN = 12
-"""Of a recorded file, compressed: nine columns, of which the log-probs hardly compress."""
 
 
 @dataclass(frozen=True)
@@ -56,10 +55,15 @@ def sample_steps(
     """Sample the first step, the last, and steps between them."""
     steps = recording.steps
     over_time = spread_evenly(steps, timeline)
+    most = count_steps_of(recording, over_time, tokens)
+    return StepSample(len(steps), steps[0], steps[-1], over_time, spread_evenly(over_time, min(studied, most)))
+
+
+def count_steps_of(recording: Recording, steps: Sequence[int], tokens: int) -> int:
+    """Count how many steps of the mean size of ``steps`` have so many tokens together, at least one."""
     # File size stands for tokens, so that no file is read to choose.
-    size = sum(path.stat().st_size for step in over_time for path in recording.files[step]) / len(over_time)
-    most = int(tokens * _BYTES_A_TOKEN // max(size, 1))
-    return StepSample(len(steps), steps[0], steps[-1], over_time, spread_evenly(over_time, min(studied, max(most, 1))))
+    size = sum(path.stat().st_size for step in steps for path in recording.files[step]) / len(steps)
+    return max(int(tokens * BYTES_A_TOKEN // max(size, 1)), 1)
 
 
 def spread_evenly(steps: Sequence[int], most: int) -> tuple[int, ...]:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ...correction import CorrectionSpec, SpecError
-from ...recording import Recording, RecordingError, Step
-from ..attribution.attribution import Attribution, attribute_rows
-from ..attribution.scored_rows import select_scored_rows
+from ...recording import Recording, RecordingError
+from ..attribution.attribution import Attribution, attribute
 from ..calibration.parts import fill_placeholders
 from ..calibration.propose import CalibrationRequest, CalibrationResult, propose_bounds
 from ..whatif.candidates import RECORDED, UNCORRECTED, Candidate
@@ -120,9 +119,8 @@ def _beside(values: dict[str, Any], recorded: CorrectionSpec) -> dict[str, Any]:
 
 
 def _attributed(recording: Recording, sample: StepSample) -> Attribution | str:
-    found = select_scored_rows(_steps(recording, sample))
     try:
-        return attribute_rows(found.rows, recording.card, left_out=found.left_out)
+        return attribute(recording.only(*sample.studied))
     except RecordingError as error:
         return str(error)
 
@@ -130,7 +128,7 @@ def _attributed(recording: Recording, sample: StepSample) -> Attribution | str:
 def _calibrated(recording: Recording, sample: StepSample, asked: _Asked) -> CalibrationResult | str:
     request = CalibrationRequest(target_kept=TARGET_KEPT, target_ess=TARGET_ESS)
     try:
-        return propose_bounds(_steps(recording, sample), asked.spec, request, asked.unset)
+        return propose_bounds(recording.only(*sample.studied), asked.spec, request, asked.unset)
     except (RecordingError, SpecError) as error:
         return str(error)
 
@@ -156,7 +154,3 @@ def _replayed(
         return run_study(recording, sample.studied, chosen)
     except SpecError as error:
         return str(error)
-
-
-def _steps(recording: Recording, sample: StepSample) -> Iterator[Step]:
-    return (part for step in sample.studied for part in recording.corrections(step))

@@ -45,6 +45,13 @@ class AgreementCounter:
         gradient = torch.stack(weighed).flatten(1)
         self.gram[at] += (gradient @ gradient.T).numpy()
 
+    def add_counts(self, other: AgreementCounter) -> None:
+        """Add the counts of other blocks, of the same corrections."""
+        self.tokens += other.tokens
+        self.rows += other.rows
+        self.gram += other.gram
+        self.count = {name: count + other.count[name] for name, count in self.count.items()}
+
     def compute_agreement(self, places: list[int]) -> Agreement:
         """Compute the agreement of those corrections that were in every block."""
         at = np.ix_(places, places)

@@ -18,7 +18,7 @@ from ...correction import (
     rollout_stage,
     step_stage,
 )
-from ...correction.proximal import OF_THE_TRAINER
+from ...correction.proximal import OF_THE_TRAINER, TOLERANCE
 from ...recording import Rows
 from .blocks import SIZE, Block, concatenate_rows, iterate_blocks, pad_rows
 
@@ -51,11 +51,13 @@ def check_replayable(spec: CorrectionSpec, recorded: CorrectionSpec, rows: Rows)
     Raises:
         SpecError: pi_old was never computed, or the version of the weights, by row or by token, is not known.
     """
-    if spec.proximal == "recompute" and recorded.proximal not in OF_THE_TRAINER:
+    if spec.proximal == "recompute" and recorded.proximal not in (*OF_THE_TRAINER, "same_engine"):
         raise SpecError(
             f"correction.proximal=recompute: recorded with correction.proximal={recorded.proximal}, so that pi_old was "
             f"not computed. Replay with correction.proximal=bypass, loglinear or reuse."
         )
+    if spec.proximal == "same_engine" and recorded.proximal != "same_engine":
+        _check_same_engine(recorded, rows)
     if "version" in spec.levels and (unknown := _count_rows(rows, rows.version < 0)):
         raise SpecError(
             f"level=version: of {unknown} of {len(rows)} rows it is not known which version of the weights sampled "
@@ -66,6 +68,27 @@ def check_replayable(spec: CorrectionSpec, recorded: CorrectionSpec, rows: Rows)
         raise SpecError(
             f"correction.{key} goes by the age of the weights: of {unknown} of {len(rows)} rows it is not known which "
             f"version sampled them. Replay without it."
+        )
+
+
+def _check_same_engine(recorded: CorrectionSpec, rows: Rows) -> None:
+    """Check that a run with ``proximal=same_engine`` would not have stopped at these rows.
+
+    Raises:
+        SpecError: it would have, or pi_old was never computed.
+    """
+    if recorded.proximal not in OF_THE_TRAINER:
+        raise SpecError(
+            f"correction.proximal=same_engine: recorded with correction.proximal={recorded.proximal}, so that pi_old "
+            f"was not computed, which mu would have to be. Replay with correction.proximal=bypass."
+        )
+    apart = np.abs(rows.rollout_log_prob.astype(np.float64) - rows.old_log_prob)[rows.response_mask]
+    # Written so that NaN counts.
+    if beyond := int((~(apart <= TOLERANCE)).sum()):
+        raise SpecError(
+            f"correction.proximal=same_engine: of {len(apart)} tokens mu differs from pi_old by more than "
+            f"{TOLERANCE:g} nats on {beyond}, so that the run would have stopped. Replay with "
+            f"correction.proximal=bypass to see mu in the place of pi_old."
         )
 
 

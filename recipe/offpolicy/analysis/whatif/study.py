@@ -1,9 +1,10 @@
-"""Replay of all corrections over all chosen steps of a recording, one step in memory at a time."""
+"""Replay of all corrections over all chosen steps of a recording, few of them in memory at a time."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ import torch
 from ...correction import CorrectionSpec, SpecError
 from ...recording import Recording, RecordingError, Step
 from ...recording.recording import read_extensions
+from ..jobs import ALONE, Jobs, show_progress
 from .agreement import AgreementCounter
 from .base_loss import BaseLoss
 from .blocks import SIZE, iterate_blocks
@@ -27,7 +29,7 @@ from .gradient_sums import (
     compute_row_sums,
 )
 from .kept_scale import DenominatorCounts
-from .measures import FEW
+from .measures import FEW, Sums
 from .outcomes import CorrectionOutcome, RunningOutcome, Study
 from .replay import check_replayable, compute_constants, count_kept_tokens, decide, needs_other_advantages
 
@@ -53,6 +55,15 @@ class _ReplayNotes:
         self.rows += int(of.block.mask.any(-1).sum())
         self.tokens += int(of.block.mask.sum())
         self.uncounted += int((of.block.mask & ~counted).sum())
+
+    def add(self, other: _ReplayNotes) -> None:
+        """Add the counts of other steps."""
+        self.fidelity += other.fidelity
+        for name in ("rows", "tokens", "uncounted", "unchecked"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        for key, steps in other.unscaled.items():
+            self.unscaled.setdefault(key, set()).update(steps)
+        self.other_advantages |= other.other_advantages
 
     def format_notes(self, *, sampled: bool, needs_batch: bool) -> Iterator[str]:
         """Yield what limits the figures, a sentence each."""
@@ -83,6 +94,26 @@ class _ReplayNotes:
             yield "No token has a finite mu and pi_old."
 
 
+@dataclass
+class _StepReplay:
+    """What the replay of one step adds.
+
+    Attributes:
+        sums: place of a correction -> names of its groups and their sums, for each correction that acted in the step.
+        failures: label -> why a correction could not be replayed.
+        tally, seen: of this step alone.
+        needs_batch: a correction fixes something for the whole batch.
+        filled: the step holds a row.
+    """
+
+    tally: AgreementCounter
+    sums: list[tuple[int, tuple[str, ...], Sums]] = field(default_factory=list)
+    failures: dict[str, str] = field(default_factory=dict)
+    seen: _ReplayNotes = field(default_factory=_ReplayNotes)
+    needs_batch: bool = False
+    filled: bool = False
+
+
 @torch.no_grad()
 def run_study(
     recording: Recording,
@@ -90,13 +121,13 @@ def run_study(
     candidates: Sequence[Candidate],
     *,
     size: int = SIZE,
-    progress: Callable[[int], None] = lambda step: None,
+    jobs: Jobs = ALONE,
 ) -> Study:
     """Replay ``candidates`` over ``steps``, and compare the recorded correction's replay with the record.
 
     Args:
         size: places of a padded block, see ``iterate_blocks``.
-        progress: called after each step.
+        jobs: who replays the steps.
 
     Raises:
         RecordingError: a step is damaged, none was chosen, or none holds a row; steps without rows are skipped.
@@ -104,36 +135,22 @@ def run_study(
     if not steps:
         raise RecordingError(f"{recording.directory}: no step to replay.")
     failures = {candidate.label: candidate.error for candidate in candidates if candidate.error is not None}
-    running = [RunningOutcome(candidate) for candidate in candidates if candidate.error is None]
-    tally, seen = AgreementCounter(len(running)), _ReplayNotes()
-    base_loss = BaseLoss.from_card(recording.card)
-    sampled, needs_batch = read_recorded_share(recording.card) < 1, False
-    counts = DenominatorCounts.from_card(recording.card, sampled=sampled)
-    filled = []
-    for number in steps:
-        parts = [part for part in recording.corrections(number) if len(part.rows)]
-        for part in parts:
-            specs = _specs(recording, number, part, running, failures)
-            needs_batch = needs_batch or any(spec.needs_constants for spec in specs.all)
-            seen.other_advantages |= {
-                running[place].candidate.label
-                for place, spec in specs.active.items()
-                if needs_other_advantages(spec, specs.recorded)
-            }
-            _replay(
-                part,
-                number,
-                specs,
-                running,
-                tally,
-                seen,
-                base_loss=base_loss,
-                counts=counts,
-                size=size,
-                sampled=sampled,
-            )
-        filled += [number] if parts else []
-        progress(number)
+    replayable = tuple(candidate for candidate in candidates if candidate.error is None)
+    running = [RunningOutcome(candidate) for candidate in replayable]
+    tally, seen, needs_batch, filled = AgreementCounter(len(running)), _ReplayNotes(), False, []
+    card = recording.card
+    base_loss, sampled = BaseLoss.from_card(card), read_recorded_share(card) < 1
+    counts = DenominatorCounts.from_card(card, sampled=sampled)
+    work = partial(_replay_step, replayable, _Setting(base_loss, counts, size, sampled))
+    found = jobs.map(work, [recording.only(step) for step in steps])
+    for number, step in zip(steps, show_progress(found, len(steps), "replaying"), strict=True):
+        for place, names, sums in step.sums:
+            running[place].add(number, names, sums)
+        failures = step.failures | failures  # the first step at which one fails is named
+        tally.add_counts(step.tally)
+        seen.add(step.seen)
+        needs_batch = needs_batch or step.needs_batch
+        filled += [number] if step.filled else []
     if not filled:
         raise RecordingError(
             f"{recording.directory}: no row is recorded in steps {steps[0]} to {steps[-1]}. Record others."
@@ -158,6 +175,35 @@ def run_study(
             *_few_rows(outcomes),
         ),
     )
+
+
+@dataclass(frozen=True)
+class _Setting:
+    """What is alike in all steps: the run's base loss and denominator, places of a block, rows being a sample."""
+
+    base_loss: BaseLoss
+    counts: DenominatorCounts
+    size: int
+    sampled: bool
+
+
+@torch.no_grad()
+def _replay_step(candidates: Sequence[Candidate], setting: _Setting, recording: Recording) -> _StepReplay:
+    (number,) = recording.steps
+    found = _StepReplay(AgreementCounter(len(candidates)))
+    for part in recording:
+        if not len(part.rows):
+            continue
+        found.filled = True
+        specs = _specs(recording, number, part, candidates, found.failures)
+        found.needs_batch = found.needs_batch or any(spec.needs_constants for spec in specs.all)
+        found.seen.other_advantages |= {
+            candidates[place].label
+            for place, spec in specs.active.items()
+            if needs_other_advantages(spec, specs.recorded)
+        }
+        _replay(part, number, specs, found, setting)
+    return found
 
 
 def _of_extensions(recording: Recording) -> Iterator[str]:
@@ -186,7 +232,7 @@ class _Specs:
 
 
 def _specs(
-    recording: Recording, number: int, step: Step, running: Sequence[RunningOutcome], failures: dict[str, str]
+    recording: Recording, number: int, step: Step, candidates: Sequence[Candidate], failures: dict[str, str]
 ) -> _Specs:
     try:
         recorded = CorrectionSpec.from_mapping(step.spec)
@@ -195,50 +241,38 @@ def _specs(
             f"{recording.files[number][0]}: its metadata holds no valid correction ({error}). Remove the file."
         ) from error
     active = {}
-    for place, one in enumerate(running):
-        if one.candidate.label in failures:
+    for place, candidate in enumerate(candidates):
+        if candidate.label in failures:
             continue
         try:
-            spec = one.candidate.resolve_spec(step.spec)
+            spec = candidate.resolve_spec(step.spec)
             check_replayable(spec, recorded, step.rows)
             active[place] = spec
         except SpecError as error:
-            failures[one.candidate.label] = f"step {number}: {error}"
+            failures[candidate.label] = f"step {number}: {error}"
     return _Specs(recorded, active)
 
 
-def _replay(
-    step: Step,
-    number: int,
-    specs: _Specs,
-    running: Sequence[RunningOutcome],
-    tally: AgreementCounter,
-    seen: _ReplayNotes,
-    *,
-    base_loss: BaseLoss,
-    counts: DenominatorCounts,
-    size: int,
-    sampled: bool,
-) -> None:
+def _replay(step: Step, number: int, specs: _Specs, found: _StepReplay, setting: _Setting) -> None:
     """Replay every correction on one step."""
     rows = step.rows
     constants = {spec: compute_constants(spec, specs.recorded, rows) for spec in specs.all}
     # Missing for specs whose scale is unknown: they are replayed with the original denominator.
     scales = {}
     if by_kept := [spec for spec in set(specs.active.values()) if spec.recounts]:
-        if unknown := counts.explain_unknown(rows):
+        if unknown := setting.counts.explain_unknown(rows):
             for spec in by_kept:
                 asked = "denominator=kept" if spec.denominator == "kept" else "nonfinite=excluded"
-                seen.unscaled.setdefault((asked, unknown), set()).add(number)
+                found.seen.unscaled.setdefault((asked, unknown), set()).add(number)
         else:
             for spec in by_kept:
-                scales[spec] = counts.compute_scale(
-                    rows, count_kept_tokens(spec, specs.recorded, rows, constants[spec], size)
+                scales[spec] = setting.counts.compute_scale(
+                    rows, count_kept_tokens(spec, specs.recorded, rows, constants[spec], setting.size)
                 )
     # Keyed by spec: candidates that are equal at this step are replayed once.
     tables = {spec: np.zeros((len(rows), len(COLUMNS))) for spec in specs.active.values()}
-    for block in iterate_blocks(rows, size):
-        of = build_reference_block(block, base_loss)
+    for block in iterate_blocks(rows, setting.size):
+        of = build_reference_block(block, setting.base_loss)
         decisions = {spec: decide(spec, specs.recorded, block, constants[spec]) for spec in specs.all}
         weighed = {}
         for spec, table in tables.items():
@@ -247,23 +281,23 @@ def _replay(
                 weighed[spec] = weighed[spec] - compute_pull(spec, decisions[spec], of, scales.get(spec))
             table[block.rows] = compute_row_sums(decisions[spec], of, weighed[spec])
         chosen = list(specs.active.values())
-        tally.add(
+        found.tally.add(
             list(specs.active),
             [decisions[spec].keep for spec in chosen],
             [weighed[spec] for spec in chosen],
             of.counted.bool(),
         )
-        seen.add_block(of)
+        found.seen.add_block(of)
         # The record of a sample does not hold what was fixed for the whole batch.
-        known = not (sampled and specs.recorded.needs_constants)
+        known = not (setting.sampled and specs.recorded.needs_constants)
         if known:
-            seen.fidelity += compare_with_record(decisions[specs.recorded], block, step.reasons, number)
+            found.seen.fidelity += compare_with_record(decisions[specs.recorded], block, step.reasons, number)
         else:
-            seen.unchecked += 1
+            found.seen.unchecked += 1
     groups = build_grouping(rows)
     sums = {spec: groups.sum_rows(table) for spec, table in tables.items()}
     for place, spec in specs.active.items():
-        running[place].add(number, groups.names, sums[spec])
+        found.sums.append((place, groups.names, sums[spec]))
 
 
 def _few_rows(outcomes: Sequence[CorrectionOutcome]) -> Iterator[str]:

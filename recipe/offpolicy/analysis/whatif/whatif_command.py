@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import itertools
 import json
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 
 from ...recording import Recording, RecordingError
+from ..jobs import read_arguments
 from ..pages import fit_to_width
 from . import whatif_tables
 from .candidates import RECORDED, UNCORRECTED, Candidate, build_candidates
@@ -59,8 +59,7 @@ def run_from_arguments(given: argparse.Namespace) -> Study:
         for line in whatif_tables.describe_left_out(1 + sum(one.error is None for one in asked)):
             sys.stderr.write(f"whatif: {line}\n")
     baseline = Candidate(UNCORRECTED, UNCORRECTED)
-    with _progress(len(steps), shown=not given.json) as step:
-        return run_study(recording, steps, (baseline, *asked), progress=lambda _: step())
+    return run_study(recording, steps, (baseline, *asked), jobs=read_arguments(given, recording, steps))
 
 
 def write_result(result: Study, given: argparse.Namespace) -> None:
@@ -106,17 +105,3 @@ def _tables(result: Study) -> str:
         for note in [*result.notes, *whatif_tables.describe_left_out(len(result.outcomes))]:
             console.print(note, style="yellow", markup=False, highlight=False)
     return captured.get()
-
-
-@contextlib.contextmanager
-def _progress(steps: int, *, shown: bool) -> Iterator[Callable[[], None]]:
-    """Show a progress bar on a terminal's standard error; yields the function that advances it."""
-    if not (shown and sys.stderr.isatty()):
-        yield lambda: None
-        return
-    from rich.console import Console
-    from rich.progress import Progress
-
-    with Progress(console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("replaying", total=steps)
-        yield lambda: progress.advance(task)

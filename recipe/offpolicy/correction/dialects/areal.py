@@ -31,7 +31,7 @@ _REJECTION: Final[dict[str, Any]] = {
     "upper": 5.0,
     "lower": None,
 }
-_METRICS: Final = ("ratio", "kl_k1", "kl_k2", "kl_k3")
+_METRICS: Final = ("ratio", "kl_k1", "kl_k2", "kl_k3", "binary_kl")
 
 
 def convert_areal(source: Mapping[str, Any] | Any) -> dict[str, Any]:
@@ -40,7 +40,8 @@ def convert_areal(source: Mapping[str, Any] | Any) -> dict[str, Any]:
     * Without ``use_decoupled_loss`` pi_old is mu, or with ``recompute_logprob`` a forward pass, and nothing weighs.
     * ``rejection_sampling`` weighs each token by prox / behave, or at level sequence with metric ratio each row by its
       geometric mean; ``mask`` rejects and leaves that weight as it is, ``clamp`` bounds it.
-    * ``kl_k1`` is log r there, so that its bounds change sides; ``kl_k3`` is that of 1 / r, which no aggregate here is.
+    * ``kl_k1`` is log r there, so that its bounds change sides; ``kl_k3`` is that of 1 / r, which no aggregate here is;
+      ``binary_kl`` is KPop's, by token alone.
 
     A log-ratio that is not finite is 0 there, and here the token leaves the loss.
 
@@ -55,7 +56,7 @@ def convert_areal(source: Mapping[str, Any] | Any) -> dict[str, Any]:
         {'level': 'token', 'kind': 'reject', 'lower': None, 'upper': 2.0}
     """
     where = "actor"
-    values = pick_options(source, _ACTOR, where)
+    values = pick_options(source, _ACTOR, where, ("behave_imp_weight", "prox_logp_"))
     decoupled = read_flag(values, "use_decoupled_loss", where)
     method = read_choice(
         values["prox_logp_method"], ("recompute", "loglinear", "metrics"), f"{where}.prox_logp_method", optional=False
@@ -109,6 +110,11 @@ def _bound_divergence(metric: str, level: str, agg: str, values: Mapping[str, An
         reason = "AReaL's k3 is that of behave / prox, 1 / r - 1 + log r, which no aggregate here is."
         raise refuse(reason, f"{where}.metric", metric, f"Set {where}.metric=kl_k2.")
     how = "sum" if level == "token" else agg
+    if metric == "binary_kl":
+        if level == "sequence":
+            reason = "the greater of two binary KLs has no sum or mean over a row here."
+            raise refuse(reason, f"{where}.level", level, f"Set {where}.level=token.")
+        return build_mask(level, metric, lower, upper)
     if metric == "kl_k2":
         return build_mask(level, f"k2_{how}", lower, upper)
     if how == "max":

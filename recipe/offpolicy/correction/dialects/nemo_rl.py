@@ -40,7 +40,7 @@ def convert_nemo_rl(source: Mapping[str, Any] | Any, threshold: float | None = N
         {'level': 'token', 'kind': 'truncate', 'lower': None, 'upper': 2.0}
     """
     where = "loss_fn"
-    values = pick_options(source, _LOSS, where)
+    values = pick_options(source, _LOSS, where, ("truncated_importance_sampling_",))
     kind = read_choice(values[_TYPE], ("tis", "icepop", "seq-mask-tis"), f"{where}.{_TYPE}")
     by_row = read_flag(values, "sequence_level_importance_ratios", where)
     plain: dict[str, Any] = {"proximal": "recompute"}

@@ -39,7 +39,7 @@ def convert_open_instruct(source: Mapping[str, Any] | Any) -> dict[str, Any]:
         {'level': 'token', 'kind': 'truncate', 'lower': None, 'upper': 2.0, 'aggregate': 'product'}
     """
     where = "open_instruct"
-    values = pick_options(source, _FIELDS, where)
+    values = pick_options(source, _FIELDS, where, ("rho_", "rollout_importance_", "policy_ratio_"))
     if read_flag(values, "use_vllm_logprobs", where):
         return {"proximal": "bypass"}
     if not read_flag(values, "use_rho_correction", where):

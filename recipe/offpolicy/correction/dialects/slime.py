@@ -55,7 +55,7 @@ def convert_slime(source: Mapping[str, Any] | Any) -> dict[str, Any]:
         {'level': 'token', 'kind': 'truncate', 'lower': None, 'upper': 2.0}
     """
     where = "slime"
-    values = pick_options(source, _ARGUMENTS, where)
+    values = pick_options(source, _ARGUMENTS, where, ("tis_", "opsm_", "rs_"), _MIS)
     bypass = read_flag(values, "use_rollout_logprobs", where)
     plain: dict[str, Any] = {"proximal": "bypass" if bypass else "recompute", "masks": {}}
     path = values["custom_tis_function_path"]

@@ -13,6 +13,7 @@ from ...batch.shipped_defaults import read_shipped_defaults
 from ...correction import CorrectionSpec, MaskSpec, Problem
 from ...correction.moving_bounds import WEIGHT, Side
 from ...correction.problem import format_value, remove, set_to
+from ...correction.proximal import MU_ITSELF
 from .histogram import find_keeping_distance, find_widest_cap
 from .schedule import Schedule, compute_distances, find_moving_sides
 
@@ -163,7 +164,7 @@ def _find_immovable_masks(values: Mapping[str, Any], spec: CorrectionSpec) -> It
         elif name not in movable:
             fix = f"Choose of {', '.join(movable)}." if movable else f"Set {target}=null."
             yield _problem("of", name, _explain_immovable(masks[name], values["side"]), fix, **first)
-        elif masks[name].ratio == "full" and spec.proximal in ("bypass", "loglinear"):
+        elif masks[name].ratio == "full" and spec.proximal in (*MU_ITSELF, "loglinear"):
             reason = (
                 f"with correction.proximal={spec.proximal} nothing tells backend noise from drift, and the bound must "
                 f"not get below it."

@@ -39,13 +39,15 @@ Array = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Shares:
-    """Parts of a whole, each group of which sums to 1: rollout + drift, backend + staleness + drift.
+    """Parts of a whole, each group of which sums to 1: rollout + routing + drift, backend + staleness + the same two.
 
     Attributes:
         whole: what they are shares of: a variance in nats^2, or a KL divergence in nats a token.
         rollout: of log pi_old/mu, backend and staleness together; NaN where the whole is 0.
         backend, staleness: None where not identified.
         drift: of log pi/pi_old; None where not identified.
+        routing: of what the trainer's own expert routes add to the rollout engine's; None where routes are not
+            replayed, or log-probs without replay are not recorded.
     """
 
     whole: float
@@ -53,6 +55,7 @@ class Shares:
     backend: float | None
     staleness: float | None
     drift: float | None
+    routing: float | None = None
 
 
 @dataclass(frozen=True)

@@ -56,6 +56,7 @@ CHECKS: tuple[Check, ...] = (
     staleness.check_staleness,
     routing_replay.check_routing_replay,
     support.check_support,
+    routing_replay.check_recorded_without_replay,
     bounds.check_bounds_hold_agreement,
     bounds.check_bounds_in_reach,
     bounds.check_token_aggregates,
@@ -79,6 +80,10 @@ CHECKS: tuple[Check, ...] = (
     policy_loss.check_base_loss,
     extensions.check_extensions,
 )
+CHECKS_IN_SOURCE: tuple[Check, ...] = tuple(
+    seams.check_seams_in_source if check is seams.check_seams else check for check in CHECKS
+)
+"""The same for ``--check`` and the doctor, which train nothing: importing verl's trainer and workers takes seconds."""
 REMARKS: tuple[Check, ...] = (
     bounds.warn_bounds_never_seen,
     warnings.warn_level_version,
@@ -96,6 +101,7 @@ REMARKS: tuple[Check, ...] = (
 
 __all__ = [
     "CHECKS",
+    "CHECKS_IN_SOURCE",
     "OWN_KEYS",
     "REMARKS",
     "VERL_CHECKS",

@@ -6,10 +6,13 @@ from collections.abc import Iterator
 
 from omegaconf import DictConfig, OmegaConf
 
+from verl_patches.execution_path import USE_V1
+
 from ...correction import CorrectionSpec
 from ...correction.problem import Problem, set_to
 from ..old_log_prob import count_gradient_steps
 from .config_reader import ACTOR
+from .staleness import MODE, is_asynchronous
 
 _MINI_BATCH = f"{ACTOR}.ppo_mini_batch_size"
 _PARTS = ("proximal",)
@@ -29,6 +32,9 @@ def check_proximal(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem
             parts=_PARTS,
             overrides=(set_to(_MINI_BATCH, config.data.train_batch_size), set_to(f"{ACTOR}.ppo_epochs", 1)),
         )
+    if value == "same_engine" and (why := _explain_older_weights(config)):
+        fix = "Set correction.proximal=recompute."
+        yield Problem(key, value, f"{why}, and mu is not pi_old.", fix, parts=_PARTS, overrides=recompute)
     if value in ("reuse", "loglinear"):
         if OmegaConf.select(config, "algorithm.use_kl_in_reward"):
             reason = "the KL in the reward reads pi_old before the loss can say what it is."
@@ -42,13 +48,24 @@ def check_proximal(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem
             yield Problem(key, value, reason, fix, parts=_PARTS, overrides=_remove_alpha(spec, recompute))
 
 
+def _explain_older_weights(config: DictConfig) -> str | None:
+    """Explain why rows may be sampled by older weights than those that their step begins with; None if none are."""
+    if is_asynchronous(config):
+        return f"{MODE}={OmegaConf.select(config, MODE)} samples rows by older weights than those that train them"
+    if OmegaConf.select(config, USE_V1):
+        key = f"trainer.v1.{OmegaConf.select(config, MODE)}.parameter_sync_step"
+        if (updates := OmegaConf.select(config, key)) not in (None, 1):
+            return f"{key}={updates} hands the rollout engine the weights of one update in {updates}"
+    return None
+
+
 def _remove_alpha(spec: CorrectionSpec, recompute: tuple[str, ...]) -> tuple[str, ...]:
     return recompute if spec.alpha is None else (*recompute, set_to("correction.alpha", None))
 
 
 def check_ppo_ratio(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
     """Check that ratios pi / pi_old get a second gradient step; at the first one they are 1."""
-    if spec.proximal != "recompute" or count_gradient_steps(config) != 1:
+    if spec.proximal not in ("recompute", "same_engine") or count_gradient_steps(config) != 1:
         return
     reason = "a batch gets one gradient step, at which pi is pi_old, so that it never acts."
     fix = "Set actor_rollout_ref.actor.ppo_mini_batch_size below data.train_batch_size, or remove it."

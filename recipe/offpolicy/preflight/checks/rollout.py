@@ -34,6 +34,8 @@ def check_rollout_log_probs(config: DictConfig, spec: CorrectionSpec) -> Iterato
         reason = "without the engine's log-probs there is no mu to correct with."
         value = OmegaConf.select(config, key)
         yield Problem(key, value, reason, "Set it to true.", "INERT", MU, (set_to(key, True),))
+    if spec.proximal == "same_engine":  # the first step checks each of them
+        return
     # verl has no default for the engine, and says so itself when it is left out.
     key = f"{ROLLOUT}.name"
     if (engine := OmegaConf.select(config, key)) not in (None, "vllm"):

@@ -16,6 +16,7 @@ from ..verl_keys.router_replay import ROUTER_REPLAY as PART
 from .gradient_steps import build_two_steps
 
 _MODE = f"{ROUTER_REPLAY}.mode"
+WITHOUT_REPLAY = "offpolicy.record.without_replay"
 
 
 def check_routing_replay(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
@@ -43,6 +44,23 @@ def check_routing_replay(config: DictConfig, spec: CorrectionSpec) -> Iterator[P
         reason = "a batch gets one gradient step, within which nothing drifts: replay would bias it for nothing."
         fix = f"Set actor_rollout_ref.actor.ppo_mini_batch_size below data.train_batch_size, or {off}."
         yield Problem(_MODE, settings.mode, reason, fix, "INERT", (PART,), build_two_steps(config))
+
+
+def check_recorded_without_replay(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
+    """Check that ``offpolicy.record.without_replay`` has a pi_old by replayed routes to stand beside."""
+    if OmegaConf.select(config, WITHOUT_REPLAY) is not True:
+        return
+    settings = ReplaySettings.from_config(config)
+    off = set_to(WITHOUT_REPLAY, False)
+    if settings is None or settings.mode != "R3":
+        beside = {_MODE: OmegaConf.select(config, _MODE)}
+        reason = "pi_old is computed without replay already: R3 on FSDP alone replays routes there."
+        yield Problem(WITHOUT_REPLAY, True, reason, f"Set {off}.", parts=(), overrides=(off,), beside=beside)
+    elif spec.proximal != "recompute":
+        beside = {"correction.proximal": spec.proximal}
+        reason = "there is no pi_old by replayed routes, which it is compared with."
+        fix = f"Set correction.proximal=recompute, or {off}."
+        yield Problem(WITHOUT_REPLAY, True, reason, fix, parts=(), overrides=(off,), beside=beside)
 
 
 def _turn_off(config: DictConfig, settings: ReplaySettings) -> tuple[str, ...]:

@@ -15,6 +15,7 @@ from ...correction import CorrectionSpec
 from ...correction.problem import Problem, set_to
 from ...replay.replay_settings import ReplaySettings
 from .config_reader import SHADOW, read_shadows
+from .contracts_in_source import check_contracts
 from .staleness import is_asynchronous, is_bounded, notes_token_versions
 
 Hold = Callable[[Iterable[Contract]], None]
@@ -23,9 +24,18 @@ Hold = Callable[[Iterable[Contract]], None]
 
 def check_seams(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
     """Import every seam of the live path and check it against its contract."""
+    return _check_seams_of(config, engine_loss.check)
+
+
+def check_seams_in_source(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
+    """Check every seam of the live path in verl's source, for what does not go on to train."""
+    return _check_seams_of(config, check_contracts)
+
+
+def _check_seams_of(config: DictConfig, hold: Hold) -> Iterator[Problem]:
     noted = notes_token_versions(config)
     bounded, replayed = is_bounded(config), ReplaySettings.from_config(config) is not None
-    yield from check_seams_with(live_path(config), engine_loss.check, bounded=bounded, noted=noted, replayed=replayed)
+    return check_seams_with(live_path(config), hold, bounded=bounded, noted=noted, replayed=replayed)
 
 
 def check_seams_with(

@@ -48,7 +48,8 @@ def warn_no_staleness(config: DictConfig, spec: CorrectionSpec) -> Iterator[Prob
     In asynchronous training pi_old / mu holds the age of the weights, and these masks have that to see.
     """
     mode = OmegaConf.select(config, "trainer.v1.trainer_mode") if OmegaConf.select(config, "trainer.use_v1") else "sync"
-    if spec.proximal not in ("recompute", "reuse") or count_gradient_steps(config) != 1 or mode not in (None, "sync"):
+    trainers = spec.proximal in ("recompute", "reuse", "same_engine")
+    if not trainers or count_gradient_steps(config) != 1 or mode not in (None, "sync"):
         return
     for name, mask in spec.masks:
         if mask.ratio == "full":
@@ -61,7 +62,7 @@ def warn_no_staleness(config: DictConfig, spec: CorrectionSpec) -> Iterator[Prob
                 f"Set {ACTOR}.ppo_mini_batch_size below data.train_batch_size, or {key}=rollout if that is meant.",
                 "INERT",
                 (f"masks.{name}.staleness",),
-                build_two_steps(config) if spec.proximal == "recompute" else (set_to(key, "rollout"),),
+                (set_to(key, "rollout"),) if spec.proximal == "reuse" else build_two_steps(config),
             )
 
 

@@ -96,7 +96,7 @@ def _is_of_verl(config: DictConfig, key: str) -> bool:
 
 
 def _find_skipped_forward(config: DictConfig, spec: CorrectionSpec) -> str | None:
-    if spec.proximal in WITHOUT_FORWARD:
+    if spec.proximal in (*WITHOUT_FORWARD, "same_engine"):
         return f"correction.proximal={spec.proximal}"
     return f"{VERL}.bypass_mode=true" if read_rollout_correction(config).get(BYPASS) else None
 

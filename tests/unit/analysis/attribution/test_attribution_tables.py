@@ -15,6 +15,7 @@ from recipe.offpolicy.analysis.attribution.attribution_tables import (
     build_rows_table,
     build_tokens_table,
     build_versions_table,
+    format_verdict,
     list_fixes,
 )
 from recipe.offpolicy.analysis.attribution.causes.cause import NAMES, Cause
@@ -73,3 +74,10 @@ def test_a_page_has_the_sections_that_a_report_takes_over(attribution: Attributi
 @pytest.mark.slow
 def test_one_figure_holds_steps_and_profiles(attribution: Attribution) -> None:
     assert len(draw_overview(attribution).axes) >= 4
+
+
+def test_a_sample_that_was_searched_is_said_to_be_one(attribution: Attribution) -> None:
+    assert "sample" not in format_verdict(attribution)
+    assert format_verdict(replace(attribution, searched=1_000_000)).endswith(
+        "Causes were looked for in a sample of 1,000,000 tokens; all else is of all."
+    )

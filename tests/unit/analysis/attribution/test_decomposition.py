@@ -13,7 +13,7 @@ from recipe.offpolicy.analysis.attribution.decomposition import (
     drop_drift,
     merge_backend_and_staleness,
 )
-from recipe.offpolicy.analysis.attribution.faults import has_unnoticed_staleness
+from recipe.offpolicy.analysis.attribution.faults import has_stale_tokens, has_unnoticed_staleness
 from recipe.offpolicy.analysis.attribution.scored_rows import select_scored_rows
 from recipe.offpolicy.monitor.mismatch.shares import Shares
 from recipe.offpolicy.recording import Step
@@ -54,8 +54,9 @@ def test_staleness_is_unnoticed_where_no_row_is_recorded_as_stale(
     versions = np.where(np.array(ages) < 0, -1, 4 - np.array(ages))
     rows = sampled_by(rows, versions)
     cause = Cause("stale weights", verdict, {}, "Found.")  # type: ignore[arg-type]
-    assert has_unnoticed_staleness([cause], rows) is unnoticed
-    assert not has_unnoticed_staleness([replace(cause, name="numerics")], rows)
+    stale = has_stale_tokens(rows)
+    assert has_unnoticed_staleness([cause], stale=stale) is unnoticed
+    assert not has_unnoticed_staleness([replace(cause, name="numerics")], stale=stale)
 
 
 def test_rows_are_scored_by_the_trainers_own_weights() -> None:

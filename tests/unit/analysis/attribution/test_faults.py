@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from recipe.offpolicy.analysis.attribution import faults
+from recipe.offpolicy.analysis.attribution import faults, row_sample
 from recipe.offpolicy.analysis.attribution.attribution import attribute as attributed
 from recipe.offpolicy.analysis.attribution.attribution_tables import (
     build_shares_table,
@@ -78,20 +78,19 @@ def test_of_weights_whose_age_is_noted_nothing_is_to_be_mended() -> None:
 
 
 def test_faults_are_named_with_their_fix_and_numerics_are_none() -> None:
-    rows = drawn_rows([3])
     causes = [
         Cause("temperature", "present", {}, "", "set it"),
         Cause("stale weights", "present", {}, "", ""),
         Cause("numerics", "present", {}, "", "any"),
         Cause("misalignment", "absent", {}, ""),
     ]
-    assert describe_faults(causes, rows).startswith(f"{FIRST}: temperature (set it); stale weights. A bound")
-    assert describe_faults(causes[2:], rows) == ""
+    assert describe_faults(causes, stale=False).startswith(f"{FIRST}: temperature (set it); stale weights. A bound")
+    assert describe_faults(causes[2:], stale=False) == ""
 
 
 def test_a_long_recording_is_looked_at_in_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """2 of 5 steps, the ends, and of each the same prompt: 10 tokens are not enough for two, of 2 rows of 3 each."""
-    monkeypatch.setattr(faults, "STEPS", 2)
+    monkeypatch.setattr(row_sample, "STEPS", 2)
     monkeypatch.setattr(faults, "TOKENS", 2 * 10)
     prompts = np.repeat([11, 12, 13, 14], 2).astype(np.int32)
     for step in range(1, 6):

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from recipe.offpolicy.analysis.attribution.profiles import compute_profiles, select_valid_tokens
+from recipe.offpolicy.analysis.attribution.profiles import build_profiles, select_valid_tokens, sum_profiles
 from recipe.offpolicy.analysis.attribution.token_text import TokenDecoder, escape, load_decoder
 from recipe.offpolicy.analysis.attribution.worst_examples import find_worst_rows, find_worst_tokens
 from recipe.offpolicy.recording import Rows
@@ -49,7 +49,7 @@ class Letters:
 def test_profiles_worked_by_hand() -> None:
     """The tool's token, with a gap of 5, is in none of them."""
     rows = two_rows()
-    found = compute_profiles(rows, select_valid_tokens(rows))
+    found = build_profiles(sum_profiles(rows, select_valid_tokens(rows)))
     whole = 3 * k3(0.1) + k3(-1.0)
     turns = {bucket.name: bucket for bucket in found["turn"]}
     assert set(turns) == {"0", "1"}

@@ -21,7 +21,7 @@ from recipe.offpolicy.analysis.whatif.gradient_sums import (
     compute_gradient_weight,
 )
 from recipe.offpolicy.analysis.whatif.measures import TurnShare, compute_measures, compute_turn_shares
-from recipe.offpolicy.analysis.whatif.replay import check_replayable, compute_constants, decide
+from recipe.offpolicy.analysis.whatif.replay import check_replayable, compute_constants, compute_pi_old, decide
 from recipe.offpolicy.correction import BatchConstants, SpecError
 from recipe.offpolicy.recording import Rows
 from tests.support.acted import acted, by_hand
@@ -71,12 +71,26 @@ def test_what_was_not_recorded_is_not_replayed() -> None:
     check_replayable(bypassed, bypassed, rows())
     with pytest.raises(SpecError, match=r"correction\.proximal=recompute: recorded with correction\.proximal=bypass"):
         check_replayable(TOKEN_TIS, bypassed, rows())
+    one_engine = replace(NONE, proximal="same_engine")
+    with pytest.raises(SpecError, match=r"recorded with correction\.proximal=bypass, so that pi_old was not computed"):
+        check_replayable(one_engine, bypassed, rows())
     by_version = spec(TIS | {"level": "version"})
     known = sampled_by(rows(), [3, 4])
     check_replayable(by_version, NONE, known)
     mixed = sampled_by(known, [2, -1], [3, -1])
     with pytest.raises(SpecError, match="of 2 of 2 rows it is not known which version of the weights sampled"):
         check_replayable(by_version, NONE, mixed)
+
+
+def test_mu_in_the_place_of_pi_old_is_replayed_where_the_run_would_have_gone_on() -> None:
+    """rho is 4, 1, 1/2 and twice more than 1: four of five tokens differ. Alike, both engines are one."""
+    one_engine = replace(NONE, proximal="same_engine")
+    with pytest.raises(SpecError, match=r"of 5 tokens mu differs from pi_old by more than 1e-06 nats on 4, so that"):
+        check_replayable(one_engine, NONE, rows())
+    alike = replace(rows(), old_log_prob=rows().rollout_log_prob)
+    check_replayable(one_engine, NONE, alike)
+    check_replayable(TOKEN_TIS, one_engine, alike)
+    assert torch.equal(compute_pi_old(one_engine, NONE, whole(alike)), whole(alike).rollout_log_prob)
 
 
 def test_units_by_version_are_those_of_the_tokens() -> None:

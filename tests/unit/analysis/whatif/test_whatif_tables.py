@@ -106,7 +106,9 @@ def test_the_document_is_of_plain_values(study: Study) -> None:
 def test_the_command_replays_what_acted_and_writes_it(
     directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    given = argparse.Namespace(directory=directory, steps=None, spec=None, grid=[], html=None, json=True, png=None)
+    given = argparse.Namespace(
+        directory=directory, steps=None, spec=None, grid=[], html=None, json=True, png=None, jobs=None, ray=None
+    )
     found = run_from_arguments(given)
     assert [outcome.candidate.label for outcome in found.outcomes] == ["uncorrected", "recorded"]
     write_result(found, given)

@@ -43,13 +43,7 @@ def find_causes_in_rows(rows: Rows, card: Mapping[str, Any]) -> list[Cause]:
         ]
     # Two engines never agree to the bit on this many tokens.
     if np.array_equal(sampled.tokens.mu, sampled.tokens.old):
-        return [
-            report_untestable(
-                name,
-                "mu is pi_old to the bit: one was copied from the other? Record with correction.proximal=recompute",
-            )
-            for name in NAMES
-        ]
+        return [report_untestable(name, _explain_identity(card)) for name in NAMES]
     found = [misalignment.find(sampled)]
     if found[0].verdict == "present":
         why = "not looked for: log mu belongs to other tokens"
@@ -71,3 +65,10 @@ def find_causes_in_rows(rows: Rows, card: Mapping[str, Any]) -> list[Cause]:
     # A constant offset by context would pass for noise: numerics then looks within contexts only.
     offset = "present" in (truncated.verdict, extra.verdict)
     return [*found, truncated, extra, numerics.find(sampled, offset=offset)]
+
+
+def _explain_identity(card: Mapping[str, Any]) -> str:
+    correction = card.get("correction")
+    if isinstance(correction, dict) and correction.get("proximal") == "same_engine":
+        return "mu is pi_old to the bit, as correction.proximal=same_engine has it: there is nothing to explain"
+    return "mu is pi_old to the bit: one was copied from the other? Record with correction.proximal=recompute"

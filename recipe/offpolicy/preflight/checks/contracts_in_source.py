@@ -15,7 +15,7 @@ from types import CodeType, SimpleNamespace
 
 from verl_patches.contract import Contract, installed_release, literals, looked_up
 
-from ..preflight.checks.module_source import find_source
+from .module_source import find_source
 
 _MADE_BY_RAY = (".__ray_metadata__.modified_class", "")
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
 
 pytest.importorskip("verl")
 
-from recipe.offpolicy.doctor.contracts_in_source import check_contracts, holds_in_source
-from recipe.offpolicy.doctor.hydra_main import HydraMain, read_hydra_main
-from recipe.offpolicy.preflight.checks.module_source import find_source
+from recipe.offpolicy.preflight.checks.contracts_in_source import check_contracts, holds_in_source
+from tests.support.paths import ROOT
 from verl_patches import engine_loss, llm_client, replay_buffer, router_replay, trainer_v0, trainer_v1
 from verl_patches.contract import Contract, PatchError, installed_release
 
@@ -65,12 +66,17 @@ def test_what_a_module_makes_when_it_runs_is_left_to_the_import() -> None:
     check_contracts([made])
 
 
-def test_programs_are_found_without_importing_them() -> None:
-    path = find_source("verl.trainer.main_ppo")
-    assert path is not None
-    assert read_hydra_main(path) == HydraMain(path, "config", "ppo_trainer")
-    assert find_source("verl.trainer.no_such") is None
-    assert find_source("no_such_package.x") is None
-    folder = find_source("recipe.offpolicy.doctor")
-    assert folder is not None
-    assert folder.name == "__main__.py"
+def test_neither_the_trainer_nor_the_workers_are_imported() -> None:
+    """A process of its own holds the seams of the newest trainer, and has not loaded their modules."""
+    code = (
+        "import sys;"
+        "from verl_patches.contract import installed_release;"
+        "from verl_patches.execution_path import LivePath;"
+        "from recipe.offpolicy.preflight.checks.contracts_in_source import check_contracts;"
+        "from recipe.offpolicy.preflight.checks.seams import check_seams_with;"
+        "path = LivePath(installed_release('verl'), 'v0', 'engine', 'fsdp');"
+        "assert list(check_seams_with(path, check_contracts)) == [];"
+        "print([name for name in sys.modules if name.startswith(('verl.trainer', 'verl.workers', 'megatron'))])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"

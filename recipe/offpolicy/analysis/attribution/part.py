@@ -1,0 +1,110 @@
+"""What steps contribute to an attribution: sums that add up, worst examples, and rows to look for causes in."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+import numpy as np
+
+from ...recording import Rows
+from .decomposition import MismatchSums, VersionSums, resample_rows, sum_by_version
+from .faults import has_stale_tokens
+from .profiles import BucketSums, Profiles, compute_k3, select_valid_tokens, sum_profiles
+from .row_sample import RowSample
+from .row_sums import compute_routing_sums, compute_row_sums
+from .token_text import TokenDecoder
+from .worst_examples import WorstRow, WorstToken, find_worst_rows, find_worst_tokens
+
+Example = TypeVar("Example", WorstToken, WorstRow)
+Sums = TypeVar("Sums", VersionSums, BucketSums)
+
+
+@dataclass(frozen=True)
+class Part:
+    """What steps contribute; parts of successive steps add up.
+
+    Attributes:
+        worst: number of tokens and of rows that are listed.
+        rows: number of rows that are attributed.
+        left_out: number of rows without pi_old, see ``scored_rows.ScoredRows``.
+        tokens: number of valid tokens.
+        sums, versions, profiles: as their functions make them.
+        k3: sum of k3(log pi/mu) over the tokens.
+        worst_tokens, worst_rows: with shares of ``k3``, rows numbered from the first.
+        stale: whether a token is recorded as stale.
+        samples: of the rows, by step.
+    """
+
+    worst: int
+    rows: int
+    left_out: int
+    tokens: int
+    sums: MismatchSums
+    versions: Mapping[int, VersionSums]
+    profiles: Profiles
+    k3: float
+    worst_tokens: Sequence[WorstToken]
+    worst_rows: Sequence[WorstRow]
+    stale: bool
+    samples: tuple[Rows, ...]
+
+    def __add__(self, later: Part) -> Part:
+        k3 = self.k3 + later.k3
+        tokens = [*self._share(self.worst_tokens, k3), *later._share(later.worst_tokens, k3, self.rows)]
+        rows = [*self._share(self.worst_rows, k3), *later._share(later.worst_rows, k3, self.rows)]
+        return Part(
+            worst=self.worst,
+            rows=self.rows + later.rows,
+            left_out=self.left_out + later.left_out,
+            tokens=self.tokens + later.tokens,
+            sums=self.sums + later.sums,
+            versions=add_by_key(self.versions, later.versions),
+            profiles={name: add_by_key(found, later.profiles[name]) for name, found in self.profiles.items()},
+            k3=k3,
+            # Stable: of equals the earlier comes first.
+            worst_tokens=sorted(tokens, key=lambda token: -float(compute_k3(np.array(token.pi - token.mu))))[
+                : self.worst
+            ],
+            worst_rows=sorted(rows, key=lambda row: -row.k3)[: self.worst],
+            stale=self.stale or later.stale,
+            samples=self.samples + tuple(rows for rows in later.samples if len(rows)),
+        )
+
+    def _share(self, examples: Sequence[Example], k3: float, rows_before: int = 0) -> list[Example]:
+        """Return examples of these steps as examples of more of them, with shares of their ``k3``."""
+        return [replace(each, row=each.row + rows_before, share=each.share * self.k3 / k3) for each in examples]
+
+
+def add_by_key(one: Mapping[int, Sums], other: Mapping[int, Sums]) -> dict[int, Sums]:
+    """Add the sums of each key, where it is in both."""
+    return {**one, **{key: one[key] + found if key in one else found for key, found in other.items()}}
+
+
+def summarize_step(
+    step: int, rows: Rows, reader: TokenDecoder, *, worst: int, left_out: int = 0, sample: RowSample | None = None
+) -> Part:
+    """Summarize the rows of one step.
+
+    Args:
+        rows: with log pi_old by the trainer's own weights.
+        worst: tokens and rows to list.
+        left_out: rows besides whose pi_old is not known.
+        sample: of the rows to look for causes in; None: all.
+    """
+    tokens, sums = select_valid_tokens(rows), compute_row_sums(rows)
+    return Part(
+        worst=worst,
+        rows=len(rows),
+        left_out=left_out,
+        tokens=len(tokens.row),
+        sums=resample_rows(sums, compute_routing_sums(rows), (0, step)),
+        versions=sum_by_version(sums, rows),
+        profiles=sum_profiles(rows, tokens),
+        k3=float(compute_k3(tokens.total).sum()),
+        worst_tokens=find_worst_tokens(rows, tokens, reader, worst),
+        worst_rows=find_worst_rows(rows, tokens, reader, worst),
+        stale=has_stale_tokens(rows),
+        samples=(rows if sample is None else rows.take(sample.choose(rows)),),
+    )

@@ -1,0 +1,143 @@
+"""Results of a function over items, in their order, whoever computes them: this process, others, or a Ray cluster."""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from typing import Any, Final, TypeVar
+
+from ...recording import Recording
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+LARGE: Final = 64e6
+"""Bytes of files from which processes are worth the seconds that they take to start."""
+AHEAD: Final = 2
+"""Items under way for each process; what they return waits in memory until its turn."""
+TRIES: Final = 3
+"""Times that an item is begun before its death counts as its own fault."""
+
+
+class JobsError(RuntimeError):
+    """Processes that work on a recording died, or a cluster cannot be reached."""
+
+
+@dataclass(frozen=True)
+class Jobs:
+    """Who works on the steps of a recording.
+
+    Attributes:
+        count: processes of this machine; 1: this process alone.
+        ray: address of a running Ray cluster, whose tasks do the work in their place; None for none. Its nodes need
+            this package and the recording under the same path.
+    """
+
+    count: int = 1
+    ray: str | None = None
+
+    def map(self, work: Callable[[Item], Result], items: Sequence[Item]) -> Iterator[Result]:
+        """Yield ``work(item)`` for each of ``items``, in their order, with few results in memory at a time.
+
+        Where a process dies, what it worked on is begun again.
+
+        Args:
+            work: a function of a module, or a partial of one.
+
+        Raises:
+            JobsError: an item's process died ``TRIES`` times, or there is no cluster at the address.
+            Exception: any that ``work`` raised.
+        """
+        if self.ray is not None:
+            return _map_on_ray(work, items, self.ray)
+        if self.count == 1 or len(items) < 2:
+            return map(work, items)
+        return _map_in_processes(work, items, min(self.count, len(items)))
+
+
+ALONE: Final = Jobs()
+
+
+def _map_in_processes(work: Callable[[Item], Result], items: Sequence[Item], count: int) -> Iterator[Result]:
+    place, tries = 0, 0
+    while place < len(items):
+        # A fork would copy torch's threads in whatever state they are.
+        pool = ProcessPoolExecutor(count, multiprocessing.get_context("spawn"), initializer=_use_one_thread)
+        waiting: deque[Future[Result]] = deque()
+        ahead = iter(items[place:])
+        try:
+            while True:
+                while len(waiting) < AHEAD * count and (item := next(ahead, ...)) is not ...:
+                    waiting.append(pool.submit(work, item))
+                if not waiting:
+                    break
+                found = waiting.popleft().result()
+                place, tries = place + 1, 0
+                yield found
+        except BrokenProcessPool as error:
+            tries += 1
+            if tries == TRIES:
+                raise JobsError(
+                    f"a process that worked on {items[place]} or one of the next {AHEAD * count} died, {TRIES} times. "
+                    "Fix: --jobs 1 shows by what; for lack of memory take fewer jobs."
+                ) from error
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _use_one_thread() -> None:
+    import torch
+
+    torch.set_num_threads(1)
+
+
+def _map_on_ray(work: Callable[[Item], Result], items: Sequence[Item], address: str) -> Iterator[Result]:
+    import ray
+
+    ours = not ray.is_initialized()
+    try:
+        if ours:
+            ray.init(address=address, log_to_driver=False, configure_logging=False)
+    except Exception as error:  # of several types, by what is wrong with the address
+        raise JobsError(
+            f"--ray {address}: no cluster answers there ({error}). Fix: give the address that `ray start` printed."
+        ) from error
+    try:
+        # Ray begins the task of a dead worker again, and counts the tries.
+        task = ray.remote(max_retries=TRIES - 1, num_cpus=1)(_run_alone)
+        shared, ahead = ray.put(work), iter(items)
+        most = AHEAD * max(int(ray.cluster_resources().get("CPU", 1)), 1)
+        waiting: deque[Any] = deque()
+        while True:
+            while len(waiting) < most and (item := next(ahead, ...)) is not ...:
+                waiting.append(task.remote(shared, item))
+            if not waiting:
+                return
+            try:
+                found = ray.get(waiting.popleft())
+            except ray.exceptions.RayTaskError as error:
+                raise error.as_instanceof_cause() from None
+            except ray.exceptions.RayError as error:
+                raise JobsError(f"a task on the cluster at {address} died {TRIES} times: {error}") from error
+            yield found
+    finally:
+        if ours:
+            ray.shutdown()
+
+
+def _run_alone(work: Callable[[Item], Result], item: Item) -> Result:
+    _use_one_thread()
+    return work(item)
+
+
+def read_arguments(options: argparse.Namespace, recording: Recording, steps: Sequence[int]) -> Jobs:
+    """Read ``--jobs`` and ``--ray``; by default processes work on a recording from ``LARGE`` on."""
+    if options.jobs is not None or options.ray is not None:
+        return Jobs(options.jobs or 1, options.ray)
+    size = sum(path.stat().st_size for step in steps for path in recording.files[step])
+    return Jobs(len(os.sched_getaffinity(0)) if size >= LARGE else 1)

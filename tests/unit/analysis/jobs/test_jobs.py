@@ -1,0 +1,91 @@
+"""Steps worked on by one process or by several give the same, in order, and a process that dies loses nothing."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from recipe.offpolicy.analysis.attribution.attribution import attribute
+from recipe.offpolicy.analysis.jobs import Jobs, JobsError, jobs, read_arguments, show_progress
+from recipe.offpolicy.recording import Recording
+from tests.support.recordings import drawn_rows, record
+
+
+def square(number: int) -> int:
+    return number * number
+
+
+def fail(number: int) -> int:
+    raise ValueError(f"{number} is bad")
+
+
+def die_once(folder: Path, number: int) -> int:
+    """As a process does that the system ends for lack of memory, at the first try of one item."""
+    marker = folder / str(number)
+    if number == 3 and not marker.exists():
+        marker.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return number
+
+
+def die(number: int) -> int:
+    os.kill(os.getpid(), signal.SIGKILL)
+    return number
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_results_come_in_order(count: int) -> None:
+    assert list(Jobs(count).map(square, range(9))) == [n * n for n in range(9)]
+    with pytest.raises(ValueError, match="0 is bad"):
+        list(Jobs(count).map(fail, [0, 1]))
+
+
+def test_few_results_wait_for_their_turn() -> None:
+    """Nothing is begun beyond what a reader that stops can use."""
+    begun: list[int] = []
+    results = Jobs(1).map(begun.append, [1, 2, 3])
+    next(results)
+    assert begun == [1]
+
+
+@pytest.mark.slow
+def test_what_a_dead_process_worked_on_is_begun_again(tmp_path: Path) -> None:
+    assert list(Jobs(2).map(partial(die_once, tmp_path), range(8))) == list(range(8))
+    with pytest.raises(JobsError, match=r"died, 3 times\. Fix: --jobs 1"):
+        list(Jobs(2).map(die, range(8)))
+
+
+@pytest.fixture
+def recorded(tmp_path: Path) -> Recording:
+    """Three steps, of fresh and stale rows of eight prompts."""
+    ages = np.repeat([0, 1], 16)
+    steps = (
+        drawn_rows([9] * 32, step=step, seed=step, group=4, backend=0.02, drift=0.01, oldest_version=step - 1 - ages)
+        for step in (2, 3, 4)
+    )
+    return Recording(record(tmp_path / "recording", *steps))
+
+
+@pytest.mark.slow
+def test_an_attribution_does_not_depend_on_who_works_on_it(recorded: Recording) -> None:
+    assert attribute(recorded) == attribute(recorded, jobs=Jobs(2))
+
+
+def test_a_large_recording_gets_a_process_a_core(recorded: Recording, monkeypatch: pytest.MonkeyPatch) -> None:
+    none = argparse.Namespace(jobs=None, ray=None)
+    assert read_arguments(none, recorded, recorded.steps) == Jobs(1)
+    monkeypatch.setattr(jobs, "LARGE", 1.0)
+    assert read_arguments(none, recorded, recorded.steps) == Jobs(len(os.sched_getaffinity(0)))
+    assert read_arguments(argparse.Namespace(jobs=3, ray=None), recorded, recorded.steps) == Jobs(3)
+    assert read_arguments(argparse.Namespace(jobs=None, ray="a:1"), recorded, recorded.steps) == Jobs(1, "a:1")
+
+
+def test_progress_is_shown_on_a_terminal_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    assert list(show_progress(iter([1, 2]), 2, "reading")) == [1, 2]
+    assert capsys.readouterr().err == ""
