@@ -293,8 +293,11 @@ def test_a_correction_is_proved_beside_tokens_of_unknown_support(
         assert packet.proof.gradient_error < 1e-4
         assert all(shift.error < 1e-4 for shift in packet.proof.shifts.values())
     statistics = [packet.statistics for packet in packets if packet.statistics]
-    lost = sum(each["nonfinite/rollout_log_prob"].value() for each in statistics)
-    assert lost == 2
+    # Neither is mu of such a token counted as one that is not finite.
+    assert sum(each["nonfinite/rollout_log_prob"].value() for each in statistics) == 0
+    tokens = sum(int(mask.sum()) for mask in rows.response_mask)
+    (measured,) = [each["log_prob_difference/mean"] for each in statistics]
+    assert measured.parts[1] == tokens - 2
 
 
 @pytest.mark.parametrize("coefficient", [0.5])

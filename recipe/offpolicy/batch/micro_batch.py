@@ -97,11 +97,9 @@ class MicroBatch:
         return int(self.response_mask.shape[1])
 
     @cached_property
-    def mu(self) -> Tensor:
-        """(B, T) log mu as parts and statistics take it: not a number where a token is withheld."""
-        if self.withheld is None:
-            return self.rollout_log_prob
-        return self.rollout_log_prob.masked_fill(self.withheld, torch.nan)
+    def policy_mask(self) -> Tensor:
+        """(B, T) bool, response tokens that the correction decides on: those that are not withheld."""
+        return self.response_mask if self.withheld is None else self.response_mask & ~self.withheld
 
     @cached_property
     def turns(self) -> Tensor:
@@ -225,8 +223,8 @@ def decide_with_shadows(
     return statistics, compute_shadow_statistics(
         shadows,
         old_log_prob=stage.old_log_prob,
-        rollout_log_prob=batch.mu,
-        response_mask=batch.response_mask,
+        rollout_log_prob=batch.rollout_log_prob,
+        response_mask=batch.policy_mask,
         log_prob=batch.log_prob,
         advantages=batch.advantages,
         segment_ids=batch.turns,
@@ -242,8 +240,8 @@ def _first_stage(spec: CorrectionSpec, batch: MicroBatch, measure: Measure) -> R
     return rollout_stage(
         spec,
         old_log_prob=choose_pi_old(spec, batch),
-        rollout_log_prob=batch.mu,
-        response_mask=batch.response_mask,
+        rollout_log_prob=batch.rollout_log_prob,
+        response_mask=batch.policy_mask,
         segment_ids=batch.turns if measure != "nothing" or "turn" in spec.levels else None,
         versions=compute_token_versions(batch.versions, batch.response_mask) if "version" in spec.levels else None,
         constants=_plan(batch).constants if spec.needs_constants else None,
@@ -267,8 +265,6 @@ def compute_factor(spec: CorrectionSpec, batch: MicroBatch, step: StepStage) -> 
         KeyError: ``denominator=kept`` or ``nonfinite=excluded``, and the trainer's scale did not arrive.
     """
     weight = step.weight * step.keep
-    if batch.withheld is not None:
-        weight = weight * ~batch.withheld
     return weight if not spec.recounts else weight * _scale(spec, batch)[:, None].to(weight.dtype)
 
 
@@ -285,9 +281,8 @@ def compute_penalty(spec: PenaltySpec, batch: MicroBatch, correction: Correction
     Args:
         correction: that ``spec`` belongs to, which says what pi_old is.
     """
-    other = batch.mu if spec.ratio == "full" else choose_pi_old(correction, batch)
-    there = batch.response_mask if batch.withheld is None else batch.response_mask & ~batch.withheld
-    squares = compute_squared_log_ratio(batch.log_prob, other, there)
+    other = batch.rollout_log_prob if spec.ratio == "full" else choose_pi_old(correction, batch)
+    squares = compute_squared_log_ratio(batch.log_prob, other, batch.policy_mask)
     if correction.nonfinite == "counted":
         return squares
     return squares * _scale(correction, batch)[:, None].to(squares.dtype)

@@ -96,6 +96,15 @@ def _check_support(spec: CorrectionParts) -> None:
                 beside=beside,
                 mend={f"correction.{name}": None},
             )
+    if spec.needs_batch and spec.support_unknown == "mask":
+        raise SpecError(
+            "the trainer counts a batch's tokens before the worker masks those whose support is not known.",
+            "Set correction.support_unknown=full.",
+            key="correction.support_unknown",
+            value="mask",
+            beside=beside | {f"correction.{name}": value for name, value in _list_of_batch(spec).items()},
+            mend={"correction.support_unknown": "full"},
+        )
     if spec.allow_truncated_sampling:
         raise SpecError(
             "with the support replayed mu is no other distribution, and there is nothing to allow.",
@@ -105,6 +114,14 @@ def _check_support(spec: CorrectionParts) -> None:
             beside=beside,
             mend={"correction.allow_truncated_sampling": False},
         )
+
+
+def _list_of_batch(spec: CorrectionParts) -> dict[str, Any]:
+    """List the keys that have something fixed for the whole batch, with their values."""
+    found: dict[str, Any] = {f"{key}.normalize": True for key, weight in spec.all_weights.items() if weight.normalize}
+    found |= {f"masks.{name}.budget": mask.budget for name, mask in spec.masks if mask.budget is not None}
+    around = (("denominator", "original"), ("nonfinite", "counted"), ("baseline", "include"))
+    return found | {name: getattr(spec, name) for name, usual in around if getattr(spec, name) != usual}
 
 
 def _check_proximal(spec: CorrectionParts) -> None:

@@ -426,7 +426,5 @@ def _penalty_gradient(adapter: CorrectedLoss, spec: CorrectionSpec, batch: mb.Mi
         share = share * batch.scale[:, None]
     other = batch.rollout_log_prob if spec.penalty.ratio == "full" else batch.old_log_prob
     slope = 2 * (batch.log_prob.detach().double() - other.double())
-    there = batch.response_mask & torch.isfinite(slope)
-    if batch.withheld is not None:
-        there = there & ~batch.withheld
+    there = batch.policy_mask & torch.isfinite(slope)
     return batch.spread(torch.where(there, spec.penalty.coefficient * slope * share, 0.0))

@@ -93,12 +93,12 @@ def _seen(
     return Seen(
         response_ids=batch.responses,
         response_mask=batch.response_mask,
-        rollout_log_prob=batch.mu,
+        rollout_log_prob=batch.rollout_log_prob if batch.withheld is None else _blank(batch),
         old_log_prob=old_log_prob,
         log_prob=batch.log_prob.detach(),
         advantages=batch.advantages,
         weight=step.weight,
-        valid=find_valid_tokens(batch.response_mask, old_log_prob, batch.mu),
+        valid=find_valid_tokens(batch.policy_mask, old_log_prob, batch.rollout_log_prob),
         rejected=step.rejected,
         uids=_uids(batch.data),
         reward=_reward(batch.data),
@@ -107,6 +107,11 @@ def _seen(
         prompts=_prompts(batch.data, batch.responses.shape[1]) if settings.prompts else None,
         extensions={name: _of_extension(name, batch) for name in extensions},
     )
+
+
+def _blank(batch: mb.MicroBatch) -> Tensor:
+    """Blank mu of tokens that are withheld, by which readers of the recording leave them out as well."""
+    return batch.rollout_log_prob.masked_fill(~batch.policy_mask, torch.nan)
 
 
 def _of_extension(name: str, batch: mb.MicroBatch) -> Tensor:

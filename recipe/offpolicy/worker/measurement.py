@@ -87,10 +87,10 @@ def measure(observation: Observation) -> dict[Name, DeferredValue[Any]]:
     batch, spec = observation.batch, observation.spec
     old_log_prob = mb.choose_pi_old(spec, batch)
     policies = {
-        "rollout_log_prob": batch.mu,
+        "rollout_log_prob": batch.rollout_log_prob,
         "old_log_prob": old_log_prob,
         "log_prob": batch.log_prob,
-        "response_mask": batch.response_mask,
+        "response_mask": batch.policy_mask,
     }
     staleness = mb.compute_staleness(batch)
     statistics, of_shadows = mb.decide_with_shadows(spec, observation.shadows, batch)
@@ -106,7 +106,7 @@ def measure(observation: Observation) -> dict[Name, DeferredValue[Any]]:
         hash_rows(batch.responses, batch.response_mask, batch.rollout_log_prob), mb.drop_empty_rows
     )
     if spec.proximal != "recompute":
-        readings["alignment"] = count_agreements(batch.log_prob, batch.mu, batch.response_mask)
+        readings["alignment"] = count_agreements(batch.log_prob, batch.rollout_log_prob, batch.policy_mask)
     if observation.moving:
         readings["histograms"] = defer_histograms(
             spec,

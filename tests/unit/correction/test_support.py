@@ -8,6 +8,7 @@ import pytest
 
 from recipe.offpolicy.correction import CorrectionSpec, SpecError
 from recipe.offpolicy.correction.support import read_support
+from tests.support.corrections import GSM, TIS
 from tests.support.refusals import refused
 
 ON: dict[str, Any] = {"support": "engine"}
@@ -39,6 +40,12 @@ def test_it_is_no_correction_by_itself() -> None:
         ({"support_min_p": 0.1}, "read with correction.support=engine alone", "correction.support_min_p=null"),
         (ON | {"kl_clip": {"lower": 0.8, "upper": 1.2}}, "over the support", "correction.kl_clip=null"),
         (ON | {"kl_weight": {"ratio": "full", "upper": None}}, "over the support", "correction.kl_weight=null"),
+        (ON | {"weight": TIS | {"normalize": True}}, "weight.normalize=true", "correction.support_unknown=full"),
+        (
+            ON | {"masks": {"gsm": GSM}, "denominator": "kept"},
+            "with correction.support=engine and correction.denominator=kept: the trainer counts a batch's tokens",
+            "correction.support_unknown=full",
+        ),
         (ON | {"allow_truncated_sampling": True}, "nothing to allow", "correction.allow_truncated_sampling=false"),
     ],
 )

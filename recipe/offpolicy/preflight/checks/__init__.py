@@ -30,7 +30,7 @@ from . import (
     warnings,
     workers_env,
 )
-from .config_reader import ConfiguredPart, list_parts, read_shadows, read_spec
+from .config_reader import SUPPORT_PART, ConfiguredPart, list_parts, read_shadows, read_spec
 from .null_sections import find_null_sections
 from .offpolicy_keys import OWN_KEYS, check_own_keys
 from .unreadable_values import find_unreadable_values, find_unresolved_interpolations, substitute_usual_values
@@ -104,6 +104,7 @@ __all__ = [
     "CHECKS_IN_SOURCE",
     "OWN_KEYS",
     "REMARKS",
+    "SUPPORT_PART",
     "VERL_CHECKS",
     "Check",
     "ConfiguredPart",
