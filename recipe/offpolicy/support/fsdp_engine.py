@@ -99,15 +99,18 @@ class SupportEngine:
         mu = micro_batch[ROLLOUT_LOG_PROBS] if self._fresh else None
         self._tally.add(supports, tokens, responses, mixed.detach(), values.detach(), mu)
         if self._trains:
-            found[FULL_LOG_PROBS] = full
-            sizes = torch.zeros_like(values, dtype=torch.float32)
-            sizes[supports.places - 1] = supports.sizes.float()
-            found[SUPPORT_SIZE] = torch.nested.nested_tensor_from_jagged(sizes, full.offsets())
+            found |= {FULL_LOG_PROBS: full, SUPPORT_SIZE: _spread(supports.sizes.float(), supports.places, full)}
             if self.unknown == "mask" and len(supports.unknown):
-                withheld = torch.zeros_like(values, dtype=torch.bool)
-                withheld[supports.places[supports.unknown] - 1] = True
-                found[WITHHELD] = torch.nested.nested_tensor_from_jagged(withheld, full.offsets())
+                withheld = torch.ones_like(supports.unknown, dtype=torch.bool)
+                found[WITHHELD] = _spread(withheld, supports.places[supports.unknown], full)
         return found
+
+
+def _spread(values: Tensor, places: Tensor, like: Any) -> Tensor:
+    """Lay values of the tokens at these places out as log-probs are: nested, each one place before its token."""
+    laid = values.new_zeros(like.values().shape)
+    laid[places - 1] = values
+    return torch.nested.nested_tensor_from_jagged(laid, like.offsets())
 
 
 def _truncate(
