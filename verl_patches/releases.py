@@ -31,6 +31,7 @@ class Release:
         scores_prompts: they hand on vLLM's log-probs of a prompt's tokens.
         fsdp_replay: its V1 trainer and its FSDP engine take routing replay.
         watched_replay: routes that its Megatron engine replays under the V1 trainer can be read where they act.
+        truncated_support: its rollout servers and its FSDP engine take the support of truncated sampling.
     """
 
     name: str
@@ -46,6 +47,7 @@ class Release:
     scores_prompts: bool = True
     fsdp_replay: bool = True
     watched_replay: bool = True
+    truncated_support: bool = True
 
 
 RELEASES = (
@@ -63,6 +65,7 @@ RELEASES = (
         scores_prompts=False,
         fsdp_replay=False,
         watched_replay=False,
+        truncated_support=False,
     ),
     Release(
         "0.8.0",
@@ -73,6 +76,7 @@ RELEASES = (
         token_versions=False,
         fsdp_replay=False,
         watched_replay=False,
+        truncated_support=False,
     ),
     # Its separate_async computes pi_old in another way than 0.9.1's, with which the correction was tested.
     Release(
@@ -82,6 +86,7 @@ RELEASES = (
         token_versions=False,
         fsdp_replay=False,
         watched_replay=False,
+        truncated_support=False,
     ),
     Release("0.9.1"),
 )

@@ -12,7 +12,16 @@ import pytest
 from omegaconf import OmegaConf
 
 from recipe.offpolicy.proof.verify import LivenessError
-from verl_patches import agent_loops, engine_loss, llm_client, replay_buffer, router_replay, trainer_v0, trainer_v1
+from verl_patches import (
+    agent_loops,
+    engine_loss,
+    llm_client,
+    replay_buffer,
+    router_replay,
+    trainer_v0,
+    trainer_v1,
+    truncated_sampling,
+)
 from verl_patches.contract import PatchError, bare_signature, resolve
 
 ONLY_V1 = pytest.mark.verl("==0.9.1")
@@ -24,6 +33,7 @@ GROUPS = [
     pytest.param(replay_buffer, id="replay_buffer", marks=ONLY_V1),
     pytest.param(llm_client, id="llm_client", marks=ONLY_V1),
     pytest.param(router_replay, id="router_replay", marks=ONLY_V1),
+    pytest.param(truncated_sampling, id="truncated_sampling", marks=ONLY_V1),
     pytest.param(agent_loops, id="agent_loops", marks=SCORING),
 ]
 
@@ -35,6 +45,11 @@ def quoted(module: Any, *marks: Any) -> list[Any]:
 @SCORING
 def test_the_servers_that_score_are_where_they_were() -> None:
     engine_loss.check(agent_loops.build_server_seams())
+
+
+@ONLY_V1
+def test_the_servers_that_return_supports_are_where_they_were() -> None:
+    engine_loss.check(truncated_sampling.build_server_seams())
 
 
 ALWAYS = [*quoted(engine_loss), *quoted(trainer_v0), *quoted(agent_loops, SCORING)]
@@ -61,7 +76,8 @@ def test_megatrons_routers_are_where_they_were() -> None:
     engine_loss.check(router_replay.SEAMS_OF_MEGATRON)
 
 
-OF_V1 = [seam for module in (trainer_v1, replay_buffer, llm_client, router_replay) for seam in quoted(module, ONLY_V1)]
+NEWEST = (trainer_v1, replay_buffer, llm_client, router_replay, truncated_sampling)
+OF_V1 = [seam for module in NEWEST for seam in quoted(module, ONLY_V1)]
 
 
 @pytest.mark.parametrize("seam", [*ALWAYS, *OF_V1])
@@ -178,6 +194,46 @@ def test_what_the_look_at_megatron_overrides_is_held() -> None:
     assert overridden(WatchedTrainingWorker, TrainingWorker) == {"reset"}
     assert overridden(build_watched(ActorRolloutRefWorker, "R2"), ActorRolloutRefWorker) == {"actor_worker_cls"}
     assert overridden(WatchingTrainer, PPOTrainer) == {"_init_resource_pool_mgr"}
+
+
+def test_whatever_the_replay_of_supports_overrides_is_a_seam() -> None:
+    """An engine or worker that goes another way would train by the whole vocabulary."""
+    from verl.trainer.ppo.ray_trainer import RayPPOTrainer
+    from verl.trainer.ppo.v1 import PPOTrainer
+    from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
+    from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
+    from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServerClient
+
+    from recipe.offpolicy.staleness.client import Attempts, VersionedClient
+    from recipe.offpolicy.support.client import SupportAttempts, SupportResumingClient, SupportVersionedClient
+    from recipe.offpolicy.support.fsdp_engine import SupportEngine
+    from recipe.offpolicy.support.support_settings import SupportSettings
+    from recipe.offpolicy.support.worker import SupportTrainingWorker, build_supporting
+    from recipe.offpolicy.trainer.support_trainer import SupportTrainerV0, SupportTrainerV1
+
+    wrapped = {"prepare_model_outputs", "forward_backward_batch"}
+    assert overridden(SupportEngine, FSDPEngineWithLMHead) == wrapped
+    assert overridden(SupportTrainingWorker, TrainingWorker) == {"reset"}
+    worker = build_supporting(ActorRolloutRefWorker, SupportSettings(8, "mask"))
+    assert overridden(worker, ActorRolloutRefWorker) == {"actor_worker_cls"}
+    of_v1 = overridden(SupportTrainerV1, PPOTrainer)
+    assert of_v1 == {"_init_resource_pool_mgr", "get_llm_client", "_compute_old_log_prob", "_update_actor"}
+    of_v0 = overridden(SupportTrainerV0, RayPPOTrainer)
+    assert of_v0 == {"init_workers", "_compute_old_log_prob", "_update_actor"}
+    assert overridden(SupportAttempts, LLMServerClient) == {"generate"}
+    # Each attempt of a resumed request goes by the client that notes supports.
+    assert SupportResumingClient.__mro__[1:4] == (FullyAsyncLLMServerClient, SupportAttempts, LLMServerClient)
+    assert SupportVersionedClient.__mro__[1:5] == (
+        VersionedClient,
+        FullyAsyncLLMServerClient,
+        Attempts,
+        SupportAttempts,
+    )
+    v1 = {seam.name for seam in (*trainer_v1.SEAMS, *llm_client.SEAMS)}
+    held = {seam.target.rpartition(".")[2] for seam in truncated_sampling.SEAMS}
+    assert of_v1 <= v1 | held
+    assert of_v0 <= {seam.name for seam in trainer_v0.SEAMS}
+    assert wrapped | {"reset"} <= held
 
 
 def test_whatever_the_v0_trainer_overrides_is_a_seam() -> None:

@@ -69,6 +69,31 @@ def test_default_run_improves_the_model_and_is_recorded(
         assert_as_logged(recording.step(step), metrics[step])
 
 
+@pytest.mark.extended
+@pytest.mark.verl("==0.9.1")
+@pytest.mark.parametrize("use_v1", ["true", "false"])
+def test_truncated_sampling_stays_on_policy_where_its_support_is_replayed(
+    use_v1: str, run_program: Callable[..., Any], tmp_path: Path
+) -> None:
+    folder = tmp_path / "recording"
+    overrides = ["actor_rollout_ref.rollout.top_p=0.9", "correction.support=engine", f"trainer.use_v1={use_v1}"]
+    steps = ["trainer.total_training_steps=2", "trainer.val_before_train=false", "trainer.test_freq=-1"]
+    command = [*QUICKSTART, *overrides, *steps, f"offpolicy.record.dir={folder}"]
+    finished = run_program(command, limit=LIMIT, cwd=ROOT, **environment())
+    assert finished.returncode == 0, finished.output[-3000:]
+    assert "proved live" in finished.output
+    for step in metrics_by_step(finished.output).values():
+        of = {name: step[f"offpolicy/support/{name}"] for name in ("kl_k3", "kl_k3_without", "size", "bytes_a_token")}
+        assert of["kl_k3"] < of["kl_k3_without"] / 3, of
+        assert 1 < of["size"] < 8
+        assert of["bytes_a_token"] < 20
+        assert step["offpolicy/keep/token_share"] > 0.8
+    recorded = Recording(folder)
+    assert recorded.card["sampling"]["support"] == "engine"
+    sizes = recorded.step(recorded.steps[0]).rows.extensions["offpolicy_support_size"]
+    assert sizes.max() > 1
+
+
 def metrics_by_step(output: str) -> dict[int, dict[str, Any]]:
     """What the logger got of each step in which the model was updated."""
     folder = re.search(r"everything goes to (\S+)", output)

@@ -29,6 +29,7 @@ from tests.support.doctor_keys import (
 ASYNC = {"trainer.v1.trainer_mode": "separate_async"}
 FSDP_R2 = {f"{ACTOR}.fsdp_config.router_replay.mode": "R2"}
 FSDP_R3 = {f"{ACTOR}.fsdp_config.router_replay.mode": "R3"}
+SUPPORTED = {f"{ROLLOUT}.top_p": 0.9, "correction.support": "engine"}
 STALE = {"aggregate": "staleness", "level": "token", "upper": 1}
 
 OF_OURS: dict[str, Case] = {
@@ -45,6 +46,22 @@ OF_OURS: dict[str, Case] = {
     "top-p": Case("WRONG", "weight", {f"{ROLLOUT}.top_p": 0.9}, "mass that was cut", {f"{ROLLOUT}.top_p": 1.0}),
     "top-k": Case("WRONG", "weight", {f"{ROLLOUT}.top_k": 50}, "mass that was cut", {f"{ROLLOUT}.top_k": 0}),
     "min-p": Case("WRONG", "weight", {f"{ENGINE}.min_p": 0.05}, "mass that was cut", {f"{ENGINE}.min_p": 0.0}),
+    "a support that nothing cuts": Case(
+        "WRONG", "support", {"correction.support": "engine"}, "nothing truncates", {f"{ROLLOUT}.top_k": 0}
+    ),
+    "a support behind fused kernels": Case(
+        "WRONG",
+        "support",
+        SUPPORTED | {"actor_rollout_ref.model.use_fused_kernels": True},
+        "fused kernels hide the logits",
+        SUPPORTED,
+    ),
+    "a support with KL in the reward": Case(
+        "WRONG", "support", SUPPORTED | {"algorithm.use_kl_in_reward": True}, "over the support", SUPPORTED
+    ),
+    "a support and a penalty": Case(
+        "WRONG", "weight", SUPPORTED | {f"{ROLLOUT}.repetition_penalty": 1.1}, "mass that was cut", SUPPORTED
+    ),
     "validation's sampling": Case(
         "WRONG",
         "weight",

@@ -1,6 +1,6 @@
 """Who may import whom, read from the source:
 
-    correction <- batch <- {fault_tolerance, proof, recording, monitor, extensions, staleness, replay}
+    correction <- batch <- {fault_tolerance, proof, recording, monitor, extensions, staleness, replay, support}
     <- {worker, preflight} <- {trainer, doctor, analysis, translate} <- commands
 
 A room imports those below it, and in its own brace those to its left; verl_patches and correction import nobody of
@@ -24,7 +24,7 @@ GROUND = ("correction",)
 FLOORS = (
     GROUND,
     ("batch",),
-    ("fault_tolerance", "proof", "recording", "monitor", "extensions", "staleness", "replay"),
+    ("fault_tolerance", "proof", "recording", "monitor", "extensions", "staleness", "replay", "support"),
     ("worker", "preflight"),
     ("trainer", "doctor", "analysis", "translate"),
 )

@@ -44,6 +44,12 @@ from .weight_versions import RowVersions, check_ages_known, compute_token_versio
 
 ROLLOUT_LOG_PROBS = "rollout_log_probs"
 WEIGHTS = "rollout_is_weights"  # what verl's ppo_loss multiplies into the policy term
+FULL_LOG_PROBS = "offpolicy_full_log_probs"
+"""Key of a model output: log-probs over the whole vocabulary, where ``log_probs`` are over the replayed support."""
+WITHHELD = "offpolicy_withheld"
+"""Key of a model output: tokens, flagged one place before, that leave the policy term, for their support is unknown."""
+SUPPORT_SIZE = "offpolicy_support_size"
+"""Key of a model output, and of a recorded column: members of each token's support, 0 where it is not known."""
 LAST = "update_lr_scheduler"
 """What verl's worker tells the engine of each mini-batch: whether the learning rate is to move after it, which it is
 after the last of an update."""
@@ -62,6 +68,8 @@ class MicroBatch:
         plan: what the trainer fixed for the whole batch; None where it sent none.
         scale: (B,) float64 of ``denominator=kept`` or ``nonfinite=excluded``; None where the trainer sent none.
         counted: raises when read if that was counted over other mini-batches than the engine's.
+        withheld: (B, T) bool, tokens that leave the policy term, masks and statistics, whatever the correction says;
+            None for none.
         last: of the update's last mini-batch, as far as verl tells.
         layout: where the responses stand in what the model says; None where they are cut out and padded already.
         model_output, data: as the engine calls its loss; empty of rows by themselves, see ``detached``.
@@ -77,6 +85,7 @@ class MicroBatch:
     plan: SharedPlan | None = None
     scale: Tensor | None = None
     counted: DeferredValue[None] | None = None
+    withheld: Tensor | None = None
     last: bool = True
     layout: Layout | None = None
     model_output: Mapping[str, Any] = field(default_factory=dict, repr=False)
@@ -86,6 +95,11 @@ class MicroBatch:
     def width(self) -> int:
         """T."""
         return int(self.response_mask.shape[1])
+
+    @cached_property
+    def policy_mask(self) -> Tensor:
+        """(B, T) bool, response tokens that the correction decides on: those that are not withheld."""
+        return self.response_mask if self.withheld is None else self.response_mask & ~self.withheld
 
     @cached_property
     def turns(self) -> Tensor:
@@ -111,14 +125,15 @@ class MicroBatch:
         return changed
 
     def leaf(self) -> tuple[dict[str, Any], Tensor]:
-        """Copy the model's output detached, with its log-probs as a fresh leaf.
+        """Copy the model's output detached, with its log-probs as a fresh leaf, and no token withheld.
 
         Returns:
             The model output to hand to a loss, and the (total tokens,) leaf to take the gradient of.
         """
         log_probs = self.model_output["log_probs"]
         leaf = flatten(log_probs).detach().clone().requires_grad_()
-        copy = {key: value.detach() if isinstance(value, Tensor) else value for key, value in self.model_output.items()}
+        output = {key: value for key, value in self.model_output.items() if key != WITHHELD}
+        copy = {key: value.detach() if isinstance(value, Tensor) else value for key, value in output.items()}
         copy["log_probs"] = _laid_out(leaf, log_probs)
         return copy, leaf
 
@@ -174,6 +189,7 @@ def read(model_output: Mapping[str, Any], data: TensorDict) -> MicroBatch:
         plan=tu.get_non_tensor_data(data, PLAN, None),
         scale=data[SCALE] if SCALE in data.keys() else None,
         counted=_counted(data),
+        withheld=_read_withheld(model_output, data, layout),
         last=bool(tu.get_non_tensor_data(data, LAST, True)),
         layout=layout,
         model_output=model_output,
@@ -208,7 +224,7 @@ def decide_with_shadows(
         shadows,
         old_log_prob=stage.old_log_prob,
         rollout_log_prob=batch.rollout_log_prob,
-        response_mask=batch.response_mask,
+        response_mask=batch.policy_mask,
         log_prob=batch.log_prob,
         advantages=batch.advantages,
         segment_ids=batch.turns,
@@ -225,7 +241,7 @@ def _first_stage(spec: CorrectionSpec, batch: MicroBatch, measure: Measure) -> R
         spec,
         old_log_prob=choose_pi_old(spec, batch),
         rollout_log_prob=batch.rollout_log_prob,
-        response_mask=batch.response_mask,
+        response_mask=batch.policy_mask,
         segment_ids=batch.turns if measure != "nothing" or "turn" in spec.levels else None,
         versions=compute_token_versions(batch.versions, batch.response_mask) if "version" in spec.levels else None,
         constants=_plan(batch).constants if spec.needs_constants else None,
@@ -266,7 +282,7 @@ def compute_penalty(spec: PenaltySpec, batch: MicroBatch, correction: Correction
         correction: that ``spec`` belongs to, which says what pi_old is.
     """
     other = batch.rollout_log_prob if spec.ratio == "full" else choose_pi_old(correction, batch)
-    squares = compute_squared_log_ratio(batch.log_prob, other, batch.response_mask)
+    squares = compute_squared_log_ratio(batch.log_prob, other, batch.policy_mask)
     if correction.nonfinite == "counted":
         return squares
     return squares * _scale(correction, batch)[:, None].to(squares.dtype)
@@ -329,6 +345,12 @@ def pad_log_probs(model_output: Mapping[str, Any], data: TensorDict, layout: Lay
     if _is_padded(log_probs):
         return log_probs
     return (layout or Layout.of(data)).responses_of(flatten(log_probs))
+
+
+def _read_withheld(model_output: Mapping[str, Any], data: TensorDict, layout: Layout | None) -> Tensor | None:
+    if WITHHELD not in model_output:
+        return None
+    return (layout or Layout.of(data)).responses_of(flatten(model_output[WITHHELD]))
 
 
 def with_tensors(data: TensorDict, **tensors: Tensor | None) -> TensorDict:

@@ -15,6 +15,8 @@ from .weight_spec import WeightSpec
 Denominator = Literal["original", "kept"]
 Nonfinite = Literal["counted", "excluded"]
 Baseline = Literal["include", "exclude"]
+Support = Literal["engine"]
+SupportUnknown = Literal["mask", "full"]
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,12 @@ class CorrectionParts:
             sequence sees only the tokens that these leave.
         allow_truncated_sampling: allow top-p, top-k, min-p and repetition penalties, under which mu is another
             distribution than the one that pi_old is compared with.
+        support: ``engine``: pi_old and pi are renormalised over the tokens that the rollout engine allowed, as mu is;
+            None: they are over the whole vocabulary.
+        support_unknown: what becomes of tokens whose support has more members than the engine was asked for: ``mask``
+            takes them out of the policy term, ``full`` leaves them over the whole vocabulary.
+        support_size: members that the engine is asked for at each token; None: by top-k.
+        support_min_p: min-p of each request, which verl has no key for; None: none.
     """
 
     weight: WeightSpec | None = None
@@ -54,6 +62,10 @@ class CorrectionParts:
     penalty: PenaltySpec | None = None
     nonfinite: Nonfinite = "counted"
     kl_weight: KlWeightSpec | None = None
+    support: Support | None = None
+    support_unknown: SupportUnknown = "mask"
+    support_size: int | None = None
+    support_min_p: float | None = None
 
     def to_mapping(self) -> dict[str, Any]:
         """Return the plain values from which ``from_mapping`` builds an equal spec."""
@@ -77,6 +89,11 @@ class CorrectionParts:
             mapping["nonfinite"] = self.nonfinite
         if self.weights:
             mapping["weights"] = {name: {"when": "any", **weight.to_mapping()} for name, weight in self.weights}
+        if self.support is not None:
+            mapping["support"] = self.support
+            mapping["support_unknown"] = self.support_unknown
+            mapping["support_size"] = self.support_size
+            mapping["support_min_p"] = self.support_min_p
         return mapping
 
     @property

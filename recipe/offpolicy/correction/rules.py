@@ -29,6 +29,7 @@ def check_together(spec: CorrectionParts) -> None:
     rules = (
         _check_weights,
         _check_kl,
+        _check_support,
         _check_proximal,
         _check_denominator,
         _check_nonfinite,
@@ -78,6 +79,49 @@ def _check_kl(spec: CorrectionParts) -> None:
             beside={"correction.kl_clip": spec.to_mapping()["kl_clip"]},
             mend={"correction.kl_clip": None},
         )
+
+
+def _check_support(spec: CorrectionParts) -> None:
+    """Refuse what reads another policy than the one over the support, and what has nothing to allow."""
+    if spec.support is None:
+        return
+    beside = {"correction.support": spec.support}
+    for name in ("kl_clip", "kl_weight"):
+        if getattr(spec, name) is not None:
+            raise SpecError(
+                "its ratio is over the support, and the KL term over the whole vocabulary.",
+                f"Set correction.{name}=null, or correction.support=null.",
+                key=f"correction.{name}",
+                value=spec.to_mapping()[name],
+                beside=beside,
+                mend={f"correction.{name}": None},
+            )
+    if spec.needs_batch and spec.support_unknown == "mask":
+        raise SpecError(
+            "the trainer counts a batch's tokens before the worker masks those whose support is not known.",
+            "Set correction.support_unknown=full.",
+            key="correction.support_unknown",
+            value="mask",
+            beside=beside | {f"correction.{name}": value for name, value in _list_of_batch(spec).items()},
+            mend={"correction.support_unknown": "full"},
+        )
+    if spec.allow_truncated_sampling:
+        raise SpecError(
+            "with the support replayed mu is no other distribution, and there is nothing to allow.",
+            "Set it to false.",
+            key="correction.allow_truncated_sampling",
+            value=True,
+            beside=beside,
+            mend={"correction.allow_truncated_sampling": False},
+        )
+
+
+def _list_of_batch(spec: CorrectionParts) -> dict[str, Any]:
+    """List the keys that have something fixed for the whole batch, with their values."""
+    found: dict[str, Any] = {f"{key}.normalize": True for key, weight in spec.all_weights.items() if weight.normalize}
+    found |= {f"masks.{name}.budget": mask.budget for name, mask in spec.masks if mask.budget is not None}
+    around = (("denominator", "original"), ("nonfinite", "counted"), ("baseline", "include"))
+    return found | {name: getattr(spec, name) for name, usual in around if getattr(spec, name) != usual}
 
 
 def _check_proximal(spec: CorrectionParts) -> None:

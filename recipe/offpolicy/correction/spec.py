@@ -25,6 +25,8 @@ from .penalty import PenaltySpec
 from .problem import SpecError
 from .proximal import BY_AGE, Alpha, Proximal
 from .rules import check_together
+from .support import KEYS as SUPPORT_KEYS
+from .support import read_support
 from .validation import (
     check_known_keys,
     check_metric_name,
@@ -51,6 +53,7 @@ _KEYS = (
     "nonfinite",
     "skyrl_compat",
     "allow_truncated_sampling",
+    *SUPPORT_KEYS,
 )
 
 
@@ -86,6 +89,7 @@ class CorrectionSpec(CorrectionParts):
             penalty=_penalty(mapping.get("penalty")),
             kl_weight=_kl_weight(mapping.get("kl_weight")),
             nonfinite=read_choice(mapping, "nonfinite", Nonfinite, "correction", "counted"),
+            **read_support(mapping),
         )
         check_together(spec)
         return spec

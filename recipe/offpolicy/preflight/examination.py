@@ -18,6 +18,7 @@ from .bound_pairs import find_pairs
 from .checks import (
     CHECKS,
     REMARKS,
+    SUPPORT_PART,
     Check,
     check_by_verl,
     find_null_sections,
@@ -119,9 +120,11 @@ def _format_headline(spec: CorrectionSpec | None, options: Sequence[str], config
     """Format the line that names the active correction, or says UNCORRECTED."""
     if spec is None:
         return "correction: not readable, so that nothing would be trained"
-    asked = [f"{part.name} ({part.meaning})" for part in list_parts(config, spec) if part.ours]
+    parts = list_parts(config, spec)
+    asked = [f"{part.name} ({part.meaning})" for part in parts if part.ours]
     chosen = f"correction={options[0] if len(options) == 1 else format_value(list(options))}"
-    beside = "".join(f"; {each.section} ({each.meaning})" for each in load_extensions(config))
+    beside = "".join(f"; {part.name} ({part.meaning})" for part in parts if part.name == SUPPORT_PART)
+    beside += "".join(f"; {each.section} ({each.meaning})" for each in load_extensions(config))
     if asked:
         return f"{chosen}: {', '.join(asked)}{beside}"
     return f"UNCORRECTED: {chosen}, {describe_verls_loss(config)}{beside}"

@@ -10,8 +10,11 @@ from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 
 from ..correction import CorrectionSpec, Problem, SpecError
 from ..correction.problem import CheckError, format_value
+from ..correction.support import KEYS as SUPPORT_KEYS
 from ..monitor.alarms.alarm_settings import DEFAULTS, SECTION
 from .hydra_groups import AUTO, EMPTY, check_stack, load_option
+
+_OF_ROLLOUT = ("allow_truncated_sampling", *SUPPORT_KEYS)
 
 
 def resolve(config: DictConfig) -> None:
@@ -28,9 +31,9 @@ def resolve(config: DictConfig) -> None:
         if not names or isinstance(names, DictConfig):
             continue
         options = _read_names(key, names)
-        # The user's consent is about the rollout, and so holds for every correction of it.
-        truncated = OmegaConf.select(config, "correction.allow_truncated_sampling", default=False)
-        correction = _stack(key, options) | {"allow_truncated_sampling": truncated}
+        # What is about the rollout holds for every correction of it.
+        given = {each: OmegaConf.select(config, f"correction.{each}") for each in _OF_ROLLOUT}
+        correction = _stack(key, options) | {each: value for each, value in given.items() if value is not None}
         with open_dict(config):
             config.offpolicy.alarms[name].fallback = {"options": options, "correction": correction}
 

@@ -227,7 +227,8 @@ def _relative(error: Tensor, scale: Tensor) -> float:
 
 def _tried(adapter: CorrectedLoss, spec: CorrectionSpec, batch: mb.MicroBatch) -> ShiftResult:
     """Run the adapter where the one correction in ``spec`` must act, and where it must not; compare gradients."""
-    detached = replace(batch, log_prob=batch.log_prob.detach())
+    # A trial shows each bound on all tokens, whatever is known of their support.
+    detached = replace(batch, log_prob=batch.log_prob.detach(), withheld=None)
     batch = replace(detached, old_log_prob=_finite(detached.old_log_prob, detached))
     if spec.kl_clip is not None:
         return _tried_kl(adapter, spec, batch)
@@ -425,5 +426,5 @@ def _penalty_gradient(adapter: CorrectedLoss, spec: CorrectionSpec, batch: mb.Mi
         share = share * batch.scale[:, None]
     other = batch.rollout_log_prob if spec.penalty.ratio == "full" else batch.old_log_prob
     slope = 2 * (batch.log_prob.detach().double() - other.double())
-    there = batch.response_mask & torch.isfinite(slope)
+    there = batch.policy_mask & torch.isfinite(slope)
     return batch.spread(torch.where(there, spec.penalty.coefficient * slope * share, 0.0))

@@ -58,12 +58,15 @@ def build_card(
 
 
 def read_sampling(config: DictConfig) -> dict[str, Any]:
-    """Describe how responses were sampled: engine, and the keys that are set, the engine's own last."""
+    """Describe how responses were sampled: engine, keys that are set, the engine's own last, and the support."""
     sampling: dict[str, Any] = {"engine": OmegaConf.select(config, f"{_ROLLOUT}.name")}
     for name in _SAMPLING:
         for key in (f"{_ROLLOUT}.{name}", f"{_ENGINE}.{name}", f"{_ENGINE}.override_generation_config.{name}"):
             if (value := OmegaConf.select(config, key)) is not None:
                 sampling[name] = value
+    if OmegaConf.select(config, "correction.support") is not None:
+        names = ("support", "support_unknown", "support_min_p")
+        sampling |= {name: OmegaConf.select(config, f"correction.{name}") for name in names}
     return sampling
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from verl.utils import tensordict_utils as tu
 
 from ..batch import micro_batch as mb
-from ..batch.padding import pad_column
+from ..batch.padding import Layout, pad_column
 from ..batch.plan import REWARD, UID
 from ..batch.token_versions import TokenVersions
 from ..correction import CorrectionSpec, Statistic, StepStage
@@ -93,12 +93,12 @@ def _seen(
     return Seen(
         response_ids=batch.responses,
         response_mask=batch.response_mask,
-        rollout_log_prob=batch.rollout_log_prob,
+        rollout_log_prob=batch.rollout_log_prob if batch.withheld is None else _blank(batch),
         old_log_prob=old_log_prob,
         log_prob=batch.log_prob.detach(),
         advantages=batch.advantages,
         weight=step.weight,
-        valid=find_valid_tokens(batch.response_mask, old_log_prob, batch.rollout_log_prob),
+        valid=find_valid_tokens(batch.policy_mask, old_log_prob, batch.rollout_log_prob),
         rejected=step.rejected,
         uids=_uids(batch.data),
         reward=_reward(batch.data),
@@ -109,8 +109,15 @@ def _seen(
     )
 
 
+def _blank(batch: mb.MicroBatch) -> Tensor:
+    """Blank mu of tokens that are withheld, by which readers of the recording leave them out as well."""
+    return batch.rollout_log_prob.masked_fill(~batch.policy_mask, torch.nan)
+
+
 def _of_extension(name: str, batch: mb.MicroBatch) -> Tensor:
-    """Expand a column, by token or by row, to (B, T)."""
+    """Expand a column, by token or by row, to (B, T); one of the model's output is by token."""
+    if (found := batch.model_output.get(name)) is not None:
+        return (batch.layout or Layout.of(batch.data)).responses_of(mb.flatten(found))
     column = batch.data[name] if batch.layout is None else pad_column(batch.data[name], batch.layout, name)
     return column if column.dim() > 1 else column[:, None].expand(batch.response_mask.shape)
 

@@ -10,8 +10,9 @@ from omegaconf import DictConfig
 import verl_patches
 from verl_patches.trainer_v0 import task_runner
 
+from ..support.support_settings import SupportSettings
 from .supervised_run import demand_trained
-from .trainer_v0 import install_trainer
+from .trainer_v0 import OffPolicyRayTrainer, install_trainer
 
 _TaskRunner: Any = task_runner()
 
@@ -21,9 +22,19 @@ class OffPolicyTaskRunnerV0(_TaskRunner):
 
     def run(self, config: DictConfig) -> None:
         verl_patches.status()
-        install_trainer()
+        install_trainer(choose_mixin(config))
         super().run(config)
         demand_trained()
+
+
+def choose_mixin(config: DictConfig) -> type[OffPolicyRayTrainer]:
+    """Choose what is put in front of verl's trainer: nothing of the support where it is off."""
+    if SupportSettings.from_config(config) is None:
+        return OffPolicyRayTrainer
+    # Other releases need not have what it is made of.
+    from .support_trainer import SupportTrainerV0
+
+    return type("SupportOffPolicyRayTrainer", (SupportTrainerV0, OffPolicyRayTrainer), {})
 
 
 RemoteTaskRunner = ray.remote(num_cpus=1)(OffPolicyTaskRunnerV0)

@@ -13,6 +13,7 @@ import verl_patches
 from ..monitor.mismatch.snapshot_settings import SnapshotSettings
 from ..replay.replay_settings import ReplaySettings, read_megatron_mode
 from ..staleness.staleness_settings import StalenessSettings
+from ..support.support_settings import SupportSettings
 from .supervised_run import demand_trained
 from .trainer_v1 import OffPolicyTrainer, install_trainers
 
@@ -31,7 +32,7 @@ class OffPolicyTaskRunnerV1(_TaskRunner):
 
 
 def choose_mixin(config: DictConfig) -> type[OffPolicyTrainer]:
-    """Choose what is put in front of verl's trainers: nothing of staleness, replay or snapshots where these are off."""
+    """Choose what is put in front of verl's trainers: what is off is left out."""
     mixin: type[OffPolicyTrainer] = OffPolicyTrainer
     # Release 0.9.0 has neither their buffer nor their worker.
     if StalenessSettings.from_config(config) is not None:
@@ -51,6 +52,10 @@ def choose_mixin(config: DictConfig) -> type[OffPolicyTrainer]:
         from .watching_trainer import WatchingTrainer
 
         mixin = type(f"Watching{mixin.__name__}", (WatchingTrainer, mixin), {})
+    if SupportSettings.from_config(config) is not None:
+        from .support_trainer import SupportTrainerV1
+
+        mixin = type(f"Support{mixin.__name__}", (SupportTrainerV1, mixin), {})
     return mixin
 
 

@@ -233,17 +233,19 @@ class OffPolicyRayTrainer(SupervisedRun):
         return output
 
 
-def build_corrected(trainer: type[RayPPOTrainer]) -> type[RayPPOTrainer]:
+def build_corrected(
+    trainer: type[RayPPOTrainer], mixin: type[OffPolicyRayTrainer] = OffPolicyRayTrainer
+) -> type[RayPPOTrainer]:
     """Build a subclass of verl's trainer that hands over the loss and verifies it."""
-    return type(f"OffPolicy{trainer.__name__}", (OffPolicyRayTrainer, trainer), {})
+    return type(f"OffPolicy{trainer.__name__}", (mixin, trainer), {})
 
 
-def install_trainer() -> None:
+def install_trainer(mixin: type[OffPolicyRayTrainer] = OffPolicyRayTrainer) -> None:
     """Put the corrected trainer where verl's task runner looks it up, in this process; idempotent.
 
     From then on another trainer of verl's kind stops the process when it is built.
     """
-    substitute(build_corrected)
+    substitute(partial(build_corrected, mixin=mixin))
     before_any(demand_corrected)
 
 

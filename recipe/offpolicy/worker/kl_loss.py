@@ -19,7 +19,7 @@ from torch import Tensor
 from verl.trainer.ppo.core_algos import kl_penalty
 from verl.utils.metric import Metric
 
-from ..batch.micro_batch import ROLLOUT_LOG_PROBS, pad_log_probs
+from ..batch.micro_batch import FULL_LOG_PROBS, ROLLOUT_LOG_PROBS, pad_log_probs
 from ..batch.mini_batch_mean import mini_batch_mean
 from ..correction import CorrectionSpec
 from ..correction.kl_weight import KlWeightSpec
@@ -86,14 +86,25 @@ def compute_weighted_kl(
     return ratio * kl_penalty(logprob=log_prob, ref_logprob=ref_log_prob, kl_penalty=kind) * known
 
 
-def choose_surrogate(spec: CorrectionSpec) -> Surrogate | None:
-    """Choose what stands in the place of verl's KL estimate under ``spec``; None for verl's own."""
+def choose_surrogate(spec: CorrectionSpec, *, has_kl: bool = True) -> Surrogate | None:
+    """Choose what stands in the place of verl's KL estimate under ``spec``; None for verl's own.
+
+    Args:
+        has_kl: verl's loss has a KL term.
+    """
     if spec.kl_clip is not None:
         lower, upper = spec.kl_clip
         return partial(_clip, lower, upper)
     if spec.kl_weight is not None:
         return partial(_weigh, spec.kl_weight)
+    if spec.support is not None and has_kl:
+        return _keep
     return None
+
+
+def _keep(log_prob: Tensor, old: Tensor, mu: Tensor, ref: Tensor, kind: str) -> Tensor:
+    """verl's own, of log-probs over the whole vocabulary where ``log_probs`` are over a support."""
+    return kl_penalty(log_prob, ref, kind)
 
 
 def _clip(lower: float, upper: float, log_prob: Tensor, old: Tensor, mu: Tensor, ref: Tensor, kind: str) -> Tensor:
@@ -121,6 +132,8 @@ def _loss_with_surrogate(
 ) -> tuple[Tensor, dict[str, Any]]:
     loss, metrics = plain(model_output, data, dp_group)
     dense = data.select("response_mask", "old_log_probs", ROLLOUT_LOG_PROBS, "ref_log_prob").to_padded_tensor()
+    if (full := model_output.get(FULL_LOG_PROBS)) is not None:
+        model_output = {"log_probs": full}
     log_prob = pad_log_probs(model_output, data)
     reference, kind = dense["ref_log_prob"], config.kl_loss_type
 

@@ -91,7 +91,8 @@ class OffPolicyLoss:
         self.takes_padded = base_loss is ppo_loss
         self.verl_loss: BoundLoss = partial(base_loss, actor_config)
         self.base_loss: BoundLoss = self.verl_loss
-        if (surrogate := choose_surrogate(spec)) is not None:
+        has_kl = spec.support is None or bool(actor_config.use_kl_loss)
+        if (surrogate := choose_surrogate(spec, has_kl=has_kl)) is not None:
             self.base_loss = replace_kl(base_loss, actor_config, surrogate)
         if extensions:
             self.extensions = dict(extensions)
@@ -113,7 +114,7 @@ class OffPolicyLoss:
             FloatingPointError: a log-prob of the current policy or an advantage is not finite; raised before the
                 backward pass.
         """
-        if self.spec.is_none:
+        if self.spec.is_none and mb.WITHHELD not in model_output:
             loss, metrics = self.extended(self.base_loss)(model_output, data, dp_group)
             packet = self.measure_uncorrected(model_output, data)
         else:
@@ -122,7 +123,7 @@ class OffPolicyLoss:
                 self.spec = replace_bounds(self.spec, mb.read_bounds(batch, self.moving))
             packet = self.create_packet(batch)
             loss, metrics, packet.statistics = self.compute_corrected(batch, dp_group)
-            if self.prove and torch.is_grad_enabled():
+            if self.prove and torch.is_grad_enabled() and not self.spec.is_none:
                 packet.proof = prove(self.copy_for_trials(), batch, loss)
         self.report(packet, model_output, data)
         return loss, {**metrics, METRIC_KEY: packet}
@@ -186,6 +187,8 @@ class OffPolicyLoss:
         if self.record is None:
             return {}
         columns = [name for extension in self.extensions.values() for name in extension.columns]
+        if mb.SUPPORT_SIZE in batch.model_output:
+            columns.append(mb.SUPPORT_SIZE)
         return record(self.record, self.spec, batch, step, columns)
 
     def copy_for_trials(self) -> OffPolicyLoss:

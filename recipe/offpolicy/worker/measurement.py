@@ -74,6 +74,9 @@ def merge(observations: Sequence[Observation]) -> Observation:
     known = [batch.versions for batch in batches if batch.versions is not None]
     if known:
         columns["versions"] = _merge_versions(known, width)
+    if any(batch.withheld is not None for batch in batches):
+        masks = [torch.zeros_like(each.response_mask) if each.withheld is None else each.withheld for each in batches]
+        columns["withheld"] = torch.cat([_widened(mask, width) for mask in masks])
     # What is not named is the same for all, or read by no measurement.
     return replace(first, batch=replace(first.batch, **columns))
 
@@ -87,7 +90,7 @@ def measure(observation: Observation) -> dict[Name, DeferredValue[Any]]:
         "rollout_log_prob": batch.rollout_log_prob,
         "old_log_prob": old_log_prob,
         "log_prob": batch.log_prob,
-        "response_mask": batch.response_mask,
+        "response_mask": batch.policy_mask,
     }
     staleness = mb.compute_staleness(batch)
     statistics, of_shadows = mb.decide_with_shadows(spec, observation.shadows, batch)
@@ -103,7 +106,7 @@ def measure(observation: Observation) -> dict[Name, DeferredValue[Any]]:
         hash_rows(batch.responses, batch.response_mask, batch.rollout_log_prob), mb.drop_empty_rows
     )
     if spec.proximal != "recompute":
-        readings["alignment"] = count_agreements(batch.log_prob, batch.rollout_log_prob, batch.response_mask)
+        readings["alignment"] = count_agreements(batch.log_prob, batch.rollout_log_prob, batch.policy_mask)
     if observation.moving:
         readings["histograms"] = defer_histograms(
             spec,

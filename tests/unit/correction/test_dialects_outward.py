@@ -168,6 +168,7 @@ EVERYWHERE: list[tuple[dict[str, Any], str]] = [
     ({"masks": {"m": opsm(0.1, ratio="ppo")}}, "correction.masks.m"),
     ({"masks": {"m": {"aggregate": "staleness", "level": "token", "upper": 4}}}, "correction.masks.m"),
     ({"masks": {"m": band(None, 0.1, aggregate="binary_kl")}}, "correction.masks.m"),
+    ({"support": "engine", "weight": TIS}, "correction.support=engine"),
     ({"allow_truncated_sampling": True, "weight": TIS}, "correction.allow_truncated_sampling=true"),
 ]
 

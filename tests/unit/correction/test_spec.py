@@ -92,6 +92,7 @@ def test_limits_of_differences_are_as_given() -> None:
         {"masks": {"opsm": opsm(0.0)}},
         STACK,
         STACK | {"allow_truncated_sampling": True},
+        STACK | {"support": "engine", "support_unknown": "full", "support_min_p": 0.1},
     ],
 )
 def test_to_mapping_is_plain_and_comes_back(mapping: dict[str, Any]) -> None:
@@ -175,6 +176,8 @@ def test_fingerprint_differs_when_anything_does() -> None:
     variants = [
         {},
         {"allow_truncated_sampling": True},
+        {"support": "engine"},
+        {"support": "engine", "support_size": 8},
         weight(),
         weight(upper=2.0000001),
         weight(upper=None),

@@ -63,6 +63,13 @@ def test_what_is_said_of_the_rollout_holds_for_the_fallback(folder: Path) -> Non
     assert fallback.allow_truncated_sampling
 
 
+def test_the_support_that_is_replayed_holds_for_the_fallback(folder: Path) -> None:
+    asked = ("correction.support=engine", "correction.support_unknown=full", "correction.support_size=8")
+    fallback = read_settings(resolved(folder, "correction=gsm", f"{KEY}.fallback=tis_token", *asked))["ess"].fallback
+    assert fallback is not None
+    assert (fallback.support, fallback.support_unknown, fallback.support_size) == ("engine", "full", 8)
+
+
 def test_resolving_twice_changes_nothing(folder: Path) -> None:
     config = resolved(folder, "correction=gsm", f"{KEY}.fallback=tis_token")
     before = OmegaConf.to_container(config)

@@ -9,7 +9,15 @@ import pytest
 import verl_patches
 from recipe.offpolicy.preflight.checks.seams import check_seams_with
 from recipe.offpolicy.preflight.checks.workers_env import list_patch_groups
-from verl_patches import engine_loss, llm_client, replay_buffer, router_replay, trainer_v0, trainer_v1
+from verl_patches import (
+    engine_loss,
+    llm_client,
+    replay_buffer,
+    router_replay,
+    trainer_v0,
+    trainer_v1,
+    truncated_sampling,
+)
 from verl_patches.contract import Contract, PatchError
 from verl_patches.execution_path import LivePath
 
@@ -45,6 +53,9 @@ def test_routing_replay_has_seams_of_its_own(monkeypatch: pytest.MonkeyPatch) ->
     held: list[object] = []
     assert list(check_seams_with(LivePath("0.9.1", "v1", "engine", "fsdp"), held.append, replayed=True)) == []
     assert held == [engine_loss.SEAMS, trainer_v1.SEAMS, router_replay.SEAMS]
+    held.clear()
+    assert list(check_seams_with(LivePath("0.9.1", "v0", "engine", "fsdp"), held.append, supported=True)) == []
+    assert held == [engine_loss.SEAMS, trainer_v0.SEAMS, truncated_sampling.SEAMS]
 
 
 def test_a_seam_that_has_moved_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:

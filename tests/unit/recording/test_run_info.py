@@ -26,6 +26,12 @@ def test_the_engines_own_sampling_comes_last() -> None:
     assert found == {"engine": "vllm", "temperature": 0.7, "top_k": 5, "min_p": 0.1}
 
 
+def test_a_replayed_support_is_part_of_the_sampling() -> None:
+    values = {"correction": {"support": "engine", "support_unknown": "mask", "support_min_p": 0.1}}
+    found = read_sampling(OmegaConf.create({"actor_rollout_ref": {"rollout": {"name": "vllm"}}, **values}))
+    assert found == {"engine": "vllm", "support": "engine", "support_unknown": "mask", "support_min_p": 0.1}
+
+
 def test_which_checkpoints_a_run_resumes(tmp_path: Path) -> None:
     assert find_resumed_folder(config(tmp_path)) is None
     by_path = config(tmp_path, resume_mode="resume_path", resume_from_path=str(tmp_path / "old" / "global_step_3"))

@@ -20,7 +20,19 @@ def test_a_trainer_of_verls_kind_that_is_not_corrected_is_refused(monkeypatch: p
     monkeypatch.setattr(trainer_v0, "substitute", lambda build: done.append(("substitute", build)))
     monkeypatch.setattr(trainer_v0, "before_any", lambda look: done.append(("before_any", look)))
     trainer_v0.install_trainer()
-    assert done == [("substitute", trainer_v0.build_corrected), ("before_any", trainer_v0.demand_corrected)]
+    (_, build), before = done
+    assert [name for name, _ in done] == ["substitute", "before_any"]
+    assert before[1] is trainer_v0.demand_corrected
+
+    class Trainer:
+        pass
+
+    class Mixin(trainer_v0.OffPolicyRayTrainer):
+        pass
+
+    assert build(Trainer).__bases__ == (trainer_v0.OffPolicyRayTrainer, Trainer)
+    trainer_v0.install_trainer(Mixin)
+    assert done[2][1](Trainer).__bases__ == (Mixin, Trainer)
 
 
 @pytest.mark.verl(">=0.9")

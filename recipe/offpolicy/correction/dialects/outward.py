@@ -25,6 +25,7 @@ _AROUND: Final = {
     "kl_clip": "its KL loss has no clip",
     "kl_weight": "its KL loss is set elsewhere",
     "penalty": "it has no term beside the policy term",
+    "support": "it does not keep the support of truncated sampling",
 }
 """Keys that none of the three can say -> why."""
 

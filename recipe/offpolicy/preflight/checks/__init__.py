@@ -25,11 +25,12 @@ from . import (
     routing_replay,
     seams,
     staleness,
+    support,
     verl_rollout_correction,
     warnings,
     workers_env,
 )
-from .config_reader import ConfiguredPart, list_parts, read_shadows, read_spec
+from .config_reader import SUPPORT_PART, ConfiguredPart, list_parts, read_shadows, read_spec
 from .null_sections import find_null_sections
 from .offpolicy_keys import OWN_KEYS, check_own_keys
 from .unreadable_values import find_unreadable_values, find_unresolved_interpolations, substitute_usual_values
@@ -55,6 +56,7 @@ CHECKS: tuple[Check, ...] = (
     staleness.check_staleness,
     routing_replay.check_routing_replay,
     routing_replay.check_megatron_replay,
+    support.check_support,
     routing_replay.check_recorded_without_replay,
     bounds.check_bounds_hold_agreement,
     bounds.check_bounds_in_reach,
@@ -103,6 +105,7 @@ __all__ = [
     "CHECKS_IN_SOURCE",
     "OWN_KEYS",
     "REMARKS",
+    "SUPPORT_PART",
     "VERL_CHECKS",
     "Check",
     "ConfiguredPart",

@@ -11,6 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 from ...correction import CorrectionSpec, MaskSpec, SpecError, WeightSpec
 from ...correction.problem import format_value
 from ...extensions.registry import load_extensions
+from ...support.support_settings import SupportSettings
 from ..old_log_prob import read_correction
 from ..verl_keys.keys import list_active, name_part, read_rollout_correction
 from ..verl_keys.router_replay import ROUTER_REPLAY, find_router_replay
@@ -19,6 +20,7 @@ ROLLOUT = "actor_rollout_ref.rollout"
 ACTOR = "actor_rollout_ref.actor"
 ENGINE = f"{ROLLOUT}.engine_kwargs.vllm"
 SHADOW = "offpolicy.shadow"
+SUPPORT_PART = "support"
 _RATIOS = {"rollout": "pi_old / mu", "full": "pi / mu", "ppo": "pi / pi_old"}
 
 
@@ -85,6 +87,9 @@ def list_parts(config: DictConfig, spec: CorrectionSpec) -> list[ConfiguredPart]
         parts.append(ConfiguredPart("denominator", spec.denominator))
     if spec.baseline != "include":
         parts.append(ConfiguredPart("baseline", spec.baseline))
+    if (support := SupportSettings.from_config(config)) is not None:
+        meaning = f"pi_old and pi over up to {support.size} tokens that could be sampled; else {support.unknown}"
+        parts.append(ConfiguredPart(SUPPORT_PART, meaning, ours=False))
     parts += [
         ConfiguredPart(f"shadow.{name}", "reported, not applied", ours=False)
         for name in OmegaConf.select(config, SHADOW) or ()
@@ -103,7 +108,7 @@ def list_parts(config: DictConfig, spec: CorrectionSpec) -> list[ConfiguredPart]
 
 def needs_mu(config: DictConfig, spec: CorrectionSpec) -> bool:
     """Return True if anything configured needs the rollout engine's log-probs."""
-    return not spec.is_none or bool(OmegaConf.select(config, SHADOW))
+    return not spec.is_none or spec.support is not None or bool(OmegaConf.select(config, SHADOW))
 
 
 def _reads_mu(mask: MaskSpec) -> bool:

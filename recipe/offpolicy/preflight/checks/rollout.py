@@ -12,6 +12,11 @@ from ..verl_keys.keys import list_active
 from .config_reader import ENGINE, ROLLOUT, needs_mu
 
 _NEUTRAL = {"top_p": (1, 1.0), "top_k": (-1, 0), "min_p": (0, 0.0), "repetition_penalty": (1, 1.0)}
+_KEEP = {
+    "top_p": "replay the tokens that are left with correction.support=engine, ",
+    "top_k": "replay the tokens that are left with correction.support=engine, ",
+    "min_p": "ask for it by correction.support=engine and correction.support_min_p, ",
+}
 _GENERATION = f"{ENGINE}.override_generation_config"
 # vLLM takes its arguments with either spelling.
 _MODES = tuple(
@@ -77,7 +82,7 @@ def check_sampling(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem
             overrides=(set_to(f"{ROLLOUT}.temperature", of_engine), f"~{key}"),
         )
     if not spec.allow_truncated_sampling:
-        yield from _check_truncation(config)
+        yield from _check_truncation(config, spec)
 
 
 def check_consent(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
@@ -88,18 +93,24 @@ def check_consent(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]
         yield Problem(key, True, reason, parts=(), overrides=(set_to(key, False),))
 
 
-def _check_truncation(config: DictConfig) -> Iterator[Problem]:
+def _check_truncation(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
     for name, values in _NEUTRAL.items():
         for owner in (ROLLOUT, ENGINE, _GENERATION):
             key = f"{owner}.{name}"
+            # What verl asks of the engine with each request.
+            if spec.support is not None and owner == ROLLOUT and name in ("top_p", "top_k"):
+                continue
             value = OmegaConf.select(config, key, default=None)
+            otherwise = f"{_KEEP.get(name, '')}or say that it is meant: correction.allow_truncated_sampling=true."
+            if spec.support is not None:
+                otherwise = "or correction.support=null."
             if value is not None and value not in values:
                 yield Problem(
                     key,
                     value,
                     "mu is renormalised over the tokens that are left, and pi_old is not: the ratio is off by the "
                     "mass that was cut.",
-                    f"Set {key}={values[0]}, or say that it is meant: correction.allow_truncated_sampling=true.",
+                    f"Set {key}={values[0]}, {otherwise}",
                     parts=MU,
                     overrides=(set_to(key, values[0]),),
                 )

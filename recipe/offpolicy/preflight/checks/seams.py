@@ -7,13 +7,23 @@ from collections.abc import Callable, Iterable, Iterator
 from omegaconf import DictConfig
 
 import verl_patches
-from verl_patches import engine_loss, legacy, llm_client, replay_buffer, router_replay, trainer_v0, trainer_v1
+from verl_patches import (
+    engine_loss,
+    legacy,
+    llm_client,
+    replay_buffer,
+    router_replay,
+    trainer_v0,
+    trainer_v1,
+    truncated_sampling,
+)
 from verl_patches.contract import Contract, PatchError
 from verl_patches.execution_path import LivePath, live_path
 
 from ...correction import CorrectionSpec
 from ...correction.problem import Problem, set_to
 from ...replay.replay_settings import ReplaySettings
+from ...support.support_settings import SupportSettings
 from .config_reader import SHADOW, read_shadows
 from .contracts_in_source import check_contracts
 from .staleness import is_asynchronous, is_bounded, notes_token_versions
@@ -35,17 +45,25 @@ def check_seams_in_source(config: DictConfig, spec: CorrectionSpec) -> Iterator[
 def _check_seams_of(config: DictConfig, hold: Hold) -> Iterator[Problem]:
     noted = notes_token_versions(config)
     bounded, replayed = is_bounded(config), ReplaySettings.from_config(config) is not None
-    return check_seams_with(live_path(config), hold, bounded=bounded, noted=noted, replayed=replayed)
+    path = live_path(config)
+    supported = SupportSettings.from_config(config) is not None and path.attributes.truncated_support
+    return check_seams_with(path, hold, bounded=bounded, noted=noted, replayed=replayed, supported=supported)
 
 
 def check_seams_with(
-    path: LivePath, hold: Hold, *, bounded: bool = False, noted: bool = False, replayed: bool = False
+    path: LivePath,
+    hold: Hold,
+    *,
+    bounded: bool = False,
+    noted: bool = False,
+    replayed: bool = False,
+    supported: bool = False,
 ) -> Iterator[Problem]:
     """Check the seams of a path by the function ``hold``; those of the legacy actors are always imported.
 
     Args:
-        bounded, noted, replayed: the run has a limit of staleness, notes versions by token or replays routes on FSDP,
-            whose seams are held as well.
+        bounded, noted, replayed, supported: the run has a limit of staleness, notes versions by token, replays routes
+            on FSDP or the support of truncated sampling, whose seams are held as well.
     """
     trainer = trainer_v1 if path.trainer == "v1" else trainer_v0
     try:
@@ -58,6 +76,8 @@ def check_seams_with(
             hold(llm_client.SEAMS)
         if replayed:
             hold(router_replay.SEAMS)
+        if supported:
+            hold(truncated_sampling.SEAMS)
         if path.worker == "legacy":
             legacy.check(path.strategy)
     except PatchError as error:

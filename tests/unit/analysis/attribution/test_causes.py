@@ -81,6 +81,17 @@ def test_truncated_sampling_is_a_constant_of_each_context() -> None:
     assert 0.02 < of(causes, "truncated sampling").evidence["missing"] < 0.1
 
 
+def test_a_replayed_support_cuts_nothing_off() -> None:
+    rows = simulated(top_p(0.9))
+    replayed = {"top_p": 0.9, "support": "engine", "support_unknown": "mask"}
+    causes = find_causes_in_rows(rows, {"sampling": replayed})
+    assert not present(causes) & {"truncated sampling", "extra vocabulary"}
+    assert "renormalised over the support" in of(causes, "truncated sampling").sentence
+    # Where tokens of unknown support keep the whole vocabulary, the rows are asked.
+    partly = find_causes_in_rows(rows, {"sampling": replayed | {"support_unknown": "full"}})
+    assert "truncated sampling" in present(partly)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("group", [8, 1])
 @pytest.mark.parametrize("deviation", few_when_quick([3.0, 1.0, 2.0, 5.0], lambda _: "nats"))

@@ -77,6 +77,9 @@ def find(sampled: SampledTokens, sampling: Mapping[str, Any]) -> tuple[Cause, Ca
     Args:
         sampling: sampling settings of the card, ``top_p`` and the like; empty where there is none.
     """
+    if sampling.get("support") == "engine" and sampling.get("support_unknown") == "mask":
+        why = "the run's card says that pi_old was renormalised over the support that was sampled from"
+        return report_absent(TRUNCATED, why), report_absent(EXTRA, why)
     if len(sampled) < LEAST_TOKENS:
         why = f"fewer than {LEAST_TOKENS} tokens are left to judge by"
         return report_untestable(TRUNCATED, why), report_untestable(EXTRA, why)

@@ -1,0 +1,60 @@
+"""Checks of what the support of truncated sampling goes together with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from omegaconf import DictConfig, OmegaConf
+
+from verl_patches.execution_path import STRATEGY, live_path
+
+from ...correction import CorrectionSpec
+from ...correction.problem import Problem, set_to
+from ...support.obstacles import list_obstacles
+from ...support.support_settings import SUPPORT, SupportSettings
+from .config_reader import ROLLOUT
+from .config_reader import SUPPORT_PART as PART
+
+_OFF = set_to(SUPPORT, None)
+_STRATEGIES = ("fsdp", "fsdp2")
+
+
+def check_support(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
+    """Check what hides logits or supports, or leaves the support without effect; nothing where none is replayed."""
+    if spec.support is None:
+        return
+    path = live_path(config)
+    if not path.attributes.truncated_support:
+        reason = f"verl {path.release} is not tested with it."
+        yield Problem(
+            SUPPORT, spec.support, reason, f"Use verl 0.9.1, or set {_OFF}.", parts=(PART,), overrides=(_OFF,)
+        )
+        return
+    if path.strategy not in _STRATEGIES:
+        reason = f"correction.support={spec.support}: supports are replayed in verl's FSDP engine alone."
+        override = set_to(STRATEGY, "fsdp2")
+        yield Problem(STRATEGY, path.strategy, reason, f"Set {override}, or {_OFF}.", parts=(PART,), overrides=(_OFF,))
+    for obstacle, value in list_obstacles(config):
+        mends = (set_to(obstacle.key, obstacle.wanted[0]), *(set_to(*other) for other in obstacle.otherwise))
+        yield Problem(
+            obstacle.key,
+            value,
+            f"correction.support={spec.support}: {obstacle.reason}",
+            f"Set {' and '.join(mends)}, or {_OFF}.",
+            parts=(PART,),
+            overrides=mends,
+        )
+    if not _truncates(config):
+        reason = "nothing truncates: the support is the whole vocabulary, and every token's is larger than can be sent."
+        fix = f"Set {ROLLOUT}.top_p=0.9 for example, or {_OFF}."
+        yield Problem(SUPPORT, spec.support, reason, fix, "INERT", (PART,), (_OFF,))
+
+
+def _truncates(config: DictConfig) -> bool:
+    settings = SupportSettings.from_config(config)
+    top_p, top_k = (OmegaConf.select(config, f"{ROLLOUT}.{name}") for name in ("top_p", "top_k"))
+    return (
+        (top_p is not None and top_p < 1)
+        or (top_k is not None and top_k > 0)
+        or (settings is not None and settings.min_p is not None)
+    )

@@ -1,0 +1,152 @@
+"""Supports of a micro-batch's tokens, laid out over the tokens of one forward."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from ..batch.padding import Layout
+from ..batch.weight_versions import read_extra_fields
+from ..replay.batch_routes import TokenLayout
+from .support_notes import NOTE, RowSupports, hash_supports, read_note
+from .token_supports import TokenSupports
+
+
+@dataclass(frozen=True)
+class ResponseTokens:
+    """Places of a micro-batch's response tokens, in the order of its columns.
+
+    Attributes:
+        places: (R,) int64, among the micro-batch's tokens; 0 on padding.
+        trained: (R,) bool, the response mask.
+        nested: columns are nested by row, and have no padding.
+    """
+
+    places: Tensor
+    trained: Tensor
+    nested: bool
+
+    @classmethod
+    def of(cls, data: TensorDict, offsets: Tensor) -> ResponseTokens:
+        """Read them.
+
+        Args:
+            offsets: (B + 1,) of the rows' prompts and responses.
+        """
+        mask = data["response_mask"]
+        if mask.is_nested:
+            # A response is the end of its row.
+            lengths = mask.offsets().diff()
+            count = len(mask.values())
+            before = torch.repeat_interleave(offsets[1:] - mask.offsets()[1:], lengths, output_size=count)
+            return cls(before + torch.arange(count, device=offsets.device), mask.values().bool(), True)
+        layout = Layout.of(data)
+        places = (offsets[:-1] + layout.prompts)[:, None] + torch.arange(mask.shape[1], device=offsets.device)
+        there = mask.bool() & ~layout.absent
+        return cls(places.masked_fill(layout.absent, 0).flatten(), there.flatten(), False)
+
+    def read(self, column: Tensor) -> Tensor:
+        """Read a column of the responses: (R,)."""
+        return column.values() if self.nested else column.flatten()
+
+
+@dataclass(frozen=True)
+class BatchSupports:
+    """Supports of the n sampled tokens of a micro-batch whose rows have a note.
+
+    Attributes:
+        places: (n,) int64, of each among the micro-batch's tokens.
+        rows, within: (n,) int64, its row, and its place in there.
+        ids: (n, K) int64, filled up with -1; without members where the support is not known.
+        sizes: (n,) int64.
+        known, unknown: (k,) and (u,) int64, which of the n tokens are which.
+        truncated: int64, which of the known are not the whole vocabulary.
+        checksums: (B,) int64, of the notes.
+        compared: (B,) bool, rows that have a note of all of their tokens.
+        bytes: of sizes and ids, as they came.
+        masses: (least, greatest) of mu over known supports.
+        unknown_mass: sum of mu over what was returned of the others.
+    """
+
+    places: Tensor
+    rows: Tensor
+    within: Tensor
+    ids: Tensor
+    sizes: Tensor
+    known: Tensor
+    unknown: Tensor
+    truncated: Tensor
+    checksums: Tensor
+    compared: Tensor
+    bytes: int
+    masses: tuple[float, float]
+    unknown_mass: float
+
+    def hash_rows(self, tokens: Tensor) -> Tensor:
+        """Compute the checksum of each row, (B,) int64, with the (n,) tokens that stand at the places."""
+        parts = hash_supports(self.within, tokens, self.ids)
+        return torch.zeros_like(self.checksums).index_add_(0, self.rows, parts)
+
+
+def read_notes(data: TensorDict) -> list[RowSupports | None]:
+    """Read the note of each row; None where there is none, or one whose parts do not fit each other."""
+    if NOTE in data.keys():
+        found: list[Any] = [getattr(row, "data", row) for row in data[NOTE]]
+    else:
+        found = [fields.get(NOTE) for fields in read_extra_fields(data)]
+    found += [None] * (data.batch_size[0] - len(found))
+    return [read_note(each) for each in found]
+
+
+def lay_out_supports(data: TensorDict, layout: TokenLayout, vocabulary: int) -> BatchSupports:
+    """Lay the supports of a micro-batch out over its tokens; entries beyond the end of a row are left out.
+
+    Args:
+        vocabulary: number of logits of a token.
+    """
+    notes, offsets = read_notes(data), layout.offsets.tolist()
+    places, rows, within = [], [], []
+    checksums, compared = [0] * len(notes), [False] * len(notes)
+    parts = []
+    for row, note in enumerate(notes):
+        if note is None:
+            continue
+        own = note.list_places()
+        length = offsets[row + 1] - offsets[row]
+        there = int((own < length).sum())
+        compared[row] = there == len(own)
+        checksums[row] = note.checksum
+        own = own[:there]
+        within.append(own)
+        places.append(own + offsets[row])
+        rows.append(torch.full_like(own, row))
+        parts.append(note.supports.cut(0, there))
+    joined = TokenSupports.concatenate(parts)
+    masses = [note.masses for note in notes if note is not None]
+    has = joined.sizes > 0
+    device = layout.offsets.device
+
+    def put(values: Tensor) -> Tensor:
+        return values.to(device, non_blocking=True)
+
+    none = torch.zeros(0, dtype=torch.int64)
+    return BatchSupports(
+        places=put(torch.cat([none, *places])),
+        rows=put(torch.cat([none, *rows])),
+        within=put(torch.cat([none, *within])),
+        ids=put(torch.from_numpy(joined.pad())),
+        sizes=put(torch.from_numpy(joined.sizes.astype(np.int64))),
+        known=put(torch.from_numpy(has.nonzero()[0])),
+        truncated=put(torch.from_numpy((has & (joined.sizes < vocabulary)).nonzero()[0])),
+        unknown=put(torch.from_numpy((~has).nonzero()[0])),
+        checksums=put(torch.tensor(checksums, dtype=torch.int64)),
+        compared=put(torch.tensor(compared)),
+        bytes=joined.bytes,
+        masses=(min((each[0] for each in masses), default=1.0), max((each[1] for each in masses), default=1.0)),
+        unknown_mass=sum(each[2] for each in masses),
+    )

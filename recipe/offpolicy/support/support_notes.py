@@ -1,0 +1,126 @@
+"""Note that a client makes of the supports of one row's sampled tokens, which travels in the row's extra fields."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..replay.route_notes import count_shared, hash_tokens
+from .token_supports import TokenSupports
+
+NOTE = "offpolicy_support"
+"""Key of a row's note in its extra fields."""
+_NONE = np.zeros(0, np.float32)
+
+
+@dataclass(frozen=True)
+class RowSupports:
+    """The note of one row as it is read.
+
+    Attributes:
+        spans: (first place, tokens) of each run of sampled tokens, places counted from the row's first token.
+        supports: of these tokens, without masses.
+        masses: the least and the greatest sum of mu over a known support, and the sum of what was returned of others.
+        checksum: of places, tokens and supports.
+    """
+
+    spans: tuple[tuple[int, int], ...]
+    supports: TokenSupports
+    masses: tuple[float, float, float]
+    checksum: int
+
+    def list_places(self) -> Tensor:
+        """List the place of each sampled token in the row, int64."""
+        runs = [torch.arange(start, start + count) for start, count in self.spans]
+        return torch.cat(runs) if runs else torch.zeros(0, dtype=torch.int64)
+
+    def to_plain(self) -> dict[str, Any]:
+        """Return the plain values that travel, for TransferQueue makes mappings of classes."""
+        return {
+            "spans": [list(span) for span in self.spans],
+            "sizes": self.supports.sizes,
+            "ids": self.supports.ids,
+            "masses": list(self.masses),
+            "checksum": self.checksum,
+        }
+
+
+class SupportNote:
+    """The note of one row while it is sampled; pickled, it is the plain values of a ``RowSupports``."""
+
+    def __init__(self) -> None:
+        self._tokens: list[int] = []
+        self._spans: list[tuple[int, int]] = []
+        self._supports = TokenSupports.empty()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return dict, (self.finish().to_plain(),)
+
+    def add(self, prompt: Sequence[int], sampled: Sequence[int], supports: TokenSupports) -> None:
+        """Add the tokens of a further request of the row: another turn's, or those behind an aborted attempt's.
+
+        Args:
+            prompt: ids of the request, which begin with the row's earlier tokens.
+            sampled: ids that it sampled.
+            supports: of these.
+        """
+        shared = count_shared(self._tokens, prompt, len(prompt))
+        kept = [(start, min(count, shared - start)) for start, count in self._spans if start < shared]
+        earlier = self._supports.cut(0, sum(count for _, count in kept))
+        if len(sampled):
+            kept.append((len(prompt), len(sampled)))
+        self._tokens, self._spans = [*prompt, *sampled], kept
+        self._supports = TokenSupports.concatenate([earlier, supports])
+
+    def finish(self) -> RowSupports:
+        """Build the note as it travels."""
+        supports, masses = self._supports, self._supports.masses.astype(np.float64)
+        known = supports.sizes > 0
+        found = RowSupports(
+            tuple(self._spans),
+            TokenSupports(supports.sizes, supports.ids, _NONE),
+            (float(masses[known].min(initial=1)), float(masses[known].max(initial=1)), float(masses[~known].sum())),
+            0,
+        )
+        places = found.list_places()
+        tokens = torch.tensor(self._tokens, dtype=torch.int64)[places]
+        parts = hash_supports(places, tokens, torch.from_numpy(supports.pad()))
+        return replace(found, checksum=int(parts.sum()))
+
+
+def hash_supports(places: Tensor, tokens: Tensor, ids: Tensor) -> Tensor:
+    """Compute each token's part of its row's checksum; it differs by place, token, and the ids and their order.
+
+    Args:
+        places: (n,) int64, in the row.
+        tokens: (n,) int64.
+        ids: (n, K) int64, filled up with -1, however far.
+
+    Returns:
+        (n,) int64, to be summed over a row; wraps around.
+    """
+    # An id of -1 adds nothing.
+    return hash_tokens(torch.cat([tokens[:, None], ids], 1)[:, None], places)
+
+
+def read_note(found: Any) -> RowSupports | None:
+    """Read a row's note as it travels; None where it is none, or its parts do not fit each other."""
+    if isinstance(found, SupportNote):
+        return found.finish()
+    if not isinstance(found, Mapping):
+        return None
+    try:
+        sizes, ids = np.asarray(found["sizes"]), np.asarray(found["ids"])
+        spans = tuple((int(start), int(count)) for start, count in found["spans"])
+        least, greatest, unknown = (float(each) for each in found["masses"])
+        checksum = int(found["checksum"])
+    except (KeyError, TypeError, ValueError):
+        return None
+    if len(sizes) != sum(count for _, count in spans) or len(ids) != int(sizes.sum(dtype=np.int64)):
+        return None
+    return RowSupports(spans, TokenSupports(sizes, ids, _NONE), (least, greatest, unknown), checksum)

@@ -1,0 +1,418 @@
+"""The support's replay in verl's real FSDP engines, in this process: by hand, whole supports, splits, sabotage."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from recipe.offpolicy.support.truncated_softmax import SupportError
+from tests.support import supporting_worker as sw
+from tests.support import training_worker as tw
+from tests.support.paths import ROOT
+
+pytestmark = pytest.mark.verl("==0.9.1")
+
+LAYOUTS = [
+    pytest.param(dict(strategy=strategy, use_remove_padding=packed, checkpointing=checkpointing), id=name)
+    for name, strategy, packed, checkpointing in (
+        ("fsdp2 padded", "fsdp2", False, False),
+        ("fsdp2 packed checkpointing", "fsdp2", True, True),
+        ("fsdp padded checkpointing", "fsdp", False, True),
+        ("fsdp packed", "fsdp", True, False),
+    )
+]
+Supports = list[list[list[int]]]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    tw.join_process_group()
+    return tw.tiny_model(tmp_path_factory.mktemp("dense"))
+
+
+@pytest.fixture(scope="module")
+def start(model: Path) -> Callable[..., Any]:
+    return partial(sw.start, model)
+
+
+@pytest.fixture(scope="module")
+def plain(start: Callable[..., Any]) -> Any:
+    """verl's own worker, padded."""
+    return start(None)
+
+
+@pytest.fixture(scope="module")
+def worker(start: Callable[..., Any]) -> Any:
+    """A worker that replays, packed."""
+    return start(use_remove_padding=True)
+
+
+@pytest.fixture(scope="module")
+def rows(plain: Any) -> tw.Rollout:
+    return tw.add_log_probs(plain, tw.make_rollout(), mismatch=0.1)
+
+
+@pytest.fixture(scope="module")
+def supports(rows: tw.Rollout) -> Supports:
+    return [sw.draw_supports(response, seed=row) for row, response in enumerate(rows.responses)]
+
+
+def loss() -> Any:
+    from verl.workers.utils.losses import ppo_loss
+
+    return partial(ppo_loss, config=tw.actor_config())
+
+
+def gradients(worker: Any, data: TensorDict, **split: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    metrics, found = tw.gradients(worker, loss(), data, **split)
+    return metrics, found
+
+
+def forward(worker: Any, data: TensorDict, temperature: float = 1.0, rows: int = 4) -> TensorDict:
+    """The forward of pi_old, in micro-batches of four rows."""
+    from verl.utils import tensordict_utils as tu
+
+    data = data.clone(recurse=False)
+    worker.engine_config.infer_micro_batch_size_per_gpu = rows
+    tu.assign_non_tensor(data, calculate_entropy=True, compute_loss=False, temperature=temperature)
+    tu.assign_non_tensor(data, global_token_num=None)
+    output: TensorDict = worker.infer_batch(data)
+    return output
+
+
+def responses(output: TensorDict, data: TensorDict, name: str = "log_probs") -> list[Tensor]:
+    from verl.workers.utils.padding import response_from_nested
+
+    return list(response_from_nested(output[name], data["response_mask"]).unbind())
+
+
+def report_of(metrics: dict[str, Any]) -> Any:
+    from recipe.offpolicy.support.fsdp_engine import REPORT
+    from recipe.offpolicy.support.support_verdict import take_reports
+
+    (report,) = take_reports(metrics, REPORT)
+    return report
+
+
+def equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def close(one: dict[str, Tensor], other: dict[str, Tensor], relative: float = 1e-5) -> bool:
+    scale = max(float(gradient.abs().max()) for gradient in other.values())
+    return all(float((one[name] - other[name]).abs().max()) <= relative * scale for name in other)
+
+
+def enumerate_log_probs(model: Path, rows: tw.Rollout, supports: Supports, temperature: float) -> list[Tensor]:
+    """By hand: the model's float64 softmax at a temperature, summed over each token's support."""
+    from transformers import AutoModelForCausalLM
+
+    reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64)
+    found = []
+    for prompt, response, given in zip(rows.prompts, rows.responses, supports, strict=True):
+        logits = reference(torch.cat([prompt, response])[None]).logits[0] / temperature
+        probabilities = logits.softmax(-1)[len(prompt) - 1 :]
+        row = [
+            (probabilities[place, token] / (probabilities[place, ids].sum() if ids else 1.0)).log()
+            for place, (token, ids) in enumerate(zip(response.tolist(), given, strict=True))
+        ]
+        found.append(torch.stack(row))
+    return found
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_log_probs_are_those_over_the_support(
+    start: Callable[..., Any],
+    model: Path,
+    rows: tw.Rollout,
+    supports: Supports,
+    layout: dict[str, Any],
+    temperature: float,
+) -> None:
+    data = sw.flagged(sw.with_notes(rows, sw.note_rows(rows, supports)))
+    output = forward(start(**layout), data, temperature)
+    wanted = enumerate_log_probs(model, rows, supports, temperature)
+    for found, exact in zip(responses(output, data), wanted, strict=True):
+        torch.testing.assert_close(found.double(), exact.detach(), rtol=0, atol=2e-5)
+    # Entropy stays over the vocabulary, and nothing else of the worker's is handed out.
+    plain = forward(start(None, **layout), rows.to_tensordict(), temperature)
+    assert all(map(torch.equal, responses(output, data, "entropy"), responses(plain, data, "entropy")))
+    assert {"offpolicy_full_log_probs", "offpolicy_withheld"}.isdisjoint(output.keys())
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_whole_supports_are_the_plain_engine_to_the_bit(
+    start: Callable[..., Any], rows: tw.Rollout, layout: dict[str, Any]
+) -> None:
+    whole = [
+        [[token, *(each for each in range(tw.VOCABULARY) if each != token)] for token in response.tolist()]
+        for response in rows.responses
+    ]
+    data = sw.flagged(sw.with_notes(rows, sw.note_rows(rows, whole)))
+    ours, verls = start(**layout), start(None, **layout)
+    one, other = forward(ours, data), forward(verls, rows.to_tensordict())
+    assert torch.equal(one["log_probs"].values(), other["log_probs"].values())
+    metrics, found = gradients(ours, data, micro_batch_size=4)
+    wanted_metrics, wanted = gradients(verls, rows.to_tensordict(), micro_batch_size=4)
+    assert metrics["loss"] == wanted_metrics["loss"]
+    assert equal(found, wanted)
+    assert report_of(metrics).largest == tw.VOCABULARY
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_gradient_is_that_of_the_truncated_policy(
+    start: Callable[..., Any], model: Path, rows: tw.Rollout, supports: Supports, layout: dict[str, Any]
+) -> None:
+    """verl's loss where pi is pi_old: each token's gradient is -A grad log pi over the support, over all tokens."""
+    from transformers import AutoModelForCausalLM
+
+    here = replace(rows, old_log_probs=responses_of_pi(start(**layout), rows, supports))
+    data = sw.flagged(sw.with_notes(here, sw.note_rows(here, supports)))
+    _, found = gradients(start(**layout), data, micro_batch_size=4)
+    reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64)
+    total, count = torch.zeros((), dtype=torch.float64), 0
+    for row, (prompt, response) in enumerate(zip(rows.prompts, rows.responses, strict=True)):
+        logits = reference(torch.cat([prompt, response])[None]).logits[0][len(prompt) - 1 :]
+        for place, (token, ids) in enumerate(zip(response.tolist(), supports[row], strict=True)):
+            mask = float(rows.response_mask[row][place])
+            log_pi = logits[place, token] - logits[place, ids].logsumexp(-1)
+            total = total - mask * float(rows.advantages[row][place]) * log_pi
+            count += int(mask)
+    (total / count).backward()
+    wanted = {name: p.grad for name, p in reference.named_parameters() if p.grad is not None}
+    assert close({name: found[name].double() for name in wanted}, wanted, 1e-4)
+
+
+def responses_of_pi(worker: Any, rows: tw.Rollout, supports: Supports) -> list[Tensor]:
+    data = sw.flagged(sw.with_notes(rows, sw.note_rows(rows, supports)))
+    return responses(forward(worker, data), data)
+
+
+def test_a_batch_that_is_not_flagged_is_verls_own(worker: Any, plain: Any, rows: tw.Rollout) -> None:
+    one, other = (forward(each, rows.to_tensordict()) for each in (worker, plain))
+    assert (one["log_probs"].values() - other["log_probs"].values()).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("split", [{"micro_batch_size": 2}, {"micro_batch_size": 1}, {"max_token_len": 40}])
+def test_the_split_into_micro_batches_does_not_matter(
+    worker: Any, rows: tw.Rollout, supports: Supports, split: dict[str, int]
+) -> None:
+    data = sw.flagged(sw.with_notes(rows, sw.note_rows(rows, supports)))
+    metrics, wanted = gradients(worker, data)
+    again, found = gradients(worker, data, **split)
+    assert close(found, wanted)
+    one, other = report_of(metrics), report_of(again)
+    assert (one.tokens, one.known, one.members, one.compared) == (other.tokens, other.known, other.members, 8)
+    assert one.k3 == pytest.approx(other.k3)
+
+
+def test_tokens_of_tools_need_no_support(worker: Any, rows: tw.Rollout, supports: Supports) -> None:
+    from recipe.offpolicy.support.support_notes import SupportNote, hash_supports
+    from recipe.offpolicy.support.token_supports import TokenSupports
+
+    notes = []
+    for prompt, response, mask, given in zip(rows.prompts, rows.responses, rows.response_mask, supports, strict=True):
+        note, row = SupportNote(), [*prompt.tolist(), *response.tolist()]
+        for place, own in enumerate(mask.tolist()):
+            if own:
+                sizes, ids = np.array([len(given[place])], np.uint8), np.array(given[place], np.uint8)
+                at = len(prompt) + place
+                note.add(row[:at], row[at : at + 1], TokenSupports(sizes, ids, np.ones(1, np.float32)))
+        notes.append(note.finish())
+    metrics, found = gradients(worker, sw.flagged(sw.with_notes(rows, notes)))
+    _, wanted = gradients(worker, sw.flagged(sw.with_notes(rows, sw.note_rows(rows, supports))))
+    assert equal(found, wanted)
+    assert report_of(metrics).known == sum(int(mask.sum()) for mask in rows.response_mask)
+    assert hash_supports.__doc__
+
+
+def unknown_at(supports: Supports, row: int, place: int) -> Supports:
+    changed = [list(each) for each in supports]
+    changed[row][place] = []
+    return changed
+
+
+@pytest.mark.parametrize("unknown", ["mask", "full"])
+def test_a_token_of_unknown_support_leaves_the_policy_term_or_stays_whole(
+    start: Callable[..., Any], rows: tw.Rollout, supports: Supports, unknown: str
+) -> None:
+    from recipe.offpolicy.correction import CorrectionSpec
+    from recipe.offpolicy.worker.loss import OffPolicyLoss
+
+    spec = CorrectionSpec(support="engine", support_unknown=unknown)  # type: ignore[arg-type]
+    ours = OffPolicyLoss(spec, tw.actor_config())
+    given = unknown_at(supports, 1, 2)
+    worker = start(unknown)
+    data = sw.flagged(sw.with_notes(rows, sw.note_rows(rows, given)))
+    metrics, found = tw.gradients(worker, ours, data)
+    without = replace(rows, advantages=[row.clone() for row in rows.advantages])
+    if unknown == "mask":
+        without.advantages[1][2] = 0.0
+    plain = start("full")
+    _, wanted = tw.gradients(plain, loss(), sw.flagged(sw.with_notes(without, sw.note_rows(rows, given))))
+    assert close(found, wanted)
+    report = report_of(metrics)
+    assert (report.tokens - report.known, report.unknown_mass) == (1, pytest.approx(0.7))
+
+
+def test_a_correction_is_proved_beside_tokens_of_unknown_support(
+    start: Callable[..., Any], rows: tw.Rollout, supports: Supports
+) -> None:
+    """Its proof holds where tokens are withheld, statistics leave them out, and a recording has the sizes."""
+    from recipe.offpolicy.worker.loss import OffPolicyLoss
+    from recipe.offpolicy.worker.metrics import take_packets
+    from tests.support.corrections import GSM, TIS, spec
+
+    given = unknown_at(unknown_at(supports, 1, 2), 5, 0)
+    worker = start(use_remove_padding=True)
+    noted = sw.flagged(sw.with_notes(rows, sw.note_rows(rows, given)))
+    old = responses(forward(worker, noted), noted)
+    here = replace(rows, old_log_probs=old, rollout_log_probs=[row + 0.01 for row in old])
+    data = sw.flagged(sw.with_notes(here, sw.note_rows(here, given)))
+    correction = replace(spec(TIS, gsm=GSM), support="engine")
+    metrics, _ = tw.gradients(
+        worker, OffPolicyLoss(correction, tw.actor_config(), prove=True), data, micro_batch_size=4
+    )
+    packets = take_packets(metrics)
+    for packet in packets:
+        assert packet.proof is not None
+        assert packet.proof.gradient_error is not None
+        assert packet.proof.gradient_error < 1e-4
+        assert all(shift.error < 1e-4 for shift in packet.proof.shifts.values())
+    statistics = [packet.statistics for packet in packets if packet.statistics]
+    # Neither is mu of such a token counted as one that is not finite.
+    assert sum(each["nonfinite/rollout_log_prob"].value() for each in statistics) == 0
+    tokens = sum(int(mask.sum()) for mask in rows.response_mask)
+    (measured,) = [each["log_prob_difference/mean"] for each in statistics]
+    assert measured.parts[1] == tokens - 2
+
+
+@pytest.mark.parametrize("coefficient", [0.5])
+def test_the_kl_term_reads_the_whole_vocabulary(
+    start: Callable[..., Any], rows: tw.Rollout, supports: Supports, coefficient: float
+) -> None:
+    from recipe.offpolicy.correction import CorrectionSpec
+    from recipe.offpolicy.worker.loss import OffPolicyLoss
+
+    generator = torch.Generator().manual_seed(9)
+    ref = [row + 0.3 * torch.randn(row.shape, generator=generator) for row in rows.old_log_probs]
+    here = replace(rows, ref_log_probs=ref)
+    config = tw.actor_config(use_kl_loss=True, kl_loss_coef=coefficient, kl_loss_type="low_var_kl")
+    spec = CorrectionSpec(support="engine")
+    noted = sw.flagged(sw.with_notes(here, sw.note_rows(here, supports)))
+    worker = start()
+    both_metrics, both = tw.gradients(worker, OffPolicyLoss(spec, config), noted)
+    _, policy = tw.gradients(worker, OffPolicyLoss(spec, tw.actor_config()), noted)
+    from verl.workers.utils.losses import ppo_loss
+
+    silent = replace(here, advantages=[torch.zeros_like(row) for row in here.advantages])
+    metrics, kl = tw.gradients(start(None), partial(ppo_loss, config=config), silent.to_tensordict())
+    assert close(both, {name: policy[name] + kl[name] for name in kl})
+    assert both_metrics["kl_loss"] == pytest.approx(metrics["kl_loss"])
+
+
+def shifted(rows: tw.Rollout, supports: Supports) -> list[Any]:
+    """Noted by a client that is off by one token: the checksum is of these."""
+    return sw.note_rows(rows, [[*row[1:], row[0]] for row in supports])
+
+
+def swapped(rows: tw.Rollout, supports: Supports) -> list[Any]:
+    """Noted with another row's supports."""
+    length = min(len(supports[0]), len(supports[1]))
+    other = [list(row) for row in supports]
+    other[0][:length], other[1][:length] = supports[1][:length], supports[0][:length]
+    return sw.note_rows(rows, other)
+
+
+def dropped(rows: tw.Rollout, supports: Supports) -> list[Any]:
+    return [None, *sw.note_rows(rows, supports)[1:]]
+
+
+def exchanged(rows: tw.Rollout, supports: Supports) -> list[Any]:
+    notes = sw.note_rows(rows, supports)
+    return [notes[1], notes[0], *notes[2:]]
+
+
+def cut(rows: tw.Rollout, supports: Supports) -> list[Any]:
+    """The last id of a row is lost on its way."""
+    notes = sw.note_rows(rows, supports)
+    given = notes[0].supports
+    return [replace(notes[0], supports=replace(given, ids=given.ids[:-1])), *notes[1:]]
+
+
+def shortened(rows: tw.Rollout, supports: Supports) -> list[Any]:
+    """The last token of a row has none."""
+    notes = sw.note_rows(rows, supports)
+    ((first, count),) = notes[0].spans
+    short = replace(notes[0], spans=((first, count - 1),), supports=notes[0].supports.cut(0, count - 1))
+    return [short, *notes[1:]]
+
+
+def altered(rows: tw.Rollout, supports: Supports) -> list[Any]:
+    """An id is another one behind the client."""
+    notes = sw.note_rows(rows, supports)
+    row = next(number for number, each in enumerate(supports) if len(each[-1]) > 1)
+    ids = notes[row].supports.ids.copy()
+    ids[-1] = (ids[-1] + 1) % tw.VOCABULARY
+    notes[row] = replace(notes[row], supports=replace(notes[row].supports, ids=ids))
+    return notes
+
+
+def of_raw_log_probs(rows: tw.Rollout, supports: Supports) -> list[Any]:
+    notes = sw.note_rows(rows, supports)
+    return [replace(notes[0], masses=(0.93, 1.0, 0.0)), *notes[1:]]
+
+
+@pytest.mark.parametrize(
+    ("spoil", "named"),
+    [
+        (shifted, "they fit the token after in all but .* off by one token"),
+        (swapped, "they are another row's"),
+        (dropped, "tokens in the loss came without the support"),
+        (exchanged, "tokens in the loss came without the support|their checksums differ"),
+        (cut, "tokens in the loss came without the support"),
+        (shortened, "tokens in the loss came without the support"),
+        (altered, "1 of 8 rows came with other supports or tokens"),
+        (of_raw_log_probs, r"mu sums to 0\.9300 to 1\.0000 over the supports"),
+    ],
+)
+def test_supports_that_are_not_the_tokens_own_stop_the_first_update(
+    worker: Any, rows: tw.Rollout, supports: Supports, spoil: Callable[..., list[Any]], named: str
+) -> None:
+    data = sw.flagged(sw.with_notes(rows, spoil(rows, supports)))
+    with pytest.raises(SupportError, match=named):
+        gradients(worker, data)
+    with pytest.raises(SupportError, match=named):
+        forward(worker, data)
+
+
+def test_two_ranks_train_as_one_does(
+    start: Callable[..., Any], model: Path, rows: tw.Rollout, supports: Supports, tmp_path: Path
+) -> None:
+    torch.save({"rows": rows, "supports": supports}, tmp_path / "rows.pt")
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "tests.support.two_supporting_ranks", str(model), str(tmp_path)]
+    subprocess.run(command, check=True, env=environment, cwd=ROOT, timeout=300)
+    found = torch.load(tmp_path / "ranks.pt", weights_only=False)
+    data = sw.flagged(sw.with_notes(rows, sw.note_rows(rows, supports)))
+    metrics, wanted = gradients(start(), data)
+    assert close(found["gradient"], wanted)
+    assert found["reports"] == 2
+    from recipe.offpolicy.support.support_settings import SupportSettings
+    from recipe.offpolicy.support.support_verdict import judge
+
+    one = judge([report_of(metrics)], SupportSettings(tw.VOCABULARY, "mask"), first=False)
+    assert found["metrics"] == pytest.approx(one.metrics, nan_ok=True)

@@ -1,0 +1,76 @@
+"""A real verl TrainingWorker whose engine replays the support of truncated sampling, and rows with notes of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import NonTensorStack, TensorDict
+from torch import Tensor
+
+from tests.support import training_worker as tw
+
+
+def start(model: Path, unknown: str | None = "mask", **settings: Any) -> Any:
+    """A worker that replays the support; a plain one of verl's where ``unknown`` is None."""
+    from recipe.offpolicy.support.support_settings import SupportSettings
+    from recipe.offpolicy.support.worker import SupportTrainingWorker
+
+    kind = None
+    if unknown is not None:
+        chosen = SupportSettings(tw.VOCABULARY, unknown)  # type: ignore[arg-type]
+        kind = type("Supporting", (SupportTrainingWorker,), {"settings": chosen})
+    return tw.start_worker(model, kind=kind, **settings)
+
+
+def draw_supports(tokens: Tensor, *, most: int = 6, seed: int = 4) -> list[list[int]]:
+    """A support of 1 to ``most`` ids for each token, the token first."""
+    generator = torch.Generator().manual_seed(seed)
+    drawn = []
+    for token in tokens.tolist():
+        others = [each for each in torch.randperm(tw.VOCABULARY, generator=generator).tolist() if each != token]
+        drawn.append([token, *others[: int(torch.randint(0, most, (1,), generator=generator))]])
+    return drawn
+
+
+def build_note(prompt: Tensor, response: Tensor, supports: list[list[int]]) -> Any:
+    """A row's note; a support without members is not known."""
+    from recipe.offpolicy.support.support_notes import SupportNote
+    from recipe.offpolicy.support.token_supports import TokenSupports
+
+    note = SupportNote()
+    found = TokenSupports(
+        np.array([len(each) for each in supports], np.uint8),
+        np.array([one for each in supports for one in each], np.uint8),
+        np.array([1.0 if each else 0.7 for each in supports], np.float32),
+    )
+    note.add(prompt.tolist(), response.tolist(), found)
+    return note.finish()
+
+
+def with_notes(rollout: tw.Rollout, notes: list[Any]) -> TensorDict:
+    """The rows with their notes in verl's extra fields."""
+    from recipe.offpolicy.support.support_notes import NOTE
+
+    data = rollout.to_tensordict()
+    data["extra_fields"] = NonTensorStack(*({} if note is None else {NOTE: note.to_plain()} for note in notes))
+    return data
+
+
+def note_rows(rollout: tw.Rollout, supports: list[list[list[int]]]) -> list[Any]:
+    return [
+        build_note(prompt, response, given)
+        for prompt, response, given in zip(rollout.prompts, rollout.responses, supports, strict=True)
+    ]
+
+
+def flagged(data: TensorDict) -> TensorDict:
+    """What our trainer tells the engine."""
+    from verl.utils import tensordict_utils as tu
+
+    from recipe.offpolicy.support.fsdp_engine import FLAG
+
+    tu.assign_non_tensor(data, **{FLAG: True})
+    return data

@@ -1,0 +1,59 @@
+"""Keys of the support of truncated sampling."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from recipe.offpolicy.correction import CorrectionSpec, SpecError
+from recipe.offpolicy.correction.support import read_support
+from tests.support.corrections import GSM, TIS
+from tests.support.refusals import refused
+
+ON: dict[str, Any] = {"support": "engine"}
+
+
+def test_it_is_off_unless_it_is_asked_for() -> None:
+    off = {"support": None, "support_unknown": "mask", "support_size": None, "support_min_p": None}
+    assert read_support({}) == off
+    assert CorrectionSpec.from_mapping(off) == CorrectionSpec()
+
+
+def test_it_is_no_correction_by_itself() -> None:
+    spec = CorrectionSpec.from_mapping(ON)
+    assert spec.is_none
+    assert not spec.reads_mu
+    assert CorrectionSpec.from_mapping(spec.to_mapping()) == spec
+
+
+@pytest.mark.parametrize(
+    ("mapping", "said", "mend"),
+    [
+        ({"support": "trainer"}, "correction.support=trainer", "correction.support=engine"),
+        (ON | {"support_unknown": "drop"}, "Set one of mask, full.", "correction.support_unknown=mask"),
+        (ON | {"support_size": 0}, "correction.support_size=0", "correction.support_size=null"),
+        (ON | {"support_size": True}, "correction.support_size=true", "correction.support_size=null"),
+        (ON | {"support_min_p": 1.5}, "above 0 and below 1", "correction.support_min_p=null"),
+        ({"support_size": 8}, "read with correction.support=engine alone", "correction.support_size=null"),
+        ({"support_unknown": "full"}, "read with correction.support=engine alone", "correction.support_unknown=mask"),
+        ({"support_min_p": 0.1}, "read with correction.support=engine alone", "correction.support_min_p=null"),
+        (ON | {"kl_clip": {"lower": 0.8, "upper": 1.2}}, "over the support", "correction.kl_clip=null"),
+        (ON | {"kl_weight": {"ratio": "full", "upper": None}}, "over the support", "correction.kl_weight=null"),
+        (ON | {"weight": TIS | {"normalize": True}}, "weight.normalize=true", "correction.support_unknown=full"),
+        (
+            ON | {"masks": {"gsm": GSM}, "denominator": "kept"},
+            "with correction.support=engine and correction.denominator=kept: the trainer counts a batch's tokens",
+            "correction.support_unknown=full",
+        ),
+        (ON | {"allow_truncated_sampling": True}, "nothing to allow", "correction.allow_truncated_sampling=false"),
+    ],
+)
+def test_what_is_refused_names_the_override_that_mends_it(mapping: dict[str, Any], said: str, mend: str) -> None:
+    refused(mapping, said)
+    with pytest.raises(SpecError) as caught:
+        CorrectionSpec.from_mapping(mapping)
+    assert caught.value.problem.overrides == (mend,)
+    key, _, value = mend.partition("=")
+    mended: Any = {"null": None, "false": False}.get(value, value)
+    CorrectionSpec.from_mapping(mapping | {key.removeprefix("correction."): mended})

@@ -1,0 +1,127 @@
+"""The client that notes supports, behind verl's own clients."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import pickle
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from recipe.offpolicy.support.support_notes import NOTE, read_note
+from recipe.offpolicy.support.token_supports import TokenSupports
+from recipe.offpolicy.support.truncated_softmax import SupportError
+
+pytestmark = pytest.mark.verl("==0.9.1")
+llm_server = pytest.importorskip("verl.workers.rollout.llm_server")
+
+if hasattr(llm_server, "FullyAsyncLLMServerClient"):
+    from verl.workers.rollout.replica import TokenOutput
+
+    from recipe.offpolicy.staleness.client import note_versions
+    from recipe.offpolicy.support import client as ours
+
+PROMPT = [1, 2]
+Attempt = tuple[list[int], TokenSupports | None, str]
+"""Sampled tokens, supports and why it ended."""
+
+
+def singles(*tokens: int) -> TokenSupports:
+    return TokenSupports(np.ones(len(tokens), np.uint8), np.array(tokens, np.uint8), np.ones(len(tokens), np.float32))
+
+
+def build(kind: str, full_determinism: bool = False) -> Any:
+    rollout = SimpleNamespace(response_length=100, name="vllm", full_determinism=full_determinism)
+    config = SimpleNamespace(actor_rollout_ref=SimpleNamespace(rollout=rollout))
+    if kind == "versioned":
+        return note_versions(llm_server.FullyAsyncLLMServerClient(config))
+    return getattr(llm_server, kind)(config)
+
+
+def serve(client: Any, monkeypatch: pytest.MonkeyPatch, *attempts: Attempt) -> Any:
+    """The client with supports, on a server that answers by a script."""
+    pause, script = asyncio.sleep, iter(attempts)
+    # verl waits a second before it asks again.
+    monkeypatch.setattr(asyncio, "sleep", lambda seconds: pause(0))
+
+    async def acquire(self: Any, request_id: str, **kwargs: Any) -> Any:
+        async def remote(**kwargs: Any) -> Any:
+            tokens, supports, reason = next(script)
+            answer = {} if supports is None else {ours.ANSWER: supports}
+            return TokenOutput(
+                token_ids=tokens,
+                log_probs=[0.0] * len(tokens),
+                stop_reason=reason,
+                extra_fields={"global_steps": 3, **answer},
+            )
+
+        return "server", SimpleNamespace(generate=SimpleNamespace(remote=remote))
+
+    noting = ours.note_supports(client)
+    monkeypatch.setattr(type(noting), "_acquire_server", acquire, raising=False)
+    monkeypatch.setattr(type(noting), "_release_server", lambda *args, **kwargs: None, raising=False)
+    return noting
+
+
+def ask(client: Any, request: str = "a", prompt: list[int] = PROMPT) -> Any:
+    return asyncio.run(client.generate(request, prompt_ids=prompt, sampling_params={}))
+
+
+def read(output: Any) -> Any:
+    return read_note(pickle.loads(pickle.dumps(output.extra_fields[NOTE])))
+
+
+KINDS = ["LLMServerClient", "FullyAsyncLLMServerClient", "versioned"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_of_verls_clients_notes_supports(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    client = serve(build(kind), monkeypatch, ([5, 6, 7], singles(5, 6, 7), "completed"))
+    output = ask(client)
+    assert read(output).spans == ((2, 3),)
+    assert read(output).supports.ids.tolist() == [5, 6, 7]
+    assert ours.ANSWER not in output.extra_fields
+
+
+@pytest.mark.parametrize("kind", KINDS[1:])
+def test_a_resumed_request_keeps_the_supports_of_its_attempts(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    attempts = (([5, 6], singles(5, 6), "aborted"), ([], None, "aborted"), ([7], singles(7), "completed"))
+    output = ask(serve(build(kind), monkeypatch, *attempts))
+    assert read(output).list_places().tolist() == [2, 3, 4]
+    assert read(output).supports.ids.tolist() == [5, 6, 7]
+
+
+def test_turns_are_noted_in_the_extra_fields_of_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    turns = (([5, 6], singles(5, 6), "completed"), ([8], singles(8), "completed"))
+    client = serve(build("LLMServerClient"), monkeypatch, *turns)
+    one = ask(client)
+    two = ask(client, prompt=[*PROMPT, 5, 6, 7, 7])
+    assert one.extra_fields[NOTE] is two.extra_fields[NOTE]
+    assert read(one).spans == ((2, 2), (6, 1))
+    del one, two
+    gc.collect()
+    assert "a" not in ours._rows
+
+
+def test_rows_that_share_ids_are_noted_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    turns = [([5], singles(5), "completed"), ([6], singles(6), "completed")]
+    client = serve(build("LLMServerClient", full_determinism=True), monkeypatch, *turns)
+    one, two = ask(client), ask(client)
+    assert read(one).supports.ids.tolist() == [5]
+    assert read(two).supports.ids.tolist() == [6]
+
+
+def test_tokens_without_an_answer_have_no_entry(monkeypatch: pytest.MonkeyPatch) -> None:
+    client = serve(build("LLMServerClient"), monkeypatch, ([5], None, "completed"), ([6, 7], singles(6), "completed"))
+    assert read(ask(client)).spans == ()
+    assert read(ask(client, "b")).spans == ()
+
+
+def test_other_clients_are_refused() -> None:
+    with pytest.raises(SupportError, match="is SimpleNamespace, and supports are noted by verl's own alone"):
+        ours.note_supports(SimpleNamespace())  # type: ignore[arg-type]
+    with pytest.raises(SupportError, match="full_determinism=false"):
+        ours.note_supports(build("FullyAsyncLLMServerClient", full_determinism=True))

@@ -1,0 +1,103 @@
+"""Notes of a row's supports: turns, resumed requests, and the checksum that ties them to the tokens."""
+
+from __future__ import annotations
+
+import pickle
+
+import numpy as np
+import torch
+
+from recipe.offpolicy.support.support_notes import SupportNote, hash_supports, read_note
+from recipe.offpolicy.support.token_supports import TokenSupports
+
+
+def supports(*rows: list[int]) -> TokenSupports:
+    sizes = np.array([len(row) for row in rows], np.uint8)
+    return TokenSupports(
+        sizes, np.array([each for row in rows for each in row], np.uint8), np.ones(len(rows), np.float32)
+    )
+
+
+def test_a_row_is_noted_by_its_places() -> None:
+    note = SupportNote()
+    note.add([1, 2], [5, 6], supports([5, 7], [6]))
+    found = note.finish()
+    assert found.spans == ((2, 2),)
+    assert found.list_places().tolist() == [2, 3]
+    assert found.supports.pad().tolist() == [[5, 7], [6, -1]]
+
+
+def test_turns_keep_their_own_and_what_stands_between_has_none() -> None:
+    note = SupportNote()
+    note.add([1, 2], [5, 6], supports([5], [6]))
+    note.add([1, 2, 5, 6, 9, 9], [8], supports([8, 3]))
+    found = note.finish()
+    assert found.spans == ((2, 2), (6, 1))
+    assert found.supports.pad().tolist() == [[5, -1], [6, -1], [8, 3]]
+
+
+def test_a_turn_that_leaves_tokens_out_leaves_their_supports_out() -> None:
+    note = SupportNote()
+    note.add([1, 2], [5, 6], supports([5], [6]))
+    note.add([1, 2, 5, 7], [8], supports([8]))
+    found = note.finish()
+    assert found.spans == ((2, 1), (4, 1))
+    assert found.supports.pad().tolist() == [[5], [8]]
+
+
+def test_an_attempt_without_tokens_changes_nothing() -> None:
+    note = SupportNote()
+    note.add([1, 2], [5], supports([5]))
+    before = note.finish()
+    note.add([1, 2, 5], [], TokenSupports.empty())
+    after = note.finish()
+    assert (after.spans, after.checksum) == (before.spans, before.checksum)
+
+
+def test_pickled_it_is_what_travels() -> None:
+    note = SupportNote()
+    note.add([1, 2], [5, 6], supports([5, 7], [6]))
+    found = pickle.loads(pickle.dumps({"note": note}))["note"]
+    assert type(found) is dict
+    read = read_note(found)
+    assert read is not None
+    assert (read.spans, read.checksum) == (note.finish().spans, note.finish().checksum)
+    assert read.supports.pad().tolist() == [[5, 7], [6, -1]]
+
+
+def test_the_checksum_ties_supports_to_tokens_and_places() -> None:
+    places, tokens, ids = torch.tensor([2, 3]), torch.tensor([5, 6]), torch.tensor([[5, 7], [6, -1]])
+    one = int(hash_supports(places, tokens, ids).sum())
+    wider = torch.cat([ids, torch.full((2, 3), -1)], 1)
+    assert int(hash_supports(places, tokens, wider).sum()) == one
+    others = (
+        (places + 1, tokens, ids),
+        (places, tokens.flip(0), ids),
+        (places, tokens, ids.flip(0)),
+        (places, tokens, torch.tensor([[7, 5], [6, -1]])),
+        (places, tokens, torch.tensor([[5, 7], [-1, -1]])),
+    )
+    assert one not in [int(hash_supports(*other).sum()) for other in others]
+
+
+def test_a_note_whose_parts_do_not_fit_is_none() -> None:
+    note = SupportNote()
+    note.add([1], [5, 6], supports([5, 7], [6]))
+    plain = note.finish().to_plain()
+    assert read_note(plain) is not None
+    assert read_note(note) is not None
+    assert read_note({**plain, "ids": plain["ids"][:-1]}) is None
+    assert read_note({**plain, "sizes": plain["sizes"][:-1]}) is None
+    assert read_note({**plain, "spans": [[1, 3]]}) is None
+    assert read_note({**plain, "masses": [1.0]}) is None
+    assert read_note({"spans": []}) is None
+    assert read_note(None) is None
+
+
+def test_masses_travel_as_their_range() -> None:
+    note = SupportNote()
+    given = TokenSupports(
+        np.array([1, 1, 0, 0], np.uint8), np.array([5, 6], np.uint8), np.array([0.9995, 1.0, 0.5, 0.25], np.float32)
+    )
+    note.add([1], [5, 6, 7, 8], given)
+    assert note.finish().masses == (float(np.float32(0.9995)), 1.0, 0.75)

@@ -1,0 +1,75 @@
+"""The trainer's verdict on the workers' reports."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from recipe.offpolicy.proof.verify import LivenessError
+from recipe.offpolicy.support.support_settings import SupportSettings
+from recipe.offpolicy.support.support_tally import SupportReport
+from recipe.offpolicy.support.support_verdict import judge, take_reports
+
+SETTINGS = SupportSettings(32, "mask")
+REPORT = SupportReport(
+    tokens=100,
+    known=80,
+    members=240,
+    largest=12,
+    compared=8,
+    bytes=700,
+    least_mass=0.9999,
+    greatest_mass=1.0,
+    unknown_mass=14.0,
+    k3_tokens=40,
+    k3=0.008,
+    k3_without=0.8,
+)
+
+
+def test_reports_of_ranks_and_mini_batches_are_summed() -> None:
+    metrics: dict[str, Any] = {
+        "key": [
+            [REPORT],
+            [replace(REPORT, tokens=100, known=100, unknown_mass=0.0, largest=20, k3_tokens=0, k3=0.0, k3_without=0.0)],
+        ]
+    }
+    found = judge(take_reports(metrics, "key"), SETTINGS, first=True)
+    assert metrics == {}
+    assert found.metrics == pytest.approx(
+        {
+            "unknown_token_share": 20 / 200,
+            "size": 480 / 180,
+            "size_largest": 20.0,
+            "mass_least": 0.9999,
+            "unknown_mass": 14 / 20,
+            "bytes": 1400.0,
+            "bytes_a_token": 7.0,
+            "kl_k3": 0.008 / 40,
+            "kl_k3_without": 0.8 / 40,
+        }
+    )
+    assert found.proof.startswith("support of 90.0% of tokens LIVE, 2.7 ids a token")
+
+
+def test_an_update_without_a_report_stops_the_run() -> None:
+    with pytest.raises(LivenessError, match="without a report"):
+        judge([], SETTINGS, first=False)
+
+
+def test_no_known_support_at_all_stops_the_run() -> None:
+    with pytest.raises(LivenessError, match=r"none has a support of at most 32 members.*raise"):
+        judge([replace(REPORT, known=0, members=0)], SETTINGS, first=False)
+
+
+def test_a_support_that_widens_the_mismatch_stops_the_first_update() -> None:
+    wide = replace(REPORT, k3=0.9)
+    with pytest.raises(LivenessError, match="not the support that mu was sampled from"):
+        judge([wide], SETTINGS, first=True)
+    assert judge([wide], SETTINGS, first=False).metrics["kl_k3"] > 0
+
+
+def test_engines_that_agree_have_nothing_to_bring_nearer() -> None:
+    assert judge([replace(REPORT, k3=1e-9, k3_without=0.0)], SETTINGS, first=True).proof

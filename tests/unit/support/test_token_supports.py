@@ -1,0 +1,79 @@
+"""Supports as they are read from vLLM's log-probs, cut, joined and laid out."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from recipe.offpolicy.support.token_supports import TokenSupports, read_supports
+
+OUT = -math.inf
+
+
+def logs(*probabilities: float) -> list[float]:
+    return [math.log(each) if each else OUT for each in probabilities]
+
+
+def test_the_support_is_what_is_finite_among_the_likeliest() -> None:
+    # The sampled token first, then the three likeliest, of which it is the second.
+    found = read_supports([7, 9, 7, 1], logs(0.4, 0.6, 0.4, 0), 1)
+    assert (found.sizes.tolist(), found.ids.tolist()) == ([2], [7, 9])
+    assert found.masses[0] == pytest.approx(1.0)
+
+
+def test_a_support_of_just_as_many_is_known_by_its_mass() -> None:
+    found = read_supports([7, 9, 7, 9, 7, 9], logs(0.4, 0.6, 0.4, 0.6, 0.4, 0.6), 2)
+    assert found.sizes.tolist() == [2, 2]
+    assert found.ids.tolist() == [7, 9, 9, 7]
+
+
+def test_a_larger_support_is_not_known_and_its_mass_says_so() -> None:
+    # The sampled token is not among the two likeliest.
+    found = read_supports([5, 9, 7], logs(0.1, 0.3, 0.2), 1)
+    assert (found.sizes.tolist(), found.ids.tolist()) == ([0], [])
+    assert found.masses[0] == pytest.approx(0.6)
+
+
+def test_log_probs_that_are_not_of_the_support_keep_their_mass() -> None:
+    # Raw log-probs beside a member that could not be sampled: the trainer judges the mass.
+    found = read_supports([5, 9, 7], logs(0.3, 0.3, 0), 1)
+    assert found.sizes.tolist() == [2]
+    assert found.masses[0] == pytest.approx(0.6)
+
+
+@pytest.mark.parametrize(("largest", "dtype"), [(255, np.uint8), (256, np.uint16), (65536, np.uint32)])
+def test_ids_have_the_narrowest_type(largest: int, dtype: type) -> None:
+    found = read_supports([largest, largest, 1], logs(1.0, 1.0, 0), 1)
+    assert found.ids.dtype == dtype
+    assert found.sizes.dtype == np.uint8
+    assert found.bytes == 1 + np.dtype(dtype).itemsize
+
+
+def test_no_token_has_no_support() -> None:
+    found = read_supports([], [], 0)
+    assert (found.sizes.tolist(), found.pad().shape) == ([], (0, 0))
+
+
+def test_tokens_with_unlike_numbers_of_log_probs_are_refused() -> None:
+    with pytest.raises(ValueError, match="3 ids and 3 log-probs are not those of 2 tokens"):
+        read_supports([1, 2, 3], [0.0, 0.0, 0.0], 2)
+
+
+def three() -> TokenSupports:
+    sizes, ids = np.array([2, 0, 1], np.uint8), np.array([4, 5, 300], np.uint16)
+    return TokenSupports(sizes, ids, np.array([1, 0.5, 1], np.float32))
+
+
+def test_they_are_laid_out_by_token() -> None:
+    assert three().pad().tolist() == [[4, 5], [-1, -1], [300, -1]]
+
+
+def test_a_run_of_them_is_cut_out_and_joined_again() -> None:
+    found = three()
+    assert found.cut(2, 9).pad().tolist() == [[300]]
+    assert found.cut(5, 9).sizes.tolist() == []
+    again = TokenSupports.concatenate([found.cut(0, 1), found.cut(1, 3)])
+    assert again.pad().tolist() == found.pad().tolist()
+    assert again.masses.tolist() == found.masses.tolist()

@@ -1,0 +1,102 @@
+"""Log-probs renormalised over a support: by hand, by enumeration, and where gradients go."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from recipe.offpolicy.support.truncated_softmax import compute_truncated_log_probs, find_inside
+
+F64 = torch.float64
+
+
+def truncated(logits: Tensor, token: int, ids: list[int], temperature: float = 1.0) -> Tensor:
+    return compute_truncated_log_probs(
+        logits[None], torch.tensor([0]), torch.tensor([token]), torch.tensor([ids]), torch.tensor([temperature])
+    )[0]
+
+
+def test_probabilities_of_the_support_sum_to_one() -> None:
+    # 8, 4, 2, 1 and 1 of 16: over the first three 8/14, 4/14 and 2/14.
+    logits = torch.tensor([8.0, 4.0, 2.0, 1.0, 1.0], dtype=F64).log()
+    found = [float(truncated(logits, token, [0, 1, 2, -1]).exp()) for token in range(3)]
+    assert found == pytest.approx([8 / 14, 4 / 14, 2 / 14], abs=1e-14)
+
+
+def test_the_order_of_ids_and_what_fills_them_up_do_not_matter() -> None:
+    logits = torch.randn(7, generator=torch.Generator().manual_seed(0), dtype=F64)
+    wanted = truncated(logits, 3, [3, 5, 1])
+    assert truncated(logits, 3, [-1, 1, 3, -1, 5]) == pytest.approx(float(wanted), abs=1e-14)
+
+
+def test_a_support_of_one_token_leaves_no_choice() -> None:
+    logits = torch.tensor([0.3, -0.2], dtype=F64, requires_grad=True)
+    found = truncated(logits, 1, [1, -1])
+    found.backward()
+    assert float(found.detach()) == 0.0
+    assert logits.grad is not None
+    assert logits.grad.tolist() == [0.0, 0.0]
+
+
+def test_temperature_acts_before_the_truncation() -> None:
+    # At temperature 2 the probabilities 16 : 4 : 1 are as 4 : 2 : 1.
+    logits = torch.tensor([16.0, 4.0, 1.0], dtype=F64).log()
+    assert float(truncated(logits, 1, [0, 1], temperature=2.0).exp()) == pytest.approx(2 / 6, abs=1e-14)
+
+
+def test_gradients_reach_the_support_alone() -> None:
+    logits = torch.tensor([8.0, 4.0, 2.0, 1.0, 1.0], dtype=F64).log().requires_grad_()
+    truncated(logits, 1, [0, 1, 2]).backward()
+    assert logits.grad is not None
+    # 1 at the token less the probabilities over the support.
+    assert logits.grad.tolist() == pytest.approx([-8 / 14, 1 - 4 / 14, -2 / 14, 0.0, 0.0], abs=1e-14)
+
+
+def test_over_the_whole_vocabulary_it_is_the_log_softmax() -> None:
+    logits = torch.randn(4, 9, generator=torch.Generator().manual_seed(1), dtype=F64)
+    tokens, rows = torch.tensor([2, 8, 0, 5]), torch.arange(4)
+    ids = torch.arange(9).expand(4, 9)
+    found = compute_truncated_log_probs(logits, rows, tokens, ids, torch.ones(4))
+    torch.testing.assert_close(found, logits.log_softmax(-1)[rows, tokens], rtol=0, atol=1e-14)
+
+
+def test_bfloat16_logits_are_summed_in_float32() -> None:
+    logits = torch.tensor([[1.0, 2.0, 3.0]], dtype=torch.bfloat16)
+    found = compute_truncated_log_probs(
+        logits, torch.tensor([0]), torch.tensor([1]), torch.tensor([[1, 2]]), torch.ones(1)
+    )
+    assert found.dtype == torch.float32
+    assert float(found) == pytest.approx(-math.log1p(math.e), abs=1e-6)
+
+
+def test_tokens_outside_their_support_are_found() -> None:
+    ids = torch.tensor([[4, 2, -1], [4, -1, -1], [-1, -1, -1]])
+    assert find_inside(torch.tensor([2, 2, 2]), ids).tolist() == [True, False, False]
+
+
+def test_the_corrected_gradient_is_that_of_the_truncated_policy() -> None:
+    """By enumeration: E_mu[pi/mu A grad log pi] over supports is the gradient of the truncated policy's E[A].
+
+    mu and pi are of other logits and truncate to one support, the engine's. Renormalised over it they are one family:
+    the expectation is exact, and with log-softmax over the vocabulary it is not.
+    """
+    generator = torch.Generator().manual_seed(2)
+    support, advantages = [0, 2, 3], torch.randn(6, generator=generator, dtype=F64)
+    engine = torch.randn(6, generator=generator, dtype=F64)
+    trainer = (engine + 0.3 * torch.randn(6, generator=generator, dtype=F64)).requires_grad_()
+    mu = engine[support].softmax(0)
+    (wanted,) = torch.autograd.grad((trainer[support].softmax(0) * advantages[support]).sum(), trainer)
+    over_support, over_vocabulary = torch.zeros(6, dtype=F64), torch.zeros(6, dtype=F64)
+    for place, token in enumerate(support):
+        for log_pi, into in (
+            (truncated(trainer, token, support), over_support),
+            (trainer.log_softmax(0)[token], over_vocabulary),
+        ):
+            weight = log_pi.detach().exp() / mu[place]
+            (slope,) = torch.autograd.grad(log_pi, trainer)
+            into += mu[place] * weight * advantages[token] * slope
+    torch.testing.assert_close(over_support, wanted, rtol=0, atol=1e-14)
+    assert float((over_vocabulary - wanted).abs().max()) > 0.05
