@@ -30,6 +30,7 @@ class Release:
         token_versions: its rollout servers say with each attempt of a request which version of the weights sampled it.
         scores_prompts: they hand on vLLM's log-probs of a prompt's tokens.
         fsdp_replay: its V1 trainer and its FSDP engine take routing replay.
+        watched_replay: routes that its Megatron engine replays under the V1 trainer can be read where they act.
         truncated_support: its rollout servers and its FSDP engine take the support of truncated sampling.
     """
 
@@ -45,6 +46,7 @@ class Release:
     token_versions: bool = True
     scores_prompts: bool = True
     fsdp_replay: bool = True
+    watched_replay: bool = True
     truncated_support: bool = True
 
 
@@ -62,6 +64,7 @@ RELEASES = (
         token_versions=False,
         scores_prompts=False,
         fsdp_replay=False,
+        watched_replay=False,
         truncated_support=False,
     ),
     Release(
@@ -72,6 +75,7 @@ RELEASES = (
         staleness_limit=False,
         token_versions=False,
         fsdp_replay=False,
+        watched_replay=False,
         truncated_support=False,
     ),
     # Its separate_async computes pi_old in another way than 0.9.1's, with which the correction was tested.
@@ -81,6 +85,7 @@ RELEASES = (
         staleness_limit=False,
         token_versions=False,
         fsdp_replay=False,
+        watched_replay=False,
         truncated_support=False,
     ),
     Release("0.9.1"),

@@ -1,4 +1,4 @@
-"""Contracts on what routing replay wraps in verl's FSDP engine and overrides in its workers; nothing is patched here.
+"""Contracts on what routing replay wraps in verl's engines and overrides in its workers; nothing is patched here.
 
 In releases whose FSDP engine replays nothing itself, a subclass of verl's worker flags the batch as verl's own engines
 want it, and three methods of the engine's instance are wrapped.
@@ -13,7 +13,10 @@ from .releases import specifiers
 
 _ENGINE = "verl.workers.engine.fsdp.transformer_impl"
 _WORKERS = "verl.workers.engine_workers"
+_MEGATRON = "verl.workers.engine.megatron.transformer_impl"
+_REPLAY = "verl.utils.megatron"
 _seam = partial(seam, releases=specifiers(lambda release: release.fsdp_replay))
+_seam_of_megatron = partial(seam, releases=specifiers(lambda release: release.watched_replay))
 
 SEAMS = (
     _seam(
@@ -79,3 +82,40 @@ SEAMS = (
     ),
 )
 """What ``recipe.offpolicy.replay`` wraps, overrides or relies on."""
+SEAMS_OF_MEGATRON = (
+    _seam_of_megatron(
+        "prepare_model_inputs of Megatron",
+        f"{_MEGATRON}:MegatronEngineWithLMHead.prepare_model_inputs",
+        "(self, batch)",
+        keys=("routed_experts",),
+    ),
+    _seam_of_megatron(
+        "forward_step of Megatron",
+        f"{_MEGATRON}:MegatronEngineWithLMHead.forward_step",
+        "(self, batch_iter, model, logits_processor_func, postprocess_micro_batch_func)",
+        names=("prepare_model_inputs", "set_router_replay_data", "unwrap_model"),
+    ),
+    _seam_of_megatron(
+        "forward_backward_batch of Megatron",
+        f"{_MEGATRON}:MegatronEngine.forward_backward_batch",
+        "(self, data, loss_function, forward_only=False)",
+        keys=("enable_routing_replay",),
+        names=("forward_step", "clear_global_indices"),
+    ),
+    _seam_of_megatron("iter_model_routers", f"{_REPLAY}.router_replay_utils:iter_model_routers", "(model)"),
+    # Where routes have one entry for each layer, they are taken by its number, or else by its place among those with
+    # experts.
+    _seam_of_megatron(
+        "set_router_replay_data",
+        f"{_REPLAY}.router_replay_utils:set_router_replay_data",
+        None,
+        names=("num_layers", "is_moe_layer", "set_target_indices"),
+    ),
+    _seam_of_megatron(
+        "set_target_indices",
+        f"{_REPLAY}.router_replay_patch:RouterReplay.set_target_indices",
+        "(self, topk_indices, replay_mask=None)",
+        names=("target_topk_idx", "target_replay_mask"),
+    ),
+)
+"""What the look at Megatron's routers reads; its modules import Megatron."""

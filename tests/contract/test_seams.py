@@ -70,6 +70,12 @@ def test_the_worker_that_keeps_weights_is_where_it_was() -> None:
     engine_loss.check(trainer_v1.SEAMS_OF_SNAPSHOTS)
 
 
+@ONLY_V1
+def test_megatrons_routers_are_where_they_were() -> None:
+    pytest.importorskip("megatron.core")
+    engine_loss.check(router_replay.SEAMS_OF_MEGATRON)
+
+
 NEWEST = (trainer_v1, replay_buffer, llm_client, router_replay, truncated_sampling)
 OF_V1 = [seam for module in NEWEST for seam in quoted(module, ONLY_V1)]
 
@@ -172,12 +178,24 @@ def test_whatever_routing_replay_overrides_is_a_seam() -> None:
     worker = build_replaying(ActorRolloutRefWorker, ReplaySettings("R3", None))
     assert overridden(worker, ActorRolloutRefWorker) == {"actor_worker_cls"}
     of_trainer = overridden(ReplayingTrainer, PPOTrainer)
-    assert of_trainer == {"_init_resource_pool_mgr", "get_llm_client", "_compute_old_log_prob", "_update_actor"}
+    assert of_trainer == {"step", "_init_resource_pool_mgr", "get_llm_client", "_compute_old_log_prob", "_update_actor"}
     assert overridden(RoutedClient, LLMServerClient) == {"generate"}
     assert wrapped | of_trainer | {"reset"} <= held
 
 
 @ONLY_V1
+def test_what_the_look_at_megatron_overrides_is_held() -> None:
+    from verl.trainer.ppo.v1 import PPOTrainer
+    from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
+
+    from recipe.offpolicy.replay.megatron_worker import WatchedTrainingWorker, build_watched
+    from recipe.offpolicy.trainer.watching_trainer import WatchingTrainer
+
+    assert overridden(WatchedTrainingWorker, TrainingWorker) == {"reset"}
+    assert overridden(build_watched(ActorRolloutRefWorker, "R2"), ActorRolloutRefWorker) == {"actor_worker_cls"}
+    assert overridden(WatchingTrainer, PPOTrainer) == {"_init_resource_pool_mgr"}
+
+
 def test_whatever_the_replay_of_supports_overrides_is_a_seam() -> None:
     """An engine or worker that goes another way would train by the whole vocabulary."""
     from verl.trainer.ppo.ray_trainer import RayPPOTrainer

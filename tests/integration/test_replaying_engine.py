@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 import torch
-from tensordict import TensorDict
+from tensordict import NonTensorStack, TensorDict
 from torch import Tensor
 
+from recipe.offpolicy.batch.weight_versions import read_extra_fields
 from recipe.offpolicy.replay.expert_choice import ReplayError, RouterSlot
 from tests.support import replaying_worker as rw
 from tests.support import training_worker as tw
@@ -76,12 +77,12 @@ def gradients(worker: Any, data: TensorDict, **split: Any) -> tuple[dict[str, An
     return metrics, found
 
 
-def record(worker: Any, rows: tw.Rollout) -> TensorDict:
-    """The forward of pi_old, in micro-batches of four rows."""
+def record(worker: Any, rows: tw.Rollout, micro_batch_size: int = 4) -> TensorDict:
+    """The forward of pi_old."""
     from verl.utils import tensordict_utils as tu
 
     data = rw.flagged(rows.to_tensordict())
-    worker.engine_config.infer_micro_batch_size_per_gpu = 4
+    worker.engine_config.infer_micro_batch_size_per_gpu = micro_batch_size
     tu.assign_non_tensor(data, calculate_entropy=False, compute_loss=False, temperature=1.0, global_token_num=None)
     output: TensorDict = worker.infer_batch(data)
     return output
@@ -139,7 +140,16 @@ def test_own_routes_are_the_plain_engine_to_the_bit(
     theirs = start("R3", **layout)
     metrics, found = gradients(theirs, rw.flagged(rw.with_routes(data, recorded["routed_experts"].values())))
     assert close(found, wanted)
-    assert report_of(metrics).first.checksums == len(data)
+    first = report_of(metrics).first
+    assert (first.checksums, first.tokens) == (len(data), sum(int(mask.sum()) for mask in rows.response_mask))
+    assert first.k3 == pytest.approx(compute_k3(rows, rows.old_log_probs), rel=1e-3)
+    assert first.k3_without == pytest.approx(first.k3, rel=1e-3)
+
+
+def compute_k3(rows: tw.Rollout, log_probs: list[Tensor]) -> float:
+    """k3(mu, pi), summed over the tokens of the loss, in float64."""
+    gap = torch.cat(log_probs).double() - torch.cat(rows.rollout_log_probs).double()
+    return float(((gap.exp() - 1 - gap) * torch.cat(rows.response_mask)).sum())
 
 
 def equal_rows(one: Tensor, other: Tensor) -> bool:
@@ -187,6 +197,29 @@ def test_a_split_changes_nothing(unproved: Any, data: TensorDict, foreign: Tenso
     assert sum(parts["loss"][0:]) == pytest.approx(sum(whole["loss"][0:]), rel=1e-5)
     assert close(found, wanted)
     assert report_of(parts).replayed == report_of(whole).replayed
+
+
+def test_padding_rows_of_the_trainer_are_native(unproved: Any, data: TensorDict, foreign: Tensor) -> None:
+    """verl fills a batch up with rows that have the first one's note, routes of zeros and no token of a loss."""
+    from verl.trainer.ppo.padding_utils import construct_minimal_padding_template
+
+    sent = rw.with_routes(data, foreign)
+    source = {name: sent[name][0] for name in sent.keys()}
+    tag = {"prompt_len": 0, "response_len": 0, "seq_len": 0, "is_padding": False}
+    pad, tag = construct_minimal_padding_template(source, tag, eos_token_id=1)
+    rows = {name: [*column.unbind(), *[pad[name]] * 4] for name, column in sent.items() if isinstance(column, Tensor)}
+    # Columns that verl keeps at the length of the response that they were copied from.
+    for name in ("advantages", "old_log_probs"):
+        rows[name] = [*sent[name].unbind(), *[torch.zeros(1)] * 4]
+    columns = {name: torch.nested.as_nested_tensor(values, layout=torch.jagged) for name, values in rows.items()}
+    notes = [*read_extra_fields(sent), *[getattr(pad["extra_fields"], "data", pad["extra_fields"])] * 4]
+    filled = TensorDict({**columns, "extra_fields": NonTensorStack(*notes)}, batch_size=len(notes))
+    whole, wanted = gradients(unproved, rw.flagged(sent), micro_batch_size=4)
+    metrics, found = gradients(unproved, rw.flagged(filled), micro_batch_size=4)
+    assert close(found, wanted)
+    report, of_whole = report_of(metrics), report_of(whole)
+    assert report.replayed == of_whole.replayed
+    assert report.tokens == of_whole.tokens + 4 * tag["seq_len"]
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int32, torch.int64])
@@ -254,14 +287,27 @@ def test_routes_out_of_place_stop_the_first_update(
         gradients(start("R3"), rw.flagged(sent))
 
 
+def turn(routes: list[Tensor]) -> None:
+    routes[3] = torch.cat([routes[3][:-1].roll(1, 0), routes[3][-1:]])
+
+
+def exchange(routes: list[Tensor]) -> None:
+    """Of as many tokens as both rows have."""
+    short = min(len(routes[3]), len(routes[5])) - 1
+    third = routes[3].clone()
+    routes[3] = torch.cat([routes[5][:short], routes[3][short:]])
+    routes[5] = torch.cat([third[:short], routes[5][short:]])
+
+
+@pytest.mark.parametrize(("change", "wrong"), [(turn, 1), (exchange, 2)])
 def test_routes_that_were_changed_on_the_way_stop_the_first_update(
-    unproved: Any, data: TensorDict, foreign: Tensor
+    unproved: Any, data: TensorDict, foreign: Tensor, change: Callable[[list[Tensor]], None], wrong: int
 ) -> None:
     sent = rw.with_routes(data, foreign)
     routes = list(sent["routed_experts"].unbind())
-    routes[3] = torch.cat([routes[3][:-1].roll(1, 0), routes[3][-1:]])
+    change(routes)
     sent["routed_experts"] = torch.nested.as_nested_tensor(routes, layout=torch.jagged)
-    with pytest.raises(ReplayError, match=r"1 of 8 rows came with other routes .* place 3"):
+    with pytest.raises(ReplayError, match=rf"{wrong} of 8 rows came with other routes .* place 3"):
         gradients(unproved, rw.flagged(sent))
 
 
@@ -323,15 +369,16 @@ def test_the_trainers_routes_make_pi_equal_pi_old(start: Callable[..., Any], row
         return watched
 
     worker = start("R2")
-    recorded = record(worker, rows)
+    recorded = record(worker, rows, micro_batch_size=2)
     sent = rows.to_tensordict()
     sent["routed_experts"] = recorded["routed_experts"]
-    metrics = tw.update(worker, watch("R2"), rw.flagged(sent), mini_batches=2)
-    first = torch.cat(list(recorded["log_probs"].unbind())[:4])
+    metrics = tw.update(worker, watch("R2"), rw.flagged(sent), mini_batches=4)
+    first = torch.cat(list(recorded["log_probs"].unbind())[:2])
     assert torch.equal(seen["R2"][0], first)
     reports = reports_of(metrics)
+    assert len(reports) == 4
     assert reports[0].equal == reports[0].replayed
-    assert sum(reports[1].equal) < sum(reports[1].replayed) == sum(reports[1].entered)
+    assert sum(reports[3].equal) < sum(reports[3].replayed) == sum(reports[3].entered)
 
 
 def test_two_ranks_equal_one(

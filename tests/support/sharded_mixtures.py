@@ -51,8 +51,16 @@ def gather_gradients(model: Any, gradients: dict[str, Tensor], how: str) -> dict
         }
 
 
+def _keep(result: tuple[Tensor, dict[str, Tensor]], how: str) -> list[Tensor]:
+    """Copies of logits and of this rank's gradients."""
+    parts = [gradient.to_local() if how == "fsdp2" else gradient for gradient in result[1].values()]  # type: ignore[attr-defined]
+    return [result[0].detach().clone(), *(part.clone() for part in parts)]
+
+
 def compare(rank: int, out: str, family: str, how: str) -> None:
     """Save what one rank finds: the largest difference of its logits and of the gradients, and whether routes entered.
+
+    And whether its own routes are the sharded model without them, to the bit.
 
     Loss and gradients of ranks are averaged by FSDP; the loss of the model in one piece is a sum.
     """
@@ -70,15 +78,21 @@ def compare(rank: int, out: str, family: str, how: str) -> None:
     set_checkpointing(model, True)
     model = shard(model, how)
     routed = install_replay(model)
+    row = draw_tokens()[rank : rank + 1]
+    routed.record_own()
+    native = _keep(compute_gradients(model, row), how)
+    routed.arm(routed.stack_ids())
+    same = _keep(compute_gradients(model, row), how)
     mine = routes[rank * WIDTH : (rank + 1) * WIDTH]
     assert len(routes) == TOKENS == RANKS * WIDTH
     routed.arm(mine)
-    found, parts = compute_gradients(model, draw_tokens()[rank : rank + 1])
+    found, parts = compute_gradients(model, row)
     entered = torch.equal(routed.stack_ids(), mine)
     sums = {name: gradient * RANKS for name, gradient in gather_gradients(model, parts, how).items()}
     assert sums.keys() == gradients.keys()
     result = {
         "entered": entered,
+        "own": len(native) == len(same) and all(map(torch.equal, native, same)),
         "logits": float((found[0] - logits[rank]).abs().max()),
         "gradients": max(
             float((sums[name] - gradient).norm() / (gradient.norm() + 1e-6)) for name, gradient in gradients.items()

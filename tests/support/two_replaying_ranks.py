@@ -21,7 +21,7 @@ def main(rank: int, model: str, out: str, port: int) -> None:
     from verl.workers.utils.losses import ppo_loss
 
     from recipe.offpolicy.replay import fsdp_engine
-    from recipe.offpolicy.replay.verdict import judge, take_reports
+    from recipe.offpolicy.replay.verdict import judge, measure_routes, take_reports
 
     # The routes are of no router's choice.
     fsdp_engine.check_row_order = fsdp_engine.check_layer_order = lambda records: None
@@ -33,8 +33,9 @@ def main(rank: int, model: str, out: str, port: int) -> None:
     metrics, gradient = tw.gradients(worker, partial(ppo_loss, config=tw.actor_config()), mine, micro_batch_size=2)
     if rank == 0:
         reports = take_reports(metrics, fsdp_engine.REPORT)
-        verdict = judge(reports, "R2", tokens=len(sent["routes"]))
-        torch.save({"gradient": gradient, "metrics": verdict.metrics, "reports": len(reports)}, Path(out) / "ranks.pt")
+        assert "LIVE" in judge(reports, "R2", tokens=len(sent["routes"]))
+        found = {"gradient": gradient, "metrics": measure_routes(reports), "reports": len(reports)}
+        torch.save(found, Path(out) / "ranks.pt")
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
 

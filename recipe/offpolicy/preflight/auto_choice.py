@@ -95,7 +95,11 @@ def _choose_weight(setup: Setup) -> Selection:
     fresh = f"{mode}: no staleness correction."
     if setup.engine == "different":
         return Selection(("tis_token",), (f"{engine}: tis_token, mu and pi_old differ at equal weights.", fresh))
-    return Selection((), (f"{engine}: no weight, mu is pi_old.", fresh))
+    advice = (
+        "correction.proximal=same_engine leaves the second forward pass out, once the first step has shown that mu is "
+        "pi_old to 1e-6.",
+    )
+    return Selection((), (f"{engine}: no weight, mu is pi_old.", fresh), (), advice if setup.minibatches > 1 else ())
 
 
 def _choose_rate_limit(setup: Setup) -> Selection:

@@ -151,8 +151,8 @@ def _verify_two_policies(proofs: Sequence[Proof]) -> None:
     if tokens == sum(proof.identical_tokens for proof in proofs):
         raise LivenessError(
             f"mu equals pi_old to the bit on all {tokens} tokens: one was copied from the other, so that every "
-            f"rollout ratio is 1 and nothing is corrected. If that is meant, set "
-            f"offpolicy.allow_identical_log_probs=true."
+            f"rollout ratio is 1 and nothing is corrected. If rollouts come from the trainer's own engine, set "
+            f"correction.proximal=same_engine; if that is meant otherwise, offpolicy.allow_identical_log_probs=true."
         )
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from tensordict import TensorDict
 from torch import Tensor
 
+from ..batch.token_versions import CHUNKS, UNKNOWN
 from ..batch.weight_versions import OLDEST_VERSION, read_extra_fields
 from .expert_choice import ReplayError
 from .route_notes import NOTE, hash_tokens
@@ -191,8 +193,15 @@ def _flag_trained(data: TensorDict) -> list[bool]:
 
 
 def _read_ages(data: TensorDict, step: int, layout: TokenLayout) -> Tensor | None:
-    versions = [fields.get(OLDEST_VERSION) for fields in read_extra_fields(data)]
+    versions = [_find_oldest(fields) for fields in read_extra_fields(data)]
     if None in versions:
         return None
     ages = (step - 1 - torch.tensor(versions, device=layout.offsets.device)).clamp(min=0)
     return ages[layout.rows]
+
+
+def _find_oldest(fields: Mapping[str, Any]) -> int | None:
+    """Find the oldest version that sampled a token of a row, or None."""
+    noted = [version for turn in fields.get(CHUNKS) or () for version, _ in turn]
+    # verl's is that of the first attempt, which may have been aborted before its first token.
+    return min(noted) if noted and UNKNOWN not in noted else fields.get(OLDEST_VERSION)

@@ -19,6 +19,7 @@ from .batch_routes import Mode
 SECTION = "offpolicy.replay"
 OLDEST = f"{SECTION}.oldest"
 ROUTER_REPLAY = "actor_rollout_ref.actor.fsdp_config.router_replay"
+MEGATRON_ROUTER_REPLAY = "actor_rollout_ref.actor.megatron.router_replay"
 RECORDED = "actor_rollout_ref.rollout.enable_rollout_routing_replay"
 STRATEGIES = ("fsdp", "fsdp2")
 
@@ -46,7 +47,20 @@ class ReplaySettings:
 
 def replays_on_fsdp(path: LivePath) -> bool:
     """Return True if verl's key for FSDP is live on a path."""
-    return path.attributes.fsdp_replay and path.trainer == "v1" and path.strategy in STRATEGIES
+    return path.attributes.fsdp_replay and _is_v1_engine(path, STRATEGIES)
+
+
+def read_megatron_mode(config: DictConfig, path: LivePath | None = None) -> Mode | None:
+    """Read what verl's Megatron engine replays where its routers can be looked at; None elsewhere."""
+    mode = OmegaConf.select(config, f"{MEGATRON_ROUTER_REPLAY}.mode")
+    if mode in (None, "disabled"):
+        return None
+    path = path or live_path(config)
+    return cast(Mode, mode) if path.attributes.watched_replay and _is_v1_engine(path, ("megatron",)) else None
+
+
+def _is_v1_engine(path: LivePath, strategies: tuple[str, ...]) -> bool:
+    return path.trainer == "v1" and path.strategy in strategies
 
 
 def find_problems(config: DictConfig) -> Iterator[Problem]:

@@ -19,7 +19,7 @@ _ROUNDING = 1e-6
 
 @dataclass(frozen=True)
 class UpdateRoutes:
-    """Sums over the reports of one update."""
+    """Sums over reports of one update or several."""
 
     layers: tuple[int, ...]
     top_k: int
@@ -36,12 +36,12 @@ class UpdateRoutes:
     k3_without: float
 
 
-def take_reports(metrics: dict[str, Any], key: str) -> list[RoutingReport]:
+def take_reports(metrics: dict[str, Any], key: str) -> list[Any]:
     """Remove the reports of one update from the metrics of the workers: of every rank and mini-batch."""
     return list(_flatten(metrics.pop(key, [])))
 
 
-def _flatten(value: Any) -> Iterator[RoutingReport]:
+def _flatten(value: Any) -> Iterator[Any]:
     # verl nests lists by rank and mini-batch, and does not where there is one rank.
     if isinstance(value, list | tuple):
         for item in value:
@@ -51,7 +51,7 @@ def _flatten(value: Any) -> Iterator[RoutingReport]:
 
 
 def merge_reports(reports: Sequence[RoutingReport]) -> UpdateRoutes:
-    """Sum reports of one update, at least one.
+    """Sum reports of one update or several, at least one.
 
     Raises:
         LivenessError: ranks replay in different layers.
@@ -82,24 +82,14 @@ def _add(counts: Sequence[Sequence[int]]) -> tuple[int, ...]:
     return tuple(map(sum, zip(*counts, strict=True)))
 
 
-@dataclass(frozen=True)
-class RoutingVerdict:
-    """The verdict on one update.
-
-    Attributes:
-        metrics: by their names below ``offpolicy/routing/``.
-        proof: a sentence where the gates were seen to have a gradient; empty where nobody looked or there was none.
-    """
-
-    metrics: dict[str, float]
-    proof: str
-
-
-def judge(reports: Sequence[RoutingReport], mode: Mode, *, tokens: int) -> RoutingVerdict:
+def judge(reports: Sequence[RoutingReport], mode: Mode, *, tokens: int) -> str:
     """Judge the reports of one update, one a mini-batch of every rank.
 
     Args:
         tokens: that the update was to forward, padding left out, over all ranks and epochs.
+
+    Returns:
+        A sentence where the gates were seen to have a gradient; empty where nobody looked or there was none.
 
     Raises:
         LivenessError: no route was replayed, or not all; a gate has no gradient; replay widens the mismatch.
@@ -125,7 +115,12 @@ def judge(reports: Sequence[RoutingReport], mode: Mode, *, tokens: int) -> Routi
             f"{metrics['kl_k3_without']:.2e} without them, so that they are not the ones that mu was sampled with. "
             f"Fix: see that rollout and trainer run the same model, or set router_replay.mode=disabled."
         )
-    return RoutingVerdict(metrics, _describe(mode, update, metrics) if seen else "")
+    return _describe(mode, update, metrics) if seen else ""
+
+
+def measure_routes(reports: Sequence[RoutingReport]) -> dict[str, float]:
+    """Compute metrics by their names below ``offpolicy/routing/``, of reports of one update or several."""
+    return _measure(merge_reports(reports))
 
 
 def _measure(update: UpdateRoutes) -> dict[str, float]:

@@ -7,8 +7,7 @@ roles to workers, and those of ``trainer_v1``.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Sequence
 from typing import Any
 
 import ray
@@ -20,7 +19,8 @@ from ..replay.batch_routes import REPLAY_STEP
 from ..replay.client import note_routes
 from ..replay.fsdp_engine import REPORT
 from ..replay.replay_settings import ReplaySettings
-from ..replay.verdict import judge, take_reports
+from ..replay.tally import RoutingReport
+from ..replay.verdict import judge, measure_routes, take_reports
 from ..replay.worker import build_replaying
 from .batch_view_v1 import put_columns, read_columns
 from .own_forward import Pair
@@ -28,14 +28,16 @@ from .trainer_v1 import FORWARD, OffPolicyTrainer
 
 logger = logging.getLogger("verl.offpolicy")
 
-_ACTORS = (Role.Actor, Role.ActorRollout, Role.ActorRolloutRef)
+ACTORS = (Role.Actor, Role.ActorRollout, Role.ActorRolloutRef)
+"""Roles whose worker trains."""
 
 
 class ReplayingTrainer(OffPolicyTrainer):
     """Mixin of verl's V1 trainers in front of ``OffPolicyTrainer`` or a subclass of it."""
 
     role_worker_mapping: dict[Role, Any]
-    _routing: Mapping[str, float] = MappingProxyType({})
+    _reports: Sequence[RoutingReport] = ()
+    """Of the running step's updates."""
 
     @property
     def _replay(self) -> ReplaySettings:
@@ -43,10 +45,18 @@ class ReplayingTrainer(OffPolicyTrainer):
         assert settings is not None, "a run without replay has the trainer without it"
         return settings
 
+    def step(self, metrics: dict[str, Any], timing_raw: dict[str, float]) -> Any:
+        self._reports = ()
+        batch = super().step(metrics, timing_raw)
+        # Of all the step's updates: verl would average shares of which one update has none.
+        routing: dict[str, float] = measure_routes(self._reports) if self._reports else {}
+        metrics.update({f"offpolicy/routing/{name}": value for name, value in routing.items()})
+        return batch
+
     def _init_resource_pool_mgr(self) -> None:
         super()._init_resource_pool_mgr()  # type: ignore[misc]
         workers = self.role_worker_mapping
-        for role in (role for role in _ACTORS if role in workers):
+        for role in (role for role in ACTORS if role in workers):
             workers[role] = ray.remote(build_replaying(workers[role].__ray_actor_class__, self._replay))
 
     def get_llm_client(self) -> Any:
@@ -86,16 +96,14 @@ class ReplayingTrainer(OffPolicyTrainer):
 
     def _update_actor(self, batch: Any, metrics: dict[str, Any]) -> Any:
         batch.extra_info[REPLAY_STEP] = self.global_steps
-        batch = super()._update_actor(batch, metrics)
-        metrics.update({f"offpolicy/routing/{name}": value for name, value in self._routing.items()})
-        return batch
+        return super()._update_actor(batch, metrics)
 
     def _update_and_collect(self, update: Any, batch: Any) -> Any:
         tokens = sum(tag["prompt_len"] + tag["response_len"] for tag in batch.tags)
         tokens *= self.config.actor_rollout_ref.actor.ppo_epochs
         output = super()._update_and_collect(update, batch)
-        verdict = judge(take_reports(output["metrics"], REPORT), self._replay.mode, tokens=tokens)
-        self._routing = verdict.metrics
-        if verdict.proof:
-            logger.info(verdict.proof)
+        reports = take_reports(output["metrics"], REPORT)
+        if proof := judge(reports, self._replay.mode, tokens=tokens):
+            logger.info(proof)
+        self._reports = (*self._reports, *reports)
         return output

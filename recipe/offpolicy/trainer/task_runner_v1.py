@@ -11,7 +11,7 @@ from verl.trainer.main_ppo import TaskRunnerV1
 import verl_patches
 
 from ..monitor.mismatch.snapshot_settings import SnapshotSettings
-from ..replay.replay_settings import ReplaySettings
+from ..replay.replay_settings import ReplaySettings, read_megatron_mode
 from ..staleness.staleness_settings import StalenessSettings
 from ..support.support_settings import SupportSettings
 from .supervised_run import demand_trained
@@ -48,6 +48,10 @@ def choose_mixin(config: DictConfig) -> type[OffPolicyTrainer]:
         from .replaying_trainer import ReplayingTrainer
 
         mixin = type(f"Replaying{mixin.__name__}", (ReplayingTrainer, mixin), {})
+    elif read_megatron_mode(config) is not None:
+        from .watching_trainer import WatchingTrainer
+
+        mixin = type(f"Watching{mixin.__name__}", (WatchingTrainer, mixin), {})
     if SupportSettings.from_config(config) is not None:
         from .support_trainer import SupportTrainerV1
 

@@ -2,11 +2,14 @@
 
     python scripts/evidence/free_length/free_length.py run MODEL [--seeds 8] [--steps 30] [--out OUT] [--seconds S]
     python scripts/evidence/free_length/free_length.py show MEASURED.csv [--png FILE]
+    python scripts/evidence/free_length/free_length.py collect FOLDER [--out measured_verl.csv]
 
 MODEL is what `python -m scripts.quickstart.prepare --cache DIR free_length_model` makes. Runs that are there in OUT,
 outputs/free_length, are not run again, and none is begun after S seconds, so that a call goes on where the last one
 ended; OUT/measured.csv holds the figures of all. `show` prints them as a table and says whether what was expected
-beforehand came true; measured.csv beside this file is what docs/length.md shows.
+beforehand came true; measured.csv beside this file is what docs/length.md shows. `collect` does with metrics.jsonl of
+whole runs on verl, `TASK=free_length bash scripts/quickstart.sh`, copied to FOLDER as none-1.jsonl and
+uniform-after-1.jsonl.
 """
 
 from __future__ import annotations
@@ -28,6 +31,8 @@ from rich.console import Console  # noqa: E402
 
 from free_length.free_length_measured import (  # noqa: E402
     ARMS,
+    VERL_BLOCK,
+    VERL_LAST,
     build_table,
     compute_ends,
     draw,
@@ -72,8 +77,16 @@ def show(options: argparse.Namespace) -> None:
         draw(measured, options.png)
 
 
+def collect(options: argparse.Namespace) -> None:
+    """Write the raw figures of whole runs on verl, and print their table."""
+    measured = read_runs(options.folder, VERL_BLOCK)
+    write_measured(measured, options.out)
+    ends = {key: compute_ends(blocks, VERL_LAST) for key, blocks in measured.items()}
+    Console(width=120).print(build_table(ends))
+
+
 def main() -> None:
-    """Run or show."""
+    """Run, show or collect."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(required=True)
     running = commands.add_parser("run")
@@ -87,6 +100,10 @@ def main() -> None:
     showing.add_argument("measured", type=Path)
     showing.add_argument("--png", type=Path)
     showing.set_defaults(command=show)
+    collecting = commands.add_parser("collect")
+    collecting.add_argument("folder", type=Path)
+    collecting.add_argument("--out", type=Path, default=Path(__file__).with_name("measured_verl.csv"))
+    collecting.set_defaults(command=collect)
     options = parser.parse_args()
     options.command(options)
 

@@ -18,6 +18,8 @@ BLOCK = 5
 """Steps that a raw figure is the mean of."""
 LAST = 2
 """Blocks that the start and the end are the mean of."""
+VERL_BLOCK, VERL_LAST = 4, 1
+"""The same of the shorter runs on verl itself."""
 SHARE, SEEDS = 1 / 3, 0.75
 """Expected of a collapse: length below this share of none's, and fewer right answers than at its start, in so many."""
 WITHIN = 0.05
@@ -43,20 +45,20 @@ Measured = Mapping[tuple[str, int], Sequence[Block]]
 """(arm, seed) -> blocks."""
 
 
-def read_runs(out: Path) -> dict[tuple[str, int], list[Block]]:
-    """Read all runs' metrics in a folder."""
+def read_runs(out: Path, block: int = BLOCK) -> dict[tuple[str, int], list[Block]]:
+    """Read all runs' metrics in a folder, files named as ``uniform-before-1.jsonl``, in blocks of so many steps."""
     found = {}
     for arm in ARMS:
         for path in sorted(out.glob(f"{arm.replace('/', '-')}-[0-9]*.jsonl")):
-            found[arm, int(path.stem.rpartition("-")[2])] = read_blocks(path)
+            found[arm, int(path.stem.rpartition("-")[2])] = read_blocks(path, block)
     return found
 
 
-def read_blocks(path: Path) -> list[Block]:
-    """Read the blocks of one run's metrics, as verl's logger ``file`` writes them."""
+def read_blocks(path: Path, steps: int = BLOCK) -> list[Block]:
+    """Read the blocks of one run's metrics, as verl's logger ``file`` writes them, means over so many steps."""
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     trained = [line for line in lines if COLUMNS["tokens"] in line["data"]]
-    blocks = [trained[start : start + BLOCK] for start in range(0, len(trained), BLOCK)]
+    blocks = [trained[start : start + steps] for start in range(0, len(trained), steps)]
 
     def mean(block: list[dict], metric: str) -> float:
         known = [value for line in block if isinstance(value := line["data"].get(metric), int | float)]
@@ -87,14 +89,14 @@ def read_measured(path: Path) -> dict[tuple[str, int], list[Block]]:
     return found
 
 
-def compute_ends(blocks: Sequence[Block]) -> Ends:
-    """Compute the ends of one run, means over ``LAST`` blocks."""
+def compute_ends(blocks: Sequence[Block], last: int = LAST) -> Ends:
+    """Compute the ends of one run, means over its first and last blocks."""
 
     def mean(values: Sequence[float]) -> float:
         return sum(values) / len(values)
 
     tokens, right = [each.tokens for each in blocks], [each.right for each in blocks]
-    return mean(tokens[:LAST]), mean(tokens[-LAST:]), mean(right[:LAST]), mean(right[-LAST:])
+    return mean(tokens[:last]), mean(tokens[-last:]), mean(right[:last]), mean(right[-last:])
 
 
 def judge(ends: Mapping[tuple[str, int], Ends]) -> list[tuple[str, bool, str]]:

@@ -15,7 +15,7 @@ UNMENDED = {
     "analysis/calibration/": (10, "arguments of a tool, no launch"),
     "analysis/whatif/": (17, "arguments of a tool, no launch"),
     "calibrate.py": (1, "arguments of a tool, no launch"),
-    "correction/dialects/": (26, "arguments of a function or a tool; the start-up check of verl's keys proposes"),
+    "correction/dialects/": (25, "arguments of a function or a tool; the start-up check of verl's keys proposes"),
     "correction/spec.py": (1, "the group comes back only by removing the override"),
     "correction/validation.py": (2, "which tokens are decided together is for the user to say"),
     "doctor/": (3, "a program, a release, or an argument that no override can take back"),

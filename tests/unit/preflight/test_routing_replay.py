@@ -1,4 +1,4 @@
-"""What routing replay on FSDP goes together with."""
+"""What routing replay goes together with."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 from recipe.offpolicy.correction import CorrectionSpec
 from recipe.offpolicy.preflight.checks.routing_replay import (
     WITHOUT_REPLAY,
+    check_megatron_replay,
     check_recorded_without_replay,
     check_routing_replay,
 )
@@ -81,6 +82,17 @@ def test_a_single_gradient_step_has_no_use_for_it(mode: str) -> None:
 def test_a_model_without_experts_is_refused(tmp_path: Path, values: dict[str, int], refused: bool) -> None:
     (tmp_path / "config.json").write_text(json.dumps(values))
     assert check(config(**{f"{MODEL}.path": str(tmp_path)})) == [(MODE, "R3", "WRONG")] * refused
+
+
+def test_padded_tokens_under_packed_routes_are_refused_on_megatron() -> None:
+    key = f"{ACTOR}.megatron.use_remove_padding"
+    mode = f"{ACTOR}.megatron.router_replay.mode"
+    changes = {f"{ACTOR}.strategy": "megatron", MODE: "disabled", mode: "R2", key: False}
+    (found,) = check_megatron_replay(config(**changes), CorrectionSpec())
+    assert (found.key, found.value, found.verdict) == (key, False, "WRONG")
+    assert found.overrides == (f"{key}=true",)
+    for mended in ({key: True}, {mode: "disabled"}, {f"{ACTOR}.strategy": "fsdp2"}):
+        assert list(check_megatron_replay(config(**{**changes, **mended}), CorrectionSpec())) == []
 
 
 @pytest.mark.parametrize(

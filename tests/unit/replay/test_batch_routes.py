@@ -8,6 +8,8 @@ import pytest
 import torch
 from tensordict import NonTensorStack, TensorDict
 
+from recipe.offpolicy.batch.token_versions import CHUNKS, UNKNOWN
+from recipe.offpolicy.batch.weight_versions import read_extra_fields
 from recipe.offpolicy.replay.batch_routes import ROUTES, TokenLayout, check_checksums, read_counts, read_routes
 from recipe.offpolicy.replay.expert_choice import ReplayError
 from recipe.offpolicy.replay.route_notes import NOTE, hash_routes
@@ -80,6 +82,22 @@ def test_rows_that_are_too_old_are_withheld() -> None:
     assert found.ages.tolist() == [0, 0, 0, 2, 2, 1, 1, 1, 1]
     assert found.replayed.tolist() == [True, True, False, False, False, True, True, True, False]
     assert int(found.withheld) == 1
+
+
+def test_a_row_is_as_old_as_its_oldest_token() -> None:
+    """Where chunks are noted: the first attempt of the second row, under version 4, sampled nothing."""
+    data = batch(versions=(6, 4, 4))
+    noted = ([[(6, 1)]], [[(6, 1)]], [[(5, 2)], [(6, 1)]])
+    fields = [{**row, CHUNKS: chunks} for row, chunks in zip(read_extra_fields(data), noted, strict=True)]
+    data["extra_fields"] = NonTensorStack(*fields)
+    found = read_routes(data, layout(data, PACKED), "R3", STEP, 1)
+    assert found.ages is not None
+    assert found.ages.tolist() == [0, 0, 0, 0, 0, 1, 1, 1, 1]
+    assert int(found.withheld) == 0
+    # A chunk of which nobody knows: verl's own version of the row.
+    fields[1] = {**fields[1], CHUNKS: [[(6, 1), (UNKNOWN, 1)]]}
+    data["extra_fields"] = NonTensorStack(*fields)
+    assert int(read_routes(data, layout(data, PACKED), "R3", STEP, 1).withheld) == 1
 
 
 def test_rows_without_a_token_in_the_loss_keep_their_own() -> None:

@@ -21,6 +21,7 @@ def test_two_ranks_replay_as_one_model_does(family: str, how: str, tmp_path: Pat
     for rank in range(RANKS):
         found = torch.load(tmp_path / f"{rank}.pt")
         assert found["entered"]
+        assert found["own"]
         # Matrix products round by the number of rows that go through an expert.
         assert found["logits"] < 1e-4
         assert found["gradients"] < 1e-4

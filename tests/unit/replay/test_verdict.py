@@ -10,7 +10,7 @@ import pytest
 
 from recipe.offpolicy.proof.verify import LivenessError
 from recipe.offpolicy.replay.tally import FirstLook, RoutingReport
-from recipe.offpolicy.replay.verdict import judge, merge_reports, take_reports
+from recipe.offpolicy.replay.verdict import judge, measure_routes, merge_reports, take_reports
 
 LOOK = FirstLook(checksums=2, tokens=10, k3=1e-4, k3_without=1e-2)
 REPORT = RoutingReport(
@@ -34,8 +34,7 @@ def reports(**changes: Any) -> list[RoutingReport]:
 
 
 def test_metrics_by_hand() -> None:
-    verdict = judge(reports(), "R3", tokens=40)
-    assert verdict.metrics == pytest.approx(
+    assert measure_routes(reports()) == pytest.approx(
         {
             "replayed_token_share": 32 / 40,
             "withheld_token_share": 4 / 40,
@@ -52,7 +51,7 @@ def test_metrics_by_hand() -> None:
         },
         nan_ok=True,
     )
-    assert verdict.proof == (
+    assert judge(reports(), "R3", tokens=40) == (
         "routing replay R3 LIVE in 2 layers: 80.0% of tokens replayed, each by the ids that were shipped, 75.0% of "
         "choices are the trainer's own, routes of 4 rows as sampled, KL(mu, pi) by k3 1.0e-05 with them and 1.0e-03 "
         "without."
@@ -60,15 +59,22 @@ def test_metrics_by_hand() -> None:
     assert merge_reports(reports()).gradients == (1.0, 0.5)
 
 
+def test_metrics_of_a_step_are_of_all_its_updates() -> None:
+    """The second update has no token of age 0: its share of these weighs nothing."""
+    second = replace(REPORT, ages=((0, 0), (32, 20), (0, 0), (0, 0)), gradients=(), first=None)
+    found = measure_routes([REPORT, second])
+    assert (found["is0/equal_share"], found["is1/equal_share"]) == (1.0, 24 / 44)
+    assert (found["bytes"], found["kl_k3"]) == (320, 1e-5)
+
+
 def test_later_updates_are_judged_without_a_proof() -> None:
     later = replace(REPORT, gradients=(), first=None)
-    verdict = judge([later], "R3", tokens=20)
-    assert verdict.proof == ""
-    assert "gate_gradient" not in verdict.metrics
+    assert judge([later], "R3", tokens=20) == ""
+    assert "gate_gradient" not in measure_routes([later])
 
 
 def test_an_update_without_a_gradient_proves_nothing() -> None:
-    assert judge([replace(REPORT, gradients=(0.0, 0.0))], "R3", tokens=20).proof == ""
+    assert judge([replace(REPORT, gradients=(0.0, 0.0))], "R3", tokens=20) == ""
 
 
 @pytest.mark.parametrize(
@@ -92,7 +98,7 @@ def test_a_gate_without_a_gradient_stops_the_run() -> None:
     with pytest.raises(LivenessError, match=r"gates of layer\(s\) \[2\] have no gradient"):
         judge([silent], "R3", tokens=20)
     # One expert may weigh 1 whatever its score is.
-    assert judge([replace(silent, top_k=1)], "R3", tokens=20).proof
+    assert judge([replace(silent, top_k=1)], "R3", tokens=20)
 
 
 def test_reports_are_taken_out_of_the_workers_metrics() -> None:
@@ -110,7 +116,9 @@ def test_an_update_without_reports_or_routes_stops_the_run() -> None:
     with pytest.raises(LivenessError, match=r"\{1: 0, 2: 0\}"):
         judge([replace(REPORT, replayed=(0, 0), withheld=0)], "R3", tokens=20)
     # All rows too old is what offpolicy.replay.oldest means.
-    assert judge([replace(REPORT, replayed=(0, 0))], "R3", tokens=20).metrics["replayed_token_share"] == 0
+    old = [replace(REPORT, replayed=(0, 0))]
+    assert judge(old, "R3", tokens=20)
+    assert measure_routes(old)["replayed_token_share"] == 0
 
 
 def test_k3_of_engines_that_agree_is_no_evidence() -> None:

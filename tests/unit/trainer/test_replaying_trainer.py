@@ -86,7 +86,7 @@ def test_the_step_travels_with_the_batch_and_not_with_rows_of_an_extension(monke
     for name in ("_compute_old_log_prob", "_update_actor", "_compute_log_probs"):
         monkeypatch.setattr(OffPolicyTrainer, name, look)
     trainer: Any = object.__new__(ReplayingTrainer)
-    trainer.global_steps, trainer._routing = 4, {"bytes": 8.0}
+    trainer.global_steps = 4
     trainer.recording = SimpleNamespace(settings=None)
     batch, metrics = SimpleNamespace(extra_info={}), dict[str, float]()
     trainer._compute_old_log_prob(batch, metrics)
@@ -94,7 +94,7 @@ def test_the_step_travels_with_the_batch_and_not_with_rows_of_an_extension(monke
     assert batch.extra_info == {REPLAY_STEP: 4}
     trainer._update_actor(batch, metrics)
     assert seen == [{REPLAY_STEP: 4}, {}, {REPLAY_STEP: 4}]
-    assert metrics == {"offpolicy/routing/bytes": 8.0}
+    assert metrics == {}
 
 
 @pytest.mark.parametrize(
@@ -156,7 +156,7 @@ def test_each_update_is_judged_by_its_own_tokens(monkeypatch: pytest.MonkeyPatch
 
     def judge(reports: Any, mode: str, *, tokens: int) -> Any:
         judged.append((reports, mode, tokens))
-        return SimpleNamespace(metrics={"equal_share": 1.0}, proof="")
+        return ""
 
     monkeypatch.setattr(OffPolicyTrainer, "_update_and_collect", lambda self, update, batch: update(batch))
     monkeypatch.setattr(replaying_trainer, "judge", judge)
@@ -166,4 +166,27 @@ def test_each_update_is_judged_by_its_own_tokens(monkeypatch: pytest.MonkeyPatch
     output = trainer._update_and_collect(lambda batch: {"metrics": {REPORT: [["report"]]}}, SimpleNamespace(tags=tags))
     assert output == {"metrics": {}}
     assert judged == [(["report"], "R2", 24)]
-    assert trainer._routing == {"equal_share": 1.0}
+    assert trainer._reports == ("report",)
+
+
+def test_a_step_says_what_all_its_updates_did(monkeypatch: pytest.MonkeyPatch) -> None:
+    from recipe.offpolicy.trainer import replaying_trainer
+    from recipe.offpolicy.trainer.trainer_v1 import OffPolicyTrainer
+
+    made: tuple[int, ...] = (1, 2)
+
+    def step(self: Any, metrics: dict[str, Any], timing_raw: Any) -> str:
+        assert self._reports == ()
+        self._reports = made
+        return "batch"
+
+    monkeypatch.setattr(OffPolicyTrainer, "step", step)
+    monkeypatch.setattr(replaying_trainer, "measure_routes", lambda reports: {"bytes": float(sum(reports))})
+    trainer: Any = object.__new__(replaying_trainer.ReplayingTrainer)
+    metrics: dict[str, Any] = {}
+    for _ in range(2):
+        assert trainer.step(metrics, {}) == "batch"
+        assert metrics == {"offpolicy/routing/bytes": 3.0}
+    made = ()
+    assert trainer.step(empty := {}, {}) == "batch"
+    assert empty == {}

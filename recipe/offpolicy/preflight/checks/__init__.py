@@ -55,6 +55,7 @@ CHECKS: tuple[Check, ...] = (
     check_own_keys,
     staleness.check_staleness,
     routing_replay.check_routing_replay,
+    routing_replay.check_megatron_replay,
     support.check_support,
     routing_replay.check_recorded_without_replay,
     bounds.check_bounds_hold_agreement,

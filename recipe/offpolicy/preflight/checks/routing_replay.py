@@ -1,4 +1,4 @@
-"""Checks of what routing replay on FSDP goes together with."""
+"""Checks of what routing replay goes together with."""
 
 from __future__ import annotations
 
@@ -6,16 +6,19 @@ from collections.abc import Iterator
 
 from omegaconf import DictConfig, OmegaConf
 
+from verl_patches.execution_path import live_path
+
 from ...correction import CorrectionSpec
 from ...correction.problem import Problem, set_to
 from ...replay.obstacles import list_obstacles
-from ...replay.replay_settings import ROUTER_REPLAY, ReplaySettings
+from ...replay.replay_settings import MEGATRON_ROUTER_REPLAY, ROUTER_REPLAY, ReplaySettings
 from ..model_config import find_experts
 from ..old_log_prob import count_gradient_steps
 from ..verl_keys.router_replay import ROUTER_REPLAY as PART
 from .gradient_steps import build_two_steps
 
 _MODE = f"{ROUTER_REPLAY}.mode"
+_MEGATRON_PACKS = "actor_rollout_ref.actor.megatron.use_remove_padding"
 WITHOUT_REPLAY = "offpolicy.record.without_replay"
 
 
@@ -44,6 +47,28 @@ def check_routing_replay(config: DictConfig, spec: CorrectionSpec) -> Iterator[P
         reason = "a batch gets one gradient step, within which nothing drifts: replay would bias it for nothing."
         fix = f"Set actor_rollout_ref.actor.ppo_mini_batch_size below data.train_batch_size, or {off}."
         yield Problem(_MODE, settings.mode, reason, fix, "INERT", (PART,), build_two_steps(config))
+
+
+def check_megatron_replay(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
+    """Check that verl's Megatron engine lays routes out as it does tokens: it packs routes whatever tokens are."""
+    path = live_path(config)
+    mode = OmegaConf.select(config, f"{MEGATRON_ROUTER_REPLAY}.mode")
+    if path.strategy != "megatron" or not path.attributes.watched_replay or mode in (None, "disabled"):
+        return
+    if OmegaConf.select(config, _MEGATRON_PACKS) is False:
+        mend = set_to(_MEGATRON_PACKS, True)
+        reason = "routes are packed and tokens padded, so that routes go to other tokens than they are of."
+        fix = f"Set {mend}, or {set_to(f'{MEGATRON_ROUTER_REPLAY}.mode', 'disabled')}."
+        yield Problem(
+            _MEGATRON_PACKS,
+            False,
+            f"routing replay on Megatron: {reason}",
+            fix,
+            "WRONG",
+            (PART,),
+            (mend,),
+            beside={f"{MEGATRON_ROUTER_REPLAY}.mode": mode},
+        )
 
 
 def check_recorded_without_replay(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:

@@ -345,15 +345,40 @@ def test_log_mu_is_that_of_the_sampled_tokens(in_process: ModuleType) -> None:
 
 
 def test_the_page_shows_the_committed_outcomes() -> None:
-    """Each row of the table, and the outcomes named below it, are what the results say."""
+    """Each row of the table, and each difference named below it, is what the results say."""
     page_text = (ROOT / "docs" / "collapse.md").read_text()
     table = results.read(results.IN_PROCESS)
-    for arm in ("none", "opsm", "random"):
+    found: dict[tuple[str, int], np.ndarray] = {}
+    for arm in late_runs.ARMS:
         (row,) = [line for line in page_text.splitlines() if line.startswith(f"| `{arm}`")]
-        shown = [float(cell) for cell in row.split("|")[2:-1]]
-        found = analyse.outcomes(table, f"{arm}-8-0.001")["outcome"].sort_index()
-        assert shown == [round(float(each), 3) for each in found][: len(shown)]
-        assert list(found.index)[: len(shown)] == [2, 3, 4, 5]
-    for setting in ("none-0-0.001", "opsm-0-0.001", "decoupled-8-0.001", "bypass-8-0.001", "both-8-0.001"):
-        for outcome in analyse.outcomes(table, setting)["outcome"]:
-            assert f"{outcome:.3f}" in page_text
+        cells = [cell.strip() for cell in row.split("|")[2:-1]]
+        for eta, shown in ((0, cells[:2]), (8, cells[2:])):
+            if (arm, eta) == ("random", 0):
+                continue
+            by_seed = analyse.outcomes(table, f"{arm}-{eta}-0.001")
+            found[arm, eta] = analyse.take_in_process(table, f"{arm}-{eta}-0.001")
+            low, middle, high = (float(np.quantile(found[arm, eta], at)) for at in (0, 0.5, 1))
+            below = int((by_seed["outcome"] < by_seed["start"]).sum())
+            assert shown == [f"{middle:.3f} ({low:.3f} to {high:.3f})", str(below)], (arm, eta)
+    cells = (found[arm, 8] for arm in ("none", "decoupled", "bypass", "both", "random", "opsm"))
+    shown = (f"{np.median(each):.3f} ({each.min():.3f} to {each.max():.3f})" for each in cells)
+    assert f"| {' | '.join(shown)} |" in (ROOT / "README.md").read_text()
+    for one, other in (
+        (("opsm", 8), ("none", 8)),
+        (("opsm", 8), ("random", 8)),
+        (("decoupled", 8), ("none", 8)),
+        (("opsm", 0), ("none", 0)),
+    ):
+        apart = found[one] - found[other]
+        low, high = bootstrap(apart)
+        assert f"{apart.mean():+.3f} [{low:+.3f}, {high:+.3f}]" in " ".join(page_text.split())
+    assert f"{(found['random', 8] - found['none', 8]).mean():+.3f} of it" in page_text
+    assert f"`both` is {(found['opsm', 8] - found['both', 8]).mean():.3f} below" in page_text
+    assert f"ends {(found['opsm', 8] - found['opsm', 0]).mean():.3f} above" in page_text
+    for one, other, shown in (
+        (("opsm", 8), ("none", 8), 0.002),
+        (("opsm", 8), ("random", 8), 0.006),
+        (("decoupled", 8), ("none", 8), 0.22),
+        (("opsm", 8), ("opsm", 0), 0.016),
+    ):
+        assert sign_flip(found[one] - found[other]) == pytest.approx(shown, rel=0.05)

@@ -16,9 +16,11 @@ from tests.support.paths import ROOT
 sys.path.insert(0, str(ROOT / "scripts" / "evidence"))
 pytest.importorskip("verl")
 
-from free_length import free_length_training
+from free_length import free_length, free_length_training
 from free_length.free_length_measured import (
     ARMS,
+    VERL_BLOCK,
+    VERL_LAST,
     Block,
     Ends,
     build_table,
@@ -120,6 +122,31 @@ def test_expectations_are_judged_by_the_ends_of_paired_seeds() -> None:
         runs["anchor/after", seed] = (25.0, 20.0, 0.6, 0.84)
     assert [came_true for _, came_true, _ in judge(runs)] == [True, False, True, False]
     assert judge(runs)[2][2] == "-10.0 tokens, -0.040 right"
+
+
+def test_whole_runs_on_verl_are_collected_in_blocks_of_four(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_runs(tmp_path)
+    monkeypatch.setattr("sys.argv", ["free_length.py", "collect", str(tmp_path), "--out", str(tmp_path / "verl.csv")])
+    free_length.main()
+    assert "group/before" in capsys.readouterr().out
+    blocks = read_measured(tmp_path / "verl.csv")["none", 1]
+    assert [each.step for each in blocks] == [4, 8, 12, 16, 20, 24, 28, 30]
+    assert compute_ends(blocks, VERL_LAST) == pytest.approx((12.5, 39.5, 0.025, 0.295))
+
+
+def test_the_documentation_shows_the_figures_that_were_measured_on_verl() -> None:
+    measured = read_measured(ROOT / "scripts" / "evidence" / "free_length" / "measured_verl.csv")
+    shown = (ROOT / "docs" / "length.md").read_text()
+    assert {(arm, seed) for arm, seed in measured} == {(arm, seed) for arm in ARMS for seed in (1, 2)}
+    for arm in ARMS:
+        runs = [measured[arm, seed] for seed in (1, 2)]
+        assert {len(blocks) * VERL_BLOCK for blocks in runs} == {16}
+        ends = [compute_ends(blocks, VERL_LAST) for blocks in runs]
+        kind, _, place = arm.partition("/")
+        cells = [" and ".join(f"{each[at]:.{digits}f}" for each in ends) for at, digits in enumerate((1, 1, 3, 3))]
+        assert f"| {f'`{kind}`, {place}' if place else kind} | {' | '.join(cells)} |" in shown
 
 
 def test_the_documentation_shows_the_figures_that_were_measured() -> None:

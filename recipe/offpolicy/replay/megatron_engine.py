@@ -1,0 +1,217 @@
+"""A look at routing replay in verl's Megatron engine, which replays routes itself: nothing is changed there.
+
+Seams in verl 0.9.1, see ``verl_patches.router_replay``: ``prepare_model_inputs(self, batch)`` returns the routes of a
+micro-batch, ``forward_step(self, batch_iter, model, ...)`` gives them to the routers of the chunk and runs it, and
+``forward_backward_batch(self, data, loss_function, forward_only=False)`` ends with the last backward. A router holds
+its targets in ``RouterReplay.target_topk_idx``; the second value of its forward says which experts each token goes to.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+from verl.utils import tensordict_utils as tu
+
+from .batch_routes import ROUTES, Mode
+from .expert_choice import ReplayError
+from .megatron_report import REPORT, MegatronReport
+
+_FLAG = "enable_routing_replay"
+_ODD = 0x9E3779B97F4A7C15 - 2**64
+
+
+class WatchedEngine:
+    """A look at one engine's routers.
+
+    Args:
+        engine: verl's, initialised, with replay in its routers.
+        mode: R2 or R3.
+    """
+
+    def __init__(self, engine: Any, mode: Mode) -> None:
+        from verl.utils.megatron.router_replay_utils import iter_model_routers
+
+        self.engine, self.mode = engine, mode
+        self._list_routers = iter_model_routers
+        self._prepare, self._step = engine.prepare_model_inputs, engine.forward_step
+        self._run = engine.forward_backward_batch
+        self._watches = self._keeps = False
+        self._routes: Tensor | None = None
+        self._sent: dict[Any, Tensor] = {}
+        """By router, (tokens, experts) bool of its last forward."""
+        self._forwards: dict[Any, list[Tensor]] = {}
+        """By router, (tokens,) checksums of the forwards that are to be recomputed."""
+        self._counts: dict[int, list[Tensor]] = {}
+        """By layer, (5,) of each forward; see ``count_replayed``, and of recomputed forwards."""
+        for chunk in engine.module:
+            for module in chunk.modules():
+                if getattr(module, "router_replay", None) is not None:
+                    module.register_forward_hook(self._note)
+        engine.prepare_model_inputs, engine.forward_step = self.prepare_model_inputs, self.forward_step
+        engine.forward_backward_batch = self.forward_backward_batch
+
+    @property
+    def places(self) -> bool:
+        """True if a rank forwards the tokens of a micro-batch in the order in which they are shipped."""
+        config, engine = self.engine.tf_config, self.engine.engine_config
+        split = config.tensor_model_parallel_size * config.context_parallel_size > 1 or engine.dynamic_context_parallel
+        return not (split or config.fp8 or getattr(config, "experimental_attention_variant", None))
+
+    @property
+    def _recomputes(self) -> bool:
+        config = self.engine.tf_config
+        return config.recompute_granularity is not None or config.moe_layer_recompute
+
+    def forward_backward_batch(self, data: TensorDict, loss_function: Any, forward_only: bool = False) -> Any:
+        """Run verl's; an update's metrics get a report on the ranks that have some.
+
+        Raises:
+            ReplayError: a router sent tokens to other experts than it was told, or was told others than were shipped.
+        """
+        flagged = bool(tu.get_non_tensor_data(data, _FLAG, default=False))
+        self._watches = flagged and not (self.mode == "R2" and forward_only)
+        self._keeps = not forward_only and self._recomputes
+        self._sent, self._forwards, self._counts = {}, {}, {}
+        try:
+            output = self._run(data, loss_function, forward_only=forward_only)
+        finally:
+            watched, self._watches, self._routes = self._watches, False, None
+            self._sent, self._forwards = {}, {}
+        if watched:
+            report = self._report()
+            if not forward_only and "metrics" in output:
+                output["metrics"][REPORT] = [report]
+        return output
+
+    def prepare_model_inputs(self, batch: TensorDict) -> Any:
+        """Prepare as verl does, and keep the routes as they were shipped."""
+        inputs = self._prepare(batch)
+        routes = inputs[ROUTES]
+        self._routes = routes.values() if routes is not None and routes.is_nested else routes
+        return inputs
+
+    def forward_step(self, batch_iter: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+        """Run verl's, and compare what its routers were told and did."""
+        from verl.utils.megatron_utils import unwrap_model
+
+        output = self._step(batch_iter, model, *args, **kwargs)
+        if self._watches and self._routes is not None:
+            drops = self.engine.tf_config.moe_expert_capacity_factor is not None
+            for number, router in self._list_routers(unwrap_model(model)):
+                layer, target = number - 1, router.target_topk_idx
+                shipped = self._select(self._routes, layer) if self.places else None
+                sent = self._sent[router]
+                self._add(layer, count_replayed(layer, sent, target, router.target_replay_mask, shipped, drops))
+        return output
+
+    def _select(self, routes: Tensor, layer: int) -> Tensor:
+        """Select a layer's routes: R2 leaves dense layers out where there are some."""
+        frequency = self.engine.tf_config.moe_layer_freq
+        if routes.shape[1] == self.engine.tf_config.num_layers:
+            return routes[:, layer]
+        below = (frequency[at] if isinstance(frequency, list) else at % frequency == 0 for at in range(layer))
+        return routes[:, sum(map(bool, below))]
+
+    def _note(self, module: Any, args: Any, output: tuple[Tensor, Tensor]) -> None:
+        if not self._watches:
+            return
+        router, sent = module.router_replay, output[1].detach().bool()
+        # -1 outside of a backward; in one, the oldest forward is recomputed.
+        if torch._C._current_graph_task_id() == -1:
+            self._sent[router] = sent
+            if self._keeps:
+                self._forwards.setdefault(router, []).append(hash_rows(sent))
+        elif self._keeps:
+            other = (self._forwards[router].pop(0) != hash_rows(sent)).sum()
+            self._add(module.layer_number - 1, torch.stack([*other.new_zeros(4), other]))
+
+    def _add(self, layer: int, counts: Tensor) -> None:
+        self._counts.setdefault(layer, []).append(counts)
+
+    def _report(self) -> MegatronReport:
+        sums = {layer: torch.stack(counts).sum(0).tolist() for layer, counts in sorted(self._counts.items())}
+        for layer, (_, replayed, sent, placed, recomputed) in sums.items():
+            if sent != replayed:
+                raise ReplayError(
+                    f"the router of layer {layer} sent {replayed - sent} of {replayed} tokens to other experts than "
+                    f"its RouterReplay names. Fix: see what takes the place of verl's replay in Megatron's router, or "
+                    f"set router_replay.mode=disabled."
+                )
+            if placed != replayed:
+                raise ReplayError(
+                    f"the RouterReplay of layer {layer} names other experts than were shipped for {replayed - placed} "
+                    f"of {replayed} tokens. Fix: see how verl maps layers and tokens of {ROUTES}, or set "
+                    f"router_replay.mode=disabled."
+                )
+            if recomputed:
+                raise ReplayError(
+                    f"layer {layer} was recomputed for its backward with other experts for {recomputed} tokens. Fix: "
+                    f"turn activation recomputation off, or set router_replay.mode=disabled."
+                )
+        forwarded, replayed = next(((each[0], each[1]) for each in sums.values()), (0, 0))
+        return MegatronReport(tuple(sums), replayed, forwarded, self.places)
+
+
+def count_replayed(
+    layer: int,
+    sent: Tensor,
+    target: Tensor,
+    mask: Tensor | None = None,
+    shipped: Tensor | None = None,
+    drops: bool = False,
+) -> Tensor:
+    """Count what one router did in one forward.
+
+    Args:
+        layer: its number, for messages.
+        sent: (tokens, experts) bool, experts that each token was sent to.
+        target: (tokens, k) ids that it was told.
+        mask: tokens that are to be replayed, bool; None: all.
+        shipped: (tokens, k) ids that were shipped; None: not known by token.
+        drops: experts that are full drop tokens.
+
+    Returns:
+        (5,) int64: tokens; of these those to be replayed; of those the ones that were sent where they were to be, and
+        the ones that were told what was shipped; 0.
+
+    Raises:
+        ReplayError: routes are of another number of tokens.
+    """
+    if len(target) != len(sent):
+        raise ReplayError(
+            f"the router of layer {layer} forwarded {len(sent)} tokens, padding included, and was given routes of "
+            f"{len(target)}: they went to other tokens than they are of. Fix: set "
+            f"actor_rollout_ref.actor.megatron.use_remove_padding=true, by which verl packs both alike."
+        )
+    if shipped is not None and len(shipped) != len(target):
+        raise ReplayError(
+            f"the router of layer {layer} was given routes of {len(target)} tokens, and those of {len(shipped)} were "
+            f"shipped. Fix: give routes of each token, zeros where there are none."
+        )
+    rows = torch.ones_like(sent[:, 0]) if mask is None else mask.flatten().to(sent.device, torch.bool)
+    wanted = torch.zeros_like(sent).scatter(1, target.to(sent.device), True)
+    followed = ~(sent & ~wanted).any(-1) if drops else (sent == wanted).all(-1)
+    same = torch.ones_like(rows) if shipped is None else (shipped.to(target) == target).all(-1).to(sent.device)
+    tokens, none = rows.new_full((), len(sent), dtype=torch.int64), rows.new_zeros((), dtype=torch.int64)
+    return torch.stack([tokens, rows.sum(), (rows & followed).sum(), (rows & same).sum(), none])
+
+
+def hash_rows(sent: Tensor) -> Tensor:
+    """Compute a checksum of the experts of each token: (tokens, experts) bool to (tokens,) int64."""
+    experts = torch.arange(sent.shape[1], device=sent.device) + 1
+    return (sent * (experts * _ODD)).sum(-1) ^ (sent * experts**3).sum(-1)
+
+
+def watch_engine(engine: Any, mode: Mode) -> WatchedEngine:
+    """Watch the routers of an engine that is initialised.
+
+    Raises:
+        PatchError: what is read of verl has moved.
+    """
+    from verl_patches import engine_loss, router_replay
+
+    engine_loss.check(router_replay.SEAMS_OF_MEGATRON)
+    return WatchedEngine(engine, mode)

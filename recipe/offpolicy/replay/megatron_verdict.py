@@ -1,0 +1,36 @@
+"""Trainer side of the look at Megatron's routers: judges the workers' reports of each update."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..proof.verify import LivenessError
+from .batch_routes import Mode
+from .megatron_report import MegatronReport
+
+
+def judge_megatron(reports: Sequence[MegatronReport], mode: Mode) -> str:
+    """Judge the reports of one update, one a mini-batch of every rank that answers: those of the last pipeline stage.
+
+    Where replay went wrong the worker has stopped the run, on any stage.
+
+    Returns:
+        A sentence of what was seen.
+
+    Raises:
+        LivenessError: no router replayed a route.
+    """
+    layers = sorted({layer for report in reports for layer in report.layers})
+    replayed, forwarded = (sum(getattr(report, name) for report in reports) for name in ("tokens", "forwarded"))
+    if not replayed:
+        seen = f"{len(layers)} layers replayed no token" if layers else "no router of the last stage replays"
+        raise LivenessError(
+            f"routing replay: actor_rollout_ref.actor.megatron.router_replay.mode={mode}, and {seen}. Fix: train a "
+            f"mixture of experts by verl's own Megatron engine, or set it to disabled."
+        )
+    placed = all(report.placed for report in reports)
+    told = "which are those that were shipped" if placed else "not compared with the shipped ones, which verl splits"
+    return (
+        f"routing replay {mode} LIVE on Megatron, in layers {layers} of the last stage: {replayed / forwarded:.1%} of "
+        f"tokens sent to the experts that verl's RouterReplay names, {told}."
+    )

@@ -1,0 +1,131 @@
+"""Cost of routing replay: forward and backward passes of a mixture of experts, routed natively and by recorded routes.
+
+    python scripts/benchmark/routing_replay.py [--hidden 128] [--experts 8] [--top-k 2] [--layers 4] [--tokens 2048]
+        [--pairs 12] [--json FILE]
+
+Random weights in float32 on a CPU, one thread. With replay the pass arms the routers, which checks the ids, and copies
+the counts of what entered the experts to the host, as an update does for each micro-batch. Both take turns, in turn
+first; medians of the CPU seconds, and the median of the pairs' ratios. Replayed are the model's own routes, by which
+both compute the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__" and {"-h", "--help"} & set(sys.argv):  # before imports that take seconds
+    print(__doc__)
+    sys.exit()
+
+import torch
+from torch import Tensor
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from recipe.offpolicy.replay.routed_model import RoutedModel, install_replay  # noqa: E402
+
+WORDS, ROWS = 512, 16
+
+
+@dataclass(frozen=True)
+class Cost:
+    """CPU seconds of a forward and backward pass.
+
+    Attributes:
+        native, replayed: medians.
+        ratio: median of the pairs' replayed / native.
+        pairs: of passes.
+    """
+
+    native: float
+    replayed: float
+    ratio: float
+    pairs: int
+
+
+def build_mixture(hidden: int, experts: int, top_k: int, layers: int) -> Any:
+    """Build a Qwen3-MoE with random weights."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(
+        vocab_size=WORDS,
+        hidden_size=hidden,
+        intermediate_size=2 * hidden,
+        moe_intermediate_size=hidden // 2,
+        num_experts=experts,
+        num_experts_per_tok=top_k,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        head_dim=32,
+        max_position_embeddings=4096,
+    )
+    return Qwen3MoeForCausalLM(config).train()
+
+
+def run_pass(model: Any, ids: Tensor) -> None:
+    """Run a forward and a backward pass."""
+    model.zero_grad(set_to_none=True)
+    model(input_ids=ids, use_cache=False).logits.logsumexp(-1).sum().backward()
+
+
+def run_replayed(model: Any, ids: Tensor, routed: RoutedModel, routes: Tensor) -> None:
+    """Run the same by recorded routes."""
+    routed.arm(routes)
+    run_pass(model, ids)
+    assert (routed.count_entered()[:, :2] == ids.numel()).all(), "routes did not act"
+    routed.disarm()
+
+
+def measure(native: Callable[[], None], replayed: Callable[[], None], pairs: int) -> Cost:
+    """Measure both in turn, after one pass each that is not counted."""
+    sides = (native, replayed)
+    for side in sides:
+        side()
+    spent: list[list[float]] = [[], []]
+    for pair in range(pairs):
+        for place in (0, 1) if pair % 2 else (1, 0):
+            start = time.process_time()
+            sides[place]()
+            spent[place].append(time.process_time() - start)
+    ratios = [replayed / native for native, replayed in zip(*spent, strict=True)]
+    return Cost(*map(statistics.median, (*spent, ratios)), pairs)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(add_help=False)
+    sizes = {"hidden": 128, "experts": 8, "top-k": 2, "layers": 4, "tokens": 2048, "pairs": 12}
+    for name, value in sizes.items():
+        parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument("--json", type=Path)
+    given = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    model = build_mixture(given.hidden, given.experts, given.top_k, given.layers)
+    ids = torch.randint(WORDS, (ROWS, given.tokens // ROWS))
+    routed = install_replay(model)
+    routed.record_own()
+    run_pass(model, ids)
+    routes = routed.stack_ids().to(torch.int16)
+    routed.disarm()
+    cost = measure(lambda: run_pass(model, ids), lambda: run_replayed(model, ids, routed, routes), given.pairs)
+    print(
+        f"{given.experts} experts, {given.top_k} a token, {given.layers} layers, hidden {given.hidden}, {ids.numel()} "
+        f"tokens: {cost.native:.3f} s native, {cost.replayed:.3f} s replayed, {cost.ratio - 1:+.1%} in the median of "
+        f"{cost.pairs} pairs"
+    )
+    if given.json:
+        given.json.write_text(json.dumps(asdict(cost), indent=1))
+
+
+if __name__ == "__main__":
+    main()

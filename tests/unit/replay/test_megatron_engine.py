@@ -1,0 +1,129 @@
+"""What is read of Megatron's routers, by hand; a real engine is in tests/integration/test_megatron_routes.py."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from recipe.offpolicy.replay.expert_choice import ReplayError
+
+pytestmark = pytest.mark.verl("==0.9.1")
+pytest.importorskip("verl")
+TARGET = torch.tensor([[0, 1], [2, 3], [1, 3]])
+
+
+def send(*ids: list[int]) -> Tensor:
+    """(tokens, 4) bool."""
+    sent = torch.zeros(len(ids), 4, dtype=torch.bool)
+    for row, chosen in enumerate(ids):
+        sent[row, chosen] = True
+    return sent
+
+
+@pytest.mark.parametrize(
+    ("sent", "given", "counts"),
+    [
+        (send([0, 1], [2, 3], [1, 3]), {}, [3, 3, 3, 3, 0]),
+        # The last token keeps its own route and is not looked at.
+        (send([1, 0], [2, 3], [0, 2]), {"mask": torch.tensor([[True, True, False]])}, [3, 2, 2, 2, 0]),
+        (send([0, 1], [2, 0], [0, 2]), {}, [3, 3, 1, 3, 0]),
+        (send([0, 1], [2, 3], [1, 3]), {"shipped": TARGET.flip(0).to(torch.int16)}, [3, 3, 3, 1, 0]),
+        # An expert that is full drops tokens, and takes none of another's.
+        (send([0], [2, 3], []), {"drops": True}, [3, 3, 3, 3, 0]),
+        (send([0], [2, 3], []), {}, [3, 3, 1, 3, 0]),
+        (send([0, 2], [2, 3], []), {"drops": True}, [3, 3, 2, 3, 0]),
+    ],
+    ids=str,
+)
+def test_what_a_router_did_by_hand(sent: Tensor, given: dict[str, Any], counts: list[int]) -> None:
+    from recipe.offpolicy.replay.megatron_engine import count_replayed
+
+    assert count_replayed(5, sent, TARGET, **given).tolist() == counts
+
+
+def test_routes_of_another_number_of_tokens_are_refused() -> None:
+    from recipe.offpolicy.replay.megatron_engine import count_replayed
+
+    with pytest.raises(ReplayError, match=r"layer 5 forwarded 4 tokens, .* routes of 3: .*use_remove_padding=true"):
+        count_replayed(5, torch.zeros(4, 4, dtype=torch.bool), TARGET)
+    with pytest.raises(ReplayError, match="layer 5 was given routes of 3 tokens, and those of 2 were shipped"):
+        count_replayed(5, send([0], [1], [2]), TARGET, shipped=TARGET[:2])
+
+
+def test_checksums_tell_sets_of_experts_apart() -> None:
+    """All 120 triples of 10 experts."""
+    from recipe.offpolicy.replay.megatron_engine import hash_rows
+
+    sent = torch.zeros(120, 10, dtype=torch.bool).scatter(1, torch.combinations(torch.arange(10), 3), True)
+    assert len(set(hash_rows(sent).tolist())) == 120
+
+
+@pytest.mark.parametrize(
+    ("changes", "kept"), [({}, 0), ({"recompute_granularity": "full"}, 2), ({"moe_layer_recompute": True}, 2)], ids=str
+)
+def test_forwards_are_kept_where_they_are_recomputed(changes: dict[str, Any], kept: int) -> None:
+    pytest.importorskip("megatron.core")
+    from recipe.offpolicy.replay.megatron_engine import WatchedEngine
+
+    watched = WatchedEngine(build_engine(**changes), "R3")
+    watched._watches, watched._keeps = True, watched._recomputes
+    router = SimpleNamespace(router_replay="router", layer_number=1)
+    for _ in range(2):
+        watched._note(router, (), (torch.zeros(3), send([0], [1], [2])))
+    assert len(watched._forwards.get("router", [])) == kept
+    assert watched._sent["router"].shape == (3, 4)
+
+
+def build_engine(**changes: Any) -> Any:
+    sizes = dict(tensor_model_parallel_size=1, context_parallel_size=1, fp8=None, num_layers=4, moe_layer_freq=1)
+    made = {**sizes, "recompute_granularity": None, "moe_layer_recompute": False, **changes}
+    config = SimpleNamespace(dynamic_context_parallel=made.pop("dynamic", False))
+    methods = dict.fromkeys(("prepare_model_inputs", "forward_step", "forward_backward_batch"))
+    return SimpleNamespace(tf_config=SimpleNamespace(**made), engine_config=config, module=[], **methods)
+
+
+@pytest.mark.parametrize(
+    ("changes", "places"),
+    [
+        ({}, True),
+        ({"tensor_model_parallel_size": 2}, False),
+        ({"context_parallel_size": 2}, False),
+        ({"fp8": "e4m3"}, False),
+        ({"dynamic": True}, False),
+        ({"experimental_attention_variant": "dsa"}, False),
+    ],
+    ids=str,
+)
+def test_places_are_compared_where_a_rank_has_all_tokens(changes: dict[str, Any], places: bool) -> None:
+    pytest.importorskip("megatron.core")
+    from recipe.offpolicy.replay.megatron_engine import WatchedEngine
+
+    assert WatchedEngine(build_engine(**changes), "R3").places is places
+
+
+@pytest.mark.parametrize(("layers", "places"), [(4, [0, 1, 2, 3]), (2, [0, 0, 0, 1])])
+def test_routes_are_those_of_the_layers_number(layers: int, places: list[int]) -> None:
+    """Layers 1 and 3 have experts: R2 records these alone, R3 has all layers."""
+    pytest.importorskip("megatron.core")
+    from recipe.offpolicy.replay.megatron_engine import WatchedEngine
+
+    watched = WatchedEngine(build_engine(moe_layer_freq=[0, 1, 0, 1]), "R2")
+    routes = torch.arange(layers)[None, :, None].expand(5, layers, 2)
+    chosen = [1, 3] if layers == 2 else range(4)
+    assert [int(watched._select(routes, layer)[0, 0]) for layer in chosen] == [places[layer] for layer in chosen]
+
+
+def test_an_engine_is_watched_where_it_is_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("megatron.core")
+    from recipe.offpolicy.replay import megatron_engine
+    from verl_patches import engine_loss, router_replay
+
+    held: list[Any] = []
+    monkeypatch.setattr(engine_loss, "check", held.append)
+    watched = megatron_engine.watch_engine(build_engine(), "R2")
+    assert held == [router_replay.SEAMS_OF_MEGATRON]
+    assert watched.mode == "R2"
