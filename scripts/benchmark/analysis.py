@@ -55,7 +55,8 @@ def measure(tool: str, directory: Path, jobs: int | None) -> tuple[float, float,
     """Run one tool; return seconds of wall time, of CPU time, and MiB of the largest process."""
     command = [sys.executable, "-m", f"recipe.offpolicy.{tool}", str(directory), *TOOLS[tool]]
     command += ["--jobs", str(jobs)] if jobs and tool in SHARED else []
-    command += ["--out", os.devnull] if tool == "report" else ["--json"]
+    # Beside the recording: a page takes the place of what is there, of /dev/null too.
+    command += ["--out", str(directory.with_suffix(".html"))] if tool == "report" else ["--json"]
     began = time.perf_counter()
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL)
     _, status, usage = os.wait4(process.pid, 0)
