@@ -23,6 +23,9 @@ def check_target(option: str, path: Path, example: str) -> None:
         raise PageError(f"{option} {path}: {path.suffix or 'no suffix'} is not a picture format. Name it {_KINDS}.")
     if path.is_dir():
         raise PageError(f"{option} {path}: it is a directory. Name a file, such as {option} {path / example}.")
+    if path.exists() and not path.is_file():
+        # What is written takes the place of what is there: of a device as well.
+        raise PageError(f"{option} {path}: it is no regular file. Name a file, such as {option} {example}.")
     # Missing folders are made when the file is written: the nearest existing one has to allow it.
     above = next(parent for parent in path.absolute().parents if parent.exists())
     if not above.is_dir() or not os.access(above, os.W_OK):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -29,3 +30,12 @@ def test_a_place_that_cannot_be_written_is_named(name: str, example: str, said: 
     (tmp_path / "file").touch()
     with pytest.raises(PageError, match=f"--option.*{said}"):
         check_target("--option", tmp_path / name, example)
+
+
+def test_a_device_or_a_pipe_is_not_replaced(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with pytest.raises(
+        PageError, match=r"--out .*pipe: it is no regular file\. Name a file, such as --out report.html"
+    ):
+        check_target("--out", pipe, "report.html")
