@@ -99,7 +99,8 @@ def measure(native: Callable[[], None], replayed: Callable[[], None], pairs: int
             sides[place]()
             spent[place].append(time.process_time() - start)
     ratios = [replayed / native for native, replayed in zip(*spent, strict=True)]
-    return Cost(*map(statistics.median, (*spent, ratios)), pairs)
+    median = statistics.median
+    return Cost(native=median(spent[0]), replayed=median(spent[1]), ratio=median(ratios), pairs=pairs)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
