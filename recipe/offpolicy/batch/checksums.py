@@ -13,6 +13,9 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from ..correction.row_layout import PackedRows, detect_layout
+from .row_blocks import split_rows
+
 _BITS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integers of as many bytes as a float of any dtype has."""
 _SEEDS: Final = {
@@ -32,18 +35,29 @@ def hash_rows(tokens: Tensor, mask: Tensor, values: Tensor) -> Tensor:
     It differs where a token, a bit of a value, their order, or the dtype of the values does.
 
     Args:
-        tokens: (B, T) integers.
+        tokens: (B, T) integers, or nested by row, as the others.
         mask: (B, T) bool or 0/1.
         values: (B, T) of the float dtypes that training uses.
 
     Raises:
         KeyError: values of another dtype.
+        ValueError: layouts or shapes that differ.
     """
-    there = mask.bool()
-    place = there.cumsum(-1).add_(_SEEDS[values.dtype])
-    bits = values.detach().view(_BITS[values.element_size()])
-    mixed = _mix(_mix(_mix(place).add_(tokens)).add_(bits))
-    return mixed.mul_(there).sum(-1)
+    columns = {"tokens": tokens, "mask": mask, "values": values.detach()}
+    return torch.cat([_hash_block(**block) for _, block in split_rows(columns)])
+
+
+def _hash_block(tokens: Tensor, mask: Tensor, values: Tensor) -> Tensor:
+    rows = detect_layout(mask=mask)
+    there, numbers = rows.tokens(mask).bool(), rows.tokens(values)
+    place = rows.cumulative_count(there).add_(_SEEDS[numbers.dtype])
+    bits = numbers.view(_BITS[numbers.element_size()])
+    mixed = _mix(_mix(_mix(place).add_(rows.tokens(tokens))).add_(bits)).mul_(there)
+    if not isinstance(rows, PackedRows):
+        return mixed.sum(-1)
+    # The sum up to each row's end less that up to its start: both wrap around, and so does their difference.
+    up_to = torch.cat((mixed.new_zeros(1), mixed.cumsum(0)))
+    return up_to[rows.offsets].diff()
 
 
 def _mix(value: Tensor) -> Tensor:

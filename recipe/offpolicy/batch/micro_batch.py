@@ -380,7 +380,7 @@ def compute_row_checksums(responses: Tensor, response_mask: Tensor, rollout_log_
     Rows without a response token are left out.
 
     Args:
-        responses: (B, T) token ids.
+        responses: (B, T) token ids, or nested by row, as the others.
         response_mask: (B, T) bool or 0/1.
         rollout_log_prob: (B, T) log mu, of any float dtype.
     """
@@ -395,8 +395,7 @@ def drop_empty_rows(hashes: list[int]) -> list[int]:
 
 def compute_sampled_checksums(data: TensorDict) -> list[int]:
     """Compute ``compute_row_checksums`` of a rollout as verl stores it, nested or padded."""
-    dense = data.select("responses", "response_mask", ROLLOUT_LOG_PROBS).to_padded_tensor()
-    return compute_row_checksums(dense["responses"], dense["response_mask"], dense[ROLLOUT_LOG_PROBS])
+    return compute_row_checksums(data["responses"], data["response_mask"], data[ROLLOUT_LOG_PROBS])
 
 
 def _is_padded(log_probs: Tensor) -> bool:

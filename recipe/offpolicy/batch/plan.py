@@ -16,8 +16,9 @@ from torch import Tensor
 
 from ..correction import BatchConstants, CorrectionSpec, batch_constants, rollout_stage, turns
 from ..correction.baseline import regroup
-from ..correction.denominator import assign_mini_batches, compute_kept_scale, find_finite_tokens
+from ..correction.denominator import assign_mini_batches, compute_scale_of_counts, find_finite_tokens
 from ..correction.row_layout import count_tokens_by_row
+from .row_blocks import split_rows
 from .token_versions import read_versions
 from .weight_versions import EXTRA_FIELDS, check_ages_known, compute_token_versions
 
@@ -121,8 +122,9 @@ def build_plan(
         return SharedPlan(step, bounds=bounds or {}), {}
     batch = rows()
     shadow_constants = {name: compute_constants(shadow, batch, step) for name, shadow in shadows.items()}
-    plan = SharedPlan(step, compute_constants(spec, batch, step), shadow_constants, bounds=bounds or {})
-    return plan, build_row_columns(spec, batch, batch_split(), step) if counts else {}
+    constants = compute_constants(spec, batch, step)
+    plan = SharedPlan(step, constants, shadow_constants, bounds=bounds or {})
+    return plan, build_row_columns(spec, batch, batch_split(), step, constants) if counts else {}
 
 
 def compute_constants(spec: CorrectionSpec, rows: TensorDict, step: int | None = None) -> BatchConstants:
@@ -134,10 +136,28 @@ def compute_constants(spec: CorrectionSpec, rows: TensorDict, step: int | None =
     return batch_constants(spec, **_tensors(spec, rows, step)) if spec.needs_constants else BatchConstants()
 
 
-def select_kept(spec: CorrectionSpec, rows: TensorDict, step: int | None = None) -> tuple[Tensor, Tensor]:
-    """Return the response mask and what the rollout stage of ``spec`` keeps of it, bool, nested or padded as given."""
-    stage = rollout_stage(spec, **_tensors(spec, rows, step), measure="nothing")
-    return stage.response_mask, stage.keep
+def count_kept(
+    spec: CorrectionSpec, rows: TensorDict, step: int | None = None, constants: BatchConstants | None = None
+) -> tuple[Tensor, Tensor]:
+    """Count each row's response tokens, and those that the rollout stage of ``spec`` keeps: (B,) float64 each.
+
+    Args:
+        rows: with ``COLUMNS``, nested or padded; they are read block by block.
+        step: the trainer's, for parts that go by age.
+        constants: of the whole batch, where they are known already.
+    """
+    given = _tensors(spec, rows, step)
+    if constants is None:
+        constants = batch_constants(spec, **given) if spec.needs_constants else BatchConstants()
+    by_token = {name: column for name, column in given.items() if column is not None and column.dim() == 2}
+    by_row = {name: column for name, column in given.items() if column is not None and column.dim() == 1}
+    counts = []
+    for at, block in split_rows(by_token):
+        columns: dict[str, Any] = block | {name: column[at] for name, column in by_row.items()}
+        stage = rollout_stage(spec, **columns, constants=constants, measure="nothing")
+        counts.append(torch.stack([count_tokens_by_row(each) for each in (stage.response_mask, stage.keep)]))
+    tokens, kept = torch.cat(counts, dim=1).unbind()
+    return tokens, kept
 
 
 @dataclass(frozen=True)
@@ -159,36 +179,40 @@ def regroup_without_rejected(
     spec: CorrectionSpec, rows: TensorDict, uids: Sequence[str], step: int | None = None
 ) -> Groups:
     """Regroup the batch ``rows``, which holds ``COLUMNS``, without the rows that ``spec`` rejects."""
-    mask, keep = select_kept(spec, rows, step)
-    rejected = (count_tokens_by_row(mask) > 0) & (count_tokens_by_row(keep) == 0)
+    tokens, kept = count_kept(spec, rows, step)
+    rejected = (tokens > 0) & (kept == 0)
     regrouped, silent = regroup(uids, rejected)
     counts = {"excluded": float(rejected.sum()), "silent": float(sum(silent))}
     return Groups(regrouped, silent, {f"offpolicy/baseline/{name}_sequences": n for name, n in counts.items()})
 
 
 def build_row_columns(
-    spec: CorrectionSpec, rows: TensorDict, batch_split: BatchSplit, step: int | None = None
+    spec: CorrectionSpec,
+    rows: TensorDict,
+    batch_split: BatchSplit,
+    step: int | None = None,
+    constants: BatchConstants | None = None,
 ) -> dict[str, Tensor]:
     """Build the columns of ``denominator=kept``, or of ``nonfinite=excluded``, for the batch ``rows``.
 
     They are in the order in which verl splits the batch.
     """
     if spec.denominator == "kept":
-        mask, keep = select_kept(spec, rows, step)
+        tokens, kept = count_kept(spec, rows, step, constants)
     else:
         mask = rows["response_mask"].bool()
-        keep = find_finite_tokens(mask, rows["rollout_log_probs"])
-    counts = count_tokens_by_row(mask).long()
-    group = assign_mini_batches(len(counts), ranks=batch_split.ranks, rows_a_mini_batch=batch_split.mini_batch_rows)
-    tokens = torch.zeros(int(group.max()) + 1, dtype=torch.int64).index_add_(0, group, counts)
-    scale = compute_kept_scale(
+        tokens = count_tokens_by_row(mask)
+        kept = count_tokens_by_row(find_finite_tokens(mask, rows["rollout_log_probs"]))
+    group = assign_mini_batches(len(tokens), ranks=batch_split.ranks, rows_a_mini_batch=batch_split.mini_batch_rows)
+    of_group = torch.zeros(int(group.max()) + 1, dtype=torch.int64).index_add_(0, group, tokens.long())
+    scale = compute_scale_of_counts(
         batch_split.loss_agg_mode,
-        response_mask=mask,
-        keep=keep,
+        tokens=tokens,
+        kept=kept,
         mini_batch=group,
         mini_batch_rows=batch_split.mini_batch_rows,
     )
-    return {SCALE: scale, MINI_BATCH_TOKENS: tokens[group]}
+    return {SCALE: scale, MINI_BATCH_TOKENS: of_group[group]}
 
 
 def _tensors(spec: CorrectionSpec, rows: TensorDict, step: int | None) -> dict[str, Any]:
@@ -199,7 +223,7 @@ def _tensors(spec: CorrectionSpec, rows: TensorDict, step: int | None) -> dict[s
         "old_log_prob": rows["old_log_probs"],
         "rollout_log_prob": rows["rollout_log_probs"],
         "response_mask": mask,
-        "segment_ids": turns(mask),
+        "segment_ids": turns(mask) if "turn" in spec.levels else None,
         "versions": compute_token_versions(versions, mask) if "version" in spec.levels else None,
         "staleness": versions.compute_ages(step, mask) if spec.age_parts and versions and step is not None else None,
     }

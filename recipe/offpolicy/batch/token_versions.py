@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..correction import CorrectionSpec
 from ..correction.row_layout import detect_layout
+from .row_blocks import split_rows
 from .weight_versions import NEWEST_VERSION, OLDEST_VERSION, RowVersions, read_extra_fields, read_row_versions
 
 Chunk = tuple[int, int]
@@ -102,10 +103,11 @@ def lay_out(turns: Sequence[Sequence[Sequence[Chunk]] | None], response_mask: Te
         [[3, 4, -1, 4]]
     """
     if response_mask.is_nested:
-        padded = response_mask.to_padded_tensor(0)
-        lengths = torch.tensor([len(row) for row in response_mask.unbind()], device=padded.device)
-        there = torch.arange(padded.shape[1], device=padded.device) < lengths[:, None]
-        return detect_layout(mask=response_mask).to_given_layout(lay_out(turns, padded, by_row)[there])
+        blocks = [
+            _lay_out_nested(turns[at], columns["mask"], by_row[at])
+            for at, columns in split_rows({"mask": response_mask})
+        ]
+        return detect_layout(mask=response_mask).to_given_layout(torch.cat(blocks))
     table = _tabulate(turns).to(response_mask.device)
     mask = response_mask.bool()
     place = torch.arange(mask.shape[1], device=mask.device)
@@ -119,6 +121,13 @@ def lay_out(turns: Sequence[Sequence[Sequence[Chunk]] | None], response_mask: Te
     noted = torch.tensor([row is not None for row in turns], dtype=torch.bool, device=mask.device)
     laid = torch.where(fits[:, None], table[2].gather(-1, index), UNKNOWN)
     return torch.where(mask, torch.where(noted[:, None], laid, by_row.to(mask.device)[:, None]), UNKNOWN)
+
+
+def _lay_out_nested(turns: Sequence[Sequence[Sequence[Chunk]] | None], mask: Any, by_row: Tensor) -> Tensor:
+    """Lay the chunks over rows that are nested: (tokens in all,)."""
+    padded = mask.to_padded_tensor(0)
+    there = torch.arange(padded.shape[1], device=padded.device) < mask.offsets().diff()[:, None]
+    return lay_out(turns, padded, by_row)[there]
 
 
 def _tabulate(turns: Sequence[Sequence[Sequence[Chunk]] | None]) -> Tensor:

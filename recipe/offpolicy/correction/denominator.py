@@ -11,34 +11,6 @@ HAS_DENOMINATOR = ("token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"
 """verl's ``loss_agg_mode`` that divide by a count; ``token-sum`` divides by nothing."""
 
 
-def compute_kept_scale(
-    mode: str, *, response_mask: Tensor, keep: Tensor, mini_batch: Tensor, mini_batch_rows: int
-) -> Tensor:
-    """Compute ``compute_scale_of_counts`` from the tensors of a whole batch.
-
-    Args:
-        mode, mini_batch, mini_batch_rows: as there.
-        response_mask, keep: (B, T) bool, or nested by row: all rows of the batch.
-
-    Returns:
-        (B,) float64.
-
-    Example:
-        >>> mask = torch.ones(2, 2, dtype=torch.bool)
-        >>> keep = torch.tensor([[True, True], [True, False]])
-        >>> batch = torch.zeros(2, dtype=torch.int64)
-        >>> scale = compute_kept_scale("token-mean", response_mask=mask, keep=keep, mini_batch=batch, mini_batch_rows=2)
-        >>> torch.allclose(scale, torch.tensor([4 / 3, 4 / 3]).double())  # 4 tokens, of which 3 are kept
-        True
-    """
-    rows = detect_layout(response_mask=response_mask, keep=keep)
-    mask = rows.tokens(response_mask)
-    tokens, kept = rows.sum(mask).flatten(), rows.sum(mask & rows.tokens(keep)).flatten()
-    return compute_scale_of_counts(
-        mode, tokens=tokens, kept=kept, mini_batch=mini_batch, mini_batch_rows=mini_batch_rows
-    )
-
-
 def compute_scale_of_counts(
     mode: str, *, tokens: Tensor, kept: Tensor, mini_batch: Tensor, mini_batch_rows: int
 ) -> Tensor:

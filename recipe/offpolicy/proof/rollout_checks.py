@@ -48,7 +48,7 @@ class RolloutChecker:
         Raises:
             RolloutLogProbError: mu is missing, or holds no log-probs.
         """
-        responses, mask, mu = pad_columns(rows, SAMPLED)
+        responses, mask, mu = _take_columns(rows, SAMPLED)
         check_arrived(mu, mask)
         return compute_row_checksums(responses, mask, mu)
 
@@ -63,7 +63,7 @@ class RolloutChecker:
             RolloutLogProbError: zeros stand in for mu.
             AlignmentError: mu is off by one token or that of other rows.
         """
-        mask, mu, log_prob = pad_columns(rows, ALIGNED)
+        mask, mu, log_prob = _take_columns(rows, ALIGNED)
         check_zeros(mu, log_prob, mask)
         self.check_tallies([tally_agreements(log_prob, mu, mask, groups)])
 
@@ -101,7 +101,10 @@ def pad_columns(rows: TensorDict, names: Sequence[str]) -> list[Tensor]:
     Raises:
         RolloutLogProbError: mu is missing.
     """
+    return [column.to_padded_tensor(0) if column.is_nested else column for column in _take_columns(rows, names)]
+
+
+def _take_columns(rows: TensorDict, names: Sequence[str]) -> list[Tensor]:
     if ROLLOUT_LOG_PROBS not in rows.keys():
         raise build_missing_error(", ".join(sorted(map(str, rows.keys()))))
-    dense = rows.select(*names).to_padded_tensor()
-    return [dense[name] for name in names]
+    return [rows[name] for name in names]

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from ..correction.deferred_value import DeferredValue, fetch
+from ..batch.row_blocks import split_rows
+from ..correction.deferred_value import DeferredValue
+from ..correction.row_layout import detect_layout
 
 LEAST_TOKENS = 8
 """Fewest tokens of a row, or of a batch, that are judged."""
@@ -31,37 +34,45 @@ def check_arrived(rollout_log_prob: Tensor, response_mask: Tensor) -> None:
     """Check that mu can be log-probs, judging by its values alone.
 
     Args:
-        rollout_log_prob: (B, T) log mu.
+        rollout_log_prob: (B, T) log mu, or nested by row, as the mask.
         response_mask: (B, T) bool or 0/1.
 
     Raises:
         RolloutLogProbError: most of mu is not finite, above 0, or one and the same number.
     """
-    mu = rollout_log_prob[response_mask.bool()].float()
-    if not len(mu):
-        return
-    finite = torch.isfinite(mu)
-    lost = len(mu) - int(finite.sum())
-    if lost > MOST_NONFINITE * len(mu):
-        raise RolloutLogProbError(f"{_KEY} have stopped arriving: {lost} of {len(mu)} are not finite. {_FIX}")
-    low, high = torch.aminmax(mu[finite])
+    tokens, lost, low, high = 0, 0, math.inf, -math.inf
+    for _, block in split_rows({"mu": rollout_log_prob, "mask": response_mask}):
+        rows = detect_layout(**block)
+        mu = rows.tokens(block["mu"])[rows.tokens(block["mask"]).bool()].float()
+        finite = mu[torch.isfinite(mu)]
+        tokens, lost = tokens + len(mu), lost + len(mu) - len(finite)
+        if len(finite):
+            low, high = min(low, float(finite.amin())), max(high, float(finite.amax()))
+    if lost > MOST_NONFINITE * tokens:
+        raise RolloutLogProbError(f"{_KEY} have stopped arriving: {lost} of {tokens} are not finite. {_FIX}")
     # Rounding may put the log-prob of a certain token a little above 0.
     if high > 1e-3:
-        raise RolloutLogProbError(f"{_KEY} hold no log-probs: the greatest is {float(high):.3g}, above 0. {_FIX}")
+        raise RolloutLogProbError(f"{_KEY} hold no log-probs: the greatest is {high:.3g}, above 0. {_FIX}")
     # All zeros can be meant by an engine that is sure of each token: the trainer's policy has to say.
-    if len(mu) >= LEAST_TOKENS and low == high != 0.0:
+    if tokens >= LEAST_TOKENS and low == high != 0.0:
         raise RolloutLogProbError(
-            f"{_KEY} have stopped arriving: all {len(mu)} are {float(low):.3g}, which stands in for them. {_FIX}"
+            f"{_KEY} have stopped arriving: all {tokens} are {low:.3g}, which stands in for them. {_FIX}"
         )
 
 
 def check_zeros(rollout_log_prob: Tensor, trainer_log_prob: Tensor, response_mask: Tensor) -> None:
     """Check that rows of zeros only are rows that the trainer's policy is sure of as well; see ``find_zero_rows``.
 
+    Args:
+        rollout_log_prob, trainer_log_prob, response_mask: as there, or nested by row.
+
     Raises:
         RolloutLogProbError: zeros stand in for the log-probs of some rows, or of all.
     """
-    fetch([find_zero_rows(rollout_log_prob, trainer_log_prob, response_mask)])
+    columns = {"mu": rollout_log_prob, "trainer": trainer_log_prob, "mask": response_mask}
+    found = sum(_count_zero_rows(**block) for _, block in split_rows(columns))
+    assert isinstance(found, Tensor), "there is a block of no rows, at least"
+    _judge_zeros(len(rollout_log_prob), found.tolist())
 
 
 @torch.no_grad()
@@ -73,15 +84,19 @@ def find_zero_rows(rollout_log_prob: Tensor, trainer_log_prob: Tensor, response_
         trainer_log_prob: (B, T) log pi_old.
         response_mask: (B, T) bool or 0/1.
     """
-    mask = response_mask.bool()
-    tokens = mask.sum(-1)
-    unsure = -torch.where(mask, trainer_log_prob.float().nan_to_num(), 0.0).sum(-1)
-    zero = ((rollout_log_prob == 0) | ~mask).all(-1) & (unsure > UNSURE * tokens)
+    found = _count_zero_rows(rollout_log_prob, trainer_log_prob, response_mask)
+    return DeferredValue(found, partial(_judge_zeros, len(response_mask)))
+
+
+def _count_zero_rows(mu: Tensor, trainer: Tensor, mask: Tensor) -> Tensor:
+    """Count rows of zeros, those of them that tell, their tokens, and all tokens: (4,) int64."""
+    rows = detect_layout(mu=mu, trainer=trainer, mask=mask)
+    there = rows.tokens(mask).bool()
+    tokens = rows.sum(there)
+    unsure = -rows.sum(torch.where(there, rows.tokens(trainer).float().nan_to_num(), 0.0))
+    zero = (rows.sum(there & (rows.tokens(mu) != 0)) == 0) & (unsure > UNSURE * tokens)
     telling = zero & (tokens >= LEAST_TOKENS)
-    return DeferredValue(
-        torch.stack([zero.sum(), telling.sum(), (tokens * zero).sum(), tokens.sum()]),
-        partial(_judge_zeros, len(tokens)),
-    )
+    return torch.stack([zero.sum(), telling.sum(), (tokens * zero).sum().long(), tokens.sum().long()])
 
 
 def _judge_zeros(rows: int, numbers: list[int]) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -93,17 +94,18 @@ def count_agreements(
     """Count agreements on one batch, or on some of its rows.
 
     Args:
-        trainer_log_prob: (B, T) log pi_old, or log pi where pi_old is mu itself; detached.
+        trainer_log_prob: (B, T) log pi_old, or log pi where pi_old is mu itself; detached. Or nested by row, as the
+            others.
         rollout_log_prob: (B, T) log mu.
         response_mask: (B, T) bool or 0/1.
         groups: of each row, its prompt; so that rows mixed up within one prompt are seen as well.
     """
-    # Many rows tell more than many tokens of a few.
-    trainer, mu = (t[:, :MOST_POSITIONS].float() for t in (trainer_log_prob, rollout_log_prob))
-    usable = response_mask[:, :MOST_POSITIONS].bool() & torch.isfinite(trainer) & torch.isfinite(mu)
-    chosen = _select_rows(len(mu), mu.shape[-1], groups)
-    if chosen is not None:
-        trainer, mu, usable = (t[chosen.to(t.device)] for t in (trainer, mu, usable))
+    width = _measure_width(response_mask)
+    chosen = _select_rows(len(response_mask), width, groups)
+    columns = (trainer_log_prob, rollout_log_prob, response_mask)
+    trainer, mu, mask = (_cut(column, width, chosen) for column in columns)
+    trainer, mu = trainer.float(), mu.float()
+    usable = mask.bool() & torch.isfinite(trainer) & torch.isfinite(mu)
     alike, kinds = None, 0
     if groups is not None:
         names = {name: number for number, name in enumerate(sorted(set(groups)))}
@@ -125,6 +127,34 @@ def count_agreements(
         _count_pairs([(later, earlier)], mu),
     ]
     return DeferredValue(torch.cat(counts), _tally)
+
+
+def _measure_width(mask: Tensor) -> int:
+    """Return the tokens of the longest row that are compared."""
+    longest = int(_lengths(mask).max()) if mask.is_nested else mask.shape[1]
+    # Many rows tell more than many tokens of a few.
+    return min(longest, MOST_POSITIONS)
+
+
+def _cut(column: Tensor, width: int, chosen: Tensor | None) -> Tensor:
+    """Take the first ``width`` tokens of the chosen rows, (rows, width), zeros where a row is shorter."""
+    rows = slice(None) if chosen is None else chosen.to(column.device)
+    if not column.is_nested:
+        return column[:, :width][rows]
+    there = torch.arange(width, device=column.device)
+    absent = there >= _lengths(column)[rows][:, None]
+    places = (_starts(column)[rows][:, None] + there).masked_fill_(absent, 0)
+    return column.values()[places].masked_fill(absent, 0)
+
+
+def _starts(nested: Any) -> Tensor:
+    starts: Tensor = nested.offsets()[:-1]
+    return starts
+
+
+def _lengths(nested: Any) -> Tensor:
+    lengths: Tensor = nested.offsets().diff()
+    return lengths
 
 
 def _tally(numbers: list[int]) -> AlignmentTally:

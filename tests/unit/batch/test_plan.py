@@ -12,8 +12,10 @@ from tensordict import TensorDict
 
 from recipe.offpolicy.batch import plan
 from recipe.offpolicy.batch.plan import MINI_BATCH_TOKENS, SCALE, BatchSplit, SharedPlan
+from recipe.offpolicy.batch.row_blocks import BLOCK
 from recipe.offpolicy.correction import BatchConstants, CorrectionSpec
 from tests.support.corrections import TIS, band, spec
+from tests.support.growth import count_work
 
 TOKEN_MASK = band(0.5, 3.0, level="token", aggregate="product")
 ONE_MINI_BATCH = BatchSplit(ranks=1, mini_batch_rows=3, loss_agg_mode="token-mean")
@@ -58,9 +60,9 @@ def test_shadows_have_constants_of_their_own() -> None:
 
 
 def test_what_the_rollout_stage_keeps() -> None:
-    mask, keep = plan.select_kept(spec(any=TOKEN_MASK), rows())
-    assert mask.tolist() == [[True, True], [True, False], [True, True]]
-    assert keep.tolist() == [[True, False], [False, False], [True, True]]
+    tokens, kept = plan.count_kept(spec(any=TOKEN_MASK), rows())
+    assert tokens.tolist() == [2.0, 1.0, 2.0]
+    assert kept.tolist() == [1.0, 0.0, 2.0]
 
 
 def test_columns_of_the_kept_denominator() -> None:
@@ -95,3 +97,15 @@ def test_moved_bounds_travel_with_the_plan() -> None:
     bounds = {"any": {"lower": 0.6, "upper": 2.5}}
     made, _ = plan.build_plan(CorrectionSpec(), {}, step=1, rows=never, batch_split=never, bounds=bounds)
     assert made.bounds == bounds
+
+
+def test_rows_of_a_large_batch_are_counted_block_by_block() -> None:
+    """In memory that does not grow with the batch, but for the counts."""
+
+    def peak(blocks: int) -> int:
+        shape = (blocks * BLOCK // 1024, 1024)
+        mask, mu = torch.ones(shape, dtype=torch.bool), torch.zeros(shape)
+        batch = TensorDict({"response_mask": mask, "old_log_probs": mu, "rollout_log_probs": mu}, shape[:1])
+        return count_work(lambda: plan.count_kept(spec(any=TOKEN_MASK), batch)).peak
+
+    assert peak(8) < 1.2 * peak(2)

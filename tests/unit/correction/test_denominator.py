@@ -13,7 +13,6 @@ from verl.trainer.ppo.core_algos import agg_loss
 from recipe.offpolicy.correction.denominator import (
     HAS_DENOMINATOR,
     assign_mini_batches,
-    compute_kept_scale,
     compute_scale_of_counts,
 )
 from tests.support.examples import at_most
@@ -21,6 +20,12 @@ from tests.support.examples import at_most
 MASK = torch.tensor([[1, 1, 1, 0], [1, 1, 0, 0], [1, 1, 1, 1], [0, 0, 0, 0]], dtype=torch.bool)
 KEEP = torch.tensor([[1, 0, 1, 0], [0, 0, 0, 0], [1, 1, 1, 1], [0, 0, 0, 0]], dtype=torch.bool)
 ONE_MINI_BATCH = torch.zeros(4, dtype=torch.int64)
+
+
+def scale_of(mode: str, mask: torch.Tensor, keep: torch.Tensor, group: torch.Tensor, rows: int) -> torch.Tensor:
+    """Scale of rows whose tokens are kept as ``keep`` says, ``rows`` of them in a mini-batch."""
+    tokens, kept = (each.sum(-1).double() for each in (mask, mask & keep))
+    return compute_scale_of_counts(mode, tokens=tokens, kept=kept, mini_batch=group, mini_batch_rows=rows)
 
 
 @pytest.mark.parametrize(
@@ -36,20 +41,20 @@ ONE_MINI_BATCH = torch.zeros(4, dtype=torch.int64)
     ],
 )
 def test_by_hand(mode: str, expected: list[float]) -> None:
-    scale = compute_kept_scale(mode, response_mask=MASK, keep=KEEP, mini_batch=ONE_MINI_BATCH, mini_batch_rows=4)
+    scale = scale_of(mode, MASK, KEEP, ONE_MINI_BATCH, 4)
     assert scale.tolist() == pytest.approx(expected, abs=1e-15)
 
 
 def test_each_mini_batch_has_a_count_of_its_own() -> None:
     group = torch.tensor([0, 1, 0, 1])
-    scale = compute_kept_scale("token-mean", response_mask=MASK, keep=KEEP, mini_batch=group, mini_batch_rows=2)
+    scale = scale_of("token-mean", MASK, KEEP, group, 2)
     # 7 tokens with 1 rejected; 2 tokens, all rejected, whose loss is 0 anyway.
     assert scale.tolist() == pytest.approx([7 / 6, 1.0, 7 / 6, 1.0])
 
 
 @pytest.mark.parametrize("mode", HAS_DENOMINATOR)
 def test_without_rejection_it_is_exactly_one(mode: str) -> None:
-    scale = compute_kept_scale(mode, response_mask=MASK, keep=MASK, mini_batch=ONE_MINI_BATCH, mini_batch_rows=4)
+    scale = scale_of(mode, MASK, MASK, ONE_MINI_BATCH, 4)
     assert scale.tolist() == [1.0] * 4
 
 
@@ -68,13 +73,7 @@ def batches(draw: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 @given(batch=batches())
 def test_it_is_verls_mean_over_what_is_kept(mode: str, batch: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> None:
     mask, keep, loss = batch
-    scale = compute_kept_scale(
-        mode,
-        response_mask=mask,
-        keep=keep,
-        mini_batch=torch.zeros(len(mask), dtype=torch.int64),
-        mini_batch_rows=len(mask),
-    )
+    scale = scale_of(mode, mask, keep, torch.zeros(len(mask), dtype=torch.int64), len(mask))
     # verl's norm mode divides by a constant beside the rows.
     counts = dict(batch_num_tokens=int(mask.sum()), global_batch_size=len(mask), loss_scale_factor=7)
     ours = agg_loss(loss * keep * scale[:, None], mask, mode, **counts)

@@ -9,7 +9,8 @@ from tensordict import TensorDict
 from recipe.offpolicy.batch.micro_batch import compute_sampled_checksums
 from recipe.offpolicy.proof.rollout_checks import RolloutChecker, name_missing_column, pad_columns
 from recipe.offpolicy.proof.rollout_log_probs import RolloutLogProbError
-from recipe.offpolicy.proof.token_alignment import AlignmentError, tally_agreements
+from recipe.offpolicy.proof.token_alignment import MOST_ELEMENTS, AlignmentError, tally_agreements
+from tests.support.growth import count_work
 
 ROWS, WIDTH = 64, 12
 
@@ -107,3 +108,36 @@ def test_the_store_still_says_so() -> None:
     from transfer_queue import interface
 
     assert "fields are not ready" in inspect.getsource(interface.async_kv_batch_get)
+
+
+def test_one_long_row_does_not_make_the_others_as_long() -> None:
+    """4096 rows of 4 tokens beside one of 8192: padded they would be 1400 times as many."""
+    lengths = torch.tensor([8192, *[4] * 4096])
+    generator = torch.Generator().manual_seed(0)
+    tokens = int(lengths.sum())
+    mu = -torch.rand(tokens, generator=generator)
+    columns = {
+        "responses": torch.randint(99, (tokens,), generator=generator),
+        "response_mask": torch.ones(tokens, dtype=torch.long),
+        "rollout_log_probs": mu,
+        "old_log_probs": mu + 0.01,
+    }
+    offsets = torch.cat((torch.zeros(1, dtype=torch.long), lengths.cumsum(0)))
+    nested = {name: torch.nested.nested_tensor_from_jagged(column, offsets) for name, column in columns.items()}
+    rows, watch = TensorDict(nested, batch_size=len(lengths)), RolloutChecker()
+    assert count_work(lambda: watch.check_sampled(rows)).peak < 200 * tokens
+    compared = count_work(lambda: watch.check_aligned(rows, [str(row // 4) for row in range(len(lengths))])).peak
+    assert compared < 200 * (tokens + MOST_ELEMENTS)
+
+
+@pytest.mark.parametrize("grouped", [True, False])
+def test_a_large_batch_has_one_tally_in_both_layouts(grouped: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of more rows than are compared, and of longer ones, the same are taken."""
+    monkeypatch.setattr("recipe.offpolicy.proof.token_alignment.MOST_ELEMENTS", 256)
+    monkeypatch.setattr("recipe.offpolicy.proof.token_alignment.MOST_POSITIONS", 9)
+    nested, padded = rollout(nested=True), rollout(nested=False)
+    groups = [str(row % 8) for row in range(ROWS)] if grouped else None
+    names = ("old_log_probs", "rollout_log_probs", "response_mask")
+    tally = tally_agreements(*(nested[name] for name in names), groups)
+    assert tally == tally_agreements(*(padded[name] for name in names), groups)
+    assert tally.rows.pairs[1] > 0
