@@ -40,16 +40,17 @@ class Statistic:
     parts: tuple[Tensor | float, ...]
     about: float = 0.0
 
-    def merge(self, other: Statistic) -> Statistic:
-        """Merge with the statistic of another sample (host side)."""
-        if self.reduction is not other.reduction:
-            raise ValueError(f"cannot merge {self.reduction.value} with {other.reduction.value}")
+    def merge(self, *others: Statistic) -> Statistic:
+        """Merge with the statistics of other samples (host side), in one pass over all of them."""
+        every = (self, *others)
+        if wrong := {one.reduction for one in others} - {self.reduction}:
+            raise ValueError(f"cannot merge {self.reduction.value} with {wrong.pop().value}")
+        parts = list(zip(*(one.parts for one in every), strict=True))
         if self.reduction in (Reduction.MIN, Reduction.MAX):
             extreme = min if self.reduction is Reduction.MIN else max
-            counted = [one.parts[0] for one in (self, other) if one.parts[1]]
-            value = extreme(counted) if counted else self.parts[0]
-            return replace(self, parts=(value, self.parts[1] + other.parts[1]))
-        return replace(self, parts=tuple(a + b for a, b in zip(self.parts, other.parts, strict=True)))
+            counted = [value for value, count in zip(*parts, strict=True) if count]
+            return replace(self, parts=(extreme(counted) if counted else self.parts[0], sum(parts[1])))
+        return replace(self, parts=tuple(map(sum, parts)))
 
     def value(self) -> float:
         """Compute the number to log; NaN for a statistic of nothing, except that a sum of nothing is 0."""
@@ -140,11 +141,11 @@ def merge_all(samples: Iterable[Mapping[str, Statistic]]) -> dict[str, Statistic
         >>> merge_all(parts)["x"].value()  # (2 + 1) / (1 + 2)
         1.0
     """
-    merged: dict[str, Statistic] = {}
+    by_name: dict[str, list[Statistic]] = {}
     for sample in samples:
         for name, statistic in sample.items():
-            merged[name] = merged[name].merge(statistic) if name in merged else statistic
-    return merged
+            by_name.setdefault(name, []).append(statistic)
+    return {name: found[0].merge(*found[1:]) if len(found) > 1 else found[0] for name, found in by_name.items()}
 
 
 def _exp(value: float) -> float:

@@ -127,7 +127,8 @@ def _verify_fingerprint(packets: Sequence[UpdateEvidence], spec: CorrectionSpec,
 
 
 def _verify_rows(used: Counter[int], sampled: Counter[int]) -> None:
-    if used != sampled:
+    # As dictionaries, whose comparison is not a loop in Python; no count is 0.
+    if not dict.__eq__(used, sampled):
         raise LivenessError(
             f"the mu that the loss used is not the mu that the rollout sampled: {(sampled - used).total()} of "
             f"{sampled.total()} rows were not found with the same tokens and log-probs, to the bit, and "

@@ -124,3 +124,15 @@ def test_floats_stay_what_they_are() -> None:
 def test_merge_all_merges_by_name() -> None:
     merged = st.merge_all([{"a": Statistic(SUM, (1.0,))}, {}, {"a": Statistic(SUM, (2.0,))}])
     assert {name: one.value() for name, one in merged.items()} == {"a": 3.0}
+
+
+def test_merging_makes_one_statistic_a_name_however_many_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    """512 ranks send some hundred statistics each: the driver adds columns, and makes no object for each pair."""
+    made: list[Statistic] = []
+    replace = st.replace
+    monkeypatch.setattr(st, "replace", lambda *args, **kwargs: made.append(replace(*args, **kwargs)) or made[-1])
+    samples = [{"mean": Statistic(MEAN, (float(rank), 1.0)), "c": Statistic(SUM, (0.5,))} for rank in range(512)]
+    merged = st.merge_all(samples)
+    assert merged["mean"].value() == 511 / 2
+    assert merged["c"].value() == 256.0
+    assert len(made) == 2
