@@ -177,8 +177,9 @@ def _sum_by_group(
 ) -> dict[str, tuple[Tensor, ...]]:
     if members is None:
         return {}
-    sums = members @ torch.stack([column.flatten() for column in columns], dim=1)
-    return {name: row.unbind() for name, row in zip(names, sums.unbind(), strict=True)}
+    # Column by column: to put them side by side would take as much memory as all of them.
+    sums = [(members @ column.flatten()).unbind() for column in columns]
+    return dict(zip(names, zip(*sums, strict=True), strict=True))
 
 
 def _groups(rows: int, tokens: Tensor, length: Tensor, age: Tensor | None) -> RowGroups:

@@ -7,8 +7,8 @@ and pi, which compares rows with each other, and sees more of them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 import torch
@@ -79,6 +79,27 @@ def merge(observations: Sequence[Observation]) -> Observation:
         columns["withheld"] = torch.cat([_widened(mask, width) for mask in masks])
     # What is not named is the same for all, or read by no measurement.
     return replace(first, batch=replace(first.batch, **columns))
+
+
+def split(observation: Observation, most: int) -> Iterator[Observation]:
+    """Split an observation into blocks of whole rows, of at most ``most`` padded tokens where a row is not longer.
+
+    What measuring takes beyond the rows themselves, some 400 bytes a token, is bounded by that.
+    """
+    batch = observation.batch
+    rows = max(most // max(batch.width, 1), 1)
+    if len(batch.response_mask) <= rows:
+        yield observation
+        return
+    for start in range(0, len(batch.response_mask), rows):
+        at = slice(start, start + rows)
+        columns: dict[str, Any] = {name: getattr(batch, name)[at] for name in _COLUMNS}
+        if batch.versions is not None:
+            each = {one.name: getattr(batch.versions, one.name)[at] for one in fields(batch.versions)}
+            columns["versions"] = type(batch.versions)(**each)
+        if batch.withheld is not None:
+            columns["withheld"] = batch.withheld[at]
+        yield replace(observation, batch=replace(batch, **columns))
 
 
 @torch.no_grad()

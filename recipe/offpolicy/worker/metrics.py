@@ -14,22 +14,24 @@ Pickling itself changes nothing and refuses a packet that has not been through t
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from itertools import chain
 from typing import Any
+from weakref import WeakValueDictionary
 
 from ..correction import Statistic
 from ..correction.deferred_value import DeferredValue, fetch
 from ..correction.statistics import merge_all
 from ..proof.gradient import Proof
 from ..proof.token_alignment import AlignmentTally
-from .measurement import Name, Observation, measure, merge
+from .measurement import Name, Observation, measure, merge, split
 
 METRIC_KEY = "offpolicy"
 """Key of the packet among the worker's metrics; the trainer takes it out before verl reduces them."""
 AT_ONCE = 1 << 18
-"""Padded tokens that wait at most; more of them are measured before anybody asks, and their numbers wait."""
+"""Padded tokens that wait at most, and that are measured together; more of them are measured before anybody asks, block
+by block, and their numbers wait."""
 
 
 @dataclass
@@ -86,16 +88,14 @@ class Packet:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(**state)  # type: ignore[misc]
 
-    def _take(self, name: Name, found: Any) -> None:
-        match name:
-            case "statistics" | "attribution":
-                self.statistics = merge_all([self.statistics, found])
-            case "histograms":
-                self.histograms = merge_all([self.histograms, found])
-            case "alignment":
-                self.alignment = found if self.alignment is None else self.alignment + found
-            case "rows":
-                self.rows = self.rows + found
+    def _take(self, found: Mapping[Name, Sequence[Any]]) -> None:
+        """Add what was measured, each in one go however many measurements there were."""
+        of_tokens = [*found.get("statistics", ()), *found.get("attribution", ())]
+        self.statistics = merge_all([self.statistics, *of_tokens])
+        self.histograms = merge_all([self.histograms, *found.get("histograms", ())])
+        self.rows = [*self.rows, *chain.from_iterable(found.get("rows", ()))]
+        if tallies := found.get("alignment", ()):
+            self.alignment = sum(tallies, self.alignment or AlignmentTally())
 
 
 class Ledger:
@@ -105,9 +105,12 @@ class Ledger:
     """
 
     def __init__(self) -> None:
-        # Weakly: the rows of packets that verl has dropped must not stay in memory.
-        self._packets: list[weakref.ref[Packet]] = []
-        self._kept: list[Packet] = []
+        # Weakly: the rows of packets that verl has dropped must not stay in memory. By identity, since packets that
+        # hold the same are equal; in the order in which they came.
+        self._packets: WeakValueDictionary[int, Packet] = WeakValueDictionary()
+        self._waiting: WeakValueDictionary[int, Packet] = WeakValueDictionary()
+        self._waiting_rows = self._waiting_width = 0
+        self._kept: dict[int, Packet] = {}
         self._more = False
 
     # A loss that is pickled to another process begins there with a ledger of its own.
@@ -120,56 +123,61 @@ class Ledger:
         Args:
             more: the update has another mini-batch after this one.
         """
-        waiting = [other for other in self._alive() if other._observed is not None]
-        if waiting and not _fit(waiting, observation):
+        first = next(self._waiting.values(), None)
+        rows, width = observation.batch.response_mask.shape
+        if first is not None and not self._fits(first, observation):
             self._measure()
         self._more = more
         packet._ledger, packet._observed = self, observation
-        self._packets = [*(weakref.ref(other) for other in self._alive()), weakref.ref(packet)]
-        if observation.batch.response_mask.numel() >= AT_ONCE:
+        self._packets[id(packet)] = self._waiting[id(packet)] = packet
+        self._waiting_rows, self._waiting_width = self._waiting_rows + rows, max(self._waiting_width, width)
+        if rows * width >= AT_ONCE:
             self._measure()
+
+    def _fits(self, first: Packet, observation: Observation) -> bool:
+        """Return True if the rows can be measured with those that wait, and all of them are not too many.
+
+        Args:
+            first: of the packets that wait.
+        """
+        rows, width = observation.batch.response_mask.shape
+        padded = (self._waiting_rows + rows) * max(self._waiting_width, width)
+        return padded <= AT_ONCE and first._observed is not None and first._observed.fits(observation)
 
     def leave(self, packet: Packet) -> None:
         """Settle ``packet`` before a copy of it is sent, or keep it until the last mini-batch."""
-        if not self._more:
+        if self._more:
+            self._kept[id(packet)] = packet
+        else:
             self.settle(packet)
-        elif not self.keeps(packet):
-            self._kept.append(packet)
 
     def keeps(self, packet: Packet) -> bool:
         """Return True if ``packet`` was sent and waits here for the last mini-batch."""
-        return any(packet is kept for kept in self._kept)
+        return id(packet) in self._kept
 
     def settle(self, packet: Packet) -> None:
         """Measure what waits, fetch all values, and hand them to ``packet``."""
         self._measure()
-        alive = self._alive()
+        alive = list(self._packets.values())
         readings = [pair for other in alive for found in other._readings for pair in found.items()]
+        taken: dict[Name, list[Any]] = {}
         for (name, _), found in zip(readings, fetch([reading for _, reading in readings]), strict=True):
-            packet._take(name, found)
+            taken.setdefault(name, []).append(found)
+        packet._take(taken)
         for other in alive:
             other._ledger, other._readings = None, []
-        self._packets, self._kept = [], []
-
-    def _alive(self) -> list[Packet]:
-        return [packet for reference in self._packets if (packet := reference()) is not None]
+        self._packets, self._kept = WeakValueDictionary(), {}
 
     def _measure(self) -> None:
         """Measure the rows that wait, on the device; the last of their packets keeps the values."""
-        waiting = [(packet, packet._observed) for packet in self._alive() if packet._observed is not None]
-        if not waiting:
+        waiting = list(self._waiting.values())
+        self._waiting, self._waiting_rows, self._waiting_width = WeakValueDictionary(), 0, 0
+        observed = [packet._observed for packet in waiting if packet._observed is not None]
+        if not observed:
             return
-        waiting[-1][0]._readings.append(measure(merge([observed for _, observed in waiting])))
-        for packet, _ in waiting:
+        waiting[-1]._readings += map(measure, split(merge(observed), AT_ONCE))
+        for packet in waiting:
             packet._observed = None
-
-
-def _fit(waiting: list[Packet], observation: Observation) -> bool:
-    """Return True if the rows can be measured with those that wait, and all of them are not too many."""
-    batches = [other._observed.batch for other in waiting if other._observed is not None] + [observation.batch]
-    padded = sum(len(batch.response_mask) for batch in batches) * max(batch.width for batch in batches)
-    first = waiting[0]._observed
-    return padded <= AT_ONCE and first is not None and first.fits(observation)
 
 
 def take_packets(metrics: dict[str, Any]) -> list[Packet]:

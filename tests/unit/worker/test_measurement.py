@@ -13,7 +13,8 @@ from recipe.offpolicy.batch.plan import SharedPlan
 from recipe.offpolicy.batch.token_versions import TokenVersions
 from recipe.offpolicy.batch.weight_versions import RowVersions
 from recipe.offpolicy.correction.deferred_value import fetch
-from recipe.offpolicy.worker.measurement import Observation, measure, merge
+from recipe.offpolicy.correction.statistics import merge_all
+from recipe.offpolicy.worker.measurement import Observation, measure, merge, split
 from tests.support.corrections import TIS, spec
 
 
@@ -94,3 +95,24 @@ def test_what_cannot_be_measured_as_one() -> None:
         replace(first, batch=replace(first.batch, log_prob=first.batch.log_prob.double())),
     ]
     assert [first.fits(other) for other in others] == [False] * len(others)
+
+
+def test_blocks_of_an_observation_are_the_whole_of_it() -> None:
+    versions = TokenVersions(*torch.full((2, 3), 3), torch.tensor([[2, 3], [3, -1], [3, 3]]))
+    whole = observation([[1.0, 3.0], [1.5, 0.0], [2.0, 2.0]])
+    withheld = torch.tensor([[False, True], [False, False], [False, False]])
+    whole = replace(whole, batch=replace(whole.batch, versions=versions, withheld=withheld))
+    blocks = list(split(whole, 4))
+    assert [len(block.batch.response_mask) for block in blocks] == [2, 1]
+    assert [len(block.batch.response_mask) for block in split(whole, 1)] == [1, 1, 1]  # a row is not cut
+    assert list(split(whole, 6)) == [whole]
+
+    def read(parts: list[Observation]) -> tuple[dict[str, float], list[int]]:
+        readings = [measure(part) for part in parts]
+        found = [dict(zip(each, fetch(list(each.values())), strict=True)) for each in readings]
+        merged = merge_all(one["statistics"] | one["attribution"] for one in found)
+        return {name: one.value() for name, one in merged.items()}, [row for one in found for row in one["rows"]]
+
+    (statistics, rows), (expected, expected_rows) = read(blocks), read([whole])
+    assert statistics == pytest.approx(expected, rel=1e-12, nan_ok=True)
+    assert rows == expected_rows

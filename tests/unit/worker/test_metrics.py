@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import pickle
+from dataclasses import replace
 
 import pytest
 import torch
 
 from recipe.offpolicy.batch.micro_batch import MicroBatch
+from recipe.offpolicy.worker import measurement
 from recipe.offpolicy.worker.measurement import Observation
 from recipe.offpolicy.worker.metrics import METRIC_KEY, Ledger, Packet, take_packets
 from tests.support.corrections import TIS, spec
+from tests.support.growth import count_instructions
 
 
 def observation() -> Observation:
@@ -59,3 +62,31 @@ def test_packets_of_ranks_and_mini_batches_are_taken_out_flat() -> None:
     assert take_packets(metrics) == [one, two, three]
     assert metrics == {"actor/pg_loss": 0.5}
     assert take_packets(metrics) == []
+
+
+def test_a_packet_costs_the_same_however_many_wait() -> None:
+    def enter_all(count: int) -> int:
+        ledger, packets, one = Ledger(), [Packet(1) for _ in range(count)], observation()
+
+        def enter() -> None:
+            for packet in packets:
+                ledger.enter(packet, one, more=True)
+                packet.before_sending()
+                assert ledger.keeps(packet)
+
+        return count_instructions(enter)
+
+    few, many = enter_all(50), enter_all(200)
+    assert many < 4.4 * few
+
+
+def test_rows_of_large_micro_batches_are_measured_block_by_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Packets of 3 rows under a limit of 2: each is measured in two blocks, and nothing is lost or counted twice."""
+    monkeypatch.setattr("recipe.offpolicy.worker.metrics.AT_ONCE", 4)
+    ledger, packets, one = Ledger(), [Packet(1) for _ in range(5)], observation()
+    three = {name: getattr(one.batch, name).expand(3, 2) for name in measurement._COLUMNS}
+    for packet in packets:
+        ledger.enter(packet, replace(one, batch=replace(one.batch, **three)))
+    packets[-1].settle()
+    assert packets[-1].statistics["weight/mean"].parts[1] == 30.0
+    assert packets[-1].rows == [packets[-1].rows[0]] * 15
