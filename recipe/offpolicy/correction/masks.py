@@ -164,17 +164,23 @@ def compute_second_moment_cutoff(budget: float, log_ratio: Tensor, valid: Tensor
         >>> compute_second_moment_cutoff(0.5, log_r, torch.ones(1, 3, dtype=torch.bool))
         1.0
     """
-    squares = log_ratio[valid].double().square().sort().values
+    squares = log_ratio[valid].double().square()
     if not len(squares):
         return float("inf")
-    means = squares.cumsum(0) / torch.arange(1, len(squares) + 1, device=squares.device)
+    # The mean of values up to the budget is not above it, so that only those beyond it need an order: few, as a rule.
+    beyond = squares > budget
+    within, ordered = squares[~beyond], squares[beyond].sort().values
+    if not len(ordered):
+        return float("inf")
+    count = torch.arange(1, len(ordered) + 1, device=squares.device) + len(within)
+    means = (ordered.cumsum(0) + within.sum()) / count
     # Equal values stand or fall together, so a value is judged by the mean that includes all of its equals.
-    last_of_equals = torch.ones_like(squares, dtype=torch.bool)
-    last_of_equals[:-1] = squares[1:] != squares[:-1]
-    admissible = squares[last_of_equals & (means <= budget)]
+    last_of_equals = torch.ones_like(ordered, dtype=torch.bool)
+    last_of_equals[:-1] = ordered[1:] != ordered[:-1]
+    admissible = ordered[last_of_equals & (means <= budget)]
     if not len(admissible):
-        return -1.0
-    return float("inf") if admissible[-1] == squares[-1] else float(admissible[-1])
+        return float(within.max()) if len(within) else -1.0
+    return float("inf") if admissible[-1] == ordered[-1] else float(admissible[-1])
 
 
 def find_applicable(

@@ -253,7 +253,8 @@ def _place_policies(
         else torch.ones_like(units).double()
     )
     total = math.expm1(value) * size if spec.aggregate == "exp_abs_mean" else value * size
-    shift = torch.where(first, _invert_aggregate(spec.aggregate, total, side, way), 0.0)
+    shift = torch.zeros_like(total)
+    shift[first] = _invert_aggregate(spec.aggregate, total[first], side, way[first])
     if spec.when == "outward":
         hit = hit & (shift * looked > 0)
     # The drift pi / pi_old beside it goes so far that a mask that looks at another ratio than its own decides
@@ -367,8 +368,7 @@ def age_first_tokens(batch: MicroBatch, age: int) -> MicroBatch:
     mask, step = batch.response_mask, age + 2
     old, fresh = step - 1 - age, step - 1
     fields = []
-    for row in mask.tolist():
-        runs = [len(list(tokens)) for there, tokens in itertools.groupby(row) if there]
+    for runs in _measure_runs(mask):
         turns_of_row: list[list[Chunk]] = [[(fresh, tokens)] for tokens in runs]
         if runs:
             turns_of_row[0] = [(old, 1), (fresh, runs[0] - 1)] if runs[0] > 1 else [(old, 1)]
@@ -381,6 +381,16 @@ def age_first_tokens(batch: MicroBatch, age: int) -> MicroBatch:
         versions=TokenVersions(oldest, newest, tokens),
         data=with_tensors(batch.data, **{VERSIONS: None, EXTRA_FIELDS: NonTensorStack(*fields)}),
     )
+
+
+def _measure_runs(mask: Tensor) -> Iterator[list[int]]:
+    """Yield the lengths of each row's runs of response tokens."""
+    starts = mask.clone()
+    starts[:, 1:] &= ~mask[:, :-1]
+    run = starts.flatten().cumsum(0) - 1
+    lengths = iter(run[mask.flatten()].bincount().tolist())
+    for runs in starts.sum(-1).tolist():
+        yield list(itertools.islice(lengths, runs))
 
 
 def _choose_units(units: Tensor, aged: bool) -> Tensor:

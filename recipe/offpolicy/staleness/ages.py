@@ -191,6 +191,7 @@ def split_too_old(too_old: Collection[int], rows: Sequence[RowTag], mini_batch: 
     Args:
         mini_batch: of each row.
     """
-    left = {mini_batch[i] for i, row in enumerate(rows) if i not in too_old and not row.is_padding and row.length}
-    masked = {i for i in too_old if mini_batch[i] in left}
-    return masked, set(too_old) - masked
+    old = set(too_old)
+    left = {mini_batch[i] for i, row in enumerate(rows) if i not in old and not row.is_padding and row.length}
+    masked = {i for i in old if mini_batch[i] in left}
+    return masked, old - masked

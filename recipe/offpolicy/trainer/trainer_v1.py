@@ -30,6 +30,7 @@ from verl_patches.trainer_v1 import before_any, substitute
 from ..batch.micro_batch import ROLLOUT_LOG_PROBS
 from ..batch.plan import COLUMNS, PLAN, BatchSplit, build_plan, regroup_without_rejected
 from ..correction import CorrectionSpec
+from ..correction.row_layout import spread_over_tokens
 from ..monitor.step_cost import StepCost
 from ..preflight.checks import read_shadows, read_spec
 from ..preflight.checks.staleness import notes_token_versions
@@ -275,5 +276,7 @@ def _first(batch: Any) -> Any:
 
 def zero_rows(nested: Tensor, silent: list[bool]) -> Tensor:
     """Copy a column that is nested by row, with zeros in some rows."""
-    rows = [row * (not quiet) for row, quiet in zip(nested.unbind(), silent, strict=True)]
-    return torch.nested.as_nested_tensor(rows, layout=torch.jagged)
+    loud = spread_over_tokens(~torch.tensor(silent, dtype=torch.bool), nested)
+    zeroed = torch.empty_like(nested)
+    torch.mul(nested.values(), loud.values(), out=zeroed.values())
+    return zeroed

@@ -8,9 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as draw
 
 from recipe.offpolicy.correction import BatchConstants, CorrectionSpec, batch_constants, rollout_stage
+from recipe.offpolicy.correction.masks import compute_second_moment_cutoff
 from tests.support.corrections import GSM, M2PO, TIS, band, kept, opsm, random_rows, run, spec, tensor, values
+from tests.support.growth import count_work
 
 LOG = math.log
 
@@ -321,3 +325,22 @@ def test_the_order_of_masks_does_not_matter() -> None:
     one, two = (run(CorrectionSpec(masks=order), **rows) for order in (pairs, pairs[::-1]))
     assert torch.equal(one.keep, two.keep)
     assert values(one) == pytest.approx(values(two), nan_ok=True)
+
+
+@given(draw.lists(draw.integers(0, 64), min_size=1, max_size=30), draw.sampled_from([1 / 64, 1 / 32, 0.5, 1.0, 4.0]))
+def test_the_cutoff_of_m2po_is_that_of_all_squares_in_order(sixteenths: list[int], budget: float) -> None:
+    """By the definition: the greatest square up to which the mean of all of them is at most the budget."""
+    squares = sorted((number / 16) ** 2 for number in sixteenths)
+    means = {top: sum(up_to := [s for s in squares if s <= top]) / len(up_to) for top in squares}
+    admissible = [top for top in squares if means[top] <= budget]
+    expected = -1.0 if not admissible else math.inf if admissible[-1] == squares[-1] else admissible[-1]
+    log_ratio = torch.tensor([sixteenths], dtype=torch.float64) / 16
+    found = compute_second_moment_cutoff(budget, log_ratio, torch.ones_like(log_ratio, dtype=torch.bool))
+    assert found == expected
+
+
+def test_only_squares_beyond_the_budget_of_m2po_are_sorted() -> None:
+    log_ratio = torch.zeros(1, 1000, dtype=torch.float64)
+    log_ratio[0, :3] = torch.tensor([1.0, 2.0, 40.0])
+    work = count_work(lambda: compute_second_moment_cutoff(0.04, log_ratio, log_ratio >= 0))
+    assert work.elements["sort"] == 2 * 3  # values, and where each was

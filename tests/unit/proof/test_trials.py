@@ -13,6 +13,7 @@ from recipe.offpolicy.batch.token_versions import CHUNKS, TokenVersions, read_ve
 from recipe.offpolicy.batch.weight_versions import read_extra_fields
 from recipe.offpolicy.correction import MaskSpec, WeightSpec
 from recipe.offpolicy.proof.trials import BEYOND, Trial, age_first_tokens, build_mask_trials, build_weight_trials
+from tests.support.growth import count_instructions, count_work
 
 
 def rows() -> MicroBatch:
@@ -165,3 +166,24 @@ def test_a_mask_with_bounds_by_age_is_tried_next_to_each() -> None:
         bound = math.log(2.0) * (1.0 if age == 0 else 0.5)
         value, rejected = math.log(rollout_ratio(trial)[0]), trial.factor[0, 0].item() == 0.0
         assert value == pytest.approx(bound * (1.02 if rejected else 0.98), rel=1e-4)
+
+
+def test_ages_are_noted_by_turn_and_not_by_token() -> None:
+    def count(width: int) -> int:
+        mask = torch.ones(2, width, dtype=torch.bool)
+        names = ("rollout_log_prob", "old_log_prob", "log_prob", "advantages")
+        policies = {name: torch.zeros(2, width) for name in names}
+        batch = MicroBatch(responses=mask.long(), response_mask=mask, **policies)
+        return count_instructions(lambda: age_first_tokens(batch, 3))
+
+    assert count(512) == count(64)
+
+
+def test_only_tokens_that_are_shifted_are_solved_for() -> None:
+    """A row's first token carries its k3, which is found by 80 halvings."""
+    mask = torch.ones(2, 512, dtype=torch.bool)
+    policies = {name: torch.full((2, 512), -1.0) for name in ("rollout_log_prob", "old_log_prob", "log_prob")}
+    batch = MicroBatch(responses=mask.long(), response_mask=mask, advantages=torch.zeros(2, 512), **policies)
+    mask_of_k3 = MaskSpec("rollout", "sequence", "k3_mean", None, 0.1, "any")
+    work = count_work(lambda: list(build_mask_trials("k3", mask_of_k3, batch)))
+    assert work.elements["expm1"] == 80 * 2 * 2 * 4  # halvings, up and down, of a token in each row, in each trial

@@ -100,3 +100,18 @@ def test_a_mini_batch_keeps_a_token() -> None:
     """Mini-batch 0 is all too old, of mini-batch 1 one row is, and what is left of mini-batch 2 is padding."""
     mini_batch = [0, 0, 1, 1, 2, 2]
     assert split_too_old([0, 1, 2, 4], rows(*[1] * 6, padding=1), mini_batch) == ({2}, {0, 1, 4})
+
+
+def test_rows_are_split_without_a_search_for_each() -> None:
+    class Counted(int):
+        compared = 0
+
+        def __eq__(self, other: object) -> bool:
+            Counted.compared += 1
+            return int(self) == other
+
+        __hash__ = int.__hash__
+
+    number = 300
+    split_too_old([Counted(row) for row in range(0, number, 2)], rows(*[1] * number), [0] * number)
+    assert Counted.compared <= 3 * number

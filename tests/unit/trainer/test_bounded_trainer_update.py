@@ -14,6 +14,7 @@ from recipe.offpolicy.batch.token_versions import CHUNKS
 from recipe.offpolicy.staleness.ages import StalenessError
 from recipe.offpolicy.trainer.trainer_v1 import OffPolicyTrainer
 from tests.support.bounded_run import Run
+from tests.support.growth import count_work
 
 pytestmark = pytest.mark.verl("==0.9.1")
 pytest.importorskip("transfer_queue")
@@ -29,6 +30,12 @@ def test_rows_are_zeroed_in_a_copy() -> None:
     column = nested([torch.ones(2), torch.ones(1)])
     assert [row.tolist() for row in zero_rows(column, [True, False]).unbind()] == [[0.0, 0.0], [1.0]]
     assert column.values().tolist() == [1.0, 1.0, 1.0]
+
+    def work(rows: int) -> int:
+        many = nested([torch.ones(2)] * rows)
+        return count_work(lambda: zero_rows(many, [True, False] * (rows // 2))).operations
+
+    assert work(64) == work(8)
 
 
 class Update:
