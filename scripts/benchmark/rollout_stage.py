@@ -13,9 +13,7 @@ helpers in turn, medians of the pairs. Memory: what the resident set of a fresh 
 from __future__ import annotations
 
 import argparse
-import ctypes
 import json
-import multiprocessing
 import os
 import statistics
 import sys
@@ -34,6 +32,8 @@ from torch import Tensor
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # also in the processes that measure memory
+
+from scripts.benchmark.fresh_process import measure_growth, run_in_fresh_process  # noqa: E402
 
 REJECTIONS = (
     *("token_k1", "token_k2", "token_k3", "seq_sum_k1", "seq_sum_k2", "seq_sum_k3"),
@@ -63,6 +63,7 @@ COLUMNS = (
     *("B x T", "correction", "verl, ms", "ours, ms", "time ratio"),
     *("verl, MiB", "ours, MiB", "memory ratio", "two threads, x one"),
 )
+PRELOAD = ("torch", "verl.trainer.ppo.rollout_corr_helper")
 Helper = Callable[..., Any]
 
 
@@ -100,11 +101,7 @@ def _grown(name: str, shape: tuple[int, int], options: dict[str, Any], answer: A
     torch.set_num_threads(1)
     call, tensors = helper(name), draw_inputs(*shape)
     call(*draw_inputs(2, 8), **options)  # imports and compiles
-    ctypes.CDLL(None).malloc_trim(0)  # what making the inputs has left would be taken again, unseen
-    Path("/proc/self/clear_refs").write_text("5")  # the peak starts from here
-    before = _status("VmRSS")
-    call(*tensors, **options)
-    answer.put(_status("VmHWM") - before)
+    answer.put(measure_growth(lambda: call(*tensors, **options)))
 
 
 def _first(options: dict[str, Any], answer: Any) -> None:
@@ -116,39 +113,13 @@ def _first(options: dict[str, Any], answer: Any) -> None:
     answer.put(measure_seconds(call, tensors, options)[0])
 
 
-def _status(field: str) -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(field):
-            return int(line.split()[1]) * 1024
-    raise KeyError(field)
-
-
-def run_in_fresh_process(work: Callable[..., None], *arguments: Any, imports_at_hand: bool = True) -> float:
-    """Run ``work`` in a fresh process, with a queue as its last argument; return what it puts there.
-
-    Args:
-        imports_at_hand: fork a server that has imported verl and computed nothing; otherwise start Python anew.
-    """
-    context: Any = multiprocessing.get_context("forkserver" if imports_at_hand else "spawn")
-    if imports_at_hand:
-        context.set_forkserver_preload(["torch", "verl.trainer.ppo.rollout_corr_helper"])
-    answer = context.Queue()
-    process = context.Process(target=work, args=(*arguments, answer))
-    process.start()
-    found = float(answer.get(timeout=600))
-    process.join()
-    return found
-
-
 def measure_first_call(options: dict[str, Any]) -> dict[str, float]:
     """Measure CPU seconds of the first call of a process, before and after another has compiled the loops."""
     given = os.environ.get("NUMBA_CACHE_DIR")
     with tempfile.TemporaryDirectory() as folder:
         os.environ["NUMBA_CACHE_DIR"] = folder
         try:
-            return {
-                when: run_in_fresh_process(_first, options, imports_at_hand=False) for when in ("compiling", "compiled")
-            }
+            return {when: run_in_fresh_process(_first, options) for when in ("compiling", "compiled")}
         finally:
             os.environ.pop("NUMBA_CACHE_DIR")
             if given is not None:
@@ -166,7 +137,7 @@ def compare(shape: tuple[int, int], name: str, repeats: int) -> dict[str, Any]:
         for _ in range(repeats)
     ]
     walls = [[measure_seconds(ours, tensors, options, threads)[1] for threads in (1, 2)] for _ in range(3 * repeats)]
-    memory = {who: run_in_fresh_process(_grown, who, shape, options) for who in ("verl", "ours")}
+    memory = {who: run_in_fresh_process(_grown, who, shape, options, preload=PRELOAD) for who in ("verl", "ours")}
     medians = [statistics.median(column) for column in zip(*pairs, strict=True)]
     one, two = (statistics.median(column) for column in zip(*walls, strict=True))
     return {
@@ -196,7 +167,7 @@ def measure_curve(shapes: Sequence[tuple[int, int]], repeats: int) -> list[dict[
             points.append({"helper": who, "tokens": tokens, "seconds": taken})
         del tensors
         for point in points[-2:] if tokens <= VERL_UP_TO else points[-1:]:
-            point["bytes"] = run_in_fresh_process(_grown, point["helper"], shape, options)
+            point["bytes"] = run_in_fresh_process(_grown, point["helper"], shape, options, preload=PRELOAD)
     return points
 
 

@@ -1,6 +1,7 @@
 """Share of a step that statistics and the recorder take in a real run: the quickstart with Ray, FSDP2 and vLLM.
 
     python scripts/benchmark/run_share.py [--steps 8] [--json FILE] [hydra overrides]
+    python scripts/benchmark/run_share.py --pairs 10 --out FILE [--preset no_forward]     # see paired_runs.py
 
 Statistics: wall seconds of the training thread in measuring and fetching them, in the worker, and of the driver in
 taking them in, with the checks that each batch arrived. The recorder: what it says of itself,
@@ -27,6 +28,7 @@ ADDED_READ = "staleness.read"
 """Of ``call_times``: what columns add to a read."""
 ROOT = Path(__file__).resolve().parents[2]
 HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(ROOT))
 
 
 def run(steps: int, overrides: Sequence[str], seen: Path) -> Path:
@@ -112,11 +114,16 @@ def read(folder: Path, seen: Path) -> tuple[list[dict[str, float]], list[dict[st
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if any(word.partition("=")[0] == "--pairs" for word in words):
+        from scripts.benchmark.paired_runs import main as run_pairs
+
+        sys.exit(run_pairs(words))
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=8, help="2 or more")
     parser.add_argument("--json", type=Path, help="write the figures there")
     parser.add_argument("overrides", nargs="*", help="Hydra overrides")
-    given = parser.parse_args(arguments)
+    given = parser.parse_args(words)
     if given.steps < 2:
         parser.error(f"--steps: {given.steps}: give 2 or more, the first is left out")
     with tempfile.TemporaryDirectory() as folder:

@@ -97,3 +97,42 @@ def test_a_read_is_noted_by_what_the_limit_adds_to_it(monkeypatch: pytest.Monkey
     check = call_times.note_added_read(lambda trainer, batch, rows: (batch, rows), tmp_path / "calls.jsonl")
     assert check(trainer, "batch", "rows") == ("batch", "rows")
     assert json.loads((tmp_path / "calls.jsonl").read_text()) == {"name": "staleness.read", "seconds": 1.0}
+
+
+QUICKSTART = """
+echo "quickstart, everything goes to run"
+mkdir -p run
+for step in 1 2 3; do
+    echo '{"step": '$step', "data": {"actor/grad_norm": 1, "timing_s/step": 2.0, "offpolicy/record/seconds": 0.1}}'
+    echo '{"name": "worker.leave", "seconds": 0.2}' >>"$OFFPOLICY_CALL_TIMES/1.jsonl"
+done >run/metrics.jsonl
+printf '%s\\n' "$@" >run/arguments
+exit 3
+"""
+"""Stands in for the run, whose score need not rise."""
+
+
+def test_the_command_reads_a_run(
+    run_share: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "scripts").mkdir()
+    (tmp_path / "scripts" / "quickstart.sh").write_text(QUICKSTART)
+    monkeypatch.setattr(run_share, "ROOT", tmp_path)
+    run_share.main(["--steps", "3", "--json", str(tmp_path / "figures.json"), "correction=gsm"])
+    assert json.loads((tmp_path / "figures.json").read_text())["statistics_share"] == pytest.approx(0.1)
+    assert "200.0 ms in the worker" in capsys.readouterr().out
+    steps, recording, own = (tmp_path / "run" / "arguments").read_text().splitlines()
+    assert (steps, own) == ("trainer.total_training_steps=3", "correction=gsm")
+    assert recording.startswith("offpolicy.record.dir=")
+    with pytest.raises(SystemExit):
+        run_share.main(["--steps", "1"])
+
+
+def test_pairs_are_another_command(run_share: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[list[str]] = []
+    monkeypatch.setattr("scripts.benchmark.paired_runs.main", lambda words: seen.append(words) or 4)
+    for pairs in (["--pairs", "2"], ["--pairs=2"]):
+        with pytest.raises(SystemExit) as stop:
+            run_share.main([*pairs, "--out", "pairs.jsonl"])
+        assert stop.value.code == 4
+        assert seen[-1] == [*pairs, "--out", "pairs.jsonl"]

@@ -1,0 +1,119 @@
+"""Figures of whole runs in pairs, verl's own and corrected, from the file that ``paired_runs.py`` writes."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+SIDES = ("verl", "corrected")
+STUDENT_975 = (
+    *(12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228),
+    *(2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086),
+)
+"""Quantile of Student's t at 0.975 for 1, 2, ... degrees of freedom; that of 20 serves for more."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run that has ended.
+
+    Attributes:
+        settings: preset, steps and overrides.
+        pair: number of its pair.
+        side: one of ``SIDES``.
+        start: seconds from the command to the end of the first step.
+        seconds: ``timing_s/step`` of each step.
+    """
+
+    settings: list[Any]
+    pair: int
+    side: str
+    start: float
+    seconds: list[float] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Interval:
+    """An estimate and its 95 % interval."""
+
+    value: float
+    low: float
+    high: float
+
+
+def compute_interval(values: Sequence[float]) -> Interval:
+    """Compute the mean of independent values and its interval by Student's t; NaN bounds for a single one.
+
+    Example:
+        >>> compute_interval([1.0, 3.0])  # a standard error of 1, and 12.706 of them
+        Interval(value=2.0, low=-10.706, high=14.706)
+    """
+    mean, count = statistics.fmean(values), len(values)
+    if count < 2:
+        return Interval(mean, math.nan, math.nan)
+    half = STUDENT_975[min(count - 1, len(STUDENT_975)) - 1] * statistics.stdev(values) / math.sqrt(count)
+    return Interval(mean, mean - half, mean + half)
+
+
+def pair_up(runs: Sequence[Run]) -> list[tuple[Run, Run]]:
+    """List the pairs of which both runs have ended, verl's first, by number."""
+    ended = {(run.pair, run.side): run for run in runs}
+    numbers = sorted({pair for pair, _ in ended})
+    return [
+        (ended[number, "verl"], ended[number, "corrected"])
+        for number in numbers
+        if all((number, side) in ended for side in SIDES)
+    ]
+
+
+def compute_step(run: Run) -> float:
+    """Compute the median of a run's steps without its first."""
+    return statistics.median(run.seconds[1:])
+
+
+def compare(runs: Sequence[Run]) -> dict[str, Interval]:
+    """Compare the pairs: geometric mean of the ratios of steps, and mean of the differences of starts in seconds.
+
+    Raises:
+        ValueError: no pair is complete.
+    """
+    pairs = pair_up(runs)
+    if not pairs:
+        raise ValueError("no pair is complete: let both of its runs end.")
+    ratios = compute_interval([math.log(compute_step(ours) / compute_step(verls)) for verls, ours in pairs])
+    starts = compute_interval([ours.start - verls.start for verls, ours in pairs])
+    return {"step ratio": Interval(*map(math.exp, (ratios.value, ratios.low, ratios.high))), "start": starts}
+
+
+def format_result(runs: Sequence[Run]) -> str:
+    """Format a row for each pair, and the comparison of all."""
+    lines = [
+        "| pair | verl's step, s | corrected, s | ratio | verl's start, s | corrected, s |",
+        "|---|---|---|---|---|---|",
+    ]
+    for verls, ours in pair_up(runs):
+        one, other = compute_step(verls), compute_step(ours)
+        lines.append(
+            f"| {ours.pair} | {one:.3f} | {other:.3f} | {other / one:.3f} | {verls.start:.1f} | {ours.start:.1f} |"
+        )
+    found = compare(runs)
+    ratio, start = found["step ratio"], found["start"]
+    return "\n".join(
+        [
+            *lines,
+            f"step, corrected over verl's own: {ratio.value:.3f} ({ratio.low:.3f} to {ratio.high:.3f})",
+            f"start to the end of the first step: {start.value:+.1f} s ({start.low:+.1f} to {start.high:+.1f})",
+        ]
+    )
+
+
+def read_runs(out: Path, settings: Sequence[Any]) -> list[Run]:
+    """Read the runs of these settings that have ended; none where there is no file."""
+    lines = out.read_text().splitlines() if out.exists() else []
+    runs = [Run(**json.loads(line)) for line in lines]
+    return [run for run in runs if run.settings == list(settings)]

@@ -1,0 +1,261 @@
+"""Whole runs in pairs, corrected and verl's own: ratio of their steps, and what the start takes more.
+
+    python scripts/benchmark/paired_runs.py --out pairs.jsonl [--pairs 10] [--steps 20] [--preset forward] [overrides]
+    python scripts/benchmark/run_share.py --pairs 10 --out pairs.jsonl        # the same
+
+Both runs of a pair are the quickstart's training, with the same seeds, keys and model: one is started as this package's
+main_offpolicy, the other as verl's own main_ppo, without anything of this package but what lets verl run on a CPU. They
+take turns, and in turn come first. Presets:
+
+  forward      the quickstart as it is: corrections that keep verl's forward pass for pi_old, two mini-batches
+  no_forward   correction=gsm on one mini-batch of the whole batch, where correction.proximal=auto leaves that pass out,
+               with a Qwen2 of 50 M parameters and random weights
+
+Step: median of ``timing_s/step`` of a run, without its first; of the pairs' ratios the geometric mean. Start: seconds
+from the command to the end of the first step; of the pairs' differences the mean. Intervals: 95 %, by Student's t over
+the pairs. Each run that has ended is a line of --out, which a further call goes on from; a run that takes longer than
+--limit seconds is ended with all its processes, and stops the call.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+if __name__ == "__main__" and {"-h", "--help"} & set(sys.argv):  # before imports that take seconds
+    print(__doc__)
+    sys.exit()
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from scripts.benchmark.pair_figures import SIDES, Run, format_result, read_runs  # noqa: E402
+from scripts.quickstart.child import Child, Tail  # noqa: E402
+from scripts.quickstart.cleanup import SharedMemoryWatch, become_subreaper, end_descendants  # noqa: E402
+from scripts.quickstart.options import build_child_environment, build_release_overrides, quote  # noqa: E402
+from scripts.quickstart.prepare import find_made, folder, make_once  # noqa: E402
+
+CONFIGS = ROOT / "configs"
+OUTPUTS = ROOT / "outputs"
+CACHE = OUTPUTS / "quickstart" / "cache"
+REWARD = ROOT / "scripts" / "quickstart" / "reward.py"
+LOOK = 0.05
+"""Seconds between two looks at a run's metrics."""
+UPDATED = "actor/grad_norm"
+"""Key of a step's metrics, as against those of a validation."""
+
+
+@dataclass(frozen=True)
+class Preset:
+    """What is compared.
+
+    Attributes:
+        corrected: overrides of the corrected run alone.
+        both: overrides of both runs.
+        large: train the model of ``make_large_model`` and not the quickstart's.
+    """
+
+    corrected: tuple[str, ...] = ()
+    both: tuple[str, ...] = ()
+    large: bool = False
+
+
+PRESETS = {
+    "forward": Preset(),
+    "no_forward": Preset(
+        corrected=("correction=gsm",),
+        both=(
+            "data.train_batch_size=4",
+            "actor_rollout_ref.rollout.n=6",
+            "actor_rollout_ref.actor.ppo_mini_batch_size=4",
+            "actor_rollout_ref.actor.optim.lr=1e-5",
+        ),
+        large=True,
+    ),
+}
+
+
+def order_sides(pair: int) -> tuple[str, ...]:
+    """Order the runs of a pair: in turn the one and the other comes first."""
+    return SIDES if pair % 2 else SIDES[::-1]
+
+
+def build_command(side: str, preset: Preset, pair: int, scratch: Path, overrides: Sequence[str]) -> list[str]:
+    """Build the command of a run, but for data and model.
+
+    Args:
+        scratch: folder of the run.
+        overrides: the user's, last, of both runs.
+    """
+    from verl_patches.contract import installed_release
+
+    release = installed_release("verl")
+    assert release is not None, "main looks for verl before"
+    if side == "corrected":
+        program = ["-m", "recipe.offpolicy.main_offpolicy", "--config-name", "quickstart"]
+    else:
+        program = ["-m", "verl.trainer.main_ppo", "--config-path", str(CONFIGS), "--config-name", "quickstart"]
+    return [
+        *(sys.executable, *program),
+        quote("hydra.run.dir", scratch / "hydra"),
+        quote("reward.custom_reward_function.path", REWARD),
+        *build_release_overrides("cpu", release),
+        # Held-out questions are the same work for both.
+        *("trainer.val_before_train=false", "trainer.test_freq=-1"),
+        *(f"data.seed={pair}", f"actor_rollout_ref.rollout.seed={pair}"),
+        *preset.both,
+        *(preset.corrected if side == "corrected" else ()),
+        *overrides,
+    ]
+
+
+def follow(command: Sequence[str], scratch: Path, limit: float) -> tuple[float, list[float]]:
+    """Run a command until it ends; return the seconds until its first step had ended, and those of each step.
+
+    Raises:
+        RuntimeError: it failed, or took longer than ``limit`` seconds; with the end of its log.
+    """
+    metrics, log = scratch / "metrics.jsonl", scratch / "run.log"
+    env = build_child_environment(os.environ, "cpu", ROOT)
+    env |= {"TMPDIR": str(scratch), "RAY_TMPDIR": str(scratch), "VERL_FILE_LOGGER_PATH": str(metrics)}
+    memory, tail, start = SharedMemoryWatch(), Tail(metrics), math.nan
+    seconds: list[float] = []
+    began = looked = time.monotonic()
+    child = Child(command, env, log, ROOT)
+    try:
+        while True:
+            ended, now = child.process.poll() is not None, time.monotonic()
+            for line in tail.new_lines():
+                if UPDATED in (data := json.loads(line)["data"]):
+                    start = start if seconds else now - began
+                    seconds.append(data["timing_s/step"])
+            if now - looked > 2:
+                memory.observe()
+                looked = now
+            if ended:
+                break
+            if now - began > limit:
+                raise RuntimeError(f"took longer than {limit:.0f} s:\n{child.end_of_log(30)}")
+            time.sleep(LOOK)
+    finally:
+        memory.observe()
+        survivors = end_descendants()
+        memory.remove_leaked()
+    if survivors:
+        raise RuntimeError(f"processes {survivors} of the run could not be ended")
+    if child.process.returncode != 0:
+        raise RuntimeError(f"ended with {child.process.returncode}:\n{child.end_of_log(30)}")
+    return start, seconds
+
+
+def make_large_model(path: Path, source: Path) -> None:
+    """Make a Qwen2 of 50 M parameters with random weights and the tokenizer of the model in ``source``, once."""
+    import torch
+    from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
+
+    def build(draft: Path) -> None:
+        tokenizer = AutoTokenizer.from_pretrained(source)
+        torch.manual_seed(0)
+        config = Qwen2Config(
+            vocab_size=len(tokenizer),
+            hidden_size=512,
+            intermediate_size=2048,
+            num_hidden_layers=12,
+            num_attention_heads=8,
+            num_key_value_heads=8,
+            max_position_embeddings=256,
+            tie_word_embeddings=True,
+            bos_token_id=None,
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id,
+        )
+        model = Qwen2ForCausalLM(config)
+        model.generation_config.eos_token_id = tokenizer.eos_token_id
+        model.generation_config.pad_token_id = tokenizer.pad_token_id
+        model.save_pretrained(draft)
+        tokenizer.save_pretrained(draft)
+
+    make_once(path, build)
+
+
+def prepare(preset: Preset) -> list[str]:
+    """Make data and model where they are not there; return their overrides."""
+    parts = ["data", "model"]
+    if find_made(CACHE, parts) is None:
+        from scripts.quickstart.prepare import prepare_data, prepare_model
+        from scripts.quickstart.task import TaskSettings
+
+        prepare_data(folder(CACHE, "data"), TaskSettings())
+        prepare_model(folder(CACHE, "model"), TaskSettings())
+    data, model = (folder(CACHE, part) for part in parts)
+    if preset.large:
+        source, model = model, OUTPUTS / "benchmark_pairs" / f"qwen2-50m-{model.name.removeprefix('model-')}"
+        make_large_model(model, source)
+    return [
+        quote("data.train_files", data / "train.parquet"),
+        quote("data.val_files", data / "heldout.parquet"),
+        quote("actor_rollout_ref.model.path", model),
+    ]
+
+
+def run_pairs(name: str, pairs: int, steps: int, overrides: Sequence[str], out: Path, limit: float) -> list[Run]:
+    """Run what is missing of the pairs, and append each run to ``out``; return all of these settings."""
+    preset, settings = PRESETS[name], [name, steps, list(overrides)]
+    runs = read_runs(out, settings)
+    ended = {(run.pair, run.side) for run in runs}
+    missing = [(pair, side) for pair in range(1, pairs + 1) for side in order_sides(pair) if (pair, side) not in ended]
+    files = prepare(preset) if missing else []
+    out.parent.mkdir(parents=True, exist_ok=True)
+    for pair, side in missing:
+        print(f"pair {pair} of {pairs}, {side}", file=sys.stderr, flush=True)
+        # Sockets of Ray lie deep below it, and the path of a socket must be shorter than 108 characters.
+        with tempfile.TemporaryDirectory(prefix="pr", dir="/tmp", ignore_cleanup_errors=True) as scratch:
+            command = build_command(
+                side, preset, pair, Path(scratch), [*overrides, f"trainer.total_training_steps={steps}"]
+            )
+            start, seconds = follow([*command, *files], Path(scratch), limit)
+        if len(seconds) != steps:
+            raise RuntimeError(f"pair {pair}, {side}: {len(seconds)} steps have metrics, and {steps} were asked for.")
+        runs.append(Run(settings, pair, side, start, seconds))
+        with out.open("a") as file:
+            file.write(json.dumps(asdict(runs[-1])) + "\n")
+    return [run for run in runs if run.pair <= pairs]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; return its exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="JSON, a line a run")
+    parser.add_argument("--pairs", type=int, default=10)
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--preset", choices=PRESETS, default="forward")
+    parser.add_argument("--limit", type=float, default=1200.0, help="seconds of a run")
+    parser.add_argument("overrides", nargs="*", help="Hydra overrides of both runs")
+    given = parser.parse_args(arguments)
+    if given.pairs < 1 or given.steps < 2:
+        parser.error("--pairs takes 1 or more, --steps 2 or more: the first step is left out.")
+    become_subreaper()
+    # As an exception: what a run has started is ended on the way out.
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda number, frame: sys.exit(128 + number))
+    try:
+        runs = run_pairs(given.preset, given.pairs, given.steps, given.overrides, given.out, given.limit)
+    except RuntimeError as error:
+        print(error, file=sys.stderr)
+        return 1
+    print(f"preset {given.preset}, {given.steps} steps a run; uncorrected is verl's own main_ppo")
+    print(format_result(runs))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

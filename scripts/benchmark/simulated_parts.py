@@ -1,0 +1,320 @@
+"""Parts of a step at any size on drawn inputs, each a call without arguments, for ``simulated_scale.py`` to measure.
+
+Columns of tokens are float32 log-probs and int64 ids and masks, as verl ships them. Rows that lie end to end have 2048
+tokens on average, at random; padded ones have a width of 4096, and half of it is padding.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+WIDTH = 4096
+PROMPT = 16
+CORRECTION: dict[str, Any] = {
+    "weight": {"level": "token", "kind": "truncate", "lower": None, "upper": 2.0},
+    "masks": {
+        "gsm": dict(ratio="rollout", level="sequence", aggregate="geometric", lower=0.99, upper=1.01, when="any"),
+        "opsm": dict(ratio="full", level="sequence", aggregate="geometric", delta=0.1, when="negative"),
+    },
+}
+"""The quickstart's, [tis_token, gsm, opsm]."""
+BATCH_WIDE: dict[str, Any] = {
+    "weight": CORRECTION["weight"] | {"normalize": True},
+    "masks": {
+        "gsm": CORRECTION["masks"]["gsm"],
+        "m2po": dict(ratio="rollout", level="token", aggregate="second_moment", budget=0.04, when="any"),
+    },
+    "denominator": "kept",
+}
+"""Everything that is fixed for a whole batch."""
+ROWS_OF_A_RANK = 195
+"""So that 512 ranks have 100 000 rows."""
+TOKENS_OF_A_ROW = 64
+"""On average, of a batch that the driver checks."""
+RANKS = 8
+"""That a batch of rows is split over for its plan."""
+Call = Callable[[], Any]
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of a step.
+
+    Attributes:
+        build: from a size to the call that is measured.
+        unit: what its size counts.
+        bytes: that inputs and the call take of each unit, roughly, by which sizes are left out.
+        of_driver: the driver does it in each step.
+    """
+
+    build: Callable[[int], Call]
+    unit: str
+    bytes: int
+    of_driver: bool = False
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Columns of tokens, (B, T) or nested by row."""
+
+    mu: Tensor
+    old: Tensor
+    pi: Tensor
+    advantages: Tensor
+    mask: Tensor
+
+
+def draw_log_probs(tokens: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Draw mu, pi_old and pi, (tokens,) each."""
+    generator = torch.Generator().manual_seed(0)
+    mu = torch.empty(tokens).exponential_(generator=generator).neg_()
+    old = torch.empty(tokens).normal_(0, 0.02, generator=generator).add_(mu)
+    pi = torch.empty(tokens).normal_(0, 0.01, generator=generator).add_(old)
+    return mu, old, pi
+
+
+def draw_offsets(tokens: int, mean: int) -> Tensor:
+    """Draw rows of at least one token that lie end to end: their starts, and ``tokens``."""
+    rows = max(tokens // mean, 1)
+    cuts = torch.randint(tokens - rows + 1, (rows - 1,), generator=torch.Generator().manual_seed(1)).sort().values
+    return torch.cat((torch.tensor([0]), cuts + torch.arange(1, rows), torch.tensor([tokens])))
+
+
+def nest(values: Tensor, offsets: Tensor) -> Tensor:
+    """Nest values that lie end to end by row."""
+    lengths = offsets.diff()
+    least, most = int(lengths.amin()), int(lengths.amax())
+    return torch.nested.nested_tensor_from_jagged(values, offsets, min_seqlen=least, max_seqlen=most)
+
+
+def draw_tokens(tokens: int, *, nested: bool) -> Tokens:
+    """Draw the columns of a batch of so many tokens, padding included."""
+    log_probs = draw_log_probs(tokens)
+    if nested:
+        offsets = draw_offsets(tokens, WIDTH // 2)
+        signs = (torch.arange(len(offsets) - 1) % 2 * 2.0 - 1).repeat_interleave(offsets.diff())
+        columns = (*log_probs, signs, torch.ones(tokens, dtype=torch.bool))
+        return Tokens(*(nest(column, offsets) for column in columns))
+    rows = tokens // WIDTH
+    lengths = torch.randint(1, WIDTH + 1, (rows,), generator=torch.Generator().manual_seed(1))
+    mask = torch.arange(WIDTH) < lengths[:, None]
+    signs = (torch.arange(rows) % 2 * 2.0 - 1)[:, None].expand(rows, WIDTH).contiguous()
+    mu, old, pi = (column.view(rows, WIDTH) for column in log_probs)
+    return Tokens(mu, old, pi, signs, mask)
+
+
+def run_rollout_stage(given: Tokens) -> Any:
+    """Run the rollout stage with all statistics, the turns included."""
+    from recipe.offpolicy.correction import CorrectionSpec, rollout_stage, turns
+
+    return rollout_stage(
+        CorrectionSpec.from_mapping(CORRECTION),
+        old_log_prob=given.old,
+        rollout_log_prob=given.mu,
+        response_mask=given.mask,
+        segment_ids=turns(given.mask),
+    )
+
+
+def build_rollout_stage(tokens: int, *, nested: bool) -> Call:
+    """Build the call of a rollout stage."""
+    return partial(run_rollout_stage, draw_tokens(tokens, nested=nested))
+
+
+def build_step_stage(tokens: int, *, nested: bool) -> Call:
+    """Build the call of a step stage, on a rollout stage that is there."""
+    from recipe.offpolicy.correction import step_stage
+
+    given = draw_tokens(tokens, nested=nested)
+    stage = run_rollout_stage(given)
+    return partial(step_stage, stage.spec, stage, log_prob=given.pi, advantages=given.advantages)
+
+
+def build_micro_batch(tokens: int) -> tuple[Call, TensorDict]:
+    """Build a micro-batch as verl's engine hands it to its loss: a call for the model's output, and the rest."""
+    from verl.utils import tensordict_utils as tu
+
+    from recipe.offpolicy.batch.micro_batch import LAST
+    from recipe.offpolicy.batch.plan import PLAN, SharedPlan
+
+    mu, old, pi = draw_log_probs(tokens)
+    offsets = draw_offsets(tokens, WIDTH // 2)
+    lengths = offsets.diff()
+    rows = len(lengths)
+    starts = torch.arange(rows + 1) * PROMPT
+    ids = torch.arange(tokens) % 997
+    flat = torch.zeros(tokens + rows * PROMPT)
+    # What belongs to a token stands one place before it.
+    flat[torch.arange(tokens).add_((torch.arange(1, rows + 1) * PROMPT).repeat_interleave(lengths)).sub_(1)] = pi
+    columns = {
+        "prompts": nest(torch.ones(rows * PROMPT, dtype=torch.int64), starts),
+        "responses": nest(ids, offsets),
+        "input_ids": nest(torch.ones_like(flat, dtype=torch.int64), offsets + starts),
+        "response_mask": nest(torch.ones_like(ids), offsets),
+        "advantages": nest((torch.arange(rows) % 2 * 2.0 - 1).repeat_interleave(lengths), offsets),
+        "old_log_probs": nest(old, offsets),
+        "rollout_log_probs": nest(mu, offsets),
+    }
+    data = TensorDict(columns, batch_size=rows)
+    tu.assign_non_tensor(data, dp_size=1, batch_num_tokens=tokens, global_batch_size=rows)
+    tu.assign_non_tensor(data, **{PLAN: SharedPlan(step=1), LAST: True})
+    leaf = flat.requires_grad_()
+
+    def output() -> dict[str, Any]:
+        leaf.grad = None
+        return {"log_probs": nest(leaf * 1.0, offsets + starts)}
+
+    return output, data
+
+
+def build_actor_config(rows: int) -> Any:
+    """Build verl's configuration of an actor with one mini-batch of so many rows."""
+    from verl.workers.config import FSDPActorConfig
+
+    sizes = {"ppo_mini_batch_size": rows, "ppo_micro_batch_size_per_gpu": rows}
+    return FSDPActorConfig(strategy="fsdp2", rollout_n=1, **sizes)
+
+
+def build_loss(tokens: int, *, corrected: bool) -> Call:
+    """Build the call of a loss with its backward pass and, corrected, its statistics."""
+    from verl.workers.utils.losses import ppo_loss
+
+    from recipe.offpolicy.correction import CorrectionSpec
+    from recipe.offpolicy.worker.loss import OffPolicyLoss
+    from recipe.offpolicy.worker.metrics import METRIC_KEY
+
+    output, data = build_micro_batch(tokens)
+    config = build_actor_config(len(data))
+    loss = OffPolicyLoss(CorrectionSpec.from_mapping(CORRECTION), config) if corrected else partial(ppo_loss, config)
+
+    def update() -> None:
+        value, metrics = loss(model_output=output(), data=data)
+        value.backward()
+        if corrected:
+            metrics[METRIC_KEY].settle()
+
+    return update
+
+
+def build_proof(tokens: int) -> Call:
+    """Build the call of what the first update does beyond others: verl's loss and ours again, on trials."""
+    from recipe.offpolicy.batch import micro_batch as mb
+    from recipe.offpolicy.correction import CorrectionSpec
+    from recipe.offpolicy.proof.gradient import prove
+    from recipe.offpolicy.worker.loss import OffPolicyLoss
+
+    output, data = build_micro_batch(tokens)
+    adapter = OffPolicyLoss(CorrectionSpec.from_mapping(CORRECTION), build_actor_config(len(data))).copy_for_trials()
+    batch = mb.read(output(), data)
+    loss, _, _ = adapter.compute_corrected(batch)
+    return lambda: prove(adapter, batch, loss)
+
+
+def draw_rollout(rows: int) -> TensorDict:
+    """Draw a batch as the driver reads it, nested by row."""
+    tokens = rows * TOKENS_OF_A_ROW
+    offsets = draw_offsets(tokens, TOKENS_OF_A_ROW)
+    mu, old, _ = draw_log_probs(tokens)
+    ids = torch.arange(tokens) % 997
+    columns = {"responses": ids, "response_mask": torch.ones_like(ids), "rollout_log_probs": mu, "old_log_probs": old}
+    return TensorDict({name: nest(column, offsets) for name, column in columns.items()}, batch_size=rows)
+
+
+def build_sampled_check(rows: int) -> Call:
+    """Build the call of the driver's checks of a rollout."""
+    from recipe.offpolicy.proof.rollout_checks import RolloutChecker
+
+    return partial(RolloutChecker().check_sampled, draw_rollout(rows))
+
+
+def build_aligned_check(rows: int) -> Call:
+    """Build the call of the driver's checks of mu against pi_old, in groups of 8 rows."""
+    from recipe.offpolicy.proof.rollout_checks import RolloutChecker
+
+    groups = [str(row // 8) for row in range(rows)]
+    return partial(RolloutChecker().check_aligned, draw_rollout(rows), groups)
+
+
+def build_plan_call(rows: int) -> Call:
+    """Build the call of a plan with all that can be fixed for a whole batch."""
+    from recipe.offpolicy.batch.plan import BatchSplit, build_plan
+    from recipe.offpolicy.correction import CorrectionSpec
+
+    batch, spec = draw_rollout(rows), CorrectionSpec.from_mapping(BATCH_WIDE)
+    split = BatchSplit(RANKS, rows // 4 // RANKS * RANKS, "token-mean")
+    return lambda: build_plan(spec, {}, step=1, rows=lambda: batch, batch_split=lambda: split)
+
+
+def build_regrouping(rows: int) -> Call:
+    """Build the call of ``baseline=exclude``: groups without rejected rows, and their advantages set to 0."""
+    from recipe.offpolicy.batch.plan import regroup_without_rejected
+    from recipe.offpolicy.correction import CorrectionSpec
+    from recipe.offpolicy.trainer.trainer_v1 import zero_rows
+
+    batch, spec = draw_rollout(rows), CorrectionSpec.from_mapping(CORRECTION)
+    uids = [str(row // 8) for row in range(rows)]
+
+    def regroup() -> None:
+        groups = regroup_without_rejected(spec, batch, uids)
+        for name in ("old_log_probs", "rollout_log_probs"):  # as long as advantages and returns
+            zero_rows(batch[name], groups.silent)
+
+    return regroup
+
+
+def build_collection(ranks: int) -> Call:
+    """Build the call of what the driver does with the packets of an update: unpickling, checks, merging, metrics."""
+    from omegaconf import OmegaConf
+
+    from recipe.offpolicy.correction import CorrectionSpec
+    from recipe.offpolicy.trainer.supervision import Supervision
+    from recipe.offpolicy.worker.loss import OffPolicyLoss
+    from recipe.offpolicy.worker.metrics import METRIC_KEY
+
+    spec = CorrectionSpec.from_mapping(CORRECTION)
+    output, data = build_micro_batch(4 * WIDTH)
+    _, metrics = OffPolicyLoss(spec, build_actor_config(len(data)))(output(), data)
+    packet = metrics[METRIC_KEY]
+    packet.before_sending()
+    sent, rows = [], iter(range(1, ranks * ROWS_OF_A_RANK + 1))
+    for _ in range(ranks):
+        # Checksums have 64 bits, and are spread evenly.
+        packet.rows = [row * 0x9E3779B97F4A7C15 % 2**63 for _, row in zip(range(ROWS_OF_A_RANK), rows, strict=False)]
+        sent.append(pickle.dumps(packet))
+    allowed = {"allow_identical_log_probs": False, "allow_unrelated_log_probs": False}
+    config = OmegaConf.create({"actor_rollout_ref": {"actor": {"ppo_epochs": 1}}, "offpolicy": allowed})
+    supervision = Supervision(spec, config)
+    supervision.proving = False
+    supervision._sampled_rows = [row for one in map(pickle.loads, sent) for row in one.rows]
+
+    def collect() -> None:
+        supervision.begin_step()
+        supervision.begin()
+        supervision.collect({METRIC_KEY: [[pickle.loads(one)] for one in sent]})
+        supervision.metrics(), supervision.step_metrics()
+
+    return collect
+
+
+PARTS: dict[str, Part] = {
+    "rollout stage, padded": Part(partial(build_rollout_stage, nested=False), "token", 140),
+    "rollout stage, packed": Part(partial(build_rollout_stage, nested=True), "token", 150),
+    "step stage, padded": Part(partial(build_step_stage, nested=False), "token", 190),
+    "step stage, packed": Part(partial(build_step_stage, nested=True), "token", 200),
+    "verl's loss": Part(partial(build_loss, corrected=False), "token", 230),
+    "loss with a correction": Part(partial(build_loss, corrected=True), "token", 330),
+    "proof of the first update": Part(build_proof, "token", 640),
+    "checks of a rollout": Part(build_sampled_check, "row", 100 * TOKENS_OF_A_ROW, of_driver=True),
+    "checks of mu and pi_old": Part(build_aligned_check, "row", 100 * TOKENS_OF_A_ROW, of_driver=True),
+    "plan": Part(build_plan_call, "row", 200 * TOKENS_OF_A_ROW, of_driver=True),
+    "groups without rejected rows": Part(build_regrouping, "row", 200 * TOKENS_OF_A_ROW, of_driver=True),
+    "packets": Part(build_collection, "rank", 1 << 19, of_driver=True),
+}

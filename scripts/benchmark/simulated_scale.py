@@ -1,0 +1,187 @@
+"""Time and memory of both stages, loss, proof, plan and packets by size, on drawn inputs, without Ray and a model.
+
+    python scripts/benchmark/simulated_scale.py [--largest 27] [--memory 20] [--json FILE]
+    python scripts/benchmark/simulated_scale.py --parts packets plan --repeats 7
+    python scripts/benchmark/simulated_scale.py --quick                              # small sizes, to see that it runs
+
+Tokens go from 2^18 to 2^27, padding included, rows from 1 000 to 100 000 and ranks from 8 to 512. Time: CPU seconds of
+one thread, median of the repeats. Memory: what the resident set of a fresh process grows by at most in one call,
+beyond its inputs. Sizes whose arrays would take more than ``--memory`` GiB (6) are left out, with a message. The
+exponent is the slope of log time, or log memory, over log size: 1 is linear. The last line adds up what the driver
+does in a step of the most rows and ranks: 1 % of a step of 60 s is 0.6 s.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__" and {"-h", "--help"} & set(sys.argv):  # before imports that take seconds
+    print(__doc__)
+    sys.exit()
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))  # also in the processes that measure
+
+from scripts.benchmark.fresh_process import measure_growth, run_in_fresh_process  # noqa: E402
+
+STEP = 60.0
+"""Seconds of the step that the driver's share is of."""
+SIZES = {"row": (1_000, 10_000, 100_000), "rank": (8, 64, 512)}
+EXPONENTS = (18, 20, 22, 24, 25, 26, 27)
+"""Of 2, for sizes in tokens."""
+QUICK = {"token": (2**13, 2**14), "row": (64, 128), "rank": (2, 4)}
+LEAST_BYTES = 4 << 20
+"""Growth below which the allocator's own steps are all that is seen."""
+PRELOAD = ("torch", "verl.workers.utils.losses", "recipe.offpolicy.trainer.supervision")
+COLUMNS = ("part", "size", "CPU, ms", "ns a unit", "MiB", "bytes a unit")
+
+
+def list_sizes(unit: str, largest: int, *, quick: bool) -> tuple[int, ...]:
+    """List the sizes of a part; tokens up to 2^largest."""
+    if quick:
+        return QUICK[unit]
+    return SIZES.get(unit) or tuple(2**exponent for exponent in EXPONENTS if exponent <= largest)
+
+
+def measure_part(name: str, size: int, repeats: int, answer: Any) -> None:
+    """Measure one part at one size, in this process; put its CPU seconds and bytes into ``answer``."""
+    import torch
+
+    from scripts.benchmark.simulated_parts import PARTS
+
+    torch.set_num_threads(1)
+    part = PARTS[name]
+    part.build(min(QUICK[part.unit]))()  # imports
+    call = part.build(size)
+    grown = measure_growth(call)
+    taken = []
+    for _ in range(repeats):
+        began = time.process_time()
+        call()
+        taken.append(time.process_time() - began)
+    answer.put((statistics.median(taken), grown))
+
+
+def fit_exponent(points: Sequence[tuple[float, float]]) -> float:
+    """Fit the slope of log y over log x by least squares; NaN for fewer than two points.
+
+    Example:
+        >>> fit_exponent([(1, 3.0), (2, 12.0), (4, 48.0)])
+        2.0
+    """
+    if len(points) < 2:
+        return math.nan
+    logs = [(math.log2(x), math.log2(y)) for x, y in points]
+    mean_x, mean_y = (statistics.fmean(column) for column in zip(*logs, strict=True))
+    above = sum((x - mean_x) * (y - mean_y) for x, y in logs)
+    return above / sum((x - mean_x) ** 2 for x, _ in logs)
+
+
+def summarise(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
+    """Fit the exponents of each part: name -> of its time and of its memory."""
+    found = {}
+    for name in dict.fromkeys(row["part"] for row in rows):
+        own = [row for row in rows if row["part"] == name]
+        grown = [(row["size"], row["bytes"]) for row in own if row["bytes"] >= LEAST_BYTES]
+        found[name] = {
+            "time": fit_exponent([(row["size"], row["seconds"]) for row in own]),
+            "memory": fit_exponent(grown),
+        }
+    return found
+
+
+def add_up_driver(rows: Sequence[Mapping[str, Any]]) -> float:
+    """Add up the CPU seconds of the driver's parts, each at its largest size."""
+    largest: dict[str, Mapping[str, Any]] = {}
+    for row in rows:
+        if row["of_driver"] and row["size"] >= largest.get(row["part"], row)["size"]:
+            largest[row["part"]] = row
+    return sum(row["seconds"] for row in largest.values())
+
+
+def measure(names: Sequence[str], largest: int, memory: float, repeats: int, *, quick: bool) -> list[dict[str, Any]]:
+    """Measure the parts at all of their sizes; print each as it comes."""
+    from scripts.benchmark.simulated_parts import PARTS
+
+    rows = []
+    for name in names:
+        part = PARTS[name]
+        for size in list_sizes(part.unit, largest, quick=quick):
+            if (needed := part.bytes * size / 2**30) > memory:
+                print(f"{name}: {format_size(size)} {part.unit}s left out, about {needed:.0f} GiB", file=sys.stderr)
+                continue
+            seconds, grown = run_in_fresh_process(measure_part, name, size, repeats, preload=PRELOAD)
+            row = {"part": name, "unit": part.unit, "size": size, "seconds": seconds, "bytes": grown}
+            rows.append(row | {"of_driver": part.of_driver})
+            print(format_row(rows[-1]), flush=True)
+    return rows
+
+
+def format_size(size: int) -> str:
+    """Format a size: a power of 2 where it is a large one.
+
+    Example:
+        >>> format_size(2**20), format_size(512), format_size(100_000)
+        ('2^20', '512', '100000')
+    """
+    exponent = size.bit_length() - 1
+    return f"2^{exponent}" if size == 2**exponent and exponent > 12 else str(size)
+
+
+def format_row(row: Mapping[str, Any]) -> str:
+    """Format one measurement as a row of a table."""
+    per_unit = (row["seconds"] / row["size"] * 1e9, row["bytes"] / row["size"])
+    cells = [
+        row["part"],
+        f"{format_size(row['size'])} {row['unit']}s",
+        f"{row['seconds'] * 1e3:.1f}",
+        f"{per_unit[0]:.0f}" if per_unit[0] >= 10 else f"{per_unit[0]:.1f}",
+        f"{row['bytes'] / 2**20:.1f}",
+        f"{per_unit[1]:.0f}",
+    ]
+    return f"| {' | '.join(cells)} |"
+
+
+def format_summary(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Format the exponents, and the driver's work in a step."""
+    lines = ["", "| part | exponent of time | of memory |", "|---|---|---|"]
+    for name, found in summarise(rows).items():
+        lines.append(f"| {name} | {found['time']:.2f} | {found['memory']:.2f} |".replace("nan", "-"))
+    if any(row["of_driver"] for row in rows):
+        seconds = add_up_driver(rows)
+        lines += ["", f"driver: {seconds:.2f} s of CPU time a step, {100 * seconds / STEP:.2f} % of {STEP:.0f} s"]
+    return "\n".join(lines)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; return its exit status."""
+    from scripts.benchmark.simulated_parts import PARTS
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--largest", type=int, default=25, metavar="K", help="tokens up to 2^K")
+    parser.add_argument("--memory", type=float, default=6.0, metavar="GIB")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=[*PARTS])
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--quick", action="store_true", help="small sizes, to see that it runs")
+    given = parser.parse_args(arguments)
+    if given.largest < EXPONENTS[0] or given.repeats < 1:
+        parser.error(f"--largest takes {EXPONENTS[0]} or more, --repeats 1 or more.")
+    print(f"| {' | '.join(COLUMNS)} |\n|{'---|' * len(COLUMNS)}")
+    rows = measure(given.parts, given.largest, given.memory, given.repeats, quick=given.quick)
+    print(format_summary(rows))
+    if given.json is not None:
+        given.json.write_text(json.dumps({"rows": rows, "exponents": summarise(rows)}, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,139 @@
+"""Pairs of whole runs: their figures by hand, and commands that stand in for the runs."""
+
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from scripts.benchmark.pair_figures import Run, compare, compute_interval, compute_step, format_result, read_runs
+from scripts.benchmark.paired_runs import PRESETS, build_command, order_sides
+from tests.support.paths import ROOT
+
+pytest.importorskip("verl")
+
+STAND_IN = """
+import json, os, sys, time
+from pathlib import Path
+import scripts.benchmark.paired_runs as paired
+
+RUN = '''
+import json, os, sys, time
+log, side, pair, steps, hang = os.environ["VERL_FILE_LOGGER_PATH"], *sys.argv[1:]
+with open(log, "w") as out:
+    out.write(json.dumps({"step": 0, "data": {"val": 1.0}}) + chr(10))
+    for step in range(1, int(steps) + 1):
+        data = {"actor/grad_norm": 1.0, "timing_s/step": 1.0 + (side == "corrected") + 9 * (step == 1)}
+        out.write(json.dumps({"step": step, "data": data}) + chr(10))
+if hang == f"{pair}{side}":
+    time.sleep(60)
+'''
+
+def build_command(side, preset, pair, scratch, overrides):
+    steps = next(one.partition("=")[2] for one in overrides if one.startswith("trainer.total_training_steps="))
+    return [sys.executable, "-c", RUN, side, str(pair), steps, os.environ.get("HANG", "")]
+
+paired.build_command, paired.prepare = build_command, lambda preset: []
+sys.exit(paired.main(sys.argv[1:]))
+"""
+
+
+def run_pairs(out: Path, *arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
+    """The command, in a process of its own: it ends all that is below it."""
+    code, path = textwrap.dedent(STAND_IN), os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    command = [sys.executable, "-c", code, "--out", str(out), *arguments]
+    return subprocess.run(command, env=os.environ | {"PYTHONPATH": path} | env, capture_output=True, text=True)
+
+
+def ended(pair: int, side: str, start: float, *seconds: float) -> Run:
+    return Run(["forward", 3, []], pair, side, start, [99.0, *seconds])
+
+
+def test_an_interval_by_hand() -> None:
+    """Of 1, 2 and 6: mean 3, standard deviation sqrt(7), t of 2 degrees of freedom 4.303."""
+    found = compute_interval([1.0, 2.0, 6.0])
+    half = 4.303 * math.sqrt(7.0) / math.sqrt(3.0)
+    assert (found.value, found.low, found.high) == pytest.approx((3.0, 3.0 - half, 3.0 + half))
+    alone = compute_interval([4.0])
+    assert alone.value == 4.0
+    assert math.isnan(alone.low)
+    many = compute_interval([0.0, 2.0] * 50)
+    assert many.high - many.value == pytest.approx(2.086 * math.sqrt(100 / 99) / 10)
+
+
+def test_pairs_are_compared_by_hand() -> None:
+    """Ratios 1/2 and 2, whose geometric mean is 1; starts 4 and 2 s apart; first steps and half a pair do not count."""
+    runs = [
+        ended(1, "verl", 30.0, 2.0, 2.0),
+        ended(1, "corrected", 34.0, 1.0, 1.0),
+        ended(2, "corrected", 32.0, 4.0, 2.0, 9.0),
+        ended(2, "verl", 30.0, 2.0, 2.0),
+        ended(3, "verl", 1.0, 1.0, 1.0),
+    ]
+    assert compute_step(runs[2]) == 4.0
+    found = compare(runs)
+    ratio, start = found["step ratio"], found["start"]
+    # Two logs, +-log 2: a standard error of log 2, and 12.706 of them.
+    assert (ratio.value, ratio.low, ratio.high) == pytest.approx((1.0, 2**-12.706, 2**12.706))
+    assert (start.value, start.low) == pytest.approx((3.0, 3.0 - 12.706))
+    text = format_result(runs)
+    assert "| 1 | 2.000 | 1.000 | 0.500 | 30.0 | 34.0 |" in text
+    assert "| 3 |" not in text
+    with pytest.raises(ValueError, match="no pair is complete"):
+        compare(runs[4:])
+
+
+def test_each_side_comes_first_in_turn() -> None:
+    assert [order_sides(pair)[0] for pair in (1, 2, 3)] == ["verl", "corrected", "verl"]
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_both_runs_differ_by_the_program_and_the_correction(preset: str, tmp_path: Path) -> None:
+    verls, ours = (
+        build_command(side, PRESETS[preset], 7, tmp_path, ["data.truncation=left"]) for side in ("verl", "corrected")
+    )
+    assert "verl.trainer.main_ppo" in verls
+    assert not any("offpolicy" in word or word.startswith("correction") for word in verls[3:] if str(ROOT) not in word)
+    assert "recipe.offpolicy.main_offpolicy" in ours
+    only_verls, only_ours = set(verls) - set(ours), set(ours) - set(verls)
+    assert only_verls == {"verl.trainer.main_ppo", "--config-path", str(ROOT / "configs")}
+    assert only_ours == {"recipe.offpolicy.main_offpolicy", *PRESETS[preset].corrected}
+    assert {"data.seed=7", "actor_rollout_ref.rollout.seed=7"} < set(verls)
+    assert ours[-1] == "data.truncation=left"
+
+
+@pytest.mark.slow
+def test_pairs_go_on_where_a_call_was_ended(tmp_path: Path) -> None:
+    out = tmp_path / "pairs.jsonl"
+    hung = run_pairs(out, "--pairs", "2", "--steps", "3", "--limit", "2", HANG="2corrected")
+    assert hung.returncode == 1
+    assert "took longer than 2 s" in hung.stderr
+    settings = ["forward", 3, []]
+    assert [(run.pair, run.side) for run in read_runs(out, settings)] == [(1, "verl"), (1, "corrected")]
+    assert read_runs(out, ["forward", 4, []]) == []
+
+    done = run_pairs(out, "--pairs", "2", "--steps", "3")
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.splitlines() == ["pair 2 of 2, corrected", "pair 2 of 2, verl"]
+    assert [run.seconds for run in read_runs(out, settings)] == [[s + 9, s, s] for s in (1.0, 2.0, 2.0, 1.0)]
+    assert "step, corrected over verl's own: 2.000 (2.000 to 2.000)" in done.stdout
+    assert len(out.read_text().splitlines()) == 4
+
+    again = run_pairs(out, "--pairs", "2", "--steps", "3")
+    assert (again.returncode, again.stderr, again.stdout) == (0, "", done.stdout)
+
+
+@pytest.mark.slow
+def test_a_run_that_fails_stops_the_call(tmp_path: Path) -> None:
+    script = textwrap.dedent(STAND_IN).replace('json.dumps({"step": 0', 'json.dump({"step": 0')
+    command = [sys.executable, "-c", script, "--out", str(tmp_path / "pairs.jsonl")]
+    failed = subprocess.run(command, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
+    assert failed.returncode == 1
+    assert "ended with 1" in failed.stderr
+    assert "TypeError" in failed.stderr
+    assert not (tmp_path / "pairs.jsonl").exists()
