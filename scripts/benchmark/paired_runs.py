@@ -48,7 +48,7 @@ CONFIGS = ROOT / "configs"
 OUTPUTS = ROOT / "outputs"
 CACHE = OUTPUTS / "quickstart" / "cache"
 REWARD = ROOT / "scripts" / "quickstart" / "reward.py"
-LOOK = 0.05
+LOOK = 0.1
 """Seconds between two looks at a run's metrics."""
 UPDATED = "actor/grad_norm"
 """Key of a step's metrics, as against those of a validation."""

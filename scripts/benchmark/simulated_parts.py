@@ -1,7 +1,7 @@
 """Parts of a step at any size on drawn inputs, each a call without arguments, for ``simulated_scale.py`` to measure.
 
-Columns of tokens are float32 log-probs and int64 ids and masks, as verl ships them. Rows that lie end to end have 2048
-tokens on average, at random; padded ones have a width of 4096, and half of it is padding.
+Columns of tokens are float32 log-probs and int64 ids and masks, as verl ships them. Rows have up to 4096 tokens, at
+random, and half of that on average: padded, every other token is padding.
 """
 
 from __future__ import annotations
@@ -82,10 +82,15 @@ def draw_log_probs(tokens: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def draw_offsets(tokens: int, mean: int) -> Tensor:
-    """Draw rows of at least one token that lie end to end: their starts, and ``tokens``."""
+    """Draw rows that lie end to end: their starts, and ``tokens``. Lengths are uniform up to twice their mean."""
     rows = max(tokens // mean, 1)
-    cuts = torch.randint(tokens - rows + 1, (rows - 1,), generator=torch.Generator().manual_seed(1)).sort().values
-    return torch.cat((torch.tensor([0]), cuts + torch.arange(1, rows), torch.tensor([tokens])))
+    lengths = torch.full((rows,), mean)
+    # Two by two, so that the sum is what is asked for.
+    apart = torch.randint(mean, (rows // 2,), generator=torch.Generator().manual_seed(1))
+    lengths[: rows // 2] -= apart
+    lengths[rows // 2 : rows // 2 * 2] += apart
+    lengths[-1] += tokens - int(lengths.sum())
+    return torch.cat((torch.tensor([0]), lengths.cumsum(0)))
 
 
 def nest(values: Tensor, offsets: Tensor) -> Tensor:

@@ -7,8 +7,9 @@
 Tokens go from 2^18 to 2^27, padding included, rows from 1 000 to 100 000 and ranks from 8 to 512. Time: CPU seconds of
 one thread, median of the repeats. Memory: what the resident set of a fresh process grows by at most in one call,
 beyond its inputs. Sizes whose arrays would take more than ``--memory`` GiB (6) are left out, with a message. The
-exponent is the slope of log time, or log memory, over log size: 1 is linear. The last line adds up what the driver
-does in a step of the most rows and ranks: 1 % of a step of 60 s is 0.6 s.
+exponent is the slope of log time, or log memory, over log size, of the larger half of the sizes, on which caches and
+fixed costs no longer tell: 1 is linear. The last line adds up what the driver does in a step of the most rows and
+ranks: 1 % of a step of 60 s is 0.6 s.
 """
 
 from __future__ import annotations
@@ -86,10 +87,11 @@ def fit_exponent(points: Sequence[tuple[float, float]]) -> float:
 
 
 def summarise(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
-    """Fit the exponents of each part: name -> of its time and of its memory."""
+    """Fit the exponents of each part over its larger sizes: name -> of its time and of its memory."""
     found = {}
     for name in dict.fromkeys(row["part"] for row in rows):
-        own = [row for row in rows if row["part"] == name]
+        own = sorted((row for row in rows if row["part"] == name), key=lambda row: row["size"])
+        own = own[(len(own) - 1) // 2 :]
         grown = [(row["size"], row["bytes"]) for row in own if row["bytes"] >= LEAST_BYTES]
         found[name] = {
             "time": fit_exponent([(row["size"], row["seconds"]) for row in own]),

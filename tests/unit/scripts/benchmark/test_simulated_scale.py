@@ -37,9 +37,12 @@ def test_the_driver_does_each_part_at_its_largest_size() -> None:
 
     rows = [row("a", 10, 1.0), row("a", 100, 5.0), row("b", 8, 0.25), row("c", 9, 7.0, of_driver=False)]
     assert add_up_driver(rows) == 5.25
-    found = summarise([row("a", 1, 1.0, grown=1 << 10), row("a", 2, 2.0), row("a", 4, 4.0)])
+    grown = {4: 1 << 10, 8: 1 << 30, 16: 1 << 31}
+    found = summarise([row("a", size, size / 4, grown=grown.get(size, 9)) for size in (1, 16, 2, 8, 4)])
     assert found["a"]["time"] == pytest.approx(1.0)
-    assert found["a"]["memory"] == pytest.approx(0.0)  # the smallest growth is below what is told apart
+    assert found["a"]["memory"] == pytest.approx(1.0)  # of 8 and 16: a kibibyte is no growth that can be told
+    flat_at_first = [row("a", size, max(size, 4)) for size in (1, 2, 4, 8, 16)]
+    assert summarise(flat_at_first)["a"]["time"] == pytest.approx(1.0)
     assert format_row(row("a", 2**20, 1.0)) == "| a | 2^20 rows | 1000.0 | 954 | 1024.0 | 1024 |"
 
 
