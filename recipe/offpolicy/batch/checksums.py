@@ -13,8 +13,8 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from ..correction.row_blocks import split_rows
 from ..correction.row_layout import PackedRows, detect_layout
-from .row_blocks import split_rows
 
 _BITS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integers of as many bytes as a float of any dtype has."""

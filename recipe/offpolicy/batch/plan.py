@@ -17,8 +17,8 @@ from torch import Tensor
 from ..correction import BatchConstants, CorrectionSpec, batch_constants, rollout_stage, turns
 from ..correction.baseline import regroup
 from ..correction.denominator import assign_mini_batches, compute_scale_of_counts, find_finite_tokens
+from ..correction.row_blocks import split_rows
 from ..correction.row_layout import count_tokens_by_row
-from .row_blocks import split_rows
 from .token_versions import read_versions
 from .weight_versions import EXTRA_FIELDS, check_ages_known, compute_token_versions
 

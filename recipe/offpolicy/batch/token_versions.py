@@ -15,8 +15,8 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from ..correction import CorrectionSpec
+from ..correction.row_blocks import split_rows
 from ..correction.row_layout import detect_layout
-from .row_blocks import split_rows
 from .weight_versions import NEWEST_VERSION, OLDEST_VERSION, RowVersions, read_extra_fields, read_row_versions
 
 Chunk = tuple[int, int]

@@ -148,23 +148,22 @@ def _any(units: Units, flags: Tensor) -> Tensor:
     return flags if units.level == "token" else units.greatest(flags) > 0
 
 
-def compute_second_moment_cutoff(budget: float, log_ratio: Tensor, valid: Tensor) -> float:
+def compute_second_moment_cutoff(budget: float, log_ratio: Tensor) -> float:
     """Compute the greatest (log r)^2 that M2PO keeps: the mean over all tokens up to it is at most ``budget``.
 
     Tokens of one value are kept or dropped together. Zheng et al. 2025, Prosperity before Collapse.
 
     Args:
-        log_ratio: (B, T), 0 off ``valid``; the whole batch.
+        log_ratio: (N,) of all valid tokens of the whole batch.
 
     Returns:
         -1 if no token may be kept; infinity if all may.
 
     Example:
-        >>> log_r = torch.tensor([[0.0, 1.0, 2.0]])  # means of squares: 0, 1/2, 5/3
-        >>> compute_second_moment_cutoff(0.5, log_r, torch.ones(1, 3, dtype=torch.bool))
+        >>> compute_second_moment_cutoff(0.5, torch.tensor([0.0, 1.0, 2.0]))  # means of squares: 0, 1/2, 5/3
         1.0
     """
-    squares = log_ratio[valid].double().square()
+    squares = log_ratio.double().square()
     if not len(squares):
         return float("inf")
     # The mean of values up to the budget is not above it, so that only those beyond it need an order: few, as a rule.

@@ -19,6 +19,7 @@ from . import telemetry
 from .mask_spec import MaskSpec, Ratio
 from .masks import compute_second_moment_cutoff, find_applicable, find_outside
 from .ratios import clamp_and_exp, compute_finite_log_ratio, compute_log_ratio, promote_weight_dtype
+from .row_blocks import split_rows
 from .row_layout import RowLayout, detect_layout
 from .spec import CorrectionSpec
 from .stage_results import BatchConstants, RolloutStage, StepStage
@@ -48,26 +49,33 @@ def batch_constants(
         >>> batch_constants(CorrectionSpec(weight=weight), **policies).weight_mean
         1.5
     """
+    if not spec.needs_constants:
+        return BatchConstants()
     given = dict(old_log_prob=old_log_prob, rollout_log_prob=rollout_log_prob, response_mask=response_mask)
-    rows = detect_layout(**given)
-    old, mu, mask = (rows.tokens(tensor) for tensor in given.values())
-    valid, log_rho = compute_finite_log_ratio(old, mu, mask.bool())
+    by_row = staleness if staleness is not None and staleness.dim() == 1 else None
+    others = dict(segment_ids=segment_ids, versions=versions, staleness=None if by_row is not None else staleness)
+    columns = given | {name: column for name, column in others.items() if column is not None}
+    budgets = {name: mask.budget for name, mask in spec.masks if mask.budget is not None}
+    sums: list[Tensor] = []
+    log_ratios: list[Tensor] = []
+    for at, block in split_rows(columns):
+        rows = detect_layout(**{name: block[name] for name in given})
+        old, mu, mask = (rows.tokens(block[name]) for name in given)
+        valid, log_rho = compute_finite_log_ratio(old, mu, mask.bool())
+        if (weight := spec.normalized) is not None:
+            ids = _ids(weight.level, rows, block["response_mask"], block.get("segment_ids"), block.get("versions"))
+            ages = _ages(spec, rows, block.get("staleness") if by_row is None else by_row[at], valid)
+            units = partition_units(weight.level, valid, ids, rows, ages)
+            sums.append(torch.stack(sum_weights(weight, log_rho, units)))
+        if budgets:
+            log_ratios.append(log_rho[valid])
     weight_mean = None
-    if (weight := spec.normalized) is not None:
-        ids = _ids(weight.level, rows, response_mask, segment_ids, versions)
-        ages = _ages(spec, rows, staleness, valid)
-        units = partition_units(weight.level, valid, ids, rows, ages)
-        total, count = sum_weights(weight, log_rho, units)
+    if sums:
+        total, count = torch.stack(sums).sum(0)
         # Where everything is rejected there is nothing to divide.
         weight_mean = float(total / count) if total > 0 else 1.0
-    return BatchConstants(
-        weight_mean,
-        {
-            name: compute_second_moment_cutoff(mask.budget, log_rho, valid)
-            for name, mask in spec.masks
-            if mask.budget is not None
-        },
-    )
+    cutoffs = {name: compute_second_moment_cutoff(budget, torch.cat(log_ratios)) for name, budget in budgets.items()}
+    return BatchConstants(weight_mean, cutoffs)
 
 
 def rollout_stage(

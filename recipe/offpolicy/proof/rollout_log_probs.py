@@ -8,8 +8,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ..batch.row_blocks import split_rows
 from ..correction.deferred_value import DeferredValue
+from ..correction.row_blocks import split_rows
 from ..correction.row_layout import detect_layout
 
 LEAST_TOKENS = 8

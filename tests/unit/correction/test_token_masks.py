@@ -334,13 +334,12 @@ def test_the_cutoff_of_m2po_is_that_of_all_squares_in_order(sixteenths: list[int
     means = {top: sum(up_to := [s for s in squares if s <= top]) / len(up_to) for top in squares}
     admissible = [top for top in squares if means[top] <= budget]
     expected = -1.0 if not admissible else math.inf if admissible[-1] == squares[-1] else admissible[-1]
-    log_ratio = torch.tensor([sixteenths], dtype=torch.float64) / 16
-    found = compute_second_moment_cutoff(budget, log_ratio, torch.ones_like(log_ratio, dtype=torch.bool))
-    assert found == expected
+    log_ratio = torch.tensor(sixteenths, dtype=torch.float64) / 16
+    assert compute_second_moment_cutoff(budget, log_ratio) == expected
 
 
 def test_only_squares_beyond_the_budget_of_m2po_are_sorted() -> None:
-    log_ratio = torch.zeros(1, 1000, dtype=torch.float64)
-    log_ratio[0, :3] = torch.tensor([1.0, 2.0, 40.0])
-    work = count_work(lambda: compute_second_moment_cutoff(0.04, log_ratio, log_ratio >= 0))
+    log_ratio = torch.zeros(1000, dtype=torch.float64)
+    log_ratio[:3] = torch.tensor([1.0, 2.0, 40.0])
+    work = count_work(lambda: compute_second_moment_cutoff(0.04, log_ratio))
     assert work.elements["sort"] == 2 * 3  # values, and where each was

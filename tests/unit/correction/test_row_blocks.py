@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as draw
 
 from recipe.offpolicy.batch.checksums import hash_rows
-from recipe.offpolicy.batch.row_blocks import BLOCK, split_rows
+from recipe.offpolicy.correction.row_blocks import BLOCK, split_rows
 from tests.support.growth import count_work
 from tests.support.packed import packed
 

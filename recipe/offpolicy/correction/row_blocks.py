@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..correction.row_layout import detect_layout
+from .row_layout import detect_layout
 
 BLOCK = 1 << 17
 """Tokens of a block, padding included. A fresh temporary of more is handed out page by page, which takes longer than
