@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..correction.deferred_value import DeferredValue
-from ..correction.row_blocks import split_rows
+from ..correction.row_blocks import BLOCK, split_rows
 from ..correction.row_layout import detect_layout
 
 LEAST_TOKENS = 8
@@ -40,10 +40,11 @@ def check_arrived(rollout_log_prob: Tensor, response_mask: Tensor) -> None:
     Raises:
         RolloutLogProbError: most of mu is not finite, above 0, or one and the same number.
     """
+    rows = detect_layout(mu=rollout_log_prob, mask=response_mask)
+    columns = (rows.tokens(column).flatten().split(BLOCK) for column in (rollout_log_prob, response_mask))
     tokens, lost, low, high = 0, 0, math.inf, -math.inf
-    for _, block in split_rows({"mu": rollout_log_prob, "mask": response_mask}):
-        rows = detect_layout(**block)
-        mu = rows.tokens(block["mu"])[rows.tokens(block["mask"]).bool()].float()
+    for values, mask in zip(*columns, strict=True):
+        mu = values[mask.bool()].float()
         finite = mu[torch.isfinite(mu)]
         tokens, lost = tokens + len(mu), lost + len(mu) - len(finite)
         if len(finite):
