@@ -81,20 +81,28 @@ class _Names(dict[str, Any]):
         self[_REGISTER] = self._register
 
     def __missing__(self, name: str) -> Any:
-        if name not in self._waiting:
+        namespace = vars(self._module)
+        try:
+            self._import(name)
+        except KeyError as error:  # in which Python would see a name that is not defined
+            raise LookupError(f"{name} cannot be imported: {error!r}") from error
+        if name not in namespace:
             raise KeyError(name)
-        for statement in self._waiting.pop(name):
-            self._run(statement)
-        return vars(self._module)[name]
+        return namespace[name]
 
     def get_attribute(self, name: str) -> Any:
         """Look a name up from outside of the module, as its ``__getattr__``."""
         if name == _EVERYTHING:  # a module that has none is asked by ``import *``, which then takes what is bound
             for each in list(self._waiting):
-                self.__missing__(each)
-        if name in self._waiting:
-            return self.__missing__(name)
-        raise AttributeError(f"module {self._module.__name__!r} has no attribute {name!r}")
+                self._import(each)
+        self._import(name)
+        if name not in vars(self._module):
+            raise AttributeError(f"module {self._module.__name__!r} has no attribute {name!r}")
+        return vars(self._module)[name]
+
+    def _import(self, name: str) -> None:
+        for statement in self._waiting.pop(name, ()):
+            self._run(statement)
 
     def _register(self, place: int) -> None:
         """Let an import wait, in the place of its statement."""

@@ -22,4 +22,4 @@ def shorten_start() -> None:
     compiler_imports.leave_out()
     lazy_imports.install()
     # OmegaConf derives its loader from this class each time that it reads a file.
-    yaml.SafeLoader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # type: ignore[misc]
+    yaml.SafeLoader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)

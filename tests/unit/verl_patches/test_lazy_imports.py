@@ -11,7 +11,7 @@ from tests.support.fresh_python import ok
 WRITTEN = {
     "heavy": "import sys\nsys.modules['log'].append('heavy')\nclass Thing: ...\nvalue = 3\n",
     "heavy_part": "import sys\nsys.modules['log'].append('heavy_part')\n",
-    "broken": "raise RuntimeError('half installed')\n",
+    "broken": "raise RuntimeError\n",
     "lazy/__init__": "from .part import value\nfrom .other import later\n",
     "lazy/other": "import sys\nsys.modules['log'].append('lazy.other')\nlater = 5\n",
 }
@@ -25,9 +25,9 @@ lazy_imports.install("lazy")
 """
 
 
-def run(folder: Path, part: str, code: str) -> list[str]:
+def run(folder: Path, part: str, code: str, **written: str) -> list[str]:
     """What the code prints, line by line, beside a package ``lazy`` whose module ``part`` is given."""
-    for name, text in {**WRITTEN, "lazy/part": part}.items():
+    for name, text in {**WRITTEN, **written, "lazy/part": part}.items():
         file = folder / f"{name}.py"
         file.parent.mkdir(exist_ok=True)
         file.write_text(text)
@@ -104,10 +104,26 @@ def test_all_names_reach_a_star_import(tmp_path: Path) -> None:
     assert run(tmp_path, part, "from lazy.part import *; print(value)") == ["3"]
 
 
-def test_an_import_that_fails_raises_where_its_name_is_looked_up(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("raised", "seen"),
+    [
+        ("RuntimeError('half installed')", "RuntimeError half installed"),
+        ("KeyError('HOME')", "LookupError broken cannot be imported: KeyError('HOME')"),
+    ],
+)
+def test_an_import_that_fails_raises_where_its_name_is_looked_up(raised: str, seen: str, tmp_path: Path) -> None:
     part = "import broken\ndef use(): return broken\n"
-    code = "import lazy.part as p\ntry:\n    p.use()\nexcept RuntimeError as error:\n    print(error)"
-    assert run(tmp_path, part, code) == ["half installed"]
+    code = (
+        "import lazy.part as p\ntry:\n    p.use()\nexcept Exception as error:\n    print(type(error).__name__, error)"
+    )
+    assert run(tmp_path, part, code, broken=f"raise {raised}\n") == [seen]
+
+
+def test_a_name_that_its_statement_does_not_bind_is_not_defined(tmp_path: Path) -> None:
+    part = "try:\n    from not_there import thing\nexcept ImportError: pass\ndef use(): return thing\n"
+    code = "import lazy.part as p\nprint(hasattr(p, 'thing'))\n"
+    code += "try:\n    p.use()\nexcept NameError as error:\n    print(error)"
+    assert run(tmp_path, part, code) == ["False", "name 'thing' is not defined"]
 
 
 def test_other_packages_are_left_alone(tmp_path: Path) -> None:
