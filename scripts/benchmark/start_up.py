@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import resource
 import statistics
 import subprocess
@@ -28,6 +29,8 @@ OVERRIDES = (
     "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1",
     "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=1",
 )
+_LOGGED = re.compile(r"\[\d{4}-\d\d-\d\d ")
+"""Lines that packages log while they are imported, with the time of day."""
 
 
 class Run(NamedTuple):
@@ -88,7 +91,9 @@ def run(checkout: Path, command: Sequence[str]) -> Run:
     )
     wall, after = time.perf_counter() - begun, resource.getrusage(resource.RUSAGE_CHILDREN)
     cpu = after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime
-    return Run(cpu, wall, f"{done.returncode}\n{done.stdout.replace(str(checkout), '')}")
+    said = done.stdout.replace(str(checkout), "").replace(str(ROOT), "")
+    lines = [line for line in said.splitlines() if not _LOGGED.match(line)]
+    return Run(cpu, wall, "\n".join([str(done.returncode), *lines]))
 
 
 def format_row(name: str, pairs: Sequence[Pair]) -> str:

@@ -23,10 +23,11 @@ def test_medians_of_columns_and_of_ratios() -> None:
 
 def test_a_run_says_status_and_output_without_the_place_of_the_checkout(tmp_path: Path) -> None:
     (tmp_path / "tool.py").write_text(
-        "import pathlib, sys\nsum(range(10**6))\nprint(pathlib.Path.cwd() / 'x', *sys.argv[1:])\nsys.exit(2)\n"
+        "import pathlib, sys\nsum(range(10**6))\nprint(pathlib.Path.cwd() / 'x', *sys.argv[1:])\n"
+        "print('[2026-01-02 03:04:05,678][package][INFO] - imported')\nsys.exit(2)\n"
     )
     done = run(tmp_path, ["tool", "a=1"])
-    assert done.said == "2\n/x a=1\n"
+    assert done.said == "2\n/x a=1"
     assert done.cpu > 0
     assert done.wall > 0
     assert list(tmp_path.iterdir()) == [tmp_path / "tool.py"]
