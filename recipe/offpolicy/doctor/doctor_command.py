@@ -53,7 +53,8 @@ def _diagnose(known: argparse.Namespace, given: Sequence[str]) -> Diagnosis:
     launch = Launch("" if known.script else known.module or _OURS, tuple(given), known.script or "")
     try:
         if known.script is not None:
-            from .scripts import ScriptError, find_launch  # the interpreter of scripts, which others do not need
+            from .bash import ScriptError  # an interpreter, which other launches do not need
+            from .scripts import find_launch
 
             try:
                 launch = find_launch(Path(known.script), list(given), known.line)
