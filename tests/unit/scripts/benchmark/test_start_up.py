@@ -63,3 +63,13 @@ def test_the_table_has_a_row_for_each_tool(capsys: pytest.CaptureFixture[str], m
     assert [place for place, _ in asked] == [Path("HEAD"), ROOT] * 6
     assert asked[0][1] == ("recipe.offpolicy.doctor", "a=1")
     assert asked[4][1] == ("recipe.offpolicy.main_offpolicy", "--check", "a=1")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="needs git's history")
+def test_both_tools_of_a_revision_are_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("verl")
+    start_up.main(["HEAD", "--pairs", "1"])
+    rows = [line.strip("| ").split(" | ") for line in capsys.readouterr().out.splitlines()[2:]]
+    assert [row[0] for row in rows] == ["doctor", "--check"]
+    assert [row[-1] for row in rows] == ["yes", "yes"]
