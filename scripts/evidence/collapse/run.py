@@ -104,6 +104,11 @@ def choose(names: Sequence[str]) -> list[Run]:
     return [run for run in runs if not names or {run.arm.name, run.name} & set(names)]
 
 
+def unwind_when_terminated() -> None:
+    """Let SIGTERM unwind this process as Ctrl-C does, so that the run under way is ended with it."""
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; return its exit status."""
     parser = argparse.ArgumentParser()
@@ -133,4 +138,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    unwind_when_terminated()
     sys.exit(main())

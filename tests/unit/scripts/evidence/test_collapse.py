@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -155,6 +156,27 @@ def test_a_run_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     monkeypatch.setattr(run, "build_command", lambda each: (["bash", "-c", "sleep 60"], {}))
     monkeypatch.setattr(run, "LIMIT", 0.001)
     assert "time limit" in run.make(next(iter(arms.list_runs())))
+
+
+def test_a_run_ends_with_the_command_that_is_terminated(tmp_path: Path) -> None:
+    """Nothing is kept of it, so that it is made again."""
+    program = (
+        f"import sys; sys.path.insert(0, {str(SCRIPTS)!r})\n"
+        "from pathlib import Path; from collapse import results, run\n"
+        f"results.DATA, run.LOGS = Path({str(tmp_path / 'results.parquet')!r}), Path({str(tmp_path / 'logs')!r})\n"
+        "run.build_command = lambda each: (['bash', '-c', 'echo $$; exec sleep 60'], {})\n"
+        "run.unwind_when_terminated(); run.main(['late-2'])\n"
+    )
+    log = tmp_path / "logs" / "late-2.log"
+    process = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT)
+    while not (log.exists() and log.read_text().strip()):
+        assert process.poll() is None
+        time.sleep(0.1)
+    process.terminate()
+    assert process.wait(60) == 143
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(log.read_text()), 0)
+    assert not (tmp_path / "results.parquet").exists()
 
 
 def test_time_that_does_not_suffice_for_a_run_begins_none(
