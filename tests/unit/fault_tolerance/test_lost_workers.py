@@ -66,7 +66,7 @@ RuntimeError: Error loading module"""
 
 
 # As Ray words what its memory monitor did, shortened.
-SHORT_OF_MEMORY = """4 worker(s) were killed due to the node running low on memory. Memory was 22.49GB used / 23.54GB limit
+SHORT_OF_MEMORY = """4 worker(s) were killed due to the node running low on memory. Memory was 22.49GB of 23.54GB
 OOM kill reason: Memory usage 24064483328B exceeded threshold of 24012677120B
 RayError: not of the constructor
 Top 10 memory users: PID\tMEM(GB)\tCOMMAND
@@ -77,7 +77,7 @@ Top 10 memory users: PID\tMEM(GB)\tCOMMAND
 
 def test_a_death_for_want_of_memory_names_the_largest_process() -> None:
     assert summarize_death(OutOfMemoryError(SHORT_OF_MEMORY)) == (
-        "4 worker(s) were killed due to the node running low on memory. Memory was 22.49GB used / 23.54GB limit; "
+        "4 worker(s) were killed due to the node running low on memory. Memory was 22.49GB of 23.54GB; "
         "the largest process has 14.16 GB: python greedy.py --all"
     )
 

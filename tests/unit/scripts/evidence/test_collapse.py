@@ -106,6 +106,7 @@ def away(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     path = tmp_path / "results.parquet"
     monkeypatch.setattr(run, "LOGS", tmp_path / "logs")
     monkeypatch.setattr(results, "DATA", path)
+    monkeypatch.setattr(results, "MACHINE_FAILURES", tmp_path / "machine_failures.csv")
     return path
 
 
@@ -156,6 +157,22 @@ def test_a_run_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     monkeypatch.setattr(run, "build_command", lambda each: (["bash", "-c", "sleep 60"], {}))
     monkeypatch.setattr(run, "LIMIT", 0.001)
     assert "time limit" in run.make(next(iter(arms.list_runs())))
+
+
+def test_a_run_that_the_machine_ended_is_listed_and_made_once_more(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, away: Path
+) -> None:
+    """Short of memory twice, the second time it counts."""
+    quickstart(monkeypatch, tmp_path / "run", 30, code=1)
+    (tmp_path / "run" / "train.log").write_text(f"(raylet) 4 Workers {run.SHORT_OF_MEMORY}, 0 crashed\n")
+    run.main(["late-2"])
+    noted = pandas.read_csv(tmp_path / "machine_failures.csv")
+    assert noted[["arm", "seed", "outcome", "steps"]].values.tolist() == [["late", 2, "out of memory", 30]]
+    assert not away.exists()
+    run.main(["late-2"])
+    assert set(results.read()["outcome"]) == {"out of memory"}
+    assert analyse.outcomes(results.read(), "late").loc[2, "outcome"] == 0.0
+    assert len(pandas.read_csv(tmp_path / "machine_failures.csv")) == 1
 
 
 def test_a_run_ends_with_the_command_that_is_terminated(tmp_path: Path) -> None:
