@@ -61,18 +61,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     shown = list_output_modules(json=options.json, png=bool(options.png), html=bool(options.html))
     require_modules("calibrate", "numpy", "torch", "pyarrow", "hydra", *shown)
-    import torch
-
     from .analysis.attribution.faults import FaultScreen
     from .analysis.calibration.joint import compute_joint_shares
     from .analysis.calibration.propose import CalibrationRequest, propose_bounds
+    from .analysis.jobs import prepare_process
     from .analysis.pages import PageError, check_target
     from .analysis.report.step_sample import TOKENS, count_steps_of, spread_evenly
     from .correction import SpecError
     from .recording import Recording, RecordingError
 
-    # Blocks fit the cache: a second thread adds little, and waits for the first at each of some hundred operations.
-    torch.set_num_threads(1)
+    prepare_process()
     request = CalibrationRequest(
         target_kept=options.target_kept,
         target_ess=options.target_ess,

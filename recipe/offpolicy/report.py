@@ -19,9 +19,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; return its exit status."""
     options = _parser().parse_args(arguments)
     require_modules("report", "torch", "pyarrow", "hydra", "rich", "matplotlib", "jinja2")
-    import torch
-
     from .analysis.calibration.scores import read_recorded_spec
+    from .analysis.jobs import prepare_process
     from .analysis.pages import PageError, check_target
     from .analysis.report.report_page import ReportContents, build_page
     from .analysis.report.step_sample import sample_steps
@@ -31,8 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from .recording import Recording, RecordingError
     from .recording.redaction import redact
 
-    # Blocks fit the cache: a second thread adds little, and waits for the first at each of some hundred operations.
-    torch.set_num_threads(1)
+    prepare_process()
     try:
         check_target("--out", options.out, "report.html")
         recording = Recording(options.directory)

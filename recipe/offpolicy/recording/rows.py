@@ -118,13 +118,15 @@ def spread_versions(
 
 
 def concatenate(parts: Sequence[Rows]) -> Rows:
-    """Concatenate the rows of all ``parts``, in order.
+    """Concatenate the rows of all ``parts``, in order; a single part is returned as it is.
 
     Raises:
         ValueError: there is no part.
     """
     if not parts:
         raise ValueError("no rows to put together: expected at least one part.")
+    if len(parts) == 1:
+        return parts[0]
     values: dict[str, Any] = {}
     for name in (each.name for each in fields(Rows) if each.name != "extensions"):
         arrays = [getattr(part, name) for part in parts]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -134,7 +135,13 @@ def resample(sums: Array, seed: Sequence[int] = (0,)) -> ResampledSums:
         seed: of the draws: alike for the same rows, whoever draws them and when.
     """
     counts = np.random.default_rng(seed).poisson(1.0, (REPLICATES, len(sums))).astype(np.float64)
-    return ResampledSums(sums.sum(0), np.tensordot(counts, sums, 1).astype(np.float64))
+    flat = sums.reshape(len(sums), math.prod(sums.shape[1:]))
+    whole = flat.sum(0)
+    # Ages and bins without a token have a count of 0, and their products are known.
+    filled = np.flatnonzero(flat.any(0))
+    draws = np.zeros((REPLICATES, flat.shape[1]))
+    draws[:, filled] = counts @ flat[:, filled]
+    return ResampledSums(whole.reshape(sums.shape[1:]), draws.reshape(REPLICATES, *sums.shape[1:]))
 
 
 def resample_rows(sums: Array, routing: RoutingSums | None = None, seed: Sequence[int] = (0,)) -> MismatchSums:

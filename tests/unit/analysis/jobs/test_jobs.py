@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import os
 import signal
+import subprocess
+import sys
 from functools import partial
 from pathlib import Path
 
@@ -14,6 +16,7 @@ import pytest
 from recipe.offpolicy.analysis.attribution.attribution import attribute
 from recipe.offpolicy.analysis.jobs import Jobs, JobsError, jobs, read_arguments, show_progress
 from recipe.offpolicy.recording import Recording
+from tests.support.paths import ROOT
 from tests.support.recordings import drawn_rows, record
 
 
@@ -89,3 +92,26 @@ def test_a_large_recording_gets_a_process_a_core(recorded: Recording, monkeypatc
 def test_progress_is_shown_on_a_terminal_alone(capsys: pytest.CaptureFixture[str]) -> None:
     assert list(show_progress(iter([1, 2]), 2, "reading")) == [1, 2]
     assert capsys.readouterr().err == ""
+
+
+def test_a_process_is_prepared_for_arrays() -> None:
+    """Memory of an array of 1 MB comes without a page fault once one of its size was freed."""
+    program = """
+import resource
+import numpy as np, torch
+from recipe.offpolicy.analysis.jobs import prepare_process
+
+def count_faults():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(20):
+        np.ones(2**17)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+prepare_process()
+count_faults()
+print(torch.get_num_threads(), count_faults())
+"""
+    found = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    threads, faults = map(int, found.stdout.split())
+    assert threads == 1
+    assert faults < 20 * 2**20 // 4096 // 2
