@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 
@@ -14,8 +15,14 @@ import numpy as np
 import pytest
 
 from recipe.offpolicy.analysis.attribution.attribution import attribute
-from recipe.offpolicy.analysis.jobs import Jobs, JobsError, jobs, read_arguments, show_progress
-from recipe.offpolicy.recording import Recording
+from recipe.offpolicy.analysis.calibration.joint import compute_joint_shares
+from recipe.offpolicy.analysis.calibration.prompt_sample import PromptSample
+from recipe.offpolicy.analysis.calibration.propose import CalibrationRequest, propose_bounds
+from recipe.offpolicy.analysis.jobs import ALONE, Jobs, JobsError, jobs, map_steps, read_arguments, show_progress
+from recipe.offpolicy.analysis.report.timeline import build_timeline
+from recipe.offpolicy.correction import CorrectionSpec
+from recipe.offpolicy.recording import Recording, Step
+from tests.support.corrections import GSM
 from tests.support.paths import ROOT
 from tests.support.recordings import drawn_rows, record
 
@@ -78,6 +85,32 @@ def recorded(tmp_path: Path) -> Recording:
 @pytest.mark.slow
 def test_an_attribution_does_not_depend_on_who_works_on_it(recorded: Recording) -> None:
     assert attribute(recorded) == attribute(recorded, jobs=Jobs(2))
+
+
+@pytest.mark.slow
+def test_a_calibration_does_not_depend_on_who_works_on_it(recorded: Recording) -> None:
+    spec = CorrectionSpec.from_mapping({"masks": {"gsm": GSM}})
+    request = CalibrationRequest(target_kept=0.9)
+    asked = {"sample": PromptSample(rows=0.6)}
+    one, two = (propose_bounds(recorded, spec, request, **asked, jobs=each) for each in (ALONE, Jobs(2)))
+    assert one.spec == two.spec != spec
+    assert [vars(each.threshold) for each in one.proposals] == [vars(each.threshold) for each in two.proposals]
+    assert compute_joint_shares(recorded, [one.spec]) == compute_joint_shares(recorded, [one.spec], Jobs(2))
+
+
+@pytest.mark.slow
+def test_a_timeline_does_not_depend_on_who_works_on_it(recorded: Recording) -> None:
+    assert build_timeline(recorded) == build_timeline(recorded, Jobs(2))
+
+
+def test_steps_in_memory_are_worked_on_here(recorded: Recording) -> None:
+    """Each by itself, whatever the number of processes: a closure could not be sent to another."""
+
+    def list_steps(steps: Iterable[Step]) -> list[int]:
+        return [int(step.rows.step[0]) for step in steps]
+
+    assert list(map_steps(list_steps, list(recorded), Jobs(2), "reading")) == [[2], [3], [4]]
+    assert list(map_steps(list_steps, recorded, ALONE, "reading")) == [[2], [3], [4]]
 
 
 def test_a_large_recording_gets_a_process_a_core(recorded: Recording, monkeypatch: pytest.MonkeyPatch) -> None:
