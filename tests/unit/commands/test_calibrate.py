@@ -278,7 +278,7 @@ def test_a_large_recording_is_calibrated_by_a_sample(
     monkeypatch.setattr(prompt_sample, "TOKENS", 1)
     monkeypatch.setattr(prompt_sample, "ROWS", Recording(recording).count_rows() // 2)
     _, part, err = run(capsys, recording, *asked)
-    assert "calibrate: Bounds rest on a sample, 0." in err
-    assert "0.5 of the prompts where a part decides by row" in err
+    assert "calibrate: Bounds rest on a sample of the prompts, a share of " in err
+    assert "and 0.5 where it decides by row" in err
     whole, part = json.loads(whole), json.loads(part)
     assert part["together"]["now"] == whole["together"]["now"]

@@ -49,10 +49,10 @@ class PromptSample:
         """The sentence about the sample; empty where there is none."""
         if self == EVERY_PROMPT:
             return ""
-        by_row = f"{self.rows:.2g} of the prompts where a part decides by row" if self.rows < 1 else "all rows"
+        by_row = f"{self.rows:.2g}" if self.rows < 1 else "all"
         return (
-            f"Bounds rest on a sample, {self.tokens:.2g} of the prompts where a part decides by token, {by_row}; what "
-            f"a correction keeps in all is counted on every token."
+            f"Bounds rest on a sample of the prompts, a share of {self.tokens:.2g} where a part decides by token and "
+            f"{by_row} where it decides by row; what a correction keeps in all is counted on every token."
         )
 
     def find_rows(self, prompt: NDArray[np.uint64], share: float | None = None) -> NDArray[np.bool_]:

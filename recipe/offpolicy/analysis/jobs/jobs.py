@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
+from functools import partial
+from multiprocessing.context import BaseContext
 from typing import Any, Final, TypeVar
 
 from ...recording import Recording
@@ -70,8 +72,7 @@ ALONE: Final = Jobs()
 def _map_in_processes(work: Callable[[Item], Result], items: Sequence[Item], count: int) -> Iterator[Result]:
     place, tries = 0, 0
     while place < len(items):
-        # A fork would copy torch's threads in whatever state they are.
-        pool = ProcessPoolExecutor(count, multiprocessing.get_context("spawn"), initializer=prepare_process)
+        pool = ProcessPoolExecutor(count, _prepare_forks(work), initializer=prepare_process)
         waiting: deque[Future[Result]] = deque()
         ahead = iter(items[place:])
         try:
@@ -92,6 +93,17 @@ def _map_in_processes(work: Callable[[Item], Result], items: Sequence[Item], cou
                 ) from error
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _prepare_forks(work: Callable[[Item], Result]) -> BaseContext:
+    """Return a context that forks processes from a server which imports once, for all of them, and does nothing else.
+
+    A fork of this process would copy torch's threads in whatever state they are.
+    """
+    context = multiprocessing.get_context("forkserver")
+    module = (work.func if isinstance(work, partial) else work).__module__
+    context.set_forkserver_preload(["torch", "pyarrow.parquet", module])
+    return context
 
 
 def prepare_process() -> None:

@@ -80,7 +80,7 @@ def test_a_recording_is_sampled_by_its_size(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(prompt_sample, "TOKENS", size / 12 / 4)
     every_row = PromptSample.of_recording(recording)
     assert (every_row.tokens, every_row.rows) == pytest.approx((0.25, 1.0))
-    assert "0.25 of the prompts where a part decides by token, all rows;" in every_row.sentence
+    assert "a share of 0.25 where a part decides by token and all where it decides by row;" in every_row.sentence
     monkeypatch.setattr(prompt_sample, "ROWS", 96)
     assert PromptSample.of_recording(recording).rows == 0.5
 
