@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -75,7 +76,7 @@ class Rows:
         known = self.oldest_version >= 0
         return np.where(known, np.maximum(self.step - 1 - self.oldest_version, 0), -1)
 
-    @property
+    @cached_property
     def token_staleness(self) -> NDArray[np.int64]:
         """(M,) steps from the weights that sampled a token to those that its step began with.
 
