@@ -23,7 +23,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from .analysis.calibration.scores import read_recorded_spec
     from .analysis.jobs import JobsError, prepare_process, read_arguments
     from .analysis.pages import PageError, check_target
-    from .analysis.report.report_page import ReportContents, build_page, describe_steps
+    from .analysis.report.report_page import ReportContents, build_page
     from .analysis.report.studies import run_studies
     from .analysis.report.timeline import build_timeline
     from .correction import SpecError
@@ -46,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (RecordingError, SpecError, PageError, JobsError, OSError) as error:
         print(f"report: {error}", file=sys.stderr)  # noqa: T201
         return 2
-    print(f"{options.out}: {size:,} bytes. {describe_steps(found)}")  # noqa: T201
+    print(f"{options.out}: {size:,} bytes. {found.sentence}")  # noqa: T201
     return 0
 
 

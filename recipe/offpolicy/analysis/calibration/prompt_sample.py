@@ -21,7 +21,8 @@ from .parts import BoundedPart
 TOKENS: Final = 4_000_000
 """Tokens up to which a recording is kept whole, and those of a larger one's sample; estimated by the size of files."""
 ROWS: Final = 400_000
-"""Rows of a larger one's sample, for parts that decide by row: the standard error of a kept share is below 0.001."""
+"""Rows of a larger one's sample, for parts that decide by row: of prompts with eight rows, even if all eight are alike,
+a kept share of 0.98 then has a standard error of 0.0006."""
 
 
 @dataclass(frozen=True)

@@ -62,6 +62,13 @@ class ReportContents:
     timeline: Timeline
     studies: Studies
 
+    @property
+    def sentence(self) -> str:
+        """The sentences about what was read."""
+        steps = list(dict.fromkeys(step.step for step in self.timeline.steps))
+        count = "the one recorded step" if len(steps) == 1 else f"all {len(steps)} recorded steps"
+        return f"Read: {count} ({steps[0]} to {steps[-1]}). {self.studies.sampled}".rstrip()
+
 
 def build_page(found: ReportContents) -> Page:
     """Build the page."""
@@ -70,7 +77,7 @@ def build_page(found: ReportContents) -> Page:
     page.add_section(
         "Verdict",
         render_table(build_table(build_answers(found.timeline, spec, found.proof, found.studies))),
-        render_paragraph(describe_steps(found)),
+        render_paragraph(found.sentence),
     )
     page.add_section("Run and liveness proof", *_run(found, spec))
     page.add_section("Reward and mismatch over time", *_over_time(found.timeline))
@@ -83,13 +90,6 @@ def build_page(found: ReportContents) -> Page:
     page.add_section("What other corrections would have done", *_what_if(found.studies.study))
     page.add_section("Configuration", *_configuration(found.card))
     return page
-
-
-def describe_steps(found: ReportContents) -> str:
-    """Describe what was read, in a sentence or two."""
-    steps = list(dict.fromkeys(step.step for step in found.timeline.steps))
-    count = "the one recorded step" if len(steps) == 1 else f"all {len(steps)} recorded steps"
-    return f"Read: {count} ({steps[0]} to {steps[-1]}). {found.studies.sampled}".rstrip()
 
 
 def _describe_spec(spec: CorrectionSpec) -> dict[str, str]:

@@ -20,8 +20,7 @@ from recipe.offpolicy.analysis.calibration.prompt_sample import (
 from recipe.offpolicy.analysis.calibration.propose import CalibrationRequest, propose_bounds
 from recipe.offpolicy.analysis.calibration.scores import Scores, compute_scores
 from recipe.offpolicy.correction import CorrectionSpec
-from recipe.offpolicy.recording import Recording, RecordingError
-from recipe.offpolicy.recording.files import Step, count_rows
+from recipe.offpolicy.recording import Recording, Step
 from tests.support.corrections import GSM
 from tests.support.recordings import NONE, drawn_rows, record
 
@@ -83,16 +82,6 @@ def test_a_recording_is_sampled_by_its_size(tmp_path: Path, monkeypatch: pytest.
     assert "a share of 0.25 where a part decides by token and all where it decides by row;" in every_row.sentence
     monkeypatch.setattr(prompt_sample, "ROWS", 96)
     assert PromptSample.of_recording(recording).rows == 0.5
-
-
-def test_rows_are_counted_by_what_files_declare(tmp_path: Path) -> None:
-    recording = Recording(record(tmp_path, *(step.rows for step in steps_of(2))))
-    assert recording.count_rows() == 128
-    (file,) = recording.files[1]
-    assert count_rows(file) == 64
-    file.write_bytes(b"PAR1")
-    with pytest.raises(RecordingError, match="not a readable Parquet file"):
-        recording.count_rows()
 
 
 def test_a_sample_holds_the_units_that_its_prompts_have_among_all() -> None:

@@ -4,26 +4,34 @@ from __future__ import annotations
 
 import argparse
 import os
+import resource
 import signal
-import subprocess
-import sys
 from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from recipe.offpolicy.analysis.attribution.attribution import attribute
 from recipe.offpolicy.analysis.calibration.joint import compute_joint_shares
 from recipe.offpolicy.analysis.calibration.prompt_sample import PromptSample
 from recipe.offpolicy.analysis.calibration.propose import CalibrationRequest, propose_bounds
-from recipe.offpolicy.analysis.jobs import ALONE, Jobs, JobsError, jobs, map_steps, read_arguments, show_progress
+from recipe.offpolicy.analysis.jobs import (
+    ALONE,
+    Jobs,
+    JobsError,
+    jobs,
+    map_steps,
+    prepare_process,
+    read_arguments,
+    show_progress,
+)
 from recipe.offpolicy.analysis.report.timeline import build_timeline
 from recipe.offpolicy.correction import CorrectionSpec
 from recipe.offpolicy.recording import Recording, Step
 from tests.support.corrections import GSM
-from tests.support.paths import ROOT
 from tests.support.recordings import drawn_rows, record
 
 
@@ -91,8 +99,8 @@ def test_an_attribution_does_not_depend_on_who_works_on_it(recorded: Recording) 
 def test_a_calibration_does_not_depend_on_who_works_on_it(recorded: Recording) -> None:
     spec = CorrectionSpec.from_mapping({"masks": {"gsm": GSM}})
     request = CalibrationRequest(target_kept=0.9)
-    asked = {"sample": PromptSample(rows=0.6)}
-    one, two = (propose_bounds(recorded, spec, request, **asked, jobs=each) for each in (ALONE, Jobs(2)))
+    sample = PromptSample(rows=0.6)
+    one, two = (propose_bounds(recorded, spec, request, sample=sample, jobs=each) for each in (ALONE, Jobs(2)))
     assert one.spec == two.spec != spec
     assert [vars(each.threshold) for each in one.proposals] == [vars(each.threshold) for each in two.proposals]
     assert compute_joint_shares(recorded, [one.spec]) == compute_joint_shares(recorded, [one.spec], Jobs(2))
@@ -128,23 +136,19 @@ def test_progress_is_shown_on_a_terminal_alone(capsys: pytest.CaptureFixture[str
 
 
 def test_a_process_is_prepared_for_arrays() -> None:
-    """Memory of an array of 1 MB comes without a page fault once one of its size was freed."""
-    program = """
-import resource
-import numpy as np, torch
-from recipe.offpolicy.analysis.jobs import prepare_process
+    """Memory of an array of 1 MB, 256 pages, comes without page faults once one of its size was freed."""
 
-def count_faults():
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    for _ in range(20):
-        np.ones(2**17)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+    def count_faults() -> int:
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        for _ in range(20):
+            np.ones(2**17)
+        return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
-prepare_process()
-count_faults()
-print(torch.get_num_threads(), count_faults())
-"""
-    found = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
-    threads, faults = map(int, found.stdout.split())
-    assert threads == 1
-    assert faults < 20 * 2**20 // 4096 // 2
+    threads = torch.get_num_threads()
+    try:
+        prepare_process()
+        assert torch.get_num_threads() == 1
+    finally:
+        torch.set_num_threads(threads)
+    count_faults()
+    assert count_faults() < 20 * 256 / 2

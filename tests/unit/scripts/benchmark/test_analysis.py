@@ -34,7 +34,7 @@ def test_each_tool_has_a_row(tmp_path: Path) -> None:
     """Of a recording that several processes draw, as one does."""
     tokens, step = 2_000 * analysis.LEAST, 2_000
     arguments = ("--tokens", str(tokens), "--step", str(step), "--jobs", "1", "--folder", str(tmp_path))
-    command = [sys.executable, SPEC.origin, *arguments]
+    command = [sys.executable, analysis.__file__, *arguments]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     rows = [[cell.strip() for cell in row.split("|")[1:-1]] for row in done.stdout.splitlines()[2:]]
     assert [row[:3] for row in rows] == [
