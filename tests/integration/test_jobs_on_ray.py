@@ -39,7 +39,7 @@ def die_once(folder, number):
 
 def run(tool, arguments, *more):
     command = [sys.executable, "-m", f"recipe.offpolicy.{tool}", recording, *arguments, *more]
-    text = subprocess.check_output(command, text=True, cwd=folder)
+    text = subprocess.run(command, stdout=subprocess.PIPE, text=True, cwd=folder).stdout
     return (folder / "report.html").read_text() if tool == "report" else text
 
 recording, folder, tools = sys.argv[1], Path(sys.argv[2]), json.loads(sys.argv[3])

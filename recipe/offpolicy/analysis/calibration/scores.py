@@ -141,7 +141,11 @@ def compute_scores(
         scores[part.key] = replace(_joined(Scores, pieces), row=row, group=group[row])
         if not len(row):
             needs = "mu and pi_old" if part.spec.ratio == "rollout" else "mu, pi_old and pi"
-            raise RecordingError(f"no token with a finite {needs} is recorded in any of these steps. Record others.")
+            lacking = f"no token with a finite {needs} is recorded in"
+            if sample != EVERY_PROMPT:
+                few = f"{lacking} the sampled prompts: there are too few in so many tokens."
+                raise RecordingError(f"{few} Calibrate by fewer: move most files to another directory.")
+            raise RecordingError(f"{lacking} any of these steps. Record others.")
     return scores, _joined(RowState, [step.state for step in found])
 
 

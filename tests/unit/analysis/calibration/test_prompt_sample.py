@@ -20,7 +20,7 @@ from recipe.offpolicy.analysis.calibration.prompt_sample import (
 from recipe.offpolicy.analysis.calibration.propose import CalibrationRequest, propose_bounds
 from recipe.offpolicy.analysis.calibration.scores import Scores, compute_scores
 from recipe.offpolicy.correction import CorrectionSpec
-from recipe.offpolicy.recording import Recording, Step
+from recipe.offpolicy.recording import Recording, RecordingError, Step
 from tests.support.corrections import GSM
 from tests.support.recordings import NONE, drawn_rows, record
 
@@ -105,6 +105,11 @@ def test_a_sample_holds_the_units_that_its_prompts_have_among_all() -> None:
             number_prompts(found.group.astype(np.uint64)).tolist()
             == number_prompts(expected.group.astype(np.uint64)).tolist()
         )
+
+
+def test_a_sample_without_a_prompt_is_refused() -> None:
+    with pytest.raises(RecordingError, match="in the sampled prompts: there are too few"):
+        compute_scores(steps_of(1), SPEC, list_parts(SPEC), sample=PromptSample(tokens=0.5, rows=1e-9))
 
 
 def test_a_bound_of_a_sample_keeps_nearly_the_target_of_all() -> None:
