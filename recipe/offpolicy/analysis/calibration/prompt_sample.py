@@ -62,7 +62,8 @@ class PromptSample:
         Args:
             prompt: (N,) of ``hash_prompts``.
         """
-        return prompt / 2.0**64 < (max(self.tokens, self.rows) if share is None else share)
+        share = max(self.tokens, self.rows) if share is None else share
+        return (prompt / 2.0**64 < share) | (share >= 1)  # a hash near 2^64 is rounded to it
 
     def group_by_share(self, parts: Sequence[BoundedPart]) -> dict[float, list[BoundedPart]]:
         """Group parts by the share of the prompts that they look at."""
