@@ -73,7 +73,7 @@ class Contract:
 
     def __post_init__(self) -> None:
         for alternative in self._alternatives():
-            if sum(part.operator == "==" for part in SpecifierSet(alternative)) > 1:
+            if alternative.count("==") > 1:
                 raise ValueError(
                     f"contract {self.name!r}, releases={alternative!r}: no release is equal to two. Fix: give "
                     f"alternatives as a tuple, {tuple(alternative.split(','))}."

@@ -34,6 +34,19 @@ def is_awaited(module_name: str) -> bool:
     return watched and module_name not in sys.modules
 
 
+def find_behind(
+    finder: importlib.abc.MetaPathFinder, fullname: str, path: Sequence[str] | None, target: ModuleType | None
+) -> importlib.machinery.ModuleSpec | None:
+    """Find a module through the finders that stand behind ``finder``."""
+    for other in sys.meta_path[sys.meta_path.index(finder) + 1 :]:
+        # Finders of before Python 3.4 have no find_spec.
+        find = getattr(other, "find_spec", None)
+        spec: importlib.machinery.ModuleSpec | None = find(fullname, path, target) if find else None
+        if spec is not None:
+            return spec
+    return None
+
+
 class _Watcher(importlib.abc.MetaPathFinder):
     """Import finder that finds one module through the finders after it and adds the action to its loader.
 
@@ -50,15 +63,10 @@ class _Watcher(importlib.abc.MetaPathFinder):
     ) -> importlib.machinery.ModuleSpec | None:
         if fullname != self.module_name or self not in sys.meta_path:
             return None
-        for finder in sys.meta_path[sys.meta_path.index(self) + 1 :]:
-            # Finders of before Python 3.4 have no find_spec.
-            find = getattr(finder, "find_spec", None)
-            spec: importlib.machinery.ModuleSpec | None = find(fullname, path, target) if find else None
-            if spec is not None:
-                if spec.loader is not None:
-                    spec.loader = _Loader(spec.loader, self._arrived)
-                return spec
-        return None
+        spec = find_behind(self, fullname, path, target)
+        if spec is not None and spec.loader is not None:
+            spec.loader = _Loader(spec.loader, self._arrived)
+        return spec
 
     def _arrived(self) -> None:
         try:

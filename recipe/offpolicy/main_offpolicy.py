@@ -13,14 +13,18 @@ KEY=VALUE         every override that verl.trainer.main_ppo takes
 
 from __future__ import annotations
 
+import sys
+
+from .short_process import CHECK_FLAG, shorten_start
 from .usage import answer_help
 
 if __name__ == "__main__":  # before imports that take seconds
     answer_help(__doc__)
+    if CHECK_FLAG in sys.argv[1:]:
+        shorten_start()
 
 import contextlib
 import json
-import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -41,7 +45,6 @@ from .preflight.hydra_groups import force_own_keys, read_task_overrides
 from .preflight.primary_config import check_primary, keep_search_path
 
 CONFIG_DIR = str(Path(__file__).resolve().parent / "config")
-_CHECK_FLAG = "--check"
 
 
 def prepare(config: DictConfig, checks: Sequence[Check] = CHECKS) -> tuple[CorrectionSpec, list[str]]:
@@ -90,8 +93,8 @@ def train(config: DictConfig) -> None:
 
 def main() -> None:
     arguments = sys.argv[1:]
-    only_check = _CHECK_FLAG in arguments
-    sys.argv[1:] = [argument for argument in arguments if argument != _CHECK_FLAG]
+    only_check = CHECK_FLAG in arguments
+    sys.argv[1:] = [argument for argument in arguments if argument != CHECK_FLAG]
 
     begun = []
 

@@ -1,13 +1,10 @@
 """Entry point of ``python -m recipe.offpolicy.doctor``; see the package's docstring."""
 
 import contextlib
-import gc
 import logging
 import os
 import sys
 
-# What verl imports stays until the end, and collecting garbage among it takes a quarter of the time.
-gc.disable()
 # verl and what it imports log about GPUs and plugins, which do not matter here.
 logging.disable(logging.WARNING)
 
@@ -15,6 +12,9 @@ from ..command_line import run  # noqa: E402
 from .doctor_command import describe_failure, main  # noqa: E402
 
 try:
+    from ..short_process import shorten_start
+
+    shorten_start()
     status = run("doctor", main)
 except SystemExit as stop:  # --help, and arguments that do not go together
     status = stop.code if isinstance(stop.code, int) else 2

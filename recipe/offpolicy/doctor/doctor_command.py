@@ -9,9 +9,12 @@ import sys
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from . import __doc__ as _HELP
-from .bash import ScriptError
+
+if TYPE_CHECKING:
+    from .diagnosis import Diagnosis
 
 _OURS = "recipe.offpolicy.main_offpolicy"
 
@@ -29,20 +32,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # Imported packages may print; the standard output is kept for the result, which may be JSON.
     with contextlib.redirect_stdout(sys.stderr), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        from .diagnosis import Diagnosis, diagnose
-        from .launch import Launch
-        from .scripts import find_launch
         from .show import show, to_json
 
-        launch = Launch("" if known.script else known.module or _OURS, tuple(given), known.script or "")
-        try:
-            if known.script is not None:
-                launch = find_launch(Path(known.script), given, known.line)
-            diagnosis = diagnose(launch)
-        except ScriptError as error:
-            diagnosis = Diagnosis(launch, error=str(error))
-        except Exception as error:  # of the doctor itself: Python's exit status 1 would mean INERT
-            diagnosis = Diagnosis(launch, error=describe_failure(error))
+        diagnosis = _diagnose(known, given)
     # A reader such as `head` may close the pipe early, which rich turns into SystemExit.
     with contextlib.suppress(BrokenPipeError, SystemExit):
         if known.json:
@@ -52,6 +44,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
             show(diagnosis, out)
         out.flush()
     return diagnosis.status
+
+
+def _diagnose(known: argparse.Namespace, given: Sequence[str]) -> Diagnosis:
+    from .diagnosis import Diagnosis, diagnose
+    from .launch import Launch
+
+    launch = Launch("" if known.script else known.module or _OURS, tuple(given), known.script or "")
+    try:
+        if known.script is not None:
+            from .bash import ScriptError  # an interpreter, which other launches do not need
+            from .scripts import find_launch
+
+            try:
+                launch = find_launch(Path(known.script), list(given), known.line)
+            except ScriptError as error:
+                return Diagnosis(launch, error=str(error))
+        return diagnose(launch)
+    except Exception as error:  # of the doctor itself: Python's exit status 1 would mean INERT
+        return Diagnosis(launch, error=describe_failure(error))
 
 
 def describe_failure(error: Exception) -> str:

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ray.exceptions import RayActorError
+    from ray.exceptions import RayError
 
 HOLDERS = (
     "actor_rollout_wg.workers",
@@ -43,8 +43,16 @@ class LostWorkerDetector:
 
     def __call__(self) -> str | None:
         import ray
-        from ray.exceptions import ActorUnavailableError, RayActorError
+        from ray.exceptions import (
+            ActorUnavailableError,
+            NodeDiedError,
+            OutOfMemoryError,
+            RayActorError,
+            WorkerCrashedError,
+        )
 
+        # Ray's memory monitor ends actors by an error of its own, which is no RayActorError.
+        deaths = (RayActorError, OutOfMemoryError, NodeDiedError, WorkerCrashedError)
         listed = {handle: holder for holder, handle in list_actor_handles(self._trainer)}
         for handle in listed.keys() - self._waiting.values():
             self._waiting[handle.__ray_ready__.remote()] = handle
@@ -58,21 +66,25 @@ class LostWorkerDetector:
                 ray.get(answer)
             except ActorUnavailableError:
                 continue  # Ray raises it for a broken connection too, which may come back
-            except RayActorError as error:
+            except deaths as error:
                 # An actor that the trainer no longer lists was ended on purpose.
                 if handle in listed:
                     lost.append(f"a worker of {listed[handle]} has died: {summarize_death(error)}")
         return " ".join(lost) or None
 
 
-def summarize_death(error: RayActorError) -> str:
+def summarize_death(error: RayError) -> str:
     """Summarize why an actor died, in one line.
 
     Returns:
-        The exceptions that its constructor raised, the root cause first; without one, all that Ray says.
+        The exceptions that its constructor raised, the root cause first; of Ray's report on memory its first line and
+        the largest process; else all that Ray says.
     """
-    raised = re.findall(r"^[\w.]+(?:Error|Exception|Interrupt)\b.*$", str(error), re.MULTILINE)
-    return " -> ".join(raised) or " ".join(str(error).split())
+    text = str(error)
+    if users := re.search(r"^Top \d+ memory users:.*\n\S+\t(\S+)\t(.*)$", text, re.MULTILINE):
+        return f"{text.splitlines()[0]}; the largest process has {users[1]} GB: {users[2]}"
+    raised = re.findall(r"^[\w.]+(?:Error|Exception|Interrupt)\b.*$", text, re.MULTILINE)
+    return " -> ".join(raised) or " ".join(text.split())
 
 
 def end_workers(trainer: Any) -> None:

@@ -6,7 +6,7 @@ python scripts/evidence/collapse/figure.py [PNG]     # docs/collapse.png by defa
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,7 +22,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "scripts" / "evidence")]
 from collapse import results  # noqa: E402
 from collapse.analyse import outcomes  # noqa: E402
 from collapse.late_runs import ARMS as IN_PROCESS_ARMS  # noqa: E402
-from collapse.late_runs import ETAS, RATES  # noqa: E402
+from collapse.late_runs import ETAS, RATES, SEEDS  # noqa: E402
 
 from recipe.offpolicy.analysis.pages.plotting import FigurePanel, add_legend, draw_panels, save  # noqa: E402
 
@@ -48,17 +48,14 @@ def draw_by_step(axes: Axes, table: pandas.DataFrame, arms: Sequence[str]) -> No
 
 
 def draw_by_eta(axes: Axes, table: pandas.DataFrame, rate: float) -> None:
-    """Draw outcomes over the staleness of the sampler: medians as lines, seeds as points."""
+    """Draw outcomes over the staleness of the sampler: medians as lines, seeds as points; settings with all seeds."""
     for number, arm in enumerate(IN_PROCESS_ARMS):
         found = {eta: outcomes(table, f"{arm}-{eta}-{rate:g}")["outcome"] for eta in ETAS}
-        found = {eta: each for eta, each in found.items() if len(each)}
+        found = {eta: each for eta, each in found.items() if len(each) == SEEDS}
         if not found:
             continue
-        places = [ETAS.index(eta) for eta in found]
-        seeds = max(len(each) for each in found.values())
-        axes.plot(
-            places, [each.median() for each in found.values()], color=f"C{number}", marker="o", label=f"{arm} ({seeds})"
-        )
+        places, medians = [ETAS.index(eta) for eta in found], [each.median() for each in found.values()]
+        axes.plot(places, medians, color=f"C{number}", marker="o", label=f"{arm} ({SEEDS})")
         for place, each in zip(places, found.values(), strict=True):
             axes.plot([place] * len(each), each, ".", color=f"C{number}", alpha=0.35)
     axes.set_xticks(range(len(ETAS)), [str(eta) for eta in ETAS])
@@ -68,24 +65,21 @@ def draw_by_eta(axes: Axes, table: pandas.DataFrame, rate: float) -> None:
 def draw(whole: pandas.DataFrame, in_process: pandas.DataFrame, path: Path) -> None:
     """Write the figure as a PNG; in brackets the number of seeds."""
 
-    def panel(title: str, table: pandas.DataFrame, arms: Sequence[str] | None) -> FigurePanel:
+    def panel(title: str, draw_lines: Callable[[Axes], None]) -> FigurePanel:
         def lines(axes: Axes) -> None:
             axes.set_title(title)
-            if table.empty:
-                axes.text(0.5, 0.5, "not run yet", ha="center", transform=axes.transAxes)
-            elif arms is None:
-                draw_by_eta(axes, table, RATES[0])
-            else:
-                draw_by_step(axes, table, arms)
+            draw_lines(axes)
             if axes.get_legend_handles_labels()[0]:
                 add_legend(axes, columns=2)
+            else:
+                axes.text(0.5, 0.5, "not run yet", ha="center", transform=axes.transAxes)
 
         return FigurePanel(lines, "")
 
     panels = [
-        panel("Whole runs, engine 8 updates late", whole, WHOLE),
-        panel("Control: nothing to correct", whole, CONTROL),
-        panel("In process, sampler eta steps late", in_process, None),
+        panel("Whole runs, engine 8 updates late", lambda axes: draw_by_step(axes, whole, WHOLE)),
+        panel("Control: nothing to correct", lambda axes: draw_by_step(axes, whole, CONTROL)),
+        panel("In process, sampler eta steps late", lambda axes: draw_by_eta(axes, in_process, RATES[0])),
     ]
     save(draw_panels(panels, columns=3, title="Collapse and recovery"), path, dpi=110)
 

@@ -37,6 +37,7 @@ from collapse import results  # noqa: E402
 from collapse.late_runs import (  # noqa: E402
     ARMS,
     EVERY,
+    MANTISSA,
     MAX_TOKENS,
     MINI_BATCHES,
     PROMPTS,
@@ -46,6 +47,7 @@ from collapse.late_runs import (  # noqa: E402
     LateRun,
     list_late_runs,
 )
+from injected_faults.inject import rounded  # noqa: E402
 from tensordict import TensorDict  # noqa: E402
 from torch import Tensor  # noqa: E402
 
@@ -169,7 +171,8 @@ def train(run: LateRun, model: Path, steps: int = STEPS) -> list[tuple[int, dict
     for step in range(1, steps + 1):
         began = time.time()
         ring.append(trainer.copy_weights())
-        sampler.load_state_dict(ring[0], strict=False)
+        weights = {name: rounded(each, MANTISSA) for name, each in ring[0].items()} if run.rounded else ring[0]
+        sampler.load_state_dict(weights, strict=False)
         first = (step - 1) * PROMPTS % (len(order) - PROMPTS)
         chosen = [task.entries["train"][place] for place in order[first : first + PROMPTS] for _ in range(ROLLOUTS)]
         prompts = task.encode(chosen)

@@ -15,6 +15,8 @@ _OPTIONS = Path(__file__).resolve().parents[3] / "configs" / "correction"
 STEPS, EVERY = 80, 20
 PROMPTS, ROLLOUTS, MINI_BATCHES, MAX_TOKENS = 16, 8, 4, 10
 ETAS, RATES, SEEDS = (0, 1, 2, 4, 8), (1e-3, 3e-4), 10
+MANTISSA, ROUNDED = 2, ("none", "decoupled", "opsm", "both")
+"""Bits to which the sampler's weights are rounded where its backend is all that differs, and the arms run so."""
 SECONDS = 45
 """Of a run, on one idle core."""
 
@@ -49,17 +51,19 @@ class LateRun:
         eta: steps by which the sampler's weights are late.
         rate: learning rate.
         seed: of questions, of their order, and of sampling.
+        rounded: the sampler holds its weights with ``MANTISSA`` bits of mantissa, an engine of another precision.
     """
 
     arm: str
     eta: int
     rate: float
     seed: int
+    rounded: bool = False
 
     @property
     def setting(self) -> str:
         """The name of arm, eta and rate."""
-        return f"{self.arm}-{self.eta}-{self.rate:g}"
+        return f"{self.arm}-{self.eta}-{self.rate:g}" + "-rounded" * self.rounded
 
     @property
     def name(self) -> str:
@@ -67,8 +71,9 @@ class LateRun:
 
 
 def list_late_runs() -> Iterator[LateRun]:
-    """List all runs seed by seed; at eta 0 ``random`` asks nothing."""
+    """List all runs seed by seed; at eta 0 ``random`` asks nothing, and rounded samplers are in step."""
     for seed in range(FIRST_SEED, FIRST_SEED + SEEDS):
+        yield from (LateRun(arm, 0, RATES[0], seed, rounded=True) for arm in ROUNDED)
         for rate in RATES:
             for eta in reversed(ETAS):
                 yield from (LateRun(arm, eta, rate, seed) for arm in ARMS if eta or arm != "random")

@@ -13,6 +13,8 @@ import pandas
 DATA = Path(__file__).resolve().parent / "results.parquet"
 """Of the whole runs."""
 IN_PROCESS = DATA.with_name("results_in_process.parquet")
+MACHINE_FAILURES = DATA.with_name("machine_failures.csv")
+"""Runs that the machine ended and that were made once more, a line each."""
 
 COLUMNS: Mapping[str, tuple[str, ...]] = {
     "exact": ("val-aux/reasoning_gym/spell_backward/exact/mean@1",),
@@ -65,6 +67,18 @@ def append(rows: Sequence[Mapping[str, Any]], path: Path | None = None) -> None:
     partly = path.with_suffix(".partly")
     whole.to_parquet(partly, index=False, compression="zstd", compression_level=19)
     os.replace(partly, path)
+
+
+def note_machine_failure(run: Mapping[str, Any]) -> bool:
+    """Note a run that the machine ended; True if it may be made once more, False where it was noted before."""
+    line = pandas.DataFrame([dict(run)])
+    if MACHINE_FAILURES.exists():
+        noted = pandas.read_csv(MACHINE_FAILURES)
+        if ((noted["arm"] == run["arm"]) & (noted["seed"] == run["seed"])).any():
+            return False
+        line = pandas.concat([noted, line], ignore_index=True)
+    line.to_csv(MACHINE_FAILURES, index=False)
+    return True
 
 
 def list_finished(path: Path | None = None) -> set[tuple[str, int]]:

@@ -36,6 +36,8 @@ from verl_patches.contract import installed_release  # noqa: E402
 
 LOGS = ROOT / "outputs" / "evidence" / "collapse"
 FAULTS = ROOT / "scripts" / "evidence" / "injected_faults"
+SHORT_OF_MEMORY = "killed due to memory pressure (OOM)"
+"""What Ray says of workers that its memory monitor ended."""
 LIMIT = 5.0
 """Times the seconds of an arm after which its run is ended."""
 
@@ -84,11 +86,21 @@ def make(run: Run) -> str:
     records = [(line["step"], line["data"]) for line in map(json.loads, lines)]
     trained = sum("actor/grad_norm" in data for _, data in records)
     outcome = "finished" if trained >= run.arm.steps else "time limit" if code is None else f"ended with {code}"
-    card = {"arm": run.arm.name, "seed": run.seed, "outcome": outcome, "wall_seconds": time.time() - began}
+    if folder and outcome != "finished" and SHORT_OF_MEMORY in read_log(ROOT / folder[1] / "train.log"):
+        outcome = "out of memory"
+    card = {"arm": run.arm.name, "seed": run.seed, "outcome": outcome, "wall_seconds": round(time.time() - began, 1)}
+    said = f"{outcome}, {trained} steps, {time.time() - began:.0f} s"
+    if outcome in ("out of memory", "time limit") and results.note_machine_failure({**card, "steps": trained}):
+        return f"{said}; it is made once more at the next call"
     rows = results.build_rows({**card, **describe_code()}, records)
     if rows:
         results.append(rows)
-    return f"{outcome}, {trained} steps, {time.time() - began:.0f} s"
+    return said
+
+
+def read_log(path: Path) -> str:
+    """Read a log; an empty text where there is none."""
+    return path.read_text(errors="replace") if path.exists() else ""
 
 
 def choose(names: Sequence[str]) -> list[Run]:
@@ -102,6 +114,11 @@ def choose(names: Sequence[str]) -> list[Run]:
     if unknown := sorted(set(names) - known):
         sys.exit(f"run.py: {', '.join(unknown)}: unknown. Fix: take names that --list shows.")
     return [run for run in runs if not names or {run.arm.name, run.name} & set(names)]
+
+
+def unwind_when_terminated() -> None:
+    """Let SIGTERM unwind this process as Ctrl-C does, so that the run under way is ended with it."""
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -133,4 +150,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    unwind_when_terminated()
     sys.exit(main())

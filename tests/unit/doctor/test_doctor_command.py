@@ -85,8 +85,6 @@ runpy.run_module("recipe.offpolicy.doctor", run_name="__main__", alter_sys=True)
 """
 HEAVY = {"vllm", "megatron", "mbridge", "flash_attn", "matplotlib", "torch._inductor.compile_fx"}
 """What takes seconds to import and is not needed for an answer."""
-MOST_MODULES = 5000
-"""Torch, transformers and verl's own data loading are 4100 of them."""
 
 
 def program(cwd: Path, *arguments: str, path: str = "") -> subprocess.CompletedProcess[str]:
@@ -110,7 +108,6 @@ def test_as_a_program(tmp_path: Path) -> None:
     # The answer takes as long as its imports, on any machine.
     (imported,) = (line.split()[1:] for line in done.stderr.splitlines() if line.startswith("imported: "))
     assert HEAVY.isdisjoint(imported)
-    assert len(imported) < MOST_MODULES
     assert list(tmp_path.iterdir()) == []
 
 

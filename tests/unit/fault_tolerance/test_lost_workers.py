@@ -7,9 +7,14 @@ from typing import Any
 
 import pytest
 import ray
-from ray.exceptions import RayActorError
+from ray.exceptions import ActorUnavailableError, OutOfMemoryError, RayActorError, RayError
 
-from recipe.offpolicy.fault_tolerance.lost_workers import end_workers, list_actor_handles, summarize_death
+from recipe.offpolicy.fault_tolerance.lost_workers import (
+    LostWorkerDetector,
+    end_workers,
+    list_actor_handles,
+    summarize_death,
+)
 
 WORKER, SERVER = (SimpleNamespace(name=name, __ray_ready__=None) for name in ("worker", "server"))
 
@@ -58,3 +63,55 @@ RuntimeError: Error loading module"""
         == "AttributeError: 'NoneType' object has no attribute '__dict__' -> RuntimeError: Error loading module"
     )
     assert summarize_death(RayActorError(error_msg="The actor\n\tdied: OOM.")) == "The actor died: OOM."
+
+
+# As Ray words what its memory monitor did, shortened.
+SHORT_OF_MEMORY = """4 worker(s) were killed due to the node running low on memory. Memory was 22.49GB of 23.54GB
+OOM kill reason: Memory usage 24064483328B exceeded threshold of 24012677120B
+RayError: not of the constructor
+Top 10 memory users: PID\tMEM(GB)\tCOMMAND
+18716\t14.16\tpython greedy.py --all
+20508\t1.79\tVLLM::Worker
+"""
+
+
+def test_a_death_for_want_of_memory_names_the_largest_process() -> None:
+    assert summarize_death(OutOfMemoryError(SHORT_OF_MEMORY)) == (
+        "4 worker(s) were killed due to the node running low on memory. Memory was 22.49GB of 23.54GB; "
+        "the largest process has 14.16 GB: python greedy.py --all"
+    )
+
+
+class Handle:
+    """A handle of an actor, whose pending answer is its name."""
+
+    def __init__(self, name: str) -> None:
+        self.__ray_ready__ = SimpleNamespace(remote=lambda: name)
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (OutOfMemoryError(SHORT_OF_MEMORY), "a worker of actor_rollout_wg has died: 4 worker(s) were killed"),
+        (RayActorError(error_msg="gone"), "a worker of actor_rollout_wg has died: gone"),
+        (ActorUnavailableError("away", b"0" * 16), None),
+    ],
+    ids=["memory", "death", "broken connection"],
+)
+def test_a_dead_worker_is_told_whatever_ended_it(
+    monkeypatch: pytest.MonkeyPatch, error: RayError, said: str | None
+) -> None:
+    """An actor that the memory monitor ended is dead like others; a broken connection may come back."""
+    holder = SimpleNamespace(
+        actor_rollout_wg=SimpleNamespace(workers=[Handle("dead")]),
+        reward_loop_manager=SimpleNamespace(reward_loop_workers=[Handle("busy")]),
+    )
+
+    def get(answer: str) -> None:
+        assert answer == "dead"
+        raise error
+
+    monkeypatch.setattr(ray, "wait", lambda waiting, **_: ([each for each in waiting if each == "dead"], []))
+    monkeypatch.setattr(ray, "get", get)
+    found = LostWorkerDetector(holder)()
+    assert found == said if said is None else found is not None and found.startswith(said)

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -22,7 +23,7 @@ from tests.support.paths import ROOT
 SCRIPTS = ROOT / "scripts" / "evidence"
 sys.path.insert(0, str(SCRIPTS))
 
-from collapse import analyse, arms, figure, late_runs, results, run  # noqa: E402
+from collapse import analyse, arms, evidence_tables, figure, late_runs, results, run  # noqa: E402
 from collapse.significance import bootstrap, cliffs_delta, equivalence, holm, page, sign_flip  # noqa: E402
 
 PLAN = SCRIPTS / "collapse" / "PLAN.md"
@@ -105,6 +106,7 @@ def away(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     path = tmp_path / "results.parquet"
     monkeypatch.setattr(run, "LOGS", tmp_path / "logs")
     monkeypatch.setattr(results, "DATA", path)
+    monkeypatch.setattr(results, "MACHINE_FAILURES", tmp_path / "machine_failures.csv")
     return path
 
 
@@ -155,6 +157,43 @@ def test_a_run_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     monkeypatch.setattr(run, "build_command", lambda each: (["bash", "-c", "sleep 60"], {}))
     monkeypatch.setattr(run, "LIMIT", 0.001)
     assert "time limit" in run.make(next(iter(arms.list_runs())))
+
+
+def test_a_run_that_the_machine_ended_is_listed_and_made_once_more(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, away: Path
+) -> None:
+    """Short of memory twice, the second time it counts."""
+    quickstart(monkeypatch, tmp_path / "run", 30, code=1)
+    (tmp_path / "run" / "train.log").write_text(f"(raylet) 4 Workers {run.SHORT_OF_MEMORY}, 0 crashed\n")
+    run.main(["late-2"])
+    noted = pandas.read_csv(tmp_path / "machine_failures.csv")
+    assert noted[["arm", "seed", "outcome", "steps"]].values.tolist() == [["late", 2, "out of memory", 30]]
+    assert not away.exists()
+    run.main(["late-2"])
+    assert set(results.read()["outcome"]) == {"out of memory"}
+    assert analyse.outcomes(results.read(), "late").loc[2, "outcome"] == 0.0
+    assert len(pandas.read_csv(tmp_path / "machine_failures.csv")) == 1
+
+
+def test_a_run_ends_with_the_command_that_is_terminated(tmp_path: Path) -> None:
+    """Nothing is kept of it, so that it is made again."""
+    program = (
+        f"import sys; sys.path.insert(0, {str(SCRIPTS)!r})\n"
+        "from pathlib import Path; from collapse import results, run\n"
+        f"results.DATA, run.LOGS = Path({str(tmp_path / 'results.parquet')!r}), Path({str(tmp_path / 'logs')!r})\n"
+        "run.build_command = lambda each: (['bash', '-c', 'echo $$; exec sleep 60'], {})\n"
+        "run.unwind_when_terminated(); run.main(['late-2'])\n"
+    )
+    log = tmp_path / "logs" / "late-2.log"
+    process = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT)
+    while not (log.exists() and log.read_text().strip()):
+        assert process.poll() is None
+        time.sleep(0.1)
+    process.terminate()
+    assert process.wait(60) == 143
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(log.read_text()), 0)
+    assert not (tmp_path / "results.parquet").exists()
 
 
 def test_time_that_does_not_suffice_for_a_run_begins_none(
@@ -317,10 +356,10 @@ def test_in_process_runs_differ_in_arm_eta_rate_and_seed(
 ) -> None:
     monkeypatch.setattr(results, "IN_PROCESS", tmp_path / "none.parquet")
     runs = list(late_runs.list_late_runs())
-    assert len({run.name for run in runs}) == len(runs) == 10 * 2 * (5 * 6 - 1)
+    assert len({run.name for run in runs}) == len(runs) == 10 * (2 * (5 * 6 - 1) + 4)
     assert {run.seed for run in runs} == set(range(2, 12))
     assert in_process.main(["opsm", "--list"]) == 0
-    assert "100 of 100 left" in capsys.readouterr().out.splitlines()[-1]
+    assert "110 of 110 left" in capsys.readouterr().out.splitlines()[-1]
     with pytest.raises(SystemExit, match="opsn: unknown"):
         in_process.main(["opsn"])
 
@@ -344,41 +383,46 @@ def test_log_mu_is_that_of_the_sampled_tokens(in_process: ModuleType) -> None:
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_the_page_shows_the_committed_outcomes() -> None:
-    """Each row of the table, and each difference named below it, is what the results say."""
-    page_text = (ROOT / "docs" / "collapse.md").read_text()
-    table = results.read(results.IN_PROCESS)
-    found: dict[tuple[str, int], np.ndarray] = {}
-    for arm in late_runs.ARMS:
-        (row,) = [line for line in page_text.splitlines() if line.startswith(f"| `{arm}`")]
-        cells = [cell.strip() for cell in row.split("|")[2:-1]]
-        for eta, shown in ((0, cells[:2]), (8, cells[2:])):
-            if (arm, eta) == ("random", 0):
-                continue
-            by_seed = analyse.outcomes(table, f"{arm}-{eta}-0.001")
-            found[arm, eta] = analyse.take_in_process(table, f"{arm}-{eta}-0.001")
-            low, middle, high = (float(np.quantile(found[arm, eta], at)) for at in (0, 0.5, 1))
-            below = int((by_seed["outcome"] < by_seed["start"]).sum())
-            assert shown == [f"{middle:.3f} ({low:.3f} to {high:.3f})", str(below)], (arm, eta)
-    cells = (found[arm, 8] for arm in ("none", "decoupled", "bypass", "both", "random", "opsm"))
-    shown = (f"{np.median(each):.3f} ({each.min():.3f} to {each.max():.3f})" for each in cells)
-    assert f"| {' | '.join(shown)} |" in (ROOT / "README.md").read_text()
-    for one, other in (
-        (("opsm", 8), ("none", 8)),
-        (("opsm", 8), ("random", 8)),
-        (("decoupled", 8), ("none", 8)),
-        (("opsm", 0), ("none", 0)),
-    ):
-        apart = found[one] - found[other]
-        low, high = bootstrap(apart)
-        assert f"{apart.mean():+.3f} [{low:+.3f}, {high:+.3f}]" in " ".join(page_text.split())
-    assert f"{(found['random', 8] - found['none', 8]).mean():+.3f} of it" in page_text
-    assert f"`both` is {(found['opsm', 8] - found['both', 8]).mean():.3f} below" in page_text
-    assert f"ends {(found['opsm', 8] - found['opsm', 0]).mean():.3f} above" in page_text
-    for one, other, shown in (
-        (("opsm", 8), ("none", 8), 0.002),
-        (("opsm", 8), ("random", 8), 0.006),
-        (("decoupled", 8), ("none", 8), 0.22),
-        (("opsm", 8), ("opsm", 0), 0.016),
-    ):
-        assert sign_flip(found[one] - found[other]) == pytest.approx(shown, rel=0.05)
+PAGE = ROOT / "docs" / "collapse.md"
+
+
+@pytest.mark.parametrize("table", evidence_tables.build_tables(), ids=lambda table: table[0].split("|")[1].strip())
+def test_the_page_shows_the_committed_outcomes(table: list[str]) -> None:
+    assert "\n".join(table) in PAGE.read_text()
+
+
+@pytest.mark.parametrize(
+    ("path", "one", "other"),
+    [
+        (results.IN_PROCESS, "opsm-8-0.001", "none-8-0.001"),
+        (results.IN_PROCESS, "opsm-8-0.001", "random-8-0.001"),
+        (results.IN_PROCESS, "random-8-0.001", "none-8-0.001"),
+        (results.IN_PROCESS, "decoupled-8-0.001", "none-8-0.001"),
+        (results.IN_PROCESS, "both-8-0.001", "opsm-8-0.001"),
+        (results.IN_PROCESS, "opsm-0-0.001", "none-0-0.001"),
+        (results.IN_PROCESS, "opsm-8-0.001", "opsm-0-0.001"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_the_page_shows_committed_differences(path: Path, one: str, other: str) -> None:
+    """A mean difference paired by seed, its interval and its p value, as they are computed from the results."""
+    table = results.read(path)
+    pair = [analyse.outcomes(table, setting)["outcome"] for setting in (one, other)]
+    assert evidence_tables.format_difference(*pair) in " ".join(PAGE.read_text().split())
+
+
+def test_a_difference_is_paired_by_seed() -> None:
+    one, other = pandas.Series({2: 0.5, 3: 0.7, 4: 0.9}), pandas.Series({3: 0.4, 2: 0.2})
+    assert evidence_tables.format_difference(one, other) == "+0.300 [+0.300, +0.300], p = 0.5"
+
+
+def test_tables_show_medians_ranges_and_the_seeds_below_their_start() -> None:
+    whole = build_table(lambda arm, seed: AS_EXPECTED.get(arm, 0.0) + 0.01 * (seed - 2))
+    rows = {line.split("|")[1].strip(): line for line in evidence_tables.build_whole_table(whole)}
+    assert rows["`late`"].startswith("| `late` | 8 of 8 | 0.035 (0.000 to 0.070) | 8 |")
+    assert rows["`async_both_2`"].startswith("| `async_both_2` | 3 of 3 | 0.010 (0.000 to 0.020) | 3 |")
+    late = build_late_table(lambda arm, eta, seed: 0.2 if eta == 8 else 0.6)
+    rows = {line.split("|")[1].strip(): line for line in evidence_tables.build_in_process_table(late, 1e-3)}
+    assert rows["`none`"] == "| `none` |" + " 0.600 (0.600 to 0.600) |" * 4 + " 0.200 (0.200 to 0.200), 10 below |"
+    assert rows["`random`"].startswith("| `random` | – | 0.600")
+    assert evidence_tables.build_in_process_table(late[late["seed"] != 5], 1e-3) == []

@@ -1,0 +1,112 @@
+"""Benchmark of the start-up tools: the doctor and ``--check`` of two checkouts, run in turn on the same launch.
+
+    python scripts/benchmark/start_up.py REVISION [--pairs 5] [--script FILE] [override ...]
+
+The other checkout is a worktree of REVISION, which is removed afterwards. Printed for each tool: medians of CPU time
+(user and system, of the process and its children) and wall time, the ratio of each pair's, and whether the tools said
+the same. Compiled modules are not kept, so that neither checkout has an advantage of earlier runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[2]
+OVERRIDES = (
+    "correction=[tis_token,gsm]",
+    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1",
+    "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=1",
+)
+_LOGGED = re.compile(r"\[\d{4}-\d\d-\d\d ")
+"""Lines that packages log while they are imported, with the time of day."""
+
+
+class Run(NamedTuple):
+    """One run of a tool: seconds of CPU and of wall time, and what it printed."""
+
+    cpu: float
+    wall: float
+    said: str
+
+
+class Pair(NamedTuple):
+    """A run of each checkout, one behind the other."""
+
+    other: Run
+    ours: Run
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the benchmark and print a table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("revision", help="of git, to compare this checkout with")
+    parser.add_argument("--pairs", type=int, default=5, metavar="N")
+    parser.add_argument("--script", metavar="FILE", help="read by the doctor as well")
+    parser.add_argument("overrides", nargs="*", default=OVERRIDES)
+    known = parser.parse_intermixed_args(arguments)
+    tools = {
+        "doctor": ["recipe.offpolicy.doctor", *known.overrides],
+        "--check": ["recipe.offpolicy.main_offpolicy", "--check", *known.overrides],
+    }
+    if known.script:
+        tools["doctor --script"] = ["recipe.offpolicy.doctor", "--script", str(Path(known.script).resolve())]
+    print("| tool | CPU, s, other and this | ratio | wall, s, other and this | ratio | same output |")
+    print("|---|---|---|---|---|---|")
+    with check_out(known.revision) as other:
+        for name, command in tools.items():
+            print(format_row(name, [Pair(run(other, command), run(ROOT, command)) for _ in range(known.pairs)]))
+
+
+@contextmanager
+def check_out(revision: str) -> Iterator[Path]:
+    """Yield a worktree of a revision, which is removed afterwards."""
+    with tempfile.TemporaryDirectory() as folder:
+        place = Path(folder, "checkout")
+        git = ("git", "-C", str(ROOT), "worktree")
+        subprocess.run([*git, "add", "--quiet", "--detach", str(place), revision], check=True)
+        try:
+            yield place
+        finally:
+            subprocess.run([*git, "remove", "--force", str(place)], check=True)
+
+
+def run(checkout: Path, command: Sequence[str]) -> Run:
+    """Run a module of a checkout in a process of its own."""
+    environment = {**os.environ, "PYTHONPATH": str(checkout), "PYTHONDONTWRITEBYTECODE": "1"}
+    before, begun = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
+    done = subprocess.run(
+        [sys.executable, "-m", *command], cwd=checkout, env=environment, capture_output=True, text=True, check=False
+    )
+    wall, after = time.perf_counter() - begun, resource.getrusage(resource.RUSAGE_CHILDREN)
+    cpu = after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime
+    said = done.stdout.replace(str(checkout), "").replace(str(ROOT), "")
+    lines = [line for line in said.splitlines() if not _LOGGED.match(line)]
+    return Run(cpu, wall, "\n".join([str(done.returncode), *lines]))
+
+
+def format_row(name: str, pairs: Sequence[Pair]) -> str:
+    """Format medians of both checkouts, of the pairs' ratios, and whether all runs printed the same."""
+    cells = [name]
+    for kind in ("cpu", "wall"):
+        seconds = [tuple(getattr(each, kind) for each in pair) for pair in pairs]
+        other, ours = (statistics.median(column) for column in zip(*seconds, strict=True))
+        ratio = statistics.median(ours / other for other, ours in seconds)
+        cells += [f"{other:.1f} and {ours:.1f}", f"{ratio:.2f}"]
+    same = len({each.said for pair in pairs for each in pair}) == 1
+    return f"| {' | '.join([*cells, 'yes' if same else 'no'])} |"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,87 @@
+"""What a check of a launch imports: verl's own code runs, and little of what verl needs for training."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from recipe.offpolicy.short_process import CHECK_FLAG, shorten_start
+from tests.support.applications import CONFIGS, NEEDED
+from tests.support.fresh_python import ok, python
+from tests.support.paths import ROOT
+
+pytest.importorskip("verl")
+
+pytestmark = pytest.mark.slow
+
+TRAINS_ONLY = {"ray", "transformers", "datasets", "pandas", "torch._dynamo", "sympy", "vllm", "megatron", "numba"}
+"""Packages that verl imports, and no check uses."""
+# The program as `python -m` runs it; where it ends, which of these it has imported.
+WATCHED = f"""
+import atexit, os, runpy, sys
+ended = os._exit
+def tell(status=0):
+    print("imported:", *sorted({TRAINS_ONLY!r} & sys.modules.keys()), "verl" * ("verl" in sys.modules), file=sys.stderr)
+    sys.stderr.flush()
+    ended(status)
+os._exit = tell
+atexit.register(tell)
+runpy.run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)
+"""
+DOCTOR = "recipe.offpolicy.doctor"
+VERL_PROGRAM = ("--module", "verl.trainer.main_ppo", "algorithm.rollout_correction.rollout_is=token", *NEEDED)
+
+
+def test_a_process_is_set_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    monkeypatch.setattr(yaml, "SafeLoader", yaml.SafeLoader)
+    others = len(sys.meta_path)
+    try:
+        shorten_start()
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
+    assert len(sys.meta_path) == others + 2
+    assert yaml.safe_load("a: 1") == {"a": 1}
+
+
+@pytest.mark.parametrize(
+    ("program", "said"),
+    [
+        ((DOCTOR, "correction=[tis_token,gsm]", *NEEDED), "LIVE: every check passes"),
+        ((DOCTOR, "correction=gsm", *NEEDED, "actor_rollout_ref.actor.policy_loss.loss_mode=clip_cov"), "masks.gsm"),
+        ((DOCTOR, "correction=gsm", *NEEDED, "actor_rollout_ref.rollout.top_p=0.9"), "WRONG: exit status 2"),
+        ((DOCTOR, "correction=gsm", *NEEDED, "data.train_batch_size=1"), "verl's own validation refuses it"),
+        ((DOCTOR, *VERL_PROGRAM), "rollout_correction.rollout_is"),
+        ((DOCTOR, "--script", str(ROOT / "recipe/offpolicy/run_dense_fsdp.sh")), "LIVE: every check passes"),
+        (("recipe.offpolicy.main_offpolicy", CHECK_FLAG, "correction=gsm", *NEEDED), "all checks passed"),
+    ],
+)
+def test_a_check_imports_nothing_that_only_training_uses(
+    program: tuple[str, ...], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = python(f"import sys; sys.argv = ['', *{program!r}]\n{WATCHED}", bare=True)
+    assert said in done.stdout, done.stderr[-2000:]
+    (imported,) = (line.split()[1:] for line in done.stderr.splitlines() if line.startswith("imported: "))
+    assert imported == ["verl"]
+
+
+def test_configurations_are_parsed_alike() -> None:
+    """Every file of verl's configuration and of ours, by YAML's parsers in Python and in C."""
+    code = f"""
+from pathlib import Path
+from omegaconf import OmegaConf
+import verl_patches.contract
+folders = [Path({str(CONFIGS)!r}), verl_patches.contract.location("verl") / "trainer" / "config"]
+files = [file for folder in folders for file in folder.rglob("*.yaml")]
+before = [OmegaConf.to_yaml(OmegaConf.load(file)) for file in files]
+from recipe.offpolicy.short_process import shorten_start
+shorten_start()
+print(before == [OmegaConf.to_yaml(OmegaConf.load(file)) for file in files], len(files) > 50)
+"""
+    assert ok(code, bare=True) == "True True\n"

@@ -1,0 +1,189 @@
+"""Lazy imports in verl's modules, for a process that asks verl a few questions and trains nothing.
+
+verl's modules import at their top what only a run needs: Ray, transformers, datasets, seconds of them. In a process
+that called `install()`, such an import is made when a name that it binds is first looked up, as Python's `lazy import`
+(PEP 810) has it: the code that runs is verl's, with the same objects, and what nobody looks up is never imported.
+
+Made at once, as ever: imports of the standard library, `from x import *`, imports within `with`, and a `try` that does
+more than import. Annotations of functions are not evaluated; those of fields are, for dataclasses read them.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import importlib.abc
+import importlib.machinery
+import sys
+from collections.abc import Iterator, Sequence
+from types import ModuleType
+from typing import Any
+
+from .deferred import find_behind
+
+_REGISTER = "__lazy_import__"
+_EVERYTHING = "__all__"
+
+
+def install(package: str = "verl") -> None:
+    """Make the imports of a package's modules lazy in this process; once."""
+    if not any(isinstance(finder, _Finder) and finder.package == package for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Finder(package))
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Import finder that gives modules which the finders behind it find in source another loader."""
+
+    def __init__(self, package: str) -> None:
+        self.package = package
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname.partition(".")[0] != self.package or self not in sys.meta_path:
+            return None
+        spec = find_behind(self, fullname, path, target)
+        if spec is not None and type(spec.loader) is importlib.machinery.SourceFileLoader:
+            spec.loader = _Loader(spec.loader.name, spec.loader.path)
+        return spec
+
+
+class _Loader(importlib.machinery.SourceFileLoader):
+    """Loader of a module that makes its imports when their names are looked up."""
+
+    def exec_module(self, module: ModuleType) -> None:
+        tree = ast.parse(self.get_data(self.path), self.path)
+        if any(isinstance(node, ast.FunctionDef) and node.name == "__getattr__" for node in tree.body):
+            super().exec_module(module)  # it has lazy names of its own
+            return
+        names = _Names(module, self.path)
+        _register_imports(tree.body, names.statements)
+        _leave_annotations_out(tree)
+        namespace = vars(module)
+        namespace["__builtins__"] = names
+        namespace["__getattr__"] = names.get_attribute
+        # Without the future statements of this file.
+        exec(compile(tree, self.path, "exec", dont_inherit=True), namespace)
+
+
+class _Names(dict[str, Any]):
+    """The builtins of one module, where Python looks last for a name: there its import is made, and binds the name.
+
+    Attributes:
+        statements: the module's lazy imports.
+    """
+
+    def __init__(self, module: ModuleType, file: str) -> None:
+        super().__init__(vars(builtins))
+        self.statements: list[ast.stmt] = []
+        self._module, self._file = module, file
+        self._waiting: dict[str, list[ast.stmt]] = {}
+        self[_REGISTER] = self._register
+
+    def __missing__(self, name: str) -> Any:
+        namespace = vars(self._module)
+        try:
+            self._import(name)
+        except KeyError as error:  # in which Python would see a name that is not defined
+            raise LookupError(f"{name} cannot be imported: {error!r}") from error
+        if name not in namespace:
+            raise KeyError(name)
+        return namespace[name]
+
+    def get_attribute(self, name: str) -> Any:
+        """Look a name up from outside of the module, as its ``__getattr__``."""
+        if name == _EVERYTHING:  # a module that has none is asked by ``import *``, which then takes what is bound
+            for each in list(self._waiting):
+                self._import(each)
+        self._import(name)
+        if name not in vars(self._module):
+            raise AttributeError(f"module {self._module.__name__!r} has no attribute {name!r}")
+        return vars(self._module)[name]
+
+    def _import(self, name: str) -> None:
+        for statement in self._waiting.pop(name, ()):
+            self._run(statement)
+
+    def _register(self, place: int) -> None:
+        """Let an import wait, in the place of its statement."""
+        statement = self.statements[place]
+        names = set(_list_bound_names(statement))
+        if any(name in self or name in vars(self._module) for name in names):
+            self._run(statement)  # a name that is bound is never looked up here
+            return
+        for name in names:
+            self._waiting.setdefault(name, []).append(statement)
+
+    def _run(self, statement: ast.stmt) -> None:
+        exec(compile(ast.Module([statement], []), self._file, "exec", dont_inherit=True), vars(self._module))
+
+
+def _register_imports(body: list[ast.stmt], statements: list[ast.stmt]) -> None:
+    """Replace each import that can wait, in place, by a call that registers it among ``statements``."""
+    changed: list[ast.stmt] = []
+    for statement in body:
+        if isinstance(statement, ast.If):
+            _register_imports(statement.body, statements)
+            _register_imports(statement.orelse, statements)
+        for part in _split(statement):
+            if _can_wait(part):
+                call = ast.Call(ast.Name(_REGISTER, ast.Load()), [ast.Constant(len(statements))], [])
+                statements.append(part)
+                part = ast.fix_missing_locations(ast.copy_location(ast.Expr(call), statement))
+            changed.append(part)
+    body[:] = changed
+
+
+def _split(statement: ast.stmt) -> Iterator[ast.stmt]:
+    """Split an import of several names into one of each."""
+    if not isinstance(statement, ast.Import | ast.ImportFrom):
+        yield statement
+        return
+    for alias in statement.names:
+        single = (
+            ast.Import([alias])
+            if isinstance(statement, ast.Import)
+            else ast.ImportFrom(statement.module, [alias], statement.level)
+        )
+        yield ast.copy_location(single, statement)
+
+
+def _can_wait(statement: ast.stmt) -> bool:
+    match statement:
+        case ast.Import(names=[alias]):
+            return not _is_standard(alias.name)
+        case ast.ImportFrom(module=module, names=[alias], level=level):
+            return alias.name != "*" and (level > 0 or not _is_standard(module or ""))
+        case ast.Try(body=body, finalbody=[]):
+            return all(_can_wait(part) for inner in body for part in _split(inner))
+    return False
+
+
+def _is_standard(module: str) -> bool:
+    return module.partition(".")[0] in sys.stdlib_module_names
+
+
+def _list_bound_names(node: ast.AST) -> Iterator[str]:
+    """List the names that a statement binds in its module."""
+    match node:
+        case ast.alias(name=name, asname=asname):
+            yield asname or name.partition(".")[0]
+        case ast.Name(id=name, ctx=ast.Store()):
+            yield name
+        case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+            yield name
+        case _:
+            for child in ast.iter_child_nodes(node):
+                yield from _list_bound_names(child)
+
+
+def _leave_annotations_out(scope: ast.Module | ast.stmt) -> None:
+    """Remove annotations that Python would evaluate while the module is imported, and only a reader looks at."""
+    for node in ast.iter_child_nodes(scope):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            node.returns = None
+            for argument in ast.walk(node.args):
+                if isinstance(argument, ast.arg):
+                    argument.annotation = None
+        elif isinstance(node, ast.stmt):
+            _leave_annotations_out(node)
