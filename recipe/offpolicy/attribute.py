@@ -28,10 +28,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     shown = list_output_modules(json=options.json, png=bool(options.png), html=bool(options.html))
     require_modules("attribute", "torch", "pyarrow", "hydra", *shown)
     from .analysis.attribution.attribution import attribute, choose_steps
-    from .analysis.jobs import JobsError, read_arguments
+    from .analysis.jobs import JobsError, prepare_process, read_arguments
     from .analysis.pages import PageError, check_target
     from .recording import Recording, RecordingError
 
+    prepare_process()
     try:
         if options.png:
             check_target("--png", options.png, "attribution.png")

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .analysis.calibration.defaults import QUANTILE, ROUNDING
-from .command_line import list_output_modules, require_modules, run
+from .command_line import add_jobs, list_output_modules, require_modules, run
 
 if TYPE_CHECKING:
     from .analysis.calibration.joint import JointShares
@@ -61,18 +61,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     shown = list_output_modules(json=options.json, png=bool(options.png), html=bool(options.html))
     require_modules("calibrate", "numpy", "torch", "pyarrow", "hydra", *shown)
-    import torch
-
-    from .analysis.attribution.faults import FaultScreen
+    from .analysis.attribution.faults import describe_recorded_faults
     from .analysis.calibration.joint import compute_joint_shares
+    from .analysis.calibration.prompt_sample import PromptSample
     from .analysis.calibration.propose import CalibrationRequest, propose_bounds
+    from .analysis.jobs import JobsError, prepare_process, read_arguments
     from .analysis.pages import PageError, check_target
-    from .analysis.report.step_sample import TOKENS, count_steps_of, spread_evenly
     from .correction import SpecError
     from .recording import Recording, RecordingError
 
-    # Blocks fit the cache: a second thread adds little, and waits for the first at each of some hundred operations.
-    torch.set_num_threads(1)
+    prepare_process()
     request = CalibrationRequest(
         target_kept=options.target_kept,
         target_ess=options.target_ess,
@@ -91,21 +89,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         recording = Recording(options.directory)
         card = recording.card  # read first, so that a damaged one fails before the work
         spec, unset = _build_spec(recording, options.spec)
-        read = spread_evenly(recording.steps, count_steps_of(recording, recording.steps, TOKENS))
-        if len(read) < len(recording.steps):
-            sentence = f"{len(read)} of {len(recording.steps)} recorded steps are read, evenly spread"
-            print(f"calibrate: {sentence}: {TOKENS:,} tokens tell a bound.", file=sys.stderr)  # noqa: T201
-            recording = recording.only(*read)
-        # Samples the recording while calibration reads it, which saves a pass over the files.
-        screen = FaultScreen(recording.steps)
-        result = propose_bounds(screen.tee(recording), spec, request, unset)
-        faults = screen.describe_faults(card)
-        now = None if unset else compute_joint_shares(recording, spec)
-        then = compute_joint_shares(recording, result.spec)
-        _show(options, result, now, then, faults)
+        jobs = read_arguments(options, recording, recording.steps)
+        sample = PromptSample.of_recording(recording)
+        if sample.sentence:
+            print(f"calibrate: {sample.sentence}", file=sys.stderr)  # noqa: T201
+        result = propose_bounds(recording, spec, request, unset, sample=sample, jobs=jobs)
+        faults = describe_recorded_faults(recording, card, jobs)
+        # A correction with a value that is missing keeps nothing that could be counted.
+        *now, then = compute_joint_shares(recording, [*([] if unset else [spec]), result.spec], jobs)
+        _show(options, result, now[0] if now else None, then, faults)
     except BrokenPipeError:
         raise
-    except (RecordingError, SpecError, PageError, OSError) as error:
+    except (RecordingError, SpecError, PageError, JobsError, OSError) as error:
         print(f"calibrate: {error}", file=sys.stderr)  # noqa: T201
         return USAGE
     missing = [p for p in result.proposals if not p.found and p.threshold.outcome != "not needed"]
@@ -218,6 +213,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--png", type=Path, metavar="FILE", help="calibration curves")
     add("--html", type=Path, metavar="FILE", help="one self-contained page")
     add("--json", action="store_true", help="JSON to stdout in place of tables")
+    add_jobs(parser)
     return parser
 
 

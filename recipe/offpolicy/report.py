@@ -1,6 +1,7 @@
 """Write a self-contained HTML report about a recorded run.
 
 python -m recipe.offpolicy.report DIR [--out report.html] [--spec OVERRIDE ...]
+                                      [--jobs N | --ray ADDRESS]
 
 Exit status: 0, or 2 where the recording or an argument is invalid.
 """
@@ -12,43 +13,40 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from .command_line import require_modules, run
+from .command_line import add_jobs, require_modules, run
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; return its exit status."""
     options = _parser().parse_args(arguments)
     require_modules("report", "torch", "pyarrow", "hydra", "rich", "matplotlib", "jinja2")
-    import torch
-
     from .analysis.calibration.scores import read_recorded_spec
+    from .analysis.jobs import JobsError, prepare_process, read_arguments
     from .analysis.pages import PageError, check_target
     from .analysis.report.report_page import ReportContents, build_page
-    from .analysis.report.step_sample import sample_steps
     from .analysis.report.studies import run_studies
     from .analysis.report.timeline import build_timeline
     from .correction import SpecError
     from .recording import Recording, RecordingError
     from .recording.redaction import redact
 
-    # Blocks fit the cache: a second thread adds little, and waits for the first at each of some hundred operations.
-    torch.set_num_threads(1)
+    prepare_process()
     try:
         check_target("--out", options.out, "report.html")
         recording = Recording(options.directory)
-        sample = sample_steps(recording)
-        timeline = build_timeline(part for step in sample.timeline for part in recording.corrections(step))
+        jobs = read_arguments(options, recording, recording.steps)
+        timeline = build_timeline(recording, jobs)
         if not timeline.steps:
             raise RecordingError(f"{options.directory}: no response is recorded in any of its steps. Record others.")
         spec = read_recorded_spec(recording.corrections(timeline.steps[-1].step)[-1])
-        studies = run_studies(recording, sample, spec, spec=options.spec)
+        studies = run_studies(recording, spec, spec=options.spec, jobs=jobs)
         card, proof = redact(recording.card), redact(recording.proof)
-        found = ReportContents(str(options.directory), card, proof, sample, timeline, studies)
+        found = ReportContents(str(options.directory), card, proof, timeline, studies)
         size = build_page(found).write(options.out)
-    except (RecordingError, SpecError, PageError, OSError) as error:
+    except (RecordingError, SpecError, PageError, JobsError, OSError) as error:
         print(f"report: {error}", file=sys.stderr)  # noqa: T201
         return 2
-    print(f"{options.out}: {size:,} bytes. {sample.sentence}")  # noqa: T201
+    print(f"{options.out}: {size:,} bytes. {found.sentence}")  # noqa: T201
     return 0
 
 
@@ -63,6 +61,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--spec", nargs="+", default=[], metavar="OVERRIDE", help="correction to calibrate; default: what was recorded"
     )
+    add_jobs(parser)
     return parser
 
 

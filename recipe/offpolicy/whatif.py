@@ -19,17 +19,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = _parser().parse_args(arguments)
     shown = list_output_modules(json=given.json, png=bool(given.png), html=bool(given.html))
     require_modules("whatif", "numpy", "torch", "pyarrow", "hydra", *shown)
-    import torch
-
-    from .analysis.jobs import JobsError
+    from .analysis.jobs import JobsError, prepare_process
     from .analysis.pages import PageError, check_target
     from .analysis.whatif.candidates import UNCORRECTED
     from .analysis.whatif.whatif_command import run_from_arguments, write_result
     from .correction import SpecError
     from .recording import RecordingError
 
-    # Blocks fit the cache: a second thread adds little, and waits for the first at each of some hundred operations.
-    torch.set_num_threads(1)
+    prepare_process()
     try:
         if given.png:
             check_target("--png", given.png, "whatif.png")

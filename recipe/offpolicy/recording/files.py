@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from .declared_size import read_declared_size
+from .declared_size import DeclaredError, read_declared_size
 from .rows import Rows, spread_versions
 from .schema import (
     DIGEST_KEY,
@@ -162,7 +162,8 @@ def read(path: Path) -> Step:
         if not path.is_file():
             raise RecordingError(f"{path}: no regular file. {ASIDE}")
         _check_size(path)
-        with pq.ParquetFile(path) as file:
+        # Buffered ahead, each column would be copied once more.
+        with pq.ParquetFile(path, pre_buffer=False) as file:
             metadata = file.schema_arrow.metadata or {}
             version = _read_version(path, metadata)
             extensions = (name for name in file.schema_arrow.names if name.startswith(EXTENSION_PREFIX))
@@ -189,6 +190,20 @@ def read(path: Path) -> Step:
     if metadata.get(DIGEST_KEY) != compute_digest(rows, metadata):
         raise RecordingError(f"{path}: its content is not what was recorded. {ASIDE}")
     return Step(rows, spec, tuple(reasons))
+
+
+def count_rows(path: Path) -> int:
+    """Count the rows of one step's file by what it declares, without reading them.
+
+    Raises:
+        RecordingError: it is no such file, or is cut short.
+    """
+    try:
+        return read_declared_size(path).rows
+    except DeclaredError as error:
+        raise RecordingError(f"{path}: not a readable Parquet file ({error}). {ASIDE}") from error
+    except OSError as error:
+        raise build_unreadable_error(path, error) from error
 
 
 def build_unreadable_error(path: Path, error: OSError) -> RecordingError:
@@ -219,8 +234,8 @@ def _rows(path: Path, table: pa.Table) -> Rows:
         (values if name in TOKEN_COLUMNS else extensions)[name] = tokens
         if not np.array_equal(offsets, values.setdefault("offsets", offsets)):
             raise RecordingError(f"{path}: {name} has rows of other lengths than response_ids. {ASIDE}")
-    counted = np.add.reduceat(np.append(values["response_mask"], False).astype(np.int64), values["offsets"][:-1])
-    counted[np.diff(values["offsets"]) == 0] = 0
+    ends = np.cumsum(np.append(False, values["response_mask"]), dtype=np.int32)[values["offsets"]]
+    counted = np.diff(ends)
     if not np.array_equal(counted, values["length"]):
         raise RecordingError(f"{path}: length is not the count of response_mask. {ASIDE}")
     if "version" not in values:
@@ -231,7 +246,8 @@ def _rows(path: Path, table: pa.Table) -> Rows:
 
 def _ragged(column: pa.ListArray) -> tuple[NDArray[np.int64], NDArray[Any]]:
     lengths = column.value_lengths().to_numpy(zero_copy_only=False).astype(np.int64)
-    return np.concatenate([[0], np.cumsum(lengths)]), column.flatten().to_numpy(zero_copy_only=False)
+    # Writable, as torch asks of what it shares.
+    return np.concatenate([[0], np.cumsum(lengths)]), column.flatten().to_numpy(zero_copy_only=False, writable=True)
 
 
 def _check_size(path: Path) -> None:

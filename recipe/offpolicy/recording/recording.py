@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from .files import ASIDE, RecordingError, Step, build_unreadable_error, read
+from .files import ASIDE, RecordingError, Step, build_unreadable_error, count_rows, read
 from .rows import Rows, concatenate
 
 CARD = "run.json"
@@ -130,6 +130,14 @@ class Recording:
     def __iter__(self) -> Iterator[Step]:
         """Yield all steps in order, one in memory at a time; one under several corrections comes once for each."""
         return (found for step in self.steps for found in self.corrections(step))
+
+    def count_rows(self) -> int:
+        """Count the rows of all steps by what their files declare.
+
+        Raises:
+            RecordingError: a file is damaged.
+        """
+        return sum(count_rows(path) for files in self.files.values() for path in files)
 
     def rows(self) -> Rows:
         """Read the rows of all steps."""

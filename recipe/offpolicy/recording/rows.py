@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -75,7 +76,7 @@ class Rows:
         known = self.oldest_version >= 0
         return np.where(known, np.maximum(self.step - 1 - self.oldest_version, 0), -1)
 
-    @property
+    @cached_property
     def token_staleness(self) -> NDArray[np.int64]:
         """(M,) steps from the weights that sampled a token to those that its step began with.
 
@@ -118,13 +119,15 @@ def spread_versions(
 
 
 def concatenate(parts: Sequence[Rows]) -> Rows:
-    """Concatenate the rows of all ``parts``, in order.
+    """Concatenate the rows of all ``parts``, in order; a single part is returned as it is.
 
     Raises:
         ValueError: there is no part.
     """
     if not parts:
         raise ValueError("no rows to put together: expected at least one part.")
+    if len(parts) == 1:
+        return parts[0]
     values: dict[str, Any] = {}
     for name in (each.name for each in fields(Rows) if each.name != "extensions"):
         arrays = [getattr(part, name) for part in parts]

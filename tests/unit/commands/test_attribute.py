@@ -243,10 +243,3 @@ def test_versions_that_verl_does_not_tell() -> None:
     whole = decompose(sum_rows(rows))
     assert (whole.floor_from, whole.kl.backend, whole.kl.staleness) == ("", None, None)
     assert whole.kl.rollout + whole.kl.drift == pytest.approx(1.0)
-
-
-def test_long_rows_are_worked_on_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = drawn_rows([3, 50, 1, 0, 20], drift=0.1)
-    whole = compute_row_sums(rows)
-    monkeypatch.setattr("recipe.offpolicy.analysis.attribution.row_sums.CHUNK", 60)
-    assert np.array_equal(compute_row_sums(rows), whole)

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from recipe.offpolicy.analysis.calibration import prompt_sample
 from recipe.offpolicy.analysis.calibration.calibration_figures import draw_curves, format_caption
 from recipe.offpolicy.analysis.calibration.propose import CalibrationRequest, propose_bounds
 from recipe.offpolicy.analysis.whatif.compose import compose_correction, initialize_composer
@@ -267,12 +268,17 @@ def test_a_picture_of_an_unknown_kind(recording: Path, capsys: pytest.CaptureFix
     assert "--png curves.txt: .txt is not a picture format. Name it .png or" in capsys.readouterr().err
 
 
-def test_a_large_recording_is_read_in_part(
+def test_a_large_recording_is_calibrated_by_a_sample(
     recording: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Steps of one token each would do: the last is read, and said to be all that was."""
+    """What the bounds keep in all is counted on every token, so that what acts now keeps what it kept."""
     asked = ("--spec", "correction=gsm", "--target-kept", "0.9", "--json")
-    monkeypatch.setattr("recipe.offpolicy.analysis.report.step_sample.TOKENS", 1)
-    _, _, err = run(capsys, recording, *asked)
-    steps = len(Recording(recording).steps)
-    assert f"calibrate: 1 of {steps} recorded steps are read, evenly spread: 1 tokens tell a bound." in err
+    _, whole, err = run(capsys, recording, *asked)
+    assert err == ""
+    monkeypatch.setattr(prompt_sample, "TOKENS", 1)
+    monkeypatch.setattr(prompt_sample, "ROWS", Recording(recording).count_rows() // 2)
+    _, part, err = run(capsys, recording, *asked)
+    assert "calibrate: Bounds rest on a sample of the prompts, a share of " in err
+    assert "and 0.5 where it decides by row" in err
+    whole, part = json.loads(whole), json.loads(part)
+    assert part["together"]["now"] == whole["together"]["now"]

@@ -12,9 +12,17 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from recipe.offpolicy.recording import RecordingError, Rows, concatenate
+from recipe.offpolicy.recording import Recording, RecordingError, Rows, concatenate
 from recipe.offpolicy.recording import files as files_module
-from recipe.offpolicy.recording.files import OverLimit, build_unreadable_error, compute_digest, read, to_table, write
+from recipe.offpolicy.recording.files import (
+    OverLimit,
+    build_unreadable_error,
+    compute_digest,
+    count_rows,
+    read,
+    to_table,
+    write,
+)
 from recipe.offpolicy.recording.schema import (
     DIGEST_KEY,
     REASONS_KEY,
@@ -34,6 +42,17 @@ def written(folder: Path, rows: Rows, spec: Any = SPEC, reasons: tuple[str, ...]
     path = folder / "step_00000001.rank_00000.parquet"
     write(path, rows, spec, reasons)
     return path
+
+
+def test_rows_are_counted_by_what_a_file_declares(tmp_path: Path) -> None:
+    path = written(tmp_path, drawn_rows([3, 1, 7]))
+    assert count_rows(path) == 3
+    assert Recording(tmp_path).count_rows() == 3
+    path.write_bytes(b"PAR1")
+    with pytest.raises(RecordingError, match="not a readable Parquet file"):
+        count_rows(path)
+    with pytest.raises(RecordingError, match=r"not readable \(No such file or directory\)"):
+        count_rows(tmp_path / "none")
 
 
 def test_what_is_written_is_read(tmp_path: Path) -> None:

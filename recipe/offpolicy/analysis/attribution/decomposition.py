@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -10,7 +11,15 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from ...monitor.mismatch.shares import RECENT, BackendFloor, Shares, choose_floor, compute_shares, estimate_floor
+from ...monitor.mismatch.shares import (
+    RECENT,
+    BackendFloor,
+    Shares,
+    choose_floor,
+    compute_many_shares,
+    compute_shares,
+    estimate_floor,
+)
 from ...monitor.mismatch.sums import COLUMNS
 from ...recording import Rows
 from .row_sums import RoutingSums, compute_row_sums
@@ -134,7 +143,13 @@ def resample(sums: Array, seed: Sequence[int] = (0,)) -> ResampledSums:
         seed: of the draws: alike for the same rows, whoever draws them and when.
     """
     counts = np.random.default_rng(seed).poisson(1.0, (REPLICATES, len(sums))).astype(np.float64)
-    return ResampledSums(sums.sum(0), np.tensordot(counts, sums, 1).astype(np.float64))
+    flat = sums.reshape(len(sums), math.prod(sums.shape[1:]))
+    whole = flat.sum(0)
+    # Ages and bins without a token have a count of 0, and their products are known.
+    filled = np.flatnonzero(flat.any(0))
+    draws = np.zeros((REPLICATES, flat.shape[1]))
+    draws[:, filled] = counts @ flat[:, filled]
+    return ResampledSums(whole.reshape(sums.shape[1:]), draws.reshape(REPLICATES, *sums.shape[1:]))
 
 
 def resample_rows(sums: Array, routing: RoutingSums | None = None, seed: Sequence[int] = (0,)) -> MismatchSums:
@@ -263,7 +278,7 @@ def _of_version(age: int, found: VersionSums, floor: BackendFloor | None) -> Ver
     backend = None
     if age == 0:
         backend = k3
-    elif age > 0 and floor is not None and floor.covered(bins):
+    elif age > 0 and floor is not None and bool(floor.covered(bins)):
         backend = float((bins * floor.k3).sum() / count)
     return VersionMismatch(
         staleness=age,
@@ -280,17 +295,18 @@ def _compute_intervals(
     split: ResampledSums, native: ResampledSums | None, floor: BackendFloor | None
 ) -> dict[str, Interval]:
     """Compute percentiles of the draws' shares; the floor is resampled too where it is the rows' own."""
-    drawn: dict[str, list[float]] = {}
-    for draw, sums in enumerate(split.draws):
-        shares = _compute_shares(sums, floor, None if native is None else native.draws[draw])
-        for name, part in zip(("variance", "kl"), shares, strict=True):
-            for key in ("rollout", "backend", "staleness", "routing", "drift"):
-                value = getattr(part, key)
-                if value is not None and np.isfinite(value):
-                    drawn.setdefault(f"{name}.{key}", []).append(value)
+    found = compute_many_shares(split.draws, floor)
+    after = (None, None) if native is None else compute_many_shares(native.draws)
+    drawn: dict[str, Array] = {}
+    for name, part, without in zip(("variance", "kl"), found, after, strict=True):
+        drawn |= {f"{name}.{key}": getattr(part, key) for key in ("rollout", "backend", "staleness")}
+        if without is not None:
+            drawn[f"{name}.routing"] = part.drift - without.drift
+        drawn[f"{name}.drift"] = part.drift if without is None else without.drift
+    finite = {key: values[np.isfinite(values)] for key, values in drawn.items()}
     edge = 50 * (1 - LEVEL)
     return {
         key: (float(np.percentile(values, edge)), float(np.percentile(values, 100 - edge)))
-        for key, values in drawn.items()
+        for key, values in finite.items()
         if len(values) > REPLICATES / 2  # an interval of few identified draws would be of a selection
     }

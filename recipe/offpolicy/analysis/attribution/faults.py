@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import Any
 
-from ...recording import Rows, Step
+from ...recording import Recording, Rows, Step
+from ..jobs import ALONE, Jobs, map_steps
 from .causes import Cause, find_causes_in_rows, numerics, stale_weights
 from .row_sample import RowSample
 from .scored_rows import select_scored_rows
@@ -45,27 +47,24 @@ def describe_faults(causes: Iterable[Cause], *, stale: bool) -> str:
     )
 
 
-class FaultScreen:
-    """Sampler of a recording's rows that looks for faults while another reader consumes the recording.
+def describe_recorded_faults(recording: Recording, card: Mapping[str, Any], jobs: Jobs = ALONE) -> str:
+    """Name the faults in a sample of a recording's rows, see ``describe_faults``; empty where there is none.
 
     Args:
-        steps: of the recording.
+        card: of the recording.
+        jobs: who reads the steps of the sample.
     """
+    sample = RowSample.of_steps(recording.steps, TOKENS)
+    assert sample.steps is not None, "of some steps"
+    some = recording.only(*sorted(sample.steps))
+    kept = [part for parts in map_steps(partial(_take_sample, sample), some, jobs, "sampling") for part in parts]
+    if not kept:
+        return ""
+    rows = select_scored_rows(kept).rows
+    causes = find_causes_in_rows(rows, card) if len(rows) else []
+    return describe_faults(causes, stale=has_stale_tokens(rows))
 
-    def __init__(self, steps: Sequence[int]) -> None:
-        self._sample = RowSample.of_steps(steps, TOKENS)
-        self._kept: list[Step] = []
 
-    def tee(self, parts: Iterable[Step]) -> Iterator[Step]:
-        """Yield ``parts`` unchanged and keep a sample of their rows."""
-        for part in parts:
-            if len(chosen := self._sample.choose(part.rows)):
-                self._kept.append(Step(part.rows.take(chosen), part.spec, part.reasons))
-            yield part
-
-    def describe_faults(self, card: Mapping[str, Any]) -> str:
-        """Name the faults in the sampled rows, see ``faults.describe_faults``."""
-        if not self._kept:
-            return ""
-        rows = select_scored_rows(self._kept).rows
-        return describe_faults(find_causes_in_rows(rows, card), stale=has_stale_tokens(rows)) if len(rows) else ""
+def _take_sample(sample: RowSample, steps: Iterable[Step]) -> list[Step]:
+    chosen = ((step, sample.choose(step.rows)) for step in steps)
+    return [Step(step.rows.take(rows), step.spec, step.reasons) for step, rows in chosen if len(rows)]

@@ -93,7 +93,8 @@ def summarize_step(
         left_out: rows besides whose pi_old is not known.
         sample: of the rows to look for causes in; None: all.
     """
-    tokens, sums = select_valid_tokens(rows), compute_row_sums(rows)
+    tokens = select_valid_tokens(rows)
+    sums = compute_row_sums(rows, tokens)
     return Part(
         worst=worst,
         rows=len(rows),
@@ -102,7 +103,7 @@ def summarize_step(
         sums=resample_rows(sums, compute_routing_sums(rows), (0, step)),
         versions=sum_by_version(sums, rows),
         profiles=sum_profiles(rows, tokens),
-        k3=float(compute_k3(tokens.total).sum()),
+        k3=float(tokens.total_k3.sum()),
         worst_tokens=find_worst_tokens(rows, tokens, reader, worst),
         worst_rows=find_worst_rows(rows, tokens, reader, worst),
         stale=has_stale_tokens(rows),

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ...monitor.mismatch.sums import SHAPE, compute_sums_by_row
+from ...monitor.mismatch.sums import AGES, COLUMNS, SHAPE
 from ...recording import Rows
 from ...recording.schema import WITHOUT_REPLAY
-
-CHUNK: Final = 1 << 20
-"""Padded tokens of one batch, which bounds memory."""
+from .profiles import ValidTokens, select_valid_tokens
 
 Array = NDArray[np.float64]
 
@@ -34,17 +31,30 @@ class RoutingSums:
     native: Array
 
 
-def compute_row_sums(rows: Rows) -> Array:
-    """Compute ``mismatch.sums.compute_sums_by_row`` of recorded rows: (N, *SHAPE)."""
-    # Rows are padded to the longest of all, so a chunk holds this many.
-    longest = max(int(np.diff(rows.offsets).max(initial=1)), 1)
-    at_once = max(CHUNK // longest, 1)
-    parts = [np.zeros((0, *SHAPE))]
-    for start in range(0, len(rows), at_once):
-        some = rows.take(np.arange(start, min(start + at_once, len(rows))))
-        columns = some.padded("rollout_log_prob", "old_log_prob", "log_prob", "token_staleness")
-        parts.append(compute_sums_by_row(staleness=columns.pop("token_staleness"), **columns).numpy())
-    return np.concatenate(parts)
+def compute_row_sums(rows: Rows, tokens: ValidTokens | None = None) -> Array:
+    """Compute ``mismatch.sums.compute_sums_by_row`` of recorded rows, without padding them: (N, *SHAPE).
+
+    Args:
+        tokens: of ``rows``, see ``select_valid_tokens``, where they are there already.
+    """
+    tokens = tokens or select_valid_tokens(rows)
+    total, gap = tokens.total, tokens.gap
+    by_name = {
+        "tokens": None,
+        "total": total,
+        "total_square": total * total,
+        "gap": gap,
+        "gap_square": gap * gap,
+        "gap_total": gap * total,
+        "gap_k3": tokens.k3,
+        "total_k3": tokens.total_k3,
+    }
+    ages, bins, _ = SHAPE
+    staleness = rows.token_staleness[tokens.index]
+    age = np.where(staleness < 0, AGES.index("unknown"), staleness > 0)
+    cell = bins * (ages * tokens.row + age) + tokens.probability
+    sums = [np.bincount(cell, weights=by_name[name], minlength=len(rows) * ages * bins) for name in COLUMNS]
+    return np.stack(sums, axis=-1).astype(np.float64).reshape(len(rows), *SHAPE)
 
 
 def compute_routing_sums(rows: Rows) -> RoutingSums | None:

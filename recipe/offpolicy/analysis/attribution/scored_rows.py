@@ -34,7 +34,8 @@ def select_scored_rows(parts: Iterable[Step]) -> ScoredRows:
     rows, left_out = [], 0
     for part in parts:
         known = find_scored_rows(part)
-        rows.append(replace(part.rows, old_log_prob=get_trainers_pi_old(part)).take(np.flatnonzero(known)))
+        scored = replace(part.rows, old_log_prob=get_trainers_pi_old(part))
+        rows.append(scored if known.all() else scored.take(np.flatnonzero(known)))
         left_out += int((~known).sum())
     return ScoredRows(concatenate(rows), left_out)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...recording import Rows
-from .profiles import ValidTokens, compute_k3
+from .profiles import ValidTokens
 from .token_text import TokenDecoder
 
 BEFORE: Final = 12
@@ -18,6 +18,10 @@ AFTER: Final = 4
 """Tokens of context."""
 EXCERPT: Final = 60
 """Tokens of a row that are shown."""
+_BLOCK: Final = 64
+"""Values of which the largest stands for all, in the search for the largest ones."""
+_PROBED: Final = 16
+"""Places at which rows of equal length are compared first."""
 
 
 @dataclass(frozen=True)
@@ -80,31 +84,25 @@ class WorstRow:
 
 def find_worst_tokens(rows: Rows, tokens: ValidTokens, reader: TokenDecoder, most: int) -> list[WorstToken]:
     """Find the ``most`` tokens with the largest k3, each context once; none where all log-probs agree."""
-    loss = compute_k3(tokens.total)
+    loss = tokens.total_k3
     whole = loss.sum()
-    token_id = rows.response_ids[tokens.index]
     ages = rows.token_staleness
-    shown = np.zeros(len(loss), dtype=bool)
+    shown: set[int] = set()
     worst: list[WorstToken] = []
-    for place in np.argsort(-loss, kind="stable"):
+    for place in iterate_largest(loss):
         if len(worst) == most or not loss[place] > 0:
             break
-        if shown[place]:
+        if place in shown:
             continue
         row, index = int(tokens.row[place]), int(tokens.index[place])
-        step, end = int(rows.step[row]), int(rows.offsets[row + 1])
+        end = int(rows.offsets[row + 1])
         before = _before(rows, row, index)
-        alike = (tokens.place == tokens.place[place]) & (token_id == token_id[place]) & (rows.step[tokens.row] == step)
-        if not len(rows.prompt_ids):  # unrecorded prompts are distinguished by uid
-            alike &= (rows.uid == rows.uid[row])[tokens.row]
-        found = np.flatnonzero(alike)
-        same = np.array([np.array_equal(_before(rows, tokens.row[i], tokens.index[i]), before) for i in found])
         # Rows of one group share their first tokens: the same mismatch is listed once, with its count.
-        siblings = found[same]
-        shown[siblings] = True
+        siblings = _find_siblings(rows, tokens, row, index)
+        shown.update(siblings.tolist())
         worst.append(
             WorstToken(
-                step=step,
+                step=int(rows.step[row]),
                 uid=str(rows.uid[row]),
                 row=row,
                 position=int(tokens.place[place]),
@@ -116,11 +114,46 @@ def find_worst_tokens(rows: Rows, tokens: ValidTokens, reader: TokenDecoder, mos
                 pi=float(tokens.pi[place]),
                 share=float(loss[siblings].sum() / whole),
                 before=reader.decode(before[-BEFORE:].tolist()),
-                token=reader.decode([int(token_id[place])]),
+                token=reader.decode([int(rows.response_ids[index])]),
                 after=reader.decode(rows.response_ids[index + 1 : min(end, index + 1 + AFTER)].tolist()),
             )
         )
     return worst
+
+
+def iterate_largest(values: NDArray[np.float64]) -> Iterator[int]:
+    """Yield the indices of ``values``, the largest first and of equals the earlier, without sorting all of them."""
+    blocks = -(-len(values) // _BLOCK)
+    most = np.maximum.reduceat(values, np.arange(blocks) * _BLOCK) if blocks else values
+    done, count = 0, _BLOCK
+    while done < len(values):
+        # As many values as blocks reach the least of these blocks' largest.
+        least = np.partition(most, -count)[-count] if count < blocks else -np.inf
+        found = np.flatnonzero(values >= least)
+        found = found[np.argsort(-values[found], kind="stable")]
+        yield from found[done:].tolist()
+        done, count = len(found), count * _BLOCK
+
+
+def _find_siblings(rows: Rows, tokens: ValidTokens, row: int, index: int) -> NDArray[np.int64]:
+    """Find the tokens of the same step that are the one at ``index`` of ``row``, after the same ids, itself included.
+
+    Returns:
+        Their places among ``tokens``.
+    """
+    place = index - rows.offsets[row]
+    alike = (np.diff(rows.offsets) > place) & (rows.step == rows.step[row])
+    if not len(rows.prompt_ids):  # unrecorded prompts are distinguished by uid
+        alike &= rows.uid == rows.uid[row]
+    there = np.flatnonzero(alike)
+    there = there[rows.response_ids[rows.offsets[there] + place] == rows.response_ids[index]]
+    before = _before(rows, row, index)
+    same = [
+        int(rows.offsets[i] + place) for i in there if np.array_equal(_before(rows, i, rows.offsets[i] + place), before)
+    ]
+    found = np.searchsorted(tokens.index, same)
+    # Of a row whose token is not valid there is none.
+    return found[tokens.index[np.minimum(found, len(tokens.index) - 1)] == same]
 
 
 def _before(rows: Rows, row: int, index: int) -> NDArray[np.int32]:
@@ -131,33 +164,54 @@ def _before(rows: Rows, row: int, index: int) -> NDArray[np.int32]:
 
 def find_worst_rows(rows: Rows, tokens: ValidTokens, reader: TokenDecoder, most: int) -> list[WorstRow]:
     """Find the ``most`` rows with the largest mean k3, each text once; none where all log-probs agree."""
-    loss = compute_k3(tokens.total)
     count = np.bincount(tokens.row, minlength=len(rows))
-    total = np.bincount(tokens.row, weights=loss, minlength=len(rows))
+    total = np.bincount(tokens.row, weights=tokens.total_k3, minlength=len(rows))
     log_ratio = np.bincount(tokens.row, weights=tokens.total, minlength=len(rows))
     mean = np.divide(total, count, out=np.zeros(len(rows)), where=count > 0)
-    alike: dict[tuple[int, str, bytes], list[int]] = {}
-    for row in np.argsort(-mean, kind="stable"):
-        if mean[row] > 0:
-            alike.setdefault(_identity(rows, int(row)), []).append(int(row))
-    return [
-        WorstRow(
-            step=int(rows.step[row]),
-            uid=str(rows.uid[row]),
-            row=row,
-            length=int(count[row]),
-            staleness=int(rows.staleness[row]),
-            count=len(same),
-            k3=float(mean[row]),
-            log_ratio=float(log_ratio[row]),
-            share=float(total[same].sum() / total.sum()),
-            text=reader.decode(rows.response_ids[rows.offsets[row] : rows.offsets[row + 1]][:EXCERPT].tolist()),
+    shown: set[int] = set()
+    worst: list[WorstRow] = []
+    for row in iterate_largest(mean):
+        if len(worst) == most or not mean[row] > 0:
+            break
+        if row in shown:
+            continue
+        same = _find_copies(rows, row, mean > 0)
+        shown.update(same)
+        worst.append(
+            WorstRow(
+                step=int(rows.step[row]),
+                uid=str(rows.uid[row]),
+                row=row,
+                length=int(count[row]),
+                staleness=int(rows.staleness[row]),
+                count=len(same),
+                k3=float(mean[row]),
+                log_ratio=float(log_ratio[row]),
+                share=float(total[same].sum() / total.sum()),
+                text=reader.decode(rows.response_ids[rows.offsets[row] : rows.offsets[row + 1]][:EXCERPT].tolist()),
+            )
         )
-        for row, same in ((found[0], found) for found in itertools.islice(alike.values(), most))
+    return worst
+
+
+def _find_copies(rows: Rows, row: int, among: NDArray[np.bool_]) -> list[int]:
+    """Find the rows of the same step with the same prompt and ids; the uid stands in for an unrecorded prompt.
+
+    Args:
+        among: (N,), rows to look at.
+    """
+    alike = among & (rows.step == rows.step[row])
+    if not len(rows.prompt_ids):
+        alike &= rows.uid == rows.uid[row]
+    for offsets in (rows.offsets, rows.prompt_offsets):
+        lengths = np.diff(offsets)
+        alike &= lengths == lengths[row]
+    there = np.flatnonzero(alike)
+    # Few ids tell most rows apart.
+    for place in np.unique(np.linspace(0, rows.length[row] - 1, _PROBED).astype(int)):
+        ids = rows.response_ids[rows.offsets[there] + place]
+        there = there[ids == rows.response_ids[rows.offsets[row] + place]]
+    end = int(rows.offsets[row + 1])
+    return [
+        int(i) for i in there if np.array_equal(_before(rows, i, int(rows.offsets[i + 1])), _before(rows, row, end))
     ]
-
-
-def _identity(rows: Rows, row: int) -> tuple[int, str, bytes]:
-    """Return step, prompt and ids of a row; the uid stands in for a prompt that was not recorded."""
-    name = "" if len(rows.prompt_ids) else str(rows.uid[row])
-    return int(rows.step[row]), name, _before(rows, row, int(rows.offsets[row + 1])).tobytes()

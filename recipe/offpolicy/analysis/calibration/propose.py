@@ -12,6 +12,7 @@ import numpy as np
 from ...correction import CorrectionSpec, SpecError, WeightSpec
 from ...correction.catalogue import BUCKETS
 from ...recording import Step
+from ..jobs import ALONE, Jobs
 from .caps import EssCurve, compute_ess, compute_ess_curve, find_cap_for_ess
 from .curves import KeptCurve, choose_radii, compute_kept_curve
 from .defaults import QUANTILE, ROUNDING
@@ -19,6 +20,7 @@ from .floor import NoiseFloor, NotIdentifiedError, estimate_noise_floor
 from .kept_bounds import Threshold, build_not_found, compute_kept_share, find_bound_for_kept_share
 from .lengths import LEAST_ROWS, LengthTest, find_length_bucket, measure_length_dependence
 from .parts import BoundedPart, list_parts, set_values
+from .prompt_sample import EVERY_PROMPT, PromptSample
 from .scores import RowState, Scores, compute_scores
 
 Target = Literal["kept", "ess"]
@@ -133,13 +135,21 @@ class CalibrationResult:
 
 
 def propose_bounds(
-    steps: Iterable[Step], spec: CorrectionSpec, request: CalibrationRequest, unset: Collection[str] = ()
+    steps: Iterable[Step],
+    spec: CorrectionSpec,
+    request: CalibrationRequest,
+    unset: Collection[str] = (),
+    *,
+    sample: PromptSample = EVERY_PROMPT,
+    jobs: Jobs = ALONE,
 ) -> CalibrationResult:
     """Propose bounds for ``spec`` from recorded steps.
 
     Args:
-        steps: of a recording; gone through once.
+        steps: a recording, or steps in memory; gone through once.
         unset: keys of values that are placeholders, see ``parts.fill_placeholders``.
+        sample: of the prompts that the bounds rest on.
+        jobs: who reads the steps of a recording.
 
     Raises:
         SpecError: nothing can be calibrated, or a target that no part takes.
@@ -147,7 +157,7 @@ def propose_bounds(
     """
     request.check()
     parts, skipped = _targeted(list_parts(spec, unset, request.of), request)
-    scores, state = compute_scores(steps, spec, parts)
+    scores, state = compute_scores(steps, spec, parts, sample=sample, jobs=jobs)
     proposals = tuple(_proposal(part, scores[part.key], state, request) for part in parts)
     for proposal in proposals:
         if proposal.found:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import TypeVar
 
 import numpy as np
@@ -18,9 +19,11 @@ from ...correction.units import partition_units
 from ...correction.weights import compute_log_weight
 from ...recording import RecordingError, Rows, Step
 from ...recording.pi_old import get_trainers_pi_old
+from ..jobs import ALONE, Jobs, map_steps
 from ..whatif.blocks import Block, iterate_blocks
 from ..whatif.replay import check_replayable, compute_pi_old
 from .parts import BoundedPart
+from .prompt_sample import EVERY_PROMPT, PromptSample, hash_prompts, number_prompts
 
 Arrays = TypeVar("Arrays", "Scores", "RowState")
 
@@ -80,11 +83,40 @@ class RowState:
     grouped: NDArray[np.bool_]
     nonfinite: NDArray[np.int64]
 
+    def select(self, rows: NDArray[np.int64]) -> RowState:
+        """Return the state of these rows alone."""
+        return RowState(**{f.name: getattr(self, f.name)[rows] for f in fields(self)})
+
+
+@dataclass(frozen=True)
+class _StepScores:
+    """Units of one step.
+
+    Attributes:
+        scores: key of a part -> its units, with rows numbered within the step and groups not yet.
+        state, prompt: of the rows that are numbered, (N,).
+        seen: whether the step holds a row.
+    """
+
+    scores: dict[str, Scores]
+    state: RowState
+    prompt: NDArray[np.uint64]
+    seen: bool
+
 
 def compute_scores(
-    steps: Iterable[Step], spec: CorrectionSpec, parts: Sequence[BoundedPart]
+    steps: Iterable[Step],
+    spec: CorrectionSpec,
+    parts: Sequence[BoundedPart],
+    *,
+    sample: PromptSample = EVERY_PROMPT,
+    jobs: Jobs = ALONE,
 ) -> tuple[dict[str, Scores], RowState]:
     """Compute the units of each part of ``spec`` over all ``steps``, one step in memory at a time.
+
+    Args:
+        sample: of the prompts whose units are kept.
+        jobs: who reads the steps of a recording.
 
     Returns:
         Key of the part -> its units, at least one; tokens that are not finite in mu or pi_old, or in pi where the part
@@ -94,36 +126,77 @@ def compute_scores(
         SpecError: what was recorded is not enough for ``spec``.
         RecordingError: no response or no finite token is recorded, or a step's metadata holds no valid correction.
     """
-    found: dict[str, list[Scores]] = {part.key: [] for part in parts}
-    states: list[RowState] = []
-    groups: dict[str, int] = {}
-    before = 0
+    work = partial(_score_step, spec, parts, sample)
+    found = [step for step in map_steps(work, steps, jobs, "calibrating") if step.seen]
+    if not found:
+        raise RecordingError("no response is recorded in any of these steps. Record others.")
+    group = number_prompts(np.concatenate([step.prompt for step in found]))
+    starts = np.cumsum([0, *(len(step.prompt) for step in found)])
+    scores = {}
+    for part in parts:
+        # Popped, as the units of a large recording are worth their memory once.
+        pieces = [step.scores.pop(part.key) for step in found]
+        rows = [piece.row + start for piece, start in zip(pieces, starts, strict=False)]
+        row = np.concatenate(rows)
+        scores[part.key] = replace(_joined(Scores, pieces), row=row, group=group[row])
+        if not len(row):
+            needs = "mu and pi_old" if part.spec.ratio == "rollout" else "mu, pi_old and pi"
+            lacking = f"no token with a finite {needs} is recorded in"
+            if sample != EVERY_PROMPT:
+                few = f"{lacking} the sampled prompts: there are too few in so many tokens."
+                raise RecordingError(f"{few} Calibrate by fewer: move most files to another directory.")
+            raise RecordingError(f"{lacking} any of these steps. Record others.")
+    return scores, _joined(RowState, [step.state for step in found])
+
+
+def _score_step(
+    spec: CorrectionSpec, parts: Sequence[BoundedPart], sample: PromptSample, steps: Iterable[Step]
+) -> _StepScores:
+    """Compute the units of the step, which comes once for each correction that acted in it."""
+    pieces: dict[str, list[Scores]] = {part.key: [] for part in parts}
+    states, prompts, before = [_NO_STATE], [np.zeros(0, dtype=np.uint64)], 0
     for step in steps:
-        rows = step.rows
-        if not len(rows):
+        if not len(step.rows):
             continue
         recorded = read_recorded_spec(step)
-        check_replayable(spec, recorded, rows)
-        states.append(_state(step))
-        group = _groups(rows, groups)
-        pieces: dict[str, list[Scores]] = {part.key: [] for part in parts}
-        for block in iterate_blocks(rows):
-            old = compute_pi_old(spec, recorded, block)
-            for part in parts:
-                pieces[part.key].append(_of_block(part, block, old, group, before))
+        check_replayable(spec, recorded, step.rows)
+        prompt = hash_prompts(step.rows)
+        kept = np.flatnonzero(sample.find_rows(prompt))
+        states.append(_state(step).select(kept))
+        prompts.append(prompt[kept])
+        # Number of each kept row among those of the step.
+        number = np.full(len(prompt), -1)
+        number[kept] = before + np.arange(len(kept))
+        before += len(kept)
+        for share, of_share in sample.group_by_share(parts).items():
+            for key, units in _score_rows(step.rows, spec, recorded, of_share, sample.find_rows(prompt, share)).items():
+                pieces[key].append(replace(units, row=number[units.row]))
+    joined = {key: _joined(Scores, [_NO_UNIT, *of_part]) for key, of_part in pieces.items()}
+    return _StepScores(joined, _joined(RowState, states), np.concatenate(prompts), seen=len(states) > 1)
+
+
+def _score_rows(
+    rows: Rows,
+    spec: CorrectionSpec,
+    recorded: CorrectionSpec,
+    parts: Sequence[BoundedPart],
+    kept: NDArray[np.bool_],
+) -> dict[str, Scores]:
+    """Compute the units of each part in the kept rows, (N,) bool; with the numbers of the rows."""
+    # A budget is shared by the whole batch, kept or not.
+    chosen = np.arange(len(rows)) if any(part.by_batch for part in parts) else np.flatnonzero(kept)
+    some = rows if len(chosen) == len(rows) else rows.take(chosen)
+    pieces: dict[str, list[Scores]] = {part.key: [_NO_UNIT] for part in parts}
+    for block in iterate_blocks(some):
+        old = compute_pi_old(spec, recorded, block)
         for part in parts:
-            # A budget is shared by the batch, hence computed after its blocks are joined.
-            joined = _joined(Scores, pieces[part.key])
-            found[part.key].append(_by_budget(joined) if part.by_batch else joined)
-        before += len(rows)
-    if not states:
-        raise RecordingError("no response is recorded in any of these steps. Record others.")
-    scores = {key: _joined(Scores, of_steps) for key, of_steps in found.items()}
+            pieces[part.key].append(_of_block(part, block, old))
+    found = {}
     for part in parts:
-        if not len(scores[part.key]):
-            needs = "mu and pi_old" if part.spec.ratio == "rollout" else "mu, pi_old and pi"
-            raise RecordingError(f"no token with a finite {needs} is recorded in any of these steps. Record others.")
-    return scores, _joined(RowState, states)
+        units = _joined(Scores, pieces[part.key])
+        units = replace(_by_budget(units) if part.by_batch else units, row=chosen[units.row])
+        found[part.key] = units if kept.all() else units.select(kept[units.row])
+    return found
 
 
 def read_recorded_spec(step: Step) -> CorrectionSpec:
@@ -139,7 +212,7 @@ def read_recorded_spec(step: Step) -> CorrectionSpec:
         raise RecordingError(f"step {number}: its file's metadata holds no valid correction: {error}") from error
 
 
-def _of_block(part: BoundedPart, block: Block, old: Tensor, group: NDArray[np.int64], before: int) -> Scores:
+def _of_block(part: BoundedPart, block: Block, old: Tensor) -> Scores:
     mu, pi = block.rollout_log_prob, block.log_prob
     # No bound can be read off a ratio that is not finite; training stops at such a pi.
     compared = (old, mu) if part.spec.ratio == "rollout" else (old, mu, pi)
@@ -177,8 +250,8 @@ def _of_block(part: BoundedPart, block: Block, old: Tensor, group: NDArray[np.in
         looked=looked.numpy()[there],
         tokens=tokens.numpy()[there].astype(np.int64),
         length=valid.sum(-1).numpy()[at].astype(np.int64),
-        row=row + before,
-        group=group[row],
+        row=row,
+        group=row,  # until all steps are there, and prompts are numbered
     )
 
 
@@ -201,16 +274,6 @@ def _flat(values: Tensor, there: NDArray[np.bool_], *, exact: bool) -> NDArray[n
     return (values if exact else values.to(torch.float32)).numpy()[there].astype(np.float64)
 
 
-def _groups(rows: Rows, known: dict[str, int]) -> NDArray[np.int64]:
-    """Number each row's prompt, extending ``known``; rows without a uid get a number each."""
-    numbers = np.empty(len(rows), dtype=np.int64)
-    for index, (step, rank, uid) in enumerate(zip(rows.step, rows.rank, rows.uid, strict=True)):
-        # NUL cannot occur in a uid, so that a made-up name collides with none.
-        name = str(uid) or f"\0{step}/{rank}/{index}"
-        numbers[index] = known.setdefault(name, len(known))
-    return numbers
-
-
 def _state(step: Step) -> RowState:
     rows = step.rows
     with np.errstate(invalid="ignore"):
@@ -230,6 +293,16 @@ def _state(step: Step) -> RowState:
         np.array([bool(uid) for uid in rows.uid], dtype=bool),
         np.bincount(rows.row_of_token[lost], minlength=len(rows)),
     )
+
+
+_NO_UNIT = Scores(*(np.zeros(0), np.zeros(0), np.zeros(0, dtype=bool)), *(np.zeros(0, dtype=np.int64),) * 4)
+_NO_STATE = RowState(
+    mini_batch=np.zeros(0, dtype=np.int32),
+    staleness=np.zeros(0, dtype=np.int64),
+    apart=np.zeros(0),
+    grouped=np.zeros(0, dtype=bool),
+    nonfinite=np.zeros(0, dtype=np.int64),
+)
 
 
 def _joined(kind: type[Arrays], pieces: Sequence[Arrays]) -> Arrays:

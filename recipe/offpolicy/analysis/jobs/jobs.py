@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import ctypes
 import multiprocessing
 import os
 from collections import deque
@@ -10,6 +11,8 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
+from functools import partial
+from multiprocessing.context import BaseContext
 from typing import Any, Final, TypeVar
 
 from ...recording import Recording
@@ -22,6 +25,9 @@ AHEAD: Final = 2
 """Items under way for each process; what they return waits in memory until its turn."""
 TRIES: Final = 3
 """Times that an item is begun before its death counts as its own fault."""
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h
+_LARGEST_KEPT, _MOST_KEPT = 32 * 2**20, 256 * 2**20
+"""Bytes of an allocation that glibc keeps when it is freed, the largest that it takes; and of all that it keeps."""
 
 
 class JobsError(RuntimeError):
@@ -66,8 +72,7 @@ ALONE: Final = Jobs()
 def _map_in_processes(work: Callable[[Item], Result], items: Sequence[Item], count: int) -> Iterator[Result]:
     place, tries = 0, 0
     while place < len(items):
-        # A fork would copy torch's threads in whatever state they are.
-        pool = ProcessPoolExecutor(count, multiprocessing.get_context("spawn"), initializer=_use_one_thread)
+        pool = ProcessPoolExecutor(count, _prepare_forks(work), initializer=prepare_process)
         waiting: deque[Future[Result]] = deque()
         ahead = iter(items[place:])
         try:
@@ -90,10 +95,27 @@ def _map_in_processes(work: Callable[[Item], Result], items: Sequence[Item], cou
             pool.shutdown(wait=False, cancel_futures=True)
 
 
-def _use_one_thread() -> None:
+def _prepare_forks(work: Callable[[Item], Result]) -> BaseContext:
+    """Return a context that forks processes from a server which imports once, for all of them, and does nothing else.
+
+    A fork of this process would copy torch's threads in whatever state they are.
+    """
+    context = multiprocessing.get_context("forkserver")
+    module = (work.func if isinstance(work, partial) else work).__module__
+    context.set_forkserver_preload(["torch", "pyarrow.parquet", module])
+    return context
+
+
+def prepare_process() -> None:
+    """Set this process up for arrays of a few MB: one thread of torch, and freed memory is kept for the next array."""
     import torch
 
+    # Blocks fit the cache: a second thread adds little, and waits for the first at each of some hundred operations.
     torch.set_num_threads(1)
+    # By default glibc returns each such array to the system, whose fresh pages cost as much as the arithmetic.
+    if hasattr(libc := ctypes.CDLL(None), "mallopt"):
+        libc.mallopt(_M_MMAP_THRESHOLD, _LARGEST_KEPT)
+        libc.mallopt(_M_TRIM_THRESHOLD, _MOST_KEPT)
 
 
 def _map_on_ray(work: Callable[[Item], Result], items: Sequence[Item], address: str) -> Iterator[Result]:
@@ -131,7 +153,7 @@ def _map_on_ray(work: Callable[[Item], Result], items: Sequence[Item], address: 
 
 
 def _run_alone(work: Callable[[Item], Result], item: Item) -> Result:
-    _use_one_thread()
+    prepare_process()
     return work(item)
 
 

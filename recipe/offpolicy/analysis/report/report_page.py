@@ -31,7 +31,6 @@ from ..pages import (
 from ..whatif import whatif_tables
 from ..whatif.whatif_page import MEANINGS
 from . import report_figures
-from .step_sample import StepSample
 from .studies import TARGET_ESS, TARGET_KEPT, Studies
 from .timeline import REFERENCES, Timeline
 from .verdict import build_answers, build_table
@@ -60,9 +59,15 @@ class ReportContents:
     source: str
     card: Mapping[str, Any]
     proof: Mapping[str, Any]
-    sample: StepSample
     timeline: Timeline
     studies: Studies
+
+    @property
+    def sentence(self) -> str:
+        """The sentences about what was read."""
+        steps = list(dict.fromkeys(step.step for step in self.timeline.steps))
+        count = "the one recorded step" if len(steps) == 1 else f"all {len(steps)} recorded steps"
+        return f"Read: {count} ({steps[0]} to {steps[-1]}). {self.studies.sampled}".rstrip()
 
 
 def build_page(found: ReportContents) -> Page:
@@ -72,7 +77,7 @@ def build_page(found: ReportContents) -> Page:
     page.add_section(
         "Verdict",
         render_table(build_table(build_answers(found.timeline, spec, found.proof, found.studies))),
-        render_paragraph(found.sample.sentence),
+        render_paragraph(found.sentence),
     )
     page.add_section("Run and liveness proof", *_run(found, spec))
     page.add_section("Reward and mismatch over time", *_over_time(found.timeline))

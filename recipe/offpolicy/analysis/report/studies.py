@@ -1,4 +1,4 @@
-"""Attribution, calibration and what-if of a report, over the same steps."""
+"""Attribution, calibration and what-if of a report, over all steps."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from ...correction import CorrectionSpec, SpecError
 from ...recording import Recording, RecordingError
 from ..attribution.attribution import Attribution, attribute
 from ..calibration.parts import fill_placeholders
+from ..calibration.prompt_sample import PromptSample
 from ..calibration.propose import CalibrationRequest, CalibrationResult, propose_bounds
+from ..jobs import ALONE, Jobs
 from ..whatif.candidates import RECORDED, UNCORRECTED, Candidate
 from ..whatif.compose import compose_correction, initialize_composer
 from ..whatif.study import run_study
-from .step_sample import StepSample
 
 if TYPE_CHECKING:
     from ..whatif.outcomes import Study
@@ -40,23 +41,26 @@ class Studies:
 
     Attributes:
         new: calibrated parts that were not on, such as ``masks.gsm``.
+        sampled: sentence on the sample that bounds rest on; empty where it is all.
     """
 
     new: frozenset[str]
     attribution: Attribution | str
     calibrated: CalibrationResult | str
     study: Study | str
+    sampled: str = ""
 
 
 def run_studies(
-    recording: Recording, sample: StepSample, recorded: CorrectionSpec, *, spec: Sequence[str] = ()
+    recording: Recording, recorded: CorrectionSpec, *, spec: Sequence[str] = (), jobs: Jobs = ALONE
 ) -> Studies:
-    """Run all three tools over the sample's steps.
+    """Run all three tools over all steps.
 
     Args:
         recorded: what acted at the last step.
         spec: overrides of the correction that is calibrated; empty: what was recorded, with what of ``DEFAULT`` it
             has no part of.
+        jobs: who reads the steps.
 
     Raises:
         RecordingError: a step is damaged.
@@ -65,12 +69,14 @@ def run_studies(
     with initialize_composer():
         compared = [(override, compose_correction([override])) for override in COMPARED]
         asked = _asked(recorded, spec)
-    bounds = asked if isinstance(asked, str) else _calibrated(recording, sample, asked)
+    sample = PromptSample.of_recording(recording)
+    bounds = asked if isinstance(asked, str) else _calibrated(recording, asked, sample, jobs)
     return Studies(
         new=frozenset() if isinstance(asked, str) else asked.new,
-        attribution=_attributed(recording, sample),
+        attribution=_attributed(recording, jobs),
         calibrated=bounds,
-        study=_replayed(recording, sample, recorded, compared, bounds),
+        study=_replayed(recording, recorded, compared, bounds, jobs),
+        sampled=sample.sentence,
     )
 
 
@@ -118,27 +124,27 @@ def _beside(values: dict[str, Any], recorded: CorrectionSpec) -> dict[str, Any]:
     return values | {"proximal": recorded.proximal, "alpha": recorded.alpha}
 
 
-def _attributed(recording: Recording, sample: StepSample) -> Attribution | str:
+def _attributed(recording: Recording, jobs: Jobs) -> Attribution | str:
     try:
-        return attribute(recording.only(*sample.studied))
+        return attribute(recording, jobs=jobs)
     except RecordingError as error:
         return str(error)
 
 
-def _calibrated(recording: Recording, sample: StepSample, asked: _Asked) -> CalibrationResult | str:
+def _calibrated(recording: Recording, asked: _Asked, sample: PromptSample, jobs: Jobs) -> CalibrationResult | str:
     request = CalibrationRequest(target_kept=TARGET_KEPT, target_ess=TARGET_ESS)
     try:
-        return propose_bounds(recording.only(*sample.studied), asked.spec, request, asked.unset)
+        return propose_bounds(recording, asked.spec, request, asked.unset, sample=sample, jobs=jobs)
     except (RecordingError, SpecError) as error:
         return str(error)
 
 
 def _replayed(
     recording: Recording,
-    sample: StepSample,
     recorded: CorrectionSpec,
     compared: Sequence[tuple[str, dict[str, Any]]],
     bounds: CalibrationResult | str,
+    jobs: Jobs,
 ) -> Study | str:
     chosen = [Candidate(UNCORRECTED, UNCORRECTED)]
     if not recorded.is_none:
@@ -151,6 +157,6 @@ def _replayed(
         except SpecError as error:
             chosen.append(Candidate(override, override, error=str(error)))
     try:
-        return run_study(recording, sample.studied, chosen)
+        return run_study(recording, recording.steps, chosen, jobs=jobs)
     except SpecError as error:
         return str(error)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from ...correction.catalogue import BUCKETS
 from ...correction.ratios import EXP_CLAMP
 from ...recording import Rows, Step
 from ...recording.pi_old import find_scored_rows, get_trainers_pi_old
+from ..jobs import ALONE, Jobs, map_steps
 
 Floats = NDArray[np.float64]
 RIGHT = 1.0
@@ -120,27 +122,49 @@ class Timeline:
         return np.array([getattr(step, name) for step in self.steps], dtype=np.float64)
 
 
-def build_timeline(steps: Iterable[Step]) -> Timeline:
-    """Build the timeline, one step in memory at a time; a step without recorded rows is left out."""
+@dataclass(frozen=True)
+class _Part:
+    """What one step, or the updates in it under one correction, adds to a timeline."""
+
+    numbers: StepNumbers
+    lengths: Floats
+    rejected: Mapping[str, int]
+    correction: Mapping[str, Any]
+
+
+def build_timeline(steps: Iterable[Step], jobs: Jobs = ALONE) -> Timeline:
+    """Build the timeline, one step in memory at a time; a step without recorded rows is left out.
+
+    Args:
+        steps: a recording, or steps in memory.
+        jobs: who reads the steps of a recording.
+    """
     numbers: list[StepNumbers] = []
     buckets = np.zeros((len(BUCKETS), 6))
     rejected: dict[str, int] = {}
     correction: Mapping[str, Any] = {}
     changed = []
-    for step in steps:
-        if not len(step.rows):
-            continue
-        if numbers and step.spec != correction:
-            changed.append(int(step.rows.step[0]))
-        correction = step.spec
-        numbers.append(_of_step(step))
-        buckets += _of_lengths(step.rows)
-        for bit, reason in enumerate(step.reasons):
-            hit = int(((step.rows.rejected_by >> np.uint32(bit)) & 1).sum())
+    for part in chain.from_iterable(map_steps(_summarize_step, steps, jobs, "over time")):
+        if numbers and part.correction != correction:
+            changed.append(part.numbers.step)
+        correction = part.correction
+        numbers.append(part.numbers)
+        buckets += part.lengths
+        for reason, hit in part.rejected.items():
             rejected[reason] = rejected.get(reason, 0) + hit
     tokens = sum(each.tokens for each in numbers)
     reasons = {reason: count / tokens if tokens else math.nan for reason, count in rejected.items()}
     return Timeline(tuple(numbers), tuple(_buckets(buckets)), reasons, correction, tuple(changed))
+
+
+def _summarize_step(steps: Iterable[Step]) -> list[_Part]:
+    parts = []
+    for step in steps:
+        if len(step.rows):
+            by_bit = ((step.rows.rejected_by >> np.uint32(bit)) & 1 for bit in range(len(step.reasons)))
+            rejected = {reason: int(hit.sum()) for reason, hit in zip(step.reasons, by_bit, strict=True)}
+            parts.append(_Part(_of_step(step), _of_lengths(step.rows), rejected, step.spec))
+    return parts
 
 
 def _of_step(step: Step) -> StepNumbers:

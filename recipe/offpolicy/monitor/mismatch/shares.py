@@ -60,13 +60,13 @@ class Shares:
 
 @dataclass(frozen=True)
 class BackendFloor:
-    """The backend's mismatch by bin of probability, estimated from fresh tokens.
+    """The backend's mismatch by bin of probability, estimated from fresh tokens; (..., bins) each.
 
     Attributes:
-        tokens: (bins,) how many.
-        mean, variance, k3: (bins,) of log pi_old - log mu a token; of the nearest known bin where there are fewer than
-            ``LEAST_TOKENS``.
-        known: (bins,) bool.
+        tokens: how many.
+        mean, variance, k3: of log pi_old - log mu a token; of the nearest known bin where there are fewer than
+            ``LEAST_TOKENS``, without meaning where no bin is known.
+        known: bool.
     """
 
     tokens: Array
@@ -75,21 +75,28 @@ class BackendFloor:
     k3: Array
     known: NDArray[np.bool_]
 
-    def covered(self, tokens: Array) -> bool:
-        """Return True if enough of ``tokens``, a count by bin, lies in known bins."""
-        return bool(tokens[self.known].sum() >= LEAST_COVERED * tokens.sum())
+    def covered(self, tokens: Array) -> NDArray[np.bool_]:
+        """Find, (...) bool, where enough of ``tokens``, a count by bin, lies in known bins."""
+        inside = np.where(self.known, tokens, 0.0).sum(-1)
+        return self.known.any(-1) & (inside >= LEAST_COVERED * tokens.sum(-1))
 
 
 def estimate_floor(sums: Array) -> BackendFloor | None:
     """Estimate the backend's floor from the fresh tokens of ``sums``, of shape SHAPE; None where no bin has enough."""
-    fresh = sums[_FRESH]
-    tokens = fresh[:, _N]
+    floor = _measure_floor(sums)
+    return floor if floor.known.any() else None
+
+
+def _measure_floor(sums: Array) -> BackendFloor:
+    """Measure the floor of each of the tables: (..., *SHAPE)."""
+    fresh = sums[..., _FRESH, :, :]
+    tokens = fresh[..., _N]
     known = tokens >= LEAST_TOKENS
-    if not known.any():
-        return None
-    places = np.flatnonzero(known)
-    nearest = places[np.abs(np.arange(len(tokens))[:, None] - places[None, :]).argmin(-1)]
-    mean, square, k3 = (fresh[nearest, column] / tokens[nearest] for column in (_G, _GG, _GK))
+    bins = np.arange(tokens.shape[-1])
+    apart = np.where(known[..., None, :], np.abs(bins[:, None] - bins), len(bins))
+    nearest = apart.argmin(-1)
+    count = np.maximum(np.take_along_axis(tokens, nearest, -1), 1.0)
+    mean, square, k3 = (np.take_along_axis(fresh[..., column], nearest, -1) / count for column in (_G, _GG, _GK))
     return BackendFloor(tokens, mean, np.maximum(square - mean**2, 0.0), k3, known)
 
 
@@ -104,10 +111,10 @@ def choose_floor(sums: Array, earlier: Array | None) -> tuple[BackendFloor | Non
     """
     own = estimate_floor(sums)
     stale = sums[_STALE, :, _N]
-    if not stale.any() or (own is not None and own.covered(stale)):
+    if not stale.any() or (own is not None and bool(own.covered(stale))):
         return own, "own rows" if own is not None else ""
     before = estimate_floor(earlier) if earlier is not None else None
-    if before is not None and before.covered(stale):
+    if before is not None and bool(before.covered(stale)):
         return before, "earlier steps"
     return None, ""
 
@@ -119,46 +126,79 @@ def compute_shares(sums: Array | Sequence[float], floor: BackendFloor | None = N
         sums: of ``sums.compute_sums_by_row``, summed over rows; SHAPE, or flat.
         floor: of the backend; by default that of the fresh tokens of ``sums``.
     """
-    table = np.asarray(sums, dtype=np.float64).reshape(SHAPE)
-    floor = floor or estimate_floor(table)
-    whole = table.sum((0, 1))
-    count = whole[_N]
-    if not count:
-        nothing = Shares(np.nan, np.nan, None, None, np.nan)
-        return nothing, nothing
-    stale = table[_STALE]
-    identified = not table[_UNKNOWN, :, _N].any()
-    fresh = table[_FRESH].sum(0)
+    of_variance, of_kl = compute_many_shares(np.asarray(sums, dtype=np.float64).reshape(SHAPE), floor)
+    return of_variance.get_shares(), of_kl.get_shares()
+
+
+@dataclass(frozen=True)
+class ManyShares:
+    """``Shares`` of several tables of sums, (...) each; NaN where a table holds no token.
+
+    Attributes:
+        identified: whether backend and staleness are told apart; NaN where not.
+    """
+
+    whole: Array
+    rollout: Array
+    backend: Array
+    staleness: Array
+    drift: Array
+    identified: NDArray[np.bool_]
+
+    def get_shares(self) -> Shares:
+        """Return the shares of the only table."""
+        known = bool(self.identified)
+        return Shares(
+            whole=float(self.whole),
+            rollout=float(self.rollout),
+            backend=float(self.backend) if known else None,
+            staleness=float(self.staleness) if known else None,
+            drift=float(self.drift),
+        )
+
+
+def compute_many_shares(tables: Array, floor: BackendFloor | None = None) -> tuple[ManyShares, ManyShares]:
+    """Compute the shares of variance and of KL of each table.
+
+    Args:
+        tables: (..., *SHAPE), see ``compute_shares``.
+        floor: of the backend, one for all; by default that of the fresh tokens of each table.
+    """
+    floor = floor or _measure_floor(tables)
+    whole, fresh = tables.sum((-3, -2)), tables[..., _FRESH, :, :].sum(-2)
+    stale = tables[..., _STALE, :, :]
+    aged = stale[..., _N].any(-1)
+    some = whole[..., _N] > 0
+    count = np.where(some, whole[..., _N], np.nan)
+    identified = some & ~tables[..., _UNKNOWN, :, _N].any(-1) & (~aged | floor.covered(stale[..., _N]))
     # Sums over tokens of b, b L and k3(b), with b the backend's part.
-    backend = np.array([fresh[_G], fresh[_GL], fresh[_GK]])
-    if stale[:, _N].any():
-        identified = identified and floor is not None and floor.covered(stale[:, _N])
-        if identified and floor is not None:
-            backend += _estimate_stale_backend(stale, floor)
-    mean = whole[[_L, _G]] / count
-    variance = max(whole[_LL] / count - mean[0] ** 2, 0.0)
-    gap_covariance = whole[_GL] / count - mean[0] * mean[1]
-    backend_covariance = backend[1] / count - mean[0] * backend[0] / count
+    backend = fresh[..., [_G, _GL, _GK]] + np.where((identified & aged)[..., None], _estimate_stale(stale, floor), 0.0)
+    backend = np.where(identified[..., None], backend, np.nan)
+    total, gap = whole[..., _L] / count, whole[..., _G] / count
+    variance = np.maximum(whole[..., _LL] / count - total**2, 0.0)
+    gap_covariance = whole[..., _GL] / count - total * gap
+    backend_covariance = backend[..., 1] / count - total * backend[..., 0] / count
     return (
-        _split(variance, gap_covariance, backend_covariance if identified else None),
-        _split(whole[_LK] / count, whole[_GK] / count, backend[2] / count if identified else None),
+        _split(variance, gap_covariance, backend_covariance, identified),
+        _split(whole[..., _LK] / count, whole[..., _GK] / count, backend[..., 2] / count, identified),
     )
 
 
-def _estimate_stale_backend(stale: Array, floor: BackendFloor) -> Array:
+def _estimate_stale(stale: Array, floor: BackendFloor) -> Array:
     """Sum b, b L and k3(b) over stale tokens; E[b L] = E[b] E[L] + Var(b) in a bin, as L - b is independent of b."""
-    tokens = stale[:, _N]
+    tokens = stale[..., _N]
     first = tokens * floor.mean
-    product = floor.mean * stale[:, _L] + tokens * floor.variance
-    return np.array([first.sum(), product.sum(), (tokens * floor.k3).sum()])
+    product = floor.mean * stale[..., _L] + tokens * floor.variance
+    return np.stack([first.sum(-1), product.sum(-1), (tokens * floor.k3).sum(-1)], axis=-1)
 
 
-def _split(whole: float, rollout: float, backend: float | None) -> Shares:
-    scale = 1.0 / whole if whole > 0 else np.nan
-    return Shares(
-        whole=float(whole),
-        rollout=float(rollout * scale),
-        backend=None if backend is None else float(backend * scale),
-        staleness=None if backend is None else float((rollout - backend) * scale),
-        drift=float((whole - rollout) * scale),
+def _split(whole: Array, rollout: Array, backend: Array, identified: NDArray[np.bool_]) -> ManyShares:
+    scale = np.divide(1.0, whole, out=np.full_like(whole, np.nan), where=whole > 0)
+    return ManyShares(
+        whole=whole,
+        rollout=rollout * scale,
+        backend=backend * scale,
+        staleness=(rollout - backend) * scale,
+        drift=(whole - rollout) * scale,
+        identified=identified,
     )

@@ -9,10 +9,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+from numpy.typing import NDArray
 
+from recipe.offpolicy.analysis.attribution import profiles
 from recipe.offpolicy.analysis.attribution.profiles import build_profiles, select_valid_tokens, sum_profiles
 from recipe.offpolicy.analysis.attribution.token_text import TokenDecoder, escape, load_decoder
-from recipe.offpolicy.analysis.attribution.worst_examples import find_worst_rows, find_worst_tokens
+from recipe.offpolicy.analysis.attribution.worst_examples import find_worst_rows, find_worst_tokens, iterate_largest
+from recipe.offpolicy.monitor.mismatch.sums import EDGES
 from recipe.offpolicy.recording import Rows
 from tests.support.recordings import drawn_rows
 
@@ -191,3 +197,29 @@ def test_text_by_the_models_own_tokenizer(tmp_path: Path) -> None:
     assert reader.decode([]) == ""
     # Of another model, or made up.
     assert reader.decode([-1]) == "-1"
+
+
+@given(arrays(np.float64, st.integers(0, 700), elements=st.sampled_from([0.0, 0.5, 1.0, 2.0]) | st.floats(-9, 9)))
+def test_the_largest_come_first_and_of_equals_the_earlier(values: NDArray[np.float64]) -> None:
+    assert list(iterate_largest(values)) == np.argsort(-values, kind="stable").tolist()
+
+
+def test_buckets_far_apart_are_those_of_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = drawn_rows([3, 50, 7, 20], step=9, drift=0.1, oldest_version=np.array([8, 8, 1, 5]))
+    found = sum_profiles(rows, select_valid_tokens(rows))
+    assert set(found["staleness"]) == {0, 3, 7}
+    monkeypatch.setattr(profiles, "_MOST_CELLS", 1)
+    assert sum_profiles(rows, select_valid_tokens(rows)) == found
+
+
+def test_sums_of_buckets_are_those_of_their_tokens() -> None:
+    rows = drawn_rows([3, 50, 7, 20], backend=0.3, drift=0.1)
+    tokens = select_valid_tokens(rows)
+    for name, key in (("turn", tokens.turn), ("probability", np.digitize(tokens.mu, EDGES))):
+        for value, found in sum_profiles(rows, tokens)[name].items():
+            gap, drift = (of[key == value] for of in (tokens.gap, tokens.drift))
+            spread = [float(np.square(of - of.mean()).sum()) for of in (gap, drift)]
+            assert found.tokens == len(gap) > 0
+            assert [found.gap, found.drift] == pytest.approx([gap.mean(), drift.mean()])
+            assert [found.gap_square, found.drift_square] == pytest.approx(spread)
+            assert found.k3 == pytest.approx((np.exp(gap) - 1 - gap).sum())

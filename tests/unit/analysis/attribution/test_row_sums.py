@@ -25,6 +25,7 @@ from recipe.offpolicy.analysis.attribution.decomposition import (
 )
 from recipe.offpolicy.analysis.attribution.row_sums import compute_routing_sums, compute_row_sums
 from recipe.offpolicy.analysis.pages import to_rich
+from recipe.offpolicy.monitor.mismatch.sums import compute_sums_by_row
 from recipe.offpolicy.recording import Rows, concatenate
 from recipe.offpolicy.recording.schema import WITHOUT_REPLAY
 from tests.support.recordings import drawn_rows, sampled_by
@@ -53,6 +54,16 @@ def by_hand() -> Rows:
         log_prob=(old + np.array([0.3, 0.1])).astype(np.float32),
     )
     return without_replay(rows, old + np.array([0.2, 0.0]))
+
+
+def test_sums_of_ragged_rows_are_those_of_padded_ones() -> None:
+    """Rows of several lengths and ages, one of them empty, and a token without a finite log-prob."""
+    rows = drawn_rows([3, 50, 1, 0, 20], step=4, backend=0.1, drift=0.1, oldest_version=np.array([3, 1, 0, 3, -1]))
+    rows.log_prob[7] = np.nan
+    columns = rows.padded("rollout_log_prob", "old_log_prob", "log_prob", "token_staleness")
+    expected = compute_sums_by_row(staleness=columns.pop("token_staleness"), **columns).numpy()
+    assert compute_row_sums(rows) == pytest.approx(expected, rel=1e-13, abs=1e-16)
+    assert expected[1].sum() != 0
 
 
 def test_by_hand() -> None:

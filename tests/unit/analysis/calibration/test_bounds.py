@@ -399,7 +399,7 @@ def test_whole_corrections_are_replayed_by_the_stages() -> None:
         after = step_stage(spec, stage, log_prob=tensors["log_prob"], advantages=tensors["advantages"])
         logged.append(on_host({name: after.statistics[f"keep/{name}_share"] for name in ("token", "sequence")}))
     merged = merge_all(logged)
-    whole = compute_joint_shares(steps, spec)
+    (whole,) = compute_joint_shares(steps, [spec])
     assert 0 < whole.rows < 1
     assert whole.tokens == pytest.approx(merged["token"].value())
     assert whole.rows == pytest.approx(merged["sequence"].value())
@@ -407,6 +407,6 @@ def test_whole_corrections_are_replayed_by_the_stages() -> None:
 
 
 def test_nothing_recorded_has_no_share() -> None:
-    whole = compute_joint_shares([], spec_of(BAND))
+    (whole,) = compute_joint_shares([], [spec_of(BAND)])
     assert math.isnan(whole.tokens)
     assert math.isnan(whole.ess)

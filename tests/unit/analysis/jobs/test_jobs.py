@@ -4,16 +4,34 @@ from __future__ import annotations
 
 import argparse
 import os
+import resource
 import signal
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from recipe.offpolicy.analysis.attribution.attribution import attribute
-from recipe.offpolicy.analysis.jobs import Jobs, JobsError, jobs, read_arguments, show_progress
-from recipe.offpolicy.recording import Recording
+from recipe.offpolicy.analysis.calibration.joint import compute_joint_shares
+from recipe.offpolicy.analysis.calibration.prompt_sample import PromptSample
+from recipe.offpolicy.analysis.calibration.propose import CalibrationRequest, propose_bounds
+from recipe.offpolicy.analysis.jobs import (
+    ALONE,
+    Jobs,
+    JobsError,
+    jobs,
+    map_steps,
+    prepare_process,
+    read_arguments,
+    show_progress,
+)
+from recipe.offpolicy.analysis.report.timeline import build_timeline
+from recipe.offpolicy.correction import CorrectionSpec
+from recipe.offpolicy.recording import Recording, Step
+from tests.support.corrections import GSM
 from tests.support.recordings import drawn_rows, record
 
 
@@ -77,6 +95,32 @@ def test_an_attribution_does_not_depend_on_who_works_on_it(recorded: Recording) 
     assert attribute(recorded) == attribute(recorded, jobs=Jobs(2))
 
 
+@pytest.mark.slow
+def test_a_calibration_does_not_depend_on_who_works_on_it(recorded: Recording) -> None:
+    spec = CorrectionSpec.from_mapping({"masks": {"gsm": GSM}})
+    request = CalibrationRequest(target_kept=0.9)
+    sample = PromptSample(rows=0.6)
+    one, two = (propose_bounds(recorded, spec, request, sample=sample, jobs=each) for each in (ALONE, Jobs(2)))
+    assert one.spec == two.spec != spec
+    assert [vars(each.threshold) for each in one.proposals] == [vars(each.threshold) for each in two.proposals]
+    assert compute_joint_shares(recorded, [one.spec]) == compute_joint_shares(recorded, [one.spec], Jobs(2))
+
+
+@pytest.mark.slow
+def test_a_timeline_does_not_depend_on_who_works_on_it(recorded: Recording) -> None:
+    assert build_timeline(recorded) == build_timeline(recorded, Jobs(2))
+
+
+def test_steps_in_memory_are_worked_on_here(recorded: Recording) -> None:
+    """Each by itself, whatever the number of processes: a closure could not be sent to another."""
+
+    def list_steps(steps: Iterable[Step]) -> list[int]:
+        return [int(step.rows.step[0]) for step in steps]
+
+    assert list(map_steps(list_steps, list(recorded), Jobs(2), "reading")) == [[2], [3], [4]]
+    assert list(map_steps(list_steps, recorded, ALONE, "reading")) == [[2], [3], [4]]
+
+
 def test_a_large_recording_gets_a_process_a_core(recorded: Recording, monkeypatch: pytest.MonkeyPatch) -> None:
     none = argparse.Namespace(jobs=None, ray=None)
     assert read_arguments(none, recorded, recorded.steps) == Jobs(1)
@@ -89,3 +133,22 @@ def test_a_large_recording_gets_a_process_a_core(recorded: Recording, monkeypatc
 def test_progress_is_shown_on_a_terminal_alone(capsys: pytest.CaptureFixture[str]) -> None:
     assert list(show_progress(iter([1, 2]), 2, "reading")) == [1, 2]
     assert capsys.readouterr().err == ""
+
+
+def test_a_process_is_prepared_for_arrays() -> None:
+    """Memory of an array of 1 MB, 256 pages, comes without page faults once one of its size was freed."""
+
+    def count_faults() -> int:
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        for _ in range(20):
+            np.ones(2**17)
+        return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+    threads = torch.get_num_threads()
+    try:
+        prepare_process()
+        assert torch.get_num_threads() == 1
+    finally:
+        torch.set_num_threads(threads)
+    count_faults()
+    assert count_faults() < 20 * 256 / 2

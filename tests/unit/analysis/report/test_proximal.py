@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from recipe.offpolicy.analysis.report.step_sample import sample_steps
 from recipe.offpolicy.analysis.report.studies import run_studies
 from recipe.offpolicy.analysis.report.timeline import build_timeline
 from recipe.offpolicy.analysis.report.verdict import Answer, build_answers
@@ -32,7 +31,7 @@ def later() -> Rows:
 def said(recording: Recording, proximal: str) -> tuple[Answer, Answer]:
     """On whether the engines agree, and on where the mismatch comes from."""
     spec = CorrectionSpec.from_mapping(EVERY[proximal])
-    found = build_answers(build_timeline(recording), spec, {}, run_studies(recording, sample_steps(recording), spec))
+    found = build_answers(build_timeline(recording), spec, {}, run_studies(recording, spec))
     by_question = {answer.question: answer for answer in found}
     return by_question["Do the engines agree?"], by_question["Where does the mismatch come from?"]
 

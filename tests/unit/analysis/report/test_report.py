@@ -11,11 +11,11 @@ import pytest
 
 from recipe.offpolicy.analysis.attribution import attribution
 from recipe.offpolicy.analysis.attribution.token_text import TokenDecoder
+from recipe.offpolicy.analysis.calibration import prompt_sample
 from recipe.offpolicy.analysis.calibration.propose import CalibrationResult
 from recipe.offpolicy.analysis.pages import plotting
 from recipe.offpolicy.analysis.pages.plotting import draw_panels
 from recipe.offpolicy.analysis.report import report_figures
-from recipe.offpolicy.analysis.report.step_sample import sample_steps, spread_evenly
 from recipe.offpolicy.analysis.report.studies import Studies, run_studies
 from recipe.offpolicy.analysis.report.timeline import build_timeline
 from recipe.offpolicy.analysis.report.verdict import (
@@ -153,19 +153,15 @@ def test_one_step_without_cards_whose_record_is_not_its_replay(tmp_path: Path) -
 
 
 @pytest.mark.slow
-def test_hundreds_of_steps_are_sampled_and_said(tmp_path: Path) -> None:
+def test_hundreds_of_steps_are_all_read(tmp_path: Path) -> None:
     """Every picture is rendered, as SVG or PNG."""
     directory = tmp_path / "run"
     for step in range(1, 302):
         record(directory, drawn_rows([4, 4, 40, 40], seed=step, step=step, backend=0.03))
     text, page = report(directory, tmp_path)
     assert len(re.findall(r'src="data:image/(?:png;base64,iVBOR|svg\+xml;base64,PD94)', text)) == PICTURES
-    assert "301 steps are recorded (1 to 301)" in page.text
-    assert "reads 200 of them, evenly spread" in page.text
-    studied = re.search(r"read 24 steps, evenly spread: ([\d, ]+)\.", page.text)
-    assert studied is not None
-    steps = [int(step) for step in studied[1].split(",")]
-    assert (steps[0], steps[-1], len(steps)) == (1, 301, 24)
+    assert "Read: all 301 recorded steps (1 to 301)." in page.text
+    assert "sample" not in page.text.split("Run and liveness proof")[0]
 
 
 def test_the_verdict_is_a_table_of_questions() -> None:
@@ -173,28 +169,10 @@ def test_the_verdict_is_a_table_of_questions() -> None:
     assert [tuple(row) for row in table.rows] == [("Is it live?", "yes", "the proof is recorded")]
 
 
-def test_what_was_sampled_is_said(tmp_path: Path) -> None:
-    recording = Recording(made(tmp_path, steps=7))
-    assert sample_steps(recording, timeline=5, studied=3).sentence == (
-        "7 steps are recorded (1 to 7). What is drawn over time reads 5 of them, evenly spread; attribution, "
-        "calibration and what-if read 3 steps, evenly spread: 1, 4, 7."
-    )
-
-
-def test_spread_keeps_both_ends() -> None:
-    assert spread_evenly(range(1, 11), 4) == (1, 4, 7, 10)
-    assert spread_evenly(range(1, 11), 1) == (10,)
-    assert spread_evenly([3, 5], 4) == (3, 5)
-
-
-def test_large_steps_are_studied_in_part(tmp_path: Path) -> None:
-    """Files of a known size against a budget of half of them."""
-    recording = Recording(made(tmp_path, steps=8))
-    size = sum(path.stat().st_size for files in recording.files.values() for path in files) // 8
-    sample = sample_steps(recording, tokens=4 * size // 12)
-    assert len(sample.timeline) == 8
-    assert len(sample.studied) in (3, 4)
-    assert sample_steps(recording, tokens=1).studied == (8,)
+def test_a_large_recording_is_calibrated_by_a_sample(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prompt_sample, "TOKENS", 1000)
+    _, page = report(made(tmp_path, steps=7), tmp_path)
+    assert "Read: all 7 recorded steps (1 to 7). Bounds rest on a sample of the prompts, a share of 0." in page.text
 
 
 def test_numbers_of_a_step_by_hand(tmp_path: Path) -> None:
@@ -366,7 +344,7 @@ def test_what_was_not_on_is_calibrated_by_default(
     tmp_path: Path, recorded: dict[str, Any], calibrated: set[str], new: set[str]
 ) -> None:
     recording = Recording(made(tmp_path, steps=1))
-    found = run_studies(recording, sample_steps(recording), CorrectionSpec.from_mapping(recorded))
+    found = run_studies(recording, CorrectionSpec.from_mapping(recorded))
     assert isinstance(found.calibrated, CalibrationResult)
     assert {proposal.part.key for proposal in found.calibrated.proposals} == calibrated
     assert found.new == new
@@ -376,7 +354,7 @@ def test_nothing_to_calibrate_beside_a_bypassed_pi_old(tmp_path: Path) -> None:
     """With pi_old := mu a weight on pi_old / mu is 1: the reason stands in place of the curves."""
     bypass = CorrectionSpec.from_mapping({"proximal": "bypass"})
     recording = Recording(record(tmp_path / "run", drawn_rows([9] * 8), spec=bypass.to_mapping()))
-    found = run_studies(recording, sample_steps(recording), bypass)
+    found = run_studies(recording, bypass)
     assert isinstance(found.calibrated, str)
     assert "bypass" in found.calibrated
     assert not isinstance(found.study, str)

@@ -16,7 +16,14 @@ from recipe.offpolicy.correction.deferred_value import fetch
 from recipe.offpolicy.correction.statistics import Statistic, merge_all
 from recipe.offpolicy.monitor.mismatch.recent import RecentFloor
 from recipe.offpolicy.monitor.mismatch.share_statistics import build_share_statistics, defer_share_statistics
-from recipe.offpolicy.monitor.mismatch.shares import LEAST_TOKENS, RECENT, choose_floor, compute_shares, estimate_floor
+from recipe.offpolicy.monitor.mismatch.shares import (
+    LEAST_TOKENS,
+    RECENT,
+    choose_floor,
+    compute_many_shares,
+    compute_shares,
+    estimate_floor,
+)
 from recipe.offpolicy.monitor.mismatch.sums import AGES, BINS, COLUMNS, SHAPE, compute_sums_by_row
 
 MU = math.log(0.3)  # all in the bin 0.1-0.5
@@ -158,6 +165,24 @@ def test_bins_end_where_their_names_say() -> None:
     for probability, name in ((0.0009, BINS[0]), (0.0011, BINS[1]), (0.05, BINS[2]), (0.7, BINS[4]), (0.95, BINS[5])):
         table = sums_of([[0.0]], [[0.0]], [0], mu=math.log(probability))[0]
         assert table[AGES.index("fresh"), :, 0].tolist() == [float(name == other) for other in BINS]
+
+
+def test_shares_of_many_tables_are_those_of_each() -> None:
+    """Identified, with a stale bin that no fresh token covers, of an unknown age, and without a token."""
+    random = np.random.default_rng(0)
+    tables = []
+    for ages in ([0] * 8, [0, 1] * 4, [0] * 7 + [-1]):
+        gap, drift = (random.normal(0, 0.3, (8, 30)).tolist() for _ in range(2))
+        tables.append(sums_of(gap, drift, ages).sum(0))
+    apart = sums_of([[0.1] * 30], [[0.2] * 30], [0]) + sums_of([[0.3] * 30], [[0.1] * 30], [1], mu=math.log(0.0005))
+    tables += [apart.sum(0), np.zeros(SHAPE)]
+    many = compute_many_shares(np.stack(tables))
+    for number, table in enumerate(tables):
+        for split, expected in zip(many, compute_shares(table), strict=True):
+            one = [getattr(split, name)[number] for name in ("whole", "rollout", "backend", "staleness", "drift")]
+            known = [expected.whole, expected.rollout, expected.backend, expected.staleness, expected.drift]
+            assert one == pytest.approx([math.nan if part is None else part for part in known], nan_ok=True)
+    assert [bool(known) for known in many[0].identified] == [True, True, False, False, False]
 
 
 rows_of_numbers = st.lists(

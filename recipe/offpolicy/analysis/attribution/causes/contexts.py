@@ -43,11 +43,11 @@ class Support:
 
 def _find_distinct_tokens(sampled: SampledTokens) -> Integers:
     """Return indices of one token of each kind in each context, sorted by context."""
-    # Sorted by context, then token: duplicates become neighbours.
-    order = np.lexsort((sampled.token_id, sampled.context))
-    context, token = sampled.context[order], sampled.token_id[order]
+    # Sorted by context, then token of 32 bits: duplicates become neighbours.
+    key = (sampled.context << 32) + sampled.token_id
+    order = np.argsort(key, kind="stable")
     first = np.ones(len(order), dtype=bool)
-    first[1:] = (context[1:] != context[:-1]) | (token[1:] != token[:-1])
+    first[1:] = np.diff(key[order]) != 0
     return order[first]
 
 

@@ -106,10 +106,9 @@ def estimate(
         cluster: (n,).
         statistic: of the k sums.
     """
-    _, place = np.unique(cluster, return_inverse=True)
-    count = int(place.max(initial=-1)) + 1
-    sums = np.zeros((count, columns.shape[-1]))
-    np.add.at(sums, place, columns)
+    there = np.bincount(cluster) > 0
+    sums = np.stack([np.bincount(cluster, weights=column)[there] for column in columns.T], axis=-1)
+    count = len(sums)
     with np.errstate(divide="ignore", invalid="ignore"):
         value = statistic(sums.sum(0)) if count else np.nan
         if not np.isfinite(value):
