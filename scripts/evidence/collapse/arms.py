@@ -87,7 +87,7 @@ ARMS = (
 
 @dataclass(frozen=True)
 class Run:
-    """One run: an arm and a seed, of data order and start weights; vLLM's sampling has none."""
+    """One run: an arm and a seed of the order of the data; vLLM's sampling has none."""
 
     arm: Arm
     seed: int

@@ -394,6 +394,7 @@ def test_the_page_shows_the_committed_outcomes(table: list[str]) -> None:
 @pytest.mark.parametrize(
     ("path", "one", "other"),
     [
+        (results.DATA, "late_opsm", "late"),
         (results.IN_PROCESS, "opsm-8-0.001", "none-8-0.001"),
         (results.IN_PROCESS, "opsm-8-0.001", "random-8-0.001"),
         (results.IN_PROCESS, "random-8-0.001", "none-8-0.001"),
@@ -409,6 +410,18 @@ def test_the_page_shows_committed_differences(path: Path, one: str, other: str) 
     table = results.read(path)
     pair = [analyse.outcomes(table, setting)["outcome"] for setting in (one, other)]
     assert evidence_tables.format_difference(*pair) in " ".join(PAGE.read_text().split())
+
+
+def test_the_readme_shows_committed_outcomes() -> None:
+    """Its two rows: whole runs, and the arms in one process at eta 8."""
+    text = (ROOT / "README.md").read_text()
+    for path, arms_shown in (
+        (results.DATA, ("late", "late_opsm")),
+        (results.IN_PROCESS, [f"{arm}-8-0.001" for arm in ("none", "decoupled", "bypass", "both", "random", "opsm")]),
+    ):
+        table = results.read(path)
+        found = [analyse.outcomes(table, arm)["outcome"] for arm in arms_shown]
+        assert f"| {' | '.join(map(evidence_tables.format_spread, found))} |" in text
 
 
 def test_a_difference_is_paired_by_seed() -> None:
