@@ -30,7 +30,7 @@ def list_output_modules(*, json: bool, png: bool, html: bool) -> list[str]:
 def add_jobs(parser: argparse.ArgumentParser) -> None:
     """Add ``--jobs`` and ``--ray``, which ``analysis.jobs`` reads."""
     add = parser.add_mutually_exclusive_group().add_argument
-    add("--jobs", type=_read_count, metavar="N", help="processes (default: one a core; one for a small recording)")
+    add("--jobs", type=_read_count, metavar="N", help="processes; default: one a core, 1 for a small one")
     add("--ray", metavar="ADDRESS", help="work on this Ray cluster, whose nodes have package and recording in place")
 
 

@@ -29,7 +29,7 @@ def shifted(rows: Rows, by: int) -> Rows:
     mu = np.concatenate(
         [np.roll(rows.rollout_log_prob[a:b], by) for a, b in zip(rows.offsets[:-1], rows.offsets[1:], strict=True)]
     )
-    return Rows(**{**vars(rows), "rollout_log_prob": mu})
+    return replace(rows, rollout_log_prob=mu)
 
 
 @pytest.fixture(scope="module")
@@ -252,7 +252,7 @@ def test_nothing_to_judge_by() -> None:
     few = find_causes(drawn_rows([5, 5]))
     assert {cause.verdict for cause in few} == {"not testable"}
     rows = drawn_rows([20] * 32)
-    bypassed = find_causes(Rows(**{**vars(rows), "old_log_prob": rows.rollout_log_prob}))
+    bypassed = find_causes(replace(rows, old_log_prob=rows.rollout_log_prob))
     assert {cause.verdict for cause in bypassed} == {"not testable"}
     assert "proximal" in bypassed[0].sentence
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -35,13 +36,13 @@ def asked(again: int, error: Error) -> Rows:
     parts = []
     for value in np.unique(deviation):
         rows = sampled_with(float(value))
-        told = Rows(**{**vars(rows), "prompt_ids": ids, "prompt_offsets": np.arange(len(rows) + 1)})
+        told = replace(rows, prompt_ids=ids, prompt_offsets=np.arange(len(rows) + 1))
         parts.append(told.take(np.flatnonzero(deviation == value)))
     return concatenate(parts)
 
 
 def without_prompts(rows: Rows) -> Rows:
-    return Rows(**{**vars(rows), "prompt_ids": rows.prompt_ids[:0], "prompt_offsets": 0 * rows.prompt_offsets})
+    return replace(rows, prompt_ids=rows.prompt_ids[:0], prompt_offsets=0 * rows.prompt_offsets)
 
 
 def verdict(rows: Rows) -> Cause:

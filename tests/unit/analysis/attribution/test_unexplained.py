@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -61,10 +63,10 @@ def test_where_no_row_is_fresh_age_may_be_why() -> None:
 
 def test_what_cannot_be_looked_for_is_not_called_even() -> None:
     rows = drawn_rows(LENGTHS)
-    copied = attribute_rows(Rows(**{**vars(rows), "old_log_prob": rows.rollout_log_prob}), {})
+    copied = attribute_rows(replace(rows, old_log_prob=rows.rollout_log_prob), {})
     assert "mu is pi_old to the bit: one was copied from the other?" in format_verdict(copied)
     one_engine = {"correction": {"proximal": "same_engine"}}
-    alike = attribute_rows(Rows(**{**vars(rows), "old_log_prob": rows.rollout_log_prob}), one_engine)
+    alike = attribute_rows(replace(rows, old_log_prob=rows.rollout_log_prob), one_engine)
     assert "as correction.proximal=same_engine has it: there is nothing to explain" in format_verdict(alike)
     assert "5 tokens are recorded" in format_verdict(attribute_rows(drawn_rows([5]), {}))
 
