@@ -88,7 +88,7 @@ def measure(tool: str, directory: Path, jobs: int) -> tuple[float, float, float]
 
 
 class _Usage:
-    """What a process and all that it starts have used, as often as one looks.
+    """Use of a process and of all that it starts, as often as one looks.
 
     Attributes:
         seconds: of CPU time, by process.

@@ -56,7 +56,7 @@ UPDATED = "actor/grad_norm"
 
 @dataclass(frozen=True)
 class Preset:
-    """What is compared.
+    """Two kinds of runs that are compared.
 
     Attributes:
         corrected: overrides of the corrected run alone.

@@ -1,4 +1,4 @@
-"""What steps contribute to an attribution: sums that add up, worst examples, and rows to look for causes in."""
+"""Parts that steps contribute to an attribution: sums that add up, worst examples, and rows to look for causes in."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Sums = TypeVar("Sums", VersionSums, BucketSums)
 
 @dataclass(frozen=True)
 class Part:
-    """What steps contribute; parts of successive steps add up.
+    """Contribution of some steps; parts of successive steps add up.
 
     Attributes:
         worst: number of tokens and of rows that are listed.

@@ -124,7 +124,7 @@ class Timeline:
 
 @dataclass(frozen=True)
 class _Part:
-    """What one step, or the updates in it under one correction, adds to a timeline."""
+    """Part of a timeline that one step adds, or the updates in it under one correction."""
 
     numbers: StepNumbers
     lengths: Floats
