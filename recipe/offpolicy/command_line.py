@@ -1,4 +1,4 @@
-"""What the command-line tools have in common: missing packages, readers that leave early, numbers of processes."""
+"""Common to the command-line tools: missing packages, readers that leave early, numbers of processes."""
 
 from __future__ import annotations
 
