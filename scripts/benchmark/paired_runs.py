@@ -77,6 +77,8 @@ PRESETS = {
             "data.train_batch_size=4",
             "actor_rollout_ref.rollout.n=6",
             "actor_rollout_ref.actor.ppo_mini_batch_size=4",
+            "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=24",
+            "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=24",
             "actor_rollout_ref.actor.optim.lr=1e-5",
         ),
         large=True,

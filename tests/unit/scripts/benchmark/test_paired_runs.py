@@ -10,6 +10,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
+from omegaconf import OmegaConf
 
 from scripts.benchmark.pair_figures import Run, compare, compute_interval, compute_step, format_result, read_runs
 from scripts.benchmark.paired_runs import PRESETS, build_command, order_sides
@@ -105,6 +106,16 @@ def test_both_runs_differ_by_the_program_and_the_correction(preset: str, tmp_pat
     assert only_ours == {"recipe.offpolicy.main_offpolicy", *PRESETS[preset].corrected}
     assert {"data.seed=7", "actor_rollout_ref.rollout.seed=7"} < set(verls)
     assert ours[-1] == "data.truncation=left"
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_batches_of_a_preset_divide_into_micro_batches(preset: str) -> None:
+    """As verl asks of them."""
+    quickstart = OmegaConf.load(ROOT / "configs" / "quickstart.yaml")
+    keys = OmegaConf.merge(quickstart, OmegaConf.from_dotlist(list(PRESETS[preset].both)))
+    model = keys.actor_rollout_ref
+    assert keys.data.train_batch_size * model.rollout.n % model.rollout.log_prob_micro_batch_size_per_gpu == 0
+    assert model.actor.ppo_mini_batch_size * model.rollout.n % model.actor.ppo_micro_batch_size_per_gpu == 0
 
 
 @pytest.mark.slow
