@@ -15,18 +15,19 @@ from __future__ import annotations
 
 import sys
 
-from .short_process import CHECK_FLAG, shorten_start
+from .process_start import CHECK_FLAG, end_start, hasten_check, hasten_start
 from .usage import answer_help
 
 if __name__ == "__main__":  # before imports that take seconds
     answer_help(__doc__)
     if CHECK_FLAG in sys.argv[1:]:
-        shorten_start()
+        hasten_check()
+    else:
+        hasten_start()
 
 import contextlib
 import json
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 
 import hydra
@@ -39,7 +40,7 @@ from verl_patches.runtime_env import forward
 from .correction import CorrectionSpec, SpecError
 from .correction.problem import CheckError, set_to
 from .doctor.launch import explain_unknown_keys
-from .preflight.checks import CHECKS, CHECKS_IN_SOURCE, Check, list_active, list_patch_groups
+from .preflight.checks import list_active, list_patch_groups
 from .preflight.examination import examine
 from .preflight.hydra_groups import force_own_keys, read_task_overrides
 from .preflight.primary_config import check_primary, keep_search_path
@@ -47,12 +48,11 @@ from .preflight.primary_config import check_primary, keep_search_path
 CONFIG_DIR = str(Path(__file__).resolve().parent / "config")
 
 
-def prepare(config: DictConfig, checks: Sequence[Check] = CHECKS) -> tuple[CorrectionSpec, list[str]]:
+def prepare(config: DictConfig) -> tuple[CorrectionSpec, list[str]]:
     """Run the start-up checks, print what is on, and turn verl's idle correction off, in place.
 
     Args:
         config: the launch's, composed.
-        checks: those that stop the launch.
 
     Returns:
         The correction to train with, and remarks that stop nothing.
@@ -60,7 +60,7 @@ def prepare(config: DictConfig, checks: Sequence[Check] = CHECKS) -> tuple[Corre
     Raises:
         CheckError: something stops the launch; all of it at once.
     """
-    found = examine(config, read_task_overrides(), checks=checks, say=_say)
+    found = examine(config, read_task_overrides(), say=_say)
     if found.spec is None or found.stopping:
         raise CheckError(found.stopping)
     if not found.spec.is_none and not list_active(config):
@@ -88,6 +88,7 @@ def train(config: DictConfig) -> None:
 
     auto_set_device(config)
     validate_config(config=config, use_reference_policy=need_reference_policy(config), use_critic=need_critic(config))
+    end_start()
     run_ppo(config, task_runner_class=RemoteTaskRunner)
 
 
@@ -102,7 +103,7 @@ def main() -> None:
     def run(config: DictConfig) -> None:
         begun.append(True)
         try:
-            spec, remarks = prepare(config, CHECKS_IN_SOURCE if only_check else CHECKS)
+            spec, remarks = prepare(config)
             forward(config, groups=list_patch_groups(live_path(config)))
         except (CheckError, PatchError) as error:
             sys.exit(f"offpolicy: stopped before anything was started.\n{error}")

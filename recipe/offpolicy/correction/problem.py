@@ -127,6 +127,9 @@ class CheckError(RuntimeError):
         self.problems: Sequence[Problem] = tuple(problems)
         super().__init__("\n".join(map(str, self.problems)))
 
+    def __reduce__(self) -> tuple[type[CheckError], tuple[Sequence[Problem]]]:
+        return type(self), (self.problems,)  # Ray sends it from the task runner
+
 
 def set_to(key: str, value: object, *, add: bool = False) -> str:
     """Build the override ``key=value`` in Hydra's grammar; ``add`` for keys that the configuration may not have.

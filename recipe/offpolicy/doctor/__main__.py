@@ -12,9 +12,9 @@ from ..command_line import run  # noqa: E402
 from .doctor_command import describe_failure, main  # noqa: E402
 
 try:
-    from ..short_process import shorten_start
+    from ..process_start import hasten_check
 
-    shorten_start()
+    hasten_check()
     status = run("doctor", main)
 except SystemExit as stop:  # --help, and arguments that do not go together
     status = stop.code if isinstance(stop.code, int) else 2

@@ -17,7 +17,6 @@ from ..correction import CorrectionSpec, Problem, SpecError
 from ..correction.problem import EVERYTHING, MU, CheckError
 from ..preflight.bound_pairs import find_pairs
 from ..preflight.checks import (
-    CHECKS_IN_SOURCE,
     REMARKS,
     VERL_CHECKS,
     ConfiguredPart,
@@ -120,7 +119,7 @@ def judge(config: DictConfig, launch: Launch, overrides: Sequence[str] = ()) -> 
         return Diagnosis(launch, rows=_arrange_rows((), null)[0])
     if not launch.ours:
         return _judge_verl(config, launch, live_path(config), overrides)
-    found = examine(config, overrides, checks=CHECKS_IN_SOURCE)
+    found = examine(config, overrides)
     parts = list_parts(config, found.spec) if found.spec is not None else ()
     rows, notes = _arrange_rows(parts, found.problems)
     fingerprint = None if found.spec is None or found.spec.is_none else found.spec.fingerprint()

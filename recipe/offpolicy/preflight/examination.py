@@ -68,15 +68,12 @@ class Preflight:
         return tuple(problem for problem in self.problems if problem.verdict != "WRONG")
 
 
-def examine(
-    config: DictConfig, overrides: Iterable[str], *, checks: Sequence[Check] = CHECKS, say: Say = lambda line: None
-) -> Preflight:
+def examine(config: DictConfig, overrides: Iterable[str], *, say: Say = lambda line: None) -> Preflight:
     """Resolve the configuration in place and run every check, inside the Hydra application that composed it.
 
     Args:
         config: composed by a primary configuration with our sections.
         overrides: of the command line.
-        checks: those that stop a launch.
         say: takes the headline and what was chosen, as soon as they are known.
     """
     overrides = list(overrides)
@@ -107,7 +104,7 @@ def examine(
         say(line)
     if spec is not None:
         reported = {problem.key for problem in pairs}
-        problems += [each for each in _check_around(config, spec, options, checks) if each.key not in reported]
+        problems += [each for each in _check_around(config, spec, options) if each.key not in reported]
     return Preflight(spec, tuple(options), tuple(dict.fromkeys(problems)), tuple(said), first)
 
 
@@ -136,13 +133,11 @@ def describe_verls_loss(config: DictConfig) -> str:
     return f"verl's own algorithm.rollout_correction: {', '.join(asked)}" if asked else "verl's own loss"
 
 
-def _check_around(
-    config: DictConfig, spec: CorrectionSpec, options: Sequence[str], checks: Sequence[Check]
-) -> Iterator[Problem]:
+def _check_around(config: DictConfig, spec: CorrectionSpec, options: Sequence[str]) -> Iterator[Problem]:
     """Find the problems around a correction that is itself well formed."""
-    found = list(_find_stopping(config, spec, checks))
+    found = list(_find_stopping(config, spec))
     found += _collect_raised(lambda: check_beside(spec, read_shadows(config)))
-    found += _collect_raised(lambda: fallbacks.check(config, spec, lambda changed: run_checks(changed, checks)))
+    found += _collect_raised(lambda: fallbacks.check(config, spec, run_checks))
     found += _collect_raised(lambda: refuse_emptied(spec, options))
     if not found:
         found += collect_problems((check_by_verl,), config, spec)
@@ -150,13 +145,13 @@ def _check_around(
     yield from collect_problems(REMARKS, config, spec)
 
 
-def _find_stopping(config: DictConfig, spec: CorrectionSpec, checks: Sequence[Check]) -> Iterator[Problem]:
+def _find_stopping(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
     """Find the problems that stop the launch, INERT ones made WRONG."""
-    for problem in collect_problems(checks, config, spec):
+    for problem in collect_problems(CHECKS, config, spec):
         yield problem if problem.verdict == "NOTE" else replace(problem, verdict="WRONG")
 
 
-def run_checks(config: DictConfig, checks: Sequence[Check] = CHECKS) -> CorrectionSpec:
+def run_checks(config: DictConfig) -> CorrectionSpec:
     """Run the checks on a resolved configuration.
 
     Returns:
@@ -167,7 +162,7 @@ def run_checks(config: DictConfig, checks: Sequence[Check] = CHECKS) -> Correcti
         CheckError: of what stops a launch, all at once.
     """
     spec = read_spec(config)
-    if stopping := [each for each in _find_stopping(config, spec, checks) if each.verdict == "WRONG"]:
+    if stopping := [each for each in _find_stopping(config, spec) if each.verdict == "WRONG"]:
         raise CheckError(stopping)
     return spec
 

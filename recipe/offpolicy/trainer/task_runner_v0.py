@@ -7,9 +7,9 @@ from typing import Any
 import ray
 from omegaconf import DictConfig
 
-import verl_patches
 from verl_patches.trainer_v0 import task_runner
 
+from ..preflight.checks import demand_seams
 from ..support.support_settings import SupportSettings
 from .supervised_run import demand_trained
 from .trainer_v0 import OffPolicyRayTrainer, install_trainer
@@ -21,7 +21,7 @@ class OffPolicyTaskRunnerV0(_TaskRunner):
     """verl's V0 task runner; installs the trainer in its own Ray process, where verl looks it up."""
 
     def run(self, config: DictConfig) -> None:
-        verl_patches.status()
+        demand_seams(config)
         install_trainer(choose_mixin(config))
         super().run(config)
         demand_trained()

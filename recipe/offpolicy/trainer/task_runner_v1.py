@@ -8,9 +8,8 @@ import ray
 from omegaconf import DictConfig
 from verl.trainer.main_ppo import TaskRunnerV1
 
-import verl_patches
-
 from ..monitor.mismatch.snapshot_settings import SnapshotSettings
+from ..preflight.checks import demand_seams
 from ..replay.replay_settings import ReplaySettings, read_megatron_mode
 from ..staleness.staleness_settings import StalenessSettings
 from ..support.support_settings import SupportSettings
@@ -25,7 +24,7 @@ class OffPolicyTaskRunnerV1(_TaskRunner):
     """verl's V1 task runner; installs the trainers in its own Ray process, where verl looks them up."""
 
     def run(self, config: DictConfig) -> None:
-        verl_patches.status()
+        demand_seams(config)
         install_trainers(config.trainer.v1.trainer_mode, choose_mixin(config))
         super().run(config)
         demand_trained()

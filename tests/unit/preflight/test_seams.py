@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Sequence
 
 import pytest
 
 import verl_patches
-from recipe.offpolicy.preflight.checks.seams import check_seams_with
+from recipe.offpolicy.correction import CorrectionSpec
+from recipe.offpolicy.correction.problem import CheckError
+from recipe.offpolicy.preflight.checks.seams import check_seams, check_seams_with, demand_seams
 from recipe.offpolicy.preflight.checks.workers_env import list_patch_groups
+from tests.support.applications import NEEDED, application
 from verl_patches import (
     engine_loss,
     llm_client,
@@ -66,6 +70,22 @@ def test_a_seam_that_has_moved_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> 
 
     (problem,) = check_seams_with(LivePath("0.9.1", "v1", "engine", "fsdp"), hold)
     assert (problem.key, problem.value, problem.reason) == ("verl", "0.9.1", "set_loss_fn has moved")
+
+
+@pytest.mark.slow
+def test_the_process_that_trains_looks_at_what_it_has_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plugin that replaces a seam is not in verl's source, by which the launch was checked."""
+    pytest.importorskip("verl")
+    from verl.workers.engine_workers import TrainingWorker
+
+    with application("correction=gsm", *NEEDED) as config:
+        demand_seams(config)
+        monkeypatch.setattr(TrainingWorker, "train_mini_batch", lambda self, batch: None)
+        assert list(check_seams(config, CorrectionSpec())) == []
+        with pytest.raises(CheckError, match="train_mini_batch") as caught:
+            demand_seams(config)
+    sent = pickle.loads(pickle.dumps(caught.value))
+    assert (str(sent), sent.problems) == (str(caught.value), caught.value.problems)
 
 
 def test_legacy_workers_load_the_patches_of_their_actors() -> None:

@@ -33,6 +33,7 @@ from . import (
 from .config_reader import SUPPORT_PART, ConfiguredPart, list_parts, read_shadows, read_spec
 from .null_sections import find_null_sections
 from .offpolicy_keys import OWN_KEYS, check_own_keys
+from .seams import demand_seams
 from .unreadable_values import find_unreadable_values, find_unresolved_interpolations, substitute_usual_values
 from .verl_validate_config import check_by_verl
 from .workers_env import list_patch_groups
@@ -81,10 +82,6 @@ CHECKS: tuple[Check, ...] = (
     policy_loss.check_base_loss,
     extensions.check_extensions,
 )
-CHECKS_IN_SOURCE: tuple[Check, ...] = tuple(
-    seams.check_seams_in_source if check is seams.check_seams else check for check in CHECKS
-)
-"""The same for ``--check`` and the doctor, which train nothing: importing verl's trainer and workers takes seconds."""
 REMARKS: tuple[Check, ...] = (
     bounds.warn_bounds_never_seen,
     warnings.warn_level_version,
@@ -102,7 +99,6 @@ REMARKS: tuple[Check, ...] = (
 
 __all__ = [
     "CHECKS",
-    "CHECKS_IN_SOURCE",
     "OWN_KEYS",
     "REMARKS",
     "SUPPORT_PART",
@@ -110,6 +106,7 @@ __all__ = [
     "Check",
     "ConfiguredPart",
     "check_by_verl",
+    "demand_seams",
     "find_null_sections",
     "find_unreadable_values",
     "find_unresolved_interpolations",

@@ -1,7 +1,7 @@
 """Contracts on verl's functions checked against its source: milliseconds, where importing takes seconds.
 
 A contract that the source does not show to hold, because it differs, or because the target is made when its module is
-run, is held by importing it, as a launch does: the last word is always the import's.
+run, is held by importing it. The process that trains imports all of them: the last word is always the import's.
 """
 
 from __future__ import annotations

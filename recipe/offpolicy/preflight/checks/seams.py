@@ -21,7 +21,7 @@ from verl_patches.contract import Contract, PatchError
 from verl_patches.execution_path import LivePath, live_path
 
 from ...correction import CorrectionSpec
-from ...correction.problem import Problem, set_to
+from ...correction.problem import CheckError, Problem, set_to
 from ...replay.replay_settings import ReplaySettings
 from ...support.support_settings import SupportSettings
 from .config_reader import SHADOW, read_shadows
@@ -33,13 +33,18 @@ Hold = Callable[[Iterable[Contract]], None]
 
 
 def check_seams(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
-    """Import every seam of the live path and check it against its contract."""
-    return _check_seams_of(config, engine_loss.check)
-
-
-def check_seams_in_source(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
-    """Check every seam of the live path in verl's source, for what does not go on to train."""
+    """Check every seam of the live path in verl's source: importing verl's workers takes seconds."""
     return _check_seams_of(config, check_contracts)
+
+
+def demand_seams(config: DictConfig) -> None:
+    """Import every seam of the live path and check it, in the process that trains, which imports them anyway.
+
+    Raises:
+        CheckError: one does not hold, as where a plugin has replaced what verl's source shows.
+    """
+    if problems := list(_check_seams_of(config, engine_loss.check)):
+        raise CheckError(problems)
 
 
 def _check_seams_of(config: DictConfig, hold: Hold) -> Iterator[Problem]:

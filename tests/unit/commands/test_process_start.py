@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from recipe.offpolicy.short_process import CHECK_FLAG, shorten_start
+from recipe.offpolicy.process_start import CHECK_FLAG, end_start, hasten_check
 from tests.support.applications import CONFIGS, NEEDED
 from tests.support.fresh_python import ok, python
 from tests.support.paths import ROOT
@@ -41,9 +41,13 @@ def test_a_process_is_set_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(yaml, "SafeLoader", yaml.SafeLoader)
     others = len(sys.meta_path)
     try:
-        shorten_start()
+        hasten_check()
         assert not gc.isenabled()
+        end_start()
+        assert gc.isenabled()
+        assert gc.get_freeze_count() > 0
     finally:
+        gc.unfreeze()
         gc.enable()
     assert len(sys.meta_path) == others + 2
     assert yaml.safe_load("a: 1") == {"a": 1}
@@ -71,6 +75,26 @@ def test_a_check_imports_nothing_that_only_training_uses(
     assert imported == ["verl"]
 
 
+def test_a_launch_leaves_workers_and_engine_to_the_processes_that_run_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their import takes as long as all that verl's own launch does before it starts Ray."""
+    monkeypatch.chdir(tmp_path)
+    program = ["recipe.offpolicy.main_offpolicy", "correction=gsm", *NEEDED]
+    code = f"""
+import gc, os, runpy, sys, ray
+def start(*args, **kwargs):
+    print("imported:", *sorted({{"vllm", "megatron", "verl.workers.engine_workers"}} & sys.modules.keys()))
+    print("collecting:", gc.isenabled(), flush=True)
+    os._exit(0)
+ray.init = start
+sys.argv = {program!r}
+runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+"""
+    done = python(code, bare=True)
+    assert "imported:\ncollecting: True\n" in done.stdout, done.stderr[-2000:]
+
+
 def test_configurations_are_parsed_alike() -> None:
     """Every file of verl's configuration and of ours, by YAML's parsers in Python and in C."""
     code = f"""
@@ -80,8 +104,8 @@ import verl_patches.contract
 folders = [Path({str(CONFIGS)!r}), verl_patches.contract.location("verl") / "trainer" / "config"]
 files = [file for folder in folders for file in folder.rglob("*.yaml")]
 before = [OmegaConf.to_yaml(OmegaConf.load(file)) for file in files]
-from recipe.offpolicy.short_process import shorten_start
-shorten_start()
+from recipe.offpolicy.process_start import hasten_check
+hasten_check()
 print(before == [OmegaConf.to_yaml(OmegaConf.load(file)) for file in files], len(files) > 50)
 """
     assert ok(code, bare=True) == "True True\n"
