@@ -29,6 +29,8 @@ from collapse.significance import bootstrap, cliffs_delta, equivalence, holm, pa
 
 MOST, RECOVERED, MARGIN = 6, 0.75, 0.05
 """Seeds of 8 in which H1 and H2 hold, share of the run in step that counts as recovered, margin of the control."""
+STRAY, ERROR = 1e-5, 1e-6
+"""What weights of the control may be off 1, and its first gradient off what it must be."""
 
 
 class MissingRunsError(ValueError):
@@ -103,17 +105,19 @@ def judge(table: pandas.DataFrame) -> list[Verdict]:
     )
     p = sign_flip(apart)
     rows = table[(table["arm"] == "control_both") & table["proved"].notna()]
-    exact = bool(
-        (rows["kept"] == 1.0).all()
-        and (rows[["weight_min", "weight_max"]] - 1.0).abs().max().max() < 1e-5
-        and rows.groupby("seed")["gradient_error"].first().max() < 1e-6
-    )
+    kept = rows["kept"].min()
+    stray = (rows[["weight_min", "weight_max"]] - 1.0).abs().max().max()
+    error = rows.groupby("seed")["gradient_error"].first().max()
+    exact = bool(kept == 1.0 and stray < STRAY and error < ERROR)
     gap = both - control
     h4_p = equivalence(gap, MARGIN)
-    h4 = f"control_both is {gap.mean():+.3f} from control; weights, masks and gradient as if there were none: {exact}"
+    h4 = (
+        f"control_both is {gap.mean():+.3f} ({gap.min():+.3f} to {gap.max():+.3f}) from control, p = {h4_p:.4f}; kept "
+        f"{kept:.3f}, weights within {stray:.1e} of 1 (allowed {STRAY:.0e}), gradient error {error:.1e}"
+    )
     adjusted = holm({"H1": h1.p, "H3": p, "H4": h4_p})
     h3 = Verdict("H3", adjusted["H3"] <= 0.05, f"p = {p:.4f}, {adjusted['H3']:.4f} by Holm", p)
-    return [h1, h2, h3, Verdict("H4", exact and adjusted["H4"] <= 0.05, f"{h4}; p = {h4_p:.4f}", h4_p)]
+    return [h1, h2, h3, Verdict("H4", exact and adjusted["H4"] <= 0.05, h4, h4_p)]
 
 
 def judge_in_process(table: pandas.DataFrame) -> list[Verdict]:

@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[3]
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts" / "evidence")]
 
 from collapse import results  # noqa: E402
-from collapse.analyse import outcomes  # noqa: E402
+from collapse.analyse import MissingRunsError, judge, outcomes  # noqa: E402
 from collapse.arms import ARMS  # noqa: E402
 from collapse.late_runs import ARMS as IN_PROCESS_ARMS  # noqa: E402
 from collapse.late_runs import ETAS, RATES, ROUNDED, SEEDS  # noqa: E402
@@ -74,6 +74,16 @@ def build_whole_table(table: pandas.DataFrame) -> list[str]:
     return lines * (len(lines) > 2)
 
 
+def build_verdict_table(table: pandas.DataFrame) -> list[str]:
+    """Build the lines of the table of H1 to H4; nothing where a run that they need is missing."""
+    try:
+        verdicts = judge(table)
+    except MissingRunsError:
+        return []
+    rows = [f"| {each.name} | {'holds' if each.holds else '**fails**'} | {each.found} |" for each in verdicts]
+    return ["| hypothesis | verdict | found |", "|---|---|---|", *rows]
+
+
 def build_in_process_table(table: pandas.DataFrame, rate: float) -> list[str]:
     """Build the lines of the table of runs in one process at a learning rate: arms by steps late, whole settings.
 
@@ -113,6 +123,7 @@ def build_tables() -> list[list[str]]:
     whole, in_process = results.read(), results.read(results.IN_PROCESS)
     tables = [
         build_whole_table(whole),
+        build_verdict_table(whole),
         *(build_in_process_table(in_process, rate) for rate in RATES),
         build_rounded_table(in_process),
     ]

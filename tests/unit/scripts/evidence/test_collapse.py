@@ -242,8 +242,16 @@ def test_each_hypothesis_can_fail() -> None:
     assert not change(late_opsm=0.0)["H3"]
     assert not change(control_both=0.6)["H4"]
     table = build_table(lambda arm, seed: AS_EXPECTED.get(arm, 0.0))
-    table.loc[table["arm"] == "control_both", "kept"] = 0.99
-    assert not verdicts(table)["H4"]
+    for column, value, said in (
+        ("kept", 0.99, "kept 0.990"),
+        ("weight_max", 1.00002, "within 2.0e-05 of 1 (allowed 1e-05)"),
+        ("gradient_error", 1e-5, "gradient error 1.0e-05"),
+    ):
+        changed_table = table.copy()
+        changed_table.loc[changed_table["arm"] == "control_both", column] = value
+        *_, h4 = analyse.judge(changed_table)
+        assert not h4.holds
+        assert said in h4.found
 
 
 def test_a_missing_seed_is_an_error() -> None:
@@ -395,6 +403,7 @@ def test_the_page_shows_the_committed_outcomes(table: list[str]) -> None:
     ("path", "one", "other"),
     [
         (results.DATA, "late_opsm", "late"),
+        (results.DATA, "late_opsm", "in_step"),
         (results.IN_PROCESS, "opsm-8-0.001", "none-8-0.001"),
         (results.IN_PROCESS, "opsm-8-0.001", "random-8-0.001"),
         (results.IN_PROCESS, "random-8-0.001", "none-8-0.001"),
@@ -416,7 +425,7 @@ def test_the_readme_shows_committed_outcomes() -> None:
     """Its two rows: whole runs, and the arms in one process at eta 8."""
     text = (ROOT / "README.md").read_text()
     for path, arms_shown in (
-        (results.DATA, ("late", "late_opsm")),
+        (results.DATA, ("in_step", "late", "late_opsm")),
         (results.IN_PROCESS, [f"{arm}-8-0.001" for arm in ("none", "decoupled", "bypass", "both", "random", "opsm")]),
     ):
         table = results.read(path)
@@ -434,6 +443,8 @@ def test_tables_show_medians_ranges_and_the_seeds_below_their_start() -> None:
     rows = {line.split("|")[1].strip(): line for line in evidence_tables.build_whole_table(whole)}
     assert rows["`late`"].startswith("| `late` | 8 of 8 | 0.035 (0.000 to 0.070) | 8 |")
     assert rows["`async_both_2`"].startswith("| `async_both_2` | 3 of 3 | 0.010 (0.000 to 0.020) | 3 |")
+    assert evidence_tables.build_verdict_table(whole)[2].startswith("| H1 | holds | late collapsed in 8 of 8 |")
+    assert evidence_tables.build_verdict_table(whole[whole["arm"] != "control"]) == []
     late = build_late_table(lambda arm, eta, seed: 0.2 if eta == 8 else 0.6)
     rows = {line.split("|")[1].strip(): line for line in evidence_tables.build_in_process_table(late, 1e-3)}
     assert rows["`none`"] == "| `none` |" + " 0.600 (0.600 to 0.600) |" * 4 + " 0.200 (0.200 to 0.200), 10 below |"
