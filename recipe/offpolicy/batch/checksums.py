@@ -44,7 +44,7 @@ def hash_rows(tokens: Tensor, mask: Tensor, values: Tensor) -> Tensor:
         ValueError: layouts or shapes that differ.
     """
     columns = {"tokens": tokens, "mask": mask, "values": values.detach()}
-    return torch.cat([_hash_block(rows, **block) for rows, block in split_tokens(columns)])
+    return torch.cat([_hash_block(rows, **block) for _, rows, block in split_tokens(columns)])
 
 
 def _hash_block(rows: RowLayout, tokens: Tensor, mask: Tensor, values: Tensor) -> Tensor:

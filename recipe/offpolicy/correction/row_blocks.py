@@ -48,26 +48,28 @@ def split_rows(columns: Mapping[str, Tensor], most: int = BLOCK) -> Iterator[tup
             yield block, {name: column[block] for name, column in columns.items()}
 
 
-def split_tokens(columns: Mapping[str, Tensor], most: int = BLOCK) -> Iterator[tuple[RowLayout, dict[str, Tensor]]]:
-    """Split columns into blocks of whole rows as ``split_rows``, each a layout and the tensors of tokens behind it.
+def split_tokens(
+    columns: Mapping[str, Tensor], most: int = BLOCK
+) -> Iterator[tuple[slice, RowLayout, dict[str, Tensor]]]:
+    """Split columns into blocks of whole rows as ``split_rows``, each with its layout and as tensors of tokens.
 
     To make a block's nested tensors can take longer than what is computed of it. Where there are several blocks, their
     layouts give nothing back in the layout of the columns.
 
     Example:
-        >>> [tokens["mask"].shape for _, tokens in split_tokens({"mask": torch.ones(5, 4)}, most=8)]
+        >>> [tokens["mask"].shape for _, _, tokens in split_tokens({"mask": torch.ones(5, 4)}, most=8)]
         [torch.Size([2, 4]), torch.Size([2, 4]), torch.Size([1, 4])]
     """
     layout = detect_layout(**columns)
     if not isinstance(layout, PackedRows) or layout.offsets.device.type != "cpu" or not layout.count:
-        for _, block in split_rows(columns, most):
+        for at, block in split_rows(columns, most):
             whole = detect_layout(**block)
-            yield whole, {name: whole.tokens(column) for name, column in block.items()}
+            yield at, whole, {name: whole.tokens(column) for name, column in block.items()}
         return
     tokens = {name: layout.tokens(column) for name, column in columns.items()}
     for at, there in _find_blocks(layout.offsets, most):
         rows = PackedRows(layout.offsets[at.start : at.stop + 1] - there.start, there.stop - there.start, layout.like)
-        yield rows, {name: column[there] for name, column in tokens.items()}
+        yield at, rows, {name: column[there] for name, column in tokens.items()}
 
 
 def _split_nested(columns: Mapping[str, Any], most: int) -> Iterator[tuple[slice, dict[str, Tensor]]]:

@@ -75,7 +75,7 @@ def check_zeros(rollout_log_prob: Tensor, trainer_log_prob: Tensor, response_mas
         RolloutLogProbError: zeros stand in for the log-probs of some rows, or of all.
     """
     columns = {"mu": rollout_log_prob, "trainer": trainer_log_prob, "mask": response_mask}
-    found = sum(_count_zero_rows(rows, **block) for rows, block in split_tokens(columns))
+    found = sum(_count_zero_rows(rows, **block) for _, rows, block in split_tokens(columns))
     assert isinstance(found, Tensor), "there is a block of no rows, at least"
     _judge_zeros(len(rollout_log_prob), found.tolist())
 

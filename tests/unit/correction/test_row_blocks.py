@@ -36,12 +36,13 @@ def test_blocks_of_nested_rows(lengths: list[int], most: int) -> None:
 def test_blocks_of_tokens_are_those_of_rows(lengths: list[int], most: int) -> None:
     column = packed(torch.arange(60).reshape(12, 5)[: len(lengths)], lengths)
     for given_column in (column, torch.arange(15).reshape(3, 5), column.values()[:0].reshape(0, 5)):
-        expected = [block["one"] for _, block in split_rows({"one": given_column}, most)]
+        expected = list(split_rows({"one": given_column}, most))
         blocks = list(split_tokens({"one": given_column}, most))
         assert len(blocks) == len(expected)
-        for (rows, tokens), block in zip(blocks, expected, strict=True):
-            layout = detect_layout(block=block)
-            assert torch.equal(tokens["one"], layout.tokens(block))
+        for (at, rows, tokens), (same, block) in zip(blocks, expected, strict=True):
+            layout = detect_layout(**block)
+            assert at == same
+            assert torch.equal(tokens["one"], layout.tokens(block["one"]))
             assert torch.equal(rows.sum(tokens["one"]), layout.sum(tokens["one"]))
             assert rows.count == layout.count
 
