@@ -142,19 +142,16 @@ def _lay_out_packed(
     row, turn, version, tokens = _list_all_chunks(turns).to(device)
     fits = runs == torch.zeros_like(runs).scatter_reduce_(0, row, turn + 1, "amax")
     fits[row[1:][(version.diff() < 0) & (row.diff() == 0)]] = False
-    # Where they fit, the turns of a row are its runs.
-    kept = fits[row]
-    run = (runs.cumsum(0) - runs)[row[kept]] + turn[kept]
-    sampled = torch.zeros_like(run_tokens).index_add_(0, run, tokens[kept])
-    fits[run_row[sampled < run_tokens]] = False
-    kept = kept & fits[row]
-    run = (runs.cumsum(0) - runs)[row[kept]] + turn[kept]
-    tokens, sampled = tokens[kept], sampled * fits[run_row]
+    row, turn, version, tokens = (column[fits[row]] for column in (row, turn, version, tokens))
+    # Of the rows that are left, turns are runs.
+    run = (runs.cumsum(0) - runs)[row] + turn
+    sampled = torch.zeros_like(run_tokens).index_add_(0, run, tokens)
     end = tokens.cumsum(0) - (sampled.cumsum(0) - sampled)[run]
     used = torch.minimum(end, run_tokens[run]) - torch.minimum(end - tokens, run_tokens[run])
+    fits[run_row[sampled < run_tokens]] = False
     noted = torch.tensor([each is not None for each in turns], dtype=torch.bool, device=device)
     laid = torch.where(mask, rows.broadcast(by_row.to(device).masked_fill(noted, UNKNOWN)), UNKNOWN)
-    laid[mask & rows.broadcast(fits)] = version[kept].repeat_interleave(used)
+    laid[mask & rows.broadcast(fits)] = version.repeat_interleave(used * fits[row])
     return laid
 
 

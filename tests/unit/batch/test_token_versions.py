@@ -13,6 +13,7 @@ from torch import Tensor
 
 from recipe.offpolicy.batch.token_versions import CHUNKS, UNKNOWN, TokenVersions, lay_out, read_versions
 from recipe.offpolicy.batch.weight_versions import RowVersions, read_extra_fields
+from tests.support.growth import count_work
 
 MIXED = torch.tensor([UNKNOWN])
 
@@ -114,6 +115,15 @@ def test_drawn_rows(drawn: list[Any], padding: int) -> None:
         tokens = [version for version in row if version != UNKNOWN]
         assert len(tokens) == sum(mask) <= sum(n for turn in turns for _, n in turn)
         assert tokens == sorted(tokens)
+
+
+def test_a_long_row_beside_short_ones_takes_no_padding() -> None:
+    """2000 rows of a token and one of 2000: as a table they would be 4 million places."""
+    turns, mask = [[[(3, 1)]]] * 2000 + [[[(3, 500), (4, 1500)]]], [torch.ones(1)] * 2000 + [torch.ones(2000)]
+    nested = torch.nested.as_nested_tensor(mask, layout=torch.jagged)
+    assert count_work(lambda: lay_out(turns, nested, torch.zeros(2001, dtype=torch.int64))).peak < 4000 * 300
+    none = torch.nested.nested_tensor_from_jagged(torch.zeros(0), torch.tensor([0]))
+    assert len(lay_out([], none, torch.zeros(0, dtype=torch.int64)).values()) == 0
 
 
 def batch(*fields: dict[str, Any]) -> TensorDict:
