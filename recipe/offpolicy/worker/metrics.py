@@ -86,12 +86,11 @@ class Packet:
         state["rows"] = array("q", self.rows).tobytes()
         for name in ("statistics", "histograms"):
             state[name] = flatten(state[name])
-        if not self.reports:  # without extensions a packet takes no byte for them
-            del state["reports"]
-        return state
+        # Most packets have waited with another, and hold nothing else.
+        return {name: value for name, value in state.items() if value or name == "fingerprint"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        rows = array("q", state["rows"]).tolist()
+        rows = array("q", state.get("rows", b"")).tolist()
         self.__init__(**state | {"rows": rows})  # type: ignore[misc]
 
     def _take(self, found: Mapping[Name, Sequence[Any]]) -> None:

@@ -102,6 +102,11 @@ def test_a_packet_is_as_many_objects_whatever_it_reports_on() -> None:
     assert count_steps(large) == count_steps(small)
 
 
+def test_what_is_empty_takes_no_byte() -> None:
+    assert Packet(0).__getstate__() == {"fingerprint": 0}
+    assert pickle.loads(pickle.dumps(Packet(0))) == Packet(0)
+
+
 def test_a_packet_arrives_as_it_was_to_the_bit() -> None:
     sent = packet_of(3, 2)
     sent.statistics = {**sent.statistics, **build_share_statistics([0.1, -0.0, math.inf, 1e-320])}
