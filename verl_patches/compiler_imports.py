@@ -7,36 +7,19 @@ marks that do nothing, and whatever else it asks `torch._dynamo` for from the co
 from __future__ import annotations
 
 import importlib
-import importlib.abc
 import importlib.machinery
 import sys
-from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
-from .deferred import find_behind
+from .source_finder import SourceFinder
 
 _COMPILER = "torch._dynamo"
 
 
 def leave_out() -> None:
     """Let tensordict, when this process imports it, leave PyTorch's compiler out; once."""
-    if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _Finder())
-
-
-class _Finder(importlib.abc.MetaPathFinder):
-    """Import finder that gives tensordict, as the finders behind it find it, another loader."""
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
-        if fullname != "tensordict" or _COMPILER in sys.modules or self not in sys.meta_path:
-            return None
-        spec = find_behind(self, fullname, path, target)
-        if spec is not None and type(spec.loader) is importlib.machinery.SourceFileLoader:
-            spec.loader = _Loader(spec.loader.name, spec.loader.path)
-        return spec
+    _FINDER.install()
 
 
 class _Loader(importlib.machinery.SourceFileLoader):
@@ -55,6 +38,9 @@ class _Loader(importlib.machinery.SourceFileLoader):
         finally:
             if sys.modules.get(_COMPILER) is marks:
                 del sys.modules[_COMPILER]
+
+
+_FINDER = SourceFinder(lambda module: module == "tensordict" and _COMPILER not in sys.modules, _Loader)
 
 
 def _ask_compiler(name: str) -> Any:

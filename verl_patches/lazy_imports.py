@@ -12,14 +12,14 @@ from __future__ import annotations
 
 import ast
 import builtins
-import importlib.abc
+import functools
 import importlib.machinery
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
-from .deferred import find_behind
+from .source_finder import SourceFinder
 
 _REGISTER = "__lazy_import__"
 _EVERYTHING = "__all__"
@@ -27,25 +27,12 @@ _EVERYTHING = "__all__"
 
 def install(package: str = "verl") -> None:
     """Make the imports of a package's modules lazy in this process; once."""
-    if not any(isinstance(finder, _Finder) and finder.package == package for finder in sys.meta_path):
-        sys.meta_path.insert(0, _Finder(package))
+    _build_finder(package).install()
 
 
-class _Finder(importlib.abc.MetaPathFinder):
-    """Import finder that gives modules which the finders behind it find in source another loader."""
-
-    def __init__(self, package: str) -> None:
-        self.package = package
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
-        if fullname.partition(".")[0] != self.package or self not in sys.meta_path:
-            return None
-        spec = find_behind(self, fullname, path, target)
-        if spec is not None and type(spec.loader) is importlib.machinery.SourceFileLoader:
-            spec.loader = _Loader(spec.loader.name, spec.loader.path)
-        return spec
+@functools.cache
+def _build_finder(package: str) -> SourceFinder:
+    return SourceFinder(lambda module: module.partition(".")[0] == package, _Loader)
 
 
 class _Loader(importlib.machinery.SourceFileLoader):

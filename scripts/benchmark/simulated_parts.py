@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from tensordict import TensorDict
+from tensordict import NonTensorStack, TensorDict
 from torch import Tensor
 
 WIDTH = 4096
@@ -248,6 +248,21 @@ def build_aligned_check(rows: int) -> Call:
     return partial(RolloutChecker().check_aligned, draw_rollout(rows), groups)
 
 
+def build_versions_call(rows: int) -> Call:
+    """Build the call that reads which weights sampled each token; of every fourth row two versions did."""
+    from recipe.offpolicy.batch.token_versions import CHUNKS, read_versions
+    from recipe.offpolicy.batch.weight_versions import EXTRA_FIELDS, NEWEST_VERSION, OLDEST_VERSION
+
+    batch = draw_rollout(rows)
+    mask = batch["response_mask"]
+    notes = []
+    for row, tokens in enumerate(mask.offsets().diff().tolist()):
+        chunks = [(3, tokens)] if row % 4 or tokens < 2 else [(3, tokens // 2), (4, tokens - tokens // 2)]
+        notes.append({OLDEST_VERSION: chunks[0][0], NEWEST_VERSION: chunks[-1][0], CHUNKS: [chunks]})
+    batch[EXTRA_FIELDS] = NonTensorStack(*notes)
+    return lambda: read_versions(batch, mask)
+
+
 def build_plan_call(rows: int) -> Call:
     """Build the call of a plan with all that can be fixed for a whole batch."""
     from recipe.offpolicy.batch.plan import BatchSplit, build_plan
@@ -319,6 +334,7 @@ PARTS: dict[str, Part] = {
     "proof of the first update": Part(build_proof, "token", 640),
     "checks of a rollout": Part(build_sampled_check, "row", 100 * TOKENS_OF_A_ROW, of_driver=True),
     "checks of mu and pi_old": Part(build_aligned_check, "row", 100 * TOKENS_OF_A_ROW, of_driver=True),
+    "versions of the weights": Part(build_versions_call, "row", 150 * TOKENS_OF_A_ROW, of_driver=True),
     "plan": Part(build_plan_call, "row", 200 * TOKENS_OF_A_ROW, of_driver=True),
     "groups without rejected rows": Part(build_regrouping, "row", 200 * TOKENS_OF_A_ROW, of_driver=True),
     "packets": Part(build_collection, "rank", 1 << 19, of_driver=True),

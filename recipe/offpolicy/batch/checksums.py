@@ -13,8 +13,8 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from ..correction.row_blocks import split_rows
-from ..correction.row_layout import PackedRows, detect_layout
+from ..correction.row_blocks import split_tokens
+from ..correction.row_layout import PackedRows, RowLayout
 
 _BITS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integers of as many bytes as a float of any dtype has."""
@@ -44,15 +44,14 @@ def hash_rows(tokens: Tensor, mask: Tensor, values: Tensor) -> Tensor:
         ValueError: layouts or shapes that differ.
     """
     columns = {"tokens": tokens, "mask": mask, "values": values.detach()}
-    return torch.cat([_hash_block(**block) for _, block in split_rows(columns)])
+    return torch.cat([_hash_block(rows, **block) for _, rows, block in split_tokens(columns)])
 
 
-def _hash_block(tokens: Tensor, mask: Tensor, values: Tensor) -> Tensor:
-    rows = detect_layout(mask=mask)
-    there, numbers = rows.tokens(mask).bool(), rows.tokens(values)
-    place = rows.cumulative_count(there).add_(_SEEDS[numbers.dtype])
-    bits = numbers.view(_BITS[numbers.element_size()])
-    mixed = _mix(_mix(_mix(place).add_(rows.tokens(tokens))).add_(bits)).mul_(there)
+def _hash_block(rows: RowLayout, tokens: Tensor, mask: Tensor, values: Tensor) -> Tensor:
+    there = mask.bool()
+    place = rows.cumulative_count(there).add_(_SEEDS[values.dtype])
+    bits = values.view(_BITS[values.element_size()])
+    mixed = _mix(_mix(_mix(place).add_(tokens)).add_(bits)).mul_(there)
     if not isinstance(rows, PackedRows):
         return mixed.sum(-1)
     # The sum up to each row's end less that up to its start: both wrap around, and so does their difference.

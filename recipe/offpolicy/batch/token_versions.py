@@ -8,15 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
+import numpy as np
 import torch
 from tensordict import TensorDict
 from torch import Tensor
 
 from ..correction import CorrectionSpec
-from ..correction.row_blocks import split_rows
-from ..correction.row_layout import detect_layout
+from ..correction.row_blocks import split_tokens
+from ..correction.row_layout import PackedRows, detect_layout
 from .weight_versions import NEWEST_VERSION, OLDEST_VERSION, RowVersions, read_extra_fields, read_row_versions
 
 Chunk = tuple[int, int]
@@ -104,8 +106,9 @@ def lay_out(turns: Sequence[Sequence[Sequence[Chunk]] | None], response_mask: Te
     """
     if response_mask.is_nested:
         blocks = [
-            _lay_out_nested(turns[at], columns["mask"], by_row[at])
-            for at, columns in split_rows({"mask": response_mask})
+            _lay_out_packed(turns[at], rows, columns["mask"].bool(), by_row[at])
+            for at, rows, columns in split_tokens({"mask": response_mask})
+            if isinstance(rows, PackedRows)
         ]
         return detect_layout(mask=response_mask).to_given_layout(torch.cat(blocks))
     table = _tabulate(turns).to(response_mask.device)
@@ -123,11 +126,44 @@ def lay_out(turns: Sequence[Sequence[Sequence[Chunk]] | None], response_mask: Te
     return torch.where(mask, torch.where(noted[:, None], laid, by_row.to(mask.device)[:, None]), UNKNOWN)
 
 
-def _lay_out_nested(turns: Sequence[Sequence[Sequence[Chunk]] | None], mask: Any, by_row: Tensor) -> Tensor:
-    """Lay the chunks over rows that are nested: (tokens in all,)."""
-    padded = mask.to_padded_tensor(0)
-    there = torch.arange(padded.shape[1], device=padded.device) < mask.offsets().diff()[:, None]
-    return lay_out(turns, padded, by_row)[there]
+def _lay_out_packed(
+    turns: Sequence[Sequence[Sequence[Chunk]] | None], rows: PackedRows, mask: Tensor, by_row: Tensor
+) -> Tensor:
+    """Lay the chunks over rows that lie end to end, (N,), without the padding to their longest.
+
+    Args:
+        mask: (N,) bool.
+    """
+    device = mask.device
+    before = torch.nn.functional.pad(mask.cumsum(0), (1, 0))
+    first = (mask & ~rows.equals_previous(mask)).nonzero().flatten()
+    run_row, run_tokens = rows.row_index[first], torch.cat((before[first], before[-1:])).diff()
+    runs = torch.bincount(run_row, minlength=rows.count)
+    row, turn, version, tokens = _list_all_chunks(turns).to(device)
+    fits = runs == torch.zeros_like(runs).scatter_reduce_(0, row, turn + 1, "amax")
+    fits[row[1:][(version.diff() < 0) & (row.diff() == 0)]] = False
+    row, turn, version, tokens = (column[fits[row]] for column in (row, turn, version, tokens))
+    # Of the rows that are left, turns are runs.
+    run = (runs.cumsum(0) - runs)[row] + turn
+    sampled = torch.zeros_like(run_tokens).index_add_(0, run, tokens)
+    end = tokens.cumsum(0) - (sampled.cumsum(0) - sampled)[run]
+    used = torch.minimum(end, run_tokens[run]) - torch.minimum(end - tokens, run_tokens[run])
+    fits[run_row[sampled < run_tokens]] = False
+    noted = torch.tensor([each is not None for each in turns], dtype=torch.bool, device=device)
+    laid = torch.where(mask, rows.broadcast(by_row.to(device).masked_fill(noted, UNKNOWN)), UNKNOWN)
+    laid[mask & rows.broadcast(fits)] = version.repeat_interleave(used * fits[row])
+    return laid
+
+
+def _list_all_chunks(turns: Sequence[Sequence[Sequence[Chunk]] | None]) -> Tensor:
+    """List the chunks of all rows: (4, C) int64 of row, turn, version and tokens."""
+    chunks = (
+        (row, turn, *chunk)
+        for row, each in enumerate(turns)
+        for turn, attempts in enumerate(each or ())
+        for chunk in attempts
+    )
+    return torch.from_numpy(np.fromiter(chain.from_iterable(chunks), np.int64).reshape(-1, 4).T.copy())
 
 
 def _tabulate(turns: Sequence[Sequence[Sequence[Chunk]] | None]) -> Tensor:

@@ -6,9 +6,13 @@ A mean travels as a sum and a count, an effective sample size as two sums and a 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+import pickle
+from array import array
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
+from functools import lru_cache
+from typing import Any, Final
 
 from torch import Tensor
 
@@ -24,6 +28,9 @@ class Reduction(Enum):
     PERPLEXITY = "perplexity"  # (total of log-probs, count)
     MIN = "min"  # (value, count), the value without meaning where nothing is counted
     MAX = "max"  # (value, count), likewise
+
+
+_EXTREMES: Final = (Reduction.MIN, Reduction.MAX)
 
 
 @dataclass(frozen=True)
@@ -45,12 +52,10 @@ class Statistic:
         every = (self, *others)
         if wrong := {one.reduction for one in others} - {self.reduction}:
             raise ValueError(f"cannot merge {self.reduction.value} with {wrong.pop().value}")
-        parts = list(zip(*(one.parts for one in every), strict=True))
-        if self.reduction in (Reduction.MIN, Reduction.MAX):
-            extreme = min if self.reduction is Reduction.MIN else max
-            counted = [value for value, count in zip(*parts, strict=True) if count]
-            return replace(self, parts=(extreme(counted) if counted else self.parts[0], sum(parts[1])))
-        return replace(self, parts=tuple(map(sum, parts)))
+        columns = list(zip(*(one.parts for one in every), strict=True))
+        if self.reduction in _EXTREMES:
+            return replace(self, parts=_find_extreme(self.reduction, *columns))
+        return replace(self, parts=tuple(map(sum, columns)))
 
     def value(self) -> float:
         """Compute the number to log; NaN for a statistic of nothing, except that a sum of nothing is 0."""
@@ -133,19 +138,112 @@ def build_mean(value: Tensor, count: Tensor, about: float = 0.0) -> Statistic:
     return Statistic(Reduction.MEAN, (value, count), about)
 
 
+class FlatStatistics(Mapping[str, Statistic]):
+    """Statistics by name as two plain objects, however many they are: their layout and their numbers.
+
+    So they travel: as objects, the statistics of all ranks are so many that the garbage collector takes longer than
+    what is computed of them. A layout is read once, since ranks and steps have the same as a rule.
+
+    Attributes:
+        layout: the pickled statistics without parts, and the places of these among the numbers.
+        numbers: of all parts; statistics that share both parts and reduction share their places.
+    """
+
+    def __init__(self, layout: bytes, numbers: bytes) -> None:
+        self.layout, self.numbers = layout, array("d", numbers)
+
+    def __reduce__(self) -> tuple[type[FlatStatistics], tuple[bytes, bytes]]:
+        return FlatStatistics, (self.layout, self.numbers.tobytes())
+
+    def __getitem__(self, name: str) -> Statistic:
+        one, at = _read_layout(self.layout)[name]
+        return replace(one, parts=tuple(self.numbers[at]))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(_read_layout(self.layout))
+
+    def __len__(self) -> int:
+        return len(_read_layout(self.layout))
+
+
+def flatten(statistics: Mapping[str, Statistic]) -> Mapping[str, Statistic]:
+    """Flatten statistics that have left the device; an empty or flat mapping is returned as it is.
+
+    Example:
+        >>> flat = flatten({"x": Statistic(Reduction.MEAN, (2.0, 1.0)), "n": Statistic(Reduction.SUM, (3.0,))})
+        >>> flat["x"].value(), list(flat.numbers)
+        (2.0, [2.0, 1.0, 3.0])
+    """
+    if isinstance(statistics, FlatStatistics) or not statistics:
+        return statistics
+    numbers = array("d")
+    places: dict[tuple[Reduction, int], slice] = {}
+    layout = {}
+    held = dict(statistics)  # by which an id stays that of one object
+    for name, one in held.items():
+        key = (one.reduction, id(one.parts))
+        if key not in places:
+            start = len(numbers)
+            numbers.extend(map(float, one.parts))
+            places[key] = slice(start, len(numbers))
+        layout[name] = (replace(one, parts=()), places[key])
+    return FlatStatistics(pickle.dumps(layout), numbers.tobytes())
+
+
+@lru_cache(maxsize=16)
+def _read_layout(layout: bytes) -> dict[str, tuple[Statistic, slice]]:
+    read: dict[str, tuple[Statistic, slice]] = pickle.loads(layout)
+    return read
+
+
 def merge_all(samples: Iterable[Mapping[str, Statistic]]) -> dict[str, Statistic]:
     """Merge statistics by name over micro-batches, mini-batches and ranks (host side).
+
+    Statistics of one reduction that share their parts in each sample share them afterwards.
 
     Example:
         >>> parts = [{"x": Statistic(Reduction.MEAN, (2.0, 1.0))}, {"x": Statistic(Reduction.MEAN, (1.0, 2.0))}]
         >>> merge_all(parts)["x"].value()  # (2 + 1) / (1 + 2)
         1.0
     """
+    given = [sample for sample in samples if sample]
+    flat = [sample for sample in given if isinstance(sample, FlatStatistics)]
+    if len(given) == len(flat) > 1 and all(sample.layout == flat[0].layout for sample in flat):
+        return _merge_columns(flat)
     by_name: dict[str, list[Statistic]] = {}
-    for sample in samples:
+    for sample in given:
         for name, statistic in sample.items():
             by_name.setdefault(name, []).append(statistic)
-    return {name: found[0].merge(*found[1:]) if len(found) > 1 else found[0] for name, found in by_name.items()}
+    merged: dict[str, Statistic] = {}
+    shared: dict[tuple[Any, ...], Statistic] = {}
+    for name, found in by_name.items():
+        first, *others = found
+        key = tuple((one.reduction, id(one.parts)) for one in found)
+        if not others:
+            merged[name] = first
+        elif key in shared:
+            merged[name] = replace(first, parts=shared[key].parts)
+        else:
+            merged[name] = shared[key] = first.merge(*others)
+    return merged
+
+
+def _merge_columns(samples: Sequence[FlatStatistics]) -> dict[str, Statistic]:
+    """Merge statistics of one layout, each number with its like."""
+    columns = list(zip(*(sample.numbers for sample in samples), strict=True))
+    # Python's own sum, in the order of the samples, as in ``Statistic.merge``.
+    sums = tuple(map(sum, columns))
+    return {
+        name: replace(one, parts=_find_extreme(one.reduction, *columns[at]) if one.reduction in _EXTREMES else sums[at])
+        for name, (one, at) in _read_layout(samples[0].layout).items()
+    }
+
+
+def _find_extreme(reduction: Reduction, values: Sequence[Any], counts: Sequence[Any]) -> tuple[Any, Any]:
+    """Find the least or greatest of the values that count; the first where none does. Its count is that of all."""
+    extreme = min if reduction is Reduction.MIN else max
+    counted = [value for value, count in zip(values, counts, strict=True) if count]
+    return extreme(counted) if counted else values[0], sum(counts)
 
 
 def _exp(value: float) -> float:

@@ -108,7 +108,7 @@ def count_agreements(
     usable = mask.bool() & torch.isfinite(trainer) & torch.isfinite(mu)
     alike, kinds = None, 0
     if groups is not None:
-        names = {name: number for number, name in enumerate(sorted(set(groups)))}
+        names = {name: number for number, name in enumerate(dict.fromkeys(groups))}
         rows = range(len(groups)) if chosen is None else chosen.tolist()
         alike, kinds = torch.tensor([names[groups[row]] for row in rows], device=mu.device), len(names)
     strangers, siblings = [], []
@@ -299,7 +299,7 @@ def _shift(values: Tensor, lag: int) -> Tensor:
 
 
 def _sort_by_group(groups: Sequence[str]) -> list[int]:
-    return sorted(range(len(groups)), key=lambda row: groups[row])
+    return sorted(range(len(groups)), key=groups.__getitem__)
 
 
 def _select_rows(rows: int, width: int, groups: Sequence[str] | None) -> Tensor | None:

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from typing import Protocol
 
+from ..batch.row_arrival import are_same_rows
 from ..correction import CorrectionSpec
 from ..correction.moving_bounds import compute_fingerprint, read_bounds
 from .gradient import Proof, isolate_parts
@@ -108,7 +109,7 @@ def verify_update(
     """
     _verify_fingerprint(packets, spec, moving)
     if not spec.is_none:
-        _verify_rows(Counter(row for packet in packets for row in packet.rows), Counter([*sampled_rows] * epochs))
+        _verify_rows([row for packet in packets for row in packet.rows], sampled_rows, epochs)
 
 
 def _verify_fingerprint(packets: Sequence[UpdateEvidence], spec: CorrectionSpec, moving: Collection[str]) -> None:
@@ -126,15 +127,16 @@ def _verify_fingerprint(packets: Sequence[UpdateEvidence], spec: CorrectionSpec,
             )
 
 
-def _verify_rows(used: Counter[int], sampled: Counter[int]) -> None:
-    # As dictionaries, whose comparison is not a loop in Python; no count is 0.
-    if not dict.__eq__(used, sampled):
-        raise LivenessError(
-            f"the mu that the loss used is not the mu that the rollout sampled: {(sampled - used).total()} of "
-            f"{sampled.total()} rows were not found with the same tokens and log-probs, to the bit, and "
-            f"{(used - sampled).total()} were not sampled. Something between rollout and loss replaces, shifts, "
-            f"casts or permutes rollout_log_probs."
-        )
+def _verify_rows(rows: Sequence[int], sampled_rows: Sequence[int], epochs: int) -> None:
+    if are_same_rows(sampled_rows, rows, epochs):
+        return
+    used, sampled = Counter(rows), Counter([*sampled_rows] * epochs)
+    raise LivenessError(
+        f"the mu that the loss used is not the mu that the rollout sampled: {(sampled - used).total()} of "
+        f"{sampled.total()} rows were not found with the same tokens and log-probs, to the bit, and "
+        f"{(used - sampled).total()} were not sampled. Something between rollout and loss replaces, shifts, "
+        f"casts or permutes rollout_log_probs."
+    )
 
 
 def _verify_alignment(proofs: Sequence[Proof]) -> None:

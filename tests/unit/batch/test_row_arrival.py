@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from recipe.offpolicy.batch.row_arrival import RowArrival, match_rows
+from recipe.offpolicy.batch.row_arrival import RowArrival, are_same_rows, match_rows
 
 
 @pytest.mark.parametrize(
@@ -22,3 +22,13 @@ from recipe.offpolicy.batch.row_arrival import RowArrival, match_rows
 )
 def test_matched(sent: list[int], seen: list[int], expected: RowArrival) -> None:
     assert match_rows(sent, seen) == expected
+
+
+def test_rows_are_the_same_each_as_often_as_was_said() -> None:
+    assert are_same_rows([-(2**63), 2**63 - 1], [2**63 - 1, -(2**63)])
+    assert are_same_rows([3, 5], [5, 3, 3, 5], times=2)
+    assert are_same_rows([], [], times=3)
+    # 3 twice and 5 twice, of 3 once and 5 thrice.
+    assert not are_same_rows([3, 5], [5, 3, 5, 5], times=2)
+    assert not are_same_rows([3, 5], [3, 5], times=2)
+    assert not are_same_rows([3, 5], [3, 6])

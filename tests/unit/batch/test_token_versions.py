@@ -13,12 +13,19 @@ from torch import Tensor
 
 from recipe.offpolicy.batch.token_versions import CHUNKS, UNKNOWN, TokenVersions, lay_out, read_versions
 from recipe.offpolicy.batch.weight_versions import RowVersions, read_extra_fields
+from tests.support.growth import count_work
 
 MIXED = torch.tensor([UNKNOWN])
 
 
 def laid(turns: Any, mask: list[int], by_row: Tensor = MIXED) -> list[int]:
-    return lay_out([turns], torch.tensor([mask]), by_row)[0].tolist()
+    """Versions of one row: the same where it is padded and where it is nested, between others."""
+    beside, three = ([[(8, 1)], [(9, 3)]], [1, 0, 1, 1]), torch.cat((MIXED, by_row, MIXED))
+    nested = torch.nested.as_nested_tensor([*map(torch.tensor, (beside[1], mask, beside[1]))], layout=torch.jagged)
+    first, found, last = (row.tolist() for row in lay_out([beside[0], turns, beside[0]], nested, three).unbind())
+    assert first == last == [8, UNKNOWN, 9, 9]
+    assert lay_out([turns], torch.tensor([mask]), by_row).tolist() == [found]
+    return found
 
 
 KNOWN: dict[str, tuple[Any, list[int], list[int]]] = {
@@ -32,6 +39,8 @@ KNOWN: dict[str, tuple[Any, list[int], list[int]]] = {
     "a boundary token taken from the end of a turn": ([[(3, 1), (4, 2)], [(5, 1)]], [1, 1, 0, 1], [3, 4, -1, 5]),
     "no token": ([], [0, 0], [-1, -1]),
     "a row that was masked": ([[(3, 2)]], [0, 0], [-1, -1]),
+    "a turn without chunks behind all runs": ([[(3, 2)], []], [1, 1], [3, 3]),
+    "a chunk of no token": ([[(3, 0), (4, 2), (5, 0)]], [1, 1], [4, 4]),
 }
 UNFIT: dict[str, tuple[Any, list[int]]] = {
     "a run longer than its chunks": ([[(3, 2)]], [1, 1, 1]),
@@ -42,6 +51,8 @@ UNFIT: dict[str, tuple[Any, list[int]]] = {
     "versions that fall": ([[(4, 2), (3, 2)]], [1, 1, 1, 1]),
     "versions that fall from turn to turn": ([[(4, 1)], [(3, 1)]], [1, 0, 1]),
     "chunks of a response without one": ([], [1]),
+    "a turn without chunks before another": ([[], [(3, 2)]], [1, 0, 1]),
+    "a turn of no token behind all runs": ([[(3, 2)], [(3, 0)]], [1, 1]),
 }
 
 
@@ -95,12 +106,24 @@ def test_drawn_rows(drawn: list[Any], padding: int) -> None:
     """Versions by token cover the response and nothing else, and never fall within a row."""
     width = max(len(mask) for _, mask, _ in drawn) + padding
     masks = torch.tensor([mask + [0] * (width - len(mask)) for _, mask, _ in drawn])
-    found = lay_out([turns for turns, _, _ in drawn], masks, torch.full((len(drawn),), UNKNOWN))
+    turns_of_rows, none = [turns for turns, _, _ in drawn], torch.full((len(drawn),), UNKNOWN)
+    found = lay_out(turns_of_rows, masks, none)
+    packed = torch.nested.as_nested_tensor([torch.tensor(mask) for _, mask, _ in drawn], layout=torch.jagged)
+    assert [row.tolist() for row in lay_out(turns_of_rows, packed, none).unbind()] == [row for _, _, row in drawn]
     for (turns, mask, expected), row in zip(drawn, found.tolist(), strict=True):
         assert row == expected + [UNKNOWN] * (width - len(mask))
         tokens = [version for version in row if version != UNKNOWN]
         assert len(tokens) == sum(mask) <= sum(n for turn in turns for _, n in turn)
         assert tokens == sorted(tokens)
+
+
+def test_a_long_row_beside_short_ones_takes_no_padding() -> None:
+    """2000 rows of a token and one of 2000: as a table they would be 4 million places."""
+    turns, mask = [[[(3, 1)]]] * 2000 + [[[(3, 500), (4, 1500)]]], [torch.ones(1)] * 2000 + [torch.ones(2000)]
+    nested = torch.nested.as_nested_tensor(mask, layout=torch.jagged)
+    assert count_work(lambda: lay_out(turns, nested, torch.zeros(2001, dtype=torch.int64))).peak < 4000 * 300
+    none = torch.nested.nested_tensor_from_jagged(torch.zeros(0), torch.tensor([0]))
+    assert len(lay_out([], none, torch.zeros(0, dtype=torch.int64)).values()) == 0
 
 
 def batch(*fields: dict[str, Any]) -> TensorDict:

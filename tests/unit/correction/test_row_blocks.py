@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as draw
 
 from recipe.offpolicy.batch.checksums import hash_rows
-from recipe.offpolicy.correction.row_blocks import BLOCK, split_rows
+from recipe.offpolicy.correction.row_blocks import BLOCK, split_rows, split_tokens
+from recipe.offpolicy.correction.row_layout import detect_layout
 from tests.support.growth import count_work
 from tests.support.packed import packed
 
@@ -29,6 +30,21 @@ def test_blocks_of_nested_rows(lengths: list[int], most: int) -> None:
         assert following is None or tokens + lengths[following[0].start] > most
         assert block["one"].to_padded_tensor(0).shape[1] == max(lengths[rows])
         assert torch.equal(block["other"].values(), block["one"].values() + 100)
+
+
+@given(LENGTHS, draw.integers(1, 12))
+def test_blocks_of_tokens_are_those_of_rows(lengths: list[int], most: int) -> None:
+    column = packed(torch.arange(60).reshape(12, 5)[: len(lengths)], lengths)
+    for given_column in (column, torch.arange(15).reshape(3, 5), column.values()[:0].reshape(0, 5)):
+        expected = list(split_rows({"one": given_column}, most))
+        blocks = list(split_tokens({"one": given_column}, most))
+        assert len(blocks) == len(expected)
+        for (at, rows, tokens), (same, block) in zip(blocks, expected, strict=True):
+            layout = detect_layout(**block)
+            assert at == same
+            assert torch.equal(tokens["one"], layout.tokens(block["one"]))
+            assert torch.equal(rows.sum(tokens["one"]), layout.sum(tokens["one"]))
+            assert rows.count == layout.count
 
 
 def test_blocks_of_padded_rows_share_their_memory() -> None:

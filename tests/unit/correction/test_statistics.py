@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+import pickle
+from collections.abc import Callable, Mapping
 
 import pytest
 import torch
@@ -124,6 +125,63 @@ def test_floats_stay_what_they_are() -> None:
 def test_merge_all_merges_by_name() -> None:
     merged = st.merge_all([{"a": Statistic(SUM, (1.0,))}, {}, {"a": Statistic(SUM, (2.0,))}])
     assert {name: one.value() for name, one in merged.items()} == {"a": 3.0}
+
+
+def of_a_rank(rank: int) -> dict[str, Statistic]:
+    """Statistics of each kind, whose sums are rounded: every third rank counts nothing, and some share their parts."""
+    count, value = float(rank % 3), 0.1 * (rank + 1)
+    shared = (value, value * value, count)
+    return {
+        "sum": Statistic(SUM, (-0.0 if rank == 0 else value,)),
+        "mean": Statistic(MEAN, (value, count), about=1.0),
+        "std": Statistic(STD, shared),
+        "std again": Statistic(STD, shared),
+        "ess": Statistic(ESS, shared),
+        "least": Statistic(Reduction.MIN, (-value, count), about=1.0),
+        "greatest": Statistic(Reduction.MAX, (math.nan if not count else value, count)),
+    }
+
+
+def bits(statistics: Mapping[str, Statistic]) -> list[tuple[str, str]]:
+    return [(name, repr(one)) for name, one in statistics.items()]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 7, 100])
+def test_flat_statistics_merge_as_others_to_the_bit(ranks: int) -> None:
+    samples = [of_a_rank(rank) for rank in range(ranks)]
+    flat = [pickle.loads(pickle.dumps(st.flatten(one))) for one in samples]
+    assert [bits(one) for one in flat] == [bits(one) for one in samples]
+    merged = st.merge_all(samples)
+    assert bits(st.merge_all(flat)) == bits(st.merge_all([{}, *flat, {}])) == bits(merged)
+    # As where one of them reports on something else, or has not travelled.
+    assert bits(st.merge_all([*flat[:-1], samples[-1]])) == bits(merged)
+    other = samples[-1] | {"other": Statistic(SUM, (2.0,))}
+    assert bits(st.merge_all([*flat[:-1], st.flatten(other)])) == bits(st.merge_all([*samples[:-1], other]))
+
+
+def test_flat_statistics_are_a_mapping() -> None:
+    statistics = of_a_rank(1)
+    flat = st.flatten(statistics)
+    assert isinstance(flat, st.FlatStatistics)
+    assert (len(flat), list(flat), flat) == (7, list(statistics), statistics)
+    assert st.flatten(flat) is flat
+    assert st.flatten({}) == {}
+
+
+def test_shared_parts_are_sent_once_also_after_a_merge() -> None:
+    """A sum, a mean, both std, the ess, and two extremes: 1 + 2 + 3 + 3 + 2 + 2. Of one layout, they go on merging."""
+    one, merged = (st.flatten(each) for each in (of_a_rank(1), st.merge_all([of_a_rank(1), of_a_rank(2)])))
+    assert isinstance(one, st.FlatStatistics)
+    assert isinstance(merged, st.FlatStatistics)
+    assert len(one.numbers) == len(merged.numbers) == 13
+    assert one.layout == merged.layout
+
+
+def test_parts_of_two_kinds_are_not_merged_as_shared() -> None:
+    parts, other = (1.0, 2.0), (3.0, 4.0)
+    one, two = ({"a": Statistic(MEAN, each), "b": Statistic(Reduction.MAX, each)} for each in (parts, other))
+    merged = st.merge_all([one, two])
+    assert (merged["a"].parts, merged["b"].parts) == ((4.0, 6.0), (3.0, 6.0))
 
 
 def test_merging_makes_one_statistic_a_name_however_many_samples(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,6 +43,7 @@ def test_padding_is_not_read() -> None:
     mask[:, :5] = 1
     check_arrived(torch.where(mask.bool(), MU, torch.nan), mask)
     check_arrived(torch.full((4, 10), torch.nan), torch.zeros(4, 10))
+    check_arrived(MU[:0], MASK[:0])
 
 
 def test_some_that_are_not_finite_are_left_to_the_statistics() -> None:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import gc
+import math
 import pickle
+import pickletools
 from dataclasses import replace
 
 import pytest
 import torch
 
 from recipe.offpolicy.batch.micro_batch import MicroBatch
+from recipe.offpolicy.correction import Reduction, Statistic
+from recipe.offpolicy.monitor.mismatch.share_statistics import build_share_statistics
 from recipe.offpolicy.worker import measurement
 from recipe.offpolicy.worker.measurement import Observation
 from recipe.offpolicy.worker.metrics import METRIC_KEY, Ledger, Packet, take_packets
@@ -62,6 +67,55 @@ def test_packets_of_ranks_and_mini_batches_are_taken_out_flat() -> None:
     assert take_packets(metrics) == [one, two, three]
     assert metrics == {"actor/pg_loss": 0.5}
     assert take_packets(metrics) == []
+
+
+def packet_of(rows: int, statistics: int) -> Packet:
+    """Many of both, as long runs have them."""
+    found = {f"name/{number}": Statistic(Reduction.MEAN, (number / 3, 2.0), about=1.0) for number in range(statistics)}
+    return Packet(1, rows=[-(7**20) + row for row in range(rows)], statistics=found, histograms=dict(found))
+
+
+def count_objects(shipped: bytes) -> int:
+    """Objects that the garbage collector has to visit for one unpickled packet."""
+    pickle.loads(shipped)  # what all packets share
+    gc.collect()
+    gc.disable()
+    try:
+        before = len(gc.get_objects())
+        packet = pickle.loads(shipped)
+        after = len(gc.get_objects())
+    finally:
+        gc.enable()
+    assert packet.rows
+    return after - before
+
+
+def count_steps(shipped: bytes) -> int:
+    """Steps in which it is unpickled; frames tell only how it is read."""
+    return sum(step.name != "FRAME" for step, _, _ in pickletools.genops(shipped))
+
+
+def test_a_packet_is_as_many_objects_whatever_it_reports_on() -> None:
+    """The driver holds one of each rank and micro-batch; a collection visits them all, again and again."""
+    small, large = (pickle.dumps(packet_of(rows, rows)) for rows in (2, 500))
+    assert count_objects(large) == count_objects(small)
+    assert count_steps(large) == count_steps(small)
+
+
+def test_what_is_empty_takes_no_byte() -> None:
+    assert Packet(0).__getstate__() == {"fingerprint": 0}
+    assert pickle.loads(pickle.dumps(Packet(0))) == Packet(0)
+
+
+def test_a_packet_arrives_as_it_was_to_the_bit() -> None:
+    sent = packet_of(3, 2)
+    sent.statistics = {**sent.statistics, **build_share_statistics([0.1, -0.0, math.inf, 1e-320])}
+    arrived = pickle.loads(pickle.dumps(sent))
+    assert arrived == sent
+    assert arrived.rows == sent.rows
+    assert [repr(one) for one in arrived.statistics.items()] == [repr(one) for one in sent.statistics.items()]
+    again = pickle.loads(pickle.dumps(arrived))
+    assert (again, again.histograms) == (sent, sent.histograms)
 
 
 def test_a_packet_costs_the_same_however_many_wait() -> None:
