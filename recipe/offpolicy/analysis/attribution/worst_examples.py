@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from hashlib import blake2b
 from typing import Final
 
 import numpy as np
@@ -154,6 +155,22 @@ def _find_siblings(rows: Rows, tokens: ValidTokens, row: int, index: int) -> NDA
     found = np.searchsorted(tokens.index, same)
     # Of a row whose token is not valid there is none.
     return found[tokens.index[np.minimum(found, len(tokens.index) - 1)] == same]
+
+
+def hash_context(rows: Rows, row: int, length: int | None = None) -> bytes:
+    """Hash what tells a row from others of its step: its prompt, or uid where none is recorded, and its response.
+
+    Args:
+        length: of the response's beginning that counts; None: all of it.
+    """
+    start, end = rows.offsets[row], rows.offsets[row + 1]
+    prompt = rows.prompt_ids[rows.prompt_offsets[row] : rows.prompt_offsets[row + 1]]
+    response = rows.response_ids[start : end if length is None else start + length]
+    named = (str(rows.step[row]), "" if len(rows.prompt_ids) else str(rows.uid[row]), str(len(prompt)))
+    state = blake2b("\0".join(named).encode(), digest_size=16)
+    for ids in (prompt, response):
+        state.update(np.ascontiguousarray(ids).data)
+    return state.digest()
 
 
 def _before(rows: Rows, row: int, index: int) -> NDArray[np.int32]:
