@@ -18,7 +18,7 @@ TOKENS = 400_000
 
 def has_stale_tokens(rows: Rows) -> bool:
     """Check whether a token is recorded as stale."""
-    return bool((rows.token_staleness > 0)[rows.response_mask].any())
+    return bool(((rows.token_staleness > 0) & rows.response_mask).any())
 
 
 def has_unnoticed_staleness(causes: Iterable[Cause], *, stale: bool) -> bool:

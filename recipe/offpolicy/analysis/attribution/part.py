@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from functools import reduce
+from typing import Final, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ...recording import Rows, concatenate
 from .decomposition import MismatchSums, VersionSums, resample_rows, sum_by_version
 from .faults import has_stale_tokens
-from .profiles import BucketSums, Profiles, compute_k3, select_valid_tokens, sum_profiles
+from .profiles import Array, BucketSums, Profiles, compute_k3, select_valid_tokens, sum_profiles
 from .row_sample import RowSample
 from .row_sums import compute_routing_sums, compute_row_sums
 from .token_text import TokenDecoder
 from .worst_examples import WorstRow, WorstToken, find_worst_rows, find_worst_tokens, hash_context
 
+BLOCK: Final = 2**17
+"""Tokens that are summed at a time."""
 Example = TypeVar("Example", WorstToken, WorstRow)
 Sums = TypeVar("Sums", VersionSums, BucketSums)
 
@@ -66,7 +70,7 @@ class Part:
             tokens=self.tokens + later.tokens,
             sums=self.sums + later.sums,
             versions=add_by_key(self.versions, later.versions),
-            profiles={name: add_by_key(found, later.profiles[name]) for name, found in self.profiles.items()},
+            profiles=add_profiles(self.profiles, later.profiles),
             k3=k3,
             worst_tokens=dict(tokens[: self.worst]),
             worst_rows=dict(rows[: self.worst]),
@@ -110,6 +114,11 @@ def add_by_key(one: Mapping[int, Sums], other: Mapping[int, Sums]) -> dict[int, 
     return {**one, **{key: one[key] + found if key in one else found for key, found in other.items()}}
 
 
+def add_profiles(one: Profiles, other: Profiles) -> Profiles:
+    """Add the sums of each bucket of each profile."""
+    return {name: add_by_key(found, other[name]) for name, found in one.items()}
+
+
 def add_piece(total: Part, piece: Part, sample: RowSample | None) -> Part:
     """Add a piece of a step to those before it.
 
@@ -146,21 +155,67 @@ def summarize_step(
         sample: of the rows to look for causes in; None: all. With a spare prompt, see ``choose_sample``.
         piece: number of the piece.
     """
-    tokens = select_valid_tokens(rows)
-    sums = compute_row_sums(rows, tokens)
-    worst_tokens = find_worst_tokens(rows, tokens, reader, worst)
-    worst_rows = find_worst_rows(rows, tokens, reader, worst)
+    blocks = [summarize_block(rows.between(*bounds)) for bounds in iterate_bounds(rows.offsets)]
+    sums, loss = (np.concatenate([getattr(block, name) for block in blocks]) for name in ("sums", "loss"))
+    worst_tokens = find_worst_tokens(rows, loss, reader, worst)
+    worst_rows = find_worst_rows(rows, sums, reader, worst)
     return Part(
         worst=worst,
         rows=len(rows),
         left_out=left_out,
-        tokens=len(tokens.row),
+        tokens=sum(block.tokens for block in blocks),
         sums=resample_rows(sums, compute_routing_sums(rows), (0, step, piece)),
-        versions=sum_by_version(sums, rows),
-        profiles=sum_profiles(rows, tokens),
-        k3=float(tokens.total_k3.sum()),
+        versions=reduce(add_by_key, (block.versions for block in blocks)),
+        profiles=reduce(add_profiles, (block.profiles for block in blocks)),
+        k3=float(loss.sum()),
         worst_tokens={hash_context(rows, each.row, each.position + 1): each for each in worst_tokens},
         worst_rows={hash_context(rows, each.row): each for each in worst_rows},
-        stale=has_stale_tokens(rows),
+        stale=any(block.stale for block in blocks),
         samples=(rows if sample is None else rows.take(sample.choose(rows, spare=True)),),
     )
+
+
+@dataclass(frozen=True)
+class Block:
+    """Sums of some rows of a step.
+
+    Attributes:
+        tokens: number of valid tokens.
+        sums: (N, *SHAPE), of ``compute_row_sums``.
+        loss: (M,) k3 of log pi/mu, 0 where a token is not valid.
+        versions, profiles, stale: as ``Part`` has them.
+    """
+
+    tokens: int
+    sums: Array
+    loss: Array
+    versions: Mapping[int, VersionSums]
+    profiles: Profiles
+    stale: bool
+
+
+def summarize_block(rows: Rows) -> Block:
+    """Sum some rows of a step, few enough that what is computed of each token stays in the cache."""
+    tokens = select_valid_tokens(rows)
+    sums, loss = compute_row_sums(rows, tokens), tokens.total_k3
+    if len(loss) < rows.tokens:
+        loss = np.zeros(rows.tokens)
+        loss[tokens.index] = tokens.total_k3
+    return Block(
+        tokens=len(tokens.row),
+        sums=sums,
+        loss=loss,
+        versions=sum_by_version(sums, rows),
+        profiles=sum_profiles(rows, tokens),
+        stale=has_stale_tokens(rows),
+    )
+
+
+def iterate_bounds(offsets: NDArray[np.int64], size: int = BLOCK) -> Iterator[tuple[int, int]]:
+    """Yield first and behind the last row of blocks of at most ``size`` tokens, or of one row; one without rows."""
+    start, rows = 0, len(offsets) - 1
+    while start < rows or start == 0:
+        stop = int(np.searchsorted(offsets, offsets[start] + size, side="right")) - 1
+        stop = min(max(stop, start + 1), rows)
+        yield start, stop
+        start = max(stop, 1)

@@ -17,8 +17,11 @@ from recipe.offpolicy.analysis.attribution.decomposition import (
 from recipe.offpolicy.analysis.attribution.part import (
     add_by_key,
     add_piece,
+    add_profiles,
     choose_sample,
+    iterate_bounds,
     merge_copies,
+    summarize_block,
     summarize_step,
 )
 from recipe.offpolicy.analysis.attribution.profiles import build_profiles, select_valid_tokens, sum_profiles
@@ -57,8 +60,8 @@ def test_parts_of_steps_add_up_to_the_part_of_all_rows() -> None:
             assert close(found, expected)
     assert {age: found.rows for age, found in part.versions.items()} == {0: 7, 1: 6, 2: 6}
     for found, expected in (
-        (part.worst_tokens, find_worst_tokens(both, tokens, reader, 4)),
-        (part.worst_rows, find_worst_rows(both, tokens, reader, 4)),
+        (part.worst_tokens, find_worst_tokens(both, summarize_block(both).loss, reader, 4)),
+        (part.worst_rows, find_worst_rows(both, compute_row_sums(both), reader, 4)),
     ):
         assert len(found) == len(expected) == 4
         assert all(map(close, found.values(), expected))
@@ -85,6 +88,31 @@ def test_pieces_of_a_step_add_up_to_the_step() -> None:
     assert same(found.samples[0], whole.samples[0])
 
 
+def test_blocks_hold_every_row_once() -> None:
+    offsets = np.array([0, 3, 5, 12, 13])
+    assert list(iterate_bounds(offsets, 5)) == [(0, 2), (2, 3), (3, 4)]
+    assert list(iterate_bounds(offsets, 100)) == [(0, 4)]
+    assert list(iterate_bounds(offsets[:1])) == [(0, 0)]
+
+
+def test_blocks_add_up_to_the_rows() -> None:
+    """Of rows with a token that has no finite log-prob: it counts nowhere, and its loss is 0."""
+    rows = draw(5)
+    log_prob = rows.log_prob.copy()
+    log_prob[1] = np.nan
+    rows = replace(rows, log_prob=log_prob)
+    whole = summarize_block(rows)
+    one, other = (summarize_block(rows.between(*bounds)) for bounds in ((0, 5), (5, 12)))
+    assert one.tokens + other.tokens == whole.tokens == rows.tokens - 1
+    assert np.concatenate([one.sums, other.sums]) == pytest.approx(whole.sums)
+    assert np.concatenate([one.loss, other.loss]) == pytest.approx(whole.loss)
+    assert whole.loss[1] == 0 < whole.loss[0]
+    added = add_profiles(one.profiles, other.profiles)
+    for name, sums in whole.profiles.items():
+        assert all(close(added[name][value], of_value) for value, of_value in sums.items())
+    assert (one.stale, whole.stale) == (True, True)
+
+
 def test_a_large_step_is_read_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Draws of rows are of each piece, so that intervals alone differ."""
     ranks = [replace(draw(5), rank=np.full(12, rank, dtype=np.int32)) for rank in range(3)]
@@ -101,7 +129,7 @@ def test_a_large_step_is_read_in_pieces(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_the_larger_of_two_copies_stands_for_both() -> None:
     rows = draw(5)
-    (one,) = find_worst_rows(rows, select_valid_tokens(rows), TokenDecoder(), 1)
+    (one,) = find_worst_rows(rows, compute_row_sums(rows), TokenDecoder(), 1)
     less = replace(one, k3=one.k3 / 2, share=0.25, count=2)
     merged = merge_copies({b"a": less}, {b"a": one, b"b": less}, key=lambda row: row.k3)
     assert merged == [(b"a", replace(one, share=one.share + 0.25, count=3)), (b"b", less)]
