@@ -46,7 +46,7 @@ def _build_spec(recording: Recording, spec: Sequence[str]) -> tuple[CorrectionSp
         with initialize_composer():
             values, unset = fill_placeholders(compose_correction(spec))
     else:
-        values, unset = dict(recording.parts(recording.steps[-1])[-1].spec), frozenset()
+        values, unset = dict(recording.part(recording.steps[-1], -1).spec), frozenset()
     correction = CorrectionSpec.from_mapping(values)
     if not spec and not correction.all_weights and not correction.masks:
         raise SpecError(

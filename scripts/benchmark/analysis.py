@@ -2,18 +2,21 @@
 
     python scripts/benchmark/analysis.py                              # 1e6 and 1e7 tokens, one process and all cores
     python scripts/benchmark/analysis.py --tokens 1e8 1e9 --jobs 8    # 12 GB of disk for 1e9
+    python scripts/benchmark/analysis.py --tokens 4e6 --step 4e6 --ranks 16 --jobs 1    # one large step
 
-Each recording is drawn once, in steps of a quarter of a million tokens, by a process a core, half a second of one for a
-million tokens, and kept in --folder. Tools run as commands do, the start of Python included. Memory is what all
-processes of a tool hold at most, pages that they share counted once (PSS); it and CPU time are looked at five times a
-second.
+Each recording is drawn in steps of a quarter of a million tokens, by --jobs processes, a third of a second of one for a
+million tokens, in --folder, and removed once the tools have read it, unless --keep keeps it for another time. Tools run
+as commands do, the start of Python included. Memory is what all processes of a tool hold at most, pages that they share
+counted once (PSS); it and CPU time are looked at five times a second.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import multiprocessing
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -34,6 +37,8 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "support")]
 
 from recordings import drawn_rows, record  # type: ignore[import-not-found]  # noqa: E402
 
+from recipe.offpolicy.recording.recording import file_name  # noqa: E402
+
 STEP = 250_000
 TOOLS: dict[str, tuple[str, ...]] = {
     "attribute": (),
@@ -47,26 +52,30 @@ LEAST = 20
 """Steps from which processes are worth their start."""
 
 
-def draw(folder: Path, tokens: int, step_tokens: int = STEP) -> Path:
-    """Draw a recording of so many tokens, rows of 500 in groups of 8, a quarter of them stale; kept if it is there."""
-    directory = folder / f"tokens_{tokens}"
-    steps = range(1, max(tokens // step_tokens, 1) + 1)
-    missing = [step for step in steps if not list(directory.glob(f"step_{step:08d}.*"))]
-    draw_one = partial(draw_step, directory, max(min(tokens, step_tokens) // 500, 8))
-    if len(missing) < LEAST:
-        for step in missing:
-            draw_one(step)
+def draw(directory: Path, tokens: int, step_tokens: int = STEP, *, ranks: int = 1, jobs: int = 1) -> None:
+    """Draw what a recording of so many tokens lacks: rows of 500 in groups of 8, a quarter of them stale.
+
+    Args:
+        ranks: files of a step.
+        jobs: processes that draw.
+    """
+    files = itertools.product(range(1, max(tokens // step_tokens, 1) + 1), range(ranks))
+    missing = [place for place in files if not (directory / file_name(*place)).exists()]
+    draw_one = partial(draw_file, directory, max(min(tokens, step_tokens) // 500 // ranks, 8))
+    if len(missing) < LEAST or jobs == 1:
+        for place in missing:
+            draw_one(place)
     else:
-        with ProcessPoolExecutor(mp_context=multiprocessing.get_context("spawn")) as processes:
+        with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as processes:
             list(processes.map(draw_one, missing, chunksize=4))
-    return directory
 
 
-def draw_step(directory: Path, rows: int, step: int) -> None:
-    """Draw one step of so many rows."""
+def draw_file(directory: Path, rows: int, place: tuple[int, int]) -> None:
+    """Draw the rows of one step and rank, so many of them."""
+    step, rank = place
     ages = (np.arange(rows) % 4 == 0) * min(step - 1, 1)
-    part = {"seed": step, "step": step, "group": 8, "backend": 0.02, "drift": 0.01}
-    uids = np.array([f"{step}-{row // 8}" for row in range(rows)], dtype=object)
+    part = {"seed": step + 2**32 * rank, "step": step, "rank": rank, "group": 8, "backend": 0.02, "drift": 0.01}
+    uids = np.array([f"{step}-{rank}-{row // 8}" for row in range(rows)], dtype=object)
     record(directory, drawn_rows([500] * rows, oldest_version=step - 1 - ages, uid=uids, **part))
 
 
@@ -117,21 +126,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--tokens", nargs="+", type=float, default=[1e6, 1e7])
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)))
-    parser.add_argument("--step", type=int, default=STEP, help="tokens of a step")
+    parser.add_argument("--step", type=float, default=STEP, help="tokens of a step")
+    parser.add_argument("--ranks", type=int, default=1, help="files of a step")
     parser.add_argument("--folder", type=Path, default=ROOT / "outputs" / "benchmark_analysis")
     parser.add_argument("--tools", nargs="+", choices=TOOLS, default=[*TOOLS])
+    parser.add_argument("--keep", action="store_true", help="leave recordings and pages in the folder")
     options = parser.parse_args(arguments)
     print("| tool | tokens | jobs | wall, s | CPU, s | tokens a second | memory, MiB |")
     print("|---|---|---|---|---|---|---|")
     for tokens in map(int, options.tokens):
-        directory = draw(options.folder, tokens, options.step)
-        for tool in options.tools:
-            for jobs in sorted({1, options.jobs}):
+        directory = options.folder / f"tokens_{tokens}_step_{options.step:.0f}_ranks_{options.ranks}"
+        try:
+            draw(directory, tokens, int(options.step), ranks=options.ranks, jobs=options.jobs)
+            for tool, jobs in itertools.product(options.tools, sorted({1, options.jobs})):
                 wall, cpu, memory = measure(tool, directory, jobs)
                 print(
                     f"| {tool} | {tokens:.0e} | {jobs} | {wall:.1f} | {cpu:.1f} | {tokens / wall:.2e} | {memory:.0f} |",
                     flush=True,
                 )
+        finally:
+            if not options.keep:
+                shutil.rmtree(directory, ignore_errors=True)
+                directory.with_suffix(".html").unlink(missing_ok=True)
     return 0
 
 

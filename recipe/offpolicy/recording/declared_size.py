@@ -160,7 +160,11 @@ class _Compact:
         return size
 
     def _byte(self) -> int:
-        return self._bytes(1)[0]
+        # Most of what is read: without a slice.
+        if self.place >= len(self._content):
+            raise DeclaredError("its metadata end too early")
+        self.place += 1
+        return self._content[self.place - 1]
 
     def _bytes(self, size: int) -> bytes:
         found = self._content[self.place : self.place + size]

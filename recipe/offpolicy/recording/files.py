@@ -220,7 +220,7 @@ def _lists(offsets: NDArray[np.int64], values: NDArray[Any], name: str, schema: 
 
 
 def _rows(path: Path, table: pa.Table) -> Rows:
-    columns = {name: table.column(name).combine_chunks() for name in table.column_names}
+    columns = {name: _join_chunks(table.column(name)) for name in table.column_names}
     for name, column in columns.items():
         if column.null_count or (pa.types.is_list(column.type) and column.flatten().null_count):
             raise RecordingError(f"{path}: {name} has a value that is missing. {ASIDE}")
@@ -242,6 +242,11 @@ def _rows(path: Path, table: pa.Table) -> Rows:
         span = (values["oldest_version"], values["newest_version"])
         values["version"] = spread_versions(*span, values["response_mask"], values["offsets"])
     return Rows(**values, extensions=extensions)
+
+
+def _join_chunks(column: pa.ChunkedArray) -> pa.Array:
+    # Arrow would copy a single one as well.
+    return column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
 
 
 def _ragged(column: pa.ListArray) -> tuple[NDArray[np.int64], NDArray[Any]]:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ CARD = "run.json"
 """What was run: ``correction``, ``fingerprint``, ``release``, ``path``, ``model``, ``config``."""
 PROOF = "proof.json"
 """The proof of life: ``sentence``, ``step`` and ``live``, the metrics of ``offpolicy/live/``."""
+PIECE = 16 * 2**20
+"""Bytes of files that are read together where a step need not be: about 1.4 million tokens."""
 _LARGEST_JSON = 64 * 2**20
 _NAME = re.compile(r"step_(\d{8})(?:\.update_(\d{4}))?\.rank_(\d{5})\.parquet")
 
@@ -38,6 +41,10 @@ def parse_update(name: str) -> int | None:
     return None if match is None or match[2] is None else int(match[2])
 
 
+Correction = tuple[Mapping[str, Any], tuple[str, ...]]
+"""``spec`` and ``reasons`` of a Step."""
+
+
 class Recording:
     """Reader of the directory that ``offpolicy.record.dir`` names.
 
@@ -46,6 +53,7 @@ class Recording:
 
     Attributes:
         files: step -> its files, by update and rank.
+        largest: bytes of files that are read together, see ``pieces``.
 
     Raises:
         RecordingError: there is none.
@@ -53,6 +61,7 @@ class Recording:
 
     def __init__(self, directory: str | Path) -> None:
         self.directory = Path(directory)
+        self.largest = math.inf
         self.files: dict[int, list[Path]] = {}
         if not self.directory.is_dir():
             raise RecordingError(f"{self.directory}: no such directory. Give the one of offpolicy.record.dir.")
@@ -79,8 +88,35 @@ class Recording:
         one.files = {step: self.files[step] for step in steps}
         return one
 
+    def in_pieces(self, largest: float = PIECE) -> Recording:
+        """Return a reader that yields a large step in several ``pieces``, so that memory is not that of a step."""
+        one = copy.copy(self)
+        one.largest = largest
+        return one
+
+    def part(self, step: int, place: int) -> Step:
+        """Read one of the ``files`` of ``step``, by its place among them.
+
+        Raises:
+            RecordingError: it is damaged.
+        """
+        path = self.files[step][place]
+        part = read(path)
+        named = set(zip(part.rows.step.tolist(), part.rows.rank.tolist(), strict=True))
+        if named - {parse_step(path.name)}:
+            raise RecordingError(f"{path}: its rows are of other steps or ranks than its name. {ASIDE}")
+        return part
+
     def parts(self, step: int) -> list[Step]:
         """Read the record of each rank and update of ``step``, in the order of ``files``.
+
+        Raises:
+            RecordingError: see ``iterate_parts``.
+        """
+        return list(self.iterate_parts(step))
+
+    def iterate_parts(self, step: int) -> Iterator[Step]:
+        """Yield the record of each rank and update of ``step``, in the order of ``files``, one in memory at a time.
 
         Raises:
             RecordingError: a file of it is damaged, or ranks recorded different corrections.
@@ -88,36 +124,46 @@ class Recording:
         files = self.files[step]
         if len({parse_update(path.name) is None for path in files}) > 1:
             raise RecordingError(f"{files[0]}: beside files of single updates of its step. Move one kind elsewhere.")
-        parts = [read(path) for path in files]
-        first: dict[int | None, tuple[Path, Step]] = {}
-        for path, part in zip(files, parts, strict=True):
-            named = {(int(a), int(b)) for a, b in zip(part.rows.step, part.rows.rank, strict=True)}
-            if named - {parse_step(path.name)}:
-                raise RecordingError(f"{path}: its rows are of other steps or ranks than its name. {ASIDE}")
-            beside, of = first.setdefault(parse_update(path.name), (path, part))
-            if not _alike(part, of):
+        first: dict[int | None, tuple[Path, Correction]] = {}
+        for place, path in enumerate(files):
+            part = self.part(step, place)
+            beside, of = first.setdefault(parse_update(path.name), (path, _correction(part)))
+            if _correction(part) != of:
                 raise RecordingError(f"{path}: recorded under another correction than {beside.name}.")
-        return parts
+            yield part
+
+    def pieces(self, step: int) -> Iterator[list[Step]]:
+        """Yield ``step`` in pieces: of successive files, together no larger than ``largest`` or a single one.
+
+        A piece holds a Step for each correction that acted in it, in the order of the updates.
+
+        Raises:
+            RecordingError: see ``iterate_parts``.
+        """
+        group: list[Step] = []
+        size = 0
+        for path, part in zip(self.files[step], self.iterate_parts(step), strict=True):
+            own = path.stat().st_size
+            if group and size + own > self.largest:
+                yield _take_joined(group)
+                size = 0
+            group.append(part)
+            size += own
+        yield _take_joined(group)
 
     def corrections(self, step: int) -> list[Step]:
         """Read ``step`` of all ranks together: once for each correction that acted, in the order of the updates.
 
         Raises:
-            RecordingError: see ``parts``.
+            RecordingError: see ``iterate_parts``.
         """
-        groups: list[list[Step]] = []
-        for part in self.parts(step):
-            if groups and _alike(part, groups[-1][0]):
-                groups[-1].append(part)
-            else:
-                groups.append([part])
-        return [Step(concatenate([part.rows for part in group]), group[0].spec, group[0].reasons) for group in groups]
+        return list(join_alike(self.iterate_parts(step)))
 
     def step(self, step: int) -> Step:
         """Read ``step`` of all ranks and updates together.
 
         Raises:
-            RecordingError: see ``parts``; or several corrections acted, which ``corrections`` tells apart.
+            RecordingError: see ``iterate_parts``; or several corrections acted, which ``corrections`` tells apart.
         """
         found = self.corrections(step)
         if len(found) > 1:
@@ -128,8 +174,8 @@ class Recording:
         return found[0]
 
     def __iter__(self) -> Iterator[Step]:
-        """Yield all steps in order, one in memory at a time; one under several corrections comes once for each."""
-        return (found for step in self.steps for found in self.corrections(step))
+        """Yield all steps in order, a piece in memory at a time; one under several corrections comes once for each."""
+        return (found for step in self.steps for piece in self.pieces(step) for found in piece)
 
     def count_rows(self) -> int:
         """Count the rows of all steps by what their files declare.
@@ -180,8 +226,39 @@ def read_extensions(card: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     }
 
 
-def _alike(one: Step, other: Step) -> bool:
-    return one.spec == other.spec and one.reasons == other.reasons
+def _correction(step: Step) -> Correction:
+    return step.spec, step.reasons
+
+
+def join_alike(parts: Iterable[Step], when: Callable[[Step], bool] = lambda part: True) -> Iterator[Step]:
+    """Yield successive parts of one correction together.
+
+    Args:
+        when: the correction of a part asks for it; where it does not, parts come each by itself.
+    """
+    group: list[Step] = []
+    for part in parts:
+        if group and _correction(part) != _correction(group[0]):
+            yield _take_group(group)
+        if when(part):
+            group.append(part)
+        else:
+            yield part
+    if group:
+        yield _take_group(group)
+
+
+def _take_joined(parts: list[Step]) -> list[Step]:
+    """Join parts of one correction, and empty ``parts``, so that their rows are in memory once."""
+    joined = list(join_alike(parts))
+    parts.clear()
+    return joined
+
+
+def _take_group(group: list[Step]) -> Step:
+    found = Step(concatenate([part.rows for part in group]), *_correction(group[0]))
+    group.clear()
+    return found
 
 
 def read_json(path: Path) -> Mapping[str, Any]:

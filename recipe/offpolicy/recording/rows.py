@@ -83,8 +83,11 @@ class Rows:
         A token of an unknown version is as old as its row's first; -1 where that is not known either.
         """
         lengths = np.diff(self.offsets)
-        age = np.maximum(np.repeat(self.step, lengths) - 1 - self.version, 0)
-        return np.where(self.version == UNKNOWN_VERSION, np.repeat(self.staleness, lengths), age)
+        age = np.repeat(self.step - 1, lengths)
+        age -= self.version
+        np.maximum(age, 0, out=age)
+        unknown = self.version == UNKNOWN_VERSION
+        return np.where(unknown, np.repeat(self.staleness, lengths), age) if unknown.any() else age
 
     def take(self, rows: Sequence[int] | NDArray[np.int64]) -> Rows:
         """Return these rows alone, in this order."""
@@ -96,6 +99,21 @@ class Rows:
         places, values["prompt_offsets"] = _places(self.prompt_offsets, index)
         values["prompt_ids"] = self.prompt_ids[places]
         return Rows(**values)
+
+    def between(self, start: int, stop: int) -> Rows:
+        """Return the rows from ``start`` to before ``stop``, without a copy of their tokens."""
+        tokens, prompts = (
+            slice(int(offsets[start]), int(offsets[stop])) for offsets in (self.offsets, self.prompt_offsets)
+        )
+        values: dict[str, Any] = {name: getattr(self, name)[start:stop] for name in ROW_COLUMNS}
+        values |= {name: getattr(self, name)[tokens] for name in TOKEN_COLUMNS}
+        return Rows(
+            **values,
+            offsets=self.offsets[start : stop + 1] - tokens.start,
+            prompt_offsets=self.prompt_offsets[start : stop + 1] - prompts.start,
+            prompt_ids=self.prompt_ids[prompts],
+            extensions={name: column[tokens] for name, column in self.extensions.items()},
+        )
 
     def padded(self, *names: str) -> dict[str, Tensor]:
         """Pad token columns to (N, longest) tensors with zeros (False); ``response_mask`` is always among them."""

@@ -14,7 +14,7 @@ import pytest
 
 from recipe.offpolicy.recording import Recording, RecordingError, concatenate
 from recipe.offpolicy.recording.files import write
-from recipe.offpolicy.recording.recording import file_name, parse_step, parse_update
+from recipe.offpolicy.recording.recording import file_name, join_alike, parse_step, parse_update
 from tests.support.recordings import NONE, drawn_rows, record, same
 
 FIRST, SECOND, LATER = drawn_rows([2, 3]), drawn_rows([4], rank=1, seed=1), drawn_rows([1], step=12, seed=2)
@@ -99,6 +99,36 @@ def test_a_step_under_several_corrections(several: Path) -> None:
     with pytest.raises(RecordingError, match=r"2 corrections acted in step 1.*Recording\.corrections\(1\)"):
         recording.step(1)
     assert len(recording.step(2).rows) == 1
+
+
+def test_a_step_in_pieces(several: Path) -> None:
+    """Of successive files: each file by itself, and up to the size of three."""
+    recording = Recording(several)
+    size = max(path.stat().st_size for path in recording.files[1])
+    alone = recording.in_pieces(1)
+    assert [[len(part.rows) for part in piece] for piece in alone.pieces(1)] == [[1]] * 6
+    threes = recording.in_pieces(3 * size)
+    lengths = [[np.diff(part.rows.offsets).tolist() for part in piece] for piece in threes.pieces(1)]
+    assert lengths == [[[1, 1, 2]], [[2], [3, 3]]]
+    assert len(list(threes)) == 4
+    (whole,) = recording.in_pieces().pieces(1)
+    assert [np.diff(part.rows.offsets).tolist() for part in whole] == [[1, 1, 2, 2], [3, 3]]
+    assert [len(step.rows) for step in recording.corrections(1)] == [4, 2]
+    assert len(alone.corrections(1)) == 2
+
+
+def test_parts_of_one_correction_are_joined_where_it_asks_for_it(several: Path) -> None:
+    parts = Recording(several).parts(1)
+    joined = join_alike(parts, lambda part: dict(part.spec) == NONE)
+    assert [np.diff(part.rows.offsets).tolist() for part in joined] == [[1, 1, 2, 2], [3], [3]]
+    assert [len(part.rows) for part in join_alike(parts)] == [4, 2]
+
+
+def test_one_file_is_read_by_its_place(several: Path) -> None:
+    recording = Recording(several)
+    assert dict(recording.part(1, -1).spec) == OTHER
+    first = next(recording.iterate_parts(1))
+    assert same(recording.part(1, 0).rows, first.rows)
 
 
 def test_updates_under_one_correction_are_one_step(several: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -76,6 +78,16 @@ def test_parts_put_together_are_what_they_were(one: list[int], other: list[int])
 def test_taking_all_changes_nothing(lengths: list[int]) -> None:
     rows = drawn_rows(lengths)
     assert same(rows.take(range(len(rows))), rows)
+
+
+def test_rows_between_two_are_those_taken_without_a_copy() -> None:
+    rows = drawn_rows([2, 0, 3, 1])
+    rows = replace(rows, extensions={"offpolicy_x": np.arange(6, dtype=np.float32)})
+    middle = rows.between(1, 3)
+    assert same(middle, rows.take([1, 2]))
+    assert middle.extensions["offpolicy_x"].tolist() == [2, 3, 4]
+    assert np.shares_memory(middle.log_prob, rows.log_prob)
+    assert same(rows.between(0, 4), rows)
 
 
 def test_nothing_cannot_be_put_together() -> None:

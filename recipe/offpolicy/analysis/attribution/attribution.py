@@ -22,7 +22,7 @@ from .decomposition import (
     summarize_by_version,
 )
 from .faults import describe_faults, has_unnoticed_staleness
-from .part import Part, summarize_step
+from .part import Part, add_piece, choose_sample, summarize_step
 from .profiles import Bucket, build_profiles, clear_drift_std
 from .row_sample import BYTES_A_TOKEN, RowSample
 from .scored_rows import describe_none_scored, select_scored_rows
@@ -114,8 +114,15 @@ def choose_steps(recording: Recording, steps: tuple[int, int | None] | None) -> 
 
 def _read_step(model: object, worst: int, sample: RowSample | None, recording: Recording) -> Part:
     (step,) = recording.steps
-    found = select_scored_rows(recording)
-    return summarize_step(step, found.rows, _load_reader(model), worst=worst, left_out=found.left_out, sample=sample)
+    reader, total = _load_reader(model), None
+    for place, steps in enumerate(recording.in_pieces().pieces(step)):
+        found = select_scored_rows(steps)
+        piece = summarize_step(
+            step, found.rows, reader, worst=worst, left_out=found.left_out, sample=sample, piece=place
+        )
+        total = piece if total is None else add_piece(total, piece, sample)
+    assert total is not None, "a step has a file"
+    return total if sample is None else choose_sample(total, sample)
 
 
 @lru_cache(maxsize=1)
@@ -174,8 +181,8 @@ def _add_up(
         by_step=by_step,
         versions=versions,
         profiles=buckets,
-        tokens=total.worst_tokens,
-        worst=total.worst_rows,
+        tokens=list(total.worst_tokens.values()),
+        worst=list(total.worst_rows.values()),
         without_text=load_decoder(card)[1],
         causes=causes,
         mend_first=describe_faults(causes, stale=total.stale),

@@ -249,6 +249,8 @@ def sum_by_version(sums: Array, rows: Rows) -> dict[int, VersionSums]:
     unlike = rows.response_mask & (ages != np.repeat(rows.staleness, np.diff(rows.offsets)))
     mixed = np.bincount(rows.row_of_token[unlike], minlength=len(rows)) > 0
     parts = {int(age): sums[~mixed & (rows.staleness == age)] for age in np.unique(rows.staleness[~mixed])}
+    if not mixed.any():
+        return {age: VersionSums(len(of_age), of_age.sum(0)) for age, of_age in parts.items()}
     others = rows.take(np.flatnonzero(mixed))
     of_others = others.token_staleness
     for age in np.unique(of_others[others.response_mask]):

@@ -6,7 +6,11 @@ from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from ...recording import Recording, Rows, Step
+from ...recording.recording import join_alike
 from ..jobs import ALONE, Jobs, map_steps
 from .causes import Cause, find_causes_in_rows, numerics, stale_weights
 from .row_sample import RowSample
@@ -18,7 +22,7 @@ TOKENS = 400_000
 
 def has_stale_tokens(rows: Rows) -> bool:
     """Check whether a token is recorded as stale."""
-    return bool((rows.token_staleness > 0)[rows.response_mask].any())
+    return bool(((rows.token_staleness > 0) & rows.response_mask).any())
 
 
 def has_unnoticed_staleness(causes: Iterable[Cause], *, stale: bool) -> bool:
@@ -57,7 +61,11 @@ def describe_recorded_faults(recording: Recording, card: Mapping[str, Any], jobs
     sample = RowSample.of_steps(recording.steps, TOKENS)
     assert sample.steps is not None, "of some steps"
     some = recording.only(*sorted(sample.steps))
-    kept = [part for parts in map_steps(partial(_take_sample, sample), some, jobs, "sampling") for part in parts]
+    kept = [
+        part
+        for parts in map_steps(partial(_take_sample, sample), some, jobs, "sampling", in_pieces=True)
+        for part in parts
+    ]
     if not kept:
         return ""
     rows = select_scored_rows(kept).rows
@@ -66,5 +74,13 @@ def describe_recorded_faults(recording: Recording, card: Mapping[str, Any], jobs
 
 
 def _take_sample(sample: RowSample, steps: Iterable[Step]) -> list[Step]:
-    chosen = ((step, sample.choose(step.rows)) for step in steps)
-    return [Step(step.rows.take(rows), step.spec, step.reasons) for step, rows in chosen if len(rows)]
+    """Take the sample of a step, which comes in pieces, of each correction that acted in it."""
+    kept: list[Step] = []
+    for piece in steps:
+        kept = [_take(step, sample.choose(step.rows, spare=True)) for step in join_alike([*kept, piece])]
+    chosen = (_take(step, sample.choose(step.rows)) for step in kept)
+    return [step for step in chosen if len(step.rows)]
+
+
+def _take(step: Step, rows: NDArray[np.int64]) -> Step:
+    return Step(step.rows.take(rows), step.spec, step.reasons)

@@ -37,8 +37,12 @@ class RowSample:
         chosen = frozenset(steps[place] for place in places)
         return cls(chosen, tokens // max(len(chosen), 1))
 
-    def choose(self, rows: Rows) -> NDArray[np.int64]:
-        """Choose rows, of one step: those of some prompts, the same ones in every step."""
+    def choose(self, rows: Rows, *, spare: bool = False) -> NDArray[np.int64]:
+        """Choose rows, of one step: those of some prompts, the same ones in every step.
+
+        Args:
+            spare: one prompt more, so that a choice among what was chosen of each piece is the choice of the step.
+        """
         if self.steps is None or not len(rows):
             return np.arange(len(rows))
         if int(rows.step[0]) not in self.steps:
@@ -48,4 +52,4 @@ class RowSample:
         drawn = np.array([crc32(rows.prompt_ids[a:b].tobytes() or str(uid).encode()) for a, b, uid in bounds])
         _, of_row = np.unique(drawn, return_inverse=True)
         ends = np.cumsum(np.bincount(of_row, weights=np.diff(rows.offsets)))
-        return np.flatnonzero(of_row < max(int((ends <= self.tokens).sum()), 1))
+        return np.flatnonzero(of_row < max(int((ends <= self.tokens).sum()) + spare, 1))

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from ...monitor.mismatch.sums import AGES, COLUMNS, SHAPE
 from ...recording import Rows
 from ...recording.schema import WITHOUT_REPLAY
-from .profiles import ValidTokens, select_valid_tokens
+from .profiles import ValidTokens, select_staleness, select_valid_tokens
 
 Array = NDArray[np.float64]
 
@@ -50,7 +50,7 @@ def compute_row_sums(rows: Rows, tokens: ValidTokens | None = None) -> Array:
         "total_k3": tokens.total_k3,
     }
     ages, bins, _ = SHAPE
-    staleness = rows.token_staleness[tokens.index]
+    staleness = select_staleness(rows, tokens)
     age = np.where(staleness < 0, AGES.index("unknown"), staleness > 0)
     cell = bins * (ages * tokens.row + age) + tokens.probability
     sums = [np.bincount(cell, weights=by_name[name], minlength=len(rows) * ages * bins) for name in COLUMNS]

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from hashlib import blake2b
 from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ...monitor.mismatch.sums import COLUMNS
 from ...recording import Rows
-from .profiles import ValidTokens
+from .profiles import Array, is_valid
 from .token_text import TokenDecoder
 
 BEFORE: Final = 12
@@ -82,36 +84,38 @@ class WorstRow:
     text: str
 
 
-def find_worst_tokens(rows: Rows, tokens: ValidTokens, reader: TokenDecoder, most: int) -> list[WorstToken]:
-    """Find the ``most`` tokens with the largest k3, each context once; none where all log-probs agree."""
-    loss = tokens.total_k3
+def find_worst_tokens(rows: Rows, loss: Array, reader: TokenDecoder, most: int) -> list[WorstToken]:
+    """Find the ``most`` tokens with the largest k3, each context once; none where all log-probs agree.
+
+    Args:
+        loss: (M,) k3 of log pi/mu, 0 where a log-prob is not finite, and off the mask.
+    """
     whole = loss.sum()
-    ages = rows.token_staleness
     shown: set[int] = set()
     worst: list[WorstToken] = []
-    for place in iterate_largest(loss):
-        if len(worst) == most or not loss[place] > 0:
+    for index in iterate_largest(loss):
+        if len(worst) == most or not loss[index] > 0:
             break
-        if place in shown:
+        if index in shown:
             continue
-        row, index = int(tokens.row[place]), int(tokens.index[place])
+        row = int(np.searchsorted(rows.offsets, index, side="right")) - 1
         end = int(rows.offsets[row + 1])
         before = _before(rows, row, index)
         # Rows of one group share their first tokens: the same mismatch is listed once, with its count.
-        siblings = _find_siblings(rows, tokens, row, index)
+        siblings = _find_siblings(rows, row, index)
         shown.update(siblings.tolist())
         worst.append(
             WorstToken(
                 step=int(rows.step[row]),
                 uid=str(rows.uid[row]),
                 row=row,
-                position=int(tokens.place[place]),
-                turn=int(tokens.turn[place]),
-                staleness=int(ages[index]),
+                position=index - int(rows.offsets[row]),
+                turn=int(rows.turn[index]),
+                staleness=int(rows.between(row, row + 1).token_staleness[index - int(rows.offsets[row])]),
                 count=len(siblings),
-                mu=float(tokens.mu[place]),
-                old=float(tokens.old[place]),
-                pi=float(tokens.pi[place]),
+                mu=float(rows.rollout_log_prob[index]),
+                old=float(rows.old_log_prob[index]),
+                pi=float(rows.log_prob[index]),
                 share=float(loss[siblings].sum() / whole),
                 before=reader.decode(before[-BEFORE:].tolist()),
                 token=reader.decode([int(rows.response_ids[index])]),
@@ -135,25 +139,48 @@ def iterate_largest(values: NDArray[np.float64]) -> Iterator[int]:
         done, count = len(found), count * _BLOCK
 
 
-def _find_siblings(rows: Rows, tokens: ValidTokens, row: int, index: int) -> NDArray[np.int64]:
-    """Find the tokens of the same step that are the one at ``index`` of ``row``, after the same ids, itself included.
+def _find_siblings(rows: Rows, row: int, index: int) -> NDArray[np.int64]:
+    """Find the valid tokens of the same step that are the one at ``index`` of ``row``, after the same ids, and itself.
 
     Returns:
-        Their places among ``tokens``.
+        Their indices.
     """
     place = index - rows.offsets[row]
     alike = (np.diff(rows.offsets) > place) & (rows.step == rows.step[row])
     if not len(rows.prompt_ids):  # unrecorded prompts are distinguished by uid
         alike &= rows.uid == rows.uid[row]
-    there = np.flatnonzero(alike)
-    there = there[rows.response_ids[rows.offsets[there] + place] == rows.response_ids[index]]
+    there = _probe(rows, np.flatnonzero(alike), row, int(place) + 1)
     before = _before(rows, row, index)
-    same = [
-        int(rows.offsets[i] + place) for i in there if np.array_equal(_before(rows, i, rows.offsets[i] + place), before)
-    ]
-    found = np.searchsorted(tokens.index, same)
-    # Of a row whose token is not valid there is none.
-    return found[tokens.index[np.minimum(found, len(tokens.index) - 1)] == same]
+    same = np.array(
+        [rows.offsets[i] + place for i in there if np.array_equal(_before(rows, i, rows.offsets[i] + place), before)]
+    )
+    return same[is_valid(rows, same)]
+
+
+def _probe(rows: Rows, there: NDArray[np.int64], row: int, length: int) -> NDArray[np.int64]:
+    """Leave of the rows ``there``, of at least this length, those that are ``row`` at some of its first tokens."""
+    # Few ids tell most rows apart.
+    for place in range(length - 1, -1, -max(length // _PROBED, 1)):
+        if len(there) == 1:
+            break
+        there = there[rows.response_ids[rows.offsets[there] + place] == rows.response_ids[rows.offsets[row] + place]]
+    return there
+
+
+def hash_context(rows: Rows, row: int, length: int | None = None) -> bytes:
+    """Hash what tells a row from others of its step: its prompt, or uid where none is recorded, and its response.
+
+    Args:
+        length: of the response's beginning that counts; None: all of it.
+    """
+    start, end = rows.offsets[row], rows.offsets[row + 1]
+    prompt = rows.prompt_ids[rows.prompt_offsets[row] : rows.prompt_offsets[row + 1]]
+    response = rows.response_ids[start : end if length is None else start + length]
+    named = (str(rows.step[row]), "" if len(rows.prompt_ids) else str(rows.uid[row]), str(len(prompt)))
+    state = blake2b("\0".join(named).encode(), digest_size=16)
+    for ids in (prompt, response):
+        state.update(np.ascontiguousarray(ids).data)
+    return state.digest()
 
 
 def _before(rows: Rows, row: int, index: int) -> NDArray[np.int32]:
@@ -162,11 +189,13 @@ def _before(rows: Rows, row: int, index: int) -> NDArray[np.int32]:
     return np.concatenate([prompt, rows.response_ids[rows.offsets[row] : index]])
 
 
-def find_worst_rows(rows: Rows, tokens: ValidTokens, reader: TokenDecoder, most: int) -> list[WorstRow]:
-    """Find the ``most`` rows with the largest mean k3, each text once; none where all log-probs agree."""
-    count = np.bincount(tokens.row, minlength=len(rows))
-    total = np.bincount(tokens.row, weights=tokens.total_k3, minlength=len(rows))
-    log_ratio = np.bincount(tokens.row, weights=tokens.total, minlength=len(rows))
+def find_worst_rows(rows: Rows, sums: Array, reader: TokenDecoder, most: int) -> list[WorstRow]:
+    """Find the ``most`` rows with the largest mean k3, each text once; none where all log-probs agree.
+
+    Args:
+        sums: (N, *SHAPE), of ``compute_row_sums``.
+    """
+    count, total, log_ratio = (sums[..., COLUMNS.index(name)].sum((1, 2)) for name in ("tokens", "total_k3", "total"))
     mean = np.divide(total, count, out=np.zeros(len(rows)), where=count > 0)
     shown: set[int] = set()
     worst: list[WorstRow] = []
@@ -206,11 +235,7 @@ def _find_copies(rows: Rows, row: int, among: NDArray[np.bool_]) -> list[int]:
     for offsets in (rows.offsets, rows.prompt_offsets):
         lengths = np.diff(offsets)
         alike &= lengths == lengths[row]
-    there = np.flatnonzero(alike)
-    # Few ids tell most rows apart.
-    for place in np.unique(np.linspace(0, rows.length[row] - 1, _PROBED).astype(int)):
-        ids = rows.response_ids[rows.offsets[there] + place]
-        there = there[ids == rows.response_ids[rows.offsets[row] + place]]
+    there = _probe(rows, np.flatnonzero(alike), row, int(np.diff(rows.offsets)[row]))
     end = int(rows.offsets[row + 1])
     return [
         int(i) for i in there if np.array_equal(_before(rows, i, int(rows.offsets[i + 1])), _before(rows, row, end))

@@ -44,7 +44,8 @@ def compute_joint_shares(
         jobs: who replays the steps of a recording.
     """
     found = np.zeros((len(specs), 7))
-    for sums in map_steps(partial(_sum_step, specs), steps, jobs, "replaying"):
+    whole = any(spec.needs_constants for spec in specs)
+    for sums in map_steps(partial(_sum_step, specs), steps, jobs, "replaying", in_pieces=not whole):
         found += sums
     return [_build_shares(*sums) for sums in found.tolist()]
 

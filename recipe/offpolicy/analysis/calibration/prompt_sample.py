@@ -80,9 +80,10 @@ def hash_prompts(rows: Rows) -> NDArray[np.uint64]:
     """Hash the name of each row's prompt, (N,); a row without one is by itself."""
     hashes: dict[str, int] = {}
     found = np.empty(len(rows), dtype=np.uint64)
-    for index, (step, rank, uid) in enumerate(zip(rows.step, rows.rank, rows.uid, strict=True)):
+    places = zip(rows.step, rows.rank, rows.mini_batch, strict=True)
+    for index, (place, uid) in enumerate(zip(places, rows.uid, strict=True)):
         # NUL cannot occur in a uid, so that a made-up name collides with none.
-        name = str(uid) or f"\0{step}/{rank}/{index}"
+        name = str(uid) or "\0" + "/".join(map(str, (*place, index)))
         if name not in hashes:
             hashes[name] = int.from_bytes(blake2b(name.encode(), digest_size=8).digest(), "little")
         found[index] = hashes[name]

@@ -112,7 +112,7 @@ def compute_scores(
     sample: PromptSample = EVERY_PROMPT,
     jobs: Jobs = ALONE,
 ) -> tuple[dict[str, Scores], RowState]:
-    """Compute the units of each part of ``spec`` over all ``steps``, one step in memory at a time.
+    """Compute the units of each part of ``spec`` over all ``steps``, one step or piece of one in memory at a time.
 
     Args:
         sample: of the prompts whose units are kept.
@@ -127,7 +127,9 @@ def compute_scores(
         RecordingError: no response or no finite token is recorded, or a step's metadata holds no valid correction.
     """
     work = partial(_score_step, spec, parts, sample)
-    found = [step for step in map_steps(work, steps, jobs, "calibrating") if step.seen]
+    # A budget is shared by the whole batch.
+    whole = any(part.by_batch for part in parts)
+    found = [step for step in map_steps(work, steps, jobs, "calibrating", in_pieces=not whole) if step.seen]
     if not found:
         raise RecordingError("no response is recorded in any of these steps. Record others.")
     group = number_prompts(np.concatenate([step.prompt for step in found]))

@@ -41,7 +41,8 @@ class Jobs:
     Attributes:
         count: processes of this machine; 1: this process alone.
         ray: address of a running Ray cluster, whose tasks do the work in their place; None for none. Its nodes need
-            this package and the recording under the same path.
+            this package and the recording under the same path. The first ``map`` connects this process, unless it is
+            connected, until it ends.
     """
 
     count: int = 1
@@ -121,35 +122,39 @@ def prepare_process() -> None:
 def _map_on_ray(work: Callable[[Item], Result], items: Sequence[Item], address: str) -> Iterator[Result]:
     import ray
 
-    ours = not ray.is_initialized()
+    _connect(address)
+    # Ray begins the task of a dead worker again, and counts the tries.
+    task = ray.remote(max_retries=TRIES - 1, num_cpus=1)(_run_alone)
+    shared, ahead = ray.put(work), iter(items)
+    most = AHEAD * max(int(ray.cluster_resources().get("CPU", 1)), 1)
+    waiting: deque[Any] = deque()
+    while True:
+        while len(waiting) < most and (item := next(ahead, ...)) is not ...:
+            waiting.append(task.remote(shared, item))
+        if not waiting:
+            return
+        try:
+            found = ray.get(waiting.popleft())
+        except ray.exceptions.RayTaskError as error:
+            raise error.as_instanceof_cause() from None
+        except ray.exceptions.RayError as error:
+            raise JobsError(f"a task on the cluster at {address} died {TRIES} times: {error}") from error
+        yield found
+
+
+def _connect(address: str) -> None:
+    """Connect this process to a cluster, where it is not connected."""
+    import ray
+
+    # Once for all that a tool does: each connection starts workers of its own, which import torch anew.
+    if ray.is_initialized():
+        return
     try:
-        if ours:
-            ray.init(address=address, log_to_driver=False, configure_logging=False)
+        ray.init(address=address, log_to_driver=False, configure_logging=False)
     except Exception as error:  # of several types, by what is wrong with the address
         raise JobsError(
             f"--ray {address}: no cluster answers there ({error}). Fix: give the address that `ray start` printed."
         ) from error
-    try:
-        # Ray begins the task of a dead worker again, and counts the tries.
-        task = ray.remote(max_retries=TRIES - 1, num_cpus=1)(_run_alone)
-        shared, ahead = ray.put(work), iter(items)
-        most = AHEAD * max(int(ray.cluster_resources().get("CPU", 1)), 1)
-        waiting: deque[Any] = deque()
-        while True:
-            while len(waiting) < most and (item := next(ahead, ...)) is not ...:
-                waiting.append(task.remote(shared, item))
-            if not waiting:
-                return
-            try:
-                found = ray.get(waiting.popleft())
-            except ray.exceptions.RayTaskError as error:
-                raise error.as_instanceof_cause() from None
-            except ray.exceptions.RayError as error:
-                raise JobsError(f"a task on the cluster at {address} died {TRIES} times: {error}") from error
-            yield found
-    finally:
-        if ours:
-            ray.shutdown()
 
 
 def _run_alone(work: Callable[[Item], Result], item: Item) -> Result:

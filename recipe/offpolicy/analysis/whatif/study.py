@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -12,7 +13,7 @@ import torch
 
 from ...correction import CorrectionSpec, SpecError
 from ...recording import Recording, RecordingError, Step
-from ...recording.recording import read_extensions
+from ...recording.recording import join_alike, read_extensions
 from ..jobs import ALONE, Jobs, show_progress
 from .agreement import AgreementCounter
 from .base_loss import BaseLoss
@@ -191,7 +192,8 @@ class _Setting:
 def _replay_step(candidates: Sequence[Candidate], setting: _Setting, recording: Recording) -> _StepReplay:
     (number,) = recording.steps
     found = _StepReplay(AgreementCounter(len(candidates)))
-    for part in recording:
+    # What is fixed for a whole batch needs all of the step; anything else adds up.
+    for part in join_alike(recording.in_pieces(), partial(_needs_batch, candidates)):
         if not len(part.rows):
             continue
         found.filled = True
@@ -204,6 +206,16 @@ def _replay_step(candidates: Sequence[Candidate], setting: _Setting, recording: 
         }
         _replay(part, number, specs, found, setting)
     return found
+
+
+def _needs_batch(candidates: Sequence[Candidate], part: Step) -> bool:
+    """Check whether a correction fixes something for the whole batch, the one that acted included."""
+    for resolve in (CorrectionSpec.from_mapping, *(candidate.resolve_spec for candidate in candidates)):
+        with contextlib.suppress(SpecError):  # named where it is replayed
+            spec = resolve(part.spec)
+            if spec.needs_constants or spec.recounts:
+                return True
+    return False
 
 
 def _of_extensions(recording: Recording) -> Iterator[str]:

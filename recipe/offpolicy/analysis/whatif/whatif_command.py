@@ -52,7 +52,7 @@ def run_from_arguments(given: argparse.Namespace) -> Study:
     recording = Recording(given.directory)
     steps = select_steps(recording.steps, given.steps)
     # Grid keys are checked against what acted first; each step is replayed with its own.
-    first = recording.parts(steps[0])[0].spec
+    first = recording.part(steps[0], 0).spec
     specs = given.spec or [[RECORDED]]
     asked = build_candidates(specs, given.grid, first)
     if given.html:

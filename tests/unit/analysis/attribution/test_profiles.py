@@ -15,7 +15,15 @@ from hypothesis.extra.numpy import arrays
 from numpy.typing import NDArray
 
 from recipe.offpolicy.analysis.attribution import profiles
-from recipe.offpolicy.analysis.attribution.profiles import build_profiles, select_valid_tokens, sum_profiles
+from recipe.offpolicy.analysis.attribution.part import summarize_block
+from recipe.offpolicy.analysis.attribution.profiles import (
+    build_profiles,
+    is_valid,
+    select_staleness,
+    select_valid_tokens,
+    sum_profiles,
+)
+from recipe.offpolicy.analysis.attribution.row_sums import compute_row_sums
 from recipe.offpolicy.analysis.attribution.token_text import TokenDecoder, escape, load_decoder
 from recipe.offpolicy.analysis.attribution.worst_examples import find_worst_rows, find_worst_tokens, iterate_largest
 from recipe.offpolicy.monitor.mismatch.sums import EDGES
@@ -76,17 +84,23 @@ def test_log_probs_that_are_not_finite_are_left_out() -> None:
     rows = two_rows()
     log_prob = rows.log_prob.copy()
     log_prob[0] = np.nan
-    assert select_valid_tokens(two_rows(log_prob=log_prob)).index.tolist() == [1, 2, 4]
+    lacking = two_rows(log_prob=log_prob)
+    assert select_valid_tokens(lacking).index.tolist() == [1, 2, 4]
+    assert is_valid(lacking).tolist() == [False, True, True, False, True]
+    assert is_valid(lacking, np.array([0, 4])).tolist() == [False, True]
+    assert (
+        select_staleness(lacking, select_valid_tokens(lacking)).tolist() == lacking.token_staleness[[1, 2, 4]].tolist()
+    )
 
 
 def test_worst_token_and_its_context() -> None:
     rows = two_rows()
-    (worst, *_) = find_worst_tokens(rows, select_valid_tokens(rows), TokenDecoder(Letters()), 2)
+    (worst, *_) = find_worst_tokens(rows, summarize_block(rows).loss, TokenDecoder(Letters()), 2)
     assert (worst.row, worst.position, worst.turn) == (1, 2, 1)
     # Prompt 3, 4 and the response 12, 13 before it; nothing after it.
     assert (worst.before, worst.token, worst.after) == ("demn", "o", "")
     assert worst.share == pytest.approx(k3(-1.0) / (3 * k3(0.1) + k3(-1.0)), rel=1e-5)
-    first = find_worst_tokens(rows, select_valid_tokens(rows), TokenDecoder(Letters()), 4)[1:]
+    first = find_worst_tokens(rows, summarize_block(rows).loss, TokenDecoder(Letters()), 4)[1:]
     assert {token.before for token in first} == {"bc", "bck", "de"}
 
 
@@ -108,7 +122,7 @@ def test_a_context_is_listed_once_with_its_rows(prompts: bool) -> None:
         prompt_offsets=np.arange(5) if prompts else np.zeros(5, dtype=np.int64),
         prompt_ids=np.array([1, 1, 1, 2] if prompts else [], dtype=np.int32),
     )
-    first, second = find_worst_tokens(rows, select_valid_tokens(rows), TokenDecoder(), 3)
+    first, second = find_worst_tokens(rows, summarize_block(rows).loss, TokenDecoder(), 3)
     assert (first.row, first.count, first.token, first.after) == (1, 3, "7", "8")
     assert first.old == pytest.approx(-0.5)
     whole = k3(0.4) + k3(0.5) + k3(0.3) + k3(0.2)
@@ -118,7 +132,7 @@ def test_a_context_is_listed_once_with_its_rows(prompts: bool) -> None:
 
 def test_worst_row() -> None:
     rows = two_rows()
-    listed = find_worst_rows(rows, select_valid_tokens(rows), TokenDecoder(Letters()), 5)
+    listed = find_worst_rows(rows, compute_row_sums(rows), TokenDecoder(Letters()), 5)
     assert [row.row for row in listed] == [1, 0]
     assert listed[0].k3 == pytest.approx((k3(0.1) + k3(-1.0)) / 2, rel=1e-5)
     assert listed[0].log_ratio == pytest.approx(-0.9, rel=1e-5)
@@ -138,7 +152,7 @@ def test_a_text_is_listed_once_with_its_rows() -> None:
         prompt_offsets=np.arange(5),
         prompt_ids=np.array([1, 1, 1, 2], dtype=np.int32),
     )
-    first, second = find_worst_rows(rows, select_valid_tokens(rows), TokenDecoder(), 3)
+    first, second = find_worst_rows(rows, compute_row_sums(rows), TokenDecoder(), 3)
     assert (first.row, first.count, second.row, second.count) == (1, 3, 3, 1)
     assert first.k3 == pytest.approx(k3(0.5), rel=1e-5)
     whole = k3(0.4) + k3(0.5) + k3(0.3) + k3(0.2)
@@ -148,8 +162,8 @@ def test_a_text_is_listed_once_with_its_rows() -> None:
 def test_equal_log_probs_have_no_worst() -> None:
     rows = two_rows()
     equal = two_rows(old_log_prob=rows.rollout_log_prob, log_prob=rows.rollout_log_prob)
-    assert find_worst_tokens(equal, select_valid_tokens(equal), TokenDecoder(), 3) == []
-    assert find_worst_rows(equal, select_valid_tokens(equal), TokenDecoder(), 3) == []
+    assert find_worst_tokens(equal, summarize_block(equal).loss, TokenDecoder(), 3) == []
+    assert find_worst_rows(equal, compute_row_sums(equal), TokenDecoder(), 3) == []
 
 
 @pytest.mark.parametrize(
