@@ -47,6 +47,7 @@ from collapse.late_runs import (  # noqa: E402
     LateRun,
     list_late_runs,
 )
+from collapse.start_model import find_start_model  # noqa: E402
 from injected_faults.inject import rounded  # noqa: E402
 from tensordict import TensorDict  # noqa: E402
 from torch import Tensor  # noqa: E402
@@ -231,16 +232,6 @@ def _measure(
     return {results.COLUMNS[name][0]: value for name, value in values.items()}
 
 
-def find_model() -> Path:
-    """Find the quickstart's own model, or make it: a minute on one core."""
-    from scripts.quickstart.prepare import folder, prepare_model
-
-    path = folder(ROOT / "outputs" / "quickstart" / "cache", "model")
-    if not path.exists():
-        prepare_model(path, TaskSettings())
-    return path
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; return its exit status."""
     parser = argparse.ArgumentParser()
@@ -267,7 +258,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from collapse.worker import join_process_group
 
     join_process_group()
-    model, end = find_model(), time.time() + 3600 * options.hours
+    model, end = find_start_model(), time.time() + 3600 * options.hours
     for run in left:
         if time.time() + SECONDS > end:
             break

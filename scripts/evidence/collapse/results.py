@@ -13,6 +13,8 @@ import pandas
 DATA = Path(__file__).resolve().parent / "results.parquet"
 """Of the whole runs."""
 IN_PROCESS = DATA.with_name("results_in_process.parquet")
+OTHER_START = DATA.with_name("results_in_process_other_start.parquet")
+"""In process, from weights of another warm start; part of no verdict."""
 MACHINE_FAILURES = DATA.with_name("machine_failures.csv")
 """Runs that the machine ended and that were made once more, a line each."""
 

@@ -31,7 +31,9 @@ sys.path[:0] = [str(ROOT), str(ROOT / "scripts" / "evidence")]
 
 from collapse import results  # noqa: E402
 from collapse.arms import Run, list_runs  # noqa: E402
+from collapse.start_model import find_start_model  # noqa: E402
 
+from scripts.quickstart.options import quote  # noqa: E402
 from verl_patches.contract import installed_release  # noqa: E402
 
 LOGS = ROOT / "outputs" / "evidence" / "collapse"
@@ -44,7 +46,8 @@ LIMIT = 5.0
 
 def build_command(run: Run) -> tuple[list[str], dict[str, str]]:
     """Build the command of a run, and the environment that its fault needs."""
-    command = ["bash", str(ROOT / "scripts" / "quickstart.sh"), *run.arm.overrides, f"data.seed={run.seed}"]
+    model = quote("actor_rollout_ref.model.path", find_start_model())
+    command = ["bash", str(ROOT / "scripts" / "quickstart.sh"), *run.arm.overrides, model, f"data.seed={run.seed}"]
     # The fault is for the run alone, not for what looks whether the environment is whole.
     environment = {"VENV": os.environ.get("VENV") or sys.prefix}
     if not run.arm.lag:
