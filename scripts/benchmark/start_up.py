@@ -1,10 +1,10 @@
-"""Benchmark of the start-up tools: the doctor and ``--check`` of two checkouts, run in turn on the same launch.
+"""Benchmark of start-up: doctor, ``--check`` and a launch until it starts Ray, of two checkouts in turn.
 
     python scripts/benchmark/start_up.py REVISION [--pairs 5] [--script FILE] [override ...]
 
 The other checkout is a worktree of REVISION, which is removed afterwards. Printed for each tool: medians of CPU time
 (user and system, of the process and its children) and wall time, the ratio of each pair's, and whether the tools said
-the same. Compiled modules are not kept, so that neither checkout has an advantage of earlier runs.
+the same; beside them, verl's own launch without a correction, until it starts Ray. Compiled modules are not kept, so that neither checkout has an advantage of earlier runs.
 """
 
 from __future__ import annotations
@@ -29,6 +29,14 @@ OVERRIDES = (
     "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1",
     "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=1",
 )
+UNTIL_RAY = """
+import runpy, sys, ray, verl.utils.config
+verl.utils.config.validate_config = lambda **given: None  # it reads a model
+ray.init = lambda *args, **given: sys.exit(0)
+sys.argv = sys.argv[1:]
+runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+"""
+"""Runs a launch, and ends it where it would start Ray."""
 _LOGGED = re.compile(r"\[\d{4}-\d\d-\d\d ")
 """Lines that packages log while they are imported, with the time of day."""
 
@@ -56,17 +64,31 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--script", metavar="FILE", help="read by the doctor as well")
     parser.add_argument("overrides", nargs="*", default=OVERRIDES)
     known = parser.parse_intermixed_args(arguments)
-    tools = {
-        "doctor": ["recipe.offpolicy.doctor", *known.overrides],
-        "--check": ["recipe.offpolicy.main_offpolicy", "--check", *known.overrides],
-    }
-    if known.script:
-        tools["doctor --script"] = ["recipe.offpolicy.doctor", "--script", str(Path(known.script).resolve())]
     print("| tool | CPU, s, other and this | ratio | wall, s, other and this | ratio | same output |")
     print("|---|---|---|---|---|---|")
-    with check_out(known.revision) as other:
-        for name, command in tools.items():
+    with check_out(known.revision) as other, tempfile.TemporaryDirectory() as scratch:
+        for name, command in build_commands(known.overrides, known.script, scratch).items():
             print(format_row(name, [Pair(run(other, command), run(ROOT, command)) for _ in range(known.pairs)]))
+
+
+def build_commands(overrides: Sequence[str], script: str | None, scratch: str) -> dict[str, list[str]]:
+    """Build each tool's arguments of Python, by its name.
+
+    Args:
+        script: a launch script that the doctor reads as well.
+        scratch: folder for what Hydra writes of a launch.
+    """
+    program, written = "recipe.offpolicy.main_offpolicy", f"hydra.run.dir='{scratch}'"
+    verls = [each for each in overrides if "correction" not in each]
+    tools = {
+        "doctor": ["-m", "recipe.offpolicy.doctor", *overrides],
+        "--check": ["-m", program, "--check", *overrides],
+        "launch, until Ray": ["-c", UNTIL_RAY, program, written, *overrides],
+        "verl's own": ["-c", UNTIL_RAY, "verl.trainer.main_ppo", written, *verls],
+    }
+    if script:
+        tools["doctor --script"] = ["-m", "recipe.offpolicy.doctor", "--script", str(Path(script).resolve())]
+    return tools
 
 
 @contextmanager
@@ -83,11 +105,11 @@ def check_out(revision: str) -> Iterator[Path]:
 
 
 def run(checkout: Path, command: Sequence[str]) -> Run:
-    """Run a module of a checkout in a process of its own."""
+    """Run Python with these arguments in a checkout, in a process of its own."""
     environment = {**os.environ, "PYTHONPATH": str(checkout), "PYTHONDONTWRITEBYTECODE": "1"}
     before, begun = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
     done = subprocess.run(
-        [sys.executable, "-m", *command], cwd=checkout, env=environment, capture_output=True, text=True, check=False
+        [sys.executable, *command], cwd=checkout, env=environment, capture_output=True, text=True, check=False
     )
     wall, after = time.perf_counter() - begun, resource.getrusage(resource.RUSAGE_CHILDREN)
     cpu = after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime

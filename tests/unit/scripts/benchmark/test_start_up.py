@@ -12,6 +12,8 @@ from scripts.benchmark import start_up
 from scripts.benchmark.start_up import Pair, Run, check_out, format_row, run
 from tests.support.paths import ROOT
 
+TOOLS = ["doctor", "--check", "launch, until Ray", "verl's own"]
+
 
 def test_medians_of_columns_and_of_ratios() -> None:
     pairs = [Pair(Run(4.0, 8.0, "a"), Run(1.0, 4.0, "a")), Pair(Run(6.0, 10.0, "a"), Run(3.0, 4.0, "a"))]
@@ -26,7 +28,7 @@ def test_a_run_says_status_and_output_without_the_place_of_the_checkout(tmp_path
         "import pathlib, sys\nsum(range(10**6))\nprint(pathlib.Path.cwd() / 'x', *sys.argv[1:])\n"
         "print('[2026-01-02 03:04:05,678][package][INFO] - imported')\nsys.exit(2)\n"
     )
-    done = run(tmp_path, ["tool", "a=1"])
+    done = run(tmp_path, ["-m", "tool", "a=1"])
     assert done.said == "2\n/x a=1"
     assert done.cpu > 0
     assert done.wall > 0
@@ -59,17 +61,17 @@ def test_the_table_has_a_row_for_each_tool(capsys: pytest.CaptureFixture[str], m
     monkeypatch.setattr(start_up, "check_out", lambda revision: contextlib.nullcontext(Path(revision)))
     start_up.main(["HEAD", "--pairs", "2", "--script", "run.sh", "a=1"])
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split(" | ")[0] for line in lines[2:]] == ["| doctor", "| --check", "| doctor --script"]
-    assert [place for place, _ in asked] == [Path("HEAD"), ROOT] * 6
-    assert asked[0][1] == ("recipe.offpolicy.doctor", "a=1")
-    assert asked[4][1] == ("recipe.offpolicy.main_offpolicy", "--check", "a=1")
+    assert [line.split(" | ")[0] for line in lines[2:]] == [f"| {name}" for name in (*TOOLS, "doctor --script")]
+    assert [place for place, _ in asked] == [Path("HEAD"), ROOT] * 10
+    assert asked[0][1] == ("-m", "recipe.offpolicy.doctor", "a=1")
+    assert asked[4][1] == ("-m", "recipe.offpolicy.main_offpolicy", "--check", "a=1")
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not (ROOT / ".git").exists(), reason="needs git's history")
-def test_both_tools_of_a_revision_are_measured(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_tools_of_a_revision_are_measured(capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("verl")
     start_up.main(["HEAD", "--pairs", "1"])
     rows = [line.strip("| ").split(" | ") for line in capsys.readouterr().out.splitlines()[2:]]
-    assert [row[0] for row in rows] == ["doctor", "--check"]
-    assert [row[-1] for row in rows] == ["yes", "yes"]
+    assert [row[0] for row in rows] == TOOLS
+    assert [row[-1] for row in rows] == ["yes"] * 4

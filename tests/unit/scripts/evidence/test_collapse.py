@@ -23,7 +23,7 @@ from tests.support.paths import ROOT
 SCRIPTS = ROOT / "scripts" / "evidence"
 sys.path.insert(0, str(SCRIPTS))
 
-from collapse import analyse, arms, evidence_tables, figure, late_runs, results, run  # noqa: E402
+from collapse import analyse, arms, evidence_tables, figure, late_runs, results, run, start_model  # noqa: E402
 from collapse.significance import bootstrap, cliffs_delta, equivalence, holm, page, sign_flip  # noqa: E402
 
 PLAN = SCRIPTS / "collapse" / "PLAN.md"
@@ -82,6 +82,7 @@ def test_late_runs_carry_the_fault_and_nothing_else_differs_from_those_in_step()
     command, environment = run.build_command(arms.Run(by_name["late"], 3))
     assert environment["OFFPOLICY_INJECT"] == "lag:8"
     assert command[-1] == "data.seed=3"
+    assert command[-2] == f"actor_rollout_ref.model.path='{start_model.FOLDER}'"
     assert set(run.build_command(arms.Run(by_name["in_step"], 3))[1]) == {"VENV"}
     beside = set(by_name["late"].overrides) ^ set(by_name["in_step"].overrides)
     assert beside == {"offpolicy.alarms.mismatch_growth.action=off"}
@@ -202,6 +203,26 @@ def test_time_that_does_not_suffice_for_a_run_begins_none(
     monkeypatch.setattr(run, "make", lambda each: pytest.fail("began"))
     run.main(["--hours", "0.01"])
     assert capsys.readouterr().out == ""
+
+
+def test_every_run_starts_from_the_committed_weights(tmp_path: Path) -> None:
+    """A folder as the quickstart makes it, and these in it."""
+    from safetensors.torch import load_file
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder = start_model.find_start_model(tmp_path / "model")
+    model, weights = AutoModelForCausalLM.from_pretrained(folder), load_file(start_model.WEIGHTS)
+    loaded = model.state_dict()
+    assert set(weights) <= set(loaded)
+    assert all(torch.equal(loaded[name], weight) for name, weight in weights.items())
+    assert max(AutoTokenizer.from_pretrained(folder).encode("Spell this word")) < model.config.vocab_size
+
+
+@pytest.mark.parametrize("path", [results.DATA, results.IN_PROCESS, results.OTHER_START], ids=lambda path: path.stem)
+def test_runs_that_are_compared_started_from_the_same_weights(path: Path) -> None:
+    """By their exact matches before training, which a warm start on another processor does not share."""
+    table = results.read(path)
+    assert table.loc[table["step"] == 0, "exact"].nunique() == 1
 
 
 # Verdicts ---------------------------------------------------------------------------------------------------
