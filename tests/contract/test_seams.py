@@ -300,7 +300,7 @@ def test_a_task_runner_that_trained_without_us_fails(version: str, monkeypatch: 
 
     module = importlib.import_module(f"recipe.offpolicy.trainer.task_runner_{version}")
     (runner,) = [value for name, value in vars(module).items() if name.startswith("OffPolicyTaskRunner")]
-    for name in ("install_trainer", "install_trainers"):
+    for name in ("demand_seams", "install_trainer", "install_trainers"):
         monkeypatch.setattr(module, name, lambda *mode: None, raising=False)
     ran = 0
 

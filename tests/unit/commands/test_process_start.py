@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from recipe.offpolicy.process_start import CHECK_FLAG, end_start, hasten_check
+from recipe.offpolicy.process_start import CHECK_FLAG, end_start, hasten_check, hasten_start
 from tests.support.applications import CONFIGS, NEEDED
 from tests.support.fresh_python import ok, python
 from tests.support.paths import ROOT
@@ -51,6 +51,17 @@ def test_a_process_is_set_up(monkeypatch: pytest.MonkeyPatch) -> None:
         gc.enable()
     assert len(sys.meta_path) == others + 2
     assert yaml.safe_load("a: 1") == {"a": 1}
+
+
+def test_a_launch_is_set_up_without_lazy_imports(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(yaml, "SafeLoader", yaml.SafeLoader)
+    finders = list(sys.meta_path)
+    try:
+        hasten_start()
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
+    assert sys.meta_path == finders
 
 
 @pytest.mark.parametrize(

@@ -368,13 +368,13 @@ def test_what_verl_ships_counts_as_not_set(base: DictConfig) -> None:
 
 
 def test_verl_itself_must_be_where_it_was(base: DictConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    from verl_patches import engine_loss
+    from recipe.offpolicy.preflight.checks import seams
     from verl_patches.contract import PatchError
 
     def moved(*_: object) -> None:
         raise PatchError("set_loss_fn is not where the adapter expects it. Install verl==0.9.1.")
 
-    monkeypatch.setattr(engine_loss, "check", moved)
+    monkeypatch.setattr(seams, "check_contracts", moved)
     (problem,) = problems(base, {})
     assert problem.startswith("verl=")
     assert "Install verl==0.9.1" in problem
