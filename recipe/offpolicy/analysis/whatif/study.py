@@ -97,7 +97,7 @@ class _ReplayNotes:
 
 @dataclass
 class _StepReplay:
-    """What the replay of one step adds.
+    """Contribution of the replay of one step.
 
     Attributes:
         sums: place of a correction -> names of its groups and their sums, for each correction that acted in the step.
@@ -180,7 +180,7 @@ def run_study(
 
 @dataclass(frozen=True)
 class _Setting:
-    """What is alike in all steps: the run's base loss and denominator, places of a block, rows being a sample."""
+    """Facts alike in all steps: the run's base loss and denominator, places of a block, rows being a sample."""
 
     base_loss: BaseLoss
     counts: DenominatorCounts
