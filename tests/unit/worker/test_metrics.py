@@ -76,18 +76,14 @@ def packet_of(rows: int, statistics: int) -> Packet:
 
 
 def count_objects(shipped: bytes) -> int:
-    """Objects that the garbage collector has to visit for one unpickled packet."""
-    pickle.loads(shipped)  # what all packets share
-    gc.collect()
-    gc.disable()
-    try:
-        before = len(gc.get_objects())
-        packet = pickle.loads(shipped)
-        after = len(gc.get_objects())
-    finally:
-        gc.enable()
-    assert packet.rows
-    return after - before
+    """Objects of one unpickled packet that the garbage collector has to visit, what all packets share left out."""
+    visited, waiting = set(), [pickle.loads(shipped)]
+    while waiting:
+        one = waiting.pop()
+        if gc.is_tracked(one) and not isinstance(one, type) and id(one) not in visited:
+            visited.add(id(one))
+            waiting += gc.get_referents(one)
+    return len(visited)
 
 
 def count_steps(shipped: bytes) -> int:
