@@ -1,0 +1,120 @@
+"""The committed results, and what README, page and figure say of them."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pandas
+import pytest
+from collapse import analyse, evidence_tables, figure, results
+
+from tests.support.collapse_results import AS_EXPECTED, build_late_table, build_table
+from tests.support.paths import ROOT
+
+PLAN = ROOT / "scripts" / "evidence" / "collapse" / "PLAN.md"
+
+
+PAGE = ROOT / "docs" / "collapse.md"
+
+
+@pytest.mark.parametrize("path", [results.DATA, results.IN_PROCESS], ids=lambda path: path.stem)
+def test_the_plan_came_before_the_data(path: Path) -> None:
+    """The commit that brought PLAN.md is an ancestor of the one that brought the data."""
+
+    def first(of: Path) -> str:
+        found = subprocess.run(
+            ["git", "log", "--diff-filter=A", "--format=%H", "--", str(of)], cwd=ROOT, capture_output=True, text=True
+        )
+        return found.stdout.split()[-1] if found.returncode == 0 and found.stdout.split() else ""
+
+    if not path.exists() or not (data := first(path)):
+        pytest.skip("no committed data")
+    plan = first(PLAN)
+    assert plan
+    assert plan != data
+    ancestor = ["git", "merge-base", "--is-ancestor", plan, data]
+    assert subprocess.run(ancestor, cwd=ROOT).returncode == 0
+
+
+@pytest.mark.parametrize("path", [results.DATA, results.IN_PROCESS, results.OTHER_START], ids=lambda path: path.stem)
+def test_runs_that_are_compared_started_from_the_same_weights(path: Path) -> None:
+    """By their exact matches before training, which a warm start on another processor does not share."""
+    table = results.read(path)
+    assert table.loc[table["step"] == 0, "exact"].nunique() == 1
+
+
+@pytest.mark.parametrize("table", evidence_tables.build_tables(), ids=lambda table: table[0].split("|")[1].strip())
+def test_the_page_shows_the_committed_outcomes(table: list[str]) -> None:
+    assert "\n".join(table) in PAGE.read_text()
+
+
+@pytest.mark.parametrize(
+    ("path", "one", "other"),
+    [
+        (results.DATA, "late_opsm", "late"),
+        (results.DATA, "late_opsm", "in_step"),
+        (results.IN_PROCESS, "opsm-8-0.001", "none-8-0.001"),
+        (results.IN_PROCESS, "opsm-8-0.001", "random-8-0.001"),
+        (results.IN_PROCESS, "random-8-0.001", "none-8-0.001"),
+        (results.IN_PROCESS, "decoupled-8-0.001", "none-8-0.001"),
+        (results.IN_PROCESS, "both-8-0.001", "opsm-8-0.001"),
+        (results.IN_PROCESS, "opsm-0-0.001", "none-0-0.001"),
+        (results.IN_PROCESS, "opsm-8-0.001", "opsm-0-0.001"),
+        (results.IN_PROCESS, "none-0-0.001-rounded", "none-0-0.001"),
+        (results.IN_PROCESS, "decoupled-0-0.001-rounded", "none-0-0.001-rounded"),
+        (results.IN_PROCESS, "opsm-0-0.001-rounded", "none-0-0.001-rounded"),
+        (results.IN_PROCESS, "both-0-0.001-rounded", "none-0-0.001-rounded"),
+        (results.OTHER_START, "opsm-8-0.001", "random-8-0.001"),
+        (results.OTHER_START, "opsm-8-0.001", "none-8-0.001"),
+        (results.OTHER_START, "random-8-0.001", "none-8-0.001"),
+        (results.OTHER_START, "decoupled-8-0.001", "none-8-0.001"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_the_page_shows_committed_differences(path: Path, one: str, other: str) -> None:
+    """A mean difference paired by seed, its interval and its p value, as they are computed from the results."""
+    table = results.read(path)
+    pair = [analyse.outcomes(table, setting)["outcome"] for setting in (one, other)]
+    assert evidence_tables.format_difference(*pair) in " ".join(PAGE.read_text().split())
+
+
+def test_the_readme_shows_committed_outcomes() -> None:
+    """Its two rows: whole runs, and the arms in one process at eta 8."""
+    text = (ROOT / "README.md").read_text()
+    for path, arms_shown in (
+        (results.DATA, ("in_step", "late", "late_opsm")),
+        (results.IN_PROCESS, [f"{arm}-8-0.001" for arm in ("none", "decoupled", "bypass", "both", "random", "opsm")]),
+    ):
+        table = results.read(path)
+        found = [analyse.outcomes(table, arm)["outcome"] for arm in arms_shown]
+        assert f"| {' | '.join(map(evidence_tables.format_spread, found))} |" in text
+
+
+def test_a_difference_is_paired_by_seed() -> None:
+    one, other = pandas.Series({2: 0.5, 3: 0.7, 4: 0.9}), pandas.Series({3: 0.4, 2: 0.2})
+    assert evidence_tables.format_difference(one, other) == "+0.300 [+0.300, +0.300], p = 0.5"
+
+
+def test_tables_show_medians_ranges_and_the_seeds_below_their_start() -> None:
+    whole = build_table(lambda arm, seed: AS_EXPECTED.get(arm, 0.0) + 0.01 * (seed - 2))
+    rows = {line.split("|")[1].strip(): line for line in evidence_tables.build_whole_table(whole)}
+    assert rows["`late`"].startswith("| `late` | 8 of 8 | 0.035 (0.000 to 0.070) | 8 |")
+    assert rows["`async_both_2`"].startswith("| `async_both_2` | 3 of 3 | 0.010 (0.000 to 0.020) | 3 |")
+    assert evidence_tables.build_verdict_table(whole)[2].startswith("| H1 | holds | late collapsed in 8 of 8 |")
+    assert evidence_tables.build_verdict_table(whole[whole["arm"] != "control"]) == []
+    late = build_late_table(lambda arm, eta, seed: 0.2 if eta == 8 else 0.6)
+    rows = {line.split("|")[1].strip(): line for line in evidence_tables.build_in_process_table(late, 1e-3)}
+    assert rows["`none`"] == "| `none` |" + " 0.600 (0.600 to 0.600) |" * 4 + " 0.200 (0.200 to 0.200), 10 below |"
+    assert rows["`random`"].startswith("| `random` | – | 0.600")
+    assert evidence_tables.build_in_process_table(late[late["seed"] != 5], 1e-3) == []
+
+
+def test_the_figure_shows_what_was_run_and_says_what_was_not(tmp_path: Path) -> None:
+    table = build_late_table(lambda arm, eta, seed: 0.7 - eta / 16)
+    figure.draw(build_table(lambda arm, seed: 0.5), table, tmp_path / "whole.png")
+    nothing = results.read(tmp_path / "none.parquet")
+    figure.draw(nothing, nothing, tmp_path / "empty.png")
+    whole, empty = ((tmp_path / f"{name}.png").stat().st_size for name in ("whole", "empty"))
+    assert whole > 1.2 * empty > 0
+    assert "seeds" in analyse.describe_in_process(table).to_string()
