@@ -1,13 +1,13 @@
 """Time and memory of the analysis tools by the size of a recording.
 
     python scripts/benchmark/analysis.py                              # 1e6 and 1e7 tokens, one process and all cores
-    python scripts/benchmark/analysis.py --tokens 1e8 1e9 --jobs 8    # 12 GB of disk for 1e9
+    python scripts/benchmark/analysis.py --tokens 1e8 1e9 --jobs 1 8  # 12 GB of disk for 1e9
     python scripts/benchmark/analysis.py --tokens 4e6 --step 4e6 --ranks 16 --jobs 1    # one large step
 
-Each recording is drawn in steps of a quarter of a million tokens, by --jobs processes, a third of a second of one for a
-million tokens, in --folder, and removed once the tools have read it, unless --keep keeps it for another time. Tools run
-as commands do, the start of Python included. Memory is what all processes of a tool hold at most, pages that they share
-counted once (PSS); it and CPU time are looked at five times a second.
+Each recording is drawn in steps of a quarter of a million tokens, by the largest of --jobs, a third of a second of one
+process for a million tokens, in --folder, and removed once the tools have read it, unless --keep keeps it for another
+time. Tools run as commands do, the start of Python included, once with each of --jobs. Memory is what all processes of a
+tool hold at most, pages that they share counted once (PSS); it and CPU time are looked at five times a second.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Draw and measure; return the exit status."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--tokens", nargs="+", type=float, default=[1e6, 1e7])
-    parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--jobs", nargs="+", type=int, default=sorted({1, len(os.sched_getaffinity(0))}))
     parser.add_argument("--step", type=float, default=STEP, help="tokens of a step")
     parser.add_argument("--ranks", type=int, default=1, help="files of a step")
     parser.add_argument("--folder", type=Path, default=ROOT / "outputs" / "benchmark_analysis")
@@ -137,8 +137,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for tokens in map(int, options.tokens):
         directory = options.folder / f"tokens_{tokens}_step_{options.step:.0f}_ranks_{options.ranks}"
         try:
-            draw(directory, tokens, int(options.step), ranks=options.ranks, jobs=options.jobs)
-            for tool, jobs in itertools.product(options.tools, sorted({1, options.jobs})):
+            draw(directory, tokens, int(options.step), ranks=options.ranks, jobs=max(options.jobs))
+            for tool, jobs in itertools.product(options.tools, options.jobs):
                 wall, cpu, memory = measure(tool, directory, jobs)
                 print(
                     f"| {tool} | {tokens:.0e} | {jobs} | {wall:.1f} | {cpu:.1f} | {tokens / wall:.2e} | {memory:.0f} |",

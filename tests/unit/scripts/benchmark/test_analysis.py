@@ -50,7 +50,7 @@ def test_each_tool_has_a_row(tmp_path: Path) -> None:
         printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
         return [[cell.strip() for cell in row.split("|")[1:-1]] for row in printed.splitlines()[2:]]
 
-    assert [row[:3] for row in measure("--jobs", "2", "--tools", "attribute", "--keep")] == [
+    assert [row[:3] for row in measure("--jobs", "1", "2", "--tools", "attribute", "--keep")] == [
         ["attribute", "4e+04", "1"],
         ["attribute", "4e+04", "2"],
     ]
