@@ -30,7 +30,7 @@ if __name__ == "__main__" and {"-h", "--help"} & set(sys.argv):  # before import
     sys.exit()
 
 import torch
-from tensordict import TensorDict
+from tensordict import NonTensorData, NonTensorStack, TensorDict
 from torch import Tensor
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -61,6 +61,8 @@ CORRECTION = {
 SHADOW = {
     "weight": {"level": "sequence", "kind": "truncate", "lower": None, "upper": 5.0},
 }
+OBJECTS = 18
+"""Columns of a row that are no tensors, as verl's V1 trainer ships them with the quickstart."""
 Loss = Callable[..., tuple[Tensor, dict[str, Any]]]
 
 
@@ -173,6 +175,9 @@ def build_micro_batch(model: Any, sizes: Sizes, seed: int, *, last: bool = True)
     tokens = int(lengths.sum()) * sizes.micro_batches
     tu.assign_non_tensor(data, dp_size=1, batch_num_tokens=tokens, global_batch_size=sizes.rows * sizes.micro_batches)
     tu.assign_non_tensor(data, **{PLAN: SharedPlan(step=1), LAST: last})
+    for column in range(OBJECTS):
+        of_rows = [NonTensorData({"answer": str(row), "turns": [1, 2]}) for row in range(sizes.rows)]
+        data[f"object_{column}"] = NonTensorStack(*of_rows)
     return data
 
 

@@ -355,12 +355,12 @@ def _read_withheld(model_output: Mapping[str, Any], data: TensorDict, layout: La
 
 def with_tensors(data: TensorDict, **tensors: Tensor | None) -> TensorDict:
     """Copy the micro-batch, shallowly, with padded (B, T) tensors put in; None removes the key."""
-    changed = data.copy()
+    removed = {key for key, tensor in tensors.items() if tensor is None}
+    # ``copy`` would copy each row's objects, some 0.6 ms a row of verl's.
+    changed = data.select(*(key for key in data.keys() if key not in removed))
     for key, tensor in tensors.items():
         if tensor is not None:
             changed[key] = tensor
-        elif key in changed.keys():
-            del changed[key]
     return changed
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from verl.utils import tensordict_utils as tu
 from verl.workers.utils.padding import response_from_nested
 
-from ..batch.micro_batch import ROLLOUT_LOG_PROBS
+from ..batch.micro_batch import ROLLOUT_LOG_PROBS, with_tensors
 from .alignment import check_layer_order, check_row_order
 from .batch_routes import REPLAY_STEP, ROUTES, BatchRoutes, Mode, TokenLayout, check_checksums, read_routes
 from .routed_model import RoutedModel, install_replay
@@ -120,7 +120,7 @@ class ReplayingEngine:
 
     def _compute_native(self, micro_batch: TensorDict) -> Tensor:
         """Compute log-probs by the routers' own choice, nested by row; every rank takes part."""
-        plain = micro_batch.clone(recurse=False)
+        plain = with_tensors(micro_batch)
         tu.assign_non_tensor(plain, calculate_entropy=False, distillation_use_topk=False, distillation_only=False)
         self._suspended = True
         try:

@@ -199,6 +199,13 @@ def test_tensors_are_put_in_and_taken_out_of_a_copy() -> None:
     assert sorted(data.keys()) == ["gone", "kept"]
 
 
+def test_objects_of_rows_are_in_the_copy_as_they_are() -> None:
+    """verl ships a dozen of each row, whose copies took longer than the loss."""
+    rows = NonTensorStack(*[NonTensorData({"answer": "42", "turns": [1, 2]}) for _ in range(2)])
+    data = TensorDict({"extra_info": rows, "kept": torch.zeros(2)}, batch_size=2)
+    assert mb.with_tensors(data, kept=torch.ones(2)).get("extra_info") is data.get("extra_info")
+
+
 def test_nested_values_lie_end_to_end() -> None:
     assert mb.flatten(nested([1.0, 2.0], [3.0])).tolist() == [1.0, 2.0, 3.0]
     plain = torch.tensor([1.0, 2.0])
