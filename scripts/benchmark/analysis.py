@@ -6,8 +6,8 @@
 
 Each recording is drawn in steps of a quarter of a million tokens, by the largest of --jobs, a third of a second of one
 process for a million tokens, in --folder, and removed once the tools have read it, unless --keep keeps it for another
-time. Tools run as commands do, the start of Python included, once with each of --jobs. Memory is what all processes of a
-tool hold at most, pages that they share counted once (PSS); it and CPU time are looked at five times a second.
+time. Tools run as commands do, the start of Python included, once with each of --jobs. Memory is what all processes of
+a tool hold at most, pages that they share counted once (PSS); it and CPU time are looked at five times a second.
 """
 
 from __future__ import annotations
