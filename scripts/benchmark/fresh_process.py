@@ -10,7 +10,6 @@ from typing import Any
 
 LIMIT = 3600
 """Seconds that one measurement may take."""
-_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # malloc.h
 
 
 def run_in_fresh_process(work: Callable[..., None], *arguments: Any, preload: Sequence[str] | None = None) -> Any:
@@ -48,17 +47,6 @@ def measure_growth(call: Callable[[], Any]) -> int:
     before = _read_status("VmRSS")
     call()
     return _read_status("VmHWM") - before
-
-
-def keep_pages() -> None:
-    """Let this process keep the pages that it frees, as torch keeps those of a GPU.
-
-    By default glibc asks the system for anything of more than 32 MiB anew, and gives it back: handing out the pages of
-    large temporaries takes several times longer than what is computed in them.
-    """
-    libc = ctypes.CDLL(None)
-    libc.mallopt(_M_MMAP_MAX, 0)
-    libc.mallopt(_M_TRIM_THRESHOLD, -1)
 
 
 def _read_status(field: str) -> int:

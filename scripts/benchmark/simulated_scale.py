@@ -1,15 +1,16 @@
 """Time and memory of both stages, loss, proof, plan and packets by size, on drawn inputs, without Ray and a model.
 
     python scripts/benchmark/simulated_scale.py [--largest 27] [--memory 20] [--json FILE]
-    python scripts/benchmark/simulated_scale.py --parts packets plan --repeats 7
+    python scripts/benchmark/simulated_scale.py --parts packets plan
     python scripts/benchmark/simulated_scale.py --quick                              # small sizes, to see that it runs
 
 Tokens go from 2^18 to 2^27, padding included, rows from 1 000 to 100 000 and ranks from 8 to 512. Time: CPU seconds of
-one thread, least of the repeats, in a process that keeps its pages as torch keeps those of a GPU. Memory: what the
-resident set of a fresh process grows by at most in its first call, beyond its inputs. Sizes whose arrays would take
-more than ``--memory`` GiB (6) are left out, with a message. The exponent is the slope of log time, or log memory, over
-log size, of the larger half of the sizes, on which caches and fixed costs no longer tell: 1 is linear. The last line
-adds up what the driver does in a step of the most rows and ranks: 1 % of a step of 60 s is 0.6 s.
+one thread in a call, the user's, in which it is computed, and apart from them the system's, in which it hands out pages
+anew for each temporary of more than 32 MiB; torch keeps those of a GPU. Memory: what the resident set of a fresh
+process grows by at most in its first call, beyond its inputs. Sizes whose arrays would take more than ``--memory`` GiB
+(6) are left out, with a message. The exponent is the slope of log time, or log memory, over log size, of the larger
+half of the sizes, on which caches and fixed costs no longer tell: 1 is linear. The last line adds up what the driver
+does in a step of the most rows and ranks: 1 % of a step of 60 s is 0.6 s.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import resource
 import statistics
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -31,8 +32,10 @@ if __name__ == "__main__" and {"-h", "--help"} & set(sys.argv):  # before import
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # also in the processes that measure
 
-from scripts.benchmark.fresh_process import keep_pages, measure_growth, run_in_fresh_process  # noqa: E402
+from scripts.benchmark.fresh_process import measure_growth, run_in_fresh_process  # noqa: E402
 
+LEAST_SECONDS = 0.5
+"""CPU seconds of all calls of a measurement together: the system counts by its clock's ticks."""
 STEP = 60.0
 """Seconds of the step that the driver's share is of."""
 SIZES = {"row": (1_000, 10_000, 100_000), "rank": (8, 64, 512)}
@@ -42,7 +45,7 @@ QUICK = {"token": (2**13, 2**14), "row": (64, 128), "rank": (2, 4)}
 LEAST_BYTES = 4 << 20
 """Growth below which the allocator's own steps are all that is seen."""
 PRELOAD = ("torch", "verl.workers.utils.losses", "recipe.offpolicy.trainer.supervision")
-COLUMNS = ("part", "size", "CPU, ms", "ns a unit", "MiB", "bytes a unit")
+COLUMNS = ("part", "size", "user, ms", "ns a unit", "system, ns a unit", "MiB", "bytes a unit")
 
 
 def list_sizes(unit: str, largest: int, *, quick: bool) -> tuple[int, ...]:
@@ -52,8 +55,8 @@ def list_sizes(unit: str, largest: int, *, quick: bool) -> tuple[int, ...]:
     return SIZES.get(unit) or tuple(2**exponent for exponent in EXPONENTS if exponent <= largest)
 
 
-def measure_part(name: str, size: int, repeats: int, answer: Any) -> None:
-    """Measure one part at one size, in this process; put its CPU seconds and bytes into ``answer``."""
+def measure_part(name: str, size: int, answer: Any) -> None:
+    """Measure one part at one size, in this process; put seconds of user and system, and bytes, into ``answer``."""
     import torch
 
     from scripts.benchmark.simulated_parts import PARTS
@@ -63,13 +66,14 @@ def measure_part(name: str, size: int, repeats: int, answer: Any) -> None:
     part.build(min(QUICK[part.unit]))()  # imports
     call = part.build(size)
     grown = measure_growth(call)
-    keep_pages()
-    taken = []
-    for _ in range(repeats):
-        began = time.process_time()
+    calls, began = 0, resource.getrusage(resource.RUSAGE_SELF)
+    while True:
         call()
-        taken.append(time.process_time() - began)
-    answer.put((min(taken), grown))
+        calls, now = calls + 1, resource.getrusage(resource.RUSAGE_SELF)
+        user, system = now.ru_utime - began.ru_utime, now.ru_stime - began.ru_stime
+        if user + system > LEAST_SECONDS:
+            break
+    answer.put((user / calls, system / calls, grown))
 
 
 def fit_exponent(points: Sequence[tuple[float, float]]) -> float:
@@ -107,10 +111,10 @@ def add_up_driver(rows: Sequence[Mapping[str, Any]]) -> float:
     for row in rows:
         if row["of_driver"] and row["size"] >= largest.get(row["part"], row)["size"]:
             largest[row["part"]] = row
-    return sum(row["seconds"] for row in largest.values())
+    return sum(row["seconds"] + row["system"] for row in largest.values())
 
 
-def measure(names: Sequence[str], largest: int, memory: float, repeats: int, *, quick: bool) -> list[dict[str, Any]]:
+def measure(names: Sequence[str], largest: int, memory: float, *, quick: bool) -> list[dict[str, Any]]:
     """Measure the parts at all of their sizes; print each as it comes."""
     from scripts.benchmark.simulated_parts import PARTS
 
@@ -121,8 +125,8 @@ def measure(names: Sequence[str], largest: int, memory: float, repeats: int, *, 
             if (needed := part.bytes * size / 2**30) > memory:
                 print(f"{name}: {format_size(size)} {part.unit}s left out, about {needed:.0f} GiB", file=sys.stderr)
                 continue
-            seconds, grown = run_in_fresh_process(measure_part, name, size, repeats, preload=PRELOAD)
-            row = {"part": name, "unit": part.unit, "size": size, "seconds": seconds, "bytes": grown}
+            seconds, system, grown = run_in_fresh_process(measure_part, name, size, preload=PRELOAD)
+            row = {"part": name, "unit": part.unit, "size": size, "seconds": seconds, "system": system, "bytes": grown}
             rows.append(row | {"of_driver": part.of_driver})
             print(format_row(rows[-1]), flush=True)
     return rows
@@ -147,6 +151,7 @@ def format_row(row: Mapping[str, Any]) -> str:
         f"{format_size(row['size'])} {row['unit']}s",
         f"{row['seconds'] * 1e3:.1f}",
         f"{per_unit[0]:.0f}" if per_unit[0] >= 10 else f"{per_unit[0]:.1f}",
+        f"{row['system'] / row['size'] * 1e9:.0f}",
         f"{row['bytes'] / 2**20:.1f}",
         f"{per_unit[1]:.0f}",
     ]
@@ -172,14 +177,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--largest", type=int, default=25, metavar="K", help="tokens up to 2^K")
     parser.add_argument("--memory", type=float, default=6.0, metavar="GIB")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=[*PARTS])
-    parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--quick", action="store_true", help="small sizes, to see that it runs")
     given = parser.parse_args(arguments)
-    if given.largest < EXPONENTS[0] or given.repeats < 1:
-        parser.error(f"--largest takes {EXPONENTS[0]} or more, --repeats 1 or more.")
+    if given.largest < EXPONENTS[0]:
+        parser.error(f"--largest takes {EXPONENTS[0]} or more.")
     print(f"| {' | '.join(COLUMNS)} |\n|{'---|' * len(COLUMNS)}")
-    rows = measure(given.parts, given.largest, given.memory, given.repeats, quick=given.quick)
+    rows = measure(given.parts, given.largest, given.memory, quick=given.quick)
     print(format_summary(rows))
     if given.json is not None:
         given.json.write_text(json.dumps({"rows": rows, "exponents": summarise(rows)}, indent=1) + "\n")
