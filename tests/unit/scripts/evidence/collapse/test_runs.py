@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pandas
 import pytest
@@ -54,7 +55,7 @@ def test_the_list_names_each_run_with_its_time(capsys: pytest.CaptureFixture[str
 def quickstart(monkeypatch: pytest.MonkeyPatch, folder: Path, steps: int, code: int = 0) -> None:
     """A quickstart that logs as many steps and ends with a code."""
     folder.mkdir()
-    lines = [{"step": 0, "data": {EXACT: 0.1, GRADED: 0.4}}]
+    lines: list[dict[str, Any]] = [{"step": 0, "data": {EXACT: 0.1, GRADED: 0.4}}]
     lines += [{"step": step, "data": {"actor/grad_norm": 1.0, "offpolicy/kl/k3": 0.5}} for step in range(1, steps + 1)]
     lines[-1]["data"] |= {EXACT: 0.7}
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
