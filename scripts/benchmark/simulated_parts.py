@@ -53,12 +53,14 @@ class Part:
         unit: what its size counts.
         bytes: that inputs and the call take of each unit, roughly, by which sizes are left out.
         of_driver: the driver does it in each step.
+        largest: units beyond which a call takes minutes.
     """
 
     build: Callable[[int], Call]
     unit: str
     bytes: int
     of_driver: bool = False
+    largest: int = 2**27
 
 
 @dataclass(frozen=True)
@@ -327,11 +329,11 @@ def build_collection(ranks: int) -> Call:
 PARTS: dict[str, Part] = {
     "rollout stage, padded": Part(partial(build_rollout_stage, nested=False), "token", 140),
     "rollout stage, packed": Part(partial(build_rollout_stage, nested=True), "token", 150),
-    "step stage, padded": Part(partial(build_step_stage, nested=False), "token", 190),
-    "step stage, packed": Part(partial(build_step_stage, nested=True), "token", 200),
-    "verl's loss": Part(partial(build_loss, corrected=False), "token", 230),
+    "step stage, padded": Part(partial(build_step_stage, nested=False), "token", 150),
+    "step stage, packed": Part(partial(build_step_stage, nested=True), "token", 155),
+    "verl's loss": Part(partial(build_loss, corrected=False), "token", 230, largest=2**22),
     "loss with a correction": Part(partial(build_loss, corrected=True), "token", 330),
-    "proof of the first update": Part(build_proof, "token", 640),
+    "proof of the first update": Part(build_proof, "token", 640, largest=2**20),
     "checks of a rollout": Part(build_sampled_check, "row", 100 * TOKENS_OF_A_ROW, of_driver=True),
     "checks of mu and pi_old": Part(build_aligned_check, "row", 100 * TOKENS_OF_A_ROW, of_driver=True),
     "versions of the weights": Part(build_versions_call, "row", 150 * TOKENS_OF_A_ROW, of_driver=True),

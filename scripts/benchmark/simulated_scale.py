@@ -122,6 +122,9 @@ def measure(names: Sequence[str], largest: int, memory: float, *, quick: bool) -
     for name in names:
         part = PARTS[name]
         for size in list_sizes(part.unit, largest, quick=quick):
+            if size > part.largest:
+                print(f"{name}: {format_size(size)} {part.unit}s left out, a call would take minutes", file=sys.stderr)
+                continue
             if (needed := part.bytes * size / 2**30) > memory:
                 print(f"{name}: {format_size(size)} {part.unit}s left out, about {needed:.0f} GiB", file=sys.stderr)
                 continue
