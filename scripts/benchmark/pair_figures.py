@@ -28,6 +28,7 @@ class Run:
         side: one of ``SIDES``.
         start: seconds from the command to the end of the first step.
         seconds: ``timing_s/step`` of each step.
+        phases: medians of the other ``timing_s/...`` that verl logs, by what follows the slash, without the first step.
     """
 
     settings: list[Any]
@@ -35,6 +36,7 @@ class Run:
     side: str
     start: float
     seconds: list[float] = field(default_factory=list)
+    phases: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -90,8 +92,20 @@ def compare(runs: Sequence[Run]) -> dict[str, Interval]:
     return {"step ratio": Interval(*map(math.exp, (ratios.value, ratios.low, ratios.high))), "start": starts}
 
 
+def compare_phases(runs: Sequence[Run]) -> dict[str, tuple[float, Interval]]:
+    """Compare what steps are made of: verl's mean seconds, and the mean of the pairs' differences; absent is 0 s."""
+    pairs = pair_up(runs)
+    names = sorted({name for pair in pairs for run in pair for name in run.phases})
+    found = {}
+    for name in names:
+        seconds = [[run.phases.get(name, 0.0) for run in pair] for pair in pairs]
+        differences = compute_interval([ours - verls for verls, ours in seconds])
+        found[name] = statistics.fmean(verls for verls, _ in seconds), differences
+    return found
+
+
 def format_result(runs: Sequence[Run]) -> str:
-    """Format a row for each pair, and the comparison of all."""
+    """Format a row for each pair, and the comparison of all, with the phases that take a hundredth of a step."""
     lines = [
         "| pair | verl's step, s | corrected, s | ratio | verl's start, s | corrected, s |",
         "|---|---|---|---|---|---|",
@@ -103,11 +117,18 @@ def format_result(runs: Sequence[Run]) -> str:
         )
     found = compare(runs)
     ratio, start = found["step ratio"], found["start"]
+    least = 0.01 * statistics.fmean(compute_step(verls) for verls, _ in pair_up(runs))
+    phases = [
+        f"{name}: verl's {verls:.3f} s, corrected {more.value:+.3f} s ({more.low:+.3f} to {more.high:+.3f})"
+        for name, (verls, more) in compare_phases(runs).items()
+        if verls >= least
+    ]
     return "\n".join(
         [
             *lines,
             f"step, corrected over verl's own: {ratio.value:.3f} ({ratio.low:.3f} to {ratio.high:.3f})",
             f"start to the end of the first step: {start.value:+.1f} s ({start.low:+.1f} to {start.high:+.1f})",
+            *phases,
         ]
     )
 

@@ -12,9 +12,10 @@ take turns, and in turn come first. Presets:
                with a Qwen2 of 50 M parameters and random weights
 
 Step: median of ``timing_s/step`` of a run, without its first; of the pairs' ratios the geometric mean. Start: seconds
-from the command to the end of the first step; of the pairs' differences the mean. Intervals: 95 %, by Student's t over
-the pairs. Each run that has ended is a line of --out, which a further call goes on from; a run that takes longer than
---limit seconds is ended with all its processes, and stops the call.
+from the command to the end of the first step; of the pairs' differences the mean. Phases that verl times, ``gen`` and
+``update_actor`` among them, are compared as differences of medians. Intervals: 95 %, by Student's t over the pairs.
+Each run that has ended is a line of --out, which a further call goes on from; a run that takes longer than --limit
+seconds is ended with all its processes, and stops the call.
 """
 
 from __future__ import annotations
@@ -24,10 +25,11 @@ import json
 import math
 import os
 import signal
+import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -50,6 +52,8 @@ CACHE = OUTPUTS / "quickstart" / "cache"
 REWARD = ROOT / "scripts" / "quickstart" / "reward.py"
 LOOK = 0.1
 """Seconds between two looks at a run's metrics."""
+TIMED = "timing_s/"
+STEP = f"{TIMED}step"
 UPDATED = "actor/grad_norm"
 """Key of a step's metrics, as against those of a validation."""
 
@@ -120,8 +124,8 @@ def build_command(side: str, preset: Preset, pair: int, scratch: Path, overrides
     ]
 
 
-def follow(command: Sequence[str], scratch: Path, limit: float) -> tuple[float, list[float]]:
-    """Run a command until it ends; return the seconds until its first step had ended, and those of each step.
+def follow(command: Sequence[str], scratch: Path, limit: float) -> tuple[float, list[dict[str, float]]]:
+    """Run a command until it ends; return the seconds until its first step had ended, and each step's metrics.
 
     Raises:
         RuntimeError: it failed, or took longer than ``limit`` seconds; with the end of its log.
@@ -130,7 +134,7 @@ def follow(command: Sequence[str], scratch: Path, limit: float) -> tuple[float, 
     env = build_child_environment(os.environ, "cpu", ROOT)
     env |= {"TMPDIR": str(scratch), "RAY_TMPDIR": str(scratch), "VERL_FILE_LOGGER_PATH": str(metrics)}
     memory, tail, start = SharedMemoryWatch(), Tail(metrics), math.nan
-    seconds: list[float] = []
+    steps: list[dict[str, float]] = []
     began = looked = time.monotonic()
     child = Child(command, env, log, ROOT)
     try:
@@ -138,8 +142,8 @@ def follow(command: Sequence[str], scratch: Path, limit: float) -> tuple[float, 
             ended, now = child.process.poll() is not None, time.monotonic()
             for line in tail.new_lines():
                 if UPDATED in (data := json.loads(line)["data"]):
-                    start = start if seconds else now - began
-                    seconds.append(data["timing_s/step"])
+                    start = start if steps else now - began
+                    steps.append(data)
             if now - looked > 2:
                 memory.observe()
                 looked = now
@@ -156,7 +160,13 @@ def follow(command: Sequence[str], scratch: Path, limit: float) -> tuple[float, 
         raise RuntimeError(f"processes {survivors} of the run could not be ended")
     if child.process.returncode != 0:
         raise RuntimeError(f"ended with {child.process.returncode}:\n{child.end_of_log(30)}")
-    return start, seconds
+    return start, steps
+
+
+def compute_phases(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Compute the median of each phase that verl times, in seconds, over the steps without the first."""
+    timed = [name for name in steps[-1] if name.startswith(TIMED) and name != STEP]
+    return {name.removeprefix(TIMED): statistics.median(step.get(name, 0.0) for step in steps[1:]) for name in timed}
 
 
 def make_large_model(path: Path, source: Path) -> None:
@@ -224,10 +234,11 @@ def run_pairs(name: str, pairs: int, steps: int, overrides: Sequence[str], out: 
             command = build_command(
                 side, preset, pair, Path(scratch), [*overrides, f"trainer.total_training_steps={steps}"]
             )
-            start, seconds = follow([*command, *files], Path(scratch), limit)
-        if len(seconds) != steps:
-            raise RuntimeError(f"pair {pair}, {side}: {len(seconds)} steps have metrics, and {steps} were asked for.")
-        runs.append(Run(settings, pair, side, start, seconds))
+            start, logged = follow([*command, *files], Path(scratch), limit)
+        if len(logged) != steps:
+            raise RuntimeError(f"pair {pair}, {side}: {len(logged)} steps have metrics, and {steps} were asked for.")
+        seconds = [step[STEP] for step in logged]
+        runs.append(Run(settings, pair, side, start, seconds, compute_phases(logged)))
         with out.open("a") as file:
             file.write(json.dumps(asdict(runs[-1])) + "\n")
     return [run for run in runs if run.pair <= pairs]

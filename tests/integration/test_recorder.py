@@ -21,7 +21,7 @@ from recipe.offpolicy.correction import CorrectionSpec, Statistic
 from recipe.offpolicy.correction.statistics import merge_all
 from recipe.offpolicy.recording import Recording, Rows, Step, worker_hook
 from recipe.offpolicy.recording.record_settings import RecordSettings
-from recipe.offpolicy.recording.recorder import flush_all
+from recipe.offpolicy.recording.recorder import flush_all, get_recorder
 from recipe.offpolicy.recording.worker_hook import is_chosen
 from recipe.offpolicy.worker.loss import OffPolicyLoss
 from recipe.offpolicy.worker.metrics import take_packets
@@ -275,7 +275,7 @@ def packing_takes_time(recorder_clock: Clock, monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.usefixtures("packing_takes_time")
 def test_what_the_logger_gets(worker: Any, tmp_path: Path, recorder_clock: Clock) -> None:
-    """Steps of 10 s allow 0.5 s: what the 4 micro-batches of each take."""
+    """Steps of 10 s allow 0.5 s, what their 4 micro-batches take; bytes are in the report that follows the writing."""
     loss, rows = Watched(tmp_path), rollout(worker)
     first = statistics(tw.update(worker, loss, shipped(rows, step=1), micro_batch_size=2))
     flush_all()
@@ -284,7 +284,14 @@ def test_what_the_logger_gets(worker: Any, tmp_path: Path, recorder_clock: Clock
     names = {f"record/{name}" for name in ("rows", "dropped_rows", "bytes", "seconds", "stopped")}
     assert {name for name in first if name.startswith("record")} == names
     assert first["record/rows"].value() == second["record/rows"].value() == ROWS
-    assert second["record/bytes"].value() == (tmp_path / "step_00000001.rank_00000.parquet").stat().st_size
+    flush_all()
+    assert loss.record is not None
+    left = get_recorder(loss.record, rank=0, ranks=1).take().bytes
+    files = sorted(tmp_path.glob("*.parquet"))
+    assert [file.name for file in files] == [f"step_0000000{step}.rank_00000.parquet" for step in (1, 2)]
+    reported = first["record/bytes"].value() + second["record/bytes"].value()
+    assert reported >= files[0].stat().st_size
+    assert reported + left == sum(file.stat().st_size for file in files)
     assert first["record/stopped"].value() == first["record/dropped_rows"].value() == 0
     assert first["record/seconds"].value() == second["record/seconds"].value() == 0.5
 

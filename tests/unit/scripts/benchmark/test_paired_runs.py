@@ -12,7 +12,15 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from scripts.benchmark.pair_figures import Run, compare, compute_interval, compute_step, format_result, read_runs
+from scripts.benchmark.pair_figures import (
+    Run,
+    compare,
+    compare_phases,
+    compute_interval,
+    compute_step,
+    format_result,
+    read_runs,
+)
 from scripts.benchmark.paired_runs import PRESETS, build_command, order_sides
 from tests.support.paths import ROOT
 
@@ -30,6 +38,7 @@ with open(log, "w") as out:
     out.write(json.dumps({"step": 0, "data": {"val": 1.0}}) + chr(10))
     for step in range(1, int(steps) + 1):
         data = {"actor/grad_norm": 1.0, "timing_s/step": 1.0 + (side == "corrected") + 9 * (step == 1)}
+        data["timing_s/gen"] = data["timing_s/step"] / 2
         out.write(json.dumps({"step": step, "data": data}) + chr(10))
 if hang == f"{pair}{side}":
     time.sleep(60)
@@ -89,6 +98,28 @@ def test_pairs_are_compared_by_hand() -> None:
         compare(runs[4:])
 
 
+def test_phases_are_compared_by_hand() -> None:
+    """A phase that a correction leaves out counts as 0 s; one below a hundredth of a step is not shown."""
+    runs = [
+        Run([], pair, side, 30.0, [9.0, 2.0, 2.0], {"gen": gen, "reward": 0.001} | more)
+        for pair, side, gen, more in [
+            (1, "verl", 1.0, {"old_log_prob": 0.5}),
+            (1, "corrected", 1.25, {}),
+            (2, "verl", 1.0, {"old_log_prob": 0.5}),
+            (2, "corrected", 1.25, {}),
+            (3, "verl", 8.0, {}),
+        ]
+    ]
+    found = compare_phases(runs)
+    assert {name: (verls, more.value) for name, (verls, more) in found.items()} == {
+        "gen": (1.0, 0.25), "old_log_prob": (0.5, -0.5), "reward": (0.001, 0.0)
+    }  # fmt: skip
+    assert format_result(runs).splitlines()[-2:] == [
+        "gen: verl's 1.000 s, corrected +0.250 s (+0.250 to +0.250)",
+        "old_log_prob: verl's 0.500 s, corrected -0.500 s (-0.500 to -0.500)",
+    ]
+
+
 def test_each_side_comes_first_in_turn() -> None:
     assert [order_sides(pair)[0] for pair in (1, 2, 3)] == ["verl", "corrected", "verl"]
 
@@ -133,6 +164,7 @@ def test_pairs_go_on_where_a_call_was_ended(tmp_path: Path) -> None:
     assert done.stderr.splitlines() == ["pair 2 of 2, corrected", "pair 2 of 2, verl"]
     assert [run.seconds for run in read_runs(out, settings)] == [[s + 9, s, s] for s in (1.0, 2.0, 2.0, 1.0)]
     assert "step, corrected over verl's own: 2.000 (2.000 to 2.000)" in done.stdout
+    assert done.stdout.splitlines()[-1] == "gen: verl's 0.500 s, corrected +0.500 s (+0.500 to +0.500)"
     assert len(out.read_text().splitlines()) == 4
 
     again = run_pairs(out, "--pairs", "2", "--steps", "3")
