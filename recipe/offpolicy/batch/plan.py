@@ -14,10 +14,9 @@ from omegaconf import DictConfig
 from tensordict import TensorDict
 from torch import Tensor
 
-from ..correction import BatchConstants, CorrectionSpec, batch_constants, rollout_stage, turns
+from ..correction import BatchConstants, CorrectionSpec, batch_constants, count_kept_by_row, turns
 from ..correction.baseline import regroup
 from ..correction.denominator import assign_mini_batches, compute_scale_of_counts, find_finite_tokens
-from ..correction.row_blocks import split_rows
 from ..correction.row_layout import count_tokens_by_row
 from .token_versions import read_versions
 from .weight_versions import EXTRA_FIELDS, check_ages_known, compute_token_versions
@@ -142,22 +141,14 @@ def count_kept(
     """Count each row's response tokens, and those that the rollout stage of ``spec`` keeps: (B,) float64 each.
 
     Args:
-        rows: with ``COLUMNS``, nested or padded; they are read block by block.
+        rows: with ``COLUMNS``, nested or padded.
         step: the trainer's, for parts that go by age.
         constants: of the whole batch, where they are known already.
     """
     given = _tensors(spec, rows, step)
-    if constants is None:
-        constants = batch_constants(spec, **given) if spec.needs_constants else BatchConstants()
-    by_token = {name: column for name, column in given.items() if column is not None and column.dim() == 2}
-    by_row = {name: column for name, column in given.items() if column is not None and column.dim() == 1}
-    counts = []
-    for at, block in split_rows(by_token):
-        columns: dict[str, Any] = block | {name: column[at] for name, column in by_row.items()}
-        stage = rollout_stage(spec, **columns, constants=constants, measure="nothing")
-        counts.append(torch.stack([count_tokens_by_row(each) for each in (stage.response_mask, stage.keep)]))
-    tokens, kept = torch.cat(counts, dim=1).unbind()
-    return tokens, kept
+    return count_kept_by_row(
+        spec, **given, constants=batch_constants(spec, **given) if constants is None else constants
+    )
 
 
 @dataclass(frozen=True)

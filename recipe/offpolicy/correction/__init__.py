@@ -9,12 +9,13 @@ Needs torch alone. The three log-probs, each (B, T), or nested by row with layou
 ``rollout_stage`` does all that mu and pi_old decide, ``step_stage`` all that needs pi or the advantages.
 """
 
+from .batch_wide import batch_constants, count_kept_by_row
 from .mask_spec import MaskSpec
 from .problem import Problem, SpecError
 from .proximal import proximal_log_prob
 from .spec import CorrectionSpec
 from .stage_results import BatchConstants, RolloutStage, StepStage
-from .stages import batch_constants, rollout_stage, step_stage
+from .stages import rollout_stage, step_stage
 from .statistics import Reduction, Statistic
 from .units import turns
 from .weight_spec import WeightSpec
@@ -31,6 +32,7 @@ __all__ = [
     "StepStage",
     "WeightSpec",
     "batch_constants",
+    "count_kept_by_row",
     "proximal_log_prob",
     "rollout_stage",
     "step_stage",

@@ -148,13 +148,13 @@ def _any(units: Units, flags: Tensor) -> Tensor:
     return flags if units.level == "token" else units.greatest(flags) > 0
 
 
-def compute_second_moment_cutoff(budget: float, log_ratio: Tensor) -> float:
+def compute_second_moment_cutoff(budget: float, *log_ratios: Tensor) -> float:
     """Compute the greatest (log r)^2 that M2PO keeps: the mean over all tokens up to it is at most ``budget``.
 
     Tokens of one value are kept or dropped together. Zheng et al. 2025, Prosperity before Collapse.
 
     Args:
-        log_ratio: (N,) of all valid tokens of the whole batch.
+        log_ratios: of all valid tokens of the whole batch, (N,) each, in any number of blocks.
 
     Returns:
         -1 if no token may be kept; infinity if all may.
@@ -163,22 +163,30 @@ def compute_second_moment_cutoff(budget: float, log_ratio: Tensor) -> float:
         >>> compute_second_moment_cutoff(0.5, torch.tensor([0.0, 1.0, 2.0]))  # means of squares: 0, 1/2, 5/3
         1.0
     """
-    squares = log_ratio.double().square()
-    if not len(squares):
-        return float("inf")
     # The mean of values up to the budget is not above it, so that only those beyond it need an order: few, as a rule.
-    beyond = squares > budget
-    within, ordered = squares[~beyond], squares[beyond].sort().values
+    within: list[tuple[Tensor, Tensor]] = []
+    beyond: list[Tensor] = []
+    for log_ratio in log_ratios:
+        if not len(log_ratio):
+            continue
+        squares = log_ratio.double().square()
+        above = squares > budget
+        beyond.append(squares[above])
+        squares = torch.where(above, 0.0, squares)
+        within.append((squares.sum(), squares.amax()))
+    ordered = torch.cat(beyond).sort().values if beyond else torch.zeros(0)
     if not len(ordered):
         return float("inf")
-    count = torch.arange(1, len(ordered) + 1, device=squares.device) + len(within)
-    means = (ordered.cumsum(0) + within.sum()) / count
+    total, greatest = (torch.stack(column) for column in zip(*within, strict=True))
+    tokens_within = sum(map(len, log_ratios)) - len(ordered)
+    count = torch.arange(1, len(ordered) + 1, device=ordered.device) + tokens_within
+    means = (ordered.cumsum(0) + total.sum()) / count
     # Equal values stand or fall together, so a value is judged by the mean that includes all of its equals.
     last_of_equals = torch.ones_like(ordered, dtype=torch.bool)
     last_of_equals[:-1] = ordered[1:] != ordered[:-1]
     admissible = ordered[last_of_equals & (means <= budget)]
     if not len(admissible):
-        return float(within.max()) if len(within) else -1.0
+        return float(greatest.max()) if tokens_within else -1.0
     return float("inf") if admissible[-1] == ordered[-1] else float(admissible[-1])
 
 

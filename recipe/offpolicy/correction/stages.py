@@ -10,72 +10,21 @@ as they lie, and what comes out is nested likewise. Nothing waits for the device
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 
 from . import telemetry
+from .batch_wide import batch_constants
+from .decisions import apply_weight, choose_ids, decide_rollout, spread_ages
 from .mask_spec import MaskSpec, Ratio
-from .masks import compute_second_moment_cutoff, find_applicable, find_outside
-from .ratios import clamp_and_exp, compute_finite_log_ratio, compute_log_ratio, promote_weight_dtype
-from .row_blocks import split_rows
-from .row_layout import RowLayout, detect_layout
+from .masks import find_applicable, find_outside
+from .ratios import compute_log_ratio, promote_weight_dtype
+from .row_layout import detect_layout
 from .spec import CorrectionSpec
 from .stage_results import BatchConstants, RolloutStage, StepStage
 from .statistics import Statistic
 from .token_sample import build_sample
-from .units import Units, partition_units
 from .weight_spec import WeightSpec
-from .weights import Bound, apply_bounds, choose_bounds, compute_log_weight, find_rejected_units, sum_weights
-
-
-def batch_constants(
-    spec: CorrectionSpec,
-    *,
-    old_log_prob: Tensor,
-    rollout_log_prob: Tensor,
-    response_mask: Tensor,
-    segment_ids: Tensor | None = None,
-    versions: Tensor | None = None,
-    staleness: Tensor | None = None,
-) -> BatchConstants:
-    """Compute the batch-level constants of ``spec`` from tensors of all rows of the batch; see ``rollout_stage``.
-
-    Example:
-        >>> weight = WeightSpec("token", "truncate", None, 2.0, normalize=True)
-        >>> pi_old, mu = torch.zeros(1, 2), torch.tensor([[0.0, -5.0]])  # weights 1 and min(e^5, 2)
-        >>> policies = dict(old_log_prob=pi_old, rollout_log_prob=mu, response_mask=torch.ones(1, 2))
-        >>> batch_constants(CorrectionSpec(weight=weight), **policies).weight_mean
-        1.5
-    """
-    if not spec.needs_constants:
-        return BatchConstants()
-    given = dict(old_log_prob=old_log_prob, rollout_log_prob=rollout_log_prob, response_mask=response_mask)
-    by_row = staleness if staleness is not None and staleness.dim() == 1 else None
-    others = dict(segment_ids=segment_ids, versions=versions, staleness=None if by_row is not None else staleness)
-    columns = given | {name: column for name, column in others.items() if column is not None}
-    budgets = {name: mask.budget for name, mask in spec.masks if mask.budget is not None}
-    sums: list[Tensor] = []
-    log_ratios: list[Tensor] = []
-    for at, block in split_rows(columns):
-        rows = detect_layout(**{name: block[name] for name in given})
-        old, mu, mask = (rows.tokens(block[name]) for name in given)
-        valid, log_rho = compute_finite_log_ratio(old, mu, mask.bool())
-        if (weight := spec.normalized) is not None:
-            ids = _ids(weight.level, rows, block["response_mask"], block.get("segment_ids"), block.get("versions"))
-            ages = _ages(spec, rows, block.get("staleness") if by_row is None else by_row[at], valid)
-            units = partition_units(weight.level, valid, ids, rows, ages)
-            sums.append(torch.stack(sum_weights(weight, log_rho, units)))
-        if budgets:
-            log_ratios.append(log_rho[valid])
-    weight_mean = None
-    if sums:
-        total, count = torch.stack(sums).sum(0)
-        # Where everything is rejected there is nothing to divide.
-        weight_mean = float(total / count) if total > 0 else 1.0
-    cutoffs = {name: compute_second_moment_cutoff(budget, torch.cat(log_ratios)) for name, budget in budgets.items()}
-    return BatchConstants(weight_mean, cutoffs)
 
 
 def rollout_stage(
@@ -123,27 +72,27 @@ def rollout_stage(
     """
     given = dict(old_log_prob=old_log_prob, rollout_log_prob=rollout_log_prob, response_mask=response_mask)
     rows = detect_layout(**given)
-    ids = {level: _ids(level, rows, response_mask, segment_ids, versions) for level in spec.levels}
-    for name, numbers in {"segment_ids": segment_ids, "versions": versions}.items():
-        if numbers is not None:
-            detect_layout(response_mask=response_mask, **{name: numbers})
-            if numbers.dtype == torch.bool or numbers.is_floating_point():
-                raise ValueError(f"{name} of dtype {numbers.dtype}: expected integers, one number a unit.")
-    if staleness is not None and staleness.dim() == 2:
-        detect_layout(response_mask=response_mask, staleness=staleness)
+    numbers = {"segment_ids": segment_ids, "versions": versions}
+    for name, column in numbers.items():
+        if column is not None:
+            detect_layout(response_mask=response_mask, **{name: column})
+            if column.dtype == torch.bool or column.is_floating_point():
+                raise ValueError(f"{name} of dtype {column.dtype}: expected integers, one number a unit.")
+    segments, of_version = (None if column is None else rows.tokens(column) for column in numbers.values())
+    ids = choose_ids(spec, segment_ids=segments, versions=of_version)
+    by_token = staleness if staleness is not None and staleness.dim() == 2 else None
+    if by_token is not None:
+        detect_layout(response_mask=response_mask, staleness=by_token)
     elif staleness is not None and staleness.shape != (rows.count,):
         raise ValueError(f"staleness of shape {tuple(staleness.shape)}: expected (B,), {(rows.count,)}")
     old, mu = rows.tokens(old_log_prob), rows.tokens(rollout_log_prob)
     mask = rows.tokens(response_mask).bool()
-    if beside is None:
-        valid, log_rho = compute_finite_log_ratio(old, mu, mask)
-    elif beside.old_log_prob is not old_log_prob or beside.rollout_log_prob is not rollout_log_prob:
-        raise ValueError("beside is the stage of other tensors: pass the stage of these, or leave it out.")
-    else:
-        valid, log_rho = rows.tokens(beside.valid), rows.tokens(beside.log_ratio)
-    if constants is None and not spec.needs_constants:
-        constants = BatchConstants()
-    elif constants is None:
+    compared = None
+    if beside is not None:
+        if beside.old_log_prob is not old_log_prob or beside.rollout_log_prob is not rollout_log_prob:
+            raise ValueError("beside is the stage of other tensors: pass the stage of these, or leave it out.")
+        compared = rows.tokens(beside.valid), rows.tokens(beside.log_ratio)
+    if constants is None:
         constants = batch_constants(
             spec,
             old_log_prob=old_log_prob,
@@ -154,54 +103,35 @@ def rollout_stage(
             staleness=staleness,
         )
 
-    decided = valid if spec.reads_mu else mask & torch.isfinite(old)
-    ages = _ages(spec, rows, staleness, decided)
-    units = {level: partition_units(level, decided, ids[level], rows, ages) for level in spec.levels}
-    dtype = promote_weight_dtype(old, mu)
-    weight, weighed = None, None
-    keep = decided
-    drops: dict[str, Tensor] = {}
-    for key, part in _order(spec):
-        seen, basis = log_rho, units[part.level]
-        if spec.skyrl_compat and part.level != "token":
-            # SkyRL aggregates a sequence over the tokens that its token masks have left.
-            seen = torch.where(keep, log_rho, 0.0)
-            basis = partition_units(part.level, keep, ids[part.level], rows)
-        drop: Tensor | None
-        if isinstance(part, WeightSpec):
-            weighed = _weigh(part, seen, basis, valid, _mean(part, constants), dtype)
-            weight, drop = weighed.weight, weighed.drop
-        else:
-            cutoff = constants.cutoffs.get(key.removeprefix("masks."))
-            drop = find_outside(part, seen, basis, numerator=old, denominator=mu, cutoff=cutoff)
-        if drop is not None:
-            drops[key] = drop
-            keep = keep & ~drop
-
+    by_row = staleness if by_token is None else None
+    ages = spread_ages(spec, rows, mask, by_row=by_row, by_token=None if by_token is None else rows.tokens(by_token))
+    found = decide_rollout(
+        spec, rows, old=old, mu=mu, mask=mask, ids=ids, ages=ages, constants=constants, compared=compared
+    )
     sample, mismatch = None, None
     statistics: dict[str, Statistic] = {}
     if measure != "nothing":
         sample = None if beside is None else beside.sample
         if sample is None:
-            segments = None if segment_ids is None else rows.tokens(segment_ids)
-            sample = build_sample(rows, mask, valid, segments, staleness)
+            sample = build_sample(rows, mask, found.valid, segments, staleness)
         if measure == "all":
-            statistics, mismatch = telemetry.measure_rollout(sample, log_rho, old, mu)
+            statistics, mismatch = telemetry.measure_rollout(sample, found.log_ratio, old, mu)
         if not any(each.needs_step for each in spec.all_weights.values()):
-            statistics |= telemetry.measure_weight(sample, weighed, mismatch.ratio if mismatch else None)
+            statistics |= telemetry.measure_weight(sample, found.weighed, mismatch.ratio if mismatch else None)
+    weight = found.decided.to(promote_weight_dtype(old, mu)) if found.weighed is None else found.weighed.weight
     return RolloutStage(
         spec=spec,
-        weight=rows.to_given_layout(decided.to(dtype) if weight is None else weight),
-        keep=rows.to_given_layout(keep),
-        rejected={key: rows.to_given_layout(drop) for key, drop in drops.items()},
-        log_ratio=rows.to_given_layout(log_rho),
-        valid=rows.to_given_layout(valid),
-        decided=rows.to_given_layout(decided),
+        weight=rows.to_given_layout(weight),
+        keep=rows.to_given_layout(found.keep),
+        rejected={key: rows.to_given_layout(drop) for key, drop in found.drops.items()},
+        log_ratio=rows.to_given_layout(found.log_ratio),
+        valid=rows.to_given_layout(found.valid),
+        decided=rows.to_given_layout(found.decided),
         response_mask=rows.to_given_layout(mask),
         old_log_prob=old_log_prob,
         rollout_log_prob=rollout_log_prob,
         rows=rows,
-        units=units,
+        units=found.units,
         statistics=statistics,
         sample=sample,
         mismatch=mismatch,
@@ -259,7 +189,7 @@ def step_stage(
     for key, part in spec.all_weights.items():
         if not part.needs_step:
             continue
-        applied = _weigh(part, operands[part.ratio][0], stage.units[part.level], valid, 1.0, weight.dtype)
+        applied = apply_weight(part, operands[part.ratio][0], stage.units[part.level], valid, 1.0, weight.dtype)
         if part.when != "any":
             applied = applied.restrict(find_applicable(part, signs, valid, rows))
         weight = applied.weight if applied.at is None else torch.where(applied.at, applied.weight, weight)
@@ -302,80 +232,6 @@ def step_stage(
         rejected=stage.rejected | {key: rows.to_given_layout(drop) for key, drop in drops.items()},
         statistics=statistics,
     )
-
-
-def _order(spec: CorrectionSpec) -> Iterator[tuple[str, WeightSpec | MaskSpec]]:
-    """Order the parts that the rollout stage decides, with their keys; the order matters to ``skyrl_compat`` alone."""
-    parts: list[tuple[str, WeightSpec | MaskSpec]] = [
-        (f"masks.{name}", mask) for name, mask in spec.masks if not mask.needs_step
-    ]
-    parts += [(key, weight) for key, weight in spec.all_weights.items() if not weight.needs_step]
-
-    def place(item: tuple[str, WeightSpec | MaskSpec]) -> int:
-        _, part = item
-        if isinstance(part, WeightSpec):
-            return 2
-        if part.level == "token":
-            return 1
-        return 0 if part.aggregate == "any" else 3
-
-    return iter(sorted(parts, key=place))
-
-
-def _weigh(
-    spec: WeightSpec, log_value: Tensor, units: Units, valid: Tensor, mean: float, dtype: torch.dtype
-) -> telemetry.AppliedWeight:
-    """Compute the raw weight, the bounded weight, and the tokens that it rejects."""
-    by_unit = compute_log_weight(spec, log_value, units)
-    raw = torch.where(valid, units.spread(clamp_and_exp(by_unit)).to(dtype), 0.0)
-    lower, upper = choose_bounds(spec, units)
-    bounds = _by_token(lower, units, dtype), _by_token(upper, units, dtype)
-    weight = apply_bounds(spec, raw, bounds)
-    if spec.lower is not None and spec.kind != "reject":
-        # A lower bound has lifted the 0 off valid tokens.
-        weight = torch.where(valid, weight, 0.0)
-    drop = units.spread(find_rejected_units(spec, by_unit, units)) if spec.kind == "reject" else None
-    weight = weight if mean == 1.0 else weight / mean
-    return telemetry.AppliedWeight(
-        spec=spec, units=units, by_unit=by_unit, raw=raw, weight=weight, drop=drop, bounds=bounds
-    )
-
-
-def _by_token(bound: Bound, units: Units, dtype: torch.dtype) -> Bound:
-    return units.spread(bound).to(dtype) if isinstance(bound, Tensor) else bound
-
-
-def _ages(spec: CorrectionSpec, rows: RowLayout, staleness: Tensor | None, valid: Tensor) -> Tensor | None:
-    """Return the age of each token, float64; None where no part reads it, or none is known."""
-    if not spec.age_parts or staleness is None:
-        return None
-    if staleness.dim() == 2:
-        return rows.tokens(staleness).double()
-    return rows.broadcast(rows.to_column(staleness.to(valid.device).double())).expand(valid.shape)
-
-
-def _mean(spec: WeightSpec, constants: BatchConstants) -> float:
-    if not spec.normalize:
-        return 1.0
-    if constants.weight_mean is None:
-        raise ValueError("weight.normalize divides by the batch's mean: pass the constants of batch_constants.")
-    return constants.weight_mean
-
-
-def _ids(
-    level: str, rows: RowLayout, response_mask: Tensor, segment_ids: Tensor | None, versions: Tensor | None
-) -> Tensor | None:
-    """Return, by token, the ids that separate the units of this level; None where it needs none."""
-    ids, name = {"turn": (segment_ids, "segment_ids"), "version": (versions, "versions")}.get(level, (None, ""))
-    if name and ids is None:
-        raise ValueError(
-            f"level={level} without {name}: the tokens of a unit are unknown. Pass {name}, (B, T) integers, "
-            f"or set level=sequence."
-        )
-    if ids is None:
-        return None
-    detect_layout(response_mask=response_mask, **{name: ids})
-    return rows.tokens(ids)
 
 
 def _no_advantages(spec: CorrectionSpec) -> None:

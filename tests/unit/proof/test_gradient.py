@@ -14,7 +14,7 @@ from torch import Tensor
 from recipe.offpolicy.batch import micro_batch as mb
 from recipe.offpolicy.batch.plan import PLAN, SharedPlan
 from recipe.offpolicy.batch.token_versions import CHUNKS
-from recipe.offpolicy.correction import CorrectionSpec, stages
+from recipe.offpolicy.correction import CorrectionSpec, decisions
 from recipe.offpolicy.correction.units import Units
 from recipe.offpolicy.proof.gradient import Proof, prove
 from tests.support.corrections import TIS, band, opsm, spec
@@ -139,7 +139,7 @@ def age_of_the_newest(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def dropped_factors(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Units, "scale_by_age", lambda units, limit, factors: limit)
-    monkeypatch.setattr(stages, "choose_bounds", lambda part, units: (part.lower, part.upper))
+    monkeypatch.setattr(decisions, "choose_bounds", lambda part, units: (part.lower, part.upper))
 
 
 def factors_of_the_next_age(monkeypatch: pytest.MonkeyPatch) -> None:

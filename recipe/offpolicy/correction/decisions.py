@@ -1,0 +1,204 @@
+"""Decisions of the rollout stage: weight and keep of each token by mu and pi_old, in tensors of tokens.
+
+``rollout_stage`` puts them into the layout of a caller's tensors, and measures them; what reads a whole batch block by
+block, see ``batch_wide``, takes them as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .mask_spec import MaskSpec
+from .masks import find_outside
+from .ratios import clamp_and_exp, compute_finite_log_ratio, promote_weight_dtype
+from .row_layout import RowLayout
+from .spec import CorrectionSpec
+from .stage_results import BatchConstants
+from .telemetry import AppliedWeight
+from .units import Level, Units, partition_units
+from .weight_spec import WeightSpec
+from .weights import Bound, apply_bounds, choose_bounds, compute_log_weight, find_rejected_units
+
+
+@dataclass(frozen=True)
+class Decisions:
+    """What mu and pi_old decide, by token.
+
+    Attributes:
+        log_ratio, valid, decided, keep, units: see ``RolloutStage``.
+        weighed: the weight, where there is one that waits for nothing else, and it was asked for.
+        drops: see ``RolloutStage.rejected``.
+    """
+
+    log_ratio: Tensor
+    valid: Tensor
+    decided: Tensor
+    keep: Tensor
+    units: dict[Level, Units]
+    weighed: AppliedWeight | None
+    drops: dict[str, Tensor]
+
+
+def decide_rollout(
+    spec: CorrectionSpec,
+    rows: RowLayout,
+    *,
+    old: Tensor,
+    mu: Tensor,
+    mask: Tensor,
+    ids: Mapping[Level, Tensor | None],
+    ages: Tensor | None,
+    constants: BatchConstants,
+    compared: tuple[Tensor, Tensor] | None = None,
+    weigh: bool = True,
+) -> Decisions:
+    """Decide on every token, each tensor by token.
+
+    Args:
+        rows: how tokens lie.
+        old, mu: log-probs of any float dtype.
+        mask: bool, the response mask.
+        ids: from ``choose_ids``.
+        ages: from ``spread_ages``.
+        constants: of the whole batch.
+        compared: valid tokens and log(pi_old / mu), where they are known.
+        weigh: compute weights that reject nothing as well.
+
+    Example:
+        >>> from .row_layout import detect_layout
+        >>> spec = CorrectionSpec(masks=(("far", MaskSpec("rollout", "token", "product", 0.5, 2.0, "any")),))
+        >>> pi_old, mu = torch.zeros(1, 2), torch.tensor([[0.0, -1.0]])  # ratios 1 and e
+        >>> policies = dict(old=pi_old, mu=mu, mask=torch.ones(1, 2, dtype=torch.bool))
+        >>> ids = choose_ids(spec, segment_ids=None, versions=None)
+        >>> of_batch = dict(ids=ids, ages=None, constants=BatchConstants())
+        >>> decide_rollout(spec, detect_layout(mu=mu), **policies, **of_batch).keep.tolist()
+        [[True, False]]
+    """
+    valid, log_rho = compute_finite_log_ratio(old, mu, mask) if compared is None else compared
+    decided = valid if spec.reads_mu else mask & torch.isfinite(old)
+    units = {level: partition_units(level, decided, ids[level], rows, ages) for level in spec.levels}
+    weighed = None
+    keep = decided
+    drops: dict[str, Tensor] = {}
+    for key, part in _order(spec):
+        seen, basis = log_rho, units[part.level]
+        if spec.skyrl_compat and part.level != "token":
+            # SkyRL aggregates a sequence over the tokens that its token masks have left.
+            seen = torch.where(keep, log_rho, 0.0)
+            basis = partition_units(part.level, keep, ids[part.level], rows)
+        drop: Tensor | None
+        if isinstance(part, WeightSpec):
+            if not weigh and part.kind != "reject":
+                continue
+            dtype = promote_weight_dtype(old, mu)
+            weighed = apply_weight(part, seen, basis, valid, _read_mean(part, constants), dtype)
+            drop = weighed.drop
+        else:
+            cutoff = constants.cutoffs.get(key.removeprefix("masks."))
+            drop = find_outside(part, seen, basis, numerator=old, denominator=mu, cutoff=cutoff)
+        if drop is not None:
+            drops[key] = drop
+            keep = keep & ~drop
+    return Decisions(log_rho, valid, decided, keep, units, weighed, drops)
+
+
+def apply_weight(
+    spec: WeightSpec, log_value: Tensor, units: Units, valid: Tensor, mean: float, dtype: torch.dtype
+) -> AppliedWeight:
+    """Compute the raw weight, the bounded weight divided by ``mean``, and the tokens that it rejects.
+
+    Example:
+        >>> spec, valid = WeightSpec("token", "truncate", None, 2.0), torch.ones(1, 2, dtype=torch.bool)
+        >>> log_r, units = torch.tensor([[0.0, 5.0]]).double(), partition_units("token", valid, None)
+        >>> apply_weight(spec, log_r, units, valid, 1.0, torch.float32).weight.tolist()
+        [[1.0, 2.0]]
+    """
+    by_unit = compute_log_weight(spec, log_value, units)
+    raw = torch.where(valid, units.spread(clamp_and_exp(by_unit)).to(dtype), 0.0)
+    lower, upper = choose_bounds(spec, units)
+    bounds = _by_token(lower, units, dtype), _by_token(upper, units, dtype)
+    weight = apply_bounds(spec, raw, bounds)
+    if spec.lower is not None and spec.kind != "reject":
+        # A lower bound has lifted the 0 off valid tokens.
+        weight = torch.where(valid, weight, 0.0)
+    drop = units.spread(find_rejected_units(spec, by_unit, units)) if spec.kind == "reject" else None
+    weight = weight if mean == 1.0 else weight / mean
+    return AppliedWeight(spec=spec, units=units, by_unit=by_unit, raw=raw, weight=weight, drop=drop, bounds=bounds)
+
+
+def choose_ids(
+    spec: CorrectionSpec, *, segment_ids: Tensor | None, versions: Tensor | None
+) -> dict[Level, Tensor | None]:
+    """Choose, for each level of ``spec``, the ids by token that separate its units; None where it needs none.
+
+    Raises:
+        ValueError: a level whose ids are missing.
+
+    Example:
+        >>> spec = CorrectionSpec(weight=WeightSpec("turn", "truncate", None, 2.0))
+        >>> choose_ids(spec, segment_ids=torch.tensor([[0, 1]]), versions=None)
+        {'turn': tensor([[0, 1]])}
+    """
+    known = {"turn": ("segment_ids", segment_ids), "version": ("versions", versions)}
+    for level, (name, ids) in known.items():
+        if level in spec.levels and ids is None:
+            raise ValueError(
+                f"level={level} without {name}: the tokens of a unit are unknown. Pass {name}, (B, T) integers, "
+                f"or set level=sequence."
+            )
+    return {level: known[level][1] if level in known else None for level in spec.levels}
+
+
+def spread_ages(
+    spec: CorrectionSpec, rows: RowLayout, like: Tensor, *, by_row: Tensor | None, by_token: Tensor | None
+) -> Tensor | None:
+    """Spread ages over tokens, float64 in the shape of ``like``; None where no part reads them, or none is known.
+
+    Example:
+        >>> from .row_layout import detect_layout
+        >>> old = MaskSpec("rollout", "sequence", "staleness", None, 4.0, "any")
+        >>> spec, like = CorrectionSpec(masks=(("old", old),)), torch.zeros(2, 2)
+        >>> spread_ages(spec, detect_layout(like=like), like, by_row=torch.tensor([0, 3]), by_token=None).tolist()
+        [[0.0, 0.0], [3.0, 3.0]]
+    """
+    if not spec.age_parts:
+        return None
+    if by_token is not None:
+        return by_token.double()
+    if by_row is None:
+        return None
+    return rows.broadcast(rows.to_column(by_row.to(like.device).double())).expand(like.shape)
+
+
+def _order(spec: CorrectionSpec) -> Iterator[tuple[str, WeightSpec | MaskSpec]]:
+    """Order the parts that the rollout stage decides, with their keys; the order matters to ``skyrl_compat`` alone."""
+    parts: list[tuple[str, WeightSpec | MaskSpec]] = [
+        (f"masks.{name}", mask) for name, mask in spec.masks if not mask.needs_step
+    ]
+    parts += [(key, weight) for key, weight in spec.all_weights.items() if not weight.needs_step]
+
+    def place(item: tuple[str, WeightSpec | MaskSpec]) -> int:
+        _, part = item
+        if isinstance(part, WeightSpec):
+            return 2
+        if part.level == "token":
+            return 1
+        return 0 if part.aggregate == "any" else 3
+
+    return iter(sorted(parts, key=place))
+
+
+def _by_token(bound: Bound, units: Units, dtype: torch.dtype) -> Bound:
+    return units.spread(bound).to(dtype) if isinstance(bound, Tensor) else bound
+
+
+def _read_mean(spec: WeightSpec, constants: BatchConstants) -> float:
+    if not spec.normalize:
+        return 1.0
+    if constants.weight_mean is None:
+        raise ValueError("weight.normalize divides by the batch's mean: pass the constants of batch_constants.")
+    return constants.weight_mean
