@@ -55,7 +55,8 @@ def find_made(cache: Path, parts: Sequence[str]) -> dict[str, Path] | None:
 def make_once(path: Path, build: Callable[[Path], None]) -> bool:
     """Make the folder `path` unless it exists; True when it was there already.
 
-    It is built under another name and renamed, so that an interrupted build leaves nothing that looks whole.
+    It is built under another name and renamed, so that an interrupted build leaves nothing that looks whole. Of two
+    processes that build it at once the first to end makes it.
     """
     if path.exists():
         return True
@@ -64,7 +65,12 @@ def make_once(path: Path, build: Callable[[Path], None]) -> bool:
     try:
         build(draft)
         draft.chmod(0o755)
-        os.rename(draft, path)
+        try:
+            os.rename(draft, path)
+        except OSError:
+            if not path.exists():
+                raise
+            return True
     finally:
         shutil.rmtree(draft, ignore_errors=True)
     return False

@@ -107,6 +107,20 @@ def test_a_part_is_known_once_it_is_whole(tmp_path, monkeypatch):
     assert prepare.find_made(tmp_path, ["data"]) is None
 
 
+def test_of_two_processes_that_build_a_part_the_first_to_end_makes_it(tmp_path):
+    part = tmp_path / "part"
+
+    def outrun(draft):
+        (draft / "ours").touch()
+        assert prepare.make_once(part, lambda other: (other / "theirs").touch()) is False
+
+    assert prepare.make_once(part, outrun) is True
+    assert list(tmp_path.rglob("*")) == [part, part / "theirs"]
+
+    with pytest.raises(FileNotFoundError):
+        prepare.make_once(tmp_path / "other", lambda draft: draft.rmdir())
+
+
 @pytest.mark.slow
 def test_a_misspelt_correction_is_refused_before_anything_starts():
     done = subprocess.run(
