@@ -99,23 +99,24 @@ def test_pairs_are_compared_by_hand() -> None:
 
 
 def test_phases_are_compared_by_hand() -> None:
-    """A phase that a correction leaves out counts as 0 s; one below a hundredth of a step is not shown."""
+    """A phase that one side lacks counts as 0 s; one below a hundredth of a step on both is not shown."""
     runs = [
         Run([], pair, side, 30.0, [9.0, 2.0, 2.0], {"gen": gen, "reward": 0.001} | more)
         for pair, side, gen, more in [
             (1, "verl", 1.0, {"old_log_prob": 0.5}),
-            (1, "corrected", 1.25, {}),
+            (1, "corrected", 1.25, {"issue": 0.5}),
             (2, "verl", 1.0, {"old_log_prob": 0.5}),
-            (2, "corrected", 1.25, {}),
+            (2, "corrected", 1.25, {"issue": 0.5}),
             (3, "verl", 8.0, {}),
         ]
     ]
     found = compare_phases(runs)
     assert {name: (verls, more.value) for name, (verls, more) in found.items()} == {
-        "gen": (1.0, 0.25), "old_log_prob": (0.5, -0.5), "reward": (0.001, 0.0)
+        "gen": (1.0, 0.25), "issue": (0.0, 0.5), "old_log_prob": (0.5, -0.5), "reward": (0.001, 0.0)
     }  # fmt: skip
-    assert format_result(runs).splitlines()[-2:] == [
+    assert format_result(runs).splitlines()[-3:] == [
         "gen: verl's 1.000 s, corrected +0.250 s (+0.250 to +0.250)",
+        "issue: verl's 0.000 s, corrected +0.500 s (+0.500 to +0.500)",
         "old_log_prob: verl's 0.500 s, corrected -0.500 s (-0.500 to -0.500)",
     ]
 
