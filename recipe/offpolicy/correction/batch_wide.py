@@ -1,4 +1,4 @@
-"""What needs all rows of a batch at once: constants of a correction, and counts of what it keeps.
+"""Constants and counts over a whole batch: normalisers, M2PO's cut, and the tokens that each row keeps.
 
 A batch is read block by block, in tensors of tokens, so that temporaries stay in a CPU's caches.
 """

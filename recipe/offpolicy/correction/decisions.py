@@ -26,7 +26,7 @@ from .weights import Bound, apply_bounds, choose_bounds, compute_log_weight, fin
 
 @dataclass(frozen=True)
 class Decisions:
-    """What mu and pi_old decide, by token.
+    """Weight, kept and rejected tokens of a rollout, each tensor (B, T) padded or (N,) packed.
 
     Attributes:
         log_ratio, valid, decided, keep, units: see ``RolloutStage``.
@@ -56,7 +56,7 @@ def decide_rollout(
     compared: tuple[Tensor, Tensor] | None = None,
     weigh: bool = True,
 ) -> Decisions:
-    """Decide on every token, each tensor by token.
+    """Decide which tokens mu and pi_old keep, and their weight; each tensor is (B, T) padded or (N,) packed.
 
     Args:
         rows: how tokens lie.
