@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from ...monitor.mismatch.shares import (
@@ -148,7 +149,8 @@ def resample(sums: Array, seed: Sequence[int] = (0,)) -> ResampledSums:
     # Ages and bins without a token have a count of 0, and their products are known.
     filled = np.flatnonzero(flat.any(0))
     draws = np.zeros((REPLICATES, flat.shape[1]))
-    draws[:, filled] = counts @ flat[:, filled]
+    # By torch, on as many threads as it was given; numpy's threads spin beside those of other processes.
+    draws[:, filled] = (torch.from_numpy(counts) @ torch.from_numpy(flat[:, filled])).numpy()
     return ResampledSums(whole.reshape(sums.shape[1:]), draws.reshape(REPLICATES, *sums.shape[1:]))
 
 

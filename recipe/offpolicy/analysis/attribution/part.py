@@ -19,7 +19,7 @@ from .row_sums import compute_routing_sums, compute_row_sums
 from .token_text import TokenDecoder
 from .worst_examples import WorstRow, WorstToken, find_worst_rows, find_worst_tokens, hash_context
 
-BLOCK: Final = 2**17
+BLOCK: Final = 2**16
 """Tokens that are summed at a time."""
 Example = TypeVar("Example", WorstToken, WorstRow)
 Sums = TypeVar("Sums", VersionSums, BucketSums)

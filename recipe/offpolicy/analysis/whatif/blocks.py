@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ...recording import Rows
 
-SIZE = 2**17
+SIZE = 2**16
 """Places of a block, padding included; a longer row is a block by itself."""
 _COLUMNS = ("rollout_log_prob", "old_log_prob", "log_prob", "advantages", "weight")
 _SHORTEST = 0.8  # of the longest row of a block
