@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from ..correction.baseline import regroup
 from ..correction.denominator import assign_mini_batches, compute_scale_of_counts, find_finite_tokens
 from ..correction.row_layout import count_tokens_by_row
 from .token_versions import read_versions
-from .weight_versions import EXTRA_FIELDS, check_ages_known, compute_token_versions
+from .weight_versions import EXTRA_FIELDS, RowVersions, check_ages_known, compute_token_versions
 
 PLAN = "offpolicy_plan"
 """Key of the ``SharedPlan`` in the batch that reaches the loss."""
@@ -119,11 +120,11 @@ def build_plan(
     counts = spec.recounts
     if not (spec.needs_constants or counts or any(shadow.needs_constants for shadow in shadows.values())):
         return SharedPlan(step, bounds=bounds or {}), {}
-    batch = rows()
-    shadow_constants = {name: compute_constants(shadow, batch, step) for name, shadow in shadows.items()}
-    constants = compute_constants(spec, batch, step)
+    batch = _Rollout(rows(), step)
+    shadow_constants = {name: batch.compute_constants(shadow) for name, shadow in shadows.items()}
+    constants = batch.compute_constants(spec)
     plan = SharedPlan(step, constants, shadow_constants, bounds=bounds or {})
-    return plan, build_row_columns(spec, batch, batch_split(), step, constants) if counts else {}
+    return plan, batch.build_columns(spec, batch_split(), constants) if counts else {}
 
 
 def compute_constants(spec: CorrectionSpec, rows: TensorDict, step: int | None = None) -> BatchConstants:
@@ -132,23 +133,18 @@ def compute_constants(spec: CorrectionSpec, rows: TensorDict, step: int | None =
     Args:
         step: the trainer's, for parts that go by age.
     """
-    return batch_constants(spec, **_tensors(spec, rows, step)) if spec.needs_constants else BatchConstants()
+    return _Rollout(rows, step).compute_constants(spec)
 
 
-def count_kept(
-    spec: CorrectionSpec, rows: TensorDict, step: int | None = None, constants: BatchConstants | None = None
-) -> tuple[Tensor, Tensor]:
+def count_kept(spec: CorrectionSpec, rows: TensorDict, step: int | None = None) -> tuple[Tensor, Tensor]:
     """Count each row's response tokens, and those that the rollout stage of ``spec`` keeps: (B,) float64 each.
 
     Args:
         rows: with ``COLUMNS``, nested or padded.
         step: the trainer's, for parts that go by age.
-        constants: of the whole batch, where they are known already.
     """
-    given = _tensors(spec, rows, step)
-    return count_kept_by_row(
-        spec, **given, constants=batch_constants(spec, **given) if constants is None else constants
-    )
+    batch = _Rollout(rows, step)
+    return batch.count_kept(spec, batch.compute_constants(spec))
 
 
 @dataclass(frozen=True)
@@ -178,43 +174,68 @@ def regroup_without_rejected(
 
 
 def build_row_columns(
-    spec: CorrectionSpec,
-    rows: TensorDict,
-    batch_split: BatchSplit,
-    step: int | None = None,
-    constants: BatchConstants | None = None,
+    spec: CorrectionSpec, rows: TensorDict, batch_split: BatchSplit, step: int | None = None
 ) -> dict[str, Tensor]:
     """Build the columns of ``denominator=kept``, or of ``nonfinite=excluded``, for the batch ``rows``.
 
     They are in the order in which verl splits the batch.
     """
-    if spec.denominator == "kept":
-        tokens, kept = count_kept(spec, rows, step, constants)
-    else:
-        mask = rows["response_mask"].bool()
-        tokens = count_tokens_by_row(mask)
-        kept = count_tokens_by_row(find_finite_tokens(mask, rows["rollout_log_probs"]))
-    group = assign_mini_batches(len(tokens), ranks=batch_split.ranks, rows_a_mini_batch=batch_split.mini_batch_rows)
-    of_group = torch.zeros(int(group.max()) + 1, dtype=torch.int64).index_add_(0, group, tokens.long())
-    scale = compute_scale_of_counts(
-        batch_split.loss_agg_mode,
-        tokens=tokens,
-        kept=kept,
-        mini_batch=group,
-        mini_batch_rows=batch_split.mini_batch_rows,
-    )
-    return {SCALE: scale, MINI_BATCH_TOKENS: of_group[group]}
+    batch = _Rollout(rows, step)
+    return batch.build_columns(spec, batch_split, batch.compute_constants(spec))
 
 
-def _tensors(spec: CorrectionSpec, rows: TensorDict, step: int | None) -> dict[str, Any]:
-    mask = rows["response_mask"]
-    versions = read_versions(rows, mask) if spec.age_parts or "version" in spec.levels else None
-    check_ages_known(spec, versions, step)
-    return {
-        "old_log_prob": rows["old_log_probs"],
-        "rollout_log_prob": rows["rollout_log_probs"],
-        "response_mask": mask,
-        "segment_ids": turns(mask) if "turn" in spec.levels else None,
-        "versions": compute_token_versions(versions, mask) if "version" in spec.levels else None,
-        "staleness": versions.compute_ages(step, mask) if spec.age_parts and versions and step is not None else None,
-    }
+@dataclass(frozen=True)
+class _Rollout:
+    """A batch as corrections read it.
+
+    Attributes:
+        rows: with ``COLUMNS``, nested or padded.
+        step: the trainer's; None where it is not known.
+    """
+
+    rows: TensorDict
+    step: int | None
+
+    @cached_property
+    def versions(self) -> RowVersions | None:
+        """Versions of the rows, read once for all corrections: each reading lists what verl notes of every row."""
+        return read_versions(self.rows, self.rows["response_mask"])
+
+    def compute_constants(self, spec: CorrectionSpec) -> BatchConstants:
+        return batch_constants(spec, **self._columns(spec)) if spec.needs_constants else BatchConstants()
+
+    def count_kept(self, spec: CorrectionSpec, constants: BatchConstants) -> tuple[Tensor, Tensor]:
+        return count_kept_by_row(spec, **self._columns(spec), constants=constants)
+
+    def build_columns(
+        self, spec: CorrectionSpec, batch_split: BatchSplit, constants: BatchConstants
+    ) -> dict[str, Tensor]:
+        if spec.denominator == "kept":
+            tokens, kept = self.count_kept(spec, constants)
+        else:
+            mask = self.rows["response_mask"].bool()
+            tokens = count_tokens_by_row(mask)
+            kept = count_tokens_by_row(find_finite_tokens(mask, self.rows["rollout_log_probs"]))
+        group = assign_mini_batches(len(tokens), ranks=batch_split.ranks, rows_a_mini_batch=batch_split.mini_batch_rows)
+        of_group = torch.zeros(int(group.max()) + 1, dtype=torch.int64).index_add_(0, group, tokens.long())
+        scale = compute_scale_of_counts(
+            batch_split.loss_agg_mode,
+            tokens=tokens,
+            kept=kept,
+            mini_batch=group,
+            mini_batch_rows=batch_split.mini_batch_rows,
+        )
+        return {SCALE: scale, MINI_BATCH_TOKENS: of_group[group]}
+
+    def _columns(self, spec: CorrectionSpec) -> dict[str, Any]:
+        mask, step, by_version = self.rows["response_mask"], self.step, "version" in spec.levels
+        versions = self.versions if spec.age_parts or by_version else None
+        check_ages_known(spec, versions, step)
+        return {
+            "old_log_prob": self.rows["old_log_probs"],
+            "rollout_log_prob": self.rows["rollout_log_probs"],
+            "response_mask": mask,
+            "segment_ids": turns(mask) if "turn" in spec.levels else None,
+            "versions": compute_token_versions(versions, mask) if by_version else None,
+            "staleness": versions.compute_ages(step, mask) if spec.age_parts and versions and step is not None else None,
+        }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any, NoReturn
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -49,6 +50,20 @@ def test_a_normalized_weight_needs_the_mean_of_the_batch() -> None:
     assert made.constants.weight_mean == pytest.approx(8 / 5)
     assert columns == {}
     assert plan.compute_constants(spec(TIS), rows()) == BatchConstants()
+
+
+def test_a_plan_reads_the_versions_of_its_rows_once() -> None:
+    """Though its weight, its shadow and its denominator all go by the age of the weights."""
+    by_age = {**TIS, "normalize": True, "by_staleness": [1, 2, 4]}
+    stale = {"aggregate": "staleness", "level": "token", "upper": 1}
+    aged = rows().set("offpolicy_versions", torch.tensor([[2, 2], [1, 1], [0, 0]]))
+    kept = replace(spec(by_age, stale=stale), denominator="kept")
+    with patch.object(plan, "read_versions", wraps=plan.read_versions) as read:
+        _, columns = plan.build_plan(
+            kept, {"aged": spec(by_age)}, step=3, rows=lambda: aged, batch_split=lambda: ONE_MINI_BATCH
+        )
+    assert columns[SCALE].tolist() == pytest.approx([5 / 3] * 3)  # two tokens are of weights two steps old
+    read.assert_called_once()
 
 
 def test_shadows_have_constants_of_their_own() -> None:
