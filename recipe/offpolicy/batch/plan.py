@@ -237,5 +237,7 @@ class _Rollout:
             "response_mask": mask,
             "segment_ids": turns(mask) if "turn" in spec.levels else None,
             "versions": compute_token_versions(versions, mask) if by_version else None,
-            "staleness": versions.compute_ages(step, mask) if spec.age_parts and versions and step is not None else None,
+            "staleness": versions.compute_ages(step, mask)
+            if spec.age_parts and versions and step is not None
+            else None,
         }

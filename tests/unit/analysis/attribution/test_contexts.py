@@ -9,7 +9,12 @@ import numpy as np
 import pytest
 
 from recipe.offpolicy.analysis.attribution.causes.contexts import center_within_contexts, sum_probabilities
-from recipe.offpolicy.analysis.attribution.causes.sampled_tokens import SampledTokens, collect_tokens, estimate
+from recipe.offpolicy.analysis.attribution.causes.sampled_tokens import (
+    SampledTokens,
+    collect_tokens,
+    estimate,
+    sum_by_cluster,
+)
 from recipe.offpolicy.analysis.attribution.profiles import ValidTokens
 from tests.support.recordings import drawn_rows
 
@@ -54,8 +59,9 @@ def test_log_probs_are_centred_where_two_tokens_are_known() -> None:
 
 
 def test_an_estimate_of_clusters_that_agree_has_no_width() -> None:
-    columns = np.array([[1.0, 2.0], [2.0, 4.0], [3.0, 6.0]])
-    found = estimate(columns, np.array([0, 1, 2]), lambda sums: float(sums[0] / sums[1]))
+    sums = sum_by_cluster(np.array([[1.0, 2.0, 1.0, 2.0], [2.0, 4.0, 3.0, 3.0]]), np.array([0, 1, 3, 3]))
+    assert sums.tolist() == [[1.0, 2.0], [2.0, 4.0], [3.0, 6.0]]  # no token is of cluster 2
+    found = estimate(sums, lambda total: float(total[0] / total[1]))
     assert found is not None
     assert (found.value, found.low, found.high) == pytest.approx((0.5, 0.5, 0.5))
-    assert estimate(0 * columns, np.array([0, 1, 2]), lambda sums: float(sums[0] / sums[1])) is None
+    assert estimate(0 * sums, lambda total: float(total[0] / total[1])) is None

@@ -8,7 +8,7 @@ import numpy as np
 
 from ..profiles import compute_k3
 from .cause import Cause, report_absent, report_untestable
-from .sampled_tokens import Array, Integers, SampledTokens, estimate
+from .sampled_tokens import Array, Integers, SampledTokens, estimate, sum_by_cluster
 from .thresholds import LEAST_TOKENS, THRESHOLDS
 
 NAME = "misalignment"
@@ -29,13 +29,14 @@ def _beside(sampled: SampledTokens) -> Cause:
     pairs = {lag: _pairs(sampled, lag) for lag in (-1, 0, 1)}
     if min(len(first) for first, _ in pairs.values()) < LEAST_TOKENS:
         return report_untestable(NAME, f"fewer than {LEAST_TOKENS} tokens have one beside them")
-    values = {lag: _correlation(_columns(sampled, *pair).sum(0)) for lag, pair in pairs.items()}
+    columns = {lag: _columns(sampled, *pair) for lag, pair in pairs.items()}
+    values = {lag: _correlation(of_lag.sum(-1)) for lag, of_lag in columns.items()}
     best = max((-1, 1), key=lambda lag: values[lag])
-    here, beside = _columns(sampled, *pairs[0]), _columns(sampled, *pairs[best])
     # One table for both correlations, so that each bootstrap draw resamples them together.
-    columns = np.concatenate([np.pad(here, ((0, 0), (0, 6))), np.pad(beside, ((0, 0), (6, 0)))])
-    cluster = np.concatenate([sampled.cluster[pairs[0][0]], sampled.cluster[pairs[best][0]]])
-    better = estimate(columns, cluster, lambda sums: _correlation(sums[6:]) - _correlation(sums[:6]))
+    beside = np.zeros_like(columns[0])
+    beside[:, pairs[best][0]] = columns[best]
+    sums = sum_by_cluster((*columns[0], *beside), sampled.cluster)
+    better = estimate(sums, lambda total: _correlation(total[6:]) - _correlation(total[:6]))
     evidence = {f"correlation_{lag}": value for lag, value in values.items()}
     if better is None:
         return report_untestable(NAME, "all log-probs are alike", **evidence)
@@ -69,15 +70,15 @@ def _unrelated(sampled: SampledTokens, evidence: Mapping[str, float]) -> Cause |
     columns = _columns(sampled, *_pairs(sampled, 0))
     gap = sampled.tokens.gap
     # An offset common to all tokens does not show which token a log-prob belongs to.
-    loss = np.stack([np.ones(count), compute_k3(gap - gap.mean())], axis=-1)
-    here = estimate(columns, sampled.cluster, _correlation)
-    mismatch = estimate(loss, sampled.cluster, lambda sums: float(sums[1] / sums[0]))
+    loss = (np.ones(count), compute_k3(gap - gap.mean()))
+    here = estimate(sum_by_cluster(columns, sampled.cluster), _correlation)
+    mismatch = estimate(sum_by_cluster(loss, sampled.cluster), lambda sums: float(sums[1] / sums[0]))
     if here is None or here.high >= THRESHOLDS.related or mismatch is None or mismatch.low <= THRESHOLDS.healthy:
         return None
     for part in (sampled.step, sampled.tokens.turn):
         for number in np.unique(part):
             chosen = part == number
-            if chosen.sum() >= LEAST_TOKENS and _correlation(columns[chosen].sum(0)) >= THRESHOLDS.part_related:
+            if chosen.sum() >= LEAST_TOKENS and _correlation(columns[:, chosen].sum(-1)) >= THRESHOLDS.part_related:
                 return None
     return Cause(
         NAME,
@@ -104,10 +105,10 @@ def _pairs(sampled: SampledTokens, lag: int) -> tuple[Integers, Integers]:
 
 
 def _columns(sampled: SampledTokens, first: Integers, second: Integers) -> Array:
-    """Stack the terms of a correlation, (n, 6): 1, x, y, x^2, y^2, x y."""
+    """Stack the terms of a correlation, (6, n): 1, x, y, x^2, y^2, x y."""
     x = np.maximum(sampled.tokens.old[first], LOWEST)
     y = np.maximum(sampled.tokens.mu[second], LOWEST)
-    return np.stack([np.ones_like(x), x, y, x * x, y * y, x * y], axis=-1)
+    return np.stack([np.ones_like(x), x, y, x * x, y * y, x * y])
 
 
 def _correlation(sums: Array) -> float:

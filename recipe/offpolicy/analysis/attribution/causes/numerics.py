@@ -10,7 +10,7 @@ import numpy as np
 
 from .cause import Cause, report_absent, report_untestable
 from .contexts import center_within_contexts
-from .sampled_tokens import Array, SampledTokens, estimate
+from .sampled_tokens import Array, SampledTokens, estimate, sum_by_cluster
 from .thresholds import LEAST_CONTEXTS, LEAST_TOKENS, THRESHOLDS
 
 NAME = "numerics"
@@ -35,11 +35,10 @@ def find(sampled: SampledTokens, *, offset: bool) -> Cause:
     if len(gap) < LEAST_TOKENS:
         return report_untestable(NAME, f"fewer than {LEAST_TOKENS} tokens are left to judge by")
     low, middle, high = mu < LOW, (mu >= LOW) & (mu < HIGH), mu >= MIDDLE
-    columns = np.stack(
-        [column for chosen in (low, middle, high) for column in (chosen, chosen * gap, chosen * gap * gap)], axis=-1
-    ).astype(np.float64)
-    noise = estimate(columns, cluster, lambda sums: _deviation(sums[3:6]))
-    tail = estimate(columns, cluster, lambda sums: _deviation(sums[:3]) / _deviation(sums[6:]))
+    columns = (column for chosen in (low, middle, high) for column in (chosen, chosen * gap, chosen * gap * gap))
+    sums = sum_by_cluster(columns, cluster)
+    noise = estimate(sums, lambda total: _deviation(total[3:6]))
+    tail = estimate(sums, lambda total: _deviation(total[:3]) / _deviation(total[6:]))
     evidence: dict[str, float] = {"tokens_low": float(low.sum())}
     if noise is None:
         return report_untestable(NAME, "no token has a probability of 0.1 to 0.9", **evidence)

@@ -7,7 +7,7 @@ import numpy as np
 from ....monitor.mismatch.sums import EDGES
 from ..profiles import compute_k3
 from .cause import Cause, report_absent, report_untestable
-from .sampled_tokens import Array, Estimate, SampledTokens, estimate
+from .sampled_tokens import Array, Estimate, SampledTokens, estimate, sum_by_cluster
 from .thresholds import LEAST_TOKENS, THRESHOLDS
 
 NAME = "re-tokenisation"
@@ -81,4 +81,4 @@ def _factor(sampled: SampledTokens, number: int, cleanest: int) -> Estimate | No
         return float(total[known].sum() / expected) if expected > 0 else float("nan")
 
     chosen = here | there
-    return estimate(columns[chosen], sampled.cluster[chosen], ratio)
+    return estimate(sum_by_cluster(columns[chosen].T, sampled.cluster[chosen]), ratio)

@@ -6,7 +6,7 @@ policies' distributions there are seen at several points, and what differs by a 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -96,18 +96,19 @@ def collect_tokens(rows: Rows) -> SampledTokens:
     )
 
 
-def estimate(
-    columns: Array, cluster: Integers, statistic: Callable[[Array], float], *, seed: int = 0
-) -> Estimate | None:
-    """Estimate a statistic of sums over tokens, with a cluster-bootstrap interval; None where it is not finite.
+def sum_by_cluster(columns: Iterable[NDArray[np.generic]], cluster: Integers) -> Array:
+    """Sum k columns, (n,) each, over the tokens of each cluster that has one: (clusters, k) float64."""
+    there = np.bincount(cluster) > 0
+    return np.stack([np.bincount(cluster, weights=column)[there] for column in columns], axis=-1)
+
+
+def estimate(sums: Array, statistic: Callable[[Array], float], *, seed: int = 0) -> Estimate | None:
+    """Estimate a statistic of sums over all tokens, with a cluster-bootstrap interval; None where it is not finite.
 
     Args:
-        columns: (n, k), summed over tokens.
-        cluster: (n,).
-        statistic: of the k sums.
+        sums: (clusters, k), of ``sum_by_cluster``.
+        statistic: of the k totals.
     """
-    there = np.bincount(cluster) > 0
-    sums = np.stack([np.bincount(cluster, weights=column)[there] for column in columns.T], axis=-1)
     count = len(sums)
     with np.errstate(divide="ignore", invalid="ignore"):
         value = statistic(sums.sum(0)) if count else np.nan

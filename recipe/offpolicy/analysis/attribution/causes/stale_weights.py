@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from ....monitor.mismatch.sums import EDGES
 from ..profiles import compute_k3
 from .cause import Cause, report_absent, report_untestable
-from .sampled_tokens import Array, Estimate, SampledTokens, estimate
+from .sampled_tokens import Array, Estimate, SampledTokens, estimate, sum_by_cluster
 from .thresholds import LEAST_TOKENS, THRESHOLDS
 
 NAME = "stale weights"
@@ -95,8 +95,9 @@ def _kept(sampled: SampledTokens, again: Mask) -> tuple[Estimate | None, Mapping
         return None, {}
     # New rows count as if they were spread over steps and probabilities as the others are.
     scale = (counts[0] / np.maximum(counts[1], 1))[stratum]
-    columns = np.stack([again * loss, new * scale * loss], axis=-1)
-    factor = estimate(columns[again | new], sampled.cluster[again | new], lambda sums: float(sums[0] / sums[1]))
+    chosen = again | new
+    columns = (column[chosen] for column in (again * loss, new * scale * loss))
+    factor = estimate(sum_by_cluster(columns, sampled.cluster[chosen]), lambda sums: float(sums[0] / sums[1]))
     if factor is None:
         return None, {}
     evidence = {
@@ -209,13 +210,13 @@ def _by_version(sampled: SampledTokens) -> tuple[Cause, Mask]:
 def _factor(sampled: SampledTokens, here: Mask, there: Mask) -> Estimate | None:
     """Estimate the ratio of the mean KL of two sets of tokens."""
     loss = compute_k3(sampled.tokens.gap)
-    columns = np.stack([here, here * loss, there, there * loss], axis=-1).astype(np.float64)
     chosen = here | there
+    columns = (column[chosen] for column in (here, here * loss, there, there * loss))
 
     def ratio(sums: Array) -> float:
         return float((sums[1] / sums[0]) / (sums[3] / sums[2]))
 
-    return estimate(columns[chosen], sampled.cluster[chosen], ratio)
+    return estimate(sum_by_cluster(columns, sampled.cluster[chosen]), ratio)
 
 
 def _shape(series: list[float]) -> tuple[int, int]:

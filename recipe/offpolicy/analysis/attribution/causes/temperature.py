@@ -10,11 +10,9 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
-
 from .cause import Cause, report_absent, report_untestable
 from .contexts import center_within_contexts
-from .sampled_tokens import Array, SampledTokens, estimate
+from .sampled_tokens import Array, SampledTokens, estimate, sum_by_cluster
 from .thresholds import LEAST_CONTEXTS, THRESHOLDS
 
 NAME = "temperature"
@@ -36,11 +34,11 @@ def find(sampled: SampledTokens, sampling: Mapping[str, Any]) -> Cause:
             **evidence,
         )
     x, y = contexts.old, contexts.mu
-    columns = np.stack([x * x, x * y, (y - x) ** 2, (y - x) * x, y * y], axis=-1)
-    cluster = sampled.cluster[contexts.index]
-    slope = estimate(columns, cluster, _slope)
-    explained = estimate(columns, cluster, _explained)
-    fit = estimate(columns, cluster, _fit)
+    columns = (x * x, x * y, (y - x) ** 2, (y - x) * x, y * y)
+    sums = sum_by_cluster(columns, sampled.cluster[contexts.index])
+    slope = estimate(sums, _slope)
+    explained = estimate(sums, _explained)
+    fit = estimate(sums, _fit)
     if slope is None or explained is None or fit is None:
         return report_untestable(NAME, "both policies agree to the bit", **evidence)
     evidence |= {

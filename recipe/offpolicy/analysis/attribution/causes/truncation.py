@@ -21,7 +21,7 @@ import numpy as np
 
 from .cause import Cause, report_absent, report_untestable
 from .contexts import sum_probabilities
-from .sampled_tokens import Estimate, SampledTokens, estimate
+from .sampled_tokens import Estimate, SampledTokens, estimate, sum_by_cluster
 from .thresholds import LEAST_TOKENS, THRESHOLDS
 
 TRUNCATED, EXTRA = "truncated sampling", "extra vocabulary"
@@ -54,18 +54,17 @@ def _measure_offset(sampled: SampledTokens) -> Offset | None:
     """Estimate the offset; None where both policies agree to the bit."""
     gap = sampled.tokens.gap
     larger_mu, larger_old = np.square(np.minimum(gap, 0.0)), np.square(np.maximum(gap, 0.0))
-    columns = np.stack(
-        [np.ones_like(gap), -np.expm1(np.clip(gap, -20, 20)), larger_mu, gap * gap, gap > 0, larger_old], axis=-1
-    )
-    missing = estimate(columns, sampled.cluster, lambda sums: float(sums[1] / sums[0]))
-    one_sided = estimate(columns, sampled.cluster, lambda sums: float(sums[2] / sums[3]))
-    above = estimate(columns, sampled.cluster, lambda sums: float(np.sqrt(sums[5] / sums[4])))
+    columns = (np.ones_like(gap), -np.expm1(np.clip(gap, -20, 20)), larger_mu, gap * gap, gap > 0, larger_old)
+    sums = sum_by_cluster(columns, sampled.cluster)
+    missing = estimate(sums, lambda total: float(total[1] / total[0]))
+    one_sided = estimate(sums, lambda total: float(total[2] / total[3]))
+    above = estimate(sums, lambda total: float(np.sqrt(total[5] / total[4])))
     support = sum_probabilities(sampled)
     # Only contexts whose sampled tokens are all of mu, yet not all of pi_old, show truncation.
     short = support.old < 1.0 - SHORT
     whole = short & (support.mu > 1.0 - WHOLE)
-    counted = np.stack([short, whole], axis=-1).astype(np.float64)
-    exhausted = estimate(counted, support.cluster, lambda sums: float(sums[1] / sums[0]))
+    counted = sum_by_cluster((short, whole), support.cluster)
+    exhausted = estimate(counted, lambda total: float(total[1] / total[0]))
     if missing is None or one_sided is None or exhausted is None:
         return None
     return Offset(missing, one_sided, above, exhausted, int(whole.sum()))
