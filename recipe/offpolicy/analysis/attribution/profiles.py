@@ -179,7 +179,7 @@ def sum_profiles(rows: Rows, tokens: ValidTokens) -> Profiles:
         "staleness": select_staleness(rows, tokens),
     }
     # Tokens are summed once, by what they have in all profiles; each profile then adds up these few cells.
-    cell, values = _number_cells(keys)
+    cell, values = number_cells(keys)
     cells = _sum_tokens(cell, len(next(iter(values.values()))), tokens)
     return {name: _merge_cells(values[name], cells) for name in keys}
 
@@ -202,7 +202,7 @@ def _ranges(unit: str) -> list[str]:
     return [*names, f"> {_SIZES[-1]}{unit}"]
 
 
-def _number_cells(
+def number_cells(
     keys: Mapping[str, NDArray[np.int64]],
 ) -> tuple[NDArray[np.int64], Mapping[str, NDArray[np.int64]]]:
     """Number the combinations of keys: the number of each token's, and the key of each number by name."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ....monitor.mismatch.sums import EDGES
+from ....monitor.mismatch.sums import BINS
 from ..profiles import compute_k3
 from .cause import Cause, report_absent, report_untestable
 from .sampled_tokens import Array, Estimate, SampledTokens, estimate, sum_by_cluster
@@ -64,8 +64,7 @@ def find(sampled: SampledTokens) -> tuple[Cause, np.ndarray]:
 def _factor(sampled: SampledTokens, number: int, cleanest: int) -> Estimate | None:
     """Estimate KL of a turn over that of the cleanest turn at the same probabilities."""
     loss = compute_k3(sampled.tokens.gap)
-    bins = np.digitize(sampled.tokens.mu, EDGES)
-    width = len(EDGES) + 1
+    bins, width = sampled.tokens.probability, len(BINS)
     here, there = sampled.tokens.turn == number, sampled.tokens.turn == cleanest
     columns = np.zeros((len(sampled), 4 * width))
     index = np.arange(len(sampled))

@@ -14,8 +14,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from ....monitor.mismatch.sums import EDGES
-from ..profiles import compute_k3
+from ..profiles import compute_k3, number_cells
 from .cause import Cause, report_absent, report_untestable
 from .sampled_tokens import Array, Estimate, SampledTokens, estimate, sum_by_cluster
 from .thresholds import LEAST_TOKENS, THRESHOLDS
@@ -84,10 +83,9 @@ def _kept(sampled: SampledTokens, again: Mask) -> tuple[Estimate | None, Mapping
     """
     new = sampled.again == 0
     loss = compute_k3(sampled.tokens.gap)
-    keys = np.stack([sampled.step, sampled.staleness, np.digitize(sampled.tokens.mu, EDGES)], axis=-1)
     # Strata that only one kind of row has offer no comparison.
-    _, stratum = np.unique(keys, axis=0, return_inverse=True)
-    stratum = stratum.reshape(-1)
+    keys = {"step": sampled.step, "staleness": sampled.staleness, "probability": sampled.tokens.probability}
+    stratum, _ = number_cells(keys)
     counts = [np.bincount(stratum[chosen], minlength=stratum.max() + 1) for chosen in (again, new)]
     shared = ((counts[0] > 0) & (counts[1] > 0))[stratum]
     again, new = again & shared, new & shared
