@@ -251,8 +251,15 @@ def _join_chunks(column: pa.ChunkedArray) -> pa.Array:
 
 def _ragged(column: pa.ListArray) -> tuple[NDArray[np.int64], NDArray[Any]]:
     lengths = column.value_lengths().to_numpy(zero_copy_only=False).astype(np.int64)
-    # Writable, as torch asks of what it shares.
-    return np.concatenate([[0], np.cumsum(lengths)]), column.flatten().to_numpy(zero_copy_only=False, writable=True)
+    return np.concatenate([[0], np.cumsum(lengths)]), _view_writable(column.flatten())
+
+
+def _view_writable(values: pa.Array) -> NDArray[Any]:
+    """View values as an array that may be written to, as torch asks of what it shares; Arrow itself would copy them."""
+    buffer = values.buffers()[1]
+    if not len(values) or pa.types.is_boolean(values.type) or not buffer.is_mutable:
+        return values.to_numpy(zero_copy_only=False, writable=True)
+    return np.frombuffer(buffer, values.type.to_pandas_dtype())[values.offset : values.offset + len(values)]
 
 
 def _check_size(path: Path) -> None:
