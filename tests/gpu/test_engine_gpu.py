@@ -9,21 +9,23 @@ import pytest
 import torch
 
 from tests.support import first_update as fu
-from tests.support import parity
 from tests.support import training_worker as tw
+from tests.support.parity_case import CORRECTIONS, MODES, ROWS, Case, tiny_model
+from tests.support.parity_paths import Witness, batch_v0, batch_v1, register_witness, update_by_engine
+from tests.support.parity_update import assert_same, expected
 
 pytestmark = [pytest.mark.gpu, pytest.mark.verl("==0.9.1")]
-CASES = [(name, "token-mean") for name in parity.CORRECTIONS] + [("stacked", mode) for mode in parity.MODES[1:]]
+CASES = [(name, "token-mean") for name in CORRECTIONS] + [("stacked", mode) for mode in MODES[1:]]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return parity.tiny_model(tmp_path_factory.mktemp("model"))
+    return tiny_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")
-def case(folder: Path) -> parity.Case:
-    return parity.Case.of(folder)
+def case(folder: Path) -> Case:
+    return Case.of(folder)
 
 
 @pytest.fixture(scope="module")
@@ -33,33 +35,33 @@ def worker(folder: Path) -> Any:
 
 
 @pytest.fixture
-def witness(case: parity.Case, monkeypatch: pytest.MonkeyPatch) -> parity.Witness:
-    return parity.register_witness(case, monkeypatch)
+def witness(case: Case, monkeypatch: pytest.MonkeyPatch) -> Witness:
+    return register_witness(case, monkeypatch)
 
 
-@pytest.mark.parametrize("layout", [parity.batch_v0, parity.batch_v1])
+@pytest.mark.parametrize("layout", [batch_v0, batch_v1])
 @pytest.mark.parametrize("split", [2, 8, "dynamic"])
 @pytest.mark.parametrize(("name", "mode"), CASES)
 def test_the_engine_makes_the_update_of_the_reference(
-    worker: Any, case: parity.Case, witness: parity.Witness, layout: Any, split: Any, name: str, mode: str
+    worker: Any, case: Case, witness: Witness, layout: Any, split: Any, name: str, mode: str
 ) -> None:
-    found = parity.update_by_engine(worker, witness, layout, name, mode, split)
+    found = update_by_engine(worker, witness, layout, name, mode, split)
     assert next(worker.engine.module.parameters()).device.type == "cuda"
-    parity.assert_same(found, parity.expected(case, parity.CORRECTIONS[name], mode, range(parity.ROWS)))
+    assert_same(found, expected(case, CORRECTIONS[name], mode, range(ROWS)))
 
 
-@pytest.mark.parametrize("name", parity.CORRECTIONS)
+@pytest.mark.parametrize("name", CORRECTIONS)
 def test_the_first_update_is_proved(worker: Any, name: str) -> None:
-    live = fu.first_update(worker, parity.CORRECTIONS[name])
+    live = fu.first_update(worker, CORRECTIONS[name])
     assert live["proved"] == 1.0
     assert live["gradient_error"] < 1e-4
 
 
-@pytest.mark.parametrize("name", parity.CORRECTIONS)
-def test_both_stages_decide_as_on_the_cpu(case: parity.Case, name: str) -> None:
+@pytest.mark.parametrize("name", CORRECTIONS)
+def test_both_stages_decide_as_on_the_cpu(case: Case, name: str) -> None:
     from recipe.offpolicy.correction import CorrectionSpec, rollout_stage, step_stage, turns
 
-    spec = CorrectionSpec.from_mapping(parity.CORRECTIONS[name])
+    spec = CorrectionSpec.from_mapping(CORRECTIONS[name])
 
     def stages(device: str) -> Any:
         columns = {key: value.to(device) for key, value in case.columns.items()}
@@ -69,7 +71,7 @@ def test_both_stages_decide_as_on_the_cpu(case: parity.Case, name: str) -> None:
             rollout_log_prob=columns["rollout_log_probs"],
             response_mask=columns["response_mask"].bool(),
             segment_ids=turns(columns["response_mask"].bool()),
-            staleness=torch.arange(parity.ROWS, device=device) % 3,
+            staleness=torch.arange(ROWS, device=device) % 3,
         )
         return step_stage(spec, stage, log_prob=columns["ref_log_prob"], advantages=columns["advantages"])
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.support import megatron_program as mp
-from tests.support import parity
+from tests.support.parity_case import Case
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow, pytest.mark.verl("==0.9.1")]
 
@@ -21,7 +21,7 @@ def test_transformer_engine_makes_the_update_of_the_reference(tmp_path: Path) ->
     found = mp.run(mp.ENGINE, folder, tmp_path, {"packed": (layout, [job, proved])})
     (rank,) = found["packed"]
     assert (rank.seen[job.name].error, rank.seen[proved.name].error) == ("", "")
-    case = parity.Case.of(folder)
+    case = Case.of(folder)
     ((update, _),) = mp.updates([rank], job)
     mp.assert_same_in_bf16(update, case, job)
     assert mp.judged(rank.seen[proved.name].packets, proved, case)["proved"] == 1.0

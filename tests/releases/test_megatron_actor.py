@@ -9,15 +9,14 @@ import pytest
 import torch
 
 from tests.support import megatron_program as mp
-from tests.support import parity
+from tests.support.parity_case import CORRECTIONS, ROWS, Case
+from tests.support.parity_update import expected
 
 pytestmark = [pytest.mark.verl("==0.7.1"), pytest.mark.slow]
 
 PLAIN = mp.Job("plain", None, patched=False)
 NONE = mp.Job("none", {}, prove=True)
-SHUFFLED = mp.Job(
-    "shuffled", parity.CORRECTIONS["tis"], mini_batches=2, config={"shuffle": True, "data_loader_seed": 3}
-)
+SHUFFLED = mp.Job("shuffled", CORRECTIONS["tis"], mini_batches=2, config={"shuffle": True, "data_loader_seed": 3})
 REFERENCED = [job for job in mp.JOBS if job.witnessed] + [SHUFFLED]
 layouts = pytest.mark.parametrize("layout", mp.LAYOUTS)
 
@@ -28,8 +27,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def case(folder: Path) -> parity.Case:
-    return parity.Case.of(folder)
+def case(folder: Path) -> Case:
+    return Case.of(folder)
 
 
 @pytest.fixture(scope="module")
@@ -41,34 +40,32 @@ def found(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> mp.Found:
 
 @layouts
 @pytest.mark.parametrize("job", REFERENCED, ids=lambda job: job.name)
-def test_the_actor_makes_the_update_of_the_reference(
-    found: mp.Found, case: parity.Case, layout: str, job: mp.Job
-) -> None:
+def test_the_actor_makes_the_update_of_the_reference(found: mp.Found, case: Case, layout: str, job: mp.Job) -> None:
     """Weights, masks, loss and gradients, over all ranks and however the mini-batch is cut."""
     mp.assert_makes_the_reference(found[layout], job, case)
 
 
 @layouts
-def test_it_is_proved_live_on_the_last_stage(found: mp.Found, case: parity.Case, layout: str) -> None:
+def test_it_is_proved_live_on_the_last_stage(found: mp.Found, case: Case, layout: str) -> None:
     """Each micro-batch reports from the last stage, in the actor's own backward, and from nowhere else."""
     job = mp.of_job("proved")
     packets = [packet for rank in mp.on_last_stage(found[layout]) for packet in rank.seen[job.name].packets]
     live = mp.judged(packets, job, case)
-    assert (live["proved"], live["rows"], live["parts"]) == (1.0, parity.ROWS, 3.0)
+    assert (live["proved"], live["rows"], live["parts"]) == (1.0, ROWS, 3.0)
     assert max(live["gradient_error"], live["shift_error"]) < 1e-5
     others = [rank.seen[job.name].packets for rank in found[layout] if not rank.last_stage]
     assert others == [[]] * (mp.LAYOUTS[layout].pipeline - 1)
 
 
 @layouts
-def test_a_micro_batch_without_a_token_adds_nothing(found: mp.Found, case: parity.Case, layout: str) -> None:
+def test_a_micro_batch_without_a_token_adds_nothing(found: mp.Found, case: Case, layout: str) -> None:
     job = mp.of_job("silent")
     ranks = found[layout]
     assert [rank.seen[job.name].error for rank in ranks] == ["", ""]
-    demanded = parity.expected(mp.without_tokens(case, mp.SILENT), mp.STACKED, job.mode, range(parity.ROWS))
+    demanded = expected(mp.without_tokens(case, mp.SILENT), mp.STACKED, job.mode, range(ROWS))
     assert mp.gradient_error(ranks[0].seen[job.name].gradients[0], demanded.gradients) < 1e-5
     packets = [packet for rank in mp.on_last_stage(ranks) for packet in rank.seen[job.name].packets]
-    assert mp.judged(packets, job, case)["rows"] == parity.ROWS - len(mp.SILENT)
+    assert mp.judged(packets, job, case)["rows"] == ROWS - len(mp.SILENT)
 
 
 @layouts

@@ -14,13 +14,23 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support import parity
 from tests.support import training_worker as tw
+from tests.support.parity_case import CORRECTIONS, MODES, ROWS, TEMPERATURE, Case, tiny_model
+from tests.support.parity_paths import (
+    Witness,
+    actor_settings,
+    batch_v0,
+    batch_v1,
+    build_case_plan,
+    register_witness,
+    update_by_engine,
+)
+from tests.support.parity_update import Update, assert_same, expected, fingerprint
 
 pytestmark = pytest.mark.slow
 RECORDED = json.loads(Path(__file__).with_name("parity.json").read_text())
-BY_ROW = [(name, mode) for name in ("stacked", "excluded") for mode in parity.MODES[1:]]
-CASES = [(name, "token-mean") for name in parity.CORRECTIONS] + BY_ROW
+BY_ROW = [(name, mode) for name in ("stacked", "excluded") for mode in MODES[1:]]
+CASES = [(name, "token-mean") for name in CORRECTIONS] + BY_ROW
 cases = pytest.mark.parametrize(("name", "mode"), CASES, ids=["-".join(case) for case in CASES])
 ENGINES = [
     pytest.param(("fsdp2", True), id="fsdp2-packed"),
@@ -41,12 +51,12 @@ def own_process_group() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return parity.tiny_model(tmp_path_factory.mktemp("model"))
+    return tiny_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")
-def case(folder: Path) -> parity.Case:
-    return parity.Case.of(folder)
+def case(folder: Path) -> Case:
+    return Case.of(folder)
 
 
 @pytest.fixture(scope="module", params=ENGINES)
@@ -58,15 +68,13 @@ def worker(request: pytest.FixtureRequest, folder: Path) -> Any:
 
 
 @pytest.fixture
-def witness(case: parity.Case, monkeypatch: pytest.MonkeyPatch) -> parity.Witness:
-    return parity.register_witness(case, monkeypatch)
+def witness(case: Case, monkeypatch: pytest.MonkeyPatch) -> Witness:
+    return register_witness(case, monkeypatch)
 
 
 @cases
-def test_the_reference_is_the_same_in_every_release(case: parity.Case, name: str, mode: str) -> None:
-    found = parity.fingerprint(
-        parity.expected(case.of_correction(name), parity.CORRECTIONS[name], mode, range(parity.ROWS))
-    )
+def test_the_reference_is_the_same_in_every_release(case: Case, name: str, mode: str) -> None:
+    found = fingerprint(expected(case.of_correction(name), CORRECTIONS[name], mode, range(ROWS)))
     # The model computes its norms in float32, which processors round differently.
     assert found == pytest.approx(RECORDED[f"{name}-{mode}"], rel=1e-4, abs=1e-6)
 
@@ -80,8 +88,8 @@ def test_the_cases_differ() -> None:
 SPLITS = [2, pytest.param(8, marks=pytest.mark.extended), "dynamic"]
 """Micro-batches by rows or by tokens; 8 rows are the mini-batch whole."""
 LAYOUTS = [
-    pytest.param(parity.batch_v0, id="v0"),
-    pytest.param(parity.batch_v1, id="v1", marks=pytest.mark.verl("==0.9.1")),
+    pytest.param(batch_v0, id="v0"),
+    pytest.param(batch_v1, id="v1", marks=pytest.mark.verl("==0.9.1")),
 ]
 
 
@@ -89,13 +97,13 @@ LAYOUTS = [
 @pytest.mark.parametrize("split", SPLITS)
 @cases
 def test_the_engine_makes_the_update_of_the_reference(
-    worker: Any, case: parity.Case, witness: parity.Witness, layout: Any, split: Any, name: str, mode: str
+    worker: Any, case: Case, witness: Witness, layout: Any, split: Any, name: str, mode: str
 ) -> None:
     case = witness.case = case.of_correction(name)
-    found = parity.update_by_engine(worker, witness, layout, name, mode, split)
+    found = update_by_engine(worker, witness, layout, name, mode, split)
     assert len(witness.losses) == {2: 4, 8: 1}.get(split, len(witness.losses))
     assert split != "dynamic" or len(witness.losses) > 2
-    parity.assert_same(found, parity.expected(case, parity.CORRECTIONS[name], mode, range(parity.ROWS)))
+    assert_same(found, expected(case, CORRECTIONS[name], mode, range(ROWS)))
 
 
 TAUGHT = [
@@ -110,14 +118,14 @@ taught = pytest.mark.parametrize(("name", "mode", "distilled"), TAUGHT)
 @pytest.mark.parametrize(
     ("layout", "split"),
     [
-        pytest.param(parity.batch_v0, "dynamic", id="v0"),
-        pytest.param(parity.batch_v1, 2, id="v1", marks=pytest.mark.verl("==0.9.1")),
+        pytest.param(batch_v0, "dynamic", id="v0"),
+        pytest.param(batch_v1, 2, id="v1", marks=pytest.mark.verl("==0.9.1")),
     ],
 )
 @taught
 def test_the_engine_makes_the_distilled_update_of_the_reference(
     worker: Any,
-    case: parity.Case,
+    case: Case,
     monkeypatch: pytest.MonkeyPatch,
     layout: Any,
     split: Any,
@@ -127,12 +135,12 @@ def test_the_engine_makes_the_distilled_update_of_the_reference(
 ) -> None:
     """The teacher's term with weights, masks and denominators, and the hashes of what it was made of."""
     asked = case.with_teacher(distilled)
-    found = parity.update_by_engine(worker, parity.register_witness(asked, monkeypatch), layout, name, mode, split)
-    demanded = parity.expected(asked, parity.CORRECTIONS[name], mode, range(parity.ROWS))
-    parity.assert_same(found, demanded)
-    without = parity.expected(case, parity.CORRECTIONS[name], mode, range(parity.ROWS))
+    found = update_by_engine(worker, register_witness(asked, monkeypatch), layout, name, mode, split)
+    demanded = expected(asked, CORRECTIONS[name], mode, range(ROWS))
+    assert_same(found, demanded)
+    without = expected(case, CORRECTIONS[name], mode, range(ROWS))
     with pytest.raises(AssertionError):
-        parity.assert_same(found, without)
+        assert_same(found, without)
 
 
 ACTORS = [
@@ -159,7 +167,7 @@ def legacy_actor(folder: Path, kind: str, packed: bool, **settings: Any) -> Any:
         fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
     config = FSDPActorConfig(
         strategy="fsdp",
-        ppo_mini_batch_size=parity.ROWS,
+        ppo_mini_batch_size=ROWS,
         rollout_n=1,
         use_torch_compile=False,
         use_remove_padding=packed,
@@ -174,13 +182,13 @@ def legacy_actor(folder: Path, kind: str, packed: bool, **settings: Any) -> Any:
 @pytest.mark.parametrize("split", SPLITS)
 @cases
 def test_the_legacy_actor_makes_the_update_of_the_reference(
-    folder: Path, case: parity.Case, witness: parity.Witness, kind: str, packed: bool, split: Any, name: str, mode: str
+    folder: Path, case: Case, witness: Witness, kind: str, packed: bool, split: Any, name: str, mode: str
 ) -> None:
     """One mini-batch and one epoch, where verl's own actor would take the current log-probs for pi_old."""
     case = witness.case = case.of_correction(name)
     found = update_by_legacy_actor(folder, witness, kind, packed, split, name, mode)
     assert len(witness.losses) > 1 or split == 8
-    parity.assert_same(found, parity.expected(case, parity.CORRECTIONS[name], mode, range(parity.ROWS)))
+    assert_same(found, expected(case, CORRECTIONS[name], mode, range(ROWS)))
 
 
 @pytest.mark.verl("==0.7.1")
@@ -188,7 +196,7 @@ def test_the_legacy_actor_makes_the_update_of_the_reference(
 @taught
 def test_the_legacy_actor_makes_the_distilled_update_of_the_reference(
     folder: Path,
-    case: parity.Case,
+    case: Case,
     monkeypatch: pytest.MonkeyPatch,
     kind: str,
     packed: bool,
@@ -197,14 +205,14 @@ def test_the_legacy_actor_makes_the_distilled_update_of_the_reference(
     distilled: str,
 ) -> None:
     asked = case.with_teacher(distilled)
-    witness = parity.register_witness(asked, monkeypatch)
+    witness = register_witness(asked, monkeypatch)
     found = update_by_legacy_actor(folder, witness, kind, packed, 2, name, mode)
-    parity.assert_same(found, parity.expected(asked, parity.CORRECTIONS[name], mode, range(parity.ROWS)))
+    assert_same(found, expected(asked, CORRECTIONS[name], mode, range(ROWS)))
 
 
 def update_by_legacy_actor(
-    folder: Path, witness: parity.Witness, kind: str, packed: bool, split: Any, name: str, mode: str
-) -> parity.Update:
+    folder: Path, witness: Witness, kind: str, packed: bool, split: Any, name: str, mode: str
+) -> Update:
     """What verl 0.7.1's actor does with the batch of the witness's case."""
     from verl import DataProto
 
@@ -223,11 +231,11 @@ def update_by_legacy_actor(
         if split == "dynamic"
         else dict(ppo_micro_batch_size_per_gpu=split)
     )
-    actor = legacy_actor(folder, kind, packed, **parity.actor_settings(mode), **sizes)
-    spec = CorrectionSpec.from_mapping(parity.CORRECTIONS[name])
-    plan, columns = parity.build_case_plan(witness.case, spec, mode, parity.ROWS)
+    actor = legacy_actor(folder, kind, packed, **actor_settings(mode), **sizes)
+    spec = CorrectionSpec.from_mapping(CORRECTIONS[name])
+    plan, columns = build_case_plan(witness.case, spec, mode, ROWS)
     handover = build_handover(spec, plan, extensions=witness.case.extensions)
-    meta = {"temperature": parity.TEMPERATURE, "pad_token_id": 2, HANDOVER: handover}
+    meta = {"temperature": TEMPERATURE, "pad_token_id": 2, HANDOVER: handover}
     gradients: dict[str, torch.Tensor] = {}
 
     def hold() -> torch.Tensor:

@@ -11,9 +11,10 @@ from typing import Any
 
 import verl  # noqa: F401  before Megatron: it loads the patches
 
-from tests.support import parity
 from tests.support.megatron_parts import LOCAL_LAYERS, in_every_layout, loss_settings, share, whole_gradients
 from tests.support.megatron_program import Job, Layout, Seen
+from tests.support.parity_case import ROWS, TEMPERATURE, Case
+from tests.support.parity_paths import Witness
 
 
 class Engine:
@@ -25,7 +26,7 @@ class Engine:
         from verl.workers.engine_workers import TrainingWorker, TrainingWorkerConfig
 
         self.layout = layout
-        self.case = parity.Case.of(folder)
+        self.case = Case.of(folder)
         engine = McoreEngineConfig(
             vanilla_mbridge=True,
             use_remove_padding=layout.transformer_engine,
@@ -55,11 +56,11 @@ class Engine:
         from recipe.offpolicy.worker.metrics import take_packets
 
         case = self.case.with_teacher(job.distilled)
-        witness = parity.Witness(case)
+        witness = Witness(case)
         witness.register()
         seen, engine = Seen(), self.worker.engine
         config = McoreActorConfig(
-            ppo_mini_batch_size=parity.ROWS,
+            ppo_mini_batch_size=ROWS,
             ppo_micro_batch_size_per_gpu=job.micro_rows,
             rollout_n=1,
             **(loss_settings(job) | job.config),
@@ -86,11 +87,11 @@ class Engine:
 
         spec, plan, columns = share(self.case, job, self.layout)
         data = left_right_2_no_padding(DataProto.from_dict(columns, meta_info={PLAN: plan}).to_tensordict())
-        size = parity.ROWS // job.mini_batches
+        size = ROWS // job.mini_batches
         tu.assign_non_tensor(
             data,
             calculate_entropy=True,
-            temperature=parity.TEMPERATURE,
+            temperature=TEMPERATURE,
             global_batch_size=size,
             mini_batch_size=size,
             epochs=1,

@@ -12,9 +12,10 @@ from typing import Any
 import torch
 import verl  # noqa: F401  before Megatron: it loads the patches
 
-from tests.support import parity
 from tests.support.megatron_parts import LOCAL_LAYERS, in_every_layout, loss_settings, share, whole_gradients
 from tests.support.megatron_program import Job, Layout, Seen
+from tests.support.parity_case import ROWS, TEMPERATURE, Case
+from tests.support.parity_paths import Witness
 
 
 class Legacy:
@@ -26,7 +27,7 @@ class Legacy:
         from verl.utils.megatron_utils import McoreModuleWrapperConfig, make_megatron_module
 
         self.layout = layout
-        self.case = parity.Case.of(folder)
+        self.case = Case.of(folder)
         self.hf_config = AutoConfig.from_pretrained(folder)
         self.bridge = AutoBridge.from_config(self.hf_config, dtype=torch.float32)
         self.bridge.set_extra_args(**LOCAL_LAYERS)
@@ -45,7 +46,7 @@ class Legacy:
 
         if job.patched:
             verl_patches.install("legacy")
-        witness = parity.Witness(self.case.with_teacher(job.distilled))
+        witness = Witness(self.case.with_teacher(job.distilled))
         witness.register()
         actor, seen = self._actor(job), Seen()
         actor.actor_optimizer.step = lambda: (
@@ -68,7 +69,7 @@ class Legacy:
         from verl.workers.config import McoreActorConfig, McoreEngineConfig
 
         values = loss_settings(job) | dict(
-            ppo_mini_batch_size=parity.ROWS // self.layout.data // job.mini_batches,
+            ppo_mini_batch_size=ROWS // self.layout.data // job.mini_batches,
             ppo_micro_batch_size_per_gpu=job.micro_rows,
             rollout_n=1,
             use_dynamic_bsz=job.tokens is not None,
@@ -94,7 +95,7 @@ class Legacy:
         from verl_patches.legacy.handover import HANDOVER
 
         spec, plan, columns = share(self.case, job, self.layout)
-        meta: dict[str, Any] = {"temperature": parity.TEMPERATURE, "micro_batch_size": job.micro_rows}
+        meta: dict[str, Any] = {"temperature": TEMPERATURE, "micro_batch_size": job.micro_rows}
         if job.correction is not None:
             extensions = self.case.with_teacher(job.distilled).extensions
             meta[HANDOVER] = build_handover(spec, plan, job.prove, extensions=extensions)

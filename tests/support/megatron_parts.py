@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.support import parity
 from tests.support.megatron_program import Job, Layout, Rank, Seen
+from tests.support.parity_case import ENTROPY_COEFF, KL_COEF, ROWS, Case
 
 LOCAL_LAYERS = {
     "use_cpu_initialization": True,
@@ -59,7 +59,7 @@ def _in_layout(make: Callable[[Path, Layout], Update], model: Path, layout: Layo
     return rank
 
 
-def share(case: parity.Case, job: Job, layout: Layout) -> tuple[Any, Any, dict[str, Tensor]]:
+def share(case: Case, job: Job, layout: Layout) -> tuple[Any, Any, dict[str, Tensor]]:
     """Spec and plan of the job, and this rank's rows of the batch as the trainer sends it."""
     from megatron.core import parallel_state as mpu
     from tensordict import TensorDict
@@ -73,15 +73,15 @@ def share(case: parity.Case, job: Job, layout: Layout) -> tuple[Any, Any, dict[s
     spec = CorrectionSpec.from_mapping(job.correction or {})
     if spec.proximal != "recompute":
         columns["old_log_probs"] = columns["rollout_log_probs"]
-    rows = TensorDict(columns, batch_size=parity.ROWS)
+    rows = TensorDict(columns, batch_size=ROWS)
     plan, more = build_plan(
         spec,
         {},
         step=1,
         rows=lambda: rows,
-        batch_split=lambda: BatchSplit(layout.data, parity.ROWS // job.mini_batches, job.mode),
+        batch_split=lambda: BatchSplit(layout.data, ROWS // job.mini_batches, job.mode),
     )
-    count = parity.ROWS // layout.data
+    count = ROWS // layout.data
     start = count * mpu.get_data_parallel_rank()
     return spec, plan, {name: column[start : start + count].clone() for name, column in (columns | more).items()}
 
@@ -93,9 +93,9 @@ def loss_settings(job: Job) -> dict[str, Any]:
     return dict(
         loss_agg_mode=job.mode,
         policy_loss=PolicyLossConfig(loss_mode="witness" if job.witnessed else "vanilla"),
-        entropy_coeff=parity.ENTROPY_COEFF,
+        entropy_coeff=ENTROPY_COEFF,
         use_kl_loss=True,
-        kl_loss_coef=parity.KL_COEF,
+        kl_loss_coef=KL_COEF,
         kl_loss_type="low_var_kl",
     )
 

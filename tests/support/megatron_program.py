@@ -21,8 +21,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.support import parity
 from tests.support.fresh_python import CPU
+from tests.support.parity_case import CORRECTIONS, MODES, ROWS, Case, tiny_model
+from tests.support.parity_update import Update, assert_same, expected
 from tests.support.paths import ROOT
 
 LEGACY = Path(__file__).with_name("megatron_legacy_ranks.py")
@@ -63,12 +64,12 @@ class Job:
         mini_batches: into how many the batch is cut.
         micro_rows: rows of a micro-batch.
         silent: rows whose response mask is all zero.
-        witnessed: verl's loss is called through ``parity.Witness``.
+        witnessed: verl's loss is called through ``Witness``.
         config: fields of the actor's config.
         patched: install the patches of the legacy actors first.
         tokens: that a micro-batch may have, instead of ``micro_rows``.
         prove: ask for the proof, whose trials call the witness too.
-        distilled: mode of on-policy distillation, see ``parity.Case.with_teacher``.
+        distilled: mode of on-policy distillation, see ``Case.with_teacher``.
     """
 
     name: str
@@ -180,11 +181,11 @@ def _end(program: subprocess.Popen[bytes]) -> None:
 
 
 def deep_model(folder: Path) -> Path:
-    """``parity.tiny_model`` with four layers, so that two pipeline ranks have two virtual stages each."""
+    """``tiny_model`` with four layers, so that two pipeline ranks have two virtual stages each."""
     from transformers import AutoConfig, Qwen2ForCausalLM
 
     layers = {"num_hidden_layers": 4, "layer_types": ["full_attention"] * 4}
-    config = AutoConfig.from_pretrained(parity.tiny_model(folder), **layers)
+    config = AutoConfig.from_pretrained(tiny_model(folder), **layers)
     model = Qwen2ForCausalLM(config)
     generator = torch.Generator().manual_seed(2)
     with torch.no_grad():
@@ -201,12 +202,12 @@ LAYOUTS = {
     "pipeline": Layout(pipeline=2),
     "interleaved": Layout(pipeline=2, stages=2),
 }
-STACKED = parity.CORRECTIONS["stacked"]
+STACKED = CORRECTIONS["stacked"]
 SILENT = [2, 3]  # a whole micro-batch in every layout
 JOBS = [
-    *(Job(name, correction) for name, correction in parity.CORRECTIONS.items()),
-    *(Job(f"stacked-{mode}", STACKED, mode=mode) for mode in parity.MODES[1:]),
-    Job("mini_batches", parity.CORRECTIONS["tis"], mini_batches=2),
+    *(Job(name, correction) for name, correction in CORRECTIONS.items()),
+    *(Job(f"stacked-{mode}", STACKED, mode=mode) for mode in MODES[1:]),
+    Job("mini_batches", CORRECTIONS["tis"], mini_batches=2),
     Job("dynamic", STACKED, tokens=40),
     Job("distilled by loss", STACKED, distilled="loss"),
     Job("distilled by advantage", STACKED, distilled="advantage"),
@@ -220,7 +221,7 @@ def on_last_stage(ranks: list[Rank]) -> list[Rank]:
     return [rank for rank in ranks if rank.last_stage and rank.tensor == 0]
 
 
-def updates(ranks: list[Rank], job: Job) -> list[tuple[parity.Update, list[int]]]:
+def updates(ranks: list[Rank], job: Job) -> list[tuple[Update, list[int]]]:
     """What the ranks did together, a mini-batch each, and its rows."""
     seen = [rank.seen[job.name] for rank in on_last_stage(ranks)]
     found = []
@@ -233,15 +234,15 @@ def updates(ranks: list[Rank], job: Job) -> list[tuple[parity.Update, list[int]]
                 factors |= call
             # Megatron takes the mean over data-parallel ranks.
             loss += sum(each.losses[count * mini : count * (mini + 1)]) / len(seen)
-        found.append((parity.Update(factors, loss, seen[0].gradients[mini]), sorted({row for row, _ in factors})))
+        found.append((Update(factors, loss, seen[0].gradients[mini]), sorted({row for row, _ in factors})))
     return found
 
 
-def without_tokens(case: parity.Case, rows: list[int]) -> parity.Case:
+def without_tokens(case: Case, rows: list[int]) -> Case:
     """The case with rows whose response mask is all zero."""
     mask = case.columns["response_mask"].clone()
     mask[rows] = 0
-    return parity.Case(case.model, case.columns | {"response_mask": mask})
+    return Case(case.model, case.columns | {"response_mask": mask})
 
 
 def of_job(name: str) -> Job:
@@ -255,16 +256,16 @@ def gradient_error(found: dict[str, Any], demanded: dict[str, Any]) -> float:
     return max(float((found[name].double().cpu() - demanded[name]).abs().max()) for name in demanded) / scale
 
 
-def assert_same_in_bf16(found: parity.Update, case: parity.Case, job: Job) -> None:
+def assert_same_in_bf16(found: Update, case: Case, job: Job) -> None:
     """The factors, which come from shipped log-probs, and as much of the rest as 8 bits of mantissa tell.
 
     Gradients are held against the reference in bfloat16: rounding of the forward pass moves tokens across PPO's clip.
     """
-    exact = parity.expected(case, job.correction or {}, job.mode, range(parity.ROWS))
+    exact = expected(case, job.correction or {}, job.mode, range(ROWS))
     assert found.factor == pytest.approx(exact.factor, rel=1e-5)
     assert found.loss == pytest.approx(exact.loss, rel=0.1)
-    rounded = parity.Case(copy.deepcopy(case.model).bfloat16(), case.columns)
-    demanded = parity.expected(rounded, job.correction or {}, job.mode, range(parity.ROWS)).gradients
+    rounded = Case(copy.deepcopy(case.model).bfloat16(), case.columns)
+    demanded = expected(rounded, job.correction or {}, job.mode, range(ROWS)).gradients
     ours, theirs = (
         torch.cat([gradients[name].double().cpu().flatten() for name in sorted(demanded)])
         for gradients in (found.gradients, demanded)
@@ -272,18 +273,18 @@ def assert_same_in_bf16(found: parity.Update, case: parity.Case, job: Job) -> No
     assert float((ours - theirs).norm() / theirs.norm()) < 0.2
 
 
-def assert_makes_the_reference(ranks: list[Rank], job: Job, case: parity.Case) -> None:
+def assert_makes_the_reference(ranks: list[Rank], job: Job, case: Case) -> None:
     """Weights, masks, loss and gradients of all ranks are those of the reference, however the mini-batch is cut."""
     assert [rank.seen[job.name].error for rank in ranks] == ["", ""]
     made, asked = updates(ranks, job), case.with_teacher(job.distilled)
-    assert sorted(row for _, rows in made for row in rows) == list(range(parity.ROWS))
+    assert sorted(row for _, rows in made for row in rows) == list(range(ROWS))
     for update, rows in made:
-        parity.assert_same(update, parity.expected(asked, job.correction, job.mode, rows))
+        assert_same(update, expected(asked, job.correction, job.mode, rows))
     if job.distilled:
         asked.check_taught([packet for rank in on_last_stage(ranks) for packet in rank.seen[job.name].packets])
 
 
-def judged(packets: list[Any], job: Job, case: parity.Case) -> dict[str, float]:
+def judged(packets: list[Any], job: Job, case: Case) -> dict[str, float]:
     """The trainer's verdict on the packets of an update of the whole batch."""
     from tensordict import TensorDict
 
@@ -291,6 +292,6 @@ def judged(packets: list[Any], job: Job, case: parity.Case) -> dict[str, float]:
     from recipe.offpolicy.correction import CorrectionSpec
     from recipe.offpolicy.proof.verify import verify
 
-    rows = TensorDict(without_tokens(case, job.silent).columns, batch_size=parity.ROWS)
+    rows = TensorDict(without_tokens(case, job.silent).columns, batch_size=ROWS)
     spec = CorrectionSpec.from_mapping(job.correction or {})
     return verify(packets, spec, sampled_rows=compute_sampled_checksums(rows))
