@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 if __name__ == "__main__" and {"-h", "--help"} & set(sys.argv):  # before imports that take seconds
@@ -120,26 +121,23 @@ def judge(table: pandas.DataFrame) -> list[Verdict]:
     return [h1, h2, h3, Verdict("H4", exact and adjusted["H4"] <= 0.05, h4, h4_p)]
 
 
-def judge_in_process(table: pandas.DataFrame) -> list[Verdict]:
-    """Judge H5 on the runs in one process: one verdict for each arm and rate, and one for each rate on ``random``.
+def judge_in_process(table: pandas.DataFrame, rate: float) -> list[Verdict]:
+    """Judge H5 on the runs in one process at a learning rate: one verdict for each arm, and one on ``random``.
 
     Raises:
         MissingRunsError: a run is missing.
     """
     verdicts = []
-    for rate in RATES:
-        for arm in (arm for arm in IN_PROCESS_ARMS if arm != "random"):
-            levels = [take_in_process(table, f"{arm}-{eta}-{rate:g}") for eta in ETAS]
-            p = page(np.column_stack(levels))
-            medians = ", ".join(f"{np.median(level):.3f}" for level in levels)
-            verdicts.append(
-                Verdict(f"H5 {arm} {rate:g}", p <= 0.05, f"medians {medians} at eta {ETAS}; p = {p:.4f}", p)
-            )
-        opsm, random = (take_in_process(table, f"{arm}-{ETAS[-1]}-{rate:g}") for arm in ("opsm", "random"))
-        p, (low, high) = sign_flip(opsm - random), bootstrap(opsm - random)
-        apart = f"opsm is {(opsm - random).mean():+.3f} [{low:+.3f}, {high:+.3f}] from random; p = {p:.4f}"
-        verdicts.append(Verdict(f"H5 random {rate:g}", bool(p <= 0.05 and low > 0), apart, p))
-    return verdicts
+    for arm in (arm for arm in IN_PROCESS_ARMS if arm != "random"):
+        levels = [take_in_process(table, f"{arm}-{eta}-{rate:g}") for eta in ETAS]
+        p = page(np.column_stack(levels))
+        medians = ", ".join(f"{np.median(level):.3f}" for level in levels)
+        etas = ", ".join(map(str, ETAS))
+        verdicts.append(Verdict(f"H5 {arm} {rate:g}", p <= 0.05, f"medians {medians} at eta {etas}; p = {p:.4f}", p))
+    opsm, random = (take_in_process(table, f"{arm}-{ETAS[-1]}-{rate:g}") for arm in ("opsm", "random"))
+    p, (low, high) = sign_flip(opsm - random), bootstrap(opsm - random)
+    apart = f"opsm is {(opsm - random).mean():+.3f} [{low:+.3f}, {high:+.3f}] from random; p = {p:.4f}"
+    return [*verdicts, Verdict(f"H5 random {rate:g}", bool(p <= 0.05 and low > 0), apart, p)]
 
 
 def take_in_process(table: pandas.DataFrame, setting: str) -> np.ndarray:
@@ -194,24 +192,24 @@ def describe(table: pandas.DataFrame) -> pandas.DataFrame:
 
 def main(arguments: Sequence[str]) -> int:
     """Run the command; return its exit status, 1 where runs are missing."""
-    status, partial = 0, "--partial" in arguments
-    for path, show, verdicts_on in (
-        (results.DATA, describe, judge),
-        (results.IN_PROCESS, describe_in_process, judge_in_process),
+    status, without_verdicts = 0, "--partial" in arguments
+    at_rates = [partial(judge_in_process, rate=rate) for rate in RATES]
+    for path, show, judges in (
+        (results.DATA, describe, [judge]),
+        (results.IN_PROCESS, describe_in_process, at_rates),
     ):
         table = results.read(path)
         print(f"{path.name}: {table[['arm', 'seed']].drop_duplicates().shape[0]} runs")
         if not table.empty:
             with pandas.option_context("display.width", 160, "display.max_columns", 20):
                 print(show(table).to_string(float_format=lambda value: f"{value:.3f}"))
-        if partial:
-            continue
-        try:
-            for verdict in verdicts_on(table):
-                print(f"{verdict.name} {'holds' if verdict.holds else 'FAILS'}: {verdict.found}")
-        except MissingRunsError as error:
-            print(f"no verdict: {error}")
-            status = 1
+        for verdicts_on in judges if not without_verdicts else ():
+            try:
+                for verdict in verdicts_on(table):
+                    print(f"{verdict.name} {'holds' if verdict.holds else 'FAILS'}: {verdict.found}")
+            except MissingRunsError as error:
+                print(f"no verdict: {error}")
+                status = 1
     return status
 
 

@@ -6,7 +6,8 @@ python scripts/evidence/collapse/evidence_tables.py
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 if __name__ == "__main__" and {"-h", "--help"} & set(sys.argv):  # before imports that take seconds
@@ -19,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[3]
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts" / "evidence")]
 
 from collapse import results  # noqa: E402
-from collapse.analyse import MissingRunsError, judge, outcomes  # noqa: E402
+from collapse.analyse import MissingRunsError, Verdict, judge, judge_in_process, outcomes  # noqa: E402
 from collapse.arms import ARMS  # noqa: E402
 from collapse.late_runs import ARMS as IN_PROCESS_ARMS  # noqa: E402
 from collapse.late_runs import ETAS, RATES, ROUNDED, SEEDS  # noqa: E402
@@ -74,10 +75,10 @@ def build_whole_table(table: pandas.DataFrame) -> list[str]:
     return lines * (len(lines) > 2)
 
 
-def build_verdict_table(table: pandas.DataFrame) -> list[str]:
-    """Build the lines of the table of H1 to H4; nothing where a run that they need is missing."""
+def build_verdict_table(judge: Callable[[], list[Verdict]]) -> list[str]:
+    """Build the lines of a table of verdicts; nothing where a run that they need is missing."""
     try:
-        verdicts = judge(table)
+        verdicts = judge()
     except MissingRunsError:
         return []
     rows = [f"| {each.name} | {'holds' if each.holds else '**fails**'} | {each.found} |" for each in verdicts]
@@ -123,8 +124,9 @@ def build_tables() -> list[list[str]]:
     whole, in_process = results.read(), results.read(results.IN_PROCESS)
     tables = [
         build_whole_table(whole),
-        build_verdict_table(whole),
+        build_verdict_table(partial(judge, whole)),
         *(build_in_process_table(in_process, rate) for rate in RATES),
+        *(build_verdict_table(partial(judge_in_process, in_process, rate)) for rate in RATES),
         build_rounded_table(in_process),
     ]
     return [table for table in tables if table]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+from functools import partial
 from pathlib import Path
 
 import pandas
@@ -54,6 +55,8 @@ def test_the_page_shows_the_committed_outcomes(table: list[str]) -> None:
     [
         (results.DATA, "late_opsm", "late"),
         (results.DATA, "late_opsm", "in_step"),
+        (results.DATA, "late_decoupled", "late"),
+        (results.DATA, "late_both", "late_opsm"),
         (results.IN_PROCESS, "opsm-8-0.001", "none-8-0.001"),
         (results.IN_PROCESS, "opsm-8-0.001", "random-8-0.001"),
         (results.IN_PROCESS, "random-8-0.001", "none-8-0.001"),
@@ -83,7 +86,7 @@ def test_the_readme_shows_committed_outcomes() -> None:
     """Its two rows: whole runs, and the arms in one process at eta 8."""
     text = (ROOT / "README.md").read_text()
     for path, arms_shown in (
-        (results.DATA, ("in_step", "late", "late_opsm")),
+        (results.DATA, ("in_step", "late", "late_decoupled", "late_both", "late_opsm")),
         (results.IN_PROCESS, [f"{arm}-8-0.001" for arm in ("none", "decoupled", "bypass", "both", "random", "opsm")]),
     ):
         table = results.read(path)
@@ -101,8 +104,9 @@ def test_tables_show_medians_ranges_and_the_seeds_below_their_start() -> None:
     rows = {line.split("|")[1].strip(): line for line in evidence_tables.build_whole_table(whole)}
     assert rows["`late`"].startswith("| `late` | 8 of 8 | 0.035 (0.000 to 0.070) | 8 |")
     assert rows["`async_both_2`"].startswith("| `async_both_2` | 3 of 3 | 0.010 (0.000 to 0.020) | 3 |")
-    assert evidence_tables.build_verdict_table(whole)[2].startswith("| H1 | holds | late collapsed in 8 of 8 |")
-    assert evidence_tables.build_verdict_table(whole[whole["arm"] != "control"]) == []
+    verdicts = evidence_tables.build_verdict_table(partial(analyse.judge, whole))
+    assert verdicts[2].startswith("| H1 | holds | late collapsed in 8 of 8 |")
+    assert evidence_tables.build_verdict_table(partial(analyse.judge, whole[whole["arm"] != "control"])) == []
     late = build_late_table(lambda arm, eta, seed: 0.2 if eta == 8 else 0.6)
     rows = {line.split("|")[1].strip(): line for line in evidence_tables.build_in_process_table(late, 1e-3)}
     assert rows["`none`"] == "| `none` |" + " 0.600 (0.600 to 0.600) |" * 4 + " 0.200 (0.200 to 0.200), 10 below |"

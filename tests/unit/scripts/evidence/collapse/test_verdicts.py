@@ -7,6 +7,7 @@ from pathlib import Path
 import pandas
 import pytest
 from collapse import analyse, arms
+from collapse.late_runs import RATES
 
 from tests.support.collapse_results import AS_EXPECTED, build_late_table, build_table
 
@@ -70,12 +71,15 @@ def test_a_trend_over_staleness_and_the_arm_that_drops_at_random() -> None:
     def outcome(arm: str, eta: int, seed: int) -> float:
         return {"opsm": 0.6, "random": 0.5}.get(arm, 0.7 - eta / 16)
 
-    found = {verdict.name: verdict for verdict in analyse.judge_in_process(build_late_table(outcome))}
+    table = build_late_table(outcome)
+    found = {verdict.name: verdict for rate in RATES for verdict in analyse.judge_in_process(table, rate)}
     assert found["H5 none 0.001"].holds
     assert not found["H5 opsm 0.001"].holds
     assert found["H5 random 0.001"].holds
     assert "+0.100 [+0.100, +0.100] from random; p = 0.0020" in found["H5 random 0.0003"].found
     alike = build_late_table(lambda arm, eta, seed: 0.5 + 0.01 * (seed % 2) * (arm == "opsm") - 0.005 * (arm == "opsm"))
-    assert not {verdict.name: verdict.holds for verdict in analyse.judge_in_process(alike)}["H5 random 0.001"]
+    assert not {verdict.name: verdict.holds for verdict in analyse.judge_in_process(alike, 1e-3)}["H5 random 0.001"]
+    lacking = alike[(alike["arm"] != "none-8-0.001") | (alike["seed"] != 11)]
     with pytest.raises(analyse.MissingRunsError, match=r"none-8-0\.001: seeds 11 have not been run"):
-        analyse.judge_in_process(alike[(alike["arm"] != "none-8-0.001") | (alike["seed"] != 11)])
+        analyse.judge_in_process(lacking, 1e-3)
+    assert len(analyse.judge_in_process(lacking, 3e-4)) == 6  # the other rate waits for none
