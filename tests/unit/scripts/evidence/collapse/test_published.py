@@ -62,6 +62,15 @@ def test_the_page_shows_the_committed_outcomes(table: list[str]) -> None:
         (results.IN_PROCESS, "random-8-0.001", "none-8-0.001"),
         (results.IN_PROCESS, "decoupled-8-0.001", "none-8-0.001"),
         (results.IN_PROCESS, "both-8-0.001", "opsm-8-0.001"),
+        *(
+            (results.IN_PROCESS, f"{one}-{eta}-0.001", f"{other}-{eta}-0.001")
+            for one, other in (
+                *(("opsm", "none"), ("opsm", "random"), ("both", "opsm")),
+                *(("decoupled", "none"), ("bypass", "none")),
+            )
+            for eta in (1, 2, 4)
+        ),
+        *((results.IN_PROCESS, f"none-{eta}-0.001", "none-0-0.001") for eta in (1, 2)),
         (results.IN_PROCESS, "opsm-0-0.001", "none-0-0.001"),
         (results.IN_PROCESS, "opsm-8-0.001", "opsm-0-0.001"),
         (results.IN_PROCESS, "none-0-0.001-rounded", "none-0-0.001"),
