@@ -19,6 +19,7 @@ from recipe.offpolicy.analysis.attribution.part import summarize_block
 from recipe.offpolicy.analysis.attribution.profiles import (
     build_profiles,
     is_valid,
+    number_cells,
     select_staleness,
     select_valid_tokens,
     sum_profiles,
@@ -29,6 +30,17 @@ from recipe.offpolicy.analysis.attribution.worst_examples import find_worst_rows
 from recipe.offpolicy.monitor.mismatch.sums import EDGES
 from recipe.offpolicy.recording import Rows
 from tests.support.recordings import drawn_rows
+
+
+@pytest.mark.parametrize("far", [4, 10**9], ids=["table", "sorted"])
+def test_combinations_of_keys_are_numbered(far: int) -> None:
+    """In a table where there is room for all of them, else by those that there are."""
+    keys = {"step": np.array([2, far, 2, far]), "age": np.array([-1, 0, 1, 0])}
+    cell, values = number_cells(keys)
+    assert len(set(cell)) == 3
+    assert cell[1] == cell[3]
+    for name, key in keys.items():
+        assert values[name][cell].tolist() == key.tolist()
 
 
 def k3(value: float) -> float:
