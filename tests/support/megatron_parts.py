@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tests.support.megatron_program import Job, Layout, Rank, Seen
-from tests.support.parity_case import ENTROPY_COEFF, KL_COEF, ROWS, Case
+from tests.support.parity_case import ENTROPY_COEFF, KL_COEF, ROWS, Case, add_plan
 
 LOCAL_LAYERS = {
     "use_cpu_initialization": True,
@@ -62,9 +62,8 @@ def _in_layout(make: Callable[[Path, Layout], Update], model: Path, layout: Layo
 def share(case: Case, job: Job, layout: Layout) -> tuple[Any, Any, dict[str, Tensor]]:
     """Spec and plan of the job, and this rank's rows of the batch as the trainer sends it."""
     from megatron.core import parallel_state as mpu
-    from tensordict import TensorDict
 
-    from recipe.offpolicy.batch.plan import BatchSplit, build_plan
+    from recipe.offpolicy.batch.plan import BatchSplit
     from recipe.offpolicy.correction import CorrectionSpec
 
     columns = dict(case.with_teacher(job.distilled).columns)
@@ -73,17 +72,10 @@ def share(case: Case, job: Job, layout: Layout) -> tuple[Any, Any, dict[str, Ten
     spec = CorrectionSpec.from_mapping(job.correction or {})
     if spec.proximal != "recompute":
         columns["old_log_probs"] = columns["rollout_log_probs"]
-    rows = TensorDict(columns, batch_size=ROWS)
-    plan, more = build_plan(
-        spec,
-        {},
-        step=1,
-        rows=lambda: rows,
-        batch_split=lambda: BatchSplit(layout.data, ROWS // job.mini_batches, job.mode),
-    )
+    plan, columns = add_plan(columns, spec, BatchSplit(layout.data, ROWS // job.mini_batches, job.mode))
     count = ROWS // layout.data
     start = count * mpu.get_data_parallel_rank()
-    return spec, plan, {name: column[start : start + count].clone() for name, column in (columns | more).items()}
+    return spec, plan, {name: column[start : start + count].clone() for name, column in columns.items()}
 
 
 def loss_settings(job: Job) -> dict[str, Any]:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from tests.support.fresh_python import CPU
-from tests.support.parity_case import CORRECTIONS, MODES, ROWS, Case, tiny_model
+from tests.support.parity_case import CORRECTIONS, MODES, ROWS, Case, save_drawn, tiny_model
 from tests.support.parity_update import Update, assert_same, expected
 from tests.support.paths import ROOT
 
@@ -186,14 +186,7 @@ def deep_model(folder: Path) -> Path:
 
     layers = {"num_hidden_layers": 4, "layer_types": ["full_attention"] * 4}
     config = AutoConfig.from_pretrained(tiny_model(folder), **layers)
-    model = Qwen2ForCausalLM(config)
-    generator = torch.Generator().manual_seed(2)
-    with torch.no_grad():
-        for name, parameter in sorted(model.named_parameters()):
-            values = 0.25 * torch.randn(parameter.shape, generator=generator)
-            parameter.copy_(1.0 + values if "norm" in name else values)
-    model.float().save_pretrained(folder)
-    return folder
+    return save_drawn(Qwen2ForCausalLM(config), folder, seed=2)
 
 
 LAYOUTS = {

@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tensordict import TensorDict
 from torch import Tensor
 
 from recipe.offpolicy.batch.checksums import hash_rows
+from recipe.offpolicy.batch.plan import BatchSplit, build_plan
 from recipe.offpolicy.extensions.opd.columns import ROW, SCALE, TEACHER
 from recipe.offpolicy.extensions.opd.evidence import check_reports
 from recipe.offpolicy.extensions.opd.opd_worker import OpdWorker
@@ -81,14 +83,25 @@ def tiny_model(folder: Path) -> Path:
         max_position_embeddings=64,
         tie_word_embeddings=False,
     )
-    model = Qwen2ForCausalLM(config)
-    generator = torch.Generator().manual_seed(0)
+    return save_drawn(Qwen2ForCausalLM(config), folder, seed=0)
+
+
+def save_drawn(model: Any, folder: Path, *, seed: int) -> Path:
+    """Save a model with drawn weights, in the order of their names; norms lie about 1."""
+    generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in sorted(model.named_parameters()):
             values = 0.25 * torch.randn(parameter.shape, generator=generator)
             parameter.copy_(1.0 + values if "norm" in name else values)
     model.float().save_pretrained(folder)
     return folder
+
+
+def add_plan(columns: dict[str, Tensor], spec: Any, split: BatchSplit) -> tuple[Any, dict[str, Tensor]]:
+    """Plan of a batch, and its columns with those of the plan."""
+    rows = TensorDict(columns, batch_size=ROWS)
+    plan, more = build_plan(spec, {}, step=1, rows=lambda: rows, batch_split=lambda: split)
+    return plan, columns | more
 
 
 @dataclass

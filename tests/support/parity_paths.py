@@ -12,9 +12,20 @@ import pytest
 import torch
 from torch import Tensor
 
+from recipe.offpolicy.batch.plan import BatchSplit
 from recipe.offpolicy.extensions.opd.columns import ROW, SCALE, TEACHER
 from tests.support import training_worker as tw
-from tests.support.parity_case import CORRECTIONS, ENTROPY_COEFF, KL_COEF, LENGTHS, PROMPT, ROWS, TEMPERATURE, Case
+from tests.support.parity_case import (
+    CORRECTIONS,
+    ENTROPY_COEFF,
+    KL_COEF,
+    LENGTHS,
+    PROMPT,
+    ROWS,
+    TEMPERATURE,
+    Case,
+    add_plan,
+)
 from tests.support.parity_update import Update
 
 
@@ -34,22 +45,10 @@ def actor_settings(mode: str) -> dict[str, Any]:
 
 def build_case_plan(case: Case, spec: Any, mode: str, mini_rows: int) -> tuple[Any, dict[str, torch.Tensor]]:
     """Columns and plan as the V0 trainer sends them."""
-    from tensordict import TensorDict
-
-    from recipe.offpolicy.batch.plan import BatchSplit, build_plan
-
     columns = dict(case.columns)
     if spec.proximal == "bypass":
         columns["old_log_probs"] = columns["rollout_log_probs"]
-    rows = TensorDict(columns, batch_size=ROWS)
-    plan, more = build_plan(
-        spec,
-        {},
-        step=1,
-        rows=lambda: rows,
-        batch_split=lambda: BatchSplit(ranks=1, mini_batch_rows=mini_rows, loss_agg_mode=mode),
-    )
-    return plan, columns | more
+    return add_plan(columns, spec, BatchSplit(ranks=1, mini_batch_rows=mini_rows, loss_agg_mode=mode))
 
 
 def batch_v0(case: Case, spec: Any, mode: str, mini_rows: int) -> Any:
