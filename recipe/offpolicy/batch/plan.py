@@ -231,13 +231,12 @@ class _Rollout:
         mask, step, by_version = self.rows["response_mask"], self.step, "version" in spec.levels
         versions = self.versions if spec.age_parts or by_version else None
         check_ages_known(spec, versions, step)
+        ages = versions.compute_ages(step, mask) if spec.age_parts and versions and step is not None else None
         return {
             "old_log_prob": self.rows["old_log_probs"],
             "rollout_log_prob": self.rows["rollout_log_probs"],
             "response_mask": mask,
             "segment_ids": turns(mask) if "turn" in spec.levels else None,
             "versions": compute_token_versions(versions, mask) if by_version else None,
-            "staleness": versions.compute_ages(step, mask)
-            if spec.age_parts and versions and step is not None
-            else None,
+            "staleness": ages,
         }

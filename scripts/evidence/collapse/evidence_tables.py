@@ -75,10 +75,10 @@ def build_whole_table(table: pandas.DataFrame) -> list[str]:
     return lines * (len(lines) > 2)
 
 
-def build_verdict_table(judge: Callable[[], list[Verdict]]) -> list[str]:
+def build_verdict_table(find_verdicts: Callable[[], list[Verdict]]) -> list[str]:
     """Build the lines of a table of verdicts; nothing where a run that they need is missing."""
     try:
-        verdicts = judge()
+        verdicts = find_verdicts()
     except MissingRunsError:
         return []
     rows = [f"| {each.name} | {'holds' if each.holds else '**fails**'} | {each.found} |" for each in verdicts]

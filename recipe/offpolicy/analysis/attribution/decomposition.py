@@ -149,7 +149,7 @@ def resample(sums: Array, seed: Sequence[int] = (0,)) -> ResampledSums:
     # Ages and bins without a token have a count of 0, and their products are known.
     filled = np.flatnonzero(flat.any(0))
     draws = np.zeros((REPLICATES, flat.shape[1]))
-    # By torch, on as many threads as it was given; numpy's threads spin beside those of other processes.
+    # By torch, see ``jobs.prepare_process``.
     draws[:, filled] = (torch.from_numpy(counts) @ torch.from_numpy(flat[:, filled])).numpy()
     return ResampledSums(whole.reshape(sums.shape[1:]), draws.reshape(REPLICATES, *sums.shape[1:]))
 

@@ -112,6 +112,7 @@ def prepare_process() -> None:
     import torch
 
     # Blocks fit the cache: a second thread adds little, and waits for the first at each of some hundred operations.
+    # numpy's matrix products have threads of their own, which spin: what is done of each step multiplies by torch.
     torch.set_num_threads(1)
     # By default glibc returns each such array to the system, whose fresh pages cost as much as the arithmetic.
     if hasattr(libc := ctypes.CDLL(None), "mallopt"):

@@ -233,7 +233,7 @@ class Grouping:
 
     def sum_rows(self, table: NDArray[np.float64]) -> NDArray[np.float64]:
         """Sum rows by group: (G, L, columns) from (N, columns)."""
-        # By torch, on as many threads as it was given; numpy's threads spin beside those of other processes.
+        # By torch, see ``jobs.prepare_process``.
         sums = torch.from_numpy(self.member) @ torch.from_numpy(table)
         return sums.numpy().reshape(len(self.names), -1, table.shape[1])
 

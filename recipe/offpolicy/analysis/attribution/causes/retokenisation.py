@@ -66,11 +66,11 @@ def _factor(sampled: SampledTokens, number: int, cleanest: int) -> Estimate | No
     loss = compute_k3(sampled.tokens.gap)
     bins, width = sampled.tokens.probability, len(BINS)
     here, there = sampled.tokens.turn == number, sampled.tokens.turn == cleanest
-    columns = np.zeros((len(sampled), 4 * width))
+    columns = np.zeros((4 * width, len(sampled)))
     index = np.arange(len(sampled))
     for offset, chosen in ((0, here), (2, there)):
-        columns[index[chosen], offset * width + bins[chosen]] = 1.0
-        columns[index[chosen], (offset + 1) * width + bins[chosen]] = loss[chosen]
+        columns[offset * width + bins[chosen], index[chosen]] = 1.0
+        columns[(offset + 1) * width + bins[chosen], index[chosen]] = loss[chosen]
 
     def ratio(sums: Array) -> float:
         count, total, clean_count, clean_total = sums.reshape(4, width)
@@ -80,4 +80,4 @@ def _factor(sampled: SampledTokens, number: int, cleanest: int) -> Estimate | No
         return float(total[known].sum() / expected) if expected > 0 else float("nan")
 
     chosen = here | there
-    return estimate(sum_by_cluster(columns[chosen].T, sampled.cluster[chosen]), ratio)
+    return estimate(sum_by_cluster(columns[:, chosen], sampled.cluster[chosen]), ratio)
