@@ -77,6 +77,18 @@ def test_the_page_shows_the_committed_outcomes(table: list[str]) -> None:
         (results.IN_PROCESS, "decoupled-0-0.001-rounded", "none-0-0.001-rounded"),
         (results.IN_PROCESS, "opsm-0-0.001-rounded", "none-0-0.001-rounded"),
         (results.IN_PROCESS, "both-0-0.001-rounded", "none-0-0.001-rounded"),
+        *(
+            (results.IN_PROCESS, f"{one}-{eta}-0.0003", f"{other}-{eta}-0.0003")
+            for one, other in (
+                *(("opsm", "none"), ("random", "none"), ("opsm", "random")),
+                *(("decoupled", "none"), ("bypass", "none")),
+            )
+            for eta in (4, 8)
+        ),
+        *((results.IN_PROCESS, f"none-{eta}-0.0003", "none-0-0.0003") for eta in (4, 8)),
+        (results.IN_PROCESS, "both-8-0.0003", "opsm-8-0.0003"),
+        (results.IN_PROCESS, "opsm-8-0.0003", "opsm-0-0.0003"),
+        (results.IN_PROCESS, "opsm-0-0.0003", "none-0-0.0003"),
         (results.OTHER_START, "opsm-8-0.001", "random-8-0.001"),
         (results.OTHER_START, "opsm-8-0.001", "none-8-0.001"),
         (results.OTHER_START, "random-8-0.001", "none-8-0.001"),
@@ -91,8 +103,26 @@ def test_the_page_shows_committed_differences(path: Path, one: str, other: str) 
     assert evidence_tables.format_difference(*pair) in " ".join(PAGE.read_text().split())
 
 
+@pytest.mark.parametrize("arm", ["bypass_8", "both_8", "bypass_2", "decoupled_2", "both_2"])
+def test_the_page_lists_the_seeds_of_asynchronous_runs(arm: str) -> None:
+    found = analyse.outcomes(results.read(), f"async_{arm}")["outcome"]
+    assert ", ".join(f"{value:.3f}" for value in found) in " ".join(PAGE.read_text().split())
+
+
+def test_the_page_says_how_two_runs_of_long_answers_ended() -> None:
+    """Graded scores of the two, and the tokens of their answers beside those of the other seeds with nothing stale."""
+    table, page = results.read(), " ".join(PAGE.read_text().split())
+    last = table[table["step"] == 80].set_index(["arm", "seed"])
+    graded, length = last["graded"], last["length"]
+    lengths = [length["async_both_0", seed] for seed in (3, 2, 4)]
+    assert f"its graded score is {graded['async_both_0', 3]:.3f}" in page
+    assert "{:.1f} tokens where those of the other two have {:.1f} and {:.1f}".format(*lengths) in page
+    of_late = length["async_both_2", 3], graded["async_both_2", 3]
+    assert "with {:.1f} tokens and a graded score of {:.3f}".format(*of_late) in page
+
+
 def test_the_readme_shows_committed_outcomes() -> None:
-    """Its two rows: whole runs, and the arms in one process at eta 8."""
+    """Its two rows: whole runs, and the arms in one process at eta 8; and three medians at the lower rate."""
     text = (ROOT / "README.md").read_text()
     for path, arms_shown in (
         (results.DATA, ("in_step", "late", "late_decoupled", "late_both", "late_opsm")),
@@ -101,6 +131,10 @@ def test_the_readme_shows_committed_outcomes() -> None:
         table = results.read(path)
         found = [analyse.outcomes(table, arm)["outcome"] for arm in arms_shown]
         assert f"| {' | '.join(map(evidence_tables.format_spread, found))} |" in text
+    table = results.read(results.IN_PROCESS)
+    lower = [analyse.outcomes(table, f"{arm}-8-0.0003")["outcome"].median() for arm in ("none", "decoupled", "opsm")]
+    shown = "uncorrected runs end at {:.3f}, `decoupled_ppo` at {:.3f}, `opsm` at {:.3f}".format(*lower)
+    assert shown in " ".join(text.split())
 
 
 def test_a_difference_is_paired_by_seed() -> None:
