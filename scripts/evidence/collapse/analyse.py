@@ -32,6 +32,8 @@ MOST, RECOVERED, MARGIN = 6, 0.75, 0.05
 """Seeds of 8 in which H1 and H2 hold, share of the run in step that counts as recovered, margin of the control."""
 STRAY, ERROR = 1e-5, 1e-6
 """What weights of the control may be off 1, and its first gradient off what it must be."""
+OFF_ETA = 0.5
+"""Steps by which the measured staleness of a run may be off its eta before the run is marked."""
 
 
 class MissingRunsError(ValueError):
@@ -163,6 +165,16 @@ def describe_in_process(table: pandas.DataFrame) -> pandas.DataFrame:
     return pandas.DataFrame(found).pivot_table(index=["rate", "arm"], columns="eta", values=["exact", "seeds"])
 
 
+def measure_staleness(steps: pandas.DataFrame) -> pandas.Series:
+    """Measure the mean staleness of each seed's run by verl's versions."""
+    return steps.groupby("seed")["staleness"].mean()
+
+
+def list_off_eta(staleness: pandas.Series, eta: int | None) -> list[int]:
+    """List the seeds whose run is further than ``OFF_ETA`` from the staleness that was asked for."""
+    return [] if eta is None else [int(seed) for seed in staleness.index[(staleness - eta).abs() > OFF_ETA]]
+
+
 def describe(table: pandas.DataFrame) -> pandas.DataFrame:
     """Describe each arm: median outcome and the seeds' range, and what its steps measured."""
     lines = []
@@ -171,6 +183,7 @@ def describe(table: pandas.DataFrame) -> pandas.DataFrame:
         if found.empty:
             continue
         steps = table[(table["arm"] == arm.name) & (table["step"] > 0)]
+        staleness = measure_staleness(steps)
         lines.append(
             {
                 "arm": arm.name,
@@ -183,8 +196,8 @@ def describe(table: pandas.DataFrame) -> pandas.DataFrame:
                 "k3": steps["k3"].median(),
                 "ratio ESS": steps["ratio_ess"].median(),
                 "kept": steps["kept"].mean(),
-                "staleness": steps["staleness"].mean(),
-                "off eta": arm.eta is not None and abs(steps["staleness"].mean() - arm.eta) > 0.5,
+                "staleness": staleness.mean(),
+                "off eta": list_off_eta(staleness, arm.eta),
             }
         )
     return pandas.DataFrame(lines)

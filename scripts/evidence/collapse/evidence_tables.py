@@ -20,7 +20,15 @@ ROOT = Path(__file__).resolve().parents[3]
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts" / "evidence")]
 
 from collapse import results  # noqa: E402
-from collapse.analyse import MissingRunsError, Verdict, judge, judge_in_process, outcomes  # noqa: E402
+from collapse.analyse import (  # noqa: E402
+    MissingRunsError,
+    Verdict,
+    judge,
+    judge_in_process,
+    list_off_eta,
+    measure_staleness,
+    outcomes,
+)
 from collapse.arms import ARMS  # noqa: E402
 from collapse.late_runs import ARMS as IN_PROCESS_ARMS  # noqa: E402
 from collapse.late_runs import ETAS, RATES, ROUNDED, SEEDS  # noqa: E402
@@ -58,8 +66,8 @@ def build_whole_table(table: pandas.DataFrame) -> list[str]:
         if found.empty:
             continue
         steps = table[(table["arm"] == arm.name) & (table["step"] > 0)]
-        staleness = steps.groupby("seed")["staleness"].mean()
-        off = arm.eta is not None and bool(((staleness - arm.eta).abs() > 0.5).any())
+        staleness = measure_staleness(steps)
+        off = ", ".join(map(str, list_off_eta(staleness, arm.eta)))
         cells = (
             f"`{arm.name}`",
             f"{len(found)} of {arm.seeds}",
@@ -69,7 +77,7 @@ def build_whole_table(table: pandas.DataFrame) -> list[str]:
             f"{steps['k3'].median():.2g}",
             f"{steps['ratio_ess'].median():.2f}",
             f"{steps['kept'].mean():.2f}",
-            f"{staleness.mean():.2f}{' (off its eta)' if off else ''}",
+            f"{staleness.mean():.2f}{f' (off its eta: seed {off})' if off else ''}",
         )
         lines.append(f"| {' | '.join(cells)} |")
     return lines * (len(lines) > 2)

@@ -56,8 +56,18 @@ def test_the_table_shows_every_arm_that_was_run() -> None:
     found = analyse.describe(table).set_index("arm")
     assert len(found) == len(arms.ARMS)
     assert found.loc["late_opsm", "exact"] == 0.7
-    assert found.loc["async_bypass_8", "off eta"]
-    assert not found.loc["in_step", "off eta"]
+    assert found.loc["async_bypass_8", "off eta"] == [2, 3, 4]
+    assert found.loc["in_step", "off eta"] == []
+
+
+def test_staleness_is_of_a_run_and_marks_those_off_their_eta() -> None:
+    """A run of two steps counts as much as one of three."""
+    steps = pandas.DataFrame({"seed": [2, 2, 3, 3, 3], "staleness": [1.0, 2.0, 2.0, 3.0, 2.5]})
+    found = analyse.measure_staleness(steps)
+    assert found.to_dict() == {2: 1.5, 3: 2.5}
+    assert analyse.list_off_eta(found, 1) == [3]
+    assert analyse.list_off_eta(found, 3) == [2]
+    assert analyse.list_off_eta(found, 2) == analyse.list_off_eta(found, None) == []
 
 
 def test_without_results_the_command_says_how_to_make_some(away: Path, capsys: pytest.CaptureFixture[str]) -> None:
