@@ -15,9 +15,9 @@ VERL = f"verl>={TESTED[0]},<={TESTED[-1]}"
 RAY = "ray[default]>=2.41"
 VLLM = "vllm>=0.18"
 MEGATRON = ["mbridge==0.15.1", "megatron-core==0.16.1"]
-QUICKSTART = ["matplotlib", "pandas", "psutil", "pyarrow>=19", "reasoning-gym", "rich", "transformers"]
+QUICKSTART = ["matplotlib", "pandas", "psutil", "pyarrow>=19", "reasoning-gym", "rich", "transformers", "xxhash"]
 EVIDENCE = ["matplotlib", "rich"]
-TOOLS = ["jinja2", "matplotlib", "numpy", "pyarrow>=19", "rich"]
+TOOLS = ["jinja2", "matplotlib", "numpy", "pyarrow>=19", "rich", "xxhash"]
 TEST = ["hypothesis", "mypy", "pytest>=8", "pytest-timeout", "pytest-xdist", "ruff", "setuptools>=77.0.3"]
 
 setup(

@@ -11,7 +11,7 @@ from importlib.util import find_spec
 BAD_INPUT, CLOSED = 2, 141
 """Exit status: a package is missing; the reader closed the pipe (128 + SIGPIPE)."""
 _DISTRIBUTIONS = {"hydra": "hydra-core"}
-_OURS = ("hydra", "jinja2", "matplotlib", "numpy", "omegaconf", "pyarrow", "rich", "torch")
+_OURS = ("hydra", "jinja2", "matplotlib", "numpy", "omegaconf", "pyarrow", "rich", "torch", "xxhash")
 
 
 def require_modules(tool: str, *modules: str) -> None:

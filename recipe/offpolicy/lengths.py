@@ -23,7 +23,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; return its exit status."""
     options = _parser().parse_args(arguments)
     shown = list_output_modules(json=options.json, png=bool(options.png), html=False)
-    require_modules("lengths", "torch", "numpy", "pyarrow", *shown)
+    require_modules("lengths", "torch", "numpy", "pyarrow", "xxhash", *shown)
     from .analysis.lengths.curves import CurveError, build_json, build_table, draw_curves, read_curves
     from .analysis.pages import PageError, check_target
     from .recording import RecordingError

@@ -18,7 +18,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; return its exit status, 0 where the replay agrees with the recording."""
     given = _parser().parse_args(arguments)
     shown = list_output_modules(json=given.json, png=bool(given.png), html=bool(given.html))
-    require_modules("whatif", "numpy", "torch", "pyarrow", "hydra", *shown)
+    require_modules("whatif", "numpy", "torch", "pyarrow", "xxhash", "hydra", *shown)
     from .analysis.jobs import JobsError, prepare_process
     from .analysis.pages import PageError, check_target
     from .analysis.whatif.candidates import UNCORRECTED

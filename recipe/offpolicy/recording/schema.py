@@ -11,8 +11,8 @@ from collections.abc import Iterable
 
 import pyarrow as pa
 
-VERSION = 2
-"""Grows whenever a column is added, removed or changes its meaning."""
+VERSION = 3
+"""Grows whenever a column is added, removed or changes its meaning, or the digest becomes another."""
 ADDED = {"version": 2}
 """Columns that older files lack -> the version that added them."""
 
@@ -24,6 +24,9 @@ REASONS_KEY = b"offpolicy.rejected_by"
 """In the file's metadata: JSON list, what can reject a token (``masks.gsm``), a bit of ``rejected_by`` each."""
 DIGEST_KEY = b"offpolicy.digest"
 """In the file's metadata: ``digest`` of everything else that a reader gets of it."""
+
+FAST_DIGEST = 3
+"""Version from which the digest is XXH3; before, it is BLAKE2b."""
 
 UNKNOWN_VERSION = -1
 """For versions of the weights, where verl does not tell them."""

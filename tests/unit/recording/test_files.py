@@ -103,7 +103,7 @@ def test_the_file_has_the_documented_columns_and_says_its_version(tmp_path: Path
     file = pq.ParquetFile(written(tmp_path, drawn_rows([2])))
     assert file.schema_arrow.equals(SCHEMA, check_metadata=False)
     metadata = file.schema_arrow.metadata
-    assert metadata[VERSION_KEY] == b"2"
+    assert metadata[VERSION_KEY] == b"3"
     assert json.loads(metadata[SPEC_KEY]) == SPEC
     assert json.loads(metadata[REASONS_KEY]) == list(REASONS)
 
@@ -208,6 +208,33 @@ def test_the_checksum_is_of_the_rows_to_the_bit_and_of_their_metadata() -> None:
     assert len({compute_digest(rows, {}), compute_digest(nudged, {}), compute_digest(rows, {SPEC_KEY: b"{}"})}) == 3
     # Other metadata, such as a writer's own, say nothing about the rows.
     assert compute_digest(rows, {b"writer": b"x"}) == compute_digest(rows, {})
+
+
+@pytest.mark.parametrize(
+    ("version", "expected"),
+    [
+        (b"1", b"a79a8a81650762a071c02ac88ff6434c"),
+        (b"2", b"95361bdf085afe43efbbb7dac1fcbe78"),
+        (b"3", b"5ea4d3e33bac251d489d54bfed41dee1"),
+    ],
+)
+def test_the_checksum_of_each_version_stays_what_it_was(version: bytes, expected: bytes) -> None:
+    """BLAKE2b up to version 2, as the releases that wrote them computed it; XXH3 from 3 on."""
+    floats = {name: np.array([-1, -2, -3], dtype=np.float32) for name in ("rollout_log_prob", "old_log_prob")}
+    rows = drawn_rows([2, 1], **floats, log_prob=floats["old_log_prob"], advantages=floats["old_log_prob"])
+    assert compute_digest(rows, {VERSION_KEY: version}) == expected
+
+
+def test_a_file_of_version_2_is_read_and_its_damage_found(tmp_path: Path) -> None:
+    rows, path = drawn_rows([2, 1]), tmp_path / "step_00000001.rank_00000.parquet"
+    table = to_table(rows, SPEC, REASONS)
+    metadata = table.schema.metadata | {VERSION_KEY: b"2"}
+    digest = compute_digest(rows, metadata)
+    pq.write_table(table.replace_schema_metadata(metadata | {DIGEST_KEY: digest}), path)
+    assert same(read(path).rows, rows)
+    pq.write_table(table.replace_schema_metadata(metadata), path)  # with the digest of version 3
+    with pytest.raises(RecordingError, match="its content is not what was recorded"):
+        read(path)
 
 
 @pytest.mark.parametrize(

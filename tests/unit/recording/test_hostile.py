@@ -188,9 +188,9 @@ def test_another_correction_than_was_recorded(path: Path) -> None:
         read(rewritten(path, unchanged, correction=json.dumps(NONE | {"alpha": 0.5}).encode()))
 
 
-@pytest.mark.parametrize("version", [b"3", b"0", b"", b"1 ", b"\xff" * 1000], ids=range(5))
+@pytest.mark.parametrize("version", [b"4", b"0", b"", b"1 ", b"\xff" * 1000], ids=range(5))
 def test_other_versions_of_the_schema(path: Path, version: bytes) -> None:
-    with pytest.raises(RecordingError, match=f"{NAME}: schema .*, and this release reads 1 to 2") as caught:
+    with pytest.raises(RecordingError, match=f"{NAME}: schema .*, and this release reads 1 to 3") as caught:
         read(rewritten(path, unchanged, schema=version))
     assert len(str(caught.value)) < len(str(path)) + 200
 

@@ -108,12 +108,14 @@ def _prepare_forks(work: Callable[[Item], Result]) -> BaseContext:
 
 
 def prepare_process() -> None:
-    """Set this process up for arrays of a few MB: one thread of torch, and freed memory is kept for the next array."""
+    """Set this process up for arrays of a few MB: one thread, and freed memory is kept for the next array."""
+    import pyarrow
     import torch
 
     # Blocks fit the cache: a second thread adds little, and waits for the first at each of some hundred operations.
     # numpy's matrix products have threads of their own, which spin: what is done of each step multiplies by torch.
     torch.set_num_threads(1)
+    pyarrow.set_cpu_count(1)
     # By default glibc returns each such array to the system, whose fresh pages cost as much as the arithmetic.
     if hasattr(libc := ctypes.CDLL(None), "mallopt"):
         libc.mallopt(_M_MMAP_THRESHOLD, _LARGEST_KEPT)

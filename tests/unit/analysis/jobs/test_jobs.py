@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
+import pyarrow
 import pytest
 import torch
 
@@ -144,11 +145,12 @@ def test_a_process_is_prepared_for_arrays() -> None:
             np.ones(2**17)
         return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
-    threads = torch.get_num_threads()
+    threads, processors = torch.get_num_threads(), pyarrow.cpu_count()
     try:
         prepare_process()
-        assert torch.get_num_threads() == 1
+        assert torch.get_num_threads() == pyarrow.cpu_count() == 1
     finally:
         torch.set_num_threads(threads)
+        pyarrow.set_cpu_count(processors)
     count_faults()
     assert count_faults() < 20 * 256 / 2
