@@ -23,6 +23,7 @@ from ...monitor.mismatch.shares import (
 )
 from ...monitor.mismatch.sums import COLUMNS
 from ...recording import Rows
+from .poisson import draw_poisson
 from .row_sums import RoutingSums, compute_row_sums
 
 REPLICATES: Final = 400
@@ -143,7 +144,7 @@ def resample(sums: Array, seed: Sequence[int] = (0,)) -> ResampledSums:
         sums: (N, *SHAPE), of ``compute_row_sums``.
         seed: of the draws: alike for the same rows, whoever draws them and when.
     """
-    counts = np.random.default_rng(seed).poisson(1.0, (REPLICATES, len(sums))).astype(np.float64)
+    counts = draw_poisson(np.random.default_rng(seed), (REPLICATES, len(sums)))
     flat = sums.reshape(len(sums), math.prod(sums.shape[1:]))
     whole = flat.sum(0)
     # Ages and bins without a token have a count of 0, and their products are known.
@@ -309,8 +310,9 @@ def _compute_intervals(
         drawn[f"{name}.drift"] = part.drift if without is None else without.drift
     finite = {key: values[np.isfinite(values)] for key, values in drawn.items()}
     edge = 50 * (1 - LEVEL)
-    return {
-        key: (float(np.percentile(values, edge)), float(np.percentile(values, 100 - edge)))
+    ends = {
+        key: np.percentile(values, [edge, 100 - edge]).tolist()
         for key, values in finite.items()
         if len(values) > REPLICATES / 2  # an interval of few identified draws would be of a selection
     }
+    return {key: (low, high) for key, (low, high) in ends.items()}
