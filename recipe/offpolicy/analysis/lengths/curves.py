@@ -88,7 +88,7 @@ def measure_rows(rows: Rows, correct_at_least: float) -> LengthStep:
     groups: dict[str, list[int]] = {}
     for row in known:
         groups.setdefault(str(rows.uid[row]), []).append(row)
-    rewards = torch.from_numpy(rows.reward.astype(np.float64))
+    rewards = torch.tensor(rows.reward, dtype=torch.float64)
     found = summarize_lengths(tokens, rewards >= round_threshold(correct_at_least), groups)
     lengths = {name: found[f"{name}/mean"] for name in CLASSES}
     whole = float(tokens.mean()) if len(rows) else math.nan
