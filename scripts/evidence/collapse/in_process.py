@@ -246,11 +246,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.exit(f"in_process.py: {', '.join(unknown)}: unknown. Fix: take names that --list shows.")
     wanted = set(options.names)
     chosen = [run for run in runs if not wanted or wanted & {run.arm, run.setting, run.name}]
-    finished = results.list_finished(options.out)
+    finished = results.describe_finished(options.out)
     left = [run for run in chosen if (run.setting, run.seed) not in finished]
     if options.list:
         for run in chosen:
-            print(f"{run.name:26} {'finished' if run not in left else f'{SECONDS} s'}")
+            print(f"{run.name:26} {finished.get((run.setting, run.seed), f'{SECONDS} s')}")
         print(f"{len(left)} of {len(chosen)} left, {len(left) * SECONDS / 3600:.1f} hours of one core")
         return 0
     if not left:

@@ -83,7 +83,12 @@ def note_machine_failure(run: Mapping[str, Any]) -> bool:
     return True
 
 
-def list_finished(path: Path | None = None) -> set[tuple[str, int]]:
-    """List (arm, seed) of what need not be run again."""
+def describe_finished(path: Path | None = None) -> dict[tuple[str, int], str]:
+    """Describe by arm and seed how runs that need not be made again ended, and after which time."""
     found = read(path)
-    return set(zip(found["arm"], found["seed"].astype(int), strict=True))
+    if found.empty:
+        return {}
+    first = found.groupby(["arm", "seed"])[["outcome", "wall_seconds"]].first()
+    return {
+        (str(arm), int(seed)): f"{outcome} in {seconds:.0f} s" for (arm, seed), outcome, seconds in first.itertuples()
+    }

@@ -131,12 +131,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--list", action="store_true")
     parser.add_argument("--hours", type=float, default=float("inf"))
     options = parser.parse_args(arguments)
-    runs, finished = choose(options.names), results.list_finished()
+    runs, finished = choose(options.names), results.describe_finished()
     if options.list:
         for run in runs:
-            state = "finished" if (run.arm.name, run.seed) in finished else f"{run.arm.seconds} s"
+            state = finished.get((run.arm.name, run.seed), f"{run.arm.seconds} s")
             print(
-                f"{run.name:22} {state:9} {' '.join(run.arm.overrides)}" + (f" lag:{run.arm.lag}" * (run.arm.lag > 0))
+                f"{run.name:22} {state:18} {' '.join(run.arm.overrides)}" + (f" lag:{run.arm.lag}" * (run.arm.lag > 0))
             )
         left = [run for run in runs if (run.arm.name, run.seed) not in finished]
         hours = sum(run.arm.seconds for run in left) / 3600

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -47,6 +48,9 @@ def test_the_list_names_each_run_with_its_time(capsys: pytest.CaptureFixture[str
     assert run.main(["--list"]) == 0
     printed = capsys.readouterr().out.splitlines()
     assert len(printed) == len(list(arms.list_runs())) + 1
+    assert all(
+        re.match(rf"{each.name} +[\w ]*\d+ s ", line) for each, line in zip(arms.list_runs(), printed[:-1], strict=True)
+    )
     assert "hours on two idle cores" in printed[-1]
     with pytest.raises(SystemExit, match="late_opsn: unknown"):
         run.main(["late_opsn"])
@@ -75,7 +79,7 @@ def test_a_finished_run_is_kept_and_not_made_again(
     run.main(["late-2"])
     assert capsys.readouterr().out == ""
     run.main(["late-2", "--list"])
-    assert "finished" in capsys.readouterr().out
+    assert f"late-2 {'':15} finished in {table['wall_seconds'].iloc[0]:.0f} s" in capsys.readouterr().out
 
 
 def test_a_run_that_dies_counts_and_says_how(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, away: Path) -> None:
