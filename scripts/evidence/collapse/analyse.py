@@ -124,13 +124,13 @@ def judge(table: pandas.DataFrame) -> list[Verdict]:
 
 
 def judge_in_process(table: pandas.DataFrame, rate: float) -> list[Verdict]:
-    """Judge H5 on the runs in one process at a learning rate: one verdict for each arm, and one on ``random``.
+    """Judge H5 on the runs in one process at a learning rate: the trend of each arm, and ``opsm`` over ``random``.
 
     Raises:
         MissingRunsError: a run is missing.
     """
     verdicts = []
-    for arm in (arm for arm in IN_PROCESS_ARMS if arm != "random"):
+    for arm in IN_PROCESS_ARMS:
         levels = [take_in_process(table, f"{arm}-{eta}-{rate:g}") for eta in ETAS]
         p = page(np.column_stack(levels))
         medians = ", ".join(f"{np.median(level):.3f}" for level in levels)
@@ -138,8 +138,11 @@ def judge_in_process(table: pandas.DataFrame, rate: float) -> list[Verdict]:
         verdicts.append(Verdict(f"H5 {arm} {rate:g}", p <= 0.05, f"medians {medians} at eta {etas}; p = {p:.4f}", p))
     opsm, random = (take_in_process(table, f"{arm}-{ETAS[-1]}-{rate:g}") for arm in ("opsm", "random"))
     p, (low, high) = sign_flip(opsm - random), bootstrap(opsm - random)
-    apart = f"opsm is {(opsm - random).mean():+.3f} [{low:+.3f}, {high:+.3f}] from random; p = {p:.4f}"
-    return [*verdicts, Verdict(f"H5 random {rate:g}", bool(p <= 0.05 and low > 0), apart, p)]
+    apart = (
+        f"opsm is {(opsm - random).mean():+.3f} [{low:+.3f}, {high:+.3f}] from random at eta {ETAS[-1]}, Cliff's delta "
+        f"{cliffs_delta(opsm, random):+.2f}; p = {p:.4f}"
+    )
+    return [*verdicts, Verdict(f"H5 opsm over random {rate:g}", bool(p <= 0.05 and low > 0), apart, p)]
 
 
 def take_in_process(table: pandas.DataFrame, setting: str) -> np.ndarray:
@@ -192,10 +195,12 @@ def describe(table: pandas.DataFrame) -> pandas.DataFrame:
                 "exact": found["outcome"].median(),
                 "least": found["outcome"].min(),
                 "most": found["outcome"].max(),
+                "mean": found["mean"].median(),
                 "graded": found["graded"].median(),
                 "k3": steps["k3"].median(),
                 "ratio ESS": steps["ratio_ess"].median(),
                 "kept": steps["kept"].mean(),
+                "length": steps["length"].median(),
                 "staleness": staleness.mean(),
                 "off eta": list_off_eta(staleness, arm.eta),
             }

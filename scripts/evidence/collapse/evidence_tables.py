@@ -57,9 +57,9 @@ def format_difference(one: pandas.Series, other: pandas.Series) -> str:
 def build_whole_table(table: pandas.DataFrame) -> list[str]:
     """Build the lines of the table of whole runs, of the arms that were run; nothing where none was."""
     lines = [
-        "| arm | seeds | exact matches | below their start | graded score | k3 | ESS of the ratio | kept | staleness "
-        "by verl's versions |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| arm | seeds | exact matches | below their start | mean of validations | graded score | k3 "
+        "| ESS of the ratio | kept | length | staleness by verl's versions |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for arm in ARMS:
         found = outcomes(table, arm.name)
@@ -73,10 +73,12 @@ def build_whole_table(table: pandas.DataFrame) -> list[str]:
             f"{len(found)} of {arm.seeds}",
             format_spread(found["outcome"]),
             f"{count_below(found)}",
+            f"{found['mean'].median():.3f}",
             f"{found['graded'].median():.3f}",
             f"{steps['k3'].median():.2g}",
             f"{steps['ratio_ess'].median():.2f}",
             f"{steps['kept'].mean():.2f}",
+            f"{steps['length'].median():.1f}",
             f"{staleness.mean():.2f}{f' (off its eta: seed {off})' if off else ''}",
         )
         lines.append(f"| {' | '.join(cells)} |")

@@ -32,32 +32,42 @@ if TYPE_CHECKING:
 PICTURE = ROOT / "docs" / "collapse.png"
 WHOLE = ("in_step", "late", "late_opsm", "late_decoupled", "late_both")
 CONTROL = ("control", "control_both")
+ALIKE = (
+    ("in_step", "control", "bypass"),
+    ("late", "none"),
+    ("late_opsm", "opsm"),
+    ("late_decoupled", "decoupled"),
+    ("late_both", "control_both", "both"),
+    ("random",),
+)
+COLOURS = {arm: f"C{number}" for number, arms in enumerate(ALIKE) for arm in arms}
+"""A correction has one colour in all panels."""
 
 
 def draw_by_step(axes: Axes, table: pandas.DataFrame, arms: Sequence[str]) -> None:
     """Draw exact matches over the steps: the median of the seeds thick, each seed thin."""
-    for number, arm in enumerate(arms):
+    for arm in arms:
         found = table[(table["arm"] == arm) & table["exact"].notna()]
         for _, of_seed in found.groupby("seed"):
-            axes.plot(of_seed["step"], of_seed["exact"], color=f"C{number}", alpha=0.25, linewidth=0.8)
+            axes.plot(of_seed["step"], of_seed["exact"], color=COLOURS[arm], alpha=0.25, linewidth=0.8)
         if not found.empty:
             medians = found.groupby("step")["exact"].median()
             label = f"{arm} ({found['seed'].nunique()})"
-            axes.plot(medians.index, medians, color=f"C{number}", marker="o", label=label)
+            axes.plot(medians.index, medians, color=COLOURS[arm], marker="o", label=label)
     axes.set(xlabel="step", ylabel="exact matches, held out", ylim=(0, 1))
 
 
 def draw_by_eta(axes: Axes, table: pandas.DataFrame, rate: float) -> None:
     """Draw outcomes over the staleness of the sampler: medians as lines, seeds as points; settings with all seeds."""
-    for number, arm in enumerate(IN_PROCESS_ARMS):
+    for arm in IN_PROCESS_ARMS:
         found = {eta: outcomes(table, f"{arm}-{eta}-{rate:g}")["outcome"] for eta in ETAS}
         found = {eta: each for eta, each in found.items() if len(each) == SEEDS}
         if not found:
             continue
         places, medians = [ETAS.index(eta) for eta in found], [each.median() for each in found.values()]
-        axes.plot(places, medians, color=f"C{number}", marker="o", label=f"{arm} ({SEEDS})")
+        axes.plot(places, medians, color=COLOURS[arm], marker="o", label=f"{arm} ({SEEDS})")
         for place, each in zip(places, found.values(), strict=True):
-            axes.plot([place] * len(each), each, ".", color=f"C{number}", alpha=0.35)
+            axes.plot([place] * len(each), each, ".", color=COLOURS[arm], alpha=0.35)
     axes.set_xticks(range(len(ETAS)), [str(eta) for eta in ETAS])
     axes.set(xlabel="eta: steps by which the sampler is late", ylabel="exact matches, held out", ylim=(0, 1))
 

@@ -71,9 +71,9 @@ class LateRun:
 
 
 def list_late_runs() -> Iterator[LateRun]:
-    """List all runs seed by seed; at eta 0 ``random`` asks nothing, and rounded samplers are in step."""
+    """List all runs seed by seed; rounded samplers are in step."""
     for seed in range(FIRST_SEED, FIRST_SEED + SEEDS):
         yield from (LateRun(arm, 0, RATES[0], seed, rounded=True) for arm in ROUNDED)
         for rate in RATES:
             for eta in reversed(ETAS):
-                yield from (LateRun(arm, eta, rate, seed) for arm in ARMS if eta or arm != "random")
+                yield from (LateRun(arm, eta, rate, seed) for arm in ARMS)

@@ -43,7 +43,7 @@ def test_in_process_runs_differ_in_arm_eta_rate_and_seed(
 ) -> None:
     monkeypatch.setattr(results, "IN_PROCESS", tmp_path / "none.parquet")
     runs = list(late_runs.list_late_runs())
-    assert len({run.name for run in runs}) == len(runs) == 10 * (2 * (5 * 6 - 1) + 4)
+    assert len({run.name for run in runs}) == len(runs) == 10 * (2 * 5 * 6 + 4)
     assert {run.seed for run in runs} == set(range(2, 12))
     assert in_process.main(["opsm", "--list"]) == 0
     assert "110 of 110 left" in capsys.readouterr().out.splitlines()[-1]

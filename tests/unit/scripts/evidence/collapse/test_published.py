@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pandas
 import pytest
-from collapse import analyse, evidence_tables, figure, results
+from collapse import analyse, evidence_tables, figure, late_runs, results
 
 from tests.support.collapse_results import AS_EXPECTED, build_late_table, build_table
 from tests.support.paths import ROOT
@@ -140,6 +140,79 @@ def test_the_readme_shows_committed_outcomes() -> None:
     assert shown in " ".join(text.split())
 
 
+def find_apart(path: Path, one: str, other: str) -> str:
+    """The mean difference of two arms with its interval."""
+    table = results.read(path)
+    pair = (analyse.outcomes(table, arm)["outcome"] for arm in (one, other))
+    return evidence_tables.format_difference(*pair).partition(", p = ")[0]
+
+
+def find_start(path: Path) -> str:
+    table = results.read(path)
+    return f"{table.loc[table['step'] == 0, 'exact'].iloc[0]:.3f} before training"
+
+
+def find_below(path: Path, arms: list[str]) -> list[int]:
+    table = results.read(path)
+    return [evidence_tables.count_below(analyse.outcomes(table, arm)) for arm in arms]
+
+
+def test_the_readme_says_what_the_results_say() -> None:
+    """Its sentences on the evidence, beside the rows and medians above."""
+    text = " ".join((ROOT / "README.md").read_text().split())
+    assert f"Exact matches of held-out words, {find_start(results.DATA)}, median" in text
+    assert f"`opsm` is {find_apart(results.DATA, 'late_opsm', 'late')} from uncorrected" in text
+    pair = "opsm-8-0.001", "random-8-0.001"
+    elsewhere = find_apart(results.OTHER_START, *pair).split()[0]
+    assert f"`opsm` is {find_apart(results.IN_PROCESS, *pair)} here, {elsewhere} from another warm start" in text
+    whole, late = results.read(), results.read(results.IN_PROCESS)
+    *others, control = analyse.judge(whole)
+    assert all(verdict.holds for verdict in others)
+    assert not control.holds
+    assert "Of the five hypotheses fixed before the data three hold" in text
+    assert f"within 1e-5 of 1 ({find_stray(whole)})" in text
+    fails = {
+        verdict.name for rate in (1e-3, 3e-4) for verdict in analyse.judge_in_process(late, rate) if not verdict.holds
+    }
+    assert fails == {"H5 opsm 0.001", "H5 random 0.001", "H5 opsm over random 0.001"}
+    assert find_below(results.DATA, ["async_decoupled_8", "async_both_8", "async_both_2"]) == [3, 0, 1]
+    rate = [f"{arm}-{eta}-0.0003" for arm in late_runs.ARMS for eta in late_runs.ETAS]
+    assert set(find_below(results.IN_PROCESS, rate)) == {0}
+
+
+def find_stray(whole: pandas.DataFrame) -> str:
+    """The largest distance of the control's weights from 1."""
+    weights = whole.loc[whole["arm"] == "control_both", ["weight_min", "weight_max"]]
+    return f"{(weights - 1).abs().max().max():.1e}".replace("e-05", "e-5")
+
+
+def test_the_page_says_what_the_results_say() -> None:
+    """Numbers in its sentences that are neither in a table nor a paired difference."""
+    text, whole = " ".join(PAGE.read_text().split()), results.read()
+    assert f"greedy, behind the last step, {find_start(results.DATA)}" in text
+    assert f"another warm start, {find_start(results.OTHER_START)}" in text
+    assert f"the most extreme of 24 steps is {find_stray(whole)} off 1" in text
+    one, other = (analyse.outcomes(whole, arm)["outcome"] for arm in ("control_both", "control"))
+    assert f"differ by up to {(one - other).abs().max():.2f} either way" in text
+    steps = whole[whole["step"] > 0]
+    runs = {
+        eta: steps[steps["arm"].isin([f"async_{arm}_{eta}" for arm in ("bypass", "both", "decoupled")])]
+        for eta in (2, 8)
+    }
+    measured = {
+        eta: of.groupby(["arm", "seed"])["staleness"].mean().drop(("async_decoupled_8", 2), errors="ignore")
+        for eta, of in runs.items()
+    }
+    spans = [f"{measured[eta].min():.1f} to {measured[eta].max():.1f}" for eta in (8, 2)]
+    assert "the sampler is {} steps late at eta 8, {} at eta 2, and in step at eta 0".format(*spans) in text
+    assert find_below(results.IN_PROCESS, [f"none-{eta}-0.001" for eta in (1, 2, 4)]) == [2, 5, 10]
+    assert "two end below their start at one step late, five at two, all ten at four" in text
+    assert find_below(results.OTHER_START, ["none-0-0.001"]) == [4]
+    assert "in step four of ten uncorrected seeds ended below their start" in text
+    assert find_below(results.IN_PROCESS, ["bypass-8-0.001"]) == [5]
+    assert "`bypass` keeps five of ten seeds above their start" in text
+
+
 def test_a_difference_is_paired_by_seed() -> None:
     one, other = pandas.Series({2: 0.5, 3: 0.7, 4: 0.9}), pandas.Series({3: 0.4, 2: 0.2})
     assert evidence_tables.format_difference(one, other) == "+0.300 [+0.300, +0.300], p = 0.5"
@@ -156,6 +229,8 @@ def test_tables_show_medians_ranges_and_the_seeds_below_their_start() -> None:
     late = build_late_table(lambda arm, eta, seed: 0.2 if eta == 8 else 0.6)
     rows = {line.split("|")[1].strip(): line for line in evidence_tables.build_in_process_table(late, 1e-3)}
     assert rows["`none`"] == "| `none` |" + " 0.600 (0.600 to 0.600) |" * 4 + " 0.200 (0.200 to 0.200), 10 below |"
+    without = late[late["arm"] != "random-0-0.001"]
+    rows = {line.split("|")[1].strip(): line for line in evidence_tables.build_in_process_table(without, 1e-3)}
     assert rows["`random`"].startswith("| `random` | – | 0.600")
     assert evidence_tables.build_in_process_table(late[late["seed"] != 5], 1e-3) == []
 
