@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -40,7 +40,7 @@ def bootstrap(differences: ArrayLike, confidence: float = 0.95) -> tuple[float, 
     return float(low), float(high)
 
 
-def cliffs_delta(one: Sequence[float], other: Sequence[float]) -> float:
+def cliffs_delta(one: ArrayLike, other: ArrayLike) -> float:
     """Compute Cliff's delta: the share of pairs in which ``one`` is larger less that in which it is smaller."""
     signs = np.sign(np.subtract.outer(np.asarray(one), np.asarray(other)))
     return float(signs.mean())
