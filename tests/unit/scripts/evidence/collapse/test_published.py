@@ -124,20 +124,25 @@ def test_the_page_says_how_two_runs_of_long_answers_ended() -> None:
     assert "with {:.1f} tokens and a graded score of {:.3f}".format(*of_late) in page
 
 
-def test_the_readme_shows_committed_outcomes() -> None:
-    """Its two rows: whole runs, and the arms in one process at eta 8; and three medians at the lower rate."""
-    text = (ROOT / "README.md").read_text()
-    for path, arms_shown in (
-        (results.DATA, ("in_step", "late", "late_decoupled", "late_both", "late_opsm")),
-        (results.IN_PROCESS, [f"{arm}-8-0.001" for arm in ("none", "decoupled", "bypass", "both", "random", "opsm")]),
-    ):
-        table = results.read(path)
-        found = [analyse.outcomes(table, arm)["outcome"] for arm in arms_shown]
-        assert f"| {' | '.join(map(evidence_tables.format_spread, found))} |" in text
-    table = results.read(results.IN_PROCESS)
-    lower = [analyse.outcomes(table, f"{arm}-8-0.0003")["outcome"].median() for arm in ("none", "decoupled", "opsm")]
-    shown = "uncorrected runs end at {:.3f}, `decoupled_ppo` at {:.3f}, `opsm` at {:.3f}".format(*lower)
-    assert shown in " ".join(text.split())
+@pytest.mark.parametrize(
+    ("path", "shown", "late"),
+    [
+        (results.DATA, ["in_step", "late", "late_decoupled", "late_both", "late_opsm"], "late"),
+        (
+            results.IN_PROCESS,
+            [f"{arm}-8-0.001" for arm in ("none", "decoupled", "bypass", "both", "random", "opsm")],
+            "none-8-0.001",
+        ),
+    ],
+    ids=["whole runs", "in process"],
+)
+def test_the_readme_shows_committed_outcomes(path: Path, shown: list[str], late: str) -> None:
+    """Medians with the range of the seeds, and mean paired differences from uncorrected runs with their intervals."""
+    text, table = (ROOT / "README.md").read_text(), results.read(path)
+    spreads = [evidence_tables.format_spread(analyse.outcomes(table, arm)["outcome"]) for arm in shown]
+    assert f"\n| median, range | {' | '.join(spreads)} |\n" in text
+    apart = ["" if arm == late else f" {find_apart(path, arm, late)}" for arm in shown]
+    assert f"\n| from uncorrected, 95 % |{' |'.join(apart)} |\n" in text
 
 
 def find_apart(path: Path, one: str, other: str) -> str:
@@ -158,14 +163,18 @@ def find_below(path: Path, arms: list[str]) -> list[int]:
 
 
 def test_the_readme_says_what_the_results_say() -> None:
-    """Its sentences on the evidence, beside the rows and medians above."""
+    """Its sentences on the evidence, beside the tables."""
     text = " ".join((ROOT / "README.md").read_text().split())
-    assert f"Exact matches of held-out words, {find_start(results.DATA)}, median" in text
-    assert f"`opsm` is {find_apart(results.DATA, 'late_opsm', 'late')} from uncorrected" in text
+    assert f"Exact matches of held-out words, {find_start(results.DATA)}:" in text
     pair = "opsm-8-0.001", "random-8-0.001"
     elsewhere = find_apart(results.OTHER_START, *pair).split()[0]
-    assert f"`opsm` is {find_apart(results.IN_PROCESS, *pair)} here, {elsewhere} from another warm start" in text
+    assert (
+        f"from `random` it is {find_apart(results.IN_PROCESS, *pair)} here, {elsewhere} from another warm start" in text
+    )
     whole, late = results.read(), results.read(results.IN_PROCESS)
+    lower = [analyse.outcomes(late, f"{arm}-8-0.0003")["outcome"].median() for arm in ("none", "decoupled", "opsm")]
+    said = "uncorrected runs end at {:.3f}, `decoupled_ppo` at {:.3f}, `opsm` at {:.3f}".format(*lower)
+    assert said in text
     *others, control = analyse.judge(whole)
     assert all(verdict.holds for verdict in others)
     assert not control.holds
