@@ -1,4 +1,4 @@
-"""The analysis tools on a Ray cluster: the same result, and a worker that dies loses nothing."""
+"""The analysis tools by many processes and on a Ray cluster: the same result, and a worker that dies loses nothing."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.extended]
 RECORDING = ROOT / "tests" / "data" / "faults" / "held_out" / "colocate_async-14"
 
 
-def test_every_tool_on_a_cluster_gives_what_one_process_does(run_program: Callable[..., Any], tmp_path: Path) -> None:
+def test_every_tool_gives_the_same_by_one_process_by_eight_and_on_a_cluster(
+    run_program: Callable[..., Any], tmp_path: Path
+) -> None:
     folder = tmp_path / "markers"
     folder.mkdir()
     command = [sys.executable, tools_on_ray.__file__, str(RECORDING), str(folder)]

@@ -1,4 +1,4 @@
-"""Each analysis tool alone and on a Ray cluster, in one driver that joins it; prints of each whether both are alike.
+"""Each analysis tool alone, by eight processes and on a Ray cluster, in one driver; prints whether all are alike.
 
 python tools_on_ray.py RECORDING FOLDER
 
@@ -46,15 +46,16 @@ def run_tool(tool: str, *arguments: str) -> str:
 
 
 def join(recording: str, folder: str, address: str) -> None:
-    """Print what each tool gives alone and on the cluster: the same, and more than an empty page."""
+    """Print of each tool whether all give the same, and more than an empty page."""
     # Here, so that the process that holds the cluster does without torch.
     from recipe.offpolicy.analysis.jobs import Jobs
     from recipe.offpolicy.analysis.pages import plotting
 
     plotting.render_image = lambda figure: ("image/svg+xml", b"<svg/>")  # most of a page's time
     for tool, arguments in TOOLS.items():
-        alone, shared = (run_tool(tool, recording, *arguments, *more) for more in ((), ("--ray", address)))
-        print(tool, "alike", alone == shared, len(alone) > 1000, flush=True)
+        who = ("--jobs", "1"), ("--jobs", "8"), ("--ray", address)
+        alone, eight, shared = (run_tool(tool, recording, *arguments, *more) for more in who)
+        print(tool, "alike", alone == eight == shared, len(alone) > 1000, flush=True)
     found = list(Jobs(ray=address).map(partial(die_once, Path(folder)), range(8)))
     print("in order", found == list(range(8)), flush=True)
 

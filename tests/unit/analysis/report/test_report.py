@@ -169,6 +169,7 @@ def test_the_verdict_is_a_table_of_questions() -> None:
     assert [tuple(row) for row in table.rows] == [("Is it live?", "yes", "the proof is recorded")]
 
 
+@pytest.mark.slow
 def test_a_large_recording_is_calibrated_by_a_sample(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prompt_sample, "TOKENS", 1000)
     _, page = report(made(tmp_path, steps=7), tmp_path)

@@ -66,6 +66,7 @@ def test_it_ends_when_the_rate_has_fallen_to_nothing(
     assert said[0][2] == share
 
 
+@pytest.mark.slow
 def test_it_learns() -> None:
     losses: list[float] = []
     settings = replace(SHORT, batch=24, target=2.0)
