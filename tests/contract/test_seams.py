@@ -196,6 +196,7 @@ def test_what_the_look_at_megatron_overrides_is_held() -> None:
     assert overridden(WatchingTrainer, PPOTrainer) == {"_init_resource_pool_mgr"}
 
 
+@ONLY_V1
 def test_whatever_the_replay_of_supports_overrides_is_a_seam() -> None:
     """An engine or worker that goes another way would train by the whole vocabulary."""
     from verl.trainer.ppo.ray_trainer import RayPPOTrainer
