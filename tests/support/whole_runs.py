@@ -16,6 +16,11 @@ from tests.support.paths import ROOT
 
 SOON = 10.0 + PATIENCE + GRACE + 300.0
 """Seconds: the watchdog looks every 10, and gives the run its time to unwind; Ray and the quickstart end after it."""
+INJECTED = {
+    "VERL_USE_EXTERNAL_MODULES": "verl_patches.cpu,inject",
+    "PYTHONPATH": str(ROOT / "scripts" / "evidence" / "injected_faults"),
+}
+"""Environment in which OFFPOLICY_INJECT acts."""
 UNSCORED = ("trainer.val_before_train=false", "trainer.test_freq=-1")
 LIMIT = 1200.0
 """Seconds after which a run hangs; most take 80 to 150 on a machine that does nothing else."""

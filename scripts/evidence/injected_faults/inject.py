@@ -7,6 +7,7 @@
     lag:8              the rollout server gets the weights of 8 synchronisations before; the first ones until there are
     stale:3            of every three synchronisations two send the weights of the one before
     round:3            weights reach the rollout server with this many bits of mantissa
+    routers:4          those of the routers of a mixture of experts do, and no others
     cache:3            of every three synchronisations one clears the engine's prefix cache; of 1 each one does, as verl
 
 Each acts in the process where the real fault would: the agent loop, the sender of the weights, or the rollout server.
@@ -101,13 +102,17 @@ async def _collected(weights: Any, change: Callable[[Weights], Weights]) -> Iter
     return iter(list(change(pairs)))
 
 
-def _round() -> None:
+def round_matrices(weights: Weights, bits: int, named: str = "") -> Weights:
+    """Round the matrices whose name ends so, see ``rounded``."""
+    return [
+        (name, rounded(weight, bits) if weight.dim() > 1 and name.endswith(named) else weight)
+        for name, weight in weights
+    ]
+
+
+def _round(named: str = "") -> None:
     bits = int(STRENGTH)
-
-    def change(sender: Any, weights: Weights) -> Weights:
-        return [(name, rounded(weight, bits) if weight.dim() > 1 else weight) for name, weight in weights]
-
-    _send(change)
+    _send(lambda sender, weights: round_matrices(weights, bits, named))
 
 
 def _stale() -> None:
@@ -221,6 +226,7 @@ FAULTS: dict[str, tuple[str, Callable[[], None]]] = {
     "lag": (_SENDER, _lag),
     "stale": (_SENDER, _stale),
     "round": (_SENDER, _round),
+    "routers": (_SENDER, functools.partial(_round, ".mlp.gate.weight")),
     "cache": (_ENGINE, _cache),
 }
 """Name -> the module that it waits for, and what it does there."""

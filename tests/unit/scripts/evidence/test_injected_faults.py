@@ -43,6 +43,15 @@ def test_rounding_keeps_as_many_bits_as_it_says(inject: ModuleType) -> None:
     assert inject.rounded(weight.bfloat16(), 3).dtype == torch.bfloat16
 
 
+def test_matrices_are_rounded_by_name(inject: ModuleType) -> None:
+    ones = torch.full((2, 2), 1.3)
+    weights = [("layers.0.mlp.gate.weight", ones), ("layers.0.mlp.down.weight", ones), ("mlp.gate.weight", ones[0])]
+    changed = [float(weight.flatten()[0]) for _, weight in inject.round_matrices(weights, 0, "mlp.gate.weight")]
+    assert changed == pytest.approx([1.0, 1.3, 1.3])
+    changed = [float(weight.flatten()[0]) for _, weight in inject.round_matrices(weights, 0)]
+    assert changed == pytest.approx([1.0, 1.0, 1.3])
+
+
 def test_late_weights_are_those_of_so_many_calls_before(inject: ModuleType) -> None:
     def send(late: object, count: int) -> list[float]:
         return [dict(late([("w", torch.tensor(float(number)))]))["w"].item() for number in range(count)]  # type: ignore[operator]
