@@ -24,9 +24,9 @@ BOUNDS: Final = tuple(_compute_bounds())
 
 
 def draw_poisson(random: np.random.Generator, shape: tuple[int, ...]) -> NDArray[np.float64]:
-    """Draw Poisson variables of mean 1, each value with its probability to 2^-32.
+    """Draw Poisson variables of mean 1, in an array of this shape, each value with its probability to 2^-32.
 
-    numpy's own, of any mean, take several times as long.
+    By inversion of the distribution function; numpy's own draws, of any mean, take several times as long.
     """
     uniform = random.integers(0, _UNIFORM, shape, dtype=np.uint32)
     counts = np.zeros(shape, dtype=np.uint8)
