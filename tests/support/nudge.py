@@ -71,7 +71,7 @@ class Nudge(Extension):
         if self.settings["tilt"] != 0 or self.settings["bonus"] != 0:
             return ()
         key, fix = f"{self.section}.tilt", "Set another."
-        return (Problem(key, 0, "nothing is shaped.", fix, "INERT", (self.section,), (set_to(key, 0.25),)),)
+        return (Problem(key, 0, "nothing is shaped.", fix, "NO-OP", (self.section,), (set_to(key, 0.25),)),)
 
     def end(self) -> None:
         self.ended = True

@@ -12,8 +12,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-Verdict = Literal["NOTE", "INERT", "WRONG"]
-"""NOTE: works as configured, and is rarely all that was meant. INERT: trains without any effect. WRONG: would train
+Verdict = Literal["NOTE", "NO-OP", "ERROR"]
+"""NOTE: works as configured, and is rarely all that was meant. NO-OP: trains without any effect. ERROR: would train
 otherwise than configured, and stops the launch."""
 
 EVERYTHING = ("*",)
@@ -44,7 +44,7 @@ class Problem:
     value: Any = field(hash=False)
     reason: str
     fix: str = ""
-    verdict: Verdict = "WRONG"
+    verdict: Verdict = "ERROR"
     parts: tuple[str, ...] = EVERYTHING
     overrides: tuple[str, ...] = ()
     beside: Mapping[str, Any] = field(default_factory=dict, hash=False)

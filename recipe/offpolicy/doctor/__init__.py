@@ -5,7 +5,7 @@
     python -m recipe.offpolicy.doctor --script run.sh [arguments of the script]
 
 Composes the configuration that the launch would train with, runs every check of its start, and says of each correction
-LIVE, INERT because ..., or WRONG because ..., with the override that mends it. verl's own validation runs too; that of
+OK, NO-OP because ..., or ERROR because ..., with the override that mends it. verl's own validation runs too; that of
 the critic and of LoRA's rank is left to the launch.
 
 A script is read, not run. Of its programs only those are called that look, print and change nothing: basename, cat,
@@ -13,7 +13,7 @@ cut, date, dirname, expr, grep, head, hostname, nproc, readlink, realpath, seq, 
 code that does no more than ask for releases of packages and places of modules, in an isolated interpreter. Each has
 5 seconds and 1 MiB of output.
 
-Exit status: 0 everything configured is LIVE, or nothing is configured; 1 something is INERT, it would do nothing;
-2 something is WRONG, it would do something else than it says or end the run, there is no configuration,
+Exit status: 0 everything configured is OK, or nothing is configured; 1 something is NO-OP, it would do nothing;
+2 something is ERROR, it would do something else than it says or end the run, there is no configuration,
 or the doctor itself failed.
 """

@@ -32,8 +32,8 @@ from ..preflight.hydra_groups import read_task_overrides
 from ..preflight.verl_keys.router_replay import ROUTER_REPLAY
 from .launch import VERLS, Launch, LaunchError, compose
 
-State = Literal["LIVE", "INERT", "WRONG"]
-_STATUS: dict[State, int] = {"LIVE": 0, "INERT": 1, "WRONG": 2}
+State = Literal["OK", "NO-OP", "ERROR"]
+_STATUS: dict[State, int] = {"OK": 0, "NO-OP": 1, "ERROR": 2}
 
 
 @dataclass(frozen=True)
@@ -52,9 +52,9 @@ class VerdictRow:
 
     @property
     def verdict(self) -> State:
-        """The worst verdict of its problems, LIVE without any."""
+        """The worst verdict of its problems, OK without any."""
         verdicts = {problem.verdict for problem in self.problems}
-        return "WRONG" if "WRONG" in verdicts else "INERT" if "INERT" in verdicts else "LIVE"
+        return "ERROR" if "ERROR" in verdicts else "NO-OP" if "NO-OP" in verdicts else "OK"
 
 
 @dataclass(frozen=True)
@@ -81,14 +81,14 @@ class Diagnosis:
 
     @property
     def verdict(self) -> State:
-        """The worst verdict of all rows; WRONG without a configuration."""
+        """The worst verdict of all rows; ERROR without a configuration."""
         if self.error:
-            return "WRONG"
-        return max((row.verdict for row in self.rows), key=_STATUS.__getitem__, default="LIVE")
+            return "ERROR"
+        return max((row.verdict for row in self.rows), key=_STATUS.__getitem__, default="OK")
 
     @property
     def status(self) -> int:
-        """The exit status: 0 LIVE or nothing configured, 1 INERT, 2 WRONG."""
+        """The exit status: 0 OK or nothing configured, 1 NO-OP, 2 ERROR."""
         return _STATUS[self.verdict]
 
     @property
@@ -143,14 +143,14 @@ def _judge_verl(config: DictConfig, launch: Launch, where: LivePath, overrides: 
         reason = "a trainer of its own: which keys it reads was not looked at."
         fix = f"Launch {VERLS[0]}, or recipe.offpolicy.main_offpolicy with a correction."
         # Without a correction there is none that could act otherwise than configured.
-        problems.append(Problem("module", launch.module, reason, fix, "WRONG" if list_active(config) else "NOTE"))
+        problems.append(Problem("module", launch.module, reason, fix, "ERROR" if list_active(config) else "NOTE"))
     if where.release not in TESTED:
         reason = f"which keys this release reads was not looked at; of {', '.join(TESTED)} it was."
         problems.append(Problem("verl", where.release, reason, "Install one of them."))
     read_otherwise = {problem.key for problem in problems}
     found = collect_problems((*VERL_CHECKS, *REMARKS) if known else (), config, CorrectionSpec())
     problems += [problem for problem in found if problem.key not in read_otherwise]
-    if known and not any(problem.verdict == "WRONG" for problem in problems):
+    if known and not any(problem.verdict == "ERROR" for problem in problems):
         problems += collect_problems((check_by_verl,), config, CorrectionSpec())
     rows, notes = _arrange_rows(list_parts(config, CorrectionSpec()), problems)
     asked = bool(list_active(config))
@@ -181,7 +181,7 @@ def _arrange_rows(
         for name in concerned:
             row = rows.get(name, VerdictRow(name, ""))
             rows[name] = replace(row, problems=(*row.problems, problem))
-    by_weight = {"WRONG": 0, "INERT": 1, "NOTE": 2}
+    by_weight = {"ERROR": 0, "NO-OP": 1, "NOTE": 2}
     return tuple(
         replace(row, problems=tuple(sorted(row.problems, key=lambda each: by_weight[each.verdict])))
         for row in rows.values()

@@ -61,7 +61,7 @@ def _diagnose(known: argparse.Namespace, given: Sequence[str]) -> Diagnosis:
             except ScriptError as error:
                 return Diagnosis(launch, error=str(error))
         return diagnose(launch)
-    except Exception as error:  # of the doctor itself: Python's exit status 1 would mean INERT
+    except Exception as error:  # of the doctor itself: Python's exit status 1 would mean NO-OP
         return Diagnosis(launch, error=describe_failure(error))
 
 

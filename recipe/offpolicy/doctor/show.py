@@ -16,13 +16,13 @@ from .diagnosis import Diagnosis, VerdictRow
 from .launch import OURS
 
 SCHEMA = 1
-_STYLES = {"LIVE": "bold green", "INERT": "bold yellow", "WRONG": "bold red", "NOTE": "dim"}
+_STYLES = {"OK": "bold green", "NO-OP": "bold yellow", "ERROR": "bold red", "NOTE": "dim"}
 
 
 def to_json(diagnosis: Diagnosis) -> dict[str, Any]:
     """Convert a diagnosis to plain values.
 
-    ``schema``: 1. ``verdict``: LIVE, INERT or WRONG. ``exit_status``: 0, 1, 2. ``module``, ``origin``, ``arguments``:
+    ``schema``: 1. ``verdict``: OK, NO-OP or ERROR. ``exit_status``: 0, 1, 2. ``module``, ``origin``, ``arguments``:
     the launch. ``path``: release, trainer, worker and strategy, or null. ``fingerprint``: of our correction, or null.
     ``headline``: which correction is on, or UNCORRECTED; null where nothing was composed.
     ``error``: why nothing was composed, or null. ``corrections``: name, meaning, verdict and problems of each.
@@ -92,7 +92,7 @@ def show(diagnosis: Diagnosis, file: IO[str]) -> None:
     for line in diagnosis.said:
         _print_line(console, line)
     if diagnosis.error:
-        _print_line(console, "WRONG", "no configuration, so that nothing would be launched:", style="WRONG")
+        _print_line(console, "ERROR", "no configuration, so that nothing would be launched:", style="ERROR")
         _print_line(console, diagnosis.error)
         return
     if diagnosis.rows:
@@ -128,14 +128,10 @@ def _print_line(console: Console, *texts: str, style: str | None = None) -> None
 def _format_conclusion(diagnosis: Diagnosis) -> str:
     if not diagnosis.rows:
         return "No correction is configured: there is nothing to check."
-    if diagnosis.verdict == "LIVE":
+    if diagnosis.verdict == "OK":
         if diagnosis.launch.module == OURS:
-            return (
-                "LIVE: every check passes and the seams are in place. The first update of the run proves it, or stops."
-            )
-        return (
-            "LIVE: verl reads what is configured. Only recipe.offpolicy.main_offpolicy proves it at the first update."
-        )
+            return "OK: every check passes and the seams are in place. The first update of the run proves it, or stops."
+        return "OK: verl reads what is configured. Only recipe.offpolicy.main_offpolicy proves it at the first update."
     mends = list(dict.fromkeys(each for problem in diagnosis.problems for each in problem.overrides))
     said = f"{diagnosis.verdict}: exit status {diagnosis.status}."
     if len(diagnosis.problems) < 2 or not mends:

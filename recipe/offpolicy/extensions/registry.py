@@ -70,7 +70,7 @@ def find_problems(config: DictConfig) -> Iterator[Problem]:
         if node is None:
             reason = f"the section {section} is not there, so that the extension is off."
             fix = f"Set +{section}.KEY=VALUE, or remove this."
-            yield Problem(key, target, reason, fix, "INERT", (), remove(key, target))
+            yield Problem(key, target, reason, fix, "NO-OP", (), remove(key, target))
         elif not isinstance(node, DictConfig):
             reason = "its section holds no keys."
             fix = f"Set {section}.KEY=VALUE, or {section}=null."

@@ -46,7 +46,7 @@ class Preflight:
     Attributes:
         spec: the correction to train with; None where it could not be read.
         options: of the group ``correction``.
-        problems: WRONG ones stop the launch; INERT ones train and do nothing; the others are notes.
+        problems: ERROR ones stop the launch; NO-OP ones train and do nothing; the others are notes.
         said: lines about choices made, such as by ``correction=auto``.
         headline: which correction is on, or UNCORRECTED.
     """
@@ -60,12 +60,12 @@ class Preflight:
     @property
     def stopping(self) -> tuple[Problem, ...]:
         """Problems that stop the launch."""
-        return tuple(problem for problem in self.problems if problem.verdict == "WRONG")
+        return tuple(problem for problem in self.problems if problem.verdict == "ERROR")
 
     @property
     def remarks(self) -> tuple[Problem, ...]:
         """Problems that are reported and do not stop the launch."""
-        return tuple(problem for problem in self.problems if problem.verdict != "WRONG")
+        return tuple(problem for problem in self.problems if problem.verdict != "ERROR")
 
 
 def examine(config: DictConfig, overrides: Iterable[str], *, say: Say = lambda line: None) -> Preflight:
@@ -81,7 +81,7 @@ def examine(config: DictConfig, overrides: Iterable[str], *, say: Say = lambda l
     if null := list(find_null_sections(config)):
         return Preflight(None, (), tuple(null), (), _format_headline(None, (), config))
     problems = [*find_unresolved_interpolations(config), *find_unreadable_values(config)]
-    if any(problem.verdict == "WRONG" for problem in problems):
+    if any(problem.verdict == "ERROR" for problem in problems):
         # The other checks run on a copy in which these keys have readable values.
         config = substitute_usual_values(config, [problem.key for problem in problems])
     problems += (pairs := list(find_pairs(overrides)))
@@ -146,9 +146,9 @@ def _check_around(config: DictConfig, spec: CorrectionSpec, options: Sequence[st
 
 
 def _find_stopping(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
-    """Find the problems that stop the launch, INERT ones made WRONG."""
+    """Find the problems that stop the launch, NO-OP ones made ERROR."""
     for problem in collect_problems(CHECKS, config, spec):
-        yield problem if problem.verdict == "NOTE" else replace(problem, verdict="WRONG")
+        yield problem if problem.verdict == "NOTE" else replace(problem, verdict="ERROR")
 
 
 def run_checks(config: DictConfig) -> CorrectionSpec:
@@ -162,7 +162,7 @@ def run_checks(config: DictConfig) -> CorrectionSpec:
         CheckError: of what stops a launch, all at once.
     """
     spec = read_spec(config)
-    if stopping := [each for each in _find_stopping(config, spec) if each.verdict == "WRONG"]:
+    if stopping := [each for each in _find_stopping(config, spec) if each.verdict == "ERROR"]:
         raise CheckError(stopping)
     return spec
 

@@ -215,7 +215,7 @@ def test_a_bound_takes_as_many_rows_as_a_bucket(tmp_path: Path, capsys: pytest.C
 def test_bounds_that_cannot_act_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Noise of 2 nats a token: a mean over one token is beyond 2.3 = log 10 in more than a tenth of the rows.
 
-    The doctor calls a bound there INERT.
+    The doctor calls a bound there NO-OP.
     """
     directory = record(tmp_path / "far", drawn_rows([1] * 400, backend=2.0))
     status, out, _ = run(capsys, directory, "--spec", "correction=gsm", "--target-kept", 0.9)

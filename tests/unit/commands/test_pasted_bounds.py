@@ -36,7 +36,7 @@ def launched(*overrides: str) -> CorrectionSpec:
     given = [*LAUNCH, *overrides]
     with application(*given) as config:
         found = examine(config, given)
-    assert [str(problem) for problem in found.problems if problem.verdict == "WRONG"] == []
+    assert [str(problem) for problem in found.problems if problem.verdict == "ERROR"] == []
     assert found.spec is not None
     return found.spec
 

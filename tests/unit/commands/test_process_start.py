@@ -67,12 +67,12 @@ def test_a_launch_is_set_up_without_lazy_imports(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize(
     ("program", "said"),
     [
-        ((DOCTOR, "correction=[tis_token,gsm]", *NEEDED), "LIVE: every check passes"),
+        ((DOCTOR, "correction=[tis_token,gsm]", *NEEDED), "OK: every check passes"),
         ((DOCTOR, "correction=gsm", *NEEDED, "actor_rollout_ref.actor.policy_loss.loss_mode=clip_cov"), "masks.gsm"),
-        ((DOCTOR, "correction=gsm", *NEEDED, "actor_rollout_ref.rollout.top_p=0.9"), "WRONG: exit status 2"),
+        ((DOCTOR, "correction=gsm", *NEEDED, "actor_rollout_ref.rollout.top_p=0.9"), "ERROR: exit status 2"),
         ((DOCTOR, "correction=gsm", *NEEDED, "data.train_batch_size=1"), "verl's own validation refuses it"),
         ((DOCTOR, *VERL_PROGRAM), "rollout_correction.rollout_is"),
-        ((DOCTOR, "--script", str(ROOT / "recipe/offpolicy/run_dense_fsdp.sh")), "LIVE: every check passes"),
+        ((DOCTOR, "--script", str(ROOT / "recipe/offpolicy/run_dense_fsdp.sh")), "OK: every check passes"),
         (("recipe.offpolicy.main_offpolicy", CHECK_FLAG, "correction=gsm", *NEEDED), "all checks passed"),
     ],
 )

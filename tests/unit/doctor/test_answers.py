@@ -33,14 +33,14 @@ def test_a_diagnosis_as_text() -> None:
     lines = file.getvalue().splitlines()
     assert lines[0] == "run.sh:3"
     assert lines[1] == "correction: gsm"
-    assert "WRONG rollout.top_p=0.9: mu is of another distribution. Set rollout.top_p=1." in lines
+    assert "ERROR rollout.top_p=0.9: mu is of another distribution. Set rollout.top_p=1." in lines
     assert "      rollout.top_p=1" in lines
 
 
 def test_a_diagnosis_as_json() -> None:
     found = to_json(FOUND)
-    assert (found["verdict"], found["exit_status"], found["origin"]) == ("WRONG", 2, "run.sh:3")
-    assert [row["verdict"] for row in found["corrections"]] == ["WRONG", "LIVE"]
+    assert (found["verdict"], found["exit_status"], found["origin"]) == ("ERROR", 2, "run.sh:3")
+    assert [row["verdict"] for row in found["corrections"]] == ["ERROR", "OK"]
     assert found["corrections"][0]["problems"][0]["overrides"] == ["rollout.top_p=1"]
     assert "hunter22" not in str(found)
 

@@ -33,7 +33,7 @@ def test_all_is_live(ask: Ask) -> None:
     answer = ask("correction=[tis_token,gsm]", *GIVEN)
     assert answer.status == 0
     assert "weight" in answer.printed
-    assert answer.printed.count("LIVE") == 3
+    assert answer.printed.count("OK") == 3
     assert "\x1b" not in answer.printed, "no colours where nobody looks"
     assert "first update" in answer.printed
 
@@ -42,7 +42,7 @@ def test_what_is_wrong_comes_with_its_fix(ask: Ask) -> None:
     answer = ask("correction=gsm", f"{ROLLOUT}.calculate_log_probs=false", *GIVEN)
     assert answer.status == 2
     lines = answer.printed.splitlines()
-    assert f"WRONG {ROLLOUT}.calculate_log_probs=false: without the engine's log-probs there is no mu" in answer.printed
+    assert f"ERROR {ROLLOUT}.calculate_log_probs=false: without the engine's log-probs there is no mu" in answer.printed
     assert f"      {ROLLOUT}.calculate_log_probs=true" in lines
     assert ask("correction=gsm", f"{ROLLOUT}.calculate_log_probs=false", *GIVEN, lines[-2].strip()).status == 0
 
@@ -51,10 +51,10 @@ def test_json_is_one_object_and_nothing_else(ask: Ask) -> None:
     answer = ask("--json", "correction=gsm", f"{ROLLOUT}.top_p=0.9", *GIVEN)
     assert answer.status == 2
     found = answer.json
-    assert (found["schema"], found["verdict"], found["exit_status"], found["error"]) == (1, "WRONG", 2, None)
+    assert (found["schema"], found["verdict"], found["exit_status"], found["error"]) == (1, "ERROR", 2, None)
     assert found["path"]["worker"] in ("engine", "legacy")
     (row,) = found["corrections"]
-    assert (row["name"], row["verdict"]) == ("masks.gsm", "WRONG")
+    assert (row["name"], row["verdict"]) == ("masks.gsm", "ERROR")
     (problem,) = row["problems"]
     assert (problem["key"], problem["value"]) == (f"{ROLLOUT}.top_p", 0.9)
     assert problem["overrides"] == [f"{ROLLOUT}.top_p=1"]
@@ -103,7 +103,7 @@ def test_as_a_program(tmp_path: Path) -> None:
     # All that the doctor ever imports is needed for it: the base loss is tried, and verl validates.
     done = program(tmp_path, "-c", WATCHED, "--json", "correction=gsm", *GIVEN, f"{ROLLOUT}.calculate_log_probs=false")
     assert done.returncode == 2, done.stderr[:2000] + done.stdout
-    assert json.loads(done.stdout)["verdict"] == "WRONG"
+    assert json.loads(done.stdout)["verdict"] == "ERROR"
     assert "Ray started: False" in done.stderr
     # The answer takes as long as its imports, on any machine.
     (imported,) = (line.split()[1:] for line in done.stderr.splitlines() if line.startswith("imported: "))
@@ -127,7 +127,7 @@ def test_a_doctor_that_fails_does_not_say_inert(ask: Ask, monkeypatch: pytest.Mo
     assert answer.status == 2
     assert "The doctor failed, which says nothing of the launch: KeyError" in answer.printed
     answer = ask("--json", "correction=gsm", *GIVEN)
-    assert (answer.json["exit_status"], answer.json["verdict"]) == (2, "WRONG")
+    assert (answer.json["exit_status"], answer.json["verdict"]) == (2, "ERROR")
     assert "KeyError" in answer.json["error"]
 
 
@@ -138,8 +138,8 @@ def test_a_doctor_that_fails_does_not_say_inert(ask: Ask, monkeypatch: pytest.Mo
 def test_a_section_that_is_null_is_named(key: str, program: tuple[str, ...], ask: Ask) -> None:
     answer = ask(*program, "--json", f"{key}=null")
     assert answer.status == 2
-    assert answer.verdicts() == {key: "WRONG"}
-    assert f"WRONG {key}=null: this section" in ask(*program, f"{key}=null").printed
+    assert answer.verdicts() == {key: "ERROR"}
+    assert f"ERROR {key}=null: this section" in ask(*program, f"{key}=null").printed
 
 
 def test_a_value_that_a_check_cannot_read_is_wrong(ask: Ask) -> None:
@@ -210,7 +210,7 @@ def test_what_does_not_compose_is_wrong(name: str, ask: Ask) -> None:
     arguments, part = REFUSED[name]
     answer = ask(*arguments)
     assert answer.status == 2
-    assert "WRONG" in answer.printed
+    assert "ERROR" in answer.printed
     assert part in answer.printed
     assert ask("--json", *arguments).json["exit_status"] == 2
 
@@ -243,7 +243,7 @@ def test_auto_says_what_it_chose(ask: Ask) -> None:
 
 def test_shadows_are_parts_too(ask: Ask) -> None:
     answer = ask("--json", "offpolicy.shadow=[gsm]", f"{ROLLOUT}.calculate_log_probs=false", *GIVEN)
-    assert answer.verdicts() == {"shadow.gsm": "WRONG"}
+    assert answer.verdicts() == {"shadow.gsm": "ERROR"}
 
 
 def test_verls_own_program_has_verls_own_defaults(ask: Ask) -> None:
@@ -254,7 +254,7 @@ def test_verls_own_program_has_verls_own_defaults(ask: Ask) -> None:
 
     answer = ask(*PLAIN, "--json", f"{VERL}.rollout_is=token", *GIVEN)
     assert answer.verdicts() == {
-        "rollout_correction.rollout_is": "LIVE" if Version(version("verl")) >= Version("0.9") else "INERT"
+        "rollout_correction.rollout_is": "OK" if Version(version("verl")) >= Version("0.9") else "NO-OP"
     }
     mended = ask(*PLAIN, "--json", f"{VERL}.rollout_is=token", *GIVEN, *answer.overrides())
     assert mended.status == 0
@@ -272,7 +272,7 @@ def test_a_pair_that_crosses_the_bounds_is_shown_and_not_the_crossing(ask: Ask) 
     pair = "correction.masks.gsm.upper=0.5_2"
     answer = ask("--json", "correction=gsm", pair, *GIVEN)
     assert answer.status == 2
-    assert answer.verdicts() == {"masks.gsm": "WRONG"}
+    assert answer.verdicts() == {"masks.gsm": "ERROR"}
     assert answer.overrides() == ["correction.masks.gsm.lower=0.5", "correction.masks.gsm.upper=2"]
     assert ask("correction=gsm", pair, *GIVEN, *answer.overrides()).status == 0
 
@@ -295,7 +295,7 @@ def test_one_line_mends_all_or_does_not_say_so(ask: Ask) -> None:
 
 def test_a_pair_hides_no_other_malformed_key(ask: Ask) -> None:
     answer = ask("--json", "correction=[tis_token,gsm]", "correction.weight.upper=-2", f"{GSM_UPPER}=1_5", *GIVEN)
-    assert answer.verdicts() == {"masks.gsm": "WRONG", "correction.weight.upper": "WRONG"}
+    assert answer.verdicts() == {"masks.gsm": "ERROR", "correction.weight.upper": "ERROR"}
     assert "correction.weight.upper=2.0" in answer.overrides()
 
 

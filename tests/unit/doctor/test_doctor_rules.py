@@ -68,9 +68,9 @@ def test_a_rule_is_triggered_and_its_fix_mends_it_when_it_is_pasted(name: str, b
     else:
         (row,) = [row for row in diagnosis.rows if row.name == case.row]
         assert row.verdict == case.verdict
-        assert diagnosis.status == {"INERT": 1, "WRONG": 2}[diagnosis.verdict]
-    if module == OURS:  # one set of checks: the launch stops exactly where the doctor says WRONG
-        assert stops(config) is (diagnosis.verdict == "WRONG"), diagnosis.problems
+        assert diagnosis.status == {"NO-OP": 1, "ERROR": 2}[diagnosis.verdict]
+    if module == OURS:  # one set of checks: the launch stops exactly where the doctor says ERROR
+        assert stops(config) is (diagnosis.verdict == "ERROR"), diagnosis.problems
     for _ in range(3 if case.mends else 0):  # what is mended may show what stood behind it
         assert all(problem.overrides for problem in problems), problems
         config = with_overrides(config, [each for problem in problems for each in problem.overrides])
@@ -87,14 +87,14 @@ def test_a_rule_is_not_triggered(name: str, bases: dict[str, DictConfig]) -> Non
 
 
 def test_only_a_note_has_nothing_to_paste() -> None:
-    """Of what is INERT or WRONG every case is mended above: none is left out."""
+    """Of what is NO-OP or ERROR every case is mended above: none is left out."""
     assert {case.verdict for _, case in CASES.values() if not case.mends} == {"NOTE"}
 
 
 def test_what_is_asked_for_is_live(bases: dict[str, DictConfig]) -> None:
     diagnosis = diagnosed(OURS, bases[OURS])
-    assert [(row.name, row.verdict) for row in diagnosis.rows] == [("weight", "LIVE"), ("masks.gsm", "LIVE")]
-    assert (diagnosis.verdict, diagnosis.status, diagnosis.notes) == ("LIVE", 0, ())
+    assert [(row.name, row.verdict) for row in diagnosis.rows] == [("weight", "OK"), ("masks.gsm", "OK")]
+    assert (diagnosis.verdict, diagnosis.status, diagnosis.notes) == ("OK", 0, ())
     assert diagnosis.rows[0].meaning == "token, truncate [, 2] on pi_old / mu"
     assert diagnosis.rows[1].meaning == "sequence, geometric [0.99, 1.01] on pi_old / mu"
 
@@ -117,7 +117,7 @@ def test_the_headline_says_what_is_on(bases: dict[str, DictConfig]) -> None:
 def test_a_part_that_does_not_read_mu_lives_without_it(bases: dict[str, DictConfig]) -> None:
     stale = {"correction.weight": None, "correction.masks": {"gsm": GSM | {"ratio": "ppo"}, "opsm": opsm(0.1)}}
     diagnosis = diagnosed(OURS, changed(bases[OURS], stale | {f"{ROLLOUT}.calculate_log_probs": False}))
-    assert {row.name: row.verdict for row in diagnosis.rows} == {"masks.gsm": "LIVE", "masks.opsm": "WRONG"}
+    assert {row.name: row.verdict for row in diagnosis.rows} == {"masks.gsm": "OK", "masks.opsm": "ERROR"}
 
 
 @pytest.mark.slow
@@ -136,7 +136,7 @@ def test_a_pair_that_hydra_makes_a_number(
 ) -> None:
     config = changed(bases[VERLS], TIS_OF_VERL | K1 | {f"{VERL}.rollout_rs_threshold": "0.5_2.0"})
     diagnosis = diagnosed(VERLS, config, (override,))
-    found = [(each.name, each.problems[0].overrides) for each in diagnosis.rows if each.verdict == "WRONG"]
+    found = [(each.name, each.problems[0].overrides) for each in diagnosis.rows if each.verdict == "ERROR"]
     assert found == ([] if row is None else [(row, (mended,))])
     # The last of two counts, as with Hydra.
     if row is not None:
@@ -175,7 +175,7 @@ def test_a_pair_in_a_bound_of_ours(bases: dict[str, DictConfig]) -> None:
 )
 def test_only_bounds_are_pairs(override: str, mended: tuple[str, ...] | None, bases: dict[str, DictConfig]) -> None:
     rows = diagnosed(OURS, bases[OURS], (override,)).rows
-    found = {row.name: row.problems[0].overrides for row in rows if row.verdict == "WRONG"}
+    found = {row.name: row.problems[0].overrides for row in rows if row.verdict == "ERROR"}
     assert found == ({} if mended is None else {override.partition("=")[0]: mended})
 
 
@@ -202,7 +202,7 @@ def test_an_untested_release_is_wrong_for_ours(bases: dict[str, DictConfig], mon
     diagnosis = diagnosed(OURS, bases[OURS])
     assert diagnosis.status == 2
     assert "found 0.10.0" in str(diagnosis.problems[0])
-    assert {row.verdict for row in diagnosis.rows} == {"WRONG"}
+    assert {row.verdict for row in diagnosis.rows} == {"ERROR"}
 
 
 def test_a_value_that_no_check_can_read_hides_nothing(bases: dict[str, DictConfig]) -> None:
@@ -225,5 +225,5 @@ def test_two_verdicts_on_one_part(bases: dict[str, DictConfig]) -> None:
     """The worst counts and stands first."""
     changes = {"correction.masks.gsm.upper": 100.0, f"{ROLLOUT}.top_p": 0.9}
     row = diagnosed(OURS, changed(bases[OURS], changes)).rows[1]
-    assert row.verdict == "WRONG"
-    assert [problem.verdict for problem in row.problems] == ["WRONG", "INERT"]
+    assert row.verdict == "ERROR"
+    assert [problem.verdict for problem in row.problems] == ["ERROR", "NO-OP"]

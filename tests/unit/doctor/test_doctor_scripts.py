@@ -21,8 +21,8 @@ RUN = ROOT / "recipe" / "offpolicy"
 def test_verls_examples_in_bypass_mode_are_inert_and_mended(ask: Ask, tmp_path: Path) -> None:
     """verl hands the weights and rejections of bypass mode to no worker unless the worker has the keys itself."""
     expected = {
-        RLOO: {"rollout_is": "INERT", "bypass_mode": "LIVE", "loss_type": "INERT"},
-        MULTI_RS: {"rollout_is": "INERT", "rollout_rs": "INERT", "bypass_mode": "LIVE"},
+        RLOO: {"rollout_is": "NO-OP", "bypass_mode": "OK", "loss_type": "NO-OP"},
+        MULTI_RS: {"rollout_is": "NO-OP", "rollout_rs": "NO-OP", "bypass_mode": "OK"},
     }
     for source, verdicts in expected.items():
         script = tmp_path / "run.sh"
@@ -34,7 +34,7 @@ def test_verls_examples_in_bypass_mode_are_inert_and_mended(ask: Ask, tmp_path: 
         assert answer.json["origin"] == f"{script}, line {line}"
         assert answer.json["module"] == "verl.trainer.main_ppo"
         mended = ask("--json", "--script", str(script), *dict.fromkeys(answer.overrides()))
-        assert set(mended.verdicts().values()) == {"LIVE"}
+        assert set(mended.verdicts().values()) == {"OK"}
 
 
 def test_verls_decoupled_example_is_live(ask: Ask, tmp_path: Path) -> None:
@@ -42,7 +42,7 @@ def test_verls_decoupled_example_is_live(ask: Ask, tmp_path: Path) -> None:
     script.write_text(DECOUPLED)
     answer = ask("--json", "--script", str(script))
     assert answer.status == 0
-    assert answer.verdicts() == {"rollout_correction.rollout_is": "LIVE", "rollout_correction.rollout_rs": "LIVE"}
+    assert answer.verdicts() == {"rollout_correction.rollout_is": "OK", "rollout_correction.rollout_rs": "OK"}
     assert ask("--script", str(script), f"{ROLLOUT}.calculate_log_probs=false").status == 1
 
 

@@ -109,7 +109,7 @@ def diagnosed(*arguments: str) -> Diagnosis:
 def test_the_doctor_has_a_row_for_each() -> None:
     found = diagnosed("correction=tis_token", f"{KEY}.one=tests.support.nudge:Nudge", "+one={bonus: 0, tilt: 0}")
     verdicts = {row.name: row.verdict for row in found.rows}
-    assert verdicts == {"weight": "LIVE", "one": "INERT"}
+    assert verdicts == {"weight": "OK", "one": "NO-OP"}
     assert found.status == 1
 
 
@@ -117,7 +117,7 @@ def test_the_doctor_has_a_row_for_each() -> None:
 def test_the_watchdog_takes_limits_of_their_phases() -> None:
     limit = "+offpolicy.watchdog.phase_timeouts.one=60"
     assert keys(examined(*ON, limit)) == []
-    (problem,) = [each for each in examined(limit).problems if each.verdict == "WRONG"]
+    (problem,) = [each for each in examined(limit).problems if each.verdict == "ERROR"]
     assert "no phase has this name" in problem.reason
 
 

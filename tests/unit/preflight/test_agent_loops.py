@@ -125,14 +125,14 @@ def test_a_file_that_verl_cannot_read_is_wrong(content: str | None, said: str, m
         path.write_text(content)
     for given in ("agent.yaml", str(path)):
         (problem,) = problems(config(agent_loop_config_path=given, default_agent_loop="mine"))
-        assert (problem.verdict, problem.value) == ("WRONG", given)
+        assert (problem.verdict, problem.value) == ("ERROR", given)
         assert said in problem.reason
 
 
 def test_a_loop_that_nobody_registers_is_wrong_and_mended(module: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = config(default_agent_loop="mine", agent_loop_config_path=None)
     (problem,) = problems(asked)
-    assert problem.verdict == "WRONG"
+    assert problem.verdict == "ERROR"
     assert problem.overrides == ("actor_rollout_ref.rollout.agent.default_agent_loop=single_turn_agent",)
     monkeypatch.setenv("VERL_USE_EXTERNAL_MODULES", "of_mine")
     (problem,) = problems(asked)
@@ -145,13 +145,13 @@ def test_a_loop_without_log_probs_is_inert(module: Path) -> None:
     alone = listed(module.parent.parent, "loop")
     for default in ("single_turn_agent", "loop"):
         (problem,) = problems(config(default_agent_loop=default, agent_loop_config_path=alone))
-        assert problem.verdict == "INERT"
+        assert problem.verdict == "NO-OP"
         assert problem.reason == (
             f"the loop loop (of_mine.loop.Loop) makes its output without response_logprobs ({module}, line 3): "
             "no mu arrives."
         )
     both = listed(module.parent.parent, "loop", "other")
-    verdicts = {"single_turn_agent": "NOTE", "other": "NOTE", "loop": "INERT"}
+    verdicts = {"single_turn_agent": "NOTE", "other": "NOTE", "loop": "NO-OP"}
     for default, verdict in verdicts.items():
         (problem,) = problems(config(default_agent_loop=default, agent_loop_config_path=both))
         assert problem.verdict == verdict

@@ -60,7 +60,7 @@ def check(made: DictConfig) -> list[tuple[str, Any, str]]:
 def test_what_it_does_not_go_with_is_refused_and_mended(key: str, value: Any) -> None:
     made = config(**{key: value})
     (found,) = check_routing_replay(made, CorrectionSpec())
-    assert (found.key, found.value, found.verdict) == (key, value, "WRONG")
+    assert (found.key, found.value, found.verdict) == (key, value, "ERROR")
     (override,) = found.overrides
     name, _, mended = override.lstrip("+").partition("=")
     OmegaConf.update(made, name, OmegaConf.create(f"value: {mended}").value)
@@ -75,13 +75,13 @@ def test_the_trainers_own_routes_do_not_ask_for_an_engine() -> None:
 @pytest.mark.parametrize("mode", ["R2", "R3"])
 def test_a_single_gradient_step_has_no_use_for_it(mode: str) -> None:
     made = config(**{MODE: mode, f"{ACTOR}.ppo_mini_batch_size": 16})
-    assert check(made) == [(MODE, mode, "INERT")]
+    assert check(made) == [(MODE, mode, "NO-OP")]
 
 
 @pytest.mark.parametrize(("values", "refused"), [({"num_experts": 8}, False), ({"hidden_size": 8}, True)], ids=str)
 def test_a_model_without_experts_is_refused(tmp_path: Path, values: dict[str, int], refused: bool) -> None:
     (tmp_path / "config.json").write_text(json.dumps(values))
-    assert check(config(**{f"{MODEL}.path": str(tmp_path)})) == [(MODE, "R3", "WRONG")] * refused
+    assert check(config(**{f"{MODEL}.path": str(tmp_path)})) == [(MODE, "R3", "ERROR")] * refused
 
 
 def test_padded_tokens_under_packed_routes_are_refused_on_megatron() -> None:
@@ -89,7 +89,7 @@ def test_padded_tokens_under_packed_routes_are_refused_on_megatron() -> None:
     mode = f"{ACTOR}.megatron.router_replay.mode"
     changes = {f"{ACTOR}.strategy": "megatron", MODE: "disabled", mode: "R2", key: False}
     (found,) = check_megatron_replay(config(**changes), CorrectionSpec())
-    assert (found.key, found.value, found.verdict) == (key, False, "WRONG")
+    assert (found.key, found.value, found.verdict) == (key, False, "ERROR")
     assert found.overrides == (f"{key}=true",)
     for mended in ({key: True}, {mode: "disabled"}, {f"{ACTOR}.strategy": "fsdp2"}):
         assert list(check_megatron_replay(config(**{**changes, **mended}), CorrectionSpec())) == []

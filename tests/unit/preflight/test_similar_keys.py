@@ -39,7 +39,7 @@ MEANT = {
 def test_a_key_that_resembles_ours_is_answered_by_the_right_spelling(argument: str, spelling: str) -> None:
     (problem,) = find_similar_keys(["data.train_batch_size=8", argument], OPTIONS)
     assert problem.key == argument.partition("=")[0]
-    assert problem.verdict == "WRONG"
+    assert problem.verdict == "ERROR"
     assert problem.fix.startswith(f"Write {spelling} in its place")
 
 

@@ -101,7 +101,7 @@ def test_what_eta_cannot_govern_is_refused_and_mended(
     made = config(mode, **changes)
     (problem,) = problems(made)
     assert problem.key == (key or next(iter(changes)))
-    assert problem.verdict == "WRONG"
+    assert problem.verdict == "ERROR"
     assert reason in problem.reason
     for override in problem.overrides:
         name, _, value = override.partition("=")
@@ -112,7 +112,7 @@ def test_what_eta_cannot_govern_is_refused_and_mended(
 def test_a_target_of_the_weights_needs_a_weight() -> None:
     made = config(**{"offpolicy.staleness.adapt": {"ess": 0.9}})
     (problem,) = problems(made)
-    assert (problem.key, problem.verdict) == ("offpolicy.staleness.adapt.ess", "WRONG")
+    assert (problem.key, problem.verdict) == ("offpolicy.staleness.adapt.ess", "ERROR")
     assert "the correction has none" in problem.reason
     assert problem.overrides == ("offpolicy.staleness.adapt.ess=null",)
     assert list(check_staleness(made, spec(TIS))) == []
@@ -136,8 +136,8 @@ def remarks(made: DictConfig) -> list[Any]:
 @pytest.mark.parametrize(
     ("strategy", "ahead", "threshold", "verdict", "said"),
     [
-        ("wait", 8, 5, "INERT", "finished groups are trained at age 8, and the threshold admits 4"),
-        ("wait", 4.5, 5, "INERT", "finished groups are trained at age 5, and the threshold admits 4"),
+        ("wait", 8, 5, "NO-OP", "finished groups are trained at age 8, and the threshold admits 4"),
+        ("wait", 4.5, 5, "NO-OP", "finished groups are trained at age 5, and the threshold admits 4"),
         # 1 - 5/9, as measured: 224 of the first 608 prompts, of which the first are young.
         ("drop", 8, 5, "NOTE", "throws away 44% of all rollouts: groups come 8 versions after"),
         ("drop", 1, 1, "NOTE", "throws away 50% of all rollouts"),
@@ -226,7 +226,7 @@ def test_a_release_that_notes_no_versions_is_refused_and_mended(monkeypatch: pyt
         "correction.weight.by_staleness": ("correction.weight.by_staleness=null",),
         "offpolicy.shadow": ("offpolicy.shadow=[tis]",),
     }
-    assert {problem.verdict for problem in found.values()} == {"WRONG"}
+    assert {problem.verdict for problem in found.values()} == {"ERROR"}
     assert all("verl 0.8.0 does not note which version" in problem.reason for problem in found.values())
 
 
@@ -258,7 +258,7 @@ def test_where_versions_are_known_by_row_ages_are_of_rows(monkeypatch: pytest.Mo
 )
 def test_a_mask_that_no_age_reaches_is_inert(mode: str, eta: float | None, upper: int, inert: bool) -> None:
     found = list(warn_ages(config(mode, **{ETA: eta}), spec(stale=STALE | {"upper": upper})))
-    assert [(problem.key, problem.verdict) for problem in found] == [("correction.masks.stale.upper", "INERT")] * inert
+    assert [(problem.key, problem.verdict) for problem in found] == [("correction.masks.stale.upper", "NO-OP")] * inert
     if inert:
         assert found[0].beside == ({ETA: eta} if eta is not None else {})
         lower = "correction.masks.stale.upper=1"
@@ -282,7 +282,7 @@ def test_factors_that_change_no_bound_are_inert(
 ) -> None:
     found = list(warn_ages(config(mode, **{ETA: eta}), spec(TIS | {"by_staleness": factors})))
     key = "correction.weight.by_staleness"
-    assert [(each.key, each.verdict, each.overrides) for each in found] == [(key, "INERT", (f"{key}=null",))] * inert
+    assert [(each.key, each.verdict, each.overrides) for each in found] == [(key, "NO-OP", (f"{key}=null",))] * inert
 
 
 def test_both_are_asked_at_every_launch() -> None:

@@ -45,7 +45,7 @@ def config(**changes: Any) -> DictConfig:
 def test_what_it_does_not_go_with_is_refused_and_mended(key: str, value: Any) -> None:
     made = config(**{key: value})
     (found,) = check_support(made, SPEC)
-    assert (found.key, found.value, found.verdict) == (key, value, "WRONG")
+    assert (found.key, found.value, found.verdict) == (key, value, "ERROR")
     for override in found.overrides:
         name, _, mended = override.lstrip("+").partition("=")
         OmegaConf.update(made, name, OmegaConf.create(f"x: {mended}").x, force_add=True)
@@ -57,7 +57,7 @@ def test_what_it_does_not_go_with_is_refused_and_mended(key: str, value: Any) ->
 def test_without_truncation_it_has_no_effect() -> None:
     made = config(**{f"{ROLLOUT}.top_p": 1.0})
     (found,) = check_support(made, SPEC)
-    assert (found.key, found.verdict) == ("correction.support", "INERT")
+    assert (found.key, found.verdict) == ("correction.support", "NO-OP")
     for key, value in ((f"{ROLLOUT}.top_k", 5), ("correction.support_min_p", 0.1)):
         assert list(check_support(config(**{f"{ROLLOUT}.top_p": 1.0, key: value}), SPEC)) == []
 

@@ -34,7 +34,7 @@ def find_problems(section: str, settings: LengthSettings, config: DictConfig) ->
     if settings.coefficient == 0:
         key = f"{section}.coefficient"
         reason, mend = "a penalty of nothing.", (set_to(key, None),)
-        yield Problem(key, settings.coefficient, reason, verdict="INERT", parts=(section,), overrides=mend)
+        yield Problem(key, settings.coefficient, reason, verdict="NO-OP", parts=(section,), overrides=mend)
         return
     yield from _find_conflicts(section, settings, config)
     yield from _find_idle(section, settings, config)
@@ -104,7 +104,7 @@ def _find_idle(section: str, settings: LengthSettings, config: DictConfig) -> It
         key = f"{section}.anchor.min_samples"
         reason = f"a prompt is answered {rollouts} times in each of {epochs} epochs, so that none ever has an anchor."
         mend = (set_to(f"{section}.anchor.per", "source"),)
-        yield Problem(key, settings.anchor.min_samples, reason, verdict="INERT", parts=parts, overrides=mend)
+        yield Problem(key, settings.anchor.min_samples, reason, verdict="NO-OP", parts=parts, overrides=mend)
 
 
 def _check_column(section: str, settings: LengthSettings, config: DictConfig) -> Iterator[Problem]:

@@ -251,7 +251,7 @@ class OnPolicyDistillation(Extension):
         self._idle = 0 if self._shipped else self._idle + 1
         if self._idle == IDLE:
             logger.warning(
-                "opd is INERT: no rollout was eligible in %d updates. Fix: a larger opd.eligible.max_pass_rate, or "
+                "opd does nothing: no rollout was eligible in %d updates. Fix: a larger opd.eligible.max_pass_rate, or "
                 "another opd.eligible.passed_above.",
                 IDLE,
             )

@@ -34,7 +34,7 @@ def find_problems(section: str, settings: OpdSettings, config: DictConfig) -> It
     """Find what is wrong around the settings; the teacher is asked where nothing else is wrong."""
     found = list(_find_conflicts(section, settings, config))
     yield from found
-    if not any(problem.verdict == "WRONG" for problem in found):
+    if not any(problem.verdict == "ERROR" for problem in found):
         yield from _examine_teacher(section, settings, config)
 
 
@@ -71,7 +71,7 @@ def _find_conflicts(section: str, settings: OpdSettings, config: DictConfig) -> 
             f"as 0: prompts that no rollout passes are eligible."
         )
         fix = f"Set {key}={least:g} for prompts that one rollout passes, or 0 if they are not meant."
-        yield Problem(key, gate.max_pass_rate, reason, fix, "INERT", (), (set_to(key, least),))
+        yield Problem(key, gate.max_pass_rate, reason, fix, "NO-OP", (), (set_to(key, least),))
     if OmegaConf.select(config, _FILTER):
         never = gate.rows == "failed" and gate.max_pass_rate * rollouts < 1
         reason = (
@@ -80,7 +80,7 @@ def _find_conflicts(section: str, settings: OpdSettings, config: DictConfig) -> 
             else f"it drops the prompts that no rollout passes, which are those that {section} is for."
         )
         yield Problem(
-            _FILTER, True, reason, "", "INERT" if never else "WRONG", parts, overrides=(set_to(_FILTER, False),)
+            _FILTER, True, reason, "", "NO-OP" if never else "ERROR", parts, overrides=(set_to(_FILTER, False),)
         )
 
 

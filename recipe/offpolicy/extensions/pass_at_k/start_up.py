@@ -73,7 +73,7 @@ def _check_objective(section: str, settings: PassAtKSettings, config: DictConfig
     if settings.all_k == (1,):
         key = f"{section}.k"
         reason = "pass@1 is what verl's own estimator trains, which is left in its place."
-        yield Problem(key, 1, reason, verdict="INERT", parts=parts, overrides=(set_to(section, None),))
+        yield Problem(key, 1, reason, verdict="NO-OP", parts=parts, overrides=(set_to(section, None),))
     negative = [
         name
         for name, mask in (OmegaConf.select(config, "correction.masks") or {}).items()
@@ -83,7 +83,7 @@ def _check_objective(section: str, settings: PassAtKSettings, config: DictConfig
         key = f"{section}.objective"
         reason = f"no advantage is below 0, and the mask {name} looks at no other."
         override = set_to(key, "loo")
-        yield Problem(key, objective, reason, verdict="INERT", parts=(name,), overrides=(override,))
+        yield Problem(key, objective, reason, verdict="NO-OP", parts=(name,), overrides=(override,))
 
 
 def _check_groups_are_seen(section: str, settings: PassAtKSettings, config: DictConfig) -> Iterator[Problem]:
@@ -149,8 +149,8 @@ def _check_validation(section: str, settings: PassAtKSettings, config: DictConfi
         key = f"{_VALIDATION}.temperature"
         reason = "samples of a prompt are one answer, sampled as many times: pass@k is pass@1."
         mend = (set_to(key, 1.0), *((set_to(f"{_VALIDATION}.n", wanted),) if n * rounds < wanted else ()))
-        yield Problem(key, temperature, reason, verdict="INERT", parts=parts, overrides=mend)
+        yield Problem(key, temperature, reason, verdict="NO-OP", parts=parts, overrides=mend)
     elif n * rounds < most and not settings.metric.extrapolate:
         key = f"{_VALIDATION}.n"
         reason = f"no prompt has the {most} samples that {section}.metric.k asks for."
-        yield Problem(key, n, reason, verdict="INERT", parts=parts, overrides=(set_to(key, most),))
+        yield Problem(key, n, reason, verdict="NO-OP", parts=parts, overrides=(set_to(key, most),))

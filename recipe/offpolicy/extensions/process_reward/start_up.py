@@ -84,7 +84,7 @@ def find_problems(section: str, settings: ProcessSettings, config: DictConfig) -
     key = "algorithm.filter_groups.enable"
     if OmegaConf.select(config, key):
         reason = f"it drops the prompts that no rollout passes, in which {section} alone could tell rollouts apart."
-        yield Problem(key, True, reason, "", "INERT", parts, (set_to(key, False),))
+        yield Problem(key, True, reason, "", "NO-OP", parts, (set_to(key, False),))
 
 
 def _check_estimator(section: str, config: DictConfig) -> Iterator[Problem]:

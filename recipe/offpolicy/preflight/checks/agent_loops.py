@@ -93,7 +93,7 @@ def _check_loop(loop: str, found: LogProbEvidence, given: object, *, sure: bool)
     if found.log_probs == "left out":
         reason = f"{loop} makes its output without response_logprobs ({found.where}): no mu arrives."
         fix = "Give AgentLoopOutput(response_logprobs=...), a log-prob for each token of the response."
-        yield Problem(_FILE, given, reason, fix, "INERT" if sure else "NOTE", MU)
+        yield Problem(_FILE, given, reason, fix, "NO-OP" if sure else "NOTE", MU)
     elif found.log_probs == "unknown":
         reason = f"whether {loop} returns log-probs is not seen in its source: {_NEEDED}"
         yield Problem(_FILE, given, reason, verdict="NOTE", parts=MU)

@@ -57,7 +57,7 @@ def warn_bounds_never_seen(config: DictConfig, spec: CorrectionSpec) -> Iterator
                     f"beyond what any run with two related policies reaches: it would never act. "
                     f"Usual: {format_value(usual)}."
                 )
-                yield Problem(key, value, reason, "", "INERT", (f"masks.{name}",), (set_to(key, usual),))
+                yield Problem(key, value, reason, "", "NO-OP", (f"masks.{name}",), (set_to(key, usual),))
 
 
 def _find_unreachable(key: str, name: str, mask: MaskSpec) -> Iterator[Problem]:
@@ -71,7 +71,7 @@ def _find_unreachable(key: str, name: str, mask: MaskSpec) -> Iterator[Problem]:
             open_side = ", or null where the other side is bound" if bound in ("lower", "upper") else ""
             fix = f"Set {key}.{bound}={format_value(usual)}, which is in use{open_side}."
             yield Problem(
-                f"{key}.{bound}", value, reason, fix, "WRONG", (f"masks.{name}",), (set_to(f"{key}.{bound}", usual),)
+                f"{key}.{bound}", value, reason, fix, "ERROR", (f"masks.{name}",), (set_to(f"{key}.{bound}", usual),)
             )
 
 
@@ -84,7 +84,7 @@ def _find_closed(key: str, name: str, mask: MaskSpec) -> Iterator[Problem]:
     reason = f"it keeps exactly {neutral:g} alone, two policies that agree to the bit, and rejects everything else."
     bounds = ("upper",) if one_sided else ("lower", "upper")
     mends = tuple(set_to(f"{key}.{bound}", _get_usual(mask, bound)) for bound in bounds)
-    yield Problem(f"{key}.upper", mask.upper, reason, "", "WRONG", (f"masks.{name}",), mends)
+    yield Problem(f"{key}.upper", mask.upper, reason, "", "ERROR", (f"masks.{name}",), mends)
 
 
 def _measure_distances(mask: MaskSpec) -> Iterator[tuple[str, float, float]]:
@@ -131,7 +131,7 @@ def check_skyrl_compat(config: DictConfig, spec: CorrectionSpec) -> Iterator[Pro
     if spec.skyrl_compat and not spec.masks:
         reason, fix = "without a mask there is no order.", "Set correction.skyrl_compat=false."
         override = set_to("correction.skyrl_compat", False)
-        yield Problem("correction.skyrl_compat", True, reason, fix, "INERT", ("skyrl_compat",), (override,))
+        yield Problem("correction.skyrl_compat", True, reason, fix, "NO-OP", ("skyrl_compat",), (override,))
 
 
 def check_token_aggregates(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:

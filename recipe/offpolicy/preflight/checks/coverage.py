@@ -35,7 +35,7 @@ def find_uncovered(config: DictConfig, path: LivePath) -> Iterator[Problem]:
 
 
 def _problem(key: str, value: object, reason: str, fix: str, mend: object = False) -> Problem:
-    return Problem(key, value, reason, fix, "WRONG", EVERYTHING, (set_to(key, mend),))
+    return Problem(key, value, reason, fix, "ERROR", EVERYTHING, (set_to(key, mend),))
 
 
 def _check_switches(config: DictConfig, path: LivePath) -> Iterator[Problem]:
@@ -74,7 +74,7 @@ def _check_engine(config: DictConfig, path: LivePath) -> Iterator[Problem]:
         # Where there is no section for FSDP, the whole actor is another engine's.
         dense = OmegaConf.select(config, "actor_rollout_ref.actor.fsdp_config") is not None
         override = set_to(STRATEGY, "fsdp2") if dense else set_to("model_engine", "dp")
-        yield Problem(STRATEGY, path.strategy, reason, fix, "WRONG", EVERYTHING, (override,))
+        yield Problem(STRATEGY, path.strategy, reason, fix, "ERROR", EVERYTHING, (override,))
     key = "actor_rollout_ref.actor.use_prefix_grouper"
     if path.worker == "legacy" and OmegaConf.select(config, key, default=False):
         reason = "the legacy actor's update cannot read what its forward pass returns."

@@ -18,14 +18,14 @@ _MU = f"{ROLLOUT}.calculate_log_probs"
 def warn_extensions(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
     """Pass on the problems of extensions that stop nothing."""
     for extension in load_extensions(config):
-        yield from (problem for problem in extension.problems(config) if problem.verdict != "WRONG")
+        yield from (problem for problem in extension.problems(config) if problem.verdict != "ERROR")
 
 
 def check_extensions(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
     """Check the extensions that are on, and what they need of the run together."""
     found = load_extensions(config)
     for extension in found:
-        yield from (problem for problem in extension.problems(config) if problem.verdict == "WRONG")
+        yield from (problem for problem in extension.problems(config) if problem.verdict == "ERROR")
     estimating = [each.section for each in found if type(each).estimate is not Extension.estimate]
     for section in estimating[1:]:
         reason = f"it computes advantages in the place of verl's estimator, and so does {estimating[0]}."

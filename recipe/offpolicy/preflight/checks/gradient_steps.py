@@ -73,13 +73,13 @@ def check_ppo_ratio(config: DictConfig, spec: CorrectionSpec) -> Iterator[Proble
     for name, mask in spec.masks:
         if mask.ratio == "ppo":
             key = f"correction.masks.{name}.ratio"
-            yield Problem(key, "ppo", reason, fix, "INERT", (f"masks.{name}",), overrides)
+            yield Problem(key, "ppo", reason, fix, "NO-OP", (f"masks.{name}",), overrides)
     if spec.penalty is not None and spec.penalty.ratio == "ppo":
         key = "correction.penalty.ratio"
-        yield Problem(key, "ppo", reason, fix, "INERT", ("penalty",), overrides)
+        yield Problem(key, "ppo", reason, fix, "NO-OP", ("penalty",), overrides)
     if spec.kl_clip is not None:
         value = spec.to_mapping()["kl_clip"]
-        yield Problem("correction.kl_clip", value, reason, fix, "INERT", ("kl_clip",), overrides)
+        yield Problem("correction.kl_clip", value, reason, fix, "NO-OP", ("kl_clip",), overrides)
 
 
 def build_two_steps(config: DictConfig) -> tuple[str, ...]:
@@ -96,4 +96,4 @@ def check_proximal_is_read(config: DictConfig, spec: CorrectionSpec) -> Iterator
         reason = f"loss_mode {mode} has no ratio and reads no pi_old, so that nothing is corrected."
         fix = "Set actor_rollout_ref.actor.policy_loss.loss_mode=vanilla, or correction=none."
         override = set_to(f"{ACTOR}.policy_loss.loss_mode", "vanilla")
-        yield Problem("correction.proximal", spec.proximal, reason, fix, "INERT", _PARTS, (override,))
+        yield Problem("correction.proximal", spec.proximal, reason, fix, "NO-OP", _PARTS, (override,))

@@ -40,7 +40,7 @@ def check_kl_clip(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]
             shown,
             "there is no KL loss to clip.",
             "Set actor_rollout_ref.actor.use_kl_loss=true, or correction.kl_clip=null.",
-            "INERT",
+            "NO-OP",
             _KL_CLIP,
             (set_to(f"{ACTOR}.use_kl_loss", True),),
         )
@@ -50,7 +50,7 @@ def check_kl_clip(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]
             actor.kl_loss_type,
             "as a loss its gradient is zero on average, whatever the policies: nothing that a ratio could correct.",
             "Set kl_loss_type=k3+ or k2.",
-            "INERT",
+            "NO-OP",
             _KL_CLIP,
             (set_to(f"{ACTOR}.kl_loss_type", "k3+"),),
         )
@@ -60,7 +60,7 @@ def check_kl_clip(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]
             "the coefficient of the clipped KL loss is 0, so that it counts nothing.",
             "Set it to 0.001, or correction.kl_clip=null.",
         )
-        yield Problem(key, actor.kl_loss_coef, reason, fix, "INERT", _KL_CLIP, (set_to(key, 0.001),))
+        yield Problem(key, actor.kl_loss_coef, reason, fix, "NO-OP", _KL_CLIP, (set_to(key, 0.001),))
 
 
 def check_kl_weight(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
@@ -72,7 +72,7 @@ def check_kl_weight(config: DictConfig, spec: CorrectionSpec) -> Iterator[Proble
         reason = "there is no KL loss to weigh; KL in the reward is corrected by the clip of the policy term."
         fix = "Set actor_rollout_ref.actor.use_kl_loss=true, or correction.kl_weight=null."
         value, override = spec.kl_weight.to_mapping(), set_to(f"{ACTOR}.use_kl_loss", True)
-        yield Problem("correction.kl_weight", value, reason, fix, "INERT", parts, (override,))
+        yield Problem("correction.kl_weight", value, reason, fix, "NO-OP", parts, (override,))
     elif actor.kl_loss_type not in _UNBIASED:
         key = f"{ACTOR}.kl_loss_type"
         reason = "r k has the gradient of the reverse KL where k is k1 or k3 with its own slope, and nowhere else."
@@ -82,7 +82,7 @@ def check_kl_weight(config: DictConfig, spec: CorrectionSpec) -> Iterator[Proble
         key = f"{ACTOR}.kl_loss_coef"
         reason = "the coefficient of the weighted KL loss is 0, so that it counts nothing."
         fix = "Set it to 0.001, or correction.kl_weight=null."
-        yield Problem(key, actor.kl_loss_coef, reason, fix, "INERT", parts, (set_to(key, 0.001),))
+        yield Problem(key, actor.kl_loss_coef, reason, fix, "NO-OP", parts, (set_to(key, 0.001),))
 
 
 def check_denominator(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
@@ -99,7 +99,7 @@ def check_denominator(config: DictConfig, spec: CorrectionSpec) -> Iterator[Prob
         reason = f"it divides by no count, so that {usual} and {value} are one."
         fix = f"Set one of {', '.join(HAS_DENOMINATOR)}, or correction.{parts[0]}={usual}."
         override = set_to(key, "token-mean")
-        yield Problem(key, actor.loss_agg_mode, reason, fix, "INERT", parts, (override,))
+        yield Problem(key, actor.loss_agg_mode, reason, fix, "NO-OP", parts, (override,))
     if actor.shuffle:
         key = "actor_rollout_ref.actor.shuffle"
         reason = f"{asked} counts by mini-batch before the update, and shuffling regroups the rows."
@@ -118,7 +118,7 @@ def check_baseline(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem
             estimator,
             "baseline=exclude takes rejected siblings out of a group, and this estimator has none or mixes them.",
             f"Set one of {', '.join(GROUP_ESTIMATORS)}, or correction.baseline=include.",
-            "INERT",
+            "NO-OP",
             ("baseline",),
             (set_to("correction.baseline", "include"),),
         )
@@ -128,7 +128,7 @@ def check_baseline(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem
             rows,
             "baseline=exclude takes rejected siblings out of a group, and each prompt has one rollout alone.",
             "Set 2 or more rollouts a prompt, or correction.baseline=include.",
-            "INERT",
+            "NO-OP",
             ("baseline",),
             (set_to("correction.baseline", "include"),),
         )
@@ -245,7 +245,7 @@ def _build_refusal(config: DictConfig, said: str, parts: tuple[str, ...]) -> Pro
         return _problem(config, name, reason, f"Set {name} to a value that verl takes.", parts)
     else:
         fix = f"Change the key of {ACTOR} that verl's message is about."
-        return Problem("", None, f"{ACTOR}: {reason}", fix, "WRONG", parts)
+        return Problem("", None, f"{ACTOR}: {reason}", fix, "ERROR", parts)
     return _problem(config, name, reason, f"Set {override}.", parts, override)
 
 
@@ -306,4 +306,4 @@ def _has(actor: DictConfig, place: str) -> bool:
 
 
 def _problem(config: DictConfig, key: str, reason: str, fix: str, parts: tuple[str, ...], *overrides: str) -> Problem:
-    return Problem(key, OmegaConf.select(config, key), reason, fix, "WRONG", parts, overrides)
+    return Problem(key, OmegaConf.select(config, key), reason, fix, "ERROR", parts, overrides)

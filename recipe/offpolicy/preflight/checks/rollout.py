@@ -33,7 +33,7 @@ def check_rollout_log_probs(config: DictConfig, spec: CorrectionSpec) -> Iterato
     if not OmegaConf.select(config, key):
         reason = "without the engine's log-probs there is no mu to correct with."
         value = OmegaConf.select(config, key)
-        yield Problem(key, value, reason, "Set it to true.", "INERT", MU, (set_to(key, True),))
+        yield Problem(key, value, reason, "Set it to true.", "NO-OP", MU, (set_to(key, True),))
     if spec.proximal == "same_engine":  # the first step checks each of them
         return
     # verl has no default for the engine, and says so itself when it is left out.

@@ -35,18 +35,18 @@ def check_routing_replay(config: DictConfig, spec: CorrectionSpec) -> Iterator[P
             OmegaConf.select(config, obstacle.key),
             f"routing replay on FSDP: {obstacle.reason}",
             f"Set {mend}, or {off}.",
-            "WRONG",
+            "ERROR",
             (PART,),
             (mend,),
             beside=beside,
         )
     if (found := find_experts(config)) is not None and not found[0]:
         reason = f"the model has no experts: {found[1]}."
-        yield Problem(_MODE, settings.mode, reason, f"Set {off}.", "WRONG", (PART,), _turn_off(config, settings))
+        yield Problem(_MODE, settings.mode, reason, f"Set {off}.", "ERROR", (PART,), _turn_off(config, settings))
     elif count_gradient_steps(config) == 1:
         reason = "a batch gets one gradient step, within which nothing drifts: replay would bias it for nothing."
         fix = f"Set actor_rollout_ref.actor.ppo_mini_batch_size below data.train_batch_size, or {off}."
-        yield Problem(_MODE, settings.mode, reason, fix, "INERT", (PART,), build_two_steps(config))
+        yield Problem(_MODE, settings.mode, reason, fix, "NO-OP", (PART,), build_two_steps(config))
 
 
 def check_megatron_replay(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
@@ -64,7 +64,7 @@ def check_megatron_replay(config: DictConfig, spec: CorrectionSpec) -> Iterator[
             False,
             f"routing replay on Megatron: {reason}",
             fix,
-            "WRONG",
+            "ERROR",
             (PART,),
             (mend,),
             beside={f"{MEGATRON_ROUTER_REPLAY}.mode": mode},

@@ -104,14 +104,14 @@ def check_version_level(config: DictConfig, spec: CorrectionSpec) -> Iterator[Pr
     for key in _find_version_levels(spec):
         fix = f"Set {key}=turn or {key}=sequence."
         part = key.removeprefix("correction.").removesuffix(".level")
-        yield Problem(key, "version", reason, fix, "WRONG", (part,), (set_to(key, "sequence"),))
+        yield Problem(key, "version", reason, fix, "ERROR", (part,), (set_to(key, "sequence"),))
     shadows = read_shadows(config)
     left = [name for name, shadow in shadows.items() if "version" not in shadow.levels]
     for name in shadows:
         if name not in left:
             said = f"its level is version, and {reason}"
             override = set_to(SHADOW, left)
-            yield Problem(SHADOW, name, said, f"Set {override}.", "WRONG", (f"shadow.{name}",), (override,))
+            yield Problem(SHADOW, name, said, f"Set {override}.", "ERROR", (f"shadow.{name}",), (override,))
 
 
 def _find_version_levels(spec: CorrectionSpec) -> Iterator[str]:

@@ -108,7 +108,7 @@ def warn_verls_limit(config: DictConfig, spec: CorrectionSpec) -> Iterator[Probl
             f"it waits for unfinished groups alone: finished groups are trained at age {age}, and the threshold admits "
             f"{threshold - 1}."
         )
-        yield _remark(key, strategy, reason, fix, "INERT", beside, less)
+        yield _remark(key, strategy, reason, fix, "NO-OP", beside, less)
     elif strategy == "drop":
         share = 1 - threshold / (age + 1)
         reason = f"by design it throws away {share:.0%} of all rollouts: groups come {age} versions after their issue."
@@ -187,7 +187,7 @@ def warn_ages(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
     if spec.alpha == BY_AGE and oldest == 0:
         reason = f"no token is older than the weights in force, since {why}: pi_old is mu, as with bypass."
         off = (set_to("correction.alpha", 0.5),)
-        yield Problem("correction.alpha", BY_AGE, reason, "", "INERT", ("proximal",), off, beside=beside)
+        yield Problem("correction.alpha", BY_AGE, reason, "", "NO-OP", ("proximal",), off, beside=beside)
     for key, part in spec.age_parts.items():
         whole = f"correction.{key}"
         if part.by_staleness is not None:
@@ -196,11 +196,11 @@ def warn_ages(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
                 reason = "each age that occurs has the factor 1, which changes no bound."
                 at = f"{whole}.by_staleness"
                 off = (set_to(at, None),)
-                yield Problem(at, list(part.by_staleness), reason, "", "INERT", (key,), off, beside=beside)
+                yield Problem(at, list(part.by_staleness), reason, "", "NO-OP", (key,), off, beside=beside)
         elif oldest is not None and part.upper is not None and part.upper >= oldest:
             reason = f"no token is older than {oldest} versions, since {why}: the mask never acts."
             mend = (set_to(f"{whole}.upper", oldest - 1),) if oldest else remove(whole, part.to_mapping())
-            yield Problem(f"{whole}.upper", part.upper, reason, "", "INERT", (key,), mend, beside=beside)
+            yield Problem(f"{whole}.upper", part.upper, reason, "", "NO-OP", (key,), mend, beside=beside)
 
 
 def _find_uncovered(config: DictConfig) -> Problem | None:

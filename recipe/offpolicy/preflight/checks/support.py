@@ -47,7 +47,7 @@ def check_support(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]
     if not _truncates(config):
         reason = "nothing truncates: the support is the whole vocabulary, and every token's is larger than can be sent."
         fix = f"Set {ROLLOUT}.top_p=0.9 for example, or {_OFF}."
-        yield Problem(SUPPORT, spec.support, reason, fix, "INERT", (PART,), (_OFF,))
+        yield Problem(SUPPORT, spec.support, reason, fix, "NO-OP", (PART,), (_OFF,))
 
 
 def _truncates(config: DictConfig) -> bool:

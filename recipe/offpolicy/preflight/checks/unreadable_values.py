@@ -109,7 +109,7 @@ def _find_unresolved(config: DictConfig) -> Iterator[tuple[Problem, str, bool]]:
             fix = f"Export {variable[1]}, or set {key} to a value." if variable else f"Set {key} to a value."
             # Modules of the user's, which verl imports, may register a resolver.
             unknown = isinstance(error, UnsupportedInterpolationType) and bool(os.environ.get(_EXTERNAL))
-            problem = Problem(key, written, f"{reason}.", fix, "NOTE" if unknown else "WRONG")
+            problem = Problem(key, written, f"{reason}.", fix, "NOTE" if unknown else "ERROR")
             yield problem, reason, missing is not None and missing[1] in written
 
 

@@ -107,7 +107,7 @@ def _find_inverted(rejection: str, bound: Any) -> Iterator[Problem]:
             f"k1 bounds mu / pi_old, the inverse of the importance ratio: {name} keeps {band}, where {text} reads as "
             f"a band of ratios.",
             f"Set {_RS}='{mirrored}' for pi_old / mu in [{lower:g}, {upper:g}].",
-            "WRONG",
+            "ERROR",
             (name_part("rollout_rs"),),
             (set_to(_RS, ",".join(texts_then)),),
         )

@@ -60,7 +60,7 @@ def warn_no_staleness(config: DictConfig, spec: CorrectionSpec) -> Iterator[Prob
                 "a batch gets one gradient step, at which pi is pi_old: the staleness term pi / pi_old is always 1, "
                 "and pi_old / mu is all that is seen.",
                 f"Set {ACTOR}.ppo_mini_batch_size below data.train_batch_size, or {key}=rollout if that is meant.",
-                "INERT",
+                "NO-OP",
                 (f"masks.{name}.staleness",),
                 (set_to(key, "rollout"),) if spec.proximal == "reuse" else build_two_steps(config),
             )
@@ -125,7 +125,7 @@ def warn_kl_left_out(config: DictConfig, spec: CorrectionSpec) -> Iterator[Probl
             "pi_old is mu here, so that the reward is charged for the rollout engine's distance from the reference, "
             "mismatch included.",
             f"Set {key}=false and {ACTOR}.use_kl_loss=true.",
-            "INERT",
+            "NO-OP",
             ("kl_in_reward",),
             (set_to(key, False), set_to(f"{ACTOR}.use_kl_loss", True)),
         )
@@ -171,7 +171,7 @@ def warn_collapsed_rewards(config: DictConfig, spec: CorrectionSpec) -> Iterator
                 value,
                 f"algorithm.adv_estimator={estimator} sums a row to one outcome, and discounts nothing.",
                 f"Set {key}=1.0, or algorithm.adv_estimator={reader}.",
-                "INERT",
+                "NO-OP",
                 ("dense_reward",),
                 (set_to(key, 1.0),),
             )

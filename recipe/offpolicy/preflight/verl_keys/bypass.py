@@ -50,7 +50,7 @@ def check_bypass(config: DictConfig, spec: CorrectionSpec, path: LivePath) -> It
                 f"around mu.",
                 f"Take it from {VERL} and set correction=bypass with a weight or mask, or one of "
                 f"correction=verl_bypass_*, which are proved live.",
-                "INERT",
+                "NO-OP",
                 (name_part(_find_owner(key)),),
                 into_the_worker,
             )
@@ -62,7 +62,7 @@ def check_bypass(config: DictConfig, spec: CorrectionSpec, path: LivePath) -> It
                 value,
                 f"in bypass mode the worker applies its own {WORKERS}.{key}, which is {format_value(held[key])}.",
                 f"Set +{WORKERS}.{key}={format_value(value)}, or one of correction=verl_bypass_* without {VERL}.",
-                "WRONG",
+                "ERROR",
                 (name_part(_find_owner(key)),),
                 (set_to(f"{WORKERS}.{key}", value, add=True),),
             )
@@ -93,7 +93,7 @@ def check_bypass_loss(config: DictConfig, spec: CorrectionSpec) -> Iterator[Prob
             f"this loss takes pi_old for mu, and {_BYPASS}=false recomputes pi_old: its ratios are pi / pi_old, and "
             f"the mismatch is not corrected.",
             f"Set {_BYPASS}=true, or correction=bypass with loss_mode=vanilla.",
-            "WRONG",
+            "ERROR",
             (LOSS_MODE,),
             (set_to(_BYPASS, True),),
         )
@@ -104,7 +104,7 @@ def check_bypass_loss(config: DictConfig, spec: CorrectionSpec) -> Iterator[Prob
             to_plain(node),
             f"the loss {BYPASS} alone reads it, and {LOSS_MODE} is {mode}.",
             f"Remove it, or set {LOSS_MODE}={BYPASS} and {_BYPASS}=true.",
-            "INERT",
+            "NO-OP",
             (WORKERS,),
             (f"~{WORKERS}",),
         )
@@ -120,7 +120,7 @@ def check_legacy_mu(config: DictConfig, path: LivePath) -> Iterator[Problem]:
             True,
             f"the legacy FSDP actor of verl 0.7.1 alone reads it, and this is {path}.",
             "Remove it; for mu in pi_old's place set correction=bypass.",
-            "INERT",
+            "NO-OP",
             (key,),
             (set_to(key, False, add=True),),
         )
@@ -132,7 +132,7 @@ def check_legacy_mu(config: DictConfig, path: LivePath) -> Iterator[Problem]:
             True,
             "with one gradient step a batch the legacy actor takes the current policy for pi_old, and mu is lost.",
             f"Set +{key}=true, or correction=bypass without {VERL}.",
-            "INERT",
+            "NO-OP",
             (name_part(BYPASS),),
             (set_to(key, True, add=True),),
         )

@@ -34,7 +34,7 @@ def check_decoupled(config: DictConfig, spec: CorrectionSpec, path: LivePath) ->
                 own[key],
                 because,
                 f"Set {VERL}.{needed}, or leave this out.",
-                "INERT",
+                "NO-OP",
                 (name_part(key),),
                 (set_to(f"{VERL}.{key}", DEFAULTS[key]),),
             )
@@ -42,7 +42,7 @@ def check_decoupled(config: DictConfig, spec: CorrectionSpec, path: LivePath) ->
     if "rollout_is" in own and given.get("rollout_is_threshold", 2.0) is None:
         key = f"{VERL}.rollout_is_threshold"
         reason = f"without a threshold verl leaves out the weight that rollout_is={own['rollout_is']} asks for."
-        yield Problem(key, None, reason, "Set it to 2.0.", "INERT", weight, (set_to(key, 2.0),))
+        yield Problem(key, None, reason, "Set it to 2.0.", "NO-OP", weight, (set_to(key, 2.0),))
     threshold = own.get("rollout_is_threshold")
     if not path.attributes.bound_pairs and isinstance(threshold, str):
         key = f"{VERL}.rollout_is_threshold"
@@ -51,7 +51,7 @@ def check_decoupled(config: DictConfig, spec: CorrectionSpec, path: LivePath) ->
             threshold,
             f"verl {path.release} takes one number, the cap; a pair of bounds came with 0.8.",
             "Set one number, or correction=icepop with its lower and upper.",
-            "WRONG",
+            "ERROR",
             weight,
             (set_to(key, DEFAULTS["rollout_is_threshold"]),),
         )
@@ -62,7 +62,7 @@ def check_decoupled(config: DictConfig, spec: CorrectionSpec, path: LivePath) ->
             get_value(config, key),
             f"without the engine's log-probs verl silently skips its correction, {', '.join(own)}.",
             "Set it to true.",
-            "INERT",
+            "NO-OP",
             tuple(name_part(asked) for asked in list_active(config) or own),
             (set_to(key, True),),
         )

@@ -43,7 +43,7 @@ def check_trainer_mode(config: DictConfig, path: LivePath) -> Iterator[Problem]:
             mode,
             f"this is {path}, which is synchronous and reads no mode.",
             "Set trainer.use_v1=true.",
-            "INERT",
+            "NO-OP",
             (_TRAINER_MODE,),
             (set_to("trainer.use_v1", True, add=True),),
         )
@@ -57,12 +57,12 @@ def check_former_names(config: DictConfig, spec: CorrectionSpec) -> Iterator[Pro
             instead = OBSOLETE.get(key)
             fix = f"In its place: {instead}." if instead else f"verl reads {', '.join(DEFAULTS)}."
             yield Problem(
-                f"{VERL}.{key}", value, reason, fix, "INERT", (name_part(key),), remove(f"{VERL}.{key}", value)
+                f"{VERL}.{key}", value, reason, fix, "NO-OP", (name_part(key),), remove(f"{VERL}.{key}", value)
             )
     for key, instead in FORMER.items():
         if (value := get_value(config, key)) is not None:
             overrides = _build_move(key, value, instead)
-            yield Problem(key, value, reason, f"In its place: {instead}.", "INERT", (key,), overrides)
+            yield Problem(key, value, reason, f"In its place: {instead}.", "NO-OP", (key,), overrides)
 
 
 def _build_move(key: str, value: object, instead: str) -> tuple[str, ...]:

@@ -40,7 +40,7 @@ def check_router_replay(config: DictConfig, spec: CorrectionSpec, path: LivePath
             mode,
             "R3 replays the rollout's routes, and the rollout records none.",
             f"Set {_RECORDED}=true, or R2.",
-            "WRONG",
+            "ERROR",
             _PARTS,
             (set_to(_RECORDED, True),),
         )
@@ -52,14 +52,14 @@ def check_router_replay(config: DictConfig, spec: CorrectionSpec, path: LivePath
         )
         fix = f"Set {live}.mode=R3, or this to false." if live else f"Set it to false: {path} replays no routes."
         override = set_to(f"{live}.mode", "R3", add=True) if live else set_to(_RECORDED, False)
-        yield Problem(_RECORDED, True, reason, fix, "WRONG" if mode == "R2" else "INERT", _PARTS, (override,))
+        yield Problem(_RECORDED, True, reason, fix, "ERROR" if mode == "R2" else "NO-OP", _PARTS, (override,))
     if mode == "R2" and (skips := _find_skipped_forward(config, spec)):
         yield Problem(
             f"{live}.mode",
             mode,
             f"R2 records routes in the forward pass for pi_old, and {skips} skips it.",
             "Set R3, correction.proximal=recompute and bypass_mode=false, or disabled.",
-            "WRONG",
+            "ERROR",
             _PARTS,
             (set_to(f"{live}.mode", "R3", add=True), set_to(_RECORDED, True)),
         )
@@ -73,7 +73,7 @@ def _find_unread(config: DictConfig, path: LivePath, live: str | None) -> Iterat
             fix = f"Set {live}.mode={mode}." if live and of_actor else "Set it to disabled."
             moved = (set_to(f"{live}.mode", mode, add=True),) if live and of_actor else ()
             overrides = (_build_off(config, key), *moved)
-            yield Problem(f"{key}.mode", mode, f"nothing reads it: {reason}.", fix, "INERT", _PARTS, overrides)
+            yield Problem(f"{key}.mode", mode, f"nothing reads it: {reason}.", fix, "NO-OP", _PARTS, overrides)
         for name in ("record_file", "replay_file"):
             if (value := get_value(config, f"{key}.{name}")) is not None:
                 reason = "nothing reads it: routes travel with the batch."
@@ -82,7 +82,7 @@ def _find_unread(config: DictConfig, path: LivePath, live: str | None) -> Iterat
                     if key == live or _is_of_verl(config, key)
                     else _build_off(config, key)
                 )
-                yield Problem(f"{key}.{name}", value, reason, "Remove it.", "INERT", _PARTS, (away,))
+                yield Problem(f"{key}.{name}", value, reason, "Remove it.", "NO-OP", _PARTS, (away,))
 
 
 def _build_off(config: DictConfig, key: str) -> str:

@@ -1,4 +1,4 @@
-"""Keys beside which a length penalty is WRONG or INERT, with the override that mends it; and the shipped options."""
+"""Keys beside which a length penalty is ERROR or NO-OP, with the override that mends it; and the shipped options."""
 
 from __future__ import annotations
 
@@ -47,18 +47,18 @@ DAPO = {"reward__reward_manager__name": "dapo", "reward__reward_kwargs__overlong
 @pytest.mark.parametrize(
     ("settings", "changes", "verdict", "override"),
     [
-        ({"kind": "group"}, DAPO, "WRONG", "reward.reward_kwargs.overlong_buffer_cfg.enable=false"),
-        ({"kind": "group"}, {"algorithm__adv_estimator": "gae"}, "WRONG", "algorithm.adv_estimator=grpo"),
-        ({"kind": "group"}, {"algorithm__adv_estimator": "gdpo"}, "WRONG", "algorithm.adv_estimator=grpo"),
-        (BEFORE, {"algorithm__adv_estimator": "grpo_vectorized"}, "WRONG", "algorithm.adv_estimator=grpo"),
-        (BEFORE, FILTER, "WRONG", "algorithm.filter_groups.enable=false"),
-        (BEFORE, KL, "WRONG", "length_penalty.place=after"),
-        (BEFORE, {"pass_at_k__objective": "loo"}, "WRONG", "length_penalty.place=after"),
-        ({"kind": "group"}, {"actor_rollout_ref__rollout__n": 1}, "WRONG", "length_penalty.kind=uniform"),
-        ({"kind": "uniform", "coefficient": 2e-3}, {}, "WRONG", "length_penalty.coefficient=0.0005"),
-        ({"kind": "group", "warmup": {"steps": 200}}, {}, "WRONG", "length_penalty.warmup.steps=0"),
-        ({"kind": "anchor"}, {"trainer__total_epochs": 1}, "INERT", "length_penalty.anchor.per=source"),
-        ({"kind": "group", "coefficient": 0}, {}, "INERT", "length_penalty.coefficient=null"),
+        ({"kind": "group"}, DAPO, "ERROR", "reward.reward_kwargs.overlong_buffer_cfg.enable=false"),
+        ({"kind": "group"}, {"algorithm__adv_estimator": "gae"}, "ERROR", "algorithm.adv_estimator=grpo"),
+        ({"kind": "group"}, {"algorithm__adv_estimator": "gdpo"}, "ERROR", "algorithm.adv_estimator=grpo"),
+        (BEFORE, {"algorithm__adv_estimator": "grpo_vectorized"}, "ERROR", "algorithm.adv_estimator=grpo"),
+        (BEFORE, FILTER, "ERROR", "algorithm.filter_groups.enable=false"),
+        (BEFORE, KL, "ERROR", "length_penalty.place=after"),
+        (BEFORE, {"pass_at_k__objective": "loo"}, "ERROR", "length_penalty.place=after"),
+        ({"kind": "group"}, {"actor_rollout_ref__rollout__n": 1}, "ERROR", "length_penalty.kind=uniform"),
+        ({"kind": "uniform", "coefficient": 2e-3}, {}, "ERROR", "length_penalty.coefficient=0.0005"),
+        ({"kind": "group", "warmup": {"steps": 200}}, {}, "ERROR", "length_penalty.warmup.steps=0"),
+        ({"kind": "anchor"}, {"trainer__total_epochs": 1}, "NO-OP", "length_penalty.anchor.per=source"),
+        ({"kind": "group", "coefficient": 0}, {}, "NO-OP", "length_penalty.coefficient=null"),
     ],
 )
 def test_what_it_cannot_stand_beside(

@@ -194,7 +194,7 @@ def test_without_an_eligible_row_nothing_is_asked_and_all_metrics_are_there(
         found = run.judge(packet)
     assert found["opd/num_eligible_samples"] == found["opd/live/proved"] == 0.0
     assert math.isnan(found["opd/k1"])
-    assert caplog.text.count("opd is INERT: no rollout was eligible in 2 updates") == 1
+    assert caplog.text.count("opd does nothing: no rollout was eligible in 2 updates") == 1
     assert run.opd.metrics().keys() == taught.opd.metrics().keys()
     assert found.keys() == taught.judge(taught.update(NONE)[1]).keys()
 

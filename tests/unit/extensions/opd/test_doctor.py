@@ -1,4 +1,4 @@
-"""The doctor on launches with distillation: LIVE, INERT and WRONG, and overrides that mend."""
+"""The doctor on launches with distillation: OK, NO-OP and ERROR, and overrides that mend."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def diagnosed(config: DictConfig) -> Diagnosis:
 
 def test_a_run_with_a_teacher_is_live(base: DictConfig) -> None:
     diagnosis = diagnosed(base)
-    assert diagnosis.verdict == "LIVE"
+    assert diagnosis.verdict == "OK"
     (row,) = [row for row in diagnosis.rows if row.name == "opd"]
     assert row.meaning.startswith("advantage, coef=1, failed rollouts of prompts with a pass rate of at most 0.25")
     assert "; opd (advantage, coef=1" in diagnosis.headline
@@ -50,26 +50,26 @@ def test_a_run_with_a_teacher_is_live(base: DictConfig) -> None:
 
 CASES: dict[str, tuple[str, str, dict[str, Any], str]] = {
     "all prompts filtered": (
-        "INERT",
+        "NO-OP",
         "opd",
         {"algorithm.filter_groups.enable": True, "opd.eligible.max_pass_rate": 0.1},
         "it drops prompts that no rollout passes",
     ),
-    "below one of n": ("INERT", "opd.eligible.max_pass_rate", {"opd.eligible.max_pass_rate": 0.1}, "it acts as 0"),
+    "below one of n": ("NO-OP", "opd.eligible.max_pass_rate", {"opd.eligible.max_pass_rate": 0.1}, "it acts as 0"),
     "some prompts filtered": (
-        "WRONG",
+        "ERROR",
         "opd",
         {"algorithm.filter_groups.enable": True},
         "which are those that opd is for",
     ),
-    "critic": ("WRONG", "opd", {"algorithm.adv_estimator": "gae"}, "the critic predicts rewards"),
-    "temperature": ("WRONG", "opd", {f"{ROLLOUT}.temperature": 0.7}, "those at temperature 1"),
-    "verl's distillation": ("WRONG", "opd", {"distillation.enabled": True}, "verl's own distillation and opd are two"),
-    "no bound": ("WRONG", "", {"opd.max_gap": None}, "opd.max_gap=null: expected nats above 0"),
-    "horizon of 0": ("WRONG", "", {"opd.horizon": 0}, "opd.horizon=0: expected a number of tokens, 1 or more"),
-    "K1 as a loss": ("WRONG", "", {"opd.mode": "k1"}, "opd.mode=k1: expected one of"),
+    "critic": ("ERROR", "opd", {"algorithm.adv_estimator": "gae"}, "the critic predicts rewards"),
+    "temperature": ("ERROR", "opd", {f"{ROLLOUT}.temperature": 0.7}, "those at temperature 1"),
+    "verl's distillation": ("ERROR", "opd", {"distillation.enabled": True}, "verl's own distillation and opd are two"),
+    "no bound": ("ERROR", "", {"opd.max_gap": None}, "opd.max_gap=null: expected nats above 0"),
+    "horizon of 0": ("ERROR", "", {"opd.horizon": 0}, "opd.horizon=0: expected a number of tokens, 1 or more"),
+    "K1 as a loss": ("ERROR", "", {"opd.mode": "k1"}, "opd.mode=k1: expected one of"),
     "alarm without a fallback": (
-        "WRONG",
+        "ERROR",
         "offpolicy.alarms.opd_overlap.action",
         {"offpolicy.alarms.opd_overlap.action": "fallback"},
         "another correction does not change what opd measures",
@@ -89,4 +89,4 @@ def test_what_is_inert_or_wrong_is_told_and_mended(name: str, base: DictConfig) 
     for _ in range(2):  # what is mended may show what stood beside it
         config = with_overrides(config, [override for each in diagnosis.problems for override in each.overrides])
         diagnosis = diagnosed(config)
-    assert diagnosis.verdict == "LIVE", diagnosis.problems
+    assert diagnosis.verdict == "OK", diagnosis.problems

@@ -125,7 +125,7 @@ def test_what_is_wrong_with_a_teacher_is_said_with_a_fix(
         change = {"score": restless(0.2)}
     with serving(FakeTeacher(**({"tokenize": alike} | change))) as teacher:
         (problem,) = problems(teacher.url, student)
-    assert problem.verdict == "WRONG"
+    assert problem.verdict == "ERROR"
     assert said in problem.reason
     assert fix in problem.advice
 
@@ -144,7 +144,7 @@ def test_a_teacher_of_16_bits_is_noted(student: Path) -> None:
 
 def test_a_teacher_that_is_not_there_is_wrong(student: Path) -> None:
     (problem,) = problems("http://127.0.0.1:9", student)
-    assert (problem.verdict, problem.key) == ("WRONG", "opd.teacher.url")
+    assert (problem.verdict, problem.key) == ("ERROR", "opd.teacher.url")
     assert "ConnectionError" in problem.reason
 
 
@@ -169,30 +169,30 @@ def test_without_the_students_tokenizer_it_is_said_that_nothing_was_compared(
 @pytest.mark.parametrize(
     ("changes", "key", "verdict", "override"),
     [
-        ({"distillation__enabled": True}, "distillation.enabled", "WRONG", "distillation.enabled=false"),
+        ({"distillation__enabled": True}, "distillation.enabled", "ERROR", "distillation.enabled=false"),
         (
             {"actor_rollout_ref__rollout__temperature": 0.7},
             "actor_rollout_ref.rollout.temperature",
-            "WRONG",
+            "ERROR",
             "actor_rollout_ref.rollout.temperature=1.0",
         ),
         (
             {"algorithm__filter_groups__enable": True},
             "algorithm.filter_groups.enable",
-            "WRONG",
+            "ERROR",
             "algorithm.filter_groups.enable=false",
         ),
         (
             {"algorithm__filter_groups__enable": True, "eligible": {"max_pass_rate": 0.1}},
             "algorithm.filter_groups.enable",
-            "INERT",
+            "NO-OP",
             "algorithm.filter_groups.enable=false",
         ),
-        ({"algorithm__adv_estimator": "gae"}, "algorithm.adv_estimator", "WRONG", "opd.mode=loss"),
+        ({"algorithm__adv_estimator": "gae"}, "algorithm.adv_estimator", "ERROR", "opd.mode=loss"),
         (
             {"eligible": {"max_pass_rate": 0.12}},
             "opd.eligible.max_pass_rate",
-            "INERT",
+            "NO-OP",
             "opd.eligible.max_pass_rate=0.125",
         ),
     ],
@@ -227,5 +227,5 @@ def test_a_critic_may_stay_where_the_term_is_in_the_loss(teacher: FakeTeacher, s
 def test_rows_with_pictures_are_refused(images: list[Any], said: int, teacher: FakeTeacher, student: Path) -> None:
     found = problems(teacher.url, student, columns={"images": images}, data__image_key="images")
     assert [(each.key, each.verdict, each.overrides) for each in found] == said * [
-        ("data.image_key", "WRONG", ("opd=null",))
+        ("data.image_key", "ERROR", ("opd=null",))
     ]

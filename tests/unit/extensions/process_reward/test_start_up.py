@@ -80,7 +80,7 @@ def test_a_configuration_that_is_fine_has_no_problem_and_gets_the_manager_of_its
 def test_what_it_cannot_stand_beside_is_refused(key: str, value: Any, reason: str, override: str) -> None:
     """Lengths: 64 + 64 + 24 of the force prompt + 32 of the answer + 1 that is decoded."""
     (found,) = problems(config(**{key: value}))
-    assert (found.key, found.verdict) == (key, "WRONG")
+    assert (found.key, found.verdict) == (key, "ERROR")
     assert reason in str(found)
     assert override in found.overrides
 
@@ -92,7 +92,7 @@ def test_estimators_to_which_a_penalty_by_token_is_one_may_have_it() -> None:
 
 def test_a_filter_of_groups_makes_it_inert_where_it_is_meant_for() -> None:
     (found,) = problems(config(**{"algorithm.filter_groups.enable": True}))
-    assert (found.verdict, found.overrides) == ("INERT", ("algorithm.filter_groups.enable=false",))
+    assert (found.verdict, found.overrides) == ("NO-OP", ("algorithm.filter_groups.enable=false",))
 
 
 def test_release_0_7_1_is_refused_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
