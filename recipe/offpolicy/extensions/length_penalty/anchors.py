@@ -16,7 +16,7 @@ class Anchor:
     """A frozen anchor.
 
     Attributes:
-        length: mean tokens of the right answers in the window.
+        length: mean tokens of the right answers in the window, 1 at least.
         step: at which it was frozen.
         answers: right answers that it is the mean of.
     """
@@ -62,7 +62,8 @@ class Anchors:
             total = sum(map(len, steps))
             if total >= self.min_samples and len(lengths) > self.pass_rate * total:
                 # Sums of rounded floats depend on their order.
-                self.frozen[name] = Anchor(math.fsum(lengths) / len(lengths), step, len(lengths))
+                length = max(math.fsum(lengths) / len(lengths), 1.0)  # empty answers may be right
+                self.frozen[name] = Anchor(length, step, len(lengths))
                 del self._open[name]
         return len(self.frozen) - before
 

@@ -9,6 +9,8 @@ from .settings import LengthSettings
 
 RESOLUTION = 2.0**-23
 """Of float32, in which verl subtracts means."""
+EQUAL = 8 * RESOLUTION
+"""Standard deviation of rewards, relative to the largest, up to which they count as equal."""
 
 
 class Row(NamedTuple):
@@ -22,7 +24,7 @@ class Row(NamedTuple):
 
 def state_penalties(rows: Sequence[Row], settings: LengthSettings, weight: float) -> list[float]:
     """State what each row of one group loses before normalisation."""
-    if settings.zero_variance == "skip" and min(row.score for row in rows) == max(row.score for row in rows):
+    if settings.zero_variance == "skip" and not _state_difference([row.score for row in rows]):
         return [0.0] * len(rows)
     shortest, longest = min(row.tokens for row in rows), max(row.tokens for row in rows)
     stated = []
@@ -34,10 +36,11 @@ def state_penalties(rows: Sequence[Row], settings: LengthSettings, weight: float
             above_middle = (2 * row.tokens - longest - shortest) / (2 * (longest - shortest))
             lost = settings.coefficient * (above_middle if row.right or above_middle > 0 else 0.0)
         elif settings.kind in ("anchor", "reference") and row.anchor is not None and row.tokens > row.anchor:
-            lost = settings.coefficient * (row.tokens / row.anchor - 1)
+            lost = settings.coefficient * (row.tokens - row.anchor) / max(1.0, row.anchor)
         if settings.applies_to == "correct" and not row.right:
             lost = 0.0
-        stated.append(weight * max(-settings.most, min(settings.most, lost)))
+        bound = float("inf") if settings.most is None else settings.most
+        stated.append(weight * max(-bound, min(bound, lost)))
     return stated
 
 
@@ -45,9 +48,17 @@ def state_shift(rows: Sequence[Row], settings: LengthSettings, weight: float, *,
     """State what each row's advantage loses after normalisation."""
     lost = state_penalties(rows, settings, weight)
     middle = sum(lost) / len(lost)
-    spread = _spread([row.score for row in rows]) if by_std else 0.0
-    divisor = spread + 1e-6 if spread > 0 else 1.0
-    return [(each - middle) / divisor for each in lost]
+    apart = [each - middle for each in lost]
+    scores = [row.score for row in rows]
+    differ = _state_difference(scores) if by_std else 0.0
+    if not differ or not any(apart):
+        return apart
+    # As verl's advantages are divided, but no further than to the greatest of these, or to where they stand undivided.
+    whole = [each / (_spread(scores) + 1e-6) for each in apart]
+    middle, deviation = sum(scores) / len(scores), _spread(scores)
+    most = max(max(map(abs, apart)), differ * max(abs(each - middle) for each in scores) / deviation)
+    shrink = min(1.0, most / max(map(abs, whole)))
+    return [differ * shrink * one + (1 - differ) * other for one, other in zip(whole, apart, strict=True)]
 
 
 def state_advantages(rewards: Sequence[float], *, estimator: str, by_std: bool) -> list[float]:
@@ -66,6 +77,12 @@ def bound_error(rewards: Sequence[float], *, by_std: bool) -> float:
     largest = max(abs(each) for each in rewards)
     divisor = _spread(rewards) + 1e-6 if by_std and len(rewards) > 1 else 1.0
     return 1e-5 + 8 * RESOLUTION * largest * (1 + 1 / divisor)
+
+
+def _state_difference(rewards: Sequence[float]) -> float:
+    """State whether rewards differ: 0 where rounding explains it, 1 where it cannot."""
+    rounding = EQUAL * max(map(abs, rewards))
+    return min(1.0, max(0.0, _spread(rewards) / rounding - 1)) if rounding and len(rewards) > 1 else 0.0
 
 
 def _spread(values: Sequence[float]) -> float:

@@ -26,7 +26,7 @@ class Measured:
         anchors: (S,) lengths that they are held against.
         new: anchors that this batch has frozen.
         groups: sessions of each group, without silent ones.
-        equal: groups whose rewards are all equal.
+        equal: groups whose rewards agree within float32 rounding.
         penalty: (S,) float64, with warm-up; 0 outside of groups.
         weight: of the warm-up.
     """
@@ -68,7 +68,7 @@ def measure(
         found = penalties(
             settings.kind, sessions.tokens[at], right[at], coefficient=settings.coefficient, anchor=held[members[0]]
         )
-        penalty[at] = weight * found.clamp(-settings.most, settings.most)
+        penalty[at] = weight * (found if settings.most is None else found.clamp(-settings.most, settings.most))
     if settings.applies_to == "correct":
         penalty = torch.where(right, penalty, 0.0)
     return Measured(sessions, right, held, new, groups, equal, penalty, weight)

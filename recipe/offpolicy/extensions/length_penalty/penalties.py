@@ -26,7 +26,7 @@ def penalties(
     ``uniform``: coefficient T. ``group``: with lam = 1/2 - (T - min) / (max - min), -coefficient lam of a right row and
     -coefficient min(0, lam) of a wrong one, 0 where all rows are alike (Kimi k1.5, arXiv 2501.12599, section 2.3.3).
     ``anchor``: coefficient max(0, (T - A) / A), of nothing where there is no anchor; ``reference``: the same with a
-    length that is given from outside as A.
+    length that is given from outside as A. Neither divides by less than one token.
 
     Args:
         lengths: (N,) response tokens T.
@@ -62,13 +62,14 @@ def penalties(
         return 0.0 - coefficient * _standing(tokens, marks.bool())
     if anchor is None:
         return torch.zeros_like(tokens)
-    return coefficient * ((tokens - anchor) / anchor).clamp(min=0)
+    return coefficient * ((tokens - anchor) / max(anchor, 1.0)).clamp(min=0)
 
 
 def _standing(tokens: Tensor, right: Tensor) -> Tensor:
     """Compute lam, from 1/2 of the shortest row to -1/2 of the longest; a wrong row never gains by it."""
-    if len(tokens) == 0 or bool((tokens == tokens[0]).all()):
+    if len(tokens) == 0:
         return torch.zeros_like(tokens)
     least, most = tokens.amin(), tokens.amax()
-    standing = 0.5 - (tokens - least) / (most - least)
+    # Lengths are whole tokens: a range below 1 is none.
+    standing = ((least + most) / 2 - tokens) / (most - least).clamp(min=1)
     return torch.where(right, standing, standing.clamp(max=0))

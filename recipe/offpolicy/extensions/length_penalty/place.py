@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from ...batch.spread import measure_spread
+
 EPSILON = 1e-6
 """verl's own, beside the standard deviation."""
 
@@ -14,8 +16,10 @@ EPSILON = 1e-6
 def compute_shift(penalty: Tensor, scores: Tensor, groups: Mapping[str, Sequence[int]], *, by_std: bool) -> Tensor:
     """Compute what advantages are lowered by after normalisation, (P_i - mean P) / s in each group, (S,) float64.
 
-    s is the standard deviation by which verl has divided the group's rewards, and 1 in a group without one, so that a
-    coefficient keeps its meaning where all rewards are equal. Means of groups stay as they are.
+    s is the standard deviation by which verl has divided the group's rewards, and 1 where these agree within float32
+    rounding, so that a coefficient keeps its meaning there. Where penalties differ by more than rewards, 1 / s is
+    bounded: no shift exceeds both the group's greatest advantage of verl's, at most sqrt(n - 1) of n rows, and the
+    greatest |P_i - mean P|. Means of groups stay as they are.
 
     Args:
         penalty: (S,) of each session.
@@ -27,11 +31,18 @@ def compute_shift(penalty: Tensor, scores: Tensor, groups: Mapping[str, Sequence
     for members in groups.values():
         at = torch.tensor(members)
         centred = penalty[at] - penalty[at].mean()
-        spread = float(scores[at].std()) if by_std and len(members) > 1 else 0.0
-        shift[at] = centred / (spread + EPSILON if spread > 0 else 1.0)
+        shift[at] = centred * (_compute_factor(scores[at], float(centred.abs().max())) if by_std else 1.0)
     return shift
 
 
+def _compute_factor(scores: Tensor, largest: float) -> float:
+    """Compute the 1 / s of one group whose penalties are at most ``largest`` from their mean."""
+    spread = measure_spread(scores, centred=True)
+    own = float((scores - scores.mean()).abs().max()) * spread.invert()
+    bound = max(1.0, own / largest) if largest > 0 else 1.0
+    return spread.certainty * min(1 / (spread.value + EPSILON), bound) + (1 - spread.certainty)
+
+
 def find_equal_groups(scores: Tensor, groups: Mapping[str, Sequence[int]]) -> set[str]:
-    """Find the groups whose rewards are all equal."""
-    return {name for name, members in groups.items() if len(set(scores[torch.tensor(members)].tolist())) == 1}
+    """Find the groups whose rewards agree within float32 rounding."""
+    return {name for name, at in groups.items() if not measure_spread(scores[torch.tensor(at)], centred=True).certainty}

@@ -44,11 +44,11 @@ class LengthSettings:
         kind: see ``penalties.penalties``; none: lengths are measured, and nothing is changed.
         coefficient: of the penalty.
         place: after verl's normalisation within the group, or before it, on the rewards.
-        zero_variance: penalise or skip groups whose rewards are all equal.
+        zero_variance: penalise or skip groups whose rewards agree within float32 rounding.
         applies_to: all rows, or those that are correct.
         correct_at_least: score from which a row is right.
         reference: tokens, or ``extra_info.NAME`` of the data set; None: there is none.
-        most: largest penalty of a row, either way.
+        most: largest penalty of a row, either way; None: any.
     """
 
     kind: Kind
@@ -60,7 +60,7 @@ class LengthSettings:
     warmup: WarmupSettings = field(default_factory=WarmupSettings)
     anchor: AnchorSettings = field(default_factory=AnchorSettings)
     reference: float | str | None = None
-    most: float = 1.0
+    most: float | None = None
 
     @classmethod
     def from_mapping(cls, section: str, values: Mapping[str, Any]) -> LengthSettings:
@@ -128,5 +128,5 @@ _KEYS: dict[str, Rule] = {
     "warmup": (optional(lambda value: isinstance(value, Mapping)), "a mapping", {}),
     "anchor": (optional(lambda value: isinstance(value, Mapping)), "a mapping", {}),
     "reference": (optional(_is_reference), f"tokens above 0, {COLUMN}NAME, or null", None),
-    "most": (is_positive, "a reward above 0", 1.0),
+    "most": (optional(is_positive), "a reward above 0, or null", None),
 }

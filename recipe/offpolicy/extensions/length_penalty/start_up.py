@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -75,14 +76,15 @@ def _find_conflicts(section: str, settings: LengthSettings, config: DictConfig) 
         key = f"{section}.kind"
         yield wrong(key, "group", "a group of one has no other length.", set_to(key, "uniform"), {_ROLLOUTS: 1})
     longest = OmegaConf.select(config, "data.max_response_length")
-    if settings.kind == "uniform" and longest and settings.coefficient * longest > 1:
+    loss = min(settings.coefficient * (longest or 0), settings.most or math.inf)
+    if settings.kind == "uniform" and loss > 1:
         key = f"{section}.coefficient"
         reason = (
-            f"a right answer of {longest} tokens loses {settings.coefficient * longest:g}, and scores below an empty "
-            f"one: lengths collapse."
+            f"a right answer of {longest} tokens loses {loss:g} and scores below an empty one; lengths may collapse."
         )
-        mend = set_to(key, float(f"{0.5 / longest:.2g}"))
-        yield wrong(key, settings.coefficient, reason, mend, {"data.max_response_length": longest})
+        fix = f"To avoid it set {section}.most=1.0, or a smaller coefficient."
+        beside = {"data.max_response_length": longest}
+        yield Problem(key, settings.coefficient, reason, fix, "NOTE", parts, beside=beside)
 
 
 def _find_idle(section: str, settings: LengthSettings, config: DictConfig) -> Iterator[Problem]:

@@ -57,7 +57,7 @@ class OpdSettings:
         coef: factor of the signal.
         horizon: first tokens of a response that take part; None: all.
         max_gap: nats that |s - t| counts as at most.
-        scale: ``std`` of the bounded gaps, ``none``, or a number, by which advantages are divided.
+        scale: ``std``, the bounded gaps' root mean square, ``none``, or a number, by which advantages are divided.
         corrected: weight and masks of the correction act on the term as on the policy term.
         extreme: nats from which a gap counts as extreme.
     """

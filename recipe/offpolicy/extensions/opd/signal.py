@@ -12,8 +12,10 @@ import math
 import torch
 from torch import Tensor
 
-SMALLEST = 1e-6
-"""Nats of standard deviation below which a batch is not scaled."""
+from ...batch.spread import measure_spread
+
+LOG_PROBS = 1.0
+"""Nats, the size of the log-probs whose differences gaps are: their rounding is that of numbers as large."""
 
 
 def find_horizon(tokens: Tensor, horizon: int | None) -> Tensor:
@@ -46,10 +48,10 @@ def compute_gaps(student: Tensor, teacher: Tensor, tokens: Tensor, *, max_gap: f
 
 
 def compute_scale(gaps: Tensor, tokens: Tensor, scale: str | float) -> float:
-    """Compute the divisor of the signal over a whole batch: the standard deviation of ``gaps``, 1.0, or a number.
+    """Compute the divisor of the signal over a whole batch: the root mean square of ``gaps``, 1.0, or a number.
 
-    1.0 also where there are fewer than two tokens, or next to no deviation. Nothing is ever centred: a teacher that
-    likes all tokens less than the student teaches that, too.
+    ``std`` is the deviation about 0, for nothing is ever centred: a teacher that likes all tokens less than the student
+    teaches that, too. Over n tokens no gap is more than sqrt(n) of it. 1.0 where all gaps are float32 rounding.
 
     Raises:
         ValueError: neither std, none nor a finite number above 0.
@@ -57,9 +59,7 @@ def compute_scale(gaps: Tensor, tokens: Tensor, scale: str | float) -> float:
     if scale == "none":
         return 1.0
     if scale == "std":
-        values = gaps.double()[tokens]
-        spread = float(values.std()) if len(values) > 1 else 0.0
-        return spread if spread >= SMALLEST else 1.0
+        return 1 / measure_spread(gaps[tokens], centred=False, size=LOG_PROBS).invert(otherwise=1.0)
     if isinstance(scale, str) or not 0 < scale < math.inf:
         raise ValueError(f"scale={scale}: not std, none or a finite number above 0.")
     return float(scale)
@@ -84,7 +84,8 @@ def advantages(
         eligible_tokens: (B, T) bool.
         coef: factor of the signal.
         max_gap: nats that |s - t| counts as at most.
-        scale: ``std`` of the bounded gaps over the whole batch, ``none``, or a number; see ``compute_scale``.
+        scale: ``std``, the root mean square of the bounded gaps over the whole batch, ``none``, or a number; see
+            ``compute_scale``.
         horizon: tokens of a row that take part, from its first eligible one; those beyond get 0, and are in no
             statistic.
 

@@ -12,9 +12,11 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
+from ...batch.spread import measure_spread
+
 Normalize = Literal["zscore", "scale", "none"]
-SMALLEST = 1e-6
-"""Nats of standard deviation below which a group has no process advantages."""
+LOG_PROBS = 1.0
+"""Nats, the size of the log-probs whose differences utilities are: their rounding is that of numbers as large."""
 
 
 def utilities(values: Sequence[float] | Tensor) -> Tensor:
@@ -55,15 +57,15 @@ def token_advantages(
         ValueError: as ``normalize_utilities``.
 
     Example:
-        One response of two episodes and one of one, of the same prompt: mean 0.1667, std 0.2517. ``zscore`` makes the
-        progress of the first row a loss.
+        One response of two episodes and one of one, of the same prompt: mean 0.1667, standard deviation 0.2517, root
+        mean square 0.2646. ``zscore`` makes the progress of the first row a loss.
 
         >>> u = torch.tensor([[0.0, 0.2, 0.0, -0.1], [0.0, 0.4, 0.0, 0.0]])
         >>> at, mask = u != 0, torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]])
         >>> token_advantages(u, at, ["a", "a"], mask, normalize="zscore")[0]
         tensor([-0.9272, -0.9272, -1.0596, -1.0596])
         >>> token_advantages(u, at, ["a", "a"], mask, normalize="scale")[0]
-        tensor([ 0.3974,  0.3974, -0.3974, -0.3974])
+        tensor([ 0.3780,  0.3780, -0.3780, -0.3780])
     """
     dealt = normalize_utilities(utilities.double(), positions, groups, normalize=normalize)
     returns = dealt.flip(-1).cumsum(-1).flip(-1)
@@ -73,11 +75,11 @@ def token_advantages(
 def normalize_utilities(
     utilities: Tensor, positions: Tensor, groups: Sequence[Hashable] | Tensor, *, normalize: str
 ) -> Tensor:
-    """Normalise utilities by the statistics of their group over its positions, (B, T), 0 elsewhere.
+    """Normalise utilities by the statistics of their group over its n positions, (B, T), 0 elsewhere.
 
-    ``zscore`` takes the group's mean off and divides by its unbiased standard deviation, ``scale`` divides alone, and
-    ``none`` leaves utilities as they are. Groups with fewer than 2 positions or a deviation below ``SMALLEST`` get
-    zeros; under ``none`` no group does.
+    ``zscore`` takes the group's mean off and divides by its unbiased standard deviation: at most sqrt(n - 1), and 0
+    where utilities agree within float32 rounding. ``scale`` divides by the root mean square: at most sqrt(n), and 0
+    where all utilities are rounding. ``none`` leaves utilities as they are.
 
     Raises:
         ValueError: shapes differ, a utility at a position is not finite, or ``normalize`` is unknown.
@@ -102,10 +104,8 @@ def normalize_utilities(
         rows_of.setdefault(name, []).append(row)
     for rows in rows_of.values():
         found = dealt[rows][there[rows]]
-        spread = found.std() if len(found) > 1 else found.new_zeros(())
-        if spread < SMALLEST:
-            dealt[rows] = 0.0
-        else:
-            centre = found.mean() if normalize == "zscore" else 0.0
-            dealt[rows] = torch.where(there[rows], (dealt[rows] - centre) / spread, 0.0)
+        centred = normalize == "zscore"
+        factor = measure_spread(found, centred=centred, size=LOG_PROBS).invert()
+        centre = found.mean() if centred and len(found) else 0.0
+        dealt[rows] = torch.where(there[rows], (dealt[rows] - centre) * factor, 0.0)
     return dealt

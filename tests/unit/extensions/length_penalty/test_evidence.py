@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from recipe.offpolicy.extensions.length_penalty import penalties
 from recipe.offpolicy.extensions.length_penalty.evidence import (
@@ -14,6 +16,7 @@ from recipe.offpolicy.extensions.length_penalty.evidence import (
     state_shift,
 )
 from recipe.offpolicy.extensions.length_penalty.penalties import KINDS
+from recipe.offpolicy.extensions.length_penalty.place import compute_shift, find_equal_groups
 from recipe.offpolicy.extensions.length_penalty.settings import LengthSettings
 
 ROWS = [Row(100, True, 1.0, 250), Row(200, False, 0.0, 250), Row(400, True, 1.0, 250), Row(500, False, 0.0, 250)]
@@ -44,6 +47,19 @@ def test_shift_by_hand() -> None:
     assert found == pytest.approx([-0.2, -0.1, 0.1, 0.2])
     scaled = state_shift(ROWS, settings("uniform"), 1.0, by_std=True)
     assert scaled == pytest.approx([each / ((1 / 3) ** 0.5 + 1e-6) for each in found])
+
+
+@given(st.lists(st.sampled_from([0.0, 1.0, 2.0]), min_size=2, max_size=6), st.floats(-9, 0), st.floats(-3, 8))
+def test_both_statements_of_the_shift_agree(steps: list[float], gap: float, size: float) -> None:
+    """Scores that differ by shares 1e-9 to 1 of their size, 1e-3 to 1e8."""
+    scores = (10**size * (1 - 10**gap * torch.tensor(steps, dtype=torch.float64) / 4)).float().double()
+    rows = [Row(100 * at, True, score, None) for at, score in enumerate(scores.tolist())]
+    stated = state_shift(rows, settings("uniform"), 1.0, by_std=True)
+    penalty = torch.tensor(state_penalties(rows, settings("uniform"), 1.0), dtype=torch.float64)
+    shift = compute_shift(penalty, scores, {"a": list(range(len(rows)))}, by_std=True)
+    assert shift.tolist() == pytest.approx(stated, rel=1e-9, abs=1e-12)
+    skipped = state_penalties(rows, settings("uniform", zero_variance="skip"), 1.0)
+    assert (not any(skipped)) == bool(find_equal_groups(scores, {"a": list(range(len(rows)))}))
 
 
 def test_baselines_by_hand() -> None:

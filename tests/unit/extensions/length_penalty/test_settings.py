@@ -29,7 +29,7 @@ def test_a_kind_is_enough(kind: str) -> None:
         ({"anchor": {"relax": True}}, "length_penalty.anchor.relax", "~length_penalty.anchor.relax"),
         ({"warmup": {"steps": -1}}, "length_penalty.warmup.steps", "length_penalty.warmup.steps=0"),
         ({"warmup": 3}, "length_penalty.warmup", "length_penalty.warmup={}"),
-        ({"most": 0}, "length_penalty.most", "length_penalty.most=1.0"),
+        ({"most": 0}, "length_penalty.most", "length_penalty.most=null"),
         ({"reference": "budget"}, "length_penalty.reference", "length_penalty.reference=null"),
         ({"reference": 300}, "length_penalty.reference", "length_penalty.reference=null"),
         ({"kind": "reference"}, "length_penalty.reference", "length_penalty.kind=anchor"),

@@ -55,7 +55,6 @@ DAPO = {"reward__reward_manager__name": "dapo", "reward__reward_kwargs__overlong
         (BEFORE, KL, "ERROR", "length_penalty.place=after"),
         (BEFORE, {"pass_at_k__objective": "loo"}, "ERROR", "length_penalty.place=after"),
         ({"kind": "group"}, {"actor_rollout_ref__rollout__n": 1}, "ERROR", "length_penalty.kind=uniform"),
-        ({"kind": "uniform", "coefficient": 2e-3}, {}, "ERROR", "length_penalty.coefficient=0.0005"),
         ({"kind": "group", "warmup": {"steps": 200}}, {}, "ERROR", "length_penalty.warmup.steps=0"),
         ({"kind": "anchor"}, {"trainer__total_epochs": 1}, "NO-OP", "length_penalty.anchor.per=source"),
         ({"kind": "group", "coefficient": 0}, {}, "NO-OP", "length_penalty.coefficient=null"),
@@ -67,6 +66,14 @@ def test_what_it_cannot_stand_beside(
     (problem,) = problems(settings, **changes)
     assert problem.verdict == verdict
     assert problem.overrides == (override,)
+
+
+def test_the_sources_own_experiment_starts_with_a_warning() -> None:
+    """16 384 tokens at 1e-4 lose 1.6384, more than a right answer gains; a cap of 1 keeps it from it."""
+    (problem,) = problems({"kind": "uniform"}, data__max_response_length=16384)
+    assert (problem.verdict, problem.overrides) == ("NOTE", ())
+    assert "loses 1.6384" in problem.reason
+    assert problems({"kind": "uniform", "most": 1.0}, data__max_response_length=16384) == []
 
 
 @pytest.mark.parametrize(

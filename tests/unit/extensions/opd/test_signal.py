@@ -28,12 +28,15 @@ def test_advantages_by_hand() -> None:
     assert halved.tolist() == [[0.5, -1.0, 2.0], [1.5, -2.5, 0.125]]
 
 
-def test_the_scale_is_the_deviation_of_the_bounded_gaps_and_centres_nothing() -> None:
-    """Of 1 and -2: sqrt(((1 + 0.5)^2 + (-2 + 0.5)^2) / 1) = sqrt(4.5)."""
+def test_the_scale_is_the_root_mean_square_of_the_bounded_gaps() -> None:
+    """Of 1 and -2: sqrt((1 + 4) / 2) = sqrt(2.5). Of 2 and 2.002 each gap is about 1, not 1414 of their deviation."""
     found = advantages(BASE, STUDENT, TEACHER, ON, coef=1.0, max_gap=2.0, scale="std")
-    assert found[0].tolist() == pytest.approx([0.5, -1.0 / math.sqrt(4.5), 2.0 / math.sqrt(4.5)])
-    liked_less = advantages(BASE, STUDENT, STUDENT - 1.0, ON, coef=1.0, max_gap=2.0, scale="std")
-    assert liked_less[0].tolist() == [0.5, -1.0, -1.0]  # no deviation: not scaled
+    assert found[0].tolist() == pytest.approx([0.5, -1.0 / math.sqrt(2.5), 2.0 / math.sqrt(2.5)])
+    apart = torch.tensor([[0.0, 2.0, 2.002], [0.0, 0.0, 0.0]])
+    liked_less = advantages(BASE, STUDENT, STUDENT - apart, ON, coef=1.0, max_gap=5.0, scale="std")
+    assert liked_less[0].tolist() == pytest.approx([0.5, -0.9995, -1.0005], abs=1e-6)
+    rounded = advantages(BASE, STUDENT, STUDENT - apart * 1e-7, ON, coef=1.0, max_gap=5.0, scale="std")
+    assert rounded[0].tolist() == pytest.approx([0.5, -2e-7, -2e-7], abs=1e-7)  # rounding: not scaled
 
 
 def test_tokens_beyond_the_horizon_get_0_and_are_in_no_statistic() -> None:

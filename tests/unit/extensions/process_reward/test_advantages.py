@@ -38,9 +38,10 @@ def test_zscore_punishes_progress_that_is_slower_than_its_siblings() -> None:
 
 
 def test_scale_keeps_the_sign_of_progress() -> None:
+    """Of 0.2, -0.1 and 0.4: root mean square sqrt(0.07)."""
     found = token_advantages(U, AT, ["a", "a"], MASK, normalize="scale")
-    assert found[0].tolist() == pytest.approx([0.397, 0.397, -0.397, -0.397], abs=5e-4)
-    assert found[1].tolist() == pytest.approx([1.589, 1.589, 0.0, 0.0], abs=5e-4)
+    assert found[0].tolist() == pytest.approx([0.378, 0.378, -0.378, -0.378], abs=5e-4)
+    assert found[1].tolist() == pytest.approx([1.512, 1.512, 0.0, 0.0], abs=5e-4)
 
 
 def test_none_leaves_utilities_as_they_are() -> None:
@@ -55,13 +56,21 @@ def test_a_utility_of_0_counts_and_one_elsewhere_does_not() -> None:
     assert normalize_utilities(u, at, ["a", "a"], normalize="zscore").tolist() == [[0.0, 1.0, 0.0], [-1.0, 0.0, 0.0]]
 
 
-@pytest.mark.parametrize("normalize", ["zscore", "scale"])
-def test_groups_without_a_deviation_have_no_process_advantages(normalize: str) -> None:
+def test_groups_without_a_deviation() -> None:
+    """Nothing after centring; their scale is that of the utilities themselves."""
     u = torch.tensor([[0.3, 0.3], [0.7, 9.0], [1.0, -1.0]])
     at = torch.tensor([[True, True], [True, False], [True, True]])
-    found = token_advantages(u, at, ["same", "one", "two"], torch.ones(3, 2), normalize=normalize)
-    assert found[:2].tolist() == [[0.0, 0.0], [0.0, 0.0]]
-    assert found[2].tolist() == pytest.approx([0.0, -1 / math.sqrt(2)])
+    centred, scaled = (
+        normalize_utilities(u, at, ["same", "one", "two"], normalize=how).tolist() for how in ("zscore", "scale")
+    )
+    assert centred == [[0.0, 0.0], [0.0, 0.0], pytest.approx([1 / math.sqrt(2), -1 / math.sqrt(2)])]
+    assert scaled == [pytest.approx([1.0, 1.0]), pytest.approx([1.0, 0.0]), pytest.approx([1.0, -1.0])]
+
+
+def test_three_right_answers_that_gain_alike_are_scaled_to_1() -> None:
+    u = torch.tensor([[1.6], [1.599], [1.598]])
+    found = token_advantages(u, torch.ones(3, 1), ["a"] * 3, torch.ones(3, 1), normalize="scale")
+    assert found.flatten().tolist() == pytest.approx([1.6 / 1.599, 1.0, 1.598 / 1.599], abs=1e-6)
 
 
 def test_tokens_off_the_mask_pass_credit_on_and_get_none() -> None:
@@ -75,7 +84,7 @@ rows = st.lists(st.lists(st.floats(-5, 5, width=32), min_size=4, max_size=4), mi
 
 
 @given(rows, st.integers(0, 2), st.floats(0, 1))
-def test_at_a_given_std_an_inserted_boundary_changes_no_advantage_before_it(
+def test_at_a_given_scale_an_inserted_boundary_changes_no_advantage_before_it(
     values: list[list[float]], place: int, share: float
 ) -> None:
     """An episode that ends at token 3 is split at an earlier one; its utility is shared between the two parts."""
@@ -89,11 +98,11 @@ def test_at_a_given_std_an_inserted_boundary_changes_no_advantage_before_it(
     mask = torch.ones_like(whole)
     found = [token_advantages(u, p, [0] * len(whole), mask, normalize="none") for u, p in ((whole, at), (parts, split))]
     torch.testing.assert_close(found[0][0, : place + 1], found[1][0, : place + 1])
-    stds = [u[p].std() for u, p in ((whole, at), (parts, split))]
-    if min(stds) > 1e-3:
+    scales = [u[p].square().mean().sqrt() for u, p in ((whole, at), (parts, split))]
+    if min(scales) > 1e-3:
         scaled = [
-            token_advantages(u, p, [0] * len(whole), mask, normalize="scale") * std
-            for (u, p), std in zip(((whole, at), (parts, split)), stds, strict=True)
+            token_advantages(u, p, [0] * len(whole), mask, normalize="scale") * scale
+            for (u, p), scale in zip(((whole, at), (parts, split)), scales, strict=True)
         ]
         torch.testing.assert_close(scaled[0][0, : place + 1], scaled[1][0, : place + 1])
 

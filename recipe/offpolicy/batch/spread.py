@@ -1,0 +1,65 @@
+"""Spread of values that may be divided by: never smaller than what float32 rounding makes of equal values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+ROUNDING = 8 * 2.0**-23
+"""Spread, relative to the largest value, that float32 rounding explains: a reward is a sum of a few rounded terms."""
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Standard deviation about the mean, or root mean square, of one set of values.
+
+    Attributes:
+        value: 0 or more, in the unit of the values.
+        certainty: 0 where rounding explains all of ``value``, 1 from twice as much on, linear in between.
+    """
+
+    value: float
+    certainty: float
+
+    def invert(self, otherwise: float = 0.0) -> float:
+        """Compute the factor that normalises: 1 / value, and ``otherwise`` where the spread is rounding.
+
+        It goes from one to the other continuously. With 0, n values that agree within rounding become 0, n others are
+        at most sqrt(n - 1) after centring, and sqrt(n) as they are by their root mean square.
+        """
+        known = self.certainty / self.value if self.certainty else 0.0
+        return known + (1 - self.certainty) * otherwise
+
+
+def measure_spread(values: Tensor, *, centred: bool, size: float = 0.0) -> Spread:
+    """Measure the spread of values.
+
+    Args:
+        values: (n,) float; fewer than two have no spread about their mean.
+        centred: the unbiased standard deviation about the mean; False: the root mean square, for a scale without
+            centring.
+        size: of the numbers that the values were computed from, as differences were; rounding is relative to the
+            larger of it and the largest value.
+
+    Raises:
+        ValueError: a value is not finite.
+
+    Example:
+        >>> measure_spread(torch.tensor([1.0, 1.0 + 2**-22]), centred=True).certainty  # two steps of float32 apart
+        0.0
+        >>> measure_spread(torch.tensor([3.0, 4.0]), centred=False).invert() == 12.5**-0.5
+        True
+    """
+    if not torch.isfinite(values).all():
+        at = int((~torch.isfinite(values)).nonzero()[0])
+        raise ValueError(f"value {at} of {len(values)} is {float(values[at])}: expected finite numbers.")
+    values = values.double()
+    peak = float(values.abs().max()) if len(values) > int(centred) else 0.0
+    if not peak:
+        return Spread(0.0, 0.0)
+    scaled = values / peak  # squares of large values overflow
+    value = peak * float(scaled.std() if centred else scaled.square().mean().sqrt())
+    certainty = value / (ROUNDING * max(peak, size)) - 1
+    return Spread(value, min(max(certainty, 0.0), 1.0))
