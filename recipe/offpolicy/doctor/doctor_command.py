@@ -34,19 +34,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
         warnings.simplefilter("ignore")
         from .show import show, to_json
 
-        diagnosis = _diagnose(known, given)
+        diagnoses = _diagnose(known, given)
+    worst = max(diagnoses, key=lambda each: each.status)
     # A reader such as `head` may close the pipe early, which rich turns into SystemExit.
     with contextlib.suppress(BrokenPipeError, SystemExit):
         if known.json:
-            json.dump(to_json(diagnosis), out, indent=2)
+            plain = [to_json(each) for each in diagnoses]
+            chosen = plain[diagnoses.index(worst)]
+            json.dump(chosen | ({"launches": plain} if len(plain) > 1 else {}), out, indent=2)
             out.write("\n")
         else:
-            show(diagnosis, out)
+            for number, diagnosis in enumerate(diagnoses, 1):
+                if len(diagnoses) > 1:
+                    out.write(f"launch {number} of {len(diagnoses)}\n")
+                show(diagnosis, out)
         out.flush()
-    return diagnosis.status
+    return worst.status
 
 
-def _diagnose(known: argparse.Namespace, given: Sequence[str]) -> Diagnosis:
+def _diagnose(known: argparse.Namespace, given: Sequence[str]) -> list[Diagnosis]:
+    """Diagnose the launch; for a script each turn of the loop, or call of the function, that launches."""
     from .diagnosis import Diagnosis, diagnose
     from .launch import Launch
 
@@ -54,15 +61,15 @@ def _diagnose(known: argparse.Namespace, given: Sequence[str]) -> Diagnosis:
     try:
         if known.script is not None:
             from .bash import ScriptError  # an interpreter, which other launches do not need
-            from .scripts import find_launch
+            from .scripts import find_launches
 
             try:
-                launch = find_launch(Path(known.script), list(given), known.line)
+                return list(map(diagnose, find_launches(Path(known.script), list(given), known.line)))
             except ScriptError as error:
-                return Diagnosis(launch, error=str(error))
-        return diagnose(launch)
+                return [Diagnosis(launch, error=str(error))]
+        return [diagnose(launch)]
     except Exception as error:  # of the doctor itself: Python's exit status 1 would mean NO-OP
-        return Diagnosis(launch, error=describe_failure(error))
+        return [Diagnosis(launch, error=describe_failure(error))]
 
 
 def describe_failure(error: Exception) -> str:

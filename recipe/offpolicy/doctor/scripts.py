@@ -17,10 +17,14 @@ _LIKE_AN_OVERRIDE = re.compile(r"[+~]{0,2}[a-z_][\w/@-]*(\.[\w./@-]*)?=.*", re.S
 _ARGUMENTS = re.compile(r"\$\{?[#\d@*]")
 _OVERRIDE = re.compile(r"[+~]{0,2}[A-Za-z_][\w/@-]*\.[\w./@-]*=.*|correction=.*", re.S)
 _FLAGS_WITH_VALUE = ("-W", "-X")
+MOST = 20
+"""Different launches of one script that are checked, of a second or more each."""
+_LONGEST = 2**16
+"""Characters of a launch, which Hydra reads slowly."""
 
 
-def find_launch(script: Path, arguments: list[str], line: int | None = None) -> Launch:
-    """Find the launch of a training program in a script.
+def find_launches(script: Path, arguments: list[str], line: int | None = None) -> list[Launch]:
+    """Find the launches of a training program in a script: one, or one for each turn of a loop or call of a function.
 
     Args:
         arguments: of the script, which reach the launch where it hands them on; one that sets a key whose value only
@@ -28,30 +32,38 @@ def find_launch(script: Path, arguments: list[str], line: int | None = None) -> 
         line: of the launch, for scripts with several.
 
     Raises:
-        ScriptError: there is none, or more than one, or a word of it is not known without running the script; names
-            the line and what to do.
+        ScriptError: there is none, or there are several at different lines or too many at one, or a word of one is not
+            known without running the script; names the line and what to do.
     """
     read = read_script(script, arguments, dict(os.environ))
     found = [
         (called, launch)
         for called in read.calls
-        if (launch := _build_launch(called, script, arguments)) is not None and line in (None, called.line)
+        if line in (None, called.line) and (launch := _build_launch(called, script, arguments)) is not None
     ]
     if not found:
         raise ScriptError(f"{script}: {_explain_no_launch(read.end, line)}")
     if len({launch.origin for _, launch in found}) > 1:
-        lines = ", ".join(f"{called.line} ({launch.module})" for called, launch in found)
+        lines = ", ".join(dict.fromkeys(f"{called.line} ({launch.module})" for called, launch in found))
         raise ScriptError(f"{script}: several launches, at the lines {lines}. Choose one: --line {found[0][0].line}.")
-    called, launch = found[-1]
-    if called.doubt is not None:
-        why = unknown_words.describe_unknowns([called.doubt], script)
-        raise ScriptError(f"{script}, line {called.line}: whether this is launched is not known: {why}")
-    if lost := [argument for argument in arguments if _is_lost(argument, launch, read.looked_at)]:
+    for called, launch in found:
+        where = f"{script}, line {called.line}"
+        if called.doubt is not None:
+            why = unknown_words.describe_unknowns([called.doubt], script)
+            raise ScriptError(f"{where}: whether this is launched is not known: {why}")
+        if lost := [argument for argument in arguments if _is_lost(argument, launch, read.looked_at)]:
+            raise ScriptError(
+                f'{where}: {lost[0]} does not reach the launch. Fix: end the launch in "$@", or put {lost[0]} into it.'
+            )
+        if any(word.isspace() for word in launch.arguments):
+            raise ScriptError(f"{where}: an argument of blanks alone. Fix: remove the blank behind a backslash.")
+    launches = list(dict.fromkeys(launch for _, launch in found))
+    if len(launches) > MOST:
         raise ScriptError(
-            f"{script}, line {called.line}: {lost[0]} does not reach the launch. "
-            f'Fix: end the launch in "$@", or put {lost[0]} into it.'
+            f"{script}, line {found[0][0].line}: {len(launches)} different launches, and at most {MOST} are checked. "
+            f"Fix: check the script with fewer values in its loops."
         )
-    return launch
+    return launches
 
 
 def _explain_no_launch(end: ScriptEnd | None, line: int | None) -> str:
@@ -59,7 +71,9 @@ def _explain_no_launch(end: ScriptEnd | None, line: int | None) -> str:
         status = f" ({end.name} {end.status})" if end.status else ""
         because = f": {end.because}" if end.because else ""
         before = f"the launch of line {line}" if line is not None else "any launch"
-        given = " Fix: give the script's arguments behind --script FILE." if _ARGUMENTS.search(end.because) else ""
+        needed = [*end.unset, *(["1"] if _ARGUMENTS.search(end.because) else [])]
+        fixes = " and ".join(unknown_words.propose_exports(dict.fromkeys(needed, False)))
+        given = f" Fix: {fixes}." if fixes else ""
         return f"the script ends at line {end.line}{status} before {before}{because}.{given}"
     where = f"no launch at line {line}" if line is not None else "no launch"
     return f"{where}: no call of `python -m MODULE` or torchrun with Hydra overrides was met."
@@ -91,6 +105,8 @@ def _build_launch(called: ProgramCall, script: Path, arguments: list[str]) -> La
     module, rest = (
         _find_below_torchrun(list(words[start + 1 :])) if by_torchrun else _find_module(list(words[start + 1 :]))
     )
+    if sum(len(word) for word in rest if isinstance(word, str)) > _LONGEST:
+        raise ScriptError(f"{script}, line {called.line}: a launch of more than {_LONGEST} characters is not read.")
     if module is None or not _count_overrides([*rest, *(w.prefix for w in rest if isinstance(w, Unknown))]):
         return None
     rest = [_settle(word, [*rest[place + 1 :], *arguments]) for place, word in enumerate(rest)]

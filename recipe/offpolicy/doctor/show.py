@@ -28,6 +28,9 @@ def to_json(diagnosis: Diagnosis) -> dict[str, Any]:
     ``error``: why nothing was composed, or null. ``corrections``: name, meaning, verdict and problems of each.
     ``notes``: problems that change no verdict. ``said``: lines that the launch itself would print.
 
+    Of a script with several launches, in a loop or by a function, the command gives the worst of these objects, with
+    ``launches``: all of them in their order.
+
     A problem is its key, value, verdict, reason, fix (a sentence) and overrides (a list, to be put last).
     """
     where = diagnosis.path

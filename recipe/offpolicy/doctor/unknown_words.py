@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from .bash import Unknown
@@ -25,16 +25,24 @@ def describe_unknowns(unknowns: Sequence[Unknown], script: Path) -> str:
     for each in unknowns:
         lines.setdefault(each.why, each.line)
     causes = [f"{why} (line {line})" for why, line in lines.items()]
+    # ${X:?} takes no empty value.
+    unset = {each.unset: not each.required for each in unknowns if each.unset}
     fixes = dict.fromkeys(
-        filter(None, (*_propose_exports(unknowns), _propose_in_front(unknowns), *_propose_values(unknowns, script)))
+        filter(
+            None,
+            (
+                *propose_exports(unset),
+                _propose_in_front(unknowns),
+                *_propose_values(unknowns, script),
+            ),
+        )
     )
     mend = f" Fix: {', and '.join(fixes)}." if fixes else ""
     return f"{'; '.join(causes)}.{mend}"
 
 
-def _propose_exports(unknowns: Sequence[Unknown]) -> list[str]:
-    # ${X:?} takes no empty value.
-    names = {each.unset: not each.required for each in unknowns if each.unset}
+def propose_exports(names: Mapping[str, bool]) -> list[str]:
+    """Propose to export variables, each with whether an empty value does, and to give arguments, such as "1"."""
     fixes = [f"export {name}{', even empty' * empty}" for name, empty in names.items() if not name.isdigit()]
     if any(name.isdigit() for name in names):
         fixes.append("give the script's arguments behind --script FILE")

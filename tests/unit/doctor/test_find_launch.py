@@ -8,7 +8,7 @@ import pytest
 
 from recipe.offpolicy.doctor.bash.shell_values import ScriptError
 from recipe.offpolicy.doctor.hydra_main import HydraMain, read_hydra_main
-from recipe.offpolicy.doctor.scripts import find_launch
+from recipe.offpolicy.doctor.scripts import find_launches
 from recipe.offpolicy.preflight.checks.module_source import find_source
 
 LAUNCH = "python3 -m verl.trainer.main_ppo a.b=1"
@@ -17,16 +17,16 @@ LAUNCH = "python3 -m verl.trainer.main_ppo a.b=1"
 def test_one_of_several_launches(tmp_path: Path) -> None:
     script = tmp_path / "run.sh"
     script.write_text(f"{LAUNCH}\n\n{LAUNCH} c.d=2\n")
-    assert find_launch(script, [], line=3).arguments == ("a.b=1", "c.d=2")
+    assert find_launches(script, [], line=3)[0].arguments == ("a.b=1", "c.d=2")
     with pytest.raises(ScriptError, match="no launch at line 2"):
-        find_launch(script, [], line=2)
+        find_launches(script, [], line=2)
 
 
 def test_arguments_that_a_script_drops_are_an_error(tmp_path: Path) -> None:
     script = tmp_path / "run.sh"
     script.write_text(f"{LAUNCH}\n")
     with pytest.raises(ScriptError, match=r"c.d=2 does not reach the launch"):
-        find_launch(script, ["c.d=2"])
+        find_launches(script, ["c.d=2"])
 
 
 COUNTED = "trainer.n_gpus_per_node=$(nvidia-smi -L | wc -l)"
@@ -50,9 +50,9 @@ def test_a_value_that_is_not_known_is_replaced_by_a_later_one(
     script.write_text(f"{LAUNCH} {words}\n")
     if arguments is None:  # the script hands nothing on
         with pytest.raises(ScriptError, match="does not reach the launch"):
-            find_launch(script, given)
+            find_launches(script, given)
     else:
-        assert list(find_launch(script, given).arguments) == ["a.b=1", *arguments]
+        assert list(find_launches(script, given)[0].arguments) == ["a.b=1", *arguments]
 
 
 @pytest.mark.parametrize(
@@ -67,14 +67,14 @@ def test_a_value_that_is_not_known_names_what_mends_it(words: str, given: list[s
     script = tmp_path / "run.sh"
     script.write_text(f"{LAUNCH} {words}\n")
     with pytest.raises(ScriptError, match=f"add trainer.n_gpus_per_node=VALUE behind --script {script}"):
-        find_launch(script, given)
+        find_launches(script, given)
 
 
 def test_a_word_that_sets_no_key_is_not_replaced(tmp_path: Path) -> None:
     script = tmp_path / "run.sh"
     script.write_text(f"{LAUNCH} $(make_it)\n")
     with pytest.raises(ScriptError, match="an override is not known") as caught:
-        find_launch(script, ["c.d=1"])
+        find_launches(script, ["c.d=1"])
     assert "VALUE" not in str(caught.value)
 
 
@@ -98,7 +98,7 @@ def test_a_word_that_sets_no_key_is_not_replaced(tmp_path: Path) -> None:
 def test_ways_to_launch(call: str, module: str, tmp_path: Path) -> None:
     script = tmp_path / "run.sh"
     script.write_text(f"{call}\n")
-    launch = find_launch(script, [])
+    [launch] = find_launches(script, [])
     assert (launch.module, launch.arguments) == (module, ("a.b=1",))
 
 

@@ -7,6 +7,8 @@ import operator
 import re
 from collections.abc import Callable, Mapping
 
+from .budget import PATTERN
+
 _BINARY: dict[type[ast.operator], Callable[[int, int], int]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -17,9 +19,8 @@ _BINARY: dict[type[ast.operator], Callable[[int, int], int]] = {
     ast.BitAnd: operator.and_,
     ast.BitOr: operator.or_,
     ast.BitXor: operator.xor,
-    # Towards zero, as in C.
-    ast.Div: lambda a, b: int(a / b),
-    ast.Mod: lambda a, b: a - b * int(a / b),
+    ast.Div: lambda a, b: _divide(a, b),
+    ast.Mod: lambda a, b: a - b * _divide(a, b),
 }
 _COMPARED: dict[type[ast.cmpop], Callable[[int, int], bool]] = {
     ast.Eq: operator.eq,
@@ -43,11 +44,12 @@ def evaluate(expression: str, numbers: Mapping[str, str]) -> int:
     """
     # Inside $((...)) a variable needs no $; && || ! become Python's operators, so that its parser can be used.
     text = re.sub(r"!(?!=)", " not ", expression.replace("&&", " and ").replace("||", " or ").replace("$", ""))
+    if len(text) > PATTERN:
+        raise ValueError(f"{len(text)} characters")
     try:
         tree = ast.parse(text.strip() or "0", mode="eval")
-        # bash computes with 64 bits, so that no value grows beyond them.
-        return (_evaluate_node(tree.body, numbers) + 2**63) % 2**64 - 2**63
-    except (SyntaxError, ZeroDivisionError, RecursionError) as error:
+        return _wrap(_evaluate_node(tree.body, numbers))
+    except (SyntaxError, ZeroDivisionError, RecursionError, MemoryError) as error:
         raise ValueError(str(error)) from error
 
 
@@ -62,7 +64,7 @@ def _evaluate_node(node: ast.expr, numbers: Mapping[str, str]) -> int:
             if isinstance(node.op, ast.Pow | ast.LShift) and not 0 <= right <= _LARGEST_EXPONENT:
                 raise ValueError(f"the exponent {right}")
             if type(node.op) in _BINARY:
-                return _BINARY[type(node.op)](left, right)
+                return _wrap(_BINARY[type(node.op)](left, right))
         case ast.UnaryOp(op=ast.USub()):
             return -_evaluate_node(node.operand, numbers)
         case ast.UnaryOp(op=ast.UAdd()):
@@ -79,6 +81,16 @@ def _evaluate_node(node: ast.expr, numbers: Mapping[str, str]) -> int:
                 )
             )
     raise ValueError(ast.unparse(node))
+
+
+def _wrap(number: int) -> int:
+    """Take 64 bits of a number, as bash does, so that no value grows beyond them."""
+    return (number + 2**63) % 2**64 - 2**63
+
+
+def _divide(a: int, b: int) -> int:
+    """Divide towards zero, as in C."""
+    return abs(a) // abs(b) * (1 if (a < 0) == (b < 0) else -1)
 
 
 def _parse_number(text: str) -> int:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from .conditions import Condition, Truth
-from .grammar import Command, parse
+from .grammar import Command
 from .programs import read_text
 from .shell_values import Field, LoopBreak, ScriptEnd, ScriptError, ShellState, Unknown
 
@@ -17,6 +17,7 @@ class Shell(Protocol):
     state: ShellState
     printed: list[Field] | None
 
+    def parse(self, source: str, first_line: int = 1) -> list[Command]: ...
     def run(self, commands: list[Command]) -> Truth: ...
     def call(self, words: list[Field], line: int, given: Field) -> Truth: ...
     def print_known(self, printed: str, succeeded: bool) -> Truth: ...
@@ -108,7 +109,12 @@ def _do_bracket(shell: Shell, name: str, arguments: list[Field], line: int) -> T
 
 
 def _do_true(shell: Shell, name: str, arguments: list[Field], line: int) -> Truth:
-    """Return the status of commands that change nothing; only ``false`` fails."""
+    """Return the status of commands that change nothing; only ``false`` fails, and ``: ${X:?}`` ends without X."""
+    missing = next((each for each in arguments if isinstance(each, Unknown) and each.required), None)
+    if missing is not None:
+        end = ScriptEnd("exit", line)
+        end.because = f"${missing.unset}"
+        raise end
     return name != "false"
 
 
@@ -120,7 +126,7 @@ def _do_source(shell: Shell, name: str, arguments: list[Field], line: int) -> Tr
         _forget_variables(shell, Unknown(f"line {line} sources {shown}, which is not there", line))
         return True
     try:
-        commands = parse(read_text(path))
+        commands = shell.parse(read_text(path))
     except (OSError, ValueError) as error:
         _forget_variables(shell, Unknown(f"line {line} sources {path}, which is not read ({error})", line))
         return True
@@ -138,7 +144,7 @@ def _do_eval(shell: Shell, name: str, arguments: list[Field], line: int) -> Trut
     if len(texts) < len(arguments):
         _forget_variables(shell, next(each for each in arguments if isinstance(each, Unknown)))
         return True
-    return shell.run(parse(" ".join(texts), line))
+    return shell.run(shell.parse(" ".join(texts), line))
 
 
 def _do_read(shell: Shell, name: str, arguments: list[Field], line: int) -> Truth:

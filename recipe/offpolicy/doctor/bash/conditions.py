@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
+from .budget import PATTERN
 from .shell_values import Field, ShellState, Unknown
 
 Truth = bool | Unknown
@@ -88,6 +89,7 @@ class Condition:
             self._place += 2
             return self._evaluate_unary(word, binary)
         self._place += 1
+        word = _or_empty(word or "")
         return word if isinstance(word, Unknown) else bool(word)
 
     def _evaluate_unary(self, operator: str, operand: Field) -> Truth:
@@ -99,7 +101,7 @@ class Condition:
         if operator in ("-z", "-n"):
             return bool(operand) is (operator == "-n")
         if operator in _FILES:
-            return _FILES[operator](self._state.directory / operand)
+            return bool(operand) and _FILES[operator](self._state.directory / operand)
         return Unknown(f"the test {operator} of line {self._line} is not read", self._line)
 
     def _compare(self, left: Field | None, operator: str, right: Field) -> Truth:
@@ -109,6 +111,8 @@ class Condition:
                 return operand
         assert isinstance(left, str)
         assert isinstance(right, str)
+        if len(right) > PATTERN and (self._patterns or operator == "=~"):
+            return Unknown(f"a pattern of {len(right)} characters is not read", self._line)
         if operator in _NUMBERS:
             try:
                 # Bash takes an empty operand of [[ ]] for 0.

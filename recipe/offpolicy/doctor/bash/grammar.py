@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -11,12 +12,17 @@ from .shell_values import ScriptError
 
 @dataclass
 class Simple:
-    """A simple command: assignments, words, and its input: a here-document, a here-string, or a file's name."""
+    """A simple command: assignments, words, and its input: a here-document, a here-string, or a file's name.
+
+    Attributes:
+        cut: why it may be the rest of the command before it; "" where nothing says so.
+    """
 
     line: int
     assignments: list[Token] = field(default_factory=list)
     words: list[Token] = field(default_factory=list)
     input: Token | None = None
+    cut: str = ""
 
 
 @dataclass
@@ -96,6 +102,7 @@ class Function:
 
 Command = Simple | Test | Chain | Pipeline | If | Loop | Case | CommandGroup | Function
 
+_OVERRIDE = re.compile(r"['\"]?[+~]{0,2}[A-Za-z_]\w*\.[\w./@-]+=")
 _CLOSING = {"then", "fi", "else", "elif", "do", "done", "esac", "}"}
 
 
@@ -144,8 +151,16 @@ class _Parser:
     def parse_commands(self, until: set[str]) -> list[Command]:
         found: list[Command] = []
         self._skip()
+        cut, indent = "", 0
         while self._token.kind != "end" and not self._is(*until, *_CLOSING, ")", ";;"):
+            start = self._token
             found.append(self._parse_chain())
+            lead = _find_first(found[-1])
+            if lead is not None and start.indent > indent:
+                lead.cut = cut
+            cut, indent = self._token.cut, start.indent
+            if not cut and lead is not None and any(_OVERRIDE.match(word.text) for word in lead.words):
+                cut = f"Line {self._token.line} does not end in a backslash. Add one."
             self._skip()
         return found
 
@@ -316,6 +331,16 @@ class _Parser:
             self._expect(")", token.line)
         self._skip(separators=False)
         return Function(token.line, name, self._parse_command())
+
+
+def _find_first(command: Command) -> Simple | None:
+    """Find the simple command that a chain or pipeline starts with."""
+    match command:
+        case Chain():
+            return _find_first(command.first)
+        case Pipeline():
+            return _find_first(command.commands[0])
+    return command if isinstance(command, Simple) else None
 
 
 def is_assignment(text: str) -> bool:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import fnmatch
 import os
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
+from .budget import WORDS, OverBudget
 from .builtin import BUILTINS, DECLARING
 from .conditions import Condition, Truth
 from .format import format_command, note_condition
@@ -44,6 +47,9 @@ from .words import WordExpander
 
 _ROUNDS = 1000  # of a loop, before it counts as endless
 _DEPTH = 20  # of scripts and functions that call one another
+_LOST = re.compile(r"[+~]{0,2}[A-Za-z_][\w./@-]*=.*|--?[A-Za-z][\w-]*(=.*)?", re.S)
+"""Names that no program has: overrides and flags."""
+_NAMES = re.compile(r"\$\{?#?([A-Za-z_]\w*)|-v\s+([A-Za-z_]\w*)")
 
 
 @dataclass(frozen=True)
@@ -79,13 +85,35 @@ class Interpreter:
             ScriptError: a form of bash that is not read.
         """
         try:
-            self.run(parse(source, first_line))
+            self.run(self.parse(source, first_line))
         except ScriptEnd as end:
+            end.unset = tuple(dict.fromkeys(self._find_unset(end.because)))
             self.end = end
+
+    def parse(self, source: str, first_line: int = 1) -> list[Command]:
+        """Parse source within the budget."""
+        self.state.budget.spend_bytes(len(source))
+        return parse(source, first_line)
+
+    def _find_unset(self, text: str, depth: int = 0) -> Iterator[str]:
+        """Find the variables in an unexpanded text that are not set, or that empty ones were assigned from."""
+        for found in _NAMES.finditer(text):
+            name = found[1] or found[2]
+            source = self.state.written.get(name, "")
+            if name not in self.state.variables or (self.state.variables[name] == "" and name in source):
+                yield name
+            elif self.state.variables[name] == "" and depth < _DEPTH:
+                yield from self._find_unset(source, depth + 1) if source else [name]
+        if depth and re.search(r"\$\{?\d", text):
+            yield "1"
 
     @property
     def _words(self) -> WordExpander:
         return WordExpander(self.state, self._substitute)
+
+    @property
+    def _tested_words(self) -> WordExpander:
+        return WordExpander(self.state, self._substitute, unset_is_empty=True)
 
     def run(self, commands: list[Command]) -> Truth:
         """Run commands in order; returns the status of the last."""
@@ -95,6 +123,7 @@ class Interpreter:
         return status
 
     def _run_command(self, command: Command) -> Truth:
+        self.state.budget.spend_command(command.line)
         match command:
             case Simple():
                 return self._run_simple(command)
@@ -120,12 +149,12 @@ class Interpreter:
 
     def _run_chain(self, chain: Chain) -> Truth:
         status = self._run_command(chain.first)
-        for operator, command in chain.rest:
+        for place, (operator, command) in enumerate(chain.rest):
             if isinstance(status, Unknown):
                 self._run_maybe(lambda command=command: self._run_command(command), status)  # type: ignore[misc]
             elif status is (operator == "&&"):
-                holds = format_command(chain.first) if operator == "&&" else f"! {format_command(chain.first)}"
-                with note_condition(holds):
+                before = format_command(Chain(chain.line, chain.first, chain.rest[:place]))
+                with note_condition(before if operator == "&&" else f"! {before}"):
                     status = self._run_command(command)
         return status
 
@@ -234,7 +263,7 @@ class Interpreter:
         words: list[Field] = []
         for index, token in enumerate(command.tokens):
             pattern = index > 0 and command.tokens[index - 1].text in ("=", "==", "!=")
-            read = self._words.expand_pattern if pattern else self._words.expand_text
+            read = self._tested_words.expand_pattern if pattern else self._tested_words.expand_text
             words.append(token.text if token.kind == "operator" else read(token.text, token.line))
         return Condition(words, self.state, command.line, patterns=True).evaluate()
 
@@ -267,7 +296,7 @@ class Interpreter:
 
         def run() -> None:
             try:
-                self.run(parse(source, line))
+                self.run(self.parse(source, line))
             except ScriptEnd:
                 return
 
@@ -280,17 +309,30 @@ class Interpreter:
 
     def _run_simple(self, command: Simple, given: Field = "") -> Truth:
         if not command.words:
+            if command.assignments and command.cut:
+                self._refuse_lost(command.assignments[0].text, command)
             for token in command.assignments:
                 self._assign(token)
             # $(< FILE) prints the file.
             return self.call(["cat"], command.line, self._read_input(command.input)) if command.input else True
         if command.input is not None:
             given = self._read_input(command.input)
-        declares = command.words[0].text in DECLARING
-        words = [field for word in command.words for field in self._expand_element(word, declares)]
+        declares, tests = (command.words[0].text in names for names in (DECLARING, ("[", "test")))
+        words = [field for word in command.words for field in self._expand_element(word, declares, tests)]
         if not words:
+            if command.cut:
+                self._refuse_lost(command.words[0].text, command)
             return True
+        first = words[0].prefix if isinstance(words[0], Unknown) else words[0]
+        if _LOST.fullmatch(first):
+            self._refuse_lost(first, command)
         return self.call(words, command.line, given)
+
+    def _refuse_lost(self, word: str, command: Simple) -> NoReturn:
+        cause = command.cut or "No backslash continues the line before it."
+        raise ScriptError(
+            f"line {command.line}: {shorten([word])} is a command of its own, not a part of the launch. {cause}"
+        )
 
     def _read_input(self, token: Token) -> Field:
         text = token.words[0]
@@ -313,15 +355,17 @@ class Interpreter:
         except (OSError, ValueError):
             return Unknown(f"{name} is not read", line)
 
-    def _expand_element(self, token: Token, declares: bool) -> list[Field]:
+    def _expand_element(self, token: Token, declares: bool, tests: bool) -> list[Field]:
         if token.kind == "array" or (declares and is_assignment(token.text)):
             self._assign(token)
             return []
-        return self._words.expand_fields(token.text, token.line)
+        return (self._tested_words if tests else self._words).expand_fields(token.text, token.line)
 
     def _assign(self, token: Token) -> None:
         self._set(token)
-        name = token.text.partition("=")[0].removesuffix("+")
+        name, _, written = token.text.partition("=")
+        name = name.removesuffix("+")
+        self.state.written[name] = written
         value = self.state.variables.get(name)
         size = sum(len(str(each)) + 1 for each in value) if isinstance(value, list) else len(str(value))
         if size > LARGEST:
@@ -354,6 +398,8 @@ class Interpreter:
 
     def call(self, words: list[Field], line: int, given: Field) -> Truth:
         """Call a function, a builtin or a program; programs that are not read-only are recorded in ``calls``."""
+        if len(words) > WORDS:
+            raise OverBudget(f"line {line}: a command of {len(words)} words.")
         name, *arguments = words
         if isinstance(name, str) and name in self.state.functions:
             return self._run_function(name, arguments)
@@ -385,6 +431,7 @@ class Interpreter:
     def print_known(self, printed: str, succeeded: bool) -> Truth:
         """Append a program's output to what is printed, and return its status."""
         if self.printed is not None:
+            self.state.budget.spend_bytes(len(printed))
             self.printed.append(printed)
         return succeeded
 

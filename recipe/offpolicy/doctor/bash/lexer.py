@@ -26,12 +26,16 @@ class Token:
         text: of a word as it is written, quotes included; of an array the name with = or +=.
         line: counted from 1.
         words: of an array its elements, of the operator << its document.
+        cut: of a newline, why it ends a command whose line a backslash seems to continue.
+        indent: blanks before the line's first word, on that word.
     """
 
     kind: Kind
     text: str
     line: int
     words: list[Token] = field(default_factory=list)
+    cut: str = ""
+    indent: int = 0
 
 
 class Lexer:
@@ -55,13 +59,15 @@ class Lexer:
         return [*found, token]
 
     def _read_token(self, before: list[Token]) -> Token:
+        started = self.place
         self._skip_blanks()
         line = self.line
         if self.place >= len(self.source):
             return Token("end", "", line)
         if self.source[self.place] == "\n":
+            cut = self._find_cut(self.source[started : self.place], before)
             self._advance(1)
-            token = Token("newline", "\n", line)
+            token = Token("newline", "\n", line, cut=cut)
             self._read_documents()
             return token
         starts = not before or before[-1].kind == "newline" or before[-1].text in _COMMAND_FOLLOWS
@@ -78,7 +84,18 @@ class Lexer:
         if found := _ARRAY.match(self.source, self.place):
             self._advance(len(found[0]))
             return Token("array", found[0][:-1], line, self._read_elements())
-        return Token("word", self._read_word(), line)
+        start = self.source.rfind("\n", 0, self.place) + 1
+        indent = self.place - start if not self.source[start : self.place].strip() else 0
+        return Token("word", self._read_word(), line, indent=indent)
+
+    def _find_cut(self, skipped: str, before: list[Token]) -> str:
+        """Find why a newline ends a command that its writer seems to continue; "" where nothing says so."""
+        if before and before[-1].kind == "word" and re.fullmatch(r"\\[ \t\r]", before[-1].text):
+            return f"A blank follows the backslash that ends line {before[-1].line}. Remove the blank."
+        if "\\\n" in skipped and before and before[-1].kind != "newline":
+            what = "a comment" if "#" in skipped else "empty"
+            return f"Line {self.line}, behind a backslash, is {what}, which ends the command. Remove that line."
+        return ""
 
     def _skip_blanks(self) -> None:
         while self.place < len(self.source):

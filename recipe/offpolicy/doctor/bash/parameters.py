@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from .budget import PATTERN
 from .shell_values import Field, ScriptError, ShellState, Unknown, Value
 
 _FORM = re.compile(
@@ -170,6 +171,8 @@ def _slice(asked: Parameter, values: list[Field], line: int, expand: Callable[[s
 def _transform(asked: Parameter, value: str, word: Field, line: int, expand: Callable[[str], Field]) -> Field:
     if isinstance(word, Unknown):
         return word
+    if max(len(value), len(word)) > PATTERN:
+        return Unknown(f"${asked.name} is too long to be cut by a pattern", line)
     match asked.operator:
         case "#" | "##" | "%" | "%%":
             return _trim(value, word, asked.operator)
@@ -178,6 +181,8 @@ def _transform(asked: Parameter, value: str, word: Field, line: int, expand: Cal
             what, by = expand(pattern), expand(replacement)
             if isinstance(what, Unknown) or isinstance(by, Unknown):
                 return what if isinstance(what, Unknown) else by
+            if max(len(what), len(by)) > PATTERN:
+                return Unknown(f"${{{asked.name}{asked.operator}...}} is too long to be read", line)
             found = re.compile(fnmatch.translate(what).removesuffix(r"\Z").removesuffix(r"\z"))
             return found.sub(lambda _: by, value, count=1 if asked.operator == "/" else 0)
         case "^^":

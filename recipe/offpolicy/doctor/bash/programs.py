@@ -12,6 +12,7 @@ import tempfile
 import threading
 from pathlib import Path
 
+from .budget import PATTERN
 from .shell_values import Field
 
 _ANY = frozenset({"basename", "cat", "cut", "dirname", "expr", "grep", "egrep", "fgrep", "head", "nproc", "realpath"})
@@ -37,10 +38,16 @@ _STATEMENTS = (ast.Import, ast.Assign, ast.Expr, ast.If, ast.Pass)
 # What could make much of little, such as "a" * 10**10, is no look-up.
 _OPERATORS = (ast.Add, ast.Div)
 _OTHERWISE = (ast.Lambda, ast.NamedExpr, ast.Await, ast.Yield, ast.YieldFrom, ast.comprehension)
-# The standard library is imported before anything else can be found under its names.
-_ISOLATED = (
-    "import importlib.metadata, importlib.util, os, pathlib, sys; sys.path[:] = sys.argv.pop().split(os.pathsep)"
-)
+# The standard library stands before anything else that can be found under its names; a killed process has no answer.
+_ISOLATED = """import importlib.metadata, importlib.util, os, pathlib, sys, sysconfig
+library = sysconfig.get_paths()
+sys.path[:] = [library["stdlib"], os.path.join(library["platstdlib"], "lib-dynload"), *sys.argv.pop().split(os.pathsep)]
+del library, sysconfig
+sys.excepthook = lambda kind, *rest: os.kill(os.getpid(), 9) if kind is MemoryError else None
+"""
+_MEMORY = 512 * 2**10
+"""KiB of a program."""
+_LIMITED = ["/bin/sh", "-c", f'ulimit -v {_MEMORY}; exec "$@"', "sh"]
 
 
 def read_text(path: Path) -> str:
@@ -85,7 +92,12 @@ def run_program(words: list[str], directory: Path, given: str) -> tuple[str, boo
         source.seek(0)
         try:
             process = subprocess.Popen(
-                words, cwd=directory, stdin=source, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment
+                [*_LIMITED, *words],
+                cwd=directory,
+                stdin=source,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                env=environment,
             )
         except (OSError, ValueError):
             return "", False
@@ -108,9 +120,8 @@ def run_program(words: list[str], directory: Path, given: str) -> tuple[str, boo
 
 def is_lookup(code: str) -> bool:
     """Return True if Python code only looks up modules' locations or releases."""
-    try:
-        tree = ast.parse(code)
-    except SyntaxError:
+    tree = _parse(code)
+    if tree is None:
         return False
     for node in ast.walk(tree):
         if isinstance(node, ast.stmt) and not isinstance(node, _STATEMENTS):
@@ -146,17 +157,22 @@ def _is_harmless(call: ast.Call) -> bool:
 def run_lookup(code: str) -> tuple[str, bool] | None:
     """Run look-up code in this interpreter, isolated, with this process's module path."""
     found_in = os.pathsep.join(map(os.path.abspath, sys.path))
-    return run_program([sys.executable, "-I", "-c", f"{_ISOLATED}\n{code}", found_in], Path.cwd(), "")
+    return run_program([sys.executable, "-I", "-c", f"{_ISOLATED}{code}", found_in], Path.cwd(), "")
 
 
 def list_imports(code: str) -> list[str]:
     """List the modules that code imports; empty if it does anything else."""
-    try:
-        statements = ast.parse(code).body
-    except SyntaxError:
-        return []
+    tree = _parse(code)
+    statements = tree.body if tree is not None else []
     names = [alias.name for each in statements if isinstance(each, ast.Import) for alias in each.names]
     return names if all(isinstance(each, ast.Import) for each in statements) else []
+
+
+def _parse(code: str) -> ast.Module | None:
+    try:
+        return ast.parse(code) if len(code) <= PATTERN else None
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return None
 
 
 def is_importable(module: str) -> bool:

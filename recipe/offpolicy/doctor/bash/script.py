@@ -5,9 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from .budget import OverBudget
 from .interpreter import Interpreter, ProgramCall
 from .programs import read_text
 from .shell_values import Field, ScriptEnd, ScriptError, ShellState
+
+_SECONDS = 20.0
 
 
 @dataclass(frozen=True)
@@ -38,13 +41,16 @@ def read_script(path: Path, arguments: list[str], environment: dict[str, str]) -
     state = ShellState(dict(environment), list(arguments), Path.cwd(), path)
     interpreter = Interpreter(state)
     try:
-        interpreter.run_script(read_text(path))
+        with state.budget.limit_seconds(_SECONDS):
+            interpreter.run_script(read_text(path))
     except OSError as error:
         raise ScriptError(f"{path}: {error.strerror or error}.") from error
     except UnicodeDecodeError as error:
         raise ScriptError(f"{path}: not a text ({error}).") from error
     except ScriptError as error:
-        raise ScriptError(f"{path}, {error}.") from error
+        raise ScriptError(f"{path}, {str(error).rstrip('.')}.") from error
+    except OverBudget as error:
+        raise ScriptError(f"{path}, {error} Fix: check the launch alone, with its overrides.") from error
     except (IndexError, ValueError, RecursionError) as error:
         raise ScriptError(f"{path}: not read: {error}.") from error
     return Script(interpreter.calls, frozenset(state.looked_at), interpreter.end)

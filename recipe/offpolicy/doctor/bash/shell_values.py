@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+
+from .budget import Budget
 
 
 class ScriptError(ValueError):
@@ -20,12 +22,14 @@ class ScriptEnd(Exception):
 
     Attributes:
         because: the condition under which the command stands, as it is written; "" where it stands under none.
+        unset: the variables of the condition that are not set; "1" for an argument of the script.
     """
 
     def __init__(self, name: str, line: int, status: str = "") -> None:
         super().__init__(name)
         self.name, self.line, self.status = name, line, status
         self.because = ""
+        self.unset: tuple[str, ...] = ()
 
 
 class LoopBreak(Exception):
@@ -75,6 +79,8 @@ class ShellState:
         functions: name -> parsed body.
         script: for messages and BASH_SOURCE.
         looked_at: the values that $1, $2 ..., $@ and shift have had: what the script itself reads.
+        written: name -> the unexpanded text of its latest assignment.
+        budget: of the reading.
     """
 
     variables: dict[str, Value]
@@ -83,9 +89,14 @@ class ShellState:
     script: Path
     functions: dict[str, object] = field(default_factory=dict)
     looked_at: set[Field] = field(default_factory=set)
+    written: dict[str, str] = field(default_factory=dict)
+    budget: Budget = field(default_factory=Budget)
 
     def copy(self) -> ShellState:
-        """Copy the state for a subshell; ``looked_at`` stays shared."""
+        """Copy the state for a subshell; ``looked_at``, ``written`` and the budget stay shared."""
         values = {name: list(value) if isinstance(value, list) else value for name, value in self.variables.items()}
         functions = dict(self.functions)
-        return ShellState(values, list(self.arguments), self.directory, self.script, functions, self.looked_at)
+        self.budget.spend_bytes(
+            8 * (len(values) + sum(len(each) for each in values.values() if isinstance(each, list)))
+        )
+        return replace(self, variables=values, arguments=list(self.arguments), functions=functions)

@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from .arithmetic import evaluate
+from .braces import expand_braces
+from .budget import FIELD
 from .parameters import Parameter, expand_parameter, parse_parameter
 from .shell_values import Field, ScriptError, ShellState, Unknown
 
@@ -28,15 +30,20 @@ class _Piece:
 
 
 class WordExpander:
-    """An expander of words in a shell state."""
+    """An expander of words in a shell state; ``unset_is_empty`` in tests, where bash goes on with an empty value."""
 
-    def __init__(self, state: ShellState, substitute: Substitute) -> None:
+    def __init__(self, state: ShellState, substitute: Substitute, *, unset_is_empty: bool = False) -> None:
         self._state = state
+        self._unset_is_empty = unset_is_empty
         self._substitute = substitute
 
     def expand_fields(self, written: str, line: int) -> list[Field]:
         """Expand a word of a command to its fields: none, one or several."""
-        return list(_join_fields(self._split_pieces(written, line, quoted=False)))
+        fields: list[Field] = []
+        for word in expand_braces(written, _skip_piece):
+            self._state.budget.spend_bytes(FIELD)
+            fields += _join_fields(self._split_pieces(word, line, quoted=False))
+        return fields
 
     def expand_text(self, written: str, line: int) -> Field:
         """Expand a word to one value without splitting, as in assignments, tests and here-strings."""
@@ -73,6 +80,11 @@ class WordExpander:
             return Unknown(f"$(({expression.strip()})) is not read ({error})", line)
 
     def _split_pieces(self, written: str, line: int, *, quoted: bool, document: bool = False) -> Iterator[_Piece]:
+        for piece in self._read_pieces(written, line, quoted, document):
+            self._state.budget.spend_bytes(FIELD + len(_get_text(piece.value)))
+            yield piece
+
+    def _read_pieces(self, written: str, line: int, quoted: bool, document: bool) -> Iterator[_Piece]:
         place = 0
         if not quoted and re.match(r"~(?=/|$)", written):
             yield _Piece(self._expand_home(line))
@@ -131,6 +143,8 @@ class WordExpander:
 
     def _expand_parameter(self, asked: Parameter, line: int, quoted: bool) -> list[_Piece]:
         values = expand_parameter(asked, self._state, line, lambda text: self.expand_text(text, line))
+        if self._unset_is_empty:
+            values = ["" if isinstance(value, Unknown) and value.may_be_empty else value for value in values]
         if not asked.is_list:
             return [_Piece(values[0] if values else "", split=not quoted)]
         if asked.is_joined and quoted:
@@ -142,6 +156,22 @@ class WordExpander:
     def _expand_home(self, line: int) -> Field:
         home = self._state.variables.get("HOME")
         return home if isinstance(home, str) else Unknown("$HOME is not set", line, unset="HOME")
+
+
+def _get_text(value: Field) -> str:
+    return value.prefix if isinstance(value, Unknown) else value
+
+
+def _skip_piece(written: str, place: int) -> int:
+    """Return the place behind one character, or behind a quoted or bracketed piece that starts at ``place``."""
+    character = written[place]
+    if character == "\\":
+        return place + 2
+    if character in "'`":
+        return written.index(character, place + 1) + 1
+    if character == '"':
+        return _find_closing_quote(written, place) + 1
+    return _find_closing(written, place + 1) + 1 if written.startswith(("${", "$("), place) else place + 1
 
 
 def concatenate(values: Iterator[Field]) -> Field:

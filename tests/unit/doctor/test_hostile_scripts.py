@@ -1,0 +1,174 @@
+"""Scripts that grow without end, and those in which a part of the launch is lost."""
+
+from __future__ import annotations
+
+import resource
+import time
+from pathlib import Path
+
+import pytest
+
+from recipe.offpolicy.doctor.bash.shell_values import ScriptError
+from recipe.offpolicy.doctor.scripts import MOST, find_launches
+
+LAUNCH = "python3 -m verl.trainer.main_ppo a.b=1"
+CHAIN = "f0() { :; }\n" + "\n".join(f"f{i}() {{ f{i - 1}; f{i - 1}; }}" for i in range(1, 19)) + "\nf18"
+NESTED = "for a in {1..999}; do for b in {1..999}; do for c in {1..999}; do :; done; done; done"
+DOUBLING = 'python3 -c \'x="aaaaaaaa"; ' + "x=x+x; " * 40 + "print(x)'"
+
+ENDLESS = {
+    "arguments that double": "set -- a b\n" + "set -- $@ $@\n" * 40,
+    "arguments that double in quotes": "set -- a b\n" + 'set -- "$@" "$@"\n' * 40,
+    "an array that doubles": "A=(a b)\n" + 'A=("${A[@]}" "${A[@]}")\n' * 40,
+    "a text that doubles": "X=aaaaaaaa\n" + "X=$X$X\n" * 40,
+    "one word of many values": 'X=$(seq 1 100000)\nY="' + "$X" * 2000 + '"',
+    "one word of many arguments": 'set -- $(seq 1 50000)\nY="' + "$@" * 2000 + '"',
+    "nothing, many times": "for x in " + "{,}" * 40 + "; do :; done",
+    "functions that call two": CHAIN,
+    "three loops": NESTED,
+    "a function that calls itself": "f() { f; }; f",
+    "a text that evaluates itself": 'f=\'eval "$f"\'; eval "$f"',
+    "a script that sources itself": "source run.sh",
+    "a script that runs itself twice": "bash run.sh; bash run.sh",
+    "a long sequence": "for x in {1..999999999}; do :; done",
+    "a letter after the other": "set -- {1..9999} {a..z}{a..z}{a..z}{a..z}{a..z}",
+    "a loop without an end": "while true; do X=1; done",
+    "printed without an end": "X=$(for a in {1..9999}; do cat /etc/services /etc/passwd; done)",
+    "a number that grows": "launch $((" + "(" * 20 + "9" + "**62)" * 20 + "))",
+    "replaced by more": "X=$(seq 1 100000)\nX=${X//1/$X}\nX=${X//2/$X}",
+    "an expression that goes back": "[[ " + "a" * 60 + "! =~ ^(a+)+$ ]]",
+    "a document in a loop": "for a in {1..9999}; do X+=$(cat <<E\n" + "x" * 100000 + "\nE\n); done",
+}
+
+
+@pytest.mark.parametrize("name", ENDLESS)
+def test_a_script_that_grows_ends_in_words(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is refused, or followed to its launch; the process grows by less than 512 MiB."""
+    monkeypatch.chdir(tmp_path)
+    script = tmp_path / "run.sh"
+    script.write_text(f"{ENDLESS[name]}\n{LAUNCH} c.d=$X\n")
+    before, began = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
+    with pytest.raises(ScriptError, match=r"run\.sh"):
+        find_launches(script, [])
+    assert time.process_time() - began < 30
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 512 * 1024
+
+
+def test_a_look_up_that_doubles_has_no_answer(tmp_path: Path) -> None:
+    script = tmp_path / "run.sh"
+    script.write_text(f"X=$({DOUBLING})\n{LAUNCH} c.d=$X\n")
+    began = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
+    with pytest.raises(ScriptError, match=r"c\.d.*has no end"):
+        find_launches(script, [])
+    assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss < max(began, 600 * 1024)
+
+
+def arguments_of(tmp_path: Path, source: str) -> list[tuple[str, ...]]:
+    script = tmp_path / "run.sh"
+    script.write_text(source)
+    return [launch.arguments for launch in find_launches(script, [])]
+
+
+def test_each_turn_of_a_loop_and_call_of_a_function_is_a_launch(tmp_path: Path) -> None:
+    expected = [("a.b=1", "r.top_p=0.9"), ("a.b=1", "r.top_p=1.0")]
+    loops = (
+        f"for tp in 0.9 1.0; do\n  {LAUNCH} r.top_p=$tp\ndone",
+        f"for tp in {{0.9,1.0,0.9}}; do {LAUNCH} r.top_p=$tp; done",
+        f'A=(0.9 1.0)\nfor tp in "${{A[@]}}"; do {LAUNCH} r.top_p=$tp; done',
+        f"set -- 0.9 1.0\nwhile [ $# -gt 0 ]; do {LAUNCH} r.top_p=$1; shift; done",
+        f"train() {{ {LAUNCH} r.top_p=$1; }}\ntrain 0.9\ntrain 1.0\ntrain 1.0",
+        f'train() {{ {LAUNCH} "$@"; }}\nfor tp in 9 10; do train r.top_p=$((tp / 10)).$((tp % 10)) || exit 1; done',
+    )
+    for source in loops:
+        assert arguments_of(tmp_path, source) == expected, source
+    with pytest.raises(ScriptError, match=f"30 different launches, and at most {MOST}"):
+        arguments_of(tmp_path, f"for i in {{1..30}}; do {LAUNCH} c.d=$i; done")
+
+
+COMMENT = "Line {}, behind a backslash, is a comment"
+LOST = {
+    "a comment": (
+        f"{LAUNCH} \\\n  c.d=1 \\\n  # warm\n  e.f=2 \\\n  g.h=3\n",
+        4,
+        COMMENT.format(3),
+    ),
+    "a commented override": (f"{LAUNCH} \\\n  # c.d=1 \\\n  e.f=2\n", 3, COMMENT.format(2)),
+    "an empty line": (f"{LAUNCH} \\\n\n  e.f=2\n", 3, "Line 2, behind a backslash, is empty"),
+    "no backslash": (f"{LAUNCH} \\\n  c.d=1\n  e.f=2 \\\n  g.h=3\n", 3, "Line 2 does not end in a backslash"),
+    "a group without a backslash": (f"{LAUNCH}\n  correction=tis_token\n", 2, "Line 1 does not end in a backslash"),
+    "a group behind a comment": (
+        f"{LAUNCH} \\\n  # on\n  correction=gsm\n",
+        3,
+        COMMENT.format(2),
+    ),
+    "a quoted group": (f"{LAUNCH}\n'correction=[a,b]'\n", 2, "is a command of its own"),
+    "a blank": (f"{LAUNCH} \\ \n  e.f=2\n", 2, "A blank follows the backslash that ends line 1"),
+    "a tab": (f"{LAUNCH} \\\t\n  correction=gsm\n", 2, "A blank follows the backslash that ends line 1"),
+    "a carriage return": (f"{LAUNCH} \\\r\n  e.f=2\r\n", 2, "A blank follows the backslash that ends line 1"),
+    "a flag": (f"{LAUNCH}\n  --config-name=x\n", 2, "Line 1 does not end in a backslash"),
+    "arguments": (f'{LAUNCH} \\\n  # on\n  "$@"\n', 3, COMMENT.format(2)),
+    "an unknown value": (f"{LAUNCH}\n  c.d=$NOT_SET_HERE\n", 2, "Line 1 does not end in a backslash"),
+    "an array": (f'A=(c.d=1)\n{LAUNCH}\n  "${{A[@]}}"\n', 3, "Line 2 does not end in a backslash"),
+    "with a pipe": (f"{LAUNCH}\n  c.d=1 2>&1 | tee log\n", 2, "Line 1 does not end in a backslash"),
+    "in a function": (f"f() {{\n  {LAUNCH} \\\n\n    e.f=2\n}}\nf\n", 4, "Line 3, behind a backslash, is empty"),
+}
+
+
+@pytest.mark.parametrize("name", LOST)
+def test_a_part_of_the_launch_that_is_lost_is_an_error_with_line_and_cause(name: str, tmp_path: Path) -> None:
+    source, line, cause = LOST[name]
+    with pytest.raises(ScriptError) as error:
+        arguments_of(tmp_path, source)
+    assert f"run.sh, line {line}: " in str(error.value)
+    assert cause in str(error.value)
+
+
+def test_what_is_no_part_of_the_launch_is_none(tmp_path: Path) -> None:
+    """Comments and assignments around launches that are whole."""
+    sources = (
+        f"{LAUNCH} \\\n  c.d=1 \\\n\nstatus=$?\n",
+        f"{LAUNCH} \\\n  c.d=1 # done \\\nstatus=$?\n",
+        f"A=(c.d=1\n  # why\n\n  # not\n)\n{LAUNCH} ${{A[@]}}\nrc=$?\n",
+        f"true && \\\n  # why\n  {LAUNCH} c.d=1\n",
+        f"if true; then\n  {LAUNCH} c.d=1\n  rc=$?\nfi\n",
+        f"cut -d \\ \n{LAUNCH} c.d=1",
+    )
+    for source in sources:
+        assert arguments_of(tmp_path, source) == [("a.b=1", "c.d=1")], source
+
+
+GUARDS = (
+    '[ -z "$NOT_SET_HERE" ] && exit 1',
+    'test -z "$NOT_SET_HERE" && exit 1',
+    '[[ -z $NOT_SET_HERE ]] && { echo "say where"; exit 2; }',
+    '[[ -n "$NOT_SET_HERE" ]] || { echo no; exit 1; }',
+    '[[ "$NOT_SET_HERE" ]] || exit 1',
+    '[ "x${NOT_SET_HERE}" = x ] && exit 1',
+    '[[ -v NOT_SET_HERE ]] || exit 1',
+    'if [ -z "${NOT_SET_HERE:-}" ]; then\n  echo no >&2\n  exit 1\nfi',
+    'if [[ ! "$NOT_SET_HERE" ]]; then exit 1; fi',
+    'if [ "$NOT_SET_HERE" ]; then echo fine; else exit 1; fi',
+    ': "${NOT_SET_HERE:?say where}"',
+    ": ${NOT_SET_HERE:?}",
+    'case "$NOT_SET_HERE" in "") exit 1;; esac',
+    'die() { echo "$1"; exit 1; }\n[ -n "$NOT_SET_HERE" ] || die "say where"',
+    'MODEL=${NOT_SET_HERE:-}\n[ -z "$MODEL" ] && exit 1',
+    'NOT_SET_HERE=${NOT_SET_HERE:-""}\n[ -d / ] && [ -z "$NOT_SET_HERE" ] && exit 1',
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("guard", GUARDS)
+def test_a_guard_on_an_unset_variable_asks_for_it(guard: str, tmp_path: Path) -> None:
+    with pytest.raises(ScriptError, match=r"Fix: export NOT_SET_HERE\."):
+        arguments_of(tmp_path, f"{guard}\n{LAUNCH} model.path=$NOT_SET_HERE\n")
+
+
+def test_a_guard_on_an_argument_asks_for_it(tmp_path: Path) -> None:
+    for guard in (
+        '[ -z "$1" ] && exit 1',
+        "[ $# -lt 1 ] && exit 1",
+        'M=${1:-}\n[ -z "$M" ] && exit 1',
+        ": ${1:?model}",
+    ):
+        with pytest.raises(ScriptError, match=r"Fix: give the script's arguments behind --script FILE\."):
+            arguments_of(tmp_path, f"{guard}\n{LAUNCH} model.path=$1\n")
