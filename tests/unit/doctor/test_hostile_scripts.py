@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import resource
 import time
+from itertools import islice
 from pathlib import Path
 
 import pytest
 
+from recipe.offpolicy.doctor.bash.braces import expand_braces
 from recipe.offpolicy.doctor.bash.shell_values import ScriptError
 from recipe.offpolicy.doctor.scripts import MOST, find_launches
+from recipe.offpolicy.doctor.unknown_words import propose_exports
 
 LAUNCH = "python3 -m verl.trainer.main_ppo a.b=1"
 CHAIN = "f0() { :; }\n" + "\n".join(f"f{i}() {{ f{i - 1}; f{i - 1}; }}" for i in range(1, 19)) + "\nf18"
@@ -172,3 +175,16 @@ def test_a_guard_on_an_argument_asks_for_it(tmp_path: Path) -> None:
     ):
         with pytest.raises(ScriptError, match=r"Fix: give the script's arguments behind --script FILE\."):
             arguments_of(tmp_path, f"{guard}\n{LAUNCH} model.path=$1\n")
+
+
+def test_braces_are_expanded_lazily() -> None:
+    words = expand_braces("{1..999999999999}{a,b}", lambda word, place: place + 1)
+    assert list(islice(words, 3)) == ["1a", "1b", "2a"]
+
+
+def test_what_must_be_given_is_asked_for() -> None:
+    assert propose_exports({"A": False, "B": True, "1": False}) == [
+        "export A",
+        "export B, even empty",
+        "give the script's arguments behind --script FILE",
+    ]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from recipe.offpolicy.doctor.bash.shell_values import ScriptError
-from recipe.offpolicy.doctor.scripts import find_launch
+from recipe.offpolicy.doctor.scripts import find_launches
 
 LAUNCH = "python3 -m verl.trainer.main_ppo"
 COUNTED = f"ngpu=$1; shift\n{LAUNCH} trainer.n_gpus_per_node=$ngpu"
@@ -21,7 +21,7 @@ def script(tmp_path: Path) -> Path:
 def refused(script: Path, source: str, *arguments: str) -> str:
     script.write_text(source)
     with pytest.raises(ScriptError) as caught:
-        find_launch(script, list(arguments))
+        find_launches(script, list(arguments))
     return str(caught.value).removeprefix(f"{script}")
 
 
@@ -43,7 +43,7 @@ def test_arguments_that_a_script_takes_itself(
     source: str, given: list[str], arguments: list[str], script: Path
 ) -> None:
     script.write_text(f"{source}\n")
-    assert list(find_launch(script, given).arguments) == arguments
+    assert list(find_launches(script, given)[0].arguments) == arguments
 
 
 @pytest.mark.parametrize(
@@ -84,7 +84,7 @@ fi
         "not run (line 1). Fix: put DEVICE=VALUE in front of the command."
     )
     monkeypatch.setenv("DEVICE", "gpu")
-    assert find_launch(script, []).arguments == ("a.b=3", "c.d=4", "e.f=1")
+    assert find_launches(script, [])[0].arguments == ("a.b=3", "c.d=4", "e.f=1")
 
 
 def test_each_cause_has_its_own_fix(script: Path) -> None:
@@ -132,4 +132,4 @@ def test_a_script_that_ends_before_its_launch(before: str, said: str, script: Pa
 def test_a_loop_that_is_left_does_not_end_the_script(script: Path) -> None:
     source = f"for i in 1 2; do\n if make_it; then break; else exit 1; fi\ndone\n{LAUNCH} a.b=1\n"
     script.write_text(source)
-    assert find_launch(script, []).arguments == ("a.b=1",)
+    assert find_launches(script, [])[0].arguments == ("a.b=1",)

@@ -149,12 +149,14 @@ class Interpreter:
 
     def _run_chain(self, chain: Chain) -> Truth:
         status = self._run_command(chain.first)
-        for place, (operator, command) in enumerate(chain.rest):
+        latest = chain.first
+        for operator, command in chain.rest:
             if isinstance(status, Unknown):
                 self._run_maybe(lambda command=command: self._run_command(command), status)  # type: ignore[misc]
             elif status is (operator == "&&"):
-                before = format_command(Chain(chain.line, chain.first, chain.rest[:place]))
-                with note_condition(before if operator == "&&" else f"! {before}"):
+                holds = format_command(latest) if operator == "&&" else f"! {format_command(latest)}"
+                latest = command
+                with note_condition(holds):
                     status = self._run_command(command)
         return status
 
