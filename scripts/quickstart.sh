@@ -9,13 +9,13 @@
 #   --release R, RELEASE=R   release of verl, one of requirements/verl-R.txt; by default the newest
 #   TASK=free_length   answers may be of any length, and length_penalty says what they cost (none: they are measured)
 #   model=moe    train the quickstart's mixture of experts, docs/routing.md
-#   MODEL=path   train this Hugging Face model instead of the quickstart's own (scores are shown, not judged)
+#   MODEL=path   train the Hugging Face model in this folder instead of the quickstart's own (scores are not judged)
 #   VENV=path    use this environment and install nothing; with a GPU in reach it trains on the GPU
 #   VENV_DIR     where to make the environment otherwise (default: .venv in the checkout, .venv-R for another release)
 #
 # A run that hangs is ended by its watchdog: offpolicy.watchdog.* in configs/quickstart.yaml.
 #
-# Exit codes: 0 it worked, 1 training failed, 2 an argument was refused, 3 the score did not rise, 4 the correction
+# Exit codes: 0 it worked, 1 training failed, 2 an argument was refused, 3 the graded score rose by less than 0.1, 4 the correction
 # was not live, 128 + n ended by signal n.
 set -euo pipefail
 if [[ " $* " == *" --help "* || " $* " == *" -h "* ]]; then # the comment above

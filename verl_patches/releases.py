@@ -32,6 +32,7 @@ class Release:
         fsdp_replay: its V1 trainer and its FSDP engine take routing replay.
         watched_replay: routes that its Megatron engine replays under the V1 trainer can be read where they act.
         truncated_support: its rollout servers and its FSDP engine take the support of truncated sampling.
+        large_tensors: a tensor larger than the bucket of weight synchronisation goes by a CUDA handle of its own.
     """
 
     name: str
@@ -48,6 +49,7 @@ class Release:
     fsdp_replay: bool = True
     watched_replay: bool = True
     truncated_support: bool = True
+    large_tensors: bool = True
 
 
 RELEASES = (
@@ -66,6 +68,7 @@ RELEASES = (
         fsdp_replay=False,
         watched_replay=False,
         truncated_support=False,
+        large_tensors=False,
     ),
     Release(
         "0.8.0",

@@ -13,10 +13,12 @@ from verl_patches.releases import attributes_of
 from verl_patches.runtime_env import PYTHONPATH, joined
 
 from .free_length import ANCHOR, COEFFICIENTS, MOST_TOKENS
+from .own_model import build_bucket_override, find_unusable
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 PLATFORMS = ("cpu", "cpu_megatron", "cuda")
 TASKS = ("spelling", "free_length")
+MODEL_PATH = "actor_rollout_ref.model.path"
 
 COMMON_ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
@@ -80,23 +82,30 @@ class Options:
         platform: one of PLATFORMS.
         task: one of TASKS.
         mixture: train the quickstart's mixture of experts.
+        model_overrides: settings that `model` needs, before the user's overrides.
     """
 
     model: Path | None
     platform: str
     task: str = TASKS[0]
     mixture: bool = False
+    model_overrides: tuple[str, ...] = ()
 
     @classmethod
     def read(cls, env: Mapping[str, str], overrides: Sequence[str]) -> Options:
-        """Read MODEL, TASK and the overrides `platform=` and `model=`.
+        """Read MODEL, TASK and the overrides `platform=`, `model=` and verl's own path of the model.
 
         Raises:
             ValueError: names the variable, its value and the fix.
         """
-        model = Path(env["MODEL"]).expanduser().resolve() if env.get("MODEL") else None
-        if model and not (model / "config.json").is_file():
-            raise ValueError(f"MODEL={env['MODEL']}: no Hugging Face model lies there, it has no config.json")
+        model = None
+        given = find_last(MODEL_PATH, overrides)
+        key, given = ("MODEL", env.get("MODEL")) if given is None else (MODEL_PATH, given.strip("'\""))
+        if given:
+            model = Path(given).expanduser().resolve()
+            template = find_last("actor_rollout_ref.model.custom_chat_template", overrides)
+            if reason := find_unusable(model, has_template=template not in (None, "null")):
+                raise ValueError(f"{key}={given}: {reason}")
         platform = next((o.removeprefix("platform=") for o in reversed(overrides) if o.startswith("platform=")), "cpu")
         if platform not in PLATFORMS:
             raise ValueError(f"platform={platform}: choose one of {', '.join(PLATFORMS)}")
@@ -111,9 +120,11 @@ class Options:
             raise ValueError(f"model={name}: the quickstart's own are moe, and a dense one without this override")
         if name and (model or task != TASKS[0] or is_rewarded_by_process(overrides)):
             raise ValueError(
-                "model=moe: it is a model of its own, with a task of its own. Leave MODEL, TASK and process_reward out"
+                f"model=moe: it is a model of its own, with a task of its own. Leave MODEL, {MODEL_PATH}, TASK and "
+                "process_reward out"
             )
-        return cls(model, platform, task, mixture=name == "moe")
+        settings = (*ANY_MODEL_OVERRIDES, *build_bucket_override(model, platform, overrides)) if model else ()
+        return cls(model, platform, task, mixture=name == "moe", model_overrides=settings)
 
     @property
     def part(self) -> str:

@@ -27,7 +27,7 @@ from .child import Child, StageFailed, Tail
 from .cleanup import SharedMemoryWatch, become_subreaper, end_descendants
 from .metrics import FAILED, FIRST_VALUE, REFUSED, History, judge
 from .options import (
-    ANY_MODEL_OVERRIDES,
+    MODEL_PATH,
     SUMS_OVERRIDES,
     TAUGHT_OVERRIDES,
     Options,
@@ -242,7 +242,7 @@ class Quickstart:
             quote("reward.custom_reward_function.path", HERE / self._reward),
             *build_release_overrides(self.options.platform, release, self.overrides),
             *build_replay_overrides(self.overrides),
-            *(ANY_MODEL_OVERRIDES if self.options.model else ()),
+            *self.options.model_overrides,
             *(TAUGHT_OVERRIDES if is_taught(self.overrides) else ()),
             *((*SUMS_OVERRIDES, self._recorded) if self._by_process else ()),
             *(build_length_overrides(self.overrides) if self._free_length else ()),
@@ -262,7 +262,7 @@ class Quickstart:
         return [
             quote("data.train_files", folders[data] / "train.parquet"),
             quote("data.val_files", folders[data] / "heldout.parquet"),
-            quote("actor_rollout_ref.model.path", self.options.model or folders[model]),
+            quote(MODEL_PATH, self.options.model or folders[model]),
         ]
 
     def _await_checks(self, lines: Iterator[str]) -> str:

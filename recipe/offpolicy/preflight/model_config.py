@@ -23,7 +23,7 @@ def find_experts(config: DictConfig) -> tuple[bool, str] | None:
         Whether it is, and a sentence with the file that says so; None where there is no ``config.json`` at hand.
     """
     for name in (OmegaConf.select(config, f"{_MODEL}.{key}") for key in ("hf_config_path", "path")):
-        if not isinstance(name, str) or (file := _find_local(name)) is None:
+        if not isinstance(name, str) or (file := find_local(name)) is None:
             continue
         try:
             values = json.loads(file.read_text(encoding="utf-8"))
@@ -46,8 +46,8 @@ def _find_expert_counts(values: Any) -> Iterator[tuple[str, int]]:
         yield from _find_expert_counts(value)
 
 
-def _find_local(name: str) -> Path | None:
-    """Find the file in a local folder, or in the hub's cache on this machine."""
+def find_local(name: str) -> Path | None:
+    """Find the ``config.json`` of a model in a local folder, or in the hub's cache on this machine."""
     folder = Path(os.path.expanduser(name))
     if (folder / _FILE).is_file():
         return folder / _FILE

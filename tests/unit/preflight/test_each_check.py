@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -191,3 +192,37 @@ def test_what_a_check_names(check: Check, changes: dict[str, Any], correction: C
     assert [problem.key for problem in check(config(**changes), correction)] == [key]
     # Weight and mask in their usual bounds, with nothing changed, are no check's business.
     assert list(check(config(), BOTH)) == []
+
+
+BUCKET = f"{ROLLOUT}.checkpoint_engine.update_weights_bucket_megabytes"
+
+
+@pytest.mark.parametrize(
+    ("device", "release", "dtype", "bucket", "proposed"),
+    [
+        ("cpu", "0.9.1", "fp32", 107, 109),  # 49 152 x 576 elements of 4 bytes are 108 MiB
+        ("cpu", "0.9.1", "fp32", 108, None),
+        ("cpu", "0.9.1", "bf16", 53, 55),
+        ("cpu", "0.9.1", "bf16", 54, None),
+        ("cuda", "0.9.1", "fp32", 16, None),  # it goes by a handle of its own
+        ("cuda", "0.7.1", "fp32", 16, 109),
+    ],
+)
+def test_a_bucket_smaller_than_the_largest_tensor_is_refused(
+    device: str,
+    release: str,
+    dtype: str,
+    bucket: int,
+    proposed: int | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("VERL_PLATFORM", raising=False)
+    monkeypatch.setattr("verl_patches.execution_path.installed_release", lambda name: release)
+    (tmp_path / "config.json").write_text('{"vocab_size": 49152, "hidden_size": 576}')
+    of_model = {"actor_rollout_ref.model": {"path": str(tmp_path)}, f"{ACTOR}.fsdp_config.model_dtype": dtype}
+    of_path = {"trainer.device": device, f"{ACTOR}.strategy": "fsdp"}
+    problems = list(rollout.check_bucket(config(**of_model, **of_path, **{BUCKET: bucket}), BOTH))
+    assert [problem.overrides for problem in problems] == ([(f"{BUCKET}={proposed}",)] if proposed else [])
+    without = {"actor_rollout_ref.model": {"path": str(tmp_path / "nowhere")}}
+    assert list(rollout.check_bucket(config(**without, **of_path, **{BUCKET: bucket}), BOTH)) == []

@@ -75,6 +75,7 @@ CHECKS: tuple[Check, ...] = (
     policy_loss.check_baseline,
     rollout.check_rollout_log_probs,
     rollout.check_consent,
+    rollout.check_bucket,
     batch_sizes.check_micro_batches,
     verl_rollout_correction.check_not_both,
     policy_loss.check_distillation,

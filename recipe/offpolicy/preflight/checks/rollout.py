@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import math
+import os
 from collections.abc import Iterator
 
 from omegaconf import DictConfig, OmegaConf
 
+from verl_patches.execution_path import live_path
+
 from ...correction import CorrectionSpec
 from ...correction.problem import MU, Problem, set_to
+from ..model_config import find_local
+from ..model_tensors import count_largest_tensor
 from ..verl_keys.keys import list_active
-from .config_reader import ENGINE, ROLLOUT, needs_mu
+from .config_reader import ACTOR, ENGINE, ROLLOUT, needs_mu
 
 _NEUTRAL = {"top_p": (1, 1.0), "top_k": (-1, 0), "min_p": (0, 0.0), "repetition_penalty": (1, 1.0)}
 _KEEP = {
@@ -83,6 +89,32 @@ def check_sampling(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem
         )
     if not spec.allow_truncated_sampling:
         yield from _check_truncation(config, spec)
+
+
+def check_bucket(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
+    """Check that the largest tensor of the model fits the bucket in which weights go to the rollout engine.
+
+    verl asserts it at the first synchronisation, after both engines have started, unless the release can send a large
+    tensor by a CUDA handle.
+    """
+    on_cpu = OmegaConf.select(config, "trainer.device") == "cpu" or os.environ.get("VERL_PLATFORM") == "cpu"
+    key = f"{ROLLOUT}.checkpoint_engine.update_weights_bucket_megabytes"
+    size, model = (OmegaConf.select(config, each) for each in (key, "actor_rollout_ref.model.path"))
+    if not isinstance(size, int) or not isinstance(model, str):
+        return
+    if live_path(config).attributes.large_tensors and not on_cpu:
+        return
+    file = find_local(model)
+    elements = count_largest_tensor(file.parent) if file is not None else None
+    if elements is None:
+        return
+    megatron = config.actor_rollout_ref.actor.strategy == "megatron"
+    dtype_key = f"{ACTOR}.{'megatron.dtype' if megatron else 'fsdp_config.model_dtype'}"
+    dtype = str(OmegaConf.select(config, dtype_key, default="fp32"))
+    needed = math.ceil(elements * (2 if "16" in dtype else 4) / 2**20)
+    if needed > size:
+        reason = f"the largest tensor of {model} has {elements} elements of {dtype}, {needed} MiB, and is sent whole."
+        yield Problem(key, size, reason, overrides=(set_to(key, needed + 1),))
 
 
 def check_consent(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:

@@ -1,0 +1,131 @@
+"""A model of the user's: what the quickstart needs of its folder, and the settings that follow from it."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from recipe.offpolicy.preflight.model_tensors import CONFIG, WEIGHTS, count_largest_tensor, list_weights, read_shapes
+
+BUCKET = "actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes"
+LEAST_BUCKET = {"cpu": 16, "cpu_megatron": 16, "cuda": 256}
+"""Platform -> MiB, as configs/platform/ has them for the quickstart's own models."""
+BYTES = 4
+"""Of an element: the trainer holds and sends its weights in float32."""
+TOKENIZERS = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
+TEMPLATES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
+_SHARED_MEMORY = Path("/dev/shm")
+
+
+def find_unusable(folder: Path, *, has_template: bool = False) -> str | None:
+    """Find out why a folder cannot be trained as a causal language model, before anything is started.
+
+    Args:
+        has_template: a chat template is configured, so the tokenizer needs none.
+
+    Returns:
+        What is wrong and what to do; None if nothing is.
+    """
+    return next(_list_obstacles(folder, has_template), None)
+
+
+def _list_obstacles(folder: Path, has_template: bool) -> Iterator[str]:
+    if not folder.is_dir():
+        yield "no such folder. Download the model and give the folder that holds its config.json"
+        return
+    values = _read_json(folder / CONFIG)
+    if values is None:
+        is_there = (folder / CONFIG).is_file()
+        yield (
+            f"{CONFIG} is not readable as JSON" if is_there else f"no Hugging Face model lies there, it has no {CONFIG}"
+        )
+        return
+    names = values.get("architectures") or []
+    trained = _list_causal_models()
+    if "auto_map" in values:
+        yield f"{CONFIG} has auto_map, code of the model's own, which is not run. Choose a model of transformers' own"
+    elif not names or not set(names) <= trained:
+        yield (
+            f"its architecture is {', '.join(names) or 'not named'}, and the installed transformers has no causal "
+            "language model of that name. Choose another model, or an environment whose transformers has it"
+        )
+    if not list_weights(folder):
+        others = sorted(file.name for file in folder.glob("*.gguf"))
+        convert = f"; convert {others[0]} with transformers' save_pretrained" if others else ""
+        yield f"it has no weights: none of {' and '.join(WEIGHTS)} is there{convert}"
+    for index in sorted(folder.glob("*.index.json")):
+        files = set((_read_json(index) or {}).get("weight_map", {}).values())
+        if missing := sorted(name for name in files if not (folder / name).is_file()):
+            yield f"{index.name} names {len(files)} files of weights, {missing[0]} is missing. Download it"
+    for file in list_weights(folder):
+        if _is_pointer(file):
+            yield f"{file.name} is a pointer of git-lfs, not the weights. Run git lfs pull in that folder"
+        try:
+            read_shapes(file)
+        except ValueError as error:
+            yield f"{error}. Download it again"
+    if not any((folder / name).is_file() for name in TOKENIZERS):
+        yield f"it has no tokenizer: none of {', '.join(TOKENIZERS)} is there. Save the tokenizer into it"
+    elif not has_template and not _has_template(folder):
+        yield (
+            "its tokenizer has no chat template, as base models often have none. Choose its instruct model, or give "
+            "actor_rollout_ref.model.custom_chat_template=TEMPLATE"
+        )
+
+
+def _read_json(file: Path) -> dict[str, Any] | None:
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return values if isinstance(values, dict) else None
+
+
+def _is_pointer(file: Path) -> bool:
+    with file.open("rb") as opened:
+        return opened.read(24) == b"version https://git-lfs."
+
+
+def _has_template(folder: Path) -> bool:
+    in_files = any((folder / name).exists() for name in TEMPLATES)
+    return in_files or bool((_read_json(folder / "tokenizer_config.json") or {}).get("chat_template"))
+
+
+def _list_causal_models() -> set[str]:
+    """List the causal language models of transformers from its source: importing it takes seconds and 300 MB."""
+    spec = importlib.util.find_spec("transformers")
+    assert spec is not None, "quickstart.sh looks for transformers before"
+    assert spec.submodule_search_locations is not None
+    source = Path(spec.submodule_search_locations[0]) / "models" / "auto" / "modeling_auto.py"
+    _, _, table = source.read_text().partition("\nMODEL_FOR_CAUSAL_LM_MAPPING_NAMES = ")
+    return set(table.partition("\n)")[0].split('"')[1::2])
+
+
+def build_bucket_override(folder: Path, platform: str, overrides: Sequence[str]) -> list[str]:
+    """Build the override of the size of the bucket in which weights go to the rollout engine.
+
+    verl sends each tensor whole. On a CPU, and in verl 0.7.1 anywhere, a tensor that is larger than the bucket ends the
+    run.
+
+    Args:
+        overrides: the user's; a bucket among them stays.
+
+    Raises:
+        ValueError: /dev/shm, which holds the bucket on a CPU, is smaller.
+    """
+    if any(override.lstrip("+").partition("=")[0] == BUCKET for override in overrides):
+        return []
+    elements = count_largest_tensor(folder, stacked=True)
+    needed = max(LEAST_BUCKET[platform], math.ceil((elements or 0) * BYTES / 2**20) + 1)
+    free = shutil.disk_usage(_SHARED_MEMORY).free >> 20
+    if platform != "cuda" and needed > free:
+        raise ValueError(
+            f"{folder}: its largest tensor takes {needed} MiB of {_SHARED_MEMORY} on its way to the rollout "
+            f"engine, and {free} MiB are free. Make it larger, in a container by --shm-size={2 * needed}m"
+        )
+    return [f"{BUCKET}={needed}"]
