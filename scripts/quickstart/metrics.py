@@ -37,6 +37,8 @@ def pick(data: dict[str, Any], keys: tuple[str, ...]) -> float:
 def read_heldout_score(data: dict[str, Any]) -> float | None:
     """Return verl's own validation score; None when the step was not validated.
 
+    The spelling task grades answers: right letters earn credit, so its score is above the share of exact matches.
+
     It is `val-core/<source>/<name>/mean@N` of N answers to each question.
     """
     return _read_validation(data, r"val-core/.+/mean@\d+")
@@ -79,10 +81,17 @@ class History:
         return [(step, score) for step, score in scores if score is not None]
 
     @property
-    def exact(self) -> list[float]:
-        """Share of exact matches of each validation."""
-        shares = [read_exact_share(data) for _, data in self.records]
-        return [share for share in shares if share is not None]
+    def exact(self) -> list[tuple[int, float]]:
+        """(step, share of exact matches) of each validation; empty where the reward does not say."""
+        shares = [(step, read_exact_share(data)) for step, data in self.records]
+        return [(step, share) for step, share in shares if share is not None]
+
+    @property
+    def heldout_by_name(self) -> dict[str, list[tuple[int, float]]]:
+        """What validations measured, exact match first; a score beside exact matches is a graded one."""
+        if self.exact:
+            return {"exact match": self.exact, "graded score": self.heldout}
+        return {"score": self.heldout}
 
     @property
     def ess(self) -> tuple[str, ...]:
@@ -113,9 +122,11 @@ def judge(history: History, *, corrected: bool, judged: bool, scored: bool = Tru
     if not scored:
         return OK, f"trained {len(history.steps)} steps (not judged: validation is switched off)"
     before, after = history.heldout[0][1], history.heldout[-1][1]
-    change = f"the held-out score went from {before:.3f} to {after:.3f}"
+    changes = [f"{name} from {each[0][1]:.3f} to {each[-1][1]:.3f}" for name, each in history.heldout_by_name.items()]
+    change = f"held out, {' and '.join(changes)}"
     if not judged:
         return OK, f"{change} (not judged: fewer steps than the default, or another model or task)"
     if after - before < REQUIRED_RISE:
-        return NOT_RISEN, f"{change}, less than the rise of {REQUIRED_RISE} that is asked for"
+        judged_by = list(history.heldout_by_name)[-1]
+        return NOT_RISEN, f"{change}: the {judged_by} must rise by {REQUIRED_RISE}"
     return OK, change

@@ -72,7 +72,7 @@ class TrainingView:
     def log_line(self, text: str) -> None:
         """Show progress from a line of the training's log."""
         if "Creating file logger at" in text:
-            self._progress.stage("held-out score before training" if self._scored else "first step")
+            self._progress.stage("held-out questions before training" if self._scored else "first step")
 
     def step(self, step: int, data: dict[str, Any]) -> None:
         """Show the metrics of a step, the 0th of which is the validation before training."""
@@ -87,11 +87,11 @@ class TrainingView:
         if score is not None:
             when = f"after step {step}" if step else "before training"
             exact = read_exact_share(data)
-            shown = "" if exact is None else f", exact match {exact:.3f}"
-            self._progress.line(f"  held-out score {when}: {score:.3f}{shown}")
+            shown = f"score {score:.3f}" if exact is None else f"exact match {exact:.3f}, graded score {score:.3f}"
+            self._progress.line(f"  held out {when}: {shown}")
         if not steps or step + 1 < steps:
             self._progress.stage("training", f"{steps} steps" if steps else "as many steps as the epochs have")
         elif step + 1 == steps:
-            self._progress.stage("last step, then the held-out score after training" if self._scored else "last step")
+            self._progress.stage("last step, then the held-out questions" if self._scored else "last step")
         else:
             self._progress.stage("ending")

@@ -57,13 +57,15 @@ def _name_ess(history: History) -> str:
     return f"effective sample size{'' if history.ess == ESS else ' of pi_old/mu'}"
 
 
+def _name_reward(history: History) -> str:
+    return "graded score" if history.exact else "reward"
+
+
 def build_summary_table(history: History, *, corrected: bool) -> Table:
     """Build the table of first and last values."""
-    named = {"held-out score": [score for _, score in history.heldout]}
-    if history.exact:
-        named["held-out exact match"] = history.exact
+    named = {f"held-out {name}": [value for _, value in each] for name, each in history.heldout_by_name.items()}
     named |= {
-        "reward, sampled": history.series(REWARD),
+        f"{_name_reward(history)}, sampled": history.series(REWARD),
         "mismatch KL (k3)": history.series(KL),
         _name_ess(history): history.series(history.ess),
         "kept share": history.series(KEPT),
@@ -101,14 +103,17 @@ def draw(history: History, path: Path, title: str) -> None:
 
     def reward(axes: Axes) -> None:
         values = history.series(REWARD)
-        axes.plot(steps, values, color="C0", alpha=0.35, label="sampled, each step")
+        axes.plot(steps, values, color="C0", alpha=0.35, label=f"{_name_reward(history)}, sampled")
         # NaN does not count.
         smooth = pandas.Series(values, dtype=float).rolling(5, min_periods=1).mean()
-        axes.plot(steps, smooth, color="C0", label="sampled, running mean")
-        for step, score in history.heldout:
-            axes.annotate(f"{score:.2f}", (step, score), textcoords="offset points", xytext=(-10, -15), color="C1")
-        axes.plot(*np.array(history.heldout).reshape(-1, 2).T, "o", color="C1", label="held out")
-        axes.set(title="Reward", ylim=(0, 1.05), ylabel="mean reward of a response")
+        axes.plot(steps, smooth, color="C0", label="mean of 5 steps")
+        looks = (("o", "C1", -15), ("s", "C0", 8))
+        for (name, each), (marker, colour, up) in zip(history.heldout_by_name.items(), looks, strict=False):
+            for step, value in each:
+                place = (step, value), (-10, up)
+                axes.annotate(f"{value:.2f}", *place, textcoords="offset points", color=colour)
+            axes.plot(*np.array(each).reshape(-1, 2).T, marker, color=colour, label=f"{name}, held out")
+        axes.set(title="Answers", ylim=(0, 1.05), ylabel="mean of all answers")
 
     def mismatch(axes: Axes) -> None:
         axes.plot(steps, [1e4 * value for value in history.series(KL)], color="C1")

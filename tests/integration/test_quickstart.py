@@ -41,7 +41,7 @@ def test_default_run_improves_the_model_and_is_recorded(
     assert finished.returncode == 0, finished.output[-3000:]
     before, after = (
         float(score)
-        for score in re.findall(r"held-out score (?:before training|after step \d+): ([\d.]+)", finished.output)
+        for score in re.findall(r"held out (?:before training|after step \d+): .*score ([\d.]+)", finished.output)
     )
     assert 0.1 <= before <= 0.6
     assert after - before >= 0.1

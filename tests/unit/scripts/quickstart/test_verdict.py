@@ -58,6 +58,7 @@ def test_the_share_of_exact_answers_stands_beside_the_score() -> None:
     history = made_up(0.3, 0.8)
     assert history.exact == []
     history.records[0][1]["val-aux/x/exact/mean@1"] = 0.117
+    history.records[-1][1]["val-aux/x/exact/mean@1"] = 0.625
     console = Console(width=80, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
     console.print(to_rich(build_summary_table(history, corrected=True)))
     assert "held-out exact match" in (text := console.export_text())
@@ -108,10 +109,15 @@ def test_without_validation_the_proof_is_all(history, code):
     assert judge(history, corrected=True, judged=True, scored=False)[0] == code
 
 
-def test_the_sentence_names_both_scores():
-    _, sentence = judge(made_up(0.3, 0.35), corrected=True, judged=True)
-    assert "0.300" in sentence
-    assert "0.350" in sentence
+def test_the_sentence_names_what_was_measured_exact_match_first():
+    history = made_up(0.3, 0.35)
+    _, sentence = judge(history, corrected=True, judged=True)
+    assert sentence == "held out, score from 0.300 to 0.350: the score must rise by 0.1"
+    for (_, data), share in zip((history.records[0], history.records[-1]), (0.117, 0.625), strict=True):
+        data["val-aux/x/exact/mean@1"] = share
+    _, sentence = judge(history, corrected=True, judged=True)
+    said = "held out, exact match from 0.117 to 0.625 and graded score from 0.300 to 0.350"
+    assert sentence == f"{said}: the graded score must rise by 0.1"
 
 
 def test_series_skip_the_validation_before_training_and_mark_gaps():
