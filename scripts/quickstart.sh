@@ -15,7 +15,7 @@
 #
 # A run that hangs is ended by its watchdog: offpolicy.watchdog.* in configs/quickstart.yaml.
 #
-# Exit codes: 0 it worked, 1 training failed, 2 an argument was refused, 3 the graded score rose by less than 0.1, 4 the correction
+# Exit codes: 0 it worked, 1 training failed, 2 an argument was refused, 3 the score rose too little, 4 the correction
 # was not live, 128 + n ended by signal n.
 set -euo pipefail
 if [[ " $* " == *" --help "* || " $* " == *" -h "* ]]; then # the comment above
