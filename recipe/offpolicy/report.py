@@ -39,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not timeline.steps:
             raise RecordingError(f"{options.directory}: no response is recorded in any of its steps. Record others.")
         spec = read_recorded_spec(recording.part(timeline.steps[-1].step, -1))
-        studies = run_studies(recording, spec, spec=options.spec, jobs=jobs)
+        studies = run_studies(recording, spec, stale=timeline.is_stale, spec=options.spec, jobs=jobs)
         card, proof = redact(recording.card), redact(recording.proof)
         found = ReportContents(str(options.directory), card, proof, timeline, studies)
         size = build_page(found).write(options.out)

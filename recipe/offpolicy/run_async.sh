@@ -13,7 +13,7 @@
 #   SYNC_STEPS      updates between two synchronisations of the weights (default 4)
 #   MAX_STALENESS   versions of the weights that a row may span; older rows are dropped (default 8)
 #   TRANSPORT       verl's checkpoint engine that carries the weights: nccl, nixl ... (default nccl)
-#   CORRECTION      options, separated by commas (default decoupled_ppo)
+#   CORRECTION      options, separated by commas (default opsm, with correction.masks.opsm.delta=0.1)
 #
 # On a Ray cluster, from the project: bash scripts/launch_ray.sh ROLLOUT_NNODES=2 recipe/offpolicy/run_async.sh
 set -euo pipefail
@@ -27,7 +27,10 @@ ROLLOUT_TP=${ROLLOUT_TP:-2}
 SYNC_STEPS=${SYNC_STEPS:-4}
 MAX_STALENESS=${MAX_STALENESS:-8}
 TRANSPORT=${TRANSPORT:-nccl}
-CORRECTION=${CORRECTION:-decoupled_ppo}
+if [[ -z ${CORRECTION:-} && " $* " != *" correction="* ]]; then
+    set -- correction.masks.opsm.delta=0.1 "$@"
+fi
+CORRECTION=${CORRECTION:-opsm}
 NAME=async
 TRAIN_BATCH=$((SYNC_STEPS * 64)) # verl demands one mini-batch for each update between two synchronisations
 SEQUENCES=2

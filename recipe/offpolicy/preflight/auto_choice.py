@@ -6,18 +6,18 @@ cannot do, such as replaying routes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from ..correction import Problem
+from ..correction import Problem, recommended
 from ..correction.problem import CheckError, set_to
-from ..staleness.staleness_settings import CEILING, ETA
+from ..staleness.staleness_settings import CEILING, ETA, TARGET
 from .auto_setup import Setup
 
-ETA_CODE, ETA_MATHS = 4, 8  # AReaL, arXiv:2505.24298: staleness in steps that matches synchronous training
+ETA_CODE, ETA_MATHS = 4, 8  # steps of staleness; AReaL, arXiv:2505.24298. Nothing here was measured beyond 8.
 _ROLLOUT = "actor_rollout_ref.rollout"
 _ACTOR = "actor_rollout_ref.actor"
 _STALENESS = "trainer.v1.sampler.max_off_policy_threshold"
@@ -52,22 +52,24 @@ class Selection:
         reasons: a line a decision, with the set-up value that made it.
         requires: keys outside the correction.
         advice: what may help and is not prescribed.
+        values: keys that the options leave open -> values; what the user gives wins.
     """
 
     options: tuple[str, ...]
     reasons: tuple[str, ...]
     requires: tuple[Requirement, ...] = ()
     advice: tuple[str, ...] = ()
+    values: Mapping[str, float] = field(default_factory=dict)
 
 
 def select(setup: Setup) -> Selection:
     """Select corrections by engine, mode, mini-batches, model and trajectory.
 
-    Asynchronous data gets one weight, prox / mu, under one cap: the trainer's log-prob at the weights that sampled,
-    which would tell the mismatch of the engines from staleness, cannot be computed once the weights have moved on.
+    Asynchronous data gets what ``correction.recommended`` has for it: OPSM on pi / mu sees the mismatch of the engines
+    and staleness together, and needs no pi_old of the weights that sampled.
     """
     decisions = (
-        _choose_weight(setup),
+        _choose_correction(setup),
         _choose_rate_limit(setup),
         _choose_clip(setup),
         _choose_routing(setup),
@@ -78,20 +80,22 @@ def select(setup: Setup) -> Selection:
         reasons=tuple(line for one in decisions for line in one.reasons),
         requires=tuple(requirement for one in decisions for requirement in one.requires),
         advice=tuple(line for one in decisions for line in one.advice),
+        values={key: value for one in decisions for key, value in one.values.items()},
     )
 
 
-def _choose_weight(setup: Setup) -> Selection:
+def _choose_correction(setup: Setup) -> Selection:
     engine, mode = f"setup.engine={setup.engine}", f"setup.mode={setup.mode}"
     if setup.mode == "async":
-        folded = {
-            "same": f"{engine}: no mismatch of engines to weigh.",
-            "different": f"{engine}: truncated importance sampling, folded into the one weight of decoupled_ppo.",
+        seen = {
+            "same": f"{engine}: pi / mu holds staleness alone.",
+            "different": f"{engine}: pi / mu holds the mismatch of the engines and staleness.",
         }
-        return Selection(
-            ("decoupled_ppo",),
-            (folded[setup.engine], f"{mode}: decoupled_ppo, the weight pi_old / mu beside a clip around pi_old."),
-        )
+        options = recommended.WEIGHTED_OPTIONS if setup.adaptive else recommended.OPTIONS
+        why = f"{mode}: opsm with delta={recommended.DELTA:g} drops stale rows with A < 0: {recommended.WHY}."
+        if setup.adaptive:
+            why = f"{why[:-1]}; decoupled_ppo for {TARGET}, which needs a weight."
+        return Selection(options, (seen[setup.engine], why), values=recommended.VALUES)
     fresh = f"{mode}: no staleness correction."
     if setup.engine == "different":
         return Selection(("tis_token",), (f"{engine}: tis_token, mu and pi_old differ at equal weights.", fresh))
@@ -105,7 +109,7 @@ def _choose_weight(setup: Setup) -> Selection:
 def _choose_rate_limit(setup: Setup) -> Selection:
     if setup.mode == "sync":
         return Selection((), ())
-    why = f"decoupled PPO with unbounded staleness degrades, and matches synchronous training up to {ETA_MATHS} steps"
+    why = f"the correction was measured up to {ETA_MATHS} steps of staleness, as AReaL's was for maths"
     if setup.bounded:
         return Selection(
             (),
@@ -207,6 +211,7 @@ def _check_requirement(config: DictConfig, one: Requirement) -> Problem | None:
 
 def format_selection(selection: Selection) -> Iterator[str]:
     """Format the lines that start-up prints about a selection."""
-    yield f"correction=auto is correction=[{','.join(selection.options)}]:"
+    values = "".join(f" {set_to(key, value)}" for key, value in selection.values.items())
+    yield f"correction=auto is correction=[{','.join(selection.options)}]{values}:"
     yield from (f"  {reason}" for reason in selection.reasons)
     yield from (f"  advice: {line}" for line in selection.advice)

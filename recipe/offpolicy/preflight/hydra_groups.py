@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -155,15 +155,16 @@ def compose_without(left_out: Sequence[str]) -> DictConfig:
     )
 
 
-def recompose(options: Sequence[str]) -> DictConfig:
-    """Compose the node ``correction`` as if these options had been chosen.
+def recompose(options: Sequence[str], values: Mapping[str, float] | None = None) -> DictConfig:
+    """Compose the node ``correction`` as if these options, and values of their keys, had been chosen.
 
     Every other override keeps its say, also over the options' own values.
     """
+    chosen = [f"{key}={value}" for key, value in (values or {}).items()]
     others = [override for override in _read_overrides() if not override.replace(" ", "").startswith(f"{GROUP}=")]
     config = _get_loader().load_configuration(
         config_name=HydraConfig.get().job.config_name,
-        overrides=[*others, f"{GROUP}=[{','.join(options)}]"],
+        overrides=[*chosen, *others, f"{GROUP}=[{','.join(options)}]"],
         run_mode=RunMode.RUN,
     )
     return cast(DictConfig, config[GROUP])

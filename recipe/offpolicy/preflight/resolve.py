@@ -100,7 +100,7 @@ def _choose(config: DictConfig, say: Say) -> tuple[list[str], tuple[Requirement,
     selection = select(read_setup(config))
     check_stack(selection.options)
     with open_dict(config):
-        config.correction = recompose(selection.options)
+        config.correction = recompose(selection.options, selection.values)
     for line in format_selection(selection):
         say(line)
     return list(selection.options), selection.requires

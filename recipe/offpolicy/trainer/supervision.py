@@ -20,6 +20,7 @@ from ..extensions.hooks import ExtensionHooks
 from ..monitor.active_correction import ActiveCorrection
 from ..monitor.mismatch.late_weights import LateWeightsWatch
 from ..monitor.mismatch.recent import RecentFloor
+from ..monitor.mismatch.stale_kept import StaleRowsWatch
 from ..proof.gradient import isolate_parts
 from ..proof.rollout_checks import RolloutChecker
 from ..proof.same_engine import SameEngineCheck
@@ -56,6 +57,7 @@ class Supervision:
         self._allow_identical = config.offpolicy.allow_identical_log_probs
         self._floor = RecentFloor()
         self._late_weights = LateWeightsWatch()
+        self._stale_rows = StaleRowsWatch()
         self._samples = RolloutChecker(allow_unrelated=config.offpolicy.allow_unrelated_log_probs)
         self._same_engine = SameEngineCheck() if spec.proximal == "same_engine" else None
         self._sampled_rows: list[int] = []
@@ -161,6 +163,7 @@ class Supervision:
         self._statistics = self._values(merged)
         self._floor.add(merged)
         self._late_weights.see(measured)
+        self._stale_rows.see(measured)
         return proved or switched
 
     def begin_step(self) -> None:

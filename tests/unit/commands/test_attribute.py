@@ -58,7 +58,7 @@ def test_what_mends_a_cause_is_whole_in_a_narrow_terminal(
     assert attribute.main(["tests/data/faults/held_out/colocate_async-14"]) == 0
     shown = capsys.readouterr().out
     (line,) = [line for line in shown.splitlines() if line.startswith("Fix of stale weights: ")]
-    assert line.endswith("correct for it: 'correction=[tis_token,opsm]' correction.masks.opsm.delta=0.1")
+    assert line.endswith("correct for it: correction=opsm correction.masks.opsm.delta=0.1")
     assert "0.0%" in shown
     assert "-0.0%" not in shown
 

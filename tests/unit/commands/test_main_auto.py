@@ -11,7 +11,7 @@ from recipe.offpolicy.preflight.auto_choice import check_requirements, select
 from recipe.offpolicy.preflight.auto_setup import read_setup
 from recipe.offpolicy.preflight.checks import read_spec
 from tests.support.applications import NEEDED, application
-from tests.support.corrections import GSM, TIS, spec
+from tests.support.corrections import GSM, TIS, opsm, spec
 from tests.support.launched import REFUSED, Launcher
 
 pytestmark = pytest.mark.usefixtures("each_actor_is_probed_once")
@@ -34,16 +34,21 @@ MASK = "{ratio: rollout, level: sequence, aggregate: geometric, lower: 0.99, upp
             "tis_token",
             spec(TIS | {"upper": 3.0}, gsm=GSM),
         ),
-        (["trainer.v1.trainer_mode=colocate_async"], "decoupled_ppo", spec(TIS | {"upper": 5.0})),
+        (["trainer.v1.trainer_mode=colocate_async"], "opsm", spec(opsm=opsm(0.1))),
+        (
+            ["trainer.v1.trainer_mode=colocate_async", "correction.masks.opsm.delta=0.3"],
+            "opsm",
+            spec(opsm=opsm(0.3)),
+        ),
     ],
-    ids=["plain", "with overrides", "async"],
+    ids=["plain", "with overrides", "async", "async with a delta"],
 )
 def test_a_correction_is_chosen(
     arguments: list[str], option: str, correction: CorrectionSpec, launch: Launcher
 ) -> None:
     result = launch(*AUTO, *arguments)
     assert result.status == 0, result.status
-    assert f"offpolicy: correction=auto is correction=[{option}]:" in result.printed
+    assert f"offpolicy: correction=auto is correction=[{option}]" in result.printed
     for reason in ("setup.engine=different: ", "setup.minibatches=4: ", "setup.model=dense: "):
         assert f"offpolicy:   {reason}" in result.printed
     assert f"fingerprint {correction.fingerprint()}" in result.printed

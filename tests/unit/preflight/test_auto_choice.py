@@ -33,7 +33,7 @@ ROWS = {
     "same engine, sync, dense, 1 epoch": (replace(PLAIN, engine="same"), ("none",), {}),
     "colocated, sync, dense, multi-epoch": (replace(PLAIN, minibatches=4), ("tis_token",), {}),
     "disaggregated, sync, dense": (PLAIN, ("tis_token",), {}),
-    "disaggregated, async, dense": (replace(PLAIN, mode="async"), ("decoupled_ppo",), {STALENESS: 9}),
+    "disaggregated, async, dense": (replace(PLAIN, mode="async"), ("opsm",), {STALENESS: 9}),
     "disaggregated, sync, MoE": (
         replace(PLAIN, model="moe", minibatches=4),
         ("tis_token",),
@@ -41,7 +41,7 @@ ROWS = {
     ),
     "disaggregated, async, MoE": (
         replace(PLAIN, mode="async", model="moe", minibatches=4),
-        ("decoupled_ppo",),
+        ("opsm",),
         {STALENESS: 9, REPLAY: "R3", RECORD: True},
     ),
 }
@@ -56,6 +56,7 @@ def test_a_limit_of_staleness_takes_the_place_of_verls_threshold() -> None:
     with pytest.raises(CheckError, match=r"offpolicy\.staleness\.eta=9: .* Set offpolicy\.staleness\.eta=8"):
         check_requirements(OmegaConf.create({"offpolicy": {"staleness": {"eta": 9}}}), selection.requires)
     moved = select(replace(PLAIN, mode="async", bounded=True, adaptive=True))
+    assert moved.options == ("decoupled_ppo", "opsm")  # the effective sample size is that of a weight
     assert required(moved) == {"offpolicy.staleness.eta": 8, "offpolicy.staleness.adapt.ceiling": 8}
 
 
@@ -71,19 +72,18 @@ def test_common_configurations(row: str) -> None:
     ("engine", "mode", "options"),
     [
         ("same", "sync", ("none",)),
-        ("same", "async", ("decoupled_ppo",)),
+        ("same", "async", ("opsm",)),
         ("different", "sync", ("tis_token",)),
-        ("different", "async", ("decoupled_ppo",)),
+        ("different", "async", ("opsm",)),
     ],
 )
 @pytest.mark.parametrize("model", ["dense", "moe"])
 @pytest.mark.parametrize("trajectory", ["single", "tools"])
 @pytest.mark.parametrize("minibatches", [1, 2, 8])
 @pytest.mark.parametrize("strategy", ["fsdp", "megatron"])
-def test_engine_and_mode_decide_the_weight(
+def test_engine_and_mode_decide(
     engine: Any, mode: Any, options: tuple[str, ...], model: Any, trajectory: Any, minibatches: int, strategy: str
 ) -> None:
-    """Never two weights: asynchronous data has one, prox / mu."""
     setup = Setup(engine, mode, model, trajectory, minibatches, strategy)
     selection = select(setup)
     assert selection.options == options

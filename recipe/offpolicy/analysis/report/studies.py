@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ...correction import CorrectionSpec, SpecError
+from ...correction import CorrectionSpec, SpecError, recommended
 from ...recording import Recording, RecordingError
 from ..attribution.attribution import Attribution, attribute
 from ..calibration.parts import fill_placeholders
@@ -22,15 +22,19 @@ if TYPE_CHECKING:
 
 TARGET_KEPT = 0.98
 TARGET_ESS = 0.95
-DEFAULT = "correction=[tis_token,gsm,opsm]"
-"""Its weight is calibrated where none was on, and its masks likewise."""
+DEFAULT = ("correction=[tis_token,gsm]",)
+"""Of rows that the weights in force sampled: its weight is calibrated where none was on, and its masks likewise. Of
+stale rows what is recommended for them takes its place."""
 COMPARED = (
-    "correction=tis_token",
-    "correction=tis_sequence",
-    "correction=gsm",
-    "correction=product_mask",
-    "correction=icepop",
-    "correction=[tis_token,gsm]",
+    ("correction=tis_token",),
+    ("correction=tis_sequence",),
+    ("correction=gsm",),
+    ("correction=product_mask",),
+    ("correction=icepop",),
+    ("correction=[tis_token,gsm]",),
+    recommended.OVERRIDES,
+    ("correction=decoupled_ppo",),
+    ("correction=[decoupled_ppo,opsm]", recommended.OVERRIDES[-1]),
 )
 PROPOSED = "bounds as calibrated above"
 
@@ -52,14 +56,15 @@ class Studies:
 
 
 def run_studies(
-    recording: Recording, recorded: CorrectionSpec, *, spec: Sequence[str] = (), jobs: Jobs = ALONE
+    recording: Recording, recorded: CorrectionSpec, *, stale: bool = False, spec: Sequence[str] = (), jobs: Jobs = ALONE
 ) -> Studies:
     """Run all three tools over all steps.
 
     Args:
         recorded: what acted at the last step.
-        spec: overrides of the correction that is calibrated; empty: what was recorded, with what of ``DEFAULT`` it
-            has no part of.
+        stale: older weights sampled some rows.
+        spec: overrides of the correction that is calibrated; empty: what was recorded, with what it has no
+            part of in ``DEFAULT``, or in what is recommended for stale rows.
         jobs: who reads the steps.
 
     Raises:
@@ -67,8 +72,8 @@ def run_studies(
         SpecError: ``spec`` is malformed.
     """
     with initialize_composer():
-        compared = [(override, compose_correction([override])) for override in COMPARED]
-        asked = _asked(recorded, spec)
+        compared = [(" ".join(overrides), compose_correction(overrides)) for overrides in COMPARED]
+        asked = _asked(recorded, spec, recommended.OVERRIDES if stale else DEFAULT)
     sample = PromptSample.of_recording(recording)
     bounds = asked if isinstance(asked, str) else _calibrated(recording, asked, sample, jobs)
     return Studies(
@@ -89,7 +94,7 @@ class _Asked:
     new: frozenset[str]
 
 
-def _asked(recorded: CorrectionSpec, spec: Sequence[str]) -> _Asked | str:
+def _asked(recorded: CorrectionSpec, spec: Sequence[str], default: Sequence[str]) -> _Asked | str:
     """Build the correction to calibrate; without ``spec`` the recorded one, completed by the default's parts.
 
     Returns:
@@ -98,7 +103,7 @@ def _asked(recorded: CorrectionSpec, spec: Sequence[str]) -> _Asked | str:
     Raises:
         SpecError: ``spec`` is malformed.
     """
-    values, unset = fill_placeholders(compose_correction(spec or [DEFAULT]))
+    values, unset = fill_placeholders(compose_correction(spec or default))
     if spec:
         correction = CorrectionSpec.from_mapping(values)
         return _Asked(correction, unset, frozenset(_parts(correction)) - _parts(recorded))

@@ -113,6 +113,11 @@ class Timeline:
         return sum(step.rows for step in self.steps)
 
     @property
+    def is_stale(self) -> bool:
+        """True if older weights sampled some rows."""
+        return bool(np.nanmax(self.get_column("staleness"), initial=0.0) > 0)
+
+    @property
     def extensions(self) -> list[str]:
         """Columns of extensions that any step has."""
         return list(dict.fromkeys(name for step in self.steps for name in step.extensions))

@@ -90,6 +90,7 @@ REMARKS: tuple[Check, ...] = (
     warnings.warn_no_staleness,
     staleness.warn_verls_limit,
     staleness.warn_uncorrected,
+    staleness.warn_narrow_bands,
     staleness.warn_ages,
     warnings.warn_unlike_micro_batches,
     warnings.warn_kl_left_out,

@@ -10,7 +10,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from verl_patches.execution_path import USE_V1, live_path
 
-from ...correction import CorrectionSpec, MaskSpec, WeightSpec
+from ...correction import CorrectionSpec, MaskSpec, WeightSpec, recommended
 from ...correction.problem import Problem, Verdict, format_value, remove, set_to
 from ...correction.proximal import BY_AGE
 from ...staleness.staleness_settings import ETA, TARGET, StalenessSettings
@@ -28,6 +28,9 @@ REPLACED = {
 """Keys of verl that eta takes the place of, the first below the mode's section -> their values in verl's own
 configuration, which mean that nobody has set them."""
 _SKIP = "skip.rollout_tq.enable"
+STALE_NATS = 0.2
+"""Mean |log pi_old / mu| of a stale row, at least: 95 % of the tokens of stale rows are in such ones in the recorded run
+``tests/data/faults/held_out/colocate_async-14``."""
 
 
 def is_asynchronous(config: DictConfig) -> bool:
@@ -56,7 +59,7 @@ def check_staleness(config: DictConfig, spec: CorrectionSpec) -> Iterator[Proble
     if settings.adapt is not None and not spec.all_weights:
         reason = "it is the effective sample size of the weights, and the correction has none: it would always be met."
         off = set_to(TARGET, None)
-        fix = f"Add a weight, correction=decoupled_ppo for example, or set {off}."
+        fix = f"Add a weight, {recommended.WEIGHTED_LINE} for example, or set {off}."
         yield _problem(TARGET, settings.adapt.ess, reason, fix, off, config)
     mode = config.trainer.v1.trainer_mode
     for name, usual in REPLACED.items():
@@ -120,8 +123,32 @@ def warn_uncorrected(config: DictConfig, spec: CorrectionSpec) -> Iterator[Probl
     if is_asynchronous(config) and spec.is_none and not list_active(config):
         mode = config.trainer.v1.trainer_mode
         reason = "rows are trained by newer weights than sampled them, and nothing corrects for it."
-        fix = "Launch recipe.offpolicy.main_offpolicy with correction=decoupled_ppo."
+        fix = f"Launch recipe.offpolicy.main_offpolicy with {recommended.LINE}: {recommended.WHY}."
         yield Problem(MODE, mode, reason, fix, "NOTE", ())
+
+
+def warn_narrow_bands(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
+    """Warn of masks whose bounds suit two engines at equal weights, and reject rows that older weights sampled."""
+    if not is_asynchronous(config) or OmegaConf.select(config, ETA) == 0:
+        return
+    for name, mask in spec.masks:
+        low, high = mask.limits
+        of_stale = mask.entry.at(-STALE_NATS)
+        whole = mask.when == "any" and mask.ratio != "ppo" and mask.entry.reduce == "mean" and mask.level != "token"
+        if not whole or mask.by_staleness is not None or low <= of_stale <= high:
+            continue
+        side = "lower" if of_stale < low else "upper"
+        reason = (
+            f"it rejects rows that older weights sampled: where [0.99, 1.01] kept 0.898 of the tokens of fresh rows in "
+            f"a recorded asynchronous run, it kept 0.005 of those of stale ones, whose mean log-ratio is beyond "
+            f"{STALE_NATS:g} nats a token."
+        )
+        fix = (
+            f"Take {recommended.LINE} instead; or calibrate the bound on a recording of such rows, and watch "
+            f"offpolicy/staleness/*/keep_token_share."
+        )
+        key, mode = f"correction.masks.{name}.{side}", {MODE: config.trainer.v1.trainer_mode}
+        yield Problem(key, getattr(mask, side), reason, fix, "NOTE", (f"masks.{name}",), beside=mode)
 
 
 def _remark(

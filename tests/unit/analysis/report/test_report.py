@@ -56,7 +56,7 @@ PROOF = {
 }
 
 
-PICTURES = 4 + 2 + 6 + 3
+PICTURES = 4 + 2 + 6 + 2
 """Over time, by length, of attribution, and a panel a bound: of the weight and two masks, the default."""
 
 
@@ -333,8 +333,8 @@ def test_a_damaged_file_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[s
     ("recorded", "calibrated", "new"),
     few_when_quick(
         [
-            ({}, {"weight", "masks.gsm", "masks.opsm"}, {"weight", "masks.gsm", "masks.opsm"}),
-            ({"weight": TIS}, {"weight", "masks.gsm", "masks.opsm"}, {"masks.gsm", "masks.opsm"}),
+            ({}, {"weight", "masks.gsm"}, {"weight", "masks.gsm"}),
+            ({"weight": TIS}, {"weight", "masks.gsm"}, {"masks.gsm"}),
             (MASKS, {"weight", "masks.gsm"}, {"weight"}),
             (MASKS | {"weight": TIS}, {"weight", "masks.gsm"}, set()),
         ],

@@ -14,6 +14,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
+from ....correction import recommended
 from ..profiles import compute_k3, number_cells
 from .cause import Cause, report_absent, report_untestable
 from .sampled_tokens import Array, Estimate, SampledTokens, estimate, sum_by_cluster
@@ -22,8 +23,7 @@ from .thresholds import LEAST_TOKENS, THRESHOLDS
 NAME = "stale weights"
 _FIX = (
     "synchronise at every step and clear the engine's cache; where staleness is meant, bound it with "
-    "trainer.v1.sampler.max_off_policy_threshold and correct for it: 'correction=[tis_token,opsm]' "
-    "correction.masks.opsm.delta=0.1"
+    f"trainer.v1.sampler.max_off_policy_threshold and correct for it: {recommended.LINE}"
 )
 _FIX_CACHE = (
     "clear the engine's prefix cache when new weights arrive, as verl does, or have none: "

@@ -1,0 +1,42 @@
+"""Watch of what is kept of tokens that older weights sampled: a warning where that is next to nothing."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping
+
+from ...correction import recommended
+
+logger = logging.getLogger("verl.offpolicy")
+
+LEAST_KEPT = 0.1
+LEAST_TOKENS = 100
+"""Stale tokens of an update from which it counts."""
+IN_A_ROW = 2
+_AGES = ("is1", "is2", "ge3")
+
+
+class StaleRowsWatch:
+    """Watch of all updates, which warns once."""
+
+    def __init__(self) -> None:
+        self._low = 0
+
+    def see(self, values: Mapping[str, float]) -> bool:
+        """Look at the statistics of an update, below ``offpolicy/``; True if it warned."""
+        counts = [values.get(f"staleness/{age}/token_count", 0.0) for age in _AGES]
+        shares = [values.get(f"staleness/{age}/keep_token_share", math.nan) for age in _AGES]
+        stale = sum(counts)
+        if self._low >= IN_A_ROW or not stale >= LEAST_TOKENS:
+            return False
+        kept = sum(count * share for count, share in zip(counts, shares, strict=True) if count) / stale
+        self._low = self._low + 1 if kept < LEAST_KEPT else 0
+        if self._low != IN_A_ROW:
+            return False
+        logger.warning(
+            "the correction keeps %.3f of the tokens that older weights sampled, %d in this update: bounds made for two "
+            "engines at equal weights reject stale rows. Take %s instead, or calibrate them on a recording.",
+            *(kept, stale, recommended.LINE),
+        )
+        return True

@@ -1,0 +1,140 @@
+"""One recommendation for asynchronous and stale data, in the code and in the documents."""
+
+from __future__ import annotations
+
+import logging
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from recipe.offpolicy.analysis.attribution.attribution import attribute
+from recipe.offpolicy.analysis.report.studies import COMPARED, run_studies
+from recipe.offpolicy.analysis.whatif.compose import compose_correction, initialize_composer
+from recipe.offpolicy.correction import CorrectionSpec, recommended
+from recipe.offpolicy.monitor.mismatch.stale_kept import StaleRowsWatch
+from recipe.offpolicy.preflight.auto_choice import select
+from recipe.offpolicy.preflight.auto_setup import Setup
+from recipe.offpolicy.preflight.checks.staleness import warn_narrow_bands, warn_uncorrected
+from recipe.offpolicy.recording import Recording
+from tests.support.applications import NEEDED, application
+from tests.support.corrections import GSM, TIS, opsm, spec
+from tests.support.paths import ROOT
+
+ASYNC = "trainer.v1.trainer_mode=colocate_async"
+LINE = "correction=opsm correction.masks.opsm.delta=0.1"
+STALE = ROOT / "tests/data/faults/held_out/colocate_async-14"
+
+
+def test_the_documents_recommend_the_arm_that_was_measured() -> None:
+    assert recommended.LINE == LINE
+    (row,) = re.findall(r"^\| [^|]*asynchronous[^|]*\| `([^`]*)` \|", (ROOT / "README.md").read_text(), re.M)
+    assert f"correction={row}" == LINE
+    pages = {name: (ROOT / f"docs/{name}.md").read_text() for name in ("staleness", "corrections", "collapse")}
+    (auto,) = re.findall(r"^\| async \| `([^`]*)`", pages["corrections"], re.M)
+    assert f"correction={auto}" == LINE
+    assert LINE in pages["staleness"]
+    assert LINE in pages["collapse"]
+    medians = dict(re.findall(r"^\| `(\w+)` \| 8 of 8 \| (\d\.\d+)", pages["collapse"], re.M))
+    assert medians["late_opsm"] == "0.602"
+    assert all(medians[arm] in recommended.WHY for arm in ("late_opsm", "late", "late_decoupled", "late_both"))
+    arms = (ROOT / "scripts/evidence/collapse/arms.py").read_text()
+    assert all(f'"{override}"' in arms for override in recommended.OVERRIDES)
+
+
+def test_auto_doctor_attribution_and_report_give_the_same() -> None:
+    chosen = select(Setup("different", "async", "dense", "single", 4, "fsdp"))
+    assert (*(f"correction={name}" for name in chosen.options), *(f"{k}={v}" for k, v in chosen.values.items())) == (
+        tuple(LINE.split())
+    )
+    recording = Recording(STALE)
+    (stale,) = (cause for cause in attribute(recording).causes if cause.name == "stale weights")
+    assert stale.fix.endswith(LINE)
+    assert tuple(LINE.split()) in COMPARED
+    studies = run_studies(recording, CorrectionSpec(), stale=True)
+    assert not isinstance(studies.calibrated, str)
+    assert {proposal.part.key for proposal in studies.calibrated.proposals} == {"masks.opsm"}
+
+
+@pytest.mark.verl("==0.9.1")
+def test_an_uncorrected_asynchronous_run_is_told_of_it() -> None:
+    with application("correction=none", ASYNC, *NEEDED) as config:
+        (note,) = warn_uncorrected(config, CorrectionSpec())
+    assert note.verdict == "NOTE"
+    assert LINE in note.fix
+
+
+def test_run_async_has_it_as_its_default(tmp_path: Path) -> None:
+    """Its command line, with a python3 that prints its arguments."""
+    (tmp_path / "verl/trainer/config").mkdir(parents=True)
+    (tmp_path / "verl/version").mkdir()
+    (tmp_path / "verl/trainer/config/ppo_trainer.yaml").write_text("    separate_async:\n")
+    python = tmp_path / "python3"
+    python.write_text(f'#!/bin/bash\nif [[ $1 == - ]]; then echo "{tmp_path}/verl"; else printf "%s\\n" "$@"; fi\n')
+    python.chmod(0o755)
+
+    def run(*arguments: str, **environment: str) -> list[str]:
+        script = ["bash", str(ROOT / "recipe/offpolicy/run_async.sh"), *arguments]
+        path = f"{tmp_path}:/usr/bin:/bin"
+        done = subprocess.run(script, env={"PATH": path, "HOME": str(tmp_path)} | environment, capture_output=True)
+        assert done.returncode == 0, done.stderr
+        return [word for word in done.stdout.decode().splitlines() if word.startswith("correction")]
+
+    assert run() == ["correction=[opsm]", "correction.masks.opsm.delta=0.1"]
+    assert run("correction.masks.opsm.delta=0.2")[-1] == "correction.masks.opsm.delta=0.2"
+    assert run(CORRECTION="tis_token") == ["correction=[tis_token]"]
+    assert run("correction=gsm") == ["correction=gsm"]
+
+
+# Bounds for equal weights meet stale rows ---------------------------------------------------------------------
+
+
+@pytest.mark.verl("==0.9.1")
+@pytest.mark.parametrize(
+    ("correction", "keys"),
+    [
+        ("gsm", ["correction.masks.gsm.lower"]),
+        ("[tis_token,gsm_turn]", ["correction.masks.gsm_turn.lower"]),
+        ("skyrl_recommended", ["correction.masks.gsm.lower"]),
+        ("k3_mask", ["correction.masks.k3.upper"]),
+        ("verl_decoupled_geo_rs", None),
+        ("tis_token", []),
+        ("icepop", []),
+        ("outlier", []),
+    ],
+)
+def test_a_band_for_equal_weights_is_noted_in_asynchronous_modes(correction: str, keys: list[str] | None) -> None:
+    with initialize_composer():
+        values = compose_correction([f"correction={correction}"])
+    chosen = CorrectionSpec.from_mapping(values)
+    with application("correction=none", ASYNC, *NEEDED) as config:
+        notes = list(warn_narrow_bands(config, chosen))
+    assert all(note.verdict == "NOTE" and LINE in note.fix for note in notes)
+    assert notes if keys is None else [note.key for note in notes] == keys
+    with application("correction=none", *NEEDED) as config:
+        assert not list(warn_narrow_bands(config, chosen))
+
+
+@pytest.mark.verl("==0.9.1")
+def test_what_stale_rows_pass_is_not_noted() -> None:
+    wide = GSM | {"lower": 0.5, "upper": 2.0}
+    with application("correction=none", ASYNC, *NEEDED) as config:
+        assert not list(warn_narrow_bands(config, spec(TIS, opsm=opsm(0.1), wide=wide)))
+
+
+def test_a_run_that_keeps_no_stale_token_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
+    def update(kept: float, tokens: float = 1000.0) -> dict[str, float]:
+        fresh = {"staleness/is0/token_count": 5000.0, "staleness/is0/keep_token_share": 0.9}
+        ages = {"staleness/is1/token_count": tokens, "staleness/is1/keep_token_share": kept}
+        return fresh | ages | {"staleness/is2/token_count": 0.0, "staleness/is2/keep_token_share": float("nan")}
+
+    watch = StaleRowsWatch()
+    with caplog.at_level(logging.WARNING, "verl.offpolicy"):
+        seen = [watch.see(one) for one in (update(0.0), update(0.5), update(0.01), update(0.0), update(0.0))]
+    assert seen == [False, False, False, True, False]
+    assert "keeps 0.000 of the tokens that older weights sampled, 1000 in this update" in caplog.text
+    assert LINE in caplog.text
+    young = StaleRowsWatch()
+    assert not any(young.see(update(0.0, tokens=50.0)) for _ in range(5))
+    assert not any(young.see({}) for _ in range(5))
