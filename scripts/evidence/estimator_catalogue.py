@@ -94,6 +94,6 @@ ESTIMATORS: tuple[Estimator, ...] = (
     Estimator("geometric mask [0.9, 1.1]", "mask", _geometric(0.9, 1.1)),
     Estimator("product mask [0.5, 2]", "mask", _one_mask(aggregate="product", lower=0.5, upper=2.0)),
     Estimator("outlier mask [0.5, 2]", "mask", _one_mask(aggregate="any", lower=0.5, upper=2.0)),
-    Estimator("OPSM, delta 0.1", "mask", _one_mask(ratio="full", aggregate="geometric", delta=0.1, when="negative")),
+    Estimator("OPSM, delta=0.1", "mask", _one_mask(ratio="full", aggregate="geometric", delta=0.1, when="negative")),
     Estimator("token TIS + geometric mask", "both", _weight("token", "truncate", None, 2.0) | _geometric(0.9, 1.1)),
 )

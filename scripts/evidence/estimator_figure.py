@@ -25,7 +25,7 @@ DRAWN = tuple(estimator for estimator in ESTIMATORS if estimator not in (SELF_NO
 # Token weights lie on one line, masks that remove nothing on that of no correction: one or two of each will do.
 GROWING = (
     "none", "token TIS, cap 2", "sequence TIS, cap 5", "geometric weight", "geometric mask [0.99, 1.01]",
-    "product mask [0.5, 2]", "OPSM, delta 0.1",
+    "product mask [0.5, 2]", "OPSM, delta=0.1",
 )  # fmt: skip
 STYLE: Any = {
     "font.size": 9.5, "axes.edgecolor": MUTED, "axes.labelcolor": INK, "xtick.color": MUTED, "ytick.color": MUTED,

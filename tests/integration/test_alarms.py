@@ -353,7 +353,7 @@ def test_a_run_finds_the_ess_that_it_was_asked_for(
     assert sum(ess[-5:]) / 5 == pytest.approx(0.93, abs=0.02)
     assert run.metrics["offpolicy/live/proved"] == 1.0
     assert "the bounds of weight come with each update" in caplog.text
-    assert "correction.weight: upper=5 -> upper=" in caplog.text
+    assert "correction.weight: <= 5 -> <= " in caplog.text
 
 
 # Fallbacks --------------------------------------------------------------------------------------------------

@@ -202,7 +202,7 @@ def test_check_alone_does_not_train(launch: Launcher) -> None:
     result = launch("--check", "correction=[tis_token,gsm]", *NEEDED)
     assert result.status == 0
     assert ours(result)[0] == (
-        "correction=[tis_token,gsm]: weight (token, truncate [, 2] on pi_old / mu), "
+        "correction=[tis_token,gsm]: weight (token, truncate <= 2 on pi_old / mu), "
         "masks.gsm (sequence, geometric [0.99, 1.01] on pi_old / mu)"
     )
     assert "all checks passed" in result.printed

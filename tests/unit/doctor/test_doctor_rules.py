@@ -95,7 +95,7 @@ def test_what_is_asked_for_is_live(bases: dict[str, DictConfig]) -> None:
     diagnosis = diagnosed(OURS, bases[OURS])
     assert [(row.name, row.verdict) for row in diagnosis.rows] == [("weight", "OK"), ("masks.gsm", "OK")]
     assert (diagnosis.verdict, diagnosis.status, diagnosis.notes) == ("OK", 0, ())
-    assert diagnosis.rows[0].meaning == "token, truncate [, 2] on pi_old / mu"
+    assert diagnosis.rows[0].meaning == "token, truncate <= 2 on pi_old / mu"
     assert diagnosis.rows[1].meaning == "sequence, geometric [0.99, 1.01] on pi_old / mu"
 
 
@@ -107,7 +107,7 @@ def test_nothing_is_asked_for(bases: dict[str, DictConfig]) -> None:
 
 def test_the_headline_says_what_is_on(bases: dict[str, DictConfig]) -> None:
     assert diagnosed(OURS, bases[OURS]).headline == (
-        "correction=[tis_token,gsm]: weight (token, truncate [, 2] on pi_old / mu), "
+        "correction=[tis_token,gsm]: weight (token, truncate <= 2 on pi_old / mu), "
         "masks.gsm (sequence, geometric [0.99, 1.01] on pi_old / mu)"
     )
     of_verl = diagnosed(VERLS, changed(bases[VERLS], TIS_OF_VERL))

@@ -28,7 +28,7 @@ def test_parts_are_named_with_what_they_mean(tmp_path: Path) -> None:
         ("weight", True, True),
         ("masks.gsm", True, True),
     ]
-    assert parts[0].meaning == "token, truncate [, 2] on pi_old / mu"
+    assert parts[0].meaning == "token, truncate <= 2 on pi_old / mu"
 
 
 def test_verls_own_correction_is_a_part_that_is_not_ours() -> None:

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ...correction.bound_text import format_bounds
 from ...correction.catalogue import BUCKETS
 from ..pages.plotting import INK, MUTED, FigurePanel, add_legend, draw_panels, get_line_style
-from .calibration_tables import format_bounds, format_bucket, format_part_name
+from .calibration_tables import format_bucket, format_part_name
 from .caps import EssCurve
 from .curves import KeptCurve
 from .propose import Proposal

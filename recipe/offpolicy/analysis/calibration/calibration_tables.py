@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from ...correction.bound_text import format_bounds
 from ...correction.catalogue import BUCKETS
 from ..pages import Column, Table
 from ..whatif.compose import initialize_composer
@@ -67,7 +68,7 @@ def build_length_table(proposal: Proposal, confidence: float) -> Table:
     columns = (
         Column("T"),
         Column("rows"),
-        Column(f"{format_bounds(common) or 'the common bound'} reaches", digits=4),
+        Column(f"{format_bounds(common) if common else 'the common bound'} reaches", digits=4),
         Column(f"reaches {proposal.goal:g} alone"),
         Column(f"{confidence:.0%} interval"),
         *([Column("remark")] if remarked else []),
@@ -77,7 +78,7 @@ def build_length_table(proposal: Proposal, confidence: float) -> Table:
             format_bucket(entry.bucket),
             entry.rows,
             entry.reached,
-            format_bounds(entry.threshold.values) or "none",
+            format_bounds(entry.threshold.values) if entry.threshold.values else "none",
             _format_interval(proposal.part, entry.threshold),
             *([entry.threshold.note] if remarked else []),
         )
@@ -148,13 +149,6 @@ def format_part_name(part: BoundedPart) -> str:
     """Format the key, with the side where only one of two bounds moves."""
     two = part.spec.lower is not None and part.spec.upper is not None
     return f"{part.key}.{part.side}" if two and part.side != "both" else part.key
-
-
-def format_bounds(values: Any) -> str:
-    """Format as ``[0.99, 1.01]``, ``upper 2.0`` or ``delta 0.1``; empty for none."""
-    if {"lower", "upper"} <= set(values):
-        return f"[{_number(values['lower'])}, {_number(values['upper'])}]"
-    return ", ".join(f"{name} {_number(value)}" for name, value in values.items())
 
 
 def _format_interval(part: BoundedPart, threshold: Threshold) -> str:
@@ -245,10 +239,6 @@ def _floor(proposal: Proposal, confidence: float) -> str:
         f"reaches {floor.quantile:.4g} nats at its {floor.share:g}-quantile, at most {floor.delta:.4g} with "
         f"{confidence:.0%} confidence: delta lies at or above that.{assumed}"
     )
-
-
-def _number(value: float | None) -> str:
-    return "not set" if value is None else repr(value)
 
 
 def _number_or_none(value: float) -> float | None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ...correction import CorrectionSpec, MaskSpec, WeightSpec
+from ...correction.bound_text import format_bounds
 from ...recording.recording import read_extensions
 from ..attribution import attribution_figures, attribution_page, attribution_tables
 from ..attribution.attribution import Attribution
@@ -106,16 +107,13 @@ def _describe_spec(spec: CorrectionSpec) -> dict[str, str]:
 
 
 def _part_text(part: WeightSpec | MaskSpec) -> str:
-    named = {name: getattr(part, name, None) for name in ("lower", "upper", "delta", "budget")}
-    if named["delta"] is not None:
-        named["lower"] = None
-    bounds = calibration_tables.format_bounds({name: value for name, value in named.items() if value is not None})
+    bounds = format_bounds({name: getattr(part, name, None) for name in ("lower", "upper", "delta", "budget")})
     kind = part.kind if isinstance(part, WeightSpec) else "mask"
     when = f", advantage {part.when}" if part.when != "any" else ""
     if isinstance(part, MaskSpec) and part.entry.of_age:
         return f"{kind} on age by {part.level}, {bounds} versions{when}"
     by_age = "" if part.by_staleness is None else f", |log bound| times {json.dumps(part.by_staleness)} by age"
-    return f"{kind} on {part.ratio}, {part.aggregate} by {part.level}, {bounds or 'no bounds'}{when}{by_age}"
+    return f"{kind} on {part.ratio}, {part.aggregate} by {part.level}, {bounds}{when}{by_age}"
 
 
 def _run(found: ReportContents, spec: CorrectionSpec) -> list[Markup]:

@@ -10,12 +10,13 @@ from typing import Any
 import numpy as np
 
 from ...correction import CorrectionSpec
+from ...correction.bound_text import format_bounds
 from ..attribution.attribution import Attribution
 from ..attribution.attribution_tables import format_shares
 from ..attribution.scored_rows import describe_left_out, describe_none_scored
 from ..attribution.token_text import escape
 from ..attribution.unexplained import describe_unexplained, is_healthy
-from ..calibration.calibration_tables import format_bounds, format_bucket, format_part_name
+from ..calibration.calibration_tables import format_bucket, format_part_name
 from ..calibration.propose import Proposal
 from ..pages import Column, Table
 from .studies import TARGET_KEPT, Studies

@@ -9,6 +9,7 @@ from typing import Any
 from omegaconf import DictConfig
 
 from ...correction import CorrectionSpec, MaskSpec, Reduction, Statistic, WeightSpec
+from ...correction.bound_text import format_bounds
 from ...correction.moving_bounds import WEIGHT, Bounds, format_part_path, read_bounds, replace_bounds
 from ...correction.statistics import merge_all
 from .bound_settings import Settings, read_settings
@@ -83,8 +84,8 @@ class Calibration:
             logger.warning(
                 "correction.%s: the checkpoint has it at %s, other keys than its own: it starts at %s, as configured.",
                 format_part_path(name),
-                _format_bounds(bounds[name]),
-                _format_bounds(here[name]),
+                format_bounds(bounds[name]),
+                format_bounds(here[name]),
             )
         self.spec = replace_bounds(self.spec, {name: left for name, left in bounds.items() if name not in other})
         window = state["window"] if same_keys and not other else []
@@ -117,8 +118,8 @@ class Calibration:
                 logger.info(
                     "correction.%s: %s -> %s from the next update on. %s",
                     format_part_path(name),
-                    _format_bounds(before[name]),
-                    _format_bounds(bounds),
+                    format_bounds(before[name]),
+                    format_bounds(bounds),
                     self._explain(name, seen[_name_outcome(name)]),
                 )
 
@@ -172,10 +173,6 @@ def _name_outcome(name: str) -> str:
 
 def _find_open(bounds: Bounds) -> dict[str, bool]:
     return {key: value is None for key, value in bounds.items()}
-
-
-def _format_bounds(bounds: Bounds) -> str:
-    return ", ".join(f"{key}={'null' if value is None else format(value, '.6g')}" for key, value in bounds.items())
 
 
 def _to_plain(seen: Mapping[str, Statistic]) -> dict[str, Any]:

@@ -35,8 +35,8 @@ class StaleRowsWatch:
         if self._low != IN_A_ROW:
             return False
         logger.warning(
-            "the correction keeps %.3f of the tokens that older weights sampled, %d in this update: bounds made for two "
-            "engines at equal weights reject stale rows. Take %s instead, or calibrate them on a recording.",
+            "the correction keeps %.3f of the tokens that older weights sampled, %d in this update: bounds made for "
+            "two engines at equal weights reject stale rows. Take %s instead, or calibrate them on a recording.",
             *(kept, stale, recommended.LINE),
         )
         return True

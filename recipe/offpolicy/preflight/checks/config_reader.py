@@ -9,6 +9,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from ...correction import CorrectionSpec, MaskSpec, SpecError, WeightSpec
+from ...correction.bound_text import format_bounds
 from ...correction.problem import format_value
 from ...extensions.registry import load_extensions
 from ...support.support_settings import SupportSettings
@@ -70,13 +71,13 @@ def list_parts(config: DictConfig, spec: CorrectionSpec) -> list[ConfiguredPart]
     if spec.proximal != "recompute":
         parts.append(ConfiguredPart("proximal", f"pi_old: {spec.proximal}", spec.proximal != "reuse"))
     if spec.kl_clip is not None:
-        parts.append(
-            ConfiguredPart("kl_clip", f"KL loss with pi / pi_old in {_format_band(*spec.kl_clip)}", reads_mu=False)
-        )
+        lower, upper = spec.kl_clip
+        band = format_bounds({"lower": lower, "upper": upper})
+        parts.append(ConfiguredPart("kl_clip", f"KL loss with pi / pi_old in {band}", reads_mu=False))
     if spec.kl_weight is not None:
         ratio, reads_mu = _RATIOS[spec.kl_weight.ratio], spec.kl_weight.ratio == "full"
-        band = _format_band(None, spec.kl_weight.upper)
-        parts.append(ConfiguredPart("kl_weight", f"KL loss times {ratio} in {band}", reads_mu))
+        capped = "" if spec.kl_weight.upper is None else f", {format_bounds({'upper': spec.kl_weight.upper})}"
+        parts.append(ConfiguredPart("kl_weight", f"KL loss times {ratio}{capped}", reads_mu))
     if spec.penalty is not None:
         ratio, reads_mu = _RATIOS[spec.penalty.ratio], spec.penalty.ratio == "full"
         meaning = f"{spec.penalty.coefficient:g} times (log {ratio})^2"
@@ -117,9 +118,9 @@ def _reads_mu(mask: MaskSpec) -> bool:
 
 def _describe_weight(weight: WeightSpec) -> str:
     ratio = _RATIOS[weight.ratio]
-    band = _format_band(weight.lower, weight.upper)
+    bounds = format_bounds({"lower": weight.lower, "upper": weight.upper})
     when = "" if weight.when == "any" else f", {weight.when}"
-    return f"{weight.level}, {weight.kind} {band} on {ratio}{when}{_format_factors(weight)}"
+    return f"{weight.level}, {weight.kind} {bounds} on {ratio}{when}{_format_factors(weight)}"
 
 
 def _describe_mask(mask: MaskSpec) -> str:
@@ -127,13 +128,9 @@ def _describe_mask(mask: MaskSpec) -> str:
     if mask.entry.of_age:
         return f"{mask.level}, at most {mask.upper:g} versions old{when}"
     ratio = _RATIOS[mask.ratio]
-    bounds = f"budget {mask.budget:g}" if mask.budget is not None else _format_band(mask.lower, mask.upper)
+    bounds = format_bounds({name: getattr(mask, name) for name in ("lower", "upper", "delta", "budget")})
     return f"{mask.level}, {mask.aggregate} {bounds} on {ratio}{when}{_format_factors(mask)}"
 
 
 def _format_factors(part: WeightSpec | MaskSpec) -> str:
     return "" if part.by_staleness is None else f", |log bound| times {format_value(list(part.by_staleness))} by age"
-
-
-def _format_band(lower: float | None, upper: float | None) -> str:
-    return f"[{'' if lower is None else f'{lower:g}'}, {'' if upper is None else f'{upper:g}'}]"

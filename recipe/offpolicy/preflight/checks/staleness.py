@@ -29,8 +29,8 @@ REPLACED = {
 configuration, which mean that nobody has set them."""
 _SKIP = "skip.rollout_tq.enable"
 STALE_NATS = 0.2
-"""Mean |log pi_old / mu| of a stale row, at least: 95 % of the tokens of stale rows are in such ones in the recorded run
-``tests/data/faults/held_out/colocate_async-14``."""
+"""Mean |log pi_old / mu| of a stale row, at least: 95 % of the tokens of stale rows are in such ones in the recorded
+run ``tests/data/faults/held_out/colocate_async-14``."""
 
 
 def is_asynchronous(config: DictConfig) -> bool:

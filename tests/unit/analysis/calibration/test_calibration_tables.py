@@ -12,7 +12,6 @@ from recipe.offpolicy.analysis.calibration.calibration_tables import (
     build_json,
     build_length_table,
     build_overview_table,
-    format_bounds,
     format_bucket,
     list_overrides,
 )
@@ -73,19 +72,6 @@ def test_a_bound_that_was_not_found_has_a_reason(result: CalibrationResult) -> N
     scores, _ = compute_scores([recorded()], BOTH, [result.proposals[0].part])
     found = build_not_found(scores["masks.gsm"], "no row is long enough")
     assert (found.values, found.note, found.count, found.outcome) == ({}, "no row is long enough", 80, "not identified")
-
-
-@pytest.mark.parametrize(
-    ("values", "shown"),
-    [
-        ({"lower": 0.99, "upper": 1.01}, "[0.99, 1.01]"),
-        ({"upper": 2.0}, "upper 2.0"),
-        ({"delta": 0.1}, "delta 0.1"),
-        ({}, ""),
-    ],
-)
-def test_bounds(values: dict[str, float], shown: str) -> None:
-    assert format_bounds(values) == shown
 
 
 def test_buckets_by_length() -> None:

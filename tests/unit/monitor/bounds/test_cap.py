@@ -155,7 +155,7 @@ def test_it_waits_and_then_moves_at_its_pace(caplog: pytest.LogCaptureFixture) -
             made.observe(seen(EVEN))
             course.append(math.log(cap(made)) / math.log(2.0))
     assert course == pytest.approx([1, 1.2, 1.2, 1.44, 1.44])
-    assert "correction.weight: upper=2 -> upper=2.2974 from the next update on." in caplog.text
+    assert "correction.weight: <= 2 -> <= 2.2974 from the next update on." in caplog.text
     assert (
         "Its caps left an ESS of 1.0000 of 40 tokens in 2 update(s); offpolicy.calibrate.target_ess=0.9" in caplog.text
     )
