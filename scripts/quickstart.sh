@@ -55,8 +55,17 @@ PY
         echo "quickstart: VENV=$VENV lacks $missing. Fix: install what is missing, or leave VENV unset." >&2
         exit 2
     fi
-    found=$(PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH} "$python" -c \
-        'from verl_patches.contract import installed_release as release; print(release("verl"))')
+    found=$(PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH} "$python" - <<'PY'
+import sys
+
+from verl_patches.contract import PatchError, demand_release
+
+try:
+    print(demand_release())
+except PatchError as error:
+    sys.exit(f"quickstart: {error}")
+PY
+    ) || exit 2
     if [[ -n $release && $found != "$release" ]]; then
         echo "quickstart: VENV=$VENV holds verl $found, not $release. Fix: leave VENV or the release out." >&2
         exit 2

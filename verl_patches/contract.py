@@ -25,12 +25,13 @@ from typing import Any
 
 from packaging.specifiers import SpecifierSet
 
-from .releases import release_of
+from .releases import TESTED, attributes_of, is_too_old, release_of
 
 logger = logging.getLogger("verl_patches")
 
 ALLOW_UNTESTED = "OFFPOLICY_ALLOW_UNTESTED_VERL"
 _MARK = "__verl_patch__"
+_AND_MORE = ", ...)"
 
 
 class PatchError(RuntimeError):
@@ -52,7 +53,8 @@ class Contract:
         name: short name of the patch, unique; shown in logs and by `verl_patches.status()`.
         target: "module:attribute.path" of the callable that is wrapped or the object that is extended.
         signature: parameters with defaults and without annotations, as `bare_signature` prints them, quoted
-            from upstream's source; None where the target has none that Python can read.
+            from upstream's source; None where the target has none that Python can read. "(self, data, ...)" quotes
+            the first ones, for a wrapper that passes on whatever follows.
         distribution: the installed distribution whose release decides, or "python".
         releases: version specifier of the releases that were tested, for instance "==0.9.1", or a tuple of
             alternatives, ("==0.7.1", "==0.8.0").
@@ -91,7 +93,7 @@ class Contract:
         found = resolve(self.target)
         if found is None:
             raise PatchError(self.moved("nothing of that name"))
-        if self.signature is not None and bare_signature(found) != self.signature:
+        if self.signature is not None and not self.allows(bare_signature(found)):
             raise PatchError(self.moved(bare_signature(found)))
         if self.keys and (missing := [key for key in self.keys if key not in literals(found)]):
             expected = f"its code to hold {', '.join(map(repr, missing))}"
@@ -99,6 +101,14 @@ class Contract:
         if self.names and (missing := sorted(set(self.names) - looked_up(found))):
             raise PatchError(self.moved("code that does not", f"its code to look up {', '.join(missing)}"))
         return found
+
+    def allows(self, signature: str | None) -> bool:
+        """Return True if a bare signature is the quoted one, or begins as that does where it ends in "..."."""
+        quoted = self.signature or ""
+        if signature is not None and quoted.endswith(_AND_MORE):
+            stem = quoted.removesuffix(_AND_MORE)
+            return signature.startswith((f"{stem},", f"{stem})"))
+        return signature == self.signature
 
     def in_force(self) -> bool:
         """Return True if the patch of this name wraps the target in this process. Imports nothing and never raises."""
@@ -163,11 +173,36 @@ def installed_release(distribution: str) -> str | None:
         return platform.python_version()
     if distribution == "verl" and (release := _release_beside("verl")):
         return release
+    return _metadata_release(distribution)
+
+
+def _metadata_release(distribution: str) -> str | None:
     try:
         version = importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
         return None
     return release_of(version) if distribution == "verl" else version.partition("+")[0]
+
+
+def demand_release() -> str:
+    """Return the supported release of verl that an import finds. Nothing of verl need be importable or compose.
+
+    Raises:
+        PatchError: there is no verl, its release is not supported and was not opted into, or is older than all of them.
+    """
+    release = installed_release("verl")
+    supported = f"Supported: {', '.join(TESTED)}."
+    if release is None:
+        raise PatchError(f"no verl is found. {supported} Fix: pip install verl=={TESTED[-1]}.")
+    if release in TESTED or (os.environ.get(ALLOW_UNTESTED) == "1" and not is_too_old(release)):
+        return release
+    fix = f"pip install verl=={attributes_of(release).name}"
+    folder = location("verl")
+    if folder is not None and _metadata_release("verl") != release:  # a checkout, which pip does not replace
+        fix += f", and take {folder.parent} off PYTHONPATH"
+    if not is_too_old(release):
+        fix += f"; or set {ALLOW_UNTESTED}=1 to try this one, with every function that the correction needs checked"
+    raise PatchError(f"verl {release} in {folder} is not supported. {supported} Fix: {fix}.")
 
 
 def location(package: str) -> Path | None:

@@ -14,7 +14,7 @@ from typing import Literal
 
 from omegaconf import DictConfig, OmegaConf
 
-from .contract import PatchError, installed_release
+from .contract import demand_release, installed_release
 from .releases import Release, attributes_of
 
 STRATEGY = "actor_rollout_ref.actor.strategy"
@@ -55,9 +55,7 @@ def live_path(config: DictConfig, release: str | None = None) -> LivePath:
     Raises:
         PatchError: no verl is found.
     """
-    release = release or installed_release("verl")
-    if release is None:
-        raise PatchError("no verl is found. Fix: install one, or put a checkout of it on PYTHONPATH.")
+    release = release or installed_release("verl") or demand_release()
     row = attributes_of(release)
     # A release without legacy actors or V1 trainer does not read the key, whatever it says.
     legacy = row.legacy_actors and OmegaConf.select(config, LEGACY, default="auto") != "disable"

@@ -81,7 +81,7 @@ RELEASES = (
         watched_replay=False,
         truncated_support=False,
     ),
-    # Its separate_async computes pi_old in another way than 0.9.1's, with which the correction was tested.
+    # Its separate_async has no hybrid_engine=false, warms up in another way, and notes no versions by token.
     Release(
         "0.9.0",
         v1_modes=("sync", "colocate_async"),
@@ -109,6 +109,11 @@ def attributes_of(release: str) -> Release:
     """Return the row of a release; for an untested one the newest row that is no later, or else the oldest."""
     number = _number(release)
     return next((row for row in reversed(RELEASES) if _number(row.name) <= number), RELEASES[0])
+
+
+def is_too_old(release: str) -> bool:
+    """Return True for a release before the oldest supported one."""
+    return _number(release) < _number(TESTED[0])
 
 
 def specifiers(holds: Callable[[Release], bool]) -> tuple[str, ...]:

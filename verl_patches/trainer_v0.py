@@ -85,7 +85,7 @@ SEAMS = (
     seam(
         "_val_metrics_update",
         f"{_TRAINER}:RayPPOTrainer._val_metrics_update",
-        "(self, data_sources, sample_uids, reward_extra_infos_dict, sample_turns)",
+        "(self, data_sources, sample_uids, reward_extra_infos_dict, ...)",
     ),
     seam("_get_dp_size", f"{_TRAINER}:RayPPOTrainer._get_dp_size", "(self, worker_group, role)"),
     seam("_save_checkpoint", f"{_TRAINER}:RayPPOTrainer._save_checkpoint", "(self)"),

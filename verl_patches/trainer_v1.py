@@ -64,7 +64,7 @@ SEAMS = (
     _seam(
         "_val_metrics_update",
         f"{_TRAINER}:PPOTrainer._val_metrics_update",
-        "(self, data_sources, sample_uids, reward_extra_infos_dict, sample_turns, expected_acc_counts=None)",
+        "(self, data_sources, sample_uids, reward_extra_infos_dict, ...)",
     ),
     _seam("_save_checkpoint", f"{_TRAINER}:PPOTrainer._save_checkpoint", "(self)"),
     _seam("_load_checkpoint", f"{_TRAINER}:PPOTrainer._load_checkpoint", "(self)", names=("train_dataloader",)),

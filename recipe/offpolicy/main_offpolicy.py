@@ -33,7 +33,7 @@ from pathlib import Path
 import hydra
 from omegaconf import DictConfig, open_dict
 
-from verl_patches.contract import PatchError
+from verl_patches.contract import PatchError, demand_release
 from verl_patches.execution_path import live_path
 from verl_patches.runtime_env import forward
 
@@ -115,9 +115,10 @@ def main() -> None:
             train(config)
 
     try:
+        demand_release()  # other releases lack keys that our configuration is composed of
         check_primary(sys.argv[1:])
         sys.argv[1:] = keep_search_path(force_own_keys(sys.argv[1:]))
-    except (SpecError, CheckError) as error:
+    except (SpecError, CheckError, PatchError) as error:
         sys.exit(f"offpolicy: stopped before anything was started.\n{error}")
     with contextlib.ExitStack() as stack:
         if only_check:  # Hydra makes a folder for each run, and this is none

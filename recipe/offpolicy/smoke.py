@@ -9,13 +9,20 @@ reached the gradient: the proof of life of a real run, and the gradient worked o
 
 from __future__ import annotations
 
+import sys
+
+from verl_patches.contract import PatchError, demand_release, installed_release
+
 from .usage import answer_help
 
-if __name__ == "__main__":  # before imports that take seconds
+if __name__ == "__main__":  # before imports that take seconds, or that fail in other releases of verl
     answer_help(__doc__)
+    try:
+        demand_release()
+    except PatchError as error:
+        sys.exit(f"offpolicy: NOT LIVE: {error}")
 
 import logging
-import sys
 from pathlib import Path
 
 import torch
@@ -24,8 +31,6 @@ from tensordict import TensorDict
 from torch import Tensor
 from verl.utils import tensordict_utils as tu
 from verl.workers.config import FSDPActorConfig
-
-from verl_patches.contract import installed_release
 
 from .batch import micro_batch as mb
 from .batch.plan import PLAN, SharedPlan

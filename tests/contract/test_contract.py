@@ -100,6 +100,21 @@ def test_a_moved_signature_raises_and_changes_nothing(module: ModuleType, signat
     assert module.Owner.double is before
 
 
+@pytest.mark.parametrize(
+    ("quoted", "holds"), [("(self, ...)", True), ("(self, value, ...)", True), ("(self, val, ...)", False)]
+)
+def test_a_wrapper_that_passes_the_rest_on_quotes_the_first_parameters(
+    module: ModuleType, quoted: str, holds: bool
+) -> None:
+    """double(self, value, *, plus=0)"""
+    assert contract(signature=quoted).allows(bare_signature(module.Owner.double)) is holds
+    if holds:
+        assert contract(signature=quoted).check() is module.Owner.double
+    else:
+        with pytest.raises(PatchError, match="has moved"):
+            contract(signature=quoted).check()
+
+
 @pytest.mark.parametrize("target", ["a_module_of_the_test:Owner.triple", "no_module_of_that_name:f"])
 def test_a_missing_target_raises(module: ModuleType, target: str) -> None:
     missing = Contract("doubling", target, "()", "packaging", ">=20")

@@ -17,7 +17,7 @@ pytest.importorskip("verl")
 
 RELEASE = Version(importlib.metadata.version("verl"))
 ALWAYS = ("torch_cpu", "process_group", "pin_memory", "sync_module_states", "vllm_version")
-# Patch -> its state after `import verl` in 0.7.1, 0.8.0 and 0.9.1.
+# Patch -> its state after `import verl` in 0.7.1, in 0.8.0 and from 0.9.0 on.
 BY_RELEASE = {
     "platform": ("not needed", "not needed", "in force"),
     "device": ("in force", "in force", "not needed"),
@@ -33,7 +33,7 @@ BY_RELEASE = {
     "weight_socket": ("waiting", "waiting", "not needed"),
     "weight_buffer": ("waiting", "not needed", "not needed"),
 }
-COLUMN = ("0.7.1", "0.8.0", "0.9.1").index(str(RELEASE))
+COLUMN = sum(Version(begun) <= RELEASE for begun in ("0.8.0", "0.9.0"))
 STATES = dict.fromkeys(ALWAYS, "in force") | {name: states[COLUMN] for name, states in BY_RELEASE.items()}
 
 

@@ -24,16 +24,18 @@ from verl_patches import (
 )
 from verl_patches.contract import PatchError, bare_signature, resolve
 
-ONLY_V1 = pytest.mark.verl("==0.9.1")
+V1 = pytest.mark.verl(">=0.9")
+NEWEST = pytest.mark.verl(">=0.9.1")
+"""Releases that note versions by token, replay routes and supports, and take a limit of staleness."""
 SCORING = pytest.mark.verl("!=0.7.1")
 GROUPS = [
     pytest.param(engine_loss, id="engine"),
     pytest.param(trainer_v0, id="trainer_v0"),
-    pytest.param(trainer_v1, id="trainer_v1", marks=ONLY_V1),
-    pytest.param(replay_buffer, id="replay_buffer", marks=ONLY_V1),
-    pytest.param(llm_client, id="llm_client", marks=ONLY_V1),
-    pytest.param(router_replay, id="router_replay", marks=ONLY_V1),
-    pytest.param(truncated_sampling, id="truncated_sampling", marks=ONLY_V1),
+    pytest.param(trainer_v1, id="trainer_v1", marks=V1),
+    pytest.param(replay_buffer, id="replay_buffer", marks=NEWEST),
+    pytest.param(llm_client, id="llm_client", marks=NEWEST),
+    pytest.param(router_replay, id="router_replay", marks=NEWEST),
+    pytest.param(truncated_sampling, id="truncated_sampling", marks=NEWEST),
     pytest.param(agent_loops, id="agent_loops", marks=SCORING),
 ]
 
@@ -47,7 +49,7 @@ def test_the_servers_that_score_are_where_they_were() -> None:
     engine_loss.check(agent_loops.build_server_seams())
 
 
-@ONLY_V1
+@NEWEST
 def test_the_servers_that_return_supports_are_where_they_were() -> None:
     engine_loss.check(truncated_sampling.build_server_seams())
 
@@ -60,24 +62,24 @@ def test_every_seam_is_where_it_was(group: Any) -> None:
     engine_loss.check(group.SEAMS)
 
 
-@ONLY_V1
+@V1
 def test_the_agent_loops_of_the_v1_trainer_are_where_they_were() -> None:
     engine_loss.check(agent_loops.SEAMS_V1)
 
 
-@ONLY_V1
+@NEWEST
 def test_the_worker_that_keeps_weights_is_where_it_was() -> None:
     engine_loss.check(trainer_v1.SEAMS_OF_SNAPSHOTS)
 
 
-@ONLY_V1
+@NEWEST
 def test_megatrons_routers_are_where_they_were() -> None:
     pytest.importorskip("megatron.core")
     engine_loss.check(router_replay.SEAMS_OF_MEGATRON)
 
 
-NEWEST = (trainer_v1, replay_buffer, llm_client, router_replay, truncated_sampling)
-OF_V1 = [seam for module in NEWEST for seam in quoted(module, ONLY_V1)]
+OF_NEWEST = (replay_buffer, llm_client, router_replay, truncated_sampling)
+OF_V1 = [*quoted(trainer_v1, V1), *(seam for module in OF_NEWEST for seam in quoted(module, NEWEST))]
 
 
 @pytest.mark.parametrize("seam", [*ALWAYS, *OF_V1])
@@ -106,7 +108,7 @@ def overridden(ours: type, theirs: type) -> set[str]:
     return {name for name in vars(ours) if not name.startswith("__") and hasattr(theirs, name)}
 
 
-@ONLY_V1
+@V1
 def test_whatever_the_v1_trainer_overrides_is_a_seam() -> None:
     """An override of a hook that verl no longer calls would leave the correction dead in silence."""
     from verl.trainer.ppo.v1 import PPOTrainer
@@ -121,7 +123,7 @@ def test_whatever_the_v1_trainer_overrides_is_a_seam() -> None:
     assert overridden(SupervisedRun, PPOTrainer) <= {seam.name for seam in trainer_v1.SEAMS}
 
 
-@ONLY_V1
+@NEWEST
 def test_whatever_the_client_overrides_is_a_seam() -> None:
     """An attempt that goes another way would be sampled by a version that nobody notes."""
     from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServerClient
@@ -135,7 +137,7 @@ def test_whatever_the_client_overrides_is_a_seam() -> None:
     assert {"LLMServerClient.generate", "FullyAsyncLLMServerClient.generate"} <= held
 
 
-@ONLY_V1
+@NEWEST
 def test_whatever_a_limit_of_staleness_overrides_is_a_seam() -> None:
     """A prompt that verl issues by another way would be past the limit."""
     from verl.trainer.ppo.v1 import PPOTrainer
@@ -157,7 +159,7 @@ def test_whatever_a_limit_of_staleness_overrides_is_a_seam() -> None:
     assert overridden(BoundedTrainer, PPOTrainer) | of_buffer <= held
 
 
-@ONLY_V1
+@NEWEST
 def test_whatever_routing_replay_overrides_is_a_seam() -> None:
     """An engine or worker that goes another way would train by routes of its own."""
     from verl.trainer.ppo.v1 import PPOTrainer
@@ -183,7 +185,7 @@ def test_whatever_routing_replay_overrides_is_a_seam() -> None:
     assert wrapped | of_trainer | {"reset"} <= held
 
 
-@ONLY_V1
+@NEWEST
 def test_what_the_look_at_megatron_overrides_is_held() -> None:
     from verl.trainer.ppo.v1 import PPOTrainer
     from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
@@ -196,7 +198,7 @@ def test_what_the_look_at_megatron_overrides_is_held() -> None:
     assert overridden(WatchingTrainer, PPOTrainer) == {"_init_resource_pool_mgr"}
 
 
-@ONLY_V1
+@NEWEST
 def test_whatever_the_replay_of_supports_overrides_is_a_seam() -> None:
     """An engine or worker that goes another way would train by the whole vocabulary."""
     from verl.trainer.ppo.ray_trainer import RayPPOTrainer
@@ -251,7 +253,7 @@ def test_whatever_the_v0_trainer_overrides_is_a_seam() -> None:
     assert around <= {seam.name for seam in trainer_v0.SEAMS}
 
 
-@ONLY_V1
+@V1
 def test_the_covered_trainers_take_the_correction_under_verls_own_names(monkeypatch: pytest.MonkeyPatch) -> None:
     from verl.trainer.ppo.v1 import get_trainer_cls, trainer_base
 
@@ -295,7 +297,7 @@ def test_the_v0_task_runner_finds_the_corrected_trainer(monkeypatch: pytest.Monk
         Own(None, None, None, None)
 
 
-@pytest.mark.parametrize("version", ["v0", pytest.param("v1", marks=ONLY_V1)])
+@pytest.mark.parametrize("version", ["v0", pytest.param("v1", marks=V1)])
 def test_a_task_runner_that_trained_without_us_fails(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from recipe.offpolicy.trainer.supervised_run import SupervisedRun
 

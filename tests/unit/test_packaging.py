@@ -14,8 +14,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from packaging.specifiers import SpecifierSet
-from packaging.version import Version
 
 from tests.support.paths import ROOT
 from verl_patches.releases import TESTED
@@ -89,7 +87,7 @@ def test_every_release_pins_what_the_others_pin() -> None:
     assert re.fullmatch(r"[0-9.]+\+cpu", shared["torch"])
     assert not [name for name in shared if name.startswith(("nvidia-", "cuda"))]
     own = {file.stem.removeprefix("verl-"): pins(file) for file in RELEASES}
-    assert {TESTED[0], TESTED[-1]} <= set(own) <= set(TESTED)
+    assert set(own) == set(TESTED)
     for release, versions in own.items():
         assert versions["verl"] == release
         assert not set(versions) & set(shared)
@@ -101,16 +99,29 @@ def test_a_release_file_includes_the_shared_one(file: Path) -> None:
     assert file.read_text().splitlines().count("-r cpu.txt") == 1
 
 
-def test_the_package_admits_the_releases_that_have_an_environment() -> None:
+NUMBER = r"0\.\d+\.\d+"
+NAMED = re.compile(rf"verl {NUMBER}(?:(?:,|,? and|,? or| to) {NUMBER})*")
+OF_A_TABLE = re.compile(rf"^\| ({NUMBER}(?:, {NUMBER})*) \|", re.M)
+"""Releases in the first column of a table."""
+
+
+def test_documents_name_the_releases_that_are_supported() -> None:
+    """The table of releases, their environments, and the releases that README and docs name are one set."""
     assert 'VERL = f"verl>={TESTED[0]},<={TESTED[-1]}"\n' in (ROOT / "setup.py").read_text()
-    releases = sorted(Version(file.stem.removeprefix("verl-")) for file in RELEASES)
-    assert SpecifierSet(f">={TESTED[0]},<={TESTED[-1]}") == SpecifierSet(f">={releases[0]},<={releases[-1]}")
+    own = ("README.md", "CONTRIBUTING.md", "recipe/offpolicy/README.md", "verl_patches/README.md", "docs/*.md")
+    texts = {file.relative_to(ROOT).as_posix(): file.read_text() for each in own for file in ROOT.glob(each)}
+    words = {name: " ".join(NAMED.findall(" ".join(text.split()))) for name, text in texts.items()}
+    named = {name: set(re.findall(NUMBER, found)) for name, found in words.items()}
+    assert named["README.md"] == set(TESTED)
+    assert set.union(*named.values()) == set(TESTED)
+    for name in ("README.md", "docs/paths.md"):
+        assert set(re.findall(NUMBER, " ".join(OF_A_TABLE.findall(texts[name])))) == set(TESTED)
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--release", "0.7.2"], "--release with one of: 0.7.1 0.8.0 0.9.1"),
+        (["--release", "0.7.2"], "--release with one of: 0.7.1 0.8.0 0.9.0 0.9.1"),
         (["--release"], "--release names no release"),
         (["--relase=0.7.1"], "unknown option --relase=0.7.1"),
         (["one", "two"], "name one"),

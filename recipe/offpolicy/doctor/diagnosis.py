@@ -146,7 +146,7 @@ def _judge_verl(config: DictConfig, launch: Launch, where: LivePath, overrides: 
         problems.append(Problem("module", launch.module, reason, fix, "ERROR" if list_active(config) else "NOTE"))
     if where.release not in TESTED:
         reason = f"which keys this release reads was not looked at; of {', '.join(TESTED)} it was."
-        problems.append(Problem("verl", where.release, reason, "Install one of them."))
+        problems.append(Problem("verl", where.release, reason, "Install one of them.", "NOTE"))
     read_otherwise = {problem.key for problem in problems}
     found = collect_problems((*VERL_CHECKS, *REMARKS) if known else (), config, CorrectionSpec())
     problems += [problem for problem in found if problem.key not in read_otherwise]

@@ -20,7 +20,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from verl_patches.contract import PatchError, installed_release
+from verl_patches.contract import PatchError, demand_release, installed_release
 
 from ..correction import SpecError
 from ..correction.problem import CheckError
@@ -76,9 +76,11 @@ def compose(launch: Launch) -> DictConfig:
     """Compose the configuration that the launch would train with, in this process's Hydra application.
 
     Raises:
+        PatchError: verl is missing, or its release is not supported.
         LaunchError: there is no such program, or Hydra does not take its arguments.
         SpecError: ``correction=null``, two ``correction=``, or a primary configuration without our sections.
     """
+    demand_release()
     program = _OUR_CONFIGURATION if launch.ours else _find_program(launch.module)
     given = [argument for argument in launch.arguments if argument != _CHECK]
     if launch.ours:

@@ -12,6 +12,7 @@ from .launch import Launch
 from .unknown_words import KEY
 
 _PYTHON = re.compile(r"(.*/)?(python[\d.]*|torchrun)")
+_UV = re.compile(r"(.*/)?uv")
 _TORCHRUN = ("torch.distributed.run", "torch.distributed.launch")
 _LIKE_AN_OVERRIDE = re.compile(r"[+~]{0,2}[a-z_][\w/@-]*(\.[\w./@-]*)?=.*", re.S)
 _ARGUMENTS = re.compile(r"\$\{?[#\d@*]")
@@ -94,7 +95,7 @@ def _build_launch(called: ProgramCall, script: Path, arguments: list[str]) -> La
     Raises:
         ScriptError: it is one, and a word of it is not known.
     """
-    words = called.words
+    words = _replace_uv_run(list(called.words))
     start = next((i for i, word in enumerate(words) if isinstance(word, str) and _PYTHON.fullmatch(word)), None)
     if start is None:
         if isinstance(words[0], Unknown) and _count_overrides(words[1:]) > 1:
@@ -113,6 +114,23 @@ def _build_launch(called: ProgramCall, script: Path, arguments: list[str]) -> La
     if unknowns := [word for word in (module, *rest) if isinstance(word, Unknown)]:
         raise ScriptError(f"{script}, line {called.line}: {unknown_words.describe_overrides(unknowns, script)}")
     return Launch(str(module), tuple(map(str, rest)), f"{script}, line {called.line}")
+
+
+def _replace_uv_run(words: list[Field]) -> list[Field]:
+    """Return the call of Python that ``uv run`` makes; a call without it as it is."""
+    uv = next((i for i, word in enumerate(words) if isinstance(word, str) and _UV.fullmatch(word)), None)
+    if uv is None or "run" not in words[uv:]:
+        return words
+    words = words[words.index("run", uv) + 1 :]
+    texts = [word if isinstance(word, str) else "" for word in words]
+    before = texts[: next((i for i, text in enumerate(texts) if _OVERRIDE.fullmatch(text)), None)]
+    # The last, as one that is named by --python stands before it.
+    if pythons := [i for i, word in enumerate(before) if _PYTHON.fullmatch(word)]:
+        return words[pythons[-1] :]
+    begin = next((i for i, word in enumerate(before) if word in ("-m", "--module") or word.endswith(".py")), None)
+    if begin is None:
+        return words
+    return ["python", "-m" if before[begin] == "--module" else words[begin], *words[begin + 1 :]]
 
 
 def _find_module(words: list[Field]) -> tuple[Field | None, list[Field]]:

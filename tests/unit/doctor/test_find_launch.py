@@ -92,6 +92,12 @@ def test_a_word_that_sets_no_key_is_not_replaced(tmp_path: Path) -> None:
         ("torchrun --nnodes 1 --nproc_per_node=8 -m verl.trainer.main_ppo a.b=1", "verl.trainer.main_ppo"),
         ("torchrun --nproc_per_node $NOT_SET_HERE verl/trainer/main_ppo.py a.b=1", "verl.trainer.main_ppo"),
         ("python3 -m torch.distributed.run --nnodes 1 -m verl.trainer.main_ppo a.b=1", "verl.trainer.main_ppo"),
+        ("uv run --frozen --extra vllm python3 -m verl.trainer.main_ppo a.b=1", "verl.trainer.main_ppo"),
+        ("uv -v run --python python3.12 python3 -m verl.trainer.main_ppo a.b=1", "verl.trainer.main_ppo"),
+        ("uv run --project ~/verl --extra $NOT_SET_HERE -m verl.trainer.main_ppo a.b=1", "verl.trainer.main_ppo"),
+        ("~/bin/uv run --python 3.12 --module verl.trainer.main_ppo a.b=1", "verl.trainer.main_ppo"),
+        ("uv run --with-requirements more.txt verl/trainer/main_ppo.py a.b=1", "verl.trainer.main_ppo"),
+        ("uv run torchrun --nproc_per_node=8 -m verl.trainer.main_ppo a.b=1", "verl.trainer.main_ppo"),
         ("srun --nodes=2 bash -c 'python3 -m verl.trainer.main_ppo a.b=1'", "verl.trainer.main_ppo"),
     ],
 )

@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.paths import ROOT
 from verl_patches import releases
-from verl_patches.releases import attributes_of, specifiers
+from verl_patches.releases import attributes_of, is_too_old, specifiers
 
 
 @pytest.mark.parametrize(
@@ -28,6 +28,11 @@ from verl_patches.releases import attributes_of, specifiers
 )
 def test_an_untested_release_is_read_as_the_newest_row_before_it(version: str, row: str) -> None:
     assert attributes_of(version).name == row
+
+
+def test_only_what_comes_before_the_oldest_release_is_too_old() -> None:
+    versions = ["0.6.1", "0.7.0.dev", "0.7.1.dev", "0.7.1", "0.10.0.dev"]
+    assert [is_too_old(version) for version in versions] == [True, True, False, False, False]
 
 
 def test_specifiers_name_the_releases_with_an_attribute() -> None:

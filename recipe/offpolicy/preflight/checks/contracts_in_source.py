@@ -41,7 +41,7 @@ def holds_in_source(contract: Contract) -> bool:
     found = _find_definition(_parse(file), path.split("."))
     if found is None:
         return False
-    if contract.signature is not None and _format_signature(found) != contract.signature:
+    if contract.signature is not None and not contract.allows(_format_signature(found)):
         return False
     if not (contract.keys or contract.names):
         return True
