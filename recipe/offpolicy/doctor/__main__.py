@@ -1,9 +1,16 @@
 """Entry point of ``python -m recipe.offpolicy.doctor``; see the package's docstring."""
 
+import sys
+
+from .foreign_code import set_paths_aside
+
+# The folder of a stranger's script may hold modules that have the names of known ones.
+if any(argument.partition("=")[0] == "--script" for argument in sys.argv):
+    set_paths_aside()
+
 import contextlib
 import logging
 import os
-import sys
 
 # verl and what it imports log about GPUs and plugins, which do not matter here.
 logging.disable(logging.WARNING)

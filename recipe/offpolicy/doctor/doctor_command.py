@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from . import __doc__ as _HELP
+from .foreign_code import ForeignCode
 
 if TYPE_CHECKING:
     from .diagnosis import Diagnosis
@@ -34,7 +35,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         warnings.simplefilter("ignore")
         from .show import show, to_json
 
-        diagnoses = _diagnose(known, given)
+        with contextlib.nullcontext() if known.script is None else ForeignCode(known.script):
+            diagnoses = _diagnose(known, given)
     worst = max(diagnoses, key=lambda each: each.status)
     # A reader such as `head` may close the pipe early, which rich turns into SystemExit.
     with contextlib.suppress(BrokenPipeError, SystemExit):

@@ -17,7 +17,7 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException, OverrideParseException
 from hydra.types import RunMode
-from omegaconf import DictConfig, open_dict
+from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from verl_patches.contract import PatchError, demand_release, installed_release
@@ -37,6 +37,8 @@ _OUR_CONFIGURATION = HydraMain(CONFIG_DIR.parent / "main_offpolicy.py", str(CONF
 _CHECK = "--check"
 _FROM_HERE = re.compile(r"path=file://([^/\s]\S*)")
 """A relative place of a search path, resolved from the current directory."""
+
+_CONFIG_CLASS = re.compile(r"verl(\.\w+)*\.[A-Z]\w*Config")
 
 
 class LaunchError(ValueError):
@@ -114,7 +116,25 @@ def compose(launch: Launch) -> DictConfig:
     HydraConfig.instance().set_config(config)
     with open_dict(config):
         del config["hydra"]
+    if launch.origin:
+        _refuse_targets(config)
     return config
+
+
+def _refuse_targets(config: DictConfig) -> None:
+    """Refuse what verl would call with the launch's values, unless it is a class of verl's configuration."""
+    nodes: list[tuple[str, object]] = [("", OmegaConf.to_container(config, resolve=False))]
+    while nodes:
+        place, node = nodes.pop()
+        below = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ()
+        for name, value in below:
+            key = f"{place}.{name}" if place else str(name)
+            nodes.append((key, value))
+            if name == "_target_" and value is not None and not _CONFIG_CLASS.fullmatch(str(value)):
+                raise LaunchError(
+                    f"{key}={value}: code that a script names is not called, so that its launch is not checked. "
+                    f"Fix: check the launch by its overrides, without --script, in the folder of its code."
+                )
 
 
 def explain_unknown_keys(arguments: Sequence[str]) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterator
+from contextvars import ContextVar
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -26,6 +27,9 @@ SHIPPED: dict[str, str] = {
 }
 """Sections of ours -> "module:Class". Hooks run in this order, and those of a fork after them."""
 
+own_classes: ContextVar[bool] = ContextVar("own_classes", default=True)
+"""Whether classes of ``offpolicy.extensions`` are imported; not where a stranger's script is judged."""
+
 
 def list_registered(config: DictConfig) -> dict[str, str]:
     """List all sections with a registered class, on or off."""
@@ -44,6 +48,8 @@ def load_extensions(config: DictConfig) -> tuple[Extension, ...]:
     problems: list[Problem] = []
     for section, target in list_registered(config).items():
         if not isinstance(node := OmegaConf.select(config, section), DictConfig):
+            continue
+        if section not in SHIPPED and not own_classes.get():
             continue
         settings: Any = OmegaConf.to_container(node, resolve=True)
         try:
@@ -71,6 +77,10 @@ def find_problems(config: DictConfig) -> Iterator[Problem]:
             reason = f"the section {section} is not there, so that the extension is off."
             fix = f"Set +{section}.KEY=VALUE, or remove this."
             yield Problem(key, target, reason, fix, "NO-OP", (), remove(key, target))
+        elif isinstance(node, DictConfig) and not own_classes.get():
+            reason = "code that a script names is not imported: whether the extension is live was not checked."
+            fix = "Check the launch by its overrides, without --script, in the folder of its code."
+            yield Problem(key, target, reason, fix, "NOTE", ())
         elif not isinstance(node, DictConfig):
             reason = "its section holds no keys."
             fix = f"Set {section}.KEY=VALUE, or {section}=null."

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import ast
-import importlib.util
 import os
 import re
 import subprocess
 import sys
 import tempfile
 import threading
+from importlib.machinery import PathFinder
 from pathlib import Path
 
 from .budget import PATTERN
@@ -156,7 +156,7 @@ def _is_harmless(call: ast.Call) -> bool:
 
 def run_lookup(code: str) -> tuple[str, bool] | None:
     """Run look-up code in this interpreter, isolated, with this process's module path."""
-    found_in = os.pathsep.join(map(os.path.abspath, sys.path))
+    found_in = os.pathsep.join(map(os.path.abspath, ["", *sys.path]))
     return run_program([sys.executable, "-I", "-c", f"{_ISOLATED}{code}", found_in], Path.cwd(), "")
 
 
@@ -178,7 +178,7 @@ def _parse(code: str) -> ast.Module | None:
 def is_importable(module: str) -> bool:
     """Return True if the top-level module exists; it is not imported."""
     try:
-        return importlib.util.find_spec(module.partition(".")[0]) is not None
+        return PathFinder.find_spec(module.partition(".")[0], [os.getcwd(), *sys.path]) is not None
     except (ImportError, ValueError):
         return False
 

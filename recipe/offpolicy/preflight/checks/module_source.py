@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import os
+import sys
+from importlib.machinery import PathFinder
 from pathlib import Path
 
 
@@ -10,7 +13,8 @@ def find_source(module: str) -> Path | None:
     """Find the file of a module by its dotted name, as ``python -m`` would; None if there is none."""
     top, *below = module.split(".")
     try:
-        spec = importlib.util.find_spec(top)
+        # The launch's own directory comes first, and is not on the path of every process that checks it.
+        spec = PathFinder.find_spec(top, [os.getcwd(), *sys.path]) or importlib.util.find_spec(top)
     except (ValueError, ImportError):
         return None
     if spec is None:
