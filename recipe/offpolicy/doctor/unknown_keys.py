@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-import difflib
+import dataclasses
 import re
 from collections.abc import Callable, Iterator, Sequence
 
+import yaml
 from hydra.errors import HydraException
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from ..correction import Problem
+from ..correction.spelling import find_closest
+from ..preflight.checks.module_source import find_source
+from ..preflight.own_keys import list_groups, list_sections
+from ..preflight.similar_keys import FREE, TARGET, explain_misplaced, list_fields
 
-# Several names below a section, without a sign: no group, no addition and no deletion.
-_PLAIN = re.compile(r"(?P<key>[A-Za-z_]\w*(?:\.[\w-]+)+)\s*=(?P<value>.*)", re.S)
+# A name, or several below a section, without a sign: no addition and no deletion.
+_PLAIN = re.compile(r"(?P<key>[A-Za-z_]\w*(?:\.[\w-]+)*)\s*=(?P<value>.*)", re.S)
 _ADDED = re.compile(r"\+[A-Za-z_]\w*(\.[\w-]+)+\s*=")
-_FREE = re.compile(r"kwargs|override|env_vars|extra")
-"""Names of sections in which verl takes any key."""
 _CLOSE = 0.85
-_TARGET = "_target_"
 _ENGINE, _MEGATRON = "model_engine", "megatron"
 
 Compose = Callable[[list[str]], DictConfig]
@@ -52,28 +54,88 @@ def _check_key(config: DictConfig, key: str, value: str, owner: str, verls: bool
         return
     node: object = config
     for depth, name in enumerate(names):
+        if names[0] in list_sections() and depth == 1 and (node is None or node._is_none()):  # type: ignore[attr-defined]
+            options = " or ".join(f"{names[0]}={option}" for option in list_groups().get(names[0], ()))
+            yield Problem("", None, f"{key}={value}: {names[0]} is off, and nothing would read it.", f"Add {options}.")
+            return
         if not isinstance(node, DictConfig) or node._is_none() or node._is_interpolation():
             return
         if name not in list(node):  # "in" leaves out what is still to be given
-            yield Problem(
-                "", None, f"{key}={value}: {owner} has no such key.", _build_fix(config, node, names, depth, verls)
-            )
+            if len(names) == 1 and _is_group(config, name):
+                return
+            yield _explain(config, node, names, depth, value, owner, verls)
             return
         node = node._get_node(name)
 
 
-def _build_fix(config: DictConfig, section: DictConfig, names: Sequence[str], depth: int, verls: bool) -> str:
-    of_megatron = names[depth] == _MEGATRON or (_MEGATRON in names and _TARGET not in section)
+def _is_group(config: DictConfig, name: str) -> bool:
+    return name in (OmegaConf.select(config, "hydra.runtime.choices") or ())
+
+
+def _explain(
+    config: DictConfig, section: DictConfig, names: Sequence[str], depth: int, value: str, owner: str, verls: bool
+) -> Problem:
+    key = ".".join(names)
+    if names[0] in list_sections() and depth:
+        near = find_closest(names[depth], map(str, section))
+        known = f"Did you mean {'.'.join([*names[:depth], near])}?" if near else f"Known: {', '.join(section)}."
+        return Problem("", None, f"{key}={value}: unknown key.", known)
+    ours = explain_misplaced("", key, value, config) if verls and "correction" in config else None
+    if ours is not None:
+        return dataclasses.replace(ours, verdict="ERROR")
+    reason, fix = _find_reason(config, section, names, depth, value, owner, verls)
+    return Problem("", None, f"{key}={value}: {reason}", fix)
+
+
+def _find_reason(
+    config: DictConfig, section: DictConfig, names: Sequence[str], depth: int, value: str, owner: str, verls: bool
+) -> tuple[str, str]:
+    """Find why a key is not there, and the fix, empty where no override would do what was asked for."""
+    key, missing = ".".join(names), f"{owner} has no such key."
+    of_megatron = names[depth] == _MEGATRON or (_MEGATRON in names and TARGET not in section)
     if of_megatron and _ENGINE in config and config[_ENGINE] != _MEGATRON:
-        return f"Set {_ENGINE}={_MEGATRON}, which brings it, or leave it out."
-    if not len(section) or any(map(_FREE.search, names[:depth])):
-        return f"Write +{'.'.join(names)}: any key can be added there."
-    known = [str(name) for name in section]
-    near = [".".join([*names[:depth], name]) for name in difflib.get_close_matches(names[depth], known, 1, _CLOSE)]
-    near += [names[-1]] if names[-1] in config else []
-    instead = f", or set {near[0]}" if near else ""
+        return missing, f"Set {_ENGINE}={_MEGATRON}, which brings it."
+    if (depth and not len(section)) or any(map(FREE.search, names[:depth])):
+        return missing, f"Write +{key}: any key can be added there."
+    if depth == len(names) - 1 and names[-1] in (list_fields(section) or ()):
+        reason = f"{owner}'s YAML leaves out this field of {section[TARGET].rpartition('.')[2]}."
+        return reason, f"Write +{key}={value}."
+    if program := _find_other_program(names):
+        return f"a key of {program}, a program of verl's that is not covered here. This program does not read it.", ""
+    near = find_closest(names[depth], map(str, section), _CLOSE)
+    places = [".".join([*names[:depth], near, *names[depth + 1 :]])] if near else []
+    places += [place for place in _find_places(config, names[-1]) if _is_likely(place, names)][:1]
+    fix = f"Set {places[0]} if that is meant." if places else ""
     if not verls:
-        return f"Leave it out{instead}, or install the verl that the program is made for."
+        return missing, f"{fix} Otherwise install the verl that the program is made for.".strip()
     # verl makes dataclasses of its sections that name one, which take no further keys.
-    refused = "verl refuses it with a + too" if _TARGET in section else "with a + nothing of verl would read it"
-    return f"Leave it out{instead}; {refused}."
+    refused = "verl refuses it with a + too" if section.get(TARGET) else "with a + nothing of verl would read it"
+    return f"{missing[:-1]}, and {refused}: what it asks for would not be done.", fix
+
+
+def _is_likely(place: str, names: Sequence[str]) -> bool:
+    """Return True if a key of the same name may be meant: a name that says what it is, or below the same section."""
+    return len(names) == 1 or "_" in names[-1] or place.split(".")[-2:] == list(names[-2:])
+
+
+def _find_places(node: DictConfig, name: str, path: str = "") -> Iterator[str]:
+    """List the keys of this name, those nearest to the top first."""
+    below = {str(each): node._get_node(each) for each in node}
+    if name in below:
+        yield f"{path}{name}"
+    for each, inner in below.items():
+        if each != "hydra" and isinstance(inner, DictConfig) and not inner._is_none() and not inner._is_interpolation():
+            yield from _find_places(inner, name, f"{path}{each}.")
+
+
+def _find_other_program(names: Sequence[str]) -> str | None:
+    """Find the package of verl, other than its trainer, whose own configuration has a key."""
+    source = find_source("verl")
+    for file in sorted(source.parent.rglob("config/*.yaml")) if source is not None else ():
+        package = file.relative_to(source.parent.parent).parent.parent  # type: ignore[union-attr]
+        node = None if package.parts[1:] == ("trainer",) else yaml.safe_load(file.read_text(encoding="utf-8"))
+        for name in names if node is not None else ():
+            node = node.get(name, ...) if isinstance(node, dict) else ...
+        if node not in (None, ...):
+            return ".".join(package.parts)
+    return None

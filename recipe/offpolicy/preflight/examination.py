@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from verl_patches.contract import PatchError
 
 from ..correction import CorrectionSpec, Problem, SpecError
 from ..correction.problem import CheckError, format_value
-from ..extensions.registry import load_extensions
+from ..extensions.registry import list_registered, load_extensions
 from . import fallbacks
 from .bound_pairs import find_pairs
 from .checks import (
@@ -33,7 +33,7 @@ from .checks import (
 from .hydra_groups import compose_without, filter_added, list_options
 from .resolve import Say, refuse_emptied, resolve
 from .shadows import check_beside
-from .similar_keys import find_stray_options
+from .similar_keys import find_stray_keys
 
 _UNREADABLE = (OmegaConfBaseException, ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 """Errors that a check may raise on a value that it cannot read."""
@@ -85,7 +85,7 @@ def examine(config: DictConfig, overrides: Iterable[str], *, say: Say = lambda l
         # The other checks run on a copy in which these keys have readable values.
         config = substitute_usual_values(config, [problem.key for problem in problems])
     problems += (pairs := list(find_pairs(overrides)))
-    problems += _find_stray_options(overrides)
+    problems += _find_stray_keys(config, overrides)
     said: list[str] = []
     options, spec = [], None
     try:
@@ -193,15 +193,6 @@ def _build_unreadable(check: str, error: Exception) -> Problem:
     return Problem("", None, f"The check {check} cannot read the configuration: {said}.")
 
 
-def _find_stray_options(overrides: Sequence[str]) -> Iterator[Problem]:
-    added = filter_added(overrides)
-    if not added:
-        return
-    base = None
-
-    def exists(key: str) -> bool:
-        nonlocal base
-        base = compose_without(added) if base is None else base
-        return OmegaConf.select(base, key, default=...) is not ...
-
-    yield from find_stray_options(added, list_options(), exists)
+def _find_stray_keys(config: DictConfig, overrides: Sequence[str]) -> Iterator[Problem]:
+    if added := filter_added(overrides):
+        yield from find_stray_keys(added, compose_without(added), list_options(), list_registered(config))

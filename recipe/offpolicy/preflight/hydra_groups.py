@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, cast
 
 # No public call lists and reads the options of a group before, or without, composing them.
@@ -17,9 +17,10 @@ from hydra.core.override_parser.types import Override
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from ..correction import SpecError
+from ..correction import Problem, SpecError
 from ..correction.problem import CheckError
 from ..extensions.registry import SHIPPED
+from .own_keys import list_groups, list_sections
 from .similar_keys import find_similar_keys
 
 GROUP = "correction"
@@ -27,32 +28,46 @@ AUTO = "auto"
 EMPTY = frozenset({"none", "resampling", "verl_disabled"})
 """Options that mean no correction."""
 
-_OURS = (f"{GROUP}.", "offpolicy.", "setup.")
-
 
 def force_own_keys(arguments: Sequence[str]) -> list[str]:
     """Prefix overrides of our own keys with ``++``, so that our checks, not Hydra, report unknown ones.
 
     ``correction.masks.gsm.low=1`` becomes ``++correction.masks.gsm.low=1``, so that the answer is the known keys
-    instead of the advice to append an unknown one.
+    instead of the advice to append an unknown one. A group of ours with a plus, ``+opd=loss``, loses it: Hydra has the
+    group in its defaults list, and refuses to append it.
 
     Raises:
         SpecError: ``correction=null``, on which Hydra fails without naming the key, or two ``correction=``, or options
             of an extension, of which Hydra would take the last.
-        CheckError: keys that resemble ours, which Hydra advises to append.
+        CheckError: keys that resemble ours, which Hydra advises to append, or keys of ours with an empty value.
     """
-    if similar := list(find_similar_keys(arguments, _list_shipped_options())):
-        raise CheckError(similar)
+    if problems := [*find_similar_keys(arguments), *_find_empty(arguments)]:
+        raise CheckError(problems)
+    sections = list_sections()
+    group = re.compile(rf"\+*({'|'.join(sections)})\s*=(?!\s*\{{)")
+    arguments = [each.lstrip("+") if group.match(each) else each for each in arguments]
     bare = [argument.replace(" ", "") for argument in arguments]
     chosen = [argument for argument in bare if argument.startswith(f"{GROUP}=")]
-    if any(argument.lower() in {"correction=null", "correction="} for argument in chosen):
+    if any(argument.lower() == "correction=null" for argument in chosen):
         raise _build_no_group_error()
     if len(chosen) > 1:
         reason = f"correction is given {len(chosen)} times, and Hydra would take the last: {' '.join(chosen)}."
         raise SpecError(reason, "Stack options as 'correction=[one,other]'.")
     for section in SHIPPED:
         _refuse_several(section, bare)
-    return [f"++{a}" if a.startswith(_OURS) else a for a in arguments]
+    ours = tuple(f"{section}." for section in sections - SHIPPED.keys())
+    return [f"++{each}" if each.startswith(ours) else each for each in arguments]
+
+
+def _find_empty(arguments: Sequence[str]) -> Iterator[Problem]:
+    """Find keys of ours without a value, as an unset variable of a shell leaves them."""
+    for argument in arguments:
+        key, given, value = argument.lstrip("+").partition("=")
+        if given and not value.strip() and key.strip().split(".")[0] in list_sections():
+            options = list_groups().get(key.strip(), ())
+            named = ", ".join(options) if len(options) < 10 else "docs/corrections.md lists them"
+            fix = f"Name an option: {named}." if options else "Give a value."
+            yield Problem(key.strip(), "", "empty, as an unset variable of the shell leaves it.", fix, parts=())
 
 
 def _refuse_several(section: str, bare: Sequence[str]) -> None:
@@ -68,11 +83,6 @@ def _refuse_several(section: str, bare: Sequence[str]) -> None:
     if len(options) > 1:
         reason = f"options of {section} do not stack, and Hydra would let the last win."
         raise SpecError(reason, f"Choose one of them: {section}={options[-1]}.", key=section, value=options)
-
-
-def _list_shipped_options() -> list[str]:
-    """List the options of the group ``correction`` that the package ships."""
-    return sorted(path.stem for path in (Path(__file__).parents[1] / "config" / GROUP).glob("*.yaml"))
 
 
 def read_chosen_options() -> list[str]:

@@ -1,86 +1,198 @@
-"""Detection of overrides that resemble our keys, or name a correction, and have no effect."""
+"""Detection of overrides that resemble our keys, or name a correction, and that nothing reads."""
 
 from __future__ import annotations
 
-import difflib
+import dataclasses
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
+from hydra.utils import get_class
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from ..correction import Problem
+from ..correction.problem import Verdict
+from ..correction.spelling import find_closest
+from .own_keys import (
+    Path_,
+    complete,
+    find_meant,
+    list_children,
+    list_groups,
+    list_paths,
+    list_sections,
+    list_verls_names,
+)
 
-SECTIONS = ("correction", "offpolicy", "setup")
-_EVERYWHERE = ("correction",)
-"""Sections whose name is ours at any depth; ``offpolicy`` and ``setup`` are ours at the top alone."""
-_ELSEWHERE = ("engine_kwargs", "ray_kwargs", "override_config")
-"""Keys of verl below which names belong to other programs."""
-_BELOW = {
-    "correction": (
-        *("weight", "weights", "masks", "proximal", "penalty", "denominator", "nonfinite", "baseline"),
-        *("kl_clip", "kl_weight", "skyrl_compat"),
-    ),
-    "offpolicy": ("watchdog", "record", "alarms", "calibrate", "shadow", "shadow_delta"),
-}
-"""Keys of our sections, to recognise them where they stand at the top by mistake."""
+FREE = re.compile(r"kwargs|override|env_vars|extra")
+"""Names of sections of verl in which any key can be added, for other programs."""
 _COMMON = frozenset({"none", "auto", "bypass", "reuse"})
 """Options whose names are words that other keys take too."""
 _OVERRIDE = re.compile(r"(?P<sign>\+{0,2}|~)(?P<key>[\w.@/:-]+)\s*=\s*(?P<value>.*)", re.S)
-_CLOSE = 0.85
+_CORRECTION = "correction"
+TARGET = "_target_"
+_MADE = ("actor_rollout_ref.rollout", "actor_rollout_ref.model")
+"""Sections of which every launch makes verl's dataclasses, which take no further keys. The actor has its own check."""
 
 
-def find_similar_keys(arguments: Iterable[str], options: Iterable[str]) -> Iterator[Problem]:
-    """Find overrides whose key resembles one of our sections without being in it.
+def find_similar_keys(arguments: Iterable[str]) -> Iterator[Problem]:
+    """Find overrides whose first name resembles a section or group of ours without being it, before Hydra composes.
 
     Hydra answers ``corection=gsm`` by the advice to append the key, after which the run would train uncorrected.
-
-    Args:
-        arguments: of the command line, flags among them.
-        options: of the group ``correction``.
     """
-    names = set(options)
     for sign, key, value in _parse_overrides(arguments):
-        section, _ = _find_resembled(key)
-        if section:
-            reason = f"no key of ours, and nothing would read it; it resembles {section}."
-            yield Problem(
-                f"{sign}{key}", _parse_value(value), reason, _format_spelling(section, key, value, names), parts=()
-            )
+        if (meant := _find_resembled_section(key, value)) is not None:
+            yield _build(sign, key, value, meant, "no key of ours, and nothing would read it")
 
 
-def find_stray_options(
-    arguments: Iterable[str], options: Iterable[str], exists: Callable[[str], bool]
+def find_stray_keys(
+    arguments: Iterable[str],
+    base: DictConfig,
+    options: Iterable[str],
+    registered: Collection[str] = (),
 ) -> Iterator[Problem]:
-    """Find added keys that hold a correction's name, or that stand at the top instead of below a section of ours.
+    """Find added keys that nothing reads where they stand: ours elsewhere, a correction's name, or unknown to verl.
 
     Args:
-        arguments, options: as of ``find_similar_keys``.
-        exists: tells whether the configuration has a key without the overrides that add it.
+        arguments: overrides of the command line.
+        base: the configuration without the overrides that add keys.
+        options: of the group ``correction``.
+        registered: sections of extensions, the user's among them.
     """
-    names = set(options)
+    names = set(options) - _COMMON
     for sign, key, value in _parse_overrides(arguments):
-        top = key.split(".")[0]
-        if sign not in ("+", "++") or top in SECTIONS or exists(key):
+        top = re.split("[./@]", key)[0]
+        known = {*list_sections(), *list_groups(), *registered}
+        if sign not in ("+", "++") or top in known or has_key(base, key) or any(map(FREE.search, key.split("."))):
             continue
-        owner = next((section for section, below in _BELOW.items() if top in below), None)
-        if owner is not None and not exists(top):
-            reason = f"an added key that nothing of ours reads; ours is below {owner}."
-            fix = f"Write {owner}.{key}={value} in its place, or give a key of your own another name."
-        elif _is_option(value, names - _COMMON):
+        if (problem := explain_misplaced(sign, key, value, base)) is not None:
+            yield problem
+        elif _is_option(value, names):
             reason = "an added key that nothing of ours reads, with the name of a correction."
-            fix = _format_spelling("correction", key, value, names)
-        else:
+            yield Problem(
+                f"{sign}{key}", _parse_value(value), reason, f"Write {_CORRECTION}={value} instead.", parts=()
+            )
+        elif not set("@/") & set(key):
+            yield from _find_unread(sign, key, value, base)
+
+
+def has_key(config: DictConfig, key: str) -> bool:
+    """Return True if a configuration has a key, be its value null or still to be given."""
+    try:
+        return OmegaConf.select(config, key, default=..., throw_on_missing=False) is not ...
+    except OmegaConfBaseException:  # an interpolation that cannot be resolved, or no key at all
+        return False
+
+
+def list_fields(section: Any) -> frozenset[str] | None:
+    """List the fields of the dataclass that verl makes of a section; None if it makes none, or cannot be asked."""
+    target = section.get(TARGET) if isinstance(section, DictConfig) and TARGET in section else None
+    if target is None:
+        return None
+    try:
+        return frozenset(field.name for field in dataclasses.fields(get_class(str(target))))
+    except Exception:  # of any type: packages of this machine, which need not be the one that trains
+        return None
+
+
+def _find_unread(sign: str, key: str, value: str, base: DictConfig) -> Iterator[Problem]:
+    """Find an added key that verl refuses or does not know."""
+    names = key.split(".")
+    depth = next(depth for depth in range(len(names)) if not has_key(base, ".".join(names[: depth + 1])))
+    section: Any = OmegaConf.select(base, ".".join(names[:depth])) if depth else base
+    if depth and _takes_any_name(section):
+        return
+    fields = list_fields(section)
+    if fields is not None and ".".join(names[:2]) in _MADE:
+        if names[depth] not in fields:
+            near = find_closest(names[depth], fields)
+            reason = f"verl refuses it: {section[TARGET].rpartition('.')[2]} has no field {names[depth]}."
+            fix = f"Did you mean {'.'.join([*names[:depth], near, *names[depth + 1 :]])}?" if near else ""
+            yield Problem(f"{sign}{key}", _parse_value(value), reason, fix, parts=())
+    elif not depth or names[depth] not in {*list_verls_names(), *(fields or ())}:
+        reason = "an added key: neither verl nor this recipe reads it, only code of your own may."
+        yield Problem(f"{sign}{key}", _parse_value(value), reason, "", "NOTE", ())
+
+
+def _takes_any_name(section: Any) -> bool:
+    """Return True for a section without keys, and for one of sections that the user names, such as teachers."""
+    return not isinstance(section, DictConfig) or all(
+        isinstance(section._get_node(name), DictConfig) for name in section
+    )
+
+
+def explain_misplaced(sign: str, key: str, value: str, base: DictConfig) -> Problem | None:
+    """Explain a key that is not there and is one of ours elsewhere, as written or misspelled; None if it is not."""
+    segments = tuple(key.partition("@")[0].replace("/", ".").split("."))
+    at_top = not has_key(base, segments[0])
+    for start in range(1 if at_top else len(segments)):
+        if any(map(FREE.search, segments[:start])):
+            break
+        tail = segments[start:]
+        meant = find_meant(tail) or _find_section(tail, start)
+        if meant is None or not _is_distinct(tail, meant, start):
             continue
-        yield Problem(f"{sign}{key}", _parse_value(value), reason, fix, parts=())
+        reason = f"{'an added' if sign else 'a'} key that nothing reads {'at the top' if start == 0 else 'there'}"
+        plain = start > 0 and len(tail) == 1 and "_" not in meant[-1] and not list_paths().get(meant)
+        return _build(sign, key, value, meant, reason, "NOTE" if plain else "ERROR")
+    return None
+
+
+def _is_distinct(tail: Path_, meant: Path_, start: int) -> bool:
+    """Return True if the names cannot be meant for verl, which has some of the same."""
+    verls = list_verls_names()
+    if start == 0:
+        return tail[0] not in verls or (len(tail) > 1 and not verls.issuperset(tail))
+    # Below a section of verl a single leaf has to be ours nearly to the letter.
+    leaf = len(tail) == 1 and not list_paths().get(meant)
+    return tail[0] not in verls and (not leaf or find_closest(tail[0], meant[-1:], 0.9) is not None)
+
+
+def _find_section(tail: Sequence[str], start: int) -> Path_ | None:
+    """Find the section of ours that the first name resembles, or at the top begins with, continued by those below."""
+    first, *rest = tail
+    sections = {path[-1]: path for path, holds_keys in reversed(list(list_paths().items())) if holds_keys}
+    for name in sorted(sections, key=len, reverse=True) if start == 0 else ():
+        if beside := re.match(rf"{name}[_-](.+)", first.lower()):
+            whole = complete(sections[name], [beside[1], *rest])
+            return whole if whole in list_paths() else None
+    section = find_meant([first], sections=True)
+    return complete(section, rest) if section else None
+
+
+def _find_resembled_section(key: str, value: str) -> Path_ | None:
+    """Find our section or group that the first name of a key resembles; None if it is one, or resembles none."""
+    named, _, package = key.partition("@")
+    first, *rest = re.split("[./]", named)
+    sections, groups = list_sections(), list_groups()
+    if first in sections:
+        # A group below ours, or ours put into another package, is none of ours.
+        return (first,) if "/" in named or package not in ("", first) else None
+    if first in groups:
+        # Hydra takes no notice of an option that an optional group does not have.
+        return _find_key_of_verl(first, rest) if value not in groups[first] and "$" not in value else None
+    for section in sorted(sections, key=len, reverse=True):
+        if beside := re.match(rf"{section}[_-](.+)", first.lower()):
+            return complete((section,), [beside[1], *rest])
+    near = find_closest(first, {*sections, *groups}, 0.85)
+    if near is None or near in sections:
+        return complete((near,), rest) if near else None
+    return (near,) if value in groups[near] else _find_key_of_verl(near, rest)
+
+
+def _find_key_of_verl(group: str, rest: Sequence[str]) -> Path_ | None:
+    """Find the key of verl that a group of ours sets, such as router_replay; None where it sets more than a section."""
+    return find_meant((group, *rest), verls=True) if find_meant((group,), verls=True, sections=True) else None
 
 
 def _parse_overrides(arguments: Iterable[str]) -> Iterator[tuple[str, str, str]]:
-    """Parse overrides into (sign, key, value), without those below sections of other programs."""
+    """Parse overrides into (sign, key, value)."""
     for argument in arguments:
         found = _OVERRIDE.fullmatch(argument.strip())
-        if found and not argument.startswith("--") and not set(_ELSEWHERE) & set(_split_key(found["key"])):
+        if found and not argument.startswith("--") and not found["key"].startswith("hydra."):
             yield found["sign"], found["key"], found["value"].strip()
 
 
@@ -92,38 +204,30 @@ def _parse_value(value: str) -> Any:
         return value
 
 
-def _split_key(key: str) -> list[str]:
-    return re.split(r"[./@]", key)
-
-
-def _find_resembled(key: str) -> tuple[str, int]:
-    """Find the section that a key seems meant for, and the index of its name in the key.
-
-    The section is empty if the key is ours, or resembles none of them.
-    """
-    segments = _split_key(key)
-    # A group below ours, or ours put into another package, is none of ours.
-    if segments[0] in SECTIONS and not re.search("[@/]", key):
-        return "", 0
-    for place, segment in enumerate(segments):
-        for section in SECTIONS if place == 0 else _EVERYWHERE:
-            bare = segment.lower().replace("_", "").replace("-", "")
-            close = difflib.SequenceMatcher(None, bare, section).ratio() >= _CLOSE
-            if close or re.match(rf"{section}[_-]", segment):
-                return section, place
-    return "", 0
-
-
 def _is_option(value: str, options: set[str]) -> bool:
     """Return True if a value is one of the options, or a list that holds one."""
     return bool({word.strip(" '\"") for word in value.strip("[] '\"").split(",")} & options)
 
 
-def _format_spelling(section: str, key: str, value: str, options: set[str]) -> str:
-    """Format the fix: how the override should be written."""
-    if section == "correction" and _is_option(value, options):
-        return f"Write correction={value} in its place."
-    segments, (_, at) = _split_key(key), _find_resembled(key)
-    beside = re.match(rf"{section}[_-](.+)", segments[at])
-    below = [*([beside[1]] if beside else []), *segments[at + 1 :]]
-    return f"Write {'.'.join([section, *below])}={value} in its place, or give a key of your own another name."
+def _build(sign: str, key: str, value: str, meant: Path_, reason: str, verdict: Verdict = "ERROR") -> Problem:
+    children = list_children(meant)
+    if len(children) == 1 and not value.startswith("{"):
+        meant = (*meant, *children)
+    reason = f"{reason}; it resembles {'.'.join(meant)}."
+    plus = sign if meant[0] not in list_sections() and len(meant) == 1 else ""
+    fix = f"{plus}{_spell(meant, value)}, or give a key of your own another name."
+    return Problem(f"{sign}{key}", _parse_value(value), reason, f"Write {fix}", verdict, ())
+
+
+def _spell(meant: Path_, value: str) -> str:
+    """Format the override as it is written."""
+    key, (top, *below) = ".".join(meant), meant
+    options = list_groups().get(top, ())
+    if _is_option(value, set(options) - (_COMMON if below else set())):
+        return f"{top}={value}"
+    if options and not below:
+        near = find_closest(value, options)
+        return f"{top}={near}" if near else f"{top}= with one of {', '.join(options)}"
+    if list_paths().get(meant) and not value.startswith("{"):
+        return f"a key below {key}: {', '.join(list_children(meant))}"
+    return f"{key}={value}"

@@ -70,13 +70,13 @@ def test_a_malformed_correction_is_refused(name: str, launch: Launcher, folder: 
 
 
 @pytest.mark.slow
-def test_what_hydra_would_have_added_is_to_be_left_out(launch: Launcher) -> None:
+def test_keys_that_verl_does_not_have_are_explained(launch: Launcher) -> None:
     """Its last word is that of the launch: every key that verl does not have, and no advice to append one."""
     result = launch("correction=gsm", "trainer.total_epoch=1", "trainer.no_such=2", *NEEDED)
     assert isinstance(result.status, str)
     assert result.status.startswith(REFUSED)
     assert "trainer.total_epoch=1: verl " in result.status
-    assert "has no such key. Leave it out, or set trainer.total_epochs; with a + nothing" in result.status
+    assert "would not be done. Set trainer.total_epochs if that is meant." in result.status
     assert "trainer.no_such=2: verl " in result.status
     assert result.trained == []
 

@@ -61,7 +61,7 @@ def test_unknown_keys_are_named_with_the_nearest() -> None:
 
     overrides = ["trainer.total_epoch=3", "data.seed=1", "+data.new=2"]
     (problem,) = find_unknown_keys(compose, overrides, "verl 0.9.1")
-    assert problem.cause == "trainer.total_epoch=3: verl 0.9.1 has no such key."
+    assert problem.cause.startswith("trainer.total_epoch=3: verl 0.9.1 has no such key")
     assert "trainer.total_epochs" in problem.advice
     assert asked == [["++data.new=2"]], "what is added is composed, whether it is there or not"
 

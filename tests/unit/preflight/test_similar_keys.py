@@ -2,76 +2,182 @@
 
 from __future__ import annotations
 
-import re
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from omegaconf import OmegaConf
+from hypothesis import given
+from hypothesis import strategies as st
+from omegaconf import DictConfig, OmegaConf
 
 from recipe.offpolicy.correction.problem import CheckError
+from recipe.offpolicy.extensions.registry import SHIPPED
 from recipe.offpolicy.preflight.examination import examine
 from recipe.offpolicy.preflight.hydra_groups import force_own_keys
-from recipe.offpolicy.preflight.similar_keys import find_similar_keys, find_stray_options
+from recipe.offpolicy.preflight.own_keys import list_paths, list_sections, list_verls_names
+from recipe.offpolicy.preflight.similar_keys import find_similar_keys, find_stray_keys
 from tests.support.applications import NEEDED, OPTIONS, application
 
+ROUTER_REPLAY = "actor_rollout_ref.actor.fsdp_config.router_replay.mode"
+
+
+@pytest.fixture(scope="module")
+def base() -> Iterator[DictConfig]:
+    with application(*NEEDED) as config:
+        yield config
+
+
+def found(argument: str, base: DictConfig, *registered: str) -> list[Any]:
+    """What is said of an added override, before Hydra composes or afterwards."""
+    return list(find_similar_keys([argument])) or list(find_stray_keys([argument], base, OPTIONS, registered))
+
+
+# What is given -> how it is written.
 MEANT = {
     "corection=gsm": "correction=gsm",
-    "+corection=gsm": "correction=gsm",
     "++Correction=gsm": "correction=gsm",
-    "+corrections=gsm": "correction=gsm",
     "+corrections=[tis_token,gsm]": "correction=[tis_token,gsm]",
     "+correction/masks=gsm": "correction=gsm",
     "correction@algorithm=gsm": "correction=gsm",
     "+correction_masks.gsm.upper=1.02": "correction.masks.gsm.upper=1.02",
-    "corection.masks.gsm.upper=1.02": "correction.masks.gsm.upper=1.02",
+    "+correction_weight.upper=3": "correction.weight.upper=3",
     "+algorithm.correction=gsm": "correction=gsm",
-    "+trainer.correction=gsm": "correction=gsm",
-    "+actor_rollout_ref.rollout.correction=gsm": "correction=gsm",
     "+actor_rollout_ref.actor.correction.weight.upper=3.0": "correction.weight.upper=3.0",
     "+off_policy.shadow=[gsm]": "offpolicy.shadow=[gsm]",
     "+offpolicy_shadow=[gsm]": "offpolicy.shadow=[gsm]",
     "+setup_model=dense": "setup.model=dense",
-    "+setups.model=dense": "setup.model=dense",
+    "+trainer.setup.model=dense": "setup.model=dense",
+    "+process_rewards=prefix_value": "process_reward=prefix_value",
+    "+reward.process_rewards=prefix_value": "process_reward=prefix_value",
+    "+length_penality=anchor": "length_penalty=anchor",
+    "+lenght_penalty=group": "length_penalty=group",
+    "++length_penalty_.kind=anchor": "length_penalty=anchor",
+    "+algorithm.length_penalty=anchor": "length_penalty=anchor",
+    "+data.length_penalty.coefficient=0.1": "length_penalty.coefficient=0.1",
+    "+pass_at_K=loo": "pass_at_k=loo",
+    "+passatk=loo": "pass_at_k=loo",
+    "+trainer.pass_at_k.k=8": "pass_at_k.k=8",
+    "+opds=advantage": "opd=advantage",
+    "+odp=loss": "opd=loss",
+    "+opds@x=advantage": "opd=advantage",
+    "+opd@algorithm=advantage": "opd=advantage",
+    "+actor_rollout_ref.rollout.opd=loss": "opd=loss",
+    "+teacher.url=http://a": "opd.teacher.url=http://a",
+    "+router_replays=R3": f"{ROUTER_REPLAY}=R3",
+    "router_replay=R3": f"{ROUTER_REPLAY}=R3",
+    "+router_replay.mode=R2": f"{ROUTER_REPLAY}=R2",
+    "+modes=separate_async_cpu": "+mode=separate_async_cpu",
+    "+trainer.v1.staleness.eta=2": "offpolicy.staleness.eta=2",
+    "+staleness.eta=2": "offpolicy.staleness.eta=2",
+    "+stalenes.eta=2": "offpolicy.staleness.eta=2",
+    "+staleness_eta=2": "offpolicy.staleness.eta=2",
+    "+eta=2": "offpolicy.staleness.eta=2",
+    "+too_old=mask": "offpolicy.staleness.too_old=mask",
+    "+trainer.too_olds=mask": "offpolicy.staleness.too_old=mask",
+    "+late_weights.snapshots=4": "offpolicy.late_weights.snapshots=4",
+    "+trainer.v1.late_weight.snapshots=3": "offpolicy.late_weights.snapshots=3",
+    "+replay.oldest=1": "offpolicy.replay.oldest=1",
+    "+replays=2": "offpolicy.replay.oldest=2",
+    "+record.dir=recording": "offpolicy.record.dir=recording",
+    "+trainer.record.dir=recording": "offpolicy.record.dir=recording",
+    "+alarm.ess.action=stop": "offpolicy.alarms.ess.action=stop",
+    "+kl_clip.lower=0.5": "correction.kl_clip.lower=0.5",
+    "++masks.gsm.upper=1.02": "correction.masks.gsm.upper=1.02",
+    "+gsm.upper=1.02": "correction.masks.gsm.upper=1.02",
+    "+trainer.foo=gsm": "correction=gsm",
+    "++algorithm.mask=[tis_token,gsm]": "correction=[tis_token,gsm]",
 }
 
 
 @pytest.mark.parametrize(("argument", "spelling"), MEANT.items())
-def test_a_key_that_resembles_ours_is_answered_by_the_right_spelling(argument: str, spelling: str) -> None:
-    (problem,) = find_similar_keys(["data.train_batch_size=8", argument], OPTIONS)
+def test_a_key_that_resembles_ours_is_answered_by_the_right_spelling(
+    argument: str, spelling: str, base: DictConfig
+) -> None:
+    (problem,) = found(argument, base)
     assert problem.key == argument.partition("=")[0]
     assert problem.verdict == "ERROR"
-    assert problem.fix.startswith(f"Write {spelling} in its place")
+    assert problem.fix.startswith((f"Write {spelling},", f"Write {spelling} instead"))
+    assert not problem.overrides
 
 
-@pytest.mark.parametrize("argument", MEANT)
+@pytest.mark.parametrize("argument", ["corection=gsm", "+opds=advantage", "++length_penalty_.kind=anchor"])
 def test_nothing_is_composed_with_it(argument: str) -> None:
     with pytest.raises(CheckError, match="nothing would read it"):
         force_own_keys([argument])
+
+
+SECTIONS = sorted(
+    path
+    for path, holds_keys in list_paths().items()
+    if holds_keys and path[0] in list_sections() and path[-1] not in {*list_verls_names(), "weight", "weights"}
+)
+
+
+@pytest.mark.parametrize("section", [path for path in SECTIONS if len(path) < 3 and len(path[-1]) > 4], ids=".".join)
+@pytest.mark.parametrize("typo", ["{}s", "{}_", "{}"])
+@pytest.mark.parametrize("parent", ["", "algorithm.", "trainer.v1."])
+def test_every_section_is_recognised_where_it_does_not_belong(
+    section: tuple[str, ...], typo: str, parent: str, base: DictConfig
+) -> None:
+    """Sections come from the registry and the YAML: one that is added there is covered."""
+    key = f"{parent}{typo.format(section[-1])}.x"
+    if key != f"{section[0]}.x":
+        (problem,) = found(f"+{key}=1", base)
+        assert (problem.verdict, f"resembles {'.'.join(section)}.x." in problem.reason) == ("ERROR", True), problem
+
+
+def test_sections_come_from_the_registry() -> None:
+    assert set(SHIPPED) < list_sections()
 
 
 @pytest.mark.parametrize(
     "argument",
     [
         "correction=gsm",
-        "correction.masks.gsm.upper=1.02",
         "++correction.masks.gsm.uper=1.02",  # an unknown key of ours, which our own checks answer
-        "offpolicy.shadow=[gsm]",
         "+setup.engine=same",
         "~correction",
-        "algorithm.rollout_correction.rollout_is=token",
+        "+opd=loss",
+        "+mode=separate_async_cpu",
+        "router_replay=dp",
         "+actor_rollout_ref.actor.policy_loss.rollout_correction.rollout_is=token",
-        "trainer.v1.sampler.max_off_policy_threshold=4",
-        "+env.setup.model=x",  # a section of the user's own
         "+actor_rollout_ref.rollout.engine_kwargs.vllm.correction=gsm",
         "+ray_kwargs.ray_init.correction=gsm",
         "+actor_rollout_ref.model.override_config.correction=gsm",
+        "+reward.reward_kwargs.overlong_buffer_cfg.enable=true",
+        "+distillation.teacher_models.mine.model_path=a",
+        "+algorithm.filter_groups.enable=true",
         "--config-name=correction",
-        "--correction=gsm",
         "hydra.run.dir=outputs/corrections",
+        "+trainer.logger=none",  # a word that other keys take too
+        "++actor_rollout_ref.actor.policy_loss.loss_mode=dppo_tv",  # a loss of verl's by the name of an option
     ],
 )
-def test_what_is_ours_or_somebody_elses_passes(argument: str) -> None:
-    assert list(find_similar_keys([argument], OPTIONS)) == []
+def test_what_is_ours_or_somebody_elses_passes(argument: str, base: DictConfig) -> None:
+    assert found(argument, base) == []
+
+
+def test_a_section_of_the_users_own_is_no_problem(base: DictConfig) -> None:
+    (note,) = found("+env.setup.model=x", base)
+    assert note.verdict == "NOTE"
+    assert found("+tempo.bpm=3", base, "tempo") == []
+
+
+@pytest.mark.parametrize("argument", ["+max_turns=2", "+trainer.max_turnz=2"])
+def test_an_added_key_that_nothing_reads_is_noted(argument: str, base: DictConfig) -> None:
+    (note,) = found(argument, base)
+    assert note.verdict == "NOTE"
+    assert "neither verl nor this recipe reads it" in note.reason
+
+
+@pytest.mark.verl(">=0.9")
+def test_fields_of_verls_dataclasses_are_taken_and_others_are_not(base: DictConfig) -> None:
+    rollout = "actor_rollout_ref.rollout"
+    assert found(f"+{rollout}.repetition_penalty=1.0", base) == []
+    assert found(f"+{rollout}.agent.agent_loop_manager_class=a.B", base) == []
+    (problem,) = found(f"+{rollout}.max_turns=2", base)
+    assert problem.verdict == "ERROR"
+    assert problem.reason == "verl refuses it: RolloutConfig has no field max_turns."
 
 
 def keys_of(node: Any, path: str = "") -> list[str]:
@@ -82,63 +188,21 @@ def keys_of(node: Any, path: str = "") -> list[str]:
     return keys
 
 
-@pytest.mark.slow
-def test_no_key_of_verl_resembles_ours() -> None:
-    with application(*NEEDED) as config:
-        verls = keys_of(OmegaConf.to_container(config))
+def test_no_key_of_verl_resembles_ours(base: DictConfig) -> None:
+    sections = {*list_sections(), "offpolicy"}
+    verls = [key for key in keys_of(OmegaConf.to_container(base)) if key.split(".")[0] not in sections]
     assert len(verls) > 500
-    assert list(find_similar_keys([f"{key}=1" for key in verls], OPTIONS)) == []
+    assert list(find_similar_keys([f"{key}=1" for key in verls])) == []
+    # A release without this section has none of its keys.
+    for name in ("trainer", "algorithm", "data"):
+        inner = [f"+{key}=1" for key in verls if key.startswith(f"{name}.")]
+        bare = OmegaConf.create({**base, name: {"experiment_name": None}})
+        assert [each for each in find_stray_keys(inner, bare, OPTIONS) if each.verdict == "ERROR"] == []
 
 
-def stray(argument: str, *there: str) -> list[str]:
-    return [problem.key for problem in find_stray_options([argument], OPTIONS, there.__contains__)]
-
-
-def test_an_added_key_with_the_name_of_a_correction() -> None:
-    assert stray("+trainer.foo=gsm") == ["+trainer.foo"]
-    assert stray("++algorithm.mask=[tis_token,gsm]") == ["++algorithm.mask"]
-    assert stray("+algorithm.mask='gsm'") == ["+algorithm.mask"]
-
-
-@pytest.mark.parametrize(
-    "argument",
-    [
-        "trainer.experiment_name=gsm",  # not added
-        "+trainer.kind=none",  # words that other keys take too
-        "+trainer.kind=auto",
-        "+trainer.kind=bypass",
-        "+trainer.kind=reuse",
-        "+trainer.kind=gsm8k",
-        "+trainer.record.dir=recording",
-        "+correction.masks.x=gsm",  # ours: answered by our own checks
-        "+actor_rollout_ref.rollout.engine_kwargs.vllm.kind=gsm",
-    ],
-)
-def test_other_values_and_other_keys_pass(argument: str) -> None:
-    assert stray(argument) == []
-
-
-@pytest.mark.parametrize(
-    ("argument", "written"),
-    [
-        ("+kl_clip=0.2", "correction.kl_clip=0.2"),
-        ("++masks.gsm.upper=1.02", "correction.masks.gsm.upper=1.02"),
-        ("+record.dir=recording", "offpolicy.record.dir=recording"),
-    ],
-)
-def test_a_key_of_ours_without_its_section(argument: str, written: str) -> None:
-    """Hydra advises the plus, and nothing would read it."""
-    (problem,) = find_stray_options([argument], OPTIONS, ().__contains__)
-    assert problem.fix.startswith(f"Write {written} in its place")
-    top = re.split("[.=]", argument.lstrip("+"))[0]
-    assert stray(argument, top) == [], "a section of the user's own"
-
-
-def test_a_key_that_is_there_is_not_added() -> None:
-    """dppo_tv is a loss of verl's by the name of an option."""
-    argument = "++actor_rollout_ref.actor.policy_loss.loss_mode=dppo_tv"
-    assert stray(argument, "actor_rollout_ref.actor.policy_loss.loss_mode") == []
-    assert stray(argument) == [argument.partition("=")[0]]
+@given(text=st.text("abcdefgs_.+@/=", min_size=1, max_size=12))
+def test_no_line_is_too_odd(text: str) -> None:
+    found(f"+{text}=1", OmegaConf.create({"trainer": {"a": 1}}))
 
 
 @pytest.mark.slow
@@ -146,4 +210,15 @@ def test_a_launch_with_a_stray_option_stops() -> None:
     mode = "++actor_rollout_ref.actor.policy_loss.loss_mode=dppo_tv"
     with application("correction=gsm", "+trainer.mask=icepop", mode, *NEEDED) as config:
         (problem,) = examine(config, ["correction=gsm", "+trainer.mask=icepop", mode]).stopping
-    assert str(problem).startswith("+trainer.mask=icepop: an added key that nothing of ours reads")
+    assert problem.fix.startswith("Write correction=icepop,")
+
+
+@pytest.mark.parametrize("key", ["offpolicy.record.dir", "offpolicy.shadow", "opd.teacher.url", "correction", "opd"])
+def test_a_key_of_ours_without_a_value_is_refused(key: str) -> None:
+    """As ``key=$UNSET`` leaves it."""
+    with pytest.raises(CheckError, match=f"{key}='': empty"):
+        force_own_keys([f"{key}="])
+
+
+def test_groups_of_ours_take_a_plus() -> None:
+    assert force_own_keys(["+correction=gsm", "++opd=loss"]) == ["correction=gsm", "opd=loss"]

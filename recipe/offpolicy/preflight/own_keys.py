@@ -1,0 +1,131 @@
+"""The names of our keys, read from the YAML files that ship them and the registry, and the names that verl knows."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from ..correction.spelling import find_closest
+from ..extensions.registry import SHIPPED
+from .checks.module_source import find_source
+
+CONFIG_DIR = Path(__file__).resolve().parents[1] / "config"
+_BASE = "offpolicy_base"
+_VERLS = frozenset({"defaults", "hydra", "actor_rollout_ref"})
+"""Top keys of the base file that are not sections of ours."""
+_PACKAGE = re.compile(r"#\s*@package\s+(\S+)")
+_IN_YAML = re.compile(r"^[ \t-]*([A-Za-z_]\w*)\s*:", re.M)
+_IN_PYTHON = re.compile(r"config[\w.\[\]\"']*\.get\(\s*[\"'](\w+)[\"']|^    ([a-z_]\w*)\s*:", re.M)
+
+Path_ = tuple[str, ...]
+
+
+@cache
+def list_sections() -> frozenset[str]:
+    """List our sections at the top of the configuration, of the base file and of registered extensions."""
+    return frozenset(set(_load_base()) | SHIPPED.keys())
+
+
+@cache
+def list_groups() -> dict[str, tuple[str, ...]]:
+    """List our Hydra groups with their options."""
+    folders = (folder for folder in sorted(CONFIG_DIR.iterdir()) if folder.is_dir())
+    return {folder.name: tuple(sorted(file.stem for file in folder.glob("*.yaml"))) for folder in folders}
+
+
+@cache
+def list_paths() -> Mapping[Path_, bool]:
+    """List every key of ours by its segments from the top; True for sections."""
+    found = dict(_flatten(_load_base(), ()))
+    for group in list_groups():
+        for file in (CONFIG_DIR / group).glob("*.yaml"):
+            text = file.read_text(encoding="utf-8")
+            package = named[1] if (named := _PACKAGE.match(text)) else group
+            if package == "_global_":
+                continue  # sets keys of verl
+            prefix = tuple(package.split("."))
+            found |= {prefix: True, **dict(_flatten(_load(text), prefix))}
+    return {path: held for path, held in found.items() if len(path) > 1 or path[0] in list_sections()}
+
+
+@cache
+def list_verls_names() -> frozenset[str]:
+    """List the names of keys that the installed verl ships, declares, or reads from a configuration, at any depth."""
+    source = find_source("verl")
+    names: set[str] = set()
+    for file in source.parent.rglob("*") if source is not None else ():
+        if file.suffix == ".yaml":
+            names |= set(_IN_YAML.findall(file.read_text(encoding="utf-8")))
+        elif file.suffix == ".py":
+            read = _IN_PYTHON.findall(file.read_text(encoding="utf-8"))
+            names |= {key for key, _ in read} | ({key for _, key in read} if file.parent.name == "config" else set())
+    return frozenset(names - {""})
+
+
+def find_meant(segments: Sequence[str], *, verls: bool = False, sections: bool = False) -> Path_ | None:
+    """Find our key whose last segments the given ones are, up to their spelling; None if there is none.
+
+    Args:
+        verls: look among keys of verl that a group of ours sets.
+        sections: look among sections alone.
+    """
+    matching = [
+        path
+        for path, holds_keys in list_paths().items()
+        if len(path) >= len(segments)
+        and (holds_keys or not sections)
+        and verls == (path[0] in _VERLS)
+        and all(_alike(given, name) for given, name in zip(segments, path[-len(segments) :], strict=True))
+    ]
+    written = ".".join(segments)
+
+    def rank(path: Path_) -> tuple[float, int]:
+        """The nearest spelling first, and what stands further up."""
+        return -difflib.SequenceMatcher(None, written, ".".join(path[-len(segments) :])).ratio(), len(path)
+
+    return min(matching, key=rank, default=None)
+
+
+def complete(path: Path_, rest: Sequence[str]) -> Path_:
+    """Continue the path of a section by the segments that were given below it, each as our keys spell it."""
+    for name in rest:
+        below = [known[len(path)] for known in list_paths() if known[: len(path)] == path and len(known) > len(path)]
+        begun = [each for each in below if each.startswith(name)]
+        path = (*path, find_closest(name, below) or next(iter(begun), name))
+    return path
+
+
+def list_children(path: Path_) -> list[str]:
+    """List the keys directly below a section of ours."""
+    return [known[-1] for known in list_paths() if known[:-1] == path]
+
+
+def _alike(given: str, name: str) -> bool:
+    # Short names resemble too much.
+    return given == name or (len(given) > 2 and len(name) > 2 and find_closest(given, [name], 0.85) is not None)
+
+
+def _load_base() -> dict[str, Any]:
+    plain = _load((CONFIG_DIR / f"{_BASE}.yaml").read_text(encoding="utf-8"))
+    chosen = {group for default in plain["defaults"] if isinstance(default, dict) for group in default}
+    return {group: {} for group in chosen} | {key: value for key, value in plain.items() if key not in _VERLS}
+
+
+def _load(text: str) -> dict[str, Any]:
+    plain: Any = OmegaConf.to_container(OmegaConf.create(text), resolve=False)
+    return plain
+
+
+def _flatten(values: Mapping[str, Any], prefix: Path_) -> Iterator[tuple[Path_, bool]]:
+    for name, value in values.items():
+        if (name, prefix[1:]) == ("defaults", ()) or str(name).startswith("_"):
+            continue
+        yield (*prefix, str(name)), isinstance(value, Mapping)
+        if isinstance(value, Mapping):
+            yield from _flatten(value, (*prefix, str(name)))
