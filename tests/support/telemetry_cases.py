@@ -29,6 +29,7 @@ CORRECTIONS: dict[str, CorrectionSpec] = {
     "reject": spec(REJECT | {"level": "turn"}, **STACK),
     "full": spec(TIS | {"level": "sequence", "ratio": "full", "kind": "clip", "lower": 0.9, "upper": 1.2}),
     "geometric": spec(TIS | {"level": "version", "aggregate": "geometric", "upper": 1.05}, opsm=opsm(0.02, "ppo")),
+    "current": spec(drift=band(0.9, 1.1, ratio="ppo", level="token"), rows=opsm(0.02, "ppo")),
     "penalty": CorrectionSpec.from_mapping({"penalty": {"ratio": "ppo", "coefficient": 0.1}}),
     "signs": CorrectionSpec.from_mapping({"weights": {
         "negative": REJECT | {"level": "sequence", "ratio": "full", "when": "negative"},

@@ -44,6 +44,8 @@ from .weight_versions import RowVersions, check_ages_known, compute_token_versio
 
 ROLLOUT_LOG_PROBS = "rollout_log_probs"
 WEIGHTS = "rollout_is_weights"  # what verl's ppo_loss multiplies into the policy term
+PI_OLD = "offpolicy_pi_old"
+"""Of what the loss is handed: log pi_old where it is finite or not, for terms with a ratio of their own."""
 FULL_LOG_PROBS = "offpolicy_full_log_probs"
 """Key of a model output: log-probs over the whole vocabulary, where ``log_probs`` are over the replayed support."""
 WITHHELD = "offpolicy_withheld"

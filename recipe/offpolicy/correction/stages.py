@@ -43,7 +43,7 @@ def rollout_stage(
     """Compute the weights, masks and statistics that depend on pi_old / mu alone.
 
     A token whose pi_old is not finite leaves weights, masks, T and statistics, and is counted; so does one whose mu is
-    not, unless the correction does not read mu: then it leaves statistics alone.
+    not, unless the correction does not read mu: then it leaves statistics of ratios alone.
 
     Args:
         old_log_prob: (B, T) log pi_old, any float dtype; see ``proximal_log_prob``.
@@ -217,15 +217,13 @@ def step_stage(
             of_step, full = telemetry.measure_step(stage.sample, stage.mismatch, ppo_drift, full_drift, pi, signs)
             statistics |= of_step
             if spec.penalty is not None:
-                statistics |= telemetry.measure_penalty(
-                    stage.sample, full_drift if spec.penalty.ratio == "full" else ppo_drift
-                )
+                statistics |= telemetry.measure_penalty(operands[spec.penalty.ratio][0], valid)
         if weighed and weighed[0].at is None:
             statistics |= telemetry.measure_weight(stage.sample, weighed[0], full)
         elif weighed:
             statistics |= telemetry.measure_weights_by_sign(stage.sample, weighed, raw=full is not None)
         before = {key: rows.tokens(drop) for key, drop in stage.rejected.items()}
-        statistics |= telemetry.measure_keep(stage.sample, keep, before | drops, signs)
+        statistics |= telemetry.measure_keep(stage.sample, keep, before | drops, signs, valid)
     return StepStage(
         weight=rows.to_given_layout(weight),
         keep=rows.to_given_layout(keep),

@@ -249,25 +249,25 @@ def measure_weights_by_sign(
 
 
 @torch.no_grad()
-def measure_penalty(sample: TokenSample, log_ratio: Tensor) -> dict[str, Statistic]:
+def measure_penalty(log_ratio: Tensor, decided: Tensor) -> dict[str, Statistic]:
     """Measure the mean of (log r)^2, which a penalty multiplies by its coefficient.
 
+    Args:
+        log_ratio: log r by token, 0 off ``decided``.
+        decided: bool by token, the tokens that have one.
+
     Example:
-        >>> from .row_layout import detect_layout
-        >>> from .token_sample import build_sample
-        >>> mask = torch.ones(1, 2, dtype=torch.bool)
-        >>> sample = build_sample(detect_layout(mask=mask), mask, mask, None, None)
-        >>> measure_penalty(sample, torch.tensor([[2.0, 0.0]]).double())["penalty/mean"].value()
+        >>> measure_penalty(torch.tensor([[2.0, 0.0]]).double(), torch.tensor([[True, True]]))["penalty/mean"].value()
         2.0
     """
-    return {"penalty/mean": st.build_mean(sum_squares(log_ratio), sample.count)}
+    return {"penalty/mean": st.build_mean(sum_squares(log_ratio), decided.sum(dtype=torch.float64))}
 
 
 @torch.no_grad()
 def measure_keep(
-    sample: TokenSample, keep: Tensor, rejected: Mapping[str, Tensor], advantages: Tensor
+    sample: TokenSample, keep: Tensor, rejected: Mapping[str, Tensor], advantages: Tensor, decided: Tensor
 ) -> dict[str, Statistic]:
-    """Measure what is kept, and what each part rejects by itself, each tensor by token.
+    """Measure what is kept, and what each part rejects by itself of the ``decided`` tokens, each tensor by token.
 
     Example:
         >>> from .row_layout import detect_layout
@@ -275,25 +275,26 @@ def measure_keep(
         >>> mask = torch.ones(1, 4, dtype=torch.bool)
         >>> sample = build_sample(detect_layout(mask=mask), mask, mask, None, None)
         >>> drop = torch.tensor([[True, False, False, False]])
-        >>> statistics = measure_keep(sample, ~drop, {"masks.tm": drop}, torch.ones(1, 4))
+        >>> statistics = measure_keep(sample, ~drop, {"masks.tm": drop}, torch.ones(1, 4), mask)
         >>> statistics["keep/token_share"].value(), statistics["mask/tm/masked_token_share"].value()
         (0.75, 0.25)
     """
     rows = sample.rows
-    kept = rows.sum(keep)
+    kept, length = rows.sum(keep), rows.sum(decided)
+    rows_with_length = (length > 0).double()
     columns = {
         "tokens": sample.tokens,
         "rows": sample.tokens > 0,
         "kept": kept,
         "kept_rows": kept > 0,
-        "valid_rows": sample.rows_with_length,
+        "decided_rows": rows_with_length,
     }
     for key, drop in rejected.items():
-        dropped = rows.sum(sample.valid & drop)
+        dropped = rows.sum(decided & drop)
         columns[f"{key} tokens"] = dropped
-        columns[f"{key} rows"] = (dropped == sample.length) * sample.rows_with_length
+        columns[f"{key} rows"] = (dropped == length) * rows_with_length
     # The sign of a row is that of its sum, as masks see it. A value that is not finite stops the run.
-    advantage = rows.sum(advantages.nan_to_num(0.0, 0.0, 0.0) * sample.valid_number)
+    advantage = rows.sum(advantages.nan_to_num(0.0, 0.0, 0.0) * decided)
     by_group = sample.groups.add_signs(advantage, SIGNS).sum_columns(columns)
     sums = by_group[""]
     statistics = {"keep/token_mask_ratio": st.build_mean(sums["tokens"] - sums["kept"], sums["tokens"])}
@@ -312,7 +313,7 @@ def measure_keep(
             for key in rejected:
                 name = f"{key.replace('masks.', 'mask/').replace('weights.', 'weights/')}/{by_sign}"
                 statistics[f"{name}masked_token_share"] = st.build_mean(sums[f"{key} tokens"], sums["tokens"])
-                statistics[f"{name}masked_sequence_share"] = st.build_mean(sums[f"{key} rows"], sums["valid_rows"])
+                statistics[f"{name}masked_sequence_share"] = st.build_mean(sums[f"{key} rows"], sums["decided_rows"])
     by_token = () if sample.turns is None and sample.ages is None else (to_float64(keep), to_float64(sample.mask))
     for name, (kept, tokens) in sample.sum_by_turn(*by_token).items():
         statistics[f"turn/{name}/keep_token_share"] = st.build_mean(kept, tokens)

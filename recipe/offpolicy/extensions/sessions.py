@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..batch.rewards import check_rewards
 from .batch_view import BatchView
 
 
@@ -52,7 +53,11 @@ def read_sessions(batch: BatchView, most_tokens: int | None = None) -> Sessions:
 
     Args:
         most_tokens: longest response, tool tokens included; None: nothing counts as truncated.
+
+    Raises:
+        RewardError: a row's score is not finite.
     """
+    check_rewards(batch.scores, batch.uids, f"step {batch.step}")
     columns = batch.rows("response_mask", "responses")
     mask = columns["response_mask"].bool()
     names = list(batch.sessions)

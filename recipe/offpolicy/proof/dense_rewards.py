@@ -7,7 +7,7 @@ batch, and one that sees where rewards stand gives other advantages.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -29,6 +29,11 @@ class DenseRewardError(CheckError):
 
 class ScoredRows(Protocol):
     """The part of ``extensions.batch_view.BatchView`` that is read."""
+
+    step: int
+
+    @property
+    def uids(self) -> Sequence[str]: ...
 
     @property
     def scores(self) -> Tensor: ...

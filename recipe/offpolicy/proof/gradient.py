@@ -113,7 +113,8 @@ def prove(adapter: CorrectedLoss, batch: mb.MicroBatch, loss: Tensor) -> Proof:
     proof.distances = _distances(trainer, batch)
     step = mb.decide(adapter.spec, batch, measure="nothing")
     factor = mb.compute_factor(adapter.spec, batch, step)
-    seen = replace(batch, old_log_prob=_finite(_expected_proximal(adapter.spec, batch), batch))
+    old = _expected_proximal(adapter.spec, batch)
+    seen = replace(batch, old_log_prob=_finite(old, batch), data=batch.data_with(**{mb.PI_OLD: old}))
     predicted, policy = _demanded(adapter.base_loss, seen, factor)
     proof.gradient_tokens = int((policy != 0).sum())
     if adapter.spec.penalty is not None:

@@ -8,10 +8,12 @@ from contextlib import nullcontext
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import torch
 from omegaconf import DictConfig
 
 from verl_patches.trainer_v0 import plain_advantage
 
+from ..batch.rewards import check_rewards
 from ..extensions.hooks import ExtensionHooks
 from ..fault_tolerance.checkpoints import check_before_loading, extension_states, guard_save
 from ..fault_tolerance.watchdog import watch
@@ -114,7 +116,8 @@ class SupervisedRun:
         return DenseRewardGuard(self.config, plain_advantage(), OUTCOME)
 
     def _check_rewards(self, batch: ScoredRows) -> None:
-        """Stop a run whose rewards by token the estimator sums."""
+        """Stop a run whose rewards are not finite, or whose rewards by token the estimator sums."""
+        check_rewards(batch.scores, batch.uids, f"step {batch.step}")
         self._dense_rewards.check(batch)
 
     def _validate(self, *args: Any, **kwargs: Any) -> Any:
@@ -127,6 +130,8 @@ class SupervisedRun:
     def _val_metrics_update(
         self, data_sources: Any, sample_uids: Any, reward_extra_infos_dict: Any, *args: Any, **kwargs: Any
     ) -> Any:
+        rewards = torch.tensor(list(reward_extra_infos_dict.get("reward", ())), dtype=torch.float64)
+        check_rewards(rewards, sample_uids, "validation")
         found = super()._val_metrics_update(  # type: ignore[misc]
             data_sources, sample_uids, reward_extra_infos_dict, *args, **kwargs
         )

@@ -19,7 +19,7 @@ from torch import Tensor
 from verl.trainer.ppo.core_algos import kl_penalty
 from verl.utils.metric import Metric
 
-from ..batch.micro_batch import FULL_LOG_PROBS, ROLLOUT_LOG_PROBS, pad_log_probs
+from ..batch.micro_batch import FULL_LOG_PROBS, PI_OLD, ROLLOUT_LOG_PROBS, pad_log_probs
 from ..batch.mini_batch_mean import mini_batch_mean
 from ..correction import CorrectionSpec
 from ..correction.kl_weight import KlWeightSpec
@@ -44,18 +44,21 @@ def compute_clipped_kl(
 
     Args:
         log_prob: (B, T) log pi, carries the gradient.
-        old_log_prob, ref_log_prob: (B, T).
+        old_log_prob: (B, T); the term is 0 where it is not finite.
+        ref_log_prob: (B, T).
         kind: verl's ``kl_loss_type``.
 
     Returns:
         (B, T).
     """
+    known = torch.isfinite(old_log_prob)
+    old_log_prob = torch.where(known, old_log_prob, log_prob.detach().to(old_log_prob.dtype))
     leaf = log_prob.detach().clone().requires_grad_()
     with torch.enable_grad():
         penalty = kl_penalty(logprob=leaf, ref_logprob=ref_log_prob, kl_penalty=kind)
         slope = torch.autograd.grad(penalty.sum(), leaf)[0]
     ratio = torch.exp((log_prob - old_log_prob).clamp(-EXP_CLAMP, EXP_CLAMP))
-    return torch.maximum(ratio * slope, ratio.clamp(lower, upper) * slope)
+    return torch.maximum(ratio * slope, ratio.clamp(lower, upper) * slope) * known
 
 
 def compute_weighted_kl(
@@ -131,14 +134,16 @@ def _loss_with_surrogate(
     dp_group: Any = None,
 ) -> tuple[Tensor, dict[str, Any]]:
     loss, metrics = plain(model_output, data, dp_group)
-    dense = data.select("response_mask", "old_log_probs", ROLLOUT_LOG_PROBS, "ref_log_prob").to_padded_tensor()
+    # verl's loss needs a finite pi_old, and gets pi where it is not; here such a token has no ratio.
+    old = PI_OLD if PI_OLD in data.keys() else "old_log_probs"
+    dense = data.select("response_mask", old, ROLLOUT_LOG_PROBS, "ref_log_prob").to_padded_tensor()
     if (full := model_output.get(FULL_LOG_PROBS)) is not None:
         model_output = {"log_probs": full}
     log_prob = pad_log_probs(model_output, data)
     reference, kind = dense["ref_log_prob"], config.kl_loss_type
 
     aggregate = partial(mini_batch_mean, response_mask=dense["response_mask"].to(bool), actor_config=config, data=data)
-    term = surrogate(log_prob, dense["old_log_probs"], dense[ROLLOUT_LOG_PROBS], reference, kind)
+    term = surrogate(log_prob, dense[old], dense[ROLLOUT_LOG_PROBS], reference, kind)
     penalty = aggregate(kl_penalty(log_prob.detach(), reference, kind))
     metrics = metrics | {
         "kl_loss": Metric(aggregation=metrics["actor/pg_loss"].aggregation, value=penalty),

@@ -103,7 +103,7 @@ class LegacyLoss(OffPolicyLoss):
 
     def hand_over(self, batch: mb.MicroBatch, step: StepStage) -> TensorDict:
         handed = super().hand_over(batch, step)
-        self.old_log_prob, self.rollout_log_prob = handed["old_log_probs"], batch.rollout_log_prob
+        self.old_log_prob, self.rollout_log_prob = handed[mb.PI_OLD], batch.rollout_log_prob
         return handed
 
 

@@ -200,10 +200,13 @@ class OffPolicyLoss:
 
     def hand_over(self, batch: mb.MicroBatch, step: StepStage) -> TensorDict:
         """Build the micro-batch that verl's loss sees: weight x keep and pi_old, (B, T); pi if pi_old is not finite."""
-        old_log_prob = mb.choose_pi_old(self.spec, batch)
-        stand_in = batch.log_prob.detach().to(old_log_prob.dtype)
-        old_log_prob = torch.where(torch.isfinite(old_log_prob), old_log_prob, stand_in)
-        handed: dict[str, Any] = {mb.WEIGHTS: mb.compute_factor(self.spec, batch, step), "old_log_probs": old_log_prob}
+        old = mb.choose_pi_old(self.spec, batch)
+        old_log_prob = torch.where(torch.isfinite(old), old, batch.log_prob.detach().to(old.dtype))
+        handed: dict[str, Any] = {
+            mb.WEIGHTS: mb.compute_factor(self.spec, batch, step),
+            "old_log_probs": old_log_prob,
+            mb.PI_OLD: old,
+        }
         if batch.data["advantages"].is_nested:
             # verl's loss pads these itself, and longer than this takes.
             handed |= {"response_mask": batch.response_mask, "advantages": batch.advantages}

@@ -63,6 +63,7 @@ def test_outputs_of_one_session_count_once_and_doubles_are_seen(tmp_path: Path) 
         ('{"input": "q", "step": 1}', "line 1: no score"),
         ("[1]", "line 1: no input, score, step"),
         ('{"input": "q", "step": 1, "score": NaN}', "line 1: the score nan"),
+        ('{"input": "q", "step": 1, "score": Infinity}', "line 1: the score inf is not a finite number"),
         ("", "no sample"),
     ],
 )

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from recipe.offpolicy.correction import (
+    CorrectionSpec,
     rollout_stage,
     step_stage,
 )
@@ -231,3 +232,24 @@ def test_statistics_see_the_original_mask() -> None:
     assert masked["keep/sequence_share"] == 0.5
     of_all = {name: value for name, value in plain.items() if "keep_" not in name and "keep/" not in name}
     assert {name: masked[name] for name in of_all} == pytest.approx(of_all, nan_ok=True, abs=0, rel=0)
+
+
+def test_a_mask_that_does_not_read_mu_counts_tokens_without_it() -> None:
+    """pi / pi_old is e at both tokens, mu is known at the first: both rejected, both counted, also by sign."""
+    narrow = band(0.9, 1.1, ratio="ppo", level="token", aggregate="product")
+    result = values(
+        run(spec(narrow=narrow), mu=[[0.0, NAN]], old=[[0.0, 0.0]], pi=[[1.0, 1.0]], advantages=[[-1.0, 3.0]])
+    )
+    assert result["mask/narrow/masked_token_share"] == result["mask/narrow/masked_sequence_share"] == 1.0
+    assert result["mask/narrow/positive/masked_token_share"] == 1.0
+    assert result["keep/token_share"] == 0.0
+    unknown = values(run(spec(narrow=narrow), mu=[[NAN, NAN]], old=[[0.0, 0.0]], pi=[[1.0, 0.0]]))
+    assert unknown["mask/narrow/masked_token_share"] == 0.5
+    assert unknown["mask/narrow/masked_sequence_share"] == 0.0
+
+
+def test_a_penalty_on_pi_old_counts_tokens_without_mu() -> None:
+    """log pi / pi_old of 1 and 3: (1 + 9) / 2."""
+    penalised = CorrectionSpec.from_mapping({"penalty": {"ratio": "ppo", "coefficient": 0.1}})
+    result = values(run(penalised, mu=[[0.0, NAN]], old=[[0.0, 0.0]], pi=[[1.0, 3.0]]))
+    assert result["penalty/mean"] == pytest.approx(5.0)

@@ -49,6 +49,7 @@ def reference(batch: Batch, step: StepStage, correction: CorrectionSpec) -> dict
     rows = range(len(mask))
     response = [[t for t, on in enumerate(row) if on] for row in mask]
     valid = [[t for t in response[b] if math.isfinite(mu[b][t]) and math.isfinite(old[b][t])] for b in rows]
+    decided = valid if correction.reads_mu else [[t for t in response[b] if math.isfinite(old[b][t])] for b in rows]
     tokens = [(b, t) for b in rows for t in valid[b]]
     log_rho = {(b, t): old[b][t] - mu[b][t] for b, t in tokens}
     sums = {b: math.fsum(log_rho[b, t] for t in valid[b]) for b in rows}
@@ -75,7 +76,7 @@ def reference(batch: Batch, step: StepStage, correction: CorrectionSpec) -> dict
     result |= distribution("weight", [0.0 if any(drop[b][t] for drop in rejected) else weight[b][t] for b, t in tokens])
     logs = list(log_rho.values())
     if correction.penalty is not None:
-        result["penalty/mean"] = mean([(pi[b][t] - old[b][t]) ** 2 for b, t in tokens])
+        result["penalty/mean"] = mean([(pi[b][t] - old[b][t]) ** 2 for b, t in tokens_of(rows, decided)])
     result |= {
         "log_prob_difference/mean": mean(logs),
         "log_prob_difference/abs_mean": mean([abs(x) for x in logs]),
@@ -89,7 +90,7 @@ def reference(batch: Batch, step: StepStage, correction: CorrectionSpec) -> dict
     for name, policy in {"rollout_log_prob": mu, "old_log_prob": old, "log_prob": pi, "advantages": advantages}.items():
         result[f"nonfinite/{name}"] = sum(not math.isfinite(policy[b][t]) for b, t in tokens_of(rows))
 
-    signs = {b: math.fsum(advantages[b][t] for t in valid[b]) for b in rows}
+    signs = {b: math.fsum(advantages[b][t] for t in decided[b]) for b in rows}
     by_sign = {"": rows, "positive/": [b for b in rows if signs[b] > 0], "negative/": [b for b in rows if signs[b] < 0]}
     result["keep/token_mask_ratio"] = 1 - keep_token_share(tokens_of(rows))
     for sign, some in by_sign.items():
@@ -98,10 +99,10 @@ def reference(batch: Batch, step: StepStage, correction: CorrectionSpec) -> dict
         for key, drop in dropped.items():
             name = f"{key.replace('masks.', 'mask/').replace('.', '/')}/{sign}"
             result[f"{name}masked_token_share"] = mean(
-                [float(t in valid[b] and drop[b][t]) for b, t in tokens_of(some)]
+                [float(t in decided[b] and drop[b][t]) for b, t in tokens_of(some)]
             )
             result[f"{name}masked_sequence_share"] = mean(
-                [float(all(drop[b][t] for t in valid[b])) for b in some if valid[b]]
+                [float(all(drop[b][t] for t in decided[b])) for b in some if decided[b]]
             )
     edges = [("le16", 0, 16), ("le64", 16, 64), ("le256", 64, 256), ("le1024", 256, 1024), ("le4096", 1024, 4096)]
     for name, above, most in [*edges, ("gt4096", 4096, math.inf)]:

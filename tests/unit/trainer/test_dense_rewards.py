@@ -13,6 +13,7 @@ from omegaconf import OmegaConf
 from torch import Tensor
 from verl import DataProto
 
+from recipe.offpolicy.batch.rewards import RewardError
 from recipe.offpolicy.correction import CorrectionSpec
 from recipe.offpolicy.extensions.batch_view import BatchView
 from recipe.offpolicy.extensions.extension import Extension
@@ -77,6 +78,21 @@ def advantage(
     monkeypatch.setattr(view, "tq", queue)
     made._compute_advantage(batch, {})
     return Verls.estimated
+
+
+@pytest.mark.parametrize("version", ["v0", "v1"])
+def test_a_reward_that_is_not_finite_stops_every_run(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(globals(), "SCORES", torch.tensor([[0.0, 0.0, 1.0], [0.0, torch.nan, 0.0]]))
+    with pytest.raises(RewardError, match=r"the reward of sequence 1 \(prompt a, step 1\) is nan"):
+        advantage(version, ExtensionHooks(), monkeypatch)
+    assert Verls.estimated == 0
+
+
+@pytest.mark.parametrize("version", ["v0", "v1"])
+def test_a_reward_that_is_not_finite_stops_validation(version: str) -> None:
+    made = trainer(version, ExtensionHooks(), "grpo")
+    with pytest.raises(RewardError, match=r"sequence 1 \(prompt b, validation\) is inf"):
+        made._val_metrics_update(["s", "s"], ["a", "b"], {"reward": [1.0, float("inf")]}, [])
 
 
 @pytest.mark.parametrize("version", ["v0", "v1"])

@@ -17,6 +17,8 @@ from verl.utils.metric import AggregationType, Metric
 from recipe.offpolicy.correction import CorrectionSpec
 from recipe.offpolicy.correction.kl_weight import KlWeightSpec
 from recipe.offpolicy.worker.kl_loss import choose_surrogate, compute_clipped_kl, compute_weighted_kl, replace_kl
+from recipe.offpolicy.worker.loss import OffPolicyLoss
+from recipe.offpolicy.worker.metrics import METRIC_KEY
 
 
 def gradient(pi: Tensor, old: Tensor, ref: Tensor, kind: str, lower: float = 0.8, upper: float = 1.2) -> Tensor:
@@ -171,3 +173,43 @@ def test_it_takes_the_place_of_verls_own_term() -> None:
     assert pi.grad is not None
     # The second ratio lies beyond the clip.
     assert pi.grad[0].tolist() == pytest.approx([0.1 * 0.5 / 4, 0.0])
+
+
+def test_a_clipped_term_has_no_ratio_where_pi_old_is_unknown() -> None:
+    pi = torch.tensor([[-1.0, -1.0]])
+    unknown = torch.tensor([[math.nan, -1.0]])
+    assert gradient(pi, unknown, torch.full((1, 2), -1.5), "k2").tolist() == [[0.0, 0.5]]
+
+
+def with_policy_term(
+    config: ActorConfig, model_output: Any, data: Any, dp_group: Any = None
+) -> tuple[Tensor, dict[str, Any]]:
+    """-sum of pi / pi_old x advantage x weight."""
+    ratio = (model_output["log_probs"] - data["old_log_probs"]).exp()
+    loss = -(ratio * data["advantages"] * data["rollout_is_weights"]).sum()
+    return loss, {"actor/pg_loss": Metric(value=loss.detach(), aggregation=AggregationType.SUM)}
+
+
+@pytest.mark.parametrize(
+    "term",
+    [
+        {"kl_weight": {"ratio": "full", "upper": None}},
+        {"kl_weight": {"ratio": "ppo", "upper": None}},
+        {"kl_clip": {"lower": 0.5, "upper": 2.0}},
+    ],
+)
+def test_where_mu_is_pi_old_and_unknown_no_ratio_is_made_up(term: dict[str, Any]) -> None:
+    """Ratio 1 at the second token: k2 has the slope 0.5, weighted (k2 + its slope) = 0.125 + 0.5; two tokens."""
+    spec = CorrectionSpec.from_mapping({"proximal": "bypass", **term})
+    adapter = OffPolicyLoss(spec, ActorConfig(), prove=True, base_loss=with_policy_term)
+    pi, mu = torch.full((1, 2), -1.0, requires_grad=True), torch.tensor([[math.nan, -1.0]])
+    columns = {"responses": torch.ones(1, 2), "response_mask": torch.ones(1, 2), "advantages": torch.zeros(1, 2)}
+    columns |= {"old_log_probs": mu, "rollout_log_probs": mu, "ref_log_prob": torch.full((1, 2), -1.5)}
+    data = TensorDict(columns, batch_size=1)
+    tu.assign_non_tensor(data, dp_size=1, batch_num_tokens=2, global_batch_size=1)
+    loss, metrics = adapter({"log_probs": pi * 1.0}, data)
+    loss.backward()
+    assert pi.grad is not None
+    slope = 0.5 if spec.kl_clip is not None else 0.625
+    assert pi.grad[0].tolist() == pytest.approx([0.0, 0.1 * slope / 2])
+    assert metrics[METRIC_KEY].proof.gradient_error < 1e-6

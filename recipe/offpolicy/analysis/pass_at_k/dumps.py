@@ -7,6 +7,7 @@ PROMPT_SESSION_OUTPUT; the outputs of a session have one score.
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -100,6 +101,6 @@ def _parse(path: Path, number: int, text: str) -> dict[str, Any]:
     missing = [name for name in ("input", "score", "step") if not isinstance(row, dict) or name not in row]
     if missing:
         raise DumpError(f"{path}, line {number}: no {', '.join(missing)}. Name files of trainer.validation_data_dir.")
-    if not isinstance(row["score"], int | float) or row["score"] != row["score"]:
-        raise DumpError(f"{path}, line {number}: the score {row['score']!r} is not a number.")
+    if not isinstance(row["score"], int | float) or not math.isfinite(row["score"]):
+        raise DumpError(f"{path}, line {number}: the score {row['score']!r} is not a finite number.")
     return row

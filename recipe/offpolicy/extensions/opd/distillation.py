@@ -17,6 +17,7 @@ from omegaconf import DictConfig
 from torch import Tensor
 
 from ...batch.checksums import hash_rows
+from ...batch.rewards import check_rewards
 from ...correction import Problem
 from ...proof.token_alignment import AlignmentTally, tally_agreements
 from ..batch_view import BatchView, last_outputs
@@ -120,6 +121,7 @@ class OnPolicyDistillation(Extension):
     def _find_eligible(self, batch: BatchView, mask: Tensor) -> Tensor:
         """Find the eligible rows, (n,) bool: all outputs of an eligible session with a token; counts the shares."""
         gate = self.opd.eligible
+        check_rewards(batch.scores, batch.uids, f"step {batch.step}")
         rewards = (batch.scores.double() * mask).sum(-1)
         sessions, uids = list(batch.sessions), list(batch.uids)
         counted = [row for row in last_outputs(batch) if mask[row].any()]

@@ -8,6 +8,8 @@ from collections.abc import Hashable, Sequence
 import torch
 from torch import Tensor
 
+from ...batch.rewards import check_rewards
+
 
 def compute_pass_rates(rewards: Tensor, groups: Sequence[Hashable] | Tensor, *, passed_above: float) -> Tensor:
     """Compute the share of each rollout's group that passes, (B,) float64.
@@ -17,13 +19,12 @@ def compute_pass_rates(rewards: Tensor, groups: Sequence[Hashable] | Tensor, *, 
         groups: (B,) prompt of each rollout.
 
     Raises:
-        ValueError: a reward is not a number, or the groups are not as many.
+        ValueError: a reward is not finite, or the groups are not as many.
     """
     names = groups.tolist() if isinstance(groups, Tensor) else list(groups)
     if rewards.dim() != 1 or len(names) != len(rewards):
         raise ValueError(f"{tuple(rewards.shape)} rewards for {len(names)} groups: expected one of each a rollout.")
-    if torch.isnan(rewards).any():
-        raise ValueError(f"the reward of rollout {int(torch.isnan(rewards).nonzero()[0])} is not a number.")
+    check_rewards(rewards, names)
     if not math.isfinite(passed_above):
         raise ValueError(f"passed_above={passed_above}: not a finite number.")
     numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}

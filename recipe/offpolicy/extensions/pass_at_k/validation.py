@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from omegaconf import OmegaConf, open_dict
 
+from ...batch.rewards import check_rewards
 from ..sessions import round_threshold
 from .settings import PassAtKSettings
 from .summary import Stopping, Summary, summarize
@@ -43,7 +44,12 @@ class Validation:
         self._seen: dict[str, tuple[str, list[float]]] | None = None
 
     def collect(self, sources: Sequence[Any], uids: Sequence[Any], rewards: Sequence[float]) -> dict[str, float]:
-        """Collect the samples of one validation of verl's; outside of ``run`` their metrics are returned at once."""
+        """Collect the samples of one validation of verl's; outside of ``run`` their metrics are returned at once.
+
+        Raises:
+            RewardError: a reward is not finite.
+        """
+        check_rewards(torch.tensor(list(rewards), dtype=torch.float64), uids, "validation")
         seen: dict[str, tuple[str, list[float]]] = {}
         for source, uid, reward in zip(sources, uids, rewards, strict=True):
             seen.setdefault(str(uid), (str(source), []))[1].append(float(reward))

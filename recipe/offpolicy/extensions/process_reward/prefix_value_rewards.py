@@ -20,6 +20,7 @@ from torch import Tensor
 from verl_patches.trainer_v0 import plain_advantage
 
 from ...batch.checksums import hash_rows
+from ...batch.rewards import check_rewards
 from ...batch.weight_versions import NEWEST_VERSION
 from ...correction import Problem
 from ...proof.dense_rewards import sees_positions
@@ -118,6 +119,7 @@ class PrefixValueRewards(Extension):
         )
         mask = batch.rows("response_mask")["response_mask"]
         self._utilities = build_utilities(found, mask)
+        check_rewards(batch.scores, batch.uids, f"step {batch.step}")
         scores = (batch.scores.double() * mask).sum(-1)
         self._metrics = summarize_values(self._utilities, scores)
         self._metrics |= summarize_cost(found, self._submitted if self._synchronous else None)

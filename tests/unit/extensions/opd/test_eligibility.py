@@ -49,7 +49,7 @@ def test_a_batch_of_nothing() -> None:
 @pytest.mark.parametrize(
     ("rewards", "groups", "changes", "said"),
     [
-        ([0.0, math.nan], ["a", "a"], {}, "the reward of rollout 1 is not a number"),
+        ([0.0, math.nan], ["a", "a"], {}, r"the reward of sequence 1 \(prompt a\) is nan"),
         ([0.0], ["a", "a"], {}, "for 2 groups"),
         ([0.0], ["a"], {"max_pass_rate": 1.5}, "max_pass_rate=1.5"),
         ([0.0], ["a"], {"passed_above": math.inf}, "passed_above=inf"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +16,7 @@ from verl import DataProto
 from verl.trainer.ppo.core_algos import get_adv_estimator_fn
 
 from recipe.offpolicy.batch.checksums import hash_rows
+from recipe.offpolicy.batch.rewards import RewardError
 from recipe.offpolicy.extensions.hooks import ExtensionHooks
 from recipe.offpolicy.extensions.process_reward import token_advantages
 from recipe.offpolicy.extensions.process_reward.columns import FIELD, UTILITY
@@ -196,6 +198,12 @@ def test_utilities_travel_as_a_column(build: Any) -> None:
     run(view, extension())
     found = view.rows(UTILITY)[UTILITY]
     torch.testing.assert_close(found[0], torch.tensor([torch.nan, 0.5, torch.nan, 0.8]), equal_nan=True)
+
+
+def test_a_reward_that_is_not_finite_names_its_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(globals(), "SCORES", (1.0, math.nan, 0.0, 0.0))
+    with pytest.raises(RewardError, match=r"sequence 1 \(prompt a, step 5\) is nan"):
+        extension().on_rollout(v0(SENT, Forward()))
 
 
 def test_values_past_the_agent_loops_stop_the_run(build: Any) -> None:

@@ -1,0 +1,35 @@
+"""Check of rewards: one that is not finite compares as wrong, or makes all advantages of its group NaN."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+class RewardError(ValueError):
+    """A sequence's reward is not finite."""
+
+
+def check_rewards(rewards: Tensor, uids: Sequence[object], where: str = "") -> None:
+    """Check that the rewards of all sequences are finite.
+
+    Args:
+        rewards: (B,), or (B, T) by token, whose sum over a row has to be finite too.
+        uids: (B,) prompt of each sequence.
+        where: words on the batch, such as "step 3".
+
+    Raises:
+        RewardError: names the first sequence whose reward is not.
+    """
+    values = rewards.detach().to(torch.promote_types(rewards.dtype, torch.float32))
+    by_row = values if values.dim() == 1 else values.sum(-1)
+    lost = ~torch.isfinite(by_row)
+    if not bool(lost.any()):
+        return
+    row = int(lost.nonzero()[0])
+    of = ", ".join(filter(None, (f"prompt {uids[row]}", where)))
+    raise RewardError(
+        f"the reward of sequence {row} ({of}) is {float(by_row[row])}. Return a finite number from the reward function."
+    )
