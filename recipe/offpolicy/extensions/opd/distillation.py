@@ -52,7 +52,6 @@ class OnPolicyDistillation(Extension):
         self._eligible = torch.zeros(0, dtype=torch.bool)
         self._near = torch.zeros(0, 0, dtype=torch.bool)
         self._shipped: list[int] = []
-        self._tokens = 0
         self._found: dict[str, float] = {}
         self._agreements = AlignmentTally()
         self._proved = False
@@ -110,7 +109,6 @@ class OnPolicyDistillation(Extension):
         mask = batch.rows("response_mask")["response_mask"].bool()
         self._eligible = self._find_eligible(batch, mask)
         self._near = find_horizon(mask & self._eligible[:, None], self.opd.horizon)
-        self._tokens = int(mask.sum())
         rows = []
         for number, (prompt, response) in enumerate(batch.token_ids):
             if self._near[number].any():
@@ -224,7 +222,6 @@ class OnPolicyDistillation(Extension):
         check_reports(reports, self._shipped, self.opd.mode)
         found = dict(summarize_reports(reports, self.opd.coef))
         scored = sum(report.tokens for report in reports)
-        found["opd/frac_tokens_with_kd"] = int(self._near.sum()) / self._tokens if self._tokens else math.nan
         visible = any(report.visible for report in reports)
         if visible and not self._proved:
             self._proved = True

@@ -29,6 +29,7 @@ class OpdReport:
         arrived: columns that reached the loss, with their dtypes.
         hashes: of each row with a scored token: ids and bits of its teacher log-probs.
         tokens: scored tokens.
+        response_tokens: of all rows, scored or not.
         kept: of these, tokens that no mask of the correction rejects.
         k1, k2: sums over the scored tokens at the current policy, s - t bounded, and its Huber.
         teacher_pull, policy_pull: sums of |gradient at the log-prob| times the correction's factor, before the
@@ -41,6 +42,7 @@ class OpdReport:
     arrived: Mapping[str, str]
     hashes: tuple[int, ...] = ()
     tokens: int = 0
+    response_tokens: int = 0
     kept: int = 0
     k1: float = 0.0
     k2: float = 0.0
@@ -106,6 +108,7 @@ class OpdWorker(WorkerExtension):
             arrived,
             tuple(hashes),
             tokens=int(scored.sum()),
+            response_tokens=int(mask.sum()),
             kept=int((scored & (rows.weights != 0)).sum()),
             k1=float(gaps.double().sum()),
             k2=float(k2.double().sum()),

@@ -1,10 +1,11 @@
-"""Group sizes of a step that have the most chance to hold both right and wrong answers, within a fixed sum."""
+"""Group sizes of a step by what a prompt's group can teach about pass@k, within a fixed sum."""
 
 from __future__ import annotations
 
 import hashlib
 import heapq
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,40 +15,51 @@ import torch
 from .beta_binomial import maximise_likelihood
 
 
-def allocate(rates: Sequence[float], total: int, *, least: int, most: int) -> list[int]:
-    """Deal ``total`` rollouts to prompts so that sum of 1 - p^n - (1 - p)^n, the chance of a mixed group, is largest.
+def allocate(rates: Sequence[float], total: int, *, least: int, most: int, k: int = 4) -> list[int]:
+    """Deal ``total`` rollouts to prompts so that sum of k (1 - p)^(k - 1) (1 - p^n - (1 - p)^n) is largest.
 
-    Each further rollout of a prompt adds less than the one before, so that giving the next one to where it adds most is
-    optimal.
+    The first factor is the derivative of pass@k = 1 - (1 - p)^k, which weighs hard prompts more, and all alike at
+    k = 1. The second is the chance of a group with right and wrong answers, without which it teaches nothing. Each
+    further rollout of a prompt adds less than the one before, so giving the next one to where it adds most is optimal;
+    among equals, the hardest prompt gets it.
 
     Args:
-        rates: p of each prompt.
+        rates: p of each prompt, in [0, 1].
         total: of all prompts.
         least, most: of each prompt.
+        k: of pass@k.
 
     Raises:
-        ValueError: no deal lies within these bounds.
+        ValueError: no deal lies within these bounds, or a rate is none.
 
     Example:
-        >>> allocate([0.5, 0.05], 8, least=2, most=8)
-        [3, 5]
+        >>> allocate([0.95, 0.5, 0.05], 24, least=2, most=16)
+        [2, 6, 16]
     """
     count = len(rates)
     if not 1 <= least <= most or not least * count <= total <= most * count:
         raise ValueError(f"{total} rollouts for {count} prompts: not within {least} to {most} of each.")
+    for prompt, p in enumerate(rates):
+        if not 0 <= p <= 1:
+            raise ValueError(f"the rate of prompt {prompt} is {p}: expected 0 to 1.")
 
-    def gain(prompt: int, n: int) -> float:
+    def rank(prompt: int, n: int) -> tuple[float, float, int]:
         p = rates[prompt]
-        return p**n * (1 - p) + (1 - p) ** n * p
+        if not 0 < p < 1:
+            return math.inf, p, prompt
+        right, wrong = math.log(p), math.log1p(-p)
+        ends = n * right + wrong, n * wrong + right
+        # In logs: (1 - p)^(k - 1) underflows.
+        return -(max(ends) + math.log1p(math.exp(min(ends) - max(ends))) + (k - 1) * wrong), p, prompt
 
     sizes = [least] * count
-    heap = [(-gain(prompt, least), prompt) for prompt in range(count) if least < most]
+    heap = [rank(prompt, least) for prompt in range(count) if least < most]
     heapq.heapify(heap)
     for _ in range(total - least * count):
-        _, prompt = heapq.heappop(heap)
+        *_, prompt = heapq.heappop(heap)
         sizes[prompt] += 1
         if sizes[prompt] < most:
-            heapq.heappush(heap, (-gain(prompt, sizes[prompt]), prompt))
+            heapq.heappush(heap, rank(prompt, sizes[prompt]))
     return sizes
 
 

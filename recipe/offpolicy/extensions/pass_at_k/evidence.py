@@ -44,6 +44,7 @@ def find_wrong_chance(
     prior: tuple[float, float],
     n: int,
     share: float,
+    k: int = 4,
 ) -> str | None:
     """Compare the chances of prompts to be drawn with what the budget demands; None where they agree.
 
@@ -53,17 +54,22 @@ def find_wrong_chance(
         prior: a and b of the Beta over all prompts.
         n: rollouts of a prompt.
         share: of the draws that is uniform.
+        k: of pass@k.
     """
     a, b = prior
 
-    def state_mixed(answers: float, right: float) -> float:
-        p = (a + right) / (a + b + answers)
-        return sum(math.comb(n, wins) * p**wins * (1 - p) ** (n - wins) for wins in range(1, n))
+    pairs = {(0.0, 0.0), *counts.values()}
+    # Relative to the hardest prompt's, whose power is the largest.
+    hardest = max((b + answers - right) / (a + b + answers) for answers, right in pairs)
 
-    by_counts = {pair: state_mixed(*pair) for pair in {(0.0, 0.0), *counts.values()}}
-    mixed = [by_counts[counts.get(str(prompt), (0.0, 0.0))] for prompt in range(len(chances))]
-    whole = math.fsum(mixed)
-    for prompt, (seen, value) in enumerate(zip(chances, mixed, strict=True)):
+    def state_worth(answers: float, right: float) -> float:
+        p, q = (a + right) / (a + b + answers), (b + answers - right) / (a + b + answers)
+        return (q / hardest) ** (k - 1) * sum(math.comb(n, wins) * p**wins * q ** (n - wins) for wins in range(1, n))
+
+    by_counts = {pair: state_worth(*pair) for pair in pairs}
+    worth = [by_counts[counts.get(str(prompt), (0.0, 0.0))] for prompt in range(len(chances))]
+    whole = math.fsum(worth)
+    for prompt, (seen, value) in enumerate(zip(chances, worth, strict=True)):
         wanted = share / len(chances) + (1 - share) * value / whole
         if not abs(seen - wanted) <= ERROR * wanted:
             return (

@@ -44,6 +44,7 @@ class PassAtK(Extension):
         self._rollouts = self._block = 1
         self._chances = torch.empty(0)
         self._draws_proved = False
+        self._k = self._get_budget_k(1)
         self._identities: dict[str, str] = {}
         self._sessions: Sessions | None = None
         self._estimated: Tensor | None = None
@@ -65,7 +66,7 @@ class PassAtK(Extension):
         if settings.budget.mode == "group_size":
             parts.append(f"groups of {settings.budget.least} to {settings.budget.most}")
         if settings.budget.mode == "upsample":
-            parts.append("prompts drawn by their chance of a mixed group")
+            parts.append("prompts drawn by what their groups teach")
         if settings.dynamic.successes is not None:
             parts.append(f"validation until {settings.dynamic.successes} of {settings.dynamic.max_samples} are right")
         return "; ".join(parts) or "validation"
@@ -102,9 +103,10 @@ class PassAtK(Extension):
 
     def _compute_chances(self, prompts: int) -> Tensor:
         share = self.pass_at_k.budget.uniform_share
-        self._chances = chances = compute_chances(self.rates, prompts, self._rollouts, share)
+        self._chances = chances = compute_chances(self.rates, prompts, self._rollouts, share, self._k)
         if not self._draws_proved and bool((chances != chances[0]).any()):
-            wrong = find_wrong_chance(chances.tolist(), self.rates.counts, self.rates.prior, self._rollouts, share)
+            counts, prior = self.rates.counts, self.rates.prior
+            wrong = find_wrong_chance(chances.tolist(), counts, prior, self._rollouts, share, self._k)
             if wrong is not None:
                 raise LivenessError(f"{self.section}.budget: {wrong}.")
             self._draws_proved = True
@@ -113,6 +115,7 @@ class PassAtK(Extension):
         return chances
 
     def next_batch(self, prompts: PromptView) -> None:
+        self._k = self._get_budget_k(prompts.step)
         if self._draws:
             self._identities |= zip(prompts.uids, self._read_numbers(prompts), strict=True)
         if not self._deals:
@@ -121,8 +124,12 @@ class PassAtK(Extension):
         self._identities |= zip(prompts.uids, names, strict=True)
         budget = self.pass_at_k.budget
         rates = [self.rates.estimate(name) for name in names]
-        sizes = allocate(rates, self._rollouts * len(names), least=budget.least, most=budget.most)
+        sizes = allocate(rates, self._rollouts * len(names), least=budget.least, most=budget.most, k=self._k)
         prompts.put(__rollout_n__=sizes)
+
+    def _get_budget_k(self, step: int) -> int:
+        """Return the k whose gradient budgets go by: the objective's at a step; ``k`` where verl's estimator trains."""
+        return self.pass_at_k.get_k(step) if self._trains else self.pass_at_k.k
 
     def _read_numbers(self, prompts: PromptView) -> list[str]:
         """Read which prompts of the data set these are.

@@ -49,7 +49,7 @@ class PassAtKSettings:
 
     Attributes:
         objective: see ``training.advantages``; none: advantages are verl's.
-        k: of the objective.
+        k: of the objective, and of budgets.
         correct_at_least: score from which a row is right.
         schedule: (step, k) in rising steps, k from that step on; None: ``k`` throughout. 1: verl's own estimator.
         seed: of the deals of ``groups`` and of the draws of prompts.

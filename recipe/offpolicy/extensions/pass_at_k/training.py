@@ -28,7 +28,8 @@ def advantages(right: Tensor | Sequence[bool], k: int, *, objective: Objective |
     k - 1 others (PKPO, arXiv 2505.15201). Unbiased; at k = N it is N times verl's ``grpo_passk`` without std.
 
     ``analytic``: the mean over all subsets of k, by mean and std of their rewards (arXiv 2508.10751, eq. 11 to 14).
-    Sums to 0; its scale 1 / sqrt(R (1 - R)) makes it another objective. 0 where any k hold a right one, or none does.
+    Sums to 0; its scale 1 / sqrt(R (1 - R)) makes it another objective, of at most sqrt(N - 1). 0 where any k hold a
+    right one, or none does.
 
     ``groups``: rows are dealt into N / k groups, each row gets its group's best reward, less the mean of groups; its
     mean over deals is ``analytic`` before scaling, with much more variance. Needs a k that divides N.
@@ -86,9 +87,10 @@ def _loo_minus_one(n: int, c: int, k: int) -> tuple[float, float]:
 def _analytic(n: int, c: int, k: int) -> tuple[float, float]:
     if c == 0 or n - c < k:
         return 0.0, 0.0
-    best = _rho(n, c, k)
-    scale = math.sqrt(best * (1 - best))
-    return (1 - best) / scale, (1 - best - math.comb(n - c - 1, k - 1) / math.comb(n - 1, k - 1)) / scale
+    # (1 - R) / s = sqrt((1 - R) / R), in whole numbers: 1 - R is below float64's rounding of R where few subsets fail.
+    failed = math.comb(n - c, k)
+    of_right = math.sqrt(failed / (math.comb(n, k) - failed))
+    return of_right, -of_right * c / (n - c)
 
 
 def _deal(marks: Tensor, k: int, seed: int) -> Tensor:

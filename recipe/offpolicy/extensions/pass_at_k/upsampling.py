@@ -1,4 +1,4 @@
-"""Draws of training prompts by their chance of a group with right and wrong answers, in the place of verl's sampler."""
+"""Draws of training prompts by what their groups can teach about pass@k, instead of verl's sampler."""
 
 from __future__ import annotations
 
@@ -16,28 +16,34 @@ NUMBER = "offpolicy_prompt"
 """Column of a batch of prompts: each one's number in the data set."""
 
 
-def compute_chances(rates: PassRates, prompts: int, n: int, uniform_share: float) -> Tensor:
+def compute_chances(rates: PassRates, prompts: int, n: int, uniform_share: float, k: int = 4) -> Tensor:
     """Compute the chance that each prompt is the next to be drawn, (prompts,) float64, with sum 1.
 
-    ``uniform_share`` of it is spread alike, so that every prompt comes again; the rest goes by 1 - p^n - (1 - p)^n.
+    ``uniform_share`` of it is spread alike, so that every prompt comes again; the rest goes by
+    k (1 - p)^(k - 1) (1 - p^n - (1 - p)^n), see ``budget.allocate``.
 
     Args:
         rates: of prompts, by their number as a string.
         prompts: of the data set.
         n: rollouts of a prompt, 2 or more.
         uniform_share: in (0, 1].
+        k: of pass@k; 1 makes the chance of a mixed group all that counts.
 
     Example:
-        >>> compute_chances(PassRates(1.0, {"0": (6, 6)}), 2, 2, 0.2).tolist()  # p = 7/8 and 1/2
-        [0.3434782608695652, 0.6565217391304348]
+        >>> found = compute_chances(PassRates(1.0, {"0": (6, 6)}), 2, 2, 0.2, k=2)  # p = 7/8 and 1/2
+        >>> [round(each, 4) for each in found.tolist()]  # worths 2 / 8 x 7/32 and 2 / 2 x 1/2
+        [0.1789, 0.8211]
     """
     a, b = rates.prior
     counts = torch.zeros(prompts, 2, dtype=torch.float64)
     if rates.counts:
         counts[[int(name) for name in rates.counts]] = torch.tensor(list(rates.counts.values()), dtype=torch.float64)
-    p = (a + counts[:, 1]) / (a + b + counts[:, 0])
-    mixed = 1 - p**n - (1 - p) ** n
-    return uniform_share / prompts + (1 - uniform_share) * mixed / mixed.sum()
+    answers, right = counts.unbind(-1)
+    log_right, log_wrong = ((mass / (a + b + answers)).log() for mass in (a + right, b + answers - right))
+    log_mixed = (-torch.expm1(torch.logaddexp(n * log_right, n * log_wrong))).log()
+    # In logs: (1 - p)^(k - 1) of solved prompts underflows, and the sum of all would be 0.
+    worth = ((k - 1) * log_wrong + log_mixed).clamp(min=torch.finfo(torch.float64).min).softmax(0)
+    return uniform_share / prompts + (1 - uniform_share) * worth
 
 
 class BlockSampler:

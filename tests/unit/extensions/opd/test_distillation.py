@@ -115,6 +115,7 @@ def test_the_proof_passes_and_says_so_once(mode: str, teacher: FakeTeacher, capl
     assert caplog.text.count(f"opd {mode} LIVE on 2 rows, {tokens} tokens") == 1
     assert found["opd/live/proved"] == 1.0
     assert found["opd/num_eligible_samples"] == 2.0
+    assert found["opd/frac_tokens_with_kd"] == tokens / sum(int(row.sum()) for row in run.made.response_mask)
     assert 0 < found["opd/share_of_loss"] < 1
 
 

@@ -15,8 +15,10 @@ from recipe.offpolicy.proof.token_alignment import AlignmentTally, tally_agreeme
 from recipe.offpolicy.proof.verify import LivenessError
 
 ARRIVED = {TEACHER: "torch.float32", ROW: "torch.int8"}
-ONE = OpdReport(ARRIVED, (11,), tokens=3, kept=2, k1=1.5, k2=3.0, teacher_pull=1.0, policy_pull=4.0)
-TWO = OpdReport(ARRIVED, (22, 33), tokens=1, kept=1, k1=-0.5, k2=1.0, teacher_pull=1.0, policy_pull=2.0)
+ONE = OpdReport(ARRIVED, (11,), tokens=3, response_tokens=5, kept=2, k1=1.5, k2=3.0, teacher_pull=1.0, policy_pull=4.0)
+TWO = OpdReport(
+    ARRIVED, (22, 33), tokens=1, response_tokens=3, kept=1, k1=-0.5, k2=1.0, teacher_pull=1.0, policy_pull=2.0
+)
 
 
 def test_scored_tokens_are_those_of_eligible_rows_that_have_a_log_prob() -> None:
@@ -33,6 +35,7 @@ def test_sums_add_up_over_micro_batches_and_ranks() -> None:
     assert found == {
         "opd/kd_coef": 0.5,
         "opd/num_eligible_samples": 3.0,
+        "opd/frac_tokens_with_kd": 0.5,  # 4 of the 8 tokens that the workers saw
         "opd/k1": 0.25,
         "opd/kl_loss": 1.0,
         "opd/rejected_share": 0.25,

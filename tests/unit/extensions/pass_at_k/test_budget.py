@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from itertools import product
 
 import pytest
@@ -12,18 +13,30 @@ from hypothesis import strategies as st
 from recipe.offpolicy.extensions.pass_at_k.budget import PassRates, allocate, identify_chat
 
 
-def mixed(rates: list[float], sizes: tuple[int, ...] | list[int]) -> float:
-    return sum(1 - p**n - (1 - p) ** n for p, n in zip(rates, sizes, strict=True))
+def worth(rates: list[float], sizes: tuple[int, ...] | list[int], k: int) -> float:
+    return sum(k * (1 - p) ** (k - 1) * (1 - p**n - (1 - p) ** n) for p, n in zip(rates, sizes, strict=True))
 
 
-@given(st.lists(st.floats(0.001, 0.999), min_size=6, max_size=6), st.integers(6, 24))
+@given(st.lists(st.floats(0.001, 0.999), min_size=6, max_size=6), st.integers(6, 24), st.sampled_from([1, 2, 4, 16]))
 @settings(max_examples=15)
-def test_optimal_against_all_deals(rates: list[float], total: int) -> None:
-    found = allocate(rates, total, least=1, most=4)
+def test_optimal_against_all_deals(rates: list[float], total: int, k: int) -> None:
+    found = allocate(rates, total, least=1, most=4, k=k)
     assert sum(found) == total
     assert all(1 <= size <= 4 for size in found)
-    best = max(mixed(rates, sizes) for sizes in product(range(1, 5), repeat=6) if sum(sizes) == total)
-    assert mixed(rates, found) == pytest.approx(best, abs=1e-12)
+    best = max(worth(rates, sizes, k) for sizes in product(range(1, 5), repeat=6) if sum(sizes) == total)
+    assert worth(rates, found, k) == pytest.approx(best, abs=1e-12)
+
+
+def test_hard_prompts_get_more() -> None:
+    """A third rollout of 0.95 adds 4 x 0.05^3 x 0.0475 to pass@4, one of 0.05 adds 4 x 0.95^3 x 0.0475."""
+    assert allocate([0.95, 0.05], 16, least=2, most=14) == [2, 14]
+    assert allocate([0.95, 0.05], 16, least=2, most=14, k=1) == [8, 8]
+    # 0 of 16 under Beta(1, 3): 1 / 20. Rates that a power of 1 - p underflows for, and both ends.
+    rates = PassRates(1.0, {"unsolved": (16.0, 0.0), "solved": (16.0, 16.0)}, (1.0, 3.0))
+    assert allocate([rates.estimate(name) for name in rates.counts], 16, least=2, most=14, k=1024) == [14, 2]
+    assert allocate([1 - 1e-12, 1e-12, 1.0, 0.0], 16, least=1, most=10, k=512) == [4, 10, 1, 1]
+    with pytest.raises(ValueError, match="the rate of prompt 1 is nan"):
+        allocate([0.5, math.nan], 8, least=2, most=6)
 
 
 @pytest.mark.parametrize(("total", "least", "most"), [(5, 1, 2), (1, 1, 4), (8, 4, 2), (8, 0, 8)])

@@ -47,10 +47,11 @@ def test_a_right_row_below_the_mean_is_no_deal() -> None:
 
 def test_chances_of_draws_agree_with_the_formula_and_no_others() -> None:
     """Beta(1, 3): p = 1/4, or (1 + 2) / (4 + 4) after 2 of 4; n = 2: 2 p (1 - p) is 3/8 and 15/32."""
-    whole = 3 / 8 + 15 / 32
-    chances = [0.1 + 0.8 * (15 / 32) / whole, 0.1 + 0.8 * (3 / 8) / whole]
-    assert find_wrong_chance(chances, {"0": (4.0, 2.0)}, (1.0, 3.0), 2, 0.2) is None
-    assert "prompt 0 of 2" in (find_wrong_chance(chances, {"1": (4.0, 2.0)}, (1.0, 3.0), 2, 0.2) or "")
+    for k in (1, 3):
+        first, second = (5 / 8) ** (k - 1) * 15 / 32, (3 / 4) ** (k - 1) * 3 / 8
+        chances = [0.1 + 0.8 * each / (first + second) for each in (first, second)]
+        assert find_wrong_chance(chances, {"0": (4.0, 2.0)}, (1.0, 3.0), 2, 0.2, k) is None
+        assert "prompt 0 of 2" in (find_wrong_chance(chances, {"1": (4.0, 2.0)}, (1.0, 3.0), 2, 0.2, k) or "")
     rates = PassRates(0.9, {str(prompt): (float(prompt), prompt / 3) for prompt in range(40)}, (0.4, 1.2))
     found = compute_chances(rates, 50, 16, 0.2).tolist()
     assert find_wrong_chance(found, rates.counts, rates.prior, 16, 0.2) is None

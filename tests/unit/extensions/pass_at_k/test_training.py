@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from recipe.offpolicy.extensions.pass_at_k import advantages
+from recipe.offpolicy.extensions.pass_at_k.evidence import find_difference
 from recipe.offpolicy.extensions.pass_at_k.training import OBJECTIVES, find_impossible
 
 
@@ -146,3 +147,12 @@ def test_an_impossible_k_is_named_with_the_group(n: int, k: int, objective: str)
 def test_bad_input_is_an_error(right: list[float], k: int, objective: str, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         advantages(right, k, objective=objective)  # type: ignore[arg-type]
+
+
+def test_analytic_where_almost_no_subset_fails() -> None:
+    """Of the subsets of 32 of 128 rows, 90 right, C(38, 32) of 1.5e30 fail: R rounds to 1, and s to 0."""
+    found = advantages([1] * 90 + [0] * 38, 32, objective="analytic")
+    of_right = math.sqrt(math.comb(38, 32) / (math.comb(128, 32) - math.comb(38, 32)))
+    assert found[0].item() == pytest.approx(of_right, abs=0) == pytest.approx(1.3668e-12, rel=1e-4, abs=0)
+    assert float(found.sum()) == pytest.approx(0.0, abs=1e-20)
+    assert find_difference(found.tolist(), [True] * 90 + [False] * 38, 32, "analytic") is None

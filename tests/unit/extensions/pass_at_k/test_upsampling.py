@@ -45,11 +45,21 @@ def numbers(loader: Any) -> list[list[int]]:
 
 
 def test_chances_by_hand() -> None:
-    """Beta(1, 1): p = 1/2 where nothing is known, 7/8 after 6 of 6. n = 2: 2 p (1 - p) is 1/2 and 7/32."""
-    found = compute_chances(PassRates(1.0, {"2": (6.0, 6.0)}), 3, 2, 0.2)
-    whole = 1 / 2 + 1 / 2 + 7 / 32
-    assert found.tolist() == pytest.approx([0.2 / 3 + 0.8 * each / whole for each in (1 / 2, 1 / 2, 7 / 32)])
-    assert float(found.sum()) == pytest.approx(1)
+    """Beta(1, 1): p = 1/2 where nothing is known, 7/8 after 6 of 6. n = 2: 2 p (1 - p) is 1/2 and 7/32.
+
+    k = 3 weighs these by (1 - p)^2, 1/4 and 1/64.
+    """
+    for k, weight in ((1, 1), (3, 1 / 16)):
+        found = compute_chances(PassRates(1.0, {"2": (6.0, 6.0)}), 3, 2, 0.2, k=k)
+        worth = (1 / 2, 1 / 2, weight * 7 / 32)
+        assert found.tolist() == pytest.approx([0.2 / 3 + 0.8 * each / sum(worth) for each in worth])
+        assert float(found.sum()) == pytest.approx(1)
+
+
+def test_chances_of_a_solved_data_set_stay_finite() -> None:
+    """(1 - p)^1023 of p = 1 - 1e-9 underflows; prompts that are alike are drawn alike."""
+    rates = PassRates(1.0, {str(prompt): (1e9, 1e9) for prompt in range(4)})
+    assert compute_chances(rates, 4, 8, 0.2, k=1024).tolist() == pytest.approx([0.25] * 4)
 
 
 def test_every_prompt_keeps_its_uniform_share() -> None:
