@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from recipe.offpolicy.correction.aggregates import AGGREGATES
 from tests.support import training_worker as tw
 from tests.support.examples import each_nth_by_default
 from tests.support.first_update import adapter, first_update
@@ -18,18 +19,7 @@ from tests.support.specs import GSM, OPSM, TIS_TOKEN
 
 STALE: dict[str, Any] = {"aggregate": "staleness", "level": "token", "upper": 1}
 LEVELS = ["token", "sequence", "turn", "version"]
-BOUNDS: dict[str, tuple[float | None, float | None]] = {
-    "product": (0.9, 1.1),
-    "geometric": (0.9, 1.1),
-    "any": (None, 1.5),
-    **{f"k1_{how}": (-0.1, 0.1) for how in ("sum", "mean", "max")},
-    **{f"{k}_{how}": (None, 0.05) for k in ("k2", "k3", "tv") for how in ("sum", "mean", "max")},
-    "binary_tv": (-0.1, 0.1),
-    "binary_tv_mean": (-0.1, 0.1),
-    "binary_tv_sum": (-0.1, 0.1),
-    "binary_kl": (None, 0.1),
-    "exp_abs_mean": (None, 1.1),
-}
+BOUNDS = {name: entry.usual for name, entry in AGGREGATES.items() if entry.reduce not in ("batch", "oldest")}
 
 
 def with_versions(rows: tw.Rollout) -> tw.Rollout:

@@ -22,6 +22,7 @@ from recipe.offpolicy.correction import (
     rollout_stage,
     step_stage,
 )
+from recipe.offpolicy.correction.aggregates import AGGREGATES as TABLE
 from tests.support.corrections import tensor
 from tests.support.examples import at_most
 from tests.support.reference import IN_FORCE, Batch
@@ -117,18 +118,15 @@ def batches(draw_one: Any, min_rows: int = 0) -> Rows:
 Bounds = tuple[float | None, ...]
 LEVELS = ("token", "sequence", "turn", "version")
 RATIOS = ("rollout", "full", "ppo")
-ON_RATIO = ("product", "geometric", "any")
-DIVERGENCES = tuple(f"{kind}_{how}" for kind in ("k1", "k2", "k3", "tv") for how in ("sum", "mean", "max"))
-PROBABILITIES = ("binary_tv", "binary_tv_mean", "binary_tv_sum", "binary_kl")
-AGGREGATES = (*ON_RATIO, *DIVERGENCES, *PROBABILITIES, "exp_abs_mean")
+AGGREGATES = tuple(name for name, entry in TABLE.items() if entry.reduce not in ("batch", "oldest"))
+"""Those of one unit's ratios; second_moment and staleness have bounds of their own."""
 
 
 def bounds_of(aggregate: str, band: Bounds = (0.93, 1.21), upper: float = 0.37) -> dict[str, float | None]:
     """Bounds that the aggregate can have: ``band`` for ratios, else ``upper`` alone."""
-    if aggregate == "exp_abs_mean":
-        return {"lower": None, "upper": band[1]}
-    low, high = band if aggregate in ON_RATIO else (None, upper)
-    return {"lower": low, "upper": high}
+    entry = TABLE[aggregate]
+    low, high = band if entry.on_ratio else (None, upper)
+    return {"lower": None if entry.one_sided else low, "upper": high}
 
 
 # Bands that hold the value of equal policies, so that agreement is a no-op: 1 for ratios, 0 for differences.
@@ -184,18 +182,17 @@ def masks(
     if aggregate == "staleness":
         del mapping["ratio"]
         return mapping | {"upper": draw_one(draw.integers(0, 3))}
-    if aggregate in (*ON_RATIO, "exp_abs_mean"):
+    entry = TABLE[aggregate]
+    if entry.on_ratio:
         mapping["by_staleness"] = draw_one(draw.sampled_from(factors))
-    if aggregate in ("product", "geometric") and draw_one(draw.booleans()):
+    if entry.of_log_ratios and draw_one(draw.booleans()):
         return mapping | {"delta": draw_one(draw.sampled_from([0.0, 1 / 64, 0.125, 0.5]))}
-    lowers, uppers = (LOWER, UPPER) if aggregate in ON_RATIO else (BELOW, ABOVE)
-    if aggregate.startswith(("k2", "k3", "tv", "binary_kl")):
-        lowers, uppers = (None, 0.0), uppers[1:]
-    if aggregate == "exp_abs_mean":
-        lowers, uppers = (None, 1.0), UPPER[2:]
+    lowers, uppers = (LOWER, UPPER) if entry.on_ratio else (BELOW, ABOVE)
+    if entry.one_sided:  # it is agreement or above
+        lowers, uppers = ((None, 1.0), UPPER[2:]) if entry.on_ratio else ((None, 0.0), ABOVE[1:])
     lower, upper = draw_one(draw.sampled_from(lowers)), draw_one(draw.sampled_from(uppers))
     assume(lower is not None or upper is not None)
-    if mapping["level"] == "token" and aggregate in ("product", "geometric") and when == "any":
+    if mapping["level"] == "token" and entry.of_log_ratios and when == "any":
         assume(lower is not None and upper is not None)
     return mapping | {"lower": lower, "upper": upper}
 

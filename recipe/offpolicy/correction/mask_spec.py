@@ -44,18 +44,7 @@ class MaskSpec:
         ratio: ``rollout`` pi_old / mu, ``full`` pi / mu, ``ppo`` pi / pi_old. A mask on age has none, and is decided
             where those on ``rollout`` are, which stands here.
         level: tokens that are decided together, see ``WeightSpec.level``.
-        aggregate: of the ratios r_t of these tokens:
-
-            * ``product`` prod r, ``geometric`` (prod r)^(1/T), ``any`` each r_t by itself, all of them must lie inside;
-            * ``k1_*`` -log r, ``k2_*`` (log r)^2 / 2, ``k3_*`` r - 1 - log r (Schulman 2020) in nats, and ``tv_*``
-              |r - 1| / 2, each as sum, mean or max;
-            * ``binary_tv`` p_numerator - p_denominator of the sampled token, in [-1, 1], each by itself (DPPO), or its
-              sum or mean, ``binary_tv_sum`` and ``binary_tv_mean`` (ROLL);
-            * ``binary_kl`` the greater of the two KL divergences between the sampled token and all others, in nats,
-              each by itself (KPop);
-            * ``exp_abs_mean`` the mean of exp |log r|, 1 where policies agree (NeMo-RL);
-            * ``second_moment``: ``budget`` bounds the batch's mean of (log r)^2 (M2PO);
-            * ``staleness``: age of the oldest token, in versions of the weights; ``upper`` alone bounds it.
+        aggregate: number of these tokens that is bounded, a name of ``aggregates.AGGREGATES``.
         lower, upper: inclusive bounds on the aggregate; None leaves a side open.
         when: applies where the advantage is negative, where it is positive, anywhere, or ``outward``: to the tokens
             with A log r > 0, whose update takes the two policies further apart (VACO).

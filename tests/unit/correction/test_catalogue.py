@@ -1,4 +1,4 @@
-"""Names of statistics: the same whatever the data, all of them in the catalogue, and in the documentation."""
+"""Names of statistics, options and aggregates: the same whatever the data, and all of them in the documentation."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 from recipe.offpolicy.correction import (
     Reduction,
 )
+from recipe.offpolicy.correction.aggregates import AGGREGATES
 from recipe.offpolicy.correction.catalogue import ENTRIES, SHADOW_ENTRIES, format_markdown
 from tests.support.paths import ROOT
 from tests.support.telemetry_cases import CORRECTIONS, random_batch, shadow, stages
@@ -81,6 +82,26 @@ def expanded(pattern: str) -> list[str]:
 
 
 def test_the_documentation_has_the_table() -> None:
-    """To write it anew: python -c 'from recipe.offpolicy.correction.catalogue import *; print(format_markdown())'."""
+    """To write it anew: python -c 'from recipe.offpolicy.correction.aggregates import AGGREGATES
+    from recipe.offpolicy.correction.catalogue import *; print(format_markdown())'."""
     page = (ROOT / "docs" / "metrics.md").read_text()
     assert [line for line in format_markdown().splitlines() if line not in page] == []
+
+
+def read_table(header: str) -> set[str]:
+    """The names in the first column of the table of docs/corrections.md that begins with ``header``."""
+    _, _, rest = (ROOT / "docs" / "corrections.md").read_text().partition(f"| {header} |")
+    first = [line.split("|")[1] for line in rest.partition("\n\n")[0].splitlines()[2:]]
+    return {name for cell in first for pattern in cell.split("`")[1::2] for name in expanded(pattern)}
+
+
+def test_the_documentation_has_every_option_and_no_other() -> None:
+    """verl's factories have one row for all of them."""
+    options = {file.stem for file in (ROOT / "configs" / "correction").glob("*.yaml")}
+    named = read_table("option")
+    assert named - {"verl_<factory>"} == {name for name in options if not name.startswith("verl_")}
+    assert "verl_<factory>" in named
+
+
+def test_the_documentation_has_every_aggregate_and_no_other() -> None:
+    assert read_table("aggregate of a mask") == set(AGGREGATES)

@@ -22,8 +22,8 @@ from tests.support import reference
 from tests.support.drawn import (
     AGGREGATES,
     LEVELS,
-    ON_RATIO,
     RATIOS,
+    TABLE,
     Rows,
     batches,
     bounds_of,
@@ -115,16 +115,17 @@ def test_every_mask(level: str, aggregate: str, ratio: str) -> None:
     least, greatest = extremes(base)
     low, high = between(least, 0.35), between(greatest, 0.65)
     delta = max(-low, 0.01)
-    if aggregate in (*ON_RATIO, "exp_abs_mean"):
+    entry = TABLE[aggregate]
+    if entry.on_ratio:
         low, high = math.exp(low), math.exp(high)
     masks = {
         f"{side}_{when}_{sign}": base | {"when": when, "sign": sign, "lower": lower, "upper": upper}
         for side, lower, upper in (("both", low, high), ("below", low, None), ("above", None, high))
         for when, sign in SIGNS
-        if not (lower is not None and aggregate == "binary_kl")
-        if not (None in (lower, upper) and level == "token" and aggregate in ("product", "geometric") and when == "any")
+        if not (lower is not None and entry.reduce == "each" and entry.one_sided)
+        if not (None in (lower, upper) and level == "token" and entry.of_log_ratios and when == "any")
     }
-    if aggregate in ("product", "geometric"):
+    if entry.of_log_ratios:
         for when, sign in SIGNS:
             masks[f"delta_{when}_{sign}"] = base | {"when": when, "sign": sign, "delta": delta}
     correction = CorrectionSpec.from_mapping({"masks": masks})
@@ -213,7 +214,7 @@ def test_every_age(level: str) -> None:
 def test_bounds_by_age(level: str, factors: list[float]) -> None:
     common = dict(level=level, by_staleness=factors)
     on_ratio = common | dict(ratio="rollout", when="any", lower=0.86, upper=1.17)
-    masks = {aggregate: on_ratio | {"aggregate": aggregate} for aggregate in ON_RATIO}
+    masks = {aggregate: on_ratio | {"aggregate": aggregate} for aggregate in ("product", "geometric", "any")}
     masks["opsm"] = common | dict(ratio="full", aggregate="geometric", delta=0.11, when="negative")
     for kind, lower, upper in WEIGHT_BOUNDS[1:]:
         weight = common | dict(kind=kind, lower=lower, upper=upper, normalize=True)

@@ -27,32 +27,9 @@ from recipe.offpolicy.monitor.bounds.schedule import find_moving_sides
 from recipe.offpolicy.recording import Step
 from tests.support.acted import varied_rows
 from tests.support.corrections import band, opsm, spec, tensor
-from tests.support.drawn import Rows, batches, examples
+from tests.support.drawn import AGGREGATES, TABLE, Rows, batches, examples
 from tests.support.histograms import histogram
 from tests.support.recordings import NONE
-
-AGGREGATES = [
-    ("product", 0.5, 2.0),
-    ("geometric", 0.9, 1.1),
-    ("any", 0.8, 1.5),
-    ("k1_sum", -0.1, 0.1),
-    ("k1_mean", -0.1, 0.1),
-    ("k1_max", -0.1, 0.1),
-    ("k2_sum", None, 0.1),
-    ("k2_mean", None, 0.1),
-    ("k2_max", None, 0.1),
-    ("k3_sum", None, 0.1),
-    ("k3_mean", None, 0.1),
-    ("k3_max", None, 0.1),
-    ("tv_sum", None, 0.1),
-    ("tv_mean", None, 0.1),
-    ("tv_max", None, 0.1),
-    ("binary_tv", -0.1, 0.1),
-    ("binary_tv_mean", -0.1, 0.1),
-    ("binary_tv_sum", -0.1, 0.1),
-    ("binary_kl", None, 0.1),
-    ("exp_abs_mean", None, 1.1),
-]
 
 
 def shown(correction: CorrectionSpec, sides: dict[str, Side], **given: Any) -> dict[str, Statistic]:
@@ -103,8 +80,8 @@ def test_extremes_decide_as_the_mask_does(batch: Rows) -> None:
     valid = find_valid_tokens(batch.mask, batch.old, batch.mu)
     log_rho = compute_log_ratio(batch.old, batch.mu, valid)
     for level in ("token", "sequence", "turn"):
-        for aggregate, lower, upper in AGGREGATES:
-            mask = spec(m=band(lower, upper, aggregate=aggregate, level=level)).masks[0][1]
+        for aggregate in AGGREGATES:
+            mask = spec(m=band(*TABLE[aggregate].usual, aggregate=aggregate, level=level)).masks[0][1]
             units = partition_units(mask.level, valid, batch.turns if level == "turn" else None)
             values = compute_extremes(mask, units, log_rho, numerator=batch.old, denominator=batch.mu)
             below, above = (value.float() for value in values)
