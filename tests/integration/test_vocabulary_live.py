@@ -59,8 +59,8 @@ def test_masks_by_advantage(engine: Any, ratio: str, level: str, when: str, sign
 @pytest.mark.parametrize("aggregate", ["tv_mean", "product", "binary_kl"])
 def test_masks_on_what_leads_away(engine: Any, aggregate: str, sign: str) -> None:
     lower, upper = BOUNDS[aggregate]
-    mask = {"ratio": "rollout", "level": "sequence", "aggregate": aggregate, "lower": lower, "upper": upper}
-    live(engine, {"masks": {"mask": mask | {"when": "outward", "sign": sign}}})
+    mask = {"ratio": "rollout", "level": "sequence", "aggregate": aggregate, "when": "outward", "sign": sign}
+    live(engine, {"masks": {"mask": {**mask, "lower": lower, "upper": upper}}})
 
 
 @pytest.mark.parametrize("sign", ["row", "token"])

@@ -82,8 +82,7 @@ def expanded(pattern: str) -> list[str]:
 
 
 def test_the_documentation_has_the_table() -> None:
-    """To write it anew: python -c 'from recipe.offpolicy.correction.aggregates import AGGREGATES
-    from recipe.offpolicy.correction.catalogue import *; print(format_markdown())'."""
+    """To write it again: python -c 'from recipe.offpolicy.correction.catalogue import *; print(format_markdown())'."""
     page = (ROOT / "docs" / "metrics.md").read_text()
     assert [line for line in format_markdown().splitlines() if line not in page] == []
 

@@ -23,7 +23,6 @@ from tests.support.drawn import (
     AGGREGATES,
     LEVELS,
     RATIOS,
-    TABLE,
     Rows,
     batches,
     bounds_of,
@@ -115,7 +114,7 @@ def test_every_mask(level: str, aggregate: str, ratio: str) -> None:
     least, greatest = extremes(base)
     low, high = between(least, 0.35), between(greatest, 0.65)
     delta = max(-low, 0.01)
-    entry = TABLE[aggregate]
+    entry = aggregates.AGGREGATES[aggregate]
     if entry.on_ratio:
         low, high = math.exp(low), math.exp(high)
     masks = {

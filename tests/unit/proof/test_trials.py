@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from recipe.offpolicy.batch.micro_batch import MicroBatch
 from recipe.offpolicy.batch.token_versions import CHUNKS, TokenVersions, read_versions
 from recipe.offpolicy.batch.weight_versions import read_extra_fields
 from recipe.offpolicy.correction import MaskSpec, WeightSpec
+from recipe.offpolicy.correction.aggregates import AGGREGATES
 from recipe.offpolicy.proof.trials import BEYOND, Trial, age_first_tokens, build_mask_trials, build_weight_trials
 from tests.support.growth import count_instructions, count_work
 
@@ -187,3 +189,17 @@ def test_only_tokens_that_are_shifted_are_solved_for() -> None:
     mask_of_k3 = MaskSpec("rollout", "sequence", "k3_mean", None, 0.1, "any")
     work = count_work(lambda: list(build_mask_trials("k3", mask_of_k3, batch)))
     assert work.elements["expm1"] == 80 * 2 * 2 * 4  # halvings, up and down, of a token in each row, in each trial
+
+
+@pytest.mark.parametrize("name", AGGREGATES)
+def test_each_aggregate_of_the_table_is_stated_and_has_a_trial_that_shows_each_bound(name: str) -> None:
+    entry = AGGREGATES[name]
+    mapping: dict[str, Any] = {"level": "sequence", "aggregate": name, "upper": entry.usual[1], "when": "any"}
+    if entry.reduce == "batch":
+        mapping = mapping | {"ratio": "rollout", "level": "token", "budget": mapping.pop("upper")}
+    elif not entry.of_age:
+        mapping |= {"ratio": "rollout", "lower": entry.usual[0]}
+    spec = MaskSpec.from_mapping(mapping, key="correction.masks.m")
+    shown = {trial.label for trial in build_mask_trials("m", spec, rows()) if (trial.factor == 0).any()}
+    sides = {"side -1"} if entry.usual[0] is not None else set()
+    assert shown - {""} == sides | {"side +1"}

@@ -66,8 +66,8 @@ def write(name: str, text: str) -> Callable[[Path], object]:
     return lambda folder: (folder / name).write_text(text)
 
 
-def remove(*names: str) -> Callable[[Path], object]:
-    return lambda folder: [(folder / name).unlink() for name in names]
+def remove(name: str) -> Callable[[Path], object]:
+    return lambda folder: os.remove(folder / name)
 
 
 @pytest.mark.parametrize(
@@ -109,7 +109,7 @@ def test_a_configured_chat_template_takes_the_place_of_the_tokenizers(tmp_path: 
 
 def test_a_machine_whose_shared_memory_is_smaller_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = shutil.disk_usage(tmp_path)._replace(free=20 * MIB)
-    monkeypatch.setattr(own_model.shutil, "disk_usage", lambda path: usage)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
     with pytest.raises(ValueError, match=r"takes 25 MiB of /dev/shm .* 20 MiB are free.*--shm-size=50m"):
         read_bucket(save_folder(tmp_path))
     read_bucket(tmp_path, "platform=cuda")

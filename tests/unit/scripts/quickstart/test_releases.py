@@ -10,6 +10,7 @@ import yaml
 
 from scripts.quickstart.options import build_release_overrides
 from tests.support.paths import ROOT
+from verl_patches.releases import TESTED
 
 SCRIPT = ["bash", str(ROOT / "scripts" / "quickstart.sh")]
 
@@ -75,7 +76,7 @@ def test_before_0_9_the_cpu_is_rays_gpu() -> None:
 @pytest.mark.parametrize(
     ("arguments", "environment", "message"),
     [
-        (["--release", "0.6.0"], {}, "release 0.6.0 of verl is not among those supported: 0.7.1 0.8.0 0.9.0 0.9.1"),
+        (["--release", "0.6.0"], {}, f"release 0.6.0 of verl is not among those supported: {' '.join(TESTED)}"),
         (["--release=0.6.0"], {}, "release 0.6.0"),
         ([], {"RELEASE": "0.6.0"}, "release 0.6.0"),
         (["--release"], {}, "--release without a release"),
