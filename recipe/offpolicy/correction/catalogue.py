@@ -95,8 +95,8 @@ ENTRIES: Final = (
     StatisticEntry(
         "{mask/<name>,weights/<name>,weight}",
         _MASKED,
-        "what each mask, or a weight of kind reject, rejects by itself, of response tokens and of rows with a token that "
-        "it decides on; a mask on pi / pi_old or on age decides on tokens without mu too",
+        "what each mask, or a weight of kind reject, rejects by itself, of response tokens and of rows with a token "
+        "that it decides on; a mask on pi / pi_old or on age decides on tokens without mu too",
     ),
     StatisticEntry(
         f"{{mask/<name>,weights/<name>,weight}}/{_group(SIGNS)}", _MASKED, "by the sign of the row's mean advantage"
