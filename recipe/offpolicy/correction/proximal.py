@@ -38,9 +38,9 @@ def proximal_log_prob(
     * ``reuse``: the current policy, detached. Exact where each batch gets a single gradient step, whose pi it is.
     * ``loglinear``: (1 - alpha) log mu + alpha log pi, detached: between where the data came from and where the
       policy is. An approximation, which costs no forward pass. With ``alpha=by_age`` each token of age a has
-      alpha = a / (a + 1): of the a + 1 versions from its own to that which this step makes, the one before the last is
-      taken for pi_old (AReaL). A token of the weights in force has mu itself.
-
+      alpha = (a - 1) / a, and 0 at age 0, as AReaL's ``compute_prox_logp_approximations`` has it: of the a versions
+      from the token's to those in force, which it takes for pi, the one before the last is taken for pi_old. Its
+      documentation describes pi_old as one step behind the policy that is trained, which would be a / (a + 1).
     * ``same_engine``: mu itself, as an engine returns it that was seen to be the trainer's own: the trainer computes
       pi_old in its first step and stops unless the two agree, see ``proof.same_engine``.
 
@@ -63,7 +63,7 @@ def proximal_log_prob(
         [-1.0, -2.0, -4.0]
         >>> proximal_log_prob("loglinear", 0.5, **policies).item()  # halfway between mu and pi
         -3.0
-        >>> proximal_log_prob("loglinear", "by_age", **policies, ages=torch.tensor([1])).item()  # 1 / (1 + 1)
+        >>> proximal_log_prob("loglinear", "by_age", **policies, ages=torch.tensor([2])).item()  # (2 - 1) / 2
         -3.0
     """
     match proximal:
@@ -91,4 +91,4 @@ def _share_by_age(ages: Tensor | None, device: torch.device, dtype: torch.dtype)
             "the batch. Set correction.alpha=0.5 for example."
         )
     age = (ages if ages.dim() == 2 else ages[:, None]).to(device, dtype)
-    return age / (age + 1)
+    return (age - 1).clamp(min=0) / age.clamp(min=1)

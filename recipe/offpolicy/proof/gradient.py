@@ -292,12 +292,12 @@ def _expected_proximal(spec: CorrectionSpec, batch: mb.MicroBatch) -> Tensor:
 
 
 def _share_by_age(batch: mb.MicroBatch) -> Tensor:
-    """Compute a / (a + 1) for each token of age a in versions: (B, T) float64."""
+    """Compute (a - 1) / a for each token of age a in versions, 0 at 0: (B, T) float64."""
     if batch.versions is None or batch.plan is None:
         raise ValueError("correction.alpha=by_age: the versions that sampled did not come with the batch.")
     age = batch.versions.compute_ages(batch.plan.step, batch.response_mask).double()
     age = age if age.dim() == 2 else age[:, None].expand(batch.response_mask.shape)
-    return 1.0 - 1.0 / (age + 1.0)
+    return torch.where(age > 0, 1.0 - 1.0 / age, 0.0)
 
 
 def _adapter_gradient(

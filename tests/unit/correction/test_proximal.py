@@ -50,15 +50,18 @@ def test_by_hand() -> None:
 
 
 def test_the_share_by_age_is_that_of_areal() -> None:
-    """v_theta = v_prox + 1, so that (v_prox - v_mu) / (v_theta - v_mu) = a / (a + 1): 0, 1/2 and 3/4 at 0, 1 and 3.
+    """Its code has v_theta in force and v_prox = v_theta - 1: (v_prox - v_mu) / (v_theta - v_mu) = (a - 1) / a.
 
     From log mu = -1 to log pi = -2, and from -2 to -1.
     """
     policies = dict(old_log_prob=OLD, rollout_log_prob=MU, log_prob=PI)
-    by_token = proximal_log_prob("loglinear", "by_age", ages=torch.tensor([[1, 3]]), **policies)
+    by_token = proximal_log_prob("loglinear", "by_age", ages=torch.tensor([[2, 4]]), **policies)
     assert by_token.tolist() == [[-1.5, -1.25]]
-    by_row = proximal_log_prob("loglinear", "by_age", ages=torch.tensor([0]), **policies)
-    assert torch.equal(by_row, MU)
+    line = dict(old_log_prob=OLD, rollout_log_prob=torch.zeros(1, 5), log_prob=torch.ones(1, 5))
+    shares = proximal_log_prob("loglinear", "by_age", ages=torch.arange(5)[None], **line)
+    assert shares[0].tolist() == pytest.approx([0, 0, 1 / 2, 2 / 3, 3 / 4])
+    for age in (0, 1):
+        assert torch.equal(proximal_log_prob("loglinear", "by_age", ages=torch.tensor([age]), **policies), MU)
     with pytest.raises(ValueError, match="versions that sampled did not come"):
         proximal_log_prob("loglinear", "by_age", **policies)
 

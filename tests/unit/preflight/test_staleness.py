@@ -266,6 +266,21 @@ def test_a_mask_that_no_age_reaches_is_inert(mode: str, eta: float | None, upper
 
 
 @pytest.mark.parametrize(
+    ("mode", "eta", "inert"),
+    [
+        ("sync", None, True),
+        ("separate_async", 1, True),
+        ("separate_async", 1.5, False),
+        ("separate_async", None, False),
+    ],
+)
+def test_interpolation_by_age_needs_an_age_of_2(mode: str, eta: float | None, inert: bool) -> None:
+    correction = CorrectionSpec.from_mapping({"proximal": "loglinear", "alpha": "by_age"})
+    found = list(warn_ages(config(mode, **{ETA: eta}), correction))
+    assert [(each.key, each.verdict) for each in found] == [("correction.alpha", "NO-OP")] * inert
+
+
+@pytest.mark.parametrize(
     ("mode", "eta", "factors", "inert"),
     [
         ("separate_async", 2, [1.0], True),

@@ -211,8 +211,8 @@ def warn_ages(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
     oldest = settings.oldest_age if settings else None if is_asynchronous(config) else 0
     why = f"{ETA} lets none be older" if settings else "synchronous training samples by the weights in force"
     beside = {ETA: eta} if settings else {}
-    if spec.alpha == BY_AGE and oldest == 0:
-        reason = f"no token is older than the weights in force, since {why}: pi_old is mu, as with bypass."
+    if spec.alpha == BY_AGE and oldest is not None and oldest <= 1:
+        reason = f"no token is more than one version older than the weights in force, since {why}: pi_old is mu."
         off = (set_to("correction.alpha", 0.5),)
         yield Problem("correction.alpha", BY_AGE, reason, "", "NO-OP", ("proximal",), off, beside=beside)
     for key, part in spec.age_parts.items():
