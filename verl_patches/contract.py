@@ -136,7 +136,7 @@ class Contract:
         if self.covers(release):
             return
         if os.environ.get(ALLOW_UNTESTED) == "1":
-            logger.warning("patch %s: %s %s is untested", self.name, self.distribution, release)
+            _warn_untested(self.distribution, release)
             return
         raise PatchError(
             f"patch {self.name!r} was tested with {self.tested}, found {release}. "
@@ -151,6 +151,11 @@ class Contract:
             f"{expected or self.signature or 'it to exist'}, found {found}. Fix: install {self.tested}, or "
             f"read the new target and adapt the patch and its contract (see verl_patches/README.md)."
         )
+
+
+@functools.cache
+def _warn_untested(distribution: str, release: str) -> None:
+    logger.warning("%s %s is untested: whatever is relied on is checked against its contract", distribution, release)
 
 
 def of_installed(*contracts: Contract) -> Contract:

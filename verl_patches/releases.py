@@ -24,6 +24,7 @@ class Release:
         bound_pairs: ``rollout_is_threshold`` takes a pair, "0.5_2.0", beside the cap.
         replaying_engines: strategies whose engine reads ``router_replay``.
         platforms: it has a registry of platforms, and reads VERL_ENGINE_DEVICE and OFFPOLICY_PATCHES' entry point.
+        unpads_alone: it removes padding without flash-attn.
         weight_versions: batches note which version of the weights sampled a sequence.
         v1_modes: covered values of ``trainer.v1.trainer_mode``; empty where there is no V1 trainer.
         staleness_limit: its asynchronous V1 trainers issue prompts as ``offpolicy.staleness.eta`` needs it.
@@ -41,6 +42,7 @@ class Release:
     bound_pairs: bool = True
     replaying_engines: tuple[str, ...] = ("megatron", "veomni")
     platforms: bool = True
+    unpads_alone: bool = True
     weight_versions: bool = True
     v1_modes: tuple[str, ...] = V1_MODES
     staleness_limit: bool = True
@@ -60,6 +62,7 @@ RELEASES = (
         bound_pairs=False,
         replaying_engines=("megatron",),
         platforms=False,
+        unpads_alone=False,
         weight_versions=False,
         v1_modes=(),
         staleness_limit=False,
@@ -73,6 +76,7 @@ RELEASES = (
     Release(
         "0.8.0",
         platforms=False,
+        unpads_alone=False,
         weight_versions=False,
         v1_modes=(),
         staleness_limit=False,
@@ -84,6 +88,7 @@ RELEASES = (
     # Its separate_async has no hybrid_engine=false, warms up in another way, and notes no versions by token.
     Release(
         "0.9.0",
+        unpads_alone=False,
         v1_modes=("sync", "colocate_async"),
         staleness_limit=False,
         token_versions=False,

@@ -23,7 +23,6 @@ BY_RELEASE = {
     "device": ("in force", "in force", "not needed"),
     "engine_device": ("waiting", "waiting", "not needed"),
     "layer_names": ("waiting", "not needed", "not needed"),
-    "padding": ("waiting", "waiting", "not needed"),
     "autocast": ("waiting", "not needed", "not needed"),
     "vllm_weights": ("waiting", "waiting", "waiting"),
     "async_snapshot": ("waiting", "waiting", "waiting"),
@@ -35,6 +34,7 @@ BY_RELEASE = {
 }
 COLUMN = sum(Version(begun) <= RELEASE for begun in ("0.8.0", "0.9.0"))
 STATES = dict.fromkeys(ALWAYS, "in force") | {name: states[COLUMN] for name, states in BY_RELEASE.items()}
+STATES["padding"] = "not needed" if Version("0.9.1") <= RELEASE else "waiting"
 
 
 def test_importing_verl_installs_the_group_once() -> None:

@@ -1,4 +1,4 @@
-"""Trainer and workers of the releases before 0.9 train end to end: Ray, vLLM rollouts, weight syncs, live correction.
+"""Every release before the newest trains end to end: Ray, vLLM rollouts, weight syncs, live correction.
 
 The quickstart supervises its own run, so a limit that strikes still leaves nothing behind.
 """
@@ -20,8 +20,9 @@ import pytest
 from tests.support.whole_runs import ROOT
 
 ROLLOUT = "actor_rollout_ref.rollout"
+COLOCATED = "trainer.v1.trainer_mode=colocate_async"
 
-pytestmark = [pytest.mark.verl("<0.9"), pytest.mark.slow]
+pytestmark = [pytest.mark.verl("<0.9.1"), pytest.mark.slow]
 
 
 @pytest.fixture
@@ -53,6 +54,9 @@ def alone() -> Iterator[None]:
             marks=[pytest.mark.verl("==0.7.1"), pytest.mark.extended],
         ),
         pytest.param([], id="v0", marks=pytest.mark.verl("==0.8.0")),
+        pytest.param([], id="v1", marks=pytest.mark.verl("==0.9.0")),
+        pytest.param([COLOCATED], id="colocate_async", marks=pytest.mark.verl("==0.9.0")),
+        pytest.param(["trainer.use_v1=false"], id="v0 next to v1", marks=pytest.mark.verl("==0.9.0")),
     ],
 )
 def test_three_steps_with_the_correction_live(overrides: list[str]) -> None:
@@ -72,6 +76,8 @@ def test_three_steps_with_the_correction_live(overrides: list[str]) -> None:
     assert "proved live" in done.stdout
     steps = re.findall(r"step (\d) of 3: reward [\d.]+, KL ([\d.e-]+)", done.stdout)
     assert [step for step, _ in steps] == ["1", "2", "3"]
+    if COLOCATED in overrides:  # every second batch was sampled by the weights before the last update
+        assert float(steps.pop(1)[1]) > 2e-3
     # Weights that were lost or garbled on their way to vLLM give 1e-2 and more, its bfloat16 about 1e-4.
     assert all(1e-6 < float(kl) < 2e-3 for _, kl in steps), steps
     assert set(os.listdir("/dev/shm")) <= before

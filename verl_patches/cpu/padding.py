@@ -1,7 +1,7 @@
 """Let verl remove padding where flash-attn is not installed, which needs CUDA.
 
 verl takes four functions that gather and scatter rows from flash-attn and ships them in plain PyTorch too, for NPUs.
-Where flash-attn is missing those take their place; from 0.9 verl does the same.
+Where flash-attn is missing those take their place; from 0.9.1 verl does the same.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ PATCH = ReleasePatch(
                     f"{_MODULE}:_get_attention_functions",
                     "()",
                     "verl",
-                    specifiers(lambda release: not release.platforms),
+                    specifiers(lambda release: not release.unpads_alone),
                 ),
             ),
         ),
     ),
-    cause=lambda release: not release.platforms,
+    cause=lambda release: not release.unpads_alone,
     after=_MODULE,
 )

@@ -159,6 +159,8 @@ def test_what_is_refused(name: str) -> None:
     assert REASONS[name] in found.reason
     assert found.fix.startswith("Set")
     assert len(found.overrides) == 1
+    if found.value == "separate_async":  # a run that was to be asynchronous stays so
+        assert found.overrides == ("trainer.v1.trainer_mode=colocate_async",)
 
 
 COVERED: dict[str, tuple[str, dict[str, Any]]] = {

@@ -53,12 +53,15 @@ def _check_mode(config: DictConfig, path: LivePath) -> Iterator[Problem]:
     mode = config.trainer.v1.trainer_mode if path.trainer == "v1" else None
     covered = path.attributes.v1_modes
     if path.trainer == "v1" and mode not in covered:
-        reason = "not covered by the correction."
+        reason, fix, mend = "not covered by the correction.", f"Set one of {', '.join(covered)}.", "sync"
         if mode == _SEPARATE:
+            newest, mend = TESTED[-1], "colocate_async"  # asynchronous as well
             reason = (
-                f"verl {path.release} runs it in another way than {TESTED[-1]}, with which the correction was tested."
+                f"verl {path.release} runs it in another way than {newest}, with which the correction was tested: its "
+                "warm-up and its servers differ, and pi_old of several updates was not shown there."
             )
-        yield _problem(_MODE, mode, reason, f"Set one of {', '.join(covered)}.", "sync")
+            fix = f"Set {_MODE}={mend}, or install verl {newest}."
+        yield _problem(_MODE, mode, reason, fix, mend)
     elif mode == _SEPARATE and (key := _find_aliased_snapshot(config, path)):
         reason = (
             "verl keeps the weights of pi_old, and of pi while pi_old is computed, by reference where they are "
