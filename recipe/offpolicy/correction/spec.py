@@ -8,17 +8,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from .correction_parts import Baseline, CorrectionParts, Denominator, Nonfinite
-from .dialects.areal import convert_areal
-from .dialects.nemo_rl import convert_nemo_rl
-from .dialects.open_instruct import convert_open_instruct
-from .dialects.openrlhf import convert_openrlhf
+from .dialects import PEERS
 from .dialects.outward import build_skyrl, build_trl, build_verl
-from .dialects.prime_rl import convert_prime_rl
-from .dialects.roll import convert_roll
-from .dialects.skyrl import convert_skyrl
-from .dialects.slime import convert_slime
-from .dialects.trl import convert_trl
-from .dialects.verl import convert_verl
 from .kl_weight import KlWeightSpec
 from .mask_spec import MaskSpec
 from .penalty import PenaltySpec
@@ -95,59 +86,82 @@ class CorrectionSpec(CorrectionParts):
         return spec
 
     @classmethod
-    def from_skyrl(cls, mapping: Mapping[str, Any]) -> CorrectionSpec:
-        """Build from SkyRL's ``trainer.algorithm.off_policy_correction``; keys left out have SkyRL's defaults."""
-        return cls.from_mapping(convert_skyrl(mapping))
+    def from_peer(cls, name: str, source: Any) -> CorrectionSpec:
+        """Build from another framework's configuration: a mapping of its keys, whole or a section, or an object.
+
+        Args:
+            name: a key of ``dialects.PEERS``. What a framework left out has the default of its newest release there.
+
+        Raises:
+            SpecError: as ``Peer.read_source``.
+
+        Example:
+            >>> CorrectionSpec.from_peer("slime", {"use_tis": True}).weight.upper
+            2.0
+        """
+        return cls.from_mapping(PEERS[name].read_source(source).plain)
 
     @classmethod
-    def from_trl(cls, mapping: Mapping[str, Any]) -> CorrectionSpec:
-        """Build from TRL's ``GRPOConfig`` fields about the sampling engine; those left out have TRL's defaults."""
-        return cls.from_mapping(convert_trl(mapping))
+    def from_skyrl(cls, source: Any) -> CorrectionSpec:
+        """Build from SkyRL's ``trainer.algorithm``, or its ``off_policy_correction``."""
+        return cls.from_peer("skyrl", source)
 
     @classmethod
-    def from_verl(cls, mapping: Any) -> CorrectionSpec:
+    def from_trl(cls, source: Any) -> CorrectionSpec:
+        """Build from TRL's ``GRPOConfig``."""
+        return cls.from_peer("trl", source)
+
+    @classmethod
+    def from_verl(cls, source: Any) -> CorrectionSpec:
         """Build from verl's ``algorithm.rollout_correction``; keys left out have the defaults of verl's YAML."""
-        return cls.from_mapping(convert_verl(mapping))
+        return cls.from_peer("verl", {} if source is None else source)
 
     @classmethod
-    def from_areal(cls, actor: Any) -> CorrectionSpec:
-        """Build from AReaL's ``actor`` section; keys left out have AReaL's defaults."""
-        return cls.from_mapping(convert_areal(actor))
+    def from_areal(cls, source: Any) -> CorrectionSpec:
+        """Build from AReaL's ``actor`` section."""
+        return cls.from_peer("areal", source)
 
     @classmethod
-    def from_nemo_rl(cls, loss_fn: Any, seq_logprob_error_threshold: float | None = None) -> CorrectionSpec:
+    def from_nemo_rl(cls, source: Any, seq_logprob_error_threshold: float | None = None) -> CorrectionSpec:
         """Build from NeMo-RL's ``loss_fn`` section, and the threshold of its ``grpo`` section."""
-        return cls.from_mapping(convert_nemo_rl(loss_fn, seq_logprob_error_threshold))
+        plain = (
+            PEERS["nemo_rl"]
+            .read_source(source, more={"grpo.seq_logprob_error_threshold": seq_logprob_error_threshold})
+            .plain
+        )
+        return cls.from_mapping(plain)
 
     @classmethod
-    def from_roll(cls, config: Any) -> CorrectionSpec:
-        """Build from ROLL's configuration, of which ``train_infer_correction`` is read."""
-        return cls.from_mapping(convert_roll(config))
+    def from_roll(cls, source: Any) -> CorrectionSpec:
+        """Build from ROLL's configuration."""
+        return cls.from_peer("roll", source)
 
     @classmethod
-    def from_slime(cls, arguments: Any) -> CorrectionSpec:
+    def from_slime(cls, source: Any) -> CorrectionSpec:
         """Build from slime's arguments, with those of ``mis.yaml`` where its function is chosen."""
-        return cls.from_mapping(convert_slime(arguments))
+        return cls.from_peer("slime", source)
 
     @classmethod
-    def from_miles(cls, arguments: Any) -> CorrectionSpec:
-        """Build from miles' arguments, which are slime's."""
-        return cls.from_slime(arguments)
+    def from_miles(cls, source: Any) -> CorrectionSpec:
+        """Build from miles' arguments."""
+        return cls.from_peer("miles", source)
 
     @classmethod
-    def from_openrlhf(cls, advantage: Any, policy_loss_type: str = "ppo") -> CorrectionSpec:
-        """Build from OpenRLHF's ``algo.advantage`` arguments."""
-        return cls.from_mapping(convert_openrlhf(advantage, policy_loss_type))
+    def from_openrlhf(cls, source: Any, policy_loss_type: str = "ppo") -> CorrectionSpec:
+        """Build from OpenRLHF's arguments, or those below ``algo.advantage``."""
+        return cls.from_mapping(
+            PEERS["openrlhf"].read_source(source, more={"actor.policy_loss_type": policy_loss_type}).plain
+        )
 
     @classmethod
-    def from_open_instruct(cls, config: Any) -> CorrectionSpec:
-        """Build from open-instruct's ``GRPOExperimentConfig`` fields."""
-        return cls.from_mapping(convert_open_instruct(config))
+    def from_open_instruct(cls, source: Any) -> CorrectionSpec:
+        """Build from open-instruct's ``GRPOExperimentConfig``."""
+        return cls.from_peer("open_instruct", source)
 
     @classmethod
-    def from_prime_rl(cls, loss: Any) -> CorrectionSpec:
+    def from_prime_rl(cls, source: Any) -> CorrectionSpec:
         """Build from prime-rl's ``trainer.loss`` section."""
-        return cls.from_mapping(convert_prime_rl(loss))
+        return cls.from_peer("prime_rl", source)
 
     def to_skyrl(self) -> dict[str, Any]:
         """Return SkyRL's ``off_policy_correction`` that says the same; SpecError where there is none."""

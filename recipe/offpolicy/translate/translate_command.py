@@ -15,73 +15,13 @@ import yaml
 from ..analysis.whatif.compose import initialize_composer
 from ..analysis.whatif.overrides import build_overrides
 from ..correction import CorrectionSpec, SpecError
-from ..correction.dialects.trl import TRL_DEFAULTS
+from ..correction.dialects import PEERS
+from ..correction.problem import format_value
 
 BAD_INPUT: Final = 2
 """Exit status."""
 _LOSS_MODE: Final = "actor_rollout_ref.actor.policy_loss.loss_mode=gpg"
 
-
-def find_section(document: Mapping[str, Any], *path: str) -> Any:
-    """Find the section at ``path``, nested or as one dotted key; the document itself where it is not there.
-
-    Example:
-        >>> find_section({"actor": {"lr": 1}}, "actor"), find_section({"lr": 1}, "actor")
-        ({'lr': 1}, {'lr': 1})
-    """
-    node: Any = document
-    for name in path:
-        if not isinstance(node, Mapping) or name not in node:
-            return document
-        node = node[name]
-    return node
-
-
-def _read_areal(document: Mapping[str, Any]) -> CorrectionSpec:
-    return CorrectionSpec.from_areal(find_section(document, "actor"))
-
-
-def _read_nemo_rl(document: Mapping[str, Any]) -> CorrectionSpec:
-    grpo = document.get("grpo")
-    threshold = grpo.get("seq_logprob_error_threshold") if isinstance(grpo, Mapping) else None
-    return CorrectionSpec.from_nemo_rl(find_section(document, "loss_fn"), threshold)
-
-
-def _read_slime(document: Mapping[str, Any]) -> CorrectionSpec:
-    return CorrectionSpec.from_slime({str(key).lstrip("-").replace("-", "_"): document[key] for key in document})
-
-
-def _read_openrlhf(document: Mapping[str, Any]) -> CorrectionSpec:
-    prefix, nested = "algo.advantage.", find_section(document, "algo", "advantage")
-    dotted = {key.removeprefix(prefix): value for key, value in document.items() if str(key).startswith(prefix)}
-    kind = document.get("actor.policy_loss_type", find_section(document, "actor", "policy_loss_type"))
-    return CorrectionSpec.from_openrlhf(dotted or nested, kind if isinstance(kind, str) else "ppo")
-
-
-def _read_prime_rl(document: Mapping[str, Any]) -> CorrectionSpec:
-    trainer = find_section(document, "trainer")
-    return CorrectionSpec.from_prime_rl(find_section(trainer, "loss"))
-
-
-def _read_trl(document: Mapping[str, Any]) -> CorrectionSpec:
-    return CorrectionSpec.from_trl({key: document[key] for key in TRL_DEFAULTS if key in document})
-
-
-_READERS: Final[dict[str, Callable[[Mapping[str, Any]], CorrectionSpec]]] = {
-    "areal": _read_areal,
-    "miles": _read_slime,
-    "nemo_rl": _read_nemo_rl,
-    "open_instruct": CorrectionSpec.from_open_instruct,
-    "openrlhf": _read_openrlhf,
-    "prime_rl": _read_prime_rl,
-    "roll": CorrectionSpec.from_roll,
-    "skyrl": lambda document: CorrectionSpec.from_skyrl(
-        find_section(document, "trainer", "algorithm", "off_policy_correction")
-    ),
-    "slime": _read_slime,
-    "trl": _read_trl,
-    "verl": lambda document: CorrectionSpec.from_verl(find_section(document, "algorithm", "rollout_correction")),
-}
 _WRITERS: Final[dict[str, Callable[[CorrectionSpec], dict[str, Any]]]] = {
     "skyrl": CorrectionSpec.to_skyrl,
     "trl": CorrectionSpec.to_trl,
@@ -112,11 +52,15 @@ def translate(document: Mapping[str, Any], source: str, target: str) -> str:
         SpecError: it is malformed, or cannot be said there.
 
     Example:
-        >>> print(translate({"is_correction_enable": True, "is_correction_type": "icepop"}, "openrlhf", "verl"))
+        >>> print(translate({"is_correction_level": "token"}, "openrlhf", "verl"))
         rollout_is: token
         rollout_is_threshold: 0.5_5.0
     """
-    spec = _READERS[source](document)
+    return _write(CorrectionSpec.from_peer(source, document), target)
+
+
+def _write(spec: CorrectionSpec, target: str) -> str:
+    """Write a correction in a framework's keys, or as overrides of a launch, as text."""
     if target != "hydra":
         values = _WRITERS[target](spec)
         return yaml.safe_dump(values, sort_keys=False).strip() if values else "{}"
@@ -134,12 +78,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; return its exit status."""
     parser = argparse.ArgumentParser(prog="python -m recipe.offpolicy.translate")
     parser.add_argument("config", type=Path)
-    parser.add_argument("--from", dest="source", required=True, choices=sorted(_READERS))
+    parser.add_argument("--from", dest="source", required=True, choices=sorted(PEERS))
     parser.add_argument("--to", dest="target", default="hydra", choices=["hydra", *sorted(_WRITERS)])
+    parser.add_argument("--ignore", action="append", default=[], metavar="KEY", help="a key that corrects nothing")
     options = parser.parse_args(arguments)
+    peer = PEERS[options.source]
     try:
-        print(translate(read_document(options.config), options.source, options.target))  # noqa: T201
+        reading = peer.read_source(read_document(options.config), frozenset(options.ignore))
+        print(_write(CorrectionSpec.from_mapping(reading.plain), options.target))  # noqa: T201
     except (SpecError, ValueError, OSError) as error:
         print(f"translate: {error}", file=sys.stderr)  # noqa: T201
         return BAD_INPUT
+    idle = [f"{key}={format_value(value)}" for key, value in sorted(reading.idle.items())]
+    for what, keys in (
+        ("no correction, so not translated", sorted(reading.ignored)),
+        (f"not read by {peer.name} next to the others, so not translated", idle),
+    ):
+        if keys:
+            print(f"translate: {what}: {', '.join(keys)}", file=sys.stderr)  # noqa: T201
     return 0

@@ -12,7 +12,7 @@ from recipe.offpolicy.correction import CorrectionSpec, SpecError
 
 from_skyrl, from_trl, from_verl = CorrectionSpec.from_skyrl, CorrectionSpec.from_trl, CorrectionSpec.from_verl
 
-SK, TR, VE = "off_policy_correction.", "GRPOConfig.vllm_importance_sampling_", "rollout_correction."
+SK, TR, VE = "off_policy_correction.", "vllm_importance_sampling_", "algorithm.rollout_correction."
 
 
 @pytest.mark.parametrize(
@@ -38,8 +38,7 @@ SK, TR, VE = "off_policy_correction.", "GRPOConfig.vllm_importance_sampling_", "
         (from_skyrl, {"token_mask_is_threshold_low": 0.5}, SK + "token_mask_is_threshold_high=null with "),
         (from_skyrl, {"token_mask_is_threshold_high": 2.0}, SK + "token_mask_is_threshold_low=null with "),
         (from_skyrl, {"outlier_token_is_threshold_low": 0}, SK + "outlier_token_is_threshold_low=0: ratios"),
-        (from_skyrl, "token", "off_policy_correction=token: expected a mapping"),
-        (from_trl, {"vllm_importance_sampling_cap": 2}, TR + "cap=2: unknown key"),
+        (from_skyrl, "token", "SkyRL=token: expected a mapping"),
         (
             from_trl,
             {"vllm_importance_sampling_mode": "mask"},
@@ -58,8 +57,8 @@ SK, TR, VE = "off_policy_correction.", "GRPOConfig.vllm_importance_sampling_", "
         (from_trl, {"vllm_importance_sampling_clip_max": None}, TR + "clip_max=null with "),
         (from_trl, {"vllm_importance_sampling_clip_min": 4.0}, TR + "clip_min=4.0 with "),
         (from_trl, {"vllm_importance_sampling_clip_min": 0.0}, TR + "clip_min=0.0: ratios are positive"),
-        (from_trl, {"off_policy_mask_threshold": -0.1}, "GRPOConfig.off_policy_mask_threshold=-0.1: mean"),
-        (from_trl, None, "GRPOConfig=null: expected a mapping"),
+        (from_trl, {"off_policy_mask_threshold": -0.1}, "off_policy_mask_threshold=-0.1: mean"),
+        (from_trl, None, "TRL=null: expected a mapping"),
         (from_verl, {"rollout_token_veto_threshold": 1e-4}, VE + "rollout_token_veto_threshold=0.0001: unknown key"),
         (
             from_verl,
@@ -88,14 +87,18 @@ SK, TR, VE = "off_policy_correction.", "GRPOConfig.vllm_importance_sampling_", "
                 "bypass_mode": True,
                 "loss_type": "reinforce",
             },
-            VE + "rollout_is_batch_normalize=true with rollout_correction.bypass_mode=true",
+            VE + "rollout_is_batch_normalize=true with algorithm.rollout_correction.bypass_mode=true",
         ),
         (
             from_verl,
             {"rollout_rs": "token_k1"},
             VE + "rollout_rs_threshold=null with " + VE + "rollout_rs=token_k1: nothing is rejected",
         ),
-        (from_verl, {"rollout_rs_threshold": 2.0}, VE + "rollout_rs_threshold=2.0 with rollout_correction.rollout_rs="),
+        (
+            from_verl,
+            {"rollout_rs_threshold": 2.0},
+            VE + "rollout_rs_threshold=2.0 with algorithm.rollout_correction.rollout_rs=",
+        ),
         (from_verl, {"rollout_rs": "seq_max_k1", "rollout_rs_threshold": 2}, "'seq_max_k1' is unknown"),
         (from_verl, {"rollout_rs": " , ", "rollout_rs_threshold": 2}, VE + "rollout_rs=' , ': no names"),
         (from_verl, {"rollout_rs": ["token_k1"], "rollout_rs_threshold": 2}, VE + "rollout_rs=[token_k1]"),
@@ -106,7 +109,7 @@ SK, TR, VE = "off_policy_correction.", "GRPOConfig.vllm_importance_sampling_", "
         (from_verl, {"loss_type": "reinforce"}, VE + "loss_type=reinforce with"),
         (from_verl, {"loss_type": "ppo"}, VE + "loss_type=ppo: no such choice. Set one of ppo_clip, reinforce"),
         (from_verl, {"bypass_mode": None}, VE + "bypass_mode=null: not a truth value. Set true or false"),
-        (from_verl, 3, "rollout_correction=3: expected a mapping"),
+        (from_verl, 3, "verl=3: expected a mapping"),
     ],
 )
 def test_errors_name_the_frameworks_own_key(

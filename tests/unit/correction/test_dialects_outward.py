@@ -140,6 +140,8 @@ def test_by_hand() -> None:
         "vllm_importance_sampling_clip_max": 2.0,
         "vllm_importance_sampling_clip_min": None,
         "off_policy_mask_threshold": 0.1,
+        "use_bias_correction_kl": False,
+        "use_vllm": True,
     }
     # verl bounds mu / pi_old: [0.5, 4] is 0.25_2.0 there.
     assert spec(None, m=band(0.5, 4.0)).to_verl() == {

@@ -10,7 +10,7 @@ import yaml
 
 from recipe.offpolicy.analysis.whatif.compose import compose_correction, initialize_composer
 from recipe.offpolicy.correction import CorrectionSpec, SpecError
-from recipe.offpolicy.translate.translate_command import find_section, main, read_document, translate
+from recipe.offpolicy.translate.translate_command import main, read_document, translate
 
 AREAL = "actor:\n  use_decoupled_loss: true\n  lr: 1.0e-6\n  rejection_sampling: {upper: 2.0, lower: 0.5}\n"
 PRIME = "[trainer.loss]\ntype = 'kpop'\nkpop_threshold = 0.2\n"
@@ -109,8 +109,3 @@ def test_a_file_that_is_no_configuration(
     assert main([str(path), "--from", "trl"]) == 2
     assert main([str(tmp_path / "none.yaml"), "--from", "trl"]) == 2
     assert str(path) in capsys.readouterr().err
-
-
-def test_a_section_that_is_not_there_is_the_document() -> None:
-    assert find_section({"a": {"b": 1}}, "a", "b") == 1
-    assert find_section({"a": {"c": 1}}, "a", "b") == {"a": {"c": 1}}

@@ -1,5 +1,40 @@
 """Converters from the configuration keys of other frameworks to ours, as plain values, and to those of three.
 
-A key left out has its framework's default. Options that the framework would ignore in silence, and options without an
-equivalent here, raise ``SpecError`` with the framework's own key.
+A key left out has the default of the newest release that a converter names. Options that the framework would ignore
+in silence, options without an equivalent here, and unknown keys that may be about a correction raise ``SpecError``
+with the framework's own key.
 """
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+from .areal import AREAL
+from .nemo_rl import NEMO_RL
+from .open_instruct import OPEN_INSTRUCT
+from .openrlhf import OPENRLHF
+from .peer import Peer
+from .prime_rl import PRIME_RL
+from .roll import ROLL
+from .skyrl import SKYRL
+from .slime import MILES, SLIME
+from .trl import TRL
+from .verl import VERL
+
+PEERS: Final[Mapping[str, Peer]] = {
+    "areal": AREAL,
+    "miles": MILES,
+    "nemo_rl": NEMO_RL,
+    "open_instruct": OPEN_INSTRUCT,
+    "openrlhf": OPENRLHF,
+    "prime_rl": PRIME_RL,
+    "roll": ROLL,
+    "skyrl": SKYRL,
+    "slime": SLIME,
+    "trl": TRL,
+    "verl": VERL,
+}
+"""Frameworks whose keys can be read, by the name that the command has for them."""
+
+__all__ = ["PEERS"]

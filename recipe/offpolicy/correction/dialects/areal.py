@@ -6,23 +6,10 @@ import math
 from collections.abc import Mapping
 from typing import Any, Final
 
-from .mapping import (
-    build_mask,
-    build_weight,
-    pick_options,
-    read_choice,
-    read_flag,
-    read_options,
-    read_ratio_bound,
-    refuse,
-)
+from ..validation import read_number
+from .mapping import build_mask, build_weight, read_choice, read_flag, read_ratio_bound, refuse
+from .peer import Options, Peer, words
 
-_ACTOR: Final[dict[str, Any]] = {
-    "use_decoupled_loss": False,
-    "recompute_logprob": False,
-    "prox_logp_method": "recompute",
-    "rejection_sampling": None,
-}
 _REJECTION: Final[dict[str, Any]] = {
     "level": "token",
     "action": "mask",
@@ -32,49 +19,62 @@ _REJECTION: Final[dict[str, Any]] = {
     "lower": None,
 }
 _METRICS: Final = ("ratio", "kl_k1", "kl_k2", "kl_k3", "binary_kl")
+_SECTION: Final = "actor.rejection_sampling"
+_MODES: Final = ("token_mask", "token_truncate", "sequence_mask", "sequence_truncate", "disabled")
 
 
-def convert_areal(source: Mapping[str, Any] | Any) -> dict[str, Any]:
-    """Convert the keys of AReaL's ``actor`` about its behaviour and proximal policies to our plain values.
-
-    * Without ``use_decoupled_loss`` pi_old is mu, or with ``recompute_logprob`` a forward pass, and nothing weighs.
-    * ``rejection_sampling`` weighs each token by prox / behave, or at level sequence with metric ratio each row by its
-      geometric mean; ``mask`` rejects and leaves that weight as it is, ``clamp`` bounds it.
-    * ``kl_k1`` is log r there, so that its bounds change sides; ``kl_k3`` is that of 1 / r, which no aggregate here is;
-      ``binary_kl`` is KPop's, by token alone.
-
-    A log-ratio that is not finite is 0 there, and here the token leaves the loss.
-
-    Args:
-        source: the actor section, or an object with its keys as attributes; other keys are not read.
-
-    Raises:
-        SpecError: malformed values, what AReaL would ignore, and what has no equivalent here.
-
-    Example:
-        >>> convert_areal({"use_decoupled_loss": True, "rejection_sampling": {"upper": 2.0}})["weight"]
-        {'level': 'token', 'kind': 'reject', 'lower': None, 'upper': 2.0}
-    """
-    where = "actor"
-    values = pick_options(source, _ACTOR, where, ("behave_imp_weight", "prox_logp_"))
-    decoupled = read_flag(values, "use_decoupled_loss", where)
+def _convert(options: Options) -> dict[str, Any]:
+    decoupled = read_flag(options["actor.use_decoupled_loss"], "actor.use_decoupled_loss")
     method = read_choice(
-        values["prox_logp_method"], ("recompute", "loglinear", "metrics"), f"{where}.prox_logp_method", optional=False
+        options["actor.prox_logp_method"],
+        ("recompute", "loglinear", "metrics"),
+        "actor.prox_logp_method",
+        optional=False,
     )
-    rejection = values["rejection_sampling"]
+    corrections = _list_corrections(options)
+    if len(corrections) > 1:
+        (first, _), (key, _) = list(corrections.items())[:2]
+        raise refuse(f"a key of another release than {first}.", key, options[key])
     if not decoupled:
-        if rejection is not None:
-            reason = "AReaL reads it with use_decoupled_loss alone."
-            raise refuse(reason, f"{where}.rejection_sampling", rejection, f"Set {where}.use_decoupled_loss=true.")
-        return {"proximal": "recompute" if read_flag(values, "recompute_logprob", where) else "bypass"}
-    proximal: dict[str, Any] = {"proximal": "recompute"}
+        for key in (*corrections, "actor.m2_threshold"):
+            if key in corrections or options[key] is not None:
+                fix = "Set actor.use_decoupled_loss=true."
+                raise refuse("AReaL reads it with use_decoupled_loss alone.", key, options.values.get(key, {}), fix)
+        recompute = read_flag(options["actor.recompute_logprob"], "actor.recompute_logprob")
+        return {"proximal": "recompute" if recompute else "bypass"}
+    plain: dict[str, Any] = {"proximal": "recompute"}
     if method == "loglinear":
-        proximal = {"proximal": "loglinear", "alpha": "by_age"}
-    return proximal | ({} if rejection is None else _convert_rejection(rejection, f"{where}.rejection_sampling"))
+        plain = {"proximal": "loglinear", "alpha": "by_age"}
+    for rejection in corrections.values():
+        plain |= _convert_rejection(rejection)
+    budget = read_number(options["actor.m2_threshold"], "actor.m2_threshold")
+    if budget is not None:
+        reason = "M2PO's cut goes over each micro-batch there, and over the batch here."
+        fix = f"The nearest option is m2po, with correction.masks.m2po.budget={budget:g}."
+        raise refuse(reason, "actor.m2_threshold", budget, fix)
+    return plain
 
 
-def _convert_rejection(source: Any, where: str) -> dict[str, Any]:
-    values = read_options(source, _REJECTION, where, ignored={"_target_"})
+def _list_corrections(options: Options) -> dict[str, dict[str, Any]]:
+    """List the rejections that are set, by their key, in the values of ``rejection_sampling``; three generations."""
+    found: dict[str, dict[str, Any]] = {}
+    if options.has_section(_SECTION):
+        found[_SECTION] = {key: options[f"{_SECTION}.{key}"] for key in _REJECTION}
+    cap, mode = "actor.behave_imp_weight_cap", "actor.behave_imp_weight_mode"
+    if {cap, mode} & options.given:
+        kind = str(read_choice(options[mode], _MODES, mode, optional=False))
+        if kind != "disabled":
+            level, action = kind.split("_")
+            action = "mask" if action == "mask" else "clamp"
+            found[cap] = _REJECTION | {"level": level, "action": action, "upper": options[cap]}
+    oldest = "actor.behav_imp_weight_cap"
+    if options[oldest] is not None:
+        found[oldest] = _REJECTION | {"upper": options[oldest]}
+    return found
+
+
+def _convert_rejection(values: Mapping[str, Any]) -> dict[str, Any]:
+    where = _SECTION
     level = read_choice(values["level"], ("token", "sequence"), f"{where}.level", optional=False)
     action = read_choice(values["action"], ("mask", "clamp"), f"{where}.action", optional=False)
     metric = read_choice(values["metric"], _METRICS, f"{where}.metric", optional=False)
@@ -88,10 +88,11 @@ def _convert_rejection(source: Any, where: str) -> dict[str, Any]:
         None if values[side] in (None, 0, 0.0) else read_ratio_bound(values[side], f"{where}.{side}")
         for side in ("lower", "upper")
     )
+    rejects = action == "mask" and (lower is not None or upper is not None)
     if level == "token":
-        return {"weight": build_weight("token", lower, upper, reject=action == "mask")}
+        return {"weight": build_weight("token", lower, upper, reject=rejects)}
     if agg == "mean":
-        return {"weight": build_weight("sequence", lower, upper, reject=action == "mask", aggregate="geometric")}
+        return {"weight": build_weight("sequence", lower, upper, reject=rejects, aggregate="geometric")}
     if action == "clamp":
         reason = "it bounds the geometric mean of rows by another number of theirs, which no weight here does."
         raise refuse(reason, f"{where}.agg", agg, f"Set {where}.agg=mean.")
@@ -106,6 +107,8 @@ def _bound_divergence(metric: str, level: str, agg: str, values: Mapping[str, An
     for side, bound in (("lower", lower), ("upper", upper)):
         if bound is not None and (isinstance(bound, bool) or not isinstance(bound, int | float)):
             raise refuse("expected a number.", f"{where}.{side}", bound)
+    if upper is None:
+        raise refuse("a divergence has an upper bound.", f"{where}.upper", None, "Set it to 0.5 for example.")
     if metric == "kl_k3":
         reason = "AReaL's k3 is that of behave / prox, 1 / r - 1 + log r, which no aggregate here is."
         raise refuse(reason, f"{where}.metric", metric, f"Set {where}.metric=kl_k2.")
@@ -123,3 +126,59 @@ def _bound_divergence(metric: str, level: str, agg: str, values: Mapping[str, An
             raise refuse("no mask here bounds the greatest log-ratio from below.", f"{where}.lower", lower)
         return build_mask(level, "any", None, math.exp(upper))
     return build_mask(level, f"k1_{how}", -upper, None if lower is None else -lower)
+
+
+AREAL: Final = Peer(
+    name="AReaL",
+    releases="1.0.0 to 1.0.4",
+    sections=(_SECTION, "actor"),
+    mixed=("actor",),
+    read={
+        "actor.use_decoupled_loss": False,
+        "actor.recompute_logprob": False,
+        "actor.prox_logp_method": "recompute",
+        "actor.m2_threshold": None,
+        _SECTION: None,
+        "actor.behave_imp_weight_cap": 5.0,
+        "actor.behave_imp_weight_mode": "token_mask",
+        "actor.behav_imp_weight_cap": None,
+    }
+    | {f"{_SECTION}.{key}": value for key, value in _REJECTION.items()},
+    convert=_convert,
+    unsaid={
+        "actor.use_sapo_loss": (
+            (False, None),
+            "SAPO is no correction here but verl's own loss: actor.policy_loss.loss_mode=sapo, with actor.tau_pos and"
+            " actor.tau_neg.",
+        ),
+        "actor.use_m2po_loss": (
+            (False, None),
+            "no key that is known of AReaL 1.0.0 to 1.0.4, where M2PO is actor.m2_threshold.",
+        ),
+    },
+    plain=words(
+        "_target_ _version admin_api_key adv_norm archon attn_impl backend c_clip disable_dropout discount dtype"
+        " enable_tree_training eps_clip eps_clip_higher experiment_name fsdp gae_lambda grad_reduce_dtype"
+        " gradient_checkpointing group_size importance_sampling_level init_from_scratch is_critic kl_ctl kl_estimator"
+        " log_agent_stats log_agent_stats_keys log_level lora_alpha lora_rank mask_no_eos_with_zero max_new_tokens"
+        " mb_spec megatron offload optimizer optimizer_dtype overlong_penalty_factor overlong_reward_penalty"
+        " overlong_tokens pad_to_maximum path peft_type ppo_n_minibatches request_timeout reward_bias reward_clip"
+        " reward_norm reward_scaling rejection_sampling._target_ sapo_tau_neg sapo_tau_pos scheduling_spec"
+        " scheduling_strategy setup_timeout target_modules temperature trial_name use_kernels use_lora"
+        " weight_update_mode",
+        "actor",
+    ),
+    elsewhere=words("loss_type max_head_offpolicyness std_unbiased"),
+    switches=frozenset({"actor.use_decoupled_loss", _SECTION, "actor.behav_imp_weight_cap"}),
+)
+"""AReaL's rules.
+
+* Without ``use_decoupled_loss`` pi_old is mu, or with ``recompute_logprob`` a forward pass, and nothing weighs.
+* ``rejection_sampling`` weighs each token by prox / behave, or at level sequence with metric ratio each row by its
+  geometric mean; ``mask`` rejects and leaves that weight as it is, ``clamp`` bounds it. ``behave_imp_weight_cap`` and
+  ``_mode`` of 1.0.1 to 1.0.3 and ``behav_imp_weight_cap`` of 1.0.0 are read as their equals.
+* ``kl_k1`` is log r there, so that its bounds change sides; ``kl_k3`` is that of 1 / r, which no aggregate here is;
+  ``binary_kl``, of a branch, is KPop's, by token alone.
+
+A log-ratio that is not finite is 0 there, and here the token leaves the loss.
+"""

@@ -79,41 +79,16 @@ def build_mask(
     return {"ratio": ratio, "level": level, "aggregate": aggregate, "when": "any", **bounds}
 
 
-def pick_options(
-    source: Any, defaults: Mapping[str, Any], where: str, family: tuple[str, ...] = (), known: Iterable[str] = ()
-) -> dict[str, Any]:
-    """Read the values of all keys of ``defaults`` from a mapping that has many others, or from attributes.
-
-    Args:
-        family: beginnings of keys that are about the correction: one of them that is not known is not left unread.
-        known: keys of the family that another converter reads.
-
-    Raises:
-        SpecError: a key of the family that is set and not known, as another release of the framework has it.
-
-    Example:
-        >>> pick_options({"cap": 3.0, "lr": 1e-6}, {"cap": 2.0, "level": None}, "actor")
-        {'cap': 3.0, 'level': None}
-    """
-    if isinstance(source, Mapping):
-        for key, value in source.items():
-            if str(key).startswith(family) and key not in {*defaults, *known} and value is not None:
-                reason = "a key about the correction that is not known here: of another release?"
-                raise SpecError(reason, f"Known: {', '.join(defaults)}.", key=f"{where}.{key}", value=value)
-        return {key: source.get(key, default) for key, default in defaults.items()}
-    return read_options(source, defaults, where)
-
-
-def read_flag(values: Mapping[str, Any], name: str, where: str) -> bool:
+def read_flag(value: Any, key: str) -> bool:
     """Read True or False, of a key that has a default.
 
     Example:
-        >>> read_flag({"use_tis": True}, "use_tis", "slime")
+        >>> read_flag(True, "use_tis")
         True
     """
-    if not isinstance(values[name], bool):
-        raise SpecError("not a truth value.", "Set true or false.", key=f"{where}.{name}", value=values[name])
-    return bool(values[name])
+    if not isinstance(value, bool):
+        raise SpecError("not a truth value.", "Set true or false.", key=key, value=value)
+    return value
 
 
 def build_weight(

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, Final
 
 from ..validation import read_number
-from .mapping import build_mask, build_weight, pick_options, read_choice, read_flag, read_ratio_bound, refuse
+from .mapping import build_mask, build_weight, read_choice, read_flag, read_ratio_bound, refuse
+from .peer import Options, Peer, words
 
 _LOSS: Final[dict[str, Any]] = {
     "use_importance_sampling_correction": False,
@@ -15,71 +15,89 @@ _LOSS: Final[dict[str, Any]] = {
     "truncated_importance_sampling_ratio": None,
     "truncated_importance_sampling_ratio_min": None,
     "force_on_policy_ratio": False,
+    "use_on_policy_kl_approximation": False,
+    "reference_policy_kl_penalty": 0.01,
+    "use_kl_in_reward": False,
 }
-_TYPE: Final = "truncated_importance_sampling_type"
-_RATIO: Final = "truncated_importance_sampling_ratio"
+_CORRECTS: Final = "loss_fn.use_importance_sampling_correction"
+_TYPE: Final = "loss_fn.truncated_importance_sampling_type"
+_RATIO: Final = "loss_fn.truncated_importance_sampling_ratio"
+_THRESHOLD: Final = "grpo.seq_logprob_error_threshold"
 
 
-def convert_nemo_rl(source: Mapping[str, Any] | Any, threshold: float | None = None) -> dict[str, Any]:
-    """Convert the keys of NeMo-RL's ``loss_fn`` about prev / generation log-probs to our plain values.
-
-    ``tis`` clamps the weight, ``icepop`` leaves it inside the bounds and drops what is outside, ``seq-mask-tis`` drops
-    rows by their geometric mean and leaves token weights unbounded. Without a type the weight has no bound. Rows that
-    ``threshold`` drops leave NeMo-RL's counts, so that it sets ``denominator: kept``.
-
-    Args:
-        source: the section, or an object with its keys as attributes; other keys are not read.
-        threshold: ``grpo.seq_logprob_error_threshold``.
-
-    Raises:
-        SpecError: malformed values, what NeMo-RL refuses, and what has no equivalent here.
-
-    Example:
-        >>> loss = {"use_importance_sampling_correction": True, "truncated_importance_sampling_type": "tis"}
-        >>> convert_nemo_rl(loss | {"truncated_importance_sampling_ratio": 2.0})["weight"]
-        {'level': 'token', 'kind': 'truncate', 'lower': None, 'upper': 2.0}
-    """
-    where = "loss_fn"
-    values = pick_options(source, _LOSS, where, ("truncated_importance_sampling_",))
-    kind = read_choice(values[_TYPE], ("tis", "icepop", "seq-mask-tis"), f"{where}.{_TYPE}")
-    by_row = read_flag(values, "sequence_level_importance_ratios", where)
-    plain: dict[str, Any] = {"proximal": "recompute"}
-    if read_flag(values, "force_on_policy_ratio", where):
-        plain["proximal"] = "reuse"
-    corrects = read_flag(values, "use_importance_sampling_correction", where)
-    if kind is not None and not corrects:
-        fix = f"Set {where}.use_importance_sampling_correction=true."
-        raise refuse("NeMo-RL needs the correction for it.", f"{where}.{_TYPE}", kind, fix)
-    level = "sequence" if by_row else "token"
+def _convert(options: Options) -> dict[str, Any]:
+    flags = {key: read_flag(options[f"loss_fn.{key}"], f"loss_fn.{key}") for key in _LOSS if _LOSS[key] is False}
+    kind = read_choice(options[_TYPE], ("tis", "icepop", "seq-mask-tis"), _TYPE)
+    by_row = flags["sequence_level_importance_ratios"]
+    plain: dict[str, Any] = {"proximal": "reuse" if flags["force_on_policy_ratio"] else "recompute"}
+    corrects = flags["use_importance_sampling_correction"]
+    if not corrects:
+        for key in (_TYPE, _RATIO, f"{_RATIO}_min"):
+            if options[key] is not None:
+                raise refuse("NeMo-RL needs the correction for it.", key, options[key], f"Set {_CORRECTS}=true.")
     if corrects:
-        lower, upper = (read_ratio_bound(values[key] or None, f"{where}.{key}") for key in (f"{_RATIO}_min", _RATIO))
+        lower, upper = (read_ratio_bound(options[key] or None, key) for key in (f"{_RATIO}_min", _RATIO))
+        if kind is None and upper is not None:
+            if lower is not None:
+                raise refuse("a lower bound is a type's.", f"{_RATIO}_min", lower, f"Set {_TYPE}.")
+            # The only rule until 0.5.0, which had no types.
+            kind = "tis"
         if kind is not None and upper is None:
-            raise refuse("a type has a ratio.", f"{where}.{_RATIO}", None, "Set it to 2.0 for example.")
+            raise refuse("a type has a ratio.", _RATIO, None, "Set it to 2.0 for example.")
         if kind in ("icepop", "seq-mask-tis") and lower is None:
-            raise refuse("it has two bounds.", f"{where}.{_RATIO}_min", None, "Set it to 0.5 for example.")
+            raise refuse("it has two bounds.", f"{_RATIO}_min", None, "Set it to 0.5 for example.")
+        level = "sequence" if by_row else "token"
         if kind == "seq-mask-tis":
             if by_row:
-                raise refuse(
-                    "seq-mask-tis weighs tokens.",
-                    f"{where}.sequence_level_importance_ratios",
-                    True,
-                    "Set it to false.",
-                )
+                key = "loss_fn.sequence_level_importance_ratios"
+                raise refuse("seq-mask-tis weighs tokens.", key, True, "Set it to false.")
             plain |= {"weight": build_weight("token", None, None)}
             plain["masks"] = {"geometric": build_mask("sequence", "geometric", lower, upper)}
         elif kind is None:
+            if f"{_RATIO}_min" in options.given and lower is not None:
+                raise refuse("a lower bound is a type's.", f"{_RATIO}_min", lower, f"Set {_TYPE}.")
             plain["weight"] = build_weight(level, None, None)
         else:
             plain["weight"] = build_weight(level, lower, upper, reject=kind == "icepop")
-    key = "grpo.seq_logprob_error_threshold"
-    error = read_number(threshold, key)
+    in_loss = not flags["use_kl_in_reward"] and options["loss_fn.reference_policy_kl_penalty"] not in (0, None)
+    if flags["use_on_policy_kl_approximation"] and in_loss:
+        plain["kl_weight"] = {"ratio": "full", "upper": None}
+    error = read_number(options[_THRESHOLD], _THRESHOLD)
     if error is not None:
         if kind in ("icepop", "seq-mask-tis"):
             reason = (
                 f"rows that it drops leave the counts, and what {kind} drops does not: no denominator here is both."
             )
-            raise refuse(reason, key, error, f"Set {key}=null, or {where}.{_TYPE}=tis.")
-        outlier = build_mask("sequence", "exp_abs_mean", None, read_ratio_bound(error, key))
-        plain |= {"masks": {"outlier": outlier}, "denominator": "kept"}
-        plain["proximal"] = "recompute"
+            raise refuse(reason, _THRESHOLD, error, f"Set {_THRESHOLD}=null, or {_TYPE}=tis.")
+        outlier = build_mask("sequence", "exp_abs_mean", None, read_ratio_bound(error, _THRESHOLD))
+        plain |= {"masks": {"outlier": outlier}, "denominator": "kept", "proximal": "recompute"}
     return plain
+
+
+NEMO_RL: Final = Peer(
+    name="NeMo-RL",
+    releases="0.5.0 to 0.7.0",
+    sections=("loss_fn",),
+    read={f"loss_fn.{key}": value for key, value in _LOSS.items()} | {_THRESHOLD: None},
+    convert=_convert,
+    unsaid={"loss_fn.score_centering": ((False, None), "score centering has no equivalent here.")},
+    plain=words(
+        "disable_ppo_ratio kl_input_clamp_value kl_output_clamp_value positive_example_nll_weight ratio_clip_c"
+        " ratio_clip_max ratio_clip_min reference_policy_kl_type token_level_loss use_cispo",
+        "loss_fn",
+    ),
+    elsewhere=words(
+        "logprob_batch_size logprob_chunk_size logprob_mb_tokens offload_optimizer_for_logprob only_unmask_final"
+        " preference_average_log_probs router_replay skip_reference_policy_logprobs_calculation"
+    ),
+    context=words("reference_policy_kl_penalty sequence_level_importance_ratios use_kl_in_reward", "loss_fn"),
+    switches=frozenset({_CORRECTS, "loss_fn.force_on_policy_ratio", "loss_fn.use_on_policy_kl_approximation"}),
+)
+"""NeMo-RL's rules, on prev / generation log-probs.
+
+``tis`` clamps the weight, ``icepop`` leaves it inside the bounds and drops what is outside, ``seq-mask-tis`` drops
+rows by their geometric mean and leaves token weights unbounded. A ratio without a type is a cap, the rule of 0.5.0;
+later releases stop there. With neither the weight has no bound. Rows that ``grpo.seq_logprob_error_threshold`` drops
+leave NeMo-RL's counts, so that it sets ``denominator: kept``. With ``use_on_policy_kl_approximation`` the KL term in
+the loss has the weight pi / generation.
+"""

@@ -2,53 +2,132 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, Final
 
-from .mapping import build_mask, build_weight, pick_options, read_choice, read_flag, read_ratio_bound, refuse
+from .mapping import build_mask, build_weight, read_choice, read_flag, read_ratio_bound, refuse
+from .peer import Options, Peer, words
 
-_ADVANTAGE: Final[dict[str, Any]] = {
-    "is_correction_enable": False,
-    "is_correction_threshold": (0.5, 5.0),
-    "is_correction_type": "tis",
-}
+_IS: Final = "algo.advantage.is_correction_"
+_TYPES: Final = ("tis", "icepop", "seq-mask-tis")
+_LOSS: Final = "actor.policy_loss_type"
 
 
-def convert_openrlhf(source: Mapping[str, Any] | Any, policy_loss_type: str = "ppo") -> dict[str, Any]:
-    """Convert OpenRLHF's ``algo.advantage.is_correction_*`` to our plain values.
-
-    ``tis`` clamps token weights to both thresholds, ``icepop`` drops what is outside, ``seq-mask-tis`` drops rows by
-    their geometric mean and leaves token weights unbounded.
-
-    Args:
-        source: the keys below ``algo.advantage``; others are not read.
-        policy_loss_type: OpenRLHF corrects under ``ppo`` alone; under ``gspo`` its own ratio is pi / mu.
-
-    Raises:
-        SpecError: malformed values, and a correction that OpenRLHF would not apply.
-
-    Example:
-        >>> convert_openrlhf({"is_correction_enable": True})["weight"]
-        {'level': 'token', 'kind': 'clip', 'lower': 0.5, 'upper': 5.0}
-    """
-    where = "algo.advantage"
-    values = pick_options(source, _ADVANTAGE, where)
-    kinds = ("tis", "icepop", "seq-mask-tis")
-    kind = read_choice(values["is_correction_type"], kinds, f"{where}.is_correction_type", optional=False)
-    if not read_flag(values, "is_correction_enable", where):
-        return {"proximal": "recompute"}
-    if policy_loss_type == "gspo":
+def _convert(options: Options) -> dict[str, Any]:
+    named = {key: options[key] for key in options.given if key.startswith((_IS, "enable_vllm_is", "vllm_is"))}
+    families = {
+        "0.11.2": {f"{_IS}level", f"{_IS}mode", f"{_IS}gating"},
+        "0.10.2 to 0.11.1": {f"{_IS}enable", f"{_IS}type"},
+        "0.9.1 to 0.10.1": {"enable_vllm_is_correction", "vllm_is_truncated_threshold", "vllm_is_correction_type"},
+    }
+    used = {release: min(keys & set(named)) for release, keys in families.items() if keys & set(named)}
+    if len(used) > 1:
+        (_, first), (release, second) = list(used.items())[:2]
+        raise refuse(f"a key of {release}, beside {first} of another release.", second, named[second])
+    if "0.9.1 to 0.10.1" in used:
+        threshold, kind = "vllm_is_truncated_threshold", options["vllm_is_correction_type"]
+        on = read_flag(options["enable_vllm_is_correction"], "enable_vllm_is_correction")
+        rule = _read_type(kind, "vllm_is_correction_type")
+    elif f"{_IS}enable" in named or f"{_IS}type" in named:
+        threshold = f"{_IS}threshold"
+        on, rule = read_flag(options[f"{_IS}enable"], f"{_IS}enable"), _read_type(options[f"{_IS}type"], f"{_IS}type")
+    else:
+        threshold = f"{_IS}threshold"
+        level = options[f"{_IS}level"]
+        # YAML reads a bare off as false.
+        level = "off" if level is False else read_choice(level, ("off", "token", "seq"), f"{_IS}level", optional=False)
+        mode = read_choice(options[f"{_IS}mode"], ("mask", "clip"), f"{_IS}mode", optional=False)
+        gating = read_choice(options[f"{_IS}gating"], ("ratio", "binary_kl", "tv"), f"{_IS}gating", optional=False)
+        on, rule = level != "off", (str(level), str(mode), str(gating))
+    plain: dict[str, Any] = {"proximal": "recompute"}
+    # Unbiased KL is a straight-through estimate there, with w pi's gradient alone.
+    if read_flag(options["algo.kl.unbiased_gradient"], "algo.kl.unbiased_gradient") and options["algo.kl.use_loss"]:
+        reason = (
+            "it has the gradient of w k2 with w = pi / pi_old held constant, which no weight of the KL loss here has."
+        )
+        raise refuse(reason, "algo.kl.unbiased_gradient", True, "The nearest option is correction=kl_unbiased.")
+    if not on:
+        return plain
+    loss = options[_LOSS] if _LOSS in options.given else options["policy_loss_type"]
+    if loss == "gspo":
         # The correction is the ratio itself, pi / mu by row.
         return {"proximal": "bypass"}
-    if policy_loss_type != "ppo":
-        raise refuse("OpenRLHF corrects under ppo alone.", "policy_loss_type", policy_loss_type, "Set it to ppo.")
-    key = f"{where}.is_correction_threshold"
-    pair = values["is_correction_threshold"]
-    if not isinstance(pair, list | tuple) or len(pair) != 2:
-        raise refuse("a low and a high threshold.", key, pair, f"Set {key}=[0.5,5.0].")
-    lower, upper = (read_ratio_bound(bound or None, key) for bound in pair)
-    plain: dict[str, Any] = {"proximal": "recompute"}
-    if kind == "seq-mask-tis":
-        mask = build_mask("sequence", "geometric", lower, upper)
-        return plain | {"weight": build_weight("token", None, None), "masks": {"geometric": mask}}
-    return plain | {"weight": build_weight("token", lower, upper, reject=kind == "icepop")}
+    if loss != "ppo":
+        raise refuse("OpenRLHF corrects under ppo alone.", _LOSS, loss, "Set it to ppo.")
+    # Two until 0.11.1; 0.9.0 had a cap alone.
+    bounds = _read_bounds(options[threshold], threshold, may_be_one=not {f"{_IS}enable", f"{_IS}type"} & set(named))
+    return plain | _correct(rule, *bounds, threshold)
+
+
+def _read_type(kind: Any, key: str) -> tuple[str, str, str]:
+    rules = dict(
+        zip(_TYPES, (("token", "clip", "ratio"), ("token", "mask", "ratio"), ("seq", "mask", "ratio")), strict=True)
+    )
+    return rules[str(read_choice(kind, _TYPES, key, optional=False))]
+
+
+def _read_bounds(given: Any, key: str, *, may_be_one: bool) -> tuple[Any, Any]:
+    pair = list(given) if isinstance(given, list | tuple) else [given]
+    pair = [0.0, *pair] if len(pair) == 1 and may_be_one else pair
+    if len(pair) != 2 or any(isinstance(each, bool) or not isinstance(each, int | float) for each in pair):
+        raise refuse("a low and a high threshold.", key, given, f"Set {key}=[0.5,5.0].")
+    return pair[0], pair[1]
+
+
+def _correct(rule: tuple[str, str, str], low: float, high: float, key: str) -> dict[str, Any]:
+    level, mode, gating = rule
+    if mode == "clip" and (level, gating) != ("token", "ratio"):
+        raise refuse("OpenRLHF clips the ratio of tokens alone.", f"{_IS}mode", "clip", f"Set {_IS}mode=mask.")
+    if gating == "ratio":
+        lower, upper = read_ratio_bound(low or None, key), read_ratio_bound(high, key)
+        if level == "seq":
+            mask = build_mask("sequence", "geometric", lower, upper)
+            return {"weight": build_weight("token", None, None), "masks": {"geometric": mask}}
+        return {"weight": build_weight("token", lower, upper, reject=mode == "mask")}
+    if low > 0:
+        raise refuse("OpenRLHF bounds a divergence from above alone.", key, [low, high], f"Set {key}=[{high}].")
+    if gating == "binary_kl":
+        reason = (
+            "KL(mu, pi_old) of the token against all others is no aggregate here: binary_kl takes the greater of both."
+        )
+        raise refuse(reason, f"{_IS}gating", gating)
+    if level == "seq":
+        reason = "the mean of |p_old - p_mu| is no aggregate here: binary_tv_mean has signs."
+        raise refuse(reason, f"{_IS}gating", gating)
+    mask = build_mask("token", "binary_tv", -high, high)
+    return {"weight": build_weight("token", None, None), "masks": {"tv": mask}}
+
+
+OPENRLHF: Final = Peer(
+    name="OpenRLHF",
+    releases="0.9.1 to 0.11.2",
+    sections=("algo.advantage", "algo.kl"),
+    read={
+        f"{_IS}level": "off",
+        f"{_IS}mode": "mask",
+        f"{_IS}gating": "ratio",
+        f"{_IS}threshold": (0.5, 5.0),
+        f"{_IS}enable": False,
+        f"{_IS}type": "tis",
+        "enable_vllm_is_correction": False,
+        "vllm_is_correction_type": "tis",
+        "vllm_is_truncated_threshold": (0.5, 5.0),
+        "algo.kl.unbiased_gradient": False,
+        "algo.kl.use_loss": False,
+        _LOSS: "ppo",
+        "policy_loss_type": "ppo",
+    },
+    convert=_convert,
+    unsaid={},
+    plain=words("estimator gamma lambd no_std_norm", "algo.advantage")
+    | words("estimator horizon init_coef target", "algo.kl"),
+    context=frozenset({"algo.kl.use_loss", _LOSS, "policy_loss_type"}),
+    switches=frozenset({f"{_IS}level", f"{_IS}enable", "enable_vllm_is_correction"}),
+)
+"""OpenRLHF's rules, on pi_old / mu.
+
+* 0.11.2: ``is_correction_level`` token or seq, ``_mode`` mask or clip, ``_gating`` ratio, binary_kl or tv. ``clip``
+  bounds the weights of tokens; ``mask`` drops what is outside, and what stays keeps its token weights.
+* Before, and with ``vllm_is_*`` until 0.10.1: ``_type`` tis is token and clip, icepop token and mask, seq-mask-tis
+  seq and mask.
+* It corrects under ``actor.policy_loss_type=ppo`` alone; under ``gspo`` its own ratio becomes pi / mu.
+"""

@@ -87,7 +87,9 @@ def _find_skyrl_stem(key: str, mask: MaskSpec) -> str:
 
 
 def build_trl(spec: CorrectionParts) -> dict[str, Any]:
-    """Build the fields of TRL's ``GRPOConfig`` for ``spec``, all five of them.
+    """Build the fields of TRL's ``GRPOConfig`` for ``spec``, from 1.6.0 on, all that correct.
+
+    ``use_bias_correction_kl`` is false, as no KL term is weighed here unless ``kl_weight`` is set, which is refused.
 
     Raises:
         SpecError: names what TRL cannot say.
@@ -118,7 +120,9 @@ def build_trl(spec: CorrectionParts) -> dict[str, Any]:
         if threshold is not None:
             _fail(f"masks.{key}", mask.to_mapping(), name, "has one such mask")
         threshold = mask.delta
-    return values | {"off_policy_mask_threshold": threshold}
+    values |= {"off_policy_mask_threshold": threshold, "use_bias_correction_kl": False}
+    # Without it TRL has no mu.
+    return values | ({"use_vllm": True} if weight is not None or threshold is not None else {})
 
 
 def build_verl(spec: CorrectionParts) -> dict[str, Any]:

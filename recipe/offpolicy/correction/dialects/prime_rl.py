@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, Final
 
 from ..validation import read_number
-from .mapping import build_mask, build_weight, read_choice, read_flag, read_options, refuse
+from .mapping import build_mask, build_weight, read_choice, read_flag, refuse
+from .peer import Options, Peer, words
 
+_SECTION: Final = "trainer.loss"
 _LOSSES: Final[dict[str, dict[str, Any]]] = {
     "default": {"dppo_mask_low": 0.2, "dppo_mask_high": 0.2, "adv_tau": 1.0, "kl_tau": 1e-3},
     "ipo": {"ipo_threshold": 0.1, "adv_tau": 1.0, "kl_tau": 1e-3},
@@ -16,36 +17,28 @@ _LOSSES: Final[dict[str, dict[str, Any]]] = {
 }
 
 
-def convert_prime_rl(source: Mapping[str, Any] | Any) -> dict[str, Any]:
-    """Convert prime-rl's ``trainer.loss`` to our plain values, for ``actor.policy_loss.loss_mode=gpg``.
-
-    The policy term is -A pi / mu by token, unbounded, of what the mask keeps (``kimi_k15``: -A log pi of all); beside
-    it stands ``kl_tau`` (``tau`` / 2) times the squared log-ratio of all tokens.
-
-    Args:
-        source: the section, with ``type``; left out it is ``default``.
-
-    Raises:
-        SpecError: unknown keys, malformed values, and what has no equivalent here.
-
-    Example:
-        >>> convert_prime_rl({"type": "kpop"})["masks"]["kpop"]["upper"]
-        0.1
-    """
-    where = "trainer.loss"
-    given = dict(source) if isinstance(source, Mapping) else {"type": getattr(source, "type", "default")}
-    kind = str(read_choice(given.pop("type", "default"), tuple(_LOSSES), f"{where}.type", optional=False))
-    values = read_options(given if isinstance(source, Mapping) else source, _LOSSES[kind], where)
+def _convert(options: Options) -> dict[str, Any]:
+    key = f"{_SECTION}.type"
+    if options[key] == "custom":
+        raise refuse("what a loss of your own does is not known.", key, "custom")
+    kind = str(read_choice(options[key], tuple(_LOSSES), key, optional=False))
+    for path in sorted(options.given - {key}):
+        if path.rpartition(".")[2] not in _LOSSES[kind]:
+            known = ", ".join(_LOSSES[kind])
+            raise refuse(f"no key of type {kind}.", path, options[path], f"Known: {known}.")
+    values = {name: options[f"{_SECTION}.{name}"] for name in _LOSSES[kind]}
     numbers = {
-        key: read_number(value, f"{where}.{key}") for key, value in values.items() if not isinstance(value, bool)
+        name: read_number(value, f"{_SECTION}.{name}")
+        for name, value in values.items()
+        if name != "sequence_regularizer"
     }
     if numbers["adv_tau"] != 1:
-        raise refuse("advantages are taken as they are.", f"{where}.adv_tau", numbers["adv_tau"], "Set it to 1.0.")
+        raise refuse("advantages are taken as they are.", f"{_SECTION}.adv_tau", numbers["adv_tau"], "Set it to 1.0.")
     plain: dict[str, Any] = {"proximal": "bypass", "masks": {}}
     if kind == "kimi_k15":
-        if read_flag(values, "sequence_regularizer", where):
+        if read_flag(values["sequence_regularizer"], f"{_SECTION}.sequence_regularizer"):
             reason = "the squared sum of a row has no equivalent here."
-            raise refuse(reason, f"{where}.sequence_regularizer", True, "Set it to false.")
+            raise refuse(reason, f"{_SECTION}.sequence_regularizer", True, "Set it to false.")
         return plain | _penalty((numbers["tau"] or 0.0) / 2)
     plain["weight"] = build_weight("token", None, None, ratio="full")
     if kind == "default":
@@ -63,3 +56,25 @@ def convert_prime_rl(source: Mapping[str, Any] | Any) -> dict[str, Any]:
 
 def _penalty(coefficient: float | None) -> dict[str, Any]:
     return {"penalty": {"ratio": "full", "coefficient": coefficient}} if coefficient else {}
+
+
+PRIME_RL: Final = Peer(
+    name="prime-rl",
+    releases="0.6.0 to 0.8.0",
+    sections=(_SECTION,),
+    read={
+        f"{_SECTION}.type": "default",
+        **{f"{_SECTION}.{key}": value for loss in _LOSSES.values() for key, value in loss.items()},
+    },
+    convert=_convert,
+    unsaid={},
+    # Of a loss of one's own, which is refused by its type.
+    plain=words("import_path kwargs", _SECTION),
+    elsewhere=words("enable_router_replay logprob_offset loss_mask max_off_policy_steps"),
+)
+"""prime-rl's rules, for ``actor.policy_loss.loss_mode=gpg``; ``kpop`` and ``kimi_k15`` are of branches.
+
+The policy term is -A pi / mu by token, unbounded, of what the mask keeps (``kimi_k15``: -A log pi of all); beside it
+stands ``kl_tau`` (``tau`` / 2) times the squared log-ratio of all tokens. Tokens with A = 0 have no gradient here,
+where prime-rl masks them as it masks those with A < 0.
+"""

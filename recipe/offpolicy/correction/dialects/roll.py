@@ -7,18 +7,12 @@ from typing import Any, Final
 
 from ..problem import SpecError
 from ..validation import read_number
-from .mapping import (
-    build_mask,
-    build_weight,
-    pick_options,
-    read_choice,
-    read_flag,
-    read_options,
-    read_ratio_bound,
-    refuse,
-)
+from .mapping import build_mask, build_weight, read_choice, read_flag, read_options, read_ratio_bound, refuse
+from .peer import Options, Peer, words
 
-_WEIGHT: Final[dict[str, Any]] = {"enabled": False, "weight_type": "token", "upper_bound": 1.2, "detach": True}
+_SECTION: Final = "train_infer_correction"
+_WEIGHT: Final = f"{_SECTION}.is_weight"
+_FILTERS: Final = f"{_SECTION}.filters"
 _FILTER: Final[dict[str, Any]] = {
     "enabled": False,
     "agg_type": "token",
@@ -43,58 +37,87 @@ _DIFFERENCES: Final = {
     "geometric": ("sequence", "binary_tv_mean"),
     "sequence": ("sequence", "binary_tv_sum"),
 }
+_VARIANTS: Final = ("vanilla", "ppo", "cispo")
+_RECOMPUTE: Final = "enable_old_logprobs_recompute"
+_FORCED: Final = "force_disable_old_logprobs_recompute"
+_VARIANT: Final = "actor_train.pg_variant"
 
 
-def convert_roll(source: Mapping[str, Any] | Any) -> dict[str, Any]:
-    """Convert ROLL's ``train_infer_correction`` and ``enable_old_logprobs_recompute`` to our plain values.
-
-    ``segment`` is the mean over a turn. Without ``enable_old_logprobs_recompute``, ROLL's default, pi_old is the
-    current policy. What a filter drops leaves the response mask there, so that KL and denominators lose it as well;
-    here it leaves the policy term alone.
-
-    Args:
-        source: ROLL's configuration, or an object with its keys as attributes; other keys are not read.
-
-    Raises:
-        SpecError: unknown keys of the correction, malformed values, and what has no equivalent here.
-
-    Example:
-        >>> convert_roll({"train_infer_correction": {"is_weight": {"enabled": True}}})["weight"]
-        {'level': 'token', 'kind': 'truncate', 'lower': None, 'upper': 1.2, 'aggregate': 'product'}
-    """
-    where = "train_infer_correction"
-    defaults = {where: None, "enable_old_logprobs_recompute": False}
-    values = pick_options(source, defaults, "roll")
-    recompute = read_flag(values, "enable_old_logprobs_recompute", "roll")
-    given = values[where] if values[where] is not None else {}
-    section = read_options(given, {"is_weight": None, "filters": ()}, where)
+def _convert(options: Options) -> dict[str, Any]:
+    forced_off = read_flag(options[_FORCED], _FORCED)
+    recompute = read_flag(options[_RECOMPUTE], _RECOMPUTE) and not forced_off
     plain: dict[str, Any] = {"proximal": "recompute" if recompute else "reuse", "masks": {}}
-    weight = _WEIGHT | read_options(section["is_weight"] or {}, _WEIGHT, f"{where}.is_weight")
-    if read_flag(weight, "enabled", f"{where}.is_weight"):
-        if not read_flag(weight, "detach", f"{where}.is_weight"):
-            raise refuse("weights are detached here.", f"{where}.is_weight.detach", False, "Set it to true.")
-        kind = read_choice(weight["weight_type"], _TYPES, f"{where}.is_weight.weight_type", optional=False)
+    for key in (_VARIANT, "pg_variant"):
+        if (variant := options[key]) not in (None, *_VARIANTS):
+            nearest = {"topr": "topr", "kimi15": "log_ratio_penalty"}.get(str(variant))
+            fix = f"The nearest option is correction={nearest}, on pi / mu." if nearest else ""
+            raise refuse("it weighs by pi / pi_old, which no weight here does.", key, variant, fix)
+    if read_flag(options[f"{_WEIGHT}.enabled"], f"{_WEIGHT}.enabled"):
+        if not read_flag(options[f"{_WEIGHT}.detach"], f"{_WEIGHT}.detach"):
+            raise refuse("weights are detached here.", f"{_WEIGHT}.detach", False, "Set it to true.")
+        kind = read_choice(options[f"{_WEIGHT}.weight_type"], _TYPES, f"{_WEIGHT}.weight_type", optional=False)
         level, aggregate = _RATIOS[str(kind)]
-        upper = read_ratio_bound(weight["upper_bound"], f"{where}.is_weight.upper_bound")
+        upper = read_ratio_bound(options[f"{_WEIGHT}.upper_bound"], f"{_WEIGHT}.upper_bound")
         plain["weight"] = build_weight(level, None, upper, aggregate=aggregate)
-    filters = section["filters"]
+    filters = options[_FILTERS]
     if isinstance(filters, Mapping | str):
-        raise SpecError("a list of filters.", key=f"{where}.filters", value=filters)
+        raise SpecError("a list of filters.", key=_FILTERS, value=filters)
     for place, each in enumerate(filters or ()):
-        plain["masks"] |= _convert_filter(each, place, f"{where}.filters[{place}]")
+        plain["masks"] |= _convert_filter(each, place, f"{_FILTERS}[{place}]")
     return plain
 
 
 def _convert_filter(source: Any, place: int, where: str) -> dict[str, Any]:
     values = read_options(source, _FILTER, where)
-    if not read_flag(values, "enabled", where):
+    enabled = {key: read_flag(values[key], f"{where}.{key}") for key in ("enabled", "ratio_enabled", "diff_enabled")}
+    if not enabled["enabled"]:
         return {}
     kind = str(read_choice(values["agg_type"], _TYPES, f"{where}.agg_type", optional=False))
     masks = {}
-    if read_flag(values, "ratio_enabled", where):
+    if enabled["ratio_enabled"]:
         low, high = (read_ratio_bound(values[f"ratio_{side}"], f"{where}.ratio_{side}") for side in ("low", "high"))
         masks[f"ratio_{place}"] = build_mask(*_RATIOS[kind], low, high)
-    if read_flag(values, "diff_enabled", where):
+    if enabled["diff_enabled"]:
         low, high = (read_number(values[f"diff_{side}"], f"{where}.diff_{side}") for side in ("low", "high"))
         masks[f"diff_{place}"] = build_mask(*_DIFFERENCES[kind], low, high)
+    if not masks:
+        reason = "it is enabled, and neither ratio_enabled nor diff_enabled is: it drops nothing."
+        raise SpecError(reason, f"Set {where}.ratio_enabled=true.", key=f"{where}.enabled", value=True)
     return masks
+
+
+ROLL: Final = Peer(
+    name="ROLL",
+    releases="0.2.0 to 0.3.0",
+    sections=(_WEIGHT, _SECTION),
+    read={
+        _RECOMPUTE: False,
+        _FORCED: False,
+        _FILTERS: (),
+        f"{_WEIGHT}.enabled": False,
+        f"{_WEIGHT}.weight_type": "token",
+        f"{_WEIGHT}.upper_bound": 1.2,
+        f"{_WEIGHT}.detach": True,
+        _VARIANT: None,
+        "pg_variant": None,
+    },
+    convert=_convert,
+    unsaid={
+        "use_topr_loss": ((False, None), "it weighs by pi / pi_old, which no weight here does."),
+        "use_topr_neg_loss_coef": ((0.0, 0, None), "it weighs by pi / pi_old, which no weight here does."),
+    },
+    plain=frozenset(),
+    elsewhere=words(
+        "difficulty_mask dirty_data_mask importance_sampling is_num_return_sequences_expand"
+        " is_offload_optimizer_states_in_train_step is_offload_states is_pure_opd is_use_additional_prompts logprobs"
+        " mask_type max_len_mask router_replay use_policy_loss_type"
+    ),
+    context=frozenset({_VARIANT, "pg_variant"}),
+    switches=frozenset({f"{_WEIGHT}.enabled", _RECOMPUTE, _FORCED}),
+)
+"""ROLL's rules.
+
+``segment`` is the mean over a turn. Without ``enable_old_logprobs_recompute``, ROLL's default, pi_old is the current
+policy. What a filter drops leaves the response mask there, so that KL and denominators lose it as well; here it
+leaves the policy term alone. Of ``pg_variant`` vanilla, ppo and cispo are policy losses, set by verl's own keys.
+"""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, Final
 
 from ..validation import read_number
-from .mapping import build_mask, build_weight, pick_options, read_choice, read_flag, read_ratio_bound, refuse
+from .mapping import build_mask, build_weight, read_choice, read_flag, read_ratio_bound, refuse
+from .peer import Options, Peer, words
 
 _ARGUMENTS: Final[dict[str, Any]] = {
     "use_rollout_logprobs": False,
@@ -14,8 +15,12 @@ _ARGUMENTS: Final[dict[str, Any]] = {
     "tis_clip": 2.0,
     "tis_clip_low": 0.0,
     "custom_tis_function_path": None,
+    "get_mismatch_metrics": False,
     "use_opsm": False,
     "opsm_delta": 1e-4,
+    "use_kl_loss": False,
+    "kl_loss_coef": 0.0,
+    "use_unbiased_kl": False,
 }
 _MIS: Final[dict[str, Any]] = {
     "tis_level": "token",
@@ -36,81 +41,127 @@ _LEVELS: Final = {
 }
 
 
-def convert_slime(source: Mapping[str, Any] | Any) -> dict[str, Any]:
-    """Convert slime's arguments, with underscores, to our plain values; miles has the same.
-
-    * ``use_tis`` clamps pi_old / mu to [tis_clip_low, tis_clip]; with ``use_rollout_logprobs`` pi_old is mu.
-    * ``custom_tis_function_path`` to ``mis.py`` reads the keys of ``mis.yaml``: level and mode of the weight, a
-      rejection (``use_rs``) and a veto of rows with a token below ``rs_veto_threshold``.
-    * ``use_opsm`` masks tokens of negative advantage in rows with mean log(pi_old / pi) > opsm_delta.
-
-    Args:
-        source: the arguments, with the keys of ``mis.yaml`` where that is used; others are not read.
-
-    Raises:
-        SpecError: malformed values, another custom function, and what has no equivalent here.
-
-    Example:
-        >>> convert_slime({"use_tis": True})["weight"]
-        {'level': 'token', 'kind': 'truncate', 'lower': None, 'upper': 2.0}
-    """
-    where = "slime"
-    values = pick_options(source, _ARGUMENTS, where, ("tis_", "opsm_", "rs_"), _MIS)
-    bypass = read_flag(values, "use_rollout_logprobs", where)
+def _convert(options: Options) -> dict[str, Any]:
+    flags = {key: read_flag(options[key], key) for key, value in _ARGUMENTS.items() if value is False}
+    bypass, tis, path = flags["use_rollout_logprobs"], flags["use_tis"], options["custom_tis_function_path"]
+    name = str(path).rpartition(".")[2].rpartition(":")[2]
+    of_mis = name.startswith("compute_mis_weights")
+    # With get_mismatch_metrics alone a function of weights is called as well, and mis.py's alone then leaves the loss.
+    tis |= flags["get_mismatch_metrics"] and path is not None and not of_mis
     plain: dict[str, Any] = {"proximal": "bypass" if bypass else "recompute", "masks": {}}
-    path = values["custom_tis_function_path"]
-    tis = read_flag(values, "use_tis", where)
     if bypass and tis:
-        reason = "old and rollout log-probs are one, so that every ratio is 1."
-        raise refuse(reason, f"{where}.use_tis", True, f"Set {where}.use_rollout_logprobs=false.")
-    if tis and path is None:
-        lower, upper = _bounds(values, ("tis_clip_low", "tis_clip"), where)
-        plain["weight"] = build_weight("token", lower, upper)
-    elif tis and str(path).rpartition(".")[2].startswith("icepop"):
-        lower, upper = _bounds(values, ("tis_clip_low", "tis_clip"), where)
-        plain["weight"] = build_weight("token", lower, upper, reject=True)
-    elif tis and "compute_mis_weights" in str(path):
-        plain |= _convert_mis(pick_options(source, _MIS, where), where)
-    elif path is not None and tis:
+        reason = "pi_old is mu there, and a weight would count its ratio twice, or be 1."
+        raise refuse(reason, "use_tis", True, "Set use_rollout_logprobs=false.")
+    if tis and (path is None or name.startswith("icepop")):
+        lower, upper = (read_ratio_bound(options[key] or None, key) for key in ("tis_clip_low", "tis_clip"))
+        plain["weight"] = build_weight("token", lower, upper, reject=path is not None)
+    elif tis and of_mis:
+        plain |= _convert_mis(options)
+    elif tis:
         reason = "what a function of your own does is not known; compute_mis_weights_with_cp and icepop_function are."
-        raise refuse(reason, f"{where}.custom_tis_function_path", path)
-    if read_flag(values, "use_opsm", where):
-        delta = read_number(values["opsm_delta"], f"{where}.opsm_delta")
+        raise refuse(reason, "custom_tis_function_path", path)
+    elif read_flag(options["use_rs"], "use_rs"):
+        raise refuse("mis.py rejects with use_tis alone.", "use_rs", True, "Set use_tis=true.")
+    if flags["use_opsm"]:
+        delta = read_number(options["opsm_delta"], "opsm_delta")
         ratio = "full" if bypass else "ppo"
         opsm = {"ratio": ratio, "level": "sequence", "aggregate": "geometric", "delta": delta, "when": "negative"}
         plain["masks"] = plain["masks"] | {"opsm": opsm | {"sign": "token"}}
+    if flags["use_unbiased_kl"] and flags["use_kl_loss"] and read_number(options["kl_loss_coef"], "kl_loss_coef"):
+        plain["kl_weight"] = {"ratio": "full" if bypass else "ppo", "upper": None}
     return plain
 
 
-def _bounds(values: Mapping[str, Any], keys: tuple[str, str], where: str) -> tuple[float | None, float | None]:
-    low, high = (read_ratio_bound(values[key] or None, f"{where}.{key}") for key in keys)
-    return low, high
+def _convert_slime(options: Options) -> dict[str, Any]:
+    top_p = read_number(options["rollout_top_p"], "rollout_top_p")
+    return _convert(options) | ({} if top_p in (None, 1.0) else {"support": "engine"})
 
 
-def _convert_mis(values: dict[str, Any], where: str) -> dict[str, Any]:
-    mode = read_choice(values["tis_mode"], ("truncate", "clip", "mask"), f"{where}.tis_mode", optional=False)
-    kind = str(read_choice(values["tis_level"], tuple(_LEVELS), f"{where}.tis_level", optional=False))
-    upper = read_ratio_bound(values["tis_upper_bound"], f"{where}.tis_upper_bound")
+def _convert_miles(options: Options) -> dict[str, Any]:
+    plain, key = _convert(options), "skip_actor_forward_only"
+    if read_flag(options[key], key) and plain["proximal"] == "recompute":
+        plain["proximal"] = "reuse"
+    return plain
+
+
+def _convert_mis(options: Options) -> dict[str, Any]:
+    mode = read_choice(options["tis_mode"], ("truncate", "clip", "mask"), "tis_mode", optional=False)
+    kind = str(read_choice(options["tis_level"], tuple(_LEVELS), "tis_level", optional=False))
+    upper = read_ratio_bound(options["tis_upper_bound"], "tis_upper_bound")
     if upper is None:
-        raise refuse("it has no default.", f"{where}.tis_upper_bound", None, "Set it to 2.0 for example.")
-    given = read_ratio_bound(values["tis_lower_bound"], f"{where}.tis_lower_bound")
+        raise refuse("it has no default.", "tis_upper_bound", None, "Set it to 2.0 for example.")
+    given = read_ratio_bound(options["tis_lower_bound"], "tis_lower_bound")
     lower = 1 / upper if given is None else given
-    normalize = read_flag(values, "tis_batch_normalize", where)
+    normalize = read_flag(options["tis_batch_normalize"], "tis_batch_normalize")
     if normalize and kind == "geometric":
-        raise refuse("mis.py has no mean of geometric weights.", f"{where}.tis_batch_normalize", True)
+        raise refuse("mis.py has no mean of geometric weights.", "tis_batch_normalize", True)
     if normalize and mode == "mask":
         reason = "mis.py counts what it rejects in the mean that it divides by, and here it counts as 0."
-        raise refuse(reason, f"{where}.tis_batch_normalize", True, "Set it to false.")
+        raise refuse(reason, "tis_batch_normalize", True, "Set it to false.")
     level, aggregate = _LEVELS[kind]
     weight = build_weight(level, None if mode == "truncate" else lower, upper, reject=mode == "mask")
     plain: dict[str, Any] = {"weight": weight | {"aggregate": aggregate, "normalize": normalize}, "masks": {}}
-    if read_flag(values, "use_rs", where):
-        level, aggregate = _LEVELS[str(read_choice(values["rs_level"], tuple(_LEVELS), f"{where}.rs_level"))]
-        low = read_ratio_bound(values["rs_lower_bound"], f"{where}.rs_lower_bound")
-        high = read_ratio_bound(values["rs_upper_bound"], f"{where}.rs_upper_bound")
+    if read_flag(options["use_rs"], "use_rs"):
+        level, aggregate = _LEVELS[str(read_choice(options["rs_level"], tuple(_LEVELS), "rs_level", optional=False))]
+        low = read_ratio_bound(options["rs_lower_bound"], "rs_lower_bound")
+        high = read_ratio_bound(options["rs_upper_bound"], "rs_upper_bound")
         band = build_mask(level, aggregate, lower if low is None else low, upper if high is None else high)
         plain["masks"]["rejection"] = band
-        veto = read_ratio_bound(values["rs_veto_threshold"], f"{where}.rs_veto_threshold")
+        veto = read_ratio_bound(options["rs_veto_threshold"], "rs_veto_threshold")
         if veto is not None:
             plain["masks"]["veto"] = build_mask("sequence", "any", veto, None)
     return plain
+
+
+_STALE: Final = (
+    (False, None),
+    "tokens of older weights leave the loss mask there; the nearest is correction.masks.stale={aggregate: staleness,"
+    " level: token, upper: 0}.",
+)
+
+SLIME: Final = Peer(
+    name="slime",
+    releases="0.2.4 to 0.3.1",
+    sections=(),
+    read=_ARGUMENTS | _MIS | {"rollout_top_p": 1.0},
+    convert=_convert_slime,
+    unsaid={
+        "mask_offpolicy_in_partial_rollout": _STALE,
+        "custom_loss_function_path": ((None,), "what a loss of your own does is not known."),
+    },
+    plain=frozenset(),
+    elsewhere=words(
+        "custom_megatron_before_log_prob_hook_path kl_loss_type log_probs_chunk_size log_probs_max_tokens_per_gpu"
+        " loss_mask_type loss_type use_rollout_routing_replay use_routing_replay"
+        # Megatron's own.
+        " attention_mask_in_dataloader attention_softmax_in_fp32 create_attention_mask_in_dataloader eod_mask_loss"
+        " mask_factor mask_prob mask_type masked_softmax_fusion no_create_attention_mask_in_dataloader"
+        " no_masked_softmax_fusion reset_attention_mask"
+    ),
+    switches=frozenset({"use_tis", "use_opsm", "use_rs", "use_kl_loss"}),
+    context=words("use_kl_loss kl_loss_coef get_mismatch_metrics"),
+)
+"""slime's rules.
+
+* ``use_tis`` clamps pi_old / mu to [tis_clip_low, tis_clip]; with ``use_rollout_logprobs`` pi_old is mu.
+* ``custom_tis_function_path`` to ``mis.py`` reads the keys of ``mis.yaml``: level and mode of the weight, a rejection
+  (``use_rs``) and a veto of rows with a token below ``rs_veto_threshold``; to ``icepop_function`` it drops what is
+  outside tis_clip.
+* ``use_opsm`` masks tokens of negative advantage in rows with mean log(pi_old / pi) > opsm_delta.
+* ``use_unbiased_kl`` weighs the KL loss by pi / pi_old.
+* With ``rollout_top_p`` below 1 log-probs are over the sampled support, of any size; here over that of
+  ``correction.support=engine``, which masks a token whose support has more members than vLLM was asked for.
+"""
+MILES: Final = replace(
+    SLIME,
+    name="miles",
+    releases="0.1.0",
+    read=_ARGUMENTS | _MIS | {"skip_actor_forward_only": False},
+    convert=_convert_miles,
+    elsewhere=SLIME.elsewhere
+    | words(
+        "ci_disable_logprobs_checker opd_log_prob_top_k recompute_logprobs_via_prefill use_indexer_replay"
+        " use_rollout_indexer_replay"
+    ),
+)
+"""miles' rules, which are slime's; ``skip_actor_forward_only`` takes pi_old from the gradient step."""

@@ -1,14 +1,14 @@
-"""Converter of the fields of TRL's ``GRPOConfig`` about the sampling engine."""
+"""Converter of TRL's ``GRPOConfig``."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, Final
 
 from ..problem import SpecError
 from ..ratios import EXP_CLAMP
-from ..validation import read_bool, read_number
-from .mapping import read_choice, read_options, read_ratio_bound
+from ..validation import read_number
+from .mapping import build_weight, read_choice, read_flag, read_ratio_bound, refuse
+from .peer import Options, Peer, words
 
 TRL_DEFAULTS: Final[dict[str, Any]] = {
     "vllm_importance_sampling_correction": True,
@@ -17,49 +17,21 @@ TRL_DEFAULTS: Final[dict[str, Any]] = {
     "vllm_importance_sampling_clip_min": None,
     "off_policy_mask_threshold": None,
 }
-_TRL_MODES: Final = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
+_STEM: Final = "vllm_importance_sampling"
+_MODES: Final = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
+_LOSSES: Final = ("dapo", "grpo", "bnpo", "dr_grpo", "cispo", "sapo", "luspo", "vespo")
 
 
-def convert_trl(mapping: Mapping[str, Any] | Any) -> dict[str, Any]:
-    """Convert the fields of TRL's ``GRPOConfig`` about the sampling engine to our plain values.
-
-    TRL's ``*_mask`` modes leave the ratio as a weight inside the bounds. ``off_policy_mask_threshold`` is off-policy
-    sequence masking on pi / mu with the sign of the row's advantage. TRL uses the first four keys with
-    ``use_vllm=True`` alone, and clamps no log-ratio.
-
-    Args:
-        mapping: the five keys, or an object with them as attributes; its others are not read.
-
-    Raises:
-        SpecError: unknown keys and malformed values, and bounds that no weight can reach.
-
-    Example:
-        >>> convert_trl({})["weight"]  # TRL's defaults
-        {'level': 'sequence', 'kind': 'reject', 'lower': None, 'upper': 3.0}
-    """
-    where, stem = "GRPOConfig", "vllm_importance_sampling"
-    values = read_options(mapping, TRL_DEFAULTS, where)
-    key = f"{where}.{stem}"
-    lower, upper = (read_ratio_bound(values[f"{stem}_clip_{side}"], f"{key}_clip_{side}") for side in ("min", "max"))
-    mode = read_choice(values[f"{stem}_mode"], _TRL_MODES, f"{key}_mode", optional=False)
-    if lower is not None and upper is not None and lower > upper:
-        beside = {f"{key}_clip_max": upper}
-        raise SpecError("nothing lies between.", "Swap them.", key=f"{key}_clip_min", value=lower, beside=beside)
-    weight: dict[str, Any] | None = None
-    if read_bool(values, f"{stem}_correction", where):
-        if lower is None and upper is None:
-            raise SpecError(
-                f"{mode} has nothing to bind.",
-                f"Set {key}_clip_max=3.0, or {key}_correction=false.",
-                key=f"{key}_clip_max",
-                beside={f"{key}_clip_min": None},
-            )
-        level, action = str(mode).split("_")
-        kind = "reject" if action == "mask" else "clip" if lower is not None and upper is not None else "truncate"
-        weight = {"level": level, "kind": kind, "lower": lower, "upper": upper}
-    masks: dict[str, Any] = {}
-    key = f"{where}.off_policy_mask_threshold"
-    threshold = read_number(values["off_policy_mask_threshold"], key)
+def _convert(options: Options) -> dict[str, Any]:
+    engine = options["use_vllm"] is None or read_flag(options["use_vllm"], "use_vllm")
+    corrects = read_flag(options[f"{_STEM}_correction"], f"{_STEM}_correction") and engine
+    plain: dict[str, Any] = {"weight": _convert_weight(options) if corrects else None, "masks": {}}
+    if read_choice(options["loss_type"], _LOSSES, "loss_type", optional=False) == "vespo":
+        raise refuse(
+            "the Gamma weight of a row, which takes in the ratio to mu, has no equivalent here.", "loss_type", "vespo"
+        )
+    key = "off_policy_mask_threshold"
+    threshold = read_number(options[key], key)
     if threshold is not None:
         if not 0 <= threshold <= EXP_CLAMP:
             raise SpecError(
@@ -68,6 +40,91 @@ def convert_trl(mapping: Mapping[str, Any] | Any) -> dict[str, Any]:
                 key=key,
                 value=threshold,
             )
-        opsm = {"ratio": "full", "level": "sequence", "aggregate": "geometric", "delta": threshold, "when": "negative"}
-        masks["opsm"] = opsm
-    return {"weight": weight, "masks": masks}
+        # Without an engine TRL compares pi_old with pi.
+        ratio = "full" if engine else "ppo"
+        opsm = {"ratio": ratio, "level": "sequence", "aggregate": "geometric", "delta": threshold, "when": "negative"}
+        plain["masks"]["opsm"] = opsm
+    if read_number(options["beta"], "beta"):
+        plain |= _convert_kl(options)
+    return plain
+
+
+def _convert_weight(options: Options) -> dict[str, Any]:
+    cap, upper_key, lower_key = (f"{_STEM}_{name}" for name in ("cap", "clip_max", "clip_min"))
+    if options[cap] is not None:
+        # TRL sets clip_max to its older name where that is given.
+        if upper_key in options.given and options[upper_key] != options[cap]:
+            beside = {upper_key: options[upper_key]}
+            raise SpecError(
+                "TRL takes the older name.", "Give one of them.", key=cap, value=options[cap], beside=beside
+            )
+        upper_key = cap
+    lower, upper = (read_ratio_bound(options[key], key) for key in (lower_key, upper_key))
+    mode = str(read_choice(options[f"{_STEM}_mode"], _MODES, f"{_STEM}_mode", optional=False))
+    if lower is not None and upper is not None and lower > upper:
+        raise SpecError("nothing lies between.", "Swap them.", key=lower_key, value=lower, beside={upper_key: upper})
+    if lower is None and upper is None:
+        raise SpecError(
+            f"{mode} has nothing to bind.",
+            f"Set {upper_key}=3.0, or {_STEM}_correction=false.",
+            key=upper_key,
+            beside={lower_key: None},
+        )
+    level, action = mode.split("_")
+    return build_weight(level, lower, upper, reject=action == "mask")
+
+
+def _convert_kl(options: Options) -> dict[str, Any]:
+    key = "use_bias_correction_kl"
+    if options[key] is None:
+        reason = "its default is false until 1.9.0 and true in 1.16.0, and beta sets a KL term."
+        raise refuse(reason, key, None, "Set it to true or false.")
+    if not read_flag(options[key], key):
+        return {}
+    if options["importance_sampling_level"] != "token":
+        reason = "a row's ratio on the KL of tokens has no equivalent here."
+        raise refuse(reason, "importance_sampling_level", options["importance_sampling_level"])
+    return {"kl_weight": {"ratio": "ppo", "upper": None}}
+
+
+TRL: Final = Peer(
+    name="TRL",
+    releases="0.28.0 to 1.16.0",
+    sections=(),
+    read=TRL_DEFAULTS
+    | {
+        f"{_STEM}_cap": None,
+        "use_vllm": None,
+        "loss_type": "dapo",
+        "beta": 0.0,
+        "use_bias_correction_kl": None,
+        "importance_sampling_level": "token",
+    },
+    convert=_convert,
+    unsaid={},
+    plain=words(
+        "bf16 cache_implementation cast_lm_head_to_fp32 chat_template_kwargs delta disable_dropout"
+        " ds3_gather_for_generation entropy_coef entropy_coef_delta entropy_coef_max entropy_coef_min entropy_target"
+        " epsilon epsilon_high generation_batch_size generation_kwargs gradient_checkpointing learning_rate"
+        " log_completions log_completions_hub_repo log_multimodal log_unique_prompts logging_steps"
+        " lr_scheduler_kwargs mask_truncated_completions max_completion_length max_tool_calling_iterations min_p"
+        " model_init_kwargs multi_objective_aggregation num_completions_to_print num_generations num_generations_eval"
+        " num_iterations pad_to_multiple_of ref_model_mixup_alpha ref_model_sync_steps remove_unused_columns"
+        " repetition_penalty reward_weights router_aux_loss_coef sapo_temperature_neg sapo_temperature_pos"
+        " scale_rewards shuffle_dataset steps_per_generation sync_ref_model temperature top_entropy_quantile top_k"
+        " top_p transformers_continuous_batching_config trust_remote_code use_adaptive_entropy"
+        " use_transformers_continuous_batching use_transformers_paged vespo_k_neg vespo_k_pos vespo_lambda_neg"
+        " vespo_lambda_pos vllm_enable_sleep_mode vllm_gpu_memory_utilization vllm_group_port vllm_max_model_length"
+        " vllm_mode vllm_model_impl vllm_server_base_url vllm_server_host vllm_server_port vllm_server_timeout"
+        " vllm_structured_outputs_regex vllm_tensor_parallel_size"
+    ),
+    switches=frozenset({f"{_STEM}_correction", "use_vllm"}),
+    context=words("loss_type beta importance_sampling_level"),
+)
+"""TRL's rules.
+
+Its ``*_mask`` modes leave the ratio as a weight inside the bounds. ``off_policy_mask_threshold`` is off-policy
+sequence masking on pi / mu with the sign of the row's advantage. With ``beta`` above 0 and ``use_bias_correction_kl``
+the KL term has the weight pi / pi_old. TRL corrects with ``use_vllm=True`` alone, which a configuration that leaves
+it out is taken to have, and clamps no log-ratio.
+"""

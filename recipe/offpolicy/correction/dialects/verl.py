@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Mapping
 from typing import Any, Final
 
 from ..problem import SpecError
 from ..validation import read_bool, read_number
-from .mapping import build_mask, read_choice, read_options, read_ratio_bound
+from .mapping import build_mask, read_choice, read_ratio_bound
+from .peer import Options, Peer, words
 
 VERL_DEFAULTS: Final[dict[str, Any]] = {
     "rollout_is": None,
@@ -34,35 +34,15 @@ VERL_REJECTIONS: Final[dict[str, tuple[str, str]]] = {
     "seq_max_k2": ("sequence", "k2_max"),
     "seq_max_k3": ("sequence", "k3_max"),
 }
+_SECTION: Final = "algorithm.rollout_correction"
 _YAML_UNDERSCORE: Final = (
     "YAML and Hydra read an unquoted 0.5_2 as the number 0.52 and 2_5 as 25: quote a pair of bounds"
 )
 
 
-def convert_verl(mapping: Mapping[str, Any] | Any | None) -> dict[str, Any]:
-    """Convert verl's ``algorithm.rollout_correction`` to our plain values.
-
-    * k1 is -log r, so verl bounds mu / pi_old: "lo_hi" keeps pi_old / mu in [1/hi, 1/lo], and a single u in [1/u, u].
-    * With ``bypass_mode`` verl decides by pi / mu, at every gradient step. ``loss_type=ppo_clip`` takes its weights for
-      metrics alone, so that none is set here. ``loss_type=reinforce`` is a weight on a loss without a ratio of its
-      own: set ``actor_rollout_ref.actor.policy_loss.loss_mode=gpg`` with it.
-    * verl clamps a token's log-ratio to +-20 nats before it is summed; here it is clamped where it is exponentiated.
-
-    Args:
-        mapping: verl's keys, or an object with them as attributes such as ``RolloutCorrectionConfig``, whose
-            ``rollout_is`` is "sequence" unless it is said otherwise, while a key left out of a mapping has the YAML's
-            null. None, as in verl, corrects nothing.
-
-    Raises:
-        SpecError: unknown keys, malformed values, what verl would ignore, and normalisation of weights on pi / mu.
-
-    Example:
-        >>> plain = convert_verl({"rollout_rs": "seq_mean_k1", "rollout_rs_threshold": "0.5_2.0"})
-        >>> plain["masks"]["seq_mean_k1"]["aggregate"], plain["masks"]["seq_mean_k1"]["upper"], plain["proximal"]
-        ('geometric', 2.0, 'recompute')
-    """
-    where = "rollout_correction"
-    values = read_options({} if mapping is None else mapping, VERL_DEFAULTS, where, ignored={"_target_"})
+def _convert(options: Options) -> dict[str, Any]:
+    where = _SECTION
+    values = {key: options[f"{where}.{key}"] for key in VERL_DEFAULTS}
     bypass = read_bool(values, "bypass_mode", where)
     normalize = read_bool(values, "rollout_is_batch_normalize", where)
     loss_type = read_choice(values["loss_type"], ("ppo_clip", "reinforce"), f"{where}.loss_type", optional=False)
@@ -107,8 +87,8 @@ def convert_verl(mapping: Mapping[str, Any] | Any | None) -> dict[str, Any]:
                 "normalize": normalize,
             }
     masks: dict[str, Any] = {}
-    options = read_verl_rejections(values["rollout_rs"], values["rollout_rs_threshold"], f"{where}.")
-    for option, (lower, upper) in options.items():
+    rejections = read_verl_rejections(values["rollout_rs"], values["rollout_rs_threshold"], f"{where}.")
+    for option, (lower, upper) in rejections.items():
         unit, aggregate = VERL_REJECTIONS[option]
         # The name becomes part of a metric, which must not hold "max".
         masks[option.replace("max", "largest")] = build_mask(unit, aggregate, lower, upper, ratio)
@@ -257,3 +237,36 @@ def _finite(bound: float | None) -> float:
 
 def _known() -> str:
     return ", ".join(VERL_REJECTIONS)
+
+
+_OLDER: Final = "of an older verl; set algorithm.rollout_correction.rollout_is=token and .rollout_is_threshold."
+
+VERL: Final = Peer(
+    name="verl",
+    releases="0.7.0 to 0.9.1",
+    sections=(_SECTION,),
+    read={f"{_SECTION}.{key}": value for key, value in VERL_DEFAULTS.items()},
+    convert=_convert,
+    unsaid={
+        "actor_rollout_ref.actor.tis_imp_ratio_cap": ((None, -1, -1.0), _OLDER),
+        "tis_imp_ratio_cap": ((None, -1, -1.0), _OLDER),
+    },
+    plain=words("_target_", _SECTION),
+    elsewhere=words(
+        "calculate_log_probs enable_rollout_routing_replay ignore_input_ids_mismatch kl_loss_type"
+        " log_prob_max_token_len_per_gpu log_prob_micro_batch_size log_prob_micro_batch_size_per_gpu"
+        " log_prob_min_clamp log_prob_use_dynamic_bsz logprobs logprobs_mode max_off_policy_strategy"
+        " max_off_policy_threshold replay_file router_replay use_rollout_log_probs"
+    ),
+    switches=frozenset({f"{_SECTION}.rollout_is", f"{_SECTION}.rollout_rs", f"{_SECTION}.bypass_mode"}),
+)
+"""verl's rules.
+
+* k1 is -log r, so verl bounds mu / pi_old: "lo_hi" keeps pi_old / mu in [1/hi, 1/lo], and a single u in [1/u, u].
+* With ``bypass_mode`` verl decides by pi / mu, at every gradient step. ``loss_type=ppo_clip`` takes its weights for
+  metrics alone, so that none is set here. ``loss_type=reinforce`` is a weight on a loss without a ratio of its own:
+  set ``actor_rollout_ref.actor.policy_loss.loss_mode=gpg`` with it.
+* verl clamps a token's log-ratio to +-20 nats before it is summed; here it is clamped where it is exponentiated.
+* The attributes of a ``RolloutCorrectionConfig`` are read as they are: its ``rollout_is`` is "sequence" unless it is
+  said otherwise, while a key left out of a mapping has the YAML's null.
+"""

@@ -1,0 +1,280 @@
+"""Tables of other frameworks' keys, and the reader that lets no key about a correction pass in silence."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+from ..problem import SpecError
+
+_WORDS: Final = re.compile(
+    r"importance|icepop|mask|log_?prob|logp(?![a-z])|centering|replay|loss_type|(?<![a-z])tis(?!t)|_is$"
+    r"|(?<![a-z])is_(?:batch|cap|clip|cor|enable|gat|high|level|log|loss|low|mask|mode|norm|ratio|thres|trunc|type|up|weig)"
+    r"|correction|off_?policy|rejection|decoupled|behave?_|proximal|prox_|opsm|rho(?![a-z])|truncated_|trust_region"
+    r"|dppo|vespo|sapo|cispo|m2po|support_|mismatch|(?<![a-z])rs(?![a-z])|unbiased"
+)
+_LOOSELY: Final = re.compile(r"is_|tis")
+_NEAR: Final = 0.83
+"""Similarity of two names, as ``difflib`` has it, from which one may be a slip for the other."""
+
+
+def names_a_correction(name: str) -> bool:
+    """Return True for a name that may be that of a correction.
+
+    Example:
+        >>> names_a_correction("vllm_is_truncated_threshold"), names_a_correction("statistics_dir")
+        (True, False)
+    """
+    return _WORDS.search(name.lower()) is not None
+
+
+@dataclass(frozen=True)
+class Options:
+    """Values of the keys that a converter reads, by their whole path.
+
+    Attributes:
+        values: of every such key, the framework's default where it is not given.
+        given: the keys that are given.
+    """
+
+    values: Mapping[str, Any]
+    given: frozenset[str] = frozenset()
+
+    def __getitem__(self, path: str) -> Any:
+        return self.values[path]
+
+    def has_section(self, path: str) -> bool:
+        """Return True if a section is given, with keys or empty, and not null."""
+        below = any(each.startswith(f"{path}.") for each in self.given)
+        return below or (path in self.given and self.values[path] is not None)
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What was read from a configuration.
+
+    Attributes:
+        plain: the correction's plain values.
+        ignored: keys of the loss and of similar names that correct nothing, with their values.
+        idle: keys of the correction that the framework does not read beside the others.
+    """
+
+    plain: dict[str, Any]
+    ignored: dict[str, Any]
+    idle: dict[str, Any]
+
+
+def words(text: str, under: str = "") -> frozenset[str]:
+    """Split names, each put under a section.
+
+    Example:
+        >>> sorted(words("lr dtype", "actor"))
+        ['actor.dtype', 'actor.lr']
+    """
+    return frozenset(f"{under}.{name}" if under else name for name in text.split())
+
+
+@dataclass(frozen=True)
+class Peer:
+    """Table of a framework's keys: how each is read.
+
+    Attributes:
+        name, releases: the framework, and its releases whose keys are known.
+        sections: paths below which every key is known; a configuration may also be one of them, or lie between.
+        read: keys that ``convert`` reads -> default.
+        convert: from the values of ``read`` to our plain values.
+        unsaid: keys of corrections that have no equivalent here -> values that switch them off, and the reason.
+        plain: keys that correct nothing, with all below them.
+        elsewhere: last names of keys that correct nothing, wherever they are.
+        switches: keys of ``read`` that, given as off, say that no correction is meant.
+        context: keys of ``read`` that correct nothing by themselves.
+        mixed: sections of more than loss and correction, whose other keys pass unless their names speak of one.
+    """
+
+    name: str
+    releases: str
+    sections: tuple[str, ...]
+    read: Mapping[str, Any]
+    convert: Callable[[Options], dict[str, Any]]
+    unsaid: Mapping[str, tuple[tuple[Any, ...], str]]
+    plain: frozenset[str]
+    elsewhere: frozenset[str] = frozenset()
+    switches: frozenset[str] = frozenset()
+    context: frozenset[str] = frozenset()
+    mixed: tuple[str, ...] = ()
+
+    def knows(self, path: str) -> bool:
+        """Return True if a whole path is in the table."""
+        return (
+            path in self.read or self._find(self.unsaid, path) is not None or self._find(self.plain, path) is not None
+        )
+
+    def read_source(
+        self, source: Any, ignore: frozenset[str] = frozenset(), more: Mapping[str, Any] | None = None
+    ) -> Reading:
+        """Read a configuration: the whole, a section or flat options, as a mapping or as an object with attributes.
+
+        Args:
+            ignore: keys, as they are given, of which the caller says that they correct nothing.
+            more: values of whole paths that the source does not have.
+
+        Raises:
+            SpecError: a key that is not known and may be about a correction, a malformed value, a correction without
+                an equivalent here, and one that the framework itself would not apply.
+        """
+        document = {path: value for path, value in flatten(source, self.name).items() if path not in ignore}
+        start = self._find_start(list(document))
+        below = tuple(f"{section}." for section in self.sections)
+        given = dict(more or {})
+        ignored: dict[str, Any] = {}
+        for path, value in document.items():
+            full = start + path
+            if full in self.read:
+                given[full] = value
+            elif (owner := self._find(self.unsaid, full)) is not None:
+                self._refuse(owner, full, value, document, start)
+            elif (owner := self._find(self.plain, full)) is not None:
+                ignored |= {owner: value} if full.startswith(below) or names_a_correction(path) else {}
+            elif value not in (None, {}) or not any(f"{known}.".startswith(f"{full}.") for known in self.read):
+                owner = next((section for section in self.sections if full.startswith(f"{section}.")), "")
+                ignored |= self._judge_unknown(path, full, value, owner)
+        options = Options({**self.read, **given}, frozenset(given))
+        plain = self.convert(options)
+        idle = self._find_idle(options, given, plain)
+        ignored |= {path: idle.pop(path) for path in list(idle) if path in self.context}
+        return Reading(plain, ignored, idle)
+
+    def _find_start(self, paths: list[str]) -> str:
+        """Find what a configuration's paths leave out of the whole ones: a section, what is above one, or nothing."""
+        owners = {f"{section}." for section in self.sections}
+        for start in self._list_starts():
+            inside = [path for path in paths if (start + path).startswith(tuple(owners))]
+            if start not in owners and inside:
+                return start
+            if start in owners and any(
+                start + path in self.read or self._find(self.unsaid, start + path) for path in paths
+            ):
+                return start
+        bare = self.sections and not any("." in path or self.knows(path) for path in paths)
+        return f"{self.sections[0]}." if bare else ""
+
+    def _list_starts(self) -> list[str]:
+        found = [""]
+        for section in self.sections:
+            names = section.split(".")
+            found += [".".join(names[: place + 1]) + "." for place in range(len(names))]
+        return sorted(set(found), key=len)
+
+    def _judge_unknown(self, path: str, full: str, value: Any, section: str) -> dict[str, Any]:
+        """Return the key if it passes as one that corrects nothing and is listed."""
+        inside = bool(section) and section not in self.mixed
+        if not inside and not self.elsewhere.isdisjoint(path.split(".")):
+            return {path: value}
+        name = path.rpartition(".")[2]
+        leaves = {each.rpartition(".")[2]: each for each in (*self.read, *self.unsaid)}
+        long = [leaf for leaf in leaves if "_" in leaf and len(leaf) > 5]
+        near = difflib.get_close_matches(name, leaves if inside else long, 1, cutoff=0.6 if inside else _NEAR)
+        if near == [name] and leaves[name] in self.context:
+            near = []
+        if inside or names_a_correction(path) or near:
+            guess = f"Did you mean {leaves[near[0]]}? " if near and leaves[near[0]] != path else ""
+            raise SpecError(
+                f"unknown key; the releases of {self.name} that are known are {self.releases}.",
+                f"{guess}If it corrects nothing, leave it out, or pass --ignore {path}.",
+                key=full,
+                value=value,
+            )
+        return {path: value} if section or _LOOSELY.search(name) else {}
+
+    def _refuse(self, owner: str, full: str, value: Any, document: Mapping[str, Any], start: str) -> None:
+        off, why = self.unsaid[owner]
+        switched_off = document.get(f"{owner}.enabled".removeprefix(start)) is False
+        if not switched_off and not any(_is_same(value, each) for each in off):
+            raise SpecError(why, key=full, value=value)
+
+    def _find_idle(self, options: Options, given: Mapping[str, Any], plain: Mapping[str, Any]) -> dict[str, Any]:
+        """Find keys that change nothing; an error where nothing else is corrected and nothing is switched off."""
+        idle = {}
+        for path, value in given.items():
+            if path not in self.switches and not _is_same(value, self.read[path]):
+                without = replace(
+                    options, values={**options.values, path: self.read[path]}, given=options.given - {path}
+                )
+                try:
+                    changes = self.convert(without) != plain
+                except SpecError:
+                    changes = True
+                if not changes:
+                    idle[path] = value
+        off = any(path in self.switches and given[path] in (None, False, "off") for path in given)
+        unread = [path for path in idle if path not in self.context]
+        if unread and not off and plain == self.convert(Options(self.read)):
+            path = unread[0]
+            raise SpecError(
+                f"{self.name} does not read it: nothing that is set switches a correction on.",
+                f"Set {' or '.join(sorted(self.switches - set(given)))}, or leave it out.",
+                key=path,
+                value=idle[path],
+            )
+        return idle
+
+    @staticmethod
+    def _find(known: Mapping[str, Any] | frozenset[str], path: str) -> str | None:
+        """Find the entry that has a path or one above it."""
+        while path:
+            if path in known:
+                return path
+            path = path.rpartition(".")[0]
+        return None
+
+
+def flatten(source: Any, where: str) -> dict[str, Any]:
+    """Flatten a configuration to whole paths; ``--use-tis`` and ``+a.b`` are read as ``use_tis`` and ``a.b``.
+
+    Example:
+        >>> flatten({"actor": {"lr": 1.0, "norm": {}}, "--use-tis": True}, "slime")
+        {'actor.lr': 1.0, 'actor.norm': {}, 'use_tis': True}
+    """
+    found: dict[str, Any] = {}
+    for path, value in _walk(_to_mapping(source, where), ""):
+        if path in found and not _is_same(found[path], value):
+            raise SpecError(f"given twice, also as {found[path]}.", "Give it once.", key=path, value=value)
+        found[path] = value
+    return found
+
+
+def _walk(mapping: Mapping[Any, Any], above: str) -> Iterator[tuple[str, Any]]:
+    for key, value in mapping.items():
+        path = above + str(key).lstrip("-+").replace("-", "_")
+        nested = value if isinstance(value, Mapping) else _list_attributes(value)
+        value = list(value) if isinstance(value, Sequence) and not isinstance(value, str) else value
+        if nested:
+            yield from _walk(nested, f"{path}.")
+        else:
+            yield path, value
+
+
+def _to_mapping(source: Any, where: str) -> Mapping[Any, Any]:
+    if isinstance(source, Mapping):
+        return source
+    attributes = _list_attributes(source)
+    if not attributes:
+        raise SpecError("expected a mapping of keys.", key=where, value=source)
+    return attributes
+
+
+def _list_attributes(source: Any) -> dict[str, Any]:
+    """List the attributes of a configuration object; none of a plain value."""
+    if source is None or isinstance(source, int | float | Sequence | Mapping | type):
+        return {}
+    names = list(vars(source)) if getattr(source, "__dict__", None) else dir(source)
+    found = {name: getattr(source, name, None) for name in names if not name.startswith("_")}
+    return {name: value for name, value in found.items() if not callable(value)}
+
+
+def _is_same(value: Any, other: Any) -> bool:
+    pair = [list(each) if isinstance(each, list | tuple) else each for each in (value, other)]
+    return bool(pair[0] == pair[1]) and isinstance(pair[0], bool) == isinstance(pair[1], bool)

@@ -1,0 +1,244 @@
+"""Tables of other frameworks' keys against the names in their classes, and keys that no table has."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from recipe.offpolicy.correction import CorrectionSpec, SpecError
+from recipe.offpolicy.correction.dialects import PEERS
+
+KEYS: dict[str, dict[str, str]] = yaml.safe_load((Path(__file__).parents[2] / "data/peer_keys.yaml").read_text())
+SEEN = {
+    # Of branches and of releases after those that are known.
+    "areal": {"actor.use_m2po_loss", "actor._target_", "actor.rejection_sampling._target_", "actor.group_size"},
+    "nemo_rl": {"loss_fn.score_centering"},
+    "open_instruct": {"use_icepop", "icepop_sequence_level"},
+    "prime_rl": {f"trainer.loss.{key}" for key in ("kpop_threshold", "tau", "sequence_regularizer")},
+    "skyrl": {"trainer.algorithm.score_centering"},
+    "verl": {"algorithm.rollout_correction._target_", "actor_rollout_ref.actor.tis_imp_ratio_cap", "tis_imp_ratio_cap"},
+}
+"""Keys of a table that no listed release has."""
+
+
+def list_paths(peer: str) -> set[str]:
+    """List the whole paths of the sections' keys, of all releases of one framework."""
+    found = set()
+    for release, sections in KEYS.items():
+        for section, names in sections.items() if release.split()[0] == peer else ():
+            prefix = "" if section in ("options", "elsewhere") else f"{section}."
+            found |= {prefix + name for name in names.split()} if section != "elsewhere" else set()
+    return found
+
+
+@pytest.mark.parametrize("peer", sorted(PEERS))
+def test_every_key_of_the_classes_is_in_the_table(peer: str) -> None:
+    table = PEERS[peer]
+    grpo = {path for path in list_paths(peer) if path.startswith("grpo.")}  # more than the loss
+    filters = {path for path in list_paths(peer) if path.startswith("train_infer_correction.filters.")}
+    paths = {*table.read, *table.unsaid, *table.plain}
+    owners = {path for path in list_paths(peer) if any(each.startswith(f"{path}.") for each in paths)}
+    assert {path for path in list_paths(peer) - grpo - filters - owners if not table.knows(path)} == set()
+    for release, sections in KEYS.items():
+        names = set(sections.get("elsewhere", "").split()) if release.split()[0] == peer else set()
+        known = {name for path in paths for name in path.split(".")} | table.elsewhere
+        assert {name for name in names if name.rpartition(".")[2] not in known} == set(), release
+
+
+@pytest.mark.parametrize("peer", sorted(set(PEERS) - {"slime", "miles", "roll", "openrlhf"}))
+def test_a_table_has_no_key_that_no_release_has(peer: str) -> None:
+    table = PEERS[peer]
+    listed = {*table.read, *table.unsaid, *table.plain}
+    elsewhere = {
+        name for release, each in KEYS.items() for name in each.get("elsewhere", "").split() if peer in release
+    }
+    assert {path for path in listed if path not in list_paths(peer) | elsewhere} <= SEEN.get(peer, set())
+
+
+ACTIVE: dict[str, dict[str, Any]] = {
+    "areal": {
+        "actor.use_decoupled_loss": True,
+        "actor.rejection_sampling.upper": 2.0,
+        "actor.behave_imp_weight_cap": 4.0,
+        "actor.m2_threshold": 0.04,
+        "actor.use_sapo_loss": True,
+    },
+    "miles": {"use_tis": True, "use_opsm": True, "tis_clip": 3.0, "mask_offpolicy_in_partial_rollout": True},
+    "nemo_rl": {
+        "loss_fn.use_importance_sampling_correction": True,
+        "loss_fn.truncated_importance_sampling_ratio": 2.0,
+        "grpo.seq_logprob_error_threshold": 2.0,
+        "loss_fn.score_centering": True,
+    },
+    "open_instruct": {
+        "rho_mask_upper_bound": 3.0,
+        "rho_clamp_upper_bound": 4.0,
+        "truncated_importance_sampling_ratio_cap": 3.0,
+        "use_icepop": True,
+    },
+    "openrlhf": {
+        "algo.advantage.is_correction_level": "token",
+        "algo.advantage.is_correction_threshold": [0.6, 2.0],
+        "algo.advantage.is_correction_enable": True,
+        "enable_vllm_is_correction": True,
+    },
+    "prime_rl": {"trainer.loss.type": "ipo", "trainer.loss.ipo_threshold": 0.2, "trainer.loss.kl_tau": 0.01},
+    "roll": {"train_infer_correction.is_weight.enabled": True, "train_infer_correction.is_weight.upper_bound": 2.0},
+    "skyrl": {
+        "trainer.algorithm.policy_loss_type": "rollout_is",
+        "trainer.algorithm.enable_sample_support_replay": True,
+        "trainer.algorithm.off_policy_correction.tis_ratio_type": "token",
+        "trainer.algorithm.off_policy_correction.geo_mask_high": 1.1,
+        "trainer.algorithm.score_centering.enabled": True,
+    },
+    "slime": {"use_tis": True, "use_opsm": True, "tis_clip": 3.0, "use_rs": True},
+    "trl": {
+        "vllm_importance_sampling_cap": 5.0,
+        "off_policy_mask_threshold": 0.5,
+        "vllm_importance_sampling_mode": "token_mask",
+        "loss_type": "vespo",
+    },
+    "verl": {
+        "algorithm.rollout_correction.rollout_is": "token",
+        "algorithm.rollout_correction.rollout_rs": "token_k1",
+        "algorithm.rollout_correction.rollout_rs_threshold": 2.0,
+    },
+}
+"""Keys that correct, or set how, each with a value that is no default."""
+
+
+def misspell(path: str, draw: random.Random) -> str:
+    """Leave out, double or swap a letter of the last name."""
+    above, dot, name = path.rpartition(".")
+    place = draw.randrange(len(name) - 1)
+    wrong = draw.choice(
+        (
+            name[:place] + name[place + 1 :],
+            name[:place] + name[place] + name[place:],
+            name[:place] + name[place + 1] + name[place] + name[place + 2 :],
+        )
+    )
+    return above + dot + wrong
+
+
+def nest(flat: dict[str, Any]) -> dict[str, Any]:
+    nested: dict[str, Any] = {}
+    for path, value in flat.items():
+        *above, name = path.split(".")
+        node = nested
+        for part in above:
+            node = node.setdefault(part, {})
+        node[name] = value
+    return nested
+
+
+@pytest.mark.parametrize("peer", sorted(PEERS))
+def test_no_correction_and_no_slip_for_one_comes_out_as_none(peer: str) -> None:
+    """A draw with keys of corrections, right or misspelt, is translated, or an error names a key."""
+    draw, table = random.Random(peer), PEERS[peer]
+    without = CorrectionSpec.from_peer(peer, {})
+    for _ in range(300):
+        chosen = draw.sample(sorted(ACTIVE[peer]), draw.randint(1, len(ACTIVE[peer])))
+        wrong = {path: misspell(path, draw) if draw.random() < 0.3 else path for path in chosen}
+        flat = {wrong[path]: ACTIVE[peer][path] for path in chosen} | {"learning_rate": 1e-6}
+        document = draw.choice(
+            (flat, nest(flat), {f"--{path.replace('_', '-')}": value for path, value in flat.items()})
+        )
+        try:
+            spec = CorrectionSpec.from_mapping(table.read_source(document).plain)
+        except SpecError as error:
+            message = str(error)
+        else:
+            assert all(wrong[path] in (path, *table.read) for path in chosen), document
+            assert spec != without, document
+            continue
+        names = {path.rpartition(".")[2] for path in (*flat, *table.read)}
+        assert any(name in message for name in names), (document, message)
+
+
+@pytest.mark.parametrize("peer", sorted(PEERS))
+@pytest.mark.parametrize(
+    "key", ["new_importance_cap", "use_icepop", "token_mask_width", "min_logprob", "score_centering", "loss_type_v2"]
+)
+def test_a_name_like_a_corrections_is_an_error_anywhere(peer: str, key: str) -> None:
+    for document in ({key: 2.0}, {"somewhere": {"else": {key: 2.0}}}, {f"--{key.replace('_', '-')}": 2.0}):
+        with pytest.raises(SpecError, match=key):
+            PEERS[peer].read_source(document)
+    assert PEERS[peer].read_source({"somewhere": {key: 2.0}}, frozenset({f"somewhere.{key}"})).plain is not None
+
+
+def test_values_of_every_release_are_read() -> None:
+    """A cap by TRL's older name, open-instruct's off, AReaL's two older caps, OpenRLHF's three generations."""
+    read = CorrectionSpec.from_peer
+    trl = read("trl", {"vllm_importance_sampling_cap": 5.0}).weight
+    assert trl is not None
+    assert (trl.level, trl.kind, trl.upper) == ("sequence", "reject", 5.0)
+    assert read("open_instruct", {"truncated_importance_sampling_ratio_cap": 0.0}) == CorrectionSpec()
+    capped = read("open_instruct", {"truncated_importance_sampling_ratio_cap": 3.0})
+    assert capped == read("open_instruct", {"rho_clamp_upper_bound": 3.0})
+    decoupled = {"use_decoupled_loss": True}
+    rejection = read("areal", decoupled | {"rejection_sampling": {"upper": 4.0}})
+    assert rejection == read("areal", decoupled | {"behave_imp_weight_cap": 4.0})
+    assert rejection == read("areal", decoupled | {"behav_imp_weight_cap": 4.0})
+    clamped = read("areal", decoupled | {"behave_imp_weight_cap": 4.0, "behave_imp_weight_mode": "sequence_truncate"})
+    assert clamped == read(
+        "areal", decoupled | {"rejection_sampling": {"level": "sequence", "action": "clamp", "upper": 4.0}}
+    )
+    icepop = read("openrlhf", {"is_correction_level": "token"})
+    assert icepop == read("openrlhf", {"is_correction_enable": True, "is_correction_type": "icepop"})
+    assert icepop == read("openrlhf", {"enable_vllm_is_correction": True, "vllm_is_correction_type": "icepop"})
+    assert icepop.weight is not None
+    assert (icepop.weight.kind, icepop.weight.lower, icepop.weight.upper) == ("reject", 0.5, 5.0)
+    cap = read("nemo_rl", {"use_importance_sampling_correction": True, "truncated_importance_sampling_ratio": 2.0})
+    assert cap.weight is not None
+    assert (cap.weight.kind, cap.weight.upper) == ("truncate", 2.0)
+
+
+def test_losses_around_mu() -> None:
+    """SkyRL's losses on pi / mu: rollout_is keeps r in [1 - 0.2, 1 + 0.3], DPPO differences of at most 0.2."""
+    read = CorrectionSpec.from_skyrl
+    reject = read({"policy_loss_type": "rollout_is", "eps_clip_high": 0.3}).weight
+    assert reject is not None
+    assert (reject.ratio, reject.kind, reject.lower, reject.upper) == ("full", "reject", 0.8, 1.3)
+    dppo = read({"policy_loss_type": "dppo"})
+    assert dict(dppo.masks) == dict(CorrectionSpec.from_prime_rl({}).masks)
+    assert dppo.penalty is None
+    cispo = read({"policy_loss_type": "cispo", "cispo": {"cispo_anchor": "rollout"}}).weight
+    assert cispo is not None
+    assert (cispo.ratio, cispo.kind, cispo.lower, cispo.upper) == ("full", "truncate", None, 5.0)
+    assert read({"policy_loss_type": "cispo"}) == CorrectionSpec()
+    with pytest.raises(SpecError, match=r"dppo_type=binary_kl"):
+        read({"policy_loss_type": "dppo", "dppo": {"dppo_type": "binary_kl"}})
+    with pytest.raises(SpecError, match="corrects already"):
+        read({"policy_loss_type": "rollout_is", "off_policy_correction": {"tis_ratio_type": "token"}})
+
+
+def test_weights_of_the_kl_term() -> None:
+    trl = CorrectionSpec.from_trl({"beta": 0.04, "use_bias_correction_kl": True, "use_vllm": False})
+    assert trl.kl_weight is not None
+    assert (trl.kl_weight.ratio, trl.kl_weight.upper, trl.weight) == ("ppo", None, None)
+    with pytest.raises(SpecError, match="use_bias_correction_kl=null: its default"):
+        CorrectionSpec.from_trl({"beta": 0.04})
+    nemo = CorrectionSpec.from_nemo_rl({"use_on_policy_kl_approximation": True})
+    assert nemo.kl_weight is not None
+    assert nemo.kl_weight.ratio == "full"
+    slime = CorrectionSpec.from_slime({"use_unbiased_kl": True, "use_kl_loss": True, "kl_loss_coef": 0.01})
+    assert slime.kl_weight is not None
+    assert slime.kl_weight.ratio == "ppo"
+
+
+def test_what_corrects_nothing_is_listed_and_what_is_off_passes() -> None:
+    reading = PEERS["trl"].read_source({"loss_type": "cispo", "epsilon": 0.2, "mask_truncated_completions": True})
+    assert set(reading.ignored) == {"loss_type", "mask_truncated_completions"}
+    reading = PEERS["areal"].read_source({"actor": {"lr": 1e-6, "eps_clip": 0.2}, "seed": 1})
+    assert set(reading.ignored) == {"actor.lr", "actor.eps_clip"}
+    reading = PEERS["openrlhf"].read_source({"is_correction_level": "off", "is_correction_mode": "clip"})
+    assert reading.idle == {"algo.advantage.is_correction_mode": "clip"}
+    with pytest.raises(SpecError, match="is_correction_mode=clip: OpenRLHF does not read it"):
+        PEERS["openrlhf"].read_source({"is_correction_mode": "clip"})
+    for off in ({"score_centering": {"enabled": False, "top_k": 8}}, {"score_centering": False}):
+        assert CorrectionSpec.from_nemo_rl({"loss_fn": off}) == CorrectionSpec()
