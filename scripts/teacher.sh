@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # Serves a teacher for on-policy distillation (opd.teacher.url), by vLLM's OpenAI-compatible server.
 #
-#   bash scripts/teacher.sh MODEL [--port 8100] [arguments of vllm serve]
+#   bash scripts/teacher.sh MODEL [--host 127.0.0.1] [--port 8100] [arguments of vllm serve]
 #
+#   --host          address to listen on; by default only this machine reaches it, and 0.0.0.0 lets every other one
 #   MODEL           folder or hub name; has the student's tokenizer and chat template
 #   PLATFORM=cpu    serve on the CPU in float32; by default on the GPUs, with what the arguments say
 #   VENV=path       environment that holds vLLM (default: the one that is active)
@@ -16,7 +17,7 @@ fi
 
 model=$1
 shift
-arguments=(--model "$model" --served-model-name teacher --port 8100 --generation-config vllm)
+arguments=(--model "$model" --served-model-name teacher --host 127.0.0.1 --port 8100 --generation-config vllm)
 if [[ ${PLATFORM:-cuda} == cpu ]]; then
     export VLLM_CPU_KVCACHE_SPACE=${VLLM_CPU_KVCACHE_SPACE:-1} VLLM_CPU_OMP_THREADS_BIND=${VLLM_CPU_OMP_THREADS_BIND:-nobind}
     export TORCHDYNAMO_DISABLE=1 OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}

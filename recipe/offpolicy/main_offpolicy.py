@@ -44,6 +44,7 @@ from .preflight.checks import list_active, list_patch_groups
 from .preflight.examination import examine
 from .preflight.hydra_groups import force_own_keys, read_task_overrides
 from .preflight.primary_config import check_primary, keep_search_path
+from .recording.redaction import redact_streams
 
 CONFIG_DIR = str(Path(__file__).resolve().parent / "config")
 
@@ -93,6 +94,7 @@ def train(config: DictConfig) -> None:
 
 
 def main() -> None:
+    redact_streams()
     arguments = sys.argv[1:]
     only_check = CHECK_FLAG in arguments
     sys.argv[1:] = [argument for argument in arguments if argument != CHECK_FLAG]

@@ -2,7 +2,7 @@
 # GRPO of a dense model with on-policy distillation: run_dense_fsdp.sh, and a teacher that is asked about failed rollouts
 # of prompts that the policy rarely solves. Arguments are Hydra overrides; variables those of run_dense_fsdp.sh, and
 #
-#   TEACHER_URL     where the teacher serves: bash scripts/teacher.sh MODEL --port 8100 on a machine of its own
+#   TEACHER_URL     where the teacher serves: bash scripts/teacher.sh MODEL --host 0.0.0.0 on a machine of its own
 #   OPD             advantage (default) or loss, docs/opd.md
 #
 # TEACHER_URL=http://host:8100 bash recipe/offpolicy/run_opd.sh opd.eligible.max_pass_rate=0.125

@@ -36,8 +36,6 @@ class Teacher:
                 "bash",
                 str(SCRIPT),
                 str(model),
-                "--host",
-                "127.0.0.1",
                 "--port",
                 str(port),
                 "--max-model-len",

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from email.message import Message
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -26,13 +27,20 @@ class FakeTeacher:
     Attributes:
         score: the rule.
         change: gets each answer's ``prompt_logprobs`` and returns what is sent in their place.
-        failures: statuses of the first answers.
+        failures: statuses of the first answers; -1: one that is cut short.
+        retry_after: Retry-After headers of these.
+        raw: sent in the place of completions: bytes, or what becomes JSON; ``described``: of models and tokens.
         asked: token ids of each row, in the order of the requests.
+        headers: of each request.
     """
 
     score: Rule = by_place
     change: Callable[[list[Any]], list[Any]] = lambda entries: entries
     failures: list[int] = field(default_factory=list)
+    retry_after: list[str] = field(default_factory=list)
+    raw: object = None
+    described: object = None
+    headers: list[Message] = field(default_factory=list)
     models: tuple[str, ...] = ("teacher",)
     length: int = 128
     tokenize: Callable[[dict[str, Any]], list[int]] = lambda body: []
@@ -41,6 +49,8 @@ class FakeTeacher:
     answering: threading.Event = field(default_factory=threading.Event)
 
     def answer(self, path: str, body: dict[str, Any]) -> tuple[int, Any]:
+        if self.described is not None:
+            return 200, self.described
         if path == "/v1/models":
             return 200, {"data": [{"id": name, "max_model_len": self.length} for name in self.models]}
         if path == "/tokenize":
@@ -48,6 +58,8 @@ class FakeTeacher:
         if self.failures:
             return self.failures.pop(0), {"error": "not now"}
         self.answering.wait(30)
+        if self.raw is not None:
+            return 200, self.raw
         rows = body["prompt"]
         self.asked += rows
         return 200, {"choices": [self._choice(number, row) for number, row in enumerate(rows)]}
@@ -70,10 +82,13 @@ def serving(teacher: FakeTeacher) -> Iterator[FakeTeacher]:
             self._send(*teacher.answer(self.path, body))
 
         def _send(self, status: int, found: Any) -> None:
-            text = json.dumps(found).encode()
+            text = found if isinstance(found, bytes) else json.dumps(found).encode()
+            teacher.headers.append(self.headers)
             try:
-                self.send_response(status)
-                self.send_header("Content-Length", str(len(text)))
+                self.send_response(status if status > 0 else 200)
+                if teacher.retry_after and status in (429, 503):
+                    self.send_header("Retry-After", teacher.retry_after.pop(0))
+                self.send_header("Content-Length", str(len(text) + 5 * (status < 0)))
                 self.end_headers()
                 self.wfile.write(text)
             except OSError:  # the client has given up

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..recording.redaction import redact_streams
 from . import __doc__ as _HELP
 from .foreign_code import ForeignCode
 
@@ -29,6 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error("--script and --module: the script says which program it launches")
     if known.line is not None and known.script is None:
         parser.error("--line: the line of a launch in a script. Name the script by --script FILE")
+    redact_streams()
     out = sys.stdout
     # Imported packages may print; the standard output is kept for the result, which may be JSON.
     with contextlib.redirect_stdout(sys.stderr), warnings.catch_warnings():

@@ -114,7 +114,8 @@ def _build_table(rows: tuple[VerdictRow, ...]) -> Table:
     for heading in ("correction", "verdict", "asked for"):
         table.add_column(heading, overflow="fold")
     for row in rows:
-        table.add_row(Text(row.name), Text(row.verdict, style=_STYLES[row.verdict]), Text(row.meaning))
+        verdict = Text(row.verdict, style=_STYLES[row.verdict])
+        table.add_row(Text(redact_text(row.name)), verdict, Text(redact_text(row.meaning)))
     return table
 
 

@@ -27,8 +27,8 @@ SHIPPED: dict[str, str] = {
 }
 """Sections of ours -> "module:Class". Hooks run in this order, and those of a fork after them."""
 
-own_classes: ContextVar[bool] = ContextVar("own_classes", default=True)
-"""Whether classes of ``offpolicy.extensions`` are imported; not where a stranger's script is judged."""
+own_launch: ContextVar[bool] = ContextVar("own_launch", default=True)
+"""Whether the user launches it: for a stranger's script no class is imported and no address of it is asked."""
 
 
 def list_registered(config: DictConfig) -> dict[str, str]:
@@ -49,7 +49,7 @@ def load_extensions(config: DictConfig) -> tuple[Extension, ...]:
     for section, target in list_registered(config).items():
         if not isinstance(node := OmegaConf.select(config, section), DictConfig):
             continue
-        if section not in SHIPPED and not own_classes.get():
+        if section not in SHIPPED and not own_launch.get():
             continue
         settings: Any = OmegaConf.to_container(node, resolve=True)
         try:
@@ -77,7 +77,7 @@ def find_problems(config: DictConfig) -> Iterator[Problem]:
             reason = f"the section {section} is not there, so that the extension is off."
             fix = f"Set +{section}.KEY=VALUE, or remove this."
             yield Problem(key, target, reason, fix, "NO-OP", (), remove(key, target))
-        elif isinstance(node, DictConfig) and not own_classes.get():
+        elif isinstance(node, DictConfig) and not own_launch.get():
             reason = "code that a script names is not imported: whether the extension is live was not checked."
             fix = "Check the launch by its overrides, without --script, in the folder of its code."
             yield Problem(key, target, reason, fix, "NOTE", ())

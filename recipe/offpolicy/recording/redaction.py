@@ -1,26 +1,32 @@
-"""Redaction: secrets become ``(hidden)`` in recordings' cards, pages and reports.
+"""Redaction: secrets become ``(hidden)`` wherever something is printed or written.
 
 A secret is known by its key (``wandb_token``, ``api-key``), by its shape (``Bearer ...``, user and password in a URL,
 a web hook, the prefix of a known issuer), or as the value of an environment variable that is named like one.
+
+40 hexadecimal digits are a key of Weights & Biases or a revision of git: they are hidden unless what stands before them
+says revision, commit, sha or the like, or ends in / or @.
 """
 
 from __future__ import annotations
 
+import base64
 import os
 import re
-from collections.abc import Mapping
-from typing import Any
+import sys
+from collections.abc import Iterable, Mapping
+from threading import RLock
+from typing import IO, Any
 
 HIDDEN = "(hidden)"
 _SHORTEST = 8
 """Characters of an environment variable's value that is looked for in other values; shorter ones occur by chance."""
 
 _ALWAYS = re.compile(
-    r"(?:^|_)(?:secrets?|passw\w*|passphrases?|pwd|credentials?|authorization|cookies?|webhooks?|web_hooks?|"
-    r"(?:api|access|priv|private|auth|bearer)_?(?:keys?|tokens?))(?:_|$)"
+    r"(?:^|_)(?:secrets?|passw\w*|passphrases?|pwd|pw|pswd|cred(?:ential)?s?|authorization|cookies?|webhooks?|web_hooks?|"
+    r"(?:api|access|priv|private|auth|bearer|signing|encryption)_?(?:keys?|tokens?|toks?))(?:_|$)"
 )
 """Whatever stands under it, at any place of a dotted name."""
-_LAST = re.compile(r"(?:^|_)(?:(?P<before>[a-z0-9]+)_)?(?P<kind>token|key|auth|pass|pat|jwt|bearer)$")
+_LAST = re.compile(r"(?:^|_)(?:(?P<before>[a-z0-9]+)_)?(?P<kind>token|tok|key|auth|pass|pat|jwt|bearer)$")
 """Secrets where they are text; the word before tells a vocabulary's tokens and a table's columns apart."""
 _NO_SECRET = {
     "token": re.compile(
@@ -32,16 +38,25 @@ _NO_SECRET = {
         r"data|info|index|group|sort|metric|full"
     ),
 }
+_NO_SECRET["tok"] = re.compile(rf"{_NO_SECRET['token'].pattern}|num|n|new|out|in|sec|s|ms|micro")
 _NO_TEXT = re.compile(r"(?i:null|none|true|false)|[-+]?[\d._]+(?:e[-+]?\d+)?|\{.*", re.DOTALL)
 _SHAPES = re.compile(
     r"(?<=://)[^/\s'\"]+(?=@)"
+    r"|(?<![\w/.+-])[\w.+-]+:[^\s:@/'\",]+(?=@(?!sha256)[A-Za-z0-9])"
     r"|(?<=hooks\.slack\.com/)[\w/-]+|(?<=/webhooks/)[\w/-]+|(?<=/webhook/)(?!send\?)[\w/@-]+|(?<=/v2/hook/)[\w-]+"
     r"|(?<=[?&]key=)[^\s&'\"]+|(?<=[?&]sig=)[^\s&'\"]+"
     r"|(?P<scheme>\b(?i:bearer|authorization['\"]?\s*[:=]\s*['\"]?(?:basic|token|digest))\s+)[\w.~+/=-]+"
+    r"|(?P<basic>\b[Bb]asic\s+)(?P<pair>[A-Za-z0-9+/]{6,}={0,2})(?![\w+/=])"
+    r"|(?<![0-9A-Za-z])(?P<digits>[0-9a-f]{40})(?![\w-])"
     r"|(?<=PRIVATE KEY-----)[\w\s+/=\\]+"
     r"|(?<![\w-])(?:sk-[\w-]{12,}|[rs]k_live_\w{12,}|npm_[A-Za-z0-9]{20,}|AIza[\w-]{30,}|gh[oprsu]_[A-Za-z0-9]{20,}|"
-    r"github_pat_\w{20,}|glpat-[\w-]{12,}|hf_[A-Za-z0-9]{20,}|xox[a-z]-[\w-]{8,}|A[KS]IA[0-9A-Z]{16}|eyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*)"
+    r"github_pat_\w{20,}|gl[a-z]{2,4}-[\w-]{16,}|glpat-[\w-]{12,}|hf_[A-Za-z0-9]{20,}|api_org_[A-Za-z0-9]{20,}|"
+    r"xox[a-z]-[\w-]{8,}|xapp-[\w-]{8,}|nvapi-[\w-]{8,}|dapi[0-9a-f]{16,}(?:-\d+)?|SG\.[\w-]{8,}\.[\w-]{8,}|"
+    r"wandb_v\d_\w{16,}|(?:gsk|r8|xai|fw|tgp|dop|pplx|tvly|nvcf|pypi|whsec|lin_api|ntn)[_-](?=\w*\d)[\w-]{20,}|ya29\.[\w-]{16,}|"
+    r"AGE-SECRET-KEY-1\w{20,}|A[KS]IA[0-9A-Z]{16}|eyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*)"
 )
+_SHA = re.compile(r"[0-9a-f]{40}")
+_REVISION = re.compile(r"commit|sha|rev|git|hash|digest|checksum|fingerprint|snapshot|tree|branch|tag\b|[@/]$", re.I)
 _OVERRIDE = re.compile(r"(?P<name>[+~-]*[\w./@:-]+)=(?P<value>(?:(?!: ).)*)", re.DOTALL)
 """With spaces in its value; a message that says something of one goes on behind a colon."""
 _PAIR = re.compile(
@@ -60,6 +75,47 @@ def redact(value: Any) -> Any:
 def redact_text(text: str) -> str:
     """Redact the secrets in a text, such as a message or a Hydra override."""
     return _text(text, _of_environment())
+
+
+def redact_streams() -> None:
+    """Redact what this process prints from now on, by whom ever; idempotent."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is not None and not isinstance(stream, RedactedStream):
+            setattr(sys, name, RedactedStream(stream))
+
+
+class RedactedStream:
+    """A text stream that redacts what is written to it, by whole lines: a name and its value may come one by one."""
+
+    def __init__(self, stream: IO[str]) -> None:
+        self._stream = stream
+        self._line = ""
+        self._lock = RLock()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        with self._lock:
+            self._line += text
+            end = max(self._line.rfind("\n"), self._line.rfind("\r")) + 1
+            self._emit(end)
+        return len(text)
+
+    def flush(self) -> None:
+        with self._lock:
+            self._emit(len(self._line))
+            self._stream.flush()
+
+    def _emit(self, end: int) -> None:
+        ready, self._line = self._line[:end], self._line[end:]
+        if ready:
+            self._stream.write(ready if ready.isspace() else redact_text(ready))
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        for line in lines:
+            self.write(line)
 
 
 def _is_secret(key: str, value: Any) -> bool:
@@ -96,6 +152,8 @@ def _hidden(value: Any, known: tuple[str, ...]) -> Any:
         return {
             key: HIDDEN
             if _is_secret(str(key), each) or (key == "value" and _is_secret(named, each))
+            else each
+            if isinstance(each, str) and _SHA.fullmatch(each) and _REVISION.search(str(key))
             else _hidden(each, known)
             for key, each in value.items()
         }
@@ -121,7 +179,19 @@ def _text(text: str, known: tuple[str, ...]) -> str:
 
 
 def _shape(found: re.Match[str]) -> str:
-    return f"{found['scheme'] or ''}{HIDDEN}"
+    if found["digits"]:
+        near = found.string[max(found.start() - 24, 0) : found.start()]
+        return found[0] if _REVISION.search(near) else HIDDEN
+    if found["basic"] and not _is_user_and_password(found["pair"]):
+        return found[0]
+    return f"{found['scheme'] or found['basic'] or ''}{HIDDEN}"
+
+
+def _is_user_and_password(encoded: str) -> bool:
+    try:
+        return b":" in base64.b64decode(encoded, validate=True)
+    except ValueError:
+        return False
 
 
 def _pair(found: re.Match[str]) -> str:

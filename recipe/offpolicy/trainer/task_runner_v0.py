@@ -10,6 +10,7 @@ from omegaconf import DictConfig
 from verl_patches.trainer_v0 import task_runner
 
 from ..preflight.checks import demand_seams
+from ..recording.redaction import redact_streams
 from ..support.support_settings import SupportSettings
 from .supervised_run import demand_trained
 from .trainer_v0 import OffPolicyRayTrainer, install_trainer
@@ -21,6 +22,7 @@ class OffPolicyTaskRunnerV0(_TaskRunner):
     """verl's V0 task runner; installs the trainer in its own Ray process, where verl looks it up."""
 
     def run(self, config: DictConfig) -> None:
+        redact_streams()  # verl prints its configuration
         demand_seams(config)
         install_trainer(choose_mixin(config))
         super().run(config)

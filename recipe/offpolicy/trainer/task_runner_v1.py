@@ -10,6 +10,7 @@ from verl.trainer.main_ppo import TaskRunnerV1
 
 from ..monitor.mismatch.snapshot_settings import SnapshotSettings
 from ..preflight.checks import demand_seams
+from ..recording.redaction import redact_streams
 from ..replay.replay_settings import ReplaySettings, read_megatron_mode
 from ..staleness.staleness_settings import StalenessSettings
 from ..support.support_settings import SupportSettings
@@ -24,6 +25,7 @@ class OffPolicyTaskRunnerV1(_TaskRunner):
     """verl's V1 task runner; installs the trainers in its own Ray process, where verl looks them up."""
 
     def run(self, config: DictConfig) -> None:
+        redact_streams()  # verl prints its configuration
         demand_seams(config)
         install_trainers(config.trainer.v1.trainer_mode, choose_mixin(config))
         super().run(config)

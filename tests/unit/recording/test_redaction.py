@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import io
+import subprocess
+import sys
+from pprint import pprint
 from typing import Any
 
 import pytest
 from omegaconf import OmegaConf
 
-from recipe.offpolicy.recording.redaction import HIDDEN, redact, redact_text
+from recipe.offpolicy.recording.redaction import HIDDEN, RedactedStream, redact, redact_streams, redact_text
 from tests.support.applications import NEEDED, application
+from tests.support.paths import ROOT
 
 BY_KEY = {
     "wandb_token": "x",
@@ -43,6 +48,15 @@ BY_KEY = {
     "bearer": "x",
     "jwt": "x",
     "github_pat": "x",
+    "pw": "x",
+    "db_pw": "x",
+    "tok": "abc",
+    "api_tok": "x",
+    "passwd": "x",
+    "secret_key": "x",
+    "credential": "x",
+    "set-cookie": "x",
+    "signing_key": "x",
 }
 NOT_BY_KEY: dict[str, Any] = {
     "eos_token_id": 2,
@@ -72,6 +86,10 @@ NOT_BY_KEY: dict[str, Any] = {
     "author": "x",
     "compass": "x",
     "use_auth": True,
+    "num_tok": "auto",
+    "power": "x",
+    "stock": "x",
+    "commit": "0123456789abcdef" * 2 + "01234567",
     "password": None,
     "api_key": "",
 }
@@ -106,6 +124,20 @@ IN_TEXT = [
     ("serve --api-key abc --port 80", f"serve --api-key {HIDDEN} --port 80"),
     ("+rollout.args=[--token,abc,--port,80]", f"+rollout.args=[--token,{HIDDEN},--port,80]"),
     ("ASIA" + "A" * 16, HIDDEN),
+    ("opd.teacher.url=http://user:secret@host:8100/v1", f"opd.teacher.url=http://{HIDDEN}@host:8100/v1"),
+    ("+opd.teacher.url=[http://a:b@h:1,http://c:d@h:2]", f"+opd.teacher.url=[http://{HIDDEN}@h:1,http://{HIDDEN}@h:2]"),
+    ("user:secret@host:8100", f"{HIDDEN}@host:8100"),
+    ("wandb login " + "0123456789" * 4, f"wandb login {HIDDEN}"),
+    ("x: " + "0123456789abcdef0123" * 2 + ".", f"x: {HIDDEN}."),
+    ("wandb_v1_" + "Ab1" * 12, HIDDEN),
+    ("nvapi-" + "a1_-" * 8, HIDDEN),
+    ("dapi" + "0123456789abcdef" * 2 + "-2", HIDDEN),
+    ("SG.abcdefghijklmnopqrstuv.ABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789", HIDDEN),
+    ("glpat-" + "a1" * 10, HIDDEN),
+    ("xoxb-12345678-abcdef", HIDDEN),
+    ("gsk_" + "a1" * 20, HIDDEN),
+    ("proxy: Basic dXNlcjpwYXNz", f"proxy: Basic {HIDDEN}"),
+    ("login: pw=abc, tok=def", f"login: pw={HIDDEN}, tok={HIDDEN}"),
     ("AIza" + "a" * 35, HIDDEN),
     ("-----BEGIN PRIVATE KEY-----\nab/c\n-----END PRIVATE KEY-----",
      f"-----BEGIN PRIVATE KEY-----{HIDDEN}-----END PRIVATE KEY-----"),
@@ -124,6 +156,14 @@ NOT_IN_TEXT = [
     "hf_transformer_config_override",
     "task-aware-reward-model",
     "serve --tokenizer-path /a --prompt-key prompt",
+    "commit " + "0123456789" * 4,
+    "actor/checksum: " + "0123456789" * 4,
+    "git+https://host/repository@" + "0123456789" * 4,
+    "/models/snapshots/" + "0123456789" * 4,
+    "sha256:" + "0123456789abcdef" * 4,
+    "Basic Training",
+    "image: verl:0.9.1@sha256:ab",
+    "http://127.0.0.1:8100, http://localhost:8100",
     "masks.opsm_token: it rejects nothing",
 ]
 
@@ -172,3 +212,32 @@ def test_nothing_of_verls_own_configuration_is_hidden() -> None:
     with application(*NEEDED) as config:
         values = OmegaConf.to_container(config)
     assert redact(values) == values
+
+
+def test_what_is_printed_is_redacted_by_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A name and its value that are written one by one, a secret cut in two, and lines of many at once."""
+    target = io.StringIO()
+    monkeypatch.setattr(sys, "stdout", target)
+    redact_streams()
+    redact_streams()
+    pprint({"pw": "ab" * 40, "url": "http://user:secret@host"})
+    sys.stdout.write("hf_abcdefghijkl")
+    sys.stdout.writelines(["mnopqrstuvwxyz\n", "open"])
+    assert target.getvalue().splitlines() == [f"{{'pw': {HIDDEN},", f" 'url': 'http://{HIDDEN}@host'}}", HIDDEN]
+    sys.stdout.flush()
+    assert target.getvalue().endswith(f"{HIDDEN}\nopen")
+    assert isinstance(sys.stdout, RedactedStream)
+    assert not sys.stdout.isatty()
+
+
+@pytest.mark.slow
+def test_a_check_prints_no_secret_of_the_teachers_address(capfd: pytest.CaptureFixture[str]) -> None:
+    """The start-up checks and the doctor, with an address at which nobody answers and a word that Hydra refuses."""
+    ours = ["recipe.offpolicy.main_offpolicy", "--check"]
+    refused = "[opd.teacher.url=http://user:hunter2@host"
+    for program, *more in ((ours,), (ours, refused), (["recipe.offpolicy.doctor"],)):
+        address = "opd.teacher.url=http://user:hunter2@127.0.0.1:9"
+        subprocess.run([sys.executable, "-m", *program, *NEEDED, "opd=loss", address, *more], cwd=ROOT, check=False)
+        printed = "".join(capfd.readouterr())
+        assert "127.0.0.1:9" in printed or more
+        assert "hunter2" not in printed

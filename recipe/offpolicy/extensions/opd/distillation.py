@@ -65,7 +65,7 @@ class OnPolicyDistillation(Extension):
         horizon = "" if opd.horizon is None else f", first {opd.horizon} tokens"
         return (
             f"{opd.mode}, coef={opd.coef:g}, {gate.rows} rollouts of prompts with a pass rate of at most "
-            f"{gate.max_pass_rate:g}{horizon}, teacher {', '.join(opd.teacher.urls)}"
+            f"{gate.max_pass_rate:g}{horizon}, teacher {', '.join(opd.teacher.shown)}"
         )
 
     @property
@@ -231,7 +231,7 @@ class OnPolicyDistillation(Extension):
                 len(self._shipped),
                 scored,
                 found["opd/live/error"],
-                ", ".join(self.opd.teacher.urls),
+                ", ".join(self.opd.teacher.shown),
             )
         self._watch(found["opd/share_of_loss"])
         return found | {"opd/live/proved": float(self._proved)}

@@ -9,7 +9,8 @@ from urllib.parse import urlsplit
 
 from ...correction import SpecError
 from ...correction.problem import format_value
-from ..setting_checks import check_keys, is_count, is_flag, is_number, is_positive, optional
+from ...recording.redaction import redact_text
+from ..setting_checks import Rule, check_keys, is_count, is_flag, is_number, is_positive, optional
 
 Mode = Literal["advantage", "loss"]
 COEF: Mapping[str, float] = {"advantage": 1.0, "loss": 0.01}
@@ -22,6 +23,7 @@ class TeacherSettings:
 
     Attributes:
         urls: addresses of servers of one model; requests go round-robin.
+        headers: header of each request -> the environment variable that holds its value.
         model: served name; None: the only one that is served.
         tokenizer: folder or hub name whose vocabulary is compared whole; None: the server's is probed.
         concurrency: requests in flight.
@@ -37,6 +39,12 @@ class TeacherSettings:
     timeout: float = 600.0
     retries: int = 2
     other_template: bool = False
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def shown(self) -> tuple[str, ...]:
+        """The addresses without users, passwords and keys, for messages."""
+        return tuple(map(redact_text, self.urls))
 
 
 @dataclass(frozen=True)
@@ -128,7 +136,11 @@ def _is_address(value: object) -> bool:
     return isinstance(value, str) and urlsplit(value).scheme in ("http", "https") and bool(urlsplit(value).netloc)
 
 
-_TEACHER = {
+def _names_variables(value: object) -> bool:
+    return isinstance(value, Mapping) and all(isinstance(each, str) and each.isidentifier() for each in value.values())
+
+
+_TEACHER: Mapping[str, Rule] = {
     "url": (
         optional(lambda value: all(map(_is_address, value if isinstance(value, list) and value else [value]))),
         "an address such as http://127.0.0.1:8100, or a list of them",
@@ -140,6 +152,7 @@ _TEACHER = {
     "timeout": (is_positive, "seconds above 0", 600),
     "retries": (lambda value: value == 0 or is_count(value), "a number of times, 0 or more", 2),
     "other_template": (is_flag, "true or false", False),
+    "headers": (_names_variables, "headers, each with the name of the environment variable that holds its value", {}),
 }
 _ELIGIBLE = {
     "passed_above": (is_number, "a reward", 0.0),

@@ -11,6 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from ...correction import Problem
 from ...correction.problem import set_to
+from ..registry import own_launch
 from .settings import OpdSettings
 from .teacher_checks import (
     REPEATS,
@@ -34,7 +35,16 @@ def find_problems(section: str, settings: OpdSettings, config: DictConfig) -> It
     """Find what is wrong around the settings; the teacher is asked where nothing else is wrong."""
     found = list(_find_conflicts(section, settings, config))
     yield from found
-    if not any(problem.verdict == "ERROR" for problem in found):
+    key, shown = f"{section}.teacher.url", ", ".join(settings.teacher.shown)
+    if settings.teacher.shown != settings.teacher.urls:
+        reason = "verl prints its configuration and hands it to the loggers, with the secrets in this address."
+        fix = f"Leave them out, and name an environment variable for a header in {section}.teacher.headers."
+        yield Problem(key, shown, reason, fix, "NOTE", (section,))
+    if not own_launch.get():
+        yield Problem(
+            key, shown, "an address that a script names is not asked, so that it was not checked.", "", "NOTE", ()
+        )
+    elif not any(problem.verdict == "ERROR" for problem in found):
         yield from _examine_teacher(section, settings, config)
 
 
@@ -85,7 +95,7 @@ def _find_conflicts(section: str, settings: OpdSettings, config: DictConfig) -> 
 
 
 def _examine_teacher(section: str, settings: OpdSettings, config: DictConfig) -> Iterator[Problem]:
-    key, value = f"{section}.teacher.url", ", ".join(settings.teacher.urls)
+    key, value = f"{section}.teacher.url", ", ".join(settings.teacher.shown)
 
     def wrong(reason: str, fix: str) -> Problem:
         return Problem(key, value, reason, fix, parts=(section,))
@@ -113,7 +123,7 @@ def _examine_teacher(section: str, settings: OpdSettings, config: DictConfig) ->
 
 def _compare_tokens(section: str, settings: OpdSettings, config: DictConfig, model: str) -> Iterator[Problem]:
     teacher = settings.teacher
-    url, key = teacher.urls[0], f"{section}.teacher.url"
+    url, key = teacher.shown[0], f"{section}.teacher.url"
     student = str(OmegaConf.select(config, "actor_rollout_ref.model.path"))
     tokenizer = _load_tokenizer(student)
     if tokenizer is None:
@@ -127,12 +137,12 @@ def _compare_tokens(section: str, settings: OpdSettings, config: DictConfig, mod
             reason = "not there." if other is None else "its vocabulary is not the student's."
             yield Problem(f"{section}.teacher.tokenizer", teacher.tokenizer, reason, fix, parts=(section,))
             return
-    texts = list(find_other_vocabulary(url, model, tokenizer))
+    texts = list(find_other_vocabulary(teacher, model, tokenizer))
     if texts:
         reason = f"its tokenizer reads {len(texts)} texts as other ids than the student's, {texts[0]!r} among them."
         yield Problem(key, url, reason, fix, parts=(section,))
     elif not teacher.other_template and getattr(tokenizer, "chat_template", None):
-        number = find_other_template(url, model, tokenizer, _read_conversations(config))
+        number = find_other_template(teacher, model, tokenizer, _read_conversations(config))
         if number is not None:
             reason = f"its chat template renders training prompt {number} as other ids than the student's."
             fix = f"Serve it with the student's --chat-template, or set {section}.teacher.other_template=true."

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import requests
 
 from .settings import TeacherSettings
-from .teacher_client import Row, TeacherClient, TeacherError
+from .teacher_client import Row, TeacherClient, TeacherError, open_session, parse_object, request
 
 PATIENCE = 10.0
 """Seconds for an answer before the run."""
+LARGEST = 2**24
+"""Bytes of such an answer."""
 REPEATS = {"float32": 1e-3, "bfloat16": 0.05}
 """Nats by which a log-prob may differ between two requests; that of a 16-bit teacher is told and accepted."""
 PROBES = (
@@ -33,31 +37,27 @@ PROBES = (
 """Strings on which tokenizers differ: scripts, digits, white space, code, markers."""
 
 
-def get(url: str, path: str) -> Any:
-    """Get JSON from a server.
+def _ask(settings: TeacherSettings, url: str, path: str, body: Mapping[str, Any] | None = None) -> Mapping[str, Any]:
+    """Get or post JSON.
 
     Raises:
-        TeacherError: it is not reached, or does not answer with JSON.
+        TeacherError: the server is not reached, or does not answer with a JSON object.
     """
-    return _call(url, path, None)
+    with open_session(settings) as session:
+        try:
+            status, _, text = request(session, f"{url}{path}", body, LARGEST, time.monotonic() + PATIENCE)
+        except requests.RequestException as error:
+            raise TeacherError(f"{url}{path}: {type(error).__name__}") from None
+    if status != 200:
+        raise TeacherError(f"{url}{path}: HTTP {status}")
+    return parse_object(text, f"{url}{path}")
 
 
-def post(url: str, path: str, body: Mapping[str, Any]) -> Any:
-    """Post JSON to a server; raises as ``get``."""
-    return _call(url, path, body)
-
-
-def _call(url: str, path: str, body: Mapping[str, Any] | None) -> Any:
-    session = requests.Session()
-    session.trust_env = False
-    try:
-        answer = session.request("GET" if body is None else "POST", f"{url}{path}", json=body, timeout=PATIENCE)
-        answer.raise_for_status()
-        return answer.json()
-    except (requests.RequestException, ValueError) as error:
-        raise TeacherError(f"{url}{path}: {type(error).__name__}") from None
-    finally:
-        session.close()
+def _tokenize(settings: TeacherSettings, body: Mapping[str, Any]) -> object:
+    answer = _ask(settings, settings.urls[0], "/tokenize", body)
+    if not isinstance(answer.get("tokens"), list):
+        raise TeacherError(f"{settings.urls[0]}/tokenize: no list of tokens")
+    return answer["tokens"]
 
 
 def find_model(settings: TeacherSettings) -> str:
@@ -73,7 +73,10 @@ def _describe(settings: TeacherSettings) -> Mapping[str, Any]:
     """Describe the model as the servers list it."""
     found: dict[str, Mapping[str, Any]] = {}
     for url in settings.urls:
-        served = {str(each["id"]): each for each in get(url, "/v1/models").get("data", [])}
+        listed = _ask(settings, url, "/v1/models").get("data")
+        if not isinstance(listed, list) or not all(isinstance(each, dict) and "id" in each for each in listed):
+            raise TeacherError(f"{url}/v1/models: no list of models")
+        served = {str(each["id"]): each for each in listed}
         wanted = settings.model or (next(iter(served)) if len(served) == 1 else None)
         if wanted not in served:
             raise TeacherError(
@@ -83,13 +86,14 @@ def _describe(settings: TeacherSettings) -> Mapping[str, Any]:
         found[url] = served[str(wanted)]
     if len({each["id"] for each in found.values()}) > 1:
         raise TeacherError(f"the addresses serve {', '.join(str(each['id']) for each in found.values())}")
-    return min(found.values(), key=lambda each: each.get("max_model_len") or float("inf"))
+    lengths = {url: each.get("max_model_len") for url, each in found.items()}
+    return found[min(found, key=lambda url: length if isinstance(length := lengths[url], int) else math.inf)]
 
 
 def find_length(settings: TeacherSettings) -> int | None:
     """Find the longest sequence that every address takes, in tokens; None where a server does not say."""
     length = _describe(settings).get("max_model_len")
-    return None if length is None else int(length)
+    return length if isinstance(length, int) else None
 
 
 def measure_repeats(settings: TeacherSettings, model: str, ids: Sequence[Sequence[int]]) -> float:
@@ -115,19 +119,19 @@ def measure_repeats(settings: TeacherSettings, model: str, ids: Sequence[Sequenc
     return max(apart, default=0.0)
 
 
-def find_other_vocabulary(url: str, model: str, tokenizer: Any) -> Iterator[str]:
+def find_other_vocabulary(settings: TeacherSettings, model: str, tokenizer: Any) -> Iterator[str]:
     """Find strings that the teacher's tokenizer reads as other ids than the student's ``tokenizer``."""
     for text in PROBES:
-        theirs = post(url, "/tokenize", {"model": model, "prompt": text, "add_special_tokens": False})["tokens"]
+        theirs = _tokenize(settings, {"model": model, "prompt": text, "add_special_tokens": False})
         if theirs != tokenizer(text, add_special_tokens=False)["input_ids"]:
             yield text
 
 
-def find_other_template(url: str, model: str, tokenizer: Any, messages: Sequence[Any]) -> int | None:
+def find_other_template(settings: TeacherSettings, model: str, tokenizer: Any, messages: Sequence[Any]) -> int | None:
     """Find the first of several conversations that the teacher's chat template renders otherwise; None: none."""
     for number, conversation in enumerate(messages):
         body = {"model": model, "messages": conversation, "add_generation_prompt": True}
-        theirs = post(url, "/tokenize", body)["tokens"]
+        theirs = _tokenize(settings, body)
         ours = tokenizer.apply_chat_template(conversation, add_generation_prompt=True)
         if theirs != list(ours["input_ids"] if isinstance(ours, Mapping) else ours):
             return number

@@ -8,17 +8,22 @@ processor of the sampling.
 from __future__ import annotations
 
 import itertools
+import json
 import math
+import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
 from threading import Lock
 from typing import Any
 
 import requests
 
+from ...recording.redaction import redact_text
 from .settings import TeacherSettings
 
 ROWS = 16
@@ -31,8 +36,17 @@ EXCLUDED = -9999.0
 """Stands for -inf, which JSON does not have, in what vLLM sends."""
 
 
+POSITION, LARGEST = 512, 2**20
+"""Bytes that an answer may have: for each position that was sent, and in addition."""
+BUSY = (408, 425, 429)
+"""Statuses below 500 after which the same request may be answered."""
+
+
 class TeacherError(RuntimeError):
     """The teacher did not answer as it has to; the run stops rather than train without it."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(redact_text(message))
 
 
 @dataclass(frozen=True)
@@ -84,10 +98,7 @@ class TeacherClient:
         self._settings = settings
         self._model = model
         self._threads = ThreadPoolExecutor(settings.concurrency, thread_name_prefix="teacher")
-        self._session = requests.Session()
-        self._session.trust_env = (
-            False  # A proxy of the environment is for the world outside, not for a cluster's hosts.
-        )
+        self._session = open_session(settings)
         self._turn = itertools.count()
         self._lock = Lock()
 
@@ -122,7 +133,7 @@ class TeacherClient:
         seconds = self._settings.timeout
         missing = sum(not answer.done() for answer in scoring.answers)
         return (
-            f"the teacher at {', '.join(self._settings.urls)} has not scored {len(scoring.rows)} rows within "
+            f"the teacher at {', '.join(self._settings.shown)} has not scored {len(scoring.rows)} sequences within "
             f"{seconds:g} s; {missing} of {len(scoring.answers)} requests are open. Fix: more replicas in "
             f"opd.teacher.url, or a larger opd.teacher.timeout."
         )
@@ -135,85 +146,169 @@ class TeacherClient:
             "temperature": 1.0,
             "prompt_logprobs": 0,
         }
-        choices = self._post(body, len(rows), scoring)
-        found = [read_log_probs(choice.get("prompt_logprobs"), row) for choice, row in zip(choices, rows, strict=True)]
+        url, answer = self._post(body, rows, scoring)
+        found = [
+            read_log_probs(choice.get("prompt_logprobs"), row, url)
+            for choice, row in zip(_list_choices(answer, url, rows), rows, strict=True)
+        ]
         with self._lock:
             scoring.ended = max(scoring.ended, time.monotonic())
         return found
 
-    def _post(self, body: dict[str, Any], rows: int, scoring: Scoring) -> list[dict[str, Any]]:
-        """Post until there is an answer of as many choices, to one address after the other.
+    def _post(self, body: dict[str, Any], rows: Sequence[Row], scoring: Scoring) -> tuple[str, bytes]:
+        """Post until there is an answer, to one address after the other; returns the address and the answer.
 
         Raises:
             TeacherError: every attempt failed, or one was refused for what it asks.
         """
-        failure = ""
+        failure, pause = "", PAUSE
+        limit = LARGEST + POSITION * sum(len(row.prompt) + len(row.response) for row in rows)
         for attempt in range(self._settings.retries + 1):
             if attempt:
                 with self._lock:
                     scoring.retried += 1
-                time.sleep(max(min(PAUSE * 2 ** (attempt - 1), scoring.deadline - time.monotonic()), 0.0))
+                time.sleep(max(min(pause, scoring.deadline - time.monotonic()), 0.0))
             url = self._settings.urls[next(self._turn) % len(self._settings.urls)]
             left = scoring.deadline - time.monotonic()
             if left <= 0:
                 raise TeacherError(self._late(scoring))
             try:
-                answer = self._session.post(f"{url}/v1/completions", json=body, timeout=(min(CONNECT, left), left))
+                status, after, text = request(self._session, f"{url}/v1/completions", body, limit, scoring.deadline)
             except requests.RequestException as error:
-                failure = f"{url}: {type(error).__name__}"
+                failure, pause = f"{url}: {type(error).__name__}", PAUSE * 2**attempt
                 continue
-            if answer.status_code >= 500:
-                failure = f"{url}: HTTP {answer.status_code}"
+            if status >= 500 or status in BUSY:
+                failure, pause = f"{url}: HTTP {status}", PAUSE * 2**attempt if after is None else after
                 continue
-            if answer.status_code != 200:
+            if status != 200:
                 raise TeacherError(
-                    f"the teacher at {url} refused {rows} rows: HTTP {answer.status_code}: {_shorten(answer.text)} "
+                    f"the teacher at {url} refused {_name(rows)}: HTTP {status}: {_shorten(text)} "
                     f"Fix: serve the model {body['model']} with a max_model_len that holds prompt and response."
                 )
-            return _list_choices(answer, url, rows)
+            return url, text
         raise TeacherError(
-            f"the teacher did not answer in {self._settings.retries + 1} attempts for {rows} rows ({failure}). "
+            f"the teacher did not answer in {self._settings.retries + 1} attempts for {_name(rows)} ({failure}). "
             f"Fix: see whether it still serves, and resume the run from its checkpoint."
         )
 
 
-def _list_choices(answer: requests.Response, url: str, rows: int) -> list[dict[str, Any]]:
-    try:
-        choices = sorted(answer.json()["choices"], key=lambda choice: choice["index"])
-    except (ValueError, KeyError, TypeError):
-        raise TeacherError(f"the teacher at {url} sent no completion: {_shorten(answer.text)}") from None
-    if len(choices) != rows:
-        raise TeacherError(f"the teacher at {url} answered {len(choices)} of {rows} rows.")
-    return choices
-
-
-def read_log_probs(entries: Sequence[dict[str, Any] | None] | None, row: Row) -> list[float]:
-    """Read the log-probs of a row's response from vLLM's ``prompt_logprobs``, each by the id that was sent.
+def open_session(settings: TeacherSettings) -> requests.Session:
+    """Open a session with the headers of the settings.
 
     Raises:
-        TeacherError: a position is missing, of another token, or not a number; names the row and the position.
+        TeacherError: an environment variable that holds a header's value is not set.
+    """
+    session = requests.Session()
+    # A proxy of the environment is for the world outside, not for a cluster's hosts.
+    session.trust_env = False
+    session.headers["Accept-Encoding"] = "identity"
+    for name, variable in settings.headers.items():
+        if variable not in os.environ:
+            raise TeacherError(
+                f"the environment variable {variable} of opd.teacher.headers is not set. Fix: export it."
+            )
+        session.headers[name] = os.environ[variable]
+    return session
+
+
+def request(
+    session: requests.Session, url: str, body: Mapping[str, Any] | None, limit: int, deadline: float
+) -> tuple[int, float | None, bytes]:
+    """Get, or post a body as JSON, and read an answer of at most ``limit`` bytes.
+
+    Args:
+        deadline: in seconds of ``time.monotonic``.
+
+    Returns:
+        The status, the seconds after which the server wants to be asked again, and the answer.
+
+    Raises:
+        requests.RequestException: the server is not reached, or the answer is cut short or late.
+        TeacherError: the answer is longer.
+    """
+    left = max(deadline - time.monotonic(), 0.01)
+    method, timeout = "GET" if body is None else "POST", (min(CONNECT, left), left)
+    text = bytearray()
+    with session.request(method, url, json=body, timeout=timeout, stream=True, allow_redirects=False) as answer:
+        for part in answer.iter_content(2**16):
+            text += part
+            if len(text) > limit:
+                raise TeacherError(f"{url}: an answer of more than {limit} bytes.")
+            if time.monotonic() > deadline:
+                raise requests.Timeout
+        return answer.status_code, _read_pause(answer.headers.get("Retry-After", "")), bytes(text)
+
+
+def _read_pause(given: str) -> float | None:
+    """Read a Retry-After header: seconds, or a date."""
+    if given.strip().isdigit():
+        return float(given)
+    try:
+        return max((parsedate_to_datetime(given) - datetime.now(UTC)).total_seconds(), 0.0)
+    except (TypeError, ValueError):
+        return None
+
+
+def parse_object(text: bytes, url: str) -> dict[str, Any]:
+    """Parse a JSON object.
+
+    Raises:
+        TeacherError: it is none.
+    """
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        raise TeacherError(f"{url} sent no JSON object: {_shorten(text)}")
+    return found
+
+
+def _list_choices(text: bytes, url: str, rows: Sequence[Row]) -> list[dict[str, Any]]:
+    where = f"the teacher at {url}, {_name(rows)}"
+    choices = parse_object(text, where).get("choices")
+    if not isinstance(choices, list) or not all(isinstance(each, dict) for each in choices):
+        raise TeacherError(f"{where} sent no completion: {_shorten(text)}")
+    found = {each.get("index") if isinstance(each.get("index"), int) else None: each for each in choices}
+    if len(choices) != len(rows) or set(found) != set(range(len(rows))):
+        indices = _shorten(repr([each.get("index") for each in choices]))
+        raise TeacherError(f"{where}: {len(choices)} answers with the indices {indices}.")
+    return [found[number] for number in range(len(rows))]
+
+
+def read_log_probs(entries: Any, row: Row, url: str = "") -> list[float]:
+    """Read the log-probs of a sequence's response from vLLM's ``prompt_logprobs``, each by the id that was sent.
+
+    Raises:
+        TeacherError: a position is missing, of another token, or not a number; names address, sequence and position.
     """
     ids = (*row.prompt, *row.response)
-    if entries is None or len(entries) != len(ids):
-        given = "no" if entries is None else len(entries)
-        raise TeacherError(f"row {row.number}: the teacher scored {given} positions of {len(ids)}.")
+    where = f"the teacher at {url}, sequence {row.number}"
+    if not isinstance(entries, list) or len(entries) != len(ids):
+        given = f"{len(entries)}" if isinstance(entries, list) else "no" if entries is None else "no list of"
+        raise TeacherError(f"{where}: it scored {given} positions of {len(ids)}.")
     if entries[0] is not None:
-        raise TeacherError(f"row {row.number}, position 0: the teacher scored a token that nothing stands before.")
+        raise TeacherError(f"{where}, position 0: it scored a token that nothing stands before.")
     found: list[float] = []
     for place, (entry, token) in enumerate(zip(entries, ids, strict=True)):
         if place == 0:
             continue
-        if entry is None or str(token) not in entry:
-            other = "nothing" if not entry else f"the token {', '.join(entry)}"
-            raise TeacherError(
-                f"row {row.number}, position {place}: sent the token {token}, the teacher scored {other}."
-            )
-        value = float(entry[str(token)]["logprob"])
-        if math.isnan(value) or value > 1e-3:
-            raise TeacherError(f"row {row.number}, position {place}: a log-prob of {value}.")
-        found.append(-math.inf if value <= EXCLUDED else value)
+        if not isinstance(entry, dict) or not isinstance(entry.get(str(token)), dict):
+            other = f"the token {_shorten(', '.join(entry))}" if entry and isinstance(entry, dict) else "nothing"
+            raise TeacherError(f"{where}, position {place}: sent the token {token}, it scored {other}.")
+        value = entry[str(token)].get("logprob")
+        if isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value) or value > 1e-3:
+            raise TeacherError(f"{where}, position {place}: a log-prob of {_shorten(repr(value))}.")
+        found.append(-math.inf if value <= EXCLUDED else float(value))
     return found[len(row.prompt) - 1 :]
 
 
-def _shorten(text: str) -> str:
-    return " ".join(text.split())[:300]
+def _name(rows: Sequence[Row]) -> str:
+    if len(rows) == 1:
+        return f"sequence {rows[0].number}"
+    return f"{len(rows)} sequences from {rows[0].number} to {rows[-1].number}"
+
+
+def _shorten(text: str | bytes) -> str:
+    shown = text[:1200].decode(errors="replace") if isinstance(text, bytes) else text[:1200]
+    return " ".join(shown.split())[:300]

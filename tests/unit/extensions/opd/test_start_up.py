@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,18 +13,17 @@ import pytest
 from omegaconf import OmegaConf
 
 from recipe.offpolicy.correction import Problem
-from recipe.offpolicy.extensions.opd.settings import OpdSettings
+from recipe.offpolicy.extensions.opd.settings import OpdSettings, TeacherSettings
 from recipe.offpolicy.extensions.opd.start_up import find_problems
 from recipe.offpolicy.extensions.opd.teacher_checks import (
     find_length,
     find_model,
     find_other_template,
     find_other_vocabulary,
-    get,
     measure_repeats,
-    post,
 )
 from recipe.offpolicy.extensions.opd.teacher_client import TeacherError
+from recipe.offpolicy.extensions.registry import own_launch
 from scripts.quickstart.model import build_tokenizer
 from tests.support.fake_teacher import FakeTeacher, Rule, by_place, serving
 
@@ -95,12 +95,33 @@ def test_each_part_is_asked_for(teacher: FakeTeacher) -> None:
     tokenizer = build_tokenizer("Spell backward:")
     assert (find_model(settings), find_length(settings)) == ("teacher", 128)
     assert measure_repeats(settings, "teacher", [[1, 2, 3], [3, 2, 1]]) == 0.0
-    assert list(find_other_vocabulary(teacher.url, "teacher", tokenizer)) == []
-    assert find_other_template(teacher.url, "teacher", tokenizer, PROMPTS) is None
-    assert get(teacher.url, "/v1/models")["data"][0]["id"] == "teacher"
-    assert post(teacher.url, "/tokenize", {"prompt": "a"})["tokens"] == alike({"prompt": "a"})
+    assert list(find_other_vocabulary(settings, "teacher", tokenizer)) == []
+    assert find_other_template(settings, "teacher", tokenizer, PROMPTS) is None
     with pytest.raises(TeacherError, match=r"127\.0\.0\.1:9/v1/models: ConnectionError"):
-        get("http://127.0.0.1:9", "/v1/models")
+        find_model(replace(settings, urls=("http://127.0.0.1:9",)))
+
+
+@pytest.mark.parametrize("raw", [b"<html>", [], {"data": {"id": 1}}, {"data": [None]}, {"tokens": None}, b" " * 2**25])
+def test_a_server_of_something_else_is_named(raw: object) -> None:
+    with serving(FakeTeacher(described=raw)) as teacher:
+        settings = TeacherSettings((teacher.url,))
+        with pytest.raises(TeacherError, match=teacher.url):
+            find_model(settings)
+        with pytest.raises(TeacherError, match=teacher.url):
+            list(find_other_vocabulary(settings, "teacher", build_tokenizer("Spell backward:")))
+
+
+def test_a_secret_in_the_address_is_noted_and_a_strangers_is_not_asked(teacher: FakeTeacher, student: Path) -> None:
+    url = teacher.url.replace("http://", "http://user:hunter2@")
+    (problem,) = problems(url, student)
+    assert (problem.verdict, "hunter2" in str(problem)) == ("NOTE", False)
+    token = own_launch.set(False)
+    try:
+        teacher.headers.clear()
+        (problem,) = problems(teacher.url, student)
+    finally:
+        own_launch.reset(token)
+    assert (problem.verdict, teacher.headers) == ("NOTE", [])
 
 
 @pytest.mark.parametrize(

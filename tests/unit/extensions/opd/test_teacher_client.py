@@ -8,10 +8,19 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import requests
 
 from recipe.offpolicy.extensions.opd import teacher_client
 from recipe.offpolicy.extensions.opd.settings import TeacherSettings
-from recipe.offpolicy.extensions.opd.teacher_client import Row, TeacherClient, TeacherError, read_log_probs
+from recipe.offpolicy.extensions.opd.teacher_client import (
+    Row,
+    TeacherClient,
+    TeacherError,
+    open_session,
+    parse_object,
+    read_log_probs,
+    request,
+)
 from tests.support.fake_teacher import FakeTeacher, serving
 
 
@@ -64,24 +73,116 @@ def test_what_the_teacher_excludes_is_minus_infinity() -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda entries: entries[:-1], "row 0: the teacher scored 2 positions of 3"),
-        (lambda entries: [*entries, entries[-1]], "row 0: the teacher scored 4 positions of 3"),
-        (lambda entries: [*entries[:2], entries[1]], "row 0, position 2: sent the token 9, the teacher scored"),
-        (lambda entries: [*entries[1:], entries[0]], "row 0, position 0: the teacher scored a token"),
-        (lambda entries: [*entries[:-1], {"5": {"logprob": -1.0}}], "sent the token 9, the teacher scored the token 5"),
-        (lambda entries: [*entries[:-1], None], "sent the token 9, the teacher scored nothing"),
-        (lambda entries: [*entries[:-1], {"9": {"logprob": 0.5}}], "row 0, position 2: a log-prob of 0.5"),
+        (lambda entries: entries[:-1], "sequence 0: it scored 2 positions of 3"),
+        (lambda entries: [*entries, entries[-1]], "sequence 0: it scored 4 positions of 3"),
+        (lambda entries: [*entries[:2], entries[1]], "sequence 0, position 2: sent the token 9, it scored"),
+        (lambda entries: [*entries[1:], entries[0]], "sequence 0, position 0: it scored a token"),
+        (lambda entries: [*entries[:-1], {"5": {"logprob": -1.0}}], "sent the token 9, it scored the token 5"),
+        (lambda entries: [*entries[:-1], None], "sent the token 9, it scored nothing"),
+        (lambda entries: [*entries[:-1], {"9": {"logprob": 0.5}}], "sequence 0, position 2: a log-prob of 0.5"),
+        *(
+            (lambda entries, value=value: [*entries[:-1], {"9": {"logprob": value}}], "position 2: a log-prob of")
+            for value in (None, "-1.0", True, [], {}, math.nan, math.inf)
+        ),
+        *(
+            (lambda entries, value=value: [*entries[:-1], value], "position 2: sent the token 9, it scored")
+            for value in ({}, [], "x", 3, {"9": None}, {"9": -1.0}, {"9": [-1.0]})
+        ),
+        (lambda entries: [*entries[:-1], {"9": {"rank": 1}}], "sequence 0, position 2: a log-prob of None"),
+        *(
+            (lambda entries, value=value: value, "sequence 0: it scored no")
+            for value in (None, "", "abc", 3, {"0": None, "1": None, "2": None})
+        ),
     ],
 )
 def test_a_position_that_is_lost_repeated_shifted_or_foreign_stops(
     change: Callable[[list[Any]], list[Any]], said: str
 ) -> None:
-    with serving(FakeTeacher(change=change)) as teacher, pytest.raises(TeacherError, match=said):
+    with serving(FakeTeacher(change=change)) as teacher:
+        with pytest.raises(TeacherError, match=said) as caught:
+            scored(teacher, ROWS)
+        assert f"the teacher at {teacher.url}, " in str(caught.value)
+
+
+CHOICE = {"index": 0, "prompt_logprobs": [None]}
+ANSWERS: dict[str, object] = {
+    "no JSON": b"<html>busy</html>",
+    "cut": b'{"choices": [{"index": 0, "prompt_log',
+    "no text": b"\xff\xfe\x00",
+    "too deep": b"[" * 100_000,
+    "a list": [],
+    "a number": 3,
+    "no choices": {"error": "x"},
+    "choices that are none": {"choices": None},
+    "choices by name": {"choices": {"0": CHOICE}},
+    "a choice that is none": {"choices": [None, None]},
+    "no index": {"choices": [{"prompt_logprobs": []}, {}]},
+    "an index twice": {"choices": [CHOICE, CHOICE]},
+    "another index": {"choices": [CHOICE, CHOICE | {"index": 2}]},
+    "an index in letters": {"choices": [CHOICE | {"index": "0"}, CHOICE | {"index": "1"}]},
+    "too few": {"choices": [CHOICE]},
+}
+
+
+@pytest.mark.parametrize("name", ANSWERS)
+def test_an_answer_that_is_malformed_names_address_and_sequences(name: str) -> None:
+    with serving(FakeTeacher(raw=ANSWERS[name])) as teacher:
+        with pytest.raises(TeacherError) as caught:
+            scored(teacher, ROWS)
+        assert f"the teacher at {teacher.url}, 2 sequences from 0 to 3" in str(caught.value)
+        assert len(str(caught.value)) < 600
+
+
+def test_an_answer_without_an_end_is_not_read() -> None:
+    """7 positions may have 2**20 + 7 * 512 bytes."""
+    long = FakeTeacher(raw=b" " * (2**20 + 7 * 512 + 1))
+    with serving(long) as teacher, pytest.raises(TeacherError, match="an answer of more than 1052160 bytes"):
         scored(teacher, ROWS)
 
 
+def test_an_answer_that_is_cut_short_is_asked_for_again() -> None:
+    """A connection that ends before the announced length, then a whole answer."""
+    with serving(FakeTeacher(failures=[-1])) as teacher:
+        assert scored(teacher, ROWS, retries=1) == ([[-0.01, -0.02], [-0.03]], 1)
+
+
+def test_a_busy_teacher_is_asked_again_when_it_says() -> None:
+    """Twice 429 with a wait of 1 s and a date in the past; without retries it ends in a sentence."""
+    past = "Wed, 21 Oct 2015 07:28:00 GMT"
+    with serving(FakeTeacher(failures=[429, 429], retry_after=["1", past])) as teacher:
+        start = time.monotonic()
+        assert scored(teacher, ROWS, retries=2) == ([[-0.01, -0.02], [-0.03]], 2)
+        assert time.monotonic() - start >= 1
+        teacher.failures, teacher.retry_after = [429, 503], ["0", "soon"]
+        with pytest.raises(TeacherError, match=r"in 2 attempts for 2 sequences from 0 to 3 .*HTTP 503"):
+            scored(teacher, ROWS, retries=1)
+
+
+def test_secrets_come_by_environment_and_are_not_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OF_THE_TEACHER", "Bearer abc")
+    with serving(FakeTeacher(failures=[403])) as teacher:
+        url = teacher.url.replace("http://", "http://user:hunter2@")
+        with pytest.raises(TeacherError, match=r"http://\(hidden\)@127") as caught:
+            scored(teacher, ROWS, urls=(url,), headers={"X-Key": "OF_THE_TEACHER"})
+        assert "hunter2" not in str(caught.value)
+        assert teacher.headers[-1]["X-Key"] == "Bearer abc"
+        with pytest.raises(TeacherError, match=r"variable NOT_SET of opd\.teacher\.headers is not set"):
+            open_session(TeacherSettings(urls=(url,), headers={"X-Key": "NOT_SET"}))
+
+
+def test_one_request_and_its_limits() -> None:
+    with serving(FakeTeacher()) as teacher, open_session(TeacherSettings(urls=(teacher.url,))) as session:
+        soon = time.monotonic() + 30
+        status, after, text = request(session, f"{teacher.url}/v1/models", None, 1000, soon)
+        assert (status, after, parse_object(text, "x")["data"][0]["id"]) == (200, None, "teacher")
+        with pytest.raises(TeacherError, match="more than 10 bytes"):
+            request(session, f"{teacher.url}/v1/models", None, 10, soon)
+        with pytest.raises(requests.RequestException):
+            request(session, "http://127.0.0.1:9/v1/models", None, 10, soon)
+
+
 def test_a_row_without_any_log_prob_stops() -> None:
-    with pytest.raises(TeacherError, match="row 3: the teacher scored no positions of 4"):
+    with pytest.raises(TeacherError, match="sequence 3: it scored no positions of 4"):
         read_log_probs(None, ROWS[1])
 
 
@@ -100,9 +201,9 @@ def test_another_address_is_tried() -> None:
 @pytest.mark.parametrize(
     ("failures", "url", "said"),
     [
-        ([500] * 3, None, "did not answer in 3 attempts for 2 rows .*HTTP 500"),
-        ([], "http://127.0.0.1:9", "did not answer in 3 attempts for 2 rows .*ConnectionError"),
-        ([404], None, "refused 2 rows: HTTP 404"),
+        ([500] * 3, None, "did not answer in 3 attempts for 2 sequences from 0 to 3 .*HTTP 500"),
+        ([], "http://127.0.0.1:9", "did not answer in 3 attempts for 2 sequences from 0 to 3 .*ConnectionError"),
+        ([404], None, "refused 2 sequences from 0 to 3: HTTP 404"),
     ],
 )
 def test_a_teacher_that_is_dead_or_refuses_ends_in_a_sentence(failures: list[int], url: str | None, said: str) -> None:
@@ -114,7 +215,7 @@ def test_a_teacher_that_is_slow_ends_in_bounded_time() -> None:
     with serving(FakeTeacher()) as teacher:
         teacher.answering.clear()
         start = time.monotonic()
-        with pytest.raises(TeacherError, match=r"has not scored 2 rows within 0\.3 s; 1 of 1 requests are open"):
+        with pytest.raises(TeacherError, match=r"has not scored 2 sequences within 0\.3 s; 1 of 1 requests are open"):
             scored(teacher, ROWS, timeout=0.3)
         assert time.monotonic() - start < 5
         teacher.answering.set()
