@@ -196,4 +196,6 @@ def _is_user_and_password(encoded: str) -> bool:
 
 def _pair(found: re.Match[str]) -> str:
     secret = _is_secret(found["name"], found["value"].strip("'\""))
-    return f"{found['name']}{found['between']}{HIDDEN}" if secret else found[0]
+    # The value may be a pair itself, as in "login: pw=abc".
+    value = HIDDEN if secret else _PAIR.sub(_pair, found["value"])
+    return f"{found['name']}{found['between']}{value}"
