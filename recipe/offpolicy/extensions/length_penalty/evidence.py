@@ -56,7 +56,7 @@ def state_shift(rows: Sequence[Row], settings: LengthSettings, weight: float, *,
     # As verl's advantages are divided, but no further than to the greatest of these, or to where they stand undivided.
     whole = [each / (_spread(scores) + 1e-6) for each in apart]
     middle, deviation = sum(scores) / len(scores), _spread(scores)
-    most = max(max(map(abs, apart)), differ * max(abs(each - middle) for each in scores) / deviation)
+    most = max(max(map(abs, apart)), differ * max(abs(each - middle) for each in scores) / (deviation + 1e-6))
     shrink = min(1.0, most / max(map(abs, whole)))
     return [differ * shrink * one + (1 - differ) * other for one, other in zip(whole, apart, strict=True)]
 

@@ -38,9 +38,10 @@ def compute_shift(penalty: Tensor, scores: Tensor, groups: Mapping[str, Sequence
 def _compute_factor(scores: Tensor, largest: float) -> float:
     """Compute the 1 / s of one group whose penalties are at most ``largest`` from their mean."""
     spread = measure_spread(scores, centred=True)
-    own = float((scores - scores.mean()).abs().max()) * spread.invert()
+    verls = 1 / (spread.value + EPSILON)
+    own = spread.certainty * verls * float((scores - scores.mean()).abs().max())
     bound = max(1.0, own / largest) if largest > 0 else 1.0
-    return spread.certainty * min(1 / (spread.value + EPSILON), bound) + (1 - spread.certainty)
+    return spread.certainty * min(verls, bound) + (1 - spread.certainty)
 
 
 def find_equal_groups(scores: Tensor, groups: Mapping[str, Sequence[int]]) -> set[str]:

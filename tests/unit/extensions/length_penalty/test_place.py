@@ -25,14 +25,15 @@ def test_by_hand() -> None:
 
 @pytest.mark.parametrize("gap", [1e-1, 1e-2, 1e-3, 1e-5, 2.0**-24, 0.0])
 def test_scores_that_nearly_agree_bound_the_shift(gap: float) -> None:
-    """One of 4 scores is lower by gap: verl's own advantages are -1.5 and 0.5; penalties are 0.05 from their mean.
+    """One of 4 scores is lower by gap: its own advantage is -0.75 gap / (gap / 2 + 1e-6), about -1.5.
 
-    At 0.1 the deviation is 0.05, as documented: shifts of +-1. Below, none exceeds 1.5, and within rounding 0.05.
+    Penalties are 0.05 from their mean. At a gap of 0.1 they are divided by the deviation of 0.05, below it none exceeds
+    the score's own, and within rounding they stay 0.05.
     """
     scores = torch.tensor([1.0 - gap, 1, 1, 1]).double()
     penalty = torch.tensor([0.0, 0.0, 0.1, 0.1]).double()
     shift = compute_shift(penalty, scores, {"a": [0, 1, 2, 3]}, by_std=True)
-    wanted = {1e-1: 1.0, 2.0**-24: 0.05, 0.0: 0.05}.get(gap, 1.5)
+    wanted = {1e-1: 1.0, 2.0**-24: 0.05, 0.0: 0.05}.get(gap, 0.75 * gap / (gap / 2 + 1e-6))
     assert shift.tolist() == pytest.approx([-wanted, -wanted, wanted, wanted], rel=1e-3)
     assert find_equal_groups(scores, {"a": [0, 1, 2, 3]}) == ({"a"} if gap < 1e-6 else set())
 

@@ -1,0 +1,149 @@
+"""Every quotient by a spread, range, count or mass: finite, bounded, 0 for noise, no jump, no NaN."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from recipe.offpolicy.correction import BatchConstants, CorrectionSpec, rollout_stage
+from recipe.offpolicy.correction.batch_wide import batch_constants
+from recipe.offpolicy.extensions.length_penalty import penalties
+from recipe.offpolicy.extensions.length_penalty.place import compute_shift
+from recipe.offpolicy.extensions.opd import advantages as distil
+from recipe.offpolicy.extensions.pass_at_k import advantages as of_pass_at_k
+from recipe.offpolicy.extensions.pass_at_k.budget import PassRates, allocate
+from recipe.offpolicy.extensions.pass_at_k.upsampling import compute_chances
+from recipe.offpolicy.extensions.process_reward.advantages import normalize_utilities
+from tests.support.corrections import TIS
+
+PENALTY = 0.05
+"""Greatest distance of a penalty from its group's mean."""
+
+
+class Normalisation(NamedTuple):
+    """What one makes of a group's n values, the greatest size that it may have, and whether it centres."""
+
+    apply: Callable[[Tensor], Tensor]
+    bound: Callable[[int], float]
+    centred: bool = False
+
+
+def of_utilities(normalize: str) -> Callable[[Tensor], Tensor]:
+    def apply(values: Tensor) -> Tensor:
+        row = values.double()[None]
+        return normalize_utilities(row, torch.ones_like(row, dtype=torch.bool), ["a"], normalize=normalize)[0]
+
+    return apply
+
+
+def of_gaps(values: Tensor) -> Tensor:
+    on = torch.ones(1, len(values), dtype=torch.bool)
+    zeros = torch.zeros(1, len(values), dtype=torch.float64)
+    return -distil(zeros, values.double()[None], zeros, on, coef=1.0, max_gap=1e38, scale="std")[0]
+
+
+def shift(scores: Tensor) -> Tensor:
+    """Of penalties that alternate about their mean."""
+    penalty = torch.where(torch.arange(len(scores)) % 2 == 0, PENALTY, -PENALTY).double()
+    return compute_shift(penalty, scores.double(), {"a": list(range(len(scores)))}, by_std=True)
+
+
+def weigh(log_ratios: Tensor) -> Tensor:
+    """Self-normalised weights, at most n, of which the mean is 1."""
+    correction = CorrectionSpec.from_mapping({"weight": TIS | {"upper": None, "normalize": True}})
+    policies = dict(old_log_prob=log_ratios.double()[None], rollout_log_prob=torch.zeros(1, len(log_ratios)))
+    mask = torch.ones(1, len(log_ratios), dtype=torch.bool)
+    constants: BatchConstants = batch_constants(correction, **policies, response_mask=mask)
+    return rollout_stage(correction, **policies, response_mask=mask, constants=constants, measure="nothing").weight[0]
+
+
+SCALES = {
+    "zscore": Normalisation(of_utilities("zscore"), lambda n: math.sqrt(max(n - 1, 0)), centred=True),
+    "scale": Normalisation(of_utilities("scale"), math.sqrt),
+    "distillation": Normalisation(of_gaps, math.sqrt),
+    "shift": Normalisation(shift, lambda n: max(math.sqrt(max(n - 1, 0)), 2 * PENALTY)),
+}
+ALL = SCALES | {"weights": Normalisation(weigh, float)}
+
+sizes = st.sampled_from([1e-30, 1e-3, 1.0, 7.0, 1e5, 1e30]).flatmap(lambda size: st.sampled_from([size, -size]))
+near = st.tuples(sizes, st.lists(st.integers(-3, 3), min_size=1, max_size=9), st.floats(0, 8)).map(
+    lambda drawn: [drawn[0] * (1 + step * 2.0**-23 * 10 ** drawn[2]) for step in drawn[1]]
+)
+wild = st.lists(st.floats(-(2.0**100), 2.0**100, width=32), min_size=1, max_size=9)
+groups = (near | wild).map(lambda values: torch.tensor(values, dtype=torch.float32))
+
+
+@pytest.mark.parametrize("name", ALL)
+@given(values=groups)
+def test_finite_and_within_its_bound(name: str, values: Tensor) -> None:
+    found = ALL[name].apply(values)
+    assert bool(torch.isfinite(found).all())
+    assert float(found.abs().max()) <= ALL[name].bound(len(values)) * (1 + 1e-6)
+
+
+@pytest.mark.parametrize("name", ALL)
+@given(values=groups, data=st.data())
+def test_a_group_with_a_nan_raises(name: str, values: Tensor, data: st.DataObject) -> None:
+    if name == "weights":  # a log-prob that is not finite leaves weights, and is counted
+        return
+    values[data.draw(st.integers(0, len(values) - 1))] = math.nan
+    with pytest.raises(ValueError, match=r"nan|not finite|not a number"):
+        ALL[name].apply(values)
+
+
+@given(sizes, st.lists(st.integers(-2, 2), min_size=2, max_size=9))
+def test_values_that_agree_within_rounding_are_0_after_centring(size: float, steps: list[int]) -> None:
+    values = torch.tensor([size * (1 + step * 2.0**-23) for step in steps], dtype=torch.float32)
+    assert of_utilities("zscore")(values).tolist() == [0.0] * len(steps)
+    alternating = [PENALTY if at % 2 == 0 else -PENALTY for at in range(len(steps))]
+    middle = sum(alternating) / len(steps)
+    assert shift(values).tolist() == pytest.approx([each - middle for each in alternating])
+
+
+@pytest.mark.parametrize("name", SCALES)
+@pytest.mark.parametrize("size", [0.0, 1.0, 1e30])
+def test_no_jump_as_a_gap_closes(name: str, size: float) -> None:
+    """One of four values is off by a gap that shrinks by 3 % from step to step; at last it is none."""
+    unit = size or 1.0
+    gaps = [unit * 0.97**step for step in range(1300)] + [0.0]
+    found = torch.stack([SCALES[name].apply(size + torch.tensor([gap, 0, 0, 0]).double()) for gap in gaps])
+    assert float(found.diff(dim=0).abs().max()) <= 0.1 * SCALES[name].bound(4)
+
+
+@given(st.lists(st.integers(0, 10**6) | st.floats(100, 100.001), min_size=1, max_size=9))
+def test_a_group_penalty_is_at_most_half_its_coefficient(lengths: list[float]) -> None:
+    found = penalties("group", lengths, [True] * len(lengths), coefficient=0.1)
+    assert float(found.abs().max()) <= 0.05 * (1 + 1e-9)
+    if max(lengths) - min(lengths) < 0.01:  # no whole token between them
+        assert float(found.abs().max()) <= 0.001
+
+
+@pytest.mark.parametrize("anchor", [1e-9, 0.5, 1.0])
+def test_an_anchor_divides_by_a_token_at_least(anchor: float) -> None:
+    found = penalties("reference", [0, 10], [True, True], coefficient=0.1, anchor=anchor)
+    assert found.tolist() == pytest.approx([0.0, 0.1 * (10 - anchor)])
+
+
+@given(st.integers(1, 128), st.integers(0, 128), st.integers(1, 127))
+def test_scaled_pass_at_k_is_within_its_bound_and_sums_to_0(n: int, c: int, k: int) -> None:
+    c, k = min(c, n), min(k, n)
+    found = of_pass_at_k([1] * c + [0] * (n - c), k, objective="analytic")
+    assert float(found.abs().max()) <= math.sqrt(max(n - 1, 0)) * (1 + 1e-9)
+    assert float(found.sum()) == pytest.approx(0.0, abs=1e-9)
+
+
+@given(st.lists(st.tuples(st.floats(0, 1e6), st.floats(0, 1)), min_size=1, max_size=9), st.sampled_from([1, 4, 1024]))
+def test_budgets_deal_all_that_there_is(answers: list[tuple[float, float]], k: int) -> None:
+    rates = PassRates(1.0, {str(at): (n, n * share) for at, (n, share) in enumerate(answers)}, (1e-6, 1e-6))
+    chances = compute_chances(rates, len(answers), 8, 0.2, k)
+    assert float(chances.sum()) == pytest.approx(1.0)
+    assert float(chances.min()) >= 0.2 / len(answers) * (1 - 1e-9)
+    sizes = allocate([rates.estimate(name) for name in rates.counts], 4 * len(answers), least=1, most=8, k=k)
+    assert (sum(sizes), min(sizes) >= 1, max(sizes) <= 8) == (4 * len(answers), True, True)
