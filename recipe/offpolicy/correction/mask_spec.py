@@ -157,7 +157,6 @@ class MaskSpec:
                 key=f"{key}.by_staleness",
                 value=list(self.by_staleness),
                 beside={f"{key}.aggregate": self.aggregate},
-                mend={f"{key}.by_staleness": None},
             )
         half_set = (self.lower is None) != (self.upper is None) and self.delta is None
         if half_set and self.level == "token" and self.entry.of_log_ratios and self.when == "any":

@@ -38,6 +38,7 @@ class Problem:
         parts: names of these corrections, ``EVERYTHING`` or ``MU``.
         overrides: the fix in Hydra's grammar, to be put behind the overrides of the launch.
         beside: other keys, and their values, without which the value would be fine.
+        translated: the overrides say what was meant by the value; otherwise they replace it.
     """
 
     key: str
@@ -48,6 +49,7 @@ class Problem:
     parts: tuple[str, ...] = EVERYTHING
     overrides: tuple[str, ...] = ()
     beside: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    translated: bool = False
 
     @property
     def cause(self) -> str:
@@ -97,6 +99,7 @@ class SpecError(ValueError):
         key, value: as they were given; an empty key where the reason needs none.
         beside: other keys and their values, without which the value would be fine.
         mend: key -> the value that mends it.
+        meant: key -> the value that was meant, in the same place.
         removed: keys that are to be taken away before, with the values that they have.
 
     Attributes:
@@ -112,11 +115,14 @@ class SpecError(ValueError):
         value: Any = None,
         beside: Mapping[str, Any] | None = None,
         mend: Mapping[str, Any] | None = None,
+        meant: Mapping[str, Any] | None = None,
         removed: Mapping[str, Any] | None = None,
     ) -> None:
         away = [override for name, given in (removed or {}).items() for override in remove(name, given)]
-        put = [set_to(name, wanted) for name, wanted in (mend or {}).items()]
-        self.problem = Problem(key, value, reason, fix, overrides=(*away, *put), beside=dict(beside or {}))
+        put = [set_to(name, wanted) for name, wanted in (meant or mend or {}).items()]
+        self.problem = Problem(
+            key, value, reason, fix, overrides=(*away, *put), beside=dict(beside or {}), translated=bool(meant)
+        )
         super().__init__(str(self.problem))
 
 

@@ -50,7 +50,6 @@ def _check_weights(spec: CorrectionParts) -> None:
             key="correction.weight",
             value=spec.weight.to_mapping(),
             beside={f"correction.weights.{name}.when": weight.when},
-            mend={"correction.weight": None},
         )
     for (first, one), (name, other) in itertools.combinations(spec.weights, 2):
         if overlap((one.when, one.sign), (other.when, other.sign)):
@@ -65,7 +64,6 @@ def _check_weights(spec: CorrectionParts) -> None:
                     f"correction.weights.{first}.sign": one.sign,
                     f"{key}.sign": other.sign,
                 },
-                removed={key: other.to_mapping()},
             )
 
 
@@ -77,7 +75,6 @@ def _check_kl(spec: CorrectionParts) -> None:
             key="correction.kl_weight",
             value=spec.kl_weight.to_mapping(),
             beside={"correction.kl_clip": spec.to_mapping()["kl_clip"]},
-            mend={"correction.kl_clip": None},
         )
 
 
@@ -94,7 +91,6 @@ def _check_support(spec: CorrectionParts) -> None:
                 key=f"correction.{name}",
                 value=spec.to_mapping()[name],
                 beside=beside,
-                mend={f"correction.{name}": None},
             )
     if spec.needs_batch and spec.support_unknown == "mask":
         raise SpecError(
@@ -177,7 +173,7 @@ def _check_proximal(spec: CorrectionParts) -> None:
                 key="correction.kl_clip",
                 value=spec.to_mapping()["kl_clip"],
                 beside=_proximal(spec),
-                mend={"correction.kl_clip": None},
+                mend={"correction.proximal": "recompute"},
             )
     if spec.proximal in ("reuse", "loglinear") and (batch_wide := _batch_level_keys(spec)):
         key, value = next(iter(batch_wide.items()))
@@ -325,7 +321,7 @@ def _check_factors(spec: CorrectionParts) -> None:
                 key=key,
                 value=value,
                 beside=_proximal(spec),
-                mend={key: None},
+                mend={"correction.proximal": "recompute"},
             )
 
 

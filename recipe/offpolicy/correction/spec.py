@@ -190,8 +190,8 @@ def _weight(value: Any) -> WeightSpec | None:
     if value is None:
         return None
     key = "correction.weight"
-    fix = f"Set {key}=null, or choose an option that has a weight, such as tis_token, in correction=[...]."
-    given = require_mapping(value, key, fix, {key: None})
+    fix = "Choose an option that has a weight, such as tis_token, in correction=[...]."
+    given = require_mapping(value, key, fix, None)
     for name in ("when", "sign"):
         if name in given:
             raise SpecError(
@@ -205,12 +205,12 @@ def _weight(value: Any) -> WeightSpec | None:
 
 
 def _weights(value: Any) -> tuple[tuple[str, WeightSpec], ...]:
-    whole, option = "correction.weights", "choose an option that has them, such as topr, in correction=[...]."
-    weights = require_mapping({} if value is None else value, whole, f"Set {whole}={{}}, or {option}", {whole: {}})
+    whole, option = "correction.weights", "Choose an option that has them, such as topr, in correction=[...]."
+    weights = require_mapping({} if value is None else value, whole, option, {})
     specs = []
     for given, weight in sorted((str(name), weight) for name, weight in weights.items()):
         name, key = check_metric_name(given, whole, weight), f"{whole}.{given}"
-        mapping = require_mapping(weight, key, f"Remove it, or {option}")
+        mapping = require_mapping(weight, key, option)
         if mapping.get("when", "???") == "???":
             raise SpecError(
                 "not set; it has no default.",
@@ -224,12 +224,12 @@ def _weights(value: Any) -> tuple[tuple[str, WeightSpec], ...]:
 
 
 def _masks(value: Any) -> tuple[tuple[str, MaskSpec], ...]:
-    whole, option = "correction.masks", "choose an option that has masks, such as gsm, in correction=[...]."
-    masks = require_mapping({} if value is None else value, whole, f"Set {whole}={{}}, or {option}", {whole: {}})
+    whole, option = "correction.masks", "Choose an option that has masks, such as gsm, in correction=[...]."
+    masks = require_mapping({} if value is None else value, whole, option, {})
     specs = []
     for given, mask in sorted((str(name), mask) for name, mask in masks.items()):
         name, key = check_metric_name(given, whole, mask), f"{whole}.{given}"
-        specs.append((name, MaskSpec.from_mapping(require_mapping(mask, key, f"Remove it, or {option}"), key=key)))
+        specs.append((name, MaskSpec.from_mapping(require_mapping(mask, key, option), key=key)))
     return tuple(specs)
 
 
@@ -237,16 +237,16 @@ def _penalty(value: Any) -> PenaltySpec | None:
     if value is None:
         return None
     key = "correction.penalty"
-    fix = f"Set {key}=null, or choose an option that has a penalty, such as log_ratio_penalty, in correction=[...]."
-    return PenaltySpec.from_mapping(require_mapping(value, key, fix, {key: None}), key=key)
+    fix = "Choose an option that has a penalty, such as log_ratio_penalty, in correction=[...]."
+    return PenaltySpec.from_mapping(require_mapping(value, key, fix, None), key=key)
 
 
 def _kl_weight(value: Any) -> KlWeightSpec | None:
     if value is None:
         return None
     key = "correction.kl_weight"
-    fix = f"Set {key}=null, or choose an option that has it, such as kl_unbiased, in correction=[...]."
-    return KlWeightSpec.from_mapping(require_mapping(value, key, fix, {key: None}), key=key)
+    fix = "Choose an option that has it, such as kl_unbiased, in correction=[...]."
+    return KlWeightSpec.from_mapping(require_mapping(value, key, fix, None), key=key)
 
 
 def _kl_clip(value: Any) -> tuple[float, float] | None:
@@ -256,7 +256,9 @@ def _kl_clip(value: Any) -> tuple[float, float] | None:
     # A single number is what PPO's own clip takes: the distance of both bounds from 1.
     width = value if isinstance(value, float) and 0 < value < 1 else 0.2
     bounds_around_1 = {"lower": round(1 - width, 6), "upper": round(1 + width, 6)}
-    mapping = require_mapping(value, key, "", {key: bounds_around_1})
+    if not isinstance(value, Mapping):
+        raise SpecError("expected a mapping.", key=key, value=value, meant={key: bounds_around_1})
+    mapping = value
     check_known_keys(mapping, {"lower", "upper"}, key)
     bounds = {"lower": None, "upper": None, **mapping}
     require_keys(bounds, {"lower", "upper"}, key)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 import re
 import sys
@@ -11,6 +10,7 @@ from typing import Any, cast, get_args
 
 from .aggregates import AGGREGATES
 from .problem import SpecError
+from .spelling import find_closest
 from .units import Level
 
 _MISSING = "???"  # what OmegaConf leaves where a value is mandatory
@@ -23,19 +23,29 @@ _IN_USE = {
     "when": "any",
     "sign": "row",
 }
+_ELSEWHERE = dict.fromkeys(("cap", "max", "high", "clip", "threshold", "upper_bound"), "upper") | dict.fromkeys(
+    ("min", "low", "floor", "lower_bound"), "lower"
+)
+"""Names that other frameworks have for a bound."""
+_TRUTH = {"yes": True, "on": True, "1": True, "no": False, "off": False, "0": False}
 _NAME = re.compile(r"[a-z][a-z0-9_]*")
 
 
-def require_mapping(value: Any, key: str, fix: str, mend: Mapping[str, Any] | None = None) -> Mapping[str, Any]:
-    """Return ``value`` if it is a mapping; the error proposes ``fix`` and ``mend``, or else to remove the key.
+def require_mapping(value: Any, key: str, fix: str, off: Any = ...) -> Mapping[str, Any]:
+    """Return ``value`` if it is a mapping; the error proposes ``fix``, and of null or false what switches the key off.
+
+    Args:
+        off: the value that does; by default the key is removed.
 
     Example:
         >>> require_mapping({"level": "token"}, "correction.weight", "Remove it.")
         {'level': 'token'}
     """
     if not isinstance(value, Mapping):
-        removed = {key: value} if mend is None else None
-        raise SpecError("expected a mapping.", fix, key=key, value=value, mend=mend, removed=removed)
+        away = value is None or value is False
+        meant = {key: off} if away and off is not ... else None
+        removed = {key: value} if away and off is ... else None
+        raise SpecError("expected a mapping.", fix, key=key, value=value, meant=meant, removed=removed)
     return value
 
 
@@ -53,14 +63,17 @@ def check_known_keys(mapping: Mapping[str, Any], known: Iterable[str], key: str)
     if unknown := {str(name): value for name, value in mapping.items() if name not in known}:
         name = min(unknown)
         value = unknown[name]
-        near = difflib.get_close_matches(name, known, 1) if not isinstance(value, Mapping) else []
+        near = _ELSEWHERE.get(name.lower()) or find_closest(name, known)
+        meant = _meant(f"{key}.{near}", value) or {f"{key}.{near}": value} if near in known else {}
+        if isinstance(value, Mapping) or value == _MISSING:
+            meant = {}
         raise SpecError(
             "unknown key.",
-            f"Known under {key}: {', '.join(sorted(known))}.",
+            f"Did you mean {' and '.join(meant)}?" if meant else f"Known under {key}: {', '.join(sorted(known))}.",
             key=f"{key}.{name}",
             value=value,
-            mend={f"{key}.{near[0]}": value} if near and value != _MISSING else None,
-            removed={f"{key}.{name}": value},
+            meant=meant,
+            removed={f"{key}.{name}": value} if meant else None,
         )
 
 
@@ -116,15 +129,16 @@ def read_choice(mapping: Mapping[str, Any], name: str, options: Any, key: str, d
     """
     allowed = get_args(options) or options
     if (value := mapping.get(name, default)) not in allowed:
-        near = difflib.get_close_matches(str(value), allowed, 1)
+        near = find_closest(str(value), allowed)
         proposed = propose_value(mapping, name, key).get(f"{key}.{name}", allowed[0])
         in_use = default or (proposed if proposed in allowed else allowed[0])
-        guessed = near[0] if near else None if name == "level" else in_use
+        guessed = None if name == "level" else in_use
         raise SpecError(
             "no such choice.",
             f"Set one of {', '.join(allowed)}.",
             key=f"{key}.{name}",
             value=value,
+            meant={f"{key}.{name}": near} if near is not None else None,
             mend={f"{key}.{name}": guessed} if guessed is not None else None,
         )
     return cast(Any, value)
@@ -144,6 +158,7 @@ def read_bool(mapping: Mapping[str, Any], name: str, key: str) -> bool:
             "Set true or false.",
             key=f"{key}.{name}",
             value=value,
+            meant={f"{key}.{name}": _TRUTH[str(value).lower()]} if str(value).lower() in _TRUTH else None,
             mend={f"{key}.{name}": False},
         )
     return value
@@ -165,7 +180,8 @@ def read_number(value: Any, key: str, *, nullable: bool = True) -> float | None:
             f"expected {expected}, not {type(value).__name__}.",
             key=key,
             value=value,
-            mend=_meant(key, value, in_use),
+            meant=_meant(key, value),
+            mend={} if in_use is None else {key: in_use},
         )
     try:
         converted = float(value)
@@ -177,7 +193,8 @@ def read_number(value: Any, key: str, *, nullable: bool = True) -> float | None:
             "Write null for an open side." if nullable else "",
             key=key,
             value=value,
-            mend={key: in_use},
+            meant={key: None} if nullable and math.isinf(converted) else None,
+            mend={} if in_use is None else {key: in_use},
         )
     return converted + 0.0  # -0.0 is 0.0, also in the fingerprint
 
@@ -199,7 +216,6 @@ def read_factors(mapping: Mapping[str, Any], key: str) -> tuple[float, ...] | No
             f"Set {key}.by_staleness=[1.0,1.5,2.0] for example, or null for bounds that are the same at every age.",
             key=f"{key}.by_staleness",
             value=value,
-            mend={f"{key}.by_staleness": None},
         )
     return tuple(float(each) for each in numbers)
 
@@ -208,17 +224,28 @@ def _is_factor(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= sys.float_info.max
 
 
-def _meant(key: str, value: Any, otherwise: Any) -> dict[str, Any]:
-    """Propose the number that a string contains, or the two bounds, written ``0.99_1.01`` as in verl."""
-    owner, _, name = key.rpartition(".")
-    parts = value.split("_") if isinstance(value, str) else ()
+def read_numbers(value: Any) -> list[float]:
+    """Read the number that a value contains, or two bounds, written ``0.99_1.01`` as in verl, or as a list.
+
+    Example:
+        >>> read_numbers("0.99_1.01"), read_numbers([1.01]), read_numbers("abc")
+        ([0.99, 1.01], [1.01], [])
+    """
+    parts = re.split("[_,]", value) if isinstance(value, str) else value if isinstance(value, list | tuple) else [value]
     try:
-        numbers = [float(part) for part in parts]
-    except ValueError:
-        numbers = []
+        numbers = [float(part) for part in parts if not isinstance(part, bool)]
+    except (TypeError, ValueError, OverflowError):
+        return []
+    return numbers if len(numbers) == len(parts) and all(map(math.isfinite, numbers)) else []
+
+
+def _meant(key: str, value: Any) -> dict[str, Any]:
+    """Propose the number, or the two bounds, that a value contains; nothing where there is none."""
+    owner, _, name = key.rpartition(".")
+    numbers = sorted(read_numbers(value))
     if len(numbers) == 2 and name in ("lower", "upper"):
         return {f"{owner}.lower": numbers[0], f"{owner}.upper": numbers[1]}
-    return {key: numbers[0] if len(numbers) == 1 and math.isfinite(numbers[0]) else otherwise}
+    return {key: numbers[0]} if len(numbers) == 1 else {}
 
 
 def read_ordered_bounds(mapping: Mapping[str, Any], key: str) -> tuple[float | None, float | None]:
@@ -236,7 +263,7 @@ def read_ordered_bounds(mapping: Mapping[str, Any], key: str) -> tuple[float | N
             key=f"{key}.lower",
             value=lower,
             beside={f"{key}.upper": upper},
-            mend={f"{key}.lower": upper, f"{key}.upper": lower},
+            meant={f"{key}.lower": upper, f"{key}.upper": lower},
         )
     return lower, upper
 
@@ -256,9 +283,24 @@ def read_ratio_bounds(mapping: Mapping[str, Any], key: str) -> tuple[float | Non
                 "Set a bound > 0, or null to leave it open.",
                 key=f"{key}.{side}",
                 value=bound,
-                mend=propose_value(mapping, side, key),
+                mend=usual_bound(mapping, side, key),
             )
     return read_ordered_bounds(mapping, key)
+
+
+def usual_bound(mapping: Mapping[str, Any], side: str, key: str) -> dict[str, Any]:
+    """Propose the bound in use for a malformed one, ``key.side`` -> number; nothing where it would be null or cross.
+
+    Example:
+        >>> usual_bound({"aggregate": "geometric", "lower": 0.99}, "upper", "correction.masks.gsm")
+        {'correction.masks.gsm.upper': 1.01}
+    """
+    other = "lower" if side == "upper" else "upper"
+    proposed = propose_value({**mapping, other: None}, side, key)[f"{key}.{side}"]
+    beside = mapping.get(other)
+    if proposed is None or (isinstance(beside, int | float) and (proposed < beside) == (side == "upper")):
+        return {}
+    return {f"{key}.{side}": proposed}
 
 
 def propose_value(mapping: Mapping[str, Any], name: str, key: str) -> dict[str, Any]:
@@ -314,7 +356,7 @@ def check_metric_name(name: str, key: str, mask: Any = None) -> str:
             "Rename the mask.",
             key=f"{key}.{name}",
             value=mask,
-            mend={f"{key}.{_renamed(name)}": mask},
+            meant={f"{key}.{_renamed(name)}": mask},
             removed={f"{key}.{name}": mask},
         )
     return name

@@ -11,7 +11,7 @@ from .problem import SpecError
 from .ratios import EXP_CLAMP
 from .signs import Sign, When, check_sign_is_read
 from .units import Level
-from .validation import propose_value, read_bool, read_choice, read_factors, read_ratio_bounds, require_keys
+from .validation import read_bool, read_choice, read_factors, read_ratio_bounds, require_keys, usual_bound
 
 WeightRatio = Literal["rollout", "full"]
 WeightAggregate = Literal["product", "geometric"]
@@ -67,7 +67,7 @@ class WeightSpec:
                     "Set a bound inside, or null to leave that side open.",
                     key=f"{key}.{side}",
                     value=bound,
-                    mend=propose_value(mapping, side, key),
+                    mend=usual_bound(mapping, side, key),
                 )
         if kind == "truncate" and lower is not None and upper is not None:
             raise SpecError(
@@ -144,7 +144,6 @@ class WeightSpec:
                 f"Set {key}.by_staleness=null, or a bound and factors below that.",
                 key=f"{key}.by_staleness",
                 value=list(self.by_staleness),
-                mend={f"{key}.by_staleness": None},
             )
 
     def to_mapping(self) -> dict[str, Any]:

@@ -31,6 +31,8 @@ from .checks import (
     substitute_usual_values,
 )
 from .hydra_groups import compose_without, filter_added, list_options
+from .option_defaults import restore_defaults
+from .own_keys import list_sections
 from .resolve import Say, refuse_emptied, resolve
 from .shadows import check_beside
 from .similar_keys import find_stray_keys
@@ -94,7 +96,7 @@ def examine(config: DictConfig, overrides: Iterable[str], *, say: Say = lambda l
     except SpecError as error:
         # Bounds may cross because one of them is a pair read as a number, which ``pairs`` reports.
         if _get_section(error.problem) not in map(_get_section, pairs):
-            problems.append(error.problem)
+            problems.append(restore_defaults(error.problem))
     except CheckError as error:
         problems += error.problems
     except _UNREADABLE as error:
@@ -194,5 +196,8 @@ def _build_unreadable(check: str, error: Exception) -> Problem:
 
 
 def _find_stray_keys(config: DictConfig, overrides: Sequence[str]) -> Iterator[Problem]:
-    if added := filter_added(overrides):
-        yield from find_stray_keys(added, compose_without(added), list_options(), list_registered(config))
+    ours = tuple(f"++{section}." for section in list_sections())
+    if added := [each for each in filter_added(overrides) if not each.startswith(ours)]:
+        # Keys that are deleted may be among the added ones.
+        left_out = [each for each in overrides if each.startswith(("+", "~"))]
+        yield from find_stray_keys(added, compose_without(left_out), list_options(), list_registered(config))

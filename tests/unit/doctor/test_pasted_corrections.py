@@ -37,10 +37,10 @@ MALFORMED: dict[str, tuple[dict[str, Any], str, Any, list[str]]] = {
         3.0,
         [f"~{WEIGHT}.uper", f"{WEIGHT}.upper=3.0"],
     ),
-    "unknown": ({"weight": TIS | {"zzz": 3.0}}, f"{WEIGHT}.zzz", 3.0, [f"~{WEIGHT}.zzz"]),
-    "a section misspelt": ({"wieght": dict(TIS)}, "correction.wieght", dict(TIS), ["~correction.wieght"]),
+    "unknown": ({"weight": TIS | {"zzz": 3.0}}, f"{WEIGHT}.zzz", 3.0, []),
+    "a section misspelt": ({"wieght": dict(TIS)}, "correction.wieght", dict(TIS), []),
     "negative cap": ({"weight": TIS | {"upper": -1}}, f"{WEIGHT}.upper", -1.0, [f"{WEIGHT}.upper=2.0"]),
-    "negative bound beside another": (masks(lower=-1), f"{MASK}.lower", -1.0, [f"{MASK}.lower=null"]),
+    "negative bound beside another": (masks(lower=-1), f"{MASK}.lower", -1.0, [f"{MASK}.lower=0.99"]),
     "crossed": (masks(lower=2.0), f"{MASK}.lower", 2.0, [f"{MASK}.lower=1.01", f"{MASK}.upper=2.0"]),
     "proximal": ({"proximal": "x"}, "correction.proximal", "x", ["correction.proximal=recompute"]),
     "proximal misspelt": ({"proximal": "bypas"}, "correction.proximal", "bypas", ["correction.proximal=bypass"]),
@@ -60,7 +60,7 @@ MALFORMED: dict[str, tuple[dict[str, Any], str, Any, list[str]]] = {
     ),
     "a number in quotes": ({"weight": TIS | {"upper": "3"}}, f"{WEIGHT}.upper", "3", [f"{WEIGHT}.upper=3.0"]),
     "infinite": ({"weight": TIS | {"upper": float("inf")}}, f"{WEIGHT}.upper", float("inf"), [f"{WEIGHT}.upper=null"]),
-    "truth": ({"weight": TIS | {"normalize": "yes"}}, f"{WEIGHT}.normalize", "yes", [f"{WEIGHT}.normalize=false"]),
+    "truth": ({"weight": TIS | {"normalize": "yes"}}, f"{WEIGHT}.normalize", "yes", [f"{WEIGHT}.normalize=true"]),
     "clip of KL": (
         {"kl_clip": {"lower": 0.5, "upper": 0.7}},
         "correction.kl_clip",
@@ -75,6 +75,8 @@ def test_what_is_malformed_is_told_and_mended(name: str) -> None:
     given, key, value, overrides = MALFORMED[name]
     problem = malformed(given)
     assert (problem.key, problem.value, list(problem.overrides)) == (key, value, overrides)
+    if not overrides:
+        return
     config = with_overrides(OmegaConf.create({"correction": {"proximal": None, **given}}), force_own_keys(overrides))
     mended: Any = OmegaConf.to_container(config.correction)
     CorrectionSpec.from_mapping(mended if mended["proximal"] else {k: v for k, v in mended.items() if k != "proximal"})
