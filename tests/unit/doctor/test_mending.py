@@ -43,9 +43,8 @@ def asked(mapping: dict[str, Any]) -> tuple[int, int]:
     for name in ("masks", "weights"):
         if isinstance(within := mapping.get(name), dict):
             parts += within.values()
-    return len(parts), sum(
-        isinstance(part, dict) and any(part.get(name) is not None for name in BOUNDS) for part in parts
-    )
+    bounded = [part for part in parts if isinstance(part, dict) and {*map(part.get, BOUNDS)} - {None, "???"}]
+    return len(parts), len(bounded)
 
 
 def mended(mapping: dict[str, Any]) -> tuple[CorrectionSpec | None, int]:
@@ -63,7 +62,7 @@ def mended(mapping: dict[str, Any]) -> tuple[CorrectionSpec | None, int]:
         config = with_overrides(config, force_own_keys(problem.overrides))
         left: Any = OmegaConf.to_container(config.correction)
         assert repr(left) != repr(plain), f"{problem}: {problem.pasted} changes nothing"
-        open_side = isinstance(problem.value, float) and math.isinf(problem.value)
+        open_side = problem.value is None or (isinstance(problem.value, float) and math.isinf(problem.value))
         assert open_side or asked(left) >= asked(plain), f"{problem}: {problem.pasted} takes away what was asked for"
     raise AssertionError(f"still malformed after {MOST_PASTES} pastes: {OmegaConf.to_container(config)}")
 
