@@ -127,7 +127,7 @@ class MaskSpec:
                     key=f"{key}.{name}",
                     value=mapping[name],
                     beside={f"{key}.aggregate": AGE},
-                    removed={f"{key}.{name}": mapping[name]},
+                    removed={f"{key}.{name}": mapping[name]} if "upper" in mapping else None,
                 )
         upper = mapping.get("upper", "???")
         whole = isinstance(upper, int | float) and not isinstance(upper, bool) and 0 <= upper < 2**53
@@ -224,13 +224,14 @@ def _one_way_to_bound(mapping: Mapping[str, Any], chosen: set[str], key: str) ->
     for name in sorted({"lower", "upper", "delta", "budget"} - chosen):
         if name in mapping:
             first = sorted(chosen)[0]
+            away = first if mapping[first] in (None, "???") else name
             raise SpecError(
                 "delta d stands for lower=exp(-d), upper=null, and budget for a cut by batch.",
                 "Give delta, or budget, or the two bounds.",
                 key=f"{key}.{name}",
                 value=mapping[name],
                 beside={f"{key}.{first}": mapping[first]},
-                removed={f"{key}.{name}": mapping[name]},
+                removed={f"{key}.{away}": mapping[away]},
             )
 
 
