@@ -214,8 +214,8 @@ class LengthPenalty(Extension):
             logger.warning("%d answers were cut off at data.max_response_length, and count as right.", cut)
 
     def _note_share(self, moved: Tensor, without: Tensor) -> None:
-        total = float(without.abs().sum())
-        share = float(moved.abs().sum()) / total if total > 0 else math.nan
+        shifted, total = float(moved.abs().sum()), float(moved.abs().sum() + without.abs().sum())
+        share = shifted / total if total > 0 else math.nan
         self._found["length/penalty/share_of_advantage"] = share
 
     # Checkpoints --------------------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from ...batch.spread import ROUNDING
 from .sums import AGES, COLUMNS, SHAPE
 
 LEAST_TOKENS: Final = 20
@@ -175,7 +176,10 @@ def compute_many_shares(tables: Array, floor: BackendFloor | None = None) -> tup
     backend = fresh[..., [_G, _GL, _GK]] + np.where((identified & aged)[..., None], _estimate_stale(stale, floor), 0.0)
     backend = np.where(identified[..., None], backend, np.nan)
     total, gap = whole[..., _L] / count, whole[..., _G] / count
-    variance = np.maximum(whole[..., _LL] / count - total**2, 0.0)
+    square = whole[..., _LL] / count
+    variance = square - total**2
+    # Log-ratios that agree within rounding have none to share out.
+    variance = np.where(variance <= ROUNDING**2 * square, 0.0, variance)
     gap_covariance = whole[..., _GL] / count - total * gap
     backend_covariance = backend[..., 1] / count - total * backend[..., 0] / count
     return (

@@ -43,6 +43,15 @@ def sums_of(
     return compute_sums_by_row(base, base + g, base + g + d, torch.ones_like(g), age).numpy()
 
 
+def test_log_ratios_that_agree_within_rounding_have_no_variance_to_share() -> None:
+    """0.3 at each token, less two steps of float32 at one: 0.1 of backend and 0.2 of drift have no share."""
+    gap = [[0.1, 0.1, 0.1 - 2 * 2.0**-25]]
+    of_variance, of_kl = compute_shares(sums_of(gap, [[0.2, 0.2, 0.2]], [0]).sum(0))
+    assert of_variance.whole == 0.0
+    assert math.isnan(of_variance.drift)
+    assert of_kl.drift == pytest.approx(1 - k3(0.1) / k3(0.3))
+
+
 def test_fresh_rows_worked_by_hand() -> None:
     """G = 0.1, -0.1 and D = 0.2, 0: L = 0.3, -0.1 with mean 0.1 and variance (0.04 + 0.04) / 2 = 0.04.
 
