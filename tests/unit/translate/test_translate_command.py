@@ -86,6 +86,34 @@ def test_from_each_framework(
     assert yaml.safe_load(translate(document, source, target)) == expected
 
 
+@pytest.mark.parametrize(
+    ("source", "document"),
+    [
+        ("skyrl", {"enable_sample_support_replay": True}),
+        ("skyrl", {"policy_loss_type": "rollout_is"}),
+        ("skyrl", {"policy_loss_type": "dppo"}),
+        ("trl", {"beta": 0.1, "use_bias_correction_kl": True, "use_vllm": False}),
+        ("openrlhf", {"is_correction_level": "token", "is_correction_gating": "tv", "is_correction_threshold": 0.1}),
+        ("nemo_rl", {"loss_fn": {"use_on_policy_kl_approximation": True}}),
+        ("slime", {"rollout_top_p": 0.9}),
+    ],
+)
+def test_overrides_of_a_translation_compose_to_it(source: str, document: dict[str, object]) -> None:
+    assert composed(translate(document, source, "hydra")) == CorrectionSpec.from_peer(source, document)
+
+
+def test_keys_that_correct_nothing_are_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "trl.yaml"
+    path.write_text("{loss_type: cispo, vllm_importance_sampling_correction: false, learning_rate: 1.0}")
+    assert main([str(path), "--from", "trl"]) == 0
+    said = capsys.readouterr()
+    assert (said.out.strip(), "loss_type" in said.err) == ("correction=none", True)
+    path.write_text("{my_logprob_key: 1, vllm_importance_sampling_correction: false}")
+    assert main([str(path), "--from", "trl"]) == 2
+    assert "my_logprob_key=1" in capsys.readouterr().err
+    assert main([str(path), "--from", "trl", "--ignore", "my_logprob_key"]) == 0
+
+
 def test_openrlhfs_loss_type_is_read_beside_it() -> None:
     document = {"actor.policy_loss_type": "gspo", "algo": {"advantage": {"is_correction_enable": True}}}
     assert yaml.safe_load(translate(document, "openrlhf", "verl")) == {"bypass_mode": True}

@@ -34,6 +34,8 @@ def build_overrides(spec: CorrectionSpec) -> list[str]:
         overrides.append(set_to(f"{GROUP}.weight", wanted["weight"]))
     overrides += [f"+{set_to(f'{GROUP}.masks.{name}', mask)}" for name, mask in known if name not in masks]
     overrides += [f"+{set_to(f'{GROUP}.weights.{name}', one)}" for name, one in wanted.get("weights", {}).items()]
+    if wanted.get("kl_weight"):  # whole: an open bound, null, is no default of a part that is not there
+        overrides.append(set_to(f"{GROUP}.kl_weight", wanted["kl_weight"], add=True))
     composed = compose_correction(overrides)
     there = dict(_leaves(composed))
     # Compared after parsing: defaults that the spec fills in need no override.

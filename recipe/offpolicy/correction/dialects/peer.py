@@ -14,7 +14,7 @@ _WORDS: Final = re.compile(
     r"importance|icepop|mask|log_?prob|logp(?![a-z])|centering|replay|loss_type|(?<![a-z])tis(?!t)|_is$"
     r"|(?<![a-z])is_(?:batch|cap|clip|cor|enable|gat|high|level|log|loss|low|mask|mode|norm|ratio|thres|trunc|type|up|weig)"
     r"|correction|off_?policy|rejection|decoupled|behave?_|proximal|prox_|opsm|rho(?![a-z])|truncated_|trust_region"
-    r"|dppo|vespo|sapo|cispo|m2po|support_|mismatch|(?<![a-z])rs(?![a-z])|unbiased"
+    r"|dppo|vespo|sapo|cispo|m2po|support_|mismatch|loss_mode|ratio_type|(?<![a-z])rs(?![a-z])|unbiased"
 )
 _LOOSELY: Final = re.compile(r"is_|tis")
 _NEAR: Final = 0.83
@@ -118,14 +118,15 @@ class Peer:
         """Read a configuration: the whole, a section or flat options, as a mapping or as an object with attributes.
 
         Args:
-            ignore: keys, as they are given, of which the caller says that they correct nothing.
+            ignore: keys or sections, as they are given, of which the caller says that they correct nothing.
             more: values of whole paths that the source does not have.
 
         Raises:
             SpecError: a key that is not known and may be about a correction, a malformed value, a correction without
                 an equivalent here, and one that the framework itself would not apply.
         """
-        document = {path: value for path, value in flatten(source, self.name).items() if path not in ignore}
+        flat = flatten(source, self.name)
+        document = {path: value for path, value in flat.items() if self._find(ignore, path) is None}
         start = self._find_start(list(document))
         below = tuple(f"{section}." for section in self.sections)
         given = dict(more or {})
@@ -134,6 +135,8 @@ class Peer:
             full = start + path
             if full in self.read:
                 given[full] = value
+            elif self._find(self.read, full.rpartition(".")[0]) in given:
+                continue  # of a list, which its converter reads
             elif (owner := self._find(self.unsaid, full)) is not None:
                 self._refuse(owner, full, value, document, start)
             elif (owner := self._find(self.plain, full)) is not None:
@@ -253,8 +256,11 @@ def _walk(mapping: Mapping[Any, Any], above: str) -> Iterator[tuple[str, Any]]:
         value = list(value) if isinstance(value, Sequence) and not isinstance(value, str) else value
         if nested:
             yield from _walk(nested, f"{path}.")
-        else:
-            yield path, value
+            continue
+        yield path, value
+        for place, each in enumerate(value if isinstance(value, list) else ()):
+            if isinstance(each, Mapping):
+                yield from _walk(each, f"{path}.{place}.")
 
 
 def _to_mapping(source: Any, where: str) -> Mapping[Any, Any]:

@@ -110,7 +110,7 @@ ROLL: Final = Peer(
     elsewhere=words(
         "difficulty_mask dirty_data_mask importance_sampling is_num_return_sequences_expand"
         " is_offload_optimizer_states_in_train_step is_offload_states is_pure_opd is_use_additional_prompts logprobs"
-        " mask_type max_len_mask router_replay use_policy_loss_type"
+        " ratio_type mask_type max_len_mask router_replay use_policy_loss_type"
     ),
     context=frozenset({_VARIANT, "pg_variant"}),
     switches=frozenset({f"{_WEIGHT}.enabled", _RECOMPUTE, _FORCED}),

@@ -49,6 +49,10 @@ def _convert(options: Options) -> dict[str, Any]:
     # With get_mismatch_metrics alone a function of weights is called as well, and mis.py's alone then leaves the loss.
     tis |= flags["get_mismatch_metrics"] and path is not None and not of_mis
     plain: dict[str, Any] = {"proximal": "bypass" if bypass else "recompute", "masks": {}}
+    of_file = sorted(key for key, value in _MIS.items() if options[key] != value)
+    if of_file and (tis or options["use_rs"]) and not (tis and of_mis):
+        fix = "Set use_tis=true and custom_tis_function_path to its compute_mis_weights_with_cp."
+        raise refuse("mis.py alone reads it, with use_tis.", of_file[0], options[of_file[0]], fix)
     if bypass and tis:
         reason = "pi_old is mu there, and a weight would count its ratio twice, or be 1."
         raise refuse(reason, "use_tis", True, "Set use_rollout_logprobs=false.")
@@ -60,8 +64,6 @@ def _convert(options: Options) -> dict[str, Any]:
     elif tis:
         reason = "what a function of your own does is not known; compute_mis_weights_with_cp and icepop_function are."
         raise refuse(reason, "custom_tis_function_path", path)
-    elif read_flag(options["use_rs"], "use_rs"):
-        raise refuse("mis.py rejects with use_tis alone.", "use_rs", True, "Set use_tis=true.")
     if flags["use_opsm"]:
         delta = read_number(options["opsm_delta"], "opsm_delta")
         ratio = "full" if bypass else "ppo"

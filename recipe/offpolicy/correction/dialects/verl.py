@@ -253,7 +253,8 @@ VERL: Final = Peer(
     },
     plain=words("_target_", _SECTION),
     elsewhere=words(
-        "calculate_log_probs enable_rollout_routing_replay ignore_input_ids_mismatch kl_loss_type"
+        "loss_mode policy_loss_mode reset_attention_mask rollout_n"
+        " calculate_log_probs enable_rollout_routing_replay ignore_input_ids_mismatch kl_loss_type"
         " log_prob_max_token_len_per_gpu log_prob_micro_batch_size log_prob_micro_batch_size_per_gpu"
         " log_prob_min_clamp log_prob_use_dynamic_bsz logprobs logprobs_mode max_off_policy_strategy"
         " max_off_policy_threshold replay_file router_replay use_rollout_log_probs"
