@@ -47,6 +47,8 @@ PRIVATE, PRIVATE_DIRECTORY = 0o600, 0o700
 """Modes of what is recorded: prompts and responses, which are nobody's but the owner's to hand on."""
 LARGEST = 8 * 2**30
 """Bytes that a file may unpack to; more is taken for a mistake or an attack."""
+UNPACKED, SMALL = 200, 2**26
+"""The same for each byte of the file, where it unpacks to more than ``SMALL``: recorded log-probs do not shrink so far."""
 MOST_REASONS = 32
 """Parts of a correction that can reject: bits of ``rejected_by``."""
 _WIDEST = 8  # bytes of a value
@@ -269,8 +271,9 @@ def _view_writable(values: pa.Array) -> NDArray[Any]:
 def _check_size(path: Path) -> None:
     says = read_declared_size(path)
     size = max(says.size, _WIDEST * says.values, _WIDEST * says.rows)
-    if size > LARGEST:
-        raise RecordingError(f"{path}: says that it unpacks to {size} bytes, more than {LARGEST}. {ASIDE}")
+    most = min(LARGEST, max(SMALL, UNPACKED * path.stat().st_size))
+    if size > most:
+        raise RecordingError(f"{path}: says that it unpacks to {size} bytes, more than {most}. {ASIDE}")
 
 
 def _read_version(path: Path, metadata: Mapping[bytes, bytes]) -> int:

@@ -65,6 +65,17 @@ def test_damaged_bytes_are_noticed_or_without_effect(path: Path, seed: int) -> N
     assert noticed > 20
 
 
+def test_rows_repeated_without_end_are_refused_before_they_are_unpacked(path: Path) -> None:
+    """160 000 rows of 4: 720 000 tokens, by 8 bytes and more than a dozen columns above 64 MiB, in a file of few KB."""
+    table = pa.concat_tables([pq.read_table(path)] * 40_000).combine_chunks()
+    pq.write_table(table, path, compression="zstd")
+    assert path.stat().st_size * files_module.UNPACKED < 2**26
+    before = pa.total_allocated_bytes()
+    with pytest.raises(RecordingError, match=rf"{NAME}: says that it unpacks to \d+ bytes, more than 67108864"):
+        read(path)
+    assert pa.total_allocated_bytes() == before
+
+
 @pytest.mark.parametrize(
     "content",
     [b"", b"PAR1", b"PAR1PAR1", b"PAR1" + b"\xff" * 8 + b"PAR1", b"\0" * 10_000, pickle.dumps({"rows": [1]})],
