@@ -71,6 +71,15 @@ if [[ -x $venv/bin/python && -f $stamp && $(<"$stamp") == "$(fingerprint)" ]]; t
     exit 0
 fi
 
+# An environment of another checkout is that one's to change. A checkout that is gone has none.
+owner=$(cat "$venv"/lib/python3*/site-packages/verl_offpolicy-*.dist-info/direct_url.json 2>/dev/null | sed -n 's#.*"url": *"file://\([^"]*\)".*#\1#p' || true)
+owner=$(printf '%b' "${owner//%/\\x}")
+if [[ -n $owner && -d $owner && ! $owner -ef $root ]] || [[ -L $venv && -e $venv && ! $owner -ef $root ]]; then
+    die "$venv${owner:+ belongs to the checkout $owner}$([[ ! -L $venv ]] || echo " is a link to $(readlink -f "$venv")"), and is not changed." \
+        "Fix: use it as it is, VENV=$venv bash scripts/quickstart.sh, or make another:" \
+        "     bash scripts/install_cpu.sh DIRECTORY, or VENV_DIR=DIRECTORY bash scripts/quickstart.sh"
+fi
+
 is_supported() { "$1" -c 'import sys; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))' 2>/dev/null; }
 
 find_python() {
