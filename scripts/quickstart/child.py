@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
+_ROOT = Path(__file__).resolve().parents[2]
+_GUARD = f"import sys; sys.path.insert(0, {str(_ROOT)!r}); from scripts.quickstart import guard; guard.run()"
 TICK = 0.25
 """Seconds between two looks at a child."""
 
@@ -35,13 +39,17 @@ class Tail:
 
 
 class Child:
-    """A process in its own session, whose output goes to a log: its daemons would hold a pipe open after its end."""
+    """A process in its own session, whose output goes to a log: its daemons would hold a pipe open after its end.
+
+    It ends with this process, however that ends: see ``guard``.
+    """
 
     def __init__(self, command: Sequence[str], env: Mapping[str, str], log: Path, cwd: Path) -> None:
         self.log = log
         with log.open("wb") as sink:
             self.process = subprocess.Popen(
-                command, env=dict(env), cwd=cwd, stdin=subprocess.DEVNULL, stdout=sink, stderr=subprocess.STDOUT,
+                [sys.executable, "-P", "-c", _GUARD, str(os.getpid()), *command],
+                env=dict(env), cwd=cwd, stdin=subprocess.DEVNULL, stdout=sink, stderr=subprocess.STDOUT,
                 start_new_session=True,
             )  # fmt: skip
 

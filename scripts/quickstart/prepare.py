@@ -12,10 +12,13 @@ import hashlib
 import importlib.metadata
 import os
 import shutil
+import socket
 import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+
+import psutil
 
 from .sums import SumsSettings, build_sums_tokenizer, write_data
 from .task import TaskSettings, get_instruction, splits, write_parquet
@@ -61,7 +64,11 @@ def make_once(path: Path, build: Callable[[Path], None]) -> bool:
     if path.exists():
         return True
     path.parent.mkdir(parents=True, exist_ok=True)
-    draft = Path(tempfile.mkdtemp(prefix=f".{path.name}-", dir=path.parent))
+    prefix = f".{path.name}-{socket.gethostname()}-"
+    for left in path.parent.glob(f"{prefix}*-*"):
+        if not psutil.pid_exists(int(left.name.rsplit("-", 2)[1])):  # its process was killed
+            shutil.rmtree(left, ignore_errors=True)
+    draft = Path(tempfile.mkdtemp(prefix=f"{prefix}{os.getpid()}-", dir=path.parent))
     try:
         build(draft)
         draft.chmod(0o755)

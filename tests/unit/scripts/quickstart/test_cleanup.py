@@ -6,9 +6,12 @@ import os
 import subprocess
 import sys
 import textwrap
+import time
 
+import psutil
 import pytest
 
+from scripts.quickstart.child import Child
 from scripts.quickstart.cleanup import SharedMemoryWatch, read_used_files
 from tests.support.paths import ROOT
 
@@ -17,7 +20,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
 def in_a_supervisor(body: str) -> subprocess.CompletedProcess[str]:
     """Runs code in a process of its own, because it ends all of its descendants."""
-    code = "from scripts.quickstart.cleanup import *\nimport subprocess, time\n" + textwrap.dedent(body)
+    code = "from scripts.quickstart.cleanup import *\nimport os, subprocess, time\n" + textwrap.dedent(body)
     return subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
 
 
@@ -66,3 +69,39 @@ print("ready", flush=True); input()
         child.communicate()
     assert watch.remove_leaked() == ["leaked"]
     assert sorted(os.listdir(tmp_path)) == ["foreign", "older"]
+
+
+@pytest.mark.slow
+def test_everything_ends_with_a_supervisor_that_is_killed(tmp_path):
+    """A command with a grandchild that ignores SIGTERM and a daemon in a session of its own."""
+    script = "(setsid sleep 596 & echo $!); trap '' TERM; sleep 595 & echo $!; echo $$; wait"
+    code = f"""
+import os, signal, time
+from pathlib import Path
+from scripts.quickstart.child import Child
+child = Child(["bash", "-c", {script!r}], os.environ, Path({str(tmp_path / "log")!r}), Path("/"))
+deadline = time.monotonic() + 300
+while len(Path({str(tmp_path / "log")!r}).read_text().split()) < 3 and time.monotonic() < deadline:
+    time.sleep(0.05)
+print(child.process.pid, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == -9
+    pids = [int(word) for word in (done.stdout + (tmp_path / "log").read_text()).split()]
+    assert len(pids) == 4
+    deadline = time.monotonic() + 120
+    while left := [pid for pid in pids if psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie"]:
+        assert time.monotonic() < deadline, left
+        time.sleep(0.1)
+
+
+def test_a_process_whose_parent_is_gone_ends_at_once():
+    done = in_a_supervisor("die_with_parent(1 if os.getppid() != 1 else 2)\ntime.sleep(600)")
+    assert done.returncode == -15
+
+
+def test_a_guarded_command_keeps_its_status(tmp_path):
+    for code, status in (("exit 0", 0), ("exit 3", 3), ("kill -9 $$", 137)):
+        child = Child(["bash", "-c", f"echo said; {code}"], {}, tmp_path / "log", tmp_path)
+        assert (child.process.wait(), (tmp_path / "log").read_text()) == (status, "said\n")
