@@ -48,7 +48,7 @@ PRIVATE, PRIVATE_DIRECTORY = 0o600, 0o700
 LARGEST = 8 * 2**30
 """Bytes that a file may unpack to; more is taken for a mistake or an attack."""
 UNPACKED, SMALL = 200, 2**26
-"""The same for each byte of the file, where it unpacks to more than ``SMALL``: recorded log-probs do not shrink so far."""
+"""The same for each byte of the file, where it unpacks to more than ``SMALL``: log-probs do not shrink so far."""
 MOST_REASONS = 32
 """Parts of a correction that can reject: bits of ``rejected_by``."""
 _WIDEST = 8  # bytes of a value

@@ -20,6 +20,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 if __name__ == "__main__" and {"-h", "--help"} & set(sys.argv):  # before imports that take seconds
@@ -33,6 +34,7 @@ from collapse import results  # noqa: E402
 from collapse.arms import Run, list_runs  # noqa: E402
 from collapse.start_model import find_start_model  # noqa: E402
 
+from scripts.quickstart.cleanup import die_with_parent  # noqa: E402
 from scripts.quickstart.options import quote  # noqa: E402
 from verl_patches.contract import installed_release  # noqa: E402
 
@@ -73,8 +75,9 @@ def make(run: Run) -> str:
     log, began = LOGS / f"{run.name}.log", time.time()
     with log.open("wb") as sink:
         process = subprocess.Popen(
-            command, env={**os.environ, **environment}, stdout=sink, stderr=subprocess.STDOUT, start_new_session=True
-        )
+            command, env={**os.environ, **environment}, stdout=sink, stderr=subprocess.STDOUT, start_new_session=True,
+            preexec_fn=partial(die_with_parent, os.getpid()),
+        )  # fmt: skip
         try:
             code = process.wait(LIMIT * run.arm.seconds)
         except subprocess.TimeoutExpired:

@@ -15,6 +15,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from injected_faults.cases import CASES, FaultCase  # noqa: E402
 
 from recipe.offpolicy.recording import Recording  # noqa: E402
 from recipe.offpolicy.recording.files import write  # noqa: E402
+from scripts.quickstart.cleanup import die_with_parent  # noqa: E402
 
 DATA = ROOT / "tests" / "data" / "faults"
 ROWS = 128
@@ -128,7 +130,10 @@ def run(case: FaultCase, work: Path, recording: Path) -> None:
     print(f"{recording.name}: {' '.join(command[2:])}", flush=True)
     with log.open("wb") as sink:
         # Its verdict is of the held-out score, which these short runs do not take.
-        subprocess.run(command, env=environment, stdout=sink, stderr=subprocess.STDOUT, timeout=LIMIT, check=False)
+        subprocess.run(
+            command, env=environment, stdout=sink, stderr=subprocess.STDOUT, timeout=LIMIT, check=False,
+            preexec_fn=partial(die_with_parent, os.getpid()),
+        )  # fmt: skip
     made = Recording(recording).steps if recording.is_dir() else []
     if len(made) < case.steps:
         raise RuntimeError(f"{recording.name}: {len(made)} of {case.steps} steps were recorded, see {log}")
