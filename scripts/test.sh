@@ -5,11 +5,12 @@
 #   (default)      lint, types, every test of the newest release, and of the oldest one, whose workers are of
 #                  another kind, those that the newest does not run; without what is marked `extended`
 #   --release R    every test of one release, or of `all`, on all examples that hypothesis draws and not a quarter
-#                  of them; lint and types come with the newest one
+#                  of them; lint and types come with the newest one. `all` runs in parts, each folder and each file
+#                  of whole programs by itself; parts that passed at this commit are not run again
 #   --quick        only what is not marked slow, and of the newest release only the unit tests
 #   VENV=path      use this environment as it is, for the newest release or the one that --release names;
 #                  by default .venv and .venv-RELEASE, made or brought up to date first
-#   TEST_LIMIT=s   hard limit for all tests together, in seconds (default 10800; with `all` 18000)
+#   TEST_LIMIT=s   hard limit for all tests together, in seconds (default 10800); with `all` for each part (3600)
 #
 # Further arguments go to pytest; a path among them replaces the default test folders, and without
 # --release it is tested with the newest release alone.
@@ -60,7 +61,12 @@ elif $quick || [[ -n ${VENV:-} || ${#paths[@]} -gt 0 ]]; then
 else
     plan=("$oldest" "$newest")
 fi
-limit=${TEST_LIMIT:-$([[ $asked == all ]] && echo 18000 || echo 10800)}
+limit=${TEST_LIMIT:-$([[ $asked == all ]] && echo 3600 || echo 10800)}
+passed="" # the folder of the parts that have passed at this commit
+if [[ $asked == all && -z $(git status --porcelain 2>&1) && ${#arguments[@]} -eq 0 ]]; then
+    passed=outputs/test-parts/$(git rev-parse HEAD)
+    mkdir -p "$passed"
+fi
 
 if [[ -n ${VENV:-} ]]; then
     [[ $asked != all ]] || usage "VENV is one environment, --release all takes several. Fix: leave one of them out."
@@ -98,10 +104,16 @@ trap 'exit 130' INT TERM
 stage() {
     local name=$1 start=$SECONDS status=0 verdict=ok
     shift
+    if [[ -n $passed && -f $passed/$name ]]; then
+        cp "$passed/$name" "$logs/$name.verdict"
+        return
+    fi
     printf '\n--- %s\n' "$name"
     ("$@") 2>&1 | tee "$logs/$name" || status=${PIPESTATUS[0]}
     ((status == 0)) || verdict="FAILED (exit $status)"
     printf '%-14s %-18s %4d s\n' "$name" "$verdict" $((SECONDS - start)) >"$logs/$name.verdict"
+    # An environment may be gone by the next time.
+    [[ $status -ne 0 || -z $passed || $name == install-* ]] || cp "$logs/$name.verdict" "$passed/$name"
     return "$status"
 }
 
@@ -122,11 +134,13 @@ types() {
     timeout 1200 mypy "${targets[@]}"
 }
 
-# What pytest is to run in the environment of a release, one word a line. What other releases need is deselected
-# there by the marker `verl`.
+# What pytest is to run in the environment of a release, or of it the paths that follow, one word a line. What other
+# releases need is deselected there by the marker `verl`.
 tests_of() {
     local suites=(tests/releases tests/contract) suite
-    if [[ ${#paths[@]} -gt 0 ]]; then
+    if (($# > 1)); then
+        suites=("${@:2}")
+    elif [[ ${#paths[@]} -gt 0 ]]; then
         suites=("${paths[@]}")
     elif $quick; then
         suites=(tests/unit)
@@ -138,7 +152,22 @@ tests_of() {
     [[ -n $asked || $1 == "$newest" || -n ${VENV:-} ]] || printf '%s\n' --not-in "$newest"
     ((${#arguments[@]} == 0)) || printf '%s\n' "${arguments[@]}"
     for suite in "${suites[@]}"; do
-        [[ ${#paths[@]} -gt 0 || -d $suite ]] && printf '%s\n' "$suite"
+        [[ ${#paths[@]} -gt 0 || -e $suite ]] && printf '%s\n' "$suite"
+    done
+}
+# The stages of a release, each a line with its name, its function and, with `--release all`, its path.
+parts_of() {
+    local suite file
+    if [[ $asked != all ]]; then
+        printf '%s\n' "programs-$1 programs" "tests-$1 others"
+        return
+    fi
+    for suite in $(tests_of "$1"); do
+        [[ -e $suite ]] || continue
+        for file in $(grep -lrE '\b(run_program|alone)\b' --include='test_*.py' "$suite" | sort); do
+            echo "programs-$1-$(basename "$file" .py) programs $file"
+        done
+        echo "tests-$1-$(basename "$suite") others $suite"
     done
 }
 # The tests of one release: everything; whole programs; everything else. `selection` says which of them.
@@ -150,7 +179,7 @@ tests() {
 }
 programs() {
     local words status=0
-    mapfile -t words < <(tests_of "$1")
+    mapfile -t words < <(tests_of "$@")
     use "$1"
     bounded --durations=0 --durations-min=20 -m "program$selection" "${words[@]}" || status=$?
     # A release without such a program is no failure.
@@ -158,7 +187,7 @@ programs() {
 }
 others() {
     local words
-    mapfile -t words < <(tests_of "$1")
+    mapfile -t words < <(tests_of "$@")
     use "$1"
     # One thread each: those of several processes would wait for each other, busily.
     OMP_NUM_THREADS=1 bounded -n 2 --dist loadfile --no-loadscope-reorder -m "not program$selection" "${words[@]}"
@@ -168,6 +197,7 @@ others() {
 # minute later. What bash runs in the background would ignore the interrupt.
 bounded() {
     local left=$((deadline - SECONDS))
+    [[ $asked != all ]] || left=$limit
     timeout --foreground --signal=INT --kill-after=60 $((left > 0 ? left : 1)) \
         env --default-signal=INT python -m pytest "$@"
 }
@@ -245,22 +275,29 @@ else
     # everything else runs beside them and is shown after them. It gives way to programs, whose Ray workers would
     # otherwise give way as much (they run at niceness 15).
     export RAY_worker_niceness=0
+    run_parts() { # those of a release with this function, as long as this script runs
+        local parts part name function path
+        mapfile -t parts < <(parts_of "$1")
+        for part in "${parts[@]}"; do
+            read -r name function path <<<"$part"
+            [[ $function != "$2" || ! -d $logs ]] || of_release "$name" "$function" "$1" ${path:+"$path"}
+        done
+    }
     for release in "${plan[@]}"; do
-        stages+=("programs-$release" "tests-$release")
+        mapfile -t -O "${#stages[@]}" stages < <(parts_of "$release" | cut -d' ' -f1)
     done
     set -m # a process group of its own, which is interrupted with this script
     (
         renice -n 19 $BASHPID >/dev/null
         checks
         for release in "${order[@]}"; do
-            # Gone once this script has ended.
-            [[ -d $logs ]] && of_release "tests-$release" others "$release"
+            run_parts "$release" others
         done
     ) >"$logs/others" 2>&1 &
     beside=$!
     set +m
     for release in "${order[@]}"; do
-        of_release "programs-$release" programs "$release"
+        run_parts "$release" programs
     done
     wait
     beside="" installing=""

@@ -97,6 +97,7 @@ def test_a_loss_that_no_longer_reads_the_weights_is_named() -> None:
 
 
 def test_another_release_needs_consent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OFFPOLICY_ALLOW_UNTESTED_VERL", raising=False)
     newer = [replace(seam, releases="==0.9.2") for seam in engine_loss.SEAMS]
     with pytest.raises(PatchError, match="OFFPOLICY_ALLOW_UNTESTED_VERL=1"):
         engine_loss.check(newer)

@@ -17,6 +17,9 @@ from pathlib import Path
 
 from tests.support.paths import ROOT
 
+ALLOW_UNTESTED = "OFFPOLICY_ALLOW_UNTESTED_VERL"
+"""By which these tests try a release that is not supported yet."""
+
 CPU = {
     "VERL_USE_EXTERNAL_MODULES": "verl_patches.cpu",
     "VERL_PLATFORM": "cpu",
@@ -33,7 +36,8 @@ def python(code: str, *, path: str = "", bare: bool = False, **environment: str)
 
     path: a folder before all others on its path. bare: with nothing imported, for what asks which modules are.
     """
-    inherited = {key: value for key, value in os.environ.items() if not key.startswith(("VERL_", "OFFPOLICY_"))}
+    dropped = {key for key in os.environ if key.startswith(("VERL_", "OFFPOLICY_"))} - {ALLOW_UNTESTED}
+    inherited = {key: value for key, value in os.environ.items() if key not in dropped}
     paths = list(filter(None, (str(ROOT), path, inherited.get("PYTHONPATH"))))
     environment = {**inherited, "PYTHONPATH": os.pathsep.join(paths), **environment}
     if bare:

@@ -131,13 +131,31 @@ def test_one_release_has_all_its_tests(tree: Path) -> None:
     assert called == [f"install {tree}/.venv --release 0.10.0", *LINT, *calls([".venv"], [ALL])]
 
 
-def test_all_releases_end_with_the_newest(tree: Path) -> None:
-    _, called, lines = run(tree, "--release", "all")
-    assert called[3:] == [
-        *LINT,
-        *calls([".venv", ".venv-0.9.1", ".venv-0.7.1"], [ALL, OTHERS, OTHERS]),
+def test_all_releases_run_in_parts_and_only_those_that_failed_again(tree: Path) -> None:
+    """A part is a folder, or a file of whole programs; what has passed at a commit is not repeated."""
+    (tree / "tests" / "integration" / "test_runs.py").write_text("def test_it(run_program): ...\n")
+    (tree / ".gitignore").write_text("/.venv*\n/notes\n/outputs\n")
+    git = ["git", "-c", "user.name=a", "-c", "user.email=a@example.org"]
+    for command in (["init", "-q"], ["add", "-A"], ["commit", "-qm", "all"]):
+        subprocess.run([*git, *command], cwd=tree, check=True)
+    programs = [".venv python -m pytest --durations=0 --durations-min=20 -m program tests/integration/test_runs.py"]
+
+    def others(folder: str, suites: str) -> list[str]:
+        return [f"{folder} python -m pytest {SIDE_BY_SIDE} -m not program {suite}" for suite in suites.split()]
+
+    status, called, lines = run(tree, "--release", "all", FAIL_IN=".venv-0.9.1")
+    assert status == 1
+    newest, middle, oldest = others(".venv", ALL), others(".venv-0.9.1", OTHERS), others(".venv-0.7.1", OTHERS)
+    assert called[3:] == [*LINT, *programs, *newest, *middle, *oldest]
+    assert [line.split()[0] for line in lines if "FAILED (exit 1)" in line] == [
+        "tests-0.9.1-releases",
+        "tests-0.9.1-contract",
     ]
-    assert [line.split()[-2] for line in lines[-6::2]] == [".venv-0.7.1", ".venv-0.9.1", ".venv"]
+    status, called, lines = run(tree, "--release", "all")
+    assert (status, called[3:]) == (0, middle)
+    summary = lines[lines.index("--- summary") + 1 :]
+    assert "programs-0.10.0-test_runs" in [line.split()[0] for line in summary]
+    assert lines[-2:] == 2 * ["=== 1 passed in .venv-0.9.1 ==="]
 
 
 def test_quick_and_a_path_are_of_the_newest_release_alone(tree: Path) -> None:

@@ -62,7 +62,7 @@ def find_problems(section: str, settings: ProcessSettings, config: DictConfig) -
     path = live_path(config)
     if not path.attributes.scores_prompts:
         reason = f"the rollout server of verl {path.release} drops vLLM's prompt_logprobs, of which values are made."
-        fix = f"Use verl 0.8.0 or 0.9.1, or set {section}=null."
+        fix = f"Use verl 0.8.0 or later, or set {section}=null."
         yield Problem(section, "on", reason, fix, parts=parts, overrides=off)
         return
     engine = OmegaConf.select(config, f"{ROLLOUT}.name")
