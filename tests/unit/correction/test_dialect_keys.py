@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import random
 from pathlib import Path
 from typing import Any
@@ -242,3 +244,12 @@ def test_what_corrects_nothing_is_listed_and_what_is_off_passes() -> None:
         PEERS["openrlhf"].read_source({"is_correction_mode": "clip"})
     for off in ({"score_centering": {"enabled": False, "top_k": 8}}, {"score_centering": False}):
         assert CorrectionSpec.from_nemo_rl({"loss_fn": off}) == CorrectionSpec()
+
+
+@pytest.mark.parametrize("peer", sorted(PEERS))
+def test_a_value_of_another_type_is_an_error_and_never_a_crash(peer: str) -> None:
+    switch = {"areal": {"actor.use_decoupled_loss": True}, "slime": {"use_tis": True}, "miles": {"use_tis": True}}
+    values = [None, True, 0, -1, float("inf"), float("nan"), 10**400, "x", "0.5_2", [], [1], {}, {"a": 1}, [{"a": 1}]]
+    for key, value in itertools.product((*PEERS[peer].read, *PEERS[peer].unsaid), values):
+        with contextlib.suppress(SpecError):
+            CorrectionSpec.from_peer(peer, {**switch.get(peer, {}), key: value})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, Final
 
 from ..problem import SpecError
@@ -60,7 +59,7 @@ def _convert(options: Options) -> dict[str, Any]:
         upper = read_ratio_bound(options[f"{_WEIGHT}.upper_bound"], f"{_WEIGHT}.upper_bound")
         plain["weight"] = build_weight(level, None, upper, aggregate=aggregate)
     filters = options[_FILTERS]
-    if isinstance(filters, Mapping | str):
+    if filters is not None and not isinstance(filters, list | tuple):
         raise SpecError("a list of filters.", key=_FILTERS, value=filters)
     for place, each in enumerate(filters or ()):
         plain["masks"] |= _convert_filter(each, place, f"{_FILTERS}[{place}]")

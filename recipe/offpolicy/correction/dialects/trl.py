@@ -119,7 +119,7 @@ TRL: Final = Peer(
         " vllm_structured_outputs_regex vllm_tensor_parallel_size"
     ),
     switches=frozenset({f"{_STEM}_correction", "use_vllm"}),
-    context=words("loss_type beta importance_sampling_level"),
+    context=words("loss_type beta importance_sampling_level use_bias_correction_kl"),
 )
 """TRL's rules.
 
