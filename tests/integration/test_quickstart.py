@@ -94,6 +94,28 @@ def test_truncated_sampling_stays_on_policy_where_its_support_is_replayed(
     assert sizes.max() > 1
 
 
+@pytest.mark.extended
+def test_a_model_with_a_tensor_larger_than_the_default_bucket_trains(
+    run_program: Callable[..., Any], tmp_path: Path
+) -> None:
+    """Matrices of 40 960 x 128 elements, 20 MiB in float32, where the default bucket holds 16."""
+    from transformers import Qwen2ForCausalLM
+
+    from scripts.quickstart.model import build_model, build_tokenizer
+
+    tokenizer = build_tokenizer("Spell")
+    config = build_model(tokenizer).config
+    config.intermediate_size = 40_960
+    Qwen2ForCausalLM(config).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    steps = ["trainer.total_training_steps=1", "trainer.val_before_train=false", "trainer.test_freq=-1"]
+    sizes = ["data.max_prompt_length=64", "data.max_response_length=10", "actor_rollout_ref.rollout.max_model_len=128"]
+    command = [*QUICKSTART, *steps, *sizes, "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=16"]
+    finished = run_program(command, limit=LIMIT, cwd=ROOT, **environment(), MODEL=str(tmp_path))
+    assert finished.returncode == 0, finished.output[-3000:]
+    assert "proved live" in finished.output
+
+
 def metrics_by_step(output: str) -> dict[int, dict[str, Any]]:
     """What the logger got of each step in which the model was updated."""
     folder = re.search(r"everything goes to (\S+)", output)
