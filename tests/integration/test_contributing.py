@@ -14,7 +14,19 @@ from tests.support.paths import ROOT
 
 pytestmark = [pytest.mark.slow, pytest.mark.extended, pytest.mark.verl("==0.9.1")]
 
-COPIED = ("configs", "docs", "recipe", "requirements", "scripts", "tests", "verl_patches", "pyproject.toml", "setup.py")
+COPIED = (
+    "pyproject.toml",
+    "setup.py",
+    "README.md",
+    "CONTRIBUTING.md",
+    "configs",
+    "docs",
+    "recipe",
+    "requirements",
+    "scripts",
+    "tests",
+    "verl_patches",
+)
 NEEDED = ("data.train_files=x", "data.val_files=x", "actor_rollout_ref.model.path=/nowhere")
 
 
@@ -136,26 +148,30 @@ def test_a_release(copy: Copy) -> None:
     assert "0.10.0" in copy.fails(tests[0], "-k", "release")
     pinned = (copy.root / "requirements" / "verl-0.9.1.txt").read_text()
     copy.write("requirements/verl-0.10.0.txt", pinned.replace("verl==0.9.1", "verl==0.10.0"))
+    assert "0.10.0" in copy.fails(tests[0], "-k", "documents")
+    for page in ("README.md", "docs/paths.md"):
+        copy.insert(page, "| 0.9.0, 0.9.1 | V1", "| 0.10.0 | V1: `sync` | engine: FSDP |\n")
+    copy.insert("README.md", "# ", "For verl 0.10.0.\n\n")
     copy.test(*tests, "tests/unit/scripts/quickstart/test_releases.py", "-k", "release")
 
 
 def test_an_extension(copy: Copy) -> None:
-    folder = "recipe/offpolicy/extensions/nudge"
+    folder = "recipe/offpolicy/extensions/wobble"
     copy.write(f"{folder}/__init__.py", '"""A small extension."""\n')
     copy.write(f"{folder}/nudge.py", (ROOT / "tests" / "support" / "nudge.py").read_text())
     copy.insert(
         "recipe/offpolicy/extensions/registry.py",
         '    "opd": "',
-        '    "nudge": "recipe.offpolicy.extensions.nudge.nudge:Nudge",\n',
+        '    "wobble": "recipe.offpolicy.extensions.wobble.nudge:Nudge",\n',
     )
     check = "tests/unit/extensions/test_registry.py"
-    assert "nudge" in copy.fails(check)
-    copy.write("configs/nudge/on.yaml", "# Rewards each token of a response.\nbonus: 0.5\n")
-    assert "nudge" in copy.fails(check)
-    copy.insert("configs/offpolicy_base.yaml", "  - _self_", "  - nudge: null\n")
-    assert "nudge" in copy.fails(check)
-    copy.insert("docs/extensions.md", "Shipped are", "Another is `nudge`.\n")
+    assert "wobble" in copy.fails(check)
+    copy.write("configs/wobble/on.yaml", "# Rewards each token of a response.\nbonus: 0.5\n")
+    assert "wobble" in copy.fails(check)
+    copy.insert("configs/offpolicy_base.yaml", "  - _self_", "  - wobble: null\n")
+    assert "wobble" in copy.fails(check)
+    copy.insert("docs/extensions.md", "Shipped are", "Another is `wobble`.\n")
     copy.test(check, "tests/unit/test_layering.py")
-    launch = ("-m", "recipe.offpolicy.main_offpolicy", "--check", "nudge=on", "actor_rollout_ref.rollout.name=vllm")
+    launch = ("-m", "recipe.offpolicy.main_offpolicy", "--check", "wobble=on", "actor_rollout_ref.rollout.name=vllm")
     done = copy.run(*launch, *NEEDED, "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=8")
-    assert "; nudge (bonus=0.5" in done.stdout, done.stderr
+    assert "; wobble (bonus=0.5" in done.stdout, done.stderr
