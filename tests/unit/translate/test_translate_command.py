@@ -10,6 +10,7 @@ import yaml
 
 from recipe.offpolicy.analysis.whatif.compose import compose_correction, initialize_composer
 from recipe.offpolicy.correction import CorrectionSpec, SpecError
+from recipe.offpolicy.correction.dialects import PEERS
 from recipe.offpolicy.translate.translate_command import main, read_document, translate
 
 AREAL = "actor:\n  use_decoupled_loss: true\n  lr: 1.0e-6\n  rejection_sampling: {upper: 2.0, lower: 0.5}\n"
@@ -100,6 +101,13 @@ def test_from_each_framework(
 )
 def test_overrides_of_a_translation_compose_to_it(source: str, document: dict[str, object]) -> None:
     assert composed(translate(document, source, "hydra")) == CorrectionSpec.from_peer(source, document)
+
+
+def test_help_and_docs_name_the_releases_of_every_table() -> None:
+    root = Path(__file__).parents[3]
+    for page in ("recipe/offpolicy/translate/__main__.py", "docs/library.md"):
+        text = (root / page).read_text()
+        assert [name for name, peer in PEERS.items() if name not in text or peer.releases not in text] == [], page
 
 
 def test_keys_that_correct_nothing_are_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
