@@ -23,7 +23,7 @@ class Logged(Contract):
         method = behind(target, self.target.rpartition(".")[2]) if target else None
         if method is None:
             raise PatchError(self.moved("nothing of that name"))
-        if self.signature is not None and bare_signature(method) != self.signature:
+        if self.signature is not None and not self.allows(bare_signature(method)):
             raise PatchError(self.moved(bare_signature(method)))
         if missing := [key for key in self.keys if key not in literals(method)]:
             raise PatchError(self.moved("none of it", f"its code to hold {', '.join(map(repr, missing))}"))

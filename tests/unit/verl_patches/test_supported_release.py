@@ -60,24 +60,30 @@ def test_a_supported_release_is_returned_and_no_verl_is_an_error(monkeypatch: py
         demand_release()
 
 
+PYTHON = [sys.executable, "-m"]
+
+
 @pytest.mark.parametrize(
-    ("program", "status"),
+    ("command", "status"),
     [
-        ("main_offpolicy --check correction=tis_token", 1),
-        ("main_offpolicy correction=tis_token --cfg job", 1),
-        ("doctor correction=tis_token", 2),
-        ("smoke", 1),
+        ([*PYTHON, "recipe.offpolicy.main_offpolicy", "--check", "correction=tis_token"], 1),
+        ([*PYTHON, "recipe.offpolicy.main_offpolicy", "correction=tis_token", "--cfg", "job"], 1),
+        ([*PYTHON, "recipe.offpolicy.doctor", "correction=tis_token"], 2),
+        ([*PYTHON, "recipe.offpolicy.doctor", "--module", "verl.trainer.main_ppo"], 2),
+        ([*PYTHON, "recipe.offpolicy.smoke"], 1),
+        (["bash", str(ROOT / "scripts" / "quickstart.sh"), "correction=tis_token"], 2),
     ],
+    ids=lambda value: " ".join(value[-3:]) if isinstance(value, list) else None,
 )
-def test_every_program_checks_the_release_first(program: str, status: int, tmp_path: Path) -> None:
+def test_every_program_checks_the_release_first(command: list[str], status: int, tmp_path: Path) -> None:
     """The checkout fails when it is imported, and has no configuration to compose."""
     (tmp_path / "verl" / "version").mkdir(parents=True)
     (tmp_path / "verl" / "version" / "version").write_text("0.7.0\n")
     (tmp_path / "verl" / "__init__.py").write_text("raise RuntimeError('verl was imported')\n")
     done = subprocess.run(
-        [sys.executable, "-m", *f"recipe.offpolicy.{program}".split()],
+        command,
         cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": f"{ROOT}:{tmp_path}"},
+        env={**os.environ, "PYTHONPATH": f"{ROOT}:{tmp_path}", "VENV": sys.prefix},
         capture_output=True,
         text=True,
         check=False,
