@@ -35,6 +35,7 @@ class Copy:
 
     def __init__(self, root: Path) -> None:
         self.root = root
+        root.mkdir()
         for name in COPIED:
             source = ROOT / name
             if source.is_dir():
