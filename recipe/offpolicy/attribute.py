@@ -1,7 +1,7 @@
 """Attribute the mismatch of a recorded run to backend, staleness, routing and drift, and name its causes.
 
-    python -m recipe.offpolicy.attribute DIR [--steps FIRST:LAST] [--worst N] [--png FILE] [--html FILE] [--json]
-                                             [--jobs N | --ray ADDRESS]
+    python -m recipe.offpolicy.attribute DIR [--steps FIRST:LAST] [--worst N] [--tokenizer FOLDER] [--png FILE]
+                                             [--html FILE] [--json] [--jobs N | --ray ADDRESS]
 
 Reads a recording, the directory that offpolicy.record.dir named. Exit status: 0, or 2 where the recording or an
 argument is invalid.
@@ -19,7 +19,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from .command_line import add_jobs, list_output_modules, require_modules, run
+from .command_line import TOKENIZER, add_jobs, list_output_modules, require_modules, run
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -40,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             check_target("--html", options.html, "attribution.html")
         recording = Recording(options.directory)
         jobs = read_arguments(options, recording, choose_steps(recording, options.steps))
-        found = attribute(recording, steps=options.steps, worst=options.worst, jobs=jobs)
+        found = attribute(recording, steps=options.steps, worst=options.worst, jobs=jobs, tokenizer=options.tokenizer)
         if options.png:
             from .analysis.attribution.attribution_figures import draw_overview
             from .analysis.pages import plotting
@@ -62,14 +62,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _show(found: Any) -> None:
     """Print the tables, the verdict and the fixes."""
-    from rich.console import Console
     from rich.text import Text
 
     from .analysis.attribution import attribution_tables
-    from .analysis.pages import to_rich
+    from .analysis.pages import open_console, print_table
 
-    # A pipe has no width of its own.
-    console = Console(width=None if sys.stdout.isatty() else 160, highlight=False)
+    console = open_console()
     shown = [
         attribution_tables.build_causes_table(found),
         attribution_tables.build_shares_table(found.whole),
@@ -82,7 +80,7 @@ def _show(found: Any) -> None:
         if len(buckets) > 1
     ]
     for table in [*shown, attribution_tables.build_tokens_table(found), attribution_tables.build_rows_table(found)]:
-        console.print(to_rich(table))
+        print_table(console, table)
     if replayed := attribution_tables.format_replayed(found.whole):
         console.print(Text(replayed), soft_wrap=True)
     if found.without_text:
@@ -120,6 +118,7 @@ def _parser() -> argparse.ArgumentParser:
         help="steps to read, either end left out or one number (default: all)",
     )
     parser.add_argument("--worst", type=_count, default=12, metavar="N", help="worst tokens and rows to list (12)")
+    parser.add_argument("--tokenizer", default="", metavar="FOLDER", help=TOKENIZER)
     parser.add_argument("--png", type=Path, metavar="FILE", help="write the picture")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write a self-contained page")
     parser.add_argument("--json", action="store_true", help="print everything as JSON")

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
 USAGE, UNREACHED = 2, 1
 """Exit status: an invalid argument or recording; no bound found for a part."""
-_PIPE_WIDTH = 200
 
 
 def _build_spec(recording: Recording, spec: Sequence[str]) -> tuple[CorrectionSpec, frozenset[str]]:
@@ -131,16 +130,14 @@ def _show(
     if options.json:
         print(json.dumps(build_json(result, now, then, confidence) | {"mend_first": faults or None}, indent=2))  # noqa: T201
         return
-    from rich.console import Console
+    from .analysis.pages import open_console, print_table
 
-    from .analysis.pages import fit_to_width
-
-    console = Console(width=None if sys.stdout.isatty() else _PIPE_WIDTH, highlight=False)
+    console = open_console()
     if faults:
         console.print(faults, markup=False, soft_wrap=not sys.stdout.isatty())
     lengths = [build_length_table(proposal, confidence) for proposal in result.proposals if proposal.lengths]
     for table in (build_overview_table(result, confidence), *lengths, build_joint_table(now, then)):
-        console.print(*fit_to_width(table, console.width), sep="\n")
+        print_table(console, table)
     for remark in format_remarks(result, confidence):
         # A line each for other programs, and whole words for a reader.
         console.print(remark, markup=False, soft_wrap=not sys.stdout.isatty())

@@ -16,15 +16,13 @@ from pathlib import Path
 
 from .command_line import BAD_INPUT, list_output_modules, require_modules, run
 
-_PIPE_WIDTH = 200
-
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; return its exit status."""
     options = _parser().parse_args(arguments)
     shown = list_output_modules(json=options.json, png=bool(options.png), html=False)
     require_modules("lengths", "torch", "numpy", "pyarrow", "xxhash", *shown)
-    from .analysis.lengths.curves import CurveError, build_json, build_table, draw_curves, read_curves
+    from .analysis.lengths.curves import CurveError, build_json, build_table, draw_curves, explain_missing, read_curves
     from .analysis.pages import PageError, check_target
     from .recording import RecordingError
 
@@ -42,14 +40,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.json:
         print(json.dumps({name: build_json(found) for name, found in curves.items()}, indent=2))  # noqa: T201
         return 0
-    from rich.console import Console
+    from .analysis.pages import open_console, print_table
 
-    from .analysis.pages import fit_to_width
-
-    console = Console(width=None if sys.stdout.isatty() else _PIPE_WIDTH, highlight=False)
+    console = open_console()
     for name, found in curves.items():
-        for part in fit_to_width(build_table(found, name), console.width):
-            console.print(part)
+        print_table(console, build_table(found, name))
+        if note := explain_missing(found, Path(name).is_dir(), options.correct_at_least):
+            console.print(note, markup=False)
     return 0
 
 

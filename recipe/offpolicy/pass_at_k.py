@@ -15,8 +15,6 @@ from pathlib import Path
 
 from .command_line import BAD_INPUT, list_output_modules, require_modules, run
 
-_PIPE_WIDTH = 200
-
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; return its exit status."""
@@ -48,14 +46,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.json:
         print(json.dumps([build_json(each) for each in found], indent=2))  # noqa: T201
         return 0
-    from rich.console import Console
+    from .analysis.pages import open_console, print_table
 
-    from .analysis.pages import fit_to_width
-
-    console = Console(width=None if sys.stdout.isatty() else _PIPE_WIDTH, highlight=False)
+    console = open_console()
     for each in found:
-        for part in fit_to_width(build_table(each), console.width):
-            console.print(part)
+        print_table(console, build_table(each))
         for note in each.notes:
             console.print(note, markup=False, soft_wrap=not sys.stdout.isatty())
     return 0

@@ -1,7 +1,7 @@
 """Write a self-contained HTML report about a recorded run.
 
 python -m recipe.offpolicy.report DIR [--out report.html] [--spec OVERRIDE ...]
-                                      [--jobs N | --ray ADDRESS]
+                                      [--tokenizer FOLDER] [--jobs N | --ray ADDRESS]
 
 Exit status: 0, or 2 where the recording or an argument is invalid.
 """
@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from .command_line import add_jobs, require_modules, run
+from .command_line import TOKENIZER, add_jobs, require_modules, run
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -39,7 +39,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not timeline.steps:
             raise RecordingError(f"{options.directory}: no response is recorded in any of its steps. Record others.")
         spec = read_recorded_spec(recording.part(timeline.steps[-1].step, -1))
-        studies = run_studies(recording, spec, stale=timeline.is_stale, spec=options.spec, jobs=jobs)
+        studies = run_studies(
+            recording, spec, stale=timeline.is_stale, spec=options.spec, jobs=jobs, tokenizer=options.tokenizer
+        )
         card, proof = redact(recording.card), redact(recording.proof)
         found = ReportContents(str(options.directory), card, proof, timeline, studies)
         size = build_page(found).write(options.out)
@@ -61,6 +63,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--spec", nargs="+", default=[], metavar="OVERRIDE", help="correction to calibrate; default: what was recorded"
     )
+    parser.add_argument("--tokenizer", default="", metavar="FOLDER", help=TOKENIZER)
     add_jobs(parser)
     return parser
 

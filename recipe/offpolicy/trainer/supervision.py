@@ -18,6 +18,7 @@ from ..correction.proximal import TOLERANCE, WITHOUT_FORWARD
 from ..correction.statistics import Statistic, merge_all
 from ..extensions.hooks import ExtensionHooks
 from ..monitor.active_correction import ActiveCorrection
+from ..monitor.alarms.watched import format_watched
 from ..monitor.mismatch.late_weights import LateWeightsWatch
 from ..monitor.mismatch.recent import RecentFloor
 from ..monitor.mismatch.stale_kept import StaleRowsWatch
@@ -52,6 +53,8 @@ class Supervision:
     def __init__(self, spec: CorrectionSpec, config: DictConfig, extensions: ExtensionHooks | None = None) -> None:
         self._extensions = extensions if extensions is not None else ExtensionHooks()
         self.active_correction = ActiveCorrection(spec, config)
+        for line in format_watched(spec, config):
+            logger.info(line)
         self.proving = True
         self._epochs = config.actor_rollout_ref.actor.ppo_epochs
         self._allow_identical = config.offpolicy.allow_identical_log_probs

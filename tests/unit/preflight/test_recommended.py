@@ -11,6 +11,8 @@ import pytest
 
 from recipe.offpolicy.analysis.attribution.attribution import attribute
 from recipe.offpolicy.analysis.report.studies import COMPARED, run_studies
+from recipe.offpolicy.analysis.report.timeline import build_timeline
+from recipe.offpolicy.analysis.report.verdict import build_answers
 from recipe.offpolicy.analysis.whatif.compose import compose_correction, initialize_composer
 from recipe.offpolicy.correction import CorrectionSpec, recommended
 from recipe.offpolicy.monitor.mismatch.stale_kept import StaleRowsWatch
@@ -55,6 +57,34 @@ def test_auto_doctor_attribution_and_report_give_the_same() -> None:
     studies = run_studies(recording, CorrectionSpec(), stale=True)
     assert not isinstance(studies.calibrated, str)
     assert {proposal.part.key for proposal in studies.calibrated.proposals} == {"masks.opsm"}
+    answers = build_answers(build_timeline(recording), CorrectionSpec(), {}, studies)
+    (bound,) = (answer for answer in answers if answer.question.startswith("Which bound"))
+    assert (bound.answer, "keeps 29.2% of rows with A < 0" in bound.because) == ("delta=0.1", True)
+    assert not isinstance(studies.study, str)
+    assert {LINE, "correction=decoupled_ppo"} <= {outcome.candidate.label for outcome in studies.study.outcomes}
+
+
+@pytest.mark.parametrize(
+    ("name", "bounds"),
+    [("healthy-10", ["[0.9821, 1.0182]", "no cap needed"]), ("stale-3-20", ["delta=0.1"])],
+)
+def test_each_verdict_on_a_bound_says_what_is_known(name: str, bounds: list[str]) -> None:
+    """Weights that arrive late are stale too, though verl's versions say that they are fresh."""
+    recording = Recording(STALE.parent / name)
+    studies = run_studies(recording, CorrectionSpec())
+    answers = build_answers(build_timeline(recording), CorrectionSpec(), {}, studies)
+    assert [answer.answer for answer in answers if answer.question.startswith("Which bound")] == bounds
+
+
+def test_noise_is_bounded_at_the_quantile_that_a_short_recording_has() -> None:
+    """256 rows at pi = pi_old bound the 0.95-quantile of the noise, and the 0.99 takes 299."""
+    recording = Recording(STALE.parent / "healthy-10")
+    studies = run_studies(recording, CorrectionSpec(), spec=["correction=opsm"])
+    assert not isinstance(studies.calibrated, str)
+    (proposal,) = studies.calibrated.proposals
+    assert proposal.threshold.values == {"delta": pytest.approx(0.101)}
+    assert proposal.floor is not None
+    assert proposal.floor.share == 0.95
 
 
 @pytest.mark.verl("==0.9.1")

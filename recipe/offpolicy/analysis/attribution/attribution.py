@@ -75,6 +75,7 @@ def attribute(
     steps: tuple[int, int | None] | None = None,
     worst: int = WORST,
     jobs: Jobs = ALONE,
+    tokenizer: str = "",
 ) -> Attribution:
     """Read a recording step by step and attribute its mismatch.
 
@@ -82,6 +83,7 @@ def attribute(
         steps: first and last step to read, a last of None being the last recorded; None: all.
         worst: tokens and rows to list.
         jobs: who reads them.
+        tokenizer: folder of the tokenizer that makes text of token ids; empty: of the model that was recorded.
 
     Raises:
         RecordingError: a file is damaged, no such step or no token was recorded, or pi_old of none is known.
@@ -89,8 +91,8 @@ def attribute(
     chosen = choose_steps(recording, steps)
     size = sum(path.stat().st_size for step in chosen for path in recording.files[step])
     sample = RowSample.of_steps(chosen, SEARCHED) if size > SEARCHED * BYTES_A_TOKEN else None
-    card = recording.card
-    read = partial(_read_step, card.get("model"), worst, sample)
+    card = {**recording.card, **({"tokenizer": tokenizer} if tokenizer else {})}
+    read = partial(_read_step, card.get("tokenizer") or card.get("model"), worst, sample)
     parts = jobs.map(read, [recording.only(step) for step in chosen])
     return _add_up(zip(chosen, show_progress(parts, len(chosen), "attributing"), strict=True), card, searched=sample)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import unicodedata
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,6 +12,8 @@ from ...recording.redaction import redact_text
 
 _HIDDEN = {"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"}
 """Unicode categories of control, format, surrogate, private, unassigned and line-separator characters."""
+
+_OPTION = "Give --tokenizer FOLDER, with the model's tokenizer, to see text"
 
 
 class Tokenizer(Protocol):
@@ -55,24 +58,30 @@ class TokenDecoder:
 
 
 def load_decoder(card: Mapping[str, Any]) -> tuple[TokenDecoder, str]:
-    """Load the decoder for the model that is named on a recording's card.
+    """Load the decoder of a recording: of the tokenizer that its card names, else of its model.
 
     Returns:
-        The reader, and why it shows ids; empty where it shows text. Nothing is fetched from a network.
+        The reader, and why it shows ids and how to get text; empty where it shows text. Nothing is fetched from a
+        network.
     """
-    model = card.get("model")
+    model = card.get("tokenizer") or card.get("model")
     if not isinstance(model, str) or not model:
-        return TokenDecoder(), "the recording does not name its model"
+        return TokenDecoder(), f"the recording does not name its model. {_OPTION}"
     shown = escape(redact_text(model))
-    if not Path(model).is_dir():
-        return TokenDecoder(), f"the model is not at {shown}"
+    absent = f"the model is not at {shown}. {_OPTION}"
+    there = Path(model).is_dir()
+    # A name of Hugging Face's may be in this machine's cache.
+    if not there and not re.fullmatch(r"[\w.-]+/[\w.-]+", model):
+        return TokenDecoder(), absent
     try:
         from transformers import AutoTokenizer
     except ImportError:
-        return TokenDecoder(), "transformers is not installed"
+        return TokenDecoder(), "transformers is not installed. Install it to see text"
     try:
         tokenizer = AutoTokenizer.from_pretrained(model, local_files_only=True, trust_remote_code=False)
     # A model folder may hold anything, and text is not worth failing the analysis for.
     except Exception as error:
-        return TokenDecoder(), f"{shown} has no readable tokenizer ({type(error).__name__})"
+        if not there:
+            return TokenDecoder(), absent
+        return TokenDecoder(), f"{shown} has no readable tokenizer ({type(error).__name__}). {_OPTION}"
     return TokenDecoder(tokenizer), ""

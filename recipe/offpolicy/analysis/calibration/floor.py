@@ -29,10 +29,11 @@ class NotIdentifiedError(ValueError):
         key: the value, below ``correction``.
         reason: what is missing and how to get it.
         option: an option of ``calibrate`` with which there would be a value; empty for none.
+        share: a quantile of the noise that the recording can bound; None for none.
     """
 
-    def __init__(self, key: str, reason: str, option: str = "") -> None:
-        self.key, self.reason, self.option = key, reason, option
+    def __init__(self, key: str, reason: str, option: str = "", share: float | None = None) -> None:
+        self.key, self.reason, self.option, self.share = key, reason, option, share
         super().__init__(f"{key}: {reason}")
 
 
@@ -124,6 +125,7 @@ def estimate_noise_floor(
             f"{share:g}-quantile of the noise takes {compute_least_count(share, confidence)}. "
             f"Record more steps{advice}.",
             option,
+            smaller,
         )
     unknown = int((state.staleness[same] < 0).sum())
     return NoiseFloor(max(upper, 0.0), quantile, share, len(rows), found.groups, unknown)

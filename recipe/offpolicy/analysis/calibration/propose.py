@@ -38,6 +38,7 @@ class CalibrationRequest:
         confidence: of every interval.
         by_length: give bounds by length whether or not the statistic depends on it.
         floor_quantile, rounding: see ``estimate_noise_floor``.
+        settle: where the recording is too short for ``floor_quantile``, take the highest quantile that it can bound.
     """
 
     target_kept: float | None = None
@@ -47,6 +48,7 @@ class CalibrationRequest:
     by_length: bool = False
     floor_quantile: float = QUANTILE
     rounding: float = ROUNDING
+    settle: bool = False
 
     def check(self) -> None:
         """Raise SpecError for a value out of range."""
@@ -217,6 +219,9 @@ def _proposal(part: BoundedPart, scores: Scores, state: RowState, request: Calib
             floor = _floor(part, scores, state, request)
         except NotIdentifiedError as error:
             lacking = error
+            if request.settle and error.share is not None:
+                request, lacking = replace(request, floor_quantile=error.share), None
+                floor = _floor(part, scores, state, request)
     looked = scores.select(scores.looked)
     if lacking is not None:
         threshold = replace(build_not_found(looked, str(lacking)), missing=lacking)

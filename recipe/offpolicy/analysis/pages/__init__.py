@@ -15,6 +15,7 @@ from .page import (
     render_table,
 )
 from .table import Column, Table, fit_to_width, to_csv, to_html, to_rich
+from .terminal import open_console, print_table
 
 __all__ = [
     "Column",
@@ -23,6 +24,8 @@ __all__ = [
     "Table",
     "check_target",
     "fit_to_width",
+    "open_console",
+    "print_table",
     "render_code",
     "render_details",
     "render_figure",

@@ -99,15 +99,19 @@ def format_cell(value: Any, digits: int = 3) -> str:
     return f"{number:.{digits}f}"
 
 
-def to_rich(table: Table) -> RichTable:
-    """Convert for a terminal; square brackets in cells are text, not markup."""
+def to_rich(table: Table, width: int | None = None) -> RichTable:
+    """Convert for a terminal; square brackets in cells are text, not markup.
+
+    Args:
+        width: of the terminal, in which a longer title is broken.
+    """
     from rich.table import Table as RichTable
     from rich.text import Text
 
     rich = RichTable(
         title=Text(table.title, style="bold") if table.title else None,
         title_justify="left",
-        min_width=len(table.title) or None,
+        min_width=min(len(table.title), width or len(table.title)) or None,
     )
     for index, column in enumerate(table.columns):
         rich.add_column(Text(column.heading), justify=table.get_alignment(index), overflow="fold")
@@ -132,7 +136,7 @@ def fit_to_width(table: Table, width: int) -> list[RichTable]:
         part = _part(table, group, first=place == 0)
         widths = [least[at] for at in group]
         spare = width - _needed(widths)
-        rich = to_rich(part)
+        rich = to_rich(part, width)
         for at, column in enumerate(rich.columns):
             more = max(0, min(_whole_width(part, at) - widths[at], spare))
             spare -= more

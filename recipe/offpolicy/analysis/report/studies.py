@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ...correction import CorrectionSpec, SpecError, recommended
 from ...recording import Recording, RecordingError
 from ..attribution.attribution import Attribution, attribute
+from ..attribution.causes.stale_weights import NAME as STALE
 from ..calibration.parts import fill_placeholders
 from ..calibration.prompt_sample import PromptSample
 from ..calibration.propose import CalibrationRequest, CalibrationResult, propose_bounds
@@ -56,21 +57,31 @@ class Studies:
 
 
 def run_studies(
-    recording: Recording, recorded: CorrectionSpec, *, stale: bool = False, spec: Sequence[str] = (), jobs: Jobs = ALONE
+    recording: Recording,
+    recorded: CorrectionSpec,
+    *,
+    stale: bool = False,
+    spec: Sequence[str] = (),
+    jobs: Jobs = ALONE,
+    tokenizer: str = "",
 ) -> Studies:
     """Run all three tools over all steps.
 
     Args:
         recorded: what acted at the last step.
-        stale: older weights sampled some rows.
+        stale: older weights sampled some rows, by the versions that were recorded.
         spec: overrides of the correction that is calibrated; empty: what was recorded, with what it has no
             part of in ``DEFAULT``, or in what is recommended for stale rows.
         jobs: who reads the steps.
+        tokenizer: see ``attribute``.
 
     Raises:
         RecordingError: a step is damaged.
         SpecError: ``spec`` is malformed.
     """
+    attributed = _attributed(recording, jobs, tokenizer)
+    if isinstance(attributed, Attribution):
+        stale = stale or any(cause.name == STALE and cause.verdict == "present" for cause in attributed.causes)
     with initialize_composer():
         compared = [(" ".join(overrides), compose_correction(overrides)) for overrides in COMPARED]
         asked = _asked(recorded, spec, recommended.OVERRIDES if stale else DEFAULT)
@@ -78,7 +89,7 @@ def run_studies(
     bounds = asked if isinstance(asked, str) else _calibrated(recording, asked, sample, jobs)
     return Studies(
         new=frozenset() if isinstance(asked, str) else asked.new,
-        attribution=_attributed(recording, jobs),
+        attribution=attributed,
         calibrated=bounds,
         study=_replayed(recording, recorded, compared, bounds, jobs),
         sampled=sample.sentence,
@@ -129,15 +140,15 @@ def _beside(values: dict[str, Any], recorded: CorrectionSpec) -> dict[str, Any]:
     return values | {"proximal": recorded.proximal, "alpha": recorded.alpha}
 
 
-def _attributed(recording: Recording, jobs: Jobs) -> Attribution | str:
+def _attributed(recording: Recording, jobs: Jobs, tokenizer: str) -> Attribution | str:
     try:
-        return attribute(recording, jobs=jobs)
+        return attribute(recording, jobs=jobs, tokenizer=tokenizer)
     except RecordingError as error:
         return str(error)
 
 
 def _calibrated(recording: Recording, asked: _Asked, sample: PromptSample, jobs: Jobs) -> CalibrationResult | str:
-    request = CalibrationRequest(target_kept=TARGET_KEPT, target_ess=TARGET_ESS)
+    request = CalibrationRequest(target_kept=TARGET_KEPT, target_ess=TARGET_ESS, settle=True)
     try:
         return propose_bounds(recording, asked.spec, request, asked.unset, sample=sample, jobs=jobs)
     except (RecordingError, SpecError) as error:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ...correction import CorrectionSpec
+from ...correction import CorrectionSpec, recommended
 from ...correction.bound_text import format_bounds
 from ..attribution.attribution import Attribution
 from ..attribution.attribution_tables import format_shares
@@ -17,15 +17,20 @@ from ..attribution.scored_rows import describe_left_out, describe_none_scored
 from ..attribution.token_text import escape
 from ..attribution.unexplained import describe_unexplained, is_healthy
 from ..calibration.calibration_tables import format_bucket, format_part_name
+from ..calibration.defaults import QUANTILE
 from ..calibration.propose import Proposal
 from ..pages import Column, Table
-from .studies import TARGET_KEPT, Studies
+from .studies import Studies
 from .timeline import Floats, Timeline
 
 _LEAST_STEPS = 3
 """Steps from which a beginning and an end can be compared."""
 _GREW = 2.0
 _SWINGS = 10.0
+_NEXT = {
+    "not reachable": "Next: take away what the mismatch comes from, which no bound can",
+    "not identified": "Next: record more steps (offpolicy.record.every=1, offpolicy.record.share=1)",
+}
 COPIED = "mu is pi_old to the bit: one was copied from the other?"
 
 
@@ -176,24 +181,34 @@ def _proposal(proposal: Proposal, studies: Studies) -> Answer:
     def reaches(values: Mapping[str, float | None], share: float) -> str:
         if proposal.target == "ess":
             return f"{format_bounds(values)} has an ESS of {share:.4f}"
-        return f"{format_bounds(values)} keeps {share:.1%} of {proposal.part.share_of}"
+        return f"{format_bounds(values)} keeps {share:.1%} of {proposal.part.looks_at}"
 
+    if new and proposal.part.now == {"delta": recommended.DELTA}:
+        why = f"Recommended for stale data: {recommended.WHY}."
+        return Answer(
+            question, f"delta={recommended.DELTA:g}", f"{why} Here {reaches(proposal.part.now, proposal.now)}."
+        )
+    known = not math.isnan(proposal.now)
     given = "By default" if new else "Now"
-    sentences = [] if math.isnan(proposal.now) else [f"{given} {reaches(proposal.part.now, proposal.now)}"]
+    sentences = [f"{given} {reaches(proposal.part.now, proposal.now)}"] if known else []
     if proposal.found:
         answer = format_bounds(threshold.values)
         sentences.append(f"Proposed: {reaches(threshold.values, threshold.reached)}; {proposal.goal:g} was asked for")
-    else:
-        answer = "no cap needed" if threshold.outcome == "not needed" else threshold.outcome
-    if threshold.note:
-        missing = threshold.missing
-        note = (threshold.note if missing is None else missing.reason).rstrip(".")
-        sentences.append(f"{note[0].upper()}{note[1:]}")
-        if missing is not None and missing.option:
-            spec = f"--spec correction={proposal.part.key.removeprefix('masks.')} " if new else ""
+        if proposal.floor is not None and proposal.floor.share < QUANTILE:
             sentences.append(
-                f"With it: python -m recipe.offpolicy.calibrate DIR {spec}--target-kept {TARGET_KEPT} {missing.option}"
+                f"Only the {proposal.floor.share:g}-quantile of the engines' own noise is known from "
+                f"{proposal.floor.rows} rows: record more steps to bound its {QUANTILE:g}-quantile"
             )
+    elif threshold.outcome == "not needed":
+        answer = "no cap needed"
+    else:
+        answer = f"none found; {'the default' if new else 'the present one'}: {format_bounds(proposal.part.now)}"
+    if threshold.note:
+        note = threshold.note if threshold.missing is None else threshold.missing.reason
+        note = note.removeprefix("not identified: ").rstrip(".")
+        sentences.append(f"{note[0].upper()}{note[1:]}")
+        if threshold.outcome in _NEXT and "Record" not in note and "Look for" not in note:
+            sentences.append(_NEXT[threshold.outcome])
     if proposal.lengths:
         sentences.append("It treats lengths unlike, see below")
     return Answer(question, answer, ". ".join(sentences) + ".")

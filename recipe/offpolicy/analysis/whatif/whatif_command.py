@@ -12,14 +12,12 @@ from collections.abc import Sequence
 
 from ...recording import Recording, RecordingError
 from ..jobs import read_arguments
-from ..pages import fit_to_width
+from ..pages import open_console, print_table
 from . import whatif_tables
 from .candidates import RECORDED, UNCORRECTED, Candidate, build_candidates
 from .document import build_document
 from .outcomes import Study
 from .study import run_study
-
-_PIPE_WIDTH = 170
 
 
 def select_steps(recorded: Sequence[int], steps: str | None) -> list[int]:
@@ -87,9 +85,7 @@ def _write(result: Study, given: argparse.Namespace) -> None:
 
 def _tables(result: Study) -> str:
     """Format the tables as text; Rich itself would end the program where a reader closes the pipe."""
-    from rich.console import Console
-
-    console = Console() if sys.stdout.isatty() else Console(width=_PIPE_WIDTH)
+    console = open_console()
     shown = [
         whatif_tables.build_overall_table(result),
         whatif_tables.build_group_table(result),
@@ -100,7 +96,7 @@ def _tables(result: Study) -> str:
     style = None if result.fidelity.agrees else "bold red"
     with console.capture() as captured:
         for table in shown:
-            console.print(*fit_to_width(table, console.width), sep="\n")
+            print_table(console, table)
         console.print(whatif_tables.describe_fidelity(result.fidelity), style=style, markup=False, highlight=False)
         for note in [*result.notes, *whatif_tables.describe_left_out(len(result.outcomes))]:
             console.print(note, style="yellow", markup=False, highlight=False)

@@ -6,6 +6,8 @@ import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from ...correction.bound_text import format_bounds
+
 Action = Literal["off", "warn", "stop", "fallback"]
 Event = Literal["none", "fired", "recovered"]
 
@@ -26,9 +28,8 @@ class Band:
         return (self.lower is None or value >= self.lower) and (self.upper is None or value <= self.upper)
 
     def __str__(self) -> str:
-        """Format as ``>= 0.5 and <= 2``."""
-        sides = {">=": self.lower, "<=": self.upper}
-        return " and ".join(f"{sign} {bound:g}" for sign, bound in sides.items() if bound is not None)
+        """Format as ``[0.5, 2]``."""
+        return format_bounds({"lower": self.lower, "upper": self.upper})
 
 
 @dataclass(frozen=True)

@@ -204,6 +204,7 @@ def test_ids_where_there_is_no_tokenizer(tmp_path: Path) -> None:
         reader, reason = load_decoder(card)
         assert not reader.decodes
         assert why in reason
+        assert "--tokenizer FOLDER" in reason
 
 
 def test_text_by_the_models_own_tokenizer(tmp_path: Path) -> None:
@@ -221,6 +222,7 @@ def test_text_by_the_models_own_tokenizer(tmp_path: Path) -> None:
     assert (reader.decodes, why) == (True, "")
     assert reader.decode(tokenizer.encode("a\nb<|end|>")) == "a\\nb<|end|>"
     assert reader.decode([]) == ""
+    assert load_decoder({"tokenizer": str(tmp_path), "model": f"{tmp_path}/gone"})[0].decodes
     # Of another model, or made up.
     assert reader.decode([-1]) == "-1"
 

@@ -53,7 +53,7 @@ def test_nan_is_beyond_every_bound() -> None:
 def test_two_sides() -> None:
     both = AlarmRule(Band(0.5, 2.0), Band(0.6, 1.7), patience=1, recovery_patience=1)
     assert course(both, 1.0, 2.5, 1.9, 1.5, 0.4, 0.55, 0.6) == ["-f-rf-r", "armed"]
-    assert str(both.band) == ">= 0.5 and <= 2"
+    assert str(both.band) == "[0.5, 2]"
     assert str(Band(None, 0.0)) == "<= 0"
 
 

@@ -67,7 +67,7 @@ def test_it_waits_and_then_moves_at_its_pace(caplog: pytest.LogCaptureFixture) -
     assert course == pytest.approx([0.01, 0.015, 0.015, 0.0225, 0.0225])
     with caplog.at_level(logging.INFO):
         made.observe(seen(*[0.1] * 10, kept=3.0))
-    assert "correction.masks.gsm: lower=0.977" in caplog.text
+    assert "correction.masks.gsm: [0.977" in caplog.text
     assert "kept 0.3000 of 60 rows that it looks at, in 6 update(s); offpolicy.calibrate.target_kept=0.9" in caplog.text
 
 
@@ -188,7 +188,7 @@ def test_a_mask_with_other_bounds_starts_as_it_is_configured(caplog: pytest.LogC
         one_sided.restore(state, same_keys=True)
     assert one_sided.bounds == configured
     assert one_sided.state()["window"] == []
-    assert "correction.masks.gsm: the checkpoint has it at lower=" in caplog.text
+    assert "correction.masks.gsm: the checkpoint has it at [0.98" in caplog.text
 
 
 # How bounds travel ------------------------------------------------------------------------------------------

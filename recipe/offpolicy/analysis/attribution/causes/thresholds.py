@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ....monitor.alarms.watched import HEALTHY_KL
+
 
 @dataclass(frozen=True)
 class Thresholds:
@@ -35,7 +37,7 @@ class Thresholds:
     shift: float = 0.1
     related: float = 0.2
     part_related: float = 0.5
-    healthy: float = 1e-3
+    healthy: float = HEALTHY_KL
     turn_factor: float = 5.0
     growth: float = 3.0
     slope: float = 0.03
