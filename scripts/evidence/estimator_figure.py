@@ -71,13 +71,17 @@ def _names(axes: Any, *, above: Any, beside: Any) -> None:
 
 
 def _styles() -> dict[str, dict[str, Any]]:
-    """Assign a colour to each family and a marker to each member."""
-    seen: dict[Family, int] = {}
-    styles: dict[str, dict[str, Any]] = {}
-    for estimator in DRAWN:
-        member = seen[estimator.family] = seen.get(estimator.family, -1) + 1
-        styles[estimator.name] = {"color": COLOURS[estimator.family], "marker": MARKERS[member], "markersize": 6}
-    return styles
+    """Assign a marker to each family and a colour to each estimator, those whose curves are drawn first."""
+    from matplotlib import colormaps
+
+    shades = colormaps["tab20"].colors
+    colours = [*shades[::2], *shades[1::2]]  # the strong ones first
+    ordered = sorted(DRAWN, key=lambda estimator: estimator.name not in GROWING)
+    families = list(COLOURS)
+    return {
+        estimator.name: {"color": colour, "marker": MARKERS[families.index(estimator.family)], "markersize": 6}
+        for estimator, colour in zip(ordered, colours, strict=False)
+    }
 
 
 def _growth(evidence: Evidence, axes: Any) -> None:
@@ -92,7 +96,7 @@ def _growth(evidence: Evidence, axes: Any) -> None:
     )  # fmt: skip
     axes.text(
         0.97, 0.03, "sequence IS: 0 to rounding; with cap 5,\ntoo, until the cap binds", ha="right", va="bottom",
-        color=COLOURS["sequence weight"], transform=axes.transAxes, fontsize=8.5,
+        color=styles["sequence TIS, cap 5"]["color"], transform=axes.transAxes, fontsize=8.5,
     )  # fmt: skip
 
 

@@ -33,15 +33,31 @@ PICTURE = ROOT / "docs" / "collapse.png"
 WHOLE = ("in_step", "late", "late_opsm", "late_decoupled", "late_both")
 CONTROL = ("control", "control_both")
 ALIKE = (
-    ("in_step", "control", "bypass"),
+    ("in_step", "control"),
     ("late", "none"),
     ("late_opsm", "opsm"),
     ("late_decoupled", "decoupled"),
     ("late_both", "control_both", "both"),
     ("random",),
+    ("bypass",),
 )
 COLOURS = {arm: f"C{number}" for number, arms in enumerate(ALIKE) for arm in arms}
 """A correction has one colour in all panels."""
+WORDS = {
+    "in_step": "in step, uncorrected",
+    "control": "uncorrected",
+    "bypass": "clip around mu (bypass)",
+    "late": "uncorrected",
+    "none": "uncorrected",
+    "late_opsm": "OPSM",
+    "opsm": "OPSM",
+    "late_decoupled": "decoupled PPO",
+    "decoupled": "decoupled PPO",
+    "late_both": "decoupled PPO and OPSM",
+    "control_both": "decoupled PPO and OPSM",
+    "both": "decoupled PPO and OPSM",
+    "random": "random rows, as many as OPSM",
+}
 
 
 def draw_by_step(axes: Axes, table: pandas.DataFrame, arms: Sequence[str]) -> None:
@@ -52,7 +68,7 @@ def draw_by_step(axes: Axes, table: pandas.DataFrame, arms: Sequence[str]) -> No
             axes.plot(of_seed["step"], of_seed["exact"], color=COLOURS[arm], alpha=0.25, linewidth=0.8)
         if not found.empty:
             medians = found.groupby("step")["exact"].median()
-            label = f"{arm} ({found['seed'].nunique()})"
+            label = f"{WORDS[arm]} ({found['seed'].nunique()})"
             axes.plot(medians.index, medians, color=COLOURS[arm], marker="o", label=label)
     axes.set(xlabel="step", ylabel="exact matches, held out", ylim=(0, 1))
 
@@ -65,7 +81,7 @@ def draw_by_eta(axes: Axes, table: pandas.DataFrame, rate: float) -> None:
         if not found:
             continue
         places, medians = [ETAS.index(eta) for eta in found], [each.median() for each in found.values()]
-        axes.plot(places, medians, color=COLOURS[arm], marker="o", label=f"{arm} ({SEEDS})")
+        axes.plot(places, medians, color=COLOURS[arm], marker="o", label=f"{WORDS[arm]} ({SEEDS})")
         for place, each in zip(places, found.values(), strict=True):
             axes.plot([place] * len(each), each, ".", color=COLOURS[arm], alpha=0.35)
     axes.set_xticks(range(len(ETAS)), [str(eta) for eta in ETAS])

@@ -150,13 +150,15 @@ def draw(measured: Measured, path: Path) -> None:
                 continue
             steps = [each.step for each in runs[0]]
             dashes = "--" if arm.endswith("before") else "-"
-            colour = f"C{(number + 1) // 2}"
+            colour = f"C{number}"
+            kind, _, place = arm.partition("/")
+            label = f"{kind}, {place} normalising" if place else "no penalty"
             for axes, name in ((lengths, "tokens"), (right, "right")):
                 curves = [[getattr(each, name) for each in blocks] for blocks in runs]
                 for curve in curves:
                     axes.plot(steps, curve, dashes, color=colour, alpha=0.2, linewidth=0.7)
                 means = [sum(values) / len(values) for values in zip(*curves, strict=True)]
-                axes.plot(steps, means, dashes, color=colour, label=arm)
+                axes.plot(steps, means, dashes, color=colour, label=label)
         lengths.set(title="Length of answers", xlabel="step", ylabel="mean response tokens")
         lengths.set_ylim(bottom=0)
         right.set(title="Right answers", xlabel="step", ylabel="share", ylim=(0, 1))

@@ -177,8 +177,8 @@ def test_the_axis_says_which_rows_a_share_is_of(tmp_path: Path) -> None:
     ).proposals
     axes = draw_curves(proposals, 0.95).axes
     assert {axis.get_title(loc="left"): axis.get_ylabel() for axis in axes} == {
-        "masks.gsm": "share of rows kept",
-        "masks.opsm": "share of rows with A < 0 kept",
+        "Mask gsm": "share of rows kept",
+        "Mask opsm": "share of rows with A < 0 kept",
     }
     assert "share of rows with A < 0 kept by bound" in format_caption(proposals[1])
 

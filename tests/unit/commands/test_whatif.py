@@ -300,7 +300,7 @@ def test_words() -> None:
         == "[tis_token,gsm] masks.gsm.upper=1.01"
     )
     groups = ("length/le16", "length/le4096", "length/gt4096", "advantage/negative", "staleness/is1", "turn/ge3")
-    assert [format_heading(group) for group in groups] == ["1-16", "1025-4096", "> 4096", "A < 0", "stale 1", "turn 3+"]
+    assert [format_heading(group) for group in groups] == ["1-16", "1025-4096", "> 4096", "A < 0", "age 1", "turn 3+"]
 
 
 @pytest.mark.slow

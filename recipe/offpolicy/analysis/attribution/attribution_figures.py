@@ -17,7 +17,13 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _COLOURS: Final = {"backend": 0, "staleness": 1, "routing": 4, "drift": 2, "rollout": 6}
-_SHOWN: Final = ("position", "probability", "length", "turn")
+_SHOWN: Final = {
+    "position": "position in the response, tokens",
+    "probability": "probability of the token under mu",
+    "length": "length of the response, tokens",
+    "turn": "turn",
+}
+"""Profile -> what its buckets are ranges of."""
 _HEIGHT: Final = 3.4
 
 
@@ -35,9 +41,12 @@ def build_panels(attribution: Attribution) -> list[plotting.FigurePanel]:
         ),
         *(
             plotting.FigurePanel(
-                partial(_profile, name=name, buckets=attribution.profiles[name]), f"KL and its share by {name}", _HEIGHT
+                partial(_profile, name=name, buckets=attribution.profiles[name]),
+                f"Shares of tokens and of KL by {name}",
+                _HEIGHT,
             )
             for name in _SHOWN
+            if len(attribution.profiles[name]) > 1
         ),
     ]
 
@@ -104,30 +113,21 @@ def _names(apart: bool, whole: Decomposition) -> list[str]:
 
 
 def _profile(axes: Axes, name: str, buckets: Sequence[Bucket]) -> None:
-    from matplotlib.ticker import NullLocator
-
     axes.set_title(f"By {name}" + (" under mu" if name == "probability" else ""))
-    if name == "turn" and len(buckets) == 1:
-        _say(axes, "rows have one turn")
-        return
     if not any(bucket.k3 > 0 for bucket in buckets):
         _say(axes, "mu and pi_old agree exactly")
         return
-    places = range(len(buckets))
-    positive = [bucket.k3 for bucket in buckets if bucket.k3 > 0]
-    axes.bar(places, [bucket.share for bucket in buckets], width=0.7, color=plotting.PALETTE[5], label="share of KL")
-    axes.set_xticks(places, [_label(name, bucket.name) for bucket in buckets], rotation=30, ha="right")
-    axes.set_ylabel("share of KL (bars)")
+    tokens = sum(bucket.tokens for bucket in buckets)
+    for offset, label, shares, colour in (
+        (-0.2, "share of tokens", [bucket.tokens / tokens for bucket in buckets], plotting.MUTED),
+        (0.2, "share of KL", [bucket.share for bucket in buckets], plotting.PALETTE[0]),
+    ):
+        axes.bar([place + offset for place in range(len(buckets))], shares, width=0.38, color=colour, label=label)
+    axes.set_xticks(range(len(buckets)), [_label(name, bucket.name) for bucket in buckets], fontsize=8)
+    axes.set_xlabel(_SHOWN[name])
+    axes.set_ylabel("share")
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
-    other = axes.twinx()
-    other.grid(False)
-    other.spines["right"].set_visible(True)
-    other.plot(places, [bucket.k3 for bucket in buckets], color=plotting.PALETTE[1], marker="o")
-    other.set_yscale("log")
-    # Whole powers of ten, so that every one of them has its label.
-    other.set_ylim(10.0 ** math.floor(math.log10(min(positive))), 10.0 ** math.ceil(math.log10(max(positive)) + 0.01))
-    other.yaxis.set_minor_locator(NullLocator())
-    other.set_ylabel("KL, nats a token (line)")
+    plotting.add_legend(axes)
 
 
 def _height(part: Decomposition, name: str) -> float:

@@ -55,9 +55,15 @@ def format_caption(proposal: Proposal) -> str:
     return f"{format_part_name(proposal.part)}: {what} by bound; {reached}."
 
 
+def _name_in_words(proposal: Proposal) -> str:
+    """Write ``masks.gsm`` as ``Mask gsm``."""
+    kind, _, name = format_part_name(proposal.part).partition(".")
+    return f"{'Mask' if kind == 'masks' else 'Weight'} {name}".rstrip()
+
+
 def _panel(axis: Axes, *, proposal: Proposal, confidence: float) -> None:
     curve = proposal.curve
-    axis.set_title(format_part_name(proposal.part))
+    axis.set_title(_name_in_words(proposal))
     axis.set_xlabel(_bound_label(proposal))
     axis.set_ylabel("ESS of the weight" if proposal.target == "ess" else f"share of {proposal.part.looks_at} kept")
     if isinstance(curve, EssCurve):

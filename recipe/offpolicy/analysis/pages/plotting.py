@@ -89,7 +89,7 @@ class FigurePanel:
 
 
 def draw_panels(drawn: Sequence[FigurePanel], columns: int = 1, title: str = "") -> Figure:
-    """Draw panels into one figure, row by row, each row as high as its highest panel."""
+    """Draw panels into one figure, row by row, each row as high as its highest panel, and none empty."""
     rows = [drawn[start : start + columns] for start in range(0, len(drawn), columns)]
     heights = [max(panel.height for panel in row) for row in rows]
     with apply_style():
@@ -99,8 +99,12 @@ def draw_panels(drawn: Sequence[FigurePanel], columns: int = 1, title: str = "")
         )  # fmt: skip
         for axis, panel in zip(axes, drawn, strict=False):
             panel.draw(axis)
-        for axis in axes[len(drawn) :]:
-            axis.set_axis_off()
+        if left := axes[len(drawn) :]:
+            # The last panel takes the places that nothing is drawn in.
+            last = axes[len(drawn) - 1]
+            last.set_subplotspec(last.get_gridspec()[-1, (len(drawn) - 1) % columns :])
+            for axis in left:
+                axis.remove()
         if title:
             figure.suptitle(title, x=0.01, ha="left", fontsize=11, color=MUTED)
     return figure

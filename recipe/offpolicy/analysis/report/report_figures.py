@@ -23,13 +23,15 @@ _MARKED = 40
 
 
 def build_step_panels(timeline: Timeline) -> list[FigurePanel]:
-    """Build the panels of reward, mismatch, kept shares, and length or staleness by step."""
+    """Build the panels of reward, mismatch, kept shares, length, and staleness where there is any, by step."""
     functions = {
         "Mean reward by step": _reward,
         "KL(mu, pi_old) and drift by step": _mismatch,
         "Shares kept and effective sample size by step": _kept,
-        "Response length and staleness by step": _length,
+        "Response length by step": _length,
     }
+    if timeline.is_stale:
+        functions["Staleness by step"] = _staleness
     return [FigurePanel(partial(_by_step, timeline=timeline, function=one), alt) for alt, one in functions.items()]
 
 
@@ -79,14 +81,12 @@ def _length(axis: Axes, timeline: Timeline) -> None:
     lines = {label: timeline.get_column(name) for label, name in names.items()}
     graded = all(np.isfinite(lines[f"{name} answers"]).any() for name in ("right", "wrong"))
     _line(axis, timeline, lines if graded else {"": lines["all answers"]})
-    if np.nanmax(timeline.get_column("staleness"), initial=0.0) > 0:
-        other = axis.twinx()
-        _line(other, timeline, {"": timeline.get_column("staleness")}, first=3)
-        other.grid(False)
-        other.spines["right"].set_visible(True)
-        other.set_ylabel("staleness, steps", color=get_line_style(3)["color"])
-        axis.yaxis.label.set_color(get_line_style(0)["color"])
-        axis.set_title("Response length and staleness")
+
+
+def _staleness(axis: Axes, timeline: Timeline) -> None:
+    axis.set_title("Staleness")
+    axis.set_ylabel("mean age of a row, steps")
+    _line(axis, timeline, {"": timeline.get_column("staleness")})
 
 
 def _shares(axis: Axes, *, timeline: Timeline) -> None:
@@ -120,10 +120,10 @@ def _rows(axis: Axes, *, timeline: Timeline) -> None:
     axis.margins(y=0.1)
 
 
-def _line(axis: Axes, timeline: Timeline, lines: Mapping[str, Series], *, first: int = 0) -> None:
+def _line(axis: Axes, timeline: Timeline, lines: Mapping[str, Series]) -> None:
     """Plot one line a series; a series that was not recorded is named so."""
     steps = timeline.get_column("step")
-    for index, (label, series) in enumerate(lines.items(), start=first):
+    for index, (label, series) in enumerate(lines.items()):
         values = np.asarray(series)
         known = np.isfinite(values)
         style_of = get_line_style(index) | ({"marker": ""} if len(values) > _MARKED else {})

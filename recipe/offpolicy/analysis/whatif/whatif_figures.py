@@ -114,17 +114,23 @@ def _panels(line: PanelRow, level: Sequence[CorrectionOutcome]) -> list[FigurePa
 
 def _panel(axes: Axes, *, line: PanelRow, function: Callable[[Axes, PanelRow], None]) -> None:
     function(axes, line)
+    if line.title:
+        axes.set_title(f"{axes.get_title(loc='left')}, {line.title}", loc="left")
     plotting.add_legend(axes)
 
 
 def _kept(axes: Axes, line: PanelRow) -> None:
     axes.set_title("Kept and effective sample")
+    if line.ordered:
+        axes.set_ylabel("share")
     _fields(axes, line, _KEPT)
     _limits(axes, line, share=True)
 
 
 def _scale(axes: Axes, line: PanelRow) -> None:
     axes.set_title("Effective learning rate")
+    if line.ordered:
+        axes.set_ylabel("share of the uncorrected one")
     _fields(axes, line, _SCALE)
     (axes.axhline if line.ordered else axes.axvline)(1.0, color=plotting.MUTED, linewidth=1, linestyle=":")
     _limits(axes, line, share=False)
@@ -132,6 +138,8 @@ def _scale(axes: Axes, line: PanelRow) -> None:
 
 def _bias(axes: Axes, line: PanelRow, level: Sequence[CorrectionOutcome]) -> None:
     axes.set_title("Distance from unbiased weights")
+    if line.ordered:
+        axes.set_ylabel("relative distance")
     _fields(axes, line, _BIAS)
     for outcome in level:
         _mark(axes, outcome)
@@ -159,7 +167,8 @@ def _by_group(axes: Axes, line: PanelRow) -> None:
     _series(axes, line, {names[name]: [share.get(name) for share in shares] for name in lengths})
     by_length = all(name.startswith("length/") for name in lengths)
     axes.set_title(f"Tokens kept by {'length T' if by_length else 'group'}")
-    axes.set_ylabel(line.title, color=plotting.INK)
+    if line.ordered:
+        axes.set_ylabel("share of the group's tokens")
     _limits(axes, line, share=True)
 
 
@@ -216,7 +225,22 @@ def _along(title: str, axis: str, outcomes: Sequence[CorrectionOutcome]) -> Pane
 
     ordered = sorted(outcomes, key=number)
     ticks = tuple(outcome.candidate.point[axis] for outcome in ordered)
-    return PanelRow(shorten_label(title), shorten_label(axis), ticks, tuple(ordered), ordered=True)
+    return PanelRow(
+        _in_words(shorten_label(title)), _name_key(shorten_label(axis)), ticks, tuple(ordered), ordered=True
+    )
+
+
+def _in_words(correction: str) -> str:
+    """Write a stack as ``tis_token and gsm``."""
+    first, bracket, rest = correction.partition("]")
+    return " and ".join(first.strip("[").split(",")) + rest if bracket else correction
+
+
+def _name_key(key: str) -> str:
+    """Write ``masks.gsm.upper`` as ``upper bound of gsm``; other keys stay as they are."""
+    *owner, name = key.split(".")
+    known = {"upper": "upper bound", "lower": "lower bound", "delta": "delta", "budget": "budget"}
+    return f"{known[name]} of {owner[-1]}" if owner and name in known else key
 
 
 def _title(study: Study, drawn: int) -> str:

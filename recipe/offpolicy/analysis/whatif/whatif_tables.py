@@ -69,7 +69,7 @@ def format_heading(group: str) -> str:
         return _span(name)
     if family == "advantage":
         return {"positive": "A > 0", "negative": "A < 0"}[name]
-    family = {"staleness": "stale"}.get(family, family)
+    family = {"staleness": "age"}.get(family, family)
     return f"{family} {name[2:]}+" if name.startswith("ge") else f"{family} {name[2:]}"
 
 
