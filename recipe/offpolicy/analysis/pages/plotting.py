@@ -102,7 +102,9 @@ def draw_panels(drawn: Sequence[FigurePanel], columns: int = 1, title: str = "")
         if left := axes[len(drawn) :]:
             # The last panel takes the places that nothing is drawn in.
             last = axes[len(drawn) - 1]
-            last.set_subplotspec(last.get_gridspec()[-1, (len(drawn) - 1) % columns :])
+            grid = last.get_gridspec()
+            assert grid is not None  # subplots have one
+            last.set_subplotspec(grid[-1, (len(drawn) - 1) % columns :])
             for axis in left:
                 axis.remove()
         if title:

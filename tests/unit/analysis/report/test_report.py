@@ -56,7 +56,7 @@ PROOF = {
 }
 
 
-PICTURES = 4 + 2 + 6 + 2
+PICTURES = 4 + 2 + 5 + 2
 """Over time, by length, of attribution, and a panel a bound: of the weight and two masks, the default."""
 
 
