@@ -169,12 +169,6 @@ def test_numbers_that_are_none(
     assert said in capsys.readouterr().err
 
 
-def test_a_pipe_is_160_columns_wide(recorded: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert attribute.main([str(recorded)]) == 0
-    drawn = [line for line in capsys.readouterr().out.splitlines() if line.startswith("│")]
-    assert 120 < max(map(len, drawn)) <= 160
-
-
 def sum_rows(rows: Rows) -> MismatchSums:
     return resample_rows(compute_row_sums(rows))
 

@@ -10,6 +10,7 @@ from typing import Literal
 import numpy as np
 
 from ...correction import CorrectionSpec, SpecError, WeightSpec
+from ...correction.bound_text import format_bounds
 from ...correction.catalogue import BUCKETS
 from ...recording import Step
 from ..jobs import ALONE, Jobs
@@ -282,9 +283,9 @@ def _by_length(
                 threshold = _threshold(part, own, target, goal, request, floor)
             except NotIdentifiedError:
                 alone = _threshold(part, own, target, goal, request, None).values
-                alone_text = "; ".join(f"the target alone takes {name} {value!r}" for name, value in alone.items())
                 noise = "its backend noise is not identified"
-                threshold = build_not_found(looked, f"{noise}; {alone_text}" if alone_text else noise)
+                text = f"{noise}; the target alone takes {format_bounds(alone)}" if alone else noise
+                threshold = build_not_found(looked, text)
         line = compute_kept_curve(part, own, curve.radius, request.confidence) if target == "kept" else None
         found.append(LengthBound(name, len(np.unique(looked.row)), reached, threshold, line))
     return tuple(found)
