@@ -3,7 +3,7 @@
   python -m recipe.offpolicy.main_offpolicy [--check] 'correction=[tis_token,gsm]' data.train_files=... ...
 
 correction=NAME   one option, or several: 'correction=[tis_token,gsm]'; none trains with verl's own loss.
-                  docs/corrections.md lists them, a name that is not known is answered with all names
+                  docs/corrections.md lists them
 KEY=VALUE         every override that verl.trainer.main_ppo takes
 --check           run all start-up checks and exit: 0 they passed, 1 the launch would be stopped
 --cfg job         show the whole configuration and exit; --hydra-help lists Hydra's other flags
@@ -25,25 +25,24 @@ if __name__ == "__main__":  # before imports that take seconds
     else:
         hasten_start()
 
-import contextlib
 import json
-import tempfile
 from pathlib import Path
 
 import hydra
+from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig, open_dict
+from omegaconf.errors import OmegaConfBaseException
 
-from verl_patches.contract import PatchError, demand_release
+from verl_patches.contract import PatchError
 from verl_patches.execution_path import live_path
 from verl_patches.runtime_env import forward
 
 from .correction import CorrectionSpec, SpecError
-from .correction.problem import CheckError, set_to
-from .doctor.launch import explain_unknown_keys
+from .correction.problem import CheckError
+from .doctor.launch import OURS, Launch, LaunchError, compose, parse_flags, prepare_arguments
 from .preflight.checks import list_active, list_patch_groups
 from .preflight.examination import examine
-from .preflight.hydra_groups import force_own_keys, read_task_overrides
-from .preflight.primary_config import check_primary, keep_search_path
+from .preflight.hydra_groups import read_task_overrides
 from .recording.redaction import redact_streams
 
 CONFIG_DIR = str(Path(__file__).resolve().parent / "config")
@@ -96,42 +95,38 @@ def train(config: DictConfig) -> None:
 def main() -> None:
     redact_streams()
     arguments = sys.argv[1:]
-    only_check = CHECK_FLAG in arguments
-    sys.argv[1:] = [argument for argument in arguments if argument != CHECK_FLAG]
-
-    begun = []
+    given = [argument for argument in arguments if argument != CHECK_FLAG]
+    checked: list[DictConfig] = []
 
     @hydra.main(config_path=CONFIG_DIR, config_name="offpolicy_trainer", version_base=None)
     def run(config: DictConfig) -> None:
-        begun.append(True)
-        try:
-            spec, remarks = prepare(config)
-            forward(config, groups=list_patch_groups(live_path(config)))
-        except (CheckError, PatchError) as error:
-            sys.exit(f"offpolicy: stopped before anything was started.\n{error}")
-        _say(str(live_path(config)))
-        _say(f"all checks passed; {json.dumps(spec.to_mapping())}, fingerprint {spec.fingerprint()}")
-        for line in remarks:
-            _say(line)
-        if not only_check:
-            train(config)
+        train(checked[0])
 
     try:
-        demand_release()  # other releases lack keys that our configuration is composed of
-        check_primary(sys.argv[1:])
-        sys.argv[1:] = keep_search_path(force_own_keys(sys.argv[1:]))
-    except (SpecError, CheckError, PatchError) as error:
+        shows = parse_flags(given).shows and given == arguments
+        checked.append(compose(Launch(OURS, tuple(given))))
+        if not shows:
+            _check(checked[0])
+        sys.argv[1:] = prepare_arguments(given)
+    except (LaunchError, SpecError, CheckError, PatchError, OmegaConfBaseException) as error:
         sys.exit(f"offpolicy: stopped before anything was started.\n{error}")
-    with contextlib.ExitStack() as stack:
-        if only_check:  # Hydra makes a folder for each run, and this is none
-            sys.argv.append(set_to("hydra.run.dir", stack.enter_context(tempfile.TemporaryDirectory())))
-        try:
-            run()
-        except SystemExit as stop:
-            # Hydra has advised to add the key, which verl would refuse or not read.
-            if stop.code == 1 and not begun and (unknown := explain_unknown_keys(arguments)):
-                sys.exit(f"offpolicy: stopped before anything was started.\n{unknown}")
-            raise
+    if given == arguments:
+        GlobalHydra.instance().clear()  # of the configuration that was checked
+        run()
+
+
+def _check(config: DictConfig) -> None:
+    """Run all checks, and say what would train.
+
+    Raises:
+        CheckError, PatchError: what stops the launch.
+    """
+    spec, remarks = prepare(config)
+    forward(config, groups=list_patch_groups(live_path(config)))
+    _say(str(live_path(config)))
+    _say(f"all checks passed; {json.dumps(spec.to_mapping())}, fingerprint {spec.fingerprint()}")
+    for line in remarks:
+        _say(line)
 
 
 if __name__ == "__main__":

@@ -78,5 +78,6 @@ COMMON=(
 )
 # Options of a group are chosen once: those among the arguments take the place of these.
 if [[ " $* " != *" correction="* ]]; then
-    COMMON+=("correction=[$CORRECTION]")
+    CORRECTION=${CORRECTION#[}  # with brackets or without
+    COMMON+=("correction=[${CORRECTION%]}]")
 fi

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import json
 from collections.abc import Mapping
@@ -222,12 +223,30 @@ def _weights(value: Any) -> tuple[tuple[str, WeightSpec], ...]:
     return tuple(specs)
 
 
+def _refuse_misspelt(given: str, masks: Mapping[str, Any]) -> None:
+    """Refuse a few keys of a mask that is not there, whose name resembles one that is.
+
+    Raises:
+        SpecError: names the other.
+    """
+    keys = masks[given]
+    if not isinstance(keys, Mapping) or {"level", "aggregate"} & set(keys):
+        return
+    whole = [name for name, mask in masks.items() if isinstance(mask, Mapping) and "level" in mask]
+    if near := difflib.get_close_matches(given, map(str, whole), 1):
+        meant = {f"correction.masks.{near[0]}.{name}": value for name, value in keys.items()}
+        key = f"correction.masks.{given}"
+        said = f"there is no such mask. Did you mean {' and '.join(meant)}?"
+        raise SpecError(said, key=key, value=dict(keys), mend=meant, removed={key: keys})
+
+
 def _masks(value: Any) -> tuple[tuple[str, MaskSpec], ...]:
     whole, option = "correction.masks", "Choose an option that has masks, such as gsm, in correction=[...]."
     masks = require_mapping({} if value is None else value, whole, option, {})
     specs = []
     for given, mask in sorted((str(name), mask) for name, mask in masks.items()):
         name, key = check_metric_name(given, whole, mask), f"{whole}.{given}"
+        _refuse_misspelt(given, masks)
         specs.append((name, MaskSpec.from_mapping(require_mapping(mask, key, option), key=key)))
     return tuple(specs)
 

@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import cast
+from typing import NoReturn
 
 # hydra.compose takes no flags, no hydra.* overrides of a job, and no search path of another program's main.
 from hydra._internal.hydra import Hydra
@@ -18,23 +18,22 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException, OverrideParseException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict
-from omegaconf.errors import OmegaConfBaseException
 
-from verl_patches.contract import PatchError, demand_release, installed_release
+from verl_patches.contract import demand_release, installed_release
 
-from ..correction import SpecError
-from ..correction.problem import CheckError
 from ..preflight.checks.module_source import find_source
 from ..preflight.hydra_groups import force_own_keys
+from ..preflight.hydra_refusals import NO_DEFAULT, explain_refusal, parse
 from ..preflight.primary_config import CONFIG_DIR, check_primary, keep_search_path
+from ..process_start import CHECK_FLAG
 from .hydra_main import HydraMain, read_hydra_main
 from .unknown_keys import find_unknown_keys
 
 OURS = "recipe.offpolicy.main_offpolicy"
 VERLS = ("verl.trainer.main_ppo",)
 """Programs of verl whose trainers and workers the checks know."""
-_OUR_CONFIGURATION = HydraMain(CONFIG_DIR.parent / "main_offpolicy.py", str(CONFIG_DIR), "offpolicy_trainer")
-_CHECK = "--check"
+OUR_PROGRAM = HydraMain(CONFIG_DIR.parent / "main_offpolicy.py", str(CONFIG_DIR), "offpolicy_trainer")
+_SEVERAL = "--multirun: several runs, and one is checked. Give one value of each key, and launch each by itself."
 _FROM_HERE = re.compile(r"path=file://([^/\s]\S*)")
 """A relative place of a search path, resolved from the current directory."""
 
@@ -74,23 +73,30 @@ class Launch:
         return tuple(argument for argument in self.arguments if not argument.startswith("-"))
 
 
+def prepare_arguments(arguments: Sequence[str]) -> list[str]:
+    """Prepare the arguments of our program for Hydra.
+
+    Raises:
+        SpecError, CheckError: a primary configuration without our sections, or a malformed choice of options.
+    """
+    check_primary(arguments)
+    return keep_search_path(force_own_keys(arguments))
+
+
 def compose(launch: Launch) -> DictConfig:
     """Compose the configuration that the launch would train with, in this process's Hydra application.
 
     Raises:
         PatchError: verl is missing, or its release is not supported.
         LaunchError: there is no such program, or Hydra does not take its arguments.
-        SpecError: ``correction=null``, two ``correction=``, or a primary configuration without our sections.
+        SpecError, CheckError: as of ``prepare_arguments``.
     """
     demand_release()
-    program = _OUR_CONFIGURATION if launch.ours else _find_program(launch.module)
-    given = [argument for argument in launch.arguments if argument != _CHECK]
+    program = OUR_PROGRAM if launch.ours else _find_program(launch.module)
+    given = [argument for argument in launch.arguments if argument != CHECK_FLAG]
+    arguments = parse_flags(given)
     if launch.ours:
-        check_primary(given)
-        given = keep_search_path(force_own_keys(given))
-    arguments = _parse(given)
-    if arguments.multirun:
-        raise LaunchError("--multirun: several runs, and the doctor checks one. Fix: give one value of each key.")
+        arguments = parse_flags(prepare_arguments(given))
     name = arguments.config_name or program.config_name
     path = arguments.config_path or program.config_path
     try:
@@ -100,19 +106,13 @@ def compose(launch: Launch) -> DictConfig:
             _prepend(search_path, arguments.config_dir)
         GlobalHydra.instance().clear()
         hydra = Hydra.create_main_hydra2(detect_task_name(str(program.file), None), search_path)
-    except (HydraException, OmegaConfBaseException) as error:
-        raise LaunchError(_format_error(error)) from error
-    try:
         config = _compose_with(hydra, name, arguments.overrides)
-    except OverrideParseException as error:
-        raise LaunchError(f"{error.override}: Hydra cannot read this override. {_format_error(error)}") from error
-    except (HydraException, OmegaConfBaseException) as error:
-        verls = launch.ours or launch.module in VERLS
-        owner = f"verl {installed_release('verl')}" if verls else f"the configuration of {launch.module}"
-        compose = partial(_compose_with, hydra, name)
-        if unknown := find_unknown_keys(compose, arguments.overrides, owner, verls=verls):
-            raise UnknownKeysError("\n".join(map(str, unknown))) from error
-        raise LaunchError(_format_error(error)) from error
+    except LaunchError:
+        raise
+    except Exception as error:  # Hydra lets through what its grammar, OmegaConf and Python raise
+        raise _explain(error, launch, name, arguments.overrides) from error
+    if OmegaConf.select(config, "hydra.mode") == RunMode.MULTIRUN:
+        raise LaunchError(_SEVERAL)
     HydraConfig.instance().set_config(config)
     with open_dict(config):
         del config["hydra"]
@@ -137,21 +137,33 @@ def _refuse_targets(config: DictConfig) -> None:
                 )
 
 
-def explain_unknown_keys(arguments: Sequence[str]) -> str:
-    """Explain overrides of our program that name keys unknown to verl, with the fix; "" if there are none."""
-    try:
-        compose(Launch(OURS, tuple(arguments)))
-    except UnknownKeysError as error:
-        return str(error)
-    except (LaunchError, PatchError, SpecError, CheckError):
-        return ""
-    return ""
+def _explain(error: Exception, launch: Launch, name: str | None, overrides: list[str]) -> LaunchError:
+    """Explain why Hydra composes no configuration: keys that it does not have, or what its own error says."""
+    hydra = GlobalHydra.instance().hydra
+    if hydra is None:
+        return LaunchError(_add_places(explain_refusal(error, overrides, lambda group: ())))
+    of_group = isinstance(error, OverrideParseException) or NO_DEFAULT in str(error)
+    if not of_group and all(parse(each) is not None for each in overrides):
+        verls = launch.ours or launch.module in VERLS
+        owner = f"verl {installed_release('verl')}" if verls else f"the configuration of {launch.module}"
+        if unknown := find_unknown_keys(partial(_try_with, hydra, name), overrides, owner, verls=verls):
+            return UnknownKeysError("\n".join(map(str, unknown)))
+    get_options = partial(hydra.config_loader.get_group_options, config_name=name)
+    return LaunchError(_add_places(explain_refusal(error, overrides, get_options)))
 
 
 def _compose_with(hydra: Hydra, name: str | None, overrides: list[str]) -> DictConfig:
     return hydra.compose_config(
         config_name=name, overrides=overrides, run_mode=RunMode.RUN, with_log_configuration=False, from_shell=False
     )
+
+
+def _try_with(hydra: Hydra, name: str | None, overrides: list[str]) -> DictConfig:
+    """Compose as ``_compose_with``, with an exception of Hydra's whatever is wrong."""
+    try:
+        return _compose_with(hydra, name, overrides)
+    except (TypeError, ValueError, AttributeError, AssertionError, RecursionError) as error:
+        raise HydraException(str(error)) from error
 
 
 def _find_program(module: str) -> HydraMain:
@@ -164,23 +176,53 @@ def _find_program(module: str) -> HydraMain:
     return found
 
 
-class _ParsedArguments:
+class Flags:
+    """Hydra's flags, and the overrides."""
+
     multirun: bool
+    run: bool
+    resolve: bool
+    shell_completion: bool
+    hydra_help: bool
+    cfg: str | None
+    info: str | None
+    experimental_rerun: str | None
     config_name: str | None
     config_path: str | None
     config_dir: str | None
     overrides: list[str]
 
+    @property
+    def shows(self) -> bool:
+        """True where Hydra shows something and runs nothing."""
+        return bool(self.cfg or self.info or self.shell_completion or self.hydra_help)
 
-def _parse(arguments: list[str]) -> _ParsedArguments:
+
+def parse_flags(arguments: Sequence[str]) -> Flags:
+    """Parse arguments as Hydra does: flags stand in front of the overrides or behind them.
+
+    Raises:
+        LaunchError: Hydra does not take them, or would run something that is not checked.
+    """
     parser = get_args_parser()
 
-    def refuse(message: str) -> None:
-        raise LaunchError(f"{' '.join(arguments)}: {message}.")
+    def refuse(message: str) -> NoReturn:
+        among = message.removeprefix("unrecognized arguments: ")
+        if among != message:
+            raise LaunchError(f"{among}: Hydra takes flags in front of all overrides or behind them. Move the flags.")
+        raise LaunchError(f"{message}.")
 
-    parser.error = refuse  # type: ignore[method-assign, assignment]
-    # argparse takes overrides in one run only; flags may stand among them.
-    return cast(_ParsedArguments, parser.parse_intermixed_args(arguments))
+    parser.error = refuse  # type: ignore[method-assign]
+    flags = parser.parse_args(list(arguments), Flags())
+    if flags.multirun:
+        raise LaunchError(_SEVERAL)
+    if flags.experimental_rerun is not None:
+        raise LaunchError("--experimental-rerun: it trains a stored configuration, which is not checked. Leave it out.")
+    if flags.resolve and flags.cfg is None:
+        raise LaunchError("--resolve: it belongs to --cfg. Leave it out, or add --cfg job.")
+    if flags.run + (flags.cfg is not None) + flags.shell_completion + (flags.info is not None) > 1:
+        raise LaunchError("--run, --cfg, --info and --shell-completion: Hydra takes one of them. Leave the others out.")
+    return flags
 
 
 def _prepend(search_path: ConfigSearchPath, folder: str) -> None:
@@ -190,15 +232,9 @@ def _prepend(search_path: ConfigSearchPath, folder: str) -> None:
     search_path.prepend(provider="command-line", path=f"file://{absolute}", anchor=SearchPathQuery(provider="schema"))
 
 
-def _format_error(error: BaseException | None) -> str:
-    """Format Hydra's message with its causes."""
-    said: list[str] = []
-    while error is not None:
-        if (text := str(error).strip()) and text not in said:
-            said.append(text)
-        error = error.__cause__
-    whole = "\n".join(said)
-    places = [each for each in dict.fromkeys(_FROM_HERE.findall(whole)) if not os.path.isdir(each)]
+def _add_places(said: str) -> str:
+    """Add relative places of the search path that do not exist here."""
+    places = [each for each in dict.fromkeys(_FROM_HERE.findall(said)) if not os.path.isdir(each)]
     if places:
-        whole += f"\nThere is no {' and no '.join(places)} here, in {os.getcwd()}. Fix: ask from where it is launched."
-    return whole
+        said += f"\nThere is no {' and no '.join(places)} here, in {os.getcwd()}. Fix: ask from where it is launched."
+    return said

@@ -199,5 +199,17 @@ def _find_stray_keys(config: DictConfig, overrides: Sequence[str]) -> Iterator[P
     ours = tuple(f"++{section}." for section in list_sections())
     if added := [each for each in filter_added(overrides) if not each.startswith(ours)]:
         # Keys that are deleted may be among the added ones.
-        left_out = [each for each in overrides if each.startswith(("+", "~"))]
-        yield from find_stray_keys(added, compose_without(left_out), list_options(), list_registered(config))
+        left_out = {*filter_added(overrides), *_list_same(added, overrides), *(o for o in overrides if o[0] == "~")}
+        yield from find_stray_keys(added, compose_without(list(left_out)), list_options(), list_registered(config))
+
+
+def _list_same(added: Sequence[str], overrides: Sequence[str]) -> list[str]:
+    """List the overrides of added keys, and of keys below them, which mean nothing without the addition."""
+    keys = tuple(_get_key(each) for each in added)
+    return [
+        each for each in overrides if _get_key(each) in keys or _get_key(each).startswith(tuple(f"{k}." for k in keys))
+    ]
+
+
+def _get_key(override: str) -> str:
+    return override.partition("=")[0].strip("+~ ")

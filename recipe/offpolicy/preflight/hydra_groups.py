@@ -20,6 +20,7 @@ from omegaconf import DictConfig, OmegaConf
 from ..correction import Problem, SpecError
 from ..correction.problem import CheckError
 from ..extensions.registry import SHIPPED
+from .hydra_refusals import find_malformed_choices, find_nearest
 from .own_keys import list_groups, list_sections
 from .similar_keys import find_similar_keys
 
@@ -41,7 +42,11 @@ def force_own_keys(arguments: Sequence[str]) -> list[str]:
             of an extension, of which Hydra would take the last.
         CheckError: keys that resemble ours, which Hydra advises to append, or keys of ours with an empty value.
     """
-    if problems := [*find_similar_keys(arguments), *_find_empty(arguments)]:
+    if problems := [
+        *find_similar_keys(arguments),
+        *_find_empty(arguments),
+        *find_malformed_choices(arguments, list_groups()),
+    ]:
         raise CheckError(problems)
     sections = list_sections()
     group = re.compile(rf"\+*({'|'.join(sections)})\s*=(?!\s*\{{)")
@@ -52,7 +57,8 @@ def force_own_keys(arguments: Sequence[str]) -> list[str]:
         raise _build_no_group_error()
     if len(chosen) > 1:
         reason = f"correction is given {len(chosen)} times, and Hydra would take the last: {' '.join(chosen)}."
-        raise SpecError(reason, "Stack options as 'correction=[one,other]'.")
+        names = ",".join(argument.partition("=")[2].strip("[]") for argument in chosen)
+        raise SpecError(reason, f"Stack options as 'correction=[{names}]'.")
     for section in SHIPPED:
         _refuse_several(section, bare)
     ours = tuple(f"{section}." for section in sections - SHIPPED.keys())
@@ -211,8 +217,9 @@ def _to_plain(overrides: Any) -> list[str]:
 def _load(repository: ConfigRepository, option: str) -> DictConfig:
     loaded = repository.load_config(f"{GROUP}/{option}")
     if loaded is None:
-        known = ", ".join(repository.get_group_options(GROUP))
-        raise SpecError("no such option.", f"Choose one of {known}.", key=GROUP, value=option)
+        near = find_nearest(option, repository.get_group_options(GROUP))
+        fix = f"Did you mean {' or '.join(near)}?" if near else "docs/corrections.md explains all of them."
+        raise SpecError("no such option.", fix, key=GROUP, value=option)
     return cast(DictConfig, loaded.config)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.types import RunMode
 
 from recipe.offpolicy import main_offpolicy
+from recipe.offpolicy.doctor import launch as launch_module
 from tests.support.applications import without_verl
 from tests.support.launched import Launch, Launcher
 
@@ -28,7 +30,12 @@ def launch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.Captu
         monkeypatch.setattr(Hydra, "get_mode", lambda *_, **__: RunMode.RUN)
         if folder is not None:
             monkeypatch.setattr(main_offpolicy, "CONFIG_DIR", str(folder))
-        monkeypatch.setattr(sys, "argv", ["main_offpolicy", *arguments, *QUIET])
+            program = replace(launch_module.OUR_PROGRAM, config_path=str(folder))
+            monkeypatch.setattr(launch_module, "OUR_PROGRAM", program)
+        # Among the overrides: Hydra takes flags in front of all of them or behind.
+        first = next((place for place, each in enumerate(arguments) if each[0] != "-" and "=" in each), len(arguments))
+        words = [*arguments[:first], *QUIET, *arguments[first:]]
+        monkeypatch.setattr(sys, "argv", ["main_offpolicy", *words])
         monkeypatch.chdir(tmp_path)
         GlobalHydra.instance().clear()
         try:

@@ -162,10 +162,11 @@ def test_a_check_is_refused_like_a_launch(launch: Launcher, folder: Path) -> Non
         assert "correction.x=1" in status
 
 
-def test_hydra_names_the_options_that_it_has(launch: Launcher, folder: Path) -> None:
-    result = launch("correction=gmask", folder=folder)
-    assert result.status == 1
-    assert "gmask" in result.printed
+def test_an_option_that_there_is_not_is_answered_by_the_nearest(launch: Launcher, folder: Path) -> None:
+    result = launch("correction=tis_tokn", folder=folder)
+    assert (
+        result.status == f"{REFUSED}\ncorrection=tis_tokn: tis_tokn is no option of correction. Did you mean tis_token?"
+    )
     assert result.trained == []
 
 
@@ -173,7 +174,8 @@ def test_a_check_that_hydra_refuses_leaves_no_folder_behind(
     launch: Launcher, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    assert launch("--check", "correction=gmask", f"hydra.run.dir={tmp_path}/outputs", folder=folder).status == 1
+    refused = launch("--check", "correction=gmask", f"hydra.run.dir={tmp_path}/outputs", folder=folder)
+    assert "gmask is no option" in str(refused.status)
     left = [path.name for path in tmp_path.iterdir()]
     assert [name for name in left if not name.startswith("torchinductor")] == []  # torch's, where it is imported here
 

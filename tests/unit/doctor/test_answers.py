@@ -15,7 +15,7 @@ from recipe.offpolicy.doctor.bash.parameters import Parameter, expand_parameter,
 from recipe.offpolicy.doctor.bash.shell_values import ScriptError, ShellState, Unknown
 from recipe.offpolicy.doctor.diagnosis import Diagnosis, VerdictRow
 from recipe.offpolicy.doctor.doctor_command import describe_failure
-from recipe.offpolicy.doctor.launch import Launch, explain_unknown_keys
+from recipe.offpolicy.doctor.launch import Launch
 from recipe.offpolicy.doctor.show import show, to_json
 from recipe.offpolicy.doctor.unknown_keys import find_unknown_keys
 
@@ -64,11 +64,6 @@ def test_unknown_keys_are_named_with_the_nearest() -> None:
     assert problem.cause.startswith("trainer.total_epoch=3: verl 0.9.1 has no such key")
     assert "trainer.total_epochs" in problem.advice
     assert asked == [["++data.new=2"]], "what is added is composed, whether it is there or not"
-
-
-def test_unknown_keys_of_our_program() -> None:
-    assert "trainer.total_epoch=3" in explain_unknown_keys(["trainer.total_epoch=3"])
-    assert explain_unknown_keys(["trainer.total_epochs=3"]) == ""
 
 
 @pytest.mark.parametrize(

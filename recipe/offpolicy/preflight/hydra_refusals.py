@@ -1,0 +1,204 @@
+"""Why Hydra takes no configuration from a command line, in a sentence with the override to write instead."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override, QuotedString
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException
+
+from ..correction import Problem
+from ..correction.problem import format_value
+
+GROUP = "correction"
+GetOptions = Callable[[str], Sequence[str]]
+"""Lists the options of a Hydra group; empty where there is no such group."""
+
+NO_DEFAULT = "No match in the defaults list"
+"""Hydra's words for a group that has no option to replace."""
+_LONG = 80
+_FEW = 12
+_KEY = re.compile(r"[+~]{0,2}[A-Za-z_][\w./@:-]*")
+_BESIDE = re.compile(r"\n\s*Config search path:.*|\n\s*See https?://\S+.*|, possible interpolation keys:.*", re.S)
+"""Parts of Hydra's messages that list everything there is."""
+_WORD = re.compile(r"[A-Za-z_]\w*")
+_PUNCTUATION = re.compile(r"[\W_]+")
+
+
+def parse(override: str) -> Override | None:
+    """Parse one override as Hydra does; None if its grammar does not take it."""
+    try:
+        return OverridesParser.create().parse_override(override)
+    except (HydraException, ValueError, ArithmeticError, RecursionError):
+        return None
+
+
+def find_malformed_choices(arguments: Sequence[str], groups: Collection[str]) -> Iterator[Problem]:
+    """Find overrides of our groups whose value is neither the name of an option nor a list of names.
+
+    Args:
+        arguments: of the command line, flags among them.
+        groups: our groups, of which ``correction`` alone takes several options.
+    """
+    for argument in arguments:
+        if argument.startswith("-") or (parsed := parse(argument)) is None:
+            continue
+        group = parsed.key_or_group
+        if group not in groups or parsed.package is not None or parsed.is_delete():
+            continue
+        sign = argument[: len(argument) - len(argument.lstrip("+"))]
+        choices = getattr(parsed.value(), "list", None) if parsed.is_sweep_override() else None
+        if parsed.is_sweep_override() and choices is None:
+            continue  # a range or a glob, which explain_refusal answers
+        value: Any = parsed.value() if choices is None else list(map(_unquote, choices))
+        names = list(_flatten(value))
+        flat = isinstance(value, list) and choices is None and not any(isinstance(each, list) for each in value)
+        written = argument.partition("=")[2]
+        if value in (None, [], "") or (isinstance(value, str) and names == [value]):
+            continue  # null and [] have answers of their own
+        if not names or not all(isinstance(name, str) and name for name in names):
+            more = f" Set single keys as {group}.KEY=VALUE." if isinstance(value, dict) else ""
+            said = f"expected the name of an option{', or a list of names' * (group == GROUP)}."
+            yield Problem(f"{sign}{group}", written, said, f"Set {sign}{group}=NAME.{more}", parts=())
+        elif not flat and (group == GROUP or len(names) == 1):
+            said = "options are given as one list of names."
+            value = f"[{','.join(map(str, names))}]" if len(names) > 1 else names[0]
+            yield Problem(f"{sign}{group}", written, said, f"Quote it so: '{sign}{group}={value}'.", parts=())
+        elif len(names) > 1 and group != GROUP:
+            said = f"options of {group} do not stack, and Hydra would let the last win."
+            one = " or ".join(f"{sign}{group}={name}" for name in names)
+            yield Problem(f"{sign}{group}", written, said, f"Choose one of them: {one}.", parts=())
+
+
+def _unquote(value: object) -> object:
+    return value.text if isinstance(value, QuotedString) else value
+
+
+def _flatten(value: object) -> Iterator[object]:
+    """List the names in a value; what is no name stays as it is."""
+    if isinstance(value, list):
+        for each in value:
+            yield from _flatten(each)
+    elif isinstance(value, str):
+        yield from (name.strip() for name in value.strip("[] ").split(","))
+    else:
+        yield value
+
+
+def explain_refusal(error: BaseException, overrides: Sequence[str], get_options: GetOptions) -> str:
+    """Explain in words why Hydra does not compose a command line.
+
+    Args:
+        error: what composing it raised.
+        overrides: of the command line.
+        get_options: lists the options of each group of the application.
+    """
+    if isinstance(error, MissingConfigException) and "/" in (error.missing_cfg_file or ""):
+        group, _, name = str(error.missing_cfg_file).rpartition("/")
+        return _explain_missing(group, name, list(error.options or get_options(group)), overrides)
+    if isinstance(error, OverrideParseException) or not isinstance(error, HydraException):
+        for place, override in enumerate(overrides):
+            if parse(override) is None:
+                return _explain_unparsed(override, overrides[place + 1 :])
+    for override in overrides:
+        parsed = parse(override)
+        if parsed is not None and parsed.is_delete() and "deletion value" in str(error):
+            return f"{_shorten(override)}: a group is deleted by its name alone. Write ~{parsed.key_or_group}."
+        if parsed is None or parsed.is_delete():
+            continue
+        if parsed.is_sweep_override():
+            return _explain_sweep(override)
+        key, value = parsed.key_or_group, parsed.value()
+        if NO_DEFAULT in str(error) and f"'{key}'" in str(error):
+            near = find_nearest(str(value), get_options(key))
+            return f"{_shorten(override)}: no default to replace. Write +{key}={near[0] if near else value}."
+        names = value if isinstance(value, list) else [value]
+        no_names = not all(isinstance(name, str | QuotedString) for name in names) and not isinstance(value, dict)
+        if value is not None and no_names and (options := get_options(key)):
+            return f"{_shorten(override)}: expected the name of an option. Choose one of {', '.join(options)}."
+    return _format_error(error)
+
+
+def find_nearest(name: str, options: Sequence[str]) -> list[str]:
+    """Find the options that a mistyped name may mean, the nearest first; one if it is plain which."""
+    bare = {_PUNCTUATION.sub("", option.lower()): option for option in options}
+    wanted = _PUNCTUATION.sub("", name.lower())
+    if wanted in bare:
+        return [bare[wanted]]
+    if near := difflib.get_close_matches(wanted, bare, 1, 0.75):
+        return [bare[near[0]]]
+    begun = [option for short, option in bare.items() if wanted and short.startswith(wanted)]
+    return (begun or [bare[each] for each in difflib.get_close_matches(wanted, bare, 3, 0.5)])[:3]
+
+
+def _explain_missing(group: str, name: str, options: Sequence[str], overrides: Sequence[str]) -> str:
+    """Explain the name of an option that a group does not have."""
+    words = _WORD.findall(name)
+    if group == GROUP and len(words) > 1 and set(words) <= set(options):
+        return f"{group}={_shorten(name)}: several options are a list. Quote it so: '{group}=[{','.join(words)}]'."
+    near = find_nearest(name, options)
+    given = next((each for each in overrides if name in each and each.lstrip("+").startswith(group)), f"{group}={name}")
+    beyond = f"{name} is no option of {group}."
+    if near:
+        return f"{_shorten(given)}: {beyond} Did you mean {' or '.join(near)}?"
+    if len(options) <= _FEW:
+        return f"{_shorten(given)}: {beyond} Choose one of {', '.join(options)}."
+    where = "docs/corrections.md explains them all" if group == GROUP else f"{len(options)} are there"
+    return f"{_shorten(given)}: {beyond} {where}; the first are {', '.join(options[:_FEW])}."
+
+
+def _explain_unparsed(override: str, later: Sequence[str]) -> str:
+    """Explain an override that Hydra's grammar does not take: split by the shell, not quoted, or none at all."""
+    whole = override
+    for word in later:
+        # A space is no part of a key, nor needed around the equals sign.
+        whole += word if word.startswith("=") or whole.endswith("=") else f" {word}"
+        if "=" in whole and parse(whole) is not None:
+            return f"{_shorten(override)}: the shell has split it. Quote it so: '{_shorten(whole)}'."
+    key, equals, value = override.partition("=")
+    if not equals or not _KEY.fullmatch(key):
+        return f"{_shorten(override)}: not an override. Write KEY=VALUE."
+    if key.strip("+") == GROUP and len(words := _WORD.findall(value)) > 1 and _is_closed(value):
+        return f"{_shorten(override)}: several options are a list. Quote it so: '{key}=[{','.join(words)}]'."
+    if not _is_closed(value):
+        return f"{_shorten(override)}: a bracket or a quote is not closed. Close it, and quote the whole override."
+    if value.strip().lstrip("+-").replace("_", "").isdigit():
+        return f"{_shorten(override)}: {len(value)} digits are no number that can be read. Set a shorter one."
+    quoted = value.replace("\\", "\\\\").replace('"', '\\"')
+    fix = f""" Quote it so: '{key}="{_shorten(quoted)}"'.""" if parse(f'{key}="{quoted}"') is not None else ""
+    return f"{_shorten(override)}: Hydra cannot read this value.{fix}"
+
+
+def _is_closed(text: str) -> bool:
+    return all(text.count(left) == text.count(right) for left, right in ("[]", "{}", "()")) and not any(
+        text.count(quote) % 2 for quote in "'\""
+    )
+
+
+def _explain_sweep(override: str) -> str:
+    key, _, value = override.partition("=")
+    return (
+        f"{_shorten(override)}: several values, of which a launch takes one. Write '{key}=[{value}]' for a list, "
+        f"""or '{key}="{value}"' for a text."""
+    )
+
+
+def _shorten(text: str) -> str:
+    return text if len(text) <= _LONG else f"{text[:_LONG]}..."
+
+
+def _format_error(error: BaseException | None) -> str:
+    """Format Hydra's own message with its causes, in one paragraph."""
+    said: list[str] = []
+    while error is not None:
+        text = _BESIDE.sub("", str(error)).strip()
+        if not isinstance(error, HydraException) and not said:
+            text = f"Hydra cannot compose it: {text or format_value(type(error).__name__)}"
+        if text and text not in said:
+            said.append(text)
+        error = error.__cause__
+    return "\n".join(said)

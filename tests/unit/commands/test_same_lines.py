@@ -1,0 +1,58 @@
+"""The launch, ``--check`` and the doctor accept and refuse the same command lines."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from recipe.offpolicy.doctor.doctor_command import main
+from tests.support.applications import NEEDED
+from tests.support.launched import Launcher
+
+pytestmark = [pytest.mark.usefixtures("each_actor_is_probed_once"), pytest.mark.verl(">=0.9")]
+
+GSM = ("correction=gsm", *NEEDED)
+ACCEPTED: list[tuple[str, ...]] = [
+    (*GSM, "--config-name=offpolicy_trainer"),
+    ("--config-name=offpolicy_trainer", *GSM),
+    (*GSM, "--config-name", "offpolicy_megatron_trainer"),
+    (*GSM, "--run"),
+    (*GSM, "-cn=offpolicy_trainer"),
+    (*GSM, "+trainer.of_mine=a", "trainer.of_mine=b"),
+    (*GSM, "hydra.job.name=mine"),
+]
+REFUSED: list[tuple[str, ...]] = [
+    ("correction=gsm", "--config-name=offpolicy_trainer", *NEEDED),
+    (*GSM, "--multirun"),
+    (*GSM, "hydra.mode=MULTIRUN"),
+    (*GSM, "--no-such-flag"),
+    (*GSM, "--config-name=nowhere"),
+    (*GSM, "--config-dir=/nowhere"),
+    (*GSM, "--resolve"),
+    (*GSM, "hydra.run.dir=/proc/nowhere"),
+    (*GSM, "trainer.default_local_dir=/proc/nowhere"),
+    (*GSM, "trainer.resume_mode=sometimes"),
+    (*GSM, "correction.masks.gsm.upper=1e308"),
+    (*GSM, "gsm"),
+    (*GSM, "trainer.total_epochs=" + "9" * 5000),
+    ("correction=[[gsm]]", *NEEDED),
+    ("correction=tis_tokn", *NEEDED),
+]
+QUICK = (ACCEPTED[0], REFUSED[0], REFUSED[1], REFUSED[-1])
+
+
+@pytest.mark.parametrize(
+    "line",
+    [line if line in QUICK else pytest.param(line, marks=pytest.mark.slow) for line in (*ACCEPTED, *REFUSED)],
+    ids=lambda line: " ".join(line)[:80],
+)
+def test_three_commands_say_the_same(
+    line: tuple[str, ...], launch: Launcher, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    accepted = line in ACCEPTED
+    check, trains = launch("--check", *line), launch(*line)
+    assert (check.status == 0, trains.status == 0) == (accepted, accepted), (check, trains)
+    assert (check.trained, len(trains.trained)) == ([], int(accepted))
+    assert (main(line) == 0) == accepted, capsys.readouterr().out
+    assert "Traceback" not in check.printed + trains.printed

@@ -1,0 +1,140 @@
+"""Every command line gets an answer in words: what Hydra reads is read as Hydra does, the rest names its override."""
+
+from __future__ import annotations
+
+import io
+import random
+
+import pytest
+
+from recipe.offpolicy.doctor.diagnosis import diagnose
+from recipe.offpolicy.doctor.launch import OURS, VERLS, Launch
+from recipe.offpolicy.doctor.show import show, to_json
+from recipe.offpolicy.preflight.own_keys import list_groups, list_paths
+from tests.support.applications import NEEDED
+from tests.support.doctor_answer import Ask
+
+pytestmark = pytest.mark.verl(">=0.9")
+
+LONG = "9" * 5000
+MAIN = ("--module", VERLS[0])
+
+# The arguments, and a part of the answer.
+REFUSED: list[tuple[tuple[str, ...], str]] = [
+    (("correction=tis_tokn",), "Did you mean tis_token?"),
+    (("correction=ice_pop",), "Did you mean icepop?"),
+    (("correction=TIS_token",), "Did you mean tis_token?"),
+    (("opd=advantag",), "Did you mean advantage?"),
+    (("length_penalty=anchr",), "Did you mean anchor?"),
+    (("pass_at_k=lo",), "Did you mean loo"),
+    (("process_reward=prefix_values",), "Did you mean prefix_value?"),
+    (("+platform=cpus",), "Did you mean cpu?"),
+    (("mode=separate_async",), "Write +mode=separate_async_cpu."),
+    (("correction=tis_token,gsm",), "Quote it so: 'correction=[tis_token,gsm]'."),
+    (("correction=tis_token gsm",), "Quote it so: 'correction=[tis_token,gsm]'."),
+    (("correction={tis_token,gsm}",), "Quote it so: 'correction=[tis_token,gsm]'."),
+    (("correction=[tis_token,", "gsm]"), "Quote it so: 'correction=[tis_token, gsm]'."),
+    (("correction=[[tis_token,gsm]]",), "Quote it so: 'correction=[tis_token,gsm]'."),
+    (("correction=[[gsm]]",), "Quote it so: 'correction=gsm'."),
+    (("correction=gsm", "correction=tis_token"), "Stack options as 'correction=[gsm,tis_token]'."),
+    (("opd=advantage,loss",), "Choose one of them: opd=advantage or opd=loss."),
+    (("correction=5",), "expected the name of an option"),
+    (("correction={a: 1}",), "Set single keys as correction.KEY=VALUE."),
+    (("correction=[gsm",), "is not closed"),
+    (("model_engine=6",), "Choose one of dp, "),
+    (("data=[[a]]",), "expected the name of an option"),
+    (("trainer.nnodes=1,2",), "of which a launch takes one"),
+    ((f"trainer.total_epochs={LONG}",), "5000 digits are no number that can be read"),
+    (("correction=gsm", "correction.masks.gms.upper=1.02"), "Did you mean correction.masks.gsm.upper?"),
+    (("~mode=1",), "Write ~mode."),
+    (("gsm",), "Write KEY=VALUE."),
+    ((*MAIN, "+correction=tis_token"), f"Launch {OURS}"),
+    ((*MAIN, "+offpolicy.shadow=[gsm]", "+opd={a: 1}"), f"Launch {OURS}"),
+    ((*MAIN, "+correction.weight.upper=2"), f"Launch {OURS}"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "part"), REFUSED, ids=lambda each: str(each)[:60])
+def test_a_mistake_is_answered_by_what_to_write(arguments: tuple[str, ...], part: str, ask: Ask) -> None:
+    answer = ask(*arguments, *NEEDED)
+    assert answer.status == 2
+    assert part in answer.printed
+    assert len(answer.printed) < 3000, "not every option there is"
+
+
+def test_a_key_that_is_added_and_then_set(ask: Ask) -> None:
+    assert ask("+trainer.of_mine=a", "trainer.of_mine=b", "correction=gsm", *NEEDED).status == 0
+
+
+VALUES = [
+    *("[[gsm]]", "[gsm]", "gsm", "6", "{a: 1}", "{}", "[]", "", "null", "nan", "inf", "-inf", "???", "a,b", "${a.b}"),
+    *("${oc.env:NOT_SET}", "${data.seed}", LONG, "1e400", "1e308", "-1", "0", "0.5", "true", "'x'", "a b", "\u00fc"),
+    *("[1,2]", "[null]", "[{a: 1}]", "{a: {b: [1]}}", "a:b", "1_000", "auto", "choice(1,2)", "range(1,3)", "a=b", "["),
+    *("\u65e5\u672c", "${now:%Y}", "${correction}", "'", "@", "1" * 30, "glob(*)"),
+]
+VERLS_KEYS = [
+    *("trainer", "trainer.nnodes", "trainer.v1", "trainer.v1.trainer_mode", "trainer.use_v1", "trainer.device"),
+    *("trainer.logger", "trainer.resume_mode", "trainer.default_local_dir", "data", "data.train_batch_size"),
+    *("actor_rollout_ref", "actor_rollout_ref.actor", "actor_rollout_ref.actor.policy_loss.loss_mode"),
+    *("actor_rollout_ref.actor.strategy", "actor_rollout_ref.actor.fsdp_config", "actor_rollout_ref.rollout"),
+    *("actor_rollout_ref.rollout.n", "actor_rollout_ref.rollout.top_p", "actor_rollout_ref.rollout.engine_kwargs"),
+    *("algorithm", "algorithm.adv_estimator", "algorithm.rollout_correction", "ray_kwargs.ray_init.runtime_env"),
+    *("algorithm.rollout_correction.rollout_is", "algorithm.rollout_correction.rollout_rs_threshold"),
+    *("hydra.run.dir", "hydra.mode", "hydra.searchpath", "hydra.output_subdir", "model_engine", "critic"),
+]
+OWN_KEYS = [".".join(path) for path in list_paths()]
+MASK_KEYS = [f"correction.masks.gsm.{name}" for name in ("upper", "lower", "when", "level", "by_staleness", "delta")]
+BASES: list[tuple[str, ...]] = [
+    (),
+    ("correction=gsm",),
+    ("correction=[tis_token,gsm]",),
+    ("correction=auto",),
+    ("correction=loglinear_by_age",),
+    ("correction=log_ratio_penalty",),
+    ("correction=m2po", "trainer.v1.trainer_mode=separate_async"),
+    ("opd=loss", "opd.teacher.url=http://host:1"),
+    ("length_penalty=anchor",),
+    ("pass_at_k=loo", "actor_rollout_ref.rollout.n=8"),
+    ("process_reward=prefix_value",),
+]
+
+
+def draw(seed: int) -> Launch:
+    """A launch with one or two odd overrides."""
+    draws = random.Random(seed)
+    odd = []
+    for _ in range(draws.choice((1, 1, 1, 2))):
+        key = draws.choice(draws.choice((OWN_KEYS, OWN_KEYS, VERLS_KEYS, MASK_KEYS, list(list_groups()))))
+        sign = draws.choice(("", "", "", "+", "++", "~"))
+        package = "@foo" if draws.random() < 0.05 else ""
+        odd.append(f"{sign}{key}{package}" + ("" if sign == "~" else f"={draws.choice(VALUES)}"))
+    module = draws.choice((OURS, OURS, OURS, OURS, VERLS[0]))
+    return Launch(module, (*(draws.choice(BASES) if module == OURS else ()), *NEEDED, *odd))
+
+
+def judge_in_words(launch: Launch) -> str:
+    """Judge a launch; what is said names no failure of the doctor's own."""
+    diagnosis = diagnose(launch)
+    file = io.StringIO()
+    show(diagnosis, file)
+    said = f"{file.getvalue()}{to_json(diagnosis)}"
+    for part in ("Traceback", "The doctor failed", "cannot read the configuration", "Hydra cannot compose it"):
+        assert part not in said, (launch.arguments, said[-600:])
+    return diagnosis.verdict
+
+
+@pytest.mark.usefixtures("ask")
+@pytest.mark.parametrize("seed", [*range(8), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(8, 150))])
+def test_a_random_command_line_is_answered_in_words(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    from recipe.offpolicy import main_offpolicy
+
+    launch = draw(seed)
+    verdict = judge_in_words(launch)
+    if launch.ours:  # whose start-up check says the same
+        monkeypatch.setattr("sys.argv", ["main_offpolicy", "--check", *launch.arguments])
+        status: object = 0
+        try:
+            main_offpolicy.main()
+        except SystemExit as stop:
+            status = stop.code
+        assert (status != 0) == (verdict == "ERROR"), (launch.arguments, status)
