@@ -21,6 +21,7 @@ OPTIONS = sorted(path.stem for path in (CONFIGS / "correction").glob("*.yaml"))
 NEEDED = (
     "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1",
     "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=1",
+    "actor_rollout_ref.rollout.name=vllm",
 )
 # The budgets that options leave to the user.
 DELTAS = {

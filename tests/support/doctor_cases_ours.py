@@ -165,7 +165,7 @@ OF_OURS: dict[str, Case] = {
         "ERROR", "kl_clip", KL_CLIP | {f"{ACTOR}.kl_loss_coef": 0}, "counts nothing", KL_CLIP
     ),
     "the reference of the rollout": Case(
-        "NO-OP",
+        "NOTE",
         "kl_in_reward",
         {"algorithm.use_kl_in_reward": True, "correction.proximal": "bypass", **NONE},
         "pi_old is mu here",
@@ -179,7 +179,7 @@ OF_OURS: dict[str, Case] = {
         {"algorithm.use_kl_in_reward": True, "algorithm.adv_estimator": "reinforce_plus_plus"},
     ),
     "a discount": Case(
-        "NO-OP",
+        "NOTE",
         "dense_reward",
         {"algorithm.gamma": 0.99, "algorithm.adv_estimator": "rloo"},
         "discounts nothing",

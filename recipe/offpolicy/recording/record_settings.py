@@ -67,7 +67,7 @@ class RecordSettings:
 def resolve_dir(config: DictConfig) -> None:
     """Make ``offpolicy.record.dir`` absolute, in place: workers may have another working directory."""
     directory = OmegaConf.select(config, f"{SECTION}.dir")
-    if isinstance(directory, str):
+    if isinstance(directory, str) and directory.strip():  # an empty one is refused, and is not the working directory
         with open_dict(config):
             config.offpolicy.record.dir = str(Path.cwd() / directory)
 
@@ -96,7 +96,7 @@ def find_problems(config: DictConfig) -> Iterator[Problem]:
     directory = values.get("dir")
     if directory is None:
         return
-    if not isinstance(directory, str) or not directory:
+    if not isinstance(directory, str) or not directory.strip():
         yield _misplaced(directory, "not a directory.", f"Set {SECTION}.dir=PATH, or null for no recording.")
         return
     yield from _place(directory)

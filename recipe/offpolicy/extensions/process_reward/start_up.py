@@ -95,7 +95,7 @@ def _check_estimator(section: str, config: DictConfig) -> Iterator[Problem]:
         reason = (
             f"algorithm.adv_estimator={estimator} sums the penalty by token to one outcome, beside credit by token."
         )
-        fix = f"Set {key}=false and actor_rollout_ref.actor.use_kl_loss=true."
+        fix = f"Set {key}=false and actor_rollout_ref.actor.use_kl_loss=true, which changes training."
         overrides = (set_to(key, False), set_to("actor_rollout_ref.actor.use_kl_loss", True))
         yield Problem(key, True, reason, fix, parts=parts, overrides=overrides)
     gamma = OmegaConf.select(config, "algorithm.gamma")

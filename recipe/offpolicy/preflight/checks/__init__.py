@@ -20,9 +20,11 @@ from . import (
     coverage,
     extensions,
     gradient_steps,
+    not_shown,
     policy_loss,
     rollout,
     routing_replay,
+    run_keys,
     seams,
     staleness,
     support,
@@ -41,6 +43,11 @@ from .workers_env import list_patch_groups
 Check = Callable[[DictConfig, CorrectionSpec], Iterator[Problem]]
 
 VERL_CHECKS: tuple[Check, ...] = (
+    run_keys.check_engine_is_named,
+    run_keys.check_choices,
+    run_keys.check_resume,
+    run_keys.check_folders,
+    run_keys.check_numbers,
     verl_rollout_correction.check_dead_keys,
     verl_rollout_correction.check_thresholds,
     rollout.check_logprobs_mode,
@@ -96,6 +103,7 @@ REMARKS: tuple[Check, ...] = (
     warnings.warn_kl_left_out,
     warnings.warn_collapsed_rewards,
     extensions.warn_extensions,
+    not_shown.warn_not_shown,
 )
 
 

@@ -63,6 +63,7 @@ def _build_uneven(config: DictConfig, rows: int, ranks: int) -> Problem:
         _MINI_BATCH,
         size,
         f"{size} x {ROLLOUT}.n={each} rows cannot be split evenly over {ranks} data-parallel ranks.",
+        f"Set {_MINI_BATCH}={wanted}, which changes training.",
         overrides=(set_to(_MINI_BATCH, wanted),),
     )
 

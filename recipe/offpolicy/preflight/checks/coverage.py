@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import difflib
+from collections.abc import Iterator, Sequence
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -53,9 +54,10 @@ def _check_mode(config: DictConfig, path: LivePath) -> Iterator[Problem]:
     mode = config.trainer.v1.trainer_mode if path.trainer == "v1" else None
     covered = path.attributes.v1_modes
     if path.trainer == "v1" and mode not in covered:
-        reason, fix, mend = "not covered by the correction.", f"Set one of {', '.join(covered)}.", "sync"
+        reason, fix = "not covered by the correction.", f"Set one of {', '.join(covered)}."
+        mend = _find_nearest_mode(mode, covered)
         if mode == _SEPARATE:
-            newest, mend = TESTED[-1], "colocate_async"  # asynchronous as well
+            newest = TESTED[-1]
             reason = (
                 f"verl {path.release} runs it in another way than {newest}, with which the correction was tested: its "
                 "warm-up and its servers differ, and pi_old of several updates was not shown there."
@@ -68,6 +70,19 @@ def _check_mode(config: DictConfig, path: LivePath) -> Iterator[Problem]:
             "offloaded: restoring them undoes updates."
         )
         yield _problem(key, True, reason, f"Set it to false, or {_SYNC_STEP}=1.")
+
+
+def _find_nearest_mode(mode: object, covered: Sequence[str]) -> str:
+    """Find the covered mode that is nearest to one that is not; sync only for a misspelt sync.
+
+    What trains asynchronously under another name is not to become synchronous in silence.
+    """
+    given = str(mode).lower()
+    if "sync" in covered and "a" not in given and difflib.get_close_matches(given, ["sync"], 1):
+        return "sync"
+    others = [each for each in covered if each != "sync"]
+    # Modes of other programs, such as fully_async, separate sampling from training.
+    return (difflib.get_close_matches(given, others, 1, 0.65) or others[-1:] or covered[:1])[0]
 
 
 def _check_engine(config: DictConfig, path: LivePath) -> Iterator[Problem]:

@@ -28,9 +28,10 @@ def check_proximal(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem
             key,
             value,
             f"the current policy is pi_old at the first gradient step alone, and a batch gets {steps:g}.",
-            "Set actor_rollout_ref.actor.ppo_mini_batch_size=data.train_batch_size and ppo_epochs=1, or recompute.",
+            f"Set {key}=recompute; or actor_rollout_ref.actor.ppo_mini_batch_size=data.train_batch_size and "
+            "ppo_epochs=1, which changes training.",
             parts=_PARTS,
-            overrides=(set_to(_MINI_BATCH, config.data.train_batch_size), set_to(f"{ACTOR}.ppo_epochs", 1)),
+            overrides=recompute,
         )
     if value == "same_engine" and (why := _explain_older_weights(config)):
         fix = "Set correction.proximal=recompute."
@@ -68,15 +69,17 @@ def check_ppo_ratio(config: DictConfig, spec: CorrectionSpec) -> Iterator[Proble
     if spec.proximal not in ("recompute", "same_engine") or count_gradient_steps(config) != 1:
         return
     reason = "a batch gets one gradient step, at which pi is pi_old, so that it never acts."
-    fix = "Set actor_rollout_ref.actor.ppo_mini_batch_size below data.train_batch_size, or remove it."
+    fix = "Set actor_rollout_ref.actor.ppo_mini_batch_size below data.train_batch_size, which changes training."
     overrides = build_two_steps(config)
     for name, mask in spec.masks:
         if mask.ratio == "ppo":
             key = f"correction.masks.{name}.ratio"
-            yield Problem(key, "ppo", reason, fix, "NO-OP", (f"masks.{name}",), overrides)
+            mend = f"Set {key}=rollout to look at pi_old / mu, or{fix[3:]}"
+            yield Problem(key, "ppo", reason, mend, "NO-OP", (f"masks.{name}",), (set_to(key, "rollout"),))
     if spec.penalty is not None and spec.penalty.ratio == "ppo":
         key = "correction.penalty.ratio"
-        yield Problem(key, "ppo", reason, fix, "NO-OP", ("penalty",), overrides)
+        mend = f"Set {key}=full to look at pi / mu, or{fix[3:]}"
+        yield Problem(key, "ppo", reason, mend, "NO-OP", ("penalty",), (set_to(key, "full"),))
     if spec.kl_clip is not None:
         value = spec.to_mapping()["kl_clip"]
         yield Problem("correction.kl_clip", value, reason, fix, "NO-OP", ("kl_clip",), overrides)

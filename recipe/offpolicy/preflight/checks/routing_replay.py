@@ -45,7 +45,8 @@ def check_routing_replay(config: DictConfig, spec: CorrectionSpec) -> Iterator[P
         yield Problem(_MODE, settings.mode, reason, f"Set {off}.", "ERROR", (PART,), _turn_off(config, settings))
     elif count_gradient_steps(config) == 1:
         reason = "a batch gets one gradient step, within which nothing drifts: replay would bias it for nothing."
-        fix = f"Set actor_rollout_ref.actor.ppo_mini_batch_size below data.train_batch_size, or {off}."
+        smaller = "actor_rollout_ref.actor.ppo_mini_batch_size below data.train_batch_size, which changes training"
+        fix = f"Set {smaller}, or {off}."
         yield Problem(_MODE, settings.mode, reason, fix, "NO-OP", (PART,), build_two_steps(config))
 
 

@@ -41,6 +41,8 @@ _COUNT = _Kind("a whole number of at least 1", lambda value: _is_whole(value) an
 _COUNT_OR_NULL = _Kind(f"{_COUNT.name}, or null", lambda value: value is None or _COUNT.holds(value))
 _NUMBER = _Kind("a number", _is_finite)
 _POSITIVE = _Kind("a number of at least 0", lambda value: _is_finite(value) and value >= 0)
+_WHOLE = _Kind("a whole number", _is_whole)
+_SWITCH = _Kind("true or false", lambda value: isinstance(value, bool))
 _NAME = _Kind("a name", lambda value: isinstance(value, str) and bool(value))
 
 _MEGATRON = f"{ACTOR}.megatron"
@@ -50,6 +52,12 @@ _READ: dict[str, tuple[_Kind, Any]] = {
     "data.max_response_length": (_COUNT, 512),
     "trainer.nnodes": (_COUNT, 1),
     "trainer.n_gpus_per_node": (_COUNT, 8),
+    "trainer.total_epochs": (_COUNT, 30),
+    "trainer.total_training_steps": (_COUNT_OR_NULL, None),
+    "trainer.save_freq": (_WHOLE, -1),
+    "trainer.test_freq": (_WHOLE, -1),
+    "trainer.val_only": (_SWITCH, False),
+    "trainer.val_before_train": (_SWITCH, True),
     "algorithm.adv_estimator": (_NAME, "grpo"),
     "algorithm.gamma": (_NUMBER, 1.0),
     "algorithm.lam": (_NUMBER, 1.0),
@@ -61,6 +69,9 @@ _READ: dict[str, tuple[_Kind, Any]] = {
     f"{ACTOR}.ppo_epochs": (_COUNT, 1),
     f"{ACTOR}.ppo_micro_batch_size_per_gpu": (_COUNT_OR_NULL, None),
     f"{ACTOR}.kl_loss_coef": (_NUMBER, 0.001),
+    f"{ACTOR}.entropy_coeff": (_NUMBER, 0),
+    f"{ACTOR}.clip_ratio": (_POSITIVE, 0.2),
+    f"{ACTOR}.grad_clip": (_POSITIVE, 1.0),
     f"{ACTOR}.ulysses_sequence_parallel_size": (_COUNT, 1),
     f"{_MEGATRON}.tensor_model_parallel_size": (_COUNT, 1),
     f"{_MEGATRON}.pipeline_model_parallel_size": (_COUNT, 1),

@@ -13,7 +13,6 @@ from ..old_log_prob import count_gradient_steps
 from ..verl_keys.estimators import OUTCOME
 from ..verl_keys.keys import BYPASS, VERL, list_active, name_part, read_rollout_correction
 from .config_reader import ACTOR, ROLLOUT
-from .gradient_steps import build_two_steps
 from .staleness import is_asynchronous
 
 WIDE_CAP = 10.0
@@ -59,10 +58,11 @@ def warn_no_staleness(config: DictConfig, spec: CorrectionSpec) -> Iterator[Prob
                 "full",
                 "a batch gets one gradient step, at which pi is pi_old: the staleness term pi / pi_old is always 1, "
                 "and pi_old / mu is all that is seen.",
-                f"Set {ACTOR}.ppo_mini_batch_size below data.train_batch_size, or {key}=rollout if that is meant.",
+                f"Set {key}=rollout, which says so; or {ACTOR}.ppo_mini_batch_size below data.train_batch_size, which "
+                f"changes training.",
                 "NO-OP",
                 (f"masks.{name}.staleness",),
-                (set_to(key, "rollout"),) if spec.proximal == "reuse" else build_two_steps(config),
+                (set_to(key, "rollout"),),
             )
 
 
@@ -124,8 +124,8 @@ def warn_kl_left_out(config: DictConfig, spec: CorrectionSpec) -> Iterator[Probl
             True,
             "pi_old is mu here, so that the reward is charged for the rollout engine's distance from the reference, "
             "mismatch included.",
-            f"Set {key}=false and {ACTOR}.use_kl_loss=true.",
-            "NO-OP",
+            f"Set {key}=false and {ACTOR}.use_kl_loss=true, which changes training.",
+            "NOTE",
             ("kl_in_reward",),
             (set_to(key, False), set_to(f"{ACTOR}.use_kl_loss", True)),
         )
@@ -159,7 +159,7 @@ def warn_collapsed_rewards(config: DictConfig, spec: CorrectionSpec) -> Iterator
             True,
             f"the penalty is given by token, and algorithm.adv_estimator={estimator} sums a row to one outcome before "
             f"its baseline: the row is charged for the KL of all of its tokens, and no token for its own.",
-            f"Set {key}=false and {ACTOR}.use_kl_loss=true to charge each token for its own.",
+            f"Set {key}=false and {ACTOR}.use_kl_loss=true to charge each token for its own, which changes training.",
             "NOTE",
             ("dense_reward",),
             (set_to(key, False), set_to(f"{ACTOR}.use_kl_loss", True)),
@@ -170,8 +170,8 @@ def warn_collapsed_rewards(config: DictConfig, spec: CorrectionSpec) -> Iterator
                 key,
                 value,
                 f"algorithm.adv_estimator={estimator} sums a row to one outcome, and discounts nothing.",
-                f"Set {key}=1.0, or algorithm.adv_estimator={reader}.",
-                "NO-OP",
+                f"Set {key}=1.0, or algorithm.adv_estimator={reader}, which changes training.",
+                "NOTE",
                 ("dense_reward",),
                 (set_to(key, 1.0),),
             )
