@@ -21,6 +21,7 @@ STRATEGY = "actor_rollout_ref.actor.strategy"
 """The key that decides about the engine."""
 LEGACY = "trainer.use_legacy_worker_impl"
 USE_V1 = "trainer.use_v1"
+MODE = "trainer.v1.trainer_mode"
 
 
 @dataclass(frozen=True)
@@ -32,12 +33,14 @@ class LivePath:
         trainer: V0 is ``RayPPOTrainer`` over DataProto, V1 the trainers over TransferQueue.
         worker: what computes the loss.
         strategy: verl's ``actor.strategy``: fsdp, fsdp2, megatron, or one that is not covered.
+        mode: of the V1 trainer: sync, colocate_async, separate_async; V0 has sync alone.
     """
 
     release: str
     trainer: Literal["v0", "v1"]
     worker: Literal["engine", "legacy"]
     strategy: str
+    mode: str = "sync"
 
     @property
     def attributes(self) -> Release:
@@ -46,7 +49,7 @@ class LivePath:
 
     def __str__(self) -> str:
         worker = f"{self.worker} {'actor' if self.worker == 'legacy' else 'worker'}"
-        return f"verl {self.release}, {self.trainer.upper()} trainer, {worker} on {self.strategy}"
+        return f"{self.trainer.upper()} trainer, mode {self.mode}, {worker} on {self.strategy}, verl {self.release}"
 
 
 def live_path(config: DictConfig, release: str | None = None) -> LivePath:
@@ -64,9 +67,11 @@ def live_path(config: DictConfig, release: str | None = None) -> LivePath:
     if row.legacy_actors and not legacy and strategy in ("fsdp", "fsdp2"):
         # Its engine takes the version of FSDP from its own section alone.
         strategy = OmegaConf.select(actor, "fsdp_config.strategy", default=strategy)
+    v1 = bool(row.v1_modes and OmegaConf.select(config, USE_V1, default=False))
     return LivePath(
         release=release,
-        trainer="v1" if row.v1_modes and OmegaConf.select(config, USE_V1, default=False) else "v0",
+        trainer="v1" if v1 else "v0",
         worker="legacy" if legacy else "engine",
         strategy=strategy,
+        mode=str(OmegaConf.select(config, MODE)) if v1 else "sync",
     )

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from verl_patches.contract import PatchError
@@ -29,8 +29,9 @@ from ..preflight.checks import (
 )
 from ..preflight.examination import collect_problems, describe_verls_loss, examine
 from ..preflight.hydra_groups import read_task_overrides
+from ..preflight.own_keys import list_groups, list_sections
 from ..preflight.verl_keys.router_replay import ROUTER_REPLAY
-from .launch import VERLS, Launch, LaunchError, compose
+from .launch import OURS, VERLS, Launch, LaunchError, compose
 
 State = Literal["OK", "NO-OP", "ERROR"]
 _STATUS: dict[State, int] = {"OK": 0, "NO-OP": 1, "ERROR": 2}
@@ -136,7 +137,8 @@ def _find_path(config: DictConfig) -> LivePath | None:
 def _judge_verl(config: DictConfig, launch: Launch, where: LivePath, overrides: Sequence[str]) -> Diagnosis:
     """Judge a program of verl's, which has only verl's own correction."""
     known = launch.module in VERLS
-    problems = [*find_unresolved_interpolations(config), *find_pairs(overrides)]
+    problems = list(_take_unread(config, launch, overrides))
+    problems += [*find_unresolved_interpolations(config), *find_pairs(overrides)]
     if known:
         problems += find_unreadable_values(config)
     else:
@@ -160,6 +162,19 @@ def _judge_verl(config: DictConfig, launch: Launch, where: LivePath, overrides: 
         else f"UNCORRECTED: {launch.module} with {describe_verls_loss(config)}"
     )
     return Diagnosis(launch, where, rows, notes, headline=said)
+
+
+def _take_unread(config: DictConfig, launch: Launch, overrides: Sequence[str]) -> Iterator[Problem]:
+    """Take our sections and groups, which no other program reads, out of a configuration; a problem of each."""
+    fix = f"Launch {OURS} in the place of {launch.module}; it takes the same overrides without the +."
+    groups = {group for group in list_groups() if any(each.lstrip("+").startswith(f"{group}=") for each in overrides)}
+    taken: Any = OmegaConf.to_container(OmegaConf.masked_copy(config, sorted({*list_sections(), *groups})))
+    for name in taken:
+        plain = taken[name]
+        with open_dict(config):
+            del config[name]
+        if plain is not None:
+            yield Problem(name, plain, f"{launch.module} reads none of it, and would train without.", fix, parts=())
 
 
 def _arrange_rows(

@@ -15,15 +15,15 @@ from ..recording.redaction import redact, redact_text
 from .diagnosis import Diagnosis, VerdictRow
 from .launch import OURS
 
-SCHEMA = 1
+SCHEMA = 2
 _STYLES = {"OK": "bold green", "NO-OP": "bold yellow", "ERROR": "bold red", "NOTE": "dim"}
 
 
 def to_json(diagnosis: Diagnosis) -> dict[str, Any]:
     """Convert a diagnosis to plain values.
 
-    ``schema``: 1. ``verdict``: OK, NO-OP or ERROR. ``exit_status``: 0, 1, 2. ``module``, ``origin``, ``arguments``:
-    the launch. ``path``: release, trainer, worker and strategy, or null. ``fingerprint``: of our correction, or null.
+    ``schema``: 2. ``verdict``: OK, NO-OP or ERROR. ``exit_status``: 0, 1, 2. ``module``, ``origin``, ``arguments``:
+    the launch. ``path``: release, trainer, worker, strategy, mode, or null. ``fingerprint``: of ours, or null.
     ``headline``: which correction is on, or UNCORRECTED; null where nothing was composed.
     ``error``: why nothing was composed, or null. ``corrections``: name, meaning, verdict and problems of each.
     ``notes``: problems that change no verdict. ``said``: lines that the launch itself would print.
@@ -48,6 +48,7 @@ def to_json(diagnosis: Diagnosis) -> dict[str, Any]:
             "trainer": where.trainer,
             "worker": where.worker,
             "strategy": where.strategy,
+            "mode": where.mode,
         },
         "fingerprint": diagnosis.fingerprint,
         "headline": diagnosis.headline or None,
@@ -85,13 +86,9 @@ def show(diagnosis: Diagnosis, file: IO[str]) -> None:
     console = Console(file=file, highlight=False)
     if not console.is_terminal:
         console = Console(file=file, highlight=False, width=10_000)
-    if diagnosis.launch.origin:
-        module = diagnosis.launch.module
-        _print_line(console, f"{diagnosis.launch.origin}: {module}" if module else diagnosis.launch.origin)
+    _print_line(console, _format_launch(diagnosis))
     if diagnosis.headline:
         _print_line(console, diagnosis.headline)
-    if diagnosis.path is not None:
-        _print_line(console, str(diagnosis.path))
     for line in diagnosis.said:
         _print_line(console, line)
     if diagnosis.error:
@@ -107,6 +104,13 @@ def show(diagnosis: Diagnosis, file: IO[str]) -> None:
         if problem.overrides and (following is None or following.overrides != problem.overrides):
             _print_line(console, f"      {problem.pasted}")
     _print_line(console, _format_conclusion(diagnosis))
+
+
+def _format_launch(diagnosis: Diagnosis) -> str:
+    """Format program, trainer, mode and worker, and where the launch was read."""
+    launch, path = diagnosis.launch, diagnosis.path
+    what = ", ".join(str(each) for each in (launch.module, path) if each)
+    return ": ".join(filter(None, (launch.origin, what)))
 
 
 def _build_table(rows: tuple[VerdictRow, ...]) -> Table:

@@ -51,7 +51,7 @@ def test_json_is_one_object_and_nothing_else(ask: Ask) -> None:
     answer = ask("--json", "correction=gsm", f"{ROLLOUT}.top_p=0.9", *GIVEN)
     assert answer.status == 2
     found = answer.json
-    assert (found["schema"], found["verdict"], found["exit_status"], found["error"]) == (1, "ERROR", 2, None)
+    assert (found["schema"], found["verdict"], found["exit_status"], found["error"]) == (2, "ERROR", 2, None)
     assert found["path"]["worker"] in ("engine", "legacy")
     (row,) = found["corrections"]
     assert (row["name"], row["verdict"]) == ("masks.gsm", "ERROR")
