@@ -49,7 +49,7 @@ class LivePath:
 
     def __str__(self) -> str:
         worker = f"{self.worker} {'actor' if self.worker == 'legacy' else 'worker'}"
-        return f"{self.trainer.upper()} trainer, mode {self.mode}, {worker} on {self.strategy}, verl {self.release}"
+        return f"verl {self.release}, {self.trainer.upper()} trainer, {worker} on {self.strategy}, mode {self.mode}"
 
 
 def live_path(config: DictConfig, release: str | None = None) -> LivePath:

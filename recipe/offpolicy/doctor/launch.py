@@ -25,7 +25,6 @@ from ..preflight.checks.module_source import find_source
 from ..preflight.hydra_groups import force_own_keys
 from ..preflight.hydra_refusals import NO_DEFAULT, explain_refusal, parse
 from ..preflight.primary_config import CONFIG_DIR, check_primary, keep_search_path
-from ..process_start import CHECK_FLAG
 from .hydra_main import HydraMain, read_hydra_main
 from .unknown_keys import find_unknown_keys
 
@@ -33,6 +32,7 @@ OURS = "recipe.offpolicy.main_offpolicy"
 VERLS = ("verl.trainer.main_ppo",)
 """Programs of verl whose trainers and workers the checks know."""
 OUR_PROGRAM = HydraMain(CONFIG_DIR.parent / "main_offpolicy.py", str(CONFIG_DIR), "offpolicy_trainer")
+_CHECK = "--check"
 _SEVERAL = "--multirun: several runs, and one is checked. Give one value of each key, and launch each by itself."
 _FROM_HERE = re.compile(r"path=file://([^/\s]\S*)")
 """A relative place of a search path, resolved from the current directory."""
@@ -93,7 +93,7 @@ def compose(launch: Launch) -> DictConfig:
     """
     demand_release()
     program = OUR_PROGRAM if launch.ours else _find_program(launch.module)
-    given = [argument for argument in launch.arguments if argument != CHECK_FLAG]
+    given = [argument for argument in launch.arguments if argument != _CHECK]
     arguments = parse_flags(given)
     if launch.ours:
         arguments = parse_flags(prepare_arguments(given))
@@ -141,7 +141,7 @@ def _explain(error: Exception, launch: Launch, name: str | None, overrides: list
     """Explain why Hydra composes no configuration: keys that it does not have, or what its own error says."""
     hydra = GlobalHydra.instance().hydra
     if hydra is None:
-        return LaunchError(_add_places(explain_refusal(error, overrides, lambda group: ())))
+        return LaunchError(_add_places(explain_refusal(error, overrides, lambda group: ()), error))
     of_group = isinstance(error, OverrideParseException) or NO_DEFAULT in str(error)
     if not of_group and all(parse(each) is not None for each in overrides):
         verls = launch.ours or launch.module in VERLS
@@ -149,7 +149,7 @@ def _explain(error: Exception, launch: Launch, name: str | None, overrides: list
         if unknown := find_unknown_keys(partial(_try_with, hydra, name), overrides, owner, verls=verls):
             return UnknownKeysError("\n".join(map(str, unknown)))
     get_options = partial(hydra.config_loader.get_group_options, config_name=name)
-    return LaunchError(_add_places(explain_refusal(error, overrides, get_options)))
+    return LaunchError(_add_places(explain_refusal(error, overrides, get_options), error))
 
 
 def _compose_with(hydra: Hydra, name: str | None, overrides: list[str]) -> DictConfig:
@@ -232,9 +232,12 @@ def _prepend(search_path: ConfigSearchPath, folder: str) -> None:
     search_path.prepend(provider="command-line", path=f"file://{absolute}", anchor=SearchPathQuery(provider="schema"))
 
 
-def _add_places(said: str) -> str:
-    """Add relative places of the search path that do not exist here."""
-    places = [each for each in dict.fromkeys(_FROM_HERE.findall(said)) if not os.path.isdir(each)]
+def _add_places(said: str, error: BaseException | None) -> str:
+    """Add the relative places of the search path in an error that do not exist here."""
+    whole = ""
+    while error is not None:
+        whole, error = f"{whole}\n{error}", error.__cause__
+    places = [each for each in dict.fromkeys(_FROM_HERE.findall(whole)) if not os.path.isdir(each)]
     if places:
         said += f"\nThere is no {' and no '.join(places)} here, in {os.getcwd()}. Fix: ask from where it is launched."
     return said

@@ -68,7 +68,7 @@ def find_malformed_choices(arguments: Sequence[str], groups: Collection[str]) ->
             said = "options are given as one list of names."
             value = f"[{','.join(map(str, names))}]" if len(names) > 1 else names[0]
             yield Problem(f"{sign}{group}", written, said, f"Quote it so: '{sign}{group}={value}'.", parts=())
-        elif len(names) > 1 and group != GROUP:
+        elif not flat and group != GROUP:
             said = f"options of {group} do not stack, and Hydra would let the last win."
             one = " or ".join(f"{sign}{group}={name}" for name in names)
             yield Problem(f"{sign}{group}", written, said, f"Choose one of them: {one}.", parts=())

@@ -8,7 +8,7 @@ import random
 import pytest
 
 from recipe.offpolicy.doctor.diagnosis import diagnose
-from recipe.offpolicy.doctor.launch import OURS, VERLS, Launch
+from recipe.offpolicy.doctor.launch import OURS, VERLS, Launch, LaunchError, parse_flags, prepare_arguments
 from recipe.offpolicy.doctor.show import show, to_json
 from recipe.offpolicy.preflight.own_keys import list_groups, list_paths
 from tests.support.applications import NEEDED
@@ -60,6 +60,17 @@ def test_a_mistake_is_answered_by_what_to_write(arguments: tuple[str, ...], part
     assert answer.status == 2
     assert part in answer.printed
     assert len(answer.printed) < 3000, "not every option there is"
+
+
+def test_flags_stand_in_front_of_all_overrides_or_behind_them() -> None:
+    for line in (["a=1", "--config-name=b"], ["--config-name", "b", "a=1"]):
+        flags = parse_flags(line)
+        assert (flags.config_name, flags.overrides, flags.shows) == ("b", ["a=1"], False)
+    assert parse_flags(["a=1", "--cfg", "job"]).shows
+    for line in (["a=1", "--cfg=job", "b=2"], ["--multirun"], ["--resolve"], ["--run", "--cfg=job"], ["--none-such"]):
+        with pytest.raises(LaunchError):
+            parse_flags(line)
+    assert prepare_arguments(["a=1", "correction.x=1"]) == ["a=1", "++correction.x=1"]
 
 
 def test_a_key_that_is_added_and_then_set(ask: Ask) -> None:

@@ -147,8 +147,8 @@ def test_the_values_of_an_option(folder: Path, tmp_path: Path) -> None:
         assert load_option("opsm") == {"masks": {"opsm": opsm(0.1) | {"delta": "???"}}}
         assert load_option("none") == {"weight": None}
         assert load_option("mine") == {"alpha": "${oc.env:NO_SUCH_VARIABLE}"}
-        with pytest.raises(SpecError, match=r"correction=gmask: no such option\. Choose one of .*gsm.*mine"):
-            load_option("gmask")
+        with pytest.raises(SpecError, match=r"correction=mien: no such option\. Did you mean mine\?"):
+            load_option("mien")
 
 
 @pytest.mark.parametrize(
@@ -245,7 +245,7 @@ def test_null_is_refused_before_hydra_sees_it(argument: str) -> None:
 
 def test_a_group_given_twice_is_refused() -> None:
     with pytest.raises(
-        SpecError, match=r"given 2 times.*: correction=gsm correction=tis_token\. .*'correction=\[one,other\]'"
+        SpecError, match=r"given 2 times.*: correction=gsm correction=tis_token\. .*'correction=\[gsm,tis_token\]'"
     ):
         force_own_keys(["correction=gsm", "trainer.nnodes=1", "correction=tis_token"])
 

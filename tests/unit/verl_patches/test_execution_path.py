@@ -55,9 +55,11 @@ def configuration(release: str, **changes: Any) -> DictConfig:
 def test_the_path_of_each_release(release: str, changes: dict[str, Any], trainer: Any, worker: Any) -> None:
     config = configuration(release, **changes)
     path = live_path(config, release)
-    assert path == LivePath(release, trainer, worker, "fsdp2")
+    mode = changes.get("trainer__v1__trainer_mode", "sync")
+    assert path == LivePath(release, trainer, worker, "fsdp2", mode)
     assert list(find_uncovered(config, path)) == []
     assert f"verl {release}, {trainer.upper()} trainer, {worker}" in str(path)
+    assert str(path).endswith(f"mode {mode}")
 
 
 def test_a_release_without_the_key_has_its_own_default() -> None:

@@ -1,0 +1,64 @@
+"""Why Hydra takes no configuration from a command line: the parts of the answers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
+
+from recipe.offpolicy.preflight.hydra_refusals import explain_refusal, find_malformed_choices, find_nearest, parse
+
+OPTIONS = ("gsm", "gsm_turn", "icepop", "tis_token", "tis_turn", "tis_sequence", "none")
+
+
+@pytest.mark.parametrize(
+    ("name", "nearest"),
+    [
+        ("tis_tokn", ["tis_token"]),
+        ("ice_pop", ["icepop"]),
+        ("TIS_token", ["tis_token"]),
+        ("tis", ["tis_token", "tis_turn", "tis_sequence"]),
+        ("qqqq", []),
+    ],
+)
+def test_the_nearest_options(name: str, nearest: list[str]) -> None:
+    assert find_nearest(name, OPTIONS) == nearest
+
+
+@pytest.mark.parametrize(
+    ("argument", "fixes"),
+    [
+        ("correction=gsm", []),
+        ("correction=[gsm,tis_token]", []),
+        ("+opd=null", []),
+        ("trainer.nnodes=[[1]]", []),
+        ("correction=[[gsm]]", ["Quote it so: 'correction=gsm'."]),
+        ("+correction=gsm,tis_token", ["Quote it so: '+correction=[gsm,tis_token]'."]),
+        ("opd=loss,advantage", ["Choose one of them: opd=loss or opd=advantage."]),
+        ("opd=1.5", ["Set opd=NAME."]),
+        ("~correction", []),
+    ],
+)
+def test_choices_that_are_no_names(argument: str, fixes: list[str]) -> None:
+    assert [problem.advice for problem in find_malformed_choices([argument], ["correction", "opd"])] == fixes
+
+
+def test_what_hydra_cannot_parse() -> None:
+    assert parse("trainer.nnodes=1") is not None
+    assert parse("trainer.nnodes=[") is None
+    assert parse(f"trainer.nnodes={'9' * 5000}") is None
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["a=1", "b=[1,", "2]"], "b=[1,: the shell has split it. Quote it so: 'b=[1, 2]'."),
+        (["a=1", "b"], "b: not an override. Write KEY=VALUE."),
+        (["a=x:{"], "a=x:{: a bracket or a quote is not closed."),
+    ],
+)
+def test_an_override_is_named(overrides: Sequence[str], said: str) -> None:
+    with pytest.raises(Exception) as caught:  # noqa: PT011
+        OverridesParser.create().parse_overrides(list(overrides))
+    assert explain_refusal(caught.value, overrides, lambda group: ()).startswith(said)
