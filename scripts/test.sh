@@ -164,7 +164,7 @@ parts_of() {
     fi
     for suite in $(tests_of "$1"); do
         [[ -e $suite ]] || continue
-        for file in $(grep -lrE '\b(run_program|alone)\b' --include='test_*.py' "$suite" | sort); do
+        for file in $(grep -lrE 'run_program|"alone"|\balone:' --include='test_*.py' "$suite" | sort); do
             echo "programs-$1-$(basename "$file" .py) programs $file"
         done
         echo "tests-$1-$(basename "$suite") others $suite"

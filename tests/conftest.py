@@ -35,7 +35,7 @@ if not torch.cuda.is_available():
     os.environ.setdefault("VERL_USE_EXTERNAL_MODULES", "verl_patches.cpu")
 
 
-PROGRAMS = {"run_program", "alone"}
+PROGRAMS = {"run_program", "alone"}  # scripts/test.sh finds test files by these names
 """Fixtures of tests that run a program which takes all cores, one at a time."""
 HANGS = 3600
 """Seconds after which such a test hangs: its programs have limits of their own, which are shorter."""
