@@ -23,7 +23,7 @@ from ...proof.token_alignment import AlignmentTally, tally_agreements
 from ..batch_view import BatchView, last_outputs
 from ..extension import Extension
 from .columns import ROW, SCALE, TEACHER
-from .eligibility import compute_pass_rates, eligible
+from .eligibility import compute_pass_rates, eligible, find_passed
 from .evidence import check_alignment, check_reports, summarize_reports
 from .opd_worker import OpdReport, OpdWorker
 from .settings import OpdSettings
@@ -132,7 +132,7 @@ class OnPolicyDistillation(Extension):
         self._found = {
             "opd/frac_opd_samples": float(chosen.double().mean()) if len(chosen) else math.nan,
             "opd/frac_underperforming_prompts": len(hard) / len(set(groups)) if groups else math.nan,
-            "opd/pass_rate": float((rewards[counted] > gate.passed_above).double().mean()) if counted else math.nan,
+            "opd/pass_rate": _mean(find_passed(rewards[counted], gate.passed_above)),
         }
         of = {sessions[row] for row, is_chosen in zip(counted, chosen.tolist(), strict=True) if is_chosen}
         return torch.tensor([session in of for session in sessions]) & mask.any(-1)

@@ -11,6 +11,16 @@ from torch import Tensor
 from ...batch.rewards import check_rewards
 
 
+def find_passed(rewards: Tensor, passed_above: float) -> Tensor:
+    """Find the rewards above a threshold, bool; compared in float32, in which a reward of 0.3 is above 0.3 otherwise.
+
+    Example:
+        >>> find_passed(torch.tensor([0.3, 0.5]).double(), 0.3)
+        tensor([False,  True])
+    """
+    return rewards.float() > torch.tensor(passed_above, dtype=torch.float32)
+
+
 def compute_pass_rates(rewards: Tensor, groups: Sequence[Hashable] | Tensor, *, passed_above: float) -> Tensor:
     """Compute the share of each rollout's group that passes, (B,) float64.
 
@@ -30,7 +40,7 @@ def compute_pass_rates(rewards: Tensor, groups: Sequence[Hashable] | Tensor, *, 
     numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
     group = torch.tensor([numbers[name] for name in names], dtype=torch.int64, device=rewards.device)
     count = torch.zeros(len(numbers), dtype=torch.float64, device=rewards.device)
-    passed = count.index_add(0, group, (rewards > passed_above).double())
+    passed = count.index_add(0, group, find_passed(rewards, passed_above).double())
     return (passed / count.index_add(0, group, torch.ones_like(group, dtype=torch.float64)))[group]
 
 
@@ -61,4 +71,4 @@ def eligible(
     if rows not in ("failed", "all"):
         raise ValueError(f"rows={rows}: not one of failed, all.")
     hard = compute_pass_rates(rewards, groups, passed_above=passed_above) <= max_pass_rate
-    return hard if rows == "all" else hard & ~(rewards > passed_above)
+    return hard if rows == "all" else hard & ~find_passed(rewards, passed_above)

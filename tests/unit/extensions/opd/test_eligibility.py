@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from recipe.offpolicy.extensions.opd import eligible
-from recipe.offpolicy.extensions.opd.eligibility import compute_pass_rates
+from recipe.offpolicy.extensions.opd.eligibility import compute_pass_rates, find_passed
 
 ONE_OF_EIGHT = torch.tensor([0.0] * 7 + [1.0])
 
@@ -40,6 +40,13 @@ def test_partial_credit_passes_above_the_bound_alone() -> None:
 def test_groups_need_not_lie_side_by_side() -> None:
     found = eligible(torch.tensor([0.0, 1.0, 1.0, 1.0]), ["a", "b", "a", "b"], passed_above=0.0, max_pass_rate=0.5)
     assert found.tolist() == [True, False, False, False]
+
+
+def test_a_reward_at_the_threshold_does_not_pass_in_float32_either() -> None:
+    """0.3 in float32 is 0.30000001."""
+    rewards = torch.tensor([0.3, 0.4]).double()
+    assert find_passed(rewards, 0.3).tolist() == [False, True]
+    assert eligible(rewards, ["a", "a"], passed_above=0.3, max_pass_rate=0.5).tolist() == [True, False]
 
 
 def test_a_batch_of_nothing() -> None:
