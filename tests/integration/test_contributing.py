@@ -43,6 +43,8 @@ class Copy:
                 shutil.copytree(source, root / name, symlinks=True, ignore=ignored)
             else:
                 shutil.copy(source, root / name)
+        for command in (["init", "-q"], ["add", "-A"]):  # tests list files by git
+            subprocess.run(["git", *command], cwd=root, check=True)
 
     def write(self, path: str, text: str) -> None:
         (self.root / path).parent.mkdir(parents=True, exist_ok=True)
