@@ -231,9 +231,10 @@ def _along(title: str, axis: str, outcomes: Sequence[CorrectionOutcome]) -> Pane
 
 
 def _in_words(correction: str) -> str:
-    """Write a stack as ``tis_token and gsm``."""
-    first, bracket, rest = correction.partition("]")
-    return " and ".join(first.strip("[").split(",")) + rest if bracket else correction
+    """Write ``[tis_token,gsm] weight.upper=2`` as ``tis_token and gsm, upper bound of weight = 2``."""
+    options, *keys = correction.split(" ")
+    named = [f"{_name_key(key)} = {value}" for key, _, value in (each.partition("=") for each in keys)]
+    return ", ".join([" and ".join(options.strip("[]").split(",")), *named])
 
 
 def _name_key(key: str) -> str:
