@@ -252,6 +252,7 @@ OF_OURS: dict[str, Case] = {
         {f"{ACTOR}.optim.no_such": None},
         "FSDPOptimizerConfig does not take no_such",
         {},
+        mends=False,
     ),
     "two keys in the section of another": Case(
         "ERROR",

@@ -95,8 +95,8 @@ def _class_of(section: str, target: str) -> type[Extension]:
     except (ImportError, AttributeError, ValueError) as error:
         reason = f"there is no such class to import ({error})."
         fix = "Set it to module:Class, with the module on PYTHONPATH, or remove it."
-        raise SpecError(reason, fix, key=key, value=target, removed={key: target}) from error
+        raise SpecError(reason, fix, key=key, value=target) from error
     if not (isinstance(found, type) and issubclass(found, Extension)):
         reason = "not a subclass of recipe.offpolicy.extensions.extension.Extension."
-        raise SpecError(reason, "Derive it from that one, or remove it.", key=key, value=target, removed={key: target})
+        raise SpecError(reason, "Derive it from that one, or remove it.", key=key, value=target)
     return found

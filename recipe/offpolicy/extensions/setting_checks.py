@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ..correction import SpecError
+from ..correction.spelling import find_closest
 
 Rule = tuple[Callable[[Any], bool], str, Any]
 """Returns True of values that fit; these in words; the value that mends another."""
@@ -23,8 +24,10 @@ def check_keys(section: str, values: Any, known: Mapping[str, Rule]) -> dict[str
     for name, value in values.items():
         key = f"{section}.{name}"
         if name not in known:
-            fix = f"Known under {section}: {', '.join(known)}."
-            raise SpecError("unknown key.", fix, key=key, value=value, removed={key: value})
+            near = find_closest(str(name), known)
+            fix = f"Did you mean {section}.{near}?" if near else f"Known under {section}: {', '.join(known)}."
+            meant, away = ({f"{section}.{near}": value}, {key: value}) if near else (None, None)
+            raise SpecError("unknown key.", fix, key=key, value=value, meant=meant, removed=away)
         fits, wanted, default = known[name]
         if not fits(value):
             raise SpecError(f"expected {wanted}.", key=key, value=value, mend={key: default})

@@ -24,7 +24,8 @@ from typing import Any
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from ..correction import Problem
-from ..correction.problem import remove, set_to
+from ..correction.problem import set_to
+from ..correction.spelling import find_closest
 from .lost_workers import LostWorkerDetector, end_workers
 
 logger = logging.getLogger("verl.offpolicy")
@@ -318,7 +319,8 @@ def find_problems(config: DictConfig, extensions: Sequence[str] = ()) -> Iterato
     for name in map(str, settings):
         if name not in ("step_timeout", "phase_timeouts", "poll"):
             key, given = f"{SECTION}.{name}", settings[name]
-            yield _problem(key, given, "unknown key.", "", *remove(key, given))
+            fix = f"Known under {SECTION}: step_timeout, phase_timeouts, poll."
+            yield _problem(key, given, "unknown key.", fix)
     key, limits = f"{SECTION}.phase_timeouts", settings.get("phase_timeouts")
     if isinstance(limits, ListConfig) or not isinstance(limits, DictConfig):
         fix = f"Remove this override, or set {key}.rollout=7200 for example."
@@ -326,8 +328,9 @@ def find_problems(config: DictConfig, extensions: Sequence[str] = ()) -> Iterato
         limits = {}
     for name in map(str, limits):
         if name not in (*NAMES, *extensions):
-            given, fix = limits[name], f"Choose of {', '.join((*NAMES, *extensions))}."
-            yield _problem(f"{key}.{name}", given, "no phase has this name.", fix, *remove(f"{key}.{name}", given))
+            near = find_closest(name, (*NAMES, *extensions))
+            fix = f"Did you mean {near}?" if near else f"Choose of {', '.join((*NAMES, *extensions))}."
+            yield _problem(f"{key}.{name}", limits[name], "no phase has this name.", fix)
     seconds = {"step_timeout": settings.get("step_timeout"), "poll": settings.get("poll")}
     seconds |= {f"phase_timeouts.{name}": limits[name] for name in map(str, limits)}
     for name, value in seconds.items():

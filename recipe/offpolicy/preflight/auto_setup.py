@@ -134,7 +134,7 @@ def _read_given(config: DictConfig) -> dict[str, Any]:
         key = f"setup.{name}"
         if name not in _LOOKS:
             fix = f"Known under setup: {', '.join(_LOOKS)}."
-            raise SpecError("unknown key.", fix, key=key, value=value, removed={key: value})
+            raise SpecError("unknown key.", fix, key=key, value=value)
         if value is None:
             continue
         if name in _CHOICES and value not in _CHOICES[name]:

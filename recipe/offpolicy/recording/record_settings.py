@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from itertools import count
 from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf, open_dict
 
+from ..batch.declared_keys import Key, Section, count, flag, number
 from ..batch.shipped_defaults import read_shipped_defaults
 from ..correction import CorrectionSpec, Problem
-from ..correction.problem import format_value, remove, set_to
+from ..correction.problem import set_to
 from .files import MOST_REASONS, RecordingError
 from .run_info import explain_foreign
 
@@ -54,7 +55,7 @@ class RecordSettings:
     @classmethod
     def from_config(cls, config: DictConfig) -> RecordSettings | None:
         """Read the settings of a checked configuration; None where nothing is to be recorded."""
-        values = _section(config)
+        values = _KEYS.read(config)
         if not isinstance(values, Mapping) or values.get("dir") is None:
             return None
         return cls.at(**{**values, "dir": str(Path.cwd() / str(values["dir"]))})
@@ -72,37 +73,35 @@ def resolve_dir(config: DictConfig) -> None:
             config.offpolicy.record.dir = str(Path.cwd() / directory)
 
 
+_DIR = ("dir", ...)
+_KEYS = Section(
+    SECTION,
+    read_shipped_defaults("record"),
+    {
+        "dir": Key(
+            lambda value: value is None or (isinstance(value, str) and value.strip() != ""), "a directory, or null"
+        ),
+        "every": count("a number of steps, 1 or more", read_with=_DIR),
+        "share": number("a share of the prompts, above 0 and at most 1", above=0, most=1, read_with=_DIR),
+        "prompts": flag(read_with=_DIR),
+        "max_bytes": number("a number of bytes above 0", above=0, read_with=_DIR),
+        "max_waiting_bytes": number("a number of bytes above 0", above=0, read_with=_DIR),
+        "without_replay": flag(read_with=_DIR),
+    },
+)
+
+
 def find_problems(config: DictConfig) -> Iterator[Problem]:
     """Find what is wrong with ``offpolicy.record``."""
-    values = _section(config)
-    if values is None:
-        return
-    if not isinstance(values, Mapping):
-        fix = f"Remove this override; set {SECTION}.dir=PATH to record."
-        yield _problem(SECTION, values, "not the keys of a recording.", fix)
-        return
-    known = read_shipped_defaults("record")
-    for name, value in values.items():
-        key = f"{SECTION}.{name}"
-        if name not in known:
-            yield _problem(
-                key, value, "unknown key.", f"Known under {SECTION}: {', '.join(known)}.", *remove(key, value)
-            )
-        elif name in _WANTED and not _WANTED[name][0](value):
-            yield _problem(key, value, f"expected {_WANTED[name][1]}.", "", set_to(key, known[name]))
-        elif name in _WANTED and values.get("dir") is None and value != known[name]:
-            fix = f"Set {SECTION}.dir=PATH, or {key}={format_value(known[name])}."
-            yield _problem(key, value, f"nothing is recorded without {SECTION}.dir.", fix, set_to(key, known[name]))
-    directory = values.get("dir")
+    found = list(_KEYS.find_problems(config))
+    yield from found
+    directory = OmegaConf.select(config, f"{SECTION}.dir") if not found else None
     if directory is None:
-        return
-    if not isinstance(directory, str) or not directory.strip():
-        yield _misplaced(directory, "not a directory.", f"Set {SECTION}.dir=PATH, or null for no recording.")
         return
     yield from _place(directory)
     try:
         if trouble := explain_foreign(str(Path.cwd() / directory), config):
-            free = next(name for n in count(2) if not Path(name := f"{directory.rstrip('/')}_{n}").exists())
+            free = next(name for n in itertools.count(2) if not Path(name := f"{directory.rstrip('/')}_{n}").exists())
             yield _problem(f"{SECTION}.dir", directory, trouble, FOREIGN, set_to(f"{SECTION}.dir", free))
     except (RecordingError, OSError) as error:
         yield _misplaced(directory, f"{error}", "Give another directory.")
@@ -113,7 +112,7 @@ def find_problems(config: DictConfig) -> Iterator[Problem]:
 
 def find_too_many_parts(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
     """Find a ``spec`` with more rejecting parts than a file has bits for; nothing without a recording."""
-    values = _section(config)
+    values = _KEYS.read(config)
     if not isinstance(values, Mapping) or values.get("dir") is None:
         return
     parts = len(spec.masks) + sum(weight.kind == "reject" for weight in spec.all_weights.values())
@@ -127,8 +126,8 @@ def _problem(key: str, value: Any, reason: str, fix: str, *overrides: str) -> Pr
 
 
 def _misplaced(directory: object, reason: str, fix: str) -> Problem:
-    """Build the problem of a directory that cannot be created or written."""
-    return _problem(f"{SECTION}.dir", directory, reason, fix, set_to(f"{SECTION}.dir", None))
+    """Build the problem of a directory that cannot be created or written; which one can is for the user to say."""
+    return _problem(f"{SECTION}.dir", directory, reason, fix)
 
 
 def _place(directory: str) -> Iterator[Problem]:
@@ -149,22 +148,3 @@ def _writable(folder: Path) -> bool:
             return True
     except OSError:
         return False
-
-
-def _section(config: DictConfig) -> Any:
-    node = OmegaConf.select(config, SECTION, default=None)
-    return OmegaConf.to_container(node, resolve=True) if OmegaConf.is_config(node) else node
-
-
-def _number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-_WANTED: Mapping[str, tuple[Any, str]] = {
-    "every": (lambda v: isinstance(v, int) and not isinstance(v, bool) and v >= 1, "a number of steps, 1 or more"),
-    "share": (lambda v: _number(v) and 0 < v <= 1, "a share of the prompts, above 0 and at most 1"),
-    "prompts": (lambda v: isinstance(v, bool), "true or false"),
-    "max_bytes": (lambda v: _number(v) and v > 0, "a number of bytes above 0"),
-    "max_waiting_bytes": (lambda v: _number(v) and v > 0, "a number of bytes above 0"),
-    "without_replay": (lambda v: isinstance(v, bool), "true or false"),
-}

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import cast
 
 from omegaconf import DictConfig, OmegaConf
 
 from verl_patches.execution_path import LivePath, live_path
 
+from ..batch.declared_keys import Section, count
 from ..batch.shipped_defaults import read_shipped_defaults
 from ..correction import Problem
-from ..correction.problem import remove, set_to
 from .batch_routes import Mode
 
 SECTION = "offpolicy.replay"
@@ -63,35 +62,18 @@ def _is_v1_engine(path: LivePath, strategies: tuple[str, ...]) -> bool:
     return path.trainer == "v1" and path.strategy in strategies
 
 
+_KEYS = Section(
+    SECTION,
+    read_shipped_defaults("replay"),
+    {"oldest": count("a number of versions, 0 or more, or null for all", 0, null=True)},
+)
+
+
 def find_problems(config: DictConfig) -> Iterator[Problem]:
     """Find what is wrong with ``offpolicy.replay`` by itself."""
-    node = OmegaConf.select(config, SECTION, default=None)
-    values: Any = OmegaConf.to_container(node, resolve=True) if OmegaConf.is_config(node) else node
-    known = read_shipped_defaults("replay")
-    if values is None:
-        return
-    if not isinstance(values, Mapping):
-        yield _problem(
-            SECTION, values, "not the keys of routing replay.", f"Set {OLDEST}=null, or remove this override."
-        )
-        return
-    for name, value in values.items():
-        if name not in known:
-            near = [set_to(f"{SECTION}.{each}", value) for each in difflib.get_close_matches(name, known, 1)]
-            key = f"{SECTION}.{name}"
-            yield _problem(
-                key, value, "unknown key.", f"Known under {SECTION}: {', '.join(known)}.", *remove(key, value), *near
-            )
-    oldest = values.get("oldest")
-    if oldest is None:
-        return
-    back = set_to(OLDEST, None)
-    if isinstance(oldest, bool) or not isinstance(oldest, int) or oldest < 0:
-        yield _problem(OLDEST, oldest, "expected a number of versions, 0 or more, or null for all.", "", back)
-    elif (settings := ReplaySettings.from_config(config)) is None or settings.mode != "R3":
-        reason = f"read with {ROUTER_REPLAY}.mode=R3 alone."
-        yield _problem(OLDEST, oldest, reason, f"Set {back}.", back)
-
-
-def _problem(key: str, value: Any, reason: str, fix: str, *overrides: str) -> Problem:
-    return Problem(key, value, reason, fix, parts=(), overrides=overrides)
+    found = list(_KEYS.find_problems(config))
+    yield from found
+    oldest = None if found else OmegaConf.select(config, OLDEST)
+    if oldest is not None and ((settings := ReplaySettings.from_config(config)) is None or settings.mode != "R3"):
+        reason, fix = f"read with {ROUTER_REPLAY}.mode=R3 alone.", f"Set {ROUTER_REPLAY}.mode=R3, or {OLDEST}=null."
+        yield Problem(OLDEST, oldest, reason, fix, parts=())

@@ -34,9 +34,9 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Any:
 # What is set, and of it the values after the pastes that keys have to have.
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "truth": ({"offpolicy.allow_identical_log_probs": "yes"}, {"offpolicy.allow_identical_log_probs": False}),
-    "unknown": ({"offpolicy.recrod": None}, {"offpolicy.recrod": None}),
+    "unknown": ({"offpolicy.recrod": None}, {}),
     "misspelt": ({"offpolicy.shadows": ["gsm"]}, {"offpolicy.shadows": None, "offpolicy.shadow": ["gsm"]}),
-    "unknown section": ({"offpolicy.recrod": {"dir": "x"}}, {"offpolicy.recrod": None}),
+    "unknown section": ({"offpolicy.recrod": {"dir": "x"}}, {}),
     "action": ({f"{ALARM}.action": "shout"}, {}),
     "bound": ({f"{ALARM}.lower": "low"}, {f"{ALARM}.lower": 0.3}),
     "patience": ({f"{ALARM}.patience": 0}, {f"{ALARM}.patience": 3}),
@@ -72,17 +72,17 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "more masks than a recording tells apart": (
         {"offpolicy.record.dir": "x", "correction.masks": {f"m{number}": GSM for number in range(33)}},
-        {"offpolicy.record.dir": None},
+        {},
     ),
     "an alarm that there is not": (
         {"offpolicy.alarms.entropy": {"action": "warn"}},
-        {"offpolicy.alarms.entropy": None},
+        {},
     ),
-    "an alarm's key that there is not": ({f"{ALARM}.bound": 1}, {f"{ALARM}.bound": None}),
+    "an alarm's key that there is not": ({f"{ALARM}.bound": 1}, {}),
     "half an update": ({f"{ALARM}.recovery_patience": 1.5}, {f"{ALARM}.recovery_patience": 3}),
     "a share above 1": ({"offpolicy.alarms.kept_share.lower": 1.5}, {"offpolicy.alarms.kept_share.lower": 0.5}),
     "a share below 0": ({f"{ALARM}.lower": -3}, {f"{ALARM}.lower": 0.3}),
-    "a key of calibration that there is not": ({f"{CALIBRATE}.target": 0.98}, {f"{CALIBRATE}.target": None}),
+    "a key of calibration that there is not": ({f"{CALIBRATE}.target": 0.98}, {}),
     "a side of nothing": ({f"{CALIBRATE}.side": "upper"}, {f"{CALIBRATE}.side": "both"}),
     "a rate of nothing": ({f"{CALIBRATE}.rate": 0.1}, {f"{CALIBRATE}.rate": 0.2}),
     "masks without a target of theirs": (
@@ -90,12 +90,12 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {f"{CALIBRATE}.of": None},
     ),
     "a cap below 1": ({f"{CALIBRATE}.target_ess": 0.9, "correction.weight.upper": 1.0}, {}),
-    "a key of the recording that there is not": ({f"{RECORD}.dri": "x"}, {f"{RECORD}.dri": None}),
+    "a key of the recording that there is not": ({f"{RECORD}.dri": "x"}, {f"{RECORD}.dri": None, f"{RECORD}.dir": "x"}),
     "no steps": ({f"{RECORD}.every": 0}, {f"{RECORD}.every": 1}),
-    "steps of nothing": ({f"{RECORD}.every": 10}, {f"{RECORD}.every": 1}),
+    "steps of nothing": ({f"{RECORD}.every": 10}, {}),
     "a place that is no directory": ({f"{RECORD}.dir": 7}, {}),
     "a place below a file": ({f"{RECORD}.dir": __file__ + "/below"}, {}),
-    "a key of the watchdog that there is not": ({f"{WATCHDOG}.patience": 3}, {f"{WATCHDOG}.patience": None}),
+    "a key of the watchdog that there is not": ({f"{WATCHDOG}.patience": 3}, {}),
     "a limit in words": ({f"{WATCHDOG}.poll": "often"}, {}),
     "a phase that there is not": ({f"{WATCHDOG}.phase_timeouts.rolout": 5}, {}),
     "seconds": ({"offpolicy.watchdog.step_timeout": -5}, {"offpolicy.watchdog.step_timeout": None}),
@@ -112,7 +112,11 @@ def test_a_refused_value_is_mended(name: str, base: DictConfig) -> None:
         found = list(check_own_keys(config, read_spec(config)))
         if not found:
             break
-        assert all(problem.overrides for problem in found), found
+        if not all(problem.overrides for problem in found):
+            # Nothing is proposed where only the user can say what was meant; what was asked for stays.
+            assert expected == {}, found
+            assert all(problem.fix or problem.reason.startswith("expected") for problem in found)
+            return
         proposed = list(dict.fromkeys(each for problem in found for each in problem.overrides))
         config = with_overrides(config, force_own_keys(proposed))
     assert list(check_own_keys(config, read_spec(config))) == []
@@ -122,7 +126,7 @@ def test_a_refused_value_is_mended(name: str, base: DictConfig) -> None:
 
 @pytest.mark.parametrize(
     ("key", "value"),
-    [("offpolicy.alarms", None), (CALIBRATE, None), (RECORD, "yes"), (f"{WATCHDOG}.phase_timeouts", 3)],
+    [("offpolicy.alarms", None), (CALIBRATE, None), (f"{WATCHDOG}.phase_timeouts", 3)],
 )
 def test_what_an_override_takes_away_comes_back_only_without_it(key: str, value: Any, base: DictConfig) -> None:
     """An empty mapping in its place would switch off in silence what is shipped."""

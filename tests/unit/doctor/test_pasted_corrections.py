@@ -118,7 +118,7 @@ def test_overrides_make_the_sentence_where_nobody_wrote_one(overrides: tuple[str
     assert Problem("a", None, "wrong.", overrides=overrides).advice == sentence
 
 
-def test_unknown_alarms_and_recording_keys_are_taken_away() -> None:
+def test_unknown_keys_move_where_one_is_alike() -> None:
     config = OmegaConf.create(
         {
             "offpolicy": {"alarms": {"foo": {"action": "stop"}}, "record": {"dri": "x"}},
@@ -126,8 +126,8 @@ def test_unknown_alarms_and_recording_keys_are_taken_away() -> None:
         }
     )
     found = {problem.key: problem.overrides for problem in check_own_keys(config, CorrectionSpec())}
-    assert found["offpolicy.alarms.foo"] == ("~offpolicy.alarms.foo",)
-    assert found["offpolicy.record.dri"] == ("~offpolicy.record.dri",)
+    assert found["offpolicy.alarms.foo"] == ()
+    assert found["offpolicy.record.dri"] == ("~offpolicy.record.dri", "offpolicy.record.dir=x")
 
 
 def recording(**values: Any) -> dict[str, tuple[str, ...]]:
@@ -148,7 +148,7 @@ def test_another_directory_beside_one_that_is_taken(tmp_path: Any) -> None:
     (taken / "run.json").write_text('{"checkpoints": "of another"}')
     (tmp_path / "run_2").mkdir()
     assert recording(dir=str(taken)) == {key: (f'{key}="{taken}_3"',)}
-    assert recording(dir=5) == {key: (f"{key}=null",)}
+    assert recording(dir=5) == {key: ()}
     assert recording(dir=str(tmp_path / "new"), measured=False) == {
         key: ("actor_rollout_ref.rollout.calculate_log_probs=true",)
     }

@@ -30,9 +30,9 @@ def test_kinds_of_values() -> None:
 def test_each_problem_has_an_override() -> None:
     known = {"n": (is_count, "a count", 1)}
     assert check_keys("s", {"n": 3}, known) == {"n": 3}
-    for values, override in (({"n": 0}, "s.n=1"), ({"m": 1}, "~s.m")):
+    for values, override in (({"n": 0}, "s.n=1"), ({"N": 1}, "s.n=1")):
         with pytest.raises(SpecError) as caught:
             check_keys("s", values, known)
-        assert caught.value.problem.overrides == (override,)
+        assert caught.value.problem.overrides[-1] == override
     with pytest.raises(SpecError, match="not a mapping"):
         check_keys("s", 3, known)

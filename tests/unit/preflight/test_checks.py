@@ -74,7 +74,7 @@ STOPPED: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         {f"{ACTOR}.strategy": "veomni"},
         (f"{ACTOR}.strategy=veomni", "another engine than FSDP and Megatron is not covered", "Set fsdp2 or megatron"),
     ),
-    "unknown key": ({"offpolicy.recrod": True}, ("offpolicy.recrod=true", "Remove offpolicy.recrod")),
+    "unknown key": ({"offpolicy.recrod": True}, ("offpolicy.recrod=true", "Did you mean offpolicy.record?")),
     "emptied": (
         {"offpolicy": None},
         ("offpolicy=null", "Remove this override"),
@@ -229,7 +229,10 @@ STOPPED: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     ),
     "a key that verl's actor does not have": (
         {f"{ACTOR}.policy_loss.no_such": 1},
-        (f"{ACTOR}.policy_loss.no_such=1: verl has no such key there", f"Remove {ACTOR}.policy_loss.no_such"),
+        (
+            f"{ACTOR}.policy_loss.no_such=1: verl has no such key there",
+            f"What {ACTOR}.policy_loss.no_such asks for would not be done.",
+        ),
     ),
     "sums without a scale": (
         {f"{ACTOR}.loss_agg_mode": "seq-mean-token-sum-norm"},

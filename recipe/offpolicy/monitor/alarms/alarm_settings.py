@@ -12,6 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 from ...batch.shipped_defaults import read_shipped_defaults
 from ...correction import CorrectionSpec, Problem, SpecError
 from ...correction.problem import remove, set_to
+from ...correction.spelling import find_closest
 from .alarm import Action, AlarmRule, Band
 from .alarm_statistics import GROWTH, NAMES, OF_EXTENSIONS, RANGES, explain_constant
 
@@ -78,15 +79,19 @@ def find_problems(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]
     for name in map(str, section):
         key, values = f"{SECTION}.{name}", section[name]
         if name not in DEFAULTS:
-            fix = f"Choose of {', '.join(NAMES)}."
-            yield _problem(key, values, "no alarm has this name.", fix, *remove(key, values))
+            near = find_closest(name, NAMES)
+            fix = f"Did you mean {SECTION}.{near}?" if near else f"Choose of {', '.join(NAMES)}."
+            yield _problem(key, values, "no alarm has this name.", fix)
         elif not isinstance(values, DictConfig):
             fix = f"Set {key}.action=off to do without it."
             yield _problem(key, values, "its keys have no values.", fix, f"{key}={{action: 'off'}}")
         else:
             for unknown in sorted(set(map(str, values)) - set(DEFAULTS[name])):
                 given = values[unknown]
-                yield _problem(f"{key}.{unknown}", given, "unknown key.", "", *remove(f"{key}.{unknown}", given))
+                near = find_closest(unknown, DEFAULTS[name])
+                moved = (*remove(f"{key}.{unknown}", given), set_to(f"{key}.{near}", given)) if near else ()
+                fix = f"Did you mean {key}.{near}?" if near else f"Known under {key}: {', '.join(DEFAULTS[name])}."
+                yield _problem(f"{key}.{unknown}", given, "unknown key.", fix, *moved)
     for name, alarm in _read_values(config).items():
         found = list(_find_malformed(name, alarm))
         if found:

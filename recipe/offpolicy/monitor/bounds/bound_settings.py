@@ -14,6 +14,7 @@ from ...correction import CorrectionSpec, MaskSpec, Problem
 from ...correction.moving_bounds import WEIGHT, Side
 from ...correction.problem import format_value, remove, set_to
 from ...correction.proximal import MU_ITSELF
+from ...correction.spelling import find_closest
 from .histogram import find_keeping_distance, find_widest_cap
 from .schedule import Schedule, compute_distances, find_moving_sides
 
@@ -91,7 +92,10 @@ def find_problems(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]
     for name in map(str, section):
         if name not in DEFAULTS:
             key, given = f"{SECTION}.{name}", section[name]
-            yield Problem(key, given, "unknown key.", parts=(), overrides=remove(key, given))
+            near = find_closest(name, DEFAULTS)
+            moved = (*remove(key, given), set_to(f"{SECTION}.{near}", given)) if near else ()
+            fix = f"Did you mean {SECTION}.{near}?" if near else f"Known under {SECTION}: {', '.join(DEFAULTS)}."
+            yield Problem(key, given, "unknown key.", fix, parts=(), overrides=moved)
     values = _read_values(config)
     if wrong := list(_find_malformed(values)):
         yield from wrong

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
 from verl_patches.execution_path import live_path
 
+from ...batch.declared_keys import Section, count
 from ...batch.shipped_defaults import read_shipped_defaults
 from ...correction import Problem
-from ...correction.problem import remove, set_to
+from ...correction.problem import set_to
 
 SECTION = "offpolicy.late_weights"
 SNAPSHOTS = f"{SECTION}.snapshots"
@@ -42,28 +42,23 @@ class SnapshotSettings:
         return None if values["snapshots"] is None else cls(**values)
 
 
+_KEYS = Section(
+    SECTION,
+    read_shipped_defaults("late_weights"),
+    {
+        "snapshots": count("a number of updates, 1 or more, or null for none", null=True),
+        "rows": count("a number of rows, 1 or more"),
+    },
+    hints={"snapshots": 8},
+)
+
+
 def find_problems(config: DictConfig) -> Iterator[Problem]:
     """Find what is wrong with the keys, and what keeps weights from being kept or compared."""
-    shipped = read_shipped_defaults("late_weights")
-    values = OmegaConf.select(config, SECTION)
-    if values is None:
-        return
-    given: Any = OmegaConf.to_container(values) if isinstance(values, DictConfig) else values
-    if not isinstance(given, Mapping):
-        fix = f"Set {SNAPSHOTS}=8, or remove this override."
-        yield Problem(SECTION, given, "not the keys of snapshots.", fix, parts=(), overrides=remove(SECTION, given))
-        return
-    wrong = False
-    for name, value in given.items():
-        key = f"{SECTION}.{name}"
-        if name not in shipped:
-            yield Problem(key, value, "unknown key.", parts=(), overrides=remove(key, value))
-        elif not (_is_count(value) or (name == "snapshots" and value is None)):
-            wrong = True
-            reason = f"not a number of {'updates' if name == 'snapshots' else 'rows'}, 1 or more."
-            yield Problem(key, value, reason, parts=(), overrides=(set_to(key, shipped[name]),))
-    if not wrong and given.get("snapshots") is not None:
-        yield from _find_obstacles(config, given["snapshots"])
+    found = list(_KEYS.find_problems(config))
+    yield from found
+    if not found and (snapshots := OmegaConf.select(config, SNAPSHOTS)) is not None:
+        yield from _find_obstacles(config, snapshots)
 
 
 def _find_obstacles(config: DictConfig, snapshots: int) -> Iterator[Problem]:
@@ -89,7 +84,3 @@ def _find_obstacles(config: DictConfig, snapshots: int) -> Iterator[Problem]:
     if OmegaConf.select(config, _OFFLOAD):
         reason = f"verl copies weights that lie on the accelerator, and {_OFFLOAD} takes them off it."
         yield Problem(SNAPSHOTS, snapshots, reason, f"Set {off}, or {_OFFLOAD}=false.", parts=(), overrides=(off,))
-
-
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1

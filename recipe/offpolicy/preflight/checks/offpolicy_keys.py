@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -10,7 +9,8 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from ...correction import CorrectionSpec, Problem
-from ...correction.problem import remove, set_to
+from ...correction.problem import format_value, remove, set_to
+from ...correction.spelling import find_closest
 from ...extensions.registry import find_problems as extension_problems
 from ...extensions.registry import load_extensions
 from ...fault_tolerance.watchdog import find_problems as watchdog_problems
@@ -33,12 +33,21 @@ def _check_bool(name: str, config: DictConfig, spec: CorrectionSpec) -> Iterator
 
 
 def _build_unknown(name: str, section: DictConfig) -> Problem:
-    """Build the problem of an unknown key, with the nearest known key that holds a plain value."""
+    """Build the problem of an unknown key, with the key of ours that it was meant for, if one is like it."""
+    from ..own_keys import find_meant, list_groups  # which finds modules by this package
+
     values: Any = OmegaConf.to_container(section)
     key, value = f"offpolicy.{name}", values[name]
-    single = [] if isinstance(value, dict | None) else [k for k in OWN_KEYS if not isinstance(values.get(k), dict)]
-    instead = [set_to(f"offpolicy.{near}", value) for near in difflib.get_close_matches(name, single, 1)]
-    return Problem(key, value, "unknown key.", parts=(), overrides=(*remove(key, value), *instead))
+    near = find_closest(name, OWN_KEYS)
+    meant = ("offpolicy", near) if near else find_meant((name,))
+    if meant is None:
+        return Problem(key, value, "unknown key.", f"Known under offpolicy: {', '.join(OWN_KEYS)}.", parts=())
+    path, plain = ".".join(meant), not isinstance(value, dict)
+    if plain and meant[0] in list_groups():  # a second option of a group would be refused
+        return Problem(key, value, "unknown key.", f"Write {path}={format_value(value)} instead.", parts=())
+    fits = plain and value is not None and not isinstance(values.get(meant[-1]), dict)
+    moved = (*remove(key, value), set_to(path, value)) if fits else ()
+    return Problem(key, value, "unknown key.", f"Did you mean {path}?", parts=(), overrides=moved)
 
 
 def _checked_elsewhere(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:

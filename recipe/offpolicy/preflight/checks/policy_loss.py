@@ -217,12 +217,11 @@ def _find_unknown_keys(config: DictConfig, section: str, parts: tuple[str, ...])
     sentences: list[str] = []
     for name in extra:
         key, value = f"{section}.{name}", node[name]
-        overrides += remove(key, value)
         instead = next((place for place in _find_keys(config, name) if place != key), None)
         if instead is None:
-            sentences.append(f"Remove {key}; what it asks for is then not done.")
+            sentences.append(f"What {key} asks for would not be done.")
         else:
-            overrides.append(set_to(instead, value))
+            overrides += [*remove(key, value), set_to(instead, value)]
             sentences.append(f"Set {instead} in the place of {key}.")
     reason = f"verl has no such key there: {target.rpartition('.')[2]} does not take {', '.join(extra)}."
     key, fix = f"{section}.{extra[0]}", " ".join(sentences)

@@ -60,9 +60,29 @@ def check_former_names(config: DictConfig, spec: CorrectionSpec) -> Iterator[Pro
                 f"{VERL}.{key}", value, reason, fix, "NO-OP", (name_part(key),), remove(f"{VERL}.{key}", value)
             )
     for key, instead in FORMER.items():
-        if (value := get_value(config, key)) is not None:
-            overrides = _build_move(key, value, instead)
-            yield Problem(key, value, reason, f"In its place: {instead}.", "NO-OP", (key,), overrides)
+        if (value := get_value(config, key)) is None:
+            continue
+        if spec.is_none:
+            overrides, fix = _build_move(key, value, instead), f"In its place: {instead}."
+        else:
+            overrides, fix = _build_ours(key, value, spec)
+        yield Problem(key, value, reason, fix, "NO-OP", (key,), overrides)
+
+
+def _build_ours(key: str, value: object, spec: CorrectionSpec) -> tuple[tuple[str, ...], str]:
+    """Build overrides and a sentence that say the same by the correction of ours that is on, which verl's would repeat.
+
+    Nothing is moved where ours has no part that does it.
+    """
+    cap = key.endswith(("tis_imp_ratio_cap", "rollout_is_threshold")) and isinstance(value, int | float)
+    if spec.weight is None:
+        weight = "correction=[tis_token,...]"
+        return (), f"Stack a weight of ours that does it, {weight}, and leave verl's key to launches of verl."
+    if cap and spec.weight.upper is not None:
+        return (f"~{key}", set_to("correction.weight.upper", value)), "Set correction.weight.upper to it instead."
+    if key.endswith(("rollout_is", "rollout_is_level")):
+        return (f"~{key}",), f"correction.weight is on and does this already: drop {key}."
+    return (), "See docs/corrections.md for the part of ours that does it."
 
 
 def _build_move(key: str, value: object, instead: str) -> tuple[str, ...]:

@@ -58,7 +58,10 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "section": ({KEY: None}, "offpolicy.alarms=null: its keys have no values. Remove this override."),
     "name": ({f"{KEY}.entropy": {"action": "warn"}}, "no alarm has this name. Choose of ess, mean_weight,"),
     "null": ({f"{KEY}.ess": None}, "its keys have no values. Set offpolicy.alarms.ess.action=off"),
-    "key": ({f"{KEY}.ess.bound": 1}, "offpolicy.alarms.ess.bound=1: unknown key. Remove offpolicy.alarms.ess.bound."),
+    "key": (
+        {f"{KEY}.ess.bound": 1},
+        "ess.bound=1: unknown key. Known under offpolicy.alarms.ess: action",
+    ),
     "action": ({f"{KEY}.ess.action": "page"}, "no action. Set one of off, warn, stop, fallback."),
     "bound": ({f"{KEY}.ess.lower": "low"}, "offpolicy.alarms.ess.lower=low: not a number."),
     "patience": ({f"{KEY}.ess.patience": 0}, "a whole number of at least 1"),

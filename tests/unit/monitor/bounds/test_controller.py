@@ -255,7 +255,7 @@ def test_what_is_shipped_is_what_is_taken_by_default() -> None:
 @pytest.mark.parametrize(
     ("values", "expected"),
     [
-        ({"target": 0.98}, "target=0.98: unknown key. Remove offpolicy.calibrate.target."),
+        ({"target": 0.98}, "target=0.98: unknown key. Did you mean offpolicy.calibrate.target_"),
         ({"target_kept": 98}, "target_kept=98: a share of what a mask looks at"),
         ({"target_kept": 1.0}, "from 0.5 to below 1. Set 0.98, or null."),
         ({"target_kept": "high"}, "target_kept=high: a share"),

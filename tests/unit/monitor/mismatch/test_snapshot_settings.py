@@ -68,4 +68,4 @@ def test_each_obstacle_is_named_with_what_mends_it(made: DictConfig, word: str) 
 
 def test_a_section_that_is_none_is_named() -> None:
     (problem,) = find_problems(OmegaConf.create({"offpolicy": {"late_weights": 8}}))
-    assert "not the keys of snapshots" in str(problem)
+    assert "expected its keys: snapshots, rows" in str(problem)

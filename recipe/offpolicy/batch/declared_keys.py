@@ -1,0 +1,204 @@
+"""Declared keys of a section of the configuration: what each may hold, when it is read, and how problems are worded."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..correction import Problem
+from ..correction.problem import format_value, remove, set_to
+from ..correction.spelling import find_closest
+from ..correction.validation import read_numbers
+
+Values = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Key:
+    """What a key may hold.
+
+    Attributes:
+        fits: returns True of a value that the key may hold.
+        words: what that is, behind "expected".
+        read_with: (another key, its value, or ... for any but null) without which nothing reads this one.
+    """
+
+    fits: Callable[[Any], bool]
+    words: str
+    read_with: tuple[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Values of two keys that contradict each other.
+
+    Attributes:
+        key: the one that is reported.
+        broken: returns True of values that contradict each other.
+        reason: why.
+        instead: returns the value that fixes it.
+        beside: the other key.
+    """
+
+    key: str
+    broken: Callable[[Values], bool]
+    reason: str
+    instead: Callable[[Values], Any]
+    beside: str
+
+
+@dataclass(frozen=True)
+class Section:
+    """The keys below ``path``, those of a nested section with a dot.
+
+    Attributes:
+        path: such as ``offpolicy.staleness``.
+        shipped: the defaults, as the YAML ships them.
+        keys: name -> what it may hold.
+        rules: checked where every value fits.
+        hints: key that is null by default -> a value to propose for it.
+    """
+
+    path: str
+    shipped: Values
+    keys: Mapping[str, Key]
+    rules: Sequence[Rule] = ()
+    hints: Values | None = None
+
+    def read(self, config: Any) -> Any:
+        """Return the section as plain values; None where it is null or absent."""
+        from omegaconf import OmegaConf
+
+        node = OmegaConf.select(config, self.path, default=None)
+        return OmegaConf.to_container(node, resolve=True) if OmegaConf.is_config(node) else node
+
+    def find_problems(self, config: Any) -> Iterator[Problem]:
+        """Find unknown keys and values that do not fit; without these, unread keys and contradictions."""
+        given = self.read(config)
+        if given is None:
+            return
+        if not isinstance(given, Mapping):
+            yield self._build("", given, f"expected its keys: {', '.join(self.shipped)}.", "")
+            return
+        default, values = _flatten(self.shipped), _flatten(given)
+        yield from self._find_unknown(given, self.shipped, "")
+        known = {name: value for name, value in values.items() if name in self.keys}
+        unfit = {name: value for name, value in known.items() if not self.keys[name].fits(value)}
+        for name, value in unfit.items():
+            instead = self._replace(name, value, default[name])
+            yield self._build(name, value, f"expected {self.keys[name].words}.", "", *instead)
+        if not unfit:
+            yield from self._find_unread({**default, **known}, default)
+            yield from self._find_contradictions({**default, **known})
+
+    def _replace(self, name: str, value: Any, default: Any) -> tuple[str, ...]:
+        """Build the override that sets what was meant, else the default, or the hint where null would switch it off."""
+        meant = [number for number in read_numbers(value) if self.keys[name].fits(number)]
+        usual = default if default is not None else (self.hints or {}).get(name)
+        instead = meant[0] if meant else usual
+        return () if instead is None else (set_to(f"{self.path}.{name}", instead),)
+
+    def _find_unknown(self, values: Values, shipped: Values, prefix: str) -> Iterator[Problem]:
+        for name, value in values.items():
+            full = f"{prefix}{name}"
+            if name not in shipped:
+                near = find_closest(str(name), [each for each in shipped if f"{prefix}{each}" in self.keys])
+                at = f"{self.path}.{prefix}{near}"
+                fix = f"Did you mean {at}?" if near else f"Known under {self.path}: {', '.join(shipped)}."
+                moved = (*remove(f"{self.path}.{full}", value), set_to(at, value)) if near else ()
+                yield self._build(full, value, "unknown key.", fix, *moved)
+            elif isinstance(shipped[name], Mapping):
+                if isinstance(value, Mapping):
+                    yield from self._find_unknown(value, shipped[name], f"{full}.")
+                elif value is not None:
+                    yield self._build(full, value, f"expected its keys: {', '.join(shipped[name])}.", "")
+
+    def _find_unread(self, values: Values, default: Values) -> Iterator[Problem]:
+        for name, key in self.keys.items():
+            if key.read_with is None or values[name] == default[name]:
+                continue
+            other, wanted = key.read_with
+            at, there = f"{self.path}.{other}", values[other]
+            if there is None if wanted is ... else there != wanted:
+                hint = (self.hints or {}).get(other, "...") if wanted is ... else wanted
+                back = set_to(f"{self.path}.{name}", default[name])
+                alone = at if wanted is ... else f"{other}={format_value(wanted)}"
+                fix = f"Set {at}={hint}, or {back}."
+                yield self._build(name, values[name], f"read with {alone} alone.", fix, beside={at: there})
+
+    def _find_contradictions(self, values: Values) -> Iterator[Problem]:
+        for rule in self.rules:
+            if rule.broken(values):
+                back = set_to(f"{self.path}.{rule.key}", rule.instead(values))
+                beside = {f"{self.path}.{rule.beside}": values[rule.beside]}
+                yield self._build(rule.key, values[rule.key], rule.reason, "", back, beside=beside)
+
+    def _build(
+        self, name: str, value: Any, reason: str, fix: str, *overrides: str, beside: Values | None = None
+    ) -> Problem:
+        key = f"{self.path}.{name}" if name else self.path
+        return Problem(key, value, reason, fix, parts=(), overrides=overrides, beside=dict(beside or {}))
+
+
+def number(
+    words: str,
+    least: float = -math.inf,
+    most: float = math.inf,
+    *,
+    above: float = -math.inf,
+    below: float = math.inf,
+    null: bool = False,
+    read_with: tuple[str, Any] | None = None,
+) -> Key:
+    """Declare a finite number, ``least`` and ``most`` inclusive, ``above`` and ``below`` exclusive.
+
+    Example:
+        >>> number("a share", 0, 1).fits(0.5), number("a share", 0, 1).fits(True)
+        (True, False)
+    """
+
+    def fits(value: Any) -> bool:
+        plain = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        return (null and value is None) or (plain and least <= value <= most and above < value < below)
+
+    return Key(fits, words, read_with)
+
+
+def count(words: str, least: int = 1, *, null: bool = False, read_with: tuple[str, Any] | None = None) -> Key:
+    """Declare a whole number.
+
+    Example:
+        >>> count("a number of steps, 1 or more").fits(1), count("a number of steps, 1 or more").fits(1.0)
+        (True, False)
+    """
+    fits = number(words, least, null=null).fits
+    return Key(lambda value: fits(value) and not isinstance(value, float), words, read_with)
+
+
+def flag(*, read_with: tuple[str, Any] | None = None) -> Key:
+    """Declare true or false.
+
+    Example:
+        >>> flag().fits(True), flag().fits("yes")
+        (True, False)
+    """
+    return Key(lambda value: isinstance(value, bool), "true or false", read_with)
+
+
+def choice(*options: str, read_with: tuple[str, Any] | None = None) -> Key:
+    """Declare one of some words.
+
+    Example:
+        >>> choice("wait", "drop").words
+        'one of [wait,drop]'
+    """
+    return Key(lambda value: value in options, f"one of {format_value(list(options))}", read_with)
+
+
+def _flatten(values: Values, prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, value in values.items():
+        flat |= _flatten(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
+    return flat
