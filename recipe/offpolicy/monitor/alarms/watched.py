@@ -44,5 +44,7 @@ def list_watched(spec: CorrectionSpec, alarms: Mapping[str, Any] = DEFAULTS) -> 
 def format_watched(spec: CorrectionSpec, config: DictConfig) -> Iterator[str]:
     """Format the lines that a run prints at its start."""
     yield "watch five metrics (docs/metrics.md says more):"
-    for metric, bounds, advice in list_watched(spec, OmegaConf.select(config, SECTION)):
+    given = OmegaConf.select(config, SECTION) or {}
+    alarms = {name: {**values, **(given.get(name) or {})} for name, values in DEFAULTS.items()}
+    for metric, bounds, advice in list_watched(spec, alarms):
         yield f"  {metric}: {bounds}; else {advice}"
