@@ -197,7 +197,9 @@ def _build_unreadable(check: str, error: Exception) -> Problem:
 
 def _find_stray_keys(config: DictConfig, overrides: Sequence[str]) -> Iterator[Problem]:
     ours = tuple(f"++{section}." for section in list_sections())
-    if added := [each for each in filter_added(overrides) if not each.startswith(ours)]:
+    deleted = {each[1:].strip() for each in overrides if each.startswith("~")}
+    given = [each for each in filter_added(overrides) if _get_key(each) not in deleted]
+    if added := [each for each in given if not each.startswith(ours)]:
         # Keys that are deleted may be among the added ones.
         left_out = {*filter_added(overrides), *_list_same(added, overrides), *(o for o in overrides if o[0] == "~")}
         yield from find_stray_keys(added, compose_without(list(left_out)), list_options(), list_registered(config))

@@ -10,6 +10,7 @@ from omegaconf import OmegaConf
 from recipe.offpolicy.correction import CorrectionSpec
 from recipe.offpolicy.preflight.verl_keys.former_names import check_former_names
 from recipe.offpolicy.preflight.verl_keys.router_replay import check_router_replay
+from tests.support.corrections import GSM, TIS
 from tests.support.mended import with_overrides
 from verl_patches.execution_path import LivePath
 
@@ -68,3 +69,21 @@ def test_former_names_move_with_their_values(algorithm: dict[str, Any], override
     assert [each for problem in found for each in problem.overrides] == overrides
     mended = with_overrides(config, overrides)
     assert list(check_former_names(mended, CorrectionSpec())) == []
+
+
+FORMER = {f"{ACTOR}.tis_imp_ratio_cap": (3.0, 3.0), "algorithm.rollout_is_threshold": (5.0, 5.0)}
+
+
+@pytest.mark.parametrize("key", [*FORMER, "algorithm.rollout_is"])
+def test_a_former_name_next_to_our_weight_becomes_ours(key: str) -> None:
+    """verl's key next to ours would correct twice, so that its successor is never proposed."""
+    value, cap = FORMER.get(key, (True, 2.0))
+    ours: Any = {"weight": dict(TIS), "masks": {}}
+    config = OmegaConf.create({"correction": ours, "algorithm": {}, "actor_rollout_ref": {"actor": {}}})
+    OmegaConf.update(config, key, value, force_add=True)
+    (problem,) = check_former_names(config, CorrectionSpec.from_mapping(ours))
+    mended = with_overrides(config, problem.overrides)
+    assert mended.correction.weight.upper == cap
+    assert list(check_former_names(mended, CorrectionSpec.from_mapping(ours))) == []
+    gsm = CorrectionSpec.from_mapping({"masks": {"gsm": GSM}})
+    assert [each.overrides for each in check_former_names(config, gsm)] == [()]
