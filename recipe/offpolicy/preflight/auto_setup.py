@@ -13,6 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 from verl_patches.execution_path import live_path
 
 from ..correction import SpecError
+from ..correction.spelling import find_closest
 from ..replay.obstacles import list_obstacles
 from ..replay.replay_settings import ROUTER_REPLAY, replays_on_fsdp
 from ..staleness.staleness_settings import ETA, TARGET
@@ -133,8 +134,10 @@ def _read_given(config: DictConfig) -> dict[str, Any]:
     for name, value in given.items():
         key = f"setup.{name}"
         if name not in _LOOKS:
-            fix = f"Known under setup: {', '.join(_LOOKS)}."
-            raise SpecError("unknown key.", fix, key=key, value=value)
+            near = find_closest(str(name), _LOOKS)
+            fix = f"Did you mean setup.{near}?" if near else f"Known under setup: {', '.join(_LOOKS)}."
+            meant, away = ({f"setup.{near}": value}, {key: value}) if near else (None, None)
+            raise SpecError("unknown key.", fix, key=key, value=value, meant=meant, removed=away)
         if value is None:
             continue
         if name in _CHOICES and value not in _CHOICES[name]:

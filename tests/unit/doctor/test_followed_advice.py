@@ -41,7 +41,7 @@ BY_NAME: dict[str, tuple[Changes, str]] = {
     ),
     "a target of a limit that there is not": (
         {"offpolicy.staleness.adapt.ess": 0.9, "trainer.v1.trainer_mode": "colocate_async"},
-        "offpolicy.staleness.adapt.ess",
+        "offpolicy.staleness.eta",
     ),
     "a limit of staleness that begins above its ceiling": (
         {
