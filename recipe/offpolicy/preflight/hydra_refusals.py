@@ -132,7 +132,7 @@ def find_nearest(name: str, options: Sequence[str]) -> list[str]:
     if near := difflib.get_close_matches(wanted, bare, 1, 0.75):
         return [bare[near[0]]]
     begun = [option for short, option in bare.items() if wanted and short.startswith(wanted)]
-    return (begun or [bare[each] for each in difflib.get_close_matches(wanted, bare, 3, 0.5)])[:3]
+    return (begun or [bare[each] for each in difflib.get_close_matches(wanted, bare, 3, 0.6)])[:3]
 
 
 def _explain_missing(group: str, name: str, options: Sequence[str], overrides: Sequence[str]) -> str:

@@ -1,4 +1,4 @@
-"""Overrides that calibrate and a report print run when they are pasted behind any launch."""
+"""Overrides that attribution and a report print run when they are pasted behind any launch."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ import pytest
 from recipe.offpolicy.analysis.attribution.attribution import attribute
 from recipe.offpolicy.analysis.whatif.compose import compose_correction, initialize_composer
 from recipe.offpolicy.analysis.whatif.overrides import build_overrides
-from recipe.offpolicy.calibrate import main as calibrate
-from recipe.offpolicy.correction import CorrectionSpec
+from recipe.offpolicy.correction import CorrectionSpec, recommended
 from recipe.offpolicy.preflight.examination import examine
 from recipe.offpolicy.recording import Recording
 from recipe.offpolicy.report import main as report
@@ -95,16 +94,18 @@ def test_what_no_option_is_comes_whole_and_launches_behind_another_correction(as
 
 
 @pytest.mark.parametrize(
-    ("directory", "masks"),
-    few_when_quick([("colocate_async-14", {"opsm"}), ("round-2-8", {"icepop"})], lambda _: "a mask"),
+    ("directory", "advised"),
+    few_when_quick(
+        [("colocate_async-14", recommended.OVERRIDES), ("round-2-8", ("correction=[tis_token,icepop]",))],
+        lambda _: "a mask",
+    ),
 )
-def test_what_attribution_advises(directory: str, masks: set[str]) -> None:
+def test_what_attribution_advises(directory: str, advised: tuple[str, ...]) -> None:
     recording = Recording(Path("tests/data/faults/held_out") / directory)
     fixes = [cause.fix for cause in attribute(recording).causes if cause.verdict == "present"]
     (pasted,) = [fix.partition("correct for it: ")[2] for fix in fixes if "correct for it: " in fix]
-    spec = composed(shlex.split(pasted))
-    assert spec.weight is not None
-    assert {name for name, _ in spec.masks} == masks
+    assert tuple(shlex.split(pasted)) == advised
+    assert not composed(list(advised)).is_none
 
 
 @pytest.fixture
@@ -123,9 +124,4 @@ def test_what_a_report_of_an_uncorrected_run_prints(uncorrected: Path, tmp_path:
     spec = launched(*shlex.split(block.replace("\\\n", "")))
     assert spec.weight is not None
     assert spec.weight.level == "token"
-    assert {name for name, _ in spec.masks} == {"gsm"}  # of opsm too few rows tell the noise
-    # And what it advises for opsm finds a delta.
-    (command,) = re.findall(r"With it: python -m recipe\.offpolicy\.calibrate (.*?)\. ", page)
-    arguments = shlex.split(command)
-    assert arguments[0] == "DIR"
-    assert calibrate([str(uncorrected), *arguments[1:]]) == 0
+    assert {name for name, _ in spec.masks} == {"gsm"}  # without stale rows there is no opsm

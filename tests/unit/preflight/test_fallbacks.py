@@ -81,7 +81,7 @@ def test_resolving_twice_changes_nothing(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("value", "expected"),
     [
-        ("nothing_like_it", "no such option. Choose one of"),
+        ("nothing_like_it", "no such option. docs/corrections.md explains"),
         ("[tis_token,mis_token]", "both set correction.weight"),
         ("none", "none is no safer correction"),
         ("auto", "auto is no safer correction"),
