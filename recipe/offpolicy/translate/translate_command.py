@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import shlex
 import sys
 import tomllib
@@ -29,6 +30,15 @@ _WRITERS: Final[dict[str, Callable[[CorrectionSpec], dict[str, Any]]]] = {
 }
 
 
+class _Loader(yaml.SafeLoader):
+    """YAML in which 1e-4 is a number, as OmegaConf reads it."""
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
+)
+
+
 def read_document(path: Path) -> Mapping[str, Any]:
     """Read a configuration in TOML, by its name, or in YAML.
 
@@ -37,7 +47,7 @@ def read_document(path: Path) -> Mapping[str, Any]:
     """
     text = path.read_text()
     try:
-        document = tomllib.loads(text) if path.suffix == ".toml" else yaml.safe_load(text)
+        document = tomllib.loads(text) if path.suffix == ".toml" else yaml.load(text, _Loader)
     except (yaml.YAMLError, tomllib.TOMLDecodeError) as error:
         raise ValueError(f"{path}: {' '.join(str(error).split())}") from error
     if not isinstance(document, Mapping):

@@ -22,7 +22,12 @@ SEEN = {
     "open_instruct": {"use_icepop", "icepop_sequence_level"},
     "prime_rl": {f"trainer.loss.{key}" for key in ("kpop_threshold", "tau", "sequence_regularizer")},
     "skyrl": {"trainer.algorithm.score_centering"},
-    "verl": {"algorithm.rollout_correction._target_", "actor_rollout_ref.actor.tis_imp_ratio_cap", "tis_imp_ratio_cap"},
+    "verl": {
+        "algorithm.rollout_correction._target_",
+        "actor_rollout_ref.actor.policy_loss.loss_mode",
+        "actor_rollout_ref.actor.tis_imp_ratio_cap",
+        "tis_imp_ratio_cap",
+    },
 }
 """Keys of a table that no listed release has."""
 
@@ -253,3 +258,79 @@ def test_a_value_of_another_type_is_an_error_and_never_a_crash(peer: str) -> Non
     for key, value in itertools.product((*PEERS[peer].read, *PEERS[peer].unsaid), values):
         with contextlib.suppress(SpecError):
             CorrectionSpec.from_peer(peer, {**switch.get(peer, {}), key: value})
+
+
+DECOUPLED = {"use_decoupled_loss": True}
+CORRECTS = {"use_importance_sampling_correction": True}
+CAP = "truncated_importance_sampling_ratio"
+
+
+@pytest.mark.parametrize("value", [False, "", [], "2.0", -1.0])
+@pytest.mark.parametrize(
+    ("peer", "document", "key"),
+    [
+        ("areal", {"use_decoupled_loss": True}, "actor.rejection_sampling.upper"),
+        ("areal", {"use_decoupled_loss": True}, "actor.behave_imp_weight_cap"),
+        ("areal", {"use_decoupled_loss": True}, "actor.behav_imp_weight_cap"),
+        ("nemo_rl", {"loss_fn": CORRECTS}, f"loss_fn.{CAP}"),
+        ("nemo_rl", {"loss_fn": CORRECTS | {CAP: 2.0}}, f"loss_fn.{CAP}_min"),
+        ("open_instruct", {}, "rho_clamp_upper_bound"),
+        ("open_instruct", {}, "rho_mask_lower_bound"),
+        ("open_instruct", {}, f"{CAP}_cap"),
+        ("prime_rl", {}, "trainer.loss.dppo_mask_low"),
+        ("prime_rl", {}, "trainer.loss.kl_tau"),
+        ("skyrl", {"trainer.algorithm.use_tis": True}, "trainer.algorithm.tis_imp_ratio_cap"),
+        ("slime", {"use_tis": True}, "tis_clip"),
+        ("slime", {"use_tis": True}, "tis_clip_low"),
+        ("slime", {"use_opsm": True}, "opsm_delta"),
+    ],
+)
+def test_a_bound_of_another_type_does_not_open_it(peer: str, document: dict[str, Any], key: str, value: Any) -> None:
+    start = "actor." if peer == "areal" else ""
+    with pytest.raises(SpecError, match=rf"^{key}="):
+        CorrectionSpec.from_peer(peer, {start + name: each for name, each in document.items()} | {key: value})
+
+
+@pytest.mark.parametrize(
+    ("peer", "document", "message"),
+    [
+        # A value, or a list, in place of a section.
+        ("areal", {"actor": DECOUPLED | {"rejection_sampling": [{"upper": 2.0}]}}, "expected a section"),
+        ("areal", {"actor": DECOUPLED | {"rejection_sampling": 5}}, "expected a section"),
+        ("prime_rl", {"trainer": {"loss": "ipo"}}, "trainer.loss=ipo"),
+        ("prime_rl", {"loss": "ipo"}, "trainer.loss=ipo"),
+        ("skyrl", {"trainer": {"algorithm": "x"}}, "expected a section"),
+        # A known key below another section, or in another spelling.
+        ("prime_rl", {"orchestrator": {"loss": {"type": "ipo"}}}, "Did you mean trainer.loss.type"),
+        ("prime_rl", {"trainer": {"Loss": {"type": "ipo"}}}, "Did you mean trainer.loss.type"),
+        ("slime", {"useTis": True}, "Did you mean use_tis"),
+        ("slime", {"USE_TIS": True}, "Did you mean use_tis"),
+        ("areal", {"actor": {"behaveImpWeightCap": 3.0}}, "Did you mean actor.behave_imp_weight_cap"),
+        ("open_instruct", {"arguments": ["--rho_mask_upper_bound=2"]}, "arguments.rho_mask_upper_bound"),
+        # Files that are not read.
+        ("nemo_rl", {"defaults": "../grpo_math_1B.yaml", "loss_fn": CORRECTS}, "defaults=../grpo_math_1B.yaml"),
+        ("slime", {"use_tis": True, "custom_config_path": "mis.yaml"}, "custom_config_path=mis.yaml"),
+        # slime's weights are 0 under a cap of 0.
+        ("slime", {"use_tis": True, "tis_clip": 0}, "tis_clip=0: ratios are positive"),
+        ("roll", {"train_infer_correction": {"filters": [{"ratio_high": 1.5}]}}, r"filters\[0\].enabled"),
+        ("verl", {"actor_rollout_ref": {"actor": {"policy_loss": {"loss_mode": "bypass_mode"}}}}, "loss_mode"),
+    ],
+)
+def test_what_would_be_lost_in_silence_is_an_error(peer: str, document: dict[str, Any], message: str) -> None:
+    with pytest.raises(SpecError, match=message):
+        CorrectionSpec.from_peer(peer, document)
+
+
+def test_what_a_framework_takes_as_off_or_open() -> None:
+    """No difference of probabilities exceeds 1, so a width of 1 masks nothing; an empty section has the defaults."""
+    read = CorrectionSpec.from_peer
+    assert dict(read("prime_rl", {"dppo_mask_low": 1.0}).masks).keys() == {"dppo_positive"}
+    assert not read("prime_rl", {"type": "ipo", "ipo_threshold": 1.0}).masks
+    assert read("roll", {"train_infer_correction": {}}) == read("roll", {})
+    off = {"train_infer_correction": {"filters": [{"enabled": False, "ratio_high": 1.5}]}}
+    assert read("roll", off) == read("roll", {})
+    below = {f"{CAP.removesuffix('_ratio')}_type": "icepop", CAP: 2.0, f"{CAP}_min": 0.0}
+    icepop = read("nemo_rl", CORRECTS | below).weight
+    assert icepop is not None
+    assert (icepop.kind, icepop.lower, icepop.upper) == ("reject", None, 2.0)
+    assert read("nemo_rl", {"defaults": ["_self_"]}) == CorrectionSpec()

@@ -122,6 +122,13 @@ def test_keys_that_correct_nothing_are_listed(tmp_path: Path, capsys: pytest.Cap
     assert main([str(path), "--from", "trl", "--ignore", "my_logprob_key"]) == 0
 
 
+def test_a_number_in_exponent_notation_is_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "slime.yaml"
+    path.write_text("use_opsm: true\nopsm_delta: 1e-3\n")
+    assert main([str(path), "--from", "slime", "--to", "hydra"]) == 0
+    assert dict(composed(capsys.readouterr().out).masks)["opsm"].delta == 0.001
+
+
 def test_openrlhfs_loss_type_is_read_beside_it() -> None:
     document = {"actor.policy_loss_type": "gspo", "algo": {"advantage": {"is_correction_enable": True}}}
     assert yaml.safe_load(translate(document, "openrlhf", "verl")) == {"bypass_mode": True}

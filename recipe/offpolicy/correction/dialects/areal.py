@@ -59,6 +59,8 @@ def _list_corrections(options: Options) -> dict[str, dict[str, Any]]:
     """List the rejections that are set, by their key, in the values of ``rejection_sampling``; three generations."""
     found: dict[str, dict[str, Any]] = {}
     if options.has_section(_SECTION):
+        if options[f"{_SECTION}.upper"] is None:
+            raise refuse("AReaL needs an upper bound.", f"{_SECTION}.upper", None, "Set it to 5.0 for example.")
         found[_SECTION] = {key: options[f"{_SECTION}.{key}"] for key in _REJECTION}
     cap, mode = "actor.behave_imp_weight_cap", "actor.behave_imp_weight_mode"
     if {cap, mode} & options.given:
@@ -66,10 +68,10 @@ def _list_corrections(options: Options) -> dict[str, dict[str, Any]]:
         if kind != "disabled":
             level, action = kind.split("_")
             action = "mask" if action == "mask" else "clamp"
-            found[cap] = _REJECTION | {"level": level, "action": action, "upper": options[cap]}
+            found[cap] = _REJECTION | {"level": level, "action": action, "upper": read_ratio_bound(options[cap], cap)}
     oldest = "actor.behav_imp_weight_cap"
     if options[oldest] is not None:
-        found[oldest] = _REJECTION | {"upper": options[oldest]}
+        found[oldest] = _REJECTION | {"upper": read_ratio_bound(options[oldest], oldest)}
     return found
 
 
@@ -84,10 +86,7 @@ def _convert_rejection(values: Mapping[str, Any]) -> dict[str, Any]:
             raise refuse("clamp bounds ratios alone.", f"{where}.action", action, f"Set {where}.action=mask.")
         mask = _bound_divergence(str(metric), str(level), str(agg), values, where)
         return {"weight": build_weight("token", None, None), "masks": {"rejection": mask}}
-    lower, upper = (
-        None if values[side] in (None, 0, 0.0) else read_ratio_bound(values[side], f"{where}.{side}")
-        for side in ("lower", "upper")
-    )
+    lower, upper = (read_ratio_bound(values[side], f"{where}.{side}") for side in ("lower", "upper"))
     rejects = action == "mask" and (lower is not None or upper is not None)
     if level == "token":
         return {"weight": build_weight("token", lower, upper, reject=rejects)}
@@ -107,8 +106,6 @@ def _bound_divergence(metric: str, level: str, agg: str, values: Mapping[str, An
     for side, bound in (("lower", lower), ("upper", upper)):
         if bound is not None and (isinstance(bound, bool) or not isinstance(bound, int | float)):
             raise refuse("expected a number.", f"{where}.{side}", bound)
-    if upper is None:
-        raise refuse("a divergence has an upper bound.", f"{where}.upper", None, "Set it to 0.5 for example.")
     if metric == "kl_k3":
         reason = "AReaL's k3 is that of behave / prox, 1 / r - 1 + log r, which no aggregate here is."
         raise refuse(reason, f"{where}.metric", metric, f"Set {where}.metric=kl_k2.")

@@ -43,15 +43,18 @@ def read_choice(value: Any, options: Iterable[str], key: str, *, optional: bool 
     return str(value)
 
 
-def read_ratio_bound(value: Any, key: str) -> float | None:
+def read_ratio_bound(value: Any, key: str, *, zero_opens: bool = False) -> float | None:
     """Read a bound on a ratio, which must lie where a log-ratio clamped to +-20 nats can reach it.
+
+    Args:
+        zero_opens: 0 leaves the side open, as null does.
 
     Example:
         >>> read_ratio_bound(2, "tis.cap")
         2.0
     """
     bound = read_number(value, key)
-    if bound is None:
+    if bound is None or (zero_opens and bound == 0):
         return None
     if bound <= 0:
         fix = "Set a bound above 0, or null to leave a side open."
@@ -64,6 +67,35 @@ def read_ratio_bound(value: Any, key: str) -> float | None:
             value=value,
         )
     return bound
+
+
+def read_width(value: Any, key: str) -> float:
+    """Read a number of at least 0, of a key that has a default.
+
+    Example:
+        >>> read_width(0.2, "loss.dppo_mask_low")
+        0.2
+    """
+    width = read_number(value, key)
+    if width is None or width < 0:
+        raise SpecError("expected a number of at least 0.", key=key, value=value)
+    return width
+
+
+def build_dppo_masks(low: float, high: float) -> dict[str, Any]:
+    """Build the masks of tokens whose update takes p_pi further from p_mu: by ``high`` upwards, ``low`` downwards.
+
+    A width of 1 or more, which no difference of probabilities exceeds, is no mask.
+
+    Example:
+        >>> list(build_dppo_masks(0.2, 1.0))
+        ['dppo_negative']
+    """
+    up, down = (
+        build_mask("token", "binary_tv", None, high, "full") | {"when": "positive", "sign": "token"},
+        build_mask("token", "binary_tv", -low, None, "full") | {"when": "negative", "sign": "token"},
+    )
+    return ({"dppo_positive": up} if high < 1 else {}) | ({"dppo_negative": down} if low < 1 else {})
 
 
 def build_mask(

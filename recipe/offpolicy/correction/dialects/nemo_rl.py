@@ -22,6 +22,7 @@ _LOSS: Final[dict[str, Any]] = {
 _CORRECTS: Final = "loss_fn.use_importance_sampling_correction"
 _TYPE: Final = "loss_fn.truncated_importance_sampling_type"
 _RATIO: Final = "loss_fn.truncated_importance_sampling_ratio"
+_PENALTY: Final = "loss_fn.reference_policy_kl_penalty"
 _THRESHOLD: Final = "grpo.seq_logprob_error_threshold"
 
 
@@ -36,7 +37,8 @@ def _convert(options: Options) -> dict[str, Any]:
             if options[key] is not None:
                 raise refuse("NeMo-RL needs the correction for it.", key, options[key], f"Set {_CORRECTS}=true.")
     if corrects:
-        lower, upper = (read_ratio_bound(options[key] or None, key) for key in (f"{_RATIO}_min", _RATIO))
+        lower = read_ratio_bound(options[f"{_RATIO}_min"], f"{_RATIO}_min", zero_opens=True)
+        upper = read_ratio_bound(options[_RATIO], _RATIO)
         if kind is None and upper is not None:
             if lower is not None:
                 raise refuse("a lower bound is a type's.", f"{_RATIO}_min", lower, f"Set {_TYPE}.")
@@ -44,7 +46,7 @@ def _convert(options: Options) -> dict[str, Any]:
             kind = "tis"
         if kind is not None and upper is None:
             raise refuse("a type has a ratio.", _RATIO, None, "Set it to 2.0 for example.")
-        if kind in ("icepop", "seq-mask-tis") and lower is None:
+        if kind in ("icepop", "seq-mask-tis") and options[f"{_RATIO}_min"] is None:
             raise refuse("it has two bounds.", f"{_RATIO}_min", None, "Set it to 0.5 for example.")
         level = "sequence" if by_row else "token"
         if kind == "seq-mask-tis":
@@ -59,7 +61,8 @@ def _convert(options: Options) -> dict[str, Any]:
             plain["weight"] = build_weight(level, None, None)
         else:
             plain["weight"] = build_weight(level, lower, upper, reject=kind == "icepop")
-    in_loss = not flags["use_kl_in_reward"] and options["loss_fn.reference_policy_kl_penalty"] not in (0, None)
+    penalty = read_number(options[_PENALTY], _PENALTY)
+    in_loss = not flags["use_kl_in_reward"] and bool(penalty)
     if flags["use_on_policy_kl_approximation"] and in_loss:
         plain["kl_weight"] = {"ratio": "full", "upper": None}
     error = read_number(options[_THRESHOLD], _THRESHOLD)

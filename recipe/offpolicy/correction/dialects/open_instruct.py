@@ -24,21 +24,21 @@ def _convert(options: Options) -> dict[str, Any]:
         return {"proximal": "bypass"}
     plain: dict[str, Any] = {"proximal": "recompute", "masks": {}}
     if _OLD in options.given:
-        cap = read_ratio_bound(options[_OLD] or None, _OLD)
+        cap = read_ratio_bound(options[_OLD], _OLD, zero_opens=True)
         return {"proximal": "recompute"} if cap is None else plain | {"weight": build_weight("token", None, cap)}
     if not corrects:
         return {"proximal": "recompute"}
     level, aggregate = ("sequence", "geometric") if by_row else ("token", "product")
-    clamp = [read_ratio_bound(options[key] or None, key) for key in _name("clamp")]
+    clamp = [read_ratio_bound(options[key], key, zero_opens=True) for key in _name("clamp")]
     plain["weight"] = build_weight(level, *clamp, aggregate=aggregate)
     if by_divergence:
-        given = (read_number(options[key] or None, key) for key in _name("mask"))
-        low, high = (None if bound is None else bound / 2 for bound in given)
+        given = (read_number(options[key], key) for key in _name("mask"))
+        low, high = (bound / 2 if bound else None for bound in given)
         if low is not None or high is not None:
             mask = build_mask("sequence", "tv_mean", low, high)
             plain["masks"]["vaco"] = mask | {"when": "outward", "sign": "token"}
         return plain
-    low, high = (read_ratio_bound(options[key] or None, key) for key in _name("mask"))
+    low, high = (read_ratio_bound(options[key], key, zero_opens=True) for key in _name("mask"))
     if low is not None or high is not None:
         # A band on tokens with one side open is one on each by itself.
         how = "any" if level == "token" and None in (low, high) else aggregate

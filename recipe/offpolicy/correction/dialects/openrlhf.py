@@ -78,7 +78,7 @@ def _correct(rule: tuple[str, str, str], low: float, high: float, key: str) -> d
     if mode == "clip" and (level, gating) != ("token", "ratio"):
         raise refuse("OpenRLHF clips the ratio of tokens alone.", f"{_IS}mode", "clip", f"Set {_IS}mode=mask.")
     if gating == "ratio":
-        lower, upper = read_ratio_bound(low or None, key), read_ratio_bound(high, key)
+        lower, upper = read_ratio_bound(low, key, zero_opens=True), read_ratio_bound(high, key)
         if level == "seq":
             mask = build_mask("sequence", "geometric", lower, upper)
             return {"weight": build_weight("token", None, None), "masks": {"geometric": mask}}

@@ -28,7 +28,12 @@ def names_a_correction(name: str) -> bool:
         >>> names_a_correction("vllm_is_truncated_threshold"), names_a_correction("statistics_dir")
         (True, False)
     """
-    return _WORDS.search(name.lower()) is not None
+    return _WORDS.search(_to_snake(name)) is not None
+
+
+def _to_snake(name: str) -> str:
+    """Write a name in lower case with underscores, as the tables have it."""
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()
 
 
 @dataclass(frozen=True)
@@ -127,12 +132,19 @@ class Peer:
         """
         flat = flatten(source, self.name)
         document = {path: value for path, value in flat.items() if self._find(ignore, path) is None}
+        included = document.pop("defaults", None)
+        if included not in (None, [], ["_self_"]):
+            reason = "the files that it names are not read, and may set a correction."
+            fix = "Give the configuration as composed, or pass --ignore defaults if they set none."
+            raise SpecError(reason, fix, key="defaults", value=included)
         start = self._find_start(list(document))
         below = tuple(f"{section}." for section in self.sections)
         given = dict(more or {})
         ignored: dict[str, Any] = {}
         for path, value in document.items():
             full = start + path
+            if value not in (None, {}) and self._is_section(full):
+                raise SpecError("expected a section of keys.", key=full, value=value)
             if full in self.read:
                 given[full] = value
             elif self._find(self.read, full.rpartition(".")[0]) in given:
@@ -141,7 +153,7 @@ class Peer:
                 self._refuse(owner, full, value, document, start)
             elif (owner := self._find(self.plain, full)) is not None:
                 ignored |= {owner: value} if full.startswith(below) or names_a_correction(path) else {}
-            elif value not in (None, {}) or not any(f"{known}.".startswith(f"{full}.") for known in self.read):
+            elif not self._is_section(full):
                 owner = next((section for section in self.sections if full.startswith(f"{section}.")), "")
                 ignored |= self._judge_unknown(path, full, value, owner)
         options = Options({**self.read, **given}, frozenset(given))
@@ -154,7 +166,7 @@ class Peer:
         """Find what a configuration's paths leave out of the whole ones: a section, what is above one, or nothing."""
         owners = {f"{section}." for section in self.sections}
         for start in self._list_starts():
-            inside = [path for path in paths if (start + path).startswith(tuple(owners))]
+            inside = [path for path in paths if f"{start}{path}.".startswith(tuple(owners))]
             if start not in owners and inside:
                 return start
             if start in owners and any(
@@ -176,14 +188,16 @@ class Peer:
         inside = bool(section) and section not in self.mixed
         if not inside and not self.elsewhere.isdisjoint(path.split(".")):
             return {path: value}
-        name = path.rpartition(".")[2]
+        name = _to_snake(path.rpartition(".")[2])
         leaves = {each.rpartition(".")[2]: each for each in (*self.read, *self.unsaid)}
         long = [leaf for leaf in leaves if "_" in leaf and len(leaf) > 5]
         near = difflib.get_close_matches(name, leaves if inside else long, 1, cutoff=0.6 if inside else _NEAR)
         if near == [name] and leaves[name] in self.context:
             near = []
-        if inside or names_a_correction(path) or near:
-            guess = f"Did you mean {leaves[near[0]]}? " if near and leaves[near[0]] != path else ""
+        same = [each for each in self.read if _end(each) == _end(path)]
+        meant = next(iter([*same, *(leaves[leaf] for leaf in near)]), "")
+        if inside or names_a_correction(path) or meant:
+            guess = f"Did you mean {meant}? " if meant not in ("", path) else ""
             raise SpecError(
                 f"unknown key; the releases of {self.name} that are known are {self.releases}.",
                 f"{guess}If it corrects nothing, leave it out, or pass --ignore {path}.",
@@ -191,6 +205,9 @@ class Peer:
                 value=value,
             )
         return {path: value} if section or _LOOSELY.search(name) else {}
+
+    def _is_section(self, path: str) -> bool:
+        return any(known.startswith(f"{path}.") for known in self.read)
 
     def _refuse(self, owner: str, full: str, value: Any, document: Mapping[str, Any], start: str) -> None:
         off, why = self.unsaid[owner]
@@ -261,6 +278,13 @@ def _walk(mapping: Mapping[Any, Any], above: str) -> Iterator[tuple[str, Any]]:
         for place, each in enumerate(value if isinstance(value, list) else ()):
             if isinstance(each, Mapping):
                 yield from _walk(each, f"{path}.{place}.")
+            elif isinstance(each, str) and each.startswith("--"):
+                yield f"{path}.{each.lstrip('-').partition('=')[0].replace('-', '_')}", each
+
+
+def _end(path: str) -> str:
+    """Return the last two names of a path, such as ``loss.type``, in the tables' spelling."""
+    return ".".join(_to_snake(path).split(".")[-2:])
 
 
 def _to_mapping(source: Any, where: str) -> Mapping[Any, Any]:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from ..validation import read_number
-from .mapping import build_mask, build_weight, read_choice, read_flag, refuse
+from .mapping import build_dppo_masks, build_mask, build_weight, read_choice, read_flag, read_width, refuse
 from .peer import Options, Peer, words
 
 _SECTION: Final = "trainer.loss"
@@ -27,11 +26,8 @@ def _convert(options: Options) -> dict[str, Any]:
             known = ", ".join(_LOSSES[kind])
             raise refuse(f"no key of type {kind}.", path, options[path], f"Known: {known}.")
     values = {name: options[f"{_SECTION}.{name}"] for name in _LOSSES[kind]}
-    numbers = {
-        name: read_number(value, f"{_SECTION}.{name}")
-        for name, value in values.items()
-        if name != "sequence_regularizer"
-    }
+    names = [name for name in values if name != "sequence_regularizer"]
+    numbers = {name: read_width(values[name], f"{_SECTION}.{name}") for name in names}
     if numbers["adv_tau"] != 1:
         raise refuse("advantages are taken as they are.", f"{_SECTION}.adv_tau", numbers["adv_tau"], "Set it to 1.0.")
     plain: dict[str, Any] = {"proximal": "bypass", "masks": {}}
@@ -39,22 +35,19 @@ def _convert(options: Options) -> dict[str, Any]:
         if read_flag(values["sequence_regularizer"], f"{_SECTION}.sequence_regularizer"):
             reason = "the squared sum of a row has no equivalent here."
             raise refuse(reason, f"{_SECTION}.sequence_regularizer", True, "Set it to false.")
-        return plain | _penalty((numbers["tau"] or 0.0) / 2)
+        return plain | _penalty(numbers["tau"] / 2)
     plain["weight"] = build_weight("token", None, None, ratio="full")
     if kind == "default":
-        up = build_mask("token", "binary_tv", None, numbers["dppo_mask_high"], "full")
-        down = build_mask("token", "binary_tv", -(numbers["dppo_mask_low"] or 0.0), None, "full")
-        plain["masks"]["dppo_positive"] = up | {"when": "positive", "sign": "token"}
-        plain["masks"]["dppo_negative"] = down | {"when": "negative", "sign": "token"}
+        plain["masks"] = build_dppo_masks(numbers["dppo_mask_low"], numbers["dppo_mask_high"])
     elif kind == "ipo":
-        far = numbers["ipo_threshold"] or 0.0
-        plain["masks"]["ipo"] = build_mask("token", "binary_tv", -far, far, "full")
+        if (far := numbers["ipo_threshold"]) < 1:  # as no difference of probabilities is greater
+            plain["masks"]["ipo"] = build_mask("token", "binary_tv", -far, far, "full")
     else:
         plain["masks"]["kpop"] = build_mask("token", "binary_kl", None, numbers["kpop_threshold"], "full")
     return plain | _penalty(numbers["kl_tau"])
 
 
-def _penalty(coefficient: float | None) -> dict[str, Any]:
+def _penalty(coefficient: float) -> dict[str, Any]:
     return {"penalty": {"ratio": "full", "coefficient": coefficient}} if coefficient else {}
 
 

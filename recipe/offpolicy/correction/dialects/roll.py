@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Final
 
 from ..problem import SpecError
@@ -68,6 +69,8 @@ def _convert(options: Options) -> dict[str, Any]:
 
 def _convert_filter(source: Any, place: int, where: str) -> dict[str, Any]:
     values = read_options(source, _FILTER, where)
+    if isinstance(source, Mapping) and source and "enabled" not in source:
+        raise SpecError("ROLL does not apply it.", "Set it to true, or to false.", key=f"{where}.enabled")
     enabled = {key: read_flag(values[key], f"{where}.{key}") for key in ("enabled", "ratio_enabled", "diff_enabled")}
     if not enabled["enabled"]:
         return {}
@@ -112,7 +115,7 @@ ROLL: Final = Peer(
         " ratio_type mask_type max_len_mask router_replay use_policy_loss_type"
     ),
     context=frozenset({_VARIANT, "pg_variant"}),
-    switches=frozenset({f"{_WEIGHT}.enabled", _RECOMPUTE, _FORCED}),
+    switches=frozenset({f"{_WEIGHT}.enabled", _FILTERS, _RECOMPUTE, _FORCED}),
 )
 """ROLL's rules.
 

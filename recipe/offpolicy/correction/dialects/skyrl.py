@@ -6,8 +6,16 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from ..problem import SpecError
-from ..validation import read_number
-from .mapping import build_mask, build_weight, read_choice, read_flag, read_ratio_bound, refuse
+from .mapping import (
+    build_dppo_masks,
+    build_mask,
+    build_weight,
+    read_choice,
+    read_flag,
+    read_ratio_bound,
+    read_width,
+    refuse,
+)
 from .peer import Options, Peer, words
 
 SKYRL_DEFAULTS: Final[dict[str, Any]] = {
@@ -53,13 +61,13 @@ def _convert(options: Options) -> dict[str, Any]:
 
 def _reject(options: Options) -> dict[str, Any]:
     """Convert the loss -sg(r [r in 1 - low .. 1 + high]) A log pi, r = pi / mu."""
-    low, high = (_read_width(options, f"{_ALGORITHM}.eps_clip_{side}") for side in ("low", "high"))
+    low, high = _read_widths(options, f"{_ALGORITHM}.eps_clip")
     return {"proximal": "bypass", "weight": build_weight("token", max(1 - low, 0), 1 + high, reject=True, ratio="full")}
 
 
 def _clip(options: Options) -> dict[str, Any]:
     """Convert CISPO round mu: -sg(clamp(r, 1 - low, 1 + high)) A log pi, r = pi / mu."""
-    low, high = (_read_width(options, f"{_ALGORITHM}.cispo.cispo_eps_clip_{side}") for side in ("low", "high"))
+    low, high = _read_widths(options, f"{_ALGORITHM}.cispo.cispo_eps_clip")
     return {"proximal": "bypass", "weight": build_weight("token", max(1 - low, 0), 1 + high, ratio="full")}
 
 
@@ -69,26 +77,16 @@ def _mask_divergence(options: Options) -> dict[str, Any]:
     if read_choice(options[key], ("binary_tv", "binary_kl"), key, optional=False) == "binary_kl":
         reason = "KL(mu, pi) of the token against all others is no aggregate here: binary_kl takes the greater of both."
         raise refuse(reason, key, "binary_kl", f"The nearest is {key}=binary_tv.")
-    low, high = (_read_width(options, f"{_ALGORITHM}.dppo.delta_{side}") for side in ("low", "high"))
-    up, down = (
-        build_mask("token", "binary_tv", None, high, "full"),
-        build_mask("token", "binary_tv", -low, None, "full"),
-    )
+    low, high = _read_widths(options, f"{_ALGORITHM}.dppo.delta")
     return {
         "proximal": "bypass",
         "weight": build_weight("token", None, None, ratio="full"),
-        "masks": {
-            "dppo_positive": up | {"when": "positive", "sign": "token"},
-            "dppo_negative": down | {"when": "negative", "sign": "token"},
-        },
+        "masks": build_dppo_masks(low, high),
     }
 
 
-def _read_width(options: Options, key: str) -> float:
-    width = read_number(options[key], key)
-    if width is None or width < 0:
-        raise refuse("expected a number of at least 0.", key, options[key])
-    return width
+def _read_widths(options: Options, stem: str) -> list[float]:
+    return [read_width(options[key], key) for key in (f"{stem}_low", f"{stem}_high")]
 
 
 def _convert_correction(options: Options) -> dict[str, Any]:
@@ -98,7 +96,8 @@ def _convert_correction(options: Options) -> dict[str, Any]:
     if read_flag(options[old], old):
         if options[cap_of_old] in (None, -1, -1.0):
             raise refuse("a truncated weight has a cap.", cap_of_old, options[cap_of_old], "Set it to 2.0 for example.")
-        values |= {"tis_ratio_type": "token", "token_tis_ratio_clip_high": options[cap_of_old]}
+        values["tis_ratio_type"] = "token"
+        values["token_tis_ratio_clip_high"] = read_ratio_bound(options[cap_of_old], cap_of_old)
     bounds = {
         key: read_ratio_bound(values[key], f"{_SECTION}.{key}") for key in values if key.endswith(("_high", "_low"))
     }
@@ -137,7 +136,7 @@ def _read_band(
     for key, other in () if half_open else ((low, high), (high, low)):
         if bounds[key] is None:
             raise SpecError(
-                "both are needed; SkyRL leaves a token mask with one of them out, in silence.",
+                "SkyRL needs both bounds of this mask.",
                 f"Set {_SECTION}.{key}.",
                 key=f"{_SECTION}.{key}",
                 beside={f"{_SECTION}.{other}": bounds[other]},

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any, Final
 
 from ..validation import read_number
-from .mapping import build_mask, build_weight, read_choice, read_flag, read_ratio_bound, refuse
+from .mapping import build_mask, build_weight, read_choice, read_flag, read_ratio_bound, read_width, refuse
 from .peer import Options, Peer, words
 
 _ARGUMENTS: Final[dict[str, Any]] = {
@@ -57,7 +57,8 @@ def _convert(options: Options) -> dict[str, Any]:
         reason = "pi_old is mu there, and a weight would count its ratio twice, or be 1."
         raise refuse(reason, "use_tis", True, "Set use_rollout_logprobs=false.")
     if tis and (path is None or name.startswith("icepop")):
-        lower, upper = (read_ratio_bound(options[key] or None, key) for key in ("tis_clip_low", "tis_clip"))
+        lower = read_ratio_bound(options["tis_clip_low"], "tis_clip_low", zero_opens=True)
+        upper = read_ratio_bound(options["tis_clip"], "tis_clip")
         plain["weight"] = build_weight("token", lower, upper, reject=path is not None)
     elif tis and of_mis:
         plain |= _convert_mis(options)
@@ -65,7 +66,7 @@ def _convert(options: Options) -> dict[str, Any]:
         reason = "what a function of your own does is not known; compute_mis_weights_with_cp and icepop_function are."
         raise refuse(reason, "custom_tis_function_path", path)
     if flags["use_opsm"]:
-        delta = read_number(options["opsm_delta"], "opsm_delta")
+        delta = read_width(options["opsm_delta"], "opsm_delta")
         ratio = "full" if bypass else "ppo"
         opsm = {"ratio": ratio, "level": "sequence", "aggregate": "geometric", "delta": delta, "when": "negative"}
         plain["masks"] = plain["masks"] | {"opsm": opsm | {"sign": "token"}}
@@ -129,6 +130,7 @@ SLIME: Final = Peer(
     convert=_convert_slime,
     unsaid={
         "mask_offpolicy_in_partial_rollout": _STALE,
+        "custom_config_path": ((None,), "its file sets arguments that are not read here: give them with the others."),
         "custom_loss_function_path": ((None,), "what a loss of your own does is not known."),
     },
     plain=frozenset(),

@@ -35,6 +35,7 @@ VERL_REJECTIONS: Final[dict[str, tuple[str, str]]] = {
     "seq_max_k3": ("sequence", "k3_max"),
 }
 _SECTION: Final = "algorithm.rollout_correction"
+_LOSS_MODE: Final = "actor_rollout_ref.actor.policy_loss.loss_mode"
 _YAML_UNDERSCORE: Final = (
     "YAML and Hydra read an unquoted 0.5_2 as the number 0.52 and 2_5 as 25: quote a pair of bounds"
 )
@@ -62,6 +63,11 @@ def _convert(options: Options) -> dict[str, Any]:
             key=f"{where}.rollout_is_batch_normalize",
             value=True,
             beside={f"{where}.rollout_is": None},
+        )
+    if options[_LOSS_MODE] == "bypass_mode" and not bypass:
+        reason = "this loss corrects by keys that are not read here."
+        raise SpecError(
+            reason, f"Set {where}.bypass_mode=true, and the correction there.", key=_LOSS_MODE, value="bypass_mode"
         )
     ratio = "full" if bypass else "rollout"
     weight: dict[str, Any] | None = None
@@ -245,7 +251,7 @@ VERL: Final = Peer(
     name="verl",
     releases="0.7.0 to 0.9.1",
     sections=(_SECTION,),
-    read={f"{_SECTION}.{key}": value for key, value in VERL_DEFAULTS.items()},
+    read={f"{_SECTION}.{key}": value for key, value in VERL_DEFAULTS.items()} | {_LOSS_MODE: "vanilla"},
     convert=_convert,
     unsaid={
         "actor_rollout_ref.actor.tis_imp_ratio_cap": ((None, -1, -1.0), _OLDER),
@@ -259,6 +265,7 @@ VERL: Final = Peer(
         " log_prob_min_clamp log_prob_use_dynamic_bsz logprobs logprobs_mode max_off_policy_strategy"
         " max_off_policy_threshold replay_file router_replay use_rollout_log_probs"
     ),
+    context=frozenset({_LOSS_MODE}),
     switches=frozenset({f"{_SECTION}.rollout_is", f"{_SECTION}.rollout_rs", f"{_SECTION}.bypass_mode"}),
 )
 """verl's rules.
