@@ -73,5 +73,5 @@ def live_path(config: DictConfig, release: str | None = None) -> LivePath:
         trainer="v1" if v1 else "v0",
         worker="legacy" if legacy else "engine",
         strategy=strategy,
-        mode=str(OmegaConf.select(config, MODE)) if v1 else "sync",
+        mode=str(OmegaConf.select(config, MODE, default="sync")) if v1 else "sync",
     )

@@ -97,36 +97,40 @@ def main() -> None:
     arguments = sys.argv[1:]
     given = [argument for argument in arguments if argument != CHECK_FLAG]
     checked: list[DictConfig] = []
+    passed: list[str] = []
 
     @hydra.main(config_path=CONFIG_DIR, config_name="offpolicy_trainer", version_base=None)
     def run(config: DictConfig) -> None:
+        for line in passed:  # who waits for them may read Hydra's folder then
+            _say(line)
         train(checked[0])
 
     try:
         shows = parse_flags(given).shows and given == arguments
         checked.append(compose(Launch(OURS, tuple(given))))
         if not shows:
-            _check(checked[0])
+            passed += _check(checked[0])
         sys.argv[1:] = prepare_arguments(given)
     except (LaunchError, SpecError, CheckError, PatchError, OmegaConfBaseException) as error:
         sys.exit(f"offpolicy: stopped before anything was started.\n{error}")
     if given == arguments:
         GlobalHydra.instance().clear()  # of the configuration that was checked
         run()
+    else:
+        for line in passed:
+            _say(line)
 
 
-def _check(config: DictConfig) -> None:
-    """Run all checks, and say what would train.
+def _check(config: DictConfig) -> list[str]:
+    """Run all checks; returns the lines that say what would train.
 
     Raises:
         CheckError, PatchError: what stops the launch.
     """
     spec, remarks = prepare(config)
     forward(config, groups=list_patch_groups(live_path(config)))
-    _say(str(live_path(config)))
-    _say(f"all checks passed; {json.dumps(spec.to_mapping())}, fingerprint {spec.fingerprint()}")
-    for line in remarks:
-        _say(line)
+    done = f"all checks passed; {json.dumps(spec.to_mapping())}, fingerprint {spec.fingerprint()}"
+    return [str(live_path(config)), done, *remarks]
 
 
 if __name__ == "__main__":

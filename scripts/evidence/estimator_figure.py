@@ -74,7 +74,7 @@ def _styles() -> dict[str, dict[str, Any]]:
     """Assign a marker to each family and a colour to each estimator, those whose curves are drawn first."""
     from matplotlib import colormaps
 
-    shades = colormaps["tab20"].colors
+    shades = colormaps["tab20"](range(20))
     colours = [*shades[::2], *shades[1::2]]  # the strong ones first
     ordered = sorted(DRAWN, key=lambda estimator: estimator.name not in GROWING)
     families = list(COLOURS)

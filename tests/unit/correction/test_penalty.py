@@ -65,7 +65,7 @@ def test_the_mapping_has_it_where_it_is_set_alone() -> None:
         ({"ratio": "full", "coefficient": 0.0}, ("correction.penalty.coefficient=0.0", "> 0")),
         ({"ratio": "full", "coefficient": "1"}, ("correction.penalty.coefficient=", "expected a number")),
         ({"ratio": "rollout", "coefficient": 0.1}, ("correction.penalty.ratio=rollout", "Set one of full, ppo")),
-        (0.1, ("correction.penalty=0.1", "mapping", "correction.penalty=null")),
+        (0.1, ("correction.penalty=0.1", "mapping", "such as log_ratio_penalty")),
     ],
 )
 def test_what_a_penalty_cannot_be(penalty: Any, parts: tuple[str, ...]) -> None:

@@ -106,7 +106,9 @@ def test_a_kl_clip_that_is_malformed() -> None:
 
 def test_a_kl_clip_of_a_ratio_that_is_one() -> None:
     clip = {"kl_clip": {"lower": 0.8, "upper": 1.2}}
-    refused(clip | {"proximal": "reuse"}, "correction.kl_clip", "correction.proximal=reuse", "correction.kl_clip=null")
+    refused(
+        clip | {"proximal": "reuse"}, "correction.kl_clip", "correction.proximal=reuse", "correction.proximal=recompute"
+    )
     assert CorrectionSpec.from_mapping(clip | {"proximal": "bypass"}).kl_clip == (0.8, 1.2)
 
 

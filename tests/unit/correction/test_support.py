@@ -38,8 +38,6 @@ def test_it_is_no_correction_by_itself() -> None:
         ({"support_size": 8}, "read with correction.support=engine alone", "correction.support_size=null"),
         ({"support_unknown": "full"}, "read with correction.support=engine alone", "correction.support_unknown=mask"),
         ({"support_min_p": 0.1}, "read with correction.support=engine alone", "correction.support_min_p=null"),
-        (ON | {"kl_clip": {"lower": 0.8, "upper": 1.2}}, "over the support", "correction.kl_clip=null"),
-        (ON | {"kl_weight": {"ratio": "full", "upper": None}}, "over the support", "correction.kl_weight=null"),
         (ON | {"weight": TIS | {"normalize": True}}, "weight.normalize=true", "correction.support_unknown=full"),
         (
             ON | {"masks": {"gsm": GSM}, "denominator": "kept"},
@@ -49,7 +47,7 @@ def test_it_is_no_correction_by_itself() -> None:
         (ON | {"allow_truncated_sampling": True}, "nothing to allow", "correction.allow_truncated_sampling=false"),
     ],
 )
-def test_what_is_refused_names_the_override_that_mends_it(mapping: dict[str, Any], said: str, mend: str) -> None:
+def test_what_is_refused_names_the_override_that_fixes_it(mapping: dict[str, Any], said: str, mend: str) -> None:
     refused(mapping, said)
     with pytest.raises(SpecError) as caught:
         CorrectionSpec.from_mapping(mapping)
@@ -57,3 +55,13 @@ def test_what_is_refused_names_the_override_that_mends_it(mapping: dict[str, Any
     key, _, value = mend.partition("=")
     mended: Any = {"null": None, "false": False}.get(value, value)
     CorrectionSpec.from_mapping(mapping | {key.removeprefix("correction."): mended})
+
+
+@pytest.mark.parametrize(
+    "asked", [{"kl_clip": {"lower": 0.8, "upper": 1.2}}, {"kl_weight": {"ratio": "full", "upper": None}}]
+)
+def test_no_fix_gives_up_the_other_half_of_what_was_asked_for(asked: dict[str, Any]) -> None:
+    refused(ON | asked, "over the support")
+    with pytest.raises(SpecError) as caught:
+        CorrectionSpec.from_mapping(ON | asked)
+    assert caught.value.problem.overrides == ()

@@ -104,7 +104,7 @@ def test_the_weight_of_every_token_has_no_sign() -> None:
 def test_what_weights_by_sign_cannot_have() -> None:
     refused({"weights": {"a": TIS}}, "correction.weights.a.when", "it has no default")
     refused({"weights": {"a": 2.0}}, "correction.weights.a=2.0", "mapping")
-    refused({"weights": [TIS]}, "correction.weights=", "mapping", "Set correction.weights={}")
+    refused({"weights": [TIS]}, "correction.weights=", "mapping", "such as topr")
     refused({"weights": {"min": NEGATIVE}}, "correction.weights.min", "'min'")
     refused({"weights": {"a": NEGATIVE | {"normalize": True}}}, "correction.weights.a.normalize", "wait for the advant")
     refused({"weights": {"a": TIS | {"when": "any", "sign": "token"}}}, "correction.weights.a.sign", "sign=row")

@@ -68,7 +68,7 @@ def test_the_card_says_what_was_run(tmp_path: Path) -> None:
     assert card["correction"] == SPEC.to_mapping()
     assert card["fingerprint"] == SPEC.fingerprint()
     assert card["shadows"] == {"other": CorrectionSpec().to_mapping()}
-    assert card["path"] == f"verl {card['release']}, V1 trainer, engine worker on fsdp2"
+    assert card["path"] == f"verl {card['release']}, V1 trainer, engine worker on fsdp2, mode sync"
     assert (card["model"], card["schema"]) == ("/models/small", 3)
     assert card["sampling"] == {"engine": "vllm", "temperature": 0.7, "top_p": 0.9, "top_k": -1, "min_p": 0.05}
     assert card["checkpoints"] == str(tmp_path / "ckpt")

@@ -26,14 +26,14 @@ def test_a_kind_is_enough(kind: str) -> None:
         ({"coefficient": -1}, "length_penalty.coefficient", "length_penalty.coefficient=null"),
         ({"anchor": {"pass_rate": 1.0}}, "length_penalty.anchor.pass_rate", "length_penalty.anchor.pass_rate=0.9"),
         ({"anchor": {"per": "step"}}, "length_penalty.anchor.per", "length_penalty.anchor.per=prompt"),
-        ({"anchor": {"relax": True}}, "length_penalty.anchor.relax", "~length_penalty.anchor.relax"),
+        ({"anchor": {"pass_rat": 0.8}}, "length_penalty.anchor.pass_rat", "length_penalty.anchor.pass_rate=0.8"),
         ({"warmup": {"steps": -1}}, "length_penalty.warmup.steps", "length_penalty.warmup.steps=0"),
         ({"warmup": 3}, "length_penalty.warmup", "length_penalty.warmup={}"),
         ({"most": 0}, "length_penalty.most", "length_penalty.most=null"),
         ({"reference": "budget"}, "length_penalty.reference", "length_penalty.reference=null"),
         ({"reference": 300}, "length_penalty.reference", "length_penalty.reference=null"),
         ({"kind": "reference"}, "length_penalty.reference", "length_penalty.kind=anchor"),
-        ({"lenght": 3}, "length_penalty.lenght", "~length_penalty.lenght"),
+        ({"coeficient": 3}, "length_penalty.coeficient", "length_penalty.coefficient=3"),
     ],
 )
 def test_what_cannot_be_meant(change: dict[str, Any], key: str, override: str) -> None:

@@ -40,7 +40,7 @@ def test_addresses_are_one_or_several_with_or_without_v1() -> None:
         ({"teacher": {"url": []}}, "opd.teacher.url", "opd.teacher.url="),
         ({"teacher": URL | {"retries": -1}}, "opd.teacher.retries", "opd.teacher.retries=2"),
         ({"mode": "k1"}, "opd.mode", "opd.mode=advantage"),
-        ({"coeff": 1.0}, "opd.coeff", "Known under opd: mode"),
+        ({"coeff": 1.0}, "opd.coeff", "Did you mean opd.coef?"),
         ({"coef": 0}, "opd.coef", "opd.coef=null"),
         ({"max_gap": None}, "opd.max_gap", "opd.max_gap=5.0"),
         ({"horizon": 0}, "opd.horizon", "opd.horizon=null"),

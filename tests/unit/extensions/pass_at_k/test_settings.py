@@ -34,7 +34,7 @@ def test_defaults_and_schedules() -> None:
         ({"budget": {"mode": "upsampel"}}, "pass_at_k.budget.mode", "pass_at_k.budget.mode=none"),
         ({"budget": {"decay": 2}}, "pass_at_k.budget.decay", "pass_at_k.budget.decay=0.9"),
         ({"budget": {"least": 9, "most": 4}}, "pass_at_k.budget.least", "pass_at_k.budget.least=1"),
-        ({"scale": "std"}, "pass_at_k.scale", "~pass_at_k.scale"),
+        ({"schedul": [[5, 2]]}, "pass_at_k.schedul", "pass_at_k.schedule=[[5, 2]]"),
     ],
 )
 def test_what_cannot_be_meant(change: dict[str, Any], key: str, override: str) -> None:

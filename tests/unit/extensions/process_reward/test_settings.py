@@ -32,7 +32,7 @@ def test_the_shipped_section_holds_the_defaults() -> None:
         ("normalize", "mean", "process_reward.normalize=zscore"),
         ("coef", 0, "process_reward.coef=1.0"),
         ("max_unscored_share", 1.0, "process_reward.max_unscored_share=0.0"),
-        ("unknown", 1, "~process_reward.unknown"),
+        ("max_token", 99, "process_reward.max_tokens=99"),
     ],
 )
 def test_a_value_that_cannot_be_meant_is_refused(key: str, value: Any, override: str | None) -> None:
