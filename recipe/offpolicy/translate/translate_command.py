@@ -45,10 +45,10 @@ def read_document(path: Path) -> Mapping[str, Any]:
     Raises:
         ValueError: it holds no mapping, or cannot be parsed.
     """
-    text = path.read_text()
     try:
+        text = path.read_text()
         document = tomllib.loads(text) if path.suffix == ".toml" else yaml.load(text, _Loader)
-    except (yaml.YAMLError, tomllib.TOMLDecodeError) as error:
+    except (yaml.YAMLError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path}: {' '.join(str(error).split())}") from error
     if not isinstance(document, Mapping):
         raise ValueError(f"{path}: expected a mapping of keys, as a framework's configuration is.")
@@ -102,7 +102,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     idle = [f"{key}={format_value(value)}" for key, value in sorted(reading.idle.items())]
     for what, keys in (
         ("no correction, so not translated", sorted(reading.ignored)),
-        (f"not read by {peer.name} next to the others, so not translated", idle),
+        (f"no effect in {peer.name} next to the others, so not translated", idle),
     ):
         if keys:
             print(f"translate: {what}: {', '.join(keys)}", file=sys.stderr)  # noqa: T201

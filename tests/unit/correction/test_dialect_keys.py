@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import datetime
 import itertools
 import random
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -321,6 +323,16 @@ def test_what_would_be_lost_in_silence_is_an_error(peer: str, document: dict[str
         CorrectionSpec.from_peer(peer, document)
 
 
+def test_values_that_are_objects_are_values() -> None:
+    """Dates and paths have attributes without end, and a configuration's own objects are sections."""
+    plain = {"start": datetime.date(2026, 1, 1), "output_dir": Path("/tmp/run"), "use_tis": True}
+    assert CorrectionSpec.from_peer("slime", plain) == CorrectionSpec.from_peer("slime", {"use_tis": True})
+    loss = SimpleNamespace(type="ipo", ipo_threshold=0.2)
+    trainer = SimpleNamespace(loss=loss, output_dir=Path("/tmp/run"))
+    document = {"trainer": {"loss": {"type": "ipo", "ipo_threshold": 0.2}}}
+    assert CorrectionSpec.from_prime_rl(SimpleNamespace(trainer=trainer)) == CorrectionSpec.from_prime_rl(document)
+
+
 def test_what_a_framework_takes_as_off_or_open() -> None:
     """No difference of probabilities exceeds 1, so a width of 1 masks nothing; an empty section has the defaults."""
     read = CorrectionSpec.from_peer
@@ -334,3 +346,10 @@ def test_what_a_framework_takes_as_off_or_open() -> None:
     assert icepop is not None
     assert (icepop.kind, icepop.lower, icepop.upper) == ("reject", None, 2.0)
     assert read("nemo_rl", {"defaults": ["_self_"]}) == CorrectionSpec()
+
+
+@pytest.mark.parametrize("to", ["to_skyrl", "to_trl", "to_verl"])
+def test_a_weight_without_an_upper_bound_is_named_by_it(to: str) -> None:
+    raw = CorrectionSpec.from_nemo_rl({"use_importance_sampling_correction": True})
+    with pytest.raises(SpecError, match=r"^correction\.weight\.upper=null"):
+        getattr(raw, to)()

@@ -47,9 +47,10 @@ def build_skyrl(spec: CorrectionParts) -> dict[str, Any]:
     weight = spec.weight
     if weight is not None:
         _check_weight(weight, name, kinds=("truncate",))
-        if weight.lower is not None or weight.upper is None:
+        upper = _get_upper(weight, name)
+        if weight.lower is not None:
             _fail("weight.lower", weight.lower, name, "truncates from above alone")
-        values |= {"tis_ratio_type": weight.level, f"{weight.level}_tis_ratio_clip_high": weight.upper}
+        values |= {"tis_ratio_type": weight.level, f"{weight.level}_tis_ratio_clip_high": upper}
     stems: dict[str, str] = {}
     for key, mask in _list_masks(spec, name, ratio="rollout"):
         stem = _find_skyrl_stem(key, mask)
@@ -107,8 +108,8 @@ def build_trl(spec: CorrectionParts) -> dict[str, Any]:
     if weight is not None:
         _check_weight(weight, name, kinds=("truncate", "clip", "reject"))
         action = "mask" if weight.kind == "reject" else "truncate"
-        if weight.lower is None and weight.upper is None:
-            _fail("weight.upper", None, name, "bounds every weight")
+        if weight.lower is None:
+            _get_upper(weight, name)
         values[f"{stem}_mode"] = f"{weight.level}_{action}"
         values |= {f"{stem}_clip_max": weight.upper, f"{stem}_clip_min": weight.lower}
     for key, mask in spec.masks:
@@ -148,11 +149,12 @@ def build_verl(spec: CorrectionParts) -> dict[str, Any]:
     weight = spec.weight
     if weight is not None:
         _check_weight(weight, name, kinds=("truncate", "reject"), ratio=ratio)
-        if weight.upper is None or (weight.kind == "truncate") != (weight.lower is None):
+        upper = _get_upper(weight, name)
+        if (weight.kind == "truncate") != (weight.lower is None):
             _fail("weight.lower", weight.lower, name, "caps a weight from above, or rejects outside two bounds")
-        band = f"{weight.lower!r}_{weight.upper!r}"
+        band = f"{weight.lower!r}_{upper!r}"
         values |= {"rollout_is": weight.level, "rollout_is_batch_normalize": weight.normalize}
-        values["rollout_is_threshold"] = band if weight.kind == "reject" else _write_cap(weight.upper)
+        values["rollout_is_threshold"] = band if weight.kind == "reject" else _write_cap(upper)
         values["loss_type"] = "reinforce" if bypass else "ppo_clip"
     options = {shape: option for option, shape in VERL_REJECTIONS.items()}
     thresholds: dict[str, str] = {}
@@ -207,6 +209,12 @@ def _check_weight(weight: WeightSpec, name: str, *, kinds: tuple[str, ...], rati
         _fail("weight.normalize", True, name, "divides pi / mu by each micro-batch's own mean")
     if weight.by_staleness is not None:
         _fail("weight.by_staleness", list(weight.by_staleness), name, "knows no age of a token")
+
+
+def _get_upper(weight: WeightSpec, name: str) -> float:
+    if weight.upper is None:
+        _fail("weight.upper", None, name, "bounds every weight")
+    return weight.upper
 
 
 def _list_masks(spec: CorrectionParts, name: str, *, ratio: str) -> list[tuple[str, MaskSpec]]:

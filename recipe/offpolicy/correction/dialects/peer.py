@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, is_dataclass, replace
 from typing import Any, Final
 
 from ..problem import SpecError
@@ -269,7 +269,9 @@ def flatten(source: Any, where: str) -> dict[str, Any]:
 def _walk(mapping: Mapping[Any, Any], above: str) -> Iterator[tuple[str, Any]]:
     for key, value in mapping.items():
         path = above + str(key).lstrip("-+").replace("-", "_")
-        nested = value if isinstance(value, Mapping) else _list_attributes(value)
+        # Of an object within one, its own attributes alone: a date or a path has others without end.
+        own = getattr(value, "__dict__", None) or is_dataclass(value)
+        nested = value if isinstance(value, Mapping) else _list_attributes(value) if own else {}
         value = list(value) if isinstance(value, Sequence) and not isinstance(value, str) else value
         if nested:
             yield from _walk(nested, f"{path}.")
