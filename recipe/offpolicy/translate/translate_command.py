@@ -102,7 +102,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     idle = [f"{key}={format_value(value)}" for key, value in sorted(reading.idle.items())]
     for what, keys in (
         ("no correction, so not translated", sorted(reading.ignored)),
-        (f"no effect in {peer.name} next to the others, so not translated", idle),
+        ("without any of these the translation is the same", idle),
     ):
         if keys:
             print(f"translate: {what}: {', '.join(keys)}", file=sys.stderr)  # noqa: T201

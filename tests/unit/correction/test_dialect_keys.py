@@ -6,12 +6,14 @@ import contextlib
 import datetime
 import itertools
 import random
+from enum import Enum
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import yaml
+from omegaconf import OmegaConf
 
 from recipe.offpolicy.correction import CorrectionSpec, SpecError
 from recipe.offpolicy.correction.dialects import PEERS
@@ -331,6 +333,15 @@ def test_values_that_are_objects_are_values() -> None:
     trainer = SimpleNamespace(loss=loss, output_dir=Path("/tmp/run"))
     document = {"trainer": {"loss": {"type": "ipo", "ipo_threshold": 0.2}}}
     assert CorrectionSpec.from_prime_rl(SimpleNamespace(trainer=trainer)) == CorrectionSpec.from_prime_rl(document)
+    mode = Enum("Mode", {"mask": "token_mask"}, type=str)
+    masked = CorrectionSpec.from_trl({"vllm_importance_sampling_mode": "token_mask"})
+    assert CorrectionSpec.from_trl({"vllm_importance_sampling_mode": mode("token_mask")}) == masked
+    correction = {"rollout_is": "${level}"}
+    composed = OmegaConf.create({"model": "???", "level": "token", "algorithm": {"rollout_correction": correction}})
+    assert CorrectionSpec.from_verl(composed) == CorrectionSpec.from_verl({"rollout_is": "token"})
+    correction["rollout_is"] = "???"
+    with pytest.raises(SpecError, match=r"rollout_is=\?\?\?"):
+        CorrectionSpec.from_verl(OmegaConf.create({"algorithm": {"rollout_correction": correction}}))
 
 
 def test_what_a_framework_takes_as_off_or_open() -> None:

@@ -37,10 +37,11 @@ def read_choice(value: Any, options: Iterable[str], key: str, *, optional: bool 
     """
     if value is None and optional:
         return None
+    options = tuple(options)
     if value not in options:
         choices = ", ".join([*(["null"] if optional else []), *options])
         raise SpecError("no such choice.", f"Set one of {choices}.", key=key, value=value)
-    return str(value)
+    return options[options.index(value)]
 
 
 def read_ratio_bound(value: Any, key: str, *, zero_opens: bool = False) -> float | None:

@@ -16,6 +16,7 @@ _WORDS: Final = re.compile(
     r"|correction|off_?policy|rejection|decoupled|behave?_|proximal|prox_|opsm|rho(?![a-z])|truncated_|trust_region"
     r"|dppo|vespo|sapo|cispo|m2po|support_|mismatch|loss_mode|ratio_type|(?<![a-z])rs(?![a-z])|unbiased"
 )
+_MISSING: Final = "???"
 _LOOSELY: Final = re.compile(r"is_|tis")
 _NEAR: Final = 0.83
 """Similarity of two names, as ``difflib`` has it, from which one may be a slip for the other."""
@@ -64,7 +65,7 @@ class Reading:
     Attributes:
         plain: the correction's plain values.
         ignored: keys of the loss and of similar names that correct nothing, with their values.
-        idle: keys of the correction that the framework does not read beside the others.
+        idle: keys of the correction without which the translation is the same.
     """
 
     plain: dict[str, Any]
@@ -267,7 +268,11 @@ def flatten(source: Any, where: str) -> dict[str, Any]:
 
 
 def _walk(mapping: Mapping[Any, Any], above: str) -> Iterator[tuple[str, Any]]:
-    for key, value in mapping.items():
+    for key in mapping:
+        try:
+            value = mapping[key]
+        except Exception:  # OmegaConf's, of a mandatory value that is missing or an interpolation of nothing
+            value = _MISSING
         path = above + str(key).lstrip("-+").replace("-", "_")
         # Of an object within one, its own attributes alone: a date or a path has others without end.
         own = getattr(value, "__dict__", None) or is_dataclass(value)
