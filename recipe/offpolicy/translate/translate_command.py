@@ -31,7 +31,14 @@ _WRITERS: Final[dict[str, Callable[[CorrectionSpec], dict[str, Any]]]] = {
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML in which 1e-4 is a number, as OmegaConf reads it."""
+    """YAML as OmegaConf reads it: 1e-4 is a number, and a key that is given twice an error."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        names = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            raise yaml.constructor.ConstructorError(None, None, f"{twice[0]} is given twice", node.start_mark)
+        return super().construct_mapping(node, deep)
 
 
 _Loader.add_implicit_resolver(

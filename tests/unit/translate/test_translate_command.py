@@ -129,6 +129,13 @@ def test_a_number_in_exponent_notation_is_one(tmp_path: Path, capsys: pytest.Cap
     assert dict(composed(capsys.readouterr().out).masks)["opsm"].delta == 0.001
 
 
+def test_a_section_that_is_given_twice_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "nemo.yaml"
+    path.write_text("loss_fn: {use_importance_sampling_correction: true}\nloss_fn: {ratio_clip_min: 0.2}\n")
+    assert main([str(path), "--from", "nemo_rl"]) == 2
+    assert "loss_fn is given twice" in capsys.readouterr().err
+
+
 def test_openrlhfs_loss_type_is_read_beside_it() -> None:
     document = {"actor.policy_loss_type": "gspo", "algo": {"advantage": {"is_correction_enable": True}}}
     assert yaml.safe_load(translate(document, "openrlhf", "verl")) == {"bypass_mode": True}

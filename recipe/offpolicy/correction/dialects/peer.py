@@ -14,7 +14,7 @@ _WORDS: Final = re.compile(
     r"importance|icepop|mask|log_?prob|logp(?![a-z])|centering|replay|loss_type|(?<![a-z])tis(?!t)|_is$"
     r"|(?<![a-z])is_(?:batch|cap|clip|cor|enable|gat|high|level|log|loss|low|mask|mode|norm|ratio|thres|trunc|type|up|weig)"
     r"|correction|off_?policy|rejection|decoupled|behave?_|proximal|prox_|opsm|rho(?![a-z])|truncated_|trust_region"
-    r"|dppo|vespo|sapo|cispo|m2po|support_|mismatch|loss_mode|ratio_type|(?<![a-z])rs(?![a-z])|unbiased"
+    r"|veto|topr|kpop|reweigh|dppo|vespo|sapo|cispo|m2po|support_|mismatch|loss_mode|ratio_type|(?<![a-z])rs(?![a-z])|unbiased"
 )
 _MISSING: Final = "???"
 _LOOSELY: Final = re.compile(r"is_|tis")
