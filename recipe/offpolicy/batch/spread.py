@@ -9,6 +9,8 @@ from torch import Tensor
 
 ROUNDING = 8 * 2.0**-23
 """Spread, relative to the largest value, that float32 rounding explains: a reward is a sum of a few rounded terms."""
+SMALLEST = 2.0**-126
+"""Smallest normal float32; rounding of smaller numbers is as large as that of this one."""
 
 
 @dataclass(frozen=True)
@@ -61,5 +63,5 @@ def measure_spread(values: Tensor, *, centred: bool, size: float = 0.0) -> Sprea
         return Spread(0.0, 0.0)
     scaled = values / peak  # squares of large values overflow
     value = peak * float(scaled.std() if centred else scaled.square().mean().sqrt())
-    certainty = value / (ROUNDING * max(peak, size)) - 1
+    certainty = value / (ROUNDING * max(peak, size, SMALLEST)) - 1
     return Spread(value, min(max(certainty, 0.0), 1.0))

@@ -248,6 +248,8 @@ def _changed(given: Tensor | None, before: Tensor, extension: Extension, hook: s
         raise ValueError(
             f"{extension.section}: {hook} returned {tuple(given.shape)} values for rows of {tuple(before.shape)}."
         )
-    if not torch.isfinite(given).all():
-        raise ValueError(f"{extension.section}: {hook} returned values that are not finite.")
+    lost = ~torch.isfinite(given)
+    if lost.any():
+        row = int(lost.nonzero()[0, 0])
+        raise ValueError(f"{extension.section}: {hook} returned values that are not finite, in row {row} first.")
     return given.to(before.dtype)

@@ -33,6 +33,12 @@ def test_rounding_is_that_of_the_numbers_that_were_subtracted() -> None:
     assert measure_spread(values, centred=True, size=2.0).certainty == 0.0
 
 
+def test_numbers_below_the_normal_ones_are_rounding() -> None:
+    """float32 has steps of 2^-149 there, which are as large as the numbers."""
+    for values in (torch.tensor([2.0**-149, 0.0]), torch.tensor([5e-324, 0.0], dtype=torch.float64)):
+        assert measure_spread(values, centred=True).certainty == 0.0
+
+
 @pytest.mark.parametrize("centred", [True, False])
 def test_nothing_to_divide_by(centred: bool) -> None:
     for values in (torch.zeros(0), torch.zeros(3)):

@@ -9,6 +9,8 @@ from .settings import LengthSettings
 
 RESOLUTION = 2.0**-23
 """Of float32, in which verl subtracts means."""
+SMALLEST = 2.0**-126
+"""Normal number of float32, below which its resolution is no longer relative."""
 EQUAL = 8 * RESOLUTION
 """Standard deviation of rewards, relative to the largest, up to which they count as equal."""
 
@@ -24,8 +26,8 @@ class Row(NamedTuple):
 
 def state_penalties(rows: Sequence[Row], settings: LengthSettings, weight: float) -> list[float]:
     """State what each row of one group loses before normalisation."""
-    if settings.zero_variance == "skip" and not _state_difference([row.score for row in rows]):
-        return [0.0] * len(rows)
+    if settings.zero_variance == "skip":
+        weight *= _state_difference([row.score for row in rows])
     shortest, longest = min(row.tokens for row in rows), max(row.tokens for row in rows)
     stated = []
     for row in rows:
@@ -81,8 +83,8 @@ def bound_error(rewards: Sequence[float], *, by_std: bool) -> float:
 
 def _state_difference(rewards: Sequence[float]) -> float:
     """State whether rewards differ: 0 where rounding explains it, 1 where it cannot."""
-    rounding = EQUAL * max(map(abs, rewards))
-    return min(1.0, max(0.0, _spread(rewards) / rounding - 1)) if rounding and len(rewards) > 1 else 0.0
+    rounding = EQUAL * max(SMALLEST, *map(abs, rewards))
+    return min(1.0, max(0.0, _spread(rewards) / rounding - 1)) if len(rewards) > 1 else 0.0
 
 
 def _spread(values: Sequence[float]) -> float:

@@ -13,7 +13,7 @@ from ..sessions import Sessions, identify_prompts, read_sessions
 from .anchors import Anchors
 from .evidence import Row
 from .penalties import penalties
-from .place import find_equal_groups
+from .place import compare_rewards
 from .settings import COLUMN, LengthSettings
 
 
@@ -57,20 +57,22 @@ def measure(
     sessions = read_sessions(batch, most_tokens)
     right = sessions.find_right(settings.correct_at_least)
     groups = sessions.groups()
-    equal = find_equal_groups(sessions.scores, groups)
+    differ = compare_rewards(sessions.scores, groups)
     held, new = _find_anchors(section, settings, anchors, batch, sessions, right)
     weight = settings.compute_warmup(batch.step)
     penalty = torch.zeros_like(sessions.tokens)
     for name, members in groups.items():
-        if settings.kind == "none" or (settings.zero_variance == "skip" and name in equal):
+        share = weight * (differ[name] if settings.zero_variance == "skip" else 1.0)
+        if settings.kind == "none" or share == 0:
             continue
         at = torch.tensor(members)
         found = penalties(
             settings.kind, sessions.tokens[at], right[at], coefficient=settings.coefficient, anchor=held[members[0]]
         )
-        penalty[at] = weight * (found if settings.most is None else found.clamp(-settings.most, settings.most))
+        penalty[at] = share * (found if settings.most is None else found.clamp(-settings.most, settings.most))
     if settings.applies_to == "correct":
         penalty = torch.where(right, penalty, 0.0)
+    equal = {name for name, certainty in differ.items() if not certainty}
     return Measured(sessions, right, held, new, groups, equal, penalty, weight)
 
 

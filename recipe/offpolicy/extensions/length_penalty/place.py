@@ -37,6 +37,7 @@ def compute_shift(penalty: Tensor, scores: Tensor, groups: Mapping[str, Sequence
 
 def _compute_factor(scores: Tensor, largest: float) -> float:
     """Compute the 1 / s of one group whose penalties are at most ``largest`` from their mean."""
+    scores = scores.double()
     spread = measure_spread(scores, centred=True)
     verls = 1 / (spread.value + EPSILON)
     own = spread.certainty * verls * float((scores - scores.mean()).abs().max())
@@ -44,6 +45,6 @@ def _compute_factor(scores: Tensor, largest: float) -> float:
     return spread.certainty * min(verls, bound) + (1 - spread.certainty)
 
 
-def find_equal_groups(scores: Tensor, groups: Mapping[str, Sequence[int]]) -> set[str]:
-    """Find the groups whose rewards agree within float32 rounding."""
-    return {name for name, at in groups.items() if not measure_spread(scores[torch.tensor(at)], centred=True).certainty}
+def compare_rewards(scores: Tensor, groups: Mapping[str, Sequence[int]]) -> dict[str, float]:
+    """Compute how surely each group's rewards differ, in [0, 1]: 0 where they agree within float32 rounding."""
+    return {name: measure_spread(scores[torch.tensor(at)], centred=True).certainty for name, at in groups.items()}

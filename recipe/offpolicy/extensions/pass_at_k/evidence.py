@@ -58,7 +58,7 @@ def find_wrong_chance(
     """
     a, b = prior
 
-    pairs = {(0.0, 0.0), *counts.values()}
+    pairs = {counts.get(str(prompt), (0.0, 0.0)) for prompt in range(len(chances))}
     # Relative to the hardest prompt's, whose power is the largest.
     hardest = max((b + answers - right) / (a + b + answers) for answers, right in pairs)
 

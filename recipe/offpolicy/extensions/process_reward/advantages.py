@@ -67,7 +67,7 @@ def token_advantages(
         >>> token_advantages(u, at, ["a", "a"], mask, normalize="scale")[0]
         tensor([ 0.3780,  0.3780, -0.3780, -0.3780])
     """
-    dealt = normalize_utilities(utilities.double(), positions, groups, normalize=normalize)
+    dealt = normalize_utilities(utilities, positions, groups, normalize=normalize)
     returns = dealt.flip(-1).cumsum(-1).flip(-1)
     return torch.where(response_mask.bool(), returns, 0.0).to(utilities.dtype)
 
@@ -75,7 +75,7 @@ def token_advantages(
 def normalize_utilities(
     utilities: Tensor, positions: Tensor, groups: Sequence[Hashable] | Tensor, *, normalize: str
 ) -> Tensor:
-    """Normalise utilities by the statistics of their group over its n positions, (B, T), 0 elsewhere.
+    """Normalise utilities by the statistics of their group over its n positions, (B, T) float64, 0 elsewhere.
 
     ``zscore`` takes the group's mean off and divides by its unbiased standard deviation: at most sqrt(n - 1), and 0
     where utilities agree within float32 rounding. ``scale`` divides by the root mean square: at most sqrt(n), and 0
@@ -96,7 +96,7 @@ def normalize_utilities(
     if not torch.isfinite(utilities[there]).all():
         row, place = (int(index) for index in (there & ~torch.isfinite(utilities)).nonzero()[0])
         raise ValueError(f"the utility at token {place} of row {row} is not finite.")
-    dealt = torch.where(there, utilities, 0.0)
+    dealt = torch.where(there, utilities.double(), 0.0)  # sums of large values overflow in float32
     if normalize == "none":
         return dealt
     rows_of: dict[Hashable, list[int]] = {}

@@ -162,9 +162,7 @@ class PrefixValueRewards(Extension):
     def _normalized(self, batch: BatchView, values: Tensor) -> Tensor:
         """Normalise utilities (n, T) by group."""
         assert self._utilities is not None
-        return normalize_utilities(
-            values.double(), self._utilities.positions, batch.uids, normalize=self.process.normalize
-        )
+        return normalize_utilities(values, self._utilities.positions, batch.uids, normalize=self.process.normalize)
 
     def _deal(self, batch: BatchView, mask: Tensor, values: Tensor) -> Tensor:
         """Compute coef x the process advantages (n, T) of utilities (n, T); 0 in rows that may have none."""

@@ -16,7 +16,7 @@ from recipe.offpolicy.extensions.length_penalty.evidence import (
     state_shift,
 )
 from recipe.offpolicy.extensions.length_penalty.penalties import KINDS
-from recipe.offpolicy.extensions.length_penalty.place import compute_shift, find_equal_groups
+from recipe.offpolicy.extensions.length_penalty.place import compare_rewards, compute_shift
 from recipe.offpolicy.extensions.length_penalty.settings import LengthSettings
 
 ROWS = [Row(100, True, 1.0, 250), Row(200, False, 0.0, 250), Row(400, True, 1.0, 250), Row(500, False, 0.0, 250)]
@@ -58,8 +58,9 @@ def test_both_statements_of_the_shift_agree(steps: list[float], gap: float, size
     penalty = torch.tensor(state_penalties(rows, settings("uniform"), 1.0), dtype=torch.float64)
     shift = compute_shift(penalty, scores, {"a": list(range(len(rows)))}, by_std=True)
     assert shift.tolist() == pytest.approx(stated, rel=1e-9, abs=1e-12)
+    differ = compare_rewards(scores, {"a": list(range(len(rows)))})["a"]
     skipped = state_penalties(rows, settings("uniform", zero_variance="skip"), 1.0)
-    assert (not any(skipped)) == bool(find_equal_groups(scores, {"a": list(range(len(rows)))}))
+    assert skipped == pytest.approx((differ * penalty).tolist(), rel=1e-6, abs=1e-6)
 
 
 def test_baselines_by_hand() -> None:

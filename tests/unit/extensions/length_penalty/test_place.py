@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from recipe.offpolicy.extensions.length_penalty.place import compute_shift, find_equal_groups
+from recipe.offpolicy.extensions.length_penalty.place import compare_rewards, compute_shift
 
 EIGHT = list(range(400, 1200, 100))
 
@@ -20,7 +20,7 @@ def test_by_hand() -> None:
     assert shift.tolist() == pytest.approx([-0.1 / s, 0, 0.1 / s, 0, -0.2, 0.2])
     plain = compute_shift(penalty, scores, groups, by_std=False)
     assert plain.tolist() == pytest.approx([-0.1, 0, 0.1, 0, -0.2, 0.2])
-    assert find_equal_groups(scores, groups) == {"b"}
+    assert compare_rewards(scores, groups) == {"a": 1.0, "b": 0.0}
 
 
 @pytest.mark.parametrize("gap", [1e-1, 1e-2, 1e-3, 1e-5, 2.0**-24, 0.0])
@@ -35,7 +35,14 @@ def test_scores_that_nearly_agree_bound_the_shift(gap: float) -> None:
     shift = compute_shift(penalty, scores, {"a": [0, 1, 2, 3]}, by_std=True)
     wanted = {1e-1: 1.0, 2.0**-24: 0.05, 0.0: 0.05}.get(gap, 0.75 * gap / (gap / 2 + 1e-6))
     assert shift.tolist() == pytest.approx([-wanted, -wanted, wanted, wanted], rel=1e-3)
-    assert find_equal_groups(scores, {"a": [0, 1, 2, 3]}) == ({"a"} if gap < 1e-6 else set())
+    assert compare_rewards(scores, {"a": [0, 1, 2, 3]}) == {"a": float(gap > 1e-6)}
+
+
+def test_coarse_scores_keep_the_bound() -> None:
+    """0.001 and 0.00099 in 16 bits: no mean of theirs is one of their numbers."""
+    scores = torch.tensor([0.001, 0.00099]).bfloat16()
+    shift = compute_shift(torch.tensor([0.05, -0.05]).double(), scores, {"a": [0, 1]}, by_std=True)
+    assert float(shift.abs().max()) <= 1.0
 
 
 def test_sessions_outside_of_groups_and_single_ones_are_not_shifted() -> None:
