@@ -24,6 +24,6 @@ WEIGHTED_LINE: Final = f"'correction=[decoupled_ppo,opsm]' correction.masks.opsm
 """For what needs a weight, such as an eta that follows the effective sample size. Measured too, and worse."""
 
 WHY: Final = (
-    "with an engine eight updates late it ends at 0.602 exact matches, where uncorrected runs and decoupled_ppo end at "
+    "with an engine eight steps late it ends at 0.602 exact matches, where uncorrected runs and decoupled_ppo end at "
     "0.004 and [decoupled_ppo,opsm] at 0.355 (medians of eight runs, docs/collapse.md)"
 )

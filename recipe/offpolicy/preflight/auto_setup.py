@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -142,9 +141,8 @@ def _read_given(config: DictConfig) -> dict[str, Any]:
             continue
         if name in _CHOICES and value not in _CHOICES[name]:
             fix = f"Set one of {', '.join(_CHOICES[name])}, or null."
-            near = difflib.get_close_matches(str(value), _CHOICES[name], 1)
-            mend = {key: near[0]} if near else None
-            raise SpecError("no such choice.", fix, key=key, value=value, mend=mend)
+            choice = find_closest(str(value), _CHOICES[name])
+            raise SpecError("no such choice.", fix, key=key, value=value, mend={key: choice} if choice else None)
         if name == "minibatches" and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
             fix = "Set 1 or more, or null to count them."
             raise SpecError("a number of gradient steps.", fix, key=key, value=value, mend={key: None})

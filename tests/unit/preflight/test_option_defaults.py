@@ -58,6 +58,7 @@ def test_a_fix_keeps_what_was_asked_for(option: str, override: str, folder) -> N
         assert node == value
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("option", [each for each in OPTIONS if each not in ("auto", "none")])
 def test_every_bound_of_every_option_comes_back(option: str, folder) -> None:  # type: ignore[no-untyped-def]
     """Whatever is written into a key of an option, the fix is the option as it is."""

@@ -32,7 +32,7 @@ STALE = ROOT / "tests/data/faults/held_out/colocate_async-14"
 def test_the_documents_recommend_the_arm_that_was_measured() -> None:
     assert recommended.LINE == LINE
     (row,) = re.findall(r"^\| [^|]*asynchronous[^|]*\| `([^`]*)` \|", (ROOT / "README.md").read_text(), re.M)
-    assert f"correction={row}" == LINE
+    assert row == LINE
     pages = {name: (ROOT / f"docs/{name}.md").read_text() for name in ("staleness", "corrections", "collapse")}
     (auto,) = re.findall(r"^\| async \| `([^`]*)`", pages["corrections"], re.M)
     assert f"correction={auto}" == LINE

@@ -63,6 +63,7 @@ def test_a_supported_release_is_returned_and_no_verl_is_an_error(monkeypatch: py
 PYTHON = [sys.executable, "-m"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("command", "status"),
     [
