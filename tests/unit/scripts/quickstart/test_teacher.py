@@ -47,7 +47,7 @@ def test_it_is_waited_for_until_it_serves(tmp_path: Path, monkeypatch: pytest.Mo
     try:
         assert list(serves.wait(lambda: None)) == []
     finally:
-        serves.child.process.kill()
+        serves.child.process.terminate()
         serves.child.process.wait()
 
 
@@ -63,5 +63,5 @@ def test_one_that_never_serves_is_given_up(tmp_path: Path, monkeypatch: pytest.M
         with pytest.raises(StageFailed, match="does not serve within 0 s"):
             list(sleeps.wait(lambda: None))
     finally:
-        sleeps.child.process.kill()
+        sleeps.child.process.terminate()
         sleeps.child.process.wait()
