@@ -163,8 +163,10 @@ parts_of() {
         return
     fi
     for suite in $(tests_of "$1"); do
-        [[ -e $suite ]] || continue
-        for file in $(grep -lrE 'run_program|"alone"|\balone:' --include='test_*.py' "$suite" | sort); do
+        file=${suite%%::*}
+        [[ -e $file ]] || continue
+        for file in $(grep -lrE 'run_program|"alone"|\balone:' --include='test_*.py' "$file" | sort); do
+            [[ $suite != *::* ]] || file=$suite
             echo "programs-$1-$(basename "$file" .py) programs $file"
         done
         echo "tests-$1-$(basename "$suite") others $suite"
@@ -262,7 +264,7 @@ else
     selection=" and not extended"
 fi
 $quick && selection=" and not extended and not slow and not gpu"
-if [[ ${#paths[@]} -gt 0 ]]; then
+if [[ ${#paths[@]} -gt 0 && $asked != all ]]; then
     checks
     stages+=("tests-$first")
     stage "tests-$first" tests "$first"

@@ -158,6 +158,13 @@ def test_all_releases_run_in_parts_and_only_those_that_failed_again(tree: Path) 
     assert lines[-2:] == 2 * ["=== 1 passed in .venv-0.9.1 ==="]
 
 
+def test_a_path_is_tested_with_all_releases_where_all_are_asked_for(tree: Path) -> None:
+    path = "tests/unit/test_one.py::test_it"
+    status, called, _ = run(tree, "--release", "all", path)
+    folders = [".venv", ".venv-0.9.1", ".venv-0.7.1"]
+    assert (status, called[6:]) == (0, calls(folders, [path] * 3)[3:])
+
+
 def test_quick_and_a_path_are_of_the_newest_release_alone(tree: Path) -> None:
     _, called, _ = run(tree, "--quick")
     selection = "not program and not extended and not slow and not gpu"
