@@ -14,8 +14,8 @@ from .engine_loss import seam
 from .releases import specifiers
 
 _LOOP = "verl.experimental.agent_loop.agent_loop"
-_seam = partial(seam, releases=specifiers(lambda release: release.scores_prompts))
-_seam_v1 = partial(seam, releases=specifiers(lambda release: bool(release.v1_modes)))
+_seam = partial(seam, releases=specifiers(lambda release: release.scores_prompts), option="process_reward")
+_seam_v1 = partial(seam, releases=specifiers(lambda release: bool(release.v1_modes)), option="process_reward")
 _TQ = "verl.trainer.ppo.v1.agent_loop_tq"
 _REPLICA = "verl.workers.rollout.replica"
 _SERVER = "verl.workers.rollout.vllm_rollout.vllm_async_server"

@@ -63,6 +63,7 @@ class Contract:
             it is noticed as well.
         names: what the target's code must look up by name, globals and attributes, nested functions included: a
             hook that is overridden, or a name that is replaced, is dead once nobody looks it up.
+        option: the key of the runs that alone are held to it; empty where every run is.
     """
 
     name: str
@@ -72,6 +73,7 @@ class Contract:
     releases: str | tuple[str, ...]
     keys: tuple[Key, ...] = ()
     names: tuple[str, ...] = ()
+    option: str = ""
 
     def __post_init__(self) -> None:
         for alternative in self._alternatives():
@@ -146,8 +148,9 @@ class Contract:
 
     def moved(self, found: str, expected: str | None = None) -> str:
         """Build the error message for a target that is not what was expected: what, expected, found, fix."""
+        needed = f", which {self.option} needs" if self.option else ""
         return (
-            f"patch {self.name!r}: the target {self.target} has moved. Expected "
+            f"patch {self.name!r}{needed}: the target {self.target} has moved. Expected "
             f"{expected or self.signature or 'it to exist'}, found {found}. Fix: install {self.tested}, or "
             f"read the new target and adapt the patch and its contract (see verl_patches/README.md)."
         )

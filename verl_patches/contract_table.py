@@ -37,7 +37,8 @@ class Row:
         state: of the patch in this process; "calls" for seams that are called and not patched; the module that is
             missing where the patch cannot be imported without it.
         verdict: "ok", why it does not matter here, or why it is broken.
-        broken: the contract matters here and does not hold.
+        broken: the contract matters here and does not hold. One that only an option needs does not matter in a release
+            that was not tested: there the option is refused.
     """
 
     patch: str
@@ -109,6 +110,8 @@ def _row(patch: str, contracts: list[Contract], state: str, may_be_of_others: bo
         verdict, broken = NOT_HERE, False
     else:
         verdict, broken = _verdict(contract)
+        if broken and contract.option and release is not None and not contract.covers(release):
+            verdict, broken = f"{contract.option} is refused here: {verdict}", False
     return Row(patch, contract.target, tested, state, verdict, broken)
 
 

@@ -25,9 +25,10 @@ def seam(
     releases: str | tuple[str, ...] = RELEASES,
     keys: tuple[Key, ...] = (),
     names: tuple[str, ...] = (),
+    option: str = "",
 ) -> Contract:
     """Build a contract on a function of verl that is called or overridden."""
-    return Contract(name, target, signature, "verl", releases, keys, names)
+    return Contract(name, target, signature, "verl", releases, keys, names, option)
 
 
 SEAMS = (

@@ -13,7 +13,7 @@ from .releases import specifiers
 _TRAINER = "verl.trainer.ppo.v1.trainer_base:PPOTrainer"
 _BUFFER = "verl.trainer.ppo.v1.replay_buffer:ReplayBufferAsync"
 _BASE = "verl.trainer.ppo.v1.replay_buffer:ReplayBuffer"
-_seam = partial(seam, releases=specifiers(lambda release: release.staleness_limit))
+_seam = partial(seam, releases=specifiers(lambda release: release.staleness_limit), option="offpolicy.staleness.eta")
 
 SEAMS = (
     # All that verl's buffer is made with: what is built in its place gets the same.

@@ -15,8 +15,8 @@ _ENGINE = "verl.workers.engine.fsdp.transformer_impl"
 _WORKERS = "verl.workers.engine_workers"
 _MEGATRON = "verl.workers.engine.megatron.transformer_impl"
 _REPLAY = "verl.utils.megatron"
-_seam = partial(seam, releases=specifiers(lambda release: release.fsdp_replay))
-_seam_of_megatron = partial(seam, releases=specifiers(lambda release: release.watched_replay))
+_seam = partial(seam, releases=specifiers(lambda release: release.fsdp_replay), option="router_replay")
+_seam_of_megatron = partial(seam, releases=specifiers(lambda release: release.watched_replay), option="router_replay")
 
 SEAMS = (
     _seam(

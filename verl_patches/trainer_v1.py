@@ -82,7 +82,9 @@ SEAMS = (
 
 
 _WORKER = "verl.experimental.separation.engine_workers:DetachActorWorker"
-_of_snapshots = partial(seam, releases=specifiers(lambda release: release.token_versions))
+_of_snapshots = partial(
+    seam, releases=specifiers(lambda release: release.token_versions), option="offpolicy.late_weights.snapshots"
+)
 SEAMS_OF_SNAPSHOTS = (
     _of_snapshots(
         "_init_resource_pool_mgr",

@@ -17,7 +17,7 @@ _ENGINE = "verl.workers.engine.fsdp.transformer_impl"
 _WORKERS = "verl.workers.engine_workers"
 _SERVER = "verl.workers.rollout.vllm_rollout.vllm_async_server"
 _V0 = "verl.trainer.ppo.ray_trainer"
-_seam = partial(seam, releases=specifiers(lambda release: release.truncated_support))
+_seam = partial(seam, releases=specifiers(lambda release: release.truncated_support), option="correction.support")
 
 SEAMS = (
     _seam(

@@ -12,8 +12,8 @@ import pytest
 import verl_patches
 from verl_patches import __main__ as table_command
 from verl_patches import plugin, trainer_v0, trainer_v1
-from verl_patches.contract import PatchError
-from verl_patches.contract_table import Row
+from verl_patches.contract import ALLOW_UNTESTED, Contract, PatchError
+from verl_patches.contract_table import Row, _row
 from verl_patches.cpu import release_patch
 from verl_patches.legacy.algorithms import contracts
 
@@ -86,6 +86,25 @@ def test_a_broken_contract_ends_with_1(
     monkeypatch.setattr(table_command, "status", dict)
     assert table_command.main([]) == status
     assert ("trainer: has moved" in capsys.readouterr().err) is bool(status)
+
+
+@pytest.mark.parametrize(
+    ("releases", "option", "broken"),
+    [(">=20", "staleness.eta", True), ("<1", "staleness.eta", False), ("<1", "", True)],
+)
+def test_a_seam_of_an_option_ends_with_1_in_tested_releases_alone(
+    releases: str, option: str, broken: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In others the option is refused, by its name."""
+    monkeypatch.setenv(ALLOW_UNTESTED, "1")
+    moved = Contract("issue", "no_module_of_that_name:f", "()", "packaging", releases, option=option)
+    row = _row("buffer", [moved], "calls", may_be_of_others=False)
+    assert row.broken is broken
+    assert "has moved" in row.verdict
+    assert ("staleness.eta is refused here" in row.verdict) is not broken
+    if option:
+        with pytest.raises(PatchError, match=r"which staleness\.eta needs"):
+            moved.check()
 
 
 def test_a_plugin_installs_what_is_asked_for_and_keeps_its_failure(monkeypatch: pytest.MonkeyPatch) -> None:
