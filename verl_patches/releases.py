@@ -28,7 +28,7 @@ class Release:
         weight_versions: batches note which version of the weights sampled a sequence.
         v1_modes: covered values of ``trainer.v1.trainer_mode``; empty where there is no V1 trainer.
         staleness_limit: its asynchronous V1 trainers issue prompts as ``offpolicy.staleness.eta`` needs it.
-        token_versions: its rollout servers say with each attempt of a request which version of the weights sampled it.
+        token_versions: versions of the weights are noted by token, as its rollout servers say them with each attempt.
         scores_prompts: they hand on vLLM's log-probs of a prompt's tokens.
         fsdp_replay: its V1 trainer and its FSDP engine take routing replay.
         watched_replay: routes that its Megatron engine replays under the V1 trainer can be read where they act.
@@ -85,7 +85,8 @@ RELEASES = (
         watched_replay=False,
         truncated_support=False,
     ),
-    # Its separate_async has no hybrid_engine=false, warms up in another way, and notes no versions by token.
+    # Its separate_async computes pi_old as that of 0.9.1; warm-up, rollouts on the trainer's GPUs and the balancer of
+    # requests differ, and hybrid_engine=false is not read. Its servers say versions; noting them was not tested.
     Release(
         "0.9.0",
         unpads_alone=False,

@@ -1,10 +1,10 @@
 """The choice of ``correction.proximal=auto``: skip the forward pass for pi_old where the loss computes the same.
 
 With one gradient step on each batch, the weights that would compute pi_old are those of the step. What verl does
-between the two was read in verl 0.7.1, 0.8.0 and 0.9.1, for the V0 and V1 trainers, the engine on FSDP and the legacy
-FSDP actor: one function computes both log-probs, of the same rows in the same order, and in the same micro-batches
-where these are configured alike. Whatever else could tell the two apart is a condition here, and what is not known
-counts as different.
+between the two was read in verl 0.7.1, 0.8.0, 0.9.0 and 0.9.1, for the V0 and V1 trainers, the engine on FSDP and the
+legacy FSDP actor: one function computes both log-probs, of the same rows in the same order, and in the same
+micro-batches where these are configured alike. Whatever else could tell the two apart is a condition here, and what is
+not known counts as different.
 """
 
 from __future__ import annotations

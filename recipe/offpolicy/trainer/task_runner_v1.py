@@ -35,7 +35,7 @@ class OffPolicyTaskRunnerV1(_TaskRunner):
 def choose_mixin(config: DictConfig) -> type[OffPolicyTrainer]:
     """Choose what is put in front of verl's trainers: what is off is left out."""
     mixin: type[OffPolicyTrainer] = OffPolicyTrainer
-    # Release 0.9.0 has neither their buffer nor their worker.
+    # Imported where asked for: 0.9.0 lacks what their buffers rely on.
     if StalenessSettings.from_config(config) is not None:
         from .bounded_trainer import BoundedTrainer
 

@@ -70,7 +70,7 @@ def test_versions_that_a_release_does_not_note_by_token(
         found = list(check_version_level(changed(composed, {MODE: mode}), BY_VERSION))
         assert [problem.key for problem in found] == ["correction.weight.level"] * (mode in modes)
         assert all(problem.overrides == ("correction.weight.level=sequence",) for problem in found)
-        assert all("verl 0.9.0 does not say which token by which" in problem.reason for problem in found)
+        assert all("which token by which was not shown with 0.9.0" in problem.reason for problem in found)
 
 
 def test_versions_are_told_from_rows_in_asynchronous_training(composed: DictConfig) -> None:

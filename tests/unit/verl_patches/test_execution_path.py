@@ -137,7 +137,7 @@ REASONS = {
     "legacy actors that are gone": "verl 0.8.0 has no legacy actors",
     "legacy actors long gone": "verl 0.9.1 has no legacy actors",
     "a trainer to come": "verl 0.8.0 has no V1 trainer",
-    "separate_async of 0.9.0": "verl 0.9.0 runs it in another way than 0.9.1",
+    "separate_async of 0.9.0": "verl 0.9.0 computes pi_old in it as 0.9.1 does",
     "another V1 mode": "not covered",
     "another legacy actor": "another engine than FSDP and Megatron",
     "another engine": "another engine than FSDP and Megatron",

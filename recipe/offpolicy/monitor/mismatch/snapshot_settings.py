@@ -65,7 +65,7 @@ def _find_obstacles(config: DictConfig, snapshots: int) -> Iterator[Problem]:
     path, off = live_path(config), set_to(SNAPSHOTS, None)
     if path.trainer != "v1" or not path.attributes.token_versions:
         where = f"verl {path.release} with its {path.trainer.upper()} trainer"
-        reason = f"the worker that keeps weights is that of the V1 trainer of 0.9.1, and this is {where}."
+        reason = f"weights are kept under the V1 trainer, as tested with verl 0.9.1, and this is {where}."
         yield Problem(SNAPSHOTS, snapshots, reason, f"Set {off}.", parts=(), overrides=(off,))
         return
     if (mode := OmegaConf.select(config, _MODE)) not in (None, "sync"):

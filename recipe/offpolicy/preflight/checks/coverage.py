@@ -59,8 +59,9 @@ def _check_mode(config: DictConfig, path: LivePath) -> Iterator[Problem]:
         if mode == _SEPARATE:
             newest = TESTED[-1]
             reason = (
-                f"verl {path.release} runs it in another way than {newest}, with which the correction was tested: its "
-                "warm-up and its servers differ, and pi_old of several updates was not shown there."
+                f"verl {path.release} computes pi_old in it as {newest} does, with which it was tested, but warms up, "
+                "lends the trainer's GPUs to rollouts and deals requests in other ways, ignores hybrid_engine=false, "
+                "and was not shown to note versions by token."
             )
             fix = f"Set {_MODE}={mend}, or install verl {newest}."
         yield _problem(_MODE, mode, reason, fix, mend)

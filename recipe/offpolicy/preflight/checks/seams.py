@@ -97,7 +97,7 @@ def check_version_level(config: DictConfig, spec: CorrectionSpec) -> Iterator[Pr
         reason = f"verl {where.release} does not note which version of the weights sampled a row."
     elif is_asynchronous(config) and not notes_token_versions(config):
         reason = (
-            f"a row can be sampled by several versions, and verl {where.release} does not say which token by which."
+            f"a row can be sampled by several versions, and which token by which was not shown with {where.release}."
         )
     if reason is None:
         return

@@ -199,7 +199,7 @@ def _explain_unknown_age_of_tokens(config: DictConfig) -> str | None:
         return f"verl {release.release} does not note which version of the weights sampled a row: no age is known."
     if is_asynchronous(config) and not notes_token_versions(config):
         return (
-            f"a row can be sampled by several versions, and verl {release.release} does not say which token by which."
+            f"a row can be sampled by several versions, and which token by which was not shown with {release.release}."
         )
     return None
 

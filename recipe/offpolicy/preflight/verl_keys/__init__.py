@@ -1,7 +1,7 @@
 """Checks of verl's own correction keys that the installed release ignores where they are set.
 
 verl keeps two copies of some settings and reads one of them, by release and by worker; the other is silently
-ignored. Read from the sources of 0.7.1, 0.8.0 and 0.9.1:
+ignored. Read from the sources of 0.7.1, 0.8.0, 0.9.0 and 0.9.1:
 
 * ``algorithm.rollout_correction`` with ``bypass_mode``: the trainer puts mu in pi_old's place. Weights, rejections and
   ``loss_type`` are left to the worker, and are not there: the V0 trainer edits ``actor.policy_loss`` after the workers
