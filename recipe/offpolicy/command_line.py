@@ -42,8 +42,14 @@ def _read_count(text: str) -> int:
 
 
 def run(tool: str, main: Callable[[], int]) -> int:
-    """Run ``main`` and return its exit status, without a traceback where a reader leaves or a package is missing."""
+    """Run ``main`` and return its exit status, without a traceback where a reader leaves or a package is missing.
+
+    What it prints is redacted.
+    """
     try:
+        from .recording.redaction import redact_streams  # no sooner: it imports packages
+
+        redact_streams()
         try:
             return main()
         finally:  # also behind --help, which ends the program

@@ -20,8 +20,9 @@ _OVERRIDE = re.compile(r"[+~]{0,2}[A-Za-z_][\w/@-]*\.[\w./@-]*=.*|correction=.*"
 _FLAGS_WITH_VALUE = ("-W", "-X")
 MOST = 20
 """Different launches of one script that are checked, of a second or more each."""
-_LONGEST = 2**16
-"""Characters of a launch, which Hydra reads slowly."""
+_LONGEST, _LONGEST_WORD = 2**16, 2**13
+"""Characters of all launches, and of a word of one: Hydra's time grows with the square of a list's length."""
+_DISTRIBUTORS = re.compile(r"(.*/)?(xargs|parallel)")
 
 
 def find_launches(script: Path, arguments: list[str], line: int | None = None) -> list[Launch]:
@@ -63,6 +64,10 @@ def find_launches(script: Path, arguments: list[str], line: int | None = None) -
         raise ScriptError(
             f"{script}, line {found[0][0].line}: {len(launches)} different launches, and at most {MOST} are checked. "
             f"Fix: check the script with fewer values in its loops."
+        )
+    if sum(len(word) for launch in launches for word in launch.arguments) > _LONGEST:
+        raise ScriptError(
+            f"{script}, line {found[0][0].line}: launches of more than {_LONGEST} characters in all are not read."
         )
     return launches
 
@@ -106,10 +111,15 @@ def _build_launch(called: ProgramCall, script: Path, arguments: list[str]) -> La
     module, rest = (
         _find_below_torchrun(list(words[start + 1 :])) if by_torchrun else _find_module(list(words[start + 1 :]))
     )
-    if sum(len(word) for word in rest if isinstance(word, str)) > _LONGEST:
-        raise ScriptError(f"{script}, line {called.line}: a launch of more than {_LONGEST} characters is not read.")
     if module is None or not _count_overrides([*rest, *(w.prefix for w in rest if isinstance(w, Unknown))]):
         return None
+    if any(isinstance(word, str) and len(word) > _LONGEST_WORD for word in rest):
+        raise ScriptError(f"{script}, line {called.line}: a word of more than {_LONGEST_WORD} characters is not read.")
+    if by := next((word for word in words[:start] if isinstance(word, str) and _DISTRIBUTORS.fullmatch(word)), None):
+        raise ScriptError(
+            f"{script}, line {called.line}: {by} fills in the arguments of this launch, which is not followed. "
+            f"Fix: check the launch alone, with its overrides."
+        )
     rest = [_settle(word, [*rest[place + 1 :], *arguments]) for place, word in enumerate(rest)]
     if unknowns := [word for word in (module, *rest) if isinstance(word, Unknown)]:
         raise ScriptError(f"{script}, line {called.line}: {unknown_words.describe_overrides(unknowns, script)}")

@@ -41,28 +41,41 @@ _NO_SECRET = {
 _NO_SECRET["tok"] = re.compile(rf"{_NO_SECRET['token'].pattern}|num|n|new|out|in|sec|s|ms|micro")
 _NO_TEXT = re.compile(r"(?i:null|none|true|false)|[-+]?[\d._]+(?:e[-+]?\d+)?|\{.*", re.DOTALL)
 _SHAPES = re.compile(
-    r"(?<=://)[^/\s'\"]+(?=@)"
+    r"(?<=://)[^/\s'\"]+(?=@)|(?<=://)[^/\s:'\"]+:(?!\d*/)[^\s'\"@?]+(?=@[\w.-]+(?:[:/]|$))"
+    r"|(?<=(?<![:\w])//)[^/\s:'\"]+:[^/\s'\"]+(?=@)|(?<=%3A%2F%2F)(?:(?!%2F|%40)[\w.%~+-])+(?=%40)"
     r"|(?<![\w/.+-])[\w.+-]+:[^\s:@/'\",]+(?=@(?!sha256)[A-Za-z0-9])"
     r"|(?<=hooks\.slack\.com/)[\w/-]+|(?<=/webhooks/)[\w/-]+|(?<=/webhook/)(?!send\?)[\w/@-]+|(?<=/v2/hook/)[\w-]+"
-    r"|(?<=[?&]key=)[^\s&'\"]+|(?<=[?&]sig=)[^\s&'\"]+"
-    r"|(?P<scheme>\b(?i:bearer|authorization['\"]?\s*[:=]\s*['\"]?(?:basic|token|digest))\s+)[\w.~+/=-]+"
+    r"|(?P<query>[?&](?:key|sig|code|(?i:[\w-]*signature))=)[^\s&'\"#]+"
+    r"|(?<=api\.telegram\.org/bot)\d+:[\w-]+|(?P<login>\blogin\(\s*key=\s*|\blogin\s+\S+\s+password\s+)[^\s,()]+"
+    r"|(?P<cookie>\b(?i:cookie)['\"]?\s*:\s*['\"]?)[^\n'\"]+"
+    r"|(?P<scheme>\b(?i:bearer|authorization['\"]?\s*[:=]\s*['\"]?(?:basic|token|digest))[\\\s]+)[\w.~+/=-]+"
     r"|(?P<basic>\b[Bb]asic\s+)(?P<pair>[A-Za-z0-9+/]{6,}={0,2})(?![\w+/=])"
     r"|(?<![0-9A-Za-z])(?P<digits>[0-9a-f]{40})(?![\w-])"
     r"|(?<=PRIVATE KEY-----)[\w\s+/=\\]+"
-    r"|(?<![\w-])(?:sk-[\w-]{12,}|[rs]k_live_\w{12,}|npm_[A-Za-z0-9]{20,}|AIza[\w-]{30,}|gh[oprsu]_[A-Za-z0-9]{20,}|"
+    r"|(?<![\w-])(?:c?sk-[\w-]{12,}|[rs]k_(?:live|test)_\w{12,}|dckr_pat_[\w-]{16,}|shp[a-z]{2}_[0-9a-f]{32}|"
+    r"ATATT3x[\w=-]{20,}|hv[sb]\.[\w-]{20,}|dp\.[a-z]{2,5}\.[\w-]{20,}|lsv2_(?:pt|sk)_\w{20,}|npm_[A-Za-z0-9]{20,}|AIza[\w-]{30,}|gh[oprsu]_[A-Za-z0-9]{20,}|"
     r"github_pat_\w{20,}|gl[a-z]{2,4}-[\w-]{16,}|glpat-[\w-]{12,}|hf_[A-Za-z0-9]{20,}|api_org_[A-Za-z0-9]{20,}|"
     r"xox[a-z]-[\w-]{8,}|xapp-[\w-]{8,}|nvapi-[\w-]{8,}|dapi[0-9a-f]{16,}(?:-\d+)?|SG\.[\w-]{8,}\.[\w-]{8,}|"
     r"wandb_v\d_\w{16,}|(?:gsk|r8|xai|fw|tgp|dop|pplx|tvly|nvcf|pypi|whsec|lin_api|ntn)[_-](?=\w*\d)[\w-]{20,}|ya29\.[\w-]{16,}|"
     r"AGE-SECRET-KEY-1\w{20,}|A[KS]IA[0-9A-Z]{16}|eyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*)"
 )
 _SHA = re.compile(r"[0-9a-f]{40}")
-_REVISION = re.compile(r"commit|sha|rev|git|hash|digest|checksum|fingerprint|snapshot|tree|branch|tag\b|[@/]$", re.I)
+_REVISION = re.compile(
+    r"commit|sha|rev|git|hash|digest|checksum|fingerprint|snapshot|tree|branch|merge|parent|head\b|tag\b|[@/]$", re.I
+)
 _OVERRIDE = re.compile(r"(?P<name>[+~-]*[\w./@:-]+)=(?P<value>(?:(?!: ).)*)", re.DOTALL)
 """With spaces in its value; a message that says something of one goes on behind a colon."""
 _PAIR = re.compile(
-    r"(?P<name>(?<![\w.-])[A-Za-z_][\w.-]*)(?P<between>=|['\"]?\s*:(?!//)\s*)"
-    r"(?P<value>\"[^\"]*\"|'[^']*'|[^\s,;&{}\[\]()'\"]+(?<!:))"
+    r"(?P<name>(?<![\w.-])[A-Za-z_][\w.-]*)(?P<between>=|\\*['\"]?\s*:(?!//)\s*)"
+    r"(?P<value>b?\"(?:[^\"\\]|\\.)*\"|b?'[^']*'|\\+\"[^\"]*\"|[^\s,;&{}\[\]()'\"]+(?<!:))"
 )
+_QUOTE = re.compile(r'\\*"')
+_TUPLE = re.compile(
+    r"(?P<name>(?<=\(['\"])[\w-]+|(?<=\(b['\"])[\w-]+)(?P<between>['\"]\s*,\s*)(?P<value>b?(?:'[^']*'|\"[^\"]*\"))"
+)
+"""A header, as Python prints a pair; levels and kinds such as token come in pairs as well."""
+_VARIABLE = re.compile(r"[A-Z]+(?:_[A-Z\d]+)+")
+"""The name of an environment variable, for which ``opd.teacher.headers`` has it."""
 _FLAG = re.compile(r"(?P<name>--[\w-]+)(?P<between>\s+|['\"]?\s*,\s*['\"]?)(?P<value>[^\s,;\[\]'\"-][^\s,;\[\]'\"]*)")
 """``--token abc``, in a command or a list of its arguments."""
 
@@ -123,6 +136,8 @@ def _is_secret(key: str, value: Any) -> bool:
     if isinstance(value, bool) or value in (None, "", [], {}, HIDDEN, "null"):
         return False
     names = [_words(part) for part in re.split(r"[./@]", key)]
+    if re.fullmatch(r"authorization|x_.*", names[-1]) and isinstance(value, str) and _VARIABLE.fullmatch(value):
+        return False
     if any(map(_ALWAYS.search, names)):
         return True
     found = _LAST.search(names[-1])
@@ -175,7 +190,7 @@ def _text(text: str, known: tuple[str, ...]) -> str:
     override = _OVERRIDE.fullmatch(text)
     if override and _is_secret(override["name"], override["value"]):
         return f"{override['name']}={HIDDEN}"
-    return _FLAG.sub(_pair, _PAIR.sub(_pair, _SHAPES.sub(_shape, text)))
+    return _TUPLE.sub(_tuple, _FLAG.sub(_pair, _PAIR.sub(_pair, _SHAPES.sub(_shape, text))))
 
 
 def _shape(found: re.Match[str]) -> str:
@@ -184,7 +199,8 @@ def _shape(found: re.Match[str]) -> str:
         return found[0] if _REVISION.search(near) else HIDDEN
     if found["basic"] and not _is_user_and_password(found["pair"]):
         return found[0]
-    return f"{found['scheme'] or found['basic'] or ''}{HIDDEN}"
+    before = next((found[name] for name in ("scheme", "basic", "query", "login", "cookie") if found[name]), "")
+    return f"{before}{HIDDEN}"
 
 
 def _is_user_and_password(encoded: str) -> bool:
@@ -195,7 +211,12 @@ def _is_user_and_password(encoded: str) -> bool:
 
 
 def _pair(found: re.Match[str]) -> str:
-    secret = _is_secret(found["name"], found["value"].strip("'\""))
-    # The value may be a pair itself, as in "login: pw=abc".
-    value = HIDDEN if secret else _PAIR.sub(_pair, found["value"])
+    secret = _is_secret(found["name"], found["value"].strip("'\"\\"))
+    # Of JSON the quotes stay. The value may be a pair itself, as in "login: pw=abc".
+    quote = next((part for part in (_QUOTE.match(found["value"]), _QUOTE.match(found["between"])) if part), [""])[0]
+    value = f"{quote}{HIDDEN}{quote}" if secret else _PAIR.sub(_pair, found["value"])
     return f"{found['name']}{found['between']}{value}"
+
+
+def _tuple(found: re.Match[str]) -> str:
+    return _pair(found) if _ALWAYS.search(_words(found["name"])) else found[0]

@@ -139,7 +139,7 @@ NOT_KNOWN = {
     "an argument that is not given": ("launch a.b=$7", "$7 is not set", 1),
     "an array that may have grown": ('A=(a.b=1)\nmake_it && A+=(c.d=2)\nlaunch "${A[@]}"', "`make_it`", 2),
     "read from an input": ("read X\nlaunch a.b=$X", "from an input", 1),
-    "a loop that counts": ("for ((i = 0; i < 3; i++)); do\n X=$i\ndone\nlaunch a.b=$X", "for ((...))", 1),
+    "a loop that counts": ("for ((i = 0; i < $(count_it); i++)); do\n X=$i\ndone\nlaunch a.b=$X", "`count_it`", 1),
     "sourced": ("X=1\nsource ./none.sh\nlaunch a.b=$X", "sources ./none.sh", 2),
     "a status": ("X=$?\nlaunch a.b=$X", "$? is the status", 1),
 }

@@ -36,6 +36,8 @@ ENDLESS = {
     "a long sequence": "for x in {1..999999999}; do :; done",
     "a letter after the other": "set -- {1..9999} {a..z}{a..z}{a..z}{a..z}{a..z}",
     "a loop without an end": "while true; do X=1; done",
+    "a counted loop without an end": "for ((;;)); do X=1; done",
+    "three counted loops": "for ((a=0;a<999;a++)); do for ((b=0;b<999;b++)); do for ((;;)); do :; done; done; done",
     "printed without an end": "X=$(for a in {1..9999}; do cat /etc/services /etc/passwd; done)",
     "a number that grows": "launch $((" + "(" * 20 + "9" + "**62)" * 20 + "))",
     "replaced by more": "X=$(seq 1 100000)\nX=${X//1/$X}\nX=${X//2/$X}",
@@ -55,6 +57,15 @@ def test_a_script_that_grows_ends_in_words(name: str, tmp_path: Path, monkeypatc
         find_launches(script, [])
     assert time.process_time() - began < 30
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 512 * 1024
+
+
+def test_launches_that_hydra_would_read_for_minutes_are_refused(tmp_path: Path) -> None:
+    for source, said in (
+        (f"{LAUNCH} c.d=[{'1,' * 5000}1]", "a word of more than 8192 characters"),
+        (f"for i in {{1..9}}; do {LAUNCH} c.d=$i e.f=[{'1,' * 4000}1]; done", "more than 65536 characters in all"),
+    ):
+        with pytest.raises(ScriptError, match=said):
+            arguments_of(tmp_path, source)
 
 
 def test_a_look_up_that_doubles_has_no_answer(tmp_path: Path) -> None:
@@ -78,6 +89,10 @@ def test_each_turn_of_a_loop_and_call_of_a_function_is_a_launch(tmp_path: Path) 
         f"for tp in 0.9 1.0; do\n  {LAUNCH} r.top_p=$tp\ndone",
         f"for tp in {{0.9,1.0,0.9}}; do {LAUNCH} r.top_p=$tp; done",
         f'A=(0.9 1.0)\nfor tp in "${{A[@]}}"; do {LAUNCH} r.top_p=$tp; done',
+        f"A=(0.9 1.0)\nfor ((i = 0; i < ${{#A[@]}}; i++)); do {LAUNCH} r.top_p=${{A[$i]}}; done",
+        f"i=9; while (( i <= 10 )); do {LAUNCH} r.top_p=$(( i / 10 )).$(( i % 10 )); (( i += 1 )); done",
+        f"for ((i=10; --i;)); do [ $i = 9 ] || break; {LAUNCH} r.top_p=0.$i; done; {LAUNCH} r.top_p=1.0",
+        f"X=$({LAUNCH} r.top_p=0.9) && for ((;;)); do Y=`{LAUNCH} r.top_p=1.0`; break; done",
         f"set -- 0.9 1.0\nwhile [ $# -gt 0 ]; do {LAUNCH} r.top_p=$1; shift; done",
         f"train() {{ {LAUNCH} r.top_p=$1; }}\ntrain 0.9\ntrain 1.0\ntrain 1.0",
         f'train() {{ {LAUNCH} "$@"; }}\nfor tp in 9 10; do train r.top_p=$((tp / 10)).$((tp % 10)) || exit 1; done',
@@ -107,7 +122,15 @@ LOST = {
     "a quoted group": (f"{LAUNCH}\n'correction=[a,b]'\n", 2, "is a command of its own"),
     "a blank": (f"{LAUNCH} \\ \n  e.f=2\n", 2, "A blank follows the backslash that ends line 1"),
     "a tab": (f"{LAUNCH} \\\t\n  correction=gsm\n", 2, "A blank follows the backslash that ends line 1"),
-    "a carriage return": (f"{LAUNCH} \\\r\n  e.f=2\r\n", 2, "A blank follows the backslash that ends line 1"),
+    "a carriage return": (f"{LAUNCH} \\\n  e.f=2\r\n", 2, "a carriage return ends it"),
+    "a group at the margin": (f"{LAUNCH} \\\n  c.d=1\n\ncorrection=gsm\n", 4, "Line 2 does not end in a backslash"),
+    "a group behind arguments alone": (
+        'A=(c.d=1)\npython3 -m verl.trainer.main_ppo "${A[@]}"\n  correction=gsm\n',
+        3,
+        "Line 2 does not end in a backslash",
+    ),
+    "a semicolon": (f"{LAUNCH}; correction=gsm\n", 1, "A ; ends the launch of line 1. Remove it."),
+    "words from a pipe": (f"seq 3 | xargs -I{{}} {LAUNCH} c.d={{}}\n", 1, "xargs fills in the arguments"),
     "a flag": (f"{LAUNCH}\n  --config-name=x\n", 2, "Line 1 does not end in a backslash"),
     "arguments": (f'{LAUNCH} \\\n  # on\n  "$@"\n', 3, COMMENT.format(2)),
     "an unknown value": (f"{LAUNCH}\n  c.d=$NOT_SET_HERE\n", 2, "Line 1 does not end in a backslash"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import subprocess
 import sys
 from pprint import pprint
@@ -114,7 +115,7 @@ IN_TEXT = [
     ("++trainer.password=two words, and 'more'", f"++trainer.password={HIDDEN}"),
     ("+logging={token: abc, level: 3}", f"+logging={{token: {HIDDEN}, level: 3}}"),
     ("+logging={api_key:'a b',level:3}", f"+logging={{api_key:{HIDDEN},level:3}}"),
-    ('{"github_token": "abc", "n": 1}', f'{{"github_token": {HIDDEN}, "n": 1}}'),
+    ('{"github_token": "abc", "n": 1}', f'{{"github_token": "{HIDDEN}", "n": 1}}'),
     ("trainer.pwd='a b': unknown key.", f"trainer.pwd={HIDDEN}: unknown key."),
     ("trainer.pwd=ab: unknown key.", f"trainer.pwd={HIDDEN}: unknown key."),
     ("+ray_kwargs.ray_init.runtime_env.env_vars={WANDB_API_KEY: abc, HOME: /root}",
@@ -139,6 +140,20 @@ IN_TEXT = [
     ("proxy: Basic dXNlcjpwYXNz", f"proxy: Basic {HIDDEN}"),
     ("login: pw=abc, tok=def", f"login: pw={HIDDEN}, tok={HIDDEN}"),
     ("AIza" + "a" * 35, HIDDEN),
+    ("https://h/x?X-Amz-Signature=abc&y=1", f"https://h/x?X-Amz-Signature={HIDDEN}&y=1"),
+    ("https://user:a/b@host/x", f"https://{HIDDEN}@host/x"),
+    ("git clone //user:abc@host/x", f"git clone //{HIDDEN}@host/x"),
+    ("next=http%3A%2F%2Fuser%3Aabc%40host", f"next=http%3A%2F%2F{HIDDEN}%40host"),
+    ("https://api.telegram.org/bot12:Ab-c/send", f"https://api.telegram.org/bot{HIDDEN}/send"),
+    ('{\\"api_key\\": \\"abc\\"}', f'{{\\"api_key\\": \\"{HIDDEN}\\"}}'),
+    ("[(b'Authorization', b'abc')]", f"[(b'Authorization', {HIDDEN})]"),
+    ("Cookie: a=abc; b=def", f"Cookie: {HIDDEN}"),
+    ("machine m login u password abc", f"machine m login u password {HIDDEN}"),
+    ("wandb.login(key='abc')", f"wandb.login(key={HIDDEN})"),
+    ("sk_test_" + "a1" * 10, HIDDEN),
+    ("dckr_pat_" + "a1" * 12, HIDDEN),
+    ("hvs." + "a1" * 12, HIDDEN),
+    ("lsv2_pt_" + "a1" * 16, HIDDEN),
     ("-----BEGIN PRIVATE KEY-----\nab/c\n-----END PRIVATE KEY-----",
      f"-----BEGIN PRIVATE KEY-----{HIDDEN}-----END PRIVATE KEY-----"),
 ]  # fmt: skip
@@ -157,6 +172,10 @@ NOT_IN_TEXT = [
     "task-aware-reward-model",
     "serve --tokenizer-path /a --prompt-key prompt",
     "commit " + "0123456789" * 4,
+    "HEAD is now at " + "0123456789" * 4,
+    "opd.teacher.headers={Authorization: TEACHER_AUTH}",
+    "http://host:8080/models/a@b/c",
+    "('token', 'sequence')",
     "actor/checksum: " + "0123456789" * 4,
     "git+https://host/repository@" + "0123456789" * 4,
     "/models/snapshots/" + "0123456789" * 4,
@@ -241,3 +260,17 @@ def test_a_check_prints_no_secret_of_the_teachers_address(capfd: pytest.CaptureF
         printed = "".join(capfd.readouterr())
         assert "127.0.0.1:9" in printed or more
         assert "hunter2" not in printed
+
+
+def test_every_command_line_prints_redacted_json(capfd: pytest.CaptureFixture[str]) -> None:
+    """Through the one entry that the commands share; what is JSON stays JSON."""
+    code = """
+import json, sys
+from recipe.offpolicy.command_line import run
+print_it = lambda: print(json.dumps({"api_key": 'a"hunter2', "n": {"url": "http://u:hunter2@h"}}))
+sys.exit(run("tool", print_it) or "http://u:hunter2@h")
+"""
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False)
+    printed = capfd.readouterr()
+    assert json.loads(printed.out) == {"api_key": HIDDEN, "n": {"url": f"http://{HIDDEN}@h"}}
+    assert printed.err == f"http://{HIDDEN}@h\n"

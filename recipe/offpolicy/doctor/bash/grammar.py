@@ -62,7 +62,7 @@ class If:
 
 @dataclass
 class Loop:
-    """``for name in words``, ``counted`` for ((...)), or while and until with a condition."""
+    """``for name in words``, ``for ((begin; condition; step))``, or while and until with a condition."""
 
     line: int
     body: list[Command]
@@ -70,7 +70,8 @@ class Loop:
     words: list[Token] = field(default_factory=list)
     condition: list[Command] = field(default_factory=list)
     until: bool = False
-    counted: bool = False
+    begin: list[Command] = field(default_factory=list)
+    step: list[Command] = field(default_factory=list)
 
 
 @dataclass
@@ -103,6 +104,7 @@ class Function:
 Command = Simple | Test | Chain | Pipeline | If | Loop | Case | CommandGroup | Function
 
 _OVERRIDE = re.compile(r"['\"]?[+~]{0,2}[A-Za-z_]\w*\.[\w./@-]+=")
+_LAUNCH = re.compile(rf"{_OVERRIDE.pattern}|-m$|torchrun$|[\w./-]*\.py$")
 _CLOSING = {"then", "fi", "else", "elif", "do", "done", "esac", "}"}
 
 
@@ -156,11 +158,13 @@ class _Parser:
             start = self._token
             found.append(self._parse_chain())
             lead = _find_first(found[-1])
-            if lead is not None and start.indent > indent:
+            if lead is not None and (start.indent > indent or _assigns_group(lead)):
                 lead.cut = cut
             cut, indent = self._token.cut, start.indent
-            if not cut and lead is not None and any(_OVERRIDE.match(word.text) for word in lead.words):
+            if not cut and lead is not None and any(_LAUNCH.match(word.text) for word in lead.words):
+                by = self._token.text if self._is(";", "&") else ""
                 cut = f"Line {self._token.line} does not end in a backslash. Add one."
+                cut = f"A {by} ends the launch of line {self._token.line}. Remove it." if by else cut
             self._skip()
         return found
 
@@ -275,8 +279,13 @@ class _Parser:
         self._expect("do", line)
         body = self.parse_commands({"done"})
         self._expect("done", line)
-        counted = name.kind == "arithmetic"
-        return Loop(line, body, name="" if counted else name.text, words=words, counted=counted)
+        if name.kind != "arithmetic":
+            return Loop(line, body, name=name.text, words=words)
+        parts = [part.strip() or "1" for part in name.text.split(";")]
+        if len(parts) != 3:
+            raise ScriptError(f"line {line}: for (({name.text})) has not three parts")
+        begin, condition, step = ([Test(line, [Token("arithmetic", part, line)])] for part in parts)
+        return Loop(line, body, condition=[*condition], begin=[*begin], step=[*step])
 
     def _parse_while(self) -> Loop:
         token = self._take()
@@ -341,6 +350,11 @@ def _find_first(command: Command) -> Simple | None:
         case Pipeline():
             return _find_first(command.commands[0])
     return command if isinstance(command, Simple) else None
+
+
+def _assigns_group(command: Simple) -> bool:
+    """Return True for ``correction=...``, which nobody means as a variable right behind a launch."""
+    return not command.words and any(token.text.startswith("correction=") for token in command.assignments)
 
 
 def is_assignment(text: str) -> bool:

@@ -199,10 +199,7 @@ class Interpreter:
         return True
 
     def _run_while(self, command: Loop) -> Truth:
-        if command.counted:
-            why = Unknown("for ((...)) is not followed", command.line)
-            self._run_maybe(lambda: self.run(command.body), why)
-            return why
+        self.run(command.begin)
         for _ in range(_ROUNDS):
             holds = self.run(command.condition)
             if isinstance(holds, Unknown):
@@ -215,6 +212,7 @@ class Interpreter:
             except LoopBreak as stopped:
                 if str(stopped) == "break":
                     break
+            self.run(command.step)
         else:
             raise ScriptError(f"line {command.line}: the loop has no end that can be read")
         return True
@@ -294,7 +292,6 @@ class Interpreter:
 
     def _substitute(self, source: str, line: int) -> Field:
         outside, self.state = self.state, self.state.copy()
-        calls = len(self.calls)
 
         def run() -> None:
             try:
@@ -306,7 +303,6 @@ class Interpreter:
             printed = self._capture(run)
         finally:
             self.state = outside
-            del self.calls[calls:]
         return printed.rstrip("\n") if isinstance(printed, str) else printed
 
     def _run_simple(self, command: Simple, given: Field = "") -> Truth:

@@ -90,7 +90,7 @@ class Lexer:
 
     def _find_cut(self, skipped: str, before: list[Token]) -> str:
         """Find why a newline ends a command that its writer seems to continue; "" where nothing says so."""
-        if before and before[-1].kind == "word" and re.fullmatch(r"\\[ \t\r]", before[-1].text):
+        if before and before[-1].kind == "word" and re.fullmatch(r"\\[ \t]", before[-1].text):
             return f"A blank follows the backslash that ends line {before[-1].line}. Remove the blank."
         if "\\\n" in skipped and before and before[-1].kind != "newline":
             what = "a comment" if "#" in skipped else "empty"
@@ -101,7 +101,7 @@ class Lexer:
         while self.place < len(self.source):
             if self.source.startswith("\\\n", self.place):
                 self._advance(2)
-            elif self.source[self.place] in " \t\r":
+            elif self.source[self.place] in " \t":
                 self._advance(1)
             elif self.source[self.place] == "#":
                 end = self.source.find("\n", self.place)
@@ -130,7 +130,7 @@ class Lexer:
             character = self.source[self.place]
             if character in "<>" and self.source.startswith(("<(", ">("), self.place):
                 self._skip_bracketed(1)
-            elif character in " \t\r\n;&|()<>":
+            elif character in " \t\n;&|()<>":
                 break
             else:
                 self._step()

@@ -42,7 +42,14 @@ def read_script(path: Path, arguments: list[str], environment: dict[str, str]) -
     interpreter = Interpreter(state)
     try:
         with state.budget.limit_seconds(_SECONDS):
-            interpreter.run_script(read_text(path))
+            source = read_text(path)
+            if "\r\n" in source:
+                line = source[: source.index("\r\n")].count("\n") + 1
+                raise ScriptError(
+                    f"line {line}: a carriage return ends it, which bash takes for a part of the last word. "
+                    f"Fix: sed -i 's/\\r$//' {path}"
+                )
+            interpreter.run_script(source)
     except OSError as error:
         raise ScriptError(f"{path}: {error.strerror or error}.") from error
     except UnicodeDecodeError as error:

@@ -17,6 +17,11 @@ Substitute = Callable[[str, int], Field]
 _NAME = re.compile(r"[A-Za-z_]\w*|[0-9@*#?$!-]")
 _DOCUMENT = re.compile(r"(?<!<)<<-?\s*(['\"]?)([A-Za-z_]\w*)\1")
 _ANSI = {"n": "\n", "t": "\t", "\\": "\\", "'": "'", '"': '"'}
+_ASSIGNS = re.compile(
+    r"\s*(?:(\+\+|--)\s*(?P<first>[A-Za-z_]\w*)|(?P<name>[A-Za-z_]\w*)\s*"
+    r"(?:(?P<after>\+\+|--)|(?P<with><<|>>|[-+*/%&|^])?=(?!=)(?P<value>.+)))\s*",
+    re.S,
+)
 
 
 @dataclass(frozen=True)
@@ -62,10 +67,17 @@ class WordExpander:
         )
 
     def evaluate_arithmetic(self, expression: str, line: int) -> Field:
-        """Evaluate an arithmetic expression."""
+        """Evaluate an arithmetic expression, or carry an assignment out, such as ``i++`` or ``n = 2 * m``."""
         plain = self.expand_document(expression, line)
         if isinstance(plain, Unknown):
             return plain
+        if found := _ASSIGNS.fullmatch(plain):
+            name = found["name"] or found["first"]
+            by = f"{found['with'] or ''}({found['value']})" if found["value"] else f"{(found[1] or found['after'])[0]}1"
+            before = self.evaluate_arithmetic(name, line)
+            after = self.evaluate_arithmetic(by if found["value"] and not found["with"] else f"{name}{by}", line)
+            self._state.variables[name] = after
+            return before if found["after"] else after
         names = set(re.findall(r"[A-Za-z_]\w*", plain))
         numbers = {}
         for name in names:

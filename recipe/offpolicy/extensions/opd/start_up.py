@@ -37,9 +37,12 @@ def find_problems(section: str, settings: OpdSettings, config: DictConfig) -> It
     yield from found
     key, shown = f"{section}.teacher.url", ", ".join(settings.teacher.shown)
     if settings.teacher.shown != settings.teacher.urls:
-        reason = "verl prints its configuration and hands it to the loggers, with the secrets in this address."
+        reason = (
+            "verl and Hydra write the configuration down and hand it to the loggers, with the secrets in this address."
+        )
         fix = f"Leave them out, and name an environment variable for a header in {section}.teacher.headers."
-        yield Problem(key, shown, reason, fix, "NOTE", (section,))
+        yield Problem(key, shown, reason, fix, parts=(section,))
+        return
     if not own_launch.get():
         yield Problem(
             key, shown, "an address that a script names is not asked, so that it was not checked.", "", "NOTE", ()

@@ -111,10 +111,10 @@ def test_a_server_of_something_else_is_named(raw: object) -> None:
             list(find_other_vocabulary(settings, "teacher", build_tokenizer("Spell backward:")))
 
 
-def test_a_secret_in_the_address_is_noted_and_a_strangers_is_not_asked(teacher: FakeTeacher, student: Path) -> None:
+def test_a_secret_in_the_address_is_refused_and_a_strangers_is_not_asked(teacher: FakeTeacher, student: Path) -> None:
     url = teacher.url.replace("http://", "http://user:hunter2@")
     (problem,) = problems(url, student)
-    assert (problem.verdict, "hunter2" in str(problem)) == ("NOTE", False)
+    assert (problem.verdict, "hunter2" in str(problem)) == ("ERROR", False)
     token = own_launch.set(False)
     try:
         teacher.headers.clear()
