@@ -20,8 +20,8 @@ _OVERRIDE = re.compile(r"[+~]{0,2}[A-Za-z_][\w/@-]*\.[\w./@-]*=.*|correction=.*"
 _FLAGS_WITH_VALUE = ("-W", "-X")
 MOST = 20
 """Different launches of one script that are checked, of a second or more each."""
-_LONGEST, _LONGEST_WORD = 2**16, 2**13
-"""Characters of all launches, and of a word of one: Hydra's time grows with the square of a list's length."""
+_LONGEST = 2**13
+"""Characters of a launch of one word, or of words whose squares add up alike: so Hydra's time to read a list grows."""
 _DISTRIBUTORS = re.compile(r"(.*/)?(xargs|parallel)")
 
 
@@ -65,9 +65,11 @@ def find_launches(script: Path, arguments: list[str], line: int | None = None) -
             f"{script}, line {found[0][0].line}: {len(launches)} different launches, and at most {MOST} are checked. "
             f"Fix: check the script with fewer values in its loops."
         )
-    if sum(len(word) for launch in launches for word in launch.arguments) > _LONGEST:
+    if sum(len(word) ** 2 for launch in launches for word in launch.arguments) > _LONGEST**2:
+        longest = max(len(word) for launch in launches for word in launch.arguments)
         raise ScriptError(
-            f"{script}, line {found[0][0].line}: launches of more than {_LONGEST} characters in all are not read."
+            f"{script}, line {found[0][0].line}: Hydra would take minutes to read arguments of up to {longest} "
+            f"characters. Fix: give long lists by a file of the configuration."
         )
     return launches
 
@@ -113,8 +115,6 @@ def _build_launch(called: ProgramCall, script: Path, arguments: list[str]) -> La
     )
     if module is None or not _count_overrides([*rest, *(w.prefix for w in rest if isinstance(w, Unknown))]):
         return None
-    if any(isinstance(word, str) and len(word) > _LONGEST_WORD for word in rest):
-        raise ScriptError(f"{script}, line {called.line}: a word of more than {_LONGEST_WORD} characters is not read.")
     if by := next((word for word in words[:start] if isinstance(word, str) and _DISTRIBUTORS.fullmatch(word)), None):
         raise ScriptError(
             f"{script}, line {called.line}: {by} fills in the arguments of this launch, which is not followed. "

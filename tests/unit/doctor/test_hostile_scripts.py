@@ -60,12 +60,14 @@ def test_a_script_that_grows_ends_in_words(name: str, tmp_path: Path, monkeypatc
 
 
 def test_launches_that_hydra_would_read_for_minutes_are_refused(tmp_path: Path) -> None:
-    for source, said in (
-        (f"{LAUNCH} c.d=[{'1,' * 5000}1]", "a word of more than 8192 characters"),
-        (f"for i in {{1..9}}; do {LAUNCH} c.d=$i e.f=[{'1,' * 4000}1]; done", "more than 65536 characters in all"),
+    for source in (
+        f"{LAUNCH} c.d=[{'1,' * 5000}1]",
+        f"{LAUNCH} c.d=[{'1,' * 3000}1] e.f=[{'1,' * 3000}1]",
+        f"for i in {{1..9}}; do {LAUNCH} c.d=$i e.f=[{'1,' * 2000}1]; done",
     ):
-        with pytest.raises(ScriptError, match=said):
+        with pytest.raises(ScriptError, match="Hydra would take minutes"):
             arguments_of(tmp_path, source)
+    assert arguments_of(tmp_path, f"{LAUNCH} c.d=[{'1,' * 3000}1]")
 
 
 def test_a_look_up_that_doubles_has_no_answer(tmp_path: Path) -> None:
