@@ -6,6 +6,7 @@ import argparse
 import os
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from importlib.util import find_spec
 
 BAD_INPUT, CLOSED = 2, 141
@@ -47,9 +48,10 @@ def run(tool: str, main: Callable[[], int]) -> int:
     What it prints is redacted.
     """
     try:
-        from .recording.redaction import redact_streams  # no sooner: it imports packages
+        with suppress(ModuleNotFoundError):  # main says which packages are missing, all at once
+            from .recording.redaction import redact_streams
 
-        redact_streams()
+            redact_streams()
         try:
             return main()
         finally:  # also behind --help, which ends the program
