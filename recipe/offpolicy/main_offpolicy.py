@@ -8,7 +8,7 @@ KEY=VALUE         every override that verl.trainer.main_ppo takes
 --check           run all start-up checks and exit: 0 they passed, 1 the launch would be stopped
 --cfg job         show the whole configuration and exit; --hydra-help lists Hydra's other flags
 
-  python -m recipe.offpolicy.doctor KEY=VALUE ...     whether each correction is live, with what mends it
+  python -m recipe.offpolicy.doctor KEY=VALUE ...     the verdict on each correction, with what fixes it
 """
 
 from __future__ import annotations

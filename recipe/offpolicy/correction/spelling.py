@@ -19,7 +19,7 @@ def find_closest(word: str, known: Iterable[str], cutoff: float = _CLOSE) -> str
         >>> find_closest("x", ["icepop", "gsm"])
     """
     names = list(known)
-    bare = {_strip(name): name for name in names}
+    bare = {_strip(name): name for name in reversed(names)}
     given = _strip(word)
     if word in names or given in bare:
         return word if word in names else bare[given]

@@ -63,13 +63,14 @@ def check_known_keys(mapping: Mapping[str, Any], known: Iterable[str], key: str)
     if unknown := {str(name): value for name, value in mapping.items() if name not in known}:
         name = min(unknown)
         value = unknown[name]
-        near = _ELSEWHERE.get(name.lower()) or find_closest(name, known)
+        near = _ELSEWHERE.get(name.lower()) or find_closest(name, sorted(known))
         meant = _meant(f"{key}.{near}", value) or {f"{key}.{near}": value} if near in known else {}
         if isinstance(value, Mapping) or value == _MISSING:
             meant = {}
+        names = list(meant) or [f"{key}.{each}" for each in known if each == near]
         raise SpecError(
             "unknown key.",
-            f"Did you mean {' and '.join(meant)}?" if meant else f"Known under {key}: {', '.join(sorted(known))}.",
+            f"Did you mean {' and '.join(names)}?" if names else f"Known under {key}: {', '.join(sorted(known))}.",
             key=f"{key}.{name}",
             value=value,
             meant=meant,

@@ -27,9 +27,10 @@ from ..preflight.checks import (
     list_active,
     list_parts,
 )
-from ..preflight.examination import collect_problems, describe_verls_loss, examine
+from ..preflight.examination import collect_problems, describe_verls_loss, examine, find_stray_overrides
 from ..preflight.hydra_groups import read_task_overrides
 from ..preflight.own_keys import list_groups, list_sections
+from ..preflight.similar_keys import find_similar_keys
 from ..preflight.verl_keys.router_replay import ROUTER_REPLAY
 from .launch import OURS, VERLS, Launch, LaunchError, compose
 
@@ -138,6 +139,10 @@ def _judge_verl(config: DictConfig, launch: Launch, where: LivePath, overrides: 
     """Judge a program of verl's, which has only verl's own correction."""
     known = launch.module in VERLS
     problems = list(_take_unread(config, launch, overrides))
+    found = (*find_similar_keys(overrides), *find_stray_overrides(config, overrides))
+    for stray in {each.key: each for each in found}.values():
+        ours = stray.fix.startswith("Write ")
+        problems.append(replace(stray, fix=f"Launch {OURS}. {stray.fix}") if ours else stray)
     problems += [*find_unresolved_interpolations(config), *find_pairs(overrides)]
     if known:
         problems += find_unreadable_values(config)
@@ -150,8 +155,8 @@ def _judge_verl(config: DictConfig, launch: Launch, where: LivePath, overrides: 
         reason = f"which keys this release reads was not looked at; of {', '.join(TESTED)} it was."
         problems.append(Problem("verl", where.release, reason, "Install one of them.", "NOTE"))
     read_otherwise = {problem.key for problem in problems}
-    found = collect_problems((*VERL_CHECKS, *REMARKS) if known else (), config, CorrectionSpec())
-    problems += [problem for problem in found if problem.key not in read_otherwise]
+    checked = collect_problems((*VERL_CHECKS, *REMARKS) if known else (), config, CorrectionSpec())
+    problems += [problem for problem in checked if problem.key not in read_otherwise]
     if known and not any(problem.verdict == "ERROR" for problem in problems):
         problems += collect_problems((check_by_verl,), config, CorrectionSpec())
     rows, notes = _arrange_rows(list_parts(config, CorrectionSpec()), problems)

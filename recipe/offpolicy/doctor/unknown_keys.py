@@ -52,12 +52,13 @@ def _check_key(config: DictConfig, key: str, value: str, owner: str, verls: bool
     names = key.split(".")
     if names[0] == "hydra":
         return
+    ours = len(names) > 1 and names[0] in list_sections() and "correction" in config
+    if ours and OmegaConf.select(config, names[0]) is None:
+        options = " or ".join(f"{names[0]}={option}" for option in list_groups().get(names[0], ()))
+        yield Problem("", None, f"{key}={value}: {names[0]} is off, and nothing would read it.", f"Add {options}.")
+        return
     node: object = config
     for depth, name in enumerate(names):
-        if names[0] in list_sections() and depth == 1 and (node is None or node._is_none()):  # type: ignore[attr-defined]
-            options = " or ".join(f"{names[0]}={option}" for option in list_groups().get(names[0], ()))
-            yield Problem("", None, f"{key}={value}: {names[0]} is off, and nothing would read it.", f"Add {options}.")
-            return
         if not isinstance(node, DictConfig) or node._is_none() or node._is_interpolation():
             return
         if name not in list(node):  # "in" leaves out what is still to be given

@@ -87,7 +87,7 @@ def examine(config: DictConfig, overrides: Iterable[str], *, say: Say = lambda l
         # The other checks run on a copy in which these keys have readable values.
         config = substitute_usual_values(config, [problem.key for problem in problems])
     problems += (pairs := list(find_pairs(overrides)))
-    problems += _find_stray_keys(config, overrides)
+    problems += find_stray_overrides(config, overrides)
     said: list[str] = []
     options, spec = [], None
     try:
@@ -195,7 +195,8 @@ def _build_unreadable(check: str, error: Exception) -> Problem:
     return Problem("", None, f"The check {check} cannot read the configuration: {said}.")
 
 
-def _find_stray_keys(config: DictConfig, overrides: Sequence[str]) -> Iterator[Problem]:
+def find_stray_overrides(config: DictConfig, overrides: Sequence[str]) -> Iterator[Problem]:
+    """Find the overrides that add keys which nothing reads, in the Hydra application that composed them."""
     ours = tuple(f"++{section}." for section in list_sections())
     deleted = {each[1:].strip() for each in overrides if each.startswith("~")}
     given = [each for each in filter_added(overrides) if _get_key(each) not in deleted]

@@ -25,6 +25,16 @@ _FEW = 12
 _KEY = re.compile(r"[+~]{0,2}[A-Za-z_][\w./@:-]*")
 _BESIDE = re.compile(r"\n\s*Config search path:.*|\n\s*See https?://\S+.*|, possible interpolation keys:.*", re.S)
 """Parts of Hydra's messages that list everything there is."""
+_WORDS: dict[str, str] = {
+    r"An item is already at '([^']+)'": "the key is there already. Write {key}={value}.",
+    r"Error merging override \+{0,2}([^=]+)=": "expected another kind of value. Set single keys as {key}.KEY=VALUE.",
+    r"delete from config\. '([^']+)' does not exist": "there is no such key to delete.",
+    r"delete from config\. The value of '([^']+)'": "the key has another value. Write ~{key}.",
+    r"Could not delete '([^'=]+)": "no option of this group is chosen that could be deleted.",
+    r"config group '([^']+)' does not exist": "there is no such group.",
+    r"force-add of config groups is not supported: '\+\+([^=]+)=": "a group takes one +. Write +{key}={value}.",
+}
+"""Hydra's words about one key -> ours."""
 _WORD = re.compile(r"[A-Za-z_]\w*")
 _PUNCTUATION = re.compile(r"[\W_]+")
 
@@ -120,6 +130,12 @@ def explain_refusal(error: BaseException, overrides: Sequence[str], get_options:
         no_names = not all(isinstance(name, str | QuotedString) for name in names) and not isinstance(value, dict)
         if value is not None and no_names and (options := get_options(key)):
             return f"{_shorten(override)}: expected the name of an option. Choose one of {', '.join(options)}."
+    for words, said in _WORDS.items():
+        found = re.search(words, str(error))
+        for each in overrides if found is not None else ():
+            key, _, value = each.lstrip("+~").partition("=")
+            if found is not None and key.partition("@")[0] == found[1].partition("@")[0]:
+                return f"{_shorten(each)}: {said.format(key=key, value=_shorten(value))}"
     return _format_error(error)
 
 
@@ -166,7 +182,7 @@ def _explain_unparsed(override: str, later: Sequence[str]) -> str:
         return f"{_shorten(override)}: several options are a list. Quote it so: '{key}=[{','.join(words)}]'."
     if not _is_closed(value):
         return f"{_shorten(override)}: a bracket or a quote is not closed. Close it, and quote the whole override."
-    if value.strip().lstrip("+-").replace("_", "").isdigit():
+    if len(value) > _LONG and value.strip().lstrip("+-").replace("_", "").isdigit():
         return f"{_shorten(override)}: {len(value)} digits are no number that can be read. Set a shorter one."
     quoted = value.replace("\\", "\\\\").replace('"', '\\"')
     fix = f""" Quote it so: '{key}="{_shorten(quoted)}"'.""" if parse(f'{key}="{quoted}"') is not None else ""

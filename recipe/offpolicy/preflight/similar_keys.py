@@ -27,7 +27,7 @@ from .own_keys import (
     list_verls_names,
 )
 
-FREE = re.compile(r"kwargs|override|env_vars|extra")
+FREE = re.compile(r"(?:^|_)(?:kwargs|override|env_vars|extra)(?:_|$)")
 """Names of sections of verl in which any key can be added, for other programs."""
 _COMMON = frozenset({"none", "auto", "bypass", "reuse"})
 """Options whose names are words that other keys take too."""
@@ -68,7 +68,9 @@ def find_stray_keys(
         known = {*list_sections(), *list_groups(), *registered}
         if sign not in ("+", "++") or top in known or has_key(base, key) or any(map(FREE.search, key.split("."))):
             continue
-        if (problem := explain_misplaced(sign, key, value, base)) is not None:
+        problem = explain_misplaced(sign, key, value, base)
+        problem = problem or _explain_extension(sign, key, value, set(registered) - list_sections())
+        if problem is not None:
             yield problem
         elif _is_option(value, names):
             reason = "an added key that nothing of ours reads, with the name of a correction."
@@ -77,6 +79,19 @@ def find_stray_keys(
             )
         elif not set("@/") & set(key):
             yield from _find_unread(sign, key, value, base)
+
+
+def _explain_extension(sign: str, key: str, value: str, sections: Collection[str]) -> Problem | None:
+    """Explain a key that names a section of an extension of the user's elsewhere, or misspelled."""
+    names = key.split(".")
+    for place, name in enumerate(names):
+        near = None if name in list_verls_names() else find_closest(name, sections, 0.85)
+        if near is not None:
+            meant = ".".join([near, *names[place + 1 :]])
+            reason = f"an added key that nothing reads there; it resembles {meant}."
+            fix = f"Write +{meant}={value}, or give a key of your own another name."
+            return Problem(f"{sign}{key}", _parse_value(value), reason, fix, parts=())
+    return None
 
 
 def has_key(config: DictConfig, key: str) -> bool:
@@ -114,7 +129,9 @@ def _find_unread(sign: str, key: str, value: str, base: DictConfig) -> Iterator[
             yield Problem(f"{sign}{key}", _parse_value(value), reason, fix, parts=())
     elif not depth or names[depth] not in {*list_verls_names(), *(fields or ())}:
         reason = "an added key: neither verl nor this recipe reads it, only code of your own may."
-        yield Problem(f"{sign}{key}", _parse_value(value), reason, "", "NOTE", ())
+        near = find_closest(names[depth], map(str, section), 0.85)
+        fix = f"Did you mean {'.'.join([*names[:depth], near, *names[depth + 1 :]])}?" if near else ""
+        yield Problem(f"{sign}{key}", _parse_value(value), reason, fix, "NOTE", ())
 
 
 def _takes_any_name(section: Any) -> bool:
@@ -132,13 +149,26 @@ def explain_misplaced(sign: str, key: str, value: str, base: DictConfig) -> Prob
         if any(map(FREE.search, segments[:start])):
             break
         tail = segments[start:]
-        meant = find_meant(tail) or _find_section(tail, start)
-        if meant is None or not _is_distinct(tail, meant, start):
+        group = _find_group(tail, value) if start else None
+        meant = group or _find_verls(segments, start) or find_meant(tail) or _find_section(tail, start)
+        if meant is None or (not group and meant[0] in list_sections() and not _is_distinct(tail, meant, start)):
             continue
         reason = f"{'an added' if sign else 'a'} key that nothing reads {'at the top' if start == 0 else 'there'}"
-        plain = start > 0 and len(tail) == 1 and "_" not in meant[-1] and not list_paths().get(meant)
+        plain = start > 0 and not group and len(tail) == 1 and "_" not in meant[-1] and not list_paths().get(meant)
         return _build(sign, key, value, meant, reason, "NOTE" if plain else "ERROR")
     return None
+
+
+def _find_group(tail: Path_, value: str) -> Path_ | None:
+    """Find the group that the one name resembles, whose option the value is."""
+    near = find_closest(tail[0], list_groups(), 0.85) if len(tail) == 1 else None
+    return (near,) if near and _is_option(value, set(list_groups()[near]) - _COMMON) else None
+
+
+def _find_verls(segments: Path_, start: int) -> Path_ | None:
+    """Find the key of verl that a group of ours sets, such as router_replay.mode, written elsewhere or misspelled."""
+    meant = find_meant(segments[start:], verls=True) if len(segments) - start > 1 else None
+    return meant if meant and meant != segments and not list_paths()[meant] else None
 
 
 def _is_distinct(tail: Path_, meant: Path_, start: int) -> bool:
@@ -172,6 +202,8 @@ def _find_resembled_section(key: str, value: str) -> Path_ | None:
         # A group below ours, or ours put into another package, is none of ours.
         return (first,) if "/" in named or package not in ("", first) else None
     if first in groups:
+        if "/" in named or package:
+            return (first,)  # the group's own file says where its keys stand
         # Hydra takes no notice of an option that an optional group does not have.
         return _find_key_of_verl(first, rest) if value not in groups[first] and "$" not in value else None
     for section in sorted(sections, key=len, reverse=True):

@@ -46,11 +46,19 @@ REFUSED: list[tuple[tuple[str, ...], str]] = [
     (("trainer.nnodes=1,2",), "of which a launch takes one"),
     ((f"trainer.total_epochs={LONG}",), "5000 digits are no number that can be read"),
     (("correction=gsm", "correction.masks.gms.upper=1.02"), "Did you mean correction.masks.gsm.upper?"),
+    (("correction=gsm", "correction.maks.gsm.upper=1.02"), "Did you mean correction.masks?"),
+    (("correction=tis_token", "correction.wieght.upper=2"), "Did you mean correction.weight?"),
+    (("pass_at_k.k=8",), "pass_at_k is off, and nothing would read it. Add pass_at_k=analytic"),
+    (("correction=gsm", "offpolicy.alarms.ess=warn"), "Set offpolicy.alarms.ess.action=warn."),
+    (("correction=gsm", "offpolicy=[1]"), "Set single keys as offpolicy.KEY=VALUE."),
     (("~mode=1",), "Write ~mode."),
     (("gsm",), "Write KEY=VALUE."),
     ((*MAIN, "+correction=tis_token"), f"Launch {OURS}"),
     ((*MAIN, "+offpolicy.shadow=[gsm]", "+opd={a: 1}"), f"Launch {OURS}"),
     ((*MAIN, "+correction.weight.upper=2"), f"Launch {OURS}"),
+    ((*MAIN, "+corection=gsm"), f"Launch {OURS}. Write correction=gsm"),
+    ((*MAIN, "+lenght_penalty.kind=anchor"), f"Launch {OURS}. Write length_penalty"),
+    ((*MAIN, "+algorithm.staleness.eta=2"), f"Launch {OURS}. Write offpolicy.staleness.eta=2"),
 ]
 
 

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
+from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
 
 from recipe.offpolicy.preflight.hydra_refusals import explain_refusal, find_malformed_choices, find_nearest, parse
+from recipe.offpolicy.preflight.own_keys import CONFIG_DIR
 
 OPTIONS = ("gsm", "gsm_turn", "icepop", "tis_token", "tis_turn", "tis_sequence", "none")
 
@@ -55,6 +58,7 @@ def test_what_hydra_cannot_parse() -> None:
     [
         (["a=1", "b=[1,", "2]"], "b=[1,: the shell has split it. Quote it so: 'b=[1, 2]'."),
         (["a=1", "b"], "b: not an override. Write KEY=VALUE."),
+        (["a.b.=3"], "a.b.=3: Hydra cannot read this value."),
         (["a=x:{"], "a=x:{: a bracket or a quote is not closed."),
     ],
 )
@@ -62,3 +66,21 @@ def test_an_override_is_named(overrides: Sequence[str], said: str) -> None:
     with pytest.raises(Exception) as caught:  # noqa: PT011
         OverridesParser.create().parse_overrides(list(overrides))
     assert explain_refusal(caught.value, overrides, lambda group: ()).startswith(said)
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("+trainer.nnodes=2", "+trainer.nnodes=2: the key is there already. Write trainer.nnodes=2."),
+        ("offpolicy=[1]", "offpolicy=[1]: expected another kind of value. Set single keys as offpolicy.KEY=VALUE."),
+        ("~trainer.none_such", "~trainer.none_such: there is no such key to delete."),
+        ("~trainer.nnodes=7", "~trainer.nnodes=7: the key has another value. Write ~trainer.nnodes."),
+        ("~mode", "~mode: no option of this group is chosen that could be deleted."),
+        ("++opd=loss", "++opd=loss: a group takes one +. Write +opd=loss."),
+        ("+a/b@c=d", "+a/b@c=d: there is no such group."),
+    ],
+)
+def test_what_hydra_does_not_compose(override: str, said: str) -> None:
+    with pytest.raises(HydraException) as caught, initialize_config_dir(str(CONFIG_DIR), version_base=None):
+        compose("offpolicy_trainer", [override])
+    assert explain_refusal(caught.value, [override], lambda group: ()) == said

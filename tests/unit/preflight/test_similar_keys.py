@@ -12,7 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from recipe.offpolicy.correction.problem import CheckError
 from recipe.offpolicy.extensions.registry import SHIPPED
-from recipe.offpolicy.preflight.examination import examine
+from recipe.offpolicy.preflight.examination import examine, find_stray_overrides
 from recipe.offpolicy.preflight.hydra_groups import force_own_keys
 from recipe.offpolicy.preflight.own_keys import list_paths, list_sections, list_verls_names
 from recipe.offpolicy.preflight.similar_keys import find_similar_keys, find_stray_keys
@@ -66,7 +66,17 @@ MEANT = {
     "+router_replays=R3": f"{ROUTER_REPLAY}=R3",
     "router_replay=R3": f"{ROUTER_REPLAY}=R3",
     "+router_replay.mode=R2": f"{ROUTER_REPLAY}=R2",
+    "+actor_rollout_ref.actor.router_replay.mode=R3": f"{ROUTER_REPLAY}=R3",
+    "+actor_rollout_ref.router_replays.mode=R3": f"{ROUTER_REPLAY}=R3",
+    f"+{ROUTER_REPLAY.replace('fsdp', 'FSDP')}=R2": f"{ROUTER_REPLAY}=R2",
+    "+algorithm.router_replay=dp": "+router_replay=dp",
+    "+router_replay@algorithm=dp": "+router_replay=dp",
     "+modes=separate_async_cpu": "+mode=separate_async_cpu",
+    "+trainer.mode=separate_async_cpu": "+mode=separate_async_cpu",
+    "+mode@trainer=separate_async_cpu": "+mode=separate_async_cpu",
+    "+mode/x=separate_async_cpu": "+mode=separate_async_cpu",
+    "+metric.extrapolate=true": "pass_at_k.metric.extrapolate=true",
+    "+algorithm.pass_at_k.metric.extrapolate=true": "pass_at_k.metric.extrapolate=true",
     "+trainer.v1.staleness.eta=2": "offpolicy.staleness.eta=2",
     "+staleness.eta=2": "offpolicy.staleness.eta=2",
     "+stalenes.eta=2": "offpolicy.staleness.eta=2",
@@ -149,6 +159,7 @@ def test_sections_come_from_the_registry() -> None:
         "+algorithm.filter_groups.enable=true",
         "--config-name=correction",
         "hydra.run.dir=outputs/corrections",
+        f"+{ROUTER_REPLAY}=R3",
         "+trainer.logger=none",  # a word that other keys take too
         "++actor_rollout_ref.actor.policy_loss.loss_mode=dppo_tv",  # a loss of verl's by the name of an option
     ],
@@ -161,6 +172,10 @@ def test_a_section_of_the_users_own_is_no_problem(base: DictConfig) -> None:
     (note,) = found("+env.setup.model=x", base)
     assert note.verdict == "NOTE"
     assert found("+tempo.bpm=3", base, "tempo") == []
+    for elsewhere in ("+tempoo.bpm=3", "+algorithm.tempo.bpm=3"):
+        (problem,) = found(elsewhere, base, "tempo")
+        assert problem.verdict == "ERROR"
+        assert problem.fix.startswith("Write +tempo.bpm=3,")
 
 
 @pytest.mark.parametrize("argument", ["+max_turns=2", "+trainer.max_turnz=2"])
@@ -222,3 +237,10 @@ def test_a_key_of_ours_without_a_value_is_refused(key: str) -> None:
 
 def test_groups_of_ours_take_a_plus() -> None:
     assert force_own_keys(["+correction=gsm", "++opd=loss"]) == ["correction=gsm", "opd=loss"]
+
+
+def test_overrides_of_the_application_that_composed_them() -> None:
+    overrides = ["+trainer.opds=advantage", "+reward.reward_kwargs.x=1"]
+    with application(*NEEDED, *overrides) as config:
+        (problem,) = find_stray_overrides(config, overrides)
+    assert problem.fix.startswith("Write opd=advantage,")

@@ -83,8 +83,9 @@ def find_problems(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]
             fix = f"Did you mean {SECTION}.{near}?" if near else f"Choose of {', '.join(NAMES)}."
             yield _problem(key, values, "no alarm has this name.", fix)
         elif not isinstance(values, DictConfig):
-            fix = f"Set {key}.action=off to do without it."
-            yield _problem(key, values, "its keys have no values.", fix, f"{key}={{action: 'off'}}")
+            action = values if values in get_args(Action) else "off"
+            fix = f"Set {key}.action={action}{' to do without it' if action == 'off' else ''}."
+            yield _problem(key, values, "its keys have no values.", fix, f"{key}={{action: '{action}'}}")
         else:
             for unknown in sorted(set(map(str, values)) - set(DEFAULTS[name])):
                 given = values[unknown]
@@ -121,7 +122,10 @@ def _read_values(config: DictConfig) -> dict[str, dict[str, Any]]:
     given: Any = OmegaConf.to_container(section, resolve=True) if isinstance(section, DictConfig) else {}
     # A configuration without the section, as of a test of something else, has no alarms.
     names = DEFAULTS if given else {}
-    values = {name: defaults | (given.get(name) or {}) for name, defaults in DEFAULTS.items() if name in names}
+    values = {name: dict(defaults) for name, defaults in DEFAULTS.items() if name in names}
+    for name in values:
+        # find_problems names what is no mapping.
+        values[name] |= given[name] if isinstance(given.get(name), dict) else {}
     for alarm in values.values():
         # YAML reads a bare off as false.
         alarm["action"] = "off" if alarm["action"] is False else alarm["action"]

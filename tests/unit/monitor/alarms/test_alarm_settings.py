@@ -58,6 +58,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "section": ({KEY: None}, "offpolicy.alarms=null: its keys have no values. Remove this override."),
     "name": ({f"{KEY}.entropy": {"action": "warn"}}, "no alarm has this name. Choose of ess, mean_weight,"),
     "null": ({f"{KEY}.ess": None}, "its keys have no values. Set offpolicy.alarms.ess.action=off"),
+    "an action": ({f"{KEY}.ess": "stop"}, "its keys have no values. Set offpolicy.alarms.ess.action=stop."),
     "key": (
         {f"{KEY}.ess.bound": 1},
         "ess.bound=1: unknown key. Known under offpolicy.alarms.ess: action",
