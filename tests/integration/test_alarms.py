@@ -239,7 +239,7 @@ def test_a_run_finds_the_share_that_it_was_asked_for(engine: Any, caplog: pytest
     upper = run.metrics["offpolicy/calibrate/gsm/upper"]
     assert math.log(upper) < 0.05
     assert run.metrics["offpolicy/live/proved"] == 1.0
-    assert "correction.masks.gsm: lower=0.9, upper=1.1 -> lower=" in caplog.text
+    assert "correction.masks.gsm: [0.9, 1.1] -> [" in caplog.text
 
 
 # A moving cap -----------------------------------------------------------------------------------------------
