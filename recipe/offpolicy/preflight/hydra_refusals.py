@@ -128,7 +128,8 @@ def explain_refusal(error: BaseException, overrides: Sequence[str], get_options:
             return f"{_shorten(override)}: no default to replace. Write +{key}={near[0] if near else value}."
         names = value if isinstance(value, list) else [value]
         no_names = not all(isinstance(name, str | QuotedString) for name in names) and not isinstance(value, dict)
-        if value is not None and no_names and (options := get_options(key)):
+        null = value is None and "Got NoneType" in str(error)
+        if (null or (value is not None and no_names)) and (options := get_options(key)):
             return f"{_shorten(override)}: expected the name of an option. Choose one of {', '.join(options)}."
     for words, said in _WORDS.items():
         found = re.search(words, str(error))

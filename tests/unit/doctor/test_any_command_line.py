@@ -41,6 +41,7 @@ REFUSED: list[tuple[tuple[str, ...], str]] = [
     (("correction=5",), "expected the name of an option"),
     (("correction={a: 1}",), "Set single keys as correction.KEY=VALUE."),
     (("correction=[gsm",), "is not closed"),
+    (("process_reward=null",), "expected the name of an option. Choose one of prefix_value"),
     (("model_engine=6",), "Choose one of dp, "),
     (("data=[[a]]",), "expected the name of an option"),
     (("trainer.nnodes=1,2",), "of which a launch takes one"),
