@@ -30,6 +30,6 @@ def test_a_closed_pipe_is_quiet(arguments: list[str], status: int, tmp_path: Pat
         check=False,
     )
     os.close(writing)
-    assert done.returncode == status
+    assert done.returncode in (status, 141)  # 128 + SIGPIPE, as of the other tools
     for word in ("Broken", "Traceback", "The doctor failed", "Exception ignored"):
         assert word not in done.stderr
