@@ -117,7 +117,8 @@ def merged(
             there = str(given[key])
             if key not in _SEPARATORS and there != value:
                 path = f"{KEY}.env_vars.{key}"
-                raise ContradictionError(f"{path}={there}", path, there, _needed(key, value), "Remove this override.")
+                fix = f"Remove this override, or start with {key}={there}."
+                raise ContradictionError(f"{path}={there}", path, there, _needed(key, value), fix)
             result[key] = joined(key, there, value)
         elif key not in job or may_override:
             result[key] = joined(key, job.get(key, ""), value) if key in _SEPARATORS else value

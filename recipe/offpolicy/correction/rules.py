@@ -138,7 +138,6 @@ def _check_proximal(spec: CorrectionParts) -> None:
             key="correction.alpha",
             value=spec.alpha,
             beside=_proximal(spec),
-            mend={"correction.alpha": None},
         )
     if spec.proximal in MU_ITSELF:
         for part, weight in spec.all_weights.items():
@@ -179,10 +178,11 @@ def _check_proximal(spec: CorrectionParts) -> None:
         key, value = next(iter(batch_wide.items()))
         raise SpecError(
             "it is fixed for the batch from pi_old, which is not known before the gradient step.",
+            f"Set correction.proximal=recompute, or another {key}.",
             key=key,
             value=value,
             beside=_proximal(spec),
-            mend={"correction.proximal": "recompute", "correction.alpha": None},
+            mend={"correction.proximal": "recompute"} if spec.proximal == "reuse" else None,
         )
 
 

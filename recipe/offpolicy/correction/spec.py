@@ -196,10 +196,10 @@ def _weight(value: Any) -> WeightSpec | None:
         if name in given:
             raise SpecError(
                 "weight is of every token.",
-                f"Remove it, or give the weight as correction.weights.<name>, with {name}.",
+                f"Give the weight as correction.weights.<name>, with {name}, or leave {name} out.",
                 key=f"{key}.{name}",
                 value=given[name],
-                removed={f"{key}.{name}": given[name]},
+                meant={"correction.weights.signed": dict(given), key: None},
             )
     return WeightSpec.from_mapping(given, key=key)
 

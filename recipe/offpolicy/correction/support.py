@@ -39,7 +39,7 @@ def read_support(mapping: Mapping[str, Any]) -> dict[str, Any]:
                 f"Set correction.support=engine, or correction.{name}={'null' if off is None else off}.",
                 key=f"correction.{name}",
                 value=fields[name],
-                mend={f"correction.{name}": off},
+                mend={"correction.support": "engine"},
             )
     return fields
 
@@ -64,6 +64,6 @@ def _read_min_p(value: Any) -> float | None:
             "Set correction.support_min_p=0.1 for example, or null for none.",
             key="correction.support_min_p",
             value=number,
-            mend={"correction.support_min_p": None},
+            mend={"correction.support_min_p": 0.1},
         )
     return number

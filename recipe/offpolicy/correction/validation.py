@@ -226,13 +226,19 @@ def _is_factor(value: Any) -> bool:
 
 
 def read_numbers(value: Any) -> list[float]:
-    """Read the number that a value contains, or two bounds, written ``0.99_1.01`` as in verl, or as a list.
+    """Read the number that a value contains, or two bounds, written ``0.99_1.01`` as in verl, or as ``[0.99,1.01]``.
 
     Example:
-        >>> read_numbers("0.99_1.01"), read_numbers([1.01]), read_numbers("abc")
-        ([0.99, 1.01], [1.01], [])
+        >>> read_numbers("0.99_1.01"), read_numbers("[0.99, 1.01]"), read_numbers([1.01]), read_numbers("abc")
+        ([0.99, 1.01], [0.99, 1.01], [1.01], [])
     """
-    parts = re.split("[_,]", value) if isinstance(value, str) else value if isinstance(value, list | tuple) else [value]
+    parts = (
+        re.split("[_,]", value.strip("[]() "))
+        if isinstance(value, str)
+        else value
+        if isinstance(value, list | tuple)
+        else [value]
+    )
     try:
         numbers = [float(part) for part in parts if not isinstance(part, bool)]
     except (TypeError, ValueError, OverflowError):

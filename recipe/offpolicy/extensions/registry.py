@@ -13,7 +13,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from ..correction import Problem, SpecError
-from ..correction.problem import CheckError, remove, set_to
+from ..correction.problem import CheckError, set_to
 from .extension import Extension
 
 KEY = "offpolicy.extensions"
@@ -76,7 +76,7 @@ def find_problems(config: DictConfig) -> Iterator[Problem]:
         if node is None:
             reason = f"the section {section} is not there, so that the extension is off."
             fix = f"Set +{section}.KEY=VALUE, or remove this."
-            yield Problem(key, target, reason, fix, "NO-OP", (), remove(key, target))
+            yield Problem(key, target, reason, fix, "NO-OP", ())
         elif isinstance(node, DictConfig) and not own_launch.get():
             reason = "code that a script names is not imported: whether the extension is live was not checked."
             fix = "Check the launch by its overrides, without --script, in the folder of its code."
@@ -84,7 +84,7 @@ def find_problems(config: DictConfig) -> Iterator[Problem]:
         elif not isinstance(node, DictConfig):
             reason = "its section holds no keys."
             fix = f"Set {section}.KEY=VALUE, or {section}=null."
-            yield Problem(section, node, reason, fix, parts=(), overrides=(set_to(section, None),))
+            yield Problem(section, node, reason, fix, parts=())
 
 
 def _class_of(section: str, target: str) -> type[Extension]:

@@ -21,11 +21,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FrameType
 from typing import Any
 
-from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
+from ..batch.declared_keys import Section, number
+from ..batch.shipped_defaults import read_shipped_defaults
 from ..correction import Problem
-from ..correction.problem import set_to
-from ..correction.spelling import find_closest
 from .lost_workers import LostWorkerDetector, end_workers
 
 logger = logging.getLogger("verl.offpolicy")
@@ -313,35 +313,17 @@ def find_problems(config: DictConfig, extensions: Sequence[str] = ()) -> Iterato
         extensions: phases beside ``NAMES``.
     """
     settings = OmegaConf.select(config, SECTION)
-    if not isinstance(settings, DictConfig):
-        yield _problem(SECTION, settings, "its keys have no values.", "Remove this override.")
+    if settings is None or settings.get("phase_timeouts", {}) is None:
+        key = SECTION if settings is None else f"{SECTION}.phase_timeouts"
+        yield Problem(key, None, "its keys have no values.", "Remove this override.", parts=())
         return
-    for name in map(str, settings):
-        if name not in ("step_timeout", "phase_timeouts", "poll"):
-            key, given = f"{SECTION}.{name}", settings[name]
-            fix = f"Known under {SECTION}: step_timeout, phase_timeouts, poll."
-            yield _problem(key, given, "unknown key.", fix)
-    key, limits = f"{SECTION}.phase_timeouts", settings.get("phase_timeouts")
-    if isinstance(limits, ListConfig) or not isinstance(limits, DictConfig):
-        fix = f"Remove this override, or set {key}.rollout=7200 for example."
-        yield _problem(key, limits, "not a mapping.", fix)
-        limits = {}
-    for name in map(str, limits):
-        if name not in (*NAMES, *extensions):
-            near = find_closest(name, (*NAMES, *extensions))
-            fix = f"Did you mean {near}?" if near else f"Choose of {', '.join((*NAMES, *extensions))}."
-            yield _problem(f"{key}.{name}", limits[name], "no phase has this name.", fix)
-    seconds = {"step_timeout": settings.get("step_timeout"), "poll": settings.get("poll")}
-    seconds |= {f"phase_timeouts.{name}": limits[name] for name in map(str, limits)}
-    for name, value in seconds.items():
-        number = isinstance(value, int | float) and not isinstance(value, bool)
-        if value is not None and not (number and value > 0):
-            fix, any_time = "Set one, or null for any time.", set_to(f"{SECTION}.{name}", None)
-            yield _problem(f"{SECTION}.{name}", value, "not a number of seconds above 0.", fix, any_time)
-
-
-def _problem(key: str, value: Any, reason: str, fix: str, *overrides: str) -> Problem:
-    return Problem(key, value, reason, fix, parts=(), overrides=overrides)
+    shipped = read_shipped_defaults("watchdog")
+    limits = {**dict.fromkeys((*NAMES, *extensions)), **shipped["phase_timeouts"]}
+    seconds = number("a number of seconds above 0, or null for any time", above=0, null=True)
+    keys = ["step_timeout", "poll", *(f"phase_timeouts.{name}" for name in limits)]
+    hints = dict.fromkeys(keys, shipped["step_timeout"])
+    whole = {**shipped, "phase_timeouts": limits}
+    yield from Section(SECTION, whole, dict.fromkeys(keys, seconds), hints=hints).find_problems(config)
 
 
 def _wrap_phases(trainer: Any, watchdog: Watchdog) -> None:

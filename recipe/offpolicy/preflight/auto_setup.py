@@ -86,7 +86,6 @@ def read_setup(config: DictConfig) -> Setup:
                 f"Set setup.{name}=null to follow it, or change the configuration.",
                 key=f"setup.{name}",
                 value=given[name],
-                mend={f"setup.{name}": None},
             )
         else:
             values[name] = given[name]
@@ -111,7 +110,7 @@ def refuse_setup(config: DictConfig) -> None:
         if value is not None:
             key = f"setup.{name}"
             fix = f"Set correction=auto, or {key}=null."
-            raise SpecError("only correction=auto reads it.", fix, key=key, value=value, mend={key: None})
+            raise SpecError("only correction=auto reads it.", fix, key=key, value=value)
 
 
 @dataclass(frozen=True)
@@ -145,7 +144,7 @@ def _read_given(config: DictConfig) -> dict[str, Any]:
             raise SpecError("no such choice.", fix, key=key, value=value, mend={key: choice} if choice else None)
         if name == "minibatches" and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
             fix = "Set 1 or more, or null to count them."
-            raise SpecError("a number of gradient steps.", fix, key=key, value=value, mend={key: None})
+            raise SpecError("a number of gradient steps.", fix, key=key, value=value)
     return {name: given.get(name) for name in _LOOKS}
 
 

@@ -96,7 +96,7 @@ def examine(config: DictConfig, overrides: Iterable[str], *, say: Say = lambda l
     except SpecError as error:
         # Bounds may cross because one of them is a pair read as a number, which ``pairs`` reports.
         if _get_section(error.problem) not in map(_get_section, pairs):
-            problems.append(restore_defaults(error.problem))
+            problems.append(restore_defaults(_read_as_written(error.problem, overrides)))
     except CheckError as error:
         problems += error.problems
     except _UNREADABLE as error:
@@ -108,6 +108,12 @@ def examine(config: DictConfig, overrides: Iterable[str], *, say: Say = lambda l
         reported = {problem.key for problem in pairs}
         problems += [each for each in _check_around(config, spec, options) if each.key not in reported]
     return Preflight(spec, tuple(options), tuple(dict.fromkeys(problems)), tuple(said), first)
+
+
+def _read_as_written(problem: Problem, overrides: Sequence[str]) -> Problem:
+    """Give a number that was written with an underscore, which Hydra leaves out, as it was written: 0.5_5."""
+    written = dict(each.lstrip("+").split("=", 1) for each in overrides if "=" in each).get(problem.key, "")
+    return replace(problem, value=written.strip()) if "_" in written and not isinstance(problem.value, str) else problem
 
 
 def _get_section(problem: Problem) -> str:

@@ -18,7 +18,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from ..correction import Problem, SpecError
-from ..correction.problem import CheckError
+from ..correction.problem import CheckError, set_to
 from ..extensions.registry import SHIPPED
 from .hydra_refusals import find_malformed_choices, find_nearest
 from .own_keys import list_groups, list_sections
@@ -26,6 +26,7 @@ from .similar_keys import find_similar_keys
 
 GROUP = "correction"
 AUTO = "auto"
+_PART = re.compile(rf"{GROUP}\.(weight|(masks|weights)\.\w+)")
 EMPTY = frozenset({"none", "resampling", "verl_disabled"})
 """Options that mean no correction."""
 
@@ -62,7 +63,15 @@ def force_own_keys(arguments: Sequence[str]) -> list[str]:
     for section in SHIPPED:
         _refuse_several(section, bare)
     ours = tuple(f"{section}." for section in sections - SHIPPED.keys())
+    arguments = list(map(_quote_list, arguments))
     return [f"++{each}" if each.startswith(ours) else each for each in arguments]
+
+
+def _quote_list(argument: str) -> str:
+    """Quote a list that is given for a whole weight or mask, which Hydra would fail to merge."""
+    key, _, value = argument.partition("=")
+    bounds = value.strip().startswith("[") and _PART.fullmatch(key.strip("+ "))
+    return set_to(key, value.strip()) if bounds else argument
 
 
 def _find_empty(arguments: Sequence[str]) -> Iterator[Problem]:

@@ -123,6 +123,10 @@ def explain_refusal(error: BaseException, overrides: Sequence[str], get_options:
         if parsed.is_sweep_override():
             return _explain_sweep(override)
         key, value = parsed.key_or_group, parsed.value()
+        if "/" in key and f"Could not override '{key}'" in str(error):
+            return (
+                f"{_shorten(override)}: there is no group {key}. A key is written with dots: {key.replace('/', '.')}."
+            )
         if NO_DEFAULT in str(error) and f"'{key}'" in str(error):
             near = find_nearest(str(value), get_options(key))
             return f"{_shorten(override)}: no default to replace. Write +{key}={near[0] if near else value}."

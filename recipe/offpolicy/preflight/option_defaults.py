@@ -33,6 +33,14 @@ def restore_defaults(problem: Problem) -> Problem:
     if isinstance(default, Mapping):
         if problem.value in (None, False) or isinstance(problem.value, Mapping):
             return problem
+        pair = sorted(read_numbers(problem.value)) if {"lower", "upper"} <= default.keys() else []
+        if len(pair) == 2:
+            bounds: dict[str, Any] = {"lower": pair[0], "upper": pair[1]}
+            if default.get("kind") == "truncate":  # of an upper bound alone
+                bounds["kind"] = "clip"
+            fix = f"Set {' and '.join(set_to(f'{problem.key}.{name}', each) for name, each in bounds.items())} instead."
+            whole = set_to(problem.key, {**default, **bounds})
+            return replace(problem, fix=fix, overrides=(whole,) if pair[0] <= 1 else ())  # it leaves out 1
         default = _translate(problem.value, default)
     return replace(problem, fix="", overrides=(set_to(problem.key, default),))
 
@@ -54,10 +62,8 @@ def _select(values: Any, path: Sequence[str]) -> Any:
 
 
 def _translate(value: Any, part: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Put a number or two bounds that were given for a whole part into it; as shipped where they do not fit."""
-    numbers = sorted(read_numbers(value))
-    if len(numbers) == 2 and {"lower", "upper"} <= part.keys():
-        return {**part, "lower": numbers[0], "upper": numbers[1]}
+    """Put a number that was given for a whole part into it; as shipped where it does not fit."""
+    numbers = read_numbers(value)
     single = next((name for name in _NAMES if part.get(name) is not None), None)
     if len(numbers) == 1 and single is not None and part.get("lower") is None:
         return {**part, single: numbers[0]}

@@ -27,7 +27,7 @@ MALFORMED = {
     "unknown key": (["+correction.x=1"], ["correction.x=1", "unknown key", "masks, nonfinite"]),
     "unknown key of a mask": (
         ["correction=gsm", "+correction.masks.gsm.uper=2"],
-        ["correction.masks.gsm.uper=2", "unknown key", "aggregate, by_staleness, level, lower"],
+        ["correction.masks.gsm.uper=2", "unknown key", "Did you mean correction.masks.gsm.upper?"],
     ),
     "bounds that cross": (
         ["correction=gsm", "correction.masks.gsm.lower=1.5"],
@@ -43,7 +43,7 @@ MALFORMED = {
     ),
     "a bound left out": (
         ["correction=gsm", "~correction.masks.gsm.upper"],
-        ["correction.masks.gsm.upper=???: not set", "Set correction.masks.gsm.upper=..."],
+        ["correction.masks.gsm.upper=???: not set", "Set correction.masks.gsm.upper=1.01"],
     ),
     "no delta": (
         ["correction=opsm"],

@@ -34,10 +34,10 @@ def test_it_is_no_correction_by_itself() -> None:
         (ON | {"support_unknown": "drop"}, "Set one of mask, full.", "correction.support_unknown=mask"),
         (ON | {"support_size": 0}, "correction.support_size=0", "correction.support_size=null"),
         (ON | {"support_size": True}, "correction.support_size=true", "correction.support_size=null"),
-        (ON | {"support_min_p": 1.5}, "above 0 and below 1", "correction.support_min_p=null"),
-        ({"support_size": 8}, "read with correction.support=engine alone", "correction.support_size=null"),
-        ({"support_unknown": "full"}, "read with correction.support=engine alone", "correction.support_unknown=mask"),
-        ({"support_min_p": 0.1}, "read with correction.support=engine alone", "correction.support_min_p=null"),
+        (ON | {"support_min_p": 1.5}, "above 0 and below 1", "correction.support_min_p=0.1"),
+        ({"support_size": 8}, "read with correction.support=engine alone", "correction.support=engine"),
+        ({"support_unknown": "full"}, "read with correction.support=engine alone", "correction.support=engine"),
+        ({"support_min_p": 0.1}, "read with correction.support=engine alone", "correction.support=engine"),
         (ON | {"weight": TIS | {"normalize": True}}, "weight.normalize=true", "correction.support_unknown=full"),
         (
             ON | {"masks": {"gsm": GSM}, "denominator": "kept"},
@@ -53,7 +53,7 @@ def test_what_is_refused_names_the_override_that_fixes_it(mapping: dict[str, Any
         CorrectionSpec.from_mapping(mapping)
     assert caught.value.problem.overrides == (mend,)
     key, _, value = mend.partition("=")
-    mended: Any = {"null": None, "false": False}.get(value, value)
+    mended: Any = {"null": None, "false": False, "0.1": 0.1}.get(value, value)
     CorrectionSpec.from_mapping(mapping | {key.removeprefix("correction."): mended})
 
 

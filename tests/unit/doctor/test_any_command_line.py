@@ -53,6 +53,8 @@ REFUSED: list[tuple[tuple[str, ...], str]] = [
     (("correction=gsm", "offpolicy.alarms.ess=warn"), "Set offpolicy.alarms.ess.action=warn."),
     (("correction=gsm", "offpolicy=[1]"), "Set single keys as offpolicy.KEY=VALUE."),
     (("~mode=1",), "Write ~mode."),
+    (("foo/bar=3",), "there is no group foo/bar"),
+    (("offpolicy.alarms=[1]",), "Set single keys as offpolicy.alarms.KEY=VALUE."),
     (("gsm",), "Write KEY=VALUE."),
     ((*MAIN, "+correction=tis_token"), f"Launch {OURS}"),
     ((*MAIN, "+offpolicy.shadow=[gsm]", "+opd={a: 1}"), f"Launch {OURS}"),
@@ -69,6 +71,22 @@ def test_a_mistake_is_answered_by_what_to_write(arguments: tuple[str, ...], part
     assert answer.status == 2
     assert part in answer.printed
     assert len(answer.printed) < 3000, "not every option there is"
+
+
+@pytest.mark.parametrize(
+    ("option", "key", "given", "lower", "upper"),
+    [
+        ("icepop", "masks.icepop", "0.5_5", 0.5, 5.0),
+        ("icepop", "masks.icepop", "2_5", 2.0, 5.0),
+        ("tis_token", "weight", "0.25_4", 0.25, 4.0),
+    ],
+)
+def test_a_pair_that_hydra_reads_as_one_number_is_translated(
+    option: str, key: str, given: str, lower: float, upper: float, ask: Ask
+) -> None:
+    answer = ask(f"correction={option}", f"correction.{key}={given}", *NEEDED)
+    assert answer.status == 2
+    assert f"correction.{key}.lower={lower} and correction.{key}.upper={upper}" in answer.printed.replace(",", " and")
 
 
 def test_flags_stand_in_front_of_all_overrides_or_behind_them() -> None:

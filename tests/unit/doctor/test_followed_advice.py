@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -176,7 +177,11 @@ def follow(module: str, config: DictConfig, key: str) -> None:
     problems = told(module, config, key)
     assert problems, judge(config, Launch(module, ())).problems
     for problem in problems:
-        assert problem.overrides, problem
+        if not problem.overrides:  # either side of a conflict was asked for
+            assert re.search(r"\bor\b|;", problem.fix), problem
+            continue
+        lost = [each for each in problem.overrides if each.startswith("~") or each.endswith(("=null", "=none"))]
+        assert len(lost) < len(problem.overrides), f"{problem}: {problem.pasted} removes what was asked for"
         mended = with_overrides(config, problem.overrides)
         assert problem.reason not in [left.reason for left in told(module, mended, key)], problem
 

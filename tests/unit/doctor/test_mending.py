@@ -136,7 +136,7 @@ def test_a_weight_is_mended_by_one_paste(name: str) -> None:
 SIGNED = TIS | {"when": "negative"}
 BY_SIGN: dict[str, tuple[dict[str, Any], list[str]]] = {
     "of no sign": ({"weights": {"a": TIS}}, ["weights.a"]),
-    "with a sign for every token": ({"weight": TIS | {"when": "negative"}}, ["weight"]),
+    "with a sign for every token": ({"weight": TIS | {"when": "negative"}}, ["weights.signed"]),
     "normalised by advantages": ({"weights": {"a": SIGNED | {"normalize": True}}}, ["weights.a"]),
 }
 

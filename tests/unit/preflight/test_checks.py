@@ -112,17 +112,20 @@ STOPPED: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         {f"{ENGINE}.override_generation_config.top_p": 0.9},
         (f"{ENGINE}.override_generation_config.top_p=0.9", "Set "),
     ),
-    "verl's weights": ({f"{VERL}.rollout_is": "token"}, (f"{VERL}.rollout_is=token", "Remove", "default is None")),
+    "verl's weights": (
+        {f"{VERL}.rollout_is": "token"},
+        (f"{VERL}.rollout_is=token", "does this already", "rollout_is=null"),
+    ),
     "verl's rejection": (
         {f"{VERL}.rollout_rs": "seq_mean_k1", f"{VERL}.rollout_rs_threshold": "0.99_1.01"},
         (f"{VERL}.rollout_rs=seq_mean_k1", f"{VERL}.rollout_rs_threshold=0.99_1.01", "correct twice"),
     ),
     "verl's cap": (
         {f"{VERL}.rollout_is_threshold": 3.0},
-        (f"{VERL}.rollout_is_threshold=3.0", "which is off", "default is 2.0"),
+        (f"{VERL}.rollout_is_threshold=3.0", "which is off", "Set correction.weight.upper=3.0 instead"),
     ),
-    "verl's bypass": ({f"{VERL}.bypass_mode": True}, (f"{VERL}.bypass_mode=true", "default is False")),
-    "a key that verl adds": ({f"{VERL}.new": 1}, (f"{VERL}.new=1", "Remove")),
+    "verl's bypass": ({f"{VERL}.bypass_mode": True}, (f"{VERL}.bypass_mode=true", "Choose: ", "bypass_mode=false")),
+    "a key that verl adds": ({f"{VERL}.new": 1}, (f"{VERL}.new=1", "Choose: ")),
     "a ratio that is 1 at the only gradient step": (
         {"correction.masks.gsm.ratio": "ppo", "data.train_batch_size": 256},
         ("correction.masks.gsm.ratio=ppo", "one gradient step", "below data.train_batch_size"),
@@ -141,7 +144,7 @@ STOPPED: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     ),
     "an order of nothing": (
         {**NONE, "correction.skyrl_compat": True},
-        ("correction.skyrl_compat=true", "Set correction.skyrl_compat=false"),
+        ("correction.skyrl_compat=true", "or set correction.skyrl_compat=false"),
     ),
     "k1 that leaves out 0": (
         {"correction.masks.gsm": GSM | {"aggregate": "k1_mean", "lower": 0.1, "upper": 0.2}},

@@ -16,6 +16,8 @@ FIXES = {
     ("gsm", "masks.gsm.upper=abc"): (["correction.masks.gsm.upper=1.01"], {"masks.gsm.upper": 1.01}),
     ("gsm", "masks.gsm.upper=[1.02]"): (["correction.masks.gsm.upper=1.02"], {"masks.gsm.upper": 1.02}),
     ("gsm", "masks.gsm=0.98_1.03"): (None, {"masks.gsm.lower": 0.98, "masks.gsm.upper": 1.03}),
+    ("gsm", "masks.gsm=[0.98,1.03]"): (None, {"masks.gsm.lower": 0.98, "masks.gsm.upper": 1.03}),
+    ("tis_token", "weight=[0.5, 5]"): (None, {"weight.lower": 0.5, "weight.upper": 5.0, "weight.kind": "clip"}),
     ("gsm", "masks.gsm.threshold=0.98_1.03"): (None, {"masks.gsm.lower": 0.98, "masks.gsm.upper": 1.03}),
     ("icepop", "masks.icepop=x"): (None, {"masks.icepop.lower": 0.5, "masks.icepop.upper": 2.0}),
     ("tis_token", "weight=3"): (None, {"weight.upper": 3.0, "weight.level": "token"}),

@@ -103,10 +103,9 @@ def test_what_eta_cannot_govern_is_refused_and_mended(
     assert problem.key == (key or next(iter(changes)))
     assert problem.verdict == "ERROR"
     assert reason in problem.reason
-    for override in problem.overrides:
-        name, _, value = override.partition("=")
-        OmegaConf.update(made, name, OmegaConf.create(f"value: {value}").value)
-    assert problems(made) == []
+    # Either side was asked for.
+    assert problem.overrides == ()
+    assert f"{ETA}=null" in problem.fix
 
 
 def test_a_target_of_the_weights_needs_a_weight() -> None:
@@ -114,10 +113,9 @@ def test_a_target_of_the_weights_needs_a_weight() -> None:
     (problem,) = problems(made)
     assert (problem.key, problem.verdict) == ("offpolicy.staleness.adapt.ess", "ERROR")
     assert "the correction has none" in problem.reason
-    assert problem.overrides == ("offpolicy.staleness.adapt.ess=null",)
+    assert problem.overrides == ()
+    assert "or set offpolicy.staleness.adapt.ess=null" in problem.fix
     assert list(check_staleness(made, spec(TIS))) == []
-    made.merge_with_dotlist(list(problem.overrides))
-    assert problems(made) == []
 
 
 # verl's own keys ------------------------------------------------------------------------------------------------
@@ -185,7 +183,8 @@ def test_a_release_that_issues_prompts_otherwise_is_refused(release: str, monkey
     (problem,) = problems(config("colocate_async"))
     assert problem.key == ETA
     assert f"verl {release} does not issue prompts" in problem.reason
-    assert problem.overrides == (f"{ETA}=null",)
+    assert problem.overrides == ()
+    assert f"verl 0.9.1, or set {ETA}=null" in problem.fix
 
 
 @pytest.mark.verl("==0.9.1")
@@ -222,9 +221,9 @@ def test_a_release_that_notes_no_versions_is_refused_and_mended(monkeypatch: pyt
     )
     found = {problem.key: problem for problem in check_ages(made, by_age())}
     assert {key: problem.overrides for key, problem in found.items()} == {
-        "correction.masks.stale.aggregate": ("~correction.masks.stale",),
-        "correction.weight.by_staleness": ("correction.weight.by_staleness=null",),
-        "offpolicy.shadow": ("offpolicy.shadow=[tis]",),
+        "correction.masks.stale.aggregate": (),
+        "correction.weight.by_staleness": (),
+        "offpolicy.shadow": (),
     }
     assert {problem.verdict for problem in found.values()} == {"ERROR"}
     assert all("verl 0.8.0 does not note which version" in problem.reason for problem in found.values())
@@ -239,7 +238,7 @@ def test_where_versions_are_known_by_row_ages_are_of_rows(monkeypatch: pytest.Mo
         "token",
         ("correction.masks.stale.level=sequence",),
     )
-    assert weight.overrides == ("correction.weight.by_staleness=null",)
+    assert weight.overrides == ()
     assert list(check_ages(made, spec(stale=STALE | {"level": "sequence"}))) == []
     assert list(check_ages(config("sync"), by_age())) == []
 
@@ -261,8 +260,8 @@ def test_a_mask_that_no_age_reaches_is_inert(mode: str, eta: float | None, upper
     assert [(problem.key, problem.verdict) for problem in found] == [("correction.masks.stale.upper", "NO-OP")] * inert
     if inert:
         assert found[0].beside == ({ETA: eta} if eta is not None else {})
-        lower = "correction.masks.stale.upper=1"
-        assert found[0].overrides == ((lower,) if upper == 2 else ("~correction.masks.stale",))
+        assert found[0].overrides == ()
+        assert ("correction.masks.stale.upper=1" in found[0].fix) == (upper == 2)
 
 
 @pytest.mark.parametrize(
@@ -297,7 +296,7 @@ def test_factors_that_change_no_bound_are_inert(
 ) -> None:
     found = list(warn_ages(config(mode, **{ETA: eta}), spec(TIS | {"by_staleness": factors})))
     key = "correction.weight.by_staleness"
-    assert [(each.key, each.verdict, each.overrides) for each in found] == [(key, "NO-OP", (f"{key}=null",))] * inert
+    assert [(each.key, each.verdict, each.overrides) for each in found] == [(key, "NO-OP", ())] * inert
 
 
 def test_both_are_asked_at_every_launch() -> None:

@@ -165,7 +165,6 @@ def read_verl_rejections(rollout_rs: Any, threshold: Any, prefix: str) -> dict[s
             f"Set options separated by commas, or null. Known: {_known()}.",
             key=rs,
             value=rollout_rs,
-            mend={rs: None},
         )
     for option in options:
         if option not in VERL_REJECTIONS:

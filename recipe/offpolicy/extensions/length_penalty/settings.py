@@ -83,13 +83,9 @@ class LengthSettings:
             if settings.reference is None:
                 fix = f"Set {key} to tokens, or to {COLUMN}NAME of the data set."
                 raise SpecError("no length is given.", fix, key=key, beside={kind: "reference"}, mend={kind: "anchor"})
-            raise SpecError(
-                "only the kind reference reads it.",
-                key=key,
-                value=settings.reference,
-                beside={kind: settings.kind},
-                mend={key: None},
-            )
+            fix = f"Set {kind}=reference, or {key}=null."
+            reason, beside = "only the kind reference reads it.", {kind: settings.kind}
+            raise SpecError(reason, fix, key=key, value=settings.reference, beside=beside)
         return settings
 
     def compute_warmup(self, step: int) -> float:

@@ -46,7 +46,7 @@ def _find_conflicts(section: str, settings: LengthSettings, config: DictConfig) 
     parts, place = (section,), f"{section}.place"
 
     def wrong(key: str, value: Any, reason: str, override: str, beside: dict[str, Any] | None = None) -> Problem:
-        return Problem(key, value, reason, parts=parts, overrides=(override,), beside=beside or {})
+        return Problem(key, value, reason, f"Set {override}, or {section}=none.", parts=parts, beside=beside or {})
 
     for key, manager in _OVERLONG.items():
         if OmegaConf.select(config, key) and OmegaConf.select(config, manager) == "dapo":
@@ -128,6 +128,5 @@ def _check_column(section: str, settings: LengthSettings, config: DictConfig) ->
                 key = f"{section}.reference"
                 fix = f"Fill {settings.reference}, or set {section}=anchor."
                 reason = f"row {row} of {file} has no length above 0 there."
-                mend = (set_to(f"{section}.kind", "anchor"), set_to(key, None))
-                yield Problem(key, settings.reference, reason, fix, parts=(section,), overrides=mend)
+                yield Problem(key, settings.reference, reason, fix, parts=(section,))
                 break

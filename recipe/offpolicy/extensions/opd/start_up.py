@@ -58,23 +58,23 @@ def _find_conflicts(section: str, settings: OpdSettings, config: DictConfig) -> 
         reason = (
             f"verl's own distillation and {section} are two, and its loss would take the place of the corrected one."
         )
-        yield Problem(key, True, reason, parts=parts, overrides=(set_to(key, False),))
+        yield Problem(key, True, reason, f"Set {key}=false, or {section}=null.", parts=parts)
     temperature = OmegaConf.select(config, f"{_ROLLOUT}.temperature")
     if temperature is not None and float(temperature) != 1.0:
         key = f"{_ROLLOUT}.temperature"
         reason = "the teacher's log-probs are those at temperature 1, and the student's are not."
         fix = f"Set {key}=1.0, or {section}=null."
-        yield Problem(key, temperature, reason, fix, parts=parts, overrides=(set_to(key, 1.0),))
+        yield Problem(key, temperature, reason, fix, parts=parts)
     if settings.mode == "advantage" and OmegaConf.select(config, _ESTIMATOR) == "gae":
         reason = (
             "the critic predicts rewards, and the advantages of eligible tokens would be the teacher's log-probs, "
             "which it knows nothing of."
         )
         fix = f"Set {section}=loss, or an estimator without a critic, such as grpo."
-        yield Problem(_ESTIMATOR, "gae", reason, fix, parts=parts, overrides=(set_to(f"{section}.mode", "loss"),))
+        yield Problem(_ESTIMATOR, "gae", reason, fix, parts=parts)
     for key, column in _find_media(config):
         reason = f"the training data has {column}, and the teacher is asked about token ids alone."
-        yield Problem(key, column, reason, f"Set {section}=null.", parts=parts, overrides=(set_to(section, None),))
+        yield Problem(key, column, reason, f"Train on text alone, or set {section}=null.", parts=parts)
     rollouts = int(OmegaConf.select(config, f"{_ROLLOUT}.n") or 1)
     gate = settings.eligible
     if rollouts > 1 and 0 < gate.max_pass_rate * rollouts < 1:
@@ -92,9 +92,8 @@ def _find_conflicts(section: str, settings: OpdSettings, config: DictConfig) -> 
             if never
             else f"it drops the prompts that no rollout passes, which are those that {section} is for."
         )
-        yield Problem(
-            _FILTER, True, reason, "", "NO-OP" if never else "ERROR", parts, overrides=(set_to(_FILTER, False),)
-        )
+        fix = f"Set {_FILTER}=false, or {section}=null."
+        yield Problem(_FILTER, True, reason, fix, "NO-OP" if never else "ERROR", parts)
 
 
 def _examine_teacher(section: str, settings: OpdSettings, config: DictConfig) -> Iterator[Problem]:

@@ -36,7 +36,9 @@ def _check_objective(section: str, settings: PassAtKSettings, config: DictConfig
     parts, objective = (section,), settings.objective
 
     def wrong(key: str, value: Any, reason: str, override: str, beside: dict[str, Any] | None = None) -> Problem:
-        return Problem(key, value, reason, parts=parts, overrides=(override,), beside=beside or {})
+        lost = key in (_ESTIMATOR, _KL) or key.endswith("overlong_buffer_cfg.enable")  # asked for next to it
+        fix, overrides = (f"Set {override}, or {section}=null.", ()) if lost else ("", (override,))
+        return Problem(key, value, reason, fix, parts=parts, overrides=overrides, beside=beside or {})
 
     n = int(OmegaConf.select(config, _ROLLOUTS) or 1)
     for k in sorted(set(settings.all_k)):
@@ -73,7 +75,7 @@ def _check_objective(section: str, settings: PassAtKSettings, config: DictConfig
     if settings.all_k == (1,):
         key = f"{section}.k"
         reason = "pass@1 is what verl's own estimator trains, which is left in its place."
-        yield Problem(key, 1, reason, verdict="NO-OP", parts=parts, overrides=(set_to(section, None),))
+        yield Problem(key, 1, reason, f"Set {key} above 1, or {section}=null.", "NO-OP", parts)
     negative = [
         name
         for name, mask in (OmegaConf.select(config, "correction.masks") or {}).items()
@@ -90,8 +92,8 @@ def _check_groups_are_seen(section: str, settings: PassAtKSettings, config: Dict
     if OmegaConf.select(config, _FILTER):
         key = f"{section}.budget.mode"
         reason = "groups that are all right or all wrong are dropped, so that a budget never learns of them."
-        off, beside = (set_to(_FILTER, False),), {_FILTER: True}
-        yield Problem(key, settings.budget.mode, reason, parts=(section,), overrides=off, beside=beside)
+        fix = f"Set {_FILTER}=false, or {key}=none."
+        yield Problem(key, settings.budget.mode, reason, fix, parts=(section,), beside={_FILTER: True})
 
 
 def _check_draws(section: str, settings: PassAtKSettings, config: DictConfig) -> Iterator[Problem]:
@@ -99,7 +101,9 @@ def _check_draws(section: str, settings: PassAtKSettings, config: DictConfig) ->
     workers, sampler = "data.dataloader_num_workers", "data.sampler.class_path"
 
     def wrong(other: str, value: Any, reason: str, mend: Any) -> Problem:
-        return Problem(key, mode, reason, parts=parts, overrides=(set_to(other, mend),), beside={other: value})
+        return Problem(
+            key, mode, reason, f"Set {set_to(other, mend)}, or {key}=none.", parts=parts, beside={other: value}
+        )
 
     if count := OmegaConf.select(config, workers):
         yield wrong(workers, count, "workers draw batches ahead, before the answers that chances go by.", 0)
@@ -113,15 +117,16 @@ def _check_draws(section: str, settings: PassAtKSettings, config: DictConfig) ->
 
 def _check_group_sizes(section: str, settings: PassAtKSettings, config: DictConfig) -> Iterator[Problem]:
     parts, key, budget = (section,), f"{section}.budget.mode", settings.budget
-    off = (set_to(key, "none"),)
     use_v1, mode = OmegaConf.select(config, "trainer.use_v1"), OmegaConf.select(config, "trainer.v1.trainer_mode")
     if not use_v1 or mode != "sync":
         reason = "only verl's V1 trainer in the mode sync samples groups of different sizes, all of one step."
         beside = {"trainer.use_v1": use_v1} if not use_v1 else {"trainer.v1.trainer_mode": mode}
-        yield Problem(key, budget.mode, reason, parts=parts, overrides=off, beside=beside)
+        fix = f"Set trainer.use_v1=true and trainer.v1.trainer_mode=sync, or {key}=none."
+        yield Problem(key, budget.mode, reason, fix, parts=parts, beside=beside)
     if OmegaConf.select(config, _ESTIMATOR) == "remax":
         reason = "ReMax needs one greedy answer a prompt."
-        yield Problem(key, budget.mode, reason, parts=parts, overrides=off, beside={_ESTIMATOR: "remax"})
+        fix = f"Set {_ESTIMATOR}=grpo, or {key}=none."
+        yield Problem(key, budget.mode, reason, fix, parts=parts, beside={_ESTIMATOR: "remax"})
     n = int(OmegaConf.select(config, _ROLLOUTS) or 1)
     if not budget.least <= n <= budget.most:
         name = "least" if n < budget.least else "most"

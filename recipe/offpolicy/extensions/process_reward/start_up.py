@@ -58,12 +58,12 @@ def takes_rows_out(config: DictConfig) -> bool:
 
 def find_problems(section: str, settings: ProcessSettings, config: DictConfig) -> Iterator[Problem]:
     """Find what is wrong around the settings."""
-    parts, off = (section,), (set_to(section, None),)
+    parts = (section,)
     path = live_path(config)
     if not path.attributes.scores_prompts:
         reason = f"the rollout server of verl {path.release} drops vLLM's prompt_logprobs, of which values are made."
         fix = f"Use verl 0.8.0 or later, or set {section}=null."
-        yield Problem(section, "on", reason, fix, parts=parts, overrides=off)
+        yield Problem(section, "on", reason, fix, parts=parts)
         return
     engine = OmegaConf.select(config, f"{ROLLOUT}.name")
     if engine != "vllm":
@@ -73,18 +73,18 @@ def find_problems(section: str, settings: ProcessSettings, config: DictConfig) -
     if OmegaConf.select(config, f"{ROLLOUT}.disaggregation.enabled"):
         key = f"{ROLLOUT}.disaggregation.enabled"
         reason = "a prefix is computed on one server and decoded on another, and log-probs of prompts are neither's."
-        yield Problem(key, True, reason, parts=parts, overrides=(set_to(key, False),))
+        yield Problem(key, True, reason, f"Set {key}=false, or {section}=null.", parts=parts)
     manager = OmegaConf.select(config, MANAGER)
     if manager and manager not in MANAGERS.values():
         reason = f"rows would come past {section}, whose manager of agent loops scores them."
         fix = f"Set {MANAGER}=null, or {section}=null."
-        yield Problem(MANAGER, manager, reason, fix, parts=parts, overrides=(set_to(MANAGER, None),))
+        yield Problem(MANAGER, manager, reason, fix, parts=parts)
     yield from _check_estimator(section, config)
     yield from _check_lengths(section, settings, config)
     key = "algorithm.filter_groups.enable"
     if OmegaConf.select(config, key):
         reason = f"it drops the prompts that no rollout passes, in which {section} alone could tell rollouts apart."
-        yield Problem(key, True, reason, "", "NO-OP", parts, (set_to(key, False),))
+        yield Problem(key, True, reason, f"Set {key}=false, or {section}=null.", "NO-OP", parts)
 
 
 def _check_estimator(section: str, config: DictConfig) -> Iterator[Problem]:
@@ -101,7 +101,7 @@ def _check_estimator(section: str, config: DictConfig) -> Iterator[Problem]:
     gamma = OmegaConf.select(config, "algorithm.gamma")
     if gamma not in (None, 1, 1.0):
         key, reason = "algorithm.gamma", "utilities telescope to V_m - V_0 without a discount alone."
-        yield Problem(key, gamma, reason, parts=parts, overrides=(set_to(key, 1.0),))
+        yield Problem(key, gamma, reason, f"Set {key}=1.0, or {section}=null.", parts=parts)
 
 
 def _check_lengths(section: str, settings: ProcessSettings, config: DictConfig) -> Iterator[Problem]:
@@ -118,9 +118,9 @@ def _check_lengths(section: str, settings: ProcessSettings, config: DictConfig) 
                 "actor_rollout_ref.model.path",
                 f"tokens of {unlike!r} read otherwise one by one than together.",
             )
-            fix = f"Set {section}=null: episodes cannot be found with this tokenizer."
+            fix = f"Train a model with another tokenizer, or set {section}=null."
             value = OmegaConf.select(config, key)
-            yield Problem(key, value, reason, fix, parts=parts, overrides=(set_to(section, None),))
+            yield Problem(key, value, reason, fix, parts=parts)
     key = f"{ROLLOUT}.max_model_len"
     lengths = [OmegaConf.select(config, f"data.max_{part}_length") for part in ("prompt", "response")]
     most = OmegaConf.select(config, key)

@@ -246,7 +246,7 @@ def _find_pointless(
         yield _problem(f"{key}.fallback", given, reason, fix, set_to(f"{key}.action", "fallback"))
     if values["return_after"] is not None and action != "fallback":
         reason, fix = f"nothing to return from with action={action}.", f"Set null, or {key}.action=fallback."
-        yield _problem(f"{key}.return_after", values["return_after"], reason, fix, set_to(f"{key}.return_after", None))
+        yield _problem(f"{key}.return_after", values["return_after"], reason, fix)
     if action not in ("stop", "fallback"):
         return
     measured = OmegaConf.select(config, _MU)
@@ -256,7 +256,7 @@ def _find_pointless(
         yield _problem(f"{key}.action", action, reason, fix, set_to(_MU, True))
     elif reason := explain_constant(name, spec):
         fix = f"Set {key}.action=warn, or off."
-        yield _problem(f"{key}.action", action, reason, fix, set_to(f"{key}.action", "warn"))
+        yield _problem(f"{key}.action", action, reason, fix)
 
 
 def _find_pointless_of_extension(name: str, values: Mapping[str, Any], config: DictConfig) -> Iterator[Problem]:
@@ -264,16 +264,15 @@ def _find_pointless_of_extension(name: str, values: Mapping[str, Any], config: D
     given = {part: values[part] for part in ("fallback", "return_after") if values[part] is not None}
     if values["action"] == "fallback":
         reason, fix = f"another correction does not change what {section} measures.", f"Set {key}.action=warn, or stop."
-        unset = [set_to(f"{key}.{part}", None) for part in given]
-        yield _problem(f"{key}.action", "fallback", reason, fix, set_to(f"{key}.action", "warn"), *unset)
+        yield _problem(f"{key}.action", "fallback", reason, fix)
         return
     for part, value in given.items():
         shown = value["options"] if isinstance(value, Mapping) else value
         reason = f"this alarm has no fallback: another correction does not change what {section} measures."
-        yield _problem(f"{key}.{part}", shown, reason, "Set null.", set_to(f"{key}.{part}", None))
+        yield _problem(f"{key}.{part}", shown, reason, "Set null.")
     if values["action"] == "stop" and not _is_measured(name, config):
         reason, fix = f"with {section}=null there is nothing to measure.", f"Set {key}.action=warn, or off."
-        yield _problem(f"{key}.action", "stop", reason, fix, set_to(f"{key}.action", "warn"))
+        yield _problem(f"{key}.action", "stop", reason, fix)
 
 
 def _float(value: Any) -> float | None:

@@ -106,12 +106,12 @@ def find_problems(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]
     if values["target_ess"] is not None:
         for reason, fix in _find_immovable_cap(spec, _choose_masks(values, spec)):
             fix = f"Set {SECTION}.target_ess=null, or {fix}."
-            yield _problem("target_ess", values["target_ess"], reason, fix, target_ess=None)
+            yield Problem(f"{SECTION}.target_ess", values["target_ess"], reason, fix, parts=())
 
 
 def _problem(name: str, value: Any, reason: str, fix: str = "", **mend: Any) -> Problem:
     """Build a problem of one key; ``mend`` holds the keys of the section that mend it, by default what is shipped."""
-    mend = mend or {name: DEFAULTS[name]}
+    mend = {name: DEFAULTS[name]} if not mend and DEFAULTS[name] is not None else mend
     overrides = tuple(set_to(f"{SECTION}.{key}", wanted) for key, wanted in mend.items())
     return Problem(f"{SECTION}.{name}", value, reason, fix, parts=(), overrides=overrides)
 
@@ -137,7 +137,7 @@ def _find_malformed(values: Mapping[str, Any]) -> Iterator[Problem]:
         yield _problem("side", values["side"], "no side of a band.", f"Set one of {', '.join(get_args(Side))}.")
     if not isinstance(values["of"], str | ListConfig | list | None):
         fix = f"Set {SECTION}.of=[gsm] for example, or null for the one there is."
-        yield _problem("of", values["of"], "not a list of masks.", fix)
+        yield _problem("of", values["of"], "not a list of masks.", fix, of=None)
     for name, least in _COUNTS.items():
         if isinstance(values[name], bool) or not isinstance(values[name], int) or values[name] < least:
             yield _problem(name, values[name], f"a count of updates, a whole number of at least {least}.")
@@ -157,11 +157,11 @@ def _find_immovable_masks(values: Mapping[str, Any], spec: CorrectionSpec) -> It
     if spec.skyrl_compat:
         reason = "correction.skyrl_compat=true lets one mask decide what another sees, so that no share is its own."
         yield _problem("target_kept", kept, reason, f"Set {target}=null, or correction.skyrl_compat=false.")
-    first: dict[str, Any] = {"of": movable[:1]} if movable else {"target_kept": None, "of": None}
+    first: dict[str, Any] = {"of": movable[:1]} if len(movable) == 1 else {}
     if not names and len(movable) != 1:
         reason = f"{len(movable)} masks have bounds that could move: {', '.join(movable) or 'none'}."
         fix = f"Set {of}=[{movable[0]}] for example." if movable else f"Set {target}=null."
-        yield _problem("of", None, reason, fix, **(first if movable else {"target_kept": None}))
+        yield _problem("of", None, reason, fix, **first)
     for name in names or movable:
         if name not in masks:
             yield _problem("of", name, "no mask of the correction.", f"Choose of {', '.join(masks)}.", **first)
@@ -174,7 +174,7 @@ def _find_immovable_masks(values: Mapping[str, Any], spec: CorrectionSpec) -> It
                 f"not get below it."
             )
             fix = f"Set {target}=null, or correction.proximal=recompute."
-            yield _problem("of", name, reason, fix, target_kept=None, of=None)
+            yield _problem("of", name, reason, fix)
 
 
 def _find_immovable_cap(spec: CorrectionSpec, masks: list[str]) -> Iterator[tuple[str, str]]:

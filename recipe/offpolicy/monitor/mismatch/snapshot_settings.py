@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from omegaconf import DictConfig, OmegaConf
 
-from verl_patches.execution_path import live_path
+from verl_patches.execution_path import USE_V1, live_path
 
 from ...batch.declared_keys import Section, count
 from ...batch.shipped_defaults import read_shipped_defaults
@@ -63,24 +63,29 @@ def find_problems(config: DictConfig) -> Iterator[Problem]:
 
 def _find_obstacles(config: DictConfig, snapshots: int) -> Iterator[Problem]:
     path, off = live_path(config), set_to(SNAPSHOTS, None)
+
+    def refuse(reason: str, instead: str) -> Problem:
+        return Problem(SNAPSHOTS, snapshots, reason, f"Set {instead}, or {off} to go without them.", parts=())
+
     if path.trainer != "v1" or not path.attributes.token_versions:
         where = f"verl {path.release} with its {path.trainer.upper()} trainer"
         reason = f"weights are kept under the V1 trainer, as tested with verl 0.9.1, and this is {where}."
-        yield Problem(SNAPSHOTS, snapshots, reason, f"Set {off}.", parts=(), overrides=(off,))
+        use = f"{USE_V1}=true" if path.release.startswith("0.9.1") else f"{USE_V1}=true with verl 0.9.1"
+        yield refuse(reason, use)
         return
     if (mode := OmegaConf.select(config, _MODE)) not in (None, "sync"):
         reason = (
             f"rows of a step were sampled by several versions under {_MODE}={mode}, which are noted by token there."
         )
-        yield Problem(SNAPSHOTS, snapshots, reason, f"Set {off}.", parts=(), overrides=(off,))
+        yield refuse(reason, f"{_MODE}=sync")
     if OmegaConf.select(config, _REPLAY) not in (None, "disabled"):
         reason = (
             f"rows are scored again by the trainer's own routes, and {_REPLAY} is on because they differ from mu's."
         )
-        yield Problem(SNAPSHOTS, snapshots, reason, f"Set {off}.", parts=(), overrides=(off,))
+        yield refuse(reason, f"{_REPLAY}=disabled")
     if (temperature := OmegaConf.select(config, _TEMPERATURE)) not in (None, 1, 1.0):
         reason = f"rows are scored again at temperature 1, and {_TEMPERATURE}={temperature:g}."
-        yield Problem(SNAPSHOTS, snapshots, reason, f"Set {off}.", parts=(), overrides=(off,))
+        yield refuse(reason, f"{_TEMPERATURE}=1.0")
     if OmegaConf.select(config, _OFFLOAD):
         reason = f"verl copies weights that lie on the accelerator, and {_OFFLOAD} takes them off it."
-        yield Problem(SNAPSHOTS, snapshots, reason, f"Set {off}, or {_OFFLOAD}=false.", parts=(), overrides=(off,))
+        yield refuse(reason, f"{_OFFLOAD}=false")

@@ -12,7 +12,6 @@ from ...correction.bound_limits import compute_arithmetic_limit, compute_proposa
 from ...correction.problem import Problem, format_value, set_to
 from ...correction.ratios import EXP_CLAMP
 from ...correction.validation import get_usual_bounds
-from .config_reader import ACTOR
 
 
 def check_bounds_hold_agreement(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
@@ -122,16 +121,14 @@ def check_weight_ratio(config: DictConfig, spec: CorrectionSpec) -> Iterator[Pro
                 f"loss_mode {mode} has a ratio to the current policy of its own, which would count twice.",
                 f"Set actor_rollout_ref.actor.policy_loss.loss_mode=gpg, or correction.{part}.ratio=rollout.",
                 parts=(part,),
-                overrides=(set_to(f"{ACTOR}.policy_loss.loss_mode", "gpg"),),
             )
 
 
 def check_skyrl_compat(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
     """Check that skyrl_compat has masks; without them it has no effect."""
     if spec.skyrl_compat and not spec.masks:
-        reason, fix = "without a mask there is no order.", "Set correction.skyrl_compat=false."
-        override = set_to("correction.skyrl_compat", False)
-        yield Problem("correction.skyrl_compat", True, reason, fix, "NO-OP", ("skyrl_compat",), (override,))
+        reason, fix = "without a mask there is no order.", "Stack a mask, or set correction.skyrl_compat=false."
+        yield Problem("correction.skyrl_compat", True, reason, fix, "NO-OP", ("skyrl_compat",))
 
 
 def check_token_aggregates(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:

@@ -29,8 +29,7 @@ def check_extensions(config: DictConfig, spec: CorrectionSpec) -> Iterator[Probl
     estimating = [each.section for each in found if type(each).estimate is not Extension.estimate]
     for section in estimating[1:]:
         reason = f"it computes advantages in the place of verl's estimator, and so does {estimating[0]}."
-        override = set_to(section, None)
-        yield Problem(section, "on", reason, f"Set {override}.", parts=(section,), overrides=(override,))
+        yield Problem(section, "on", reason, f"Set {section}=null, or {estimating[0]}=null.", parts=(section,))
     needy = [each.section for each in found if each.worker() is not None]
     if needy and not OmegaConf.select(config, _MU):
         reason = f"the workers read the rollout's log-probs where {needy[0]} acts on the loss."

@@ -37,16 +37,16 @@ def check_proximal(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem
         fix = "Set correction.proximal=recompute."
         yield Problem(key, value, f"{why}, and mu is not pi_old.", fix, parts=_PARTS, overrides=recompute)
     if value in ("reuse", "loglinear"):
+        same = recompute if value == "reuse" else ()  # the same pi_old, computed; loglinear is another
         if OmegaConf.select(config, "algorithm.use_kl_in_reward"):
             reason = "the KL in the reward reads pi_old before the loss can say what it is."
             fix = "Set algorithm.use_kl_in_reward=false, or correction.proximal=recompute."
-            override = set_to("algorithm.use_kl_in_reward", False)
-            yield Problem(key, value, reason, fix, parts=_PARTS, overrides=(override,))
+            yield Problem(key, value, reason, fix, parts=_PARTS, overrides=same)
         estimator = OmegaConf.select(config, "algorithm.adv_estimator")
         if "optimal_token_baseline" in str(estimator):
             reason = f"algorithm.adv_estimator={estimator} reads pi_old before the loss can say what it is."
             fix = "Set another estimator, or correction.proximal=recompute."
-            yield Problem(key, value, reason, fix, parts=_PARTS, overrides=_remove_alpha(spec, recompute))
+            yield Problem(key, value, reason, fix, parts=_PARTS, overrides=same)
 
 
 def _explain_older_weights(config: DictConfig) -> str | None:
@@ -58,10 +58,6 @@ def _explain_older_weights(config: DictConfig) -> str | None:
         if (updates := OmegaConf.select(config, key)) not in (None, 1):
             return f"{key}={updates} hands the rollout engine the weights of one update in {updates}"
     return None
-
-
-def _remove_alpha(spec: CorrectionSpec, recompute: tuple[str, ...]) -> tuple[str, ...]:
-    return recompute if spec.alpha is None else (*recompute, set_to("correction.alpha", None))
 
 
 def check_ppo_ratio(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
@@ -98,5 +94,4 @@ def check_proximal_is_read(config: DictConfig, spec: CorrectionSpec) -> Iterator
     if spec.proximal != "recompute" and alone and mode == "gpg":
         reason = f"loss_mode {mode} has no ratio and reads no pi_old, so that nothing is corrected."
         fix = "Set actor_rollout_ref.actor.policy_loss.loss_mode=vanilla, or correction=none."
-        override = set_to(f"{ACTOR}.policy_loss.loss_mode", "vanilla")
-        yield Problem("correction.proximal", spec.proximal, reason, fix, "NO-OP", _PARTS, (override,))
+        yield Problem("correction.proximal", spec.proximal, reason, fix, "NO-OP", _PARTS)

@@ -140,7 +140,7 @@ def check_distillation(config: DictConfig, spec: CorrectionSpec) -> Iterator[Pro
     if OmegaConf.select(config, key, default=False):
         reason = "verl's distillation loss and the corrected loss take the same place in the worker."
         fix = "Set distillation.enabled=false, which gives up the distillation, or launch verl.trainer.main_ppo."
-        yield Problem(key, True, reason, fix, overrides=(set_to(key, False),))
+        yield Problem(key, True, reason, fix)
 
 
 def check_base_loss(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:

@@ -144,5 +144,4 @@ def _check_truncation(config: DictConfig, spec: CorrectionSpec) -> Iterator[Prob
                     "mass that was cut.",
                     f"Set {key}={values[0]}, {otherwise}",
                     parts=MU,
-                    overrides=(set_to(key, values[0]),),
                 )

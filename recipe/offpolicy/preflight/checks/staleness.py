@@ -11,7 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 from verl_patches.execution_path import USE_V1, live_path
 
 from ...correction import CorrectionSpec, MaskSpec, WeightSpec, recommended
-from ...correction.problem import Problem, Verdict, format_value, remove, set_to
+from ...correction.problem import Problem, Verdict, format_value, set_to
 from ...correction.proximal import BY_AGE
 from ...staleness.staleness_settings import ETA, TARGET, StalenessSettings
 from ..verl_keys.keys import list_active
@@ -43,6 +43,9 @@ def notes_token_versions(config: DictConfig) -> bool:
     return is_asynchronous(config) and live_path(config).attributes.token_versions
 
 
+_NOTES_AGES = "Use verl 0.9.1 with trainer.use_v1=true"
+
+
 def is_bounded(config: DictConfig) -> bool:
     """Return True if eta is set."""
     return StalenessSettings.from_config(config) is not None
@@ -58,24 +61,23 @@ def check_staleness(config: DictConfig, spec: CorrectionSpec) -> Iterator[Proble
         return
     if settings.adapt is not None and not spec.all_weights:
         reason = "it is the effective sample size of the weights, and the correction has none: it would always be met."
-        off = set_to(TARGET, None)
-        fix = f"Add a weight, {recommended.WEIGHTED_LINE} for example, or set {off}."
-        yield _problem(TARGET, settings.adapt.ess, reason, fix, off, config)
+        fix = f"Add a weight, {recommended.WEIGHTED_LINE} for example, or set {TARGET}=null."
+        yield _problem(TARGET, settings.adapt.ess, reason, fix, config)
     mode = config.trainer.v1.trainer_mode
     for name, usual in REPLACED.items():
         key = name if "." in name else f"trainer.v1.{mode}.{name}"
         value = OmegaConf.select(config, key)
         if value is not None and value != usual:
             reason = f"{ETA} takes its place, and it is not read."
-            yield _problem(key, value, reason, f"Set it to null, or {ETA}=null.", set_to(key, usual), config)
+            yield _problem(key, value, reason, f"Set {set_to(key, usual)}, or {ETA}=null.", config)
     key = f"{SAMPLER}.custom_sampler.name"
     path, name = (OmegaConf.select(config, f"{SAMPLER}.custom_sampler.{each}") for each in ("path", "name"))
     if path and name:
         reason = "the limit has a replay buffer of its own, and this one would not be built."
-        yield _problem(key, name, reason, f"Set it to null, or {ETA}=null.", set_to(key, None), config)
+        yield _problem(key, name, reason, f"Set it to null, or {ETA}=null.", config)
     if OmegaConf.select(config, _SKIP, default=False):
         reason = "verl then replays recorded rollouts by whole batches, past the limit."
-        yield _problem(_SKIP, True, reason, "Set it to false.", set_to(_SKIP, False), config)
+        yield _problem(_SKIP, True, reason, f"Set it to false, or {ETA}=null.", config)
 
 
 def warn_verls_limit(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
@@ -159,21 +161,21 @@ def _remark(
 
 def check_ages(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
     """Check that verl notes the versions that masks on age and ``by_staleness`` read, of shadows too."""
+    mend: tuple[str, ...]
     for key, part in spec.age_parts.items():
         if (reason := _explain_unknown_age(config, part)) is None:
             continue
         whole = f"correction.{key}"
         value: Any
-        name, value, mend = "aggregate", part.aggregate, remove(whole, part.to_mapping())
+        name, value, mend, fix = "aggregate", part.aggregate, (), f"{_NOTES_AGES}, or remove {whole}."
         if part.by_staleness is not None:
-            name, value = "by_staleness", list(part.by_staleness)
-            mend = (set_to(f"{whole}.by_staleness", None),)
+            name, value, fix = "by_staleness", list(part.by_staleness), f"{_NOTES_AGES}, or set {whole}.{name}=null."
         elif live_path(config).attributes.weight_versions:
-            name, value, mend = "level", part.level, (set_to(f"{whole}.level", "sequence"),)
-        yield Problem(f"{whole}.{name}", value, reason, parts=(key,), overrides=mend)
+            name, value, mend, fix = "level", part.level, (set_to(f"{whole}.level", "sequence"),), ""
+        yield Problem(f"{whole}.{name}", value, reason, fix, parts=(key,), overrides=mend)
     if spec.alpha == BY_AGE and (reason := _explain_unknown_age_of_tokens(config)) is not None:
         key = "correction.alpha"
-        yield Problem(key, BY_AGE, reason, parts=("proximal",), overrides=(set_to(key, 0.5),))
+        yield Problem(key, BY_AGE, reason, f"{_NOTES_AGES}, or set {key}=0.5 for every age.", parts=("proximal",))
     shadows = read_shadows(config)
     unknown = {
         name: reason
@@ -181,9 +183,9 @@ def check_ages(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
         for reason in [_explain_unknown_age(config, part) for part in shadow.age_parts.values()]
         if reason is not None
     }
-    left = set_to(SHADOW, [name for name in shadows if name not in unknown])
     for name, reason in unknown.items():
-        yield Problem(SHADOW, name, f"it goes by age, and {reason}", parts=(f"shadow.{name}",), overrides=(left,))
+        fix = f"{_NOTES_AGES}, or take it out of {SHADOW}."
+        yield Problem(SHADOW, name, f"it goes by age, and {reason}", fix, parts=(f"shadow.{name}",))
 
 
 def _explain_unknown_age(config: DictConfig, part: WeightSpec | MaskSpec) -> str | None:
@@ -213,8 +215,8 @@ def warn_ages(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
     beside = {ETA: eta} if settings else {}
     if spec.alpha == BY_AGE and oldest is not None and oldest <= 1:
         reason = f"no token is more than one version older than the weights in force, since {why}: pi_old is mu."
-        off = (set_to("correction.alpha", 0.5),)
-        yield Problem("correction.alpha", BY_AGE, reason, "", "NO-OP", ("proximal",), off, beside=beside)
+        fix = "Set correction.alpha=0.5 for every age, or correction.proximal=bypass, which is the same here."
+        yield Problem("correction.alpha", BY_AGE, reason, fix, "NO-OP", ("proximal",), beside=beside)
     for key, part in spec.age_parts.items():
         whole = f"correction.{key}"
         if part.by_staleness is not None:
@@ -222,12 +224,16 @@ def warn_ages(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
             if all(factor == 1 for factor in part.by_staleness[:ages]):
                 reason = "each age that occurs has the factor 1, which changes no bound."
                 at = f"{whole}.by_staleness"
-                off = (set_to(at, None),)
-                yield Problem(at, list(part.by_staleness), reason, "", "NO-OP", (key,), off, beside=beside)
+                fix = f"Set a factor above 1 for an age that occurs, or {at}=null."
+                yield Problem(at, list(part.by_staleness), reason, fix, "NO-OP", (key,), beside=beside)
         elif oldest is not None and part.upper is not None and part.upper >= oldest:
             reason = f"no token is older than {oldest} versions, since {why}: the mask never acts."
-            mend = (set_to(f"{whole}.upper", oldest - 1),) if oldest else remove(whole, part.to_mapping())
-            yield Problem(f"{whole}.upper", part.upper, reason, "", "NO-OP", (key,), mend, beside=beside)
+            less = (
+                f"Set {whole}.upper={oldest - 1}, which changes training, or remove"
+                if oldest
+                else "Train asynchronously, or remove"
+            )
+            yield Problem(f"{whole}.upper", part.upper, reason, f"{less} {whole}.", "NO-OP", (key,), beside=beside)
 
 
 def _find_uncovered(config: DictConfig) -> Problem | None:
@@ -237,17 +243,16 @@ def _find_uncovered(config: DictConfig) -> Problem | None:
     off = set_to(ETA, None)
     if not path.attributes.staleness_limit:
         reason = f"verl {path.release} does not issue prompts as the limit needs it; 0.9.1 does."
-        return Problem(ETA, eta, reason, f"Install verl 0.9.1, or set {off}.", parts=(), overrides=(off,))
+        return Problem(ETA, eta, reason, f"Install verl 0.9.1, or set {off}.", parts=())
     if path.trainer != "v1":
         reason, beside = "the V0 trainer samples each batch by the weights in force.", {USE_V1: False}
     elif (mode := config.trainer.v1.trainer_mode) not in ASYNC_MODES:
         reason, beside = "it samples each batch by the weights in force.", {MODE: mode}
     else:
         return None
-    fix = f"Set {off}, or {MODE} to one of {', '.join(ASYNC_MODES)}."
-    return Problem(ETA, eta, reason, fix, parts=(), overrides=(off,), beside=beside)
+    fix = f"Set {off}, or {USE_V1}=true and {MODE} to one of {', '.join(ASYNC_MODES)}."
+    return Problem(ETA, eta, reason, fix, parts=(), beside=beside)
 
 
-def _problem(key: str, value: Any, reason: str, fix: str, override: str, config: DictConfig) -> Problem:
-    beside = {ETA: OmegaConf.select(config, ETA)}
-    return Problem(key, value, reason, fix, parts=(), overrides=(override,), beside=beside)
+def _problem(key: str, value: Any, reason: str, fix: str, config: DictConfig) -> Problem:
+    return Problem(key, value, reason, fix, parts=(), beside={ETA: OmegaConf.select(config, ETA)})

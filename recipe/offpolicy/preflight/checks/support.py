@@ -26,14 +26,12 @@ def check_support(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]
     path = live_path(config)
     if not path.attributes.truncated_support:
         reason = f"verl {path.release} is not tested with it."
-        yield Problem(
-            SUPPORT, spec.support, reason, f"Use verl 0.9.1, or set {_OFF}.", parts=(PART,), overrides=(_OFF,)
-        )
+        yield Problem(SUPPORT, spec.support, reason, f"Use verl 0.9.1, or set {_OFF}.", parts=(PART,))
         return
     if path.strategy not in _STRATEGIES:
         reason = f"correction.support={spec.support}: supports are replayed in verl's FSDP engine alone."
         override = set_to(STRATEGY, "fsdp2")
-        yield Problem(STRATEGY, path.strategy, reason, f"Set {override}, or {_OFF}.", parts=(PART,), overrides=(_OFF,))
+        yield Problem(STRATEGY, path.strategy, reason, f"Set {override}, or {_OFF}.", parts=(PART,))
     for obstacle, value in list_obstacles(config):
         mends = (set_to(obstacle.key, obstacle.wanted[0]), *(set_to(*other) for other in obstacle.otherwise))
         yield Problem(
@@ -47,7 +45,7 @@ def check_support(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]
     if not _truncates(config):
         reason = "nothing truncates: the support is the whole vocabulary, and every token's is larger than can be sent."
         fix = f"Set {ROLLOUT}.top_p=0.9 for example, or {_OFF}."
-        yield Problem(SUPPORT, spec.support, reason, fix, "NO-OP", (PART,), (_OFF,))
+        yield Problem(SUPPORT, spec.support, reason, fix, "NO-OP", (PART,))
 
 
 def _truncates(config: DictConfig) -> bool:

@@ -24,7 +24,7 @@ _RS, _IS = f"{VERL}.rollout_rs_threshold", f"{VERL}.rollout_is_threshold"
 
 
 def check_not_both(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
-    """Refuse verl's own correction beside ours."""
+    """Refuse verl's own correction beside ours; what ours does already is dropped, and its cap moved to ours."""
     if spec.is_none:
         return
     twice = "verl's own correction beside ours would correct twice."
@@ -33,15 +33,18 @@ def check_not_both(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem
         known = key in VERL_DEFAULTS
         if known and value is None:
             continue  # asks for nothing
-        name = f"{VERL}.{key}"
-        override = set_to(name, VERL_DEFAULTS[key]) if known else f"~{name}"
-        yield Problem(
-            name,
-            value,
-            reason,
-            f"Remove this override, or set correction=none. verl's default is {VERL_DEFAULTS.get(key)}.",
-            overrides=(override,),
-        )
+        name, weight = f"{VERL}.{key}", spec.weight
+        overrides: tuple[str, ...] = ()
+        back = set_to(name, VERL_DEFAULTS[key]) if known else f"~{name}"
+        fix = f"Choose: {back} trains by ours alone, and correction=none by verl's alone."
+        if weight is not None and weight.kind == "truncate" and weight.ratio == "rollout":
+            plain = isinstance(value, int | float) and not isinstance(value, bool) and value > 0
+            if key == "rollout_is" and value == weight.level:
+                fix, overrides = f"correction.weight does this already: set {back}, or correction=none.", (back,)
+            elif key == "rollout_is_threshold" and plain and weight.upper is not None:
+                upper = set_to("correction.weight.upper", value)
+                fix, overrides = f"Set {upper} instead, or correction=none.", (back, upper)
+        yield Problem(name, value, reason, fix, overrides=overrides)
 
 
 def check_dead_keys(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:

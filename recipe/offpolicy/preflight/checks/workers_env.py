@@ -10,7 +10,7 @@ from verl_patches.execution_path import LivePath, live_path
 from verl_patches.runtime_env import KEY, ContradictionError, forward
 
 from ...correction import CorrectionSpec
-from ...correction.problem import Problem, remove
+from ...correction.problem import Problem
 
 
 def list_patch_groups(path: LivePath) -> list[str]:
@@ -31,6 +31,6 @@ def check_workers_env(config: DictConfig, spec: CorrectionSpec) -> Iterator[Prob
         forward(tried, list_patch_groups(live_path(config)))
     except ContradictionError as error:
         if error.key:
-            yield Problem(error.key, error.value, error.reason, error.fix, overrides=remove(error.key, error.value))
+            yield Problem(error.key, error.value, error.reason, error.fix)
         else:
             yield Problem("", None, str(error))

@@ -106,7 +106,6 @@ def check_bypass_loss(config: DictConfig, spec: CorrectionSpec) -> Iterator[Prob
             f"Remove it, or set {LOSS_MODE}={BYPASS} and {_BYPASS}=true.",
             "NO-OP",
             (WORKERS,),
-            (f"~{WORKERS}",),
         )
 
 
@@ -119,10 +118,9 @@ def check_legacy_mu(config: DictConfig, path: LivePath) -> Iterator[Problem]:
             key,
             True,
             f"the legacy FSDP actor of verl 0.7.1 alone reads it, and this is {path}.",
-            "Remove it; for mu in pi_old's place set correction=bypass.",
+            f"Set {key}=false; for mu in pi_old's place set correction=bypass.",
             "NO-OP",
             (key,),
-            (set_to(key, False, add=True),),
         )
     actor = config.actor_rollout_ref.actor
     one_step = actor.ppo_mini_batch_size >= config.data.train_batch_size and actor.ppo_epochs == 1

@@ -10,7 +10,7 @@ from verl_patches.execution_path import LivePath
 
 from ...correction import CorrectionSpec
 from ...correction.problem import Problem, set_to
-from .keys import BYPASS, DEFAULTS, ROLLOUT, VERL, find_changed_keys, get_value, list_active, name_part
+from .keys import BYPASS, ROLLOUT, VERL, find_changed_keys, get_value, list_active, name_part
 
 UNREAD = {
     "loss_type": (BYPASS, "verl reads it in bypass mode alone."),
@@ -36,7 +36,6 @@ def check_decoupled(config: DictConfig, spec: CorrectionSpec, path: LivePath) ->
                 f"Set {VERL}.{needed}, or leave this out.",
                 "NO-OP",
                 (name_part(key),),
-                (set_to(f"{VERL}.{key}", DEFAULTS[key]),),
             )
     weight = (name_part("rollout_is"),)
     if "rollout_is" in own and given.get("rollout_is_threshold", 2.0) is None:
@@ -53,7 +52,6 @@ def check_decoupled(config: DictConfig, spec: CorrectionSpec, path: LivePath) ->
             "Set one number, or correction=icepop with its lower and upper.",
             "ERROR",
             weight,
-            (set_to(key, DEFAULTS["rollout_is_threshold"]),),
         )
     key = f"{ROLLOUT}.calculate_log_probs"
     if not get_value(config, key):

@@ -51,8 +51,8 @@ def check_router_replay(config: DictConfig, spec: CorrectionSpec, path: LivePath
             else "nothing replays the rollout's routes."
         )
         fix = f"Set {live}.mode=R3, or this to false." if live else f"Set it to false: {path} replays no routes."
-        override = set_to(f"{live}.mode", "R3", add=True) if live else set_to(_RECORDED, False)
-        yield Problem(_RECORDED, True, reason, fix, "ERROR" if mode == "R2" else "NO-OP", _PARTS, (override,))
+        mend = (set_to(f"{live}.mode", "R3", add=True),) if live else ()
+        yield Problem(_RECORDED, True, reason, fix, "ERROR" if mode == "R2" else "NO-OP", _PARTS, mend)
     if mode == "R2" and (skips := _find_skipped_forward(config, spec)):
         yield Problem(
             f"{live}.mode",
@@ -70,19 +70,14 @@ def _find_unread(config: DictConfig, path: LivePath, live: str | None) -> Iterat
         if live != key and (mode := _get_mode(config, key)) != "disabled":
             of_actor = key.startswith(ACTOR)
             reason = f"this is {path}" if of_actor else "of the actor alone routes are replayed"
-            fix = f"Set {live}.mode={mode}." if live and of_actor else "Set it to disabled."
-            moved = (set_to(f"{live}.mode", mode, add=True),) if live and of_actor else ()
-            overrides = (_build_off(config, key), *moved)
+            fix = f"Set {live}.mode={mode}." if live and of_actor else "Set it to disabled to go without it."
+            moved = (_build_off(config, key), set_to(f"{live}.mode", mode, add=True))
+            overrides = moved if live and of_actor else ()
             yield Problem(f"{key}.mode", mode, f"nothing reads it: {reason}.", fix, "NO-OP", _PARTS, overrides)
         for name in ("record_file", "replay_file"):
             if (value := get_value(config, f"{key}.{name}")) is not None:
                 reason = "nothing reads it: routes travel with the batch."
-                away = (
-                    set_to(f"{key}.{name}", None)
-                    if key == live or _is_of_verl(config, key)
-                    else _build_off(config, key)
-                )
-                yield Problem(f"{key}.{name}", value, reason, "Remove it.", "NO-OP", _PARTS, (away,))
+                yield Problem(f"{key}.{name}", value, reason, "", "NO-OP", _PARTS)
 
 
 def _build_off(config: DictConfig, key: str) -> str:

@@ -65,7 +65,7 @@ def test_what_it_cannot_stand_beside(
 ) -> None:
     (problem,) = problems(settings, **changes)
     assert problem.verdict == verdict
-    assert problem.overrides == (override,)
+    assert override in f"{problem.pasted} {problem.advice}"
 
 
 def test_the_sources_own_experiment_starts_with_a_warning() -> None:
@@ -104,7 +104,7 @@ def test_the_row_without_a_reference_length_is_named(tmp_path: Path) -> None:
     settings = {"kind": "reference", "reference": "extra_info.budget"}
     (problem,) = problems(settings, data__train_files=str(path))
     assert f"row 1 of {path} has no length" in problem.reason
-    assert "length_penalty.kind=anchor" in problem.overrides
+    assert "or set length_penalty=anchor" in problem.fix
     pandas.DataFrame({"extra_info": [{"budget": 3.0}]}).to_parquet(path)
     assert problems(settings, data__train_files=[str(path)]) == []
 

@@ -86,6 +86,8 @@ def test_what_is_inert_or_wrong_is_told_and_mended(name: str, base: DictConfig) 
     problems = [each for each in diagnosis.problems if said in str(each)]
     assert problems, diagnosis.problems
     assert row in ("", *(each.name for each in diagnosis.rows if problems[0] in each.problems))
+    if not all(each.overrides for each in diagnosis.problems if each.verdict != "NOTE"):
+        return  # either side was asked for
     for _ in range(2):  # what is mended may show what stood beside it
         config = with_overrides(config, [override for each in diagnosis.problems for override in each.overrides])
         diagnosis = diagnosed(config)

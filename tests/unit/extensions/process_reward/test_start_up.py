@@ -82,7 +82,7 @@ def test_what_it_cannot_stand_beside_is_refused(key: str, value: Any, reason: st
     (found,) = problems(config(**{key: value}))
     assert (found.key, found.verdict) == (key, "ERROR")
     assert reason in str(found)
-    assert override in found.overrides
+    assert override in f"{found.pasted} {found.advice}"
 
 
 def test_estimators_to_which_a_penalty_by_token_is_one_may_have_it() -> None:
@@ -92,7 +92,7 @@ def test_estimators_to_which_a_penalty_by_token_is_one_may_have_it() -> None:
 
 def test_a_filter_of_groups_makes_it_inert_where_it_is_meant_for() -> None:
     (found,) = problems(config(**{"algorithm.filter_groups.enable": True}))
-    assert (found.verdict, found.overrides) == ("NO-OP", ("algorithm.filter_groups.enable=false",))
+    assert (found.verdict, found.overrides) == ("NO-OP", ())
 
 
 def test_release_0_7_1_is_refused_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,7 +102,8 @@ def test_release_0_7_1_is_refused_with_the_reason(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(start_up, "live_path", lambda config: old)
     (found,) = find_problems("process_reward", PrefixValueRewards("process_reward", {}).process, config())
     assert "rollout server of verl 0.7.1 drops vLLM's prompt_logprobs" in str(found)
-    assert found.overrides == ("process_reward=null",)
+    assert found.overrides == ()
+    assert "verl 0.8.0 or later, or set process_reward=null" in found.fix
 
 
 def test_a_tokenizer_whose_tokens_read_otherwise_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
