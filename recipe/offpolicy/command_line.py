@@ -49,7 +49,7 @@ def run(tool: str, main: Callable[[], int]) -> int:
     """
     try:
         with suppress(ModuleNotFoundError):  # main says which packages are missing, all at once
-            from .recording.redaction import redact_streams
+            from .fault_tolerance.redaction import redact_streams
 
             redact_streams()
         try:

@@ -40,10 +40,10 @@ from verl_patches.runtime_env import forward
 from .correction import CorrectionSpec, SpecError
 from .correction.problem import CheckError
 from .doctor.launch import OURS, Launch, LaunchError, compose, parse_flags, prepare_arguments
+from .fault_tolerance.redaction import redact_streams
 from .preflight.checks import list_active, list_patch_groups
 from .preflight.examination import examine
 from .preflight.hydra_groups import read_task_overrides
-from .recording.redaction import redact_streams
 
 CONFIG_DIR = str(Path(__file__).resolve().parent / "config")
 

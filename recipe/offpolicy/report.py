@@ -27,8 +27,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from .analysis.report.studies import run_studies
     from .analysis.report.timeline import build_timeline
     from .correction import SpecError
+    from .fault_tolerance.redaction import redact
     from .recording import Recording, RecordingError
-    from .recording.redaction import redact
 
     prepare_process()
     try:

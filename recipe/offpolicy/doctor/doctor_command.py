@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..recording.redaction import redact_streams
+from ..fault_tolerance.redaction import redact_streams
 from . import __doc__ as _HELP
 from .foreign_code import ForeignCode
 

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..correction.problem import Problem, format_value
-from ..recording.redaction import redact, redact_text
+from ..fault_tolerance.redaction import redact, redact_text
 from .diagnosis import Diagnosis, VerdictRow
 from .launch import OURS
 

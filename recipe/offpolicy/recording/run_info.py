@@ -15,8 +15,8 @@ from verl_patches.execution_path import live_path
 
 from ..correction import CorrectionSpec
 from ..fault_tolerance.checkpoints import CheckpointFolder
+from ..fault_tolerance.redaction import HIDDEN, redact, redact_text
 from .recording import CARD, parse_step, read_json
-from .redaction import HIDDEN, redact, redact_text
 from .schema import VERSION
 
 _ROLLOUT = "actor_rollout_ref.rollout"

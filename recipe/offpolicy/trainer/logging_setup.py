@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 
-from ..recording.redaction import redact_text
+from ..fault_tolerance.redaction import redact_text
 
 logger = logging.getLogger("verl.offpolicy")
 LEVEL = "VERL_LOGGING_LEVEL"

@@ -9,8 +9,8 @@ from omegaconf import DictConfig
 
 from verl_patches.trainer_v0 import task_runner
 
+from ..fault_tolerance.redaction import redact_streams
 from ..preflight.checks import demand_seams
-from ..recording.redaction import redact_streams
 from ..support.support_settings import SupportSettings
 from .supervised_run import demand_trained
 from .trainer_v0 import OffPolicyRayTrainer, install_trainer

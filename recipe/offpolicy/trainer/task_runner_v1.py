@@ -8,9 +8,9 @@ import ray
 from omegaconf import DictConfig
 from verl.trainer.main_ppo import TaskRunnerV1
 
+from ..fault_tolerance.redaction import redact_streams
 from ..monitor.mismatch.snapshot_settings import SnapshotSettings
 from ..preflight.checks import demand_seams
-from ..recording.redaction import redact_streams
 from ..replay.replay_settings import ReplaySettings, read_megatron_mode
 from ..staleness.staleness_settings import StalenessSettings
 from ..support.support_settings import SupportSettings

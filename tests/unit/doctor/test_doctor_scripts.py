@@ -49,9 +49,9 @@ def test_verls_decoupled_example_is_live(ask: Ask, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["run_dense_fsdp", "run_moe_megatron"])
 def test_our_scripts_are_live(name: str, ask: Ask) -> None:
     assert ask("--script", str(RUN / f"{name}.sh")).status == 0
-    answer = ask("--json", "--script", str(RUN / f"{name}.sh"), f"{ROLLOUT}.top_k=5")
+    answer = ask("--json", "--script", str(RUN / f"{name}.sh"), f"{ROLLOUT}.calculate_log_probs=false")
     assert answer.status == 2
-    assert set(answer.overrides()) == {f"{ROLLOUT}.top_k=-1"}
+    assert set(answer.overrides()) == {f"{ROLLOUT}.calculate_log_probs=true"}
 
 
 @pytest.mark.verl(">=0.9")

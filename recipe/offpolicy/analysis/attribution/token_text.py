@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from ...recording.redaction import redact_text
+from ...fault_tolerance.redaction import redact_text
 
 _HIDDEN = {"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"}
 """Unicode categories of control, format, surrogate, private, unassigned and line-separator characters."""

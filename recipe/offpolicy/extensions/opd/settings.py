@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 
 from ...correction import SpecError
 from ...correction.problem import format_value
-from ...recording.redaction import redact_text
+from ...fault_tolerance.redaction import redact_text
 from ..setting_checks import Rule, check_keys, is_count, is_flag, is_number, is_positive, optional
 
 Mode = Literal["advantage", "loss"]

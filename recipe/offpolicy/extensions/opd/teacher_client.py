@@ -23,7 +23,7 @@ from typing import Any
 
 import requests
 
-from ...recording.redaction import redact_text
+from ...fault_tolerance.redaction import redact_text
 from .settings import TeacherSettings
 
 ROWS = 16

@@ -52,8 +52,8 @@ def test_a_report_says_it_above_its_proposals_and_speaks_of_no_staleness_of_zero
     assert report([str(STALE), "--out", str(tmp_path / "report.html")]) == 0
     page = (tmp_path / "report.html").read_text()
     assert page.count(FIRST) == 2
-    assert page.index(FIRST) < page.index("Which bound for masks.gsm?")
-    assert page.index("Which bound for masks.gsm?") < page.rindex(FIRST) < page.index("Proposed bounds")
+    assert page.index(FIRST) < page.index("Which bound for masks.opsm?")
+    assert page.index("Which bound for masks.opsm?") < page.rindex(FIRST) < page.index("Proposed bounds")
     assert "Backend and unnoticed staleness 62%, drift 38% of KL(mu, pi)" in page
     assert "taleness 0%" not in page
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from recipe.offpolicy.recording.redaction import HIDDEN, RedactedStream, redact, redact_streams, redact_text
+from recipe.offpolicy.fault_tolerance.redaction import HIDDEN, RedactedStream, redact, redact_streams, redact_text
 from tests.support.applications import NEEDED, application
 from tests.support.paths import ROOT
 
