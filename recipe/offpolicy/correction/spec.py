@@ -17,6 +17,7 @@ from .penalty import PenaltySpec
 from .problem import SpecError
 from .proximal import BY_AGE, Alpha, Proximal
 from .rules import check_together
+from .spelling import find_closest
 from .support import KEYS as SUPPORT_KEYS
 from .support import read_support
 from .validation import (
@@ -66,6 +67,7 @@ class CorrectionSpec(CorrectionParts):
                 key="correction",
                 value=mapping,
             )
+        _refuse_beside_its_part(mapping)
         check_known_keys(mapping, _KEYS, "correction")
         spec = cls(
             weight=_weight(mapping.get("weight")),
@@ -180,6 +182,34 @@ class CorrectionSpec(CorrectionParts):
         # 31 bits are exact as a float too, in which metrics carry it.
         text = json.dumps(self.to_mapping(), sort_keys=True, separators=(",", ":"))
         return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big") >> 1
+
+
+def _refuse_beside_its_part(mapping: Mapping[str, Any]) -> None:
+    """Refuse a key of a part that stands outside the part, such as ``masks.upper`` or ``gsm.upper``.
+
+    Raises:
+        SpecError: names the key of each part that has one.
+    """
+    sections = {name: each for name in ("masks", "weights") if isinstance(each := mapping.get(name), Mapping)}
+    parts = {"weight": mapping.get("weight")} | {
+        f"{section}.{name}": part for section, named in sections.items() for name, part in named.items()
+    }
+    whole = {place: part for place, part in parts.items() if isinstance(part, Mapping) and "level" in part}
+    outside = {name: value for name, value in mapping.items() if name not in _KEYS}
+    outside |= {place: part for place, part in parts.items() if place != "weight" and not isinstance(part, Mapping)}
+    for place, value in outside.items():
+        hint, _, last = str(place).rpartition(".")
+        hint, given = (str(place), value) if isinstance(value, Mapping) else (hint, {last: value})
+        near = {str(name): find_closest(str(name), {key for part in whole.values() for key in part}) for name in given}
+        having = [each for each, part in whole.items() if set(near.values()) <= part.keys()]
+        named = [each for each in having if each.split(".")[-1] == hint]
+        owners = named or [each for each in having if each.startswith(hint.removesuffix("s"))] or having
+        meant = [{f"correction.{each}.{near[name]}": given[name] for name in near} for each in owners if near]
+        if meant:
+            said = " or ".join(" and ".join(each) for each in meant)
+            key = f"correction.{place}"
+            mend, removed = (meant[0], {key: value}) if len(meant) == 1 else ({}, None)
+            raise SpecError("unknown key.", f"Did you mean {said}?", key=key, value=value, mend=mend, removed=removed)
 
 
 def _alpha(value: Any) -> Alpha | None:

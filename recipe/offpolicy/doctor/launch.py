@@ -10,6 +10,8 @@ from functools import partial
 from typing import NoReturn
 
 # hydra.compose takes no flags, no hydra.* overrides of a job, and no search path of another program's main.
+from hydra._internal.config_repository import ConfigRepository
+from hydra._internal.config_search_path_impl import ConfigSearchPathImpl
 from hydra._internal.hydra import Hydra
 from hydra._internal.utils import create_automatic_config_search_path, detect_task_name, get_args_parser
 from hydra.core.config_search_path import ConfigSearchPath, SearchPathQuery
@@ -111,6 +113,7 @@ def compose(launch: Launch) -> DictConfig:
         raise
     except Exception as error:  # Hydra lets through what its grammar, OmegaConf and Python raise
         raise _explain(error, launch, name, arguments.overrides) from error
+    _refuse_missing_places(config, arguments.overrides)
     if OmegaConf.select(config, "hydra.mode") == RunMode.MULTIRUN:
         raise LaunchError(_SEVERAL)
     HydraConfig.instance().set_config(config)
@@ -119,6 +122,19 @@ def compose(launch: Launch) -> DictConfig:
     if launch.origin:
         _refuse_targets(config)
     return config
+
+
+def _refuse_missing_places(config: DictConfig, overrides: Sequence[str]) -> None:
+    """Refuse a search path of the command line with places that do not exist, which Hydra passes over."""
+    if not any(each.lstrip("+").startswith("hydra.searchpath") for each in overrides):
+        return
+    for place in config.hydra.searchpath:
+        path = ConfigSearchPathImpl()
+        path.append("command-line", str(place))
+        if not all(source.available() for source in ConfigRepository(path).get_sources()):
+            raise LaunchError(
+                f"hydra.searchpath={place}: there is no such folder or package. Correct it, or remove it."
+            )
 
 
 def _refuse_targets(config: DictConfig) -> None:

@@ -15,7 +15,9 @@ from ..correction import Problem
 from ..correction.spelling import find_closest
 from ..preflight.checks.module_source import find_source
 from ..preflight.own_keys import list_groups, list_sections
-from ..preflight.similar_keys import FREE, TARGET, explain_misplaced, list_fields
+from ..preflight.similar_keys import TARGET, explain_misplaced, list_fields
+from ..preflight.verl_keys.keys import FREE
+from ..preflight.verl_keys.misplaced import find_meant
 
 # A name, or several below a section, without a sign: no addition and no deletion.
 _PLAIN = re.compile(r"(?P<key>[A-Za-z_]\w*(?:\.[\w-]+)*)\s*=(?P<value>.*)", re.S)
@@ -81,6 +83,8 @@ def _explain(
         near = find_closest(names[depth], map(str, section))
         known = f"Did you mean {'.'.join([*names[:depth], near])}?" if near else f"Known: {', '.join(section)}."
         return Problem("", None, f"{key}={value}: unknown key.", known)
+    if verls and (meant := find_meant(names)) is not None:
+        return Problem("", None, f"{key}={value}: {owner} has no such key.", f"Did you mean {meant}={value}?")
     ours = explain_misplaced("", key, value, config) if verls and "correction" in config else None
     if ours is not None:
         return dataclasses.replace(ours, verdict="ERROR")

@@ -26,9 +26,9 @@ from .own_keys import (
     list_sections,
     list_verls_names,
 )
+from .verl_keys.keys import FREE, VERL
+from .verl_keys.misplaced import find_meant as find_verls_meant
 
-FREE = re.compile(r"(?:^|_)(?:kwargs|override|env_vars|extra)(?:_|$)")
-"""Names of sections of verl in which any key can be added, for other programs."""
 _COMMON = frozenset({"none", "auto", "bypass", "reuse"})
 """Options whose names are words that other keys take too."""
 _OVERRIDE = re.compile(r"(?P<sign>\+{0,2}|~)(?P<key>[\w.@/:-]+)\s*=\s*(?P<value>.*)", re.S)
@@ -116,6 +116,8 @@ def list_fields(section: Any) -> frozenset[str] | None:
 def _find_unread(sign: str, key: str, value: str, base: DictConfig) -> Iterator[Problem]:
     """Find an added key that verl refuses or does not know."""
     names = key.split(".")
+    if find_verls_meant(names) is not None or key.startswith(f"{VERL}."):
+        return  # a check of the whole configuration says so
     depth = next(depth for depth in range(len(names)) if not has_key(base, ".".join(names[: depth + 1])))
     section: Any = OmegaConf.select(base, ".".join(names[:depth])) if depth else base
     if depth and _takes_any_name(section):

@@ -21,6 +21,7 @@ ACCEPTED: list[tuple[str, ...]] = [
     (*GSM, "-cn=offpolicy_trainer"),
     (*GSM, "+trainer.of_mine=a", "trainer.of_mine=b"),
     (*GSM, "hydra.job.name=mine"),
+    (*GSM, "hydra.searchpath=[file:///tmp]"),
 ]
 REFUSED: list[tuple[str, ...]] = [
     ("correction=gsm", "--config-name=offpolicy_trainer", *NEEDED),
@@ -37,6 +38,8 @@ REFUSED: list[tuple[str, ...]] = [
     (*GSM, "gsm"),
     (*GSM, "trainer.total_epochs=" + "9" * 5000),
     ("correction=[[gsm]]", *NEEDED),
+    (*GSM, "hydra.searchpath=[pkg://nope]"),
+    ("+algorithm.rollout_corection.rollout_is=token", *NEEDED),
     ("correction=tis_tokn", *NEEDED),
 ]
 QUICK = (ACCEPTED[0], REFUSED[0], REFUSED[1], REFUSED[-1])

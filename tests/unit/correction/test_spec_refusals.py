@@ -36,6 +36,28 @@ def test_unknown_keys_at_every_level(mapping: dict[str, Any], key: str, value: s
     assert "Known under" in message or "Did you mean" in message  # the fix: what may stand there
 
 
+BOTH = {"weight": TIS, "masks": {"gsm": GSM}}
+NAMED = {"masks": {"gsm": GSM, "opsm": opsm(0.1)}}
+
+
+@pytest.mark.parametrize(
+    ("mapping", "key", "meant"),
+    [
+        ({"masks": {"gsm": GSM, "upper": 1.02}}, "masks.upper", "masks.gsm.upper"),
+        ({"masks": {"gsm": GSM, "uper": 1.02}}, "masks.uper", "masks.gsm.upper"),
+        (BOTH | {"gsm": {"upper": 1.02}}, "gsm", "masks.gsm.upper"),
+        (BOTH | {"upper": 1.02}, "upper", "weight.upper or correction.masks.gsm.upper"),
+        (BOTH | {"weights": {"upper": 2}}, "weights.upper", "weight.upper"),
+        ({"weight": TIS, "weights": {"upper": 2}}, "weights.upper", "weight.upper"),
+        ({"weight": TIS, "tis_token": {"upper": 2}}, "tis_token", "weight.upper"),
+        (NAMED | {"opsm": {"delta": 0.2}}, "opsm", "masks.opsm.delta"),
+        ({"masks": {**NAMED["masks"], "delta": 0.2}}, "masks.delta", "masks.opsm.delta"),
+    ],
+)
+def test_a_key_outside_its_part_names_the_part(mapping: dict[str, Any], key: str, meant: str) -> None:
+    refused(mapping, f"correction.{key}=", f"Did you mean correction.{meant}?")
+
+
 @pytest.mark.parametrize("key", ["level", "kind", "lower", "upper"])
 def test_a_weight_leaves_nothing_out(key: str) -> None:
     refused({"weight": without(TIS, key)}, f"correction.weight.{key}", "not set", f"Set correction.weight.{key}=")

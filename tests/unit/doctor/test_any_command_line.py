@@ -48,7 +48,7 @@ REFUSED: list[tuple[tuple[str, ...], str]] = [
     ((f"trainer.total_epochs={LONG}",), "5000 digits are no number that can be read"),
     (("correction=gsm", "correction.masks.gms.upper=1.02"), "Did you mean correction.masks.gsm.upper?"),
     (("correction=gsm", "correction.maks.gsm.upper=1.02"), "Did you mean correction.masks?"),
-    (("correction=tis_token", "correction.wieght.upper=2"), "Did you mean correction.weight?"),
+    (("correction=tis_token", "correction.wieght.upper=2"), "Did you mean correction.weight.upper?"),
     (("pass_at_k.k=8",), "pass_at_k is off, and nothing would read it. Add pass_at_k=analytic"),
     (("correction=gsm", "offpolicy.alarms.ess=warn"), "Set offpolicy.alarms.ess.action=warn."),
     (("correction=gsm", "offpolicy=[1]"), "Set single keys as offpolicy.KEY=VALUE."),

@@ -9,7 +9,9 @@ import pytest
 from omegaconf import DictConfig
 
 from recipe.offpolicy.preflight.checks import read_spec
+from recipe.offpolicy.preflight.own_keys import list_verls_names
 from recipe.offpolicy.preflight.verl_keys import DEFAULTS, find_dead_keys
+from recipe.offpolicy.preflight.verl_keys.misplaced import check_misplaced, find_meant
 from tests.support.applications import NEEDED, application, changed
 from tests.support.examples import few_when_quick
 from verl_patches.execution_path import LivePath
@@ -80,7 +82,13 @@ DEAD: dict[str, tuple[dict[str, Any], tuple[LivePath, ...], str, str]] = {
         f"{VERL}.rollout_is_threshold_lower",
         "'lower_upper'",
     ),
-    "misspelt": ({f"{VERL}.rollout_si": "token"}, PATHS, f"{VERL}.rollout_si", "verl reads rollout_is, "),
+    "misspelt": (
+        {f"{VERL}.rollout_si": "token"},
+        PATHS,
+        f"{VERL}.rollout_si",
+        f"Did you mean {VERL}.rollout_is=token?",
+    ),
+    "unknown": ({f"{VERL}.veto": 1}, PATHS, f"{VERL}.veto", "verl reads rollout_is, "),
     "before 0.6": (
         {"algorithm.rollout_is_threshold": 2.0},
         PATHS,
@@ -281,3 +289,34 @@ def test_a_correction_of_ours_leaves_verls_keys_to_the_other_check(base: DictCon
 
 def test_the_defaults_are_verls(base: DictConfig) -> None:
     assert dict(base.algorithm.rollout_correction) == DEFAULTS
+
+
+# A key outside the section that verl reads -> the key that is meant.
+MISPLACED = {
+    "algorithm.rollout_corection.rollout_is": "rollout_is",
+    "algorithm.rollout_corrections.rollout_is": "rollout_is",
+    "algorithm.Rollout_Correction.rollout_rs": "rollout_rs",
+    "algorithm.rollout_corr.rollout_iss": "rollout_is",
+    "rollout_correction.rollout_is": "rollout_is",
+    "rollout_correction.loss_type": "loss_type",
+    "actor_rollout_ref.rollout_correction.bypass_mode": "bypass_mode",
+    f"{ROLLOUT}.rollout_correction.rollout_is": "rollout_is",
+    "trainer.rolout_is": "rollout_is",
+    "rollout_rs_treshold": "rollout_rs_threshold",
+}
+
+
+@pytest.mark.parametrize("key", MISPLACED)
+def test_a_correction_of_verls_in_another_place_names_the_key_that_is_read(key: str, base: DictConfig) -> None:
+    config = changed(base, {key: "asked"})
+    (problem,) = check_misplaced(config, read_spec(config), ())
+    meant = f"{VERL}.{MISPLACED[key]}=asked"
+    assert (problem.key, problem.verdict, problem.overrides) == (key, "ERROR", (f"~{key}", meant))
+    assert problem.fix == f"Did you mean {meant}?"
+
+
+def test_no_key_that_verl_ships_or_leaves_to_others_is_a_misplaced_correction(base: DictConfig) -> None:
+    asked = DECOUPLED | {f"{WORKERS}.rollout_is": "token", "ray_kwargs.ray_init.rollout_is": 1, "trainer.rollout": 1}
+    config = changed(base, asked | {"algorithm.rolout_correction.rollout_is": None})
+    assert list(check_misplaced(config, read_spec(config), ())) == []
+    assert [name for name in list_verls_names() - set(DEFAULTS) if find_meant(["x", name])] == ["rollout_correction"]

@@ -15,8 +15,10 @@ from verl_patches.execution_path import live_path
 from ...correction import CorrectionSpec, SpecError
 from ...correction.dialects.verl import VERL_DEFAULTS, read_verl_rejections, read_verl_weight_bounds
 from ...correction.problem import Problem, set_to
+from ...extensions.registry import list_registered
 from ..verl_keys import find_dead_keys as dead_keys_of
 from ..verl_keys.keys import VERL, find_changed_keys, list_active, name_part, read_rollout_correction
+from ..verl_keys.misplaced import check_misplaced
 
 _LOPSIDED = 0.1
 """Share of the width of a band, in nats, by which its middle may be off 1."""
@@ -48,8 +50,9 @@ def check_not_both(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem
 
 
 def check_dead_keys(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
-    """Find keys of verl's own correction that nothing reads on this path."""
+    """Find keys of verl's own correction that nothing reads, on this path or where they stand."""
     yield from dead_keys_of(config, spec, live_path(config))
+    yield from check_misplaced(config, spec, {"hydra", *list_registered(config)})
 
 
 def check_thresholds(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:

@@ -10,6 +10,7 @@ from verl_patches.execution_path import LivePath
 
 from ...correction import CorrectionSpec
 from ...correction.problem import Problem, remove, set_to
+from ...correction.spelling import find_closest
 from .keys import ACTOR, DEFAULTS, VERL, get_value, name_part, read_rollout_correction
 
 _TRAINER_MODE = "trainer.v1.trainer_mode"
@@ -54,11 +55,14 @@ def check_former_names(config: DictConfig, spec: CorrectionSpec) -> Iterator[Pro
     reason = "verl no longer reads a key of this name."
     for key, value in read_rollout_correction(config).items() if spec.is_none else ():
         if key not in DEFAULTS and key != "_target_":
-            instead = OBSOLETE.get(key)
-            fix = f"In its place: {instead}." if instead else f"verl reads {', '.join(DEFAULTS)}."
-            yield Problem(
-                f"{VERL}.{key}", value, reason, fix, "NO-OP", (name_part(key),), remove(f"{VERL}.{key}", value)
-            )
+            name, instead, near = f"{VERL}.{key}", OBSOLETE.get(key), find_closest(key, DEFAULTS)
+            fix, overrides = f"verl reads {', '.join(DEFAULTS)}.", remove(name, value)
+            if instead:
+                fix = f"In its place: {instead}."
+            elif near:
+                meant = set_to(f"{VERL}.{near}", value)
+                fix, overrides = f"Did you mean {meant}?", (f"~{name}", meant)
+            yield Problem(name, value, reason, fix, "NO-OP", (name_part(key),), overrides)
     for key, instead in FORMER.items():
         if (value := get_value(config, key)) is None:
             continue

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -15,6 +16,8 @@ VERL = "algorithm.rollout_correction"
 WORKERS = f"{ACTOR}.policy_loss.rollout_correction"
 LOSS_MODE = f"{ACTOR}.policy_loss.loss_mode"
 BYPASS = "bypass_mode"
+FREE = re.compile(r"(?:^|_)(?:kwargs|override|env_vars|extra)(?:_|$)")
+"""Names of sections of verl in which any key can be added, for other programs."""
 
 
 def read_rollout_correction(config: DictConfig) -> dict[str, Any]:
