@@ -105,6 +105,18 @@ def test_each_turn_of_a_loop_and_call_of_a_function_is_a_launch(tmp_path: Path) 
         arguments_of(tmp_path, f"for i in {{1..30}}; do {LAUNCH} c.d=$i; done")
 
 
+def test_a_launch_in_a_process_substitution_is_a_launch(tmp_path: Path) -> None:
+    for source in (
+        f"tee log < <({LAUNCH} c.d=1)",
+        f"diff <({LAUNCH} c.d=1) old",
+        f"tee >({LAUNCH} c.d=1)",
+        f"while test -e /none; do :; done < <({LAUNCH} c.d=1)",
+        f"sort a > >({LAUNCH} c.d=1)",
+        f"{{ sort a; }} 2> >({LAUNCH} c.d=1)",
+    ):
+        assert arguments_of(tmp_path, source) == [("a.b=1", "c.d=1")], source
+
+
 COMMENT = "Line {}, behind a backslash, is a comment"
 LOST = {
     "a comment": (
@@ -132,6 +144,13 @@ LOST = {
         "Line 2 does not end in a backslash",
     ),
     "a semicolon": (f"{LAUNCH}; correction=gsm\n", 1, "A ; ends the launch of line 1. Remove it."),
+    "an and": (f"{LAUNCH} && correction=gsm\n", 1, "A && ends the launch of line 1. Remove it."),
+    "an or": (f"{LAUNCH} ||\n  c.d=1\n", 2, "A || ends the launch of line 1. Remove it."),
+    "a pipe": (f"{LAUNCH} | correction=gsm\n", 1, "A | ends the launch of line 1. Remove it."),
+    "a spaced semicolon": (f"{LAUNCH} ; correction=gsm\n", 1, "A ; ends the launch of line 1. Remove it."),
+    "another group": (f"{LAUNCH} && opd=loss\n", 1, "A && ends the launch of line 1. Remove it."),
+    "a variable": (f"correction=gsm {LAUNCH}\n", 1, "put it behind the module"),
+    "behind a block": (f"if true; then\n  {LAUNCH}\nfi c.d=1\n", 3, "'c.d=1' is not expected here"),
     "words from a pipe": (f"seq 3 | xargs -I{{}} {LAUNCH} c.d={{}}\n", 1, "xargs fills in the arguments"),
     "a flag": (f"{LAUNCH}\n  --config-name=x\n", 2, "Line 1 does not end in a backslash"),
     "arguments": (f'{LAUNCH} \\\n  # on\n  "$@"\n', 3, COMMENT.format(2)),
@@ -160,6 +179,12 @@ def test_what_is_no_part_of_the_launch_is_none(tmp_path: Path) -> None:
         f"true && \\\n  # why\n  {LAUNCH} c.d=1\n",
         f"if true; then\n  {LAUNCH} c.d=1\n  rc=$?\nfi\n",
         f"cut -d \\ \n{LAUNCH} c.d=1",
+        f"{LAUNCH} c.d=1 && rc=$?\n",
+        f"{LAUNCH} c.d=1 || echo correction=gsm\n",
+        f"if (true) then {LAUNCH} c.d=1; fi\n",
+        f"{LAUNCH} c.d=1 > >(tee log) 2>&1\n",
+        f"exec > >(tee log)\n{LAUNCH} c.d=1\n",
+        f"X=$(cat <(sort a))\n{LAUNCH} c.d=1\n",
     )
     for source in sources:
         assert arguments_of(tmp_path, source) == [("a.b=1", "c.d=1")], source

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from ...preflight.own_keys import list_groups
 from .lexer import REDIRECTS, Lexer, Token
 from .shell_values import ScriptError
 
@@ -16,6 +17,7 @@ class Simple:
 
     Attributes:
         cut: why it may be the rest of the command before it; "" where nothing says so.
+        pipes: targets of redirections that are commands themselves, such as ``> >(tee log)``.
     """
 
     line: int
@@ -23,6 +25,7 @@ class Simple:
     words: list[Token] = field(default_factory=list)
     input: Token | None = None
     cut: str = ""
+    pipes: list[Token] = field(default_factory=list)
 
 
 @dataclass
@@ -105,6 +108,7 @@ Command = Simple | Test | Chain | Pipeline | If | Loop | Case | CommandGroup | F
 
 _OVERRIDE = re.compile(r"['\"]?[+~]{0,2}[A-Za-z_]\w*\.[\w./@-]+=")
 _LAUNCH = re.compile(rf"{_OVERRIDE.pattern}|-m$|torchrun$|[\w./-]*\.py$")
+_PIPES = ("<(", ">(")
 _CLOSING = {"then", "fi", "else", "elif", "do", "done", "esac", "}"}
 
 
@@ -160,8 +164,11 @@ class _Parser:
             lead = _find_first(found[-1])
             if lead is not None and (start.indent > indent or _assigns_group(lead)):
                 lead.cut = cut
+            _mark_lost(found[-1])
+            if self._token.kind in ("word", "array") and not self._is(*until, *_CLOSING):
+                raise ScriptError(f"line {self._token.line}: {self._token.text!r} is not expected here")
             cut, indent = self._token.cut, start.indent
-            if not cut and lead is not None and any(_LAUNCH.match(word.text) for word in lead.words):
+            if not cut and lead is not None and _is_launch(lead):
                 by = self._token.text if self._is(";", "&") else ""
                 cut = f"Line {self._token.line} does not end in a backslash. Add one."
                 cut = f"A {by} ends the launch of line {self._token.line}. Remove it." if by else cut
@@ -213,9 +220,12 @@ class _Parser:
         return self._parse_simple()
 
     def _skip_redirects(self, command: Command) -> Command:
+        redirected = Simple(command.line)
         while self._is(*REDIRECTS) or (self._token.kind == "word" and self._token.text.isdigit()):
-            self._parse_redirect(Simple(command.line))
-        return command
+            self._parse_redirect(redirected)
+        pipes = [*redirected.pipes, *_list_pipes(redirected.input)]
+        before = [Simple(command.line, pipes=pipes)] if pipes else []
+        return CommandGroup(command.line, [*before, command], subshell=False) if pipes else command
 
     def _parse_simple(self) -> Simple:
         command = Simple(self._token.line)
@@ -231,7 +241,7 @@ class _Parser:
                 command.assignments.append(token)
             else:
                 command.words.append(token)
-        if not command.words and not command.assignments and command.input is None:
+        if not command.words and not command.assignments and command.input is None and not command.pipes:
             raise ScriptError(f"line {self._token.line}: {self._token.text!r} is not expected here")
         return command
 
@@ -246,6 +256,8 @@ class _Parser:
             target = self._take()
             if operator.text in ("<<<", "<"):
                 command.input = Token("operator", operator.text, operator.line, [target])
+            elif target.text.startswith(_PIPES):
+                command.pipes.append(target)
 
     def _parse_if(self) -> If:
         line = self._take().line
@@ -352,9 +364,57 @@ def _find_first(command: Command) -> Simple | None:
     return command if isinstance(command, Simple) else None
 
 
+def _list_pipes(given: Token | None) -> list[Token]:
+    return [word for word in given.words if word.text.startswith(_PIPES)] if given is not None else []
+
+
+def _mark_lost(command: Command) -> None:
+    """Mark the overrides among the commands that an operator joins to a launch.
+
+    Raises:
+        ScriptError: an override stands in front of the launch, as a variable.
+    """
+    joined = [("", command)]
+    if isinstance(command, Chain):
+        joined = [("", command.first), *command.rest]
+    joined = [
+        (operator if place == 0 else "|", inner)
+        for operator, each in joined
+        for place, inner in enumerate(each.commands if isinstance(each, Pipeline) else [each])
+    ]
+    launched = 0
+    for operator, simple in joined:
+        if not isinstance(simple, Simple):
+            continue
+        if launched and (_assigns_group(simple) or any(_OVERRIDE.match(word.text) for word in simple.words[:1])):
+            simple.cut = f"A {operator} ends the launch of line {launched}. Remove it."
+        if _is_launch(simple):
+            launched = simple.line
+            given = _find_group(simple)
+            if given is not None and not _OVERRIDE.match(simple.words[0].text):
+                raise ScriptError(
+                    f"line {given.line}: {given.text} in front of the launch is a variable, which no program reads. "
+                    f"Fix: put it behind the module."
+                )
+
+
+def _is_launch(command: Simple) -> bool:
+    return any(_LAUNCH.match(word.text) for word in command.words)
+
+
+def _find_group(command: Simple) -> Token | None:
+    """Find the assignment of a Hydra group, such as ``correction=gsm``, which nobody means as a variable."""
+    for token in command.assignments:
+        name, _, value = token.text.partition("=")
+        options = list_groups().get(name, ())
+        if name in ("correction", "model_engine") or any(each in options for each in re.findall(r"\w+", value)):
+            return token
+    return None
+
+
 def _assigns_group(command: Simple) -> bool:
-    """Return True for ``correction=...``, which nobody means as a variable right behind a launch."""
-    return not command.words and any(token.text.startswith("correction=") for token in command.assignments)
+    """Return True for an assignment right behind a launch that is one of its overrides."""
+    return not command.words and _find_group(command) is not None
 
 
 def is_assignment(text: str) -> bool:

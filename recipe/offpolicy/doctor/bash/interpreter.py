@@ -306,6 +306,8 @@ class Interpreter:
         return printed.rstrip("\n") if isinstance(printed, str) else printed
 
     def _run_simple(self, command: Simple, given: Field = "") -> Truth:
+        for pipe in command.pipes:
+            self._words.expand_text(pipe.text, pipe.line)
         if not command.words:
             if command.assignments and command.cut:
                 self._refuse_lost(command.assignments[0].text, command)

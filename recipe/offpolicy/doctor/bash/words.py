@@ -14,6 +14,7 @@ from .shell_values import Field, ScriptError, ShellState, Unknown
 
 Substitute = Callable[[str, int], Field]
 """Takes the commands of $(...) and their line; gives what they would print."""
+_BRACKETS = ("${", "$(", "<(", ">(")
 _NAME = re.compile(r"[A-Za-z_]\w*|[0-9@*#?$!-]")
 _DOCUMENT = re.compile(r"(?<!<)<<-?\s*(['\"]?)([A-Za-z_]\w*)\1")
 _ANSI = {"n": "\n", "t": "\t", "\\": "\\", "'": "'", '"': '"'}
@@ -127,8 +128,14 @@ class WordExpander:
                 length, pieces = self._expand_dollar(written[place:], line, quoted)
                 yield from pieces
                 place += length
+            elif not quoted and written.startswith(("<(", ">("), place):
+                end = _find_closing(written, place + 1)
+                self._substitute(written[place + 2 : end], line)
+                yield _Piece(Unknown(f"{character}(...) is not read", line))
+                place = end + 1
             else:
-                end = next((i for i in range(place + 1, len(written)) if written[i] in "\\'\"`$"), len(written))
+                ends = "\\'\"`$" if quoted else "\\'\"`$<>"
+                end = next((i for i in range(place + 1, len(written)) if written[i] in ends), len(written))
                 yield _Piece(written[place:end])
                 place = end
 
@@ -183,7 +190,7 @@ def _skip_piece(written: str, place: int) -> int:
         return written.index(character, place + 1) + 1
     if character == '"':
         return _find_closing_quote(written, place) + 1
-    return _find_closing(written, place + 1) + 1 if written.startswith(("${", "$("), place) else place + 1
+    return _find_closing(written, place + 1) + 1 if written.startswith(_BRACKETS, place) else place + 1
 
 
 def concatenate(values: Iterator[Field]) -> Field:
