@@ -33,6 +33,7 @@ class Release:
         fsdp_replay: its V1 trainer and its FSDP engine take routing replay.
         watched_replay: routes that its Megatron engine replays under the V1 trainer can be read where they act.
         truncated_support: its rollout servers and its FSDP engine take the support of truncated sampling.
+        aggregates_gspo_by_key: its loss gspo follows ``loss_agg_mode``; else it takes ``seq-mean-token-mean`` always.
         large_tensors: a tensor larger than the bucket of weight synchronisation goes by a CUDA handle of its own.
     """
 
@@ -51,7 +52,13 @@ class Release:
     fsdp_replay: bool = True
     watched_replay: bool = True
     truncated_support: bool = True
+    aggregates_gspo_by_key: bool = True
     large_tensors: bool = True
+
+    def find_policy_aggregation(self, loss_mode: str | None, loss_agg_mode: str) -> str:
+        """Return the aggregation of the policy term, by ``policy_loss.loss_mode`` and ``actor.loss_agg_mode``."""
+        fixed = loss_mode == "sapo" or (loss_mode == "gspo" and not self.aggregates_gspo_by_key)
+        return "seq-mean-token-mean" if fixed else loss_agg_mode
 
 
 RELEASES = (
@@ -71,6 +78,7 @@ RELEASES = (
         fsdp_replay=False,
         watched_replay=False,
         truncated_support=False,
+        aggregates_gspo_by_key=False,
         large_tensors=False,
     ),
     Release(
@@ -84,6 +92,7 @@ RELEASES = (
         fsdp_replay=False,
         watched_replay=False,
         truncated_support=False,
+        aggregates_gspo_by_key=False,
     ),
     # Its separate_async computes pi_old as that of 0.9.1; warm-up, rollouts on the trainer's GPUs and the balancer of
     # requests differ, and hybrid_engine=false is not read. Its servers say versions; noting them was not tested.
@@ -96,6 +105,7 @@ RELEASES = (
         fsdp_replay=False,
         watched_replay=False,
         truncated_support=False,
+        aggregates_gspo_by_key=False,
     ),
     Release("0.9.1"),
 )

@@ -11,9 +11,12 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from tensordict import TensorDict
 from torch import Tensor
+
+from verl_patches.contract import demand_release, installed_release
+from verl_patches.releases import attributes_of
 
 from ..correction import BatchConstants, CorrectionSpec, batch_constants, count_kept_by_row, turns
 from ..correction.baseline import regroup
@@ -85,7 +88,7 @@ class BatchSplit:
     Attributes:
         ranks: data-parallel ranks.
         mini_batch_rows: rows of a mini-batch, over all ranks.
-        loss_agg_mode: verl's ``actor.loss_agg_mode``.
+        loss_agg_mode: verl's ``actor.loss_agg_mode``, or what its policy loss takes in place of it.
     """
 
     ranks: int
@@ -97,7 +100,9 @@ class BatchSplit:
         """Build it from a composed configuration."""
         actor = config.actor_rollout_ref.actor
         rows = actor.ppo_mini_batch_size * config.actor_rollout_ref.rollout.n
-        return cls(ranks, rows, actor.loss_agg_mode)
+        loss_mode = OmegaConf.select(actor, "policy_loss.loss_mode")
+        release = attributes_of(installed_release("verl") or demand_release())
+        return cls(ranks, rows, release.find_policy_aggregation(loss_mode, actor.loss_agg_mode))
 
 
 def build_plan(

@@ -12,13 +12,21 @@ class RewardError(ValueError):
     """A sequence's reward is not finite."""
 
 
-def check_rewards(rewards: Tensor, uids: Sequence[object], where: str = "") -> None:
+_BY_FUNCTION = "Return a finite number from the reward function."
+BY_KL = (
+    "Its score is finite, and the KL of algorithm.use_kl_in_reward is not: log-probs of the policy or the reference "
+    "are not finite there. Check the reference model, or set algorithm.use_kl_in_reward=false."
+)
+
+
+def check_rewards(rewards: Tensor, uids: Sequence[object], where: str = "", advice: str = _BY_FUNCTION) -> None:
     """Check that the rewards of all sequences are finite.
 
     Args:
         rewards: (B,), or (B, T) by token, whose sum over a row has to be finite too.
         uids: (B,) prompt of each sequence.
         where: words on the batch, such as "step 3".
+        advice: sentences on what to do.
 
     Raises:
         RewardError: names the first sequence whose reward is not.
@@ -30,6 +38,4 @@ def check_rewards(rewards: Tensor, uids: Sequence[object], where: str = "") -> N
         return
     row = int(lost.nonzero()[0])
     of = ", ".join(filter(None, (f"prompt {uids[row]}", where)))
-    raise RewardError(
-        f"the reward of sequence {row} ({of}) is {float(by_row[row])}. Return a finite number from the reward function."
-    )
+    raise RewardError(f"the reward of sequence {row} ({of}) is {float(by_row[row])}. {advice}")

@@ -81,6 +81,10 @@ def _problem_to_json(problem: Problem) -> dict[str, Any]:
     }
 
 
+_PIPED_COLUMNS = 100
+"""Of a table that is piped."""
+
+
 def show(diagnosis: Diagnosis, file: IO[str]) -> None:
     """Print a table of verdicts, then each reason with its fix on uncut lines of their own."""
     console = Console(file=file, highlight=False)
@@ -96,7 +100,7 @@ def show(diagnosis: Diagnosis, file: IO[str]) -> None:
         _print_line(console, diagnosis.error)
         return
     if diagnosis.rows:
-        console.print(_build_table(diagnosis.rows))
+        console.print(_build_table(diagnosis.rows), width=None if console.is_terminal else _PIPED_COLUMNS)
     problems = [*diagnosis.problems, *diagnosis.notes]
     for problem, following in zip_longest(problems, problems[1:]):
         _print_line(console, problem.verdict, str(problem), style=problem.verdict)

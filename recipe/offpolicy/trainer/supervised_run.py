@@ -9,11 +9,11 @@ from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from verl_patches.trainer_v0 import plain_advantage
 
-from ..batch.rewards import check_rewards
+from ..batch.rewards import BY_KL, check_rewards
 from ..extensions.hooks import ExtensionHooks
 from ..fault_tolerance.checkpoints import check_before_loading, extension_states, guard_save
 from ..fault_tolerance.watchdog import watch
@@ -119,6 +119,12 @@ class SupervisedRun:
         """Stop a run whose rewards are not finite, or whose rewards by token the estimator sums."""
         check_rewards(batch.scores, batch.uids, f"step {batch.step}")
         self._dense_rewards.check(batch)
+
+    def _check_kl_in_reward(self, batch: Any) -> None:
+        """Stop a run of whose rewards the KL with the reference is not finite; they are read once it is subtracted."""
+        if OmegaConf.select(self.config, "algorithm.use_kl_in_reward"):
+            rewards = batch.rows("token_level_rewards")["token_level_rewards"]
+            check_rewards(rewards, batch.uids, f"step {batch.step}", BY_KL)
 
     def _validate(self, *args: Any, **kwargs: Any) -> Any:
         self._validating = True

@@ -137,6 +137,7 @@ class OffPolicyRayTrainer(SupervisedRun):
     def _around_advantage(self, compute: Any, data: DataProto, *args: Any, **kwargs: Any) -> DataProto:
         view = self._view(data)
         self._check_rewards(view)
+        self._check_kl_in_reward(view)
 
         def estimator() -> None:
             view.batch = compute(view.batch, *args, **kwargs)

@@ -173,6 +173,7 @@ class OffPolicyTrainer(SupervisedRun):
 
         def estimator() -> None:
             view.batch = estimate(view.batch, metrics)
+            self._check_kl_in_reward(view)  # verl subtracts it in there
 
         if self.correction.baseline == "include":
             self.extensions.compute_advantages(view, estimator)

@@ -10,6 +10,8 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 from tensordict import TensorDict
+from verl.trainer.ppo.core_algos import get_policy_loss_fn
+from verl.workers.config import FSDPActorConfig, PolicyLossConfig
 
 from recipe.offpolicy.batch import plan
 from recipe.offpolicy.batch.plan import MINI_BATCH_TOKENS, SCALE, BatchSplit, SharedPlan
@@ -106,6 +108,36 @@ def test_a_run_deals_its_prompts_times_their_samples() -> None:
     actor: dict[str, Any] = {"ppo_mini_batch_size": 8, "loss_agg_mode": "token-mean"}
     config = OmegaConf.create({"actor_rollout_ref": {"actor": actor, "rollout": {"n": 4}}})
     assert BatchSplit.of(config, 2) == BatchSplit(2, 32, "token-mean")
+
+
+@pytest.mark.parametrize("loss_mode", ["vanilla", "gspo", "sapo", "dppo_tv", "cispo"])
+def test_the_kept_denominator_counts_as_verls_own_loss_divides(loss_mode: str) -> None:
+    """Some losses of verl divide by sequences and their tokens whatever ``loss_agg_mode`` says."""
+    actor: dict[str, Any] = {
+        "rollout_n": 1,
+        "ppo_mini_batch_size": 3,
+        "ppo_micro_batch_size_per_gpu": 1,
+        "loss_agg_mode": "token-mean",
+        "policy_loss": {"loss_mode": loss_mode},
+    }
+    config = OmegaConf.create({"actor_rollout_ref": {"actor": actor, "rollout": {"n": 1}}})
+    split = BatchSplit.of(config, 1)
+    batch = rows()
+    log_prob = torch.zeros(3, 2, requires_grad=True)
+    mask, rollout = batch["response_mask"].float(), {"clip_ratio": 10.0, "clip_ratio_c": 20.0}
+    own = FSDPActorConfig(**{**actor, "policy_loss": PolicyLossConfig(loss_mode=loss_mode)}, **rollout)
+    loss = get_policy_loss_fn(loss_mode)(
+        log_prob.detach(), log_prob, torch.ones(3, 2), mask, loss_agg_mode="token-mean", config=own
+    )[0]
+    (gradient,) = torch.autograd.grad(loss, log_prob)
+    # Rows of 2, 1 and 2 tokens: by token all weigh the same, by sequence the one token of row 1 weighs two.
+    by_sequence = split.loss_agg_mode == "seq-mean-token-mean"
+    assert float(gradient[1, 0] / gradient[0, 0]) == pytest.approx(2.0 if by_sequence else 1.0)
+    assert by_sequence >= (loss_mode == "sapo")
+    kept = replace(spec(any=TOKEN_MASK), denominator="kept")
+    scale = plan.build_row_columns(kept, batch, split)[SCALE].tolist()
+    # 3 of 5 tokens and 2 of 3 rows are kept, of row 0 one token of two.
+    assert scale == pytest.approx([3.0, 1.5, 1.5] if by_sequence else [5 / 3] * 3)
 
 
 def test_moved_bounds_travel_with_the_plan() -> None:

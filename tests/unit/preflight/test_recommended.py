@@ -18,7 +18,8 @@ from recipe.offpolicy.correction import CorrectionSpec, recommended
 from recipe.offpolicy.monitor.mismatch.stale_kept import StaleRowsWatch
 from recipe.offpolicy.preflight.auto_choice import select
 from recipe.offpolicy.preflight.auto_setup import Setup
-from recipe.offpolicy.preflight.checks.staleness import warn_narrow_bands, warn_uncorrected
+from recipe.offpolicy.preflight.checks import read_spec
+from recipe.offpolicy.preflight.checks.staleness import warn_narrow_bands, warn_uncorrected, warn_weight_alone
 from recipe.offpolicy.recording import Recording
 from tests.support.applications import NEEDED, application
 from tests.support.corrections import GSM, TIS, opsm, spec
@@ -93,6 +94,21 @@ def test_an_uncorrected_asynchronous_run_is_told_of_it() -> None:
         (note,) = warn_uncorrected(config, CorrectionSpec())
     assert note.verdict == "NOTE"
     assert LINE in note.fix
+
+
+@pytest.mark.verl("==0.9.1")
+def test_a_capped_weight_alone_is_told_of_it_in_asynchronous_runs() -> None:
+    delta = "correction.masks.opsm.delta=0.1"
+    for lines, told in (
+        (("correction=decoupled_ppo", ASYNC), True),
+        (("correction=tis_token", ASYNC), True),
+        (("correction=decoupled_ppo",), False),
+        (("correction=[decoupled_ppo,opsm]", delta, ASYNC), False),
+        (("correction=opsm", delta, ASYNC), False),
+    ):
+        with application(*lines, *NEEDED) as config:
+            notes = list(warn_weight_alone(config, read_spec(config)))
+        assert [(note.verdict, LINE in note.fix) for note in notes] == ([("NOTE", True)] if told else []), lines
 
 
 def test_run_async_has_it_as_its_default(tmp_path: Path) -> None:

@@ -48,15 +48,19 @@ def trainer(version: str, extensions: ExtensionHooks, estimator: str) -> Any:
 
 
 def advantage(
-    version: str, extensions: ExtensionHooks, monkeypatch: pytest.MonkeyPatch, estimator: str = "rloo"
+    version: str,
+    extensions: ExtensionHooks,
+    monkeypatch: pytest.MonkeyPatch,
+    estimator: str = "rloo",
+    rewards: Tensor | None = None,
 ) -> int:
     """The times that verl's estimator ran on the batch."""
     made = trainer(version, extensions, estimator)
-    Verls.estimated = 0
+    made.config.algorithm.use_kl_in_reward = rewards is not None
+    Verls.estimated, with_kl = 0, SCORES if rewards is None else rewards
     if version == "v0":
-        batch = DataProto.from_dict(
-            {"token_level_scores": SCORES, "response_mask": MASK, "token_level_rewards": SCORES}
-        )
+        columns = {"token_level_scores": SCORES, "response_mask": MASK, "token_level_rewards": with_kl}
+        batch = DataProto.from_dict(columns)
         batch.non_tensor_batch["uid"] = np.array(["a", "a"], dtype=object)
         batch.batch["advantages"] = torch.zeros(2, 3)
         made._around_advantage(lambda data: Verls()._compute_advantage(data, {}), batch)
@@ -66,6 +70,7 @@ def advantage(
     rows = [torch.ones(3), torch.ones(2)]
     nested = {
         "rm_scores": [SCORES[0], SCORES[1, :2]],
+        "token_level_rewards": [with_kl[0], with_kl[1, :2]],
         "response_mask": [row.long() for row in rows],
         "advantages": rows,
     }
@@ -86,6 +91,17 @@ def test_a_reward_that_is_not_finite_stops_every_run(version: str, monkeypatch: 
     with pytest.raises(RewardError, match=r"the reward of sequence 1 \(prompt a, step 1\) is nan"):
         advantage(version, ExtensionHooks(), monkeypatch)
     assert Verls.estimated == 0
+
+
+@pytest.mark.parametrize("version", ["v0", "v1"])
+def test_a_kl_in_the_reward_that_is_not_finite_names_the_sequence(
+    version: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its score is finite, and log-probs of the reference are not."""
+    rewards = torch.tensor([[0.5, 0.0, 1.0], [0.0, torch.nan, 0.0]])
+    with pytest.raises(RewardError, match=r"sequence 1 \(prompt a, step 1\) is nan\. Its score is finite.*reference"):
+        advantage(version, ExtensionHooks(), monkeypatch, "reinforce_plus_plus", rewards)
+    assert advantage(version, ExtensionHooks(), monkeypatch, "reinforce_plus_plus", SCORES) == 1
 
 
 @pytest.mark.parametrize("version", ["v0", "v1"])

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from omegaconf import OmegaConf
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 from verl.trainer.ppo.core_algos import get_adv_estimator_fn
 
@@ -47,6 +48,7 @@ def estimate(correction: CorrectionSpec) -> TensorDict:
     from recipe.offpolicy.trainer.trainer_v1 import build_corrected
 
     made: Any = object.__new__(build_corrected(Verls))  # type: ignore[arg-type]
+    made.config = OmegaConf.create({"algorithm": {}})
     made.supervision, made.global_steps = SimpleNamespace(spec=correction), 7
     made._check_rewards = lambda view: None
     batch = SimpleNamespace(rows=rows(), tags=[{}] * 3)

@@ -10,6 +10,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from verl_patches.releases import attributes_of
+
 from ...correction.denominator import HAS_DENOMINATOR, compute_scale_of_counts
 from ...recording import Rows
 
@@ -19,7 +21,7 @@ class DenominatorCounts:
     """Settings of a run that decide what its loss divides by, as its card says.
 
     Attributes:
-        mode: verl's ``actor.loss_agg_mode``; None where the card does not say.
+        mode: the aggregation of the policy loss, by ``actor.loss_agg_mode``; None where the card does not say.
         mini_batch_rows: rows of a mini-batch over all ranks; None likewise.
         sampled: only a share of the rows was recorded.
     """
@@ -34,6 +36,9 @@ class DenominatorCounts:
         mode = _at(card, "actor", "loss_agg_mode")
         prompts, responses = _at(card, "actor", "ppo_mini_batch_size"), _at(card, "rollout", "n")
         whole = all(isinstance(n, int) and not isinstance(n, bool) and n > 0 for n in (prompts, responses))
+        if isinstance(mode, str) and isinstance(release := card.get("release"), str):
+            loss_mode = str(_at(card, "actor", "policy_loss", "loss_mode"))
+            mode = attributes_of(release).find_policy_aggregation(loss_mode, mode)
         return cls(mode if isinstance(mode, str) else None, prompts * responses if whole else None, sampled)
 
     def explain_unknown(self, rows: Rows) -> str:

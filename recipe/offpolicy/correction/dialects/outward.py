@@ -23,7 +23,7 @@ _AROUND: Final = {
     "nonfinite": "its denominator is its own",
     "baseline": "its baselines are made before",
     "kl_clip": "its KL loss has no clip",
-    "kl_weight": "its KL loss is set elsewhere",
+    "kl_weight": "its KL loss is set elsewhere, in TRL by beta and use_bias_correction_kl",
     "penalty": "it has no term beside the policy term",
     "support": "it does not keep the support of truncated sampling",
 }
@@ -90,7 +90,8 @@ def _find_skyrl_stem(key: str, mask: MaskSpec) -> str:
 def build_trl(spec: CorrectionParts) -> dict[str, Any]:
     """Build the fields of TRL's ``GRPOConfig`` for ``spec``, from 1.6.0 on, all that correct.
 
-    ``use_bias_correction_kl`` is false, as no KL term is weighed here unless ``kl_weight`` is set, which is refused.
+    ``use_bias_correction_kl`` is false, as no KL term is weighed here unless ``kl_weight`` is set, which is refused:
+    TRL weighs a KL term of coefficient ``beta`` alone, and a correction has no coefficient.
 
     Raises:
         SpecError: names what TRL cannot say.

@@ -97,6 +97,7 @@ REMARKS: tuple[Check, ...] = (
     warnings.warn_no_staleness,
     staleness.warn_verls_limit,
     staleness.warn_uncorrected,
+    staleness.warn_weight_alone,
     staleness.warn_narrow_bands,
     staleness.warn_ages,
     warnings.warn_unlike_micro_batches,

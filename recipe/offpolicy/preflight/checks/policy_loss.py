@@ -11,11 +11,14 @@ from typing import Any
 from hydra.utils import get_class
 from omegaconf import MISSING, DictConfig, OmegaConf
 
+from verl_patches.contract import demand_release, installed_release
+from verl_patches.releases import attributes_of
+
 from ...correction import CorrectionSpec
 from ...correction.baseline import GROUP_ESTIMATORS
 from ...correction.denominator import HAS_DENOMINATOR
 from ...correction.problem import EVERYTHING, Problem, remove, set_to
-from ..verl_keys.keys import BYPASS, list_active, name_part
+from ..verl_keys.keys import BYPASS, LOSS_MODE, list_active, name_part
 from .config_reader import ACTOR, copy_config
 
 logger = logging.getLogger("verl.offpolicy")
@@ -94,7 +97,11 @@ def check_denominator(config: DictConfig, spec: CorrectionSpec) -> Iterator[Prob
         ("denominator", "kept", "original") if spec.denominator == "kept" else ("nonfinite", "excluded", "counted")
     )
     asked, parts = f"{key}={value}", (key,)
-    if actor.loss_agg_mode not in HAS_DENOMINATOR:
+    loss_mode, release = (
+        OmegaConf.select(config, LOSS_MODE),
+        attributes_of(installed_release("verl") or demand_release()),
+    )
+    if release.find_policy_aggregation(loss_mode, actor.loss_agg_mode) not in HAS_DENOMINATOR:
         key = "actor_rollout_ref.actor.loss_agg_mode"
         reason = f"it divides by no count, so that {usual} and {value} are one."
         fix = f"Set one of {', '.join(HAS_DENOMINATOR)}, or correction.{parts[0]}={usual}."

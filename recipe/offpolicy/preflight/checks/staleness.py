@@ -129,6 +129,19 @@ def warn_uncorrected(config: DictConfig, spec: CorrectionSpec) -> Iterator[Probl
         yield Problem(MODE, mode, reason, fix, "NOTE", ())
 
 
+def warn_weight_alone(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
+    """Warn of asynchronous training by a truncated weight per token, such as decoupled_ppo, without a mask."""
+    weight = spec.weight
+    if weight is None or (weight.kind, weight.level, weight.ratio) != ("truncate", "token", "rollout"):
+        return
+    if not is_asynchronous(config) or OmegaConf.select(config, ETA) == 0 or spec.masks:
+        return
+    reason = "a capped weight alone does not keep stale data from collapsing the run: decoupled_ppo did in 8 of 8 runs."
+    fix = f"Take {recommended.LINE}: {recommended.WHY}."
+    mode = {MODE: config.trainer.v1.trainer_mode}
+    yield Problem("correction.weight.upper", weight.upper, reason, fix, "NOTE", ("weight",), beside=mode)
+
+
 def warn_narrow_bands(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
     """Warn of masks whose bounds suit two engines at equal weights, and reject rows that older weights sampled."""
     if not is_asynchronous(config) or OmegaConf.select(config, ETA) == 0:
