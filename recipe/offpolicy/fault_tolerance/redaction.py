@@ -23,6 +23,7 @@ _SHORTEST = 8
 
 _ALWAYS = re.compile(
     r"(?:^|_)(?:secrets?|passw\w*|passphrases?|pwd|pw|pswd|cred(?:ential)?s?|authorization|cookies?|webhooks?|web_hooks?|"
+    r"shared_access_signatures?|"
     r"(?:api|access|priv|private|auth|bearer|signing|encryption)_?(?:keys?|tokens?|toks?))(?:_|$)"
 )
 """Whatever stands under it, at any place of a dotted name."""
@@ -45,6 +46,9 @@ _SHAPES = re.compile(
     r"|(?<=(?<![:\w])//)[^/\s:'\"]+:[^/\s'\"]+(?=@)|(?<=%3A%2F%2F)(?:(?!%2F|%40)[\w.%~+-])+(?=%40)"
     r"|(?<![\w/.+-])[\w.+-]+:[^\s:@/'\",]+(?=@(?!sha256)[A-Za-z0-9])"
     r"|(?<=hooks\.slack\.com/)[\w/-]+|(?<=/webhooks/)[\w/-]+|(?<=/webhook/)(?!send\?)[\w/@-]+|(?<=/v2/hook/)[\w-]+"
+    r"|(?P<user>\bcurl\b[^\n|;&]{0,300}?[\s'\"](?:-[a-zA-Z]*u|--(?:proxy-)?user)[\s'\",=]*)[^\s:'\",]+:[^\s'\",]+"
+    r"|(?P<said>\b(?i:passw\w*|passphrase)\s+(?:is|was)\s+['\"]?)(?=\S*\d)[^\s'\",;]{6,}"
+    r"|(?P<signed>(?<![\w-])sig=)[\w%+/=-]{16,}"
     r"|(?P<query>[?&](?:key|sig|code|(?i:[\w-]*signature))=)[^\s&'\"#]+"
     r"|(?<=api\.telegram\.org/bot)\d+:[\w-]+|(?P<login>\blogin\(\s*key=\s*|\blogin\s+\S+\s+password\s+)[^\s,()]+"
     r"|(?P<cookie>\b(?i:cookie)['\"]?\s*:\s*['\"]?)[^\n'\"]+"
@@ -59,6 +63,8 @@ _SHAPES = re.compile(
     r"wandb_v\d_\w{16,}|(?:gsk|r8|xai|fw|tgp|dop|pplx|tvly|nvcf|pypi|whsec|lin_api|ntn)[_-](?=\w*\d)[\w-]{20,}|ya29\.[\w-]{16,}|"
     r"AGE-SECRET-KEY-1\w{20,}|A[KS]IA[0-9A-Z]{16}|eyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*)"
 )
+_KEPT = ("scheme", "basic", "query", "login", "cookie", "user", "said", "signed")
+"""Groups of what stands before a secret and is shown."""
 _SHA = re.compile(r"[0-9a-f]{40}")
 _REVISION = re.compile(
     r"commit|sha|rev|git|hash|digest|checksum|fingerprint|snapshot|tree|branch|merge|parent|head\b|tag\b|[@/]$", re.I
@@ -76,8 +82,10 @@ _TUPLE = re.compile(
 """A header, as Python prints a pair; levels and kinds such as token come in pairs as well."""
 _VARIABLE = re.compile(r"[A-Z]+(?:_[A-Z\d]+)+")
 """The name of an environment variable, for which ``opd.teacher.headers`` has it."""
-_FLAG = re.compile(r"(?P<name>--[\w-]+)(?P<between>\s+|['\"]?\s*,\s*['\"]?)(?P<value>[^\s,;\[\]'\"-][^\s,;\[\]'\"]*)")
-"""``--token abc``, in a command or a list of its arguments."""
+_FLAG = re.compile(
+    r"(?P<name>--[\w-]+)(?P<between>=['\"]?|\s+|['\"]?\s*,\s*['\"]?)(?P<value>[^\s,;\[\]'\"-][^\s,;\[\]'\"]*)"
+)
+"""``--token abc`` or ``--token=abc``, in a command or a list of its arguments."""
 
 
 def redact(value: Any) -> Any:
@@ -199,7 +207,7 @@ def _shape(found: re.Match[str]) -> str:
         return found[0] if _REVISION.search(near) else HIDDEN
     if found["basic"] and not _is_user_and_password(found["pair"]):
         return found[0]
-    before = next((found[name] for name in ("scheme", "basic", "query", "login", "cookie") if found[name]), "")
+    before = next((found[name] for name in _KEPT if found[name]), "")
     return f"{before}{HIDDEN}"
 
 
