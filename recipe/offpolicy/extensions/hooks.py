@@ -13,6 +13,7 @@ from omegaconf import DictConfig
 from torch import Tensor
 
 from ..fault_tolerance.checkpoints import find_changes
+from ..fault_tolerance.redaction import redact
 from ..proof.verify import LivenessError
 from .batch_view import BatchView, PromptView
 from .extension import Advantages, Extension, WorkerExtension
@@ -207,7 +208,7 @@ class ExtensionHooks:
         """Return each section's state for a checkpoint, with the settings that it was made under."""
         return {
             extension.section: {
-                "settings": dict(extension.noted),
+                "settings": redact(dict(extension.noted)),
                 "state": dict(extension.state(folder / extension.section)),
             }
             for extension in self._extensions
@@ -215,8 +216,8 @@ class ExtensionHooks:
 
     def differences(self, states: Mapping[str, Any]) -> list[str]:
         """List the keys, with both values, in which this run differs from the checkpoint with ``states``."""
-        noted = {section: each["settings"] for section, each in states.items()}
-        now = {extension.section: dict(extension.noted) for extension in self._extensions}
+        noted = {section: redact(each["settings"]) for section, each in states.items()}
+        now = {extension.section: redact(dict(extension.noted)) for extension in self._extensions}
         return [
             line
             for section in sorted(noted.keys() | now.keys())

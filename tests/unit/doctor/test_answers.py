@@ -27,6 +27,14 @@ FOUND = Diagnosis(
 )
 
 
+def test_a_piped_table_has_100_columns_with_nothing_cut() -> None:
+    name, file = "masks." + "long_" * 20 + "name", io.StringIO()
+    show(Diagnosis(Launch("", ()), rows=(VerdictRow(name, "keeps rows inside [0.99, 1.01] " * 9),)), file)
+    table = [line for line in file.getvalue().splitlines() if line[:1] in "┏┃┡│└"]
+    assert max(map(len, table)) <= 100
+    assert name in "".join(line.split("│")[1].strip() for line in table if line.startswith("│"))
+
+
 def test_a_diagnosis_as_text() -> None:
     file = io.StringIO()
     show(FOUND, file)

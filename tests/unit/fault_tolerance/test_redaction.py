@@ -4,15 +4,23 @@ from __future__ import annotations
 
 import io
 import json
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 from pprint import pprint
 from typing import Any
 
 import pytest
 from omegaconf import OmegaConf
 
+from recipe.offpolicy import report
+from recipe.offpolicy.correction import CorrectionSpec
+from recipe.offpolicy.extensions.extension import Extension
+from recipe.offpolicy.extensions.hooks import ExtensionHooks
+from recipe.offpolicy.fault_tolerance.checkpoints import guard_save
 from recipe.offpolicy.fault_tolerance.redaction import HIDDEN, RedactedStream, redact, redact_streams, redact_text
+from recipe.offpolicy.recording.run import RunRecord
 from tests.support.applications import NEEDED, application
 from tests.support.paths import ROOT
 
@@ -289,3 +297,33 @@ sys.exit(run("tool", print_it) or "http://u:hunter2@h")
     printed = capfd.readouterr()
     assert json.loads(printed.out) == {"api_key": HIDDEN, "n": {"url": f"http://{HIDDEN}@h"}}
     assert printed.err == f"http://{HIDDEN}@h\n"
+
+
+@pytest.mark.slow
+def test_no_file_of_a_run_holds_a_secret(tmp_path: Path) -> None:
+    """The card of a recording, a checkpoint's record, and a report of a card that an editor has put one into."""
+    secrets = {"api_key": "hunter2", "url": "http://user:hunter2@host", "command": "curl -u user:hunter2 host"}
+    planted = [f"++trainer.of_mine.{name}='{value}'" for name, value in secrets.items()]
+    places = [f"offpolicy.record.dir={tmp_path / 'rec'}", f"trainer.default_local_dir={tmp_path / 'checkpoints'}"]
+    hooks = ExtensionHooks([Extension("mine", secrets)])
+    with application("correction=gsm", *planted, *places, *NEEDED) as config:
+        spec = CorrectionSpec()
+        RunRecord(config, spec, {}, {"mine": secrets})
+        (tmp_path / "checkpoints/global_step_1").mkdir(parents=True)
+        with guard_save(config, 1, spec, extensions=hooks.state):
+            pass
+        old = {"mine": {"settings": secrets, "state": {}}}
+        assert hooks.differences(old) == hooks.differences(hooks.state(tmp_path)) == []
+    recording = tmp_path / "healthy-10"
+    shutil.copytree(ROOT / "tests/data/faults/held_out/healthy-10", recording)
+    card = json.loads((recording / "run.json").read_text())
+    card["config"] = {"of_mine": secrets}
+    (recording / "run.json").write_text(json.dumps(card))
+    assert report.main([str(recording), "--out", str(tmp_path / "report.html")]) == 0
+    (recording / "run.json").unlink()
+    written = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert {"run.json", "offpolicy.json", "report.html"} <= {path.name for path in written}
+    assert [path for path in written if b"hunter2" in path.read_bytes()] == []
+    for name in ("run.json", "offpolicy.json"):
+        (path,) = (path for path in written if path.name == name)
+        assert HIDDEN in path.read_text()
