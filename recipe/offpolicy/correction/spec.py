@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import json
 from collections.abc import Mapping
@@ -259,12 +258,12 @@ def _refuse_misspelt(given: str, masks: Mapping[str, Any]) -> None:
     Raises:
         SpecError: names the other.
     """
-    keys = masks[given]
+    keys = masks.get(given)
     if not isinstance(keys, Mapping) or {"level", "aggregate"} & set(keys):
         return
     whole = [name for name, mask in masks.items() if isinstance(mask, Mapping) and "level" in mask]
-    if near := difflib.get_close_matches(given, map(str, whole), 1):
-        meant = {f"correction.masks.{near[0]}.{name}": value for name, value in keys.items()}
+    if near := find_closest(given, map(str, whole), 0.6):
+        meant = {f"correction.masks.{near}.{name}": value for name, value in keys.items()}
         key = f"correction.masks.{given}"
         said = f"there is no such mask. Did you mean {' and '.join(meant)}?"
         raise SpecError(said, key=key, value=dict(keys), mend=meant, removed={key: keys})
@@ -275,8 +274,8 @@ def _masks(value: Any) -> tuple[tuple[str, MaskSpec], ...]:
     masks = require_mapping({} if value is None else value, whole, option, {})
     specs = []
     for given, mask in sorted((str(name), mask) for name, mask in masks.items()):
-        name, key = check_metric_name(given, whole, mask), f"{whole}.{given}"
         _refuse_misspelt(given, masks)
+        name, key = check_metric_name(given, whole, mask), f"{whole}.{given}"
         specs.append((name, MaskSpec.from_mapping(require_mapping(mask, key, option), key=key)))
     return tuple(specs)
 

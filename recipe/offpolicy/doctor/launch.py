@@ -132,9 +132,8 @@ def _refuse_missing_places(config: DictConfig, overrides: Sequence[str]) -> None
         path = ConfigSearchPathImpl()
         path.append("command-line", str(place))
         if not all(source.available() for source in ConfigRepository(path).get_sources()):
-            raise LaunchError(
-                f"hydra.searchpath={place}: there is no such folder or package. Correct it, or remove it."
-            )
+            reason = f"there is no such folder or package, seen from {os.getcwd()}."
+            raise LaunchError(f"hydra.searchpath={place}: {reason} Correct it, or ask from where it is launched.")
 
 
 def _refuse_targets(config: DictConfig) -> None:

@@ -33,6 +33,10 @@ _COMMON = frozenset({"none", "auto", "bypass", "reuse"})
 """Options whose names are words that other keys take too."""
 _OVERRIDE = re.compile(r"(?P<sign>\+{0,2}|~)(?P<key>[\w.@/:-]+)\s*=\s*(?P<value>.*)", re.S)
 _CORRECTION = "correction"
+_CORRECTS = re.compile(
+    r"importance_(?:samp|weight|ratio)|(?:^|_)tis(?:_|$)|truncated_is|ice_?pop|off_?policy_(?:corr|mask)"
+)
+"""Names of corrections in other frameworks."""
 TARGET = "_target_"
 _MADE = ("actor_rollout_ref.rollout", "actor_rollout_ref.model")
 """Sections of which every launch makes verl's dataclasses, which take no further keys. The actor has its own check."""
@@ -77,6 +81,10 @@ def find_stray_keys(
             yield Problem(
                 f"{sign}{key}", _parse_value(value), reason, f"Write {_CORRECTION}={value} instead.", parts=()
             )
+        elif option := next((each for each in key.split(".") if each in names - list_verls_names()), None):
+            reason = f"an added key that nothing reads, below the name of the correction {option}."
+            fix = f"Choose {_CORRECTION}={option}, and set its keys below {_CORRECTION}.weight or {_CORRECTION}.masks."
+            yield Problem(f"{sign}{key}", _parse_value(value), reason, fix, parts=())
         elif not set("@/") & set(key):
             yield from _find_unread(sign, key, value, base)
 
@@ -133,7 +141,11 @@ def _find_unread(sign: str, key: str, value: str, base: DictConfig) -> Iterator[
         reason = "an added key: neither verl nor this recipe reads it, only code of your own may."
         near = find_closest(names[depth], map(str, section), 0.85)
         fix = f"Did you mean {'.'.join([*names[:depth], near, *names[depth + 1 :]])}?" if near else ""
-        yield Problem(f"{sign}{key}", _parse_value(value), reason, fix, "NOTE", ())
+        corrects = any(map(_CORRECTS.search, names[depth:]))
+        if corrects and not fix:
+            reason = "an added key that names a correction, and neither verl nor this recipe reads it."
+            fix = f"Choose one by {_CORRECTION}=NAME (docs/corrections.md), or give a key of your own another name."
+        yield Problem(f"{sign}{key}", _parse_value(value), reason, fix, "ERROR" if corrects else "NOTE", ())
 
 
 def _takes_any_name(section: Any) -> bool:

@@ -136,6 +136,12 @@ def test_every_section_is_recognised_where_it_does_not_belong(
         assert (problem.verdict, f"resembles {'.'.join(section)}.x." in problem.reason) == ("ERROR", True), problem
 
 
+@pytest.mark.parametrize("key", ["tis_token.upper", "trainer.icepop.lower", "algorithm.importance_sampling"])
+def test_an_added_key_that_names_a_correction_is_an_error(key: str, base: DictConfig) -> None:
+    (problem,) = found(f"+{key}=3", base)
+    assert (problem.verdict, "correction" in problem.fix) == ("ERROR", True)
+
+
 def test_sections_come_from_the_registry() -> None:
     assert set(SHIPPED) < list_sections()
 

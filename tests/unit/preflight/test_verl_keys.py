@@ -303,6 +303,9 @@ MISPLACED = {
     f"{ROLLOUT}.rollout_correction.rollout_is": "rollout_is",
     "trainer.rolout_is": "rollout_is",
     "rollout_rs_treshold": "rollout_rs_threshold",
+    "algorithm.policy_loss.loss_mode": LOSS_MODE,
+    "actor_rollout_ref.policy_los.loss_mode": LOSS_MODE,
+    "loss_mode": LOSS_MODE,
 }
 
 
@@ -310,7 +313,8 @@ MISPLACED = {
 def test_a_correction_of_verls_in_another_place_names_the_key_that_is_read(key: str, base: DictConfig) -> None:
     config = changed(base, {key: "asked"})
     (problem,) = check_misplaced(config, read_spec(config), ())
-    meant = f"{VERL}.{MISPLACED[key]}=asked"
+    meant = MISPLACED[key]
+    meant = f"{meant if '.' in meant else f'{VERL}.{meant}'}=asked"
     assert (problem.key, problem.verdict, problem.overrides) == (key, "ERROR", (f"~{key}", meant))
     assert problem.fix == f"Did you mean {meant}?"
 
@@ -319,4 +323,5 @@ def test_no_key_that_verl_ships_or_leaves_to_others_is_a_misplaced_correction(ba
     asked = DECOUPLED | {f"{WORKERS}.rollout_is": "token", "ray_kwargs.ray_init.rollout_is": 1, "trainer.rollout": 1}
     config = changed(base, asked | {"algorithm.rolout_correction.rollout_is": None})
     assert list(check_misplaced(config, read_spec(config), ())) == []
-    assert [name for name in list_verls_names() - set(DEFAULTS) if find_meant(["x", name])] == ["rollout_correction"]
+    found = {name for name in list_verls_names() - set(DEFAULTS) if find_meant(["x", name])}
+    assert found == {"rollout_correction", "loss_mode"}
