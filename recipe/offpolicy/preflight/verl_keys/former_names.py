@@ -62,7 +62,8 @@ def check_former_names(config: DictConfig, spec: CorrectionSpec) -> Iterator[Pro
             elif near:
                 meant = set_to(f"{VERL}.{near}", value)
                 fix, overrides = f"Did you mean {meant}?", (f"~{name}", meant)
-            yield Problem(name, value, reason, fix, "NO-OP", (name_part(key),), overrides)
+            said = reason if instead else "verl reads no key of this name."
+            yield Problem(name, value, said, fix, "NO-OP", (name_part(key),), overrides)
     for key, instead in FORMER.items():
         if (value := get_value(config, key)) is None:
             continue
