@@ -274,7 +274,9 @@ def bare_signature(function: Callable[..., Any]) -> str:
     Wrappers are looked through, so a patched target still shows its own signature.
     """
     signature = inspect.signature(function)
-    bare = [p.replace(annotation=p.empty) for p in signature.parameters.values()]
+    # Ray adds a parameter to the methods of a class that it makes an actor of.
+    parameters = [p for p in signature.parameters.values() if p.name != "_ray_trace_ctx"]
+    bare = [p.replace(annotation=p.empty) for p in parameters]
     return str(signature.replace(parameters=bare, return_annotation=signature.empty))
 
 

@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -22,6 +22,8 @@ STRATEGY = "actor_rollout_ref.actor.strategy"
 LEGACY = "trainer.use_legacy_worker_impl"
 USE_V1 = "trainer.use_v1"
 MODE = "trainer.v1.trainer_mode"
+FULLY_ASYNC, ONE_STEP_OFF = "fully_async", "one_step_off"
+"""Programs of verl with a V0 trainer whose rollouts go on while it updates: fully_async_policy, one_step_off_policy."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +35,7 @@ class LivePath:
         trainer: V0 is ``RayPPOTrainer`` over DataProto, V1 the trainers over TransferQueue.
         worker: what computes the loss.
         strategy: verl's ``actor.strategy``: fsdp, fsdp2, megatron, or one that is not covered.
-        mode: of the V1 trainer: sync, colocate_async, separate_async; V0 has sync alone.
+        mode: sync; colocate_async or separate_async with V1, fully_async or one_step_off with V0.
     """
 
     release: str
@@ -46,6 +48,11 @@ class LivePath:
     def attributes(self) -> Release:
         """The attributes in which the release differs from others."""
         return attributes_of(self.release)
+
+    @property
+    def asynchronous(self) -> bool:
+        """True if rollouts go on while the trainer updates."""
+        return self.mode != "sync"
 
     def __str__(self) -> str:
         worker = f"{self.worker} {'actor' if self.worker == 'legacy' else 'worker'}"
@@ -67,11 +74,35 @@ def live_path(config: DictConfig, release: str | None = None) -> LivePath:
     if row.legacy_actors and not legacy and strategy in ("fsdp", "fsdp2"):
         # Its engine takes the version of FSDP from its own section alone.
         strategy = OmegaConf.select(actor, "fsdp_config.strategy", default=strategy)
-    v1 = bool(row.v1_modes and OmegaConf.select(config, USE_V1, default=False))
+    program = find_program_mode(config)
+    v1 = bool(row.v1_modes and OmegaConf.select(config, USE_V1, default=False)) and program is None
     return LivePath(
         release=release,
         trainer="v1" if v1 else "v0",
         worker="legacy" if legacy else "engine",
         strategy=strategy,
-        mode=str(OmegaConf.select(config, MODE, default="sync")) if v1 else "sync",
+        mode=str(OmegaConf.select(config, MODE, default="sync")) if v1 else program or "sync",
     )
+
+
+def find_program_mode(config: DictConfig) -> str | None:
+    """Find the program by the sections that its own primary configuration brings; None for main_ppo and its like."""
+    if OmegaConf.select(config, "async_training") is not None:
+        return FULLY_ASYNC
+    return ONE_STEP_OFF if OmegaConf.select(config, "rollout.nnodes") is not None else None
+
+
+def count_prompts(config: DictConfig) -> Any:
+    """Return the prompts that each update gets, as configured."""
+    if find_program_mode(config) != FULLY_ASYNC:
+        return OmegaConf.select(config, "data.train_batch_size")
+    batches = OmegaConf.select(config, "async_training.require_batches", default=1)
+    return config.actor_rollout_ref.actor.ppo_mini_batch_size * batches
+
+
+def describe_mode(config: DictConfig) -> tuple[str, str]:
+    """Return the key that decides about the mode, and its value; for a program of its own, its section."""
+    path = live_path(config)
+    if path.trainer == "v0" and path.asynchronous:
+        return ("async_training" if path.mode == FULLY_ASYNC else "rollout"), path.mode
+    return MODE, path.mode

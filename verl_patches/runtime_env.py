@@ -25,6 +25,8 @@ VARIABLES = ("VERL_PLATFORM", "VERL_ENGINE_DEVICE", "VERL_USE_EXTERNAL_PLUGINS")
 """Of verl's own, those that a worker has to share with the driver."""
 PREFIX = "OFFPOLICY_"
 PYTHONPATH = "PYTHONPATH"
+VARIABLES_OF_WORKERS = (EXTERNAL_MODULES, PYTHONPATH)
+"""Those that the launch adds to."""
 _SEPARATORS = {EXTERNAL_MODULES: ",", PYTHONPATH: os.pathsep}
 _JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # how Ray tells a submitted job its own runtime environment
 _OVERRIDE = "RAY_OVERRIDE_JOB_RUNTIME_ENV"
@@ -45,13 +47,19 @@ class ContradictionError(PatchError):
         super().__init__(f"{there}: {reason} Fix: {fix}")
 
 
-def forward(config: DictConfig, groups: Sequence[str] = (), environ: Mapping[str, str] | None = None) -> None:
+def forward(
+    config: DictConfig,
+    groups: Sequence[str] = (),
+    environ: Mapping[str, str] | None = None,
+    modules: Sequence[str] = (),
+) -> None:
     """Put what workers need into the runtime environment of a Hydra configuration, in place.
 
     Args:
         config: with verl's `ray_kwargs.ray_init`.
         groups: of patches, that this process has in force and workers need as well, asked for or not.
         environ: of this process.
+        modules: that verl is to import in every worker, besides those of the groups.
 
     Raises:
         ContradictionError: a value in the configuration or of the submitted job is not this process's.
@@ -68,7 +76,7 @@ def forward(config: DictConfig, groups: Sequence[str] = (), environ: Mapping[str
     assert isinstance(given, dict)
     variables = merged(
         given.get("env_vars") or {},
-        wanted(environ, groups, checkout),
+        wanted(environ, groups, checkout, modules),
         job.get("env_vars") or {},
         may_override=environ.get(_OVERRIDE) == "1",
     )
@@ -77,18 +85,24 @@ def forward(config: DictConfig, groups: Sequence[str] = (), environ: Mapping[str
             OmegaConf.update(config, f"{KEY}.env_vars", variables, merge=False, force_add=True)
 
 
-def wanted(environ: Mapping[str, str], groups: Sequence[str] = (), checkout: str | None = None) -> dict[str, str]:
+def wanted(
+    environ: Mapping[str, str],
+    groups: Sequence[str] = (),
+    checkout: str | None = None,
+    modules: Sequence[str] = (),
+) -> dict[str, str]:
     """Return the variables that a worker needs to run like this process.
 
     Args:
         environ: of this process.
         groups: names of groups of patches that are to be loaded.
         checkout: a folder to import this package from, where it is not installed.
+        modules: that verl is to import.
     """
     variables = {key: environ[key] for key in environ if key in VARIABLES or key.startswith(PREFIX)}
-    modules = joined(EXTERNAL_MODULES, environ.get(EXTERNAL_MODULES, ""), *(GROUPS[name].module for name in groups))
-    if modules:
-        variables[EXTERNAL_MODULES] = modules
+    named = [environ.get(EXTERNAL_MODULES, ""), *(GROUPS[name].module for name in groups), *modules]
+    if external := joined(EXTERNAL_MODULES, *named):
+        variables[EXTERNAL_MODULES] = external
     if checkout:
         variables[PYTHONPATH] = joined(PYTHONPATH, checkout, environ.get(PYTHONPATH, ""))
     return variables

@@ -13,7 +13,9 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from .contract import before, of_installed, wrap
+from omegaconf import DictConfig, OmegaConf
+
+from .contract import of_installed, wrap
 from .engine_loss import seam
 from .releases import specifiers
 
@@ -102,28 +104,12 @@ def home() -> str:
     return v0 if importlib.util.find_spec(v0) else "verl.trainer.main_ppo"
 
 
-def task_runner() -> Any:
-    """Return verl's V0 TaskRunner, as the plain class that it is before Ray wraps it."""
-    runner = importlib.import_module(home()).TaskRunner
-    # Ray wraps a class into an actor class that cannot be subclassed; the class itself is kept in its metadata.
-    metadata = getattr(runner, "__ray_metadata__", None)
-    return metadata.modified_class if metadata else runner
-
-
-def substitute(subclass: Callable[[type], type]) -> None:
-    """Put ``subclass(RayPPOTrainer)`` where the task runner looks the trainer up, in this process; once."""
-    module: Any = importlib.import_module(home())
-    trainer = module.RayPPOTrainer
-    # A second call in this process would subclass our own subclass.
-    if not getattr(trainer, "__offpolicy__", False):
-        replaced: Any = subclass(trainer)
-        replaced.__offpolicy__ = True
-        module.RayPPOTrainer = replaced
-
-
-def before_any(look: Callable[[Any], None]) -> None:
-    """Call ``look(trainer)`` for each trainer that is built in this process, before its constructor runs."""
-    before(_INIT, look)
+def find_task_runner(config: DictConfig) -> Any:
+    """Return verl's own task runner of the trainer that the configuration asks for; None for the only one there is."""
+    module = importlib.import_module("verl.trainer.main_ppo")
+    if OmegaConf.select(config, "trainer.use_v1", default=False) and hasattr(module, "TaskRunnerV1"):
+        return module.TaskRunnerV1
+    return importlib.import_module(home()).TaskRunner if home() != module.__name__ else None
 
 
 def plain_advantage() -> Callable[..., Any]:
@@ -132,8 +118,17 @@ def plain_advantage() -> Callable[..., Any]:
     return found
 
 
+def hook_advantage() -> None:
+    """Wrap ``compute_advantage``, before other modules import it by name. Idempotent."""
+    wrap(_ADVANTAGE, lambda original, *args, **kwargs: (_around[-1] if _around else _call)(original, *args, **kwargs))
+
+
 def around_advantage(hook: Callable[..., Any]) -> None:
-    """Run ``hook(compute, data, *args, **kwargs)`` in the place of ``compute_advantage``; the last one given."""
-    # In place: the function is wrapped once, and a later trainer's hook takes the place of the former one.
+    """Run ``hook(compute, data, *args, **kwargs)`` instead of ``compute_advantage``; the last one given."""
+    # In place: the function is wrapped once, and a later trainer's hook replaces the former one.
     _around[:] = [hook]
-    wrap(_ADVANTAGE, lambda original, *args, **kwargs: _around[-1](original, *args, **kwargs))
+    hook_advantage()
+
+
+def _call(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return original(*args, **kwargs)

@@ -7,11 +7,8 @@ builds past the registry is seen by its constructor.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
-from typing import Any
 
-from .contract import before
 from .engine_loss import seam
 from .releases import specifiers
 
@@ -98,20 +95,3 @@ SEAMS_OF_SNAPSHOTS = (
     ),
 )
 """What a trainer that keeps weights relies on."""
-
-
-def before_any(look: Callable[[Any], None]) -> None:
-    """Call ``look(trainer)`` for each trainer that is built in this process, before its constructor runs."""
-    before(_INIT, look)
-
-
-def substitute(mode: str, subclass: Callable[[type], type]) -> None:
-    """Put ``subclass(trainer)`` in the place of verl's trainer of this mode, in this process; once."""
-    from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY, get_trainer_cls
-
-    trainer: Any = get_trainer_cls(mode)
-    # A second call in this process would subclass our own subclass.
-    if not getattr(trainer, "__offpolicy__", False):
-        replaced = subclass(trainer)
-        replaced.__offpolicy__ = True  # type: ignore[attr-defined]
-        TRAINER_REGISTRY[mode] = replaced

@@ -25,71 +25,36 @@ if __name__ == "__main__":  # before imports that take seconds
     else:
         hasten_start()
 
-import json
 from pathlib import Path
 
 import hydra
 from hydra.core.global_hydra import GlobalHydra
-from omegaconf import DictConfig, open_dict
+from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from verl_patches.contract import PatchError
-from verl_patches.execution_path import live_path
-from verl_patches.runtime_env import forward
+from verl_patches.trainer_v0 import find_task_runner
 
-from .correction import CorrectionSpec, SpecError
+from .correction import SpecError
 from .correction.problem import CheckError
 from .doctor.launch import OURS, Launch, LaunchError, compose, parse_flags, prepare_arguments
 from .fault_tolerance.redaction import redact_streams
-from .preflight.checks import list_active, list_patch_groups
-from .preflight.examination import examine
-from .preflight.hydra_groups import read_task_overrides
+from .launch_callback import check, say
 
 CONFIG_DIR = str(Path(__file__).resolve().parent / "config")
 
 
-def prepare(config: DictConfig) -> tuple[CorrectionSpec, list[str]]:
-    """Run the start-up checks, print what is on, and turn verl's idle correction off, in place.
-
-    Args:
-        config: the launch's, composed.
-
-    Returns:
-        The correction to train with, and remarks that stop nothing.
-
-    Raises:
-        CheckError: something stops the launch; all of it at once.
-    """
-    found = examine(config, read_task_overrides(), say=_say)
-    if found.spec is None or found.stopping:
-        raise CheckError(found.stopping)
-    if not found.spec.is_none and not list_active(config):
-        # At its defaults verl's helper corrects nothing but runs every step over the padded batch.
-        with open_dict(config):
-            config.algorithm.rollout_correction = None
-    return found.spec, [f"{problem.verdict}: {problem}" for problem in found.remarks]
-
-
-def _say(line: str) -> None:
-    print(f"offpolicy: {line}", flush=True)
-
-
 def train(config: DictConfig) -> None:
-    """Run verl's training with our task runner."""
+    """Run verl's training; its processes import our hooks."""
     from verl.trainer.main_ppo import run_ppo
     from verl.trainer.ppo.utils import need_critic, need_reference_policy
     from verl.utils.config import validate_config
     from verl.utils.device import auto_set_device
 
-    if live_path(config).trainer == "v1":
-        from .trainer.task_runner_v1 import RemoteTaskRunner
-    else:
-        from .trainer.task_runner_v0 import RemoteTaskRunner
-
     auto_set_device(config)
     validate_config(config=config, use_reference_policy=need_reference_policy(config), use_critic=need_critic(config))
     end_start()
-    run_ppo(config, task_runner_class=RemoteTaskRunner)
+    run_ppo(config, task_runner_class=find_task_runner(config))
 
 
 def main() -> None:
@@ -102,14 +67,14 @@ def main() -> None:
     @hydra.main(config_path=CONFIG_DIR, config_name="offpolicy_trainer", version_base=None)
     def run(config: DictConfig) -> None:
         for line in passed:  # who waits for them may read Hydra's folder then
-            _say(line)
+            say(line)
         train(checked[0])
 
     try:
         shows = parse_flags(given).shows and given == arguments
         checked.append(compose(Launch(OURS, tuple(given))))
         if not shows:
-            passed += _check(checked[0])
+            passed += check(checked[0])
         sys.argv[1:] = prepare_arguments(given)
     except (LaunchError, SpecError, CheckError, PatchError, OmegaConfBaseException) as error:
         sys.exit(f"offpolicy: stopped before anything was started.\n{error}")
@@ -118,19 +83,7 @@ def main() -> None:
         run()
     else:
         for line in passed:
-            _say(line)
-
-
-def _check(config: DictConfig) -> list[str]:
-    """Run all checks; returns the lines that say what would train.
-
-    Raises:
-        CheckError, PatchError: what stops the launch.
-    """
-    spec, remarks = prepare(config)
-    forward(config, groups=list_patch_groups(live_path(config)))
-    done = f"all checks passed; {json.dumps(spec.to_mapping())}, fingerprint {spec.fingerprint()}"
-    return [str(live_path(config)), done, *remarks]
+            say(line)
 
 
 if __name__ == "__main__":

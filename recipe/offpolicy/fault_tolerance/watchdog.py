@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import functools
+import inspect
 import logging
 import math
 import os
@@ -36,6 +37,7 @@ PHASES: Mapping[str, str] = {
     "replay_buffer.sample": "rollout",
     "replay_buffer.wait_for_sampleable": "rollout",
     "async_rollout_manager.generate_sequences": "rollout",
+    "_get_samples_from_queue": "rollout",
     "checkpoint_manager.sleep_replicas": "engine_sleep",
     "_compute_old_log_prob": "old_log_prob",
     "_compute_ref_log_prob": "ref_log_prob",
@@ -344,12 +346,23 @@ def _wrap_phases(trainer: Any, watchdog: Watchdog) -> None:
     def around(call: Callable[..., Any], name: str) -> Callable[..., Any]:
         @functools.wraps(call)
         def in_phase(*args: Any, **kwargs: Any) -> Any:
+            # verl's auto_await returns a coroutine to a caller that is one, and runs it for any other.
+            if of_coroutine and sys._getframe(1).f_code.co_flags & inspect.CO_COROUTINE:
+                return in_awaited_phase(*args, **kwargs)
             with watchdog.phase(name):
                 result = call(*args, **kwargs)
             if len(wrapped) < len(PHASES):
                 bind()
             return result
 
+        async def in_awaited_phase(*args: Any, **kwargs: Any) -> Any:
+            with watchdog.phase(name):
+                result = await call(*args, **kwargs)
+            if len(wrapped) < len(PHASES):
+                bind()
+            return result
+
+        of_coroutine = inspect.iscoroutinefunction(inspect.unwrap(call))
         return in_phase
 
     bind()

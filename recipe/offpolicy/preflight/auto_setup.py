@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 
 from omegaconf import DictConfig, OmegaConf
 
-from verl_patches.execution_path import live_path
+from verl_patches.execution_path import count_prompts, live_path
 
 from ..correction import SpecError
 from ..correction.spelling import find_closest
@@ -155,6 +155,8 @@ def _find_engine(config: DictConfig) -> _Observed | None:
 
 
 def _find_mode(config: DictConfig) -> _Observed | None:
+    if (path := live_path(config)).trainer == "v0" and path.asynchronous:
+        return _Observed("async", f"the program is {path.mode}_policy")
     if OmegaConf.select(config, "trainer") and not OmegaConf.select(config, "trainer.use_v1", default=False):
         return _Observed("sync", "the V0 trainer")
     mode = OmegaConf.select(config, "trainer.v1.trainer_mode")
@@ -185,7 +187,7 @@ def _find_trajectory(config: DictConfig) -> _Observed | None:
 
 def _count_minibatches(config: DictConfig) -> _Observed | None:
     keys = ("data.train_batch_size", f"{_ACTOR}.ppo_mini_batch_size", f"{_ACTOR}.ppo_epochs")
-    sizes = [OmegaConf.select(config, key) for key in keys]
+    sizes = [count_prompts(config), *(OmegaConf.select(config, key) for key in keys[1:])]
     if not all(isinstance(size, int) and size > 0 for size in sizes):
         return None
     batch, mini_batch, epochs = sizes

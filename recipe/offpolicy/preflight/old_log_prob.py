@@ -16,6 +16,8 @@ from typing import Any, Literal, get_args
 
 from omegaconf import DictConfig, OmegaConf
 
+from verl_patches.execution_path import FULLY_ASYNC, count_prompts, live_path
+
 from ..correction import CorrectionSpec, SpecError
 from ..correction.problem import format_value
 from ..correction.proximal import Proximal
@@ -28,7 +30,7 @@ from .verl_keys.router_replay import find_router_replay
 AUTO = "auto"
 """Value of ``correction.proximal``: ``reuse`` where that is exact, else ``recompute``."""
 KEY = "correction.proximal"
-_SIZES = ("data.train_batch_size", f"{ACTOR}.ppo_mini_batch_size", f"{ACTOR}.ppo_epochs")
+_SIZES = (f"{ACTOR}.ppo_mini_batch_size", f"{ACTOR}.ppo_epochs")
 ONE_ROW_A_SAMPLE = ("single_turn_agent", "tool_agent")
 """verl's agent loops; one of the user's own may return several rows, which make several mini-batches."""
 
@@ -80,7 +82,7 @@ def choose_proximal(config: DictConfig) -> ProximalChoice:
 def count_gradient_steps(config: DictConfig) -> float:
     """Compute the optimizer steps that each batch gets, by its configured size."""
     actor = config.actor_rollout_ref.actor
-    steps: float = config.data.train_batch_size / actor.ppo_mini_batch_size * actor.ppo_epochs
+    steps: float = count_prompts(config) / actor.ppo_mini_batch_size * actor.ppo_epochs
     return steps
 
 
@@ -102,7 +104,7 @@ def check_one_mini_batch(spec: CorrectionSpec, config: DictConfig, rows: int) ->
 
 
 def _has_one_step(config: DictConfig) -> bool:
-    sizes = [OmegaConf.select(config, key) for key in _SIZES]
+    sizes = [count_prompts(config), *(OmegaConf.select(config, key) for key in _SIZES)]
     return all(isinstance(size, int) and size > 0 for size in sizes) and count_gradient_steps(config) == 1
 
 
@@ -120,7 +122,11 @@ def _find_path_reasons(config: DictConfig) -> Iterator[str]:
     strategy = config.actor_rollout_ref.actor.strategy
     if strategy not in ("fsdp", "fsdp2"):
         yield f"{ACTOR}.strategy={strategy}, where it was not shown to be exact"
-    if OmegaConf.select(config, "trainer.use_v1"):
+    if live_path(config).mode == FULLY_ASYNC:
+        updates = OmegaConf.select(config, "async_training.trigger_parameter_sync_step", default=1)
+        if updates != 1:
+            yield f"pi_old is that of the first of {updates} updates"
+    elif OmegaConf.select(config, "trainer.use_v1"):
         mode = OmegaConf.select(config, "trainer.v1.trainer_mode")
         if (updates := OmegaConf.select(config, f"trainer.v1.{mode}.parameter_sync_step") or 1) != 1:
             yield f"pi_old is that of the first of {updates} updates"

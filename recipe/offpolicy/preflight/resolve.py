@@ -6,14 +6,17 @@ from collections.abc import Callable, Sequence
 
 from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 
+from verl_patches.execution_path import live_path
+
 from ..correction import CorrectionSpec, SpecError
 from ..extensions.registry import load_extensions
 from ..recording.record_settings import resolve_dir
 from . import fallbacks, old_log_prob
 from .auto_choice import Requirement, check_requirements, format_selection, select
 from .auto_setup import read_setup, refuse_setup
-from .hydra_groups import AUTO, EMPTY, check_stack, load_option, read_chosen_options, recompose
+from .hydra_groups import AUTO, EMPTY, check_stack, load_option, read_chosen_options, read_task_overrides, recompose
 from .shadows import SHIPPED_DELTA, parse_shadows
+from .verl_keys.keys import BYPASS, VERL
 
 Say = Callable[[str], None]
 """Takes a line of what was chosen and why."""
@@ -38,6 +41,8 @@ def resolve(config: DictConfig, say: Say) -> list[str]:
         options, requires = _choose(config, say)
     else:
         refuse_setup(config)
+    if not EMPTY.issuperset(options):
+        _replace_bypass(config, say)
     for extension in load_extensions(config):
         for line in extension.configure(config):
             say(line)
@@ -59,6 +64,18 @@ def refuse_emptied(spec: CorrectionSpec, options: Sequence[str]) -> None:
     if spec.is_none and not EMPTY.issuperset(options):
         fix = "Set correction=none to train uncorrected."
         raise SpecError("nothing is left of it to correct with.", fix, key="correction", value=list(options))
+
+
+def _replace_bypass(config: DictConfig, say: Say) -> None:
+    """Replace ``bypass_mode`` of an asynchronous program's own configuration: a correction says what pi_old is."""
+    path, key = live_path(config), f"{VERL}.{BYPASS}"
+    own = path.trainer == "v0" and path.asynchronous and OmegaConf.select(config, key) is True
+    given = any(each.lstrip("+").startswith(f"{key}=") for each in read_task_overrides())
+    if given or not own:
+        return
+    with open_dict(config):
+        config.algorithm.rollout_correction.bypass_mode = False
+    say(f"{key}=true of {path.mode}_policy's own configuration is replaced: correction.proximal says what pi_old is.")
 
 
 def _resolve_shadows(config: DictConfig, say: Say) -> None:

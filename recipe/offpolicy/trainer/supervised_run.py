@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
-from collections.abc import Mapping
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from omegaconf import DictConfig, OmegaConf
@@ -16,12 +17,12 @@ from verl_patches.trainer_v0 import plain_advantage
 from ..batch.rewards import BY_KL, check_rewards
 from ..extensions.hooks import ExtensionHooks
 from ..fault_tolerance.checkpoints import check_before_loading, extension_states, guard_save
+from ..fault_tolerance.redaction import redact_streams
 from ..fault_tolerance.watchdog import watch
 from ..monitor.active_correction import find_differences
-from ..preflight.checks import read_spec
+from ..preflight.checks import demand_seams, read_spec
 from ..preflight.verl_keys.estimators import OUTCOME
 from ..proof.dense_rewards import DenseRewardGuard, ScoredRows
-from ..proof.verify import LivenessError
 from ..recording.run import AFTER_FAILURE, PATIENCE, RunRecord
 from .logging_setup import set_up_logger
 
@@ -32,34 +33,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger("verl.offpolicy")
 
 
-def demand_corrected(trainer: Any) -> None:
-    """Stop verl's task runner where it builds another trainer than the one that was put in its place.
-
-    Raises:
-        LivenessError
-    """
-    if not isinstance(trainer, SupervisedRun):
-        found = type(trainer)
-        raise LivenessError(
-            f"the task runner builds {found.__module__}.{found.__qualname__}, which would train without the "
-            "correction and without its proof. Fix: let it build the trainer that it looks up under verl's own name, "
-            "or derive yours from that one."
-        )
-
-
-def demand_trained() -> None:
-    """Fail a run that ended without ever building a corrected trainer.
-
-    Raises:
-        LivenessError
-    """
-    if SupervisedRun.fits == 0:
-        raise LivenessError(
-            "verl's task runner has ended, and no trainer with the correction has run in its process. What it trained "
-            "is not corrected."
-        )
-
-
 class SupervisedRun:
     """Mixin of verl's V0 and V1 trainers.
 
@@ -68,8 +41,6 @@ class SupervisedRun:
     and what ``watchdog.PHASES`` lists.
     """
 
-    fits: ClassVar[int] = 0
-    """Trainings that were begun in this process."""
     config: DictConfig
     global_steps: int
     recording: RunRecord | None = None
@@ -77,26 +48,47 @@ class SupervisedRun:
     supervision: Supervision
     train_dataloader: Any
     _validating: bool = False
+    _begun: bool = False
     _resumed: Mapping[str, Any] | None = None
     """What a checkpoint that was loaded says of alarms and bounds."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
+        config = kwargs.get("config", args[0] if args else None)
+        demand_seams(config)
+        redact_streams()
         set_up_logger()
         super().__init__(*args, **kwargs)
+        self._begin()
+
+    def _begin(self) -> None:
+        """Begin what watches and extends the run; verl's constructor has set the configuration."""
+        self._begun = True
         watchdog = watch(self, self.config)
         self.extensions = ExtensionHooks.begin(self.config, nullcontext if watchdog is None else watchdog.phase)
 
     def fit(self, *args: Any, **kwargs: Any) -> Any:
-        SupervisedRun.fits += 1
-        patience = AFTER_FAILURE
-        try:
+        with self._finishing() as finishing:
             result = super().fit(*args, **kwargs)  # type: ignore[misc]
-            patience = PATIENCE
+            if inspect.isawaitable(result):
+                finishing.pop_all()
+                return self._await_fit(result)
             return result
-        finally:
-            # Workers are killed once this returns or raises: the update that decided may not be written yet.
-            self._finish_recording(patience)
-            self._end_extensions()
+
+    async def _await_fit(self, result: Any) -> Any:
+        with self._finishing():
+            return await result
+
+    @contextmanager
+    def _finishing(self) -> Iterator[ExitStack]:
+        """Finish the recording and the extensions when the context ends."""
+        with ExitStack() as stack:
+            stack.callback(self._end_extensions)
+            # Workers are killed after this: the update that decided may not be written yet.
+            failed = stack.enter_context(ExitStack())
+            failed.callback(self._finish_recording, AFTER_FAILURE)
+            yield stack
+            failed.pop_all()
+            stack.callback(self._finish_recording, PATIENCE)
 
     def _finish_recording(self, patience: float) -> None:
         try:
@@ -150,15 +142,23 @@ class SupervisedRun:
         """State of the rate limit for a checkpoint; None where there is none."""
         return None
 
+    @property
+    def checkpoint_step(self) -> int:
+        """Number in the name of a checkpoint's folder."""
+        return self.global_steps
+
+    def _check_resumed(self) -> dict[str, Any] | None:
+        spec, of_config = read_spec(self.config), partial(find_differences, self.config)
+        return check_before_loading(self.config, spec, of_config, self.extensions.differences)
+
     def _save_checkpoint(self) -> None:
         active = self.supervision.active_correction.state()
         spec, staleness = read_spec(self.config), self.staleness_state
-        with guard_save(self.config, self.global_steps, spec, active, self.extensions.state, staleness):
+        with guard_save(self.config, self.checkpoint_step, spec, active, self.extensions.state, staleness):
             super()._save_checkpoint()  # type: ignore[misc]
 
     def _load_checkpoint(self) -> Any:
-        spec, of_config = read_spec(self.config), partial(find_differences, self.config)
-        self._resumed = check_before_loading(self.config, spec, of_config, self.extensions.differences)
+        self._resumed = self._check_resumed()
         # Made by now on every trainer and not read yet; its own state comes with the checkpoint.
         if self.extensions:
             self.train_dataloader = self.extensions.load_prompts(self.train_dataloader)

@@ -8,35 +8,41 @@ loss by ``set_loss_fn``, the legacy actors take it from a ``Handover`` in ``meta
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Sequence
-from functools import cached_property, partial
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from omegaconf import DictConfig
 from tensordict import TensorDict
 from torch import Tensor
 from verl import DataProto
 
 from verl_patches.execution_path import live_path
 from verl_patches.legacy.handover import HANDOVER
-from verl_patches.trainer_v0 import around_advantage, before_any, substitute
+from verl_patches.trainer_v0 import around_advantage
 
 from ..batch.micro_batch import ROLLOUT_LOG_PROBS
 from ..batch.plan import COLUMNS, PLAN, REWARD, UID, BatchSplit, SharedPlan, build_plan, regroup_without_rejected
 from ..batch.weight_versions import VERSIONS
 from ..correction import CorrectionSpec
+from ..fault_tolerance.redaction import redact_streams
 from ..monitor.step_cost import StepCost
-from ..preflight.checks import read_shadows, read_spec
+from ..preflight.checks import demand_seams, read_shadows, read_spec
 from ..preflight.old_log_prob import check_one_mini_batch
 from ..proof.verify import LivenessError
-from ..recording.run import RunRecord
+from ..recording.run import AFTER_FAILURE, RunRecord
+from ..support.support_settings import SupportSettings
 from ..worker.legacy_handover import Handover, build_handover
 from ..worker.loss import build_loss
+from .actor_updates import adopt
 from .batch_view_v0 import DataProtoBatch, DataProtoPrompts
+from .logging_setup import set_up_logger
 from .own_forward import Pair, build_padded, repeat_rows
-from .supervised_run import SupervisedRun, demand_corrected
+from .supervised_run import SupervisedRun
 from .supervision import Supervision
 
 if TYPE_CHECKING:
@@ -60,9 +66,26 @@ class OffPolicyRayTrainer(SupervisedRun):
 
     actor_rollout_wg: Any
     recording: RunRecord
+    current_param_version: int
+    trigger_parameter_sync_step: int
 
-    def init_workers(self) -> None:
-        super().init_workers()  # type: ignore[misc]
+    def init_workers(self) -> Any:
+        made = super().init_workers()  # type: ignore[misc]
+        if not inspect.isawaitable(made) and "supervision" not in vars(self):
+            self._adopt_workers()
+        return made
+
+    def _init_models(self) -> None:
+        """Of trainers that sample elsewhere; Ray may call their ``init_workers`` past this instance."""
+        super()._init_models()  # type: ignore[misc]
+        self._adopt_workers()
+
+    def _adopt_workers(self) -> None:
+        if not self._begun:  # an actor whose constructor Ray has called past this class
+            demand_seams(self.config)
+            redact_streams()
+            set_up_logger()
+            self._begin()
         self.shadows = read_shadows(self.config)
         spec = read_spec(self.config)
         self.supervision = Supervision(spec, self.config, self.extensions)
@@ -70,9 +93,17 @@ class OffPolicyRayTrainer(SupervisedRun):
         self._by_engine = live_path(self.config).worker == "engine"
         self.actor_rollout_wg.compute_log_prob = self.cost.counted(self.actor_rollout_wg.compute_log_prob)
         self._hand_over_loss()
-        self.actor_rollout_wg.update_actor = partial(self._update_and_collect, self.actor_rollout_wg.update_actor)
+        adopt(self.actor_rollout_wg, self._update_and_collect)
         self._advantage_metrics: dict[str, float] = {}
         around_advantage(self._around_advantage)
+        if self._samples_elsewhere:
+            self._begin_elsewhere()
+
+    def _begin_elsewhere(self) -> None:
+        """Resume a run whose ``load_checkpoint`` Ray calls past this instance's methods."""
+        if (resumed := self._check_resumed()) is not None:
+            self.supervision.active_correction.restore(resumed)
+            self._hand_over_loss()
 
     def _load_checkpoint(self) -> Any:
         loaded = super()._load_checkpoint()
@@ -80,6 +111,37 @@ class OffPolicyRayTrainer(SupervisedRun):
             self.supervision.active_correction.restore(self._resumed)
             self._hand_over_loss()
         return loaded
+
+    @property
+    def _samples_elsewhere(self) -> bool:
+        """True for verl's fully asynchronous trainer, which counts versions of the weights by itself."""
+        return hasattr(self, "current_param_version")
+
+    @property
+    def _step(self) -> int:
+        """The step as ages count it: one more than the version of the weights that the rollout engine has."""
+        return self.current_param_version + 1 if self._samples_elsewhere else self.global_steps
+
+    @property
+    def _updates_a_step(self) -> int:
+        return self.trigger_parameter_sync_step if self._samples_elsewhere else 1
+
+    @property
+    def checkpoint_step(self) -> int:
+        return self.current_param_version if self._samples_elsewhere else self.global_steps
+
+    def fit_step(self, *args: Any, **kwargs: Any) -> Any:
+        made = super().fit_step(*args, **kwargs)  # type: ignore[misc]
+        return self._await_step(made) if self._samples_elsewhere else made
+
+    async def _await_step(self, made: Any) -> Any:
+        """End the run where a step raises, which a fully asynchronous one does at its end as well."""
+        try:
+            return await made
+        except BaseException:
+            self._finish_recording(AFTER_FAILURE)
+            self._end_extensions()
+            raise
 
     @property
     def correction(self) -> CorrectionSpec:
@@ -98,7 +160,7 @@ class OffPolicyRayTrainer(SupervisedRun):
         return super()._get_gen_batch(batch)  # type: ignore[misc]
 
     def _view(self, batch: DataProto) -> DataProtoBatch:
-        return DataProtoBatch(batch, self.global_steps, self.cost.add_columns, self._compute_log_probs)
+        return DataProtoBatch(batch, self._step, self.cost.add_columns, self._compute_log_probs)
 
     def _compute_log_probs(self, batch: DataProto, rows: Sequence[Pair]) -> list[list[float]]:
         """Compute log-probs at temperature 1 of each row's response, in as many rows as the batch has."""
@@ -130,7 +192,7 @@ class OffPolicyRayTrainer(SupervisedRun):
             rows["old_log_probs"] = old.batch["old_log_probs"]
             uids = [str(uid) for uid in batch.non_tensor_batch["uid"]]
             self.supervision.aligned(rows, uids)
-            if self.supervision.scored(rows, uids, self.global_steps):
+            if self.supervision.scored(rows, uids, self._step):
                 old.batch["old_log_probs"] = batch.batch[ROLLOUT_LOG_PROBS]
         return old, mfu
 
@@ -145,9 +207,9 @@ class OffPolicyRayTrainer(SupervisedRun):
         if self.correction.baseline == "include":
             self.extensions.compute_advantages(view, estimator)
             return view.batch
-        data.batch[VERSIONS] = _versions(data, self.global_steps)
+        data.batch[VERSIONS] = self._read_versions(data)
         uids = data.non_tensor_batch["uid"]
-        groups = regroup_without_rejected(self.correction, _rows(data), [str(uid) for uid in uids], self.global_steps)
+        groups = regroup_without_rejected(self.correction, _rows(data), [str(uid) for uid in uids], self._step)
         view.regroup(groups.uids, groups.silent)
 
         def estimator_without_rejected() -> None:
@@ -181,17 +243,22 @@ class OffPolicyRayTrainer(SupervisedRun):
     def _with_plan(self, batch: DataProto) -> DataProto:
         """Add the plan to the batch, and the loss for a legacy actor."""
         check_one_mini_batch(self.correction, self.config, len(batch))
-        versions = _versions(batch, self.global_steps)
+        versions = self._read_versions(batch)
         batch.batch[VERSIONS] = versions
         plan, columns = build_plan(
             self.correction,
             self.shadows,
-            step=self.global_steps,
+            step=self._step,
             rows=lambda: _rows(batch),
             batch_split=self._split_batch,
             bounds=self.supervision.active_correction.bounds,
         )
-        plan = self.recording.announce_update(plan, rows=len(batch), batch_split=self._split_batch)
+        plan = self.recording.announce_update(
+            plan,
+            rows=len(batch),
+            batch_split=self._split_batch,
+            updates=self._updates_a_step,
+        )
         if plan.update is not None and not self._by_engine:
             columns |= build_row_identity(batch)
         for name, column in columns.items():
@@ -210,6 +277,11 @@ class OffPolicyRayTrainer(SupervisedRun):
         batch.meta_info[PLAN if self._by_engine else HANDOVER] = handed
         self.cost.add({VERSIONS: versions, **columns}, handed)
         return batch
+
+    def _read_versions(self, batch: DataProto) -> Tensor:
+        versions = _versions(batch, self._step)
+        # one_step_off_policy sends weights in front of an update, under the number of that update's step.
+        return (versions - 1).clamp(min=0) if hasattr(self, "_async_gen_next_batch") else versions
 
     def _split_batch(self) -> BatchSplit:
         return BatchSplit.of(self.config, self._get_dp_size(self.actor_rollout_wg, "actor"))  # type: ignore[attr-defined]
@@ -230,7 +302,7 @@ class OffPolicyRayTrainer(SupervisedRun):
         if self.supervision.collect(metrics):
             self._hand_over_loss()
         if self.supervision.proof is not None:
-            self.recording.write_proof(self.global_steps, *self.supervision.proof)
+            self.recording.write_proof(self._step, *self.supervision.proof)
         return output
 
 
@@ -241,13 +313,14 @@ def build_corrected(
     return type(f"OffPolicy{trainer.__name__}", (mixin, trainer), {})
 
 
-def install_trainer(mixin: type[OffPolicyRayTrainer] = OffPolicyRayTrainer) -> None:
-    """Put the corrected trainer where verl's task runner looks it up, in this process; idempotent.
+def choose_mixin(config: DictConfig) -> type[OffPolicyRayTrainer]:
+    """Choose what is put in front of verl's trainer: nothing of the support where it is off."""
+    if SupportSettings.from_config(config) is None:
+        return OffPolicyRayTrainer
+    # Other releases need not have what it is made of.
+    from .support_trainer import SupportTrainerV0
 
-    From then on another trainer of verl's kind stops the process when it is built.
-    """
-    substitute(partial(build_corrected, mixin=mixin))
-    before_any(demand_corrected)
+    return type("SupportOffPolicyRayTrainer", (SupportTrainerV0, OffPolicyRayTrainer), {})
 
 
 def build_row_identity(batch: DataProto) -> dict[str, Tensor]:

@@ -14,35 +14,39 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
 import transfer_queue as tq
+from omegaconf import DictConfig
 from tensordict import NonTensorStack, TensorDict
 from torch import Tensor
 from verl.workers.utils.padding import response_from_nested
 
 from verl_patches import separate_async_logger
-from verl_patches.releases import V1_MODES
-from verl_patches.trainer_v1 import before_any, substitute
 
 from ..batch.micro_batch import ROLLOUT_LOG_PROBS
 from ..batch.plan import COLUMNS, PLAN, BatchSplit, build_plan, regroup_without_rejected
 from ..correction import CorrectionSpec
 from ..correction.row_layout import spread_over_tokens
+from ..monitor.mismatch.snapshot_settings import SnapshotSettings
 from ..monitor.step_cost import StepCost
 from ..preflight.checks import read_shadows, read_spec
 from ..preflight.checks.staleness import notes_token_versions
 from ..preflight.old_log_prob import check_one_mini_batch
 from ..proof.rollout_checks import ALIGNED, SAMPLED, name_missing_column
 from ..recording.run import RunRecord
+from ..replay.replay_settings import ReplaySettings, read_megatron_mode
+from ..staleness.staleness_settings import StalenessSettings
+from ..support.support_settings import SupportSettings
 from ..worker.loss import build_loss
+from .actor_updates import adopt
 from .batch_view_v1 import TensorDictPrompts, TransferQueueBatch
 from .batch_view_v1 import put_columns as _put
 from .batch_view_v1 import read_columns as _columns
 from .own_forward import Pair, build_nested, name_keys, repeat_rows
-from .supervised_run import SupervisedRun, demand_corrected
+from .supervised_run import SupervisedRun
 from .supervision import Supervision
 
 if TYPE_CHECKING:
@@ -72,7 +76,7 @@ class OffPolicyTrainer(SupervisedRun):
         self.recording = RunRecord(self.config, spec, self.shadows, self.extensions.describe())
         self._hand_over_loss()
         self.actor_rollout_wg.compute_log_prob = self.cost.counted(self.actor_rollout_wg.compute_log_prob)
-        self.actor_rollout_wg.update_actor = partial(self._update_and_collect, self.actor_rollout_wg.update_actor)
+        adopt(self.actor_rollout_wg, self._update_and_collect)
         super().on_init_end()  # type: ignore[misc]
 
     def get_llm_client(self) -> Any:
@@ -250,20 +254,38 @@ def build_corrected(trainer: type[PPOTrainer], mixin: type[OffPolicyTrainer] = O
     return type(f"OffPolicy{trainer.__name__}", (mixin, trainer), {})
 
 
-def install_trainers(mode: str, mixin: type[OffPolicyTrainer] = OffPolicyTrainer) -> None:
-    """Put the corrected trainers under verl's own mode names, in this process; idempotent.
+def choose_mixin(config: DictConfig) -> type[OffPolicyTrainer]:
+    """Choose what is put in front of verl's trainers: what is off is left out."""
+    mixin: type[OffPolicyTrainer] = OffPolicyTrainer
+    # Imported where asked for: 0.9.0 lacks what their buffers rely on.
+    if StalenessSettings.from_config(config) is not None:
+        from .bounded_trainer import BoundedTrainer
 
-    From then on another trainer of verl's kind stops the process when it is built.
+        mixin = BoundedTrainer
+    if SnapshotSettings.from_config(config) is not None:
+        from .snapshot_trainer import SnapshotTrainer
 
-    Args:
-        mode: that the run asks for.
-        mixin: what makes a trainer of verl's a corrected one.
-    """
-    if mode == "separate_async":
+        mixin = type(f"Snapshot{mixin.__name__}", (SnapshotTrainer, mixin), {})
+    # In front of all that choose workers, which it derives its own from.
+    if ReplaySettings.from_config(config) is not None:
+        from .replaying_trainer import ReplayingTrainer
+
+        mixin = type(f"Replaying{mixin.__name__}", (ReplayingTrainer, mixin), {})
+    elif read_megatron_mode(config) is not None:
+        from .watching_trainer import WatchingTrainer
+
+        mixin = type(f"Watching{mixin.__name__}", (WatchingTrainer, mixin), {})
+    if SupportSettings.from_config(config) is not None:
+        from .support_trainer import SupportTrainerV1
+
+        mixin = type(f"Support{mixin.__name__}", (SupportTrainerV1, mixin), {})
+    return mixin
+
+
+def prepare_mode(config: DictConfig) -> None:
+    """Prepare verl's trainer of the mode that is asked for, in this process."""
+    if config.trainer.v1.trainer_mode == "separate_async":
         separate_async_logger.install()
-    for name in V1_MODES:
-        substitute(name, partial(build_corrected, mixin=mixin))
-    before_any(demand_corrected)
 
 
 def _put_mu(batch: Any) -> Any:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from omegaconf import DictConfig, OmegaConf
 
-from verl_patches.execution_path import LivePath, live_path
+from verl_patches.execution_path import LivePath, count_prompts, live_path
 
 from ...correction import CorrectionSpec, Problem
 from ...correction.problem import set_to
@@ -72,7 +72,7 @@ def _check_forward_passes(
     config: DictConfig, spec: CorrectionSpec, path: LivePath, mini_batch: int, ranks: int
 ) -> Iterator[Problem]:
     """Check the same for the forward passes of pi_old and of the reference policy, over the whole batch."""
-    rows = config.data.train_batch_size * config.actor_rollout_ref.rollout.n
+    rows = count_prompts(config) * config.actor_rollout_ref.rollout.n
     if path.trainer == "v1":
         # verl pads a batch up to whole mini-batches; separate_async makes a step of each mini-batch.
         several = config.trainer.v1.trainer_mode != "separate_async"

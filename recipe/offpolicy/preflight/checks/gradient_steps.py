@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from omegaconf import DictConfig, OmegaConf
 
-from verl_patches.execution_path import USE_V1
+from verl_patches.execution_path import USE_V1, count_prompts, describe_mode
 
 from ...correction import CorrectionSpec
 from ...correction.problem import Problem, set_to
@@ -52,7 +52,7 @@ def check_proximal(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem
 def _explain_older_weights(config: DictConfig) -> str | None:
     """Explain why rows may be sampled by older weights than those that their step begins with; None if none are."""
     if is_asynchronous(config):
-        return f"{MODE}={OmegaConf.select(config, MODE)} samples rows by older weights than those that train them"
+        return f"{'='.join(describe_mode(config))} samples rows by older weights than those that train them"
     if OmegaConf.select(config, USE_V1):
         key = f"trainer.v1.{OmegaConf.select(config, MODE)}.parameter_sync_step"
         if (updates := OmegaConf.select(config, key)) not in (None, 1):
@@ -83,7 +83,7 @@ def check_ppo_ratio(config: DictConfig, spec: CorrectionSpec) -> Iterator[Proble
 
 def build_two_steps(config: DictConfig) -> tuple[str, ...]:
     """Build overrides that give a batch two gradient steps; two epochs if it cannot be halved."""
-    batch = config.data.train_batch_size
+    batch = count_prompts(config)
     return (set_to(_MINI_BATCH, batch // 2) if batch % 2 == 0 else set_to(f"{ACTOR}.ppo_epochs", 2),)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from verl_patches.execution_path import USE_V1, live_path
+from verl_patches.execution_path import FULLY_ASYNC, USE_V1, describe_mode, live_path
 
 from ...correction import CorrectionSpec, MaskSpec, WeightSpec, recommended
 from ...correction.problem import Problem, Verdict, format_value, set_to
@@ -35,12 +35,13 @@ run ``tests/data/faults/held_out/colocate_async-14``."""
 
 def is_asynchronous(config: DictConfig) -> bool:
     """Return True if rollouts go on while the trainer updates."""
-    return bool(OmegaConf.select(config, USE_V1)) and OmegaConf.select(config, MODE) in ASYNC_MODES
+    return live_path(config).asynchronous
 
 
 def notes_token_versions(config: DictConfig) -> bool:
     """Return True if the client of the rollout servers notes the version of the weights of each token."""
-    return is_asynchronous(config) and live_path(config).attributes.token_versions
+    path = live_path(config)
+    return path.asynchronous and path.trainer == "v1" and path.attributes.token_versions
 
 
 _NOTES_AGES = "Use verl 0.9.1 with trainer.use_v1=true"
@@ -85,7 +86,7 @@ def warn_verls_limit(config: DictConfig, spec: CorrectionSpec) -> Iterator[Probl
 
     With W batches of warm-up, and no stragglers, verl trains groups W versions after their issue, and counts W + 1.
     """
-    if not is_asynchronous(config) or is_bounded(config):
+    if not is_asynchronous(config) or is_bounded(config) or live_path(config).trainer != "v1":
         return
     mode = config.trainer.v1.trainer_mode
     warmup = f"trainer.v1.{mode}.num_warmup_batches"
@@ -123,10 +124,10 @@ def warn_verls_limit(config: DictConfig, spec: CorrectionSpec) -> Iterator[Probl
 def warn_uncorrected(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
     """Warn of asynchronous training without a correction."""
     if is_asynchronous(config) and spec.is_none and not list_active(config):
-        mode = config.trainer.v1.trainer_mode
+        key, mode = describe_mode(config)
         reason = "rows are trained by newer weights than sampled them, and nothing corrects for it."
         fix = f"Launch recipe.offpolicy.main_offpolicy with {recommended.LINE}: {recommended.WHY}."
-        yield Problem(MODE, mode, reason, fix, "NOTE", ())
+        yield Problem(key, mode, reason, fix, "NOTE", ())
 
 
 def warn_weight_alone(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
@@ -162,7 +163,7 @@ def warn_narrow_bands(config: DictConfig, spec: CorrectionSpec) -> Iterator[Prob
             f"Take {recommended.LINE} instead; or calibrate the bound on a recording of such rows, and watch "
             f"offpolicy/staleness/*/keep_token_share."
         )
-        key, mode = f"correction.masks.{name}.{side}", {MODE: config.trainer.v1.trainer_mode}
+        key, mode = f"correction.masks.{name}.{side}", dict([describe_mode(config)])
         yield Problem(key, getattr(mask, side), reason, fix, "NOTE", (f"masks.{name}",), beside=mode)
 
 
@@ -257,6 +258,9 @@ def _find_uncovered(config: DictConfig) -> Problem | None:
     if not path.attributes.staleness_limit:
         reason = f"verl {path.release} does not issue prompts as the limit needs it; 0.9.1 does."
         return Problem(ETA, eta, reason, f"Install verl 0.9.1, or set {off}.", parts=())
+    if path.mode == FULLY_ASYNC:
+        reason = "fully_async_policy issues prompts by its own limit, async_training.staleness_threshold."
+        return Problem(ETA, eta, reason, f"Set {off}, and the limit there.", parts=())
     if path.trainer != "v1":
         reason, beside = "the V0 trainer samples each batch by the weights in force.", {USE_V1: False}
     elif (mode := config.trainer.v1.trainer_mode) not in ASYNC_MODES:

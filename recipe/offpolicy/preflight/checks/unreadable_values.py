@@ -12,6 +12,8 @@ from typing import Any
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException, UnsupportedInterpolationType
 
+from verl_patches.execution_path import FULLY_ASYNC, find_program_mode
+
 from ...correction import Problem
 from ...correction.problem import set_to
 from .config_reader import ACTOR, ROLLOUT, copy_config
@@ -46,8 +48,9 @@ _SWITCH = _Kind("true or false", lambda value: isinstance(value, bool))
 _NAME = _Kind("a name", lambda value: isinstance(value, str) and bool(value))
 
 _MEGATRON = f"{ACTOR}.megatron"
+_BATCH = "data.train_batch_size"
 _READ: dict[str, tuple[_Kind, Any]] = {
-    "data.train_batch_size": (_COUNT, 1024),
+    _BATCH: (_COUNT, 1024),
     "data.max_prompt_length": (_COUNT, 512),
     "data.max_response_length": (_COUNT, 512),
     "trainer.nnodes": (_COUNT, 1),
@@ -87,6 +90,8 @@ def find_unreadable_values(config: DictConfig) -> Iterator[Problem]:
             value = OmegaConf.select(config, key, default=...)
         except OmegaConfBaseException:
             continue  # reported by find_unresolved_interpolations
+        if key == _BATCH and value == 0 and find_program_mode(config) == FULLY_ASYNC:
+            continue  # its prompts come one at a time
         if value is not ... and not kind.holds(value):
             yield Problem(key, value, f"not {kind.name}.", overrides=(set_to(key, usual),))
 

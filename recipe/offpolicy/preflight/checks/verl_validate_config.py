@@ -9,6 +9,8 @@ from collections.abc import Iterator
 
 from omegaconf import DictConfig, OmegaConf, open_dict
 
+from verl_patches.execution_path import FULLY_ASYNC, live_path
+
 from ...correction import CorrectionSpec
 from ...correction.problem import Problem, set_to
 from .config_reader import ACTOR, copy_config
@@ -27,6 +29,8 @@ def check_by_verl(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]
 
     Left to the launch: the critic, for which verl loads the model, and the rank of LoRA, for which it imports vLLM.
     """
+    if live_path(config).mode == FULLY_ASYNC:
+        return  # whose program does not run it
     from verl.trainer.ppo.utils import need_reference_policy
     from verl.utils.config import validate_config
 

@@ -46,9 +46,8 @@ def warn_no_staleness(config: DictConfig, spec: CorrectionSpec) -> Iterator[Prob
 
     In asynchronous training pi_old / mu holds the age of the weights, and these masks have that to see.
     """
-    mode = OmegaConf.select(config, "trainer.v1.trainer_mode") if OmegaConf.select(config, "trainer.use_v1") else "sync"
     trainers = spec.proximal in ("recompute", "reuse", "same_engine")
-    if not trainers or count_gradient_steps(config) != 1 or mode not in (None, "sync"):
+    if not trainers or count_gradient_steps(config) != 1 or is_asynchronous(config):
         return
     for name, mask in spec.masks:
         if mask.ratio == "full":

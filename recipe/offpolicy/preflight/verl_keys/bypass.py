@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from omegaconf import DictConfig, OmegaConf
 
-from verl_patches.execution_path import LivePath
+from verl_patches.execution_path import LivePath, count_prompts
 
 from ...correction import CorrectionSpec
 from ...correction.problem import Problem, format_value, set_to
@@ -113,7 +113,7 @@ def check_legacy_mu(config: DictConfig, path: LivePath) -> Iterator[Problem]:
     """Check ``actor.use_rollout_log_probs``, which the legacy FSDP actor alone reads and needs to get mu."""
     key = f"{ACTOR}.use_rollout_log_probs"
     reads = path.worker == "legacy" and path.strategy in ("fsdp", "fsdp2")
-    if get_value(config, key) and not reads:
+    if get_value(config, key) and not reads and not path.asynchronous:  # whose own configurations set it
         yield Problem(
             key,
             True,
@@ -123,7 +123,7 @@ def check_legacy_mu(config: DictConfig, path: LivePath) -> Iterator[Problem]:
             (key,),
         )
     actor = config.actor_rollout_ref.actor
-    one_step = actor.ppo_mini_batch_size >= config.data.train_batch_size and actor.ppo_epochs == 1
+    one_step = actor.ppo_mini_batch_size >= count_prompts(config) and actor.ppo_epochs == 1
     if reads and one_step and read_rollout_correction(config).get(BYPASS) and not get_value(config, key):
         yield Problem(
             _BYPASS,

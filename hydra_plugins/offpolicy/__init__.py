@@ -1,0 +1,17 @@
+"""Hydra plugin: makes the configuration groups of this package known to every Hydra program of the environment.
+
+Hydra imports it in each launching process, and nowhere else.
+"""
+
+from hydra.core.config_search_path import ConfigSearchPath
+from hydra.plugins.search_path_plugin import SearchPathPlugin
+
+from verl_patches.hydra_sections import PROVIDER, bring_sections, find_folder
+
+
+class OffPolicySearchPath(SearchPathPlugin):
+    """Appends ``configs/`` to the search path, behind the program's own folders."""
+
+    def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
+        search_path.append(provider=PROVIDER, path=f"file://{find_folder()}")
+        bring_sections()

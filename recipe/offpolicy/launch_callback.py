@@ -1,0 +1,99 @@
+"""Hydra callback that checks a launch of any verl program with our sections, and hands its workers our hooks."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from typing import Any
+
+from hydra.core.hydra_config import HydraConfig
+from hydra.experimental.callback import Callback
+from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf.errors import OmegaConfBaseException
+
+from verl_patches.contract import PatchError, demand_release
+from verl_patches.execution_path import live_path
+from verl_patches.runtime_env import KEY, VARIABLES_OF_WORKERS, forward
+
+from .correction import CorrectionSpec, SpecError
+from .correction.problem import CheckError
+from .fault_tolerance.redaction import redact_streams
+from .preflight.checks import list_active, list_patch_groups
+from .preflight.examination import examine
+from .preflight.hydra_groups import read_task_overrides
+from .trainer.hooked import MODULE, mark
+
+
+def prepare(config: DictConfig) -> tuple[CorrectionSpec, list[str]]:
+    """Run the start-up checks, print what is on, and turn verl's idle correction off, in place.
+
+    Args:
+        config: the launch's, composed.
+
+    Returns:
+        The correction to train with, and remarks that stop nothing.
+
+    Raises:
+        CheckError: something stops the launch; all of it at once.
+    """
+    found = examine(config, read_task_overrides(), say=say)
+    if found.spec is None or found.stopping:
+        raise CheckError(found.stopping)
+    if not found.spec.is_none and not list_active(config):
+        # At its defaults verl's helper corrects nothing but runs every step over the padded batch.
+        with open_dict(config):
+            config.algorithm.rollout_correction = None
+    return found.spec, [f"{problem.verdict}: {problem}" for problem in found.remarks]
+
+
+def say(line: str) -> None:
+    """Print a line of ours."""
+    print(f"offpolicy: {line}", flush=True)
+
+
+def check(config: DictConfig) -> list[str]:
+    """Run all checks on a launch and put into its configuration what its workers need.
+
+    Returns:
+        Lines that say what would train.
+
+    Raises:
+        CheckError, PatchError: what stops the launch.
+    """
+    spec, remarks = prepare(config)
+    forward(config, groups=list_patch_groups(live_path(config)), modules=(MODULE,))
+    mark(config)
+    done = f"all checks passed; {json.dumps(spec.to_mapping())}, fingerprint {spec.fingerprint()}"
+    return [str(live_path(config)), done, *remarks]
+
+
+class LaunchCallback(Callback):
+    """Checks before verl's own main begins. Hydra logs what a callback raises and goes on, so that this one exits."""
+
+    def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
+        redact_streams()
+        try:
+            demand_release()
+            with open_dict(config):
+                hydra = config.pop("hydra")
+            try:
+                HydraConfig.instance().set_config(OmegaConf.create({"hydra": hydra}))
+                lines = check(config)
+            finally:
+                with open_dict(config):
+                    config.hydra = hydra
+        except (SpecError, CheckError, PatchError, OmegaConfBaseException) as error:
+            sys.exit(f"offpolicy: stopped before anything was started.\n{error}")
+        for line in lines:
+            say(line)
+        _share_with_local_ray(config)
+
+    def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
+        sys.exit("offpolicy: --multirun: several runs, and one is checked. Fix: launch each by itself.")
+
+
+def _share_with_local_ray(config: DictConfig) -> None:
+    """Set in this process too what programs may leave out that start Ray without ``ray_kwargs``."""
+    given = OmegaConf.select(config, f"{KEY}.env_vars") or {}
+    os.environ.update({name: str(given[name]) for name in VARIABLES_OF_WORKERS if name in given})

@@ -1,0 +1,108 @@
+"""Hooks on verl's trainers, in every process of a corrected run; verl imports this module where the launch names it.
+
+Whatever program a launch runs, its trainer derives from ``RayPPOTrainer`` (V0: main_ppo, one_step_off_policy,
+fully_async_policy, recipes) or from the V1 ``PPOTrainer``. Both are met where an instance is made: ``__new__`` returns
+an instance of the corrected subclass, also for programs whose trainers call no ``super().__init__``. Nothing of verl is
+imported here; a process without a trainer pays for three import hooks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from verl_patches.deferred import after_import, is_awaited
+
+from .actor_updates import guard_groups
+
+MODULE = __name__
+"""What VERL_USE_EXTERNAL_MODULES names."""
+HOOKED = "offpolicy.hooked"
+"""Key of the configuration that only a process with the hooks can resolve."""
+_RESOLVER = "offpolicy_hooked"
+_V0, _V1 = "verl.trainer.ppo.ray_trainer", "verl.trainer.ppo.v1.trainer_base"
+_GROUPS = "verl.single_controller.base.worker_group"
+_MARK = "__offpolicy__"
+
+
+def mark(config: Any) -> None:
+    """Put a value into the configuration that fails to resolve in a process without the hooks."""
+    from omegaconf import OmegaConf
+
+    OmegaConf.update(config, HOOKED, f"${{{_RESOLVER}:}}", force_add=True)
+    _register()
+
+
+def _register() -> None:
+    from omegaconf import OmegaConf
+
+    OmegaConf.register_new_resolver(_RESOLVER, lambda: True, replace=True)
+
+
+def install() -> None:
+    """Hook verl's trainers once their modules are imported. Idempotent."""
+    _register()
+    for module, hook in ((_V0, _hook_v0), (_V1, _hook_v1), (_GROUPS, guard_groups)):
+        if not is_awaited(module):
+            after_import(module, hook)
+
+
+def _hook_v0() -> None:
+    from verl.trainer.ppo.ray_trainer import RayPPOTrainer
+
+    from verl_patches.trainer_v0 import hook_advantage
+
+    hook_advantage()  # before programs import it by name
+    _replace(RayPPOTrainer, _correct_v0)
+
+
+def _hook_v1() -> None:
+    from verl.trainer.ppo.v1.trainer_base import PPOTrainer
+
+    _replace(PPOTrainer, _correct_v1)
+
+
+def _replace(trainer: type, correct: Callable[[type, Any], type]) -> None:
+    """Let ``trainer(...)`` make an instance of ``correct(class, config)`` where the run is ours; once."""
+    if _MARK in vars(trainer):
+        return
+
+    def make(cls: type, *args: Any, **kwargs: Any) -> Any:
+        config = kwargs.get("config", args[0] if args else None)
+        return object.__new__(cls if getattr(cls, _MARK, None) == "corrected" else correct(cls, config))
+
+    trainer.__new__ = make  # type: ignore[method-assign,assignment]
+    setattr(trainer, _MARK, "hooked")
+
+
+def _is_ours(config: Any) -> bool:
+    from omegaconf import OmegaConf
+
+    return config is not None and OmegaConf.select(config, HOOKED, default=None) is not None
+
+
+def _correct_v0(trainer: type, config: Any) -> type:
+    if not trains(trainer):
+        return trainer
+    from .trainer_v0 import OffPolicyRayTrainer, build_corrected, choose_mixin
+
+    if config is None:  # Ray makes an actor before it calls its __init__
+        return build_corrected(trainer, OffPolicyRayTrainer)
+    return build_corrected(trainer, choose_mixin(config)) if _is_ours(config) else trainer
+
+
+def _correct_v1(trainer: type, config: Any) -> type:
+    if not _is_ours(config):
+        return trainer
+    from .trainer_v1 import build_corrected, choose_mixin, prepare_mode
+
+    prepare_mode(config)
+    return build_corrected(trainer, choose_mixin(config))
+
+
+def trains(trainer: type) -> bool:
+    """Return False for a class of trainers that only samples, as ``FullyAsyncRollouter`` does."""
+    return not any(each.__name__ == "FullyAsyncRollouter" for each in trainer.__mro__)
+
+
+install()

@@ -1,0 +1,79 @@
+"""Our sections in the configuration of any Hydra program that chooses one of our options.
+
+An option of ours, ``+correction@correction=gsm``, needs the sections that ``offpolicy_base.yaml`` declares. Hydra
+composes a defaults list in order, and a group of the command line comes last, where the sections would replace
+values of the user's own primary configuration. They are put in front of everything but Hydra's own node instead.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from .contract import Contract, PatchError, wrap
+
+PROVIDER = "offpolicy"
+"""Name of our folder in Hydra's search path."""
+GROUPS = ("correction", "length_penalty", "offpolicy", "opd", "pass_at_k", "process_reward")
+"""Groups whose options need our sections."""
+SECTIONS = "offpolicy_base"
+_OF_FSDP = "router_replay/dp"
+_CALLBACK = {"_target_": "recipe.offpolicy.launch_callback.LaunchCallback"}
+
+COMPOSE = Contract(
+    "sections",
+    "hydra._internal.config_loader_impl:ConfigLoaderImpl._compose_config_from_defaults_list",
+    "(self, defaults, repo)",
+    "hydra-core",
+    ">=1.3,<1.4",
+)
+
+
+def find_folder() -> Path:
+    """Find the folder of our groups, ``configs/`` of this checkout or its copy in an installation."""
+    spec = importlib.util.find_spec("recipe.offpolicy")
+    folders = list(spec.submodule_search_locations or ()) if spec else []
+    if not folders:
+        raise PatchError("recipe.offpolicy is not found, whose folder config holds the groups. Fix: install it again.")
+    return Path(folders[0]) / "config"
+
+
+def bring_sections() -> None:
+    """Compose our sections with each configuration that chooses one of our options. Idempotent.
+
+    Raises:
+        PatchError: Hydra's composition has moved.
+    """
+    wrap(COMPOSE, _compose)
+
+
+def _compose(original: Callable[..., Any], loader: Any, defaults: Sequence[Any], repo: Any) -> Any:
+    if not _needs_sections(defaults, repo):
+        return original(loader, defaults, repo)
+    from hydra.core.default_element import ResultDefault
+    from omegaconf import open_dict
+
+    of_hydra = [each for each in defaults if str(each.package or "").split(".")[0] == "hydra"]
+    others = [each for each in defaults if each not in of_hydra]
+    names = [SECTIONS, *([_OF_FSDP] if any(each.config_path == "actor/dp_actor" for each in others) else [])]
+    ours = [ResultDefault(config_path=name, parent="<root>", package=_package_of(name)) for name in names]
+    config = original(loader, [*of_hydra, *ours, *others], repo)
+    with open_dict(config):
+        config.hydra.callbacks["offpolicy"] = dict(_CALLBACK)
+    return config
+
+
+def _package_of(name: str) -> str:
+    return "actor_rollout_ref.actor.fsdp_config" if name == _OF_FSDP else ""
+
+
+def _needs_sections(defaults: Sequence[Any], repo: Any) -> bool:
+    """Return True if an option of ours is chosen, and the primary configuration does not include the sections."""
+    paths = [str(each.config_path or "") for each in defaults]
+    chosen = [path for path in paths if path.partition("/")[0] in GROUPS and "/" in path]
+    if SECTIONS in paths or not chosen:
+        return False
+    loaded = (repo.load_config(path) for path in chosen)
+    return any(each is not None and each.provider == PROVIDER for each in loaded)
