@@ -102,7 +102,6 @@ def count_prompts(config: DictConfig) -> Any:
 
 def describe_mode(config: DictConfig) -> tuple[str, str]:
     """Return the key that decides about the mode, and its value; for a program of its own, its section."""
-    path = live_path(config)
-    if path.trainer == "v0" and path.asynchronous:
-        return ("async_training" if path.mode == FULLY_ASYNC else "rollout"), path.mode
-    return MODE, path.mode
+    if (program := find_program_mode(config)) is not None:
+        return ("async_training" if program == FULLY_ASYNC else "rollout"), program
+    return MODE, str(OmegaConf.select(config, MODE, default="sync"))

@@ -20,7 +20,7 @@ GROUPS = ("correction", "length_penalty", "offpolicy", "opd", "pass_at_k", "proc
 """Groups whose options need our sections."""
 SECTIONS = "offpolicy_base"
 _OF_FSDP = "router_replay/dp"
-_CALLBACK = {"_target_": "recipe.offpolicy.launch_callback.LaunchCallback"}
+CALLBACK = {"_target_": "recipe.offpolicy.launch_callback.LaunchCallback"}
 
 COMPOSE = Contract(
     "sections",
@@ -61,7 +61,7 @@ def _compose(original: Callable[..., Any], loader: Any, defaults: Sequence[Any],
     ours = [ResultDefault(config_path=name, parent="<root>", package=_package_of(name)) for name in names]
     config = original(loader, [*of_hydra, *ours, *others], repo)
     with open_dict(config):
-        config.hydra.callbacks["offpolicy"] = dict(_CALLBACK)
+        config.hydra.callbacks["offpolicy"] = dict(CALLBACK)
     return config
 
 

@@ -34,6 +34,7 @@ class Release:
         watched_replay: routes that its Megatron engine replays under the V1 trainer can be read where they act.
         truncated_support: its rollout servers and its FSDP engine take the support of truncated sampling.
         aggregates_gspo_by_key: its loss gspo follows ``loss_agg_mode``; else it takes ``seq-mean-token-mean`` always.
+        separate_programs: fully_async_policy and one_step_off_policy were tested.
         large_tensors: a tensor larger than the bucket of weight synchronisation goes by a CUDA handle of its own.
     """
 
@@ -53,6 +54,7 @@ class Release:
     watched_replay: bool = True
     truncated_support: bool = True
     aggregates_gspo_by_key: bool = True
+    separate_programs: bool = True
     large_tensors: bool = True
 
     def find_policy_aggregation(self, loss_mode: str | None, loss_agg_mode: str) -> str:
@@ -79,6 +81,7 @@ RELEASES = (
         watched_replay=False,
         truncated_support=False,
         aggregates_gspo_by_key=False,
+        separate_programs=False,
         large_tensors=False,
     ),
     Release(
@@ -93,6 +96,7 @@ RELEASES = (
         watched_replay=False,
         truncated_support=False,
         aggregates_gspo_by_key=False,
+        separate_programs=False,
     ),
     # Its separate_async computes pi_old as that of 0.9.1; warm-up, rollouts on the trainer's GPUs and the balancer of
     # requests differ, and hybrid_engine=false is not read. Its servers say versions; noting them was not tested.
@@ -106,6 +110,7 @@ RELEASES = (
         watched_replay=False,
         truncated_support=False,
         aggregates_gspo_by_key=False,
+        separate_programs=False,
     ),
     Release("0.9.1"),
 )

@@ -1,8 +1,7 @@
-"""Contracts on verl's V0 trainer, ``RayPPOTrainer``: methods that a subclass overrides, and where it is put in.
+"""Contracts on verl's V0 trainer, ``RayPPOTrainer``: methods that a corrected trainer overrides.
 
 ``fit`` is one block that calls the module's own ``compute_advantage``, so what has to happen around the advantages
-wraps that name. A trainer that verl builds past the replaced name is seen by its constructor. All changes are made in
-the task runner's process alone.
+wraps that name, before other programs import it.
 """
 
 from __future__ import annotations
@@ -11,11 +10,12 @@ import importlib
 import importlib.util
 import inspect
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from .contract import of_installed, wrap
+from .contract import wrap
 from .engine_loss import seam
 from .releases import specifiers
 
@@ -26,30 +26,7 @@ _ADVANTAGE = seam(
     "(data, adv_estimator, gamma=1.0, lam=1.0, num_repeat=1, norm_adv_by_std_in_grpo=True, config=None)",
 )
 
-_RUN = ("RayPPOTrainer", "init_workers", "fit")
-_TASK_RUNNER = of_installed(
-    seam(
-        "TaskRunner",
-        "verl.trainer.main_ppo:TaskRunner.run",
-        "(self, config)",
-        releases=specifiers(lambda release: not release.v1_modes),
-        names=_RUN,
-    ),
-    # Ray adds a parameter of its own to an actor's methods, so that the signature depends on Ray's release.
-    seam(
-        "TaskRunner",
-        "verl.trainer.main_ppo_v0:TaskRunner.__ray_metadata__.modified_class.run",
-        None,
-        releases=specifiers(lambda release: bool(release.v1_modes)),
-        names=_RUN,
-    ),
-)
-# Its signature quotes a class of verl's, and whatever it takes is passed on.
-_INIT = seam("RayPPOTrainer.__init__", f"{_TRAINER}:RayPPOTrainer.__init__", None)
-
 SEAMS = (
-    _TASK_RUNNER,
-    _INIT,
     seam("init_workers", f"{_TRAINER}:RayPPOTrainer.init_workers", "(self)"),
     seam(
         "_compute_old_log_prob",
@@ -94,6 +71,20 @@ SEAMS = (
     seam("_load_checkpoint", f"{_TRAINER}:RayPPOTrainer._load_checkpoint", "(self)", names=("train_dataloader",)),
     _ADVANTAGE,
 )
+
+_SEPARATE = "verl.experimental.separation.ray_trainer:SeparateRayPPOTrainer"
+_of_programs = partial(seam, releases=specifiers(lambda release: release.separate_programs))
+SEAMS_OF_PROGRAMS = (
+    _of_programs("_init_models", f"{_SEPARATE}._init_models", "(self)", names=("actor_rollout_wg",)),
+    _of_programs(
+        "_fit_compute_log_prob", f"{_SEPARATE}._fit_compute_log_prob", "(self, batch)", names=("_compute_old_log_prob",)
+    ),
+    _of_programs(
+        "_fit_compute_advantage", f"{_SEPARATE}._fit_compute_advantage", "(self, batch)", names=("compute_advantage",)
+    ),
+    _of_programs("_fit_update_actor", f"{_SEPARATE}._fit_update_actor", "(self, batch)", names=("_update_actor",)),
+)
+"""What the trainers of fully_async_policy and one_step_off_policy rely on."""
 
 _around: list[Callable[..., Any]] = []
 

@@ -1,9 +1,4 @@
-"""Contracts on verl's V1 trainers: hooks that a subclass overrides, and the registry that it is put into.
-
-verl chooses buffers by the name of the mode, and takes any name but ``sync`` for asynchronous, so a mode of our own
-would change the training: a corrected trainer takes the place of verl's under verl's own name. A trainer that verl
-builds past the registry is seen by its constructor.
-"""
+"""Contracts on verl's V1 trainers: methods that a corrected trainer overrides."""
 
 from __future__ import annotations
 
@@ -15,10 +10,7 @@ from .releases import specifiers
 _TRAINER = "verl.trainer.ppo.v1.trainer_base"
 _seam = partial(seam, releases=specifiers(lambda release: bool(release.v1_modes)))
 
-_INIT = _seam("PPOTrainer.__init__", f"{_TRAINER}:PPOTrainer.__init__", "(self, config)")
-
 SEAMS = (
-    _INIT,
     _seam("init", f"{_TRAINER}:PPOTrainer.init", "(self)", names=("_setup", "on_init_end")),
     _seam("_setup", f"{_TRAINER}:PPOTrainer._setup", "(self)", names=("_load_checkpoint",)),
     _seam("on_init_end", f"{_TRAINER}:PPOTrainer.on_init_end", "(self)"),
@@ -65,15 +57,6 @@ SEAMS = (
     ),
     _seam("_save_checkpoint", f"{_TRAINER}:PPOTrainer._save_checkpoint", "(self)"),
     _seam("_load_checkpoint", f"{_TRAINER}:PPOTrainer._load_checkpoint", "(self)", names=("train_dataloader",)),
-    _seam("get_trainer_cls", f"{_TRAINER}:get_trainer_cls", "(name)"),
-    _seam("TRAINER_REGISTRY", f"{_TRAINER}:TRAINER_REGISTRY", None),
-    # Ray adds a parameter of its own to an actor's methods, so that the signature depends on Ray's release.
-    _seam(
-        "TaskRunnerV1",
-        "verl.trainer.main_ppo:TaskRunnerV1.__ray_metadata__.modified_class.run",
-        None,
-        names=("get_trainer_cls", "fit"),
-    ),
     _seam("run_ppo", "verl.trainer.main_ppo:run_ppo", "(config, task_runner_class)"),
 )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import traceback
 from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
@@ -85,6 +86,9 @@ class LaunchCallback(Callback):
                     config.hydra = hydra
         except (SpecError, CheckError, PatchError, OmegaConfBaseException) as error:
             sys.exit(f"offpolicy: stopped before anything was started.\n{error}")
+        except Exception as error:  # Hydra would warn of it, and train uncorrected
+            traceback.print_exc()
+            sys.exit(f"offpolicy: stopped before anything was started, by an internal error: {error}")
         for line in lines:
             say(line)
         _share_with_local_ray(config)

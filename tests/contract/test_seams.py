@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import inspect
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,6 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from recipe.offpolicy.proof.verify import LivenessError
 from verl_patches import (
     agent_loops,
     engine_loss,
@@ -255,69 +253,69 @@ def test_whatever_the_v0_trainer_overrides_is_a_seam() -> None:
 
 
 @V1
-def test_the_covered_trainers_take_the_correction_under_verls_own_names(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_v1_trainer_that_verl_makes_is_corrected(monkeypatch: pytest.MonkeyPatch) -> None:
     from verl.trainer.ppo.v1 import get_trainer_cls, trainer_base
 
-    from recipe.offpolicy.trainer.trainer_v1 import OffPolicyTrainer, install_trainers
+    from recipe.offpolicy.trainer import hooked
+    from recipe.offpolicy.trainer.trainer_v1 import OffPolicyTrainer
     from verl_patches.releases import V1_MODES
 
-    monkeypatch.setattr(trainer_base, "TRAINER_REGISTRY", dict(trainer_base.TRAINER_REGISTRY))
-    monkeypatch.setattr(trainer_base.PPOTrainer, "__init__", trainer_base.PPOTrainer.__init__)
-    before = {mode: get_trainer_cls(mode) for mode in V1_MODES}
-    install_trainers("sync")
-    install_trainers("sync")
-    for mode, trainer in before.items():
-        ours = get_trainer_cls(mode)
-        assert ours.__bases__ == (OffPolicyTrainer, trainer)
-
-    class Own(before["sync"]):  # type: ignore[misc]
-        """A fork's, which its task runner builds by itself."""
-
-    with pytest.raises(LivenessError, match=r"builds .*Own, which would train without the correction"):
-        Own(None)
+    hook(monkeypatch, trainer_base.PPOTrainer, hooked._correct_v1)
+    monkeypatch.setattr(hooked, "_demand_seams", lambda config: None)
+    ours = OmegaConf.create({"trainer": {"v1": {"trainer_mode": "sync"}}, "offpolicy": {}})
+    hooked.mark(ours)
+    for mode in V1_MODES:
+        trainer = get_trainer_cls(mode)
+        assert type(trainer.__new__(trainer, config=ours)).__bases__ == (OffPolicyTrainer, trainer)
+        assert type(trainer.__new__(trainer, OmegaConf.create({}))) is trainer
 
 
-def test_the_v0_task_runner_finds_the_corrected_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
-    from recipe.offpolicy.trainer.trainer_v0 import OffPolicyRayTrainer, install_trainer
+def test_every_v0_trainer_that_a_program_makes_is_corrected(monkeypatch: pytest.MonkeyPatch) -> None:
+    from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 
-    module = importlib.import_module(trainer_v0.home())
-    trainer = module.RayPPOTrainer
-    monkeypatch.setattr(module, "RayPPOTrainer", trainer)
-    monkeypatch.setattr(trainer, "__init__", trainer.__init__)
-    install_trainer()
-    install_trainer()
-    assert module.RayPPOTrainer.__bases__ == (OffPolicyRayTrainer, trainer)
-    # The task runner's own code reads the name from that module, not a copy of its own.
-    run = inspect.unwrap(trainer_v0.task_runner().run)
-    assert run.__globals__ is vars(module)
+    from recipe.offpolicy.trainer import hooked
+    from recipe.offpolicy.trainer.trainer_v0 import OffPolicyRayTrainer
 
-    class Own(trainer):  # type: ignore[misc, valid-type]
-        """A fork's, which its task runner builds by itself."""
+    hook(monkeypatch, RayPPOTrainer, hooked._correct_v0)
+    monkeypatch.setattr(hooked, "_demand_seams", lambda config: None)
+    ours = OmegaConf.create({"offpolicy": {}})
+    hooked.mark(ours)
 
-    with pytest.raises(LivenessError, match=r"builds .*Own, which would train without the correction"):
-        Own(None, None, None, None)
+    class Own(RayPPOTrainer):  # type: ignore[misc]
+        """A fork's, whose constructor calls no other."""
+
+        def __init__(self, config: Any) -> None:
+            self.config = config
+
+    class FullyAsyncRollouter(RayPPOTrainer):  # type: ignore[misc]
+        """Samples, and trains nothing."""
+
+    for trainer in (RayPPOTrainer, Own):
+        assert type(trainer.__new__(trainer, ours)).__bases__ == (OffPolicyRayTrainer, trainer)
+        assert type(trainer.__new__(trainer, OmegaConf.create({}))) is trainer
+        # Ray makes an actor without arguments.
+        assert type(trainer.__new__(trainer)).__bases__ == (OffPolicyRayTrainer, trainer)
+    assert type(FullyAsyncRollouter.__new__(FullyAsyncRollouter, ours)) is FullyAsyncRollouter
 
 
-@pytest.mark.parametrize("version", ["v0", pytest.param("v1", marks=V1)])
-def test_a_task_runner_that_trained_without_us_fails(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from recipe.offpolicy.trainer.supervised_run import SupervisedRun
+def hook(monkeypatch: pytest.MonkeyPatch, trainer: type, correct: Any) -> None:
+    """Hook a class of verl's for one test."""
+    from recipe.offpolicy.trainer import hooked
 
-    module = importlib.import_module(f"recipe.offpolicy.trainer.task_runner_{version}")
-    (runner,) = [value for name, value in vars(module).items() if name.startswith("OffPolicyTaskRunner")]
-    for name in ("demand_seams", "install_trainer", "install_trainers"):
-        monkeypatch.setattr(module, name, lambda *mode: None, raising=False)
-    ran = 0
+    monkeypatch.setattr(trainer, "__new__", trainer.__new__)
+    monkeypatch.setattr(trainer, "__offpolicy__", None, raising=False)
+    monkeypatch.delattr(trainer, "__offpolicy__")
+    hooked._replace(trainer, correct)
 
-    def run(self: Any, config: Any) -> None:
-        SupervisedRun.fits += ran
 
-    monkeypatch.setattr(SupervisedRun, "fits", 0)
-    monkeypatch.setattr(runner.__mro__[1], "run", run)
-    config = OmegaConf.create({"trainer": {"v1": {"trainer_mode": "sync"}}})
-    with pytest.raises(LivenessError, match="no trainer with the correction has run"):
-        runner().run(config)
-    ran = 1
-    runner().run(config)
+@pytest.mark.parametrize("use_v1", [False, pytest.param(True, marks=V1)])
+def test_our_own_program_runs_verls_task_runners(use_v1: bool) -> None:
+    runner = trainer_v0.find_task_runner(OmegaConf.create({"trainer": {"use_v1": use_v1}}))
+    if use_v1:
+        assert runner is importlib.import_module("verl.trainer.main_ppo").TaskRunnerV1
+    else:  # main_ppo's own, or that of the module that has V0
+        own = trainer_v0.home() == "verl.trainer.main_ppo"
+        assert runner is (None if own else importlib.import_module(trainer_v0.home()).TaskRunner)
 
 
 def test_what_is_put_around_the_advantages_is_what_fit_calls(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -326,6 +324,7 @@ def test_what_is_put_around_the_advantages_is_what_fit_calls(monkeypatch: pytest
     plain = trainer_v0.plain_advantage()
     monkeypatch.setattr(ray_trainer, "compute_advantage", ray_trainer.compute_advantage)
     seen: list[object] = []
+    trainer_v0.hook_advantage()
     trainer_v0.around_advantage(lambda compute, data, *args, **kwargs: seen.append((compute, data)))
     trainer_v0.around_advantage(lambda compute, data, *args, **kwargs: ("second", data))
     assert ray_trainer.compute_advantage("a batch") == ("second", "a batch")

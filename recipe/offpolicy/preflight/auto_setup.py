@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 
 from omegaconf import DictConfig, OmegaConf
 
-from verl_patches.execution_path import count_prompts, live_path
+from verl_patches.execution_path import count_prompts, find_program_mode, live_path
 
 from ..correction import SpecError
 from ..correction.spelling import find_closest
@@ -155,8 +155,8 @@ def _find_engine(config: DictConfig) -> _Observed | None:
 
 
 def _find_mode(config: DictConfig) -> _Observed | None:
-    if (path := live_path(config)).trainer == "v0" and path.asynchronous:
-        return _Observed("async", f"the program is {path.mode}_policy")
+    if (program := find_program_mode(config)) is not None:
+        return _Observed("async", f"the program is {program}_policy")
     if OmegaConf.select(config, "trainer") and not OmegaConf.select(config, "trainer.use_v1", default=False):
         return _Observed("sync", "the V0 trainer")
     mode = OmegaConf.select(config, "trainer.v1.trainer_mode")

@@ -17,6 +17,8 @@ from hydra.core.override_parser.types import Override
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
+from verl_patches.hydra_sections import GROUPS
+
 from ..correction import Problem, SpecError
 from ..correction.problem import CheckError, set_to
 from ..extensions.registry import SHIPPED
@@ -168,8 +170,14 @@ def list_options() -> list[str]:
 
 
 def filter_added(overrides: Iterable[str]) -> list[str]:
-    """Return the overrides that may add a key: those with ``+`` or ``++``."""
-    return [override for override in overrides if override.startswith("+")]
+    """Return the overrides that may add a key: those with ``+`` or ``++`` that choose no option of a group of ours."""
+    ours = {*list_groups(), *GROUPS}
+    return [each for each in overrides if each.startswith("+") and _get_group(each) not in ours]
+
+
+def _get_group(override: str) -> str:
+    """Return what stands before the package and the value: ``correction`` of ``+correction@correction=gsm``."""
+    return override.lstrip("+").partition("=")[0].partition("@")[0].strip()
 
 
 def compose_without(left_out: Sequence[str]) -> DictConfig:
@@ -186,10 +194,13 @@ def recompose(options: Sequence[str], values: Mapping[str, float] | None = None)
     Every other override keeps its say, also over the options' own values.
     """
     chosen = [f"{key}={value}" for key, value in (values or {}).items()]
-    others = [override for override in _read_overrides() if not override.replace(" ", "").startswith(f"{GROUP}=")]
+    given = _read_overrides()
+    others = [each for each in given if _get_group(each) != GROUP]
+    # As it was given: with a + where the primary configuration does not have the group.
+    group = next((each.partition("=")[0] for each in given if _get_group(each) == GROUP), GROUP)
     config = _get_loader().load_configuration(
         config_name=HydraConfig.get().job.config_name,
-        overrides=[*chosen, *others, f"{GROUP}=[{','.join(options)}]"],
+        overrides=[*chosen, *others, f"{group}=[{','.join(options)}]"],
         run_mode=RunMode.RUN,
     )
     return cast(DictConfig, config[GROUP])

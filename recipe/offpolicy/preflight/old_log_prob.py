@@ -16,7 +16,7 @@ from typing import Any, Literal, get_args
 
 from omegaconf import DictConfig, OmegaConf
 
-from verl_patches.execution_path import FULLY_ASYNC, count_prompts, live_path
+from verl_patches.execution_path import FULLY_ASYNC, count_prompts, find_program_mode
 
 from ..correction import CorrectionSpec, SpecError
 from ..correction.problem import format_value
@@ -122,7 +122,7 @@ def _find_path_reasons(config: DictConfig) -> Iterator[str]:
     strategy = config.actor_rollout_ref.actor.strategy
     if strategy not in ("fsdp", "fsdp2"):
         yield f"{ACTOR}.strategy={strategy}, where it was not shown to be exact"
-    if live_path(config).mode == FULLY_ASYNC:
+    if find_program_mode(config) == FULLY_ASYNC:
         updates = OmegaConf.select(config, "async_training.trigger_parameter_sync_step", default=1)
         if updates != 1:
             yield f"pi_old is that of the first of {updates} updates"

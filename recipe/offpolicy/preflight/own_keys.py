@@ -11,6 +11,8 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
+from verl_patches.hydra_sections import PROVIDER
+
 from ..correction.spelling import find_closest
 from ..extensions.registry import SHIPPED
 from .checks.module_source import find_source
@@ -34,8 +36,8 @@ def list_sections() -> frozenset[str]:
 
 @cache
 def list_groups() -> dict[str, tuple[str, ...]]:
-    """List our Hydra groups with their options."""
-    folders = (folder for folder in sorted(CONFIG_DIR.iterdir()) if folder.is_dir())
+    """List our Hydra groups with their options, but for the group that brings the sections alone."""
+    folders = (each for each in sorted(CONFIG_DIR.iterdir()) if each.is_dir() and each.name != PROVIDER)
     return {folder.name: tuple(sorted(file.stem for file in folder.glob("*.yaml"))) for folder in folders}
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 
-from verl_patches.execution_path import live_path
+from verl_patches.execution_path import find_program_mode
 
 from ..correction import CorrectionSpec, SpecError
 from ..extensions.registry import load_extensions
@@ -68,14 +68,14 @@ def refuse_emptied(spec: CorrectionSpec, options: Sequence[str]) -> None:
 
 def _replace_bypass(config: DictConfig, say: Say) -> None:
     """Replace ``bypass_mode`` of an asynchronous program's own configuration: a correction says what pi_old is."""
-    path, key = live_path(config), f"{VERL}.{BYPASS}"
-    own = path.trainer == "v0" and path.asynchronous and OmegaConf.select(config, key) is True
+    program, key = find_program_mode(config), f"{VERL}.{BYPASS}"
+    own = program is not None and OmegaConf.select(config, key) is True
     given = any(each.lstrip("+").startswith(f"{key}=") for each in read_task_overrides())
     if given or not own:
         return
     with open_dict(config):
         config.algorithm.rollout_correction.bypass_mode = False
-    say(f"{key}=true of {path.mode}_policy's own configuration is replaced: correction.proximal says what pi_old is.")
+    say(f"{key}=true of {program}_policy's own configuration is replaced: correction.proximal says what pi_old is.")
 
 
 def _resolve_shadows(config: DictConfig, say: Say) -> None:

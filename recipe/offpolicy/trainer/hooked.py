@@ -84,20 +84,35 @@ def _is_ours(config: Any) -> bool:
 def _correct_v0(trainer: type, config: Any) -> type:
     if not trains(trainer):
         return trainer
-    from .trainer_v0 import OffPolicyRayTrainer, build_corrected, choose_mixin
+    from .mixin_choice import choose_v0
+    from .trainer_v0 import OffPolicyRayTrainer, build_corrected
 
     if config is None:  # Ray makes an actor before it calls its __init__
         return build_corrected(trainer, OffPolicyRayTrainer)
-    return build_corrected(trainer, choose_mixin(config)) if _is_ours(config) else trainer
+    if not _is_ours(config):
+        return trainer
+    _demand_seams(config)
+    return build_corrected(trainer, choose_v0(config))
 
 
 def _correct_v1(trainer: type, config: Any) -> type:
     if not _is_ours(config):
         return trainer
-    from .trainer_v1 import build_corrected, choose_mixin, prepare_mode
+    from verl_patches import separate_async_logger
 
-    prepare_mode(config)
-    return build_corrected(trainer, choose_mixin(config))
+    from .mixin_choice import choose_v1
+    from .trainer_v1 import build_corrected
+
+    _demand_seams(config)
+    if config.trainer.v1.trainer_mode == "separate_async":
+        separate_async_logger.install()
+    return build_corrected(trainer, choose_v1(config))
+
+
+def _demand_seams(config: Any) -> None:
+    from ..preflight.checks import demand_seams
+
+    demand_seams(config)
 
 
 def trains(trainer: type) -> bool:

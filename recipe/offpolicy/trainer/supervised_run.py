@@ -20,7 +20,7 @@ from ..fault_tolerance.checkpoints import check_before_loading, extension_states
 from ..fault_tolerance.redaction import redact_streams
 from ..fault_tolerance.watchdog import watch
 from ..monitor.active_correction import find_differences
-from ..preflight.checks import demand_seams, read_spec
+from ..preflight.checks import read_spec
 from ..preflight.verl_keys.estimators import OUTCOME
 from ..proof.dense_rewards import DenseRewardGuard, ScoredRows
 from ..recording.run import AFTER_FAILURE, PATIENCE, RunRecord
@@ -53,8 +53,6 @@ class SupervisedRun:
     """What a checkpoint that was loaded says of alarms and bounds."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        config = kwargs.get("config", args[0] if args else None)
-        demand_seams(config)
         redact_streams()
         set_up_logger()
         super().__init__(*args, **kwargs)

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from omegaconf import DictConfig
 from tensordict import TensorDict
 from torch import Tensor
 from verl import DataProto
@@ -35,7 +34,6 @@ from ..preflight.checks import demand_seams, read_shadows, read_spec
 from ..preflight.old_log_prob import check_one_mini_batch
 from ..proof.verify import LivenessError
 from ..recording.run import AFTER_FAILURE, RunRecord
-from ..support.support_settings import SupportSettings
 from ..worker.legacy_handover import Handover, build_handover
 from ..worker.loss import build_loss
 from .actor_updates import adopt
@@ -311,16 +309,6 @@ def build_corrected(
 ) -> type[RayPPOTrainer]:
     """Build a subclass of verl's trainer that hands over the loss and verifies it."""
     return type(f"OffPolicy{trainer.__name__}", (mixin, trainer), {})
-
-
-def choose_mixin(config: DictConfig) -> type[OffPolicyRayTrainer]:
-    """Choose what is put in front of verl's trainer: nothing of the support where it is off."""
-    if SupportSettings.from_config(config) is None:
-        return OffPolicyRayTrainer
-    # Other releases need not have what it is made of.
-    from .support_trainer import SupportTrainerV0
-
-    return type("SupportOffPolicyRayTrainer", (SupportTrainerV0, OffPolicyRayTrainer), {})
 
 
 def build_row_identity(batch: DataProto) -> dict[str, Tensor]:

@@ -19,27 +19,20 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import transfer_queue as tq
-from omegaconf import DictConfig
 from tensordict import NonTensorStack, TensorDict
 from torch import Tensor
 from verl.workers.utils.padding import response_from_nested
-
-from verl_patches import separate_async_logger
 
 from ..batch.micro_batch import ROLLOUT_LOG_PROBS
 from ..batch.plan import COLUMNS, PLAN, BatchSplit, build_plan, regroup_without_rejected
 from ..correction import CorrectionSpec
 from ..correction.row_layout import spread_over_tokens
-from ..monitor.mismatch.snapshot_settings import SnapshotSettings
 from ..monitor.step_cost import StepCost
 from ..preflight.checks import read_shadows, read_spec
 from ..preflight.checks.staleness import notes_token_versions
 from ..preflight.old_log_prob import check_one_mini_batch
 from ..proof.rollout_checks import ALIGNED, SAMPLED, name_missing_column
 from ..recording.run import RunRecord
-from ..replay.replay_settings import ReplaySettings, read_megatron_mode
-from ..staleness.staleness_settings import StalenessSettings
-from ..support.support_settings import SupportSettings
 from ..worker.loss import build_loss
 from .actor_updates import adopt
 from .batch_view_v1 import TensorDictPrompts, TransferQueueBatch
@@ -252,40 +245,6 @@ class OffPolicyTrainer(SupervisedRun):
 def build_corrected(trainer: type[PPOTrainer], mixin: type[OffPolicyTrainer] = OffPolicyTrainer) -> type[PPOTrainer]:
     """Build a subclass of verl's trainer that hands over the loss and verifies it."""
     return type(f"OffPolicy{trainer.__name__}", (mixin, trainer), {})
-
-
-def choose_mixin(config: DictConfig) -> type[OffPolicyTrainer]:
-    """Choose what is put in front of verl's trainers: what is off is left out."""
-    mixin: type[OffPolicyTrainer] = OffPolicyTrainer
-    # Imported where asked for: 0.9.0 lacks what their buffers rely on.
-    if StalenessSettings.from_config(config) is not None:
-        from .bounded_trainer import BoundedTrainer
-
-        mixin = BoundedTrainer
-    if SnapshotSettings.from_config(config) is not None:
-        from .snapshot_trainer import SnapshotTrainer
-
-        mixin = type(f"Snapshot{mixin.__name__}", (SnapshotTrainer, mixin), {})
-    # In front of all that choose workers, which it derives its own from.
-    if ReplaySettings.from_config(config) is not None:
-        from .replaying_trainer import ReplayingTrainer
-
-        mixin = type(f"Replaying{mixin.__name__}", (ReplayingTrainer, mixin), {})
-    elif read_megatron_mode(config) is not None:
-        from .watching_trainer import WatchingTrainer
-
-        mixin = type(f"Watching{mixin.__name__}", (WatchingTrainer, mixin), {})
-    if SupportSettings.from_config(config) is not None:
-        from .support_trainer import SupportTrainerV1
-
-        mixin = type(f"Support{mixin.__name__}", (SupportTrainerV1, mixin), {})
-    return mixin
-
-
-def prepare_mode(config: DictConfig) -> None:
-    """Prepare verl's trainer of the mode that is asked for, in this process."""
-    if config.trainer.v1.trainer_mode == "separate_async":
-        separate_async_logger.install()
 
 
 def _put_mu(batch: Any) -> Any:

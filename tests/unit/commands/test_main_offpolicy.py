@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from recipe.offpolicy.main_offpolicy import prepare
+from recipe.offpolicy.launch_callback import prepare
 from tests.support.applications import NEEDED, application
 from tests.support.corrections import GSM, TIS, spec
 from tests.support.examples import few_when_quick

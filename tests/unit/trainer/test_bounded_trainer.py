@@ -181,9 +181,9 @@ def test_what_the_trainer_waits_for_is_said(monkeypatch: pytest.MonkeyPatch, cap
 
 @pytest.mark.parametrize(("eta", "name"), [(None, "OffPolicyTrainer"), (0, "BoundedTrainer"), (2, "BoundedTrainer")])
 def test_without_eta_nothing_of_it_is_in_the_trainer(eta: float | None, name: str) -> None:
-    from recipe.offpolicy.trainer.task_runner_v1 import choose_mixin
+    from recipe.offpolicy.trainer.mixin_choice import choose_v1
 
-    assert choose_mixin(OmegaConf.create({"offpolicy": {"staleness": {"eta": eta}}})).__name__ == name
+    assert choose_v1(OmegaConf.create({"offpolicy": {"staleness": {"eta": eta}}})).__name__ == name
 
 
 # An eta that moves -----------------------------------------------------------------------------------------------

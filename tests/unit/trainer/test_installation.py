@@ -1,4 +1,4 @@
-"""Corrected trainers in verl's places, columns of a batch in TransferQueue, and the logger's own handler."""
+"""Columns of a batch in TransferQueue, and the logger's own handler."""
 
 from __future__ import annotations
 
@@ -11,41 +11,6 @@ import torch
 
 from recipe.offpolicy.trainer import logging_setup
 from recipe.offpolicy.trainer.logging_setup import set_up_logger
-
-
-def test_a_trainer_of_verls_kind_that_is_not_corrected_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    from recipe.offpolicy.trainer import trainer_v0
-
-    done: list[tuple[str, Any]] = []
-    monkeypatch.setattr(trainer_v0, "substitute", lambda build: done.append(("substitute", build)))
-    monkeypatch.setattr(trainer_v0, "before_any", lambda look: done.append(("before_any", look)))
-    trainer_v0.install_trainer()
-    (_, build), before = done
-    assert [name for name, _ in done] == ["substitute", "before_any"]
-    assert before[1] is trainer_v0.demand_corrected
-
-    class Trainer:
-        pass
-
-    class Mixin(trainer_v0.OffPolicyRayTrainer):
-        pass
-
-    assert build(Trainer).__bases__ == (trainer_v0.OffPolicyRayTrainer, Trainer)
-    trainer_v0.install_trainer(Mixin)
-    assert done[2][1](Trainer).__bases__ == (Mixin, Trainer)
-
-
-@pytest.mark.verl(">=0.9")
-def test_every_mode_gets_its_corrected_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("transfer_queue")
-    from recipe.offpolicy.trainer import trainer_v1
-
-    modes: list[str] = []
-    monkeypatch.setattr(trainer_v1, "substitute", lambda mode, build: modes.append(mode))
-    monkeypatch.setattr(trainer_v1, "before_any", lambda look: modes.append(look.__name__))
-    trainer_v1.install_trainers("colocate_async")
-    assert "colocate_async" in modes
-    assert modes[-1] == "demand_corrected"
 
 
 @pytest.mark.verl(">=0.9")

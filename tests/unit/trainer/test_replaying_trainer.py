@@ -44,9 +44,9 @@ def config(mode: str, **changes: Any) -> DictConfig:
     ids=str,
 )
 def test_a_trainer_replays_where_the_key_is_live(made: DictConfig, names: list[str]) -> None:
-    from recipe.offpolicy.trainer.task_runner_v1 import choose_mixin
+    from recipe.offpolicy.trainer.mixin_choice import choose_v1
 
-    order = [kind.__name__ for kind in choose_mixin(made).__mro__]
+    order = [kind.__name__ for kind in choose_v1(made).__mro__]
     assert [name for name in order if name in KINDS] == names
 
 

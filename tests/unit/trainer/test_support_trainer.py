@@ -39,10 +39,10 @@ def config(support: str | None = "engine", **changes: Any) -> DictConfig:
     ],
 )
 def test_a_trainer_replays_where_the_key_is_set(version: str, made: DictConfig, names: list[str]) -> None:
-    from recipe.offpolicy.trainer import task_runner_v0, task_runner_v1
+    from recipe.offpolicy.trainer.mixin_choice import choose_v0, choose_v1
 
-    runner: Any = {"v0": task_runner_v0, "v1": task_runner_v1}[version]
-    order = [kind.__name__ for kind in runner.choose_mixin(made).__mro__]
+    choose: Any = {"v0": choose_v0, "v1": choose_v1}[version]
+    order = [kind.__name__ for kind in choose(made).__mro__]
     assert [name for name in order if name in KINDS] == names
 
 

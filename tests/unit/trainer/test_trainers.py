@@ -57,6 +57,7 @@ def test_the_card_of_a_run_names_the_configured_correction(
     made.config = OmegaConf.create({"correction": CONFIGURED})
     made.actor_rollout_wg = SimpleNamespace(update_actor=None, compute_log_prob=None)
     made._resumed = resumed
+    made._begun = True
     getattr(made, begins)()
     assert named == [CorrectionSpec.from_mapping(CONFIGURED)]
     assert made.correction == (FALLBACK if version == "v1" and resumed else named[0])

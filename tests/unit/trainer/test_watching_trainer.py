@@ -23,10 +23,10 @@ def config(mode: str = "R3", use_v1: bool = True) -> DictConfig:
     ("made", "watches"), [(config(), True), (config("disabled"), False), (config(use_v1=False), False)], ids=str
 )
 def test_it_watches_where_megatron_replays(made: DictConfig, watches: bool) -> None:
-    from recipe.offpolicy.trainer.task_runner_v1 import choose_mixin
+    from recipe.offpolicy.trainer.mixin_choice import choose_v1
     from recipe.offpolicy.trainer.watching_trainer import WatchingTrainer
 
-    assert issubclass(choose_mixin(made), WatchingTrainer) is watches
+    assert issubclass(choose_v1(made), WatchingTrainer) is watches
 
 
 def test_actors_get_workers_that_watch(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ import pytest
 from omegaconf import DictConfig, OmegaConf
 
 from recipe.offpolicy.preflight.checks.coverage import find_uncovered
-from verl_patches.execution_path import LivePath, live_path
+from verl_patches.execution_path import LivePath, count_prompts, describe_mode, find_program_mode, live_path
 
 ACTOR = "actor_rollout_ref.actor"
 LEGACY = "trainer.use_legacy_worker_impl"
@@ -200,3 +200,23 @@ def test_what_is_not(name: str) -> None:
     release, changes = COVERED[name]
     config = configuration(release, **changes)
     assert list(find_uncovered(config, live_path(config, release))) == []
+
+
+OWN_SECTIONS = {
+    "fully_async": {"async_training": {"require_batches": 2}, "rollout": {"nnodes": 1}},
+    "one_step_off": {"rollout": {"nnodes": 1}},
+    "sync": {},
+}
+
+
+@pytest.mark.parametrize("mode", OWN_SECTIONS)
+def test_a_program_of_verls_is_known_by_the_sections_of_its_configuration(mode: str) -> None:
+    actor = {"strategy": "fsdp", "ppo_mini_batch_size": 8}
+    own = {"actor_rollout_ref": {"actor": actor}, "data": {"train_batch_size": 32}, **OWN_SECTIONS[mode]}
+    config = OmegaConf.create(own)
+    path = live_path(config, "0.9.1")
+    assert (path.trainer, path.mode, path.asynchronous) == ("v0", mode, mode != "sync")
+    # Fully asynchronous training takes two mini-batches for an update, and has no batch size of its own.
+    assert count_prompts(config) == (16 if mode == "fully_async" else 32)
+    assert find_program_mode(config) == (None if mode == "sync" else mode)
+    assert describe_mode(config)[1] == mode

@@ -11,7 +11,7 @@ import pytest
 
 import verl_patches
 from verl_patches import __main__ as table_command
-from verl_patches import plugin, trainer_v0, trainer_v1
+from verl_patches import plugin
 from verl_patches.contract import ALLOW_UNTESTED, Contract, PatchError
 from verl_patches.contract_table import Row, _row
 from verl_patches.cpu import release_patch
@@ -123,43 +123,3 @@ def test_a_plugin_installs_what_is_asked_for_and_keeps_its_failure(monkeypatch: 
     with pytest.raises(PatchError):
         plugin.load()
     assert kept == ["OFFPOLICY_PATCHES=cpu,auto: the target has moved"]
-
-
-class Trainer:
-    """verl's."""
-
-
-def derived(trainer: type) -> type:
-    return type("Corrected", (trainer,), {})
-
-
-def test_a_trainer_is_replaced_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    home: Any = SimpleNamespace(RayPPOTrainer=Trainer)
-    monkeypatch.setattr(trainer_v0.importlib, "import_module", lambda name: home)
-    trainer_v0.substitute(derived)
-    first = home.RayPPOTrainer
-    assert first.__mro__[1] is Trainer
-    trainer_v0.substitute(derived)
-    assert home.RayPPOTrainer is first
-
-
-@pytest.mark.verl(">=0.9")
-def test_a_trainer_of_a_mode_is_replaced_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    base: Any = pytest.importorskip("verl.trainer.ppo.v1.trainer_base")
-    monkeypatch.setattr(base, "TRAINER_REGISTRY", {"sync": Trainer, "other": Trainer})
-    trainer_v1.substitute("sync", derived)
-    first = base.TRAINER_REGISTRY["sync"]
-    assert first.__mro__[1] is Trainer
-    trainer_v1.substitute("sync", derived)
-    registered = base.TRAINER_REGISTRY
-    assert registered == {"sync": first, "other": Trainer}
-
-
-@pytest.mark.parametrize("module", [trainer_v0, trainer_v1])
-def test_every_trainer_is_looked_at_before_it_is_built(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    looked: list[tuple[Any, Any]] = []
-    monkeypatch.setattr(module, "before", lambda contract, look: looked.append((contract, look)))
-    module.before_any(print)
-    ((contract, look),) = looked
-    assert look is print
-    assert contract.target.endswith("__init__")

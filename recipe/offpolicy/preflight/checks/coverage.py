@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from omegaconf import DictConfig, OmegaConf
 
-from verl_patches.execution_path import LEGACY, STRATEGY, USE_V1, LivePath, live_path
+from verl_patches.execution_path import LEGACY, STRATEGY, USE_V1, LivePath, describe_mode, live_path
 from verl_patches.releases import TESTED
 
 from ...correction import CorrectionSpec
@@ -51,6 +51,10 @@ def _check_switches(config: DictConfig, path: LivePath) -> Iterator[Problem]:
 
 
 def _check_mode(config: DictConfig, path: LivePath) -> Iterator[Problem]:
+    if path.trainer == "v0" and path.asynchronous and not path.attributes.separate_programs:
+        reason = f"{path.mode}_policy of verl {path.release} is not covered by the correction; {TESTED[-1]}'s is."
+        where, value = describe_mode(config)
+        yield Problem(where, value, reason, f"Install verl {TESTED[-1]}.", "ERROR", EVERYTHING)
     mode = config.trainer.v1.trainer_mode if path.trainer == "v1" else None
     covered = path.attributes.v1_modes
     if path.trainer == "v1" and mode not in covered:

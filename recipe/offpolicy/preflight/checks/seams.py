@@ -75,6 +75,8 @@ def check_seams_with(
         verl_patches.status()
         hold(engine_loss.SEAMS)
         hold(trainer.SEAMS)
+        if path.trainer == "v0" and path.asynchronous and path.attributes.separate_programs:
+            hold(trainer_v0.SEAMS_OF_PROGRAMS)
         if bounded and path.trainer == "v1" and path.attributes.staleness_limit:
             hold(replay_buffer.SEAMS)
         if noted:

@@ -8,7 +8,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from verl_patches.execution_path import FULLY_ASYNC, USE_V1, describe_mode, live_path
+from verl_patches.execution_path import FULLY_ASYNC, USE_V1, describe_mode, find_program_mode, live_path
 
 from ...correction import CorrectionSpec, MaskSpec, WeightSpec, recommended
 from ...correction.problem import Problem, Verdict, format_value, set_to
@@ -35,13 +35,14 @@ run ``tests/data/faults/held_out/colocate_async-14``."""
 
 def is_asynchronous(config: DictConfig) -> bool:
     """Return True if rollouts go on while the trainer updates."""
-    return live_path(config).asynchronous
+    v1 = bool(OmegaConf.select(config, USE_V1)) and OmegaConf.select(config, MODE) in ASYNC_MODES
+    return v1 or find_program_mode(config) is not None
 
 
 def notes_token_versions(config: DictConfig) -> bool:
     """Return True if the client of the rollout servers notes the version of the weights of each token."""
-    path = live_path(config)
-    return path.asynchronous and path.trainer == "v1" and path.attributes.token_versions
+    v1 = is_asynchronous(config) and find_program_mode(config) is None
+    return v1 and live_path(config).attributes.token_versions
 
 
 _NOTES_AGES = "Use verl 0.9.1 with trainer.use_v1=true"
@@ -86,7 +87,7 @@ def warn_verls_limit(config: DictConfig, spec: CorrectionSpec) -> Iterator[Probl
 
     With W batches of warm-up, and no stragglers, verl trains groups W versions after their issue, and counts W + 1.
     """
-    if not is_asynchronous(config) or is_bounded(config) or live_path(config).trainer != "v1":
+    if not is_asynchronous(config) or is_bounded(config) or find_program_mode(config) is not None:
         return
     mode = config.trainer.v1.trainer_mode
     warmup = f"trainer.v1.{mode}.num_warmup_batches"

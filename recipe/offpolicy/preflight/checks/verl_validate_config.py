@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from verl_patches.execution_path import FULLY_ASYNC, live_path
+from verl_patches.execution_path import FULLY_ASYNC, find_program_mode
 
 from ...correction import CorrectionSpec
 from ...correction.problem import Problem, set_to
@@ -29,7 +29,7 @@ def check_by_verl(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]
 
     Left to the launch: the critic, for which verl loads the model, and the rank of LoRA, for which it imports vLLM.
     """
-    if live_path(config).mode == FULLY_ASYNC:
+    if find_program_mode(config) == FULLY_ASYNC:
         return  # whose program does not run it
     from verl.trainer.ppo.utils import need_reference_policy
     from verl.utils.config import validate_config

@@ -1,0 +1,75 @@
+"""A launch of verl's own program is checked before verl begins, and its workers get our hooks."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from recipe.offpolicy.launch_callback import say
+from tests.support.paths import ROOT
+
+pytest.importorskip("verl")
+
+OWN = """
+import hydra, json, os
+from omegaconf import OmegaConf
+
+@hydra.main(config_path={folder!r}, config_name="ppo_trainer", version_base=None)
+def main(config):
+    print(json.dumps(OmegaConf.to_container(config.ray_kwargs.ray_init.runtime_env)))
+    print("trains with", OmegaConf.select(config, "correction.masks"), OmegaConf.select(config, "offpolicy.hooked"))
+
+main()
+"""
+NEEDED = (
+    "actor_rollout_ref.rollout.name=vllm",
+    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1",
+    "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=1",
+)
+
+
+def launch(folder: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
+    """Launch a user's own main over verl's configuration."""
+    import verl.trainer.config
+
+    (folder / "own.py").write_text(OWN.format(folder=str(Path(verl.trainer.config.__file__).parent)))
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-W", "ignore", "own.py", *NEEDED, *overrides]
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+
+
+def test_lines_of_ours_are_known_by_their_beginning(capsys: pytest.CaptureFixture[str]) -> None:
+    say("a line")
+    assert capsys.readouterr().out == "offpolicy: a line\n"
+
+
+@pytest.mark.slow
+def test_an_own_main_trains_corrected_by_one_override(tmp_path: Path) -> None:
+    done = launch(tmp_path, "+correction@correction=[tis_token,gsm]", "correction.masks.gsm.upper=1.02")
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "all checks passed" in done.stdout
+    assert "recipe.offpolicy.trainer.hooked" in done.stdout
+    assert "'upper': 1.02" in done.stdout
+
+
+@pytest.mark.slow
+def test_what_a_check_refuses_stops_it_before_verl_begins(tmp_path: Path) -> None:
+    done = launch(tmp_path, "+correction@correction=gsm", "correction.masks.gsm.uper=1.02")
+    assert done.returncode == 1
+    assert "trains with" not in done.stdout
+    done = launch(tmp_path, "+correction@correction=gsm", "actor_rollout_ref.rollout.calculate_log_probs=false")
+    assert done.returncode == 1
+    assert "actor_rollout_ref.rollout.calculate_log_probs=false: without the engine's log-probs" in done.stderr
+    assert "trains with" not in done.stdout
+
+
+@pytest.mark.slow
+def test_without_an_option_of_ours_nothing_changes(tmp_path: Path) -> None:
+    done = launch(tmp_path)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "trains with None None" in done.stdout
+    assert "offpolicy" not in done.stdout

@@ -1,0 +1,54 @@
+"""Our sections come with an option of ours, in front of the user's own values, and never without."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from omegaconf import DictConfig, OmegaConf
+
+from verl_patches.hydra_sections import CALLBACK, GROUPS, bring_sections, find_folder
+
+PRIMARY = "a: {b: 1}\noffpolicy: {staleness: {eta: 4}}\n"
+
+
+@pytest.fixture
+def composed(tmp_path: Path) -> Any:
+    (tmp_path / "mine.yaml").write_text(PRIMARY)
+
+    def build(*overrides: str, hydra: bool = False) -> DictConfig:
+        GlobalHydra.instance().clear()
+        with initialize_config_dir(str(tmp_path), version_base=None):
+            return compose("mine", list(overrides), return_hydra_config=hydra)
+
+    yield build
+    GlobalHydra.instance().clear()
+
+
+def test_an_option_brings_the_sections_and_the_users_own_values_win(composed: Any) -> None:
+    config = composed("+correction@correction=[tis_token,gsm]", "correction.masks.gsm.upper=1.02")
+    assert config.correction.weight.upper == 2.0
+    assert config.correction.masks.gsm.upper == 1.02
+    assert config.offpolicy.staleness.eta == 4
+    assert config.offpolicy.watchdog.step_timeout == 1800
+    assert config.a.b == 1
+    assert composed("+correction@correction=gsm", "offpolicy.staleness.eta=2").offpolicy.staleness.eta == 2
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_every_group_brings_the_sections_and_the_check(group: str, composed: Any) -> None:
+    option = sorted(file.stem for file in (find_folder() / group).glob("*.yaml"))[0]
+    config = composed(f"+{group}@{group}={option}", hydra=True)
+    assert config.offpolicy.watchdog.step_timeout == 1800
+    assert OmegaConf.to_container(config.hydra.callbacks) == {"offpolicy": CALLBACK}
+
+
+def test_without_an_option_nothing_changes(composed: Any) -> None:
+    bring_sections()  # again
+    config = composed(hydra=True)
+    assert OmegaConf.to_container(config.offpolicy) == {"staleness": {"eta": 4}}
+    assert "correction" not in config
+    assert not config.hydra.callbacks
