@@ -28,7 +28,7 @@ from ..preflight.checks import (
     list_parts,
 )
 from ..preflight.examination import collect_problems, describe_verls_loss, examine, find_stray_overrides
-from ..preflight.hydra_groups import read_task_overrides
+from ..preflight.hydra_groups import brought_sections, read_task_overrides
 from ..preflight.own_keys import list_groups, list_sections
 from ..preflight.similar_keys import find_similar_keys
 from ..preflight.verl_keys.router_replay import ROUTER_REPLAY
@@ -36,6 +36,9 @@ from .launch import OURS, VERLS, Launch, LaunchError, compose
 
 State = Literal["OK", "NO-OP", "ERROR"]
 _STATUS: dict[State, int] = {"OK": 0, "NO-OP": 1, "ERROR": 2}
+
+
+_BRING = "Choose an option of ours, which brings its sections: +correction@correction=tis_token for example."
 
 
 @dataclass(frozen=True)
@@ -119,13 +122,21 @@ def judge(config: DictConfig, launch: Launch, overrides: Sequence[str] = ()) -> 
     """
     if null := list(find_null_sections(config)):
         return Diagnosis(launch, rows=_arrange_rows((), null)[0])
-    if not launch.ours:
+    if not launch.ours and not brought_sections():
         return _judge_verl(config, launch, live_path(config), overrides)
     found = examine(config, overrides)
     parts = list_parts(config, found.spec) if found.spec is not None else ()
-    rows, notes = _arrange_rows(parts, found.problems)
+    rows, notes = _arrange_rows(parts, [*found.problems, *_note_program(launch)])
     fingerprint = None if found.spec is None or found.spec.is_none else found.spec.fingerprint()
     return Diagnosis(launch, _find_path(config), rows, notes, found.said, fingerprint, headline=found.headline)
+
+
+def _note_program(launch: Launch) -> Iterator[Problem]:
+    if launch.module not in (OURS, *VERLS):
+        reason = (
+            "covered if its trainer derives from verl's RayPPOTrainer or V1 PPOTrainer; else the first update stops."
+        )
+        yield Problem("module", launch.module, reason, "", "NOTE")
 
 
 def _find_path(config: DictConfig) -> LivePath | None:
@@ -142,13 +153,13 @@ def _judge_verl(config: DictConfig, launch: Launch, where: LivePath, overrides: 
     found = (*find_similar_keys(overrides), *find_stray_overrides(config, overrides))
     for stray in {each.key: each for each in found}.values():
         ours = stray.fix.startswith("Write ")
-        problems.append(replace(stray, fix=f"Launch {OURS}. {stray.fix}") if ours else stray)
+        problems.append(replace(stray, fix=_add_group(stray.fix)) if ours else stray)
     problems += [*find_unresolved_interpolations(config), *find_pairs(overrides)]
     if known:
         problems += find_unreadable_values(config)
     else:
         reason = "a trainer of its own: which keys it reads was not looked at."
-        fix = f"Launch {VERLS[0]}, or recipe.offpolicy.main_offpolicy with a correction."
+        fix = "Add a correction of ours instead, +correction@correction=tis_token for example."
         # Without a correction there is none that could act otherwise than configured.
         problems.append(Problem("module", launch.module, reason, fix, "ERROR" if list_active(config) else "NOTE"))
     if where.release not in TESTED:
@@ -169,9 +180,16 @@ def _judge_verl(config: DictConfig, launch: Launch, where: LivePath, overrides: 
     return Diagnosis(launch, where, rows, notes, headline=said)
 
 
+def _add_group(fix: str) -> str:
+    """Write a group of ours as other programs take it: ``Write +opd@opd=loss`` for ``Write opd=loss``."""
+    written = fix.removeprefix("Write ")
+    group = written.partition("=")[0]
+    return f"Write +{group}@{written}" if group in list_groups() else f"{_BRING} {fix}"
+
+
 def _take_unread(config: DictConfig, launch: Launch, overrides: Sequence[str]) -> Iterator[Problem]:
-    """Take our sections and groups, which no other program reads, out of a configuration; a problem of each."""
-    fix = f"Launch {OURS} in the place of {launch.module}; it takes the same overrides without the +."
+    """Take keys of ours that came without an option of ours out of a configuration; a problem of each."""
+    fix = _BRING
     groups = {group for group in list_groups() if any(each.lstrip("+").startswith(f"{group}=") for each in overrides)}
     taken: Any = OmegaConf.to_container(OmegaConf.masked_copy(config, sorted({*list_sections(), *groups})))
     for name in taken:
@@ -179,7 +197,7 @@ def _take_unread(config: DictConfig, launch: Launch, overrides: Sequence[str]) -
         with open_dict(config):
             del config[name]
         if plain is not None:
-            yield Problem(name, plain, f"{launch.module} reads none of it, and would train without.", fix, parts=())
+            yield Problem(name, plain, f"nothing reads it in {launch.module} without an option of ours.", fix, parts=())
 
 
 def _arrange_rows(

@@ -31,7 +31,11 @@ from .hydra_main import HydraMain, read_hydra_main
 from .unknown_keys import find_unknown_keys
 
 OURS = "recipe.offpolicy.main_offpolicy"
-VERLS = ("verl.trainer.main_ppo",)
+VERLS = (
+    "verl.trainer.main_ppo",
+    "verl.experimental.fully_async_policy.fully_async_main",
+    "verl.experimental.one_step_off_policy.main_ppo",
+)
 """Programs of verl whose trainers and workers the checks know."""
 OUR_PROGRAM = HydraMain(CONFIG_DIR.parent / "main_offpolicy.py", str(CONFIG_DIR), "offpolicy_trainer")
 _CHECK = "--check"

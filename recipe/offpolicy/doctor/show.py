@@ -141,9 +141,9 @@ def _format_conclusion(diagnosis: Diagnosis) -> str:
     if not diagnosis.rows:
         return "No correction is configured: there is nothing to check."
     if diagnosis.verdict == "OK":
-        if diagnosis.launch.module == OURS:
+        if diagnosis.fingerprint is not None or diagnosis.launch.module == OURS:
             return "OK: every check passes and the seams are in place. The first update of the run proves it, or stops."
-        return "OK: verl reads what is configured. Only recipe.offpolicy.main_offpolicy proves it at the first update."
+        return "OK: verl reads what is configured. Only a correction of ours is proved at the first update."
     mends = list(dict.fromkeys(each for problem in diagnosis.problems for each in problem.overrides))
     said = f"{diagnosis.verdict}: exit status {diagnosis.status}."
     if len(diagnosis.problems) < 2 or not mends:

@@ -219,6 +219,11 @@ def parse_overrides(overrides: Sequence[str]) -> list[Override]:
     return list(OverridesParser.create().parse_overrides(list(overrides)))
 
 
+def brought_sections() -> bool:
+    """Return True if an option of ours brought our sections into the running application."""
+    return "offpolicy" in (HydraConfig.get().callbacks or {})
+
+
 def read_task_overrides() -> list[str]:
     """Read the overrides of the running application, without those of Hydra's own keys."""
     return _to_plain(HydraConfig.get().overrides.task)

@@ -11,6 +11,8 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, QuotedString
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 
+from verl_patches.hydra_sections import PROVIDER
+
 from ..correction import Problem
 from ..correction.problem import format_value
 
@@ -128,6 +130,8 @@ def explain_refusal(error: BaseException, overrides: Sequence[str], get_options:
                 f"{_shorten(override)}: there is no group {key}. A key is written with dots: {key.replace('/', '.')}."
             )
         if NO_DEFAULT in str(error) and f"'{key}'" in str(error):
+            if key == PROVIDER:  # a section too, whose group has one option that nobody replaces
+                return f"{_shorten(override)}: expected another kind of value. Set single keys as {key}.KEY=VALUE."
             near = find_nearest(str(value), get_options(key))
             return f"{_shorten(override)}: no default to replace. Write +{key}={near[0] if near else value}."
         names = value if isinstance(value, list) else [value]

@@ -56,12 +56,11 @@ REFUSED: list[tuple[tuple[str, ...], str]] = [
     (("foo/bar=3",), "there is no group foo/bar"),
     (("offpolicy.alarms=[1]",), "Set single keys as offpolicy.alarms.KEY=VALUE."),
     (("gsm",), "Write KEY=VALUE."),
-    ((*MAIN, "+correction=tis_token"), f"Launch {OURS}"),
-    ((*MAIN, "+offpolicy.shadow=[gsm]", "+opd={a: 1}"), f"Launch {OURS}"),
-    ((*MAIN, "+correction.weight.upper=2"), f"Launch {OURS}"),
-    ((*MAIN, "+corection=gsm"), f"Launch {OURS}. Write correction=gsm"),
-    ((*MAIN, "+lenght_penalty.kind=anchor"), f"Launch {OURS}. Write length_penalty"),
-    ((*MAIN, "+algorithm.staleness.eta=2"), f"Launch {OURS}. Write offpolicy.staleness.eta=2"),
+    ((*MAIN, "+offpolicy.shadow=[gsm]", "+opd={a: 1}"), "Choose an option of ours"),
+    ((*MAIN, "+correction.weight.upper=2"), "Choose an option of ours"),
+    ((*MAIN, "+corection=gsm"), "Write +correction@correction=gsm"),
+    ((*MAIN, "+lenght_penalty.kind=anchor"), "Choose an option of ours"),
+    ((*MAIN, "+algorithm.staleness.eta=2"), "Choose an option of ours"),
 ]
 
 

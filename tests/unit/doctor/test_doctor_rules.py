@@ -180,13 +180,11 @@ def test_another_trainer_and_another_release_are_not_known(
     bases: dict[str, DictConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = changed(bases[VERLS], TIS_OF_VERL)
-    diagnosis = diagnosed("verl.experimental.one_step_off_policy.main_ppo", config)
+    diagnosis = diagnosed("verl.experimental.own_program.main_ppo", config)
     assert diagnosis.status == 2
     assert "which keys it reads was not looked at" in str(diagnosis.problems[0])
     # Its batch size is no value of verl's own trainer, and a run that asks for nothing is not wrong.
-    plain = diagnosed(
-        "verl.experimental.one_step_off_policy.main_ppo", changed(bases[VERLS], {"data.train_batch_size": 0})
-    )
+    plain = diagnosed("verl.experimental.own_program.main_ppo", changed(bases[VERLS], {"data.train_batch_size": 0}))
     assert (plain.status, plain.rows, [note.key for note in plain.notes]) == (0, (), ["module"])
     monkeypatch.setattr("verl_patches.execution_path.installed_release", lambda name: "0.10.0")
     diagnosis = diagnosed(VERLS, config)

@@ -127,7 +127,7 @@ def warn_uncorrected(config: DictConfig, spec: CorrectionSpec) -> Iterator[Probl
     if is_asynchronous(config) and spec.is_none and not list_active(config):
         key, mode = describe_mode(config)
         reason = "rows are trained by newer weights than sampled them, and nothing corrects for it."
-        fix = f"Launch recipe.offpolicy.main_offpolicy with {recommended.LINE}: {recommended.WHY}."
+        fix = f"Add a correction, {recommended.LINE} for example: {recommended.WHY}."
         yield Problem(key, mode, reason, fix, "NOTE", ())
 
 
