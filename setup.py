@@ -2,7 +2,7 @@
 
 `recipe` stays a namespace package (no __init__.py), because other distributions install folders of that
 name too. `recipe/offpolicy/config` links to `configs/`; it is found as a data-only namespace package, so
-the YAML files are copied into wheels by content and resolve as `pkg://recipe.offpolicy.config`.
+the YAML files are copied into wheels by content. `hydra_plugins` is the namespace in which Hydra looks for plugins.
 """
 
 import runpy
@@ -30,7 +30,8 @@ setup(
     # An explicit root makes the editable install one plain .pth entry, which every tool understands.
     package_dir={"": "."},
     packages=find_namespace_packages(
-        include=["recipe.*", "verl_patches", "verl_patches.*"], exclude=["*.__pycache__", "*.outputs*"]
+        include=["recipe.*", "verl_patches", "verl_patches.*", "hydra_plugins.*"],
+        exclude=["*.__pycache__", "*.outputs*"],
     ),
     package_data={"": ["*.yaml", "*.md", "*.sh", "REQUIRED_VERL.txt", "py.typed"]},
     # verl 0.9 and later load it in every process; it does nothing unless the environment asks for patches.

@@ -59,7 +59,7 @@ REFUSED: list[tuple[tuple[str, ...], str]] = [
     ((*MAIN, "+offpolicy.shadow=[gsm]", "+opd={a: 1}"), "Choose an option of ours"),
     ((*MAIN, "+correction.weight.upper=2"), "Choose an option of ours"),
     ((*MAIN, "+corection=gsm"), "Write +correction@correction=gsm"),
-    ((*MAIN, "+lenght_penalty.kind=anchor"), "Choose an option of ours"),
+    ((*MAIN, "+lenght_penalty.kind=anchor"), "Write +length_penalty@length_penalty=anchor"),
     ((*MAIN, "+algorithm.staleness.eta=2"), "Choose an option of ours"),
 ]
 
