@@ -12,6 +12,8 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from verl_patches.execution_path import FULLY_ASYNC
+
 from ..correction import Problem, recommended
 from ..correction.problem import CheckError, set_to
 from ..staleness.staleness_settings import CEILING, ETA, TARGET
@@ -21,6 +23,7 @@ ETA_CODE, ETA_MATHS = 4, 8  # steps of staleness; AReaL, arXiv:2505.24298. Nothi
 _ROLLOUT = "actor_rollout_ref.rollout"
 _ACTOR = "actor_rollout_ref.actor"
 _STALENESS = "trainer.v1.sampler.max_off_policy_threshold"
+_FULLY_ASYNC = "async_training.staleness_threshold"
 _LOSS = f"{_ACTOR}.policy_loss.loss_mode"
 
 
@@ -117,6 +120,15 @@ def _choose_rate_limit(setup: Setup) -> Selection:
             tuple(Requirement(key, ETA_MATHS, f"{why}.", at_most=True) for key in (ETA, *([CEILING] * setup.adaptive))),
             (f"{ETA} up to {ETA_CODE} for code, {ETA_MATHS} for maths.",),
         )
+    if setup.program == FULLY_ASYNC:
+        return Selection(
+            (),
+            (f"setup.mode=async: staleness is bounded, by {_FULLY_ASYNC} + 1 versions.",),
+            (Requirement(_FULLY_ASYNC, ETA_MATHS - 1, f"{why}.", at_most=True),),
+            (f"{_FULLY_ASYNC}={ETA_CODE - 1} for code, {ETA_MATHS - 1} for maths, at most.",),
+        )
+    if setup.program is not None:
+        return Selection((), ("setup.mode=async: rollouts are one step late.",))
     why = f"{why}; verl counts the versions that a trajectory spans, one more than its staleness."
     return Selection(
         (),

@@ -43,6 +43,7 @@ class Setup:
         objective: verl's name of the base loss; GSPO takes the place of routing replay.
         bounded: ``offpolicy.staleness.eta`` limits staleness.
         adaptive: it moves, up to a ceiling.
+        program: of verl, with staleness of its own: fully_async or one_step_off; None for main_ppo.
         fsdp_replay: routes can be replayed on FSDP in this configuration.
     """
 
@@ -56,6 +57,7 @@ class Setup:
     bounded: bool = False
     adaptive: bool = False
     fsdp_replay: bool = False
+    program: str | None = None
 
     @property
     def replay_mode(self) -> str | None:
@@ -96,7 +98,13 @@ def read_setup(config: DictConfig) -> Setup:
     strategy, objective = str(strategy), str(objective)
     replays = replays_on_fsdp(live_path(config)) and not list_obstacles(config)
     return Setup(
-        **values, strategy=strategy, objective=objective, bounded=bounded, adaptive=adaptive, fsdp_replay=replays
+        **values,
+        strategy=strategy,
+        objective=objective,
+        bounded=bounded,
+        adaptive=adaptive,
+        fsdp_replay=replays,
+        program=find_program_mode(config),
     )
 
 

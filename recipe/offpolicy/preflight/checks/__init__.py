@@ -22,6 +22,7 @@ from . import (
     gradient_steps,
     not_shown,
     policy_loss,
+    programs,
     rollout,
     routing_replay,
     run_keys,
@@ -59,6 +60,8 @@ VERL_CHECKS: tuple[Check, ...] = (
 CHECKS: tuple[Check, ...] = (
     seams.check_seams,
     coverage.check_path,
+    programs.check_program,
+    programs.check_lora,
     workers_env.check_workers_env,
     check_own_keys,
     staleness.check_staleness,

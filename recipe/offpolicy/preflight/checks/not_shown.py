@@ -36,6 +36,8 @@ _TRUE = {
     f"{_MODEL}.mtp.enable": "multi-token prediction",
     f"{ACTOR}.use_prefix_grouper": "grouped prefixes",
     f"{ROLLOUT}.disaggregation.enabled": "prefill apart from decoding",
+    "async_training.use_trainer_do_validate": "validation on the trainer's devices",
+    "async_training.use_dynamic_resource_scheduling": "rollouts on the trainer's devices",
     f"{_FSDP}.qat.enable": "training for quantised weights",
     f"{_MEGATRON}.qat.enable": "training for quantised weights",
     "actor_rollout_ref.actor.freeze_vision_tower": "models with images",

@@ -262,6 +262,8 @@ def _find_uncovered(config: DictConfig) -> Problem | None:
     if path.mode == FULLY_ASYNC:
         reason = "fully_async_policy issues prompts by its own limit, async_training.staleness_threshold."
         return Problem(ETA, eta, reason, f"Set {off}, and the limit there.", parts=())
+    if path.asynchronous and path.trainer == "v0":
+        return Problem(ETA, eta, f"{path.mode}_policy trains each batch one step late.", f"Set {off}.", parts=())
     if path.trainer != "v1":
         reason, beside = "the V0 trainer samples each batch by the weights in force.", {USE_V1: False}
     elif (mode := config.trainer.v1.trainer_mode) not in ASYNC_MODES:
