@@ -1,4 +1,4 @@
-"""Checks of what verl's asynchronous programs do otherwise than main_ppo, and of adapters that never reach the engine."""
+"""Checks of what verl's asynchronous programs do in other processes, and of adapters that never reach the engine."""
 
 from __future__ import annotations
 
