@@ -7,7 +7,7 @@
 #   --release R    every test of one release, or of `all`, on all examples that hypothesis draws and not a quarter
 #                  of them; lint and types come with the newest one. `all` runs in parts, each folder and each file
 #                  of whole programs by itself; parts that passed at this commit are not run again
-#   --quick        only what is not marked slow, and of the newest release only the unit tests
+#   --quick        lint, and the unit tests of the newest release that are not marked slow; no types
 #   VENV=path      use this environment as it is, for the newest release or the one that --release names;
 #                  by default .venv and .venv-RELEASE, made or brought up to date first
 #   TEST_LIMIT=s   hard limit for all tests together, in seconds (default 10800); with `all` for each part (3600)
@@ -249,9 +249,10 @@ of_release() {
 checks() {
     [[ ${plan[-1]} == "$newest" ]] || return 0
     stage lint lint
-    stage types types
+    $quick || stage types types
 }
-[[ ${plan[-1]} != "$newest" ]] || stages+=(lint types)
+[[ ${plan[-1]} != "$newest" ]] || stages+=(lint)
+[[ ${plan[-1]} != "$newest" ]] || $quick || stages+=(types)
 
 deadline=$((SECONDS + limit))
 selection=""

@@ -33,13 +33,19 @@ def few_when_quick(values: Iterable[Any], kind: Callable[[Any], Hashable]) -> li
     return parameters
 
 
+def each_nth_when_quick(step: int, values: Iterable[Any]) -> list[Any]:
+    """Parameters of a test: ``--quick`` takes the first of every ``step`` values, every other run all of them."""
+    return _mark_others(step, values, pytest.mark.slow)
+
+
 def each_nth_by_default(step: int, values: Iterable[Any]) -> list[Any]:
     """Parameters of a test: the default command takes the first of every ``step`` values, ``--release`` all of them.
 
     Of a product of words, a step that divides the number of none of them takes each word in its turn.
     """
-    parameters = []
-    for index, value in enumerate(values):
-        arguments = value if isinstance(value, tuple) else (value,)
-        parameters.append(pytest.param(*arguments, marks=[pytest.mark.extended] if index % step else []))
-    return parameters
+    return _mark_others(step, values, pytest.mark.extended)
+
+
+def _mark_others(step: int, values: Iterable[Any], mark: pytest.MarkDecorator) -> list[Any]:
+    arguments = (value if isinstance(value, tuple) else (value,) for value in values)
+    return [pytest.param(*each, marks=[mark] if index % step else []) for index, each in enumerate(arguments)]

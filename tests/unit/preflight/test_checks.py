@@ -15,6 +15,7 @@ from recipe.offpolicy.preflight.examination import collect_problems, run_checks
 from recipe.offpolicy.preflight.verl_keys.keys import find_changed_keys
 from tests.support.applications import NEEDED, application, changed
 from tests.support.corrections import GSM, TIS
+from tests.support.examples import each_nth_when_quick
 
 ROLLOUT = "actor_rollout_ref.rollout"
 ENGINE = f"{ROLLOUT}.engine_kwargs.vllm"
@@ -244,7 +245,7 @@ STOPPED: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
 }
 
 
-@pytest.mark.parametrize("name", STOPPED)
+@pytest.mark.parametrize("name", each_nth_when_quick(3, STOPPED))
 def test_what_stops(name: str, base: DictConfig) -> None:
     changes, parts = STOPPED[name]
     found = problems(base, changes)

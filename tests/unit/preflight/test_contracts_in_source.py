@@ -66,6 +66,7 @@ def test_what_a_module_makes_when_it_runs_is_left_to_the_import() -> None:
     check_contracts([made])
 
 
+@pytest.mark.slow
 def test_neither_the_trainer_nor_the_workers_are_imported() -> None:
     """A process of its own holds the seams of the newest trainer, and has not loaded their modules."""
     code = (

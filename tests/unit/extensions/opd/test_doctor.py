@@ -11,6 +11,7 @@ from omegaconf import DictConfig
 from recipe.offpolicy.doctor.diagnosis import Diagnosis, judge
 from recipe.offpolicy.doctor.launch import OURS, Launch
 from tests.support.applications import NEEDED, application, changed
+from tests.support.examples import each_nth_when_quick
 from tests.support.fake_teacher import FakeTeacher, serving
 from tests.support.mended import with_overrides
 
@@ -77,7 +78,7 @@ CASES: dict[str, tuple[str, str, dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", each_nth_when_quick(3, CASES))
 def test_what_is_inert_or_wrong_is_told_and_mended(name: str, base: DictConfig) -> None:
     verdict, row, changes, said = CASES[name]
     config = changed(base, changes)
