@@ -1,14 +1,18 @@
-"""Contracts on verl's client of its rollout servers and on who uses it; nothing is patched here.
+"""Contracts on verl's client of its rollout servers and on who uses it.
 
-In asynchronous modes of the V1 trainer a subclass of the client notes the version of the weights of each attempt.
+In asynchronous modes of the V1 trainer, and in fully_async_policy, a subclass of the client notes the version of the
+weights of each attempt.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
+from .contract import installed_release, wrap
 from .engine_loss import seam
-from .releases import specifiers
+from .releases import attributes_of, specifiers
 
 _CLIENT = "verl.workers.rollout.llm_server"
 _TRAINERS = "verl.trainer.ppo.v1"
@@ -64,3 +68,17 @@ SEAMS = (
     ),
 )
 """What ``recipe.offpolicy.staleness.client`` overrides or relies on."""
+
+_OF_FULLY_ASYNC = _seam(
+    "get_client of fully_async",
+    "verl.experimental.fully_async_policy.fully_async_rollouter:FullyAsyncLLMServerManager.get_client",
+    None,
+    names=("FullyAsyncLLMServerClient",),
+)
+
+
+def note_by(note: Callable[[Any], Any]) -> None:
+    """Let ``note(client)`` replace each client that fully_async_policy's rollouter hands to its agent loops; once."""
+    release = installed_release("verl")
+    if release is not None and attributes_of(release).token_versions:
+        wrap(_OF_FULLY_ASYNC, lambda original, *args, **kwargs: note(original(*args, **kwargs)))

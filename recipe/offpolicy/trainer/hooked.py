@@ -3,7 +3,7 @@
 Whatever program a launch runs, its trainer derives from ``RayPPOTrainer`` (V0: main_ppo, one_step_off_policy,
 fully_async_policy, recipes) or from the V1 ``PPOTrainer``. Both are met where an instance is made: ``__new__`` returns
 an instance of the corrected subclass, also for programs whose trainers call no ``super().__init__``. Nothing of verl is
-imported here; a process without a trainer pays for three import hooks.
+imported here; a process without a trainer pays for the import hooks.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ HOOKED = "offpolicy.hooked"
 _RESOLVER = "offpolicy_hooked"
 _V0, _V1 = "verl.trainer.ppo.ray_trainer", "verl.trainer.ppo.v1.trainer_base"
 _GROUPS = "verl.single_controller.base.worker_group"
+_ROLLOUTER = "verl.experimental.fully_async_policy.fully_async_rollouter"
 _MARK = "__offpolicy__"
 
 
@@ -42,7 +43,7 @@ def _register() -> None:
 def install() -> None:
     """Hook verl's trainers once their modules are imported. Idempotent."""
     _register()
-    for module, hook in ((_V0, _hook_v0), (_V1, _hook_v1), (_GROUPS, guard_groups)):
+    for module, hook in ((_V0, _hook_v0), (_V1, _hook_v1), (_GROUPS, guard_groups), (_ROLLOUTER, _hook_client)):
         if not is_awaited(module):
             after_import(module, hook)
 
@@ -60,6 +61,17 @@ def _hook_v1() -> None:
     from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 
     _replace(PPOTrainer, _correct_v1)
+
+
+def _hook_client() -> None:
+    from verl_patches.llm_client import note_by
+
+    def note(client: Any) -> Any:
+        from ..staleness.client import note_versions
+
+        return note_versions(client)
+
+    note_by(note)
 
 
 def _replace(trainer: type, correct: Callable[[type, Any], type]) -> None:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from tensordict import TensorDict
+from tensordict import NonTensorStack, TensorDict
 from torch import Tensor
 from verl import DataProto
 
@@ -26,7 +26,8 @@ from verl_patches.trainer_v0 import around_advantage
 
 from ..batch.micro_batch import ROLLOUT_LOG_PROBS
 from ..batch.plan import COLUMNS, PLAN, REWARD, UID, BatchSplit, SharedPlan, build_plan, regroup_without_rejected
-from ..batch.weight_versions import VERSIONS
+from ..batch.token_versions import CHUNKS
+from ..batch.weight_versions import EXTRA_FIELDS, NEWEST_VERSION, OLDEST_VERSION, VERSIONS
 from ..correction import CorrectionSpec
 from ..fault_tolerance.redaction import redact_streams
 from ..monitor.step_cost import StepCost
@@ -205,7 +206,8 @@ class OffPolicyRayTrainer(SupervisedRun):
         if self.correction.baseline == "include":
             self.extensions.compute_advantages(view, estimator)
             return view.batch
-        data.batch[VERSIONS] = self._read_versions(data)
+        data.batch[VERSIONS] = versions = self._read_versions(data)
+        _gather_chunks(data, versions)
         uids = data.non_tensor_batch["uid"]
         groups = regroup_without_rejected(self.correction, _rows(data), [str(uid) for uid in uids], self._step)
         view.regroup(groups.uids, groups.silent)
@@ -242,6 +244,7 @@ class OffPolicyRayTrainer(SupervisedRun):
         """Add the plan to the batch, and the loss for a legacy actor."""
         check_one_mini_batch(self.correction, self.config, len(batch))
         versions = self._read_versions(batch)
+        _gather_chunks(batch, versions)
         batch.batch[VERSIONS] = versions
         plan, columns = build_plan(
             self.correction,
@@ -319,9 +322,22 @@ def build_row_identity(batch: DataProto) -> dict[str, Tensor]:
     return {UID: padded.reshape(len(uids), width), REWARD: batch.batch["token_level_scores"].sum(-1)}
 
 
+def _gather_chunks(batch: DataProto, versions: Tensor) -> None:
+    """Put the chunks that a client has noted of each row where the loss reads them, as verl's V1 trainer does."""
+    chunks = batch.non_tensor_batch.get(CHUNKS)
+    if chunks is None:
+        return
+    spans = [dict(zip((OLDEST_VERSION, NEWEST_VERSION), span, strict=True)) for span in versions.tolist()]
+    fields = [{**span, CHUNKS: turns} for span, turns in zip(spans, chunks, strict=True)]
+    batch.non_tensor_batch[EXTRA_FIELDS] = np.array(fields, dtype=object)
+
+
 def _rows(batch: DataProto) -> TensorDict:
     present = [name for name in (*COLUMNS, VERSIONS) if name in batch.batch.keys()]
-    return batch.batch.select(*present)
+    rows = batch.batch.select(*present)
+    if (fields := batch.non_tensor_batch.get(EXTRA_FIELDS)) is not None:
+        rows[EXTRA_FIELDS] = NonTensorStack(*fields)
+    return rows
 
 
 def _versions(batch: DataProto, step: int) -> Tensor:

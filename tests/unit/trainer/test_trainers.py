@@ -105,3 +105,31 @@ def test_one_engine_makes_the_forward_pass_of_its_first_step_alone(
         made._compute_old_log_prob("batch", {})
         assert torch.equal(columns["old_log_probs"], mu)
         assert passes == 1
+
+
+def test_chunks_of_a_row_reach_its_plan_by_token() -> None:
+    """fully_async_policy's client notes them as a column of its own."""
+    import numpy as np
+    from verl import DataProto
+
+    from recipe.offpolicy.batch.token_versions import CHUNKS, read_versions
+    from recipe.offpolicy.batch.weight_versions import VERSIONS
+    from recipe.offpolicy.trainer import trainer_v0
+
+    mask = torch.tensor([[1, 1, 1, 0], [1, 1, 1, 1]])
+    batch = DataProto.from_dict({"response_mask": mask})
+    versions = torch.tensor([[3, 4], [4, 4]])
+    chunks: Any = np.empty(2, dtype=object)
+    # The first row's request was aborted after one token, and went on with newer weights.
+    chunks[:] = [[[(3, 1), (4, 2)]], [[(4, 4)]]]
+    batch.non_tensor_batch[CHUNKS] = chunks
+    batch.batch[VERSIONS] = versions
+    trainer_v0._gather_chunks(batch, versions)
+    found = read_versions(trainer_v0._rows(batch), mask)
+    assert found is not None
+    assert found.by_token(mask).tolist() == [[3, 4, 4, -1], [4, 4, 4, 4]]
+    # What the engine's workers get of it.
+    sent = batch.to_tensordict()
+    again = read_versions(sent, mask)
+    assert again is not None
+    assert again.by_token(mask).tolist() == found.by_token(mask).tolist()

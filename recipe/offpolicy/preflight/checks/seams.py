@@ -26,7 +26,7 @@ from ...replay.replay_settings import ReplaySettings
 from ...support.support_settings import SupportSettings
 from .config_reader import SHADOW, read_shadows
 from .contracts_in_source import check_contracts
-from .staleness import is_asynchronous, is_bounded, notes_token_versions
+from .staleness import is_bounded, mixes_unknown_versions, notes_token_versions
 
 Hold = Callable[[Iterable[Contract]], None]
 """Holds contracts against the installed verl; raises PatchError where one does not hold."""
@@ -97,7 +97,7 @@ def check_version_level(config: DictConfig, spec: CorrectionSpec) -> Iterator[Pr
     reason = None
     if not where.attributes.weight_versions:
         reason = f"verl {where.release} does not note which version of the weights sampled a row."
-    elif is_asynchronous(config) and not notes_token_versions(config):
+    elif mixes_unknown_versions(config):
         reason = (
             f"a row can be sampled by several versions, and which token by which was not shown with {where.release}."
         )

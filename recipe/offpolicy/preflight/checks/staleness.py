@@ -8,7 +8,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from verl_patches.execution_path import FULLY_ASYNC, USE_V1, describe_mode, find_program_mode, live_path
+from verl_patches.execution_path import FULLY_ASYNC, ONE_STEP_OFF, USE_V1, describe_mode, find_program_mode, live_path
 
 from ...correction import CorrectionSpec, MaskSpec, WeightSpec, recommended
 from ...correction.problem import Problem, Verdict, format_value, set_to
@@ -41,8 +41,14 @@ def is_asynchronous(config: DictConfig) -> bool:
 
 def notes_token_versions(config: DictConfig) -> bool:
     """Return True if the client of the rollout servers notes the version of the weights of each token."""
-    v1 = is_asynchronous(config) and find_program_mode(config) is None
-    return v1 and live_path(config).attributes.token_versions
+    notes = is_asynchronous(config) and find_program_mode(config) != ONE_STEP_OFF
+    return notes and live_path(config).attributes.token_versions
+
+
+def mixes_unknown_versions(config: DictConfig) -> bool:
+    """Return True if several versions may sample a row and nothing notes which token by which."""
+    several = is_asynchronous(config) and find_program_mode(config) != ONE_STEP_OFF
+    return several and not notes_token_versions(config)
 
 
 _NOTES_AGES = "Use verl 0.9.1 with trainer.use_v1=true"
@@ -214,7 +220,7 @@ def _explain_unknown_age_of_tokens(config: DictConfig) -> str | None:
     release = live_path(config)
     if not release.attributes.weight_versions:
         return f"verl {release.release} does not note which version of the weights sampled a row: no age is known."
-    if is_asynchronous(config) and not notes_token_versions(config):
+    if mixes_unknown_versions(config):
         return (
             f"a row can be sampled by several versions, and which token by which was not shown with {release.release}."
         )
