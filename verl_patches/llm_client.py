@@ -73,7 +73,7 @@ _OF_FULLY_ASYNC = _seam(
     "get_client of fully_async",
     "verl.experimental.fully_async_policy.fully_async_rollouter:FullyAsyncLLMServerManager.get_client",
     None,
-    names=("FullyAsyncLLMServerClient",),
+    names=("get_client",),
 )
 
 
