@@ -20,6 +20,7 @@ GROUPS = ("correction", "length_penalty", "offpolicy", "opd", "pass_at_k", "proc
 """Groups whose options need our sections."""
 SECTIONS = "offpolicy_base"
 _OF_FSDP = "router_replay/dp"
+_ROLLOUT = "offpolicy_rollout"
 CALLBACK = {"_target_": "recipe.offpolicy.launch_callback.LaunchCallback"}
 
 COMPOSE = Contract(
@@ -59,7 +60,10 @@ def _compose(original: Callable[..., Any], loader: Any, defaults: Sequence[Any],
     others = [each for each in defaults if each not in of_hydra]
     names = [SECTIONS, *([_OF_FSDP] if any(each.config_path == "actor/dp_actor" for each in others) else [])]
     ours = [ResultDefault(config_path=name, parent="<root>", package=_package_of(name)) for name in names]
-    config = original(loader, [*of_hydra, *ours, *others], repo)
+    # In front of the values that the primary file itself holds, and behind the defaults that it lists.
+    own = next((at for at, each in enumerate(others) if each.primary), len(others))
+    rollout = ResultDefault(config_path=_ROLLOUT, parent="<root>", package="")
+    config = original(loader, [*of_hydra, *ours, *others[:own], rollout, *others[own:]], repo)
     with open_dict(config):
         config.hydra.callbacks["offpolicy"] = dict(CALLBACK)
     return config

@@ -52,3 +52,17 @@ def test_without_an_option_nothing_changes(composed: Any) -> None:
     assert OmegaConf.to_container(config.offpolicy) == {"staleness": {"eta": 4}}
     assert "correction" not in config
     assert not config.hydra.callbacks
+
+
+def test_what_the_engine_has_to_give_stands_behind_verls_defaults_and_in_front_of_the_users_values(
+    composed: Any, tmp_path: Path
+) -> None:
+    (tmp_path / "engine.yaml").write_text("actor_rollout_ref: {rollout: {calculate_log_probs: false, name: vllm}}\n")
+    key = "actor_rollout_ref.rollout.calculate_log_probs"
+    (tmp_path / "mine.yaml").write_text("defaults: [engine, _self_]\n")
+    assert OmegaConf.select(composed("+correction@correction=gsm"), key) is True
+    assert OmegaConf.select(composed(), key) is False
+    (tmp_path / "mine.yaml").write_text(
+        "defaults: [engine, _self_]\nactor_rollout_ref: {rollout: {calculate_log_probs: false}}\n"
+    )
+    assert OmegaConf.select(composed("+correction@correction=gsm"), key) is False
