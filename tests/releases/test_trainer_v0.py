@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from recipe.offpolicy.batch.weight_versions import VERSIONS
 from recipe.offpolicy.correction import Reduction, Statistic
 from recipe.offpolicy.proof.verify import LivenessError
 from recipe.offpolicy.recording.run import RunRecord
+from recipe.offpolicy.trainer.actor_updates import adopt
 from recipe.offpolicy.trainer.supervision import Supervision
 from recipe.offpolicy.trainer.trainer_v0 import build_corrected
 from verl_patches.legacy.handover import HANDOVER
@@ -32,11 +34,17 @@ class VerlsTrainer:
 
     config: Any
     global_steps: int
+    actor_rollout_wg: Any
 
     def _compute_old_log_prob(self, batch: DataProto) -> tuple[DataProto, float]:
         raise AssertionError("a forward pass of the trainer")
 
     def _update_actor(self, batch: DataProto) -> DataProto:
+        output: DataProto = self.actor_rollout_wg.update_actor(batch)
+        return output
+
+    def update(self, batch: DataProto) -> DataProto:
+        """Of the workers."""
         self.sent = batch
         return DataProto.from_single_dict(data={}, meta_info={"metrics": {}})
 
@@ -62,7 +70,10 @@ def trainer(legacy: bool = False, **correction: Any) -> Any:
     made.recording = RunRecord(made.config, made.correction, {})
     made.supervision._statistics = {"kl/k3": 0.0}
     made.supervision.begin = lambda: None
-    made.actor_rollout_wg, made._by_engine, made._advantage_metrics = None, not legacy, {}
+    made.supervision.collect = lambda metrics: False
+    made.actor_rollout_wg = SimpleNamespace(update_actor=made.update)
+    adopt(made.actor_rollout_wg, made._update_and_collect)
+    made._by_engine, made._advantage_metrics = not legacy, {}
     return made
 
 
@@ -191,6 +202,7 @@ def test_a_resume_hands_over_what_was_in_force(legacy: bool, fell_back: bool, tm
     assert again.correction == first.correction != CorrectionSpec.from_mapping({"masks": {"gsm": GSM}})
     again.supervision._statistics = {"kl/k3": 0.0}
     again.supervision.begin = lambda: None
+    again.supervision.collect = lambda metrics: False
     again._update_actor(batch())
     plan = again.sent.meta_info[HANDOVER].plan if legacy else again.sent.meta_info[PLAN]
     assert plan.bounds == first.supervision.active_correction.bounds

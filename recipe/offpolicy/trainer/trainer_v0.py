@@ -2,8 +2,9 @@
 
 Seams: ``init_workers(self)``, ``_compute_old_log_prob(self, batch)``, ``_update_actor(self, batch)``, the module's
 ``compute_advantage`` around which ``fit`` is one block, ``_get_gen_batch(self, batch)``, and ``update_actor`` /
-``compute_log_prob`` / ``set_loss_fn`` of the actor's worker group. Batches are DataProto; the engine's workers get the
-loss by ``set_loss_fn``, the legacy actors take it from a ``Handover`` in ``meta_info``.
+``compute_log_prob`` / ``set_loss_fn`` of the actor's worker group. A trainer with a ``fit`` of its own may call the
+worker group past the methods. The group's batches are TensorDicts for the engine's workers, which get the loss by
+``set_loss_fn``, and DataProto for the legacy actors, which take it from a ``Handover`` in ``meta_info``.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import torch
 from tensordict import NonTensorStack, TensorDict
 from torch import Tensor
 from verl import DataProto
+from verl.utils import tensordict_utils as tu
 
 from verl_patches.execution_path import live_path
 from verl_patches.legacy.handover import HANDOVER
@@ -33,6 +35,7 @@ from ..fault_tolerance.redaction import redact_streams
 from ..monitor.step_cost import StepCost
 from ..preflight.checks import demand_seams, read_shadows, read_spec
 from ..preflight.old_log_prob import check_one_mini_batch
+from ..proof.rollout_checks import ALIGNED, SAMPLED
 from ..proof.verify import LivenessError
 from ..recording.run import AFTER_FAILURE, RunRecord
 from ..worker.legacy_handover import Handover, build_handover
@@ -67,6 +70,12 @@ class OffPolicyRayTrainer(SupervisedRun):
     recording: RunRecord
     current_param_version: int
     trigger_parameter_sync_step: int
+    _sampled_at: int | None = None
+    """``global_steps`` of the rollout that was looked at and is not trained on yet."""
+    _scored: bool = False
+    """``_compute_old_log_prob`` has held this rollout against pi_old."""
+    _gathered: dict[str, float] | None = None
+    """Metrics of an update that ``_update_actor`` makes; None outside it."""
 
     def init_workers(self) -> Any:
         made = super().init_workers()  # type: ignore[misc]
@@ -90,7 +99,8 @@ class OffPolicyRayTrainer(SupervisedRun):
         self.supervision = Supervision(spec, self.config, self.extensions)
         self.recording = RunRecord(self.config, spec, self.shadows, self.extensions.describe())
         self._by_engine = live_path(self.config).worker == "engine"
-        self.actor_rollout_wg.compute_log_prob = self.cost.counted(self.actor_rollout_wg.compute_log_prob)
+        forward = self.cost.counted(self.actor_rollout_wg.compute_log_prob)
+        self.actor_rollout_wg.compute_log_prob = self._looking(forward)
         self._hand_over_loss()
         adopt(self.actor_rollout_wg, self._update_and_collect)
         self._advantage_metrics: dict[str, float] = {}
@@ -171,11 +181,27 @@ class OffPolicyRayTrainer(SupervisedRun):
         found = old.batch["old_log_probs"].float()
         return [found[row, : len(response)].tolist() for row, (_, response) in enumerate(rows)]
 
+    def _look(self, rows: TensorDict) -> None:
+        """Look at a rollout, the first time that the trainer sees its log-probs."""
+        if self.supervision.wants_sampled:
+            self.supervision.sampled(rows)
+        self._sampled_at, self._scored = self.global_steps, False
+
+    def _looking(self, compute_log_prob: Any) -> Any:
+        """Let the worker group's ``compute_log_prob`` look at a rollout that has come to it directly."""
+
+        def looking(batch: Any, *args: Any, **kwargs: Any) -> Any:
+            rows = _tensors(batch)
+            if self._sampled_at != self.global_steps and set(SAMPLED) <= set(rows.keys()):
+                self._look(rows)
+            return compute_log_prob(batch, *args, **kwargs)
+
+        return looking
+
     def _compute_old_log_prob(self, batch: DataProto) -> tuple[DataProto, float]:
         self.cost.begin()
-        # The first time that the trainer sees the rollout's log-probs, before anything can touch them.
-        if self.supervision.wants_sampled:
-            self.supervision.sampled(batch.batch)
+        self._look(batch.batch)
+        self._scored = True
         if self.extensions:
             self.extensions.on_rollout(self._view(batch))
         if self.supervision.takes_mu:
@@ -196,6 +222,10 @@ class OffPolicyRayTrainer(SupervisedRun):
         return old, mfu
 
     def _around_advantage(self, compute: Any, data: DataProto, *args: Any, **kwargs: Any) -> DataProto:
+        if self._sampled_at != self.global_steps:
+            self._look(data.batch)
+        if self.supervision.wants_sampled and not self._scored and not self.supervision.takes_mu:
+            self.supervision.aligned(data.batch.select(*ALIGNED), [str(uid) for uid in data.non_tensor_batch["uid"]])
         view = self._view(data)
         self._check_rewards(view)
         self._check_kl_in_reward(view)
@@ -227,25 +257,25 @@ class OffPolicyRayTrainer(SupervisedRun):
 
     def _update_actor(self, batch: DataProto) -> DataProto:
         self.supervision.begin()
-        if self.correction.baseline == "exclude" and not self._advantage_metrics:
-            raise LivenessError("correction.baseline=exclude: verl's trainer went past what takes rejected rows out.")
-        output = super()._update_actor(self._with_plan(batch))  # type: ignore[misc]
-        metrics = self.supervision.metrics() | self._advantage_metrics | self.cost.metrics()
-        metrics |= self.extensions.metrics()
+        self._gathered = {}
+        try:
+            output: DataProto = super()._update_actor(batch)  # type: ignore[misc]
+            self.supervision.metrics()
+            output.meta_info["metrics"].update(self._gathered)
+        finally:
+            self._gathered = None
         if self.supervision.takes_mu:
             # By now verl has compared mu with what stands in for pi_old, and found no difference.
-            metrics |= NOT_COMPARED
-        output.meta_info["metrics"].update(metrics)
-        self._advantage_metrics = {}
-        self.cost.begin()
+            output.meta_info["metrics"].update(NOT_COMPARED)
         return output
 
-    def _with_plan(self, batch: DataProto) -> DataProto:
-        """Add the plan to the batch, and the loss for a legacy actor."""
+    def _with_plan(self, batch: Any) -> Any:
+        """Add the plan to a batch of the worker group, and the loss for a legacy actor."""
         check_one_mini_batch(self.correction, self.config, len(batch))
         versions = self._read_versions(batch)
         _gather_chunks(batch, versions)
-        batch.batch[VERSIONS] = versions
+        tensors = _tensors(batch)
+        tensors[VERSIONS] = versions
         plan, columns = build_plan(
             self.correction,
             self.shadows,
@@ -263,7 +293,7 @@ class OffPolicyRayTrainer(SupervisedRun):
         if plan.update is not None and not self._by_engine:
             columns |= build_row_identity(batch)
         for name, column in columns.items():
-            batch.batch[name] = column
+            tensors[name] = column
         handed: SharedPlan | Handover = plan
         if not self._by_engine:
             handed = build_handover(
@@ -275,11 +305,14 @@ class OffPolicyRayTrainer(SupervisedRun):
                 self.supervision.active_correction.moving,
                 extensions=self.extensions.worker_halves(),
             )
-        batch.meta_info[PLAN if self._by_engine else HANDOVER] = handed
+        if isinstance(batch, DataProto):
+            batch.meta_info[PLAN if self._by_engine else HANDOVER] = handed
+        else:
+            tu.assign_non_tensor(batch, **{PLAN: handed})
         self.cost.add({VERSIONS: versions, **columns}, handed)
         return batch
 
-    def _read_versions(self, batch: DataProto) -> Tensor:
+    def _read_versions(self, batch: Any) -> Tensor:
         versions = _versions(batch, self._step)
         # one_step_off_policy sends weights in front of an update, under the number of that update's step.
         return (versions - 1).clamp(min=0) if hasattr(self, "_async_gen_next_batch") else versions
@@ -297,13 +330,27 @@ class OffPolicyRayTrainer(SupervisedRun):
             self.actor_rollout_wg.set_loss_fn(loss)
 
     def _update_and_collect(self, update: Any, batch: Any) -> Any:
-        """Call ``actor_rollout_wg.update_actor``, take the packets out of its metrics and judge them."""
-        output = update(batch)
+        """Call ``actor_rollout_wg.update_actor`` with the plan, and judge the packets in its metrics.
+
+        Who calls it past ``_update_actor`` gets our metrics among the workers'.
+        """
+        if self.correction.baseline == "exclude" and not self._advantage_metrics:
+            raise LivenessError("correction.baseline=exclude: verl's trainer went past what takes rejected rows out.")
+        if self.correction.proximal == "same_engine" and not self._scored:
+            raise LivenessError("correction.proximal=same_engine: verl's trainer went past what holds mu to pi_old.")
+        if self.supervision.takes_mu and not self._scored:  # the forward pass was made all the same
+            tensors = _tensors(batch)
+            tensors["old_log_probs"] = tensors[ROLLOUT_LOG_PROBS]
+        output = update(self._with_plan(batch))
         metrics = output.meta_info["metrics"] if isinstance(output, DataProto) else output["metrics"]
         if self.supervision.collect(metrics):
             self._hand_over_loss()
         if self.supervision.proof is not None:
             self.recording.write_proof(self._step, *self.supervision.proof)
+        ours = self.supervision.metrics() | self._advantage_metrics | self.cost.metrics() | self.extensions.metrics()
+        (metrics if self._gathered is None else self._gathered).update(ours)
+        self._advantage_metrics, self._sampled_at, self._scored = {}, None, False
+        self.cost.begin()
         return output
 
 
@@ -322,31 +369,47 @@ def build_row_identity(batch: DataProto) -> dict[str, Tensor]:
     return {UID: padded.reshape(len(uids), width), REWARD: batch.batch["token_level_scores"].sum(-1)}
 
 
-def _gather_chunks(batch: DataProto, versions: Tensor) -> None:
+def _tensors(batch: Any) -> TensorDict:
+    tensors: TensorDict = batch.batch if isinstance(batch, DataProto) else batch
+    return tensors
+
+
+def _objects(batch: Any, name: str) -> list[Any] | None:
+    """Return what a batch of either kind holds of each row; None where it does not."""
+    column = batch.non_tensor_batch.get(name) if isinstance(batch, DataProto) else batch.get(name, None)
+    if column is None:
+        return None
+    return list(column) if isinstance(batch, DataProto) else column.tolist()
+
+
+def _gather_chunks(batch: Any, versions: Tensor) -> None:
     """Put the chunks that a client has noted of each row where the loss reads them, as verl's V1 trainer does."""
-    chunks = batch.non_tensor_batch.get(CHUNKS)
+    chunks = _objects(batch, CHUNKS)
     if chunks is None:
         return
     spans = [dict(zip((OLDEST_VERSION, NEWEST_VERSION), span, strict=True)) for span in versions.tolist()]
     fields = [{**span, CHUNKS: turns} for span, turns in zip(spans, chunks, strict=True)]
-    batch.non_tensor_batch[EXTRA_FIELDS] = np.array(fields, dtype=object)
+    if isinstance(batch, DataProto):
+        batch.non_tensor_batch[EXTRA_FIELDS] = np.array(fields, dtype=object)
+    else:
+        batch[EXTRA_FIELDS] = NonTensorStack(*fields)
 
 
-def _rows(batch: DataProto) -> TensorDict:
-    present = [name for name in (*COLUMNS, VERSIONS) if name in batch.batch.keys()]
-    rows = batch.batch.select(*present)
-    if (fields := batch.non_tensor_batch.get(EXTRA_FIELDS)) is not None:
+def _rows(batch: Any) -> TensorDict:
+    tensors = _tensors(batch)
+    rows = tensors.select(*(name for name in (*COLUMNS, VERSIONS) if name in tensors.keys()))
+    if isinstance(batch, DataProto) and (fields := batch.non_tensor_batch.get(EXTRA_FIELDS)) is not None:
         rows[EXTRA_FIELDS] = NonTensorStack(*fields)
     return rows
 
 
-def _versions(batch: DataProto, step: int) -> Tensor:
+def _versions(batch: Any, step: int) -> Tensor:
     """Stack the versions of the weights that sampled each row's first and last token, (B, 2) int64.
 
     Where verl does not note them: this trainer is synchronous, and sends the workers' weights to the rollout engine
     between an update and the next rollout, so that all rows of a step were sampled by what the step before left.
     """
-    spans = [batch.non_tensor_batch.get(f"{end}_global_steps") for end in ("min", "max")]
+    spans = [_objects(batch, f"{end}_global_steps") for end in ("min", "max")]
     if any(span is None or any(version is None for version in span) for span in spans):
         return torch.full((len(batch), 2), step - 1, dtype=torch.int64)
-    return torch.tensor([[int(version) for version in span] for span in spans]).T.contiguous()
+    return torch.tensor([[int(version) for version in span or ()] for span in spans]).T.contiguous()

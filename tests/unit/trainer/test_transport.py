@@ -18,6 +18,7 @@ from recipe.offpolicy.correction import BatchConstants, CorrectionSpec
 from recipe.offpolicy.monitor.step_cost import StepCost, count_bytes
 from recipe.offpolicy.proof.same_engine import SameEngineError
 from recipe.offpolicy.recording.run import RunRecord
+from recipe.offpolicy.trainer.actor_updates import adopt
 from recipe.offpolicy.trainer.supervision import Supervision
 from recipe.offpolicy.trainer.trainer_v0 import NOT_COMPARED, build_corrected
 from tests.support.corrections import GSM, M2PO, TIS, opsm
@@ -46,6 +47,11 @@ class VerlsTrainer:
         return DataProto.from_dict({"old_log_probs": self.actor_rollout_wg.compute_log_prob(batch)}), 0.0
 
     def _update_actor(self, batch: DataProto) -> DataProto:
+        output: DataProto = self.actor_rollout_wg.update_actor(batch)
+        return output
+
+    def update(self, batch: DataProto) -> DataProto:
+        """Of the workers."""
         self.sent = batch
         return DataProto.from_single_dict(data={}, meta_info={"metrics": {}})
 
@@ -67,7 +73,9 @@ def trainer(correction: dict[str, Any], *, legacy: bool = False, apart: float = 
     made.supervision.metrics = dict
     made.recording = RunRecord(made.config, made.correction, {})
     log_probs = made.cost.counted(lambda data: data.batch["rollout_log_probs"] + apart * torch.randn(ROWS, WIDTH))
-    made.actor_rollout_wg = SimpleNamespace(compute_log_prob=log_probs)
+    made.supervision.collect = lambda metrics: False
+    made.actor_rollout_wg = SimpleNamespace(compute_log_prob=log_probs, update_actor=made.update)
+    adopt(made.actor_rollout_wg, made._update_and_collect)
     made._by_engine, made._advantage_metrics = not legacy, {}
     return made
 
