@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -306,6 +307,19 @@ def hook(monkeypatch: pytest.MonkeyPatch, trainer: type, correct: Any) -> None:
     monkeypatch.setattr(trainer, "__offpolicy__", None, raising=False)
     monkeypatch.delattr(trainer, "__offpolicy__")
     hooked._replace(trainer, correct)
+
+
+@pytest.mark.verl(">=0.9.1")
+def test_clients_of_fully_async_go_through_what_notes_versions(monkeypatch: pytest.MonkeyPatch) -> None:
+    from verl.experimental.fully_async_policy.fully_async_rollouter import FullyAsyncLLMServerManager as Manager
+    from verl.workers.rollout.llm_server import LLMServerManager
+
+    monkeypatch.setattr(Manager, "get_client", inspect.unwrap(Manager.get_client))
+    monkeypatch.setattr(LLMServerManager, "get_client", lambda self, client_cls, **kwargs: "verl's")
+    llm_client.note_by(lambda client: f"noting {client}")
+    manager = object.__new__(Manager)
+    manager.rollout_replicas = []
+    assert manager.get_client() == "noting verl's"
 
 
 @pytest.mark.parametrize("use_v1", [False, pytest.param(True, marks=V1)])

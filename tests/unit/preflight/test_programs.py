@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
 from recipe.offpolicy.correction import CorrectionSpec
 from recipe.offpolicy.preflight.auto_choice import ETA_MATHS, select
 from recipe.offpolicy.preflight.auto_setup import Setup
 from recipe.offpolicy.preflight.checks.programs import check_lora, check_program
+from recipe.offpolicy.preflight.checks.staleness import is_asynchronous, mixes_unknown_versions
+from recipe.offpolicy.preflight.hydra_groups import brought_sections
 from tests.support.paths import ROOT
+from verl_patches.hydra_sections import bring_sections
 
 FULLY_ASYNC: dict[str, Any] = {"async_training": {"require_batches": 1}}
 ONE_STEP_OFF: dict[str, Any] = {"rollout": {"nnodes": 1}}
@@ -59,3 +66,30 @@ def test_auto_reads_the_programs_own_limit_of_staleness() -> None:
     (required,) = found.requires
     assert (required.key, required.value) == ("async_training.staleness_threshold", ETA_MATHS - 1)
     assert select(Setup(**run, minibatches=1, strategy="fsdp", program="one_step_off")).requires == ()
+
+
+@pytest.mark.parametrize(
+    ("own", "v1", "mixes"),
+    [(FULLY_ASYNC, False, False), (ONE_STEP_OFF, False, False), ({}, True, False), ({}, False, False)],
+)
+@pytest.mark.verl(">=0.9.1")
+def test_every_asynchronous_way_of_the_newest_release_says_which_version_sampled_a_token(
+    own: dict[str, Any], v1: bool, mixes: bool
+) -> None:
+    """By its client, or because a row of one_step_off_policy is sampled by one version."""
+    trainer = {"use_v1": v1, "v1": {"trainer_mode": "colocate_async"}}
+    actor = {"strategy": "fsdp", "ppo_mini_batch_size": 8}
+    config = OmegaConf.create({**own, "trainer": trainer, "actor_rollout_ref": {"actor": actor}})
+    assert mixes_unknown_versions(config) is mixes
+    assert is_asynchronous(config) is (bool(own) or v1)
+
+
+def test_an_option_of_ours_is_known_to_have_brought_the_sections(tmp_path: Path) -> None:
+    bring_sections()
+    (tmp_path / "mine.yaml").write_text("a: 1\n")
+    for overrides, brought in (["+correction@correction=gsm"], True), ([], False):
+        GlobalHydra.instance().clear()
+        with initialize_config_dir(str(tmp_path), version_base=None):
+            HydraConfig.instance().set_config(compose("mine", overrides, return_hydra_config=True))
+        assert brought_sections() is brought
+    GlobalHydra.instance().clear()
