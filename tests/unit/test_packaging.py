@@ -20,7 +20,7 @@ from verl_patches.releases import TESTED
 
 REQUIREMENTS = ROOT / "requirements"
 RELEASES = sorted(REQUIREMENTS.glob("verl-*.txt"))
-SHIPPED = ("recipe", "verl_patches", "configs", "setup.py", "pyproject.toml", "LICENSE")
+SHIPPED = ("recipe", "verl_patches", "hydra_plugins", "configs", "setup.py", "pyproject.toml", "LICENSE")
 CONFIGS = sorted(path.relative_to(ROOT / "configs").as_posix() for path in (ROOT / "configs").rglob("*.yaml"))
 
 
@@ -171,8 +171,12 @@ def test_wheel_holds_the_configs_and_no_foreign_name(wheel: Path) -> None:
         for config in CONFIGS:
             content = archive.read(f"recipe/offpolicy/config/{config}").decode()
             assert content == (ROOT / "configs" / config).read_text()
-    assert {name.split("/")[0] for name in names if ".dist-info/" not in name} == {"recipe", "verl_patches"}
-    assert "recipe/__init__.py" not in names
+    assert {name.split("/")[0] for name in names if ".dist-info/" not in name} == {
+        "recipe",
+        "verl_patches",
+        "hydra_plugins",
+    }
+    assert not {"recipe/__init__.py", "hydra_plugins/__init__.py"} & set(names)
     assert "verl_patches/cpu/platform.py" in names
     assert entries == "[verl.plugins]\noffpolicy = verl_patches.plugin\n"
     assert not [name for name in names if "__pycache__" in name]
@@ -214,6 +218,13 @@ def ways(kind: str, environment: Path, checkout: Path, wheel: Path) -> Iterator[
     run([*pip, "uninstall", "-y", "verl-offpolicy"], environment)
 
 
+ANY_PROGRAM = """
+from hydra import compose, initialize_config_module
+with initialize_config_module("verl.trainer.config", version_base=None):
+    print(compose("ppo_trainer", ["+correction@correction=gsm"]).correction.masks)
+"""
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "kind", ["wheel", *(pytest.param(kind, marks=pytest.mark.extended) for kind in ("checkout", "editable"))]
@@ -229,3 +240,4 @@ def test_main_composes_its_configuration(kind: str, empty_environment: Path, che
         out = run([python, "-m", "recipe.offpolicy.main_offpolicy", "--cfg", "job"], cwd, **variables)
         assert re.search(r"^correction:", out, re.M)
         assert re.search(r"^actor_rollout_ref:", out, re.M), "verl's own configuration is inherited"
+        assert "gsm" in run([python, "-c", ANY_PROGRAM], cwd, **variables), "any Hydra program knows our groups"

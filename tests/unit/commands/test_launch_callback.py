@@ -32,11 +32,11 @@ NEEDED = (
 )
 
 
-def launch(folder: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
-    """Launch a user's own main over verl's configuration."""
+def launch(folder: Path, *overrides: str, before: str = "") -> subprocess.CompletedProcess[str]:
+    """Launch a user's own main over verl's configuration, after the code ``before``."""
     import verl.trainer.config
 
-    (folder / "own.py").write_text(OWN.format(folder=str(Path(verl.trainer.config.__file__).parent)))
+    (folder / "own.py").write_text(before + OWN.format(folder=str(Path(verl.trainer.config.__file__).parent)))
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-W", "ignore", "own.py", *NEEDED, *overrides]
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
@@ -64,6 +64,27 @@ def test_what_a_check_refuses_stops_it_before_verl_begins(tmp_path: Path) -> Non
     done = launch(tmp_path, "+correction@correction=gsm", "actor_rollout_ref.rollout.calculate_log_probs=false")
     assert done.returncode == 1
     assert "actor_rollout_ref.rollout.calculate_log_probs=false: without the engine's log-probs" in done.stderr
+    assert "trains with" not in done.stdout
+
+
+UNINSTALLED = "import hydra_plugins; hydra_plugins.__path__ = []"
+NO_IMPORT = "import sys; sys.modules['verl_patches.hydra_sections'] = None"
+RAISING = "import verl_patches.hydra_sections as ours; ours.bring_sections = lambda: 1 / 0"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("before", "says"),
+    [
+        (UNINSTALLED, "config group 'correction' does not exist"),
+        (NO_IMPORT, "config group 'correction' does not exist"),
+        (RAISING, "ZeroDivisionError"),
+    ],
+)
+def test_a_missing_or_broken_plugin_stops_it_before_the_program_begins(before: str, says: str, tmp_path: Path) -> None:
+    done = launch(tmp_path, "+correction@correction=gsm", before=before)
+    assert done.returncode == 1
+    assert says in done.stderr
     assert "trains with" not in done.stdout
 
 
