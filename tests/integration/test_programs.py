@@ -25,7 +25,8 @@ STEPS, LIMIT = 3, 900.0
 """Of a run; seconds after which it hangs. It takes 100 to 200 on a machine that does nothing else."""
 OURS = "+correction@correction=[tis_token,gsm]"
 LIVE = re.compile(r"weight, masks\.gsm LIVE in the gradient of \d+ tokens \(error [\d.e-]+\), mu of (\d+) rows")
-LINE = re.compile(r"step:(\d+) - (.*)")
+STEP = re.compile(r"step:\d+ - (.*)")
+METRIC = re.compile(r"([\w/]+):(?:np\.float\d+\()?(-?\d[\d.]*(?:e[-+]?\d+)?)")
 PRIMARY = """
 hydra:
   searchpath: [pkg://verl.trainer.config]
@@ -133,15 +134,8 @@ def launch(
 
 def read_steps(output: str) -> list[dict[str, float]]:
     """Read the metrics of each step that verl's console logger, or the user's own, has printed."""
-    steps = []
-    for _, line in LINE.findall(output):
-        pairs = (pair.rpartition(":") for pair in line.split(" - "))
-        steps.append({name.removeprefix("actor/"): float(value) for name, _, value in pairs if _is_number(value)})
+    steps = [{name: float(value) for name, value in METRIC.findall(line)} for line in STEP.findall(output)]
     return [step for step in steps if "offpolicy/live/proved" in step]
-
-
-def _is_number(text: str) -> bool:
-    return re.fullmatch(r"-?(\d[\d.]*(e-?\d+)?|inf|nan)", text.strip()) is not None
 
 
 @pytest.mark.parametrize("name", PROGRAMS)

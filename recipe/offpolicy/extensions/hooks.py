@@ -48,6 +48,7 @@ class ExtensionHooks:
     def __init__(self, extensions: Sequence[Extension] = (), phase: Phase = nullcontext) -> None:
         self._extensions = tuple(extensions)
         self._phase = phase
+        self._prompts_seen = False
         self._rollout_seen = False
         self._advantages_seen = False
         self._judged: dict[str, float] = {}
@@ -102,6 +103,7 @@ class ExtensionHooks:
 
     def next_batch(self, prompts: PromptView) -> None:
         """Let extensions see the prompts that are about to be sampled."""
+        self._prompts_seen = True
         for extension in self._extensions:
             with self._within(extension):
                 extension.next_batch(prompts)
@@ -157,10 +159,13 @@ class ExtensionHooks:
             reports: of each micro-batch, by section.
 
         Raises:
-            LivenessError: one is missing, the trainer went past the hooks around its estimator, or an extension stops
-                the run.
+            LivenessError: one is missing, the trainer went past the hooks in front of sampling or around its estimator,
+                or an extension stops the run.
         """
         self._judged = {}
+        needy = [each.section for each in self._extensions if type(each).next_batch is not Extension.next_batch]
+        if needy and not self._prompts_seen:
+            raise LivenessError(f"{', '.join(needy)}: verl's trainer went past the hook in front of sampling.")
         if self and not self._advantages_seen:
             sections = ", ".join(extension.section for extension in self._extensions)
             raise LivenessError(f"{sections}: verl's trainer went past the hooks around its advantage estimator.")

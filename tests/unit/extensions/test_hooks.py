@@ -200,6 +200,7 @@ def test_what_a_hook_returns_is_looked_at(batch: Any, given: Tensor) -> None:
 def test_a_missing_report_stops_the_run(batch: Any, reports: list[Any]) -> None:
     view, store = batch
     hooks = ExtensionHooks([Nudge("one", {})])
+    hooks.next_batch(view)
     hooks.compute_advantages(view, estimator(view, store, []))
     with pytest.raises(LivenessError, match=r"one: .* came without the report"):
         hooks.judge(reports)
@@ -211,6 +212,9 @@ def test_an_update_without_advantages_of_ours_stops_the_run(batch: Any) -> None:
     extension = Nudge("one", {})
     hooks = ExtensionHooks([extension])
     hooks.compute_advantages(view, estimator(view, store, []))
+    with pytest.raises(LivenessError, match="one: verl's trainer went past the hook in front of sampling"):
+        hooks.judge([{"one": extension.shipped}])
+    hooks.next_batch(view)
     hooks.judge([{"one": extension.shipped}])
     with pytest.raises(LivenessError, match="one: verl's trainer went past the hooks"):
         hooks.judge([{"one": extension.shipped}])
@@ -220,10 +224,11 @@ def test_metrics_of_the_trainer_and_of_reports_come_together(batch: Any) -> None
     view, store = batch
     extension = Nudge("one", {})
     hooks = ExtensionHooks([extension])
+    hooks.next_batch(view)
     hooks.compute_advantages(view, estimator(view, store, []))
     extension.shipped = (3, 6.0)
     hooks.judge([{"one": (1, 3.0)}, {"one": (2, 3.0)}])
-    assert hooks.metrics() == {"one/live/rows": 3.0, "one/updates": 1.0, "one/prompts": 0.0}
+    assert hooks.metrics() == {"one/live/rows": 3.0, "one/updates": 1.0, "one/prompts": 3.0}
 
 
 def test_prompts_are_seen_and_counted() -> None:
