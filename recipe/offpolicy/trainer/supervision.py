@@ -87,7 +87,7 @@ class Supervision:
         """
         self._sampled_rows = self._samples.check_sampled(rows)
 
-    def aligned(self, rows: TensorDict, uids: Sequence[str]) -> None:
+    def aligned(self, rows: TensorDict, uids: Sequence[str] | None) -> None:
         """Hold the rollout's log-probs against the trainer's own, see ``rollout_checks.RolloutChecker.check_aligned``.
 
         Raises:

@@ -224,8 +224,7 @@ class OffPolicyRayTrainer(SupervisedRun):
     def _around_advantage(self, compute: Any, data: DataProto, *args: Any, **kwargs: Any) -> DataProto:
         if self._sampled_at != self.global_steps:
             self._look(data.batch)
-        if self.supervision.wants_sampled and not self._scored and not self.supervision.takes_mu:
-            self.supervision.aligned(data.batch.select(*ALIGNED), [str(uid) for uid in data.non_tensor_batch["uid"]])
+        self._let_mu_stand_in(data.batch)
         view = self._view(data)
         self._check_rewards(view)
         self._check_kl_in_reward(view)
@@ -268,6 +267,20 @@ class OffPolicyRayTrainer(SupervisedRun):
             # By now verl has compared mu with what stands in for pi_old, and found no difference.
             output.meta_info["metrics"].update(NOT_COMPARED)
         return output
+
+    def _let_mu_stand_in(self, tensors: TensorDict) -> None:
+        """Put mu in the place of a pi_old that was computed although the correction takes none."""
+        if self.supervision.takes_mu and not self._scored:
+            tensors["old_log_probs"] = tensors[ROLLOUT_LOG_PROBS]
+
+    def _score(self, batch: Any) -> None:
+        """Do on a batch of the worker group what ``_compute_old_log_prob`` was not there for."""
+        tensors = _tensors(batch)
+        self._let_mu_stand_in(tensors)
+        if self.supervision.wants_sampled and not self.supervision.takes_mu:
+            uids = _objects(batch, "uid")
+            self.supervision.aligned(tensors.select(*ALIGNED), uids and [str(uid) for uid in uids])
+        self._scored = True
 
     def _with_plan(self, batch: Any) -> Any:
         """Add the plan to a batch of the worker group, and the loss for a legacy actor."""
@@ -338,9 +351,8 @@ class OffPolicyRayTrainer(SupervisedRun):
             raise LivenessError("correction.baseline=exclude: verl's trainer went past what takes rejected rows out.")
         if self.correction.proximal == "same_engine" and not self._scored:
             raise LivenessError("correction.proximal=same_engine: verl's trainer went past what holds mu to pi_old.")
-        if self.supervision.takes_mu and not self._scored:  # the forward pass was made all the same
-            tensors = _tensors(batch)
-            tensors["old_log_probs"] = tensors[ROLLOUT_LOG_PROBS]
+        if not self._scored:
+            self._score(batch)
         output = update(self._with_plan(batch))
         metrics = output.meta_info["metrics"] if isinstance(output, DataProto) else output["metrics"]
         if self.supervision.collect(metrics):

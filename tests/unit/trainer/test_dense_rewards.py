@@ -42,7 +42,7 @@ def trainer(version: str, extensions: ExtensionHooks, estimator: str) -> Any:
     module = import_module(f"recipe.offpolicy.trainer.trainer_{version}")
     made: Any = object.__new__(module.build_corrected(Verls))
     made.config = OmegaConf.create({"algorithm": {"adv_estimator": estimator, "gamma": 1.0, "lam": 1.0}})
-    made.supervision, made.global_steps = SimpleNamespace(spec=CorrectionSpec(), wants_sampled=False), 1
+    made.supervision, made.global_steps = SimpleNamespace(spec=CorrectionSpec(), wants_sampled=False, takes_mu=False), 1
     made.extensions = extensions
     return made
 
