@@ -412,7 +412,8 @@ def test_a_wide_cap_is_remarked_on(base: DictConfig, upper: float | None, said: 
 
 
 def test_another_rollout_engine_stops(base: DictConfig) -> None:
-    (problem,) = problems(base, {"actor_rollout_ref.rollout.name": "sglang"})
-    assert problem.startswith("actor_rollout_ref.rollout.name=sglang: ")
-    assert problem.endswith("Set it to vllm.")
-    assert problems(base, {"actor_rollout_ref.rollout.name": "vllm"}) == []
+    """One without log-probs; those that were never run start with a note, and the first update checks mu."""
+    (problem,) = problems(base, {"actor_rollout_ref.rollout.name": "hf"})
+    assert problem.startswith("actor_rollout_ref.rollout.name=hf: ")
+    for engine in ("vllm", "sglang", "trtllm"):
+        assert problems(base, {"actor_rollout_ref.rollout.name": engine}) == []

@@ -142,7 +142,7 @@ CASES: list[tuple[Check, dict[str, Any], CorrectionSpec, str]] = [
         BOTH,
         f"{ROLLOUT}.calculate_log_probs",
     ),
-    (rollout.check_rollout_log_probs, {f"{ROLLOUT}.name": "sglang"}, BOTH, f"{ROLLOUT}.name"),
+    (rollout.check_rollout_log_probs, {f"{ROLLOUT}.name": "hf"}, BOTH, f"{ROLLOUT}.name"),
     (
         rollout.check_logprobs_mode,
         {f"{ROLLOUT}.logprobs_mode": "raw_logprobs"},

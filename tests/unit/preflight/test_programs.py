@@ -50,7 +50,8 @@ def test_adapters_that_a_checkpoint_engine_leaves_out_are_refused(
     model: dict[str, Any], backend: str, delivered: bool
 ) -> None:
     rollout = {"checkpoint_engine": {"backend": backend}}
-    config = OmegaConf.create({"actor_rollout_ref": {"model": model, "rollout": rollout}})
+    actor = {"strategy": "fsdp"}
+    config = OmegaConf.create({"actor_rollout_ref": {"actor": actor, "model": model, "rollout": rollout}})
     found = list(check_lora(config, CorrectionSpec()))
     fix = ("actor_rollout_ref.model.lora.merge=true",)
     assert [each.overrides for each in found] == ([] if delivered else [fix])

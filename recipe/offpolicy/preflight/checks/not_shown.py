@@ -13,6 +13,7 @@ from ...correction import CorrectionSpec, Problem
 from ..verl_keys.estimators import WITHOUT_PI_OLD
 from ..verl_keys.keys import list_active
 from .config_reader import ACTOR, ENGINE, ROLLOUT
+from .rollout import UNTESTED_ENGINES
 
 _MODEL = "actor_rollout_ref.model"
 _MEGATRON = f"{ACTOR}.megatron"
@@ -67,6 +68,12 @@ def _find(config: DictConfig) -> Iterator[tuple[str, Any, str]]:
     def read(key: str) -> Any:
         return OmegaConf.select(config, key)
 
+    if (engine := read(f"{ROLLOUT}.name")) in UNTESTED_ENGINES:
+        yield (
+            f"{ROLLOUT}.name",
+            engine,
+            "this rollout engine, whose log-probs have to be those of the sampled tokens at the run's temperature",
+        )
     if (device := read("trainer.device")) not in (None, "cuda", "cpu"):
         yield "trainer.device", device, f"{device} devices"
     if (estimator := read(_ESTIMATOR)) is not None and estimator not in WITHOUT_PI_OLD:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from omegaconf import DictConfig, OmegaConf
 
-from verl_patches.execution_path import FULLY_ASYNC, find_program_mode
+from verl_patches.execution_path import FULLY_ASYNC, find_program_mode, live_path
 
 from ...correction import CorrectionSpec
 from ...correction.problem import Problem, set_to
@@ -39,7 +39,8 @@ def check_lora(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
     """Check that a checkpoint engine sends adapters: it calls verl's engine for base weights, or for merged ones."""
     key = next((each for each in (f"{_LORA}.lora_rank", f"{_LORA}.lora.rank") if OmegaConf.select(config, each)), None)
     backend = OmegaConf.select(config, _BACKEND)
-    if key is None or backend in (None, "naive") or OmegaConf.select(config, _MERGE):
+    separate = find_program_mode(config) is not None or live_path(config).mode == "separate_async"
+    if key is None or OmegaConf.select(config, _MERGE) or (backend in (None, "naive") and not separate):
         return
     reason = "a checkpoint engine sends the base weights without the adapter: rollouts would never see an update."
     beside = {_BACKEND: backend}

@@ -31,6 +31,10 @@ _MODES = tuple(
 )
 
 
+UNTESTED_ENGINES = ("sglang", "trtllm")
+"""Rollout engines that return log-probs, with which nothing was run."""
+
+
 def check_rollout_log_probs(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
     """Check that mu is computed, by an engine whose log-probs are tested."""
     if not needs_mu(config, spec):
@@ -44,9 +48,9 @@ def check_rollout_log_probs(config: DictConfig, spec: CorrectionSpec) -> Iterato
         return
     # verl has no default for the engine, and says so itself when it is left out.
     key = f"{ROLLOUT}.name"
-    if (engine := OmegaConf.select(config, key)) not in (None, "vllm"):
-        reason = "what other engines return as log-probs is not checked."
-        yield Problem(key, engine, reason, "Set it to vllm.", parts=MU, overrides=(set_to(key, "vllm"),))
+    if (engine := OmegaConf.select(config, key)) not in (None, "vllm", *UNTESTED_ENGINES):
+        reason = "no engine of verl's that returns the log-probs that it sampled with."
+        yield Problem(key, engine, reason, f"Set it to vllm, {' or '.join(UNTESTED_ENGINES)}.", parts=MU)
 
 
 def check_logprobs_mode(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
