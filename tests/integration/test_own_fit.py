@@ -18,11 +18,11 @@ from torch import Tensor
 from tests.support import training_worker as tw
 
 pytest.importorskip("verl.trainer.main_ppo_v0")
-N, ROWS = 4, 16
+N, ROWS = 4, 128
 SETTINGS = (
     "actor_rollout_ref.rollout.name=vllm",
     f"actor_rollout_ref.rollout.n={N}",
-    "actor_rollout_ref.actor.ppo_mini_batch_size=2",  # prompts: half of the four are kept
+    "actor_rollout_ref.actor.ppo_mini_batch_size=16",  # prompts: half of the 32 are kept
     "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=8",
     "algorithm.adv_estimator=grpo",
     "trainer.resume_mode=disable",
@@ -104,8 +104,14 @@ class Group(SimpleNamespace):
         super().__init__(compute_log_prob=forward, set_loss_fn=worker.set_loss_fn, update_actor=update)
 
 
-def trained(own_fit: Any, worker: Any, config: DictConfig, fault: Callable[[Any, Any], None]) -> Any:
-    """One step of the user's trainer."""
+def trained(
+    own_fit: Any,
+    worker: Any,
+    config: DictConfig,
+    fault: Callable[[Any, Any], None],
+    spoil: Callable[[Any], None] = lambda batch: None,
+) -> Any:
+    """One step of the user's trainer; ``spoil`` acts in the rollout."""
     from recipe.offpolicy.trainer.trainer_v0 import build_corrected
 
     made: Any = object.__new__(build_corrected(own_fit.OwnTrainer))
@@ -113,7 +119,13 @@ def trained(own_fit: Any, worker: Any, config: DictConfig, fault: Callable[[Any,
     made.actor_rollout_wg = Group(worker, fault)
     made.checkpoint_manager = SimpleNamespace(update_weights=lambda step: None)
     made.train_dataloader = [{"input_ids": torch.zeros(1, 1)}]
-    made.sample = lambda prompts: sampled(worker)
+
+    def sample(prompts: Any) -> Any:
+        batch = sampled(worker)
+        spoil(batch)
+        return batch
+
+    made.sample = sample
     made._adopt_workers()
     made.fit()
     return made
@@ -128,7 +140,7 @@ def test_its_update_is_corrected_and_proved(option: str, own_fit: Any, engine: A
     assert made.supervision.proving is False
     step = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("step:1"))
     assert "offpolicy/live/proved:1.0" in step
-    assert "offpolicy/live/rows:8.0" in step
+    assert "offpolicy/live/rows:64.0" in step
     assert "offpolicy/staleness/max:0.0" in step
 
 
@@ -150,6 +162,17 @@ def test_a_fault_behind_the_call_stops_it(fault: Any, own_fit: Any, engine: Any)
 
     with pytest.raises(LivenessError):
         trained(own_fit, engine, composed("+correction@correction=[tis_token,gsm]"), fault)
+
+
+def test_log_probs_of_other_rows_stop_it(own_fit: Any, engine: Any) -> None:
+    """What the rollout engine itself mixes up is found against pi_old, in front of the update."""
+    from recipe.offpolicy.proof.token_alignment import AlignmentError
+
+    def exchange(batch: Any) -> None:
+        batch.batch["rollout_log_probs"] = batch.batch["rollout_log_probs"].roll(1, 0)
+
+    with pytest.raises(AlignmentError):
+        trained(own_fit, engine, composed("+correction@correction=[tis_token,gsm]"), nothing, exchange)
 
 
 @pytest.mark.parametrize(
