@@ -9,6 +9,7 @@ from recipe.offpolicy.preflight.checks import read_spec
 from recipe.offpolicy.preflight.hydra_groups import force_own_keys
 from recipe.offpolicy.preflight.option_defaults import restore_defaults
 from tests.support.applications import DELTAS, OPTIONS, application, without_verl
+from tests.support.examples import each_nth_when_quick
 
 # Overrides of the launch -> what is proposed, and what the correction is after it is pasted.
 FIXES = {
@@ -44,7 +45,7 @@ def fixed(option: str, given: list[str], folder) -> tuple[Problem | None, dict]:
             return restore_defaults(error.problem), {}
 
 
-@pytest.mark.parametrize(("option", "override"), FIXES)
+@pytest.mark.parametrize(("option", "override"), each_nth_when_quick(3, FIXES))
 def test_a_fix_keeps_what_was_asked_for(option: str, override: str, folder) -> None:  # type: ignore[no-untyped-def]
     expected, left = FIXES[option, override]
     given = [f"correction.{override}"]

@@ -11,6 +11,7 @@ pytestmark = pytest.mark.verl("!=0.7.1")
 pytest.importorskip("vllm")
 
 
+@pytest.mark.slow
 def test_flat_log_probs_are_handed_on_with_what_the_cache_gave() -> None:
     from vllm.logprobs import FlatLogprobs, Logprob
 

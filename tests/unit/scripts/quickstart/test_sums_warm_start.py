@@ -43,6 +43,7 @@ def test_the_share_of_right_steps_is_of_sampled_chains(monkeypatch: pytest.Monke
     assert measure_right_share(model, TOKENIZER, [(3, 3, 2, 3)] * 2) == 3 / 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("share", "steps", "met"), [(0.9, CHECK_EVERY + 10, True), (0.1, 2 * CHECK_EVERY, False)])
 def test_it_ends_when_the_rate_has_fallen_to_nothing(
     monkeypatch: pytest.MonkeyPatch, share: float, steps: int, met: bool

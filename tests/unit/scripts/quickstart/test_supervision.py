@@ -105,6 +105,7 @@ def test_a_part_is_known_once_it_is_whole(tmp_path, monkeypatch):
     assert prepare.find_made(tmp_path, ["data"]) is None
 
 
+@pytest.mark.slow
 def test_a_draft_of_a_process_that_was_killed_is_removed(tmp_path):
     code = "from scripts.quickstart.prepare import make_once; from pathlib import Path; import os, sys\n"
     code += "make_once(Path(sys.argv[1]), lambda draft: ((draft / 'half').touch(), os.kill(os.getpid(), 9)))"

@@ -13,6 +13,8 @@ from collapse import analyse, evidence_tables, figure, late_runs, results
 from tests.support.collapse_results import AS_EXPECTED, build_late_table, build_table
 from tests.support.paths import ROOT
 
+pytestmark = pytest.mark.slow
+
 PLAN = ROOT / "scripts" / "evidence" / "collapse" / "PLAN.md"
 
 
