@@ -321,7 +321,7 @@ def test_a_shadow_that_cannot_be_reported_is_taken_out(
 ) -> None:
     # As of a release whose servers do not say by which version they sampled.
     seams = "recipe.offpolicy.preflight.checks.seams"
-    monkeypatch.setattr(f"{seams}.notes_token_versions", lambda config: False)
+    monkeypatch.setattr(f"{seams}.mixes_unknown_versions", lambda config: True)
     options = tmp_path / "mine" / "correction"
     options.mkdir(parents=True)
     source = (CONFIGS / "correction" / "gsm.yaml").read_text().replace("level: sequence", "level: version")

@@ -109,7 +109,6 @@ BY_NAME: dict[str, tuple[Changes, str]] = {
     "a clip where nothing has moved": (ONE_STEP | CLIP, "correction.kl_clip"),
     "a clip of k1": (CLIP | {f"{ACTOR}.kl_loss_type": "k1"}, f"{ACTOR}.kl_loss_type"),
     "verl's distillation": ({"distillation.enabled": True}, "distillation.enabled"),
-    "another rollout engine": ({f"{ROLLOUT}.name": "sglang"}, f"{ROLLOUT}.name"),
     "a batch below a mini-batch": ({"data.train_batch_size": 128}, f"{ACTOR}.ppo_mini_batch_size"),
     "variables that are none": ({ENV: "cpu"}, ENV),
     "a variable of another value": ({f"{ENV}.env_vars.VERL_PLATFORM": "cuda"}, f"{ENV}.env_vars.VERL_PLATFORM"),

@@ -17,6 +17,7 @@ from recipe.offpolicy.fault_tolerance.checkpoints import RECORD, TRACKER, Checkp
 from recipe.offpolicy.monitor.active_correction import ActiveCorrection
 from recipe.offpolicy.preflight.checks import read_spec
 from recipe.offpolicy.proof.verify import LivenessError
+from verl_patches.contract import bare_signature
 
 WEIGHT = {"level": "token", "kind": "truncate", "lower": None, "upper": 2.0}
 
@@ -204,7 +205,7 @@ def test_the_seams_are_verls() -> None:
 
     for trainer in (RayPPOTrainer, PPOTrainer):
         for name in ("_save_checkpoint", "_load_checkpoint"):
-            assert list(inspect.signature(getattr(trainer, name)).parameters) == ["self"]
+            assert bare_signature(getattr(trainer, name)) == "(self)"
         # Where verl writes and names a checkpoint, and in which order.
         text = inspect.getsource(trainer._save_checkpoint)
         assert text.index("save_checkpoint(") < text.index("data.pt") < text.index(TRACKER)
