@@ -8,6 +8,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 from tests.support.paths import ROOT
 
 RECIPE, PATCHES, UNIT = ROOT / "recipe" / "offpolicy", ROOT / "verl_patches", ROOT / "tests" / "unit"
@@ -69,10 +71,12 @@ def untested() -> set[tuple[str, str]]:
     return {(room, name) for room, name in public_functions() if name not in tested[room]}
 
 
+@pytest.mark.slow
 def test_every_public_function_is_tested_in_its_room() -> None:
     assert untested() - EXCEPTIONS == set()
 
 
+@pytest.mark.slow
 def test_no_exception_is_left_over() -> None:
     """An exception is for a function that exists and that its room does not test."""
     assert EXCEPTIONS - untested() == set()

@@ -123,6 +123,7 @@ SECTIONS = sorted(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("section", [path for path in SECTIONS if len(path) < 3 and len(path[-1]) > 4], ids=".".join)
 @pytest.mark.parametrize("typo", ["{}s", "{}_", "{}"])
 @pytest.mark.parametrize("parent", ["", "algorithm.", "trainer.v1."])
@@ -209,6 +210,7 @@ def keys_of(node: Any, path: str = "") -> list[str]:
     return keys
 
 
+@pytest.mark.slow
 def test_no_key_of_verl_resembles_ours(base: DictConfig) -> None:
     sections = {*list_sections(), "offpolicy"}
     verls = [key for key in keys_of(OmegaConf.to_container(base)) if key.split(".")[0] not in sections]

@@ -16,7 +16,7 @@ from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_
 
 from recipe.offpolicy.correction import CorrectionSpec, SpecError, rollout_stage, step_stage
 from recipe.offpolicy.translate.rollout_correction import verl_rollout_correction
-from tests.support.examples import at_most, each_nth_when_quick
+from tests.support.examples import at_most
 
 Batch = tuple[Tensor, Tensor, Tensor]
 Answer = tuple[DataProto | None, Tensor, dict[str, float]]
@@ -84,8 +84,9 @@ def assert_same(got: Answer, expected: Answer, *, rtol: float, atol: float) -> N
         assert value**power == pytest.approx(expected[2][name] ** power, rel=rtol, abs=atol), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", CONFIGS, ids=name_of)
-@pytest.mark.parametrize("dtype", each_nth_when_quick(2, [torch.float64, torch.float32]))
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_agrees_with_verl(config: dict[str, Any], dtype: torch.dtype) -> None:
     """Of float64 log-probs verl's own figures are a reference up to its 1e-8 in the denominators."""
     for seed in range(3):
@@ -137,7 +138,8 @@ def test_masks_of_any_dtype(dtype: torch.dtype) -> None:
     assert got[2] == pytest.approx(reference[2], rel=1e-12, abs=1e-15)
 
 
-@pytest.mark.parametrize("dtype", each_nth_when_quick(2, [torch.bfloat16, torch.float16]))
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_is_computed_in_full(dtype: torch.dtype) -> None:
     old, mu, mask = (tensor.to(dtype) if tensor.is_floating_point() else tensor for tensor in batch())
     got = verl_rollout_correction(old, mu, mask, **CONFIGS[-2])

@@ -70,11 +70,13 @@ def test_staleness_is_of_a_run_and_marks_those_off_their_eta() -> None:
     assert analyse.list_off_eta(found, 2) == analyse.list_off_eta(found, None) == []
 
 
+@pytest.mark.slow
 def test_without_results_the_command_says_how_to_make_some(away: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert analyse.main([]) == 1
     assert "run.py" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_trend_over_staleness_and_the_arm_that_drops_at_random() -> None:
     """All arms fall but opsm, and opsm is 0.1 above what drops as many rows at random."""
 
