@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..batch.micro_batch import ROLLOUT_LOG_PROBS, compute_row_checksums
 from .rollout_log_probs import build_missing_error, check_arrived, check_zeros
+from .sampling_distribution import ENOUGH_ROWS, ExcessTally, tally_excess
 from .token_alignment import KINDS, AlignmentChecker, AlignmentTally, tally_agreements
 
 SAMPLED = ("responses", "response_mask", ROLLOUT_LOG_PROBS)
@@ -37,6 +38,7 @@ class RolloutChecker:
 
     def __init__(self, *, allow_unrelated: bool = False) -> None:
         self._alignment = AlignmentChecker(allow_unrelated)
+        self._excess = ExcessTally(rows=ENOUGH_ROWS if allow_unrelated else 0)
         self._metrics: dict[str, float] = {}
 
     def check_sampled(self, rows: TensorDict) -> list[int]:
@@ -60,12 +62,15 @@ class RolloutChecker:
             groups: of each row, its prompt.
 
         Raises:
-            RolloutLogProbError: zeros stand in for mu.
+            RolloutLogProbError: zeros stand in for mu, or it is not what was sampled from.
             AlignmentError: mu is off by one token or that of other rows.
         """
         mask, mu, log_prob = _take_columns(rows, ALIGNED)
         check_zeros(mu, log_prob, mask)
         self.check_tallies([tally_agreements(log_prob, mu, mask, groups)])
+        if self._excess.rows < ENOUGH_ROWS:
+            self._excess += tally_excess(mu, log_prob, mask)
+            self._excess.judge()
 
     def check_tallies(self, tallies: Iterable[AlignmentTally | None]) -> None:
         """Check the workers' tallies instead, where pi_old is mu and only the current policy can tell.

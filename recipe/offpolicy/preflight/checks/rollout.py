@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from omegaconf import DictConfig, OmegaConf
 
 from verl_patches.execution_path import live_path
+from verl_patches.runtime_env import KEY as RUNTIME_ENV
 
 from ...correction import CorrectionSpec
 from ...correction.problem import MU, Problem, set_to
@@ -33,6 +34,9 @@ _MODES = tuple(
 
 UNTESTED_ENGINES = ("sglang", "trtllm")
 """Rollout engines that return log-probs, with which nothing was run."""
+_VARIABLES = {"sglang": "SGLANG_RETURN_ORIGINAL_LOGPROB", "trtllm": "TLLM_USE_TORCHSAMPLER"}
+"""By which an engine returns raw log-probs: TensorRT-LLM's TorchSampler does unless a request says otherwise."""
+_SAMPLER, _SAMPLER_OF_VERL = f"{ROLLOUT}.engine_kwargs.trtllm.sampler_type", "TRTLLMSampler"
 
 
 def check_rollout_log_probs(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
@@ -54,15 +58,33 @@ def check_rollout_log_probs(config: DictConfig, spec: CorrectionSpec) -> Iterato
 
 
 def check_logprobs_mode(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
-    """Refuse log-probs of the raw logits, before temperature."""
+    """Refuse log-probs of the raw logits, before temperature, by the keys and variables that the engine reads."""
     if not (needs_mu(config, spec) or list_active(config)):
         return
-    for key in _MODES:
-        mode = OmegaConf.select(config, key, default="processed_logprobs")
-        if mode != "processed_logprobs":
-            reason = "raw log-probs leave temperature out, so mu is not the distribution that was sampled from."
-            override = set_to(key, "processed_logprobs")
-            yield Problem(key, mode, reason, "Set processed_logprobs.", parts=MU, overrides=(override,))
+    reason = "raw log-probs leave temperature out, so mu is not the distribution that was sampled from."
+    engine = OmegaConf.select(config, f"{ROLLOUT}.name")
+    if engine not in UNTESTED_ENGINES:
+        for key in _MODES:
+            mode = OmegaConf.select(config, key, default="processed_logprobs")
+            if mode != "processed_logprobs":
+                override = set_to(key, "processed_logprobs")
+                yield Problem(key, mode, reason, "Set processed_logprobs.", parts=MU, overrides=(override,))
+        return
+    temperature = config.actor_rollout_ref.rollout.temperature
+    if temperature == 1:  # raw and processed log-probs are the same
+        return
+    beside = {f"{ROLLOUT}.temperature": temperature}
+    name = _VARIABLES[engine]
+    key = f"{RUNTIME_ENV}.env_vars.{name}"
+    for owner, value in ((key, OmegaConf.select(config, key)), (name, os.environ.get(name))):
+        if str(value).lower() in ("1", "true"):
+            overrides = (f"~{owner}",) if owner == key else ()
+            fix = f"Unset {name} in the environment of the launch." if owner == name else f"Remove {key}."
+            yield Problem(owner, value, reason, fix, parts=MU, overrides=overrides, beside=beside)
+    sampler = OmegaConf.select(config, _SAMPLER)
+    if engine == "trtllm" and sampler not in (None, _SAMPLER_OF_VERL):
+        override = set_to(_SAMPLER, _SAMPLER_OF_VERL)
+        yield Problem(_SAMPLER, sampler, reason, parts=MU, overrides=(override,), beside=beside)
 
 
 def check_sampling(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
@@ -130,6 +152,7 @@ def check_consent(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]
 
 
 def _check_truncation(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
+    untested = OmegaConf.select(config, f"{ROLLOUT}.name") in UNTESTED_ENGINES
     for name, values in _NEUTRAL.items():
         for owner in (ROLLOUT, ENGINE, _GENERATION):
             key = f"{owner}.{name}"
@@ -137,15 +160,16 @@ def _check_truncation(config: DictConfig, spec: CorrectionSpec) -> Iterator[Prob
             if spec.support is not None and owner == ROLLOUT and name in ("top_p", "top_k"):
                 continue
             value = OmegaConf.select(config, key, default=None)
-            otherwise = f"{_KEEP.get(name, '')}or say that it is meant: correction.allow_truncated_sampling=true."
+            keep = "" if untested else _KEEP.get(name, "")
+            otherwise = f"{keep}or say that it is meant: correction.allow_truncated_sampling=true."
             if spec.support is not None:
                 otherwise = "or correction.support=null."
             if value is not None and value not in values:
                 yield Problem(
                     key,
                     value,
-                    "mu is renormalised over the tokens that are left, and pi_old is not: the ratio is off by the "
-                    "mass that was cut.",
+                    f"{'tokens are sampled from' if untested else 'mu is renormalised over'} those that are left, and "
+                    "pi_old is over all: the ratio is off by the mass that was cut.",
                     f"Set {key}={values[0]}, {otherwise}",
                     parts=MU,
                 )

@@ -1,0 +1,132 @@
+"""Log-probs of an engine in SGLang's format, through verl's own SGLang server and client, to the checks of mu."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+from tensordict import TensorDict
+
+from recipe.offpolicy.correction import CorrectionSpec
+from recipe.offpolicy.proof.rollout_log_probs import RolloutLogProbError
+from recipe.offpolicy.proof.token_alignment import AlignmentError
+from recipe.offpolicy.trainer.supervision import Supervision
+from tests.support.corrections import TIS
+from tests.support.fake_sglang import VOCABULARY, Answer, Engine, build_server, installed, roll_out, score
+
+pytestmark = pytest.mark.verl(">=0.9.1")
+
+PROMPTS, SAMPLES, LENGTH = 32, 4, 24
+LOGITS = 1.5 * torch.randn(VOCABULARY, VOCABULARY, generator=torch.Generator().manual_seed(1))
+
+
+def zeros(answer: Answer) -> Answer:
+    return [(0.0, token, None) for _, token, _ in answer]
+
+
+def constant(answer: Answer) -> Answer:
+    return [(-1.25, token, None) for _, token, _ in answer]
+
+
+def shifted(answer: Answer) -> Answer:
+    log_probs = [log_prob for log_prob, _, _ in answer]
+    return [
+        (log_prob, token, None) for log_prob, (_, token, _) in zip(log_probs[-1:] + log_probs, answer, strict=False)
+    ]
+
+
+def of_the_answer_before() -> Callable[[Answer], Answer]:
+    """Each answer gets the log-probs of the one before, as far as they reach."""
+    before: list[float] = []
+
+    def change(answer: Answer) -> Answer:
+        own = [log_prob for log_prob, _, _ in answer]
+        taken = (before + own)[: len(own)]
+        before[:] = own
+        return [(log_prob, token, None) for log_prob, (_, token, _) in zip(taken, answer, strict=True)]
+
+    return change
+
+
+def lost(answer: Answer) -> None:
+    return None
+
+
+def sampled(engine: Engine, *, temperature: float = 1.0, logprobs: bool = True) -> TensorDict:
+    """Responses of the engine, with the trainer's log-probs of them."""
+    with installed() as module:
+        prompts = [[1 + prompt % (VOCABULARY - 1)] for prompt in range(PROMPTS) for _ in range(SAMPLES)]
+        asked = {"temperature": temperature, "top_p": 1.0, "top_k": -1, "repetition_penalty": 1.0, "logprobs": logprobs}
+        rows = roll_out(build_server(module, engine, response_length=LENGTH), prompts, asked)
+    rows["old_log_probs"] = score(rows, LOGITS, temperature)
+    return rows
+
+
+def supervise(rows: TensorDict) -> Supervision:
+    own = {"allow_identical_log_probs": True, "allow_unrelated_log_probs": False}
+    config = OmegaConf.create({"actor_rollout_ref": {"actor": {"ppo_epochs": 1}}, "offpolicy": own})
+    supervision = Supervision(CorrectionSpec.from_mapping({"weight": TIS}), config)
+    supervision.sampled(rows)
+    supervision.aligned(rows, [str(row // SAMPLES) for row in range(PROMPTS * SAMPLES)])
+    return supervision
+
+
+@pytest.fixture(autouse=True)
+def _nothing_left() -> Iterator[None]:
+    yield
+    assert importlib.util.find_spec("sglang") is None
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.0, 1.3])
+def test_right_log_probs_pass(temperature: float) -> None:
+    engine = Engine(LOGITS)
+    rows = sampled(engine, temperature=temperature)
+    supervise(rows)
+    for mu, own, mask in zip(
+        *(rows[name].unbind() for name in ("rollout_log_probs", "old_log_probs", "response_mask")), strict=True
+    ):
+        assert torch.allclose(mu, own, atol=1e-5)
+        assert bool(mask.all())
+    # What verl asks of the engine: the run's temperature, and the log-prob of the sampled token alone.
+    assert all(request.return_logprob and request.top_logprobs_num is None for request in engine.asked)
+    assert {request.sampling_params["temperature"] for request in engine.asked} == {temperature}
+    assert {row["extra_fields"]["min_global_steps"] for row in rows} == {1}
+
+
+@pytest.mark.parametrize(
+    ("change", "stops"),
+    [
+        (zeros, pytest.raises(RolloutLogProbError, match="128 of 128 rows hold nothing but zeros")),
+        (constant, pytest.raises(RolloutLogProbError, match=r"all \d+ are -1.25, which stands in for them")),
+        (shifted, pytest.raises(AlignmentError, match="off by one token")),
+        (of_the_answer_before(), pytest.raises(AlignmentError, match="those of other rows")),
+        (lost, pytest.raises(RolloutLogProbError, match="came without them")),
+    ],
+    ids=["zeros", "constant", "shifted", "other answers", "lost"],
+)
+def test_wrong_log_probs_stop_the_first_update(
+    change: Callable[[Answer], Answer | None], stops: AbstractContextManager[Any]
+) -> None:
+    rows = sampled(Engine(LOGITS, change=change))
+    with stops:
+        supervise(rows)
+
+
+def test_log_probs_that_were_not_asked_for_are_missing() -> None:
+    rows = sampled(Engine(LOGITS), logprobs=False)
+    with pytest.raises(RolloutLogProbError, match="came without them"):
+        supervise(rows)
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.0, 1.4])
+def test_raw_log_probs_are_told_by_the_mean_ratio(temperature: float) -> None:
+    """At temperature 1 raw and processed log-probs are the same."""
+    rows = sampled(Engine(LOGITS, raw=True), temperature=temperature)
+    told = "not those of the distribution that was sampled from"
+    with nullcontext() if temperature == 1.0 else pytest.raises(RolloutLogProbError, match=told):
+        supervise(rows)
