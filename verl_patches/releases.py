@@ -36,6 +36,8 @@ class Release:
         aggregates_gspo_by_key: its loss gspo follows ``loss_agg_mode``; else it takes ``seq-mean-token-mean`` always.
         separate_programs: fully_async_policy and one_step_off_policy were tested.
         large_tensors: a tensor larger than the bucket of weight synchronisation goes by a CUDA handle of its own.
+        merged_lora: its FSDP engine sends merged weights; those before put the base weights back before they are read.
+        sglang_adapters: engines of the trainer from which its SGLang rollouts load an adapter.
     """
 
     name: str
@@ -56,6 +58,8 @@ class Release:
     aggregates_gspo_by_key: bool = True
     separate_programs: bool = True
     large_tensors: bool = True
+    merged_lora: bool = True
+    sglang_adapters: tuple[str, ...] = ("fsdp", "megatron")
 
     def find_policy_aggregation(self, loss_mode: str | None, loss_agg_mode: str) -> str:
         """Return the aggregation of the policy term, by ``policy_loss.loss_mode`` and ``actor.loss_agg_mode``."""
@@ -83,6 +87,8 @@ RELEASES = (
         aggregates_gspo_by_key=False,
         separate_programs=False,
         large_tensors=False,
+        merged_lora=False,
+        sglang_adapters=(),
     ),
     Release(
         "0.8.0",
@@ -97,6 +103,8 @@ RELEASES = (
         truncated_support=False,
         aggregates_gspo_by_key=False,
         separate_programs=False,
+        merged_lora=False,
+        sglang_adapters=("fsdp",),
     ),
     # Its separate_async computes pi_old as that of 0.9.1; warm-up, rollouts on the trainer's GPUs and the balancer of
     # requests differ, and hybrid_engine=false is not read. Its servers say versions; noting them was not tested.
@@ -111,6 +119,7 @@ RELEASES = (
         truncated_support=False,
         aggregates_gspo_by_key=False,
         separate_programs=False,
+        sglang_adapters=("fsdp",),
     ),
     Release("0.9.1"),
 )

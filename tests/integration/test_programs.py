@@ -165,3 +165,23 @@ def test_workers_with_another_loss_stop_it(
     assert finished.returncode != 0
     assert "LivenessError" in finished.output, finished.output[-3000:]
     assert not read_steps(finished.output)
+
+
+LORA = ("lora_rank=8", "lora_alpha=16", "lora.merge=true")
+
+
+@pytest.mark.parametrize("stale", [False, True], ids=["delivered", "stale"])
+def test_merged_lora_reaches_the_rollout_engine(
+    stale: bool, run_program: Callable[..., Any], made: dict[str, Path], tmp_path: Path
+) -> None:
+    """The weights of the last update are nearest to mu, unless the engine is made to keep its first ones."""
+    keys = tuple(f"actor_rollout_ref.model.{key}" for key in LORA)
+    # LoRA's own learning rate: an update moves log-probs several times as far as the engines are apart.
+    watched = ("offpolicy.late_weights.snapshots=3", "actor_rollout_ref.actor.optim.lr=3e-3")
+    faults = {"VERL_USE_EXTERNAL_MODULES": "tests.support.faults", "OFFPOLICY_FAULT": "stale_weights:2"}
+    program = Program(V1, (SIXTEEN, *keys, *watched))
+    finished = launch(run_program, made, program, tmp_path, **(faults if stale else {}))
+    assert finished.returncode == 0, finished.output[-3000:]
+    assert LIVE.search(finished.output), finished.output[-3000:]
+    steps = read_steps(finished.output)
+    assert [step["offpolicy/late_weights/lag"] for step in steps] == ([0.0, 1.0, 2.0] if stale else [0.0] * STEPS)

@@ -90,10 +90,12 @@ def start_worker(
     checkpointing: bool = False,
     layer: str = "Qwen2DecoderLayer",
     kind: type | None = None,
+    **model_keys: Any,
 ) -> Any:
     """The worker with its engine initialised, as ``ActorRolloutRefWorker.init_model`` builds it.
 
-    ``kind`` is a subclass of verl's TrainingWorker, ``layer`` the class of the model's decoder layers.
+    ``kind`` is a subclass of verl's TrainingWorker, ``layer`` the class of the model's decoder layers, ``model_keys``
+    are keys of ``actor_rollout_ref.model``.
     """
     from verl.workers.config import HFModelConfig
     from verl.workers.engine_workers import TrainingWorker, TrainingWorkerConfig
@@ -110,6 +112,7 @@ def start_worker(
                 use_remove_padding=use_remove_padding,
                 enable_gradient_checkpointing=checkpointing,
                 override_config={"attn_implementation": "sdpa"},
+                **model_keys,
             ),
             engine_config=engine,
             optimizer_config=actor.optim,

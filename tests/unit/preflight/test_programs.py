@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,12 @@ from omegaconf import DictConfig, OmegaConf
 from recipe.offpolicy.correction import CorrectionSpec
 from recipe.offpolicy.preflight.auto_choice import ETA_MATHS, select
 from recipe.offpolicy.preflight.auto_setup import Setup
+from recipe.offpolicy.preflight.checks import programs
 from recipe.offpolicy.preflight.checks.programs import check_lora, check_program
 from recipe.offpolicy.preflight.checks.staleness import is_asynchronous, mixes_unknown_versions
 from recipe.offpolicy.preflight.hydra_groups import brought_sections
 from tests.support.paths import ROOT
+from verl_patches.execution_path import live_path
 from verl_patches.hydra_sections import bring_sections
 
 FULLY_ASYNC: dict[str, Any] = {"async_training": {"require_batches": 1}}
@@ -36,28 +39,78 @@ def test_extensions_are_refused_where_another_process_takes_prompts(own: dict[st
     assert [problem.key for problem in check_program(config, CorrectionSpec())] == refused
 
 
+MODEL, ROLLOUT = "actor_rollout_ref.model", "actor_rollout_ref.rollout"
+BY_RANK, MEGATRON, MERGED = {"lora_rank": 32}, {"lora": {"rank": 8}}, {"lora": {"merge": True}}
+MERGE, ADAPTERS = (f"{MODEL}.lora.merge=true",), (f"{MODEL}.lora.merge=false",)
+LEGACY = {"trainer": {"use_legacy_worker_impl": "auto"}}
+ENGINE = {"trainer": {"use_legacy_worker_impl": "disable"}}
+SEPARATE = {"checkpoint_engine": {"backend": "nccl"}}
+
+
+def tuned(release: str, model: dict[str, Any], rollout: dict[str, Any], own: dict[str, Any], strategy: str) -> Any:
+    """The problems of a run with LoRA under a release, and those that are left once the first is fixed."""
+    given = {"name": "vllm", "load_format": "dummy"} | rollout
+    actor = {"strategy": strategy, "fsdp_config": {"strategy": "fsdp"}}
+    config = OmegaConf.create({**own, "actor_rollout_ref": {"actor": actor, "model": model, "rollout": given}})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(programs, "live_path", partial(live_path, release=release))
+        found = list(check_lora(config, CorrectionSpec()))
+        mended: Any = OmegaConf.merge(config, *(OmegaConf.from_dotlist(list(each.overrides)) for each in found))
+        return found, list(check_lora(mended, CorrectionSpec()))
+
+
+@pytest.mark.parametrize("release", ["0.7.1", "0.8.0", "0.9.0", "0.9.1"])
+@pytest.mark.parametrize("strategy", ["fsdp2", "megatron"])
+@pytest.mark.parametrize("apart", [False, True], ids=["colocated", "separate"])
+@pytest.mark.parametrize("merged", [False, True], ids=["adapters", "merged"])
+def test_lora_is_delivered_or_refused(release: str, strategy: str, apart: bool, merged: bool) -> None:
+    """vLLM loads adapters of colocated trainers; FSDP sends merged weights from 0.9.0 on, Megatron always."""
+    model = {**BY_RANK, **MEGATRON} if strategy == "megatron" else BY_RANK
+    model = OmegaConf.to_container(OmegaConf.merge(model, MERGED)) if merged else model  # type: ignore[assignment]
+    found, left = tuned(release, model, SEPARATE if apart else {}, ENGINE, strategy)
+    merges = strategy == "megatron" or release in ("0.9.0", "0.9.1")
+    if (merges and merged) or (not apart and not merged):
+        assert found == []
+    elif merged:  # weights that are not merged are sent as adapters, if they can be
+        assert [each.overrides for each in found] == [() if apart else ADAPTERS]
+    else:
+        assert [each.overrides for each in found] == [MERGE if merges else ()]
+    assert left == [each for each in found if not each.overrides]
+    assert all("use verl 0.9.1" in each.fix for each in left)
+
+
 @pytest.mark.parametrize(
-    ("model", "backend", "delivered"),
+    ("release", "model", "rollout", "own", "strategy", "fix"),
     [
-        ({"lora_rank": 32}, "nccl", False),
-        ({"lora": {"rank": 8}}, "cpu_files", False),
-        ({"lora_rank": 32, "lora": {"merge": True}}, "nccl", True),
-        ({"lora_rank": 32}, "naive", True),
-        ({"lora_rank": 0}, "nccl", True),
+        ("0.9.1", {"lora_rank": 0}, SEPARATE, ENGINE, "fsdp", None),
+        ("0.9.1", BY_RANK, {}, ONE_STEP_OFF, "fsdp", MERGE),
+        ("0.9.1", BY_RANK, {"name": "trtllm"}, ENGINE, "fsdp", MERGE),
+        ("0.8.0", BY_RANK, {"name": "trtllm"}, ENGINE, "fsdp", ()),
+        ("0.9.1", BY_RANK, {"name": "sglang"}, ENGINE, "fsdp", None),
+        ("0.7.1", BY_RANK, {"name": "sglang"}, ENGINE, "fsdp", ()),
+        ("0.9.0", MEGATRON, {"name": "sglang"}, ENGINE, "megatron", MERGE),
+        ("0.9.1", BY_RANK, {"checkpoint_engine": {"backend": "delta_sharded"}}, ENGINE, "fsdp",
+         (f"{ROLLOUT}.checkpoint_engine.backend=nccl", *MERGE)),
+        # A key that this engine does not read; the rank is 8 and alpha 32 there.
+        ("0.9.1", {"lora": {"rank": 8, "alpha": 32}}, {}, ENGINE, "fsdp",
+         (f"{MODEL}.lora_rank=8", f"{MODEL}.lora_alpha=32")),
+        ("0.9.1", BY_RANK, {}, ENGINE, "megatron", (f"{MODEL}.lora.rank=32",)),
+        ("0.9.1", {"lora_rank": 0, "lora_adapter_path": "/adapter"}, {}, ENGINE, "fsdp", ()),
+        ("0.7.1", BY_RANK, {}, LEGACY, "fsdp", (f"{ROLLOUT}.load_format=safetensors",)),
+        ("0.7.1", {**BY_RANK, **MERGED}, {"load_format": "safetensors"}, LEGACY, "fsdp", ADAPTERS),
     ],
-)
-def test_adapters_that_a_checkpoint_engine_leaves_out_are_refused(
-    model: dict[str, Any], backend: str, delivered: bool
+)  # fmt: skip
+def test_lora_by_rollout_engine_and_key(
+    release: str,
+    model: dict[str, Any],
+    rollout: dict[str, Any],
+    own: dict[str, Any],
+    strategy: str,
+    fix: tuple[str, ...] | None,
 ) -> None:
-    rollout = {"checkpoint_engine": {"backend": backend}}
-    actor = {"strategy": "fsdp"}
-    config = OmegaConf.create({"actor_rollout_ref": {"actor": actor, "model": model, "rollout": rollout}})
-    found = list(check_lora(config, CorrectionSpec()))
-    fix = ("actor_rollout_ref.model.lora.merge=true",)
-    assert [each.overrides for each in found] == ([] if delivered else [fix])
-    mended = OmegaConf.merge(config, OmegaConf.from_dotlist(list(fix)))
-    assert isinstance(mended, DictConfig)
-    assert list(check_lora(mended, CorrectionSpec())) == []
+    found, left = tuned(release, model, rollout, own, strategy)
+    assert [each.overrides for each in found] == ([] if fix is None else [fix])
+    assert left == [each for each in found if not each.overrides]
 
 
 def test_auto_reads_the_programs_own_limit_of_staleness() -> None:

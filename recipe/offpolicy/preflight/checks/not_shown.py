@@ -81,9 +81,10 @@ def _find(config: DictConfig) -> Iterator[tuple[str, Any, str]]:
     for key in _DTYPES:
         if "fp8" in str(value := read(key)) or "int8" in str(value):
             yield key, value, f"rollouts in {value}"
-    legacy = live_path(config).worker == "legacy"
+    path = live_path(config)
     for key, what in _ABOVE_ONE.items():
-        if legacy and "ulysses" in key:  # which it was run with
+        # Each was run with it.
+        if (path.worker == "legacy" and "ulysses" in key) or (path.trainer == "v1" and key == f"{_MODEL}.lora_rank"):
             continue
         value = read(key)
         least = 0 if "lora" in key else 1
