@@ -34,7 +34,7 @@ class Release:
         watched_replay: routes that its Megatron engine replays under the V1 trainer can be read where they act.
         truncated_support: its rollout servers and its FSDP engine take the support of truncated sampling.
         aggregates_gspo_by_key: its loss gspo follows ``loss_agg_mode``; else it takes ``seq-mean-token-mean`` always.
-        separate_programs: fully_async_policy and one_step_off_policy were tested.
+        separate_programs: it has fully_async_policy and one_step_off_policy.
         large_tensors: a tensor larger than the bucket of weight synchronisation goes by a CUDA handle of its own.
         merged_lora: its FSDP engine sends merged weights; those before put the base weights back before they are read.
         sglang_adapters: engines of the trainer from which its SGLang rollouts load an adapter.
@@ -118,7 +118,6 @@ RELEASES = (
         watched_replay=False,
         truncated_support=False,
         aggregates_gspo_by_key=False,
-        separate_programs=False,
         sglang_adapters=("fsdp",),
     ),
     Release("0.9.1"),

@@ -24,7 +24,7 @@ from verl.utils.import_utils import import_external_libs
 
 from verl_patches.cpu.checkpoint_engine import NAME, POLL, FileCheckpointEngine, WeightSyncError
 
-pytestmark = pytest.mark.verl("==0.9.1")
+pytestmark = pytest.mark.verl(">=0.9")
 
 KEY = f"actor_rollout_ref.rollout.checkpoint_engine.engine_kwargs.{NAME}"
 
@@ -85,6 +85,7 @@ def synchronise(actors: list[Any], rollouts: list[Any], weights: Weights, step: 
     return got
 
 
+@pytest.mark.verl(">=0.9.1")
 def test_the_option_for_cpu_names_this_engine_and_fits_the_quickstart() -> None:
     """What verl asserts, and what Ray's placement groups wait for without a word."""
     with application("+mode=separate_async_cpu", primary="quickstart") as config:

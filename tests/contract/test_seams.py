@@ -62,6 +62,11 @@ def test_every_seam_is_where_it_was(group: Any) -> None:
 
 
 @V1
+def test_the_trainers_of_the_asynchronous_programs_are_where_they_were() -> None:
+    engine_loss.check(trainer_v0.SEAMS_OF_PROGRAMS)
+
+
+@V1
 def test_the_agent_loops_of_the_v1_trainer_are_where_they_were() -> None:
     engine_loss.check(agent_loops.SEAMS_V1)
 

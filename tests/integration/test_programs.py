@@ -18,7 +18,6 @@ from scripts.quickstart.prepare import folder
 from scripts.quickstart.run import CACHE
 from tests.support.paths import ROOT
 
-pytest.importorskip("verl.trainer.main_ppo_v0")
 pytestmark = [pytest.mark.slow, pytest.mark.extended]
 
 STEPS, LIMIT = 3, 900.0
@@ -50,6 +49,7 @@ class Program:
     ages: tuple[tuple[float, float], ...] = ((0.0, 0.0),) * STEPS
     rows: int = 64
     own_primary: bool = False
+    releases: str = ">=0.9.1"
 
 
 V1 = "verl.trainer.main_ppo"
@@ -63,15 +63,20 @@ PROGRAMS = {
         # Before the first synchronisation, and after it.
         ages=((0.0, 0.0), (1.0, 2.0)),
         rows=32,
+        releases=">=0.9",
     ),
     "one_step_off": Program(
         "verl.experimental.one_step_off_policy.main_ppo",
         ("+mode=one_step_off_cpu", SIXTEEN, "hydra.searchpath=[pkg://verl.trainer.config]"),
         ages=((0.0, 0.0), (1.0, 1.0), (1.0, 1.0)),
+        releases=">=0.9",
     ),
     "own_fit": Program("tests.support.own_fit", (SIXTEEN, "trainer.use_v1=false"), rows=32, own_primary=True),
     "own_primary": Program(V1, (SIXTEEN,), own_primary=True),
 }
+
+
+EACH = [pytest.param(name, marks=pytest.mark.verl(program.releases)) for name, program in PROGRAMS.items()]
 
 
 @pytest.fixture(scope="session")
@@ -138,7 +143,7 @@ def read_steps(output: str) -> list[dict[str, float]]:
     return [step for step in steps if "offpolicy/live/proved" in step]
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize("name", EACH)
 def test_it_trains_corrected_and_proved(
     name: str, run_program: Callable[..., Any], made: dict[str, Path], tmp_path: Path
 ) -> None:
@@ -157,7 +162,7 @@ def test_it_trains_corrected_and_proved(
         assert len(list((tmp_path / "recording").rglob("step_*"))) == STEPS // 2 + STEPS % 2
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize("name", EACH)
 def test_workers_with_another_loss_stop_it(
     name: str, run_program: Callable[..., Any], made: dict[str, Path], tmp_path: Path
 ) -> None:

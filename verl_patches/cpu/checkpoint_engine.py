@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 from verl.checkpoint_engine import CheckpointEngine, CheckpointEngineRegistry
 
-from ..contract import Contract, PatchError, logger
+from ..contract import Contract, PatchError, logger, of_installed
 from ..releases import specifiers
 
 NAME = "cpu_files"
@@ -39,15 +39,15 @@ POLL = 0.01
 
 _KEY = "actor_rollout_ref.rollout.checkpoint_engine"
 _BASE = "verl.checkpoint_engine:CheckpointEngine"
-_TOPOLOGY = "(actor_wg_world_size, rollout_world_size, metadata)"
 _ERROR, _END, _LOCK = "error.json", "end.json", "sender.lock"
 
 
-_RELEASES = specifiers(lambda release: "separate_async" in release.v1_modes)
+_RELEASES = specifiers(lambda release: release.separate_programs)
+_BEFORE_PLATFORMS = specifiers(lambda release: release.separate_programs and not release.platforms)
 
 
-def _method(name: str, signature: str) -> Contract:
-    return Contract("checkpoint_engine", f"{_BASE}.{name}", signature, distribution="verl", releases=_RELEASES)
+def _method(name: str, signature: str, releases: tuple[str, ...] = _RELEASES) -> Contract:
+    return Contract("checkpoint_engine", f"{_BASE}.{name}", signature, distribution="verl", releases=releases)
 
 
 REGISTRY = Contract(
@@ -56,7 +56,10 @@ REGISTRY = Contract(
 CONTRACTS = (
     REGISTRY,
     _method("prepare", "(self)"),
-    _method("build_topology", _TOPOLOGY),
+    of_installed(
+        _method("build_topology", "(trainer_world_size, rollout_world_size, metadata)", _BEFORE_PLATFORMS),
+        _method("build_topology", "(actor_wg_world_size, rollout_world_size, metadata)"),
+    ),
     _method("init_process_group", "(self, **kwargs)"),
     _method("finalize", "(self)"),
     _method("send_weights", "(self, weights, global_steps=None)"),
@@ -280,8 +283,8 @@ def in_force() -> bool:
     """Return True if the engine is registered in this process."""
     try:
         return CheckpointEngineRegistry.get(NAME) is FileCheckpointEngine
-    except ValueError:
-        # verl's registry raises for a name that it does not know.
+    except (KeyError, ValueError):
+        # verl's registry raises for a name that it does not know, KeyError up to 0.9.0.
         return False
 
 

@@ -19,6 +19,8 @@ EXTRA_FIELDS = "extra_fields"
 """Key of the rows' mappings in which verl's V1 trainer keeps them."""
 OLDEST_VERSION, NEWEST_VERSION = "min_global_steps", "max_global_steps"
 """Keys of these mappings and of a row's tags: the versions of the weights that sampled its first token and its last."""
+VERSION = "global_steps"
+"""Key of the version that a rollout server says with its answer."""
 VERSIONS = "offpolicy_versions"
 """Key of the (B, 2) int64 of the oldest and newest version by row, which the V0 trainer sends along."""
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from tensordict import NonTensorStack, TensorDict
+from tensordict import NonTensorData, NonTensorStack, TensorDict
 from torch import Tensor
 from verl import DataProto
 from verl.utils import tensordict_utils as tu
@@ -29,7 +29,7 @@ from verl_patches.trainer_v0 import around_advantage
 from ..batch.micro_batch import ROLLOUT_LOG_PROBS
 from ..batch.plan import COLUMNS, PLAN, REWARD, UID, BatchSplit, SharedPlan, build_plan, regroup_without_rejected
 from ..batch.token_versions import CHUNKS
-from ..batch.weight_versions import EXTRA_FIELDS, NEWEST_VERSION, OLDEST_VERSION, VERSIONS
+from ..batch.weight_versions import EXTRA_FIELDS, NEWEST_VERSION, OLDEST_VERSION, VERSION, VERSIONS
 from ..correction import CorrectionSpec
 from ..fault_tolerance.redaction import redact_streams
 from ..monitor.step_cost import StepCost
@@ -389,7 +389,8 @@ def _tensors(batch: Any) -> TensorDict:
 def _objects(batch: Any, name: str) -> list[Any] | None:
     """Return what a batch of either kind holds of each row; None where it does not."""
     column = batch.non_tensor_batch.get(name) if isinstance(batch, DataProto) else batch.get(name, None)
-    if column is None:
+    # Of the whole batch, the trainer's step has the name of a row's version.
+    if column is None or (name == VERSION and isinstance(column, NonTensorData)):
         return None
     return list(column) if isinstance(batch, DataProto) else column.tolist()
 
@@ -421,7 +422,9 @@ def _versions(batch: Any, step: int) -> Tensor:
     Where verl does not note them: this trainer is synchronous, and sends the workers' weights to the rollout engine
     between an update and the next rollout, so that all rows of a step were sampled by what the step before left.
     """
-    spans = [_objects(batch, f"{end}_global_steps") for end in ("min", "max")]
-    if any(span is None or any(version is None for version in span) for span in spans):
-        return torch.full((len(batch), 2), step - 1, dtype=torch.int64)
-    return torch.tensor([[int(version) for version in span or ()] for span in spans]).T.contiguous()
+    # verl 0.8.0 notes one version of a request that nothing resumes.
+    for ends in ((OLDEST_VERSION, NEWEST_VERSION), (VERSION, VERSION)):
+        spans = [_objects(batch, end) or [None] for end in ends]
+        if not any(version is None for span in spans for version in span):
+            return torch.tensor([[int(version) for version in span] for span in spans]).T.contiguous()
+    return torch.full((len(batch), 2), step - 1, dtype=torch.int64)

@@ -133,3 +133,27 @@ def test_chunks_of_a_row_reach_its_plan_by_token() -> None:
     again = read_versions(sent, mask)
     assert again is not None
     assert again.by_token(mask).tolist() == found.by_token(mask).tolist()
+
+
+@pytest.mark.parametrize("as_tensordict", [False, True])
+def test_a_row_has_the_version_that_its_server_said(as_tensordict: bool) -> None:
+    """verl 0.8.0 leaves the ends empty where nothing resumes a request; without a version it is the step before."""
+    import numpy as np
+    from verl import DataProto
+
+    from recipe.offpolicy.trainer.trainer_v0 import _versions
+
+    ends = {"min_global_steps": [2, 3], "max_global_steps": [4, 3]}
+    nothing = {end: [None, None] for end in ends}
+    for columns, expected in (
+        ({**ends, "global_steps": [4, 3]}, [[2, 4], [3, 3]]),
+        ({**nothing, "global_steps": [5, 6]}, [[5, 5], [6, 6]]),
+        ({**nothing, "global_steps": [None, 6]}, [[7, 7], [7, 7]]),
+        (nothing, [[7, 7], [7, 7]]),
+        ({}, [[7, 7], [7, 7]]),
+    ):
+        batch: Any = DataProto.from_dict({"response_mask": torch.ones(2, 3)})
+        batch.non_tensor_batch.update({name: np.array(each, dtype=object) for name, each in columns.items()})
+        if "global_steps" not in columns:
+            batch.meta_info["global_steps"] = 8  # the trainer's, of the whole batch
+        assert _versions(batch.to_tensordict() if as_tensordict else batch, 8).tolist() == expected

@@ -185,6 +185,8 @@ COVERED: dict[str, tuple[str, dict[str, Any]]] = {
             "correction__proximal": "bypass",
         },
     ),
+    "fully_async_policy of 0.9.0": ("0.9.0", {"async_training__require_batches": 1}),
+    "one_step_off_policy of 0.9.0": ("0.9.0", {"rollout__nnodes": 1}),
     "FSDP1": ("0.8.0", {"actor_rollout_ref__actor__strategy": "fsdp"}),
     "Megatron": ("0.9.1", {"actor_rollout_ref__actor__strategy": "megatron"}),
     "legacy Megatron": ("0.7.1", {"actor_rollout_ref__actor__strategy": "megatron"}),
@@ -200,6 +202,13 @@ def test_what_is_not(name: str) -> None:
     release, changes = COVERED[name]
     config = configuration(release, **changes)
     assert list(find_uncovered(config, live_path(config, release))) == []
+
+
+def test_a_release_without_the_asynchronous_programs_is_named() -> None:
+    config = configuration("0.7.1", async_training__require_batches=1, actor_rollout_ref__actor__ppo_mini_batch_size=8)
+    (found,) = find_uncovered(config, live_path(config, "0.7.1"))
+    assert (found.key, found.value, found.overrides) == ("async_training", "fully_async", ())
+    assert "fully_async_policy of verl 0.7.1" in found.reason
 
 
 OWN_SECTIONS = {
