@@ -1,4 +1,4 @@
-"""Contracts on what the support of truncated sampling is replayed by; nothing is patched here.
+"""Contracts on what the support of truncated sampling is replayed by.
 
 A server class of ours asks vLLM for the ids that each token could have been, a client of ours notes them by row, a
 subclass of verl's worker wraps two methods of its FSDP engine's instance, and both of verl's trainers are told of
@@ -7,9 +7,11 @@ these.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
-from .contract import Contract
+from .contract import Contract, wrap
 from .engine_loss import seam
 from .releases import specifiers
 
@@ -18,6 +20,12 @@ _WORKERS = "verl.workers.engine_workers"
 _SERVER = "verl.workers.rollout.vllm_rollout.vllm_async_server"
 _V0 = "verl.trainer.ppo.ray_trainer"
 _seam = partial(seam, releases=specifiers(lambda release: release.truncated_support), option="correction.support")
+
+_GET_CLIENT = _seam(
+    "client of the V0 trainer",
+    "verl.workers.rollout.llm_server:LLMServerManager.get_client",
+    "(self, client_cls=None, **kwargs)",
+)
 
 SEAMS = (
     _seam(
@@ -59,6 +67,7 @@ SEAMS = (
         "(self)",
         names=("role_worker_mapping", "LLMServerManager", "get_client"),
     ),
+    _GET_CLIENT,
     _seam(
         "attempts of a request",
         "verl.workers.rollout.llm_server:LLMServerClient.generate",
@@ -74,6 +83,15 @@ SEAMS = (
     ),
 )
 """What ``recipe.offpolicy.support`` wraps, overrides or relies on."""
+
+
+_notes: list[Callable[[Any], Any]] = []
+
+
+def note_clients(note: Callable[[Any], Any]) -> None:
+    """Let ``note(client)`` replace each client of rollout servers that this process makes; the last one given."""
+    _notes[:] = [note]
+    wrap(_GET_CLIENT, lambda original, *args, **kwargs: _notes[-1](original(*args, **kwargs)))
 
 
 def build_server_seams() -> tuple[Contract, ...]:

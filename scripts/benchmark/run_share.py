@@ -16,7 +16,6 @@ import argparse
 import json
 import os
 import re
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -24,8 +23,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-ADDED_READ = "staleness.read"
-"""Of ``call_times``: what columns add to a read."""
 ROOT = Path(__file__).resolve().parents[2]
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(ROOT))
@@ -69,8 +66,7 @@ def compute_shares(metrics: Sequence[Mapping[str, float]], calls: Sequence[Mappi
     of_each = {}
     for name in limit:
         found = [call["seconds"] for call in calls if call["name"] == name]
-        # A difference of reads is either way when TransferQueue is busy, and then larger than all else.
-        of_each[name] = (statistics.median(found) * len(found) if name == ADDED_READ else sum(found)) / steps
+        of_each[name] = sum(found) / steps
     return {
         **of_each,
         "steps": steps,

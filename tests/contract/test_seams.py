@@ -118,14 +118,15 @@ def test_whatever_the_v1_trainer_overrides_is_a_seam() -> None:
     """An override of a hook that verl no longer calls would leave the correction dead in silence."""
     from verl.trainer.ppo.v1 import PPOTrainer
 
-    from recipe.offpolicy.trainer.supervised_run import SupervisedRun
-    from recipe.offpolicy.trainer.trainer_v1 import OffPolicyTrainer
+    from recipe.offpolicy.trainer.corrected_v1 import CorrectedV1
 
-    names = overridden(OffPolicyTrainer, PPOTrainer)
-    around_the_loss = {"_compute_old_log_prob", "_compute_advantage", "_update_actor"}
-    assert names == {"on_init_end", "step", "_next_train_batch", "get_llm_client", *around_the_loss}
-    assert names <= {seam.name for seam in (*trainer_v1.SEAMS, *llm_client.SEAMS)}
-    assert overridden(SupervisedRun, PPOTrainer) <= {seam.name for seam in trainer_v1.SEAMS}
+    names = {name for name in CorrectedV1.METHODS if hasattr(PPOTrainer, name)}
+    held = {seam.name for module in (trainer_v1, llm_client, replay_buffer) for seam in module.SEAMS}
+    held |= {seam.name for seam in trainer_v1.SEAMS_OF_SNAPSHOTS}
+    assert names <= held
+    assert all(getattr(CorrectedV1, name) for name in CorrectedV1.METHODS)
+    # Of 0.9.0, which fills its warm-up in one place.
+    assert set(CorrectedV1.METHODS) - names <= {"_add_async_warmup_batches"}
 
 
 @NEWEST
@@ -145,29 +146,20 @@ def test_whatever_the_client_overrides_is_a_seam() -> None:
 @NEWEST
 def test_whatever_a_limit_of_staleness_overrides_is_a_seam() -> None:
     """A prompt that verl issues by another way would be past the limit."""
-    from verl.trainer.ppo.v1 import PPOTrainer
     from verl.trainer.ppo.v1.replay_buffer import ReplayBufferAsync
 
     from recipe.offpolicy.staleness.buffer import BoundedReplayBuffer
-    from recipe.offpolicy.trainer.bounded_trainer import BoundedTrainer
 
     held = {seam.name for seam in (*trainer_v1.SEAMS, *replay_buffer.SEAMS)}
-    issued_by = {"_build_replay_buffer", "_add_async_warmup_batches", "_add_batch_to_generate"}
-    issued_by |= {"_submit_batch_to_rollout"}
-    assert overridden(BoundedTrainer, PPOTrainer) == {
-        *issued_by,
-        *("step", "_update_actor", "_load_checkpoint"),
-    }
     of_buffer = {"sample", "wait_for_sampleable", "_wait_for_next_poll", "_has_enough_samples"}
     of_buffer |= {"_stale_terminal_keys", "_terminal_eviction_reasons", "_evict_terminal_groups"}
     assert overridden(BoundedReplayBuffer, ReplayBufferAsync) == of_buffer
-    assert overridden(BoundedTrainer, PPOTrainer) | of_buffer <= held
+    assert of_buffer <= held
 
 
 @NEWEST
 def test_whatever_routing_replay_overrides_is_a_seam() -> None:
     """An engine or worker that goes another way would train by routes of its own."""
-    from verl.trainer.ppo.v1 import PPOTrainer
     from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
     from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
     from verl.workers.rollout.llm_server import LLMServerClient
@@ -176,7 +168,6 @@ def test_whatever_routing_replay_overrides_is_a_seam() -> None:
     from recipe.offpolicy.replay.fsdp_engine import ReplayingEngine
     from recipe.offpolicy.replay.replay_settings import ReplaySettings
     from recipe.offpolicy.replay.worker import ReplayingTrainingWorker, build_replaying
-    from recipe.offpolicy.trainer.replaying_trainer import ReplayingTrainer
 
     held = {seam.name for seam in (*router_replay.SEAMS, *trainer_v1.SEAMS, *llm_client.SEAMS)}
     wrapped = {"prepare_model_inputs", "forward_step", "forward_backward_batch"}
@@ -184,30 +175,23 @@ def test_whatever_routing_replay_overrides_is_a_seam() -> None:
     assert overridden(ReplayingTrainingWorker, TrainingWorker) == {"reset"}
     worker = build_replaying(ActorRolloutRefWorker, ReplaySettings("R3", None))
     assert overridden(worker, ActorRolloutRefWorker) == {"actor_worker_cls"}
-    of_trainer = overridden(ReplayingTrainer, PPOTrainer)
-    assert of_trainer == {"step", "_init_resource_pool_mgr", "get_llm_client", "_compute_old_log_prob", "_update_actor"}
     assert overridden(RoutedClient, LLMServerClient) == {"generate"}
-    assert wrapped | of_trainer | {"reset"} <= held
+    assert wrapped | {"reset"} <= held
 
 
 @NEWEST
 def test_what_the_look_at_megatron_overrides_is_held() -> None:
-    from verl.trainer.ppo.v1 import PPOTrainer
     from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 
     from recipe.offpolicy.replay.megatron_worker import WatchedTrainingWorker, build_watched
-    from recipe.offpolicy.trainer.watching_trainer import WatchingTrainer
 
     assert overridden(WatchedTrainingWorker, TrainingWorker) == {"reset"}
     assert overridden(build_watched(ActorRolloutRefWorker, "R2"), ActorRolloutRefWorker) == {"actor_worker_cls"}
-    assert overridden(WatchingTrainer, PPOTrainer) == {"_init_resource_pool_mgr"}
 
 
 @NEWEST
 def test_whatever_the_replay_of_supports_overrides_is_a_seam() -> None:
     """An engine or worker that goes another way would train by the whole vocabulary."""
-    from verl.trainer.ppo.ray_trainer import RayPPOTrainer
-    from verl.trainer.ppo.v1 import PPOTrainer
     from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
     from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
     from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServerClient
@@ -217,17 +201,12 @@ def test_whatever_the_replay_of_supports_overrides_is_a_seam() -> None:
     from recipe.offpolicy.support.fsdp_engine import SupportEngine
     from recipe.offpolicy.support.support_settings import SupportSettings
     from recipe.offpolicy.support.worker import SupportTrainingWorker, build_supporting
-    from recipe.offpolicy.trainer.support_trainer import SupportTrainerV0, SupportTrainerV1
 
     wrapped = {"prepare_model_outputs", "forward_backward_batch"}
     assert overridden(SupportEngine, FSDPEngineWithLMHead) == wrapped
     assert overridden(SupportTrainingWorker, TrainingWorker) == {"reset"}
     worker = build_supporting(ActorRolloutRefWorker, SupportSettings(8, "mask"))
     assert overridden(worker, ActorRolloutRefWorker) == {"actor_worker_cls"}
-    of_v1 = overridden(SupportTrainerV1, PPOTrainer)
-    assert of_v1 == {"_init_resource_pool_mgr", "get_llm_client", "_compute_old_log_prob", "_update_actor"}
-    of_v0 = overridden(SupportTrainerV0, RayPPOTrainer)
-    assert of_v0 == {"init_workers", "_compute_old_log_prob", "_update_actor"}
     assert overridden(SupportAttempts, LLMServerClient) == {"generate"}
     # Each attempt of a resumed request goes by the client that notes supports.
     assert SupportResumingClient.__mro__[1:4] == (FullyAsyncLLMServerClient, SupportAttempts, LLMServerClient)
@@ -237,25 +216,27 @@ def test_whatever_the_replay_of_supports_overrides_is_a_seam() -> None:
         Attempts,
         SupportAttempts,
     )
-    v1 = {seam.name for seam in (*trainer_v1.SEAMS, *llm_client.SEAMS)}
     held = {seam.target.rpartition(".")[2] for seam in truncated_sampling.SEAMS}
-    assert of_v1 <= v1 | held
-    assert of_v0 <= {seam.name for seam in trainer_v0.SEAMS}
     assert wrapped | {"reset"} <= held
 
 
 def test_whatever_the_v0_trainer_overrides_is_a_seam() -> None:
     from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 
-    from recipe.offpolicy.trainer.supervised_run import SupervisedRun
-    from recipe.offpolicy.trainer.trainer_v0 import OffPolicyRayTrainer
+    from recipe.offpolicy.trainer.corrected_v0 import CorrectedV0
 
-    names = overridden(OffPolicyRayTrainer, RayPPOTrainer)
-    assert names == {"init_workers", "_load_checkpoint", "_get_gen_batch", "_compute_old_log_prob", "_update_actor"}
+    # Of programs that sample elsewhere.
+    elsewhere = {"_init_models", "fit_step"}
+    names = {name for name in CorrectedV0.METHODS if hasattr(RayPPOTrainer, name)}
+    assert names == set(CorrectedV0.METHODS) - elsewhere
     assert names <= {seam.name for seam in trainer_v0.SEAMS}
-    around = overridden(SupervisedRun, RayPPOTrainer)
-    assert around == {"fit", "_save_checkpoint", "_load_checkpoint", "_validate", "_val_metrics_update"}
-    assert around <= {seam.name for seam in trainer_v0.SEAMS}
+    assert all(getattr(CorrectedV0, name) for name in CorrectedV0.METHODS)
+
+
+def is_corrected(trainer: Any) -> bool:
+    from recipe.offpolicy.trainer.corrected_run import CorrectedRun
+
+    return isinstance(getattr(vars(trainer).get("_update_actor"), "__self__", None), CorrectedRun)
 
 
 @V1
@@ -263,27 +244,24 @@ def test_every_v1_trainer_that_verl_makes_is_corrected(monkeypatch: pytest.Monke
     from verl.trainer.ppo.v1 import get_trainer_cls, trainer_base
 
     from recipe.offpolicy.trainer import hooked
-    from recipe.offpolicy.trainer.trainer_v1 import OffPolicyTrainer
     from verl_patches.releases import V1_MODES
 
     hook(monkeypatch, trainer_base.PPOTrainer, hooked._correct_v1)
-    monkeypatch.setattr(hooked, "_demand_seams", lambda config: None)
+    monkeypatch.setattr("recipe.offpolicy.preflight.checks.demand_seams", lambda config: None)
     ours = OmegaConf.create({"trainer": {"v1": {"trainer_mode": "sync"}}, "offpolicy": {}})
     hooked.mark(ours)
     for mode in V1_MODES:
         trainer = get_trainer_cls(mode)
-        assert type(trainer.__new__(trainer, config=ours)).__bases__ == (OffPolicyTrainer, trainer)
-        assert type(trainer.__new__(trainer, OmegaConf.create({}))) is trainer
+        assert is_corrected(trainer.__new__(trainer, config=ours))
+        assert not is_corrected(trainer.__new__(trainer, OmegaConf.create({})))
 
 
 def test_every_v0_trainer_that_a_program_makes_is_corrected(monkeypatch: pytest.MonkeyPatch) -> None:
     from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 
     from recipe.offpolicy.trainer import hooked
-    from recipe.offpolicy.trainer.trainer_v0 import OffPolicyRayTrainer
 
     hook(monkeypatch, RayPPOTrainer, hooked._correct_v0)
-    monkeypatch.setattr(hooked, "_demand_seams", lambda config: None)
     ours = OmegaConf.create({"offpolicy": {}})
     hooked.mark(ours)
 
@@ -297,11 +275,11 @@ def test_every_v0_trainer_that_a_program_makes_is_corrected(monkeypatch: pytest.
         """Samples, and trains nothing."""
 
     for trainer in (RayPPOTrainer, Own):
-        assert type(trainer.__new__(trainer, ours)).__bases__ == (OffPolicyRayTrainer, trainer)
-        assert type(trainer.__new__(trainer, OmegaConf.create({}))) is trainer
+        assert is_corrected(trainer.__new__(trainer, ours))
+        assert not is_corrected(trainer.__new__(trainer, OmegaConf.create({})))
         # Ray makes an actor without arguments.
-        assert type(trainer.__new__(trainer)).__bases__ == (OffPolicyRayTrainer, trainer)
-    assert type(FullyAsyncRollouter.__new__(FullyAsyncRollouter, ours)) is FullyAsyncRollouter
+        assert is_corrected(trainer.__new__(trainer))
+    assert not is_corrected(FullyAsyncRollouter.__new__(FullyAsyncRollouter, ours))
 
 
 def hook(monkeypatch: pytest.MonkeyPatch, trainer: type, correct: Any) -> None:
@@ -311,7 +289,22 @@ def hook(monkeypatch: pytest.MonkeyPatch, trainer: type, correct: Any) -> None:
     monkeypatch.setattr(trainer, "__new__", trainer.__new__)
     monkeypatch.setattr(trainer, "__offpolicy__", None, raising=False)
     monkeypatch.delattr(trainer, "__offpolicy__")
+    monkeypatch.setattr(hooked, "_set_up", lambda: None)
     hooked._replace(trainer, correct)
+
+
+@NEWEST
+def test_clients_of_the_v0_trainer_go_through_the_last_that_notes(monkeypatch: pytest.MonkeyPatch) -> None:
+    from verl.workers.rollout.llm_server import LLMServerManager
+
+    def get_client(self: Any, client_cls: Any = None, **kwargs: Any) -> Any:
+        return "verl's"
+
+    monkeypatch.setattr(LLMServerManager, "get_client", get_client)
+    monkeypatch.setattr(truncated_sampling, "_notes", [])
+    for run in ("a run of before", "this one"):
+        truncated_sampling.note_clients(lambda client, run=run: f"{run} noting {client}")
+    assert object.__new__(LLMServerManager).get_client() == "this one noting verl's"
 
 
 @pytest.mark.verl(">=0.9.1")

@@ -10,7 +10,7 @@ import pytest
 from tensordict import TensorDict
 
 from recipe.offpolicy.correction import CorrectionSpec
-from recipe.offpolicy.extensions.hooks import ExtensionHooks
+from recipe.offpolicy.extensions.add_ons import AddOns
 from recipe.offpolicy.extensions.opd.distillation import OnPolicyDistillation
 from recipe.offpolicy.proof.verify import LivenessError
 from tests.support import training_worker as tw
@@ -35,7 +35,7 @@ def update(
     from recipe.offpolicy.worker.metrics import take_packets
 
     opd = OnPolicyDistillation("opd", {"mode": mode, "teacher": {"url": url}, "eligible": GATE})
-    hooks, batch = ExtensionHooks([opd]), Batch(tw.add_log_probs(worker, tw.make_rollout(6), mismatch=0.2))
+    hooks, batch = AddOns([opd]), Batch(tw.add_log_probs(worker, tw.make_rollout(6), mismatch=0.2))
     opd.begin(None)  # type: ignore[arg-type]
     try:
         hooks.on_rollout(batch)

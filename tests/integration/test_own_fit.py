@@ -112,10 +112,12 @@ def trained(
     spoil: Callable[[Any], None] = lambda batch: None,
 ) -> Any:
     """One step of the user's trainer; ``spoil`` acts in the rollout."""
-    from recipe.offpolicy.trainer.trainer_v0 import build_corrected
+    from recipe.offpolicy.trainer.corrected_v0 import CorrectedV0
 
-    made: Any = object.__new__(build_corrected(own_fit.OwnTrainer))
-    made.config, made._begun, made.total_training_steps = config, True, 1
+    made: Any = object.__new__(own_fit.OwnTrainer)
+    made.config, made.total_training_steps = config, 1
+    made.corrected = run = CorrectedV0(made)
+    run._begun = True
     made.actor_rollout_wg = Group(worker, fault)
     made.checkpoint_manager = SimpleNamespace(update_weights=lambda step: None)
     made.train_dataloader = [{"input_ids": torch.zeros(1, 1)}]
@@ -126,7 +128,7 @@ def trained(
         return batch
 
     made.sample = sample
-    made._adopt_workers()
+    run._adopt_workers()
     made.fit()
     return made
 
@@ -137,7 +139,7 @@ def nothing(worker: Any, rows: Any) -> None: ...
 @pytest.mark.parametrize("option", ["[tis_token,gsm]", "[gsm]", "bypass"])
 def test_its_update_is_corrected_and_proved(option: str, own_fit: Any, engine: Any, capsys: Any) -> None:
     made = trained(own_fit, engine, composed(f"+correction@correction={option}"), nothing)
-    assert made.supervision.proving is False
+    assert made.corrected.supervision.proving is False
     step = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("step:1"))
     assert "offpolicy/live/proved:1.0" in step
     assert "offpolicy/live/rows:64.0" in step

@@ -37,7 +37,7 @@ def own_trainer() -> Iterator[Callable[..., Any]]:
     from verl import DataProto
     from verl.trainer.ppo.ray_trainer import RayPPOTrainer, compute_advantage
 
-    from recipe.offpolicy.trainer.trainer_v0 import build_corrected
+    from recipe.offpolicy.trainer.corrected_v0 import CorrectedV0
 
     class OwnTrainer(RayPPOTrainer):
         def fit(self) -> None:
@@ -51,8 +51,10 @@ def own_trainer() -> Iterator[Callable[..., Any]]:
     def train(options: list[str], fault: Callable[[Any], None] = lambda data: None, *, estimates: bool = True) -> Any:
         with initialize_config_dir(str(Path(verl.trainer.config.__file__).parent), version_base=None):
             config = compose("ppo_trainer", [*SETTINGS, *options])
-        made: Any = object.__new__(build_corrected(OwnTrainer))
-        made.config, made._begun, made.global_steps, made.estimates = config, True, 1, estimates
+        made: Any = object.__new__(OwnTrainer)
+        made.config, made.global_steps, made.estimates = config, 1, estimates
+        run: Any = CorrectedV0(made)
+        run._begun = True
         actor = la.actor()
 
         def update(data: Any) -> Any:
@@ -71,7 +73,7 @@ def own_trainer() -> Iterator[Callable[..., Any]]:
             update_actor=update,
             set_loss_fn=None,
         )
-        made._adopt_workers()
+        run._adopt_workers()
         made.fit()
         return made
 

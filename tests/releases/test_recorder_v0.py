@@ -14,8 +14,8 @@ from verl import DataProto
 from recipe.offpolicy.batch.plan import PLAN, REWARD, UID, UpdateRows
 from recipe.offpolicy.correction import CorrectionSpec
 from recipe.offpolicy.recording.run import RunRecord
+from recipe.offpolicy.trainer.corrected_v0 import CorrectedV0, build_row_identity
 from recipe.offpolicy.trainer.supervision import Supervision
-from recipe.offpolicy.trainer.trainer_v0 import build_corrected, build_row_identity
 from verl_patches.legacy.handover import HANDOVER
 
 UIDS = ["prompt-1", "prompt-1", "ü", "4f2c"]
@@ -40,8 +40,8 @@ def batch() -> DataProto:
 
 
 def trainer(directory: Path | None, legacy: bool) -> Any:
-    made: Any = object.__new__(build_corrected(VerlsTrainer))  # type: ignore[arg-type]
-    made.config = OmegaConf.create(
+    verls: Any = VerlsTrainer()
+    verls.config = OmegaConf.create(
         {
             "actor_rollout_ref": {
                 "model": {"path": "model"},
@@ -56,7 +56,9 @@ def trainer(directory: Path | None, legacy: bool) -> Any:
             "trainer": {"default_local_dir": "checkpoints", "resume_mode": "disable"},
         }
     )
-    made.shadows, made.global_steps, made._by_engine, made.actor_rollout_wg = {}, 7, not legacy, None
+    verls.global_steps, verls.actor_rollout_wg = 7, None
+    made: Any = CorrectedV0(verls)
+    made.shadows, made._by_engine = {}, not legacy
     made.supervision = Supervision(CorrectionSpec(), made.config)
     made.recording = RunRecord(made.config, made.correction, {})
     return made

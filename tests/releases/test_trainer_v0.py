@@ -18,8 +18,8 @@ from recipe.offpolicy.correction import Reduction, Statistic
 from recipe.offpolicy.proof.verify import LivenessError
 from recipe.offpolicy.recording.run import RunRecord
 from recipe.offpolicy.trainer.actor_updates import adopt
+from recipe.offpolicy.trainer.corrected_v0 import CorrectedV0
 from recipe.offpolicy.trainer.supervision import Supervision
-from recipe.offpolicy.trainer.trainer_v0 import build_corrected
 from verl_patches.legacy.handover import HANDOVER
 
 GSM = dict(ratio="rollout", level="sequence", aggregate="geometric", lower=0.9, upper=1.1, when="any")
@@ -63,17 +63,19 @@ class VerlsTrainer:
 def trainer(legacy: bool = False, **correction: Any) -> Any:
     from recipe.offpolicy.correction import CorrectionSpec
 
-    made: Any = object.__new__(build_corrected(VerlsTrainer))  # type: ignore[arg-type]
-    made.config = configuration()
-    made.shadows, made.global_steps = {}, 7
+    verls: Any = VerlsTrainer()
+    verls.config = configuration()
+    verls.global_steps = 7
+    made: Any = CorrectedV0(verls)
+    made.shadows = {}
     made.supervision = Supervision(CorrectionSpec.from_mapping(correction), made.config)
     made.recording = RunRecord(made.config, made.correction, {})
     made.supervision._statistics = {"kl/k3": 0.0}
     made.supervision.begin = lambda: None
     made.supervision.collect = lambda metrics: False
-    made.actor_rollout_wg = SimpleNamespace(update_actor=made.update)
-    adopt(made.actor_rollout_wg, made._update_and_collect)
-    made._by_engine, made._advantage_metrics = not legacy, {}
+    verls.actor_rollout_wg = SimpleNamespace(update_actor=verls.update)
+    adopt(verls.actor_rollout_wg, made._update_and_collect)
+    made._by_engine = not legacy
     return made
 
 

@@ -47,7 +47,7 @@ class Queue:
 
 
 class Run:
-    """One run of verl's ``separate_async`` trainer with ``BoundedTrainer`` in front of it.
+    """One run of verl's ``separate_async`` trainer under a limit of staleness.
 
     Args:
         delay: takes a prompt's number, and how often it was sampled anew; steps that it takes to sample.
@@ -71,8 +71,8 @@ class Run:
 
         from recipe.offpolicy.batch.shipped_defaults import read_shipped_defaults
         from recipe.offpolicy.staleness import buffer
-        from recipe.offpolicy.trainer.bounded_trainer import BoundedTrainer
-        from recipe.offpolicy.trainer.trainer_v1 import build_corrected
+        from recipe.offpolicy.trainer.add_on_choice import choose_v1
+        from recipe.offpolicy.trainer.corrected_v1 import CorrectedV1
 
         self.queue = Queue()
         for module in (replay_buffer, trainer_base, buffer):
@@ -80,15 +80,20 @@ class Run:
         self.batch, self.updates, self.delay = batch, updates, delay
         self.trained: list[tuple[int, str, int]] = []
         self._number, self._finish, self._polls = 0, dict[str, int](), 0
-        self.trainer: Any = object.__new__(build_corrected(PPOTrainerSeparateAsync, BoundedTrainer))
+        self.trainer: Any = object.__new__(PPOTrainerSeparateAsync)
         self.trainer.config = OmegaConf.create(
             {
                 "data": {"train_batch_size": batch, "gen_batch_size": 1},
-                "trainer": {"v1": {"separate_async": {}, "sampler": {"sampler_kwargs": {}}}},
+                "trainer": {
+                    "use_v1": True,
+                    "v1": {"trainer_mode": "separate_async", "separate_async": {}, "sampler": {"sampler_kwargs": {}}},
+                },
                 "algorithm": {},
                 "offpolicy": {"staleness": read_shipped_defaults("staleness") | staleness},
             }
         )
+        self.corrected: Any = CorrectedV1(self.trainer, choose_v1)
+        (self.limit,) = self.corrected.add_ons._all
         self.trainer.trainer_mode = "separate_async"
         self.trainer.global_steps = 1
         self.trainer._fetch_one_gen_batch = self._fetch

@@ -12,8 +12,8 @@ from torch import Tensor
 from verl import DataProto
 from verl.trainer.ppo import core_algos
 
+from recipe.offpolicy.extensions.add_ons import AddOns
 from recipe.offpolicy.extensions.extension import Extension
-from recipe.offpolicy.extensions.hooks import ExtensionHooks
 from recipe.offpolicy.extensions.loss_rows import LossRows
 from recipe.offpolicy.trainer.batch_view_v0 import DataProtoBatch
 
@@ -66,7 +66,7 @@ def estimate(view: DataProtoBatch, name: str = "grpo", *, by_std: bool = True) -
 
 def shape(view: DataProtoBatch, *extensions: Extension, name: str = "grpo", by_std: bool = True) -> Tensor:
     """The advantage of each row, (n,), after the hooks of these extensions."""
-    ExtensionHooks(extensions).compute_advantages(view, estimate(view, name, by_std=by_std))
+    AddOns(extensions).compute_advantages(view, estimate(view, name, by_std=by_std))
     return view.advantages[:, 0].double()
 
 

@@ -1,4 +1,4 @@
-"""The extension interface: trainer-side hooks that do nothing by default, and a half that travels to the workers.
+"""The extension interface: an add-on that a section switches on, and its half that travels to the workers.
 
 The order of a step: ``next_batch``, ``on_rollout``, then, around verl's estimator, ``shape_rewards``, ``estimate``,
 ``shape_advantages`` and ``on_advantages``, then in the workers ``wrap_loss`` and ``report``, and ``judge`` of what
@@ -8,36 +8,21 @@ these reported.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig
 from torch import Tensor
 
 from ..correction import Problem
-from .batch_view import BatchView, PromptView
+from .add_on import AddOn, Advantages
 
 if TYPE_CHECKING:
     from .loss_rows import LossRows
 
+__all__ = ["Advantages", "BoundLoss", "Extension", "WorkerExtension"]
+
 BoundLoss = Callable[..., tuple[Tensor, dict[str, Any]]]
 """A loss of verl's that takes (model_output, data, dp_group)."""
-
-
-@dataclass(frozen=True)
-class Advantages:
-    """One batch's advantages, (n, T) each.
-
-    Attributes:
-        rewards: what verl's estimator saw.
-        own: what it made of them.
-        final: what goes to the workers.
-    """
-
-    rewards: Tensor
-    own: Tensor
-    final: Tensor
 
 
 class WorkerExtension:
@@ -63,7 +48,7 @@ class WorkerExtension:
         return None
 
 
-class Extension:
+class Extension(AddOn):
     """One capability beside the corrections, switched on by its section of the configuration.
 
     Args:
@@ -73,9 +58,6 @@ class Extension:
     Raises:
         SpecError: a setting cannot be what was meant; the key begins with the section.
     """
-
-    phase: ClassVar[str] = ""
-    """The watchdog's name for the time that hooks take; empty: the section."""
 
     def __init__(self, section: str, settings: Mapping[str, Any]) -> None:
         self.section = section
@@ -106,75 +88,13 @@ class Extension:
         """Find what is wrong around the settings in the whole configuration; key, value, reason and fix."""
         return ()
 
-    # In the trainer -----------------------------------------------------------------------------------------
-
-    def begin(self, config: DictConfig) -> None:
-        """Start with the run, in the trainer's process."""
-
-    def end(self) -> None:
-        """Release resources, such as threads; also called after a failure."""
-
-    def load_prompts(self, loader: Any) -> Any:
-        """Return the data loader of training prompts: verl's, which nothing has been read from, or another."""
-        return loader
-
-    def next_batch(self, prompts: PromptView) -> None:
-        """See the prompts that are about to be sampled."""
-
-    def on_rollout(self, batch: BatchView) -> None:
-        """See a batch whose rewards are known and whose pi_old is not computed yet."""
-
-    def shape_rewards(self, batch: BatchView, rewards: Tensor) -> Tensor | None:
-        """Change the rewards that verl's estimator sees, (n, T); the raw ones are put back after it."""
-        return None
-
-    def estimate(self, batch: BatchView, rewards: Tensor) -> Tensor | None:
-        """Compute advantages (n, T) in the place of verl's estimator; one extension at most."""
-        return None
-
-    def shape_advantages(self, batch: BatchView, advantages: Tensor) -> Tensor | None:
-        """Change the estimator's advantages, (n, T)."""
-        return None
-
-    def on_advantages(self, batch: BatchView, advantages: Advantages) -> None:
-        """See the advantages that go to the workers, after all extensions."""
+    # With the run -------------------------------------------------------------------------------------------
 
     def worker(self) -> WorkerExtension | None:
         """Make the half that travels to the workers; None: there is none, and nothing is reported."""
         return None
 
-    def judge(self, reports: Sequence[Any]) -> Mapping[str, float]:
-        """Judge the reports of one update, one a micro-batch of every rank; metrics by their full names.
-
-        Raises:
-            LivenessError: what is configured was not seen to act; the run stops.
-        """
-        return {}
-
-    def metrics(self) -> Mapping[str, float]:
-        """Return the step's metrics by their full names, such as ``opd/pass_rate``, to alarms and the logger."""
-        return {}
-
-    def validate(self, trainer: Any, run: Callable[[], dict[str, float]]) -> dict[str, float]:
-        """Run verl's validation, once or in rounds."""
-        return run()
-
-    def validation_metrics(
-        self, sources: Sequence[Any], uids: Sequence[Any], values: Mapping[str, Sequence[Any]]
-    ) -> Mapping[str, float]:
-        """Compute metrics of one validation: data source, uid and verl's extra values of each sample."""
-        return {}
-
-    # Checkpoints --------------------------------------------------------------------------------------------
-
     @property
     def noted(self) -> Mapping[str, Any]:
         """Settings that have to be equal for a checkpoint to be resumed."""
         return self.settings
-
-    def state(self, folder: Path) -> Mapping[str, Any]:
-        """Return the state for a checkpoint, as JSON; larger state goes into files below ``folder``."""
-        return {}
-
-    def restore(self, state: Mapping[str, Any], folder: Path) -> None:
-        """Restore a checkpoint's ``state``."""

@@ -21,7 +21,7 @@ _REWARDS = "token_level_rewards"
 
 
 class DataProtoBatch:
-    """One batch, see ``extensions.batch_view.BatchView`` and ``extensions.hooks.TrainerBatch``.
+    """One batch, see ``extensions.batch_view.BatchView`` and ``extensions.add_ons.TrainerBatch``.
 
     Args:
         batch: verl's.

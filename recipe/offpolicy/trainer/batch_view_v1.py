@@ -31,7 +31,7 @@ def put_columns(batch: Any, **columns: Any) -> Any:
 
 
 class TransferQueueBatch:
-    """One batch, see ``extensions.batch_view.BatchView`` and ``extensions.hooks.TrainerBatch``.
+    """One batch, see ``extensions.batch_view.BatchView`` and ``extensions.add_ons.TrainerBatch``.
 
     Args:
         batch: verl's KVBatchMeta.

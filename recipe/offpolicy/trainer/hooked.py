@@ -1,9 +1,9 @@
 """Hooks on verl's trainers, in every process of a corrected run; verl imports this module where the launch names it.
 
 Whatever program a launch runs, its trainer derives from ``RayPPOTrainer`` (V0: main_ppo, one_step_off_policy,
-fully_async_policy, recipes) or from the V1 ``PPOTrainer``. Both are met where an instance is made: ``__new__`` returns
-an instance of the corrected subclass, also for programs whose trainers call no ``super().__init__``. Nothing of verl is
-imported here; a process without a trainer pays for the import hooks.
+fully_async_policy, recipes) or from the V1 ``PPOTrainer``. Both are met where an instance is made, also of programs
+whose trainers call no ``super().__init__``: a ``CorrectedRun`` puts its methods on it. Nothing of verl is imported
+here; a process without a trainer pays for the import hooks.
 """
 
 from __future__ import annotations
@@ -74,14 +74,15 @@ def _hook_client() -> None:
     note_by(note)
 
 
-def _replace(trainer: type, correct: Callable[[type, Any], type]) -> None:
-    """Let ``trainer(...)`` make an instance of ``correct(class, config)`` where the run is ours; once."""
+def _replace(trainer: type, correct: Callable[[Any, Any], None]) -> None:
+    """Let ``correct(instance, config)`` see each instance of ``trainer`` that is made; once."""
     if _MARK in vars(trainer):
         return
 
     def make(cls: type, *args: Any, **kwargs: Any) -> Any:
-        config = kwargs.get("config", args[0] if args else None)
-        return object.__new__(cls if getattr(cls, _MARK, None) == "corrected" else correct(cls, config))
+        made: Any = object.__new__(cls)
+        correct(made, kwargs.get("config", args[0] if args else None))
+        return made
 
     trainer.__new__ = make  # type: ignore[method-assign,assignment]
     setattr(trainer, _MARK, "hooked")
@@ -93,38 +94,38 @@ def _is_ours(config: Any) -> bool:
     return config is not None and OmegaConf.select(config, HOOKED, default=None) is not None
 
 
-def _correct_v0(trainer: type, config: Any) -> type:
-    if not trains(trainer):
-        return trainer
-    from .mixin_choice import choose_v0
-    from .trainer_v0 import OffPolicyRayTrainer, build_corrected
+def _correct_v0(trainer: Any, config: Any) -> None:
+    # Ray makes an actor before it calls its __init__ with a configuration.
+    if trains(type(trainer)) and (config is None or _is_ours(config)):
+        from .add_on_choice import choose_v0
+        from .corrected_v0 import CorrectedV0
 
-    if config is None:  # Ray makes an actor before it calls its __init__
-        return build_corrected(trainer, OffPolicyRayTrainer)
+        _set_up()
+        CorrectedV0(trainer, choose_v0)
+
+
+def _correct_v1(trainer: Any, config: Any) -> None:
     if not _is_ours(config):
-        return trainer
-    _demand_seams(config)
-    return build_corrected(trainer, choose_v0(config))
-
-
-def _correct_v1(trainer: type, config: Any) -> type:
-    if not _is_ours(config):
-        return trainer
+        return
     from verl_patches import separate_async_logger
 
-    from .mixin_choice import choose_v1
-    from .trainer_v1 import build_corrected
+    from ..preflight.checks import demand_seams
+    from .add_on_choice import choose_v1
+    from .corrected_v1 import CorrectedV1
 
-    _demand_seams(config)
+    demand_seams(config)  # the trainer's constructor builds its replay buffer
     if config.trainer.v1.trainer_mode == "separate_async":
         separate_async_logger.install()
-    return build_corrected(trainer, choose_v1(config))
+    _set_up()
+    CorrectedV1(trainer, choose_v1)
 
 
-def _demand_seams(config: Any) -> None:
-    from ..preflight.checks import demand_seams
+def _set_up() -> None:
+    from ..fault_tolerance.redaction import redact_streams
+    from .logging_setup import set_up_logger
 
-    demand_seams(config)
+    redact_streams()
+    set_up_logger()
 
 
 def trains(trainer: type) -> bool:

@@ -16,7 +16,7 @@ from ..correction import CorrectionSpec
 from ..correction.moving_bounds import format_part_path
 from ..correction.proximal import TOLERANCE, WITHOUT_FORWARD
 from ..correction.statistics import Statistic, merge_all
-from ..extensions.hooks import ExtensionHooks
+from ..extensions.add_ons import AddOns
 from ..monitor.active_correction import ActiveCorrection
 from ..monitor.alarms.watched import format_watched
 from ..monitor.mismatch.late_weights import LateWeightsWatch
@@ -42,7 +42,7 @@ class Supervision:
     Args:
         spec: the correction as it is configured.
         config: the composed configuration of the run.
-        extensions: judge their reports of each update.
+        add_ons: judge their reports of each update.
 
     Attributes:
         proving: the workers are to prove the correction at the next update.
@@ -50,8 +50,8 @@ class Supervision:
         active_correction: which correction that is, and under which bounds.
     """
 
-    def __init__(self, spec: CorrectionSpec, config: DictConfig, extensions: ExtensionHooks | None = None) -> None:
-        self._extensions = extensions if extensions is not None else ExtensionHooks()
+    def __init__(self, spec: CorrectionSpec, config: DictConfig, add_ons: AddOns | None = None) -> None:
+        self._add_ons = add_ons if add_ons is not None else AddOns()
         self.active_correction = ActiveCorrection(spec, config)
         for line in format_watched(spec, config):
             logger.info(line)
@@ -153,14 +153,14 @@ class Supervision:
             self.proof = (_sentence(self.spec, self._live), dict(self._live)) if proved else None
         else:
             verify_update(packets, self.spec, sampled_rows=self._sampled_rows, epochs=self._epochs, moving=moving)
-        self._extensions.judge([packet.reports for packet in packets])
+        self._add_ons.judge([packet.reports for packet in packets])
         if self.spec.proximal != "recompute":
             self._samples.check_tallies(packet.alignment for packet in packets)
         merged = merge_all(packet.statistics for packet in packets)
         self._step = merge_all([self._step, merged])
         measured = {name: statistic.value() for name, statistic in merged.items()}
         switched = self.active_correction.after_update(
-            measured, merge_all(packet.histograms for packet in packets), self._extensions.metrics()
+            measured, merge_all(packet.histograms for packet in packets), self._add_ons.metrics()
         )
         self.proving = self.proving or switched
         self._statistics = self._values(merged)

@@ -17,7 +17,7 @@ from verl import DataProto
 from verl.trainer.ppo.core_algos import compute_grpo_outcome_advantage, compute_policy_loss_vanilla
 from verl.workers.config import FSDPActorConfig
 
-from recipe.offpolicy.extensions.hooks import ExtensionHooks
+from recipe.offpolicy.extensions.add_ons import AddOns
 from recipe.offpolicy.extensions.length_penalty.length_penalty import LengthPenalty
 from recipe.offpolicy.trainer.batch_view_v0 import DataProtoBatch
 from scripts.quickstart.free_length import ANCHOR, COEFFICIENTS, MOST_TOKENS
@@ -105,7 +105,7 @@ def estimate(found: Sampled, scores: Tensor, penalty: LengthPenalty, step: int) 
         lowered = batch.batch["token_level_rewards"].clone()
         view.put_advantages(compute_grpo_outcome_advantage(lowered, mask.float(), uids)[0], returns=True)
 
-    ExtensionHooks([penalty]).compute_advantages(view, grpo)
+    AddOns([penalty]).compute_advantages(view, grpo)
     return view.advantages
 
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from verl import DataProto
 
+from recipe.offpolicy.extensions.add_ons import AddOns
 from recipe.offpolicy.extensions.extension import Advantages, Extension
-from recipe.offpolicy.extensions.hooks import ExtensionHooks
 from recipe.offpolicy.proof.verify import LivenessError
 from recipe.offpolicy.trainer.batch_view_v0 import DataProtoBatch, DataProtoPrompts
 from tests.support.nudge import Nudge
@@ -82,7 +82,7 @@ def estimator(view: Any, store: Any, seen: list[Tensor], fails: bool = False) ->
 def test_two_extensions_shape_in_their_order(batch: Any) -> None:
     """bonus 0.5 and 0.25 a token: rewards 1 + 3 x 0.75, 0 + 0.75, 3 + 2 x 0.75; each advantage is tilted by 0.5."""
     view, store = batch
-    hooks = ExtensionHooks([Nudge("one", {}), Nudge("two", {"bonus": 0.25})])
+    hooks = AddOns([Nudge("one", {}), Nudge("two", {"bonus": 0.25})])
     hooks.compute_advantages(view, estimator(view, store, []))
     expected = torch.tensor([[3.75, 3.75, 3.75], [1.25, 0, 0], [5.0, 5.0, 0]])
     torch.testing.assert_close(view.advantages, expected)
@@ -95,7 +95,7 @@ def test_raw_scores_are_back_afterwards_to_the_bit(batch: Any, fails: bool) -> N
     name = "token_level_rewards" if isinstance(view, DataProtoBatch) else "rm_scores"
     raw, seen = store[name], []
     try:
-        ExtensionHooks([Nudge("one", {})]).compute_advantages(view, estimator(view, store, seen, fails))
+        AddOns([Nudge("one", {})]).compute_advantages(view, estimator(view, store, seen, fails))
     except RuntimeError:
         assert fails
     assert store[name] is raw
@@ -121,7 +121,7 @@ def test_raw_scores_are_back_when_a_hook_raises(batch: Any, hook: str) -> None:
     name = "token_level_rewards" if isinstance(view, DataProtoBatch) else "rm_scores"
     raw = store[name]
     with pytest.raises(RuntimeError, match=hook):
-        ExtensionHooks([Nudge("one", {}), Raises(hook)]).compute_advantages(view, estimator(view, store, []))
+        AddOns([Nudge("one", {}), Raises(hook)]).compute_advantages(view, estimator(view, store, []))
     assert store[name] is raw
     assert (raw.values() if raw.is_nested else raw).sum() == sum(SCORES)
 
@@ -136,7 +136,7 @@ def test_an_estimate_takes_the_place_of_verls_and_leaves_silent_rows_at_zero(bat
     view.regroup(
         [*"abc", "pad", "pad"][: len(view.is_padding)], [False, False, True, True, True][: len(view.is_padding)]
     )
-    ExtensionHooks([Estimates("e", {})]).compute_advantages(view, estimator(view, store, []))
+    AddOns([Estimates("e", {})]).compute_advantages(view, estimator(view, store, []))
     torch.testing.assert_close(view.advantages, torch.tensor([[2.0, 2.0, 2.0], [0, 0, 0], [0, 0, 0]]))
     assert list(view.uids) == ["a", "b", "c"]
 
@@ -152,7 +152,7 @@ def test_what_goes_to_the_workers_is_seen_beside_verls_own(batch: Any) -> None:
     """Rewards 1, 0, 3 and a bonus of 0.5 a token: 2.5, 0.5, 4; estimated anew they are 2 x, tilted by 0.25."""
     view, store = batch
     sees = Sees("sees", {})
-    ExtensionHooks([sees, Nudge("one", {}), Estimates("e", {})]).compute_advantages(view, estimator(view, store, []))
+    AddOns([sees, Nudge("one", {}), Estimates("e", {})]).compute_advantages(view, estimator(view, store, []))
     assert sees.seen.rewards.sum(-1).tolist() == [2.5, 0.5, 4.0]
     assert sees.seen.own[:, 0].tolist() == [2.5, 0.5, 4.0]
     assert sees.seen.final[:, 0].tolist() == [5.25, 1.25, 8.25]
@@ -165,14 +165,14 @@ def test_hooks_that_change_nothing_write_nothing(batch: Any) -> None:
     run = estimator(view, store, [])
     view.put_advantages = lambda *args, **kwargs: written.append(args)  # the estimator's own, and no second one
     store["advantages"] = store.get("rm_scores", store.get("token_level_scores"))
-    ExtensionHooks([Extension("idle", {})]).compute_advantages(view, run)
+    AddOns([Extension("idle", {})]).compute_advantages(view, run)
     assert len(written) == 1
 
 
 def test_padding_rows_never_reach_an_extension_and_a_session_counts_once(v1: Any) -> None:
     view, store = v1
     extension = Nudge("one", {})
-    ExtensionHooks([extension]).on_rollout(view)
+    AddOns([extension]).on_rollout(view)
     assert extension.sessions == 2
     assert list(view.uids) == ["a", "a", "b"]
     assert extension.shipped == (3, 6.0)
@@ -193,13 +193,13 @@ def test_what_a_hook_returns_is_looked_at(batch: Any, given: Tensor) -> None:
     extension = Extension("odd", {})
     extension.shape_rewards = lambda batch, rewards: given  # type: ignore[method-assign]
     with pytest.raises(ValueError, match="odd: shape_rewards"):
-        ExtensionHooks([extension]).compute_advantages(view, estimator(view, store, []))
+        AddOns([extension]).compute_advantages(view, estimator(view, store, []))
 
 
 @pytest.mark.parametrize("reports", [[], [{"one": (3, 6.0)}, {}], [{"two": (3, 6.0)}]])
 def test_a_missing_report_stops_the_run(batch: Any, reports: list[Any]) -> None:
     view, store = batch
-    hooks = ExtensionHooks([Nudge("one", {})])
+    hooks = AddOns([Nudge("one", {})])
     hooks.next_batch(view)
     hooks.compute_advantages(view, estimator(view, store, []))
     with pytest.raises(LivenessError, match=r"one: .* came without the report"):
@@ -210,7 +210,7 @@ def test_an_update_without_advantages_of_ours_stops_the_run(batch: Any) -> None:
     """At every update: what was shaped for the last one is no evidence for this one."""
     view, store = batch
     extension = Nudge("one", {})
-    hooks = ExtensionHooks([extension])
+    hooks = AddOns([extension])
     hooks.compute_advantages(view, estimator(view, store, []))
     with pytest.raises(LivenessError, match="one: verl's trainer went past the hook in front of sampling"):
         hooks.judge([{"one": extension.shipped}])
@@ -223,7 +223,7 @@ def test_an_update_without_advantages_of_ours_stops_the_run(batch: Any) -> None:
 def test_metrics_of_the_trainer_and_of_reports_come_together(batch: Any) -> None:
     view, store = batch
     extension = Nudge("one", {})
-    hooks = ExtensionHooks([extension])
+    hooks = AddOns([extension])
     hooks.next_batch(view)
     hooks.compute_advantages(view, estimator(view, store, []))
     extension.shipped = (3, 6.0)
@@ -236,7 +236,7 @@ def test_prompts_are_seen_and_counted() -> None:
     prompts = DataProto.from_dict({"dummy": torch.zeros(2)})
     prompts.non_tensor_batch["uid"] = np.array(["a", "b"], dtype=object)
     view = DataProtoPrompts(prompts, 1)
-    ExtensionHooks([extension]).next_batch(view)
+    AddOns([extension]).next_batch(view)
     view.put(__rollout_n__=[4, 8])
     assert extension.prompts == 2
     assert view.rows("__rollout_n__") == {"__rollout_n__": [4, 8]}
@@ -245,20 +245,20 @@ def test_prompts_are_seen_and_counted() -> None:
 def test_state_goes_on_and_other_settings_are_named(tmp_path: Path) -> None:
     first = Nudge("one", {})
     first.updates, first.prompts = 5, 40
-    states = ExtensionHooks([first]).state(tmp_path)
+    states = AddOns([first]).state(tmp_path)
     again = Nudge("one", {})
-    hooks = ExtensionHooks([again])
+    hooks = AddOns([again])
     assert hooks.differences(states) == []
     hooks.restore(states, tmp_path)
     assert (again.updates, again.prompts) == (5, 40)
-    (line,) = ExtensionHooks([Nudge("one", {"tilt": 1.0})]).differences(states)
+    (line,) = AddOns([Nudge("one", {"tilt": 1.0})]).differences(states)
     assert line == "one.tilt: 0.25 in the checkpoint, 1.0 now"
-    assert len(ExtensionHooks().differences(states)) > 0
+    assert len(AddOns().differences(states)) > 0
 
 
 def test_every_extension_ends_also_where_one_fails() -> None:
     first, last = Nudge("one", {}), Nudge("two", {})
     last.end = lambda: 1 / 0  # type: ignore[method-assign]
     with pytest.raises(ZeroDivisionError):
-        ExtensionHooks([first, last]).end()
+        AddOns([first, last]).end()
     assert first.ended

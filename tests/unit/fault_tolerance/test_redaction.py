@@ -16,8 +16,8 @@ from omegaconf import OmegaConf
 
 from recipe.offpolicy import report
 from recipe.offpolicy.correction import CorrectionSpec
+from recipe.offpolicy.extensions.add_ons import AddOns
 from recipe.offpolicy.extensions.extension import Extension
-from recipe.offpolicy.extensions.hooks import ExtensionHooks
 from recipe.offpolicy.fault_tolerance.checkpoints import guard_save
 from recipe.offpolicy.fault_tolerance.redaction import HIDDEN, RedactedStream, redact, redact_streams, redact_text
 from recipe.offpolicy.recording.run import RunRecord
@@ -305,7 +305,7 @@ def test_no_file_of_a_run_holds_a_secret(tmp_path: Path) -> None:
     secrets = {"api_key": "hunter2", "url": "http://user:hunter2@host", "command": "curl -u user:hunter2 host"}
     planted = [f"++trainer.of_mine.{name}='{value}'" for name, value in secrets.items()]
     places = [f"offpolicy.record.dir={tmp_path / 'rec'}", f"trainer.default_local_dir={tmp_path / 'checkpoints'}"]
-    hooks = ExtensionHooks([Extension("mine", secrets)])
+    hooks = AddOns([Extension("mine", secrets)])
     with application("correction=gsm", *planted, *places, *NEEDED) as config:
         spec = CorrectionSpec()
         RunRecord(config, spec, {}, {"mine": secrets})

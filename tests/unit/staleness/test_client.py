@@ -161,9 +161,10 @@ def test_asynchronous_trainers_alone_note_versions(mode: str, noted: bool) -> No
     from omegaconf import OmegaConf
     from verl.trainer.ppo.v1 import get_trainer_cls
 
-    from recipe.offpolicy.trainer.trainer_v1 import build_corrected
+    from recipe.offpolicy.trainer.corrected_v1 import CorrectedV1
 
-    trainer: Any = object.__new__(build_corrected(get_trainer_cls(mode)))
+    trainer: Any = object.__new__(get_trainer_cls(mode))
+    CorrectedV1(trainer)
     made = OmegaConf.create({"trainer": {"use_v1": True, "v1": {"trainer_mode": mode}}})
     made.actor_rollout_ref = {"actor": {"strategy": "fsdp"}}
     trainer.config = made

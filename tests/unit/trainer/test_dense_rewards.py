@@ -15,9 +15,9 @@ from verl import DataProto
 
 from recipe.offpolicy.batch.rewards import RewardError
 from recipe.offpolicy.correction import CorrectionSpec
+from recipe.offpolicy.extensions.add_ons import AddOns
 from recipe.offpolicy.extensions.batch_view import BatchView
 from recipe.offpolicy.extensions.extension import Extension
-from recipe.offpolicy.extensions.hooks import ExtensionHooks
 from recipe.offpolicy.proof.dense_rewards import DenseRewardError
 
 SCORES = torch.tensor([[0.5, 0.0, 1.0], [0.0, 1.0, 0.0]])
@@ -38,18 +38,21 @@ class Verls:
         return batch
 
 
-def trainer(version: str, extensions: ExtensionHooks, estimator: str) -> Any:
-    module = import_module(f"recipe.offpolicy.trainer.trainer_{version}")
-    made: Any = object.__new__(module.build_corrected(Verls))
-    made.config = OmegaConf.create({"algorithm": {"adv_estimator": estimator, "gamma": 1.0, "lam": 1.0}})
-    made.supervision, made.global_steps = SimpleNamespace(spec=CorrectionSpec(), wants_sampled=False, takes_mu=False), 1
-    made.extensions = extensions
-    return made
+def trainer(version: str, extensions: AddOns, estimator: str) -> Any:
+    module = import_module(f"recipe.offpolicy.trainer.corrected_{version}")
+    trainer: Any = Verls()
+    trainer.config = OmegaConf.create({"algorithm": {"adv_estimator": estimator, "gamma": 1.0, "lam": 1.0}})
+    trainer.global_steps = 1
+    made = {"v0": "CorrectedV0", "v1": "CorrectedV1"}[version]
+    run = getattr(module, made)(trainer)
+    run.supervision = SimpleNamespace(spec=CorrectionSpec(), wants_sampled=False, takes_mu=False)
+    run.add_ons = extensions
+    return run
 
 
 def advantage(
     version: str,
-    extensions: ExtensionHooks,
+    extensions: AddOns,
     monkeypatch: pytest.MonkeyPatch,
     estimator: str = "rloo",
     rewards: Tensor | None = None,
@@ -89,7 +92,7 @@ def advantage(
 def test_a_reward_that_is_not_finite_stops_every_run(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(globals(), "SCORES", torch.tensor([[0.0, 0.0, 1.0], [0.0, torch.nan, 0.0]]))
     with pytest.raises(RewardError, match=r"the reward of sequence 1 \(prompt a, step 1\) is nan"):
-        advantage(version, ExtensionHooks(), monkeypatch)
+        advantage(version, AddOns(), monkeypatch)
     assert Verls.estimated == 0
 
 
@@ -100,13 +103,13 @@ def test_a_kl_in_the_reward_that_is_not_finite_names_the_sequence(
     """Its score is finite, and log-probs of the reference are not."""
     rewards = torch.tensor([[0.5, 0.0, 1.0], [0.0, torch.nan, 0.0]])
     with pytest.raises(RewardError, match=r"sequence 1 \(prompt a, step 1\) is nan\. Its score is finite.*reference"):
-        advantage(version, ExtensionHooks(), monkeypatch, "reinforce_plus_plus", rewards)
-    assert advantage(version, ExtensionHooks(), monkeypatch, "reinforce_plus_plus", SCORES) == 1
+        advantage(version, AddOns(), monkeypatch, "reinforce_plus_plus", rewards)
+    assert advantage(version, AddOns(), monkeypatch, "reinforce_plus_plus", SCORES) == 1
 
 
 @pytest.mark.parametrize("version", ["v0", "v1"])
 def test_a_reward_that_is_not_finite_stops_validation(version: str) -> None:
-    made = trainer(version, ExtensionHooks(), "grpo")
+    made = trainer(version, AddOns(), "grpo")
     with pytest.raises(RewardError, match=r"sequence 1 \(prompt b, validation\) is inf"):
         made._val_metrics_update(["s", "s"], ["a", "b"], {"reward": [1.0, float("inf")]}, [])
 
@@ -116,7 +119,7 @@ def test_rewards_by_token_stop_before_an_estimator_that_sums_them(
     version: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(DenseRewardError, match=r"adv_estimator=rloo: .*0\.5 at token 0"):
-        advantage(version, ExtensionHooks(), monkeypatch)
+        advantage(version, AddOns(), monkeypatch)
     assert Verls.estimated == 0
 
 
@@ -124,10 +127,10 @@ def test_rewards_by_token_stop_before_an_estimator_that_sums_them(
 def test_rewards_by_token_train_under_an_estimator_that_sees_them(
     version: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert advantage(version, ExtensionHooks(), monkeypatch, "reinforce_plus_plus") == 1
+    assert advantage(version, AddOns(), monkeypatch, "reinforce_plus_plus") == 1
 
 
 @pytest.mark.parametrize("version", ["v0", "v1"])
 def test_an_extension_does_not_hide_them(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(DenseRewardError):
-        advantage(version, ExtensionHooks([Estimates("e", {})]), monkeypatch)
+        advantage(version, AddOns([Estimates("e", {})]), monkeypatch)

@@ -7,7 +7,7 @@ import torch
 from verl import DataProto
 
 from recipe.offpolicy.batch.plan import REWARD, UID
-from recipe.offpolicy.trainer.trainer_v0 import build_row_identity
+from recipe.offpolicy.trainer.corrected_v0 import build_row_identity
 
 
 def test_uids_are_filled_up_with_zeros_and_rewards_summed() -> None:

@@ -45,14 +45,15 @@ def rows() -> TensorDict:
 
 def estimate(correction: CorrectionSpec) -> TensorDict:
     pytest.importorskip("transfer_queue")
-    from recipe.offpolicy.trainer.trainer_v1 import build_corrected
+    from recipe.offpolicy.trainer.corrected_v1 import CorrectedV1
 
-    made: Any = object.__new__(build_corrected(Verls))  # type: ignore[arg-type]
-    made.config = OmegaConf.create({"algorithm": {}})
-    made.supervision, made.global_steps = SimpleNamespace(spec=correction), 7
+    trainer: Any = Verls()
+    trainer.config, trainer.global_steps = OmegaConf.create({"algorithm": {}}), 7
+    made: Any = CorrectedV1(trainer)
+    made.supervision = SimpleNamespace(spec=correction)
     made._check_rewards = lambda view: None
     batch = SimpleNamespace(rows=rows(), tags=[{}] * 3)
-    estimated: TensorDict = made._compute_advantage(batch, {}).rows
+    estimated: TensorDict = trainer._compute_advantage(batch, {}).rows
     return estimated
 
 

@@ -12,6 +12,7 @@ from omegaconf import OmegaConf
 from tensordict import NonTensorStack, TensorDict
 
 from recipe.offpolicy.correction import CorrectionSpec
+from recipe.offpolicy.extensions.add_ons import AddOns
 from recipe.offpolicy.proof.same_engine import SameEngineError
 from recipe.offpolicy.trainer.supervision import Supervision
 
@@ -31,6 +32,9 @@ class Supervised:
 
 
 class Verls:
+    def __init__(self) -> None:
+        self.role_worker_mapping: dict[str, Any] = {}
+
     def on_init_end(self) -> None: ...
 
     def init_workers(self) -> None: ...
@@ -45,20 +49,22 @@ def test_the_card_of_a_run_names_the_configured_correction(
 ) -> None:
     if version == "v1":
         pytest.importorskip("transfer_queue")
-    module = import_module(f"recipe.offpolicy.trainer.trainer_{version}")
+    module = import_module(f"recipe.offpolicy.trainer.corrected_{version}")
     named: list[CorrectionSpec] = []
     monkeypatch.setattr(module, "RunRecord", lambda config, spec, *described: named.append(spec))
     monkeypatch.setattr(module, "Supervision", Supervised)
     if version == "v0":
         monkeypatch.setattr(module, "around_advantage", lambda around: None)
         monkeypatch.setattr(module, "live_path", lambda config: SimpleNamespace(worker="engine"))
-    made: Any = object.__new__(module.build_corrected(Verls))
-    monkeypatch.setattr(type(made), "_hand_over_loss", lambda self: None)
-    made.config = OmegaConf.create({"correction": CONFIGURED})
-    made.actor_rollout_wg = SimpleNamespace(update_actor=None, compute_log_prob=None)
+    trainer: Any = Verls()
+    made: Any = {"v0": "CorrectedV0", "v1": "CorrectedV1"}[version]
+    made = getattr(module, made)(trainer)
+    made._hand_over_loss = lambda: None
+    trainer.config = OmegaConf.create({"correction": CONFIGURED})
+    trainer.actor_rollout_wg = SimpleNamespace(update_actor=None, compute_log_prob=None)
     made._resumed = resumed
     made._begun = True
-    getattr(made, begins)()
+    getattr(trainer, begins)()
     assert named == [CorrectionSpec.from_mapping(CONFIGURED)]
     assert made.correction == (FALLBACK if version == "v1" and resumed else named[0])
 
@@ -68,7 +74,7 @@ def test_one_engine_makes_the_forward_pass_of_its_first_step_alone(
     apart: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("transfer_queue")
-    module = import_module("recipe.offpolicy.trainer.trainer_v1")
+    module = import_module("recipe.offpolicy.trainer.corrected_v1")
     passes = 0
 
     class Verl:
@@ -89,8 +95,10 @@ def test_one_engine_makes_the_forward_pass_of_its_first_step_alone(
     monkeypatch.setattr(module, "_put", put)
     own = {"allow_identical_log_probs": False, "allow_unrelated_log_probs": False}
     config = OmegaConf.create({"actor_rollout_ref": {"actor": {"ppo_epochs": 1}}, "offpolicy": own})
-    made: Any = object.__new__(module.build_corrected(Verl))
-    made.config, made.extensions, made.global_steps = config, None, 3
+    trainer: Any = Verl()
+    trainer.config, trainer.global_steps = config, 3
+    made = module.CorrectedV1(trainer)
+    made.add_ons = AddOns()
     made.supervision = Supervision(CorrectionSpec.from_mapping({"proximal": "same_engine"}), config)
     for step in range(3):
         mu = -1.2 - torch.rand(4, 16, generator=torch.Generator().manual_seed(step))
@@ -100,9 +108,9 @@ def test_one_engine_makes_the_forward_pass_of_its_first_step_alone(
         columns["uid"] = NonTensorStack(*"abcd")
         if apart > 1e-6:
             with pytest.raises(SameEngineError, match="at step 3"):
-                made._compute_old_log_prob("batch", {})
+                trainer._compute_old_log_prob("batch", {})
             return
-        made._compute_old_log_prob("batch", {})
+        trainer._compute_old_log_prob("batch", {})
         assert torch.equal(columns["old_log_probs"], mu)
         assert passes == 1
 
@@ -114,7 +122,7 @@ def test_chunks_of_a_row_reach_its_plan_by_token() -> None:
 
     from recipe.offpolicy.batch.token_versions import CHUNKS, read_versions
     from recipe.offpolicy.batch.weight_versions import VERSIONS
-    from recipe.offpolicy.trainer import trainer_v0
+    from recipe.offpolicy.trainer import corrected_v0
 
     mask = torch.tensor([[1, 1, 1, 0], [1, 1, 1, 1]])
     batch = DataProto.from_dict({"response_mask": mask})
@@ -124,8 +132,8 @@ def test_chunks_of_a_row_reach_its_plan_by_token() -> None:
     chunks[:] = [[[(3, 1), (4, 2)]], [[(4, 4)]]]
     batch.non_tensor_batch[CHUNKS] = chunks
     batch.batch[VERSIONS] = versions
-    trainer_v0._gather_chunks(batch, versions)
-    found = read_versions(trainer_v0._rows(batch), mask)
+    corrected_v0._gather_chunks(batch, versions)
+    found = read_versions(corrected_v0._rows(batch), mask)
     assert found is not None
     assert found.by_token(mask).tolist() == [[3, 4, 4, -1], [4, 4, 4, 4]]
     # What the engine's workers get of it.

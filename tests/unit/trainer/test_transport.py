@@ -19,8 +19,8 @@ from recipe.offpolicy.monitor.step_cost import StepCost, count_bytes
 from recipe.offpolicy.proof.same_engine import SameEngineError
 from recipe.offpolicy.recording.run import RunRecord
 from recipe.offpolicy.trainer.actor_updates import adopt
+from recipe.offpolicy.trainer.corrected_v0 import NOT_COMPARED, CorrectedV0
 from recipe.offpolicy.trainer.supervision import Supervision
-from recipe.offpolicy.trainer.trainer_v0 import NOT_COMPARED, build_corrected
 from tests.support.corrections import GSM, M2PO, TIS, opsm
 from verl_patches.legacy.handover import HANDOVER
 
@@ -66,18 +66,19 @@ def configuration() -> DictConfig:
 
 
 def trainer(correction: dict[str, Any], *, legacy: bool = False, apart: float = 0.01) -> Any:
-    made: Any = object.__new__(build_corrected(VerlsTrainer))  # type: ignore[arg-type]
-    made.config, made.shadows, made.global_steps = configuration(), {}, 7
+    verls: Any = VerlsTrainer()
+    verls.config, verls.global_steps = configuration(), 7
+    made: Any = CorrectedV0(verls)
     made.supervision = Supervision(CorrectionSpec.from_mapping(correction), made.config)
     made.supervision.begin = lambda: None
     made.supervision.metrics = dict
-    made.recording = RunRecord(made.config, made.correction, {})
+    made.shadows, made.recording = {}, RunRecord(made.config, made.correction, {})
     log_probs = made.cost.counted(lambda data: data.batch["rollout_log_probs"] + apart * torch.randn(ROWS, WIDTH))
     made.supervision.collect = lambda metrics: False
-    made.actor_rollout_wg = SimpleNamespace(compute_log_prob=log_probs, update_actor=made.update)
-    adopt(made.actor_rollout_wg, made._update_and_collect)
-    made._by_engine, made._advantage_metrics = not legacy, {}
-    return made
+    verls.actor_rollout_wg = SimpleNamespace(compute_log_prob=log_probs, update_actor=verls.update)
+    adopt(verls.actor_rollout_wg, made._update_and_collect)
+    made._by_engine = not legacy
+    return verls
 
 
 def batch() -> DataProto:

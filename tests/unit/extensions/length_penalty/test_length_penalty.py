@@ -13,8 +13,8 @@ from omegaconf import OmegaConf
 from tensordict import TensorDict
 from torch import Tensor
 
+from recipe.offpolicy.extensions.add_ons import AddOns
 from recipe.offpolicy.extensions.advantage_proof import hash_advantages
-from recipe.offpolicy.extensions.hooks import ExtensionHooks
 from recipe.offpolicy.extensions.length_penalty import length_penalty, measure
 from recipe.offpolicy.extensions.length_penalty.length_penalty import LengthPenalty
 from recipe.offpolicy.extensions.length_penalty.settings import LengthSettings
@@ -251,7 +251,7 @@ def test_an_estimator_that_does_not_see_the_lowered_rewards_is_found() -> None:
         estimate(view)()
 
     with pytest.raises(LivenessError, match="group a, rollout 0, the advantage that grpo made of lowered rewards is 0"):
-        ExtensionHooks([made]).compute_advantages(view, blind)
+        AddOns([made]).compute_advantages(view, blind)
 
 
 def test_the_hash_is_of_each_row_with_a_token() -> None:
@@ -278,7 +278,7 @@ def test_a_checkpoint_carries_the_anchors(tmp_path: Path) -> None:
 
 def test_another_threshold_is_another_run() -> None:
     states = {"length_penalty": {"settings": dict(penalty("anchor", anchor={"pass_rate": 0.9}).noted)}}
-    other = ExtensionHooks([penalty("anchor", anchor={"pass_rate": 0.8})])
+    other = AddOns([penalty("anchor", anchor={"pass_rate": 0.8})])
     (line,) = other.differences(states)
     assert line == "length_penalty.anchor.pass_rate: 0.9 in the checkpoint, 0.8 now"
 

@@ -16,7 +16,7 @@ from recipe.offpolicy.analysis.whatif.candidates import RECORDED, Candidate
 from recipe.offpolicy.analysis.whatif.study import run_study
 from recipe.offpolicy.batch.plan import PLAN, SharedPlan, UpdateRows
 from recipe.offpolicy.correction import CorrectionSpec
-from recipe.offpolicy.extensions.hooks import ExtensionHooks
+from recipe.offpolicy.extensions.add_ons import AddOns
 from recipe.offpolicy.extensions.opd.columns import ROW, TEACHER
 from recipe.offpolicy.recording import Recording
 from recipe.offpolicy.recording.record_settings import RecordSettings
@@ -58,7 +58,7 @@ def recorded(folder: Path, mode: str) -> tuple[Run, Recording]:
     made = config(folder)
     settings = RecordSettings.from_config(made)
     assert settings is not None
-    RunRecord(made, SPEC, {}, ExtensionHooks([run.opd]).describe())
+    RunRecord(made, SPEC, {}, AddOns([run.opd]).describe())
     run.update(SPEC, announce, record=settings)
     flush_all()
     return run, Recording(folder)

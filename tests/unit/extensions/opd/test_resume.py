@@ -9,7 +9,7 @@ import pytest
 from omegaconf import DictConfig, OmegaConf
 
 from recipe.offpolicy.correction import CorrectionSpec
-from recipe.offpolicy.extensions.hooks import ExtensionHooks
+from recipe.offpolicy.extensions.add_ons import AddOns
 from recipe.offpolicy.extensions.opd.distillation import OnPolicyDistillation
 from recipe.offpolicy.fault_tolerance.checkpoints import (
     TRACKER,
@@ -23,9 +23,9 @@ SPEC = CorrectionSpec()
 TEACHER = {"url": "http://one:8100", "timeout": 60}
 
 
-def hooks(**changes: Any) -> ExtensionHooks:
+def hooks(**changes: Any) -> AddOns:
     settings = {"mode": "advantage", "teacher": TEACHER, "coef": None, "eligible": {"max_pass_rate": 0.25}} | changes
-    return ExtensionHooks([OnPolicyDistillation("opd", settings)])
+    return AddOns([OnPolicyDistillation("opd", settings)])
 
 
 def config(folder: Path, **ours: Any) -> DictConfig:
@@ -42,7 +42,7 @@ def checkpoint(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def resume(folder: Path, now: ExtensionHooks, **ours: Any) -> None:
+def resume(folder: Path, now: AddOns, **ours: Any) -> None:
     made = config(folder, **ours)
     check_before_loading(made, SPEC, of_extensions=now.differences)
     now.restore(*extension_states(made))
@@ -65,13 +65,11 @@ def test_the_same_settings_go_on_with_a_teacher_at_another_address(checkpoint: P
             ],
         ),
         (hooks(horizon=8), ["opd.horizon: not there in the checkpoint, 8 now"]),
-        (ExtensionHooks(), ['opd.mode: "advantage" in the checkpoint, not there now']),
+        (AddOns(), ['opd.mode: "advantage" in the checkpoint, not there now']),
     ],
     ids=["mode", "two keys", "horizon", "off"],
 )
-def test_others_are_refused_by_name_unless_they_are_meant(
-    now: ExtensionHooks, said: list[str], checkpoint: Path
-) -> None:
+def test_others_are_refused_by_name_unless_they_are_meant(now: AddOns, said: list[str], checkpoint: Path) -> None:
     with pytest.raises(CheckpointError) as refused:
         resume(checkpoint, now)
     assert [line for line in said if line not in str(refused.value)] == []

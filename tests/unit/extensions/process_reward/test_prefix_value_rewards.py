@@ -17,7 +17,7 @@ from verl.trainer.ppo.core_algos import get_adv_estimator_fn
 
 from recipe.offpolicy.batch.checksums import hash_rows
 from recipe.offpolicy.batch.rewards import RewardError
-from recipe.offpolicy.extensions.hooks import ExtensionHooks
+from recipe.offpolicy.extensions.add_ons import AddOns
 from recipe.offpolicy.extensions.process_reward import token_advantages
 from recipe.offpolicy.extensions.process_reward.columns import FIELD, UTILITY
 from recipe.offpolicy.extensions.process_reward.prefix_scorer import RowValues
@@ -139,7 +139,7 @@ def run(view: Any, made: PrefixValueRewards, seen: list[Tensor] | None = None) -
             seen.append(rewards)
         view.put_advantages(grpo(rewards), returns=True)
 
-    hooks = ExtensionHooks([made])
+    hooks = AddOns([made])
     hooks.on_rollout(view)
     hooks.compute_advantages(view, estimator)
     found: Tensor = view.advantages
@@ -260,7 +260,7 @@ def test_the_order_of_rows_changes_nothing() -> None:
     def estimator() -> None:
         view.put_advantages(grpo(scores())[order], returns=True)
 
-    hooks = ExtensionHooks([made := extension()])
+    hooks = AddOns([made := extension()])
     made._comparisons = COMPARISONS
     hooks.on_rollout(view)
     hooks.compute_advantages(view, estimator)

@@ -9,7 +9,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -56,9 +55,6 @@ def test_shares_by_hand(run_share: Any) -> None:
     assert limited == pytest.approx(expected | of_limit)
     said = "limit of staleness: 110.0 ms, 0.30 % of a step, the first included (enough 110.0)"
     assert said in run_share.format_figures(limited)
-    # Of differences of reads the median counts, as often as there are any: one waited for another program.
-    calls += [{"name": "staleness.read", "seconds": seconds} for seconds in (0.01, -0.9, 0.02)]
-    assert run_share.compute_shares(metrics, calls)["staleness.read"] == pytest.approx(0.01)
 
 
 @pytest.mark.slow
@@ -80,23 +76,6 @@ def test_calls_are_noted_where_a_module_arrives_later(run_share: Any, tmp_path: 
     assert metrics == [step["data"]]
     assert [call["name"] for call in calls] == ["worker.leave"]
     assert calls[0]["seconds"] > 0
-
-
-def test_a_read_is_noted_by_what_the_limit_adds_to_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A column takes a second: the limit adds one to the three of the check of log-probs."""
-    from recipe.offpolicy.trainer import batch_view_v1
-
-    monkeypatch.syspath_prepend(FOLDER)
-    call_times = importlib.import_module("call_times")
-    clock = [0.0]
-    monkeypatch.setattr(call_times, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
-    monkeypatch.setattr(
-        batch_view_v1, "read_columns", lambda batch, *names: clock.__setitem__(0, clock[0] + len(names))
-    )
-    trainer = SimpleNamespace(_names_to_check=("responses", "response_mask", "rollout_log_probs", "extra_fields"))
-    check = call_times.note_added_read(lambda trainer, batch, rows: (batch, rows), tmp_path / "calls.jsonl")
-    assert check(trainer, "batch", "rows") == ("batch", "rows")
-    assert json.loads((tmp_path / "calls.jsonl").read_text()) == {"name": "staleness.read", "seconds": 1.0}
 
 
 QUICKSTART = """

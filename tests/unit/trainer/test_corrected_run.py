@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from omegaconf import DictConfig, OmegaConf
 
+from recipe.offpolicy.extensions.add_ons import AddOns
 from recipe.offpolicy.extensions.extension import Extension
-from recipe.offpolicy.extensions.hooks import ExtensionHooks
 from recipe.offpolicy.fault_tolerance.checkpoints import RECORD, TRACKER, CheckpointError
 from recipe.offpolicy.monitor.active_correction import ActiveCorrection
 from recipe.offpolicy.preflight.checks import read_spec
@@ -46,7 +46,6 @@ class Trainer:
         from verl.utils.checkpoint.checkpoint_manager import BaseCheckpointManager
 
         self.config, self.global_steps, self.ends_before_tracker = config, 0, ends_before_tracker
-        self.supervision = SimpleNamespace(active_correction=ActiveCorrection(read_spec(config), config))
         self.manager = object.__new__(BaseCheckpointManager)
         self.manager.previous_saved_paths = []
 
@@ -76,11 +75,19 @@ class Trainer:
             self._save_checkpoint()
 
 
-def run(supervised: bool, *args: Any, **kwargs: Any) -> Any:
-    from recipe.offpolicy.trainer.supervised_run import SupervisedRun
+def correct(trainer: Any) -> Any:
+    """Put a corrected run on one of the trainers."""
+    from recipe.offpolicy.trainer.corrected_run import CorrectedRun
 
-    bases = (SupervisedRun, Trainer) if supervised else (Trainer,)
-    trainer: Any = type("Run", bases, {})(*args, **kwargs)
+    made: Any = CorrectedRun(trainer)
+    made.supervision = SimpleNamespace(active_correction=ActiveCorrection(read_spec(made.config), made.config))
+    return made
+
+
+def run(supervised: bool, *args: Any, **kwargs: Any) -> Any:
+    trainer = Trainer(*args, **kwargs)
+    if supervised:
+        correct(trainer)
     try:
         trainer.fit()
     except Killed:
@@ -132,18 +139,23 @@ class Loading(Trainer):
 
 
 def test_an_extension_replaces_the_loader_before_its_state_is_loaded(tmp_path: Path) -> None:
-    from recipe.offpolicy.trainer.supervised_run import SupervisedRun
-
-    trainer: Any = type("Run", (SupervisedRun, Loading), {})(config(tmp_path))
+    trainer = Loading(config(tmp_path))
+    corrected = correct(trainer)
     assert trainer._load_checkpoint() == 1
-    trainer.extensions = ExtensionHooks([Doubled("doubled", {})])
+    corrected.add_ons = AddOns([Doubled("doubled", {})])
     assert trainer._load_checkpoint() == 2
 
 
-def test_it_is_watched(tmp_path: Path) -> None:
-    trainer = run(True, config(tmp_path))
-    for name in ("fit", "_save_checkpoint", "_load_checkpoint"):
-        assert name in vars(trainer)
+def test_it_is_watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from recipe.offpolicy.trainer import corrected_run
+
+    monkeypatch.setattr(corrected_run, "demand_seams", lambda config: None)
+    trainer = Trainer(config(tmp_path))
+    before = correct(trainer)
+    watched = [trainer.fit, trainer._save_checkpoint, trainer._load_checkpoint]
+    before._begin()
+    assert not {*watched} & {trainer.fit, trainer._save_checkpoint, trainer._load_checkpoint}
+    trainer.fit()
 
 
 class Recorded:
@@ -160,17 +172,19 @@ class Recorded:
 
 
 def recorded_run(recording: Recorded, ends: BaseException | None = None) -> Any:
-    from recipe.offpolicy.trainer.supervised_run import SupervisedRun
+    from recipe.offpolicy.trainer.corrected_run import CorrectedRun
 
     class Verls:
+        config = OmegaConf.create()
+
         def fit(self) -> str:
             if ends is not None:
                 raise ends
             return "what verl returns"
 
-    made: Any = object.__new__(type("Run", (SupervisedRun, Verls), {}))
-    made.recording = recording
-    return made
+    trainer: Any = Verls()
+    CorrectedRun(trainer).recording = recording
+    return trainer
 
 
 @pytest.mark.parametrize("ends", [LivenessError("not live"), Killed()])

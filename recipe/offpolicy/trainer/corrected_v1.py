@@ -1,10 +1,6 @@
-"""verl's V1 trainer with a correction: hands the loss to the workers and stops the run unless it is proved live.
+"""A run by verl's V1 trainer: hands the loss to the workers and stops unless it is proved live.
 
-Seams in verl 0.9.1, all public hooks of ``verl.trainer.ppo.v1.trainer_base.PPOTrainer``:
-``on_init_end(self)``, ``step(self, metrics, timing_raw)``, ``_compute_old_log_prob(self, batch, metrics)``,
-``_next_train_batch(self, num_prompts)``,
-``_compute_advantage(self, batch, metrics)``, ``_update_actor(self, batch, metrics)``,
-``get_llm_client(self)``, the number
+Seams in verl 0.9.1: ``METHODS`` of ``verl.trainer.ppo.v1.trainer_base.PPOTrainer``, the number
 ``parameter_sync_step`` of updates in a step, and ``RayWorkerGroup.set_loss_fn(loss_fn)`` / ``.update_actor(batch)`` /
 ``.compute_log_prob(batch)`` of the actor's worker group. Columns are read and written by TransferQueue's
 ``kv_batch_get(keys, partition_id, select_fields)`` and ``kv_batch_put(keys, partition_id, fields)``.
@@ -14,8 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import Any, ClassVar
 
 import torch
 import transfer_queue as tq
@@ -25,9 +21,7 @@ from verl.workers.utils.padding import response_from_nested
 
 from ..batch.micro_batch import ROLLOUT_LOG_PROBS
 from ..batch.plan import COLUMNS, PLAN, BatchSplit, build_plan, regroup_without_rejected
-from ..correction import CorrectionSpec
 from ..correction.row_layout import spread_over_tokens
-from ..monitor.step_cost import StepCost
 from ..preflight.checks import read_shadows, read_spec
 from ..preflight.checks.staleness import notes_token_versions
 from ..preflight.old_log_prob import check_one_mini_batch
@@ -38,13 +32,9 @@ from .actor_updates import adopt
 from .batch_view_v1 import TensorDictPrompts, TransferQueueBatch
 from .batch_view_v1 import put_columns as _put
 from .batch_view_v1 import read_columns as _columns
+from .corrected_run import CorrectedRun
 from .own_forward import Pair, build_nested, name_keys, repeat_rows
-from .supervised_run import SupervisedRun
 from .supervision import Supervision
-
-if TYPE_CHECKING:
-    from verl.trainer.ppo.v1 import PPOTrainer
-
 
 OWN_PARTITION = "offpolicy"
 """Partition of TransferQueue for rows that are in no batch."""
@@ -54,107 +44,131 @@ OF_A_FORWARD = ("uid", "multi_modal_inputs")
 """Columns that workers may read beside those of the tokens."""
 
 
-class OffPolicyTrainer(SupervisedRun):
-    """Mixin of verl's V1 trainers, see ``build_corrected``."""
+class CorrectedV1(CorrectedRun):
+    """One run by a V1 trainer of verl's or of a class derived from it."""
 
-    actor_rollout_wg: Any
+    METHODS: ClassVar[tuple[str, ...]] = (
+        *CorrectedRun.METHODS,
+        "init",
+        "on_init_end",
+        "get_llm_client",
+        "step",
+        "_init_resource_pool_mgr",
+        "_build_replay_buffer",
+        "_add_async_warmup_batches",
+        "_add_batch_to_generate",
+        "_submit_batch_to_rollout",
+        "_next_train_batch",
+        "_compute_old_log_prob",
+        "_compute_advantage",
+        "_update_actor",
+    )
     recording: RunRecord
+
+    def init(self) -> None:
+        self._begin()
+        self.verls.init()
 
     def on_init_end(self) -> None:
         self.shadows = read_shadows(self.config)
         spec = read_spec(self.config)
-        self.supervision = Supervision(spec, self.config, self.extensions)
+        self.supervision = Supervision(spec, self.config, self.add_ons)
         if self._resumed is not None:
             self.supervision.active_correction.restore(self._resumed)
-        self.recording = RunRecord(self.config, spec, self.shadows, self.extensions.describe())
+        self.recording = RunRecord(self.config, spec, self.shadows, self.add_ons.describe())
         self._hand_over_loss()
-        self.actor_rollout_wg.compute_log_prob = self.cost.counted(self.actor_rollout_wg.compute_log_prob)
-        adopt(self.actor_rollout_wg, self._update_and_collect)
-        super().on_init_end()  # type: ignore[misc]
+        self.workers.compute_log_prob = self.cost.counted(self.workers.compute_log_prob)
+        adopt(self.workers, self._update_and_collect)
+        self.verls.on_init_end()
+
+    def _init_resource_pool_mgr(self) -> None:
+        self.verls._init_resource_pool_mgr()
+        self._choose_actor_class()
 
     def get_llm_client(self) -> Any:
-        client = super().get_llm_client()  # type: ignore[misc]
-        if not notes_token_versions(self.config):
-            return client
-        # Other releases need not have what it is made of.
-        from ..staleness.client import note_versions
+        client = self.verls.get_llm_client()
+        if notes_token_versions(self.config):
+            # Other releases need not have what it is made of.
+            from ..staleness.client import note_versions
 
-        return note_versions(client)
+            client = note_versions(client)
+        return self.add_ons.rollout_client(client)
 
-    @property
-    def correction(self) -> CorrectionSpec:
-        """The correction in force."""
-        return self.supervision.spec
+    def _build_replay_buffer(self) -> Any:
+        return self.add_ons.replay_buffer(self.verls._build_replay_buffer)
 
-    @cached_property
-    def cost(self) -> StepCost:
-        """The cost of the running step."""
-        return StepCost()
+    def _add_async_warmup_batches(self, num_warmup_batches: Any) -> None:
+        self.add_ons.warm_up_prompts(self.verls._add_async_warmup_batches, num_warmup_batches)
+
+    def _add_batch_to_generate(self) -> None:
+        self.add_ons.issue_prompts(self.verls._add_batch_to_generate)
+
+    def _submit_batch_to_rollout(self, batch: TensorDict) -> int:
+        return self.add_ons.submit_prompts(self.verls._submit_batch_to_rollout, batch)
 
     def step(self, metrics: dict[str, Any], timing_raw: dict[str, float]) -> Any:
+        return self.add_ons.run_step(partial(self._step, metrics, timing_raw), metrics)
+
+    def _step(self, metrics: dict[str, Any], timing_raw: dict[str, float]) -> Any:
         self.supervision.begin_step()
         self.cost.begin()
-        batch = super().step(metrics, timing_raw)  # type: ignore[misc]
+        batch = self.verls.step(metrics, timing_raw)
         # Where a step makes several updates, verl averages their metrics or takes a maximum, by name.
         metrics.update(self.supervision.step_metrics() | self.cost.metrics())
         return batch
 
     def _next_train_batch(self, num_prompts: int | None = None) -> TensorDict:
-        batch: TensorDict = super()._next_train_batch(num_prompts)  # type: ignore[misc]
-        self.extensions.next_batch(TensorDictPrompts(batch, self.global_steps))
+        batch: TensorDict = self.verls._next_train_batch(num_prompts)
+        self.add_ons.next_batch(TensorDictPrompts(batch, self.global_steps))
         return batch
 
-    def _view(self, batch: Any) -> TransferQueueBatch:
+    def view(self, batch: Any) -> TransferQueueBatch:
+        """View a batch as add-ons do."""
         return TransferQueueBatch(batch, self.global_steps, self.cost.add_columns, self._compute_log_probs)
 
     def _compute_log_probs(self, batch: Any, rows: Sequence[Pair]) -> list[list[float]]:
         """Compute log-probs at temperature 1 of each row's response; rows are laid beside the batch and removed."""
+        told, flags = batch.extra_info or {}, self.add_ons.batch_flags()
         keys, source = name_keys(len(batch.keys)), _columns(_first(batch), *OF_A_FORWARD)
         beside = type(batch)(
             keys=keys,
             tags=[dict(batch.tags[0]) for _ in keys],
             partition_id=OWN_PARTITION,
-            extra_info={**(batch.extra_info or {}), **FORWARD},
+            extra_info={name: value for name, value in told.items() if name not in flags} | FORWARD,
         )
         try:
             fields = build_nested(repeat_rows(rows, len(keys)), source)
             tq.kv_batch_put(keys=keys, partition_id=OWN_PARTITION, fields=fields, tags=beside.tags)
-            self.actor_rollout_wg.compute_log_prob(beside)
+            self.workers.compute_log_prob(beside)
             found = _columns(beside, "log_probs", "response_mask")
         finally:
             tq.kv_clear(keys=keys, partition_id=OWN_PARTITION)
         responses = response_from_nested(found["log_probs"], found["response_mask"]).unbind()
         return [each.float().tolist() for each in responses[: len(rows)]]
 
-    @property
-    def _names_to_check(self) -> tuple[str, ...]:
-        """Columns that ``_check_rollout`` reads."""
-        return SAMPLED if self.supervision.wants_sampled else ()
-
-    def _check_rollout(self, batch: Any, rows: TensorDict) -> None:
-        """Check the batch as it was sampled.
-
-        Args:
-            rows: ``_names_to_check`` of it, each nested by row.
-        """
-        if self.supervision.wants_sampled:
-            self.supervision.sampled(rows)
-
     def _compute_old_log_prob(self, batch: Any, metrics: dict[str, Any]) -> Any:
-        # The first time that the trainer sees these rows, before anything can touch them.
-        if names := self._names_to_check:
+        self._flag(batch)
+        return self.add_ons.old_log_prob(partial(self._score, metrics=metrics), batch, metrics)
+
+    def _flag(self, batch: Any) -> None:
+        if flags := self.add_ons.batch_flags():
+            batch.extra_info.update(flags)
+
+    def _score(self, batch: Any, metrics: dict[str, Any]) -> Any:
+        if self.supervision.wants_sampled:
+            # The first time that the trainer sees these rows, before anything can touch them.
             with name_missing_column():
-                rows = _columns(batch, *names)
-            self._check_rollout(batch, rows)
-        if self.extensions:
-            view = self._view(batch)
-            self.extensions.on_rollout(view)
+                rows = _columns(batch, *SAMPLED)
+            self.supervision.sampled(rows)
+        if self.add_ons.uses("on_rollout"):
+            view = self.view(batch)
+            self.add_ons.on_rollout(view)
             batch = view.batch
         if self.supervision.takes_mu:
             # What the loss takes for pi_old is decided there; until then mu stands in its place.
             return _put_mu(batch)
         with self.cost.of_pi_old():
-            batch = super()._compute_old_log_prob(batch, metrics)  # type: ignore[misc]
+            batch = self.verls._compute_old_log_prob(batch, metrics)
         if self.supervision.wants_sampled:
             rows = _columns(batch, *ALIGNED, "uid")
             uids, rows = [str(uid) for uid in rows["uid"]], rows.exclude("uid")
@@ -164,16 +178,16 @@ class OffPolicyTrainer(SupervisedRun):
         return batch
 
     def _compute_advantage(self, batch: Any, metrics: dict[str, Any]) -> Any:
-        view = self._view(batch)
+        view = self.view(batch)
         self._check_rewards(view)
-        estimate = super()._compute_advantage  # type: ignore[misc]
+        estimate = self.verls._compute_advantage
 
         def estimator() -> None:
             view.batch = estimate(view.batch, metrics)
             self._check_kl_in_reward(view)  # verl subtracts it in there
 
         if self.correction.baseline == "include":
-            self.extensions.compute_advantages(view, estimator)
+            self.add_ons.compute_advantages(view, estimator)
             return view.batch
         rows = _columns(batch, *COLUMNS, "uid")
         uids = [str(uid) for uid in rows["uid"]]
@@ -187,14 +201,18 @@ class OffPolicyTrainer(SupervisedRun):
             silenced = {name: zero_rows(results[name], groups.silent) for name in ("advantages", "returns")}
             view.batch = _put(view.batch, uid=NonTensorStack(*uids), **silenced)
 
-        self.extensions.compute_advantages(view, estimator_without_rejected)
+        self.add_ons.compute_advantages(view, estimator_without_rejected)
         metrics.update(groups.metrics)
         return view.batch
 
     def _update_actor(self, batch: Any, metrics: dict[str, Any]) -> Any:
+        self._flag(batch)
+        return self.add_ons.update_actor(partial(self._update, metrics=metrics), batch, metrics)
+
+    def _update(self, batch: Any, metrics: dict[str, Any]) -> Any:
         self.supervision.begin()
-        batch = super()._update_actor(self._with_plan(batch), metrics)  # type: ignore[misc]
-        metrics.update(self.supervision.metrics() | self.extensions.metrics())
+        batch = self.verls._update_actor(self._with_plan(batch), metrics)
+        metrics.update(self.supervision.metrics() | self.add_ons.metrics())
         return batch
 
     def _with_plan(self, batch: Any) -> Any:
@@ -205,7 +223,7 @@ class OffPolicyTrainer(SupervisedRun):
             self.shadows,
             step=self.global_steps,
             rows=lambda: _columns(batch, *COLUMNS),
-            batch_split=self._split_batch,
+            batch_split=self.split_batch,
             bounds=self.supervision.active_correction.bounds,
         )
         if columns:
@@ -213,38 +231,35 @@ class OffPolicyTrainer(SupervisedRun):
         plan = self.recording.announce_update(
             plan,
             rows=len(batch.keys),
-            batch_split=self._split_batch,
-            updates=self.parameter_sync_step,  # type: ignore[attr-defined]
+            batch_split=self.split_batch,
+            updates=self.trainer.parameter_sync_step,
         )
         batch.extra_info[PLAN] = plan
         self.cost.add(columns, plan)
         return batch
 
-    def _split_batch(self) -> BatchSplit:
+    def split_batch(self) -> BatchSplit:
+        """Describe how workers split a batch."""
         # verl's trainer has filled this in when it balanced the batch.
-        return BatchSplit.of(self.config, max(self.actor_rollout_wg._dispatch_info["actor"]) + 1)
+        return BatchSplit.of(self.config, max(self.workers._dispatch_info["actor"]) + 1)
 
     def _hand_over_loss(self) -> None:
         proving, moving = self.supervision.proving, self.supervision.active_correction.moving
-        extensions = self.extensions.worker_halves()
+        extensions = self.add_ons.worker_halves()
         loss = build_loss(
             self.config, self.correction, self.shadows, prove=proving, moving=moving, extensions=extensions
         )
-        self.actor_rollout_wg.set_loss_fn(loss)
+        self.workers.set_loss_fn(loss)
 
     def _update_and_collect(self, update: Any, batch: Any) -> Any:
-        """Call ``actor_rollout_wg.update_actor``, take the packets out of its metrics and judge them."""
+        """Call the workers' ``update_actor``, take the packets out of its metrics and judge them."""
         output = update(batch)
+        self.add_ons.on_update(output["metrics"], batch)
         if self.supervision.collect(output["metrics"]):
             self._hand_over_loss()
         if self.supervision.proof is not None:
             self.recording.write_proof(self.global_steps, *self.supervision.proof)
         return output
-
-
-def build_corrected(trainer: type[PPOTrainer], mixin: type[OffPolicyTrainer] = OffPolicyTrainer) -> type[PPOTrainer]:
-    """Build a subclass of verl's trainer that hands over the loss and verifies it."""
-    return type(f"OffPolicy{trainer.__name__}", (mixin, trainer), {})
 
 
 def _put_mu(batch: Any) -> Any:

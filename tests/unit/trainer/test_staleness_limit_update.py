@@ -12,7 +12,6 @@ from torch import Tensor
 from recipe.offpolicy.batch.plan import BatchSplit
 from recipe.offpolicy.batch.token_versions import CHUNKS
 from recipe.offpolicy.staleness.ages import StalenessError
-from recipe.offpolicy.trainer.trainer_v1 import OffPolicyTrainer
 from tests.support.bounded_run import Run
 from tests.support.growth import count_work
 
@@ -25,7 +24,7 @@ def nested(rows: list[Tensor]) -> Tensor:
 
 
 def test_rows_are_zeroed_in_a_copy() -> None:
-    from recipe.offpolicy.trainer.trainer_v1 import zero_rows
+    from recipe.offpolicy.trainer.corrected_v1 import zero_rows
 
     column = nested([torch.ones(2), torch.ones(1)])
     assert [row.tolist() for row in zero_rows(column, [True, False]).unbind()] == [[0.0, 0.0], [1.0]]
@@ -44,11 +43,10 @@ class Update:
     def __init__(
         self, monkeypatch: pytest.MonkeyPatch, versions: list[int], seen: float | None, **staleness: Any
     ) -> None:
-        from verl.trainer.ppo.v1 import PPOTrainer
-
         from recipe.offpolicy.trainer import batch_view_v1
 
-        self.trainer = Run(monkeypatch, **staleness).trainer
+        run = Run(monkeypatch, **staleness)
+        self.trainer, self.limit, self.corrected = run.trainer, run.limit, run.corrected
         self.trainer.parameter_sync_step = 1
         self.trainer.global_steps = 5
         ones = [torch.ones(2, dtype=torch.int64) for _ in versions]
@@ -69,16 +67,16 @@ class Update:
         monkeypatch.setattr(batch_view_v1, "tq", queue)
         self.in_loss: dict[str, list[list[float]]] = {}
         self.sampled: list[Any] = []
-        self.trainer.supervision = SimpleNamespace(
+        self.corrected.supervision = SimpleNamespace(
             begin=lambda: None,
             metrics=lambda: {} if seen is None else {"offpolicy/staleness/max": seen},
             wants_sampled=True,
             sampled=lambda rows: self.sampled.append([row.tolist() for row in rows["response_mask"].unbind()]),
         )
-        kind = type(self.trainer)
-        monkeypatch.setattr(kind, "_with_plan", lambda trainer, batch: batch)
-        monkeypatch.setattr(kind, "_split_batch", lambda trainer: BatchSplit(1, 2, "token-mean"))
-        monkeypatch.setattr(PPOTrainer, "_update_actor", lambda trainer, batch, metrics: self._update(batch))
+        monkeypatch.setattr(self.corrected, "_with_plan", lambda batch: batch)
+        monkeypatch.setattr(self.corrected, "split_batch", lambda: BatchSplit(1, 2, "token-mean"))
+        monkeypatch.setattr(self.corrected, "_score", lambda batch, metrics: batch)
+        self.corrected.verls._update_actor = lambda batch, metrics: self._update(batch)
 
     def _update(self, batch: Any) -> Any:
         for name in ("response_mask", "loss_mask", "advantages"):
@@ -86,10 +84,8 @@ class Update:
         return batch
 
     def check(self) -> None:
-        """Check the rows as they were sampled, of one look at TransferQueue."""
-        names = self.trainer._names_to_check
-        assert sorted(names) == ["extra_fields", "response_mask", "responses", "rollout_log_probs"]
-        self.trainer._check_rollout(self.batch, {name: self.store[name] for name in names})
+        """Check the rows as they were sampled."""
+        self.trainer._compute_old_log_prob(self.batch, {})
 
     def run(self) -> dict[str, float]:
         metrics: dict[str, float] = {}
@@ -115,9 +111,9 @@ def test_ages_of_rows_are_split_into_flight_and_queue_and_counted_in_updates(mon
     for mean in (1.0, 0.5):
         counts = {"offpolicy/staleness/is0/token_count": 3.0, "offpolicy/staleness/is1/token_count": 5.0}
         metrics = {"offpolicy/staleness/max": 1.0, "offpolicy/staleness/mean": mean, **counts}
-        monkeypatch.setattr(update.trainer.supervision, "metrics", lambda metrics=metrics: metrics)
+        monkeypatch.setattr(update.corrected.supervision, "metrics", lambda metrics=metrics: metrics)
         update.run()
-    tally = update.trainer.tally.metrics(1, 0.0)
+    tally = update.limit.tally.metrics(1, 0.0)
     # Rows (4, 4), (3, 4) and (3, 3) of version 4's step, twice.
     assert tally["offpolicy/staleness/in_flight"] == pytest.approx(1 / 3)
     assert tally["offpolicy/staleness/in_queue"] == pytest.approx(1 / 3)
@@ -130,7 +126,7 @@ def test_ages_of_rows_are_split_into_flight_and_queue_and_counted_in_updates(mon
     ]
     update.batch.tags[2]["global_steps"] = 1
     update.check()
-    assert update.trainer.tally.metrics(1, 0.0)["offpolicy/staleness/spans"] == 1.5
+    assert update.limit.tally.metrics(1, 0.0)["offpolicy/staleness/spans"] == 1.5
 
 
 def test_a_row_past_the_limit_stops_the_run_with_its_versions(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,7 +150,7 @@ def test_a_masked_row_leaves_the_loss_and_nothing_else(monkeypatch: pytest.Monke
     assert [row.tolist() for name in ("response_mask", "loss_mask") for row in update.store[name].unbind()] == [
         [1, 1]
     ] * 8
-    tally = update.trainer.tally.metrics(1, 0.0)
+    tally = update.limit.tally.metrics(1, 0.0)
     assert tally["offpolicy/staleness/masked_token_share"] == 0.25
     assert tally["offpolicy/staleness/length_ratio"] == 1.0
 
@@ -203,7 +199,7 @@ def test_a_lie_about_rows_that_finish_during_the_update_is_found_before_its_weig
     run = Run(monkeypatch, eta=1)
     row = {"status": "success", "global_steps": 1, "min_global_steps": 0, "max_global_steps": 1, "response_len": 5}
     put = run.queue.tags.update
-    monkeypatch.setattr(OffPolicyTrainer, "step", lambda self, metrics, timing: put({"u7_0_0": row}))
+    run.corrected._step = lambda metrics, timing: put({"u7_0_0": row})
     with pytest.raises(StalenessError, match="row u7_0_0 was found finished in step 1"):
         run.trainer.step({}, {})
     row["max_global_steps"] = 0

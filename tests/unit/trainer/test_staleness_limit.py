@@ -11,7 +11,6 @@ from fractions import Fraction
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from omegaconf import OmegaConf
 
 from tests.support.bounded_run import LONG, Run
 from tests.support.examples import at_most
@@ -45,8 +44,8 @@ def test_a_trainer_that_waits_reaches_eta_and_loses_nothing(
     # Nothing is passed over for good: what is not trained was issued last.
     oldest = 4 * STEPS - int(eta * 4) - 4
     assert {f"u{number}" for number in range(max(oldest, 0))} <= {uid for _, uid, _ in run.trained}
-    assert run.trainer.rate_limit.account == 4 * STEPS + run.buffer.count_prompts()
-    assert run.trainer.tally.lost == 0
+    assert run.limit.rate_limit.account == 4 * STEPS + run.buffer.count_prompts()
+    assert run.limit.tally.lost == 0
 
 
 @settings(max_examples=at_most(400))
@@ -68,7 +67,7 @@ def test_every_schedule_ends_within_the_limit(eta: float, too_old: str, seed: in
                 run.fail(uid)
         waiting = run.buffer.count_prompts()
     assert len(run.trained) == len({uid for _, uid, _ in run.trained}) == 4 * steps
-    assert run.trainer.rate_limit.account == 4 * steps + waiting
+    assert run.limit.rate_limit.account == 4 * steps + waiting
     exempt = {"wait": (), "drop": (), "refresh": (".2",), "mask": ("",)}[keys["too_old"]]
     assert all(age <= math.ceil(eta) for _, uid, age in run.trained if not uid.endswith(exempt))
 
@@ -104,19 +103,19 @@ def test_each_step_issues_what_it_has_room_for(monkeypatch: pytest.MonkeyPatch) 
     run = Run(monkeypatch, eta=2)
     issued = []
     for _ in range(3):
-        run.trainer.tally.begin()
+        run.limit.tally.begin()
         run.train(1)
-        issued.append((run.trainer.tally.room, run.trainer.tally.issued))
+        issued.append((run.limit.tally.room, run.limit.tally.issued))
     assert issued == [(12, 12), (4, 4), (4, 4)]
 
 
 def test_a_failed_prompt_is_replaced_and_the_limit_holds(monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run(monkeypatch, eta=1, delay=lambda number, times: 1)
     run.trainer._add_batch_to_generate()
-    assert run.trainer.rate_limit.account == 8
+    assert run.limit.rate_limit.account == 8
     run.fail("u0")
     run.train(1)
-    assert (run.trainer.rate_limit.account, run.trainer.tally.issued) == (8, 9)
+    assert (run.limit.rate_limit.account, run.limit.tally.issued) == (8, 9)
     assert "u0" not in {uid for _, uid, _ in run.trained}
 
 
@@ -126,9 +125,9 @@ def test_prompts_that_vanish_are_replaced_and_told(
     """Without that the trainer would wait for ever for prompts that nobody samples."""
     run = Run(monkeypatch, eta=0)
     run.train(1)
-    run.trainer.rate_limit.account += 4
+    run.limit.rate_limit.account += 4
     run.train(1)
-    assert run.trainer.tally.lost == 4
+    assert run.limit.tally.lost == 4
     assert "4 prompts are gone" in caplog.text
     assert max(run.ages()) == 0
 
@@ -148,9 +147,9 @@ def test_a_refreshed_prompt_comes_under_its_own_name_and_at_last_is_masked(monke
     (found,) = [(uid, age) for _, uid, age in run.trained if uid.startswith("u3") and uid.partition(".")[0] == "u3"]
     assert found == ("u3.2", 4)
     assert max(age for _, uid, age in run.trained if uid != "u3.2") == 1
-    assert run.trainer.tally.refreshed == 2
-    assert run.trainer.rate_limit.account == 4 * 20 + run.buffer.count_prompts()
-    assert (run.trainer.tally.too_old.total, run.trainer.tally.too_old.count) == (2 * 2 * LONG, 4)
+    assert run.limit.tally.refreshed == 2
+    assert run.limit.rate_limit.account == 4 * 20 + run.buffer.count_prompts()
+    assert (run.limit.tally.too_old.total, run.limit.tally.too_old.count) == (2 * 2 * LONG, 4)
 
 
 def test_a_refreshed_prompt_that_is_quick_the_second_time_is_trained(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,9 +164,9 @@ def test_dropped_stragglers_are_never_trained(monkeypatch: pytest.MonkeyPatch) -
     run.train(20)
     assert not [uid for _, uid, _ in run.trained if rarely(int(uid[1:]))]
     assert max(run.ages()) == 2
-    assert run.trainer.tally.lost == 4
-    assert run.trainer.tally.too_old.value == LONG
-    assert run.trainer.rate_limit.account == 4 * 20 + run.buffer.count_prompts()
+    assert run.limit.tally.lost == 4
+    assert run.limit.tally.too_old.value == LONG
+    assert run.limit.rate_limit.account == 4 * 20 + run.buffer.count_prompts()
 
 
 def test_what_the_trainer_waits_for_is_said(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
@@ -177,13 +176,6 @@ def test_what_the_trainer_waits_for_is_said(monkeypatch: pytest.MonkeyPatch, cap
     run = Run(monkeypatch, eta=1, delay=lambda number, times: 9 if number == 2 else 0)
     run.train(2)
     assert "the oldest, u2, was issued in step 1 (offpolicy.staleness.eta=1, too_old=wait)" in caplog.text
-
-
-@pytest.mark.parametrize(("eta", "name"), [(None, "OffPolicyTrainer"), (0, "BoundedTrainer"), (2, "BoundedTrainer")])
-def test_without_eta_nothing_of_it_is_in_the_trainer(eta: float | None, name: str) -> None:
-    from recipe.offpolicy.trainer.mixin_choice import choose_v1
-
-    assert choose_v1(OmegaConf.create({"offpolicy": {"staleness": {"eta": eta}}})).__name__ == name
 
 
 # An eta that moves -----------------------------------------------------------------------------------------------
@@ -196,10 +188,10 @@ def test_a_falling_eta_issues_nothing_until_the_limit_holds(monkeypatch: pytest.
     run = Run(monkeypatch, eta=2)
     issued, ages = [], []
     for eta in (2, 1.5, 0, 0, 0, 1):
-        run.trainer._change_eta(run.step, Fraction(str(eta)))
-        run.trainer.tally.begin()
+        run.limit._change_eta(run.step, Fraction(str(eta)))
+        run.limit.tally.begin()
         run.train(1)
-        issued.append(run.trainer.tally.issued)
+        issued.append(run.limit.tally.issued)
         ages.append([age for step, _, age in run.trained if step == run.step - 1])
     assert issued == [12, 2, 0, 2, 4, 8]
     assert ages == [[0] * 4, [1] * 4, [2] * 4, [2, 2, 0, 0], [0] * 4, [0] * 4]
@@ -220,13 +212,13 @@ def test_every_schedule_of_an_eta_that_moves_ends_within_the_limit_at_its_issue(
             too_old=too_old,
         )
         for _ in range(steps):
-            moved = run.trainer.rate_limit.eta + chance.choice([-1, 0, 0, 1]) * Fraction(stride)
-            run.trainer._change_eta(run.step, max(moved, Fraction(0)))
+            moved = run.limit.rate_limit.eta + chance.choice([-1, 0, 0, 1]) * Fraction(stride)
+            run.limit._change_eta(run.step, max(moved, Fraction(0)))
             run.train(1)
             running = sorted(uid for uid, tag in run.queue.tags.items() if tag.get("status") == "running")
             for uid in running[: chance.choice([0, 0, 1])]:
                 run.fail(uid)
-        limit = run.trainer.age_limit
+        limit = run.limit.age_limit
     assert len(run.trained) == len({uid for _, uid, _ in run.trained}) == 4 * steps
     exempt = {"wait": (), "refresh": (".2",), "mask": ("",)}[too_old]
     # A row's version is that of the step before its issue.

@@ -1,10 +1,9 @@
-"""verl's asynchronous V1 trainers under ``offpolicy.staleness``: issue by the rate limit, and prove the ages.
+"""The limit of staleness of verl's asynchronous V1 trainers: issue by the rate limit, and prove the ages.
 
-Seams in verl 0.9.1, see ``verl_patches.replay_buffer``: ``_build_replay_buffer(self)``,
-``_add_async_warmup_batches(self, num_warmup_batches)``, ``_add_batch_to_generate(self)``,
-``_add_prompts_to_generate(self, num_prompts)`` and ``_submit_batch_to_rollout(self, batch)`` of
-``verl.trainer.ppo.v1.trainer_base.PPOTrainer``, and ``_restored_tq_prompt_count``, which its ``_load_checkpoint`` sets.
-Prompts are issued by nothing else: verl's warm-up, batches and replacements all come by ``_submit_batch_to_rollout``.
+Seams in verl 0.9.1, see ``verl_patches.replay_buffer``: ``_resolve_filter_groups_metric(self)``,
+``_add_prompts_to_generate(self, num_prompts)`` and ``_restored_tq_prompt_count``, which its ``_load_checkpoint`` sets,
+of ``verl.trainer.ppo.v1.trainer_base.PPOTrainer``, and the hooks of the add-on. Prompts are issued by nothing else:
+verl's warm-up, batches and replacements all come by ``submit_prompts``.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from fractions import Fraction
 from typing import Any
@@ -22,8 +21,9 @@ from verl.utils import tensordict_utils as tu
 
 from ..batch.weight_versions import EXTRA_FIELDS
 from ..correction.denominator import assign_mini_batches
+from ..extensions.add_on import AddOn
 from ..fault_tolerance.checkpoints import find_changes, read_staleness
-from ..proof.rollout_checks import SAMPLED
+from ..proof.rollout_checks import SAMPLED, name_missing_column
 from ..staleness.ages import AgeLimit, RowTag, check_ages, check_seen, find_too_old, read_tags, split_too_old
 from ..staleness.buffer import BoundedReplayBuffer
 from ..staleness.controller import EtaController
@@ -32,7 +32,7 @@ from ..staleness.rate_limit import RateLimit, format_eta
 from ..staleness.staleness_settings import ADAPT, ETA, StalenessSettings
 from ..staleness.tally import Tally
 from .batch_view_v1 import put_columns, read_columns
-from .trainer_v1 import OffPolicyTrainer, zero_rows
+from .corrected_v1 import CorrectedV1, zero_rows
 
 logger = logging.getLogger("verl.offpolicy")
 
@@ -46,41 +46,51 @@ _ESS = "offpolicy/weight/ess"
 """Effective sample size of the weights as applied, over all updates of the step."""
 
 
-class BoundedTrainer(OffPolicyTrainer):
-    """Mixin of verl's asynchronous V1 trainers in the place of ``OffPolicyTrainer``, where eta is set."""
+class StalenessLimit(AddOn):
+    """``offpolicy.staleness`` with eta.
 
-    replay_buffer: BoundedReplayBuffer
-    trainer_mode: str
-    _restored_tq_prompt_count: int
-    parameter_sync_step: int
+    Args:
+        run: by an asynchronous V1 trainer.
+        settings: of the limit.
+    """
+
     clock = staticmethod(time.monotonic)
-    _updates_made: int = 0
-    """By the running step."""
 
-    def _build_replay_buffer(self) -> BoundedReplayBuffer:
-        settings = StalenessSettings.from_config(self.config)
-        assert settings is not None, f"{ETA}=null has verl's own trainer"
-        self.staleness = settings
-        self.rate_limit = RateLimit(settings.eta, self.config.data.train_batch_size)
+    def __init__(self, run: CorrectedV1, settings: StalenessSettings) -> None:
+        self._run, self.settings = run, settings
+        self.rate_limit = RateLimit(settings.eta, run.config.data.train_batch_size)
         self.age_limit = AgeLimit(self.rate_limit.eta)
         self.controller = None if settings.adapt is None else EtaController(settings.adapt, self.rate_limit.eta)
         self.tally = Tally()
+        self._updates_made = 0  # by the running step
+
+    @property
+    def _step(self) -> int:
+        return self._run.global_steps
+
+    @property
+    def _buffer(self) -> BoundedReplayBuffer:
+        buffer: BoundedReplayBuffer = self._run.trainer.replay_buffer
+        return buffer
+
+    def replay_buffer(self, build: Callable[[], Any]) -> BoundedReplayBuffer:
+        settings, trainer = self.settings, self._run.trainer
         logger.info(
             "%s=%s, too_old=%s: prompts are issued by this limit, and rows trained at most %d versions old.",
             *(ETA, self._eta, settings.too_old, self.age_limit.oldest),
         )
-        v1 = self.config.trainer.v1
+        v1 = self._run.config.trainer.v1
         return BoundedReplayBuffer(
             settings,
             self.age_limit,
             self.tally,
             self._sample_anew,
             self.rate_limit.batch,
-            trainer_mode=self.trainer_mode,
-            trainer_config=v1.get(self.trainer_mode, {}),
+            trainer_mode=trainer.trainer_mode,
+            trainer_config=v1.get(trainer.trainer_mode, {}),
             sampler_kwargs=v1.sampler.sampler_kwargs,
             refill_fn=self._replace_prompts,
-            filter_groups_metric=self._resolve_filter_groups_metric(),  # type: ignore[attr-defined]
+            filter_groups_metric=trainer._resolve_filter_groups_metric(),
             sync_refill_failed_groups=bool(v1.sampler.get("sync_refill_failed_groups", False)),
         )
 
@@ -88,13 +98,13 @@ class BoundedTrainer(OffPolicyTrainer):
     def _eta(self) -> str:
         return format_eta(self.rate_limit.eta)
 
-    def _add_async_warmup_batches(self, num_warmup_batches: Any) -> None:
+    def warm_up_prompts(self, add: Callable[[Any], None], batches: Any) -> None:
         """Leave the first prompts to the first step, which has room for all of them."""
 
-    def _add_batch_to_generate(self) -> None:
-        limit, step = self.rate_limit, self.global_steps
+    def issue_prompts(self, add: Callable[[], None]) -> None:
+        limit, step = self.rate_limit, self._step
         trained = (step - 1) * limit.batch
-        if (lost := limit.account - trained - self.replay_buffer.count_prompts(step)) > 0:
+        if (lost := limit.account - trained - self._buffer.count_prompts(step)) > 0:
             logger.warning("%d prompts are gone that were neither trained nor evicted; others take their place.", lost)
             limit.left(lost)
             self.tally.lost += lost
@@ -102,37 +112,36 @@ class BoundedTrainer(OffPolicyTrainer):
         self._fill()
 
     def _fill(self) -> None:
-        if (room := self.rate_limit.room(self.global_steps)) > 0:
-            self._add_prompts_to_generate(room)  # type: ignore[attr-defined]
+        if (room := self.rate_limit.room(self._step)) > 0:
+            self._run.trainer._add_prompts_to_generate(room)
 
     def _replace_prompts(self, evicted: int) -> None:
         """Issue prompts in the place of groups that verl has evicted."""
         self.rate_limit.left(evicted)
         self._fill()
 
-    def _submit_batch_to_rollout(self, batch: TensorDict) -> int:
-        self.rate_limit.issued(len(batch), self.global_steps)
+    def submit_prompts(self, send: Callable[[TensorDict], int], batch: TensorDict) -> int:
+        self.rate_limit.issued(len(batch), self._step)
         self.tally.issued += len(batch)
-        submitted: int = super()._submit_batch_to_rollout(batch)  # type: ignore[misc]
-        return submitted
+        return send(batch)
 
     def _sample_anew(self, prompts: TensorDict) -> None:
         """Issue prompts again, which the account holds already."""
-        tu.assign_non_tensor_data(prompts, "global_steps", self.global_steps)
-        super()._submit_batch_to_rollout(prompts)  # type: ignore[misc]
+        tu.assign_non_tensor_data(prompts, "global_steps", self._step)
+        self._run.verls._submit_batch_to_rollout(prompts)
 
-    def step(self, metrics: dict[str, Any], timing_raw: dict[str, float]) -> Any:
+    def run_step(self, run: Callable[[], Any], metrics: dict[str, Any]) -> Any:
         self.tally.begin()
         self._updates_made = 0
         begun = self.clock()
-        batch = super().step(metrics, timing_raw)
-        self.replay_buffer.check_versions(self.global_steps)
+        batch = run()
+        self._buffer.check_versions(self._step)
         waited = self.tally.waited / max(self.clock() - begun, self.tally.waited, 1e-9)
         metrics.update(self.tally.metrics(float(self.rate_limit.eta), waited))
         if self.controller is not None and (why := self.controller.observe(metrics.get(_ESS, math.nan), waited)):
             now = format_eta(self.controller.eta)
             logger.info("%s: %s -> %s from the next step on: %s.", ETA, self._eta, now, why)
-            self._change_eta(self.global_steps + 1, self.controller.eta)
+            self._change_eta(self._step + 1, self.controller.eta)
         return batch
 
     def _change_eta(self, step: int, eta: Fraction) -> None:
@@ -140,83 +149,80 @@ class BoundedTrainer(OffPolicyTrainer):
         self.rate_limit.eta = eta
         self.age_limit.change(step, eta)
 
-    @property
-    def _names_to_check(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys([*super()._names_to_check, RESPONSE_MASK, EXTRA_FIELDS]))
+    def old_log_prob(self, compute: Callable[[Any], Any], batch: Any, metrics: dict[str, Any]) -> Any:
+        self._check_noted(batch)
+        return compute(batch)
 
-    def _check_rollout(self, batch: Any, rows: TensorDict) -> None:
-        super()._check_rollout(batch, rows)
-        self._check_noted(batch, rows)
-
-    def _check_noted(self, batch: Any, columns: TensorDict) -> None:
+    def _check_noted(self, batch: Any) -> None:
         """Check what the servers and the client say of versions."""
+        with name_missing_column():
+            columns = read_columns(batch, RESPONSE_MASK, EXTRA_FIELDS)
         rows, turns = read_tags(batch.keys, batch.tags), list_turns(columns)
         runs = list_runs(columns[RESPONSE_MASK]) if need_runs(rows, turns) else None
-        check_noted(rows, turns, runs, self.global_steps, self._eta)
+        check_noted(rows, turns, runs, self._step, self._eta)
         noted = (each for row, each in zip(rows, turns, strict=True) if each and not row.is_padding)
         self.tally.spans.add(map(count_versions, noted))
 
     def _check_ages(self, batch: Any) -> tuple[list[RowTag], list[int], list[RowTag]]:
         """Check that no row that enters the loss is too old; return all rows, the places of others, and these."""
         rows = read_tags(batch.keys, batch.tags)
-        too_old = find_too_old(rows, self.global_steps, self.age_limit) if self.staleness.masks else []
+        too_old = find_too_old(rows, self._step, self.age_limit) if self.settings.masks else []
         kept = [row for i, row in enumerate(rows) if i not in too_old and not row.is_padding]
-        check_ages(kept, self.global_steps, self.age_limit)
-        self.tally.add_rows(kept, [rows[i] for i in too_old], self.global_steps)
+        check_ages(kept, self._step, self.age_limit)
+        self.tally.add_rows(kept, [rows[i] for i in too_old], self._step)
         return rows, too_old, kept
 
-    def _update_actor(self, batch: Any, metrics: dict[str, Any]) -> Any:
+    def update_actor(self, run: Callable[[Any], Any], batch: Any, metrics: dict[str, Any]) -> Any:
         rows, too_old, kept = self._check_ages(batch)
         if too_old:
-            batch, left = self._update_without(too_old, rows, batch, metrics)
+            batch, left = self._update_without(run, too_old, rows, batch)
             kept += left
         else:
-            batch = super()._update_actor(batch, metrics)
-        check_seen(metrics.get(_SEEN), kept, self.global_steps, self._eta)
+            batch = run(batch)
+        check_seen(metrics.get(_SEEN), kept, self._step, self._eta)
         self.tally.add_ages(
             metrics.get(_MEAN, math.nan),
             sum(metrics.get(name, 0.0) for name in _TOKENS),
             update=self._updates_made,
-            updates=self.parameter_sync_step,
+            updates=self._run.trainer.parameter_sync_step,
         )
         self._updates_made += 1
         return batch
 
     def _update_without(
-        self, too_old: list[int], rows: list[RowTag], batch: Any, metrics: dict[str, Any]
+        self, run: Callable[[Any], Any], too_old: list[int], rows: list[RowTag], batch: Any
     ) -> tuple[Any, list[RowTag]]:
         """Update without rows that are too old, whose rewards are in their groups' baselines by now.
 
         Returns:
             The batch with its masks as they were, and the rows that are in the loss with an advantage of 0.
         """
-        split = self._split_batch()
+        split = self._run.split_batch()
         groups = assign_mini_batches(len(rows), ranks=split.ranks, rows_a_mini_batch=split.mini_batch_rows)
         masked, silenced = split_too_old(too_old, rows, groups.tolist())
         columns = read_columns(batch, *_MASKS, "advantages")
         without = {name: zero_rows(columns[name], [i in masked for i in range(len(rows))]) for name in _MASKS}
         silent = zero_rows(columns["advantages"], [i in silenced for i in range(len(rows))])
         batch = put_columns(batch, **without, advantages=silent)
-        if self.supervision.wants_sampled:
+        if self._run.supervision.wants_sampled:
             # The loss is to use the mu of these rows alone.
-            self.supervision.sampled(read_columns(batch, *SAMPLED))
-        batch = super()._update_actor(batch, metrics)
+            self._run.supervision.sampled(read_columns(batch, *SAMPLED))
+        batch = run(batch)
         # verl's own metrics are of all rows.
         return put_columns(batch, **{name: columns[name] for name in _MASKS}), [rows[i] for i in sorted(silenced)]
 
     @property
-    def staleness_state(self) -> dict[str, Any]:
+    def rate_limit_state(self) -> dict[str, Any]:
         state = self.rate_limit.state()
         if self.controller is not None:
             state |= {"adapt": asdict(self.controller.settings), "controller": self.controller.state()}
             state["changes"] = self.age_limit.state()
         return state
 
-    def _load_checkpoint(self) -> Any:
-        loaded = super()._load_checkpoint()
-        if step := self.global_steps:
-            self._resume(step, self._restored_tq_prompt_count, read_staleness(self.config) or {})
-        return loaded
+    def on_resumed(self) -> None:
+        if step := self._step:
+            waiting = self._run.trainer._restored_tq_prompt_count
+            self._resume(step, waiting, read_staleness(self._run.config) or {})
 
     def _resume(self, step: int, waiting: int, saved: Mapping[str, Any]) -> None:
         """Go on after ``step`` steps with the prompts that the checkpoint brought back, and what it says of eta."""

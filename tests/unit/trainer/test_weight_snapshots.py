@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from omegaconf import OmegaConf
 
 pytest.importorskip("verl.trainer.ppo.v1")
 pytestmark = pytest.mark.verl("==0.9.1")
@@ -46,26 +45,23 @@ class View:
         return [[self._workers.log_pi] * len(response) for _, response in rows]
 
 
-def trainer(snapshots: int) -> tuple[Any, Workers]:
-    from recipe.offpolicy.trainer.snapshot_trainer import SnapshotTrainer
+def run(snapshots: int) -> tuple[Any, Any, Workers]:
+    """A run and its add-on."""
+    from recipe.offpolicy.monitor.mismatch.snapshot_settings import SnapshotSettings
+    from recipe.offpolicy.trainer.weight_snapshots import WeightSnapshots
 
-    class Verls:
-        def _compute_old_log_prob(self, batch: Any, metrics: dict[str, Any]) -> Any:
-            return batch
-
-    made: Any = object.__new__(type("Made", (SnapshotTrainer, Verls), {"_view": lambda self, batch: batch}))
-    made.config = OmegaConf.create({"offpolicy": {"late_weights": {"snapshots": snapshots, "rows": 3}}})
-    made.actor_rollout_wg = workers = Workers()
-    return made, workers
+    workers = Workers()
+    made: Any = SimpleNamespace(workers=workers, view=lambda batch: batch)
+    return made, WeightSnapshots(made, SnapshotSettings(snapshots, 3)), workers
 
 
 def lags(lag: int, snapshots: int, steps: int = 6) -> list[float]:
-    made, workers = trainer(snapshots)
+    made, add_on, workers = run(snapshots)
     found, history = [], []
     for made.global_steps in range(1, steps + 1):
         history.append(workers.log_pi)
         metrics: dict[str, float] = {}
-        made._compute_old_log_prob(View(workers, history[max(len(history) - 1 - lag, 0)]), metrics)
+        add_on.old_log_prob(lambda batch: batch, View(workers, history[max(len(history) - 1 - lag, 0)]), metrics)
         assert workers.log_pi == history[-1]
         found.append(metrics["offpolicy/late_weights/lag"])
         assert len(workers.saved) == min(made.global_steps, snapshots + 1)
@@ -91,26 +87,17 @@ def test_a_lag_beyond_the_snapshots_is_not_told() -> None:
 
 
 def test_the_workers_weights_are_put_back_where_scoring_fails() -> None:
-    made, workers = trainer(4)
+    made, add_on, workers = run(4)
     made.global_steps = 1
     view = View(workers, -1.0)
     view.compute_log_probs = lambda rows: 1 / 0  # type: ignore[assignment,return-value]
     with pytest.raises(ZeroDivisionError):
-        made._compute_old_log_prob(view, {})
+        add_on.old_log_prob(lambda batch: batch, view, {})
     assert workers.log_pi == -1.0
 
 
-def test_the_actors_worker_is_the_one_that_keeps_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_actors_worker_is_the_one_that_keeps_weights() -> None:
     from verl.experimental.separation.engine_workers import DetachActorWorker
-    from verl.trainer.ppo.utils import Role
 
-    from recipe.offpolicy.trainer import snapshot_trainer
-
-    class Verls:
-        def _init_resource_pool_mgr(self) -> None:
-            self.role_worker_mapping = {Role.ActorRollout: "actor", Role.Critic: "critic"}
-
-    monkeypatch.setattr(snapshot_trainer, "ray", SimpleNamespace(remote=lambda found: found))
-    made: Any = type("Made", (snapshot_trainer.SnapshotTrainer, Verls), {})()
-    made._init_resource_pool_mgr()
-    assert made.role_worker_mapping == {Role.ActorRollout: DetachActorWorker, Role.Critic: "critic"}
+    _, add_on, _ = run(4)
+    assert add_on.actor_class(object) is DetachActorWorker

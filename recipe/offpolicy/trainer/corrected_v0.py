@@ -1,7 +1,6 @@
-"""verl's V0 trainer, ``RayPPOTrainer``, with a correction: the same from verl 0.7.1 to 0.9.1, engine or legacy actor.
+"""A run by verl's V0 trainer, ``RayPPOTrainer``: the same from verl 0.7.1 to 0.9.1, engine or legacy actor.
 
-Seams: ``init_workers(self)``, ``_compute_old_log_prob(self, batch)``, ``_update_actor(self, batch)``, the module's
-``compute_advantage`` around which ``fit`` is one block, ``_get_gen_batch(self, batch)``, and ``update_actor`` /
+Seams: ``METHODS``, the module's ``compute_advantage`` around which ``fit`` is one block, and ``update_actor`` /
 ``compute_log_prob`` / ``set_loss_fn`` of the actor's worker group. A trainer with a ``fit`` of its own may call the
 worker group past the methods. The group's batches are TensorDicts for the engine's workers, which get the loss by
 ``set_loss_fn``, and DataProto for the legacy actors, which take it from a ``Handover`` in ``meta_info``.
@@ -11,9 +10,8 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Sequence
-from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -25,15 +23,14 @@ from verl.utils import tensordict_utils as tu
 from verl_patches.execution_path import live_path
 from verl_patches.legacy.handover import HANDOVER
 from verl_patches.trainer_v0 import around_advantage
+from verl_patches.truncated_sampling import note_clients
 
 from ..batch.micro_batch import ROLLOUT_LOG_PROBS
 from ..batch.plan import COLUMNS, PLAN, REWARD, UID, BatchSplit, SharedPlan, build_plan, regroup_without_rejected
 from ..batch.token_versions import CHUNKS
 from ..batch.weight_versions import EXTRA_FIELDS, NEWEST_VERSION, OLDEST_VERSION, VERSION, VERSIONS
-from ..correction import CorrectionSpec
-from ..fault_tolerance.redaction import redact_streams
-from ..monitor.step_cost import StepCost
-from ..preflight.checks import demand_seams, read_shadows, read_spec
+from ..extensions.add_on import AddOn
+from ..preflight.checks import read_shadows, read_spec
 from ..preflight.old_log_prob import check_one_mini_batch
 from ..proof.rollout_checks import ALIGNED, SAMPLED
 from ..proof.verify import LivenessError
@@ -42,14 +39,9 @@ from ..worker.legacy_handover import Handover, build_handover
 from ..worker.loss import build_loss
 from .actor_updates import adopt
 from .batch_view_v0 import DataProtoBatch, DataProtoPrompts
-from .logging_setup import set_up_logger
+from .corrected_run import CorrectedRun
 from .own_forward import Pair, build_padded, repeat_rows
-from .supervised_run import SupervisedRun
 from .supervision import Supervision
-
-if TYPE_CHECKING:
-    from verl.trainer.ppo.ray_trainer import RayPPOTrainer
-
 
 NOT_COMPARED = {"training/rollout_probs_diff_valid": 0.0} | {
     f"training/{name}": math.nan
@@ -63,47 +55,54 @@ NOT_COMPARED = {"training/rollout_probs_diff_valid": 0.0} | {
 """What verl itself logs of mu and pi_old where they cannot be compared."""
 
 
-class OffPolicyRayTrainer(SupervisedRun):
-    """Mixin of verl's ``RayPPOTrainer``, see ``build_corrected``."""
+class CorrectedV0(CorrectedRun):
+    """One run by ``RayPPOTrainer`` or by a class derived from it."""
 
-    actor_rollout_wg: Any
+    METHODS: ClassVar[tuple[str, ...]] = (
+        *CorrectedRun.METHODS,
+        "init_workers",
+        "_init_models",
+        "fit_step",
+        "_get_gen_batch",
+        "_compute_old_log_prob",
+        "_update_actor",
+    )
     recording: RunRecord
-    current_param_version: int
-    trigger_parameter_sync_step: int
-    _sampled_at: int | None = None
-    """``global_steps`` of the rollout that was looked at and is not trained on yet."""
-    _scored: bool = False
-    """``_compute_old_log_prob`` has held this rollout against pi_old."""
-    _gathered: dict[str, float] | None = None
-    """Metrics of an update that ``_update_actor`` makes; None outside it."""
+
+    def __init__(self, trainer: Any, choose: Callable[[Any], Sequence[AddOn]] = lambda run: ()) -> None:
+        super().__init__(trainer, choose)
+        self._advantage_metrics: dict[str, float] = {}
+        self._sampled_at: int | None = None  # step of the rollout that was looked at and is not trained on yet
+        self._scored = False  # _compute_old_log_prob has held this rollout against pi_old
+        self._gathered: dict[str, float] | None = None  # metrics of an update that _update_actor makes
 
     def init_workers(self) -> Any:
-        made = super().init_workers()  # type: ignore[misc]
+        self._begin()
+        if self.add_ons.uses("rollout_client"):
+            note_clients(self.add_ons.rollout_client)
+        self._choose_actor_class()
+        with self._phase("start"):
+            made = self.verls.init_workers()
         if not inspect.isawaitable(made) and "supervision" not in vars(self):
             self._adopt_workers()
         return made
 
     def _init_models(self) -> None:
         """Of trainers that sample elsewhere; Ray may call their ``init_workers`` past this instance."""
-        super()._init_models()  # type: ignore[misc]
+        self.verls._init_models()
         self._adopt_workers()
 
     def _adopt_workers(self) -> None:
-        if not self._begun:  # an actor whose constructor Ray has called past this class
-            demand_seams(self.config)
-            redact_streams()
-            set_up_logger()
-            self._begin()
+        self._begin()
         self.shadows = read_shadows(self.config)
         spec = read_spec(self.config)
-        self.supervision = Supervision(spec, self.config, self.extensions)
-        self.recording = RunRecord(self.config, spec, self.shadows, self.extensions.describe())
+        self.supervision = Supervision(spec, self.config, self.add_ons)
+        self.recording = RunRecord(self.config, spec, self.shadows, self.add_ons.describe())
         self._by_engine = live_path(self.config).worker == "engine"
-        forward = self.cost.counted(self.actor_rollout_wg.compute_log_prob)
-        self.actor_rollout_wg.compute_log_prob = self._looking(forward)
+        forward = self.cost.counted(self.workers.compute_log_prob)
+        self.workers.compute_log_prob = self._looking(forward)
         self._hand_over_loss()
-        adopt(self.actor_rollout_wg, self._update_and_collect)
-        self._advantage_metrics: dict[str, float] = {}
+        adopt(self.workers, self._update_and_collect)
         around_advantage(self._around_advantage)
         if self._samples_elsewhere:
             self._begin_elsewhere()
@@ -124,23 +123,23 @@ class OffPolicyRayTrainer(SupervisedRun):
     @property
     def _samples_elsewhere(self) -> bool:
         """True for verl's fully asynchronous trainer, which counts versions of the weights by itself."""
-        return hasattr(self, "current_param_version")
+        return hasattr(self.trainer, "current_param_version")
 
     @property
     def _step(self) -> int:
         """The step as ages count it: one more than the version of the weights that the rollout engine has."""
-        return self.current_param_version + 1 if self._samples_elsewhere else self.global_steps
+        return self.trainer.current_param_version + 1 if self._samples_elsewhere else self.global_steps
 
     @property
     def _updates_a_step(self) -> int:
-        return self.trigger_parameter_sync_step if self._samples_elsewhere else 1
+        return self.trainer.trigger_parameter_sync_step if self._samples_elsewhere else 1
 
     @property
     def checkpoint_step(self) -> int:
-        return self.current_param_version if self._samples_elsewhere else self.global_steps
+        return self.trainer.current_param_version if self._samples_elsewhere else self.global_steps
 
     def fit_step(self, *args: Any, **kwargs: Any) -> Any:
-        made = super().fit_step(*args, **kwargs)  # type: ignore[misc]
+        made = self.verls.fit_step(*args, **kwargs)
         return self._await_step(made) if self._samples_elsewhere else made
 
     async def _await_step(self, made: Any) -> Any:
@@ -152,21 +151,11 @@ class OffPolicyRayTrainer(SupervisedRun):
             self._end_extensions()
             raise
 
-    @property
-    def correction(self) -> CorrectionSpec:
-        """The correction in force."""
-        return self.supervision.spec
-
-    @cached_property
-    def cost(self) -> StepCost:
-        """The cost of the running step."""
-        return StepCost()
-
     def _get_gen_batch(self, batch: DataProto) -> DataProto:
         # Validation gets its batches by the same method.
-        if self.extensions and not self._validating:
-            self.extensions.next_batch(DataProtoPrompts(batch, self.global_steps))
-        return super()._get_gen_batch(batch)  # type: ignore[misc]
+        if self.add_ons.uses("next_batch") and not self._validating:
+            self.add_ons.next_batch(DataProtoPrompts(batch, self.global_steps))
+        return self.verls._get_gen_batch(batch)
 
     def _view(self, batch: DataProto) -> DataProtoBatch:
         return DataProtoBatch(batch, self._step, self.cost.add_columns, self._compute_log_probs)
@@ -176,8 +165,10 @@ class OffPolicyRayTrainer(SupervisedRun):
         columns = build_padded(repeat_rows(rows, len(batch)))
         tokens = columns["attention_mask"].sum(-1).tolist()
         beside = DataProto.from_dict(columns)
-        beside.meta_info = {**batch.meta_info, "temperature": 1.0, "global_token_num": tokens}
-        old, _ = super()._compute_old_log_prob(beside)  # type: ignore[misc]
+        flags = self.add_ons.batch_flags()
+        told = {name: value for name, value in batch.meta_info.items() if name not in flags}
+        beside.meta_info = told | {"temperature": 1.0, "global_token_num": tokens}
+        old, _ = self.verls._compute_old_log_prob(beside)
         found = old.batch["old_log_probs"].float()
         return [found[row, : len(response)].tolist() for row, (_, response) in enumerate(rows)]
 
@@ -200,10 +191,11 @@ class OffPolicyRayTrainer(SupervisedRun):
 
     def _compute_old_log_prob(self, batch: DataProto) -> tuple[DataProto, float]:
         self.cost.begin()
+        batch.meta_info.update(self.add_ons.batch_flags())
         self._look(batch.batch)
         self._scored = True
-        if self.extensions:
-            self.extensions.on_rollout(self._view(batch))
+        if self.add_ons.uses("on_rollout"):
+            self.add_ons.on_rollout(self._view(batch))
         if self.supervision.takes_mu:
             # What the loss takes for pi_old is decided there; until then mu stands in its place. verl logs the mean
             # entropy of the forward pass that there is none of.
@@ -211,7 +203,7 @@ class OffPolicyRayTrainer(SupervisedRun):
             unknown = torch.full_like(mu, torch.nan, dtype=torch.float32)
             return DataProto.from_dict({"old_log_probs": mu, "entropys": unknown}), 0.0
         with self.cost.of_pi_old():
-            old, mfu = super()._compute_old_log_prob(batch)  # type: ignore[misc]
+            old, mfu = self.verls._compute_old_log_prob(batch)
         if self.supervision.wants_sampled:
             rows = batch.batch.select("response_mask", ROLLOUT_LOG_PROBS)
             rows["old_log_probs"] = old.batch["old_log_probs"]
@@ -233,7 +225,7 @@ class OffPolicyRayTrainer(SupervisedRun):
             view.batch = compute(view.batch, *args, **kwargs)
 
         if self.correction.baseline == "include":
-            self.extensions.compute_advantages(view, estimator)
+            self.add_ons.compute_advantages(view, estimator)
             return view.batch
         data.batch[VERSIONS] = versions = self._read_versions(data)
         _gather_chunks(data, versions)
@@ -250,7 +242,7 @@ class OffPolicyRayTrainer(SupervisedRun):
                 column = view.batch.batch[name]
                 view.batch.batch[name] = column * loud[:, None].to(column.dtype)
 
-        self.extensions.compute_advantages(view, estimator_without_rejected)
+        self.add_ons.compute_advantages(view, estimator_without_rejected)
         self._advantage_metrics = groups.metrics
         return view.batch
 
@@ -258,7 +250,8 @@ class OffPolicyRayTrainer(SupervisedRun):
         self.supervision.begin()
         self._gathered = {}
         try:
-            output: DataProto = super()._update_actor(batch)  # type: ignore[misc]
+            batch.meta_info.update(self.add_ons.batch_flags())
+            output: DataProto = self.verls._update_actor(batch)
             self.supervision.metrics()
             output.meta_info["metrics"].update(self._gathered)
         finally:
@@ -316,7 +309,7 @@ class OffPolicyRayTrainer(SupervisedRun):
                 self.shadows,
                 self.recording.settings,
                 self.supervision.active_correction.moving,
-                extensions=self.extensions.worker_halves(),
+                extensions=self.add_ons.worker_halves(),
             )
         if isinstance(batch, DataProto):
             batch.meta_info[PLAN if self._by_engine else HANDOVER] = handed
@@ -328,22 +321,22 @@ class OffPolicyRayTrainer(SupervisedRun):
     def _read_versions(self, batch: Any) -> Tensor:
         versions = _versions(batch, self._step)
         # one_step_off_policy sends weights in front of an update, under the number of that update's step.
-        return (versions - 1).clamp(min=0) if hasattr(self, "_async_gen_next_batch") else versions
+        return (versions - 1).clamp(min=0) if hasattr(self.trainer, "_async_gen_next_batch") else versions
 
     def _split_batch(self) -> BatchSplit:
-        return BatchSplit.of(self.config, self._get_dp_size(self.actor_rollout_wg, "actor"))  # type: ignore[attr-defined]
+        return BatchSplit.of(self.config, self.trainer._get_dp_size(self.workers, "actor"))
 
     def _hand_over_loss(self) -> None:
         if self._by_engine:
             proving, moving = self.supervision.proving, self.supervision.active_correction.moving
-            extensions = self.extensions.worker_halves()
+            extensions = self.add_ons.worker_halves()
             loss = build_loss(
                 self.config, self.correction, self.shadows, prove=proving, moving=moving, extensions=extensions
             )
-            self.actor_rollout_wg.set_loss_fn(loss)
+            self.workers.set_loss_fn(loss)
 
     def _update_and_collect(self, update: Any, batch: Any) -> Any:
-        """Call ``actor_rollout_wg.update_actor`` with the plan, and judge the packets in its metrics.
+        """Call the workers' ``update_actor`` with the plan, and judge the packets in its metrics.
 
         Who calls it past ``_update_actor`` gets our metrics among the workers'.
         """
@@ -355,22 +348,16 @@ class OffPolicyRayTrainer(SupervisedRun):
             self._score(batch)
         output = update(self._with_plan(batch))
         metrics = output.meta_info["metrics"] if isinstance(output, DataProto) else output["metrics"]
+        self.add_ons.on_update(metrics, batch)
         if self.supervision.collect(metrics):
             self._hand_over_loss()
         if self.supervision.proof is not None:
             self.recording.write_proof(self._step, *self.supervision.proof)
-        ours = self.supervision.metrics() | self._advantage_metrics | self.cost.metrics() | self.extensions.metrics()
+        ours = self.supervision.metrics() | self._advantage_metrics | self.cost.metrics() | self.add_ons.metrics()
         (metrics if self._gathered is None else self._gathered).update(ours)
         self._advantage_metrics, self._sampled_at, self._scored = {}, None, False
         self.cost.begin()
         return output
-
-
-def build_corrected(
-    trainer: type[RayPPOTrainer], mixin: type[OffPolicyRayTrainer] = OffPolicyRayTrainer
-) -> type[RayPPOTrainer]:
-    """Build a subclass of verl's trainer that hands over the loss and verifies it."""
-    return type(f"OffPolicy{trainer.__name__}", (mixin, trainer), {})
 
 
 def build_row_identity(batch: DataProto) -> dict[str, Tensor]:

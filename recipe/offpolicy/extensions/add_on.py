@@ -1,0 +1,160 @@
+"""What runs beside the correction in the trainer's process: one protocol for staleness, snapshots, replays, extensions.
+
+``AddOns`` calls the hooks, in the order in which they stand here. A hook that gets a function runs around a method of
+verl's trainer, which that function calls; the first add-on is the outermost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+from omegaconf import DictConfig
+from torch import Tensor
+
+from .batch_view import BatchView, PromptView
+
+
+@dataclass(frozen=True)
+class Advantages:
+    """One batch's advantages, (n, T) each.
+
+    Attributes:
+        rewards: what verl's estimator saw.
+        own: what it made of them.
+        final: what goes to the workers.
+    """
+
+    rewards: Tensor
+    own: Tensor
+    final: Tensor
+
+
+class AddOn:
+    """One thing that runs beside the correction; each hook does nothing here."""
+
+    phase: ClassVar[str] = ""
+    """The watchdog's name for the time that hooks take; empty: an extension's section, and verl's own phase else."""
+
+    # Start and end ------------------------------------------------------------------------------------------
+
+    def replay_buffer(self, build: Callable[[], Any]) -> Any:
+        """Build the V1 trainer's replay buffer."""
+        return build()
+
+    def begin(self, config: DictConfig) -> None:
+        """Start with the run, in the trainer's process."""
+
+    def actor_class(self, worker: type) -> type:
+        """Choose the class of the actor's workers, given verl's or the one of the add-on behind this."""
+        return worker
+
+    def rollout_client(self, client: Any) -> Any:
+        """Return the client of the rollout servers that agent loops get, given verl's or another add-on's."""
+        return client
+
+    def load_prompts(self, loader: Any) -> Any:
+        """Return the data loader of training prompts: verl's, which nothing has been read from, or another."""
+        return loader
+
+    def on_resumed(self) -> None:
+        """Go on after verl has loaded a checkpoint, or found none."""
+
+    def end(self) -> None:
+        """Release resources, such as threads; also called after a failure."""
+
+    # A step -------------------------------------------------------------------------------------------------
+
+    def run_step(self, run: Callable[[], Any], metrics: dict[str, Any]) -> Any:
+        """Run one step of the V1 trainer, of one update or several."""
+        return run()
+
+    def warm_up_prompts(self, add: Callable[[Any], None], batches: Any) -> None:
+        """Issue the prompts that an asynchronous V1 trainer samples ahead of its first step."""
+        add(batches)
+
+    def issue_prompts(self, add: Callable[[], None]) -> None:
+        """Issue the prompts of one step of the V1 trainer."""
+        add()
+
+    def submit_prompts(self, send: Callable[[Any], int], batch: Any) -> int:
+        """Send prompts to the V1 trainer's rollout servers; returns how many."""
+        return send(batch)
+
+    def next_batch(self, prompts: PromptView) -> None:
+        """See the prompts that are about to be sampled."""
+
+    def batch_flags(self) -> Mapping[str, Any]:
+        """Return what workers are told beside a batch of this step; rows of an add-on's own making go without."""
+        return {}
+
+    def old_log_prob(self, compute: Callable[[Any], Any], batch: Any, metrics: dict[str, Any]) -> Any:
+        """Compute pi_old in the V1 trainer, the first time that it sees these rows."""
+        return compute(batch)
+
+    def on_rollout(self, batch: BatchView) -> None:
+        """See a batch whose rewards are known and whose pi_old is not computed yet."""
+
+    def shape_rewards(self, batch: BatchView, rewards: Tensor) -> Tensor | None:
+        """Change the rewards that verl's estimator sees, (n, T); the raw ones are put back after it."""
+        return None
+
+    def estimate(self, batch: BatchView, rewards: Tensor) -> Tensor | None:
+        """Compute advantages (n, T) in the place of verl's estimator; one extension at most."""
+        return None
+
+    def shape_advantages(self, batch: BatchView, advantages: Tensor) -> Tensor | None:
+        """Change the estimator's advantages, (n, T)."""
+        return None
+
+    def on_advantages(self, batch: BatchView, advantages: Advantages) -> None:
+        """See the advantages that go to the workers, after all extensions."""
+
+    def update_actor(self, run: Callable[[Any], Any], batch: Any, metrics: dict[str, Any]) -> Any:
+        """Update the V1 trainer's actor, and see the metrics of that."""
+        return run(batch)
+
+    def on_update(self, metrics: dict[str, Any], batch: Any) -> None:
+        """Take an add-on's reports out of the metrics of the workers that have updated by ``batch``.
+
+        Raises:
+            LivenessError: what is configured was not seen to act; the run stops.
+        """
+
+    def judge(self, reports: Sequence[Any]) -> Mapping[str, float]:
+        """Judge the reports of one update, one a micro-batch of every rank; metrics by their full names.
+
+        Raises:
+            LivenessError: what is configured was not seen to act; the run stops.
+        """
+        return {}
+
+    def metrics(self) -> Mapping[str, float]:
+        """Return the step's metrics by their full names, such as ``opd/pass_rate``, to alarms and the logger."""
+        return {}
+
+    # Validation and checkpoints -----------------------------------------------------------------------------
+
+    def validate(self, trainer: Any, run: Callable[[], dict[str, float]]) -> dict[str, float]:
+        """Run verl's validation, once or in rounds."""
+        return run()
+
+    def validation_metrics(
+        self, sources: Sequence[Any], uids: Sequence[Any], values: Mapping[str, Sequence[Any]]
+    ) -> Mapping[str, float]:
+        """Compute metrics of one validation: data source, uid and verl's extra values of each sample."""
+        return {}
+
+    @property
+    def rate_limit_state(self) -> Mapping[str, Any] | None:
+        """State of a limit of staleness, for a checkpoint; None: there is none."""
+        return None
+
+    def state(self, folder: Path) -> Mapping[str, Any]:
+        """Return an extension's state for a checkpoint, as JSON; larger state goes into files below ``folder``."""
+        return {}
+
+    def restore(self, state: Mapping[str, Any], folder: Path) -> None:
+        """Restore a checkpoint's ``state``."""

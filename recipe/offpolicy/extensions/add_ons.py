@@ -1,0 +1,355 @@
+"""The one place that calls the hooks of add-ons, in their order, for the V0 and the V1 trainer."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from omegaconf import DictConfig
+from torch import Tensor
+
+from ..fault_tolerance.checkpoints import find_changes
+from ..fault_tolerance.redaction import redact
+from ..proof.verify import LivenessError
+from .add_on import AddOn
+from .batch_view import BatchView, PromptView
+from .extension import Advantages, Extension, WorkerExtension
+from .registry import load_extensions
+
+_OF_ADVANTAGES = ("shape_rewards", "estimate", "shape_advantages", "on_advantages")
+Phase = Callable[[str], AbstractContextManager[Any]]
+"""Makes the time inside count as a phase of the watchdog's."""
+
+
+class TrainerBatch(BatchView, Protocol):
+    """The part of a batch that the hooks need and extensions do not get."""
+
+    def shaped(self, rewards: Tensor) -> AbstractContextManager[None]:
+        """Show verl's estimator these rewards (n, T) within the context; restore the raw ones after it, to the bit."""
+
+    @property
+    def advantages(self) -> Tensor:
+        """(n, T), of the estimator."""
+
+    def put_advantages(self, advantages: Tensor, *, returns: bool) -> None:
+        """Replace the estimator's advantages, and its returns by the same."""
+
+
+class AddOns:
+    """The add-ons of one run, in the trainer's process; without any, each call does nothing but what it runs around.
+
+    Args:
+        extensions: in the order of their hooks.
+        own: what is no extension, outermost first; it stands in front of the extensions.
+    """
+
+    def __init__(self, extensions: Sequence[Extension] = (), own: Sequence[AddOn] = ()) -> None:
+        self._extensions = tuple(extensions)
+        self._all: tuple[AddOn, ...] = (*own, *extensions)
+        self._phase: Phase = nullcontext
+        self._prompts_seen = False
+        self._rollout_seen = False
+        self._advantages_seen = False
+        self._judged: dict[str, float] = {}
+
+    @classmethod
+    def from_config(cls, config: DictConfig, own: Sequence[AddOn] = ()) -> AddOns:
+        """Create the extensions that are on, behind ``own``."""
+        return cls(load_extensions(config), own)
+
+    def begin(self, config: DictConfig, phase: Phase = nullcontext) -> None:
+        """Start all add-ons; ``phase`` is the watchdog's."""
+        self._phase = phase
+        for add_on in self._all:
+            with self._within(add_on):
+                add_on.begin(config)
+
+    def end(self) -> None:
+        """End all add-ons, also where one fails."""
+        with contextlib.ExitStack() as stack:
+            for add_on in self._all:
+                stack.callback(add_on.end)
+
+    def uses(self, *hooks: str) -> bool:
+        """Return True if an add-on has one of these hooks."""
+        return any(self._users(hook) for hook in hooks)
+
+    def _users(self, hook: str) -> tuple[AddOn, ...]:
+        """Return the add-ons that have a hook of their own; others need not be called, nor a batch be read for them."""
+        idle = getattr(AddOn, hook)
+        return tuple(each for each in self._all if getattr(getattr(each, hook), "__func__", None) is not idle)
+
+    def _within(self, add_on: AddOn) -> AbstractContextManager[Any]:
+        """Count the time of a hook as the add-on's watchdog phase."""
+        name = add_on.phase or _section(add_on)
+        return self._phase(name) if name else nullcontext()
+
+    # Around methods of verl's trainer -----------------------------------------------------------------------
+
+    def replay_buffer(self, build: Callable[[], Any]) -> Any:
+        """Build the V1 trainer's replay buffer."""
+        return self._around("replay_buffer", build)
+
+    def actor_class(self, worker: type) -> type:
+        """Choose the class of the actor's workers."""
+        for add_on in reversed(self._users("actor_class")):
+            worker = add_on.actor_class(worker)
+        return worker
+
+    def rollout_client(self, client: Any) -> Any:
+        """Return the client of the rollout servers that agent loops get."""
+        for add_on in reversed(self._users("rollout_client")):
+            client = add_on.rollout_client(client)
+        return client
+
+    def on_resumed(self) -> None:
+        """Let add-ons go on after verl has loaded a checkpoint."""
+        for add_on in self._all:
+            add_on.on_resumed()
+
+    def run_step(self, run: Callable[[], Any], metrics: dict[str, Any]) -> Any:
+        """Run one step of the V1 trainer."""
+        return self._around("run_step", run, metrics)
+
+    def warm_up_prompts(self, add: Callable[[Any], None], batches: Any) -> None:
+        """Issue the prompts ahead of the first step."""
+        self._through("warm_up_prompts", add)(batches)
+
+    def issue_prompts(self, add: Callable[[], None]) -> None:
+        """Issue the prompts of one step."""
+        self._around("issue_prompts", add)
+
+    def submit_prompts(self, send: Callable[[Any], int], batch: Any) -> int:
+        """Send prompts to the rollout servers."""
+        sent: int = self._through("submit_prompts", send)(batch)
+        return sent
+
+    def batch_flags(self) -> dict[str, Any]:
+        """Collect what workers are told beside a batch."""
+        return {name: value for add_on in self._all for name, value in add_on.batch_flags().items()}
+
+    def old_log_prob(self, compute: Callable[[Any], Any], batch: Any, metrics: dict[str, Any]) -> Any:
+        """Compute pi_old in the V1 trainer."""
+        return self._through("old_log_prob", compute, metrics)(batch)
+
+    def update_actor(self, run: Callable[[Any], Any], batch: Any, metrics: dict[str, Any]) -> Any:
+        """Update the V1 trainer's actor."""
+        return self._through("update_actor", run, metrics)(batch)
+
+    def on_update(self, metrics: dict[str, Any], batch: Any) -> None:
+        """Let add-ons take their reports out of the workers' metrics."""
+        for add_on in self._all:
+            add_on.on_update(metrics, batch)
+
+    def _around(self, hook: str, run: Callable[[], Any], *args: Any) -> Any:
+        """Call ``run`` inside this hook of all add-ons."""
+        for add_on in reversed(self._users(hook)):
+            run = partial(getattr(add_on, hook), run, *args)
+        return run()
+
+    def _through(self, hook: str, run: Callable[[Any], Any], *args: Any) -> Callable[[Any], Any]:
+        """Put this hook of all add-ons around a function of one batch."""
+        for add_on in reversed(self._users(hook)):
+            run = partial(_call, getattr(add_on, hook), run, args)
+        return run
+
+    # Extensions ---------------------------------------------------------------------------------------------
+
+    def worker_halves(self) -> dict[str, WorkerExtension]:
+        """Return, by section, the worker half of each extension that has one."""
+        halves = {extension.section: extension.worker() for extension in self._extensions}
+        return {section: half for section, half in halves.items() if half is not None}
+
+    def describe(self) -> dict[str, dict[str, Any]]:
+        """Describe each section for a recording: ``meaning``, ``replay`` and ``columns``, which are recorded."""
+        halves = self.worker_halves()
+        return {
+            extension.section: {
+                "meaning": extension.meaning,
+                "replay": extension.replay_note,
+                "columns": dict(halves[extension.section].columns) if extension.section in halves else {},
+            }
+            for extension in self._extensions
+        }
+
+    def load_prompts(self, loader: Any) -> Any:
+        """Return the data loader of training prompts, as extensions change it."""
+        for add_on in self._users("load_prompts"):
+            with self._within(add_on):
+                loader = add_on.load_prompts(loader)
+        return loader
+
+    def next_batch(self, prompts: PromptView) -> None:
+        """Let extensions see the prompts that are about to be sampled."""
+        self._prompts_seen = True
+        for add_on in self._users("next_batch"):
+            with self._within(add_on):
+                add_on.next_batch(prompts)
+
+    def on_rollout(self, batch: BatchView) -> None:
+        """Let extensions see a batch before pi_old is computed."""
+        self._rollout_seen = True
+        for add_on in self._users("on_rollout"):
+            with self._within(add_on):
+                add_on.on_rollout(batch)
+
+    def compute_advantages(self, batch: TrainerBatch, estimator: Callable[[], None]) -> None:
+        """Run verl's ``estimator`` with the hooks around it; what it changes is read through ``batch``."""
+        if not self._rollout_seen:  # verl took mu for pi_old without asking us
+            self.on_rollout(batch)
+        self._rollout_seen = False
+        if self.uses(*_OF_ADVANTAGES):
+            self._shape(batch, estimator)
+        else:
+            estimator()
+        self._advantages_seen = True
+
+    def _shape(self, batch: TrainerBatch, estimator: Callable[[], None]) -> None:
+        raw = batch.scores
+        rewards = raw
+        for each in self._users("shape_rewards"):
+            with self._within(each):
+                rewards = _changed(each.shape_rewards(batch, rewards.clone()), rewards, each, "shape_rewards")
+        with batch.shaped(rewards) if rewards is not raw else nullcontext():
+            estimator()
+        own = found = batch.advantages
+        for each in self._users("estimate"):
+            with self._within(each):
+                estimated = each.estimate(batch, rewards.clone())
+                if estimated is not None:
+                    advantages = _changed(estimated, rewards, each, "estimate")
+                    if batch.silent is not None:
+                        advantages = advantages.masked_fill(batch.silent[:, None], 0.0)
+                    batch.put_advantages(advantages, returns=True)
+                    found = batch.advantages
+        advantages = found
+        for each in self._users("shape_advantages"):
+            with self._within(each):
+                shaped = each.shape_advantages(batch, advantages.clone())
+                advantages = _changed(shaped, advantages, each, "shape_advantages")
+        if advantages is not found:
+            batch.put_advantages(advantages, returns=False)
+        for each in self._users("on_advantages"):
+            with self._within(each):
+                each.on_advantages(batch, Advantages(rewards, own, advantages))
+
+    def judge(self, reports: Sequence[Mapping[str, Any]]) -> None:
+        """Let each extension with a worker half judge the reports of one update.
+
+        Args:
+            reports: of each micro-batch, by section.
+
+        Raises:
+            LivenessError: one is missing, the trainer went past the hooks in front of sampling or around its estimator,
+                or an extension stops the run.
+        """
+        self._judged = {}
+        needy = [_section(each) for each in self._users("next_batch")]
+        if needy and not self._prompts_seen:
+            raise LivenessError(f"{', '.join(needy)}: verl's trainer went past the hook in front of sampling.")
+        if self._extensions and not self._advantages_seen:
+            sections = ", ".join(extension.section for extension in self._extensions)
+            raise LivenessError(f"{sections}: verl's trainer went past the hooks around its advantage estimator.")
+        self._advantages_seen = False
+        for extension in self._extensions:
+            with self._within(extension):
+                if extension.worker() is None:
+                    continue
+                found = [report[extension.section] for report in reports if extension.section in report]
+                if len(found) < len(reports) or not found:
+                    raise LivenessError(
+                        f"{extension.section}: {len(reports) - len(found)} of {len(reports)} micro-batches came "
+                        f"without the report of the extension, so that it did not run there. Something hands the "
+                        f"workers another loss, or drops its metrics."
+                    )
+                self._judged |= extension.judge(found)
+
+    def metrics(self) -> dict[str, float]:
+        """Collect the metrics of the last update, by full names."""
+        found = dict(self._judged)
+        for add_on in self._all:
+            with self._within(add_on):
+                found |= add_on.metrics()
+        return found
+
+    # Validation and checkpoints ------------------------------------------------------------------------------
+
+    def validate(self, trainer: Any, run: Callable[[], dict[str, float]]) -> dict[str, float]:
+        """Run verl's validation inside the hooks of all."""
+        for add_on in reversed(self._users("validate")):
+            run = partial(add_on.validate, trainer, run)
+        return run()
+
+    def validation_metrics(
+        self, sources: Sequence[Any], uids: Sequence[Any], values: Mapping[str, Sequence[Any]]
+    ) -> dict[str, float]:
+        """Compute all extensions' metrics of one validation."""
+        found: dict[str, float] = {}
+        for add_on in self._users("validation_metrics"):
+            with self._within(add_on):
+                found |= add_on.validation_metrics(sources, uids, values)
+        return found
+
+    @property
+    def rate_limit_state(self) -> Mapping[str, Any] | None:
+        """State of the limit of staleness, for a checkpoint; None: there is none."""
+        states = (add_on.rate_limit_state for add_on in self._all)
+        return next((state for state in states if state is not None), None)
+
+    def state(self, folder: Path) -> dict[str, Any]:
+        """Return each section's state for a checkpoint, with the settings that it was made under."""
+        return {
+            extension.section: {
+                "settings": redact(dict(extension.noted)),
+                "state": dict(extension.state(folder / extension.section)),
+            }
+            for extension in self._extensions
+        }
+
+    def differences(self, states: Mapping[str, Any]) -> list[str]:
+        """List the keys, with both values, in which this run differs from the checkpoint with ``states``."""
+        noted = {section: redact(each["settings"]) for section, each in states.items()}
+        now = {extension.section: redact(dict(extension.noted)) for extension in self._extensions}
+        return [
+            line
+            for section in sorted(noted.keys() | now.keys())
+            for line in find_changes(noted.get(section, {}), now.get(section, {}), section)
+        ]
+
+    def restore(self, states: Mapping[str, Any], folder: Path) -> None:
+        """Restore the ``states`` of a checkpoint; an extension that was off then begins anew."""
+        for extension in self._extensions:
+            if extension.section in states:
+                extension.restore(states[extension.section]["state"], folder / extension.section)
+
+
+def _call(hook: Callable[..., Any], run: Callable[[Any], Any], args: Sequence[Any], batch: Any) -> Any:
+    return hook(run, batch, *args)
+
+
+def _section(add_on: AddOn) -> str:
+    return add_on.section if isinstance(add_on, Extension) else ""
+
+
+def _changed(given: Tensor | None, before: Tensor, add_on: AddOn, hook: str) -> Tensor:
+    """Return a hook's result after checking it, or ``before`` where it gave none.
+
+    Raises:
+        ValueError: it has another shape, or values that are not finite.
+    """
+    if given is None:
+        return before
+    if given.shape != before.shape:
+        raise ValueError(
+            f"{_section(add_on)}: {hook} returned {tuple(given.shape)} values for rows of {tuple(before.shape)}."
+        )
+    lost = ~torch.isfinite(given)
+    if lost.any():
+        row = int(lost.nonzero()[0, 0])
+        raise ValueError(f"{_section(add_on)}: {hook} returned values that are not finite, in row {row} first.")
+    return given.to(before.dtype)

@@ -1,0 +1,58 @@
+"""The add-ons of a run that are no extensions, outermost first: what is off is left out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from omegaconf import DictConfig
+
+from ..extensions.add_on import AddOn
+from ..monitor.mismatch.snapshot_settings import SnapshotSettings
+from ..replay.replay_settings import ReplaySettings, read_megatron_mode
+from ..staleness.staleness_settings import StalenessSettings
+from ..support.support_settings import SupportSettings
+
+if TYPE_CHECKING:
+    from .corrected_v0 import CorrectedV0
+    from .corrected_v1 import CorrectedV1
+
+# Modules are imported where asked for: other releases need not have what they are made of.
+
+
+def choose_v0(run: CorrectedV0) -> tuple[AddOn, ...]:
+    """Choose the add-ons of a run by the V0 trainer."""
+    return tuple(_choose_support(run.config))
+
+
+def choose_v1(run: CorrectedV1) -> tuple[AddOn, ...]:
+    """Choose the add-ons of a run by a V1 trainer."""
+    return tuple(_choose_v1(run))
+
+
+def _choose_support(config: DictConfig) -> Iterator[AddOn]:
+    if (support := SupportSettings.from_config(config)) is not None:
+        from .support_replay import SupportReplay
+
+        yield SupportReplay(support)
+
+
+def _choose_v1(run: CorrectedV1) -> Iterator[AddOn]:
+    config = run.config
+    yield from _choose_support(config)
+    if (replay := ReplaySettings.from_config(config)) is not None:
+        from .routing_replay import RoutingReplay
+
+        yield RoutingReplay(run, replay)
+    elif (mode := read_megatron_mode(config)) is not None:
+        from .megatron_replay import MegatronReplay
+
+        yield MegatronReplay(mode)
+    if (snapshots := SnapshotSettings.from_config(config)) is not None:
+        from .weight_snapshots import WeightSnapshots
+
+        yield WeightSnapshots(run, snapshots)
+    if (staleness := StalenessSettings.from_config(config)) is not None:
+        from .staleness_limit import StalenessLimit
+
+        yield StalenessLimit(run, staleness)

@@ -1,0 +1,225 @@
+"""One corrected run: its methods stand in the place of those of verl's trainer, which it calls.
+
+The methods are put on the trainer's instance, so that any subclass of verl's trainers is met as it is.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import cached_property, partial
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import ray
+import torch
+from omegaconf import DictConfig, OmegaConf
+from verl.trainer.ppo.utils import Role
+
+from verl_patches.trainer_v0 import plain_advantage
+
+from ..batch.rewards import BY_KL, check_rewards
+from ..correction import CorrectionSpec
+from ..extensions.add_on import AddOn
+from ..extensions.add_ons import AddOns
+from ..fault_tolerance.checkpoints import check_before_loading, extension_states, guard_save
+from ..fault_tolerance.watchdog import Watchdog, watch
+from ..monitor.active_correction import find_differences
+from ..monitor.step_cost import StepCost
+from ..preflight.checks import demand_seams, read_spec
+from ..preflight.verl_keys.estimators import OUTCOME
+from ..proof.dense_rewards import DenseRewardGuard, ScoredRows
+from ..recording.run import AFTER_FAILURE, PATIENCE, RunRecord
+
+if TYPE_CHECKING:
+    from .supervision import Supervision
+
+
+logger = logging.getLogger("verl.offpolicy")
+
+
+ACTORS = (Role.Actor, Role.ActorRollout, Role.ActorRolloutRef)
+"""Roles whose worker trains."""
+
+
+class CorrectedRun:
+    """What is the same of a run by verl's V0 and V1 trainers.
+
+    Seams, the same from verl 0.7.1 to 0.9.1: ``METHODS`` and what ``watchdog.PHASES`` lists.
+
+    Args:
+        trainer: verl's, whose constructor has not run yet.
+        choose: takes the run; returns the add-ons that are no extensions, outermost first.
+
+    Attributes:
+        verls: the trainer's own methods, bound, by name.
+    """
+
+    METHODS: ClassVar[tuple[str, ...]] = (
+        "fit",
+        "_validate",
+        "_val_metrics_update",
+        "_save_checkpoint",
+        "_load_checkpoint",
+    )
+    """Methods of verl's trainer in whose place this object's of the same name stand; a trainer may lack some."""
+
+    supervision: Supervision
+
+    def __init__(self, trainer: Any, choose: Callable[[Any], Sequence[AddOn]] = lambda run: ()) -> None:
+        self.trainer, self._choose = trainer, choose
+        self.recording: RunRecord | None = None
+        self._validating = self._begun = False
+        self._watchdog: Watchdog | None = None
+        self._resumed: Mapping[str, Any] | None = None  # what a checkpoint says of alarms and bounds
+        self.verls = SimpleNamespace()
+        for name in self.METHODS:
+            if hasattr(trainer, name):
+                setattr(self.verls, name, getattr(trainer, name))
+                setattr(trainer, name, getattr(self, name))
+
+    @property
+    def config(self) -> DictConfig:
+        """The configuration of the run."""
+        config: DictConfig = self.trainer.config
+        return config
+
+    @property
+    def global_steps(self) -> int:
+        """verl's number of the step."""
+        step: int = self.trainer.global_steps
+        return step
+
+    @property
+    def workers(self) -> Any:
+        """The worker group of the actor."""
+        return self.trainer.actor_rollout_wg
+
+    @property
+    def correction(self) -> CorrectionSpec:
+        """The correction in force."""
+        return self.supervision.spec
+
+    @cached_property
+    def cost(self) -> StepCost:
+        """The cost of the running step."""
+        return StepCost()
+
+    @cached_property
+    def add_ons(self) -> AddOns:
+        """All that runs beside the correction."""
+        return AddOns.from_config(self.config, self._choose(self))
+
+    def _begin(self) -> None:
+        """Begin what watches and extends the run, once; verl's constructor has set the configuration."""
+        if self._begun:
+            return
+        self._begun = True
+        demand_seams(self.config)
+        self._watchdog = watch(self.trainer, self.config)
+        self.add_ons.begin(self.config, self._phase)
+
+    def _phase(self, name: str) -> AbstractContextManager[None]:
+        return nullcontext() if self._watchdog is None else self._watchdog.phase(name)
+
+    def _choose_actor_class(self) -> None:
+        """Let add-ons choose the class of the actor's workers, where verl's trainer has named them."""
+        mapping = self.trainer.role_worker_mapping
+        if self.add_ons.uses("actor_class"):
+            for role in (role for role in ACTORS if role in mapping):
+                mapping[role] = ray.remote(self.add_ons.actor_class(mapping[role].__ray_actor_class__))
+
+    def fit(self, *args: Any, **kwargs: Any) -> Any:
+        with self._finishing() as finishing:
+            result = self.verls.fit(*args, **kwargs)
+            if inspect.isawaitable(result):
+                finishing.pop_all()
+                return self._await_fit(result)
+            return result
+
+    async def _await_fit(self, result: Any) -> Any:
+        with self._finishing():
+            return await result
+
+    @contextmanager
+    def _finishing(self) -> Iterator[ExitStack]:
+        """Finish the recording and the extensions when the context ends."""
+        with ExitStack() as stack:
+            stack.callback(self._end_extensions)
+            # Workers are killed after this: the update that decided may not be written yet.
+            failed = stack.enter_context(ExitStack())
+            failed.callback(self._finish_recording, AFTER_FAILURE)
+            yield stack
+            failed.pop_all()
+            stack.callback(self._finish_recording, PATIENCE)
+
+    def _finish_recording(self, patience: float) -> None:
+        try:
+            if self.recording is not None:
+                self.recording.finish(patience)
+        except Exception:  # never in the place of what ended the run
+            logger.warning("cannot see whether the last step is recorded.", exc_info=True)
+
+    def _end_extensions(self) -> None:
+        try:
+            self.add_ons.end()
+        except Exception:  # never in the place of what ended the run
+            logger.warning("an extension did not end as it should.", exc_info=True)
+
+    @cached_property
+    def _dense_rewards(self) -> DenseRewardGuard:
+        return DenseRewardGuard(self.config, plain_advantage(), OUTCOME)
+
+    def _check_rewards(self, batch: ScoredRows) -> None:
+        """Stop a run whose rewards are not finite, or whose rewards by token the estimator sums."""
+        check_rewards(batch.scores, batch.uids, f"step {batch.step}")
+        self._dense_rewards.check(batch)
+
+    def _check_kl_in_reward(self, batch: Any) -> None:
+        """Stop a run of whose rewards the KL with the reference is not finite; they are read once it is subtracted."""
+        if OmegaConf.select(self.config, "algorithm.use_kl_in_reward"):
+            rewards = batch.rows("token_level_rewards")["token_level_rewards"]
+            check_rewards(rewards, batch.uids, f"step {batch.step}", BY_KL)
+
+    def _validate(self, *args: Any, **kwargs: Any) -> Any:
+        self._validating = True
+        try:
+            return self.add_ons.validate(self.trainer, partial(self.verls._validate, *args, **kwargs))
+        finally:
+            self._validating = False
+
+    def _val_metrics_update(
+        self, data_sources: Any, sample_uids: Any, reward_extra_infos_dict: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        rewards = torch.tensor(list(reward_extra_infos_dict.get("reward", ())), dtype=torch.float64)
+        check_rewards(rewards, sample_uids, "validation")
+        found = self.verls._val_metrics_update(data_sources, sample_uids, reward_extra_infos_dict, *args, **kwargs)
+        return found | self.add_ons.validation_metrics(data_sources, sample_uids, reward_extra_infos_dict)
+
+    @property
+    def checkpoint_step(self) -> int:
+        """Number in the name of a checkpoint's folder."""
+        return self.global_steps
+
+    def _check_resumed(self) -> dict[str, Any] | None:
+        spec, of_config = read_spec(self.config), partial(find_differences, self.config)
+        return check_before_loading(self.config, spec, of_config, self.add_ons.differences)
+
+    def _save_checkpoint(self) -> None:
+        active = self.supervision.active_correction.state()
+        spec, limit = read_spec(self.config), self.add_ons.rate_limit_state
+        with guard_save(self.config, self.checkpoint_step, spec, active, self.add_ons.state, limit):
+            self.verls._save_checkpoint()
+
+    def _load_checkpoint(self) -> Any:
+        self._resumed = self._check_resumed()
+        if self.add_ons.uses("load_prompts"):
+            # Made by now on every trainer and not read yet; its own state comes with the checkpoint.
+            self.trainer.train_dataloader = self.add_ons.load_prompts(self.trainer.train_dataloader)
+        loaded = self.verls._load_checkpoint()
+        if self.add_ons.uses("restore"):
+            self.add_ons.restore(*extension_states(self.config))
+        self.add_ons.on_resumed()
+        return loaded

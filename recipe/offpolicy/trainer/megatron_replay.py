@@ -1,0 +1,36 @@
+"""A look at the routes that verl's Megatron engine replays, in a V1 run."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from ..extensions.add_on import AddOn
+from ..replay.batch_routes import Mode
+from ..replay.megatron_report import REPORT
+from ..replay.megatron_verdict import judge_megatron
+from ..replay.megatron_worker import build_watched
+from ..replay.verdict import take_reports
+
+logger = logging.getLogger("verl.offpolicy")
+
+
+class MegatronReplay(AddOn):
+    """The proof of verl's own replay.
+
+    Args:
+        mode: what verl replays.
+    """
+
+    def __init__(self, mode: Mode) -> None:
+        self._mode: Mode = mode
+        self._seen = False
+
+    def actor_class(self, worker: type) -> type:
+        return build_watched(worker, self._mode)
+
+    def on_update(self, metrics: dict[str, Any], batch: Any) -> None:
+        proof = judge_megatron(take_reports(metrics, REPORT), self._mode)
+        if not self._seen:
+            logger.info(proof)
+        self._seen = True

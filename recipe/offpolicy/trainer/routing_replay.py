@@ -1,0 +1,86 @@
+"""Routing replay of a V1 run on FSDP: workers that replay, a client that notes routes, and the proof.
+
+Seams in verl 0.9.1, see ``verl_patches.router_replay``.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from verl.workers.utils.padding import response_from_nested
+
+from ..extensions.add_on import AddOn
+from ..recording.schema import WITHOUT_REPLAY
+from ..replay.batch_routes import REPLAY_STEP
+from ..replay.client import note_routes
+from ..replay.fsdp_engine import REPORT
+from ..replay.replay_settings import ReplaySettings
+from ..replay.tally import RoutingReport
+from ..replay.verdict import judge, measure_routes, take_reports
+from ..replay.worker import build_replaying
+from .batch_view_v1 import put_columns, read_columns
+from .corrected_v1 import FORWARD, CorrectedV1
+
+logger = logging.getLogger("verl.offpolicy")
+
+
+class RoutingReplay(AddOn):
+    """Replay of routes by the actor's engine.
+
+    Args:
+        run: by a V1 trainer.
+        settings: of the replay.
+    """
+
+    def __init__(self, run: CorrectedV1, settings: ReplaySettings) -> None:
+        self._run, self._settings = run, settings
+        self._reports: Sequence[RoutingReport] = ()  # of the running step's updates
+
+    def run_step(self, run: Callable[[], Any], metrics: dict[str, Any]) -> Any:
+        self._reports = ()
+        batch = run()
+        # Of all the step's updates: verl would average shares of which one update has none.
+        routing: dict[str, float] = measure_routes(self._reports) if self._reports else {}
+        metrics.update({f"offpolicy/routing/{name}": value for name, value in routing.items()})
+        return batch
+
+    def actor_class(self, worker: type) -> type:
+        return build_replaying(worker, self._settings)
+
+    def rollout_client(self, client: Any) -> Any:
+        return note_routes(client) if self._settings.mode == "R3" else client
+
+    def batch_flags(self) -> dict[str, Any]:
+        # Rows of an extension's making were not sampled by any route.
+        return {REPLAY_STEP: self._run.global_steps}
+
+    def old_log_prob(self, compute: Callable[[Any], Any], batch: Any, metrics: dict[str, Any]) -> Any:
+        return compute(self._put_native(batch) if self._records_without_replay else batch)
+
+    @property
+    def _records_without_replay(self) -> bool:
+        settings = self._run.recording.settings
+        return settings is not None and settings.without_replay and settings.records(self._run.global_steps)
+
+    def _put_native(self, batch: Any) -> Any:
+        """Put log pi_old by the trainer's own routes beside the batch, by a forward pass that replays nothing."""
+        temperature = self._run.config.actor_rollout_ref.rollout.temperature
+        step = batch.extra_info.pop(REPLAY_STEP)
+        batch.extra_info.update(FORWARD | {"temperature": temperature})
+        self._run.workers.compute_log_prob(batch)
+        batch.extra_info[REPLAY_STEP] = step
+        found = read_columns(batch, "log_probs", "response_mask")
+        native = response_from_nested(found["log_probs"], found["response_mask"])
+        columns = {WITHOUT_REPLAY: native.float()}
+        self._run.cost.add_columns(columns)
+        return put_columns(batch, **columns)
+
+    def on_update(self, metrics: dict[str, Any], batch: Any) -> None:
+        tokens = sum(tag["prompt_len"] + tag["response_len"] for tag in batch.tags)
+        tokens *= self._run.config.actor_rollout_ref.actor.ppo_epochs
+        reports = take_reports(metrics, REPORT)
+        if proof := judge(reports, self._settings.mode, tokens=tokens):
+            logger.info(proof)
+        self._reports = (*self._reports, *reports)

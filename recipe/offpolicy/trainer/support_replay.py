@@ -1,0 +1,62 @@
+"""The support of truncated sampling in a run: servers, client, workers that replay it, and the proof.
+
+Seams in verl 0.9.1, see ``verl_patches.truncated_sampling``.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+from omegaconf import DictConfig
+
+from verl_patches import engine_loss, truncated_sampling
+
+from ..extensions.add_on import AddOn
+from ..support.client import note_supports
+from ..support.fsdp_engine import FLAG, REPORT
+from ..support.support_server import serve_supports
+from ..support.support_settings import SupportSettings
+from ..support.support_verdict import judge, take_reports
+from ..support.worker import build_supporting
+
+logger = logging.getLogger("verl.offpolicy")
+
+
+class SupportReplay(AddOn):
+    """Replay of the support by the actor's engine, for both trainers.
+
+    Args:
+        settings: of the replay.
+    """
+
+    def __init__(self, settings: SupportSettings) -> None:
+        self._settings = settings
+        self._metrics: Mapping[str, float] = MappingProxyType({})
+        self._proved = False
+
+    def begin(self, config: DictConfig) -> None:
+        engine_loss.check(truncated_sampling.SEAMS)
+        serve_supports(self._settings)
+
+    def actor_class(self, worker: type) -> type:
+        return build_supporting(worker, self._settings)
+
+    def rollout_client(self, client: Any) -> Any:
+        return note_supports(client)
+
+    def batch_flags(self) -> dict[str, Any]:
+        # Rows of an extension's making were sampled from no support.
+        return {FLAG: True}
+
+    def on_update(self, metrics: dict[str, Any], batch: Any) -> None:
+        verdict = judge(take_reports(metrics, REPORT), self._settings, first=not self._proved)
+        self._metrics = verdict.metrics
+        if not self._proved:
+            logger.info(verdict.proof)
+        self._proved = True
+
+    def metrics(self) -> dict[str, float]:
+        return {f"offpolicy/support/{name}": value for name, value in self._metrics.items()}
