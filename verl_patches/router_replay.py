@@ -47,25 +47,13 @@ SEAMS = (
         "(enabled)",
         keys=("enable_routing_replay",),
     ),
-    _seam("reset", f"{_WORKERS}:TrainingWorker.reset", "(self)", names=("engine", "initialize")),
     _seam(
         "ActorRolloutRefWorker.__init__",
         f"{_WORKERS}:ActorRolloutRefWorker.__init__",
         "(self, config, role, distillation_config=None, **kwargs)",
         names=("enable_routing_replay",),
     ),
-    _seam(
-        "init_model",
-        f"{_WORKERS}:ActorRolloutRefWorker.init_model",
-        None,
-        names=("actor_worker_cls", "ref_worker_cls", "reset"),
-    ),
-    _seam(
-        "_init_resource_pool_mgr",
-        "verl.trainer.ppo.v1.trainer_base:PPOTrainer._init_resource_pool_mgr",
-        "(self)",
-        names=("role_worker_mapping",),
-    ),
+    _seam("init_model", f"{_WORKERS}:ActorRolloutRefWorker.init_model", None, names=("actor", "reset")),
     # Routes of a request cover its prompt and all of its tokens but the last; a resumed one keeps those it had.
     _seam(
         "routes of a resumed request",

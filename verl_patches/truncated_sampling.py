@@ -1,8 +1,7 @@
 """Contracts on what the support of truncated sampling is replayed by.
 
-A server class of ours asks vLLM for the ids that each token could have been, a client of ours notes them by row, a
-subclass of verl's worker wraps two methods of its FSDP engine's instance, and both of verl's trainers are told of
-these.
+A server class of ours asks vLLM for the ids that each token could have been, a client of ours notes them by row, and
+two methods of the FSDP engine's instance are wrapped.
 """
 
 from __future__ import annotations
@@ -47,25 +46,12 @@ SEAMS = (
         "(self, data, loss_function, forward_only=False)",
         names=("forward_step", "backward", "postprocess_batch_func"),
     ),
-    # Where Ray has made an actor of the class, it has added a parameter of its own.
-    _seam("reset of a training worker", f"{_WORKERS}:TrainingWorker.reset", None, names=("engine", "initialize")),
+    _seam("init_model of the support", f"{_WORKERS}:ActorRolloutRefWorker.init_model", None, names=("actor", "reset")),
     _seam(
-        "init_model of the support",
-        f"{_WORKERS}:ActorRolloutRefWorker.init_model",
-        None,
-        names=("actor_worker_cls", "ref_worker_cls", "reset"),
-    ),
-    _seam(
-        "workers of the V1 trainer",
-        "verl.trainer.ppo.v1.trainer_base:PPOTrainer._init_resource_pool_mgr",
-        "(self)",
-        names=("role_worker_mapping",),
-    ),
-    _seam(
-        "workers of the V0 trainer",
+        "servers of the V0 trainer",
         f"{_V0}:RayPPOTrainer.init_workers",
         "(self)",
-        names=("role_worker_mapping", "LLMServerManager", "get_client"),
+        names=("LLMServerManager", "get_client"),
     ),
     _GET_CLIENT,
     _seam(

@@ -161,52 +161,30 @@ def test_whatever_a_limit_of_staleness_overrides_is_a_seam() -> None:
 def test_whatever_routing_replay_overrides_is_a_seam() -> None:
     """An engine or worker that goes another way would train by routes of its own."""
     from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
-    from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
     from verl.workers.rollout.llm_server import LLMServerClient
 
     from recipe.offpolicy.replay.client import RoutedClient
     from recipe.offpolicy.replay.fsdp_engine import ReplayingEngine
-    from recipe.offpolicy.replay.replay_settings import ReplaySettings
-    from recipe.offpolicy.replay.worker import ReplayingTrainingWorker, build_replaying
 
     held = {seam.name for seam in (*router_replay.SEAMS, *trainer_v1.SEAMS, *llm_client.SEAMS)}
     wrapped = {"prepare_model_inputs", "forward_step", "forward_backward_batch"}
     assert overridden(ReplayingEngine, FSDPEngineWithLMHead) == wrapped
-    assert overridden(ReplayingTrainingWorker, TrainingWorker) == {"reset"}
-    worker = build_replaying(ActorRolloutRefWorker, ReplaySettings("R3", None))
-    assert overridden(worker, ActorRolloutRefWorker) == {"actor_worker_cls"}
     assert overridden(RoutedClient, LLMServerClient) == {"generate"}
-    assert wrapped | {"reset"} <= held
-
-
-@NEWEST
-def test_what_the_look_at_megatron_overrides_is_held() -> None:
-    from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
-
-    from recipe.offpolicy.replay.megatron_worker import WatchedTrainingWorker, build_watched
-
-    assert overridden(WatchedTrainingWorker, TrainingWorker) == {"reset"}
-    assert overridden(build_watched(ActorRolloutRefWorker, "R2"), ActorRolloutRefWorker) == {"actor_worker_cls"}
+    assert wrapped <= held
 
 
 @NEWEST
 def test_whatever_the_replay_of_supports_overrides_is_a_seam() -> None:
     """An engine or worker that goes another way would train by the whole vocabulary."""
     from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
-    from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
     from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServerClient
 
     from recipe.offpolicy.staleness.client import Attempts, VersionedClient
     from recipe.offpolicy.support.client import SupportAttempts, SupportResumingClient, SupportVersionedClient
     from recipe.offpolicy.support.fsdp_engine import SupportEngine
-    from recipe.offpolicy.support.support_settings import SupportSettings
-    from recipe.offpolicy.support.worker import SupportTrainingWorker, build_supporting
 
     wrapped = {"prepare_model_outputs", "forward_backward_batch"}
     assert overridden(SupportEngine, FSDPEngineWithLMHead) == wrapped
-    assert overridden(SupportTrainingWorker, TrainingWorker) == {"reset"}
-    worker = build_supporting(ActorRolloutRefWorker, SupportSettings(8, "mask"))
-    assert overridden(worker, ActorRolloutRefWorker) == {"actor_worker_cls"}
     assert overridden(SupportAttempts, LLMServerClient) == {"generate"}
     # Each attempt of a resumed request goes by the client that notes supports.
     assert SupportResumingClient.__mro__[1:4] == (FullyAsyncLLMServerClient, SupportAttempts, LLMServerClient)
@@ -217,7 +195,7 @@ def test_whatever_the_replay_of_supports_overrides_is_a_seam() -> None:
         SupportAttempts,
     )
     held = {seam.target.rpartition(".")[2] for seam in truncated_sampling.SEAMS}
-    assert wrapped | {"reset"} <= held
+    assert wrapped <= held
 
 
 def test_whatever_the_v0_trainer_overrides_is_a_seam() -> None:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -43,9 +44,9 @@ def start(model: Path) -> Any:
     from verl.trainer.config import CheckpointConfig
     from verl.workers.config import HFModelConfig, McoreEngineConfig, McoreOptimizerConfig
     from verl.workers.config.engine import EngineRouterReplayConfig
-    from verl.workers.engine_workers import TrainingWorkerConfig
+    from verl.workers.engine_workers import TrainingWorker, TrainingWorkerConfig
 
-    from recipe.offpolicy.replay.megatron_worker import build_watched
+    from recipe.offpolicy.replay.megatron_engine import watch_actor
 
     engine = McoreEngineConfig(
         vanilla_mbridge=True,
@@ -54,8 +55,7 @@ def start(model: Path) -> Any:
         override_transformer_config={**LOCAL_LAYERS, **MIXTURE, **RECOMPUTED},
     )
     object.__setattr__(engine, "dtype", "float32")
-    kind = build_watched(type("Actor", (), {}), "R3").actor_worker_cls  # type: ignore[attr-defined]
-    worker = kind(
+    worker = TrainingWorker(
         TrainingWorkerConfig(
             model_type="language_model",
             model_config=HFModelConfig(path=str(model), use_remove_padding=False),
@@ -65,6 +65,7 @@ def start(model: Path) -> Any:
         )
     )
     worker.reset()
+    watch_actor(SimpleNamespace(actor=worker), "R3")
     return worker
 
 

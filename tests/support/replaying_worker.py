@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -44,13 +45,13 @@ def tiny_mixture(folder: Path) -> Path:
 def start(model: Path, mode: str | None, *, oldest: int | None = None, **settings: Any) -> Any:
     """A worker that replays; a plain one of verl's where ``mode`` is None."""
     from recipe.offpolicy.replay.replay_settings import ReplaySettings
-    from recipe.offpolicy.replay.worker import ReplayingTrainingWorker
+    from recipe.offpolicy.replay.worker import install_replay
 
-    kind = None
+    worker = tw.start_worker(model, layer="Qwen3MoeDecoderLayer", **settings)
     if mode is not None:
         replay = ReplaySettings(mode, oldest)  # type: ignore[arg-type]
-        kind = type("Replaying", (ReplayingTrainingWorker,), {"settings": replay})
-    return tw.start_worker(model, layer="Qwen3MoeDecoderLayer", kind=kind, **settings)
+        install_replay(SimpleNamespace(actor=worker), replay)
+    return worker
 
 
 def draw_routes(tokens: int, seed: int = 3) -> Tensor:

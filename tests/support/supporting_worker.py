@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,14 +16,12 @@ from tests.support import training_worker as tw
 
 def start(model: Path, unknown: str | None = "mask", **settings: Any) -> Any:
     """A worker that replays the support; a plain one of verl's where ``unknown`` is None."""
-    from recipe.offpolicy.support.support_settings import SupportSettings
-    from recipe.offpolicy.support.worker import SupportTrainingWorker
+    from recipe.offpolicy.support.fsdp_engine import install_support
 
-    kind = None
+    worker = tw.start_worker(model, **settings)
     if unknown is not None:
-        chosen = SupportSettings(tw.VOCABULARY, unknown)  # type: ignore[arg-type]
-        kind = type("Supporting", (SupportTrainingWorker,), {"settings": chosen})
-    return tw.start_worker(model, kind=kind, **settings)
+        install_support(SimpleNamespace(actor=worker), unknown)  # type: ignore[arg-type]
+    return worker
 
 
 def draw_supports(tokens: Tensor, *, most: int = 6, seed: int = 4) -> list[list[int]]:

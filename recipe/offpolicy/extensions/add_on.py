@@ -51,6 +51,10 @@ class AddOn:
         """Choose the class of the actor's workers, given verl's or the one of the add-on behind this."""
         return worker
 
+    def engine_part(self) -> Callable[[Any], object] | None:
+        """Make a function that is called in each actor worker of verl's, whose model is there; None: nothing."""
+        return None
+
     def rollout_client(self, client: Any) -> Any:
         """Return the client of the rollout servers that agent loops get, given verl's or another add-on's."""
         return client

@@ -101,6 +101,10 @@ class AddOns:
             worker = add_on.actor_class(worker)
         return worker
 
+    def engine_parts(self) -> list[Callable[[Any], object]]:
+        """Collect what acts in the engine that trains."""
+        return [part for add_on in reversed(self._all) if (part := add_on.engine_part()) is not None]
+
     def rollout_client(self, client: Any) -> Any:
         """Return the client of the rollout servers that agent loops get."""
         for add_on in reversed(self._users("rollout_client")):

@@ -205,8 +205,8 @@ def hash_rows(sent: Tensor) -> Tensor:
     return (sent * (experts * _ODD)).sum(-1) ^ (sent * experts**3).sum(-1)
 
 
-def watch_engine(engine: Any, mode: Mode) -> WatchedEngine:
-    """Watch the routers of an engine that is initialised.
+def watch_actor(worker: Any, mode: Mode) -> WatchedEngine:
+    """Watch the routers of the engine of verl's actor worker.
 
     Raises:
         PatchError: what is read of verl has moved.
@@ -214,4 +214,4 @@ def watch_engine(engine: Any, mode: Mode) -> WatchedEngine:
     from verl_patches import engine_loss, router_replay
 
     engine_loss.check(router_replay.SEAMS_OF_MEGATRON)
-    return WatchedEngine(engine, mode)
+    return WatchedEngine(worker.actor.engine, mode)

@@ -128,3 +128,8 @@ def _truncate(
         temperature = output_args["temperature"][supports.rows[chosen]]
     flat = logits.reshape(-1, logits.shape[-1])
     return compute_truncated_log_probs(flat, places, tokens[chosen], supports.ids[chosen], temperature)
+
+
+def install_support(worker: Any, unknown: SupportUnknown) -> None:
+    """Let the engine of verl's actor worker renormalise its policy over the replayed support."""
+    SupportEngine(worker.actor.engine, unknown)

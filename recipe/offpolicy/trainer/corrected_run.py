@@ -131,6 +131,11 @@ class CorrectedRun:
             for role in (role for role in ACTORS if role in mapping):
                 mapping[role] = ray.remote(self.add_ons.actor_class(mapping[role].__ray_actor_class__))
 
+    def _install_in_engines(self) -> None:
+        """Let add-ons act in the engines that train, once there are workers."""
+        if parts := self.add_ons.engine_parts():
+            self.workers.install_offpolicy(parts)
+
     def fit(self, *args: Any, **kwargs: Any) -> Any:
         with self._finishing() as finishing:
             result = self.verls.fit(*args, **kwargs)

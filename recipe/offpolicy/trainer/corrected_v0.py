@@ -101,6 +101,7 @@ class CorrectedV0(CorrectedRun):
         self._by_engine = live_path(self.config).worker == "engine"
         forward = self.cost.counted(self.workers.compute_log_prob)
         self.workers.compute_log_prob = self._looking(forward)
+        self._install_in_engines()
         self._hand_over_loss()
         adopt(self.workers, self._update_and_collect)
         around_advantage(self._around_advantage)

@@ -76,6 +76,7 @@ class CorrectedV1(CorrectedRun):
         if self._resumed is not None:
             self.supervision.active_correction.restore(self._resumed)
         self.recording = RunRecord(self.config, spec, self.shadows, self.add_ons.describe())
+        self._install_in_engines()
         self._hand_over_loss()
         self.workers.compute_log_prob = self.cost.counted(self.workers.compute_log_prob)
         adopt(self.workers, self._update_and_collect)

@@ -22,6 +22,7 @@ HOOKED = "offpolicy.hooked"
 _RESOLVER = "offpolicy_hooked"
 _V0, _V1 = "verl.trainer.ppo.ray_trainer", "verl.trainer.ppo.v1.trainer_base"
 _GROUPS = "verl.single_controller.base.worker_group"
+_WORKERS = "verl.workers.engine_workers"
 _ROLLOUTER = "verl.experimental.fully_async_policy.fully_async_rollouter"
 _MARK = "__offpolicy__"
 
@@ -43,7 +44,8 @@ def _register() -> None:
 def install() -> None:
     """Hook verl's trainers once their modules are imported. Idempotent."""
     _register()
-    for module, hook in ((_V0, _hook_v0), (_V1, _hook_v1), (_GROUPS, guard_groups), (_ROLLOUTER, _hook_client)):
+    hooks = {_V0: _hook_v0, _V1: _hook_v1, _WORKERS: _hook_workers, _GROUPS: guard_groups, _ROLLOUTER: _hook_client}
+    for module, hook in hooks.items():
         if not is_awaited(module):
             after_import(module, hook)
 
@@ -61,6 +63,12 @@ def _hook_v1() -> None:
     from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 
     _replace(PPOTrainer, _correct_v1)
+
+
+def _hook_workers() -> None:
+    from ..worker.engine_parts import add_method
+
+    add_method()
 
 
 def _hook_client() -> None:

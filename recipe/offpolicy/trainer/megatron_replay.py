@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from ..extensions.add_on import AddOn
 from ..replay.batch_routes import Mode
+from ..replay.megatron_engine import watch_actor
 from ..replay.megatron_report import REPORT
 from ..replay.megatron_verdict import judge_megatron
-from ..replay.megatron_worker import build_watched
 from ..replay.verdict import take_reports
 
 logger = logging.getLogger("verl.offpolicy")
@@ -26,8 +28,8 @@ class MegatronReplay(AddOn):
         self._mode: Mode = mode
         self._seen = False
 
-    def actor_class(self, worker: type) -> type:
-        return build_watched(worker, self._mode)
+    def engine_part(self) -> Callable[[Any], object]:
+        return partial(watch_actor, mode=self._mode)
 
     def on_update(self, metrics: dict[str, Any], batch: Any) -> None:
         proof = judge_megatron(take_reports(metrics, REPORT), self._mode)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from verl.workers.utils.padding import response_from_nested
@@ -19,7 +20,7 @@ from ..replay.fsdp_engine import REPORT
 from ..replay.replay_settings import ReplaySettings
 from ..replay.tally import RoutingReport
 from ..replay.verdict import judge, measure_routes, take_reports
-from ..replay.worker import build_replaying
+from ..replay.worker import install_replay
 from .batch_view_v1 import put_columns, read_columns
 from .corrected_v1 import FORWARD, CorrectedV1
 
@@ -46,8 +47,8 @@ class RoutingReplay(AddOn):
         metrics.update({f"offpolicy/routing/{name}": value for name, value in routing.items()})
         return batch
 
-    def actor_class(self, worker: type) -> type:
-        return build_replaying(worker, self._settings)
+    def engine_part(self) -> Callable[[Any], object]:
+        return partial(install_replay, settings=self._settings)
 
     def rollout_client(self, client: Any) -> Any:
         return note_routes(client) if self._settings.mode == "R3" else client

@@ -6,7 +6,8 @@ Seams in verl 0.9.1, see ``verl_patches.truncated_sampling``.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -16,11 +17,10 @@ from verl_patches import engine_loss, truncated_sampling
 
 from ..extensions.add_on import AddOn
 from ..support.client import note_supports
-from ..support.fsdp_engine import FLAG, REPORT
+from ..support.fsdp_engine import FLAG, REPORT, install_support
 from ..support.support_server import serve_supports
 from ..support.support_settings import SupportSettings
 from ..support.support_verdict import judge, take_reports
-from ..support.worker import build_supporting
 
 logger = logging.getLogger("verl.offpolicy")
 
@@ -41,8 +41,8 @@ class SupportReplay(AddOn):
         engine_loss.check(truncated_sampling.SEAMS)
         serve_supports(self._settings)
 
-    def actor_class(self, worker: type) -> type:
-        return build_supporting(worker, self._settings)
+    def engine_part(self) -> Callable[[Any], object]:
+        return partial(install_support, unknown=self._settings.unknown)
 
     def rollout_client(self, client: Any) -> Any:
         return note_supports(client)

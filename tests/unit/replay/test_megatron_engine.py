@@ -124,6 +124,6 @@ def test_an_engine_is_watched_where_it_is_as_it_was(monkeypatch: pytest.MonkeyPa
 
     held: list[Any] = []
     monkeypatch.setattr(engine_loss, "check", held.append)
-    watched = megatron_engine.watch_engine(build_engine(), "R2")
+    watched = megatron_engine.watch_actor(SimpleNamespace(actor=SimpleNamespace(engine=build_engine())), "R2")
     assert held == [router_replay.SEAMS_OF_MEGATRON]
     assert watched.mode == "R2"

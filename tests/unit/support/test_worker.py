@@ -1,33 +1,26 @@
-"""Workers whose engine replays; what the engine does is in tests/integration/test_support_engine.py."""
+"""Workers whose engine replays supports; what the engine does is in tests/integration/test_support_engine.py."""
 
 from __future__ import annotations
 
-from typing import Any
+import pickle
+from functools import partial
+from types import SimpleNamespace
 
-import cloudpickle
 import pytest
-
-from recipe.offpolicy.support.support_settings import SupportSettings
 
 pytestmark = pytest.mark.verl("==0.9.1")
 pytest.importorskip("verl")
 
-SETTINGS = SupportSettings(8, "full")
 
+def test_the_actors_engine_replays_and_that_of_the_reference_does_not() -> None:
+    from recipe.offpolicy.support.fsdp_engine import SupportEngine, install_support
 
-class Actor:
-    """Of verl's."""
+    def build_engine() -> SimpleNamespace:
+        return SimpleNamespace(prepare_model_outputs="verl's", forward_backward_batch="verl's")
 
-    actor_worker_cls: Any = None
-
-
-def test_an_actor_trains_by_a_worker_that_replays_and_travels_by_value() -> None:
-    from recipe.offpolicy.support.worker import SupportTrainingWorker, build_supporting
-
-    for worker in (
-        build_supporting(Actor, SETTINGS),
-        cloudpickle.loads(cloudpickle.dumps(build_supporting(Actor, SETTINGS))),
-    ):
-        assert issubclass(worker.actor_worker_cls, SupportTrainingWorker)
-        assert worker.actor_worker_cls.settings == SETTINGS
-    assert Actor.actor_worker_cls is None
+    worker = SimpleNamespace(actor=SimpleNamespace(engine=build_engine()), ref=SimpleNamespace(engine=build_engine()))
+    pickle.loads(pickle.dumps(partial(install_support, unknown="full")))(worker)
+    support = worker.actor.engine.prepare_model_outputs.__self__
+    assert isinstance(support, SupportEngine)
+    assert support.unknown == "full"
+    assert worker.ref.engine == build_engine()

@@ -14,8 +14,8 @@ pytest.importorskip("transfer_queue")
 def test_actors_get_workers_that_watch(monkeypatch: pytest.MonkeyPatch) -> None:
     from recipe.offpolicy.trainer import megatron_replay
 
-    monkeypatch.setattr(megatron_replay, "build_watched", lambda kind, mode: (kind, mode))
-    assert megatron_replay.MegatronReplay("R3").actor_class(dict) == (dict, "R3")
+    monkeypatch.setattr(megatron_replay, "watch_actor", lambda worker, mode: (worker, mode))
+    assert megatron_replay.MegatronReplay("R3").engine_part()("worker") == ("worker", "R3")
 
 
 def test_each_update_is_judged_and_the_first_is_told(caplog: pytest.LogCaptureFixture) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,26 +20,16 @@ def add_on(monkeypatch: pytest.MonkeyPatch) -> Any:
     made.served = []
     monkeypatch.setattr(support_replay, "note_supports", lambda client: f"noting {client}")
     monkeypatch.setattr(support_replay, "serve_supports", made.served.append)
-    monkeypatch.setattr(support_replay, "build_supporting", lambda kind, settings: (kind, settings))
     return made
 
 
-def test_actors_and_servers_are_ours_and_the_reference_is_verls(add_on: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from verl.trainer.ppo.utils import Role
+def test_servers_and_engines_are_told(add_on: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from recipe.offpolicy.trainer import support_replay
 
-    from recipe.offpolicy.extensions.add_ons import AddOns
-    from recipe.offpolicy.trainer import corrected_run
-
-    worker = SimpleNamespace(__ray_actor_class__=dict)
-    trainer: Any = SimpleNamespace(config=OmegaConf.create())
-    run = corrected_run.CorrectedRun(trainer)
-    run.add_ons = AddOns(own=[add_on])
-    run.add_ons.begin(trainer.config)
-    trainer.role_worker_mapping = {Role.ActorRollout: worker, Role.RefPolicy: worker}
-    monkeypatch.setattr(corrected_run.ray, "remote", lambda kind: kind)
-    run._choose_actor_class()
+    add_on.begin(OmegaConf.create())
     assert add_on.served == [add_on._settings]
-    assert trainer.role_worker_mapping == {Role.ActorRollout: (dict, add_on._settings), Role.RefPolicy: worker}
+    monkeypatch.setattr(support_replay, "install_support", lambda worker, unknown: (worker, unknown))
+    assert add_on.engine_part()("worker") == ("worker", "mask")
 
 
 @pytest.mark.parametrize("version", ["v0", "v1"])

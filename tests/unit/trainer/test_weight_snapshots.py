@@ -96,8 +96,18 @@ def test_the_workers_weights_are_put_back_where_scoring_fails() -> None:
     assert workers.log_pi == -1.0
 
 
-def test_the_actors_worker_is_the_one_that_keeps_weights() -> None:
+def test_the_actors_worker_is_the_one_that_keeps_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     from verl.experimental.separation.engine_workers import DetachActorWorker
+    from verl.trainer.ppo.utils import Role
+
+    from recipe.offpolicy.extensions.add_ons import AddOns
+    from recipe.offpolicy.trainer import corrected_run
 
     _, add_on, _ = run(4)
-    assert add_on.actor_class(object) is DetachActorWorker
+    worker = SimpleNamespace(__ray_actor_class__=dict)
+    trainer: Any = SimpleNamespace(role_worker_mapping={Role.ActorRollout: worker, Role.RefPolicy: worker})
+    made = corrected_run.CorrectedRun(trainer)
+    made.add_ons = AddOns(own=[add_on])
+    monkeypatch.setattr(corrected_run.ray, "remote", lambda kind: kind)
+    made._choose_actor_class()
+    assert trainer.role_worker_mapping == {Role.ActorRollout: DetachActorWorker, Role.RefPolicy: worker}
