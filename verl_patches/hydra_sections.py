@@ -80,4 +80,6 @@ def _needs_sections(defaults: Sequence[Any], repo: Any) -> bool:
     if SECTIONS in paths or not chosen:
         return False
     loaded = (repo.load_config(path) for path in chosen)
-    return any(each is not None and each.provider == PROVIDER for each in loaded)
+    # Of our own program they are the main folder's.
+    folder = find_folder().resolve()
+    return any(each is not None and Path(each.path.removeprefix("file://")).resolve() == folder for each in loaded)

@@ -347,7 +347,7 @@ def test_sabotage_disarmed_before_the_backward(
 
     def disarm_after(*args: Any, **kwargs: Any) -> Any:
         result = step(*args, **kwargs)
-        worker.replaying.model.disarm()
+        worker.engine.prepare_model_inputs.__self__.model.disarm()
         return result
 
     worker.engine.forward_step = disarm_after

@@ -65,7 +65,7 @@ def start(model: Path) -> Any:
         )
     )
     worker.reset()
-    watch_actor(SimpleNamespace(actor=worker), "R3")
+    worker.watched = watch_actor(SimpleNamespace(actor=worker), "R3")
     return worker
 
 

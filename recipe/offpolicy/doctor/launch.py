@@ -22,6 +22,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from verl_patches.contract import demand_release, installed_release
+from verl_patches.hydra_sections import bring_sections
 
 from ..preflight.checks.module_source import find_source
 from ..preflight.hydra_groups import force_own_keys
@@ -86,6 +87,7 @@ def prepare_arguments(arguments: Sequence[str]) -> list[str]:
         SpecError, CheckError: a primary configuration without our sections, or a malformed choice of options.
     """
     check_primary(arguments)
+    bring_sections()
     return keep_search_path(force_own_keys(arguments))
 
 

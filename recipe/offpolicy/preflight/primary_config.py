@@ -11,6 +11,8 @@ from typing import Any, NoReturn, cast
 from omegaconf import DictConfig, OmegaConf
 from yaml import YAMLError
 
+from verl_patches.hydra_sections import GROUPS
+
 from ..correction import SpecError
 
 CONFIG_DIR = Path(__file__).resolve().parents[1] / "config"
@@ -20,6 +22,9 @@ _VERLS_FOLDER = ("verl", "trainer", "config")
 _SECTIONS = "offpolicy_base"
 _GROUP = "correction"
 _SEARCH_PATH = re.compile(r"(?P<start>\+{0,2}hydra\.searchpath\s*=\s*\[)(?P<places>.*)\]\s*", re.S)
+_BRINGS = re.compile(rf"\+({'|'.join(GROUPS)})@\1=")
+"""An option that brings our sections into any primary configuration."""
+_OPTION = "'+correction@correction=[...]'"
 _NEEDED = "pkg://verl.trainer.config"
 
 
@@ -37,7 +42,7 @@ def check_primary(arguments: Sequence[str]) -> None:
         SpecError: names the one of ours to take.
     """
     flags = _parse_flags(arguments)
-    if flags is None or flags.config_name is None:
+    if flags is None or flags.config_name is None or any(map(_BRINGS.match, arguments)):
         return
     name = flags.config_name.removesuffix(".yaml")
     beside = CONFIG_DIR if flags.config_path is None else CONFIG_DIR.parent / flags.config_path
@@ -46,15 +51,19 @@ def check_primary(arguments: Sequence[str]) -> None:
     folders = [*([Path(flags.config_dir)] if flags.config_dir else []), beside]
     file = _find_file(name, folders)
     if name in _VERLS and (file is None or file.resolve().parts[-4:-1] == _VERLS_FOLDER):
-        _refuse(flags.config_name, "verl's own primary configuration, which has no section for a correction.", name)
+        fix = f"Give --config-name={_OURS['megatron' if 'megatron' in name else 'dense']}, and no --config-path."
+        reason = "verl's own primary configuration, which has no section for a correction."
+        raise SpecError(reason, fix, key="--config-name", value=flags.config_name)
     if file is None:
         if any(map(_SEARCH_PATH.fullmatch, arguments)):
             return  # which may lead to it
         places = " or ".join(map(str, folders))
-        _refuse(flags.config_name, f"there is no such file in {places}.", name)
+        fix = f"Name its folder by --config-dir, or launch the program that it belongs to, with {_OPTION}."
+        raise SpecError(f"there is no such file in {places}.", fix, key="--config-name", value=flags.config_name)
     if not _has_sections(file, folders):
         reason = f"{file} has no section for a correction."
-        _refuse(flags.config_name, reason, name, f", or put the lines of {_OURS['dense']}.yaml into it")
+        fix = f"Give options of ours as {_OPTION}, which brings the sections into it."
+        raise SpecError(reason, fix, key="--config-name", value=flags.config_name)
 
 
 def keep_search_path(arguments: Sequence[str]) -> list[str]:
@@ -68,12 +77,6 @@ def _add_verls(argument: str) -> str:
         return argument
     places = [place for place in (found["places"].strip(), _NEEDED) if place]
     return f"{found['start']}{','.join(places)}]"
-
-
-def _refuse(given: str, reason: str, name: str, otherwise: str = "") -> NoReturn:
-    ours = _OURS["megatron" if "megatron" in name else "dense"]
-    fix = f"Give --config-name={ours}, and no --config-path{otherwise}."
-    raise SpecError(reason, fix, key="--config-name", value=given)
 
 
 class _Flags:

@@ -26,7 +26,8 @@ OF_VERL = "verl's own primary configuration, which has no section for a correcti
         (["a.b=1", "--config-name=ppo_trainer", "c.d=2"], f"--config-name=ppo_trainer: {OF_VERL} {GIVE_OURS}."),
         (
             ["--config-name=fully_async_ppo_megatron_trainer"],
-            f"--config-name=fully_async_ppo_megatron_trainer: there is no such file in {CONFIG_DIR}. {GIVE_MEGATRON}.",
+            f"--config-name=fully_async_ppo_megatron_trainer: there is no such file in {CONFIG_DIR}. Name its folder "
+            "by --config-dir, or launch the program that it belongs to, with '+correction@correction=[...]'.",
         ),
     ],
 )
@@ -70,7 +71,8 @@ def test_a_configuration_of_the_users(content: str, reaches: bool, tmp_path: Pat
             continue
         with pytest.raises(SpecError) as caught:
             check_primary(flags)
-        fix = f"{GIVE_OURS}, or put the lines of offpolicy_trainer.yaml into it."
+        check_primary([*flags, "+correction@correction=[gsm]"])
+        fix = "Give options of ours as '+correction@correction=[...]', which brings the sections into it."
         assert str(caught.value) == f"--config-name=mine: {file} has no section for a correction. {fix}"
 
 

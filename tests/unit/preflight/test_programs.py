@@ -34,9 +34,29 @@ ONE_STEP_OFF: dict[str, Any] = {"rollout": {"nnodes": 1}}
 )
 def test_extensions_are_refused_where_another_process_takes_prompts(own: dict[str, Any], refused: list[str]) -> None:
     shipped = OmegaConf.load(ROOT / "configs" / "length_penalty" / "anchor.yaml")
-    config = OmegaConf.create({**own, "length_penalty": shipped, "offpolicy": {"extensions": {}}})
+    actor = {"actor_rollout_ref": {"actor": {"strategy": "fsdp2"}}}
+    config = OmegaConf.merge({**own, "length_penalty": shipped, "offpolicy": {"extensions": {}}}, actor)
     assert isinstance(config, DictConfig)
     assert [problem.key for problem in check_program(config, CorrectionSpec())] == refused
+
+
+@pytest.mark.verl(">=0.9")
+@pytest.mark.parametrize(("mode", "refused"), [("separate_async", True), ("sync", False), ("colocate_async", False)])
+def test_servers_of_their_own_get_weights_by_a_checkpoint_engine(mode: str, refused: bool) -> None:
+    rollout = {"checkpoint_engine": {"backend": "naive"}}
+    actor = {"strategy": "fsdp2"}
+    config = OmegaConf.create(
+        {
+            "trainer": {"use_v1": True, "v1": {"trainer_mode": mode}},
+            "actor_rollout_ref": {"actor": actor, "rollout": rollout},
+            "offpolicy": {"extensions": {}},
+        }
+    )
+    found = list(check_program(config, CorrectionSpec()))
+    assert [problem.key for problem in found] == [f"{ROLLOUT}.checkpoint_engine.backend"] * refused
+    for problem in found:
+        config.merge_with_dotlist(list(problem.overrides))
+    assert not list(check_program(config, CorrectionSpec()))
 
 
 MODEL, ROLLOUT = "actor_rollout_ref.model", "actor_rollout_ref.rollout"

@@ -26,6 +26,9 @@ _FORMAT = f"{ROLLOUT}.load_format"
 
 def check_program(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
     """Check that nothing is asked of an asynchronous program that its other processes would have to do."""
+    if live_path(config).mode == "separate_async" and OmegaConf.select(config, _BACKEND) == "naive":
+        reason = "trainer_mode=separate_async has servers of its own, and verl refuses to send them weights so."
+        yield Problem(_BACKEND, "naive", reason, overrides=(set_to(_BACKEND, "nccl"),))
     program = find_program_mode(config)
     if program is None:
         return
