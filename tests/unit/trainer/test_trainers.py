@@ -149,7 +149,7 @@ def test_a_row_has_the_version_that_its_server_said(as_tensordict: bool) -> None
     import numpy as np
     from verl import DataProto
 
-    from recipe.offpolicy.trainer.trainer_v0 import _versions
+    from recipe.offpolicy.trainer.corrected_v0 import _versions
 
     ends = {"min_global_steps": [2, 3], "max_global_steps": [4, 3]}
     nothing = {end: [None, None] for end in ends}
