@@ -24,7 +24,7 @@ from verl.utils.import_utils import import_external_libs
 
 from verl_patches.cpu.checkpoint_engine import NAME, POLL, FileCheckpointEngine, WeightSyncError
 
-pytestmark = pytest.mark.verl(">=0.9")
+pytestmark = pytest.mark.verl(">=0.8")
 
 KEY = f"actor_rollout_ref.rollout.checkpoint_engine.engine_kwargs.{NAME}"
 

@@ -13,10 +13,11 @@ from typing import Any
 
 import pytest
 
-from scripts.quickstart.options import build_child_environment
+from scripts.quickstart.options import build_child_environment, build_release_overrides
 from scripts.quickstart.prepare import folder
 from scripts.quickstart.run import CACHE
 from tests.support.paths import ROOT
+from verl_patches.contract import demand_release
 
 pytestmark = [pytest.mark.slow, pytest.mark.extended]
 
@@ -63,13 +64,13 @@ PROGRAMS = {
         # Before the first synchronisation, and after it.
         ages=((0.0, 0.0), (1.0, 2.0)),
         rows=32,
-        releases=">=0.9",
+        releases=">=0.8",
     ),
     "one_step_off": Program(
         "verl.experimental.one_step_off_policy.main_ppo",
         ("+mode=one_step_off_cpu", SIXTEEN, "hydra.searchpath=[pkg://verl.trainer.config]"),
         ages=((0.0, 0.0), (1.0, 1.0), (1.0, 1.0)),
-        releases=">=0.9",
+        releases=">=0.8",
     ),
     "own_fit": Program("tests.support.own_fit", (SIXTEEN, "trainer.use_v1=false"), rows=32, own_primary=True),
     "own_primary": Program(V1, (SIXTEEN,), own_primary=True),
@@ -122,9 +123,10 @@ def launch(
         (tmp_path / "mine.yaml").write_text(PRIMARY.format(recording=tmp_path / "recording"))
         primary = [f"--config-dir={tmp_path}", "--config-name=mine"]
     given = {**os.environ, **environment}
+    platform, *_ = build_release_overrides("cpu", demand_release())
     finished = run_program(
         [
-            *(sys.executable, "-m", program.module, *primary, "+platform=cpu"),
+            *(sys.executable, "-m", program.module, *primary, f"+{platform}"),
             *(f"{key}={value}" for key, value in overrides.items()),
             *(OURS, *program.overrides),
         ],

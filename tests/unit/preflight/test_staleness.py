@@ -215,7 +215,7 @@ def test_ages_are_known_in_every_mode_of_0_9_1(mode: str) -> None:
 
 
 def test_a_release_that_notes_no_versions_is_refused_and_mended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(staleness, "live_path", lambda config: LivePath("0.8.0", "v0", "engine", "fsdp"))
+    monkeypatch.setattr(staleness, "live_path", lambda config: LivePath("0.7.1", "v0", "engine", "fsdp"))
     made = config(
         **{"trainer.use_v1": False, "offpolicy.shadow": {"old": by_age().to_mapping(), "tis": {"weight": TIS}}}
     )
@@ -226,7 +226,7 @@ def test_a_release_that_notes_no_versions_is_refused_and_mended(monkeypatch: pyt
         "offpolicy.shadow": (),
     }
     assert {problem.verdict for problem in found.values()} == {"ERROR"}
-    assert all("verl 0.8.0 does not note which version" in problem.reason for problem in found.values())
+    assert all("verl 0.7.1 does not note which version" in problem.reason for problem in found.values())
 
 
 def test_where_versions_are_known_by_row_ages_are_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:

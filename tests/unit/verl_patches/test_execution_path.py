@@ -185,7 +185,7 @@ COVERED: dict[str, tuple[str, dict[str, Any]]] = {
             "correction__proximal": "bypass",
         },
     ),
-    "fully_async_policy of 0.9.0": ("0.9.0", {"async_training__require_batches": 1}),
+    "fully_async_policy of 0.8.0": ("0.8.0", {"async_training__require_batches": 1}),
     "one_step_off_policy of 0.9.0": ("0.9.0", {"rollout__nnodes": 1}),
     "FSDP1": ("0.8.0", {"actor_rollout_ref__actor__strategy": "fsdp"}),
     "Megatron": ("0.9.1", {"actor_rollout_ref__actor__strategy": "megatron"}),
