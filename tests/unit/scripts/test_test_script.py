@@ -24,7 +24,7 @@ HANGS = 300.0
 # Stand-ins: the installer makes environments whose programs note how they were called.
 INSTALL = """#!/usr/bin/env bash
 echo "install $*" >>"$NOTES"
-[[ $* == *"${FAIL_INSTALL:-none}" ]] && exit 1
+[[ $* == *"${FAIL_INSTALL:-none}" ]] && exit "${STATUS:-1}"
 [[ $* == *"${HANG_INSTALL:-none}" ]] && sleep 600
 mkdir -p "$1/bin"
 cp stub "$1/bin/python"; cp stub "$1/bin/ruff"; cp stub "$1/bin/mypy"
@@ -156,6 +156,25 @@ def test_all_releases_run_in_parts_and_only_those_that_failed_again(tree: Path) 
     summary = lines[lines.index("--- summary") + 1 :]
     assert "programs-0.10.0-test_runs" in [line.split()[0] for line in summary]
     assert lines[-2:] == 2 * ["=== 1 passed in .venv-0.9.1 ==="]
+
+
+def test_another_vllm_is_a_row_with_the_newest_release(tree: Path) -> None:
+    """Contracts and whole programs; one whose torch no index serves is left out, and only by `all`."""
+    (tree / "requirements" / "verl-0.10.0.txt").write_text("-r cpu.txt\n-r vllm-0.28.0.txt\n")
+    for each in ("0.24.0", "0.28.0", "0.31.0"):
+        (tree / "requirements" / f"vllm-{each}.txt").touch()
+    without = {"FAIL_INSTALL": "vllm-0.24.0", "STATUS": "3"}
+    status, called, lines = run(tree, "--release", "all", **without)
+    assert status == 0
+    assert f"install {tree}/.venv-vllm-0.31.0 --release vllm-0.31.0" in called
+    assert not [call for call in called if "vllm-0.28.0" in call]
+    suites = [call.split()[-1] for call in called if call.startswith(".venv-vllm-0.31.0 ")]
+    assert suites == ["tests/contract", "tests/integration"]
+    assert not [call for call in called if call.startswith(".venv-vllm-0.24.0 ")]
+    assert len([line for line in lines if line.startswith(("install-vllm-0.24.0", "tests-vllm-0.24.0-"))]) == 3
+    assert run(tree, "--release", "vllm-0.24.0", **without)[0] == 2
+    assert run(tree, "--release", "all", FAIL_INSTALL="vllm-0.24.0")[0] == 1
+    assert run(tree, "--release", "vllm-0.28.0")[0] == 2
 
 
 def test_a_path_is_tested_with_all_releases_where_all_are_asked_for(tree: Path) -> None:
