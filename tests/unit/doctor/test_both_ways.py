@@ -1,0 +1,47 @@
+"""Our own program and verl's, with the same options of ours, compose the same run."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+from omegaconf import OmegaConf
+
+from recipe.offpolicy.doctor.launch import OURS, Launch, compose
+from tests.support.paths import ROOT
+from verl_patches.hydra_sections import GROUPS
+
+GIVEN = (
+    "data.train_files=train.parquet",
+    "data.val_files=heldout.parquet",
+    "actor_rollout_ref.model.path=model",
+    "offpolicy.record.dir=there",
+    "actor_rollout_ref.actor.fsdp_config.router_replay.mode=R2",
+)
+"""Keys of ours with them, of which the last is one that a group of ours brings."""
+MOST = 8
+"""Options of a group that are drawn; a composition takes a third of a second."""
+
+
+def draw_options(group: str) -> list[str]:
+    names = sorted(file.stem for file in (ROOT / "configs" / group).glob("*.yaml"))
+    # It brings the sections, which our own program has.
+    names = [name for name in names if (group, name) != ("offpolicy", "default")]
+    return random.Random(group).sample(names, min(MOST, len(names)))
+
+
+def composed(program: str, *overrides: str) -> Any:
+    config = compose(Launch(program, (*overrides, *GIVEN)))
+    plain: Any = OmegaConf.to_container(config, resolve=False)
+    plain.pop("hydra", None)
+    return plain
+
+
+@pytest.mark.slow
+@pytest.mark.verl(">=0.9.1")
+@pytest.mark.parametrize("group", GROUPS)
+def test_an_option_means_the_same_in_both(group: str) -> None:
+    for name in draw_options(group):
+        theirs = composed("verl.trainer.main_ppo", f"+{group}@{group}={name}")
+        assert composed(OURS, f"{group}={name}") == theirs, name
