@@ -146,7 +146,7 @@ def warn_weight_alone(config: DictConfig, spec: CorrectionSpec) -> Iterator[Prob
         return
     reason = "a capped weight alone does not keep stale data from collapsing the run: decoupled_ppo did in 8 of 8 runs."
     fix = f"Take {recommended.LINE}: {recommended.WHY}."
-    mode = {MODE: config.trainer.v1.trainer_mode}
+    mode = dict([describe_mode(config)])
     yield Problem("correction.weight.upper", weight.upper, reason, fix, "NOTE", ("weight",), beside=mode)
 
 
