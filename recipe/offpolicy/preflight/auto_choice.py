@@ -24,6 +24,7 @@ _ROLLOUT = "actor_rollout_ref.rollout"
 _ACTOR = "actor_rollout_ref.actor"
 _STALENESS = "trainer.v1.sampler.max_off_policy_threshold"
 _FULLY_ASYNC = "async_training.staleness_threshold"
+_PARTIAL = "async_training.partial_rollout"
 _LOSS = f"{_ACTOR}.policy_loss.loss_mode"
 
 
@@ -123,7 +124,11 @@ def _choose_rate_limit(setup: Setup) -> Selection:
     if setup.program == FULLY_ASYNC:
         return Selection(
             (),
-            (f"setup.mode=async: staleness is bounded, by {_FULLY_ASYNC} + 1 versions.",),
+            (
+                f"setup.mode=async: staleness is bounded, by {_FULLY_ASYNC} + 1 versions.",
+                f"{_PARTIAL}={str(setup.resumes).lower()}: the tokens of a row were sampled by "
+                f"{'one version or several' if setup.resumes else 'one version'}, each with its own mu.",
+            ),
             (Requirement(_FULLY_ASYNC, ETA_MATHS - 1, f"{why}.", at_most=True),),
             (f"{_FULLY_ASYNC}={ETA_CODE - 1} for code, {ETA_MATHS - 1} for maths, at most.",),
         )

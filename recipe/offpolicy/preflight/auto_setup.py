@@ -44,6 +44,7 @@ class Setup:
         bounded: ``offpolicy.staleness.eta`` limits staleness.
         adaptive: it moves, up to a ceiling.
         program: of verl, with staleness of its own: fully_async or one_step_off; None for main_ppo.
+        resumes: fully_async goes on with requests that a synchronisation of weights has aborted.
         fsdp_replay: routes can be replayed on FSDP in this configuration.
     """
 
@@ -58,6 +59,7 @@ class Setup:
     adaptive: bool = False
     fsdp_replay: bool = False
     program: str | None = None
+    resumes: bool = True
 
     @property
     def replay_mode(self) -> str | None:
@@ -105,6 +107,7 @@ def read_setup(config: DictConfig) -> Setup:
         adaptive=adaptive,
         fsdp_replay=replays,
         program=find_program_mode(config),
+        resumes=bool(OmegaConf.select(config, "async_training.partial_rollout", default=True)),
     )
 
 

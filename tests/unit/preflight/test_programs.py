@@ -15,7 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 from recipe.offpolicy.correction import CorrectionSpec
 from recipe.offpolicy.preflight.auto_choice import ETA_MATHS, select
 from recipe.offpolicy.preflight.auto_setup import Setup
-from recipe.offpolicy.preflight.checks import programs
+from recipe.offpolicy.preflight.checks import programs, staleness
 from recipe.offpolicy.preflight.checks.programs import check_lora, check_program
 from recipe.offpolicy.preflight.checks.staleness import is_asynchronous, mixes_unknown_versions
 from recipe.offpolicy.preflight.hydra_groups import brought_sections
@@ -137,6 +137,10 @@ def test_auto_reads_the_programs_own_limit_of_staleness() -> None:
     run: dict[str, Any] = {"engine": "different", "mode": "async", "model": "dense", "trajectory": "single"}
     found = select(Setup(**run, minibatches=1, strategy="fsdp", program="fully_async"))
     # Rollouts run ahead by the threshold, and one version passes while they train.
+    assert any(
+        "partial_rollout=true: the tokens of a row were sampled by one version or several" in line
+        for line in found.reasons
+    )
     (required,) = found.requires
     assert (required.key, required.value) == ("async_training.staleness_threshold", ETA_MATHS - 1)
     assert select(Setup(**run, minibatches=1, strategy="fsdp", program="one_step_off")).requires == ()
@@ -156,6 +160,22 @@ def test_every_asynchronous_way_of_the_newest_release_says_which_version_sampled
     config = OmegaConf.create({**own, "trainer": trainer, "actor_rollout_ref": {"actor": actor}})
     assert mixes_unknown_versions(config) is mixes
     assert is_asynchronous(config) is (bool(own) or v1)
+
+
+@pytest.mark.parametrize(("release", "resumes", "mixes"), [("0.9.0", True, True), ("0.9.0", False, False)])
+def test_a_row_that_is_not_resumed_is_of_one_version(
+    release: str, resumes: bool, mixes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where versions are known by row alone."""
+    monkeypatch.setattr(staleness, "live_path", partial(live_path, release=release))
+    config = OmegaConf.create(
+        {
+            "async_training": {"partial_rollout": resumes},
+            "trainer": {"use_v1": False},
+            "actor_rollout_ref": {"actor": {"strategy": "fsdp", "ppo_mini_batch_size": 8}},
+        }
+    )
+    assert mixes_unknown_versions(config) is mixes
 
 
 def test_an_option_of_ours_is_known_to_have_brought_the_sections(tmp_path: Path) -> None:

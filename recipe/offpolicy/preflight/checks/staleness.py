@@ -33,6 +33,10 @@ STALE_NATS = 0.2
 run ``tests/data/faults/held_out/colocate_async-14``."""
 
 
+PARTIAL_ROLLOUT = "async_training.partial_rollout"
+"""Of fully_async_policy: requests that a synchronisation of weights aborts go on with the new ones."""
+
+
 def is_asynchronous(config: DictConfig) -> bool:
     """Return True if rollouts go on while the trainer updates."""
     v1 = bool(OmegaConf.select(config, USE_V1)) and OmegaConf.select(config, MODE) in ASYNC_MODES
@@ -47,7 +51,10 @@ def notes_token_versions(config: DictConfig) -> bool:
 
 def mixes_unknown_versions(config: DictConfig) -> bool:
     """Return True if several versions may sample a row and nothing notes which token by which."""
-    several = is_asynchronous(config) and find_program_mode(config) != ONE_STEP_OFF
+    program = find_program_mode(config)
+    # Of V1's trainer requests are always resumed.
+    resumes = program is None or bool(OmegaConf.select(config, PARTIAL_ROLLOUT, default=True))
+    several = is_asynchronous(config) and program != ONE_STEP_OFF and resumes
     return several and not notes_token_versions(config)
 
 
