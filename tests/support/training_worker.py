@@ -186,13 +186,13 @@ def make_rollout(rows: int = 8, seed: int = 0, *, tool_tokens: bool = True) -> R
     return Rollout(prompts, responses, masks, advantages)
 
 
-def trainer_log_probs(worker: Any, rollout: Rollout) -> list[torch.Tensor]:
-    """pi_old by the engine's own forward pass, a row each."""
+def trainer_log_probs(worker: Any, rollout: Rollout, micro_batch_size: int | None = None) -> list[torch.Tensor]:
+    """pi_old by the engine's own forward pass, a row each; all rows at once, or in micro-batches."""
     from verl.utils import tensordict_utils as tu
     from verl.workers.utils.padding import response_from_nested
 
     data = rollout.to_tensordict()
-    worker.engine_config.infer_micro_batch_size_per_gpu = len(data)
+    worker.engine_config.infer_micro_batch_size_per_gpu = micro_batch_size or len(data)
     tu.assign_non_tensor(data, calculate_entropy=False, compute_loss=False, temperature=1.0, global_token_num=None)
     log_probs = worker.infer_batch(data)["log_probs"]
     return list(response_from_nested(log_probs, data["response_mask"]).unbind())

@@ -40,7 +40,7 @@ from ..worker.loss import build_loss
 from .actor_updates import adopt
 from .batch_view_v0 import DataProtoBatch, DataProtoPrompts
 from .corrected_run import CorrectedRun
-from .own_forward import Pair, build_padded, repeat_rows
+from .own_forward import MEDIA, Pair, build_padded, demand_text, repeat_rows
 from .supervision import Supervision
 
 NOT_COMPARED = {"training/rollout_probs_diff_valid": 0.0} | {
@@ -163,7 +163,9 @@ class CorrectedV0(CorrectedRun):
 
     def _compute_log_probs(self, batch: DataProto, rows: Sequence[Pair]) -> list[list[float]]:
         """Compute log-probs at temperature 1 of each row's response, in as many rows as the batch has."""
-        columns = build_padded(repeat_rows(rows, len(batch)))
+        demand_text(batch.non_tensor_batch.get(MEDIA, ()))
+        axes = batch.batch["position_ids"].shape[1:-1]
+        columns = build_padded(repeat_rows(rows, len(batch)), axes)
         tokens = columns["attention_mask"].sum(-1).tolist()
         beside = DataProto.from_dict(columns)
         flags = self.add_ons.batch_flags()

@@ -33,14 +33,14 @@ from .batch_view_v1 import TensorDictPrompts, TransferQueueBatch
 from .batch_view_v1 import put_columns as _put
 from .batch_view_v1 import read_columns as _columns
 from .corrected_run import CorrectedRun
-from .own_forward import Pair, build_nested, name_keys, repeat_rows
+from .own_forward import MEDIA, Pair, build_nested, demand_text, name_keys, repeat_rows
 from .supervision import Supervision
 
 OWN_PARTITION = "offpolicy"
 """Partition of TransferQueue for rows that are in no batch."""
 FORWARD = {"calculate_entropy": False, "compute_loss": False, "temperature": 1.0}
 """What verl tells its workers of a forward pass."""
-OF_A_FORWARD = ("uid", "multi_modal_inputs")
+OF_A_FORWARD = ("uid", "position_ids", MEDIA)
 """Columns that workers may read beside those of the tokens."""
 
 
@@ -129,6 +129,7 @@ class CorrectedV1(CorrectedRun):
 
     def _compute_log_probs(self, batch: Any, rows: Sequence[Pair]) -> list[list[float]]:
         """Compute log-probs at temperature 1 of each row's response; rows are laid beside the batch and removed."""
+        demand_text(_columns(batch, MEDIA)[MEDIA])
         told, flags = batch.extra_info or {}, self.add_ons.batch_flags()
         keys, source = name_keys(len(batch.keys)), _columns(_first(batch), *OF_A_FORWARD)
         beside = type(batch)(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 from uuid import uuid4
 
 import torch
@@ -10,8 +11,34 @@ from tensordict import TensorDict
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+MEDIA = "multi_modal_inputs"
+"""Column of what a row holds beside its tokens, a mapping each: pixels, their grid and the like."""
 Pair = tuple[list[int], list[int]]
 """Ids of a prompt and of a response."""
+
+
+class MediaError(RuntimeError):
+    """A row has images, videos or audio, and would be scored without them, or with those of another row."""
+
+
+def demand_text(inputs: Iterable[Mapping[str, Any] | None]) -> None:
+    """Demand that no row of a batch has ``multi_modal_inputs``: rows of an extension's making are token ids alone.
+
+    Raises:
+        MediaError: one has some.
+    """
+    for row, given in enumerate(inputs):
+        if names := sorted((given or {}).keys()):
+            raise MediaError(
+                f"row {row} has {', '.join(names)}: an extra forward pass scores token ids, without images, videos and "
+                f"audio. Set offpolicy.late_weights.snapshots=null and process_reward=null, which ask for it."
+            )
+
+
+def _shape_positions(positions: Tensor, axes: Sequence[int]) -> Tensor:
+    """Repeat positions of text over the axes that the model has positions of: (L,) or (B, L) to (..., *axes, L)."""
+    shape = (*positions.shape[:-1], *axes, positions.shape[-1])
+    return positions.unsqueeze(-2).expand(shape) if axes else positions
 
 
 def repeat_rows(rows: Sequence[Pair], count: int) -> list[Pair]:
@@ -19,8 +46,11 @@ def repeat_rows(rows: Sequence[Pair], count: int) -> list[Pair]:
     return [rows[place % len(rows)] for place in range(count)]
 
 
-def build_padded(rows: Sequence[Pair]) -> dict[str, Tensor]:
+def build_padded(rows: Sequence[Pair], axes: Sequence[int] = ()) -> dict[str, Tensor]:
     """Build verl's padded columns of rows: prompts are filled up in front, and responses behind.
+
+    Args:
+        axes: of a position, (4,) for models with images, () otherwise.
 
     Example:
         >>> build_padded([([5], [6, 7]), ([8, 9], [1])])["input_ids"]
@@ -38,7 +68,7 @@ def build_padded(rows: Sequence[Pair]) -> dict[str, Tensor]:
         "responses": responses,
         "input_ids": torch.cat([prompts, responses], dim=-1),
         "attention_mask": attention_mask,
-        "position_ids": (attention_mask.cumsum(-1) - 1).clamp(min=0),
+        "position_ids": _shape_positions((attention_mask.cumsum(-1) - 1).clamp(min=0), axes),
         "response_mask": behind.long(),
     }
 
@@ -48,12 +78,14 @@ def build_nested(rows: Sequence[Pair], source: TensorDict) -> TensorDict:
     from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 
     template = source[0]
+    axes = template["position_ids"].shape[:-1] if "position_ids" in template.keys() else ()
     made = []
     for prompt, response in rows:
         row = {name: template[name] for name in template.keys()}
         ids, mask = torch.tensor(prompt + response), torch.ones(len(response), dtype=torch.int64)
         row |= {"prompts": torch.tensor(prompt), "responses": torch.tensor(response), "input_ids": ids}
-        row |= {"attention_mask": torch.ones_like(ids), "position_ids": torch.arange(len(ids))}
+        positions = _shape_positions(torch.arange(len(ids)), axes)
+        row |= {"attention_mask": torch.ones_like(ids), "position_ids": positions}
         made.append(row | {"response_mask": mask, "loss_mask": mask})
     return list_of_dict_to_tensordict(made)
 

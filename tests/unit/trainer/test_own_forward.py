@@ -4,9 +4,17 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tensordict import TensorDict
+from tensordict import NonTensorStack, TensorDict
 
-from recipe.offpolicy.trainer.own_forward import build_nested, build_padded, name_keys, repeat_rows
+from recipe.offpolicy.trainer.own_forward import (
+    MEDIA,
+    MediaError,
+    build_nested,
+    build_padded,
+    demand_text,
+    name_keys,
+    repeat_rows,
+)
 
 ROWS = [([5], [6, 7]), ([8, 9], [1])]
 
@@ -35,6 +43,22 @@ def test_nested_columns_keep_what_workers_read_beside_the_tokens() -> None:
     assert [row.tolist() for row in found["position_ids"].unbind()] == [[0, 1, 2], [0, 1, 2]]
     assert [row.tolist() for row in found["response_mask"].unbind()] == [[1, 1], [1]]
     assert [float(row) for row in found["score"].unbind()] == [0.5, 0.5]
+
+
+@pytest.mark.verl("==0.9.1")
+def test_positions_have_the_axes_of_the_model() -> None:
+    """Text is at the same place of each axis, as verl lays it out for models with images."""
+    source = TensorDict({"position_ids": torch.zeros(1, 4, 9), MEDIA: NonTensorStack({})}, batch_size=1)
+    nested = build_nested(ROWS, source)["position_ids"].unbind()
+    assert [row.tolist() for row in nested] == [[[0, 1, 2]] * 4] * 2
+    assert build_padded(ROWS, (4,))["position_ids"].tolist() == [[[0, 0, 1, 2]] * 4, [[0, 1, 2, 2]] * 4]
+
+
+def test_rows_with_images_are_not_scored_by_their_tokens_alone() -> None:
+    """Neither by those of the first row: of one size, another row's would go unnoticed."""
+    demand_text([{}, None, {}])
+    with pytest.raises(MediaError, match=r"row 1 has image_grid_thw, pixel_values: .*snapshots=null"):
+        demand_text([{}, {"pixel_values": 0, "image_grid_thw": 0}])
 
 
 def test_keys_are_of_no_batch_and_all_different() -> None:

@@ -1,0 +1,146 @@
+"""Rows with images on a real verl TrainingWorker: each with its own, and the correction as on text alone."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tensordict import TensorDict
+
+from recipe.offpolicy.batch import micro_batch as mb
+from recipe.offpolicy.correction import CorrectionSpec
+from recipe.offpolicy.recording.record_settings import RecordSettings
+from recipe.offpolicy.worker.loss import OffPolicyLoss
+from tests.integration.test_recorder import recorded, shipped
+from tests.support import images as im
+from tests.support import training_worker as tw
+from tests.support.first_update import first_update
+from tests.support.specs import STACK
+
+pytestmark = [pytest.mark.verl(">=0.9.1"), pytest.mark.usefixtures("recorder_clock")]
+SPEC = CorrectionSpec.from_mapping(STACK)
+
+
+@pytest.fixture(scope="module")
+def worker(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    tw.join_process_group()
+    return im.start_worker(im.tiny_model(tmp_path_factory.mktemp("images")))
+
+
+class Watched(OffPolicyLoss):
+    """The loss, and what the engine called it with."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(SPEC, tw.actor_config(), **settings)
+        self.calls: list[tuple[dict[str, Any], TensorDict]] = []
+
+    def __call__(self, model_output: Mapping[str, Any], data: TensorDict, dp_group: Any = None) -> Any:
+        if model_output["log_probs"].requires_grad:
+            detached = {key: value.detach() if value is not None else None for key, value in model_output.items()}
+            self.calls.append((detached, data.clone()))
+        return super().__call__(model_output, data, dp_group)
+
+
+def test_each_row_is_scored_with_its_own_image(worker: Any) -> None:
+    """In one micro-batch as alone; another's pixels of the same size go unnoticed by verl, and count for much."""
+    rows = im.make_rollout()
+    together = tw.trainer_log_probs(worker, rows)
+    alone = tw.trainer_log_probs(worker, rows, micro_batch_size=1)
+    for one, all_of_them in zip(alone, together, strict=True):
+        assert torch.allclose(one, all_of_them, atol=1e-5)
+    rows.media[3] = rows.media[5]
+    swapped = tw.trainer_log_probs(worker, rows)
+    moved = [float((a - b).abs().max()) > 0.1 for a, b in zip(together, swapped, strict=True)]
+    assert moved == [row == 3 for row in range(8)]
+
+
+@pytest.mark.parametrize("micro_batch_size", [1, 2, 8])
+def test_the_correction_is_proved_where_some_rows_have_images(worker: Any, micro_batch_size: int) -> None:
+    verdict = first_update(worker, STACK, rollout=im.make_rollout(), micro_batch_size=micro_batch_size)
+    assert verdict["proved"] == 1.0
+    assert verdict["rows"] == 8.0
+
+
+def test_images_change_nothing_in_the_loss_of_the_same_log_probs(worker: Any) -> None:
+    rows = im.make_rollout()
+    tw.add_log_probs(worker, rows, mismatch=0.2)
+    loss = Watched()
+    tw.gradients(worker, loss, rows.to_tensordict(), micro_batch_size=4)
+    assert len(loss.calls) == 2
+    for output, data in loss.calls:
+        text = data.exclude("multi_modal_inputs", "position_ids")
+        (with_images, _), (without, _) = (OffPolicyLoss.__call__(loss, output, each) for each in (data, text))
+        assert torch.equal(with_images, without)
+        assert float(with_images) != 0.0
+    # Row by row, each with its own columns.
+    order = [row for _, data in loss.calls for row in data["multi_modal_inputs"]]
+    assert [sorted(row) for row in order] == [sorted(row) for row in rows.media]
+
+
+def test_rows_with_images_are_recorded_with_their_own_tokens(worker: Any, tmp_path: Path) -> None:
+    rows = im.make_rollout()
+    tw.add_log_probs(worker, rows, mismatch=0.2)
+    rows.versions = [4] * 8
+    loss = Watched(record=RecordSettings.at(str(tmp_path)))
+    tw.gradients(worker, loss, shipped(rows), micro_batch_size=2)
+    found = recorded(tmp_path).rows
+    assert len(found) == 8
+    for row in range(8):
+        tokens = slice(found.offsets[row], found.offsets[row + 1])
+        length = tokens.stop - tokens.start
+        for column, own in (
+            (found.response_ids, rows.responses[row]),
+            (found.rollout_log_prob, rows.rollout_log_probs[row]),
+            (found.old_log_prob, rows.old_log_probs[row]),
+        ):
+            np.testing.assert_array_equal(column[tokens], own[:length].numpy())
+
+
+def test_padded_rows_are_read_as_nested_ones(worker: Any) -> None:
+    """V0's batch, by verl's own function, with four positions of each token."""
+    from verl.utils import tensordict_utils as tu
+    from verl.workers.utils.padding import left_right_2_no_padding, no_padding_2_padding
+
+    rows = im.make_rollout()
+    tw.add_log_probs(worker, rows, mismatch=0.2)
+    nested = rows.to_tensordict()
+    length = [len(each) for each in rows.prompts]
+    before, behind = max(length), max(map(len, rows.responses))
+    padded = nested.select("responses", "response_mask", "advantages", "old_log_probs", mb.ROLLOUT_LOG_PROBS)
+    padded = padded.to_padded_tensor(0)
+    prompts, attention = torch.zeros(8, before, dtype=torch.int64), torch.zeros(8, before + behind, dtype=torch.int64)
+    positions = torch.zeros(8, im.AXES, before + behind, dtype=torch.int64)
+    for row, (prompt, response, own) in enumerate(zip(rows.prompts, rows.responses, rows.positions(), strict=True)):
+        there = slice(before - len(prompt), before + len(response))
+        prompts[row, there.start : before], attention[row, there], positions[row, :, there] = prompt, 1, own
+    padded["prompts"], padded["attention_mask"], padded["position_ids"] = prompts, attention, positions
+    padded["input_ids"] = torch.cat([prompts, padded["responses"]], -1)
+    padded["multi_modal_inputs"] = nested["multi_modal_inputs"]
+    data = left_right_2_no_padding(padded)
+    for found, own in zip(data["position_ids"].unbind(), rows.positions(), strict=True):
+        assert torch.equal(found, own)
+    tu.assign_non_tensor(data, calculate_entropy=False, compute_loss=False, temperature=1.0, global_token_num=None)
+    worker.engine_config.infer_micro_batch_size_per_gpu = 2
+    log_probs = worker.infer_batch(data)["log_probs"]
+    # The rows come as they went, images included.
+    whole = no_padding_2_padding(log_probs, data)
+    for row, old in enumerate(rows.old_log_probs):
+        assert torch.allclose(whole[row, : len(old)], old, atol=1e-5)
+    output = {"log_probs": log_probs, "entropy": None}
+    of_padded, of_nested = mb.read(output, data), mb.read(output, nested)
+    for name in ("responses", "response_mask", "rollout_log_prob", "old_log_prob", "log_prob", "advantages"):
+        assert torch.equal(getattr(of_padded, name), getattr(of_nested, name)), name
+
+
+@pytest.mark.slow
+def test_rows_go_through_transfer_queue_with_their_own_images(run_program: Any) -> None:
+    finished = run_program([sys.executable, "-m", "tests.support.images_in_queue"], limit=240)
+    assert finished.returncode == 0, finished.output[-3000:]
+    assert "rows: each with its own" in finished.output
+    assert "refused: row 0 has image_grid_thw, pixel_values" in finished.output
+    assert "scored: [[-5.0, -6.0], [-8.0, -9.0, -10.0]]" in finished.output
