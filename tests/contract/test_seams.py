@@ -241,7 +241,8 @@ def test_every_v0_trainer_that_a_program_makes_is_corrected(monkeypatch: pytest.
     from recipe.offpolicy.trainer import hooked
 
     hook(monkeypatch, RayPPOTrainer, hooked._correct_v0)
-    ours = OmegaConf.create({"offpolicy": {}})
+    ours = OmegaConf.create({"trainer": {}, "offpolicy": {}})
+    others = OmegaConf.create({"trainer": {}})
     hooked.mark(ours)
 
     class Own(RayPPOTrainer):  # type: ignore[misc]
@@ -255,7 +256,9 @@ def test_every_v0_trainer_that_a_program_makes_is_corrected(monkeypatch: pytest.
 
     for trainer in (RayPPOTrainer, Own):
         assert is_corrected(trainer.__new__(trainer, ours))
-        assert not is_corrected(trainer.__new__(trainer, OmegaConf.create({})))
+        assert not is_corrected(trainer.__new__(trainer, others))
+        assert is_corrected(trainer.__new__(trainer, "tokenizer", ours))
+        assert not is_corrected(trainer.__new__(trainer, "tokenizer", config=others))
         # Ray makes an actor without arguments.
         assert is_corrected(trainer.__new__(trainer))
     assert not is_corrected(FullyAsyncRollouter.__new__(FullyAsyncRollouter, ours))

@@ -90,7 +90,8 @@ class CorrectedV0(CorrectedRun):
     def _init_models(self) -> None:
         """Of trainers that sample elsewhere; Ray may call their ``init_workers`` past this instance."""
         self.verls._init_models()
-        self._adopt_workers()
+        if hasattr(self.trainer, "actor_rollout_wg"):  # a fork's own method of this name may make other models
+            self._adopt_workers()
 
     def _adopt_workers(self) -> None:
         self._begin()

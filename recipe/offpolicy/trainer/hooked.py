@@ -8,7 +8,7 @@ here; a process without a trainer pays for the import hooks.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from verl_patches.deferred import after_import, is_awaited
@@ -89,11 +89,18 @@ def _replace(trainer: type, correct: Callable[[Any, Any], None]) -> None:
 
     def make(cls: type, *args: Any, **kwargs: Any) -> Any:
         made: Any = object.__new__(cls)
-        correct(made, kwargs.get("config", args[0] if args else None))
+        correct(made, _find_config([*args, *kwargs.values()]))
         return made
 
     trainer.__new__ = make  # type: ignore[method-assign,assignment]
     setattr(trainer, _MARK, "hooked")
+
+
+def _find_config(given: Sequence[Any]) -> Any:
+    """Find the configuration among what a constructor gets, at whatever place; None where it gets nothing."""
+    from omegaconf import DictConfig
+
+    return next((each for each in given if isinstance(each, DictConfig) and "trainer" in each), None)
 
 
 def _is_ours(config: Any) -> bool:
@@ -103,7 +110,7 @@ def _is_ours(config: Any) -> bool:
 
 
 def _correct_v0(trainer: Any, config: Any) -> None:
-    # Ray makes an actor before it calls its __init__ with a configuration.
+    # Ray makes an actor before it calls its __init__ with a configuration; a fork may give it in another shape.
     if trains(type(trainer)) and (config is None or _is_ours(config)):
         from .add_on_choice import choose_v0
         from .corrected_v0 import CorrectedV0
