@@ -57,36 +57,57 @@ def extract_supports(extract: Extract) -> Extract:
 
 
 class SupportServer(vllm_async_server.vLLMHttpServer):
-    """verl's vLLM server, see ``build_replica``."""
+    """verl's vLLM server that returns supports.
 
-    settings: ClassVar[SupportSettings]
+    Args:
+        support: what is asked for.
+    """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, support: SupportSettings, **kwargs: Any) -> None:
         engine_loss.check(truncated_sampling.build_server_seams())
+        self.support = support
         # The server is alone in its process, and reads both names at each request.
-        vllm_async_server.SamplingParams = ask_for_supports(vllm_async_server.SamplingParams, self.settings)
+        vllm_async_server.SamplingParams = ask_for_supports(vllm_async_server.SamplingParams, support)
         vllm_async_server.extract_prompt_logprobs = extract_supports(vllm_async_server.extract_prompt_logprobs)
         super().__init__(*args, **kwargs)
 
     def _preprocess_engine_kwargs(self, engine_kwargs: dict[str, Any]) -> None:
         super()._preprocess_engine_kwargs(engine_kwargs)
-        engine_kwargs["max_logprobs"] = max(self.settings.size, int(engine_kwargs.get("max_logprobs") or 0))
+        engine_kwargs["max_logprobs"] = max(self.support.size, int(engine_kwargs.get("max_logprobs") or 0))
 
 
-def build_replica(settings: SupportSettings) -> type:
-    """Build a subclass of verl's replica, of servers that return supports; these travel by value."""
-    server = type("SupportServer", (SupportServer,), {"settings": settings})
+class SupportActor:
+    """Ray's actor class of ``SupportServer``, as verl's replica uses it.
 
-    class SupportReplica(vllm_async_server.vLLMReplica):
-        """verl's replica of such servers."""
+    Args:
+        actor: of the server; made by ``ray.remote``.
+        support: an argument of the server beside verl's.
+    """
 
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            super().__init__(*args, **kwargs)
-            self.server_class = ray.remote(server)
+    def __init__(self, actor: Any, support: SupportSettings) -> None:
+        self._actor, self._support = actor, support
 
-    return SupportReplica
+    def options(self, **options: Any) -> SupportActor:
+        """Choose Ray's options of the next actor."""
+        return SupportActor(self._actor.options(**options), self._support)
+
+    def remote(self, *args: Any, **kwargs: Any) -> Any:
+        """Start a server."""
+        return self._actor.remote(*args, support=self._support, **kwargs)
+
+
+class SupportReplica(vllm_async_server.vLLMReplica):
+    """verl's replica of servers that return supports."""
+
+    support: ClassVar[SupportSettings]
+    """Of this process's run."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.server_class = SupportActor(ray.remote(SupportServer), self.support)
 
 
 def serve_supports(settings: SupportSettings) -> None:
     """Let replicas of vLLM that this process starts return supports."""
-    RolloutReplicaRegistry.register("vllm", lambda: build_replica(settings))
+    SupportReplica.support = settings
+    RolloutReplicaRegistry.register("vllm", lambda: SupportReplica)

@@ -59,14 +59,26 @@ def test_replicas_of_vllm_start_servers_that_return_supports(monkeypatch: pytest
     from verl.workers.rollout.replica import RolloutReplicaRegistry
     from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMReplica
 
-    from recipe.offpolicy.support.support_server import SupportServer, build_replica, serve_supports
+    from recipe.offpolicy.support import support_server
 
     monkeypatch.setattr(RolloutReplicaRegistry, "_registry", dict(RolloutReplicaRegistry._registry))
-    serve_supports(SETTINGS)
-    assert issubclass(RolloutReplicaRegistry.get("vllm"), vLLMReplica)
-    assert issubclass(build_replica(SETTINGS), vLLMReplica)
-    server = SupportServer.__new__(type("Server", (SupportServer,), {"settings": SETTINGS}))
-    server.config = {}
+    support_server.serve_supports(SETTINGS)
+    replica = RolloutReplicaRegistry.get("vllm")
+    assert issubclass(replica, vLLMReplica)
+    monkeypatch.setattr(vLLMReplica, "__init__", lambda self: None)
+    started: list[Any] = []
+    actor = SimpleNamespace(remote=lambda *args, **kwargs: started.append((args, kwargs)))
+    actor.options = lambda **options: started.append(options) or actor
+    monkeypatch.setattr(support_server.ray, "remote", lambda kind: actor)
+    replica().server_class.options(name="server").remote(1, node_rank=0)
+    assert started == [{"name": "server"}, ((1,), {"node_rank": 0, "support": SETTINGS})]
+
+
+def test_a_server_asks_vllm_for_as_many_log_probs_as_it_may_return() -> None:
+    from recipe.offpolicy.support.support_server import SupportServer
+
+    server: Any = object.__new__(SupportServer)
+    server.config, server.support = {}, SETTINGS
     for given, wanted in (({}, 2), ({"max_logprobs": 20}, 20)):
         arguments: dict[str, Any] = dict(given)
         server._preprocess_engine_kwargs(arguments)
