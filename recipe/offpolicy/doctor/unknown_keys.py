@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import shlex
 from collections.abc import Callable, Iterator, Sequence
 
 import yaml
@@ -19,6 +20,8 @@ from ..preflight.similar_keys import TARGET, explain_misplaced, list_fields
 from ..preflight.verl_keys.keys import FREE
 from ..preflight.verl_keys.misplaced import find_meant
 
+_OPEN = ("correction.masks", "correction.weights", "offpolicy.extensions")
+"""Sections of ours that hold names of the user's choice."""
 # A name, or several below a section, without a sign: no addition and no deletion.
 _PLAIN = re.compile(r"(?P<key>[A-Za-z_]\w*(?:\.[\w-]+)*)\s*=(?P<value>.*)", re.S)
 _ADDED = re.compile(r"\+[A-Za-z_]\w*(\.[\w-]+)+\s*=")
@@ -81,8 +84,11 @@ def _explain(
     key = ".".join(names)
     if names[0] in list_sections() and depth:
         near = find_closest(names[depth], map(str, section))
-        known = f"Did you mean {'.'.join([*names[:depth], near])}?" if near else f"Known: {', '.join(section)}."
-        return Problem("", None, f"{key}={value}: unknown key.", known)
+        known = f"Known: {', '.join(map(str, section))}."
+        if ".".join(names[:depth]) in _OPEN:
+            known = f"Write {shlex.quote(f'+{key}={value}')}, which adds it."
+        fix = f"Did you mean {'.'.join([*names[:depth], near])}?" if near else known
+        return Problem("", None, f"{key}={value}: unknown key.", fix)
     if verls and (meant := find_meant(names)) is not None:
         return Problem("", None, f"{key}={value}: {owner} has no such key.", f"Did you mean {meant}={value}?")
     ours = explain_misplaced("", key, value, config) if verls and "correction" in config else None

@@ -74,6 +74,13 @@ def test_unknown_keys_are_named_with_the_nearest() -> None:
     assert asked == [["++data.new=2"]], "what is added is composed, whether it is there or not"
 
 
+@pytest.mark.parametrize("key", ["correction.masks.tight", "correction.weights.two", "offpolicy.extensions.mine"])
+def test_a_name_of_the_users_own_is_added_with_a_plus(key: str) -> None:
+    config = OmegaConf.create({"correction": {"masks": {"gsm": {}}, "weights": {}}, "offpolicy": {"extensions": {}}})
+    (problem,) = find_unknown_keys(lambda overrides: config, [f"{key}={{level: token}}"], "verl 0.9.1")
+    assert problem.fix == f"Write '+{key}={{level: token}}', which adds it."
+
+
 @pytest.mark.parametrize(
     ("source", "said"),
     [("[[ -n $NODES ]]", "[[ -n $NODES ]]"), ("grep -q x file", "grep -q x file"), ("A=1 " + "x" * 99, None)],
