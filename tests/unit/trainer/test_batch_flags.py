@@ -58,7 +58,8 @@ def test_on_v0() -> None:
     from recipe.offpolicy.trainer.corrected_v0 import CorrectedV0
 
     trainer, run = correct(CorrectedV0)
-    batch = DataProto.from_dict({"rollout_log_probs": torch.zeros(1, 2)}, meta_info={"metrics": {}})
+    columns = {"rollout_log_probs": torch.zeros(1, 2), "position_ids": torch.zeros(1, 3)}
+    batch = DataProto.from_dict(columns, meta_info={"metrics": {}})
     trainer._compute_old_log_prob(batch)
     run._compute_log_probs(batch, ROW)
     trainer._update_actor(batch)
@@ -72,7 +73,8 @@ def test_on_v1(monkeypatch: pytest.MonkeyPatch) -> None:
 
     nested = torch.nested.as_nested_tensor([torch.zeros(3)], layout=torch.jagged)
     mask = torch.nested.as_nested_tensor([torch.ones(2)], layout=torch.jagged)
-    monkeypatch.setattr(corrected_v1, "_columns", lambda batch, *names: {"log_probs": nested, "response_mask": mask})
+    columns = {"log_probs": nested, "response_mask": mask, "multi_modal_inputs": []}
+    monkeypatch.setattr(corrected_v1, "_columns", lambda batch, *names: columns)
     monkeypatch.setattr(corrected_v1, "build_nested", lambda rows, source: None)
     monkeypatch.setattr(corrected_v1, "response_from_nested", lambda values, mask: mask)
     monkeypatch.setattr(
