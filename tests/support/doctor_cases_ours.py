@@ -26,7 +26,7 @@ from tests.support.doctor_keys import (
     Case,
 )
 
-ASYNC = {"trainer.v1.trainer_mode": "separate_async"}
+ASYNC = {"trainer.v1.trainer_mode": "separate_async", f"{ROLLOUT}.checkpoint_engine.backend": "nccl"}
 FSDP_R2 = {f"{ACTOR}.fsdp_config.router_replay.mode": "R2"}
 FSDP_R3 = {f"{ACTOR}.fsdp_config.router_replay.mode": "R3"}
 SUPPORTED = {f"{ROLLOUT}.top_p": 0.9, "correction.support": "engine"}
