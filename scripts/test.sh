@@ -7,7 +7,7 @@
 #   --release R    every test of one release, or of `all`, on all examples that hypothesis draws and not a quarter
 #                  of them; lint and types come with the newest one. `all` runs in parts, each folder and each file
 #                  of whole programs by itself; parts that passed at this commit are not run again. vllm-V, one of
-#                  requirements/vllm-V.txt, is the newest release with another vLLM: contracts and whole programs.
+#                  requirements/vllm-V.txt, is the newest release with another vLLM: contracts and verl's programs.
 #                  `all` leaves it out where no package index serves its torch
 #   --quick        lint, and the unit tests of the newest release that are not marked slow; no types
 #   VENV=path      use this environment as it is, for the newest release or the one that --release names;
@@ -154,7 +154,7 @@ tests_of() {
         # The longest first: processes share what follows evenly.
         suites=(tests/releases tests/contract tests/integration tests/unit tests/gpu)
     elif [[ $1 == vllm-* ]]; then
-        suites=(tests/contract tests/integration)
+        suites=(tests/contract tests/integration/test_programs.py)
     fi
     # Of an older release, what no environment of this run has.
     [[ -n $asked || $1 == "$newest" || -n ${VENV:-} ]] || printf '%s\n' --not-in "$newest"
