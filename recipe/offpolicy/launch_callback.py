@@ -20,7 +20,7 @@ from verl_patches.runtime_env import KEY, VARIABLES_OF_WORKERS, forward
 from .correction import CorrectionSpec, SpecError
 from .correction.problem import CheckError
 from .fault_tolerance.redaction import redact_streams
-from .preflight.checks import list_active, list_patch_groups
+from .preflight.checks import find_missing_actor, list_active, list_patch_groups
 from .preflight.examination import examine
 from .preflight.hydra_groups import read_task_overrides
 from .trainer.hooked import MODULE, mark
@@ -80,6 +80,8 @@ class LaunchCallback(Callback):
                 hydra = config.pop("hydra")
             try:
                 HydraConfig.instance().set_config(OmegaConf.create({"hydra": hydra}))
+                if missing := list(find_missing_actor(config)):
+                    raise CheckError(missing)
                 lines = check(config)
             finally:
                 with open_dict(config):

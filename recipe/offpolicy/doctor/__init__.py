@@ -3,10 +3,14 @@
     python -m recipe.offpolicy.doctor 'correction=[tis_token,gsm]' data.train_files=...
     python -m recipe.offpolicy.doctor --module verl.trainer.main_ppo algorithm.rollout_correction.rollout_is=token ...
     python -m recipe.offpolicy.doctor --script run.sh [arguments of the script]
+    python -m recipe.offpolicy.doctor --script run.sh '+correction@correction=[tis_token,gsm]'
 
 Composes the configuration that the launch would train with, runs every check of its start, and says of each correction
 OK, NO-OP because ..., or ERROR because ..., with the override that mends it. verl's own validation runs too; that of
 the critic and of LoRA's rank is left to the launch.
+
+The last form asks what a script of yours would do with that override behind it; the script has to hand its arguments
+on, by "$@" at the end of the launch.
 
 A script is read, not run, and no code of its folder or that it names is imported: what could not be checked for that
 reason is said. (`python -P -m ...` keeps Python's own start from the current folder, too.) Each launch of a loop or a

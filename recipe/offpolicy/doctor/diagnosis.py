@@ -21,6 +21,7 @@ from ..preflight.checks import (
     VERL_CHECKS,
     ConfiguredPart,
     check_by_verl,
+    find_missing_actor,
     find_null_sections,
     find_unreadable_values,
     find_unresolved_interpolations,
@@ -124,6 +125,8 @@ def judge(config: DictConfig, launch: Launch, overrides: Sequence[str] = ()) -> 
         return Diagnosis(launch, rows=_arrange_rows((), null)[0])
     if not launch.ours and not brought_sections():
         return _judge_verl(config, launch, live_path(config), overrides)
+    if missing := list(find_missing_actor(config)):
+        return Diagnosis(launch, rows=_arrange_rows((), missing)[0])
     found = examine(config, overrides)
     parts = list_parts(config, found.spec) if found.spec is not None else ()
     rows, notes = _arrange_rows(parts, [*found.problems, *_note_program(launch)])

@@ -44,10 +44,13 @@ def find_unknown_keys(compose: Compose, overrides: Sequence[str], owner: str, *,
     plain = [found for each in overrides if (found := _PLAIN.fullmatch(each)) is not None]
     if not plain:
         return []
+    # A + on a key that exists fails too, and must not hide the unknown keys: ++ works for both.
+    others = [f"+{each}" if _ADDED.match(each) else each for each in overrides if _PLAIN.fullmatch(each) is None]
     try:
-        # A + on a key that exists fails too, and must not hide the unknown keys: ++ works for both.
-        others = [each for each in overrides if _PLAIN.fullmatch(each) is None]
-        config = compose([f"+{each}" if _ADDED.match(each) else each for each in others])
+        config = compose(others)
+        # Chosen options bring keys, as model_engine=megatron does.
+        if chosen := [found[0] for found in plain if _is_group(config, found["key"])]:
+            config = compose([*chosen, *others])
     except (HydraException, OmegaConfBaseException):
         return []
     return [problem for found in plain for problem in _check_key(config, found["key"], found["value"], owner, verls)]
@@ -112,10 +115,12 @@ def _find_reason(
         reason = f"{owner}'s YAML leaves out this field of {section[TARGET].rpartition('.')[2]}."
         return reason, f"Write +{key}={value}."
     if program := _find_other_program(names):
-        return f"a key of {program}, a program of verl's that is not covered here. This program does not read it.", ""
-    near = find_closest(names[depth], map(str, section), _CLOSE)
+        return f"a key of {program}, another program of verl's, which this one does not read.", ""
+    last = depth == len(names) - 1
+    sections = [str(each) for each in section if isinstance(section._get_node(each), DictConfig)]
+    near = find_closest(names[depth], (str(each) for each in section if not last or each not in sections), _CLOSE)
     places = [".".join([*names[:depth], near, *names[depth + 1 :]])] if near else []
-    places += [place for place in _find_places(config, names[-1]) if _is_likely(place, names)][:1]
+    places += [place for place in _find_places(config, names[-1]) if _is_likely(place, names, depth)][:1]
     fix = f"Set {places[0]} if that is meant." if places else ""
     if not verls:
         return missing, f"{fix} Otherwise install the verl that the program is made for.".strip()
@@ -124,9 +129,16 @@ def _find_reason(
     return f"{missing[:-1]}, and {refused}: what it asks for would not be done.", fix
 
 
-def _is_likely(place: str, names: Sequence[str]) -> bool:
-    """Return True if a key of the same name may be meant: a name that says what it is, or below the same section."""
-    return len(names) == 1 or "_" in names[-1] or place.split(".")[-2:] == list(names[-2:])
+def _is_likely(place: str, names: Sequence[str], depth: int) -> bool:
+    """Return True if a key of the same name may be meant: a name that says what it is, or below the same section.
+
+    A key of the critic is not meant by a key of the actor, nor a key of the rollout: where the name's own model has a
+    section (``depth`` > 0), the place has to be in it, or above all models.
+    """
+    found, owner = place.split("."), 2 if names[0] == "actor_rollout_ref" else 1
+    if depth and len(found) > 1 and found[:owner] != list(names[:owner]):
+        return False
+    return len(names) == 1 or "_" in names[-1] or found[-2:] == list(names[-2:])
 
 
 def _find_places(node: DictConfig, name: str, path: str = "") -> Iterator[str]:

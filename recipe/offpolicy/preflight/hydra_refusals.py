@@ -17,6 +17,8 @@ from ..correction import Problem
 from ..correction.problem import format_value
 
 GROUP = "correction"
+ENGINES = "model_engine"
+"""verl's group of training engines, of which another one is another run."""
 GetOptions = Callable[[str], Sequence[str]]
 """Lists the options of a Hydra group; empty where there is no such group."""
 
@@ -170,6 +172,8 @@ def _explain_missing(group: str, name: str, options: Sequence[str], overrides: S
     beyond = f"{name} is no option of {group}."
     if near:
         return f"{_shorten(given)}: {beyond} Did you mean {' or '.join(near)}?"
+    if group == ENGINES:
+        return f"{_shorten(given)}: {beyond} verl brings {', '.join(options)}. Install the package that brings {name}."
     if len(options) <= _FEW:
         return f"{_shorten(given)}: {beyond} Choose one of {', '.join(options)}."
     where = "docs/corrections.md explains them all" if group == GROUP else f"{len(options)} are there"

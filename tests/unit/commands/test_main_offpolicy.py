@@ -327,7 +327,7 @@ def test_a_launch_that_is_refused_leaves_no_trace_of_ray(tmp_path: Path) -> None
         REFUSED,
         "distillation.enabled=true: ",
         "loss_mode=geo_mean",
-        "Set a loss_mode",
+        "No override corrects geo_mean",
         "algorithm.rollout_correction.rollout_is=token: ",
     ):
         assert part in done.stderr

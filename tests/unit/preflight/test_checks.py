@@ -10,7 +10,13 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from recipe.offpolicy.correction import SpecError
 from recipe.offpolicy.correction.problem import CheckError
-from recipe.offpolicy.preflight.checks import REMARKS, find_null_sections, find_unresolved_interpolations, read_spec
+from recipe.offpolicy.preflight.checks import (
+    REMARKS,
+    find_missing_actor,
+    find_null_sections,
+    find_unresolved_interpolations,
+    read_spec,
+)
 from recipe.offpolicy.preflight.examination import collect_problems, run_checks
 from recipe.offpolicy.preflight.verl_keys.keys import find_changed_keys
 from tests.support.applications import NEEDED, application, changed
@@ -73,7 +79,7 @@ STOPPED: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     ),
     "another engine": (
         {f"{ACTOR}.strategy": "veomni"},
-        (f"{ACTOR}.strategy=veomni", "another engine than FSDP and Megatron is not covered", "Set fsdp2 or megatron"),
+        (f"{ACTOR}.strategy=veomni", "another engine than FSDP and Megatron", "No override corrects veomni"),
     ),
     "unknown key": ({"offpolicy.recrod": True}, ("offpolicy.recrod=true", "Did you mean offpolicy.record?")),
     "emptied": (
@@ -209,11 +215,11 @@ STOPPED: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     ),
     "distillation": (
         {"distillation.enabled": True},
-        ("distillation.enabled=true", "Set distillation.enabled=false"),
+        ("distillation.enabled=true", "distillation_ppo_loss", "No override keeps both"),
     ),
     "geo_mean": (
         {f"{ACTOR}.policy_loss.loss_mode": "geo_mean"},
-        (f"{ACTOR}.policy_loss.loss_mode=geo_mean", "Set a loss_mode", "vanilla"),
+        (f"{ACTOR}.policy_loss.loss_mode=geo_mean", "No override corrects geo_mean", "vanilla"),
     ),
     "a loss that verl does not know": (
         {f"{ACTOR}.policy_loss.loss_mode": "vanila"},
@@ -359,6 +365,20 @@ def test_a_section_of_nothing_is_named() -> None:
     config = OmegaConf.create({"trainer": {}, "data": None, "actor_rollout_ref": {"actor": "${x.y}", "rollout": {}}})
     found = {problem.key: problem.value for problem in find_null_sections(config)}
     assert found == {"actor_rollout_ref.actor": "${x.y}", "data": None}
+
+
+@pytest.mark.parametrize(
+    ("config", "missing"),
+    [
+        ({"trainer": {}}, True),  # verl's SFT
+        ({"actor_rollout_ref": {"rollout": {}}}, True),  # verl's generation
+        ({"actor_rollout_ref": {"actor": None}}, False),  # a null section
+        ({"actor_rollout_ref": None}, False),
+        ({"actor_rollout_ref": {"actor": {}}}, False),
+    ],
+)
+def test_a_program_without_an_actor_is_named(config: dict[str, Any], missing: bool) -> None:
+    assert bool(list(find_missing_actor(OmegaConf.create(config)))) is missing
 
 
 @pytest.mark.parametrize("name", ["${oc.env:NOT_SET_AT_ALL}", "${not.here}"])

@@ -34,7 +34,7 @@ from . import (
     workers_env,
 )
 from .config_reader import SUPPORT_PART, ConfiguredPart, list_parts, read_shadows, read_spec
-from .null_sections import find_null_sections
+from .null_sections import find_missing_actor, find_null_sections
 from .offpolicy_keys import OWN_KEYS, check_own_keys
 from .seams import demand_seams
 from .unreadable_values import find_unreadable_values, find_unresolved_interpolations, substitute_usual_values
@@ -121,6 +121,7 @@ __all__ = [
     "ConfiguredPart",
     "check_by_verl",
     "demand_seams",
+    "find_missing_actor",
     "find_null_sections",
     "find_unreadable_values",
     "find_unresolved_interpolations",

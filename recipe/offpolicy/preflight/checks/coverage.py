@@ -93,11 +93,8 @@ def _find_nearest_mode(mode: object, covered: Sequence[str]) -> str:
 def _check_engine(config: DictConfig, path: LivePath) -> Iterator[Problem]:
     if path.strategy not in STRATEGIES:
         reason = "another engine than FSDP and Megatron is not covered by the correction."
-        fix = "Set fsdp2 or megatron, as model_engine=dp and model_engine=megatron do."
-        # Where there is no section for FSDP, the whole actor is another engine's.
-        dense = OmegaConf.select(config, "actor_rollout_ref.actor.fsdp_config") is not None
-        override = set_to(STRATEGY, "fsdp2") if dense else set_to("model_engine", "dp")
-        yield Problem(STRATEGY, path.strategy, reason, fix, "ERROR", EVERYTHING, (override,))
+        fix = f"No override corrects {path.strategy}: train with fsdp2 or megatron, or without a correction."
+        yield Problem(STRATEGY, path.strategy, reason, fix, "ERROR", EVERYTHING)
     key = "actor_rollout_ref.actor.use_prefix_grouper"
     if path.worker == "legacy" and OmegaConf.select(config, key, default=False):
         reason = "the legacy actor's update cannot read what its forward pass returns."

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -33,6 +33,15 @@ def find_null_sections(config: DictConfig) -> Iterator[Problem]:
         if isinstance(node, DictConfig) and name in node and not isinstance(_select(node, name), DictConfig):
             reason = "this section of verl's configuration holds keys that every launch reads."
             yield Problem(key, node._get_node(name)._value(), reason, "Remove this override.")  # type: ignore[union-attr]
+
+
+def find_missing_actor(config: DictConfig) -> Iterator[Problem]:
+    """Find out whether another program than verl's PPO, such as its SFT, was given an option of ours."""
+    owner, _, name = ACTOR.rpartition(".")
+    section = _select(config, owner) if owner in config else {}
+    if isinstance(section, Mapping) and name not in section:
+        reason = "the program does not train by verl's PPO, and has no policy gradient to correct."
+        yield Problem(ACTOR, None, reason, "Launch it without a correction.", parts=())
 
 
 def _select(config: DictConfig, key: str) -> object:

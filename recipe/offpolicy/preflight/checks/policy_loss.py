@@ -145,9 +145,11 @@ def check_distillation(config: DictConfig, spec: CorrectionSpec) -> Iterator[Pro
     """Refuse verl's distillation loss, which our loss would overwrite."""
     key = "distillation.enabled"
     if OmegaConf.select(config, key, default=False):
-        reason = "verl's distillation loss and the corrected loss take the same place in the worker."
-        fix = "Set distillation.enabled=false, which gives up the distillation, or launch verl.trainer.main_ppo."
-        yield Problem(key, True, reason, fix)
+        reason = (
+            "verl's worker takes one loss. With distillation it is distillation_ppo_loss, which adds the policy term "
+            "and the distillation term inside, so that the correction's loss would replace both."
+        )
+        yield Problem(key, True, reason, "No override keeps both: distil without a correction, or correct without it.")
 
 
 def check_base_loss(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
@@ -188,21 +190,17 @@ def _probe(config: DictConfig, parts: tuple[str, ...], *, split: bool = True) ->
         fix = (
             "Set actor_rollout_ref.actor.loss_scale_factor to a constant, such as data.max_response_length."
             if without_scale
-            else "Set a loss_mode that weighs each token's policy term: vanilla, gspo, cispo, gpg, dppo_tv, sapo. "
-            f"It trains another objective than {actor.policy_loss.loss_mode}."
+            else f"No override corrects {actor.policy_loss.loss_mode}. A loss_mode that weighs each token's policy "
+            f"term (vanilla, gspo, cispo, gpg, dppo_tv, sapo) trains another objective."
         )
-        override = (
-            set_to(f"{ACTOR}.loss_scale_factor", config.data.max_response_length)
-            if without_scale
-            else set_to(f"{ACTOR}.policy_loss.loss_mode", "vanilla")
-        )
+        scale = set_to(f"{ACTOR}.loss_scale_factor", config.data.max_response_length)
         yield Problem(
             f"{ACTOR}.policy_loss.loss_mode",
             actor.policy_loss.loss_mode,
             f"{wrong}.",
             fix,
             parts=parts,
-            overrides=(override,),
+            overrides=(scale,) if without_scale else (),
             beside={f"{ACTOR}.loss_agg_mode": actor.loss_agg_mode},
         )
 

@@ -1,0 +1,12 @@
+#!/usr/bin/env bash
+set -xeuo pipefail
+
+PROJECT_DIR="$(cd "$(dirname "$0")" && pwd)"
+python3 -m verl.trainer.main_ppo --config-path="$PROJECT_DIR/config" --config-name=multiturn_tools \
+    data.train_files="$HOME/data/train.parquet" \
+    data.val_files="$HOME/data/test.parquet" \
+    actor_rollout_ref.model.path=Qwen/Qwen3-8B \
+    actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4 \
+    actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=4 \
+    algorithm.adv_estimator=grpo \
+    "$@"

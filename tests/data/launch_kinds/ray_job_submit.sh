@@ -1,0 +1,17 @@
+#!/usr/bin/env bash
+set -xeuo pipefail
+
+RAY_ADDRESS=${RAY_ADDRESS:-http://127.0.0.1:8265}
+WORKING_DIR=${WORKING_DIR:-$PWD}
+
+ray job submit --no-wait --address "$RAY_ADDRESS" --working-dir "$WORKING_DIR" \
+    -- python3 -m verl.trainer.main_ppo \
+    data.train_files="$HOME/data/train.parquet" \
+    data.val_files="$HOME/data/test.parquet" \
+    actor_rollout_ref.model.path=Qwen/Qwen3-8B \
+    actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4 \
+    actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=4 \
+    actor_rollout_ref.rollout.name=vllm \
+    algorithm.adv_estimator=grpo \
+    trainer.nnodes=2 \
+    "$@"

@@ -1,0 +1,19 @@
+#!/usr/bin/env bash
+set -xeuo pipefail
+
+python3 -m verl.trainer.main_ppo \
+    data.train_files="$HOME/data/train.parquet" \
+    data.val_files="$HOME/data/test.parquet" \
+    actor_rollout_ref.model.path=Qwen/Qwen3-8B \
+    actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4 \
+    actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=4 \
+    actor_rollout_ref.rollout.name=vllm \
+    algorithm.adv_estimator=grpo \
+    trainer.v1.trainer_mode=separate_async \
+    actor_rollout_ref.hybrid_engine=False \
+    actor_rollout_ref.model.lora_rank=32 \
+    actor_rollout_ref.model.lora_alpha=64 \
+    actor_rollout_ref.rollout.load_format=safetensors \
+    actor_rollout_ref.rollout.nnodes=1 \
+    actor_rollout_ref.rollout.n_gpus_per_node=8 \
+    "$@"
