@@ -26,9 +26,10 @@ import logging
 from pathlib import Path
 
 import torch
-import verl
 from tensordict import TensorDict
 from torch import Tensor
+
+import verl
 from verl.utils import tensordict_utils as tu
 from verl.workers.config import FSDPActorConfig
 

@@ -147,10 +147,9 @@ def build_step_stage(tokens: int, *, nested: bool) -> Call:
 
 def build_micro_batch(tokens: int) -> tuple[Call, TensorDict]:
     """Build a micro-batch as verl's engine hands it to its loss: a call for the model's output, and the rest."""
-    from verl.utils import tensordict_utils as tu
-
     from recipe.offpolicy.batch.micro_batch import LAST
     from recipe.offpolicy.batch.plan import PLAN, SharedPlan
+    from verl.utils import tensordict_utils as tu
 
     mu, old, pi = draw_log_probs(tokens)
     offsets = draw_offsets(tokens, WIDTH // 2)
@@ -192,11 +191,10 @@ def build_actor_config(rows: int) -> Any:
 
 def build_loss(tokens: int, *, corrected: bool) -> Call:
     """Build the call of a loss with its backward pass and, corrected, its statistics."""
-    from verl.workers.utils.losses import ppo_loss
-
     from recipe.offpolicy.correction import CorrectionSpec
     from recipe.offpolicy.worker.loss import OffPolicyLoss
     from recipe.offpolicy.worker.metrics import METRIC_KEY
+    from verl.workers.utils.losses import ppo_loss
 
     output, data = build_micro_batch(tokens)
     config = build_actor_config(len(data))

@@ -136,10 +136,9 @@ def build_micro_batch(model: Any, sizes: Sizes, seed: int, *, last: bool = True)
     Args:
         last: of the update's last mini-batch.
     """
-    from verl.utils import tensordict_utils as tu
-
     from recipe.offpolicy.batch.micro_batch import LAST
     from recipe.offpolicy.batch.plan import PLAN, SharedPlan
+    from verl.utils import tensordict_utils as tu
 
     device = next(model.parameters()).device
     generator = torch.Generator().manual_seed(seed)
@@ -219,11 +218,10 @@ def update(model: Any, mini_batches: Sequence[Sequence[TensorDict]], loss: Loss)
 
 def compare(name: str, sizes: Sizes, pairs: int, device: str, *, shadow: bool = False) -> dict[str, Any]:
     """Measure the figures, with their units in their names."""
-    from verl.workers.config import FSDPActorConfig
-    from verl.workers.utils.losses import ppo_loss
-
     from recipe.offpolicy.correction import CorrectionSpec
     from recipe.offpolicy.worker.loss import OffPolicyLoss
+    from verl.workers.config import FSDPActorConfig
+    from verl.workers.utils.losses import ppo_loss
 
     torch.set_num_threads(1)
     rows = sizes.rows * sizes.micro_batches

@@ -21,7 +21,6 @@ pytest.importorskip("verl")
 
 from verl.checkpoint_engine import CheckpointEngineRegistry
 from verl.utils.import_utils import import_external_libs
-
 from verl_patches.cpu.checkpoint_engine import NAME, POLL, FileCheckpointEngine, WeightSyncError
 
 pytestmark = pytest.mark.verl(">=0.8")

@@ -117,9 +117,8 @@ def overridden(ours: type, theirs: type) -> set[str]:
 @V1
 def test_whatever_the_v1_trainer_overrides_is_a_seam() -> None:
     """An override of a hook that verl no longer calls would leave the correction dead in silence."""
-    from verl.trainer.ppo.v1 import PPOTrainer
-
     from recipe.offpolicy.trainer.corrected_v1 import CorrectedV1
+    from verl.trainer.ppo.v1 import PPOTrainer
 
     names = {name for name in CorrectedV1.METHODS if hasattr(PPOTrainer, name)}
     held = {seam.name for module in (trainer_v1, llm_client, replay_buffer) for seam in module.SEAMS}
@@ -133,9 +132,8 @@ def test_whatever_the_v1_trainer_overrides_is_a_seam() -> None:
 @NEWEST
 def test_whatever_the_client_overrides_is_a_seam() -> None:
     """An attempt that goes another way would be sampled by a version that nobody notes."""
-    from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServerClient
-
     from recipe.offpolicy.staleness.client import Attempts, VersionedClient
+    from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServerClient
 
     assert overridden(Attempts, LLMServerClient) == overridden(VersionedClient, FullyAsyncLLMServerClient)
     assert overridden(Attempts, LLMServerClient) == {"generate"}
@@ -147,9 +145,8 @@ def test_whatever_the_client_overrides_is_a_seam() -> None:
 @NEWEST
 def test_whatever_a_limit_of_staleness_overrides_is_a_seam() -> None:
     """A prompt that verl issues by another way would be past the limit."""
-    from verl.trainer.ppo.v1.replay_buffer import ReplayBufferAsync
-
     from recipe.offpolicy.staleness.buffer import BoundedReplayBuffer
+    from verl.trainer.ppo.v1.replay_buffer import ReplayBufferAsync
 
     held = {seam.name for seam in (*trainer_v1.SEAMS, *replay_buffer.SEAMS)}
     of_buffer = {"sample", "wait_for_sampleable", "_wait_for_next_poll", "_has_enough_samples"}
@@ -161,11 +158,10 @@ def test_whatever_a_limit_of_staleness_overrides_is_a_seam() -> None:
 @NEWEST
 def test_whatever_routing_replay_overrides_is_a_seam() -> None:
     """An engine or worker that goes another way would train by routes of its own."""
-    from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
-    from verl.workers.rollout.llm_server import LLMServerClient
-
     from recipe.offpolicy.replay.client import RoutedClient
     from recipe.offpolicy.replay.fsdp_engine import ReplayingEngine
+    from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
+    from verl.workers.rollout.llm_server import LLMServerClient
 
     held = {seam.name for seam in (*router_replay.SEAMS, *trainer_v1.SEAMS, *llm_client.SEAMS)}
     wrapped = {"prepare_model_inputs", "forward_step", "forward_backward_batch"}
@@ -177,12 +173,11 @@ def test_whatever_routing_replay_overrides_is_a_seam() -> None:
 @NEWEST
 def test_whatever_the_replay_of_supports_overrides_is_a_seam() -> None:
     """An engine or worker that goes another way would train by the whole vocabulary."""
-    from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
-    from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServerClient
-
     from recipe.offpolicy.staleness.client import Attempts, VersionedClient
     from recipe.offpolicy.support.client import SupportAttempts, SupportResumingClient, SupportVersionedClient
     from recipe.offpolicy.support.fsdp_engine import SupportEngine
+    from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
+    from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServerClient
 
     wrapped = {"prepare_model_outputs", "forward_backward_batch"}
     assert overridden(SupportEngine, FSDPEngineWithLMHead) == wrapped
@@ -200,9 +195,8 @@ def test_whatever_the_replay_of_supports_overrides_is_a_seam() -> None:
 
 
 def test_whatever_the_v0_trainer_overrides_is_a_seam() -> None:
-    from verl.trainer.ppo.ray_trainer import RayPPOTrainer
-
     from recipe.offpolicy.trainer.corrected_v0 import CorrectedV0
+    from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 
     # Of programs that sample elsewhere.
     elsewhere = {"_init_models", "fit_step"}
@@ -220,9 +214,8 @@ def is_corrected(trainer: Any) -> bool:
 
 @V1
 def test_every_v1_trainer_that_verl_makes_is_corrected(monkeypatch: pytest.MonkeyPatch) -> None:
-    from verl.trainer.ppo.v1 import get_trainer_cls, trainer_base
-
     from recipe.offpolicy.trainer import hooked
+    from verl.trainer.ppo.v1 import get_trainer_cls, trainer_base
     from verl_patches.releases import V1_MODES
 
     hook(monkeypatch, trainer_base.PPOTrainer, hooked._correct_v1)
@@ -236,9 +229,8 @@ def test_every_v1_trainer_that_verl_makes_is_corrected(monkeypatch: pytest.Monke
 
 
 def test_every_v0_trainer_that_a_program_makes_is_corrected(monkeypatch: pytest.MonkeyPatch) -> None:
-    from verl.trainer.ppo.ray_trainer import RayPPOTrainer
-
     from recipe.offpolicy.trainer import hooked
+    from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 
     hook(monkeypatch, RayPPOTrainer, hooked._correct_v0)
     ours = OmegaConf.create({"trainer": {}, "offpolicy": {}})
@@ -329,9 +321,9 @@ def test_what_is_put_around_the_advantages_is_what_fit_calls(monkeypatch: pytest
 
 
 def test_verl_ships_the_correction_defaults_that_the_checks_know() -> None:
-    import verl.trainer.config
     import yaml
 
+    import verl.trainer.config
     from recipe.offpolicy.correction.dialects.verl import VERL_DEFAULTS
 
     shipped = Path(verl.trainer.config.__file__).parent / "algorithm" / "rollout_correction.yaml"
@@ -343,9 +335,9 @@ def test_verl_deals_rows_to_mini_batches_as_the_denominator_counts_them(ranks: i
     """Contiguous shares by rank, cut in order: ``make_iterator`` is what a worker cuts its share with."""
     import torch
     from tensordict import TensorDict
-    from verl.utils import tensordict_utils as tu
 
     from recipe.offpolicy.correction.denominator import assign_mini_batches
+    from verl.utils import tensordict_utils as tu
 
     rows, size = 12, 6
     expected = assign_mini_batches(rows, ranks=ranks, rows_a_mini_batch=size)

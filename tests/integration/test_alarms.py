@@ -73,9 +73,8 @@ class Run:
 
 def with_bounds(data: TensorDict, bounds: Any, spec: CorrectionSpec | None = None) -> TensorDict:
     """The batch with a plan that brings these bounds, and the constants of ``spec`` under them where it is given."""
-    from verl.utils import tensordict_utils as tu
-
     from recipe.offpolicy.batch.plan import PLAN, SharedPlan, compute_constants
+    from verl.utils import tensordict_utils as tu
 
     plan = (
         SharedPlan(step=1, bounds=bounds)

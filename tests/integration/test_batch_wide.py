@@ -50,9 +50,8 @@ def test_split_into_micro_batches_changes_nothing(engine: Any, name: str, mode: 
 @pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"])
 def test_kept_is_the_gradient_of_a_batch_without_the_rejected_rows(engine: Any, mode: str) -> None:
     """Rows that the mask keeps, trained alone by verl's own loss, give the same gradient."""
-    from verl.workers.utils.losses import ppo_loss
-
     from recipe.offpolicy.batch.plan import count_kept
+    from verl.workers.utils.losses import ppo_loss
 
     spec = CorrectionSpec.from_mapping({"masks": {"gsm": GSM}, "denominator": "kept"})
     rows = tw.add_log_probs(engine, tw.make_rollout(), mismatch=0.2)

@@ -55,7 +55,6 @@ def test_all_mini_batches_come_by_one_transfer(
 @pytest.mark.parametrize("entropy", [False, True])
 def test_responses_padded_at_once_are_those_that_verl_pads(engine: Any, loss_mode: str, entropy: bool) -> None:
     from verl.workers.config import PolicyLossConfig
-
     from verl_patches import response_padding
 
     rows = tw.add_log_probs(engine, tw.make_rollout(), mismatch=0.2)

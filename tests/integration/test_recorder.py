@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 from tensordict import NonTensorStack, TensorDict
-from verl.utils import tensordict_utils as tu
 
 from recipe.offpolicy.batch import micro_batch as mb
 from recipe.offpolicy.batch.plan import PLAN, SharedPlan, UpdateRows
@@ -27,6 +26,7 @@ from recipe.offpolicy.worker.loss import OffPolicyLoss
 from recipe.offpolicy.worker.metrics import take_packets
 from tests.support import training_worker as tw
 from tests.support.recorder_clock import Clock
+from verl.utils import tensordict_utils as tu
 
 pytestmark = pytest.mark.usefixtures("recorder_clock")
 

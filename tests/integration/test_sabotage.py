@@ -391,9 +391,8 @@ def test_rejecting_everything_is_a_proof(engine: Any) -> None:
 
 def test_verl_drops_the_weights(engine: Any) -> None:
     """What verl's whitelist would do to a key it does not know."""
-    from verl.workers.utils.losses import ppo_loss
-
     from recipe.offpolicy.worker.loss import OffPolicyLoss
+    from verl.workers.utils.losses import ppo_loss
 
     def dropping(config: Any, model_output: Any, data: Any, dp_group: Any = None) -> Any:
         return ppo_loss(config, model_output, data.exclude("rollout_is_weights"), dp_group)

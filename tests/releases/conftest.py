@@ -12,7 +12,6 @@ from tests.support import legacy_actor as la
 @pytest.fixture(scope="module")
 def legacy_patches() -> Iterator[None]:
     import verl.workers.actor.dp_actor  # noqa: F401
-
     import verl_patches
 
     assert verl_patches.install("legacy")["fsdp_actor"] == "in force"

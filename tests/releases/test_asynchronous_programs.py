@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import verl.experimental
 
+import verl.experimental
 from recipe.offpolicy.preflight.examination import examine
 from tests.support.applications import NEEDED, application
 from verl_patches.contract import demand_release

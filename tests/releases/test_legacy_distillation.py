@@ -68,7 +68,6 @@ def expected(mapping: lu.Settings) -> la.Parameters:
 def test_the_actors_own_list_of_columns_stops_it(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As without the patch that lets ours through: the first update that has eligible rows."""
     from verl import DataProto
-
     from verl_patches.legacy.columns import Carried
 
     genuine = Carried.select

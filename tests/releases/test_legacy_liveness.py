@@ -119,9 +119,8 @@ def test_bfloat16(start: la.Parameters) -> None:
 
 def test_handover_and_packets_travel_as_ray_ships_them() -> None:
     """Pickled, dealt to two workers by ``chunk``, and collected by ``DataProto.concat``."""
-    from verl import DataProto
-
     from recipe.offpolicy.worker.metrics import Packet, take_packets
+    from verl import DataProto
 
     results = []
     for part in la.handed(la.rollout(), STACK).chunk(2):
@@ -174,10 +173,9 @@ def test_without_the_patch_the_trainer_hears_nothing() -> None:
 
 
 def test_a_name_that_verls_module_binds_anew_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    from recipe.offpolicy.proof.verify import LivenessError
     from verl.trainer.ppo import core_algos
     from verl.workers.actor import dp_actor
-
-    from recipe.offpolicy.proof.verify import LivenessError
 
     monkeypatch.setattr(dp_actor, "get_policy_loss_fn", core_algos.get_policy_loss_fn)
     with pytest.raises(LivenessError, match="no metrics arrived from the corrected loss"):
@@ -202,10 +200,9 @@ def test_weights_that_are_ignored_are_noticed(monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize("function", ["agg_loss", "kl_penalty"])
 def test_a_kl_term_of_the_actors_own_is_noticed(function: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from recipe.offpolicy.proof.verify import LivenessError
     from verl.trainer.ppo import core_algos
     from verl.workers.actor import dp_actor
-
-    from recipe.offpolicy.proof.verify import LivenessError
 
     monkeypatch.setattr(dp_actor, function, getattr(core_algos, function))
     with pytest.raises(LivenessError, match="is not weight x keep x verl's own"):

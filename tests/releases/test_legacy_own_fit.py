@@ -34,10 +34,9 @@ def own_trainer() -> Iterator[Callable[..., Any]]:
 
     trainer_v0.hook_advantage()
     import verl.trainer.config
+    from recipe.offpolicy.trainer.corrected_v0 import CorrectedV0
     from verl import DataProto
     from verl.trainer.ppo.ray_trainer import RayPPOTrainer, compute_advantage
-
-    from recipe.offpolicy.trainer.corrected_v0 import CorrectedV0
 
     class OwnTrainer(RayPPOTrainer):
         def fit(self) -> None:

@@ -68,7 +68,6 @@ def test_data_parallel_ranks_make_the_plain_update(ranks: Any, sharding: str, st
 def test_what_is_fixed_for_the_whole_batch_is_one_for_both_ranks(ranks: Any, sharding: str, steps: str) -> None:
     """Against one process, whose own update is checked against the plain one elsewhere."""
     import verl.workers.actor.dp_actor  # noqa: F401
-
     import verl_patches
 
     verl_patches.install("legacy")

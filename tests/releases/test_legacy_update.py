@@ -157,11 +157,11 @@ def test_kl_with_a_clipped_ratio(minis: int, start: la.Parameters) -> None:
 def test_the_engines_loss_gives_the_same_update(start: la.Parameters) -> None:
     """The installed release's engine path: its own layout, one call for the mini-batch."""
     from tensordict import TensorDict
-    from verl.utils import tensordict_utils as tu
 
     from recipe.offpolicy.batch.plan import PLAN, SharedPlan
     from recipe.offpolicy.correction import CorrectionSpec
     from recipe.offpolicy.worker.loss import OffPolicyLoss
+    from verl.utils import tensordict_utils as tu
 
     batch, module = la.rollout(), la.model()
     config: Settings = dict(entropy_coeff=0.1, **KL)

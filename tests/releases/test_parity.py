@@ -156,6 +156,7 @@ def legacy_actor(folder: Path, kind: str, packed: bool, **settings: Any) -> Any:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
     from transformers import AutoModelForCausalLM
+
     from verl.workers.actor.dp_actor import DataParallelPPOActor
     from verl.workers.config import FSDPActorConfig, FSDPEngineConfig
 
@@ -214,12 +215,11 @@ def update_by_legacy_actor(
     folder: Path, witness: Witness, kind: str, packed: bool, split: Any, name: str, mode: str
 ) -> Update:
     """What verl 0.7.1's actor does with the batch of the witness's case."""
-    from verl import DataProto
-
     import verl_patches
     from recipe.offpolicy.correction import CorrectionSpec
     from recipe.offpolicy.worker.legacy_handover import build_handover
     from recipe.offpolicy.worker.metrics import take_packets
+    from verl import DataProto
     from verl_patches.legacy.handover import HANDOVER
 
     verl_patches.install("legacy")

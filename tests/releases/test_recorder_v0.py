@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 import torch
 from omegaconf import OmegaConf
-from verl import DataProto
 
 from recipe.offpolicy.batch.plan import PLAN, REWARD, UID, UpdateRows
 from recipe.offpolicy.correction import CorrectionSpec
 from recipe.offpolicy.recording.run import RunRecord
 from recipe.offpolicy.trainer.corrected_v0 import CorrectedV0, build_row_identity
 from recipe.offpolicy.trainer.supervision import Supervision
+from verl import DataProto
 from verl_patches.legacy.handover import HANDOVER
 
 UIDS = ["prompt-1", "prompt-1", "ü", "4f2c"]

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 from omegaconf import DictConfig, OmegaConf
-from verl import DataProto
 
 from recipe.offpolicy.batch.plan import MINI_BATCH_TOKENS, PLAN, SCALE
 from recipe.offpolicy.batch.weight_versions import VERSIONS
@@ -20,6 +19,7 @@ from recipe.offpolicy.recording.run import RunRecord
 from recipe.offpolicy.trainer.actor_updates import adopt
 from recipe.offpolicy.trainer.corrected_v0 import CorrectedV0
 from recipe.offpolicy.trainer.supervision import Supervision
+from verl import DataProto
 from verl_patches.legacy.handover import HANDOVER
 
 GSM = dict(ratio="rollout", level="sequence", aggregate="geometric", lower=0.9, upper=1.1, when="any")

@@ -66,13 +66,12 @@ class Run:
         delay: Callable[[int, int], int] = lambda number, times: 0,
         **staleness: Any,
     ) -> None:
-        from verl.trainer.ppo.v1 import replay_buffer, trainer_base
-        from verl.trainer.ppo.v1.trainer_separate_async import PPOTrainerSeparateAsync
-
         from recipe.offpolicy.batch.shipped_defaults import read_shipped_defaults
         from recipe.offpolicy.staleness import buffer
         from recipe.offpolicy.trainer.add_on_choice import choose_v1
         from recipe.offpolicy.trainer.corrected_v1 import CorrectedV1
+        from verl.trainer.ppo.v1 import replay_buffer, trainer_base
+        from verl.trainer.ppo.v1.trainer_separate_async import PPOTrainerSeparateAsync
 
         self.queue = Queue()
         for module in (replay_buffer, trainer_base, buffer):

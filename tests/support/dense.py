@@ -16,9 +16,8 @@ def micro_batch(
     spec: CorrectionSpec, lengths: Sequence[int], *, dtype: torch.dtype = torch.float32, mismatch: float = 0.02
 ) -> tuple[dict[str, Tensor], TensorDict]:
     """(model_output, data) as the engine hands them to its loss, with the trainer's plan; rows have two turns."""
-    from verl.utils import tensordict_utils as tu
-
     from recipe.offpolicy.batch.plan import PLAN, SharedPlan, compute_constants
+    from verl.utils import tensordict_utils as tu
 
     generator = torch.Generator().manual_seed(0)
     rows, width = len(lengths), max(lengths)

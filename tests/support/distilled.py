@@ -10,7 +10,6 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from verl.utils import tensordict_utils as tu
 
 from recipe.offpolicy.batch.plan import PLAN, SharedPlan
 from recipe.offpolicy.correction import CorrectionSpec
@@ -19,6 +18,7 @@ from recipe.offpolicy.extensions.opd.distillation import OnPolicyDistillation
 from recipe.offpolicy.worker.loss import OffPolicyLoss
 from recipe.offpolicy.worker.metrics import METRIC_KEY, Packet, take_packets
 from tests.support import training_worker as tw
+from verl.utils import tensordict_utils as tu
 
 REWARDS = (0.0, 0.0, 1.0, 0.0, 1.0, 1.0)
 UIDS = ("hard", "hard", "hard", "easy", "easy", "easy")

@@ -18,9 +18,8 @@ def planned(spec: CorrectionSpec, rows: tw.Rollout, *, ranks: int = 1, **loss: A
 
     Each of ``ranks`` takes a contiguous share of the rows.
     """
-    from verl.utils import tensordict_utils as tu
-
     from recipe.offpolicy.batch.plan import PLAN, BatchSplit, SharedPlan, build_row_columns, compute_constants
+    from verl.utils import tensordict_utils as tu
 
     if spec.proximal != "recompute":
         rows.old_log_probs = rows.rollout_log_probs

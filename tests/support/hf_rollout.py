@@ -85,6 +85,7 @@ class HFServer:
     def _score(self, prompt: list[int], response: list[int], temperature: float) -> list[float]:
         """Compute log-probs of one row as the legacy actor does: packed, by verl's own function."""
         import torch
+
         from verl.utils.torch_functional import logprobs_from_logits
 
         row = torch.tensor([prompt + response])
@@ -109,6 +110,7 @@ def _server_name(rank: int) -> str:
 
 def _register_replica() -> None:
     import ray
+
     from verl.workers.rollout.replica import RolloutReplica, RolloutReplicaRegistry
 
     class HFReplica(RolloutReplica):

@@ -8,12 +8,12 @@ from typing import Any
 import ray
 import torch
 import transfer_queue as tq
-from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 
 from recipe.offpolicy.trainer.batch_view_v1 import put_columns, read_columns
 from recipe.offpolicy.trainer.corrected_v1 import OWN_PARTITION, CorrectedV1
 from recipe.offpolicy.trainer.own_forward import MEDIA, MediaError
 from tests.support import images as im
+from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 
 ROWS = 8
 COLUMNS = ("prompts", "responses", "response_mask", "position_ids", MEDIA, "uid")

@@ -17,10 +17,10 @@ import torch  # noqa: E402
 from collapse import in_process  # noqa: E402  sets the environment that verl is imported in
 from collapse.worker import SampledRows, Trainer, build_actor_config, join_process_group  # noqa: E402
 from transformers import Qwen2ForCausalLM  # noqa: E402
-from verl.workers.utils.losses import ppo_loss  # noqa: E402
 
 from recipe.offpolicy.correction import CorrectionSpec  # noqa: E402
 from scripts.quickstart.model import build_model, build_tokenizer  # noqa: E402
+from verl.workers.utils.losses import ppo_loss  # noqa: E402
 
 
 def main(folder: Path) -> None:

@@ -126,7 +126,6 @@ def rollout(
 def proto(batch: Mapping[str, Tensor], handover: Any = None) -> Any:
     """The batch as verl's worker gets it."""
     from verl import DataProto
-
     from verl_patches.legacy.handover import HANDOVER
 
     meta = {"temperature": TEMPERATURE, "pad_token_id": 0}

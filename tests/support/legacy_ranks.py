@@ -29,7 +29,6 @@ TERMS: dict[str, Any] = dict(entropy_coeff=0.1, use_kl_loss=True, kl_loss_coef=0
 
 def main(rank: int, out: str, port: int) -> None:
     import verl.workers.actor.dp_actor  # noqa: F401
-
     import verl_patches
     from recipe.offpolicy.recording import recorder
     from tests.support import legacy_actor as la
@@ -127,12 +126,12 @@ def whole(module: Any) -> dict[str, torch.Tensor]:
 
 def ulysses(rank: int, record: str) -> tuple[Any, Any]:
     """Both ranks take all rows; what is missing on a CPU is flash-attn's kernel, which ``packed`` stands in for."""
-    import verl.models.transformers.monkey_patch as verls
     from torch.distributed.device_mesh import init_device_mesh
-    from verl.utils.ulysses import set_ulysses_sequence_parallel_group
 
+    import verl.models.transformers.monkey_patch as verls
     from tests.support import legacy_actor as la
     from tests.support.specs import STACK
+    from verl.utils.ulysses import set_ulysses_sequence_parallel_group
 
     verls._flash_attention_forward = packed
     module = la.model()

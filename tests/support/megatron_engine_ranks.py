@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import verl  # noqa: F401  before Megatron: it loads the patches
-
 from tests.support.megatron_parts import LOCAL_LAYERS, in_every_layout, loss_settings, share, whole_gradients
 from tests.support.megatron_program import Job, Layout, Seen
 from tests.support.parity_case import ROWS, TEMPERATURE, Case
@@ -50,10 +49,9 @@ class Engine:
 
     def __call__(self, job: Job) -> Seen:
         """``set_loss_fn`` and ``train_mini_batch`` as the trainer calls them."""
-        from verl.workers.config import McoreActorConfig
-
         from recipe.offpolicy.worker.loss import OffPolicyLoss
         from recipe.offpolicy.worker.metrics import take_packets
+        from verl.workers.config import McoreActorConfig
 
         case = self.case.with_teacher(job.distilled)
         witness = Witness(case)
@@ -79,11 +77,10 @@ class Engine:
         return seen
 
     def _data(self, job: Job) -> tuple[Any, Any]:
+        from recipe.offpolicy.batch.plan import PLAN
         from verl import DataProto
         from verl.utils import tensordict_utils as tu
         from verl.workers.utils.padding import left_right_2_no_padding
-
-        from recipe.offpolicy.batch.plan import PLAN
 
         spec, plan, columns = share(self.case, job, self.layout)
         data = left_right_2_no_padding(DataProto.from_dict(columns, meta_info={PLAN: plan}).to_tensordict())

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import verl  # noqa: F401  before Megatron: it loads the patches
 
+import verl  # noqa: F401  before Megatron: it loads the patches
 from tests.support.megatron_parts import LOCAL_LAYERS, in_every_layout, loss_settings, share, whole_gradients
 from tests.support.megatron_program import Job, Layout, Seen
 from tests.support.parity_case import ROWS, TEMPERATURE, Case
@@ -23,6 +23,7 @@ class Legacy:
 
     def __init__(self, folder: Path, layout: Layout) -> None:
         from transformers import AutoConfig
+
         from verl.models.mcore.mbridge import AutoBridge
         from verl.utils.megatron_utils import McoreModuleWrapperConfig, make_megatron_module
 
@@ -39,10 +40,9 @@ class Legacy:
 
     def __call__(self, job: Job) -> Seen:
         """``make_minibatch_iterator`` and ``update_policy`` as the worker calls them."""
-        from verl.workers.actor import megatron_actor  # noqa: F401
-
         import verl_patches
         from recipe.offpolicy.worker.metrics import take_packets
+        from verl.workers.actor import megatron_actor  # noqa: F401
 
         if job.patched:
             verl_patches.install("legacy")
@@ -63,6 +63,7 @@ class Legacy:
 
     def _actor(self, job: Job) -> Any:
         from megatron.core.optimizer import OptimizerConfig
+
         from verl.utils.megatron.optimizer import get_megatron_optimizer
         from verl.utils.megatron_utils import register_megatron_training_hooks
         from verl.workers.actor.megatron_actor import MegatronPPOActor
@@ -89,9 +90,8 @@ class Legacy:
 
     def _data(self, job: Job) -> Any:
         """This rank's rows, with the handover for all of them."""
-        from verl import DataProto
-
         from recipe.offpolicy.worker.legacy_handover import build_handover
+        from verl import DataProto
         from verl_patches.legacy.handover import HANDOVER
 
         spec, plan, columns = share(self.case, job, self.layout)

@@ -16,8 +16,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-import verl  # noqa: F401  before Megatron: it loads the patches
 
+import verl  # noqa: F401  before Megatron: it loads the patches
 from tests.support import replaying_worker as rw
 from tests.support import training_worker as tw
 from tests.support.megatron_parts import LOCAL_LAYERS
@@ -41,12 +41,11 @@ def without_cuda() -> None:
 
 def start(model: Path) -> Any:
     """The worker that is watched."""
+    from recipe.offpolicy.replay.megatron_engine import watch_actor
     from verl.trainer.config import CheckpointConfig
     from verl.workers.config import HFModelConfig, McoreEngineConfig, McoreOptimizerConfig
     from verl.workers.config.engine import EngineRouterReplayConfig
     from verl.workers.engine_workers import TrainingWorker, TrainingWorkerConfig
-
-    from recipe.offpolicy.replay.megatron_engine import watch_actor
 
     engine = McoreEngineConfig(
         vanilla_mbridge=True,
@@ -113,11 +112,10 @@ class Cases:
 
     def update(self, mode: str, width: int = WIDTH) -> dict[str, Any]:
         """An update with the trainer's own routes or with drawn ones."""
-        from verl.workers.config import McoreActorConfig
-        from verl.workers.utils.losses import ppo_loss
-
         from recipe.offpolicy.replay.megatron_report import REPORT
         from recipe.offpolicy.replay.verdict import take_reports
+        from verl.workers.config import McoreActorConfig
+        from verl.workers.utils.losses import ppo_loss
 
         self.set_mode(mode)
         rows = self.rollout(width)
@@ -175,6 +173,7 @@ def main(model: Path, out: Path) -> None:
     torch.distributed.init_process_group("gloo")
     from megatron.core import parallel_state as mpu
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
     from verl.utils.megatron.router_replay_patch import RouterReplay
     from verl.workers.engine.megatron import transformer_impl
 

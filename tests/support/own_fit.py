@@ -15,6 +15,7 @@ import ray
 import torch
 from omegaconf import DictConfig
 from tensordict import TensorDict
+
 from verl import DataProto
 from verl.trainer import main_ppo_v0
 from verl.trainer.main_ppo import run_ppo

@@ -53,10 +53,9 @@ def build_case_plan(case: Case, spec: Any, mode: str, mini_rows: int) -> tuple[A
 
 def batch_v0(case: Case, spec: Any, mode: str, mini_rows: int) -> Any:
     """The TensorDict that the V0 trainer sends to the engine's workers."""
+    from recipe.offpolicy.batch.plan import PLAN
     from verl import DataProto
     from verl.workers.utils.padding import left_right_2_no_padding
-
-    from recipe.offpolicy.batch.plan import PLAN
 
     plan, columns = build_case_plan(case, spec, mode, mini_rows)
     return left_right_2_no_padding(DataProto.from_dict(columns, meta_info={PLAN: plan}).to_tensordict())
@@ -64,9 +63,8 @@ def batch_v0(case: Case, spec: Any, mode: str, mini_rows: int) -> Any:
 
 def batch_v1(case: Case, spec: Any, mode: str, mini_rows: int) -> Any:
     """The TensorDict that the V1 trainer sends: everything nested by row."""
-    from verl.utils import tensordict_utils as tu
-
     from recipe.offpolicy.batch.plan import PLAN
+    from verl.utils import tensordict_utils as tu
 
     plan, columns = build_case_plan(case, spec, mode, mini_rows)
 

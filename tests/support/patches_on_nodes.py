@@ -19,7 +19,6 @@ from verl_patches.runtime_env import forward
 @ray.remote(num_cpus=0)
 def patches() -> dict[str, object]:
     import verl  # noqa: F401 - loads what the environment asks for
-
     import verl_patches
 
     return {

@@ -17,7 +17,6 @@ from omegaconf.errors import OmegaConfBaseException
 def each_actor_is_probed_once() -> Iterator[None]:
     """Remember, by their arguments, the probe of the base loss, verl's dataclasses and the installed releases."""
     import verl.utils.config
-
     from recipe.offpolicy.preflight import base_loss_probe
     from verl_patches import contract
 

@@ -79,9 +79,8 @@ def with_routes(data: TensorDict, routes: Tensor, *, dtype: torch.dtype = torch.
 
 def flagged(data: TensorDict, on: bool = True) -> TensorDict:
     """What verl's worker and our trainer tell the engine."""
-    from verl.utils import tensordict_utils as tu
-
     from recipe.offpolicy.replay.batch_routes import REPLAY_STEP
+    from verl.utils import tensordict_utils as tu
 
     tu.assign_non_tensor(data, **{"enable_routing_replay": on, REPLAY_STEP: STEP})
     return data

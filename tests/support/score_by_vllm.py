@@ -20,7 +20,6 @@ ROWS, RESPONSE, BLOCK = 8, 100, 32
 def main(folder: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM
-    from verl.workers.rollout.vllm_rollout.utils import extract_prompt_logprobs
     from vllm import LLM, SamplingParams
 
     from recipe.offpolicy.extensions.process_reward.prefix_scorer import PrefixScorer, Row, RowValues
@@ -29,6 +28,7 @@ def main(folder: Path) -> None:
     from recipe.offpolicy.extensions.process_reward.tail_scores import Tail, TailScores, score_tails
     from scripts.quickstart.model import build_model
     from scripts.quickstart.sums import build_sums_tokenizer
+    from verl.workers.rollout.vllm_rollout.utils import extract_prompt_logprobs
 
     torch.set_num_threads(1)
     tokenizer = build_sums_tokenizer()

@@ -9,13 +9,13 @@ import numpy as np
 import torch
 from tensordict import TensorDict
 from torch import Tensor
-from verl import DataProto
-from verl.trainer.ppo import core_algos
 
 from recipe.offpolicy.extensions.add_ons import AddOns
 from recipe.offpolicy.extensions.extension import Extension
 from recipe.offpolicy.extensions.loss_rows import LossRows
 from recipe.offpolicy.trainer.batch_view_v0 import DataProtoBatch
+from verl import DataProto
+from verl.trainer.ppo import core_algos
 
 WIDTH = 12
 """Places of a response."""

@@ -10,6 +10,7 @@ from verl_patches.deferred import after_import
 
 def _install() -> None:
     import torch
+
     from verl.workers.engine_workers import TrainingWorker
 
     original = TrainingWorker.train_mini_batch

@@ -67,9 +67,8 @@ def note_rows(rollout: tw.Rollout, supports: list[list[list[int]]]) -> list[Any]
 
 def flagged(data: TensorDict) -> TensorDict:
     """What our trainer tells the engine."""
-    from verl.utils import tensordict_utils as tu
-
     from recipe.offpolicy.support.fsdp_engine import FLAG
+    from verl.utils import tensordict_utils as tu
 
     tu.assign_non_tensor(data, **{FLAG: True})
     return data

@@ -18,10 +18,9 @@ def main(rank: int, model: str, out: str, port: int) -> None:
     tw.join_process_group(rank, 2, port)
     from functools import partial
 
-    from verl.workers.utils.losses import ppo_loss
-
     from recipe.offpolicy.replay import fsdp_engine
     from recipe.offpolicy.replay.verdict import judge, measure_routes, take_reports
+    from verl.workers.utils.losses import ppo_loss
 
     # The routes are of no router's choice.
     fsdp_engine.check_row_order = fsdp_engine.check_layer_order = lambda records: None

@@ -27,6 +27,7 @@ from typing import IO, Any
 
 import torch
 from torch import Tensor
+
 from verl.checkpoint_engine import CheckpointEngine, CheckpointEngineRegistry
 
 from ..contract import Contract, PatchError, logger, of_installed

@@ -8,6 +8,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+
 from verl.plugin.platform.platform_base import PlatformBase
 
 

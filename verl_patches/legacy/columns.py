@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor
+
 from verl import DataProto
 
 from .handover import HANDOVER, PREFIX, LegacyHandover

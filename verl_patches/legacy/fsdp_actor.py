@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
 from verl.utils.device import get_device_name
 
 from ..contract import Contract, wrap

@@ -18,6 +18,7 @@ import torch
 from megatron.core import parallel_state as mpu
 from megatron.core.utils import get_model_config
 from torch import Tensor
+
 from verl.utils.device import get_device_id
 
 from ..contract import Contract, wrap

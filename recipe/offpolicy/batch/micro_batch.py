@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from tensordict import TensorDict
 from torch import Tensor
-from verl.utils import tensordict_utils as tu
 
+from verl.utils import tensordict_utils as tu
 from verl_patches import response_padding
 from verl_patches.response_padding import Padded
 

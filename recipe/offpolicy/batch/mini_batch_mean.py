@@ -6,6 +6,7 @@ from typing import Any
 
 from tensordict import TensorDict
 from torch import Tensor
+
 from verl.trainer.ppo.core_algos import agg_loss
 
 

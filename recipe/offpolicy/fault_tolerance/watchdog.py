@@ -379,7 +379,7 @@ def _wrap_fit(trainer: Any, watchdog: Watchdog) -> None:
         except BaseException:
             if watchdog.verdict is None:
                 # Logged at once: cleaning up may end this process before the error is reported elsewhere.
-                logger.error("the run has failed.", exc_info=True)
+                logger.exception("the run has failed.")
             if _in_ray_actor():
                 # Cleaning up, such as closing a store, may wait for processes that no longer answer.
                 watchdog.start_grace_period()

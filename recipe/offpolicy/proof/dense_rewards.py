@@ -122,6 +122,7 @@ def sees_positions(config: DictConfig, compute: Callable[..., Any]) -> bool | No
 def _estimate(config: DictConfig, compute: Callable[..., Any], token: int) -> Tensor:
     """Compute the advantages of two groups of two rows, with the second row's reward at ``token``."""
     import numpy as np
+
     from verl import DataProto
 
     rewards = torch.zeros(4, 4)

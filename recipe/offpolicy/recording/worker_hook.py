@@ -8,6 +8,7 @@ from collections.abc import Collection, Sequence
 import torch
 from tensordict import TensorDict
 from torch import Tensor
+
 from verl.utils import tensordict_utils as tu
 
 from ..batch import micro_batch as mb

@@ -9,6 +9,7 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
+
 from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServerClient
 
 from ..staleness.client import VersionedClient

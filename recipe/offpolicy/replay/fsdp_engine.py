@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from tensordict import TensorDict
 from torch import Tensor
+
 from verl.utils import tensordict_utils as tu
 from verl.workers.utils.padding import response_from_nested
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from tensordict import TensorDict
 from torch import Tensor
+
 from verl.utils import tensordict_utils as tu
 
 from .batch_routes import ROUTES, Mode

@@ -24,6 +24,7 @@ from typing import Any
 
 import transfer_queue as tq
 from tensordict import NonTensorStack, TensorDict
+
 from verl.trainer.ppo.v1.replay_buffer import ReplayBufferAsync
 
 from ..batch.weight_versions import OLDEST_VERSION

@@ -12,10 +12,10 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 import ray
-from verl.workers.rollout.replica import RolloutReplicaRegistry
-from verl.workers.rollout.vllm_rollout import vllm_async_server
 from vllm.logprobs import FlatLogprobs, Logprob
 
+from verl.workers.rollout.replica import RolloutReplicaRegistry
+from verl.workers.rollout.vllm_rollout import vllm_async_server
 from verl_patches import engine_loss, truncated_sampling
 
 from .client import ANSWER

@@ -6,7 +6,6 @@ import argparse
 import re
 import shlex
 import sys
-import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -52,10 +51,12 @@ def read_document(path: Path) -> Mapping[str, Any]:
     Raises:
         ValueError: it holds no mapping, or cannot be parsed.
     """
+    import tomllib  # not sorted alike by linters for Python 3.10, which lacks it
+
     try:
         text = path.read_text()
         document = tomllib.loads(text) if path.suffix == ".toml" else yaml.load(text, _Loader)
-    except (yaml.YAMLError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError) as error:
         raise ValueError(f"{path}: {' '.join(str(error).split())}") from error
     if not isinstance(document, Mapping):
         raise ValueError(f"{path}: expected a mapping of keys, as a framework's configuration is.")

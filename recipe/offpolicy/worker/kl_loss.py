@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from tensordict import TensorDict
 from torch import Tensor
+
 from verl.trainer.ppo.core_algos import kl_penalty
 from verl.utils.metric import Metric
 

@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from tensordict import TensorDict
 from torch import Tensor
+
 from verl.utils import tensordict_utils as tu
 from verl.utils.metric import Metric
 from verl.workers.utils.losses import ppo_loss
-
 from verl_patches import sent_metrics
 from verl_patches.legacy.handover import MINI_ROWS, MINI_TOKENS, PREFIX
 

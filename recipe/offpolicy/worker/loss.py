@@ -17,9 +17,9 @@ import torch
 from omegaconf import DictConfig
 from tensordict import TensorDict
 from torch import Tensor
+
 from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.utils.losses import ppo_loss
-
 from verl_patches import sent_metrics
 
 from ..batch import micro_batch as mb

@@ -157,6 +157,7 @@ def train(run: LateRun, model: Path, steps: int = STEPS) -> list[tuple[int, dict
     """Train once; return what each step measured, under verl's names, the 0th of which is before training."""
     from collapse.worker import SampledRows, Trainer, build_actor_config
     from transformers import Qwen2ForCausalLM
+
     from verl.trainer.ppo.core_algos import compute_grpo_outcome_advantage
 
     torch.set_num_threads(1)

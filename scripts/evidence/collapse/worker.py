@@ -12,14 +12,14 @@ from typing import Any
 import torch
 from tensordict import TensorDict
 from torch import Tensor
-from verl.utils import tensordict_utils as tu
-from verl.workers.config import FSDPActorConfig, FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
-from verl.workers.engine_workers import TrainingWorker, TrainingWorkerConfig
-from verl.workers.utils.padding import response_from_nested
 
 from recipe.offpolicy.batch.plan import PLAN, SharedPlan, compute_constants
 from recipe.offpolicy.correction import CorrectionSpec
 from recipe.offpolicy.worker.loss import OffPolicyLoss
+from verl.utils import tensordict_utils as tu
+from verl.workers.config import FSDPActorConfig, FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
+from verl.workers.engine_workers import TrainingWorker, TrainingWorkerConfig
+from verl.workers.utils.padding import response_from_nested
 
 
 @dataclass

@@ -13,9 +13,6 @@ import torch
 from omegaconf import OmegaConf
 from torch import Tensor
 from transformers import AutoTokenizer, Qwen2ForCausalLM
-from verl import DataProto
-from verl.trainer.ppo.core_algos import compute_grpo_outcome_advantage, compute_policy_loss_vanilla
-from verl.workers.config import FSDPActorConfig
 
 from recipe.offpolicy.extensions.add_ons import AddOns
 from recipe.offpolicy.extensions.length_penalty.length_penalty import LengthPenalty
@@ -24,6 +21,9 @@ from scripts.quickstart.free_length import ANCHOR, COEFFICIENTS, MOST_TOKENS
 from scripts.quickstart.free_length_reward import compute_score
 from scripts.quickstart.task import Entry
 from scripts.quickstart.warm_start import tokenize_prompts
+from verl import DataProto
+from verl.trainer.ppo.core_algos import compute_grpo_outcome_advantage, compute_policy_loss_vanilla
+from verl.workers.config import FSDPActorConfig
 
 PROMPTS, ROWS, RATE = 8, 8, 3e-4
 

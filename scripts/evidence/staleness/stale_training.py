@@ -17,10 +17,10 @@ from typing import Any
 import torch
 import yaml
 from torch import Tensor, nn
-from verl.trainer.ppo.core_algos import compute_grpo_outcome_advantage, get_policy_loss_fn
-from verl.workers.config import ActorConfig
 
 from recipe.offpolicy.correction import CorrectionSpec, rollout_stage, step_stage
+from verl.trainer.ppo.core_algos import compute_grpo_outcome_advantage, get_policy_loss_fn
+from verl.workers.config import ActorConfig
 
 from .toy_policy import LENGTH, PROMPTS, ToyPolicy, compute_rewards
 

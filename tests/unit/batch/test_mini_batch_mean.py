@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 from tensordict import TensorDict
-from verl.utils import tensordict_utils as tu
 
 from recipe.offpolicy.batch.mini_batch_mean import mini_batch_mean
+from verl.utils import tensordict_utils as tu
 
 VALUES = torch.tensor([[1.0, 2.0], [4.0, 100.0]])
 MASK = torch.tensor([[True, True], [True, False]])

@@ -10,8 +10,6 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 from tensordict import TensorDict
-from verl.trainer.ppo.core_algos import get_policy_loss_fn
-from verl.workers.config import FSDPActorConfig, PolicyLossConfig
 
 from recipe.offpolicy.batch import plan
 from recipe.offpolicy.batch.plan import MINI_BATCH_TOKENS, SCALE, BatchSplit, SharedPlan
@@ -19,6 +17,8 @@ from recipe.offpolicy.correction import BatchConstants, CorrectionSpec
 from recipe.offpolicy.correction.row_blocks import BLOCK
 from tests.support.corrections import TIS, band, spec
 from tests.support.growth import count_work
+from verl.trainer.ppo.core_algos import get_policy_loss_fn
+from verl.workers.config import FSDPActorConfig, PolicyLossConfig
 
 TOKEN_MASK = band(0.5, 3.0, level="token", aggregate="product")
 ONE_MINI_BATCH = BatchSplit(ranks=1, mini_batch_rows=3, loss_agg_mode="token-mean")

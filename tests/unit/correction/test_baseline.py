@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from verl.trainer.ppo.core_algos import get_adv_estimator_fn
 
 from recipe.offpolicy.correction.baseline import GROUP_ESTIMATORS, regroup
+from verl.trainer.ppo.core_algos import get_adv_estimator_fn
 
 GROUPS = ["a", "a", "a", "b", "b", "c"]
 REJECTED = torch.tensor([False, True, False, True, False, False])

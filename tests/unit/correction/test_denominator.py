@@ -8,7 +8,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from verl.trainer.ppo.core_algos import agg_loss
 
 from recipe.offpolicy.correction.denominator import (
     HAS_DENOMINATOR,
@@ -16,6 +15,7 @@ from recipe.offpolicy.correction.denominator import (
     compute_scale_of_counts,
 )
 from tests.support.examples import at_most
+from verl.trainer.ppo.core_algos import agg_loss
 
 MASK = torch.tensor([[1, 1, 1, 0], [1, 1, 0, 0], [1, 1, 1, 1], [0, 0, 0, 0]], dtype=torch.bool)
 KEEP = torch.tensor([[1, 0, 1, 0], [0, 0, 0, 0], [1, 1, 1, 1], [0, 0, 0, 0]], dtype=torch.bool)

@@ -12,15 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 from torch import Tensor
+
+from recipe.offpolicy.correction import CorrectionSpec
+from tests.support.dialect_rows import coefficients
+from tests.support.examples import at_most
 from verl.trainer.config.algorithm import RolloutCorrectionConfig
 from verl.trainer.ppo.rollout_corr_helper import (
     SUPPORTED_ROLLOUT_RS_OPTIONS,
     compute_rollout_correction_and_rejection_mask,
 )
-
-from recipe.offpolicy.correction import CorrectionSpec
-from tests.support.dialect_rows import coefficients
-from tests.support.examples import at_most
 
 from_verl = CorrectionSpec.from_verl
 

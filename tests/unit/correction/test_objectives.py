@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from verl.trainer.ppo.core_algos import get_policy_loss_fn
-from verl.workers.config import FSDPActorConfig
 
 from tests.support.corrections import band, run, spec
+from verl.trainer.ppo.core_algos import get_policy_loss_fn
+from verl.workers.config import FSDPActorConfig
 
 MASK = torch.tensor([[1, 1, 1, 1], [1, 1, 1, 0]], dtype=torch.bool)
 OLD = torch.tensor([[-1.0, -0.5, -2.0, -1.5], [-0.7, -1.2, -0.9, 0.0]], dtype=torch.float64)

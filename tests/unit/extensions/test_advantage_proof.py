@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from torch.nn.utils.rnn import pad_sequence
-from verl.utils import tensordict_utils as tu
 
 from recipe.offpolicy.batch.plan import PLAN, SharedPlan
 from recipe.offpolicy.correction import CorrectionSpec
@@ -24,6 +23,7 @@ from recipe.offpolicy.worker.metrics import METRIC_KEY, take_packets
 from tests.support import training_worker as tw
 from tests.support.corrections import TIS
 from tests.support.distilled import rollout
+from verl.utils import tensordict_utils as tu
 
 
 def test_rows_may_come_in_any_order_and_as_often_as_there_are_epochs() -> None:

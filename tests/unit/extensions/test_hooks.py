@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from verl import DataProto
 
 from recipe.offpolicy.extensions.add_ons import AddOns
 from recipe.offpolicy.extensions.extension import Advantages, Extension
 from recipe.offpolicy.proof.verify import LivenessError
 from recipe.offpolicy.trainer.batch_view_v0 import DataProtoBatch, DataProtoPrompts
 from tests.support.nudge import Nudge
+from verl import DataProto
 
 LENGTHS = (3, 1, 2)
 SCORES = (1.0, 0.0, 3.0)

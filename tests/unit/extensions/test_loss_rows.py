@@ -7,10 +7,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 from tensordict import TensorDict
-from verl.utils import tensordict_utils as tu
 
 from recipe.offpolicy.batch.micro_batch import WEIGHTS
 from recipe.offpolicy.extensions.loss_rows import LossRows
+from verl.utils import tensordict_utils as tu
 
 
 def nested(*rows: list[float]) -> torch.Tensor:

@@ -10,7 +10,6 @@ import pytest
 import torch
 from tensordict import TensorDict
 from torch import Tensor
-from verl.utils import tensordict_utils as tu
 
 from recipe.offpolicy.batch.micro_batch import compute_sampled_checksums
 from recipe.offpolicy.batch.plan import PLAN, SharedPlan
@@ -23,6 +22,7 @@ from recipe.offpolicy.worker.metrics import METRIC_KEY, Packet, take_packets
 from tests.support import training_worker as tw
 from tests.support.corrections import TIS
 from tests.support.nudge import NudgeWorker
+from verl.utils import tensordict_utils as tu
 
 CORRECTIONS = {"none": CorrectionSpec(), "tis": CorrectionSpec.from_mapping({"weight": TIS})}
 COLUMN = "offpolicy_nudge"

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY, agg_loss, register_policy_loss
-from verl.workers.config import PolicyLossConfig
 
 from recipe.offpolicy.preflight.base_loss_probe import probe
 from tests.support.training_worker import actor_config
+from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY, agg_loss, register_policy_loss
+from verl.workers.config import PolicyLossConfig
 
 WEIGHTED = "not w times its gradient without them"
 SPLIT = "changes with the split into micro-batches"

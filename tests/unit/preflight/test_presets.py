@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from omegaconf import OmegaConf
-from verl.trainer.config.algorithm import RolloutCorrectionConfig
 
 from recipe.offpolicy.correction import CorrectionSpec, StepStage
 from recipe.offpolicy.preflight.checks import read_spec
@@ -18,6 +17,7 @@ from recipe.offpolicy.preflight.hydra_groups import AUTO, EMPTY
 from tests.support.applications import CONFIGS, DELTAS, OPTIONS, application, without_verl
 from tests.support.corrections import GSM, TIS, band, opsm, run, tensor
 from tests.support.examples import few_when_quick
+from verl.trainer.config.algorithm import RolloutCorrectionConfig
 
 from_skyrl, from_trl, from_verl = CorrectionSpec.from_skyrl, CorrectionSpec.from_trl, CorrectionSpec.from_verl
 

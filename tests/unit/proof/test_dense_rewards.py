@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from omegaconf import DictConfig, OmegaConf
-from verl.trainer.ppo import core_algos
 
 from recipe.offpolicy.preflight.verl_keys.estimators import OUTCOME
 from recipe.offpolicy.proof import dense_rewards
@@ -19,6 +18,7 @@ from recipe.offpolicy.proof.dense_rewards import (
     find_dense_reward,
     sees_positions,
 )
+from verl.trainer.ppo import core_algos
 from verl_patches.trainer_v0 import plain_advantage
 
 MASK = torch.tensor([[1, 1, 0, 1, 0], [1, 1, 0, 0, 0]])

@@ -19,10 +19,9 @@ pytestmark = pytest.mark.verl("==0.9.1")
 llm_server = pytest.importorskip("verl.workers.rollout.llm_server")
 
 if hasattr(llm_server, "FullyAsyncLLMServerClient"):
-    from verl.workers.rollout.replica import TokenOutput
-
     from recipe.offpolicy.replay import client as ours
     from recipe.offpolicy.staleness.client import note_versions
+    from verl.workers.rollout.replica import TokenOutput
 
 PROMPT = [1, 2]
 Attempt = tuple[list[int], Tensor | None, str]

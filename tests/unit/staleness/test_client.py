@@ -16,10 +16,9 @@ pytestmark = pytest.mark.verl("==0.9.1")
 llm_server = pytest.importorskip("verl.workers.rollout.llm_server")
 
 if hasattr(llm_server, "FullyAsyncLLMServerClient"):
-    from verl.workers.rollout.replica import TokenOutput
-
     from recipe.offpolicy.batch.token_versions import CHUNKS, UNKNOWN
     from recipe.offpolicy.staleness import client as ours
+    from verl.workers.rollout.replica import TokenOutput
 
 Attempt = tuple[int, int | None, str]
 """Tokens, version and why it ended."""
@@ -159,9 +158,9 @@ def test_the_client_keeps_what_verl_gave_it_and_can_be_sent() -> None:
 @pytest.mark.parametrize(("mode", "noted"), [("sync", False), ("separate_async", True), ("colocate_async", True)])
 def test_asynchronous_trainers_alone_note_versions(mode: str, noted: bool) -> None:
     from omegaconf import OmegaConf
-    from verl.trainer.ppo.v1 import get_trainer_cls
 
     from recipe.offpolicy.trainer.corrected_v1 import CorrectedV1
+    from verl.trainer.ppo.v1 import get_trainer_cls
 
     trainer: Any = object.__new__(get_trainer_cls(mode))
     CorrectedV1(trainer)

@@ -56,10 +56,9 @@ def test_supports_are_put_beside_what_verl_extracts() -> None:
 
 
 def test_replicas_of_vllm_start_servers_that_return_supports(monkeypatch: pytest.MonkeyPatch) -> None:
+    from recipe.offpolicy.support import support_server
     from verl.workers.rollout.replica import RolloutReplicaRegistry
     from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMReplica
-
-    from recipe.offpolicy.support import support_server
 
     monkeypatch.setattr(RolloutReplicaRegistry, "_registry", dict(RolloutReplicaRegistry._registry))
     support_server.serve_supports(SETTINGS)

@@ -11,12 +11,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from verl.protocol import DataProto
-from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_rejection_mask as verl_helper
 
 from recipe.offpolicy.correction import CorrectionSpec, SpecError, rollout_stage, step_stage
 from recipe.offpolicy.translate.rollout_correction import verl_rollout_correction
 from tests.support.examples import at_most
+from verl.protocol import DataProto
+from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_rejection_mask as verl_helper
 
 Batch = tuple[Tensor, Tensor, Tensor]
 Answer = tuple[DataProto | None, Tensor, dict[str, float]]

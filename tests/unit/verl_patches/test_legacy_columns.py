@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from verl import DataProto
 
+from verl import DataProto
 from verl_patches.legacy.algorithms import running, update
 from verl_patches.legacy.columns import carried, handover_of
 from verl_patches.legacy.handover import HANDOVER

@@ -10,15 +10,15 @@ import pytest
 import torch
 from tensordict import TensorDict
 from torch import Tensor
-from verl.trainer.ppo.core_algos import kl_penalty
-from verl.utils import tensordict_utils as tu
-from verl.utils.metric import AggregationType, Metric
 
 from recipe.offpolicy.correction import CorrectionSpec
 from recipe.offpolicy.correction.kl_weight import KlWeightSpec
 from recipe.offpolicy.worker.kl_loss import choose_surrogate, compute_clipped_kl, compute_weighted_kl, replace_kl
 from recipe.offpolicy.worker.loss import OffPolicyLoss
 from recipe.offpolicy.worker.metrics import METRIC_KEY
+from verl.trainer.ppo.core_algos import kl_penalty
+from verl.utils import tensordict_utils as tu
+from verl.utils.metric import AggregationType, Metric
 
 
 def gradient(pi: Tensor, old: Tensor, ref: Tensor, kind: str, lower: float = 0.8, upper: float = 1.2) -> Tensor:

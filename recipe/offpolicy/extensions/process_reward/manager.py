@@ -16,8 +16,8 @@ from typing import Any
 
 import ray
 from omegaconf import OmegaConf
-from verl.experimental.agent_loop.agent_loop import AgentLoopManager, AgentLoopWorker
 
+from verl.experimental.agent_loop.agent_loop import AgentLoopManager, AgentLoopWorker
 from verl_patches import agent_loops, engine_loss
 
 from ...batch.weight_versions import NEWEST_VERSION

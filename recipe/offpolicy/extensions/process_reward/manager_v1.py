@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import ray
-from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ, AgentLoopWorkerTQ
 
+from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ, AgentLoopWorkerTQ
 from verl_patches import agent_loops, engine_loss
 
 from .manager import ScoringWorker

@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import ray
-from verl.workers.rollout.vllm_rollout import vllm_async_server
 from vllm.logprobs import FlatLogprobs
 
+from verl.workers.rollout.vllm_rollout import vllm_async_server
 from verl_patches import agent_loops, engine_loss
 
 from .tail_scores import PROMPT, ScoredPrompt, Tail, TailScores, score_tails

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from verl.trainer.ppo.core_algos import agg_loss
 
 LENGTHS, WIDTH = (4, 16), 20

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from omegaconf import OmegaConf
 from tensordict import TensorDict
-from verl.utils import tensordict_utils as tu
 
 from recipe.offpolicy.analysis.whatif.candidates import RECORDED, Candidate
 from recipe.offpolicy.analysis.whatif.study import run_study
@@ -27,6 +26,7 @@ from recipe.offpolicy.report import main as report
 from tests.support.corrections import TIS
 from tests.support.distilled import Run, opinion
 from tests.support.fake_teacher import FakeTeacher, serving
+from verl.utils import tensordict_utils as tu
 
 SPEC = CorrectionSpec.from_mapping({"weight": TIS})
 AS_RECORDED = Candidate(RECORDED, RECORDED)

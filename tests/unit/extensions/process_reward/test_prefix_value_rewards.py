@@ -12,8 +12,6 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 from torch import Tensor
-from verl import DataProto
-from verl.trainer.ppo.core_algos import get_adv_estimator_fn
 
 from recipe.offpolicy.batch.checksums import hash_rows
 from recipe.offpolicy.batch.rewards import RewardError
@@ -25,6 +23,8 @@ from recipe.offpolicy.extensions.process_reward.prefix_value_rewards import COMP
 from recipe.offpolicy.extensions.process_reward.process_worker import ProcessReport
 from recipe.offpolicy.proof.verify import LivenessError
 from recipe.offpolicy.trainer.batch_view_v0 import DataProtoBatch
+from verl import DataProto
+from verl.trainer.ppo.core_algos import get_adv_estimator_fn
 
 LENGTHS, SCORES, UIDS = (4, 3, 4, 2), (1.0, 0.0, 0.0, 0.0), ("a", "a", "b", "b")
 STEP, VERSION = 5, 4

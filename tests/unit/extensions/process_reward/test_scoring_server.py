@@ -36,10 +36,9 @@ def test_flat_log_probs_are_handed_on_with_what_the_cache_gave() -> None:
 
 
 def test_replicas_of_vllm_start_servers_that_score(monkeypatch: pytest.MonkeyPatch) -> None:
-    from verl.workers.rollout.replica import RolloutReplicaRegistry
-
     from recipe.offpolicy.extensions.process_reward.scoring_server import ScoringReplica, ScoringServer
     from recipe.offpolicy.extensions.process_reward.start_up import serve_scores
+    from verl.workers.rollout.replica import RolloutReplicaRegistry
 
     monkeypatch.setattr(RolloutReplicaRegistry, "_registry", dict(RolloutReplicaRegistry._registry))
     serve_scores()

@@ -7,12 +7,12 @@ import random
 from pathlib import Path
 
 import pytest
-from verl.utils.import_utils import load_extern_object
 
 from scripts.quickstart import sums
 from scripts.quickstart.options import is_rewarded_by_process
 from scripts.quickstart.sums import INSTRUCTION, StepUtilities, SumsSettings
 from scripts.quickstart.sums_reward import FORCE_PROMPT, compute_score
+from verl.utils.import_utils import load_extern_object
 
 SETTINGS = SumsSettings()
 
