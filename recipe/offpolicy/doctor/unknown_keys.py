@@ -19,6 +19,7 @@ from ..preflight.own_keys import list_groups, list_sections
 from ..preflight.similar_keys import TARGET, explain_misplaced, list_fields
 from ..preflight.verl_keys.keys import FREE
 from ..preflight.verl_keys.misplaced import find_meant
+from .former_keys import find_last_release, find_successor
 
 _OPEN = ("correction.masks", "correction.weights", "offpolicy.extensions")
 """Sections of ours that hold names of the user's choice."""
@@ -26,6 +27,7 @@ _OPEN = ("correction.masks", "correction.weights", "offpolicy.extensions")
 _PLAIN = re.compile(r"(?P<key>[A-Za-z_]\w*(?:\.[\w-]+)*)\s*=(?P<value>.*)", re.S)
 _ADDED = re.compile(r"\+[A-Za-z_]\w*(\.[\w-]+)+\s*=")
 _CLOSE = 0.85
+_MODELS = {"actor_rollout_ref", "critic"}
 _ENGINE, _MEGATRON = "model_engine", "megatron"
 
 Compose = Callable[[list[str]], DictConfig]
@@ -114,6 +116,9 @@ def _find_reason(
     if depth == len(names) - 1 and names[-1] in (list_fields(section) or ()):
         reason = f"{owner}'s YAML leaves out this field of {section[TARGET].rpartition('.')[2]}."
         return reason, f"Write +{key}={value}."
+    if last_release := find_last_release(key):
+        reason = f"{missing[:-1]}: verl {last_release} was the last release with it."
+        return reason, find_successor(key, value, last_release)
     if program := _find_other_program(names):
         return f"a key of {program}, another program of verl's, which this one does not read.", ""
     last = depth == len(names) - 1
@@ -136,9 +141,9 @@ def _is_likely(place: str, names: Sequence[str], depth: int) -> bool:
     section (``depth`` > 0), the place has to be in it, or above all models.
     """
     found, owner = place.split("."), 2 if names[0] == "actor_rollout_ref" else 1
-    if depth and len(found) > 1 and found[:owner] != list(names[:owner]):
+    if depth and len(found) > 1 and {found[0], names[0]} & _MODELS and found[:owner] != list(names[:owner]):
         return False
-    return len(names) == 1 or "_" in names[-1] or found[-2:] == list(names[-2:])
+    return len(names) == 1 or "_" in names[-1] or bool(find_closest(names[-2], found[-2:-1], _CLOSE))
 
 
 def _find_places(node: DictConfig, name: str, path: str = "") -> Iterator[str]:

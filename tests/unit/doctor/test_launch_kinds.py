@@ -92,11 +92,11 @@ KINDS = {
     ),
     # The user has to choose, or to change the script.
     "verls_correction_others": Kind("trains by ours alone, and correction=none by verl's alone", 2),
-    "megatron_dead_key": Kind("actor.megatron.grad_offload=True: verl 0.9.1 has no such key", 2, None),
+    "megatron_dead_key": Kind("grad_offload=True: verl 0.9.1 has no such key: verl 0.9.0 was the last", 2, None),
     "added_twice": Kind(f"Write {MODEL}.model.lora.merge=True", 2, None),
     "no_arguments": Kind('end the launch in "$@"', 2, None),
     "unset_variable": Kind("export CHECKPOINTS", 2, None),
-    "legacy_keys": Kind("trainer.use_legacy_worker_impl=auto: verl 0.9.1 has no such key", 2, None),
+    "legacy_keys": Kind("Write critic.fsdp.param_offload=False", 2, None),
     # Refused, as no change would keep what the run is for.
     "veomni": Kind("No override corrects veomni", 2),
     "torchtitan": Kind("No override corrects torchtitan", 2),

@@ -1,0 +1,46 @@
+"""Keys that verl no longer has are told with the last release that has them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from omegaconf import DictConfig
+from packaging.version import Version
+
+from recipe.offpolicy.doctor.former_keys import find_last_release, find_successor
+from recipe.offpolicy.doctor.launch import Launch, compose
+from verl_patches.contract import installed_release
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "last", "said"),
+    [
+        ("critic.megatron.grad_offload", "True", "0.9.0", "Delete it: param_offload"),
+        ("critic.model.fsdp_config.wrap_policy.x", "1", "0.7.1", "Write critic.fsdp.wrap_policy.x=1."),
+        ("data.continuous_token.enable", "True", "0.9.0", "Launch with verl 0.9.0."),
+        ("reward_model.model.input_tokenizer", "null", "0.7.0", "Delete it: null asks for nothing."),
+        ("critic.kl_ctrl.kl_coef", "0.1", "0.4.1", "The program is made for verl 0.4.1 or older."),
+    ],
+)
+def test_a_former_key(key: str, value: str, last: str, said: str) -> None:
+    assert find_last_release(key) == last
+    assert find_successor(key, value, last).startswith(said)
+
+
+def test_no_key_of_the_installed_release_counts_as_former() -> None:
+    """Of all that verl's programs have, by names of every section."""
+    installed = Version(str(installed_release("verl")))
+    for arguments in ((), ("--config-name=ppo_megatron_trainer",)):
+        keys = list(_list_keys(compose(Launch("verl.trainer.main_ppo", arguments)), ""))
+        assert len(keys) > 500
+        former = {key: last for key in keys if (last := find_last_release(key)) and Version(last) < installed}
+        assert not former
+
+
+def _list_keys(section: DictConfig, path: str) -> Iterator[str]:
+    for name in section:
+        node = section._get_node(name)
+        yield f"{path}{name}"
+        if isinstance(node, DictConfig) and not node._is_none() and not node._is_interpolation():
+            yield from _list_keys(node, f"{path}{name}.")
