@@ -6,6 +6,8 @@ from fnmatch import fnmatchcase
 
 from verl_patches.releases import TESTED
 
+from ..preflight.verl_keys.former_names import OBSOLETE
+
 _REWARD_MODEL = (
     *("forward_max_token_len_per_gpu", "launch_reward_fn_async", "load_weight", "max_length", "megatron"),
     *("micro_batch_size*", "model.fsdp_config", "model.input_tokenizer", "model.use_*", "nccl_timeout", "profiler"),
@@ -57,4 +59,6 @@ def find_successor(key: str, value: str, last: str) -> str:
         return f"Write critic.fsdp.{key.removeprefix(_CRITIC)}={value}."
     if value in ("null", "None"):
         return "Delete it: null asks for nothing."
+    if instead := OBSOLETE.get(key.rpartition(".")[2]):
+        return f"In its place: {instead}."
     return f"Launch with verl {last}." if last in TESTED else f"The program is made for verl {last} or older."

@@ -96,11 +96,18 @@ def _explain(
         return Problem("", None, f"{key}={value}: unknown key.", fix)
     if verls and (meant := find_meant(names)) is not None:
         return Problem("", None, f"{key}={value}: {owner} has no such key.", f"Did you mean {meant}={value}?")
-    ours = explain_misplaced("", key, value, config) if verls and "correction" in config else None
+    looks = verls and "correction" in config and not _waits_for_megatron(config, section, names, depth)
+    ours = explain_misplaced("", key, value, config) if looks else None
     if ours is not None:
         return dataclasses.replace(ours, verdict="ERROR")
     reason, fix = _find_reason(config, section, names, depth, value, owner, verls)
     return Problem("", None, f"{key}={value}: {reason}", fix)
+
+
+def _waits_for_megatron(config: DictConfig, section: DictConfig, names: Sequence[str], depth: int) -> bool:
+    """Return True if another engine was chosen than the one that has a key."""
+    of_megatron = names[depth] == _MEGATRON or (_MEGATRON in names and TARGET not in section)
+    return of_megatron and _ENGINE in config and config[_ENGINE] != _MEGATRON
 
 
 def _find_reason(
@@ -108,8 +115,7 @@ def _find_reason(
 ) -> tuple[str, str]:
     """Find why a key is not there, and the fix, empty where no override would do what was asked for."""
     key, missing = ".".join(names), f"{owner} has no such key."
-    of_megatron = names[depth] == _MEGATRON or (_MEGATRON in names and TARGET not in section)
-    if of_megatron and _ENGINE in config and config[_ENGINE] != _MEGATRON:
+    if _waits_for_megatron(config, section, names, depth):
         return missing, f"Set {_ENGINE}={_MEGATRON}, which brings it."
     if (depth and not len(section)) or any(map(FREE.search, names[:depth])):
         return missing, f"Write +{key}: any key can be added there."
@@ -124,8 +130,8 @@ def _find_reason(
     last = depth == len(names) - 1
     sections = [str(each) for each in section if isinstance(section._get_node(each), DictConfig)]
     near = find_closest(names[depth], (str(each) for each in section if not last or each not in sections), _CLOSE)
-    places = [".".join([*names[:depth], near, *names[depth + 1 :]])] if near else []
-    places += [place for place in _find_places(config, names[-1]) if _is_likely(place, names, depth)][:1]
+    places = [place for place in _find_places(config, names[-1]) if _is_likely(place, names, depth)][:1]
+    places += [".".join([*names[:depth], near, *names[depth + 1 :]])] if near else []
     fix = f"Set {places[0]} if that is meant." if places else ""
     if not verls:
         return missing, f"{fix} Otherwise install the verl that the program is made for.".strip()

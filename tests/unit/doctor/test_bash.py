@@ -21,6 +21,7 @@ ARGUMENTS = ["one.a=1", "two words", "three"]
 SAME_AS_BASH = {
     "words and quotes": """launch a 'b c' "d  e" f\\ g "h'i" 'j"k' l"m n"o $'p\\tq'""",
     "continued lines": "launch a \\\n  b \\\n\\\n  c",
+    "a backslash at the end": "launch a \\",
     "comments": "# launch no\nlaunch a#b 'c # d' # e\n",
     "variables": 'X=1; Y="$X 2"; launch $X "$Y" $Y ${X}y "${Y}z" $X/$Y',
     "assigned by quotes and dollars": "A='$X'\nB=\"a\\$b\"\nC=a$A\nlaunch $A $B $C",

@@ -16,7 +16,7 @@ from recipe.offpolicy.doctor.launch import Launch, LaunchError, UnknownKeysError
 PROGRAM = '@hydra.main(config_path="config", config_name="run", version_base=None)\ndef main(config): ...\n'
 CONFIGURATION = """
 trainer: {total_epochs: 1, nnodes: '???'}
-actor: {_target_: a.Actor, lr: 1.0, extra_kwargs: {a: 1}}
+actor: {_target_: a.Actor, lr: 1.0, clip_ratio: 0.2, extra_kwargs: {a: 1}, policy_loss: {clip_cov_ratio: 0.1}}
 free: {}
 model_engine: dp
 megatron: {override: {}}
@@ -81,6 +81,7 @@ def test_a_place_that_is_looked_for_from_here_is_named(program: Path, monkeypatc
 
 
 OVERRIDES = [
+    "actor.clip_cov_ratio=0.2",
     *("trainer.total_epoch=3", "trainer.nnodes=2", "actor.grad_offload=True", "free.x=1", "trainer.no.such="),
     *(
         "actor.model_engine=x",
@@ -101,6 +102,7 @@ def test_unknown_keys_are_told_at_once(program: Path, monkeypatch: pytest.Monkey
     has_none = "the configuration of a_recipe_of_mine.main has no such key."
     install = "therwise install the verl that the program is made for."
     assert str(caught.value).split("\n") == [
+        f"actor.clip_cov_ratio=0.2: {has_none} Set actor.policy_loss.clip_cov_ratio if that is meant. O{install}",
         f"trainer.total_epoch=3: {has_none} Set trainer.total_epochs if that is meant. O{install}",
         f"actor.grad_offload=True: {has_none} O{install}",
         f"free.x=1: {has_none} Write +free.x: any key can be added there.",
@@ -112,7 +114,7 @@ def test_unknown_keys_are_told_at_once(program: Path, monkeypatch: pytest.Monkey
     ]
     monkeypatch.setattr("recipe.offpolicy.doctor.launch.VERLS", ("a_recipe_of_mine.main",))
     with pytest.raises(UnknownKeysError) as caught:
-        compose(launch(*OVERRIDES[:3]))
+        compose(launch(*OVERRIDES[1:4]))
     first, second = str(caught.value).split("\n")
     assert first.endswith(" Set trainer.total_epochs if that is meant.")
     assert second.endswith("and verl refuses it with a + too: what it asks for would not be done.")

@@ -435,5 +435,7 @@ def test_another_rollout_engine_stops(base: DictConfig) -> None:
     """One without log-probs; those that were never run start with a note, and the first update checks mu."""
     (problem,) = problems(base, {"actor_rollout_ref.rollout.name": "hf"})
     assert problem.startswith("actor_rollout_ref.rollout.name=hf: ")
-    for engine in ("vllm", "sglang", "trtllm"):
+    for engine in ("vllm", "sglang", "trtllm", "dynamo"):  # the last is registered by a program of its own
         assert problems(base, {"actor_rollout_ref.rollout.name": engine}) == []
+    (problem,) = problems(base, {"actor_rollout_ref.rollout.name": "vlm"})
+    assert "Did you mean vllm?" in problem

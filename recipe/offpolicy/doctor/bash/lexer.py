@@ -101,13 +101,17 @@ class Lexer:
         while self.place < len(self.source):
             if self.source.startswith("\\\n", self.place):
                 self._advance(2)
-            elif self.source[self.place] in " \t":
+            elif self.source[self.place] in " \t" or self._ends_in_backslash():
                 self._advance(1)
             elif self.source[self.place] == "#":
                 end = self.source.find("\n", self.place)
                 self._advance((len(self.source) if end < 0 else end) - self.place)
             else:
                 return
+
+    def _ends_in_backslash(self) -> bool:
+        """Return True at a backslash that ends the script, which bash drops."""
+        return self.place == len(self.source) - 1 and self.source[self.place] == "\\"
 
     def _read_elements(self) -> list[Token]:
         started, words = self.line, list[Token]()

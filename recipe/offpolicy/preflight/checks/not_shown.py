@@ -68,12 +68,10 @@ def _find(config: DictConfig) -> Iterator[tuple[str, Any, str]]:
     def read(key: str) -> Any:
         return OmegaConf.select(config, key)
 
-    if (engine := read(f"{ROLLOUT}.name")) in UNTESTED_ENGINES:
-        yield (
-            f"{ROLLOUT}.name",
-            engine,
-            "this rollout engine, whose log-probs have to be those of the sampled tokens at the run's temperature",
-        )
+    if (engine := read(f"{ROLLOUT}.name")) not in (None, "vllm"):
+        owner = "this" if engine in UNTESTED_ENGINES else "a program's own"
+        condition = "whose log-probs have to be those of the sampled tokens at the run's temperature"
+        yield f"{ROLLOUT}.name", engine, f"{owner} rollout engine, {condition}"
     if (device := read("trainer.device")) not in (None, "cuda", "cpu"):
         yield "trainer.device", device, f"{device} devices"
     if (estimator := read(_ESTIMATOR)) is not None and estimator not in WITHOUT_PI_OLD:

@@ -13,6 +13,7 @@ from verl_patches.runtime_env import KEY as RUNTIME_ENV
 
 from ...correction import CorrectionSpec
 from ...correction.problem import MU, Problem, set_to
+from ...correction.spelling import find_closest
 from ..model_config import find_local
 from ..model_tensors import count_largest_tensor
 from ..verl_keys.keys import list_active
@@ -33,7 +34,9 @@ _MODES = tuple(
 
 
 UNTESTED_ENGINES = ("sglang", "trtllm")
-"""Rollout engines that return log-probs, with which nothing was run."""
+"""Rollout engines of verl's that return log-probs, with which nothing was run."""
+_WITHOUT_LOG_PROBS = ("hf", "naive")
+"""Rollout engines of verl's releases that return none."""
 _VARIABLES = {"sglang": "SGLANG_RETURN_ORIGINAL_LOGPROB", "trtllm": "TLLM_USE_TORCHSAMPLER"}
 """By which an engine returns raw log-probs: TensorRT-LLM's TorchSampler does unless a request says otherwise."""
 _SAMPLER, _SAMPLER_OF_VERL = f"{ROLLOUT}.engine_kwargs.trtllm.sampler_type", "TRTLLMSampler"
@@ -52,9 +55,13 @@ def check_rollout_log_probs(config: DictConfig, spec: CorrectionSpec) -> Iterato
         return
     # verl has no default for the engine, and says so itself when it is left out.
     key = f"{ROLLOUT}.name"
-    if (engine := OmegaConf.select(config, key)) not in (None, "vllm", *UNTESTED_ENGINES):
+    engine, known = OmegaConf.select(config, key), ("vllm", *UNTESTED_ENGINES)
+    if engine in _WITHOUT_LOG_PROBS:
         reason = "no engine of verl's that returns the log-probs that it sampled with."
         yield Problem(key, engine, reason, f"Set it to vllm, {' or '.join(UNTESTED_ENGINES)}.", parts=MU)
+    elif engine not in known and (near := find_closest(str(engine or ""), known)):
+        fix, override = f"Did you mean {near}?", set_to(key, near)
+        yield Problem(key, engine, "verl has no such engine.", fix, parts=MU, overrides=(override,))
 
 
 def check_logprobs_mode(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
