@@ -37,15 +37,17 @@ def found(check: Any, values: dict[str, Any], of: CorrectionSpec = NONE) -> dict
         ("algorithm.kl_ctrl.type", "adaptiv", "algorithm.kl_ctrl.type=adaptive"),
         (f"{ACTOR}.kl_loss_type", "low_var", f"{ACTOR}.kl_loss_type=low_var_kl"),
         ("data.truncation", "rigth", "data.truncation=right"),
+        ("algorithm.adv_estimator", "elliptical", None),
+        (f"{ACTOR}.kl_loss_type", "hellinger", None),
     ],
 )
 def test_a_choice_that_verl_does_not_have(
-    key: str, value: object, mended: str, monkeypatch: pytest.MonkeyPatch
+    key: str, value: object, mended: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("VERL_USE_EXTERNAL_MODULES", raising=False)
     problem = found(run_keys.check_choices, {key: value})[key]
     assert problem.verdict == "ERROR"
-    assert problem.overrides == (mended,)
+    assert problem.overrides == ((mended,) if mended else ())
 
 
 def test_a_logger_that_verl_does_not_have() -> None:

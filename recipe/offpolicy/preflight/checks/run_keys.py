@@ -18,6 +18,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from ...correction import CorrectionSpec, Problem
 from ...correction.problem import set_to
+from ...correction.spelling import find_closest
 from ..verl_keys.estimators import WITHOUT_PI_OLD
 from .config_reader import ACTOR, ROLLOUT
 from .module_source import find_source
@@ -32,8 +33,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     f"{ACTOR}.kl_loss_type": (*_KL, *(f"{name}+" for name in _KL)),
     "data.truncation": ("error", "left", "right", "middle"),
 }
-"""Keys of verl -> the choices that it has, the usual one first where none resembles the value."""
-_USUAL = {"algorithm.adv_estimator": "grpo", "algorithm.kl_penalty": "kl", f"{ACTOR}.kl_loss_type": "low_var_kl"}
+"""Keys of verl -> the choices that it has, the default first."""
 _OF_USERS = ("VERL_USE_EXTERNAL_MODULES",)
 """Variables that have verl import modules of the user's, which may register estimators."""
 _FOLDERS = ("trainer.default_local_dir", "trainer.rollout_data_dir", "trainer.validation_data_dir")
@@ -57,9 +57,10 @@ def check_choices(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]
             continue
         if key == "algorithm.adv_estimator" and not isinstance(value, str):
             continue  # which find_unreadable_values reports
-        near = difflib.get_close_matches(str(value), choices, 1) or [_USUAL.get(key, choices[0])]
+        near = find_closest(str(value), choices) or (choices[0] if key == _MODE else None)
         fix = f"Set one of {', '.join(choices)}."
-        yield Problem(key, value, "verl has no such choice.", fix, parts=(), overrides=(set_to(key, near[0]),))
+        overrides = (set_to(key, near),) if near else ()  # any other choice would be another algorithm
+        yield Problem(key, value, "verl has no such choice.", fix, parts=(), overrides=overrides)
     known = _list_loggers()
     given = OmegaConf.select(config, "trainer.logger")
     names: list[Any] = list(given) if isinstance(given, ListConfig) else [] if given is None else [given]
