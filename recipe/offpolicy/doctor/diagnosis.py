@@ -33,7 +33,7 @@ from ..preflight.hydra_groups import brought_sections, read_task_overrides
 from ..preflight.own_keys import list_groups, list_sections
 from ..preflight.similar_keys import find_similar_keys
 from ..preflight.verl_keys.router_replay import ROUTER_REPLAY
-from .launch import OURS, VERLS, Launch, LaunchError, compose
+from .launch import OURS, SAMPLERS, VERLS, Launch, LaunchError, compose
 
 State = Literal["OK", "NO-OP", "ERROR"]
 _STATUS: dict[State, int] = {"OK": 0, "NO-OP": 1, "ERROR": 2}
@@ -125,13 +125,19 @@ def judge(config: DictConfig, launch: Launch, overrides: Sequence[str] = ()) -> 
         return Diagnosis(launch, rows=_arrange_rows((), null)[0])
     if not launch.ours and not brought_sections():
         return _judge_verl(config, launch, live_path(config), overrides)
-    if missing := list(find_missing_actor(config)):
+    if missing := [*_find_sampler(launch), *find_missing_actor(config)]:
         return Diagnosis(launch, rows=_arrange_rows((), missing)[0])
     found = examine(config, overrides)
     parts = list_parts(config, found.spec) if found.spec is not None else ()
     rows, notes = _arrange_rows(parts, [*found.problems, *_note_program(launch)])
     fingerprint = None if found.spec is None or found.spec.is_none else found.spec.fingerprint()
     return Diagnosis(launch, _find_path(config), rows, notes, found.said, fingerprint, headline=found.headline)
+
+
+def _find_sampler(launch: Launch) -> Iterator[Problem]:
+    if launch.module in SAMPLERS:
+        reason = "it trains nothing, so that there is no gradient to correct."
+        yield Problem("module", launch.module, reason, "Launch it without a correction.", parts=())
 
 
 def _note_program(launch: Launch) -> Iterator[Problem]:

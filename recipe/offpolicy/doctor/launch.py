@@ -38,6 +38,8 @@ VERLS = (
     "verl.experimental.one_step_off_policy.main_ppo",
 )
 """Programs of verl whose trainers and workers the checks know."""
+SAMPLERS = ("verl.trainer.main_eval", "verl.trainer.main_generation", "verl.trainer.main_generation_server")
+"""Programs of verl that train nothing, with a configuration like its PPO's."""
 OUR_PROGRAM = HydraMain(CONFIG_DIR.parent / "main_offpolicy.py", str(CONFIG_DIR), "offpolicy_trainer")
 _CHECK = "--check"
 _SEVERAL = "--multirun: several runs, and one is checked. Give one value of each key, and launch each by itself."

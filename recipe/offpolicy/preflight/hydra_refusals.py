@@ -17,8 +17,8 @@ from ..correction import Problem
 from ..correction.problem import format_value
 
 GROUP = "correction"
-ENGINES = "model_engine"
-"""verl's group of training engines, of which another one is another run."""
+ENGINES = ("actor", "critic", "model_engine", "ref")
+"""verl's groups that choose the training engine: another one would be another run."""
 GetOptions = Callable[[str], Sequence[str]]
 """Lists the options of a Hydra group; empty where there is no such group."""
 
@@ -167,12 +167,13 @@ def _explain_missing(group: str, name: str, options: Sequence[str], overrides: S
     words = _WORD.findall(name)
     if group == GROUP and len(words) > 1 and set(words) <= set(options):
         return f"{group}={_shorten(name)}: several options are a list. Quote it so: '{group}=[{','.join(words)}]'."
-    near = find_nearest(name, options)
+    engine = group in ENGINES
+    near = difflib.get_close_matches(name, options, 1, 0.85) if engine else find_nearest(name, options)
     given = next((each for each in overrides if name in each and each.lstrip("+").startswith(group)), f"{group}={name}")
     beyond = f"{name} is no option of {group}."
     if near:
         return f"{_shorten(given)}: {beyond} Did you mean {' or '.join(near)}?"
-    if group == ENGINES:
+    if engine:
         return f"{_shorten(given)}: {beyond} verl brings {', '.join(options)}. Install the package that brings {name}."
     if len(options) <= _FEW:
         return f"{_shorten(given)}: {beyond} Choose one of {', '.join(options)}."

@@ -105,6 +105,8 @@ KINDS = {
     "distillation": Kind("verl's worker takes one loss", 2),
     "gmpo": Kind("No override corrects geo_mean", 2),
     "hf_rollout": Kind(f"{MU}=hf: no engine of verl's that returns the log-probs", 2),
+    "own_engine": Kind("Install the package that brings mlite_actor", 2, None),
+    "generation": Kind("it trains nothing", 2, None),
     "sft": Kind("does not train by verl's PPO", 2, None),
 }
 PURPOSE = (
