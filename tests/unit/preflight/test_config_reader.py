@@ -31,6 +31,12 @@ def test_parts_are_named_with_what_they_mean(tmp_path: Path) -> None:
     assert parts[0].meaning == "token, truncate <= 2 on pi_old / mu"
 
 
+def test_the_mean_of_a_sequence_is_told_from_its_product() -> None:
+    geometric = spec(TIS | {"level": "sequence", "aggregate": "geometric"})
+    (part,) = list_parts(OmegaConf.create({}), geometric)
+    assert part.meaning == "sequence, geometric, truncate <= 2 on pi_old / mu"
+
+
 def test_verls_own_correction_is_a_part_that_is_not_ours() -> None:
     config = OmegaConf.create({"algorithm": {"rollout_correction": {"rollout_is": "token"}}})
     assert [(part.name, part.ours) for part in list_parts(config, CorrectionSpec())] == [

@@ -120,7 +120,8 @@ def _describe_weight(weight: WeightSpec) -> str:
     ratio = _RATIOS[weight.ratio]
     bounds = format_bounds({"lower": weight.lower, "upper": weight.upper})
     when = "" if weight.when == "any" else f", {weight.when}"
-    return f"{weight.level}, {weight.kind} {bounds} on {ratio}{when}{_format_factors(weight)}"
+    aggregate = "" if weight.aggregate == "product" else f" {weight.aggregate},"
+    return f"{weight.level},{aggregate} {weight.kind} {bounds} on {ratio}{when}{_format_factors(weight)}"
 
 
 def _describe_mask(mask: MaskSpec) -> str:
