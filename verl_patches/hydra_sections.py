@@ -76,7 +76,8 @@ def _package_of(name: str) -> str:
 def _needs_sections(defaults: Sequence[Any], repo: Any) -> bool:
     """Return True if an option of ours is chosen, and the primary configuration does not include the sections."""
     paths = [str(each.config_path or "") for each in defaults]
-    chosen = [path for path in paths if path.partition("/")[0] in GROUPS and "/" in path]
+    others = [path for each, path in zip(defaults, paths, strict=True) if not each.primary]
+    chosen = [path for path in others if path.partition("/")[0] in GROUPS and "/" in path]
     if SECTIONS in paths or not chosen:
         return False
     loaded = (repo.load_config(path) for path in chosen)

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+
 from verl import DataProto
 
 from ..extensions.batch_view import check_columns

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import ray
 import torch
 from omegaconf import DictConfig, OmegaConf
-from verl.trainer.ppo.utils import Role
 
+from verl.trainer.ppo.utils import Role
 from verl_patches.trainer_v0 import plain_advantage
 
 from ..batch.rewards import BY_KL, check_rewards

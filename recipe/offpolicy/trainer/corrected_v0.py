@@ -17,9 +17,9 @@ import numpy as np
 import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 from torch import Tensor
+
 from verl import DataProto
 from verl.utils import tensordict_utils as tu
-
 from verl_patches.execution_path import live_path
 from verl_patches.legacy.handover import HANDOVER
 from verl_patches.trainer_v0 import around_advantage

@@ -17,6 +17,7 @@ import torch
 import transfer_queue as tq
 from tensordict import NonTensorStack, TensorDict
 from torch import Tensor
+
 from verl.workers.utils.padding import response_from_nested
 
 from ..batch.micro_batch import ROLLOUT_LOG_PROBS

@@ -52,7 +52,6 @@ def install() -> None:
 
 def _hook_v0() -> None:
     from verl.trainer.ppo.ray_trainer import RayPPOTrainer
-
     from verl_patches.trainer_v0 import hook_advantage
 
     hook_advantage()  # before programs import it by name

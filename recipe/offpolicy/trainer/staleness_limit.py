@@ -17,6 +17,7 @@ from fractions import Fraction
 from typing import Any
 
 from tensordict import TensorDict
+
 from verl.utils import tensordict_utils as tu
 
 from ..batch.weight_versions import EXTRA_FIELDS

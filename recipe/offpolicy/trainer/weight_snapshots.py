@@ -12,7 +12,6 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from verl.experimental.separation.engine_workers import DetachActorWorker
-
 from verl_patches import engine_loss, trainer_v1
 
 from ..batch.micro_batch import ROLLOUT_LOG_PROBS

@@ -53,9 +53,8 @@ def correct(kind: Any) -> tuple[Any, Any]:
 
 
 def test_on_v0() -> None:
-    from verl import DataProto
-
     from recipe.offpolicy.trainer.corrected_v0 import CorrectedV0
+    from verl import DataProto
 
     trainer, run = correct(CorrectedV0)
     columns = {"rollout_log_probs": torch.zeros(1, 2), "position_ids": torch.zeros(1, 3)}

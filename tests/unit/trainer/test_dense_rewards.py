@@ -11,7 +11,6 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 from torch import Tensor
-from verl import DataProto
 
 from recipe.offpolicy.batch.rewards import RewardError
 from recipe.offpolicy.correction import CorrectionSpec
@@ -19,6 +18,7 @@ from recipe.offpolicy.extensions.add_ons import AddOns
 from recipe.offpolicy.extensions.batch_view import BatchView
 from recipe.offpolicy.extensions.extension import Extension
 from recipe.offpolicy.proof.dense_rewards import DenseRewardError
+from verl import DataProto
 
 SCORES = torch.tensor([[0.5, 0.0, 1.0], [0.0, 1.0, 0.0]])
 """The first row has a reward before its last token."""

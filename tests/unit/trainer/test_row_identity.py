@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from verl import DataProto
 
 from recipe.offpolicy.batch.plan import REWARD, UID
 from recipe.offpolicy.trainer.corrected_v0 import build_row_identity
+from verl import DataProto
 
 
 def test_uids_are_filled_up_with_zeros_and_rewards_summed() -> None:

@@ -10,13 +10,13 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 from tensordict import NonTensorData, NonTensorStack, TensorDict
-from verl.trainer.ppo.core_algos import get_adv_estimator_fn
 
 from recipe.offpolicy.batch.plan import PLAN, SharedPlan
 from recipe.offpolicy.correction import CorrectionSpec
 from recipe.offpolicy.worker.loss import OffPolicyLoss
 from tests.support import training_worker as tw
 from tests.support.corrections import spec
+from verl.trainer.ppo.core_algos import get_adv_estimator_fn
 
 REWARDS = [1.0, 0.0, 5.0]
 """The last row is of older weights."""

@@ -34,11 +34,10 @@ def test_servers_and_engines_are_told(add_on: Any, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("version", ["v0", "v1"])
 def test_agent_loops_get_the_client_that_notes(version: str, add_on: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from verl.workers.rollout.llm_server import LLMServerManager
-
     from recipe.offpolicy.extensions.add_ons import AddOns
     from recipe.offpolicy.trainer.corrected_v0 import CorrectedV0
     from recipe.offpolicy.trainer.corrected_v1 import CorrectedV1
+    from verl.workers.rollout.llm_server import LLMServerManager
 
     monkeypatch.setattr(LLMServerManager, "get_client", lambda self, client_cls=None, **kwargs: "verl's client_cls")
 

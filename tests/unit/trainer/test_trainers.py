@@ -118,11 +118,11 @@ def test_one_engine_makes_the_forward_pass_of_its_first_step_alone(
 def test_chunks_of_a_row_reach_its_plan_by_token() -> None:
     """fully_async_policy's client notes them as a column of its own."""
     import numpy as np
-    from verl import DataProto
 
     from recipe.offpolicy.batch.token_versions import CHUNKS, read_versions
     from recipe.offpolicy.batch.weight_versions import VERSIONS
     from recipe.offpolicy.trainer import corrected_v0
+    from verl import DataProto
 
     mask = torch.tensor([[1, 1, 1, 0], [1, 1, 1, 1]])
     batch = DataProto.from_dict({"response_mask": mask})
@@ -147,9 +147,9 @@ def test_chunks_of_a_row_reach_its_plan_by_token() -> None:
 def test_a_row_has_the_version_that_its_server_said(as_tensordict: bool) -> None:
     """verl 0.8.0 leaves the ends empty where nothing resumes a request; without a version it is the step before."""
     import numpy as np
-    from verl import DataProto
 
     from recipe.offpolicy.trainer.corrected_v0 import _versions
+    from verl import DataProto
 
     ends = {"min_global_steps": [2, 3], "max_global_steps": [4, 3]}
     nothing = {end: [None, None] for end in ends}

@@ -11,7 +11,6 @@ import pytest
 import torch
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
-from verl import DataProto
 
 from recipe.offpolicy.batch.plan import PLAN, SharedPlan
 from recipe.offpolicy.correction import BatchConstants, CorrectionSpec
@@ -22,6 +21,7 @@ from recipe.offpolicy.trainer.actor_updates import adopt
 from recipe.offpolicy.trainer.corrected_v0 import NOT_COMPARED, CorrectedV0
 from recipe.offpolicy.trainer.supervision import Supervision
 from tests.support.corrections import GSM, M2PO, TIS, opsm
+from verl import DataProto
 from verl_patches.legacy.handover import HANDOVER
 
 ROWS, WIDTH = 4, 37  # no other size of the batch is 37

@@ -97,11 +97,10 @@ def test_the_workers_weights_are_put_back_where_scoring_fails() -> None:
 
 
 def test_the_actors_worker_is_the_one_that_keeps_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    from verl.experimental.separation.engine_workers import DetachActorWorker
-    from verl.trainer.ppo.utils import Role
-
     from recipe.offpolicy.extensions.add_ons import AddOns
     from recipe.offpolicy.trainer import corrected_run
+    from verl.experimental.separation.engine_workers import DetachActorWorker
+    from verl.trainer.ppo.utils import Role
 
     _, add_on, _ = run(4)
     worker = SimpleNamespace(__ray_actor_class__=dict)
