@@ -83,7 +83,7 @@ def test_a_script_passes_the_checks_with_overrides_last(script: str, tmp_path: P
 @pytest.mark.extended
 @pytest.mark.verl(">=0.9")
 def test_the_asynchronous_script_passes_the_checks(tmp_path: Path) -> None:
-    assert '"upper": 3.0' in passes_the_checks(ASYNC, tmp_path, "correction.weight.upper=3.0")
+    assert '"delta": 0.2' in passes_the_checks(ASYNC, tmp_path, "correction.masks.opsm.delta=0.2")
 
 
 @pytest.mark.verl("<0.9")

@@ -150,7 +150,7 @@ def test_plan_columns_and_versions_travel_with_the_batch(legacy: bool) -> None:
     made = trainer(legacy, masks={"gsm": GSM}, denominator="kept")
     spans = {f"{end}_global_steps": np.array([5, 5, 6, 6], dtype=object) for end in ("min", "max")}
     made._update_actor(batch(**spans))
-    sent = made.sent
+    sent = made.trainer.sent
     # Two mini-batches of two rows: nothing is rejected in the first, one row of two in the second.
     assert sent.batch[MINI_BATCH_TOKENS].tolist() == [6, 6, 6, 6]
     assert sent.batch[SCALE].tolist() == [1.0, 1.0, 2.0, 2.0]
@@ -165,9 +165,9 @@ def test_plan_columns_and_versions_travel_with_the_batch(legacy: bool) -> None:
 def test_versions_that_verl_does_not_tell_are_those_of_the_step_before() -> None:
     made = trainer(masks={"gsm": GSM})
     made._update_actor(batch(min_global_steps=np.array([None] * ROWS), max_global_steps=np.array([None] * ROWS)))
-    assert made.sent.batch[VERSIONS].tolist() == [[6, 6]] * ROWS  # step 7
+    assert made.trainer.sent.batch[VERSIONS].tolist() == [[6, 6]] * ROWS  # step 7
     made._update_actor(batch())
-    assert made.sent.batch[VERSIONS].tolist() == [[6, 6]] * ROWS
+    assert made.trainer.sent.batch[VERSIONS].tolist() == [[6, 6]] * ROWS
 
 
 ESS = {"action": "fallback", "patience": 1, "fallback": {"options": ["safer"], "correction": {"masks": {"p": GSM}}}}
@@ -206,9 +206,9 @@ def test_a_resume_hands_over_what_was_in_force(legacy: bool, fell_back: bool, tm
     again.supervision.begin = lambda: None
     again.supervision.collect = lambda metrics: False
     again._update_actor(batch())
-    plan = again.sent.meta_info[HANDOVER].plan if legacy else again.sent.meta_info[PLAN]
+    plan = again.trainer.sent.meta_info[HANDOVER].plan if legacy else again.trainer.sent.meta_info[PLAN]
     assert plan.bounds == first.supervision.active_correction.bounds
     assert set(plan.bounds) == (set() if fell_back else {"gsm"})
     if legacy:
-        handover = again.sent.meta_info[HANDOVER]
+        handover = again.trainer.sent.meta_info[HANDOVER]
         assert (handover.spec, set(handover.moving)) == (first.correction, set(plan.bounds))
