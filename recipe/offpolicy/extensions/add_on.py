@@ -1,4 +1,4 @@
-"""What runs beside the correction in the trainer's process: one protocol for staleness, snapshots, replays, extensions.
+"""What runs next to the correction in the trainer's process: one protocol for staleness, replays, extensions.
 
 ``AddOns`` calls the hooks, in the order in which they stand here. A hook that gets a function runs around a method of
 verl's trainer, which that function calls; the first add-on is the outermost.
@@ -33,7 +33,7 @@ class Advantages:
 
 
 class AddOn:
-    """One thing that runs beside the correction; each hook does nothing here."""
+    """One thing that runs next to the correction; each hook does nothing here."""
 
     phase: ClassVar[str] = ""
     """The watchdog's name for the time that hooks take; empty: an extension's section, and verl's own phase else."""
@@ -91,7 +91,7 @@ class AddOn:
         """See the prompts that are about to be sampled."""
 
     def batch_flags(self) -> Mapping[str, Any]:
-        """Return what workers are told beside a batch of this step; rows of an add-on's own making go without."""
+        """Return what workers get with a batch of this step; rows of an add-on's own making go without."""
         return {}
 
     def old_log_prob(self, compute: Callable[[Any], Any], batch: Any, metrics: dict[str, Any]) -> Any:
@@ -106,7 +106,7 @@ class AddOn:
         return None
 
     def estimate(self, batch: BatchView, rewards: Tensor) -> Tensor | None:
-        """Compute advantages (n, T) in the place of verl's estimator; one extension at most."""
+        """Compute advantages (n, T) instead of verl's estimator; one extension at most."""
         return None
 
     def shape_advantages(self, batch: BatchView, advantages: Tensor) -> Tensor | None:

@@ -134,7 +134,7 @@ class AddOns:
         return sent
 
     def batch_flags(self) -> dict[str, Any]:
-        """Collect what workers are told beside a batch."""
+        """Collect what workers get with a batch."""
         return {name: value for add_on in self._all for name, value in add_on.batch_flags().items()}
 
     def old_log_prob(self, compute: Callable[[Any], Any], batch: Any, metrics: dict[str, Any]) -> Any:

@@ -109,7 +109,7 @@ class CorrectedRun:
 
     @cached_property
     def add_ons(self) -> AddOns:
-        """All that runs beside the correction."""
+        """All that runs next to the correction."""
         return AddOns.from_config(self.config, self._choose(self))
 
     def _begin(self) -> None:
