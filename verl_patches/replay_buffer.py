@@ -103,4 +103,4 @@ SEAMS = (
         keys=("min_global_steps", "max_global_steps", "global_steps", "response_len"),
     ),
 )
-"""What ``recipe.offpolicy.staleness.buffer`` and ``recipe.offpolicy.trainer.staleness_limit`` override or rely on."""
+"""What ``recipe.offpolicy.staleness.buffer`` and ``.staleness_limit`` override or rely on."""

@@ -276,8 +276,8 @@ def build_plan_call(rows: int) -> Call:
 def build_regrouping(rows: int) -> Call:
     """Build the call of ``baseline=exclude``: groups without rejected rows, and their advantages set to 0."""
     from recipe.offpolicy.batch.plan import regroup_without_rejected
+    from recipe.offpolicy.batch.queue_columns import zero_rows
     from recipe.offpolicy.correction import CorrectionSpec
-    from recipe.offpolicy.trainer.corrected_v1 import zero_rows
 
     batch, spec = draw_rollout(rows), CorrectionSpec.from_mapping(CORRECTION)
     uids = [str(row // 8) for row in range(rows)]

@@ -9,7 +9,7 @@ import ray
 import torch
 import transfer_queue as tq
 
-from recipe.offpolicy.trainer.batch_view_v1 import put_columns, read_columns
+from recipe.offpolicy.batch.queue_columns import put_columns, read_columns
 from recipe.offpolicy.trainer.corrected_v1 import OWN_PARTITION, CorrectedV1
 from recipe.offpolicy.trainer.own_forward import MEDIA, MediaError
 from tests.support import images as im

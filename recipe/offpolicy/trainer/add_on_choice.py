@@ -32,7 +32,7 @@ def choose_v1(run: CorrectedV1) -> tuple[AddOn, ...]:
 
 def _choose_support(config: DictConfig) -> Iterator[AddOn]:
     if (support := SupportSettings.from_config(config)) is not None:
-        from .support_replay import SupportReplay
+        from ..support.support_replay import SupportReplay
 
         yield SupportReplay(support)
 
@@ -41,18 +41,18 @@ def _choose_v1(run: CorrectedV1) -> Iterator[AddOn]:
     config = run.config
     yield from _choose_support(config)
     if (replay := ReplaySettings.from_config(config)) is not None:
-        from .routing_replay import RoutingReplay
+        from ..replay.routing_replay import RoutingReplay
 
         yield RoutingReplay(run, replay)
     elif (mode := read_megatron_mode(config)) is not None:
-        from .megatron_replay import MegatronReplay
+        from ..replay.megatron_replay import MegatronReplay
 
         yield MegatronReplay(mode)
     if (snapshots := SnapshotSettings.from_config(config)) is not None:
-        from .weight_snapshots import WeightSnapshots
+        from ..staleness.weight_snapshots import WeightSnapshots
 
         yield WeightSnapshots(run, snapshots)
     if (staleness := StalenessSettings.from_config(config)) is not None:
-        from .staleness_limit import StalenessLimit
+        from ..staleness.staleness_limit import StalenessLimit
 
         yield StalenessLimit(run, staleness)

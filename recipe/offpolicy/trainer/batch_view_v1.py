@@ -8,26 +8,15 @@ from functools import cached_property
 from typing import Any
 
 import torch
-import transfer_queue as tq
 from tensordict import NonTensorStack, TensorDict
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from ..batch.queue_columns import put_columns, read_columns
 from ..extensions.batch_view import check_columns
 from .own_forward import Pair
 
 SCORES = "rm_scores"
-
-
-def read_columns(batch: Any, *names: str) -> TensorDict:
-    """Read columns of all rows, padding included."""
-    return tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=list(names))
-
-
-def put_columns(batch: Any, **columns: Any) -> Any:
-    """Put columns into the batch, and return its new metadata."""
-    fields = TensorDict(columns, batch_size=len(batch.keys))
-    return tq.kv_batch_put(keys=batch.keys, partition_id=batch.partition_id, fields=fields)
 
 
 class TransferQueueBatch:

@@ -13,16 +13,14 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar
 
-import torch
 import transfer_queue as tq
 from tensordict import NonTensorStack, TensorDict
-from torch import Tensor
 
 from verl.workers.utils.padding import response_from_nested
 
 from ..batch.micro_batch import ROLLOUT_LOG_PROBS
 from ..batch.plan import COLUMNS, PLAN, BatchSplit, build_plan, regroup_without_rejected
-from ..correction.row_layout import spread_over_tokens
+from ..batch.queue_columns import FORWARD, put_columns, read_columns, zero_rows
 from ..preflight.checks import read_shadows, read_spec
 from ..preflight.checks.staleness import notes_token_versions
 from ..preflight.old_log_prob import check_one_mini_batch
@@ -31,16 +29,12 @@ from ..recording.run import RunRecord
 from ..worker.loss import build_loss
 from .actor_updates import adopt
 from .batch_view_v1 import TensorDictPrompts, TransferQueueBatch
-from .batch_view_v1 import put_columns as _put
-from .batch_view_v1 import read_columns as _columns
 from .corrected_run import CorrectedRun
 from .own_forward import MEDIA, Pair, build_nested, demand_text, name_keys, repeat_rows
 from .supervision import Supervision
 
 OWN_PARTITION = "offpolicy"
 """Partition of TransferQueue for rows that are in no batch."""
-FORWARD = {"calculate_entropy": False, "compute_loss": False, "temperature": 1.0}
-"""What verl tells its workers of a forward pass."""
 OF_A_FORWARD = ("uid", "position_ids", MEDIA)
 """Columns that workers may read beside those of the tokens."""
 
@@ -130,9 +124,9 @@ class CorrectedV1(CorrectedRun):
 
     def _compute_log_probs(self, batch: Any, rows: Sequence[Pair]) -> list[list[float]]:
         """Compute log-probs at temperature 1 of each row's response; rows are laid beside the batch and removed."""
-        demand_text(_columns(batch, MEDIA)[MEDIA])
+        demand_text(read_columns(batch, MEDIA)[MEDIA])
         told, flags = batch.extra_info or {}, self.add_ons.batch_flags()
-        keys, source = name_keys(len(batch.keys)), _columns(_first(batch), *OF_A_FORWARD)
+        keys, source = name_keys(len(batch.keys)), read_columns(_first(batch), *OF_A_FORWARD)
         beside = type(batch)(
             keys=keys,
             tags=[dict(batch.tags[0]) for _ in keys],
@@ -143,7 +137,7 @@ class CorrectedV1(CorrectedRun):
             fields = build_nested(repeat_rows(rows, len(keys)), source)
             tq.kv_batch_put(keys=keys, partition_id=OWN_PARTITION, fields=fields, tags=beside.tags)
             self.workers.compute_log_prob(beside)
-            found = _columns(beside, "log_probs", "response_mask")
+            found = read_columns(beside, "log_probs", "response_mask")
         finally:
             tq.kv_clear(keys=keys, partition_id=OWN_PARTITION)
         responses = response_from_nested(found["log_probs"], found["response_mask"]).unbind()
@@ -161,7 +155,7 @@ class CorrectedV1(CorrectedRun):
         if self.supervision.wants_sampled:
             # The first time that the trainer sees these rows, before anything can touch them.
             with name_missing_column():
-                rows = _columns(batch, *SAMPLED)
+                rows = read_columns(batch, *SAMPLED)
             self.supervision.sampled(rows)
         if self.add_ons.uses("on_rollout"):
             view = self.view(batch)
@@ -173,7 +167,7 @@ class CorrectedV1(CorrectedRun):
         with self.cost.of_pi_old():
             batch = self.verls._compute_old_log_prob(batch, metrics)
         if self.supervision.wants_sampled:
-            rows = _columns(batch, *ALIGNED, "uid")
+            rows = read_columns(batch, *ALIGNED, "uid")
             uids, rows = [str(uid) for uid in rows["uid"]], rows.exclude("uid")
             self.supervision.aligned(rows, uids)
             if self.supervision.scored(rows, uids, self.global_steps):
@@ -192,17 +186,17 @@ class CorrectedV1(CorrectedRun):
         if self.correction.baseline == "include":
             self.add_ons.compute_advantages(view, estimator)
             return view.batch
-        rows = _columns(batch, *COLUMNS, "uid")
+        rows = read_columns(batch, *COLUMNS, "uid")
         uids = [str(uid) for uid in rows["uid"]]
         groups = regroup_without_rejected(self.correction, rows, uids, self.global_steps)
         view.regroup(groups.uids, groups.silent)
 
         def estimator_without_rejected() -> None:
-            view.batch = _put(view.batch, uid=NonTensorStack(*groups.uids))
+            view.batch = put_columns(view.batch, uid=NonTensorStack(*groups.uids))
             estimator()
-            results = _columns(view.batch, "advantages", "returns")
+            results = read_columns(view.batch, "advantages", "returns")
             silenced = {name: zero_rows(results[name], groups.silent) for name in ("advantages", "returns")}
-            view.batch = _put(view.batch, uid=NonTensorStack(*uids), **silenced)
+            view.batch = put_columns(view.batch, uid=NonTensorStack(*uids), **silenced)
 
         self.add_ons.compute_advantages(view, estimator_without_rejected)
         metrics.update(groups.metrics)
@@ -225,12 +219,12 @@ class CorrectedV1(CorrectedRun):
             self.correction,
             self.shadows,
             step=self.global_steps,
-            rows=lambda: _columns(batch, *COLUMNS),
+            rows=lambda: read_columns(batch, *COLUMNS),
             batch_split=self.split_batch,
             bounds=self.supervision.active_correction.bounds,
         )
         if columns:
-            batch = _put(batch, **columns)
+            batch = put_columns(batch, **columns)
         plan = self.recording.announce_update(
             plan,
             rows=len(batch.keys),
@@ -266,17 +260,9 @@ class CorrectedV1(CorrectedRun):
 
 
 def _put_mu(batch: Any) -> Any:
-    return _put(batch, old_log_probs=_columns(batch, ROLLOUT_LOG_PROBS)[ROLLOUT_LOG_PROBS])
+    return put_columns(batch, old_log_probs=read_columns(batch, ROLLOUT_LOG_PROBS)[ROLLOUT_LOG_PROBS])
 
 
 def _first(batch: Any) -> Any:
     """Narrow a batch's metadata to its first row."""
     return replace(batch, keys=batch.keys[:1], tags=batch.tags[:1])
-
-
-def zero_rows(nested: Tensor, silent: list[bool]) -> Tensor:
-    """Copy a column that is nested by row, with zeros in some rows."""
-    loud = spread_over_tokens(~torch.tensor(silent, dtype=torch.bool), nested)
-    zeroed = torch.empty_like(nested)
-    torch.mul(nested.values(), loud.values(), out=zeroed.values())
-    return zeroed

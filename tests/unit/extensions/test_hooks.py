@@ -34,6 +34,7 @@ def scores() -> list[Tensor]:
 def v1(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Three rows, two of them outputs of one session, and two rows of padding that look like the first."""
     pytest.importorskip("transfer_queue")
+    from recipe.offpolicy.batch import queue_columns
     from recipe.offpolicy.trainer import batch_view_v1
 
     store: dict[str, Any] = {
@@ -44,7 +45,7 @@ def v1(monkeypatch: pytest.MonkeyPatch) -> Any:
         kv_batch_get=lambda keys, partition_id, select_fields: {name: store[name] for name in select_fields},
         kv_batch_put=lambda keys, partition_id, fields: store.update(fields.items()) or meta,
     )
-    monkeypatch.setattr(batch_view_v1, "tq", queue)
+    monkeypatch.setattr(queue_columns, "tq", queue)
     keys = ["a_0_0", "a_0_1", "b_0_0", "pad_0_0", "pad_1_0"]
     meta = SimpleNamespace(keys=keys, tags=[{}, {}, {}, {"is_padding": True}, {"is_padding": True}], partition_id="")
     return batch_view_v1.TransferQueueBatch(meta, 7), store

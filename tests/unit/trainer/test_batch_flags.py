@@ -73,7 +73,7 @@ def test_on_v1(monkeypatch: pytest.MonkeyPatch) -> None:
     nested = torch.nested.as_nested_tensor([torch.zeros(3)], layout=torch.jagged)
     mask = torch.nested.as_nested_tensor([torch.ones(2)], layout=torch.jagged)
     columns = {"log_probs": nested, "response_mask": mask, "multi_modal_inputs": []}
-    monkeypatch.setattr(corrected_v1, "_columns", lambda batch, *names: columns)
+    monkeypatch.setattr(corrected_v1, "read_columns", lambda batch, *names: columns)
     monkeypatch.setattr(corrected_v1, "build_nested", lambda rows, source: None)
     monkeypatch.setattr(corrected_v1, "response_from_nested", lambda values, mask: mask)
     monkeypatch.setattr(

@@ -69,7 +69,7 @@ def advantage(
         made._around_advantage(lambda data: Verls()._compute_advantage(data, {}), batch)
         return Verls.estimated
     pytest.importorskip("transfer_queue")
-    view = import_module("recipe.offpolicy.trainer.batch_view_v1")
+    view = import_module("recipe.offpolicy.batch.queue_columns")
     rows = [torch.ones(3), torch.ones(2)]
     nested = {
         "rm_scores": [SCORES[0], SCORES[1, :2]],

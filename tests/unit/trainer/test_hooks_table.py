@@ -15,11 +15,11 @@ pytestmark = pytest.mark.verl("==0.9.1")
 pytest.importorskip("transfer_queue")
 
 OWN = {
-    "staleness limit": "staleness_limit:StalenessLimit",
-    "snapshots": "weight_snapshots:WeightSnapshots",
-    "routing replay": "routing_replay:RoutingReplay",
-    "Megatron's replay": "megatron_replay:MegatronReplay",
-    "support replay": "support_replay:SupportReplay",
+    "staleness limit": "staleness.staleness_limit:StalenessLimit",
+    "snapshots": "staleness.weight_snapshots:WeightSnapshots",
+    "routing replay": "replay.routing_replay:RoutingReplay",
+    "Megatron's replay": "replay.megatron_replay:MegatronReplay",
+    "support replay": "support.support_replay:SupportReplay",
 }
 
 
@@ -30,7 +30,7 @@ def load(target: str) -> type:
 
 
 def test_it_has_every_hook_in_order_with_its_users() -> None:
-    add_ons = {name: load(f"recipe.offpolicy.trainer.{target}") for name, target in OWN.items()}
+    add_ons = {name: load(f"recipe.offpolicy.{target}") for name, target in OWN.items()}
     add_ons |= {name: load(target) for name, target in SHIPPED.items()}
     hooks = [name for name, value in vars(AddOn).items() if callable(value) or isinstance(value, property)]
     users = {

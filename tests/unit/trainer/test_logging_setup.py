@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import subprocess
 import sys
 
 import pytest
+
+from recipe.offpolicy.trainer import logging_setup
 
 SAY = (
     "from recipe.offpolicy.trainer.logging_setup import logger, set_up_logger\n"
@@ -22,6 +25,15 @@ def said(setup: str = "", **environment: str) -> str:
 
 def test_once_where_nobody_set_up_a_logger() -> None:
     assert said().count("it is live") == 1
+
+
+def test_the_handler_is_given_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    fresh = logging.Logger("of the test")
+    monkeypatch.setattr(logging_setup, "logger", fresh)
+    monkeypatch.setattr(logging.getLogger("verl"), "handlers", [])
+    logging_setup.set_up_logger()
+    logging_setup.set_up_logger()
+    assert len(fresh.handlers) == 1
 
 
 def test_once_where_a_library_set_up_the_root_alone() -> None:

@@ -91,8 +91,8 @@ def test_one_engine_makes_the_forward_pass_of_its_first_step_alone(
         columns.update(added)
         return batch
 
-    monkeypatch.setattr(module, "_columns", read)
-    monkeypatch.setattr(module, "_put", put)
+    monkeypatch.setattr(module, "read_columns", read)
+    monkeypatch.setattr(module, "put_columns", put)
     own = {"allow_identical_log_probs": False, "allow_unrelated_log_probs": False}
     config = OmegaConf.create({"actor_rollout_ref": {"actor": {"ppo_epochs": 1}}, "offpolicy": own})
     trainer: Any = Verl()

@@ -77,6 +77,7 @@ def v0(sent: list[Any], forward: Any) -> Any:
 def v1(sent: list[Any], forward: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     """With a row of padding at the end."""
     pytest.importorskip("transfer_queue")
+    from recipe.offpolicy.batch import queue_columns
     from recipe.offpolicy.trainer import batch_view_v1
 
     def nested(rows: Tensor, pad: Tensor) -> Tensor:
@@ -97,7 +98,7 @@ def v1(sent: list[Any], forward: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
         kv_batch_get=lambda keys, partition_id, select_fields: {name: store[name] for name in select_fields},
         kv_batch_put=lambda keys, partition_id, fields: store.update(fields.items()) or meta,
     )
-    monkeypatch.setattr(batch_view_v1, "tq", queue)
+    monkeypatch.setattr(queue_columns, "tq", queue)
     return batch_view_v1.TransferQueueBatch(meta, STEP, forward=forward)
 
 

@@ -12,17 +12,17 @@ from typing import Any
 
 from verl.workers.utils.padding import response_from_nested
 
+from ..batch.queue_columns import FORWARD, put_columns, read_columns
 from ..extensions.add_on import AddOn
+from ..extensions.v1_run import V1Run
 from ..recording.schema import WITHOUT_REPLAY
-from ..replay.batch_routes import REPLAY_STEP
-from ..replay.client import note_routes
-from ..replay.fsdp_engine import REPORT
-from ..replay.replay_settings import ReplaySettings
-from ..replay.tally import RoutingReport
-from ..replay.verdict import judge, measure_routes, take_reports
-from ..replay.worker import install_replay
-from .batch_view_v1 import put_columns, read_columns
-from .corrected_v1 import FORWARD, CorrectedV1
+from .batch_routes import REPLAY_STEP
+from .client import note_routes
+from .fsdp_engine import REPORT
+from .replay_settings import ReplaySettings
+from .tally import RoutingReport
+from .verdict import judge, measure_routes, take_reports
+from .worker import install_replay
 
 logger = logging.getLogger("verl.offpolicy")
 
@@ -35,7 +35,7 @@ class RoutingReplay(AddOn):
         settings: of the replay.
     """
 
-    def __init__(self, run: CorrectedV1, settings: ReplaySettings) -> None:
+    def __init__(self, run: V1Run, settings: ReplaySettings) -> None:
         self._run, self._settings = run, settings
         self._reports: Sequence[RoutingReport] = ()  # of the running step's updates
 

@@ -8,11 +8,11 @@ from functools import partial
 from typing import Any
 
 from ..extensions.add_on import AddOn
-from ..replay.batch_routes import Mode
-from ..replay.megatron_engine import watch_actor
-from ..replay.megatron_report import REPORT
-from ..replay.megatron_verdict import judge_megatron
-from ..replay.verdict import take_reports
+from .batch_routes import Mode
+from .megatron_engine import watch_actor
+from .megatron_report import REPORT
+from .megatron_verdict import judge_megatron
+from .verdict import take_reports
 
 logger = logging.getLogger("verl.offpolicy")
 

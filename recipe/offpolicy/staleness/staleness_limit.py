@@ -20,20 +20,20 @@ from tensordict import TensorDict
 
 from verl.utils import tensordict_utils as tu
 
+from ..batch.queue_columns import put_columns, read_columns, zero_rows
 from ..batch.weight_versions import EXTRA_FIELDS
 from ..correction.denominator import assign_mini_batches
 from ..extensions.add_on import AddOn
+from ..extensions.v1_run import V1Run
 from ..fault_tolerance.checkpoints import find_changes, read_staleness
 from ..proof.rollout_checks import SAMPLED, name_missing_column
-from ..staleness.ages import AgeLimit, RowTag, check_ages, check_seen, find_too_old, read_tags, split_too_old
-from ..staleness.buffer import BoundedReplayBuffer
-from ..staleness.controller import EtaController
-from ..staleness.noted_versions import RESPONSE_MASK, check_noted, count_versions, list_runs, list_turns, need_runs
-from ..staleness.rate_limit import RateLimit, format_eta
-from ..staleness.staleness_settings import ADAPT, ETA, StalenessSettings
-from ..staleness.tally import Tally
-from .batch_view_v1 import put_columns, read_columns
-from .corrected_v1 import CorrectedV1, zero_rows
+from .ages import AgeLimit, RowTag, check_ages, check_seen, find_too_old, read_tags, split_too_old
+from .buffer import BoundedReplayBuffer
+from .controller import EtaController
+from .noted_versions import RESPONSE_MASK, check_noted, count_versions, list_runs, list_turns, need_runs
+from .rate_limit import RateLimit, format_eta
+from .staleness_settings import ADAPT, ETA, StalenessSettings
+from .tally import Tally
 
 logger = logging.getLogger("verl.offpolicy")
 
@@ -57,7 +57,7 @@ class StalenessLimit(AddOn):
 
     clock = staticmethod(time.monotonic)
 
-    def __init__(self, run: CorrectedV1, settings: StalenessSettings) -> None:
+    def __init__(self, run: V1Run, settings: StalenessSettings) -> None:
         self._run, self.settings = run, settings
         self.rate_limit = RateLimit(settings.eta, run.config.data.train_batch_size)
         self.age_limit = AgeLimit(self.rate_limit.eta)

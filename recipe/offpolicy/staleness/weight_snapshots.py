@@ -9,19 +9,17 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from verl.experimental.separation.engine_workers import DetachActorWorker
 from verl_patches import engine_loss, trainer_v1
 
 from ..batch.micro_batch import ROLLOUT_LOG_PROBS
 from ..extensions.add_on import AddOn
+from ..extensions.batch_view import BatchView
+from ..extensions.v1_run import V1Run
 from ..monitor.mismatch.late_weights import find_lag
 from ..monitor.mismatch.snapshot_settings import SnapshotSettings
-
-if TYPE_CHECKING:
-    from .batch_view_v1 import TransferQueueBatch
-    from .corrected_v1 import CorrectedV1
 
 logger = logging.getLogger("verl.offpolicy")
 
@@ -34,7 +32,7 @@ class WeightSnapshots(AddOn):
         settings: of the snapshots.
     """
 
-    def __init__(self, run: CorrectedV1, settings: SnapshotSettings) -> None:
+    def __init__(self, run: V1Run, settings: SnapshotSettings) -> None:
         self._run, self._settings = run, settings
         self._kept: deque[str] = deque()  # names of the weights that are kept, the present ones last
         self._told: list[int] = []  # lags that the log has told
@@ -48,7 +46,7 @@ class WeightSnapshots(AddOn):
         metrics.update(self._find_lag(self._run.view(batch)))
         return compute(batch)
 
-    def _find_lag(self, view: TransferQueueBatch) -> dict[str, float]:
+    def _find_lag(self, view: BatchView) -> dict[str, float]:
         """Score a few rows under the weights of each update that is kept; return metrics.
 
         An update's weights are kept under its step's name, whatever names verl's separate_async uses beside them.

@@ -16,11 +16,11 @@ from omegaconf import DictConfig
 from verl_patches import engine_loss, truncated_sampling
 
 from ..extensions.add_on import AddOn
-from ..support.client import note_supports
-from ..support.fsdp_engine import FLAG, REPORT, install_support
-from ..support.support_server import serve_supports
-from ..support.support_settings import SupportSettings
-from ..support.support_verdict import judge, take_reports
+from .client import note_supports
+from .fsdp_engine import FLAG, REPORT, install_support
+from .support_server import serve_supports
+from .support_settings import SupportSettings
+from .support_verdict import judge, take_reports
 
 logger = logging.getLogger("verl.offpolicy")
 

@@ -15,15 +15,15 @@ pytest.importorskip("transfer_queue")
 
 def add_on(mode: Any, **run: Any) -> Any:
     from recipe.offpolicy.replay.replay_settings import ReplaySettings
-    from recipe.offpolicy.trainer.routing_replay import RoutingReplay
+    from recipe.offpolicy.replay.routing_replay import RoutingReplay
 
     made: Any = SimpleNamespace(**run)
     return RoutingReplay(made, ReplaySettings(mode, None))
 
 
 def test_actors_get_workers_that_replay_and_agent_loops_a_client_that_notes(monkeypatch: pytest.MonkeyPatch) -> None:
+    from recipe.offpolicy.replay import routing_replay
     from recipe.offpolicy.replay.replay_settings import ReplaySettings
-    from recipe.offpolicy.trainer import routing_replay
 
     monkeypatch.setattr(routing_replay, "install_replay", lambda worker, settings: (worker, settings))
     monkeypatch.setattr(routing_replay, "note_routes", lambda client: f"noting {client}")
@@ -41,8 +41,8 @@ def test_pi_old_without_replay_is_computed_before_that_with_it(
     """By a pass whose batch names no step to replay, in the steps that are recorded alone."""
     from recipe.offpolicy.recording.record_settings import RecordSettings
     from recipe.offpolicy.recording.schema import WITHOUT_REPLAY
+    from recipe.offpolicy.replay import routing_replay
     from recipe.offpolicy.replay.batch_routes import REPLAY_STEP
-    from recipe.offpolicy.trainer import routing_replay
 
     passes: list[dict[str, Any]] = []
     put: dict[str, Any] = {}
@@ -80,8 +80,8 @@ def test_pi_old_without_replay_is_computed_before_that_with_it(
 
 def test_each_update_is_judged_by_its_own_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two rows of 5 and 7 tokens, two epochs."""
+    from recipe.offpolicy.replay import routing_replay
     from recipe.offpolicy.replay.fsdp_engine import REPORT
-    from recipe.offpolicy.trainer import routing_replay
 
     judged: list[Any] = []
 
@@ -100,7 +100,7 @@ def test_each_update_is_judged_by_its_own_tokens(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_step_says_what_all_its_updates_did(monkeypatch: pytest.MonkeyPatch) -> None:
-    from recipe.offpolicy.trainer import routing_replay
+    from recipe.offpolicy.replay import routing_replay
 
     reports: tuple[int, ...] = (1, 2)
 

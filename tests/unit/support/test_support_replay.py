@@ -13,8 +13,8 @@ pytest.importorskip("transfer_queue")
 
 @pytest.fixture
 def add_on(monkeypatch: pytest.MonkeyPatch) -> Any:
+    from recipe.offpolicy.support import support_replay
     from recipe.offpolicy.support.support_settings import SupportSettings
-    from recipe.offpolicy.trainer import support_replay
 
     made: Any = support_replay.SupportReplay(SupportSettings(8, "mask"))
     made.served = []
@@ -24,7 +24,7 @@ def add_on(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_servers_and_engines_are_told(add_on: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from recipe.offpolicy.trainer import support_replay
+    from recipe.offpolicy.support import support_replay
 
     add_on.begin(OmegaConf.create())
     assert add_on.served == [add_on._settings]

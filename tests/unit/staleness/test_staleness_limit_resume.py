@@ -118,7 +118,7 @@ def test_another_eta_is_said_and_rows_of_before_may_be_as_old_as_it_admitted(
 
 @pytest.mark.parametrize(("step", "account", "room"), [(0, 0, 12), (3, 20, 4)])
 def test_what_verl_has_loaded_is_counted(step: int, account: int, room: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    from recipe.offpolicy.trainer import staleness_limit
+    from recipe.offpolicy.staleness import staleness_limit
 
     run = Run(monkeypatch, eta=2)
     run.trainer.global_steps, run.trainer._restored_tq_prompt_count = step, 8

@@ -12,7 +12,7 @@ pytest.importorskip("transfer_queue")
 
 
 def test_actors_get_workers_that_watch(monkeypatch: pytest.MonkeyPatch) -> None:
-    from recipe.offpolicy.trainer import megatron_replay
+    from recipe.offpolicy.replay import megatron_replay
 
     monkeypatch.setattr(megatron_replay, "watch_actor", lambda worker, mode: (worker, mode))
     assert megatron_replay.MegatronReplay("R3").engine_part()("worker") == ("worker", "R3")
@@ -20,8 +20,8 @@ def test_actors_get_workers_that_watch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_each_update_is_judged_and_the_first_is_told(caplog: pytest.LogCaptureFixture) -> None:
     from recipe.offpolicy.proof.verify import LivenessError
+    from recipe.offpolicy.replay.megatron_replay import MegatronReplay
     from recipe.offpolicy.replay.megatron_report import REPORT, MegatronReport
-    from recipe.offpolicy.trainer.megatron_replay import MegatronReplay
 
     caplog.set_level(logging.INFO, logger="verl.offpolicy")
     add_on = MegatronReplay("R3")

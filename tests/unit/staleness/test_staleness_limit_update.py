@@ -13,7 +13,6 @@ from recipe.offpolicy.batch.plan import BatchSplit
 from recipe.offpolicy.batch.token_versions import CHUNKS
 from recipe.offpolicy.staleness.ages import StalenessError
 from tests.support.bounded_run import Run
-from tests.support.growth import count_work
 
 pytestmark = pytest.mark.verl("==0.9.1")
 pytest.importorskip("transfer_queue")
@@ -23,27 +22,13 @@ def nested(rows: list[Tensor]) -> Tensor:
     return torch.nested.as_nested_tensor(rows, layout=torch.jagged)
 
 
-def test_rows_are_zeroed_in_a_copy() -> None:
-    from recipe.offpolicy.trainer.corrected_v1 import zero_rows
-
-    column = nested([torch.ones(2), torch.ones(1)])
-    assert [row.tolist() for row in zero_rows(column, [True, False]).unbind()] == [[0.0, 0.0], [1.0]]
-    assert column.values().tolist() == [1.0, 1.0, 1.0]
-
-    def work(rows: int) -> int:
-        many = nested([torch.ones(2)] * rows)
-        return count_work(lambda: zero_rows(many, [True, False] * (rows // 2))).operations
-
-    assert work(64) == work(8)
-
-
 class Update:
     """One update, in step 5, of four rows of 2 tokens that ``versions`` sampled, two rows in each mini-batch."""
 
     def __init__(
         self, monkeypatch: pytest.MonkeyPatch, versions: list[int], seen: float | None, **staleness: Any
     ) -> None:
-        from recipe.offpolicy.trainer import batch_view_v1
+        from recipe.offpolicy.batch import queue_columns
 
         run = Run(monkeypatch, **staleness)
         self.trainer, self.limit, self.corrected = run.trainer, run.limit, run.corrected
@@ -64,7 +49,7 @@ class Update:
             kv_batch_get=lambda keys, partition_id, select_fields: {name: self.store[name] for name in select_fields},
             kv_batch_put=lambda keys, partition_id, fields: self.store.update(fields.items()) or self.batch,
         )
-        monkeypatch.setattr(batch_view_v1, "tq", queue)
+        monkeypatch.setattr(queue_columns, "tq", queue)
         self.in_loss: dict[str, list[list[float]]] = {}
         self.sampled: list[Any] = []
         self.corrected.supervision = SimpleNamespace(

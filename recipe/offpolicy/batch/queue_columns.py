@@ -1,0 +1,35 @@
+"""Columns of a batch of verl's V1 trainer, which lie in TransferQueue, nested by row."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import transfer_queue as tq
+from tensordict import TensorDict
+from torch import Tensor
+
+from ..correction.row_layout import spread_over_tokens
+
+FORWARD = {"calculate_entropy": False, "compute_loss": False, "temperature": 1.0}
+"""What verl tells its workers of a forward pass, among a batch's ``extra_info``."""
+
+
+def read_columns(batch: Any, *names: str) -> TensorDict:
+    """Read columns of all rows, padding included, of a batch that a KVBatchMeta describes."""
+    return tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=list(names))
+
+
+def put_columns(batch: Any, **columns: Any) -> Any:
+    """Put columns into the batch, and return its new metadata."""
+    fields = TensorDict(columns, batch_size=len(batch.keys))
+    return tq.kv_batch_put(keys=batch.keys, partition_id=batch.partition_id, fields=fields)
+
+
+def zero_rows(nested: Tensor, silent: Sequence[bool]) -> Tensor:
+    """Copy a column that is nested by row, with zeros in the rows of ``silent``."""
+    loud = spread_over_tokens(~torch.tensor(silent, dtype=torch.bool), nested)
+    zeroed = torch.empty_like(nested)
+    torch.mul(nested.values(), loud.values(), out=zeroed.values())
+    return zeroed

@@ -1,0 +1,44 @@
+"""A run by verl's V1 trainer, as far as add-ons read or call it beside their hooks."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from omegaconf import DictConfig
+
+from ..batch.plan import BatchSplit
+from ..monitor.step_cost import StepCost
+from ..recording.run import RunRecord
+from .batch_view import BatchView
+
+
+class V1Run(Protocol):
+    """The run.
+
+    Attributes:
+        trainer: verl's.
+        verls: the trainer's own methods, bound, by name.
+        supervision: of the updates; see ``trainer.supervision``.
+    """
+
+    trainer: Any
+    verls: Any
+    supervision: Any
+    recording: RunRecord
+
+    @property
+    def config(self) -> DictConfig: ...
+
+    @property
+    def global_steps(self) -> int: ...
+
+    @property
+    def workers(self) -> Any:
+        """The worker group of the actor."""
+
+    @property
+    def cost(self) -> StepCost: ...
+
+    def view(self, batch: Any) -> BatchView: ...
+
+    def split_batch(self) -> BatchSplit: ...
