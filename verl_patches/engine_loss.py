@@ -8,60 +8,69 @@ the releases named, where they are the same, and checked before a run starts.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from .contract import Contract, Key
 from .releases import specifiers
 
 RELEASES = specifiers(lambda release: True)
-_WORKERS = "verl.workers.engine_workers"
-_ALGORITHMS = "verl.trainer.ppo.core_algos"
 
 
-def seam(
-    name: str,
-    target: str,
-    signature: str | None,
-    *,
-    releases: str | tuple[str, ...] = RELEASES,
-    keys: tuple[Key, ...] = (),
-    names: tuple[str, ...] = (),
-    option: str = "",
-) -> Contract:
-    """Build a contract on a function of verl that is called or overridden."""
-    return Contract(name, target, signature, "verl", releases, keys, names, option)
+@dataclass(frozen=True)
+class Seams:
+    """Maker of contracts on what one module or class of verl defines and a run calls or overrides.
 
+    Attributes:
+        owner: "module" or "module:Class".
+        releases, option: of each contract.
+    """
+
+    owner: str
+    releases: tuple[str, ...] = RELEASES
+    option: str = ""
+
+    def __call__(
+        self,
+        attribute: str,
+        signature: str | None = None,
+        *,
+        name: str = "",
+        keys: tuple[Key, ...] = (),
+        names: tuple[str, ...] = (),
+    ) -> Contract:
+        """Make the contract on an attribute, whose name is the contract's unless it gets another."""
+        target = f"{self.owner}{'.' if ':' in self.owner else ':'}{attribute}"
+        return Contract(name or attribute, target, signature, "verl", self.releases, keys, names, self.option)
+
+
+_worker = Seams("verl.workers.engine_workers:ActorRolloutRefWorker")
+_training_worker = Seams("verl.workers.engine_workers:TrainingWorker")
+_algorithm = Seams("verl.trainer.ppo.core_algos")
+POSTPROCESS_OUTPUT = _training_worker(
+    "_postprocess_output",
+    "(self, output, *, global_token_num, delta_time, forward_only, images_seqlens)",
+    keys=("metrics",),
+)
 
 SEAMS = (
-    seam("set_loss_fn", f"{_WORKERS}:ActorRolloutRefWorker.set_loss_fn", "(self, loss_fn)"),
-    seam("update_actor", f"{_WORKERS}:ActorRolloutRefWorker.update_actor", "(self, data)"),
+    _worker("set_loss_fn", "(self, loss_fn)"),
+    _worker("update_actor", "(self, data)"),
     # By this key the loss knows an update's last mini-batch.
-    seam(
-        "train_mini_batch",
-        f"{_WORKERS}:TrainingWorker.train_mini_batch",
-        "(self, data)",
-        keys=("update_lr_scheduler",),
-    ),
+    _training_worker("train_mini_batch", "(self, data)", keys=("update_lr_scheduler",)),
     # Metrics that complete themselves before they are sent: see sent_metrics.
-    seam(
-        "_postprocess_output",
-        f"{_WORKERS}:TrainingWorker._postprocess_output",
-        "(self, output, *, global_token_num, delta_time, forward_only, images_seqlens)",
-        keys=("metrics",),
-    ),
-    seam(
+    POSTPROCESS_OUTPUT,
+    Seams("verl.workers.utils.losses")(
         "ppo_loss",
-        "verl.workers.utils.losses:ppo_loss",
         "(config, model_output, data, dp_group=None)",
         keys=("response_mask", "old_log_probs", "advantages", "rollout_is_weights"),
     ),
-    seam("kl_penalty", f"{_ALGORITHMS}:kl_penalty", "(logprob, ref_logprob, kl_penalty)"),
-    seam(
+    _algorithm("kl_penalty", "(logprob, ref_logprob, kl_penalty)"),
+    _algorithm(
         "agg_loss",
-        f"{_ALGORITHMS}:agg_loss",
         "(loss_mat, loss_mask, loss_agg_mode, dp_size=1, batch_num_tokens=None, global_batch_size=None, "
         "loss_scale_factor=None)",
     ),
-    seam("no_padding_2_padding", "verl.workers.utils.padding:no_padding_2_padding", "(tensor, data)"),
+    Seams("verl.workers.utils.padding")("no_padding_2_padding", "(tensor, data)"),
 )
 """Every function of verl's workers that the engine path calls or is called by."""
 

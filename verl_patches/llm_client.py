@@ -11,69 +11,50 @@ from functools import partial
 from typing import Any
 
 from .contract import installed_release, wrap
-from .engine_loss import seam
+from .engine_loss import Seams
 from .releases import attributes_of, specifiers
 
-_CLIENT = "verl.workers.rollout.llm_server"
 _TRAINERS = "verl.trainer.ppo.v1"
 _PARAMETERS = (
     "(self, request_id, *, prompt_ids, sampling_params, image_data=None, video_data=None, audio_data=None, "
     "mm_processor_kwargs=None, **kwargs)"
 )
-_seam = partial(seam, releases=specifiers(lambda release: release.token_versions))
+_RESUMING = ("FullyAsyncLLMServerClient", "get_client")
+_of = partial(Seams, releases=specifiers(lambda release: release.token_versions))
+_client = _of("verl.workers.rollout.llm_server")
 
 SEAMS = (
     # One request to one server; the server says its version with the tokens.
-    _seam(
-        "LLMServerClient.generate",
-        f"{_CLIENT}:LLMServerClient.generate",
-        _PARAMETERS,
-        keys=("global_steps",),
-        names=("extra_fields", "remote"),
-    ),
+    _client("LLMServerClient.generate", _PARAMETERS, keys=("global_steps",), names=("extra_fields", "remote")),
     # The resume loop: an attempt is a call of the class behind it, and an abort is followed by another.
-    _seam(
+    _client(
         "FullyAsyncLLMServerClient.generate",
-        f"{_CLIENT}:FullyAsyncLLMServerClient.generate",
         _PARAMETERS,
         keys=("aborted", "global_steps", "min_global_steps", "max_global_steps"),
         names=("super", "generate", "token_ids", "extend", "stop_reason"),
     ),
-    _seam(
-        "get_llm_client of separate_async",
-        f"{_TRAINERS}.trainer_separate_async:PPOTrainerSeparateAsync.get_llm_client",
-        "(self)",
-        names=("FullyAsyncLLMServerClient", "get_client"),
+    _of(f"{_TRAINERS}.trainer_separate_async:PPOTrainerSeparateAsync")(
+        "get_llm_client", "(self)", name="get_llm_client of separate_async", names=_RESUMING
     ),
-    _seam(
-        "get_llm_client of colocate_async",
-        f"{_TRAINERS}.trainer_colocate_async:PPOTrainerColocateAsync.get_llm_client",
-        "(self)",
-        names=("FullyAsyncLLMServerClient", "get_client"),
+    _of(f"{_TRAINERS}.trainer_colocate_async:PPOTrainerColocateAsync")(
+        "get_llm_client", "(self)", name="get_llm_client of colocate_async", names=_RESUMING
     ),
-    _seam("get_llm_client", f"{_TRAINERS}.trainer_base:PPOTrainer.get_llm_client", "(self)"),
-    _seam(
-        "init_agent_loop_manager",
-        "verl.trainer.main_ppo:TaskRunnerV1.__ray_metadata__.modified_class.init_agent_loop_manager",
-        None,
-        names=("get_llm_client",),
+    _of(f"{_TRAINERS}.trainer_base:PPOTrainer")("get_llm_client", "(self)"),
+    _of("verl.trainer.main_ppo:TaskRunnerV1.__ray_metadata__.modified_class")(
+        "init_agent_loop_manager", names=("get_llm_client",)
     ),
     # A tool agent has one request id, and keeps the extra fields of its first turn as they are.
-    _seam(
-        "turns of a tool agent",
-        "verl.experimental.agent_loop.tool_agent_loop:ToolAgentLoop._handle_generating_state",
-        None,
+    _of("verl.experimental.agent_loop.tool_agent_loop:ToolAgentLoop")(
+        "_handle_generating_state",
+        name="turns of a tool agent",
         keys=("max_global_steps",),
         names=("request_id", "extra_fields", "update"),
     ),
 )
 """What ``recipe.offpolicy.staleness.client`` overrides or relies on."""
 
-_OF_FULLY_ASYNC = _seam(
-    "get_client of fully_async",
-    "verl.experimental.fully_async_policy.fully_async_rollouter:FullyAsyncLLMServerManager.get_client",
-    None,
-    names=("get_client",),
+_OF_FULLY_ASYNC = _of("verl.experimental.fully_async_policy.fully_async_rollouter:FullyAsyncLLMServerManager")(
+    "get_client", name="get_client of fully_async", names=("get_client",)
 )
 
 

@@ -10,16 +10,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from .contract import Contract, wrap
-from .engine_loss import RELEASES
+from .contract import wrap
+from .engine_loss import Seams
 
-CONTRACT = Contract(
-    name="response_padding",
-    target="verl.workers.utils.losses:no_padding_2_padding",
-    signature="(tensor, data)",
-    distribution="verl",
-    releases=RELEASES,
-)
+CONTRACT = Seams("verl.workers.utils.losses")("no_padding_2_padding", "(tensor, data)", name="response_padding")
 
 
 @dataclass(frozen=True)

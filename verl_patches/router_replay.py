@@ -8,100 +8,84 @@ from __future__ import annotations
 
 from functools import partial
 
-from .engine_loss import seam
+from .engine_loss import Seams
 from .releases import specifiers
 
-_ENGINE = "verl.workers.engine.fsdp.transformer_impl"
 _WORKERS = "verl.workers.engine_workers"
-_MEGATRON = "verl.workers.engine.megatron.transformer_impl"
-_REPLAY = "verl.utils.megatron"
-_seam = partial(seam, releases=specifiers(lambda release: release.fsdp_replay), option="router_replay")
-_seam_of_megatron = partial(seam, releases=specifiers(lambda release: release.watched_replay), option="router_replay")
+_of_fsdp = partial(Seams, releases=specifiers(lambda release: release.fsdp_replay), option="router_replay")
+_of_megatron = partial(Seams, releases=specifiers(lambda release: release.watched_replay), option="router_replay")
+_engine = _of_fsdp("verl.workers.engine.fsdp.transformer_impl:FSDPEngine")
+_language_model = _of_fsdp("verl.workers.engine.fsdp.transformer_impl:FSDPEngineWithLMHead")
+_worker = _of_fsdp(f"{_WORKERS}:ActorRolloutRefWorker")
 
 SEAMS = (
-    _seam(
+    _language_model(
         "prepare_model_inputs",
-        f"{_ENGINE}:FSDPEngineWithLMHead.prepare_model_inputs",
         "(self, micro_batch)",
         keys=("input_ids", "position_ids"),
         names=("to_padded_tensor", "pad_packed_inputs"),
     ),
-    _seam(
+    _language_model(
         "forward_step",
-        f"{_ENGINE}:FSDPEngineWithLMHead.forward_step",
         "(self, micro_batch, loss_function, forward_only)",
         keys=("model_output",),
         names=("prepare_model_inputs", "prepare_model_outputs", "module"),
     ),
-    _seam(
+    _engine(
         "forward_backward_batch",
-        f"{_ENGINE}:FSDPEngine.forward_backward_batch",
         "(self, data, loss_function, forward_only=False)",
         names=("forward_step", "backward", "postprocess_batch_func"),
     ),
-    _seam("eval_mode", f"{_ENGINE}:FSDPEngine.eval_mode", "(self, **kwargs)"),
+    _engine("eval_mode", "(self, **kwargs)"),
     # The flag that tells an update from the reference's forward.
-    _seam(
-        "_with_routing_replay_flag",
-        f"{_WORKERS}:_with_routing_replay_flag",
-        "(enabled)",
-        keys=("enable_routing_replay",),
-    ),
-    _seam(
-        "ActorRolloutRefWorker.__init__",
-        f"{_WORKERS}:ActorRolloutRefWorker.__init__",
+    _of_fsdp(_WORKERS)("_with_routing_replay_flag", "(enabled)", keys=("enable_routing_replay",)),
+    _worker(
+        "__init__",
         "(self, config, role, distillation_config=None, **kwargs)",
+        name="ActorRolloutRefWorker.__init__",
         names=("enable_routing_replay",),
     ),
-    _seam("init_model", f"{_WORKERS}:ActorRolloutRefWorker.init_model", None, names=("actor", "reset")),
+    _worker("init_model", names=("actor", "reset")),
     # Routes of a request cover its prompt and all of its tokens but the last; a resumed one keeps those it had.
-    _seam(
-        "routes of a resumed request",
-        "verl.workers.rollout.llm_server:FullyAsyncLLMServerClient.generate",
-        None,
-        names=("routed_experts", "concatenate"),
+    _of_fsdp("verl.workers.rollout.llm_server:FullyAsyncLLMServerClient")(
+        "generate", name="routes of a resumed request", names=("routed_experts", "concatenate")
     ),
-    _seam(
-        "routes of an agent loop's output",
-        "verl.experimental.agent_loop.agent_loop:AgentLoopOutput.as_dict",
+    _of_fsdp("verl.experimental.agent_loop.agent_loop:AgentLoopOutput")(
+        "as_dict",
         "(self)",
+        name="routes of an agent loop's output",
         keys=("routed_experts",),
         names=("int16", "new_zeros"),
     ),
 )
 """What ``recipe.offpolicy.replay`` wraps, overrides or relies on."""
+
+_megatron = _of_megatron("verl.workers.engine.megatron.transformer_impl:MegatronEngine")
+_megatron_model = _of_megatron("verl.workers.engine.megatron.transformer_impl:MegatronEngineWithLMHead")
+_utils = _of_megatron("verl.utils.megatron.router_replay_utils")
 SEAMS_OF_MEGATRON = (
-    _seam_of_megatron(
-        "prepare_model_inputs of Megatron",
-        f"{_MEGATRON}:MegatronEngineWithLMHead.prepare_model_inputs",
-        "(self, batch)",
-        keys=("routed_experts",),
+    _megatron_model(
+        "prepare_model_inputs", "(self, batch)", name="prepare_model_inputs of Megatron", keys=("routed_experts",)
     ),
-    _seam_of_megatron(
-        "forward_step of Megatron",
-        f"{_MEGATRON}:MegatronEngineWithLMHead.forward_step",
+    _megatron_model(
+        "forward_step",
         "(self, batch_iter, model, logits_processor_func, postprocess_micro_batch_func)",
+        name="forward_step of Megatron",
         names=("prepare_model_inputs", "set_router_replay_data", "unwrap_model"),
     ),
-    _seam_of_megatron(
-        "forward_backward_batch of Megatron",
-        f"{_MEGATRON}:MegatronEngine.forward_backward_batch",
+    _megatron(
+        "forward_backward_batch",
         "(self, data, loss_function, forward_only=False)",
+        name="forward_backward_batch of Megatron",
         keys=("enable_routing_replay",),
         names=("forward_step", "clear_global_indices"),
     ),
-    _seam_of_megatron("iter_model_routers", f"{_REPLAY}.router_replay_utils:iter_model_routers", "(model)"),
+    _utils("iter_model_routers", "(model)"),
     # Where routes have one entry for each layer, they are taken by its number, or else by its place among those with
     # experts.
-    _seam_of_megatron(
-        "set_router_replay_data",
-        f"{_REPLAY}.router_replay_utils:set_router_replay_data",
-        None,
-        names=("num_layers", "is_moe_layer", "set_target_indices"),
-    ),
-    _seam_of_megatron(
+    _utils("set_router_replay_data", names=("num_layers", "is_moe_layer", "set_target_indices")),
+    _of_megatron("verl.utils.megatron.router_replay_patch:RouterReplay")(
         "set_target_indices",
-        f"{_REPLAY}.router_replay_patch:RouterReplay.set_target_indices",
         "(self, topk_indices, replay_mask=None)",
         names=("target_topk_idx", "target_replay_mask"),
     ),

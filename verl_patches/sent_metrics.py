@@ -8,20 +8,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
-from .contract import Contract, wrap
-from .engine_loss import RELEASES
+from . import engine_loss
+from .contract import wrap
 
 MODULE = "verl.workers.engine_workers"
-CONTRACT = Contract(
-    name="sent_metrics",
-    target=f"{MODULE}:TrainingWorker._postprocess_output",
-    signature="(self, output, *, global_token_num, delta_time, forward_only, images_seqlens)",
-    distribution="verl",
-    releases=RELEASES,
-    keys=("metrics",),
-)
+CONTRACT = replace(engine_loss.POSTPROCESS_OUTPUT, name="sent_metrics")
 
 
 def install() -> None:

@@ -10,39 +10,27 @@ import importlib
 import importlib.util
 import inspect
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
 from .contract import wrap
-from .engine_loss import seam
+from .engine_loss import Seams
 from .releases import specifiers
 
 _TRAINER = "verl.trainer.ppo.ray_trainer"
-_ADVANTAGE = seam(
+_ADVANTAGE = Seams(_TRAINER)(
     "compute_advantage",
-    f"{_TRAINER}:compute_advantage",
     "(data, adv_estimator, gamma=1.0, lam=1.0, num_repeat=1, norm_adv_by_std_in_grpo=True, config=None)",
 )
+_trainer = Seams(f"{_TRAINER}:RayPPOTrainer")
 
 SEAMS = (
-    seam("init_workers", f"{_TRAINER}:RayPPOTrainer.init_workers", "(self)"),
-    seam(
-        "_compute_old_log_prob",
-        f"{_TRAINER}:RayPPOTrainer._compute_old_log_prob",
-        "(self, batch)",
-        names=("actor_rollout_wg", "compute_log_prob"),
-    ),
-    seam(
-        "_update_actor",
-        f"{_TRAINER}:RayPPOTrainer._update_actor",
-        "(self, batch)",
-        names=("actor_rollout_wg", "update_actor"),
-    ),
-    seam(
+    _trainer("init_workers", "(self)"),
+    _trainer("_compute_old_log_prob", "(self, batch)", names=("actor_rollout_wg", "compute_log_prob")),
+    _trainer("_update_actor", "(self, batch)", names=("actor_rollout_wg", "update_actor")),
+    _trainer(
         "fit",
-        f"{_TRAINER}:RayPPOTrainer.fit",
         "(self)",
         names=(
             "compute_advantage",
@@ -54,35 +42,24 @@ SEAMS = (
             "_validate",
         ),
     ),
-    seam("_get_gen_batch", f"{_TRAINER}:RayPPOTrainer._get_gen_batch", "(self, batch)"),
-    seam(
-        "_validate",
-        f"{_TRAINER}:RayPPOTrainer._validate",
-        "(self, merged=False)",
-        names=("_val_metrics_update",),
-    ),
-    seam(
-        "_val_metrics_update",
-        f"{_TRAINER}:RayPPOTrainer._val_metrics_update",
-        "(self, data_sources, sample_uids, reward_extra_infos_dict, ...)",
-    ),
-    seam("_get_dp_size", f"{_TRAINER}:RayPPOTrainer._get_dp_size", "(self, worker_group, role)"),
-    seam("_save_checkpoint", f"{_TRAINER}:RayPPOTrainer._save_checkpoint", "(self)"),
-    seam("_load_checkpoint", f"{_TRAINER}:RayPPOTrainer._load_checkpoint", "(self)", names=("train_dataloader",)),
+    _trainer("_get_gen_batch", "(self, batch)"),
+    _trainer("_validate", "(self, merged=False)", names=("_val_metrics_update",)),
+    _trainer("_val_metrics_update", "(self, data_sources, sample_uids, reward_extra_infos_dict, ...)"),
+    _trainer("_get_dp_size", "(self, worker_group, role)"),
+    _trainer("_save_checkpoint", "(self)"),
+    _trainer("_load_checkpoint", "(self)", names=("train_dataloader",)),
     _ADVANTAGE,
 )
 
-_SEPARATE = "verl.experimental.separation.ray_trainer:SeparateRayPPOTrainer"
-_of_programs = partial(seam, releases=specifiers(lambda release: release.separate_programs))
+_separate = Seams(
+    "verl.experimental.separation.ray_trainer:SeparateRayPPOTrainer",
+    specifiers(lambda release: release.separate_programs),
+)
 SEAMS_OF_PROGRAMS = (
-    _of_programs("_init_models", f"{_SEPARATE}._init_models", "(self)", names=("actor_rollout_wg",)),
-    _of_programs(
-        "_fit_compute_log_prob", f"{_SEPARATE}._fit_compute_log_prob", "(self, batch)", names=("_compute_old_log_prob",)
-    ),
-    _of_programs(
-        "_fit_compute_advantage", f"{_SEPARATE}._fit_compute_advantage", "(self, batch)", names=("compute_advantage",)
-    ),
-    _of_programs("_fit_update_actor", f"{_SEPARATE}._fit_update_actor", "(self, batch)", names=("_update_actor",)),
+    _separate("_init_models", "(self)", names=("actor_rollout_wg",)),
+    _separate("_fit_compute_log_prob", "(self, batch)", names=("_compute_old_log_prob",)),
+    _separate("_fit_compute_advantage", "(self, batch)", names=("compute_advantage",)),
+    _separate("_fit_update_actor", "(self, batch)", names=("_update_actor",)),
 )
 """What the trainers of fully_async_policy and one_step_off_policy rely on."""
 

@@ -1,0 +1,28 @@
+"""Contracts on verl's vLLM server, of which server classes of ours make their own.
+
+They are in no table: the module imports where vLLM is installed and verl knows its release, as in the server's own
+process, which checks them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from .contract import Contract
+from .engine_loss import Seams
+
+SERVER = "verl.workers.rollout.vllm_rollout.vllm_async_server"
+
+
+def build_seams(of: Callable[[str], Seams], key: str) -> tuple[Contract, ...]:
+    """Build the contracts of an option, whose server reads ``key`` in verl's ``generate``."""
+    return (
+        of(f"{SERVER}:vLLMReplica")("launch_servers", "(self)", name="server_class", names=("server_class",)),
+        of(f"{SERVER}:vLLMHttpServer")(
+            "generate",
+            name="generate of a vLLM server",
+            keys=(key,),
+            names=("SamplingParams", "extract_prompt_logprobs"),
+        ),
+        of(SERVER)("extract_prompt_logprobs", "(output, num_prompt_logprobs, result_dict)", names=("prompt_logprobs",)),
+    )
