@@ -18,6 +18,8 @@ from .contract import wrap
 from .engine_loss import Seams
 from .releases import specifiers
 
+_V0_PROGRAM = "verl.trainer.main_ppo_v0"
+"""Module of the V0 task runner, where main_ppo has another one."""
 _TRAINER = "verl.trainer.ppo.ray_trainer"
 _ADVANTAGE = Seams(_TRAINER)(
     "compute_advantage",
@@ -66,18 +68,12 @@ SEAMS_OF_PROGRAMS = (
 _around: list[Callable[..., Any]] = []
 
 
-def home() -> str:
-    """Return the module of the V0 task runner in the installed release, and the trainer's name that it reads."""
-    v0 = "verl.trainer.main_ppo_v0"
-    return v0 if importlib.util.find_spec(v0) else "verl.trainer.main_ppo"
-
-
 def find_task_runner(config: DictConfig) -> Any:
     """Return verl's own task runner of the trainer that the configuration asks for; None for the only one there is."""
     module = importlib.import_module("verl.trainer.main_ppo")
     if OmegaConf.select(config, "trainer.use_v1", default=False) and hasattr(module, "TaskRunnerV1"):
         return module.TaskRunnerV1
-    return importlib.import_module(home()).TaskRunner if home() != module.__name__ else None
+    return importlib.import_module(_V0_PROGRAM).TaskRunner if importlib.util.find_spec(_V0_PROGRAM) else None
 
 
 def plain_advantage() -> Callable[..., Any]:

@@ -77,7 +77,7 @@ def test_a_moved_snapshot_stops_at_its_import() -> None:
         "sys.modules.pop('verl.utils.fsdp_utils', None)\n"
         "moved = dataclasses.replace(module.CONTRACT, signature='(model, group)')\n"
         "(wrapping,) = module.PATCH.wrappings\n"
-        "wrappings = (dataclasses.replace(wrapping, contracts=(moved,)),)\n"
+        "wrappings = (dataclasses.replace(wrapping, contract=moved),)\n"
         "dataclasses.replace(module.PATCH, wrappings=wrappings).install()\n"
         "import verl.utils.fsdp_utils\n"
     )

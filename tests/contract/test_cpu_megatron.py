@@ -134,10 +134,10 @@ for name in {patches!r}:
     patch = importlib.import_module('verl_patches.cpu.' + name).PATCH
     importlib.import_module(patch.after)
     for wrapping in patch.wrappings:
-        (contract,) = wrapping.contracts
+        contract = wrapping.contract
         contract.check()
         moved = dataclasses.replace(contract, name='moved', signature='(nothing)')
-        try: ReleasePatch((Wrapping(wrapping.wrapper, (moved,)),), after=patch.after).install()
+        try: ReleasePatch((Wrapping(wrapping.wrapper, moved),), after=patch.after).install()
         except verl_patches.PatchError as error: print('|', name, '|', error)
 """
 

@@ -28,4 +28,4 @@ def _copied(original: Callable[[Any], tuple[dict[str, Any], Any]], model: Any) -
     return {name: (shard.clone(), spec) for name, (shard, spec) in shards.items()}, layout
 
 
-PATCH = ReleasePatch((Wrapping(_copied, (CONTRACT,)),), after=_MODULE)
+PATCH = ReleasePatch((Wrapping(_copied, CONTRACT),), after=_MODULE)

@@ -52,26 +52,22 @@ PATCH = ReleasePatch(
     (
         Wrapping(
             _forward_step,
-            (
-                Contract(
-                    name="autocast",
-                    target=f"{_MODULE}:FSDPEngineWithLMHead.forward_step",
-                    signature="(self, micro_batch, loss_function, forward_only)",
-                    distribution="verl",
-                    releases=specifiers(lambda release: release.legacy_actors),
-                ),
+            Contract(
+                name="autocast",
+                target=f"{_MODULE}:FSDPEngineWithLMHead.forward_step",
+                signature="(self, micro_batch, loss_function, forward_only)",
+                distribution="verl",
+                releases=specifiers(lambda release: release.legacy_actors),
             ),
         ),
         Wrapping(
             _autocast,
-            (
-                Contract(
-                    name="autocast",
-                    target="torch:autocast.__init__",
-                    signature="(self, device_type, dtype=None, enabled=True, cache_enabled=None)",
-                    distribution="torch",
-                    releases=">=2.13,<2.14",
-                ),
+            Contract(
+                name="autocast",
+                target="torch:autocast.__init__",
+                signature="(self, device_type, dtype=None, enabled=True, cache_enabled=None)",
+                distribution="torch",
+                releases=">=2.13,<2.14",
             ),
         ),
     ),

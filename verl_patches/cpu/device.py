@@ -17,10 +17,8 @@ from .release_patch import ReleasePatch, Wrapping
 _DEVICE = "verl.utils.device"
 
 
-def _contract(function: str) -> tuple[Contract, ...]:
-    return (
-        Contract("device", f"{_DEVICE}:{function}", "()", "verl", specifiers(lambda release: not release.platforms)),
-    )
+def _contract(function: str) -> Contract:
+    return Contract("device", f"{_DEVICE}:{function}", "()", "verl", specifiers(lambda release: not release.platforms))
 
 
 def _gpu(original: Callable[[], str]) -> str:

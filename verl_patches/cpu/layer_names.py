@@ -28,14 +28,12 @@ PATCH = ReleasePatch(
     (
         Wrapping(
             _apply,
-            (
-                Contract(
-                    name="layer_names",
-                    target=f"{_MODULE}:apply_fsdp2",
-                    signature="(model, fsdp_kwargs, config)",
-                    distribution="verl",
-                    releases=specifiers(lambda release: release.legacy_actors),
-                ),
+            Contract(
+                name="layer_names",
+                target=f"{_MODULE}:apply_fsdp2",
+                signature="(model, fsdp_kwargs, config)",
+                distribution="verl",
+                releases=specifiers(lambda release: release.legacy_actors),
             ),
         ),
     ),

@@ -48,4 +48,4 @@ def _forward(
     return original(self, query, key, value, attention_mask, *args, **kwargs)
 
 
-PATCH = ReleasePatch((Wrapping(_forward, (CONTRACT,)),), after=_MODULE)
+PATCH = ReleasePatch((Wrapping(_forward, CONTRACT),), after=_MODULE)

@@ -39,24 +39,19 @@ PATCH = ReleasePatch(
     (
         Wrapping(
             _local_layers,
-            (
-                _contract(
-                    "megatron_bridge",
-                    # The name by which mbridge calls it.
-                    f"{_MODULE}:get_gpt_decoder_block_spec",
-                    "(config, use_transformer_engine, normalization=None, qk_l2_norm=False, vp_stage=None, "
-                    "pp_rank=None)",
-                ),
+            _contract(
+                "megatron_bridge",
+                # The name by which mbridge calls it.
+                f"{_MODULE}:get_gpt_decoder_block_spec",
+                "(config, use_transformer_engine, normalization=None, qk_l2_norm=False, vp_stage=None, pp_rank=None)",
             ),
         ),
         Wrapping(
             _fused_name,
-            (
-                _contract(
-                    "megatron_bridge.names",
-                    f"{_MODULE}:LLMBridge._weight_name_mapping_mcore_to_hf",
-                    "(self, mcore_weights_name)",
-                ),
+            _contract(
+                "megatron_bridge.names",
+                f"{_MODULE}:LLMBridge._weight_name_mapping_mcore_to_hf",
+                "(self, mcore_weights_name)",
             ),
         ),
     ),

@@ -61,4 +61,4 @@ def _initialize(original: Callable[..., None], *args: Any, **kwargs: Any) -> Non
     original(*args, **kwargs)
 
 
-PATCH = ReleasePatch((Wrapping(_initialize, (CONTRACT,)),), after="megatron.core.parallel_state")
+PATCH = ReleasePatch((Wrapping(_initialize, CONTRACT),), after="megatron.core.parallel_state")

@@ -47,24 +47,20 @@ PATCH = ReleasePatch(
     (
         Wrapping(
             _while_named,
-            (
-                _contract(
-                    "megatron_optimizer",
-                    f"{_MODULE}:get_megatron_optimizer",
-                    "(config, model_chunks, config_overrides=None, use_gloo_process_groups=True, pg_collection=None, "
-                    "dump_param_to_param_group_map=None)",
-                ),
+            _contract(
+                "megatron_optimizer",
+                f"{_MODULE}:get_megatron_optimizer",
+                "(config, model_chunks, config_overrides=None, use_gloo_process_groups=True, pg_collection=None, "
+                "dump_param_to_param_group_map=None)",
             ),
         ),
         Wrapping(
             _while_named,
-            (
-                _contract(
-                    "megatron_optimizer.clip_grad",
-                    # The name by which the optimizers call it.
-                    f"{_MODULE}.optimizer:clip_grad_by_total_norm_fp32",
-                    "(parameters, max_norm, total_norm, use_decoupled_grad=False)",
-                ),
+            _contract(
+                "megatron_optimizer.clip_grad",
+                # The name by which the optimizers call it.
+                f"{_MODULE}.optimizer:clip_grad_by_total_norm_fp32",
+                "(parameters, max_norm, total_norm, use_decoupled_grad=False)",
             ),
         ),
     ),

@@ -37,8 +37,8 @@ def _set(original: Callable[..., Any], new_state: torch.Tensor, *_: Any, **__: A
 
 PATCH = ReleasePatch(
     (
-        Wrapping(_get, (_contract("_get_cuda_rng_state", "(device='cuda', clone=False, graph_safe=False)"),)),
-        Wrapping(_set, (_contract("_set_cuda_rng_state", "(new_state, device=-1, graph_safe=False)"),)),
+        Wrapping(_get, _contract("_get_cuda_rng_state", "(device='cuda', clone=False, graph_safe=False)")),
+        Wrapping(_set, _contract("_set_cuda_rng_state", "(new_state, device=-1, graph_safe=False)")),
     ),
     after=_MODULE,
 )

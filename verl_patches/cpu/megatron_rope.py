@@ -29,4 +29,4 @@ def _init(original: Callable[..., None], self: Any, hf_config: Any, *args: Any, 
     original(self, hf_config, *args, **kwargs)
 
 
-PATCH = ReleasePatch((Wrapping(_init, (CONTRACT,)),), after=_MODULE)
+PATCH = ReleasePatch((Wrapping(_init, CONTRACT),), after=_MODULE)

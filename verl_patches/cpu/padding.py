@@ -33,14 +33,12 @@ PATCH = ReleasePatch(
     (
         Wrapping(
             _functions,
-            (
-                Contract(
-                    "padding",
-                    f"{_MODULE}:_get_attention_functions",
-                    "()",
-                    "verl",
-                    specifiers(lambda release: not release.unpads_alone),
-                ),
+            Contract(
+                "padding",
+                f"{_MODULE}:_get_attention_functions",
+                "()",
+                "verl",
+                specifiers(lambda release: not release.unpads_alone),
             ),
         ),
     ),

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from ..contract import Contract, wrap
+from ..contract import Contract
+from .release_patch import ReleasePatch, Wrapping
 
 CONTRACT = Contract(
     name="pin_memory",
@@ -24,9 +25,4 @@ def _unpinned(original: Callable[..., None], self: Any, pin_memory: bool = True)
     original(self, pin_memory=False)
 
 
-def install() -> None:
-    wrap(CONTRACT, _unpinned)
-
-
-def in_force() -> bool:
-    return CONTRACT.in_force()
+PATCH = ReleasePatch((Wrapping(_unpinned, CONTRACT),))

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from ..contract import Contract, wrap
+from ..contract import Contract
+from .release_patch import ReleasePatch, Wrapping
 
 CONTRACT = Contract(
     name="process_group",
@@ -34,9 +35,4 @@ def _init_process_group(original: Callable[..., None], backend: str | None = Non
     original(_once_per_device(backend), *args, **kwargs)
 
 
-def install() -> None:
-    wrap(CONTRACT, _init_process_group)
-
-
-def in_force() -> bool:
-    return CONTRACT.in_force()
+PATCH = ReleasePatch((Wrapping(_init_process_group, CONTRACT),))

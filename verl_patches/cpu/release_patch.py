@@ -1,8 +1,4 @@
-"""A patch whose targets differ between releases, or that some releases do not need.
-
-Each target is quoted as each supported release has it, so that every contract can be checked where that release is
-installed. Releases in which the cause is gone are named too: silence would look like a forgotten patch.
-"""
+"""A patch that wraps targets, at once or when their module is imported, and that some releases may not need."""
 
 from __future__ import annotations
 
@@ -11,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from ..contract import Contract, installed_release, of_installed, wrap
+from ..contract import Contract, installed_release, wrap
 from ..deferred import after_import
 from ..releases import Release, attributes_of
 
@@ -34,20 +30,11 @@ class Wrapping:
 
     Attributes:
         wrapper: called as `wrapper(original, *args, **kwargs)`.
-        contracts: one for each range of releases, all of the same distribution.
+        contract: with the target, for every release that the patch is needed in.
     """
 
     wrapper: Callable[..., Any]
-    contracts: tuple[Contract, ...]
-
-    @property
-    def contract(self) -> Contract:
-        """Return the contract for the installed release."""
-        return of_installed(*self.contracts)
-
-    def in_force(self) -> bool:
-        """Return True if the target is wrapped in this process."""
-        return self.contract.in_force()
+    contract: Contract
 
 
 @dataclass(frozen=True)
@@ -89,7 +76,7 @@ class ReleasePatch:
         """Return True if every target is wrapped in this process. Imports nothing that waits for `after`."""
         if self.after is not None and self.after not in sys.modules:
             return False
-        return all(wrapping.in_force() for wrapping in self.wrappings)
+        return all(wrapping.contract.in_force() for wrapping in self.wrappings)
 
     def _wrap(self) -> None:
         for wrapping in self.wrappings:

