@@ -11,15 +11,18 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import cached_property, partial
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import ray
 import torch
 from omegaconf import DictConfig, OmegaConf
+from tensordict import TensorDict
+from torch import Tensor
 
 from verl.trainer.ppo.utils import Role
 from verl_patches.trainer_v0 import plain_advantage
 
+from ..batch.plan import BatchSplit, SharedPlan, build_plan
 from ..batch.rewards import BY_KL, check_rewards
 from ..correction import CorrectionSpec
 from ..extensions.add_on import AddOn
@@ -28,14 +31,13 @@ from ..fault_tolerance.checkpoints import check_before_loading, extension_states
 from ..fault_tolerance.watchdog import Watchdog, watch
 from ..monitor.active_correction import find_differences
 from ..monitor.step_cost import StepCost
-from ..preflight.checks import demand_seams, read_spec
+from ..preflight.checks import demand_seams, read_shadows, read_spec
+from ..preflight.old_log_prob import check_one_mini_batch
 from ..preflight.verl_keys.estimators import OUTCOME
 from ..proof.dense_rewards import DenseRewardGuard, ScoredRows
 from ..recording.run import AFTER_FAILURE, PATIENCE, RunRecord
-
-if TYPE_CHECKING:
-    from .supervision import Supervision
-
+from ..worker.loss import build_loss
+from .supervision import Supervision
 
 logger = logging.getLogger("verl.offpolicy")
 
@@ -67,10 +69,11 @@ class CorrectedRun:
     """Methods of verl's trainer in whose place this object's of the same name stand; a trainer may lack some."""
 
     supervision: Supervision
+    recording: RunRecord
+    shadows: Mapping[str, CorrectionSpec]
 
     def __init__(self, trainer: Any, choose: Callable[[Any], Sequence[AddOn]] = lambda run: ()) -> None:
         self.trainer, self._choose = trainer, choose
-        self.recording: RunRecord | None = None
         self._validating = self._begun = False
         self._watchdog: Watchdog | None = None
         self._resumed: Mapping[str, Any] | None = None  # what a checkpoint says of alarms and bounds
@@ -131,10 +134,49 @@ class CorrectedRun:
             for role in (role for role in ACTORS if role in mapping):
                 mapping[role] = ray.remote(self.add_ons.actor_class(mapping[role].__ray_actor_class__))
 
-    def _install_in_engines(self) -> None:
-        """Let add-ons act in the engines that train, once there are workers."""
+    def _begin_supervision(self) -> None:
+        """Begin what proves and records the correction, once there are workers; add-ons act in their engines."""
+        self.shadows = read_shadows(self.config)
+        spec = read_spec(self.config)
+        self.supervision = Supervision(spec, self.config, self.add_ons)
+        self.recording = RunRecord(self.config, spec, self.shadows, self.add_ons.describe())
         if parts := self.add_ons.engine_parts():
             self.workers.install_offpolicy(parts)
+
+    def _hand_over_loss(self) -> None:
+        """Give the engine's workers the loss of the next updates."""
+        loss = build_loss(
+            self.config,
+            self.correction,
+            self.shadows,
+            prove=self.supervision.proving,
+            moving=self.supervision.active_correction.moving,
+            extensions=self.add_ons.worker_halves(),
+        )
+        self.workers.set_loss_fn(loss)
+
+    def _plan_update(
+        self, count: int, rows: Callable[[], TensorDict], split: Callable[[], BatchSplit], *, step: int, updates: int
+    ) -> tuple[SharedPlan, dict[str, Tensor]]:
+        """Build and announce the plan of ``count`` rows, for one of the step's ``updates``, and columns beside it."""
+        check_one_mini_batch(self.correction, self.config, count)
+        plan, columns = build_plan(
+            self.correction,
+            self.shadows,
+            step=step,
+            rows=rows,
+            batch_split=split,
+            bounds=self.supervision.active_correction.bounds,
+        )
+        return self.recording.announce_update(plan, rows=count, batch_split=split, updates=updates), columns
+
+    def _judge_update(self, metrics: dict[str, Any], batch: Any, step: int) -> None:
+        """Take the packets of an update out of its workers' metrics and judge them."""
+        self.add_ons.on_update(metrics, batch)
+        if self.supervision.collect(metrics):
+            self._hand_over_loss()
+        if self.supervision.proof is not None:
+            self.recording.write_proof(step, *self.supervision.proof)
 
     def fit(self, *args: Any, **kwargs: Any) -> Any:
         with self._finishing() as finishing:
@@ -162,7 +204,7 @@ class CorrectedRun:
 
     def _finish_recording(self, patience: float) -> None:
         try:
-            if self.recording is not None:
+            if "recording" in vars(self):  # a run may end before it has workers
                 self.recording.finish(patience)
         except Exception:  # never in the place of what ended the run
             logger.warning("cannot see whether the last step is recorded.", exc_info=True)

@@ -26,22 +26,18 @@ from verl_patches.trainer_v0 import around_advantage
 from verl_patches.truncated_sampling import note_clients
 
 from ..batch.micro_batch import ROLLOUT_LOG_PROBS
-from ..batch.plan import COLUMNS, PLAN, REWARD, UID, BatchSplit, SharedPlan, build_plan, regroup_without_rejected
+from ..batch.plan import COLUMNS, PLAN, REWARD, UID, BatchSplit, SharedPlan, regroup_without_rejected
 from ..batch.token_versions import CHUNKS
 from ..batch.weight_versions import EXTRA_FIELDS, NEWEST_VERSION, OLDEST_VERSION, VERSION, VERSIONS
 from ..extensions.add_on import AddOn
-from ..preflight.checks import read_shadows, read_spec
-from ..preflight.old_log_prob import check_one_mini_batch
 from ..proof.rollout_checks import ALIGNED, SAMPLED
 from ..proof.verify import LivenessError
-from ..recording.run import AFTER_FAILURE, RunRecord
+from ..recording.run import AFTER_FAILURE
 from ..worker.legacy_handover import Handover, build_handover
-from ..worker.loss import build_loss
 from .actor_updates import adopt
 from .batch_view_v0 import DataProtoBatch, DataProtoPrompts
 from .corrected_run import CorrectedRun
 from .own_forward import MEDIA, Pair, build_padded, demand_text, repeat_rows
-from .supervision import Supervision
 
 NOT_COMPARED = {"training/rollout_probs_diff_valid": 0.0} | {
     f"training/{name}": math.nan
@@ -67,7 +63,6 @@ class CorrectedV0(CorrectedRun):
         "_compute_old_log_prob",
         "_update_actor",
     )
-    recording: RunRecord
 
     def __init__(self, trainer: Any, choose: Callable[[Any], Sequence[AddOn]] = lambda run: ()) -> None:
         super().__init__(trainer, choose)
@@ -95,14 +90,10 @@ class CorrectedV0(CorrectedRun):
 
     def _adopt_workers(self) -> None:
         self._begin()
-        self.shadows = read_shadows(self.config)
-        spec = read_spec(self.config)
-        self.supervision = Supervision(spec, self.config, self.add_ons)
-        self.recording = RunRecord(self.config, spec, self.shadows, self.add_ons.describe())
+        self._begin_supervision()
         self._by_engine = live_path(self.config).worker == "engine"
         forward = self.cost.counted(self.workers.compute_log_prob)
         self.workers.compute_log_prob = self._looking(forward)
-        self._install_in_engines()
         self._hand_over_loss()
         adopt(self.workers, self._update_and_collect)
         around_advantage(self._around_advantage)
@@ -281,24 +272,12 @@ class CorrectedV0(CorrectedRun):
 
     def _with_plan(self, batch: Any) -> Any:
         """Add the plan to a batch of the worker group, and the loss for a legacy actor."""
-        check_one_mini_batch(self.correction, self.config, len(batch))
         versions = self._read_versions(batch)
         _gather_chunks(batch, versions)
         tensors = _tensors(batch)
         tensors[VERSIONS] = versions
-        plan, columns = build_plan(
-            self.correction,
-            self.shadows,
-            step=self._step,
-            rows=lambda: _rows(batch),
-            batch_split=self._split_batch,
-            bounds=self.supervision.active_correction.bounds,
-        )
-        plan = self.recording.announce_update(
-            plan,
-            rows=len(batch),
-            batch_split=self._split_batch,
-            updates=self._updates_a_step,
+        plan, columns = self._plan_update(
+            len(batch), lambda: _rows(batch), self._split_batch, step=self._step, updates=self._updates_a_step
         )
         if plan.update is not None and not self._by_engine:
             columns |= build_row_identity(batch)
@@ -332,12 +311,7 @@ class CorrectedV0(CorrectedRun):
 
     def _hand_over_loss(self) -> None:
         if self._by_engine:
-            proving, moving = self.supervision.proving, self.supervision.active_correction.moving
-            extensions = self.add_ons.worker_halves()
-            loss = build_loss(
-                self.config, self.correction, self.shadows, prove=proving, moving=moving, extensions=extensions
-            )
-            self.workers.set_loss_fn(loss)
+            super()._hand_over_loss()
 
     def _update_and_collect(self, update: Any, batch: Any) -> Any:
         """Call the workers' ``update_actor`` with the plan, and judge the packets in its metrics.
@@ -352,11 +326,7 @@ class CorrectedV0(CorrectedRun):
             self._score(batch)
         output = update(self._with_plan(batch))
         metrics = output.meta_info["metrics"] if isinstance(output, DataProto) else output["metrics"]
-        self.add_ons.on_update(metrics, batch)
-        if self.supervision.collect(metrics):
-            self._hand_over_loss()
-        if self.supervision.proof is not None:
-            self.recording.write_proof(self._step, *self.supervision.proof)
+        self._judge_update(metrics, batch, self._step)
         ours = self.supervision.metrics() | self._advantage_metrics | self.cost.metrics() | self.add_ons.metrics()
         (metrics if self._gathered is None else self._gathered).update(ours)
         self._advantage_metrics, self._sampled_at, self._scored = {}, None, False

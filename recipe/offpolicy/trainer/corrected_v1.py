@@ -19,19 +19,14 @@ from tensordict import NonTensorStack, TensorDict
 from verl.workers.utils.padding import response_from_nested
 
 from ..batch.micro_batch import ROLLOUT_LOG_PROBS
-from ..batch.plan import COLUMNS, PLAN, BatchSplit, build_plan, regroup_without_rejected
+from ..batch.plan import COLUMNS, PLAN, BatchSplit, regroup_without_rejected
 from ..batch.queue_columns import FORWARD, put_columns, read_columns, zero_rows
-from ..preflight.checks import read_shadows, read_spec
 from ..preflight.checks.staleness import notes_token_versions
-from ..preflight.old_log_prob import check_one_mini_batch
 from ..proof.rollout_checks import ALIGNED, SAMPLED, name_missing_column
-from ..recording.run import RunRecord
-from ..worker.loss import build_loss
 from .actor_updates import adopt
 from .batch_view_v1 import TensorDictPrompts, TransferQueueBatch
 from .corrected_run import CorrectedRun
 from .own_forward import MEDIA, Pair, build_nested, demand_text, name_keys, repeat_rows
-from .supervision import Supervision
 
 OWN_PARTITION = "offpolicy"
 """Partition of TransferQueue for rows that are in no batch."""
@@ -58,20 +53,15 @@ class CorrectedV1(CorrectedRun):
         "_compute_advantage",
         "_update_actor",
     )
-    recording: RunRecord
 
     def init(self) -> None:
         self._begin()
         self.verls.init()
 
     def on_init_end(self) -> None:
-        self.shadows = read_shadows(self.config)
-        spec = read_spec(self.config)
-        self.supervision = Supervision(spec, self.config, self.add_ons)
+        self._begin_supervision()
         if self._resumed is not None:
             self.supervision.active_correction.restore(self._resumed)
-        self.recording = RunRecord(self.config, spec, self.shadows, self.add_ons.describe())
-        self._install_in_engines()
         self._hand_over_loss()
         self.workers.compute_log_prob = self.cost.counted(self.workers.compute_log_prob)
         adopt(self.workers, self._update_and_collect)
@@ -214,23 +204,15 @@ class CorrectedV1(CorrectedRun):
 
     def _with_plan(self, batch: Any) -> Any:
         """Add the plan to the batch."""
-        check_one_mini_batch(self.correction, self.config, len(batch.keys))
-        plan, columns = build_plan(
-            self.correction,
-            self.shadows,
+        plan, columns = self._plan_update(
+            len(batch.keys),
+            lambda: read_columns(batch, *COLUMNS),
+            self.split_batch,
             step=self.global_steps,
-            rows=lambda: read_columns(batch, *COLUMNS),
-            batch_split=self.split_batch,
-            bounds=self.supervision.active_correction.bounds,
+            updates=self.trainer.parameter_sync_step,
         )
         if columns:
             batch = put_columns(batch, **columns)
-        plan = self.recording.announce_update(
-            plan,
-            rows=len(batch.keys),
-            batch_split=self.split_batch,
-            updates=self.trainer.parameter_sync_step,
-        )
         batch.extra_info[PLAN] = plan
         self.cost.add(columns, plan)
         return batch
@@ -240,22 +222,10 @@ class CorrectedV1(CorrectedRun):
         # verl's trainer has filled this in when it balanced the batch.
         return BatchSplit.of(self.config, max(self.workers._dispatch_info["actor"]) + 1)
 
-    def _hand_over_loss(self) -> None:
-        proving, moving = self.supervision.proving, self.supervision.active_correction.moving
-        extensions = self.add_ons.worker_halves()
-        loss = build_loss(
-            self.config, self.correction, self.shadows, prove=proving, moving=moving, extensions=extensions
-        )
-        self.workers.set_loss_fn(loss)
-
     def _update_and_collect(self, update: Any, batch: Any) -> Any:
         """Call the workers' ``update_actor``, take the packets out of its metrics and judge them."""
         output = update(batch)
-        self.add_ons.on_update(output["metrics"], batch)
-        if self.supervision.collect(output["metrics"]):
-            self._hand_over_loss()
-        if self.supervision.proof is not None:
-            self.recording.write_proof(self.global_steps, *self.supervision.proof)
+        self._judge_update(output["metrics"], batch, self.global_steps)
         return output
 
 

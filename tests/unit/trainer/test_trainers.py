@@ -51,8 +51,9 @@ def test_the_card_of_a_run_names_the_configured_correction(
         pytest.importorskip("transfer_queue")
     module = import_module(f"recipe.offpolicy.trainer.corrected_{version}")
     named: list[CorrectionSpec] = []
-    monkeypatch.setattr(module, "RunRecord", lambda config, spec, *described: named.append(spec))
-    monkeypatch.setattr(module, "Supervision", Supervised)
+    run = import_module("recipe.offpolicy.trainer.corrected_run")
+    monkeypatch.setattr(run, "RunRecord", lambda config, spec, *described: named.append(spec))
+    monkeypatch.setattr(run, "Supervision", Supervised)
     if version == "v0":
         monkeypatch.setattr(module, "around_advantage", lambda around: None)
         monkeypatch.setattr(module, "live_path", lambda config: SimpleNamespace(worker="engine"))
