@@ -18,6 +18,7 @@ from recipe.offpolicy.extensions.opd.distillation import OnPolicyDistillation
 from recipe.offpolicy.worker.loss import OffPolicyLoss
 from recipe.offpolicy.worker.metrics import METRIC_KEY, Packet, take_packets
 from tests.support import training_worker as tw
+from tests.support.judged import judge
 from verl.utils import tensordict_utils as tu
 
 REWARDS = (0.0, 0.0, 1.0, 0.0, 1.0, 1.0)
@@ -33,6 +34,7 @@ class Batch:
     rollout: tw.Rollout
     step: int = 1
     put_columns: dict[str, Tensor] = field(default_factory=dict)
+    keys: tuple[str, ...] = tuple("abcdef")
     uids: tuple[str, ...] = UIDS
     sessions: tuple[str, ...] = tuple("abcdef")
     is_padding: tuple[bool, ...] = (False,) * 6
@@ -150,7 +152,7 @@ class Run:
         return leaf.grad, packet
 
     def judge(self, packet: Packet) -> dict[str, float]:
-        return dict(self.opd.judge([packet.reports["opd"]]))
+        return judge(self.opd, [packet.reports["opd"]])
 
     def by_token(self, flat: Tensor) -> list[Tensor]:
         """Of each row's response."""

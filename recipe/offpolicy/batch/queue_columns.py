@@ -31,5 +31,6 @@ def zero_rows(nested: Tensor, silent: Sequence[bool]) -> Tensor:
     """Copy a column that is nested by row, with zeros in the rows of ``silent``."""
     loud = spread_over_tokens(~torch.tensor(silent, dtype=torch.bool), nested)
     zeroed = torch.empty_like(nested)
-    torch.mul(nested.values(), loud.values(), out=zeroed.values())
+    # Not a product: that of a negative number is -0, whose bits are not those of 0.
+    zeroed.values().copy_(nested.values().where(loud.values(), nested.values().new_zeros(())))
     return zeroed

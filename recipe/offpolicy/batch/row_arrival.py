@@ -1,46 +1,52 @@
-"""Rows that a loss saw, matched with the rows that were sent to it."""
+"""Rows that a loss saw, compared with those that were sent to it and have not left since."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
 
-class RowArrival(NamedTuple):
-    """Counts of rows; see ``match_rows``.
+def find_difference(
+    sent: Mapping[str, int], seen: Iterable[int], left: Mapping[str, str] | None = None, epochs: int = 1
+) -> str | None:
+    """Compare rows by their hashes, see ``checksums.hash_rows``; the loss sees each once per epoch.
 
-    Attributes:
-        sent: rows, each counted once.
-        seen: rows, as often as they were seen.
-        known: those of the rows seen that were sent.
-        whole: the same rows were seen as were sent, and equally often.
-    """
+    Args:
+        sent: key of the row -> hash.
+        seen: hashes that the loss reported, in any order.
+        left: key of the row -> why the loss must not see it.
+        epochs: visits of each row.
 
-    sent: int
-    seen: int
-    known: int
-    whole: bool
-
-
-def match_rows(sent: Iterable[int], seen: Iterable[int]) -> RowArrival:
-    """Match hashes of rows, see ``checksums.hash_rows``; with several epochs each is seen as many times.
+    Returns:
+        The difference in words; None if there is none.
 
     Example:
-        >>> match_rows([7, 8], [8, 7, 7, 8])
-        RowArrival(sent=2, seen=4, known=4, whole=True)
-        >>> match_rows([7, 8], [7, 9])
-        RowArrival(sent=2, seen=2, known=1, whole=False)
+        >>> find_difference({"a": 7, "b": 8}, [8, 7, 7, 8], epochs=2)
+        >>> find_difference({"a": 7, "b": 8}, [7, 8], {"b": "too old"})
+        '1 of 2 rows expected (1 left: too old), 2 seen: 1 had left (b)'
     """
-    sent, seen = [*sent], [*seen]
-    times = max(len(seen) // max(len(sent), 1), 1)
-    if are_same_rows(sent, seen, times):
-        return RowArrival(len(sent), len(seen), len(seen), True)
-    once, found = Counter(sent), Counter(seen)
-    wanted = Counter({number: times * count for number, count in once.items()})
-    return RowArrival(once.total(), found.total(), (wanted & found).total(), False)
+    left, seen = left or {}, [*seen]
+    gone = [key for key in sent if key in left]
+    wanted = {key: number for key, number in sent.items() if key not in left}
+    if are_same_rows([*wanted.values()], seen, epochs):
+        return None
+    # Of rows with the same hash the surplus counts for each.
+    surplus = Counter(seen)
+    surplus.subtract(Counter([*wanted.values()] * epochs))
+    known, expected = {*sent.values()}, {*wanted.values()}
+    unknown = sum(count for number, count in surplus.items() if number not in known)
+    kinds = {
+        "missing or changed": [key for key, number in wanted.items() if surplus[number] < 0],
+        "too often": [key for key, number in wanted.items() if surplus[number] > 0],
+        "had left": [key for key in gone if sent[key] not in expected and surplus[sent[key]] > 0],
+    }
+    parts = [f"{len(keys)} {what} ({', '.join(keys[:3])})" for what, keys in kinds.items() if keys]
+    parts += [f"{unknown} not sent with this content"] * bool(unknown)
+    reasons = f" ({len(gone)} left: {'; '.join(sorted({left[key] for key in gone}))})" if gone else ""
+    times = f", {epochs} epochs" if epochs > 1 else ""
+    return f"{len(wanted)} of {len(sent)} rows expected{reasons}{times}, {len(seen)} seen: {', '.join(parts)}"
 
 
 def are_same_rows(sent: Sequence[int], seen: Sequence[int], times: int = 1) -> bool:

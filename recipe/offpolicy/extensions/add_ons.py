@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 from omegaconf import DictConfig
 from torch import Tensor
 
+from ..batch.row_arrival import find_difference
 from ..fault_tolerance.checkpoints import find_changes
 from ..fault_tolerance.redaction import redact
 from ..proof.verify import LivenessError
@@ -56,6 +58,7 @@ class AddOns:
         self._rollout_seen = False
         self._advantages_seen = False
         self._judged: dict[str, float] = {}
+        self._left: dict[str, str] = {}
 
     @classmethod
     def from_config(cls, config: DictConfig, own: Sequence[AddOn] = ()) -> AddOns:
@@ -206,7 +209,7 @@ class AddOns:
         """Run verl's ``estimator`` with the hooks around it; what it changes is read through ``batch``."""
         if not self._rollout_seen:  # verl took mu for pi_old without asking us
             self.on_rollout(batch)
-        self._rollout_seen = False
+        self._rollout_seen, self._left = False, {}
         if self.uses(*_OF_ADVANTAGES):
             self._shape(batch, estimator)
         else:
@@ -242,11 +245,26 @@ class AddOns:
             with self._within(each):
                 each.on_advantages(batch, Advantages(rewards, own, advantages))
 
-    def judge(self, reports: Sequence[Mapping[str, Any]]) -> None:
+    def take_out(self, batch: BatchView, why: str, *, masked: Collection[str], silenced: Collection[str] = ()) -> None:
+        """Note the rows that leave the update between its advantages and the loss.
+
+        Args:
+            why: names the key that decides so.
+            masked: keys of rows that have no token in the loss.
+            silenced: of rows that keep their tokens, with an advantage of 0.
+        """
+        self._left |= dict.fromkeys(masked, why)
+        silent = torch.tensor([key in silenced for key in batch.keys], dtype=torch.bool)
+        if silent.any():
+            for extension in self._extensions:
+                extension.silence(batch, silent)
+
+    def judge(self, reports: Sequence[Mapping[str, Any]], epochs: int = 1) -> None:
         """Let each extension with a worker half judge the reports of one update.
 
         Args:
             reports: of each micro-batch, by section.
+            epochs: times that the loss sees each row.
 
         Raises:
             LivenessError: one is missing, the trainer went past the hooks in front of sampling or around its estimator,
@@ -271,7 +289,29 @@ class AddOns:
                         f"without the report of the extension, so that it did not run there. Something hands the "
                         f"workers another loss, or drops its metrics."
                     )
+                self._compare_rows(extension, found, epochs)
                 self._judged |= extension.judge(found)
+        self._left = {}
+
+    def _compare_rows(self, extension: Extension, reports: Sequence[Any], epochs: int) -> None:
+        """Compare the rows that the loss saw with those that were sent and have not left.
+
+        Raises:
+            LivenessError: they are not the same, or were not seen once an epoch.
+        """
+        if (sent := extension.sent) is None:
+            return
+        if missing := {name: None for report in reports if report.hashes is None for name in report.missing}:
+            raise LivenessError(
+                f"{extension.section}: {', '.join(missing)} did not reach the loss of a micro-batch. Something selects "
+                f"the columns that go to the workers."
+            )
+        seen = itertools.chain.from_iterable(report.hashes for report in reports)
+        if (difference := find_difference(sent, seen, self._left, epochs)) is not None:
+            raise LivenessError(
+                f"{extension.section}: the loss did not see the rows that were sent to it. {difference}. Something "
+                f"drops, repeats, changes or mixes up rows between the trainer and the loss."
+            )
 
     def metrics(self) -> dict[str, float]:
         """Collect the metrics of the last update, by full names."""

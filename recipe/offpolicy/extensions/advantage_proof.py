@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..batch.checksums import hash_rows
-from ..batch.row_arrival import match_rows
-from ..proof.verify import LivenessError
 from .batch_view import BatchView
-from .extension import WorkerExtension
+from .extension import Advantages, Extension, WorkerExtension
 from .loss_rows import LossRows
 
 
 @dataclass(frozen=True)
 class AdvantageReport:
-    """Hashes of one micro-batch's rows with a token; None: its loss had no advantages."""
+    """Hashes of one micro-batch's rows with a token.
+
+    Attributes:
+        hashes: None where a column is missing.
+        missing: columns that did not reach the loss.
+    """
 
     hashes: tuple[int, ...] | None
+    missing: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -27,31 +33,43 @@ class AdvantageWorker(WorkerExtension):
     """The half in the workers of an extension that shapes advantages: it reports what the loss came with."""
 
     def report(self, rows: LossRows) -> AdvantageReport:
-        if "advantages" not in rows:
-            return AdvantageReport(None)
+        missing = tuple(name for name in ("advantages", *self.columns) if name not in rows)
+        if missing:
+            return AdvantageReport(None, missing)
         mask = rows.response_mask
         hashes = hash_rows(rows.column("responses"), mask, rows.column("advantages"))
         return AdvantageReport(tuple(hashes[mask.any(-1)].tolist()))
 
 
-def hash_advantages(batch: BatchView, advantages: Tensor) -> tuple[int, ...]:
-    """Hash the rows of a batch that have a token, with the advantages that the workers are to see."""
+class AdvantageExtension(Extension):
+    """An extension that shapes advantages, and compares those in the loss with what the hooks left."""
+
+    def __init__(self, section: str, settings: Mapping[str, Any]) -> None:
+        super().__init__(section, settings)
+        self._sent: dict[str, int] = {}
+
+    def on_advantages(self, batch: BatchView, advantages: Advantages) -> None:
+        self._sent = hash_advantages(batch, advantages.final)
+
+    @property
+    def sent(self) -> Mapping[str, int]:
+        return self._sent
+
+    def silence(self, batch: BatchView, rows: Tensor) -> None:
+        zeros = hash_advantages(batch, torch.zeros_like(batch.rows("advantages")["advantages"]))
+        self._sent |= {
+            key: zeros[key] for key, silent in zip(batch.keys, rows.tolist(), strict=True) if silent and key in zeros
+        }
+
+
+def hash_advantages(batch: BatchView, advantages: Tensor) -> dict[str, int]:
+    """Hash the rows of a batch that have a token, by key, with the advantages that the workers are to see."""
     columns = batch.rows("responses", "response_mask")
-    mask = columns["response_mask"].bool()
-    return tuple(hash_rows(columns["responses"], mask, advantages)[mask.any(-1)].tolist())
+    return name_hashes(batch, columns["responses"], columns["response_mask"].bool(), advantages)
 
 
-def check_arrival(section: str, shipped: Sequence[int], reports: Sequence[AdvantageReport]) -> None:
-    """Check that the workers' loss saw the rows that were shipped; several epochs see each as many times.
-
-    Raises:
-        LivenessError: rows are missing, or have other advantages.
-    """
-    if any(report.hashes is None for report in reports):
-        raise LivenessError(f"{section}: no advantages reached the loss of a micro-batch.")
-    rows = match_rows(shipped, (number for report in reports for number in report.hashes or ()))
-    if not rows.whole:
-        raise LivenessError(
-            f"{section}: advantages of {rows.sent} rows were shaped, and the loss saw {rows.seen} rows, "
-            f"{rows.known} of them with these. Something estimates, changes or mixes up advantages on their way."
-        )
+def name_hashes(batch: BatchView, responses: Tensor, mask: Tensor, values: Tensor) -> dict[str, int]:
+    """Hash the rows of a batch that have a token in the mask, by key."""
+    hashes = hash_rows(responses, mask, values).tolist()
+    there = mask.any(-1).tolist()
+    return {key: number for key, number, is_there in zip(batch.keys, hashes, there, strict=True) if is_there}

@@ -15,6 +15,7 @@ class BatchView(Protocol):
 
     Attributes:
         step: the trainer's step, from 1.
+        keys: (n,) a name of each row that no other has.
         uids: (n,) the group of each row. Under ``baseline=exclude`` rejected rows have left their groups by the time
             that rewards are shaped.
         sessions: (n,) the rollout that each row is an output of; an agent loop may return several.
@@ -22,6 +23,9 @@ class BatchView(Protocol):
     """
 
     step: int
+
+    @property
+    def keys(self) -> Sequence[str]: ...
 
     @property
     def uids(self) -> Sequence[str]: ...

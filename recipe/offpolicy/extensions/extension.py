@@ -17,6 +17,7 @@ from ..correction import Problem
 from .add_on import AddOn, Advantages
 
 if TYPE_CHECKING:
+    from .batch_view import BatchView
     from .loss_rows import LossRows
 
 __all__ = ["Advantages", "BoundLoss", "Extension", "WorkerExtension"]
@@ -93,6 +94,17 @@ class Extension(AddOn):
     def worker(self) -> WorkerExtension | None:
         """Make the half that travels to the workers; None: there is none, and nothing is reported."""
         return None
+
+    @property
+    def sent(self) -> Mapping[str, int] | None:
+        """Hash of each row that the loss has to see, by its key in ``BatchView.keys``; None: no rows are compared.
+
+        The reports' ``hashes`` are compared with them, less the rows that have left, before ``judge``.
+        """
+        return None
+
+    def silence(self, batch: BatchView, rows: Tensor) -> None:
+        """Update ``sent`` for ``rows``, (n,) bool, which stay in the loss with an advantage of 0."""
 
     @property
     def noted(self) -> Mapping[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any, Protocol
 
 from omegaconf import DictConfig
@@ -42,3 +43,6 @@ class V1Run(Protocol):
     def view(self, batch: Any) -> BatchView: ...
 
     def split_batch(self) -> BatchSplit: ...
+
+    def take_out(self, batch: Any, why: str, *, masked: Collection[str], silenced: Collection[str]) -> Any:
+        """Tell extensions of rows that leave, see ``AddOns.take_out``; returns the batch to go on with."""

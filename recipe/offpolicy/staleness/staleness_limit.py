@@ -32,7 +32,7 @@ from .buffer import BoundedReplayBuffer
 from .controller import EtaController
 from .noted_versions import RESPONSE_MASK, check_noted, count_versions, list_runs, list_turns, need_runs
 from .rate_limit import RateLimit, format_eta
-from .staleness_settings import ADAPT, ETA, StalenessSettings
+from .staleness_settings import ADAPT, ETA, TOO_OLD, StalenessSettings
 from .tally import Tally
 
 logger = logging.getLogger("verl.offpolicy")
@@ -205,6 +205,9 @@ class StalenessLimit(AddOn):
         without = {name: zero_rows(columns[name], [i in masked for i in range(len(rows))]) for name in _MASKS}
         silent = zero_rows(columns["advantages"], [i in silenced for i in range(len(rows))])
         batch = put_columns(batch, **without, advantages=silent)
+        keys = [[batch.keys[i] for i in places] for places in (masked, silenced)]
+        why = f"too old, {TOO_OLD}={self.settings.too_old}"
+        batch = self._run.take_out(batch, why, masked=keys[0], silenced=keys[1])
         if self._run.supervision.wants_sampled:
             # The loss is to use the mu of these rows alone.
             self._run.supervision.sampled(read_columns(batch, *SAMPLED))

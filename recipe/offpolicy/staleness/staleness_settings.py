@@ -14,7 +14,7 @@ from ..batch.shipped_defaults import read_shipped_defaults
 from .controller import AdaptSettings
 
 SECTION = "offpolicy.staleness"
-ETA, ADAPT = f"{SECTION}.eta", f"{SECTION}.adapt"
+ETA, TOO_OLD, ADAPT = f"{SECTION}.eta", f"{SECTION}.too_old", f"{SECTION}.adapt"
 TARGET, CEILING = f"{ADAPT}.ess", f"{ADAPT}.ceiling"
 TooOld = Literal["wait", "mask", "refresh", "drop"]
 

@@ -53,9 +53,10 @@ class DataProtoBatch:
         return self._groups or [str(uid) for uid in self.batch.non_tensor_batch["uid"]]
 
     @property
-    def sessions(self) -> list[str]:
-        """Each row is a rollout of its own."""
+    def keys(self) -> list[str]:
         return [str(row) for row in range(len(self.batch))]
+
+    sessions = keys  # each row is a rollout of its own
 
     @property
     def token_ids(self) -> list[tuple[list[int], list[int]]]:

@@ -53,14 +53,14 @@ class TransferQueueBatch:
 
     @cached_property
     def _own_uids(self) -> list[str]:
-        return [key.rsplit("_", 2)[0] for key in self._keys]
+        return [key.rsplit("_", 2)[0] for key in self.keys]
 
     @property
     def sessions(self) -> list[str]:
-        return [key.rsplit("_", 1)[0] for key in self._keys]
+        return [key.rsplit("_", 1)[0] for key in self.keys]
 
     @property
-    def _keys(self) -> list[str]:
+    def keys(self) -> list[str]:
         return [self.batch.keys[row] for row in self._real]
 
     @property

@@ -8,7 +8,7 @@ Seams in verl 0.9.1: ``METHODS`` of ``verl.trainer.ppo.v1.trainer_base.PPOTraine
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar
@@ -221,6 +221,11 @@ class CorrectedV1(CorrectedRun):
         """Describe how workers split a batch."""
         # verl's trainer has filled this in when it balanced the batch.
         return BatchSplit.of(self.config, max(self.workers._dispatch_info["actor"]) + 1)
+
+    def take_out(self, batch: Any, why: str, *, masked: Collection[str], silenced: Collection[str]) -> Any:
+        view = self.view(batch)
+        self.add_ons.take_out(view, why, masked=masked, silenced=silenced)
+        return view.batch
 
     def _update_and_collect(self, update: Any, batch: Any) -> Any:
         """Call the workers' ``update_actor``, take the packets out of its metrics and judge them."""

@@ -153,7 +153,7 @@ class Supervision:
             self.proof = (_sentence(self.spec, self._live), dict(self._live)) if proved else None
         else:
             verify_update(packets, self.spec, sampled_rows=self._sampled_rows, epochs=self._epochs, moving=moving)
-        self._add_ons.judge([packet.reports for packet in packets])
+        self._add_ons.judge([packet.reports for packet in packets], self._epochs)
         if self.spec.proximal != "recompute":
             self._samples.check_tallies(packet.alignment for packet in packets)
         merged = merge_all(packet.statistics for packet in packets)

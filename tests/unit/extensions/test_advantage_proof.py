@@ -10,32 +10,15 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from recipe.offpolicy.batch.plan import PLAN, SharedPlan
+from recipe.offpolicy.batch.row_arrival import find_difference
 from recipe.offpolicy.correction import CorrectionSpec
-from recipe.offpolicy.extensions.advantage_proof import (
-    AdvantageReport,
-    AdvantageWorker,
-    check_arrival,
-    hash_advantages,
-)
-from recipe.offpolicy.proof.verify import LivenessError
+from recipe.offpolicy.extensions.advantage_proof import AdvantageWorker, name_hashes
 from recipe.offpolicy.worker.loss import OffPolicyLoss
 from recipe.offpolicy.worker.metrics import METRIC_KEY, take_packets
 from tests.support import training_worker as tw
 from tests.support.corrections import TIS
 from tests.support.distilled import rollout
 from verl.utils import tensordict_utils as tu
-
-
-def test_rows_may_come_in_any_order_and_as_often_as_there_are_epochs() -> None:
-    check_arrival("x", (3, 1, 1), [AdvantageReport((1,)), AdvantageReport((1, 3))])
-    check_arrival("x", (3, 1), [AdvantageReport((1, 3)), AdvantageReport((3, 1))])
-    check_arrival("x", (), [AdvantageReport(())])
-
-
-@pytest.mark.parametrize("seen", [(1, 2), (1, 1), (1,), (), (1, 3, 1)])
-def test_other_rows_stop_the_run(seen: tuple[int, ...]) -> None:
-    with pytest.raises(LivenessError, match=f"advantages of 2 rows were shaped, and the loss saw {len(seen)} rows"):
-        check_arrival("x", (1, 3), [AdvantageReport(seen)])
 
 
 @pytest.mark.verl(">=0.8")
@@ -53,7 +36,7 @@ def test_the_workers_loss_reports_the_rows_that_came(spec: CorrectionSpec) -> No
     (packet,) = take_packets({METRIC_KEY: metrics[METRIC_KEY]})
     names = ("responses", "response_mask", "advantages")
     columns = {name: pad_sequence(getattr(made, name), batch_first=True) for name in names}
-    view: Any = SimpleNamespace(rows=lambda *asked: {name: columns[name] for name in asked})
-    shipped = hash_advantages(view, columns["advantages"])
+    view: Any = SimpleNamespace(keys="abcdef")
+    shipped = name_hashes(view, columns["responses"], columns["response_mask"].bool(), columns["advantages"])
     assert len(shipped) == 6
-    check_arrival("x", shipped, [packet.reports["x"]])
+    assert find_difference(shipped, packet.reports["x"].hashes) is None

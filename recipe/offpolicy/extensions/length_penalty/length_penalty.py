@@ -14,9 +14,9 @@ from torch import Tensor
 
 from ...correction import Problem
 from ...proof.verify import LivenessError
-from ..advantage_proof import AdvantageReport, AdvantageWorker, check_arrival, hash_advantages
+from ..advantage_proof import AdvantageExtension, AdvantageReport, AdvantageWorker
 from ..batch_view import BatchView
-from ..extension import Advantages, Extension
+from ..extension import Advantages
 from ..state_file import read_state, write_state
 from .anchors import Anchors
 from .evidence import bound_error, state_advantages, state_penalties, state_shift
@@ -32,7 +32,7 @@ BY_STD = ("grpo", "grpo_vectorized")
 """Estimators that divide by the standard deviation of a group, unless they are told not to."""
 
 
-class LengthPenalty(Extension):
+class LengthPenalty(AdvantageExtension):
     """The length penalty of one run; see ``settings.LengthSettings`` for its section."""
 
     def __init__(self, section: str, settings: Mapping[str, Any]) -> None:
@@ -44,7 +44,6 @@ class LengthPenalty(Extension):
         self._estimator, self._by_std = "grpo", True
         self._most_tokens: int | None = None
         self._measured: Measured | None = None
-        self._shipped: tuple[int, ...] = ()
         self._changed = 0
         self._demanded = ""
         self._proved = self._warned = False
@@ -119,7 +118,7 @@ class LengthPenalty(Extension):
     def on_advantages(self, batch: BatchView, advantages: Advantages) -> None:
         if not self._acts:
             return
-        self._shipped = hash_advantages(batch, advantages.final)
+        super().on_advantages(batch, advantages)
         if self.length.place == "before":
             self._check_estimator(batch, advantages)
 
@@ -178,7 +177,6 @@ class LengthPenalty(Extension):
     def judge(self, reports: Sequence[AdvantageReport]) -> Mapping[str, float]:
         if self._demanded and self._changed == 0:
             raise LivenessError(f"{self.section}: 0 rows were changed, and some have to be ({self._demanded}).")
-        check_arrival(self.section, self._shipped, reports)
         if self._demanded and not self._proved:
             self._proved = True
             logger.info("length penalty LIVE on %d rows: %s", self._changed, self.meaning)

@@ -16,10 +16,10 @@ import torch
 from omegaconf import DictConfig
 from torch import Tensor
 
-from ...batch.checksums import hash_rows
 from ...batch.rewards import check_rewards
 from ...correction import Problem
 from ...proof.token_alignment import AlignmentTally, tally_agreements
+from ..advantage_proof import name_hashes
 from ..batch_view import BatchView, last_outputs
 from ..extension import Extension
 from .columns import ROW, SCALE, TEACHER
@@ -51,7 +51,7 @@ class OnPolicyDistillation(Extension):
         self._scoring: Scoring | None = None
         self._eligible = torch.zeros(0, dtype=torch.bool)
         self._near = torch.zeros(0, 0, dtype=torch.bool)
-        self._shipped: list[int] = []
+        self._sent: dict[str, int] = {}
         self._found: dict[str, float] = {}
         self._agreements = AlignmentTally()
         self._proved = False
@@ -159,8 +159,7 @@ class OnPolicyDistillation(Extension):
         self._note(student, teacher, near, excluded, gaps, scale, waited)
         flags = self._eligible.to(torch.int8)
         batch.put(**{TEACHER: teacher, ROW: flags, SCALE: torch.full((len(flags),), scale, dtype=torch.float32)})
-        numbers = hash_rows(columns["responses"], near, teacher)
-        self._shipped = numbers[near.any(-1)].tolist()
+        self._sent = name_hashes(batch, columns["responses"], near, teacher)
         if self.opd.mode == "loss":
             return None
         taught = columns["response_mask"].bool() & self._eligible[:, None]
@@ -218,8 +217,18 @@ class OnPolicyDistillation(Extension):
     def worker(self) -> OpdWorker:
         return OpdWorker(self.opd)
 
+    @property
+    def sent(self) -> Mapping[str, int]:
+        return self._sent
+
+    def silence(self, batch: BatchView, rows: Tensor) -> None:
+        self._eligible = self._eligible & ~rows
+        batch.put(**{ROW: self._eligible.to(torch.int8)})
+        silent = {key for key, is_silent in zip(batch.keys, rows.tolist(), strict=True) if is_silent}
+        self._sent = {key: number for key, number in self._sent.items() if key not in silent}
+
     def judge(self, reports: Sequence[OpdReport]) -> Mapping[str, float]:
-        check_reports(reports, self._shipped, self.opd.mode)
+        check_reports(reports, self.opd.mode)
         found = dict(summarize_reports(reports, self.opd.coef))
         scored = sum(report.tokens for report in reports)
         visible = any(report.visible for report in reports)
@@ -228,7 +237,7 @@ class OnPolicyDistillation(Extension):
             logger.info(
                 "opd %s LIVE on %d rows, %d tokens (error %.1g), teacher %s",
                 self.opd.mode,
-                len(self._shipped),
+                len(self._sent),
                 scored,
                 found["opd/live/error"],
                 ", ".join(self.opd.teacher.shown),
@@ -247,7 +256,7 @@ class OnPolicyDistillation(Extension):
                 UPDATES,
                 self.opd.coef * (1 - share) / share,
             )
-        self._idle = 0 if self._shipped else self._idle + 1
+        self._idle = 0 if self._sent else self._idle + 1
         if self._idle == IDLE:
             logger.warning(
                 "opd does nothing: no rollout was eligible in %d updates. Fix: a larger opd.eligible.max_pass_rate, or "

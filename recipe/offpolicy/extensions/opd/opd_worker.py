@@ -26,8 +26,8 @@ class OpdReport:
     """Evidence from one micro-batch; plain Python, sums add up over micro-batches and ranks.
 
     Attributes:
-        arrived: columns that reached the loss, with their dtypes.
-        hashes: of each row with a scored token: ids and bits of its teacher log-probs.
+        hashes: of each row with a scored token: ids and bits of its teacher log-probs; None where a column is missing.
+        missing: columns that did not reach the loss, or not as they were sent.
         tokens: scored tokens.
         response_tokens: of all rows, scored or not.
         kept: of these, tokens that no mask of the correction rejects.
@@ -39,8 +39,8 @@ class OpdReport:
         visible: the trial demanded a gradient other than 0, or advantages were compared.
     """
 
-    arrived: Mapping[str, str]
-    hashes: tuple[int, ...] = ()
+    hashes: tuple[int, ...] | None = ()
+    missing: tuple[str, ...] = ()
     tokens: int = 0
     response_tokens: int = 0
     kept: int = 0
@@ -90,9 +90,11 @@ class OpdWorker(WorkerExtension):
         return rows.weights.detach() if self.settings.corrected else torch.ones_like(rows.weights)
 
     def report(self, rows: LossRows) -> OpdReport:
-        arrived = {name: str(rows.column(name).dtype) for name in (TEACHER, ROW, SCALE) if name in rows}
-        if not {TEACHER, ROW} <= arrived.keys() or rows.column(TEACHER).dtype != torch.float32:
-            return OpdReport(arrived)
+        missing = [name for name in (TEACHER, ROW) if name not in rows]
+        if not missing and rows.column(TEACHER).dtype != torch.float32:
+            missing = [f"{TEACHER} as float32 (it is {rows.column(TEACHER).dtype})"]
+        if missing:
+            return OpdReport(None, tuple(missing))
         teacher, mask = rows.column(TEACHER), rows.response_mask
         scored = find_scored(teacher, rows.column(ROW), mask)
         there = scored.any(-1)
@@ -105,7 +107,6 @@ class OpdWorker(WorkerExtension):
         )
         own, others = self._pulls(rows, gaps, scored)
         return OpdReport(
-            arrived,
             tuple(hashes),
             tokens=int(scored.sum()),
             response_tokens=int(mask.sum()),
@@ -137,6 +138,8 @@ class OpdWorker(WorkerExtension):
 
         Within max_gap the slope is s - t, which falls as t rises; the gradient of a K1 would not move.
         """
+        if not scored.any():  # such as where all rows are padding or left
+            return 0.0, False
         bound = self.settings.max_gap
         shift = min(SHIFT, bound / 4)
         inside = log_prob - (log_prob - teacher).clamp(-bound / 2, bound / 2)

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from ...correction import Problem
 from ...proof.verify import LivenessError
-from ..advantage_proof import AdvantageReport, AdvantageWorker, check_arrival, hash_advantages
+from ..advantage_proof import AdvantageExtension, AdvantageReport, AdvantageWorker
 from ..batch_view import BatchView, PromptView
-from ..extension import Advantages, Extension
+from ..extension import Advantages
 from ..sessions import Sessions, read_sessions
 from ..state_file import read_state, write_state
 from .budget import PassRates, allocate, identify_chat
@@ -33,7 +33,7 @@ logger = logging.getLogger("verl.offpolicy")
 FILE = "pass_rates.json"
 
 
-class PassAtK(Extension):
+class PassAtK(AdvantageExtension):
     """pass@k of one run; see ``settings.PassAtKSettings`` for its section."""
 
     def __init__(self, section: str, settings: Mapping[str, Any]) -> None:
@@ -48,7 +48,6 @@ class PassAtK(Extension):
         self._identities: dict[str, str] = {}
         self._sessions: Sessions | None = None
         self._estimated: Tensor | None = None
-        self._shipped: tuple[int, ...] = ()
         self._changed = 0
         self._demanded = ""
         self._proved = False
@@ -223,7 +222,7 @@ class PassAtK(Extension):
     def on_advantages(self, batch: BatchView, advantages: Advantages) -> None:
         if self.worker() is None:
             return
-        self._shipped = hash_advantages(batch, advantages.final)
+        super().on_advantages(batch, advantages)
         self._changed = int((advantages.final != advantages.own).any(-1).sum())
 
     def worker(self) -> AdvantageWorker | None:
@@ -232,7 +231,6 @@ class PassAtK(Extension):
     def judge(self, reports: Sequence[AdvantageReport]) -> Mapping[str, float]:
         if self._demanded and self._changed == 0:
             raise LivenessError(f"{self.section}: 0 rows were changed, and some have to be ({self._demanded}).")
-        check_arrival(self.section, self._shipped, reports)
         if self._demanded and not self._proved:
             self._proved = True
             logger.info("pass@k LIVE on %d rows: %s", self._changed, self.meaning)

@@ -9,11 +9,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from ...batch.row_arrival import match_rows
 from ...proof.verify import LivenessError
-from .columns import SECTION, UTILITY
+from .columns import SECTION
 from .prefix_scorer import RowValues
-from .process_worker import ProcessReport
 from .row_utilities import BatchUtilities, move_utility
 
 MOVED_ROWS = 8
@@ -99,30 +97,3 @@ def check_forward(
             f"reads a prefix cache of other ones."
         )
     return apart[worst]
-
-
-def check_reports(reports: Sequence[ProcessReport], sent: Sequence[int], *, exact: bool = True) -> None:
-    """Check the workers' advantages against those of the trainer, by row.
-
-    With several epochs each row is seen as many times.
-
-    Args:
-        reports: of one update.
-        sent: hashes of the trainer's rows.
-        exact: every row has to be seen; False where a limit on staleness takes rows out of the loss.
-
-    Raises:
-        LivenessError: a column was dropped, or advantages are others.
-    """
-    for report in reports:
-        if report.arrived is None:
-            raise LivenessError(
-                f"{SECTION}: {UTILITY} did not reach the loss. Something selects the columns that go to the workers."
-            )
-    rows = match_rows(sent, (number for report in reports for number in report.hashes))
-    if (exact and not rows.whole) or (not exact and rows.known * 2 < rows.seen):
-        raise LivenessError(
-            f"{SECTION}: the trainer sent {rows.sent} rows with process advantages, and the loss saw "
-            f"{rows.seen}, {rows.known} of them with the advantages that were sent. Something changes advantages, or "
-            f"drops or mixes up rows, behind the trainer."
-        )

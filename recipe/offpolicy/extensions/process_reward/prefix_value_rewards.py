@@ -19,13 +19,12 @@ from torch import Tensor
 
 from verl_patches.trainer_v0 import plain_advantage
 
-from ...batch.checksums import hash_rows
 from ...batch.rewards import check_rewards
 from ...batch.weight_versions import NEWEST_VERSION
 from ...correction import Problem
 from ...proof.dense_rewards import sees_positions
+from ..advantage_proof import AdvantageExtension, AdvantageReport
 from ..batch_view import BatchView, PromptView
-from ..extension import Advantages, Extension
 from .advantages import normalize_utilities, token_advantages
 from .columns import FIELD, UTILITY
 from .evidence import (
@@ -34,15 +33,14 @@ from .evidence import (
     build_scored_row,
     check_forward,
     check_moved,
-    check_reports,
     choose_prefixes,
 )
 from .prefix_scorer import RowValues
 from .process_metrics import summarize_advantages, summarize_cost, summarize_values
-from .process_worker import ProcessReport, ProcessWorker
+from .process_worker import ProcessWorker
 from .row_utilities import BatchUtilities, build_utilities, check_values, read_values
 from .settings import ProcessSettings
-from .start_up import MANAGER, find_manager, is_synchronous, serve_scores, takes_rows_out
+from .start_up import MANAGER, find_manager, is_synchronous, serve_scores
 
 logger = logging.getLogger("verl.offpolicy")
 
@@ -53,7 +51,7 @@ COMPARISONS = 2
 """Steps whose values are compared: the first, and the one behind the first synchronisation of trained weights."""
 
 
-class PrefixValueRewards(Extension):
+class PrefixValueRewards(AdvantageExtension):
     """Process rewards of one run; see ``settings.ProcessSettings`` for their section."""
 
     phase = "prefix_values"
@@ -62,10 +60,8 @@ class PrefixValueRewards(Extension):
         super().__init__(section, settings)
         self.process = ProcessSettings.from_mapping(section, settings)
         self._by_token = self._synchronous = False
-        self._exact = True
         self._submitted: float | None = None
         self._utilities: BatchUtilities | None = None
-        self._sent: list[int] = []
         self._metrics: dict[str, float] = {}
         self._moved = self._unfit = self._compared = self._comparisons = 0
         self._apart, self._tolerance = math.nan, COARSE
@@ -100,7 +96,7 @@ class PrefixValueRewards(Extension):
     # In the trainer -----------------------------------------------------------------------------------------
 
     def begin(self, config: DictConfig) -> None:
-        self._synchronous, self._exact = is_synchronous(config), not takes_rows_out(config)
+        self._synchronous = is_synchronous(config)
         self._tolerance = TOLERANCES.get(str(OmegaConf.select(config, "actor_rollout_ref.rollout.dtype")), COARSE)
         self._by_token = bool(sees_positions(config, plain_advantage()))
         serve_scores()
@@ -190,17 +186,10 @@ class PrefixValueRewards(Extension):
         self._metrics |= summarize_advantages(advantages, dealt, mask)
         return None if self._by_token else advantages + dealt.to(advantages.dtype)
 
-    def on_advantages(self, batch: BatchView, advantages: Advantages) -> None:
-        columns = batch.rows("responses", "response_mask")
-        mask = columns["response_mask"]
-        hashes = hash_rows(columns["responses"], mask, advantages.final.to(torch.float32))
-        self._sent = hashes[mask.bool().any(-1)].tolist()
-
     def worker(self) -> ProcessWorker:
         return ProcessWorker()
 
-    def judge(self, reports: Sequence[ProcessReport]) -> Mapping[str, float]:
-        check_reports(reports, self._sent, exact=self._exact)
+    def judge(self, reports: Sequence[AdvantageReport]) -> Mapping[str, float]:
         live = {"moved_rows": self._moved, "compared_prefixes": self._compared, "forward_error": self._apart}
         return {f"{self.section}/live/{name}": float(value) for name, value in live.items()}
 

@@ -48,14 +48,6 @@ def is_synchronous(config: DictConfig) -> bool:
     return OmegaConf.select(config, "trainer.v1.trainer_mode") in (None, "sync")
 
 
-def takes_rows_out(config: DictConfig) -> bool:
-    """Return True if rows may leave the loss after their advantages are known."""
-    staleness = "offpolicy.staleness"
-    if OmegaConf.select(config, f"{staleness}.eta") is None:
-        return False
-    return OmegaConf.select(config, f"{staleness}.too_old") in ("mask", "refresh")
-
-
 def find_problems(section: str, settings: ProcessSettings, config: DictConfig) -> Iterator[Problem]:
     """Find what is wrong around the settings."""
     parts = (section,)

@@ -133,11 +133,11 @@ def estimate_anew(data: TensorDict) -> None:
     ("mode", "fault", "said"),
     [
         ("advantage", drop, "offpolicy_opd_teacher did not reach the loss"),
-        ("advantage", round_off, "arrived as torch.bfloat16"),
-        ("loss", round_off, "arrived as torch.bfloat16"),
-        ("advantage", permute, "the teacher scored 2 rows, and the loss saw"),
-        ("loss", permute, "the teacher scored 2 rows, and the loss saw"),
-        ("loss", forget, "the teacher scored 2 rows, and the loss saw 0"),
+        ("advantage", round_off, "as float32 .it is torch.bfloat16. did not reach"),
+        ("loss", round_off, "as float32 .it is torch.bfloat16. did not reach"),
+        ("advantage", permute, "2 of 2 rows expected, 2 seen: 1 missing or changed .b., 1 not sent"),
+        ("loss", permute, "2 of 2 rows expected, 2 seen: 1 missing or changed .b., 1 not sent"),
+        ("loss", forget, "2 of 2 rows expected, 0 seen"),
         ("advantage", estimate_anew, "the advantages in the loss are not coef"),
     ],
 )
@@ -185,7 +185,7 @@ def test_without_an_eligible_row_nothing_is_asked_and_all_metrics_are_there(
 ) -> None:
     monkeypatch.setattr(distillation, "IDLE", 2)
     taught = Run(teacher.url, "advantage")
-    taught.opd.judge([taught.update(NONE)[1].reports["opd"]])
+    taught.judge(taught.update(NONE)[1])
     teacher.asked.clear()
     run = Run(teacher.url, "advantage", eligible={"passed_above": -1.0})
     assert teacher.asked == []

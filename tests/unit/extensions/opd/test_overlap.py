@@ -76,6 +76,10 @@ class Batch:
         return made
 
     @property
+    def keys(self) -> list[str]:
+        return [str(row) for row in range(len(self.prompts))]
+
+    @property
     def uids(self) -> list[str]:
         return [str(row // ROLLOUTS) for row in range(len(self.prompts))]
 

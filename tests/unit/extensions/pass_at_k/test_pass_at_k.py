@@ -20,6 +20,7 @@ from recipe.offpolicy.extensions.pass_at_k import advantages, pass_at_k
 from recipe.offpolicy.extensions.pass_at_k.pass_at_k import PassAtK
 from recipe.offpolicy.extensions.pass_at_k.upsampling import NUMBER
 from recipe.offpolicy.proof.verify import LivenessError
+from tests.support.judged import judge
 from tests.support.shaped import Rows, make_batch, report, shape
 
 ONE: Rows = [("a", 3 + row, float(row == 2)) for row in range(8)]
@@ -129,7 +130,7 @@ def test_the_proof_passes_and_says_so(objective: str, caplog: pytest.LogCaptureF
     extension, view = made(objective), make_batch([*ONE, *TWO])
     shape(view, extension)
     with caplog.at_level("INFO"):
-        found = dict(extension.judge(report(view, extension)))
+        found = judge(extension, report(view, extension))
     assert found["pass_at_k/live/proved"] == 1.0
     assert found["pass_at_k/live/changed_rows"] > 8
     assert caplog.text.count("pass@k LIVE on") == 1
@@ -150,8 +151,10 @@ def test_verls_advantages_in_the_loss_stop_the_run() -> None:
     def verls(data: TensorDict) -> None:
         data["advantages"] = own[:, None] * data["response_mask"]
 
-    with pytest.raises(LivenessError, match="advantages of 8 rows were shaped, and the loss saw 8 rows, 0 of them"):
-        extension.judge(report(view, extension, verls))
+    with pytest.raises(
+        LivenessError, match=r"8 of 8 rows expected, 8 seen: 8 missing or changed .* 8 not sent with this content"
+    ):
+        judge(extension, report(view, extension, verls))
 
 
 def test_rows_that_do_not_change_although_they_must_stop_the_run() -> None:
@@ -159,7 +162,7 @@ def test_rows_that_do_not_change_although_they_must_stop_the_run() -> None:
     shape(view, extension)
     extension._changed = 0
     with pytest.raises(LivenessError, match="0 rows were changed, and some have to be"):
-        extension.judge(report(view, extension))
+        judge(extension, report(view, extension))
 
 
 class Prompts(SimpleNamespace):

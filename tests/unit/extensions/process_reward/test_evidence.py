@@ -11,11 +11,9 @@ from recipe.offpolicy.extensions.process_reward.evidence import (
     build_scored_row,
     check_forward,
     check_moved,
-    check_reports,
     choose_prefixes,
 )
 from recipe.offpolicy.extensions.process_reward.prefix_scorer import RowValues
-from recipe.offpolicy.extensions.process_reward.process_worker import ProcessReport
 from recipe.offpolicy.extensions.process_reward.row_utilities import build_utilities
 from recipe.offpolicy.proof.verify import LivenessError
 
@@ -28,7 +26,6 @@ FOUND = build_utilities(
     ],
     MASK,
 )
-ARRIVED = "torch.float32"
 
 
 def deal(values: Tensor) -> Tensor:
@@ -43,29 +40,6 @@ def test_moved_utilities_change_advantages() -> None:
 def test_an_estimator_that_sums_utilities_stops_the_run() -> None:
     with pytest.raises(LivenessError, match="row 2 was moved to another episode, and no advantage changed"):
         check_moved(FOUND, lambda values: values.sum(-1, keepdim=True) * MASK, [1, 2, 0])
-
-
-def test_workers_saw_the_trainers_advantages_in_every_epoch() -> None:
-    reports = [ProcessReport(ARRIVED, (1, 2)), ProcessReport(ARRIVED, (2, 3))]
-    check_reports(reports, [1, 2, 2, 3])
-    check_reports(reports * 2, [1, 2, 2, 3])
-
-
-@pytest.mark.parametrize("hashes", [(1, 2, 2, 4), (1, 2, 3)])
-def test_other_advantages_and_lost_rows_stop_the_run(hashes: tuple[int, ...]) -> None:
-    with pytest.raises(LivenessError, match="the trainer sent 4 rows"):
-        check_reports([ProcessReport(ARRIVED, hashes)], [1, 2, 2, 3])
-
-
-def test_a_column_that_was_dropped_stops_the_run() -> None:
-    with pytest.raises(LivenessError, match="offpolicy_process_utility did not reach the loss"):
-        check_reports([ProcessReport(None, (1,))], [1])
-
-
-def test_rows_may_be_missing_where_a_limit_on_staleness_takes_them_out() -> None:
-    check_reports([ProcessReport(ARRIVED, (1, 2, 9))], [1, 2, 2, 3], exact=False)
-    with pytest.raises(LivenessError):
-        check_reports([ProcessReport(ARRIVED, (7, 8, 9))], [1, 2, 2, 3], exact=False)
 
 
 def test_prefixes_are_chosen_of_values_above_the_floor() -> None:

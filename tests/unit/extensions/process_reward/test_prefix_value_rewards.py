@@ -16,13 +16,14 @@ from torch import Tensor
 from recipe.offpolicy.batch.checksums import hash_rows
 from recipe.offpolicy.batch.rewards import RewardError
 from recipe.offpolicy.extensions.add_ons import AddOns
+from recipe.offpolicy.extensions.advantage_proof import AdvantageReport
 from recipe.offpolicy.extensions.process_reward import token_advantages
 from recipe.offpolicy.extensions.process_reward.columns import FIELD, UTILITY
 from recipe.offpolicy.extensions.process_reward.prefix_scorer import RowValues
 from recipe.offpolicy.extensions.process_reward.prefix_value_rewards import COMPARISONS, PrefixValueRewards
-from recipe.offpolicy.extensions.process_reward.process_worker import ProcessReport
 from recipe.offpolicy.proof.verify import LivenessError
 from recipe.offpolicy.trainer.batch_view_v0 import DataProtoBatch
+from tests.support.judged import judge
 from verl import DataProto
 from verl.trainer.ppo.core_algos import get_adv_estimator_fn
 
@@ -222,7 +223,7 @@ def test_eight_prefixes_are_scored_again_by_the_trainer_at_the_first_two_steps(b
     forward, made = Forward(), extension()
     for expected in (8, 16, 16):
         run(build(forward=forward), made)
-        live = made.judge([ProcessReport("torch.float32", tuple(made._sent))])
+        live = judge(made, [AdvantageReport(tuple(made._sent.values()))])
         assert (len(forward.asked), live["process_reward/live/compared_prefixes"]) == (expected, expected)
     assert {response[-1] for _, response in forward.asked} == {9}
 
@@ -239,10 +240,12 @@ def test_the_workers_have_to_see_the_trainers_advantages(build: Any) -> None:
     made, view = extension(), build()
     advantages = run(view, made)
     seen = hash_rows(view.rows("responses")["responses"], MASK, advantages)
-    made.judge([ProcessReport("torch.float32", tuple(seen.tolist()))])
+    judge(made, [AdvantageReport(tuple(seen.tolist()))])
     other = hash_rows(view.rows("responses")["responses"], MASK, grpo(scores()))
-    with pytest.raises(LivenessError, match="the trainer sent 4 rows"):
-        made.judge([ProcessReport("torch.float32", tuple(other.tolist()))])
+    with pytest.raises(LivenessError, match="4 of 4 rows expected, 4 seen: 4 missing or changed"):
+        judge(made, [AdvantageReport(tuple(other.tolist()))])
+    with pytest.raises(LivenessError, match="offpolicy_process_utility did not reach the loss"):
+        judge(made, [AdvantageReport(None, (UTILITY,))])
 
 
 def test_both_trainers_give_the_same_advantages(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,6 @@ from recipe.offpolicy.extensions.process_reward.start_up import (
     find_manager,
     find_problems,
     is_synchronous,
-    takes_rows_out,
 )
 from tests.support.byte_tokenizer import build_byte_tokenizer
 from verl_patches.releases import attributes_of
@@ -116,6 +115,3 @@ def test_modes() -> None:
     assert is_synchronous(config())
     assert is_synchronous(config(**{"trainer.use_v1": False}))
     assert not is_synchronous(config(**{"trainer.v1.trainer_mode": "separate_async"}))
-    masked = {"offpolicy.staleness.eta": 1, "offpolicy.staleness.too_old": "mask"}
-    assert takes_rows_out(config(**masked))
-    assert not takes_rows_out(config(**(masked | {"offpolicy.staleness.eta": None})))

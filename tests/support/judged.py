@@ -1,0 +1,17 @@
+"""What the trainer makes of the reports of one extension: rows compared, then the extension's own verdict."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from recipe.offpolicy.extensions.add_ons import AddOns
+from recipe.offpolicy.extensions.extension import Extension
+
+
+def judge(extension: Extension, reports: Sequence[Any], epochs: int = 1) -> dict[str, float]:
+    """The metrics that the verdict adds."""
+    hooks = AddOns([extension])
+    hooks._prompts_seen = hooks._advantages_seen = True
+    hooks.judge([{extension.section: report} for report in reports], epochs)
+    return dict(hooks._judged)
