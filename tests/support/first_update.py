@@ -11,6 +11,7 @@ from recipe.offpolicy.correction import CorrectionSpec
 from tests.support import training_worker as tw
 
 MISMATCH = 0.2
+SEALED = ("rollout_log_probs", "old_log_probs", "advantages", "ref_log_prob", "offpolicy_scale")
 
 
 def planned(spec: CorrectionSpec, rows: tw.Rollout, *, ranks: int = 1, **loss: Any) -> TensorDict:
@@ -18,7 +19,14 @@ def planned(spec: CorrectionSpec, rows: tw.Rollout, *, ranks: int = 1, **loss: A
 
     Each of ``ranks`` takes a contiguous share of the rows.
     """
-    from recipe.offpolicy.batch.plan import PLAN, BatchSplit, SharedPlan, build_row_columns, compute_constants
+    from recipe.offpolicy.batch.plan import (
+        PLAN,
+        BatchSplit,
+        SharedPlan,
+        build_row_columns,
+        compute_constants,
+        seal_batch,
+    )
     from verl.utils import tensordict_utils as tu
 
     if spec.proximal != "recompute":
@@ -28,7 +36,10 @@ def planned(spec: CorrectionSpec, rows: tw.Rollout, *, ranks: int = 1, **loss: A
         batch_split = BatchSplit(ranks, len(data), loss.get("loss_agg_mode", "token-mean"))
         for name, column in build_row_columns(spec, data, batch_split).items():
             data[name] = column
-    tu.assign_non_tensor(data, **{PLAN: SharedPlan(step=1, constants=compute_constants(spec, data))})
+    plan = SharedPlan(step=1, constants=compute_constants(spec, data))
+    if not spec.is_none:
+        plan = seal_batch(plan, data, {name: data[name] for name in SEALED if name in data.keys()})
+    tu.assign_non_tensor(data, **{PLAN: plan})
     return data
 
 

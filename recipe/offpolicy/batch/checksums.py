@@ -1,13 +1,14 @@
-"""A hash of each row's tokens with their log-probs, computed where they are.
+"""A hash of each row's tokens with the values of a column, computed where they are.
 
-Sum over a row's tokens of mix(mix(mix(seed + place) + token) + bits of log mu), with place the number of the row's
-response tokens up to it, and a seed for each precision of mu. ``mix`` is the finaliser of SplitMix64 (Steele, Lea,
-Flood 2014, Fast Splittable Pseudorandom Number Generators), a bijection of 64 bits, in int64 that wraps around. It
-guards against mistakes, not against somebody who looks for a collision.
+Sum over a row's tokens of mix(mix(2^32 place + token) + seed + bits of the value), with place the number of the row's
+response tokens up to it, and a seed for each precision. ``mix`` is the finaliser of SplitMix64 (Steele, Lea, Flood
+2014, Fast Splittable Pseudorandom Number Generators), a bijection of 64 bits, in int64 that wraps around. It guards
+against mistakes, not against somebody who looks for a collision.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 from ..correction.row_blocks import split_tokens
 from ..correction.row_layout import PackedRows, RowLayout
 
-_BITS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_BITS: Final = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integers of as many bytes as a float of any dtype has."""
 _SEEDS: Final = {
     torch.float64: 0x243F6A8885A308D3,
@@ -43,20 +44,42 @@ def hash_rows(tokens: Tensor, mask: Tensor, values: Tensor) -> Tensor:
         KeyError: values of another dtype.
         ValueError: layouts or shapes that differ.
     """
-    columns = {"tokens": tokens, "mask": mask, "values": values.detach()}
-    return torch.cat([_hash_block(rows, **block) for _, rows, block in split_tokens(columns)])
+    return hash_columns(tokens, mask, [values])[:, 0]
 
 
-def _hash_block(rows: RowLayout, tokens: Tensor, mask: Tensor, values: Tensor) -> Tensor:
+@torch.no_grad()
+def hash_columns(tokens: Tensor, mask: Tensor, columns: Sequence[Tensor]) -> Tensor:
+    """Hash each of several columns as ``hash_rows`` does: (B, C) int64.
+
+    Args:
+        tokens, mask: as there.
+        columns: (B, T) each, of one dtype, or nested by row.
+    """
+    given = {"tokens": tokens, "mask": mask} | {str(i): column.detach() for i, column in enumerate(columns)}
+    return torch.cat([_hash_block(rows, **block) for _, rows, block in split_tokens(given)])
+
+
+def _hash_block(rows: RowLayout, tokens: Tensor, mask: Tensor, **columns: Tensor) -> Tensor:
     there = mask.bool()
-    place = rows.cumulative_count(there).add_(_SEEDS[values.dtype])
-    bits = values.view(_BITS[values.element_size()])
-    mixed = _mix(_mix(_mix(place).add_(tokens)).add_(bits)).mul_(there)
+    values = torch.stack([*columns.values()])
+    at = _mix((rows.cumulative_count(there) << 32).bitwise_or_(tokens)).add_(_SEEDS[values.dtype])
+    mixed = _mix(at + values.view(_BITS[values.element_size()])).mul_(there)
     if not isinstance(rows, PackedRows):
-        return mixed.sum(-1)
+        return mixed.sum(-1).T
     # The sum up to each row's end less that up to its start: both wrap around, and so does their difference.
-    up_to = torch.cat((mixed.new_zeros(1), mixed.cumsum(0)))
-    return up_to[rows.offsets].diff()
+    up_to = torch.cat((mixed.new_zeros(len(mixed), 1), mixed.cumsum(-1)), dim=-1)
+    return up_to[:, rows.offsets].diff().T
+
+
+@torch.no_grad()
+def hash_numbers(values: Tensor) -> Tensor:
+    """Hash the numbers of each row, (B,) int64: values (B,) or (B, K) of any dtype, in their order."""
+    numbers = values.detach().reshape(len(values), -1)
+    bits = numbers.view(_BITS[numbers.element_size()]) if numbers.is_floating_point() else numbers
+    found = torch.zeros(len(numbers), dtype=torch.int64, device=numbers.device)
+    for column in bits.long().unbind(-1):
+        found = _mix(found + column + _FIRST)
+    return found
 
 
 def _mix(value: Tensor) -> Tensor:

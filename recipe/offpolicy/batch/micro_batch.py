@@ -39,6 +39,7 @@ from ..correction.telemetry import Measure
 from .checksums import hash_rows
 from .padding import Layout, pad_column
 from .plan import MINI_BATCH_TOKENS, PLAN, SCALE, SharedPlan
+from .seals import SealError, compare, key_of
 from .token_versions import read_versions
 from .weight_versions import RowVersions, check_ages_known, compute_token_versions
 
@@ -52,6 +53,8 @@ WITHHELD = "offpolicy_withheld"
 """Key of a model output: tokens, flagged one place before, that leave the policy term, for their support is unknown."""
 SUPPORT_SIZE = "offpolicy_support_size"
 """Key of a model output, and of a recorded column: members of each token's support, 0 where it is not known."""
+VERSIONS_SEALED = "versions"
+"""Name of what is sealed of the versions of each row's weights: the oldest and the newest."""
 LAST = "update_lr_scheduler"
 """What verl's worker tells the engine of each mini-batch: whether the learning rate is to move after it, which it is
 after the last of an update."""
@@ -107,6 +110,14 @@ class MicroBatch:
     def turns(self) -> Tensor:
         """(B, T) int64, see ``correction.turns``."""
         return turns(self.response_mask)
+
+    def loss_columns(self) -> dict[str, Tensor]:
+        """Return the columns by token that every corrected loss reads, by verl's names."""
+        return {
+            ROLLOUT_LOG_PROBS: self.rollout_log_prob,
+            "old_log_probs": self.old_log_prob,
+            "advantages": self.advantages,
+        }
 
     def detached(self) -> MicroBatch:
         """Detach the rows: no gradient, and nothing of the engine's is kept alive."""
@@ -319,6 +330,35 @@ def count_unknown_versions(batch: MicroBatch) -> dict[str, Statistic]:
         return {}
     unknown = batch.versions.find_unknown(batch.response_mask).sum(dtype=torch.float64)
     return {"staleness/unknown_by_token": build_sum(unknown)}
+
+
+def check_seals(batch: MicroBatch) -> DeferredValue[None] | None:
+    """Compare each column that the trainer has sealed with what came; None where its plan says of none.
+
+    Raises:
+        SealError: a seal, or a column that was sealed, did not come; or, when fetched, a column has changed.
+    """
+    if batch.plan is None or not batch.plan.sealed:
+        return None
+    came = {name: batch.data[key_of(name)] for name in batch.plan.sealed if key_of(name) in batch.data.keys()}
+    # TransferQueue nests whatever has more than one number a row.
+    seals = {name: flatten(seal).view(len(batch.responses), -1) for name, seal in came.items()}
+    if lost := set(batch.plan.sealed) - set(seals):
+        raise SealError(f"the seals of {', '.join(sorted(lost))} did not reach the loss with these rows.")
+    by_token, by_row = batch.loss_columns(), {}
+    if batch.versions is not None:
+        by_row[VERSIONS_SEALED] = torch.stack((batch.versions.oldest, batch.versions.newest), dim=-1)
+    for name in seals.keys() & set(batch.data.keys()) - set(by_token):
+        column = batch.data[name] if batch.layout is None else pad_column(batch.data[name], batch.layout, name)
+        (by_token if column.shape == batch.response_mask.shape else by_row)[name] = column
+    return compare(
+        seals,
+        tokens=batch.responses,
+        mask=batch.response_mask,
+        by_token=by_token,
+        by_row={name: column.to(batch.response_mask.device) for name, column in by_row.items()},
+        plan=batch.plan.fingerprint(),
+    )
 
 
 def read_bounds(batch: MicroBatch, names: Collection[str]) -> Mapping[str, Mapping[str, float | None]]:

@@ -6,8 +6,9 @@ The plan travels beside the batch: what is one number for all rows as a non-tens
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from hashlib import blake2b
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from ..correction import BatchConstants, CorrectionSpec, batch_constants, count_
 from ..correction.baseline import regroup
 from ..correction.denominator import assign_mini_batches, compute_scale_of_counts, find_finite_tokens
 from ..correction.row_layout import count_tokens_by_row
+from .seals import PLAN_HASH, PREFIX, build_seals, key_of, seal_constant
 from .token_versions import read_versions
 from .weight_versions import EXTRA_FIELDS, RowVersions, check_ages_known, compute_token_versions
 
@@ -72,6 +74,7 @@ class SharedPlan:
         shadow_constants: of the corrections that are only reported, by name.
         update: how the batch is split, where it is to be recorded.
         bounds: part -> the bounds that this update is to use, for masks and a weight (``WEIGHT``) whose bounds move.
+        sealed: columns whose seals come with the batch, see ``seals``.
     """
 
     step: int
@@ -79,6 +82,11 @@ class SharedPlan:
     shadow_constants: dict[str, BatchConstants] = field(default_factory=dict)
     update: UpdateRows | None = None
     bounds: Mapping[str, Mapping[str, float | None]] = field(default_factory=dict)
+    sealed: tuple[str, ...] = ()
+
+    def fingerprint(self) -> int:
+        """Return a signed 64-bit hash of all that the plan says."""
+        return int.from_bytes(blake2b(repr(self).encode(), digest_size=8).digest(), signed=True)
 
 
 @dataclass(frozen=True)
@@ -130,6 +138,22 @@ def build_plan(
     constants = batch.compute_constants(spec)
     plan = SharedPlan(step, constants, shadow_constants, bounds=bounds or {})
     return plan, batch.build_columns(spec, batch_split(), constants) if counts else {}
+
+
+def seal_batch(plan: SharedPlan, rows: TensorDict, columns: Mapping[str, Tensor]) -> SharedPlan:
+    """Seal in ``rows`` what no one has sealed so far; return the plan, which tells of all seals, and is sealed itself.
+
+    Args:
+        rows: with "responses" and "response_mask".
+        columns: that are to be sealed, of these rows.
+    """
+    unsealed = {name: column for name, column in columns.items() if key_of(name) not in rows.keys()}
+    for name, seal in build_seals(rows["responses"], rows["response_mask"], unsealed).items():
+        rows[key_of(name)] = seal
+    names = {name.removeprefix(PREFIX) for name in rows.keys() if name.startswith(PREFIX)}
+    plan = replace(plan, sealed=(*sorted({*names, PLAN_HASH}),))
+    rows[key_of(PLAN_HASH)] = seal_constant(plan.fingerprint(), len(rows))
+    return plan
 
 
 def compute_constants(spec: CorrectionSpec, rows: TensorDict, step: int | None = None) -> BatchConstants:

@@ -76,6 +76,8 @@ class Proof:
         distances: sums over tokens of |log pi_old - log mu|, in nats, with mu taken from the token before, the same
             token and the token after; they tell a mu that is off by one where it was made. Where pi_old is not
             computed, pi takes its place.
+        row_distances: sums over tokens of |log pi - log pi_old|, in nats, with pi_old of the same row and of the next;
+            they tell an engine whose log-probs are of other rows. Where pi_old is not computed, mu takes its place.
         shifts: correction name -> what the shifted micro-batch showed.
         gradient_tokens: tokens at which the uncorrected policy term has a gradient; without any nothing can be seen.
         gradient_error: relative error of the gradient in the engine's own backward; None until that has run, and
@@ -87,6 +89,7 @@ class Proof:
     tolerance: float
     log_prob_bits: int
     distances: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    row_distances: tuple[float, float] = (0.0, 0.0)
     shifts: dict[str, ShiftResult] = field(default_factory=dict)
     gradient_tokens: int = 0
     gradient_error: float | None = None
@@ -111,6 +114,7 @@ def prove(adapter: CorrectedLoss, batch: mb.MicroBatch, loss: Tensor) -> Proof:
         return proof
     trainer = batch.old_log_prob if adapter.spec.proximal == "recompute" else batch.log_prob.detach()
     proof.distances = _distances(trainer, batch)
+    proof.row_distances = _row_distances(batch)
     step = mb.decide(adapter.spec, batch, measure="nothing")
     factor = mb.compute_factor(adapter.spec, batch, step)
     old = _expected_proximal(adapter.spec, batch)
@@ -143,6 +147,15 @@ def _distances(trainer: Tensor, batch: mb.MicroBatch) -> tuple[float, float, flo
         float(torch.where(inner, (here - other).abs(), 0.0).sum()) for other in (mu[:, :-2], mu[:, 1:-1], mu[:, 2:])
     )
     return before, same, after
+
+
+def _row_distances(batch: mb.MicroBatch) -> tuple[float, float]:
+    """Sum |log pi - log pi_old| over tokens that the next row has as well, with pi_old of the same and of that row."""
+    pi, old = batch.log_prob.detach().float(), batch.old_log_prob.float()
+    usable = batch.policy_mask & torch.isfinite(old) & torch.isfinite(pi)
+    both = usable & usable.roll(1, 0)
+    own, other = (float(torch.where(both, (pi - each).abs(), 0.0).sum()) for each in (old, old.roll(1, 0)))
+    return own, other
 
 
 def isolate_parts(spec: CorrectionSpec) -> list[tuple[str, CorrectionSpec]]:

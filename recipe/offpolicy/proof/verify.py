@@ -16,6 +16,9 @@ from ..correction import CorrectionSpec
 from ..correction.moving_bounds import compute_fingerprint, read_bounds
 from .gradient import Proof, isolate_parts
 
+FOREIGN = 0.1
+"""Mean |log pi - log pi_old|, in nats a token, below which they are of one policy and of the same rows."""
+
 
 class LivenessError(RuntimeError):
     """A configured correction was not seen to act; the message says which, and what was seen instead."""
@@ -26,6 +29,7 @@ class UpdateEvidence(Protocol):
 
     fingerprint: int
     rows: list[int]
+    plan: int
     bounds: dict[str, dict[str, float | None]]
     proof: Proof | None
 
@@ -38,6 +42,7 @@ def verify(
     epochs: int = 1,
     allow_identical: bool = False,
     moving: Collection[str] = (),
+    plan: int | None = None,
 ) -> dict[str, float]:
     """Check the first update.
 
@@ -48,6 +53,7 @@ def verify(
         epochs: how often the worker visits each row.
         allow_identical: mu bit-identical to pi_old is meant.
         moving: parts whose bounds came with this update, and which the fingerprint leaves out.
+        plan: fingerprint of the plan that went out with this update; None: it is not compared.
 
     Returns:
         Metrics for ``offpolicy/live/``. ``proved`` is 0.0 when the update had no gradient to judge by, as when all
@@ -56,7 +62,7 @@ def verify(
     Raises:
         LivenessError: anything is missing or wrong.
     """
-    verify_update(packets, spec, sampled_rows=sampled_rows, epochs=epochs, moving=moving)
+    verify_update(packets, spec, sampled_rows=sampled_rows, epochs=epochs, moving=moving, plan=plan)
     structure = float(compute_fingerprint(spec, moving))
     if spec.is_none:
         return {"fingerprint": structure}
@@ -64,6 +70,7 @@ def verify(
     if len(proofs) < len(packets):
         raise LivenessError(f"{len(packets) - len(proofs)} of {len(packets)} micro-batches came without a proof.")
     _verify_alignment(proofs)
+    _verify_own_rows(proofs)
     proofs = [proof for proof in proofs if proof.tokens]
     if not proofs:
         return {"proved": 0.0, "fingerprint": structure}
@@ -98,6 +105,7 @@ def verify_update(
     sampled_rows: Sequence[int],
     epochs: int = 1,
     moving: Collection[str] = (),
+    plan: int | None = None,
 ) -> None:
     """Check the evidence of every update: adapter, spec, bounds and mu.
 
@@ -109,6 +117,7 @@ def verify_update(
     """
     _verify_fingerprint(packets, spec, moving)
     if not spec.is_none:
+        _verify_plan(packets, plan)
         _verify_rows([row for packet in packets for row in packet.rows], sampled_rows, epochs)
 
 
@@ -125,6 +134,17 @@ def _verify_fingerprint(packets: Sequence[UpdateEvidence], spec: CorrectionSpec,
                 f"a worker used other bounds than the trainer sent with this update: {packet.bounds}, the trainer's "
                 f"are {bounds}."
             )
+
+
+def _verify_plan(packets: Sequence[UpdateEvidence], plan: int | None) -> None:
+    if plan is None:
+        return
+    if wrong := sum(packet.plan != plan for packet in packets):
+        absent = sum(not packet.plan for packet in packets)
+        raise LivenessError(
+            f"{wrong} of {len(packets)} micro-batches had another plan than the trainer sent with this update "
+            f"({absent} had none): step, bounds or what is fixed for the whole batch were those of another update."
+        )
 
 
 def _verify_rows(rows: Sequence[int], sampled_rows: Sequence[int], epochs: int) -> None:
@@ -146,6 +166,18 @@ def _verify_alignment(proofs: Sequence[Proof]) -> None:
             f"mu is off by one token: log pi_old differs from it by {same:.3g} nats in all, and from the mu of the "
             f"token {'before' if before < after else 'after'} by {min(before, after):.3g}. Whatever produces "
             f"rollout_log_probs drops or repeats a token."
+        )
+
+
+def _verify_own_rows(proofs: Sequence[Proof]) -> None:
+    """Check that the engine's log-probs are of the rows that it was given; it has made few steps since pi_old."""
+    tokens = sum(proof.tokens for proof in proofs)
+    own, other = (sum(proof.row_distances[i] for proof in proofs) for i in range(2))
+    if own > FOREIGN * tokens and 2.0 * own > other:
+        raise LivenessError(
+            f"log pi of the engine that trains is not of these rows, or pi_old is not: over {tokens} tokens they "
+            f"differ by {own:.3g} nats, and by {other:.3g} from pi_old of other rows. Something permutes or replaces "
+            f"the log-probs of one of them."
         )
 
 

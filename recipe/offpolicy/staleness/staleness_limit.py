@@ -208,6 +208,7 @@ class StalenessLimit(AddOn):
         keys = [[batch.keys[i] for i in places] for places in (masked, silenced)]
         why = f"too old, {TOO_OLD}={self.settings.too_old}"
         batch = self._run.take_out(batch, why, masked=keys[0], silenced=keys[1])
+        self._run.seal(batch, {"advantages": silent})
         if self._run.supervision.wants_sampled:
             # The loss is to use the mu of these rows alone.
             self._run.supervision.sampled(read_columns(batch, *SAMPLED))

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -25,8 +25,18 @@ from verl_patches.legacy.handover import HANDOVER
 from verl_patches.trainer_v0 import around_advantage
 from verl_patches.truncated_sampling import note_clients
 
-from ..batch.micro_batch import ROLLOUT_LOG_PROBS
-from ..batch.plan import COLUMNS, PLAN, REWARD, UID, BatchSplit, SharedPlan, regroup_without_rejected
+from ..batch.micro_batch import ROLLOUT_LOG_PROBS, VERSIONS_SEALED
+from ..batch.plan import (
+    COLUMNS,
+    PLAN,
+    REWARD,
+    UID,
+    BatchSplit,
+    SharedPlan,
+    regroup_without_rejected,
+    seal_batch,
+)
+from ..batch.seals import PREFIX, build_seals, key_of
 from ..batch.token_versions import CHUNKS
 from ..batch.weight_versions import EXTRA_FIELDS, NEWEST_VERSION, OLDEST_VERSION, VERSION, VERSIONS
 from ..extensions.add_on import AddOn
@@ -39,6 +49,10 @@ from .batch_view_v0 import DataProtoBatch, DataProtoPrompts
 from .corrected_run import CorrectedRun
 from .own_forward import MEDIA, Pair, build_padded, demand_text, repeat_rows
 
+_TOKENS = ("responses", "response_mask")
+_READ = (ROLLOUT_LOG_PROBS, "old_log_probs", "advantages")
+"""Columns that each corrected loss reads."""
+_OF_REFERENCE = ("ref_log_prob",)
 NOT_COMPARED = {"training/rollout_probs_diff_valid": 0.0} | {
     f"training/{name}": math.nan
     for name in (
@@ -61,6 +75,7 @@ class CorrectedV0(CorrectedRun):
         "fit_step",
         "_get_gen_batch",
         "_compute_old_log_prob",
+        "_compute_ref_log_prob",
         "_update_actor",
     )
 
@@ -68,6 +83,7 @@ class CorrectedV0(CorrectedRun):
         super().__init__(trainer, choose)
         self._advantage_metrics: dict[str, float] = {}
         self._sampled_at: int | None = None  # step of the rollout that was looked at and is not trained on yet
+        self._scored_seal: Tensor | None = None  # of the pi_old that the workers have computed last
         self._scored = False  # _compute_old_log_prob has held this rollout against pi_old
         self._gathered: dict[str, float] | None = None  # metrics of an update that _update_actor makes
 
@@ -151,7 +167,22 @@ class CorrectedV0(CorrectedRun):
         return self.verls._get_gen_batch(batch)
 
     def _view(self, batch: DataProto) -> DataProtoBatch:
-        return DataProtoBatch(batch, self._step, self.cost.add_columns, self._compute_log_probs)
+        def note(columns: Mapping[str, Tensor]) -> None:
+            self.cost.add_columns(columns)
+            self._seal(batch.batch, columns)
+
+        return DataProtoBatch(batch, self._step, note, self._compute_log_probs)
+
+    def _seal(self, tensors: TensorDict, columns: Mapping[str, Tensor], into: TensorDict | None = None) -> None:
+        """Seal columns of the rows ``tensors`` as they are now: the loss stops where it reads others.
+
+        Args:
+            into: gets the seals, in the place of ``tensors``.
+        """
+        if self.supervision.wants_sampled and set(_TOKENS) <= set(tensors.keys()):
+            seals = build_seals(*(tensors[name] for name in _TOKENS), columns)
+            for name, seal in seals.items():
+                (tensors if into is None else into)[key_of(name)] = seal
 
     def _compute_log_probs(self, batch: DataProto, rows: Sequence[Pair]) -> list[list[float]]:
         """Compute log-probs at temperature 1 of each row's response, in as many rows as the batch has."""
@@ -171,6 +202,7 @@ class CorrectedV0(CorrectedRun):
         """Look at a rollout, the first time that the trainer sees its log-probs."""
         if self.supervision.wants_sampled:
             self.supervision.sampled(rows)
+            self._seal(rows, {ROLLOUT_LOG_PROBS: rows[ROLLOUT_LOG_PROBS]})
         self._sampled_at, self._scored = self.global_steps, False
 
     def _looking(self, compute_log_prob: Any) -> Any:
@@ -180,7 +212,10 @@ class CorrectedV0(CorrectedRun):
             rows = _tensors(batch)
             if self._sampled_at != self.global_steps and set(SAMPLED) <= set(rows.keys()):
                 self._look(rows)
-            return compute_log_prob(batch, *args, **kwargs)
+            output = compute_log_prob(batch, *args, **kwargs)
+            sealed = isinstance(output, TensorDict) and key_of("old_log_probs") in output.keys()
+            self._scored_seal = output[key_of("old_log_probs")] if sealed else None
+            return output
 
         return looking
 
@@ -196,9 +231,16 @@ class CorrectedV0(CorrectedRun):
             # entropy of the forward pass that there is none of.
             mu = batch.batch[ROLLOUT_LOG_PROBS]
             unknown = torch.full_like(mu, torch.nan, dtype=torch.float32)
-            return DataProto.from_dict({"old_log_probs": mu, "entropys": unknown}), 0.0
+            made = DataProto.from_dict({"old_log_probs": mu, "entropys": unknown})
+            self._seal(batch.batch, {"old_log_probs": mu}, made.batch)
+            return made, 0.0
+        self._scored_seal = None
         with self.cost.of_pi_old():
             old, mfu = self.verls._compute_old_log_prob(batch)
+        self._seal(batch.batch, {"old_log_probs": old.batch["old_log_probs"]}, old.batch)
+        if self.supervision.wants_sampled and self._scored_seal is not None:
+            # Made by the worker that computed them, before anything could touch them.
+            old.batch[key_of("old_log_probs")] = self._scored_seal
         if self.supervision.wants_sampled:
             rows = batch.batch.select("response_mask", ROLLOUT_LOG_PROBS)
             rows["old_log_probs"] = old.batch["old_log_probs"]
@@ -206,9 +248,20 @@ class CorrectedV0(CorrectedRun):
             self.supervision.aligned(rows, uids)
             if self.supervision.scored(rows, uids, self._step):
                 old.batch["old_log_probs"] = batch.batch[ROLLOUT_LOG_PROBS]
+                self._seal(batch.batch, {"old_log_probs": batch.batch[ROLLOUT_LOG_PROBS]}, old.batch)
         return old, mfu
 
+    def _compute_ref_log_prob(self, batch: DataProto) -> DataProto:
+        found: DataProto = self.verls._compute_ref_log_prob(batch)
+        self._seal(batch.batch, {name: found.batch[name] for name in _OF_REFERENCE}, found.batch)
+        return found
+
     def _around_advantage(self, compute: Any, data: DataProto, *args: Any, **kwargs: Any) -> DataProto:
+        data = self._estimate(compute, data, *args, **kwargs)
+        self._seal(data.batch, {"advantages": data.batch["advantages"]})
+        return data
+
+    def _estimate(self, compute: Any, data: DataProto, *args: Any, **kwargs: Any) -> DataProto:
         if self._sampled_at != self.global_steps:
             self._look(data.batch)
         self._let_mu_stand_in(data.batch)
@@ -260,6 +313,7 @@ class CorrectedV0(CorrectedRun):
         """Put mu in the place of a pi_old that was computed although the correction takes none."""
         if self.supervision.takes_mu and not self._scored:
             tensors["old_log_probs"] = tensors[ROLLOUT_LOG_PROBS]
+            self._seal(tensors, {"old_log_probs": tensors[ROLLOUT_LOG_PROBS]})
 
     def _score(self, batch: Any) -> None:
         """Do on a batch of the worker group what ``_compute_old_log_prob`` was not there for."""
@@ -283,6 +337,8 @@ class CorrectedV0(CorrectedRun):
             columns |= build_row_identity(batch)
         for name, column in columns.items():
             tensors[name] = column
+        plan = self._with_seals(plan, tensors, {**columns, VERSIONS_SEALED: versions})
+        self.supervision.expect(plan)
         handed: SharedPlan | Handover = plan
         if not self._by_engine:
             handed = build_handover(
@@ -298,8 +354,16 @@ class CorrectedV0(CorrectedRun):
             batch.meta_info[PLAN if self._by_engine else HANDOVER] = handed
         else:
             tu.assign_non_tensor(batch, **{PLAN: handed})
-        self.cost.add({VERSIONS: versions, **columns}, handed)
+        seals = {name: column for name, column in tensors.items() if name.startswith(PREFIX)}
+        self.cost.add({VERSIONS: versions, **columns, **seals}, handed)
         return batch
+
+    def _with_seals(self, plan: SharedPlan, tensors: TensorDict, columns: Mapping[str, Tensor]) -> SharedPlan:
+        """Seal what the update adds, and what no one has sealed so far; return the plan that tells of all seals."""
+        if not self.supervision.wants_sampled:
+            return plan
+        read = (*_READ, *(_OF_REFERENCE if self.config.actor_rollout_ref.actor.get("use_kl_loss") else ()))
+        return seal_batch(plan, tensors, {**{name: tensors[name] for name in read}, **columns})
 
     def _read_versions(self, batch: Any) -> Tensor:
         versions = _versions(batch, self._step)

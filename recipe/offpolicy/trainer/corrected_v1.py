@@ -8,25 +8,30 @@ Seams in verl 0.9.1: ``METHODS`` of ``verl.trainer.ppo.v1.trainer_base.PPOTraine
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar
 
+import torch
 import transfer_queue as tq
 from tensordict import NonTensorStack, TensorDict
+from torch import Tensor
 
 from verl.workers.utils.padding import response_from_nested
 
-from ..batch.micro_batch import ROLLOUT_LOG_PROBS
+from ..batch.micro_batch import ROLLOUT_LOG_PROBS, VERSIONS_SEALED
 from ..batch.plan import COLUMNS, PLAN, BatchSplit, regroup_without_rejected
 from ..batch.queue_columns import FORWARD, put_columns, read_columns, zero_rows
+from ..batch.seals import PLAN_HASH, key_of, seal_constant
+from ..batch.weight_versions import NEWEST_VERSION, OLDEST_VERSION
 from ..preflight.checks.staleness import notes_token_versions
 from ..proof.rollout_checks import ALIGNED, SAMPLED, name_missing_column
 from .actor_updates import adopt
 from .batch_view_v1 import TensorDictPrompts, TransferQueueBatch
 from .corrected_run import CorrectedRun
 from .own_forward import MEDIA, Pair, build_nested, demand_text, name_keys, repeat_rows
+from .sealed_rows import SealedRows
 
 OWN_PARTITION = "offpolicy"
 """Partition of TransferQueue for rows that are in no batch."""
@@ -50,9 +55,12 @@ class CorrectedV1(CorrectedRun):
         "_submit_batch_to_rollout",
         "_next_train_batch",
         "_compute_old_log_prob",
+        "_compute_ref_log_prob",
         "_compute_advantage",
         "_update_actor",
     )
+    _sealed: SealedRows | None = None
+    _sealed_by_workers: tuple[str, ...] = ()
 
     def init(self) -> None:
         self._begin()
@@ -110,7 +118,20 @@ class CorrectedV1(CorrectedRun):
 
     def view(self, batch: Any) -> TransferQueueBatch:
         """View a batch as add-ons do."""
-        return TransferQueueBatch(batch, self.global_steps, self.cost.add_columns, self._compute_log_probs)
+        return TransferQueueBatch(batch, self.global_steps, partial(self._note_columns, batch), self._compute_log_probs)
+
+    def _note_columns(self, batch: Any, columns: dict[str, Tensor]) -> None:
+        self.cost.add_columns(columns)
+        self.seal(batch, columns)
+
+    def seal(self, batch: Any, columns: Mapping[str, Tensor]) -> None:
+        """Seal columns of all rows as they are now: the loss stops where it reads others."""
+        if self._sealed is None:
+            return
+        if self._sealed.keys != list(batch.keys):
+            rows = read_columns(batch, "responses", "response_mask")
+            self._sealed = self._sealed.moved_to(batch.keys, rows["responses"], rows["response_mask"])
+        self._sealed.add(columns)
 
     def _compute_log_probs(self, batch: Any, rows: Sequence[Pair]) -> list[list[float]]:
         """Compute log-probs at temperature 1 of each row's response; rows are laid beside the batch and removed."""
@@ -147,24 +168,53 @@ class CorrectedV1(CorrectedRun):
             with name_missing_column():
                 rows = read_columns(batch, *SAMPLED)
             self.supervision.sampled(rows)
+            self._sealed = SealedRows(batch.keys, rows["responses"], rows["response_mask"])
+            self.seal(batch, {ROLLOUT_LOG_PROBS: rows[ROLLOUT_LOG_PROBS]})
         if self.add_ons.uses("on_rollout"):
             view = self.view(batch)
             self.add_ons.on_rollout(view)
             batch = view.batch
         if self.supervision.takes_mu:
             # What the loss takes for pi_old is decided there; until then mu stands in its place.
-            return _put_mu(batch)
+            return self._put_mu(batch)
         with self.cost.of_pi_old():
             batch = self.verls._compute_old_log_prob(batch, metrics)
         if self.supervision.wants_sampled:
-            rows = read_columns(batch, *ALIGNED, "uid")
-            uids, rows = [str(uid) for uid in rows["uid"]], rows.exclude("uid")
+            scored = key_of("old_log_probs")
+            rows = read_columns(batch, *ALIGNED, scored, "uid")
+            if scored in rows.keys():
+                self._sealed_by_workers = ("old_log_probs",)
+            else:
+                self.seal(batch, {"old_log_probs": rows["old_log_probs"]})
+            uids, rows = [str(uid) for uid in rows["uid"]], rows.select(*ALIGNED)
             self.supervision.aligned(rows, uids)
             if self.supervision.scored(rows, uids, self.global_steps):
-                batch = _put_mu(batch)
+                batch = self._put_mu(batch)
+        return batch
+
+    def _put_mu(self, batch: Any) -> Any:
+        mu = read_columns(batch, ROLLOUT_LOG_PROBS)[ROLLOUT_LOG_PROBS]
+        self._sealed_by_workers = ()
+        self.seal(batch, {"old_log_probs": mu})
+        return put_columns(batch, old_log_probs=mu)
+
+    def _compute_ref_log_prob(self, batch: Any, metrics: dict[str, Any]) -> Any:
+        batch = self.verls._compute_ref_log_prob(batch, metrics)
+        if self._sealed is not None and self.config.actor_rollout_ref.actor.get("use_kl_loss"):
+            scored = key_of("ref_log_prob")
+            if scored in read_columns(batch, scored).keys():
+                self._sealed_by_workers += ("ref_log_prob",)
+            else:
+                self.seal(batch, read_columns(batch, "ref_log_prob"))
         return batch
 
     def _compute_advantage(self, batch: Any, metrics: dict[str, Any]) -> Any:
+        batch = self._estimate(batch, metrics)
+        if self._sealed is not None:
+            self.seal(batch, {"advantages": read_columns(batch, "advantages")["advantages"]})
+        return batch
+
+    def _estimate(self, batch: Any, metrics: dict[str, Any]) -> Any:
         view = self.view(batch)
         self._check_rewards(view)
         estimate = self.verls._compute_advantage
@@ -211,9 +261,15 @@ class CorrectedV1(CorrectedRun):
             step=self.global_steps,
             updates=self.trainer.parameter_sync_step,
         )
+        if self._sealed is not None:
+            self.seal(batch, columns | _versions_of(batch))
+            plan = replace(plan, sealed=(*self._sealed.names, *self._sealed_by_workers, PLAN_HASH))
+            columns |= self._sealed.columns()
+            columns[key_of(PLAN_HASH)] = seal_constant(plan.fingerprint(), len(batch.keys))
         if columns:
             batch = put_columns(batch, **columns)
         batch.extra_info[PLAN] = plan
+        self.supervision.expect(plan)
         self.cost.add(columns, plan)
         return batch
 
@@ -234,8 +290,9 @@ class CorrectedV1(CorrectedRun):
         return output
 
 
-def _put_mu(batch: Any) -> Any:
-    return put_columns(batch, old_log_probs=read_columns(batch, ROLLOUT_LOG_PROBS)[ROLLOUT_LOG_PROBS])
+def _versions_of(batch: Any) -> dict[str, Tensor]:
+    spans = [[tag.get(end) for end in (OLDEST_VERSION, NEWEST_VERSION)] for tag in batch.tags]
+    return {} if any(None in span for span in spans) else {VERSIONS_SEALED: torch.tensor(spans).reshape(-1, 2)}
 
 
 def _first(batch: Any) -> Any:

@@ -66,8 +66,10 @@ def _hook_v1() -> None:
 
 def _hook_workers() -> None:
     from ..worker.engine_parts import add_method
+    from ..worker.scored_seals import seal_scores
 
     add_method()
+    seal_scores()
 
 
 def _hook_client() -> None:

@@ -12,6 +12,7 @@ from typing import Any
 from omegaconf import DictConfig
 from tensordict import TensorDict
 
+from ..batch.plan import SharedPlan
 from ..correction import CorrectionSpec
 from ..correction.moving_bounds import format_part_path
 from ..correction.proximal import TOLERANCE, WITHOUT_FORWARD
@@ -65,6 +66,7 @@ class Supervision:
         self._same_engine = SameEngineCheck() if spec.proximal == "same_engine" else None
         self._sampled_rows: list[int] = []
         self._live: dict[str, float] = {}
+        self._plan: int | None = None
         self._statistics: dict[str, float] = {}
         self._step: dict[str, Statistic] = {}
         self.proof: tuple[str, dict[str, float]] | None = None
@@ -124,6 +126,10 @@ class Supervision:
             )
         return True
 
+    def expect(self, plan: SharedPlan) -> None:
+        """Note the plan that goes out with the next update."""
+        self._plan = plan.fingerprint()
+
     def collect(self, metrics: dict[str, Any]) -> bool:
         """Take the packets of one update out of the workers' ``metrics`` and judge them.
 
@@ -146,13 +152,21 @@ class Supervision:
                 epochs=self._epochs,
                 allow_identical=self._allow_identical,
                 moving=moving,
+                plan=self._plan,
             )
             proved = self.spec.is_none or bool(self._live["proved"])
             self.proving = not proved
             self._say(proved)
             self.proof = (_sentence(self.spec, self._live), dict(self._live)) if proved else None
         else:
-            verify_update(packets, self.spec, sampled_rows=self._sampled_rows, epochs=self._epochs, moving=moving)
+            verify_update(
+                packets,
+                self.spec,
+                sampled_rows=self._sampled_rows,
+                epochs=self._epochs,
+                moving=moving,
+                plan=self._plan,
+            )
         self._add_ons.judge([packet.reports for packet in packets], self._epochs)
         if self.spec.proximal != "recompute":
             self._samples.check_tallies(packet.alignment for packet in packets)

@@ -143,7 +143,11 @@ class OffPolicyLoss:
 
     def create_packet(self, batch: mb.MicroBatch) -> Packet:
         """Create this micro-batch's metrics packet; values are filled in when it is sent."""
-        packet = Packet(self.fingerprint, bounds=read_bounds(self.spec, self.moving))
+        packet = Packet(
+            self.fingerprint,
+            bounds=read_bounds(self.spec, self.moving),
+            plan=0 if batch.plan is None else batch.plan.fingerprint(),
+        )
         if self.ledger is not None:
             trained = torch.is_grad_enabled() and not self.spec.is_none
             observation = Observation(batch.detached(), self.spec, self.shadows, self.moving, trained)
@@ -219,6 +223,8 @@ class OffPolicyLoss:
         guards = [_finite(batch)]
         if batch.counted is not None:
             guards.append(batch.counted)
+        if self.ledger is not None and (seals := mb.check_seals(batch)) is not None:
+            guards.append(seals)
         if self.spec.proximal != "recompute" and torch.is_grad_enabled():
             guards.append(find_zero_rows(batch.rollout_log_prob, batch.log_prob.detach(), batch.response_mask))
         return guards

@@ -44,6 +44,7 @@ class Packet:
         fingerprint: of the spec that the worker holds.
         statistics: name -> typed statistic, in floats.
         rows: checksums of mu and the tokens it was used with, see ``micro_batch.compute_row_checksums``.
+        plan: fingerprint of the plan that came; 0 for none.
         bounds: part -> the bounds that were used, of parts whose bounds move.
         histograms: of these parts, see ``monitor.bounds.bound_measurement``.
         alignment: agreement of mu and pi, where there is no pi_old to hold mu against.
@@ -56,6 +57,7 @@ class Packet:
     fingerprint: int
     statistics: Mapping[str, Statistic] = field(default_factory=dict)
     rows: list[int] = field(default_factory=list)
+    plan: int = 0
     bounds: dict[str, dict[str, float | None]] = field(default_factory=dict)
     histograms: Mapping[str, Statistic] = field(default_factory=dict)
     alignment: AlignmentTally | None = None

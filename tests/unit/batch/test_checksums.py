@@ -34,7 +34,7 @@ def checksum(tokens: list[int], mu: list[float]) -> int:
     bits = torch.tensor(mu).view(torch.int32).tolist()
     total = 0
     for place, (token, bit) in enumerate(zip(tokens, bits, strict=True), start=1):
-        total += mix((mix((mix(FLOAT32 + place) + token) % 2**64) + bit) % 2**64)
+        total += mix((mix((place << 32) + token) + FLOAT32 + bit) % 2**64)
     total %= 2**64
     return total - 2**64 if total >= 2**63 else total
 

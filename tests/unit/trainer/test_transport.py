@@ -114,7 +114,7 @@ def test_nothing_of_a_token_each_is_added(name: str, legacy: bool) -> None:
     assert metrics[f"{COST}/added_bytes"] == sum(map(count_bytes, added.values())) + len(pickle.dumps(handed))
     # A single column of log-probs of this small batch is larger than all of it together for a plain plan.
     if not legacy:
-        assert metrics[f"{COST}/added_bytes"] < 1000
+        assert metrics[f"{COST}/added_bytes"] < 1200
 
 
 def test_what_is_added_does_not_grow_with_the_responses() -> None:

@@ -1,0 +1,54 @@
+"""Seals of the log-probs that a worker computes for pi_old or the reference, put beside them; see ``batch.seals``.
+
+Seam in verl 0.8.0 to 0.9.1: ``verl.workers.engine_workers.TrainingWorker.infer_batch(self, data: TensorDict)``, which
+``ActorRolloutRefWorker`` calls of its ``actor`` and ``ref`` with the rows, and returns "log_probs" over prompt and
+response of each.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from tensordict import TensorDict
+
+from verl.utils import tensordict_utils as tu
+
+from ..batch.micro_batch import flatten
+from ..batch.padding import Layout, pad_column
+from ..batch.seals import key_of, seal_columns
+
+_READ = ("prompts", "responses", "response_mask")
+_MARK = "__offpolicy__"
+
+
+def seal_scores() -> None:
+    """Let each worker of this process seal what it scores. Idempotent."""
+    from verl.workers.engine_workers import TrainingWorker
+
+    scores = TrainingWorker.infer_batch
+    if getattr(scores, _MARK, False):
+        return
+
+    @functools.wraps(scores)
+    def infer_batch(self: Any, data: Any, *args: Any, **kwargs: Any) -> Any:
+        # verl takes this out of the batch. Its own dispatch calls with names of rows; ``actor`` and ``ref`` get rows.
+        is_rows = isinstance(data, TensorDict)
+        of_reference = is_rows and (tu.get(data, "no_lora_adapter", False) or self.engine_config.forward_only)
+        output = scores(self, data, *args, **kwargs)
+        if is_rows and output is not None and "log_probs" in output.keys() and {*_READ} <= {*data.keys()}:
+            name = "ref_log_prob" if of_reference else "old_log_probs"
+            output[key_of(name)] = _seal(data, output["log_probs"])
+        return output
+
+    setattr(infer_batch, _MARK, True)
+    TrainingWorker.infer_batch = infer_batch
+
+
+def _seal(data: TensorDict, log_probs: Any) -> Any:
+    # Of the rows on the host, where verl puts what it returns.
+    rows = data.select(*_READ, "attention_mask", strict=False).cpu()
+    layout = Layout.of(rows)
+    tokens, mask = (pad_column(rows[name], layout, name) for name in _READ[1:])
+    (seal,) = seal_columns(tokens, mask, [layout.responses_of(flatten(log_probs))])
+    return seal

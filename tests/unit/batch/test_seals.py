@@ -1,0 +1,142 @@
+"""A seal tells any other value, order or row of a column from the one that was made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from recipe.offpolicy.batch.checksums import hash_columns, hash_numbers, hash_rows
+from recipe.offpolicy.batch.plan import SharedPlan, seal_batch
+from recipe.offpolicy.batch.seals import (
+    SealError,
+    build_seals,
+    compare,
+    key_of,
+    seal_columns,
+    seal_constant,
+    seal_numbers,
+)
+from recipe.offpolicy.correction.deferred_value import fetch
+
+TOKENS = torch.tensor([[5, 6, 7, 8], [5, 6, 7, 8], [1, 2, 3, 4], [9, 9, 9, 9]])
+MASK = torch.tensor([[1, 1, 1, 0], [1, 0, 1, 1], [0, 0, 0, 0], [1, 1, 1, 1]])
+BY_TOKEN = {
+    "old_log_probs": -torch.arange(1.0, 17.0).view(4, 4) / 3,
+    "advantages": torch.tensor([[1.0], [-1.0], [5.0], [0.5]]).expand(4, 4).contiguous(),
+}
+BY_ROW = {
+    "scale": torch.tensor([1.0, 2.0, 3.0, 4.0]).double(),
+    "versions": torch.tensor([[3, 4], [4, 4], [0, 0], [5, 5]]),
+}
+PLAN = 77
+
+
+def check(changed: dict[str, Tensor], *, plan: int = PLAN, seals: dict[str, Tensor] | None = None) -> None:
+    """Compare the columns, some of them changed, with the seals of those above."""
+    if seals is None:
+        seals = build_seals(TOKENS, MASK, {**BY_TOKEN, **BY_ROW}) | {"plan": seal_constant(PLAN, 4)}
+    by_token = {name: changed.get(name, column) for name, column in BY_TOKEN.items()}
+    by_row = {name: changed.get(name, column) for name, column in BY_ROW.items()}
+    fetch([compare(seals, tokens=TOKENS, mask=MASK, by_token=by_token, by_row=by_row, plan=plan)])
+
+
+def test_untouched_columns_pass_and_rows_without_a_token_are_not_read() -> None:
+    check({})
+    check({name: torch.where(MASK.bool(), column, torch.nan) for name, column in BY_TOKEN.items()})
+    scale = BY_ROW["scale"].clone()
+    scale[2] = 7.0
+    check({"scale": scale})
+
+
+CHANGES: dict[str, Callable[[Tensor], Tensor]] = {
+    "zeros": torch.zeros_like,
+    "ones": torch.ones_like,
+    "permuted": lambda column: column.roll(1, 0),
+    "shifted": lambda column: column.roll(1, 1),
+    "sign": torch.neg,
+    "times 10": lambda column: 10 * column,
+    "plus 0.3": lambda column: column + 0.3,
+    "rounded": lambda column: (column / 3).bfloat16().float() * 3,
+    "one ulp": lambda column: torch.nextafter(column, torch.full((), 9.0)),
+    "nan": lambda column: torch.full_like(column, torch.nan),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("name", BY_TOKEN)
+def test_each_change_of_a_column_is_named(name: str, change: str) -> None:
+    changed = CHANGES[change](BY_TOKEN[name])
+    if torch.equal(changed * MASK, BY_TOKEN[name] * MASK):
+        pytest.skip("the same for every token that is read")
+    with pytest.raises(SealError, match=rf"^{name} changed .* rows of the micro-batch\. Row \d"):
+        check({name: changed})
+
+
+@pytest.mark.parametrize("name", BY_ROW)
+def test_each_change_of_a_column_by_row_is_named(name: str) -> None:
+    with pytest.raises(SealError, match=f"^{name} changed .* in 3 of 4 rows"):
+        check({name: BY_ROW[name] + 1})
+
+
+def test_both_values_are_said() -> None:
+    with pytest.raises(SealError) as caught:
+        check({"advantages": -BY_TOKEN["advantages"]})
+    assert "Row 0, whose response of 3 tokens begins with the ids [5, 6, 7]: a mean of 1 was made" in str(caught.value)
+    assert "the loss has -1, beginning with [-1.0, -1.0, -1.0]" in str(caught.value)
+
+
+def test_another_plan_and_a_lost_column_are_named() -> None:
+    with pytest.raises(SealError, match="the plan of another update reached the loss with 3 of 4 rows"):
+        check({}, plan=PLAN + 1)
+    seals = build_seals(TOKENS, MASK, {"teacher": BY_TOKEN["advantages"]})
+    with pytest.raises(SealError, match="teacher did not reach the loss"):
+        check({}, seals=seals)
+
+
+def test_layouts_have_the_same_seals() -> None:
+    def packed(column: Tensor) -> Tensor:
+        return torch.nested.as_nested_tensor([row[: 4 - i % 2] for i, row in enumerate(column)], layout=torch.jagged)
+
+    mask = MASK.clone()
+    mask[1::2, 3] = 0
+    padded = build_seals(TOKENS, mask, BY_TOKEN)
+    nested = build_seals(packed(TOKENS), packed(mask), {name: packed(each) for name, each in BY_TOKEN.items()})
+    assert all(torch.equal(nested[name][mask.any(-1)], padded[name][mask.any(-1)]) for name in BY_TOKEN)
+
+
+def test_a_seal_holds_hash_and_mean() -> None:
+    (seal,) = seal_columns(TOKENS, MASK, [BY_TOKEN["old_log_probs"]])
+    hashes = seal[:, :2].contiguous().view(torch.int64)[:, 0]
+    assert torch.equal(hashes, hash_rows(TOKENS, MASK, BY_TOKEN["old_log_probs"]))
+    # Tokens 0, 1 and 2 of the first row: -(1 + 2 + 3) / 9.
+    assert float(seal[0, 2].view(torch.float32)) == pytest.approx(-2 / 3)
+    assert float(seal_numbers(BY_ROW["versions"])[0, 2].view(torch.float32)) == 3.5
+
+
+def test_several_columns_hash_as_each_does_alone() -> None:
+    columns = list(BY_TOKEN.values())
+    expected = torch.stack([hash_rows(TOKENS, MASK, column) for column in columns], dim=-1)
+    assert torch.equal(hash_columns(TOKENS, MASK, columns), expected)
+
+
+def test_numbers_of_a_row_hash_by_value_and_order() -> None:
+    drawn = torch.randint(-5, 5, (400, 3), generator=torch.Generator().manual_seed(0))
+    assert len(hash_numbers(drawn).unique()) == len(drawn.unique(dim=0))
+    assert not torch.equal(hash_numbers(drawn.double()), hash_numbers(drawn))
+
+
+def test_a_batch_is_sealed_once_with_its_plan() -> None:
+    rows = TensorDict({"responses": TOKENS, "response_mask": MASK, **BY_TOKEN}, batch_size=4)
+    first = seal_batch(SharedPlan(step=3), rows, {"advantages": rows["advantages"]})
+    assert first.sealed == ("advantages", "plan")
+    noted = rows[key_of("advantages")]
+    again: Any = seal_batch(replace(first, step=4), rows, {**BY_TOKEN, "advantages": torch.zeros(4, 4)})
+    assert again.sealed == ("advantages", "old_log_probs", "plan")
+    assert torch.equal(rows[key_of("advantages")], noted)
+    assert len({first.fingerprint(), again.fingerprint(), replace(first, step=5).fingerprint()}) == 3
