@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any, Protocol
 
 from omegaconf import DictConfig
+from torch import Tensor
 
 from ..batch.plan import BatchSplit
 from ..monitor.step_cost import StepCost
@@ -41,6 +42,9 @@ class V1Run(Protocol):
     def cost(self) -> StepCost: ...
 
     def view(self, batch: Any) -> BatchView: ...
+
+    def seal(self, batch: Any, columns: Mapping[str, Tensor]) -> None:
+        """Seal columns of all rows as they are now: the loss stops where it reads others."""
 
     def split_batch(self) -> BatchSplit: ...
 

@@ -180,7 +180,7 @@ class CorrectedV0(CorrectedRun):
             into: gets the seals, in the place of ``tensors``.
         """
         if self.supervision.wants_sampled and set(_TOKENS) <= set(tensors.keys()):
-            seals = build_seals(*(tensors[name] for name in _TOKENS), columns)
+            seals = build_seals(tensors["responses"], tensors["response_mask"], columns)
             for name, seal in seals.items():
                 (tensors if into is None else into)[key_of(name)] = seal
 
@@ -234,7 +234,7 @@ class CorrectedV0(CorrectedRun):
             made = DataProto.from_dict({"old_log_probs": mu, "entropys": unknown})
             self._seal(batch.batch, {"old_log_probs": mu}, made.batch)
             return made, 0.0
-        self._scored_seal = None
+        self._forget_scores()
         with self.cost.of_pi_old():
             old, mfu = self.verls._compute_old_log_prob(batch)
         self._seal(batch.batch, {"old_log_probs": old.batch["old_log_probs"]}, old.batch)
@@ -250,6 +250,9 @@ class CorrectedV0(CorrectedRun):
                 old.batch["old_log_probs"] = batch.batch[ROLLOUT_LOG_PROBS]
                 self._seal(batch.batch, {"old_log_probs": batch.batch[ROLLOUT_LOG_PROBS]}, old.batch)
         return old, mfu
+
+    def _forget_scores(self) -> None:
+        self._scored_seal = None
 
     def _compute_ref_log_prob(self, batch: DataProto) -> DataProto:
         found: DataProto = self.verls._compute_ref_log_prob(batch)

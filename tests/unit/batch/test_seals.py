@@ -12,6 +12,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from recipe.offpolicy.batch.checksums import hash_columns, hash_numbers, hash_rows
+from recipe.offpolicy.batch.micro_batch import MicroBatch, check_seals
 from recipe.offpolicy.batch.plan import SharedPlan, seal_batch
 from recipe.offpolicy.batch.seals import (
     SealError,
@@ -129,6 +130,46 @@ def test_numbers_of_a_row_hash_by_value_and_order() -> None:
     drawn = torch.randint(-5, 5, (400, 3), generator=torch.Generator().manual_seed(0))
     assert len(hash_numbers(drawn).unique()) == len(drawn.unique(dim=0))
     assert not torch.equal(hash_numbers(drawn.double()), hash_numbers(drawn))
+
+
+def micro_batch(**changed: Tensor) -> MicroBatch:
+    """The columns above with their seals, as a loss reads them."""
+    columns = {
+        "responses": TOKENS,
+        "response_mask": MASK,
+        "rollout_log_probs": BY_TOKEN["old_log_probs"] / 2,
+        **BY_TOKEN,
+    }
+    rows = TensorDict({**columns, "offpolicy_teacher": BY_TOKEN["advantages"] / 3}, batch_size=4)
+    sealed = {name: rows[name] for name in (*BY_TOKEN, "rollout_log_probs", "offpolicy_teacher")}
+    plan = seal_batch(SharedPlan(step=3), rows, sealed)
+    rows = rows.update(changed)
+    return MicroBatch(
+        responses=rows["responses"],
+        response_mask=MASK.bool(),
+        rollout_log_prob=rows["rollout_log_probs"],
+        old_log_prob=rows["old_log_probs"],
+        log_prob=rows["old_log_probs"],
+        advantages=rows["advantages"],
+        plan=plan,
+        data=rows,
+    )
+
+
+def test_a_loss_checks_all_that_its_plan_tells_of() -> None:
+    untouched = check_seals(micro_batch())
+    assert untouched is not None
+    fetch([untouched])
+    for name in ("old_log_probs", "advantages", "rollout_log_probs", "offpolicy_teacher"):
+        changed = check_seals(micro_batch(**{name: torch.full((4, 4), -0.125)}))
+        assert changed is not None
+        with pytest.raises(SealError, match=f"^{name} changed"):
+            fetch([changed])
+    batch = micro_batch()
+    del batch.data[key_of("advantages")]
+    with pytest.raises(SealError, match="the seals of advantages did not reach the loss"):
+        check_seals(batch)
+    assert check_seals(replace(batch, plan=SharedPlan(step=3))) is None
 
 
 def test_a_batch_is_sealed_once_with_its_plan() -> None:
