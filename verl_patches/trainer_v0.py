@@ -30,6 +30,7 @@ _trainer = Seams(f"{_TRAINER}:RayPPOTrainer")
 SEAMS = (
     _trainer("init_workers", "(self)"),
     _trainer("_compute_old_log_prob", "(self, batch)", names=("actor_rollout_wg", "compute_log_prob")),
+    _trainer("_compute_ref_log_prob", "(self, batch)"),
     _trainer("_update_actor", "(self, batch)", names=("actor_rollout_wg", "update_actor")),
     _trainer(
         "fit",

@@ -17,6 +17,7 @@ SEAMS = (
     _trainer("step", "(self, metrics, timing_raw)", names=("_step_once",)),
     _trainer("_step_once", names=("_compute_old_log_prob", "_compute_advantage", "_update_actor")),
     _trainer("_compute_old_log_prob", "(self, batch, metrics)", names=("actor_rollout_wg", "compute_log_prob")),
+    _trainer("_compute_ref_log_prob", "(self, batch, metrics)"),
     _trainer("_compute_advantage", "(self, batch, metrics)"),
     _trainer("_update_actor", "(self, batch, metrics)", names=("actor_rollout_wg", "update_actor")),
     # It notes the ranks of the actor's workers where the split of rows is read.
