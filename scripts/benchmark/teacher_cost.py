@@ -50,7 +50,7 @@ def measure(url: str, *, rows: int, tokens: int, repeats: int, pid: int | None =
     from recipe.offpolicy.extensions.opd.teacher_client import Row, TeacherClient
 
     settings = TeacherSettings(urls=(url,))
-    client = TeacherClient(settings, find_model(settings))
+    client = TeacherClient(settings, *find_model(settings))
     ids = random.Random(1)
     seen: list[tuple[float, float, float]] = []
     try:

@@ -30,6 +30,7 @@ class FakeTeacher:
         failures: statuses of the first answers; -1: one that is cut short.
         retry_after: Retry-After headers of these.
         raw: sent in the place of completions: bytes, or what becomes JSON; ``described``: of models and tokens.
+        answered: the model that completions state; None: they state none.
         asked: token ids of each row, in the order of the requests.
         headers: of each request.
     """
@@ -42,6 +43,7 @@ class FakeTeacher:
     described: object = None
     headers: list[Message] = field(default_factory=list)
     models: tuple[str, ...] = ("teacher",)
+    answered: str | None = None
     length: int = 128
     tokenize: Callable[[dict[str, Any]], list[int]] = lambda body: []
     asked: list[list[int]] = field(default_factory=list)
@@ -52,7 +54,9 @@ class FakeTeacher:
         if self.described is not None:
             return 200, self.described
         if path == "/v1/models":
-            return 200, {"data": [{"id": name, "max_model_len": self.length} for name in self.models]}
+            return 200, {
+                "data": [{"id": name, "root": "weights", "max_model_len": self.length} for name in self.models]
+            }
         if path == "/tokenize":
             return 200, {"tokens": self.tokenize(body)}
         if self.failures:
@@ -62,7 +66,8 @@ class FakeTeacher:
             return 200, self.raw
         rows = body["prompt"]
         self.asked += rows
-        return 200, {"choices": [self._choice(number, row) for number, row in enumerate(rows)]}
+        stated = {} if self.answered is None else {"model": self.answered}
+        return 200, stated | {"choices": [self._choice(number, row) for number, row in enumerate(rows)]}
 
     def _choice(self, number: int, row: list[int]) -> dict[str, Any]:
         scored = [{str(token): {"logprob": value}} for token, value in zip(row[1:], self.score(row), strict=True)]

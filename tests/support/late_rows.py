@@ -43,6 +43,10 @@ class RowQueue:
                 self.rows.setdefault(key, {})[name] = values[place]
         return self.meta
 
+    def kv_clear(self, keys: Sequence[str], partition_id: str) -> None:
+        for key in keys:
+            del self.rows[key]
+
     def kv_batch_get(self, keys: Sequence[str], partition_id: str, select_fields: Any = None) -> TensorDict:
         names = select_fields or [*self.rows[keys[0]]]
         columns = {}
@@ -97,6 +101,7 @@ def update(case: Case) -> dict[str, Any]:
 class _Run:
     def __init__(self, case: Case, patched: pytest.MonkeyPatch) -> None:
         from recipe.offpolicy.batch import queue_columns
+        from recipe.offpolicy.trainer import corrected_v1
         from recipe.offpolicy.trainer.actor_updates import adopt
         from recipe.offpolicy.trainer.add_on_choice import choose_v1
         from recipe.offpolicy.trainer.corrected_v1 import CorrectedV1
@@ -106,7 +111,7 @@ class _Run:
         from verl.trainer.ppo.v1.trainer_separate_async import PPOTrainerSeparateAsync
 
         self.case, self.queue = case, RowQueue()
-        for module in (trainer_base, padding_utils, queue_columns):
+        for module in (trainer_base, padding_utils, queue_columns, corrected_v1):
             patched.setattr(module, "tq", self.queue)
         self.trainer: Any = object.__new__(PPOTrainerSeparateAsync)
         self.trainer.config = OmegaConf.create(self._config())
@@ -116,6 +121,7 @@ class _Run:
         workers = SimpleNamespace(
             _dispatch_info={"actor": [*range(case.ranks)]},
             update_actor=self._update,
+            compute_log_prob=self._score,
             set_loss_fn=lambda loss: setattr(self, "loss", loss),
         )
         self.trainer.actor_rollout_wg = workers
@@ -192,7 +198,7 @@ class _Run:
                 "response_mask": torch.ones(length, dtype=torch.int64),
                 "loss_mask": torch.ones(length, dtype=torch.int64), "rm_scores": scores, "old_log_probs": pi,
                 "rollout_log_probs": pi + 0.02 * torch.randn(length, generator=generator), "uid": f"u{row // 2}",
-                "extra_fields": span | {FIELD: values},
+                "extra_fields": span | {FIELD: values}, "multi_modal_inputs": {},
             }  # fmt: skip
             keys.append(key)
             tags.append(
@@ -229,6 +235,12 @@ class _Run:
                 tu.assign_non_tensor(part, dp_size=case.ranks, batch_num_tokens=max(tokens, 1), **told)
                 packets.append(self._run(part))
         return {"metrics": {METRIC_KEY: packets, "mfu": 0.0}}
+
+    def _score(self, batch: Any) -> None:
+        """The trainer's own forward pass: each token has -1.5, and the answer behind a prefix with it."""
+        for key in batch.keys:
+            row = self.queue.rows[key]
+            row["log_probs"] = torch.full((len(row["input_ids"]),), -1.5)
 
     def _run(self, data: TensorDict) -> Any:
         flat = []

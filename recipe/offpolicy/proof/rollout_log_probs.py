@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -16,32 +17,48 @@ LEAST_TOKENS = 8
 """Fewest tokens of a row, or of a batch, that are judged."""
 UNSURE = 0.1
 """Mean -log pi_old, in nats a token, above which a row of zeros cannot be the rollout engine's log-probs."""
-MOST_NONFINITE = 0.5
-_KEY = "rollout_log_probs"
-_FIX = "Look at the rollout engine's log, and at actor_rollout_ref.rollout.calculate_log_probs=true."
 
 
 class RolloutLogProbError(RuntimeError):
     """The rollout engine returned no usable log-probs; the message says what came instead."""
 
 
+@dataclass(frozen=True)
+class Column:
+    """A column of log-probs that a server returned, as errors name it.
+
+    Attributes:
+        most_nonfinite: share of its tokens.
+    """
+
+    name: str = "rollout_log_probs"
+    fix: str = "Look at the rollout engine's log, and at actor_rollout_ref.rollout.calculate_log_probs=true."
+    error: type[RuntimeError] = RolloutLogProbError
+    most_nonfinite: float = 0.5
+
+
+MU = Column()
+
+
 def build_missing_error(present: object) -> RolloutLogProbError:
     """Build the error for a batch without rollout log-probs; ``present`` is what it has."""
-    return RolloutLogProbError(f"{_KEY} have stopped arriving: the batch came without them, it has {present}. {_FIX}")
+    return RolloutLogProbError(
+        f"{MU.name} have stopped arriving: the batch came without them, it has {present}. {MU.fix}"
+    )
 
 
-def check_arrived(rollout_log_prob: Tensor, response_mask: Tensor) -> None:
+def check_arrived(rollout_log_prob: Tensor, response_mask: Tensor, column: Column = MU) -> None:
     """Check that mu can be log-probs, judging by its values alone.
 
     Args:
-        rollout_log_prob: (B, T) log mu, or nested by row, as the mask.
+        rollout_log_prob: (B, T) log mu, or nested by row, as the mask; or what ``column`` names.
         response_mask: (B, T) bool or 0/1.
 
     Raises:
-        RolloutLogProbError: most of mu is not finite, above 0, or one and the same number.
+        RolloutLogProbError: most of mu is not finite, above 0, or one and the same number; or ``column.error``.
     """
     rows = detect_layout(mu=rollout_log_prob, mask=response_mask)
-    columns = (rows.tokens(column).flatten().split(BLOCK) for column in (rollout_log_prob, response_mask))
+    columns = (rows.tokens(each).flatten().split(BLOCK) for each in (rollout_log_prob, response_mask))
     tokens, lost, low, high = 0, 0, math.inf, -math.inf
     for values, mask in zip(*columns, strict=True):
         if not len(values):
@@ -53,31 +70,30 @@ def check_arrived(rollout_log_prob: Tensor, response_mask: Tensor) -> None:
         tokens, lost = tokens + counted, lost + counted - kept
         low = min(low, float(torch.where(finite, mu, math.inf).amin()))
         high = max(high, float(torch.where(finite, mu, -math.inf).amax()))
-    if lost > MOST_NONFINITE * tokens:
-        raise RolloutLogProbError(f"{_KEY} have stopped arriving: {lost} of {tokens} are not finite. {_FIX}")
+    name, fix = column.name, column.fix
+    if lost > column.most_nonfinite * tokens:
+        raise column.error(f"{name} have stopped arriving: {lost} of {tokens} are not finite. {fix}")
     # Rounding may put the log-prob of a certain token a little above 0.
     if high > 1e-3:
-        raise RolloutLogProbError(f"{_KEY} hold no log-probs: the greatest is {high:.3g}, above 0. {_FIX}")
+        raise column.error(f"{name} hold no log-probs: the greatest is {high:.3g}, above 0. {fix}")
     # All zeros can be meant by an engine that is sure of each token: the trainer's policy has to say.
     if tokens >= LEAST_TOKENS and low == high != 0.0:
-        raise RolloutLogProbError(
-            f"{_KEY} have stopped arriving: all {tokens} are {low:.3g}, which stands in for them. {_FIX}"
-        )
+        raise column.error(f"{name} have stopped arriving: all {tokens} are {low:.3g}, which stands in for them. {fix}")
 
 
-def check_zeros(rollout_log_prob: Tensor, trainer_log_prob: Tensor, response_mask: Tensor) -> None:
+def check_zeros(rollout_log_prob: Tensor, trainer_log_prob: Tensor, response_mask: Tensor, column: Column = MU) -> None:
     """Check that rows of zeros only are rows that the trainer's policy is sure of as well; see ``find_zero_rows``.
 
     Args:
         rollout_log_prob, trainer_log_prob, response_mask: as there, or nested by row.
 
     Raises:
-        RolloutLogProbError: zeros stand in for the log-probs of some rows, or of all.
+        RolloutLogProbError: zeros stand in for the log-probs of some rows, or of all; or ``column.error``.
     """
     columns = {"mu": rollout_log_prob, "trainer": trainer_log_prob, "mask": response_mask}
     found = sum(_count_zero_rows(rows, **block) for _, rows, block in split_tokens(columns))
     assert isinstance(found, Tensor), "there is a block of no rows, at least"
-    _judge_zeros(len(rollout_log_prob), found.tolist())
+    _judge_zeros(len(rollout_log_prob), found.tolist(), column)
 
 
 @torch.no_grad()
@@ -108,12 +124,12 @@ def _count_zero_rows(rows: RowLayout, mu: Tensor, trainer: Tensor, mask: Tensor)
     return torch.stack([zero.sum(), telling.sum(), (tokens * zero).sum().long(), tokens.sum().long()])
 
 
-def _judge_zeros(rows: int, numbers: list[int]) -> None:
+def _judge_zeros(rows: int, numbers: list[int], column: Column = MU) -> None:
     zero, telling, tokens_of_zero, tokens = numbers
     # Rows too short to tell by themselves tell together.
     together = tokens_of_zero >= max(LEAST_TOKENS, tokens // 2)
     if telling or together:
-        raise RolloutLogProbError(
-            f"{_KEY} have stopped arriving: {zero} of {rows} rows hold nothing but zeros, where the "
-            f"trainer's policy is unsure by more than {UNSURE:g} nats a token. {_FIX}"
+        raise column.error(
+            f"{column.name} have stopped arriving: {zero} of {rows} rows hold nothing but zeros, where the "
+            f"trainer's policy is unsure by more than {UNSURE:g} nats a token. {column.fix}"
         )

@@ -9,7 +9,7 @@ the token beside. Signs alone are counted, so that no drift common to all tokens
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -164,8 +164,17 @@ def _tally(numbers: list[int]) -> AlignmentTally:
     )
 
 
+def compute_chance_limit(rows: int) -> float:
+    """Compute the concordance below which this many rows count as misaligned with their log-probs.
+
+    By chance it is 0, with a standard deviation of about 0.7 / sqrt(rows); with mu in its place 0.98 and more as a
+    rule, and 0.44 was the least with weights so stale that KL is above 1 nat a token.
+    """
+    return min(0.25, 0.4 - 3.0 / math.sqrt(rows))
+
+
 class AlignmentError(RuntimeError):
-    """The rollout's log-probs belong to other tokens than those they came with."""
+    """Log-probs that a server returned belong to other tokens than those they came with."""
 
 
 @dataclass
@@ -174,9 +183,18 @@ class AlignmentChecker:
 
     Args:
         allow_unrelated: never raise, only measure.
+        limit: rows -> concordance of rows below which they are others'.
+        enough: rows after which counting starts anew.
+        column, short: what is compared with the trainer's policy, in errors.
+        lost: why the run stops where it is unrelated.
     """
 
     allow_unrelated: bool = False
+    limit: Callable[[int], float] = compute_chance_limit
+    enough: int = ENOUGH_ROWS
+    column: str = "rollout_log_probs"
+    short: str = "mu"
+    lost: str = "no correction can be made of them"
     _pending: AlignmentTally = AlignmentTally()
 
     def judge(self, tally: AlignmentTally) -> dict[str, float]:
@@ -194,21 +212,29 @@ class AlignmentChecker:
             for kind in KINDS
             if (count := getattr(together, kind)).rows >= LEAST_ROWS or _has_many_tokens(count)
         }
-        kept = {kind: count for kind in KINDS if (count := getattr(together, kind)).rows < ENOUGH_ROWS}
+        kept = {kind: count for kind in KINDS if (count := getattr(together, kind)).rows < self.enough}
         self._pending = AlignmentTally(**kept)
         for kind, count in enough.items():
             if not self.allow_unrelated:
-                _judge(kind, count)
+                self._judge(kind, count)
         return {f"concordance_{kind}": count.concordance() for kind, count in enough.items()}
 
-
-def compute_chance_limit(rows: int) -> float:
-    """Compute the concordance below which this many rows count as misaligned with their log-probs.
-
-    By chance it is 0, with a standard deviation of about 0.7 / sqrt(rows); with mu in its place 0.98 and more as a
-    rule, and 0.44 was the least with weights so stale that KL is above 1 nat a token.
-    """
-    return min(0.25, 0.4 - 3.0 / math.sqrt(rows))
+    def _judge(self, kind: str, count: PairCounts) -> None:
+        beside, column = find_shift(count), self.column
+        here, there = count.concordance(), count.concordance(beside)
+        numbers = f"in {count.pairs[1]} pairs of {kind} {self.short} agrees with the trainer's policy by {here:.2f}"
+        if beside:
+            raise AlignmentError(
+                f"{column} are off by one token: {numbers}, and by {there:.2f} with {self.short} of the token "
+                f"{'after' if beside == 1 else 'before'} (1 is always, 0 by chance). Whatever produces {column} "
+                f"drops or repeats a token."
+            )
+        if kind != "tokens" and _has_enough_pairs(count, 0) and here < self.limit(count.rows):
+            raise AlignmentError(
+                f"{column} are those of other rows: {numbers} (1 is always, 0 by chance). Rows were permuted or "
+                f"taken from another batch between engine and trainer, or the two policies have nothing in common any "
+                f"more; either way {self.lost}. If this is meant, set offpolicy.allow_unrelated_log_probs=true."
+            )
 
 
 def find_shift(count: PairCounts) -> int:
@@ -218,25 +244,6 @@ def find_shift(count: PairCounts) -> int:
     better = max(BETTER_BESIDE, 3.0 / math.sqrt(max(count.rows, max(count.pairs) // 16, 1)))
     shifted = count.concordance(beside) > max(count.concordance(), 0.0) + better
     return beside if shifted and _has_enough_pairs(count, beside) else 0
-
-
-def _judge(kind: str, count: PairCounts) -> None:
-    beside = find_shift(count)
-    here, there = count.concordance(), count.concordance(beside)
-    numbers = f"in {count.pairs[1]} pairs of {kind} mu agrees with the trainer's policy by {here:.2f}"
-    if beside:
-        raise AlignmentError(
-            f"rollout_log_probs are off by one token: {numbers}, and by {there:.2f} with mu of the token "
-            f"{'after' if beside == 1 else 'before'} (1 is always, 0 by chance). Whatever produces rollout_log_probs "
-            f"drops or repeats a token."
-        )
-    if kind != "tokens" and _has_enough_pairs(count, 0) and here < compute_chance_limit(count.rows):
-        raise AlignmentError(
-            f"rollout_log_probs are those of other rows: {numbers} (1 is always, 0 by chance). Rows were permuted or "
-            f"taken from another batch between engine and trainer, or the two policies have nothing in common any "
-            f"more; either way no correction can be made of them. If this is meant, set "
-            f"offpolicy.allow_unrelated_log_probs=true."
-        )
 
 
 def _has_enough_pairs(count: PairCounts, lag: int) -> bool:

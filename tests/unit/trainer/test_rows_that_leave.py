@@ -18,6 +18,7 @@ from tests.support.fake_teacher import FakeTeacher, serving
 pytestmark = pytest.mark.verl("==0.9.1")
 pytest.importorskip("transfer_queue")
 
+from tests.support.distilled import opinion  # noqa: E402
 from tests.support.late_rows import Case, update  # noqa: E402
 
 SECTIONS: dict[str, dict[str, Any]] = {
@@ -35,7 +36,7 @@ CORRECTIONS: tuple[dict[str, Any], ...] = (
 
 @pytest.fixture(scope="module", autouse=True)
 def teacher() -> Iterator[None]:
-    with serving(FakeTeacher()) as served:
+    with serving(FakeTeacher(score=opinion)) as served:
         served.answering.set()
         SECTIONS["opd"]["teacher"] = {"url": served.url}
         yield

@@ -8,23 +8,24 @@ from __future__ import annotations
 
 import logging
 import math
+import random
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 
 from ...batch.rewards import check_rewards
 from ...correction import Problem
-from ...proof.token_alignment import AlignmentTally, tally_agreements
+from ...proof.token_alignment import tally_agreements
 from ..advantage_proof import name_hashes
 from ..batch_view import BatchView, last_outputs
 from ..extension import Extension
 from .columns import ROW, SCALE, TEACHER
 from .eligibility import compute_pass_rates, eligible, find_passed
-from .evidence import check_alignment, check_reports, summarize_reports
+from .evidence import build_alignment, check_repeated, check_reports, check_teacher, summarize_reports
 from .opd_worker import OpdReport, OpdWorker
 from .settings import OpdSettings
 from .signal import advantages as replace_advantages
@@ -35,6 +36,8 @@ logger = logging.getLogger("verl.offpolicy")
 
 DOMINATES, UPDATES = 0.9, 3
 """Share of the loss's pull above which the teacher drowns the rewards, and consecutive updates until that is said."""
+PROBES = 2
+"""Rows of a batch that are scored again."""
 IDLE = 20
 """Consecutive updates without an eligible row until that is said."""
 
@@ -53,7 +56,11 @@ class OnPolicyDistillation(Extension):
         self._near = torch.zeros(0, 0, dtype=torch.bool)
         self._sent: dict[str, int] = {}
         self._found: dict[str, float] = {}
-        self._agreements = AlignmentTally()
+        self._alignment = build_alignment(allow_unrelated=False)
+        self._concordance = math.nan
+        self._probes: list[tuple[Scoring, list[float] | None, str]] = []
+        self._first: tuple[Row, list[float]] | None = None
+        self._probed_at: int | None = None
         self._proved = False
         self._dominated = self._idle = 0
 
@@ -98,7 +105,9 @@ class OnPolicyDistillation(Extension):
     def begin(self, config: DictConfig) -> None:
         from .teacher_checks import find_model
 
-        self._client = TeacherClient(self.opd.teacher, find_model(self.opd.teacher))
+        self._client = TeacherClient(self.opd.teacher, *find_model(self.opd.teacher))
+        unrelated = config is not None and OmegaConf.select(config, "offpolicy.allow_unrelated_log_probs")
+        self._alignment = build_alignment(allow_unrelated=bool(unrelated))
 
     def end(self) -> None:
         if self._client is not None:
@@ -115,6 +124,30 @@ class OnPolicyDistillation(Extension):
                 last = int(self._near[number].nonzero()[-1]) + 1
                 rows.append(Row(number, tuple(prompt), tuple(response[:last])))
         self._scoring = self._client.start(rows)
+        self._start_probes(rows, batch.step)
+
+    def _start_probes(self, rows: Sequence[Row], step: int) -> None:
+        """Ask about two rows of the batch once more, each alone, and about the first row of the run."""
+        assert self._client is not None
+        every, self._probes = self.opd.teacher.probe_every, []
+        if every is None or not rows or (self._probed_at is not None and step < self._probed_at + every):
+            return
+        self._probed_at = step
+        for row in random.Random(step).sample(rows, min(PROBES, len(rows))):
+            self._probes.append((self._client.start([row]), None, f"row {row.number} was scored again, alone"))
+        if self._first is not None:
+            row, answer = self._first
+            self._probes.append((self._client.start([row]), answer, "a row of an earlier step was scored again"))
+
+    def _check_probes(self, answers: Sequence[list[float]]) -> None:
+        assert self._client is not None
+        assert self._scoring is not None
+        by_number = dict(zip([row.number for row in self._scoring.rows], answers, strict=True))
+        for scoring, first, what in self._probes:
+            ((row,), (again,)) = scoring.rows, self._client.wait(scoring)
+            check_repeated(by_number[row.number] if first is None else first, again, what)
+            if self._first is None:
+                self._first = row, again
 
     def _find_eligible(self, batch: BatchView, mask: Tensor) -> Tensor:
         """Find the eligible rows, (n,) bool: all outputs of an eligible session with a token; counts the shares."""
@@ -142,6 +175,7 @@ class OnPolicyDistillation(Extension):
         assert self._scoring is not None
         before = time.monotonic()
         answers = self._client.wait(self._scoring)
+        self._check_probes(answers)
         waited = time.monotonic() - before
         columns = batch.rows("responses", "old_log_probs", "response_mask")
         student, near = columns["old_log_probs"].float(), self._near
@@ -149,13 +183,14 @@ class OnPolicyDistillation(Extension):
         for row, values in zip(self._scoring.rows, answers, strict=True):
             teacher[row.number, : len(values)] = torch.tensor(values)
         teacher[~near] = math.nan
+        check_teacher(student, teacher, near)
         excluded = near & torch.isneginf(teacher)
         # Finite on its way, and its gap at the bound.
         teacher = torch.where(excluded, student - self.opd.max_gap, teacher)
         gaps = compute_gaps(student, teacher, near, max_gap=self.opd.max_gap)
         scale = compute_scale(gaps, near, self.opd.scale) if self.opd.mode == "advantage" else 1.0
-        self._agreements += tally_agreements(student, teacher, near)
-        check_alignment(self._agreements)
+        found = self._alignment.judge(tally_agreements(student, teacher, near))
+        self._concordance = found.get("concordance_rows", math.nan)
         self._note(student, teacher, near, excluded, gaps, scale, waited)
         flags = self._eligible.to(torch.int8)
         batch.put(**{TEACHER: teacher, ROW: flags, SCALE: torch.full((len(flags),), scale, dtype=torch.float32)})
@@ -211,7 +246,7 @@ class OnPolicyDistillation(Extension):
             "opd/gap/excluded_tokens": float(excluded.sum()),
             "opd/gap/first_token": _mean(gaps[first]),
             "opd/gap/end_token": _mean(gaps[last]),
-            "opd/live/concordance": self._agreements.rows.concordance(),
+            "opd/live/concordance": self._concordance,
         }
 
     def worker(self) -> OpdWorker:

@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from itertools import zip_longest
 
-from ...proof.token_alignment import KINDS, AlignmentTally, PairCounts, find_shift
+from torch import Tensor
+
+from ...proof.rollout_log_probs import LEAST_TOKENS, UNSURE, Column, check_arrived, check_zeros
+from ...proof.token_alignment import AlignmentChecker
 from ...proof.verify import LivenessError
 from .opd_worker import OpdReport
 
 TOLERANCE = {"loss": 1e-3, "advantage": 1e-4}
 """Greatest relative error of a gradient, and of an advantage, in float32."""
-CLEAR = 0.5
-"""Least concordance with the token beside that counts."""
+COLUMN = Column("the teacher's log-probs", "Look at the log of the server in opd.teacher.url.", LivenessError)
+ROUNDING = 2.0**-22
+"""Relative to a log-prob, up to which two are the same number in float32."""
+APART, APART_ALONE, MOST_APART = 0.1, 0.3, 5.0
+"""Nats by which two answers about one row may differ on average, more for a row of few tokens; most of one token."""
 
 
 def check_reports(reports: Sequence[OpdReport], mode: str) -> None:
@@ -33,23 +40,63 @@ def check_reports(reports: Sequence[OpdReport], mode: str) -> None:
         )
 
 
-def check_alignment(agreements: AlignmentTally) -> None:
-    """Check, over all rows so far, that the teacher's log-probs are not those of the token beside.
+def check_teacher(student: Tensor, teacher: Tensor, scored: Tensor) -> None:
+    """Check that what the teacher returned can be log-probs of a policy other than the student, by its values.
 
-    A far teacher may disagree with the student about every token of failed rows; it does not agree about the next one.
+    Args:
+        student: (B, T) log pi_old.
+        teacher: (B, T), -inf where the teacher excludes a token.
+        scored: (B, T) bool.
 
     Raises:
-        LivenessError: they are off by one token.
+        LivenessError: zeros, one value, most not finite, above 0, or the student's own to the last bit of float32.
     """
-    for kind in KINDS:
-        count: PairCounts = getattr(agreements, kind)
-        lag = find_shift(count)
-        if lag and count.concordance(lag) > CLEAR:
-            raise LivenessError(
-                f"opd: the teacher's log-probs are off by one token: in {max(count.pairs)} pairs of {kind} they agree "
-                f"with the student's by {count.concordance():.2f}, and by {count.concordance(lag):.2f} with those of "
-                f"the token {'after' if lag == 1 else 'before'} (1 is always, 0 by chance)."
-            )
+    check_arrived(teacher, scored, COLUMN)
+    check_zeros(teacher, student, scored, COLUMN)
+    unsure = scored & (student < -UNSURE)
+    apart = (student - teacher).abs() > ROUNDING * student.abs().clamp(min=1.0)
+    if int(unsure.sum()) >= LEAST_TOKENS and not (apart & unsure).any():
+        raise LivenessError(
+            f"opd: the teacher's log-probs of {int(scored.sum())} tokens are log pi_old itself: the teacher is the "
+            f"student, and teaches nothing. Fix: name the teacher's server in opd.teacher.url."
+        )
+
+
+def _compute_unrelated_limit(rows: int) -> float:
+    """Compute the concordance below which this many rows are no opinion about their tokens.
+
+    By chance it is 0, with a standard deviation of about 0.7 / sqrt(rows). A teacher may disagree about most tokens of
+    failed rows: one that improves its student had 0.17 there.
+    """
+    return 0.12 - 2.8 / math.sqrt(rows)
+
+
+def build_alignment(*, allow_unrelated: bool) -> AlignmentChecker:
+    """Build the checker of the teacher's log-probs against the student's."""
+    return AlignmentChecker(
+        allow_unrelated,
+        _compute_unrelated_limit,
+        1024,
+        "the teacher's log-probs",
+        "the teacher",
+        "it teaches nothing about these tokens; compare its vocabulary and chat template with the student's",
+    )
+
+
+def check_repeated(first: Sequence[float], again: Sequence[float], what: str) -> None:
+    """Check that the teacher scores a row as it did before.
+
+    Raises:
+        LivenessError: the scores differ by more than the precision of 16-bit servers explains.
+    """
+    pairs = zip_longest(first, again, fillvalue=math.inf)
+    apart = [min(abs(one - other), MOST_APART) if one != other else 0.0 for one, other in pairs]
+    mean, allowed = math.fsum(apart) / len(apart), APART + APART_ALONE / math.sqrt(len(apart))
+    if not mean <= allowed:
+        raise LivenessError(
+            f"opd: {what}: its {len(apart)} log-probs differ by {mean:.2g} nats on average (allowed: {allowed:.2g}). "
+            f"The teacher serves other weights than before, mixes up rows of a request, or its servers are not alike."
+        )
 
 
 def summarize_reports(reports: Sequence[OpdReport], coef: float) -> Mapping[str, float]:

@@ -28,6 +28,7 @@ class TeacherSettings:
         tokenizer: folder or hub name whose vocabulary is compared whole; None: the server's is probed.
         concurrency: requests in flight.
         timeout: seconds for the rows of one step.
+        probe_every: steps after which rows are scored again, and have to get the same answer; None: never.
         retries: times that a request is sent again, to another address if there is one.
         other_template: says that a chat template other than the student's is meant.
     """
@@ -37,6 +38,7 @@ class TeacherSettings:
     tokenizer: str | None = None
     concurrency: int = 32
     timeout: float = 600.0
+    probe_every: int | None = 50
     retries: int = 2
     other_template: bool = False
     headers: Mapping[str, str] = field(default_factory=dict)
@@ -150,6 +152,7 @@ _TEACHER: Mapping[str, Rule] = {
     "tokenizer": (optional(lambda value: isinstance(value, str)), "a folder, a hub name or null", None),
     "concurrency": (is_count, "a number of requests, 1 or more", 32),
     "timeout": (is_positive, "seconds above 0", 600),
+    "probe_every": (optional(is_count), "a number of steps, 1 or more, or null", 50),
     "retries": (lambda value: value == 0 or is_count(value), "a number of times, 0 or more", 2),
     "other_template": (is_flag, "true or false", False),
     "headers": (_names_variables, "headers, each with the name of the environment variable that holds its value", {}),

@@ -103,7 +103,7 @@ def _examine_teacher(section: str, settings: OpdSettings, config: DictConfig) ->
         return Problem(key, value, reason, fix, parts=(section,))
 
     try:
-        model, length = find_model(settings.teacher), find_length(settings.teacher)
+        (model, _), length = find_model(settings.teacher), find_length(settings.teacher)
         needed = (
             sum(int(OmegaConf.select(config, f"data.max_{part}_length") or 0) for part in ("prompt", "response")) + 1
         )

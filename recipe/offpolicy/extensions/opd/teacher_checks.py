@@ -60,18 +60,20 @@ def _tokenize(settings: TeacherSettings, body: Mapping[str, Any]) -> object:
     return answer["tokens"]
 
 
-def find_model(settings: TeacherSettings) -> str:
-    """Find the name of the one model that all addresses serve.
+def find_model(settings: TeacherSettings) -> tuple[str, frozenset[str]]:
+    """Find the name of the one model that all addresses serve, and all names under which they do.
 
     Raises:
         TeacherError: an address is not reached, or serves another model, or several.
     """
-    return str(_describe(settings)["id"])
+    model, names = _describe(settings)
+    return str(model["id"]), names
 
 
-def _describe(settings: TeacherSettings) -> Mapping[str, Any]:
-    """Describe the model as the servers list it."""
+def _describe(settings: TeacherSettings) -> tuple[Mapping[str, Any], frozenset[str]]:
+    """Describe the model as the servers list it, and list the names of the same weights."""
     found: dict[str, Mapping[str, Any]] = {}
+    names: set[str] = set()
     for url in settings.urls:
         listed = _ask(settings, url, "/v1/models").get("data")
         if not isinstance(listed, list) or not all(isinstance(each, dict) and "id" in each for each in listed):
@@ -83,16 +85,18 @@ def _describe(settings: TeacherSettings) -> Mapping[str, Any]:
                 f"{url} serves {', '.join(served) or 'no model'}, "
                 + ("of which one has to be named" if settings.model is None else f"and not {settings.model}")
             )
-        found[url] = served[str(wanted)]
+        found[url] = model = served[str(wanted)]
+        names |= {name for name, each in served.items() if model.get("root") and each.get("root") == model["root"]}
     if len({each["id"] for each in found.values()}) > 1:
         raise TeacherError(f"the addresses serve {', '.join(str(each['id']) for each in found.values())}")
     lengths = {url: each.get("max_model_len") for url, each in found.items()}
-    return found[min(found, key=lambda url: length if isinstance(length := lengths[url], int) else math.inf)]
+    shortest = min(found, key=lambda url: length if isinstance(length := lengths[url], int) else math.inf)
+    return found[shortest], frozenset(names | {str(found[shortest]["id"])})
 
 
 def find_length(settings: TeacherSettings) -> int | None:
     """Find the longest sequence that every address takes, in tokens; None where a server does not say."""
-    length = _describe(settings).get("max_model_len")
+    length = _describe(settings)[0].get("max_model_len")
     return length if isinstance(length, int) else None
 
 

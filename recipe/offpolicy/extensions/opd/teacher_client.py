@@ -12,7 +12,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass
@@ -92,11 +92,12 @@ class TeacherClient:
     Args:
         settings: addresses and limits.
         model: served name.
+        names: further names of the same weights, which answers may state.
     """
 
-    def __init__(self, settings: TeacherSettings, model: str) -> None:
+    def __init__(self, settings: TeacherSettings, model: str, names: Collection[str] = ()) -> None:
         self._settings = settings
-        self._model = model
+        self._model, self._names = model, {model, *names}
         self._threads = ThreadPoolExecutor(settings.concurrency, thread_name_prefix="teacher")
         self._session = open_session(settings)
         self._turn = itertools.count()
@@ -149,11 +150,28 @@ class TeacherClient:
         url, answer = self._post(body, rows, scoring)
         found = [
             read_log_probs(choice.get("prompt_logprobs"), row, url)
-            for choice, row in zip(_list_choices(answer, url, rows), rows, strict=True)
+            for choice, row in zip(self._list_choices(answer, url, rows), rows, strict=True)
         ]
         with self._lock:
             scoring.ended = max(scoring.ended, time.monotonic())
         return found
+
+    def _list_choices(self, text: bytes, url: str, rows: Sequence[Row]) -> list[dict[str, Any]]:
+        where = f"the teacher at {url}, {_name(rows)}"
+        answer = parse_object(text, where)
+        choices, model = answer.get("choices"), answer.get("model", self._model)
+        if model not in self._names:
+            raise TeacherError(
+                f"{where}: the answer is of the model {_shorten(repr(model))}, and {self._model} was asked. "
+                f"Fix: set opd.teacher.model to the model that is meant, and opd.teacher.url to its server."
+            )
+        if not isinstance(choices, list) or not all(isinstance(each, dict) for each in choices):
+            raise TeacherError(f"{where} sent no completion: {_shorten(text)}")
+        found = {each.get("index") if isinstance(each.get("index"), int) else None: each for each in choices}
+        if len(choices) != len(rows) or set(found) != set(range(len(rows))):
+            indices = _shorten(repr([each.get("index") for each in choices]))
+            raise TeacherError(f"{where}: {len(choices)} answers with the indices {indices}.")
+        return [found[number] for number in range(len(rows))]
 
     def _post(self, body: dict[str, Any], rows: Sequence[Row], scoring: Scoring) -> tuple[str, bytes]:
         """Post until there is an answer, to one address after the other; returns the address and the answer.
@@ -262,18 +280,6 @@ def parse_object(text: bytes, url: str) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise TeacherError(f"{url} sent no JSON object: {_shorten(text)}")
     return found
-
-
-def _list_choices(text: bytes, url: str, rows: Sequence[Row]) -> list[dict[str, Any]]:
-    where = f"the teacher at {url}, {_name(rows)}"
-    choices = parse_object(text, where).get("choices")
-    if not isinstance(choices, list) or not all(isinstance(each, dict) for each in choices):
-        raise TeacherError(f"{where} sent no completion: {_shorten(text)}")
-    found = {each.get("index") if isinstance(each.get("index"), int) else None: each for each in choices}
-    if len(choices) != len(rows) or set(found) != set(range(len(rows))):
-        indices = _shorten(repr([each.get("index") for each in choices]))
-        raise TeacherError(f"{where}: {len(choices)} answers with the indices {indices}.")
-    return [found[number] for number in range(len(rows))]
 
 
 def read_log_probs(entries: Any, row: Row, url: str = "") -> list[float]:

@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from ...proof.rollout_log_probs import Column, check_arrived, check_zeros
+from ...proof.token_alignment import AlignmentChecker, tally_agreements
 from ...proof.verify import LivenessError
 from .columns import SECTION
 from .prefix_scorer import RowValues
@@ -21,6 +23,7 @@ COMPARED = 8
 TOLERANCES = {"float32": 1e-3, "fp32": 1e-3}
 COARSE = 0.05
 """Nats by which values may differ from the trainer's, by the rollout's dtype; ``COARSE`` for 16 bits."""
+COLUMN = Column(f"{SECTION}: values of prefixes", "Look at the rollout engine's log.", LivenessError, 0.0)
 Scored = tuple[list[int], list[int], int]
 """Ids of prompt and response, and the number of last tokens that are the answer."""
 
@@ -70,15 +73,45 @@ def build_scored_row(each: RowValues, number: int, prompt: list[int], response: 
     return prompt, [*response[:end], *ids], count
 
 
-def check_forward(
-    values: Sequence[float], log_probs: Sequence[Sequence[float]], counts: Sequence[int], tolerance: float
-) -> float:
+def check_column(rows: Sequence[RowValues], floor: float) -> bool:
+    """Check that the values of a batch can be log-probs; those at the floor do not count.
+
+    Returns:
+        Whether all of them are exactly 0, which the trainer's own forward pass has to confirm.
+
+    Raises:
+        LivenessError: one is not finite or above 0, or all are one number.
+    """
+    values = torch.tensor([[value for row in rows for value in row.values]])
+    there = values != floor
+    check_arrived(values, there, COLUMN)
+    return bool(there.any()) and not values[there].any()
+
+
+def check_related(values: Sequence[float], own: Sequence[float], checker: AlignmentChecker) -> None:
+    """Check values of an engine whose weights are older than the trainer's: both rank prefixes alike.
+
+    Raises:
+        LivenessError: all are 0, and the trainer is unsure.
+        AlignmentError: over enough prefixes both agree by chance.
+    """
+    engine, trainer = torch.tensor(values)[:, None], torch.tensor(own)[:, None]
+    there = torch.ones_like(engine, dtype=torch.bool)
+    check_zeros(engine, trainer, there, COLUMN)
+    checker.judge(tally_agreements(trainer, engine, there))
+
+
+def average_answers(log_probs: Sequence[Sequence[float]], counts: Sequence[int]) -> list[float]:
+    """Compute the mean log-prob of each answer, whose tokens are the last ``counts`` of a row."""
+    return [math.fsum(each[-count:]) / count for each, count in zip(log_probs, counts, strict=True)]
+
+
+def check_forward(values: Sequence[float], own: Sequence[float], tolerance: float) -> float:
     """Check values of the rollout engine against the trainer's own forward pass.
 
     Args:
         values: V of each prefix.
-        log_probs: of the trainer, for the tokens behind each prompt; the answer's are last.
-        counts: tokens of each answer.
+        own: the same of the trainer.
         tolerance: nats.
 
     Returns:
@@ -87,9 +120,9 @@ def check_forward(
     Raises:
         LivenessError: they differ by more than the tolerance.
     """
-    own = [math.fsum(each[-count:]) / count for each, count in zip(log_probs, counts, strict=True)]
     apart = [abs(one - other) for one, other in zip(values, own, strict=True)]
-    worst = max(range(len(apart)), key=apart.__getitem__)
+    # NaN is the worst.
+    worst = max(range(len(apart)), key=lambda at: math.inf if math.isnan(apart[at]) else apart[at])
     if not apart[worst] <= tolerance:
         raise LivenessError(
             f"{SECTION}: of {len(values)} prefixes that the trainer scored again, one has a value of {own[worst]:.4f} "

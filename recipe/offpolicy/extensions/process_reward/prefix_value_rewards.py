@@ -23,6 +23,7 @@ from ...batch.rewards import check_rewards
 from ...batch.weight_versions import NEWEST_VERSION
 from ...correction import Problem
 from ...proof.dense_rewards import sees_positions
+from ...proof.token_alignment import AlignmentChecker
 from ..advantage_proof import AdvantageExtension, AdvantageReport
 from ..batch_view import BatchView, PromptView
 from .advantages import normalize_utilities, token_advantages
@@ -30,9 +31,12 @@ from .columns import FIELD, UTILITY
 from .evidence import (
     COARSE,
     TOLERANCES,
+    average_answers,
     build_scored_row,
+    check_column,
     check_forward,
     check_moved,
+    check_related,
     choose_prefixes,
 )
 from .prefix_scorer import RowValues
@@ -47,8 +51,9 @@ logger = logging.getLogger("verl.offpolicy")
 UNFIT, UPDATES = 0.55, 5
 """Separation below which values do not tell passed from failed rows, and consecutive updates until that is said."""
 
-COMPARISONS = 2
-"""Steps whose values are compared: the first, and the one behind the first synchronisation of trained weights."""
+COMPARISONS = {True: 2, False: 16}
+"""First steps whose values are compared, in synchronous training or not: the first and the one behind the first
+synchronisation of trained weights, which have to agree exactly; else as many as show that they are related."""
 
 
 class PrefixValueRewards(AdvantageExtension):
@@ -63,7 +68,8 @@ class PrefixValueRewards(AdvantageExtension):
         self._submitted: float | None = None
         self._utilities: BatchUtilities | None = None
         self._metrics: dict[str, float] = {}
-        self._moved = self._unfit = self._compared = self._comparisons = 0
+        self._moved = self._unfit = self._compared = self._comparisons = self._compared_at = 0
+        self._alignment = AlignmentChecker()
         self._apart, self._tolerance = math.nan, COARSE
 
     # Before Ray starts --------------------------------------------------------------------------------------
@@ -88,6 +94,11 @@ class PrefixValueRewards(AdvantageExtension):
             OmegaConf.update(config, MANAGER, manager, force_add=True)
         return (f"{self.section}: {MANAGER} is {manager}; values are of temperature 1.",)
 
+    @property
+    def noted(self) -> Mapping[str, Any]:
+        """All settings but those of the proof."""
+        return {name: value for name, value in self.settings.items() if name != "probe_every"}
+
     def problems(self, config: DictConfig) -> Sequence[Problem]:
         from .start_up import find_problems
 
@@ -98,6 +109,12 @@ class PrefixValueRewards(AdvantageExtension):
     def begin(self, config: DictConfig) -> None:
         self._synchronous = is_synchronous(config)
         self._tolerance = TOLERANCES.get(str(OmegaConf.select(config, "actor_rollout_ref.rollout.dtype")), COARSE)
+        self._alignment = AlignmentChecker(
+            bool(OmegaConf.select(config, "offpolicy.allow_unrelated_log_probs")),
+            column="values of prefixes",
+            short="the rollout engine",
+            lost="they credit no token rightly",
+        )
         self._by_token = bool(sees_positions(config, plain_advantage()))
         serve_scores()
 
@@ -123,20 +140,32 @@ class PrefixValueRewards(AdvantageExtension):
         self._metrics["version_lag"] = sum(lags) / len(lags) if lags else 0.0
         shown = torch.where(self._utilities.positions, self._utilities.values, torch.nan)
         batch.put(**{UTILITY: shown})
-        if self._synchronous and self._comparisons < COMPARISONS:
+        all_zero, every = check_column(found, self.process.floor), self.process.probe_every
+        first = self._comparisons < COMPARISONS[self._synchronous]
+        if all_zero or first or (every is not None and batch.step >= self._compared_at + every):
             self._compare(batch, found)
         self._watch(self._metrics["value/separation"])
 
     def _compare(self, batch: BatchView, found: Sequence[RowValues]) -> None:
         """Score a few prefixes again by the trainer's own forward pass."""
         chosen = choose_prefixes(found, self.process.floor, batch.step)
-        if not chosen:
+        if not chosen or (not self._synchronous and _has_media(batch)):
             return
         ids = batch.token_ids
         rows = [build_scored_row(found[row], number, *ids[row]) for row, number in chosen]
-        own = batch.compute_log_probs([(prompt, response) for prompt, response, _ in rows])
+        pairs = [(prompt, response) for prompt, response, _ in rows]
+        # A forward pass takes as many rows as the batch has.
+        starts = range(0, len(pairs), len(found))
+        log_probs = [own for at in starts for own in batch.compute_log_probs(pairs[at : at + len(found)])]
+        own = average_answers(log_probs, [count for *_, count in rows])
         values = [found[row].values[number] for row, number in chosen]
-        apart = check_forward(values, own, [count for *_, count in rows], self._tolerance)
+        self._compared_at = batch.step
+        if not self._synchronous:
+            check_related(values, own, self._alignment)
+            self._comparisons += 1
+            self._compared += len(chosen)
+            return
+        apart = check_forward(values, own, self._tolerance)
         self._apart = apart if math.isnan(self._apart) else max(apart, self._apart)
         self._comparisons += 1
         self._compared += len(chosen)
@@ -210,6 +239,14 @@ def _read_extra_fields(batch: BatchView) -> list[Mapping[str, Any]]:
             except KeyError:
                 columns.append([None] * len(batch.uids))
         return [{FIELD: one, NEWEST_VERSION: other} for one, other in zip(*columns, strict=True)]
+
+
+def _has_media(batch: BatchView) -> bool:
+    """Return True if a row has images, videos or audio, which a forward pass over its tokens leaves out."""
+    try:
+        return any(batch.rows("multi_modal_inputs")["multi_modal_inputs"])
+    except KeyError:
+        return False
 
 
 def _plain(value: Any) -> Any:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, get_args
 
-from ..setting_checks import Rule, check_keys, is_count, is_number, is_positive
+from ..setting_checks import Rule, check_keys, is_count, is_number, is_positive, optional
 from .advantages import Normalize
 
 MARKERS = ("Wait,", "Alternatively,", "Actually,", "Hmm,", "Let me ", "I need to ", "So ", "But ")
@@ -26,6 +26,7 @@ class ProcessSettings:
         prefix_cache: ``auto`` lets the engine read its cache where it says how much it read, ``off`` never.
         normalize: see ``advantages.normalize_utilities``.
         coef: factor of the process advantages.
+        probe_every: steps after which the trainer scores prefixes again; None: at the first steps alone.
         max_unscored_share: rows without values that a step may have.
     """
 
@@ -40,6 +41,7 @@ class ProcessSettings:
     prefix_cache: str = "auto"
     normalize: str = "zscore"
     coef: float = 1.0
+    probe_every: int | None = 50
     max_unscored_share: float = 0.0
 
     @classmethod
@@ -71,5 +73,6 @@ _KEYS: Mapping[str, Rule] = {
     "prefix_cache": (lambda value: value in ("auto", "off"), "auto or off", "auto"),
     "normalize": (lambda value: value in get_args(Normalize), f"one of {', '.join(get_args(Normalize))}", "zscore"),
     "coef": (is_positive, "a number above 0", 1.0),
+    "probe_every": (optional(is_count), "a number of steps, 1 or more, or null", 50),
     "max_unscored_share": (lambda value: is_number(value) and 0 <= value < 1, "a share in [0, 1)", 0.0),
 }

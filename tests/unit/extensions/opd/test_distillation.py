@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import random
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from torch.nn.utils.rnn import pad_sequence
 from recipe.offpolicy.correction import CorrectionSpec
 from recipe.offpolicy.extensions.opd import distillation
 from recipe.offpolicy.extensions.opd.columns import ROW, SCALE, TEACHER
+from recipe.offpolicy.extensions.opd.teacher_client import TeacherClient, TeacherError
 from recipe.offpolicy.proof.verify import LivenessError
 from tests.support.corrections import TIS, band
 from tests.support.corrections import spec as correction
@@ -33,7 +36,9 @@ NONE, WEIGHTED = CorrectionSpec(), CorrectionSpec.from_mapping({"weight": TIS})
 
 def test_only_eligible_rows_are_asked_about_and_each_token_gets_its_own_log_prob(teacher: FakeTeacher) -> None:
     run = Run(teacher.url, "advantage")
-    assert teacher.asked == [[*prompt, *response] for prompt, response in run.batch.token_ids[:2]]
+    eligible = [[*prompt, *response] for prompt, response in run.batch.token_ids[:2]]
+    assert teacher.asked[:2] == eligible
+    assert sorted(teacher.asked[2:]) == sorted(eligible)  # both once more, each alone
     shipped = run.batch.put_columns
     assert shipped[ROW].tolist() == [1, 1, 0, 0, 0, 0]
     for row in range(6):
@@ -241,3 +246,74 @@ def test_scale_travels_with_the_rows(teacher: FakeTeacher) -> None:
     assert near.sum(-1).tolist() == [2, 2, 0, 0, 0, 0]
     beyond = pad_sequence(run.made.response_mask, batch_first=True).bool() & ~near
     assert bool((run.advantages[:2][beyond[:2]] == 0).all())
+
+
+# A teacher that is none ------------------------------------------------------------------------------------------
+
+
+class Steps:
+    """Several steps of one run, with teachers that change."""
+
+    def __init__(self, url: str, **teacher: Any) -> None:
+        self.run = Run(url, "loss", teacher={"url": url, **teacher})
+
+    def take(self, step: int) -> None:
+        self.run.batch.step = step
+        self.run.opd.begin(None)  # type: ignore[arg-type]
+        try:
+            self.run.opd.on_rollout(self.run.batch)
+            self.run.opd.shape_advantages(self.run.batch, self.run.base.clone())
+        finally:
+            self.run.opd.end()
+
+
+def test_rows_are_scored_again_after_so_many_steps(teacher: FakeTeacher) -> None:
+    steps, asked = Steps(teacher.url, probe_every=3), []
+    for step in range(2, 9):
+        before = len(teacher.asked)
+        steps.take(step)
+        asked.append(len(teacher.asked) - before)
+    # The batch's 2 rows; at steps 4 and 7 each once more, and the first of the run.
+    assert asked == [2, 2, 5, 2, 2, 5, 2]
+
+
+def test_other_weights_behind_the_same_address_stop_the_run(teacher: FakeTeacher) -> None:
+    steps = Steps(teacher.url, probe_every=2)
+    teacher.score = lambda ids: [0.8 * value for value in opinion(ids)]
+    steps.take(2)
+    with pytest.raises(LivenessError, match=r"a row of an earlier step was scored again: its .* serves other weights"):
+        steps.take(3)
+
+
+def test_rows_that_are_mixed_up_within_a_request_stop_the_run(
+    teacher: FakeTeacher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wait = TeacherClient.wait
+    monkeypatch.setattr(TeacherClient, "wait", lambda client, scoring: wait(client, scoring)[::-1])
+    with pytest.raises(LivenessError, match=r"row [01] was scored again, alone: .* mixes up rows of a request"):
+        Run(teacher.url, "loss")
+
+
+def test_a_teacher_that_draws_its_answers_stops_the_run(teacher: FakeTeacher) -> None:
+    generator = random.Random(1)
+    teacher.score = lambda ids: [-3 * generator.random() for _ in ids[1:]]
+    with pytest.raises(LivenessError, match="was scored again, alone"):
+        Run(teacher.url, "loss")
+
+
+def test_an_answer_of_another_model_stops_the_run(teacher: FakeTeacher) -> None:
+    teacher.answered = "other"
+    with pytest.raises(
+        TeacherError, match=r"is of the model 'other', and teacher was asked\. Fix: set opd.teacher.model"
+    ):
+        Run(teacher.url, "loss")
+    teacher.answered = "teacher"
+    Run(teacher.url, "loss")
+    teacher.models, teacher.answered = ("alias", "teacher"), "alias"
+    Run(teacher.url, "loss", teacher={"url": teacher.url, "model": "teacher"})  # of the same root
+
+
+def test_zeros_of_a_teacher_stop_the_run(teacher: FakeTeacher) -> None:
+    teacher.score = lambda ids: [0.0] * (len(ids) - 1)
+    with pytest.raises(LivenessError, match="the teacher's log-probs have stopped arriving: 6 of 6 rows hold nothing"):
+        Run(teacher.url, "loss", eligible={"rows": "all", "max_pass_rate": 1.0})

@@ -93,7 +93,7 @@ def test_a_teacher_of_the_students_family_passes(teacher: FakeTeacher, student: 
 def test_each_part_is_asked_for(teacher: FakeTeacher) -> None:
     settings = OpdSettings.from_mapping("opd", {"mode": "loss", "teacher": {"url": teacher.url}}).teacher
     tokenizer = build_tokenizer("Spell backward:")
-    assert (find_model(settings), find_length(settings)) == ("teacher", 128)
+    assert (find_model(settings)[0], find_length(settings)) == ("teacher", 128)
     assert measure_repeats(settings, "teacher", [[1, 2, 3], [3, 2, 1]]) == 0.0
     assert list(find_other_vocabulary(settings, "teacher", tokenizer)) == []
     assert find_other_template(settings, "teacher", tokenizer, PROMPTS) is None

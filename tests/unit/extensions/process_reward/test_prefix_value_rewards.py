@@ -161,9 +161,12 @@ def test_process_advantages_are_added_to_the_outcomes(build: Any, normalize: str
 
 
 def test_the_outcome_is_untouched_to_the_bit_where_no_process_advantage_is(build: Any) -> None:
-    flat = [{**each, FIELD: {**each[FIELD], "values": [-1.0] * len(each[FIELD]["values"])}} for each in SENT]
+    flat = [
+        {**each, FIELD: {**each[FIELD], "values": [-1.0 - row] * len(each[FIELD]["values"])}}
+        for row, each in enumerate(SENT)
+    ]
     made = extension()
-    made._comparisons = COMPARISONS
+    made._comparisons = COMPARISONS[True]
     assert torch.equal(run(build(flat), made), grpo(scores()))
 
 
@@ -236,6 +239,27 @@ def test_an_engine_with_other_weights_stops_at_the_first_step_and_behind_a_synch
         run(build(forward=Forward(off=-0.06)), made)
 
 
+def test_prefixes_are_scored_again_after_so_many_steps(build: Any) -> None:
+    forward, made, asked = Forward(), extension(probe_every=3), []
+    made._comparisons, made._compared_at = COMPARISONS[True], STEP - 3
+    for _ in range(2):
+        run(build(forward=forward), made)
+        asked.append(len(forward.asked))
+    assert asked == [8, 8]
+    made._compared_at = STEP - 3
+    with pytest.raises(LivenessError, match="holds other weights"):
+        run(build(forward=Forward(off=-0.06)), made)
+
+
+def test_values_of_zero_are_put_to_the_trainer_at_once(build: Any) -> None:
+    zeros = [{**each, FIELD: {**each[FIELD], "values": [0.0] * len(each[FIELD]["values"])}} for each in SENT]
+    for synchronous in (True, False):
+        made = extension()
+        made._comparisons, made._synchronous = COMPARISONS[synchronous], synchronous
+        with pytest.raises(LivenessError, match=r"holds other weights|rows hold nothing but zeros"):
+            run(build(zeros), made)
+
+
 def test_the_workers_have_to_see_the_trainers_advantages(build: Any) -> None:
     made, view = extension(), build()
     advantages = run(view, made)
@@ -265,7 +289,7 @@ def test_the_order_of_rows_changes_nothing() -> None:
         view.put_advantages(grpo(scores())[order], returns=True)
 
     hooks = AddOns([made := extension()])
-    made._comparisons = COMPARISONS
+    made._comparisons = COMPARISONS[True]
     hooks.on_rollout(view)
     hooks.compute_advantages(view, estimator)
     torch.testing.assert_close(view.advantages, plain[order])
