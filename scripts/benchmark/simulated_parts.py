@@ -301,7 +301,8 @@ def build_collection(ranks: int) -> Call:
 
     spec = CorrectionSpec.from_mapping(CORRECTION)
     output, data = build_micro_batch(4 * WIDTH)
-    _, metrics = OffPolicyLoss(spec, build_actor_config(len(data)))(output(), data)
+    loss, metrics = OffPolicyLoss(spec, build_actor_config(len(data)))(output(), data)
+    loss.backward()
     packet = metrics[METRIC_KEY]
     packet.before_sending()
     sent, rows = [], iter(range(1, ranks * ROWS_OF_A_RANK + 1))

@@ -209,12 +209,14 @@ def test_a_kl_term_of_the_actors_own_is_noticed(function: str, monkeypatch: pyte
         verdict(STACK | {"kl_clip": {"lower": 0.95, "upper": 1.1}}, ppo_micro_batch_size_per_gpu=2, **KL)
 
 
-def test_another_scale_than_the_actors_stops_the_update(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_scale_than_the_actors_stops_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    from recipe.offpolicy.proof.verify import LivenessError
     from verl_patches.legacy import fsdp_actor
 
+    # Four micro-batches in a mini-batch, each a quarter.
     monkeypatch.setattr(fsdp_actor, "_scale", lambda actor, micro_batch: 1.0)
-    with pytest.raises(RuntimeError, match="scales the loss of a micro-batch otherwise"):
-        update(STACK, ppo_micro_batch_size_per_gpu=2)
+    with pytest.raises(LivenessError, match=r"loss of 4 of 4 micro-batches by 0\.25 times its own"):
+        verdict(STACK, prove=False, ppo_micro_batch_size_per_gpu=2)
 
 
 def test_pi_of_the_actors_own_in_pi_olds_place_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from omegaconf import DictConfig, OmegaConf
 
-from recipe.offpolicy.batch.plan import MINI_BATCH_TOKENS, PLAN, SCALE
+from recipe.offpolicy.batch.plan import MINI_BATCH_TOKENS, PLAN, PROVE, SCALE
 from recipe.offpolicy.batch.weight_versions import VERSIONS
 from recipe.offpolicy.correction import Reduction, Statistic
 from recipe.offpolicy.proof.verify import LivenessError
@@ -159,7 +159,8 @@ def test_plan_columns_and_versions_travel_with_the_batch(legacy: bool) -> None:
     assert plan.step == 7
     if legacy:
         handover = sent.meta_info[HANDOVER]
-        assert (handover.spec, handover.prove) == (made.correction, True)
+        assert (handover.spec, handover.plan.prove) == (made.correction, True)
+    assert sent.batch[PROVE].tolist() == [1, 1, 1, 1]  # 12 tokens are not enough
 
 
 def test_versions_that_verl_does_not_tell_are_those_of_the_step_before() -> None:

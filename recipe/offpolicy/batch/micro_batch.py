@@ -38,7 +38,7 @@ from ..correction.statistics import build_sum
 from ..correction.telemetry import Measure
 from .checksums import hash_rows
 from .padding import Layout, pad_column
-from .plan import MINI_BATCH_TOKENS, PLAN, SCALE, SharedPlan
+from .plan import MINI_BATCH_TOKENS, PLAN, PROVE, SCALE, SharedPlan
 from .seals import SealError, compare, key_of
 from .token_versions import read_versions
 from .weight_versions import RowVersions, check_ages_known, compute_token_versions
@@ -76,6 +76,7 @@ class MicroBatch:
         withheld: (B, T) bool, tokens that leave the policy term, masks and statistics, whatever the correction says;
             None for none.
         last: of the update's last mini-batch, as far as verl tells.
+        marked: rows for which the trainer wants the micro-batch proved.
         layout: where the responses stand in what the model says; None where they are cut out and padded already.
         model_output, data: as the engine calls its loss; empty of rows by themselves, see ``detached``.
     """
@@ -92,6 +93,7 @@ class MicroBatch:
     counted: DeferredValue[None] | None = None
     withheld: Tensor | None = None
     last: bool = True
+    marked: int = 0
     layout: Layout | None = None
     model_output: Mapping[str, Any] = field(default_factory=dict, repr=False)
     data: TensorDict = field(default_factory=TensorDict, repr=False)
@@ -191,6 +193,7 @@ def read(model_output: Mapping[str, Any], data: TensorDict) -> MicroBatch:
     layout = None if _is_padded(model_output["log_probs"]) else Layout.of(data)
     columns = {key: data[key] if layout is None else pad_column(data[key], layout, key) for key in _NEEDED}
     response_mask = columns["response_mask"].bool()
+    plan = tu.get_non_tensor_data(data, PLAN, None)
     return MicroBatch(
         responses=columns["responses"],
         response_mask=response_mask,
@@ -199,11 +202,12 @@ def read(model_output: Mapping[str, Any], data: TensorDict) -> MicroBatch:
         log_prob=pad_log_probs(model_output, data, layout),
         advantages=columns["advantages"],
         versions=read_versions(data, response_mask),
-        plan=tu.get_non_tensor_data(data, PLAN, None),
+        plan=plan,
         scale=data[SCALE] if SCALE in data.keys() else None,
         counted=_counted(data),
         withheld=_read_withheld(model_output, data, layout),
         last=bool(tu.get_non_tensor_data(data, LAST, True)),
+        marked=int(data[PROVE].sum()) if plan is not None and plan.prove and PROVE in data.keys() else 0,
         layout=layout,
         model_output=model_output,
         data=data,

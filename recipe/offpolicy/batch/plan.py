@@ -33,6 +33,8 @@ SCALE = "offpolicy_scale"
 """Key of the (B,) factors of ``denominator=kept`` and of ``nonfinite=excluded``."""
 MINI_BATCH_TOKENS = "offpolicy_mini_batch_tokens"
 """Key of the (B,) response tokens that each row's mini-batch was counted to have, over all ranks."""
+PROVE = "offpolicy_prove"
+"""Key of the (B,) int64 column with 1 for each row whose micro-batch is to be proved, where ``SharedPlan.prove``."""
 UID = "offpolicy_uid"
 """Key of the (B, L) uint8 of each row's uid, UTF-8 filled up with zeros, where verl sends no uid to the loss."""
 REWARD = "offpolicy_reward"
@@ -75,6 +77,7 @@ class SharedPlan:
         update: how the batch is split, where it is to be recorded.
         bounds: part -> the bounds that this update is to use, for masks and a weight (``WEIGHT``) whose bounds move.
         sealed: columns whose seals come with the batch, see ``seals``.
+        prove: the micro-batches of the rows that ``PROVE`` marks are to be proved.
     """
 
     step: int
@@ -83,6 +86,7 @@ class SharedPlan:
     update: UpdateRows | None = None
     bounds: Mapping[str, Mapping[str, float | None]] = field(default_factory=dict)
     sealed: tuple[str, ...] = ()
+    prove: bool = False
 
     def fingerprint(self) -> int:
         """Return a signed 64-bit hash of all that the plan says."""

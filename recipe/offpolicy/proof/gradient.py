@@ -70,6 +70,7 @@ class Proof:
 
     Attributes:
         tokens: response tokens.
+        marked: rows for which the trainer wanted the micro-batch proved.
         identical_tokens: of these, tokens whose mu equals pi_old to the bit.
         tolerance: for every error here, by the dtype of the log-probs.
         log_prob_bits: bits of the coarsest of mu, pi_old and pi.
@@ -93,6 +94,7 @@ class Proof:
     shifts: dict[str, ShiftResult] = field(default_factory=dict)
     gradient_tokens: int = 0
     gradient_error: float | None = None
+    marked: int = 0
 
 
 def prove(adapter: CorrectedLoss, batch: mb.MicroBatch, loss: Tensor) -> Proof:
@@ -109,6 +111,7 @@ def prove(adapter: CorrectedLoss, batch: mb.MicroBatch, loss: Tensor) -> Proof:
         identical_tokens=int((mask & _identical(batch.rollout_log_prob, batch.old_log_prob)).sum()),
         tolerance=TOLERANCE.get(batch.log_prob.dtype, TOLERANCE[torch.float32]),
         log_prob_bits=8 * min(t.element_size() for t in (batch.rollout_log_prob, batch.old_log_prob, batch.log_prob)),
+        marked=batch.marked,
     )
     if not proof.tokens:
         return proof

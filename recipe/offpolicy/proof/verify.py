@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from typing import Protocol
 
+from ..batch.plan import PROVE
 from ..batch.row_arrival import are_same_rows
 from ..correction import CorrectionSpec
 from ..correction.moving_bounds import compute_fingerprint, read_bounds
@@ -32,6 +33,7 @@ class UpdateEvidence(Protocol):
     plan: int
     bounds: dict[str, dict[str, float | None]]
     proof: Proof | None
+    scales: dict[float, int]
 
 
 def verify(
@@ -43,8 +45,10 @@ def verify(
     allow_identical: bool = False,
     moving: Collection[str] = (),
     plan: int | None = None,
+    marked: int | None = None,
+    again: bool = False,
 ) -> dict[str, float]:
-    """Check the first update.
+    """Check an update with proofs, the first one or a later one.
 
     Args:
         packets: one per micro-batch, from every rank.
@@ -54,6 +58,8 @@ def verify(
         allow_identical: mu bit-identical to pi_old is meant.
         moving: parts whose bounds came with this update, and which the fingerprint leaves out.
         plan: fingerprint of the plan that went out with this update; None: it is not compared.
+        marked: rows whose micro-batches were to be proved; None: all micro-batches.
+        again: the correction was proved before, and a few rows stand for all: what they cannot show is no fault.
 
     Returns:
         Metrics for ``offpolicy/live/``. ``proved`` is 0.0 when the update had no gradient to judge by, as when all
@@ -67,26 +73,28 @@ def verify(
     if spec.is_none:
         return {"fingerprint": structure}
     proofs = [packet.proof for packet in packets if packet.proof is not None]
-    if len(proofs) < len(packets):
-        raise LivenessError(f"{len(packets) - len(proofs)} of {len(packets)} micro-batches came without a proof.")
-    _verify_alignment(proofs)
-    _verify_own_rows(proofs)
+    _verify_number(packets, None if marked is None else marked * epochs)
+    if not again:
+        _verify_alignment(proofs)
+        _verify_own_rows(proofs)
     proofs = [proof for proof in proofs if proof.tokens]
     if not proofs:
         return {"proved": 0.0, "fingerprint": structure}
     if spec.proximal != "recompute":
         _verify_mu_in_place_of_old(proofs, spec)
-    elif not allow_identical:
+    elif not (allow_identical or again):
         _verify_two_policies(proofs)
     gradient_error = _verify_gradient(proofs)
     # A base loss without a ratio does not read pi_old: what else is configured has to be seen, and proximal cannot be.
     unread = bool(spec.all_weights or spec.masks or spec.penalty) and not _seen(proofs, "proximal")
     names = [name for name, _ in isolate_parts(spec) if not (unread and name == "proximal")]
-    shift_error = max(_verify_shift(proofs, name) for name in names)
+    if again:
+        names = [name for name in names if _seen(proofs, name) or any(name not in proof.shifts for proof in proofs)]
+    shift_error = max((_verify_shift(proofs, name) for name in names), default=0.0)
     moved = sum(proof.gradient_tokens for proof in proofs)
     tokens = sum(proof.tokens for proof in proofs)
     return {
-        "proved": float(moved > 0),
+        "proved": float(moved > 0 and bool(names)),
         "fingerprint": structure,
         "rows": float(sum(len(packet.rows) for packet in packets)),
         "gradient_tokens": float(moved),
@@ -107,10 +115,10 @@ def verify_update(
     moving: Collection[str] = (),
     plan: int | None = None,
 ) -> None:
-    """Check the evidence of every update: adapter, spec, bounds and mu.
+    """Check the evidence of every update: adapter, spec, bounds, mu and the engine's factor.
 
-    Each micro-batch came from the adapter, which held the trainer's spec under the trainer's bounds, and the mu that it
-    used is the mu that was sampled.
+    Each micro-batch came from the adapter, which held the trainer's spec under the trainer's bounds, the mu that it
+    used is the mu that was sampled, and the engine multiplied its loss by what it should.
 
     Raises:
         LivenessError: anything is missing or wrong.
@@ -119,6 +127,7 @@ def verify_update(
     if not spec.is_none:
         _verify_plan(packets, plan)
         _verify_rows([row for packet in packets for row in packet.rows], sampled_rows, epochs)
+        _verify_scales(packets)
 
 
 def _verify_fingerprint(packets: Sequence[UpdateEvidence], spec: CorrectionSpec, moving: Collection[str]) -> None:
@@ -157,6 +166,35 @@ def _verify_rows(rows: Sequence[int], sampled_rows: Sequence[int], epochs: int) 
         f"{(used - sampled).total()} were not sampled. Something between rollout and loss replaces, shifts, "
         f"casts or permutes rollout_log_probs."
     )
+
+
+def _verify_scales(packets: Sequence[UpdateEvidence]) -> None:
+    micro_batches = sum(count for packet in packets for count in packet.scales.values())
+    for packet in packets:
+        for scale, count in packet.scales.items():
+            if scale == 0:
+                raise LivenessError(
+                    f"the engine's backward did not go through the corrected loss, or scaled it by zero, in {count} of "
+                    f"{micro_batches} micro-batches."
+                )
+            # The factor may arrive rounded to the dtype of the loss; written so that NaN fails.
+            if not abs(scale - 1) <= 1e-3:
+                raise LivenessError(
+                    f"the engine multiplied the corrected loss of {count} of {micro_batches} micro-batches by "
+                    f"{scale:.6g} times its own factor. Something between the loss and the backward pass scales it."
+                )
+
+
+def _verify_number(packets: Sequence[UpdateEvidence], marked: int | None) -> None:
+    """Check that everything that was to be proved was: ``marked`` rows, or every micro-batch."""
+    proofs = [packet.proof for packet in packets if packet.proof is not None]
+    if marked is None and len(proofs) < len(packets):
+        raise LivenessError(f"{len(packets) - len(proofs)} of {len(packets)} micro-batches came without a proof.")
+    if marked is not None and (seen := sum(proof.marked for proof in proofs)) != marked:
+        raise LivenessError(
+            f"the micro-batches of {marked} rows were to be proved, and the proofs are of {seen}: something between "
+            f"trainer and loss drops or changes the column {PROVE}."
+        )
 
 
 def _verify_alignment(proofs: Sequence[Proof]) -> None:

@@ -149,7 +149,6 @@ class CorrectedRun:
             self.config,
             self.correction,
             self.shadows,
-            prove=self.supervision.proving,
             moving=self.supervision.active_correction.moving,
             extensions=self.add_ons.worker_halves(),
         )
@@ -168,7 +167,9 @@ class CorrectedRun:
             batch_split=split,
             bounds=self.supervision.active_correction.bounds,
         )
-        return self.recording.announce_update(plan, rows=count, batch_split=split, updates=updates), columns
+        plan, marks = self.supervision.mark_proof(plan, lambda: rows()["response_mask"], lambda: split().ranks)
+        plan = self.recording.announce_update(plan, rows=count, batch_split=split, updates=updates)
+        return plan, columns | marks
 
     def _judge_update(self, metrics: dict[str, Any], batch: Any, step: int) -> None:
         """Take the packets of an update out of its workers' metrics and judge them."""

@@ -347,10 +347,9 @@ class CorrectedV0(CorrectedRun):
             handed = build_handover(
                 self.correction,
                 plan,
-                self.supervision.proving,
-                self.shadows,
-                self.recording.settings,
-                self.supervision.active_correction.moving,
+                shadows=self.shadows,
+                record=self.recording.settings,
+                moving=self.supervision.active_correction.moving,
                 extensions=self.add_ons.worker_halves(),
             )
         if isinstance(batch, DataProto):

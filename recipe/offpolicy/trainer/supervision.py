@@ -6,16 +6,19 @@ The same for every trainer; where batches and metrics come from is the trainer's
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from tensordict import TensorDict
+from torch import Tensor
 
-from ..batch.plan import SharedPlan
+from ..batch.plan import PROVE, SharedPlan
 from ..correction import CorrectionSpec
 from ..correction.moving_bounds import format_part_path
 from ..correction.proximal import TOLERANCE, WITHOUT_FORWARD
+from ..correction.row_layout import count_tokens_by_row
 from ..correction.statistics import Statistic, merge_all
 from ..extensions.add_ons import AddOns
 from ..monitor.active_correction import ActiveCorrection
@@ -23,6 +26,7 @@ from ..monitor.alarms.watched import format_watched
 from ..monitor.mismatch.late_weights import LateWeightsWatch
 from ..monitor.mismatch.recent import RecentFloor
 from ..monitor.mismatch.stale_kept import StaleRowsWatch
+from ..proof.drawn_rows import PROVE_EVERY, draw_rows
 from ..proof.gradient import isolate_parts
 from ..proof.rollout_checks import RolloutChecker
 from ..proof.same_engine import SameEngineCheck
@@ -31,6 +35,8 @@ from ..worker.metrics import take_packets
 
 logger = logging.getLogger("verl.offpolicy")
 
+AFTER_MOVED = 10
+"""Updates from one proof to the next where bounds have moved since: they may move at each."""
 _COARSE = (
     "log-probs reach the loss in 16 bits: rounding of up to 0.03 nats a token looks like mismatch, and narrow bands "
     "reject by it. Let the trainer compute log-probs in float32."
@@ -46,7 +52,7 @@ class Supervision:
         add_ons: judge their reports of each update.
 
     Attributes:
-        proving: the workers are to prove the correction at the next update.
+        proving: the correction that is in force was not proved yet, which the next update is to do.
         proof: of life, if the last update brought it: in a sentence, and what was seen.
         active_correction: which correction that is, and under which bounds.
     """
@@ -57,6 +63,10 @@ class Supervision:
         for line in format_watched(spec, config):
             logger.info(line)
         self.proving = True
+        self._prove_every = int(OmegaConf.select(config, PROVE_EVERY, default=50))
+        self._since_proof = 0  # updates
+        self._proved_bounds = self.active_correction.bounds
+        self._marked: int | None = None  # rows of this update whose micro-batches are to be proved
         self._epochs = config.actor_rollout_ref.actor.ppo_epochs
         self._allow_identical = config.offpolicy.allow_identical_log_probs
         self._floor = RecentFloor()
@@ -130,22 +140,54 @@ class Supervision:
         """Note the plan that goes out with the next update."""
         self._plan = plan.fingerprint()
 
+    @property
+    def proof_due(self) -> bool:
+        """True if the next update is to prove the correction, for the first time or again."""
+        if self.spec.is_none:
+            return False
+        if self.proving or not self._prove_every:
+            return self.proving
+        moved = self.active_correction.bounds != self._proved_bounds
+        every = min(AFTER_MOVED, self._prove_every) if moved else self._prove_every
+        return self._since_proof + 1 >= every
+
+    def mark_proof(
+        self, plan: SharedPlan, response_mask: Callable[[], Tensor], ranks: Callable[[], int]
+    ) -> tuple[SharedPlan, dict[str, Tensor]]:
+        """Mark the rows whose micro-batches the workers are to prove at this update.
+
+        Args:
+            plan: of the update.
+            response_mask: (B, T) or nested by row; called only where something is to be proved.
+            ranks: by which the rows are shared; likewise.
+
+        Returns:
+            The plan to send, and the columns that are to travel next to it.
+        """
+        self._marked = None
+        if not self.proof_due:
+            return plan, {}
+        tokens, seed = count_tokens_by_row(response_mask().bool()), f"{plan.step} {self._since_proof}"
+        drawn = draw_rows(tokens, ranks(), seed=seed, first=self.proving)
+        self._marked = int(drawn.sum())
+        return replace(plan, prove=True), {PROVE: drawn}
+
     def collect(self, metrics: dict[str, Any]) -> bool:
         """Take the packets of one update out of the workers' ``metrics`` and judge them.
 
         Returns:
-            Whether the workers need another loss for the next update: this one proved the correction, so that the next
-            need not, or another correction is in force.
+            Whether the workers need another loss for the next update, because another correction is in force.
 
         Raises:
             LivenessError: the correction is configured and was not seen to act.
             AlarmError: an alarm ends the run.
         """
         packets = take_packets(metrics)
-        proved, self.proof = False, None
+        self.proof = None
         moving = self.active_correction.moving
-        if self.proving:
-            self._live = verify(
+        self._since_proof += 1
+        if self.proving or self._marked is not None:
+            live = verify(
                 packets,
                 self.spec,
                 sampled_rows=self._sampled_rows,
@@ -153,11 +195,21 @@ class Supervision:
                 allow_identical=self._allow_identical,
                 moving=moving,
                 plan=self._plan,
+                marked=self._marked,
+                again=not self.proving,
             )
-            proved = self.spec.is_none or bool(self._live["proved"])
-            self.proving = not proved
-            self._say(proved)
-            self.proof = (_sentence(self.spec, self._live), dict(self._live)) if proved else None
+            proved = self.spec.is_none or bool(live["proved"])
+            if proved or self.proving:
+                self._live = live
+            if proved:
+                self._since_proof, self._proved_bounds = 0, self.active_correction.bounds
+            if self.proving:
+                self._say(proved)
+                self.proof = (_sentence(self.spec, self._live), dict(self._live)) if proved else None
+            elif proved:
+                logger.info("proved again: %s", _sentence(self.spec, self._live))
+            self.proving = self.proving and not proved
+            self._marked = None
         else:
             verify_update(
                 packets,
@@ -181,7 +233,7 @@ class Supervision:
         self._floor.add(merged)
         self._late_weights.see(measured)
         self._stale_rows.see(measured)
-        return proved or switched
+        return switched
 
     def begin_step(self) -> None:
         """Forget the last step: one can make several updates."""
@@ -194,6 +246,7 @@ class Supervision:
     def _values(self, merged: dict[str, Statistic]) -> dict[str, float]:
         values = {name: statistic.value() for name, statistic in merged.items()}
         live = {f"live/{name}": value for name, value in self._live.items()}
+        live["live/updates_since_proof"] = float(self._since_proof)
         return (
             values
             | self._floor.compute_shares(merged)

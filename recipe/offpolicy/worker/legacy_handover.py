@@ -34,8 +34,8 @@ class ExtendedHandover(Handover):
     extensions: Mapping[str, WorkerExtension] = field(default_factory=dict)  # type: ignore[misc]
 
 
-def build_handover(*arguments: Any, extensions: Mapping[str, WorkerExtension]) -> Handover:
+def build_handover(*arguments: Any, extensions: Mapping[str, WorkerExtension], **fields: Any) -> Handover:
     """Make a handover of these fields, extended where there is something to extend it with."""
     if not extensions:
-        return Handover(*arguments)
-    return ExtendedHandover(*arguments, extensions=extensions)  # type: ignore[misc]
+        return Handover(*arguments, **fields)
+    return ExtendedHandover(*arguments, extensions=extensions, **fields)  # type: ignore[misc]

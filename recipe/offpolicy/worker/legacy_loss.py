@@ -9,7 +9,6 @@ denominator is that of the mini-batch over all ranks, and the actor's own share 
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -126,7 +125,7 @@ class LegacyUpdate:
         settings: what the trainer sent with the batch.
         actor_config: verl's ActorConfig, as the actor holds it.
         dp_size: data-parallel ranks, over which the actor averages gradients.
-        upstream: the gradient with which the actor begins its backward pass, asked for when that has begun.
+        upstream: the gradient with which the actor begins its backward pass, asked for at each micro-batch.
     """
 
     def __init__(
@@ -212,9 +211,10 @@ class LegacyUpdate:
         packet = self.loss.create_packet(batch)
         loss, metrics, packet.statistics = self.loss.policy.compute_corrected(batch)
         self.loss.report(packet, batch.model_output, batch.data)
-        if self.settings.prove and not self.spec.is_none and log_prob.requires_grad:
+        if self.loss.proves(batch):
             packet.proof = prove(self.loss.copy_for_trials(), batch, loss)
-            loss.register_hook(partial(_same_scale, self.upstream))
+        # What the actor multiplies by was divided out.
+        packet.watch(loss, self.upstream())
         plain = {key: _plain(value) for key, value in metrics.items() if key != _PG_LOSS}
         return loss / self.micro.scale, {**plain, METRIC_KEY: packet}
 
@@ -236,14 +236,3 @@ class LegacyUpdate:
 def _plain(value: Any) -> Any:
     """Convert a metric to a number, as the legacy actors report it."""
     return value.aggregate() if isinstance(value, Metric) else value
-
-
-def _same_scale(upstream: Callable[[], float], gradient: Tensor) -> None:
-    """Check that the actor multiplied by what was divided out."""
-    expected = upstream()
-    # The scale may arrive rounded to the dtype of the loss.
-    if not math.isclose(float(gradient), expected, rel_tol=1e-3):
-        raise RuntimeError(
-            f"verl's actor scales the loss of a micro-batch otherwise than expected: a gradient of {float(gradient):g} "
-            f"arrives at the corrected loss and not {expected:g}. The optimizer has not stepped."
-        )

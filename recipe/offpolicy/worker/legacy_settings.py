@@ -20,7 +20,7 @@ class LegacySettings:
 
     Attributes:
         spec: the correction.
-        prove: report the proof of life at every micro-batch.
+        prove: prove every micro-batch, and not those alone that the plan marks.
         shadows: corrections to report on without applying them, by name.
         plan: what the trainer fixed for the whole batch.
         record: what to record.

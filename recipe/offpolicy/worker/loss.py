@@ -34,6 +34,7 @@ from ..proof.rollout_log_probs import find_zero_rows
 from ..recording.record_settings import RecordSettings
 from ..recording.worker_hook import record
 from .kl_loss import BaseLoss, BoundLoss, choose_surrogate, replace_kl
+from .loss_scale import expected_scale
 from .measurement import Observation
 from .metrics import METRIC_KEY, Ledger, Packet
 
@@ -49,7 +50,7 @@ class OffPolicyLoss:
     Args:
         spec: the correction; with nothing configured the loss and its gradient are verl's own, to the bit.
         actor_config: verl's ActorConfig, as ``ppo_loss`` takes it.
-        prove: report the proof of life at every micro-batch.
+        prove: prove every micro-batch, and not those alone that the trainer's plan marks.
         shadows: corrections to report on without applying them, by name.
         record: what to record, where the trainer's plan announces it.
         moving: parts whose bounds come with each update, in the trainer's plan, and the sides that move.
@@ -123,10 +124,15 @@ class OffPolicyLoss:
                 self.spec = replace_bounds(self.spec, mb.read_bounds(batch, self.moving))
             packet = self.create_packet(batch)
             loss, metrics, packet.statistics = self.compute_corrected(batch, dp_group)
-            if self.prove and torch.is_grad_enabled() and not self.spec.is_none:
+            if self.proves(batch):
                 packet.proof = prove(self.copy_for_trials(), batch, loss)
+            packet.watch(loss, expected_scale(loss, data))
         self.report(packet, model_output, data)
         return loss, {**metrics, METRIC_KEY: packet}
+
+    def proves(self, batch: mb.MicroBatch) -> bool:
+        """Return True if this micro-batch is to be proved."""
+        return bool(self.prove or batch.marked) and batch.log_prob.requires_grad and not self.spec.is_none
 
     def report(self, packet: Packet, model_output: Mapping[str, Any], data: TensorDict) -> None:
         """Put the reports of extensions into ``packet``."""
@@ -249,13 +255,10 @@ def build_loss(
     spec: CorrectionSpec,
     shadows: Mapping[str, CorrectionSpec],
     *,
-    prove: bool,
     moving: Mapping[str, Side] | None = None,
     extensions: Mapping[str, WorkerExtension] | None = None,
 ) -> OffPolicyLoss:
     """Build the loss of a run, ready to be sent to the workers of the engine path."""
     actor_config = omega_conf_to_dataclass(config.actor_rollout_ref.actor)
     record = RecordSettings.from_config(config)
-    return OffPolicyLoss(
-        spec, actor_config, prove=prove, shadows=shadows, record=record, moving=moving, extensions=extensions
-    )
+    return OffPolicyLoss(spec, actor_config, shadows=shadows, record=record, moving=moving, extensions=extensions)

@@ -26,7 +26,7 @@ from ..monitor.bounds.bound_measurement import defer_histograms
 from ..monitor.mismatch.share_statistics import defer_share_statistics
 from ..proof.token_alignment import count_agreements
 
-Name = Literal["statistics", "attribution", "histograms", "alignment", "rows"]
+Name = Literal["statistics", "attribution", "histograms", "alignment", "rows", "scales"]
 
 _COLUMNS = ("responses", "response_mask", "rollout_log_prob", "old_log_prob", "log_prob", "advantages")
 

@@ -22,6 +22,9 @@ from itertools import chain
 from typing import Any
 from weakref import WeakValueDictionary
 
+import torch
+from torch import Tensor
+
 from ..correction import Statistic
 from ..correction.deferred_value import DeferredValue, fetch
 from ..correction.statistics import flatten, merge_all
@@ -50,8 +53,10 @@ class Packet:
         alignment: agreement of mu and pi, where there is no pi_old to hold mu against.
         proof: filled in by the engine's own backward when a proof was asked for.
         reports: of extensions, by section.
+        scales: by how much more than it should the engine multiplied the loss, 1 at best and 0 where it did not
+            differentiate it, -> micro-batches.
 
-    Statistics, rows, histograms and alignment are those of all packets that waited with it.
+    Statistics, rows, histograms, alignment and scales are those of all packets that waited with it.
     """
 
     fingerprint: int
@@ -63,11 +68,24 @@ class Packet:
     alignment: AlignmentTally | None = None
     proof: Proof | None = None
     reports: dict[str, Any] = field(default_factory=dict)
+    scales: dict[float, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self._arrived: Tensor | None = None
         self._ledger: Ledger | None = None
         self._observed: Observation | None = None
         self._readings: list[dict[Name, DeferredValue[Any]]] = []
+
+    def watch(self, loss: Tensor, expected: Tensor | float | None) -> None:
+        """Note the gradient that arrives at ``loss`` in the engine's backward pass, as a multiple of ``expected``."""
+        if expected is None or self._ledger is None or not loss.requires_grad:
+            return
+        self._arrived = loss.new_zeros((), requires_grad=False)
+
+        def arrive(gradient: Tensor) -> None:
+            self._arrived = gradient.detach() / expected
+
+        loss.register_hook(arrive)
 
     def settle(self) -> None:
         """Copy the values of this packet, and of all that wait with it, to the host."""
@@ -103,6 +121,8 @@ class Packet:
         self.rows = [*self.rows, *chain.from_iterable(found.get("rows", ()))]
         if tallies := found.get("alignment", ()):
             self.alignment = sum(tallies, self.alignment or AlignmentTally())
+        for scale in chain.from_iterable(found.get("scales", ())):
+            self.scales[scale] = self.scales.get(scale, 0) + 1
 
 
 class Ledger:
@@ -167,12 +187,14 @@ class Ledger:
         self._measure()
         alive = list(self._packets.values())
         readings = [pair for other in alive for found in other._readings for pair in found.items()]
+        if arrived := [other._arrived for other in alive if other._arrived is not None]:
+            readings.append(("scales", DeferredValue(torch.stack(arrived).double(), list)))
         taken: dict[Name, list[Any]] = {}
         for (name, _), found in zip(readings, fetch([reading for _, reading in readings]), strict=True):
             taken.setdefault(name, []).append(found)
         packet._take(taken)
         for other in alive:
-            other._ledger, other._readings = None, []
+            other._ledger, other._readings, other._arrived = None, [], None
         self._packets, self._kept = WeakValueDictionary(), {}
 
     def _measure(self) -> None:

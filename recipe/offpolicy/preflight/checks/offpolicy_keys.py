@@ -17,6 +17,7 @@ from ...fault_tolerance.watchdog import find_problems as watchdog_problems
 from ...monitor.alarms.alarm_settings import find_problems as alarm_problems
 from ...monitor.bounds.bound_settings import find_problems as calibrate_problems
 from ...monitor.mismatch.snapshot_settings import find_problems as snapshot_problems
+from ...proof.drawn_rows import PROVE_EVERY
 from ...recording.record_settings import find_problems as record_problems
 from ...recording.record_settings import find_too_many_parts
 from ...replay.replay_settings import find_problems as replay_problems
@@ -30,6 +31,14 @@ def _check_bool(name: str, config: DictConfig, spec: CorrectionSpec) -> Iterator
     key = f"offpolicy.{name}"
     if not isinstance(value := OmegaConf.select(config, key), bool):
         yield Problem(key, value, "not a truth value.", "Set true or false.", parts=(), overrides=(set_to(key, False),))
+
+
+def _check_prove_every(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
+    value = OmegaConf.select(config, PROVE_EVERY)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        fix = "Set a number of updates, such as 50, or 0 for the first update alone."
+        there = (set_to(PROVE_EVERY, 50),)
+        yield Problem(PROVE_EVERY, value, "not a whole number >= 0.", fix, parts=(), overrides=there)
 
 
 def _build_unknown(name: str, section: DictConfig) -> Problem:
@@ -67,6 +76,7 @@ OWN_KEYS: dict[str, Validator] = {
     "calibrate": calibrate_problems,
     "extensions": lambda config, spec: extension_problems(config),
     "late_weights": lambda config, spec: snapshot_problems(config),
+    "prove_every": _check_prove_every,
     "record": lambda config, spec: record_problems(config),
     "replay": lambda config, spec: replay_problems(config),
     "shadow": _checked_elsewhere,

@@ -1,0 +1,46 @@
+"""The factor that verl's engines are due, by hand, and what arrives at the loss."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from recipe.offpolicy.worker.loss_scale import expected_scale
+from verl.utils import tensordict_utils as tu
+
+
+class Engine:
+    """Whatever verl's engines have."""
+
+    def __init__(self, **has: Any) -> None:
+        self.engine_config = SimpleNamespace()
+        self.module = [SimpleNamespace(config=SimpleNamespace(grad_scale_func=None))]
+        vars(self).update(has)
+
+    def forward_backward_batch(self, **told: Any) -> Any:
+        data = TensorDict({"rows": torch.zeros(2)}, batch_size=2)
+        tu.assign_non_tensor(data, **told)
+        found = expected_scale(torch.tensor(1.0, requires_grad=True), data)
+        return None if found is None else float(found)
+
+
+def test_fsdp_begins_with_one_or_with_the_scale_of_fp16() -> None:
+    assert Engine(scaler=None).forward_backward_batch() == 1.0
+    assert Engine(scaler=torch.amp.GradScaler("cpu", init_scale=2.0**12)).forward_backward_batch() == 4096.0
+
+
+def test_megatron(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron.core import parallel_state
+
+    monkeypatch.setattr(parallel_state, "get_context_parallel_world_size", lambda: 2)
+    doubled = [SimpleNamespace(config=SimpleNamespace(grad_scale_func=lambda loss: 1024 * loss))]
+    dynamic = SimpleNamespace(dynamic_context_parallel=True)
+    assert Engine().forward_backward_batch(num_micro_batch=4) == 2.0
+    assert Engine(module=doubled).forward_backward_batch(num_micro_batch=4) == 2048.0
+    # Gradients are divided by the routed tokens of all ranks.
+    assert Engine().forward_backward_batch(num_micro_batch=4, routed_num_tokens=900, dp_size=3) == 300.0
+    assert Engine(engine_config=dynamic).forward_backward_batch(num_micro_batch=4) is None
