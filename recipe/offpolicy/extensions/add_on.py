@@ -135,6 +135,13 @@ class AddOn:
         """
         return {}
 
+    def unproved(self) -> str | None:
+        """Say what has never happened that shows the add-on to act, with the key it depends on; None: it has acted.
+
+        ``offpolicy/live/SECTION`` is 0 as long as it says so, and a warning repeats it after 5, 10, 20, 40 ... updates.
+        """
+        return None
+
     def metrics(self) -> Mapping[str, float]:
         """Return the step's metrics by their full names, such as ``opd/pass_rate``, to alarms and the logger."""
         return {}

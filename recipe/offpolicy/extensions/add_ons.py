@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -23,7 +24,11 @@ from .batch_view import BatchView, PromptView
 from .extension import Advantages, Extension, WorkerExtension
 from .registry import load_extensions
 
+logger = logging.getLogger("verl.offpolicy")
+
 _OF_ADVANTAGES = ("shape_rewards", "estimate", "shape_advantages", "on_advantages")
+PATIENCE = 5
+"""Updates without an effect until that is said; then twice as many, and so on."""
 Phase = Callable[[str], AbstractContextManager[Any]]
 """Makes the time inside count as a phase of the watchdog's."""
 
@@ -59,6 +64,7 @@ class AddOns:
         self._advantages_seen = False
         self._judged: dict[str, float] = {}
         self._left: dict[str, str] = {}
+        self._updates = 0
 
     @classmethod
     def from_config(cls, config: DictConfig, own: Sequence[AddOn] = ()) -> AddOns:
@@ -292,6 +298,17 @@ class AddOns:
                 self._compare_rows(extension, found, epochs)
                 self._judged |= extension.judge(found)
         self._left = {}
+        self._say_unproved()
+
+    def _say_unproved(self) -> None:
+        """Say again and again, ever more rarely, what has never been seen to act."""
+        self._updates += 1
+        waited, rest = divmod(self._updates, PATIENCE)
+        for each in self._users("unproved"):
+            why, name = each.unproved(), _section(each) or each.phase
+            self._judged[f"offpolicy/live/{name}"] = float(why is None)
+            if why is not None and not rest and waited & (waited - 1) == 0:
+                logger.warning("%s is not proved yet, after %d updates: %s", name, self._updates, why)
 
     def _compare_rows(self, extension: Extension, reports: Sequence[Any], epochs: int) -> None:
         """Compare the rows that the loss saw with those that were sent and have not left.

@@ -182,6 +182,17 @@ class LengthPenalty(AdvantageExtension):
             logger.info("length penalty LIVE on %d rows: %s", self._changed, self.meaning)
         return {"length/live/changed_rows": float(self._changed), "length/live/proved": float(self._proved)}
 
+    def unproved(self) -> str | None:
+        if self._proved or not self._acts:
+            return None
+        if self.length.kind == "anchor" and not self.anchors.frozen:
+            anchor = self.length.anchor
+            return (
+                f"no prompt has an anchor, because none passed in more than {anchor.pass_rate:g} of at least "
+                f"{anchor.min_samples} rollouts ({self.section}.anchor.pass_rate, {self.section}.anchor.min_samples)."
+            )
+        return f"no advantage has changed, because within each group all rows lost as much ({self.section}.kind)."
+
     # Metrics ------------------------------------------------------------------------------------------------
 
     def metrics(self) -> Mapping[str, float]:

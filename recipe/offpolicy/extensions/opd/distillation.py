@@ -38,6 +38,8 @@ DOMINATES, UPDATES = 0.9, 3
 """Share of the loss's pull above which the teacher drowns the rewards, and consecutive updates until that is said."""
 PROBES = 2
 """Rows of a batch that are scored again."""
+SILENT = 1e-3
+"""Nats that gaps between two engines of the same weights reach."""
 IDLE = 20
 """Consecutive updates without an eligible row until that is said."""
 
@@ -61,7 +63,8 @@ class OnPolicyDistillation(Extension):
         self._probes: list[tuple[Scoring, list[float] | None, str]] = []
         self._first: tuple[Row, list[float]] | None = None
         self._probed_at: int | None = None
-        self._proved = False
+        self._proved = self._asked = False
+        self._largest_gap = 0.0
         self._dominated = self._idle = 0
 
     # Before Ray starts --------------------------------------------------------------------------------------
@@ -191,6 +194,8 @@ class OnPolicyDistillation(Extension):
         scale = compute_scale(gaps, near, self.opd.scale) if self.opd.mode == "advantage" else 1.0
         found = self._alignment.judge(tally_agreements(student, teacher, near))
         self._concordance = found.get("concordance_rows", math.nan)
+        self._asked = self._asked or bool(near.any())
+        self._largest_gap = max(self._largest_gap, float(gaps.abs().max()) if gaps.numel() else 0.0)
         self._note(student, teacher, near, excluded, gaps, scale, waited)
         flags = self._eligible.to(torch.int8)
         batch.put(**{TEACHER: teacher, ROW: flags, SCALE: torch.full((len(flags),), scale, dtype=torch.float32)})
@@ -279,6 +284,20 @@ class OnPolicyDistillation(Extension):
             )
         self._watch(found["opd/share_of_loss"])
         return found | {"opd/live/proved": float(self._proved)}
+
+    def unproved(self) -> str | None:
+        gate = self.opd.eligible
+        if not self._asked:
+            return (
+                f"no rollout was eligible (opd.eligible.passed_above={gate.passed_above:g}, "
+                f"opd.eligible.max_pass_rate={gate.max_pass_rate:g})."
+            )
+        if self._largest_gap <= SILENT:
+            return (
+                f"no log-prob of the teacher differs from the student's by more than {SILENT:g} nats: it teaches "
+                f"nothing (opd.teacher.url)."
+            )
+        return None if self._proved else "no scored token had a gradient (opd.coef)."
 
     def _watch(self, share: float) -> None:
         """Say that the teacher drowns the rewards, or that nothing has been eligible for long."""

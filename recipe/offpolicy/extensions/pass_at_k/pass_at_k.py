@@ -18,7 +18,7 @@ from ...proof.verify import LivenessError
 from ..advantage_proof import AdvantageExtension, AdvantageReport, AdvantageWorker
 from ..batch_view import BatchView, PromptView
 from ..extension import Advantages
-from ..sessions import Sessions, read_sessions
+from ..sessions import Sessions, read_sessions, round_threshold
 from ..state_file import read_state, write_state
 from .budget import PassRates, allocate, identify_chat
 from .estimators import unbiased
@@ -43,7 +43,8 @@ class PassAtK(AdvantageExtension):
         self._validation = Validation(self.pass_at_k)
         self._rollouts = self._block = 1
         self._chances = torch.empty(0)
-        self._draws_proved = False
+        self._draws_proved = self._dealt_proved = False
+        self._best = -math.inf
         self._k = self._get_budget_k(1)
         self._identities: dict[str, str] = {}
         self._sessions: Sessions | None = None
@@ -124,6 +125,7 @@ class PassAtK(AdvantageExtension):
         budget = self.pass_at_k.budget
         rates = [self.rates.estimate(name) for name in names]
         sizes = allocate(rates, self._rollouts * len(names), least=budget.least, most=budget.most, k=self._k)
+        self._dealt_proved = self._dealt_proved or len(set(sizes)) > 1
         prompts.put(__rollout_n__=sizes)
 
     def _get_budget_k(self, step: int) -> int:
@@ -146,6 +148,7 @@ class PassAtK(AdvantageExtension):
     def estimate(self, batch: BatchView, rewards: Tensor) -> Tensor | None:
         self._sessions = sessions = read_sessions(batch)
         right = sessions.find_right(self.pass_at_k.correct_at_least)
+        self._best = max(self._best, float(sessions.scores.max()))
         groups = sessions.groups()
         k = self.pass_at_k.get_k(batch.step)
         self._estimated, self._demanded = None, ""
@@ -235,6 +238,20 @@ class PassAtK(AdvantageExtension):
             self._proved = True
             logger.info("pass@k LIVE on %d rows: %s", self._changed, self.meaning)
         return {"pass_at_k/live/changed_rows": float(self._changed), "pass_at_k/live/proved": float(self._proved)}
+
+    def unproved(self) -> str | None:
+        settings, key = self.pass_at_k, f"{self.section}.correct_at_least"
+        if self._trains and not self._proved:
+            if self._best < round_threshold(settings.correct_at_least):
+                return (
+                    f"the highest reward was {self._best:g}, and {key}={settings.correct_at_least:g}: nothing is right."
+                )
+            return f"no group had an advantage other than 0 ({self.section}.k={settings.k})."
+        if self._draws and not self._draws_proved:
+            return f"all prompts are drawn alike, because their answers were as often right ({key})."
+        if self._deals and not self._dealt_proved:
+            return f"all groups have the same size, because their answers were as often right ({key})."
+        return None
 
     def _note(self, right: Tensor, groups: Mapping[str, Sequence[int]], k: int) -> None:
         counts = [(len(members), int(right[torch.tensor(members)].sum())) for members in groups.values()]

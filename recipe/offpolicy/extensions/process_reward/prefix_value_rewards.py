@@ -70,6 +70,7 @@ class PrefixValueRewards(AdvantageExtension):
         self._metrics: dict[str, float] = {}
         self._moved = self._unfit = self._compared = self._comparisons = self._compared_at = 0
         self._alignment = AlignmentChecker()
+        self._credited, self._at_floor = False, True
         self._apart, self._tolerance = math.nan, COARSE
 
     # Before Ray starts --------------------------------------------------------------------------------------
@@ -140,6 +141,7 @@ class PrefixValueRewards(AdvantageExtension):
         self._metrics["version_lag"] = sum(lags) / len(lags) if lags else 0.0
         shown = torch.where(self._utilities.positions, self._utilities.values, torch.nan)
         batch.put(**{UTILITY: shown})
+        self._at_floor = self._at_floor and all(value <= self.process.floor for row in found for value in row.values)
         all_zero, every = check_column(found, self.process.floor), self.process.probe_every
         first = self._comparisons < COMPARISONS[self._synchronous]
         if all_zero or first or (every is not None and batch.step >= self._compared_at + every):
@@ -212,6 +214,7 @@ class PrefixValueRewards(AdvantageExtension):
         if not self._moved:
             order = random.Random(batch.step).sample(range(len(mask)), len(mask))
             self._moved = check_moved(self._utilities, lambda values: self._deal(batch, mask, values), order)
+        self._credited = self._credited or bool(dealt.any())
         self._metrics |= summarize_advantages(advantages, dealt, mask)
         return None if self._by_token else advantages + dealt.to(advantages.dtype)
 
@@ -221,6 +224,18 @@ class PrefixValueRewards(AdvantageExtension):
     def judge(self, reports: Sequence[AdvantageReport]) -> Mapping[str, float]:
         live = {"moved_rows": self._moved, "compared_prefixes": self._compared, "forward_error": self._apart}
         return {f"{self.section}/live/{name}": float(value) for name, value in live.items()}
+
+    def unproved(self) -> str | None:
+        if self._credited:
+            return None
+        if self._at_floor:
+            return (
+                f"all values are at the floor, {self.process.floor:g} nats, so that no episode is credited "
+                f"({self.section}.floor, {self.section}.force_prompt)."
+            )
+        return (
+            f"no episode was credited, because no value differs from the one before it ({self.section}.force_prompt)."
+        )
 
     def metrics(self) -> Mapping[str, float]:
         return {f"{self.section}/{name}": value for name, value in self._metrics.items()}

@@ -1,0 +1,119 @@
+"""An add-on whose effect never comes is said, again and again, and is not called live."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from omegaconf import OmegaConf
+
+from recipe.offpolicy.extensions.add_ons import AddOns
+from recipe.offpolicy.extensions.extension import Extension
+from recipe.offpolicy.extensions.length_penalty.length_penalty import LengthPenalty
+from recipe.offpolicy.extensions.pass_at_k.pass_at_k import PassAtK
+from recipe.offpolicy.extensions.process_reward.columns import FIELD
+from recipe.offpolicy.extensions.process_reward.prefix_value_rewards import PrefixValueRewards
+from tests.support.distilled import Run
+from tests.support.fake_teacher import FakeTeacher, serving
+from tests.support.shaped import Rows, estimate, make_batch, report
+
+CONFIG = OmegaConf.create(
+    {
+        "algorithm": {"adv_estimator": "grpo"},
+        "actor_rollout_ref": {"rollout": {"n": 4}},
+        "data": {"train_batch_size": 2},
+    }
+)
+HALF_RIGHT: Rows = [("a", 3, 0.5), ("a", 5, 0.0), ("a", 4, 0.5), ("a", 6, 0.0)]
+ONE_RIGHT: Rows = [("a", 3, 1.0), *[("a", 3, 0.0)] * 3]
+RIGHT: Rows = [("a", 3, 1.0), ("a", 5, 1.0), ("a", 4, 1.0), ("a", 6, 0.0)]
+
+
+class Updates:
+    """Updates of one extension on the V0 trainer."""
+
+    def __init__(self, made: Extension) -> None:
+        self.made, self.hooks = made, AddOns([made])
+        self.hooks.begin(CONFIG)
+        self.step = 0
+
+    def take(self, rows: Rows, values: list[float] | None = None) -> float:
+        """One update; returns whether the extension counts as live."""
+        self.step += 1
+        version, fields = self.step - 1, {}
+        if values is not None:
+            scored = {"ends": [1, 3], "values": values, "version": version, "answers": [([4], 1)], "best": [0] * 3}
+            fields = {FIELD: [scored] * len(rows), "max_global_steps": [version] * len(rows)}
+        view = make_batch(rows, self.step, **fields)
+        self.hooks._prompts_seen = True
+        self.hooks.compute_advantages(view, estimate(view))
+        reports = [] if values is not None else report(view, self.made)
+        self.hooks.judge([{self.made.section: each} for each in reports])
+        return self.hooks.metrics()[f"offpolicy/live/{self.made.section}"]
+
+
+CASES: dict[str, tuple[Callable[[], Extension], dict[str, Any], dict[str, Any], str]] = {
+    "rewards that are never right": (
+        lambda: PassAtK("pass_at_k", {"objective": "loo", "k": 2}),
+        {"rows": HALF_RIGHT},
+        {"rows": ONE_RIGHT},
+        "the highest reward was 0.5, and pass_at_k.correct_at_least=1: nothing is right",
+    ),
+    "all are right": (
+        lambda: PassAtK("pass_at_k", {"objective": "loo", "k": 2}),
+        {"rows": [("a", 3, 1.0)] * 4},
+        {"rows": ONE_RIGHT},
+        "no group had an advantage other than 0 (pass_at_k.k=2)",
+    ),
+    "no anchor": (
+        lambda: LengthPenalty("length_penalty", {"kind": "anchor", "anchor": {"min_samples": 3, "pass_rate": 0.7}}),
+        {"rows": HALF_RIGHT},
+        {"rows": [("b", tokens, 1.0) for tokens in (3, 4, 5, 6)]},
+        "no prompt has an anchor, because none passed in more than 0.7 of at least 3 rollouts "
+        "(length_penalty.anchor.pass_rate",
+    ),
+    "one length": (
+        lambda: LengthPenalty("length_penalty", {"kind": "group", "coefficient": 0.1}),
+        {"rows": [("a", 3, 1.0), ("a", 3, 0.0)]},
+        {"rows": RIGHT},
+        "no advantage has changed, because within each group all rows lost as much (length_penalty.kind)",
+    ),
+    "values at the floor": (
+        lambda: PrefixValueRewards("process_reward", {"probe_every": None}),
+        {"rows": RIGHT, "values": [-20.0] * 3},
+        {"rows": RIGHT, "values": [-1.0, -1.2, -20.0]},
+        "all values are at the floor, -20 nats, so that no episode is credited (process_reward.floor",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_never_acts_is_said_at_doubling_intervals(
+    name: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make, idle, acting, said = CASES[name]
+    updates = Updates(make())
+    if "values" in acting:  # no workers are asked here
+        monkeypatch.setattr(updates.made, "worker", lambda: None)
+        monkeypatch.setattr(updates.made, "_compare", lambda *args: None)
+    assert {updates.take(**idle) for _ in range(44)} == {0.0}
+    assert [f"after {count} updates: {said}" in caplog.text for count in (5, 10, 20, 40)] == [True] * 4
+    assert caplog.text.count("is not proved yet") == 4
+    assert [updates.take(**acting) for _ in range(3)][-1] == 1.0
+    assert {updates.take(**idle) for _ in range(80 - 47)} == {1.0}
+    assert caplog.text.count("is not proved yet") == 4
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"eligible": {"passed_above": -1.0}}, "no rollout was eligible (opd.eligible.passed_above=-1"),
+        ({"max_gap": 5e-4}, "no log-prob of the teacher differs from the student's by more than 0.001 nats"),
+    ],
+)
+def test_a_teacher_without_a_word_is_not_live(changes: dict[str, Any], said: str) -> None:
+    with serving(FakeTeacher()) as teacher:
+        teacher.answering.set()
+        run = Run(teacher.url, "loss", **changes)
+    assert said in (run.opd.unproved() or "")
