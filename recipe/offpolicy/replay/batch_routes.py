@@ -10,6 +10,8 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
+from ..batch.micro_batch import flatten
+from ..batch.seals import key_of
 from ..batch.token_versions import CHUNKS, UNKNOWN
 from ..batch.weight_versions import OLDEST_VERSION, read_extra_fields
 from .expert_choice import ReplayError
@@ -144,8 +146,20 @@ def read_counts(data: TensorDict) -> list[int]:
     return [int(fields[row][NOTE][0]) if there else 0 for row, there in enumerate(trained)]
 
 
+def hash_routes_by_row(routes: Tensor) -> Tensor:
+    """Hash the routes of all tokens of each row, (B,) int64.
+
+    Args:
+        routes: nested by row, (tokens, layers, k) each.
+    """
+    offsets: Tensor = routes.offsets()  # type: ignore[attr-defined]
+    rows = torch.repeat_interleave(offsets.diff(), output_size=len(routes.values()))
+    within = torch.arange(len(rows), device=offsets.device) - offsets[rows]
+    return torch.zeros_like(offsets[1:]).index_add_(0, rows, hash_tokens(routes.values(), within))
+
+
 def check_checksums(data: TensorDict, layout: TokenLayout) -> int:
-    """Check that routes arrived as the client of the rollout engine noted them.
+    """Check that routes arrived as the client of the rollout engine noted them, or as the worker that recorded them.
 
     Rows that verl has cut are left out.
 
@@ -155,13 +169,17 @@ def check_checksums(data: TensorDict, layout: TokenLayout) -> int:
     Raises:
         ReplayError: those of a row are others.
     """
-    counts, fields = read_counts(data), read_extra_fields(data)
+    if (recorded := key_of(ROUTES)) in data.keys():
+        counts, noted = layout.lengths.tolist(), flatten(data[recorded]).tolist()
+    else:
+        counts, fields = read_counts(data), read_extra_fields(data)
+        noted = [int(fields[row][NOTE][1]) if count else 0 for row, count in enumerate(counts)]
     there = layout.within < torch.tensor(counts, device=layout.offsets.device)[layout.rows]
     parts = hash_tokens(data[ROUTES].values(), layout.within) * there
     found = torch.zeros_like(layout.lengths).index_add_(0, layout.rows, parts).tolist()
     lengths = layout.lengths.tolist()
     compared = [row for row, count in enumerate(counts) if 0 < count <= lengths[row]]
-    if wrong := [row for row in compared if found[row] != int(fields[row][NOTE][1])]:
+    if wrong := [row for row in compared if found[row] != noted[row]]:
         raise ReplayError(
             f"{len(wrong)} of {len(compared)} rows came with other routes than they were sampled with, the first of "
             f"them in place {wrong[0]} of its micro-batch: their checksums differ. Fix: see what changes the column "

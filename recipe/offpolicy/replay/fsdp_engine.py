@@ -19,6 +19,7 @@ from verl.utils import tensordict_utils as tu
 from verl.workers.utils.padding import response_from_nested
 
 from ..batch.micro_batch import ROLLOUT_LOG_PROBS, with_tensors
+from ..batch.seals import key_of
 from .alignment import check_layer_order, check_row_order
 from .batch_routes import REPLAY_STEP, ROUTES, BatchRoutes, Mode, TokenLayout, check_checksums, read_routes
 from .routed_model import RoutedModel, install_replay
@@ -107,11 +108,13 @@ class ReplayingEngine:
             return loss, output
         records = self.model.get_records()
         self._tally.add(len(self._layout.places), self._routes, self.model.count_entered(), records)
+        device = self._layout.offsets.device
+        hashed = not forward_only and (self.mode == "R3" or key_of(ROUTES) in micro_batch.keys())
+        compared = check_checksums(micro_batch.to(device), self._layout) if hashed else 0
         if first is not None:
             check_row_order(records)
             check_layer_order(records)
-            if self.mode == "R3":
-                first.checksums += check_checksums(micro_batch.to(self._layout.offsets.device), self._layout)
+            first.checksums += compared
             if native is not None:
                 _add_k3(first, micro_batch, output["model_output"]["log_probs"], native)
         return loss, output

@@ -1,4 +1,4 @@
-"""Seals of the log-probs that a worker computes for pi_old or the reference, put beside them; see ``batch.seals``.
+"""Seals of the log-probs that a worker computes for pi_old or the reference, and of routes that it records.
 
 Seam in verl 0.8.0 to 0.9.1: ``verl.workers.engine_workers.TrainingWorker.infer_batch(self, data: TensorDict)``, which
 ``ActorRolloutRefWorker`` calls of its ``actor`` and ``ref`` with the rows, and returns "log_probs" over prompt and
@@ -17,6 +17,7 @@ from verl.utils import tensordict_utils as tu
 from ..batch.micro_batch import flatten
 from ..batch.padding import Layout, pad_column
 from ..batch.seals import key_of, seal_columns
+from ..replay.batch_routes import ROUTES, hash_routes_by_row
 
 _READ = ("prompts", "responses", "response_mask")
 _MARK = "__offpolicy__"
@@ -39,6 +40,8 @@ def seal_scores() -> None:
         if is_rows and output is not None and "log_probs" in output.keys() and {*_READ} <= {*data.keys()}:
             name = "ref_log_prob" if of_reference else "old_log_probs"
             output[key_of(name)] = _seal(data, output["log_probs"])
+        if is_rows and output is not None and ROUTES in output.keys():
+            output[key_of(ROUTES)] = hash_routes_by_row(output[ROUTES])
         return output
 
     setattr(infer_batch, _MARK, True)

@@ -10,9 +10,16 @@ from tensordict import NonTensorStack, TensorDict
 
 from recipe.offpolicy.batch.token_versions import CHUNKS, UNKNOWN
 from recipe.offpolicy.batch.weight_versions import read_extra_fields
-from recipe.offpolicy.replay.batch_routes import ROUTES, TokenLayout, check_checksums, read_counts, read_routes
+from recipe.offpolicy.replay.batch_routes import (
+    ROUTES,
+    TokenLayout,
+    check_checksums,
+    hash_routes_by_row,
+    read_counts,
+    read_routes,
+)
 from recipe.offpolicy.replay.expert_choice import ReplayError
-from recipe.offpolicy.replay.route_notes import NOTE, hash_routes
+from recipe.offpolicy.replay.route_notes import NOTE, hash_routes, hash_tokens
 from tests.support.mixtures import LAYERS, TOP_K, draw_routes
 
 LENGTHS = [3, 2, 4]
@@ -128,6 +135,18 @@ def test_routes_that_do_not_fit_are_refused() -> None:
         read_routes(changed(**{ROUTES: short}), where, "R3", STEP, None)
     with pytest.raises(ReplayError, match=r"offpolicy.replay.oldest=1 .* does not say which version"):
         read_routes(batch(versions=(6, None, 6)), where, "R3", STEP, 1)  # type: ignore[arg-type]
+
+
+def test_routes_that_a_worker_recorded_come_with_a_hash_of_each_row() -> None:
+    data = batch()
+    rows = data[ROUTES].unbind()
+    sealed = hash_routes_by_row(nested(rows))
+    assert sealed.tolist() == [int(hash_tokens(row, torch.arange(len(row))).sum()) for row in rows]
+    data["offpolicy_seal_routed_experts"] = sealed
+    assert check_checksums(data, layout(data, PACKED)) == len(rows)
+    data[ROUTES] = nested([row.flip(0) for row in rows])
+    with pytest.raises(ReplayError, match="came with other routes than they were sampled with"):
+        check_checksums(data, layout(data, PACKED))
 
 
 def test_checksums_show_routes_of_another_row() -> None:
