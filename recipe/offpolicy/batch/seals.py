@@ -21,7 +21,11 @@ PLAN_HASH = "plan"
 """Of what is sealed: the plan, which is one for all rows."""
 
 
-class SealError(RuntimeError):
+class LivenessError(RuntimeError):
+    """A configured correction was not seen to act; the message says which, and what was seen instead."""
+
+
+class SealError(LivenessError):
     """What reached the loss is not what was made for it; the message says which column and row, and both values."""
 
 

@@ -14,7 +14,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from ..batch.micro_batch import ROLLOUT_LOG_PROBS, compute_row_checksums
-from .rollout_log_probs import build_missing_error, check_arrived, check_zeros
+from .rollout_log_probs import build_missing_error, check_arrived, check_placeholders, check_zeros
 from .sampling_distribution import ENOUGH_ROWS, ExcessTally, tally_excess
 from .token_alignment import KINDS, AlignmentChecker, AlignmentTally, tally_agreements
 
@@ -58,7 +58,7 @@ class RolloutChecker:
         """Check mu against the log-probs that the trainer computed.
 
         Args:
-            rows: with ``ALIGNED``, (B, T) each, nested or padded.
+            rows: with ``ALIGNED``, (B, T) each, nested or padded; with "responses" where ids are to be named.
             groups: of each row, its prompt.
 
         Raises:
@@ -67,6 +67,7 @@ class RolloutChecker:
         """
         mask, mu, log_prob = _take_columns(rows, ALIGNED)
         check_zeros(mu, log_prob, mask)
+        check_placeholders(mu, log_prob, mask, rows.get("responses", None))
         self.check_tallies([tally_agreements(log_prob, mu, mask, groups)])
         if self._excess.rows < ENOUGH_ROWS:
             self._excess += tally_excess(mu, log_prob, mask)

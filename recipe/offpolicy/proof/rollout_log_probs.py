@@ -15,6 +15,8 @@ from ..correction.row_layout import RowLayout, detect_layout
 
 LEAST_TOKENS = 8
 """Fewest tokens of a row, or of a batch, that are judged."""
+FAR = 1.0
+"""|log pi_old - log mu| of a token, in nats, from which its mu may be what stands in for a log-prob."""
 UNSURE = 0.1
 """Mean -log pi_old, in nats a token, above which a row of zeros cannot be the rollout engine's log-probs."""
 
@@ -94,6 +96,46 @@ def check_zeros(rollout_log_prob: Tensor, trainer_log_prob: Tensor, response_mas
     found = sum(_count_zero_rows(rows, **block) for _, rows, block in split_tokens(columns))
     assert isinstance(found, Tensor), "there is a block of no rows, at least"
     _judge_zeros(len(rollout_log_prob), found.tolist(), column)
+
+
+@torch.no_grad()
+def check_placeholders(
+    rollout_log_prob: Tensor, trainer_log_prob: Tensor, response_mask: Tensor, tokens: Tensor | None = None
+) -> None:
+    """Check that no single number stands in for mu at some tokens, such as an end of sequence that an agent appended.
+
+    It is 0 in two rows, or any number in eight rows at one token id, where the trainer's log-probs are far from it; and
+    so in a hundredth of the rows and in half of the tokens that have this number.
+
+    Args:
+        rollout_log_prob, trainer_log_prob, response_mask: (B, T), or nested by row.
+        tokens: their ids, to name them.
+
+    Raises:
+        RolloutLogProbError: some are.
+    """
+    rows = detect_layout(mu=rollout_log_prob, trainer=trainer_log_prob, mask=response_mask)
+    mu, trainer, mask = (rows.tokens(each) for each in (rollout_log_prob, trainer_log_prob, response_mask))
+    far = mask.bool() & ((trainer - mu).abs() > FAR)
+    if not far.any():
+        return
+    row = rows.broadcast(rows.to_column(torch.arange(rows.count))).expand(far.shape)[far]
+    values, gaps = mu[far], trainer[far]
+    value, count = values.unique(return_counts=True)
+    for number in {0.0, float(value[count.argmax()])}:
+        here = values == number
+        held, least = len(row[here].unique()), 2 if number == 0 else LEAST_TOKENS
+        ids = [] if tokens is None else rows.tokens(tokens)[far][here].unique().tolist()
+        if held < max(least, rows.count / 100) or int(here.sum()) * 2 < int((mask.bool() & (mu == number)).sum()):
+            continue
+        if number == 0 or len(ids) == 1:
+            named = f", {'all' if len(ids) == 1 else 'some'} with the id {ids[0]}" if ids else ""
+            raise RolloutLogProbError(
+                f"{MU.name} are exactly {number:g} at {int(here.sum())} tokens in {held} of {rows.count} rows, to "
+                f"which the trainer gives e^{float(gaps[here].mean()):.3g} in the mean{named}: a number stands in for what "
+                f"was not sampled. Let the agent loop set response_mask=0 at tokens that it appends itself, or return "
+                f"their log-probs."
+            )
 
 
 @torch.no_grad()

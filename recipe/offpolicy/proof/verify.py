@@ -13,16 +13,13 @@ from typing import Protocol
 
 from ..batch.plan import PROVE
 from ..batch.row_arrival import are_same_rows
+from ..batch.seals import LivenessError as LivenessError
 from ..correction import CorrectionSpec
 from ..correction.moving_bounds import compute_fingerprint, read_bounds
 from .gradient import Proof, isolate_parts
 
 FOREIGN = 0.1
 """Mean |log pi - log pi_old|, in nats a token, below which they are of one policy and of the same rows."""
-
-
-class LivenessError(RuntimeError):
-    """A configured correction was not seen to act; the message says which, and what was seen instead."""
 
 
 class UpdateEvidence(Protocol):

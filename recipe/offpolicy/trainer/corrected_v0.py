@@ -242,7 +242,7 @@ class CorrectedV0(CorrectedRun):
             # Made by the worker that computed them, before anything could touch them.
             old.batch[key_of("old_log_probs")] = self._scored_seal
         if self.supervision.wants_sampled:
-            rows = batch.batch.select("response_mask", ROLLOUT_LOG_PROBS)
+            rows = batch.batch.select("response_mask", "responses", ROLLOUT_LOG_PROBS)
             rows["old_log_probs"] = old.batch["old_log_probs"]
             uids = [str(uid) for uid in batch.non_tensor_batch["uid"]]
             self.supervision.aligned(rows, uids)

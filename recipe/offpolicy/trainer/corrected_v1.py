@@ -187,6 +187,8 @@ class CorrectedV1(CorrectedRun):
             else:
                 self.seal(batch, {"old_log_probs": rows["old_log_probs"]})
             uids, rows = [str(uid) for uid in rows["uid"]], rows.select(*ALIGNED)
+            if self._sealed is not None and self._sealed.keys == list(batch.keys):
+                rows["responses"] = self._sealed.tokens
             self.supervision.aligned(rows, uids)
             if self.supervision.scored(rows, uids, self.global_steps):
                 batch = self._put_mu(batch)

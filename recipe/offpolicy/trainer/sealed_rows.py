@@ -20,12 +20,12 @@ class SealedRows:
 
     def __init__(self, keys: Sequence[str], tokens: Tensor, mask: Tensor) -> None:
         self.keys = list(keys)
-        self._tokens, self._mask = tokens, mask
+        self.tokens, self._mask = tokens, mask
         self._seals: dict[str, Tensor] = {}
 
     def add(self, columns: Mapping[str, Tensor]) -> None:
         """Seal columns of all rows, in the place of what was sealed under these names."""
-        self._seals |= build_seals(self._tokens, self._mask, columns)
+        self._seals |= build_seals(self.tokens, self._mask, columns)
 
     def moved_to(self, keys: Sequence[str], tokens: Tensor, mask: Tensor) -> SealedRows:
         """Return the seals of the rows ``keys``, which were among these."""

@@ -74,6 +74,31 @@ def test_zeros(nested: bool) -> None:
         watch.check_aligned(rows)
 
 
+@pytest.mark.parametrize(("number", "rows"), [(0.0, 2), (0.0, 64), (-9.5, 64)])
+@pytest.mark.parametrize("nested", [True, False])
+def test_a_number_at_single_tokens(nested: bool, number: float, rows: int) -> None:
+    given = rollout(nested=nested)
+    for row in range(rows):
+        given["responses"][row][3] = 7
+        given["rollout_log_probs"][row][3] = number
+        given["old_log_probs"][row][3] = -6.0
+    said = rf"exactly {number:g} at {rows} tokens in {rows} of 64 rows, .* e\^-6 in the mean, all with the id 7"
+    with pytest.raises(RolloutLogProbError, match=said):
+        RolloutChecker().check_aligned(given)
+
+
+@pytest.mark.parametrize("nested", [True, False])
+def test_sure_tokens_and_far_ones_are_no_placeholders(nested: bool) -> None:
+    given = rollout(nested=nested)
+    for row in range(ROWS):
+        given["rollout_log_probs"][row][3] = 0.0
+        given["old_log_probs"][row][3] = -0.4  # a token that the rollout's weights were sure of
+    for row in range(8):
+        given["rollout_log_probs"][row][2] = -8.0 - row / 64  # far, each by its own number
+    given["old_log_probs"][0][3] = -6.0
+    RolloutChecker().check_aligned(given)
+
+
 def test_rows_permuted_at_the_source() -> None:
     rows = rollout(nested=False)
     rows["rollout_log_probs"] = rows["rollout_log_probs"].flip(0)
