@@ -7,9 +7,10 @@ random, and half of that on average: padded, every other token is padding.
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -145,27 +146,30 @@ def build_step_stage(tokens: int, *, nested: bool) -> Call:
     return partial(step_stage, stage.spec, stage, log_prob=given.pi, advantages=given.advantages)
 
 
-def build_micro_batch(tokens: int) -> tuple[Call, TensorDict]:
-    """Build a micro-batch as verl's engine hands it to its loss: a call for the model's output, and the rest."""
+def build_micro_batch(tokens: int, lengths: Sequence[int] = ()) -> tuple[Call, TensorDict]:
+    """Build a micro-batch as verl's engine hands it to its loss: a call for the model's output, and the rest.
+
+    Args:
+        lengths: of the rows, ``tokens`` in all; without, they are drawn.
+    """
     from recipe.offpolicy.batch.micro_batch import LAST
     from recipe.offpolicy.batch.plan import PLAN, SharedPlan
     from verl.utils import tensordict_utils as tu
 
     mu, old, pi = draw_log_probs(tokens)
-    offsets = draw_offsets(tokens, WIDTH // 2)
-    lengths = offsets.diff()
-    rows = len(lengths)
+    offsets = torch.tensor([0, *accumulate(lengths)]) if lengths else draw_offsets(tokens, WIDTH // 2)
+    rows = len(offsets) - 1
     starts = torch.arange(rows + 1) * PROMPT
     ids = torch.arange(tokens) % 997
     flat = torch.zeros(tokens + rows * PROMPT)
     # What belongs to a token stands one place before it.
-    flat[torch.arange(tokens).add_((torch.arange(1, rows + 1) * PROMPT).repeat_interleave(lengths)).sub_(1)] = pi
+    flat[torch.arange(tokens).add_((torch.arange(1, rows + 1) * PROMPT).repeat_interleave(offsets.diff())).sub_(1)] = pi
     columns = {
         "prompts": nest(torch.ones(rows * PROMPT, dtype=torch.int64), starts),
         "responses": nest(ids, offsets),
         "input_ids": nest(torch.ones_like(flat, dtype=torch.int64), offsets + starts),
         "response_mask": nest(torch.ones_like(ids), offsets),
-        "advantages": nest((torch.arange(rows) % 2 * 2.0 - 1).repeat_interleave(lengths), offsets),
+        "advantages": nest((torch.arange(rows) % 2 * 2.0 - 1).repeat_interleave(offsets.diff()), offsets),
         "old_log_probs": nest(old, offsets),
         "rollout_log_probs": nest(mu, offsets),
     }

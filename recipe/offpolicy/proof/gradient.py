@@ -21,6 +21,7 @@ from torch import Tensor
 from ..batch import micro_batch as mb
 from ..batch.mini_batch_mean import mini_batch_mean
 from ..batch.plan import SharedPlan
+from ..batch.similar_rows import take_rows
 from ..correction import BatchConstants, CorrectionSpec
 from ..correction.moving_bounds import Side
 from .trials import BEYOND, Trial, age_first_tokens, build_mask_trials, build_weight_trials
@@ -30,6 +31,8 @@ BoundLoss = Callable[..., tuple[Tensor, dict[str, Any]]]
 
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 5e-3}
 """Greatest relative error of a gradient in the dtype of the log-probs."""
+MOST_TRIED = 8
+"""Rows of a micro-batch that trials are made with."""
 _FAR = 50.0  # nats, at which float32 log-probs are good to 4e-6
 
 
@@ -131,9 +134,20 @@ def prove(adapter: CorrectedLoss, batch: mb.MicroBatch, loss: Tensor) -> Proof:
         terms = adapter.extended(_without_gradient(adapter.base_loss))
         predicted = predicted + _base_gradient(terms, seen, factor)
     _watch(proof, batch.model_output["log_probs"], loss, predicted, _scale(predicted, policy))
+    few = _take_few(batch)
     for name, spec in isolate_parts(adapter.spec):
-        proof.shifts[name] = _tried(adapter, spec, batch)
+        proof.shifts[name] = _tried(adapter, spec, few)
     return proof
+
+
+def _take_few(batch: mb.MicroBatch) -> mb.MicroBatch:
+    """Take the longest row and some others: trials place the policies, so that all rows would show the same."""
+    tokens = batch.response_mask.sum(-1).tolist()
+    rows = sorted((row for row, count in enumerate(tokens) if count), key=lambda row: -tokens[row])
+    if len(tokens) <= MOST_TRIED:
+        return batch
+    chosen = {rows[place * (len(rows) - 1) // (MOST_TRIED - 1)] for place in range(MOST_TRIED)}
+    return mb.read(*take_rows(batch.model_output, batch.data, sorted(chosen)))
 
 
 def _identical(one: Tensor, other: Tensor) -> Tensor:

@@ -24,6 +24,7 @@ from verl_patches import sent_metrics
 
 from ..batch import micro_batch as mb
 from ..batch.mini_batch_mean import mini_batch_mean
+from ..batch.similar_rows import split_micro_batch
 from ..correction import CorrectionSpec, Statistic, StepStage
 from ..correction.deferred_value import DeferredValue, fetch
 from ..correction.moving_bounds import Side, compute_fingerprint, read_bounds, replace_bounds
@@ -36,7 +37,7 @@ from ..recording.worker_hook import record
 from .kl_loss import BaseLoss, BoundLoss, choose_surrogate, replace_kl
 from .loss_scale import expected_scale
 from .measurement import Observation
-from .metrics import METRIC_KEY, Ledger, Packet
+from .metrics import METRIC_KEY, Ledger, Packet, merge_metrics
 
 _FATAL = (
     "log-probs of the current policy (its weights or its forward pass have diverged)",
@@ -118,15 +119,26 @@ class OffPolicyLoss:
         if self.spec.is_none and mb.WITHHELD not in model_output:
             loss, metrics = self.extended(self.base_loss)(model_output, data, dp_group)
             packet = self.measure_uncorrected(model_output, data)
-        else:
-            batch = mb.read(model_output, data)
-            if self.moving:
-                self.spec = replace_bounds(self.spec, mb.read_bounds(batch, self.moving))
-            packet = self.create_packet(batch)
-            loss, metrics, packet.statistics = self.compute_corrected(batch, dp_group)
-            if self.proves(batch):
-                packet.proof = prove(self.copy_for_trials(), batch, loss)
-            packet.watch(loss, expected_scale(loss, data))
+            self.report(packet, model_output, data)
+            return loss, {**metrics, METRIC_KEY: packet}
+        parts = split_micro_batch(model_output, data)
+        found = [self._correct(*part, dp_group) for part in parts]
+        if len(found) == 1:
+            return found[0]
+        losses, metrics_of_parts = zip(*found, strict=True)
+        return torch.stack(losses).sum(), merge_metrics(metrics_of_parts)
+
+    def _correct(
+        self, model_output: Mapping[str, Any], data: TensorDict, dp_group: Any
+    ) -> tuple[Tensor, dict[str, Any]]:
+        batch = mb.read(model_output, data)
+        if self.moving:
+            self.spec = replace_bounds(self.spec, mb.read_bounds(batch, self.moving))
+        packet = self.create_packet(batch)
+        loss, metrics, packet.statistics = self.compute_corrected(batch, dp_group)
+        if self.proves(batch):
+            packet.proof = prove(self.copy_for_trials(), batch, loss)
+        packet.watch(loss, expected_scale(loss, data))
         self.report(packet, model_output, data)
         return loss, {**metrics, METRIC_KEY: packet}
 

@@ -25,6 +25,8 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
+from verl.utils.metric import Metric
+
 from ..correction import Statistic
 from ..correction.deferred_value import DeferredValue, fetch
 from ..correction.statistics import flatten, merge_all
@@ -207,6 +209,23 @@ class Ledger:
         waiting[-1]._readings += map(measure, split(merge(observed), AT_ONCE))
         for packet in waiting:
             packet._observed = None
+
+
+def merge_metrics(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Merge the metrics of the parts of a micro-batch as verl does those of micro-batches; packets stay apart."""
+    merged: dict[str, Any] = {}
+    for key, first in parts[0].items():
+        values = [part[key] for part in parts]
+        if key == METRIC_KEY:
+            merged[key] = values
+        elif isinstance(first, Metric):
+            whole = first.init_list()
+            whole.extend([value for each in values for value in each.values])
+            # verl demands one value a micro-batch of each rank.
+            merged[key] = Metric(first.aggregation, whole.aggregate())
+        else:
+            merged[key] = first
+    return merged
 
 
 def take_packets(metrics: dict[str, Any]) -> list[Packet]:
