@@ -85,7 +85,8 @@ class Packet:
         self._arrived = loss.new_zeros((), requires_grad=False)
 
         def arrive(gradient: Tensor) -> None:
-            self._arrived = gradient.detach() / expected
+            # Megatron's loss scale has a dimension.
+            self._arrived = (gradient.detach() / expected).reshape(())
 
         loss.register_hook(arrive)
 

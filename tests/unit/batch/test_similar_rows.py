@@ -74,7 +74,7 @@ def test_the_loss_of_the_parts_is_the_loss_of_all(monkeypatch: pytest.MonkeyPatc
     assert len(split_micro_batch(output(), data)) == 5
     parts = update()
     assert (whole[0], parts[0]) == (1, 5)
-    assert float(parts[1]) == pytest.approx(float(whole[1]), rel=1e-5)
+    assert parts[1].item() == pytest.approx(whole[1].item(), rel=1e-5)
     assert torch.equal(parts[2], whole[2])
     assert parts[3] == whole[3]
     assert parts[4]["proved"] == whole[4]["proved"] == 1.0

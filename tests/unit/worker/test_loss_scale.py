@@ -37,10 +37,23 @@ def test_megatron(monkeypatch: pytest.MonkeyPatch) -> None:
     from megatron.core import parallel_state
 
     monkeypatch.setattr(parallel_state, "get_context_parallel_world_size", lambda: 2)
-    doubled = [SimpleNamespace(config=SimpleNamespace(grad_scale_func=lambda loss: 1024 * loss))]
+    doubled = [SimpleNamespace(config=SimpleNamespace(grad_scale_func=lambda loss: torch.tensor([1024.0]) * loss))]
     dynamic = SimpleNamespace(dynamic_context_parallel=True)
     assert Engine().forward_backward_batch(num_micro_batch=4) == 2.0
     assert Engine(module=doubled).forward_backward_batch(num_micro_batch=4) == 2048.0
     # Gradients are divided by the routed tokens of all ranks.
     assert Engine().forward_backward_batch(num_micro_batch=4, routed_num_tokens=900, dp_size=3) == 300.0
     assert Engine(engine_config=dynamic).forward_backward_batch(num_micro_batch=4) is None
+
+
+@pytest.mark.parametrize("expected", [2.0, torch.tensor(2.0), torch.tensor([2.0])])
+def test_what_arrives_is_a_multiple_of_it(expected: Any) -> None:
+    from recipe.offpolicy.worker.metrics import Ledger, Packet
+
+    packet, ledger = Packet(1), Ledger()
+    packet._ledger, ledger._packets[id(packet)] = ledger, packet
+    loss = torch.tensor(1.0, requires_grad=True) * 1.0
+    packet.watch(loss, expected)
+    (loss * 3.0).backward()
+    packet.settle()
+    assert packet.scales == {1.5: 1}

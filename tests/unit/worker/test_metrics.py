@@ -16,7 +16,7 @@ from recipe.offpolicy.correction import Reduction, Statistic
 from recipe.offpolicy.monitor.mismatch.share_statistics import build_share_statistics
 from recipe.offpolicy.worker import measurement
 from recipe.offpolicy.worker.measurement import Observation
-from recipe.offpolicy.worker.metrics import METRIC_KEY, Ledger, Packet, take_packets
+from recipe.offpolicy.worker.metrics import METRIC_KEY, Ledger, Packet, merge_metrics, take_packets
 from tests.support.corrections import TIS, spec
 from tests.support.growth import count_instructions
 
@@ -141,3 +141,16 @@ def test_rows_of_large_micro_batches_are_measured_block_by_block(monkeypatch: py
     packets[-1].settle()
     assert packets[-1].statistics["weight/mean"].parts[1] == 30.0
     assert packets[-1].rows == [packets[-1].rows[0]] * 15
+
+
+def test_metrics_of_parts_are_one_value_a_micro_batch() -> None:
+    from verl.utils.metric import Metric
+
+    parts = [
+        {"loss": Metric("sum", loss), "clip": Metric("mean", clip), "coefficient": 0.1, METRIC_KEY: name}
+        for loss, clip, name in ((1.0, 0.2, "first"), (2.0, 0.4, "second"))
+    ]
+    merged = merge_metrics(parts)
+    assert merged["loss"].values == [3.0]
+    assert merged["clip"].values == [pytest.approx(0.3)]
+    assert (merged["coefficient"], merged[METRIC_KEY]) == (0.1, ["first", "second"])
