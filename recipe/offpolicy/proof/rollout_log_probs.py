@@ -132,9 +132,9 @@ def check_placeholders(
             named = f", {'all' if len(ids) == 1 else 'some'} with the id {ids[0]}" if ids else ""
             raise RolloutLogProbError(
                 f"{MU.name} are exactly {number:g} at {int(here.sum())} tokens in {held} of {rows.count} rows, to "
-                f"which the trainer gives e^{float(gaps[here].mean()):.3g} in the mean{named}: a number stands in for what "
-                f"was not sampled. Let the agent loop set response_mask=0 at tokens that it appends itself, or return "
-                f"their log-probs."
+                f"which the trainer gives e^{float(gaps[here].mean()):.3g} in the mean{named}: a number stands in "
+                f"for what was not sampled. Let the agent loop set response_mask=0 at tokens that it appends itself, "
+                f"or return their log-probs."
             )
 
 
