@@ -5,16 +5,24 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from tensordict import TensorDict
 
 from recipe.offpolicy.correction import CorrectionSpec
 from tests.support import training_worker as tw
 
 MISMATCH = 0.2
-SEALED = ("rollout_log_probs", "old_log_probs", "advantages", "ref_log_prob", "offpolicy_scale")
+SEALED = (
+    "rollout_log_probs",
+    "old_log_probs",
+    "advantages",
+    "ref_log_prob",
+    "offpolicy_scale",
+    "offpolicy_mini_batch_tokens",
+)
 
 
-def planned(spec: CorrectionSpec, rows: tw.Rollout, *, ranks: int = 1, **loss: Any) -> TensorDict:
+def planned(spec: CorrectionSpec, rows: tw.Rollout, *, ranks: int = 1, step: int = 1, **loss: Any) -> TensorDict:
     """The batch as the trainer sends it, with its plan; ``loss`` are fields of the ActorConfig.
 
     Each of ``ranks`` takes a contiguous share of the rows.
@@ -36,9 +44,12 @@ def planned(spec: CorrectionSpec, rows: tw.Rollout, *, ranks: int = 1, **loss: A
         batch_split = BatchSplit(ranks, len(data), loss.get("loss_agg_mode", "token-mean"))
         for name, column in build_row_columns(spec, data, batch_split).items():
             data[name] = column
-    plan = SharedPlan(step=1, constants=compute_constants(spec, data))
+    plan = SharedPlan(step=step, constants=compute_constants(spec, data))
     if not spec.is_none:
-        plan = seal_batch(plan, data, {name: data[name] for name in SEALED if name in data.keys()})
+        sealed = {name: data[name] for name in SEALED if name in data.keys()}
+        if rows.versions:
+            sealed["versions"] = torch.tensor([[version] * 2 for version in rows.versions])
+        plan = seal_batch(plan, data, sealed)
     tu.assign_non_tensor(data, **{PLAN: plan})
     return data
 

@@ -1,0 +1,152 @@
+"""Faults between the trainer and the loss: what happens to each column that the loss reads, and to the plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from tensordict import NonTensorStack, TensorDict
+
+from recipe.offpolicy.batch.weight_versions import read_extra_fields
+
+Change = Callable[[torch.Tensor], torch.Tensor]
+
+
+def _at(place: int, change: Change) -> Change:
+    """Change one token, or one row of a column by row."""
+
+    def changed(values: torch.Tensor) -> torch.Tensor:
+        values = values.clone()
+        values[place] = change(values[place])
+        return values
+
+    return changed
+
+
+OF_NUMBERS: dict[str, Change] = {
+    "zeros": torch.zeros_like,
+    "ones": torch.ones_like,
+    "a constant": lambda values: torch.full_like(values, -1.3),
+    "another sign": torch.neg,
+    "doubled": lambda values: 2 * values,
+    "ten times": lambda values: 10 * values,
+    "plus 0.3": lambda values: values + 0.3,
+    "rounded to bfloat16": lambda values: values.bfloat16().to(values.dtype),
+    "of other tokens": lambda values: values.roll(1, 0),
+    "of other rows": lambda values: values.flip(0),
+    "sorted": lambda values: values.sort().values,
+    "clipped": lambda values: values.clamp(-0.4, 0.4),
+    "absolute": torch.abs,
+    "with noise of 1e-6": lambda values: values + 1e-6 * torch.linspace(-1, 1, len(values)),
+    "one token twice": lambda values: torch.cat([values[:1], values[:-1]]),
+    "the last token zero": _at(-1, torch.zeros_like),
+    "one token by one ulp": _at(0, lambda value: torch.nextafter(value, torch.full_like(value, 9.0))),
+    "one token not finite": _at(0, lambda value: torch.full_like(value, torch.nan)),
+}
+OF_IDS: dict[str, Change] = {
+    "of other rows": lambda values: values.flip(0),
+    "of other tokens": lambda values: values.roll(1, 0),
+    "one token": _at(0, lambda value: value + 1),
+}
+OF_THE_MASK: dict[str, Change] = {
+    "one token less": _at(0, torch.zeros_like),
+    "all tokens": torch.ones_like,
+}
+OF_ROWS: dict[str, Change] = {
+    "ones": torch.ones_like,
+    "doubled": lambda values: 2 * values,
+    "one row": _at(0, lambda value: value + 1),
+}
+COLUMNS: dict[str, dict[str, Change]] = {
+    "rollout_log_probs": OF_NUMBERS,
+    "old_log_probs": OF_NUMBERS,
+    "advantages": OF_NUMBERS,
+    "ref_log_prob": OF_NUMBERS,
+    "responses": OF_IDS,
+    "response_mask": OF_THE_MASK,
+    "offpolicy_scale": OF_ROWS,
+    "offpolicy_mini_batch_tokens": OF_ROWS,
+}
+LOST = ("rollout_log_probs", "old_log_probs", "advantages", "ref_log_prob", "offpolicy_scale", "extra_fields")
+VERSIONS: dict[str, Callable[[list[int]], list[int]]] = {
+    "one newer": lambda versions: [version + 1 for version in versions],
+    "all alike": lambda versions: [versions[0]] * len(versions),
+    "of other rows": lambda versions: versions[1:] + versions[:1],
+}
+PLANS: dict[str, dict[str, Any]] = {
+    "of another step": {"step": 9},
+    "with other bounds": {"bounds": {"masks.gsm": {"upper": 9.0}}},
+    "that tells of fewer seals": {"sealed": ("plan",)},
+}
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One fault.
+
+    Attributes:
+        what: the column, or the plan.
+        how: what happens to it.
+        act: changes the batch on its way to the loss.
+    """
+
+    what: str
+    how: str
+    act: Callable[[TensorDict], None]
+
+
+def _change(name: str, change: Change) -> Callable[[TensorDict], None]:
+    def act(data: TensorDict) -> None:
+        column = data[name]
+        if column.is_nested:
+            values = change(column.values())
+            data[name] = torch.nested.nested_tensor_from_jagged(values, column.offsets())
+        else:
+            data[name] = change(column)
+
+    return act
+
+
+def _lose(name: str) -> Callable[[TensorDict], None]:
+    def act(data: TensorDict) -> None:
+        del data[name]
+
+    return act
+
+
+def _renumber(change: Callable[[list[int]], list[int]]) -> Callable[[TensorDict], None]:
+    def act(data: TensorDict) -> None:
+        versions = change([row["min_global_steps"] for row in read_extra_fields(data)])
+        data["extra_fields"] = NonTensorStack(*({"min_global_steps": v, "max_global_steps": v} for v in versions))
+
+    return act
+
+
+def _replan(**changes: Any) -> Callable[[TensorDict], None]:
+    def act(data: TensorDict) -> None:
+        from recipe.offpolicy.batch.plan import PLAN
+        from verl.utils import tensordict_utils as tu
+
+        tu.assign_non_tensor(data, **{PLAN: replace(tu.get_non_tensor_data(data, PLAN, None), **changes)})
+
+    return act
+
+
+def faults() -> Iterator[Fault]:
+    """All of them, column by column."""
+    for name, changes in COLUMNS.items():
+        for how, change in changes.items():
+            yield Fault(name, how, _change(name, change))
+    for how, renumber in VERSIONS.items():
+        yield Fault("versions", how, _renumber(renumber))
+    for name in LOST:
+        yield Fault(name, "lost", _lose(name))
+    for name in ("old_log_probs", "advantages", "plan"):
+        yield Fault(f"the seal of {name}", "lost", _lose(f"offpolicy_seal_{name}"))
+        yield Fault(
+            f"the seal of {name}", "of other rows", _change(f"offpolicy_seal_{name}", lambda s: s.roll(1, 0) + 1)
+        )
+    for how, changes in PLANS.items():
+        yield Fault("plan", how, _replan(**changes))
