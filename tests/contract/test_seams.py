@@ -21,8 +21,10 @@ from verl_patches import (
     trainer_v0,
     trainer_v1,
     truncated_sampling,
+    vllm_server,
 )
 from verl_patches.contract import PatchError, bare_signature, resolve
+from verl_patches.engine_loss import Seams
 
 V1 = pytest.mark.verl(">=0.9")
 NEWEST = pytest.mark.verl(">=0.9.1")
@@ -53,6 +55,12 @@ def test_the_servers_that_score_are_where_they_were() -> None:
 @NEWEST
 def test_the_servers_that_return_supports_are_where_they_were() -> None:
     engine_loss.check(truncated_sampling.build_server_seams())
+
+
+@NEWEST
+def test_a_servers_generate_reads_the_key_of_the_option() -> None:
+    _, generate, _ = vllm_server.build_seams(Seams, "logprobs")
+    assert (generate.keys, generate.names) == (("logprobs",), ("SamplingParams", "extract_prompt_logprobs"))
 
 
 ALWAYS = [*quoted(engine_loss), *quoted(trainer_v0), *quoted(agent_loops, SCORING)]

@@ -10,6 +10,7 @@ from recipe.offpolicy.proof.rollout_log_probs import (
     RolloutLogProbError,
     build_missing_error,
     check_arrived,
+    check_placeholders,
     check_zeros,
     find_zero_rows,
 )
@@ -89,3 +90,14 @@ def test_rows_of_zeros_are_counted_on_the_device_and_judged_when_fetched() -> No
         fetch([found])
     # A trainer's policy that is as sure of each token: the zeros are meant.
     assert fetch([find_zero_rows(mu, mu, MASK)]) == [None]
+
+
+def test_zeros_at_two_far_tokens_are_named_without_ids_as_well() -> None:
+    mu, trainer = torch.full((4, 3), -1.0), torch.full((4, 3), -1.2)
+    mu[:2, 2], trainer[:2, 2] = 0.0, -4.0
+    with pytest.raises(
+        RolloutLogProbError, match=r"exactly 0 at 2 tokens in 2 of 4 rows, .* e\^-4 in the mean: a number"
+    ):
+        check_placeholders(mu, trainer, torch.ones(4, 3))
+    trainer[0, 2] = -0.9  # near enough, and one row alone tells nothing
+    check_placeholders(mu, trainer, torch.ones(4, 3))
