@@ -154,10 +154,9 @@ class MicroBatch:
 
     def spread(self, values: Tensor) -> Tensor:
         """Spread (B, T) values over the positions of the flat log-probs that they belong to: (total tokens,)."""
-        output, leaf = self.leaf()
-        place = pad_log_probs(output, self.data)
-        # The gather from flat to padded is linear, so its transpose puts each number back where its log-prob came from.
-        return torch.autograd.grad(place, leaf, values.to(place.dtype))[0]
+        log_probs = self.model_output["log_probs"]
+        values = values.to(log_probs.dtype)
+        return values if self.layout is None else self.layout.place(values, len(flatten(log_probs)))
 
     def restate(self) -> MicroBatch:
         """Build the same rows with a detached model output that holds ``log_prob`` at the response tokens."""

@@ -57,8 +57,17 @@ class Layout:
         Args:
             values: (total tokens,), at each token what belongs to the one after it.
         """
-        ends = (self.prompts + self.responses).cumsum(0)
-        return self._gathered(values, self._places(ends - self.responses - 1))
+        return self._gathered(values, self._of_output)
+
+    def place(self, values: Tensor, total: int) -> Tensor:
+        """Put (B, T) values where ``responses_of`` takes them from: (total,), zeros elsewhere.
+
+        It waits for the device.
+        """
+        there = ~self.absent
+        placed = values.new_zeros(total)
+        placed[self._of_output[there]] = values[there]
+        return placed
 
     @cached_property
     def _positions(self) -> Tensor:
@@ -67,6 +76,11 @@ class Layout:
     @cached_property
     def _of_responses(self) -> Tensor:
         return self._places(self.responses.cumsum(0) - self.responses)
+
+    @cached_property
+    def _of_output(self) -> Tensor:
+        ends = (self.prompts + self.responses).cumsum(0)
+        return self._places(ends - self.responses - 1)
 
     def _places(self, starts: Tensor) -> Tensor:
         return (starts[:, None] + self._positions).masked_fill_(self.absent, 0)
