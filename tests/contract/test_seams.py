@@ -22,6 +22,7 @@ from verl_patches import (
     trainer_v1,
     truncated_sampling,
     vllm_server,
+    weight_sync,
 )
 from verl_patches.contract import PatchError, bare_signature, resolve
 from verl_patches.engine_loss import Seams
@@ -34,6 +35,7 @@ SCORING = pytest.mark.verl("!=0.7.1")
 GROUPS = [
     pytest.param(engine_loss, id="engine"),
     pytest.param(trainer_v0, id="trainer_v0"),
+    pytest.param(weight_sync, id="weight_sync"),
     pytest.param(trainer_v1, id="trainer_v1", marks=V1),
     pytest.param(replay_buffer, id="replay_buffer", marks=NEWEST),
     pytest.param(llm_client, id="llm_client", marks=NEWEST),
@@ -63,7 +65,7 @@ def test_a_servers_generate_reads_the_key_of_the_option() -> None:
     assert (generate.keys, generate.names) == (("logprobs",), ("SamplingParams", "extract_prompt_logprobs"))
 
 
-ALWAYS = [*quoted(engine_loss), *quoted(trainer_v0), *quoted(agent_loops, SCORING)]
+ALWAYS = [*quoted(engine_loss), *quoted(weight_sync), *quoted(trainer_v0), *quoted(agent_loops, SCORING)]
 
 
 @pytest.mark.parametrize("group", GROUPS)

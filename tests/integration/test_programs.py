@@ -159,6 +159,7 @@ def test_it_trains_corrected_and_proved(
     assert len(steps) >= len(program.ages)
     for step, (least, greatest) in zip(steps, program.ages, strict=False):
         assert step["offpolicy/live/proved"] == 1.0
+        assert step["offpolicy/delivery/proved"] == 1.0
         assert least <= step["offpolicy/staleness/max"] <= greatest
     if program.own_primary:  # what it says of our sections stays: every second step is recorded
         assert len(list((tmp_path / "recording").rglob("step_*"))) == STEPS // 2 + STEPS % 2
@@ -184,7 +185,12 @@ def test_merged_lora_reaches_the_rollout_engine(
     """The weights of the last update are nearest to mu, unless the engine is made to keep its first ones."""
     keys = tuple(f"actor_rollout_ref.model.{key}" for key in LORA)
     # LoRA's own learning rate: an update moves log-probs several times as far as the engines are apart.
-    watched = ("offpolicy.late_weights.snapshots=3", "actor_rollout_ref.actor.optim.lr=3e-3")
+    watched = (
+        "offpolicy.late_weights.snapshots=3",
+        "offpolicy.delivery.sums=null",
+        "offpolicy.delivery.probe=null",
+        "actor_rollout_ref.actor.optim.lr=3e-3",
+    )
     faults = {"VERL_USE_EXTERNAL_MODULES": "tests.support.faults", "OFFPOLICY_FAULT": "stale_weights:2"}
     program = Program(V1, (SIXTEEN, *keys, *watched))
     finished = launch(run_program, made, program, tmp_path, **(faults if stale else {}))

@@ -4,7 +4,7 @@
 
 In the trainer's process it kills or stops processes of its own run, found by asking their Ray actors for the pid; in
 rollout workers it spoils log-probs or loses values of prefixes; in the actor's workers it hangs in the midst of a
-checkpoint or sends stale weights; in rollout servers it keeps the prefix cache.
+checkpoint or sends other weights; in rollout servers it keeps the prefix cache.
 """
 
 from __future__ import annotations
@@ -184,13 +184,41 @@ def _in_client() -> None:
 
 _first: list[tuple[str, Any]] = []
 _sent: list[int] = []
+Weights = list[tuple[str, Any]]
+
+
+def _stale(given: Weights, before: Weights) -> Weights:
+    return _first
+
+
+def _late(given: Weights, before: Weights) -> Weights:
+    return before
+
+
+def _without_a_layer(given: Weights, before: Weights) -> Weights:
+    return [(name, tensor) for name, tensor in given if "layers.1." not in name]
+
+
+def _of_another_model(given: Weights, before: Weights) -> Weights:
+    return [(name, tensor * 1.01) for name, tensor in given]
+
+
+UNSENT = "nothing_sent"
+SEND: dict[str, Callable[[Weights, Weights], Weights]] = {
+    "stale_weights": _stale,
+    "late_weights": _late,
+    "layer_left_out": _without_a_layer,
+    "other_weights": _of_another_model,
+}
+"""What is sent to the engine for the weights of a synchronisation and of the one before."""
 
 
 def _in_rollout() -> None:
-    """From the STEP-th synchronisation on the engine gets the first one's weights, under the new one's version."""
+    """From the STEP-th synchronisation on the engine gets other weights, under the new ones' version."""
     from verl.workers.rollout.vllm_rollout.vllm_rollout import ServerAdapter
 
     original = ServerAdapter.update_weights
+    before: Weights = []
 
     @functools.wraps(original)
     async def update_weights(self: Any, weights: Any, *args: Any, **kwargs: Any) -> None:
@@ -200,10 +228,32 @@ def _in_rollout() -> None:
             _first.extend(given)
         if len(_sent) == STEP:
             _say(NAME)
-        stale = len(_sent) >= STEP
-        await original(self, iter([(n, t.clone()) for n, t in _first] if stale else given), *args, **kwargs)
+        if len(_sent) >= STEP and NAME == UNSENT:
+            return
+        chosen = SEND[NAME](given, list(before)) if len(_sent) >= STEP else given
+        before[:] = given
+        await original(self, iter([(name, tensor.clone()) for name, tensor in chosen]), *args, **kwargs)
 
     ServerAdapter.update_weights = update_weights
+
+
+def _in_trainer_engine() -> None:
+    """From the STEP-th synchronisation on the trainer's engine gives the weights of the one before."""
+    from verl.workers.engine.fsdp.transformer_impl import FSDPEngine
+
+    original = FSDPEngine.get_per_tensor_param
+    before: Weights = []
+
+    @functools.wraps(original)
+    def get_per_tensor_param(self: Any, *args: Any, **kwargs: Any) -> Any:
+        _sent.append(1)
+        weights, config = original(self, *args, **kwargs)
+        given = [(name, tensor.clone()) for name, tensor in weights]
+        chosen = list(before) if len(_sent) >= STEP else given
+        before[:] = given
+        return iter(chosen), config
+
+    FSDPEngine.get_per_tensor_param = get_per_tensor_param
 
 
 def _in_engine() -> None:
@@ -262,8 +312,10 @@ elif NAME in SPOIL:
     after_import("verl.trainer.ppo.v1.agent_loop_tq", _in_agent_loop)
 elif NAME in VERSIONS:
     after_import("verl.workers.rollout.llm_server", _in_client)
-elif NAME == "stale_weights":
+elif NAME == UNSENT or NAME in SEND:
     after_import("verl.workers.rollout.vllm_rollout.vllm_rollout", _in_rollout)
+elif NAME == "late_parameters":
+    after_import("verl.workers.engine.fsdp.transformer_impl", _in_trainer_engine)
 elif NAME == "kept_cache":
     after_import("verl.workers.rollout.vllm_rollout.vllm_async_server", _in_engine)
 elif NAME == "lost_values":

@@ -1,6 +1,7 @@
 """Who may import whom, read from the source:
 
-    correction <- batch <- {fault_tolerance, proof, recording, monitor, extensions, staleness, replay, support}
+    correction <- batch <- {fault_tolerance, proof, recording, monitor, extensions, staleness, replay, support,
+    delivery}
     <- {worker, preflight} <- {trainer, doctor, analysis, translate} <- commands
 
 A room imports those below it, and in its own brace those to its left; verl_patches and correction import nobody of
@@ -24,7 +25,7 @@ GROUND = ("correction",)
 FLOORS = (
     GROUND,
     ("batch",),
-    ("fault_tolerance", "proof", "recording", "monitor", "extensions", "staleness", "replay", "support"),
+    ("fault_tolerance", "proof", "recording", "monitor", "extensions", "staleness", "replay", "support", "delivery"),
     ("worker", "preflight"),
     ("trainer", "doctor", "analysis", "translate"),
 )

@@ -17,6 +17,8 @@ CARD = "run.json"
 """What was run: ``correction``, ``fingerprint``, ``release``, ``path``, ``model``, ``config``."""
 PROOF = "proof.json"
 """The proof of life: ``sentence``, ``step`` and ``live``, the metrics of ``offpolicy/live/``."""
+DELIVERY = "delivery.jsonl"
+"""A line for each synchronisation whose weights were compared, see ``recording.run.RunRecord.write_delivery``."""
 PIECE = 16 * 2**20
 """Bytes of files that are read together where a step need not be: about 1.4 million tokens."""
 _LARGEST_JSON = 64 * 2**20
@@ -206,6 +208,22 @@ class Recording:
             RecordingError: it is not readable.
         """
         return read_json(self.directory / PROOF)
+
+    @property
+    def delivery(self) -> list[Mapping[str, Any]]:
+        """The lines of ``DELIVERY``; empty where there are none.
+
+        Raises:
+            RecordingError: they are not readable.
+        """
+        path = self.directory / DELIVERY
+        try:
+            lines = path.read_text().splitlines() if path.exists() else []
+            return [json.loads(line) for line in lines]
+        except OSError as error:
+            raise build_unreadable_error(path, error) from error
+        except ValueError as error:
+            raise RecordingError(f"{path}: not a JSON object a line ({error}). Remove the file.") from error
 
 
 def read_extensions(card: Mapping[str, Any]) -> dict[str, dict[str, Any]]:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import math
+import os
 import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +21,7 @@ from ..correction import CorrectionSpec
 from ..fault_tolerance.checkpoints import write_json
 from .files import PRIVATE, PRIVATE_DIRECTORY, RecordingError
 from .record_settings import FOREIGN, SECTION, RecordSettings
-from .recording import CARD, PROOF, parse_step, parse_update
+from .recording import CARD, DELIVERY, PROOF, parse_step, parse_update
 from .run_info import build_card, explain_foreign
 
 logger = logging.getLogger("verl.offpolicy")
@@ -106,6 +109,16 @@ class RunRecord:
             write_json(self._directory / PROOF, content, mode=PRIVATE)
         except OSError as error:
             logger.warning("%s.dir=%s: the proof is not recorded (%s).", SECTION, self.settings.dir, error.strerror)
+
+    def write_delivery(self, line: Mapping[str, Any]) -> None:
+        """Append what the comparison of one synchronisation's weights gave: ``step`` and ``verdict`` among others."""
+        if self.settings is None:
+            return
+        try:
+            with open(self._directory / DELIVERY, "a", opener=partial(os.open, mode=PRIVATE)) as sink:
+                sink.write(f"{json.dumps(line)}\n")
+        except OSError as error:
+            logger.warning("%s.dir=%s: delivery is not recorded (%s).", SECTION, self.settings.dir, error.strerror)
 
     def finish(self, patience: float = PATIENCE, pause: Callable[[float], object] = time.sleep) -> None:
         """Wait until the last step's files exist, as far as this machine can see: workers end without a warning.

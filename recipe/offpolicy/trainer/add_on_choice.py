@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from omegaconf import DictConfig
 
+from ..delivery.delivery_settings import DeliverySettings
 from ..extensions.add_on import AddOn
 from ..monitor.mismatch.snapshot_settings import SnapshotSettings
 from ..replay.replay_settings import ReplaySettings, read_megatron_mode
@@ -14,6 +15,7 @@ from ..staleness.staleness_settings import StalenessSettings
 from ..support.support_settings import SupportSettings
 
 if TYPE_CHECKING:
+    from .corrected_run import CorrectedRun
     from .corrected_v0 import CorrectedV0
     from .corrected_v1 import CorrectedV1
 
@@ -22,7 +24,7 @@ if TYPE_CHECKING:
 
 def choose_v0(run: CorrectedV0) -> tuple[AddOn, ...]:
     """Choose the add-ons of a run by the V0 trainer."""
-    return tuple(_choose_support(run.config))
+    return (*_choose_support(run.config), *_choose_delivery(run))
 
 
 def choose_v1(run: CorrectedV1) -> tuple[AddOn, ...]:
@@ -37,9 +39,18 @@ def _choose_support(config: DictConfig) -> Iterator[AddOn]:
         yield SupportReplay(support)
 
 
+def _choose_delivery(run: CorrectedRun) -> Iterator[AddOn]:
+    settings = DeliverySettings.from_config(run.config)
+    if settings.sums is not None or settings.probe is not None:
+        from ..delivery.weight_delivery import WeightDelivery
+
+        yield WeightDelivery(run, settings)
+
+
 def _choose_v1(run: CorrectedV1) -> Iterator[AddOn]:
     config = run.config
     yield from _choose_support(config)
+    yield from _choose_delivery(run)
     if (replay := ReplaySettings.from_config(config)) is not None:
         from ..replay.routing_replay import RoutingReplay
 

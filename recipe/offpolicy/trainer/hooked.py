@@ -8,10 +8,12 @@ here; a process without a trainer pays for the import hooks.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
-from verl_patches.deferred import after_import, is_awaited
+from verl_patches.deferred import after_import
 
 from .actor_updates import guard_groups
 
@@ -22,9 +24,12 @@ HOOKED = "offpolicy.hooked"
 _RESOLVER = "offpolicy_hooked"
 _V0, _V1 = "verl.trainer.ppo.ray_trainer", "verl.trainer.ppo.v1.trainer_base"
 _GROUPS = "verl.single_controller.base.worker_group"
-_WORKERS = "verl.workers.engine_workers"
+_WORKERS = ("verl.workers.engine_workers", "verl.workers.fsdp_workers", "verl.workers.megatron_workers")
+_VLLM_WORKERS = "verl.workers.rollout.vllm_rollout.utils"
+_VLLM_SERVER = "verl.workers.rollout.vllm_rollout.vllm_async_server"
 _ROLLOUTER = "verl.experimental.fully_async_policy.fully_async_rollouter"
 _MARK = "__offpolicy__"
+_installed: set[str] = set()
 
 
 def mark(config: Any) -> None:
@@ -44,9 +49,12 @@ def _register() -> None:
 def install() -> None:
     """Hook verl's trainers once their modules are imported. Idempotent."""
     _register()
-    hooks = {_V0: _hook_v0, _V1: _hook_v1, _WORKERS: _hook_workers, _GROUPS: guard_groups, _ROLLOUTER: _hook_client}
+    hooks = {_V0: _hook_v0, _V1: _hook_v1, _GROUPS: guard_groups, _ROLLOUTER: _hook_client}
+    hooks |= {module: partial(_hook_workers, module) for module in _WORKERS}
+    hooks |= {_VLLM_WORKERS: _hook_vllm_workers, _VLLM_SERVER: _hook_vllm_server}
     for module, hook in hooks.items():
-        if not is_awaited(module):
+        if module not in _installed:  # others may wait for the same module
+            _installed.add(module)
             after_import(module, hook)
 
 
@@ -64,12 +72,29 @@ def _hook_v1() -> None:
     _replace(PPOTrainer, _correct_v1)
 
 
-def _hook_workers() -> None:
-    from ..worker.engine_parts import add_method
-    from ..worker.scored_seals import seal_scores
+def _hook_workers(module: str) -> None:
+    from ..delivery import trainer_side
+    from ..worker import engine_parts
 
-    add_method()
-    seal_scores()
+    worker = sys.modules[module].ActorRolloutRefWorker
+    engine_parts.add_method(worker)
+    trainer_side.add_method(worker)
+    if module == _WORKERS[0]:
+        from ..worker.scored_seals import seal_scores
+
+        seal_scores()
+
+
+def _hook_vllm_workers() -> None:
+    from ..delivery.engine_side import extend_worker
+
+    extend_worker()
+
+
+def _hook_vllm_server() -> None:
+    from ..delivery.engine_side import extend_server
+
+    extend_server()
 
 
 def _hook_client() -> None:

@@ -23,7 +23,6 @@ from ..correction.statistics import Statistic, merge_all
 from ..extensions.add_ons import AddOns
 from ..monitor.active_correction import ActiveCorrection
 from ..monitor.alarms.watched import format_watched
-from ..monitor.mismatch.late_weights import LateWeightsWatch
 from ..monitor.mismatch.recent import RecentFloor
 from ..monitor.mismatch.stale_kept import StaleRowsWatch
 from ..proof.drawn_rows import PROVE_EVERY, draw_rows
@@ -70,7 +69,6 @@ class Supervision:
         self._epochs = config.actor_rollout_ref.actor.ppo_epochs
         self._allow_identical = config.offpolicy.allow_identical_log_probs
         self._floor = RecentFloor()
-        self._late_weights = LateWeightsWatch()
         self._stale_rows = StaleRowsWatch()
         self._samples = RolloutChecker(allow_unrelated=config.offpolicy.allow_unrelated_log_probs)
         self._same_engine = SameEngineCheck() if spec.proximal == "same_engine" else None
@@ -231,7 +229,6 @@ class Supervision:
         self.proving = self.proving or switched
         self._statistics = self._values(merged)
         self._floor.add(merged)
-        self._late_weights.see(measured)
         self._stale_rows.see(measured)
         return switched
 

@@ -19,9 +19,9 @@ def install_offpolicy(self: Any, parts: Sequence[EnginePart]) -> None:
         part(self)
 
 
-def add_method() -> None:
-    """Give verl's actor workers the method; in every process of a run."""
+def add_method(worker: type) -> None:
+    """Give a class of verl's actor workers the method; in every process of a run."""
     from verl.single_controller.base.decorator import Dispatch, register
-    from verl.workers.engine_workers import ActorRolloutRefWorker
 
-    ActorRolloutRefWorker.install_offpolicy = register(dispatch_mode=Dispatch.ONE_TO_ALL)(install_offpolicy)
+    method: Any = register(dispatch_mode=Dispatch.ONE_TO_ALL)(install_offpolicy)
+    worker.install_offpolicy = method  # type: ignore[attr-defined]

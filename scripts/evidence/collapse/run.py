@@ -54,7 +54,7 @@ def build_command(run: Run) -> tuple[list[str], dict[str, str]]:
     environment = {"VENV": os.environ.get("VENV") or sys.prefix}
     if not run.arm.lag:
         return command, environment
-    return command, environment | {
+    return [*command, "offpolicy.delivery.sums=null", "offpolicy.delivery.probe=null"], environment | {
         "VERL_USE_EXTERNAL_MODULES": "verl_patches.cpu,inject",
         "PYTHONPATH": str(FAULTS),
         "OFFPOLICY_INJECT": f"lag:{run.arm.lag}",

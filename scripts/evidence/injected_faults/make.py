@@ -112,6 +112,8 @@ def run(case: FaultCase, work: Path, recording: Path) -> None:
         f"offpolicy.record.dir={recording}",
         # A fault is to be recorded, not caught.
         "offpolicy.allow_unrelated_log_probs=true",
+        "offpolicy.delivery.sums=null",
+        "offpolicy.delivery.probe=null",
         f"trainer.total_training_steps={case.steps}",
         "trainer.val_before_train=false",
         "trainer.test_freq=-1",

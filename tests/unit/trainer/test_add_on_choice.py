@@ -23,6 +23,8 @@ SNAPSHOTS = {"offpolicy.late_weights.snapshots": 2}
     ("changes", "names"),
     [
         ({}, []),
+        ({"offpolicy.delivery.sums": 1}, ["WeightDelivery"]),
+        ({"offpolicy.delivery.probe": 1}, ["WeightDelivery"]),
         (ETA, ["StalenessLimit"]),
         (SNAPSHOTS, ["WeightSnapshots"]),
         (R3, ["RoutingReplay"]),
@@ -42,7 +44,11 @@ def test_what_is_off_is_left_out(changes: dict[str, Any], names: list[str]) -> N
             "correction": {"support": None, "support_unknown": "mask", "support_size": 8},
             "data": {"train_batch_size": 4},
             "trainer": {"use_v1": True, "v1": {"trainer_mode": "sync"}},
-            "offpolicy": {"replay": {"oldest": None}, "staleness": {"eta": None}},
+            "offpolicy": {
+                "delivery": {"sums": None, "probe": None},
+                "replay": {"oldest": None},
+                "staleness": {"eta": None},
+            },
         }
     )
     for key, value in changes.items():
@@ -50,4 +56,6 @@ def test_what_is_off_is_left_out(changes: dict[str, Any], names: list[str]) -> N
     run: Any = SimpleNamespace(config=config)
     assert [type(each).__name__ for each in choose_v1(run)] == names
     config.trainer.use_v1 = False
-    assert [type(each).__name__ for each in choose_v0(run)] == [name for name in names if name == "SupportReplay"]
+    assert [type(each).__name__ for each in choose_v0(run)] == [
+        name for name in names if name in ("SupportReplay", "WeightDelivery")
+    ]

@@ -48,3 +48,14 @@ def test_installing_twice_hooks_once() -> None:
     before = list(sys.meta_path)
     hooked.install()
     assert sys.meta_path == before
+
+
+@pytest.mark.slow
+def test_what_others_wait_for_is_hooked_as_well() -> None:
+    code = (
+        "import sys; from verl_patches.deferred import after_import; name = 'verl.trainer.ppo.ray_trainer'; "
+        f"after_import(name, print); import {hooked.MODULE}; "
+        "print(sum(getattr(finder, 'module_name', None) == name for finder in sys.meta_path))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "2"

@@ -15,7 +15,7 @@ def test_worker_groups_find_it_and_it_calls_each_part(monkeypatch: pytest.Monkey
     from verl.workers.engine_workers import ActorRolloutRefWorker
 
     monkeypatch.setattr(ActorRolloutRefWorker, "install_offpolicy", None, raising=False)
-    add_method()
+    add_method(ActorRolloutRefWorker)
 
     class Own(ActorRolloutRefWorker):  # type: ignore[misc]
         """A fork's."""

@@ -12,6 +12,7 @@ import numpy as np
 from ...recording import Recording, RecordingError, Rows, concatenate
 from ..jobs import ALONE, Jobs, show_progress
 from .causes import Cause, find_causes_in_rows
+from .causes.delivery import judge_delivery
 from .decomposition import (
     Decomposition,
     StepDecomposer,
@@ -94,7 +95,13 @@ def attribute(
     card = {**recording.card, **({"tokenizer": tokenizer} if tokenizer else {})}
     read = partial(_read_step, card.get("tokenizer") or card.get("model"), worst, sample)
     parts = jobs.map(read, [recording.only(step) for step in chosen])
-    return _add_up(zip(chosen, show_progress(parts, len(chosen), "attributing"), strict=True), card, searched=sample)
+    found = _add_up(zip(chosen, show_progress(parts, len(chosen), "attributing"), strict=True), card, searched=sample)
+    delivery = judge_delivery(recording.delivery)
+    if not delivery:
+        return found
+    causes = [*delivery, *found.causes]
+    stale = any(version.staleness > 0 for version in found.versions)
+    return replace(found, causes=causes, mend_first=describe_faults(causes, stale=stale))
 
 
 def choose_steps(recording: Recording, steps: tuple[int, int | None] | None) -> list[int]:

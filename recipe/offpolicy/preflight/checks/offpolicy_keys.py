@@ -11,6 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 from ...correction import CorrectionSpec, Problem
 from ...correction.problem import format_value, remove, set_to
 from ...correction.spelling import find_closest
+from ...delivery.delivery_settings import find_problems as delivery_problems
 from ...extensions.registry import find_problems as extension_problems
 from ...extensions.registry import load_extensions
 from ...fault_tolerance.watchdog import find_problems as watchdog_problems
@@ -74,6 +75,7 @@ OWN_KEYS: dict[str, Validator] = {
     "resume_changed_correction": partial(_check_bool, "resume_changed_correction"),
     "alarms": alarm_problems,
     "calibrate": calibrate_problems,
+    "delivery": lambda config, spec: delivery_problems(config),
     "extensions": lambda config, spec: extension_problems(config),
     "late_weights": lambda config, spec: snapshot_problems(config),
     "prove_every": _check_prove_every,

@@ -1,0 +1,213 @@
+"""What runs inside a rollout engine's processes: which parameters each tensor was loaded into, and their checksums.
+
+Seams, the same from verl 0.7.1 to 0.9.1: ``vLLMColocateWorkerExtension._update_weights(weights, peft_config,
+base_sync_done)``, which loads by ``model.load_weights``, whose result names the parameters that were written; and
+``vLLMHttpServer.collective_rpc``, which verl lets return nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from verl_patches import weight_sync
+
+from .checksums import add_checksums, compute_checksums, plain_name
+
+METHOD = "weigh_offpolicy"
+"""Name of the method of an engine's workers."""
+_EXPERT = re.compile(r"\.experts\.\d+\.")
+
+
+@dataclass
+class Sources:
+    """What a worker of the engine has been sent.
+
+    Attributes:
+        names: plain names of all tensors.
+        targets: names of the parameters that it was loaded into, by plain name without an expert's number.
+        received: tensors since the last look.
+        first: checksums of tensors as they were received, rounded as their parameters are; until the first look.
+        adapter: checksums of the LoRA adapter's tensors as they were received, by plain name.
+        skipped: why nothing is judged; empty where it is.
+    """
+
+    names: set[str] = field(default_factory=set)
+    targets: dict[str, set[str]] = field(default_factory=dict)
+    received: int = 0
+    first: dict[str, list[int]] | None = field(default_factory=dict)
+    adapter: dict[str, list[int]] = field(default_factory=dict)
+    skipped: str = ""
+
+
+def _key(name: str) -> str:
+    return _EXPERT.sub(".experts.", name)
+
+
+def load_observed(
+    load: Callable[..., Any],
+    sources: Sources,
+    weights: Iterable[tuple[str, Tensor]],
+    dtype_of: Callable[[str], torch.dtype | None] = lambda target: None,
+) -> Any:
+    """Load weights by the model's own ``load``, and note what each new name was loaded into.
+
+    A new name is loaded alone, once; the experts of a layer are one name.
+
+    Args:
+        dtype_of: returns the dtype of a parameter by its name; None if there is none.
+    """
+    known: list[tuple[str, Tensor]] = []
+    loaded: set[str] = set()
+    for given, tensor in weights:
+        name = plain_name(given)
+        key = _key(name)
+        sources.received += 1
+        sources.names.add(name)
+        if sources.targets.get(key) is None:
+            found = load([(given, tensor)])
+            if not isinstance(found, set):
+                sources.skipped = "the model does not say which parameters it loads"
+            elif found or key == name:  # this rank may have another expert
+                sources.targets[key] = found
+            loaded |= found or set()
+        else:
+            known.append((given, tensor))
+        if sources.first is not None and (targets := sources.targets.get(key)):
+            dtype = dtype_of(min(targets))
+            sources.first[name] = list(*compute_checksums([(name, tensor, dtype)]).values())
+    return loaded | (load(known) or set()) if known else loaded
+
+
+def observe_update(
+    update: Callable[..., Any], worker: Any, weights: Any, peft_config: Any, base_sync_done: Any, quantised: bool
+) -> Any:
+    """Run verl's ``_update_weights`` and note what it loads where."""
+    sources = vars(worker).setdefault("_offpolicy_sources", Sources())
+    if peft_config and base_sync_done:
+        given = [(plain_name(name), tensor, None) for name, tensor in weights]
+        sources.received += len(given)
+        sources.adapter |= {name: list(each) for name, each in compute_checksums(given).items()}
+        return update(worker, weights, peft_config, base_sync_done)
+    if quantised:
+        sources.received += len(weights)
+        sources.skipped = "the engine quantises its weights"
+        return update(worker, weights, peft_config, base_sync_done)
+    model = worker.model_runner.model
+    load = model.load_weights
+
+    def dtype_of(target: str) -> torch.dtype | None:
+        held = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers())
+        return held[target].dtype if target in held else None
+
+    model.load_weights = lambda given: load_observed(load, sources, given, functools.cache(dtype_of))
+    try:
+        return update(worker, weights, peft_config, base_sync_done)
+    finally:
+        del model.load_weights
+
+
+def weigh_parameters(worker: Any, named: bool) -> dict[str, Any]:
+    """Compute the checksum of each group of parameters that share source tensors.
+
+    Args:
+        worker: vLLM's, with verl's extension.
+        named: list the groups' sources; otherwise only their number, which the caller knows from before.
+    """
+    sources: Sources = vars(worker).setdefault("_offpolicy_sources", Sources())
+    model = worker.model_runner.model
+    held: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers())
+    groups = _group(sources, held)
+    weighed = compute_checksums(
+        (f"{number} {name}", held[name], None) for number, (_, names) in enumerate(groups) for name in names
+    )
+    rows: list[list[Any]] = []
+    for number, (given, names) in enumerate(groups):
+        whole = add_checksums(weighed[f"{number} {name}"] for name in names)
+        dtype = str(held[names[0]].dtype).removeprefix("torch.")
+        rows.append([given if named else [], *whole, dtype])
+    adapters = sorted(worker.list_loras()) if sources.adapter else []
+    found = {"groups": rows, "received": sources.received, "skipped": sources.skipped}
+    found |= {"adapter": sources.adapter, "adapters": adapters, "names": sorted(sources.names) if named else []}
+    found |= {"first": sources.first or {}}
+    sources.received, sources.first = 0, None
+    return found
+
+
+def _group(sources: Sources, held: dict[str, Tensor]) -> list[tuple[list[str], list[str]]]:
+    """Group tensors that were loaded into the same parameters: sources and parameters, sorted, of each group."""
+    group_of: dict[str, int] = {}
+    members: dict[int, tuple[set[str], set[str]]] = {}
+    names_of: dict[str, list[str]] = {}
+    for name in sorted(sources.names):
+        names_of.setdefault(_key(name), []).append(name)
+    for number, (key, targets) in enumerate(sources.targets.items()):
+        targets = {target for target in targets if target in held}
+        if not targets:
+            continue
+        mine = {group_of[target] for target in targets if target in group_of}
+        merged = (set(names_of.get(key, ())), targets)
+        for other in mine:
+            before = members.pop(other)
+            merged = (merged[0] | before[0], merged[1] | before[1])
+        members[number] = merged
+        group_of |= dict.fromkeys(merged[1], number)
+    return [(sorted(given), sorted(names)) for given, names in members.values() if given]
+
+
+def extend_worker() -> None:
+    """Let verl's extension of vLLM's workers note what it loads, and weigh what they hold. Idempotent."""
+    from verl.workers.rollout.vllm_rollout import utils
+
+    extension = utils.vLLMColocateWorkerExtension
+    if hasattr(extension, METHOD):
+        return
+    weight_sync.build_vllm_seams()[0].check()
+    update = extension._update_weights
+
+    # Start-up checks compare signatures, and look through wraps.
+    @functools.wraps(update)
+    def _update_weights(self: Any, weights: Any, peft_config: Any, base_sync_done: Any) -> Any:
+        weights = list(weights)
+        quantised = _is_quantised(utils, self)
+        return observe_update(update, self, weights, peft_config, base_sync_done, quantised)
+
+    def weigh_offpolicy(self: Any, named: bool = True) -> dict[str, Any]:
+        return weigh_parameters(self, named)
+
+    extension._update_weights = _update_weights
+    setattr(extension, METHOD, weigh_offpolicy)
+
+
+def _is_quantised(utils: Any, worker: Any) -> bool:
+    if getattr(worker, "_is_qat_model", False) or getattr(worker, "_is_modelopt_qat", False):
+        return True
+    config = worker.model_runner.vllm_config
+    return getattr(config, "quant_config", None) is not None
+
+
+def extend_server() -> None:
+    """Let verl's vLLM server return what workers answer to ``METHOD``. Idempotent."""
+    from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer
+
+    call = vLLMHttpServer.collective_rpc
+    if getattr(call, "__offpolicy__", False):
+        return
+    weight_sync.build_vllm_seams()[1].check()
+
+    @functools.wraps(call)
+    async def collective_rpc(
+        self: Any, method: Any, timeout: float | None = None, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if method == METHOD:
+            return await self.engine.collective_rpc(method=method, timeout=timeout, args=args, kwargs=kwargs)
+        return await call(self, method, timeout=timeout, args=args, kwargs=kwargs)
+
+    collective_rpc.__offpolicy__ = True  # type: ignore[attr-defined]
+    vLLMHttpServer.collective_rpc = collective_rpc

@@ -1,0 +1,179 @@
+"""What runs in the trainer's workers: checksums of the weights that they train, as the rollout engine rounds them.
+
+Seams are ``actor.engine.module`` of verl's ``ActorRolloutRefWorker`` and ``actor_module_fsdp`` of the legacy one. Where
+the parameters are not those that are sent (FSDP1, other engines, merged LoRA), ``get_per_tensor_param`` of the engine
+or ``rollout.update_weights``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .checksums import compute_checksums, plain_name
+
+SAMPLE = 256
+"""Elements of each parameter, on each rank, whose change is followed."""
+_SENT = "_offpolicy_sent"
+AS_SENT = "as sent"
+"""Stands for the dtype of tensors that the engine keeps as they come, as LoRA's."""
+
+
+def weigh_own(worker: Any, default: str, others: Mapping[str, str]) -> dict[str, Any]:
+    """Compute checksums of the weights of this rank.
+
+    Args:
+        worker: verl's actor worker.
+        default: torch's name of the dtype that the engine holds most tensors in.
+        others: plain names -> dtypes that it holds others in, or ``AS_SENT``.
+
+    Returns:
+        ``weights``: plain name -> count, sum, sum of squares and whether it is trained; ``sent``: they are of the
+        tensors as they were sent; ``update``: see ``UpdateSample.step``.
+    """
+    if _SENT in vars(worker):
+        return {"weights": dict(vars(worker)[_SENT]), "sent": True, "update": []}
+    module = _find_module(worker)
+    own = [(plain_name(name), parameter) for name, parameter in module.named_parameters(remove_duplicate=False)]
+    dtypes = {
+        name: parameter.dtype if others.get(name) == AS_SENT else getattr(torch, others.get(name, default))
+        for name, parameter in own
+    }
+    shards = [
+        (name, shard, parameter.requires_grad)
+        for name, parameter in own
+        if (shard := _find_shard(parameter)) is not None
+    ]
+    # Parameters that are offloaded lie on the host, which would take seconds for them.
+    device = "cuda" if torch.cuda.is_available() else None
+    weighed = compute_checksums(((name, shard, dtypes[name]) for name, shard, _ in shards), device)
+    trained = {name: trains for name, _, trains in shards}
+    sample = vars(worker).setdefault("_offpolicy_sample", UpdateSample())
+    update = sample.step((name, shard, dtypes[name]) for name, shard, trains in shards if trains)
+    return {
+        "weights": {name: [*each, int(trained[name])] for name, each in weighed.items()},
+        "sent": False,
+        "update": update,
+    }
+
+
+def _find_module(worker: Any) -> Any:
+    """Return the model that trains: a module, or Megatron's list of them."""
+    engine = getattr(getattr(worker, "actor", None), "engine", None)
+    return getattr(worker, "actor_module_fsdp", None) if engine is None else engine.module
+
+
+def _find_shard(parameter: Tensor) -> Tensor | None:
+    """Return what this rank has of a parameter; None where another rank counts the same elements."""
+    from torch.distributed.tensor import DTensor, Replicate
+
+    if not isinstance(parameter, DTensor):
+        first = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
+        return parameter.detach() if first else None
+    place = parameter.device_mesh.get_coordinate()
+    if place is None:
+        return None
+    copies = [at for at, kind in zip(place, parameter.placements, strict=True) if isinstance(kind, Replicate)]
+    if any(copies):
+        return None
+    shard: Tensor = parameter.detach().to_local()  # type: ignore[attr-defined]
+    return shard
+
+
+class UpdateSample:
+    """A few elements of each parameter, whose change from one synchronisation to the next is followed."""
+
+    def __init__(self) -> None:
+        self._before: dict[str, tuple[Tensor, Tensor]] = {}
+
+    def step(self, shards: Any) -> list[float]:
+        """Compare with the synchronisation before: [sum of u r, sum of u^2, changed in u, changed in r, count].
+
+        u is the change of an element, r that of the element as the engine rounds it. Empty at the first.
+        """
+        sums = torch.zeros(5, dtype=torch.float64)
+        before, self._before = self._before, {}
+        for name, shard, dtype in shards:
+            flat = shard.reshape(-1)
+            taken = flat[:: max(flat.numel() // SAMPLE, 1)][:SAMPLE].detach().to("cpu", copy=True)
+            now = taken.double(), taken.to(dtype).double()
+            self._before[name] = now
+            if name in before:
+                own, rounded = (after - earlier for after, earlier in zip(now, before[name], strict=True))
+                sums += torch.stack(
+                    [own @ rounded, own @ own, (own != 0).sum(), (rounded != 0).sum(), torch.tensor(own.numel())]
+                ).double()
+        return sums.tolist() if before else []
+
+
+def watch_sent(worker: Any, dtype: str) -> None:
+    """Let a worker note checksums of what it sends, where its parameters are not those.
+
+    Args:
+        worker: verl's actor worker; of 0.7.1's legacy ones the rollout is watched.
+        dtype: torch's name of that of the rollout engine.
+    """
+    if not _sends_other_tensors(worker):
+        return
+    vars(worker)[_SENT] = {}
+    engine = getattr(getattr(worker, "actor", None), "engine", None)
+    if engine is not None:
+        export = engine.get_per_tensor_param
+
+        def get_per_tensor_param(*args: Any, **kwargs: Any) -> Any:
+            tensors, config = export(*args, **kwargs)
+            return _note_sent(worker, tensors, dtype), config
+
+        engine.get_per_tensor_param = get_per_tensor_param
+        return
+    send = worker.rollout.update_weights
+
+    async def update_weights(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+        return await send(_note_sent(worker, tensors, dtype), *args, **kwargs)
+
+    worker.rollout.update_weights = update_weights
+
+
+def _note_sent(worker: Any, tensors: Any, dtype: str) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors that are sent, and note their checksums as the rollout engine rounds them, on rank 0."""
+    first = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
+    noted: dict[str, list[int]] = vars(worker)[_SENT]
+    for name, tensor in tensors:
+        if first:
+            rounded = None if "lora_" in name else getattr(torch, dtype)
+            (each,) = compute_checksums([(name, tensor, rounded)]).values()
+            noted[plain_name(name)] = [*each, 1]
+        yield name, tensor
+
+
+def _sends_other_tensors(worker: Any) -> bool:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    module = _find_module(worker)
+    if not isinstance(module, torch.nn.Module):
+        return True
+    model = getattr(module, "_fsdp_wrapped_module", module)
+    engine = getattr(getattr(worker, "actor", None), "engine", None)
+    # Other engines, and models whose names verl converts, send under other names than their parameters have.
+    renamed = bool(getattr(model, "_checkpoint_conversion_mapping", None))
+    if renamed or not (engine is None or type(engine).__name__.startswith("FSDP")):
+        return True
+    if any(isinstance(each, FullyShardedDataParallel) for each in module.modules()):
+        return True
+    peft = hasattr(model, "peft_config")
+    lora: Any = getattr(getattr(engine, "model_config", None), "lora", None) or {}
+    return peft and bool(lora.get("merge", False))
+
+
+def add_method(worker: type) -> None:
+    """Give verl's actor workers the method ``weigh_offpolicy``; in every process of a run."""
+    from verl.single_controller.base.decorator import Dispatch, register
+
+    def weigh_offpolicy(self: Any, default: str, others: Mapping[str, str]) -> dict[str, Any]:
+        return weigh_own(self, default, others)
+
+    method: Callable[..., Any] = register(dispatch_mode=Dispatch.ONE_TO_ALL)(weigh_offpolicy)
+    worker.weigh_offpolicy = method  # type: ignore[attr-defined]

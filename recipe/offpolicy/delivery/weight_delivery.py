@@ -1,0 +1,318 @@
+"""Proof that the rollout engine holds the trainer's weights, at each synchronisation.
+
+Seams, see ``verl_patches.weight_sync``.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, NoReturn, Protocol
+
+import ray
+from omegaconf import DictConfig, OmegaConf
+
+from verl_patches import engine_loss, weight_sync
+
+from ..extensions.add_on import AddOn
+from ..extensions.batch_view import BatchView
+from ..proof.verify import LivenessError
+from ..recording.run import RunRecord
+from .checksums import Checksum, add_checksums
+from .comparison import Comparison, Held, HeldComparer, compare_adapter, find_left_out
+from .delivery_settings import SECTION, DeliverySettings
+from .engine_side import METHOD
+from .probe import Probe
+from .trainer_side import AS_SENT, watch_sent
+
+logger = logging.getLogger("verl.offpolicy")
+
+NAMED = 6
+"""Tensors that an error names."""
+FEWEST = 64
+"""Updates without a synchronisation that stop a run which has made too few to know how often it does."""
+KEPT = 4
+"""Synchronisations whose checksums are kept, to tell late weights from others."""
+
+
+class ActorRun(Protocol):
+    """A run by any trainer of verl's."""
+
+    @property
+    def recording(self) -> RunRecord | None: ...
+
+    @property
+    def workers(self) -> Any:
+        """The worker group of the actor."""
+
+    @property
+    def global_steps(self) -> int: ...
+
+
+class WeightDelivery(AddOn):
+    """``offpolicy.delivery``.
+
+    Args:
+        run: whose workers send.
+        settings: how often.
+    """
+
+    def __init__(self, run: ActorRun, settings: DeliverySettings) -> None:
+        self._run, self._settings = run, settings
+        self._syncs = self._updates = self._longest = self._intervals = 0
+        self._engines: dict[int, Engine] = {}
+        self._past: deque[Mapping[str, Checksum]] = deque(maxlen=KEPT)
+        self._probe: Probe | None = None
+        self._metrics: dict[str, float] = {}
+        self._told: set[str] = set()
+
+    def begin(self, config: DictConfig) -> None:
+        engine_loss.check(weight_sync.SEAMS)
+        self._rollout = config.actor_rollout_ref.rollout
+        weight_sync.listen(self.on_sync)
+        if self._settings.probe is not None:
+            self._probe = Probe(self._rollout.get("max_model_len"), _advise("probe"))
+
+    def engine_part(self) -> Callable[[Any], object]:
+        return partial(watch_sent, dtype=_dtype(self._rollout.get("dtype")))
+
+    def metrics(self) -> dict[str, float]:
+        return {f"offpolicy/delivery/{name}": value for name, value in self._metrics.items()}
+
+    def on_sync(self, manager: Any) -> None:
+        """Compare what the servers of ``manager`` hold now with what the trainer has.
+
+        Raises:
+            LivenessError: they differ.
+        """
+        self._syncs += 1
+        self._intervals += self._updates > 0  # a critic may be trained alone at first
+        self._updates, self._longest = 0, max(self._longest, self._updates)
+        start = time.perf_counter()
+        if self._settings.sums is not None and (self._syncs - 1) % self._settings.sums == 0:
+            self._compare_sums(manager)
+        if self._probe is not None and (self._syncs - 1) % (self._settings.probe or 1) == 0:
+            self._probe.ask(manager.replicas)
+        self._metrics["seconds"] = time.perf_counter() - start
+
+    def on_rollout(self, batch: BatchView) -> None:
+        if self._probe is not None:
+            start = time.perf_counter()
+            try:
+                self._metrics |= self._probe.hear(batch, self._syncs, self._metrics.get("update_seen", math.nan))
+            except LivenessError as error:
+                self._record("different", sentence=str(error))
+                raise
+            self._metrics["probe_seconds"] = time.perf_counter() - start
+
+    def _compare_sums(self, manager: Any) -> None:
+        if self._rollout.name != "vllm":
+            self._say(f"the weights of {self._rollout.name} are not compared.")
+            return
+        engines = [self._engines.setdefault(id(replica), Engine()) for replica in manager.replicas]
+        asked = [
+            replica.servers[0].collective_rpc.remote(METHOD, kwargs={"named": not engine.named})
+            for replica, engine in zip(manager.replicas, engines, strict=True)
+        ]
+        try:
+            answers = ray.get(asked)
+        except ray.exceptions.RayTaskError as error:
+            if f"no attribute '{METHOD}'" not in str(error):
+                raise
+            self._metrics["proved"] = math.nan
+            return self._say("the workers of the rollout engine are of a class of their own: weights are not compared.")
+        for replica, engine, answer in zip(manager.replicas, engines, answers, strict=True):
+            if not engine.read(answer):  # tensors of other names were sent than before
+                engine.named = False
+                engine.read(ray.get(replica.servers[0].collective_rpc.remote(METHOD, kwargs={"named": True})))
+        judged = [engine for engine in engines if engine.answered and not engine.skipped]
+        for reason in sorted({engine.skipped for engine in engines} - {""}):
+            self._say(f"{reason}: its weights are not compared.")
+        if not judged:
+            self._metrics["proved"] = float("nan")
+            return
+        if silent := [engine for engine in judged if not engine.received_names]:
+            if manager.backend == "delta_sharded":
+                return self._say("delta_sharded sends changes alone: weights are not compared.")
+            self._stop(
+                f"synchronisation {self._syncs}: {len(silent)} of {len(judged)} rollout engines were sent no weights, "
+                f"so that they sample by those that they were started with. {_advise('sums')}"
+            )
+        own, trained, update = self._weigh_own(judged)
+        found = [engine.compare(own) for engine in judged]
+        self._judge(found, judged, own, trained)
+        self._past.append(own)
+        self._report(found, update)
+
+    def _weigh_own(self, engines: Sequence[Engine]) -> tuple[dict[str, Checksum], list[str] | None, list[float]]:
+        """Weigh the trainer's weights in the engines' dtypes: checksums, names of what is trained, its update."""
+        dtypes = {name: dtype for engine in engines for name, dtype in engine.dtypes.items()}
+        common = Counter(dtypes.values()).most_common(1)
+        default = common[0][0] if common else _dtype(self._rollout.get("dtype"))
+        others = {name: dtype for name, dtype in dtypes.items() if dtype != default}
+        others |= {name: AS_SENT for engine in engines for name in engine.adapter}
+        ranks = self._run.workers.weigh_offpolicy(default, others)
+        parts: dict[str, list[Checksum]] = {}
+        trained: dict[str, None] = {}
+        for rank in ranks:
+            for name, (*sums, trains) in rank["weights"].items():
+                parts.setdefault(name, []).append(Checksum(*sums))
+                if trains:
+                    trained[name] = None
+        own = {name: add_checksums(each) for name, each in parts.items()}
+        updates = [rank["update"] for rank in ranks if rank["update"]]
+        update = [sum(column) for column in zip(*updates, strict=True)]
+        return own, None if any(rank["sent"] for rank in ranks) else list(trained), update
+
+    def on_update(self, metrics: dict[str, Any], batch: Any) -> None:
+        self._updates += 1
+        if self._updates > (FEWEST if self._intervals < 3 else 4 * self._longest):
+            self._stop(
+                f"{self._updates} updates were made since verl last sent weights to the rollout engine, which it did "
+                f"after {self._longest} before. {_ADVICE}"
+            )
+
+    def _judge(
+        self,
+        found: Sequence[Comparison],
+        engines: Sequence[Engine],
+        own: Mapping[str, Checksum],
+        trained: Sequence[str] | None,
+    ) -> None:
+        for comparison, engine in zip(found, engines, strict=True):
+            if trained is not None and (left := find_left_out(trained, engine.received_names)):
+                self._stop(
+                    f"synchronisation {self._syncs}: {len(left)} of {len(trained)} tensors that are trained are not "
+                    f"among the {len(engine.received_names)} that verl sends to the rollout engine: {_names(left)}. "
+                    f"The engine keeps sampling without them. {_advise('sums')}"
+                )
+            if comparison.different:
+                count = len(comparison.different) + len(comparison.equal)
+                self._stop(
+                    f"synchronisation {self._syncs}: the rollout engine does not hold the trainer's weights: "
+                    f"{len(comparison.different)} of {count} tensors differ: {_names(comparison.different)}. "
+                    f"{self._explain(comparison, engine)} {_advise('sums')}"
+                )
+
+    def _explain(self, comparison: Comparison, engine: Engine) -> str:
+        """Say which earlier weights the engine holds of what differs."""
+        for back, past in enumerate(reversed(self._past), start=1):
+            if not set(comparison.different) & set(engine.compare(past, judge=False).different):
+                return f"It holds those of {back} synchronisation{'s' if back > 1 else ''} before."
+        received = "" if engine.received else " It was sent nothing since the last one."
+        known = "are those of none of the latest synchronisations" if self._past else "were never the trainer's"
+        return f"What it holds {known}.{received}"
+
+    def _report(self, found: Sequence[Comparison], update: Sequence[float]) -> None:
+        equal, unknown = (sum(len(getattr(each, name)) for each in found) for name in ("equal", "unknown"))
+        self._metrics |= {"proved": 1.0 if equal else float("nan"), "equal": float(equal), "unknown": float(unknown)}
+        if update:
+            along, square, own, rounded, _ = update
+            self._metrics |= {
+                "update_seen": along / square if square else float("nan"),
+                "changed": rounded / own if own else float("nan"),
+            }
+        along, square, *_ = update or (0.0, 0.0)
+        self._record("equal", tensors=equal, along=along, square=square)
+        if self._syncs == 1:
+            logger.info(
+                "the rollout engine holds the trainer's weights: %d tensors are equal, %d unknown.", equal, unknown
+            )
+        if unknown:
+            names = sorted({name for each in found for name in each.unknown})
+            self._say(
+                f"{len(names)} tensors are not compared, because the engine holds them in a layout of its own: "
+                f"{_names(names)}."
+            )
+
+    def _stop(self, sentence: str) -> NoReturn:
+        self._record("different", sentence=sentence)
+        raise LivenessError(sentence)
+
+    def _record(self, verdict: str, **values: Any) -> None:
+        if self._run.recording is not None:
+            self._run.recording.write_delivery({"step": self._run.global_steps, "verdict": verdict, **values})
+
+    def _say(self, line: str) -> None:
+        if line not in self._told:
+            self._told.add(line)
+            logger.warning("%s", line)
+
+
+def _advise(key: str) -> str:
+    return (
+        f"Rewards and gradients would be those of two different policies. To go on without this check: "
+        f"{SECTION}.{key}=null."
+    )
+
+
+_ADVICE = _advise("sums")
+
+
+class Engine:
+    """What is known of one rollout server."""
+
+    def __init__(self) -> None:
+        self.sources: list[list[tuple[str, ...]]] = []
+        self.dtypes: dict[str, str] = {}
+        self.received_names: list[str] = []
+        self.received = 0
+        self.answered = self.named = False
+        self.skipped = ""
+        self.adapter: dict[str, Checksum] = {}
+        self._has_adapter = True
+        self._first: dict[str, Checksum] = {}
+        self._base_names: set[str] = set()
+        self._ranks: list[list[Held]] = []
+        self._comparer = HeldComparer()
+
+    def read(self, answer: Sequence[Mapping[str, Any]] | None) -> bool:
+        """Read the answers of a server's workers; None where its class is not verl's.
+
+        Returns:
+            Whether they could be read without the names of their groups.
+        """
+        self.answered = bool(answer)
+        self.skipped = "" if answer else "the rollout server does not return what its workers hold"
+        if not answer:
+            return True
+        groups = [len(rank["groups"]) for rank in answer]
+        if self.named and groups != [len(rank) for rank in self.sources]:
+            return False
+        self.skipped = next((rank["skipped"] for rank in answer if rank["skipped"]), "")
+        self.received = sum(rank["received"] for rank in answer)
+        if not self.named:
+            self.sources = [[tuple(group[0]) for group in rank["groups"]] for rank in answer]
+            self._base_names = {name for rank in answer for name in rank["names"]}
+            self.named = True
+        self._ranks = [
+            [
+                Held(names, Checksum(*sums), dtype)
+                for names, (_, *sums, dtype) in zip(sources, rank["groups"], strict=True)
+            ]
+            for sources, rank in zip(self.sources, answer, strict=True)
+        ]
+        self.dtypes = {name: held.dtype for rank in self._ranks for held in rank for name in held.sources}
+        self.adapter = {name: Checksum(*sums) for name, sums in answer[0]["adapter"].items()}
+        self._first = {name: Checksum(*sums) for rank in answer for name, sums in rank["first"].items()}
+        self._has_adapter = all(rank["adapters"] for rank in answer)
+        self.received_names = sorted(self._base_names | self.adapter.keys())
+        return True
+
+    def compare(self, own: Mapping[str, Checksum], judge: bool = True) -> Comparison:
+        """Compare with the trainer's checksums; without ``judge`` nothing is remembered."""
+        found = (self._comparer if judge else HeldComparer()).compare(self._ranks, own, self._first if judge else None)
+        return compare_adapter(found, self.adapter, own, loaded=self._has_adapter)
+
+
+def _dtype(given: Any) -> str:
+    name = OmegaConf.to_container(given) if OmegaConf.is_config(given) else given
+    return {"half": "float16", "bf16": "bfloat16", "float": "float32", "auto": "bfloat16"}.get(str(name), str(name))
+
+
+def _names(names: Sequence[str]) -> str:
+    return ", ".join(names[:NAMED]) + (f" and {len(names) - NAMED} more" if len(names) > NAMED else "")

@@ -1,0 +1,83 @@
+from __future__ import annotations
+
+import pytest
+
+from recipe.offpolicy.delivery.checksums import Checksum
+from recipe.offpolicy.delivery.comparison import Comparison, Held, HeldComparer, compare_adapter, find_left_out
+
+OWN = {"q": Checksum(6, 10, 100), "k": Checksum(2, 3, 9), "norm": Checksum(4, 8, 16)}
+
+
+def held(*sources: str, count: int, total: int, squares: int) -> Held:
+    return Held(sources, Checksum(count, total, squares), "bfloat16")
+
+
+QK, NORM = held("k", "q", count=8, total=13, squares=109), held("norm", count=4, total=8, squares=16)
+
+
+def test_a_fused_parameter_is_the_sum_of_its_sources() -> None:
+    assert HeldComparer().compare([[QK, NORM]], OWN) == Comparison(("k", "norm", "q"))
+
+
+def test_shards_of_ranks_add_up_and_copies_are_equal_each() -> None:
+    shards = [held("k", "q", count=4, total=6, squares=50), held("k", "q", count=4, total=7, squares=59)]
+    assert HeldComparer().compare([[shards[0], NORM], [shards[1], NORM]], OWN).different == ()
+    stale = held("norm", count=4, total=8, squares=17)
+    assert HeldComparer().compare([[shards[0], NORM], [shards[1], stale]], OWN).different == ("norm",)
+
+
+def test_one_stale_source_of_a_fused_parameter_shows() -> None:
+    assert HeldComparer().compare([[QK, NORM]], OWN | {"k": Checksum(2, 4, 16)}).different == ("k", "q")
+
+
+def test_a_padded_parameter_is_judged_once_it_was_equal() -> None:
+    padded = held("norm", count=6, total=8, squares=16)  # two zeros behind
+    comparer, moved = HeldComparer(), OWN | {"norm": Checksum(4, 9, 17)}
+    assert HeldComparer().compare([[padded]], moved).unknown == ("norm",)
+    assert comparer.compare([[padded]], OWN).equal == ("norm",)
+    assert comparer.compare([[padded]], moved).different == ("norm",)
+
+
+def test_what_an_engine_makes_of_weights_is_no_difference_and_has_to_change_with_them() -> None:
+    """State-space models hold -exp(A) of a tensor A."""
+    comparer, sent = HeldComparer(), {"norm": OWN["norm"]}
+    made = held("norm", count=4, total=-5, squares=7)
+    assert comparer.compare([[made]], OWN, sent).unknown == ("norm",)
+    moved = OWN | {"norm": Checksum(4, 9, 17)}
+    assert comparer.compare([[held("norm", count=4, total=-6, squares=8)]], moved).unknown == ("norm",)
+    assert comparer.compare([[held("norm", count=4, total=-6, squares=8)]], OWN).different == ("norm",)
+    assert HeldComparer().compare([[made]], OWN, {"norm": Checksum(4, 1, 1)}).different == ("norm",)
+
+
+def test_heads_that_two_ranks_hold_are_unknown() -> None:
+    rank = held("k", "q", count=5, total=8, squares=59)  # three of q and both of k
+    comparer = HeldComparer()
+    assert comparer.compare([[rank], [rank]], OWN).unknown == ("k", "q")
+    assert comparer.compare([[rank], [rank]], OWN | {"k": Checksum(2, 4, 16)}).different == ("k", "q")
+
+
+@pytest.mark.parametrize(
+    ("kinds", "fused"), [(("gate_proj", "up_proj"), "gate_up_proj"), (("down_proj",), "down_proj")]
+)
+def test_experts_are_compared_with_the_parameter_that_fuses_them(kinds: tuple[str, ...], fused: str) -> None:
+    sources = tuple(f"layers.3.mlp.experts.{number}.{kind}.weight" for number in range(2) for kind in kinds)
+    own = {f"layers.3.mlp.experts.{fused}": Checksum(8, 13, 109)}
+    assert HeldComparer().compare([[held(*sources, count=8, total=13, squares=109)]], own).equal == tuple(
+        sorted(sources)
+    )
+    assert HeldComparer().compare([[held(*sources, count=8, total=12, squares=109)]], own).different
+
+
+def test_an_adapter_has_to_be_loaded_and_equal() -> None:
+    adapter = {"q.lora_A.weight": Checksum(2, 5, 7)}
+    assert compare_adapter(Comparison(), adapter, adapter, loaded=True).equal == ("q.lora_A.weight",)
+    assert compare_adapter(Comparison(), adapter, adapter, loaded=False).different == ("q.lora_A.weight",)
+    moved = {"q.lora_A.weight": Checksum(2, 5, 8)}
+    assert compare_adapter(Comparison(), adapter, moved, loaded=True).different == ("q.lora_A.weight",)
+
+
+def test_trained_parameters_that_nothing_is_sent_of() -> None:
+    sent = ["model.layers.0.q_proj.weight", "model.layers.0.mlp.experts.1.up_proj.weight", "lm_head.weight"]
+    lora = "model.layers.0.q_proj.lora_A.weight"
+    trained = ["language_model.layers.0.q_proj.weight", "model.layers.0.mlp.experts.gate_up_proj", "lm_head.weight"]
+    assert find_left_out([*trained, lora], sent) == [lora]
