@@ -16,8 +16,9 @@ from omegaconf import DictConfig
 from torch import Tensor
 
 from ..batch.row_arrival import find_difference
-from ..fault_tolerance.checkpoints import find_changes
+from ..fault_tolerance.checkpoints import RECORD, find_changes
 from ..fault_tolerance.redaction import redact
+from ..fault_tolerance.state_schema import refuse, restoring
 from ..proof.verify import LivenessError
 from .add_on import AddOn
 from .batch_view import BatchView, PromptView
@@ -372,21 +373,37 @@ class AddOns:
             for extension in self._extensions
         }
 
-    def differences(self, states: Mapping[str, Any]) -> list[str]:
+    def differences(self, states: Mapping[str, Any], *sections: str) -> list[str]:
         """List the keys, with both values, in which this run differs from the checkpoint with ``states``."""
         noted = {section: redact(each["settings"]) for section, each in states.items()}
         now = {extension.section: redact(dict(extension.noted)) for extension in self._extensions}
         return [
             line
-            for section in sorted(noted.keys() | now.keys())
+            for section in sorted(sections or noted.keys() | now.keys())
             for line in find_changes(noted.get(section, {}), now.get(section, {}), section)
         ]
 
     def restore(self, states: Mapping[str, Any], folder: Path) -> None:
-        """Restore the ``states`` of a checkpoint; an extension that was off then begins anew."""
+        """Restore the ``states`` of a checkpoint; an extension that was off, or another, then begins anew.
+
+        Raises:
+            CheckpointError: a state is lost or holds what it cannot.
+        """
+        record = folder.parent / RECORD
         for extension in self._extensions:
-            if extension.section in states:
-                extension.restore(states[extension.section]["state"], folder / extension.section)
+            section = extension.section
+            if section not in states:
+                continue
+            state, same = states[section]["state"], not self.differences({section: states[section]}, section)
+            if extension.resumes and same and not state:
+                refuse(record, f"extensions.{section}.state", state, f"{extension.resumes} goes on from it")
+            with restoring(lambda: record, f"extensions.{section}.state"):
+                extension.restore(state, folder / section)
+
+    def list_dependents(self) -> list[str]:
+        """List the keys of this run that go on from a checkpoint's state."""
+        keys = [extension.resumes for extension in self._extensions if extension.resumes]
+        return keys + ["offpolicy.staleness.eta"] * (self.rate_limit_state is not None)
 
 
 def _call(hook: Callable[..., Any], run: Callable[[Any], Any], args: Sequence[Any], batch: Any) -> Any:

@@ -107,6 +107,11 @@ class Extension(AddOn):
         """Update ``sent`` for ``rows``, (n,) bool, which stay in the loss with an advantage of 0."""
 
     @property
+    def resumes(self) -> str | None:
+        """The key because of which a resumed run needs ``state``; None: it need not be there."""
+        return None
+
+    @property
     def noted(self) -> Mapping[str, Any]:
         """Settings that have to be equal for a checkpoint to be resumed."""
         return self.settings

@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from ..fault_tolerance.state_schema import CheckpointError, read_json
+
 
 def write_state(folder: Path, name: str, state: Any) -> None:
     """Write a state that JSON can hold."""
@@ -13,19 +15,21 @@ def write_state(folder: Path, name: str, state: Any) -> None:
     (folder / name).write_text(json.dumps(state))
 
 
-def read_state(folder: Path, name: str, section: str, content: str) -> Any:
+def read_state(folder: Path, name: str, section: str, content: str, schema: Any) -> Any:
     """Read a state.
 
     Args:
         section, content: of the extension and of the file, for the error.
+        schema: of the file, see ``fault_tolerance.state_schema``.
 
     Raises:
-        FileNotFoundError: the checkpoint notes the state, and has no such file.
+        CheckpointError: the checkpoint notes the state, and has no such file, or it holds what it cannot.
     """
     path = folder / name
-    if not path.is_file():
-        raise FileNotFoundError(
+    try:
+        return read_json(path, schema)
+    except FileNotFoundError as error:
+        raise CheckpointError(
             f"{section}: the checkpoint notes {content}, and {path} is not there. "
             f"Fix: restore the file, or resume another checkpoint."
-        )
-    return json.loads(path.read_text())
+        ) from error

@@ -15,7 +15,7 @@ import contextlib
 import json
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,9 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from ..correction import CorrectionSpec
 from ..correction.proximal import OF_THE_TRAINER
+from .state_schema import RECORD as SCHEMA
+from .state_schema import SAVING as SAVING_SCHEMA
+from .state_schema import CheckpointError, Keys, read_json, restoring
 
 logger = logging.getLogger("verl.offpolicy")
 
@@ -35,7 +38,7 @@ STATES = "offpolicy"
 """Folder of a checkpoint for what extensions keep in files."""
 _STEP = "global_step_"
 _STALENESS = "staleness"
-_ACTIVE = "steering"
+ACTIVE = "steering"
 """Key of the alarms' and moved bounds' state in a record; checkpoints that exist spell it so."""
 _CUT_SHORT = "its writing was cut short"
 
@@ -47,10 +50,6 @@ def _no_differences(found: Mapping[str, Any] | None) -> list[str]:
 
 def _without_state(folder: Path) -> dict[str, Any]:
     return {}
-
-
-class CheckpointError(RuntimeError):
-    """A checkpoint cannot be resumed as asked; the message says why and what to do."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +79,7 @@ class CheckpointFolder:
 
     def read_unfinished(self) -> UnfinishedCheckpoint | None:
         """Read which checkpoint was begun and not completed; None if none was."""
-        record = _read(self.path / SAVING)
+        record = _read(self.path / SAVING, SAVING_SCHEMA)
         return None if record is None else UnfinishedCheckpoint(record["step"], record["tracked"])
 
     def is_whole(self, step: int) -> bool:
@@ -107,7 +106,10 @@ class CheckpointFolder:
 
     def list_complete_steps(self) -> list[int]:
         """List the steps that our records call complete, newest first."""
-        found = {path.parent.name.removeprefix(_STEP): _read(path) for path in self.path.glob(f"{_STEP}*/{RECORD}")}
+        found = {}
+        for path in self.path.glob(f"{_STEP}*/{RECORD}"):
+            with contextlib.suppress(CheckpointError):
+                found[path.parent.name.removeprefix(_STEP)] = _read(path)
         return sorted((int(s) for s, r in found.items() if s.isdigit() and r and r["complete"]), reverse=True)
 
 
@@ -150,7 +152,7 @@ def guard_save(
     content: dict[str, Any] = {"correction": spec.to_mapping(), "fingerprint": spec.fingerprint()}
     content |= {"step": step, "complete": complete}
     if active is not None:
-        content[_ACTIVE] = dict(active)
+        content[ACTIVE] = dict(active)
     if states := extensions(folder.step_path(step) / STATES):
         content["extensions"] = dict(states)
     if staleness is not None:
@@ -167,6 +169,7 @@ def check_before_loading(
     spec: CorrectionSpec,
     differences: Callable[[Mapping[str, Any] | None], list[str]] = _no_differences,
     of_extensions: Callable[[Mapping[str, Any]], list[str]] = _no_differences,
+    dependents: Sequence[str] = (),
 ) -> dict[str, Any] | None:
     """Check, before verl's ``_load_checkpoint``, that it will load a whole checkpoint of the same correction.
 
@@ -174,17 +177,25 @@ def check_before_loading(
         differences: takes the checkpoint's state of alarms and moved bounds; lists keys in which this run would not
             go on alike, in the form of ``find_changes``.
         of_extensions: takes the checkpoint's state of extensions, by section; likewise.
+        dependents: keys of this run that go on from a checkpoint's state.
 
     Returns:
         The checkpoint's state of alarms and moved bounds, for a run with the same correction; None if there is none.
 
     Raises:
-        CheckpointError: no whole checkpoint is left where one is named, or it was trained with another correction.
+        CheckpointError: no whole checkpoint is left where one is named, it was trained with another correction, or its
+            record is lost or holds what it cannot.
     """
     path = _find_resumed(config)
     if path is None:
         return None
     record = _read(path / RECORD)
+    changed_is_meant = OmegaConf.select(config, CHANGED, default=False)
+    if record is None and dependents and not changed_is_meant:
+        raise CheckpointError(
+            f"{path} has no {RECORD}, and {', '.join(dependents)} would go on from what it says. Restore the file, or "
+            f"say that it is to begin anew with {CHANGED}=true."
+        )
     if record is None:
         logger.warning(
             "%s has no %s: whether it was trained with this correction cannot be known. The next one will say.",
@@ -192,13 +203,15 @@ def check_before_loading(
             RECORD,
         )
         return None
-    active: dict[str, Any] | None = record.get(_ACTIVE)
+    active: dict[str, Any] | None = record.get(ACTIVE)
     of_correction = find_changes(_normalize_proximal(record["correction"]), _normalize_proximal(spec.to_mapping()))
-    if not (found := of_correction + differences(active) + of_extensions(record.get("extensions", {}))):
+    with restoring(lambda: path / RECORD, ACTIVE):
+        found = of_correction + differences(active) + of_extensions(record.get("extensions", {}))
+    if not found:
         logger.info(
             "resuming %s with the correction that it was trained with, fingerprint %d.", path.name, spec.fingerprint()
         )
-    elif OmegaConf.select(config, CHANGED, default=False):
+    elif changed_is_meant:
         logger.warning(
             "resuming %s with another correction, as %s=true says:%s", path.name, CHANGED, _format_lines(found)
         )
@@ -211,6 +224,11 @@ def check_before_loading(
         logger.warning("alarms and moved bounds of %s are of that other correction, and begin anew.", path.name)
         return None
     return active
+
+
+def find_record(config: DictConfig) -> Path:
+    """Find the record of the checkpoint that is resumed."""
+    return (_find_resumed(config) or Path()) / RECORD
 
 
 def extension_states(config: DictConfig) -> tuple[dict[str, Any], Path]:
@@ -333,13 +351,11 @@ def _format_value(values: Mapping[str, Any], key: str) -> str:
     return json.dumps(values[key]) if key in values else "not there"
 
 
-def _read(path: Path) -> dict[str, Any] | None:
+def _read(path: Path, schema: Keys = SCHEMA) -> dict[str, Any] | None:
     try:
-        content: dict[str, Any] = json.loads(path.read_text())
+        content: dict[str, Any] = read_json(path, schema)
     except FileNotFoundError:
         return None
-    except ValueError as error:
-        raise CheckpointError(f"{path} cannot be read ({error}). Remove it if the checkpoint is to be used.") from error
     return content
 
 

@@ -105,6 +105,8 @@ class ActiveCorrection:
         name, there = alarms["in_force"], self._alarms.get_fallback(alarms["in_force"])
         goes_on = there is not None and there.to_mapping() == state["fallback"]
         self._alarms.restore(alarms, in_force=name if goes_on else CONFIGURED)
+        if self._calibration is not None and state["calibration"] is None and state["calibrate"] == self._noted:
+            raise ValueError("calibration=null, and calibrate says that bounds moved")
         if self._calibration is not None and state["calibration"] is not None:
             self._calibration.restore(state["calibration"], same_keys=state["calibrate"] == self._noted)
             for part, bounds in self._calibration.bounds.items():
@@ -126,3 +128,10 @@ def find_differences(config: DictConfig, state: Mapping[str, Any] | None) -> lis
     alarm = alarm_settings.read_settings(config).get(name)
     configured = alarm.fallback.to_mapping() if alarm is not None and alarm.fallback is not None else {}
     return found + find_changes(state["fallback"], configured, f"{alarm_settings.SECTION}.{name}.fallback")
+
+
+def list_dependents(config: DictConfig) -> list[str]:
+    """List the keys of a run that go on from a checkpoint's state: bounds that move, and alarms with a fallback."""
+    moves = bound_settings.read_noted_keys(config) != {"target_kept": None}
+    alarms = [name for name, rule in alarm_settings.read_settings(config).items() if rule.fallback is not None]
+    return [bound_settings.SECTION] * moves + [f"{alarm_settings.SECTION}.{name}.fallback" for name in alarms]

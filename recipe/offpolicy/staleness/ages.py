@@ -70,7 +70,11 @@ class AgeLimit:
         """
         now = self.eta
         if changes:
-            self._changes = [*((int(since), Fraction(each)) for since, each in changes), (step + 1, now)]
+            before = [(int(since), Fraction(each)) for since, each in changes]
+            steps = [since for since, _ in before]
+            if steps[0] != 0 or steps != sorted(steps) or steps[-1] > step + 1:
+                raise ValueError(f"changes={list(changes)}: their steps do not rise from 0 to {step + 1} at most")
+            self._changes = [*before, (step + 1, now)]
             return
         self._resumed = step
         self._restored = math.inf if eta is None else math.ceil(float(eta))

@@ -119,8 +119,14 @@ class EtaController:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Restore a checkpoint's ``state``, of a run with the same settings."""
-        self.eta = Fraction(state["eta"])
+        """Restore a checkpoint's ``state``, of a run with the same settings.
+
+        Raises:
+            ValueError: eta is beyond floor and ceiling.
+        """
+        self.eta, settings = Fraction(state["eta"]), self.settings
+        if not Fraction(str(settings.floor)) <= self.eta <= Fraction(str(settings.ceiling)):
+            raise ValueError(f"controller.eta={self.eta} is not in [{settings.floor:g}, {settings.ceiling:g}]")
         self._window = [(ess, waited) for ess, waited in state["window"]]
         self._since, self._unsettled, self._low = state["since"], state["unsettled"], state["low"]
         self._lacked, self._demanded = state["lacked"], state["demanded"]

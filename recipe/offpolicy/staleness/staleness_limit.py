@@ -25,7 +25,8 @@ from ..batch.weight_versions import EXTRA_FIELDS
 from ..correction.denominator import assign_mini_batches
 from ..extensions.add_on import AddOn
 from ..extensions.v1_run import V1Run
-from ..fault_tolerance.checkpoints import find_changes, read_staleness
+from ..fault_tolerance.checkpoints import find_changes, find_record, read_staleness
+from ..fault_tolerance.state_schema import restoring
 from ..proof.rollout_checks import SAMPLED, name_missing_column
 from .ages import AgeLimit, RowTag, check_ages, check_seen, find_too_old, read_tags, split_too_old
 from .buffer import BoundedReplayBuffer
@@ -227,7 +228,8 @@ class StalenessLimit(AddOn):
     def on_resumed(self) -> None:
         if step := self._step:
             waiting = self._run.trainer._restored_tq_prompt_count
-            self._resume(step, waiting, read_staleness(self._run.config) or {})
+            with restoring(lambda: find_record(self._run.config), "staleness"):
+                self._resume(step, waiting, read_staleness(self._run.config) or {})
 
     def _resume(self, step: int, waiting: int, saved: Mapping[str, Any]) -> None:
         """Go on after ``step`` steps with the prompts that the checkpoint brought back, and what it says of eta."""

@@ -27,9 +27,10 @@ from ..batch.rewards import BY_KL, check_rewards
 from ..correction import CorrectionSpec
 from ..extensions.add_on import AddOn
 from ..extensions.add_ons import AddOns
-from ..fault_tolerance.checkpoints import check_before_loading, extension_states, guard_save
+from ..fault_tolerance.checkpoints import ACTIVE, check_before_loading, extension_states, find_record, guard_save
+from ..fault_tolerance.state_schema import restoring
 from ..fault_tolerance.watchdog import Watchdog, watch
-from ..monitor.active_correction import find_differences
+from ..monitor.active_correction import find_differences, list_dependents
 from ..monitor.step_cost import StepCost
 from ..preflight.checks import demand_seams, read_shadows, read_spec
 from ..preflight.old_log_prob import check_one_mini_batch
@@ -253,7 +254,12 @@ class CorrectedRun:
 
     def _check_resumed(self) -> dict[str, Any] | None:
         spec, of_config = read_spec(self.config), partial(find_differences, self.config)
-        return check_before_loading(self.config, spec, of_config, self.add_ons.differences)
+        dependents = [*list_dependents(self.config), *self.add_ons.list_dependents()]
+        return check_before_loading(self.config, spec, of_config, self.add_ons.differences, dependents)
+
+    def _restore_active(self, resumed: Mapping[str, Any]) -> None:
+        with restoring(lambda: find_record(self.config), ACTIVE):
+            self.supervision.active_correction.restore(resumed)
 
     def _save_checkpoint(self) -> None:
         active = self.supervision.active_correction.state()

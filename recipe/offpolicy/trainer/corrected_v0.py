@@ -119,13 +119,13 @@ class CorrectedV0(CorrectedRun):
     def _begin_elsewhere(self) -> None:
         """Resume a run whose ``load_checkpoint`` Ray calls past this instance's methods."""
         if (resumed := self._check_resumed()) is not None:
-            self.supervision.active_correction.restore(resumed)
+            self._restore_active(resumed)
             self._hand_over_loss()
 
     def _load_checkpoint(self) -> Any:
         loaded = super()._load_checkpoint()
         if self._resumed is not None:
-            self.supervision.active_correction.restore(self._resumed)
+            self._restore_active(self._resumed)
             self._hand_over_loss()
         return loaded
 

@@ -69,7 +69,7 @@ class CorrectedV1(CorrectedRun):
     def on_init_end(self) -> None:
         self._begin_supervision()
         if self._resumed is not None:
-            self.supervision.active_correction.restore(self._resumed)
+            self._restore_active(self._resumed)
         self._hand_over_loss()
         self.workers.compute_log_prob = self.cost.counted(self.workers.compute_log_prob)
         adopt(self.workers, self._update_and_collect)

@@ -278,10 +278,12 @@ def test_a_record_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
 
 def test_extensions_state_is_read_from_the_checkpoint_that_is_resumed(tmp_path: Path) -> None:
     assert extension_states(config(tmp_path))[0] == {}
-    with guard_save(config(tmp_path), 5, SPEC, extensions=lambda folder: {"nudge": {"updates": 3}}):
+    with guard_save(
+        config(tmp_path), 5, SPEC, extensions=lambda folder: {"nudge": {"settings": {}, "state": {"updates": 3}}}
+    ):
         (tmp_path / "global_step_5").mkdir()
     state, folder = extension_states(by_path(tmp_path, 5))
-    assert state == {"nudge": {"updates": 3}}
+    assert state == {"nudge": {"settings": {}, "state": {"updates": 3}}}
     assert folder == tmp_path / "global_step_5" / STATES
 
 

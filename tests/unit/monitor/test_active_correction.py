@@ -14,7 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from recipe.offpolicy.correction import CorrectionSpec, Reduction, Statistic
 from recipe.offpolicy.fault_tolerance.checkpoints import CheckpointError, check_before_loading, guard_save
-from recipe.offpolicy.monitor.active_correction import ActiveCorrection, find_differences
+from recipe.offpolicy.monitor.active_correction import ActiveCorrection, find_differences, list_dependents
 from recipe.offpolicy.monitor.alarms.alarm_settings import DEFAULTS as ALARMS
 from recipe.offpolicy.monitor.alarms.alarms import AlarmError
 from tests.support.corrections import TIS, band, spec
@@ -102,6 +102,12 @@ def test_a_stop_goes_through() -> None:
     made = active(config(offpolicy__alarms__ess={"action": "stop", "patience": 1}))
     with pytest.raises(AlarmError, match="alarm ess"):
         made.after_update(BAD, seen())
+
+
+def test_what_goes_on_from_a_checkpoint() -> None:
+    assert list_dependents(config()) == ["offpolicy.calibrate", "offpolicy.alarms.ess.fallback"]
+    assert list_dependents(config(offpolicy__calibrate=None, offpolicy__alarms__ess={"action": "warn"})) == []
+    assert list_dependents(OmegaConf.create({"offpolicy": {}})) == []
 
 
 # Checkpoints ------------------------------------------------------------------------------------------------

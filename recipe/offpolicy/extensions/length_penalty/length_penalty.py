@@ -13,6 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 
 from ...correction import Problem
+from ...fault_tolerance.state_schema import ANCHORS, refuse
 from ...proof.verify import LivenessError
 from ..advantage_proof import AdvantageExtension, AdvantageReport, AdvantageWorker
 from ..batch_view import BatchView
@@ -238,7 +239,14 @@ class LengthPenalty(AdvantageExtension):
     def restore(self, state: Mapping[str, Any], folder: Path) -> None:
         if self.length.kind != "anchor" or "anchors" not in state:
             return
-        self.anchors.restore(read_state(folder, FILE, self.section, f"{state['anchors']} anchors"))
+        found = read_state(folder, FILE, self.section, f"{state['anchors']} anchors", ANCHORS)
+        if len(found["frozen"]) != state["anchors"]:
+            refuse(folder / FILE, "frozen", len(found["frozen"]), f"the checkpoint notes {state['anchors']} anchors")
+        self.anchors.restore(found)
+
+    @property
+    def resumes(self) -> str | None:
+        return f"{self.section}.kind=anchor" if self.length.kind == "anchor" else None
 
 
 def _by_row(values: Tensor, mask: Tensor) -> Tensor:

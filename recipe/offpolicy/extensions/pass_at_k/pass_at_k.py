@@ -14,6 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 
 from ...correction import Problem
+from ...fault_tolerance.state_schema import PASS_RATES, refuse
 from ...proof.verify import LivenessError
 from ..advantage_proof import AdvantageExtension, AdvantageReport, AdvantageWorker
 from ..batch_view import BatchView, PromptView
@@ -297,7 +298,15 @@ class PassAtK(AdvantageExtension):
     def restore(self, state: Mapping[str, Any], folder: Path) -> None:
         if self.pass_at_k.budget.mode == "none" or "prompts" not in state:
             return
-        self.rates.restore(read_state(folder, FILE, self.section, f"{state['prompts']} prompts"))
+        found = read_state(folder, FILE, self.section, f"{state['prompts']} prompts", PASS_RATES)
+        if len(found["counts"]) != state["prompts"]:
+            refuse(folder / FILE, "counts", len(found["counts"]), f"the checkpoint notes {state['prompts']} prompts")
+        self.rates.restore(found)
+
+    @property
+    def resumes(self) -> str | None:
+        mode = self.pass_at_k.budget.mode
+        return None if mode == "none" else f"{self.section}.budget.mode={mode}"
 
 
 def _share(marks: Tensor) -> float:

@@ -13,8 +13,8 @@ from ...correction.bound_text import format_bounds
 from ...correction.moving_bounds import WEIGHT, Bounds, format_part_path, read_bounds, replace_bounds
 from ...correction.statistics import merge_all
 from .bound_settings import Settings, read_settings
-from .histogram import DISTANCE, ESS, KEPT, NOISE, get_reduction, read_histogram
-from .schedule import compute_next_bounds, find_obstacles
+from .histogram import DISTANCE, ESS, KEPT, NOISE, count_bins, get_reduction, read_histogram
+from .schedule import compute_distances, compute_next_bounds, find_moving_sides, find_obstacles
 
 logger = logging.getLogger("verl.offpolicy")
 
@@ -78,8 +78,12 @@ class Calibration:
             same_keys: it had the keys of this one; else what it measured was measured otherwise, and is forgotten.
         """
         here = self.bounds
+        if same_keys and here.keys() != state["bounds"].keys():
+            raise ValueError(f"calibration.bounds are of {sorted(state['bounds'])}, and {sorted(here)} move")
         bounds: Mapping[str, Bounds] = {name: b for name, b in state["bounds"].items() if name in here}
         other = {name for name, left in bounds.items() if _find_open(left) != _find_open(here[name])}
+        if same_keys and other:
+            raise ValueError(f"calibration.bounds of {sorted(other)} have other open sides than the correction")
         for name in sorted(other):
             logger.warning(
                 "correction.%s: the checkpoint has it at %s, other keys than its own: it starts at %s, as configured.",
@@ -88,10 +92,32 @@ class Calibration:
                 format_bounds(here[name]),
             )
         self.spec = replace_bounds(self.spec, {name: left for name, left in bounds.items() if name not in other})
+        if same_keys:
+            self._check_range()
         window = state["window"] if same_keys and not other else []
         self._window = [_from_plain(seen) for seen in window][-self.settings.window :]
         self._updates = int(state["updates"])
         self._shown = self._compute_metrics({})
+
+    def _check_range(self) -> None:
+        """Check that each bound lies where its schedule can have moved it.
+
+        Raises:
+            ValueError: one does not.
+        """
+        configured, now = _list_parts(self._configured), _list_parts(self.spec)
+        for name, schedule in self.settings.schedules.items():
+            start, found = compute_distances(configured[name]), compute_distances(now[name])
+            for side, distance in found.items():
+                if side in find_moving_sides(configured[name], schedule.side):
+                    least, most = schedule.floor * start[side], schedule.ceiling * start[side]
+                    fits = least * (1 - 1e-6) <= distance <= max(most, start[side]) * (1 + 1e-6)
+                else:
+                    fits = distance == start[side]
+                if not fits:
+                    raise ValueError(
+                        f"calibration.bounds.{name}={format_bounds(self.bounds[name])} is out of its range"
+                    )
 
     def pause(self, merged: Mapping[str, Statistic]) -> None:
         """Leave the bounds as they are and forget the window, where another correction comes in between.
@@ -161,6 +187,11 @@ class Calibration:
         return shown
 
 
+_PARTS = {Reduction.MEAN: 2, Reduction.ESS: 3}
+_MOST = 1e15
+"""Of a count or a sum over the tokens of an update."""
+
+
 def _list_parts(spec: CorrectionSpec) -> dict[str, MaskSpec | WeightSpec]:
     """List the masks by name, and the weight as ``WEIGHT``."""
     return {**dict(spec.masks), **({} if spec.weight is None else {WEIGHT: spec.weight})}
@@ -186,9 +217,22 @@ def _to_plain(seen: Mapping[str, Statistic]) -> dict[str, Any]:
 
 
 def _from_plain(seen: Mapping[str, Any]) -> dict[str, Statistic]:
+    """Convert back what ``_to_plain`` made.
+
+    Raises:
+        KeyError, TypeError, ValueError: it made something else.
+    """
     found = {}
     for name, parts in seen.items():
-        if get_reduction(name) is Reduction.SUM:
-            parts = [float(parts["counts"].get(str(place), 0.0)) for place in range(parts["bins"])]
-        found[name] = Statistic(get_reduction(name), tuple(parts))
+        reduction = get_reduction(name)
+        if reduction is Reduction.SUM:
+            bins, counts = parts["bins"], {int(place): count for place, count in parts["counts"].items()}
+            if bins != count_bins(name) or not all(0 <= place < bins for place in counts):
+                raise ValueError(f"calibration.window.{name} has {bins} bins and not {count_bins(name)}")
+            parts = [float(counts.get(place, 0.0)) for place in range(bins)]
+        # Sums about 1, as those of an ESS, may be negative.
+        least = -_MOST if reduction is Reduction.ESS else 0.0
+        if _PARTS.get(reduction, len(parts)) != len(parts) or not all(least <= part <= _MOST for part in parts):
+            raise ValueError(f"calibration.window.{name} holds no sums and counts of an update")
+        found[name] = Statistic(reduction, tuple(parts))
     return found

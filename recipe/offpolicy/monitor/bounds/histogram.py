@@ -74,6 +74,16 @@ def read_histogram(seen: Mapping[str, Statistic], name: str) -> Histogram | None
     return Histogram(CAPS, tokens, _read_parts(seen[UNITS])[0], total, square)
 
 
+def count_bins(name: str) -> int:
+    """Count the bins of ``<mask>/distance``, ``<mask>/noise`` or a statistic of the weight.
+
+    Example:
+        >>> count_bins("gsm/distance") - len(EDGES), count_bins(UNITS)
+        (1, 1)
+    """
+    return len(CAPS) + 1 if name in WEIGHT_SUMS else 1 if name == UNITS else len(EDGES) + 1
+
+
 def compute_quantile(histogram: Histogram, share: float) -> float:
     """Compute the least edge that ``share`` or more of the counts lie within; infinite beyond all, NaN of nothing."""
     total = sum(histogram.counts)

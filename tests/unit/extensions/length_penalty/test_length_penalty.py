@@ -19,6 +19,7 @@ from recipe.offpolicy.extensions.length_penalty import length_penalty, measure
 from recipe.offpolicy.extensions.length_penalty.length_penalty import LengthPenalty
 from recipe.offpolicy.extensions.length_penalty.settings import LengthSettings
 from recipe.offpolicy.extensions.sessions import read_sessions
+from recipe.offpolicy.fault_tolerance.state_schema import CheckpointError
 from recipe.offpolicy.proof.verify import LivenessError
 from tests.support import judged
 from tests.support.shaped import Rows, estimate, make_batch, report, shape
@@ -280,7 +281,7 @@ def test_a_checkpoint_carries_the_anchors(tmp_path: Path) -> None:
     assert torch.equal(shape(make_batch(long, step=2), again), shape(make_batch(long, step=2), first))
     assert not torch.equal(shape(make_batch(long, step=2), first), shape(make_batch(long, step=2), anew))
     (tmp_path / "length_penalty" / length_penalty.FILE).unlink()
-    with pytest.raises(FileNotFoundError, match="notes 1 anchors"):
+    with pytest.raises(CheckpointError, match="notes 1 anchors"):
         anew.restore(state, tmp_path / "length_penalty")
 
 

@@ -19,6 +19,7 @@ from recipe.offpolicy.extensions.length_penalty.length_penalty import LengthPena
 from recipe.offpolicy.extensions.pass_at_k import advantages, pass_at_k
 from recipe.offpolicy.extensions.pass_at_k.pass_at_k import PassAtK
 from recipe.offpolicy.extensions.pass_at_k.upsampling import NUMBER
+from recipe.offpolicy.fault_tolerance.state_schema import CheckpointError
 from recipe.offpolicy.proof.verify import LivenessError
 from tests.support.judged import judge
 from tests.support.shaped import Rows, make_batch, report, shape
@@ -287,7 +288,7 @@ def test_a_checkpoint_carries_the_rates(tmp_path: Path) -> None:
     again.restore(state, tmp_path / "x")
     assert again.rates == first.rates
     (tmp_path / "x" / pass_at_k.FILE).unlink()
-    with pytest.raises(FileNotFoundError, match="notes 1 prompts"):
+    with pytest.raises(CheckpointError, match="notes 1 prompts"):
         again.restore(state, tmp_path / "x")
     assert made("loo").state(tmp_path) == {}
     assert "metric" not in made("loo", metric={"k": [2]}).noted

@@ -1,0 +1,274 @@
+"""The one table of what checkpoints hold of ours: each file's keys, with the type and range of their values."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+FIX = "Restore the file from a copy, or resume another checkpoint: trainer.resume_mode=resume_path."
+LARGEST = 1e9
+"""Of any bound, length or count of tokens: ratios are cut at e^20."""
+OLDEST = 10_000
+"""Batches that an eta may be."""
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint cannot be resumed as asked; the message says why and what to do."""
+
+
+@dataclass(frozen=True)
+class Value:
+    """A single value: which fit, and these in words."""
+
+    fits: Callable[[Any], bool]
+    what: str
+
+
+@dataclass(frozen=True)
+class Keys:
+    """A mapping with these keys; others are unknown."""
+
+    needed: Mapping[str, Any]
+    optional: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Named:
+    """A mapping of names to values of one kind."""
+
+    of: Any
+
+
+@dataclass(frozen=True)
+class Items:
+    """A list of values of one kind: of ``count`` or, where that is None, of ``least`` and more."""
+
+    of: Any
+    count: int | None = None
+    least: int = 0
+
+
+@dataclass(frozen=True)
+class Null:
+    """A value of this kind, or null."""
+
+    of: Any
+
+
+def number(least: float = -LARGEST, most: float = LARGEST) -> Value:
+    """Describe a finite number of this range."""
+
+    def fits(value: Any) -> bool:
+        return isinstance(value, int | float) and not isinstance(value, bool) and least <= value <= most
+
+    return Value(fits, f"a number in [{least:g}, {most:g}]")
+
+
+def whole(least: int = 0) -> Value:
+    """Describe a whole number."""
+
+    def fits(value: Any) -> bool:
+        return isinstance(value, int) and not isinstance(value, bool) and least <= value < 2**63
+
+    return Value(fits, f"a whole number, {least} or more")
+
+
+def _is_eta(value: Any) -> bool:
+    with contextlib.suppress(ValueError, ZeroDivisionError):
+        return isinstance(value, str) and len(value) < 40 and 0 <= Fraction(value) <= OLDEST
+    return False
+
+
+def _is_change(value: Any) -> bool:
+    return isinstance(value, list) and len(value) == 2 and COUNT.fits(value[0]) and _is_eta(value[1])
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return all(isinstance(key, str) and _is_plain(each) for key, each in value.items())
+    if isinstance(value, list):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, str | bool | int) or (isinstance(value, float) and math.isfinite(value))
+
+
+def _is_answer(value: Any) -> bool:
+    return isinstance(value, list) and len(value) == 2 and FLAG.fits(value[0]) and number(0).fits(value[1])
+
+
+def _is_rate(value: Any) -> bool:
+    pair = isinstance(value, list) and len(value) == 2 and all(number(0).fits(each) for each in value)
+    return pair and value[1] <= value[0] * (1 + 1e-9)
+
+
+FLAG = Value(lambda value: isinstance(value, bool), "true or false")
+TEXT = Value(lambda value: isinstance(value, str), "a text")
+REAL = Value(
+    lambda value: isinstance(value, int | float) and not isinstance(value, bool), "a number, which need not be finite"
+)
+COUNT, NUMBER, SHARE = whole(), number(), number(0, 1 + 1e-6)
+ETA = Value(_is_eta, f"batches as a text, 0 to {OLDEST}")
+PLAIN = Value(_is_plain, "plain values, numbers finite")
+SETTINGS = Named(PLAIN)
+
+_RATE_LIMIT = Keys(
+    {"eta": ETA, "account": COUNT},
+    {
+        "adapt": Keys(
+            {name: number(0) for name in ("ess", "trainer_wait", "floor", "ceiling", "every", "patience", "step")}
+        ),
+        "controller": Keys(
+            {
+                "eta": ETA,
+                "window": Items(Items(SHARE, 2)),
+                "since": COUNT,
+                "unsettled": COUNT,
+                "low": COUNT,
+                "lacked": Null(SHARE),
+                "demanded": number(0, 2),
+            }
+        ),
+        "changes": Items(Value(_is_change, "a step and an eta"), least=1),
+    },
+)
+_SEEN = Value(
+    lambda value: _is_plain(value) and isinstance(value, list | Mapping), "parts, or bins and the counts of some"
+)
+_STEERING = Keys(
+    {
+        "alarms": Keys(
+            {
+                "in_force": TEXT,
+                "updates": COUNT,
+                "past": Items(REAL),
+                "alarms": Named(Keys({"firing": FLAG, "beyond": COUNT, "calm": COUNT, "values": Items(REAL)})),
+            },
+            {"rules": Named(SETTINGS)},
+        ),
+        "fallback": Null(SETTINGS),
+        "calibrate": SETTINGS,
+        "calibration": Null(
+            Keys(
+                {
+                    "bounds": Named(Keys({}, dict.fromkeys(("lower", "upper", "delta"), Null(NUMBER)))),
+                    "window": Items(Named(_SEEN)),
+                    "updates": COUNT,
+                }
+            )
+        ),
+    }
+)
+RECORD = Keys(
+    {"step": COUNT, "complete": FLAG, "correction": SETTINGS, "fingerprint": COUNT},
+    {
+        "steering": _STEERING,
+        "extensions": Named(Keys({"settings": SETTINGS, "state": SETTINGS})),
+        "staleness": _RATE_LIMIT,
+    },
+)
+"""Of ``offpolicy.json``."""
+SAVING = Keys({"step": COUNT, "tracked": Null(COUNT)})
+"""Of ``offpolicy_saving.json``."""
+ANCHORS = Keys(
+    {
+        "frozen": Named(Keys({"length": number(1), "step": COUNT, "answers": whole(1)})),
+        "open": Named(Items(Items(Value(_is_answer, "right or wrong, and tokens"), least=1), least=1)),
+    }
+)
+"""Of ``length_penalty/anchors.json``."""
+PASS_RATES = Keys(
+    {
+        "counts": Named(Value(_is_rate, "answers, and right ones, which are no more")),
+        "prior": Items(number(1e-300), 2),
+    }
+)
+"""Of ``pass_at_k/pass_rates.json``."""
+
+
+def check_state(schema: Any, value: Any, path: Path, key: str = "") -> None:
+    """Check a restored value against its schema.
+
+    Args:
+        path: of the file, for the error.
+        key: of the value within it.
+
+    Raises:
+        CheckpointError: names the file, the key, the value and what to do.
+    """
+    if isinstance(schema, Null):
+        if value is not None:
+            check_state(schema.of, value, path, key)
+    elif isinstance(schema, Value):
+        if not schema.fits(value):
+            refuse(path, key, value, f"expected {schema.what}")
+    elif isinstance(schema, Items):
+        if not isinstance(value, list) or schema.count not in (None, len(value)) or len(value) < schema.least:
+            size = f" of {schema.count}" if schema.count else f" of {schema.least} or more" if schema.least else ""
+            refuse(path, key, value, f"expected a list{size}")
+        for place, each in enumerate(value):
+            check_state(schema.of, each, path, f"{key}[{place}]")
+    elif not isinstance(value, Mapping):
+        refuse(path, key, value, "expected a mapping")
+    elif isinstance(schema, Named):
+        for name, each in value.items():
+            check_state(schema.of, each, path, _join(key, name))
+    else:
+        known = {**schema.needed, **schema.optional}
+        for name in schema.needed.keys() - value.keys():
+            refuse(path, _join(key, name), None, "it is missing")
+        for name, each in value.items():
+            if name not in known:
+                refuse(path, _join(key, name), each, "unknown key")
+            check_state(known[name], each, path, _join(key, name))
+
+
+def refuse(path: Path, key: str, value: Any, why: str) -> None:
+    """Refuse a value of a checkpoint.
+
+    Raises:
+        CheckpointError
+    """
+    shown = json.dumps(value, default=repr)
+    shown = shown if len(shown) <= 80 else f"{shown[:77]}..."
+    raise CheckpointError(f"{path}: {key or 'the file'}={shown}: {why}. {FIX}")
+
+
+@contextlib.contextmanager
+def restoring(find_path: Callable[[], Path], key: str) -> Iterator[None]:
+    """Name file and key where a state that its schema lets pass cannot be restored.
+
+    Args:
+        find_path: the file, asked for where something is wrong.
+
+    Raises:
+        CheckpointError
+    """
+    try:
+        yield
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        reason = f"{key} cannot be restored ({type(error).__name__}: {error})"
+        raise CheckpointError(f"{find_path()}: {reason}. {FIX}") from error
+
+
+def read_json(path: Path, schema: Any) -> Any:
+    """Read a file and check it.
+
+    Raises:
+        FileNotFoundError: there is none.
+        CheckpointError: it is no JSON, or holds what it cannot.
+    """
+    try:
+        content = json.loads(path.read_text())
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} cannot be read ({error}). {FIX}") from error
+    check_state(schema, content, path)
+    return content
+
+
+def _join(key: str, name: str) -> str:
+    return f"{key}.{name}" if key else str(name)
