@@ -63,8 +63,8 @@ def test_untouched_it_is_live(engine: Any, url: str, mode: str) -> None:
     ("fault", "said"),
     [
         (drop, "offpolicy_opd_teacher did not reach the loss"),
-        (round_off, "arrived as torch.bfloat16"),
-        (permute, "the teacher scored 2 rows, and the loss saw 2, . of them"),
+        (round_off, "as float32 .it is torch.bfloat16. did not reach the loss"),
+        (permute, "2 of 2 rows expected, 2 seen: 1 missing or changed"),
     ],
 )
 def test_each_fault_on_the_way_stops_it(

@@ -322,7 +322,7 @@ class AddOns:
         if missing := {name: None for report in reports if report.hashes is None for name in report.missing}:
             raise LivenessError(
                 f"{extension.section}: {', '.join(missing)} did not reach the loss of a micro-batch. Something selects "
-                f"the columns that go to the workers."
+                f"or converts the columns that go to the workers."
             )
         seen = itertools.chain.from_iterable(report.hashes for report in reports)
         if (difference := find_difference(sent, seen, self._left, epochs)) is not None:
