@@ -160,7 +160,7 @@ def test_plan_columns_and_versions_travel_with_the_batch(legacy: bool) -> None:
     if legacy:
         handover = sent.meta_info[HANDOVER]
         assert (handover.spec, handover.plan.prove) == (made.correction, True)
-    assert sent.batch[PROVE].tolist() == [1, 1, 1, 1]  # 12 tokens are not enough
+    assert sent.batch[PROVE].tolist().count(1) == 3  # 12 tokens are not enough
 
 
 def test_versions_that_verl_does_not_tell_are_those_of_the_step_before() -> None:

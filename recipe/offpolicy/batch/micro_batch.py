@@ -76,7 +76,7 @@ class MicroBatch:
         withheld: (B, T) bool, tokens that leave the policy term, masks and statistics, whatever the correction says;
             None for none.
         last: of the update's last mini-batch, as far as verl tells.
-        marked: rows for which the trainer wants the micro-batch proved.
+        marks: what the trainer wants proved, see ``PROVE``: 1 or 2 of each row that it has marked.
         layout: where the responses stand in what the model says; None where they are cut out and padded already.
         model_output, data: as the engine calls its loss; empty of rows by themselves, see ``detached``.
     """
@@ -93,7 +93,7 @@ class MicroBatch:
     counted: DeferredValue[None] | None = None
     withheld: Tensor | None = None
     last: bool = True
-    marked: int = 0
+    marks: tuple[int, ...] = ()
     layout: Layout | None = None
     model_output: Mapping[str, Any] = field(default_factory=dict, repr=False)
     data: TensorDict = field(default_factory=TensorDict, repr=False)
@@ -206,7 +206,7 @@ def read(model_output: Mapping[str, Any], data: TensorDict) -> MicroBatch:
         counted=_counted(data),
         withheld=_read_withheld(model_output, data, layout),
         last=bool(tu.get_non_tensor_data(data, LAST, True)),
-        marked=int(data[PROVE].sum()) if plan is not None and plan.prove and PROVE in data.keys() else 0,
+        marks=_read_marks(data) if plan is not None and plan.prove else (),
         layout=layout,
         model_output=model_output,
         data=data,
@@ -441,6 +441,10 @@ def drop_empty_rows(hashes: list[int]) -> list[int]:
 def compute_sampled_checksums(data: TensorDict) -> list[int]:
     """Compute ``compute_row_checksums`` of a rollout as verl stores it, nested or padded."""
     return compute_row_checksums(data["responses"], data["response_mask"], data[ROLLOUT_LOG_PROBS])
+
+
+def _read_marks(data: TensorDict) -> tuple[int, ...]:
+    return tuple(filter(None, data[PROVE].tolist())) if PROVE in data.keys() else ()
 
 
 def _is_padded(log_probs: Tensor) -> bool:

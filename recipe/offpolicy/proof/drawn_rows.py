@@ -14,17 +14,18 @@ ENOUGH = 256
 
 
 def draw_rows(tokens: Tensor, ranks: int, *, seed: str, first: bool) -> Tensor:
-    """Draw rows of an update: (B,) int64, 1 for a row that was drawn.
+    """Draw rows of an update: (B,) int64, 1 for a row that was drawn, and 2 where trials are due as well.
 
     Args:
         tokens: (B,) response tokens of each row, in the order in which each of ``ranks`` takes a contiguous share.
         seed: the same draw for the same seed.
         first: draw the first, the last and the longest row of each rank and one at random, and further ones until they
             have ``ENOUGH`` tokens; else one at random. Of rows with a response token, where a rank has any.
+            Trials are due in the micro-batch of the longest of them.
 
     Example:
-        >>> draw_rows(torch.tensor([3, 0, 9, 4]), 1, seed="1", first=False).sum().item()
-        1
+        >>> draw_rows(torch.tensor([3, 0, 9]), 1, seed="1", first=True).tolist()
+        [1, 0, 2]
     """
     lengths = tokens.long().tolist()
     drawn = torch.zeros(len(lengths), dtype=torch.int64)
@@ -42,4 +43,5 @@ def draw_rows(tokens: Tensor, ranks: int, *, seed: str, first: bool) -> Tensor:
                     break
                 chosen.add(row)
         drawn[sorted(chosen)] = 1
+        drawn[max(chosen, key=lengths.__getitem__)] = 2
     return drawn

@@ -73,7 +73,8 @@ class Proof:
 
     Attributes:
         tokens: response tokens.
-        marked: rows for which the trainer wanted the micro-batch proved.
+        marked: sum of the marks by which the trainer wanted the micro-batch proved.
+        tried: trials were made.
         identical_tokens: of these, tokens whose mu equals pi_old to the bit.
         tolerance: for every error here, by the dtype of the log-probs.
         log_prob_bits: bits of the coarsest of mu, pi_old and pi.
@@ -98,6 +99,7 @@ class Proof:
     gradient_tokens: int = 0
     gradient_error: float | None = None
     marked: int = 0
+    tried: bool = True
 
 
 def prove(adapter: CorrectedLoss, batch: mb.MicroBatch, loss: Tensor) -> Proof:
@@ -114,7 +116,8 @@ def prove(adapter: CorrectedLoss, batch: mb.MicroBatch, loss: Tensor) -> Proof:
         identical_tokens=int((mask & _identical(batch.rollout_log_prob, batch.old_log_prob)).sum()),
         tolerance=TOLERANCE.get(batch.log_prob.dtype, TOLERANCE[torch.float32]),
         log_prob_bits=8 * min(t.element_size() for t in (batch.rollout_log_prob, batch.old_log_prob, batch.log_prob)),
-        marked=batch.marked,
+        marked=sum(batch.marks),
+        tried=not batch.marks or max(batch.marks) > 1,
     )
     if not proof.tokens:
         return proof
@@ -134,6 +137,8 @@ def prove(adapter: CorrectedLoss, batch: mb.MicroBatch, loss: Tensor) -> Proof:
         terms = adapter.extended(_without_gradient(adapter.base_loss))
         predicted = predicted + _base_gradient(terms, seen, factor)
     _watch(proof, batch.model_output["log_probs"], loss, predicted, _scale(predicted, policy))
+    if not proof.tried:
+        return proof
     few = _take_few(batch)
     for name, spec in isolate_parts(adapter.spec):
         proof.shifts[name] = _tried(adapter, spec, few)

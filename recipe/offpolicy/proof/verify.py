@@ -55,7 +55,7 @@ def verify(
         allow_identical: mu bit-identical to pi_old is meant.
         moving: parts whose bounds came with this update, and which the fingerprint leaves out.
         plan: fingerprint of the plan that went out with this update; None: it is not compared.
-        marked: rows whose micro-batches were to be proved; None: all micro-batches.
+        marked: sum of the marks of what was to be proved; None: all micro-batches.
         again: the correction was proved before, and a few rows stand for all: what they cannot show is no fault.
 
     Returns:
@@ -82,16 +82,17 @@ def verify(
     elif not (allow_identical or again):
         _verify_two_policies(proofs)
     gradient_error = _verify_gradient(proofs)
+    tried = [proof for proof in proofs if proof.tried]
     # A base loss without a ratio does not read pi_old: what else is configured has to be seen, and proximal cannot be.
-    unread = bool(spec.all_weights or spec.masks or spec.penalty) and not _seen(proofs, "proximal")
+    unread = bool(spec.all_weights or spec.masks or spec.penalty) and not _seen(tried, "proximal")
     names = [name for name, _ in isolate_parts(spec) if not (unread and name == "proximal")]
     if again:
-        names = [name for name in names if _seen(proofs, name) or any(name not in proof.shifts for proof in proofs)]
-    shift_error = max((_verify_shift(proofs, name) for name in names), default=0.0)
+        names = [name for name in names if _seen(tried, name) or any(name not in proof.shifts for proof in tried)]
+    shift_error = max((_verify_shift(tried, name) for name in names if tried), default=0.0)
     moved = sum(proof.gradient_tokens for proof in proofs)
     tokens = sum(proof.tokens for proof in proofs)
     return {
-        "proved": float(moved > 0 and bool(names)),
+        "proved": float(moved > 0 and bool(names) and bool(tried)),
         "fingerprint": structure,
         "rows": float(sum(len(packet.rows) for packet in packets)),
         "gradient_tokens": float(moved),
@@ -183,14 +184,14 @@ def _verify_scales(packets: Sequence[UpdateEvidence]) -> None:
 
 
 def _verify_number(packets: Sequence[UpdateEvidence], marked: int | None) -> None:
-    """Check that everything that was to be proved was: ``marked`` rows, or every micro-batch."""
+    """Check that everything that was to be proved was: rows whose marks add up, or every micro-batch."""
     proofs = [packet.proof for packet in packets if packet.proof is not None]
     if marked is None and len(proofs) < len(packets):
         raise LivenessError(f"{len(packets) - len(proofs)} of {len(packets)} micro-batches came without a proof.")
     if marked is not None and (seen := sum(proof.marked for proof in proofs)) != marked:
         raise LivenessError(
-            f"the micro-batches of {marked} rows were to be proved, and the proofs are of {seen}: something between "
-            f"trainer and loss drops or changes the column {PROVE}."
+            f"the marks of what was to be proved add up to {marked}, and those of the proofs to {seen}: something "
+            f"between trainer and loss drops or changes the column {PROVE}."
         )
 
 

@@ -144,7 +144,7 @@ class OffPolicyLoss:
 
     def proves(self, batch: mb.MicroBatch) -> bool:
         """Return True if this micro-batch is to be proved."""
-        return bool(self.prove or batch.marked) and batch.log_prob.requires_grad and not self.spec.is_none
+        return bool(self.prove or batch.marks) and batch.log_prob.requires_grad and not self.spec.is_none
 
     def report(self, packet: Packet, model_output: Mapping[str, Any], data: TensorDict) -> None:
         """Put the reports of extensions into ``packet``."""

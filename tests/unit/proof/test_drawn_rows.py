@@ -12,14 +12,15 @@ def test_a_first_proof_sees_the_first_the_last_and_the_longest_row_of_each_rank(
     drawn = draw_rows(tokens, 2, seed="1", first=True)
     # Of rank 0 rows 0, 7 and 3; of rank 1 rows 9, 15, which is the longest too; and one at random of each.
     assert {0, 3, 7, 9, 15} <= set(drawn.nonzero().flatten().tolist())
-    assert 5 <= int(drawn.sum()) <= 7
+    assert 5 <= int((drawn > 0).sum()) <= 7
+    assert (drawn == 2).nonzero().flatten().tolist() == [3, 15]
     assert drawn[8] == 0  # no response
 
 
 def test_short_rows_are_drawn_until_they_are_enough() -> None:
     tokens = torch.full((1000,), 10)
-    assert int(draw_rows(tokens, 1, seed="1", first=True).sum()) == -(-ENOUGH // 10)
-    assert int(draw_rows(tokens[:7], 1, seed="1", first=True).sum()) == 7
+    assert int((draw_rows(tokens, 1, seed="1", first=True) > 0).sum()) == -(-ENOUGH // 10)
+    assert int(draw_rows(tokens[:7], 1, seed="1", first=True).sum()) == 8  # one of them with trials
 
 
 def test_a_later_proof_sees_one_row_of_each_rank_and_each_row_in_its_time() -> None:
@@ -27,11 +28,11 @@ def test_a_later_proof_sees_one_row_of_each_rank_and_each_row_in_its_time() -> N
     seen = torch.zeros(6, dtype=torch.int64)
     for update in range(60):
         drawn = draw_rows(tokens, 2, seed=f"{update}", first=False)
-        assert drawn[:3].sum() == drawn[3:].sum() == 1
+        assert drawn[:3].sum() == drawn[3:].sum() == 2
         assert torch.equal(drawn, draw_rows(tokens, 2, seed=f"{update}", first=False))
         seen += drawn
     assert [bool(count) for count in seen.tolist()] == [True, False, True, True, True, True]
 
 
 def test_a_rank_without_a_response_is_asked_nevertheless() -> None:
-    assert draw_rows(torch.tensor([0, 0, 4, 4]), 2, seed="1", first=False)[:2].sum() == 1
+    assert draw_rows(torch.tensor([0, 0, 4, 4]), 2, seed="1", first=False)[:2].sum() == 2
