@@ -365,7 +365,9 @@ class CorrectedV0(CorrectedRun):
         if not self.supervision.wants_sampled:
             return plan
         read = (*_READ, *(_OF_REFERENCE if self.config.actor_rollout_ref.actor.get("use_kl_loss") else ()))
-        return seal_batch(plan, tensors, {**{name: tensors[name] for name in read}, **columns})
+        return seal_batch(
+            plan, tensors, {**{name: tensors[name] for name in read if name in tensors.keys()}, **columns}
+        )
 
     def _read_versions(self, batch: Any) -> Tensor:
         versions = _versions(batch, self._step)
