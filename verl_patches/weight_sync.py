@@ -18,11 +18,16 @@ SEAMS = (_UPDATE,)
 """What every run relies on."""
 
 
-def build_vllm_seams() -> tuple[Contract, Contract]:
+def build_vllm_seams() -> tuple[Contract, Contract, Contract]:
     """Build the contracts on verl's extension of vLLM's workers and on its server, which import there alone."""
     return (
         Seams(f"{_VLLM}.utils:vLLMColocateWorkerExtension")(
             "_update_weights", "(self, weights, peft_config, base_sync_done)", names=("load_weights", "add_lora")
+        ),
+        Seams(f"{_VLLM}.utils:vLLMColocateWorkerExtension")(
+            "update_weights_from_ipc",
+            "(self, peft_config=None, base_sync_done=False, use_shm=False)",
+            names=("receive_weights", "_update_weights"),
         ),
         Seams(f"{_VLLM}.vllm_async_server:vLLMHttpServer")(
             "collective_rpc", "(self, method, timeout=None, args=(), kwargs=None)", names=("engine", "collective_rpc")

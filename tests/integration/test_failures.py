@@ -95,6 +95,15 @@ def _acts_on_the_whole_batch(step: dict[str, Any]) -> None:
     assert step["offpolicy/shadow/m2po/keep_token_share"] > 0.0
 
 
+@pytest.mark.extended
+@pytest.mark.parametrize(("sync", "steps"), [(1, 0), (3, 1)])
+def test_an_engine_that_cannot_load_weights(run_program: Callable[..., Any], sync: int, steps: int) -> None:
+    run = broken(run_program, f"failing_load:{sync}", "correction=tis_token", "offpolicy.watchdog.poll=5")
+    told = r"WatchdogError: a worker of llm_server_manager has failed: rollout server 0 could not run update_weights"
+    assert re.search(told + r".*KeyError: 'layers\.7\.unknown'", run.log), run.log[-3000:]
+    assert len(run.steps) == steps
+
+
 DEAD = r"WatchdogError: a worker of \w+ has died|ActorDiedError|EngineDeadError"
 
 

@@ -256,6 +256,23 @@ def _in_trainer_engine() -> None:
     FSDPEngine.get_per_tensor_param = get_per_tensor_param
 
 
+def _in_weight_load() -> None:
+    """The STEP-th update of an engine's weights raises, counted over buckets."""
+    from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
+
+    original = vLLMColocateWorkerExtension._update_weights
+
+    @functools.wraps(original)
+    def _update_weights(self: Any, *args: Any, **kwargs: Any) -> Any:
+        _sent.append(1)
+        if len(_sent) == STEP:
+            _say(NAME)
+            raise KeyError("layers.7.unknown")
+        return original(self, *args, **kwargs)
+
+    vLLMColocateWorkerExtension._update_weights = _update_weights
+
+
 def _in_engine() -> None:
     """From the STEP-th synchronisation on the prefix cache is kept over it."""
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -316,6 +333,8 @@ elif NAME == UNSENT or NAME in SEND:
     after_import("verl.workers.rollout.vllm_rollout.vllm_rollout", _in_rollout)
 elif NAME == "late_parameters":
     after_import("verl.workers.engine.fsdp.transformer_impl", _in_trainer_engine)
+elif NAME == "failing_load":
+    after_import("verl.workers.rollout.vllm_rollout.utils", _in_weight_load)
 elif NAME == "kept_cache":
     after_import("verl.workers.rollout.vllm_rollout.vllm_async_server", _in_engine)
 elif NAME == "lost_values":

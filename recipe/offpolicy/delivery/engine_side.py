@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import re
+import traceback
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from verl_patches import weight_sync
 
+from ..fault_tolerance.lost_workers import FAILURE
 from .checksums import add_checksums, compute_checksums, plain_name
 
 METHOD = "weigh_offpolicy"
@@ -161,6 +163,17 @@ def _group(sources: Sources, held: dict[str, Tensor]) -> list[tuple[list[str], l
     return [(sorted(given), sorted(names)) for given, names in members.values() if given]
 
 
+def tell_root_cause(error: BaseException) -> str:
+    """Tell the first exception of a chain and its place, in one line.
+
+    vLLM passes on the text of the last one alone, which may be of the clean-up, or of a KeyError a bare name.
+    """
+    while (before := error.__cause__ or error.__context__) is not None:
+        error = before
+    place = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__}: {error} (in {place.name}, {place.filename}:{place.lineno})"
+
+
 def extend_worker() -> None:
     """Let verl's extension of vLLM's workers note what it loads, and weigh what they hold. Idempotent."""
     from verl.workers.rollout.vllm_rollout import utils
@@ -168,7 +181,8 @@ def extend_worker() -> None:
     extension = utils.vLLMColocateWorkerExtension
     if hasattr(extension, METHOD):
         return
-    weight_sync.build_vllm_seams()[0].check()
+    for seam in weight_sync.build_vllm_seams()[:2]:
+        seam.check()
     update = extension._update_weights
 
     # Start-up checks compare signatures, and look through wraps.
@@ -181,6 +195,16 @@ def extend_worker() -> None:
     def weigh_offpolicy(self: Any, named: bool = True) -> dict[str, Any]:
         return weigh_parameters(self, named)
 
+    receive = extension.update_weights_from_ipc
+
+    @functools.wraps(receive)
+    def update_weights_from_ipc(self: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return receive(self, *args, **kwargs)
+        except Exception as error:
+            raise RuntimeError(tell_root_cause(error)) from error
+
+    extension.update_weights_from_ipc = update_weights_from_ipc
     extension._update_weights = _update_weights
     setattr(extension, METHOD, weigh_offpolicy)
 
@@ -193,13 +217,13 @@ def _is_quantised(utils: Any, worker: Any) -> bool:
 
 
 def extend_server() -> None:
-    """Let verl's vLLM server return what workers answer to ``METHOD``. Idempotent."""
+    """Let verl's vLLM server return what workers answer to ``METHOD``, and keep how an update failed. Idempotent."""
     from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer
 
     call = vLLMHttpServer.collective_rpc
     if getattr(call, "__offpolicy__", False):
         return
-    weight_sync.build_vllm_seams()[1].check()
+    weight_sync.build_vllm_seams()[2].check()
 
     @functools.wraps(call)
     async def collective_rpc(
@@ -207,7 +231,15 @@ def extend_server() -> None:
     ) -> Any:
         if method == METHOD:
             return await self.engine.collective_rpc(method=method, timeout=timeout, args=args, kwargs=kwargs)
-        return await call(self, method, timeout=timeout, args=args, kwargs=kwargs)
+        try:
+            return await call(self, method, timeout=timeout, args=args, kwargs=kwargs)
+        except Exception as error:
+            # The sender of weights waits for the engine's acknowledgement before it would look at this answer.
+            if str(method).startswith("update_"):
+                server = f"rollout server {getattr(self, 'replica_rank', '?')}"
+                told = f"{server} could not run {method}: {type(error).__name__}: {error}."
+                setattr(self, FAILURE, f"{told} The engine's traceback is in the log above; mend its cause.")
+            raise
 
     collective_rpc.__offpolicy__ = True  # type: ignore[attr-defined]
     vLLMHttpServer.collective_rpc = collective_rpc

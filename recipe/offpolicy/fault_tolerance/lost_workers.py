@@ -1,8 +1,8 @@
-"""Detection of dead Ray actors, also of those that no call waits for.
+"""Detection of dead Ray actors and of failed weight loads in rollout servers, also where no call waits for them.
 
 verl learns of a dead worker only by waiting for its answer. Where the driver does not wait, as for agent loops in
 the background, or another worker does, as an agent loop for an inference server, prompts stay pending or are requested
-again for ever.
+again for ever. An engine that raises while it loads weights lives on, and the sender waits for its acknowledgement.
 """
 
 from __future__ import annotations
@@ -27,13 +27,15 @@ HOLDERS = (
     "reward_loop_manager.reward_loop_workers",
 )
 """Attributes below the trainer that list handles of Ray actors, in verl 0.7.1 to 0.9.1; each trainer has some."""
+FAILURE = "_offpolicy_failure"
+"""Attribute of an actor that says how it has failed."""
 
 
 class LostWorkerDetector:
-    """A callable that returns an error message if a Ray actor of the trainer has died, else None.
+    """A callable that returns an error message if a Ray actor of the trainer has died or tells a failure, else None.
 
-    Each actor has one call of Ray's own ``__ray_ready__`` waiting: an actor that is busy leaves it in its queue, and
-    one that has died fails it at once, with the cause.
+    Each actor has one call of Ray's own ``__ray_call__`` waiting, which reads ``FAILURE``: an actor that is busy leaves
+    it in its queue, and one that has died fails it at once, with the cause.
     """
 
     def __init__(self, trainer: Any) -> None:
@@ -55,7 +57,8 @@ class LostWorkerDetector:
         deaths = (RayActorError, OutOfMemoryError, NodeDiedError, WorkerCrashedError)
         listed = {handle: holder for holder, handle in list_actor_handles(self._trainer)}
         for handle in listed.keys() - self._waiting.values():
-            self._waiting[handle.__ray_ready__.remote()] = handle
+            # A builtin, which every process has.
+            self._waiting[handle.__ray_call__.remote(getattr, FAILURE, None)] = handle
         if not self._waiting:
             return None
         answers, _ = ray.wait(list(self._waiting), num_returns=len(self._waiting), timeout=0)
@@ -63,13 +66,16 @@ class LostWorkerDetector:
         for answer in answers:
             handle = self._waiting.pop(answer)
             try:
-                ray.get(answer)
+                failure = ray.get(answer)
             except ActorUnavailableError:
                 continue  # Ray raises it for a broken connection too, which may come back
             except deaths as error:
                 # An actor that the trainer no longer lists was ended on purpose.
                 if handle in listed:
                     lost.append(f"a worker of {listed[handle]} has died: {summarize_death(error)}")
+            else:
+                if failure and handle in listed:
+                    lost.append(f"a worker of {listed[handle]} has failed: {failure}")
         return " ".join(lost) or None
 
 

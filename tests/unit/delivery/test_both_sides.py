@@ -20,10 +20,12 @@ from recipe.offpolicy.delivery.engine_side import (
     extend_worker,
     load_observed,
     observe_update,
+    tell_root_cause,
     weigh_parameters,
 )
 from recipe.offpolicy.delivery.trainer_side import UpdateSample, add_method, watch_sent, weigh_own
 from recipe.offpolicy.delivery.weight_delivery import WeightDelivery
+from recipe.offpolicy.fault_tolerance.lost_workers import FAILURE
 from recipe.offpolicy.proof.verify import LivenessError
 
 WIDTH = 4
@@ -360,6 +362,22 @@ def test_workers_get_their_methods() -> None:
     assert callable(getattr(utils.vLLMColocateWorkerExtension, METHOD))
     assert ask(vllm_async_server.vLLMHttpServer, METHOD) == ["answer"]
     assert ask(vllm_async_server.vLLMHttpServer, "other") is None
+    for method, kept in (("update_weights_from_ipc", True), ("other", False)):
+        server = SimpleNamespace(engine=None, replica_rank=3)
+        with pytest.raises(AttributeError):
+            asyncio.run(vllm_async_server.vLLMHttpServer.collective_rpc(server, method))
+        assert getattr(server, FAILURE, "").startswith(f"rollout server 3 could not run {method}: ") == kept
+
+
+def test_the_first_error_of_a_chain_is_told() -> None:
+    try:
+        try:
+            raise KeyError("layers.7")
+        finally:
+            raise BufferError("the clean-up")
+    except BufferError as error:
+        told = tell_root_cause(error)
+    assert told.startswith("KeyError: 'layers.7' (in test_the_first_error_of_a_chain_is_told, ")
 
 
 def ask(server: Any, method: str) -> Any:

@@ -86,7 +86,8 @@ class Handle:
     """A handle of an actor, whose pending answer is its name."""
 
     def __init__(self, name: str) -> None:
-        self.__ray_ready__ = SimpleNamespace(remote=lambda: name)
+        self.__ray_ready__ = None
+        self.__ray_call__ = SimpleNamespace(remote=lambda *_: name)
 
 
 @pytest.mark.parametrize(
@@ -115,3 +116,11 @@ def test_a_dead_worker_is_told_whatever_ended_it(
     monkeypatch.setattr(ray, "get", get)
     found = LostWorkerDetector(holder)()
     assert found == said if said is None else found is not None and found.startswith(said)
+
+
+@pytest.mark.parametrize("failure", [None, "rollout server 0 could not run update_weights_from_ipc: RuntimeError: no"])
+def test_a_worker_that_lives_tells_its_failure(monkeypatch: pytest.MonkeyPatch, failure: str | None) -> None:
+    holder = SimpleNamespace(llm_server_manager=SimpleNamespace(server_handles=[Handle("alive")]))
+    monkeypatch.setattr(ray, "wait", lambda waiting, **_: (waiting, []))
+    monkeypatch.setattr(ray, "get", lambda answer: failure)
+    assert LostWorkerDetector(holder)() == (failure and f"a worker of llm_server_manager has failed: {failure}")
