@@ -68,6 +68,7 @@ class Run:
     ) -> None:
         from recipe.offpolicy.batch.shipped_defaults import read_shipped_defaults
         from recipe.offpolicy.staleness import buffer
+        from recipe.offpolicy.staleness.staleness_limit import StalenessLimit
         from recipe.offpolicy.trainer.add_on_choice import choose_v1
         from recipe.offpolicy.trainer.corrected_v1 import CorrectedV1
         from verl.trainer.ppo.v1 import replay_buffer, trainer_base
@@ -92,7 +93,7 @@ class Run:
             }
         )
         self.corrected: Any = CorrectedV1(self.trainer, choose_v1)
-        (self.limit,) = self.corrected.add_ons._all
+        (self.limit,) = (each for each in self.corrected.add_ons._all if isinstance(each, StalenessLimit))
         self.trainer.trainer_mode = "separate_async"
         self.trainer.global_steps = 1
         self.trainer._fetch_one_gen_batch = self._fetch

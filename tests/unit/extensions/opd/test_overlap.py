@@ -113,6 +113,8 @@ class Batch:
 
 
 def extreme_shares(teacher: str) -> list[float]:
+    # Trained before the server's threads ask for them at once.
+    student(), near(), of_another_template()
     with serving(FakeTeacher(score=TEACHERS[teacher])) as serves:
         settings = {"mode": "loss", "teacher": {"url": serves.url}, "eligible": {"max_pass_rate": 0.75}}
         opd = OnPolicyDistillation("opd", settings)

@@ -33,8 +33,9 @@ def test_late_runs_carry_the_fault_and_nothing_else_differs_from_those_in_step()
     by_name = {arm.name: arm for arm in arms.ARMS}
     command, environment = run.build_command(arms.Run(by_name["late"], 3))
     assert environment["OFFPOLICY_INJECT"] == "lag:8"
-    assert command[-1] == "data.seed=3"
-    assert command[-2] == f"actor_rollout_ref.model.path='{start_model.FOLDER}'"
+    assert command[-2:] == ["offpolicy.delivery.sums=null", "offpolicy.delivery.probe=null"]
+    assert command[-3] == "data.seed=3"
+    assert command[-4] == f"actor_rollout_ref.model.path='{start_model.FOLDER}'"
     assert set(run.build_command(arms.Run(by_name["in_step"], 3))[1]) == {"VENV"}
     beside = set(by_name["late"].overrides) ^ set(by_name["in_step"].overrides)
     assert beside == {"offpolicy.alarms.mismatch_growth.action=off"}
