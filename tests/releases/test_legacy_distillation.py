@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from recipe.offpolicy.extensions.add_ons import AddOns
 from recipe.offpolicy.extensions.opd.columns import ROW, TEACHER
 from recipe.offpolicy.extensions.opd.evidence import check_reports
 from recipe.offpolicy.extensions.opd.opd_worker import OpdReport, OpdWorker
@@ -80,7 +82,9 @@ def test_the_actors_own_list_of_columns_stops_it(mode: str, monkeypatch: pytest.
 
     def first_update() -> None:
         _, reports = taught_update(MAPPINGS["tis"], mode=mode)
-        check_reports(reports, [1], mode)
+        check_reports(reports, mode)
+        sent: Any = SimpleNamespace(section="opd", sent={"a": 1})
+        AddOns()._compare_rows(sent, reports, epochs=1)
 
     with pytest.raises(LivenessError, match="offpolicy_opd_teacher did not reach the loss"):
         first_update()

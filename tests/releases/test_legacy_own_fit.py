@@ -68,6 +68,7 @@ def own_trainer() -> Iterator[Callable[..., Any]]:
         made.batch.batch["token_level_scores"] = made.batch.batch["token_level_rewards"] = scores
         made.batch.non_tensor_batch["uid"] = np.array([f"prompt {row // 4}" for row in range(ROWS)], dtype=object)
         made.actor_rollout_wg = SimpleNamespace(
+            _dispatch_info={"actor": [0]},
             compute_log_prob=lambda data: DataProto.from_dict({"old_log_probs": forward}),
             update_actor=update,
             set_loss_fn=None,

@@ -196,7 +196,9 @@ class Case:
         """Hold the reports of an update of all rows against what was shipped, as the trainer does."""
         scored = ~self.columns[TEACHER].isnan()
         numbers = hash_rows(self.columns["responses"], scored, self.columns[TEACHER])[scored.any(-1)].tolist()
-        check_reports([packet.reports["opd"] for packet in packets], numbers, self.distilled)
+        reports = [packet.reports["opd"] for packet in packets]
+        check_reports(reports, self.distilled)
+        assert sorted(number for report in reports for number in report.hashes or ()) == sorted(numbers)
 
     def forward(self, row: int) -> tuple[Tensor, Tensor]:
         """log pi and entropy of a row's response, each (length,) float64."""
