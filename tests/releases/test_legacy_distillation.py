@@ -86,7 +86,7 @@ def test_the_actors_own_list_of_columns_stops_it(mode: str, monkeypatch: pytest.
         sent: Any = SimpleNamespace(section="opd", sent={"a": 1})
         AddOns()._compare_rows(sent, reports, epochs=1)
 
-    with pytest.raises(LivenessError, match="offpolicy_opd_teacher.* did not reach the loss"):
+    with pytest.raises(LivenessError, match=r"offpolicy_opd_teacher.* did not reach the loss"):
         first_update()
 
 

@@ -23,6 +23,7 @@ from verl.workers.utils.padding import response_from_nested
 from ..batch.micro_batch import ROLLOUT_LOG_PROBS, VERSIONS_SEALED
 from ..batch.plan import COLUMNS, PLAN, BatchSplit, regroup_without_rejected
 from ..batch.queue_columns import FORWARD, put_columns, read_columns, zero_rows
+from ..batch.sealed_rows import SealedRows
 from ..batch.seals import PLAN_HASH, key_of, seal_constant
 from ..batch.weight_versions import NEWEST_VERSION, OLDEST_VERSION
 from ..preflight.checks.staleness import notes_token_versions
@@ -31,7 +32,6 @@ from .actor_updates import adopt
 from .batch_view_v1 import TensorDictPrompts, TransferQueueBatch
 from .corrected_run import CorrectedRun
 from .own_forward import MEDIA, Pair, build_nested, demand_text, name_keys, repeat_rows
-from .sealed_rows import SealedRows
 
 OWN_PARTITION = "offpolicy"
 """Partition of TransferQueue for rows that are in no batch."""

@@ -1,4 +1,4 @@
-"""Seals of the columns of one batch, noted by the trainer as it sees them made; see ``batch.seals``."""
+"""Seals of the columns of one batch, noted by the trainer as it sees them made; see ``seals``."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from ..batch.seals import build_seals, key_of
+from .seals import build_seals, key_of
 
 
 class SealedRows:
