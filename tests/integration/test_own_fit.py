@@ -99,6 +99,7 @@ class Group(SimpleNamespace):
             worker.engine_config.infer_micro_batch_size_per_gpu = len(rows)
             return worker.infer_batch(rows)
 
+        self._dispatch_info = {"actor": [0]}
         worker.engine_config.use_dynamic_bsz = False
         worker.engine_config.micro_batch_size_per_gpu = 8
         super().__init__(compute_log_prob=forward, set_loss_fn=worker.set_loss_fn, update_actor=update)

@@ -286,7 +286,12 @@ def test_old_log_probs_computed_after_all(engine: Any) -> None:
             [row + 0.1 for row in data["rollout_log_probs"].unbind()], layout=torch.jagged
         )
 
-    stops("Something computes old_log_probs after all", engine, {"proximal": "bypass"}, tamper_data=recomputed)
+    stops(
+        "old_log_probs changed between where it was made and the loss",
+        engine,
+        {"proximal": "bypass"},
+        tamper_data=recomputed,
+    )
 
 
 def test_kl_without_its_clip(engine: Any) -> None:
@@ -305,14 +310,14 @@ def test_kl_without_its_clip(engine: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("mapping", "key"),
+    ("mapping", "key", "error"),
     [
-        ({"weight": TIS_TOKEN | {"normalize": True}}, "offpolicy_plan"),
-        ({"masks": {"gsm": GSM}, "denominator": "kept"}, "offpolicy_scale"),
+        ({"weight": TIS_TOKEN | {"normalize": True}}, "offpolicy_plan", KeyError),
+        ({"masks": {"gsm": GSM}, "denominator": "kept"}, "offpolicy_scale", (KeyError, RuntimeError)),
     ],
 )
-def test_a_plan_that_does_not_arrive(engine: Any, mapping: dict[str, Any], key: str) -> None:
-    stops(key, engine, mapping, KeyError, tamper_data=lambda data: data.pop(key))
+def test_a_plan_that_does_not_arrive(engine: Any, mapping: dict[str, Any], key: str, error: Any) -> None:
+    stops(key, engine, mapping, error, tamper_data=lambda data: data.pop(key))
 
 
 def test_a_denominator_counted_over_other_mini_batches(engine: Any) -> None:

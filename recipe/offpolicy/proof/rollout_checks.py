@@ -67,8 +67,8 @@ class RolloutChecker:
         """
         mask, mu, log_prob = _take_columns(rows, ALIGNED)
         check_zeros(mu, log_prob, mask)
-        check_placeholders(mu, log_prob, mask, rows.get("responses", None))
         self.check_tallies([tally_agreements(log_prob, mu, mask, groups)])
+        check_placeholders(mu, log_prob, mask, rows.get("responses", None))
         if self._excess.rows < ENOUGH_ROWS:
             self._excess += tally_excess(mu, log_prob, mask)
             self._excess.judge()

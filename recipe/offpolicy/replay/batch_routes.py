@@ -10,7 +10,6 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from ..batch.micro_batch import flatten
 from ..batch.seals import key_of
 from ..batch.token_versions import CHUNKS, UNKNOWN
 from ..batch.weight_versions import OLDEST_VERSION, read_extra_fields
@@ -170,7 +169,7 @@ def check_checksums(data: TensorDict, layout: TokenLayout) -> int:
         ReplayError: those of a row are others.
     """
     if (recorded := key_of(ROUTES)) in data.keys():
-        counts, noted = layout.lengths.tolist(), flatten(data[recorded]).tolist()
+        counts, noted = layout.lengths.tolist(), data[recorded].tolist()
     else:
         counts, fields = read_counts(data), read_extra_fields(data)
         noted = [int(fields[row][NOTE][1]) if count else 0 for row, count in enumerate(counts)]
