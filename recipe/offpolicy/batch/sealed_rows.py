@@ -24,7 +24,7 @@ class SealedRows:
         self._seals: dict[str, Tensor] = {}
 
     def add(self, columns: Mapping[str, Tensor]) -> None:
-        """Seal columns of all rows, in the place of what was sealed under these names."""
+        """Seal columns of all rows, instead of what was sealed under these names."""
         self._seals |= build_seals(self.tokens, self._mask, columns)
 
     def moved_to(self, keys: Sequence[str], tokens: Tensor, mask: Tensor) -> SealedRows:

@@ -1,4 +1,4 @@
-"""A run by verl's V1 trainer, as far as add-ons read or call it beside their hooks."""
+"""A run by verl's V1 trainer, as far as add-ons read or call it next to their hooks."""
 
 from __future__ import annotations
 

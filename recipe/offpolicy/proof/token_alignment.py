@@ -220,13 +220,13 @@ class AlignmentChecker:
         return {f"concordance_{kind}": count.concordance() for kind, count in enough.items()}
 
     def _judge(self, kind: str, count: PairCounts) -> None:
-        beside, column = find_shift(count), self.column
-        here, there = count.concordance(), count.concordance(beside)
+        shift, column = find_shift(count), self.column
+        here, there = count.concordance(), count.concordance(shift)
         numbers = f"in {count.pairs[1]} pairs of {kind} {self.short} agrees with the trainer's policy by {here:.2f}"
-        if beside:
+        if shift:
             raise AlignmentError(
                 f"{column} are off by one token: {numbers}, and by {there:.2f} with {self.short} of the token "
-                f"{'after' if beside == 1 else 'before'} (1 is always, 0 by chance). Whatever produces {column} "
+                f"{'after' if shift == 1 else 'before'} (1 is always, 0 by chance). Whatever produces {column} "
                 f"drops or repeats a token."
             )
         if kind != "tokens" and _has_enough_pairs(count, 0) and here < self.limit(count.rows):

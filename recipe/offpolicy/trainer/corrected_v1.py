@@ -182,9 +182,8 @@ class CorrectedV1(CorrectedRun):
         if self.supervision.wants_sampled:
             scored = key_of("old_log_probs")
             rows = read_columns(batch, *ALIGNED, scored, "uid")
-            if scored in rows.keys():
-                self._sealed_by_workers = ("old_log_probs",)
-            else:
+            self._sealed_by_workers = ("old_log_probs",) if scored in rows.keys() else ()
+            if not self._sealed_by_workers:
                 self.seal(batch, {"old_log_probs": rows["old_log_probs"]})
             uids, rows = [str(uid) for uid in rows["uid"]], rows.select(*ALIGNED)
             if self._sealed is not None and self._sealed.keys == list(batch.keys):
