@@ -174,6 +174,8 @@ def _distances(trainer: Tensor, batch: mb.MicroBatch) -> tuple[float, float, flo
 def _row_distances(batch: mb.MicroBatch) -> tuple[float, float]:
     """Sum |log pi - log pi_old| over tokens that the next row has as well, with pi_old of the same and of that row."""
     pi, old = batch.log_prob.detach().float(), batch.old_log_prob.float()
+    if len(pi) == 1:  # there is no other row
+        return 0.0, 0.0
     usable = batch.policy_mask & torch.isfinite(old) & torch.isfinite(pi)
     both = usable & usable.roll(1, 0)
     own, other = (float(torch.where(both, (pi - each).abs(), 0.0).sum()) for each in (old, old.roll(1, 0)))
