@@ -32,6 +32,11 @@ _BEFORE = "in the trainer, before the update"
 SABOTAGE, AGAIN = "tests/integration/test_sabotage.py", "tests/integration/test_proved_again.py"
 ROLLOUT, ROUTES = "tests/unit/proof/test_rollout_checks.py", "tests/unit/replay/test_batch_routes.py"
 LEAVING = "tests/unit/trainer/test_rows_that_leave.py"
+DELIVERY, BOTH_SIDES = "tests/integration/test_delivery.py", "tests/unit/delivery/test_both_sides.py"
+STATISTICS = "tests/unit/delivery/test_probe_statistics.py"
+EXTENSIONS = "tests/unit/extensions"
+OPD, PREFIXES = f"{EXTENSIONS}/opd", f"{EXTENSIONS}/process_reward/test_prefix_value_rewards.py"
+STATE = "tests/unit/fault_tolerance/test_state_schema.py"
 OTHERS = (
     Row(
         "the engine's log pi",
@@ -144,6 +149,125 @@ OTHERS = (
         _WORKER,
         "each",
         f"{ROUTES}::test_checksums_show_routes_of_another_row",
+    ),
+    Row(
+        "supports of sampling",
+        "none, or wider than mu's",
+        _TRAINER,
+        "none: each; wider: first",
+        "tests/unit/support/test_support_verdict.py::test_a_support_that_widens_the_mismatch_stops_the_first_update",
+    ),
+    Row(
+        "supports of sampling",
+        "of other tokens",
+        _WORKER,
+        "first",
+        "tests/integration/test_support_engine.py::test_supports_that_are_not_the_tokens_own_stop_the_first_update",
+    ),
+    Row(
+        "replay of routes",
+        "fewer tokens, other layers, no gradient in a gate, no smaller mismatch",
+        _TRAINER,
+        "each; gradient and mismatch: first",
+        "tests/unit/replay/test_verdict.py::test_what_is_wrong_stops_the_run",
+    ),
+    Row(
+        "the teacher's log-probs",
+        "of other rows, rounded, lost, switched off by row",
+        _TRAINER,
+        "each",
+        f"{OPD}/test_distillation.py::test_each_fault_on_the_way_stops_the_run",
+    ),
+    Row(
+        "the teacher's log-probs",
+        "zeros at the source",
+        _BEFORE,
+        "each",
+        f"{OPD}/test_distillation.py::test_zeros_of_a_teacher_stop_the_run",
+    ),
+    Row(
+        "the teacher's answers",
+        "a position lost, twice, shifted or of another sequence",
+        _BEFORE,
+        "each",
+        f"{OPD}/test_teacher_client.py::test_a_position_that_is_lost_repeated_shifted_or_foreign_stops",
+    ),
+    Row(
+        "process rewards",
+        "of an engine with other weights",
+        _BEFORE,
+        "first, the one behind the first synchronisation, every `probe_every`",
+        f"{PREFIXES}::test_an_engine_with_other_weights_stops_at_the_first_step_and_behind_a_synchronisation",
+    ),
+    Row(
+        "process rewards",
+        "zeros",
+        _BEFORE,
+        "each",
+        f"{PREFIXES}::test_values_of_zero_are_put_to_the_trainer_at_once",
+    ),
+    Row(
+        "advantages of the length penalty",
+        "of another formula",
+        _TRAINER,
+        "each",
+        f"{EXTENSIONS}/length_penalty/test_length_penalty.py::test_a_formula_that_went_wrong_is_found",
+    ),
+    Row(
+        "advantages of pass@k",
+        "of another formula",
+        _TRAINER,
+        "each",
+        f"{EXTENSIONS}/pass_at_k/test_pass_at_k.py::test_a_formula_that_went_wrong_is_found",
+    ),
+    Row(
+        "weights in the rollout engine",
+        "not sent, late by one, one layer left out, of another model",
+        "at the synchronisation",
+        "each",
+        f"{DELIVERY}::test_weights_that_are_not_delivered_stop_the_synchronisation",
+    ),
+    Row(
+        "weights in the rollout engine",
+        "one expert stale",
+        "at the synchronisation",
+        "each",
+        f"{BOTH_SIDES}::test_a_fault_stops_the_run_at_its_synchronisation",
+    ),
+    Row(
+        "weights in the rollout engine",
+        "trained parameters that are not among those sent",
+        "at the synchronisation",
+        "first",
+        f"{BOTH_SIDES}::test_trained_parameters_that_are_never_sent",
+    ),
+    Row(
+        "a LoRA adapter in the rollout engine",
+        "not loaded, or another",
+        "at the synchronisation",
+        "each",
+        "tests/unit/delivery/test_comparison.py::test_an_adapter_has_to_be_loaded_and_equal",
+    ),
+    Row(
+        "weights in the rollout engine, by the probe alone",
+        "not sent",
+        "in the trainer, before an update",
+        "by [the table of powers](delivery.md)",
+        f"{STATISTICS}::test_an_engine_that_is_not_updated_fails",
+    ),
+    Row(
+        "the rollout engine's prefix cache",
+        "kept over synchronisations",
+        "in the trainer, before an update",
+        "the second in a row",
+        f"{DELIVERY}::test_a_prefix_cache_that_is_kept",
+    ),
+    Row(
+        "state of a checkpoint",
+        "a value changed, lost, of another kind",
+        "in the trainer, when it resumes",
+        "before the first",
+        f"{STATE}::test_no_mutation_raises_anything_but_a_checkpoint_error",
     ),
 )
 

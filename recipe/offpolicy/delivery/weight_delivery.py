@@ -61,6 +61,8 @@ class WeightDelivery(AddOn):
         settings: how often.
     """
 
+    proof_name = "delivery"
+
     def __init__(self, run: ActorRun, settings: DeliverySettings) -> None:
         self._run, self._settings = run, settings
         self._syncs = self._updates = self._longest = self._intervals = 0
@@ -68,7 +70,7 @@ class WeightDelivery(AddOn):
         self._past: deque[Mapping[str, Checksum]] = deque(maxlen=KEPT)
         self._probe: Probe | None = None
         self._metrics: dict[str, float] = {}
-        self._told: set[str] = set()
+        self._told: dict[str, None] = {}
 
     def begin(self, config: DictConfig) -> None:
         engine_loss.check(weight_sync.SEAMS)
@@ -79,6 +81,11 @@ class WeightDelivery(AddOn):
 
     def engine_part(self) -> Callable[[Any], object]:
         return partial(watch_sent, dtype=_dtype(self._rollout.get("dtype")))
+
+    def unproved(self) -> str | None:
+        if self._metrics.get("proved") == 1.0 or "probe_slope" in self._metrics:
+            return None
+        return " ".join(self._told) or f"the weights in the rollout engine were not compared yet ({SECTION})."
 
     def metrics(self) -> dict[str, float]:
         return {f"offpolicy/delivery/{name}": value for name, value in self._metrics.items()}
@@ -239,7 +246,7 @@ class WeightDelivery(AddOn):
 
     def _say(self, line: str) -> None:
         if line not in self._told:
-            self._told.add(line)
+            self._told[line] = None
             logger.warning("%s", line)
 
 

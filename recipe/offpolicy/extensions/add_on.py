@@ -35,6 +35,8 @@ class Advantages:
 class AddOn:
     """One thing that runs next to the correction; each hook does nothing here."""
 
+    proof_name: ClassVar[str] = ""
+    """Of what ``unproved`` speaks; empty: an extension's section."""
     phase: ClassVar[str] = ""
     """The watchdog's name for the time that hooks take; empty: an extension's section, and verl's own phase else."""
 
@@ -138,7 +140,7 @@ class AddOn:
     def unproved(self) -> str | None:
         """Say what has never happened that shows the add-on to act, with the key it depends on; None: it has acted.
 
-        ``offpolicy/live/SECTION`` is 0 as long as it says so, and a warning repeats it after 5, 10, 20, 40 ... updates.
+        ``offpolicy/live/NAME`` is 0 as long as it says so, and a warning repeats it after 5, 10, 20, 40 ... updates.
         """
         return None
 

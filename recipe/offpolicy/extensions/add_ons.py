@@ -54,6 +54,9 @@ class AddOns:
     Args:
         extensions: in the order of their hooks.
         own: what is no extension, outermost first; it stands in front of the extensions.
+
+    Attributes:
+        unproved: name -> what the last update has left unproved of an add-on; None: it was seen to act.
     """
 
     def __init__(self, extensions: Sequence[Extension] = (), own: Sequence[AddOn] = ()) -> None:
@@ -64,6 +67,7 @@ class AddOns:
         self._rollout_seen = False
         self._advantages_seen = False
         self._judged: dict[str, float] = {}
+        self.unproved: dict[str, str | None] = {}
         self._left: dict[str, str] = {}
         self._updates = 0
 
@@ -305,8 +309,8 @@ class AddOns:
         """Say again and again, ever more rarely, what has never been seen to act."""
         self._updates += 1
         waited, rest = divmod(self._updates, PATIENCE)
-        for each in self._users("unproved"):
-            why, name = each.unproved(), _section(each) or each.phase
+        self.unproved = {each.proof_name or _section(each): each.unproved() for each in self._users("unproved")}
+        for name, why in self.unproved.items():
             self._judged[f"offpolicy/live/{name}"] = float(why is None)
             if why is not None and not rest and waited & (waited - 1) == 0:
                 logger.warning("%s is not proved yet, after %d updates: %s", name, self._updates, why)

@@ -101,6 +101,8 @@ def verify(
         "parts": float(len(names)),
         "identical_share": sum(proof.identical_tokens for proof in proofs) / tokens,
         "log_prob_bits": float(min(proof.log_prob_bits for proof in proofs)),
+        "own_rows": float(any(other for _, other in (proof.row_distances for proof in proofs))),
+        "factor": float(any(packet.scales for packet in packets)),
     }
 
 

@@ -20,13 +20,14 @@ from ..correction.moving_bounds import format_part_path
 from ..correction.proximal import TOLERANCE, WITHOUT_FORWARD
 from ..correction.row_layout import count_tokens_by_row
 from ..correction.statistics import Statistic, merge_all
+from ..delivery.delivery_settings import SECTION
 from ..extensions.add_ons import AddOns
 from ..monitor.active_correction import ActiveCorrection
 from ..monitor.alarms.watched import format_watched
 from ..monitor.mismatch.recent import RecentFloor
 from ..monitor.mismatch.stale_kept import StaleRowsWatch
 from ..proof.drawn_rows import PROVE_EVERY, draw_rows
-from ..proof.gradient import isolate_parts
+from ..proof.explanation import describe_proof, describe_rest
 from ..proof.rollout_checks import RolloutChecker
 from ..proof.same_engine import SameEngineCheck
 from ..proof.verify import LivenessError, verify, verify_update
@@ -74,7 +75,7 @@ class Supervision:
         self._same_engine = SameEngineCheck() if spec.proximal == "same_engine" else None
         self._sampled_rows: list[int] = []
         self._live: dict[str, float] = {}
-        self._plan: int | None = None
+        self._plan: SharedPlan | None = None
         self._statistics: dict[str, float] = {}
         self._step: dict[str, Statistic] = {}
         self.proof: tuple[str, dict[str, float]] | None = None
@@ -136,7 +137,7 @@ class Supervision:
 
     def expect(self, plan: SharedPlan) -> None:
         """Note the plan that goes out with the next update."""
-        self._plan = plan.fingerprint()
+        self._plan = plan
 
     @property
     def proof_due(self) -> bool:
@@ -181,6 +182,8 @@ class Supervision:
             AlarmError: an alarm ends the run.
         """
         packets = take_packets(metrics)
+        plan = self._plan and self._plan.fingerprint()
+        explained = False
         self.proof = None
         moving = self.active_correction.moving
         self._since_proof += 1
@@ -192,7 +195,7 @@ class Supervision:
                 epochs=self._epochs,
                 allow_identical=self._allow_identical,
                 moving=moving,
-                plan=self._plan,
+                plan=plan,
                 marked=self._marked,
                 again=not self.proving,
             )
@@ -203,9 +206,10 @@ class Supervision:
                 self._since_proof, self._proved_bounds = 0, self.active_correction.bounds
             if self.proving:
                 self._say(proved)
-                self.proof = (_sentence(self.spec, self._live), dict(self._live)) if proved else None
+                self.proof = (describe_proof(self.spec, self._live), dict(self._live)) if proved else None
+                explained = proved
             elif proved:
-                logger.info("proved again: %s", _sentence(self.spec, self._live))
+                logger.info("proved again: %s", describe_proof(self.spec, self._live))
             self.proving = self.proving and not proved
             self._marked = None
         else:
@@ -215,9 +219,11 @@ class Supervision:
                 sampled_rows=self._sampled_rows,
                 epochs=self._epochs,
                 moving=moving,
-                plan=self._plan,
+                plan=plan,
             )
         self._add_ons.judge([packet.reports for packet in packets], self._epochs)
+        if explained:
+            self._explain()
         if self.spec.proximal != "recompute":
             self._samples.check_tallies(packet.alignment for packet in packets)
         merged = merge_all(packet.statistics for packet in packets)
@@ -267,23 +273,19 @@ class Supervision:
             raise LivenessError("the update went past the correction: nothing was collected from the workers.")
         return {f"offpolicy/{name}": value for name, value in self._statistics.items()}
 
+    def _explain(self) -> None:
+        """Say once what else this update has proved, and what it has not."""
+        sealed = self._plan.sealed if self._plan is not None else ()
+        self._live["sealed"] = float(len(sealed))
+        add_ons = {"delivery": f"{SECTION} is off"} | self._add_ons.unproved
+        logger.info(describe_rest(self.spec, self._live, sealed, add_ons))
+
     def _say(self, proved: bool) -> None:
         if not proved:
             logger.warning("the correction is not proved yet: this update had no gradient to see it in.")
             return
-        logger.info(_sentence(self.spec, self._live))
+        logger.info(describe_proof(self.spec, self._live))
         if moving := ", ".join(map(format_part_path, self.active_correction.moving)):
             logger.info("the bounds of %s come with each update, and the fingerprint leaves them out.", moving)
         if self._live.get("log_prob_bits", 32) < 32:
             logger.warning(_COARSE)
-
-
-def _sentence(spec: CorrectionSpec, live: dict[str, float]) -> str:
-    if spec.is_none:
-        return "no correction is configured; statistics only."
-    parts = [name for name, _ in isolate_parts(spec)]
-    names = ", ".join(name for name in parts if name != "proximal" or len(parts) == live["parts"])
-    return (
-        f"{names} LIVE in the gradient of {live['gradient_tokens']:.0f} tokens (error {live['gradient_error']:.1e}), "
-        f"mu of {live['rows']:.0f} rows as sampled, fingerprint {live['fingerprint']:.0f}."
-    )

@@ -21,7 +21,7 @@ from tests.support.shaped import Rows, estimate, make_batch, report
 CONFIG = OmegaConf.create(
     {
         "algorithm": {"adv_estimator": "grpo"},
-        "actor_rollout_ref": {"rollout": {"n": 4}},
+        "actor_rollout_ref": {"actor": {"strategy": "fsdp2"}, "rollout": {"n": 4}},
         "data": {"train_batch_size": 2},
     }
 )

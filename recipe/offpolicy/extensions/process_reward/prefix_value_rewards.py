@@ -17,6 +17,7 @@ import torch
 from omegaconf import DictConfig, OmegaConf, open_dict
 from torch import Tensor
 
+from verl_patches.execution_path import live_path
 from verl_patches.trainer_v0 import plain_advantage
 
 from ...batch.rewards import check_rewards
@@ -44,7 +45,7 @@ from .process_metrics import summarize_advantages, summarize_cost, summarize_val
 from .process_worker import ProcessWorker
 from .row_utilities import BatchUtilities, build_utilities, check_values, read_values
 from .settings import ProcessSettings
-from .start_up import MANAGER, find_manager, is_synchronous, serve_scores
+from .start_up import MANAGER, find_manager, serve_scores
 
 logger = logging.getLogger("verl.offpolicy")
 
@@ -108,7 +109,7 @@ class PrefixValueRewards(AdvantageExtension):
     # In the trainer -----------------------------------------------------------------------------------------
 
     def begin(self, config: DictConfig) -> None:
-        self._synchronous = is_synchronous(config)
+        self._synchronous = not live_path(config).asynchronous
         self._tolerance = TOLERANCES.get(str(OmegaConf.select(config, "actor_rollout_ref.rollout.dtype")), COARSE)
         self._alignment = AlignmentChecker(
             bool(OmegaConf.select(config, "offpolicy.allow_unrelated_log_probs")),

@@ -41,13 +41,6 @@ def serve_scores() -> None:
     RolloutReplicaRegistry.register("vllm", load)
 
 
-def is_synchronous(config: DictConfig) -> bool:
-    """Return True if all rows of a step are sampled by what the step before left."""
-    if not OmegaConf.select(config, "trainer.use_v1"):
-        return True
-    return OmegaConf.select(config, "trainer.v1.trainer_mode") in (None, "sync")
-
-
 def find_problems(section: str, settings: ProcessSettings, config: DictConfig) -> Iterator[Problem]:
     """Find what is wrong around the settings."""
     parts = (section,)

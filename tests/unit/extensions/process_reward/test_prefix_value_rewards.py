@@ -120,7 +120,11 @@ def extension(estimator: str = "grpo", **settings: Any) -> PrefixValueRewards:
     rollout = {"dtype": "bfloat16"}
     made.begin(
         OmegaConf.create(
-            {"algorithm": algorithm, "actor_rollout_ref": {"rollout": rollout}, "process_reward": settings}
+            {
+                "algorithm": algorithm,
+                "actor_rollout_ref": {"actor": {"strategy": "fsdp2"}, "rollout": rollout},
+                "process_reward": settings,
+            }
         )
     )
     return made

@@ -13,7 +13,6 @@ from recipe.offpolicy.extensions.process_reward.start_up import (
     MANAGER,
     find_manager,
     find_problems,
-    is_synchronous,
 )
 from tests.support.byte_tokenizer import build_byte_tokenizer
 from verl_patches.releases import attributes_of
@@ -109,9 +108,3 @@ def test_a_tokenizer_whose_tokens_read_otherwise_is_refused(monkeypatch: pytest.
     monkeypatch.setattr(start_up, "find_unlike_pieces", lambda tokenizer, texts: texts[0])
     (found,) = problems(config())
     assert "read otherwise one by one" in str(found)
-
-
-def test_modes() -> None:
-    assert is_synchronous(config())
-    assert is_synchronous(config(**{"trainer.use_v1": False}))
-    assert not is_synchronous(config(**{"trainer.v1.trainer_mode": "separate_async"}))

@@ -1,0 +1,60 @@
+"""What a proof has shown and what it has not, in words for the log."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from ..correction import CorrectionSpec
+from .gradient import isolate_parts
+
+
+def describe_proof(spec: CorrectionSpec, live: Mapping[str, float]) -> str:
+    """Say in one sentence which parts were seen to act, by the metrics of ``verify``."""
+    if spec.is_none:
+        return "no correction is configured; statistics only."
+    names = ", ".join(name for name, _ in isolate_parts(spec) if name not in _find_unread(spec, live))
+    return (
+        f"{names} LIVE in the gradient of {live['gradient_tokens']:.0f} tokens (error {live['gradient_error']:.1e}), "
+        f"mu of {live['rows']:.0f} rows as sampled, fingerprint {live['fingerprint']:.0f}."
+    )
+
+
+def describe_rest(
+    spec: CorrectionSpec, live: Mapping[str, float], sealed: Sequence[str], add_ons: Mapping[str, str | None]
+) -> str:
+    """Say what else was compared at this update, and what was not proved.
+
+    Args:
+        live: metrics of ``verify``.
+        sealed: columns that were compared in the loss with what was made.
+        add_ons: name -> why it is not proved; None: it is.
+    """
+    proved = [f"{', '.join(sealed)} by row with what was made"] if sealed else []
+    proved += [name for name, why in add_ons.items() if why is None]
+    missing = [
+        *_find_missing(spec, live, sealed),
+        *(f"{name} ({why.rstrip('.')})" for name, why in add_ons.items() if why),
+    ]
+    return f"compared as well: {'; '.join(proved) or 'nothing'}. Not proved: {'; '.join(missing) or 'nothing'}."
+
+
+def _find_missing(spec: CorrectionSpec, live: Mapping[str, float], sealed: Sequence[str]) -> Iterator[str]:
+    if spec.is_none:
+        return
+    for name in _find_unread(spec, live):
+        yield f"{name} (verl's loss has the same gradient whatever pi_old is)"
+    if spec.baseline == "exclude":
+        yield "baseline=exclude (it acts before the loss, on advantages)"
+    if not sealed:
+        yield "columns of the loss (none came with a seal)"
+    elif "version" in spec.levels:
+        yield "versions of single tokens (their rows' are)"
+    if not live.get("own_rows"):
+        yield "that log pi is of its own rows (no micro-batch had two rows, or pi_old is mu)"
+    if not live.get("factor"):
+        yield "the engine's factor of the loss (this engine's is not known)"
+
+
+def _find_unread(spec: CorrectionSpec, live: Mapping[str, float]) -> list[str]:
+    parts = [name for name, _ in isolate_parts(spec)]
+    return ["proximal"] if "proximal" in parts and len(parts) != live["parts"] else []
