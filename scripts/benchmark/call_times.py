@@ -24,6 +24,10 @@ CALLS = {
     "driver.sampled": "recipe.offpolicy.trainer.supervision:Supervision.sampled",
     "driver.aligned": "recipe.offpolicy.trainer.supervision:Supervision.aligned",
     "driver.collect": "recipe.offpolicy.trainer.supervision:Supervision.collect",
+    "driver.seal": "recipe.offpolicy.trainer.corrected_v1:CorrectedV1.seal",
+    "driver.seal_stored": "recipe.offpolicy.trainer.corrected_v1:CorrectedV1._seal_stored",
+    "worker.seal": "recipe.offpolicy.worker.scored_seals:_seal",
+    "worker.compare": "recipe.offpolicy.batch.micro_batch:check_seals",
     "driver.step_metrics": "recipe.offpolicy.trainer.supervision:Supervision.step_metrics",
     # With offpolicy.staleness.eta; the looks at TransferQueue that are not verl's own are in them.
     "staleness.issue": "recipe.offpolicy.staleness.buffer:BoundedReplayBuffer.count_prompts",

@@ -2,10 +2,12 @@
 
     python scripts/benchmark/paired_runs.py --out pairs.jsonl [--pairs 10] [--steps 20] [--preset forward] [overrides]
     python scripts/benchmark/run_share.py --pairs 10 --out pairs.jsonl        # the same
+    python scripts/benchmark/paired_runs.py --out pairs.jsonl --against offpolicy.delivery.probe=null
 
 Both runs of a pair are the quickstart's training, with the same seeds, keys and model: one is started as this package's
 main_offpolicy, the other as verl's own main_ppo, without anything of this package but what lets verl run on a CPU. They
-take turns, and in turn come first. Presets:
+take turns, and in turn come first. With --against the other one is the corrected run under that override, too, and
+stands under verl's name in what is printed. Presets:
 
   forward      the quickstart as it is: corrections that keep verl's forward pass for pi_old, two mini-batches
   no_forward   correction=gsm on one mini-batch of the whole batch, where correction.proximal=auto leaves that pass out,
@@ -95,18 +97,22 @@ def order_sides(pair: int) -> tuple[str, ...]:
     return SIDES if pair % 2 else SIDES[::-1]
 
 
-def build_command(side: str, preset: Preset, pair: int, scratch: Path, overrides: Sequence[str]) -> list[str]:
+def build_command(
+    side: str, preset: Preset, pair: int, scratch: Path, overrides: Sequence[str], against: Sequence[str] = ()
+) -> list[str]:
     """Build the command of a run, but for data and model.
 
     Args:
         scratch: folder of the run.
         overrides: the user's, last, of both runs.
+        against: what the other run has beyond them, which then is corrected as well; empty: that is verl's own.
     """
     from verl_patches.contract import installed_release
 
     release = installed_release("verl")
     assert release is not None, "main looks for verl before"
-    if side == "corrected":
+    corrected = side == "corrected" or bool(against)
+    if corrected:
         program = ["-m", "recipe.offpolicy.main_offpolicy", "--config-name", "quickstart"]
     else:
         program = ["-m", "verl.trainer.main_ppo", "--config-path", str(CONFIGS), "--config-name", "quickstart"]
@@ -119,7 +125,8 @@ def build_command(side: str, preset: Preset, pair: int, scratch: Path, overrides
         *("trainer.val_before_train=false", "trainer.test_freq=-1"),
         *(f"data.seed={pair}", f"actor_rollout_ref.rollout.seed={pair}"),
         *preset.both,
-        *(preset.corrected if side == "corrected" else ()),
+        *(preset.corrected if corrected else ()),
+        *(() if side == "corrected" else against),
         *overrides,
     ]
 
@@ -219,9 +226,17 @@ def prepare(preset: Preset) -> list[str]:
     ]
 
 
-def run_pairs(name: str, pairs: int, steps: int, overrides: Sequence[str], out: Path, limit: float) -> list[Run]:
+def run_pairs(
+    name: str,
+    pairs: int,
+    steps: int,
+    overrides: Sequence[str],
+    out: Path,
+    limit: float,
+    against: Sequence[str] = (),
+) -> list[Run]:
     """Run what is missing of the pairs, and append each run to ``out``; return all of these settings."""
-    preset, settings = PRESETS[name], [name, steps, list(overrides)]
+    preset, settings = PRESETS[name], [name, steps, [*overrides, *(f"against {word}" for word in against)]]
     runs = read_runs(out, settings)
     ended = {(run.pair, run.side) for run in runs}
     missing = [(pair, side) for pair in range(1, pairs + 1) for side in order_sides(pair) if (pair, side) not in ended]
@@ -232,7 +247,7 @@ def run_pairs(name: str, pairs: int, steps: int, overrides: Sequence[str], out: 
         # Sockets of Ray lie deep below it, and the path of a socket must be shorter than 108 characters.
         with tempfile.TemporaryDirectory(prefix="pr", dir="/tmp", ignore_cleanup_errors=True) as scratch:
             command = build_command(
-                side, preset, pair, Path(scratch), [*overrides, f"trainer.total_training_steps={steps}"]
+                side, preset, pair, Path(scratch), [*overrides, f"trainer.total_training_steps={steps}"], against
             )
             start, logged = follow([*command, *files], Path(scratch), limit)
         if len(logged) != steps:
@@ -252,6 +267,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--preset", choices=PRESETS, default="forward")
     parser.add_argument("--limit", type=float, default=1200.0, help="seconds of a run")
+    parser.add_argument("--against", action="append", default=[], metavar="OVERRIDE", help="of the other run")
     parser.add_argument("overrides", nargs="*", help="Hydra overrides of both runs")
     given = parser.parse_args(arguments)
     if given.pairs < 1 or given.steps < 2:
@@ -261,11 +277,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda number, frame: sys.exit(128 + number))
     try:
-        runs = run_pairs(given.preset, given.pairs, given.steps, given.overrides, given.out, given.limit)
+        runs = run_pairs(given.preset, given.pairs, given.steps, given.overrides, given.out, given.limit, given.against)
     except RuntimeError as error:
         print(error, file=sys.stderr)
         return 1
-    print(f"preset {given.preset}, {given.steps} steps a run; uncorrected is verl's own main_ppo")
+    other = f"corrected with {' '.join(given.against)}" if given.against else "own main_ppo"
+    print(f"preset {given.preset}, {given.steps} steps a run; verl's is {other}")
     print(format_result(runs))
     return 0
 

@@ -133,6 +133,10 @@ class CorrectedV1(CorrectedRun):
             self._sealed = self._sealed.moved_to(batch.keys, rows["responses"], rows["response_mask"])
         self._sealed.add(columns)
 
+    def _seal_stored(self, batch: Any, name: str) -> None:
+        """Seal a column as TransferQueue has it now."""
+        self.seal(batch, read_columns(batch, name))
+
     def _compute_log_probs(self, batch: Any, rows: Sequence[Pair]) -> list[list[float]]:
         """Compute log-probs at temperature 1 of each row's response; rows are laid beside the batch and removed."""
         demand_text(read_columns(batch, MEDIA)[MEDIA])
@@ -206,13 +210,13 @@ class CorrectedV1(CorrectedRun):
             if scored in read_columns(batch, scored).keys():
                 self._sealed_by_workers += ("ref_log_prob",)
             else:
-                self.seal(batch, read_columns(batch, "ref_log_prob"))
+                self._seal_stored(batch, "ref_log_prob")
         return batch
 
     def _compute_advantage(self, batch: Any, metrics: dict[str, Any]) -> Any:
         batch = self._estimate(batch, metrics)
         if self._sealed is not None:
-            self.seal(batch, {"advantages": read_columns(batch, "advantages")["advantages"]})
+            self._seal_stored(batch, "advantages")
         return batch
 
     def _estimate(self, batch: Any, metrics: dict[str, Any]) -> Any:

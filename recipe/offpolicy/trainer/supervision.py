@@ -182,7 +182,7 @@ class Supervision:
             AlarmError: an alarm ends the run.
         """
         packets = take_packets(metrics)
-        plan = self._plan and self._plan.fingerprint()
+        plan = None if self._plan is None else self._plan.fingerprint()
         explained = False
         self.proof = None
         moving = self.active_correction.moving
