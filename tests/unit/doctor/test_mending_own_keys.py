@@ -55,7 +55,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "nothing to fall back to": ({f"{ALARM}.action": "fallback"}, {f"{ALARM}.fallback": ["tis_token", "gsm"]}),
     "target": ({f"{CALIBRATE}.target_kept": 2}, {f"{CALIBRATE}.target_kept": 0.98}),
     "side": (ON | {f"{CALIBRATE}.side": "left"}, {f"{CALIBRATE}.side": "both"}),
-    "of": (ON | {f"{CALIBRATE}.of": 3}, {f"{CALIBRATE}.of": None}),
+    "of": (ON | {f"{CALIBRATE}.of": 3}, {}),
     "of no mask": (ON | {f"{CALIBRATE}.of": ["gms"]}, {f"{CALIBRATE}.of": ["gsm"]}),
     "target of a weight": ({f"{CALIBRATE}.target_ess": 90}, {f"{CALIBRATE}.target_ess": 0.9}),
     "target of a weight without a cap": (
@@ -83,7 +83,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "a share above 1": ({"offpolicy.alarms.kept_share.lower": 1.5}, {"offpolicy.alarms.kept_share.lower": 0.5}),
     "a share below 0": ({f"{ALARM}.lower": -3}, {f"{ALARM}.lower": 0.3}),
     "a key of calibration that there is not": ({f"{CALIBRATE}.target": 0.98}, {}),
-    "a side of nothing": ({f"{CALIBRATE}.side": "upper"}, {f"{CALIBRATE}.side": "both"}),
+    "a side of nothing": ({f"{CALIBRATE}.side": "upper"}, {}),
     "a rate of nothing": ({f"{CALIBRATE}.rate": 0.1}, {f"{CALIBRATE}.rate": 0.2}),
     "masks without a target of theirs": (
         {f"{CALIBRATE}.target_ess": 0.9, f"{CALIBRATE}.of": ["gsm"]},

@@ -9,9 +9,10 @@ from typing import Any, Final, get_args
 
 from omegaconf import DictConfig, OmegaConf
 
+from ...batch.declared_keys import Key, Rule, Section, count, number
 from ...batch.shipped_defaults import read_shipped_defaults
 from ...correction import CorrectionSpec, Problem, SpecError
-from ...correction.problem import remove, set_to
+from ...correction.problem import set_to
 from ...correction.spelling import find_closest
 from .alarm import Action, AlarmRule, Band
 from .alarm_statistics import GROWTH, NAMES, OF_EXTENSIONS, RANGES, explain_constant
@@ -76,6 +77,7 @@ def find_problems(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]
     if not isinstance(section, DictConfig):
         yield _problem(SECTION, section, "its keys have no values.", "Remove this override.")
         return
+    alarms = _read_values(config)
     for name in map(str, section):
         key, values = f"{SECTION}.{name}", section[name]
         if name not in DEFAULTS:
@@ -87,20 +89,8 @@ def find_problems(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]
             fix = f"Set {key}.action={action}{' to do without it' if action == 'off' else ''}."
             yield _problem(key, values, "its keys have no values.", fix, f"{key}={{action: '{action}'}}")
         else:
-            for unknown in sorted(set(map(str, values)) - set(DEFAULTS[name])):
-                given = values[unknown]
-                near = find_closest(unknown, DEFAULTS[name])
-                moved = (*remove(f"{key}.{unknown}", given), set_to(f"{key}.{near}", given)) if near else ()
-                fix = f"Did you mean {key}.{near}?" if near else f"Known under {key}: {', '.join(DEFAULTS[name])}."
-                yield _problem(f"{key}.{unknown}", given, "unknown key.", fix, *moved)
-    for name, alarm in _read_values(config).items():
-        found = list(_find_malformed(name, alarm))
-        if found:
-            yield from found
-        elif name in OF_EXTENSIONS:
-            yield from _find_pointless_of_extension(name, alarm, config)
-        else:
-            yield from _find_pointless(name, alarm, spec, config)
+            found = [*_KEYS[name].find_problems(config)] or [*_check_band(name, alarms[name])]
+            yield from found or _find_pointless(name, alarms[name], spec, config)
 
 
 def _is_measured(name: str, config: DictConfig) -> bool:
@@ -110,11 +100,6 @@ def _is_measured(name: str, config: DictConfig) -> bool:
 
 def _problem(key: str, value: Any, reason: str, fix: str, *overrides: str) -> Problem:
     return Problem(key, value, reason, fix, parts=(), overrides=overrides)
-
-
-def _reset_to_defaults(name: str, *parts: str) -> tuple[str, ...]:
-    """Build the overrides that set these keys of an alarm to their defaults."""
-    return tuple(set_to(f"{SECTION}.{name}.{part}", DEFAULTS[name][part]) for part in parts)
 
 
 def _read_values(config: DictConfig) -> dict[str, dict[str, Any]]:
@@ -155,132 +140,119 @@ def _read_alarm(name: str, values: Mapping[str, Any]) -> AlarmSettings:
     )
 
 
-def _find_malformed(name: str, values: Mapping[str, Any]) -> Iterator[Problem]:
-    def wrong(part: str, reason: str, fix: str, *overrides: str) -> Problem:
-        return _problem(f"{SECTION}.{name}.{part}", values[part], reason, fix, *overrides)
+def _declare(name: str) -> Section:
+    """Declare the keys of an alarm; one on an extension's metric has no fallback."""
+    fallback = None if name in OF_EXTENSIONS else ("action", "fallback")
+    keys = {
+        "action": Key(
+            lambda value: value is False or value in get_args(Action), f"one of {', '.join(get_args(Action))}"
+        ),
+        **dict.fromkeys(_BOUNDS, number("a number, or null to leave the side open", null=True)),
+        **dict.fromkeys(("patience", "recovery_patience"), count("a number of updates, 1 or more")),
+        "fallback": Key(lambda value: True, "options of the group correction"),
+        "return_after": count("a number of updates, 1 or more, or null for never", null=True, read_with=fallback),
+        "window": count("a number of updates, 2 or more", 2),
+        "least": number("a number of nats per token, above 0", above=0),
+    }
+    early = Rule(
+        "return_after",
+        lambda values: (
+            values["action"] == "fallback" and (values["return_after"] or math.inf) < values["recovery_patience"]
+        ),
+        "it returns before the alarm has re-armed.",
+        lambda values: values["recovery_patience"],
+        "recovery_patience",
+    )
+    return Section(f"{SECTION}.{name}", DEFAULTS[name], {part: keys[part] for part in DEFAULTS[name]}, (early,))
 
-    if values["action"] not in get_args(Action):
-        yield wrong(
-            "action", "no action.", f"Set one of {', '.join(get_args(Action))}.", *_reset_to_defaults(name, "action")
-        )
-    for part in _BOUNDS:
-        if values[part] is not None and not _is_number(values[part]):
-            yield wrong(
-                part, "not a number.", "Set one, or null to leave the side open.", *_reset_to_defaults(name, *_BOUNDS)
-            )
-            return
-    for part, least in (("patience", 1), ("recovery_patience", 1), ("window", 2), ("return_after", 1)):
-        if part in values and not (part == "return_after" and values[part] is None):
-            value = values[part]
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                reason = f"a count of updates, a whole number of at least {least}."
-                yield wrong(part, reason, "", *_reset_to_defaults(name, part))
-                return
-    if "least" in values and not (_is_number(values["least"]) and values["least"] > 0):
-        yield wrong("least", "nats a token, a number > 0.", "", *_reset_to_defaults(name, "least"))
-    yield from _check_band(name, values)
-    back = values["return_after"]
-    if back is not None and back < (patience := values["recovery_patience"]):
-        key = f"{SECTION}.{name}"
-        reason = f"before the alarm has re-armed, after {key}.recovery_patience={patience} updates."
-        fix = f"Set {patience} or more."
-        yield wrong("return_after", reason, fix, set_to(f"{key}.return_after", patience))
+
+_KEYS = {name: _declare(name) for name in DEFAULTS}
 
 
 def _check_band(name: str, values: Mapping[str, Any]) -> Iterator[Problem]:
     """Find bounds that cross, lie beyond what the alarm measures, or do not fit the recovery bounds."""
-    key, shipped = f"{SECTION}.{name}", _reset_to_defaults(name, *_BOUNDS)
+    key = f"{SECTION}.{name}"
+    shipped = tuple(set_to(f"{key}.{part}", DEFAULTS[name][part]) for part in _BOUNDS)
+
+    def refuse(part: str, reason: str, fix: str = "", overrides: tuple[str, ...] = shipped) -> Problem:
+        return _problem(f"{key}.{part}", values[part], reason, fix, *overrides)
+
     lower, upper = values["lower"], values["upper"]
     if lower is None and upper is None:
-        fix = f"Set a bound, or {key}.action=off."
-        yield _problem(f"{key}.lower", None, "with both sides open it never fires.", fix, *shipped)
+        yield refuse("lower", "with both sides open it never fires.", f"Set a bound, or {key}.action=off.")
         return
     if lower is not None and upper is not None and lower > upper:
-        reason = f"above {key}.upper={upper}, so that every value is beyond."
-        yield _problem(f"{key}.lower", lower, reason, "", *shipped)
+        yield refuse("lower", f"above {key}.upper={upper}, so that every value is beyond.")
         return
     least, greatest = RANGES[name]
     within = f"it lies between {least:g} and {greatest:g}" if math.isfinite(greatest) else f"it is {least:g} or more"
-    for side, bound in (("lower", lower), ("upper", upper)):
-        if bound is None:
-            continue
-        below, above = (bound <= least, bound > greatest) if side == "lower" else (bound < least, bound >= greatest)
-        if below or above:
-            never = below == (side == "lower")
+    for side, never, always in (
+        ("lower", lower is not None and lower <= least, lower is not None and lower > greatest),
+        ("upper", upper is not None and upper >= greatest, upper is not None and upper < least),
+    ):
+        if never or always:
             happens = (
                 "no value is beyond, and it never fires" if never else "every value is beyond, and it always fires"
             )
-            yield _problem(f"{key}.{side}", bound, f"{within}: {happens}.", "", *shipped)
+            yield refuse(side, f"{within}: {happens}.")
             return
     fit = True
     for side, sign in (("lower", 1.0), ("upper", -1.0)):
         bound, recovery = values[side], values[f"recovery_{side}"]
         if (bound is None) != (recovery is None):
-            unset = f"recovery_{side}" if recovery is None else side
-            given = bound if recovery is None else recovery
+            unset, given = (f"recovery_{side}", bound) if recovery is None else (side, recovery)
             fix = f"Set both, or neither; {key}.{unset}={given} for example."
-            both = set_to(f"{key}.{unset}", given)
-            yield _problem(f"{key}.{unset}", None, f"{side} and recovery_{side} go together.", fix, both)
+            yield refuse(unset, f"{side} and recovery_{side} go together.", fix, (set_to(f"{key}.{unset}", given),))
         elif bound is not None and sign * recovery < sign * bound:
             reason = f"looser than {key}.{side}={bound}: it would re-arm while it fires."
-            stricter = f"{key}.recovery_{side}"
-            yield _problem(stricter, recovery, reason, f"Set {bound}, or a stricter one.", set_to(stricter, bound))
+            override = set_to(f"{key}.recovery_{side}", bound)
+            yield refuse(f"recovery_{side}", reason, f"Set {bound}, or a stricter one.", (override,))
             fit = False
     low, high = values["recovery_lower"], values["recovery_upper"]
     if fit and low is not None and high is not None and low > high:
-        reason = f"above {key}.recovery_upper={high}, so that it would never re-arm."
-        yield _problem(f"{key}.recovery_lower", low, reason, "", *shipped)
+        yield refuse("recovery_lower", f"above {key}.recovery_upper={high}, so that it would never re-arm.")
 
 
 def _find_pointless(
     name: str, values: Mapping[str, Any], spec: CorrectionSpec, config: DictConfig
 ) -> Iterator[Problem]:
-    key, action = f"{SECTION}.{name}", values["action"]
-    if action == "fallback" and not values["fallback"]:
+    key, action, fallback = f"{SECTION}.{name}", values["action"], values["fallback"]
+    given = fallback["options"] if isinstance(fallback, Mapping) else fallback
+    if name in OF_EXTENSIONS:
+        yield from _find_pointless_of_extension(name, {**values, "fallback": given}, config)
+        return
+    if action == "fallback" and not fallback:
         override = set_to(f"{key}.fallback", ["tis_token", "gsm"])
-        yield _problem(f"{key}.fallback", values["fallback"], "nothing to fall back to.", "", override)
-    if action != "fallback" and values["fallback"]:
-        names = values["fallback"]
-        given = names["options"] if isinstance(names, Mapping) else names
+        yield _problem(f"{key}.fallback", fallback, "nothing to fall back to.", "", override)
+    if action != "fallback" and fallback:
         reason, fix = f"never taken with action={action}.", f"Set {key}.action=fallback, or null."
         yield _problem(f"{key}.fallback", given, reason, fix, set_to(f"{key}.action", "fallback"))
-    if values["return_after"] is not None and action != "fallback":
-        reason, fix = f"nothing to return from with action={action}.", f"Set null, or {key}.action=fallback."
-        yield _problem(f"{key}.return_after", values["return_after"], reason, fix)
     if action not in ("stop", "fallback"):
         return
-    measured = OmegaConf.select(config, _MU)
-    if spec.is_none and not measured:
+    if spec.is_none and not OmegaConf.select(config, _MU):
         reason = "with correction=none and no rollout log-probs there is nothing to measure."
         fix = f"Set {_MU}=true, or {key}.action=off."
         yield _problem(f"{key}.action", action, reason, fix, set_to(_MU, True))
     elif reason := explain_constant(name, spec):
-        fix = f"Set {key}.action=warn, or off."
-        yield _problem(f"{key}.action", action, reason, fix)
+        yield _problem(f"{key}.action", action, reason, f"Set {key}.action=warn, or off.")
 
 
 def _find_pointless_of_extension(name: str, values: Mapping[str, Any], config: DictConfig) -> Iterator[Problem]:
-    key, section = f"{SECTION}.{name}", OF_EXTENSIONS[name][0]
-    given = {part: values[part] for part in ("fallback", "return_after") if values[part] is not None}
-    if values["action"] == "fallback":
-        reason, fix = f"another correction does not change what {section} measures.", f"Set {key}.action=warn, or stop."
-        yield _problem(f"{key}.action", "fallback", reason, fix)
+    key, action, section = f"{SECTION}.{name}", values["action"], OF_EXTENSIONS[name][0]
+    reason = f"another correction does not change what {section} measures."
+    if action == "fallback":
+        yield _problem(f"{key}.action", action, reason, f"Set {key}.action=warn, or stop.")
         return
-    for part, value in given.items():
-        shown = value["options"] if isinstance(value, Mapping) else value
-        reason = f"this alarm has no fallback: another correction does not change what {section} measures."
-        yield _problem(f"{key}.{part}", shown, reason, "Set null.")
-    if values["action"] == "stop" and not _is_measured(name, config):
-        reason, fix = f"with {section}=null there is nothing to measure.", f"Set {key}.action=warn, or off."
-        yield _problem(f"{key}.action", "stop", reason, fix)
+    for part in ("fallback", "return_after"):
+        if values[part] is not None:
+            yield _problem(f"{key}.{part}", values[part], f"this alarm has no fallback: {reason}", "Set null.")
+    if action == "stop" and not _is_measured(name, config):
+        fix = f"Set {key}.action=warn, or off."
+        yield _problem(f"{key}.action", action, f"with {section}=null there is nothing to measure.", fix)
 
 
 def _float(value: Any) -> float | None:
     return None if value is None else float(value)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 __all__ = ["DEFAULTS", "GROWTH", "SECTION", "AlarmSettings", "find_problems", "read_settings"]

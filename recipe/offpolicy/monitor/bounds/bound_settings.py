@@ -2,36 +2,25 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, get_args
 
-from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
+from ...batch.declared_keys import Key, Rule, Section, choice, count, number
 from ...batch.shipped_defaults import read_shipped_defaults
 from ...correction import CorrectionSpec, MaskSpec, Problem
 from ...correction.moving_bounds import WEIGHT, Side
-from ...correction.problem import format_value, remove, set_to
+from ...correction.problem import format_value, set_to
 from ...correction.proximal import MU_ITSELF
-from ...correction.spelling import find_closest
 from .histogram import find_keeping_distance, find_widest_cap
 from .schedule import Schedule, compute_distances, find_moving_sides
 
 SECTION = "offpolicy.calibrate"
 DEFAULTS: Final = read_shipped_defaults("calibrate")
-_COUNTS: Final = {"every": 1, "window": 1, "warmup": 0}
+_COUNTS: Final = ("every", "window", "warmup")
 _PACE: Final = ("rate", "floor", "ceiling")
-_OF_MASKS: Final = ("of", "side", "noise_kept")
-_DISTANCE: Final = "a multiple of the configured bound's distance from agreement"
-_RANGES: Final[dict[str, tuple[Callable[[float], bool], str]]] = {
-    "target_kept": (lambda x: 0.5 <= x < 1, "a share of what a mask looks at, from 0.5 to below 1."),
-    "target_ess": (lambda x: 0 < x < 1, "an effective sample size as a share of the weights, above 0 and below 1."),
-    "rate": (lambda x: 0 < x <= 1, "a factor less one, above 0 and at most 1."),
-    "floor": (lambda x: 0 < x <= 1, f"{_DISTANCE}, above 0 and at most 1."),
-    "ceiling": (lambda x: 1 <= x < math.inf, f"{_DISTANCE}, 1 or more."),
-    "noise_kept": (lambda x: 0.5 <= x < 1, "a share of rows, from 0.5 to below 1."),
-}
 _TARGETS: Final = {"target_kept": 0.98, "target_ess": 0.9}
 """Keys that switch calibration on -> the value that a message proposes."""
 
@@ -85,22 +74,14 @@ def read_noted_keys(config: DictConfig) -> dict[str, Any]:
 
 def find_problems(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
     """Find the problems of the keys ``offpolicy.calibrate`` beside the correction ``spec``."""
-    section = OmegaConf.select(config, SECTION)
-    if not isinstance(section, DictConfig):
-        yield Problem(SECTION, section, "its keys have no values.", "Remove this override.", parts=())
+    if OmegaConf.select(config, SECTION) is None:
+        yield Problem(SECTION, None, "its keys have no values.", "Remove this override.", parts=())
         return
-    for name in map(str, section):
-        if name not in DEFAULTS:
-            key, given = f"{SECTION}.{name}", section[name]
-            near = find_closest(name, DEFAULTS)
-            moved = (*remove(key, given), set_to(f"{SECTION}.{near}", given)) if near else ()
-            fix = f"Did you mean {SECTION}.{near}?" if near else f"Known under {SECTION}: {', '.join(DEFAULTS)}."
-            yield Problem(key, given, "unknown key.", fix, parts=(), overrides=moved)
+    found = list(_KEYS.find_problems(config))
+    yield from found
+    if found:
+        return
     values = _read_values(config)
-    if wrong := list(_find_malformed(values)):
-        yield from wrong
-        return
-    yield from _find_unread(values)
     if values["target_kept"] is not None:
         yield from _find_immovable_masks(values, spec)
     if values["target_ess"] is not None:
@@ -109,72 +90,79 @@ def find_problems(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]
             yield Problem(f"{SECTION}.target_ess", values["target_ess"], reason, fix, parts=())
 
 
-def _problem(name: str, value: Any, reason: str, fix: str = "", **mend: Any) -> Problem:
-    """Build a problem of one key; ``mend`` holds the keys of the section that mend it, by default what is shipped."""
-    mend = {name: DEFAULTS[name]} if not mend and DEFAULTS[name] is not None else mend
-    overrides = tuple(set_to(f"{SECTION}.{key}", wanted) for key, wanted in mend.items())
-    return Problem(f"{SECTION}.{name}", value, reason, fix, parts=(), overrides=overrides)
+_MASKS = ("target_kept", ...)
+_DISTANCE = "a multiple of the configured bound's distance from agreement"
 
 
-def _find_unread(values: Mapping[str, Any]) -> Iterator[Problem]:
-    """Find keys that are set and that nothing reads, because no target, or none of masks, is set."""
-    if values["target_kept"] is not None:
-        return
-    needed = "target_kept" if _is_on(values) else "target_kept or target_ess"
-    for name in _OF_MASKS if _is_on(values) else (*_OF_MASKS, *_COUNTS, *_PACE):
-        if values[name] != DEFAULTS[name]:
-            reason = f"nothing reads it without {SECTION}.{needed}."
-            fix = f"Set {SECTION}.target_kept=0.98 for example, or {SECTION}.{name}={format_value(DEFAULTS[name])}."
-            yield _problem(name, values[name], reason, fix)
+def _build_rule(name: str) -> Rule:
+    """Build the rule that without a target nothing reads the key of this name."""
+    return Rule(
+        name,
+        lambda values: not _is_on(values) and values[name] != DEFAULTS[name],
+        "nothing reads it without target_kept or target_ess.",
+        lambda values: DEFAULTS[name],
+        "target_kept",
+    )
 
 
-def _find_malformed(values: Mapping[str, Any]) -> Iterator[Problem]:
-    for name, proposed in _TARGETS.items():
-        if values[name] is not None and not _is_in_range(name, values[name]):
-            fix = f"Set {proposed}, or null."
-            yield _problem(name, values[name], _RANGES[name][1], fix, **{name: proposed})
-    if values["side"] not in get_args(Side):
-        yield _problem("side", values["side"], "no side of a band.", f"Set one of {', '.join(get_args(Side))}.")
-    if not isinstance(values["of"], str | ListConfig | list | None):
-        fix = f"Set {SECTION}.of=[gsm] for example, or null for the one there is."
-        yield _problem("of", values["of"], "not a list of masks.", fix, of=None)
-    for name, least in _COUNTS.items():
-        if isinstance(values[name], bool) or not isinstance(values[name], int) or values[name] < least:
-            yield _problem(name, values[name], f"a count of updates, a whole number of at least {least}.")
-    for name in (*_PACE, "noise_kept"):
-        if not _is_in_range(name, values[name]):
-            yield _problem(name, values[name], _RANGES[name][1])
+_KEYS = Section(
+    SECTION,
+    DEFAULTS,
+    {
+        "target_kept": number("a share of what a mask decides by, in [0.5, 1), or null", 0.5, below=1, null=True),
+        "target_ess": number("an effective sample size in (0, 1), or null", above=0, below=1, null=True),
+        "of": Key(
+            lambda value: value is None or isinstance(value, str | list),
+            "a list of masks such as [gsm], or null for the one there is",
+            _MASKS,
+        ),
+        "side": choice(*get_args(Side), read_with=_MASKS),
+        "every": count("a number of updates, 1 or more"),
+        "window": count("a number of updates, 1 or more"),
+        "warmup": count("a number of updates, 0 or more", 0),
+        "rate": number("a factor minus one, in (0, 1]", above=0, most=1),
+        "floor": number(f"{_DISTANCE}, in (0, 1]", above=0, most=1),
+        "ceiling": number(f"{_DISTANCE}, 1 or more", 1),
+        "noise_kept": number("a share of rows, in [0.5, 1)", 0.5, below=1, read_with=_MASKS),
+    },
+    tuple(map(_build_rule, (*_COUNTS, *_PACE))),
+    _TARGETS,
+)
 
 
 def _find_immovable_masks(values: Mapping[str, Any], spec: CorrectionSpec) -> Iterator[Problem]:
     of, target, kept = f"{SECTION}.of", f"{SECTION}.target_kept", values["target_kept"]
     masks, movable = dict(spec.masks), _list_movable(spec, values["side"])
     names = _list_names(values["of"])
+
+    def refuse(key: str, value: Any, reason: str, fix: str, *overrides: str) -> Problem:
+        return Problem(key, value, reason, fix, parts=(), overrides=overrides)
+
     if not masks:
         fix = f"Set {target}=null; {SECTION}.target_ess moves the cap of a weight."
-        yield _problem("target_kept", kept, "the correction has no mask whose bounds could move.", fix)
+        yield refuse(target, kept, "the correction has no mask whose bounds could move.", fix)
         return
     if spec.skyrl_compat:
         reason = "correction.skyrl_compat=true lets one mask decide what another sees, so that no share is its own."
-        yield _problem("target_kept", kept, reason, f"Set {target}=null, or correction.skyrl_compat=false.")
-    first: dict[str, Any] = {"of": movable[:1]} if len(movable) == 1 else {}
+        yield refuse(target, kept, reason, f"Set {target}=null, or correction.skyrl_compat=false.")
+    first = (set_to(of, movable),) if len(movable) == 1 else ()
     if not names and len(movable) != 1:
         reason = f"{len(movable)} masks have bounds that could move: {', '.join(movable) or 'none'}."
         fix = f"Set {of}=[{movable[0]}] for example." if movable else f"Set {target}=null."
-        yield _problem("of", None, reason, fix, **first)
+        yield refuse(of, None, reason, fix, *first)
     for name in names or movable:
         if name not in masks:
-            yield _problem("of", name, "no mask of the correction.", f"Choose of {', '.join(masks)}.", **first)
+            yield refuse(of, name, "no mask of the correction.", f"Choose of {', '.join(masks)}.", *first)
         elif name not in movable:
             fix = f"Choose of {', '.join(movable)}." if movable else f"Set {target}=null."
-            yield _problem("of", name, _explain_immovable(masks[name], values["side"]), fix, **first)
+            yield refuse(of, name, _explain_immovable(masks[name], values["side"]), fix, *first)
         elif masks[name].ratio == "full" and spec.proximal in (*MU_ITSELF, "loglinear"):
             reason = (
                 f"with correction.proximal={spec.proximal} nothing tells backend noise from drift, and the bound must "
                 f"not get below it."
             )
             fix = f"Set {target}=null, or correction.proximal=recompute."
-            yield _problem("of", name, reason, fix)
+            yield refuse(of, name, reason, fix)
 
 
 def _find_immovable_cap(spec: CorrectionSpec, masks: list[str]) -> Iterator[tuple[str, str]]:
@@ -248,8 +236,3 @@ def _list_names(value: Any) -> list[str]:
     if value is None:
         return []
     return [value] if isinstance(value, str) else [str(name) for name in value]
-
-
-def _is_in_range(name: str, value: Any) -> bool:
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    return number and _RANGES[name][0](value)

@@ -54,50 +54,55 @@ def test_an_alarm_that_is_off_is_not_there(off: Any) -> None:
     assert found({f"{KEY}.ess.action": off}) == []
 
 
-WRONG: dict[str, tuple[dict[str, Any], str]] = {
-    "section": ({KEY: None}, "offpolicy.alarms=null: its keys have no values. Remove this override."),
-    "name": ({f"{KEY}.entropy": {"action": "warn"}}, "no alarm has this name. Choose of ess, mean_weight,"),
-    "null": ({f"{KEY}.ess": None}, "its keys have no values. Set offpolicy.alarms.ess.action=off"),
-    "an action": ({f"{KEY}.ess": "stop"}, "its keys have no values. Set offpolicy.alarms.ess.action=stop."),
-    "key": (
-        {f"{KEY}.ess.bound": 1},
-        "ess.bound=1: unknown key. Known under offpolicy.alarms.ess: action",
-    ),
-    "action": ({f"{KEY}.ess.action": "page"}, "no action. Set one of off, warn, stop, fallback."),
-    "bound": ({f"{KEY}.ess.lower": "low"}, "offpolicy.alarms.ess.lower=low: not a number."),
-    "patience": ({f"{KEY}.ess.patience": 0}, "a whole number of at least 1"),
-    "half an update": ({f"{KEY}.ess.recovery_patience": 1.5}, "a whole number of at least 1"),
-    "window": ({f"{KEY}.mismatch_growth.window": 1}, "a whole number of at least 2"),
-    "least": (
-        {f"{KEY}.mismatch_growth.least": 0},
-        "nats a token, a number > 0. Set offpolicy.alarms.mismatch_growth.least=0.0001.",
-    ),
-    "open": (
-        {f"{KEY}.ess.lower": None, f"{KEY}.ess.recovery_lower": None},
-        "with both sides open it never fires. Set a bound, or offpolicy.alarms.ess.action=off.",
-    ),
-    "inverted": ({f"{KEY}.mean_weight.lower": 3.0}, "above offpolicy.alarms.mean_weight.upper=2.0"),
-    "half": (
-        {f"{KEY}.ess.recovery_lower": None},
-        "lower and recovery_lower go together. Set both, or neither; offpolicy.alarms.ess.",
-    ),
-    "looser below": ({f"{KEY}.ess.recovery_lower": 0.2}, "looser than offpolicy.alarms.ess.lower=0.3"),
-    "looser above": ({f"{KEY}.mean_weight.recovery_upper": 2.5}, "looser than offpolicy.alarms.mean_weight.upper=2.0"),
-    "nothing": ({f"{KEY}.ess.action": "fallback"}, "nothing to fall back to. Set offpolicy.alarms.ess.fallback="),
-    "not taken": ({f"{KEY}.ess.fallback": ["gsm"]}, "never taken with action=warn"),
-    "no return": ({f"{KEY}.ess.return_after": 9}, "nothing to return from with action=warn"),
-    "too early": (
-        {f"{KEY}.ess.return_after": 2, f"{KEY}.ess.action": "fallback", f"{KEY}.ess.fallback": ["gsm"]},
-        "before the alarm has re-armed, after offpolicy.alarms.ess.recovery_patience=3 updates. Set 3 or more.",
-    ),
+OUTSIDE = {
+    "action": ("page", None),
+    **dict.fromkeys(("lower", "upper", "recovery_lower", "recovery_upper"), ("low", True)),
+    **dict.fromkeys(("patience", "recovery_patience"), (0, 1.5)),
+    "return_after": (0, "never"),
+    "window": (1, 2.5),
+    "least": (0, None),
+}
+
+
+@pytest.mark.parametrize("name", DEFAULTS)
+def test_each_key_has_its_range(name: str) -> None:
+    for key in set(DEFAULTS[name]) - {"fallback"}:
+        for value in OUTSIDE[key]:
+            made = config({f"{KEY}.{name}.{key}": value})
+            (problem,) = find_problems(made, read_spec(made))
+            assert problem.key == f"{KEY}.{name}.{key}"
+            default = DEFAULTS[name][key]
+            assert problem.overrides == (() if default is None else (f"{KEY}.{name}.{key}={default}",))
+
+
+ESS, MEAN = f"{KEY}.ess", f"{KEY}.mean_weight"
+BACK = {f"{ESS}.action": "fallback", f"{ESS}.fallback": ["gsm"]}
+SHIPPED = (f"{ESS}.lower=0.3", f"{ESS}.upper=null", f"{ESS}.recovery_lower=0.4", f"{ESS}.recovery_upper=null")
+WRONG: dict[str, tuple[dict[str, Any], str, tuple[str, ...]]] = {
+    "section": ({KEY: None}, KEY, ()),
+    "name": ({f"{KEY}.entropy": {"action": "warn"}}, f"{KEY}.entropy", ()),
+    "null": ({ESS: None}, ESS, (f"{ESS}={{action: 'off'}}",)),
+    "an action": ({ESS: "stop"}, ESS, (f"{ESS}={{action: 'stop'}}",)),
+    "key": ({f"{ESS}.bound": 1}, f"{ESS}.bound", ()),
+    "open": ({f"{ESS}.lower": None, f"{ESS}.recovery_lower": None}, f"{ESS}.lower", SHIPPED),
+    "inverted": ({f"{ESS}.upper": 0.2, f"{ESS}.recovery_upper": 0.1}, f"{ESS}.lower", SHIPPED),
+    "half": ({f"{ESS}.recovery_lower": None}, f"{ESS}.recovery_lower", (f"{ESS}.recovery_lower=0.3",)),
+    "looser below": ({f"{ESS}.recovery_lower": 0.2}, f"{ESS}.recovery_lower", (f"{ESS}.recovery_lower=0.3",)),
+    "looser above": ({f"{MEAN}.recovery_upper": 2.5}, f"{MEAN}.recovery_upper", (f"{MEAN}.recovery_upper=2.0",)),
+    "nothing": ({f"{ESS}.action": "fallback"}, f"{ESS}.fallback", (f"{ESS}.fallback=[tis_token, gsm]",)),
+    "not taken": ({f"{ESS}.fallback": ["gsm"]}, f"{ESS}.fallback", (f"{ESS}.action=fallback",)),
+    "no return": ({f"{ESS}.return_after": 9}, f"{ESS}.return_after", ()),
+    "too early": (BACK | {f"{ESS}.return_after": 2}, f"{ESS}.return_after", (f"{ESS}.return_after=3",)),
 }
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_each_mistake_is_named(name: str) -> None:
-    changes, expected = WRONG[name]
-    (problem,) = [text for text in found(changes) if expected in text]
-    assert problem.startswith(KEY)
+def test_each_mistake_is_found_with_its_fix(name: str) -> None:
+    changes, key, overrides = WRONG[name]
+    made = config(changes)
+    (problem,) = find_problems(made, read_spec(made))
+    assert (problem.key, problem.overrides) == (key, overrides)
+    assert problem.advice
 
 
 @pytest.mark.parametrize(

@@ -273,13 +273,6 @@ def found(correction: CorrectionSpec, **values: Any) -> list[tuple[str, str]]:
     return [(problem.key, str(problem)) for problem in find_problems(made, read_spec(made))]
 
 
-@pytest.mark.parametrize("target", [0, 1, 1.0, -0.5, 90, "high", True, math.nan, math.inf])
-def test_a_target_outside_of_0_to_1(target: Any) -> None:
-    ((key, message),) = found(CAPPED, target_ess=target)
-    assert key == KEY
-    assert message.endswith("above 0 and below 1. Set 0.9, or null.")
-
-
 @pytest.mark.parametrize("target", [0.01, 0.5, 0.99])
 def test_any_share_between_is_taken(target: float) -> None:
     assert found(CAPPED, target_ess=target) == []
