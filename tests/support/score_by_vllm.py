@@ -72,7 +72,8 @@ def main(folder: Path) -> None:
 
     found = {}
     for cache in ("auto", "off"):
-        settings = ProcessSettings(think_end="", markers=(), max_tokens=20, max_episodes=8, prefix_cache=cache)
+        values = {"think_end": "", "markers": [], "max_tokens": 20, "max_episodes": 8, "prefix_cache": cache}
+        settings = ProcessSettings.from_mapping("process_reward", values)
         scorer = PrefixScorer(settings, ask, tokenizer)
         errors, values, forward, cached, rescored = [], 0, 0, 0, 0
         for prompt, output in zip(prompts, sampled, strict=True):

@@ -56,6 +56,8 @@ def load_extensions(config: DictConfig) -> tuple[Extension, ...]:
             made.append(_class_of(section, target)(section, settings))
         except SpecError as error:
             problems.append(error.problem)
+        except CheckError as error:
+            problems += error.problems
     if problems:
         raise CheckError(problems)
     return tuple(made)

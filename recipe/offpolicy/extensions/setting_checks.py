@@ -1,59 +1,54 @@
-"""Checks of the values of an extension's section: which keys there are, and what they may be."""
+"""The section of an extension: its keys, and its values over those of the option that ships them."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
 from typing import Any
 
-from ..correction import SpecError
-from ..correction.spelling import find_closest
+from omegaconf import OmegaConf
 
-Rule = tuple[Callable[[Any], bool], str, Any]
-"""Returns True of values that fit; these in words; the value that mends another."""
+from ..batch.declared_keys import Key, Rule, Section
+from ..correction.problem import EVERYTHING, CheckError
+
+_CONFIG_DIR = Path(__file__).resolve().parents[1] / "config"
 
 
-def check_keys(section: str, values: Any, known: Mapping[str, Rule]) -> dict[str, Any]:
-    """Return the values of a section after checking them.
+@dataclass(frozen=True)
+class _Values(Section):
+    """A section that is given by its values; there is no configuration around them."""
+
+    def read(self, config: Any) -> Any:
+        return config
+
+
+def read_values(
+    section: str, values: Any, option: str, keys: Mapping[str, Key], rules: Sequence[Rule] = ()
+) -> dict[str, Any]:
+    """Return the values of a section, and those of ``option`` for keys that are not given.
+
+    Args:
+        option: the file that ships all keys, such as ``opd/advantage``.
 
     Raises:
-        SpecError: an unknown key, or a value that does not fit.
+        CheckError: unknown keys, values that do not fit, unread keys and contradictions, all at once.
     """
-    if not isinstance(values, Mapping):
-        raise SpecError("not a mapping.", f"Set {section}.KEY=VALUE.", key=section, value=values)
-    for name, value in values.items():
-        key = f"{section}.{name}"
-        if name not in known:
-            near = find_closest(str(name), known)
-            fix = f"Did you mean {section}.{near}?" if near else f"Known under {section}: {', '.join(known)}."
-            meant, away = ({f"{section}.{near}": value}, {key: value}) if near else (None, None)
-            raise SpecError("unknown key.", fix, key=key, value=value, meant=meant, removed=away)
-        fits, wanted, default = known[name]
-        if not fits(value):
-            raise SpecError(f"expected {wanted}.", key=key, value=value, mend={key: default})
-    return dict(values)
+    shipped = _read_option(option)
+    if found := list(_Values(section, shipped, keys, rules).find_problems(values)):
+        raise CheckError(replace(problem, parts=EVERYTHING) for problem in found)
+    return {
+        name: {**default, **(values.get(name) or {})} if isinstance(default, Mapping) else values.get(name, default)
+        for name, default in shipped.items()
+    }
 
 
-def is_number(value: object) -> bool:
-    """Return True for a finite number."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def is_count(value: object, least: int = 1) -> bool:
-    """Return True for a whole number that is not below ``least``."""
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
-
-
-def is_positive(value: object) -> bool:
-    """Return True for a finite number above 0."""
-    return is_number(value) and value > 0  # type: ignore[operator]
-
-
-def is_flag(value: object) -> bool:
-    """Return True for true and false."""
-    return isinstance(value, bool)
-
-
-def optional(fits: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    """Let null fit too."""
-    return lambda value: value is None or fits(value)
+@cache
+def _read_option(option: str) -> dict[str, Any]:
+    """Read the values of an option; an empty mapping, whose keys are free, as null."""
+    shipped: Any = OmegaConf.to_container(OmegaConf.load(_CONFIG_DIR / f"{option}.yaml"))
+    return {
+        name: {key: None if each == {} else each for key, each in value.items()} if isinstance(value, dict) else value
+        for name, value in shipped.items()
+    }

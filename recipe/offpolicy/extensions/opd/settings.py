@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
+from ...batch.declared_keys import Key, Rule, choice, count, flag, number
 from ...correction import SpecError
-from ...correction.problem import format_value
 from ...fault_tolerance.redaction import redact_text
-from ..setting_checks import Rule, check_keys, is_count, is_flag, is_number, is_positive, optional
+from ..setting_checks import read_values
 
 Mode = Literal["advantage", "loss"]
 COEF: Mapping[str, float] = {"advantage": 1.0, "loss": 0.01}
@@ -53,9 +53,9 @@ class TeacherSettings:
 class EligibleSettings:
     """Settings of ``eligibility.eligible``."""
 
-    passed_above: float = 0.0
-    max_pass_rate: float = 0.25
-    rows: str = "failed"
+    passed_above: float
+    max_pass_rate: float
+    rows: str
 
 
 @dataclass(frozen=True)
@@ -74,102 +74,90 @@ class OpdSettings:
 
     mode: Mode
     teacher: TeacherSettings
-    eligible: EligibleSettings = field(default_factory=EligibleSettings)
-    coef: float = 1.0
-    horizon: int | None = None
-    max_gap: float = 5.0
-    scale: str | float = "std"
-    corrected: bool = True
-    extreme: float = 5.0
+    eligible: EligibleSettings
+    coef: float
+    horizon: int | None
+    max_gap: float
+    scale: str | float
+    corrected: bool
+    extreme: float
 
     @classmethod
     def from_mapping(cls, section: str, values: Mapping[str, Any]) -> OpdSettings:
         """Read the section.
 
         Raises:
-            SpecError: an unknown key, or a value that cannot be what was meant.
+            CheckError, SpecError: unknown keys, or values that cannot be what was meant.
         """
-        given = check_keys(section, values, _KEYS)
-        teacher = check_keys(f"{section}.teacher", given.pop("teacher", None) or {}, _TEACHER)
-        urls = teacher.pop("url", None)
+        given = read_values(section, values, "opd/advantage", _KEYS, _RULES)
+        teacher, eligible = given.pop("teacher"), EligibleSettings(**given.pop("eligible"))
+        urls, mode = teacher.pop("url"), f"{section}.mode"
         if urls is None:
-            raise SpecError(
-                "no teacher is named.",
-                f"Start one with scripts/teacher.sh, and set {section}.teacher.url=http://HOST:PORT.",
-                key=f"{section}.teacher.url",
-            )
-        eligible = check_keys(f"{section}.eligible", given.pop("eligible", None) or {}, _ELIGIBLE)
-        if "mode" not in given:
-            fix, mode = "Set opd=advantage or opd=loss.", f"{section}.mode"
+            fix = f"Start one with scripts/teacher.sh, and set {section}.teacher.url=http://HOST:PORT."
+            raise SpecError("no teacher is named.", fix, key=f"{section}.teacher.url")
+        headers = teacher["headers"] = teacher["headers"] or {}
+        if not all(isinstance(each, str) and each.isidentifier() for each in headers.values()):
+            raise SpecError(f"expected {_HEADERS}.", key=f"{section}.teacher.headers", value=headers)
+        if "mode" not in values:
+            fix = "Set opd=advantage or opd=loss."
             raise SpecError("neither advantage nor loss.", fix, key=mode, mend={mode: "advantage"})
-        if given.get("coef") is None:
+        if given["coef"] is None:
             given["coef"] = COEF[given["mode"]]
-        settings = cls(
-            teacher=TeacherSettings(urls=_addresses(urls), **teacher), eligible=EligibleSettings(**eligible), **given
-        )
-        settings._check(section)
-        return settings
-
-    def _check(self, section: str) -> None:
-        """Refuse what would have no effect in this mode."""
-        if self.mode == "advantage" and not self.corrected:
-            raise SpecError(
-                "an advantage is part of the policy term, which weight and masks always act on.",
-                key=f"{section}.corrected",
-                value=False,
-                beside={f"{section}.mode": self.mode},
-                mend={f"{section}.corrected": True},
-            )
-        if self.mode == "loss" and self.scale not in ("std", "none"):
-            raise SpecError(
-                "only advantages are divided by it.",
-                key=f"{section}.scale",
-                value=self.scale,
-                beside={f"{section}.mode": self.mode},
-                mend={f"{section}.scale": "std"},
-            )
+        return cls(teacher=TeacherSettings(urls=_addresses(urls), **teacher), eligible=eligible, **given)
 
 
 def _addresses(given: str | list[str]) -> tuple[str, ...]:
     return tuple(each.rstrip("/").removesuffix("/v1") for each in ([given] if isinstance(given, str) else given))
 
 
+def _are_addresses(value: Any) -> bool:
+    return value is None or all(map(_is_address, value if isinstance(value, list) and value else [value]))
+
+
 def _is_address(value: object) -> bool:
     return isinstance(value, str) and urlsplit(value).scheme in ("http", "https") and bool(urlsplit(value).netloc)
 
 
-def _names_variables(value: object) -> bool:
-    return isinstance(value, Mapping) and all(isinstance(each, str) and each.isidentifier() for each in value.values())
+def _is_scale(value: Any) -> bool:
+    return value in ("std", "none") or number("", above=0).fits(value)
 
 
-_TEACHER: Mapping[str, Rule] = {
-    "url": (
-        optional(lambda value: all(map(_is_address, value if isinstance(value, list) and value else [value]))),
-        "an address such as http://127.0.0.1:8100, or a list of them",
-        "http://127.0.0.1:8100",
-    ),
-    "model": (optional(lambda value: isinstance(value, str)), "a served name or null", None),
-    "tokenizer": (optional(lambda value: isinstance(value, str)), "a folder, a hub name or null", None),
-    "concurrency": (is_count, "a number of requests, 1 or more", 32),
-    "timeout": (is_positive, "seconds above 0", 600),
-    "probe_every": (optional(is_count), "a number of steps, 1 or more, or null", 50),
-    "retries": (lambda value: value == 0 or is_count(value), "a number of times, 0 or more", 2),
-    "other_template": (is_flag, "true or false", False),
-    "headers": (_names_variables, "headers, each with the name of the environment variable that holds its value", {}),
-}
-_ELIGIBLE = {
-    "passed_above": (is_number, "a reward", 0.0),
-    "max_pass_rate": (lambda value: is_number(value) and 0 <= value <= 1, "a share in [0, 1]", 0.25),
-    "rows": (lambda value: value in ("failed", "all"), "failed or all", "failed"),
-}
+_HEADERS = "headers, each with the name of the environment variable that holds its value"
+_TEXT = Key(lambda value: value is None or isinstance(value, str), "a name, a folder or null")
 _KEYS = {
-    "mode": (lambda value: value in COEF, f"one of {format_value(list(COEF))}", "advantage"),
-    "teacher": (optional(lambda value: isinstance(value, Mapping)), "a mapping", {}),
-    "eligible": (optional(lambda value: isinstance(value, Mapping)), "a mapping", {}),
-    "coef": (optional(is_positive), "a number above 0, or null", None),
-    "horizon": (optional(is_count), "a number of tokens, 1 or more, or null", None),
-    "max_gap": (is_positive, "nats above 0: failed rows of a far teacher have gaps of many nats", 5.0),
-    "scale": (lambda value: value in ("std", "none") or is_positive(value), "std, none or a number above 0", "std"),
-    "corrected": (is_flag, "true or false", True),
-    "extreme": (is_positive, "nats above 0", 5.0),
+    "mode": choice(*COEF),
+    "teacher.url": Key(_are_addresses, "an address such as http://127.0.0.1:8100, or a list of them"),
+    "teacher.model": _TEXT,
+    "teacher.tokenizer": _TEXT,
+    "teacher.concurrency": count("a number of requests, 1 or more"),
+    "teacher.timeout": number("seconds above 0", above=0),
+    "teacher.probe_every": count("a number of steps, 1 or more, or null", null=True),
+    "teacher.retries": count("a number of times, 0 or more", 0),
+    "teacher.other_template": flag(),
+    "teacher.headers": Key(lambda value: value is None, _HEADERS),
+    "eligible.passed_above": number("a reward"),
+    "eligible.max_pass_rate": number("a share in [0, 1]", 0, 1),
+    "eligible.rows": choice("failed", "all"),
+    "coef": number("a number above 0, or null", above=0, null=True),
+    "horizon": count("a number of tokens, 1 or more, or null", null=True),
+    "max_gap": number("nats above 0: failed rows of a far teacher have gaps of many nats", above=0),
+    "scale": Key(_is_scale, "std, none or a number above 0"),
+    "corrected": flag(),
+    "extreme": number("nats above 0", above=0),
 }
+_RULES = (
+    Rule(
+        "corrected",
+        lambda values: values["mode"] == "advantage" and not values["corrected"],
+        "an advantage is part of the policy term, which weight and masks always act on.",
+        lambda values: True,
+        "mode",
+    ),
+    Rule(
+        "scale",
+        lambda values: values["mode"] == "loss" and values["scale"] not in ("std", "none"),
+        "only advantages are divided by it.",
+        lambda values: "std",
+        "mode",
+    ),
+)

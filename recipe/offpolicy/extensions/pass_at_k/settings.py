@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
+from ...batch.declared_keys import Key, Rule, choice, count, flag, number
 from ...correction import SpecError
-from ...correction.problem import format_value
-from ..setting_checks import Rule, check_keys, is_count, is_flag, is_number, optional
+from ..setting_checks import read_values
 from .training import OBJECTIVES
 
 CHOICES = ("none", *OBJECTIVES)
@@ -18,29 +18,29 @@ CHOICES = ("none", *OBJECTIVES)
 class MetricSettings:
     """Numbers of samples that pass@k is reported for: ``k`` within those drawn, ``extrapolate`` beyond, by the fit."""
 
-    k: Sequence[int] = (1, 2, 4, 8, 16)
-    extrapolate: Sequence[int] = (64, 256, 1024)
+    k: Sequence[int]
+    extrapolate: Sequence[int]
 
 
 @dataclass(frozen=True)
 class DynamicSettings:
     """Rounds of validation that sample only prompts with fewer than ``successes`` right; None: one round."""
 
-    successes: int | None = None
-    max_samples: int = 64
-    max_rounds: int = 8
+    successes: int | None
+    max_samples: int
+    max_rounds: int
 
 
 @dataclass(frozen=True)
 class BudgetSettings:
     """Where rollouts go: by group sizes, see ``budget.allocate``, or by draws, see ``upsampling.compute_chances``."""
 
-    mode: Literal["none", "group_size", "upsample"] = "none"
-    least: int = 2
-    most: int = 32
-    decay: float = 0.9
-    equal_prompts: bool = True
-    uniform_share: float = 0.2
+    mode: Literal["none", "group_size", "upsample"]
+    least: int
+    most: int
+    decay: float
+    equal_prompts: bool
+    uniform_share: float
 
 
 @dataclass(frozen=True)
@@ -56,35 +56,29 @@ class PassAtKSettings:
     """
 
     objective: Literal["none", "loo", "loo_minus_one", "analytic", "groups"]
-    k: int = 4
-    correct_at_least: float = 1.0
-    schedule: Sequence[tuple[int, int]] | None = None
-    seed: int = 0
-    metric: MetricSettings = field(default_factory=MetricSettings)
-    dynamic: DynamicSettings = field(default_factory=DynamicSettings)
-    budget: BudgetSettings = field(default_factory=BudgetSettings)
+    k: int
+    correct_at_least: float
+    schedule: Sequence[tuple[int, int]] | None
+    seed: int
+    metric: MetricSettings
+    dynamic: DynamicSettings
+    budget: BudgetSettings
 
     @classmethod
     def from_mapping(cls, section: str, values: Mapping[str, Any]) -> PassAtKSettings:
         """Read the section.
 
         Raises:
-            SpecError: an unknown key, or a value that cannot be what was meant.
+            CheckError, SpecError: unknown keys, or values that cannot be what was meant.
         """
-        given = check_keys(section, values, _KEYS)
-        if "objective" not in given:
+        given = read_values(section, values, "pass_at_k/loo", _KEYS, (_ORDER,))
+        if "objective" not in values:
             fix, key = f"Set {section}=loo, or another of validation, {', '.join(OBJECTIVES)}.", f"{section}.objective"
             raise SpecError("no objective is named.", fix, key=key, mend={key: "loo"})
-        for name, known, build in _PARTS:
-            part = check_keys(f"{section}.{name}", given.get(name) or {}, known)
-            read: dict[str, Any] = {key: tuple(each) if isinstance(each, list) else each for key, each in part.items()}
-            given[name] = build(**read)
-        if given.get("schedule") is not None:
+        for name, build in (("metric", MetricSettings), ("dynamic", DynamicSettings), ("budget", BudgetSettings)):
+            given[name] = build(**given[name])
+        if given["schedule"] is not None:
             given["schedule"] = tuple((int(step), int(k)) for step, k in given["schedule"])
-        budget = given["budget"]
-        if budget.least > budget.most:
-            key, most = f"{section}.budget.least", f"{section}.budget.most"
-            raise SpecError("more than most.", key=key, value=budget.least, beside={most: budget.most}, mend={key: 1})
         return cls(**given)
 
     def get_k(self, step: int) -> int:
@@ -99,52 +93,46 @@ class PassAtKSettings:
         return (*first, *(k for _, k in self.schedule or ()))
 
 
-def _one_of(*choices: str) -> tuple[Any, str, str]:
-    return (lambda value: value in choices), f"one of {format_value(list(choices))}", choices[0]
+_is_count, _is_step = count("").fits, count("", 0).fits
 
 
-def _counts(value: object) -> bool:
-    return isinstance(value, list | tuple) and all(map(is_count, value)) and list(value) == sorted(set(value))
+def _are_counts(value: Any) -> bool:
+    return isinstance(value, list | tuple) and all(map(_is_count, value)) and list(value) == sorted(set(value))
 
 
-def _is_schedule(value: object) -> bool:
+def _is_schedule(value: Any) -> bool:
+    if value is None:
+        return True
     if not isinstance(value, list | tuple) or not value:
         return False
     pairs = all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in value)
-    if not pairs or not all(is_count(step, 0) and is_count(k) for step, k in value):
+    if not pairs or not all(_is_step(step) and _is_count(k) for step, k in value):
         return False
     steps = [step for step, _ in value]
     return steps == sorted(set(steps))
 
 
-_RISING = "counts of 1 or more, in rising order"
-_METRIC: dict[str, Rule] = {"k": (_counts, _RISING, [1]), "extrapolate": (_counts, _RISING, [])}
-_DYNAMIC: dict[str, Rule] = {
-    "successes": (optional(is_count), "a count of 1 or more, or null", None),
-    "max_samples": (is_count, "a count of 1 or more", 64),
-    "max_rounds": (is_count, "a count of 1 or more", 8),
+_KEYS = {
+    "objective": choice(*CHOICES),
+    "k": count("a count of 1 or more"),
+    "correct_at_least": number("a score"),
+    "schedule": Key(_is_schedule, "pairs [STEP, K] in rising steps, or null"),
+    "seed": count("a whole number, 0 or more", 0),
+    **dict.fromkeys(("metric.k", "metric.extrapolate"), Key(_are_counts, "counts of 1 or more, in rising order")),
+    "dynamic.successes": count("a count of 1 or more, or null", null=True),
+    "dynamic.max_samples": count("a count of 1 or more"),
+    "dynamic.max_rounds": count("a count of 1 or more"),
+    "budget.mode": choice("none", "group_size", "upsample"),
+    "budget.least": count("a count of 1 or more"),
+    "budget.most": count("a count of 1 or more"),
+    "budget.decay": number("a number in [0, 1]", 0, 1),
+    "budget.equal_prompts": flag(),
+    "budget.uniform_share": number("a share in (0, 1)", above=0, below=1),
 }
-_BUDGET: dict[str, Rule] = {
-    "mode": _one_of("none", "group_size", "upsample"),
-    "least": (is_count, "a count of 1 or more", 2),
-    "most": (is_count, "a count of 1 or more", 32),
-    "decay": (lambda value: is_number(value) and 0 <= value <= 1, "a number in [0, 1]", 0.9),
-    "equal_prompts": (is_flag, "true or false", True),
-    "uniform_share": (lambda value: is_number(value) and 0 < value < 1, "a share between 0 and 1, both exclusive", 0.2),
-}
-_PARTS = (
-    ("metric", _METRIC, MetricSettings),
-    ("dynamic", _DYNAMIC, DynamicSettings),
-    ("budget", _BUDGET, BudgetSettings),
+_ORDER = Rule(
+    "budget.least",
+    lambda values: values["budget.least"] > values["budget.most"],
+    "more than most.",
+    lambda values: 1,
+    "budget.most",
 )
-_MAPPING: Rule = (optional(lambda value: isinstance(value, Mapping)), "a mapping", {})
-_KEYS: dict[str, Rule] = {
-    "objective": (lambda value: value in CHOICES, f"one of {format_value(list(CHOICES))}", "loo"),
-    "k": (is_count, "a count of 1 or more", 4),
-    "correct_at_least": (is_number, "a score", 1.0),
-    "schedule": (optional(_is_schedule), "pairs [STEP, K] in rising steps, or null", None),
-    "seed": (lambda value: is_count(value, 0), "a whole number, 0 or more", 0),
-    "metric": _MAPPING,
-    "dynamic": _MAPPING,
-    "budget": _MAPPING,
-}

@@ -6,10 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, get_args
 
-from ..setting_checks import Rule, check_keys, is_count, is_number, is_positive, optional
+from ...batch.declared_keys import Key, choice, count, number
+from ..setting_checks import read_values
 from .advantages import Normalize
-
-MARKERS = ("Wait,", "Alternatively,", "Actually,", "Hmm,", "Let me ", "I need to ", "So ", "But ")
 
 
 @dataclass(frozen=True)
@@ -30,49 +29,47 @@ class ProcessSettings:
         max_unscored_share: rows without values that a step may have.
     """
 
-    force_prompt: str = "</think>\n\nThe answer is "
-    think_end: str = "</think>"
-    markers: tuple[str, ...] = MARKERS
-    max_tokens: int = 256
-    max_episodes: int = 16
-    max_answer_tokens: int = 32
-    max_answers: int = 4
-    floor: float = -20.0
-    prefix_cache: str = "auto"
-    normalize: str = "zscore"
-    coef: float = 1.0
-    probe_every: int | None = 50
-    max_unscored_share: float = 0.0
+    force_prompt: str
+    think_end: str
+    markers: tuple[str, ...]
+    max_tokens: int
+    max_episodes: int
+    max_answer_tokens: int
+    max_answers: int
+    floor: float
+    prefix_cache: str
+    normalize: str
+    coef: float
+    probe_every: int | None
+    max_unscored_share: float
 
     @classmethod
     def from_mapping(cls, section: str, values: Mapping[str, Any]) -> ProcessSettings:
         """Read the section.
 
         Raises:
-            SpecError: an unknown key, or a value that cannot be what was meant.
+            CheckError: unknown keys, or values that cannot be what was meant.
         """
-        given = check_keys(section, values, _KEYS)
-        if "markers" in given:
-            given["markers"] = tuple(given["markers"])
-        return cls(**given)
+        given = read_values(section, values, "process_reward/prefix_value", _KEYS)
+        return cls(**{**given, "markers": tuple(given["markers"])})
 
 
-def _are_markers(value: object) -> bool:
+def _are_markers(value: Any) -> bool:
     return isinstance(value, list | tuple) and all(isinstance(each, str) and each for each in value)
 
 
-_KEYS: Mapping[str, Rule] = {
-    "force_prompt": (lambda value: isinstance(value, str) and value != "", "a text", ProcessSettings.force_prompt),
-    "think_end": (lambda value: isinstance(value, str), "a text, which may be empty", "</think>"),
-    "markers": (_are_markers, "a list of texts, none of them empty", list(MARKERS)),
-    "max_tokens": (is_count, "a number of tokens, 1 or more", 256),
-    "max_episodes": (is_count, "a number of episodes, 1 or more", 16),
-    "max_answer_tokens": (is_count, "a number of tokens, 1 or more", 32),
-    "max_answers": (is_count, "a number of answers, 1 or more", 4),
-    "floor": (lambda value: is_number(value) and value < 0, "nats below 0", -20.0),
-    "prefix_cache": (lambda value: value in ("auto", "off"), "auto or off", "auto"),
-    "normalize": (lambda value: value in get_args(Normalize), f"one of {', '.join(get_args(Normalize))}", "zscore"),
-    "coef": (is_positive, "a number above 0", 1.0),
-    "probe_every": (optional(is_count), "a number of steps, 1 or more, or null", 50),
-    "max_unscored_share": (lambda value: is_number(value) and 0 <= value < 1, "a share in [0, 1)", 0.0),
+_KEYS = {
+    "force_prompt": Key(lambda value: isinstance(value, str) and value != "", "a text"),
+    "think_end": Key(lambda value: isinstance(value, str), "a text, which may be empty"),
+    "markers": Key(_are_markers, "a list of texts, none of them empty"),
+    "max_tokens": count("a number of tokens, 1 or more"),
+    "max_episodes": count("a number of episodes, 1 or more"),
+    "max_answer_tokens": count("a number of tokens, 1 or more"),
+    "max_answers": count("a number of answers, 1 or more"),
+    "floor": number("a number of nats below 0", below=0),
+    "prefix_cache": choice("auto", "off"),
+    "normalize": choice(*get_args(Normalize)),
+    "coef": number("a number above 0", above=0),
+    "probe_every": count("a number of steps, 1 or more, or null", null=True),
+    "max_unscored_share": number("a share in [0, 1)", 0, below=1),
 }

@@ -75,7 +75,8 @@ class Engine:
 
 
 def settings(**changed: Any) -> ProcessSettings:
-    return ProcessSettings(**({"force_prompt": "2", "think_end": "", "markers": ("21",), "max_tokens": 99} | changed))
+    values = {"force_prompt": "2", "think_end": "", "markers": ["21"], "max_tokens": 99} | changed
+    return ProcessSettings.from_mapping("process_reward", values)
 
 
 def score(engine: Engine, row: Row, **changed: Any) -> RowValues:
