@@ -1,0 +1,62 @@
+"""Healthy whole runs of all kinds: no check stops them, and each is proved, again and again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.support.whole_runs import trained
+
+pytestmark = [pytest.mark.slow, pytest.mark.extended, pytest.mark.verl("==0.9.1")]
+
+STEPS = 5
+SEPARATE, COLOCATED, V0 = "+mode=separate_async_cpu", "trainer.v1.trainer_mode=colocate_async", "trainer.use_v1=false"
+KL = "actor_rollout_ref.actor.use_kl_loss=true"
+LORA = ("actor_rollout_ref.model.lora_rank=8", "actor_rollout_ref.model.lora_alpha=16")
+RUNS: dict[str, tuple[str, ...]] = {
+    "the quickstart's": (),
+    "with KL": (KL,),
+    "V0 with KL": (V0, KL),
+    "kept denominator": ("correction=[tis_token,gsm]", "correction.denominator=kept"),
+    "excluded baseline": ("correction=[tis_token,gsm]", "correction.baseline=exclude"),
+    "decoupled PPO": ("correction=decoupled_ppo",),
+    "mu for pi_old": ("correction=bypass",),
+    "IcePop": ("correction=icepop",),
+    "the batch's cut": ("correction=m2po",),
+    "epochs and dynamic batches": (
+        "actor_rollout_ref.actor.ppo_epochs=2",
+        "actor_rollout_ref.actor.use_dynamic_bsz=true",
+        "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=512",
+        "actor_rollout_ref.rollout.log_prob_use_dynamic_bsz=true",
+        "actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu=512",
+    ),
+    "colocated": (COLOCATED, "offpolicy.staleness.eta=1"),
+    "too old: mask": (SEPARATE, "offpolicy.staleness.eta=1", "offpolicy.staleness.too_old=mask"),
+    "too old: refresh": (SEPARATE, "offpolicy.staleness.eta=1", "offpolicy.staleness.too_old=refresh"),
+    "too old: wait": (SEPARATE, "offpolicy.staleness.eta=1", "offpolicy.staleness.too_old=wait"),
+    "too old: drop": (SEPARATE, "offpolicy.staleness.eta=1", "offpolicy.staleness.too_old=drop"),
+    "LoRA as adapter": LORA,
+    "LoRA merged": (*LORA, "actor_rollout_ref.model.lora.merge=true"),
+    "routing replay": ("model=moe", "actor_rollout_ref.actor.fsdp_config.router_replay.mode=R3"),
+    "support replay": ("actor_rollout_ref.rollout.top_p=0.9", "correction.support=engine"),
+    "length penalty and pass@k": ("length_penalty=group", "pass_at_k=loo"),
+    "process rewards": ("process_reward=prefix_value",),
+    "process rewards, separate": ("process_reward=prefix_value", SEPARATE),
+    "distillation": ("opd=advantage",),
+}
+
+
+@pytest.mark.parametrize("kind", RUNS)
+def test_no_check_stops_it(kind: str, run_program: Callable[..., Any]) -> None:
+    steps = trained(run_program, *RUNS[kind], f"trainer.total_training_steps={STEPS}", "offpolicy.prove_every=2")
+    assert len(steps) == STEPS
+    assert {step["offpolicy/live/proved"] for step in steps} == {1.0}
+    last = {
+        name.removeprefix("offpolicy/live/"): value for name, value in steps[-1].items() if "offpolicy/live/" in name
+    }
+    assert last["delivery"] == last["own_rows"] == last["factor"] == 1.0, last
+    assert last["sealed"] >= 3.0, last
+    for section in ("length_penalty", "pass_at_k", "process_reward", "opd"):
+        assert last.get(section, 1.0) == 1.0, last
