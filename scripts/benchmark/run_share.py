@@ -5,9 +5,10 @@
 
 Statistics: wall seconds of the training thread in measuring and fetching them, in the worker, and of the driver in
 taking them in, with the checks that each batch arrived. The recorder: what it says of itself,
-``offpolicy/record/seconds``. Both are over ``timing_s/step``, summed over all steps but the first. With
-``+mode=separate_async_cpu offpolicy.staleness.eta=2``, the limit of staleness: issue, buffer, checks, laying out of
-chunks and metrics, over all steps.
+``offpolicy/record/seconds``. Seals: making them, in worker and driver, and comparing them in the loss. All are over
+``timing_s/step``, summed over all steps but the first. The first proof is over that step's ``timing_s/update_actor``.
+With ``+mode=separate_async_cpu offpolicy.staleness.eta=2``, the limit of staleness: issue, buffer, checks, laying out
+of chunks and metrics, over all steps.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
+PROOF = "proof.first"
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(ROOT))
 
@@ -52,16 +54,21 @@ def compute_shares(metrics: Sequence[Mapping[str, float]], calls: Sequence[Mappi
     Args:
         metrics: of each step.
         calls: ``name`` and ``seconds`` of each call, in the order of their names' calls; each name comes equally often
-            in every step, apart from those of the limit of staleness.
+            in every step, apart from the first proof's and those of the limit of staleness.
     """
     steps = len(metrics)
     limit = sorted({call["name"] for call in calls if call["name"].startswith("staleness")})
     by_name: dict[str, list[float]] = {}
-    for call in (call for call in calls if call["name"] not in limit):
+    for call in (call for call in calls if call["name"] not in (*limit, PROOF)):
         by_name.setdefault(call["name"], []).append(call["seconds"])
     later = {name: sum(found[len(found) // steps :]) for name, found in by_name.items()}
     of_driver = sum(seconds for name, seconds in later.items() if name.startswith("driver"))
-    worker, recorder = sum(later.values()) - of_driver, sum(one["offpolicy/record/seconds"] for one in metrics[1:])
+    seals = sum(seconds for name, seconds in later.items() if name.startswith("seal"))
+    proof = sum(call["seconds"] for call in calls if call["name"] == PROOF)
+    worker, recorder = (
+        sum(later.values()) - of_driver - seals,
+        sum(one["offpolicy/record/seconds"] for one in metrics[1:]),
+    )
     whole = sum(one["timing_s/step"] for one in metrics[1:])
     of_each = {}
     for name in limit:
@@ -76,6 +83,10 @@ def compute_shares(metrics: Sequence[Mapping[str, float]], calls: Sequence[Mappi
         "recorder_seconds": recorder / (steps - 1),
         "statistics_share": (worker + of_driver) / whole,
         "recorder_share": recorder / whole,
+        "seal_seconds": seals / (steps - 1),
+        "seal_share": seals / whole,
+        "proof_seconds": proof,
+        "proof_share": proof / metrics[0]["timing_s/update_actor"],
         "staleness_seconds": sum(of_each.values()),
         "staleness_share": steps * sum(of_each.values()) / sum(one["timing_s/step"] for one in metrics),
     }
@@ -96,7 +107,9 @@ def format_figures(found: Mapping[str, float]) -> str:
         f"{found['steps']:.0f} steps, without the first {found['step_seconds']:.2f} s each\n"
         f"statistics: {1e3 * found['worker_seconds']:.1f} ms in the worker and {1e3 * found['driver_seconds']:.1f} ms "
         f"in the driver, {100 * found['statistics_share']:.2f} % of a step\n"
-        f"recorder: {1e3 * found['recorder_seconds']:.1f} ms, {100 * found['recorder_share']:.2f} % of a step"
+        f"recorder: {1e3 * found['recorder_seconds']:.1f} ms, {100 * found['recorder_share']:.2f} % of a step\n"
+        f"seals: {1e3 * found['seal_seconds']:.1f} ms, {100 * found['seal_share']:.2f} % of a step\n"
+        f"first proof: {1e3 * found['proof_seconds']:.0f} ms, {100 * found['proof_share']:.0f} % of its update"
         f"{limit if by_call else ''}"
     )
 

@@ -30,9 +30,12 @@ def run_share() -> Any:
 
 def test_shares_by_hand(run_share: Any) -> None:
     """Three steps, of which the first is left out; two calls a step in the worker and one in the driver."""
-    metrics = [{"timing_s/step": seconds, "offpolicy/record/seconds": 0.1} for seconds in (100.0, 4.0, 6.0)]
+    timed = {"timing_s/update_actor": 2.0, "offpolicy/record/seconds": 0.1}
+    metrics = [{"timing_s/step": seconds, **timed} for seconds in (100.0, 4.0, 6.0)]
     calls = [{"name": "worker.leave", "seconds": seconds} for seconds in (9.0, 9.0, 0.01, 0.02, 0.03, 0.04)]
     calls += [{"name": "driver.collect", "seconds": seconds} for seconds in (9.0, 0.05, 0.05)]
+    calls += [{"name": "seal.compare", "seconds": seconds} for seconds in (9.0, 0.01, 0.03)]
+    calls += [{"name": "proof.first", "seconds": seconds} for seconds in (0.3, 0.1)]
     found = run_share.compute_shares(metrics, calls)
     expected = {
         "steps": 3,
@@ -42,6 +45,10 @@ def test_shares_by_hand(run_share: Any) -> None:
         "recorder_seconds": 0.1,
         "statistics_share": 0.02,
         "recorder_share": 0.02,
+        "seal_seconds": 0.02,
+        "seal_share": 0.004,
+        "proof_seconds": 0.4,
+        "proof_share": 0.2,
         "staleness_seconds": 0.0,
         "staleness_share": 0.0,
     }
