@@ -89,7 +89,9 @@ QUICKSTART = """
 echo "quickstart, everything goes to run"
 mkdir -p run
 for step in 1 2 3; do
-    echo '{"step": '$step', "data": {"actor/grad_norm": 1, "timing_s/step": 2.0, "offpolicy/record/seconds": 0.1}}'
+    echo '{"step": '$step', "data": {"actor/grad_norm": 1, "timing_s/step": 2.0, "timing_s/update_actor": 1.0,
+    "offpolicy/record/seconds": 0.1}}' | tr -d "\\n"
+    echo
     echo '{"name": "worker.leave", "seconds": 0.2}' >>"$OFFPOLICY_CALL_TIMES/1.jsonl"
 done >run/metrics.jsonl
 printf '%s\\n' "$@" >run/arguments
