@@ -154,6 +154,7 @@ class _Run:
             "actor_rollout_ref": {
                 "rollout": {"n": 2, "temperature": 1.0, "dtype": "float32"},
                 "actor": {
+                    "strategy": "fsdp2",
                     "ppo_mini_batch_size": case.mini_batch // 2,
                     "ppo_epochs": case.epochs,
                     "data_loader_seed": 1,

@@ -47,6 +47,8 @@ def test_complete_evidence() -> None:
         "parts": 2.0,
         "identical_share": 0.2,
         "log_prob_bits": 32.0,
+        "own_rows": 0.0,
+        "factor": 0.0,
     }
 
 
