@@ -29,7 +29,7 @@ def describe_rest(
         sealed: columns that were compared in the loss with what was made.
         add_ons: name -> why it is not proved; None: it is.
     """
-    proved = [f"{', '.join(sealed)} by row with what was made"] if sealed else []
+    proved = [f"{', '.join(sorted(sealed))} by row with what was made"] if sealed else []
     proved += [name for name, why in add_ons.items() if why is None]
     missing = [
         *_find_missing(spec, live, sealed),

@@ -1,0 +1,50 @@
+"""What a proof says of itself, by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from recipe.offpolicy.correction import CorrectionSpec
+from recipe.offpolicy.proof.explanation import describe_proof, describe_rest
+from tests.support.corrections import GSM, TIS
+
+LIVE = {"gradient_tokens": 6.0, "gradient_error": 1e-7, "rows": 4.0, "fingerprint": 5.0, "own_rows": 1.0, "factor": 1.0}
+BOTH = {"weight": TIS, "masks": {"gsm": GSM}}
+
+
+def spec(**mapping: Any) -> CorrectionSpec:
+    return CorrectionSpec.from_mapping(mapping)
+
+
+def test_everything_was_proved() -> None:
+    both, live = spec(**BOTH), LIVE | {"parts": 2.0}
+    assert describe_proof(both, live).startswith("weight, masks.gsm LIVE in the gradient of 6 tokens")
+    found = describe_rest(both, live, ["plan", "advantages"], {"delivery": None})
+    assert "advantages, plan" in found
+    assert "delivery. Not proved: nothing." in found
+
+
+@pytest.mark.parametrize(
+    ("mapping", "changes", "sealed", "said"),
+    [
+        (BOTH, {}, [], "columns of the loss"),
+        (BOTH, {"own_rows": 0.0}, ["plan"], "that log pi is of its own rows"),
+        (BOTH, {"factor": 0.0}, ["plan"], "the engine's factor"),
+        (BOTH | {"baseline": "exclude"}, {}, ["plan"], "baseline=exclude"),
+        ({"masks": {"gsm": GSM}, "proximal": "bypass"}, {"parts": 1.0}, ["plan"], "proximal (verl's loss"),
+    ],
+)
+def test_what_was_not_proved_is_named(mapping: Any, changes: dict[str, float], sealed: list[str], said: str) -> None:
+    live = LIVE | {"parts": 2.0} | changes
+    found = describe_rest(spec(**mapping), live, sealed, {"delivery": "offpolicy.delivery is off."})
+    missing = found.partition("Not proved: ")[2]
+    assert said in missing
+    assert missing.endswith("delivery (offpolicy.delivery is off).")
+    assert "proximal" not in describe_proof(spec(**mapping), live)
+
+
+def test_without_a_correction_there_is_nothing_to_prove() -> None:
+    assert describe_proof(spec(), {}).startswith("no correction is configured")
+    assert describe_rest(spec(), {}, [], {}) == "compared as well: nothing. Not proved: nothing."
