@@ -33,7 +33,12 @@ def test_everything_was_proved() -> None:
         (BOTH, {"own_rows": 0.0}, ["plan"], "that log pi is of its own rows"),
         (BOTH, {"factor": 0.0}, ["plan"], "the engine's factor"),
         (BOTH | {"baseline": "exclude"}, {}, ["plan"], "baseline=exclude"),
-        ({"masks": {"gsm": GSM}, "proximal": "bypass"}, {"parts": 1.0}, ["plan"], "proximal (verl's loss"),
+        (
+            {"masks": {"gsm": GSM | {"ratio": "full"}}, "proximal": "bypass"},
+            {"parts": 1.0},
+            ["plan"],
+            "proximal (verl's loss",
+        ),
     ],
 )
 def test_what_was_not_proved_is_named(mapping: Any, changes: dict[str, float], sealed: list[str], said: str) -> None:
