@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, get_args
 
 from omegaconf import DictConfig, OmegaConf
@@ -12,8 +13,9 @@ from omegaconf import DictConfig, OmegaConf
 from verl_patches.execution_path import count_prompts, find_program_mode, live_path
 
 from ..correction import SpecError
+from ..correction.requirement import find_unmet
 from ..correction.spelling import find_closest
-from ..replay.obstacles import list_obstacles
+from ..replay.obstacles import list_requirements
 from ..replay.replay_settings import ROUTER_REPLAY, replays_on_fsdp
 from ..staleness.staleness_settings import ETA, TARGET
 from .model_config import find_experts
@@ -98,7 +100,8 @@ def read_setup(config: DictConfig) -> Setup:
     bounded = OmegaConf.select(config, ETA) is not None
     adaptive = bounded and OmegaConf.select(config, TARGET) is not None
     strategy, objective = str(strategy), str(objective)
-    replays = replays_on_fsdp(live_path(config)) and not list_obstacles(config)
+    unmet = find_unmet(list_requirements("R3"), partial(OmegaConf.select, config), "", ())
+    replays = replays_on_fsdp(live_path(config)) and not list(unmet)
     return Setup(
         **values,
         strategy=strategy,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -10,7 +11,8 @@ from verl_patches.execution_path import live_path
 
 from ...correction import CorrectionSpec
 from ...correction.problem import Problem, set_to
-from ...replay.obstacles import list_obstacles
+from ...correction.requirement import find_unmet
+from ...replay.obstacles import list_requirements
 from ...replay.replay_settings import MEGATRON_ROUTER_REPLAY, ROUTER_REPLAY, ReplaySettings
 from ..model_config import find_experts
 from ..old_log_prob import count_gradient_steps
@@ -26,20 +28,9 @@ def check_routing_replay(config: DictConfig, spec: CorrectionSpec) -> Iterator[P
     """Check what hides a model's routers, or what leaves replay without effect; nothing where FSDP replays nothing."""
     if (settings := ReplaySettings.from_config(config)) is None:
         return
-    beside = {_MODE: settings.mode}
     off = set_to(_MODE, "disabled")
-    for obstacle in list_obstacles(config, settings.mode):
-        mend = set_to(obstacle.key, obstacle.wanted)
-        yield Problem(
-            obstacle.key,
-            OmegaConf.select(config, obstacle.key),
-            f"routing replay on FSDP: {obstacle.reason}",
-            f"Set {mend}, or {off}.",
-            "ERROR",
-            (PART,),
-            (mend,),
-            beside=beside,
-        )
+    read = partial(OmegaConf.select, config)
+    yield from find_unmet(list_requirements(settings.mode), read, off, (PART,), {_MODE: settings.mode})
     if (found := find_experts(config)) is not None and not found[0]:
         reason = f"the model has no experts: {found[1]}."
         yield Problem(_MODE, settings.mode, reason, f"Set {off}.", "ERROR", (PART,), _turn_off(config, settings))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -10,7 +11,8 @@ from verl_patches.execution_path import STRATEGY, live_path
 
 from ...correction import CorrectionSpec
 from ...correction.problem import Problem, set_to
-from ...support.obstacles import list_obstacles
+from ...correction.requirement import find_unmet
+from ...support.obstacles import REQUIREMENTS
 from ...support.support_settings import SUPPORT, SupportSettings
 from .config_reader import ROLLOUT
 from .config_reader import SUPPORT_PART as PART
@@ -32,16 +34,12 @@ def check_support(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]
         reason = f"correction.support={spec.support}: supports are replayed in verl's FSDP engine alone."
         override = set_to(STRATEGY, "fsdp2")
         yield Problem(STRATEGY, path.strategy, reason, f"Set {override}, or {_OFF}.", parts=(PART,))
-    for obstacle, value in list_obstacles(config):
-        mends = (set_to(obstacle.key, obstacle.wanted[0]), *(set_to(*other) for other in obstacle.otherwise))
-        yield Problem(
-            obstacle.key,
-            value,
-            f"correction.support={spec.support}: {obstacle.reason}",
-            f"Set {' and '.join(mends)}, or {_OFF}.",
-            parts=(PART,),
-            overrides=mends,
-        )
+
+    def read(key: str) -> Any:
+        value = OmegaConf.select(config, key)
+        return "on" if isinstance(value, DictConfig) else value
+
+    yield from find_unmet(REQUIREMENTS, read, _OFF, (PART,), {SUPPORT: spec.support})
     if not _truncates(config):
         reason = "nothing truncates: the support is the whole vocabulary, and every token's is larger than can be sent."
         fix = f"Set {ROLLOUT}.top_p=0.9 for example, or {_OFF}."
