@@ -315,7 +315,7 @@ def find_problems(config: DictConfig, extensions: Sequence[str] = ()) -> Iterato
         extensions: phases beside ``NAMES``.
     """
     settings = OmegaConf.select(config, SECTION)
-    if settings is None or settings.get("phase_timeouts", {}) is None:
+    if settings is None or (isinstance(settings, DictConfig) and settings.get("phase_timeouts", {}) is None):
         key = SECTION if settings is None else f"{SECTION}.phase_timeouts"
         yield Problem(key, None, "its keys have no values.", "Remove this override.", parts=())
         return

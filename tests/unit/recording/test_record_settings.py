@@ -74,63 +74,6 @@ def test_settings_travel_by_value() -> None:
     assert pickle.loads(pickle.dumps(settings)) == settings
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "expected"),
-    [
-        ("every", 0, "expected a number of steps, 1 or more."),
-        ("every", 1.5, "expected a number of steps, 1 or more."),
-        ("every", True, "expected a number of steps, 1 or more."),
-        ("share", 0, "expected a share of the prompts, above 0 and at most 1."),
-        ("share", 1.1, "expected a share of the prompts, above 0 and at most 1."),
-        ("share", "half", "expected a share of the prompts, above 0 and at most 1."),
-        ("prompts", "no", "expected true or false."),
-        ("without_replay", 1, "expected true or false."),
-        ("max_bytes", 0, "expected a number of bytes above 0."),
-        ("max_bytes", "10GB", "expected a number of bytes above 0."),
-        ("max_waiting_bytes", -1, "expected a number of bytes above 0."),
-        ("max_waiting_bytes", None, "expected a number of bytes above 0."),
-        ("dir", 7, "expected a directory, or null."),
-        ("dir", "", "expected a directory, or null."),
-    ],
-)
-def test_values_that_no_key_takes(tmp_path: Path, name: str, value: Any, expected: str) -> None:
-    (problem,) = find_problems(config(tmp_path, **{name: value}))
-    assert (problem.key, problem.value, problem.reason) == (f"offpolicy.record.{name}", value, expected)
-    assert problem.advice.startswith(f"Set offpolicy.record.{name}=") or name == "dir"
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "shipped"),
-    [
-        ("every", 10, "1"),
-        ("share", 0.5, "1.0"),
-        ("prompts", False, "true"),
-        ("max_bytes", 1e6, "10000000000.0"),
-        ("without_replay", True, "false"),
-    ],
-)
-def test_keys_that_nothing_reads_without_a_directory(tmp_path: Path, name: str, value: Any, shipped: str) -> None:
-    (problem,) = find_problems(config(tmp_path, **{name: value}))
-    key = f"offpolicy.record.{name}"
-    assert problem.key == key
-    assert problem.reason == "read with offpolicy.record.dir alone."
-    assert problem.fix == f"Set offpolicy.record.dir=..., or {key}={shipped}."
-    assert list(find_problems(config(tmp_path, dir=str(tmp_path / "rec"), **{name: value}))) == []
-
-
-def test_an_unknown_key(tmp_path: Path) -> None:
-    (problem,) = find_problems(config(tmp_path, folder="x"))
-    assert (problem.key, problem.value, problem.reason) == ("offpolicy.record.folder", "x", "unknown key.")
-    assert problem.overrides == ()
-    assert "dir, every, share" in problem.fix
-
-
-def test_no_keys_at_all() -> None:
-    (problem,) = find_problems(OmegaConf.create({"offpolicy": {"record": "yes"}}))
-    assert (problem.key, problem.value) == ("offpolicy.record", "yes")
-    assert problem.reason.startswith("expected its keys: dir,")
-
-
 def test_without_the_engines_log_probs_there_is_nothing_to_record(tmp_path: Path) -> None:
     (problem,) = find_problems(config(tmp_path, dir=str(tmp_path / "rec"), mu=False))
     assert problem.key == "offpolicy.record.dir"

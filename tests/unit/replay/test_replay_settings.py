@@ -71,13 +71,9 @@ def test_settings_are_read() -> None:
     [
         (composed(), []),
         (composed(oldest=0), []),
-        (composed(oldest=-1), [("offpolicy.replay.oldest", -1)]),
-        (composed(oldest=True), [("offpolicy.replay.oldest", True)]),
         (composed("R2", oldest=1), [("offpolicy.replay.oldest", 1)]),
         (composed("disabled", oldest=1), [("offpolicy.replay.oldest", 1)]),
         (composed(trainer=False, oldest=1), [("offpolicy.replay.oldest", 1)]),
-        (composed(oldst=3), [("offpolicy.replay.oldst", 3)]),
-        (OmegaConf.create({"offpolicy": {"replay": 3}}), [("offpolicy.replay", 3)]),
     ],
     ids=str,
 )

@@ -44,10 +44,6 @@ def test_what_the_trainer_can_do_is_let_through() -> None:
 @pytest.mark.parametrize(
     ("made", "word"),
     [
-        (config(snapshots=0), "1 or more"),
-        (config(snapshots=True), "1 or more"),
-        (config(rows=None), "number of rows"),
-        (config(snapshot=3), "unknown key"),
         (config("trainer.use_v1=false"), "V0 trainer"),
         (config("trainer.v1.trainer_mode=separate_async"), "noted by token"),
         (config("actor_rollout_ref.actor.fsdp_config.router_replay.mode=R3"), "own routes"),
@@ -58,14 +54,5 @@ def test_what_the_trainer_can_do_is_let_through() -> None:
 def test_each_obstacle_is_named_with_what_mends_it(made: DictConfig, word: str) -> None:
     (problem,) = find_problems(made)
     assert word in str(problem)
-    for override in problem.overrides:
-        if override.startswith("~"):
-            del made.offpolicy.late_weights[override.partition("=")[0].rpartition(".")[2]]
-        else:
-            made = OmegaConf.merge(made, OmegaConf.from_dotlist([override.lstrip("+")]))  # type: ignore[assignment]
-    assert list(find_problems(made)) == [] if problem.overrides else "or offpolicy.late_weights" in problem.fix
-
-
-def test_a_section_that_is_none_is_named() -> None:
-    (problem,) = find_problems(OmegaConf.create({"offpolicy": {"late_weights": 8}}))
-    assert "expected its keys: snapshots, rows" in str(problem)
+    assert problem.overrides == ()
+    assert "or offpolicy.late_weights" in problem.fix

@@ -1,0 +1,195 @@
+"""Every key below ``offpolicy``: what it cannot be, what is proposed instead, and when nothing reads it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import yaml
+from omegaconf import DictConfig, OmegaConf
+
+from recipe.offpolicy.correction.problem import Problem, set_to
+from recipe.offpolicy.preflight.checks import read_spec
+from recipe.offpolicy.preflight.checks.offpolicy_keys import check_own_keys
+from tests.support.applications import CONFIGS
+from tests.support.corrections import GSM, TIS
+
+COUNT, FLAG = (0, -1, 1.5, True, "often"), ("yes", 1, None)
+ABOVE_0 = (0, -1, math.nan, math.inf, True, "10GB")
+SHARE = (0, 1.1, "half")
+BOUND, WITHIN = ("low", True, math.nan), (0.4, 1, "half")
+ALARM = {
+    "action": ("page", None),
+    **dict.fromkeys(("lower", "upper", "recovery_lower", "recovery_upper"), BOUND),
+    **dict.fromkeys(("patience", "recovery_patience", "return_after"), COUNT),
+    "window": (1, 2.5),
+    "least": ABOVE_0,
+}
+OUTSIDE: dict[str, tuple[Any, ...]] = {
+    "allow_identical_log_probs": FLAG,
+    "allow_unrelated_log_probs": FLAG,
+    "resume_changed_correction": FLAG,
+    "prove_every": (-1, 0.5, True, None),
+    "watchdog.step_timeout": ABOVE_0,
+    "watchdog.poll": ABOVE_0,
+    "watchdog.phase_timeouts.rollout": ABOVE_0,
+    "staleness.eta": (-1, "two", True, math.nan, math.inf),
+    "staleness.too_old": ("abort", None),
+    "staleness.refresh_limit": COUNT,
+    "staleness.adapt.ess": SHARE,
+    "staleness.adapt.trainer_wait": (-0.1, 1),
+    "staleness.adapt.floor": (-1, None),
+    "staleness.adapt.ceiling": (-1, None),
+    "staleness.adapt.every": COUNT,
+    "staleness.adapt.patience": COUNT,
+    "staleness.adapt.step": ABOVE_0,
+    "replay.oldest": (-1, 0.5, True),
+    "delivery.sums": COUNT,
+    "delivery.probe": COUNT,
+    "late_weights.snapshots": COUNT,
+    "late_weights.rows": (*COUNT, None),
+    "record.dir": (7, ""),
+    "record.every": COUNT,
+    "record.share": SHARE,
+    "record.prompts": FLAG,
+    "record.max_bytes": (*ABOVE_0, None),
+    "record.max_waiting_bytes": (*ABOVE_0, None),
+    "record.without_replay": FLAG,
+    "calibrate.target_kept": (*WITHIN, 98),
+    "calibrate.target_ess": (0, 1.0, -0.5, 90, "high", True, math.nan, math.inf),
+    "calibrate.of": (3,),
+    "calibrate.side": ("left", None),
+    "calibrate.every": COUNT,
+    "calibrate.window": COUNT,
+    "calibrate.warmup": (-1, 0.5, "long"),
+    "calibrate.rate": SHARE,
+    "calibrate.floor": SHARE,
+    "calibrate.ceiling": (0.5, math.inf),
+    "calibrate.noise_kept": WITHIN,
+}
+UNREAD: dict[str, Any] = {
+    "staleness.too_old": "mask",
+    "staleness.refresh_limit": 3,
+    "staleness.adapt.trainer_wait": 0.1,
+    "staleness.adapt.floor": 1,
+    "staleness.adapt.ceiling": 4,
+    "staleness.adapt.every": 2,
+    "staleness.adapt.patience": 3,
+    "staleness.adapt.step": 2,
+    "record.every": 10,
+    "record.share": 0.5,
+    "record.prompts": False,
+    "record.max_bytes": 1e6,
+    "record.max_waiting_bytes": 1e6,
+    "record.without_replay": True,
+    "calibrate.of": ["gsm"],
+    "calibrate.side": "upper",
+    "calibrate.every": 2,
+    "calibrate.window": 2,
+    "calibrate.warmup": 2,
+    "calibrate.rate": 0.5,
+    "calibrate.floor": 0.5,
+    "calibrate.ceiling": 2.0,
+    "calibrate.noise_kept": 0.9,
+    "alarms.ess.return_after": 9,
+}
+"""Keys -> a value that fits, of a section that is off."""
+ELSEWHERE = ("extensions", "shadow", "shadow_delta")
+
+
+BASE: Any = OmegaConf.create(
+    {
+        "offpolicy": OmegaConf.load(CONFIGS / "offpolicy_base.yaml").offpolicy,
+        "correction": {"weight": TIS, "masks": {"gsm": GSM}},
+        "actor_rollout_ref": {"actor": {"strategy": "fsdp2"}, "rollout": {"calculate_log_probs": True}},
+        "trainer": {"use_v1": True, "v1": {"trainer_mode": "sync"}},
+    }
+)
+
+
+@contextmanager
+def changed(key: str, value: Any) -> Iterator[DictConfig]:
+    """The shipped configuration with one key changed, or added."""
+    owner, _, name = f"offpolicy.{key}".rpartition(".")
+    node = OmegaConf.select(BASE, owner)
+    there, before = name in node, node.get(name)
+    node[name] = value
+    yield BASE
+    if there:
+        node[name] = before
+    else:
+        del node[name]
+
+
+def find(key: str, value: Any) -> list[Problem]:
+    with changed(key, value) as made:
+        return list(check_own_keys(made, read_spec(made)))
+
+
+def list_sections(node: Any, path: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
+    for name, value in node.items():
+        if isinstance(value, dict) and name not in ELSEWHERE:
+            yield f"{path}{name}", value
+            yield from list_sections(value, f"{path}{name}.")
+
+
+SHIPPED: Any = OmegaConf.to_container(BASE.offpolicy)
+SECTIONS = dict(list_sections(SHIPPED))
+ALARMS = {
+    f"alarms.{name}.{key}": ALARM[key] for name in SHIPPED["alarms"] for key in SHIPPED["alarms"][name] if key in ALARM
+}
+EVERY = OUTSIDE | ALARMS
+
+
+def test_every_key_is_here() -> None:
+    leaves = {
+        f"{path}.{name}"
+        for path, keys in SECTIONS.items()
+        for name, value in keys.items()
+        if f"{path}.{name}" not in SECTIONS
+    }
+    plain = {name for name in SHIPPED if name not in SECTIONS and name not in ELSEWHERE}
+    phases = {name for name in leaves if ".phase_timeouts." in name} - {"watchdog.phase_timeouts.rollout"}
+    fallbacks = {name for name in leaves if name.endswith(".fallback")}
+    assert EVERY.keys() == (leaves | plain) - phases - fallbacks
+    assert list(check_own_keys(BASE, read_spec(BASE))) == []
+
+
+@pytest.mark.parametrize("key", EVERY)
+def test_a_value_outside_of_the_range_is_refused_and_what_is_proposed_is_taken(key: str) -> None:
+    default = OmegaConf.select(BASE, f"offpolicy.{key}")
+    for value in EVERY[key]:
+        (problem,) = find(key, value)
+        assert problem.key == f"offpolicy.{key}"
+        if default is not None:
+            assert problem.overrides == (set_to(problem.key, default),)
+        for override in problem.overrides:
+            assert problem.key not in [each.key for each in find(key, yaml.safe_load(override.partition("=")[2]))]
+
+
+@pytest.mark.parametrize("key", UNREAD)
+def test_a_key_of_a_section_that_is_off_is_refused(key: str) -> None:
+    (problem,) = find(key, UNREAD[key])
+    assert problem.key == f"offpolicy.{key}"
+    assert "alone" in problem.reason or "nothing reads it" in problem.reason
+
+
+@pytest.mark.parametrize("path", SECTIONS)
+def test_an_unknown_key_is_moved_to_the_one_that_it_is_like(path: str) -> None:
+    (stray,) = find(f"{path}.zzz", 1)
+    assert (stray.key, stray.overrides) == (f"offpolicy.{path}.zzz", ())
+    if path == "alarms":
+        return
+    name = next(name for name, value in SECTIONS[path].items() if not isinstance(value, dict))
+    misspelt = f"{name[:-1]}_{name[-1]}"
+    (problem,) = find(f"{path}.{misspelt}", 1)
+    assert problem.overrides == (f"~offpolicy.{path}.{misspelt}", f"offpolicy.{path}.{name}=1")
+
+
+@pytest.mark.parametrize("path", SECTIONS)
+def test_a_section_is_a_mapping(path: str) -> None:
+    (problem,) = find(path, 3)
+    assert problem.key == f"offpolicy.{path}"
