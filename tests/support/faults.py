@@ -13,7 +13,7 @@ import functools
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from typing import Any
 
 from verl_patches.deferred import after_import
@@ -213,6 +213,15 @@ SEND: dict[str, Callable[[Weights, Weights], Weights]] = {
 """What is sent to the engine for the weights of a synchronisation and of the one before."""
 
 
+def _copy(weights: Iterable[tuple[str, Any]]) -> Weights:
+    return [(name, tensor.clone()) for name, tensor in weights]
+
+
+async def _one_by_one(weights: Weights) -> AsyncIterator[tuple[str, Any]]:
+    for name, tensor in weights:
+        yield name, tensor.clone()
+
+
 def _in_rollout() -> None:
     """From the STEP-th synchronisation on the engine gets other weights, under the new ones' version."""
     from verl.workers.rollout.vllm_rollout.vllm_rollout import ServerAdapter
@@ -223,7 +232,8 @@ def _in_rollout() -> None:
     @functools.wraps(original)
     async def update_weights(self: Any, weights: Any, *args: Any, **kwargs: Any) -> None:
         _sent.append(1)
-        given = [(name, tensor.clone()) for name, tensor in weights]
+        apart = hasattr(weights, "__aiter__")  # from a trainer in processes of its own
+        given = [(name, tensor.clone()) async for name, tensor in weights] if apart else _copy(weights)
         if not _first:
             _first.extend(given)
         if len(_sent) == STEP:
@@ -232,7 +242,7 @@ def _in_rollout() -> None:
             return
         chosen = SEND[NAME](given, list(before)) if len(_sent) >= STEP else given
         before[:] = given
-        await original(self, iter([(name, tensor.clone()) for name, tensor in chosen]), *args, **kwargs)
+        await original(self, _one_by_one(chosen) if apart else iter(_copy(chosen)), *args, **kwargs)
 
     ServerAdapter.update_weights = update_weights
 
