@@ -125,6 +125,9 @@ class WeightDelivery(AddOn):
             replica.servers[0].collective_rpc.remote(METHOD, kwargs={"named": not engine.named})
             for replica, engine in zip(manager.replicas, engines, strict=True)
         ]
+        # Both sides at once, where the engines' dtypes are known from before.
+        weighed = self._weigh_own(engines) if all(engine.dtypes for engine in engines) else None
+        known = [(engine.dtypes, engine.adapter.keys()) for engine in engines]
         try:
             answers = ray.get(asked)
         except ray.exceptions.RayTaskError as error:
@@ -149,7 +152,9 @@ class WeightDelivery(AddOn):
                 f"synchronisation {self._syncs}: {len(silent)} of {len(judged)} rollout engines were sent no weights, "
                 f"so that they sample by those that they were started with. {_advise('sums')}"
             )
-        own, trained, update = self._weigh_own(judged)
+        if weighed is None or known != [(engine.dtypes, engine.adapter.keys()) for engine in engines]:
+            weighed = self._weigh_own(judged)
+        own, trained, update = weighed
         found = [engine.compare(own) for engine in judged]
         self._judge(found, judged, own, trained)
         self._past.append(own)
