@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from .contract import Contract, PatchError, wrap
+from .moved_options import explain_moved
 
 PROVIDER = "offpolicy"
 """Name of our folder in Hydra's search path."""
@@ -30,6 +31,13 @@ COMPOSE = Contract(
     "hydra-core",
     ">=1.3,<1.4",
 )
+LOAD = Contract(
+    "former names of options",
+    "hydra._internal.config_loader_impl:ConfigLoaderImpl._load_configuration_impl",
+    "(self, config_name, overrides, ...)",
+    "hydra-core",
+    ">=1.3,<1.4",
+)
 
 
 def find_folder() -> Path:
@@ -42,12 +50,26 @@ def find_folder() -> Path:
 
 
 def bring_sections() -> None:
-    """Compose our sections with each configuration that chooses one of our options. Idempotent.
+    """Compose our sections with every choice of an option of ours, and answer former names of options. Idempotent.
 
     Raises:
         PatchError: Hydra's composition has moved.
     """
     wrap(COMPOSE, _compose)
+    wrap(LOAD, _load)
+
+
+def _load(
+    original: Callable[..., Any], loader: Any, config_name: Any, overrides: Sequence[str], *more: Any, **named: Any
+) -> Any:
+    from hydra.errors import MissingConfigException
+
+    try:
+        return original(loader, config_name, overrides, *more, **named)
+    except MissingConfigException as error:
+        if said := explain_moved(error.missing_cfg_file, overrides):
+            raise MissingConfigException(said, error.missing_cfg_file, error.options) from None
+        raise
 
 
 def _compose(original: Callable[..., Any], loader: Any, defaults: Sequence[Any], repo: Any) -> Any:

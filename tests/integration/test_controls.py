@@ -17,7 +17,7 @@ def test_negative_control_equal_engines_leave_nothing_to_correct(run_program: Ca
     """float32 on both sides, on the V0 trainer: KL below 1e-6, weights 1 to 1e-5, the correction live all the same."""
     steps = trained(
         run_program,
-        "correction=[tis_token,gsm,opsm_trl]",
+        "correction=[tis_token,gsm,trl/opsm]",
         "trainer.total_training_steps=3",
         "trainer.use_v1=false",
         "actor_rollout_ref.rollout.dtype=float32",

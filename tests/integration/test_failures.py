@@ -38,7 +38,7 @@ def test_a_driver_that_waits_for_ray_is_woken(run_program: Callable[..., Any], f
 def test_a_weight_sync_that_hangs_with_bypass_live_before_it(run_program: Callable[..., Any]) -> None:
     """With bypass, pi_old is mu where the loss reads it, and masks see the current policy."""
     stuck = "+offpolicy.watchdog.phase_timeouts.weight_sync=30"
-    run = broken(run_program, "stop_rollout_engine:2", "correction=[bypass,opsm_trl]", stuck, limit=30.0)
+    run = broken(run_program, "stop_rollout_engine:2", "correction=[bypass,trl/opsm]", stuck, limit=30.0)
     assert re.search(r"WatchdogError: weight_sync is stuck: .* Step 2, phase weight_sync", run.log)
     assert "update_weights" in run.log  # the stacks
     (step,) = run.steps
@@ -61,7 +61,7 @@ def test_a_checkpoint_that_hangs_and_the_one_before(run_program: Callable[..., A
         "when: any}",
         "correction.denominator=kept",
         "correction.baseline=exclude",
-        "offpolicy.shadow=[opsm,m2po]",
+        "offpolicy.shadow=[opsm,paper/m2po]",
     ]
     saving = ["trainer.save_freq=1", f"trainer.default_local_dir={folder}", "trainer.max_actor_ckpt_to_keep=1"]
     stuck = "offpolicy.watchdog.phase_timeouts.checkpoint=30"
@@ -92,7 +92,7 @@ def _acts_on_the_whole_batch(step: dict[str, Any]) -> None:
     assert step["offpolicy/baseline/excluded_sequences"] == pytest.approx(rejected, abs=1e-6)
     assert step["offpolicy/baseline/silent_sequences"] >= rejected
     assert step["offpolicy/shadow/opsm/keep_token_share"] > 0.0
-    assert step["offpolicy/shadow/m2po/keep_token_share"] > 0.0
+    assert step["offpolicy/shadow/paper/m2po/keep_token_share"] > 0.0
 
 
 @pytest.mark.extended

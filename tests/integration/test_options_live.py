@@ -20,13 +20,13 @@ CONFIGS = ROOT / "configs" / "correction"
 def options() -> dict[str, dict[str, Any]]:
     """Plain values by name; a delta that is left to the user is 0.1, and what corrects nothing is left out."""
     found = {}
-    for path in sorted(CONFIGS.glob("*.yaml")):
+    for path in sorted(CONFIGS.rglob("*.yaml")):
         values: Any = OmegaConf.to_container(OmegaConf.load(path))
         for mask in (values.get("masks") or {}).values():
             if mask.get("delta") == "???":
                 mask["delta"] = 0.1
         if any(values.values()):
-            found[path.stem] = values
+            found[path.relative_to(CONFIGS).with_suffix("").as_posix()] = values
     return found
 
 
@@ -65,7 +65,7 @@ BLOCKS = [
     if name not in (*NEEDS_GPG, *KL_OPTIONS, "log_ratio_penalty", BY_AGE) and "verl" not in name
 ]
 # GSPO's own clip, of a mean over the row, removes what these look for: drift against a negative advantage.
-INERT_UNDER_GSPO = ("opsm_factored", "opsm_slime")
+INERT_UNDER_GSPO = ("opsm_factored", "slime/opsm")
 
 
 @pytest.mark.parametrize("name", [name for name in BLOCKS if name not in INERT_UNDER_GSPO])
@@ -81,7 +81,7 @@ def test_what_cannot_act_under_gspo_says_so(engine: Any, name: str) -> None:
         under(engine, name, "gspo", clip_ratio_low=3e-4, clip_ratio_high=4e-4)
 
 
-@pytest.mark.parametrize("name", ["tis_token", "mis_sequence", "icepop", "opsm_trl", "bypass"])
+@pytest.mark.parametrize("name", ["tis_token", "mis_sequence", "icepop", "trl/opsm", "bypass"])
 def test_live_under_cispo(engine: Any, name: str) -> None:
     assert under(engine, name, "cispo")["proved"] == 1.0
 

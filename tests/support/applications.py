@@ -16,7 +16,8 @@ from recipe.offpolicy.preflight.checks.config_reader import copy_config
 from tests.support.paths import ROOT
 
 CONFIGS = ROOT / "configs"
-OPTIONS = sorted(path.stem for path in (CONFIGS / "correction").glob("*.yaml"))
+_FOLDER = CONFIGS / "correction"
+OPTIONS = sorted(path.relative_to(_FOLDER).with_suffix("").as_posix() for path in _FOLDER.rglob("*.yaml"))
 # What verl itself demands of a launch.
 NEEDED = (
     "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1",
@@ -25,7 +26,7 @@ NEEDED = (
 )
 # The budgets that options leave to the user.
 DELTAS = {
-    "deepseek_v32_opsm": ["correction.masks.opsm.delta=0.1"],
+    "paper/deepseek_v32_opsm": ["correction.masks.opsm.delta=0.1"],
     "opsm": ["correction.masks.opsm.delta=0.1"],
     "opsm_factored": [
         "correction.masks.opsm_mismatch.delta=0.1",

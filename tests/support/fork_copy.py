@@ -18,7 +18,7 @@ PROJECT = {
     "recipe/offpolicy/deep/er.py": "two\n",
     "verl_patches/__init__.py": "three\n",
     "configs/base.yaml": "a: 1\n",
-    "configs/correction/gsm.yaml": "b: 2\n",
+    "configs/correction/verl/gsm.yaml": "b: 2\n",
 }
 COPIED = {
     "recipe/offpolicy/__init__.py": "",
@@ -26,7 +26,7 @@ COPIED = {
     "recipe/offpolicy/run.sh": "#!/bin/sh\n",
     "recipe/offpolicy/deep/er.py": "two\n",
     "recipe/offpolicy/config/base.yaml": "a: 1\n",
-    "recipe/offpolicy/config/correction/gsm.yaml": "b: 2\n",
+    "recipe/offpolicy/config/correction/verl/gsm.yaml": "b: 2\n",
     "verl_patches/__init__.py": "three\n",
 }
 

@@ -7,9 +7,7 @@ from typing import Any
 import yaml
 
 from recipe.offpolicy.correction import CorrectionSpec
-from tests.support.paths import ROOT
-
-_OPTIONS = ROOT / "configs" / "correction"
+from tests.support.applications import CONFIGS, OPTIONS
 
 
 def _filled(value: Any) -> Any:
@@ -19,7 +17,9 @@ def _filled(value: Any) -> Any:
 
 
 PRESETS = {
-    path.stem: CorrectionSpec.from_mapping(_filled(yaml.safe_load(path.read_text())))
-    for path in sorted(_OPTIONS.glob("*.yaml"))
+    option: CorrectionSpec.from_mapping(
+        _filled(yaml.safe_load((CONFIGS / "correction" / f"{option}.yaml").read_text()))
+    )
+    for option in OPTIONS
 }
 """Name of the option -> its correction."""

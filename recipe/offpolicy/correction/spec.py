@@ -234,7 +234,7 @@ def _weight(value: Any) -> WeightSpec | None:
 
 
 def _weights(value: Any) -> tuple[tuple[str, WeightSpec], ...]:
-    whole, option = "correction.weights", "Choose an option that has them, such as topr, in correction=[...]."
+    whole, option = "correction.weights", "Choose an option that has them, such as paper/topr, in correction=[...]."
     weights = require_mapping({} if value is None else value, whole, option, {})
     specs = []
     for given, weight in sorted((str(name), weight) for name, weight in weights.items()):

@@ -26,7 +26,7 @@ from verl_patches.hydra_sections import bring_sections
 
 from ..preflight.checks.module_source import find_source
 from ..preflight.hydra_groups import force_own_keys
-from ..preflight.hydra_refusals import NO_DEFAULT, explain_refusal, parse
+from ..preflight.hydra_refusals import NO_DEFAULT, explain_refusal, list_nested, parse
 from ..preflight.primary_config import CONFIG_DIR, check_primary, keep_search_path
 from .hydra_main import HydraMain, read_hydra_main
 from .unknown_keys import find_unknown_keys
@@ -171,7 +171,7 @@ def _explain(error: Exception, launch: Launch, name: str | None, overrides: list
         owner = f"verl {installed_release('verl')}" if verls else f"the configuration of {launch.module}"
         if unknown := find_unknown_keys(partial(_try_with, hydra, name), overrides, owner, verls=verls):
             return UnknownKeysError("\n".join(map(str, unknown)))
-    get_options = partial(hydra.config_loader.get_group_options, config_name=name)
+    get_options = partial(list_nested, partial(hydra.config_loader.get_group_options, config_name=name))
     return LaunchError(_add_places(explain_refusal(error, overrides, get_options), error))
 
 

@@ -12,7 +12,7 @@ from ..correction import CorrectionSpec, Problem, SpecError
 from ..correction.problem import CheckError, format_value
 from ..correction.support import KEYS as SUPPORT_KEYS
 from ..monitor.alarms.alarm_settings import DEFAULTS, SECTION
-from .hydra_groups import AUTO, EMPTY, check_stack, load_option
+from .hydra_groups import AUTO, EMPTY, check_stack, load_option, refuse_moved
 
 _OF_ROLLOUT = ("allow_truncated_sampling", *SUPPORT_KEYS)
 
@@ -75,6 +75,7 @@ def _read_names(key: str, names: Any) -> list[str]:
     if not isinstance(listed, ListConfig | list) or not all(isinstance(name, str) for name in listed):
         mend = {key: ["tis_token", "gsm"]}
         raise SpecError("expected names of corrections.", key=key, value=names, mend=mend)
+    refuse_moved(key, listed)
     if empty := sorted(EMPTY.union([AUTO]) & set(listed)):
         reason, fix = f"{empty[0]} is no safer correction.", "Name one, such as tis_token."
         raise SpecError(reason, fix, key=key, value=list(listed))

@@ -18,18 +18,19 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from verl_patches.hydra_sections import GROUPS
+from verl_patches.moved_options import MOVED, describe_moved
 
 from ..correction import Problem, SpecError
 from ..correction.problem import CheckError, set_to
 from ..extensions.registry import SHIPPED
-from .hydra_refusals import find_malformed_choices, find_nearest
+from .hydra_refusals import find_malformed_choices, find_nearest, list_nested
 from .own_keys import list_groups, list_sections
 from .similar_keys import find_similar_keys
 
 GROUP = "correction"
 AUTO = "auto"
 _PART = re.compile(rf"{GROUP}\.(weight|(masks|weights)\.\w+)")
-EMPTY = frozenset({"none", "resampling", "verl_disabled"})
+EMPTY = frozenset({"none", "resampling", "verl/disabled"})
 """Options that mean no correction."""
 
 
@@ -166,7 +167,20 @@ def load_option(option: str) -> dict[str, Any]:
 
 def list_options() -> list[str]:
     """List the options of the group ``correction`` that the running application finds."""
-    return list(_build_repository().get_group_options(GROUP))
+    return list_nested(_build_repository().get_group_options, GROUP)
+
+
+def refuse_moved(key: str, options: Sequence[Any]) -> None:
+    """Refuse former names of options in the list that a key holds, unless the user's own options have them.
+
+    Raises:
+        SpecError: with the names of today.
+    """
+    named = [each for each in options if isinstance(each, str) and each in MOVED]
+    if named and (moved := sorted(set(named) - set(list_options()))):
+        today = [MOVED[each] if each in moved else each for each in options]
+        given, meant = (options, today) if len(options) > 1 else (options[0], today[0])
+        raise SpecError(describe_moved(moved), key=key, value=given, meant={key: meant})
 
 
 def filter_added(overrides: Iterable[str]) -> list[str]:
@@ -242,7 +256,8 @@ def _to_plain(overrides: Any) -> list[str]:
 def _load(repository: ConfigRepository, option: str) -> DictConfig:
     loaded = repository.load_config(f"{GROUP}/{option}")
     if loaded is None:
-        near = find_nearest(option, repository.get_group_options(GROUP))
+        refuse_moved(GROUP, [option])
+        near = find_nearest(option, list_nested(repository.get_group_options, GROUP))
         fix = f"Did you mean {' or '.join(near)}?" if near else "docs/corrections.md explains all of them."
         raise SpecError("no such option.", fix, key=GROUP, value=option)
     return cast(DictConfig, loaded.config)

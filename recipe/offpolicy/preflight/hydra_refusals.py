@@ -7,11 +7,13 @@ import re
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
+from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, QuotedString
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 
 from verl_patches.hydra_sections import PROVIDER
+from verl_patches.moved_options import explain_moved
 
 from ..correction import Problem
 from ..correction.problem import format_value
@@ -39,7 +41,7 @@ _WORDS: dict[str, str] = {
     r"force-add of config groups is not supported: '\+\+([^=]+)=": "a group takes one +. Write +{key}={value}.",
 }
 """Hydra's words about one key -> ours."""
-_WORD = re.compile(r"[A-Za-z_]\w*")
+_WORD = re.compile(r"[A-Za-z_][\w/]*")
 _PUNCTUATION = re.compile(r"[\W_]+")
 
 
@@ -103,6 +105,17 @@ def _flatten(value: object) -> Iterator[object]:
         yield value
 
 
+def list_nested(get_options: Callable[[str, ObjectType], Sequence[str]], group: str) -> list[str]:
+    """List the options of a group, then those of the groups below it by their path, such as "verl/disabled".
+
+    Args:
+        get_options: lists the options, or the groups, directly in a group.
+    """
+    below = get_options(group, ObjectType.GROUP)
+    nested = (f"{inner}/{each}" for inner in below for each in list_nested(get_options, f"{group}/{inner}"))
+    return [*get_options(group, ObjectType.CONFIG), *nested]
+
+
 def explain_refusal(error: BaseException, overrides: Sequence[str], get_options: GetOptions) -> str:
     """Explain in words why Hydra does not compose a command line.
 
@@ -112,8 +125,11 @@ def explain_refusal(error: BaseException, overrides: Sequence[str], get_options:
         get_options: lists the options of each group of the application.
     """
     if isinstance(error, MissingConfigException) and "/" in (error.missing_cfg_file or ""):
-        group, _, name = str(error.missing_cfg_file).rpartition("/")
-        return _explain_missing(group, name, list(error.options or get_options(group)), overrides)
+        path = str(error.missing_cfg_file)
+        if said := explain_moved(path, overrides):
+            return said
+        group, _, name = path.partition("/") if path.startswith(f"{GROUP}/") else path.rpartition("/")
+        return _explain_missing(group, name, list(get_options(group) or error.options or ()), overrides)
     if isinstance(error, OverrideParseException) or not isinstance(error, HydraException):
         for place, override in enumerate(overrides):
             if parse(override) is None:

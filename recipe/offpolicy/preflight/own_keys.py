@@ -38,7 +38,11 @@ def list_sections() -> frozenset[str]:
 def list_groups() -> dict[str, tuple[str, ...]]:
     """List our Hydra groups with their options, but for the group that brings the sections alone."""
     folders = (each for each in sorted(CONFIG_DIR.iterdir()) if each.is_dir() and each.name != PROVIDER)
-    return {folder.name: tuple(sorted(file.stem for file in folder.glob("*.yaml"))) for folder in folders}
+    return {folder.name: tuple(sorted(_list_options(folder))) for folder in folders}
+
+
+def _list_options(folder: Path) -> Iterator[str]:
+    return (file.relative_to(folder).with_suffix("").as_posix() for file in folder.rglob("*.yaml"))
 
 
 @cache
@@ -46,7 +50,7 @@ def list_paths() -> Mapping[Path_, bool]:
     """List every key of ours by its segments from the top; True for sections."""
     found = dict(_flatten(_load_base(), ()))
     for group in list_groups():
-        for file in (CONFIG_DIR / group).glob("*.yaml"):
+        for file in (CONFIG_DIR / group).rglob("*.yaml"):
             text = file.read_text(encoding="utf-8")
             package = named[1] if (named := _PACKAGE.match(text)) else group
             if package == "_global_":

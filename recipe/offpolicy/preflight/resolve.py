@@ -14,7 +14,16 @@ from ..recording.record_settings import resolve_dir
 from . import fallbacks, old_log_prob
 from .auto_choice import Requirement, check_requirements, format_selection, select
 from .auto_setup import read_setup, refuse_setup
-from .hydra_groups import AUTO, EMPTY, check_stack, load_option, read_chosen_options, read_task_overrides, recompose
+from .hydra_groups import (
+    AUTO,
+    EMPTY,
+    check_stack,
+    load_option,
+    read_chosen_options,
+    read_task_overrides,
+    recompose,
+    refuse_moved,
+)
 from .shadows import SHIPPED_DELTA, parse_shadows
 from .verl_keys.keys import BYPASS, VERL
 
@@ -86,7 +95,9 @@ def _resolve_shadows(config: DictConfig, say: Say) -> None:
         key = "offpolicy.shadow"
         raise SpecError("expected names of corrections.", fix, key=key, value=names, mend={key: []})
     delta = OmegaConf.select(config, "offpolicy.shadow_delta", default=SHIPPED_DELTA)
-    shadows, notes = parse_shadows([names] if isinstance(names, str) else list(names), load_option, delta)
+    named = [names] if isinstance(names, str) else list(names)
+    refuse_moved("offpolicy.shadow", named)
+    shadows, notes = parse_shadows(named, load_option, delta)
     if delta != SHIPPED_DELTA and not notes:
         key, reason = (
             "offpolicy.shadow_delta",

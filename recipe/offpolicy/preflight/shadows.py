@@ -45,9 +45,9 @@ def parse_shadows(
             raise SpecError("no option of the group correction.", key=_KEY, value=name, mend=without)
         if name in shadows:
             raise SpecError("named twice.", key=_KEY, value=name, mend={_KEY: list(dict.fromkeys(names))})
-        if not re.fullmatch(r"[a-z0-9_]+", name) or "min" in name or "max" in name:
+        if not re.fullmatch(r"[a-z0-9_/]+", name) or "min" in name or "max" in name:
             raise SpecError(
-                "one option is named in lower case letters, digits and _, without 'min' or 'max' (verl reduces "
+                "one option is named in lower case letters, digits, _ and /, without 'min' or 'max' (verl reduces "
                 "metrics by those).",
                 f"Write several as a list, {_KEY}=[gsm,opsm].",
                 key=_KEY,

@@ -13,6 +13,8 @@ from hydra.utils import get_class
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from verl_patches.moved_options import MOVED, rename
+
 from ..correction import Problem
 from ..correction.problem import Verdict
 from ..correction.spelling import find_closest
@@ -66,7 +68,7 @@ def find_stray_keys(
         options: of the group ``correction``.
         registered: sections of extensions, the user's among them.
     """
-    names = set(options) - _COMMON
+    names = {*options, *MOVED} - _COMMON
     for sign, key, value in _parse_overrides(arguments):
         top = re.split("[./@]", key)[0]
         known = {*list_sections(), *list_groups(), *registered}
@@ -79,11 +81,12 @@ def find_stray_keys(
         elif _is_option(value, names):
             reason = "an added key that nothing of ours reads, with the name of a correction."
             yield Problem(
-                f"{sign}{key}", _parse_value(value), reason, f"Write {_CORRECTION}={value} instead.", parts=()
+                f"{sign}{key}", _parse_value(value), reason, f"Write {_CORRECTION}={rename(value)} instead.", parts=()
             )
         elif option := next((each for each in key.split(".") if each in names - list_verls_names()), None):
             reason = f"an added key that nothing reads, below the name of the correction {option}."
-            fix = f"Choose {_CORRECTION}={option}, and set its keys below {_CORRECTION}.weight or {_CORRECTION}.masks."
+            keys = f"{_CORRECTION}.weight or {_CORRECTION}.masks"
+            fix = f"Choose {_CORRECTION}={rename(option)}, and set its keys below {keys}."
             yield Problem(f"{sign}{key}", _parse_value(value), reason, fix, parts=())
         elif not set("@/") & set(key):
             yield from _find_unread(sign, key, value, base)
@@ -269,8 +272,8 @@ def _spell(meant: Path_, value: str) -> str:
     """Format the override as it is written."""
     key, (top, *below) = ".".join(meant), meant
     options = list_groups().get(top, ())
-    if _is_option(value, set(options) - (_COMMON if below else set())):
-        return f"{top}={value}"
+    if _is_option(value, {*options, *(MOVED if top == _CORRECTION else ())} - (_COMMON if below else set())):
+        return f"{top}={rename(value) if top == _CORRECTION else value}"
     if options and not below:
         near = find_closest(value, options)
         return f"{top}={near}" if near else f"{top}= with one of {', '.join(options)}"

@@ -69,7 +69,7 @@ def test_shipped_options_by_name(asked: list[str], pasted: list[str]) -> None:
     [
         ["correction=none", f"+correction.masks.tight={TIGHT}"],
         ["correction=gsm", "correction.weight={level: sequence, kind: truncate, lower: null, upper: 2.2}"],
-        ["correction=dppo_tv"],
+        ["correction=paper/dppo_tv"],
         [
             "correction=none",
             "correction.weights.a={level: token, kind: truncate, lower: null, upper: 3.0, when: negative}",

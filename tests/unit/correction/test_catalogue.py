@@ -13,6 +13,7 @@ from recipe.offpolicy.correction import (
 )
 from recipe.offpolicy.correction.aggregates import AGGREGATES
 from recipe.offpolicy.correction.catalogue import ENTRIES, SHADOW_ENTRIES, format_markdown
+from tests.support.applications import OPTIONS
 from tests.support.paths import ROOT
 from tests.support.telemetry_cases import CORRECTIONS, random_batch, shadow, stages
 
@@ -96,10 +97,9 @@ def read_table(header: str) -> set[str]:
 
 def test_the_documentation_has_every_option_and_no_other() -> None:
     """verl's factories have one row for all of them."""
-    options = {file.stem for file in (ROOT / "configs" / "correction").glob("*.yaml")}
     named = read_table("option")
-    assert named - {"verl_<factory>"} == {name for name in options if not name.startswith("verl_")}
-    assert "verl_<factory>" in named
+    assert named - {"verl/<factory>"} == {name for name in OPTIONS if not name.startswith("verl/")}
+    assert "verl/<factory>" in named
 
 
 def test_the_documentation_has_every_aggregate_and_no_other() -> None:

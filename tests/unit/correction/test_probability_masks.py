@@ -27,7 +27,7 @@ def test_kpop_by_hand() -> None:
     assert [round(coins(*pair), 4) for pair in ((0.7, 0.5), (0.5, 0.7), (0.08, 0.02))] == [0.0823, 0.0872, 0.0528]
     mu, pi = [[0.5, 0.5, 0.02]], [[0.7, 0.75, 0.08]]
     rows: dict[str, Any] = dict(mu=torch.tensor(mu).log(), old=torch.tensor(mu).log(), pi=torch.tensor(pi).log())
-    assert run(PRESETS["kpop"], **rows).keep.tolist() == [[True, False, True]]
+    assert run(PRESETS["paper/kpop"], **rows).keep.tolist() == [[True, False, True]]
 
 
 @pytest.mark.parametrize(("p", "q"), [(0.9, 0.6), (0.3, 0.8), (1.0, 0.5), (1e-30, 0.5), (0.999999, 0.2)])
@@ -44,12 +44,12 @@ def test_either_direction_of_the_divergence(p: float, q: float) -> None:
 def test_nemo_outlier_by_hand() -> None:
     """mean exp|d|: (e^0.5 + e^1 + 1) / 3 = 1.789, kept; (e^1.5 + e^0.5 + 1) / 3 = 2.377, dropped, though d cancels."""
     mu = [[0.5, -1.0, 0.0], [1.5, -0.5, 0.0]]
-    assert kept(run(PRESETS["nemo_outlier"], mu=mu, old=torch.zeros(2, 3))) == [True, False]
+    assert kept(run(PRESETS["nemo/outlier"], mu=mu, old=torch.zeros(2, 3))) == [True, False]
 
 
 def test_a_mean_distance_that_is_the_bound_is_kept() -> None:
     """exp|log 2| = exp|log 0.5| = 2, of two tokens."""
-    assert kept(run(PRESETS["nemo_outlier"], mu=[[LOG(2), LOG(0.5)]], old=[[0.0, 0.0]])) == [True]
+    assert kept(run(PRESETS["nemo/outlier"], mu=[[LOG(2), LOG(0.5)]], old=[[0.0, 0.0]])) == [True]
 
 
 def test_differences_of_probabilities_by_row_and_turn() -> None:
@@ -58,8 +58,8 @@ def test_differences_of_probabilities_by_row_and_turn() -> None:
     old = torch.tensor([[0.8, 0.7, 0.9, 0.4, 0.3]]).log()
     rows: dict[str, Any] = dict(mu=mu, old=old, mask=[[1, 1, 0, 1, 1]], turns=[[0, 0, 0, 1, 1]])
     none, first, all_of_it = [[0, 0, 0, 0, 0]], [[1, 1, 0, 0, 0]], [[1, 1, 0, 1, 1]]
-    assert run(PRESETS["roll_diff"], **rows).keep.long().tolist() == all_of_it
-    assert run(PRESETS["roll_diff_turn"], **rows).keep.long().tolist() == none
+    assert run(PRESETS["roll/diff"], **rows).keep.long().tolist() == all_of_it
+    assert run(PRESETS["roll/diff_turn"], **rows).keep.long().tolist() == none
     by_turn = spec(m=band(-0.3, 0.3, level="turn", aggregate="binary_tv_mean"))
     assert run(by_turn, **rows).keep.long().tolist() == first
     for lower, expected in ((-0.21, all_of_it), (-0.19, none)):
@@ -73,7 +73,7 @@ def test_vaco_by_hand() -> None:
     A > 0 takes rho = 8 further up: dropped. rho = 0.5 is brought back, rho = 1 leads nowhere. A < 0: the reverse.
     """
     near, far = [LOG(6), LOG(0.5), 0.0], [LOG(8), LOG(0.5), 0.0]
-    step = run(PRESETS["vaco"], mu=torch.zeros(3, 3), old=[near, far, far], advantages=[1.0, 1.0, -1.0])
+    step = run(PRESETS["paper/vaco"], mu=torch.zeros(3, 3), old=[near, far, far], advantages=[1.0, 1.0, -1.0])
     assert step.keep.tolist() == [[True] * 3, [False, True, True], [True, False, True]]
 
 

@@ -56,7 +56,7 @@ def test_topr_by_hand() -> None:
     """min(prod pi / mu, 1) of rows with A < 0: products 1/4 and 4 give 1/4 and 1; a row with A > 0 keeps weight 1."""
     two, half = LOG(2), LOG(0.5)
     pi = [[half, half], [two, two], [half, half]]
-    step = run(PRESETS["topr"], mu=torch.zeros(3, 2), old=torch.zeros(3, 2), pi=pi, advantages=[-1.0, -1.0, 1.0])
+    step = run(PRESETS["paper/topr"], mu=torch.zeros(3, 2), old=torch.zeros(3, 2), pi=pi, advantages=[-1.0, -1.0, 1.0])
     torch.testing.assert_close(step.weight, torch.tensor([[0.25, 0.25], [1.0, 1.0], [1.0, 1.0]]))
 
 
@@ -104,7 +104,7 @@ def test_the_weight_of_every_token_has_no_sign() -> None:
 def test_what_weights_by_sign_cannot_have() -> None:
     refused({"weights": {"a": TIS}}, "correction.weights.a.when", "it has no default")
     refused({"weights": {"a": 2.0}}, "correction.weights.a=2.0", "mapping")
-    refused({"weights": [TIS]}, "correction.weights=", "mapping", "such as topr")
+    refused({"weights": [TIS]}, "correction.weights=", "mapping", "such as paper/topr")
     refused({"weights": {"min": NEGATIVE}}, "correction.weights.min", "'min'")
     refused({"weights": {"a": NEGATIVE | {"normalize": True}}}, "correction.weights.a.normalize", "wait for the advant")
     refused({"weights": {"a": TIS | {"when": "any", "sign": "token"}}}, "correction.weights.a.sign", "sign=row")

@@ -129,7 +129,7 @@ BASES: list[tuple[str, ...]] = [
     ("correction=auto",),
     ("correction=loglinear_by_age",),
     ("correction=log_ratio_penalty",),
-    ("correction=m2po", "trainer.v1.trainer_mode=separate_async"),
+    ("correction=paper/m2po", "trainer.v1.trainer_mode=separate_async"),
     ("opd=loss", "opd.teacher.url=http://host:1"),
     ("length_penalty=anchor",),
     ("pass_at_k=loo", "actor_rollout_ref.rollout.n=8"),

@@ -28,7 +28,7 @@ from tests.support.examples import few_when_quick
 
 # The key that two options share; all other pairs may be stacked.
 CONFLICTS = {
-    ("opsm", "opsm_trl"): "correction.masks.opsm.",
+    ("opsm", "trl/opsm"): "correction.masks.opsm.",
     ("tis_token", "tis_sequence"): "correction.weight.",
 }
 EXPECTED: dict[str, dict[str, Any]] = {
@@ -36,7 +36,7 @@ EXPECTED: dict[str, dict[str, Any]] = {
     "tis_sequence": {"weight": TIS | {"level": "sequence", "upper": 5.0}, "masks": {}},
     "gsm": {"weight": None, "masks": {"gsm": GSM}},
     "opsm": {"weight": None, "masks": {"opsm": opsm(0.1)}},
-    "opsm_trl": {"weight": None, "masks": {"opsm": opsm(0.5)}},
+    "trl/opsm": {"weight": None, "masks": {"opsm": opsm(0.5)}},
     "opsm_factored": {
         "weight": None,
         "masks": {"opsm_mismatch": opsm(0.1, "rollout"), "opsm_staleness": opsm(0.1, "ppo")},
@@ -112,7 +112,7 @@ def share_a_key(one: dict[str, Any], two: dict[str, Any]) -> bool:
 
 def test_every_pair_that_shares_a_key_conflicts(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever else there is to choose: two options stack exactly if no key of theirs, or above it, is set by both."""
-    stackable = [option for option in OPTIONS if option not in EMPTY | {AUTO} and not option.startswith("verl_")]
+    stackable = [option for option in OPTIONS if option not in EMPTY | {AUTO} and not option.startswith("verl/")]
     seen = set()
     with application(folder=folder):
         values = {option: load_option(option) for option in stackable}
@@ -161,11 +161,11 @@ def test_options_chosen_later_are_as_if_chosen_at_once(chosen: str | None, folde
         "++correction.masks.gsm.upper=1.02",
         "+correction.masks.mine={ratio: ppo}",
     ]
-    with application("correction=[skyrl_recommended,bypass]", *overrides, folder=folder) as config:
+    with application("correction=[skyrl/recommended,bypass]", *overrides, folder=folder) as config:
         at_once = config.correction
     with application(*([chosen] if chosen else []), *overrides, folder=folder) as config:
         before = config.copy()
-        later = recompose(["skyrl_recommended", "bypass"])
+        later = recompose(["skyrl/recommended", "bypass"])
         assert config == before
     assert later == at_once
     assert later.weight.upper == 3.0

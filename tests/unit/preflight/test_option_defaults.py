@@ -27,7 +27,7 @@ FIXES = {
     ("tis_token", "weight.upper=inf"): (["correction.weight.upper=null"], {"weight.upper": None}),
     ("tis_token", "weight.kind=foo"): (["correction.weight.kind=truncate"], {"weight.kind": "truncate"}),
     ("opsm", "masks.opsm=0.2"): (None, {"masks.opsm.delta": 0.2, "masks.opsm.when": "negative"}),
-    ("m2po", "masks.m2po=0.1"): (None, {"masks.m2po.budget": 0.1}),
+    ("paper/m2po", "masks.m2po=0.1"): (None, {"masks.m2po.budget": 0.1}),
     ("log_ratio_penalty", "penalty=0.1"): (None, {"penalty.coefficient": 0.1}),
 }
 

@@ -21,7 +21,7 @@ from verl.trainer.config.algorithm import RolloutCorrectionConfig
 
 from_skyrl, from_trl, from_verl = CorrectionSpec.from_skyrl, CorrectionSpec.from_trl, CorrectionSpec.from_verl
 
-FACTORIES = [option.removeprefix("verl_") for option in OPTIONS if option.startswith("verl_")]
+FACTORIES = [option.removeprefix("verl/") for option in OPTIONS if option.startswith("verl/")]
 
 
 def loaded(option: str, **changes: Any) -> CorrectionSpec:
@@ -48,7 +48,7 @@ EXPECTED: dict[str, dict[str, Any]] = {
     "none": {},
     "auto": {},
     "resampling": {},
-    "verl_disabled": {},
+    "verl/disabled": {},
     "bypass": {"proximal": "bypass"},
     "reuse": {"proximal": "reuse"},
     "same_engine": {"proximal": "same_engine"},
@@ -58,7 +58,7 @@ EXPECTED: dict[str, dict[str, Any]] = {
     "loglinear_by_age": {"proximal": "loglinear", "alpha": "by_age"},
     "kl_unbiased": {"kl_weight": {"ratio": "ppo", "upper": None}},
     "tis_token": weight("token", "truncate", None, 2.0),
-    "topr": {
+    "paper/topr": {
         "weights": {
             "negative": weight("sequence", "truncate", None, 1.0, ratio="full")["weight"] | {"when": "negative"}
         },
@@ -76,10 +76,10 @@ EXPECTED: dict[str, dict[str, Any]] = {
     "product_mask": masks(product=band(0.5, 2.0, aggregate="product")),
     "outlier": masks(outlier=band(1e-4, 100.0, aggregate="any")),
     "icepop": masks(icepop=band(0.5, 2.0, level="token", aggregate="product")),
-    "icepop_wide": masks(icepop=band(0.5, 5.0, level="token", aggregate="product")),
+    "openrlhf/icepop": masks(icepop=band(0.5, 5.0, level="token", aggregate="product")),
     "k3_mask": masks(k3=band(None, 0.01, aggregate="k3_mean")),
-    "m2po": masks(m2po=dict(ratio="rollout", level="token", aggregate="second_moment", budget=0.04, when="any")),
-    "dppo_tv": masks(
+    "paper/m2po": masks(m2po=dict(ratio="rollout", level="token", aggregate="second_moment", budget=0.04, when="any")),
+    "paper/dppo_tv": masks(
         dppo_positive=band(
             None, 0.2, ratio="full", level="token", aggregate="binary_tv", when="positive", sign="token"
         ),
@@ -87,22 +87,22 @@ EXPECTED: dict[str, dict[str, Any]] = {
             -0.2, None, ratio="full", level="token", aggregate="binary_tv", when="negative", sign="token"
         ),
     ),
-    "kpop": masks(kpop=band(None, 0.1, ratio="full", level="token", aggregate="binary_kl")),
-    "nemo_outlier": masks(nemo_outlier=band(None, 2.0, aggregate="exp_abs_mean")),
-    "roll_diff": masks(roll_diff=band(-0.2, 0.2, aggregate="binary_tv_mean")),
-    "roll_diff_turn": masks(roll_diff_turn=band(-0.2, 0.2, level="turn", aggregate="binary_tv_mean")),
-    "vaco": masks(vaco=band(None, 1.0, aggregate="tv_mean", when="outward", sign="token")),
+    "paper/kpop": masks(kpop=band(None, 0.1, ratio="full", level="token", aggregate="binary_kl")),
+    "nemo/outlier": masks(nemo_outlier=band(None, 2.0, aggregate="exp_abs_mean")),
+    "roll/diff": masks(roll_diff=band(-0.2, 0.2, aggregate="binary_tv_mean")),
+    "roll/diff_turn": masks(roll_diff_turn=band(-0.2, 0.2, level="turn", aggregate="binary_tv_mean")),
+    "paper/vaco": masks(vaco=band(None, 1.0, aggregate="tv_mean", when="outward", sign="token")),
     "opsm": masks(opsm=opsm(0.1)),
-    "opsm_trl": masks(opsm=opsm(0.5)),
+    "trl/opsm": masks(opsm=opsm(0.5)),
     "opsm_token": masks(opsm=opsm(0.1, sign="token")),
-    "opsm_slime": masks(opsm=opsm(1e-4, "ppo", sign="token")),
+    "slime/opsm": masks(opsm=opsm(1e-4, "ppo", sign="token")),
     "opsm_factored": masks(opsm_mismatch=opsm(0.1, "rollout"), opsm_staleness=opsm(0.1, "ppo")),
-    "yao2025_tis": weight("token", "truncate", None, 2.0),
-    "liu2025_mis": weight("sequence", "reject", None, 2.0),
-    "deepseek_v32_opsm": masks(opsm=opsm(0.1)),
-    "skyrl_recommended": weight("token", "truncate", None, 2.0)
+    "paper/yao2025_tis": weight("token", "truncate", None, 2.0),
+    "paper/liu2025_mis": weight("sequence", "reject", None, 2.0),
+    "paper/deepseek_v32_opsm": masks(opsm=opsm(0.1)),
+    "skyrl/recommended": weight("token", "truncate", None, 2.0)
     | masks(gsm=GSM, outlier=band(1e-4, 100.0, aggregate="any")),
-    "trl_default": weight("sequence", "reject", None, 3.0),
+    "trl/default": weight("sequence", "reject", None, 3.0),
 }
 
 
@@ -113,7 +113,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_every_option_is_held_by_a_test() -> None:
     """By its values below, or by the factory of verl's that it is named after."""
-    assert set(OPTIONS) == set(EXPECTED) | {f"verl_{name}" for name in FACTORIES}
+    assert set(OPTIONS) == set(EXPECTED) | {f"verl/{name}" for name in FACTORIES}
 
 
 @pytest.mark.parametrize("option", EXPECTED)
@@ -122,7 +122,7 @@ def test_each_option_is_what_is_published(option: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "option", few_when_quick(OPTIONS, lambda option: (option.startswith("verl_"), option in DELTAS, option in EMPTY))
+    "option", few_when_quick(OPTIONS, lambda option: (option.startswith("verl/"), option in DELTAS, option in EMPTY))
 )
 def test_each_option_composes(option: str, folder: Path) -> None:
     """It sets its own keys and nothing besides."""
@@ -132,19 +132,28 @@ def test_each_option_composes(option: str, folder: Path) -> None:
 
 @pytest.mark.parametrize("option", OPTIONS)
 def test_each_option_says_what_it_is(option: str) -> None:
-    assert (CONFIGS / "correction" / f"{option}.yaml").read_text().startswith("# ")
+    text = (CONFIGS / "correction" / f"{option}.yaml").read_text()
+    # Without the package Hydra puts an option of a folder, in a list, below correction.<folder>.
+    assert text.startswith("# @package correction\n# " if "/" in option else "# ")
 
 
 def test_those_that_correct_nothing() -> None:
     assert {option for option in OPTIONS if loaded(option).is_none} == EMPTY | {AUTO}
 
 
-@pytest.mark.parametrize(("name", "same"), [("yao2025_tis", "tis_token"), ("deepseek_v32_opsm", "opsm")])
+@pytest.mark.parametrize(("name", "same"), [("paper/yao2025_tis", "tis_token"), ("paper/deepseek_v32_opsm", "opsm")])
 def test_papers_by_two_names(name: str, same: str) -> None:
     assert loaded(name) == loaded(same)
 
 
-@pytest.mark.parametrize("stack", [("decoupled_ppo", "loglinear", "outlier"), ("tis_turn", "gsm_turn", "kl_clip")])
+@pytest.mark.parametrize(
+    "stack",
+    [
+        ("decoupled_ppo", "loglinear", "outlier"),
+        ("tis_turn", "gsm_turn", "kl_clip"),
+        ("paper/yao2025_tis", "nemo/outlier", "kl_clip"),
+    ],
+)
 def test_building_blocks_stack(stack: tuple[str, ...], folder: Path) -> None:
     """Each sets its own keys only, so that a stack is all of them."""
     together: dict[str, Any] = {}
@@ -180,7 +189,7 @@ ROW = [0.1, 0.4, 1.0, 3.0, 8.0]  # its product is 0.96
         ("decoupled_ppo", [0.1, 0.4, 1.0, 3.0, 5.0]),
         ("mis_token", [0.0, 0.0, 1.0, 3.0, 0.0]),
         ("icepop", [0.0, 0.0, 1.0, 0.0, 0.0]),
-        ("icepop_wide", [0.0, 0.0, 1.0, 1.0, 0.0]),
+        ("openrlhf/icepop", [0.0, 0.0, 1.0, 1.0, 0.0]),
         ("tis_sequence", [0.96] * 5),
         ("mis_sequence", [0.96] * 5),
         ("tis_geometric", [round(0.96**0.2, 9)] * 5),
@@ -194,17 +203,17 @@ def test_weights_and_token_masks(option: str, expected: list[float]) -> None:
     ("option", "product", "expected"),
     [
         ("tis_sequence", 6.0, 5.0),
-        ("trl_default", 3.1, 0.0),
-        ("trl_default", 2.9, 2.9),
-        ("trl_default", 0.01, 0.01),
-        ("liu2025_mis", 2.1, 0.0),
-        ("liu2025_mis", 0.01, 0.01),
+        ("trl/default", 3.1, 0.0),
+        ("trl/default", 2.9, 2.9),
+        ("trl/default", 0.01, 0.01),
+        ("paper/liu2025_mis", 2.1, 0.0),
+        ("paper/liu2025_mis", 0.01, 0.01),
         ("mis_sequence", 2.1, 0.0),
         ("mis_sequence", 0.49, 0.0),
         ("product_mask", 2.1, 0.0),
         ("product_mask", 1.9, 1.0),
-        ("verl_decoupled_seq_is_rs", 2.1, 0.0),
-        ("verl_decoupled_seq_is_rs", 1.9, 1.9),
+        ("verl/decoupled_seq_is_rs", 2.1, 0.0),
+        ("verl/decoupled_seq_is_rs", 1.9, 1.9),
     ],
 )
 def test_rows_of_a_given_product(option: str, product: float, expected: float) -> None:
@@ -236,10 +245,10 @@ def test_a_divergence_mask_sees_what_cancels() -> None:
 @pytest.mark.parametrize(
     ("option", "pi_over_old", "kept"),
     [
-        ("opsm_trl", math.exp(-0.51), [[True] * 2, [False] * 2]),
-        ("opsm_trl", math.exp(-0.49), [[True] * 2, [True] * 2]),
-        ("opsm_slime", math.exp(-2e-4), [[True] * 2, [False] * 2]),
-        ("opsm_slime", math.exp(-0.5e-4), [[True] * 2, [True] * 2]),
+        ("trl/opsm", math.exp(-0.51), [[True] * 2, [False] * 2]),
+        ("trl/opsm", math.exp(-0.49), [[True] * 2, [True] * 2]),
+        ("slime/opsm", math.exp(-2e-4), [[True] * 2, [False] * 2]),
+        ("slime/opsm", math.exp(-0.5e-4), [[True] * 2, [True] * 2]),
         ("opsm_factored", math.exp(-0.11), [[True] * 2, [False] * 2]),
     ],
 )
@@ -260,7 +269,7 @@ def test_a_bound_on_the_probability() -> None:
     """From 0.3: up to 0.49 is within 0.2 and to 0.51 is not, and the way that pi moves matters."""
     mu = torch.full((4, 1), math.log(0.3), dtype=torch.float64)
     pi = tensor([[0.49], [0.51], [0.51], [0.09]], torch.float64).log()
-    step = run(loaded("dppo_tv"), mu=mu, old=mu, pi=pi, advantages=[1.0, 1.0, -1.0, -1.0], dtype=torch.float64)
+    step = run(loaded("paper/dppo_tv"), mu=mu, old=mu, pi=pi, advantages=[1.0, 1.0, -1.0, -1.0], dtype=torch.float64)
     assert step.keep.tolist() == [[True], [False], [True], [False]]
 
 
@@ -290,18 +299,18 @@ def test_every_factory_of_verl_is_an_option() -> None:
 @pytest.mark.parametrize("name", FACTORIES)
 def test_verls_factories(name: str) -> None:
     factory = getattr(RolloutCorrectionConfig, name)
-    assert same(loaded(f"verl_{name}"), from_verl(factory()))
+    assert same(loaded(f"verl/{name}"), from_verl(factory()))
 
 
 def test_verls_factories_differ() -> None:
     """So that the comparison above can fail; of one pair, only the base loss is another."""
-    specs = {name: loaded(f"verl_{name}") for name in FACTORIES}
+    specs = {name: loaded(f"verl/{name}") for name in FACTORIES}
     equal = {frozenset(pair) for pair in itertools.combinations(FACTORIES, 2) if same(*(specs[n] for n in pair))}
     assert equal == {frozenset({"bypass_ppo_clip_geo_rs", "bypass_pg_geo_rs"})}
 
 
 def test_trls_defaults() -> None:
-    assert same(loaded("trl_default"), from_trl({}))
+    assert same(loaded("trl/default"), from_trl({}))
 
 
 def test_skyrls_recommendation() -> None:
@@ -314,4 +323,4 @@ def test_skyrls_recommendation() -> None:
         "outlier_token_is_threshold_low": 1e-4,
         "outlier_token_is_threshold_high": 100,
     }
-    assert same(loaded("skyrl_recommended"), from_skyrl(keys))
+    assert same(loaded("skyrl/recommended"), from_skyrl(keys))

@@ -145,10 +145,10 @@ def test_run_async_has_it_as_its_default(tmp_path: Path) -> None:
         [
             ("gsm", ["correction.masks.gsm.lower"]),
             ("[tis_token,gsm_turn]", ["correction.masks.gsm_turn.lower"]),
-            ("skyrl_recommended", ["correction.masks.gsm.lower"]),
+            ("skyrl/recommended", ["correction.masks.gsm.lower"]),
             ("k3_mask", ["correction.masks.k3.upper"]),
             ("tis_token", []),
-            ("verl_decoupled_geo_rs", None),
+            ("verl/decoupled_geo_rs", None),
             ("icepop", []),
             ("outlier", []),
         ],

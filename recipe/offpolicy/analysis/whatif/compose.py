@@ -17,9 +17,12 @@ from hydra.errors import HydraException, MissingConfigException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from verl_patches.moved_options import explain_moved
+
 from ...correction import SpecError
 from ...preflight.hydra_groups import AUTO, GROUP, check_stack, force_own_keys, read_chosen_options
 from ...preflight.old_log_prob import AUTO as AUTO_PROXIMAL
+from ...preflight.own_keys import list_groups
 
 _CONFIGS = Path(__file__).resolve().parents[2] / "config"
 _PRIMARY = "offpolicy_replay"
@@ -73,8 +76,10 @@ def compose_correction(overrides: Sequence[str]) -> dict[str, Any]:
             )
         mapping = OmegaConf.to_container(config[GROUP], resolve=True)
     except MissingConfigException as error:
+        if said := explain_moved(error.missing_cfg_file, overrides):
+            raise SpecError(said) from error
         name = str(error.missing_cfg_file).removeprefix(f"{GROUP}/")
-        raise SpecError(f"{GROUP}={name}: no such option. {suggest_keys(name, error.options or [])}") from error
+        raise SpecError(f"{GROUP}={name}: no such option. {suggest_keys(name, list_groups()[GROUP])}") from error
     except (HydraException, OmegaConfBaseException) as error:
         text = " ".join(str(error).split())
         raise SpecError(f"{' '.join(overrides)}: {text}") from error

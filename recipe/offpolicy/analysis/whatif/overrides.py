@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from verl_patches.moved_options import MOVED
+
 from ...correction import CorrectionSpec
 from ...correction.problem import set_to
 from ...correction.proximal import OF_THE_TRAINER
@@ -27,8 +29,11 @@ def build_overrides(spec: CorrectionSpec) -> list[str]:
     # Of options that are alike but for their bounds, the one with these bounds, then the one with the shortest name.
     weight.sort(key=lambda name: (_differences(load_option(name)["weight"], wanted["weight"]), len(name), name))
     known = wanted["masks"].items()
-    masks = [name for name, mask in known if name in options and _is_of(name, {"masks": {name: mask}})]
-    stack = [*weight[:1], *masks] or ["none"]
+    by_mask = {name: MOVED.get(name, name) for name, _ in known}
+    masks = [
+        name for name, mask in known if by_mask[name] in options and _is_of(by_mask[name], {"masks": {name: mask}})
+    ]
+    stack = [*weight[:1], *(by_mask[name] for name in masks)] or ["none"]
     overrides = [f"{GROUP}={stack[0]}" if len(stack) == 1 else f"{GROUP}=[{','.join(stack)}]"]
     if wanted["weight"] and not weight:
         overrides.append(set_to(f"{GROUP}.weight", wanted["weight"]))

@@ -50,7 +50,7 @@ def _convert(options: Options) -> dict[str, Any]:
     budget = read_number(options["actor.m2_threshold"], "actor.m2_threshold")
     if budget is not None:
         reason = "M2PO's cut goes over each micro-batch there, and over the batch here."
-        fix = f"The nearest option is m2po, with correction.masks.m2po.budget={budget:g}."
+        fix = f"The nearest option is paper/m2po, with correction.masks.m2po.budget={budget:g}."
         raise refuse(reason, "actor.m2_threshold", budget, fix)
     return plain
 

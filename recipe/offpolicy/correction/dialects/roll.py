@@ -49,7 +49,7 @@ def _convert(options: Options) -> dict[str, Any]:
     plain: dict[str, Any] = {"proximal": "recompute" if recompute else "reuse", "masks": {}}
     for key in (_VARIANT, "pg_variant"):
         if (variant := options[key]) not in (None, *_VARIANTS):
-            nearest = {"topr": "topr", "kimi15": "log_ratio_penalty"}.get(str(variant))
+            nearest = {"topr": "paper/topr", "kimi15": "log_ratio_penalty"}.get(str(variant))
             fix = f"The nearest option is correction={nearest}, on pi / mu." if nearest else ""
             raise refuse("it weighs by pi / pi_old, which no weight here does.", key, variant, fix)
     if read_flag(options[f"{_WEIGHT}.enabled"], f"{_WEIGHT}.enabled"):

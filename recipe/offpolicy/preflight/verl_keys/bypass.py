@@ -49,7 +49,7 @@ def check_bypass(config: DictConfig, spec: CorrectionSpec, path: LivePath) -> It
                 f"in bypass mode the worker applies it, and {why}: the loss stays {get_value(config, LOSS_MODE)} "
                 f"around mu.",
                 f"Take it from {VERL} and set correction=bypass with a weight or mask, or one of "
-                f"correction=verl_bypass_*, which are proved live.",
+                f"correction=verl/bypass_*, which are proved live.",
                 "NO-OP",
                 (name_part(_find_owner(key)),),
                 into_the_worker,
@@ -61,7 +61,7 @@ def check_bypass(config: DictConfig, spec: CorrectionSpec, path: LivePath) -> It
                 f"{VERL}.{key}",
                 value,
                 f"in bypass mode the worker applies its own {WORKERS}.{key}, which is {format_value(held[key])}.",
-                f"Set +{WORKERS}.{key}={format_value(value)}, or one of correction=verl_bypass_* without {VERL}.",
+                f"Set +{WORKERS}.{key}={format_value(value)}, or one of correction=verl/bypass_* without {VERL}.",
                 "ERROR",
                 (name_part(_find_owner(key)),),
                 (set_to(f"{WORKERS}.{key}", value, add=True),),

@@ -21,7 +21,7 @@ def labels(*specs: list[str], grid: tuple[str, ...] = (), recorded: Any = RECORD
     return [candidate.label for candidate in build_candidates(specs, grid, recorded)]
 
 
-QUICK = {"none", "gsm", "opsm", "tis_turn", "verl_bypass_pg_geo_rs_seq_tis"}
+QUICK = {"none", "gsm", "opsm", "tis_turn", "verl/bypass_pg_geo_rs_seq_tis"}
 """No part, a mask, one with an open value, a weight, and both beside another pi_old: the others are composed alike."""
 
 
