@@ -24,7 +24,7 @@ RUNS: dict[str, tuple[str, ...]] = {
     "decoupled PPO": ("correction=decoupled_ppo",),
     "mu for pi_old": ("correction=bypass",),
     "IcePop": ("correction=icepop",),
-    "the batch's cut": ("correction=m2po",),
+    "the batch's cut": ("correction=paper/m2po",),
     "epochs and dynamic batches": (
         "actor_rollout_ref.actor.ppo_epochs=2",
         "actor_rollout_ref.actor.use_dynamic_bsz=true",
