@@ -1,4 +1,4 @@
-"""Links of the pages lead to files of the repository."""
+"""Links of the pages lead to files of the repository, and a page that is written by a command is up to date."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import keys_page
 from tests.support.paths import ROOT
 
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), ROOT / "recipe" / "offpolicy" / "README.md"])
@@ -17,3 +18,7 @@ LINK = re.compile(r"\]\(([^)#\s:]+)(?:#[^)]*)?\)")
 def test_links_lead_somewhere(page: Path) -> None:
     links = LINK.findall(page.read_text())
     assert not [link for link in links if not (page.parent / link).exists()]
+
+
+def test_the_page_of_keys_is_as_the_tables_and_comments_are() -> None:
+    assert keys_page.PAGE.read_text() == keys_page.build_page(), "python -m tests.support.keys_page writes it anew"

@@ -33,7 +33,7 @@ class DeliverySettings:
 
 
 _EVERY = "a number of synchronisations, 1 or more, or null for never"
-_KEYS = Section(
+KEYS = Section(
     SECTION,
     read_shipped_defaults("delivery"),
     {"sums": count(_EVERY, null=True), "probe": count(_EVERY, null=True)},
@@ -42,4 +42,4 @@ _KEYS = Section(
 
 def find_problems(config: DictConfig) -> Iterator[Problem]:
     """Find what is wrong with the keys."""
-    return _KEYS.find_problems(config)
+    return KEYS.find_problems(config)

@@ -55,7 +55,7 @@ class RecordSettings:
     @classmethod
     def from_config(cls, config: DictConfig) -> RecordSettings | None:
         """Read the settings of a checked configuration; None where nothing is to be recorded."""
-        values = _KEYS.read(config)
+        values = KEYS.read(config)
         if not isinstance(values, Mapping) or values.get("dir") is None:
             return None
         return cls.at(**{**values, "dir": str(Path.cwd() / str(values["dir"]))})
@@ -74,7 +74,7 @@ def resolve_dir(config: DictConfig) -> None:
 
 
 _DIR = ("dir", ...)
-_KEYS = Section(
+KEYS = Section(
     SECTION,
     read_shipped_defaults("record"),
     {
@@ -93,7 +93,7 @@ _KEYS = Section(
 
 def find_problems(config: DictConfig) -> Iterator[Problem]:
     """Find what is wrong with ``offpolicy.record``."""
-    found = list(_KEYS.find_problems(config))
+    found = list(KEYS.find_problems(config))
     yield from found
     directory = OmegaConf.select(config, f"{SECTION}.dir") if not found else None
     if directory is None:
@@ -112,7 +112,7 @@ def find_problems(config: DictConfig) -> Iterator[Problem]:
 
 def find_too_many_parts(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
     """Find a ``spec`` with more rejecting parts than a file has bits for; nothing without a recording."""
-    values = _KEYS.read(config)
+    values = KEYS.read(config)
     if not isinstance(values, Mapping) or values.get("dir") is None:
         return
     parts = len(spec.masks) + sum(weight.kind == "reject" for weight in spec.all_weights.values())

@@ -62,7 +62,7 @@ def _is_v1_engine(path: LivePath, strategies: tuple[str, ...]) -> bool:
     return path.trainer == "v1" and path.strategy in strategies
 
 
-_KEYS = Section(
+KEYS = Section(
     SECTION,
     read_shipped_defaults("replay"),
     {"oldest": count("a number of versions, 0 or more, or null for all", 0, null=True)},
@@ -71,7 +71,7 @@ _KEYS = Section(
 
 def find_problems(config: DictConfig) -> Iterator[Problem]:
     """Find what is wrong with ``offpolicy.replay`` by itself."""
-    found = list(_KEYS.find_problems(config))
+    found = list(KEYS.find_problems(config))
     yield from found
     oldest = None if found else OmegaConf.select(config, OLDEST)
     if oldest is not None and ((settings := ReplaySettings.from_config(config)) is None or settings.mode != "R3"):

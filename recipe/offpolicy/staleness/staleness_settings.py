@@ -46,7 +46,7 @@ class StalenessSettings:
     @classmethod
     def from_config(cls, config: DictConfig) -> StalenessSettings | None:
         """Read the settings of a checked configuration; None where verl's own keys are in force."""
-        values = _KEYS.read(config)
+        values = KEYS.read(config)
         if not isinstance(values, Mapping) or values.get("eta") is None:
             return None
         return cls.at(**values)
@@ -63,7 +63,7 @@ class StalenessSettings:
 
 
 _ADAPT = ("adapt.ess", ...)
-_KEYS = Section(
+KEYS = Section(
     SECTION,
     read_shipped_defaults("staleness"),
     {
@@ -125,5 +125,5 @@ _KEYS = Section(
     ),
     {"eta": 2, "adapt.ess": 0.9},
 )
-find_problems = _KEYS.find_problems
+find_problems = KEYS.find_problems
 """Find what is wrong with ``offpolicy.staleness`` by itself."""

@@ -70,6 +70,47 @@ OUTSIDE: dict[str, tuple[Any, ...]] = {
     "calibrate.ceiling": (0.5, math.inf),
     "calibrate.noise_kept": WITHIN,
 }
+INSIDE: dict[str, tuple[Any, ...]] = {
+    "prove_every": (0,),
+    "watchdog.step_timeout": (0.1, None),
+    "watchdog.poll": (0.1, None),
+    "watchdog.phase_timeouts.rollout": (0.1, None),
+    "staleness.eta": (0, 0.5, None),
+    "staleness.too_old": ("wait", "mask", "refresh", "drop"),
+    "staleness.refresh_limit": (1,),
+    "staleness.adapt.ess": (0.01, 1, None),
+    "staleness.adapt.trainer_wait": (0, 0.99),
+    "staleness.adapt.floor": (0, 0.5),
+    "staleness.adapt.ceiling": (0, 0.5),
+    "staleness.adapt.step": (0.1,),
+    "replay.oldest": (0, None),
+    "delivery.sums": (1, None),
+    "delivery.probe": (1, None),
+    "late_weights.snapshots": (1, None),
+    "late_weights.rows": (1,),
+    "record.dir": ("runs/a", None),
+    "record.every": (1,),
+    "record.share": (0.01, 1),
+    "record.max_bytes": (1, 0.5),
+    "calibrate.target_kept": (0.5, 0.99, None),
+    "calibrate.target_ess": (0.01, 0.99, None),
+    "calibrate.of": ("gsm", ["gsm"], None),
+    "calibrate.side": ("both", "upper", "lower"),
+    "calibrate.every": (1,),
+    "calibrate.window": (1,),
+    "calibrate.warmup": (0,),
+    "calibrate.rate": (0.01, 1),
+    "calibrate.floor": (0.01, 1),
+    "calibrate.ceiling": (1, 99),
+    "calibrate.noise_kept": (0.5, 0.99),
+    "alarms.ess.action": ("off", False, "warn", "stop", "fallback"),
+    "alarms.ess.lower": (0.1, None),
+    "alarms.ess.patience": (1,),
+    "alarms.ess.return_after": (1, None),
+    "alarms.mismatch_growth.window": (2,),
+    "alarms.mismatch_growth.least": (1e-9,),
+}
+"""Keys -> values at the edge of what they take."""
 UNREAD: dict[str, Any] = {
     "staleness.too_old": "mask",
     "staleness.refresh_limit": 3,
@@ -168,6 +209,12 @@ def test_a_value_outside_of_the_range_is_refused_and_what_is_proposed_is_taken(k
             assert problem.overrides == (set_to(problem.key, default),)
         for override in problem.overrides:
             assert problem.key not in [each.key for each in find(key, yaml.safe_load(override.partition("=")[2]))]
+
+
+@pytest.mark.parametrize("key", INSIDE)
+def test_a_value_at_the_edge_of_the_range_is_taken(key: str) -> None:
+    for value in INSIDE[key]:
+        assert [each for each in find(key, value) if each.reason.startswith(("expected", "not a"))] == []
 
 
 @pytest.mark.parametrize("key", UNREAD)

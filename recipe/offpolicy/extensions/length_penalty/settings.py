@@ -69,7 +69,7 @@ class LengthSettings:
         Raises:
             CheckError, SpecError: unknown keys, or values that cannot be what was meant.
         """
-        given = read_values(section, values, "length_penalty/anchor", _KEYS)
+        given = read_values(section, values, "length_penalty/anchor", KEYS)
         key, kind = f"{section}.reference", f"{section}.kind"
         if "kind" not in values:
             fix = f"Set {section}=anchor, or another of {', '.join(KINDS)}."
@@ -93,7 +93,7 @@ def _is_reference(value: Any) -> bool:
     return named or number("tokens", above=0, null=True).fits(value)
 
 
-_KEYS = {
+KEYS = {
     "kind": choice(*COEFFICIENT),
     "coefficient": number("a number, 0 or more, or null", 0, null=True),
     "place": choice("after", "before"),

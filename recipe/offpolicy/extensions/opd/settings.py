@@ -89,7 +89,7 @@ class OpdSettings:
         Raises:
             CheckError, SpecError: unknown keys, or values that cannot be what was meant.
         """
-        given = read_values(section, values, "opd/advantage", _KEYS, _RULES)
+        given = read_values(section, values, "opd/advantage", KEYS, _RULES)
         teacher, eligible = given.pop("teacher"), EligibleSettings(**given.pop("eligible"))
         urls, mode = teacher.pop("url"), f"{section}.mode"
         if urls is None:
@@ -124,7 +124,7 @@ def _is_scale(value: Any) -> bool:
 
 _HEADERS = "headers, each with the name of the environment variable that holds its value"
 _TEXT = Key(lambda value: value is None or isinstance(value, str), "a name, a folder or null")
-_KEYS = {
+KEYS = {
     "mode": choice(*COEF),
     "teacher.url": Key(_are_addresses, "an address such as http://127.0.0.1:8100, or a list of them"),
     "teacher.model": _TEXT,

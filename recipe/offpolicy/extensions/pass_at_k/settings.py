@@ -71,7 +71,7 @@ class PassAtKSettings:
         Raises:
             CheckError, SpecError: unknown keys, or values that cannot be what was meant.
         """
-        given = read_values(section, values, "pass_at_k/loo", _KEYS, (_ORDER,))
+        given = read_values(section, values, "pass_at_k/loo", KEYS, (_ORDER,))
         if "objective" not in values:
             fix, key = f"Set {section}=loo, or another of validation, {', '.join(OBJECTIVES)}.", f"{section}.objective"
             raise SpecError("no objective is named.", fix, key=key, mend={key: "loo"})
@@ -112,7 +112,7 @@ def _is_schedule(value: Any) -> bool:
     return steps == sorted(set(steps))
 
 
-_KEYS = {
+KEYS = {
     "objective": choice(*CHOICES),
     "k": count("a count of 1 or more"),
     "correct_at_least": number("a score"),

@@ -50,7 +50,7 @@ class ProcessSettings:
         Raises:
             CheckError: unknown keys, or values that cannot be what was meant.
         """
-        given = read_values(section, values, "process_reward/prefix_value", _KEYS)
+        given = read_values(section, values, "process_reward/prefix_value", KEYS)
         return cls(**{**given, "markers": tuple(given["markers"])})
 
 
@@ -58,7 +58,7 @@ def _are_markers(value: Any) -> bool:
     return isinstance(value, list | tuple) and all(isinstance(each, str) and each for each in value)
 
 
-_KEYS = {
+KEYS = {
     "force_prompt": Key(lambda value: isinstance(value, str) and value != "", "a text"),
     "think_end": Key(lambda value: isinstance(value, str), "a text, which may be empty"),
     "markers": Key(_are_markers, "a list of texts, none of them empty"),

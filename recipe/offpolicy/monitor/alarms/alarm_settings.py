@@ -89,7 +89,7 @@ def find_problems(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]
             fix = f"Set {key}.action={action}{' to do without it' if action == 'off' else ''}."
             yield _problem(key, values, "its keys have no values.", fix, f"{key}={{action: '{action}'}}")
         else:
-            found = [*_KEYS[name].find_problems(config)] or [*_check_band(name, alarms[name])]
+            found = [*KEYS[name].find_problems(config)] or [*_check_band(name, alarms[name])]
             yield from found or _find_pointless(name, alarms[name], spec, config)
 
 
@@ -166,7 +166,7 @@ def _declare(name: str) -> Section:
     return Section(f"{SECTION}.{name}", DEFAULTS[name], {part: keys[part] for part in DEFAULTS[name]}, (early,))
 
 
-_KEYS = {name: _declare(name) for name in DEFAULTS}
+KEYS = {name: _declare(name) for name in DEFAULTS}
 
 
 def _check_band(name: str, values: Mapping[str, Any]) -> Iterator[Problem]:

@@ -77,7 +77,7 @@ def find_problems(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]
     if OmegaConf.select(config, SECTION) is None:
         yield Problem(SECTION, None, "its keys have no values.", "Remove this override.", parts=())
         return
-    found = list(_KEYS.find_problems(config))
+    found = list(KEYS.find_problems(config))
     yield from found
     if found:
         return
@@ -105,7 +105,7 @@ def _build_rule(name: str) -> Rule:
     )
 
 
-_KEYS = Section(
+KEYS = Section(
     SECTION,
     DEFAULTS,
     {

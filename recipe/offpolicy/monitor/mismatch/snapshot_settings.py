@@ -42,7 +42,7 @@ class SnapshotSettings:
         return None if values["snapshots"] is None else cls(**values)
 
 
-_KEYS = Section(
+KEYS = Section(
     SECTION,
     read_shipped_defaults("late_weights"),
     {
@@ -55,7 +55,7 @@ _KEYS = Section(
 
 def find_problems(config: DictConfig) -> Iterator[Problem]:
     """Find what is wrong with the keys, and what keeps weights from being kept or compared."""
-    found = list(_KEYS.find_problems(config))
+    found = list(KEYS.find_problems(config))
     yield from found
     if not found and (snapshots := OmegaConf.select(config, SNAPSHOTS)) is not None:
         yield from _find_obstacles(config, snapshots)

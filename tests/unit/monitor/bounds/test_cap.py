@@ -273,11 +273,6 @@ def found(correction: CorrectionSpec, **values: Any) -> list[tuple[str, str]]:
     return [(problem.key, str(problem)) for problem in find_problems(made, read_spec(made))]
 
 
-@pytest.mark.parametrize("target", [0.01, 0.5, 0.99])
-def test_any_share_between_is_taken(target: float) -> None:
-    assert found(CAPPED, target_ess=target) == []
-
-
 REJECT = {"level": "token", "kind": "reject", "lower": None, "upper": 2.0}
 
 

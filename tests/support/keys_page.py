@@ -1,0 +1,106 @@
+"""docs/keys.md, made of the tables of keys and of the configuration's comments.
+
+Usage: ``python -m tests.support.keys_page`` writes it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from recipe.offpolicy.batch.declared_keys import Key
+from recipe.offpolicy.correction.problem import quote_value
+from recipe.offpolicy.delivery import delivery_settings
+from recipe.offpolicy.extensions.length_penalty import settings as length_penalty
+from recipe.offpolicy.extensions.opd import settings as opd
+from recipe.offpolicy.extensions.pass_at_k import settings as pass_at_k
+from recipe.offpolicy.extensions.process_reward import settings as process_reward
+from recipe.offpolicy.monitor.alarms import alarm_settings
+from recipe.offpolicy.monitor.bounds import bound_settings
+from recipe.offpolicy.monitor.mismatch import snapshot_settings
+from recipe.offpolicy.recording import record_settings
+from recipe.offpolicy.replay import replay_settings
+from recipe.offpolicy.staleness import staleness_settings
+from tests.support.paths import ROOT
+
+PAGE = ROOT / "docs" / "keys.md"
+BASE = "offpolicy_base.yaml"
+TABLES: dict[str, tuple[str, Mapping[str, Key]]] = {
+    section.path: (BASE, section.keys)
+    for section in (
+        staleness_settings.KEYS,
+        replay_settings.KEYS,
+        delivery_settings.KEYS,
+        snapshot_settings.KEYS,
+        record_settings.KEYS,
+        *alarm_settings.KEYS.values(),
+        bound_settings.KEYS,
+    )
+} | {
+    "length_penalty": ("length_penalty/anchor.yaml", length_penalty.KEYS),
+    "opd": ("opd/advantage.yaml", opd.KEYS),
+    "pass_at_k": ("pass_at_k/loo.yaml", pass_at_k.KEYS),
+    "process_reward": ("process_reward/prefix_value.yaml", process_reward.KEYS),
+}
+"""Section -> the file that ships it, and its table."""
+_ALARM = "offpolicy.alarms.ess"
+"""The alarm whose keys explain those of the others."""
+HEAD = """# Keys
+
+Every key that has a table of its own: its default, the values that it takes, and what it does. The keys of `correction`
+are in [corrections.md](corrections.md). `python -m tests.support.keys_page` writes this page from the tables that the
+start-up checks read and from the comments in `configs/`.
+"""
+
+
+def read_comments(file: Path) -> dict[str, str]:
+    """Read the comment above each key of a YAML file, by the key's full name; keys without a line between share one."""
+    found: dict[str, str] = {}
+    path: list[str] = []
+    said: list[str] = []
+    for line in file.read_text(encoding="utf-8").splitlines():
+        if line.strip().startswith("#"):
+            said.append(line.strip()[1:].strip())
+        elif match := re.match(r"( *)(\w+):", line):
+            path[len(match[1]) // 2 :] = [match[2]]
+            found[".".join(path)] = " ".join(said)
+        if not line.strip() or line.endswith(":"):
+            said = []
+    return found
+
+
+def list_rows(section: str, file: str, keys: Mapping[str, Key]) -> Iterator[str]:
+    """List the rows of a section's table."""
+    shipped, comments = OmegaConf.load(ROOT / "configs" / file), read_comments(ROOT / "configs" / file)
+    for name, key in keys.items():
+        full = f"{section}.{name}" if file == BASE else name
+        needed = "" if key.read_with is None else f"; read with `{key.read_with[0]}`"
+        if needed and key.read_with and key.read_with[1] is not ...:
+            needed = f"{needed[:-1]}={key.read_with[1]}`"
+        default: Any = OmegaConf.select(shipped, full)
+        plain = OmegaConf.to_container(default) if OmegaConf.is_config(default) else default
+        cells = [
+            f"`{name}`",
+            f"`{quote_value(plain)}`",
+            f"{key.words}{needed}",
+            comments[full] or comments[f"{_ALARM}.{name}"],
+        ]
+        escaped = [cell.replace("|", "\\|") for cell in cells]
+        yield f"| {' | '.join(escaped)} |"
+
+
+def build_page() -> str:
+    """Build the whole page."""
+    lines = [HEAD]
+    for section, (file, keys) in TABLES.items():
+        lines += [f"## {section}", "", "| key | default | values | what it does |", "|---|---|---|---|"]
+        lines += [*list_rows(section, file, keys), ""]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(build_page(), encoding="utf-8")
