@@ -13,12 +13,12 @@ pytestmark = [pytest.mark.slow, pytest.mark.extended, pytest.mark.verl("==0.9.1"
 
 STEPS = 5
 SEPARATE, COLOCATED, V0 = "+mode=separate_async_cpu", "trainer.v1.trainer_mode=colocate_async", "trainer.use_v1=false"
-KL = "actor_rollout_ref.actor.use_kl_loss=true"
+KL = ("actor_rollout_ref.actor.use_kl_loss=true", "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=64")
 LORA = ("actor_rollout_ref.model.lora_rank=8", "actor_rollout_ref.model.lora_alpha=16")
 RUNS: dict[str, tuple[str, ...]] = {
     "the quickstart's": (),
-    "with KL": (KL,),
-    "V0 with KL": (V0, KL),
+    "with KL": KL,
+    "V0 with KL": (V0, *KL),
     "kept denominator": ("correction=[tis_token,gsm]", "correction.denominator=kept"),
     "excluded baseline": ("correction=[tis_token,gsm]", "correction.baseline=exclude"),
     "decoupled PPO": ("correction=decoupled_ppo",),

@@ -249,6 +249,7 @@ class Supervision:
     def _values(self, merged: dict[str, Statistic]) -> dict[str, float]:
         values = {name: statistic.value() for name, statistic in merged.items()}
         live = {f"live/{name}": value for name, value in self._live.items()}
+        live["live/sealed"] = float(len(self._sealed))
         live["live/updates_since_proof"] = float(self._since_proof)
         return (
             values
@@ -273,12 +274,14 @@ class Supervision:
             raise LivenessError("the update went past the correction: nothing was collected from the workers.")
         return {f"offpolicy/{name}": value for name, value in self._statistics.items()}
 
+    @property
+    def _sealed(self) -> tuple[str, ...]:
+        return () if self._plan is None else self._plan.sealed
+
     def _explain(self) -> None:
         """Say once what else this update has proved, and what it has not."""
-        sealed = self._plan.sealed if self._plan is not None else ()
-        self._live["sealed"] = float(len(sealed))
         add_ons = {"delivery": f"{SECTION} is off"} | self._add_ons.unproved
-        logger.info(describe_rest(self.spec, self._live, sealed, add_ons))
+        logger.info(describe_rest(self.spec, self._live, self._sealed, add_ons))
 
     def _say(self, proved: bool) -> None:
         if not proved:
