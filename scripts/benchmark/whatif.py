@@ -42,9 +42,9 @@ CORRECTIONS = (
     "correction=tis_token",
     "correction=[tis_token,gsm]",
     "correction=tis_sequence",
-    "correction=opsm_trl",
-    "correction=skyrl_recommended",
-    "correction=m2po",
+    "correction=trl/opsm",
+    "correction=skyrl/recommended",
+    "correction=paper/m2po",
 )
 STEPS, ROWS, LONGEST = 4, 700, 8192
 
