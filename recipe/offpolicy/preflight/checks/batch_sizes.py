@@ -59,13 +59,9 @@ def _build_uneven(config: DictConfig, rows: int, ranks: int) -> Problem:
     size, each = config.actor_rollout_ref.actor.ppo_mini_batch_size, config.actor_rollout_ref.rollout.n
     step = ranks // math.gcd(ranks, each)
     wanted = max(step, size // step * step)
-    return Problem(
-        _MINI_BATCH,
-        size,
-        f"{size} x {ROLLOUT}.n={each} rows cannot be split evenly over {ranks} data-parallel ranks.",
-        f"Set {_MINI_BATCH}={wanted}, which changes training.",
-        overrides=(set_to(_MINI_BATCH, wanted),),
-    )
+    reason = f"{size} x {ROLLOUT}.n={each} rows cannot be split evenly over {ranks} data-parallel ranks."
+    override = set_to(_MINI_BATCH, wanted)
+    return Problem(_MINI_BATCH, size, reason, f"Set {override}, which changes training.", overrides=(override,))
 
 
 def _check_forward_passes(

@@ -21,16 +21,11 @@ def check_bounds_hold_agreement(config: DictConfig, spec: CorrectionSpec) -> Ite
     for part, lower, upper, neutral in banded:
         key = f"correction.{part}"
         reason = f"the bounds leave out {neutral}, the value for policies that agree, where nothing is to be corrected."
-        if lower is not None and lower > neutral:
-            fix = f"Set {key}.lower <= {neutral}."
-            yield Problem(
-                f"{key}.lower", lower, reason, fix, parts=(part,), overrides=(set_to(f"{key}.lower", neutral),)
-            )
-        if upper is not None and upper < neutral:
-            fix = f"Set {key}.upper >= {neutral}."
-            yield Problem(
-                f"{key}.upper", upper, reason, fix, parts=(part,), overrides=(set_to(f"{key}.upper", neutral),)
-            )
+        for side, bound, sign in (("lower", lower, "<="), ("upper", upper, ">=")):
+            if bound is not None and (bound > neutral if side == "lower" else bound < neutral):
+                at = f"{key}.{side}"
+                fix, overrides = f"Set {at} {sign} {neutral}.", (set_to(at, neutral),)
+                yield Problem(at, bound, reason, fix, parts=(part,), overrides=overrides)
 
 
 def check_bounds_in_reach(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
@@ -68,10 +63,9 @@ def _find_unreachable(key: str, name: str, mask: MaskSpec) -> Iterator[Problem]:
                 f"never act."
             )
             open_side = ", or null where the other side is bound" if bound in ("lower", "upper") else ""
-            fix = f"Set {key}.{bound}={format_value(usual)}, which is in use{open_side}."
-            yield Problem(
-                f"{key}.{bound}", value, reason, fix, "ERROR", (f"masks.{name}",), (set_to(f"{key}.{bound}", usual),)
-            )
+            at = f"{key}.{bound}"
+            fix = f"Set {at}={format_value(usual)}, which is in use{open_side}."
+            yield Problem(at, value, reason, fix, "ERROR", (f"masks.{name}",), (set_to(at, usual),))
 
 
 def _find_closed(key: str, name: str, mask: MaskSpec) -> Iterator[Problem]:
@@ -115,13 +109,10 @@ def check_weight_ratio(config: DictConfig, spec: CorrectionSpec) -> Iterator[Pro
     mode = config.actor_rollout_ref.actor.policy_loss.loss_mode
     for part, weight in spec.all_weights.items():
         if weight.ratio == "full" and mode != "gpg":
-            yield Problem(
-                f"correction.{part}.ratio",
-                "full",
-                f"loss_mode {mode} has a ratio to the current policy of its own, which would count twice.",
-                f"Set actor_rollout_ref.actor.policy_loss.loss_mode=gpg, or correction.{part}.ratio=rollout.",
-                parts=(part,),
-            )
+            key = f"correction.{part}.ratio"
+            reason = f"loss_mode {mode} has a ratio to the current policy of its own, which would count twice."
+            fix = f"Set actor_rollout_ref.actor.policy_loss.loss_mode=gpg, or {key}=rollout."
+            yield Problem(key, "full", reason, fix, parts=(part,))
 
 
 def check_skyrl_compat(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:

@@ -15,6 +15,7 @@ from .config_reader import ACTOR
 from .staleness import MODE, is_asynchronous
 
 _MINI_BATCH = f"{ACTOR}.ppo_mini_batch_size"
+_KL = "algorithm.use_kl_in_reward"
 _PARTS = ("proximal",)
 
 
@@ -24,29 +25,25 @@ def check_proximal(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem
     steps = count_gradient_steps(config)
     recompute = (set_to(key, "recompute"),)
     if value == "reuse" and steps != 1:
-        yield Problem(
-            key,
-            value,
-            f"the current policy is pi_old at the first gradient step alone, and a batch gets {steps:g}.",
-            f"Set {key}=recompute; or actor_rollout_ref.actor.ppo_mini_batch_size=data.train_batch_size and "
-            "ppo_epochs=1, which changes training.",
-            parts=_PARTS,
-            overrides=recompute,
-        )
+        reason = f"the current policy is pi_old at the first gradient step alone, and a batch gets {steps:g}."
+        one_step = f"{_MINI_BATCH}=data.train_batch_size and ppo_epochs=1, which changes training"
+        yield Problem(key, value, reason, f"Set {key}=recompute; or {one_step}.", parts=_PARTS, overrides=recompute)
     if value == "same_engine" and (why := _explain_older_weights(config)):
         fix = "Set correction.proximal=recompute."
         yield Problem(key, value, f"{why}, and mu is not pi_old.", fix, parts=_PARTS, overrides=recompute)
     if value in ("reuse", "loglinear"):
         same = recompute if value == "reuse" else ()  # the same pi_old, computed; loglinear is another
-        if OmegaConf.select(config, "algorithm.use_kl_in_reward"):
-            reason = "the KL in the reward reads pi_old before the loss can say what it is."
-            fix = "Set algorithm.use_kl_in_reward=false, or correction.proximal=recompute."
-            yield Problem(key, value, reason, fix, parts=_PARTS, overrides=same)
         estimator = OmegaConf.select(config, "algorithm.adv_estimator")
-        if "optimal_token_baseline" in str(estimator):
-            reason = f"algorithm.adv_estimator={estimator} reads pi_old before the loss can say what it is."
-            fix = "Set another estimator, or correction.proximal=recompute."
-            yield Problem(key, value, reason, fix, parts=_PARTS, overrides=same)
+        for reads, who, other in (
+            (OmegaConf.select(config, _KL), "the KL in the reward", f"{_KL}=false"),
+            ("optimal_token_baseline" in str(estimator), f"algorithm.adv_estimator={estimator}", "another estimator"),
+        ):
+            if reads:
+                reason, fix = (
+                    f"{who} reads pi_old before the loss can say what it is.",
+                    f"Set {other}, or {key}=recompute.",
+                )
+                yield Problem(key, value, reason, fix, parts=_PARTS, overrides=same)
 
 
 def _explain_older_weights(config: DictConfig) -> str | None:

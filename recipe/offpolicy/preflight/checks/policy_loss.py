@@ -23,7 +23,8 @@ from .config_reader import ACTOR, copy_config
 
 logger = logging.getLogger("verl.offpolicy")
 
-_KL_CLIP = ("kl_clip",)
+_KL_TYPE = f"{ACTOR}.kl_loss_type"
+_BASELINE = "correction.baseline"
 _UNBIASED = ("low_var_kl", "k3", "kl", "k1")
 """verl's ``kl_loss_type`` whose expectation over pi is KL(pi, pi_ref)."""
 _DEMANDED = "ppo_micro_batch_size_per_gpu"
@@ -35,57 +36,43 @@ def check_kl_clip(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]
     """Check that the clipped KL loss exists and has a coefficient and a gradient."""
     if spec.kl_clip is None:
         return
-    actor = config.actor_rollout_ref.actor
-    shown = spec.to_mapping()["kl_clip"]
-    if not actor.use_kl_loss:
-        yield Problem(
-            "correction.kl_clip",
-            shown,
-            "there is no KL loss to clip.",
-            "Set actor_rollout_ref.actor.use_kl_loss=true, or correction.kl_clip=null.",
-            "NO-OP",
-            _KL_CLIP,
-            (set_to(f"{ACTOR}.use_kl_loss", True),),
-        )
-    elif actor.kl_loss_type in ("kl", "k1"):
-        yield Problem(
-            "actor_rollout_ref.actor.kl_loss_type",
-            actor.kl_loss_type,
-            "as a loss its gradient is zero on average, whatever the policies: nothing that a ratio could correct.",
-            "Set kl_loss_type=k3+ or k2.",
-            "NO-OP",
-            _KL_CLIP,
-            (set_to(f"{ACTOR}.kl_loss_type", "k3+"),),
-        )
-    elif actor.kl_loss_coef == 0:
-        key = f"{ACTOR}.kl_loss_coef"
-        reason, fix = (
-            "the coefficient of the clipped KL loss is 0, so that it counts nothing.",
-            "Set it to 0.001, or correction.kl_clip=null.",
-        )
-        yield Problem(key, actor.kl_loss_coef, reason, fix, "NO-OP", _KL_CLIP, (set_to(key, 0.001),))
+    missing = "there is no KL loss to clip."
+    found = _find_no_kl_loss(config, "kl_clip", spec.to_mapping()["kl_clip"], missing, "clipped")
+    if found is not None:
+        yield found
+    elif (kind := config.actor_rollout_ref.actor.kl_loss_type) in ("kl", "k1"):
+        reason = "as a loss its gradient is zero on average, whatever the policies: nothing that a ratio could correct."
+        override = set_to(_KL_TYPE, "k3+")
+        yield Problem(_KL_TYPE, kind, reason, "Set kl_loss_type=k3+ or k2.", "NO-OP", ("kl_clip",), (override,))
 
 
 def check_kl_weight(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
     """Check that the weighted KL loss exists, with an estimate that the weight makes unbiased and a coefficient."""
     if spec.kl_weight is None:
         return
-    actor, parts = config.actor_rollout_ref.actor, ("kl_weight",)
-    if not actor.use_kl_loss:
-        reason = "there is no KL loss to weigh; KL in the reward is corrected by the clip of the policy term."
-        fix = "Set actor_rollout_ref.actor.use_kl_loss=true, or correction.kl_weight=null."
-        value, override = spec.kl_weight.to_mapping(), set_to(f"{ACTOR}.use_kl_loss", True)
-        yield Problem("correction.kl_weight", value, reason, fix, "NO-OP", parts, (override,))
-    elif actor.kl_loss_type not in _UNBIASED:
-        key = f"{ACTOR}.kl_loss_type"
+    missing = "there is no KL loss to weigh; KL in the reward is corrected by the clip of the policy term."
+    found = _find_no_kl_loss(config, "kl_weight", spec.kl_weight.to_mapping(), missing, "weighted")
+    if found is not None:
+        yield found
+    elif (kind := config.actor_rollout_ref.actor.kl_loss_type) not in _UNBIASED:
         reason = "r k has the gradient of the reverse KL where k is k1 or k3 with its own slope, and nowhere else."
         fix = f"Set kl_loss_type to one of {', '.join(_UNBIASED)}, or correction.kl_weight=null."
-        yield Problem(key, actor.kl_loss_type, reason, fix, parts=parts, overrides=(set_to(key, "low_var_kl"),))
-    elif actor.kl_loss_coef == 0:
-        key = f"{ACTOR}.kl_loss_coef"
-        reason = "the coefficient of the weighted KL loss is 0, so that it counts nothing."
-        fix = "Set it to 0.001, or correction.kl_weight=null."
-        yield Problem(key, actor.kl_loss_coef, reason, fix, "NO-OP", parts, (set_to(key, 0.001),))
+        override = set_to(_KL_TYPE, "low_var_kl")
+        yield Problem(_KL_TYPE, kind, reason, fix, parts=("kl_weight",), overrides=(override,))
+
+
+def _find_no_kl_loss(config: DictConfig, part: str, value: Any, missing: str, named: str) -> Problem | None:
+    """Find out that the KL loss which a part is about is switched off, or has the coefficient 0."""
+    actor, key = config.actor_rollout_ref.actor, f"{ACTOR}.kl_loss_coef"
+    if not actor.use_kl_loss:
+        override = set_to(f"{ACTOR}.use_kl_loss", True)
+        fix = f"Set {override}, or correction.{part}=null."
+        return Problem(f"correction.{part}", value, missing, fix, "NO-OP", (part,), (override,))
+    if actor.kl_loss_coef == 0:
+        reason = f"the coefficient of the {named} KL loss is 0, so that it counts nothing."
+        fix = f"Set it to 0.001, or correction.{part}=null."
+        return Problem(key, actor.kl_loss_coef, reason, fix, "NO-OP", (part,), (set_to(key, 0.001),))
+    return None
 
 
 def check_denominator(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
@@ -117,28 +104,17 @@ def check_baseline(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem
     """Check that ``baseline=exclude`` meets an estimator with groups."""
     if spec.baseline == "include":
         return
-    key = "algorithm.adv_estimator"
-    estimator = OmegaConf.select(config, key)
+    key, rows = "algorithm.adv_estimator", "actor_rollout_ref.rollout.n"
+    estimator, count = OmegaConf.select(config, key), OmegaConf.select(config, rows)
+    why, overrides = "baseline=exclude takes rejected siblings out of a group, and", (set_to(_BASELINE, "include"),)
     if estimator not in GROUP_ESTIMATORS:
-        yield Problem(
-            key,
-            estimator,
-            "baseline=exclude takes rejected siblings out of a group, and this estimator has none or mixes them.",
-            f"Set one of {', '.join(GROUP_ESTIMATORS)}, or correction.baseline=include.",
-            "NO-OP",
-            ("baseline",),
-            (set_to("correction.baseline", "include"),),
-        )
-    elif (rows := OmegaConf.select(config, "actor_rollout_ref.rollout.n")) == 1:
-        yield Problem(
-            "actor_rollout_ref.rollout.n",
-            rows,
-            "baseline=exclude takes rejected siblings out of a group, and each prompt has one rollout alone.",
-            "Set 2 or more rollouts a prompt, or correction.baseline=include.",
-            "NO-OP",
-            ("baseline",),
-            (set_to("correction.baseline", "include"),),
-        )
+        fix = f"Set one of {', '.join(GROUP_ESTIMATORS)}, or {_BASELINE}=include."
+        reason = f"{why} this estimator has none or mixes them."
+        yield Problem(key, estimator, reason, fix, "NO-OP", ("baseline",), overrides)
+    elif count == 1:
+        fix = f"Set 2 or more rollouts a prompt, or {_BASELINE}=include."
+        reason = f"{why} each prompt has one rollout alone."
+        yield Problem(rows, count, reason, fix, "NO-OP", ("baseline",), overrides)
 
 
 def check_distillation(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:

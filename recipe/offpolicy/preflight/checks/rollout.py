@@ -98,28 +98,21 @@ def check_sampling(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem
     """Refuse sampling distributions that no ratio of full policies can correct."""
     if not (needs_mu(config, spec) or list_active(config)):
         return
-    temperature = config.actor_rollout_ref.rollout["temperature"]
+    temperature, at = config.actor_rollout_ref.rollout["temperature"], f"{ROLLOUT}.temperature"
     if not OmegaConf.select(config, f"{ROLLOUT}.do_sample", default=True) or not temperature:
-        yield Problem(
-            f"{ROLLOUT}.temperature",
-            temperature,
-            "greedy decoding samples from no distribution that a ratio could correct.",
-            f"Set {ROLLOUT}.do_sample=true and a temperature > 0.",
-            parts=MU,
-            overrides=(set_to(f"{ROLLOUT}.do_sample", True), set_to(f"{ROLLOUT}.temperature", temperature or 1.0)),
-        )
+        reason = "greedy decoding samples from no distribution that a ratio could correct."
+        fix = f"Set {ROLLOUT}.do_sample=true and a temperature > 0."
+        overrides = (set_to(f"{ROLLOUT}.do_sample", True), set_to(at, temperature or 1.0))
+        yield Problem(at, temperature, reason, fix, parts=MU, overrides=overrides)
     key = f"{_GENERATION}.temperature"
     of_engine = OmegaConf.select(config, key, default=None)
     if of_engine is not None and of_engine != temperature:
-        yield Problem(
-            key,
-            of_engine,
+        reason = (
             f"a request that names no temperature is sampled at this one, and the trainer divides its logits by "
-            f"{ROLLOUT}.temperature={temperature}.",
-            f"Set {ROLLOUT}.temperature={of_engine}, and leave this out.",
-            parts=MU,
-            overrides=(set_to(f"{ROLLOUT}.temperature", of_engine), f"~{key}"),
+            f"{at}={temperature}."
         )
+        fix, overrides = f"Set {at}={of_engine}, and leave this out.", (set_to(at, of_engine), f"~{key}")
+        yield Problem(key, of_engine, reason, fix, parts=MU, overrides=overrides)
     if not spec.allow_truncated_sampling:
         yield from _check_truncation(config, spec)
 
@@ -172,11 +165,8 @@ def _check_truncation(config: DictConfig, spec: CorrectionSpec) -> Iterator[Prob
             if spec.support is not None:
                 otherwise = "or correction.support=null."
             if value is not None and value not in values:
-                yield Problem(
-                    key,
-                    value,
-                    f"{'tokens are sampled from' if untested else 'mu is renormalised over'} those that are left, and "
-                    "pi_old is over all: the ratio is off by the mass that was cut.",
-                    f"Set {key}={values[0]}, {otherwise}",
-                    parts=MU,
+                cut = "tokens are sampled from" if untested else "mu is renormalised over"
+                reason = (
+                    f"{cut} those that are left, and pi_old is over all: the ratio is off by the mass that was cut."
                 )
+                yield Problem(key, value, reason, f"Set {key}={values[0]}, {otherwise}", parts=MU)

@@ -51,16 +51,8 @@ def check_megatron_replay(config: DictConfig, spec: CorrectionSpec) -> Iterator[
         mend = set_to(_MEGATRON_PACKS, True)
         reason = "routes are packed and tokens padded, so that routes go to other tokens than they are of."
         fix = f"Set {mend}, or {set_to(f'{MEGATRON_ROUTER_REPLAY}.mode', 'disabled')}."
-        yield Problem(
-            _MEGATRON_PACKS,
-            False,
-            f"routing replay on Megatron: {reason}",
-            fix,
-            "ERROR",
-            (PART,),
-            (mend,),
-            beside={f"{MEGATRON_ROUTER_REPLAY}.mode": mode},
-        )
+        beside = {f"{MEGATRON_ROUTER_REPLAY}.mode": mode}
+        yield Problem(_MEGATRON_PACKS, False, reason, fix, "ERROR", (PART,), (mend,), beside)
 
 
 def check_recorded_without_replay(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:

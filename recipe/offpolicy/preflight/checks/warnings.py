@@ -16,6 +16,8 @@ from .config_reader import ACTOR, ROLLOUT
 from .staleness import is_asynchronous
 
 WIDE_CAP = 10.0
+_KL_LOSS, _KL_IN_REWARD = f"{ACTOR}.use_kl_loss", "algorithm.use_kl_in_reward"
+_TO_KL_LOSS = (set_to(_KL_IN_REWARD, False), set_to(_KL_LOSS, True))
 
 
 def warn_wide_caps(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
@@ -51,18 +53,14 @@ def warn_no_staleness(config: DictConfig, spec: CorrectionSpec) -> Iterator[Prob
         return
     for name, mask in spec.masks:
         if mask.ratio == "full":
-            key = f"correction.masks.{name}.ratio"
-            yield Problem(
-                key,
-                "full",
+            key, parts = f"correction.masks.{name}.ratio", (f"masks.{name}.staleness",)
+            reason = (
                 "a batch gets one gradient step, at which pi is pi_old: the staleness term pi / pi_old is always 1, "
-                "and pi_old / mu is all that is seen.",
-                f"Set {key}=rollout, which says so; or {ACTOR}.ppo_mini_batch_size below data.train_batch_size, which "
-                f"changes training.",
-                "NO-OP",
-                (f"masks.{name}.staleness",),
-                (set_to(key, "rollout"),),
+                "and pi_old / mu is all that is seen."
             )
+            smaller = f"{ACTOR}.ppo_mini_batch_size below data.train_batch_size, which changes training"
+            fix = f"Set {key}=rollout, which says so; or {smaller}."
+            yield Problem(key, "full", reason, fix, "NO-OP", parts, (set_to(key, "rollout"),))
 
 
 def warn_unlike_micro_batches(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
@@ -82,52 +80,36 @@ def warn_unlike_micro_batches(config: DictConfig, spec: CorrectionSpec) -> Itera
     if trained is None or scored is None or trained == scored:
         return
     key = f"{ROLLOUT}.{theirs}"
-    yield Problem(
-        key,
-        scored,
+    reason = (
         f"pi_old is computed in other micro-batches than pi ({ACTOR}.{ours}={format_value(trained)}): kernels may "
-        f"round differently, so that pi / pi_old is not exactly 1 at the first step.",
-        f"Set {key}={format_value(trained)}.",
-        "NOTE",
-        ("pi_old",),
-        (set_to(key, trained),),
+        f"round differently, so that pi / pi_old is not exactly 1 at the first step."
     )
+    yield Problem(key, scored, reason, "", "NOTE", ("pi_old",), (set_to(key, trained),))
 
 
 def warn_kl_left_out(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
     """Warn of KL terms that no correction, ours or verl's own, reaches."""
     actor = config.actor_rollout_ref.actor
     corrects = bool(spec.all_weights) or bool(spec.masks)
-    loses_kl = bool(actor.use_kl_loss) and actor.kl_loss_coef != 0
+    loses_kl, parts = bool(actor.use_kl_loss) and actor.kl_loss_coef != 0, ("kl_loss",)
+    fix = f"Set {_KL_LOSS}=false if that is not meant."
+    overrides: tuple[str, ...] = ()
     if loses_kl and (why := _explain_kl_left_out(config)):
-        fix = f"Set {ACTOR}.use_kl_loss=false if that is not meant."
-        yield Problem(f"{ACTOR}.use_kl_loss", True, why, fix, "NOTE", ("kl_loss",))
+        yield Problem(_KL_LOSS, True, why, fix, "NOTE", parts)
     if corrects and spec.kl_clip is None and spec.kl_weight is None and loses_kl:
-        steps = count_gradient_steps(config)
-        yield Problem(
-            f"{ACTOR}.use_kl_loss",
-            True,
-            "weight and masks are of the policy term: rejected tokens keep the gradient of the KL loss.",
-            "Set correction.kl_clip.lower=0.8 and correction.kl_clip.upper=1.2 to bound its ratio."
-            if steps != 1
-            else f"Set {ACTOR}.use_kl_loss=false if that is not meant.",
-            "NOTE",
-            ("kl_loss",),
-            ("++correction.kl_clip={lower: 0.8, upper: 1.2}",) if steps != 1 else (),
-        )
+        reason = "weight and masks are of the policy term: rejected tokens keep the gradient of the KL loss."
+        if count_gradient_steps(config) != 1:
+            fix = "Set correction.kl_clip.lower=0.8 and correction.kl_clip.upper=1.2 to bound its ratio."
+            overrides = ("++correction.kl_clip={lower: 0.8, upper: 1.2}",)
+        yield Problem(_KL_LOSS, True, reason, fix, "NOTE", parts, overrides)
     bypassed = spec.proximal == "bypass" or (spec.is_none and read_rollout_correction(config).get(BYPASS))
-    if OmegaConf.select(config, "algorithm.use_kl_in_reward") and bypassed:
-        key = "algorithm.use_kl_in_reward"
-        yield Problem(
-            key,
-            True,
+    if OmegaConf.select(config, _KL_IN_REWARD) and bypassed:
+        reason = (
             "pi_old is mu here, so that the reward is charged for the rollout engine's distance from the reference, "
-            "mismatch included.",
-            f"Set {key}=false and {ACTOR}.use_kl_loss=true, which changes training.",
-            "NOTE",
-            ("kl_in_reward",),
-            (set_to(key, False), set_to(f"{ACTOR}.use_kl_loss", True)),
+            "mismatch included."
         )
+        fix = f"Set {_KL_IN_REWARD}=false and {_KL_LOSS}=true, which changes training."
+        yield Problem(_KL_IN_REWARD, True, reason, fix, "NOTE", ("kl_in_reward",), _TO_KL_LOSS)
 
 
 def _explain_kl_left_out(config: DictConfig) -> str | None:
@@ -151,26 +133,16 @@ def warn_collapsed_rewards(config: DictConfig, spec: CorrectionSpec) -> Iterator
     estimator = str(OmegaConf.select(config, "algorithm.adv_estimator"))
     if estimator not in OUTCOME:
         return
-    key = "algorithm.use_kl_in_reward"
-    if OmegaConf.select(config, key) and OmegaConf.select(config, "algorithm.kl_ctrl.kl_coef") != 0:
-        yield Problem(
-            key,
-            True,
+    parts = ("dense_reward",)
+    if OmegaConf.select(config, _KL_IN_REWARD) and OmegaConf.select(config, "algorithm.kl_ctrl.kl_coef") != 0:
+        reason = (
             f"the penalty is given by token, and algorithm.adv_estimator={estimator} sums a row to one outcome before "
-            f"its baseline: the row is charged for the KL of all of its tokens, and no token for its own.",
-            f"Set {key}=false and {ACTOR}.use_kl_loss=true to charge each token for its own, which changes training.",
-            "NOTE",
-            ("dense_reward",),
-            (set_to(key, False), set_to(f"{ACTOR}.use_kl_loss", True)),
+            f"its baseline: the row is charged for the KL of all of its tokens, and no token for its own."
         )
+        fix = f"Set {_KL_IN_REWARD}=false and {_KL_LOSS}=true to charge each token for its own, which changes training."
+        yield Problem(_KL_IN_REWARD, True, reason, fix, "NOTE", parts, _TO_KL_LOSS)
     for key, reader in (("algorithm.gamma", "reinforce_plus_plus"), ("algorithm.lam", "gae")):
         if (value := OmegaConf.select(config, key)) not in (None, 1, 1.0):
-            yield Problem(
-                key,
-                value,
-                f"algorithm.adv_estimator={estimator} sums a row to one outcome, and discounts nothing.",
-                f"Set {key}=1.0, or algorithm.adv_estimator={reader}, which changes training.",
-                "NOTE",
-                ("dense_reward",),
-                (set_to(key, 1.0),),
-            )
+            reason = f"algorithm.adv_estimator={estimator} sums a row to one outcome, and discounts nothing."
+            fix = f"Set {key}=1.0, or algorithm.adv_estimator={reader}, which changes training."
+            yield Problem(key, value, reason, fix, "NOTE", parts, (set_to(key, 1.0),))

@@ -42,30 +42,20 @@ def check_bypass(config: DictConfig, spec: CorrectionSpec, path: LivePath) -> It
             else "the V1 trainer hands it to no worker"
         )
         into_the_worker = _build_worker_overrides(asked_of, {**DEFAULTS, **to_plain(OmegaConf.select(config, WORKERS))})
+        loss = get_value(config, LOSS_MODE)
+        reason = f"in bypass mode the worker applies it, and {why}: the loss stays {loss} around mu."
+        ours = "set correction=bypass with a weight or mask, or one of correction=verl/bypass_*, which are proved live"
+        fix = f"Take it from {VERL} and {ours}."
         for key, value in asked.items():
-            yield Problem(
-                f"{VERL}.{key}",
-                value,
-                f"in bypass mode the worker applies it, and {why}: the loss stays {get_value(config, LOSS_MODE)} "
-                f"around mu.",
-                f"Take it from {VERL} and set correction=bypass with a weight or mask, or one of "
-                f"correction=verl/bypass_*, which are proved live.",
-                "NO-OP",
-                (name_part(_find_owner(key)),),
-                into_the_worker,
-            )
+            parts = (name_part(_find_owner(key)),)
+            yield Problem(f"{VERL}.{key}", value, reason, fix, "NO-OP", parts, into_the_worker)
         return
     for key in DEFAULTS:
         if key != BYPASS and (value := asked_of.get(key, DEFAULTS[key])) != held[key]:
-            yield Problem(
-                f"{VERL}.{key}",
-                value,
-                f"in bypass mode the worker applies its own {WORKERS}.{key}, which is {format_value(held[key])}.",
-                f"Set +{WORKERS}.{key}={format_value(value)}, or one of correction=verl/bypass_* without {VERL}.",
-                "ERROR",
-                (name_part(_find_owner(key)),),
-                (set_to(f"{WORKERS}.{key}", value, add=True),),
-            )
+            at, parts = f"{WORKERS}.{key}", (name_part(_find_owner(key)),)
+            reason = f"in bypass mode the worker applies its own {at}, which is {format_value(held[key])}."
+            fix = f"Set +{at}={format_value(value)}, or one of correction=verl/bypass_* without {VERL}."
+            yield Problem(f"{VERL}.{key}", value, reason, fix, "ERROR", parts, (set_to(at, value, add=True),))
 
 
 def _find_owner(key: str) -> str:
@@ -87,26 +77,17 @@ def check_bypass_loss(config: DictConfig, spec: CorrectionSpec) -> Iterator[Prob
     """Check the worker's loss of bypass mode, and the keys that it alone reads."""
     mode = get_value(config, LOSS_MODE)
     if spec.is_none and mode == BYPASS and not read_rollout_correction(config).get(BYPASS):
-        yield Problem(
-            LOSS_MODE,
-            mode,
+        reason = (
             f"this loss takes pi_old for mu, and {_BYPASS}=false recomputes pi_old: its ratios are pi / pi_old, and "
-            f"the mismatch is not corrected.",
-            f"Set {_BYPASS}=true, or correction=bypass with loss_mode=vanilla.",
-            "ERROR",
-            (LOSS_MODE,),
-            (set_to(_BYPASS, True),),
+            f"the mismatch is not corrected."
         )
+        fix = f"Set {_BYPASS}=true, or correction=bypass with loss_mode=vanilla."
+        yield Problem(LOSS_MODE, mode, reason, fix, "ERROR", (LOSS_MODE,), (set_to(_BYPASS, True),))
     node = OmegaConf.select(config, WORKERS)
     if node is not None and mode != BYPASS:
-        yield Problem(
-            WORKERS,
-            to_plain(node),
-            f"the loss {BYPASS} alone reads it, and {LOSS_MODE} is {mode}.",
-            f"Remove it, or set {LOSS_MODE}={BYPASS} and {_BYPASS}=true.",
-            "NO-OP",
-            (WORKERS,),
-        )
+        reason = f"the loss {BYPASS} alone reads it, and {LOSS_MODE} is {mode}."
+        fix = f"Remove it, or set {LOSS_MODE}={BYPASS} and {_BYPASS}=true."
+        yield Problem(WORKERS, to_plain(node), reason, fix, "NO-OP", (WORKERS,))
 
 
 def check_legacy_mu(config: DictConfig, path: LivePath) -> Iterator[Problem]:
@@ -114,23 +95,12 @@ def check_legacy_mu(config: DictConfig, path: LivePath) -> Iterator[Problem]:
     key = f"{ACTOR}.use_rollout_log_probs"
     reads = path.worker == "legacy" and path.strategy in ("fsdp", "fsdp2")
     if get_value(config, key) and not reads and not path.asynchronous:  # whose own configurations set it
-        yield Problem(
-            key,
-            True,
-            f"the legacy FSDP actor of verl 0.7.1 alone reads it, and this is {path}.",
-            f"Set {key}=false; for mu in pi_old's place set correction=bypass.",
-            "NO-OP",
-            (key,),
-        )
+        reason = f"the legacy FSDP actor of verl 0.7.1 alone reads it, and this is {path}."
+        fix = f"Set {key}=false; for mu in pi_old's place set correction=bypass."
+        yield Problem(key, True, reason, fix, "NO-OP", (key,))
     actor = config.actor_rollout_ref.actor
     one_step = actor.ppo_mini_batch_size >= count_prompts(config) and actor.ppo_epochs == 1
     if reads and one_step and read_rollout_correction(config).get(BYPASS) and not get_value(config, key):
-        yield Problem(
-            _BYPASS,
-            True,
-            "with one gradient step a batch the legacy actor takes the current policy for pi_old, and mu is lost.",
-            f"Set +{key}=true, or correction=bypass without {VERL}.",
-            "NO-OP",
-            (name_part(BYPASS),),
-            (set_to(key, True, add=True),),
-        )
+        reason = "with one gradient step a batch the legacy actor takes the current policy for pi_old, and mu is lost."
+        fix, override = f"Set +{key}=true, or correction=bypass without {VERL}.", set_to(key, True, add=True)
+        yield Problem(_BYPASS, True, reason, fix, "NO-OP", (name_part(BYPASS),), (override,))

@@ -29,38 +29,21 @@ def check_decoupled(config: DictConfig, spec: CorrectionSpec, path: LivePath) ->
         return
     for key, (needed, because) in UNREAD.items():
         if key in own and needed not in own:
-            yield Problem(
-                f"{VERL}.{key}",
-                own[key],
-                because,
-                f"Set {VERL}.{needed}, or leave this out.",
-                "NO-OP",
-                (name_part(key),),
-            )
+            fix = f"Set {VERL}.{needed}, or leave this out."
+            yield Problem(f"{VERL}.{key}", own[key], because, fix, "NO-OP", (name_part(key),))
     weight = (name_part("rollout_is"),)
+    key = f"{VERL}.rollout_is_threshold"
     if "rollout_is" in own and given.get("rollout_is_threshold", 2.0) is None:
-        key = f"{VERL}.rollout_is_threshold"
         reason = f"without a threshold verl leaves out the weight that rollout_is={own['rollout_is']} asks for."
         yield Problem(key, None, reason, "Set it to 2.0.", "NO-OP", weight, (set_to(key, 2.0),))
     threshold = own.get("rollout_is_threshold")
     if not path.attributes.bound_pairs and isinstance(threshold, str):
-        key = f"{VERL}.rollout_is_threshold"
+        reason = f"verl {path.release} takes one number, the cap; a pair of bounds came with 0.8."
         yield Problem(
-            key,
-            threshold,
-            f"verl {path.release} takes one number, the cap; a pair of bounds came with 0.8.",
-            "Set one number, or correction=icepop with its lower and upper.",
-            "ERROR",
-            weight,
+            key, threshold, reason, "Set one number, or correction=icepop with its lower and upper.", parts=weight
         )
     key = f"{ROLLOUT}.calculate_log_probs"
-    if not get_value(config, key):
-        yield Problem(
-            key,
-            get_value(config, key),
-            f"without the engine's log-probs verl silently skips its correction, {', '.join(own)}.",
-            "Set it to true.",
-            "NO-OP",
-            tuple(name_part(asked) for asked in list_active(config) or own),
-            (set_to(key, True),),
-        )
+    if not (computed := get_value(config, key)):
+        reason = f"without the engine's log-probs verl silently skips its correction, {', '.join(own)}."
+        parts = tuple(name_part(asked) for asked in list_active(config) or own)
+        yield Problem(key, computed, reason, "Set it to true.", "NO-OP", parts, (set_to(key, True),))

@@ -39,15 +39,9 @@ def check_trainer_mode(config: DictConfig, path: LivePath) -> Iterator[Problem]:
     """Check that ``trainer_mode`` meets the V1 trainer, which alone reads it."""
     mode = get_value(config, _TRAINER_MODE)
     if path.trainer == "v0" and mode not in (None, "sync"):
-        yield Problem(
-            _TRAINER_MODE,
-            mode,
-            f"this is {path}, which is synchronous and reads no mode.",
-            "Set trainer.use_v1=true.",
-            "NO-OP",
-            (_TRAINER_MODE,),
-            (set_to("trainer.use_v1", True, add=True),),
-        )
+        reason, fix = f"this is {path}, which is synchronous and reads no mode.", "Set trainer.use_v1=true."
+        override = set_to("trainer.use_v1", True, add=True)
+        yield Problem(_TRAINER_MODE, mode, reason, fix, "NO-OP", (_TRAINER_MODE,), (override,))
 
 
 def check_former_names(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:

@@ -35,15 +35,8 @@ def check_router_replay(config: DictConfig, spec: CorrectionSpec, path: LivePath
     yield from _find_unread(config, path, live)
     mode = _get_mode(config, live) if live else "disabled"
     if mode == "R3" and not get_value(config, _RECORDED):
-        yield Problem(
-            f"{live}.mode",
-            mode,
-            "R3 replays the rollout's routes, and the rollout records none.",
-            f"Set {_RECORDED}=true, or R2.",
-            "ERROR",
-            _PARTS,
-            (set_to(_RECORDED, True),),
-        )
+        reason, fix = "R3 replays the rollout's routes, and the rollout records none.", f"Set {_RECORDED}=true, or R2."
+        yield Problem(f"{live}.mode", mode, reason, fix, "ERROR", _PARTS, (set_to(_RECORDED, True),))
     if mode != "R3" and get_value(config, _RECORDED):
         reason = (
             f"R2 records the trainer's own routes under the same name ({live}.mode=R2)."
@@ -54,15 +47,10 @@ def check_router_replay(config: DictConfig, spec: CorrectionSpec, path: LivePath
         mend = (set_to(f"{live}.mode", "R3", add=True),) if live else ()
         yield Problem(_RECORDED, True, reason, fix, "ERROR" if mode == "R2" else "NO-OP", _PARTS, mend)
     if mode == "R2" and (skips := _find_skipped_forward(config, spec)):
-        yield Problem(
-            f"{live}.mode",
-            mode,
-            f"R2 records routes in the forward pass for pi_old, and {skips} skips it.",
-            "Set R3, correction.proximal=recompute and bypass_mode=false, or disabled.",
-            "ERROR",
-            _PARTS,
-            (set_to(f"{live}.mode", "R3", add=True), set_to(_RECORDED, True)),
-        )
+        reason = f"R2 records routes in the forward pass for pi_old, and {skips} skips it."
+        fix = "Set R3, correction.proximal=recompute and bypass_mode=false, or disabled."
+        overrides = (set_to(f"{live}.mode", "R3", add=True), set_to(_RECORDED, True))
+        yield Problem(f"{live}.mode", mode, reason, fix, "ERROR", _PARTS, overrides)
 
 
 def _find_unread(config: DictConfig, path: LivePath, live: str | None) -> Iterator[Problem]:
