@@ -147,7 +147,7 @@ DEAD: dict[str, tuple[dict[str, Any], tuple[LivePath, ...], str, str]] = {
         BYPASS | {f"{VERL}.loss_type": "reinforce"},
         PATHS,
         f"{VERL}.loss_type",
-        "correction=verl_bypass_*",
+        "correction=verl/bypass_*",
     ),
     "bypass with another rejection in the worker": (
         BYPASS_IN_WORKERS | {f"{VERL}.loss_type": "reinforce", f"{VERL}.rollout_rs": "token_k1"},
