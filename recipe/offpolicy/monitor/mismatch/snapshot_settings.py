@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -13,13 +14,11 @@ from ...batch.declared_keys import Section, count
 from ...batch.shipped_defaults import read_shipped_defaults
 from ...correction import Problem
 from ...correction.problem import set_to
+from ...correction.requirement import Requirement, find_unmet
 
 SECTION = "offpolicy.late_weights"
 SNAPSHOTS = f"{SECTION}.snapshots"
-_MODE = "trainer.v1.trainer_mode"
-_REPLAY = "actor_rollout_ref.actor.fsdp_config.router_replay.mode"
-_TEMPERATURE = "actor_rollout_ref.rollout.temperature"
-_OFFLOAD = "actor_rollout_ref.actor.fsdp_config.param_offload"
+_V1, _FSDP = "trainer.v1", "actor_rollout_ref.actor.fsdp_config"
 
 
 @dataclass(frozen=True)
@@ -61,31 +60,24 @@ def find_problems(config: DictConfig) -> Iterator[Problem]:
         yield from _find_obstacles(config, snapshots)
 
 
+_REQUIREMENTS = (
+    Requirement(
+        f"{_V1}.trainer_mode", ("sync",), "several versions sample the rows of a step, which is noted by token."
+    ),
+    Requirement(f"{_FSDP}.router_replay.mode", ("disabled",), "rows are scored again by the trainer's own routes."),
+    Requirement("actor_rollout_ref.rollout.temperature", (1.0,), "rows are scored again at temperature 1."),
+    Requirement(f"{_FSDP}.param_offload", (False,), "verl copies weights that lie on the accelerator, not these."),
+)
+
+
 def _find_obstacles(config: DictConfig, snapshots: int) -> Iterator[Problem]:
     path, off = live_path(config), set_to(SNAPSHOTS, None)
-
-    def refuse(reason: str, instead: str) -> Problem:
-        return Problem(SNAPSHOTS, snapshots, reason, f"Set {instead}, or {off} to go without them.", parts=())
-
     if path.trainer != "v1" or not path.attributes.token_versions:
         where = f"verl {path.release} with its {path.trainer.upper()} trainer"
         reason = f"weights are kept under the V1 trainer, as tested with verl 0.9.1, and this is {where}."
         use = f"{USE_V1}=true" if path.release.startswith("0.9.1") else f"{USE_V1}=true with verl 0.9.1"
-        yield refuse(reason, use)
+        yield Problem(SNAPSHOTS, snapshots, reason, f"Set {use}, or {off} to go without them.", parts=())
         return
-    if (mode := OmegaConf.select(config, _MODE)) not in (None, "sync"):
-        reason = (
-            f"rows of a step were sampled by several versions under {_MODE}={mode}, which are noted by token there."
-        )
-        yield refuse(reason, f"{_MODE}=sync")
-    if OmegaConf.select(config, _REPLAY) not in (None, "disabled"):
-        reason = (
-            f"rows are scored again by the trainer's own routes, and {_REPLAY} is on because they differ from mu's."
-        )
-        yield refuse(reason, f"{_REPLAY}=disabled")
-    if (temperature := OmegaConf.select(config, _TEMPERATURE)) not in (None, 1, 1.0):
-        reason = f"rows are scored again at temperature 1, and {_TEMPERATURE}={temperature:g}."
-        yield refuse(reason, f"{_TEMPERATURE}=1.0")
-    if OmegaConf.select(config, _OFFLOAD):
-        reason = f"verl copies weights that lie on the accelerator, and {_OFFLOAD} takes them off it."
-        yield refuse(reason, f"{_OFFLOAD}=false")
+    for each in find_unmet(_REQUIREMENTS, partial(OmegaConf.select, config), off, ()):
+        # It is reported at our key; which of the two is meant is for the user to say.
+        yield replace(each, key=SNAPSHOTS, value=snapshots, overrides=(), beside={each.key: each.value})
