@@ -205,6 +205,7 @@ def test_a_value_outside_of_the_range_is_refused_and_what_is_proposed_is_taken(k
     for value in EVERY[key]:
         (problem,) = find(key, value)
         assert problem.key == f"offpolicy.{key}"
+        assert problem.reason.startswith(("expected", "not a"))
         if default is not None:
             assert problem.overrides == (set_to(problem.key, default),)
         for override in problem.overrides:
