@@ -21,6 +21,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.verl("==0.9.1")]
 SEEDS = (2, 3, 4)
 
 
+@pytest.mark.extended
 def test_an_uncorrected_update_in_process_is_verls(tmp_path: Path) -> None:
     """In step, without a correction: both mini-batches of the first batch, by the evidence's loss and by verl's own."""
     command = [sys.executable, str(ROOT / "tests" / "support" / "late_update.py"), str(tmp_path)]

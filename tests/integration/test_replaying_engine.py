@@ -381,6 +381,7 @@ def test_the_trainers_routes_make_pi_equal_pi_old(start: Callable[..., Any], row
     assert sum(reports[3].equal) < sum(reports[3].replayed) == sum(reports[3].entered)
 
 
+@pytest.mark.extended
 def test_two_ranks_equal_one(
     unproved: Any, rows: tw.Rollout, data: TensorDict, foreign: Tensor, model: Path, tmp_path: Path
 ) -> None:

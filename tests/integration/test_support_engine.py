@@ -399,6 +399,7 @@ def test_supports_that_are_not_the_tokens_own_stop_the_first_update(
         forward(worker, data)
 
 
+@pytest.mark.extended
 def test_two_ranks_train_as_one_does(
     start: Callable[..., Any], model: Path, rows: tw.Rollout, supports: Supports, tmp_path: Path
 ) -> None:

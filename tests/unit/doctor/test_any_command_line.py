@@ -162,7 +162,14 @@ def judge_in_words(launch: Launch) -> str:
 
 
 @pytest.mark.usefixtures("ask")
-@pytest.mark.parametrize("seed", [*range(2), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 150))])
+@pytest.mark.parametrize(
+    "seed",
+    [
+        *range(2),
+        *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 40)),
+        *(pytest.param(seed, marks=[pytest.mark.slow, pytest.mark.extended]) for seed in range(40, 150)),
+    ],
+)
 def test_a_random_command_line_is_answered_in_words(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     from recipe.offpolicy import main_offpolicy
 

@@ -40,6 +40,7 @@ def test_a_step_is_shared_by_ranks(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.extended
 def test_each_tool_has_a_row(tmp_path: Path) -> None:
     """Of a recording that several processes draw, as one does, and that is removed in the end."""
     tokens, step = 2_000 * analysis.LEAST, 2_000

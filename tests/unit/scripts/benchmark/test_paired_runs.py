@@ -44,7 +44,7 @@ if hang == f"{pair}{side}":
     time.sleep(60)
 '''
 
-def build_command(side, preset, pair, scratch, overrides):
+def build_command(side, preset, pair, scratch, overrides, against):
     steps = next(one.partition("=")[2] for one in overrides if one.startswith("trainer.total_training_steps="))
     return [sys.executable, "-c", RUN, side, str(pair), steps, os.environ.get("HANG", "")]
 

@@ -29,6 +29,7 @@ def benchmark(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 @pytest.mark.slow
+@pytest.mark.extended
 def test_it_runs(benchmark: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     benchmark.main(["--quick", "--markdown", "--json", str(tmp_path / "cost.json")])
     (row,) = json.loads((tmp_path / "cost.json").read_text())["cases"]
@@ -41,6 +42,7 @@ def test_it_runs(benchmark: Any, tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 
 @pytest.mark.slow
+@pytest.mark.extended
 def test_the_curve_is_measured_and_drawn(benchmark: Any, tmp_path: Path) -> None:
     points = benchmark.measure_curve([(16, 1024), (64, 4096)], repeats=1)
     assert [(point["helper"], point["tokens"]) for point in points] == [
@@ -57,6 +59,7 @@ def test_the_curve_is_measured_and_drawn(benchmark: Any, tmp_path: Path) -> None
 
 
 @pytest.mark.slow
+@pytest.mark.extended
 def test_peak_memory_is_that_of_one_call(benchmark: Any) -> None:
     """Ours returns 4 bytes a token, less the pages without a valid one; verl's holds many such tensors at once."""
     options, shape = benchmark.CASES["token TIS"], (256, 4096)

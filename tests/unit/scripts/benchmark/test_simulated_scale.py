@@ -64,6 +64,7 @@ def test_rows_that_are_drawn_have_the_size_asked_for() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.extended
 def test_every_part_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--quick", "--json", str(tmp_path / "scale.json")]) == 0
     rows = json.loads((tmp_path / "scale.json").read_text())["rows"]

@@ -68,6 +68,7 @@ def test_the_table_has_a_row_for_each_tool(capsys: pytest.CaptureFixture[str], m
 
 
 @pytest.mark.slow
+@pytest.mark.extended
 @pytest.mark.skipif(not (ROOT / ".git").exists(), reason="needs git's history")
 def test_the_tools_of_a_revision_are_measured(capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("verl")

@@ -20,6 +20,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.slow
+@pytest.mark.extended
 def test_the_worker_stage_is_timed(tmp_path: Path) -> None:
     sizes = [argument for name, value in SIZES.items() for argument in (f"--{name.replace('_', '-')}", str(value))]
     result = run("--model", "tiny", *sizes, "--shadow", "--json", str(tmp_path / "figures.json"))
@@ -36,6 +37,7 @@ def test_the_worker_stage_is_timed(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.extended
 def test_a_size_of_nothing_is_refused() -> None:
     result = run("--rows", "0")
     assert result.returncode == 2
