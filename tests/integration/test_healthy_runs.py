@@ -57,6 +57,7 @@ def test_no_check_stops_it(kind: str, run_program: Callable[..., Any]) -> None:
         name.removeprefix("offpolicy/live/"): value for name, value in steps[-1].items() if "offpolicy/live/" in name
     }
     assert last["delivery"] == last["own_rows"] == last["factor"] == 1.0, last
-    assert last["sealed"] >= 3.0, last
-    for section in ("length_penalty", "pass_at_k", "process_reward", "opd"):
-        assert last.get(section, 1.0) == 1.0, last
+    sections = [last[name] for name in ("length_penalty", "pass_at_k", "process_reward", "opd") if name in last]
+    assert set(sections) <= {1.0}, last
+    # A seal is 12 bytes, and the columns of a correction have at most 96 a row.
+    assert 3.0 <= last["sealed"] <= (8.0 if not sections else 16.0), last

@@ -161,6 +161,11 @@ def seal_batch(plan: SharedPlan, rows: TensorDict, columns: Mapping[str, Tensor]
     return plan
 
 
+def without_marks(columns: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Leave out ``PROVE``, which needs no seal: proofs return its numbers."""
+    return {name: column for name, column in columns.items() if name != PROVE}
+
+
 def compute_constants(spec: CorrectionSpec, rows: TensorDict, step: int | None = None) -> BatchConstants:
     """Compute the constants of ``spec`` for the batch ``rows``, which holds ``COLUMNS``, nested or padded.
 

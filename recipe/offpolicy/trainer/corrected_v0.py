@@ -35,6 +35,7 @@ from ..batch.plan import (
     SharedPlan,
     regroup_without_rejected,
     seal_batch,
+    without_marks,
 )
 from ..batch.seals import PREFIX, build_seals, key_of
 from ..batch.token_versions import CHUNKS
@@ -340,7 +341,7 @@ class CorrectedV0(CorrectedRun):
             columns |= build_row_identity(batch)
         for name, column in columns.items():
             tensors[name] = column
-        plan = self._with_seals(plan, tensors, {**columns, VERSIONS_SEALED: versions})
+        plan = self._with_seals(plan, tensors, {**without_marks(columns), VERSIONS_SEALED: versions})
         self.supervision.expect(plan)
         handed: SharedPlan | Handover = plan
         if not self._by_engine:

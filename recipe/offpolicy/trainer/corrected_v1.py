@@ -21,7 +21,7 @@ from torch import Tensor
 from verl.workers.utils.padding import response_from_nested
 
 from ..batch.micro_batch import ROLLOUT_LOG_PROBS, VERSIONS_SEALED
-from ..batch.plan import COLUMNS, PLAN, BatchSplit, regroup_without_rejected
+from ..batch.plan import COLUMNS, PLAN, BatchSplit, regroup_without_rejected, without_marks
 from ..batch.queue_columns import FORWARD, put_columns, read_columns, zero_rows
 from ..batch.sealed_rows import SealedRows
 from ..batch.seals import PLAN_HASH, key_of, seal_constant
@@ -267,7 +267,7 @@ class CorrectedV1(CorrectedRun):
             updates=self.trainer.parameter_sync_step,
         )
         if self._sealed is not None:
-            self.seal(batch, columns | _versions_of(batch))
+            self.seal(batch, without_marks(columns) | _versions_of(batch))
             plan = replace(plan, sealed=(*self._sealed.names, *self._sealed_by_workers, PLAN_HASH))
             columns |= self._sealed.columns()
             columns[key_of(PLAN_HASH)] = seal_constant(plan.fingerprint(), len(batch.keys))

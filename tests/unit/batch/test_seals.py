@@ -13,7 +13,7 @@ from torch import Tensor
 
 from recipe.offpolicy.batch.checksums import hash_columns, hash_numbers, hash_rows
 from recipe.offpolicy.batch.micro_batch import MicroBatch, check_seals
-from recipe.offpolicy.batch.plan import SharedPlan, seal_batch
+from recipe.offpolicy.batch.plan import PROVE, SharedPlan, seal_batch, without_marks
 from recipe.offpolicy.batch.seals import (
     SealError,
     build_seals,
@@ -181,3 +181,7 @@ def test_a_batch_is_sealed_once_with_its_plan() -> None:
     assert again.sealed == ("advantages", "old_log_probs", "plan")
     assert torch.equal(rows[key_of("advantages")], noted)
     assert len({first.fingerprint(), again.fingerprint(), replace(first, step=5).fingerprint()}) == 3
+
+
+def test_marks_of_what_is_to_be_proved_need_no_seal() -> None:
+    assert without_marks({"scale": torch.ones(2), PROVE: torch.ones(2)}).keys() == {"scale"}
