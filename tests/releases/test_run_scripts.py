@@ -120,6 +120,7 @@ def test_the_dense_script(composed: Composed) -> None:
     assert select(config, "correction.weight.level") == "sequence"
 
 
+@pytest.mark.extended
 def test_the_script_with_a_teacher(composed: Composed, tmp_path: Path) -> None:
     config = composed("run_opd", "opd.coef=0.5", TEACHER_URL="http://teacher:8100", OPD="loss")
     assert (config.opd.mode, config.opd.coef, config.opd.teacher.url) == ("loss", 0.5, "http://teacher:8100")
@@ -128,6 +129,7 @@ def test_the_script_with_a_teacher(composed: Composed, tmp_path: Path) -> None:
     assert "TEACHER_URL is not set" in refused.stderr
 
 
+@pytest.mark.extended
 def test_the_script_for_a_mixture_of_experts(composed: Composed) -> None:
     config = composed(MOE, CORRECTION="tis_sequence")
     megatron = select(config, "actor_rollout_ref.actor.megatron")
@@ -147,6 +149,7 @@ def router_replay_mode() -> str:
     return "actor_rollout_ref.actor." + ("" if legacy else "megatron.") + "router_replay.mode"
 
 
+@pytest.mark.extended
 def test_other_routes_leave_the_rollouts_alone(composed: Composed) -> None:
     config = composed(MOE, ROUTER_REPLAY="R2")
     assert select(config, router_replay_mode()) == "R2"
@@ -159,6 +162,7 @@ def test_the_engine_of_a_release_with_both_workers_gets_its_own_key(composed: Co
     assert select(config, "actor_rollout_ref.rollout.enable_rollout_routing_replay") is False
 
 
+@pytest.mark.extended
 @pytest.mark.verl(">=0.9")
 def test_the_asynchronous_script(composed: Composed) -> None:
     config = composed(ASYNC, SYNC_STEPS="2", ROLLOUT_NNODES="3")
