@@ -259,7 +259,7 @@ OTHERS = (
         "the rollout engine's prefix cache",
         "kept over synchronisations",
         "in the trainer, before an update",
-        "the second in a row",
+        "the second probe in a row",
         f"{DELIVERY}::test_a_prefix_cache_that_is_kept",
     ),
     Row(

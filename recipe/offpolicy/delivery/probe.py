@@ -129,7 +129,7 @@ class Probe:
         self._kept[id(replica)] = self._kept.get(id(replica), 0) + 1 if found else 0
         if self._kept[id(replica)] >= KEPT_IN_A_ROW:
             raise LivenessError(
-                f"the rollout engine kept its prefix cache over {KEPT_IN_A_ROW} synchronisations: {found} of "
+                f"the rollout engine kept its prefix cache at {KEPT_IN_A_ROW} probes in a row: {found} of "
                 f"{len(self._uncached)} tokens of the first request after new weights were found in it. Responses are "
                 f"sampled by keys and values of older weights. {self._advice}"
             )

@@ -5,8 +5,8 @@ from omegaconf import OmegaConf
 from recipe.offpolicy.delivery.delivery_settings import DeliverySettings, find_problems
 
 
-def test_every_synchronisation_by_default() -> None:
+def test_the_defaults() -> None:
     config = OmegaConf.create({"offpolicy": {"delivery": {"sums": 4, "probe": None}}})
     assert list(find_problems(config)) == []
     assert DeliverySettings.from_config(config) == DeliverySettings(sums=4, probe=None)
-    assert DeliverySettings.from_config(OmegaConf.create({"offpolicy": {}})) == DeliverySettings(sums=1, probe=1)
+    assert DeliverySettings.from_config(OmegaConf.create({"offpolicy": {}})) == DeliverySettings(sums=1, probe=5)
