@@ -163,6 +163,7 @@ class CorrectedV1(CorrectedRun):
         return self.add_ons.old_log_prob(partial(self._score, metrics=metrics), batch, metrics)
 
     def _flag(self, batch: Any) -> None:
+        """Flag a batch for the workers of add-ons, as often as its metadata may be new: a put returns none of them."""
         if flags := self.add_ons.batch_flags():
             batch.extra_info.update(flags)
 
@@ -181,6 +182,7 @@ class CorrectedV1(CorrectedRun):
         if self.supervision.takes_mu:
             # What the loss takes for pi_old is decided there; until then mu stands in its place.
             return self._put_mu(batch)
+        self._flag(batch)
         with self.cost.of_pi_old():
             batch = self.verls._compute_old_log_prob(batch, metrics)
         if self.supervision.wants_sampled:
@@ -273,6 +275,7 @@ class CorrectedV1(CorrectedRun):
             columns[key_of(PLAN_HASH)] = seal_constant(plan.fingerprint(), len(batch.keys))
         if columns:
             batch = put_columns(batch, **columns)
+        self._flag(batch)
         batch.extra_info[PLAN] = plan
         self.supervision.expect(plan)
         self.cost.add(columns, plan)
