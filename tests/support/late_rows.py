@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,6 +27,8 @@ from tests.support import training_worker as tw
 from verl.utils import tensordict_utils as tu
 
 STEP = 6
+FLAG = "offpolicy_flag"
+"""Flag of an add-on for the workers."""
 Change = Callable[[list[TensorDict]], list[TensorDict]]
 
 
@@ -41,7 +43,8 @@ class RowQueue:
             for name, column in () if fields is None else fields.items():
                 values = column.unbind() if isinstance(column, Tensor) else list(column)
                 self.rows.setdefault(key, {})[name] = values[place]
-        return self.meta
+        # As TransferQueue's: new metadata, which knows nothing of what was told with the batch before.
+        return None if self.meta is None else replace(self.meta, extra_info={})
 
     def kv_clear(self, keys: Sequence[str], partition_id: str) -> None:
         for key in keys:
@@ -89,7 +92,7 @@ class Case:
 
 
 def update(case: Case) -> dict[str, Any]:
-    """Run the update; returns its metrics, and under ``left`` the keys of the rows that had left."""
+    """Run the update; returns its metrics, under ``left`` the keys of the rows that had left, and if it was flagged."""
     with pytest.MonkeyPatch.context() as patched:
         run = _Run(case, patched)
         try:
@@ -130,6 +133,7 @@ class _Run:
         self.made.add_ons.begin(self.trainer.config)
         self.made.supervision = Supervision(spec, self.trainer.config, self.made.add_ons)
         self.made.shadows = {}
+        patched.setattr(self.made.add_ons, "batch_flags", lambda: {FLAG: True})
         self.made.recording = SimpleNamespace(
             announce_update=lambda plan, **kwargs: plan, write_proof=lambda *args: None, finish=lambda patience: None
         )
@@ -218,12 +222,13 @@ class _Run:
         batch = self.trainer._compute_advantage(batch, metrics)
         self.left: list[str] = []
         self.trainer._update_actor(batch, metrics)
-        return metrics | {"left": self.left}
+        return metrics | {"left": self.left, "flagged": self.flagged}
 
     def _update(self, batch: Any) -> dict[str, Any]:
         """What engines of ``ranks`` workers do: each its share, in mini-batches of micro-batches, epoch by epoch."""
         case, packets = self.case, []
         self.left = [key for key in batch.keys if not self.queue.rows[key]["response_mask"].any()]
+        self.flagged = batch.extra_info.get(FLAG, False)
         told, share = dict(batch.extra_info), len(batch.keys) // case.ranks
         mini = case.mini_batch // case.ranks
         for first in [*range(0, share, mini)] * case.epochs:
