@@ -126,7 +126,8 @@ class WeightDelivery(AddOn):
             for replica, engine in zip(manager.replicas, engines, strict=True)
         ]
         # Both sides at once, where the engines' dtypes are known from before.
-        weighed = self._weigh_own(engines) if all(engine.dtypes for engine in engines) else None
+        ready = all(engine.dtypes and not engine.skipped for engine in engines)
+        weighed = self._weigh_own(engines) if ready else None
         known = [(engine.dtypes, engine.adapter.keys()) for engine in engines]
         try:
             answers = ray.get(asked)
