@@ -175,5 +175,5 @@ def add_method(worker: type) -> None:
     def weigh_offpolicy(self: Any, default: str, others: Mapping[str, str]) -> dict[str, Any]:
         return weigh_own(self, default, others)
 
-    method: Callable[..., Any] = register(dispatch_mode=Dispatch.ONE_TO_ALL)(weigh_offpolicy)
+    method: Callable[..., Any] = register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)(weigh_offpolicy)
     worker.weigh_offpolicy = method  # type: ignore[attr-defined]

@@ -11,7 +11,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, NoReturn, Protocol
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 import ray
 from omegaconf import DictConfig, OmegaConf
@@ -71,6 +71,7 @@ class WeightDelivery(AddOn):
         self._probe: Probe | None = None
         self._metrics: dict[str, float] = {}
         self._told: dict[str, None] = {}
+        self._asked: Asked | None = None
 
     def begin(self, config: DictConfig) -> None:
         engine_loss.check(weight_sync.SEAMS)
@@ -91,95 +92,92 @@ class WeightDelivery(AddOn):
         return {f"offpolicy/delivery/{name}": value for name, value in self._metrics.items()}
 
     def on_sync(self, manager: Any) -> None:
-        """Compare what the servers of ``manager`` hold now with what the trainer has.
+        """Ask the servers of ``manager`` what they hold now, and the trainer's workers what they sent.
+
+        Answers are compared where they are needed next, in front of an update or a validation: both sides compute
+        theirs while the servers begin to sample.
 
         Raises:
-            LivenessError: they differ.
+            LivenessError: answers to the synchronisation before, which nothing has compared, differ.
         """
+        start = time.perf_counter()
+        self._compare_sums()
         self._syncs += 1
         self._intervals += self._updates > 0  # a critic may be trained alone at first
         self._updates, self._longest = 0, max(self._longest, self._updates)
-        start = time.perf_counter()
         if self._settings.sums is not None and (self._syncs - 1) % self._settings.sums == 0:
-            self._compare_sums(manager)
+            self._ask_sums(manager)
         if self._probe is not None and (self._syncs - 1) % (self._settings.probe or 1) == 0:
             self._probe.ask(manager.replicas)
         self._metrics["seconds"] = time.perf_counter() - start
 
+    def validate(self, trainer: Any, run: Callable[[], dict[str, float]]) -> dict[str, float]:
+        self._compare_sums()
+        return run()
+
     def on_rollout(self, batch: BatchView) -> None:
+        start = time.perf_counter()
+        self._compare_sums()
+        compared = time.perf_counter()
+        self._metrics["seconds"] = self._metrics.get("seconds", 0.0) + compared - start
         if self._probe is not None:
-            start = time.perf_counter()
             try:
                 self._metrics |= self._probe.hear(batch, self._syncs, self._metrics.get("update_seen", math.nan))
             except LivenessError as error:
                 self._record("different", sentence=str(error))
                 raise
-            self._metrics["probe_seconds"] = time.perf_counter() - start
+            self._metrics["probe_seconds"] = time.perf_counter() - compared
 
-    def _compare_sums(self, manager: Any) -> None:
+    def _ask_sums(self, manager: Any) -> None:
         if self._rollout.name != "vllm":
-            self._say(f"the weights of {self._rollout.name} are not compared.")
-            return
+            return self._say(f"the weights of {self._rollout.name} are not compared.")
         engines = [self._engines.setdefault(id(replica), Engine()) for replica in manager.replicas]
         asked = [
             replica.servers[0].collective_rpc.remote(METHOD, kwargs={"named": not engine.named})
             for replica, engine in zip(manager.replicas, engines, strict=True)
         ]
-        # Both sides at once, where the engines' dtypes are known from before.
+        # In the dtypes that the engines had before; where they have others, once more when they have answered.
         ready = all(engine.dtypes and not engine.skipped for engine in engines)
-        weighed = self._weigh_own(engines) if ready else None
-        known = [(engine.dtypes, engine.adapter.keys()) for engine in engines]
+        dtypes = _find_dtypes(engines, self._rollout) if ready else None
+        weighed = None if dtypes is None else self._run.workers.weigh_offpolicy(*dtypes)
+        self._asked = Asked(self._syncs, manager, engines, asked, dtypes, weighed)
+
+    def _compare_sums(self) -> None:
+        """Compare the answers to the last synchronisation that asked for any."""
+        if (given := self._asked) is None:
+            return
+        self._asked = None
         try:
-            answers = ray.get(asked)
+            answers = ray.get(given.engines_sums)
         except ray.exceptions.RayTaskError as error:
             if f"no attribute '{METHOD}'" not in str(error):
                 raise
             self._metrics["proved"] = math.nan
             return self._say("the workers of the rollout engine are of a class of their own: weights are not compared.")
-        for replica, engine, answer in zip(manager.replicas, engines, answers, strict=True):
+        for replica, engine, answer in zip(given.manager.replicas, given.engines, answers, strict=True):
             if not engine.read(answer):  # tensors of other names were sent than before
                 engine.named = False
                 engine.read(ray.get(replica.servers[0].collective_rpc.remote(METHOD, kwargs={"named": True})))
-        judged = [engine for engine in engines if engine.answered and not engine.skipped]
-        for reason in sorted({engine.skipped for engine in engines} - {""}):
+        judged = [engine for engine in given.engines if engine.answered and not engine.skipped]
+        for reason in sorted({engine.skipped for engine in given.engines} - {""}):
             self._say(f"{reason}: its weights are not compared.")
         if not judged:
             self._metrics["proved"] = float("nan")
             return
         if silent := [engine for engine in judged if not engine.received_names]:
-            if manager.backend == "delta_sharded":
+            if given.manager.backend == "delta_sharded":
                 return self._say("delta_sharded sends changes alone: weights are not compared.")
             self._stop(
-                f"synchronisation {self._syncs}: {len(silent)} of {len(judged)} rollout engines were sent no weights, "
+                f"synchronisation {given.at}: {len(silent)} of {len(judged)} rollout engines were sent no weights, "
                 f"so that they sample by those that they were started with. {_advise('sums')}"
             )
-        if weighed is None or known != [(engine.dtypes, engine.adapter.keys()) for engine in engines]:
-            weighed = self._weigh_own(judged)
-        own, trained, update = weighed
+        dtypes = _find_dtypes(judged, self._rollout)
+        weighed = given.own_sums if dtypes == given.dtypes else self._run.workers.weigh_offpolicy(*dtypes)
+        own, trained, update = _add_ranks(ray.get(weighed))
         found = [engine.compare(own) for engine in judged]
-        self._judge(found, judged, own, trained)
+        self._judge(given.at, found, judged, own, trained)
         self._past.append(own)
-        self._report(found, update)
-
-    def _weigh_own(self, engines: Sequence[Engine]) -> tuple[dict[str, Checksum], list[str] | None, list[float]]:
-        """Weigh the trainer's weights in the engines' dtypes: checksums, names of what is trained, its update."""
-        dtypes = {name: dtype for engine in engines for name, dtype in engine.dtypes.items()}
-        common = Counter(dtypes.values()).most_common(1)
-        default = common[0][0] if common else _dtype(self._rollout.get("dtype"))
-        others = {name: dtype for name, dtype in dtypes.items() if dtype != default}
-        others |= {name: AS_SENT for engine in engines for name in engine.adapter}
-        ranks = self._run.workers.weigh_offpolicy(default, others)
-        parts: dict[str, list[Checksum]] = {}
-        trained: dict[str, None] = {}
-        for rank in ranks:
-            for name, (*sums, trains) in rank["weights"].items():
-                parts.setdefault(name, []).append(Checksum(*sums))
-                if trains:
-                    trained[name] = None
-        own = {name: add_checksums(each) for name, each in parts.items()}
-        updates = [rank["update"] for rank in ranks if rank["update"]]
-        update = [sum(column) for column in zip(*updates, strict=True)]
-        return own, None if any(rank["sent"] for rank in ranks) else list(trained), update
+        self._report(found, update, first=given.at == 1)
 
     def on_update(self, metrics: dict[str, Any], batch: Any) -> None:
         self._updates += 1
@@ -191,6 +189,7 @@ class WeightDelivery(AddOn):
 
     def _judge(
         self,
+        at: int,
         found: Sequence[Comparison],
         engines: Sequence[Engine],
         own: Mapping[str, Checksum],
@@ -199,14 +198,14 @@ class WeightDelivery(AddOn):
         for comparison, engine in zip(found, engines, strict=True):
             if trained is not None and (left := find_left_out(trained, engine.received_names)):
                 self._stop(
-                    f"synchronisation {self._syncs}: {len(left)} of {len(trained)} tensors that are trained are not "
+                    f"synchronisation {at}: {len(left)} of {len(trained)} tensors that are trained are not "
                     f"among the {len(engine.received_names)} that verl sends to the rollout engine: {_names(left)}. "
                     f"The engine keeps sampling without them. {_advise('sums')}"
                 )
             if comparison.different:
                 count = len(comparison.different) + len(comparison.equal)
                 self._stop(
-                    f"synchronisation {self._syncs}: the rollout engine does not hold the trainer's weights: "
+                    f"synchronisation {at}: the rollout engine does not hold the trainer's weights: "
                     f"{len(comparison.different)} of {count} tensors differ: {_names(comparison.different)}. "
                     f"{self._explain(comparison, engine)} {_advise('sums')}"
                 )
@@ -220,7 +219,7 @@ class WeightDelivery(AddOn):
         known = "are those of none of the latest synchronisations" if self._past else "were never the trainer's"
         return f"What it holds {known}.{received}"
 
-    def _report(self, found: Sequence[Comparison], update: Sequence[float]) -> None:
+    def _report(self, found: Sequence[Comparison], update: Sequence[float], first: bool) -> None:
         equal, unknown = (sum(len(getattr(each, name)) for each in found) for name in ("equal", "unknown"))
         self._metrics |= {"proved": 1.0 if equal else float("nan"), "equal": float(equal), "unknown": float(unknown)}
         if update:
@@ -231,7 +230,7 @@ class WeightDelivery(AddOn):
             }
         along, square, *_ = update or (0.0, 0.0)
         self._record("equal", tensors=equal, along=along, square=square)
-        if self._syncs == 1:
+        if first:
             logger.info(
                 "the rollout engine holds the trainer's weights: %d tensors are equal, %d unknown.", equal, unknown
             )
@@ -320,6 +319,41 @@ class Engine:
         """Compare with the trainer's checksums; without ``judge`` nothing is remembered."""
         found = (self._comparer if judge else HeldComparer()).compare(self._ranks, own, self._first if judge else None)
         return compare_adapter(found, self.adapter, own, loaded=self._has_adapter)
+
+
+class Asked(NamedTuple):
+    """What was asked for at synchronisation ``at``: references to the sums of both sides."""
+
+    at: int
+    manager: Any
+    engines: Sequence[Engine]
+    engines_sums: Sequence[Any]
+    dtypes: tuple[str, dict[str, str]] | None
+    own_sums: Sequence[Any] | None
+
+
+def _find_dtypes(engines: Sequence[Engine], rollout: Any) -> tuple[str, dict[str, str]]:
+    """Find the dtype that the engines hold most tensors in, and those of all others, by plain names."""
+    dtypes = {name: dtype for engine in engines for name, dtype in engine.dtypes.items()}
+    common = Counter(dtypes.values()).most_common(1)
+    default = common[0][0] if common else _dtype(rollout.get("dtype"))
+    others = {name: dtype for name, dtype in dtypes.items() if dtype != default}
+    return default, others | {name: AS_SENT for engine in engines for name in engine.adapter}
+
+
+def _add_ranks(ranks: Sequence[Any]) -> tuple[dict[str, Checksum], list[str] | None, list[float]]:
+    """Add what the trainer's ranks weighed: checksums, names of what is trained, its update."""
+    parts: dict[str, list[Checksum]] = {}
+    trained: dict[str, None] = {}
+    for rank in ranks:
+        for name, (*sums, trains) in rank["weights"].items():
+            parts.setdefault(name, []).append(Checksum(*sums))
+            if trains:
+                trained[name] = None
+    own = {name: add_checksums(each) for name, each in parts.items()}
+    updates = [rank["update"] for rank in ranks if rank["update"]]
+    update = [sum(column) for column in zip(*updates, strict=True)]
+    return own, None if any(rank["sent"] for rank in ranks) else list(trained), update
 
 
 def _dtype(given: Any) -> str:

@@ -141,7 +141,12 @@ class World:
         sent = self.weights() if weights is None else weights
         if sent:
             self.server.receive(sent)
+        self.judge()
+
+    def judge(self) -> None:
+        """Synchronise, and validate, in front of which answers are compared."""
         self.delivery.on_sync(self.manager)
+        self.delivery.validate(None, dict)
 
 
 @pytest.fixture
@@ -242,11 +247,11 @@ def test_an_adapter_is_compared_as_it_was_sent(world: World) -> None:
         block.lora_A = nn.Parameter(lora.clone())
     adapter = [(f"base_model.model.layers.{layer}.lora_A", lora) for layer in range(2)]
     world.server.receive(adapter, adapter=True)
-    world.delivery.on_sync(world.manager)
+    world.judge()
     with torch.no_grad():
         world.module.layers[1].lora_A += 1e-6
     with pytest.raises(LivenessError, match=r"1 of 17 tensors differ: layers\.1\.lora_A"):
-        world.delivery.on_sync(world.manager)
+        world.judge()
 
 
 def test_experts_of_other_ranks_are_tried_until_one_is_loaded() -> None:
@@ -271,7 +276,7 @@ def test_a_model_that_does_not_say_what_it_loads_is_not_judged() -> None:
 
 def test_quantised_weights_are_not_judged(world: World, caplog: pytest.LogCaptureFixture) -> None:
     observe_update(world.server.load, world.server.worker, world.weights(), None, False, quantised=True)
-    world.delivery.on_sync(world.manager)
+    world.judge()
     assert "quantises" in caplog.text
 
 
