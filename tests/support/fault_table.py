@@ -1,6 +1,6 @@
-"""The table of faults in docs/liveness.md, made from the faults that tests inject.
+"""The table of faults in docs/liveness.md, built from the faults that the tests inject.
 
-python -m tests.support.fault_table     writes it anew
+python -m tests.support.fault_table     rewrites it
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Row(NamedTuple):
 
 
 _WORKER, _TRAINER = "in the worker, before the optimizer steps", "in the trainer, after the update"
-_FIRST = "first, and where it is proved again"
+_FIRST = "first, and at later proofs"
 _BEFORE = "in the trainer, before the update"
 SABOTAGE, AGAIN = "tests/integration/test_sabotage.py", "tests/integration/test_proved_again.py"
 ROLLOUT, ROUTES = "tests/unit/proof/test_rollout_checks.py", "tests/unit/replay/test_batch_routes.py"
@@ -75,7 +75,7 @@ OTHERS = (
     ),
     Row(
         "`rollout_log_probs` at the source",
-        "a number at single tokens",
+        "a constant at single tokens",
         _BEFORE,
         "each",
         f"{ROLLOUT}::test_a_number_at_single_tokens",
@@ -89,14 +89,14 @@ OTHERS = (
     ),
     Row(
         "the loss",
-        "verl's own in its place",
+        "replaced by verl's own",
         _TRAINER,
         "each",
         f"{SABOTAGE}::test_adapter_switched_off",
     ),
     Row(
         "weights handed to verl",
-        "wrong values, or a gradient of their own",
+        "wrong values, or not detached",
         _TRAINER,
         _FIRST,
         f"{SABOTAGE}::test_weights_handed_over_wrongly",
@@ -117,7 +117,7 @@ OTHERS = (
     ),
     Row(
         "the decision",
-        "by other values than those given",
+        "computed from other inputs",
         _TRAINER,
         _FIRST,
         f"{SABOTAGE}::test_the_decision_reads_something_else",
@@ -133,12 +133,12 @@ OTHERS = (
         "after the first update",
         "wrong or dropped weights, scaled loss",
         _TRAINER,
-        "each, or where it is proved again",
+        "each, or at later proofs",
         f"{AGAIN}::test_faults_after_the_first_update",
     ),
     Row(
-        "rows of extensions",
-        "changed, missing, twice, back",
+        "sequences of extensions",
+        "changed, missing, duplicated, returned after removal",
         _TRAINER,
         "each",
         f"{LEAVING}::test_a_row_that_is_changed_missing_doubled_or_back_stops_the_run",
@@ -152,9 +152,9 @@ OTHERS = (
     ),
     Row(
         "supports of sampling",
-        "none, or wider than mu's",
+        "missing, or wider than mu's",
         _TRAINER,
-        "none: each; wider: first",
+        "missing: each; wider: first",
         "tests/unit/support/test_support_verdict.py::test_a_support_that_widens_the_mismatch_stops_the_first_update",
     ),
     Row(
@@ -166,14 +166,14 @@ OTHERS = (
     ),
     Row(
         "replay of routes",
-        "fewer tokens, other layers, no gradient in a gate, no smaller mismatch",
+        "fewer tokens, other layers, no gradient in a gate, mismatch not reduced",
         _TRAINER,
         "each; gradient and mismatch: first",
         "tests/unit/replay/test_verdict.py::test_what_is_wrong_stops_the_run",
     ),
     Row(
         "the teacher's log-probs",
-        "of other rows, rounded, lost, switched off by row",
+        "of other sequences, rounded, lost, disabled for a sequence",
         _TRAINER,
         "each",
         f"{OPD}/test_distillation.py::test_each_fault_on_the_way_stops_the_run",
@@ -187,16 +187,16 @@ OTHERS = (
     ),
     Row(
         "the teacher's answers",
-        "a position lost, twice, shifted or of another sequence",
+        "a position lost, duplicated, shifted or of another sequence",
         _BEFORE,
         "each",
         f"{OPD}/test_teacher_client.py::test_a_position_that_is_lost_repeated_shifted_or_foreign_stops",
     ),
     Row(
         "process rewards",
-        "of an engine with other weights",
+        "from an engine with other weights",
         _BEFORE,
-        "first, the one behind the first synchronisation, every `probe_every`",
+        "first, the one after the first synchronisation, every `probe_every`",
         f"{PREFIXES}::test_an_engine_with_other_weights_stops_at_the_first_step_and_behind_a_synchronisation",
     ),
     Row(
@@ -222,7 +222,7 @@ OTHERS = (
     ),
     Row(
         "weights in the rollout engine",
-        "not sent, late by one, one layer left out, of another model",
+        "not sent, late by one, one layer missing, of another model",
         "at the synchronisation",
         "each",
         f"{DELIVERY}::test_weights_that_are_not_delivered_stop_the_synchronisation",
@@ -236,37 +236,37 @@ OTHERS = (
     ),
     Row(
         "weights in the rollout engine",
-        "trained parameters that are not among those sent",
+        "trained parameters that are not sent",
         "at the synchronisation",
         "first",
         f"{BOTH_SIDES}::test_trained_parameters_that_are_never_sent",
     ),
     Row(
         "a LoRA adapter in the rollout engine",
-        "not loaded, or another",
+        "not loaded, or a different one",
         "at the synchronisation",
         "each",
         "tests/unit/delivery/test_comparison.py::test_an_adapter_has_to_be_loaded_and_equal",
     ),
     Row(
-        "weights in the rollout engine, by the probe alone",
+        "weights in the rollout engine, probe only",
         "not sent",
         "in the trainer, before an update",
-        "by [the table of powers](delivery.md)",
+        "see [the table of powers](delivery.md)",
         f"{STATISTICS}::test_an_engine_that_is_not_updated_fails",
     ),
     Row(
         "the rollout engine's prefix cache",
-        "kept over synchronisations",
+        "kept across synchronisations",
         "in the trainer, before an update",
         "the second probe in a row",
         f"{DELIVERY}::test_a_prefix_cache_that_is_kept",
     ),
     Row(
         "state of a checkpoint",
-        "a value changed, lost, of another kind",
-        "in the trainer, when it resumes",
-        "before the first",
+        "a value changed, lost, of another type",
+        "in the trainer, on resume",
+        "before the first update",
         f"{STATE}::test_no_mutation_raises_anything_but_a_checkpoint_error",
     ),
 )
@@ -289,9 +289,9 @@ def render() -> str:
     lines = [
         BEGIN,
         f"{sum(1 for _ in faults())} kinds of faults between trainer and loss, each injected at the first update and "
-        "at a later one, and faults elsewhere:",
+        "at a later one, and other faults:",
         "",
-        "| what | how it is wrong | where it stops the run | at which update | test |",
+        "| what | fault | where the run stops | at which update | test |",
         "|---|---|---|---|---|",
         *(
             f"| {row.what} | {row.how} | {row.where} | {row.when} | `{row.test.removeprefix('tests/')}` |"
