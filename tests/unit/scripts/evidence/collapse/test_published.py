@@ -121,7 +121,7 @@ def test_the_page_says_how_two_runs_of_long_answers_ended() -> None:
     graded, length = last["graded"], last["length"]
     lengths = [length["async_both_0", seed] for seed in (3, 2, 4)]
     assert f"its graded score is {graded['async_both_0', 3]:.3f}" in page
-    assert "{:.1f} tokens where those of the other two have {:.1f} and {:.1f}".format(*lengths) in page
+    assert "{:.1f} tokens, those of the other two seeds {:.1f} and {:.1f}".format(*lengths) in page
     of_late = length["async_both_2", 3], graded["async_both_2", 3]
     assert "with {:.1f} tokens and a graded score of {:.3f}".format(*of_late) in page
 
@@ -201,7 +201,7 @@ def find_stray(whole: pandas.DataFrame) -> str:
 def test_the_page_says_what_the_results_say() -> None:
     """Numbers in its sentences that are neither in a table nor a paired difference."""
     text, whole = " ".join(PAGE.read_text().split()), results.read()
-    assert f"greedy, behind the last step, {find_start(results.DATA)}" in text
+    assert f"greedy, after the last step, {find_start(results.DATA)}" in text
     assert f"another warm start, {find_start(results.OTHER_START)}" in text
     assert f"the most extreme of 24 steps is {find_stray(whole)} off 1" in text
     one, other = (analyse.outcomes(whole, arm)["outcome"] for arm in ("control_both", "control"))
