@@ -32,7 +32,7 @@ def test_metrics_and_metadata_are_named() -> None:
 def test_limits_are_the_codes() -> None:
     assert (MOST_TIME, FIRST, LARGEST) == (0.05, 1.0, 8 * 2**30)
     for said in (
-        "5 % of the last step's time on recording, in each step by itself, and 1 s in the first",
+        "5 % of the last step's time on recording, measured per step, and 1 s in the first",
         "more than 8 GiB",
     ):
         assert said in " ".join(PAGE.split())
