@@ -1,6 +1,6 @@
-"""docs/keys.md, made of the tables of keys and of the configuration's comments.
+"""docs/keys.md, generated from the tables of keys and the config comments.
 
-Usage: ``python -m tests.support.keys_page`` writes it.
+Usage: ``python -m tests.support.keys_page`` rewrites it.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ _ALARM = "offpolicy.alarms.ess"
 """The alarm whose keys explain those of the others."""
 HEAD = """# Keys
 
-Every key that has a table of its own: its default, the values that it takes, and what it does. The keys of `correction`
-are in [corrections.md](corrections.md). `python -m tests.support.keys_page` writes this page from the tables that the
+Every key of `offpolicy` and of the extensions, with default, values and effect. The keys of `correction` are
+in [corrections.md](corrections.md). `python -m tests.support.keys_page` generates this page from the tables that the
 start-up checks read and from the comments in `configs/`.
 """
 
@@ -97,7 +97,7 @@ def build_page() -> str:
     """Build the whole page."""
     lines = [HEAD]
     for section, (file, keys) in TABLES.items():
-        lines += [f"## {section}", "", "| key | default | values | what it does |", "|---|---|---|---|"]
+        lines += [f"## {section}", "", "| key | default | values | effect |", "|---|---|---|---|"]
         lines += [*list_rows(section, file, keys), ""]
     return "\n".join(lines).rstrip() + "\n"
 

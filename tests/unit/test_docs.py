@@ -1,4 +1,4 @@
-"""Links of the pages lead to files of the repository, and a page that is written by a command is up to date."""
+"""Links in the pages lead to files of the repository, and generated pages are up to date."""
 
 from __future__ import annotations
 
@@ -21,4 +21,4 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 
 def test_the_page_of_keys_is_as_the_tables_and_comments_are() -> None:
-    assert keys_page.PAGE.read_text() == keys_page.build_page(), "python -m tests.support.keys_page writes it anew"
+    assert keys_page.PAGE.read_text() == keys_page.build_page(), "python -m tests.support.keys_page rewrites it"
