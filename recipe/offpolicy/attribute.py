@@ -26,7 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; return its exit status."""
     options = _parser().parse_args(arguments)
     shown = list_output_modules(json=options.json, png=bool(options.png), html=bool(options.html))
-    require_modules("attribute", "torch", "pyarrow", "xxhash", "hydra", *shown)
+    require_modules("attribute", "torch", "pyarrow", "polars", "xxhash", "hydra", *shown)
     from .analysis.attribution.attribution import attribute, choose_steps
     from .analysis.jobs import JobsError, prepare_process, read_arguments
     from .analysis.pages import PageError, check_target

@@ -59,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; return its exit status."""
     options = _parser().parse_args(arguments)
     shown = list_output_modules(json=options.json, png=bool(options.png), html=bool(options.html))
-    require_modules("calibrate", "numpy", "torch", "pyarrow", "xxhash", "hydra", *shown)
+    require_modules("calibrate", "numpy", "torch", "pyarrow", "polars", "xxhash", "hydra", *shown)
     from .analysis.attribution.faults import describe_recorded_faults
     from .analysis.calibration.joint import compute_joint_shares
     from .analysis.calibration.prompt_sample import PromptSample

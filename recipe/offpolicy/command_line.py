@@ -13,7 +13,7 @@ BAD_INPUT, CLOSED = 2, 141
 """Exit status: a package is missing; the reader closed the pipe (128 + SIGPIPE)."""
 TOKENIZER = "folder of the tokenizer that makes text of token ids (default: of the model that was recorded)"
 _DISTRIBUTIONS = {"hydra": "hydra-core"}
-_OURS = ("hydra", "jinja2", "matplotlib", "numpy", "omegaconf", "pyarrow", "rich", "torch", "xxhash")
+_OURS = ("hydra", "jinja2", "matplotlib", "numpy", "omegaconf", "polars", "pyarrow", "rich", "torch", "xxhash")
 
 
 def require_modules(tool: str, *modules: str) -> None:

@@ -4,25 +4,26 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 from matplotlib import rc_context
+from numpy.typing import NDArray
 
 from recipe.offpolicy import attribute
 from recipe.offpolicy.analysis.attribution.decomposition import (
-    MismatchSums,
     StepDecomposer,
     VersionMismatch,
     decompose,
-    resample_rows,
-    sum_by_version,
+    resample,
     summarize_by_version,
 )
-from recipe.offpolicy.analysis.attribution.profiles import build_profiles, select_valid_tokens, sum_profiles
-from recipe.offpolicy.analysis.attribution.row_sums import compute_row_sums
+from recipe.offpolicy.analysis.attribution.frames import PROFILES, compute_row_sums, merge, sum_cells
+from recipe.offpolicy.analysis.attribution.part import summarize_rows
+from recipe.offpolicy.analysis.attribution.profiles import build_profiles
 from recipe.offpolicy.recording import Rows
 from tests.support.examples import few_when_quick
 from tests.support.recordings import drawn_rows, record
@@ -169,13 +170,13 @@ def test_numbers_that_are_none(
     assert said in capsys.readouterr().err
 
 
-def sum_rows(rows: Rows) -> MismatchSums:
-    return resample_rows(compute_row_sums(rows))
+def sum_rows(rows: Rows) -> Mapping[str, NDArray[np.float64]]:
+    return {"recorded": resample(compute_row_sums(rows))}
 
 
 def summarize(rows: Rows) -> list[VersionMismatch]:
-    sums = compute_row_sums(rows)
-    return summarize_by_version(sum_by_version(sums, rows), sums.sum(0))
+    part = summarize_rows(rows, (0,), worst=0)
+    return summarize_by_version(part.cells, part.ages, part.sums["recorded"][0])
 
 
 def test_a_step_without_fresh_rows_takes_the_floor_from_those_before() -> None:
@@ -228,7 +229,7 @@ def test_a_row_of_two_versions_is_summarised_by_token() -> None:
         assert one.k3 == pytest.approx(other.k3)
         assert one.backend == pytest.approx(other.backend)
     assert decompose(sum_rows(joined)).kl.staleness == pytest.approx(decompose(sum_rows(apart)).kl.staleness)
-    buckets = build_profiles(sum_profiles(joined, select_valid_tokens(joined)))["staleness"]
+    buckets = build_profiles(merge(sum_cells(joined)[0], *PROFILES))["staleness"]
     assert [(bucket.name, bucket.tokens) for bucket in buckets] == [("0", 256), ("2", 256)]
 
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from ...recording import Recording, RecordingError, Rows, concatenate
+from ...monitor.mismatch.sums import COLUMNS
+from ...recording import Recording, RecordingError, Rows
 from ..jobs import ALONE, Jobs, show_progress
 from .causes import Cause, find_causes_in_rows
 from .causes.delivery import judge_delivery
@@ -23,12 +24,12 @@ from .decomposition import (
     summarize_by_version,
 )
 from .faults import describe_faults, has_unnoticed_staleness
-from .part import Part, add_piece, choose_sample, summarize_step
+from .part import Part, join_parts, summarize_rows
 from .profiles import Bucket, build_profiles, clear_drift_std
 from .row_sample import BYTES_A_TOKEN, RowSample
 from .scored_rows import describe_none_scored, select_scored_rows
-from .token_text import TokenDecoder, load_decoder
-from .worst_examples import WorstRow, WorstToken
+from .token_text import load_decoder
+from .worst_examples import WorstRow, WorstToken, build_examples
 
 WORST = 12
 """Number of tokens and of rows that are listed."""
@@ -93,9 +94,9 @@ def attribute(
     size = sum(path.stat().st_size for step in chosen for path in recording.files[step])
     sample = RowSample.of_steps(chosen, SEARCHED) if size > SEARCHED * BYTES_A_TOKEN else None
     card = {**recording.card, **({"tokenizer": tokenizer} if tokenizer else {})}
-    read = partial(_read_step, card.get("tokenizer") or card.get("model"), worst, sample)
-    parts = jobs.map(read, [recording.only(step) for step in chosen])
-    found = _add_up(zip(chosen, show_progress(parts, len(chosen), "attributing"), strict=True), card, searched=sample)
+    read = partial(_read_step, worst, sample or RowSample())
+    parts = show_progress(jobs.map(read, [recording.only(step) for step in chosen]), len(chosen), "attributing")
+    found = _add_up(zip(chosen, parts, strict=True), card, worst=worst, sampled=sample is not None)
     delivery = judge_delivery(recording.delivery)
     if not delivery:
         return found
@@ -121,22 +122,15 @@ def choose_steps(recording: Recording, steps: tuple[int, int | None] | None) -> 
     return chosen
 
 
-def _read_step(model: object, worst: int, sample: RowSample | None, recording: Recording) -> Part:
+def _read_step(worst: int, sample: RowSample, recording: Recording) -> Part:
     (step,) = recording.steps
-    reader, total = _load_reader(model), None
+    parts = []
     for place, steps in enumerate(recording.in_pieces().pieces(step)):
         found = select_scored_rows(steps)
-        piece = summarize_step(
-            step, found.rows, reader, worst=worst, left_out=found.left_out, sample=sample, piece=place
-        )
-        total = piece if total is None else add_piece(total, piece, sample)
-    assert total is not None, "a step has a file"
-    return total if sample is None else choose_sample(total, sample)
-
-
-@lru_cache(maxsize=1)
-def _load_reader(model: object) -> TokenDecoder:
-    return load_decoder({"model": model})[0]
+        part = summarize_rows(found.rows, (0, step, place), worst=worst, left_out=found.left_out)
+        parts.append(replace(part, sample=part.sample.take(sample.choose(part.sample, spare=True))))
+    whole = join_parts(parts, worst)
+    return replace(whole, sample=whole.sample.take(sample.choose(whole.sample)))
 
 
 def attribute_rows(rows: Rows, card: Mapping[str, Any], *, worst: int = WORST, left_out: int = 0) -> Attribution:
@@ -150,38 +144,37 @@ def attribute_rows(rows: Rows, card: Mapping[str, Any], *, worst: int = WORST, l
     Raises:
         RecordingError: they have no token with finite log-probs.
     """
-    reader, _ = load_decoder(card)
-    steps = [int(step) for step in np.unique(rows.step)] or [0]
-    parts = (summarize_step(step, rows.take(np.flatnonzero(rows.step == step)), reader, worst=worst) for step in steps)
-    return _add_up(zip(steps, parts, strict=True), card, left_out=left_out)
+    parts = []
+    for step in np.unique(rows.step).tolist() or [0]:
+        of_step = rows.take(np.flatnonzero(rows.step == step))
+        parts.append((step, summarize_rows(of_step, (0, step, 0), worst=worst)))
+    return _add_up(parts, card, worst=worst, left_out=left_out)
 
 
 def _add_up(
-    parts: Iterable[tuple[int, Part]], card: Mapping[str, Any], *, left_out: int = 0, searched: RowSample | None = None
+    parts: Iterable[tuple[int, Part]], card: Mapping[str, Any], *, worst: int, left_out: int = 0, sampled: bool = False
 ) -> Attribution:
     """Add up the parts of steps as they come, and search the rows that they bring for causes."""
-    decomposer, by_step, total = StepDecomposer(), {}, None
-    for step, part in parts:
-        if part.rows:
-            by_step[step] = decomposer.decompose(part.sums)
-        total = part if total is None else total + part
-    assert total is not None, "a step was chosen"
+    by_step: dict[int, Decomposition] = {}
+    total = join_parts(_decompose_steps(parts, by_step), worst)
     if left_out := left_out + total.left_out:
         by_step = {step: drop_drift(found) for step, found in by_step.items()}
     if left_out and not total.rows:
         raise RecordingError(f"{describe_none_scored(left_out)}.")
-    if not total.tokens:
+    whole, buckets = decompose(total.sums), build_profiles(total.cells)
+    recorded = total.sums["recorded"][0]
+    if not recorded.any():
         raise RecordingError(f"{total.rows} rows are recorded, and no token with finite log-probs. Record other steps.")
-    whole, buckets = decompose(total.sums), build_profiles(total.profiles)
     if left_out:
         whole = drop_drift(whole)
         buckets = {name: clear_drift_std(of_name) for name, of_name in buckets.items()}
-    rows = concatenate(total.samples)
-    causes, versions = find_causes_in_rows(rows, card), summarize_by_version(total.versions, total.sums.recorded.sums)
+    causes = find_causes_in_rows(total.sample, card)
+    versions = summarize_by_version(total.cells, total.ages, recorded)
     if has_unnoticed_staleness(causes, stale=total.stale):
         whole = merge_backend_and_staleness(whole)
         by_step = {step: merge_backend_and_staleness(found) for step, found in by_step.items()}
         versions = [replace(version, backend=None) for version in versions]
+    (reader, without_text), k3 = load_decoder(card), float(recorded[..., COLUMNS.index("total_k3")].sum())
     return Attribution(
         steps=list(by_step),
         rows=total.rows,
@@ -190,10 +183,19 @@ def _add_up(
         by_step=by_step,
         versions=versions,
         profiles=buckets,
-        tokens=list(total.worst_tokens.values()),
-        worst=list(total.worst_rows.values()),
-        without_text=load_decoder(card)[1],
+        tokens=build_examples(WorstToken, total.tokens, k3, reader),
+        worst=build_examples(WorstRow, total.worst, k3, reader),
+        without_text=without_text,
         causes=causes,
         mend_first=describe_faults(causes, stale=total.stale),
-        searched=0 if searched is None else rows.tokens,
+        searched=total.sample.tokens if sampled else 0,
     )
+
+
+def _decompose_steps(parts: Iterable[tuple[int, Part]], by_step: dict[int, Decomposition]) -> Iterator[Part]:
+    """Yield the parts, and note the decomposition of each step that has a row."""
+    decomposer = StepDecomposer()
+    for step, part in parts:
+        if part.rows:
+            by_step[step] = decomposer.decompose(part.sums)
+        yield part

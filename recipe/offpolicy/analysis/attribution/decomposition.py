@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
+import polars as pl
 import torch
 from numpy.typing import NDArray
 
@@ -21,14 +22,12 @@ from ...monitor.mismatch.shares import (
     compute_shares,
     estimate_floor,
 )
-from ...monitor.mismatch.sums import COLUMNS
-from ...recording import Rows
+from ...monitor.mismatch.sums import BINS, COLUMNS
 from .poisson import draw_poisson
-from .row_sums import RoutingSums, compute_row_sums
 
 REPLICATES: Final = 400
 LEVEL: Final = 0.9
-_N, _LK, _GK, _G, _GG = (COLUMNS.index(name) for name in ("tokens", "total_k3", "gap_k3", "gap", "gap_square"))
+_N = COLUMNS.index("tokens")
 
 Array = NDArray[np.float64]
 Interval = tuple[float, float]
@@ -58,66 +57,6 @@ class Decomposition:
 
 
 @dataclass(frozen=True)
-class ResampledSums:
-    """Sums over rows, and the same over bootstrap draws of them; both add up over sets of rows.
-
-    Each row is in a draw as often as a Poisson variable of mean 1 says, whatever other rows there are (Chamandy et al.
-    2012): draws of two sets add up to draws of their union.
-
-    Attributes:
-        sums: SHAPE.
-        draws: (REPLICATES, *SHAPE).
-    """
-
-    sums: Array
-    draws: Array
-
-    def __add__(self, other: ResampledSums) -> ResampledSums:
-        return ResampledSums(self.sums + other.sums, self.draws + other.draws)
-
-
-@dataclass(frozen=True)
-class MismatchSums:
-    """Sums over rows from which their mismatch is decomposed; they add up over sets of rows.
-
-    Attributes:
-        recorded: of the log-probs as they were recorded.
-        replayed, native: as ``RoutingSums`` says; None where log-probs without replay are known of no token.
-    """
-
-    recorded: ResampledSums
-    replayed: ResampledSums | None = None
-    native: ResampledSums | None = None
-
-    def __add__(self, other: MismatchSums) -> MismatchSums:
-        return MismatchSums(
-            self.recorded + other.recorded,
-            _add_known(self.replayed, other.replayed),
-            _add_known(self.native, other.native),
-        )
-
-
-def _add_known(one: ResampledSums | None, other: ResampledSums | None) -> ResampledSums | None:
-    return one + other if one is not None and other is not None else one or other
-
-
-@dataclass(frozen=True)
-class VersionSums:
-    """Sums over the tokens of one staleness; they add up over steps.
-
-    Attributes:
-        rows: with such a token.
-        sums: SHAPE.
-    """
-
-    rows: int
-    sums: Array
-
-    def __add__(self, other: VersionSums) -> VersionSums:
-        return VersionSums(self.rows + other.rows, self.sums + other.sums)
-
-
-@dataclass(frozen=True)
 class VersionMismatch:
     """Mismatch of the tokens of one staleness.
 
@@ -137,8 +76,11 @@ class VersionMismatch:
     backend: float | None
 
 
-def resample(sums: Array, seed: Sequence[int] = (0,)) -> ResampledSums:
-    """Sum rows, and draws of them.
+def resample(sums: Array, seed: Sequence[int] = (0,)) -> Array:
+    """Sum rows, and bootstrap draws of them: (1 + REPLICATES, *SHAPE), which add up over sets of rows.
+
+    Each row is in a draw as often as a Poisson variable of mean 1 says, whatever other rows there are (Chamandy et al.
+    2012): draws of two sets add up to draws of their union.
 
     Args:
         sums: (N, *SHAPE), of ``compute_row_sums``.
@@ -146,50 +88,38 @@ def resample(sums: Array, seed: Sequence[int] = (0,)) -> ResampledSums:
     """
     counts = draw_poisson(np.random.default_rng(seed), (REPLICATES, len(sums)))
     flat = sums.reshape(len(sums), math.prod(sums.shape[1:]))
-    whole = flat.sum(0)
     # Ages and bins without a token have a count of 0, and their products are known.
     filled = np.flatnonzero(flat.any(0))
-    draws = np.zeros((REPLICATES, flat.shape[1]))
+    found = np.zeros((1 + REPLICATES, flat.shape[1]))
+    found[0] = flat.sum(0)
     # By torch, see ``jobs.prepare_process``.
-    draws[:, filled] = (torch.from_numpy(counts) @ torch.from_numpy(flat[:, filled])).numpy()
-    return ResampledSums(whole.reshape(sums.shape[1:]), draws.reshape(REPLICATES, *sums.shape[1:]))
+    found[1:, filled] = (torch.from_numpy(counts) @ torch.from_numpy(flat[:, filled])).numpy()
+    return found.reshape(-1, *sums.shape[1:])
 
 
-def resample_rows(sums: Array, routing: RoutingSums | None = None, seed: Sequence[int] = (0,)) -> MismatchSums:
-    """Sum rows, and draws of them, the same ones with replay and without.
-
-    Args:
-        sums: (N, *SHAPE), of ``compute_row_sums``.
-        routing: of the same rows; None where log-probs without replay are not known.
-    """
-    recorded = resample(sums, seed)
-    if routing is None:
-        return MismatchSums(recorded)
-    return MismatchSums(recorded, resample(routing.replayed, seed), resample(routing.native, seed))
-
-
-def decompose(found: MismatchSums, earlier: Array | None = None) -> Decomposition:
+def decompose(found: Mapping[str, Array], earlier: Array | None = None) -> Decomposition:
     """Decompose the mismatch of rows into shares, with intervals.
 
     Args:
+        found: of ``resample``: of the log-probs as they were ``recorded``, and of ``compute_routing_sums``.
         earlier: SHAPE, of rows before them, whose fresh tokens stand in where these have none.
     """
-    split, native = found.replayed or found.recorded, found.native
-    floor, source = choose_floor(split.sums, earlier)
-    of_variance, of_kl = _compute_shares(split.sums, floor, None if native is None else native.sums)
+    split, native = found.get("replayed", found["recorded"]), found.get("native")
+    floor, source = choose_floor(split[0], earlier)
+    of_variance, of_kl = _compute_shares(split[0], floor, None if native is None else native[0])
     return Decomposition(
-        tokens=int(split.sums[..., _N].sum()),
+        tokens=int(split[0, ..., _N].sum()),
         variance=of_variance,
         kl=of_kl,
         intervals=_compute_intervals(split, native, None if source == "own rows" else floor),
         # Without stale tokens the backend is read off the fresh ones, and needs no floor.
         floor_from=(source or "own rows") if of_variance.backend is not None else "",
-        replayed_kl=None if native is None else compute_shares(found.recorded.sums)[1].whole,
+        replayed_kl=None if native is None else compute_shares(found["recorded"][0])[1].whole,
     )
 
 
 def _compute_shares(sums: Array, floor: BackendFloor | None, native: Array | None) -> tuple[Shares, Shares]:
-    """Compute the shares of variance and of KL, with one of routing where ``native`` is there, see ``RoutingSums``."""
+    """Compute the shares of variance and of KL, with one of routing where sums are ``native`` as well."""
     found = compute_shares(sums, floor)
     if native is None:
         return found
@@ -235,51 +165,29 @@ class StepDecomposer:
         # Never later steps: the share of a step must not depend on what followed.
         self._before: deque[Array] = deque(maxlen=RECENT)
 
-    def decompose(self, step: MismatchSums) -> Decomposition:
+    def decompose(self, step: Mapping[str, Array]) -> Decomposition:
         """Decompose the next step."""
         found = decompose(step, np.sum(self._before, axis=0) if self._before else None)
-        self._before.append(step.recorded.sums)
+        self._before.append(step["recorded"][0])
         return found
 
 
-def sum_by_version(sums: Array, rows: Rows) -> dict[int, VersionSums]:
-    """Sum the tokens of each staleness.
-
-    Args:
-        sums: (N, *SHAPE), of ``compute_row_sums`` of ``rows``.
-    """
-    ages = rows.token_staleness
-    unlike = rows.response_mask & (ages != np.repeat(rows.staleness, np.diff(rows.offsets)))
-    mixed = np.bincount(rows.row_of_token[unlike], minlength=len(rows)) > 0
-    parts = {int(age): sums[~mixed & (rows.staleness == age)] for age in np.unique(rows.staleness[~mixed])}
-    if not mixed.any():
-        return {age: VersionSums(len(of_age), of_age.sum(0)) for age, of_age in parts.items()}
-    others = rows.take(np.flatnonzero(mixed))
-    of_others = others.token_staleness
-    for age in np.unique(of_others[others.response_mask]):
-        found = compute_row_sums(replace(others, response_mask=others.response_mask & (of_others == age)))
-        there = found[..., _N].sum((1, 2)) > 0
-        parts[int(age)] = np.concatenate([parts.get(int(age), found[:0]), found[there]])
-    return {age: VersionSums(len(of_age), of_age.sum(0)) for age, of_age in parts.items()}
-
-
-def summarize_by_version(versions: Mapping[int, VersionSums], sums: Array) -> list[VersionMismatch]:
+def summarize_by_version(cells: pl.DataFrame, ages: Mapping[int, int], sums: Array) -> list[VersionMismatch]:
     """Summarise the tokens of each staleness, with the backend's floor from the fresh ones.
 
     Args:
-        versions: of ``sum_by_version``.
+        cells, ages: as ``Part`` has them.
         sums: SHAPE, over all rows.
     """
     floor = estimate_floor(sums)
-    return [_of_version(age, versions[age], floor) for age in sorted(versions)]
+    return [_of_version(age, ages[age], cells.filter(staleness=age), floor) for age in sorted(ages)]
 
 
-def _of_version(age: int, found: VersionSums, floor: BackendFloor | None) -> VersionMismatch:
-    whole = found.sums.sum((0, 1))
-    count = max(float(whole[_N]), 1.0)
-    mean = whole[_G] / count
-    bins = found.sums.sum(0)[:, _N]
-    k3 = float(whole[_GK] / count)
+def _of_version(age: int, rows: int, cells: pl.DataFrame, floor: BackendFloor | None) -> VersionMismatch:
+    found = cells.select(pl.col("tokens", "gap", "gap_square", "gap_k3").sum()).row(0, named=True)
+    count = max(found["tokens"], 1.0)
+    mean, k3 = found["gap"] / count, found["gap_k3"] / count
+    bins = np.bincount(cells["probability"], cells["tokens"], minlength=len(BINS)).astype(np.float64)
     backend = None
     if age == 0:
         backend = k3
@@ -287,21 +195,19 @@ def _of_version(age: int, found: VersionSums, floor: BackendFloor | None) -> Ver
         backend = float((bins * floor.k3).sum() / count)
     return VersionMismatch(
         staleness=age,
-        rows=found.rows,
-        tokens=int(whole[_N]),
-        mean=float(mean),
-        std=float(np.sqrt(max(whole[_GG] / count - mean**2, 0.0))),
+        rows=rows,
+        tokens=int(found["tokens"]),
+        mean=mean,
+        std=math.sqrt(max(found["gap_square"] / count - mean**2, 0.0)),
         k3=k3,
         backend=backend,
     )
 
 
-def _compute_intervals(
-    split: ResampledSums, native: ResampledSums | None, floor: BackendFloor | None
-) -> dict[str, Interval]:
+def _compute_intervals(split: Array, native: Array | None, floor: BackendFloor | None) -> dict[str, Interval]:
     """Compute percentiles of the draws' shares; the floor is resampled too where it is the rows' own."""
-    found = compute_many_shares(split.draws, floor)
-    after = (None, None) if native is None else compute_many_shares(native.draws)
+    found = compute_many_shares(split[1:], floor)
+    after = (None, None) if native is None else compute_many_shares(native[1:])
     drawn: dict[str, Array] = {}
     for name, part, without in zip(("variance", "kl"), found, after, strict=True):
         drawn |= {f"{name}.{key}": getattr(part, key) for key in ("rollout", "backend", "staleness")}

@@ -2,28 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-from hashlib import blake2b
-from typing import Final
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+from typing import Any, Final, TypeVar
 
 import numpy as np
+import polars as pl
 from numpy.typing import NDArray
 
 from ...monitor.mismatch.sums import COLUMNS
 from ...recording import Rows
-from .profiles import Array, is_valid
 from .token_text import TokenDecoder
+from .valid_tokens import Array, hash_ids, hash_prompts
 
 BEFORE: Final = 12
 AFTER: Final = 4
 """Tokens of context."""
 EXCERPT: Final = 60
 """Tokens of a row that are shown."""
-_BLOCK: Final = 64
-"""Values of which the largest stands for all, in the search for the largest ones."""
-_PROBED: Final = 16
-"""Places at which rows of equal length are compared first."""
+_LOG_PROBS: Final = {"mu": "rollout_log_prob", "old": "old_log_prob", "pi": "log_prob"}
+_SEARCHED: Final = 64
+"""Largest values that are looked at first, for each example: rows of one prompt share their first tokens."""
+
+
+Example = TypeVar("Example", "WorstToken", "WorstRow")
 
 
 @dataclass(frozen=True)
@@ -84,159 +86,107 @@ class WorstRow:
     text: str
 
 
-def find_worst_tokens(rows: Rows, loss: Array, reader: TokenDecoder, most: int) -> list[WorstToken]:
-    """Find the ``most`` tokens with the largest k3, each context once; none where all log-probs agree.
+def find_worst(rows: Rows, sums: Array, loss: Array, most: int) -> tuple[pl.DataFrame, pl.DataFrame]:
+    """Find the ``most`` tokens with the largest k3, and rows with the largest mean k3, of the rows of one step.
+
+    Each context, and each text, comes once; none where all log-probs agree.
 
     Args:
-        loss: (M,) k3 of log pi/mu, 0 where a log-prob is not finite, and off the mask.
-    """
-    whole = loss.sum()
-    shown: set[int] = set()
-    worst: list[WorstToken] = []
-    for index in iterate_largest(loss):
-        if len(worst) == most or not loss[index] > 0:
-            break
-        if index in shown:
-            continue
-        row = int(np.searchsorted(rows.offsets, index, side="right")) - 1
-        end = int(rows.offsets[row + 1])
-        before = _before(rows, row, index)
-        # Rows of one group share their first tokens: the same mismatch is listed once, with its count.
-        siblings = _find_siblings(rows, row, index)
-        shown.update(siblings.tolist())
-        worst.append(
-            WorstToken(
-                step=int(rows.step[row]),
-                uid=str(rows.uid[row]),
-                row=row,
-                position=index - int(rows.offsets[row]),
-                turn=int(rows.turn[index]),
-                staleness=int(rows.between(row, row + 1).token_staleness[index - int(rows.offsets[row])]),
-                count=len(siblings),
-                mu=float(rows.rollout_log_prob[index]),
-                old=float(rows.old_log_prob[index]),
-                pi=float(rows.log_prob[index]),
-                share=float(loss[siblings].sum() / whole),
-                before=reader.decode(before[-BEFORE:].tolist()),
-                token=reader.decode([int(rows.response_ids[index])]),
-                after=reader.decode(rows.response_ids[index + 1 : min(end, index + 1 + AFTER)].tolist()),
-            )
-        )
-    return worst
-
-
-def iterate_largest(values: NDArray[np.float64]) -> Iterator[int]:
-    """Yield the indices of ``values``, the largest first and of equals the earlier, without sorting all of them."""
-    blocks = -(-len(values) // _BLOCK)
-    most = np.maximum.reduceat(values, np.arange(blocks) * _BLOCK) if blocks else values
-    done, count = 0, _BLOCK
-    while done < len(values):
-        # As many values as blocks reach the least of these blocks' largest.
-        least = np.partition(most, -count)[-count] if count < blocks else -np.inf
-        found = np.flatnonzero(values >= least)
-        found = found[np.argsort(-values[found], kind="stable")]
-        yield from found[done:].tolist()
-        done, count = len(found), count * _BLOCK
-
-
-def _find_siblings(rows: Rows, row: int, index: int) -> NDArray[np.int64]:
-    """Find the valid tokens of the same step that are the one at ``index`` of ``row``, after the same ids, and itself.
+        sums: (N, *SHAPE), of ``place_cells``.
+        loss: (M,) of ``sum_cells``.
 
     Returns:
-        Their indices.
+        Frames with the fields of the examples, their text as lists of ids; and of each ``size``, by which they are
+        sorted, ``context``, and ``loss``, the sum of k3 over all its copies.
     """
+    # Of all ids from the prompt's first to each token's own.
+    contexts = hash_ids(rows.response_ids, rows.offsets) + np.repeat(hash_prompts(rows), np.diff(rows.offsets))
+    found = _find_largest(loss, loss, contexts, most)
+    index = found["place"].to_numpy()
+    row = np.searchsorted(rows.offsets, index, side="right") - 1
     place = index - rows.offsets[row]
-    alike = (np.diff(rows.offsets) > place) & (rows.step == rows.step[row])
-    if not len(rows.prompt_ids):  # unrecorded prompts are distinguished by uid
-        alike &= rows.uid == rows.uid[row]
-    there = _probe(rows, np.flatnonzero(alike), row, int(place) + 1)
-    before = _before(rows, row, index)
-    same = np.array(
-        [rows.offsets[i] + place for i in there if np.array_equal(_before(rows, i, rows.offsets[i] + place), before)]
+    ids = [_join_ids(rows, at) for at in row]
+    starts = np.diff(rows.prompt_offsets)[row] + place
+    worst_tokens = found.with_columns(
+        *_describe(rows, row),
+        position=place,
+        turn=rows.turn[index].astype(np.int64),
+        staleness=rows.token_staleness[index],
+        **{name: getattr(rows, column)[index].astype(np.float64) for name, column in _LOG_PROBS.items()},
+        before=_list([of[max(at - BEFORE, 0) : at] for of, at in zip(ids, starts, strict=True)]),
+        token=_list([of[at : at + 1] for of, at in zip(ids, starts, strict=True)]),
+        after=_list([of[at + 1 : at + 1 + AFTER] for of, at in zip(ids, starts, strict=True)]),
     )
-    return same[is_valid(rows, same)]
+    count, total, k3 = (sums[..., COLUMNS.index(name)].sum((1, 2)) for name in ("tokens", "total", "total_k3"))
+    some = np.flatnonzero(k3 > 0)
+    found = _find_largest((k3 / np.maximum(count, 1))[some], k3[some], contexts[rows.offsets[some + 1] - 1], most)
+    row = some[found["place"]]
+    worst_rows = found.with_columns(
+        *_describe(rows, row),
+        length=count[row].astype(np.int64),
+        staleness=rows.staleness[row],
+        k3="size",
+        log_ratio=total[row],
+        text=_list(
+            [rows.response_ids[a:b][:EXCERPT] for a, b in zip(rows.offsets[row], rows.offsets[row + 1], strict=True)]
+        ),
+    )
+    return worst_tokens, worst_rows
 
 
-def _probe(rows: Rows, there: NDArray[np.int64], row: int, length: int) -> NDArray[np.int64]:
-    """Leave of the rows ``there``, of at least this length, those that are ``row`` at some of its first tokens."""
-    # Few ids tell most rows apart.
-    for place in range(length - 1, -1, -max(length // _PROBED, 1)):
-        if len(there) == 1:
+def _find_largest(size: Array, loss: Array, context: NDArray[np.uint64], most: int) -> pl.DataFrame:
+    """Find the ``most`` largest sizes above 0, one of each context, with ``count`` and ``loss`` of all its copies."""
+    count = _SEARCHED * most
+    while True:
+        least = np.partition(size, -count)[-count] if 0 < count < len(size) else 0.0
+        places = np.flatnonzero((size >= least) & (size > 0))
+        places = places[np.argsort(-size[places], kind="stable")]
+        _, first = np.unique(context[places], return_index=True)
+        places = places[np.sort(first)[:most]]
+        if len(places) == most or least <= 0:
             break
-        there = there[rows.response_ids[rows.offsets[there] + place] == rows.response_ids[rows.offsets[row] + place]]
-    return there
+        count *= _SEARCHED
+    # By a few bits first, in one pass over all.
+    bits = context & np.uint64(0xFFFF)
+    near = np.flatnonzero(np.isin(bits, bits[places], kind="table") & (loss >= 0))
+    copies = [near[context[near] == context[place]] for place in places]
+    return pl.DataFrame(
+        {
+            "place": places,
+            "size": size[places],
+            "context": context[places],
+            "count": np.array([len(each) for each in copies], dtype=np.int64),
+            "loss": np.array([loss[each].sum() for each in copies], dtype=np.float64),
+        }
+    )
 
 
-def hash_context(rows: Rows, row: int, length: int | None = None) -> bytes:
-    """Hash what tells a row from others of its step: its prompt, or uid where none is recorded, and its response.
+def merge_copies(found: pl.DataFrame, most: int) -> pl.DataFrame:
+    """Merge examples of several pieces by step and context, the largest first; it stands for all copies."""
+    firsts = pl.all().exclude("step", "context", "count", "loss").first()
+    ordered = found.sort("size", descending=True, maintain_order=True)
+    merged = ordered.group_by("step", "context", maintain_order=True)
+    return merged.agg(firsts, pl.col("count", "loss").sum()).head(most).select(found.columns)
 
-    Args:
-        length: of the response's beginning that counts; None: all of it.
-    """
-    start, end = rows.offsets[row], rows.offsets[row + 1]
+
+def build_examples(kind: type[Example], found: pl.DataFrame, k3: float, reader: TokenDecoder) -> list[Example]:
+    """Build tokens, or rows, from their frame, with shares of ``k3``, the sum over all tokens."""
+    found = found.with_columns(share=pl.col("loss") / k3).select(field.name for field in fields(kind))
+    text = [name for name, dtype in found.schema.items() if dtype == pl.List]
+    each: Iterable[dict[str, Any]] = found.iter_rows(named=True)
+    return [kind(**(values | {name: reader.decode(values[name]) for name in text})) for values in each]
+
+
+def _describe(rows: Rows, row: NDArray[np.int64]) -> list[pl.Series]:
+    uids = pl.Series("uid", map(str, rows.uid[row]), dtype=pl.String)
+    return [pl.Series("step", rows.step[row]), uids, pl.Series("row", row)]
+
+
+def _join_ids(rows: Rows, row: int) -> NDArray[np.int32]:
+    """Join the ids of a row's prompt and response."""
     prompt = rows.prompt_ids[rows.prompt_offsets[row] : rows.prompt_offsets[row + 1]]
-    response = rows.response_ids[start : end if length is None else start + length]
-    named = (str(rows.step[row]), "" if len(rows.prompt_ids) else str(rows.uid[row]), str(len(prompt)))
-    state = blake2b("\0".join(named).encode(), digest_size=16)
-    for ids in (prompt, response):
-        state.update(np.ascontiguousarray(ids).data)
-    return state.digest()
+    return np.concatenate([prompt, rows.response_ids[rows.offsets[row] : rows.offsets[row + 1]]])
 
 
-def _before(rows: Rows, row: int, index: int) -> NDArray[np.int32]:
-    """Return the ids of the prompt and of the response up to the token at ``index``."""
-    prompt = rows.prompt_ids[rows.prompt_offsets[row] : rows.prompt_offsets[row + 1]]
-    return np.concatenate([prompt, rows.response_ids[rows.offsets[row] : index]])
-
-
-def find_worst_rows(rows: Rows, sums: Array, reader: TokenDecoder, most: int) -> list[WorstRow]:
-    """Find the ``most`` rows with the largest mean k3, each text once; none where all log-probs agree.
-
-    Args:
-        sums: (N, *SHAPE), of ``compute_row_sums``.
-    """
-    count, total, log_ratio = (sums[..., COLUMNS.index(name)].sum((1, 2)) for name in ("tokens", "total_k3", "total"))
-    mean = np.divide(total, count, out=np.zeros(len(rows)), where=count > 0)
-    shown: set[int] = set()
-    worst: list[WorstRow] = []
-    for row in iterate_largest(mean):
-        if len(worst) == most or not mean[row] > 0:
-            break
-        if row in shown:
-            continue
-        same = _find_copies(rows, row, mean > 0)
-        shown.update(same)
-        worst.append(
-            WorstRow(
-                step=int(rows.step[row]),
-                uid=str(rows.uid[row]),
-                row=row,
-                length=int(count[row]),
-                staleness=int(rows.staleness[row]),
-                count=len(same),
-                k3=float(mean[row]),
-                log_ratio=float(log_ratio[row]),
-                share=float(total[same].sum() / total.sum()),
-                text=reader.decode(rows.response_ids[rows.offsets[row] : rows.offsets[row + 1]][:EXCERPT].tolist()),
-            )
-        )
-    return worst
-
-
-def _find_copies(rows: Rows, row: int, among: NDArray[np.bool_]) -> list[int]:
-    """Find the rows of the same step with the same prompt and ids; the uid stands in for an unrecorded prompt.
-
-    Args:
-        among: (N,), rows to look at.
-    """
-    alike = among & (rows.step == rows.step[row])
-    if not len(rows.prompt_ids):
-        alike &= rows.uid == rows.uid[row]
-    for offsets in (rows.offsets, rows.prompt_offsets):
-        lengths = np.diff(offsets)
-        alike &= lengths == lengths[row]
-    there = _probe(rows, np.flatnonzero(alike), row, int(np.diff(rows.offsets)[row]))
-    end = int(rows.offsets[row + 1])
-    return [
-        int(i) for i in there if np.array_equal(_before(rows, i, int(rows.offsets[i + 1])), _before(rows, row, end))
-    ]
+def _list(ids: list[NDArray[np.int32]]) -> pl.Series:
+    return pl.Series(map(list, ids), dtype=pl.List(pl.Int32))

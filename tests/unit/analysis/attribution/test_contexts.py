@@ -15,7 +15,7 @@ from recipe.offpolicy.analysis.attribution.causes.sampled_tokens import (
     estimate,
     sum_by_cluster,
 )
-from recipe.offpolicy.analysis.attribution.profiles import ValidTokens
+from recipe.offpolicy.analysis.attribution.valid_tokens import ValidTokens
 from tests.support.recordings import drawn_rows
 
 COUNT = np.arange(4)

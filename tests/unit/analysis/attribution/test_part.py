@@ -6,29 +6,18 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import polars as pl
 import pytest
 
-from recipe.offpolicy.analysis.attribution import attribution
+from recipe.offpolicy.analysis.attribution import attribution, part
 from recipe.offpolicy.analysis.attribution.attribution import attribute, attribute_rows, choose_steps
-from recipe.offpolicy.analysis.attribution.decomposition import (
-    VersionSums,
-    resample,
-)
-from recipe.offpolicy.analysis.attribution.part import (
-    add_by_key,
-    add_piece,
-    add_profiles,
-    choose_sample,
-    iterate_bounds,
-    merge_copies,
-    summarize_block,
-    summarize_step,
-)
-from recipe.offpolicy.analysis.attribution.profiles import build_profiles, select_valid_tokens, sum_profiles
+from recipe.offpolicy.analysis.attribution.decomposition import resample
+from recipe.offpolicy.analysis.attribution.frames import compute_row_sums, count_by_age, iterate_bounds, sum_cells
+from recipe.offpolicy.analysis.attribution.part import Part, join_parts, summarize_rows
+from recipe.offpolicy.analysis.attribution.profiles import build_profiles
 from recipe.offpolicy.analysis.attribution.row_sample import RowSample
-from recipe.offpolicy.analysis.attribution.row_sums import compute_row_sums
-from recipe.offpolicy.analysis.attribution.token_text import TokenDecoder
-from recipe.offpolicy.analysis.attribution.worst_examples import find_worst_rows, find_worst_tokens, hash_context
+from recipe.offpolicy.analysis.attribution.valid_tokens import hash_ids, hash_prompts, mix
+from recipe.offpolicy.analysis.attribution.worst_examples import merge_copies
 from recipe.offpolicy.recording import Recording, RecordingError, Rows, concatenate
 from tests.support.recordings import drawn_rows, record, same
 
@@ -48,44 +37,49 @@ def close(found: object, expected: object) -> bool:
     )
 
 
-def test_parts_of_steps_add_up_to_the_part_of_all_rows() -> None:
+def assert_alike(found: Part, expected: Part) -> None:
+    """All but the draws."""
+    assert (found.rows, found.ages, found.stale) == (expected.rows, expected.ages, expected.stale)
+    assert found.sums["recorded"][0] == pytest.approx(expected.sums["recorded"][0])
+    for name, buckets in build_profiles(expected.cells).items():
+        assert all(map(close, build_profiles(found.cells)[name], buckets))
+    for name in ("tokens", "worst"):
+        columns = [column for column in getattr(expected, name).columns if column not in ("context", "place")]
+        one, other = (getattr(each, name).select(columns).rows() for each in (found, expected))
+        assert one == [
+            tuple(pytest.approx(value) if isinstance(value, float) else value for value in row) for row in other
+        ]
+
+
+@pytest.mark.parametrize("together", [1, 64])
+def test_parts_of_steps_add_up(together: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of both at once differ in their step alone, which tells contexts apart."""
+    monkeypatch.setattr(part, "_TOGETHER", together)
     first, second = draw(5), draw(6, rows=7)
-    both, reader = concatenate([first, second]), TokenDecoder()
-    part = summarize_step(5, first, reader, worst=4) + summarize_step(6, second, reader, worst=4, left_out=3)
-    assert (part.rows, part.left_out, part.tokens) == (19, 3, both.tokens)
-    assert part.sums.recorded.sums == pytest.approx(compute_row_sums(both).sum(0))
-    tokens = select_valid_tokens(both)
-    for name, buckets in build_profiles(sum_profiles(both, tokens)).items():
-        for found, expected in zip(build_profiles(part.profiles)[name], buckets, strict=True):
-            assert close(found, expected)
-    assert {age: found.rows for age, found in part.versions.items()} == {0: 7, 1: 6, 2: 6}
-    for found, expected in (
-        (part.worst_tokens, find_worst_tokens(both, summarize_block(both).loss, reader, 4)),
-        (part.worst_rows, find_worst_rows(both, compute_row_sums(both), reader, 4)),
-    ):
-        assert len(found) == len(expected) == 4
-        assert all(map(close, found.values(), expected))
-    assert part.k3 == pytest.approx(sum(summarize_step(s, r, reader, worst=1).k3 for s, r in ((5, first), (6, second))))
+    found = join_parts(
+        [summarize_rows(first, (0,), worst=4), summarize_rows(second, (1,), worst=4, left_out=3)], worst=4
+    )
+    both = concatenate([first, second])
+    assert_alike(found, summarize_rows(both, (0,), worst=4))
+    assert (found.left_out, found.ages) == (3, {0: 7, 1: 6, 2: 6})
+    assert len(found.tokens) == len(found.worst) == 4
+    assert same(found.sample, both)
 
 
 def test_pieces_of_a_step_add_up_to_the_step() -> None:
     """Of two ranks that hold copies of each row: an example counts both, and the sample is that of the whole step."""
     first = draw(5)
     second = replace(first, rank=np.ones(len(first), dtype=np.int32))
-    both, reader, sample = concatenate([first, second]), TokenDecoder(), RowSample.of_steps([5], 40)
-    whole = choose_sample(summarize_step(5, both, reader, worst=4, sample=sample), sample)
-    one, other = (
-        summarize_step(5, rows, reader, worst=4, sample=sample, piece=i) for i, rows in enumerate((first, second))
-    )
-    found = choose_sample(add_piece(one, other, sample), sample)
-    assert found.sums.recorded.sums == pytest.approx(whole.sums.recorded.sums)
-    assert not np.array_equal(one.sums.recorded.draws, other.sums.recorded.draws)
-    for name in ("worst_tokens", "worst_rows"):
-        assert list(getattr(found, name)) == list(getattr(whole, name))
-        assert all(map(close, getattr(found, name).values(), getattr(whole, name).values()))
-    assert {each.count for each in found.worst_rows.values()} == {2}
-    assert 0 < len(whole.samples[0]) < len(both)
-    assert same(found.samples[0], whole.samples[0])
+    both, sample = concatenate([first, second]), RowSample.of_steps([5], 40)
+    whole = summarize_rows(both, (0,), worst=4)
+    one, other = (summarize_rows(rows, (i,), worst=4) for i, rows in enumerate((first, second)))
+    found = join_parts([one, other], 4)
+    assert_alike(found, join_parts([whole], 4))
+    assert not np.array_equal(one.sums["recorded"][1:], other.sums["recorded"][1:])
+    assert found.worst["count"].to_list() == [2] * 4
+    spare = concatenate([first.take(sample.choose(first, spare=True)), second.take(sample.choose(second, spare=True))])
+    assert 0 < len(sample.choose(both)) < len(both)
+    assert same(spare.take(sample.choose(spare)), both.take(sample.choose(both)))
 
 
 def test_blocks_hold_every_row_once() -> None:
@@ -93,24 +87,6 @@ def test_blocks_hold_every_row_once() -> None:
     assert list(iterate_bounds(offsets, 5)) == [(0, 2), (2, 3), (3, 4)]
     assert list(iterate_bounds(offsets, 100)) == [(0, 4)]
     assert list(iterate_bounds(offsets[:1])) == [(0, 0)]
-
-
-def test_blocks_add_up_to_the_rows() -> None:
-    """Of rows with a token that has no finite log-prob: it counts nowhere, and its loss is 0."""
-    rows = draw(5)
-    log_prob = rows.log_prob.copy()
-    log_prob[1] = np.nan
-    rows = replace(rows, log_prob=log_prob)
-    whole = summarize_block(rows)
-    one, other = (summarize_block(rows.between(*bounds)) for bounds in ((0, 5), (5, 12)))
-    assert one.tokens + other.tokens == whole.tokens == rows.tokens - 1
-    assert np.concatenate([one.sums, other.sums]) == pytest.approx(whole.sums)
-    assert np.concatenate([one.loss, other.loss]) == pytest.approx(whole.loss)
-    assert whole.loss[1] == 0 < whole.loss[0]
-    added = add_profiles(one.profiles, other.profiles)
-    for name, sums in whole.profiles.items():
-        assert all(close(added[name][value], of_value) for value, of_value in sums.items())
-    assert (one.stale, whole.stale) == (True, True)
 
 
 def test_a_large_step_is_read_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,46 +104,48 @@ def test_a_large_step_is_read_in_pieces(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_the_larger_of_two_copies_stands_for_both() -> None:
-    rows = draw(5)
-    (one,) = find_worst_rows(rows, compute_row_sums(rows), TokenDecoder(), 1)
-    less = replace(one, k3=one.k3 / 2, share=0.25, count=2)
-    merged = merge_copies({b"a": less}, {b"a": one, b"b": less}, key=lambda row: row.k3)
-    assert merged == [(b"a", replace(one, share=one.share + 0.25, count=3)), (b"b", less)]
+    one = summarize_rows(draw(5), (0,), worst=1).worst
+    less = one.with_columns(size=pl.col("size") / 2, count=pl.lit(2, pl.Int64), loss=pl.lit(0.25))
+    found = merge_copies(pl.concat([less, one]), 1)
+    assert found.select("size", "count", "loss").row(0) == (one["size"][0], 3, one["loss"][0] + 0.25)
 
 
-def test_contexts_are_told_apart_by_step_prompt_and_beginning() -> None:
-    ids = np.array([7, 8, 7, 9, 7, 8], dtype=np.int32)
-    prompts = {"prompt_offsets": np.arange(4), "prompt_ids": np.array([1, 1, 2], dtype=np.int32)}
-    rows = drawn_rows([2, 2, 2], response_ids=ids, **prompts)
-    assert hash_context(rows, 0, 1) == hash_context(rows, 1, 1) != hash_context(rows, 2, 1)
-    assert hash_context(rows, 0) == hash_context(rows, 0, 2) != hash_context(rows, 1)
-    assert hash_context(rows, 0) != hash_context(replace(rows, step=rows.step + 1), 0)
-    unnamed = drawn_rows(
-        [2, 2, 2],
-        response_ids=ids,
-        uid=np.array(["a", "b", "a"], dtype=object),
-        prompt_offsets=np.zeros(4, dtype=np.int64),
-        prompt_ids=np.zeros(0, dtype=np.int32),
-    )
-    assert hash_context(unnamed, 0) == hash_context(unnamed, 2) != hash_context(unnamed, 1)
+def test_ids_are_hashed_up_to_each_token() -> None:
+    """Rows 7 8, 7 8 9, none, and 8 7."""
+    found = hash_ids(np.array([7, 8, 7, 8, 9, 8, 7], dtype=np.int32), np.array([0, 2, 5, 5, 7]))
+    assert found[0] == mix(np.array([7 << 32], dtype=np.uint64))
+    assert found[:2].tolist() == found[2:4].tolist()
+    assert len(set(found.tolist())) == 5
+
+
+def test_a_row_without_a_valid_token_is_as_old_as_its_first() -> None:
+    rows = drawn_rows([2, 1, 0], step=5, oldest_version=np.array([4, 2, 3]))
+    rows = replace(rows, version=np.array([4, 3, 2], dtype=np.int32), log_prob=np.float32([-1, -1, np.nan]))
+    assert count_by_age(sum_cells(rows)[0], rows) == {0: 1, 1: 2, 2: 1}
+
+
+def test_prompts_are_told_apart_by_their_ids_else_by_uid() -> None:
+    ids = np.array([7, 8, 7, 8, 8, 7], dtype=np.int32)
+    named = drawn_rows([1, 1, 1, 1], prompt_offsets=np.array([0, 2, 4, 6, 6]), prompt_ids=ids)
+    first, second, other, none = hash_prompts(named)
+    assert first == second
+    assert len({first, other, none}) == 3
+    unnamed = replace(named, prompt_offsets=np.zeros(5, dtype=np.int64), prompt_ids=ids[:0])
+    unnamed = replace(unnamed, uid=np.array(["a", "b", "a", ""], dtype=object))
+    first, second, other, none = hash_prompts(unnamed)
+    assert first == other
+    assert len({first, second, none}) == 3
 
 
 def test_draws_of_rows_have_the_spread_of_a_bootstrap() -> None:
     """Each row is drawn once in the mean, with a variance of 1: sums of 400 rows of one token vary by 20."""
     sums = np.zeros((400, *compute_row_sums(drawn_rows([1])).shape[1:]))
     sums[:, 0, 0, 0] = 1.0
-    drawn = resample(sums, (0, 1)).draws[:, 0, 0, 0]
+    drawn = resample(sums, (0, 1))[1:, 0, 0, 0]
     assert drawn.mean() == pytest.approx(400, abs=3)
     assert drawn.std() == pytest.approx(20, abs=2)
-    assert np.array_equal(drawn, resample(sums, (0, 1)).draws[:, 0, 0, 0])
-    assert not np.array_equal(drawn, resample(sums, (0, 2)).draws[:, 0, 0, 0])
-
-
-def test_sums_of_a_key_that_one_has_stay() -> None:
-    one, other = ({0: VersionSums(1, np.ones(2))}, {0: VersionSums(2, np.ones(2)), 3: VersionSums(4, np.zeros(2))})
-    found = add_by_key(one, other)
-    assert {key: each.rows for key, each in found.items()} == {0: 3, 3: 4}
-    assert found[0].sums.tolist() == [2.0, 2.0]
+    assert np.array_equal(drawn, resample(sums, (0, 1))[1:, 0, 0, 0])
+    assert not np.array_equal(drawn, resample(sums, (0, 2))[1:, 0, 0, 0])
 
 
 def test_a_large_recording_is_searched_in_part_and_added_up_whole(
@@ -179,9 +157,9 @@ def test_a_large_recording_is_searched_in_part_and_added_up_whole(
     assert (whole.searched, whole.rows) == (0, 36)
     assert whole.whole == attribute_rows(concatenate(rows), {}).whole
     monkeypatch.setattr(attribution, "SEARCHED", 60)
-    part = attribute(recording)
-    assert 0 < part.searched < sum(each.tokens for each in rows) / 2
-    assert (part.whole, part.by_step, part.profiles) == (whole.whole, whole.by_step, whole.profiles)
+    found = attribute(recording)
+    assert 0 < found.searched < sum(each.tokens for each in rows) / 2
+    assert (found.whole, found.by_step, found.profiles) == (whole.whole, whole.by_step, whole.profiles)
 
 
 def test_rows_of_a_sample_are_those_of_some_prompts() -> None:

@@ -14,33 +14,21 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from numpy.typing import NDArray
 
-from recipe.offpolicy.analysis.attribution import profiles
-from recipe.offpolicy.analysis.attribution.part import summarize_block
-from recipe.offpolicy.analysis.attribution.profiles import (
-    build_profiles,
-    is_valid,
-    number_cells,
-    select_staleness,
-    select_valid_tokens,
-    sum_profiles,
-)
-from recipe.offpolicy.analysis.attribution.row_sums import compute_row_sums
+from recipe.offpolicy.analysis.attribution import frames
+from recipe.offpolicy.analysis.attribution.frames import PROFILES, merge, place_cells, sum_cells
+from recipe.offpolicy.analysis.attribution.profiles import Bucket, build_profiles
 from recipe.offpolicy.analysis.attribution.token_text import TokenDecoder, escape, load_decoder
-from recipe.offpolicy.analysis.attribution.worst_examples import find_worst_rows, find_worst_tokens, iterate_largest
+from recipe.offpolicy.analysis.attribution.valid_tokens import select_valid_tokens
+from recipe.offpolicy.analysis.attribution.worst_examples import (
+    WorstRow,
+    WorstToken,
+    _find_largest,
+    build_examples,
+    find_worst,
+)
 from recipe.offpolicy.monitor.mismatch.sums import EDGES
 from recipe.offpolicy.recording import Rows
 from tests.support.recordings import drawn_rows
-
-
-@pytest.mark.parametrize("far", [4, 10**9], ids=["table", "sorted"])
-def test_combinations_of_keys_are_numbered(far: int) -> None:
-    """In a table where there is room for all of them, else by those that there are."""
-    keys = {"step": np.array([2, far, 2, far]), "age": np.array([-1, 0, 1, 0])}
-    cell, values = number_cells(keys)
-    assert len(set(cell)) == 3
-    assert cell[1] == cell[3]
-    for name, key in keys.items():
-        assert values[name][cell].tolist() == key.tolist()
 
 
 def k3(value: float) -> float:
@@ -72,10 +60,22 @@ class Letters:
         return "".join(chr(ord("a") + token) for token in token_ids)
 
 
+def profile(rows: Rows) -> dict[str, list[Bucket]]:
+    return build_profiles(merge(sum_cells(rows)[0], *PROFILES))
+
+
+def find(rows: Rows, most: int, reader: TokenDecoder | None = None) -> tuple[list[WorstToken], list[WorstRow]]:
+    """The worst tokens and rows, with shares of the k3 of all tokens."""
+    cells, loss = sum_cells(rows)
+    tokens, worst = find_worst(rows, place_cells(cells, len(rows)), loss, most)
+    whole, reader = float(loss[loss > 0].sum()), reader or TokenDecoder()
+    return build_examples(WorstToken, tokens, whole, reader), build_examples(WorstRow, worst, whole, reader)
+
+
 def test_profiles_worked_by_hand() -> None:
     """The tool's token, with a gap of 5, is in none of them."""
     rows = two_rows()
-    found = build_profiles(sum_profiles(rows, select_valid_tokens(rows)))
+    found = profile(rows)
     whole = 3 * k3(0.1) + k3(-1.0)
     turns = {bucket.name: bucket for bucket in found["turn"]}
     assert set(turns) == {"0", "1"}
@@ -98,21 +98,19 @@ def test_log_probs_that_are_not_finite_are_left_out() -> None:
     log_prob[0] = np.nan
     lacking = two_rows(log_prob=log_prob)
     assert select_valid_tokens(lacking).index.tolist() == [1, 2, 4]
-    assert is_valid(lacking).tolist() == [False, True, True, False, True]
-    assert is_valid(lacking, np.array([0, 4])).tolist() == [False, True]
-    assert (
-        select_staleness(lacking, select_valid_tokens(lacking)).tolist() == lacking.token_staleness[[1, 2, 4]].tolist()
-    )
+    cells, loss = sum_cells(lacking)
+    assert (loss < 0).tolist() == [True, False, False, True, False]
+    assert cells["tokens"].sum() == 3
 
 
 def test_worst_token_and_its_context() -> None:
     rows = two_rows()
-    (worst, *_) = find_worst_tokens(rows, summarize_block(rows).loss, TokenDecoder(Letters()), 2)
+    (worst, *_) = find(rows, 2, TokenDecoder(Letters()))[0]
     assert (worst.row, worst.position, worst.turn) == (1, 2, 1)
     # Prompt 3, 4 and the response 12, 13 before it; nothing after it.
     assert (worst.before, worst.token, worst.after) == ("demn", "o", "")
     assert worst.share == pytest.approx(k3(-1.0) / (3 * k3(0.1) + k3(-1.0)), rel=1e-5)
-    first = find_worst_tokens(rows, summarize_block(rows).loss, TokenDecoder(Letters()), 4)[1:]
+    first = find(rows, 4, TokenDecoder(Letters()))[0][1:]
     assert {token.before for token in first} == {"bc", "bck", "de"}
 
 
@@ -134,7 +132,7 @@ def test_a_context_is_listed_once_with_its_rows(prompts: bool) -> None:
         prompt_offsets=np.arange(5) if prompts else np.zeros(5, dtype=np.int64),
         prompt_ids=np.array([1, 1, 1, 2] if prompts else [], dtype=np.int32),
     )
-    first, second = find_worst_tokens(rows, summarize_block(rows).loss, TokenDecoder(), 3)
+    first, second = find(rows, 3)[0]
     assert (first.row, first.count, first.token, first.after) == (1, 3, "7", "8")
     assert first.old == pytest.approx(-0.5)
     whole = k3(0.4) + k3(0.5) + k3(0.3) + k3(0.2)
@@ -144,7 +142,7 @@ def test_a_context_is_listed_once_with_its_rows(prompts: bool) -> None:
 
 def test_worst_row() -> None:
     rows = two_rows()
-    listed = find_worst_rows(rows, compute_row_sums(rows), TokenDecoder(Letters()), 5)
+    listed = find(rows, 5, TokenDecoder(Letters()))[1]
     assert [row.row for row in listed] == [1, 0]
     assert listed[0].k3 == pytest.approx((k3(0.1) + k3(-1.0)) / 2, rel=1e-5)
     assert listed[0].log_ratio == pytest.approx(-0.9, rel=1e-5)
@@ -164,7 +162,7 @@ def test_a_text_is_listed_once_with_its_rows() -> None:
         prompt_offsets=np.arange(5),
         prompt_ids=np.array([1, 1, 1, 2], dtype=np.int32),
     )
-    first, second = find_worst_rows(rows, compute_row_sums(rows), TokenDecoder(), 3)
+    first, second = find(rows, 3)[1]
     assert (first.row, first.count, second.row, second.count) == (1, 3, 3, 1)
     assert first.k3 == pytest.approx(k3(0.5), rel=1e-5)
     whole = k3(0.4) + k3(0.5) + k3(0.3) + k3(0.2)
@@ -174,8 +172,7 @@ def test_a_text_is_listed_once_with_its_rows() -> None:
 def test_equal_log_probs_have_no_worst() -> None:
     rows = two_rows()
     equal = two_rows(old_log_prob=rows.rollout_log_prob, log_prob=rows.rollout_log_prob)
-    assert find_worst_tokens(equal, summarize_block(equal).loss, TokenDecoder(), 3) == []
-    assert find_worst_rows(equal, compute_row_sums(equal), TokenDecoder(), 3) == []
+    assert find(equal, 3) == ([], [])
 
 
 @pytest.mark.parametrize(
@@ -227,27 +224,38 @@ def test_text_by_the_models_own_tokenizer(tmp_path: Path) -> None:
     assert reader.decode([-1]) == "-1"
 
 
-@given(arrays(np.float64, st.integers(0, 700), elements=st.sampled_from([0.0, 0.5, 1.0, 2.0]) | st.floats(-9, 9)))
+@given(arrays(np.float64, st.integers(0, 700), elements=st.sampled_from([0.0, 0.5, 1.0, 2.0]) | st.floats(0, 9)))
 def test_the_largest_come_first_and_of_equals_the_earlier(values: NDArray[np.float64]) -> None:
-    assert list(iterate_largest(values)) == np.argsort(-values, kind="stable").tolist()
+    """Of contexts that all differ, and that are one in all."""
+    found = _find_largest(values, values, np.arange(len(values), dtype=np.uint64), 2)
+    ordered = np.argsort(-values, kind="stable")
+    assert found["place"].to_list() == [place for place in ordered if values[place] > 0][:2]
+    (one,) = _find_largest(values, values, np.zeros(len(values), dtype=np.uint64), 2).rows() or [(None,) * 5]
+    assert one[0] == (ordered[0] if values.any() else None)
+    assert (one[3], one[4]) == ((len(values), pytest.approx(values.sum())) if values.any() else (None, None))
 
 
 def test_buckets_far_apart_are_those_of_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = drawn_rows([3, 50, 7, 20], step=9, drift=0.1, oldest_version=np.array([8, 8, 1, 5]))
-    found = sum_profiles(rows, select_valid_tokens(rows))
-    assert set(found["staleness"]) == {0, 3, 7}
-    monkeypatch.setattr(profiles, "_MOST_CELLS", 1)
-    assert sum_profiles(rows, select_valid_tokens(rows)) == found
+    found = profile(rows)
+    assert {bucket.name for bucket in found["staleness"]} == {"0", "3", "7"}
+    monkeypatch.setattr(frames, "_MOST_CELLS", 1)
+    assert profile(rows) == found
 
 
-def test_sums_of_buckets_are_those_of_their_tokens() -> None:
+@pytest.mark.parametrize("block", [frames.BLOCK, 20])
+def test_sums_of_buckets_are_those_of_their_tokens(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In blocks of a few rows as in one of all."""
+    monkeypatch.setattr(frames.iterate_bounds, "__defaults__", (block,))
     rows = drawn_rows([3, 50, 7, 20], backend=0.3, drift=0.1)
     tokens = select_valid_tokens(rows)
+    whole = (np.exp(tokens.gap) - 1 - tokens.gap).sum()
     for name, key in (("turn", tokens.turn), ("probability", np.digitize(tokens.mu, EDGES))):
-        for value, found in sum_profiles(rows, tokens)[name].items():
-            gap, drift = (of[key == value] for of in (tokens.gap, tokens.drift))
-            spread = [float(np.square(of - of.mean()).sum()) for of in (gap, drift)]
-            assert found.tokens == len(gap) > 0
-            assert [found.gap, found.drift] == pytest.approx([gap.mean(), drift.mean()])
-            assert [found.gap_square, found.drift_square] == pytest.approx(spread)
-            assert found.k3 == pytest.approx((np.exp(gap) - 1 - gap).sum())
+        found = profile(rows)[name]
+        assert len(found) == len(np.unique(key))
+        for value, bucket in zip(np.unique(key), found, strict=True):
+            gap, drift = (of[key == value] for of in (tokens.gap, tokens.pi - tokens.old))
+            k3_sum = (np.exp(gap) - 1 - gap).sum()
+            assert bucket.tokens == len(gap)
+            assert [bucket.mean, bucket.std, bucket.drift_std] == pytest.approx([gap.mean(), gap.std(), drift.std()])
+            assert [bucket.k3, bucket.share] == pytest.approx([k3_sum / len(gap), k3_sum / whole])

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recipe.offpolicy.analysis.attribution.decomposition import decompose, resample_rows
+from recipe.offpolicy.analysis.attribution.decomposition import decompose, resample
 from recipe.offpolicy.correction.deferred_value import fetch
 from recipe.offpolicy.correction.statistics import Statistic, merge_all
 from recipe.offpolicy.monitor.mismatch.recent import RecentFloor
@@ -141,10 +141,10 @@ def test_a_floor_that_is_none_is_from_nowhere() -> None:
     """Rows of unknown age have no fresh token; two fresh tokens are too few for a floor, and show the backend alone."""
     unknown = sums_of([[0.1, -0.1] * LEAST_TOKENS], [[0.0] * 2 * LEAST_TOKENS], None)
     assert choose_floor(unknown.sum(0), None) == (None, "")
-    assert decompose(resample_rows(unknown)).floor_from == ""
+    assert decompose({"recorded": resample(unknown)}).floor_from == ""
     few = sums_of([[0.1, -0.1]], [[0.2, 0.0]], [0])
     assert choose_floor(few.sum(0), None) == (None, "")
-    assert decompose(resample_rows(few)).floor_from == "own rows"
+    assert decompose({"recorded": resample(few)}).floor_from == "own rows"
     known = sums_of([[0.1, -0.1] * LEAST_TOKENS], [[0.0] * 2 * LEAST_TOKENS], [0])
     floor, source = choose_floor(known.sum(0), None)
     assert floor is not None

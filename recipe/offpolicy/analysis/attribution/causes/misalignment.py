@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from ..profiles import compute_k3
+from ..valid_tokens import compute_k3
 from .cause import Cause, report_absent, report_untestable
 from .sampled_tokens import Array, Integers, SampledTokens, estimate, sum_by_cluster
 from .thresholds import LEAST_TOKENS, THRESHOLDS

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from ....monitor.mismatch.sums import BINS
-from ..profiles import compute_k3
+from ..valid_tokens import compute_k3
 from .cause import Cause, report_absent, report_untestable
 from .sampled_tokens import Array, Estimate, SampledTokens, estimate, sum_by_cluster
 from .thresholds import LEAST_TOKENS, THRESHOLDS

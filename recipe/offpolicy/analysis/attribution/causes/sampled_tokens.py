@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ....recording import Rows
-from ..profiles import ValidTokens, select_valid_tokens
+from ..valid_tokens import ValidTokens, hash_ids, mix, select_valid_tokens
 
 Array = NDArray[np.float64]
 Integers = NDArray[np.int64]
@@ -89,7 +89,7 @@ def collect_tokens(rows: Rows) -> SampledTokens:
         step=rows.step[tokens.row],
         staleness=rows.token_staleness[tokens.index],
         cluster=group[tokens.row],
-        context=_numbered(_mixed(group.astype(np.uint64)[tokens.row]) + (_prefixes(rows) + _newer(rows))[tokens.index]),
+        context=number(mix(group.astype(np.uint64)[tokens.row]) + (_prefixes(rows) + _newer(rows))[tokens.index]),
         token_id=rows.response_ids[tokens.index].astype(np.int64),
         again=_again(rows)[tokens.row],
         turns=int(tokens.turn.max(initial=-1)) + 1,
@@ -139,7 +139,7 @@ def _groups(rows: Rows) -> Integers:
             for step, old, new, prompt in zip(rows.step, rows.oldest_version, rows.newest_version, prompts, strict=True)
         ]
     )
-    return _numbered(keys)
+    return number(keys)
 
 
 def _again(rows: Rows) -> Integers:
@@ -156,28 +156,16 @@ def _again(rows: Rows) -> Integers:
 
 def _prefixes(rows: Rows) -> NDArray[np.uint64]:
     """Hash all response tokens before each one in its row, (M,)."""
-    # The position is hashed too, so that order counts; a running sum then gives every prefix in one pass.
-    words = _mixed(rows.response_ids.astype(np.uint64) * np.uint64(1 << 32) + rows.position.astype(np.uint64))
-    ends = np.concatenate([np.zeros(1, np.uint64), np.cumsum(words, dtype=np.uint64)])
-    starts = ends[rows.offsets[:-1]]
-    return ends[:-1] - np.repeat(starts, np.diff(rows.offsets))
+    return np.where(rows.position > 0, np.roll(hash_ids(rows.response_ids, rows.offsets), 1), np.uint64(0))
 
 
 def _newer(rows: Rows) -> NDArray[np.uint64]:
     """Hash the version of tokens that newer weights sampled than their row's first, (M,); 0 for the others."""
     newer = (rows.version != np.repeat(rows.oldest_version, np.diff(rows.offsets))) & (rows.version >= 0)
-    return np.where(newer, _mixed(rows.version.astype(np.uint64)), np.uint64(0))
+    return np.where(newer, mix(rows.version.astype(np.uint64)), np.uint64(0))
 
 
-def _mixed(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Apply the finaliser of SplitMix64 (Steele et al. 2014), elementwise, modulo 2^64."""
-    values = (values + np.uint64(0x9E3779B97F4A7C15)).astype(np.uint64)
-    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return values ^ (values >> np.uint64(31))
-
-
-def _numbered(keys: NDArray[np.generic]) -> Integers:
+def number(keys: NDArray[np.generic]) -> Integers:
     """Replace keys by consecutive integers."""
     _, numbers = np.unique(keys, return_inverse=True)
     return numbers.astype(np.int64)

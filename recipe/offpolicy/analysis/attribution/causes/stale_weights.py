@@ -15,9 +15,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ....correction import recommended
-from ..profiles import compute_k3, number_cells
+from ....monitor.mismatch.sums import BINS
+from ..valid_tokens import compute_k3
 from .cause import Cause, report_absent, report_untestable
-from .sampled_tokens import Array, Estimate, SampledTokens, estimate, sum_by_cluster
+from .sampled_tokens import Array, Estimate, SampledTokens, estimate, number, sum_by_cluster
 from .thresholds import LEAST_TOKENS, THRESHOLDS
 
 NAME = "stale weights"
@@ -84,8 +85,8 @@ def _kept(sampled: SampledTokens, again: Mask) -> tuple[Estimate | None, Mapping
     new = sampled.again == 0
     loss = compute_k3(sampled.tokens.gap)
     # Strata that only one kind of row has offer no comparison.
-    keys = {"step": sampled.step, "staleness": sampled.staleness, "probability": sampled.tokens.probability}
-    stratum, _ = number_cells(keys)
+    ages = sampled.staleness.max(initial=0) + 2
+    stratum = number((sampled.step * ages + sampled.staleness) * len(BINS) + sampled.tokens.probability)
     counts = [np.bincount(stratum[chosen], minlength=stratum.max() + 1) for chosen in (again, new)]
     shared = ((counts[0] > 0) & (counts[1] > 0))[stratum]
     again, new = again & shared, new & shared

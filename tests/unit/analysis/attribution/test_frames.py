@@ -21,9 +21,9 @@ from recipe.offpolicy.analysis.attribution.decomposition import (
     Decomposition,
     decompose,
     merge_backend_and_staleness,
-    resample_rows,
+    resample,
 )
-from recipe.offpolicy.analysis.attribution.row_sums import compute_routing_sums, compute_row_sums
+from recipe.offpolicy.analysis.attribution.frames import compute_routing_sums, compute_row_sums
 from recipe.offpolicy.analysis.pages import to_rich
 from recipe.offpolicy.monitor.mismatch.sums import compute_sums_by_row
 from recipe.offpolicy.recording import Rows, concatenate
@@ -36,7 +36,8 @@ def k3(log_ratio: float) -> float:
 
 
 def split(rows: Rows) -> Decomposition:
-    return decompose(resample_rows(compute_row_sums(rows), compute_routing_sums(rows)))
+    sums = {"recorded": compute_row_sums(rows), **compute_routing_sums(rows)}
+    return decompose({name: resample(each) for name, each in sums.items()})
 
 
 def without_replay(rows: Rows, native: NDArray[np.float32]) -> Rows:
@@ -134,8 +135,8 @@ def test_a_step_without_the_column_takes_none_of_the_part_away() -> None:
 
 def test_without_the_column_nothing_changes() -> None:
     rows = replace(aged(), extensions={})
-    assert compute_routing_sums(rows) is None
-    assert compute_routing_sums(without_replay(rows, np.full(rows.tokens, np.nan))) is None
+    assert compute_routing_sums(rows) == {}
+    assert compute_routing_sums(without_replay(rows, np.full(rows.tokens, np.nan))) == {}
     found = split(rows)
     assert (found.kl.routing, found.replayed_kl) == (None, None)
     assert format_replayed(found) == ""

@@ -1,0 +1,154 @@
+"""Frames of an attribution: cells of the tokens of recorded rows, and the group-bys over these."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any, Final
+
+import numpy as np
+import polars as pl
+from numpy.typing import NDArray
+
+from ...monitor.mismatch.sums import AGES, COLUMNS, SHAPE
+from ...recording import Rows
+from ...recording.schema import WITHOUT_REPLAY
+from .valid_tokens import compute_k3, select_valid_tokens
+
+Array = NDArray[np.float64]
+PROFILES: Final = ("position", "length", "probability", "turn", "staleness")
+BLOCK: Final = 2**16
+"""Tokens that are summed at a time, so that what is computed of each stays in the cache."""
+_MOST_CELLS: Final = 1 << 16
+"""Combinations of buckets that are counted in a table; more, which long gaps between numbers make, are sorted."""
+SIZES: Final = (1, 4, 16, 64, 256, 1024, 4096)
+"""Upper ends of buckets of places and lengths, beyond the first."""
+
+
+def sum_cells(rows: Rows) -> tuple[pl.DataFrame, Array]:
+    """Sum the valid tokens of each row and combination of buckets.
+
+    Returns:
+        A row a cell: ``row``, the bucket of each of ``PROFILES``, ``COLUMNS``, ``drift``, which is log pi - log pi_old,
+        and the squared distances of gap and drift from their means in the cell. And k3 of log pi/mu of each token,
+        (M,), below 0 where it is not valid.
+    """
+    found, loss = [], np.full(rows.tokens, -1.0)
+    sizes = np.searchsorted(SIZES, np.arange(int(np.diff(rows.offsets).max(initial=0)) + 1))
+    for start, stop in iterate_bounds(rows.offsets):
+        block = rows.between(start, stop)
+        tokens = select_valid_tokens(block)
+        keys = {
+            "row": tokens.row,
+            "position": sizes[1:].take(tokens.place),  # faster than an index
+            "probability": tokens.probability,
+            "turn": tokens.turn,
+            "staleness": block.token_staleness[tokens.index],
+        }
+        gap, drift, total = tokens.gap, tokens.pi - tokens.old, tokens.pi - tokens.mu
+        total_k3 = compute_k3(total)
+        loss[rows.offsets[start] + tokens.index] = total_k3
+        columns = {
+            "gap": gap,
+            "drift": drift,
+            "total": total,
+            "gap_k3": compute_k3(gap),
+            "total_k3": total_k3,
+            "gap_square": gap * gap,
+            "total_square": total * total,
+            "gap_total": gap * total,
+        }
+        cells = _sum_block(keys, columns)
+        found.append(cells | {"row": cells["row"] + start, "length": sizes[block.length][cells["row"]]})
+    return pl.DataFrame({name: np.concatenate([each[name] for each in found]) for name in found[0]}), loss
+
+
+def _sum_block(keys: Mapping[str, NDArray[np.int64]], columns: Mapping[str, Array]) -> dict[str, NDArray[Any]]:
+    # A table of all combinations, as numpy counts in one in a third of the time of a group-by.
+    least = {name: int(key.min(initial=0)) for name, key in keys.items()}
+    shape = [int(key.max(initial=0)) - least[name] + 1 for name, key in keys.items()]
+    cell = np.zeros(len(keys["row"]), dtype=np.int64)
+    for (name, key), size in zip(keys.items(), shape, strict=True):
+        if size > 1:  # most often one turn, and one age
+            cell *= size
+            cell += key
+            cell -= least[name]
+    cells = np.arange(math.prod(shape)) if math.prod(shape) <= _MOST_CELLS else None
+    if cells is None:
+        cells, cell = np.unique(cell, return_inverse=True)
+
+    def add(values: Array | None = None) -> Array:
+        return np.bincount(cell, weights=values, minlength=len(cells)).astype(np.float64)
+
+    sums = {"tokens": add(), **{name: add(values) for name, values in columns.items()}}
+    for name in ("gap", "drift"):
+        mean = sums[name] / np.maximum(sums["tokens"], 1)
+        sums[f"{name}_spread"] = add(np.square(columns[name] - mean.take(cell)))
+    there = np.flatnonzero(sums["tokens"])
+    values = np.unravel_index(cells[there], shape)
+    placed = {name: value + least[name] for name, value in zip(keys, values, strict=True)}
+    return {**placed, **{name: of_cells[there] for name, of_cells in sums.items()}}
+
+
+def iterate_bounds(offsets: NDArray[np.int64], size: int = BLOCK) -> Iterator[tuple[int, int]]:
+    """Yield first and behind the last row of blocks of at most ``size`` tokens, or of one row; one without rows."""
+    start, rows = 0, len(offsets) - 1
+    while start < rows or start == 0:
+        stop = int(np.searchsorted(offsets, offsets[start] + size, side="right")) - 1
+        stop = min(max(stop, start + 1), rows)
+        yield start, stop
+        start = max(stop, 1)
+
+
+def merge(frame: pl.DataFrame, *keys: str) -> pl.DataFrame:
+    """Merge cells that are alike in ``keys``."""
+
+    def spread(name: str) -> pl.Expr:
+        # Chan et al. 1983: no difference of large sums of squares.
+        tokens, total = pl.col("tokens"), pl.col(name)
+        between = tokens * (total / tokens - total.sum() / tokens.sum()) ** 2
+        return (pl.col(f"{name}_spread") + between).sum().alias(f"{name}_spread")
+
+    sums = pl.col("tokens", "gap", "drift", "gap_square", "gap_k3").sum()
+    return frame.group_by(keys, maintain_order=True).agg(sums, spread("gap"), spread("drift"))
+
+
+def count_by_age(cells: pl.DataFrame, rows: Rows) -> Counter[int]:
+    """Count the rows that have a token of each staleness; those without a valid token are as old as their first."""
+    row = cells["row"].to_numpy()
+    ages = cells.select("row", "staleness").unique()["staleness"]
+    return Counter([*ages, *rows.staleness[np.bincount(row, minlength=len(rows)) == 0].tolist()])
+
+
+def place_cells(cells: pl.DataFrame, rows: int) -> Array:
+    """Add up cells as ``mismatch.sums.compute_sums_by_row`` does the tokens of padded rows: (rows, *SHAPE)."""
+    age = cells["staleness"].to_numpy()
+    kind = np.where(age < 0, AGES.index("unknown"), age > 0)
+    sums = np.zeros((rows, *SHAPE))
+    np.add.at(sums, (cells["row"].to_numpy(), kind, cells["probability"].to_numpy()), cells.select(COLUMNS).to_numpy())
+    return sums
+
+
+def compute_row_sums(rows: Rows) -> Array:
+    """Compute ``mismatch.sums.compute_sums_by_row`` of recorded rows, without padding them: (N, *SHAPE)."""
+    return place_cells(sum_cells(rows)[0], len(rows))
+
+
+def compute_routing_sums(rows: Rows) -> dict[str, Array]:
+    """Compute the sums that set routing apart, (N, *SHAPE) each; none where log-probs without replay are not known.
+
+    Both are of the whole log pi/mu + R that rows would have without replay, where R = log n - log a is the routing
+    part of a token: log pi_old by the trainer's own expert routes, less that by replayed ones. ``replayed`` has log a
+    as pi_old: what is left of the whole is R + drift. ``native`` has log n: what is left is the drift.
+    """
+    native = rows.extensions.get(WITHOUT_REPLAY)
+    if native is None or not np.isfinite(native[rows.response_mask]).any():
+        return {}
+    # NaN where one of the two is not known, so that the token counts in neither.
+    whole = rows.log_prob + (native - rows.old_log_prob)
+    return {
+        "replayed": compute_row_sums(replace(rows, log_prob=whole)),
+        "native": compute_row_sums(replace(rows, log_prob=whole, old_log_prob=native)),
+    }
