@@ -12,7 +12,6 @@ a tool hold at most, pages that they share counted once (PSS); it and CPU time a
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import multiprocessing
 import os
@@ -22,12 +21,9 @@ import sys
 import time
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
-
-if __name__ == "__main__" and {"-h", "--help"} & set(sys.argv):  # before imports that take seconds
-    print(__doc__)
-    sys.exit()
 
 import numpy as np
 import psutil
@@ -35,9 +31,11 @@ import psutil
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "support")]
 
-from recordings import drawn_rows, record  # type: ignore[import-not-found]  # noqa: E402
+from recordings import drawn_rows, record  # type: ignore[import-not-found]
 
-from recipe.offpolicy.recording.recording import file_name  # noqa: E402
+from recipe.offpolicy.recording.recording import file_name
+from scripts.benchmark.timing import build_parser, format_markdown, list_processes, read_seconds
+from scripts.harness import format_row
 
 STEP = 250_000
 TOOLS: dict[str, tuple[str, ...]] = {
@@ -46,6 +44,7 @@ TOOLS: dict[str, tuple[str, ...]] = {
     "calibrate": ("--spec", "correction=[tis_token,gsm]", "--target-kept", "0.98"),
     "report": (),
 }
+COLUMNS = ("tool", "tokens", "jobs", "wall, s", "CPU, s", "tokens a second", "memory, MiB")
 PAUSE = 0.2
 """Seconds between two looks at what a tool uses."""
 LEAST = 20
@@ -84,46 +83,26 @@ def measure(tool: str, directory: Path, jobs: int) -> tuple[float, float, float]
     command = [sys.executable, "-m", f"recipe.offpolicy.{tool}", str(directory), *TOOLS[tool], "--jobs", str(jobs)]
     # Beside the recording: a page takes the place of what is there, of /dev/null too.
     command += ["--out", str(directory.with_suffix(".html"))] if tool == "report" else ["--json"]
-    began = time.perf_counter()
+    began, memory = time.perf_counter(), 0
+    seconds: dict[int, float] = {}
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL)
-    usage = _Usage()
     while process.poll() is None:
-        usage.look(process.pid)
+        with suppress(psutil.Error):  # one of them ended in between
+            held = 0
+            for each in list_processes(process.pid):
+                seconds[each.pid] = read_seconds(each)
+                held += each.memory_full_info().pss
+            memory = max(memory, held)
         time.sleep(PAUSE)
     # 1: a bound was not found, or a replay differs, which is no failure of the tool.
     if process.returncode not in (0, 1):
         sys.exit(f"{' '.join(command)}: ended with {process.returncode}.")
-    return time.perf_counter() - began, sum(usage.seconds.values()), usage.memory / 2**20
-
-
-class _Usage:
-    """Use of a process and of all that it starts, as often as one looks.
-
-    Attributes:
-        seconds: of CPU time, by process.
-        memory: bytes that all held together at most.
-    """
-
-    def __init__(self) -> None:
-        self.seconds: dict[int, float] = {}
-        self.memory = 0
-
-    def look(self, pid: int) -> None:
-        held = 0
-        try:
-            parent = psutil.Process(pid)
-            for each in (parent, *parent.children(recursive=True)):
-                times = each.cpu_times()
-                self.seconds[each.pid] = times.user + times.system
-                held += each.memory_full_info().pss
-        except psutil.Error:  # one of them ended in between
-            return
-        self.memory = max(self.memory, held)
+    return time.perf_counter() - began, sum(seconds.values()), memory / 2**20
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Draw and measure; return the exit status."""
-    parser = argparse.ArgumentParser()
+    parser = build_parser(__doc__)
     parser.add_argument("--tokens", nargs="+", type=float, default=[1e6, 1e7])
     parser.add_argument("--jobs", nargs="+", type=int, default=sorted({1, len(os.sched_getaffinity(0))}))
     parser.add_argument("--step", type=float, default=STEP, help="tokens of a step")
@@ -132,18 +111,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--tools", nargs="+", choices=TOOLS, default=[*TOOLS])
     parser.add_argument("--keep", action="store_true", help="leave recordings and pages in the folder")
     options = parser.parse_args(arguments)
-    print("| tool | tokens | jobs | wall, s | CPU, s | tokens a second | memory, MiB |")
-    print("|---|---|---|---|---|---|---|")
+    print("\n".join(format_markdown(COLUMNS, [])))
     for tokens in map(int, options.tokens):
         directory = options.folder / f"tokens_{tokens}_step_{options.step:.0f}_ranks_{options.ranks}"
         try:
             draw(directory, tokens, int(options.step), ranks=options.ranks, jobs=max(options.jobs))
             for tool, jobs in itertools.product(options.tools, options.jobs):
                 wall, cpu, memory = measure(tool, directory, jobs)
-                print(
-                    f"| {tool} | {tokens:.0e} | {jobs} | {wall:.1f} | {cpu:.1f} | {tokens / wall:.2e} | {memory:.0f} |",
-                    flush=True,
-                )
+                figures = (f"{wall:.1f}", f"{cpu:.1f}", f"{tokens / wall:.2e}", f"{memory:.0f}")
+                print(format_row((tool, f"{tokens:.0e}", jobs, *figures)), flush=True)
         finally:
             if not options.keep:
                 shutil.rmtree(directory, ignore_errors=True)

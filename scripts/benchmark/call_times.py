@@ -7,9 +7,9 @@ process, a line a call. Calls within a noted call are not noted.
 from __future__ import annotations
 
 import functools
-import importlib
 import json
 import os
+import pkgutil
 import threading
 import time
 from collections.abc import Callable
@@ -56,29 +56,23 @@ def note(name: str, function: Callable[..., Any], file: Path) -> Callable[..., A
             return function(*args, **kwargs)
         finally:
             seconds, _within.call = time.perf_counter() - start, False
-            _write(file, name, seconds)
+            with file.open("a") as out:
+                out.write(json.dumps({"name": name, "seconds": seconds}) + "\n")
 
     return noted
-
-
-def _write(file: Path, name: str, seconds: float) -> None:
-    with file.open("a") as out:
-        out.write(json.dumps({"name": name, "seconds": seconds}) + "\n")
 
 
 def install(folder: Path) -> None:
     """Time every call of ``CALLS`` in this process, once its module is imported."""
     file = folder / f"{os.getpid()}.jsonl"
     for name, target in CALLS.items():
-        module, _, path = target.partition(":")
-        after_import(module, functools.partial(_replace, module, path, functools.partial(note, name), file))
+        after_import(target.partition(":")[0], functools.partial(_replace, name, target, file))
 
 
-def _replace(module: str, path: str, wrap: Callable[[Callable[..., Any], Path], Any], file: Path) -> None:
-    owner, _, attribute = path.rpartition(".")
-    found: Any = importlib.import_module(module)
-    found = getattr(found, owner) if owner else found
-    setattr(found, attribute, wrap(getattr(found, attribute), file))
+def _replace(name: str, target: str, file: Path) -> None:
+    owner, _, attribute = target.replace(":", ".").rpartition(".")
+    found = pkgutil.resolve_name(owner)
+    setattr(found, attribute, note(name, getattr(found, attribute), file))
 
 
 if folder := os.environ.get("OFFPOLICY_CALL_TIMES"):

@@ -8,8 +8,11 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from scripts.harness import format_markdown
+
+COLUMNS = ("pair", "verl's step, s", "corrected, s", "ratio", "verl's start, s", "corrected, s")
 SIDES = ("verl", "corrected")
 STUDENT_975 = (
     *(12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228),
@@ -39,8 +42,7 @@ class Run:
     phases: dict[str, float] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class Interval:
+class Interval(NamedTuple):
     """An estimate and its 95 % interval."""
 
     value: float
@@ -64,13 +66,8 @@ def compute_interval(values: Sequence[float]) -> Interval:
 
 def pair_up(runs: Sequence[Run]) -> list[tuple[Run, Run]]:
     """List the pairs of which both runs have ended, verl's first, by number."""
-    ended = {(run.pair, run.side): run for run in runs}
-    numbers = sorted({pair for pair, _ in ended})
-    return [
-        (ended[number, "verl"], ended[number, "corrected"])
-        for number in numbers
-        if all((number, side) in ended for side in SIDES)
-    ]
+    verls, ours = ({run.pair: run for run in runs if run.side == side} for side in SIDES)
+    return [(verls[pair], ours[pair]) for pair in sorted(verls.keys() & ours.keys())]
 
 
 def compute_step(run: Run) -> float:
@@ -89,15 +86,13 @@ def compare(runs: Sequence[Run]) -> dict[str, Interval]:
         raise ValueError("no pair is complete: let both of its runs end.")
     ratios = compute_interval([math.log(compute_step(ours) / compute_step(verls)) for verls, ours in pairs])
     starts = compute_interval([ours.start - verls.start for verls, ours in pairs])
-    return {"step ratio": Interval(*map(math.exp, (ratios.value, ratios.low, ratios.high))), "start": starts}
+    return {"step ratio": Interval(*map(math.exp, ratios)), "start": starts}
 
 
 def compare_phases(runs: Sequence[Run]) -> dict[str, tuple[float, Interval]]:
     """Compare what steps are made of: verl's mean seconds, and the mean of the pairs' differences; absent is 0 s."""
-    pairs = pair_up(runs)
-    names = sorted({name for pair in pairs for run in pair for name in run.phases})
-    found = {}
-    for name in names:
+    pairs, found = pair_up(runs), {}
+    for name in sorted({name for pair in pairs for run in pair for name in run.phases}):
         seconds = [[run.phases.get(name, 0.0) for run in pair] for pair in pairs]
         differences = compute_interval([ours - verls for verls, ours in seconds])
         found[name] = statistics.fmean(verls for verls, _ in seconds), differences
@@ -106,16 +101,11 @@ def compare_phases(runs: Sequence[Run]) -> dict[str, tuple[float, Interval]]:
 
 def format_result(runs: Sequence[Run]) -> str:
     """Format a row for each pair, and the comparison of all, with the phases that take a hundredth of a step."""
-    lines = [
-        "| pair | verl's step, s | corrected, s | ratio | verl's start, s | corrected, s |",
-        "|---|---|---|---|---|---|",
-    ]
+    rows, found = [], compare(runs)
     for verls, ours in pair_up(runs):
         one, other = compute_step(verls), compute_step(ours)
-        lines.append(
-            f"| {ours.pair} | {one:.3f} | {other:.3f} | {other / one:.3f} | {verls.start:.1f} | {ours.start:.1f} |"
-        )
-    found = compare(runs)
+        figures = f"{one:.3f}", f"{other:.3f}", f"{other / one:.3f}", f"{verls.start:.1f}", f"{ours.start:.1f}"
+        rows.append((ours.pair, *figures))
     ratio, start = found["step ratio"], found["start"]
     least = 0.01 * statistics.fmean(compute_step(verls) for verls, _ in pair_up(runs))
     phases = [
@@ -123,14 +113,9 @@ def format_result(runs: Sequence[Run]) -> str:
         for name, (verls, more) in compare_phases(runs).items()
         if max(verls, verls + more.value) >= least
     ]
-    return "\n".join(
-        [
-            *lines,
-            f"step, corrected over verl's own: {ratio.value:.3f} ({ratio.low:.3f} to {ratio.high:.3f})",
-            f"start to the end of the first step: {start.value:+.1f} s ({start.low:+.1f} to {start.high:+.1f})",
-            *phases,
-        ]
-    )
+    step = f"step, corrected over verl's own: {ratio.value:.3f} ({ratio.low:.3f} to {ratio.high:.3f})"
+    first = f"start to the end of the first step: {start.value:+.1f} s ({start.low:+.1f} to {start.high:+.1f})"
+    return "\n".join([*format_markdown(COLUMNS, rows), step, first, *phases])
 
 
 def read_runs(out: Path, settings: Sequence[Any]) -> list[Run]:

@@ -22,9 +22,7 @@ seconds is ended with all its processes, and stops the call.
 
 from __future__ import annotations
 
-import argparse
 import json
-import math
 import os
 import signal
 import statistics
@@ -34,21 +32,25 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-
-if __name__ == "__main__" and {"-h", "--help"} & set(sys.argv):  # before imports that take seconds
-    print(__doc__)
-    sys.exit()
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from scripts.benchmark.pair_figures import SIDES, Run, format_result, read_runs  # noqa: E402
-from scripts.quickstart.child import Child, Tail  # noqa: E402
-from scripts.quickstart.cleanup import SharedMemoryWatch, become_subreaper, end_descendants  # noqa: E402
-from scripts.quickstart.options import build_child_environment, build_release_overrides, quote  # noqa: E402
-from scripts.quickstart.prepare import find_made, folder, make_once  # noqa: E402
+from scripts.benchmark.pair_figures import SIDES, Run, format_result, read_runs
+from scripts.benchmark.timing import build_parser
+from scripts.harness import UPDATED
+from scripts.quickstart.options import (
+    CONFIGS,
+    MODEL_PATH,
+    build_child_environment,
+    build_release_overrides,
+    quote,
+)
+from scripts.quickstart.prepare import find_made, make_once
+from scripts.quickstart.prepare import prepare as make_parts
+from scripts.quickstart.processes import Child, SharedMemoryWatch, StageFailed, Tail, become_subreaper, clean_up
 
-CONFIGS = ROOT / "configs"
 OUTPUTS = ROOT / "outputs"
 CACHE = OUTPUTS / "quickstart" / "cache"
 REWARD = ROOT / "scripts" / "quickstart" / "reward.py"
@@ -56,8 +58,10 @@ LOOK = 0.1
 """Seconds between two looks at a run's metrics."""
 TIMED = "timing_s/"
 STEP = f"{TIMED}step"
-UPDATED = "actor/grad_norm"
-"""Key of a step's metrics, as against those of a validation."""
+LARGE: dict[str, Any] = dict(
+    num_hidden_layers=12, hidden_size=512, intermediate_size=2048, num_attention_heads=8, num_key_value_heads=8
+)
+"""Shape of a Qwen2 of 50 M parameters."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +71,7 @@ class Preset:
     Attributes:
         corrected: overrides of the corrected run alone.
         both: overrides of both runs.
-        large: train the model of ``make_large_model`` and not the quickstart's.
+        large: train a model of ``LARGE`` and not the quickstart's.
     """
 
     corrected: tuple[str, ...] = ()
@@ -137,37 +141,31 @@ def follow(command: Sequence[str], scratch: Path, limit: float) -> tuple[float, 
     Raises:
         RuntimeError: it failed, or took longer than ``limit`` seconds; with the end of its log.
     """
-    metrics, log = scratch / "metrics.jsonl", scratch / "run.log"
+    metrics = scratch / "metrics.jsonl"
     env = build_child_environment(os.environ, "cpu", ROOT)
     env |= {"TMPDIR": str(scratch), "RAY_TMPDIR": str(scratch), "VERL_FILE_LOGGER_PATH": str(metrics)}
-    memory, tail, start = SharedMemoryWatch(), Tail(metrics), math.nan
-    steps: list[dict[str, float]] = []
-    began = looked = time.monotonic()
-    child = Child(command, env, log, ROOT)
+    memory, tail, began = SharedMemoryWatch(), Tail(metrics), time.monotonic()
+    steps: list[tuple[float, dict[str, float]]] = []
+    child = Child(command, env, scratch / "run.log", ROOT)
+
+    def look() -> None:
+        now = time.monotonic() - began
+        logged = [json.loads(line)["data"] for line in tail.new_lines()]
+        steps.extend((now, data) for data in logged if UPDATED in data)
+        memory.observe(every=2.0)
+        if now > limit and child.process.poll() is None:
+            raise RuntimeError(f"took longer than {limit:.0f} s:\n{child.end_of_log(30)}")
+
     try:
-        while True:
-            ended, now = child.process.poll() is not None, time.monotonic()
-            for line in tail.new_lines():
-                if UPDATED in (data := json.loads(line)["data"]):
-                    start = start if steps else now - began
-                    steps.append(data)
-            if now - looked > 2:
-                memory.observe()
-                looked = now
-            if ended:
-                break
-            if now - began > limit:
-                raise RuntimeError(f"took longer than {limit:.0f} s:\n{child.end_of_log(30)}")
-            time.sleep(LOOK)
+        for _ in child.lines(look, LOOK):
+            pass
+    except StageFailed as error:
+        raise RuntimeError(f"ended with {child.process.returncode}:\n{child.end_of_log(30)}") from error
     finally:
-        memory.observe()
-        survivors = end_descendants()
-        memory.remove_leaked()
+        survivors, _ = clean_up(memory)
     if survivors:
         raise RuntimeError(f"processes {survivors} of the run could not be ended")
-    if child.process.returncode != 0:
-        raise RuntimeError(f"ended with {child.process.returncode}:\n{child.end_of_log(30)}")
-    return start, steps
+    return steps[0][0] if steps else float("nan"), [data for _, data in steps]
 
 
 def compute_phases(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
@@ -176,53 +174,26 @@ def compute_phases(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
     return {name.removeprefix(TIMED): statistics.median(step.get(name, 0.0) for step in steps[1:]) for name in timed}
 
 
-def make_large_model(path: Path, source: Path) -> None:
-    """Make a Qwen2 of 50 M parameters with random weights and the tokenizer of the model in ``source``, once."""
-    import torch
-    from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
-
-    def build(draft: Path) -> None:
-        tokenizer = AutoTokenizer.from_pretrained(source)
-        torch.manual_seed(0)
-        config = Qwen2Config(
-            vocab_size=len(tokenizer),
-            hidden_size=512,
-            intermediate_size=2048,
-            num_hidden_layers=12,
-            num_attention_heads=8,
-            num_key_value_heads=8,
-            max_position_embeddings=256,
-            tie_word_embeddings=True,
-            bos_token_id=None,
-            eos_token_id=tokenizer.eos_token_id,
-            pad_token_id=tokenizer.pad_token_id,
-        )
-        model = Qwen2ForCausalLM(config)
-        model.generation_config.eos_token_id = tokenizer.eos_token_id
-        model.generation_config.pad_token_id = tokenizer.pad_token_id
-        model.save_pretrained(draft)
-        tokenizer.save_pretrained(draft)
-
-    make_once(path, build)
-
-
 def prepare(preset: Preset) -> list[str]:
     """Make data and model where they are not there; return their overrides."""
-    parts = ["data", "model"]
-    if find_made(CACHE, parts) is None:
-        from scripts.quickstart.prepare import prepare_data, prepare_model
-        from scripts.quickstart.task import TaskSettings
-
-        prepare_data(folder(CACHE, "data"), TaskSettings())
-        prepare_model(folder(CACHE, "model"), TaskSettings())
-    data, model = (folder(CACHE, part) for part in parts)
+    data, model = (find_made(CACHE, ["data", "model"]) or make_parts(CACHE, ["data", "model"])).values()
     if preset.large:
         source, model = model, OUTPUTS / "benchmark_pairs" / f"qwen2-50m-{model.name.removeprefix('model-')}"
-        make_large_model(model, source)
+
+        def build(draft: Path) -> None:
+            from transformers import AutoTokenizer
+
+            from scripts.quickstart.model import build_model
+
+            tokenizer = AutoTokenizer.from_pretrained(source)
+            build_model(tokenizer, **LARGE).save_pretrained(draft)
+            tokenizer.save_pretrained(draft)
+
+        make_once(model, build)
     return [
         quote("data.train_files", data / "train.parquet"),
         quote("data.val_files", data / "heldout.parquet"),
-        quote("actor_rollout_ref.model.path", model),
+        quote(MODEL_PATH, model),
     ]
 
 
@@ -261,7 +232,7 @@ def run_pairs(
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; return its exit status."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = build_parser(__doc__)
     parser.add_argument("--out", type=Path, required=True, help="JSON, a line a run")
     parser.add_argument("--pairs", type=int, default=10)
     parser.add_argument("--steps", type=int, default=20)

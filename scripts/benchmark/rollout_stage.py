@@ -12,20 +12,15 @@ helpers in turn, medians of the pairs. Memory: what the resident set of a fresh 
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import statistics
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
-
-if __name__ == "__main__" and {"-h", "--help"} & set(sys.argv):  # before imports that take seconds
-    print(__doc__)
-    sys.exit()
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -33,7 +28,17 @@ from torch import Tensor
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # also in the processes that measure memory
 
-from scripts.benchmark.fresh_process import measure_growth, run_in_fresh_process  # noqa: E402
+from scripts.benchmark.timing import (
+    Seconds,
+    build_parser,
+    find_median_ratio,
+    format_markdown,
+    measure_growth,
+    run_in_fresh_process,
+    take_turns,
+    time_call,
+    write_json,
+)
 
 REJECTIONS = (
     *("token_k1", "token_k2", "token_k3", "seq_sum_k1", "seq_sum_k2", "seq_sum_k3"),
@@ -87,65 +92,60 @@ def draw_inputs(rows: int, width: int) -> tuple[Tensor, Tensor, Tensor]:
     return old, mu, mask
 
 
-def measure_seconds(
-    call: Helper, tensors: Sequence[Tensor], options: dict[str, Any], threads: int = 1
-) -> tuple[float, float]:
+def measure_seconds(call: Helper, tensors: Sequence[Tensor], options: dict[str, Any], threads: int = 1) -> Seconds:
     """Measure CPU time of this process and wall time of one call."""
     torch.set_num_threads(threads)
-    wall, cpu = time.perf_counter(), time.process_time()
-    call(*tensors, **options)
-    return time.process_time() - cpu, time.perf_counter() - wall
+    return time_call(partial(call, *tensors, **options))
 
 
-def _grown(name: str, shape: tuple[int, int], options: dict[str, Any], answer: Any) -> None:
+def prepare(name: str, options: dict[str, Any]) -> Helper:
+    """Import a helper and call it once on a small input, which compiles."""
+    call = helper(name)
+    call(*draw_inputs(2, 8), **options)
+    return call
+
+
+def _grown(name: str, shape: tuple[int, int], options: dict[str, Any]) -> int:
     torch.set_num_threads(1)
-    call, tensors = helper(name), draw_inputs(*shape)
-    call(*draw_inputs(2, 8), **options)  # imports and compiles
-    answer.put(measure_growth(lambda: call(*tensors, **options)))
+    tensors, call = draw_inputs(*shape), prepare(name, options)
+    return measure_growth(partial(call, *tensors, **options))
 
 
-def _first(options: dict[str, Any], answer: Any) -> None:
-    torch.set_num_threads(1)
+def measure_memory(name: str, shape: tuple[int, int], options: dict[str, Any]) -> int:
+    """Measure the bytes by which a fresh process grows in one call."""
+    return run_in_fresh_process(_grown, name, shape, options, preload=PRELOAD)
+
+
+def _first(options: dict[str, Any]) -> float:
     call, tensors = helper("ours"), draw_inputs(32, 256)
     from verl.protocol import DataProto  # in a run it has been imported long before
 
     DataProto.from_dict({"mask": tensors[2]})
-    answer.put(measure_seconds(call, tensors, options)[0])
+    return measure_seconds(call, tensors, options).cpu
 
 
 def measure_first_call(options: dict[str, Any]) -> dict[str, float]:
     """Measure CPU seconds of the first call of a process, before and after another has compiled the loops."""
-    given = os.environ.get("NUMBA_CACHE_DIR")
-    with tempfile.TemporaryDirectory() as folder:
-        os.environ["NUMBA_CACHE_DIR"] = folder
-        try:
-            return {when: run_in_fresh_process(_first, options) for when in ("compiling", "compiled")}
-        finally:
-            os.environ.pop("NUMBA_CACHE_DIR")
-            if given is not None:
-                os.environ["NUMBA_CACHE_DIR"] = given
+    with tempfile.TemporaryDirectory() as folder, mock.patch.dict(os.environ, NUMBA_CACHE_DIR=folder):
+        return {when: run_in_fresh_process(_first, options) for when in ("compiling", "compiled")}
 
 
 def compare(shape: tuple[int, int], name: str, repeats: int) -> dict[str, Any]:
     """Measure one row of the table."""
     options, tensors = CASES[name], draw_inputs(*shape)
-    ours, verls = helper("ours"), helper("verl")
-    for call in (ours, verls):
-        call(*draw_inputs(2, 8), **options)
-    pairs = [
-        (measure_seconds(verls, tensors, options)[0], measure_seconds(ours, tensors, options)[0])
-        for _ in range(repeats)
-    ]
-    walls = [[measure_seconds(ours, tensors, options, threads)[1] for threads in (1, 2)] for _ in range(3 * repeats)]
-    memory = {who: run_in_fresh_process(_grown, who, shape, options, preload=PRELOAD) for who in ("verl", "ours")}
-    medians = [statistics.median(column) for column in zip(*pairs, strict=True)]
-    one, two = (statistics.median(column) for column in zip(*walls, strict=True))
+    calls = {who: prepare(who, options) for who in ("verl", "ours")}
+    turns = take_turns({who: partial(measure_seconds, c, tensors, options) for who, c in calls.items()}, repeats)
+    cpu = {who: [each.cpu for each in taken] for who, taken in turns.items()}
+    threads = {str(n): partial(measure_seconds, calls["ours"], tensors, options, n) for n in (1, 2)}
+    walls = take_turns(threads, 3 * repeats, uncounted=0)
+    one, two = (statistics.median(each.wall for each in taken) for taken in walls.values())
+    memory = {who: measure_memory(who, shape, options) for who in calls}
     return {
         "shape": list(shape),
         "case": name,
-        "verl_seconds": medians[0],
-        "seconds": medians[1],
-        "time_ratio": statistics.median(mine / theirs for theirs, mine in pairs),
+        "verl_seconds": statistics.median(cpu["verl"]),
+        "seconds": statistics.median(cpu["ours"]),
+        "time_ratio": find_median_ratio(cpu["ours"], cpu["verl"]),
         "verl_bytes": memory["verl"],
         "bytes": memory["ours"],
         "memory_ratio": memory["ours"] / max(memory["verl"], 1),
@@ -159,15 +159,13 @@ def measure_curve(shapes: Sequence[tuple[int, int]], repeats: int) -> list[dict[
     options = CASES["token TIS"]
     points = []
     for shape in shapes:
-        tokens, tensors = shape[0] * shape[1], draw_inputs(*shape)
+        tokens = shape[0] * shape[1]
         for who in ("ours", "verl") if tokens <= VERL_UP_TO else ("ours",):
-            call = helper(who)
-            call(*draw_inputs(2, 8), **options)
-            taken = statistics.median(measure_seconds(call, tensors, options)[0] for _ in range(repeats))
-            points.append({"helper": who, "tokens": tokens, "seconds": taken})
-        del tensors
-        for point in points[-2:] if tokens <= VERL_UP_TO else points[-1:]:
-            point["bytes"] = run_in_fresh_process(_grown, point["helper"], shape, options, preload=PRELOAD)
+            call, tensors = prepare(who, options), draw_inputs(*shape)
+            taken = statistics.median(measure_seconds(call, tensors, options).cpu for _ in range(repeats))
+            del tensors
+            memory = measure_memory(who, shape, options)
+            points.append({"helper": who, "tokens": tokens, "seconds": taken, "bytes": memory})
     return points
 
 
@@ -210,24 +208,25 @@ def format_cells(row: dict[str, Any]) -> tuple[Any, ...]:
     )
 
 
-def format_markdown(result: dict[str, Any]) -> str:
+def format_tables(result: Mapping[str, Any]) -> str:
     """Format the tables of docs/cost.md."""
-    lines: list[Sequence[str]] = [COLUMNS, ["---"] * len(COLUMNS)]
+    rows = []
     for row in result["cases"]:
         shape, case, *numbers = format_cells(row)
         digits = (0 if numbers[0] >= 100 else 1, 2 if numbers[1] < 10 else 1, 3, 1, 1, 3, 2)
-        lines.append([shape, case, *(f"{number:.{d}f}" for number, d in zip(numbers, digits, strict=True))])
+        rows.append([shape, case, *(f"{number:.{d}f}" for number, d in zip(numbers, digits, strict=True))])
+    lines = format_markdown(COLUMNS, rows)
     if "curve" in result:
-        lines += [[], ["tokens", "helper", "CPU, ms", "MiB", "ns a token"], ["---"] * 5]
+        rows = []
         for point in result["curve"]:
             taken, tokens = point["seconds"], point["tokens"]
-            power = f"2^{tokens.bit_length() - 1}"
-            memory, rate = point["bytes"] / 2**20, taken / tokens * 1e9
-            lines.append([power, point["helper"], f"{taken * 1e3:.2f}", f"{memory:.1f}", f"{rate:.2f}"])
+            cells = (f"{taken * 1e3:.2f}", f"{point['bytes'] / 2**20:.1f}", f"{taken / tokens * 1e9:.2f}")
+            rows.append([f"2^{tokens.bit_length() - 1}", point["helper"], *cells])
+        lines += ["", *format_markdown(("tokens", "helper", "CPU, ms", "MiB", "ns a token"), rows)]
     if "first" in result:
-        lines += [[], ["first call of a process", "CPU, s"], ["---"] * 2]
-        lines += [[name, f"{taken:.2f}"] for name, taken in result["first"].items()]
-    return "\n".join(f"| {' | '.join(line)} |" if line else "" for line in lines)
+        rows = [[name, f"{taken:.2f}"] for name, taken in result["first"].items()]
+        lines += ["", *format_markdown(("first call of a process", "CPU, s"), rows)]
+    return "\n".join(lines)
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -235,7 +234,7 @@ def main(arguments: Sequence[str]) -> None:
 
     from recipe.offpolicy.analysis.pages.table import Column, Table, to_rich
 
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = build_parser(__doc__)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--markdown", action="store_true", help="rows for docs/cost.md")
     parser.add_argument("--curve", type=Path, metavar="FILE.png")
@@ -255,15 +254,14 @@ def main(arguments: Sequence[str]) -> None:
     if given.first:
         result["first"] = measure_first_call(CASES[names[-1]])
     if given.markdown:
-        print(format_markdown(result))
+        print(format_tables(result))
     else:
         Console().print(
             to_rich(Table([Column(name) for name in COLUMNS], [format_cells(row) for row in result["cases"]]))
         )
         for name, taken in result.get("first", {}).items():
             print(f"first call of a process, {name}: {taken:.2f} s of CPU time")
-    if given.json:
-        given.json.write_text(json.dumps(result, indent=1) + "\n")
+    write_json(given.json, result)
 
 
 if __name__ == "__main__":

@@ -11,19 +11,12 @@ both compute the same.
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import sys
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
-
-if __name__ == "__main__" and {"-h", "--help"} & set(sys.argv):  # before imports that take seconds
-    print(__doc__)
-    sys.exit()
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,13 +24,13 @@ from torch import Tensor
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from recipe.offpolicy.replay.routed_model import RoutedModel, install_replay  # noqa: E402
+from recipe.offpolicy.replay.routed_model import RoutedModel, install_replay
+from scripts.benchmark.timing import add_counts, build_parser, find_median_ratio, take_turns, time_call, write_json
 
 WORDS, ROWS = 512, 16
 
 
-@dataclass(frozen=True)
-class Cost:
+class Cost(NamedTuple):
     """CPU seconds of a forward and backward pass.
 
     Attributes:
@@ -89,25 +82,15 @@ def run_replayed(model: Any, ids: Tensor, routed: RoutedModel, routes: Tensor) -
 
 def measure(native: Callable[[], None], replayed: Callable[[], None], pairs: int) -> Cost:
     """Measure both in turn, after one pass each that is not counted."""
-    sides = (native, replayed)
-    for side in sides:
-        side()
-    spent: list[list[float]] = [[], []]
-    for pair in range(pairs):
-        for place in (0, 1) if pair % 2 else (1, 0):
-            start = time.process_time()
-            sides[place]()
-            spent[place].append(time.process_time() - start)
-    ratios = [replayed / native for native, replayed in zip(*spent, strict=True)]
-    median = statistics.median
-    return Cost(native=median(spent[0]), replayed=median(spent[1]), ratio=median(ratios), pairs=pairs)
+    sides = {"native": partial(time_call, native), "replayed": partial(time_call, replayed)}
+    spent = {name: [one.cpu for one in each] for name, each in take_turns(sides, pairs).items()}
+    ratio = find_median_ratio(spent["replayed"], spent["native"])
+    return Cost(statistics.median(spent["native"]), statistics.median(spent["replayed"]), ratio, pairs)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(add_help=False)
-    sizes = {"hidden": 128, "experts": 8, "top-k": 2, "layers": 4, "tokens": 2048, "pairs": 12}
-    for name, value in sizes.items():
-        parser.add_argument(f"--{name}", type=int, default=value)
+    parser = build_parser(__doc__)
+    add_counts(parser, hidden=128, experts=8, top_k=2, layers=4, tokens=2048, pairs=12)
     parser.add_argument("--json", type=Path)
     given = parser.parse_args(arguments)
     torch.set_num_threads(1)
@@ -124,8 +107,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         f"tokens: {cost.native:.3f} s native, {cost.replayed:.3f} s replayed, {cost.ratio - 1:+.1%} in the median of "
         f"{cost.pairs} pairs"
     )
-    if given.json:
-        given.json.write_text(json.dumps(asdict(cost), indent=1))
+    write_json(given.json, cost._asdict())
 
 
 if __name__ == "__main__":

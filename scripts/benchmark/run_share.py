@@ -13,11 +13,8 @@ of chunks and metrics, over all steps.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
-import re
-import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -25,27 +22,33 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-PROOF = "proof.first"
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(ROOT))
 
+from scripts.benchmark.timing import build_parser, write_json
+from scripts.harness import list_updates, run_quickstart
 
-def run(steps: int, overrides: Sequence[str], seen: Path) -> Path:
-    """Run one quickstart that logs call times to ``seen``; return the folder of the run."""
-    environment = os.environ | {
+PROOF = "proof.first"
+
+
+def run(steps: int, overrides: Sequence[str], seen: Path) -> list[dict[str, float]]:
+    """Run one quickstart that logs call times to ``seen``; return the metrics of each step."""
+    environment = {
         "OFFPOLICY_CALL_TIMES": str(seen),
         "VERL_USE_EXTERNAL_MODULES": "verl_patches.cpu,call_times",
         "PYTHONPATH": os.pathsep.join([str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]),
-        "VENV": os.environ.get("VENV") or sys.prefix,
     }
-    recording = f"offpolicy.record.dir='{seen / 'recording'}'"
-    command = ["bash", str(ROOT / "scripts" / "quickstart.sh"), f"trainer.total_training_steps={steps}", recording]
-    done = subprocess.run([*command, *overrides], cwd=ROOT, env=environment, capture_output=True, text=True)
-    folder = re.search(r"everything goes to (\S+)", done.stdout)
+    own = [f"trainer.total_training_steps={steps}", f"offpolicy.record.dir='{seen / 'recording'}'"]
+    ended = run_quickstart([*own, *overrides], seen / "quickstart.log", environment=environment)
     # 3: the score has not risen, which it may not in so few steps.
-    if done.returncode not in (0, 3) or folder is None:
-        raise SystemExit(f"the quickstart failed:\n{done.stdout[-3000:]}{done.stderr[-3000:]}")
-    return ROOT / folder[1]
+    if ended.code not in (0, 3) or ended.folder is None:
+        raise SystemExit(f"the quickstart failed:\n{ended.said[-6000:]}")
+    return list_updates(ended.records)
+
+
+def read_calls(seen: Path) -> list[dict[str, Any]]:
+    """Read the calls logged in ``seen``."""
+    return [json.loads(line) for file in sorted(seen.glob("*.jsonl")) for line in file.read_text().splitlines()]
 
 
 def compute_shares(metrics: Sequence[Mapping[str, float]], calls: Sequence[Mapping[str, Any]]) -> dict[str, float]:
@@ -56,39 +59,29 @@ def compute_shares(metrics: Sequence[Mapping[str, float]], calls: Sequence[Mappi
         calls: ``name`` and ``seconds`` of each call, in the order of their names' calls; each name comes equally often
             in every step, apart from the first proof's and those of the limit of staleness.
     """
-    steps = len(metrics)
-    limit = sorted({call["name"] for call in calls if call["name"].startswith("staleness")})
-    by_name: dict[str, list[float]] = {}
-    for call in (call for call in calls if call["name"] not in (*limit, PROOF)):
+    steps, by_name = len(metrics), dict[str, list[float]]()
+    for call in calls:
         by_name.setdefault(call["name"], []).append(call["seconds"])
-    later = {name: sum(found[len(found) // steps :]) for name, found in by_name.items()}
-    of_driver = sum(seconds for name, seconds in later.items() if name.startswith("driver"))
-    seals = sum(seconds for name, seconds in later.items() if name.startswith("seal"))
-    proof = sum(call["seconds"] for call in calls if call["name"] == PROOF)
-    worker, recorder = (
-        sum(later.values()) - of_driver - seals,
-        sum(one["offpolicy/record/seconds"] for one in metrics[1:]),
-    )
+    proof = sum(by_name.pop(PROOF, []))
+    limit = {name: sum(found) / steps for name, found in sorted(by_name.items()) if name.startswith("staleness")}
+    spent = dict.fromkeys(("worker", "driver", "seal"), 0.0)
+    for name in by_name.keys() - limit:
+        found = by_name[name]
+        spent[name.partition(".")[0]] += sum(found[len(found) // steps :])
+    spent["recorder"] = sum(one["offpolicy/record/seconds"] for one in metrics[1:])
     whole = sum(one["timing_s/step"] for one in metrics[1:])
-    of_each = {}
-    for name in limit:
-        found = [call["seconds"] for call in calls if call["name"] == name]
-        of_each[name] = sum(found) / steps
     return {
-        **of_each,
+        **limit,
         "steps": steps,
         "step_seconds": whole / (steps - 1),
-        "worker_seconds": worker / (steps - 1),
-        "driver_seconds": of_driver / (steps - 1),
-        "recorder_seconds": recorder / (steps - 1),
-        "statistics_share": (worker + of_driver) / whole,
-        "recorder_share": recorder / whole,
-        "seal_seconds": seals / (steps - 1),
-        "seal_share": seals / whole,
+        **{f"{part}_seconds": spent[part] / (steps - 1) for part in ("worker", "driver", "recorder", "seal")},
+        "statistics_share": (spent["worker"] + spent["driver"]) / whole,
+        "recorder_share": spent["recorder"] / whole,
+        "seal_share": spent["seal"] / whole,
         "proof_seconds": proof,
         "proof_share": proof / metrics[0]["timing_s/update_actor"],
-        "staleness_seconds": sum(of_each.values()),
-        "staleness_share": steps * sum(of_each.values()) / sum(one["timing_s/step"] for one in metrics),
+        "staleness_seconds": sum(limit.values()),
+        "staleness_share": steps * sum(limit.values()) / sum(one["timing_s/step"] for one in metrics),
     }
 
 
@@ -114,21 +107,13 @@ def format_figures(found: Mapping[str, float]) -> str:
     )
 
 
-def read(folder: Path, seen: Path) -> tuple[list[dict[str, float]], list[dict[str, Any]]]:
-    """Read the metrics of each step of the run in ``folder``, and the calls logged in ``seen``."""
-    records = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-    metrics = [record["data"] for record in records if "actor/grad_norm" in record["data"]]
-    lines = [line for file in sorted(seen.glob("*.jsonl")) for line in file.read_text().splitlines()]
-    return metrics, list(map(json.loads, lines))
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     words = list(sys.argv[1:] if arguments is None else arguments)
     if any(word.partition("=")[0] == "--pairs" for word in words):
         from scripts.benchmark.paired_runs import main as run_pairs
 
         sys.exit(run_pairs(words))
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = build_parser(__doc__)
     parser.add_argument("--steps", type=int, default=8, help="2 or more")
     parser.add_argument("--json", type=Path, help="write the figures there")
     parser.add_argument("overrides", nargs="*", help="Hydra overrides")
@@ -136,10 +121,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if given.steps < 2:
         parser.error(f"--steps: {given.steps}: give 2 or more, the first is left out")
     with tempfile.TemporaryDirectory() as folder:
-        found = compute_shares(*read(run(given.steps, given.overrides, Path(folder)), Path(folder)))
+        metrics = run(given.steps, given.overrides, Path(folder))
+        found = compute_shares(metrics, read_calls(Path(folder)))
     print(format_figures(found))
-    if given.json is not None:
-        given.json.write_text(json.dumps(found, indent=1) + "\n")
+    write_json(given.json, found)
 
 
 if __name__ == "__main__":

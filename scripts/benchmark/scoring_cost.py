@@ -8,17 +8,18 @@ an object a position, which verl's own requests take: its extraction and its pic
 
 from __future__ import annotations
 
-import argparse
 import pickle
 import statistics
 import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
+
+from scripts.benchmark.timing import add_counts, build_parser, take_turns, time_call
 
 ANSWER = 4
 """Tokens of an answer."""
@@ -59,27 +60,18 @@ def measure(positions: int, repeats: int) -> dict[str, float]:
         pairs = [(token, each.logprob) for found in lay_out(False)[1:] for token, each in found.items()]
         pickle.dumps({"ids": [[token] for token, _ in pairs], "log_probs": [[value] for _, value in pairs]})
 
-    return {"flat": _time(flat, positions, repeats), "by position": _time(by_position, positions, repeats)}
-
-
-def _time(call: Callable[[], None], positions: int, repeats: int) -> float:
-    """Median of the repeats, in microseconds a position, after one that is not counted."""
-    seen = []
-    for _ in range(repeats + 1):
-        began = time.perf_counter()
-        call()
-        seen.append(time.perf_counter() - began)
-    return 1e6 * statistics.median(seen[1:]) / positions
+    ways = {"flat": partial(time_call, flat), "by position": partial(time_call, by_position)}
+    found = take_turns(ways, repeats)
+    return {name: 1e6 * statistics.median(one.wall for one in each) / positions for name, each in found.items()}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; return its exit status."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--positions", type=int, default=2200)
-    parser.add_argument("--repeats", type=int, default=20)
+    parser = build_parser(__doc__)
+    add_counts(parser, positions=2200, repeats=20)
     options = parser.parse_args(arguments)
-    if options.positions <= ANSWER or options.repeats < 1:
-        parser.error(f"--positions takes more than {ANSWER}, --repeats a number from 1 on.")
+    if options.positions <= ANSWER:
+        parser.error(f"--positions takes more than {ANSWER}.")
     for name, cost in measure(options.positions, options.repeats).items():
         print(f"{name:12} {cost:5.2f} us a position")
     return 0

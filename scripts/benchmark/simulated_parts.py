@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from tensordict import NonTensorStack, TensorDict
@@ -64,8 +64,7 @@ class Part:
     largest: int = 2**27
 
 
-@dataclass(frozen=True)
-class Tokens:
+class Tokens(NamedTuple):
     """Columns of tokens, (B, T) or nested by row."""
 
     mu: Tensor
@@ -103,18 +102,23 @@ def nest(values: Tensor, offsets: Tensor) -> Tensor:
     return torch.nested.nested_tensor_from_jagged(values, offsets, min_seqlen=least, max_seqlen=most)
 
 
+def draw_signs(rows: int) -> Tensor:
+    """Draw advantages of -1 and 1 in turn."""
+    return torch.arange(rows) % 2 * 2.0 - 1
+
+
 def draw_tokens(tokens: int, *, nested: bool) -> Tokens:
     """Draw the columns of a batch of so many tokens, padding included."""
     log_probs = draw_log_probs(tokens)
     if nested:
         offsets = draw_offsets(tokens, WIDTH // 2)
-        signs = (torch.arange(len(offsets) - 1) % 2 * 2.0 - 1).repeat_interleave(offsets.diff())
+        signs = draw_signs(len(offsets) - 1).repeat_interleave(offsets.diff())
         columns = (*log_probs, signs, torch.ones(tokens, dtype=torch.bool))
         return Tokens(*(nest(column, offsets) for column in columns))
     rows = tokens // WIDTH
     lengths = torch.randint(1, WIDTH + 1, (rows,), generator=torch.Generator().manual_seed(1))
+    signs = draw_signs(rows)[:, None].expand(rows, WIDTH).contiguous()
     mask = torch.arange(WIDTH) < lengths[:, None]
-    signs = (torch.arange(rows) % 2 * 2.0 - 1)[:, None].expand(rows, WIDTH).contiguous()
     mu, old, pi = (column.view(rows, WIDTH) for column in log_probs)
     return Tokens(mu, old, pi, signs, mask)
 
@@ -146,36 +150,48 @@ def build_step_stage(tokens: int, *, nested: bool) -> Call:
     return partial(step_stage, stage.spec, stage, log_prob=given.pi, advantages=given.advantages)
 
 
-def build_micro_batch(tokens: int, lengths: Sequence[int] = ()) -> tuple[Call, TensorDict]:
-    """Build a micro-batch as verl's engine hands it to its loss: a call for the model's output, and the rest.
+def build_batch(columns: dict[str, Tensor], *, micro_batches: int = 1, last: bool = True) -> TensorDict:
+    """Build a micro-batch of nested columns as verl's engine hands it to its loss.
 
     Args:
-        lengths: of the rows, ``tokens`` in all; without, they are drawn.
+        micro_batches: of its mini-batch, all of one size.
+        last: of the update's last mini-batch.
     """
     from recipe.offpolicy.batch.micro_batch import LAST
     from recipe.offpolicy.batch.plan import PLAN, SharedPlan
     from verl.utils import tensordict_utils as tu
 
+    responses: Any = columns["responses"]
+    rows, tokens = len(responses), int(responses.offsets()[-1])
+    data = TensorDict({**columns, "response_mask": torch.ones_like(responses)}, batch_size=rows)
+    counts = {"batch_num_tokens": tokens * micro_batches, "global_batch_size": rows * micro_batches}
+    tu.assign_non_tensor(data, dp_size=1, **counts, **{PLAN: SharedPlan(step=1), LAST: last})
+    return data
+
+
+def build_micro_batch(tokens: int, lengths: Sequence[int] = ()) -> tuple[Call, TensorDict]:
+    """Build a micro-batch of drawn rows: a call for the model's output, and the rest.
+
+    Args:
+        lengths: of the rows, ``tokens`` in all; without, they are drawn.
+    """
     mu, old, pi = draw_log_probs(tokens)
     offsets = torch.tensor([0, *accumulate(lengths)]) if lengths else draw_offsets(tokens, WIDTH // 2)
     rows = len(offsets) - 1
     starts = torch.arange(rows + 1) * PROMPT
-    ids = torch.arange(tokens) % 997
     flat = torch.zeros(tokens + rows * PROMPT)
     # What belongs to a token stands one place before it.
     flat[torch.arange(tokens).add_((torch.arange(1, rows + 1) * PROMPT).repeat_interleave(offsets.diff())).sub_(1)] = pi
-    columns = {
-        "prompts": nest(torch.ones(rows * PROMPT, dtype=torch.int64), starts),
-        "responses": nest(ids, offsets),
-        "input_ids": nest(torch.ones_like(flat, dtype=torch.int64), offsets + starts),
-        "response_mask": nest(torch.ones_like(ids), offsets),
-        "advantages": nest((torch.arange(rows) % 2 * 2.0 - 1).repeat_interleave(offsets.diff()), offsets),
-        "old_log_probs": nest(old, offsets),
-        "rollout_log_probs": nest(mu, offsets),
-    }
-    data = TensorDict(columns, batch_size=rows)
-    tu.assign_non_tensor(data, dp_size=1, batch_num_tokens=tokens, global_batch_size=rows)
-    tu.assign_non_tensor(data, **{PLAN: SharedPlan(step=1), LAST: True})
+    data = build_batch(
+        {
+            "prompts": nest(torch.ones(rows * PROMPT, dtype=torch.int64), starts),
+            "responses": nest(torch.arange(tokens) % 997, offsets),
+            "input_ids": nest(torch.ones_like(flat, dtype=torch.int64), offsets + starts),
+            "advantages": nest(draw_signs(rows).repeat_interleave(offsets.diff()), offsets),
+            "old_log_probs": nest(old, offsets),
+            "rollout_log_probs": nest(mu, offsets),
+        }
+    )
     leaf = flat.requires_grad_()
 
     def output() -> dict[str, Any]:

@@ -15,24 +15,20 @@ does in a step of the most rows and ranks: 1 % of a step of 60 s is 0.6 s.
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
 import resource
-import statistics
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-if __name__ == "__main__" and {"-h", "--help"} & set(sys.argv):  # before imports that take seconds
-    print(__doc__)
-    sys.exit()
+import numpy as np
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # also in the processes that measure
 
-from scripts.benchmark.fresh_process import measure_growth, run_in_fresh_process  # noqa: E402
+from scripts.benchmark.timing import build_parser, format_markdown, measure_growth, run_in_fresh_process, write_json
+from scripts.harness import format_row
 
 LEAST_SECONDS = 0.5
 """CPU seconds of all calls of a measurement together: the system counts by its clock's ticks."""
@@ -55,8 +51,8 @@ def list_sizes(unit: str, largest: int, *, quick: bool) -> tuple[int, ...]:
     return SIZES.get(unit) or tuple(2**exponent for exponent in EXPONENTS if exponent <= largest)
 
 
-def measure_part(name: str, size: int, answer: Any) -> None:
-    """Measure one part at one size, in this process; put seconds of user and system, and bytes, into ``answer``."""
+def measure_part(name: str, size: int) -> dict[str, float]:
+    """Measure one part at one size, in this process: seconds of user and system, and bytes."""
     import torch
 
     from scripts.benchmark.simulated_parts import PARTS
@@ -73,7 +69,7 @@ def measure_part(name: str, size: int, answer: Any) -> None:
         user, system = now.ru_utime - began.ru_utime, now.ru_stime - began.ru_stime
         if user + system > LEAST_SECONDS:
             break
-    answer.put((user / calls, system / calls, grown))
+    return {"seconds": user / calls, "system": system / calls, "bytes": grown}
 
 
 def fit_exponent(points: Sequence[tuple[float, float]]) -> float:
@@ -85,10 +81,8 @@ def fit_exponent(points: Sequence[tuple[float, float]]) -> float:
     """
     if len(points) < 2:
         return math.nan
-    logs = [(math.log2(x), math.log2(y)) for x, y in points]
-    mean_x, mean_y = (statistics.fmean(column) for column in zip(*logs, strict=True))
-    above = sum((x - mean_x) * (y - mean_y) for x, y in logs)
-    return above / sum((x - mean_x) ** 2 for x, _ in logs)
+    x, y = np.log2(points).T
+    return float(np.polyfit(x, y, 1)[0])
 
 
 def summarise(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
@@ -97,20 +91,17 @@ def summarise(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
     for name in dict.fromkeys(row["part"] for row in rows):
         own = sorted((row for row in rows if row["part"] == name), key=lambda row: row["size"])
         own = own[(len(own) - 1) // 2 :]
-        grown = [(row["size"], row["bytes"]) for row in own if row["bytes"] >= LEAST_BYTES]
+        grown = [row for row in own if row["bytes"] >= LEAST_BYTES]
         found[name] = {
             "time": fit_exponent([(row["size"], row["seconds"]) for row in own]),
-            "memory": fit_exponent(grown),
+            "memory": fit_exponent([(row["size"], row["bytes"]) for row in grown]),
         }
     return found
 
 
 def add_up_driver(rows: Sequence[Mapping[str, Any]]) -> float:
     """Add up the CPU seconds of the driver's parts, each at its largest size."""
-    largest: dict[str, Mapping[str, Any]] = {}
-    for row in rows:
-        if row["of_driver"] and row["size"] >= largest.get(row["part"], row)["size"]:
-            largest[row["part"]] = row
+    largest = {row["part"]: row for row in sorted(rows, key=lambda row: row["size"]) if row["of_driver"]}
     return sum(row["seconds"] + row["system"] for row in largest.values())
 
 
@@ -128,10 +119,9 @@ def measure(names: Sequence[str], largest: int, memory: float, *, quick: bool) -
             if (needed := part.bytes * size / 2**30) > memory:
                 print(f"{name}: {format_size(size)} {part.unit}s left out, about {needed:.0f} GiB", file=sys.stderr)
                 continue
-            seconds, system, grown = run_in_fresh_process(measure_part, name, size, preload=PRELOAD)
-            row = {"part": name, "unit": part.unit, "size": size, "seconds": seconds, "system": system, "bytes": grown}
-            rows.append(row | {"of_driver": part.of_driver})
-            print(format_row(rows[-1]), flush=True)
+            found = run_in_fresh_process(measure_part, name, size, preload=PRELOAD)
+            rows.append({"part": name, "unit": part.unit, "size": size, **found, "of_driver": part.of_driver})
+            print(format_row(format_cells(rows[-1])), flush=True)
     return rows
 
 
@@ -146,26 +136,25 @@ def format_size(size: int) -> str:
     return f"2^{exponent}" if size == 2**exponent and exponent > 12 else str(size)
 
 
-def format_row(row: Mapping[str, Any]) -> str:
-    """Format one measurement as a row of a table."""
-    per_unit = (row["seconds"] / row["size"] * 1e9, row["bytes"] / row["size"])
-    cells = [
+def format_cells(row: Mapping[str, Any]) -> list[str]:
+    """Format one measurement under ``COLUMNS``."""
+    per_unit = row["seconds"] / row["size"] * 1e9
+    return [
         row["part"],
         f"{format_size(row['size'])} {row['unit']}s",
         f"{row['seconds'] * 1e3:.1f}",
-        f"{per_unit[0]:.0f}" if per_unit[0] >= 10 else f"{per_unit[0]:.1f}",
+        f"{per_unit:.0f}" if per_unit >= 10 else f"{per_unit:.1f}",
         f"{row['system'] / row['size'] * 1e9:.0f}",
         f"{row['bytes'] / 2**20:.1f}",
-        f"{per_unit[1]:.0f}",
+        f"{row['bytes'] / row['size']:.0f}",
     ]
-    return f"| {' | '.join(cells)} |"
 
 
 def format_summary(rows: Sequence[Mapping[str, Any]]) -> str:
     """Format the exponents, and the driver's work in a step."""
-    lines = ["", "| part | exponent of time | of memory |", "|---|---|---|"]
-    for name, found in summarise(rows).items():
-        lines.append(f"| {name} | {found['time']:.2f} | {found['memory']:.2f} |".replace("nan", "-"))
+    exponents = {name: [found["time"], found["memory"]] for name, found in summarise(rows).items()}
+    cells = [[name, *("-" if math.isnan(x) else f"{x:.2f}" for x in found)] for name, found in exponents.items()]
+    lines = ["", *format_markdown(("part", "exponent of time", "of memory"), cells)]
     if any(row["of_driver"] for row in rows):
         seconds = add_up_driver(rows)
         lines += ["", f"driver: {seconds:.2f} s of CPU time a step, {100 * seconds / STEP:.2f} % of {STEP:.0f} s"]
@@ -176,7 +165,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; return its exit status."""
     from scripts.benchmark.simulated_parts import PARTS
 
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = build_parser(__doc__)
     parser.add_argument("--largest", type=int, default=25, metavar="K", help="tokens up to 2^K")
     parser.add_argument("--memory", type=float, default=6.0, metavar="GIB")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=[*PARTS])
@@ -185,11 +174,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     if given.largest < EXPONENTS[0]:
         parser.error(f"--largest takes {EXPONENTS[0]} or more.")
-    print(f"| {' | '.join(COLUMNS)} |\n|{'---|' * len(COLUMNS)}")
+    print("\n".join(format_markdown(COLUMNS, [])))
     rows = measure(given.parts, given.largest, given.memory, quick=given.quick)
     print(format_summary(rows))
-    if given.json is not None:
-        given.json.write_text(json.dumps({"rows": rows, "exponents": summarise(rows)}, indent=1) + "\n")
+    write_json(given.json, {"rows": rows, "exponents": summarise(rows)})
     return 0
 
 

@@ -10,7 +10,6 @@ that neither checkout has an advantage of earlier runs.
 
 from __future__ import annotations
 
-import argparse
 import os
 import re
 import resource
@@ -19,12 +18,18 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from scripts.benchmark.timing import add_counts, build_parser, find_median_ratio, take_turns
+from scripts.harness import format_markdown, format_row
+
 OVERRIDES = (
     "correction=[tis_token,gsm]",
     "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1",
@@ -50,26 +55,22 @@ class Run(NamedTuple):
     said: str
 
 
-class Pair(NamedTuple):
-    """A run of each checkout, one behind the other."""
-
-    other: Run
-    ours: Run
+COLUMNS = ("tool", "CPU, s, other and this", "ratio", "wall, s, other and this", "ratio", "same output")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the benchmark and print a table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = build_parser(__doc__)
     parser.add_argument("revision", help="of git, to compare this checkout with")
-    parser.add_argument("--pairs", type=int, default=5, metavar="N")
+    add_counts(parser, pairs=5)
     parser.add_argument("--script", metavar="FILE", help="read by the doctor as well")
     parser.add_argument("overrides", nargs="*", default=OVERRIDES)
     known = parser.parse_intermixed_args(arguments)
-    print("| tool | CPU, s, other and this | ratio | wall, s, other and this | ratio | same output |")
-    print("|---|---|---|---|---|---|")
+    print("\n".join(format_markdown(COLUMNS, [])))
     with check_out(known.revision) as other, tempfile.TemporaryDirectory() as scratch:
         for name, command in build_commands(known.overrides, known.script, scratch).items():
-            print(format_row(name, [Pair(run(other, command), run(ROOT, command)) for _ in range(known.pairs)]))
+            sides = {"other": partial(run, other, command), "this": partial(run, ROOT, command)}
+            print(format_row(describe(name, take_turns(sides, known.pairs, uncounted=0))))
 
 
 def build_commands(overrides: Sequence[str], script: str | None, scratch: str) -> dict[str, list[str]]:
@@ -119,16 +120,15 @@ def run(checkout: Path, command: Sequence[str]) -> Run:
     return Run(cpu, wall, "\n".join([str(done.returncode), *lines]))
 
 
-def format_row(name: str, pairs: Sequence[Pair]) -> str:
+def describe(name: str, runs: Mapping[str, Sequence[Run]]) -> list[Any]:
     """Format medians of both checkouts, of the pairs' ratios, and whether all runs printed the same."""
     cells = [name]
     for kind in ("cpu", "wall"):
-        seconds = [tuple(getattr(each, kind) for each in pair) for pair in pairs]
-        other, ours = (statistics.median(column) for column in zip(*seconds, strict=True))
-        ratio = statistics.median(ours / other for other, ours in seconds)
-        cells += [f"{other:.1f} and {ours:.1f}", f"{ratio:.2f}"]
-    same = len({each.said for pair in pairs for each in pair}) == 1
-    return f"| {' | '.join([*cells, 'yes' if same else 'no'])} |"
+        other, ours = ([getattr(each, kind) for each in runs[side]] for side in ("other", "this"))
+        cells.append(f"{statistics.median(other):.1f} and {statistics.median(ours):.1f}")
+        cells.append(f"{find_median_ratio(ours, other):.2f}")
+    same = len({each.said for side in runs.values() for each in side}) == 1
+    return [*cells, "yes" if same else "no"]
 
 
 if __name__ == "__main__":

@@ -9,26 +9,24 @@ time of this process. Server: CPU time of the process ``--pid`` and its descenda
 
 from __future__ import annotations
 
-import argparse
 import random
 import statistics
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-
-import psutil
+from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
+
+from scripts.benchmark.timing import add_counts, build_parser, list_processes, read_seconds, take_turns
 
 LEAST_ID, MOST_ID = 3, 20
 """Ids that every vocabulary has."""
 
 
-@dataclass(frozen=True)
-class Cost:
+class Cost(NamedTuple):
     """Microseconds a prompt position.
 
     Attributes:
@@ -52,37 +50,31 @@ def measure(url: str, *, rows: int, tokens: int, repeats: int, pid: int | None =
     settings = TeacherSettings(urls=(url,))
     client = TeacherClient(settings, *find_model(settings))
     ids = random.Random(1)
-    seen: list[tuple[float, float, float]] = []
+
+    def read_server() -> float:
+        return sum(map(read_seconds, list_processes(pid))) if pid is not None else 0.0
+
+    def ask() -> tuple[float, float, float]:
+        drawn = [tuple(ids.randint(LEAST_ID, MOST_ID) for _ in range(tokens)) for _ in range(rows)]
+        asked = [Row(number, row[: tokens // 2], row[tokens // 2 :]) for number, row in enumerate(drawn)]
+        own, theirs = time.process_time(), read_server()
+        scoring = client.start(asked)
+        client.wait(scoring)
+        return scoring.seconds, time.process_time() - own, read_server() - theirs
+
     try:
-        for _ in range(repeats + 1):
-            drawn = [tuple(ids.randint(LEAST_ID, MOST_ID) for _ in range(tokens)) for _ in range(rows)]
-            asked = [Row(number, row[: tokens // 2], row[tokens // 2 :]) for number, row in enumerate(drawn)]
-            own, theirs = time.process_time(), _read_seconds(pid)
-            scoring = client.start(asked)
-            client.wait(scoring)
-            seen.append((scoring.seconds, time.process_time() - own, _read_seconds(pid) - theirs))
+        seen = take_turns({"ask": ask}, repeats)["ask"]
     finally:
         client.close()
-    answer, own, theirs = (statistics.median(each) * 1e6 / (rows * tokens) for each in zip(*seen[1:], strict=True))
+    answer, own, theirs = (statistics.median(each) * 1e6 / (rows * tokens) for each in zip(*seen, strict=True))
     return Cost(answer, own, None if pid is None else theirs)
-
-
-def _read_seconds(pid: int | None) -> float:
-    """Read the CPU time of a process and its descendants; 0 without one."""
-    if pid is None:
-        return 0.0
-    process = psutil.Process(pid)
-    times = [each.cpu_times() for each in (process, *process.children(recursive=True))]
-    return float(sum(each.user + each.system for each in times))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = build_parser(__doc__)
     parser.add_argument("url", help="address of the server, which serves one model")
-    parser.add_argument("--rows", type=int, default=64, help="rows of one step (default: %(default)s)")
-    parser.add_argument("--tokens", type=int, default=64, help="ids of a row (default: %(default)s)")
-    parser.add_argument("--repeats", type=int, default=5, help="steps (default: %(default)s)")
+    add_counts(parser, rows=64, tokens=64, repeats=5)
     parser.add_argument("--pid", type=int, help="process of the server, where it runs on this machine")
     given = parser.parse_args(arguments)
     cost = measure(given.url, rows=given.rows, tokens=given.tokens, repeats=given.repeats, pid=given.pid)

@@ -10,21 +10,15 @@ acted and the uncorrected loss, as the command line does. The start of Python an
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
-
-if __name__ == "__main__" and {"-h", "--help"} & set(sys.argv):  # before imports that take seconds
-    print(__doc__)
-    sys.exit()
 
 import numpy as np
 import torch
@@ -32,11 +26,12 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "support")]
 
-from recordings import drawn_rows, record  # type: ignore[import-not-found]  # noqa: E402
+from recordings import drawn_rows, record  # type: ignore[import-not-found]
 
-from recipe.offpolicy.analysis.whatif.candidates import UNCORRECTED, Candidate, build_candidates  # noqa: E402
-from recipe.offpolicy.analysis.whatif.study import run_study  # noqa: E402
-from recipe.offpolicy.recording import Recording  # noqa: E402
+from recipe.offpolicy.analysis.whatif.candidates import UNCORRECTED, Candidate, build_candidates
+from recipe.offpolicy.analysis.whatif.study import run_study
+from recipe.offpolicy.recording import Recording
+from scripts.benchmark.timing import Seconds, add_counts, build_parser, take_turns, time_call
 
 CORRECTIONS = (
     "correction=tis_token",
@@ -48,9 +43,6 @@ CORRECTIONS = (
 )
 STEPS, ROWS, LONGEST = 4, 700, 8192
 
-Seconds = tuple[float, float]
-"""Of wall time and of CPU time of this process."""
-
 
 def draw(directory: Path) -> None:
     """Draw steps of ``ROWS`` rows whose lengths are log-normal with a median of 1100 tokens."""
@@ -59,29 +51,20 @@ def draw(directory: Path) -> None:
         record(directory, drawn_rows(lengths.tolist(), seed=step, step=step, backend=0.02, drift=0.01))
 
 
-def measure_time(work: Callable[[], int]) -> tuple[Seconds, int]:
-    """Call ``work``; return its wall time in seconds and its result."""
-    wall, cpu = time.perf_counter(), time.process_time()
-    result = work()
-    return (time.perf_counter() - wall, time.process_time() - cpu), result
-
-
-def read(directory: Path) -> int:
+def count_tokens(directory: Path) -> int:
     """Read every step; return the number of tokens."""
     return sum(step.rows.tokens for step in Recording(directory))
 
 
-def replay(directory: Path, chosen: list[Candidate]) -> int:
-    """Replay from the files to the measures; return the number of response tokens."""
+def replay(directory: Path, chosen: list[Candidate]) -> None:
+    """Replay from the files to the measures."""
     recording = Recording(directory)
-    return run_study(recording, recording.steps, chosen).tokens
+    run_study(recording, recording.steps, chosen)
 
 
 def seconds_to_start() -> float:
     command = [sys.executable, "-m", "recipe.offpolicy.whatif", "--help"]
-    start = time.perf_counter()
-    subprocess.run(command, check=True, capture_output=True, cwd=ROOT)
-    return time.perf_counter() - start
+    return time_call(partial(subprocess.run, command, check=True, capture_output=True, cwd=ROOT)).wall
 
 
 def measure(directory: Path, rounds: int) -> dict[str, Any]:
@@ -89,26 +72,23 @@ def measure(directory: Path, rounds: int) -> dict[str, Any]:
     bare = Candidate(UNCORRECTED, UNCORRECTED)
     chosen = {name: [bare, *build_candidates([[name]], [], {})] for name in CORRECTIONS}
     chosen["all of these"] = [bare, *(one for several in list(chosen.values()) for one in several[1:])]
-    reading: list[Seconds] = []
-    replaying: dict[str, list[Seconds]] = {name: [] for name in chosen}
-    tokens = 0
-    for _ in range(rounds):
-        reading.append(measure_time(partial(read, directory))[0])
-        for name, corrections in chosen.items():
-            seconds, tokens = measure_time(partial(replay, directory, corrections))
-            replaying[name].append(seconds)
+    replays = {name: partial(time_call, partial(replay, directory, each)) for name, each in chosen.items()}
+    reading = {"read": partial(time_call, partial(count_tokens, directory))}
+    seconds = take_turns(reading | replays, rounds, uncounted=0)
+    tokens = count_tokens(directory)
+    rates = {name: _rate(taken, tokens) for name, taken in seconds.items()}
     return {
         "tokens": tokens,
         "rounds": rounds,
         "threads": torch.get_num_threads(),
         "start_seconds": seconds_to_start(),
-        "read": _rate(reading, tokens),
-        "replay": {name: _rate(seconds, tokens) for name, seconds in replaying.items()},
+        "read": rates.pop("read"),
+        "replay": rates,
     }
 
 
-def _rate(seconds: list[Seconds], tokens: int) -> dict[str, float]:
-    wall, cpu = (statistics.median(one[clock] for one in seconds) for clock in range(2))
+def _rate(seconds: Sequence[Seconds], tokens: int) -> dict[str, float]:
+    cpu, wall = map(statistics.median, zip(*seconds, strict=True))
     return {
         "median_seconds": wall,
         "median_cpu_seconds": cpu,
@@ -118,9 +98,9 @@ def _rate(seconds: list[Seconds], tokens: int) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = build_parser(__doc__)
     parser.add_argument("--recording", type=Path, metavar="DIR", help="default: drawn")
-    parser.add_argument("--rounds", type=int, default=5)
+    add_counts(parser, rounds=5)
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args()
     torch.set_num_threads(1)  # as the command line

@@ -13,21 +13,15 @@ wall seconds between synchronisations.
 
 from __future__ import annotations
 
-import argparse
-import json
 import pickle
 import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
-
-if __name__ == "__main__" and {"-h", "--help"} & set(sys.argv):  # before imports that take seconds
-    print(__doc__)
-    sys.exit()
+from typing import Any, NamedTuple
 
 import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict
@@ -36,31 +30,31 @@ from torch import Tensor
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-MODELS = ("quickstart", "qwen2-0.5b", "tiny")
-CORRECTION = {
-    "weight": {"level": "token", "kind": "truncate", "lower": None, "upper": 2.0},
-    "masks": {
-        "gsm": {
-            "ratio": "rollout",
-            "level": "sequence",
-            "aggregate": "geometric",
-            "lower": 0.99,
-            "upper": 1.01,
-            "when": "any",
-        },
-        "opsm": {
-            "ratio": "full",
-            "level": "sequence",
-            "aggregate": "geometric",
-            "delta": 0.1,
-            "when": "negative",
-        },
-    },
+from scripts.benchmark.simulated_parts import CORRECTION, build_batch
+from scripts.benchmark.timing import add_counts, build_parser, find_median_ratio, take_turns, write_json
+
+MODELS: dict[str, dict[str, Any]] = {
+    "quickstart": {},
+    "qwen2-0.5b": dict(
+        hidden_size=896,
+        intermediate_size=4864,
+        num_hidden_layers=24,
+        num_attention_heads=14,
+        num_key_value_heads=2,
+        vocab_size=151936,
+    ),
+    "tiny": dict(
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        vocab_size=32,
+        pad_token_id=0,
+    ),
 }
-"""Of the quickstart's kind, [tis_token, gsm, opsm], with a delta that acts more often."""
-SHADOW = {
-    "weight": {"level": "sequence", "kind": "truncate", "lower": None, "upper": 5.0},
-}
+"""Model -> what differs from the quickstart's."""
+SHADOW = {"weight": {"level": "sequence", "kind": "truncate", "lower": None, "upper": 5.0}}
 OBJECTS = 18
 """Columns of a row that are no tensors, as verl's V1 trainer ships them with the quickstart."""
 Loss = Callable[..., tuple[Tensor, dict[str, Any]]]
@@ -84,15 +78,9 @@ class Sizes:
     micro_batches: int = 1
     mini_batches: int = 2
 
-    @property
-    def in_all(self) -> int:
-        """Micro-batches of the update."""
-        return self.micro_batches * self.mini_batches
 
-
-@dataclass(frozen=True)
-class Spent:
-    """Seconds of one update: in all, in calls of the loss, and in packing its metrics."""
+class Spent(NamedTuple):
+    """Seconds of one update: in all, and in calls of the loss and in packing its metrics."""
 
     whole: float
     loss: float
@@ -100,33 +88,9 @@ class Spent:
 
 def build_model(name: str, device: str) -> Any:
     """Build a model with random weights: float32 on a CPU, bfloat16 on a GPU."""
-    from transformers import Qwen2Config, Qwen2ForCausalLM
+    from scripts.quickstart.model import build_model, build_tokenizer
 
-    torch.manual_seed(0)
-    if name == "quickstart":
-        from scripts.quickstart.model import build_model, build_tokenizer
-
-        model = build_model(build_tokenizer("Spell the word backward:"))
-    else:
-        sizes = {
-            "qwen2-0.5b": dict(
-                hidden_size=896,
-                intermediate_size=4864,
-                num_hidden_layers=24,
-                num_attention_heads=14,
-                num_key_value_heads=2,
-                vocab_size=151936,
-            ),
-            "tiny": dict(
-                hidden_size=16,
-                intermediate_size=16,
-                num_hidden_layers=1,
-                num_attention_heads=2,
-                num_key_value_heads=1,
-                vocab_size=32,
-            ),
-        }[name]
-        model = Qwen2ForCausalLM(Qwen2Config(**sizes, tie_word_embeddings=True))
+    model = build_model(build_tokenizer("Spell the word backward:"), **MODELS[name])
     return model.to(device=device, dtype=torch.float32 if device == "cpu" else torch.bfloat16)
 
 
@@ -136,53 +100,43 @@ def build_micro_batch(model: Any, sizes: Sizes, seed: int, *, last: bool = True)
     Args:
         last: of the update's last mini-batch.
     """
-    from recipe.offpolicy.batch.micro_batch import LAST
-    from recipe.offpolicy.batch.plan import PLAN, SharedPlan
-    from verl.utils import tensordict_utils as tu
-
     device = next(model.parameters()).device
     generator = torch.Generator().manual_seed(seed)
-    least = max(1, sizes.response // 2)
-    lengths = torch.randint(least, sizes.response + 1, (sizes.rows,), generator=generator)
+    lengths = torch.randint(max(1, sizes.response // 2), sizes.response + 1, (sizes.rows,), generator=generator)
     lengths[0] = sizes.response
-    vocabulary = model.config.vocab_size
     whole = [
-        torch.randint(vocabulary, (sizes.prompt + int(length),), generator=generator).to(device) for length in lengths
+        torch.randint(model.config.vocab_size, (sizes.prompt + int(length),), generator=generator).to(device)
+        for length in lengths
     ]
-    signs = [1.0 if row % 2 else -1.0 for row in range(sizes.rows)]
 
     def nested(rows: Sequence[Tensor]) -> Tensor:
         return torch.nested.as_nested_tensor(list(rows), layout=torch.jagged)
 
-    responses = [row[sizes.prompt :] for row in whole]
-    columns = {
-        "prompts": nested([row[: sizes.prompt] for row in whole]),
-        "responses": nested(responses),
-        "input_ids": nested(whole),
-        "response_mask": nested([torch.ones_like(row) for row in responses]),
-        "advantages": nested(
-            [torch.full(row.shape, s, device=device) for row, s in zip(responses, signs, strict=True)]
-        ),
-    }
-    data = TensorDict(columns, batch_size=sizes.rows)
+    ids = nested(whole)
     with torch.no_grad():
-        found = compute_log_probs(model, data).unbind()
+        found = compute_log_probs(model, ids).unbind()
     old = [row[sizes.prompt - 1 : -1].float() for row in found]
     noise = [0.02 * torch.randn(row.shape, generator=generator).to(device) for row in old]
-    data["old_log_probs"] = nested(old)
-    data["rollout_log_probs"] = nested([row + apart for row, apart in zip(old, noise, strict=True)])
-    tokens = int(lengths.sum()) * sizes.micro_batches
-    tu.assign_non_tensor(data, dp_size=1, batch_num_tokens=tokens, global_batch_size=sizes.rows * sizes.micro_batches)
-    tu.assign_non_tensor(data, **{PLAN: SharedPlan(step=1), LAST: last})
+    data = build_batch(
+        {
+            "prompts": nested([row[: sizes.prompt] for row in whole]),
+            "responses": nested([row[sizes.prompt :] for row in whole]),
+            "input_ids": ids,
+            "advantages": nested([torch.full_like(row, 1.0 if place % 2 else -1.0) for place, row in enumerate(old)]),
+            "old_log_probs": nested(old),
+            "rollout_log_probs": nested([row + apart for row, apart in zip(old, noise, strict=True)]),
+        },
+        micro_batches=sizes.micro_batches,
+        last=last,
+    )
     for column in range(OBJECTS):
         of_rows = [NonTensorData({"answer": str(row), "turns": [1, 2]}) for row in range(sizes.rows)]
         data[f"object_{column}"] = NonTensorStack(*of_rows)
     return data
 
 
-def compute_log_probs(model: Any, data: TensorDict) -> Tensor:
+def compute_log_probs(model: Any, ids: Any) -> Tensor:
     """Compute the log-prob of each next token, nested and shifted left by one as verl's engine returns them."""
-    ids = data["input_ids"]
     padded = ids.to_padded_tensor(0)
     logits = model(input_ids=padded, use_cache=False).logits.float()
     labels = padded.roll(-1, dims=-1)
@@ -202,7 +156,7 @@ def update(model: Any, mini_batches: Sequence[Sequence[TensorDict]], loss: Loss)
         model.zero_grad(set_to_none=True)
         metrics = []
         for data in micro_batches:
-            output = {"log_probs": compute_log_probs(model, data)}
+            output = {"log_probs": compute_log_probs(model, data["input_ids"])}
             called = clock()
             value, found = loss(model_output=output, data=data)
             in_loss += clock() - called
@@ -241,31 +195,23 @@ def compare(name: str, sizes: Sizes, pairs: int, device: str, *, shadow: bool = 
         "verl": partial(ppo_loss, config),
         "ours": OffPolicyLoss(CorrectionSpec.from_mapping(CORRECTION), config, shadows=shadows),
     }
-    for loss in losses.values():
-        update(model, batches, loss)
-    spent: dict[str, list[Spent]] = {who: [] for who in losses}
-    for turn in range(pairs):
-        for who in ("verl", "ours") if turn % 2 else ("ours", "verl"):
-            spent[who].append(update(model, batches, losses[who]))
-    whole = {who: [one.whole for one in taken] for who, taken in spent.items()}
-    in_loss = {who: statistics.median(one.loss for one in taken) / sizes.in_all for who, taken in spent.items()}
-    verl, ours = (statistics.median(whole[who]) / sizes.in_all for who in ("verl", "ours"))
+    spent = take_turns({who: partial(update, model, batches, loss) for who, loss in losses.items()}, pairs)
+    each = sizes.micro_batches * sizes.mini_batches
+    (verl, verl_loss), (ours, in_loss) = (
+        (statistics.median(seconds) / each for seconds in zip(*spent[who], strict=True)) for who in losses
+    )
     return {
         "model": name,
         "device": device if device == "cpu" else torch.cuda.get_device_name(),
-        "rows": sizes.rows,
-        "prompt": sizes.prompt,
-        "response": sizes.response,
-        "micro_batches": sizes.micro_batches,
-        "mini_batches": sizes.mini_batches,
+        **asdict(sizes),
         "pairs": pairs,
         "shadow": shadow,
         "verl_seconds": verl,
         "seconds": ours,
-        "verl_loss_seconds": in_loss["verl"],
-        "loss_seconds": in_loss["ours"],
-        "time_ratio": statistics.median(b / a for a, b in zip(whole["verl"], whole["ours"], strict=True)),
-        "share_in_loss": (in_loss["ours"] - in_loss["verl"]) / verl,
+        "verl_loss_seconds": verl_loss,
+        "loss_seconds": in_loss,
+        "time_ratio": find_median_ratio(*([one.whole for one in spent[who]] for who in ("ours", "verl"))),
+        "share_in_loss": (in_loss - verl_loss) / verl,
     }
 
 
@@ -294,34 +240,18 @@ def _clock(device: torch.device) -> Callable[[], float]:
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = build_parser(__doc__)
     parser.add_argument("--model", choices=MODELS, default="quickstart")
-    for name, value in (
-        ("rows", 64),
-        ("prompt", 13),
-        ("response", 10),
-        ("micro-batches", 1),
-        ("mini-batches", 2),
-        ("pairs", 25),
-    ):
-        parser.add_argument(f"--{name}", type=_count, default=value)
+    add_counts(parser, **asdict(Sizes()), pairs=25)
     parser.add_argument("--device", default="cpu", help="cpu, or a CUDA device")
     parser.add_argument("--json", type=Path, help="write the figures there")
     parser.add_argument("--shadow", action="store_true", help="report on sequence weights beside the correction")
     given = parser.parse_args(arguments)
-    sizes = Sizes(given.rows, given.prompt, given.response, given.micro_batches, given.mini_batches)
+    sizes = Sizes(**{name: getattr(given, name) for name in asdict(Sizes())})
     found = compare(given.model, sizes, given.pairs, given.device, shadow=given.shadow)
     print(format_figures(found))
-    if given.json is not None:
-        given.json.write_text(json.dumps(found, indent=1) + "\n")
+    write_json(given.json, found)
     return found
-
-
-def _count(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text}: give a number of 1 or more")
-    return number
 
 
 if __name__ == "__main__":

@@ -9,29 +9,21 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-REWARD = ("critic/rewards/mean", "critic/score/mean")
-KL = ("offpolicy/kl/k3",)
-ESS = ("offpolicy/weight/ess",)
-RATIO_ESS = ("offpolicy/rollout_ratio/ess",)
-KEPT = ("offpolicy/keep/token_share",)
-PROVED = "offpolicy/live/proved"
-ELIGIBLE, GAP, PULL = ("opd/frac_opd_samples",), ("opd/gap/mean",), ("opd/share_of_loss",)
-FIRST_VALUE, LAST_PASSED, LAST_FAILED = (
-    ("process_reward/value/first/mean",),
-    ("process_reward/value/last/passed",),
-    ("process_reward/value/last/failed",),
-)
-SCORING = ("process_reward/cost/seconds",)
-SECONDS = ("timing_s/step",)
+REWARD = "critic/rewards/mean|critic/score/mean"
+"""Of a key with alternatives the first that is there counts."""
+KL, KEPT = "offpolicy/kl/k3", "offpolicy/keep/token_share"
+ESS, RATIO_ESS = "offpolicy/weight/ess", "offpolicy/rollout_ratio/ess"
+PROVED, SECONDS = "offpolicy/live/proved", "timing_s/step"
+FIRST_VALUE = "process_reward/value/first/mean"
 
 OK, FAILED, REFUSED, NOT_RISEN, NOT_LIVE = range(5)
 """Exit codes of scripts/quickstart.sh; an interrupted run ends with 128 + the signal's number."""
 REQUIRED_RISE = 0.1
 
 
-def pick(data: dict[str, Any], keys: tuple[str, ...]) -> float:
-    """Return the value of the first of these keys that is present; NaN when none is."""
-    return next((float(data[key]) for key in keys if data.get(key) is not None), math.nan)
+def pick(data: dict[str, Any], key: str) -> float:
+    """Return the value of a key; NaN when it is not there."""
+    return next((float(data[each]) for each in key.split("|") if data.get(each) is not None), math.nan)
 
 
 def read_heldout_score(data: dict[str, Any]) -> float | None:
@@ -70,32 +62,23 @@ class History:
         """Steps at which the policy was updated."""
         return [step for step, data in self.records if not math.isnan(pick(data, REWARD))]
 
-    def series(self, keys: tuple[str, ...]) -> list[float]:
+    def series(self, key: str) -> list[float]:
         """Return one value for each of `steps`, NaN where it was not logged."""
-        return [pick(data, keys) for _, data in self.records if not math.isnan(pick(data, REWARD))]
+        return [pick(data, key) for _, data in self.records if not math.isnan(pick(data, REWARD))]
 
     @property
-    def heldout(self) -> list[tuple[int, float]]:
-        """(step, score) of each validation."""
-        scores = [(step, read_heldout_score(data)) for step, data in self.records]
-        return [(step, score) for step, score in scores if score is not None]
+    def heldout(self) -> dict[str, list[tuple[int, float]]]:
+        """(step, value) of each validation by what was measured, exact match first; a second one is a graded score."""
+        found: dict[str, list[tuple[int, float]]] = {}
+        for name, read in (("exact match", read_exact_share), ("score", read_heldout_score)):
+            values = [(step, value) for step, data in self.records if (value := read(data)) is not None]
+            if values or name == "score":
+                found["graded score" if found else name] = values
+        return found
 
     @property
-    def exact(self) -> list[tuple[int, float]]:
-        """(step, share of exact matches) of each validation; empty where the reward does not say."""
-        shares = [(step, read_exact_share(data)) for step, data in self.records]
-        return [(step, share) for step, share in shares if share is not None]
-
-    @property
-    def heldout_by_name(self) -> dict[str, list[tuple[int, float]]]:
-        """What validations measured, exact match first; a score beside exact matches is a graded one."""
-        if self.exact:
-            return {"exact match": self.exact, "graded score": self.heldout}
-        return {"score": self.heldout}
-
-    @property
-    def ess(self) -> tuple[str, ...]:
-        """Keys of the effective sample size: of the weights, or of the ratio where weights are all 1."""
+    def ess(self) -> str:
+        """Key of the effective sample size: of the weights, or of the ratio where weights are all 1."""
         weights = [value for value in self.series(ESS) if not math.isnan(value)]
         return RATIO_ESS if all(value == 1.0 for value in weights) else ESS
 
@@ -113,20 +96,19 @@ def judge(history: History, *, corrected: bool, judged: bool, scored: bool = Tru
         judged: the score must have risen by REQUIRED_RISE; False for fewer steps, or another model or task than ours.
         scored: the held-out score was asked for, before training and after it.
     """
+    *_, (judged_by, scores) = history.heldout.items()
     if not history.steps:
         return FAILED, "training ended without a step"
-    if scored and len(history.heldout) < 2:
+    if scored and len(scores) < 2:
         return FAILED, "training ended without the held-out score before and after it"
     if corrected and not history.proved:
         return NOT_LIVE, "the correction was not proved live: offpolicy/live/proved is not 1"
     if not scored:
         return OK, f"trained {len(history.steps)} steps (not judged: validation is switched off)"
-    before, after = history.heldout[0][1], history.heldout[-1][1]
-    changes = [f"{name} from {each[0][1]:.3f} to {each[-1][1]:.3f}" for name, each in history.heldout_by_name.items()]
+    changes = [f"{name} from {each[0][1]:.3f} to {each[-1][1]:.3f}" for name, each in history.heldout.items()]
     change = f"held out, {' and '.join(changes)}"
     if not judged:
         return OK, f"{change} (not judged: fewer steps than the default, or another model or task)"
-    if after - before < REQUIRED_RISE:
-        judged_by = list(history.heldout_by_name)[-1]
+    if scores[-1][1] - scores[0][1] < REQUIRED_RISE:
         return NOT_RISEN, f"{change}: the {judged_by} must rise by {REQUIRED_RISE}"
     return OK, change

@@ -7,13 +7,7 @@ from typing import Any
 
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from transformers import (
-    PreTrainedTokenizerFast,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
-)
+from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
@@ -21,13 +15,21 @@ CHAT_TEMPLATE = (
     "{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
+MIXTURE = dict(
+    num_hidden_layers=4,
+    head_dim=32,
+    num_experts=8,
+    num_experts_per_tok=2,
+    norm_topk_prob=True,
+    moe_intermediate_size=64,  # vLLM packs experts for the CPU by multiples of 32
+)
 
 
 def build_tokenizer(instruction: str, merges: Sequence[tuple[str, str]] = ()) -> PreTrainedTokenizerFast:
     """Build a tokenizer of single bytes, with one token for the instruction that all questions share.
 
     Bytes let the model see every letter of a word; the one token keeps prompts at a dozen tokens. `merges` are pairs
-    of pieces that become tokens beside the bytes, the first to be merged first.
+    of pieces that become tokens together with the bytes, the first to be merged first.
     """
     pieces = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *("".join(pair) for pair in merges)]
     core = Tokenizer(models.BPE(vocab={piece: index for index, piece in enumerate(pieces)}, merges=list(merges)))
@@ -44,41 +46,26 @@ def build_tokenizer(instruction: str, merges: Sequence[tuple[str, str]] = ()) ->
     return tokenizer
 
 
-def build_model(tokenizer: PreTrainedTokenizerFast, seed: int = 0, spread: float = 0.02) -> Qwen2ForCausalLM:
-    """Build a model with random weights, in float32.
+def build_model(
+    tokenizer: PreTrainedTokenizerFast, *, seed: int = 0, spread: float = 0.02, mixture: bool = False, **shape: Any
+) -> Any:
+    """Build a model with random weights, in float32: a Qwen2, or a mixture of 8 experts of which 2 see a token.
+
+    Its vocabulary equals the tokenizer's: vLLM masks surplus logits and the trainer does not, which would bias every
+    log-probability by a constant.
 
     Args:
         spread: standard deviation of the weights.
-
-    Its vocabulary equals the tokenizer's: vLLM masks surplus logits and the trainer does not, which would
-    bias every log-probability by a constant.
+        shape: keys of transformers' configuration, for another size.
     """
     torch.manual_seed(seed)
-    return _with_endings(Qwen2ForCausalLM(Qwen2Config(num_hidden_layers=2, **_shape(tokenizer, spread))), tokenizer)
-
-
-def build_mixture(tokenizer: PreTrainedTokenizerFast, seed: int = 0, spread: float = 0.02) -> Qwen3MoeForCausalLM:
-    """Build a mixture of 8 experts in each of 4 layers, of which 2 see a token; otherwise as ``build_model``."""
-    torch.manual_seed(seed)
-    config = Qwen3MoeConfig(
-        num_hidden_layers=4,
-        head_dim=32,
-        num_experts=8,
-        num_experts_per_tok=2,
-        norm_topk_prob=True,
-        moe_intermediate_size=64,  # vLLM packs experts for the CPU by multiples of 32
-        **_shape(tokenizer, spread),
-    )
-    return _with_endings(Qwen3MoeForCausalLM(config), tokenizer)
-
-
-def _shape(tokenizer: PreTrainedTokenizerFast, spread: float) -> dict[str, Any]:
-    return dict(
+    common = dict(
         vocab_size=len(tokenizer),
         hidden_size=128,
         intermediate_size=256,
         num_attention_heads=4,  # of 32 dimensions each, which is the least that vLLM's attention takes
         num_key_value_heads=4,
+        num_hidden_layers=2,
         max_position_embeddings=256,
         tie_word_embeddings=True,
         initializer_range=spread,
@@ -86,9 +73,11 @@ def _shape(tokenizer: PreTrainedTokenizerFast, spread: float) -> dict[str, Any]:
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
-
-
-def _with_endings(model: Any, tokenizer: PreTrainedTokenizerFast) -> Any:
+    model: Any
+    if mixture:
+        model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**(common | MIXTURE | shape)))
+    else:
+        model = Qwen2ForCausalLM(Qwen2Config(**(common | shape)))
     model.generation_config.eos_token_id = tokenizer.eos_token_id
     model.generation_config.pad_token_id = tokenizer.pad_token_id
     return model

@@ -17,7 +17,6 @@ from .own_model import build_bucket_override, find_unusable
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 PLATFORMS = ("cpu", "cpu_megatron", "cuda")
-TASKS = ("spelling", "free_length")
 MODEL_PATH = "actor_rollout_ref.model.path"
 
 COMMON_ENVIRONMENT = {
@@ -49,8 +48,6 @@ ANY_MODEL_OVERRIDES = (
     "actor_rollout_ref.actor.optim.lr=1e-6",
 )
 """Settings for a model other than the quickstart's own, before the user's overrides."""
-TAUGHT_OVERRIDES = ("opd.eligible.passed_above=0.99",)
-"""Settings with on-policy distillation: the task gives partial credit, and 1 for a word that is right."""
 SUMS_OVERRIDES = (
     # A chain of three steps, which takes 27 tokens; force prompt and answer stand behind prefixes.
     "data.max_response_length=40",
@@ -63,14 +60,43 @@ SUMS_OVERRIDES = (
     # The first step, of which it is said what right and wrong steps are worth.
     "offpolicy.record.every=1000000",
 )
-"""Settings with process rewards, whose task is that of sums.py."""
 FREE_LENGTH_OVERRIDES = (
     f"data.max_response_length={MOST_TOKENS}",
     # The likeliest answer has one length.
     "actor_rollout_ref.rollout.val_kwargs.do_sample=true",
     "actor_rollout_ref.rollout.val_kwargs.temperature=1.0",
 )
-"""Settings of the task free_length, beside those of its length penalty."""
+"""Settings of the task free_length, together with those of its length penalty."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is trained on.
+
+    Attributes:
+        title: for the picture.
+        data, model: parts of the cache that hold the questions and the quickstart's own model.
+        reward: file of the reward function.
+        overrides: settings that it needs, before the user's.
+    """
+
+    title: str
+    data: str
+    model: str
+    reward: str
+    overrides: tuple[str, ...] = ()
+
+
+WORDS = "reasoning-gym's spell_backward"
+TASKS = {
+    "spelling": Task(WORDS, "data", "model", "reward.py"),
+    "free_length": Task(
+        f"{WORDS}, at free length", "data", "free_length_model", "free_length_reward.py", FREE_LENGTH_OVERRIDES
+    ),
+    "process_reward": Task(
+        "sums modulo 5, with process rewards", "sums", "sums_model", "sums_reward.py", SUMS_OVERRIDES
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -87,7 +113,7 @@ class Options:
 
     model: Path | None
     platform: str
-    task: str = TASKS[0]
+    task: str = "spelling"
     mixture: bool = False
     model_overrides: tuple[str, ...] = ()
 
@@ -103,33 +129,30 @@ class Options:
         key, given = ("MODEL", env.get("MODEL")) if given is None else (MODEL_PATH, given.strip("'\""))
         if given:
             model = Path(given).expanduser().resolve()
-            template = find_last("actor_rollout_ref.model.custom_chat_template", overrides)
-            if reason := find_unusable(model, has_template=template not in (None, "null")):
+            has_template = is_set("actor_rollout_ref.model.custom_chat_template", overrides)
+            if reason := find_unusable(model, has_template=has_template):
                 raise ValueError(f"{key}={given}: {reason}")
-        platform = next((o.removeprefix("platform=") for o in reversed(overrides) if o.startswith("platform=")), "cpu")
+        platform = find_last("platform", overrides)
+        platform = "cpu" if platform is None else platform
         if platform not in PLATFORMS:
             raise ValueError(f"platform={platform}: choose one of {', '.join(PLATFORMS)}")
-        task = env.get("TASK") or TASKS[0]
-        if task not in TASKS:
-            raise ValueError(f"TASK={task}: choose one of {', '.join(TASKS)}")
-        own = "process_reward" if is_rewarded_by_process(overrides) else "opd" if is_taught(overrides) else None
-        if task != TASKS[0] and own is not None:
+        task, (spelling, *others, by_process) = env.get("TASK") or "spelling", TASKS
+        if task not in (spelling, *others):
+            raise ValueError(f"TASK={task}: choose one of {', '.join((spelling, *others))}")
+        own = next((section for section in (by_process, "opd") if is_set(section, overrides)), None)
+        if task != spelling and own is not None:
             raise ValueError(f"TASK={task}: {own} brings a task of its own; leave one of them out")
+        task = by_process if own == by_process else task
         name = find_last("model", overrides)
         if name not in (None, "moe"):
             raise ValueError(f"model={name}: the quickstart's own are moe, and a dense one without this override")
-        if name and (model or task != TASKS[0] or is_rewarded_by_process(overrides)):
+        if name and (model or task != spelling):
             raise ValueError(
                 f"model=moe: it is a model of its own, with a task of its own. Leave MODEL, {MODEL_PATH}, TASK and "
                 "process_reward out"
             )
         settings = (*ANY_MODEL_OVERRIDES, *build_bucket_override(model, platform, overrides)) if model else ()
         return cls(model, platform, task, mixture=name == "moe", model_overrides=settings)
-
-    @property
-    def part(self) -> str:
-        """The part of the cache that holds the quickstart's own model of its first task."""
-        return "mixture" if self.mixture else "model"
 
 
 def build_child_environment(base: Mapping[str, str], platform: str, root: Path) -> dict[str, str]:
@@ -151,7 +174,7 @@ def build_release_overrides(platform: str, release: str, overrides: Sequence[str
     of = attributes_of(release)
     chosen = [f"platform={'cpu_before_0_9' if platform == 'cpu' and not of.platforms else platform}"]
     if of.v1_modes and (mode := find_trainer_mode(overrides)) != "sync":
-        if find_last("offpolicy.staleness.eta", overrides) not in (None, "null"):
+        if is_set("offpolicy.staleness.eta", overrides):
             # What eta takes the place of, and an option of the group `mode` may have set.
             replaced = f"trainer.v1.{mode}.num_warmup_batches", "trainer.v1.sampler.max_off_policy_threshold"
             chosen += [f"{key}=null" for key in replaced]
@@ -159,12 +182,6 @@ def build_release_overrides(platform: str, release: str, overrides: Sequence[str
         sampler, path = "trainer.v1.sampler.custom_sampler", Path(__file__).with_name("sampler.py").resolve()
         chosen += [quote(f"{sampler}.path", path), f"{sampler}.name=QuickReplayBuffer"]
     return chosen
-
-
-def build_replay_overrides(overrides: Sequence[str]) -> list[str]:
-    """Build what goes with routing replay R3: the rollout engine has to record routes."""
-    replayed = find_last("actor_rollout_ref.actor.fsdp_config.router_replay.mode", overrides) == "R3"
-    return ["actor_rollout_ref.rollout.enable_rollout_routing_replay=true"] if replayed else []
 
 
 def find_trainer_mode(overrides: Sequence[str]) -> str:
@@ -183,25 +200,31 @@ def find_last(key: str, overrides: Sequence[str]) -> str | None:
     return next((value for name, _, value in reversed(given) if name == key), None)
 
 
-def is_taught(overrides: Sequence[str]) -> bool:
-    """Return True if on-policy distillation is on."""
-    return find_last("opd", overrides) not in (None, "null")
+def is_set(key: str, overrides: Sequence[str]) -> bool:
+    """Return True if an override gives a key, or a section of it, another value than null."""
+    return find_last(key, overrides) not in (None, "null")
 
 
 def needs_teacher(overrides: Sequence[str]) -> bool:
     """Return True if on-policy distillation is on and no teacher is named."""
-    return is_taught(overrides) and find_last("opd.teacher.url", overrides) is None
+    return is_set("opd", overrides) and find_last("opd.teacher.url", overrides) is None
 
 
-def is_rewarded_by_process(overrides: Sequence[str]) -> bool:
-    """Return True if process rewards are on."""
-    return find_last("process_reward", overrides) not in (None, "null")
+def build_task_overrides(task: str, overrides: Sequence[str]) -> list[str]:
+    """Build what the task and the user's overrides ask of others."""
+    found = [*TASKS[task].overrides, *(build_length_overrides(overrides) if task == "free_length" else ())]
+    if find_last("actor_rollout_ref.actor.fsdp_config.router_replay.mode", overrides) == "R3":
+        found.append("actor_rollout_ref.rollout.enable_rollout_routing_replay=true")
+    if is_set("opd", overrides):
+        # The task gives partial credit, and 1 for a word that is right.
+        found.append("opd.eligible.passed_above=0.99")
+    return found
 
 
 def build_length_overrides(overrides: Sequence[str]) -> list[str]:
-    """Build the overrides of the task free_length: lengths are measured unless the user's say otherwise."""
+    """Build the overrides of a length penalty: lengths are measured unless the user's say otherwise."""
     kind = find_last("length_penalty", overrides)
-    found = [*FREE_LENGTH_OVERRIDES, *(["length_penalty=none"] if kind is None else [])]
+    found = ["length_penalty=none"] if kind is None else []
     if kind in COEFFICIENTS:
         found.append(f"length_penalty.coefficient={COEFFICIENTS[kind]:g}")
     if kind == "anchor":

@@ -79,7 +79,7 @@ class TrainingView:
         score, steps = read_heldout_score(data), self._steps
         if step > 0:
             parts = [("reward", REWARD), ("KL", KL), ("ESS", self._history.ess), ("kept", KEPT)]
-            values = ", ".join(f"{name} {format_cell(pick(data, keys))}" for name, keys in parts)
+            values = ", ".join(f"{name} {format_cell(pick(data, key))}" for name, key in parts)
             of = f" of {steps}" if steps else ""
             self._progress.line(f"  step {step}{of}: {values}, {format_cell(pick(data, SECONDS), 1)} s")
             if self._corrected and self._history.steps[:1] == [step] and data.get(PROVED) == 1.0:

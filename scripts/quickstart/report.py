@@ -12,24 +12,25 @@ import numpy as np
 from recipe.offpolicy.analysis.pages.plotting import FigurePanel, add_legend, draw_panels, save
 from recipe.offpolicy.analysis.pages.table import Column, Table
 
-from .metrics import (
-    ELIGIBLE,
-    ESS,
-    FIRST_VALUE,
-    GAP,
-    KEPT,
-    KL,
-    LAST_FAILED,
-    LAST_PASSED,
-    PULL,
-    REWARD,
-    SCORING,
-    SECONDS,
-    History,
-)
+from .metrics import ESS, FIRST_VALUE, KEPT, KL, REWARD, SECONDS, History
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+
+OPTIONAL = (
+    {
+        "share of rollouts taught": "opd/frac_opd_samples",
+        "gap to the teacher, nats": "opd/gap/mean",
+        "teacher's share of the pull": "opd/share_of_loss",
+    },
+    {
+        "value of the prompt, nats": FIRST_VALUE,
+        "value of the whole, passed": "process_reward/value/last/passed",
+        "value of the whole, failed": "process_reward/value/last/failed",
+        "seconds of scoring a step": "process_reward/cost/seconds",
+    },
+)
+"""Rows of the summary that are shown where one of them has a value."""
 
 
 def describe(correction: dict[str, Any]) -> str:
@@ -44,13 +45,8 @@ def describe(correction: dict[str, Any]) -> str:
         parts.append(f"mask{'s' if len(masks) > 1 else ''} {' and '.join(masks)}")
     if correction.get("proximal", "recompute") != "recompute":
         parts.append(f"pi_old by {correction['proximal']}")
-    if correction.get("kl_clip"):
-        parts.append("clipped KL")
-    if correction.get("kl_weight"):
-        parts.append("weighed KL")
-    if correction.get("penalty"):
-        parts.append("a penalty on the log-ratio")
-    return ", ".join(parts) or "uncorrected"
+    named = {"kl_clip": "clipped KL", "kl_weight": "weighed KL", "penalty": "a penalty on the log-ratio"}
+    return ", ".join([*parts, *(name for key, name in named.items() if correction.get(key))]) or "uncorrected"
 
 
 def _name_ess(history: History) -> str:
@@ -58,36 +54,23 @@ def _name_ess(history: History) -> str:
 
 
 def _name_reward(history: History) -> str:
-    return "graded score" if history.exact else "reward"
+    return f"{'graded score' if 'exact match' in history.heldout else 'reward'}, sampled"
 
 
 def build_summary_table(history: History, *, corrected: bool) -> Table:
     """Build the table of first and last values."""
-    named = {f"held-out {name}": [value for _, value in each] for name, each in history.heldout_by_name.items()}
+    named = {f"held-out {name}": [value for _, value in each] for name, each in history.heldout.items()}
+    keys = {_name_reward(history): REWARD, "mismatch KL (k3)": KL, _name_ess(history): history.ess}
     named |= {
-        f"{_name_reward(history)}, sampled": history.series(REWARD),
-        "mismatch KL (k3)": history.series(KL),
-        _name_ess(history): history.series(history.ess),
-        "kept share": history.series(KEPT),
-        "seconds a step": history.series(SECONDS),
+        name: history.series(key) for name, key in (keys | {"kept share": KEPT, "seconds a step": SECONDS}).items()
     }
-    taught = {
-        "share of rollouts taught": history.series(ELIGIBLE),
-        "gap to the teacher, nats": history.series(GAP),
-        "teacher's share of the pull": history.series(PULL),
-    }
-    by_process = {
-        "value of the prompt, nats": history.series(FIRST_VALUE),
-        "value of the whole, passed": history.series(LAST_PASSED),
-        "value of the whole, failed": history.series(LAST_FAILED),
-        "seconds of scoring a step": history.series(SCORING),
-    }
-    for optional in (taught, by_process):
-        if any(not math.isnan(value) for values in optional.values() for value in values):
-            named |= optional
+    for optional in OPTIONAL:
+        series = {name: history.series(key) for name, key in optional.items()}
+        if not np.isnan([*series.values()]).all():
+            named |= series
     rows: list[list[Any]] = []
-    for name, series in named.items():
-        values = [value for value in series if not math.isnan(value)]
+    for name, found in named.items():
+        values = [value for value in found if not math.isnan(value)]
         rows.append([name, values[0], values[-1]] if values else [name, None, None])
     proof = "none configured" if not corrected else "yes" if history.proved else "NO"
     columns = [Column(""), Column("first", align="right"), Column("last", align="right")]
@@ -103,12 +86,12 @@ def draw(history: History, path: Path, title: str) -> None:
 
     def reward(axes: Axes) -> None:
         values = history.series(REWARD)
-        axes.plot(steps, values, color="C0", alpha=0.35, label=f"{_name_reward(history)}, sampled")
+        axes.plot(steps, values, color="C0", alpha=0.35, label=_name_reward(history))
         # NaN does not count.
         smooth = pandas.Series(values, dtype=float).rolling(5, min_periods=1).mean()
         axes.plot(steps, smooth, color="C0", label="mean of 5 steps")
         looks = (("o", "C1", -15), ("s", "C0", 8))
-        for (name, each), (marker, colour, up) in zip(history.heldout_by_name.items(), looks, strict=False):
+        for (name, each), (marker, colour, up) in zip(history.heldout.items(), looks, strict=False):
             for step, value in each:
                 place = (step, value), (-10, up)
                 axes.annotate(f"{value:.2f}", *place, textcoords="offset points", color=colour)

@@ -13,7 +13,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
@@ -23,24 +23,19 @@ import yaml
 from recipe.offpolicy.analysis.pages.table import to_rich
 from verl_patches.contract import installed_release
 
-from .child import Child, StageFailed, Tail
-from .cleanup import SharedMemoryWatch, become_subreaper, end_descendants
 from .metrics import FAILED, FIRST_VALUE, REFUSED, History, judge
 from .options import (
     MODEL_PATH,
-    SUMS_OVERRIDES,
-    TAUGHT_OVERRIDES,
+    TASKS,
     Options,
     build_child_environment,
-    build_length_overrides,
     build_release_overrides,
-    build_replay_overrides,
-    is_rewarded_by_process,
-    is_taught,
+    build_task_overrides,
     needs_teacher,
     quote,
 )
 from .prepare import find_made, folder
+from .processes import Child, SharedMemoryWatch, StageFailed, Tail, become_subreaper, clean_up
 from .progress import Progress, TrainingView
 from .report import build_summary_table, describe, draw
 from .sums import describe_utilities, judge_utilities, read_recorded
@@ -53,6 +48,8 @@ CACHE = OUTPUTS / "cache"
 CONFIG = ROOT / "configs" / "quickstart.yaml"
 CHECKED = "offpolicy: all checks passed; "
 """What the trainer prints before it starts anything; the correction follows, as JSON."""
+SPLITS = (("train", "train"), ("val", "heldout"))
+"""verl's key -> name of the file."""
 WATCH_EVERY = 2.0
 """Seconds between two looks at /dev/shm."""
 
@@ -70,15 +67,18 @@ class Quickstart:
 
     def __init__(self, options: Options, overrides: Sequence[str], progress: Progress) -> None:
         self.options = options
+        self.task = TASKS[options.task]
         # Platform and model are among the options; Hydra takes a group's choice once, and has no such group.
         self.overrides = [override for override in overrides if not override.startswith(("platform=", "model="))]
+        self.taught = needs_teacher(self.overrides)
+        model = "mixture" if options.mixture else self.task.model
+        self.parts = [self.task.data, *([] if options.model else [model]), *(["teacher"] if self.taught else [])]
         self.progress = progress
         self.history = History()
         self.current: Child | None = None
         self.checking = False
         self._read_metrics: Callable[[], None] = lambda: None
         self._shared_memory = SharedMemoryWatch()
-        self._watched = 0.0
         self._folder = OUTPUTS / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
         self._folder.mkdir(parents=True)
         # Sockets of Ray lie deep below it, and the path of a socket must be shorter than 108 characters.
@@ -97,17 +97,17 @@ class Quickstart:
         """
         release = installed_release("verl")
         assert release is not None, "quickstart.sh looks for verl before"
-        self.progress.line(
-            f"quickstart of verl {release} on {self.options.platform}, everything goes to "
-            f"{os.path.relpath(self._folder)}"
-        )
-        command = self._trainer(release)
-        check = [] if self._taught else [*command, "--check"]
-        folders = find_made(CACHE, self._parts) or self._check_and_prepare(check)
-        if self._taught:
+        where = os.path.relpath(self._folder)
+        self.progress.line(f"quickstart of verl {release} on {self.options.platform}, everything goes to {where}")
+        command = self._build_command(release)
+        folders = find_made(CACHE, self.parts) or self._check_and_prepare(command)
+        if self.taught:
             self._start_teacher(folders["teacher"])
         self.progress.stage("checking the configuration")
-        lines = self._follow(self._start([*command, *self._data(folders), *self.overrides], "train.log"))
+        model = self.options.model or folders[self.parts[1]]
+        files = [quote(f"data.{key}_files", folders[self.task.data] / f"{name}.parquet") for key, name in SPLITS]
+        command += [*files, quote(MODEL_PATH, model), *self.overrides]
+        lines = self._follow(self._start(command, "train.log"))
         # What is corrected is known to the trainer alone, which has chosen for correction=auto.
         correction, _ = json.JSONDecoder().raw_decode(self._await_checks(lines))
         self.progress.line(f"  all checks passed: {describe(correction)}")
@@ -119,51 +119,21 @@ class Quickstart:
         Returns:
             The pids that could not be ended, normally none, and the segments that had to be removed.
         """
-        self._shared_memory.observe()
-        survivors = end_descendants()
-        removed = self._shared_memory.remove_leaked()
+        left = clean_up(self._shared_memory)
         shutil.rmtree(self._scratch, ignore_errors=True)
-        return survivors, removed
+        return left
 
-    @property
-    def _parts(self) -> list[str]:
-        data, model = self._parts_trained
-        return [data, *([] if self.options.model else [model]), *(["teacher"] if self._taught else [])]
-
-    @property
-    def _parts_trained(self) -> tuple[str, str]:
-        """Parts of the cache that hold the questions and the model."""
-        if self._by_process:
-            return "sums", "sums_model"
-        return "data", "free_length_model" if self._free_length else self.options.part
-
-    @property
-    def _free_length(self) -> bool:
-        return self.options.task == "free_length"
-
-    @property
-    def _by_process(self) -> bool:
-        return is_rewarded_by_process(self.overrides)
-
-    @property
-    def _taught(self) -> bool:
-        return needs_teacher(self.overrides)
-
-    def _check_and_prepare(self, check: list[str]) -> dict[str, Path]:
-        """Make data and models; checks run beside it, and fail within seconds when an override is wrong.
-
-        Args:
-            check: the command of the checks; empty where they need a teacher that serves.
-        """
+    def _check_and_prepare(self, command: list[str]) -> dict[str, Path]:
+        """Make data and models; checks run meanwhile, and fail within seconds when an override is wrong."""
         self.progress.stage("checking the configuration")
-        command = [sys.executable, "-m", "scripts.quickstart.prepare", "--cache", str(CACHE), *self._parts]
-        preparation = self._start(command, "prepare.log")
-        if check:
-            self._await_checks(self._follow(self._start([*check, *self.overrides], "check.log")))
+        make = [sys.executable, "-m", "scripts.quickstart.prepare", "--cache", str(CACHE), *self.parts]
+        preparation = self._start(make, "prepare.log")
+        if not self.taught:  # with a teacher the checks need one that serves
+            self._await_checks(self._follow(self._start([*command, "--check", *self.overrides], "check.log")))
         self.progress.stage("preparing model and data")
         for line in self._follow(preparation):
             self.progress.line(f"  {line}")
-        return {part: folder(CACHE, part) for part in self._parts}
+        return {part: folder(CACHE, part) for part in self.parts}
 
     def _start_teacher(self, model: Path) -> None:
         """Start a server of the teacher, and go on when it serves."""
@@ -180,7 +150,7 @@ class Quickstart:
         steps = int(trainer["total_training_steps"] or 0)
         scored = trainer["val_before_train"] and trainer["test_freq"] > 0
         enough = yaml.safe_load(CONFIG.read_text())["trainer"]["total_training_steps"]
-        judged = not self.options.model and not self._free_length and steps >= enough
+        judged = not self.options.model and self.options.task != "free_length" and steps >= enough
         parts = ("weight", "masks", "proximal", "kl_clip")
         corrected = [correction[part] for part in parts] != [None, {}, "recompute", None]
         view = TrainingView(self.progress, self.history, steps, corrected, scored)
@@ -200,27 +170,19 @@ class Quickstart:
 
     def _report(self, correction: dict[str, Any], corrected: bool) -> None:
         self.progress.stage("reporting")
-        if self._by_process:
-            self._report_utilities()
+        recorded = sorted((self._folder / "recorded").glob("step_00000001*.parquet"))
+        if self.options.task == "process_reward" and recorded and not self.options.model:
+            found = judge_utilities(read_recorded(recorded, folder(CACHE, "sums_model")))
+            first = self.history.series(FIRST_VALUE)[0]
+            self.progress.line(f"values of the first step: {describe_utilities(found, first)}")
         self.progress.console.print(to_rich(build_summary_table(self.history, corrected=corrected)))
         picture = self._folder / "quickstart.png"
         own = "a mixture of 1.2 M parameters" if self.options.mixture else "a Qwen2 of 0.4 M parameters"
         model = self.options.model.name if self.options.model else own
-        task = "sums modulo 5, with process rewards" if self._by_process else "reasoning-gym's spell_backward"
-        if self._free_length:
-            task += ", at free length"
+        if self.options.task == "free_length":
             self._report_lengths()
-        draw(self.history, picture, f"GRPO of {model} on {task}, {describe(correction)}")
+        draw(self.history, picture, f"GRPO of {model} on {self.task.title}, {describe(correction)}")
         self.progress.line(f"picture: {os.path.relpath(picture)}")
-
-    def _report_utilities(self) -> None:
-        """Say what right and wrong steps were worth in the first step, as recorded."""
-        files = sorted((self._folder / "recorded").glob("step_00000001*.parquet"))
-        if not files or self.options.model:
-            return
-        rows = read_recorded(files, folder(CACHE, "sums_model"))
-        first = self.history.series(FIRST_VALUE)[0]
-        self.progress.line(f"values of the first step: {describe_utilities(judge_utilities(rows), first)}")
 
     def _report_lengths(self) -> None:
         """Say how long answers were at first and at last, and draw length by correctness."""
@@ -234,35 +196,17 @@ class Quickstart:
         self.progress.line(f"length of answers: {first:.1f} tokens at first, {last:.1f} at last")
         self.progress.line(f"picture: {os.path.relpath(picture)}")
 
-    def _trainer(self, release: str) -> list[str]:
+    def _build_command(self, release: str) -> list[str]:
         """Build the training command, without data, model and the user's overrides."""
+        recorded = quote("offpolicy.record.dir", self._folder / "recorded")
         return [
             *(sys.executable, "-m", "recipe.offpolicy.main_offpolicy", "--config-name", CONFIG.stem),
             quote("hydra.run.dir", self._folder / "hydra"),
-            quote("reward.custom_reward_function.path", HERE / self._reward),
+            quote("reward.custom_reward_function.path", HERE / self.task.reward),
             *build_release_overrides(self.options.platform, release, self.overrides),
-            *build_replay_overrides(self.overrides),
             *self.options.model_overrides,
-            *(TAUGHT_OVERRIDES if is_taught(self.overrides) else ()),
-            *((*SUMS_OVERRIDES, self._recorded) if self._by_process else ()),
-            *(build_length_overrides(self.overrides) if self._free_length else ()),
-        ]
-
-    @property
-    def _reward(self) -> str:
-        """File of the reward function."""
-        return "sums_reward.py" if self._by_process else "free_length_reward.py" if self._free_length else "reward.py"
-
-    @property
-    def _recorded(self) -> str:
-        return quote("offpolicy.record.dir", self._folder / "recorded")
-
-    def _data(self, folders: Mapping[str, Path]) -> list[str]:
-        data, model = self._parts_trained
-        return [
-            quote("data.train_files", folders[data] / "train.parquet"),
-            quote("data.val_files", folders[data] / "heldout.parquet"),
-            quote(MODEL_PATH, self.options.model or folders[model]),
+            *build_task_overrides(self.options.task, self.overrides),
+            *([recorded] if self.options.task == "process_reward" else []),
         ]
 
     def _await_checks(self, lines: Iterator[str]) -> str:
@@ -282,9 +226,7 @@ class Quickstart:
         return child.lines(self._tick)
 
     def _tick(self) -> None:
-        if time.monotonic() - self._watched > WATCH_EVERY:
-            self._shared_memory.observe()
-            self._watched = time.monotonic()
+        self._shared_memory.observe(every=WATCH_EVERY)
         self._read_metrics()
         self.progress.tick()
 

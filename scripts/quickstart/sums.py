@@ -12,7 +12,9 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from .sums_reward import FORCE_PROMPT
 
@@ -86,12 +88,16 @@ def check_steps(digits: Digits, text: str) -> list[bool]:
     return verdicts
 
 
+def ask(digits: Digits) -> str:
+    """Build the question."""
+    return INSTRUCTION + " ".join(map(str, digits))
+
+
 def to_row(digits: Digits, index: int, split: str) -> dict[str, Any]:
     """Convert a question to verl's schema."""
-    question = INSTRUCTION + " ".join(map(str, digits))
     return {
         "data_source": "sums",
-        "prompt": [{"role": "user", "content": question}],
+        "prompt": [{"role": "user", "content": ask(digits)}],
         "ability": "sums",
         "reward_model": {"style": "rule", "ground_truth": str(sum(digits) % BASE)},
         "extra_info": {"index": index, "split": split},
@@ -125,22 +131,17 @@ def build_sums_tokenizer() -> Any:
     return tokenizer
 
 
-@dataclass(frozen=True)
-class StepUtilities:
-    """Utilities of verified steps.
-
-    Attributes:
-        right, wrong: in nats.
-    """
+class StepUtilities(NamedTuple):
+    """Utilities of verified steps, in nats."""
 
     right: Sequence[float]
     wrong: Sequence[float]
 
     @property
     def separation(self) -> float:
-        """Share of pairs in which a right step has the higher utility; ties count half."""
-        pairs = [(good > bad) + 0.5 * (good == bad) for good in self.right for bad in self.wrong]
-        return sum(pairs) / len(pairs) if pairs else math.nan
+        """Share of pairs in which a right step has the higher utility; ties count half; NaN without a pair."""
+        signs = np.sign(np.subtract.outer(self.right, self.wrong))
+        return float((1 + signs.mean()) / 2) if signs.size else math.nan
 
     @property
     def signed(self) -> float:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
-from .child import TICK, Child, StageFailed
+from .processes import TICK, Child, StageFailed
 
 SCRIPT = Path(__file__).resolve().parents[1] / "teacher.sh"
 SECONDS = 300.0
@@ -29,22 +29,12 @@ class Teacher:
     """
 
     def __init__(self, model: Path, env: Mapping[str, str], log: Path, root: Path) -> None:
-        port = _find_free_port()
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
         self.url = f"http://127.0.0.1:{port}"
-        self.child = Child(
-            [
-                "bash",
-                str(SCRIPT),
-                str(model),
-                "--port",
-                str(port),
-                "--max-model-len",
-                str(LENGTH),
-            ],
-            env,
-            log,
-            root,
-        )
+        arguments = [str(model), "--port", str(port), "--max-model-len", str(LENGTH)]
+        self.child = Child(["bash", str(SCRIPT), *arguments], env, log, root)
 
     def wait(self, on_tick: Callable[[], None]) -> Iterator[float]:
         """Wait until it serves; yields the seconds so far every ten.
@@ -67,14 +57,6 @@ class Teacher:
 
 def _answers(url: str) -> bool:
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    try:
-        with opener.open(url, timeout=5) as answer:
-            return bool(answer.status == 200)
-    except (urllib.error.URLError, OSError):
-        return False
-
-
-def _find_free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    with contextlib.suppress(OSError), opener.open(url, timeout=5) as answer:
+        return bool(answer.status == 200)
+    return False

@@ -1,45 +1,72 @@
-"""A short supervised phase, so that reinforcement learning starts from a model that sometimes succeeds."""
+"""The supervised phase of each task, so that reinforcement learning starts from a model that sometimes succeeds."""
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
+from transformers import PreTrainedTokenizerFast
 
-from .reward import compute_score
-from .task import Entry, demonstrate, to_row
+from . import free_length, free_length_reward, reward, sums, task
+from .sums_reward import FORCE_PROMPT
+from .task import Entry
 
 IGNORED = -100
+Batch = tuple[Sequence[list[int]], Sequence[str]]
+"""Token ids of prompts, and an answer to each."""
+Report = Callable[[int, float, float], None]
+"""Takes step, loss and measured share of a check."""
 
 
 @dataclass(frozen=True)
-class WarmStartSettings:
-    """Settings of one warm start.
+class WarmStart:
+    """Settings of a warm start.
 
     Attributes:
-        careful: share of demonstrations that are right.
-        target, max_steps: training ends when answers sampled at temperature 1 have this mean score, or after so many
-            steps.
+        careful: share of demonstrations that are right, where the task does not say.
+        target, max_steps: training ends when the share that is measured has reached the one, or after so many steps.
+        rise: steps in which the learning rate rises.
+        cooling: steps after the target in which the learning rate falls to zero.
+        every: steps between two checks.
+        checked: questions of a check.
+        tokens: longest answer of a check.
     """
 
-    careful: float
     target: float
     max_steps: int
+    careful: float = 1.0
+    rise: int = 50
+    cooling: int = 0
+    every: int = 20
+    checked: int = 256
+    tokens: int = 10
+    batch: int = 64
+    learning_rate: float = 3e-3
 
 
-STUDENT = WarmStartSettings(careful=0.35, target=0.38, max_steps=400)
-TEACHER = WarmStartSettings(careful=1.0, target=0.95, max_steps=600)
-BATCH, LEARNING_RATE, WARM_UP_STEPS, WEIGHT_DECAY = 64, 3e-3, 50, 0.01
-CHECK_EVERY, CHECK_PROMPTS, MAX_ANSWER_TOKENS = 20, 256, 10
+STUDENT = WarmStart(target=0.38, max_steps=400, careful=0.35)
+TEACHER = WarmStart(target=0.95, max_steps=600)
+FREE_LENGTH = WarmStart(target=0.5, max_steps=1600, every=100, tokens=free_length.MOST_TOKENS)
+SUMS = WarmStart(target=0.8, max_steps=1000, rise=30, cooling=200, every=40, checked=64, tokens=40)
+SPREAD_OF_SUMS = 0.06
+"""Standard deviation of the weights before it; from transformers' default, sums are learnt late or never."""
 
 
-def tokenize_prompts(tokenizer: PreTrainedTokenizerFast, entries: Sequence[Entry]) -> list[list[int]]:
-    """Tokenize each prompt as verl's rollout renders it, ending where the answer begins."""
-    chats = [[{"role": "user", "content": entry["question"]}] for entry in entries]
+def tokenize_prompts(tokenizer: PreTrainedTokenizerFast, questions: Sequence[str]) -> list[list[int]]:
+    """Tokenize each question as verl's rollout renders it, ending where the answer begins."""
+    chats = [[{"role": "user", "content": question}] for question in questions]
     return tokenizer.apply_chat_template(chats, add_generation_prompt=True, tokenize=True, return_dict=False)
+
+
+def pad_left(rows: Sequence[list[int]], pad: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Pad rows on the left, so that all answers begin in the same column: (B, T) ids and attention mask."""
+    width = max(map(len, rows))
+    ids = [[pad] * (width - len(row)) + row for row in rows]
+    return torch.tensor(ids), torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])
 
 
 def collate(prompts: Sequence[list[int]], answers: Sequence[list[int]], pad: int) -> dict[str, torch.Tensor]:
@@ -54,7 +81,7 @@ def collate(prompts: Sequence[list[int]], answers: Sequence[list[int]], pad: int
     return {"input_ids": padded(rows, pad), "attention_mask": attention, "labels": padded(learnt, IGNORED)}
 
 
-def update(model: Qwen2ForCausalLM, optimizer: torch.optim.Optimizer, batch: Mapping[str, torch.Tensor]) -> float:
+def update(model: Any, optimizer: torch.optim.Optimizer, batch: Mapping[str, torch.Tensor]) -> float:
     """Make one update by a batch of ``collate``, and return its loss."""
     loss = model(**batch).loss
     optimizer.zero_grad()
@@ -65,58 +92,146 @@ def update(model: Qwen2ForCausalLM, optimizer: torch.optim.Optimizer, batch: Map
 
 
 @torch.no_grad()
-def measure_sample_score(
-    model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, entries: Sequence[Entry]
+def sample_texts(
+    model: Any, tokenizer: PreTrainedTokenizerFast, questions: Sequence[str], tokens: int, *, whole: bool = False
+) -> list[str]:
+    """Sample an answer to each question at temperature 1; ``whole``: with its special tokens."""
+    ids, attention = pad_left(tokenize_prompts(tokenizer, questions), tokenizer.pad_token_id)
+    sampled = model.generate(input_ids=ids, attention_mask=attention, do_sample=True, top_k=0, max_new_tokens=tokens)
+    return tokenizer.batch_decode(sampled[:, ids.shape[1] :], skip_special_tokens=not whole)
+
+
+def learn(
+    model: Any,
+    tokenizer: PreTrainedTokenizerFast,
+    settings: WarmStart,
+    draw: Callable[[], Batch],
+    measure: Callable[[], float],
+    report: Report,
 ) -> float:
-    """Compute the mean score of one answer per question, sampled at temperature 1."""
-    prompts = tokenize_prompts(tokenizer, entries)
-    width = max(map(len, prompts))
-    # Left padding, so that all answers begin in the same column.
-    ids = torch.tensor([[tokenizer.pad_token_id] * (width - len(p)) + p for p in prompts])
-    attention = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts])
-    sampled = model.generate(
-        input_ids=ids, attention_mask=attention, do_sample=True, top_k=0, max_new_tokens=MAX_ANSWER_TOKENS
-    )
-    score = 0.0
-    for entry, text in zip(entries, tokenizer.batch_decode(sampled[:, width:], skip_special_tokens=True), strict=True):
-        row = to_row(entry, 0, "warm_start")
-        score += compute_score(row["data_source"], text, entry["answer"], row["extra_info"])["score"]
-    return score / len(entries)
+    """Train the model in place on drawn demonstrations.
+
+    Returns:
+        The share that was measured by the first check that reached the target, from which the learning rate falls; else
+        by the last one.
+    """
+    optimizer = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate, betas=(0.9, 0.98), weight_decay=0.01)
+    share, reached = 0.0, None
+    for step in range(1, settings.max_steps + 1):
+        behind = 0 if reached is None else step - reached
+        if behind > settings.cooling:
+            break
+        fallen = behind / settings.cooling if behind else 0.0
+        for group in optimizer.param_groups:
+            group["lr"] = settings.learning_rate * min(step / settings.rise, 1.0 - fallen)
+        prompts, texts = draw()
+        answers = [[*tokenizer(text)["input_ids"], tokenizer.eos_token_id] for text in texts]
+        loss = update(model, optimizer, collate(prompts, answers, tokenizer.pad_token_id))
+        if step % settings.every == 0:
+            model.eval()
+            measured = measure()
+            model.train()
+            report(step, loss, measured)
+            if reached is None:
+                share, reached = measured, step if measured >= settings.target else None
+    return share
+
+
+def learn_entries(
+    model: Any,
+    tokenizer: PreTrainedTokenizerFast,
+    entries: Sequence[Entry],
+    settings: WarmStart,
+    demonstrate: Callable[[Entry, random.Random], str],
+    score: Callable[[Entry, str], float],
+    report: Report,
+) -> float:
+    """Train on demonstrations of reasoning-gym's questions; return the mean score of sampled answers."""
+    rng, checked = random.Random(0), entries[: settings.checked]
+    prompts = tokenize_prompts(tokenizer, [entry["question"] for entry in entries])
+
+    def draw() -> Batch:
+        rows = rng.sample(range(len(entries)), min(settings.batch, len(entries)))
+        return [prompts[row] for row in rows], [demonstrate(entries[row], rng) for row in rows]
+
+    def measure() -> float:
+        texts = sample_texts(model, tokenizer, [entry["question"] for entry in checked], settings.tokens)
+        return sum(map(score, checked, texts)) / len(checked)
+
+    return learn(model, tokenizer, settings, draw, measure, report)
+
+
+def grade(entry: Entry, text: str) -> dict[str, float]:
+    """Score an answer as verl does."""
+    row = task.to_row(entry, 0, "warm_start")
+    return reward.compute_score(row["data_source"], text, entry["answer"], row["extra_info"])
 
 
 def warm_start(
-    model: Qwen2ForCausalLM,
+    model: Any,
     tokenizer: PreTrainedTokenizerFast,
     entries: Sequence[Entry],
-    report: Callable[[int, float, float], None],
-    settings: WarmStartSettings = STUDENT,
-    seed: int = 0,
+    report: Report,
+    settings: WarmStart = STUDENT,
 ) -> float:
-    """Train the model in place on demonstrations; `report` takes step, loss and sampled score of a check.
+    """Train the model in place on single words, as a student or as a teacher; return the mean score."""
+    torch.manual_seed(0)
 
-    Returns:
-        The last sampled score.
-    """
-    torch.manual_seed(seed)
-    rng = random.Random(seed)
-    prompts = tokenize_prompts(tokenizer, entries)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.98), weight_decay=WEIGHT_DECAY)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / WARM_UP_STEPS))
-    assert tokenizer.eos_token_id is not None
-    assert tokenizer.pad_token_id is not None
-    score = 0.0
-    for step in range(1, settings.max_steps + 1):
-        rows = rng.sample(range(len(entries)), BATCH)
-        texts = [demonstrate(entries[row], rng, settings.careful) for row in rows]
-        answers = [[*tokenizer(text)["input_ids"], tokenizer.eos_token_id] for text in texts]
-        batch = collate([prompts[row] for row in rows], answers, tokenizer.pad_token_id)
-        loss = update(model, optimizer, batch)
-        schedule.step()
-        if step % CHECK_EVERY == 0:
-            model.eval()
-            score = measure_sample_score(model, tokenizer, entries[:CHECK_PROMPTS])
-            model.train()
-            report(step, loss, score)
-            if score >= settings.target:
-                break
-    return score
+    def demonstrate(entry: Entry, rng: random.Random) -> str:
+        return task.demonstrate(entry, rng, settings.careful)
+
+    def score(entry: Entry, text: str) -> float:
+        return grade(entry, text)["score"]
+
+    return learn_entries(model, tokenizer, entries, settings, demonstrate, score, report)
+
+
+def warm_start_at_length(
+    model: Any,
+    tokenizer: PreTrainedTokenizerFast,
+    entries: Sequence[Entry],
+    report: Report,
+    settings: WarmStart = FREE_LENGTH,
+) -> float:
+    """Train the model in place, on single words and then on demonstrations of free length; return the share right."""
+    warm_start(model, tokenizer, entries, report, TEACHER)
+
+    def score(entry: Entry, text: str) -> float:
+        return free_length_reward.compute_score("", text, entry["answer"])
+
+    demonstrate = free_length.demonstrate_at_length
+    return learn_entries(model, tokenizer, entries, settings, demonstrate, score, report)
+
+
+def measure_right_steps(
+    model: Any, tokenizer: PreTrainedTokenizerFast, questions: Sequence[sums.Digits], tokens: int = SUMS.tokens
+) -> float:
+    """Compute the share of right steps in one chain per question, sampled at temperature 1."""
+    texts = sample_texts(model, tokenizer, [sums.ask(digits) for digits in questions], tokens, whole=True)
+    chains = [text.partition(FORCE_PROMPT)[0] for text in texts]
+    verdicts = [each for pair in zip(questions, chains, strict=True) for each in sums.check_steps(*pair)]
+    return sum(verdicts) / max(len(verdicts), 1)
+
+
+def warm_start_sums(
+    model: Any,
+    tokenizer: PreTrainedTokenizerFast,
+    data: sums.SumsSettings,
+    report: Report,
+    settings: WarmStart = SUMS,
+) -> float:
+    """Train the model in place on questions that are not held out; return the share of right steps."""
+    torch.manual_seed(data.seed)
+    rng = random.Random(data.seed)
+    train = sums.list_questions(data)["train"]
+    shorter = list(itertools.product(range(10), repeat=sums.LENGTHS[0]))
+
+    def draw() -> Batch:
+        chosen = [rng.choice(train if rng.random() < 0.5 else shorter) for _ in range(settings.batch)]
+        texts = [sums.demonstrate(digits, rng, data) for digits in chosen]
+        return tokenize_prompts(tokenizer, [sums.ask(digits) for digits in chosen]), texts
+
+    def measure() -> float:
+        return measure_right_steps(model, tokenizer, train[: settings.checked], settings.tokens)
+
+    return learn(model, tokenizer, settings, draw, measure, report)

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 import pandas
-from collapse import arms, late_runs, results
+from collapse import arms, results
 
-EXACT, GRADED = results.COLUMNS["exact"][0], results.COLUMNS["graded"][0]
+EXACT, GRADED = results.COLUMNS["exact"], results.COLUMNS["graded"]
 
 
 def build_table(outcome: Callable[[str, int], float]) -> pandas.DataFrame:
@@ -29,7 +29,7 @@ AS_EXPECTED = {"in_step": 0.8, "late": 0.0, "late_opsm": 0.7, "control": 0.5, "c
 def build_late_table(outcome: Callable[[str, int, int], float]) -> pandas.DataFrame:
     """All runs in one process, with an outcome by arm, eta and seed."""
     rows: list[dict[str, Any]] = []
-    for each in late_runs.list_late_runs():
+    for each in arms.list_late_runs():
         card = {"arm": each.setting, "seed": each.seed, "outcome": "finished"}
         rows += results.build_rows(card, [(0, {EXACT: 0.26}), (80, {EXACT: outcome(each.arm, each.eta, each.seed)})])
     return pandas.DataFrame(rows)

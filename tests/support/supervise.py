@@ -21,7 +21,7 @@ from pathlib import Path
 from types import FrameType
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-from scripts.quickstart.cleanup import SharedMemoryWatch, become_subreaper, end_descendants, find_descendants
+from scripts.quickstart.processes import SharedMemoryWatch, become_subreaper, end_descendants, find_descendants
 
 TICK = 0.5
 CLEAN_UP = 120.0

@@ -12,21 +12,15 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-if __name__ == "__main__" and {"-h", "--help"} & set(sys.argv):  # before imports that take seconds
-    print(__doc__)
-    sys.exit()
-
 import numpy as np
 import pandas
 
 ROOT = Path(__file__).resolve().parents[3]
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts" / "evidence")]
 
-from collapse import results  # noqa: E402
-from collapse.arms import ARMS, FIRST_SEED  # noqa: E402
-from collapse.late_runs import ARMS as IN_PROCESS_ARMS  # noqa: E402
-from collapse.late_runs import ETAS, RATES, SEEDS  # noqa: E402
-from collapse.significance import bootstrap, cliffs_delta, equivalence, holm, page, sign_flip  # noqa: E402
+from collapse import results
+from collapse.arms import ARMS, ETAS, FIRST_SEED, IN_PROCESS, RATES, SEEDS
+from seeds import bootstrap, cliffs_delta, equivalence, holm, page, sign_flip
 
 MOST, RECOVERED, MARGIN = 6, 0.75, 0.05
 """Seeds of 8 in which H1 and H2 hold, share of the run in step that counts as recovered, margin of the control."""
@@ -34,6 +28,9 @@ STRAY, ERROR = 1e-5, 1e-6
 """What weights of the control may be off 1, and its first gradient off what it must be."""
 OFF_ETA = 0.5
 """Steps by which the measured staleness of a run may be off its eta before the run is marked."""
+
+
+JUDGED = ("in_step", "late", "late_opsm", "control", "control_both")
 
 
 class MissingRunsError(ValueError):
@@ -54,13 +51,13 @@ class Verdict:
     p: float = float("nan")
 
 
-def outcomes(table: pandas.DataFrame, arm: str) -> pandas.DataFrame:
-    """Collect start and outcome of an arm's runs by seed: exact matches before training and behind the last step.
+def outcomes(table: pandas.DataFrame, setting: str) -> pandas.DataFrame:
+    """Collect start and outcome of a setting's runs by seed: exact matches before training and behind the last step.
 
     A run that did not finish has an outcome of 0: it died.
     """
-    of_arm = table[(table["arm"] == arm) & table["exact"].notna()].sort_values("step")
-    found = of_arm.groupby("seed").agg(
+    found = table[(table["arm"] == setting) & table["exact"].notna()].sort_values("step").groupby("seed")
+    found = found.agg(
         start=("exact", "first"),
         outcome=("exact", "last"),
         mean=("exact", lambda each: each.iloc[1:].mean()),
@@ -71,18 +68,24 @@ def outcomes(table: pandas.DataFrame, arm: str) -> pandas.DataFrame:
     return found
 
 
-def take(table: pandas.DataFrame, arm: str) -> pandas.DataFrame:
-    """Take the outcomes of an arm, all of its seeds.
+def take(table: pandas.DataFrame, setting: str, seeds: int = SEEDS, program: str = "in_process") -> pandas.DataFrame:
+    """Take the outcomes of a setting, all of its seeds.
 
     Raises:
         MissingRunsError: seeds that PLAN.md names are not there.
     """
-    (seeds,) = (each.seeds for each in ARMS if each.name == arm)
-    found = outcomes(table, arm)
+    found = outcomes(table, setting)
     if missing := sorted(set(range(FIRST_SEED, FIRST_SEED + seeds)) - set(found.index)):
-        fix = f"python scripts/evidence/collapse/run.py {arm}"
-        raise MissingRunsError(f"{arm}: seeds {', '.join(map(str, missing))} have not been run. Fix: {fix}")
+        fix = f"python scripts/evidence/collapse/{program}.py {setting}"
+        raise MissingRunsError(f"{setting}: seeds {', '.join(map(str, missing))} have not been run. Fix: {fix}")
     return found
+
+
+def describe_apart(one: pandas.Series, other: pandas.Series) -> tuple[float, str]:
+    """Describe the paired difference of outcomes: the lower end of its interval, and a sentence of {name}."""
+    low, high = bootstrap(one - other)
+    delta = f"Cliff's delta {cliffs_delta(one, other):+.2f}"
+    return low, f"{(one - other).mean():+.3f} [{low:+.3f}, {high:+.3f}] from {{name}}, {delta}"
 
 
 def judge(table: pandas.DataFrame) -> list[Verdict]:
@@ -91,36 +94,31 @@ def judge(table: pandas.DataFrame) -> list[Verdict]:
     Raises:
         MissingRunsError: a run is missing.
     """
-    in_step, late, opsm = (take(table, arm) for arm in ("in_step", "late", "late_opsm"))
-    control, both = (take(table, arm)["outcome"] for arm in ("control", "control_both"))
-    below = int((late["outcome"] < late["start"]).sum())
-    h1 = Verdict(
-        "H1", below >= MOST, f"late collapsed in {below} of {len(late)}", sign_flip(late["outcome"] - late["start"])
-    )
-    reached = int((opsm["outcome"] >= RECOVERED * in_step["outcome"].mean()).sum())
-    apart = opsm["outcome"] - late["outcome"]
-    low, high = bootstrap(apart)
-    h2 = Verdict(
-        "H2",
-        reached >= MOST and low > 0,
-        f"late_opsm reached {RECOVERED} of in_step's mean in {reached} of {len(opsm)}; it is {apart.mean():+.3f} "
-        f"[{low:+.3f}, {high:+.3f}] from late, Cliff's delta {cliffs_delta(opsm['outcome'], late['outcome']):+.2f}",
-    )
-    p = sign_flip(apart)
+    seeds = {arm.name: arm.seeds for arm in ARMS}
+    found = {name: take(table, name, seeds[name], "run") for name in JUDGED}
+    in_step, late, opsm, control, both = (each["outcome"] for each in found.values())
+    start = found["late"]["start"]
+    below, reached = int((late < start).sum()), int((opsm >= RECOVERED * in_step.mean()).sum())
+    low, apart = describe_apart(opsm, late)
     rows = table[(table["arm"] == "control_both") & table["proved"].notna()]
     kept = rows["kept"].min()
     stray = (rows[["weight_min", "weight_max"]] - 1.0).abs().max().max()
     error = rows.groupby("seed")["gradient_error"].first().max()
-    exact = bool(kept == 1.0 and stray < STRAY and error < ERROR)
     gap = both - control
-    h4_p = equivalence(gap, MARGIN)
-    h4 = (
-        f"control_both is {gap.mean():+.3f} ({gap.min():+.3f} to {gap.max():+.3f}) from control, p = {h4_p:.4f}; kept "
-        f"{kept:.3f}, weights within {stray:.1e} of 1 (allowed {STRAY:.0e}), gradient error {error:.1e}"
+    p = {"H1": sign_flip(late - start), "H3": sign_flip(opsm - late), "H4": equivalence(gap, MARGIN)}
+    adjusted = holm(p)
+    recovered = f"late_opsm reached {RECOVERED} of in_step's mean in {reached} of {len(opsm)}; it is "
+    alike = (
+        f"control_both is {gap.mean():+.3f} ({gap.min():+.3f} to {gap.max():+.3f}) from control, p = {p['H4']:.4f}; "
+        f"kept {kept:.3f}, weights within {stray:.1e} of 1 (allowed {STRAY:.0e}), gradient error {error:.1e}"
     )
-    adjusted = holm({"H1": h1.p, "H3": p, "H4": h4_p})
-    h3 = Verdict("H3", adjusted["H3"] <= 0.05, f"p = {p:.4f}, {adjusted['H3']:.4f} by Holm", p)
-    return [h1, h2, h3, Verdict("H4", exact and adjusted["H4"] <= 0.05, h4, h4_p)]
+    exact = bool(kept == 1.0 and stray < STRAY and error < ERROR)
+    return [
+        Verdict("H1", below >= MOST, f"late collapsed in {below} of {len(late)}", p["H1"]),
+        Verdict("H2", reached >= MOST and low > 0, recovered + apart.format(name="late")),
+        Verdict("H3", adjusted["H3"] <= 0.05, f"p = {p['H3']:.4f}, {adjusted['H3']:.4f} by Holm", p["H3"]),
+        Verdict("H4", exact and adjusted["H4"] <= 0.05, alike, p["H4"]),
+    ]
 
 
 def judge_in_process(table: pandas.DataFrame, rate: float) -> list[Verdict]:
@@ -129,33 +127,16 @@ def judge_in_process(table: pandas.DataFrame, rate: float) -> list[Verdict]:
     Raises:
         MissingRunsError: a run is missing.
     """
+    found = {arm: [take(table, f"{arm}-{eta}-{rate:g}")["outcome"] for eta in ETAS] for arm in IN_PROCESS}
     verdicts = []
-    for arm in IN_PROCESS_ARMS:
-        levels = [take_in_process(table, f"{arm}-{eta}-{rate:g}") for eta in ETAS]
-        p = page(np.column_stack(levels))
-        medians = ", ".join(f"{np.median(level):.3f}" for level in levels)
-        etas = ", ".join(map(str, ETAS))
+    for arm, levels in found.items():
+        p = page(np.column_stack([level.sort_index() for level in levels]))
+        medians, etas = ", ".join(f"{level.median():.3f}" for level in levels), ", ".join(map(str, ETAS))
         verdicts.append(Verdict(f"H5 {arm} {rate:g}", p <= 0.05, f"medians {medians} at eta {etas}; p = {p:.4f}", p))
-    opsm, random = (take_in_process(table, f"{arm}-{ETAS[-1]}-{rate:g}") for arm in ("opsm", "random"))
-    p, (low, high) = sign_flip(opsm - random), bootstrap(opsm - random)
-    apart = (
-        f"opsm is {(opsm - random).mean():+.3f} [{low:+.3f}, {high:+.3f}] from random at eta {ETAS[-1]}, Cliff's delta "
-        f"{cliffs_delta(opsm, random):+.2f}; p = {p:.4f}"
-    )
-    return [*verdicts, Verdict(f"H5 opsm over random {rate:g}", bool(p <= 0.05 and low > 0), apart, p)]
-
-
-def take_in_process(table: pandas.DataFrame, setting: str) -> np.ndarray:
-    """Take the outcomes of a setting by seed, all of its seeds.
-
-    Raises:
-        MissingRunsError: seeds that PLAN.md names are not there.
-    """
-    found = outcomes(table, setting)["outcome"]
-    if missing := sorted(set(range(FIRST_SEED, FIRST_SEED + SEEDS)) - set(found.index)):
-        fix = f"python scripts/evidence/collapse/in_process.py {setting}"
-        raise MissingRunsError(f"{setting}: seeds {', '.join(map(str, missing))} have not been run. Fix: {fix}")
-    return np.asarray(found.sort_index())
+    opsm, random = found["opsm"][-1], found["random"][-1]
+    p, (low, apart) = sign_flip(opsm - random), describe_apart(opsm, random)
+    said = f"opsm is {apart.format(name=f'random at eta {ETAS[-1]}')}; p = {p:.4f}"
+    return [*verdicts, Verdict(f"H5 opsm over random {rate:g}", bool(p <= 0.05 and low > 0), said, p)]
 
 
 def describe_in_process(table: pandas.DataFrame) -> pandas.DataFrame:
@@ -166,11 +147,6 @@ def describe_in_process(table: pandas.DataFrame) -> pandas.DataFrame:
         each = outcomes(table, setting)["outcome"]
         found.append({"rate": rate, "arm": arm, "eta": int(eta), "exact": each.median(), "seeds": len(each)})
     return pandas.DataFrame(found).pivot_table(index=["rate", "arm"], columns="eta", values=["exact", "seeds"])
-
-
-def measure_staleness(steps: pandas.DataFrame) -> pandas.Series:
-    """Measure the mean staleness of each seed's run by verl's versions."""
-    return steps.groupby("seed")["staleness"].mean()
 
 
 def list_off_eta(staleness: pandas.Series, eta: int | None) -> list[int]:
@@ -186,7 +162,7 @@ def describe(table: pandas.DataFrame) -> pandas.DataFrame:
         if found.empty:
             continue
         steps = table[(table["arm"] == arm.name) & (table["step"] > 0)]
-        staleness = measure_staleness(steps)
+        staleness = steps.groupby("seed")["staleness"].mean()
         lines.append(
             {
                 "arm": arm.name,
@@ -195,6 +171,7 @@ def describe(table: pandas.DataFrame) -> pandas.DataFrame:
                 "exact": found["outcome"].median(),
                 "least": found["outcome"].min(),
                 "most": found["outcome"].max(),
+                "below": count_below(found),
                 "mean": found["mean"].median(),
                 "graded": found["graded"].median(),
                 "k3": steps["k3"].median(),
@@ -208,12 +185,17 @@ def describe(table: pandas.DataFrame) -> pandas.DataFrame:
     return pandas.DataFrame(lines)
 
 
+def count_below(found: pandas.DataFrame) -> int:
+    """Count the seeds that ended below their own start."""
+    return int((found["outcome"] < found["start"]).sum())
+
+
 def main(arguments: Sequence[str]) -> int:
     """Run the command; return its exit status, 1 where runs are missing."""
     status, without_verdicts = 0, "--partial" in arguments
     at_rates = [partial(judge_in_process, rate=rate) for rate in RATES]
     for path, show, judges in (
-        (results.DATA, describe, [judge]),
+        (results.DATA, lambda table: describe(table).drop(columns="below"), [judge]),
         (results.IN_PROCESS, describe_in_process, at_rates),
     ):
         table = results.read(path)

@@ -1,11 +1,16 @@
-"""Arms of the whole runs: each is the quickstart with these keys, and they differ in nothing else."""
+"""The runs of the plan: whole ones, each the quickstart with these keys and no others, and those in one process."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
 
 _ACTOR = "actor_rollout_ref.actor"
+OPTIONS = Path(__file__).resolve().parents[3] / "configs" / "correction"
 LAG = 8
 FIRST_SEED = 2
 """Seed 1 chose the settings."""
@@ -34,7 +39,7 @@ class Arm:
 
     Attributes:
         name: of the arm.
-        overrides: Hydra's, beside ``data.seed``.
+        overrides: Hydra's, together with ``data.seed``.
         lag: synchronisations by which the engine's weights are late.
         eta: depth of the queue of an asynchronous arm; None: synchronous.
         seeds: number of seeds, from ``FIRST_SEED`` on.
@@ -93,11 +98,102 @@ class Run:
     seed: int
 
     @property
+    def setting(self) -> str:
+        return self.arm.name
+
+    @property
     def name(self) -> str:
         return f"{self.arm.name}-{self.seed}"
+
+    @property
+    def names(self) -> set[str]:
+        return {self.arm.name, self.name}
+
+    @property
+    def seconds(self) -> int:
+        return self.arm.seconds
+
+    @property
+    def details(self) -> str:
+        return " ".join(self.arm.overrides) + f" lag:{self.arm.lag}" * (self.arm.lag > 0)
 
 
 def list_runs() -> Iterator[Run]:
     """List all runs seed by seed, so that what has been run at any time is balanced over the arms."""
     for seed in range(FIRST_SEED, FIRST_SEED + max(arm.seeds for arm in ARMS)):
         yield from (Run(arm, seed) for arm in ARMS if seed < FIRST_SEED + arm.seeds)
+
+
+# --- in one process
+
+STEPS, EVERY = 80, 20
+PROMPTS, ROLLOUTS, MINI_BATCHES, MAX_TOKENS = 16, 8, 4, 10
+ETAS, RATES, SEEDS = (0, 1, 2, 4, 8), (1e-3, 3e-4), 10
+MANTISSA, ROUNDED = 2, ("none", "decoupled", "opsm", "both")
+"""Bits to which the sampler's weights are rounded where its backend is all that differs, and the arms run so."""
+SECONDS = 45
+"""Of a run, on one idle core."""
+
+
+def _read(*names: str) -> dict[str, Any]:
+    """Read shipped corrections, merged, with the delta of the whole runs."""
+    merged: dict[str, Any] = {}
+    for name in names:
+        merged |= yaml.safe_load((OPTIONS / f"{name}.yaml").read_text())
+    if "opsm" in names:
+        merged["masks"]["opsm"]["delta"] = 0.1
+    return merged
+
+
+IN_PROCESS: dict[str, dict[str, Any]] = {
+    "none": {},
+    "bypass": _read("bypass"),
+    "decoupled": _read("decoupled_ppo"),
+    "opsm": _read("opsm"),
+    "both": _read("decoupled_ppo", "opsm"),
+    "random": _read("opsm"),
+}
+"""Arm -> its correction; ``random`` drops as many negative rows as OPSM would, others."""
+
+
+@dataclass(frozen=True)
+class LateRun:
+    """One run in one process.
+
+    Attributes:
+        arm: of ``IN_PROCESS``.
+        eta: steps by which the sampler's weights are late.
+        rate: learning rate.
+        seed: of questions, of their order, and of sampling.
+        rounded: the sampler holds its weights with ``MANTISSA`` bits of mantissa, an engine of another precision.
+    """
+
+    arm: str
+    eta: int
+    rate: float
+    seed: int
+    rounded: bool = False
+    seconds: int = SECONDS
+    details: str = ""
+
+    @property
+    def setting(self) -> str:
+        """The name of arm, eta and rate."""
+        return f"{self.arm}-{self.eta}-{self.rate:g}" + "-rounded" * self.rounded
+
+    @property
+    def name(self) -> str:
+        return f"{self.setting}-{self.seed}"
+
+    @property
+    def names(self) -> set[str]:
+        return {self.arm, self.setting, self.name}
+
+
+def list_late_runs() -> Iterator[LateRun]:
+    """List all runs seed by seed; rounded samplers are in step."""
+    for seed in range(FIRST_SEED, FIRST_SEED + SEEDS):
+        yield from (LateRun(arm, 0, RATES[0], seed, rounded=True) for arm in ROUNDED)
+        for rate in RATES:
+            for eta in reversed(ETAS):
+                yield from (LateRun(arm, eta, rate, seed) for arm in IN_PROCESS)

@@ -10,41 +10,28 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
-if __name__ == "__main__" and {"-h", "--help"} & set(sys.argv):  # before imports that take seconds
-    print(__doc__)
-    sys.exit()
-
 import pandas
 
 ROOT = Path(__file__).resolve().parents[3]
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts" / "evidence")]
 
-from collapse import results  # noqa: E402
-from collapse.analyse import (  # noqa: E402
-    MissingRunsError,
-    Verdict,
-    judge,
-    judge_in_process,
-    list_off_eta,
-    measure_staleness,
-    outcomes,
-)
-from collapse.arms import ARMS  # noqa: E402
-from collapse.late_runs import ARMS as IN_PROCESS_ARMS  # noqa: E402
-from collapse.late_runs import ETAS, RATES, ROUNDED, SEEDS  # noqa: E402
-from collapse.significance import bootstrap, sign_flip  # noqa: E402
+from collapse import results
+from collapse.analyse import MissingRunsError, Verdict, count_below, describe, judge, judge_in_process, outcomes
+from collapse.arms import ETAS, IN_PROCESS, RATES, ROUNDED, SEEDS
+from seeds import bootstrap, sign_flip
+
+from scripts.harness import format_markdown
 
 NOT_RUN = "–"
+WHOLE = (
+    *("arm", "seeds", "exact matches", "below their start", "mean of validations", "graded score", "k3"),
+    *("ESS of the ratio", "kept", "length", "staleness by verl's versions"),
+)
 
 
 def format_spread(values: pandas.Series) -> str:
     """Format a median with the least and the largest of the seeds."""
     return f"{values.median():.3f} ({values.min():.3f} to {values.max():.3f})"
-
-
-def count_below(found: pandas.DataFrame) -> int:
-    """Count the seeds that ended below their own start."""
-    return int((found["outcome"] < found["start"]).sum())
 
 
 def format_difference(one: pandas.Series, other: pandas.Series) -> str:
@@ -56,43 +43,34 @@ def format_difference(one: pandas.Series, other: pandas.Series) -> str:
 
 def build_whole_table(table: pandas.DataFrame) -> list[str]:
     """Build the lines of the table of whole runs, of the arms that were run; nothing where none was."""
-    lines = [
-        "| arm | seeds | exact matches | below their start | mean of validations | graded score | k3 "
-        "| ESS of the ratio | kept | length | staleness by verl's versions |",
-        "|---|---|---|---|---|---|---|---|---|---|---|",
-    ]
-    for arm in ARMS:
-        found = outcomes(table, arm.name)
-        if found.empty:
-            continue
-        steps = table[(table["arm"] == arm.name) & (table["step"] > 0)]
-        staleness = measure_staleness(steps)
-        off = ", ".join(map(str, list_off_eta(staleness, arm.eta)))
-        cells = (
-            f"`{arm.name}`",
-            f"{len(found)} of {arm.seeds}",
-            format_spread(found["outcome"]),
-            f"{count_below(found)}",
-            f"{found['mean'].median():.3f}",
-            f"{found['graded'].median():.3f}",
-            f"{steps['k3'].median():.2g}",
-            f"{steps['ratio_ess'].median():.2f}",
-            f"{steps['kept'].mean():.2f}",
-            f"{steps['length'].median():.1f}",
-            f"{staleness.mean():.2f}{f' (off its eta: seed {off})' if off else ''}",
+    rows = []
+    for arm in describe(table).to_dict("records"):
+        off = ", ".join(map(str, arm["off eta"]))
+        rows.append(
+            (
+                f"`{arm['arm']}`",
+                arm["seeds"],
+                f"{arm['exact']:.3f} ({arm['least']:.3f} to {arm['most']:.3f})",
+                arm["below"],
+                f"{arm['mean']:.3f}",
+                f"{arm['graded']:.3f}",
+                f"{arm['k3']:.2g}",
+                f"{arm['ratio ESS']:.2f}",
+                f"{arm['kept']:.2f}",
+                f"{arm['length']:.1f}",
+                f"{arm['staleness']:.2f}{f' (off its eta: seed {off})' if off else ''}",
+            )
         )
-        lines.append(f"| {' | '.join(cells)} |")
-    return lines * (len(lines) > 2)
+    return format_markdown(WHOLE, rows) if rows else []
 
 
 def build_verdict_table(find_verdicts: Callable[[], list[Verdict]]) -> list[str]:
     """Build the lines of a table of verdicts; nothing where a run that they need is missing."""
     try:
-        verdicts = find_verdicts()
+        rows = [(each.name, "holds" if each.holds else "**fails**", each.found) for each in find_verdicts()]
     except MissingRunsError:
         return []
-    rows = [f"| {each.name} | {'holds' if each.holds else '**fails**'} | {each.found} |" for each in verdicts]
-    return ["| hypothesis | verdict | found |", "|---|---|---|", *rows]
+    return format_markdown(("hypothesis", "verdict", "found"), rows)
 
 
 def build_in_process_table(table: pandas.DataFrame, rate: float) -> list[str]:
@@ -100,12 +78,9 @@ def build_in_process_table(table: pandas.DataFrame, rate: float) -> list[str]:
 
     Nothing where no setting has all of its seeds; a dash where one lacks some.
     """
-    etas = [f"eta {eta}" for eta in ETAS]
-    lines = [f"| arm, rate {rate:g} | {' | '.join(etas)} |", "|---|" + "---|" * len(ETAS)]
-    for arm in IN_PROCESS_ARMS:
-        cells = [format_setting(table, f"{arm}-{eta}-{rate:g}") for eta in ETAS]
-        lines += [f"| `{arm}` | {' | '.join(cells)} |"] * (set(cells) != {NOT_RUN})
-    return lines * (len(lines) > 2)
+    cells = {arm: [format_setting(table, f"{arm}-{eta}-{rate:g}") for eta in ETAS] for arm in IN_PROCESS}
+    rows = [(f"`{arm}`", *found) for arm, found in cells.items() if set(found) != {NOT_RUN}]
+    return format_markdown((f"arm, rate {rate:g}", *(f"eta {eta}" for eta in ETAS)), rows) if rows else []
 
 
 def format_setting(table: pandas.DataFrame, setting: str) -> str:
@@ -119,14 +94,15 @@ def format_setting(table: pandas.DataFrame, setting: str) -> str:
 
 def build_rounded_table(table: pandas.DataFrame) -> list[str]:
     """Build the lines of the table of backend noise alone, in process; nothing where none was run."""
-    lines = ["| arm, in step | engine as the trainer | its weights rounded | k3, rounded |", "|---|---|---|---|"]
+    rows = []
     for arm in ROUNDED:
         setting = f"{arm}-0-{RATES[0]:g}"
-        steps = table[table["arm"] == f"{setting}-rounded"]
+        k3 = table.loc[table["arm"] == f"{setting}-rounded", "k3"].median()
         cells = [format_setting(table, each) for each in (setting, f"{setting}-rounded")]
         if cells[1] != NOT_RUN:
-            lines.append(f"| `{arm}` | {' | '.join(cells)} | {steps['k3'].median():.2g} |")
-    return lines * (len(lines) > 2)
+            rows.append((f"`{arm}`", *cells, f"{k3:.2g}"))
+    headings = ("arm, in step", "engine as the trainer", "its weights rounded", "k3, rounded")
+    return format_markdown(headings, rows) if rows else []
 
 
 def build_tables() -> list[list[str]]:

@@ -10,21 +10,18 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-if __name__ == "__main__" and {"-h", "--help"} & set(sys.argv):  # before imports that take seconds
-    print(__doc__)
-    sys.exit()
-
+import numpy as np
 import pandas
 
 ROOT = Path(__file__).resolve().parents[3]
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts" / "evidence")]
 
-from collapse import results  # noqa: E402
-from collapse.analyse import outcomes  # noqa: E402
-from collapse.late_runs import ARMS as IN_PROCESS_ARMS  # noqa: E402
-from collapse.late_runs import ETAS, RATES, SEEDS  # noqa: E402
+from collapse import results
+from collapse.analyse import outcomes
+from collapse.arms import ETAS, IN_PROCESS, RATES, SEEDS
+from seeds import draw_levels
 
-from recipe.offpolicy.analysis.pages.plotting import FigurePanel, add_legend, draw_panels, save  # noqa: E402
+from recipe.offpolicy.analysis.pages.plotting import FigurePanel, add_legend, draw_panels, save
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -32,32 +29,19 @@ if TYPE_CHECKING:
 PICTURE = ROOT / "docs" / "collapse.png"
 WHOLE = ("in_step", "late", "late_opsm", "late_decoupled", "late_both")
 CONTROL = ("control", "control_both")
-ALIKE = (
-    ("in_step", "control"),
-    ("late", "none"),
-    ("late_opsm", "opsm"),
-    ("late_decoupled", "decoupled"),
-    ("late_both", "control_both", "both"),
-    ("random",),
-    ("bypass",),
-)
-COLOURS = {arm: f"C{number}" for number, arms in enumerate(ALIKE) for arm in arms}
-"""A correction has one colour in all panels."""
-WORDS = {
-    "in_step": "in step, uncorrected",
-    "control": "uncorrected",
-    "bypass": "clip around mu (bypass)",
-    "late": "uncorrected",
-    "none": "uncorrected",
-    "late_opsm": "OPSM",
-    "opsm": "OPSM",
-    "late_decoupled": "decoupled PPO",
-    "decoupled": "decoupled PPO",
-    "late_both": "decoupled PPO and OPSM",
-    "control_both": "decoupled PPO and OPSM",
-    "both": "decoupled PPO and OPSM",
-    "random": "random rows, as many as OPSM",
+LOOKS = {
+    "uncorrected": ("C1", ("late", "none")),
+    "in step, uncorrected": ("C0", ("in_step",)),
+    "uncorrected ": ("C0", ("control",)),
+    "OPSM": ("C2", ("late_opsm", "opsm")),
+    "decoupled PPO": ("C3", ("late_decoupled", "decoupled")),
+    "decoupled PPO and OPSM": ("C4", ("late_both", "control_both", "both")),
+    "random rows, as many as OPSM": ("C5", ("random",)),
+    "clip around mu (bypass)": ("C6", ("bypass",)),
 }
+COLOURS = {arm: colour for colour, arms in LOOKS.values() for arm in arms}
+"""A correction has one colour in all panels."""
+WORDS = {arm: words.rstrip() for words, (_, arms) in LOOKS.items() for arm in arms}
 
 
 def draw_by_step(axes: Axes, table: pandas.DataFrame, arms: Sequence[str]) -> None:
@@ -75,15 +59,12 @@ def draw_by_step(axes: Axes, table: pandas.DataFrame, arms: Sequence[str]) -> No
 
 def draw_by_eta(axes: Axes, table: pandas.DataFrame, rate: float) -> None:
     """Draw outcomes over the staleness of the sampler: medians as lines, seeds as points; settings with all seeds."""
-    for arm in IN_PROCESS_ARMS:
+    for arm in IN_PROCESS:
         found = {eta: outcomes(table, f"{arm}-{eta}-{rate:g}")["outcome"] for eta in ETAS}
         found = {eta: each for eta, each in found.items() if len(each) == SEEDS}
         if not found:
             continue
-        places, medians = [ETAS.index(eta) for eta in found], [each.median() for each in found.values()]
-        axes.plot(places, medians, color=COLOURS[arm], marker="o", label=f"{WORDS[arm]} ({SEEDS})")
-        for place, each in zip(places, found.values(), strict=True):
-            axes.plot([place] * len(each), each, ".", color=COLOURS[arm], alpha=0.35)
+        draw_levels(axes, found, ETAS, np.median, color=COLOURS[arm], label=f"{WORDS[arm]} ({SEEDS})")
     axes.set_xticks(range(len(ETAS)), [str(eta) for eta in ETAS])
     axes.set(xlabel="eta: steps by which the sampler is late", ylabel="exact matches, held out", ylim=(0, 1))
 

@@ -10,18 +10,14 @@ weights or the counting of their versions: those are the whole runs'.
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 import time
 from collections import deque
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
-
-if __name__ == "__main__" and {"-h", "--help"} & set(sys.argv):  # before imports that take seconds
-    print(__doc__)
-    sys.exit()
 
 ROOT = Path(__file__).resolve().parents[3]
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts" / "evidence")]
@@ -32,31 +28,32 @@ os.environ |= {
     "VERL_USE_EXTERNAL_MODULES": "verl_patches.cpu",
 }
 
-import torch  # noqa: E402
-from collapse import results  # noqa: E402
-from collapse.late_runs import (  # noqa: E402
-    ARMS,
+import numpy as np
+import torch
+from collapse import results
+from collapse.arms import (
     EVERY,
+    IN_PROCESS,
     MANTISSA,
     MAX_TOKENS,
     MINI_BATCHES,
     PROMPTS,
     ROLLOUTS,
-    SECONDS,
     STEPS,
     LateRun,
     list_late_runs,
 )
-from collapse.start_model import find_start_model  # noqa: E402
-from injected_faults.inject import rounded  # noqa: E402
-from tensordict import TensorDict  # noqa: E402
-from torch import Tensor  # noqa: E402
+from collapse.run import find_start_model
+from injected_faults.inject import rounded
+from seeds import build_parser, make_runs
+from tensordict import TensorDict
+from torch import Tensor
 
-from recipe.offpolicy.batch.micro_batch import WEIGHTS, MicroBatch  # noqa: E402
-from recipe.offpolicy.correction import CorrectionSpec, StepStage  # noqa: E402
-from recipe.offpolicy.worker.loss import OffPolicyLoss  # noqa: E402
-from scripts.quickstart.reward import compute_score  # noqa: E402
-from scripts.quickstart.task import TaskSettings, splits  # noqa: E402
+from recipe.offpolicy.batch.micro_batch import WEIGHTS, MicroBatch
+from recipe.offpolicy.correction import CorrectionSpec, StepStage
+from recipe.offpolicy.worker.loss import OffPolicyLoss
+from scripts.quickstart.task import Entry, TaskSettings, splits
+from scripts.quickstart.warm_start import grade, pad_left, tokenize_prompts
 
 
 class MeasuredLoss(OffPolicyLoss):
@@ -101,43 +98,25 @@ class Spelling:
         from transformers import AutoTokenizer
 
         self.tokenizer = AutoTokenizer.from_pretrained(model)
-        self.tokenizer.padding_side = "left"
         self.entries = splits(TaskSettings())
 
-    def encode(self, entries: Sequence[dict[str, Any]]) -> list[list[int]]:
+    def encode(self, entries: Sequence[Entry]) -> list[list[int]]:
         """Tokenise questions as verl's rollout renders them."""
-        chats = [[{"role": "user", "content": entry["question"]}] for entry in entries]
-        found: list[list[int]] = self.tokenizer.apply_chat_template(
-            chats, add_generation_prompt=True, tokenize=True, return_dict=False
-        )
-        return found
+        return tokenize_prompts(self.tokenizer, [entry["question"] for entry in entries])
 
-    def score(self, entries: Sequence[dict[str, Any]], answers: Sequence[Sequence[int]]) -> list[dict[str, float]]:
+    def score(self, entries: Sequence[Entry], answers: Sequence[Sequence[int]]) -> list[dict[str, float]]:
         """Score answers by the quickstart's reward."""
         texts = self.tokenizer.batch_decode([list(answer) for answer in answers], skip_special_tokens=True)
-        return [
-            compute_score(
-                f"reasoning_gym/{entry['metadata']['source_dataset']}",
-                text,
-                entry["answer"],
-                {"question": entry["question"], "metadata": _to_json(entry["metadata"])},
-            )
-            for entry, text in zip(entries, texts, strict=True)
-        ]
-
-
-def _to_json(metadata: dict[str, Any]) -> str:
-    import json
-
-    return json.dumps(metadata, sort_keys=True)
+        return [grade(entry, text) for entry, text in zip(entries, texts, strict=True)]
 
 
 @torch.no_grad()
 def sample(model: Any, tokenizer: Any, prompts: Sequence[Sequence[int]], *, greedy: bool) -> tuple[list, list]:
     """Sample an answer to each prompt at temperature 1: token ids with the end of sequence, and log mu, by row."""
-    padded = tokenizer.pad({"input_ids": [list(each) for each in prompts]}, return_tensors="pt")
+    padded, attention = pad_left([list(each) for each in prompts], tokenizer.pad_token_id)
     found = model.generate(
-        **padded,
+        input_ids=padded,
+        attention_mask=attention,
         do_sample=not greedy,
         top_k=0,
         max_new_tokens=MAX_TOKENS,
@@ -145,12 +124,11 @@ def sample(model: Any, tokenizer: Any, prompts: Sequence[Sequence[int]], *, gree
         return_dict_in_generate=True,
         pad_token_id=tokenizer.pad_token_id,
     )
-    ids = found.sequences[:, padded["input_ids"].shape[1] :]
+    ids = found.sequences[:, padded.shape[1] :]
     log_probs = torch.stack(found.logits, 1).float().log_softmax(-1).gather(-1, ids[..., None])[..., 0]
     ended = (ids == tokenizer.eos_token_id).int().cumsum(-1)
     lengths = ((ended == 0).sum(-1) + 1).clamp(max=ids.shape[1]).tolist()
-    rows = range(len(lengths))
-    return [ids[row, : lengths[row]] for row in rows], [log_probs[row, : lengths[row]] for row in rows]
+    return tuple([row[:length] for row, length in zip(rows, lengths, strict=True)] for rows in (ids, log_probs))  # type: ignore[return-value]
 
 
 def train(run: LateRun, model: Path, steps: int = STEPS) -> list[tuple[int, dict[str, float]]]:
@@ -162,7 +140,7 @@ def train(run: LateRun, model: Path, steps: int = STEPS) -> list[tuple[int, dict
 
     torch.set_num_threads(1)
     torch.manual_seed(run.seed)
-    task, spec = Spelling(model), CorrectionSpec.from_mapping(ARMS[run.arm])
+    task, spec = Spelling(model), CorrectionSpec.from_mapping(IN_PROCESS[run.arm])
     config = build_actor_config(run.rate, prompts=PROMPTS // MINI_BATCHES, rollouts=ROLLOUTS)
     trainer = Trainer(model, config)
     sampler = Qwen2ForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
@@ -184,7 +162,7 @@ def train(run: LateRun, model: Path, steps: int = STEPS) -> list[tuple[int, dict
         padded = torch.nn.utils.rnn.pad_sequence(masks, batch_first=True)
         rewards = torch.zeros(padded.shape).scatter(1, padded.sum(1, keepdim=True) - 1, scores[:, None])
         groups = [str(row // ROLLOUTS) for row in range(len(chosen))]
-        advantages, _ = compute_grpo_outcome_advantage(rewards, padded, _array(groups))
+        advantages, _ = compute_grpo_outcome_advantage(rewards, padded, np.array(groups))
         rows = SampledRows(
             prompts=[torch.tensor(each) for each in prompts],
             responses=answers,
@@ -202,18 +180,12 @@ def train(run: LateRun, model: Path, steps: int = STEPS) -> list[tuple[int, dict
     return records
 
 
-def _array(values: Sequence[str]) -> Any:
-    import numpy as np
-
-    return np.array(values)
-
-
 def _validate(sampler: Any, task: Spelling) -> dict[str, float]:
     entries = task.entries["heldout"]
     answers, _ = sample(sampler, task.tokenizer, task.encode(entries), greedy=True)
     found = task.score(entries, answers)
     names = {"exact": "exact", "graded": "acc"}
-    return {results.COLUMNS[column][0]: sum(each[key] for each in found) / len(found) for column, key in names.items()}
+    return {results.COLUMNS[column]: sum(each[key] for each in found) / len(found) for column, key in names.items()}
 
 
 def _measure(
@@ -230,47 +202,33 @@ def _measure(
         "length": sum(map(len, log_mu)) / len(log_mu),
         "seconds": seconds,
     }
-    return {results.COLUMNS[name][0]: value for name, value in values.items()}
+    return {results.COLUMNS[name]: value for name, value in values.items()}
+
+
+@cache
+def begin() -> Path:
+    """Prepare this process to train; return the folder of the model that runs start from."""
+    from collapse.worker import join_process_group
+
+    join_process_group()
+    return find_start_model()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; return its exit status."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("names", nargs="*")
-    parser.add_argument("--list", action="store_true")
-    parser.add_argument("--hours", type=float, default=float("inf"))
+    parser = build_parser(__doc__)
     parser.add_argument("--out", type=Path, default=results.IN_PROCESS)
     options = parser.parse_args(arguments)
-    runs = list(list_late_runs())
-    known = {name for run in runs for name in (run.arm, run.setting, run.name)}
-    if unknown := sorted(set(options.names) - known):
-        sys.exit(f"in_process.py: {', '.join(unknown)}: unknown. Fix: take names that --list shows.")
-    wanted = set(options.names)
-    chosen = [run for run in runs if not wanted or wanted & {run.arm, run.setting, run.name}]
-    finished = results.describe_finished(options.out)
-    left = [run for run in chosen if (run.setting, run.seed) not in finished]
-    if options.list:
-        for run in chosen:
-            print(f"{run.name:26} {finished.get((run.setting, run.seed), f'{SECONDS} s')}")
-        print(f"{len(left)} of {len(chosen)} left, {len(left) * SECONDS / 3600:.1f} hours of one core")
-        return 0
-    if not left:
-        return 0
-    from collapse.worker import join_process_group
 
-    join_process_group()
-    model, end = find_start_model(), time.time() + 3600 * options.hours
-    for run in left:
-        if time.time() + SECONDS > end:
-            break
-        began = time.time()
+    def make(run: LateRun) -> str:
+        model, began = begin(), time.time()
         records = train(run, model)
-        card = {"arm": run.setting, "seed": run.seed, "outcome": "finished", "wall_seconds": time.time() - began}
+        seconds = time.time() - began
+        card = {"arm": run.setting, "seed": run.seed, "outcome": "finished", "wall_seconds": seconds}
         results.append(results.build_rows(card, records), options.out)
-        print(
-            f"{run.name}: exact match {records[-1][1][results.COLUMNS['exact'][0]]:.3f}, {time.time() - began:.0f} s",
-            flush=True,
-        )
+        return f"exact match {records[-1][1][results.COLUMNS['exact']]:.3f}, {seconds:.0f} s"
+
+    make_runs(list_late_runs(), results.describe_finished(options.out), make, options, "of one core")
     return 0
 
 

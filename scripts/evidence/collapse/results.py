@@ -15,24 +15,25 @@ DATA = Path(__file__).resolve().parent / "results.parquet"
 IN_PROCESS = DATA.with_name("results_in_process.parquet")
 OTHER_START = DATA.with_name("results_in_process_other_start.parquet")
 """In process, from weights of another warm start; part of no verdict."""
+START_WEIGHTS = DATA.with_name("start_weights.safetensors")
 MACHINE_FAILURES = DATA.with_name("machine_failures.csv")
 """Runs that the machine ended and that were made once more, a line each."""
 
-COLUMNS: Mapping[str, tuple[str, ...]] = {
-    "exact": ("val-aux/reasoning_gym/spell_backward/exact/mean@1",),
-    "graded": ("val-core/reasoning_gym/spell_backward/acc/mean@1",),
-    "reward": ("critic/rewards/mean",),
-    "k3": ("offpolicy/kl/k3",),
-    "ratio_ess": ("offpolicy/rollout_ratio/ess",),
-    "kept": ("offpolicy/keep/token_share",),
-    "weight_min": ("offpolicy/weight/min",),
-    "weight_max": ("offpolicy/weight/max",),
-    "staleness": ("offpolicy/staleness/mean",),
-    "length": ("response_length/mean",),
-    "entropy": ("actor/entropy",),
-    "gradient_error": ("offpolicy/live/gradient_error",),
-    "proved": ("offpolicy/live/proved",),
-    "seconds": ("timing_s/step",),
+COLUMNS = {
+    "exact": "val-aux/reasoning_gym/spell_backward/exact/mean@1",
+    "graded": "val-core/reasoning_gym/spell_backward/acc/mean@1",
+    "reward": "critic/rewards/mean",
+    "k3": "offpolicy/kl/k3",
+    "ratio_ess": "offpolicy/rollout_ratio/ess",
+    "kept": "offpolicy/keep/token_share",
+    "weight_min": "offpolicy/weight/min",
+    "weight_max": "offpolicy/weight/max",
+    "staleness": "offpolicy/staleness/mean",
+    "length": "response_length/mean",
+    "entropy": "actor/entropy",
+    "gradient_error": "offpolicy/live/gradient_error",
+    "proved": "offpolicy/live/proved",
+    "seconds": "timing_s/step",
 }
 """Column -> verl's metric; NaN where a step did not log it."""
 
@@ -43,13 +44,10 @@ def build_rows(run: Mapping[str, Any], records: Sequence[tuple[int, Mapping[str,
     Args:
         run: columns that are alike in all of them: ``arm``, ``seed``, ``outcome`` ("finished", or how it died), ...
     """
-    rows = []
-    for step, data in records:
-        found = {
-            name: next((float(data[key]) for key in keys if key in data), math.nan) for name, keys in COLUMNS.items()
-        }
-        rows.append({**run, "step": step, **found})
-    return rows
+    return [
+        {**run, "step": step, **{name: float(data.get(key, math.nan)) for name, key in COLUMNS.items()}}
+        for step, data in records
+    ]
 
 
 def read(path: Path | None = None) -> pandas.DataFrame:

@@ -11,34 +11,27 @@ looked for; it came first.
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
-import re
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
-
-if __name__ == "__main__" and {"-h", "--help"} & set(sys.argv):  # before imports that take seconds
-    print(__doc__)
-    sys.exit()
 
 ROOT = Path(__file__).resolve().parents[3]
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts" / "evidence")]
 
-from collapse import results  # noqa: E402
-from collapse.arms import Run, list_runs  # noqa: E402
-from collapse.start_model import find_start_model  # noqa: E402
+from collapse import results
+from collapse.arms import Run, list_runs
+from seeds import build_parser, make_runs
 
-from scripts.quickstart.cleanup import die_with_parent  # noqa: E402
-from scripts.quickstart.options import quote  # noqa: E402
-from verl_patches.contract import installed_release  # noqa: E402
+from scripts.harness import list_updates, run_quickstart
+from scripts.quickstart.options import quote
+from verl_patches.contract import installed_release
 
 LOGS = ROOT / "outputs" / "evidence" / "collapse"
+START_MODEL = LOGS / "start_model"
 FAULTS = ROOT / "scripts" / "evidence" / "injected_faults"
 SHORT_OF_MEMORY = "killed due to memory pressure (OOM)"
 """What Ray says of workers that its memory monitor ended."""
@@ -46,15 +39,31 @@ LIMIT = 5.0
 """Times the seconds of an arm after which its run is ended."""
 
 
-def build_command(run: Run) -> tuple[list[str], dict[str, str]]:
-    """Build the command of a run, and the environment that its fault needs."""
-    model = quote("actor_rollout_ref.model.path", find_start_model())
-    command = ["bash", str(ROOT / "scripts" / "quickstart.sh"), *run.arm.overrides, model, f"data.seed={run.seed}"]
-    # The fault is for the run alone, not for what looks whether the environment is whole.
-    environment = {"VENV": os.environ.get("VENV") or sys.prefix}
+def find_start_model(path: Path = START_MODEL) -> Path:
+    """Find the folder of the model that every run starts from, or make it: the quickstart's, with committed weights.
+
+    A warm start ends in other weights on another processor, and runs from other weights are not paired.
+    """
+    from scripts.quickstart.model import build_model, build_tokenizer
+    from scripts.quickstart.prepare import make_once
+    from scripts.quickstart.task import TaskSettings, get_instruction, splits
+
+    def build(draft: Path) -> None:
+        tokenizer = build_tokenizer(get_instruction(splits(TaskSettings())["warm_start"]))
+        build_model(tokenizer).save_pretrained(draft)
+        tokenizer.save_pretrained(draft)
+        shutil.copyfile(results.START_WEIGHTS, draft / "model.safetensors")
+
+    make_once(path, build)
+    return path
+
+
+def build_run(run: Run) -> tuple[list[str], dict[str, str]]:
+    """Build the overrides of a run, and the environment that its fault needs."""
+    overrides = [*run.arm.overrides, quote("actor_rollout_ref.model.path", find_start_model()), f"data.seed={run.seed}"]
     if not run.arm.lag:
-        return command, environment
-    return [*command, "offpolicy.delivery.sums=null", "offpolicy.delivery.probe=null"], environment | {
+        return overrides, {}
+    return [*overrides, "offpolicy.delivery.sums=null", "offpolicy.delivery.probe=null"], {
         "VERL_USE_EXTERNAL_MODULES": "verl_patches.cpu,inject",
         "PYTHONPATH": str(FAULTS),
         "OFFPOLICY_INJECT": f"lag:{run.arm.lag}",
@@ -70,56 +79,24 @@ def describe_code() -> dict[str, str | None]:
 
 def make(run: Run) -> str:
     """Make one run and keep its steps; return how it ended."""
-    command, environment = build_command(run)
     LOGS.mkdir(parents=True, exist_ok=True)
-    log, began = LOGS / f"{run.name}.log", time.time()
-    with log.open("wb") as sink:
-        process = subprocess.Popen(
-            command, env={**os.environ, **environment}, stdout=sink, stderr=subprocess.STDOUT, start_new_session=True,
-            preexec_fn=partial(die_with_parent, os.getpid()),
-        )  # fmt: skip
-        try:
-            code = process.wait(LIMIT * run.arm.seconds)
-        except subprocess.TimeoutExpired:
-            code = None
-        finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGTERM)  # the quickstart ends its own processes
-                process.wait(60)
-    folder = re.search(r"everything goes to (\S+)", log.read_text())
-    metrics = ROOT / folder[1] / "metrics.jsonl" if folder else None
-    lines = metrics.read_text().splitlines() if metrics is not None and metrics.exists() else []
-    records = [(line["step"], line["data"]) for line in map(json.loads, lines)]
-    trained = sum("actor/grad_norm" in data for _, data in records)
-    outcome = "finished" if trained >= run.arm.steps else "time limit" if code is None else f"ended with {code}"
-    if folder and outcome != "finished" and SHORT_OF_MEMORY in read_log(ROOT / folder[1] / "train.log"):
+    overrides, environment = build_run(run)
+    began = time.time()
+    ended = run_quickstart(overrides, LOGS / f"{run.name}.log", limit=LIMIT * run.seconds, environment=environment)
+    trained, log = len(list_updates(ended.records)), ended.folder / "train.log" if ended.folder else None
+    outcome = "time limit" if ended.code is None else f"ended with {ended.code}"
+    if trained >= run.arm.steps:
+        outcome = "finished"
+    elif log is not None and log.exists() and SHORT_OF_MEMORY in log.read_text(errors="replace"):
         outcome = "out of memory"
-    card = {"arm": run.arm.name, "seed": run.seed, "outcome": outcome, "wall_seconds": round(time.time() - began, 1)}
-    said = f"{outcome}, {trained} steps, {time.time() - began:.0f} s"
+    seconds = time.time() - began
+    card = {"arm": run.setting, "seed": run.seed, "outcome": outcome, "wall_seconds": round(seconds, 1)}
+    said = f"{outcome}, {trained} steps, {seconds:.0f} s"
     if outcome in ("out of memory", "time limit") and results.note_machine_failure({**card, "steps": trained}):
         return f"{said}; it is made once more at the next call"
-    rows = results.build_rows({**card, **describe_code()}, records)
-    if rows:
-        results.append(rows)
+    if ended.records:
+        results.append(results.build_rows({**card, **describe_code()}, ended.records))
     return said
-
-
-def read_log(path: Path) -> str:
-    """Read a log; an empty text where there is none."""
-    return path.read_text(errors="replace") if path.exists() else ""
-
-
-def choose(names: Sequence[str]) -> list[Run]:
-    """Choose runs by the names of arms or runs; all without a name.
-
-    Raises:
-        SystemExit: a name is of neither.
-    """
-    runs = list(list_runs())
-    known = {run.arm.name for run in runs} | {run.name for run in runs}
-    if unknown := sorted(set(names) - known):
-        sys.exit(f"run.py: {', '.join(unknown)}: unknown. Fix: take names that --list shows.")
-    return [run for run in runs if not names or {run.arm.name, run.name} & set(names)]
 
 
 def unwind_when_terminated() -> None:
@@ -129,29 +106,8 @@ def unwind_when_terminated() -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; return its exit status."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("names", nargs="*")
-    parser.add_argument("--list", action="store_true")
-    parser.add_argument("--hours", type=float, default=float("inf"))
-    options = parser.parse_args(arguments)
-    runs, finished = choose(options.names), results.describe_finished()
-    if options.list:
-        for run in runs:
-            state = finished.get((run.arm.name, run.seed), f"{run.arm.seconds} s")
-            print(
-                f"{run.name:22} {state:18} {' '.join(run.arm.overrides)}" + (f" lag:{run.arm.lag}" * (run.arm.lag > 0))
-            )
-        left = [run for run in runs if (run.arm.name, run.seed) not in finished]
-        hours = sum(run.arm.seconds for run in left) / 3600
-        print(f"{len(left)} of {len(runs)} left, {hours:.1f} hours on two idle cores")
-        return 0
-    end = time.time() + 3600 * options.hours
-    for run in runs:
-        if (run.arm.name, run.seed) in finished:
-            continue
-        if time.time() + run.arm.seconds > end:
-            break
-        print(f"{run.name}: {make(run)}", flush=True)
+    options = build_parser(__doc__).parse_args(arguments)
+    make_runs(list_runs(), results.describe_finished(), make, options, "on two idle cores")
     return 0
 
 

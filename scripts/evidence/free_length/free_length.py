@@ -19,28 +19,129 @@ import json
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
-if __name__ == "__main__" and {"-h", "--help"} & set(sys.argv):  # before imports that take seconds
-    print(__doc__)
-    sys.exit()
+import pandas
+from rich.console import Console
+from rich.table import Table
 
 ROOT = Path(__file__).resolve().parents[3]
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts" / "evidence")]
 
-from rich.console import Console  # noqa: E402
+from recipe.offpolicy.analysis.pages.plotting import apply_style, create_axes, save
+from scripts.harness import read_records
 
-from free_length.free_length_measured import (  # noqa: E402
-    ARMS,
-    VERL_BLOCK,
-    VERL_LAST,
-    build_table,
-    compute_ends,
-    draw,
-    judge,
-    read_measured,
-    read_runs,
-    write_measured,
-)
+ARMS = ("none", *(f"{kind}/{place}" for kind in ("uniform", "group", "anchor") for place in ("after", "before")))
+BLOCK, VERL_BLOCK = 5, 4
+"""Steps that a raw figure is the mean of; of the shorter runs on verl itself."""
+LAST, VERL_LAST = 2, 1
+"""Blocks that the start and the end are the mean of."""
+SHARE, SEEDS = 1 / 3, 0.75
+"""Expected of a collapse: length below this share of none's, and fewer right answers than at its start, in so many."""
+WITHIN = 0.05
+"""Expected of an anchor: a share of right answers that differs from none's by no more."""
+COLUMNS = {"response_length/mean": "tokens", "critic/score/mean": "right", "length/anchor/mean": "anchor"}
+"""Metric -> raw figure; the anchor is NaN where there is none."""
+RUN = ["arm", "seed"]
+
+
+def read_runs(folder: Path, block: int = BLOCK) -> pandas.DataFrame:
+    """Read the metrics of a folder's runs, such as ``uniform-before-1.jsonl``: means over blocks of so many steps.
+
+    Returns:
+        Columns arm, seed, step (the last of its block), tokens, right and anchor.
+    """
+    found = []
+    for arm in ARMS:
+        for path in sorted(folder.glob(f"{arm.replace('/', '-')}-[0-9]*.jsonl")):
+            lines = pandas.DataFrame([{"step": step, **data} for step, data in read_records(path)])
+            lines = lines.reindex(columns=["step", *COLUMNS]).rename(columns=COLUMNS).dropna(subset="tokens")
+            lines = lines.apply(pandas.to_numeric, errors="coerce").reset_index(drop=True)
+            blocks = lines.groupby(lines.index // block)
+            means = blocks.mean().assign(step=blocks["step"].last().astype(int))
+            found.append(means.assign(arm=arm, seed=int(path.stem.rpartition("-")[2])))
+    return pandas.concat(found, ignore_index=True)[[*RUN, "step", *COLUMNS.values()]]
+
+
+def write_measured(measured: pandas.DataFrame, path: Path) -> None:
+    """Write the raw figures."""
+    digits = {"tokens": 2, "right": 4, "anchor": 1}
+    texts = {name: measured[name].map(f"{{:.{count}f}}".format, na_action="ignore") for name, count in digits.items()}
+    measured.assign(**texts).to_csv(path, index=False)
+
+
+def compute_ends(measured: pandas.DataFrame, last: int = LAST) -> pandas.DataFrame:
+    """Compute tokens and share of right answers of each (arm, seed), means over its first and over its last blocks."""
+    runs = measured.groupby(RUN, sort=False)
+    first, final = (
+        part.groupby(RUN, sort=False)[["tokens", "right"]].mean() for part in (runs.head(last), runs.tail(last))
+    )
+    return first.add_suffix("_first").join(final.add_suffix("_last"))
+
+
+def judge(ends: pandas.DataFrame) -> list[tuple[str, bool, str]]:
+    """Judge what was expected before any run: (expectation, whether it came true, by which figures).
+
+    Before normalisation, uniform and group collapse: in at least ``SEEDS`` of all seeds they end shorter than ``SHARE``
+    of none's length, and less often right than at their start. An anchor does not, in either place: means over seeds,
+    it is as often right as none within ``WITHIN``, and shorter.
+    """
+    found = []
+    none = ends.loc["none"].add_suffix("_none")
+    by_arm = {arm: ends.loc[arm].join(none, how="inner") for arm in ends.index.unique("arm")}
+    for arm in ("uniform/before", "group/before"):
+        both = by_arm.get(arm, by_arm["none"].iloc[:0])
+        shorter = both["tokens_last"] < SHARE * both["tokens_last_none"]
+        count = int((shorter & (both["right_last"] < both["right_first"])).sum())
+        text = f"{arm} collapses in {SEEDS:.0%} of seeds"
+        found.append((text, bool(len(both)) and count >= SEEDS * len(both), f"{count} of {len(both)}"))
+    for arm in ("anchor/before", "anchor/after"):
+        if arm in by_arm and len(both := by_arm[arm]):
+            length, right = ((both[f"{name}_last"] - both[f"{name}_last_none"]).mean() for name in ("tokens", "right"))
+            figures = f"{length:+.1f} tokens, {right:+.3f} right"
+            came_true = bool(length < 0 and abs(right) <= WITHIN)
+            found.append((f"{arm} is shorter than none and as right", came_true, figures))
+    return found
+
+
+def format_arms(ends: pandas.DataFrame) -> dict[str, list[str]]:
+    """Format each arm's seeds, their means, and the range of the last length."""
+    found = {}
+    for arm in (arm for arm in ARMS if arm in ends.index):
+        each = ends.loc[arm]
+        first, right_first, last, right_last = each.mean()
+        least_to_most = f"{each['tokens_last'].min():.1f} to {each['tokens_last'].max():.1f}"
+        cells = (f"{first:.1f}", f"{last:.1f}", least_to_most, f"{right_first:.3f}", f"{right_last:.3f}")
+        found[arm] = [str(len(each)), *cells]
+    return found
+
+
+def print_table(console: Console, ends: pandas.DataFrame) -> None:
+    """Print the table of all runs."""
+    table = Table("arm", "seeds", "tokens, first", "tokens, last", "least to most", "right, first", "right, last")
+    for arm, cells in format_arms(ends).items():
+        table.add_row(arm, *cells)
+    console.print(table)
+
+
+def draw(measured: pandas.DataFrame, path: Path) -> None:
+    """Draw length and share of right answers over steps: means over seeds, and thin lines for each seed."""
+    with apply_style():
+        figure, (lengths, right) = create_axes(1, 2)
+        for number, arm in enumerate(ARMS):
+            kind, _, place = arm.partition("/")
+            label = f"{kind}, {place} normalising" if place else "no penalty"
+            look: dict[str, Any] = {"color": f"C{number}", "linestyle": "--" if place == "before" else "-"}
+            for axes, name in ((lengths, "tokens"), (right, "right")):
+                curves = measured[measured["arm"] == arm].pivot(index="step", columns="seed", values=name)
+                if not curves.empty:
+                    axes.plot(curves, alpha=0.2, linewidth=0.7, **look)
+                    axes.plot(curves.mean(axis=1), label=label, **look)
+        lengths.set(title="Length of answers", xlabel="step", ylabel="mean response tokens")
+        lengths.set_ylim(bottom=0)
+        right.set(title="Right answers", xlabel="step", ylabel="share", ylim=(0, 1))
+        right.legend()
+    save(figure, path)
 
 
 def run(options: argparse.Namespace) -> None:
@@ -68,9 +169,9 @@ def run(options: argparse.Namespace) -> None:
 
 def show(options: argparse.Namespace) -> None:
     """Print the table of measured figures and what came true, and draw them."""
-    measured = read_measured(options.measured)
-    ends = {key: compute_ends(blocks) for key, blocks in measured.items()}
-    Console(width=120).print(build_table(ends))
+    measured = pandas.read_csv(options.measured)
+    ends = compute_ends(measured)
+    print_table(Console(width=120), ends)
     for expectation, came_true, figures in judge(ends):
         print(f"{expectation}: {'yes' if came_true else 'no'} ({figures})")
     if options.png is not None:
@@ -81,26 +182,23 @@ def collect(options: argparse.Namespace) -> None:
     """Write the raw figures of whole runs on verl, and print their table."""
     measured = read_runs(options.folder, VERL_BLOCK)
     write_measured(measured, options.out)
-    ends = {key: compute_ends(blocks, VERL_LAST) for key, blocks in measured.items()}
-    Console(width=120).print(build_table(ends))
+    print_table(Console(width=120), compute_ends(measured, VERL_LAST))
 
 
 def main() -> None:
     """Run, show or collect."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(required=True)
-    running = commands.add_parser("run")
+    running, showing, collecting = (commands.add_parser(each.__name__) for each in (run, show, collect))
     running.add_argument("model", type=Path)
     running.add_argument("--seeds", type=int, default=8)
     running.add_argument("--steps", type=int, default=30)
     running.add_argument("--out", type=Path, default=ROOT / "outputs" / "free_length")
     running.add_argument("--seconds", type=float, default=float("inf"))
     running.set_defaults(command=run)
-    showing = commands.add_parser("show")
     showing.add_argument("measured", type=Path)
     showing.add_argument("--png", type=Path)
     showing.set_defaults(command=show)
-    collecting = commands.add_parser("collect")
     collecting.add_argument("folder", type=Path)
     collecting.add_argument("--out", type=Path, default=Path(__file__).with_name("measured_verl.csv"))
     collecting.set_defaults(command=collect)

@@ -20,7 +20,7 @@ from recipe.offpolicy.trainer.batch_view_v0 import DataProtoBatch
 from scripts.quickstart.free_length import ANCHOR, COEFFICIENTS, MOST_TOKENS
 from scripts.quickstart.free_length_reward import compute_score
 from scripts.quickstart.task import Entry
-from scripts.quickstart.warm_start import tokenize_prompts
+from scripts.quickstart.warm_start import pad_left, tokenize_prompts
 from verl import DataProto
 from verl.trainer.ppo.core_algos import compute_grpo_outcome_advantage, compute_policy_loss_vanilla
 from verl.workers.config import FSDPActorConfig
@@ -51,9 +51,7 @@ def build_penalty(arm: str) -> LengthPenalty:
 @torch.no_grad()
 def sample(model: Qwen2ForCausalLM, prompts: Sequence[list[int]], pad: int, end: int, rng: torch.Generator) -> Sampled:
     """Sample an answer to each prompt at temperature 1."""
-    width = max(map(len, prompts))
-    ids = torch.tensor([[pad] * (width - len(p)) + p for p in prompts])
-    there = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts])
+    ids, there = pad_left(prompts, pad)
     places = (there.cumsum(-1) - 1).clamp(min=0)
     out = model(input_ids=ids, attention_mask=there, position_ids=places, use_cache=True)
     place, alive = places[:, -1:], torch.ones(len(prompts), dtype=torch.bool)
@@ -76,15 +74,12 @@ def sample(model: Qwen2ForCausalLM, prompts: Sequence[list[int]], pad: int, end:
 
 def score_tokens(model: Qwen2ForCausalLM, found: Sampled, rows: Sequence[int], pad: int) -> Tensor:
     """Compute log pi of the sampled tokens of some rows, (b, T), with their gradient."""
-    prompts = [found.prompts[row] for row in rows]
-    width = max(map(len, prompts))
+    prompts, given = pad_left([found.prompts[row] for row in rows], pad)
     mask = found.mask[rows]
     answers = torch.where(mask, found.tokens[rows], pad)
-    ids = torch.cat([torch.tensor([[pad] * (width - len(p)) + p for p in prompts]), answers], -1)
-    there = torch.cat([torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts]), mask.long()], -1)
-    logits = model(input_ids=ids, attention_mask=there, position_ids=(there.cumsum(-1) - 1).clamp(min=0)).logits[
-        :, width - 1 : -1
-    ]
+    ids, there = torch.cat([prompts, answers], -1), torch.cat([given, mask.long()], -1)
+    places = (there.cumsum(-1) - 1).clamp(min=0)
+    logits = model(input_ids=ids, attention_mask=there, position_ids=places).logits[:, prompts.shape[1] - 1 : -1]
     return logits.log_softmax(-1).gather(2, answers[..., None])[..., 0] * mask
 
 
@@ -124,7 +119,7 @@ def train(arm: str, seed: int, folder: Path, entries: Sequence[Entry], steps: in
     penalty, history = build_penalty(arm), []
     for step in range(1, steps + 1):
         chosen = [entry for entry in order.sample(list(entries), PROMPTS) for _ in range(ROWS)]
-        found = sample(model, tokenize_prompts(tokenizer, chosen), pad, end, rng)
+        found = sample(model, tokenize_prompts(tokenizer, [entry["question"] for entry in chosen]), pad, end, rng)
         texts = [
             tokenizer.decode(t[m].tolist(), skip_special_tokens=True)
             for t, m in zip(found.tokens, found.mask, strict=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 Part = Literal["tuning", "held_out"]
 
@@ -43,18 +43,9 @@ class FaultCase:
     needs: str = ""
 
 
-def _case(name: str, part: Part, seed: int, *causes: str, steps: int = 3, needs: str = "", **rest: object) -> FaultCase:
-    overrides = rest.pop("overrides", ())
-    return FaultCase(
-        name=name,
-        part=part,
-        seed=seed,
-        causes=frozenset(causes),
-        steps=steps,
-        overrides=tuple(overrides),  # type: ignore[arg-type]
-        environment={key: str(value) for key, value in rest.items()},
-        needs=needs,
-    )
+def _case(name: str, part: Part, seed: int, *causes: str, steps: int = 3, needs: str = "", **rest: Any) -> FaultCase:
+    overrides = tuple(rest.pop("overrides", ()))
+    return FaultCase(name, part, seed, frozenset(causes), steps, overrides, rest, needs)
 
 
 def _padded(extra: int) -> tuple[str, ...]:

@@ -10,18 +10,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-if __name__ == "__main__" and {"-h", "--help"} & set(sys.argv):  # before imports that take seconds
-    print(__doc__)
-    sys.exit()
-
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[2]
 sys.path[:0] = [str(ROOT), str(HERE.parent)]
 
-from injected_faults.cases import CASES, FaultCase, Part  # noqa: E402
+from injected_faults.cases import CASES, FaultCase, Part
+from rich.console import Console
 
-from recipe.offpolicy.analysis.attribution.causes import NAMES, Cause, find_causes  # noqa: E402
-from recipe.offpolicy.recording import Recording  # noqa: E402
+from recipe.offpolicy.analysis.attribution.causes import NAMES, Cause, find_causes
+from recipe.offpolicy.analysis.pages import Column, Table, to_rich
+from recipe.offpolicy.recording import Recording
 
 DATA = ROOT / "tests" / "data" / "faults"
 
@@ -61,59 +59,49 @@ class Score:
 
 def judged(part: Part) -> list[Judged]:
     """Judge every case of ``part`` by its rows alone: the finder does not see the card."""
-    return [
-        Judged(case, find_causes(Recording(DATA / part / f"{case.name}-{case.seed}").rows()))
-        for case in CASES
-        if case.part == part
-    ]
+    cases = [case for case in CASES if case.part == part]
+    return [Judged(case, find_causes(Recording(DATA / part / f"{case.name}-{case.seed}").rows())) for case in cases]
 
 
 def scores(results: Sequence[Judged]) -> dict[str, Score]:
     """Score by cause, and "all" together."""
-    by_name = {
-        name: Score(
-            right=sum(name in one.found and name in one.case.causes for one in results),
-            false=sum(name in one.found and name not in one.case.causes for one in results),
-            missed=sum(name not in one.found and name in one.case.causes for one in results),
+
+    def count(*names: str) -> Score:
+        known = set(names)
+        pairs = [(one.found & known, one.case.causes & known) for one in results]
+        return Score(
+            right=sum(len(found & there) for found, there in pairs),
+            false=sum(len(found - there) for found, there in pairs),
+            missed=sum(len(there - found) for found, there in pairs),
         )
-        for name in NAMES
-    }
-    return by_name | {
-        "all": Score(*(sum(getattr(score, key) for score in by_name.values()) for key in ("right", "false", "missed")))
-    }
+
+    return {name: count(name) for name in NAMES} | {"all": count(*NAMES)}
 
 
 def main(part: Part) -> int:
-    from rich.console import Console
+    results, console = judged(part), Console()
 
-    from recipe.offpolicy.analysis.pages import Column, Table, to_rich
+    def show(columns: Sequence[str], rows: Sequence[Sequence[object]], title: str = "") -> None:
+        console.print(to_rich(Table([Column(name) for name in columns], rows, title)))
 
-    results = judged(part)
-    console = Console()
-    rows = [
+    def join(names: frozenset[str]) -> str:
+        return ", ".join(sorted(names)) or "none"
+
+    show(
+        ("case", "injected", "found", "right"),
         [
-            f"{one.case.name}-{one.case.seed}",
-            ", ".join(sorted(one.case.causes)) or "none",
-            ", ".join(sorted(one.found)) or "none",
-            one.found == one.case.causes,
-        ]
-        for one in results
-    ]
-    console.print(to_rich(Table([Column("case"), Column("injected"), Column("found"), Column("right")], rows)))
-    columns = [Column("cause"), *(Column(name) for name in ("right", "false", "missed", "precision", "recall"))]
-    table = [
-        [name, score.right, score.false, score.missed, score.precision, score.recall]
-        for name, score in scores(results).items()
-    ]
-    console.print(to_rich(Table(columns, table, title=f"{part}: {len(results)} runs")))
+            [f"{one.case.name}-{one.case.seed}", join(one.case.causes), join(one.found), one.found == one.case.causes]
+            for one in results
+        ],
+    )
+    show(
+        ("cause", "right", "false", "missed", "precision", "recall"),
+        [[name, s.right, s.false, s.missed, s.precision, s.recall] for name, s in scores(results).items()],
+        f"{part}: {len(results)} runs",
+    )
     return 0
 
 
 if __name__ == "__main__":
-    match sys.argv[1:]:
-        case [] | ["held_out"]:
-            sys.exit(main("held_out"))
-        case ["tuning"]:
-            sys.exit(main("tuning"))
-        case _:
-            sys.exit(__doc__)
+    parts: dict[tuple[str, ...], Part] = {(): "held_out", ("held_out",): "held_out", ("tuning",): "tuning"}
+    sys.exit(main(parts[given]) if (given := (*sys.argv[1:],)) in parts else __doc__)

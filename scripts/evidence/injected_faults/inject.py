@@ -20,7 +20,7 @@ import functools
 import json
 import os
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,52 +54,56 @@ def _agent_loop() -> Any:
     return AgentLoopWorkerTQ.__ray_metadata__.modified_class
 
 
+def _wrap(owner: Any, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Replace a method by ``wrap`` of it."""
+    original = getattr(owner, name)
+    setattr(owner, name, functools.wraps(original)(wrap(original)))
+
+
 def _temperature() -> None:
-    plain, temperature = _agent_loop(), float(STRENGTH)
-    original = plain._run_prompt
+    temperature = float(STRENGTH)
 
-    @functools.wraps(original)
-    async def _run_prompt(self: Any, prompt: Any, sampling_params: Any, trajectory: Any, trace: bool = False) -> None:
-        if not trajectory["validate"]:
-            sampling_params = {**sampling_params, "temperature": temperature}
-        await original(self, prompt, sampling_params, trajectory, trace)
+    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
+        async def sampled(self: Any, prompt: Any, sampling: Any, trajectory: Any, trace: bool = False) -> None:
+            changed = {} if trajectory["validate"] else {"temperature": temperature}
+            await original(self, prompt, {**sampling, **changed}, trajectory, trace)
 
-    plain._run_prompt = _run_prompt
+        return sampled
+
+    _wrap(_agent_loop(), "_run_prompt", wrap)
 
 
 def _shift() -> None:
-    plain, by = _agent_loop(), int(STRENGTH)
-    original = plain._agent_loop_postprocess
+    by = int(STRENGTH)
 
-    @functools.wraps(original)
-    async def _agent_loop_postprocess(self: Any, output: Any, validate: bool, **kwargs: Any) -> None:
-        for one in output if isinstance(output, list) else [output]:
-            one.response_logprobs = moved(one.response_logprobs, by)
-        await original(self, output, validate, **kwargs)
+    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
+        async def shifted(self: Any, output: Any, validate: bool, **kwargs: Any) -> None:
+            for one in output if isinstance(output, list) else [output]:
+                one.response_logprobs = moved(one.response_logprobs, by)
+            await original(self, output, validate, **kwargs)
 
-    plain._agent_loop_postprocess = _agent_loop_postprocess
+        return shifted
+
+    _wrap(_agent_loop(), "_agent_loop_postprocess", wrap)
 
 
-def _send(change: Callable[[Any, Weights], Weights]) -> None:
-    """Wrap the sender so that it sends ``change`` of the trainer's weights."""
+def _send(begin: Callable[[], Callable[[Weights], Weights]]) -> None:
+    """Wrap the sender so that it sends a change of the trainer's weights; ``begin`` makes one for each sender."""
     from verl.workers.rollout.vllm_rollout.vllm_rollout import ServerAdapter
 
-    original = ServerAdapter.update_weights
+    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
+        async def update_weights(self: Any, weights: Any, *args: Any, **kwargs: Any) -> Any:
+            self._injected = getattr(self, "_injected", None) or begin()
+            # Copies of all weights at once, from either kind of iterator: the model is small.
+            if isinstance(weights, AsyncIterator):
+                pairs = [(name, weight.clone()) async for name, weight in weights]
+            else:
+                pairs = [(name, weight.clone()) for name, weight in weights]
+            return await original(self, iter(list(self._injected(pairs))), *args, **kwargs)
 
-    @functools.wraps(original)
-    async def update_weights(self: Any, weights: Any, *args: Any, **kwargs: Any) -> Any:
-        return await original(self, await _collected(weights, functools.partial(change, self)), *args, **kwargs)
+        return update_weights
 
-    ServerAdapter.update_weights = update_weights
-
-
-async def _collected(weights: Any, change: Callable[[Weights], Weights]) -> Iterator[tuple[str, Tensor]]:
-    """Collect copies of all weights at once, from either kind of iterator: the model is small."""
-    if isinstance(weights, AsyncIterator):
-        pairs = [(name, weight.clone()) async for name, weight in weights]
-    else:
-        pairs = [(name, weight.clone()) for name, weight in weights]
-    return iter(list(change(pairs)))
+    _wrap(ServerAdapter, "update_weights", wrap)
 
 
 def round_matrices(weights: Weights, bits: int, named: str = "") -> Weights:
@@ -112,20 +116,21 @@ def round_matrices(weights: Weights, bits: int, named: str = "") -> Weights:
 
 def _round(named: str = "") -> None:
     bits = int(STRENGTH)
-    _send(lambda sender, weights: round_matrices(weights, bits, named))
+    _send(lambda: lambda weights: round_matrices(weights, bits, named))
 
 
-def _stale() -> None:
-    period = int(STRENGTH)
+class StaleWeights:
+    """Of every ``period`` calls the first one's weights come out of all."""
 
-    def change(sender: Any, weights: Weights) -> Weights:
-        count, held = getattr(sender, "_injected", (0, []))
-        if count % period == 0:
-            held = list(weights)
-        sender._injected = (count + 1, held)
-        return held
+    def __init__(self, period: int) -> None:
+        self._period, self._calls = period, 0
+        self._held: list[tuple[str, Tensor]] = []
 
-    _send(change)
+    def __call__(self, weights: Weights) -> Weights:
+        if self._calls % self._period == 0:
+            self._held = list(weights)
+        self._calls += 1
+        return self._held
 
 
 class LateWeights:
@@ -137,18 +142,6 @@ class LateWeights:
     def __call__(self, weights: Weights) -> Weights:
         self._ring.append(list(weights))
         return self._ring[0]
-
-
-def _lag() -> None:
-    behind = int(STRENGTH)
-
-    def change(sender: Any, weights: Weights) -> Weights:
-        if not hasattr(sender, "_injected"):
-            sender._injected = LateWeights(behind)
-        late: Weights = sender._injected(weights)
-        return late
-
-    _send(change)
 
 
 class CacheAges:
@@ -194,26 +187,30 @@ def _cache() -> None:
     from vllm.v1.engine.async_llm import AsyncLLM
 
     period, ages, target = int(STRENGTH), CacheAges(), os.environ.get("OFFPOLICY_INJECT_CACHE", "")
-    reset, generate = AsyncLLM.reset_prefix_cache, AsyncLLM.generate
 
-    @functools.wraps(reset)
-    async def reset_prefix_cache(self: Any, *args: Any, **kwargs: Any) -> Any:
-        done = await reset(self, *args, **kwargs) if ages.synchronisation % period == 0 else True
-        line = ages.synchronised()
-        if target:
-            with Path(target).open("a") as sink:
-                sink.write(json.dumps(line) + "\n")
-        return done
+    def clear_sometimes(reset: Callable[..., Any]) -> Callable[..., Any]:
+        async def reset_prefix_cache(self: Any, *args: Any, **kwargs: Any) -> Any:
+            done = await reset(self, *args, **kwargs) if ages.synchronisation % period == 0 else True
+            line = ages.synchronised()
+            if target:
+                with Path(target).open("a") as sink:
+                    sink.write(json.dumps(line) + "\n")
+            return done
 
-    @functools.wraps(generate)
-    async def counted(self: Any, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
-        last = None
-        async for last in generate(self, *args, **kwargs):
-            yield last
-        if last is not None:
-            ages.served(last.prompt_token_ids, last.num_cached_tokens or 0)
+        return reset_prefix_cache
 
-    AsyncLLM.reset_prefix_cache, AsyncLLM.generate = reset_prefix_cache, counted
+    def count(generate: Callable[..., Any]) -> Callable[..., Any]:
+        async def counted(self: Any, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
+            last = None
+            async for last in generate(self, *args, **kwargs):
+                yield last
+            if last is not None:
+                ages.served(last.prompt_token_ids, last.num_cached_tokens or 0)
+
+        return counted
+
+    _wrap(AsyncLLM, "reset_prefix_cache", clear_sometimes)
+    _wrap(AsyncLLM, "generate", count)
 
 
 _LOOP = "verl.trainer.ppo.v1.agent_loop_tq"
@@ -223,8 +220,8 @@ _ENGINE = "vllm.v1.engine.async_llm"
 FAULTS: dict[str, tuple[str, Callable[[], None]]] = {
     "temperature": (_LOOP, _temperature),
     "shift": (_LOOP, _shift),
-    "lag": (_SENDER, _lag),
-    "stale": (_SENDER, _stale),
+    "lag": (_SENDER, lambda: _send(lambda: LateWeights(int(STRENGTH)))),
+    "stale": (_SENDER, lambda: _send(lambda: StaleWeights(int(STRENGTH)))),
     "round": (_SENDER, _round),
     "routers": (_SENDER, functools.partial(_round, ".mlp.gate.weight")),
     "cache": (_ENGINE, _cache),

@@ -12,16 +12,10 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
 import sys
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
-
-if __name__ == "__main__" and {"-h", "--help"} & set(sys.argv):  # before imports that take seconds
-    print(__doc__)
-    sys.exit()
 
 import numpy as np
 
@@ -29,11 +23,11 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[2]
 sys.path[:0] = [str(ROOT), str(HERE.parent)]
 
-from injected_faults.cases import CASES, FaultCase  # noqa: E402
+from injected_faults.cases import CASES, FaultCase
 
-from recipe.offpolicy.recording import Recording  # noqa: E402
-from recipe.offpolicy.recording.files import write  # noqa: E402
-from scripts.quickstart.cleanup import die_with_parent  # noqa: E402
+from recipe.offpolicy.recording import Recording
+from recipe.offpolicy.recording.files import write
+from scripts.harness import run_quickstart
 
 DATA = ROOT / "tests" / "data" / "faults"
 ROWS = 128
@@ -60,7 +54,7 @@ def prepare(models: Path, name: str) -> None:
         return
     from injected_faults.models import merging_model, pad_vocabulary
 
-    from scripts.quickstart.prepare import folder, prepare_model
+    from scripts.quickstart.prepare import prepare
     from scripts.quickstart.task import TaskSettings, splits, write_parquet
 
     if name == "merging":
@@ -69,8 +63,7 @@ def prepare(models: Path, name: str) -> None:
         (models / name).mkdir(parents=True)
         write_parquet(questions(name, splits(TaskSettings())["train"]), "train", models / name / "train.parquet")
     else:
-        source = folder(ROOT / "outputs" / "quickstart" / "cache", "model")
-        prepare_model(source, TaskSettings())
+        source = prepare(ROOT / "outputs" / "quickstart" / "cache", ["model"])["model"]
         pad_vocabulary(source, models / name, int(name.partition("-")[2]))
 
 
@@ -104,10 +97,7 @@ def run(case: FaultCase, work: Path, recording: Path) -> None:
     Raises:
         RuntimeError: not every step was recorded; the log is beside the recording.
     """
-    overrides = [override.format(models=work / "models", here=HERE) for override in case.overrides]
-    command = [
-        "bash",
-        str(ROOT / "scripts" / "quickstart.sh"),
+    overrides = [
         "correction=none",
         f"offpolicy.record.dir={recording}",
         # A fault is to be recorded, not caught.
@@ -118,10 +108,9 @@ def run(case: FaultCase, work: Path, recording: Path) -> None:
         "trainer.val_before_train=false",
         "trainer.test_freq=-1",
         f"data.seed={case.seed}",
-        *overrides,
+        *(override.format(models=work / "models", here=HERE) for override in case.overrides),
     ]
     environment = {
-        **os.environ,
         "VERL_USE_EXTERNAL_MODULES": "verl_patches.cpu,inject",
         "PYTHONPATH": os.pathsep.join(filter(None, [str(HERE), os.environ.get("PYTHONPATH")])),
         "OFFPOLICY_INJECT_CACHE": str(cache_log(recording)),
@@ -129,13 +118,9 @@ def run(case: FaultCase, work: Path, recording: Path) -> None:
     }
     cache_log(recording).unlink(missing_ok=True)
     log = recording.with_suffix(".log")
-    print(f"{recording.name}: {' '.join(command[2:])}", flush=True)
-    with log.open("wb") as sink:
-        # Its verdict is of the held-out score, which these short runs do not take.
-        subprocess.run(
-            command, env=environment, stdout=sink, stderr=subprocess.STDOUT, timeout=LIMIT, check=False,
-            preexec_fn=partial(die_with_parent, os.getpid()),
-        )  # fmt: skip
+    print(f"{recording.name}: {' '.join(overrides)}", flush=True)
+    # Its verdict is of the held-out score, which these short runs do not take.
+    run_quickstart(overrides, log, limit=LIMIT, environment=environment)
     made = Recording(recording).steps if recording.is_dir() else []
     if len(made) < case.steps:
         raise RuntimeError(f"{recording.name}: {len(made)} of {case.steps} steps were recorded, see {log}")
@@ -177,6 +162,6 @@ def keep(recording: Path, target: Path, case: FaultCase) -> None:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) < 2:
+    if not sys.argv[1:] or sys.argv[1] in ("-h", "--help"):
         sys.exit(__doc__)
     sys.exit(main(Path(sys.argv[1]).resolve(), sys.argv[2:]))

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import random
 from collections import Counter
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen2ForCausalLM
+from transformers import AutoTokenizer, Qwen2ForCausalLM
 
 from scripts.quickstart.model import build_model, build_tokenizer
 from scripts.quickstart.task import TaskSettings, get_instruction, splits
 from scripts.quickstart.warm_start import warm_start
 
 MERGES = 60
+"""Most frequent pairs of letters that are tokens, beyond the quickstart's single bytes."""
 DROPOUT = 0.4
 """Share of merges left out at random in the demonstrations, so that the model spells with long and short tokens."""
 
@@ -37,20 +37,13 @@ def pad_vocabulary(source: Path, target: Path, extra: int) -> None:
     AutoTokenizer.from_pretrained(source).save_pretrained(target)
 
 
-def build_merging_tokenizer(instruction_text: str, words: list[str]) -> PreTrainedTokenizerFast:
-    """Build the quickstart's byte tokenizer with the ``MERGES`` most frequent letter pairs as further tokens."""
-    pairs = Counter(pair for word in words for pair in pairwise(word))
-    frequent = sorted(pairs.items(), key=lambda item: (-item[1], item[0]))[:MERGES]
-    return build_tokenizer(instruction_text, [pair for pair, _ in frequent])
-
-
 def merging_model(target: Path, task: TaskSettings) -> None:
     """Warm-start a model that spells the same word with long or with short tokens."""
     torch.set_num_threads(1)
     entries: list[dict[str, Any]] = splits(task)["warm_start"]
-    words = [entry["answer"] for entry in entries]
-    random.Random(0).shuffle(words)
-    tokenizer = build_merging_tokenizer(get_instruction(entries), words)
+    pairs = Counter(pair for entry in entries for pair in pairwise(entry["answer"]))
+    frequent = sorted(pairs, key=lambda pair: (-pairs[pair], pair))[:MERGES]
+    tokenizer = build_tokenizer(get_instruction(entries), frequent)
     model = build_model(tokenizer)
     tokenizer.backend_tokenizer.model.dropout = DROPOUT
     warm_start(model, tokenizer, entries, lambda step, loss, score: print(step, loss, score, flush=True))

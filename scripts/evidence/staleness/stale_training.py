@@ -1,7 +1,8 @@
 """Training whose samples are eta steps old: the project's own stages, and verl's advantages and loss.
 
-A queue holds the batches that the sampler is ahead by: the batch that step i trains was sampled by the weights before
-step i - eta, or by the first ones. With eta unbounded the sampler keeps its first weights.
+Eight prompts have answers of eight tokens. A queue holds the batches that the sampler is ahead by: the batch that step
+i trains was sampled by the weights before step i - eta, or by the first ones. With eta unbounded the sampler keeps its
+first weights.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import copy
 import math
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -22,8 +24,8 @@ from recipe.offpolicy.correction import CorrectionSpec, rollout_stage, step_stag
 from verl.trainer.ppo.core_algos import compute_grpo_outcome_advantage, get_policy_loss_fn
 from verl.workers.config import ActorConfig
 
-from .toy_policy import LENGTH, PROMPTS, ToyPolicy, compute_rewards
-
+VOCABULARY, LENGTH, PROMPTS = 8, 8, 8
+WIDTH = 48
 ARMS = ("bypass", "resampling", "decoupled_ppo")
 """Options of ``configs/correction/``: pi_old is mu; pi_old is recomputed and nothing is corrected; and it is."""
 ETAS = (0, 1, 2, 4, 8, 16, math.inf)
@@ -34,6 +36,45 @@ EVALUATIONS = 3
 _OPTIONS = Path(__file__).resolve().parents[3] / "configs" / "correction"
 _EVALUATED = 16
 _LARGEST_GRADIENT = 1.0
+
+
+class ToyPolicy(nn.Module):
+    """A GRU over the tokens of an answer, told the prompt and the place of each token."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token = nn.Embedding(VOCABULARY + 1, WIDTH)
+        self.prompt = nn.Embedding(PROMPTS, WIDTH)
+        self.place = nn.Embedding(LENGTH, WIDTH)
+        self.cell = nn.GRUCell(WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+
+    @torch.no_grad()
+    def sample(self, prompts: Tensor) -> tuple[Tensor, Tensor]:
+        """Sample an answer to each of B prompts: its tokens and their log mu, (B, LENGTH) each."""
+        return self._answer(prompts, lambda place, log_probs: torch.multinomial(log_probs.exp(), 1)[:, 0])
+
+    def forward(self, prompts: Tensor, tokens: Tensor) -> Tensor:
+        """Compute the log-probs of given answers, (B, LENGTH)."""
+        return self._answer(prompts, lambda place, log_probs: tokens[:, place])[1]
+
+    def _answer(self, prompts: Tensor, choose: Callable[[int, Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+        last, hidden = torch.full_like(prompts, VOCABULARY), torch.zeros(len(prompts), WIDTH)
+        tokens, log_probs = [], []
+        for place in range(LENGTH):
+            seen = self.token(last) + self.prompt(prompts) + self.place.weight[place]
+            hidden = self.cell(seen, hidden)
+            all_log_probs = self.head(hidden).log_softmax(-1)
+            last = choose(place, all_log_probs)
+            tokens.append(last)
+            log_probs.append(all_log_probs.gather(1, last[:, None])[:, 0])
+        return torch.stack(tokens, 1), torch.stack(log_probs, 1)
+
+
+def compute_rewards(prompts: Tensor, tokens: Tensor) -> Tensor:
+    """Compute the share of tokens that are right, (B,): at place t the answer to prompt p is (p + 3 t) mod 8."""
+    right = (prompts[:, None] + 3 * torch.arange(LENGTH)) % VOCABULARY
+    return (tokens == right).float().mean(1)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-from scripts.benchmark.fresh_process import run_in_fresh_process
 from tests.support.paths import ROOT
 
 pytest.importorskip("verl")
@@ -53,7 +52,7 @@ def test_the_curve_is_measured_and_drawn(benchmark: Any, tmp_path: Path) -> None
     assert 0 <= small["bytes"] < large["bytes"]
     benchmark.draw(points, tmp_path / "cost.png")
     assert (tmp_path / "cost.png").read_bytes().startswith(b"\x89PNG")
-    lines = benchmark.format_markdown({"cases": [], "curve": points, "first": {"compiled": 0.5}}).splitlines()
+    lines = benchmark.format_tables({"cases": [], "curve": points, "first": {"compiled": 0.5}}).splitlines()
     assert lines[5].startswith("| 2^14 | ours |")
     assert lines[-1] == "| compiled | 0.50 |"
 
@@ -63,10 +62,7 @@ def test_the_curve_is_measured_and_drawn(benchmark: Any, tmp_path: Path) -> None
 def test_peak_memory_is_that_of_one_call(benchmark: Any) -> None:
     """Ours returns 4 bytes a token, less the pages without a valid one; verl's holds many such tensors at once."""
     options, shape = benchmark.CASES["token TIS"], (256, 4096)
-    ours, verls = (
-        run_in_fresh_process(benchmark._grown, who, shape, options, preload=benchmark.PRELOAD)
-        for who in ("ours", "verl")
-    )
+    ours, verls = (benchmark.measure_memory(who, shape, options) for who in ("ours", "verl"))
     tokens = shape[0] * shape[1]
     assert 0.3 * 4 * tokens < ours < 1.25 * 4 * tokens  # and what else a process grows by
     assert verls > 5 * ours

@@ -75,12 +75,7 @@ def test_calls_are_noted_where_a_module_arrives_later(run_share: Any, tmp_path: 
     )
     environment = os.environ | {"OFFPOLICY_CALL_TIMES": str(tmp_path), "PYTHONPATH": f"{ROOT}:{FOLDER}"}
     subprocess.run([sys.executable, "-c", code], env=environment, check=True)
-    (tmp_path / "run").mkdir()
-    step = {"step": 1, "data": {"actor/grad_norm": 0.5, "timing_s/step": 3.0}}
-    lines = [{"step": 0, "data": {"val": 1.0}}, step]
-    (tmp_path / "run" / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    metrics, calls = run_share.read(tmp_path / "run", tmp_path)
-    assert metrics == [step["data"]]
+    calls = run_share.read_calls(tmp_path)
     assert [call["name"] for call in calls] == ["worker.leave"]
     assert calls[0]["seconds"] > 0
 
@@ -105,7 +100,7 @@ def test_the_command_reads_a_run(
 ) -> None:
     (tmp_path / "scripts").mkdir()
     (tmp_path / "scripts" / "quickstart.sh").write_text(QUICKSTART)
-    monkeypatch.setattr(run_share, "ROOT", tmp_path)
+    monkeypatch.setattr("scripts.harness.ROOT", tmp_path)
     run_share.main(["--steps", "3", "--json", str(tmp_path / "figures.json"), "correction=gsm"])
     assert json.loads((tmp_path / "figures.json").read_text())["statistics_share"] == pytest.approx(0.1)
     assert "200.0 ms in the worker" in capsys.readouterr().out

@@ -14,7 +14,7 @@ from scripts.benchmark.simulated_scale import (
     QUICK,
     add_up_driver,
     fit_exponent,
-    format_row,
+    format_cells,
     list_sizes,
     main,
     summarise,
@@ -44,7 +44,7 @@ def test_the_driver_does_each_part_at_its_largest_size() -> None:
     assert found["a"]["memory"] == pytest.approx(1.0)  # of 8 and 16: a kibibyte is no growth that can be told
     flat_at_first = [row("a", size, max(size, 4)) for size in (1, 2, 4, 8, 16)]
     assert summarise(flat_at_first)["a"]["time"] == pytest.approx(1.0)
-    assert format_row(row("a", 2**20, 1.0)) == "| a | 2^20 rows | 1000.0 | 954 | 477 | 1024.0 | 1024 |"
+    assert format_cells(row("a", 2**20, 1.0)) == ["a", "2^20 rows", "1000.0", "954", "477", "1024.0", "1024"]
 
 
 def test_sizes() -> None:

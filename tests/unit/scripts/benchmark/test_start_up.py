@@ -9,18 +9,17 @@ from pathlib import Path
 import pytest
 
 from scripts.benchmark import start_up
-from scripts.benchmark.start_up import Pair, Run, check_out, format_row, run
+from scripts.benchmark.start_up import Run, check_out, describe, run
 from tests.support.paths import ROOT
 
 TOOLS = ["doctor", "--check", "launch, until Ray", "verl's own"]
 
 
 def test_medians_of_columns_and_of_ratios() -> None:
-    pairs = [Pair(Run(4.0, 8.0, "a"), Run(1.0, 4.0, "a")), Pair(Run(6.0, 10.0, "a"), Run(3.0, 4.0, "a"))]
-    pairs.append(Pair(Run(5.0, 5.0, "a"), Run(2.0, 4.0, "a")))
-    assert format_row("doctor", pairs) == "| doctor | 5.0 and 2.0 | 0.40 | 8.0 and 4.0 | 0.50 | yes |"
-    differing = [Pair(Run(4.0, 8.0, "a"), Run(2.0, 4.0, "b"))]
-    assert format_row("--check", differing) == "| --check | 4.0 and 2.0 | 0.50 | 8.0 and 4.0 | 0.50 | no |"
+    other, ours = [(4.0, 8.0), (6.0, 10.0), (5.0, 5.0)], [(1.0, 4.0), (3.0, 4.0), (2.0, 4.0)]
+    runs = {"other": [Run(*each, "a") for each in other], "this": [Run(*each, "a") for each in ours]}
+    assert describe("doctor", runs) == ["doctor", "5.0 and 2.0", "0.40", "8.0 and 4.0", "0.50", "yes"]
+    assert describe("doctor", runs | {"this": [Run(*each, "b") for each in ours]})[-1] == "no"
 
 
 def test_a_run_says_status_and_output_without_the_place_of_the_checkout(tmp_path: Path) -> None:
@@ -62,7 +61,7 @@ def test_the_table_has_a_row_for_each_tool(capsys: pytest.CaptureFixture[str], m
     start_up.main(["HEAD", "--pairs", "2", "--script", "run.sh", "a=1"])
     lines = capsys.readouterr().out.splitlines()
     assert [line.split(" | ")[0] for line in lines[2:]] == [f"| {name}" for name in (*TOOLS, "doctor --script")]
-    assert [place for place, _ in asked] == [Path("HEAD"), ROOT] * 10
+    assert [place for place, _ in asked] == [ROOT, Path("HEAD"), Path("HEAD"), ROOT] * 5
     assert asked[0][1] == ("-m", "recipe.offpolicy.doctor", "a=1")
     assert asked[4][1] == ("-m", "recipe.offpolicy.main_offpolicy", "--check", "a=1")
 

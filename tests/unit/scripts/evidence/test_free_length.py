@@ -7,6 +7,7 @@ import json
 import sys
 from pathlib import Path
 
+import pandas
 import pytest
 import torch
 from rich.console import Console
@@ -17,18 +18,15 @@ sys.path.insert(0, str(ROOT / "scripts" / "evidence"))
 pytest.importorskip("verl")
 
 from free_length import free_length, free_length_training
-from free_length.free_length_measured import (
+from free_length.free_length import (
     ARMS,
     VERL_BLOCK,
     VERL_LAST,
-    Block,
-    Ends,
-    build_table,
     compute_ends,
     draw,
+    format_arms,
     judge,
-    read_blocks,
-    read_measured,
+    print_table,
     read_runs,
     write_measured,
 )
@@ -86,23 +84,21 @@ def test_raw_figures_are_means_of_five_steps_and_stay_through_a_file(tmp_path: P
     line = {"step": 6, "data": {"response_length/mean": 4, "critic/score/mean": 1.0, "length/anchor/mean": 7.0}}
     (tmp_path / "anchor-after-3.jsonl").write_text(json.dumps({"step": 0, "data": {}}) + "\n" + json.dumps(line) + "\n")
     found = read_runs(tmp_path)
-    assert list(found) == [("none", 0), ("none", 1), ("group/before", 0), ("anchor/after", 3)]
-    assert found["anchor/after", 3] == read_blocks(tmp_path / "anchor-after-3.jsonl") == [Block(6, 4.0, 1.0, 7.0)]
-    blocks = found["none", 1]
-    assert [each.step for each in blocks] == [5, 10, 15, 20, 25, 30]
-    assert (blocks[0].tokens, blocks[-1].right) == (13.0, 0.28)
-    assert compute_ends(blocks) == pytest.approx((15.5, 35.5, 0.055, 0.255))
+    blocks = {run: list(rows.itertuples(index=False, name=None)) for run, rows in found.groupby(["arm", "seed"])}
+    assert set(blocks) == {("none", 0), ("none", 1), ("group/before", 0), ("anchor/after", 3)}
+    assert blocks["anchor/after", 3] == [("anchor/after", 3, 6, 4.0, 1.0, 7.0)]
+    assert [block[2] for block in blocks["none", 1]] == [5, 10, 15, 20, 25, 30]
+    assert (blocks["none", 1][0][3], blocks["none", 1][-1][4]) == pytest.approx((13.0, 0.28))
+    assert compute_ends(found).loc["none", 1].tolist() == pytest.approx([15.5, 0.055, 35.5, 0.255])
     write_measured(found, tmp_path / "measured.csv")
-    again = read_measured(tmp_path / "measured.csv")
-    assert again["anchor/after", 3] == found["anchor/after", 3]
-    assert compute_ends(again["none", 0]) == pytest.approx((15.5, 35.5, 0.055, 0.255))
+    pandas.testing.assert_frame_equal(pandas.read_csv(tmp_path / "measured.csv"), found)
 
 
 def test_the_table_and_the_figure_are_of_all_runs(tmp_path: Path) -> None:
     write_runs(tmp_path)
     measured = read_runs(tmp_path)
     console = Console(width=120, record=True, file=io.StringIO())
-    console.print(build_table({key: compute_ends(blocks) for key, blocks in measured.items()}))
+    print_table(console, compute_ends(measured))
     text = console.export_text()
     assert "35.5 to 35.5" in text
     assert "group/before" in text
@@ -113,13 +109,15 @@ def test_the_table_and_the_figure_are_of_all_runs(tmp_path: Path) -> None:
 
 def test_expectations_are_judged_by_the_ends_of_paired_seeds() -> None:
     """none: 30 tokens, 0.6 then 0.9 right. 8 tokens are below a third, 11 are not."""
-    runs: dict[tuple[str, int], Ends] = {}
+    rows = {}
     for seed in range(8):
-        runs["none", seed] = (25.0, 30.0, 0.6, 0.9)
-        runs["uniform/before", seed] = (25.0, 8.0 if seed < 6 else 11.0, 0.6, 0.3)
-        runs["group/before", seed] = (25.0, 8.0, 0.6, 0.3 if seed < 5 else 0.7)
-        runs["anchor/before", seed] = (25.0, 20.0, 0.6, 0.86)
-        runs["anchor/after", seed] = (25.0, 20.0, 0.6, 0.84)
+        rows["none", seed] = (25.0, 0.6, 30.0, 0.9)
+        rows["uniform/before", seed] = (25.0, 0.6, 8.0 if seed < 6 else 11.0, 0.3)
+        rows["group/before", seed] = (25.0, 0.6, 8.0, 0.3 if seed < 5 else 0.7)
+        rows["anchor/before", seed] = (25.0, 0.6, 20.0, 0.86)
+        rows["anchor/after", seed] = (25.0, 0.6, 20.0, 0.84)
+    names = [f"{name}_{end}" for end in ("first", "last") for name in ("tokens", "right")]
+    runs = pandas.DataFrame(rows, index=names).T.rename_axis(["arm", "seed"])
     assert [came_true for _, came_true, _ in judge(runs)] == [True, False, True, False]
     assert judge(runs)[2][2] == "-10.0 tokens, -0.040 right"
 
@@ -131,33 +129,30 @@ def test_whole_runs_on_verl_are_collected_in_blocks_of_four(
     monkeypatch.setattr("sys.argv", ["free_length.py", "collect", str(tmp_path), "--out", str(tmp_path / "verl.csv")])
     free_length.main()
     assert "group/before" in capsys.readouterr().out
-    blocks = read_measured(tmp_path / "verl.csv")["none", 1]
-    assert [each.step for each in blocks] == [4, 8, 12, 16, 20, 24, 28, 30]
-    assert compute_ends(blocks, VERL_LAST) == pytest.approx((12.5, 39.5, 0.025, 0.295))
+    measured = pandas.read_csv(tmp_path / "verl.csv")
+    assert measured.query("arm == 'none' and seed == 1")["step"].tolist() == [4, 8, 12, 16, 20, 24, 28, 30]
+    assert compute_ends(measured, VERL_LAST).loc["none", 1].tolist() == pytest.approx([12.5, 0.025, 39.5, 0.295])
+
+
+def name(arm: str) -> str:
+    kind, _, place = arm.partition("/")
+    return f"`{kind}`, {place}" if place else kind
 
 
 def test_the_documentation_shows_the_figures_that_were_measured_on_verl() -> None:
-    measured = read_measured(ROOT / "scripts" / "evidence" / "free_length" / "measured_verl.csv")
-    shown = (ROOT / "docs" / "length.md").read_text()
-    assert {(arm, seed) for arm, seed in measured} == {(arm, seed) for arm in ARMS for seed in (1, 2)}
+    measured = pandas.read_csv(ROOT / "scripts" / "evidence" / "free_length" / "measured_verl.csv")
+    shown, ends = (ROOT / "docs" / "length.md").read_text(), compute_ends(measured, VERL_LAST)
+    assert set(ends.index) == {(arm, seed) for arm in ARMS for seed in (1, 2)}
+    assert set(measured.groupby(["arm", "seed"]).size() * VERL_BLOCK) == {16}
+    columns = {"tokens_first": 1, "tokens_last": 1, "right_first": 3, "right_last": 3}
     for arm in ARMS:
-        runs = [measured[arm, seed] for seed in (1, 2)]
-        assert {len(blocks) * VERL_BLOCK for blocks in runs} == {16}
-        ends = [compute_ends(blocks, VERL_LAST) for blocks in runs]
-        kind, _, place = arm.partition("/")
-        cells = [" and ".join(f"{each[at]:.{digits}f}" for each in ends) for at, digits in enumerate((1, 1, 3, 3))]
-        assert f"| {f'`{kind}`, {place}' if place else kind} | {' | '.join(cells)} |" in shown
+        found = [[f"{value:.{digits}f}" for value in ends.loc[arm][column]] for column, digits in columns.items()]
+        assert f"| {name(arm)} | {' | '.join(map(' and '.join, found))} |" in shown
 
 
 def test_the_documentation_shows_the_figures_that_were_measured() -> None:
-    measured = read_measured(ROOT / "scripts" / "evidence" / "free_length" / "measured.csv")
+    measured = pandas.read_csv(ROOT / "scripts" / "evidence" / "free_length" / "measured.csv")
     shown = (ROOT / "docs" / "length.md").read_text()
-    for arm in ARMS:
-        ends = [compute_ends(blocks) for (name, _), blocks in measured.items() if name == arm]
-        assert len(ends) == 8
-        first, last, right_first, right_last = (sum(column) / 8 for column in zip(*ends, strict=True))
-        least, most = min(each[1] for each in ends), max(each[1] for each in ends)
-        kind, _, place = arm.partition("/")
-        name = f"`{kind}`, {place}" if place else kind
-        row = f"| {first:.1f} | {last:.1f} | {least:.1f} to {most:.1f} | {right_first:.3f} | {right_last:.3f} |"
-        assert f"| {name} {row}" in shown
+    for arm, (seeds, *cells) in format_arms(compute_ends(measured)).items():
+        assert seeds == "8"
+        assert f"| {name(arm)} | {' | '.join(cells)} |" in shown

@@ -17,10 +17,21 @@ from tests.support.paths import ROOT
 sys.path.insert(0, str(ROOT / "scripts" / "evidence"))
 pytest.importorskip("verl")
 
+from seeds import ClaimError
 from staleness import harness, stale_training
-from staleness.stale_claims import ClaimError, Ratio, Scores, check_claims, compute_ratio, describe_one_step_behind
-from staleness.stale_training import ARMS, ETAS, RATES, Run, read_arm, train
-from staleness.toy_policy import LENGTH, PROMPTS, ToyPolicy, compute_rewards
+from staleness.harness import Ratio, Scores, check_claims, compute_ratio, describe_one_step_behind
+from staleness.stale_training import (
+    ARMS,
+    ETAS,
+    LENGTH,
+    PROMPTS,
+    RATES,
+    Run,
+    ToyPolicy,
+    compute_rewards,
+    read_arm,
+    train,
+)
 
 pytestmark = pytest.mark.verl(">=0.9")
 

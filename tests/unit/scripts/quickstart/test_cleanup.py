@@ -11,8 +11,7 @@ import time
 import psutil
 import pytest
 
-from scripts.quickstart.child import Child
-from scripts.quickstart.cleanup import SharedMemoryWatch, read_used_files
+from scripts.quickstart.processes import Child, SharedMemoryWatch, read_used_files
 from tests.support.paths import ROOT
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -20,7 +19,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
 def in_a_supervisor(body: str) -> subprocess.CompletedProcess[str]:
     """Runs code in a process of its own, because it ends all of its descendants."""
-    code = "from scripts.quickstart.cleanup import *\nimport os, subprocess, time\n" + textwrap.dedent(body)
+    code = "from scripts.quickstart.processes import *\nimport os, subprocess, time\n" + textwrap.dedent(body)
     return subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
 
 
@@ -78,7 +77,7 @@ def test_everything_ends_with_a_supervisor_that_is_killed(tmp_path):
     code = f"""
 import os, signal, time
 from pathlib import Path
-from scripts.quickstart.child import Child
+from scripts.quickstart.processes import Child
 child = Child(["bash", "-c", {script!r}], os.environ, Path({str(tmp_path / "log")!r}), Path("/"))
 deadline = time.monotonic() + 300
 while len(Path({str(tmp_path / "log")!r}).read_text().split()) < 3 and time.monotonic() < deadline:

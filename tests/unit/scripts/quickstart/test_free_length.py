@@ -9,14 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from scripts.quickstart import free_length_warm_start, prepare
+from scripts.quickstart import prepare, warm_start
 from scripts.quickstart.free_length import ANCHOR, COEFFICIENTS, MOST_TOKENS, demonstrate_at_length
 from scripts.quickstart.free_length_reward import compute_score
-from scripts.quickstart.free_length_warm_start import LengthWarmStart, measure_right_share, warm_start_at_length
 from scripts.quickstart.model import build_model, build_tokenizer
-from scripts.quickstart.options import FREE_LENGTH_OVERRIDES, TASKS, Options, build_length_overrides
-from scripts.quickstart.task import TaskSettings
-from scripts.quickstart.warm_start import TEACHER
+from scripts.quickstart.options import FREE_LENGTH_OVERRIDES, Options, build_task_overrides
+from scripts.quickstart.warm_start import TEACHER, WarmStart, warm_start_at_length
 
 ENTRY = {"question": "Spell backward: cat", "answer": "tac", "metadata": {"word": "cat"}}
 
@@ -38,15 +36,15 @@ def test_demonstrations_with_more_copies_are_right_more_often() -> None:
     assert max(len(" ".join(words)) for words in shown) < MOST_TOKENS
 
 
-@pytest.mark.parametrize(("shares", "steps"), [([0.2, 0.6, 0.9], [2, 4]), ([0.1, 0.2, 0.3], [2, 4, 6])])
+@pytest.mark.parametrize(("shares", "steps"), [([0, 1, 1], [2, 4]), ([0, 0, 0], [2, 4, 6])])
 def test_the_warm_start_ends_when_enough_answers_are_right(
     shares: list[float], steps: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found, first, said = iter(shares), [], []
-    monkeypatch.setattr(free_length_warm_start, "measure_right_share", lambda *_: next(found))
-    monkeypatch.setattr(free_length_warm_start, "warm_start", lambda *given: first.append(given[-1]))
+    monkeypatch.setattr(warm_start, "sample_texts", lambda *_: [f"tac {'tac' if next(found) else 'cat'}"])
+    monkeypatch.setattr(warm_start, "warm_start", lambda *given: first.append(given[-1]))
     tokenizer = build_tokenizer("Spell backward:")
-    settings = LengthWarmStart(target=0.5, max_steps=6, check_every=2)
+    settings = WarmStart(target=0.5, max_steps=6, every=2, checked=1)
     model = build_model(tokenizer)
     last = warm_start_at_length(model, tokenizer, [ENTRY] * 8, lambda *each: said.append(each), settings)
     assert [step for step, _, _ in said] == steps
@@ -55,7 +53,7 @@ def test_the_warm_start_ends_when_enough_answers_are_right(
     assert first == [TEACHER]
 
 
-def test_the_share_of_right_answers_is_of_sampled_last_words(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_texts_are_what_is_sampled_behind_the_question(monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = build_tokenizer("Spell backward:")
     model = build_model(tokenizer)
 
@@ -64,11 +62,11 @@ def test_the_share_of_right_answers_is_of_sampled_last_words(monkeypatch: pytest
         return torch.cat([input_ids, torch.tensor(answers)], -1)
 
     monkeypatch.setattr(model, "generate", generate)
-    assert measure_right_share(model, tokenizer, [ENTRY] * 2) == 0.5
+    assert warm_start.sample_texts(model, tokenizer, [ENTRY["question"]] * 2, 8) == ["cat tac", "tac cat"]
 
 
 def test_a_model_that_is_cached_is_not_made_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    prepare.prepare_free_length_model(tmp_path, TaskSettings())
+    prepare.prepare_model(tmp_path, "free_length_model")
     assert "warm start at free length: skipped" in capsys.readouterr().out
 
 
@@ -89,13 +87,13 @@ def test_a_model_that_is_cached_is_not_made_again(tmp_path: Path, capsys: pytest
     ],
 )
 def test_a_penalty_gets_the_coefficient_of_the_task(given: list[str], added: list[str]) -> None:
-    assert build_length_overrides(given) == [*FREE_LENGTH_OVERRIDES, *added]
+    assert build_task_overrides("free_length", given) == [*FREE_LENGTH_OVERRIDES, *added]
     assert f"data.max_response_length={MOST_TOKENS}" in FREE_LENGTH_OVERRIDES
     assert set(COEFFICIENTS) == {"uniform", "group", "anchor"}
 
 
 def test_the_task_is_named_in_the_environment() -> None:
-    assert Options.read({}, []).task == Options.read({"TASK": ""}, []).task == TASKS[0]
+    assert Options.read({}, []).task == Options.read({"TASK": ""}, []).task == "spelling"
     assert Options.read({"TASK": "free_length"}, ["length_penalty=anchor"]).task == "free_length"
     with pytest.raises(ValueError, match=r"TASK=long: choose one of spelling, free_length"):
         Options.read({"TASK": "long"}, [])

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from scripts.quickstart import sums
-from scripts.quickstart.options import is_rewarded_by_process
+from scripts.quickstart.options import Options
 from scripts.quickstart.sums import INSTRUCTION, StepUtilities, SumsSettings
 from scripts.quickstart.sums_reward import FORCE_PROMPT, compute_score
 from verl.utils.import_utils import load_extern_object
@@ -115,4 +115,4 @@ def test_force_prompt_and_marker_are_tokens_of_their_own(tmp_path: Path) -> None
     ("overrides", "on"), [(["process_reward=prefix_value"], True), (["process_reward=null"], False), ([], False)]
 )
 def test_process_rewards_bring_their_task(overrides: list[str], on: bool) -> None:
-    assert is_rewarded_by_process(overrides) is on
+    assert (Options.read({}, overrides).task == "process_reward") is on

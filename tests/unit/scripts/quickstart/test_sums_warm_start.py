@@ -8,23 +8,18 @@ from typing import Any
 import pytest
 import torch
 
-from scripts.quickstart import sums_warm_start
+from scripts.quickstart import warm_start
 from scripts.quickstart.model import build_model
-from scripts.quickstart.sums import SumsSettings, build_sums_tokenizer, list_questions
-from scripts.quickstart.sums_warm_start import (
-    CHECK_EVERY,
-    SumsWarmStartSettings,
-    measure_right_share,
-    tokenize_questions,
-    warm_start_sums,
-)
+from scripts.quickstart.sums import SumsSettings, ask, build_sums_tokenizer, list_questions
+from scripts.quickstart.warm_start import SPREAD_OF_SUMS, SUMS, measure_right_steps, tokenize_prompts, warm_start_sums
 
 TOKENIZER = build_sums_tokenizer()
-SHORT = SumsWarmStartSettings(batch=2, cooling=10, max_steps=2 * CHECK_EVERY)
+CHECK_EVERY = SUMS.every
+SHORT = replace(SUMS, batch=2, cooling=10, max_steps=2 * CHECK_EVERY)
 
 
 def test_questions_are_as_long_as_their_digits() -> None:
-    three, four = tokenize_questions(TOKENIZER, [(3, 3, 2), (3, 3, 2, 3)])
+    three, four = tokenize_prompts(TOKENIZER, [ask(digits) for digits in ((3, 3, 2), (3, 3, 2, 3))])
     assert len(four) - len(three) == 2  # a space and a digit
 
 
@@ -40,7 +35,7 @@ def test_the_share_of_right_steps_is_of_sampled_chains(monkeypatch: pytest.Monke
         return torch.cat([input_ids, torch.tensor(padded)], -1)
 
     monkeypatch.setattr(model, "generate", generate)
-    assert measure_right_share(model, TOKENIZER, [(3, 3, 2, 3)] * 2) == 3 / 4
+    assert measure_right_steps(model, TOKENIZER, [(3, 3, 2, 3)] * 2) == 3 / 4
 
 
 @pytest.mark.slow
@@ -56,10 +51,11 @@ def test_it_ends_when_the_rate_has_fallen_to_nothing(
         return step(optimizer, *args)
 
     monkeypatch.setattr(torch.optim.AdamW, "step", note)
-    monkeypatch.setattr(sums_warm_start, "measure_right_share", lambda *_: share)
+    monkeypatch.setattr(warm_start, "measure_right_steps", lambda *_: share)
     said: list[tuple[int, float, float]] = []
     model = build_model(TOKENIZER)
-    assert warm_start_sums(model, TOKENIZER, SumsSettings(), SHORT, lambda *each: said.append(each)) is met
+    found = warm_start_sums(model, TOKENIZER, SumsSettings(), lambda *each: said.append(each), SHORT)
+    assert (found >= SHORT.target) is met
     assert len(rates) == steps
     assert rates[CHECK_EVERY - 1] == SHORT.learning_rate
     assert rates[-1] == pytest.approx(0.0 if met else SHORT.learning_rate)
@@ -72,11 +68,11 @@ def test_it_learns() -> None:
     losses: list[float] = []
     settings = replace(SHORT, batch=24, target=2.0)
     warm_start_sums(
-        build_model(TOKENIZER, spread=settings.spread),
+        build_model(TOKENIZER, spread=SPREAD_OF_SUMS),
         TOKENIZER,
         SumsSettings(heldout=10**4 - 64),
-        settings,
         lambda _step, loss, _share: losses.append(loss),
+        settings,
     )
     assert losses[-1] < losses[0] < 4
     assert len(list_questions(SumsSettings(heldout=10**4 - 64))["train"]) == 64

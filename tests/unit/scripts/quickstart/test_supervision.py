@@ -13,9 +13,9 @@ import pytest
 from rich.console import Console
 
 from scripts.quickstart import prepare
-from scripts.quickstart.child import Child, StageFailed, Tail
 from scripts.quickstart.metrics import History
-from scripts.quickstart.options import Options, build_child_environment, build_replay_overrides, quote
+from scripts.quickstart.options import Options, build_child_environment, build_task_overrides, quote
+from scripts.quickstart.processes import Child, StageFailed, Tail
 from scripts.quickstart.progress import Progress, TrainingView
 from tests.support.paths import ROOT
 from tests.support.recorder_clock import Clock
@@ -31,15 +31,14 @@ def test_options_from_the_environment():
 
 
 def test_the_mixture_is_an_option() -> None:
-    options = Options.read({}, ["model=moe"])
-    assert options == Options(None, "cpu", mixture=True)
-    assert (options.part, Options.read({}, []).part) == ("mixture", "model")
+    assert Options.read({}, ["model=moe"]) == Options(None, "cpu", mixture=True)
 
 
 def test_routes_that_are_replayed_are_recorded() -> None:
     key = "actor_rollout_ref.actor.fsdp_config.router_replay.mode"
-    assert build_replay_overrides([f"{key}=R3"]) == ["actor_rollout_ref.rollout.enable_rollout_routing_replay=true"]
-    assert build_replay_overrides([f"{key}=R3", f"{key}=R2"]) == build_replay_overrides([]) == []
+    recorded = ["actor_rollout_ref.rollout.enable_rollout_routing_replay=true"]
+    assert build_task_overrides("spelling", [f"{key}=R3"]) == recorded
+    assert build_task_overrides("spelling", [f"{key}=R3", f"{key}=R2"]) == build_task_overrides("spelling", []) == []
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import random
 import pytest
 
 from scripts.quickstart import task
-from scripts.quickstart.model import build_mixture, build_model, build_tokenizer
+from scripts.quickstart.model import build_model, build_tokenizer
 from scripts.quickstart.reward import compute_score
 
 SMALL = task.TaskSettings(heldout=256, train=64, warm_start=32)
@@ -108,7 +108,7 @@ def test_tokenizer_sees_every_letter_and_the_instruction_as_one_token(parts):
 def test_mixture_suits_vllm_and_verl(parts):
     """vLLM packs experts for the CPU by multiples of 32, and has heads of 32 or more."""
     tokenizer = build_tokenizer(task.get_instruction(parts["warm_start"]))
-    config = build_mixture(tokenizer).config
+    config = build_model(tokenizer, mixture=True).config
     assert config.vocab_size == len(tokenizer)
     assert (config.head_dim, config.moe_intermediate_size % 32) == (32, 0)
     assert config.model_type == "qwen3_moe"

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from scripts.quickstart import teacher
-from scripts.quickstart.child import StageFailed
-from scripts.quickstart.options import is_taught, needs_teacher
+from scripts.quickstart.options import is_set, needs_teacher
+from scripts.quickstart.processes import StageFailed
 
 SERVER = """
 import sys, http.server
@@ -32,7 +32,7 @@ http.server.HTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])
     ],
 )
 def test_a_teacher_is_started_where_none_is_named(overrides: list[str], taught: bool, needed: bool) -> None:
-    assert (is_taught(overrides), needs_teacher(overrides)) == (taught, needed)
+    assert (is_set("opd", overrides), needs_teacher(overrides)) == (taught, needed)
 
 
 def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> teacher.Teacher:

@@ -56,7 +56,7 @@ def test_the_share_of_exact_answers_stands_beside_the_score() -> None:
     assert (read_heldout_score(data), read_exact_share(data)) == (0.6, 0.25)
     assert read_exact_share({"val-core/x/acc/mean@1": 0.6}) is None
     history = made_up(0.3, 0.8)
-    assert history.exact == []
+    assert "exact match" not in history.heldout
     history.records[0][1]["val-aux/x/exact/mean@1"] = 0.117
     history.records[-1][1]["val-aux/x/exact/mean@1"] = 0.625
     console = Console(width=80, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
@@ -124,7 +124,7 @@ def test_series_skip_the_validation_before_training_and_mark_gaps():
     history = made_up(0.3, 0.8)
     assert history.steps == [1, 2, 3, 4]
     assert history.series(REWARD) == pytest.approx([0.3, 0.4, 0.5, 0.6])
-    assert history.heldout == [(0, 0.3), (4, 0.8)]
+    assert history.heldout == {"score": [(0, 0.3), (4, 0.8)]}
     del history.records[2][1]["offpolicy/keep/token_share"]
     assert math.isnan(history.series(KEPT)[1])
 

@@ -9,7 +9,7 @@ from types import ModuleType
 
 import pytest
 import torch
-from collapse import late_runs, results
+from collapse import arms, results
 
 
 @pytest.fixture
@@ -42,7 +42,7 @@ def test_in_process_runs_differ_in_arm_eta_rate_and_seed(
     in_process: ModuleType, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(results, "IN_PROCESS", tmp_path / "none.parquet")
-    runs = list(late_runs.list_late_runs())
+    runs = list(arms.list_late_runs())
     assert len({run.name for run in runs}) == len(runs) == 10 * (2 * 5 * 6 + 4)
     assert {run.seed for run in runs} == set(range(2, 12))
     assert in_process.main(["opsm", "--list"]) == 0
@@ -56,7 +56,6 @@ def test_log_mu_is_that_of_the_sampled_tokens(in_process: ModuleType) -> None:
     from scripts.quickstart.model import build_model, build_tokenizer
 
     tokenizer = build_tokenizer("Spell this word backward: ")
-    tokenizer.padding_side = "left"
     model = build_model(tokenizer, spread=0.2).eval()
     torch.manual_seed(0)
     prompts = [[10, 11, 12], [13, 14, 15, 16, 17]] * 8

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pandas
 import pytest
-from collapse import analyse, evidence_tables, figure, late_runs, results
+from collapse import analyse, arms, evidence_tables, figure, results
 
 from tests.support.collapse_results import AS_EXPECTED, build_late_table, build_table
 from tests.support.paths import ROOT
@@ -161,7 +161,7 @@ def find_start(path: Path) -> str:
 
 def find_below(path: Path, arms: list[str]) -> list[int]:
     table = results.read(path)
-    return [evidence_tables.count_below(analyse.outcomes(table, arm)) for arm in arms]
+    return [analyse.count_below(analyse.outcomes(table, arm)) for arm in arms]
 
 
 def test_the_readme_says_what_the_results_say() -> None:
@@ -188,7 +188,7 @@ def test_the_readme_says_what_the_results_say() -> None:
     }
     assert fails == {"H5 opsm 0.001", "H5 random 0.001", "H5 opsm over random 0.001"}
     assert find_below(results.DATA, ["async_decoupled_8", "async_both_8", "async_both_2"]) == [3, 0, 1]
-    rate = [f"{arm}-{eta}-0.0003" for arm in late_runs.ARMS for eta in late_runs.ETAS]
+    rate = [f"{arm}-{eta}-0.0003" for arm in arms.IN_PROCESS for eta in arms.ETAS]
     assert set(find_below(results.IN_PROCESS, rate)) == {0}
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import pandas
 import pytest
 import torch
-from collapse import analyse, arms, results, run, start_model
+from collapse import analyse, arms, results, run
 
 from tests.support.collapse_results import EXACT, GRADED
 from tests.support.paths import ROOT
@@ -31,12 +31,12 @@ def test_every_run_has_one_name_and_seed_1_is_in_none() -> None:
 
 def test_late_runs_carry_the_fault_and_nothing_else_differs_from_those_in_step() -> None:
     by_name = {arm.name: arm for arm in arms.ARMS}
-    command, environment = run.build_command(arms.Run(by_name["late"], 3))
+    command, environment = run.build_run(arms.Run(by_name["late"], 3))
     assert environment["OFFPOLICY_INJECT"] == "lag:8"
     assert command[-2:] == ["offpolicy.delivery.sums=null", "offpolicy.delivery.probe=null"]
     assert command[-3] == "data.seed=3"
-    assert command[-4] == f"actor_rollout_ref.model.path='{start_model.FOLDER}'"
-    assert set(run.build_command(arms.Run(by_name["in_step"], 3))[1]) == {"VENV"}
+    assert command[-4] == f"actor_rollout_ref.model.path='{run.START_MODEL}'"
+    assert run.build_run(arms.Run(by_name["in_step"], 3))[1] == {}
     beside = set(by_name["late"].overrides) ^ set(by_name["in_step"].overrides)
     assert beside == {"offpolicy.alarms.mismatch_growth.action=off"}
     assert set(by_name["late_opsm"].overrides) - set(by_name["late"].overrides) == {
@@ -57,21 +57,26 @@ def test_the_list_names_each_run_with_its_time(capsys: pytest.CaptureFixture[str
         run.main(["late_opsn"])
 
 
-def quickstart(monkeypatch: pytest.MonkeyPatch, folder: Path, steps: int, code: int = 0) -> None:
-    """A quickstart that logs as many steps and ends with a code."""
-    folder.mkdir()
-    lines: list[dict[str, Any]] = [{"step": 0, "data": {EXACT: 0.1, GRADED: 0.4}}]
-    lines += [{"step": step, "data": {"actor/grad_norm": 1.0, "offpolicy/kl/k3": 0.5}} for step in range(1, steps + 1)]
-    lines[-1]["data"] |= {EXACT: 0.7}
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    script = f"echo everything goes to {folder}; exit {code}"
-    monkeypatch.setattr(run, "build_command", lambda each: (["bash", "-c", script], {}))
+def quickstart(monkeypatch: pytest.MonkeyPatch, root: Path, steps: int = 0, end: str = "exit 0") -> None:
+    """A quickstart that logs as many steps and ends so."""
+    (root / "scripts").mkdir()
+    said = ""
+    if steps:
+        (root / "run").mkdir()
+        lines: list[dict[str, Any]] = [{"step": 0, "data": {EXACT: 0.1, GRADED: 0.4}}]
+        lines += [{"step": s, "data": {"actor/grad_norm": 1.0, "offpolicy/kl/k3": 0.5}} for s in range(1, steps + 1)]
+        lines[-1]["data"] |= {EXACT: 0.7}
+        (root / "run" / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        said = "echo everything goes to run\n"
+    (root / "scripts" / "quickstart.sh").write_text(f"{said}{end}\n")
+    monkeypatch.setattr("scripts.harness.ROOT", root)
+    monkeypatch.setattr(run, "build_run", lambda each: ([], {}))
 
 
 def test_a_finished_run_is_kept_and_not_made_again(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, away: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    quickstart(monkeypatch, tmp_path / "run", 80)
+    quickstart(monkeypatch, tmp_path, 80)
     run.main(["late-2"])
     assert "late-2: finished, 80 steps" in capsys.readouterr().out
     table = results.read()
@@ -80,11 +85,11 @@ def test_a_finished_run_is_kept_and_not_made_again(
     run.main(["late-2"])
     assert capsys.readouterr().out == ""
     run.main(["late-2", "--list"])
-    assert f"late-2 {'':15} finished in {table['wall_seconds'].iloc[0]:.0f} s" in capsys.readouterr().out
+    assert f"late-2 {'':19} finished in {table['wall_seconds'].iloc[0]:.0f} s" in capsys.readouterr().out
 
 
 def test_a_run_that_dies_counts_and_says_how(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, away: Path) -> None:
-    quickstart(monkeypatch, tmp_path / "run", 30, code=1)
+    quickstart(monkeypatch, tmp_path, 30, "exit 1")
     run.main(["late-2"])
     table = results.read()
     assert set(table["outcome"]) == {"ended with 1"}
@@ -92,13 +97,13 @@ def test_a_run_that_dies_counts_and_says_how(monkeypatch: pytest.MonkeyPatch, tm
 
 
 def test_a_run_that_logged_nothing_is_made_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, away: Path) -> None:
-    monkeypatch.setattr(run, "build_command", lambda each: (["bash", "-c", "exit 1"], {}))
+    quickstart(monkeypatch, tmp_path, end="exit 1")
     run.main(["late-2"])
     assert not away.exists()
 
 
 def test_a_run_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, away: Path) -> None:
-    monkeypatch.setattr(run, "build_command", lambda each: (["bash", "-c", "sleep 60"], {}))
+    quickstart(monkeypatch, tmp_path, end="sleep 60")
     monkeypatch.setattr(run, "LIMIT", 0.001)
     assert "time limit" in run.make(next(iter(arms.list_runs())))
 
@@ -107,7 +112,7 @@ def test_a_run_that_the_machine_ended_is_listed_and_made_once_more(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, away: Path
 ) -> None:
     """Short of memory twice, the second time it counts."""
-    quickstart(monkeypatch, tmp_path / "run", 30, code=1)
+    quickstart(monkeypatch, tmp_path, 30, "exit 1")
     (tmp_path / "run" / "train.log").write_text(f"(raylet) 4 Workers {run.SHORT_OF_MEMORY}, 0 crashed\n")
     run.main(["late-2"])
     noted = pandas.read_csv(tmp_path / "machine_failures.csv")
@@ -121,11 +126,13 @@ def test_a_run_that_the_machine_ended_is_listed_and_made_once_more(
 
 def test_a_run_ends_with_the_command_that_is_terminated(tmp_path: Path) -> None:
     """Nothing is kept of it, so that it is made again."""
+    (tmp_path / "scripts").mkdir()
+    (tmp_path / "scripts" / "quickstart.sh").write_text("echo $$; exec sleep 60\n")
     program = (
         f"import sys; sys.path.insert(0, {str(SCRIPTS)!r})\n"
-        "from pathlib import Path; from collapse import results, run\n"
+        "from pathlib import Path; from collapse import results, run; import scripts.harness as harness\n"
         f"results.DATA, run.LOGS = Path({str(tmp_path / 'results.parquet')!r}), Path({str(tmp_path / 'logs')!r})\n"
-        "run.build_command = lambda each: (['bash', '-c', 'echo $$; exec sleep 60'], {})\n"
+        f"harness.ROOT = Path({str(tmp_path)!r}); run.build_run = lambda each: ([], {{}})\n"
         "run.unwind_when_terminated(); run.main(['late-2'])\n"
     )
     log = tmp_path / "logs" / "late-2.log"
@@ -153,8 +160,8 @@ def test_every_run_starts_from_the_committed_weights(tmp_path: Path) -> None:
     from safetensors.torch import load_file
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    folder = start_model.find_start_model(tmp_path / "model")
-    model, weights = AutoModelForCausalLM.from_pretrained(folder), load_file(start_model.WEIGHTS)
+    folder = run.find_start_model(tmp_path / "model")
+    model, weights = AutoModelForCausalLM.from_pretrained(folder), load_file(results.START_WEIGHTS)
     loaded = model.state_dict()
     assert set(weights) <= set(loaded)
     assert all(torch.equal(loaded[name], weight) for name, weight in weights.items())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from collapse.significance import bootstrap, cliffs_delta, equivalence, holm, page, sign_flip
+from seeds import bootstrap, cliffs_delta, equivalence, holm, page, sign_flip
 
 
 def test_eight_equal_differences_are_as_significant_as_eight_can_be() -> None:

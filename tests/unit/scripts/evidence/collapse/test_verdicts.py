@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pandas
 import pytest
-from collapse import analyse, arms
-from collapse.late_runs import RATES
+from collapse import analyse, arms, results
+from collapse.arms import RATES
 
 from tests.support.collapse_results import AS_EXPECTED, build_late_table, build_table
 
@@ -62,12 +62,17 @@ def test_the_table_shows_every_arm_that_was_run() -> None:
 
 def test_staleness_is_of_a_run_and_marks_those_off_their_eta() -> None:
     """A run of two steps counts as much as one of three."""
-    steps = pandas.DataFrame({"seed": [2, 2, 3, 3, 3], "staleness": [1.0, 2.0, 2.0, 3.0, 2.5]})
-    found = analyse.measure_staleness(steps)
-    assert found.to_dict() == {2: 1.5, 3: 2.5}
+    run = {"arm": "async_both_2", "outcome": "finished", "exact": 0.5}
+    seeds = {2: [1.0, 2.0], 3: [2.0, 3.0, 2.8]}
+    rows = [{**run, "seed": seed, "step": step, "staleness": found}
+            for seed, values in seeds.items() for step, found in enumerate([0.0, *values])]  # fmt: skip
+    table = pandas.DataFrame(rows, columns=["arm", "seed", "step", "outcome", *results.COLUMNS])
+    (shown,) = analyse.describe(table).to_dict("records")
+    assert (shown["staleness"], shown["off eta"]) == (pytest.approx((1.5 + 2.6) / 2), [3])
+    found = pandas.Series({2: 1.5, 3: 2.6})
     assert analyse.list_off_eta(found, 1) == [3]
     assert analyse.list_off_eta(found, 3) == [2]
-    assert analyse.list_off_eta(found, 2) == analyse.list_off_eta(found, None) == []
+    assert analyse.list_off_eta(found, None) == []
 
 
 @pytest.mark.slow

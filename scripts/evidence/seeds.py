@@ -1,0 +1,185 @@
+"""What all evidence shares: claims, plans of runs that are resumed, and statistics and curves over seeds."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+import pandas
+from numpy.typing import ArrayLike
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+ROOT = Path(__file__).resolve().parents[2]
+DRAWS = 10_000
+
+
+class ClaimError(AssertionError):
+    """A claim does not hold; the message has its figures."""
+
+
+def require(holds: bool, sentence: str) -> None:
+    """Raise ClaimError with the sentence unless the claim holds."""
+    if not holds:
+        raise ClaimError(sentence)
+
+
+class Planned(Protocol):
+    """A run of a plan: settings under its name, and a seed."""
+
+    @property
+    def setting(self) -> str:
+        """All but the seed; with it the key of the run's results."""
+
+    @property
+    def seed(self) -> int:
+        """Of the run."""
+
+    @property
+    def name(self) -> str:
+        """Unique in the plan."""
+
+    @property
+    def names(self) -> set[str]:
+        """By any of which the run is chosen."""
+
+    @property
+    def seconds(self) -> int:
+        """That it takes on an idle machine."""
+
+    @property
+    def details(self) -> str:
+        """What is listed beyond its name and time."""
+
+
+def build_parser(about: str | None) -> argparse.ArgumentParser:
+    """Build the options of a command that makes the runs of a plan."""
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", help="of runs, or of what several have in common")
+    parser.add_argument("--list", action="store_true", help="every run, whether it has finished, and its time")
+    parser.add_argument("--hours", type=float, default=float("inf"), help="begin no run that would end later")
+    return parser
+
+
+def make_runs(
+    plan: Iterable[Planned],
+    finished: Mapping[tuple[str, int], str],
+    make: Callable[[Any], str],
+    options: argparse.Namespace,
+    cores: str,
+) -> None:
+    """List the runs that the options name, or make those that have not finished, one after another.
+
+    Args:
+        finished: (setting, seed) -> how it ended.
+        make: makes one, keeps its results, and says how it ended.
+        cores: that a run takes.
+
+    Raises:
+        SystemExit: a name is of no run.
+    """
+    runs, wanted = list(plan), set(options.names)
+    if unknown := sorted(wanted - {name for run in runs for name in run.names}):
+        sys.exit(f"{Path(sys.argv[0]).name}: {', '.join(unknown)}: unknown. Fix: take names that --list shows.")
+    chosen = [run for run in runs if not wanted or wanted & run.names]
+    left = [run for run in chosen if (run.setting, run.seed) not in finished]
+    if options.list:
+        for run in chosen:
+            state = finished.get((run.setting, run.seed), f"{run.seconds} s")
+            print(f"{run.name:26} {state:18} {run.details}".rstrip())
+        hours = sum(run.seconds for run in left) / 3600
+        print(f"{len(left)} of {len(chosen)} left, {hours:.1f} hours {cores}")
+        return
+    end = time.time() + 3600 * options.hours
+    for run in left:
+        if time.time() + run.seconds > end:
+            break
+        print(f"{run.name}: {make(run)}", flush=True)
+
+
+def draw_means(rng: np.random.Generator, values: ArrayLike) -> np.ndarray:
+    """Draw the mean of as many seeds with replacement, ``DRAWS`` times."""
+    found = np.asarray(values, dtype=float)
+    means: np.ndarray = found[rng.integers(len(found), size=(DRAWS, len(found)))].mean(1)
+    return means
+
+
+def bootstrap(differences: ArrayLike, confidence: float = 0.95) -> tuple[float, float]:
+    """Compute the percentile bootstrap interval of the mean, over ``DRAWS`` draws of seeds."""
+    return find_percentiles(draw_means(np.random.default_rng(0), differences), confidence)
+
+
+def find_percentiles(drawn: np.ndarray, confidence: float) -> tuple[float, float]:
+    """Find the interval that holds this share of what was drawn, with as much below it as above."""
+    edge = 50 * (1 - confidence)
+    low, high = np.percentile(drawn, [edge, 100 - edge])
+    return float(low), float(high)
+
+
+def sign_flip(differences: ArrayLike, *, two_sided: bool = True) -> float:
+    """Compute the p value of the exact paired sign-flip test: the share of sign patterns with a mean as large.
+
+    One-sided, large means are those above 0. With n pairs no p is below 2 / 2^n, or 1 / 2^n one-sided.
+    """
+    found = np.asarray(differences, dtype=float)
+    signs = np.array(list(itertools.product((1.0, -1.0), repeat=len(found))))
+    means, own = signs @ found / len(found), found.mean()
+    if two_sided:
+        means, own = np.abs(means), abs(own)
+    # Patterns that tie with the observed one count, whatever the order of the sum made of them.
+    return float((means >= own - 1e-12).mean())
+
+
+def equivalence(differences: ArrayLike, margin: float) -> float:
+    """Compute the p value of equivalence within ``margin``: the larger of two one-sided sign-flip tests."""
+    found = np.asarray(differences, dtype=float)
+    return max(sign_flip(each, two_sided=False) for each in (found + margin, margin - found))
+
+
+def cliffs_delta(one: ArrayLike, other: ArrayLike) -> float:
+    """Compute Cliff's delta: the share of pairs in which ``one`` is larger less that in which it is smaller."""
+    return float(np.sign(np.subtract.outer(np.asarray(one), np.asarray(other))).mean())
+
+
+def holm(p_values: Mapping[str, float]) -> dict[str, float]:
+    """Adjust p values by Holm's step-down rule (Holm 1979): each times how many are not smaller, and monotone."""
+    ordered = pandas.Series(p_values).sort_values(kind="stable")
+    adjusted = (ordered * np.arange(len(ordered), 0, -1)).clip(upper=1.0).cummax()
+    return {name: float(adjusted[name]) for name in p_values}
+
+
+def page(scores: ArrayLike) -> float:
+    """Compute the p value of a falling trend: Page's L (Page 1963) against ``DRAWS`` permutations within seeds.
+
+    Args:
+        scores: (seeds, levels), of which outcomes are expected to fall with the level.
+    """
+    ranks = pandas.DataFrame(np.asarray(scores, dtype=float)).rank(axis=1).to_numpy()
+    levels = np.arange(ranks.shape[1], 0, -1)
+    own = (ranks * levels).sum()
+    shuffled = np.random.default_rng(0).permuted(np.broadcast_to(ranks, (DRAWS, *ranks.shape)), axis=2)
+    return float((1 + ((shuffled * levels).sum((1, 2)) >= own - 1e-9).sum()) / (DRAWS + 1))
+
+
+def draw_levels(
+    axes: Axes, levels: Mapping[Any, Sequence[float]], ordered: Sequence[Any], middle: Any, **look: Any
+) -> None:
+    """Draw a middle of the seeds at each level as a line, and each seed as a point.
+
+    Args:
+        levels: level -> value of each seed.
+        ordered: all levels; those that ``levels`` lacks are left out of the line.
+        middle: numpy's mean or median.
+        look: colour and label of the line.
+    """
+    places = [ordered.index(level) for level in levels]
+    axes.plot(places, [middle(each) for each in levels.values()], marker="o", **look)
+    for place, each in zip(places, levels.values(), strict=True):
+        axes.plot([place] * len(each), each, ".", color=look["color"], alpha=0.35)

@@ -1,0 +1,231 @@
+"""Processes of a run: started with a log, followed, and ended with all that they started, found by descent."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import NoReturn
+
+import psutil
+
+SHM = Path("/dev/shm")
+Identity = tuple[int, int]
+"""Device and inode of a file."""
+TICK = 0.25
+"""Seconds between two looks at a child."""
+
+_ROOT = Path(__file__).resolve().parents[2]
+_GUARD = f"import sys; sys.path.insert(0, {str(_ROOT)!r}); from scripts.quickstart import processes; processes.guard()"
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+
+
+class StageFailed(RuntimeError):
+    """The child ended with a status other than 0; its log says why."""
+
+
+class Tail:
+    """Reads a growing file in instalments of whole lines."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._offset = 0
+
+    def new_lines(self) -> list[str]:
+        """Read the lines that have been completed since the last call."""
+        if not self._path.exists():
+            return []
+        with self._path.open("rb") as file:
+            file.seek(self._offset)
+            whole, newline, _ = file.read().rpartition(b"\n")
+        self._offset += len(whole + newline)
+        return whole.decode(errors="replace").split("\n") if newline else []
+
+
+class Child:
+    """A process in its own session, whose output goes to a log: its daemons would hold a pipe open after its end.
+
+    It ends with this process, however that ends: see ``guard``.
+    """
+
+    def __init__(self, command: Sequence[str], env: Mapping[str, str], log: Path, cwd: Path) -> None:
+        self.log = log
+        with log.open("wb") as sink:
+            self.process = subprocess.Popen(
+                [sys.executable, "-P", "-c", _GUARD, str(os.getpid()), *command],
+                env=dict(env), cwd=cwd, stdin=subprocess.DEVNULL, stdout=sink, stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )  # fmt: skip
+
+    def lines(self, on_tick: Callable[[], None] = lambda: None, tick: float = TICK) -> Iterator[str]:
+        """Yield each line of output until the child ends, and call `on_tick` every `tick` seconds.
+
+        Raises:
+            StageFailed.
+        """
+        tail = Tail(self.log)
+        while True:
+            ended = self.process.poll() is not None
+            yield from tail.new_lines()
+            on_tick()
+            if ended:
+                break
+            time.sleep(tick)
+        if self.process.returncode != 0:
+            raise StageFailed(f"exit status {self.process.returncode}")
+
+    def end_of_log(self, count: int) -> str:
+        """Read the last lines of the log."""
+        lines = self.log.read_text(errors="replace").split("\n")
+        return "\n".join(line.rsplit("\r", 1)[-1][:300] for line in lines[-count - 1 :]).rstrip()
+
+
+def guard() -> NoReturn:
+    """Run a command as its parent; end it and all that it started when the supervisor dies.
+
+    A supervisor that is killed (SIGKILL) cannot clean up; the kernel then signals this process, whose arguments are the
+    supervisor's pid, the command and its arguments.
+    """
+
+    def leave(number: int, frame: FrameType | None) -> NoReturn:
+        raise SystemExit(128 + number)
+
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, leave)
+    become_subreaper()
+    segments = SharedMemoryWatch()
+    try:
+        die_with_parent(int(sys.argv[1]))
+        status = subprocess.Popen(sys.argv[2:]).wait()
+    except SystemExit:
+        clean_up(segments)
+        raise
+    sys.exit(status if status >= 0 else 128 - status)
+
+
+def become_subreaper() -> None:
+    """Make orphaned descendants this process's children, so that `setsid` cannot hide them (Linux)."""
+    _control(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def die_with_parent(parent: int) -> None:
+    """Have the kernel send SIGTERM to this process when its parent dies; sends it at once if it is dead (Linux)."""
+    _control(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != parent:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _control(option: int, value: int) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(option, value, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), f"prctl({option}, {value})")
+
+
+def find_descendants() -> list[psutil.Process]:
+    """Find this process's living descendants; a subreaper's include those whose own parents have ended."""
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            if process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+    return found
+
+
+def end_descendants(patience: float = 5.0, limit: float = 20.0) -> list[int]:
+    """Ask all descendants to end, then kill them.
+
+    Args:
+        patience: seconds between SIGTERM and SIGKILL, for those who unlink what they own on their way out.
+        limit: seconds after which the survivors are given up.
+
+    Returns:
+        The pids that survive, normally none.
+    """
+    start = time.monotonic()
+    asked: set[int] = set()
+    # Daemons may start others while they end, so each round looks again.
+    while (remaining := find_descendants()) and (elapsed := time.monotonic() - start) <= limit:
+        for process in remaining:
+            with contextlib.suppress(psutil.Error):  # psutil checks that the pid still is this process
+                if elapsed > patience:
+                    process.kill()
+                elif process.pid not in asked:
+                    asked.add(process.pid)
+                    process.terminate()
+        psutil.wait_procs(remaining, timeout=0.1)
+    return [process.pid for process in remaining]
+
+
+class SharedMemoryWatch:
+    """The segments in /dev/shm that were seen in use by this process's descendants, and only those.
+
+    Segments are told apart by device and inode: a semaphore is mapped under another name than the one it keeps.
+    """
+
+    def __init__(self, folder: Path = SHM) -> None:
+        self._folder = folder
+        self._known = set(self._list())
+        self._ours: set[Identity] = set()
+        self._looked = -math.inf
+
+    def observe(self, every: float = 0.0) -> None:
+        """Find the users of the segments that appeared, once in so many seconds; to be called often."""
+        if time.monotonic() - self._looked < every:
+            return
+        self._looked = time.monotonic()
+        if new := set(self._list()) - self._known:
+            for process in find_descendants():
+                self._ours |= new & read_used_files(process.pid, self._folder)
+            self._known |= self._ours
+
+    def remove_leaked(self) -> list[str]:
+        """Remove the run's segments that no process uses any more, and return their names."""
+        left = {identity: name for identity, name in self._list().items() if identity in self._ours}
+        for pid in psutil.pids() if left else ():
+            for identity in read_used_files(pid, self._folder):
+                left.pop(identity, None)
+        for name in left.values():
+            (self._folder / name).unlink(missing_ok=True)
+        return sorted(left.values())
+
+    def _list(self) -> dict[Identity, str]:
+        entries = {}
+        with contextlib.suppress(OSError), os.scandir(self._folder) as found:
+            for entry in found:
+                with contextlib.suppress(OSError):  # it is gone
+                    status = entry.stat(follow_symlinks=False)
+                    entries[(status.st_dev, status.st_ino)] = entry.name
+        return entries
+
+
+def read_used_files(pid: int, folder: Path = SHM) -> set[Identity]:
+    """Read device and inode of what a process has mapped or open below `folder`; empty if it cannot be inspected."""
+    identities: set[Identity] = set()
+    prefix = f"{folder}/"
+    with contextlib.suppress(OSError):  # the process has ended, or is not ours to look into
+        for line in Path(f"/proc/{pid}/maps").read_text(errors="replace").splitlines():
+            # address, permissions, offset, device as major:minor in hex, inode, path
+            fields = line.split(maxsplit=5)
+            if len(fields) == 6 and fields[5].startswith(prefix):
+                major, minor = (int(part, 16) for part in fields[3].split(":"))
+                identities.add((os.makedev(major, minor), int(fields[4])))
+        for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(OSError):
+                if os.readlink(descriptor).startswith(prefix):
+                    status = descriptor.stat()
+                    identities.add((status.st_dev, status.st_ino))
+    return identities
+
+
+def clean_up(segments: SharedMemoryWatch) -> tuple[list[int], list[str]]:
+    """End all descendants and remove their segments; return the pids that survive and the names of what was removed."""
+    segments.observe()
+    return end_descendants(), segments.remove_leaked()
