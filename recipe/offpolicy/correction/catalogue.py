@@ -63,14 +63,14 @@ ENTRIES: Final = (
     StatisticEntry(
         "{rollout_ratio,ppo_ratio,full_ratio}",
         _DISTRIBUTION,
-        "pi_old / mu, pi / pi_old and pi / mu a token; ess = (sum r)^2 / (n sum r^2), chi2 = mean r^2 - 1",
+        "pi_old / mu, pi / pi_old and pi / mu per token; ess = (sum r)^2 / (n sum r^2), chi2 = mean r^2 - 1",
     ),
-    StatisticEntry("rollout_ratio_sequence", _DISTRIBUTION, "pi_old / mu of whole rows: exp of the summed log-ratio"),
+    StatisticEntry("rollout_ratio_sequence", _DISTRIBUTION, "pi_old / mu per sequence: exp of the summed log-ratio"),
     StatisticEntry(
         "log_prob_difference", _means("mean", "abs_mean") | {"std": Reduction.STD}, "log pi_old - log mu, nats"
     ),
     StatisticEntry(
-        "kl", _means("k1", "k3"), "estimates of KL(mu, pi_old), nats a token: mean of -log r and of r - 1 - log r"
+        "kl", _means("k1", "k3"), "estimates of KL(mu, pi_old), nats per token: mean of -log r and of r - 1 - log r"
     ),
     StatisticEntry(
         "perplexity",
@@ -80,38 +80,40 @@ ENTRIES: Final = (
     StatisticEntry(
         "weight",
         _DISTRIBUTION | _means("truncated_share"),
-        "the weight as applied, a token, 0 where it rejects; tokens whose raw weight lies outside the bounds",
+        "the applied weight per token, 0 if rejected; share of tokens whose raw weight is outside the bounds",
     ),
-    StatisticEntry("raw_weight", _DISTRIBUTION, "the weight before bounds and normalisation, where one is configured"),
-    StatisticEntry("penalty", _means("mean"), "(log r)^2 of the ratio that is penalised, a token, where one is"),
+    StatisticEntry("raw_weight", _DISTRIBUTION, "the weight before bounds and normalisation, if one is configured"),
+    StatisticEntry("penalty", _means("mean"), "(log r)^2 per token of the penalised ratio, if there is a penalty"),
     StatisticEntry(
         "keep",
         _means("token_share", "sequence_share", "token_mask_ratio"),
-        "response tokens kept, rows with a token kept, response tokens masked",
+        "share of response tokens kept, of sequences with a kept token, and of response tokens masked",
     ),
     StatisticEntry(
-        f"keep/{_group(SIGNS)}", _means("token_share", "sequence_share"), "by the sign of the row's mean advantage"
+        f"keep/{_group(SIGNS)}", _means("token_share", "sequence_share"), "by the sign of the sequence's mean advantage"
     ),
     StatisticEntry(
         "{mask/<name>,weights/<name>,weight}",
         _MASKED,
-        "what each mask, or a weight of kind reject, rejects by itself, of response tokens and of rows with a token "
-        "that it decides on; a mask on pi / pi_old or on age decides on tokens without mu too",
+        "share that each mask, or a weight of kind reject, rejects on its own, of the response tokens and sequences "
+        "that it covers; a mask on pi / pi_old or on age also covers tokens without mu",
     ),
     StatisticEntry(
-        f"{{mask/<name>,weights/<name>,weight}}/{_group(SIGNS)}", _MASKED, "by the sign of the row's mean advantage"
+        f"{{mask/<name>,weights/<name>,weight}}/{_group(SIGNS)}",
+        _MASKED,
+        "by the sign of the sequence's mean advantage",
     ),
     StatisticEntry(
         f"length/{_group(BUCKETS)}",
         {"sequences": Reduction.SUM}
         | _means("keep_token_share", "keep_sequence_share", "geometric_keep_share", "product_keep_share"),
-        "rows of T <= 16, 17 to 64, ...: how many, what is kept of them, and what a geometric mask [0.99, 1.01] and a "
-        "product mask [0.5, 2] on pi_old / mu would keep of the rows",
+        "sequences of T <= 16, 17 to 64, ...: number, kept shares, and the shares that a geometric mask [0.99, 1.01] "
+        "and a product mask [0.5, 2] on pi_old / mu would keep",
     ),
     StatisticEntry(
         f"turn/{_group(TURNS)}",
         _BY_DRIFT | _means("keep_token_share"),
-        "tokens of a row's first turn, and after a tool's output: how many, KL(mu, pi_old) by k3, what is kept",
+        "tokens of the first turn, and after a tool's output: number, KL(mu, pi_old) by k3, kept share",
     ),
     StatisticEntry(
         f"turn/{_group(TURNS)}/rollout_ratio",
@@ -121,18 +123,18 @@ ENTRIES: Final = (
     StatisticEntry(
         "staleness",
         {"mean": Reduction.MEAN, "max": Reduction.MAX},
-        "versions of the weights between sampling and use, by token where they are noted by token, by row otherwise",
+        "weight versions between sampling and use, per token if versions are recorded per token, else per sequence",
     ),
     StatisticEntry(
         f"staleness/{_group(STALENESS)}",
         _BY_DRIFT | _means("keep_token_share"),
-        "tokens by staleness 0, 1, 2, 3 or more: as by turn",
+        "tokens with staleness 0, 1, 2, 3 or more: the same as for turns",
     ),
     StatisticEntry(
         "nonfinite",
         dict.fromkeys(("rollout_log_prob", "old_log_prob", "log_prob", "advantages"), Reduction.SUM),
-        "response tokens that are not finite; those of mu and pi_old are left out where they are read, the others stop "
-        "the run",
+        "number of non-finite response tokens; those of mu and pi_old are excluded where they are read, the others "
+        "stop the run",
     ),
 )
 
@@ -140,18 +142,18 @@ SHADOW_ENTRIES: Final = (
     StatisticEntry(
         "shadow/<option>",
         _means("keep_token_share", "keep_sequence_share"),
-        "what a correction that is off would have kept",
+        "share that an inactive correction would have kept",
     ),
     StatisticEntry(
         f"shadow/<option>/{_group((*SIGNS, *(f'turn/{turn}' for turn in TURNS)))}",
         _means("keep_token_share"),
-        "by the sign of the row's mean advantage, and by turn",
+        "by the sign of the sequence's mean advantage, and by turn",
     ),
     StatisticEntry(f"shadow/<option>/length/{_group(BUCKETS)}", _means("keep_sequence_share"), "by T"),
     StatisticEntry(
         "shadow/<option>/weight",
         _means("mean", "truncated_share") | {"ess": Reduction.ESS},
-        "its weight, where it has one",
+        "its weight, if it has one",
     ),
 )
 
