@@ -1,9 +1,9 @@
-"""Version and platform adapters: the only place that touches the internals of verl and its engines.
+"""Version and platform adapters: the only package that changes the internals of verl and its engines.
 
-Importing this package changes nothing. `install()` puts the groups in force that this process can need, by the
-installed verl and the platform, `install(group)` one of them; `status()` tells which patches are in force. verl itself
-loads a group into every process of a run, through VERL_USE_EXTERNAL_MODULES=verl_patches.<group> or, from 0.9, through
-its entry points (plugin.py). `python -m verl_patches` shows what holds here.
+Importing this package changes nothing. `install()` installs the groups of patches that this process can need, for the
+installed verl and the platform; `install(group)` installs one; `status()` reports which patches are in force. verl
+itself loads a group into every process of a run, through VERL_USE_EXTERNAL_MODULES=verl_patches.<group> or, from 0.9,
+through its entry points (plugin.py). `python -m verl_patches` prints the state of this environment.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ def install(group: str | None = None) -> dict[str, dict[str, str]] | dict[str, s
     """Install every patch of a group in this process. Idempotent.
 
     Args:
-        group: one of `GROUPS`; None: those that this process can need.
+        group: one of `GROUPS`; None: the groups that this process can need.
 
     Returns:
         The group's status; for None, a status for each group installed.
 
     Raises:
-        PatchError: unknown group, or a target is not what the patch was written for; the message names the mend.
+        PatchError: unknown group, or a target is not what the patch was written for; the message names the fix.
     """
     if group is None:
         return {name: _install(GROUPS[name]) for name in needed()}
@@ -50,16 +50,15 @@ def status() -> dict[str, dict[str, str]]:
     """Return, for each group, each patch and its state in this process.
 
     "in force", "waiting" for the import of its target, "not needed" by the installed releases, or "off". Imports no
-    group and no target, so that a run can ask at its start wherever it is: a group that nobody has loaded has no
-    patches here.
+    group and no target, so any process can call it at its start; a group that was not loaded has no patches here.
 
     Raises:
-        PatchError: a patch failed in this process and whoever loaded it carried on, or verl is imported and a group
-            that the environment asks for was not installed.
+        PatchError: a patch failed in this process and its loader continued, or verl is imported and a group that the
+            environment requests was not installed.
     """
     if failed := recorded():
         raise PatchError("\n".join(failed))
-    # A group may install itself when it is imported: now would be too late, and look as if it had been in time.
+    # A group may install itself on import; importing it here would be too late, but look as if it had been in time.
     states = {name: _states(group) if group.module in sys.modules else {} for name, group in GROUPS.items()}
     if "verl" in sys.modules:
         for name in asked_for():
@@ -83,7 +82,7 @@ def _module(group: Group) -> Any:
 
 def _not_loaded(group: Group) -> str:
     return (
-        f"the environment asks for the patches {group.name!r}, and none of them is installed in this process: verl "
-        f"reads OFFPOLICY_PATCHES from 0.9 on, where this package is installed and VERL_USE_EXTERNAL_PLUGINS allows "
+        f"the environment requests the patches {group.name!r}, but none of them is installed in this process: verl "
+        f"reads OFFPOLICY_PATCHES from 0.9 on, if this package is installed and VERL_USE_EXTERNAL_PLUGINS allows "
         f"it. Fix: export VERL_USE_EXTERNAL_MODULES={group.module} before verl is imported."
     )

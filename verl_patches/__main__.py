@@ -1,7 +1,7 @@
 """Show the state of every contract in a process of this environment, after the import of verl.
 
-One line a contract: patch, target, releases, state in this process, and whether the contract holds here. Exits with 1
-where a contract that matters here is broken, or a patch that was asked for is not in force.
+One line per contract: patch, target, releases, state in this process, and whether the contract holds here. Exits with 1
+if a contract that matters here is broken, or a requested patch is not in force.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _WIDTH_OF_LOGS = 240
 
 
 def show(table: list[Row]) -> None:
-    """Print the table, by rich where it is installed."""
+    """Print the table, with rich if it is installed."""
     cells = [(row.patch, row.target, row.releases, row.state, row.verdict) for row in table]
     try:
         from rich.console import Console
@@ -40,7 +40,7 @@ def main(arguments: Sequence[str] = ()) -> int:
     """Show the table; returns the exit status."""
     argparse.ArgumentParser(prog="python -m verl_patches", description=__doc__).parse_args(arguments)
     try:
-        importlib.import_module("verl")  # as every process of a run does: this loads what the environment asks for
+        importlib.import_module("verl")  # like every process of a run; this loads what the environment requests
         status()
         failed = ""
     except (PatchError, ImportError) as error:

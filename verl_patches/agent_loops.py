@@ -1,8 +1,8 @@
 """Contracts on verl's agent loops, whose rows process rewards score before they get their reward; nothing is patched.
 
-A manager of ours starts workers of ours, by verl's key ``actor_rollout_ref.rollout.agent.agent_loop_manager_class``.
-Log-probs of a prompt come from ``vLLMHttpServer.generate(self, prompt_ids, sampling_params, request_id, ...)`` of a
-server class of ours, which verl starts by its registry of replicas.
+verl's key ``actor_rollout_ref.rollout.agent.agent_loop_manager_class`` selects this package's manager, which starts
+this package's workers. Log-probs of a prompt come from ``vLLMHttpServer.generate(self, prompt_ids, sampling_params,
+request_id, ...)`` of this package's server class, which verl starts through its registry of replicas.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _replicas = _of("verl.workers.rollout.replica:RolloutReplicaRegistry")
 _client = _of("verl.workers.rollout.llm_server:LLMServerClient")
 
 SEAMS = (
-    # Every agent loop's output passes here, behind its last token.
+    # Every agent loop's output passes through here, after its last token.
     _worker("_agent_loop_postprocess", "(self, output, validate, **kwargs)", names=("extra_fields", "_compute_score")),
     _worker("_run_agent_loop", keys=("validate",), names=("llm_client", "_agent_loop_postprocess")),
     # Extra fields become columns of the batch.
@@ -48,7 +48,7 @@ SEAMS_V1 = (
         names=("_compute_score", "as_dict"),
     ),
 )
-"""Those of the V1 trainer."""
+"""Contracts on the V1 trainer's agent loops."""
 
 
 def build_server_seams() -> tuple[Contract, ...]:

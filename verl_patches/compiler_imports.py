@@ -1,7 +1,7 @@
-"""tensordict without PyTorch's compiler, for a process that compiles nothing: the compiler takes longer to import.
+"""tensordict without PyTorch's compiler, which takes longer to import, for a process that compiles nothing.
 
-tensordict asks the compiler for two marks that only compiled code reads. In a process that called `leave_out()` it gets
-marks that do nothing, and whatever else it asks `torch._dynamo` for from the compiler itself.
+tensordict imports two decorators from the compiler that only compiled code reads. In a process that called
+`leave_out()` it gets decorators that do nothing; other names of `torch._dynamo` still come from the compiler.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ _COMPILER = "torch._dynamo"
 
 
 def leave_out() -> None:
-    """Let tensordict, when this process imports it, leave PyTorch's compiler out; once."""
+    """Make tensordict skip PyTorch's compiler when this process imports it; once."""
     _FINDER.install()
 
 
 class _Loader(importlib.machinery.SourceFileLoader):
-    """Loader beside whose module, until that is imported, marks stand in for the compiler."""
+    """Loader that puts stand-ins for the compiler's decorators in place while its module is imported."""
 
     def exec_module(self, module: ModuleType) -> None:
         marks = ModuleType(_COMPILER)
@@ -44,7 +44,7 @@ _FINDER = SourceFinder(lambda module: module == "tensordict" and _COMPILER not i
 
 
 def _ask_compiler(name: str) -> Any:
-    if name.startswith("__"):  # the import system asks every module for names of its own
+    if name.startswith("__"):  # the import system looks up its own attributes on every module
         raise AttributeError(name)
     sys.modules.pop(_COMPILER, None)
     return getattr(importlib.import_module(_COMPILER), name)

@@ -1,9 +1,9 @@
 """Contracts of patches with their targets, and the errors raised when a target has moved.
 
-A patch states the target, the signature quoted from the source it was written against, the keys that the
-target's code reads or passes on, and the releases it was tested on. All are checked when it is installed; a
-difference raises `PatchError` with the mend, because a patch that logs and carries on is worse than none.
-Wrapping is the only way to change a target, so upstream's code is never copied here.
+A patch states the target, the signature quoted from the source it was written against, the keys that the target's code
+reads or passes on, and the releases it was tested on. All are checked when it is installed. A difference raises
+`PatchError` with the fix, because a patch that logs and continues is worse than none. Targets are only wrapped, so
+upstream's code is never copied here.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class PatchError(RuntimeError):
 
 
 class NotInstalledError(PatchError):
-    """The distribution that a patch is for is not installed."""
+    """The distribution that a patch targets is not installed."""
 
 
 Key = str | tuple[str, ...]
@@ -52,18 +52,17 @@ class Contract:
     Attributes:
         name: short name of the patch, unique; shown in logs and by `verl_patches.status()`.
         target: "module:attribute.path" of the callable that is wrapped or the object that is extended.
-        signature: parameters with defaults and without annotations, as `bare_signature` prints them, quoted
-            from upstream's source; None where the target has none that Python can read. "(self, data, ...)" quotes
-            the first ones, for a wrapper that passes on whatever follows.
+        signature: parameters with defaults and without annotations, as printed by `bare_signature`, quoted from
+            upstream's source; None if Python cannot read one from the target. "(self, data, ...)" quotes only the
+            first ones, for a wrapper that passes on the others.
         distribution: the installed distribution whose release decides, or "python".
         releases: version specifier of the releases that were tested, for instance "==0.9.1", or a tuple of
             alternatives, ("==0.7.1", "==0.8.0").
-        keys: what the target's code must hold as literals, the code of nested functions included: a string by
-            itself, or a tuple that must be there as a whole list or tuple of three or more, so that a key more in
-            it is noticed as well.
-        names: what the target's code must look up by name, globals and attributes, nested functions included: a
-            hook that is overridden, or a name that is replaced, is dead once nobody looks it up.
-        option: the key of the runs that alone are held to it; empty where every run is.
+        keys: literals that the target's code must contain, including nested functions: a single string, or a tuple
+            that must appear as a whole list or tuple of three or more, so that an additional key is noticed as well.
+        names: names that the target's code must look up, globals and attributes, including nested functions: an
+            overridden hook or a replaced name has no effect if it is no longer looked up.
+        option: the key whose runs need the contract; empty if every run does.
     """
 
     name: str
@@ -79,7 +78,7 @@ class Contract:
         for alternative in self._alternatives():
             if alternative.count("==") > 1:
                 raise ValueError(
-                    f"contract {self.name!r}, releases={alternative!r}: no release is equal to two. Fix: give "
+                    f"contract {self.name!r}, releases={alternative!r}: no release equals two others. Fix: give "
                     f"alternatives as a tuple, {tuple(alternative.split(','))}."
                 )
 
@@ -88,8 +87,8 @@ class Contract:
 
         Raises:
             NotInstalledError: the distribution is not installed.
-            PatchError: the release was not tested and this was not opted into, the target does not exist or cannot
-                be imported, or its signature, keys or names differ.
+            PatchError: the release was not tested and untested releases are not allowed, the target does not exist or
+                cannot be imported, or its signature, keys or names differ.
         """
         self._check_release()
         found = resolve(self.target)
@@ -105,7 +104,7 @@ class Contract:
         return found
 
     def allows(self, signature: str | None) -> bool:
-        """Return True if a bare signature is the quoted one, or begins as that does where it ends in "..."."""
+        """Return True if a bare signature equals the quoted one, or starts with it if that ends in "..."."""
         quoted = self.signature or ""
         if signature is not None and quoted.endswith(_AND_MORE):
             stem = quoted.removesuffix(_AND_MORE)
@@ -158,14 +157,13 @@ class Contract:
 
 @functools.cache
 def _warn_untested(distribution: str, release: str) -> None:
-    logger.warning("%s %s is untested: whatever is relied on is checked against its contract", distribution, release)
+    logger.warning("%s %s is untested: every function in use is checked against its contract", distribution, release)
 
 
 def of_installed(*contracts: Contract) -> Contract:
-    """Return the contract of the installed release, among those that differ by release.
+    """Return the contract of the installed release, among contracts that differ by release.
 
-    The last one where none covers it, whose `check` then says so, or lets it pass where untested releases are
-    allowed.
+    The last one if none covers it: its `check` then fails, or passes if untested releases are allowed.
     """
     release = installed_release(contracts[0].distribution)
     return next((each for each in contracts if release and each.covers(release)), contracts[-1])
@@ -174,8 +172,8 @@ def of_installed(*contracts: Contract) -> Contract:
 def installed_release(distribution: str) -> str | None:
     """Return the installed version of a distribution without its local part, or None.
 
-    verl's is the release that it stands for, read beside the package that an import would find: a checkout that is on
-    the path has no metadata, or stands before an installed release that has.
+    For verl it is the release in the version file of the package that an import finds: a checkout on the path may have
+    no metadata, or precede an installed release that has.
     """
     if distribution == "python":
         return platform.python_version()
@@ -193,10 +191,10 @@ def _metadata_release(distribution: str) -> str | None:
 
 
 def demand_release() -> str:
-    """Return the supported release of verl that an import finds. Nothing of verl need be importable or compose.
+    """Return the supported release of verl that an import finds; verl itself is neither imported nor composed.
 
     Raises:
-        PatchError: there is no verl, its release is not supported and was not opted into, or is older than all of them.
+        PatchError: verl is missing, or its release is too old, or unsupported and not allowed.
     """
     release = installed_release("verl")
     supported = f"Supported: {', '.join(TESTED)}."
@@ -217,7 +215,7 @@ def location(package: str) -> Path | None:
     """Return the folder of a top-level package, without importing it; None if there is none."""
     try:
         spec = importlib.util.find_spec(package)
-    except ValueError:  # it is being imported, or stands in for one, and has no spec
+    except ValueError:  # it is being imported, or is a stand-in, and has no spec
         return None
     folders = list(spec.submodule_search_locations or ()) if spec else []
     return Path(folders[0]) if folders else None
@@ -233,17 +231,17 @@ def resolve(target: str) -> Any:
     """Return the object that "module:attribute.path" names, or None if module or attribute does not exist.
 
     Raises:
-        PatchError: the module is there and cannot be imported, for want of another one or of a platform for instance.
+        PatchError: the module exists but cannot be imported, for example because another module is missing.
     """
     module_name, _, path = target.partition(":")
     try:
         return _attribute(importlib.import_module(module_name), path)
-    except PatchError:  # of a patch that waited for this import
+    except PatchError:  # raised by a patch that waited for this import
         raise
     except Exception as error:
         if isinstance(error, ModuleNotFoundError) and f"{module_name}.".startswith(f"{error.name}."):
             return None
-        mend = "install what is missing" if isinstance(error, ImportError) else "give it what the error asks for"
+        mend = "install the missing module" if isinstance(error, ImportError) else "do what the error message says"
         raise PatchError(f"{target} cannot be imported: {error}. Fix: {mend}.") from error
 
 
@@ -264,17 +262,17 @@ def _attribute(owner: Any, path: str) -> Any:
 
 
 def is_needed(error: ModuleNotFoundError) -> bool:
-    """Return True if a missing module is one of verl or of ours, which every patch needs."""
+    """Return True if a missing module belongs to verl or to this package, which every patch needs."""
     return (error.name or "").partition(".")[0] in {"verl", "recipe", __name__.partition(".")[0]}
 
 
 def bare_signature(function: Callable[..., Any]) -> str:
     """Return the signature without annotations, which upstream changes without changing the call.
 
-    Wrappers are looked through, so a patched target still shows its own signature.
+    It looks through wrappers, so a patched target still shows its own signature.
     """
     signature = inspect.signature(function)
-    # Ray adds a parameter to the methods of a class that it makes an actor of.
+    # Ray adds a parameter to the methods of actor classes.
     parameters = [p for p in signature.parameters.values() if p.name != "_ray_trace_ctx"]
     bare = [p.replace(annotation=p.empty) for p in parameters]
     return str(signature.replace(parameters=bare, return_annotation=signature.empty))
@@ -283,7 +281,7 @@ def bare_signature(function: Callable[..., Any]) -> str:
 def literals(target: Any) -> frozenset[Key]:
     """Collect the strings, and tuples and lists of strings, in the code of a function or of a class's methods.
 
-    A display of one or two strings is no constant of its own for Python, and is not found as a whole.
+    A display of one or two strings is not a constant in Python's bytecode, and is not found as a whole.
     """
     return frozenset(constant for code in _codes(target) for constant in _constants(code))
 
@@ -326,7 +324,7 @@ def _constants(code: CodeType) -> Iterator[Key]:
 
 
 def _held(target: Any) -> str:
-    """Format the keys in a target's code for a message; sentences, such as docstrings, are left out."""
+    """Format the keys in a target's code for a message, without sentences such as docstrings."""
     words = sorted(key for key in literals(target) if isinstance(key, str) and key.isidentifier())
     return ", ".join(words) or "a target without Python code"
 
@@ -334,7 +332,8 @@ def _held(target: Any) -> str:
 def wrap(contract: Contract, wrapper: Callable[..., Any]) -> bool:
     """Put `wrapper(original, *args, **kwargs)` in front of the target, once.
 
-    A coroutine function stays one, for callers that ask; its wrapper returns an awaitable. A static method stays one.
+    A coroutine function stays a coroutine function for inspection; its wrapper returns an awaitable. A static method
+    stays static.
 
     Returns:
         True if the target was wrapped now, False if this patch was in force already.
@@ -352,7 +351,7 @@ def wrap(contract: Contract, wrapper: Callable[..., Any]) -> bool:
     if isinstance(kind, classmethod):
         raise PatchError(contract.moved("a class method", "a function or a static method"))
     patched = _in_front_of(original, wrapper)
-    # functools.wraps copies the marks of earlier wrappers; this one's own name is set last and wins.
+    # functools.wraps copies the marks of earlier wrappers, so this wrapper's own name is set last.
     setattr(patched, _MARK, contract.name)
     setattr(owner, attribute, staticmethod(patched) if isinstance(kind, staticmethod) else patched)
     logger.info("patch %s in force on %s", contract.name, contract.target)
@@ -385,7 +384,7 @@ def _in_front_of(original: Callable[..., Any], wrapper: Callable[..., Any]) -> C
 def is_wrapped(function: Any, name: str) -> bool:
     """Return True if the patch `name` is among the wrappers of `function`."""
     while function is not None:
-        # Builtins have no __dict__; other wrappers of the same target stand before or behind this one.
+        # Builtins have no __dict__; other wrappers of the same target may be outside or inside this one.
         if getattr(function, "__dict__", {}).get(_MARK) == name:
             return True
         function = getattr(function, "__wrapped__", None)

@@ -34,11 +34,11 @@ class Row:
 
     Attributes:
         patch, target, releases: as in the contract.
-        state: of the patch in this process; "calls" for seams that are called and not patched; the module that is
-            missing where the patch cannot be imported without it.
+        state: state of the patch in this process; "calls" for functions that are called and not patched; the missing
+            module if the patch cannot be imported without it.
         verdict: "ok", why it does not matter here, or why it is broken.
-        broken: the contract matters here and does not hold. One that only an option needs does not matter in a release
-            that was not tested: there the option is refused.
+        broken: the contract matters here and does not hold. A contract of one option does not matter in an untested
+            release, where the option is rejected.
     """
 
     patch: str
@@ -50,11 +50,11 @@ class Row:
 
 
 def rows() -> list[Row]:
-    """Build the row of every contract of this package, group by group, seams without a group first."""
+    """Build the row of every contract of this package, group by group, ungrouped contracts first."""
     names = sorted(_modules(_HERE) - set(GROUPS) - _INFRASTRUCTURE)
     seams = {name: importlib.import_module(f"{_HERE}.{name}") for name in names}
     contracts = {name: _contracts_of(module) for name, module in seams.items()}
-    # Some seams are of some releases; a release that is in none of them was not tested.
+    # Some contracts apply to some releases only; a release in none of them was not tested.
     release = installed_release("verl")
     tested = release is not None and any(each.covers(release) for found in contracts.values() for each in found)
     rows = [
@@ -68,9 +68,9 @@ def rows() -> list[Row]:
 
 
 def _state_alone(module: ModuleType, contracts: list[Contract]) -> str:
-    """Return the state of a module without a group: a patch that the trainer installs where it is needed, or seams.
+    """Return the state of a module without a group: a patch that the trainer installs when needed, or called functions.
 
-    A seam that the trainer wraps is in force in the trainer's process.
+    A function that the trainer wraps is in force in the trainer's process.
     """
     if hasattr(module, "in_force"):
         return "in force" if module.in_force() else OFF
@@ -81,7 +81,7 @@ def _rows_of_group(group: Group) -> Iterator[Row]:
     loaded = group.module in sys.modules
     package = importlib.import_module(group.module)
     states = package.status()
-    if not loaded:  # what installed itself just now is in force in no other process of this environment
+    if not loaded:  # a group that installed itself just now is in force in no other process of this environment
         states = {name: state if state == NOT_NEEDED else OFF for name, state in states.items()}
     for name in states:
         if not group.needed():
@@ -97,7 +97,7 @@ def _rows_of_group(group: Group) -> Iterator[Row]:
 
 
 def _without(patch: str, error: ModuleNotFoundError) -> Row:
-    """Build the row of a patch whose distribution is not installed; broken where it is verl or this package."""
+    """Build the row of a patch whose distribution is not installed; broken if it is verl or this package."""
     broken = is_needed(error)
     return Row(patch, "", "", f"{error.name} is missing", str(error) if broken else MISSING, broken)
 
@@ -128,7 +128,7 @@ def _verdict(contract: Contract) -> tuple[str, bool]:
 def _contracts_of(module: ModuleType) -> list[Contract]:
     """Collect the contracts that a module declares: as attributes, in tuples, or inside its patch objects."""
     found: list[Contract] = []
-    # Patches hold wrappings, and these tuples of contracts; the bound keeps cycles finite.
+    # Patch objects hold wrappings, and these hold tuples of contracts; the depth limit keeps cycles finite.
     _collect(vars(module).values(), found, depth=5)
     return list(dict.fromkeys(found))
 
@@ -144,9 +144,9 @@ def _collect(values: Iterable[object], found: list[Contract], depth: int) -> Non
 
 
 def _per_target(contracts: list[Contract]) -> list[list[Contract]]:
-    """Group contracts that alternate by release: those of one target, or of one name where a target has moved.
+    """Group contracts that alternate by release: those of one target, or of one name if a target has moved.
 
-    Contracts of a name that has others for the installed release are left out.
+    Contracts are left out if another one of the same name applies to the installed release.
     """
     named: dict[tuple[str, str], list[Contract]] = {}
     for contract in contracts:

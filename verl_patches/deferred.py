@@ -1,7 +1,7 @@
 """Run a patch right after the module that it targets has been imported.
 
-Some targets are costly to import and needed in few processes (vLLM's layers). Patching them when they
-arrive makes the order of imports irrelevant and leaves every other process alone.
+Some targets are expensive to import and needed in few processes (vLLM's layers). Patching them on import makes the
+order of imports irrelevant and does not affect other processes.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from .failures import record
 def after_import(module_name: str, action: Callable[[], object]) -> None:
     """Call `action` once `module_name` is imported: now, or after its import.
 
-    An error of the action propagates to the importer, and is kept for `verl_patches.status()`, because importers
-    swallow errors; the next import of the module meets it again.
+    An error of the action propagates to the importer, and is recorded for `verl_patches.status()` because importers
+    swallow errors; the next import of the module raises it again.
     """
     if module_name in sys.modules:
         action()
@@ -29,7 +29,7 @@ def after_import(module_name: str, action: Callable[[], object]) -> None:
 
 def is_awaited(module_name: str) -> bool:
     """Return True if an action waits for a module that has not been imported yet."""
-    # Finders of other packages have no such attribute.
+    # Other packages' finders lack this attribute.
     watched = any(getattr(finder, "module_name", None) == module_name for finder in sys.meta_path)
     return watched and module_name not in sys.modules
 
@@ -37,9 +37,9 @@ def is_awaited(module_name: str) -> bool:
 def find_behind(
     finder: importlib.abc.MetaPathFinder, fullname: str, path: Sequence[str] | None, target: ModuleType | None
 ) -> importlib.machinery.ModuleSpec | None:
-    """Find a module through the finders that stand behind ``finder``."""
+    """Find a module through the finders after ``finder``."""
     for other in sys.meta_path[sys.meta_path.index(finder) + 1 :]:
-        # Finders of before Python 3.4 have no find_spec.
+        # Finders written for Python before 3.4 have no find_spec.
         find = getattr(other, "find_spec", None)
         spec: importlib.machinery.ModuleSpec | None = find(fullname, path, target) if find else None
         if spec is not None:
@@ -50,8 +50,8 @@ def find_behind(
 class _Watcher(importlib.abc.MetaPathFinder):
     """Import finder that finds one module through the finders after it and adds the action to its loader.
 
-    It stays until the module was imported and the action has run: a look whether the module exists, or an import that
-    fails, leaves it in place.
+    It stays until the module was imported and the action has run; a lookup of its spec or a failed import does not
+    remove it.
     """
 
     def __init__(self, module_name: str, action: Callable[[], object]) -> None:
@@ -79,7 +79,7 @@ class _Watcher(importlib.abc.MetaPathFinder):
 
 
 class _Loader(importlib.abc.Loader):
-    """Loader that loads as the original one does, then acts."""
+    """Loader that loads like the original one, then runs the action."""
 
     def __init__(self, loader: importlib.abc.Loader, action: Callable[[], object]) -> None:
         self.loader = loader
@@ -93,4 +93,4 @@ class _Loader(importlib.abc.Loader):
         self.action()
 
     def __getattr__(self, name: str) -> object:
-        return getattr(self.loader, name)  # get_source, get_filename ...: what tracebacks and tools ask for
+        return getattr(self.loader, name)  # get_source, get_filename ... for tracebacks and tools

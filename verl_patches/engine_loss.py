@@ -1,8 +1,8 @@
 """Contracts on verl's own calls that carry the correction to the loss in the engine path. Nothing is patched here.
 
-The trainer hands a loss to the workers by ``set_loss_fn``, the engine calls it at each micro-batch, and it calls
-verl's ``ppo_loss``, which multiplies ``rollout_is_weights`` into the policy term. The signatures are quoted from
-the releases named, where they are the same, and checked before a run starts.
+The trainer sends a loss to the workers by ``set_loss_fn``, the engine calls it on each micro-batch, and it calls verl's
+``ppo_loss``, which multiplies the policy term by ``rollout_is_weights``. The signatures are quoted from the named
+releases, in which they are the same, and checked before a run starts.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ RELEASES = specifiers(lambda release: True)
 
 @dataclass(frozen=True)
 class Seams:
-    """Maker of contracts on what one module or class of verl defines and a run calls or overrides.
+    """Factory of contracts on the attributes of one module or class of verl that a run calls or overrides.
 
     Attributes:
         owner: "module" or "module:Class".
-        releases, option: of each contract.
+        releases, option: fields of each contract.
     """
 
     owner: str
@@ -38,7 +38,7 @@ class Seams:
         keys: tuple[Key, ...] = (),
         names: tuple[str, ...] = (),
     ) -> Contract:
-        """Make the contract on an attribute, whose name is the contract's unless it gets another."""
+        """Build the contract on an attribute, with the attribute's name unless another is given."""
         target = f"{self.owner}{'.' if ':' in self.owner else ':'}{attribute}"
         return Contract(name or attribute, target, signature, "verl", self.releases, keys, names, self.option)
 
@@ -55,9 +55,9 @@ POSTPROCESS_OUTPUT = _training_worker(
 SEAMS = (
     _worker("set_loss_fn", "(self, loss_fn)"),
     _worker("update_actor", "(self, data)"),
-    # By this key the loss knows an update's last mini-batch.
+    # This key tells the loss an update's last mini-batch.
     _training_worker("train_mini_batch", "(self, data)", keys=("update_lr_scheduler",)),
-    # Metrics that complete themselves before they are sent: see sent_metrics.
+    # Metrics that complete themselves before they are sent, see sent_metrics.
     POSTPROCESS_OUTPUT,
     Seams("verl.workers.utils.losses")(
         "ppo_loss",
@@ -76,10 +76,10 @@ SEAMS = (
 
 
 def check(seams: Iterable[Contract] | None = None) -> None:
-    """Check each seam against the installed verl; those of this module by default.
+    """Check each contract against the installed verl; default: those of this module.
 
     Raises:
-        PatchError: a seam has moved, or the release was not tested and that was not opted into.
+        PatchError: a function has moved, or the release was not tested and untested releases are not allowed.
     """
     for contract in SEAMS if seams is None else seams:
         contract.check()

@@ -1,4 +1,4 @@
-"""Detection of the trainer and worker of verl that the configured run goes through.
+"""Detection of the trainer and worker of verl that the configured run uses.
 
 | verl | trainer | worker |
 |---|---|---|
@@ -18,12 +18,12 @@ from .contract import demand_release, installed_release
 from .releases import Release, attributes_of
 
 STRATEGY = "actor_rollout_ref.actor.strategy"
-"""The key that decides about the engine."""
+"""The key that selects the engine."""
 LEGACY = "trainer.use_legacy_worker_impl"
 USE_V1 = "trainer.use_v1"
 MODE = "trainer.v1.trainer_mode"
 FULLY_ASYNC, ONE_STEP_OFF = "fully_async", "one_step_off"
-"""Programs of verl with a V0 trainer whose rollouts go on while it updates: fully_async_policy, one_step_off_policy."""
+"""verl's programs with a V0 trainer that updates during rollouts: fully_async_policy, one_step_off_policy."""
 
 
 @dataclass(frozen=True)
@@ -31,10 +31,10 @@ class LivePath:
     """Path of a run from the rollout to the gradient.
 
     Attributes:
-        release: of the installed verl.
+        release: installed release of verl.
         trainer: V0 is ``RayPPOTrainer`` over DataProto, V1 the trainers over TransferQueue.
-        worker: what computes the loss.
-        strategy: verl's ``actor.strategy``: fsdp, fsdp2, megatron, or one that is not covered.
+        worker: the worker that computes the loss.
+        strategy: verl's ``actor.strategy``: fsdp, fsdp2, megatron, or an unsupported one.
         mode: sync; colocate_async or separate_async with V1, fully_async or one_step_off with V0.
     """
 
@@ -46,12 +46,12 @@ class LivePath:
 
     @property
     def attributes(self) -> Release:
-        """The attributes in which the release differs from others."""
+        """The attributes that distinguish the release."""
         return attributes_of(self.release)
 
     @property
     def asynchronous(self) -> bool:
-        """True if rollouts go on while the trainer updates."""
+        """True if rollouts continue while the trainer updates."""
         return self.mode != "sync"
 
     def __str__(self) -> str:
@@ -60,19 +60,19 @@ class LivePath:
 
 
 def live_path(config: DictConfig, release: str | None = None) -> LivePath:
-    """Find the path of a composed configuration; ``release`` is that of the verl that an import finds by default.
+    """Find the path of a composed configuration; ``release`` defaults to that of the verl that an import finds.
 
     Raises:
         PatchError: no verl is found.
     """
     release = release or installed_release("verl") or demand_release()
     row = attributes_of(release)
-    # A release without legacy actors or V1 trainer does not read the key, whatever it says.
+    # A release without legacy actors or V1 trainer ignores the key.
     legacy = row.legacy_actors and OmegaConf.select(config, LEGACY, default="auto") != "disable"
     actor = config.actor_rollout_ref.actor
     strategy = actor.strategy
     if row.legacy_actors and not legacy and strategy in ("fsdp", "fsdp2"):
-        # Its engine takes the version of FSDP from its own section alone.
+        # Its engine reads the FSDP version only from its own section.
         strategy = OmegaConf.select(actor, "fsdp_config.strategy", default=strategy)
     program = find_program_mode(config)
     v1 = bool(row.v1_modes and OmegaConf.select(config, USE_V1, default=False)) and program is None
@@ -86,14 +86,14 @@ def live_path(config: DictConfig, release: str | None = None) -> LivePath:
 
 
 def find_program_mode(config: DictConfig) -> str | None:
-    """Find the program by the sections that its own primary configuration brings; None for main_ppo and its like."""
+    """Identify the program by the sections of its own primary configuration; None for main_ppo and similar programs."""
     if OmegaConf.select(config, "async_training") is not None:
         return FULLY_ASYNC
     return ONE_STEP_OFF if OmegaConf.select(config, "rollout.nnodes") is not None else None
 
 
 def count_prompts(config: DictConfig) -> Any:
-    """Return the prompts that each update gets, as configured."""
+    """Return the configured number of prompts per update."""
     if find_program_mode(config) != FULLY_ASYNC:
         return OmegaConf.select(config, "data.train_batch_size")
     batches = OmegaConf.select(config, "async_training.require_batches", default=1)
@@ -101,7 +101,7 @@ def count_prompts(config: DictConfig) -> Any:
 
 
 def describe_mode(config: DictConfig) -> tuple[str, str]:
-    """Return the key that decides about the mode, and its value; for a program of its own, its section."""
+    """Return the key that selects the mode, and its value; for other programs, their section."""
     if (program := find_program_mode(config)) is not None:
         return ("async_training" if program == FULLY_ASYNC else "rollout"), program
     return MODE, str(OmegaConf.select(config, MODE, default="sync"))

@@ -1,7 +1,7 @@
 """Record of failures that an importer may swallow, so that `verl_patches.status()` can raise them.
 
-verl logs a plugin that raises at DEBUG and carries on, and libraries try optional imports. A patch that was asked for
-and is missing would then be found by its consequences alone.
+verl logs a failing plugin at DEBUG and continues, and libraries try optional imports. Without this record, only the
+consequences of a missing patch would be noticed.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ _recorded: list[str] = []
 
 
 def record(where: str, error: BaseException) -> None:
-    """Record a failure of this process, once however often it comes."""
+    """Record a failure of this process, once."""
     line = f"{where}: {error}"
     if line not in _recorded:
         _recorded.append(line)

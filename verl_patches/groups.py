@@ -1,4 +1,4 @@
-"""Groups of patches: purpose, who asked for each, and whether this process can need it."""
+"""Groups of patches: their purpose, who requested each, and whether this process can need it."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class Group:
     """A folder of patches that are installed together.
 
     Attributes:
-        name: of the sub-package, which has `install()`, `status()` and the names of its modules in `PATCHES`.
+        name: name of the sub-package, which has `install()`, `status()` and the names of its modules in `PATCHES`.
         when: the capability that decides, in words.
-        needed: whether this process can need the group; asks the environment and the files of the installed verl,
-            and imports nothing.
+        needed: whether this process can need the group; reads only the environment and the files of the installed
+            verl, and imports nothing.
     """
 
     name: str
@@ -54,7 +54,7 @@ GROUPS: Mapping[str, Group] = {
 
 
 def needed() -> list[str]:
-    """Return the names of the groups that this process can need, by the installed verl and the platform."""
+    """Return the names of the groups that this process can need, for the installed verl and the platform."""
     return [name for name, group in GROUPS.items() if group.needed()]
 
 
@@ -64,7 +64,7 @@ def named(environ: Mapping[str, str]) -> list[str]:
 
 
 def asked_for(environ: Mapping[str, str] | None = None) -> list[str]:
-    """Return the names of the groups that the environment asks for, by either variable."""
+    """Return the names of the groups that the environment requests, by either variable."""
     environ = os.environ if environ is None else environ
     modules = environ.get(EXTERNAL_MODULES, "").split(",")
     names = named(environ)

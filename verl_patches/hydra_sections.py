@@ -1,8 +1,8 @@
-"""Our sections in the configuration of any Hydra program that chooses one of our options.
+"""This package's sections in the configuration of any Hydra program that chooses one of its options.
 
-An option of ours, ``+correction@correction=gsm``, needs the sections that ``offpolicy_base.yaml`` declares. Hydra
-composes a defaults list in order, and a group of the command line comes last, where the sections would replace
-values of the user's own primary configuration. They are put in front of everything but Hydra's own node instead.
+An option such as ``+correction@correction=gsm`` needs the sections that ``offpolicy_base.yaml`` declares. Hydra
+composes a defaults list in order, and a group on the command line comes last, where the sections would overwrite
+values of the user's own primary configuration. They are therefore inserted before everything except Hydra's own node.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from .contract import Contract, PatchError, wrap
 from .moved_options import explain_moved
 
 PROVIDER = "offpolicy"
-"""Name of our folder in Hydra's search path."""
+"""Name of this package's folder in Hydra's search path."""
 GROUPS = ("correction", "length_penalty", "offpolicy", "opd", "pass_at_k", "process_reward")
-"""Groups whose options need our sections."""
+"""Groups whose options need these sections."""
 SECTIONS = "offpolicy_base"
 _OF_FSDP = "router_replay/dp"
 _ROLLOUT = "offpolicy_rollout"
@@ -41,7 +41,7 @@ LOAD = Contract(
 
 
 def find_folder() -> Path:
-    """Find the folder of our groups, ``configs/`` of this checkout or its copy in an installation."""
+    """Find the folder of the groups, ``configs/`` of this checkout or its copy in an installation."""
     spec = importlib.util.find_spec("recipe.offpolicy")
     folders = list(spec.submodule_search_locations or ()) if spec else []
     if not folders:
@@ -50,7 +50,7 @@ def find_folder() -> Path:
 
 
 def bring_sections() -> None:
-    """Compose our sections with every choice of an option of ours, and answer former names of options. Idempotent.
+    """Add the sections whenever one of the options is chosen, and explain former names of options. Idempotent.
 
     Raises:
         PatchError: Hydra's composition has moved.
@@ -82,7 +82,7 @@ def _compose(original: Callable[..., Any], loader: Any, defaults: Sequence[Any],
     others = [each for each in defaults if each not in of_hydra]
     names = [SECTIONS, *([_OF_FSDP] if any(each.config_path == "actor/dp_actor" for each in others) else [])]
     ours = [ResultDefault(config_path=name, parent="<root>", package=_package_of(name)) for name in names]
-    # In front of the values that the primary file itself holds, and behind the defaults that it lists.
+    # Before the primary file's own values, and after the defaults that it lists.
     own = next((at for at, each in enumerate(others) if each.primary), len(others))
     rollout = ResultDefault(config_path=_ROLLOUT, parent="<root>", package="")
     config = original(loader, [*of_hydra, *ours, *others[:own], rollout, *others[own:]], repo)
@@ -96,13 +96,13 @@ def _package_of(name: str) -> str:
 
 
 def _needs_sections(defaults: Sequence[Any], repo: Any) -> bool:
-    """Return True if an option of ours is chosen, and the primary configuration does not include the sections."""
+    """Return True if one of the options is chosen and the primary configuration does not include the sections."""
     paths = [str(each.config_path or "") for each in defaults]
     others = [path for each, path in zip(defaults, paths, strict=True) if not each.primary]
     chosen = [path for path in others if path.partition("/")[0] in GROUPS and "/" in path]
     if SECTIONS in paths or not chosen:
         return False
     loaded = (repo.load_config(path) for path in chosen)
-    # Of our own program they are the main folder's.
+    # In this package's own program they belong to the main folder.
     folder = find_folder().resolve()
     return any(each is not None and Path(each.path.removeprefix("file://")).resolve() == folder for each in loaded)

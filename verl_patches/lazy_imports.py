@@ -1,11 +1,11 @@
-"""Lazy imports in verl's modules, for a process that asks verl a few questions and trains nothing.
+"""Lazy imports in verl's modules, for a process that calls a few functions of verl and trains nothing.
 
-verl's modules import at their top what only a run needs: Ray, transformers, datasets, seconds of them. In a process
-that called `install()`, such an import is made when a name that it binds is first looked up, as Python's `lazy import`
-(PEP 810) has it: the code that runs is verl's, with the same objects, and what nobody looks up is never imported.
+verl's modules import at their top what only a run needs: Ray, transformers, datasets, which takes seconds. In a process
+that called `install()`, such an import runs when a name that it binds is first looked up, as in Python's `lazy import`
+(PEP 810). The executed code is verl's, with the same objects, and unused modules are never imported.
 
-Made at once, as ever: imports of the standard library, `from x import *`, imports within `with`, and a `try` that does
-more than import. Annotations of functions are not evaluated; those of fields are, for dataclasses read them.
+Still imported at once: the standard library, `from x import *`, imports within `with`, and a `try` that does more than
+import. Annotations of functions are not evaluated; those of fields are, because dataclasses read them.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ def _build_finder(package: str) -> SourceFinder:
 
 
 class _Loader(importlib.machinery.SourceFileLoader):
-    """Loader of a module that makes its imports when their names are looked up."""
+    """Loader of a module that runs its imports when their names are looked up."""
 
     def exec_module(self, module: ModuleType) -> None:
         tree = ast.parse(self.get_data(self.path), self.path)
         if any(isinstance(node, ast.FunctionDef) and node.name == "__getattr__" for node in tree.body):
-            super().exec_module(module)  # it has lazy names of its own
+            super().exec_module(module)  # it defines its own lazy names
             return
         names = _Names(module, self.path)
         _register_imports(tree.body, names.statements)
@@ -49,12 +49,12 @@ class _Loader(importlib.machinery.SourceFileLoader):
         namespace = vars(module)
         namespace["__builtins__"] = names
         namespace["__getattr__"] = names.get_attribute
-        # Without the future statements of this file.
+        # Without this file's future statements.
         exec(compile(tree, self.path, "exec", dont_inherit=True), namespace)
 
 
 class _Names(dict[str, Any]):
-    """The builtins of one module, where Python looks last for a name: there its import is made, and binds the name.
+    """The builtins of one module, where Python looks up a name last: this runs its import and binds the name.
 
     Attributes:
         statements: the module's lazy imports.
@@ -71,15 +71,15 @@ class _Names(dict[str, Any]):
         namespace = vars(self._module)
         try:
             self._import(name)
-        except KeyError as error:  # in which Python would see a name that is not defined
+        except KeyError as error:  # Python would report this as an undefined name
             raise LookupError(f"{name} cannot be imported: {error!r}") from error
         if name not in namespace:
             raise KeyError(name)
         return namespace[name]
 
     def get_attribute(self, name: str) -> Any:
-        """Look a name up from outside of the module, as its ``__getattr__``."""
-        if name == _EVERYTHING:  # a module that has none is asked by ``import *``, which then takes what is bound
+        """Look up a name from outside the module, as its ``__getattr__``."""
+        if name == _EVERYTHING:  # ``import *`` asks a module without it, and then takes the bound names
             for each in list(self._waiting):
                 self._import(each)
         self._import(name)
@@ -92,11 +92,11 @@ class _Names(dict[str, Any]):
             self._run(statement)
 
     def _register(self, place: int) -> None:
-        """Let an import wait, in the place of its statement."""
+        """Register a delayed import, at the position of its statement."""
         statement = self.statements[place]
         names = set(_list_bound_names(statement))
         if any(name in self or name in vars(self._module) for name in names):
-            self._run(statement)  # a name that is bound is never looked up here
+            self._run(statement)  # a bound name is never looked up here
             return
         for name in names:
             self._waiting.setdefault(name, []).append(statement)
@@ -122,7 +122,7 @@ def _register_imports(body: list[ast.stmt], statements: list[ast.stmt]) -> None:
 
 
 def _split(statement: ast.stmt) -> Iterator[ast.stmt]:
-    """Split an import of several names into one of each."""
+    """Split an import of several names into single imports."""
     if not isinstance(statement, ast.Import | ast.ImportFrom):
         yield statement
         return
@@ -165,7 +165,7 @@ def _list_bound_names(node: ast.AST) -> Iterator[str]:
 
 
 def _leave_annotations_out(scope: ast.Module | ast.stmt) -> None:
-    """Remove annotations that Python would evaluate while the module is imported, and only a reader looks at."""
+    """Remove annotations that Python would evaluate on import and that are only for readers."""
     for node in ast.iter_child_nodes(scope):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             node.returns = None

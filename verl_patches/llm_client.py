@@ -1,6 +1,6 @@
-"""Contracts on verl's client of its rollout servers and on who uses it.
+"""Contracts on verl's client of its rollout servers and on its callers.
 
-In asynchronous modes of the V1 trainer, and in fully_async_policy, a subclass of the client notes the version of the
+In asynchronous modes of the V1 trainer, and in fully_async_policy, a subclass of the client records the version of the
 weights of each attempt.
 """
 
@@ -24,9 +24,9 @@ _of = partial(Seams, releases=specifiers(lambda release: release.token_versions)
 _client = _of("verl.workers.rollout.llm_server")
 
 SEAMS = (
-    # One request to one server; the server says its version with the tokens.
+    # One request goes to one server, which reports its version with the tokens.
     _client("LLMServerClient.generate", _PARAMETERS, keys=("global_steps",), names=("extra_fields", "remote")),
-    # The resume loop: an attempt is a call of the class behind it, and an abort is followed by another.
+    # The resume loop: each attempt calls the base class, and an aborted attempt is followed by another.
     _client(
         "FullyAsyncLLMServerClient.generate",
         _PARAMETERS,
@@ -43,7 +43,7 @@ SEAMS = (
     _of("verl.trainer.main_ppo:TaskRunnerV1.__ray_metadata__.modified_class")(
         "init_agent_loop_manager", names=("get_llm_client",)
     ),
-    # A tool agent has one request id, and keeps the extra fields of its first turn as they are.
+    # A tool agent has one request id, and keeps the extra fields of its first turn unchanged.
     _of("verl.experimental.agent_loop.tool_agent_loop:ToolAgentLoop")(
         "_handle_generating_state",
         name="turns of a tool agent",
@@ -59,7 +59,7 @@ _OF_FULLY_ASYNC = _of("verl.experimental.fully_async_policy.fully_async_rolloute
 
 
 def note_by(note: Callable[[Any], Any]) -> None:
-    """Let ``note(client)`` replace each client that fully_async_policy's rollouter hands to its agent loops; once."""
+    """Make ``note(client)`` replace each client that fully_async_policy's rollouter gives to its agent loops; once."""
     release = installed_release("verl")
     if release is not None and attributes_of(release).token_versions:
         wrap(_OF_FULLY_ASYNC, lambda original, *args, **kwargs: note(original(*args, **kwargs)))

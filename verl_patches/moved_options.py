@@ -1,4 +1,4 @@
-"""Former names of options of the group ``correction``, and the sentence that answers one."""
+"""Former names of options of the group ``correction``, and the message that explains them."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ MOVED = {
     "opsm_slime": "slime/opsm",
     "opsm_trl": "trl/opsm",
 }
-"""Former name -> the name today."""
+"""Former name -> current name."""
 _NAME = re.compile(r"(?<![\w/.])\w+(?![\w/.])")
 
 
 def rename(value: str) -> str:
-    """Write the former names in the value of an override as they are today.
+    """Replace the former names in the value of an override by current ones.
 
     Example:
         >>> rename("[yao2025_tis,gsm]")
@@ -47,8 +47,8 @@ def explain_moved(config: str | None, overrides: Sequence[str]) -> str | None:
     """Explain why Hydra does not find a configuration: a former name. None if it is none.
 
     Args:
-        config: what Hydra looked for, such as "correction/yao2025_tis".
-        overrides: of the command line.
+        config: the configuration that Hydra looked for, such as "correction/yao2025_tis".
+        overrides: overrides of the command line.
     """
     name = (config or "").removeprefix(f"{_GROUP}/")
     if name == config or name not in MOVED:
@@ -57,12 +57,12 @@ def explain_moved(config: str | None, overrides: Sequence[str]) -> str | None:
         key, _, value = override.partition("=")
         if key.lstrip("+").partition("@")[0].strip() == _GROUP and name in _list_moved(value):
             return f"{override}: {describe_moved(_list_moved(value))} Set {_quote(f'{key}={rename(value)}')}."
-    # In the defaults list of a file.
+    # The name is in the defaults list of a file.
     return f"{_GROUP}={name}: {describe_moved([name])} Set {_GROUP}={MOVED[name]}."
 
 
 def describe_moved(names: Sequence[str]) -> str:
-    """Name what former names are today, in a sentence."""
+    """Say in a sentence what the current names are."""
     return f"{', '.join(f'{name} is now {MOVED[name]}' for name in names)}."
 
 

@@ -1,7 +1,7 @@
 """Entry point of the group `verl.plugins`, which verl imports in every process from 0.9 on.
 
-Inert unless OFFPOLICY_PATCHES names groups, as in `OFFPOLICY_PATCHES=cpu,legacy`, or says `auto`. verl logs a plugin
-that fails at DEBUG and carries on; the failure is kept, and `verl_patches.status()` raises it.
+Inert unless OFFPOLICY_PATCHES names groups, as in `OFFPOLICY_PATCHES=cpu,legacy`, or is `auto`. verl logs a failing
+plugin at DEBUG and continues; the failure is recorded, and `verl_patches.status()` raises it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from .groups import ASKED_BY_NAME, AUTO, named
 
 
 def load() -> None:
-    """Install what the environment asks for by name.
+    """Install the groups that the environment names.
 
     Raises:
         PatchError: unknown group, or a target is not what its patch was written for.

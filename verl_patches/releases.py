@@ -1,6 +1,6 @@
 """The supported releases of verl and the attributes in which they differ. Needs no other package.
 
-Another release is supported by a row here, its file in requirements/, and the tests.
+Supporting another release needs a row here, its file in requirements/, and the tests.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 V1_MODES = ("sync", "colocate_async", "separate_async")
-"""verl's V1 trainers that are covered."""
+"""Supported V1 trainers of verl."""
 
 
 @dataclass(frozen=True)
@@ -18,25 +18,25 @@ class Release:
     """A release of verl; the defaults are those of the newest one.
 
     Attributes:
-        name: the release, as pip calls it.
-        legacy_actors: it has actors that know no ``set_loss_fn``, and a key that chooses them.
+        name: the release, as pip names it.
+        legacy_actors: it has actors without ``set_loss_fn``, and a key that selects them.
         engine_attends_by_loss_mask: without ``use_remove_padding`` its engine masks attention by the loss mask.
-        bound_pairs: ``rollout_is_threshold`` takes a pair, "0.5_2.0", beside the cap.
+        bound_pairs: ``rollout_is_threshold`` also accepts a pair, "0.5_2.0".
         replaying_engines: strategies whose engine reads ``router_replay``.
         platforms: it has a registry of platforms, and reads VERL_ENGINE_DEVICE and OFFPOLICY_PATCHES' entry point.
         unpads_alone: it removes padding without flash-attn.
-        weight_versions: batches note which version of the weights sampled a sequence.
-        v1_modes: covered values of ``trainer.v1.trainer_mode``; empty where there is no V1 trainer.
-        staleness_limit: its asynchronous V1 trainers issue prompts as ``offpolicy.staleness.eta`` needs it.
-        token_versions: versions of the weights are noted by token, as its rollout servers say them with each attempt.
-        scores_prompts: they hand on vLLM's log-probs of a prompt's tokens.
-        fsdp_replay: its V1 trainer and its FSDP engine take routing replay.
-        watched_replay: routes that its Megatron engine replays under the V1 trainer can be read where they act.
-        truncated_support: its rollout servers and its FSDP engine take the support of truncated sampling.
-        aggregates_gspo_by_key: its loss gspo follows ``loss_agg_mode``; else it takes ``seq-mean-token-mean`` always.
+        weight_versions: batches record the version of the weights that sampled a sequence.
+        v1_modes: supported values of ``trainer.v1.trainer_mode``; empty without a V1 trainer.
+        staleness_limit: its asynchronous V1 trainers issue prompts as required by ``offpolicy.staleness.eta``.
+        token_versions: versions of the weights are recorded per token, as reported by its rollout servers.
+        scores_prompts: its rollout servers return vLLM's log-probs of a prompt's tokens.
+        fsdp_replay: its V1 trainer and its FSDP engine support routing replay.
+        watched_replay: routes that its Megatron engine replays under the V1 trainer can be read in the routers.
+        truncated_support: its rollout servers and its FSDP engine support replay of truncated sampling's support.
+        aggregates_gspo_by_key: its loss gspo follows ``loss_agg_mode``; otherwise it is always ``seq-mean-token-mean``.
         separate_programs: it has fully_async_policy and one_step_off_policy.
-        large_tensors: a tensor larger than the bucket of weight synchronisation goes by a CUDA handle of its own.
-        merged_lora: its FSDP engine sends merged weights; those before put the base weights back before they are read.
+        large_tensors: a tensor larger than the bucket of the weight sync is sent by its own CUDA handle.
+        merged_lora: its FSDP engine sends merged weights; earlier ones restore the base weights before they are read.
         sglang_adapters: engines of the trainer from which its SGLang rollouts load an adapter.
     """
 
@@ -62,7 +62,7 @@ class Release:
     sglang_adapters: tuple[str, ...] = ("fsdp", "megatron")
 
     def find_policy_aggregation(self, loss_mode: str | None, loss_agg_mode: str) -> str:
-        """Return the aggregation of the policy term, by ``policy_loss.loss_mode`` and ``actor.loss_agg_mode``."""
+        """Return the aggregation of the policy term for ``policy_loss.loss_mode`` and ``actor.loss_agg_mode``."""
         fixed = loss_mode == "sapo" or (loss_mode == "gspo" and not self.aggregates_gspo_by_key)
         return "seq-mean-token-mean" if fixed else loss_agg_mode
 
@@ -104,8 +104,8 @@ RELEASES = (
         merged_lora=False,
         sglang_adapters=("fsdp",),
     ),
-    # Its separate_async computes pi_old as that of 0.9.1; warm-up, rollouts on the trainer's GPUs and the balancer of
-    # requests differ, and hybrid_engine=false is not read. Its servers say versions; noting them was not tested.
+    # Its separate_async computes pi_old like 0.9.1; warm-up, rollouts on the trainer's GPUs and the balancer of
+    # requests differ, and hybrid_engine=false is ignored. Its servers report versions; recording them was not tested.
     Release(
         "0.9.0",
         unpads_alone=False,
@@ -123,19 +123,19 @@ RELEASES = (
 """Oldest first."""
 TESTED = tuple(release.name for release in RELEASES)
 VLLM = ("0.24.0", "0.28.0", "0.31.0")
-"""Releases of vLLM with a file in requirements/; 0.24.0, which verl 0.9.1 asks for, was held to contracts alone."""
+"""Releases of vLLM with a file in requirements/; 0.24.0, which verl 0.9.1 requires, was only checked by contracts."""
 _CALLED_OTHERWISE = {"0.8.0.dev": "0.8.0", "0.8.0.dev0": "0.8.0"}
-"""What verl's tag v0.8.0 says of itself, in its version file and to pip."""
+"""Version of verl's tag v0.8.0 in its version file and in pip."""
 
 
 def release_of(version: str) -> str:
-    """Return the release that a version stands for, without its local part: "0.8.0" for "0.8.0.dev" and "0.8.0+cpu"."""
+    """Return the release of a version, without its local part: "0.8.0" for "0.8.0.dev" and "0.8.0+cpu"."""
     public = version.strip().partition("+")[0]
     return _CALLED_OTHERWISE.get(public, public)
 
 
 def attributes_of(release: str) -> Release:
-    """Return the row of a release; for an untested one the newest row that is no later, or else the oldest."""
+    """Return the row of a release; for an untested one the newest row that is not later, or else the oldest."""
     number = _number(release)
     return next((row for row in reversed(RELEASES) if _number(row.name) <= number), RELEASES[0])
 
@@ -146,7 +146,7 @@ def is_too_old(release: str) -> bool:
 
 
 def specifiers(holds: Callable[[Release], bool]) -> tuple[str, ...]:
-    """List version specifiers of the supported releases with an attribute, as a contract takes them: ("==0.9.1",)."""
+    """List version specifiers of the supported releases with an attribute, for a contract: ("==0.9.1",)."""
     return tuple(f"=={release.name}" for release in RELEASES if holds(release))
 
 

@@ -1,6 +1,6 @@
 """Contracts on verl's asynchronous replay buffer and on how its V1 trainer issues prompts; nothing is patched here.
 
-A run with ``offpolicy.staleness.eta`` overrides them; others call verl's own, and are not held to them.
+A run with ``offpolicy.staleness.eta`` overrides them; other runs call verl's own and do not need these contracts.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _base = Seams("verl.trainer.ppo.v1.replay_buffer:ReplayBuffer", *_OF_LIMIT)
 _agent_loop = Seams("verl.trainer.ppo.v1.agent_loop_tq:AgentLoopWorkerTQ.__ray_metadata__.modified_class", *_OF_LIMIT)
 
 SEAMS = (
-    # All that verl's buffer is made with: what is built in its place gets the same.
+    # All constructor arguments of verl's buffer; its replacement gets the same.
     _trainer(
         "_build_replay_buffer",
         "(self)",
@@ -45,7 +45,7 @@ SEAMS = (
     _trainer(
         "_add_prompts_to_generate", "(self, num_prompts)", names=("_next_train_batch", "_submit_batch_to_rollout")
     ),
-    # Each prompt of an asynchronous run stays in TransferQueue under its uid, from which it can be issued again.
+    # Each prompt of an asynchronous run stays in TransferQueue under its uid, so it can be issued again.
     _trainer(
         "_submit_batch_to_rollout",
         "(self, batch)",

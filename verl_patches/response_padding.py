@@ -1,7 +1,7 @@
-"""Let verl's loss take response log-probs that are padded already.
+"""Let verl's loss accept response log-probs that are already padded.
 
-verl cuts them out of the model's output row by row, with three waits for the device a row. The correction needs them
-padded before that, and has done it for all rows at once.
+verl slices them from the model output row by row, with three device synchronisations per row. The correction needs them
+padded before that, and pads all rows at once.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ CONTRACT = Seams("verl.workers.utils.losses")("no_padding_2_padding", "(tensor, 
 
 @dataclass(frozen=True)
 class Padded:
-    """Response log-probs that the patched function returns as they are.
+    """Response log-probs that the patched function returns unchanged.
 
     Attributes:
         tensor: (B, T), the model's log-prob at each response token; differentiable.
@@ -28,7 +28,7 @@ class Padded:
 
 
 def install() -> None:
-    """Put the wrapper in front of the target, once; a call after that costs next to nothing.
+    """Wrap the target, once; later calls cost almost nothing.
 
     Raises:
         PatchError: the target has moved.

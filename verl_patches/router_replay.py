@@ -1,7 +1,7 @@
-"""Contracts on what routing replay wraps in verl's engines and overrides in its workers; nothing is patched here.
+"""Contracts on the functions that routing replay wraps in verl's engines and workers; nothing is patched here.
 
-In releases whose FSDP engine replays nothing itself, a subclass of verl's worker flags the batch as verl's own engines
-want it, and three methods of the engine's instance are wrapped.
+In releases whose FSDP engine has no replay, a subclass of verl's worker sets the flag that verl's own engines expect on
+the batch, and three methods of the engine's instance are wrapped.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ SEAMS = (
         names=("forward_step", "backward", "postprocess_batch_func"),
     ),
     _engine("eval_mode", "(self, **kwargs)"),
-    # The flag that tells an update from the reference's forward.
+    # The flag that distinguishes an update from the reference's forward.
     _of_fsdp(_WORKERS)("_with_routing_replay_flag", "(enabled)", keys=("enable_routing_replay",)),
     _worker(
         "__init__",
@@ -46,7 +46,7 @@ SEAMS = (
         names=("enable_routing_replay",),
     ),
     _worker("init_model", names=("actor", "reset")),
-    # Routes of a request cover its prompt and all of its tokens but the last; a resumed one keeps those it had.
+    # Routes of a request cover its prompt and all of its tokens except the last; a resumed request keeps its routes.
     _of_fsdp("verl.workers.rollout.llm_server:FullyAsyncLLMServerClient")(
         "generate", name="routes of a resumed request", names=("routed_experts", "concatenate")
     ),
@@ -81,8 +81,8 @@ SEAMS_OF_MEGATRON = (
         names=("forward_step", "clear_global_indices"),
     ),
     _utils("iter_model_routers", "(model)"),
-    # Where routes have one entry for each layer, they are taken by its number, or else by its place among those with
-    # experts.
+    # If routes have one entry per layer, they are indexed by the layer's number, otherwise by its position among the
+    # layers with experts.
     _utils("set_router_replay_data", names=("num_layers", "is_moe_layer", "set_target_indices")),
     _of_megatron("verl.utils.megatron.router_replay_patch:RouterReplay")(
         "set_target_indices",
@@ -90,4 +90,4 @@ SEAMS_OF_MEGATRON = (
         names=("target_topk_idx", "target_replay_mask"),
     ),
 )
-"""What the look at Megatron's routers reads; its modules import Megatron."""
+"""Functions that the Megatron monitoring reads; their modules import Megatron."""

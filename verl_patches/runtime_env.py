@@ -1,7 +1,7 @@
-"""Hand Ray's workers the variables that this process was started with.
+"""Give Ray's workers the environment variables of this process.
 
-A cluster that runs already gives its workers the environment of its own nodes. What they need travels by
-`ray_kwargs.ray_init.runtime_env.env_vars`, which verl hands to `ray.init`.
+A running cluster gives its workers the environment of its own nodes. The variables that they need are sent in
+`ray_kwargs.ray_init.runtime_env.env_vars`, which verl passes to `ray.init`.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 
 KEY = "ray_kwargs.ray_init.runtime_env"
 VARIABLES = ("VERL_PLATFORM", "VERL_ENGINE_DEVICE", "VERL_USE_EXTERNAL_PLUGINS")
-"""Of verl's own, those that a worker has to share with the driver."""
+"""verl's variables that a worker must share with the driver."""
 PREFIX = "OFFPOLICY_"
 PYTHONPATH = "PYTHONPATH"
 VARIABLES_OF_WORKERS = (EXTERNAL_MODULES, PYTHONPATH)
-"""Those that the launch adds to."""
+"""Variables to which the launch adds values."""
 _SEPARATORS = {EXTERNAL_MODULES: ",", PYTHONPATH: os.pathsep}
-_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # how Ray tells a submitted job its own runtime environment
+_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # in which Ray passes a submitted job its own runtime environment
 _OVERRIDE = "RAY_OVERRIDE_JOB_RUNTIME_ENV"
 
 
@@ -36,10 +36,10 @@ class ContradictionError(PatchError):
     """A variable has another value elsewhere than in this process.
 
     Attributes:
-        key: of the configuration that sets it; "" where the submitted job does.
-        value: there.
+        key: key of the configuration that sets it; "" if the submitted job does.
+        value: the other value.
         reason: what workers need.
-        fix: what to do about it.
+        fix: how to resolve it.
     """
 
     def __init__(self, there: str, key: str, value: str, reason: str, fix: str) -> None:
@@ -53,23 +53,23 @@ def forward(
     environ: Mapping[str, str] | None = None,
     modules: Sequence[str] = (),
 ) -> None:
-    """Put what workers need into the runtime environment of a Hydra configuration, in place.
+    """Put the variables that workers need into the runtime environment of a Hydra configuration, in place.
 
     Args:
         config: with verl's `ray_kwargs.ray_init`.
-        groups: of patches, that this process has in force and workers need as well, asked for or not.
-        environ: of this process.
-        modules: that verl is to import in every worker, besides those of the groups.
+        groups: groups of patches that this process has in force and workers also need, requested or not.
+        environ: environment of this process.
+        modules: modules that verl must import in every worker, in addition to those of the groups.
 
     Raises:
-        ContradictionError: a value in the configuration or of the submitted job is not this process's.
+        ContradictionError: a value in the configuration or of the submitted job differs from this process's.
     """
-    # Not at the top: who submits a job needs the rest, and perhaps no Hydra.
+    # Not at the top: a process that submits a job needs the rest of this module, and may lack Hydra.
     from omegaconf import OmegaConf, open_dict
 
     environ = os.environ if environ is None else environ
     job = _job_runtime_env(environ)
-    # Ray gives a job's workers its working directory on their path, wherever it lies on their node.
+    # Ray puts a job's working directory on its workers' path, wherever it is on their node.
     checkout = None if job.get("working_dir") else checkout_root()
     node = OmegaConf.select(config, KEY)
     given = {} if node is None else OmegaConf.to_container(node, resolve=True)
@@ -94,10 +94,10 @@ def wanted(
     """Return the variables that a worker needs to run like this process.
 
     Args:
-        environ: of this process.
-        groups: names of groups of patches that are to be loaded.
-        checkout: a folder to import this package from, where it is not installed.
-        modules: that verl is to import.
+        environ: environment of this process.
+        groups: names of groups of patches to load.
+        checkout: folder to import this package from, if it is not installed.
+        modules: modules for verl to import.
     """
     variables = {key: environ[key] for key in environ if key in VARIABLES or key.startswith(PREFIX)}
     named = [environ.get(EXTERNAL_MODULES, ""), *(GROUPS[name].module for name in groups), *modules]
@@ -113,14 +113,14 @@ def merged(
 ) -> dict[str, object]:
     """Merge the user's variables with those that workers need.
 
-    Lists (modules, paths) are joined, the user's first. What the submitted job has set already is left out: Ray
-    refuses a variable that is set in both places, even to the same value.
+    Lists (modules, paths) are joined, the user's first. Variables that the submitted job has set already are left out,
+    because Ray rejects a variable that is set in both places, even to the same value.
 
     Args:
         given: `env_vars` of the user's configuration.
-        wanted: what workers need.
+        wanted: variables that workers need.
         job: `env_vars` that a job was submitted with; empty outside a job.
-        may_override: whether Ray was told to let the driver's variables win over the job's.
+        may_override: whether Ray was told to let the driver's variables override the job's.
 
     Raises:
         ContradictionError: a variable has another value in `given` or `job`.
@@ -137,7 +137,7 @@ def merged(
         elif key not in job or may_override:
             result[key] = joined(key, job.get(key, ""), value) if key in _SEPARATORS else value
         elif key != PYTHONPATH and joined(key, job[key], value) != joined(key, job[key]):
-            # A job knows itself where its files lie; a package that is not found there stops the import of verl.
+            # Only the job knows where its files are; a package that is not found there breaks the import of verl.
             fix = f"Submit the job with {key}={joined(key, job[key], value)}, or set {_OVERRIDE}=1."
             there = f"{key}={job[key]} of the submitted job"
             raise ContradictionError(there, "", job[key], _needed(key, value), fix)
@@ -151,7 +151,7 @@ def _job_runtime_env(environ: Mapping[str, str]) -> dict[str, Any]:
 
 
 def checkout_root() -> str | None:
-    """Return the folder that holds this package, unless that is one of the interpreter's own for installed packages."""
+    """Return the folder that holds this package, unless it is one of the interpreter's own package folders."""
     root = Path(__file__).resolve().parents[1]
     paths = sysconfig.get_paths()
     installed = {paths["purelib"], paths["platlib"], *site.getsitepackages(), site.getusersitepackages()}
@@ -159,11 +159,11 @@ def checkout_root() -> str | None:
 
 
 def _needed(key: str, value: str) -> str:
-    return f"workers need {key}={value}, as this process has it."
+    return f"workers need {key}={value}, as in this process."
 
 
 def joined(key: str, *values: str) -> str:
-    """Join values of an environment variable: the parts of lists, each once, in order; else the last value."""
+    """Join values of an environment variable: for lists, each part once, in order; otherwise the last value."""
     separator = _SEPARATORS.get(key)
     if separator is None:
         return values[-1]

@@ -1,7 +1,7 @@
 """Let a loss's metrics complete themselves before verl's worker sends them to other processes.
 
-verl gathers the metrics of a mini-batch over ranks in ``_postprocess_output``, and only on the ranks whose metrics
-anybody wants. An object among them that has ``before_sending()`` is called there, once the backward passes are through.
+verl gathers the metrics of a mini-batch over ranks in ``_postprocess_output``, only on the ranks whose metrics are
+used. This patch calls ``before_sending()`` of each object among them that has it, after the backward passes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ CONTRACT = replace(engine_loss.POSTPROCESS_OUTPUT, name="sent_metrics")
 
 
 def install() -> None:
-    """Put the wrapper in front of the target, once, where this process has verl's worker at all.
+    """Wrap the target, once, if this process has verl's worker.
 
     Raises:
         PatchError: the target has moved.

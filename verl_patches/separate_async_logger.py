@@ -1,7 +1,7 @@
 """Let verl's separate asynchronous trainer start without colocated rollouts.
 
-With `actor_rollout_ref.hybrid_engine=False` it logs its start with `flush=True`, which `print` takes and a logger
-does not: a TypeError, on every platform, unless VERL_LOGGING_LEVEL is above INFO.
+With `actor_rollout_ref.hybrid_engine=False` it logs its start with `flush=True`, which `print` accepts but a logger
+does not: a TypeError on every platform, unless VERL_LOGGING_LEVEL is above INFO.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ class _WithoutFlush(logging.LoggerAdapter[logging.Logger]):
 
 
 def install() -> None:
-    """Put the adapter in front of the module's logger, once. Imports the trainer's module.
+    """Replace the module's logger by the adapter, once. Imports the trainer's module.
 
     Raises:
-        PatchError: the module's logger is not one.
+        PatchError: the module's logger is not a logger.
     """
     CONTRACT.check()
     module = resolve(f"{MODULE}:__dict__")

@@ -1,4 +1,4 @@
-"""Import finder that gives some modules another loader of their source."""
+"""Import finder that loads the source of some modules with another loader."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from .deferred import find_behind
 
 
 class SourceFinder(importlib.abc.MetaPathFinder):
-    """Import finder of the chosen modules that the finders behind it find in source.
+    """Import finder for chosen modules that later finders find as source files.
 
     Args:
-        chooses: of a module's full name, True if the module is to be loaded by ``loader``.
-        loader: takes the place of the loader that was found, with its arguments.
+        chooses: returns True for the full name of a module that ``loader`` must load.
+        loader: replaces the loader that was found, with its arguments.
     """
 
     def __init__(self, chooses: Callable[[str], bool], loader: type[importlib.machinery.SourceFileLoader]) -> None:
         self._chooses, self._loader = chooses, loader
 
     def install(self) -> None:
-        """Put it in front of all finders of this process; once."""
+        """Put it before all finders of this process; once."""
         if self not in sys.meta_path:
             sys.meta_path.insert(0, self)
 

@@ -1,7 +1,7 @@
 """Contracts on verl's V0 trainer, ``RayPPOTrainer``: methods that a corrected trainer overrides.
 
-``fit`` is one block that calls the module's own ``compute_advantage``, so what has to happen around the advantages
-wraps that name, before other programs import it.
+``fit`` is one long method that calls the module's ``compute_advantage``. Hooks around the advantages therefore wrap
+that name, before other programs import it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .engine_loss import Seams
 from .releases import specifiers
 
 _V0_PROGRAM = "verl.trainer.main_ppo_v0"
-"""Module of the V0 task runner, where main_ppo has another one."""
+"""Module of the V0 task runner, if main_ppo has another one."""
 _TRAINER = "verl.trainer.ppo.ray_trainer"
 _ADVANTAGE = Seams(_TRAINER)(
     "compute_advantage",
@@ -64,13 +64,13 @@ SEAMS_OF_PROGRAMS = (
     _separate("_fit_compute_advantage", "(self, batch)", names=("compute_advantage",)),
     _separate("_fit_update_actor", "(self, batch)", names=("_update_actor",)),
 )
-"""What the trainers of fully_async_policy and one_step_off_policy rely on."""
+"""Functions that the trainers of fully_async_policy and one_step_off_policy rely on."""
 
 _around: list[Callable[..., Any]] = []
 
 
 def find_task_runner(config: DictConfig) -> Any:
-    """Return verl's own task runner of the trainer that the configuration asks for; None for the only one there is."""
+    """Return verl's task runner for the configured trainer; None if there is only one."""
     module = importlib.import_module("verl.trainer.main_ppo")
     if OmegaConf.select(config, "trainer.use_v1", default=False) and hasattr(module, "TaskRunnerV1"):
         return module.TaskRunnerV1
@@ -78,7 +78,7 @@ def find_task_runner(config: DictConfig) -> Any:
 
 
 def plain_advantage() -> Callable[..., Any]:
-    """Return verl's own ``compute_advantage``, which both trainers call, without what ``around_advantage`` wraps."""
+    """Return verl's own ``compute_advantage``, which both trainers call, without ``around_advantage``'s wrapper."""
     found: Callable[..., Any] = inspect.unwrap(importlib.import_module(_TRAINER).compute_advantage)
     return found
 
@@ -89,8 +89,8 @@ def hook_advantage() -> None:
 
 
 def around_advantage(hook: Callable[..., Any]) -> None:
-    """Run ``hook(compute, data, *args, **kwargs)`` instead of ``compute_advantage``; the last one given."""
-    # In place: the function is wrapped once, and a later trainer's hook replaces the former one.
+    """Run ``hook(compute, data, *args, **kwargs)`` instead of ``compute_advantage``; the last hook given is used."""
+    # In place: the function is wrapped once, and a later trainer's hook replaces the earlier one.
     _around[:] = [hook]
     hook_advantage()
 

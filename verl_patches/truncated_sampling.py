@@ -1,7 +1,7 @@
-"""Contracts on what the support of truncated sampling is replayed by.
+"""Contracts on the functions behind support replay of truncated sampling.
 
-A server class of ours asks vLLM for the ids that each token could have been, a client of ours notes them by row, and
-two methods of the FSDP engine's instance are wrapped.
+A server class of this package requests from vLLM the ids that each token could have been, a client of this package
+records them per row, and two methods of the FSDP engine's instance are wrapped.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ _notes: list[Callable[[Any], Any]] = []
 
 
 def note_clients(note: Callable[[Any], Any]) -> None:
-    """Let ``note(client)`` replace each client of rollout servers that this process makes; the last one given."""
+    """Make ``note(client)`` replace each rollout client created in this process; the last one given is used."""
     _notes[:] = [note]
     wrap(_GET_CLIENT, lambda original, *args, **kwargs: _notes[-1](original(*args, **kwargs)))
 

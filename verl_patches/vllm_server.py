@@ -1,7 +1,7 @@
-"""Contracts on verl's vLLM server, of which server classes of ours make their own.
+"""Contracts on verl's vLLM server, which this package's server classes derive from.
 
-They are in no table: the module imports where vLLM is installed and verl knows its release, as in the server's own
-process, which checks them.
+They are in no table: the module can be imported only where vLLM is installed and verl knows its release, as in the
+server's own process, which checks them.
 """
 
 from __future__ import annotations

@@ -146,7 +146,7 @@ def test_weights_of_another_step_are_refused(tmp_path: Path, weights: Weights) -
     connect([master], [rollout])
     asyncio.run(master.send_weights(iter(weights), global_steps=4))
     with pytest.raises(
-        WeightSyncError, match=r"asked for the weights of step 5, process \d+ on .* sends those of step 4"
+        WeightSyncError, match=r"expected the weights of step 5, process \d+ on .* sends those of step 4"
     ):
         asyncio.run(received(rollout, 5))
 
@@ -224,7 +224,7 @@ def test_a_sender_that_hangs_is_waited_for_as_long_as_was_said(
         asyncio.run(received(rollout, 1))
     assert minutes == [0.0, 60.0, 120.0, 180.0, 240.0, 300.0]
     assert f"process {process.pid} on" in str(caught.value)
-    assert "lives and wrote nothing for 180 s after 1 buckets" in str(caught.value)
+    assert "is alive but wrote nothing for 180 s after 1 buckets" in str(caught.value)
     assert f"{KEY}.timeout=SECONDS" in str(caught.value)
 
 
@@ -249,7 +249,7 @@ def test_a_sender_that_was_killed_is_noticed_at_once(
 
 def test_a_folder_that_is_not_shared_is_named(tmp_path: Path) -> None:
     rollout = engine(tmp_path)
-    with pytest.raises(WeightSyncError, match=f"{KEY}.folder=a folder that all machines share"):
+    with pytest.raises(WeightSyncError, match=f"{KEY}.folder to a folder that all machines share"):
         rollout.init_process_group(folder=str(tmp_path / "elsewhere"), sender="process 1 on another")
 
 
@@ -267,7 +267,7 @@ def test_a_timeout_that_is_none_is_refused(tmp_path: Path, timeout: float) -> No
 MOVES = {
     "send = base.send_weights; base.send_weights = lambda self, weights: None": "Expected (self, weights, global_st",
     "base.send_weights = send; base.number = abc.abstractmethod(lambda self: 0); abc.update_abstractmethods(base)": (
-        "asks for number as well"
+        "also requires number"
     ),
 }
 

@@ -151,9 +151,9 @@ def test_a_target_that_cannot_be_imported_has_not_moved(
         Contract("wanting", f"{name}:f", "()", "packaging", ">=20").check()
     assert str(error.value).startswith(f"{name}:f cannot be imported: {reason}")
     mend = (
-        "give it what the error asks for"
+        "do what the error message says"
         if "attribute" in reason or "platform" in reason
-        else "install what is missing"
+        else "install the missing module"
     )
     assert str(error.value).endswith(f"Fix: {mend}.")
     assert loaded(f"{name}:f") is None, "a look at the state does not raise"
@@ -377,7 +377,7 @@ def test_alternatives_of_releases() -> None:
 
 
 def test_releases_that_exclude_each_other_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"no release is equal to two\. Fix: .*\('==0\.7\.1', '==0\.8\.0'\)"):
+    with pytest.raises(ValueError, match=r"no release equals two others\. Fix: .*\('==0\.7\.1', '==0\.8\.0'\)"):
         contract(releases="==0.7.1,==0.8.0")
 
 

@@ -179,7 +179,7 @@ def test_a_new_question_in_verls_platform_interface_stops_the_process() -> None:
         "import verl_patches.cpu.platform as patch; patch.install()\n"
     )
     assert done.returncode != 0
-    assert "asks for number_of_fans as well" in done.stderr
+    assert "also requires number_of_fans" in done.stderr
 
 
 def test_fsdp1_broadcasts_a_model_on_the_cpu() -> None:

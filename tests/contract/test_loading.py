@@ -77,7 +77,7 @@ def test_what_nobody_loaded_is_found() -> None:
     # The platform's own import would load the group; without it, verl's default.
     done = python(code, OFFPOLICY_PATCHES="cpu", VERL_USE_EXTERNAL_PLUGINS="none")
     assert done.returncode != 0
-    assert "the environment asks for the patches 'cpu', and none of them is installed" in done.stderr
+    assert "the environment requests the patches 'cpu', but none of them is installed" in done.stderr
     assert "Fix: export VERL_USE_EXTERNAL_MODULES=verl_patches.cpu before verl is imported" in done.stderr
 
 
@@ -87,7 +87,7 @@ def test_a_look_does_not_load_what_nobody_loaded() -> None:
     look += "except verl_patches.PatchError as error: print(str(error))\n"
     look += "assert 'verl_patches.cpu' not in sys.modules"
     told = last(look, OFFPOLICY_PATCHES="cpu", VERL_USE_EXTERNAL_PLUGINS="none", **CPU)
-    assert told.startswith("the environment asks for the patches 'cpu', and none of them is installed in this process")
+    assert told.startswith("the environment requests the patches 'cpu', but none of them is installed in this process")
 
 
 @pytest.mark.parametrize("environment", [{}, CPU], ids=["", "cpu"])
@@ -192,7 +192,7 @@ def test_the_table_shows_what_the_trainer_wraps() -> None:
 def test_the_table_says_that_a_group_which_it_had_to_import_is_off() -> None:
     done = python(TABLE.format(before=""), OFFPOLICY_PATCHES="cpu", VERL_USE_EXTERNAL_PLUGINS="none", **CPU)
     assert done.returncode == 1
-    assert "the environment asks for the patches 'cpu', and none of them is installed" in done.stderr
+    assert "the environment requests the patches 'cpu', but none of them is installed" in done.stderr
     assert "Traceback" not in done.stderr
     states = {row[3] for row in table_of(done.stdout) if row[0].startswith("cpu.")}
     assert "off" in states

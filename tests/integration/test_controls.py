@@ -93,5 +93,5 @@ def test_a_tampered_run_stops_at_the_first_update(run_program: Callable[..., Any
         PYTHONPATH=str(ROOT),
     )
     assert run.returncode == 1
-    assert "the mu that the loss used is not the mu that the rollout sampled" in run.output
+    assert "the loss did not use the mu that the rollout sampled" in run.output
     assert run.steps == []

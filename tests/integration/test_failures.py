@@ -75,7 +75,7 @@ def test_a_checkpoint_that_hangs_and_the_one_before(run_program: Callable[..., A
 
     # The run goes on at step 2, and at step 3 an agent loop is killed, for which nobody waits.
     resumed = broken(run_program, "kill_agent_loop:3", *whole_batch, *saving, "trainer.resume_mode=auto")
-    assert "the checkpoint of step 2 was cut short; resuming step 1" in resumed.log
+    assert "the checkpoint of step 2 is incomplete; resuming step 1" in resumed.log
     assert "resuming global_step_1 with the correction that it was trained with" in resumed.log
     assert [step["training/global_step"] for step in resumed.steps] == [2]
     assert re.search(r"WatchdogError: a worker of agent_loop_manager has died", resumed.log)
@@ -111,10 +111,10 @@ DEAD = r"WatchdogError: a worker of \w+ has died|ActorDiedError|EngineDeadError"
 @pytest.mark.parametrize(
     ("fault", "cause"),
     [
-        ("log_probs_of_other_rows:2", "AlignmentError: rollout_log_probs are those of other rows"),
+        ("log_probs_of_other_rows:2", "AlignmentError: rollout_log_probs belong to other sequences"),
         ("shift_log_probs:2", "AlignmentError: rollout_log_probs are off by one token"),
-        ("lose_log_probs:2", "RolloutLogProbError: .*have stopped arriving"),
-        ("zero_log_probs:2", "RolloutLogProbError: .*have stopped arriving"),
+        ("lose_log_probs:2", "RolloutLogProbError: .*are missing"),
+        ("zero_log_probs:2", "RolloutLogProbError: .*are missing"),
         ("kill_actor_worker:2", DEAD),
         ("kill_rollout_server:2", DEAD),
         ("kill_rollout_engine:2", DEAD),

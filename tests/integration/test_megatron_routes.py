@@ -48,7 +48,7 @@ def test_replayed_routes_are_seen_in_every_layer(found: Any, mode: str, tokens: 
         ("native", "the router of layer 0 sent 36 of 36 tokens to other experts than its RouterReplay names"),
         ("other backward", "layer 0 was recomputed for its backward with other experts for 36 tokens"),
         # By verl alone this trains in silence: routes of the wrong tokens, and tokens that no expert sees.
-        ("padded", "layer 0 forwarded 10 tokens, padding included, and was given routes of 8"),
+        ("padded", "layer 0 forwarded 10 tokens, padding included, but has routes of 8"),
     ],
 )
 def test_what_goes_wrong_stops_the_update_by_name(found: Any, case: str, words: str) -> None:

@@ -307,7 +307,7 @@ def test_routes_that_were_changed_on_the_way_stop_the_first_update(
     routes = list(sent["routed_experts"].unbind())
     change(routes)
     sent["routed_experts"] = torch.nested.as_nested_tensor(routes, layout=torch.jagged)
-    with pytest.raises(ReplayError, match=rf"{wrong} of 8 rows came with other routes .* place 3"):
+    with pytest.raises(ReplayError, match=rf"{wrong} of 8 sequences arrived with other routes .* position 3"):
         gradients(unproved, rw.flagged(sent))
 
 
@@ -331,7 +331,7 @@ def test_sabotage_native_routes_enter_the_experts(
         return own
 
     monkeypatch.setattr(RouterSlot, "choose", pretend)
-    with pytest.raises(ReplayError, match="experts of layer 0 were called with other ids than those shipped"):
+    with pytest.raises(ReplayError, match="experts of layer 0 were called with other ids than the shipped ones"):
         gradients(unproved, rw.flagged(rw.with_routes(data, foreign)))
 
 
@@ -351,7 +351,7 @@ def test_sabotage_disarmed_before_the_backward(
         return result
 
     worker.engine.forward_step = disarm_after
-    with pytest.raises(ReplayError, match="recomputed for its backward under other routes"):
+    with pytest.raises(ReplayError, match="recomputed for its backward with other routes"):
         gradients(worker, rw.flagged(rw.with_routes(data, foreign)))
 
 

@@ -140,7 +140,7 @@ def test_mu_replaced_by_pi_old_on_the_way(engine: Any) -> None:
     def replace(rows: tw.Rollout) -> None:
         rows.rollout_log_probs = rows.old_log_probs
 
-    stops("not the mu that the rollout sampled", engine, tamper=replace)
+    stops("not use the mu that the rollout sampled", engine, tamper=replace)
 
 
 def test_mu_replaced_by_pi_old_at_the_source(engine: Any) -> None:
@@ -155,7 +155,7 @@ def test_mu_shifted_by_one_token(engine: Any) -> None:
     def shift(rows: tw.Rollout) -> None:
         rows.rollout_log_probs = [mu.roll(1) for mu in rows.rollout_log_probs]
 
-    stops("not the mu that the rollout sampled", engine, tamper=shift)
+    stops("not use the mu that the rollout sampled", engine, tamper=shift)
 
 
 @pytest.mark.parametrize("by", [1, -1])
@@ -188,14 +188,14 @@ def test_log_probs_of_the_engine_are_of_other_rows(engine: Any, monkeypatch: pyt
         return replace(batch, log_prob=batch.log_prob.flip(0))
 
     monkeypatch.setattr(micro_batch, "read", misread)
-    stops("log pi of the engine that trains is not of these rows", engine)
+    stops("log pi of the training engine, or pi_old, belongs to other sequences", engine)
 
 
 def test_mu_cast_on_the_way(engine: Any) -> None:
     def cast(rows: tw.Rollout) -> None:
         rows.rollout_log_probs = [mu.bfloat16() for mu in rows.rollout_log_probs]
 
-    stops("not the mu that the rollout sampled", engine, tamper=cast)
+    stops("not use the mu that the rollout sampled", engine, tamper=cast)
 
 
 def undetached(batch: Any, step: StepStage) -> torch.Tensor:
@@ -258,7 +258,7 @@ def test_the_stages_decide_something_else(engine: Any, monkeypatch: pytest.Monke
     from recipe.offpolicy.batch import micro_batch
 
     monkeypatch.setattr(micro_batch, "decide", wrong_decision(change))
-    stops("does not act|cannot be seen", engine)
+    stops("does not act|no evidence that", engine)
 
 
 PENALTY: dict[str, Any] = {"masks": {"gsm": GSM}, "penalty": {"ratio": "full", "coefficient": 0.01}}
@@ -306,7 +306,7 @@ def test_weights_of_other_advantages(engine: Any, monkeypatch: pytest.MonkeyPatc
 
     assert first_update(engine, mapping=WEIGHTS)["proved"] == 1.0
     monkeypatch.setattr(micro_batch, "decide", wrong_decision(change))
-    stops("does not act|cannot be seen", engine, mapping=WEIGHTS)
+    stops("does not act|no evidence that", engine, mapping=WEIGHTS)
 
 
 def corrupted_installation(kind: str) -> Any:
@@ -366,7 +366,7 @@ def test_the_decision_reads_something_else(engine: Any, monkeypatch: pytest.Monk
 
     decide = micro_batch.decide
     monkeypatch.setattr(micro_batch, "decide", lambda spec, batch, **kwargs: decide(spec, tamper(batch), **kwargs))
-    stops("does not act|cannot be seen", engine, micro_batch_size=None)
+    stops("does not act|no evidence that", engine, micro_batch_size=None)
 
 
 def test_rejecting_everything_is_a_proof(engine: Any) -> None:
@@ -386,7 +386,7 @@ def test_verl_drops_the_weights(engine: Any) -> None:
         return ppo_loss(config, model_output, data.exclude("rollout_is_weights"), dp_group)
 
     loss = OffPolicyLoss(CorrectionSpec.from_mapping(SPEC), tw.actor_config(), prove=True, base_loss=dropping)
-    stops("cannot be seen to act|gradient", engine, loss=loss)
+    stops("no evidence that|gradient", engine, loss=loss)
 
 
 def test_verls_own_weights_are_already_there(engine: Any) -> None:

@@ -75,7 +75,7 @@ def test_a_server_that_lies_about_its_version_stops_the_run(run_program: Callabl
     run = broken(
         run_program, "version_ahead:2", SEPARATE, "offpolicy.staleness.eta=2", "trainer.total_training_steps=12"
     )
-    said = r"StalenessError: row \S+ was found finished in step (\d+), and says that version \1 .*newest .*eta=2"
+    said = r"StalenessError: sequence \S+ finished in step (\d+) and reports that version \1 .*newest .*eta=2"
     found = re.search(said, run.log)
     assert found, run.log[-3000:]
     assert 3 <= int(found[1]) <= 8

@@ -380,12 +380,12 @@ def of_raw_log_probs(rows: tw.Rollout, supports: Supports) -> list[Any]:
     ("spoil", "named"),
     [
         (shifted, "they fit the token after in all but .* off by one token"),
-        (swapped, "they are another row's"),
-        (dropped, "tokens in the loss came without the support"),
-        (exchanged, "tokens in the loss came without the support|their checksums differ"),
-        (cut, "tokens in the loss came without the support"),
-        (shortened, "tokens in the loss came without the support"),
-        (altered, "1 of 8 rows came with other supports or tokens"),
+        (swapped, "they belong to another sequence"),
+        (dropped, "tokens in the loss arrived without the support"),
+        (exchanged, "tokens in the loss arrived without the support|their checksums differ"),
+        (cut, "tokens in the loss arrived without the support"),
+        (shortened, "tokens in the loss arrived without the support"),
+        (altered, "1 of 8 sequences arrived with other supports or tokens"),
         (of_raw_log_probs, r"mu sums to 0\.9300 to 1\.0000 over the supports"),
     ],
 )

@@ -41,7 +41,9 @@ def test_a_dead_correction_is_found_by_either_judge(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(OffPolicyLoss, "hand_over", sabotage)
     if judge == "the formulas alone":
         monkeypatch.setattr(smoke, "verify", lambda *args, **kwargs: {"proved": 1.0})
-    with pytest.raises(LivenessError, match="not weight x keep" if judge == "both" else "of the parameters is off by"):
+    with pytest.raises(
+        LivenessError, match=r"not weight \* keep" if judge == "both" else "of the parameters is off by"
+    ):
         smoke.run_update()
 
 

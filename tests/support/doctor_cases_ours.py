@@ -119,7 +119,7 @@ OF_OURS: dict[str, Case] = {
         "ERROR",
         "router_replay",
         FSDP_R2 | {"actor_rollout_ref.model.use_fused_kernels": True},
-        "take the place of the model's forward",
+        "replace the model's forward",
         FSDP_R2,
     ),
     "replay on FSDP in one step": Case(

@@ -2,12 +2,12 @@
 
     VERL_USE_EXTERNAL_MODULES=verl_patches.cpu VERL_PLATFORM=cpu VERL_ENGINE_DEVICE=cuda
 
-The last two are verl's own switches from 0.9 on: the platform to use, and the engines to take (there is none
-registered for cpu; those for cuda run on it). In earlier releases they are read here. Without VERL_PLATFORM=cpu,
+The last two are verl's own variables from 0.9 on: the platform, and the device whose engines are used (none is
+registered for cpu; those for cuda run on it). In earlier releases this package reads them. Without VERL_PLATFORM=cpu,
 importing this package changes nothing.
 
 A patch is a module with `install()` and `in_force()`, or one that holds an object with these as `PATCH`. It may also
-have `waiting()`, for a target that is not imported yet, and `needed()`, for what some releases do without.
+have `waiting()`, for a target that is not imported yet, and `needed()`, for a patch that some releases do not need.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def install() -> None:
     """Install the group in this process. Idempotent.
 
     Raises:
-        PatchError: the environment asks for another platform, or a target has moved.
+        PatchError: the environment selects another platform, or a target has moved.
     """
     wrong = {key: value for key, value in REQUIRED_ENVIRONMENT.items() if os.environ.get(key) != value}
     if wrong:
@@ -60,7 +60,7 @@ def install() -> None:
         raise PatchError(
             f"verl_patches.cpu makes verl run on the CPU and needs "
             f"{' '.join(f'{key}={value}' for key, value in wrong.items())}, found {found}. Fix: export "
-            f"it before the run, or take verl_patches.cpu out of VERL_USE_EXTERNAL_MODULES."
+            f"it before the run, or remove verl_patches.cpu from VERL_USE_EXTERNAL_MODULES."
         )
     for name in PATCHES:
         _patch(name).install()
@@ -85,7 +85,7 @@ def _state(patch: Any) -> str:
 
 
 def _patch(name: str) -> Any:
-    # Imported late: they import torch and verl, which a look at this package should not cost.
+    # Imported late: the patches import torch and verl, which importing this package alone should not cost.
     module = importlib.import_module(f"{__name__}.{name}")
     return getattr(module, "PATCH", module)
 

@@ -1,7 +1,7 @@
-"""Make a snapshot of FSDP2 weights a copy also when the weights lie on the CPU.
+"""Make a snapshot of FSDP2 weights a copy if the weights are on the CPU.
 
 verl's asynchronous trainer keeps the weights of the last synchronisation to compute pi_old with, by
-`param.detach().cpu()`, which on the CPU is the live parameter itself: pi_old is then the current policy, in silence.
+`param.detach().cpu()`. On the CPU this is the live parameter itself, so pi_old silently becomes the current policy.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Let `fsdp_config.mixed_precision` decide the precision of verl 0.7.1's engine on the CPU.
 
-That release runs every forward pass under autocast to bfloat16, whatever the configuration says. On a GPU autocast
-computes log_softmax in float32 all the same; on the CPU it stays in bfloat16, whose rounding of up to 0.03 nats a
-token looks like mismatch of the two engines. Later releases skip autocast where `param_dtype` is fp32, and so does
-this patch.
+That release runs every forward pass under autocast to bfloat16, whatever the configuration. On a GPU, autocast still
+computes log_softmax in float32; on the CPU it stays in bfloat16, whose rounding of up to 0.03 nats per token looks like
+mismatch of the two engines. Later releases skip autocast if `param_dtype` is fp32, and so does this patch.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ _in_float32 = ContextVar("_in_float32", default=False)
 
 
 def _is_float32(mixed_precision: Mapping[str, Any] | None) -> bool:
-    """Return True if `fsdp_config.mixed_precision` asks for parameters in float32; null means bfloat16."""
+    """Return True if `fsdp_config.mixed_precision` selects float32 parameters; null means bfloat16."""
     return str((mixed_precision or {}).get("param_dtype", "bf16")) in {"fp32", "float32", "torch.float32"}
 
 

@@ -1,13 +1,13 @@
 """A checkpoint engine for verl's separate trainer and rollouts on one machine without an accelerator.
 
-verl's own engines need a GPU's or an RDMA card's transport. This one hands the weights over in files: the trainer's
-first rank writes buckets into a folder made for each synchronisation, every rollout worker reads them. verl imports
+verl's own engines need the transport of a GPU or an RDMA card. This one transfers the weights in files: the trainer's
+first rank writes buckets into a new folder for each synchronisation, and every rollout worker reads them. verl imports
 this module itself, in each process that sends or receives:
 
     actor_rollout_ref.rollout.checkpoint_engine.backend=cpu_files
     actor_rollout_ref.rollout.checkpoint_engine.custom_backend_module=verl_patches.cpu.checkpoint_engine
 
-Registering under a name of one's own is verl's way to add an engine, so this is an extension and changes nothing.
+verl supports registering an engine under a new name, so this is an extension and changes nothing.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from ..releases import specifiers
 NAME = "cpu_files"
 TIMEOUT = 300.0
 POLL = 0.01
-"""Seconds between two looks for the next bucket."""
+"""Seconds between two checks for the next bucket."""
 
 _KEY = "actor_rollout_ref.rollout.checkpoint_engine"
 _BASE = "verl.checkpoint_engine:CheckpointEngine"
@@ -73,17 +73,17 @@ class WeightSyncError(RuntimeError):
 
 
 class FileCheckpointEngine(CheckpointEngine):
-    """One process's end of the transport; verl makes one in each worker and drives it through a synchronisation.
+    """One process's end of the transport; verl creates one in each worker and drives it through a synchronisation.
 
     Args:
         bucket_size: bytes of weights that are gathered before they are written.
-        is_master: this process writes; the trainer's other ranks take part in the gathering alone.
+        is_master: this process writes; the trainer's other ranks only take part in the gathering.
         timeout: seconds that a receiver waits for the next bucket.
-        folder: where the files lie while they are needed; the trainer's temporary folder by default. Trainer and
-            rollouts have to share it.
+        folder: folder of the files while they are needed; default: the trainer's temporary folder. Trainer and
+            rollouts must share it.
 
     Attributes:
-        clock: gives the seconds that a receiver has waited.
+        clock: returns seconds, for the receiver's timeout.
     """
 
     clock: Callable[[], float] = staticmethod(time.monotonic)
@@ -103,14 +103,14 @@ class FileCheckpointEngine(CheckpointEngine):
         self._sender = ""
 
     def prepare(self) -> dict[str, Any]:
-        """Return the input of `build_topology`: the folder and its writer, from the master alone."""
+        """Return the input of `build_topology`: the folder and its writer, from the master only."""
         if not self._is_master:
             return {"folder": None}
-        self.finalize()  # a synchronisation that failed was never finalised
+        self.finalize()  # a failed synchronisation was never finalised
         self._owned = tempfile.TemporaryDirectory(prefix="verl-weights-", dir=self._parent)
         folder = Path(self._owned.name)
         self._lock = (folder / _LOCK).open("wb")
-        fcntl.flock(self._lock, fcntl.LOCK_EX)  # held as long as this process lives, whatever ends it
+        fcntl.flock(self._lock, fcntl.LOCK_EX)  # held for the life of this process, however it ends
         return {"folder": str(folder), "sender": f"process {os.getpid()} on {socket.gethostname()}"}
 
     @classmethod
@@ -120,7 +120,7 @@ class FileCheckpointEngine(CheckpointEngine):
         """Build the arguments of `init_process_group` of each worker, for the trainer's and the rollouts' workers."""
         masters = [entry for entry in metadata if entry["folder"]]
         if len(masters) != 1:
-            raise WeightSyncError(f"{NAME}: one process of the trainer has to write the weights, found {len(masters)}.")
+            raise WeightSyncError(f"{NAME}: one process of the trainer must write the weights, found {len(masters)}.")
 
         def each(world_size: int) -> dict[str, list[Any]]:
             return {key: [value] * world_size for key, value in masters[0].items()}
@@ -135,14 +135,14 @@ class FileCheckpointEngine(CheckpointEngine):
         """
         if not (Path(folder) / _LOCK).exists():
             raise WeightSyncError(
-                f"{_KEY}.backend={NAME}: {folder}, which the trainer ({sender}) writes weights to, does not exist on "
-                f"{socket.gethostname()}. Fix: {_KEY}.engine_kwargs.{NAME}.folder=a folder that all machines share, "
-                f"or one machine for trainer and rollouts."
+                f"{_KEY}.backend={NAME}: {folder}, to which the trainer ({sender}) writes weights, does not exist on "
+                f"{socket.gethostname()}. Fix: set {_KEY}.engine_kwargs.{NAME}.folder to a folder that all machines "
+                f"share, or use one machine for trainer and rollouts."
             )
         self._folder, self._sender = Path(folder), sender
 
     def finalize(self) -> None:
-        """Close this end; the master's removes the files."""
+        """Close this end; the master also removes the files."""
         if self._lock is not None:
             self._lock.close()
         if self._owned is not None:
@@ -150,15 +150,15 @@ class FileCheckpointEngine(CheckpointEngine):
         self._folder = self._owned = self._lock = None
 
     async def send_weights(self, weights: Iterable[tuple[str, Tensor]], global_steps: int | None = None) -> None:
-        """Write every weight, or takes part in gathering them.
+        """Write every weight, or take part in gathering them.
 
         Raises:
             WeightSyncError: there are none.
-            OSError: they cannot be written. Receivers are told of it, and of whatever else goes wrong.
+            OSError: they cannot be written. Receivers are notified of this and of any other failure.
         """
         if not self._is_master:
             for _ in weights:
-                pass  # each is gathered from all ranks
+                pass  # each weight is gathered from all ranks
             return
         try:
             count = 0
@@ -168,7 +168,7 @@ class FileCheckpointEngine(CheckpointEngine):
                 raise WeightSyncError(f"{NAME}: the trainer's model has no weights to send.")
             self._publish(_END, {"buckets": count})
         except BaseException as error:
-            with suppress(OSError):  # the disk may be what is wrong; the lock tells receivers as well
+            with suppress(OSError):  # the disk may be the cause; receivers also notice by the lock
                 self._publish(_ERROR, {"error": f"{type(error).__name__}: {error}"})
             raise
 
@@ -176,8 +176,8 @@ class FileCheckpointEngine(CheckpointEngine):
         """Yield (name, weight) as the sender writes them.
 
         Raises:
-            WeightSyncError: the sender failed, has ended, is silent for longer than the timeout, or sends the weights
-                of another step.
+            WeightSyncError: the sender failed, has ended, wrote nothing within the timeout, or sends the weights of
+                another step.
         """
         for index in itertools.count():
             path = await self._next_bucket(index, global_steps)
@@ -186,14 +186,14 @@ class FileCheckpointEngine(CheckpointEngine):
             bucket = torch.load(path, weights_only=True, mmap=True)
             if bucket["global_steps"] != global_steps:
                 raise WeightSyncError(
-                    f"{NAME}: asked for the weights of step {global_steps}, {self._sender} sends those of step "
+                    f"{NAME}: expected the weights of step {global_steps}, but {self._sender} sends those of step "
                     f"{bucket['global_steps']}."
                 )
             for name, weight in bucket["weights"].items():
                 yield name, weight
 
     async def _next_bucket(self, index: int, global_steps: int | None) -> Path | None:
-        """Return the bucket's file once it is complete; None after the last."""
+        """Return the bucket's file when it is complete; None after the last."""
         assert self._folder is not None, "verl calls init_process_group first"
         path = self._folder / _bucket_name(index)
         failed = f"{NAME}: the weights of step {global_steps} did not arrive in {self._folder}: {self._sender}"
@@ -208,8 +208,8 @@ class FileCheckpointEngine(CheckpointEngine):
                 raise WeightSyncError(f"{failed}, the trainer's, has ended after {index} buckets. See its log.")
             if self.clock() > deadline:
                 raise WeightSyncError(
-                    f"{failed}, the trainer's, lives and wrote nothing for {self._timeout:g} s after {index} buckets. "
-                    f"Longer: {_KEY}.engine_kwargs.{NAME}.timeout=SECONDS."
+                    f"{failed}, the trainer's, is alive but wrote nothing for {self._timeout:g} s after {index} "
+                    f"buckets. Longer: {_KEY}.engine_kwargs.{NAME}.timeout=SECONDS."
                 )
             await asyncio.sleep(POLL)
         return path
@@ -218,7 +218,7 @@ class FileCheckpointEngine(CheckpointEngine):
         assert self._folder is not None
         try:
             with (self._folder / _LOCK).open("rb") as lock:
-                # The sender holds the lock as long as its process lives, so that being refused it is the sign of life.
+                # The sender holds the lock while its process lives, so a refused lock shows that it is alive.
                 fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
             return True
@@ -227,7 +227,7 @@ class FileCheckpointEngine(CheckpointEngine):
         return False
 
     def _publish(self, name: str, content: dict[str, Any]) -> None:
-        """Write a file that appears complete or not at all."""
+        """Write a file atomically."""
         assert self._folder is not None, "verl calls init_process_group first"
         draft = self._folder / f"{name}.draft"
         if name.endswith(".json"):
@@ -242,7 +242,7 @@ def _buckets(weights: Iterable[tuple[str, Tensor]], size: int) -> Iterable[dict[
     bucket: dict[str, Tensor] = {}
     held = 0
     for name, weight in weights:
-        # A copy, because verl may reuse the storage, and because saving a view would save all of what it views.
+        # A copy, because verl may reuse the storage, and because saving a view would save its whole storage.
         bucket[name] = weight.detach().to("cpu", copy=True).contiguous()
         held += bucket[name].nbytes
         if held >= size:
@@ -272,9 +272,9 @@ def install() -> None:
     """
     for contract in CONTRACTS:
         contract.check()
-    # A release that asks for another method would fail at the first synchronisation, minutes into the run.
+    # A release with another abstract method would fail at the first synchronisation, minutes into the run.
     if missing := sorted(getattr(FileCheckpointEngine, "__abstractmethods__", ())):
-        raise PatchError(REGISTRY.moved(f"a CheckpointEngine that asks for {', '.join(missing)} as well"))
+        raise PatchError(REGISTRY.moved(f"a CheckpointEngine that also requires {', '.join(missing)}"))
     if not in_force():
         CheckpointEngineRegistry.register(NAME)(FileCheckpointEngine)
         logger.info("patch %s in force: verl checkpoint engine %r", REGISTRY.name, NAME)
@@ -285,7 +285,7 @@ def in_force() -> bool:
     try:
         return CheckpointEngineRegistry.get(NAME) is FileCheckpointEngine
     except (KeyError, ValueError):
-        # verl's registry raises for a name that it does not know, KeyError up to 0.9.0.
+        # verl's registry raises for an unknown name, KeyError up to 0.9.0.
         return False
 
 

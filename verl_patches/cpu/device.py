@@ -1,7 +1,7 @@
-"""Names for the CPU where verl knows two accelerators: Ray's resource "GPU", and gloo for what it calls NCCL.
+"""Names for the CPU where verl expects an accelerator: Ray's resource "GPU", and gloo instead of NCCL.
 
-Before 0.9 verl has no platforms. Where it finds no accelerator its device is `cpu`, and two answers then are those
-for another machine: the resource is "NPU", which no placement group asked for, and the backend is "nccl".
+Before 0.9 verl has no platforms. Without an accelerator its device is `cpu`, and two of its answers are wrong then: the
+resource is "NPU", which no placement group requests, and the backend is "nccl".
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ class _DevicePatch(ReleasePatch):
         """Wrap the two functions.
 
         Raises:
-            PatchError: a target has moved, or there is an accelerator, which these releases take without asking.
+            PatchError: a target has moved, or there is an accelerator, which these releases always use.
         """
         if self.needed() and torch.cuda.is_available():
             raise PatchError(
-                "VERL_PLATFORM=cpu on a machine with a GPU: verl before 0.9 takes the GPU that it sees. Fix: unset "
+                "VERL_PLATFORM=cpu on a machine with a GPU: verl before 0.9 uses any GPU that it sees. Fix: unset "
                 "VERL_PLATFORM and VERL_USE_EXTERNAL_MODULES to train on the GPU, or use verl 0.9.1."
             )
         super().install()

@@ -1,8 +1,8 @@
 """Let VERL_ENGINE_DEVICE choose the training engine in releases of verl that do not read it.
 
 An engine is registered for devices by name, none of them `cpu`; those for `cuda` run there. From 0.9 verl reads the
-variable itself; before that, every engine of the device that it names is registered for `cpu` as well, which is
-verl's own way to add one.
+variable itself. For earlier releases, this patch also registers every engine of the named device for `cpu`, through
+verl's own registry.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Hand FSDP2 the names of a model's layers as the list that verl 0.7.1 expects.
+"""Pass the names of a model's layers to FSDP2 as the list that verl 0.7.1 expects.
 
-vLLM's CPU build needs transformers 5, which gives these names as a set; verl 0.7.1 takes the first one by its index.
-Later releases make a list of it too.
+vLLM's CPU build needs transformers 5, which returns these names as a set; verl 0.7.1 takes the first one by index.
+Later releases also convert them to a list.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _NAMES = "_no_split_modules"
 
 
 def _apply(original: Callable[..., None], model: Any, fsdp_kwargs: Any, config: Any) -> None:
-    # A set has no order; verl takes the first name, which has to be the same on every rank.
+    # A set has no order, but verl takes the first name, which must be the same on every rank.
     if isinstance(names := getattr(model, _NAMES, None), set | frozenset):
         setattr(model, _NAMES, sorted(names))
     original(model, fsdp_kwargs, config)

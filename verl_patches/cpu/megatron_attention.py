@@ -1,9 +1,9 @@
-"""Let Megatron's own attention take the padding mask that verl hands to Transformer Engine's.
+"""Let Megatron's own attention accept the padding mask that verl creates for Transformer Engine's.
 
-Without Transformer Engine the layers are Megatron's local ones. verl's padded batches come with a mask of two
-dimensions, (batch, sequence), which Transformer Engine ignores for causal attention and the local one would
-broadcast over the scores. In rows that are padded on the right, no token attends to padding, so that the causal mask
-alone, which the local attention makes when it is given none, is exact.
+Without Transformer Engine the layers are Megatron's local ones. verl's padded batches have a mask of shape (batch,
+sequence), which Transformer Engine ignores for causal attention and the local attention would broadcast over the
+scores. In rows that are padded on the right, no token attends to padding, so the causal mask alone is exact; the local
+attention creates it if it gets no mask.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def _forward(
         if bool((~attention_mask[:, :-1].bool() & attention_mask[:, 1:].bool()).any()):
             raise ValueError(
                 "the padding mask that reached Megatron's attention has padding before a token. Without Transformer "
-                "Engine rows have to be padded on the right alone."
+                "Engine, sequences must be padded on the right only."
             )
         attention_mask = None
     return original(self, query, key, value, attention_mask, *args, **kwargs)

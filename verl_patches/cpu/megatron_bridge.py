@@ -1,7 +1,7 @@
-"""Let mbridge build its models from Megatron's local layers, where Transformer Engine is not installed.
+"""Let mbridge build its models from Megatron's local layers if Transformer Engine is not installed.
 
-mbridge asks for Transformer Engine's layers, and names weights as they do: the norm in front of a linear layer is part
-of that layer there, and a layer of its own in the local ones.
+mbridge requests Transformer Engine's layers and uses their weight names: there the norm before a linear layer is part
+of that layer, while the local layers have a separate one.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Answer the part of `torch.cuda` that Megatron calls, where PyTorch was built without CUDA.
+"""Implement the part of `torch.cuda` that Megatron calls, if PyTorch was built without CUDA.
 
-Megatron asks `torch.cuda` for the device to allocate on, waits for it and seeds it, whatever device the run is on.
-The stand-ins come into force when a process sets up Megatron's process groups: importing verl imports Megatron too,
-and a process that only does that keeps PyTorch's own functions, which raise without CUDA.
+Megatron gets the allocation device from `torch.cuda`, synchronises and seeds it, whatever device the run uses. The
+stand-ins are installed when a process sets up Megatron's process groups. Importing verl also imports Megatron; a
+process that does only that keeps PyTorch's own functions, which raise without CUDA.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def _nothing(*_: Any, **__: Any) -> None:
 
 
 STAND_INS: dict[str, Callable[..., Any]] = {
-    # Megatron hands it to `device=` and to `.to()`.
+    # Megatron passes it to `device=` and to `.to()`.
     "current_device": lambda: torch.device("cpu"),
     "synchronize": _nothing,
     "empty_cache": _nothing,
@@ -48,7 +48,7 @@ STAND_INS: dict[str, Callable[..., Any]] = {
 
 
 def _on_the_host(self: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-    """Replace `Tensor.cuda`: return the tensor, which is on the host already."""
+    """Replace `Tensor.cuda`: return the tensor, which is already on the host."""
     return self
 
 

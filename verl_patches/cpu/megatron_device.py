@@ -1,7 +1,7 @@
-"""Give the modules of Megatron that allocate on "cuda" by name a `torch` whose "cuda" is the CPU.
+"""Give the Megatron modules that allocate on "cuda" by name a `torch` whose "cuda" is the CPU.
 
-Their calls are `torch.zeros(..., device="cuda")` and the like, deep inside functions that cannot be wrapped without
-copying them. So each of these modules, and nothing else in the process, sees PyTorch through `CpuTorch`.
+They call `torch.zeros(..., device="cuda")` and similar inside functions that cannot be wrapped without copying them. So
+these modules, and nothing else in the process, see PyTorch through `CpuTorch`.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ MODULES = (
     "megatron.core.transformer.utils",
     "megatron.core.utils",
 )
-"""The modules that name the device in what runs on gloo."""
+"""Modules that name the device in code that runs on gloo."""
 
 FACTORIES = ("empty", "ones", "tensor", "zeros")
-"""The functions of PyTorch that they hand it to."""
+"""Functions of PyTorch to which they pass it."""
 
 
 CONTRACTS = tuple(
@@ -43,7 +43,7 @@ CONTRACTS = tuple(
 
 
 class CpuTorch(ModuleType):
-    """PyTorch itself but for `FACTORIES`, which allocate on the CPU when asked for "cuda"."""
+    """PyTorch, except that `FACTORIES` allocate on the CPU for "cuda"."""
 
     def __init__(self) -> None:
         super().__init__("torch")
@@ -77,7 +77,7 @@ def _module(contract: Contract) -> str:
 
 
 def install() -> None:
-    """Act on each module now or when it is imported. Idempotent."""
+    """Patch each module now or when it is imported. Idempotent."""
     for contract in CONTRACTS:
         if not is_awaited(_module(contract)):
             after_import(_module(contract), functools.partial(_hand_over, contract))

@@ -1,7 +1,7 @@
-"""Let Megatron's optimizers take parameters that lie on the CPU.
+"""Let Megatron's optimizers accept parameters on the CPU.
 
-They tell parameters apart by `param.type()`, of which they know "torch.cuda.FloatTensor" and its 16-bit siblings
-only, and raise at "torch.FloatTensor". While they look, `Tensor.type()` gives the name of CUDA's type.
+They distinguish parameters by `param.type()`, accept only "torch.cuda.FloatTensor" and its 16-bit variants, and raise
+at "torch.FloatTensor". During that check, `Tensor.type()` returns the name of CUDA's type.
 """
 
 from __future__ import annotations

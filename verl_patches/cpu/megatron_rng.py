@@ -1,7 +1,7 @@
-"""Megatron's states of CUDA's random numbers, kept by the generator of the CPU.
+"""Keep Megatron's CUDA random states in the CPU's generator.
 
-Megatron forks a state by two functions that reach into CUDA's generators. verl seeds them, and attention forks them
-at every layer, also without dropout.
+Megatron forks a state by two functions that access CUDA's generators. verl seeds them, and attention forks them at
+every layer, even without dropout.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tell mbridge the base of the rotary embedding where transformers 5 keeps it.
+"""Give mbridge the base of the rotary embedding from its place in transformers 5.
 
 mbridge reads `config.rope_theta`, which transformers moved to `config.rope_parameters`.
 """

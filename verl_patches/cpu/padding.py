@@ -1,7 +1,7 @@
-"""Let verl remove padding where flash-attn is not installed, which needs CUDA.
+"""Let verl remove padding without flash-attn, which needs CUDA.
 
-verl takes four functions that gather and scatter rows from flash-attn and ships them in plain PyTorch too, for NPUs.
-Where flash-attn is missing those take their place; from 0.9.1 verl does the same.
+verl takes four functions that gather and scatter rows from flash-attn, and also ships them in plain PyTorch, for NPUs.
+If flash-attn is missing, this patch uses those; from 0.9.1 verl does the same.
 """
 
 from __future__ import annotations

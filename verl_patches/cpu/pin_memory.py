@@ -1,4 +1,4 @@
-"""Turn off memory pinning in FSDP2's CPU offload, which needs an accelerator to pin for.
+"""Turn off memory pinning in FSDP2's CPU offload, which needs an accelerator.
 
 verl builds its reference model with `CPUOffloadPolicy(pin_memory=True)`; without an accelerator PyTorch
 raises "Cannot access accelerator device when none is available".

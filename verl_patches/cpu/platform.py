@@ -1,9 +1,8 @@
-"""A `cpu` platform for verl's platform registry: gloo, no streams, Ray's "GPU" as a mere slot.
+"""A `cpu` platform for verl's platform registry: gloo, no streams, Ray's "GPU" as a slot.
 
-verl 0.9 ships cuda, rocm and npu only and lets external modules register more, so this is an extension and
-changes nothing of verl's. Ray's resource stays "GPU": verl's placement groups ask for it, and a run on CPU
-advertises as many as it wants workers (`ray_kwargs.ray_init.num_gpus`). Earlier releases have no platforms; see
-device.py.
+verl 0.9 ships only cuda, rocm and npu and lets external modules register more, so this is an extension and changes
+nothing of verl. Ray's resource stays "GPU": verl's placement groups request it, and a run on CPU advertises as many as
+it has workers (`ray_kwargs.ray_init.num_gpus`). Earlier releases have no platforms; see device.py.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ def install() -> None:
     register = REGISTRY.check()
     platform = _platform()
     if missing := sorted(getattr(platform, "__abstractmethods__", ())):
-        raise PatchError(REGISTRY.moved(f"a PlatformBase that asks for {', '.join(missing)} as well"))
+        raise PatchError(REGISTRY.moved(f"a PlatformBase that also requires {', '.join(missing)}"))
     if not in_force():
         register(platform=NAME)(platform)
         logger.info("patch %s in force: verl platform %r", REGISTRY.name, NAME)
@@ -50,5 +49,5 @@ def in_force() -> bool:
 
 
 def _platform() -> Any:
-    # Imported late: its base class exists from verl 0.9 on.
+    # Imported late: its base class exists only from verl 0.9 on.
     return importlib.import_module(f"{__package__}.platform_cpu").PlatformCPU

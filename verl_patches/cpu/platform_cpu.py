@@ -23,7 +23,7 @@ class PlatformCPU(PlatformBase):
         return True
 
     def current_device(self) -> torch.device:
-        # verl hands this to tensor.to(); an index would mean an accelerator there.
+        # verl passes this to tensor.to(); an index would select an accelerator.
         return torch.device("cpu")
 
     def device_count(self) -> int:

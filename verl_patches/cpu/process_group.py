@@ -1,7 +1,7 @@
-"""Let verl open its process group when the accelerator is the CPU.
+"""Let verl open its process group if the accelerator is the CPU.
 
-verl asks for f"cpu:gloo,{device}:{backend}", which is "cpu:gloo,cpu:gloo" here, and PyTorch refuses a device
-that is named twice (verl-project/verl#6237).
+verl requests f"cpu:gloo,{device}:{backend}", here "cpu:gloo,cpu:gloo", and PyTorch rejects a device that is named twice
+(verl-project/verl#6237).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ CONTRACT = Contract(
 
 
 def _once_per_device(backend: str | None) -> str | None:
-    """Remove repeated "device:backend" parts from a backend string; anything else is returned as it is."""
+    """Remove repeated "device:backend" parts from a backend string; other values are returned unchanged."""
     if backend is None:
         return None
     return ",".join(dict.fromkeys(backend.split(",")))

@@ -1,7 +1,7 @@
-"""Let FSDP1 broadcast a model that lies on the CPU from rank 0.
+"""Let FSDP1 broadcast a model on the CPU from rank 0.
 
-verl asks FSDP1 to synchronise module states. PyTorch refuses that for parameters on the CPU, because its process
-group is meant to be NCCL; over gloo the broadcast itself works.
+verl configures FSDP1 to synchronise module states. PyTorch rejects that for parameters on the CPU, because it expects
+an NCCL process group; over gloo the broadcast itself works.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Give `torch.cpu` the part of `torch.cuda`'s memory and random-number API that verl calls.
 
-verl reaches its device through `get_torch_device()`, which is `torch.cpu` here, and calls functions that
-PyTorch defines for accelerators only. Only what is missing is added: the day PyTorch brings one, its own wins.
+verl reaches its device through `get_torch_device()`, here `torch.cpu`, and calls functions that PyTorch defines for
+accelerators only. Only missing functions are added, so a future function of PyTorch takes precedence.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def _nothing(*_: Any, **__: Any) -> None:
 
 
 def _resident(*_: Any, **__: Any) -> int:
-    """Return the resident memory of this process in bytes, in place of memory allocated on the device."""
+    """Return the resident memory of this process in bytes, instead of memory allocated on the device."""
     import psutil
 
     return int(psutil.Process().memory_info().rss)

@@ -1,7 +1,7 @@
 """Pack vLLM's expert weights for the CPU after each weight sync, as they are packed at load.
 
-vLLM sets up the kernel of a layer of experts once; what a later sync writes is read as packed weights and is not, so
-that the rollout samples by garbage and nothing fails.
+vLLM sets up the kernel of an expert layer once. A later sync writes unpacked weights, which the kernel reads as packed,
+so the rollout samples garbage without any error.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ def _pack_again(original: Callable[..., None], method: Any, layer: Any, w13: Any
     if not synced or method.unquantized_backend.name != "CPU":
         return
     experts, width = method.moe_kernel.fused_experts, method.moe.intermediate_size_per_partition
-    # vLLM pads before it packs, and a sync writes weights that are not padded.
+    # vLLM pads before it packs, but a sync writes weights without padding.
     if experts._padded_intermediate_size(method.moe) != width:
         raise PatchError(
-            f"vLLM pads experts of an intermediate size of {width} for the CPU, and cannot load them again. Fix: train "
+            f"vLLM pads experts of intermediate size {width} for the CPU, and cannot load them again. Fix: train "
             f"a model whose moe_intermediate_size is a multiple of {experts._intermediate_alignment()}."
         )
     experts.process_weights_after_loading(layer)
 
 
 def needed() -> bool:
-    """Return True if the installed vLLM packs expert weights once; 0.24 packs what each sync has written."""
+    """Return True if the installed vLLM packs expert weights only once; 0.24 packs them after each sync."""
     return not is_vllm("0.24")
 
 

@@ -1,7 +1,7 @@
-"""Give vLLM's class of expert weights the name that earlier releases of verl import it by.
+"""Give vLLM's class of expert weights the name under which earlier releases of verl import it.
 
-verl before 0.9 imports `FusedMoE` to recognise the experts of models in FP8. vLLM has renamed that class, and without
-the name verl's rollout cannot be imported. Releases of vLLM that still have it keep theirs.
+verl before 0.9 imports `FusedMoE` to recognise the experts of FP8 models. vLLM has renamed that class, and without the
+name verl's rollout cannot be imported. Releases of vLLM that still have it are unchanged.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Let vLLM's CPU kernel of experts return the routes of tokens, as its kernels for GPUs do.
+"""Let vLLM's CPU expert kernel return the routes of tokens, like its GPU kernels.
 
-vLLM refuses `enable_return_routed_experts` with a kernel that routes by itself and does not say where to. The CPU's
-routes in Python, where the ids can be handed to vLLM's own capture.
+vLLM rejects `enable_return_routed_experts` with a kernel that routes internally without returning the routes. The CPU
+kernel routes in Python, where the ids can be passed to vLLM's own capture.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ..deferred import after_import
 from .release_patch import is_vllm
 
 _LAYERS = "vllm.model_executor.layers.fused_moe"
-# vLLM 0.24 imports the other for models with experts alone, whose routes it drops: the contract then stops the run.
+# vLLM 0.24 uses the other module only for MoE models, whose routes it drops; the contract then stops the run.
 MODULE = f"{_LAYERS}.cpu_fused_moe" if is_vllm("0.24") else f"{_LAYERS}.experts.cpu_moe"
 CONTRACT = Contract(
     name="vllm_routes",
@@ -54,7 +54,7 @@ def _wrap() -> None:
 
 
 def needed() -> bool:
-    """Return True if the installed vLLM's kernel routes by itself; in 0.31 a router does, which says where to."""
+    """Return True if the installed vLLM's kernel routes internally; in 0.31 a router does, and returns the routes."""
     return not is_vllm("0.31")
 
 

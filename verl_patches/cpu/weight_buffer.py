@@ -1,9 +1,9 @@
-"""Give each synchronised weight memory of its own before vLLM loads it.
+"""Copy each synchronised weight into its own memory before vLLM loads it.
 
-verl 0.7.1 passes weights to vLLM's process in shared memory, a bucket at a time. The receiver moves each tensor to
-its device, answers that the bucket is free, and then loads. On the CPU that move copies nothing: the sender may be
-writing the next bucket over weights that are being loaded, and the segment cannot be closed while they are in use.
-Later releases answer after loading.
+verl 0.7.1 passes weights to vLLM's process in shared memory, one bucket at a time. The receiver moves each tensor to
+its device, reports that the bucket is free, and then loads. On the CPU that move copies nothing: the sender may write
+the next bucket over weights that are being loaded, and the segment cannot be closed while they are in use. Later
+releases report after loading.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _MODULE = "verl.workers.rollout.vllm_rollout.bucketed_weight_transfer"
 
 
 class Buffer(torch.Tensor):
-    """A tensor whose `to` copies, as from the host to an accelerator; its views are such tensors too."""
+    """A tensor whose `to` always copies, as from the host to an accelerator; its views are such tensors too."""
 
     def to(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         return self.as_subclass(torch.Tensor).to(*args, **kwargs).clone()

@@ -1,8 +1,9 @@
-"""Name the socket through which verl sends weights to vLLM, where no GPU has a UUID to name it by.
+"""Name the socket through which verl sends weights to vLLM without a GPU's UUID.
 
-In 0.7.1 trainer and vLLM's worker each ask for the UUID of their own GPU and so agree on a name. On the CPU both know
-the slot of Ray's resource "GPU" that was given to the worker, and the Ray node that they run on; together these tell
-replicas and simultaneous runs apart. 0.8.0 names the socket by replica and rank and still asks; vLLM has no answer.
+In 0.7.1 trainer and vLLM's worker each read the UUID of their own GPU and so agree on a name. On the CPU both know the
+slot of Ray's resource "GPU" that was given to the worker, and the Ray node that they run on; together these distinguish
+replicas and simultaneous runs. 0.8.0 names the socket by replica and rank but still reads the UUID, which vLLM does not
+have.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ _MODULE = "verl.workers.rollout.vllm_rollout.utils"
 
 
 def slot_name(environment: Mapping[str, str]) -> str:
-    """Return a name for the slot of Ray's resource "GPU" that the environment of a process shows.
+    """Return a name for the slot of Ray's resource "GPU" in a process's environment.
 
     Raises:
-        PatchError: it shows none or several: vLLM's workers then cannot be told apart.
+        PatchError: there is no slot or there are several, so vLLM's workers cannot be distinguished.
     """
     slots = environment.get("CUDA_VISIBLE_DEVICES", "")
     if not slots or "," in slots:

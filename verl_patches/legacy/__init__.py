@@ -1,9 +1,9 @@
-"""Corrections on verl's legacy actors, which know no ``set_loss_fn``. Loaded into every process by verl itself:
+"""Corrections on verl's legacy actors, which have no ``set_loss_fn``. Loaded into every process by verl itself:
 
     VERL_USE_EXTERNAL_MODULES=verl_patches.legacy
 
-An update is changed if its batch brings a ``LegacyHandover``, and only then. A patch is a module with ``install()`` and
-``in_force()``; it is imported when the actor that it is for has been, and in most processes never.
+An update is changed only if its batch carries a ``LegacyHandover``. A patch is a module with ``install()`` and
+``in_force()``; it is imported after its actor has been imported, which most processes never do.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def install() -> None:
     if folder is None or not (folder / "workers" / "actor" / "dp_actor.py").is_file():
         raise PatchError(
             f"verl_patches.legacy is for verl releases with legacy actors, 0.7.1, found "
-            f"{installed_release('verl') or 'no verl'}. Fix: take it out of VERL_USE_EXTERNAL_MODULES and "
+            f"{installed_release('verl') or 'no verl'}. Fix: remove it from VERL_USE_EXTERNAL_MODULES and "
             f"OFFPOLICY_PATCHES; the engine's workers need no patch."
         )
     for name, actor in PATCHES.items():
@@ -46,7 +46,7 @@ def check(strategy: str) -> None:
     """Check the contracts of the actor for verl's ``actor.strategy`` against the installed verl.
 
     Raises:
-        NotInstalledError: the Megatron actor is asked for, and what it needs is not installed.
+        NotInstalledError: the Megatron actor is selected, but its dependencies are not installed.
         PatchError: a target has moved.
     """
     for contract in _patch("megatron_actor" if strategy == "megatron" else "fsdp_actor").CONTRACTS:

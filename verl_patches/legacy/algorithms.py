@@ -1,6 +1,6 @@
-"""Wrappers of ``core_algos`` in a legacy actor's module; ours answer during a corrected update.
+"""Wrappers of ``core_algos`` in a legacy actor's module; the handover's update answers during a corrected update.
 
-Outside of one, and in every other module, they are verl's.
+Outside of such an update, and in every other module, the functions are verl's.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ METRICS = Contract(
 
 
 def running() -> Update | None:
-    """Return the update under a handover that this process is in, or None."""
+    """Return the update under a handover that this process is running, or None."""
     return _RUNNING.get()
 
 
 @contextmanager
 def update(current: Update) -> Iterator[None]:
-    """Let ``current`` answer while an actor's update runs."""
+    """Make ``current`` answer the calls while an actor's update runs."""
     token = _RUNNING.set(current)
     try:
         yield
@@ -69,14 +69,14 @@ def install(module: str) -> None:
     """Wrap the functions of one actor's module. Idempotent.
 
     Raises:
-        PatchError: a function is not what it was.
+        PatchError: a function has changed.
     """
     for contract in contracts(module):
         wrap(contract, _metrics if contract is METRICS else _answering(contract.target.rpartition(":")[2]))
 
 
 def in_force(module: str) -> bool:
-    """Return True if all of them are wrapped in this process."""
+    """Return True if all of these functions are wrapped in this process."""
     return all(contract.in_force() for contract in contracts(module))
 
 
@@ -93,8 +93,8 @@ def _answering(function: str) -> Callable[..., Any]:
 def _metrics(
     original: Callable[..., dict[str, float]], log_prob: Any, rollout_log_prob: Any, response_mask: Any
 ) -> dict[str, float]:
-    """Compute verl's mismatch metrics; NaN on a micro-batch without a response token, where verl's own raise."""
+    """Compute verl's mismatch metrics; NaN on a micro-batch without response tokens, where verl raises."""
     if running() is None or response_mask.any():
         return original(log_prob, rollout_log_prob, response_mask)
-    # The same keys, so that the ranks' metrics still fit together.
+    # The same keys, so that the ranks' metrics still match.
     return dict.fromkeys(original(log_prob, rollout_log_prob, response_mask.new_ones(response_mask.shape)), math.nan)

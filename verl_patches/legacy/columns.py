@@ -1,4 +1,4 @@
-"""Columns of a batch beyond those that verl's legacy actors select."""
+"""Batch columns that verl's legacy actors do not select."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ROLLOUT_LOG_PROBS = "rollout_log_probs"
 
 
 class Carried(DataProto):
-    """Batch whose ``select`` keeps mu and our columns, whatever is asked for."""
+    """Batch whose ``select`` always keeps mu and this package's columns."""
 
     def select(
         self,
@@ -33,7 +33,7 @@ def handover_of(data: DataProto) -> LegacyHandover | None:
     """Return the trainer's handover of this batch, or None.
 
     Raises:
-        KeyError: mu is to be read, and is not in the batch.
+        KeyError: mu is needed but missing in the batch.
     """
     handover: LegacyHandover | None = data.meta_info.get(HANDOVER)
     if handover is None:

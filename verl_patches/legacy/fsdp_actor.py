@@ -1,10 +1,11 @@
 """Patch of verl's legacy FSDP actor: the engine path's loss in an update that comes with a handover.
 
-``update_policy`` selects the columns on its own list and no other, computes every mean over a micro-batch, and with
-one mini-batch and one epoch takes the current log-probs for pi_old. Here the batch keeps our columns, the numbers of
-the whole mini-batch travel as such, and what ``update_policy`` calls is answered by the handover's ``Update``. A batch
-without a handover goes through untouched, except for the number of its dynamic micro-batches: the actor lets each rank
-choose its own, and ranks with fewer than others hang in the next collective of FSDP. They agree on it, always.
+``update_policy`` selects only the columns in its own list, computes every mean over a micro-batch, and with one
+mini-batch and one epoch uses the current log-probs as pi_old. With this patch the batch keeps this package's columns,
+the totals of the whole mini-batch are sent with it, and the handover's ``Update`` answers the calls of
+``update_policy``. A batch without a handover is unchanged, except for the number of its dynamic micro-batches: the
+actor lets each rank choose its own, and ranks with fewer than others hang in the next FSDP collective. The patch always
+makes them agree.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ def install() -> None:
     """Wrap the actor. Idempotent.
 
     Raises:
-        PatchError: a target is not what it was.
+        PatchError: a target has changed.
     """
     for contract in CONTRACTS:
         contract.check()
@@ -118,8 +119,8 @@ def _prepare_dynamic_batch(
     original: Callable[..., Any], data: Any, max_token_len: int, dp_group: Any = None, *args: Any, **kwargs: Any
 ) -> Any:
     if dp_group is None:
-        # All ranks: FSDP's collectives span them, and those that share a sequence hold the same rows. None where
-        # this process is in no group.
+        # All ranks: FSDP's collectives span them, and ranks that share a sequence hold the same rows. None if this
+        # process is in no group.
         dp_group = torch.distributed.group.WORLD
     return original(data, max_token_len, dp_group, *args, **kwargs)
 
@@ -133,8 +134,8 @@ def _forward_micro_batch(
         return outputs
     if not isinstance(outputs, Mapping):
         raise ValueError(
-            "actor_rollout_ref.actor.use_prefix_grouper=true: the forward pass of verl's prefix grouper gives a tuple, "
-            "which verl's own update cannot read. Set it to false."
+            "actor_rollout_ref.actor.use_prefix_grouper=true: the forward pass of verl's prefix grouper returns a "
+            "tuple, which verl's own update cannot read. Set it to false."
         )
     update.begin(micro_batch, scale=_scale(actor, micro_batch))
     return outputs
@@ -148,5 +149,5 @@ def _scale(actor: Any, micro_batch: Mapping[str, Any]) -> float:
 
 
 def _upstream(scaler: Any) -> float:
-    """Return the gradient that fp16 training begins its backward pass with."""
+    """Return the gradient with which fp16 training starts its backward pass."""
     return 1.0 if scaler is None else float(scaler.get_scale())

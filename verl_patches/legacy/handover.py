@@ -11,7 +11,7 @@ from torch import Tensor
 HANDOVER = "offpolicy_handover"
 """Key of the ``LegacyHandover`` in a DataProto's ``meta_info``."""
 PREFIX = "offpolicy_"
-"""Of every column that travels past the actor's own list."""
+"""Prefix of every column that is sent in addition to the actor's own list."""
 MINI_TOKENS = f"{PREFIX}batch_num_tokens"
 """Column, (B,) int64: response tokens of the row's mini-batch, over all data-parallel ranks."""
 MINI_ROWS = f"{PREFIX}global_batch_size"
@@ -19,13 +19,13 @@ MINI_ROWS = f"{PREFIX}global_batch_size"
 
 
 class Update(Protocol):
-    """One update of an actor, which answers in verl's place what ``update_policy`` calls of ``core_algos``."""
+    """One update of an actor, which replaces the functions of ``core_algos`` that ``update_policy`` calls."""
 
     def begin(self, rows: Mapping[str, Any], *, scale: float) -> None:
-        """Take up a micro-batch, whose loss the actor multiplies by ``scale``, before it is computed."""
+        """Start a micro-batch, whose loss the actor multiplies by ``scale``, before its loss is computed."""
 
     def end(self, metrics: Mapping[str, Any]) -> None:
-        """Complete what the update reports among the actor's metrics, before they leave the process."""
+        """Complete the update's reports among the actor's metrics, before they leave the process."""
 
     def get_policy_loss_fn(self, original: Callable[..., Any], name: str) -> Callable[..., Any]: ...
 
@@ -37,19 +37,19 @@ class Update(Protocol):
 
 
 class LegacyHandover(Protocol):
-    """Replacement loss of a legacy actor, sent by value once a batch."""
+    """Replacement loss of a legacy actor, sent by value once per batch."""
 
     @property
     def reads_rollout_log_probs(self) -> bool:
-        """Return True if mu has to be in the batch."""
+        """Return True if mu must be in the batch."""
 
     def update(self, actor_config: Any, *, dp_size: int, upstream: Callable[[], float]) -> Update:
         """Begin an update of an actor.
 
         Args:
             actor_config: verl's ActorConfig, as the actor holds it.
-            dp_size: data-parallel ranks, over which the actor averages gradients.
-            upstream: the gradient with which the actor begins its backward pass, asked for when that has begun.
+            dp_size: number of data-parallel ranks over which the actor averages gradients.
+            upstream: returns the gradient with which the actor starts its backward pass; called after that.
         """
 
 
@@ -59,8 +59,8 @@ def mini_batch_columns(
     """Compute the denominators of each row's mini-batch, ``MINI_TOKENS`` and ``MINI_ROWS``, each (B,) int64.
 
     Args:
-        response_mask: (B, T) of this rank's rows, cut in order into mini-batches.
-        mini_batch_rows: rows of a mini-batch on one rank; the last one may have fewer.
+        response_mask: (B, T) of this rank's rows, split in order into mini-batches.
+        mini_batch_rows: number of rows of a mini-batch on one rank; the last one may have fewer.
         over_ranks: sums an int64 tensor over the data-parallel ranks.
     """
     pieces = response_mask.split(mini_batch_rows)

@@ -1,4 +1,4 @@
-"""Contracts on methods behind verl's ``GPUMemoryLogger``, whose wrapper hides their signature."""
+"""Contracts on methods wrapped by verl's ``GPUMemoryLogger``, which hides their signature."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ class Logged(Contract):
     """Contract on the signature and keys of the method that the logger calls."""
 
     def check(self) -> Any:
-        """Check the method behind the target, and return the target as it stands in its class.
+        """Check the method behind the target, and return the target as it is in its class.
 
         Raises:
-            PatchError: as ``Contract.check``.
+            PatchError: as for ``Contract.check``.
         """
         self._check_release()
         target = resolve(self.target)
@@ -33,6 +33,6 @@ class Logged(Contract):
 def behind(function: Callable[..., Any], name: str) -> Callable[..., Any] | None:
     """Return the function of that name behind a decorator without ``functools.wraps``, or the function itself."""
     function = inspect.unwrap(function)
-    # Such a decorator keeps the function that it wraps in its closure alone.
+    # Such a decorator keeps the wrapped function only in its closure.
     held = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
     return next((found for found in (function, *held) if getattr(found, "__name__", None) == name), None)

@@ -1,10 +1,10 @@
 """Patch of verl's legacy Megatron actor: the engine path's loss in an update that comes with a handover.
 
-``make_minibatch_iterator`` selects the columns on its own list and no other, and the closure that computes the loss on
-the last pipeline stage gives a policy loss neither mu nor its micro-batch. Here the batch keeps our columns, the
-numbers of each mini-batch join it before it is cut, and each micro-batch is noted when Megatron's schedule takes it:
-on the last stage its loss follows within the same forward step, also where virtual stages are interleaved. A batch
-without a handover goes through untouched.
+``make_minibatch_iterator`` selects only the columns in its own list, and the closure that computes the loss on the last
+pipeline stage passes neither mu nor its micro-batch to a policy loss. With this patch the batch keeps this package's
+columns, the totals of each mini-batch are added before it is split, and each micro-batch is recorded when Megatron's
+schedule takes it: on the last stage its loss follows within the same forward step, even with interleaved virtual
+stages. A batch without a handover is unchanged.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def install() -> None:
     """Wrap the actor. Idempotent.
 
     Raises:
-        PatchError: a target is not what it was.
+        PatchError: a target has changed.
     """
     for contract in CONTRACTS:
         contract.check()
@@ -132,23 +132,23 @@ def _update_policy(original: Callable[..., Any], actor: Any, dataloader: Any, en
 
 
 def _upstream(grad_scale: Callable[[Tensor], Tensor] | None) -> float:
-    """Return the gradient that the backward pass begins with: the loss scale of fp16 training, 1 without."""
+    """Return the gradient at the start of the backward pass: the loss scale of fp16 training, otherwise 1."""
     return 1.0 if grad_scale is None else float(grad_scale(torch.ones(())))
 
 
 def _refuse(actor: Any) -> None:
-    """Refuse schedules in which a loss is not that of the micro-batch taken last."""
+    """Reject schedules in which a loss does not belong to the micro-batch taken last."""
     key = "actor_rollout_ref.actor.megatron.override_transformer_config"
     if actor.tf_config.overlap_moe_expert_parallel_comm:
         raise ValueError(
             f"{key}.overlap_moe_expert_parallel_comm=true: the schedule takes a micro-batch while the loss of another "
-            f"one is computed, so that the correction cannot tell which is which. Set it to false."
+            f"one is computed, so the correction cannot match them. Set it to false."
         )
 
 
 def _forward_backward_batch(original: Callable[..., Any], actor: Any, data: Any, *args: Any, **kwargs: Any) -> Any:
     if algorithms.running() is not None:
-        # One mini-batch at a time, as it was dealt: shuffled or not.
+        # One mini-batch at a time, in the order of the split: shuffled or not.
         for key, column in mini_batch_columns(data.batch["response_mask"], len(data), _over_ranks).items():
             data.batch[key] = column
     return original(actor, data, *args, **kwargs)
@@ -165,18 +165,18 @@ def _make_batch_generator(original: Callable[..., Any], batches: Sequence[Any], 
     made = original(batches, vpp_size)
     if current is None:
         return made
-    # Megatron's schedules multiply by the one and divide by the other.
+    # Megatron's schedules multiply by the former and divide by the latter.
     scale = mpu.get_context_parallel_world_size() / len(batches)
-    # One iterator, or one for each virtual stage.
+    # One iterator, or one per virtual stage.
     if vpp_size > 1:
         return [_noted(stage, current, scale) for stage in made]
     return _noted(made, current, scale)
 
 
 def _noted(micro_batches: Iterator[Any], current: Update, scale: float) -> Iterator[Any]:
-    """Yield the micro-batches; the update begins each when it is requested."""
+    """Yield the micro-batches; the update starts each one when it is requested."""
     for micro_batch in micro_batches:
-        # Where verl moves it next, which then moves nothing.
+        # verl moves it next, which then does nothing.
         rows = micro_batch.to(get_device_id())
         current.begin(rows, scale=scale)
         yield rows

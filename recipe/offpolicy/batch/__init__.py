@@ -1,1 +1,1 @@
-"""verl's batches and micro-batches: tensors, padding, checksums, and the plan that travels with each update."""
+"""verl's batches and micro-batches: tensors, padding, checksums, and the plan sent with each update."""

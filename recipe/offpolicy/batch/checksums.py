@@ -1,9 +1,9 @@
-"""A hash of each row's tokens with the values of a column, computed where they are.
+"""A hash of each row's tokens with the values of a column, computed on their device.
 
-Sum over a row's tokens of mix(mix(2^32 place + token) + seed + bits of the value), with place the number of the row's
-response tokens up to it, and a seed for each precision. ``mix`` is the finaliser of SplitMix64 (Steele, Lea, Flood
-2014, Fast Splittable Pseudorandom Number Generators), a bijection of 64 bits, in int64 that wraps around. It guards
-against mistakes, not against somebody who looks for a collision.
+Sum over a row's tokens of mix(mix(2^32 place + token) + seed + bits of the value), where place is the number of the
+row's response tokens up to it and the seed depends on the precision. ``mix`` is the finaliser of SplitMix64 (Steele,
+Lea, Flood 2014, Fast Splittable Pseudorandom Number Generators), a bijection of 64 bits, in wrapping int64. The hash
+protects against mistakes, not against deliberate collisions.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ..correction.row_blocks import split_tokens
 from ..correction.row_layout import PackedRows, RowLayout
 
 _BITS: Final = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Integers of as many bytes as a float of any dtype has."""
+"""Integer dtype with as many bytes as a float of each dtype."""
 _SEEDS: Final = {
     torch.float64: 0x243F6A8885A308D3,
     torch.float32: 0x13198A2E03707344,
@@ -31,12 +31,12 @@ _SECOND: Final = 0x94D049BB133111EB - 2**64
 
 @torch.no_grad()
 def hash_rows(tokens: Tensor, mask: Tensor, values: Tensor) -> Tensor:
-    """Hash each row's tokens, (B,) int64: 0 for a row without a token in the mask; positions off the mask are not read.
+    """Hash each row's tokens, (B,) int64: 0 for a row without a token in the mask; values outside the mask are ignored.
 
-    It differs where a token, a bit of a value, their order, or the dtype of the values does.
+    It changes with any token, any bit of a value, their order, or the dtype of the values.
 
     Args:
-        tokens: (B, T) integers, or nested by row, as the others.
+        tokens: (B, T) integers, or nested by row, like the other columns.
         mask: (B, T) bool or 0/1.
         values: (B, T) of the float dtypes that training uses.
 
@@ -49,10 +49,10 @@ def hash_rows(tokens: Tensor, mask: Tensor, values: Tensor) -> Tensor:
 
 @torch.no_grad()
 def hash_columns(tokens: Tensor, mask: Tensor, columns: Sequence[Tensor]) -> Tensor:
-    """Hash each of several columns as ``hash_rows`` does: (B, C) int64.
+    """Hash each of several columns like ``hash_rows``: (B, C) int64.
 
     Args:
-        tokens, mask: as there.
+        tokens, mask: as in ``hash_rows``.
         columns: (B, T) each, of one dtype, or nested by row.
     """
     given = {"tokens": tokens, "mask": mask} | {str(i): column.detach() for i, column in enumerate(columns)}
@@ -66,14 +66,14 @@ def _hash_block(rows: RowLayout, tokens: Tensor, mask: Tensor, **columns: Tensor
     mixed = _mix(at + values.view(_BITS[values.element_size()])).mul_(there)
     if not isinstance(rows, PackedRows):
         return mixed.sum(-1).T
-    # The sum up to each row's end less that up to its start: both wrap around, and so does their difference.
+    # The sum up to each row's end minus that up to its start: both wrap around, and so does their difference.
     up_to = torch.cat((mixed.new_zeros(len(mixed), 1), mixed.cumsum(-1)), dim=-1)
     return up_to[:, rows.offsets].diff().T
 
 
 @torch.no_grad()
 def hash_numbers(values: Tensor) -> Tensor:
-    """Hash the numbers of each row, (B,) int64: values (B,) or (B, K) of any dtype, in their order."""
+    """Hash the numbers of each row in order, (B,) int64: values (B,) or (B, K) of any dtype."""
     numbers = values.detach().reshape(len(values), -1)
     bits = numbers.view(_BITS[numbers.element_size()]) if numbers.is_floating_point() else numbers
     found = torch.zeros(len(numbers), dtype=torch.int64, device=numbers.device)
@@ -83,7 +83,7 @@ def hash_numbers(values: Tensor) -> Tensor:
 
 
 def _mix(value: Tensor) -> Tensor:
-    """Mix the bits in place, but for temporaries."""
+    """Mix the bits in place, except for temporaries."""
     value ^= _shifted(value, 30)
     value *= _FIRST
     value ^= _shifted(value, 27)

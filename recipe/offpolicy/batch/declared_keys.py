@@ -1,4 +1,4 @@
-"""Declared keys of a section of the configuration: what each may hold, when it is read, and how problems are worded."""
+"""Declared keys of a configuration section: accepted values, when a key is read, and the wording of problems."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ Values = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Key:
-    """What a key may hold.
+    """Declaration of one key.
 
     Attributes:
-        fits: returns True of a value that the key may hold.
-        words: what that is, behind "expected".
-        read_with: (another key, its value, or ... for any but null) without which nothing reads this one.
+        fits: returns True for an accepted value.
+        words: description of accepted values, after "expected".
+        read_with: (another key, its value, or ... for any but null) without which this key is unused.
     """
 
     fits: Callable[[Any], bool]
@@ -32,12 +32,12 @@ class Key:
 
 @dataclass(frozen=True)
 class Rule:
-    """Values of two keys that contradict each other.
+    """A contradiction between the values of two keys.
 
     Attributes:
-        key: the one that is reported.
-        broken: returns True of values that contradict each other.
-        reason: why.
+        key: the key that is reported.
+        broken: returns True if the values contradict each other.
+        reason: explanation.
         instead: returns the value that fixes it.
         beside: the other key.
     """
@@ -51,14 +51,14 @@ class Rule:
 
 @dataclass(frozen=True)
 class Section:
-    """The keys below ``path``, those of a nested section with a dot.
+    """The keys below ``path``; keys of a nested section contain a dot.
 
     Attributes:
-        path: such as ``offpolicy.staleness``.
-        shipped: the defaults, as the YAML ships them.
-        keys: name -> what it may hold.
-        rules: checked where every value fits.
-        hints: key that is null by default -> a value to propose for it.
+        path: for example ``offpolicy.staleness``.
+        shipped: the defaults, from the shipped YAML.
+        keys: name -> declaration.
+        rules: checked if every value is accepted.
+        hints: key that is null by default -> a value to suggest for it.
     """
 
     path: str
@@ -68,14 +68,14 @@ class Section:
     hints: Values | None = None
 
     def read(self, config: Any) -> Any:
-        """Return the section as plain values; None where it is null or absent."""
+        """Return the section as plain values; None if it is null or absent."""
         from omegaconf import OmegaConf
 
         node = OmegaConf.select(config, self.path, default=None)
         return OmegaConf.to_container(node, resolve=True) if OmegaConf.is_config(node) else node
 
     def find_problems(self, config: Any) -> Iterator[Problem]:
-        """Find unknown keys and values that do not fit; without these, unread keys and contradictions."""
+        """Find unknown keys and invalid values; if there are none, unused keys and contradictions."""
         given = self.read(config)
         if given is None:
             return
@@ -94,7 +94,7 @@ class Section:
             yield from self._find_contradictions({**default, **known})
 
     def _replace(self, name: str, value: Any, default: Any) -> tuple[str, ...]:
-        """Build the override that sets what was meant, else the default, or the hint where null would switch it off."""
+        """Build the override for the intended value, else the default, or the hint if null would disable the key."""
         meant = [number for number in read_numbers(value) if self.keys[name].fits(number)]
         usual = default if default is not None else (self.hints or {}).get(name)
         instead = meant[0] if meant else usual
@@ -152,7 +152,7 @@ def number(
     null: bool = False,
     read_with: tuple[str, Any] | None = None,
 ) -> Key:
-    """Declare a finite number, ``least`` and ``most`` inclusive, ``above`` and ``below`` exclusive.
+    """Declare a finite number; ``least`` and ``most`` are inclusive, ``above`` and ``below`` exclusive.
 
     Example:
         >>> number("a share", 0, 1).fits(0.5), number("a share", 0, 1).fits(True)

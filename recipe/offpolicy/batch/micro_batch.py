@@ -1,4 +1,4 @@
-"""Adapter of verl's micro-batch: reads it and hands weights back; the one place that knows its keys and layouts.
+"""Adapter of verl's micro-batch: reads it and writes weights; the only module that knows its keys and layouts.
 
 verl 0.9.1 calls the engine's loss as ``loss_fn(model_output=..., data=TensorDict, dp_group=...)``. Response tensors
 are nested by row on the V1 trainer and padded (B, T) on V0; ``model_output["log_probs"]`` is nested over prompt and
@@ -44,41 +44,41 @@ from .token_versions import read_versions
 from .weight_versions import RowVersions, check_ages_known, compute_token_versions
 
 ROLLOUT_LOG_PROBS = "rollout_log_probs"
-WEIGHTS = "rollout_is_weights"  # what verl's ppo_loss multiplies into the policy term
+WEIGHTS = "rollout_is_weights"  # verl's ppo_loss multiplies the policy term by this
 PI_OLD = "offpolicy_pi_old"
-"""Of what the loss is handed: log pi_old where it is finite or not, for terms with a ratio of their own."""
+"""Key in the loss's data: log pi_old, finite or not, for terms with their own ratio."""
 FULL_LOG_PROBS = "offpolicy_full_log_probs"
 """Key of a model output: log-probs over the whole vocabulary, where ``log_probs`` are over the replayed support."""
 WITHHELD = "offpolicy_withheld"
-"""Key of a model output: tokens, flagged one place before, that leave the policy term, for their support is unknown."""
+"""Key of a model output: tokens, flagged one position before, that leave the policy term: their support is unknown."""
 SUPPORT_SIZE = "offpolicy_support_size"
-"""Key of a model output, and of a recorded column: members of each token's support, 0 where it is not known."""
+"""Key of a model output, and of a recorded column: size of each token's support, 0 if unknown."""
 VERSIONS_SEALED = "versions"
-"""Name of what is sealed of the versions of each row's weights: the oldest and the newest."""
+"""Name of the seal of the oldest and newest version of each row's weights."""
 LAST = "update_lr_scheduler"
-"""What verl's worker tells the engine of each mini-batch: whether the learning rate is to move after it, which it is
-after the last of an update."""
+"""Flag that verl passes to the engine with each mini-batch: update the learning rate after it. verl sets it for
+the last mini-batch of an update."""
 _NEEDED = ("responses", "response_mask", "old_log_probs", "advantages", ROLLOUT_LOG_PROBS)
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """A micro-batch: its padded (B, T) tensors, and what the engine handed over, from which a loss is computed anew.
+    """A micro-batch: its padded (B, T) tensors, and the engine's arguments, from which a loss can be computed again.
 
     ``log_prob`` carries the gradient, ``responses`` are token ids.
 
     Attributes:
-        old_log_prob: as it was shipped; what a correction takes for pi_old is ``choose_pi_old``'s to say.
-        versions: of the weights that sampled each row, or each token; None where verl does not tell.
-        plan: what the trainer fixed for the whole batch; None where it sent none.
-        scale: (B,) float64 of ``denominator=kept`` or ``nonfinite=excluded``; None where the trainer sent none.
+        old_log_prob: as it was sent; ``choose_pi_old`` decides which pi_old a correction uses.
+        versions: versions of the weights that sampled each row, or each token; None if verl does not record them.
+        plan: the trainer's constants for the whole batch; None if it sent none.
+        scale: (B,) float64 of ``denominator=kept`` or ``nonfinite=excluded``; None if the trainer sent none.
         counted: raises when read if that was counted over other mini-batches than the engine's.
-        withheld: (B, T) bool, tokens that leave the policy term, masks and statistics, whatever the correction says;
-            None for none.
-        last: of the update's last mini-batch, as far as verl tells.
-        marks: what the trainer wants proved, see ``PROVE``: 1 or 2 of each row that it has marked.
-        layout: where the responses stand in what the model says; None where they are cut out and padded already.
-        model_output, data: as the engine calls its loss; empty of rows by themselves, see ``detached``.
+        withheld: (B, T) bool, tokens that leave the policy term, masks and statistics under any correction; None for
+            none.
+        last: the rows belong to the update's last mini-batch, as far as verl reports it.
+        marks: the trainer's request for a proof, see ``PROVE``: 1 or 2 for each marked row.
+        layout: position of the responses in the model output; None if they are cut out and padded already.
+        model_output, data: arguments of the engine's call of its loss; empty for rows alone, see ``detached``.
     """
 
     responses: Tensor
@@ -105,7 +105,7 @@ class MicroBatch:
 
     @cached_property
     def policy_mask(self) -> Tensor:
-        """(B, T) bool, response tokens that the correction decides on: those that are not withheld."""
+        """(B, T) bool, response tokens that the correction decides on, without the withheld ones."""
         return self.response_mask if self.withheld is None else self.response_mask & ~self.withheld
 
     @cached_property
@@ -114,7 +114,7 @@ class MicroBatch:
         return turns(self.response_mask)
 
     def loss_columns(self) -> dict[str, Tensor]:
-        """Return the columns by token that every corrected loss reads, by verl's names."""
+        """Return the per-token columns that every corrected loss reads, by verl's names."""
         return {
             ROLLOUT_LOG_PROBS: self.rollout_log_prob,
             "old_log_probs": self.old_log_prob,
@@ -122,14 +122,14 @@ class MicroBatch:
         }
 
     def detached(self) -> MicroBatch:
-        """Detach the rows: no gradient, and nothing of the engine's is kept alive."""
+        """Detach the rows: without gradient, and without keeping the engine's tensors alive."""
         return replace(self, log_prob=self.log_prob.detach(), layout=None, model_output={}, data=TensorDict())
 
     def padded_output(self) -> Mapping[str, Any]:
-        """Pad the log-probs and entropy of the model's output; verl's loss takes them as they are.
+        """Pad the log-probs and entropy of the model output; verl's loss accepts them.
 
         Raises:
-            PatchError: the function of verl's that pads has moved, see ``verl_patches.response_padding``.
+            PatchError: verl's padding function has moved, see ``verl_patches.response_padding``.
         """
         if self.layout is None:
             return self.model_output
@@ -140,10 +140,10 @@ class MicroBatch:
         return changed
 
     def leaf(self) -> tuple[dict[str, Any], Tensor]:
-        """Copy the model's output detached, with its log-probs as a fresh leaf, and no token withheld.
+        """Copy the model output detached, with its log-probs as a new leaf and no token withheld.
 
         Returns:
-            The model output to hand to a loss, and the (total tokens,) leaf to take the gradient of.
+            The model output for a loss, and the (total tokens,) leaf whose gradient to take.
         """
         log_probs = self.model_output["log_probs"]
         leaf = flatten(log_probs).detach().clone().requires_grad_()
@@ -153,7 +153,7 @@ class MicroBatch:
         return copy, leaf
 
     def spread(self, values: Tensor) -> Tensor:
-        """Spread (B, T) values over the positions of the flat log-probs that they belong to: (total tokens,)."""
+        """Spread (B, T) values over the positions of their flat log-probs: (total tokens,)."""
         log_probs = self.model_output["log_probs"]
         values = values.to(log_probs.dtype)
         return values if self.layout is None else self.layout.place(values, len(flatten(log_probs)))
@@ -167,7 +167,7 @@ class MicroBatch:
         return replace(self, model_output=output | {"log_probs": _laid_out(changed, self.model_output["log_probs"])})
 
     def data_with(self, plan: SharedPlan | None = None, /, **tensors: Tensor | None) -> TensorDict:
-        """Copy verl's micro-batch by ``with_tensors``, with another plan where one is given."""
+        """Copy verl's micro-batch by ``with_tensors``, with another plan if one is given."""
         changed = with_tensors(self.data, **tensors)
         if plan is not None:
             tu.assign_non_tensor(changed, **{PLAN: plan})
@@ -175,7 +175,7 @@ class MicroBatch:
 
 
 def read(model_output: Mapping[str, Any], data: TensorDict) -> MicroBatch:
-    """Read the tensors that a correction needs, padded with zeros to the longest response of the micro-batch.
+    """Read the tensors of a correction, padded with zeros to the longest response of the micro-batch.
 
     Raises:
         KeyError: mu or another key is not in the micro-batch; the message says what to set.
@@ -185,10 +185,10 @@ def read(model_output: Mapping[str, Any], data: TensorDict) -> MicroBatch:
             fix = (
                 "set actor_rollout_ref.rollout.calculate_log_probs=true"
                 if key == ROLLOUT_LOG_PROBS
-                else "this path of verl does not ship it to the loss"
+                else "this path of verl does not send it to the loss"
             )
             raise KeyError(f"{key} is not in the micro-batch that reached the loss: {fix}")
-    # The legacy actors' rows are padded, all of them, and come without their prompts.
+    # Rows of the legacy actors are all padded, and come without their prompts.
     layout = None if _is_padded(model_output["log_probs"]) else Layout.of(data)
     columns = {key: data[key] if layout is None else pad_column(data[key], layout, key) for key in _NEEDED}
     response_mask = columns["response_mask"].bool()
@@ -217,8 +217,8 @@ def decide(spec: CorrectionSpec, batch: MicroBatch, *, measure: Measure = "all")
     """Run both stages on one micro-batch, with ``measure`` of its statistics.
 
     Raises:
-        KeyError: the correction fixes something for the whole batch, and the trainer's plan did not arrive.
-        ValueError: level ``version``, or a part that goes by age, where verl does not say which version sampled what.
+        KeyError: the correction needs a batch-level constant, and the trainer's plan did not arrive.
+        ValueError: level ``version``, or an age-dependent part, but verl does not record the versions.
     """
     return _stepped(spec, _first_stage(spec, batch, measure), batch)
 
@@ -226,9 +226,9 @@ def decide(spec: CorrectionSpec, batch: MicroBatch, *, measure: Measure = "all")
 def decide_with_shadows(
     spec: CorrectionSpec, shadows: Mapping[str, CorrectionSpec], batch: MicroBatch
 ) -> tuple[dict[str, Statistic], dict[str, Statistic]]:
-    """Run ``decide``, and measure what corrections that are off would have done to this micro-batch.
+    """Run ``decide``, and measure the effect that the shadow corrections would have on this micro-batch.
 
-    They see the pi_old of ``spec``.
+    They use the pi_old of ``spec``.
     """
     stage = _first_stage(spec, batch, "all")
     statistics = _stepped(spec, stage, batch).statistics | count_unknown_versions(batch)
@@ -275,7 +275,7 @@ def _stepped(spec: CorrectionSpec, stage: RolloutStage, batch: MicroBatch) -> St
 
 
 def compute_factor(spec: CorrectionSpec, batch: MicroBatch, step: StepStage) -> Tensor:
-    """Compute the factor of each token's policy term: weight x keep, (B, T), with the denominator's scale in it.
+    """Compute the factor of each token's policy term: weight * keep, (B, T), including the denominator's scale.
 
     Raises:
         KeyError: ``denominator=kept`` or ``nonfinite=excluded``, and the trainer's scale did not arrive.
@@ -287,15 +287,15 @@ def compute_factor(spec: CorrectionSpec, batch: MicroBatch, step: StepStage) -> 
 def _scale(spec: CorrectionSpec, batch: MicroBatch) -> Tensor:
     if batch.scale is None:
         asked = "denominator=kept" if spec.denominator == "kept" else "nonfinite=excluded"
-        raise KeyError(f"{SCALE} is not in the micro-batch that reached the loss: {asked} has no count.")
+        raise KeyError(f"{SCALE} is not in the micro-batch that reached the loss: {asked} needs its count.")
     return batch.scale
 
 
 def compute_penalty(spec: PenaltySpec, batch: MicroBatch, correction: CorrectionSpec) -> Tensor:
-    """Compute (log r)^2 of each token, (B, T), differentiable, with the scale of ``nonfinite=excluded`` in it.
+    """Compute (log r)^2 of each token, (B, T), differentiable, including the scale of ``nonfinite=excluded``.
 
     Args:
-        correction: that ``spec`` belongs to, which says what pi_old is.
+        correction: the correction with ``spec``; it defines pi_old.
     """
     other = batch.rollout_log_prob if spec.ratio == "full" else choose_pi_old(correction, batch)
     squares = compute_squared_log_ratio(batch.log_prob, other, batch.policy_mask)
@@ -317,10 +317,10 @@ def choose_pi_old(spec: CorrectionSpec, batch: MicroBatch) -> Tensor:
 
 
 def compute_staleness(batch: MicroBatch) -> Tensor | None:
-    """Compute int64 steps from the weights that sampled to those that this step began with, on the batch's device.
+    """Compute int64 steps from the weights that sampled to those at the start of this step, on the batch's device.
 
-    (B, T) where versions are noted by token, (B,) otherwise; None where verl does not tell the versions, or the trainer
-    sent no plan.
+    (B, T) if versions are recorded per token, (B,) otherwise; None if verl does not record them or the trainer sent no
+    plan.
     """
     if batch.plan is None or batch.versions is None:
         return None
@@ -328,7 +328,7 @@ def compute_staleness(batch: MicroBatch) -> Tensor | None:
 
 
 def count_unknown_versions(batch: MicroBatch) -> dict[str, Statistic]:
-    """Count the rows whose versions are not known by token; nothing where verl tells no versions at all."""
+    """Count the rows without per-token versions; empty if verl records no versions."""
     if batch.versions is None:
         return {}
     unknown = batch.versions.find_unknown(batch.response_mask).sum(dtype=torch.float64)
@@ -336,18 +336,18 @@ def count_unknown_versions(batch: MicroBatch) -> dict[str, Statistic]:
 
 
 def check_seals(batch: MicroBatch) -> DeferredValue[None] | None:
-    """Compare each column that the trainer has sealed with what came; None where its plan says of none.
+    """Compare each sealed column with the values that arrived; None if the plan lists no seals.
 
     Raises:
-        SealError: a seal, or a column that was sealed, did not come; or, when fetched, a column has changed.
+        SealError: a seal or a sealed column is missing; or, when fetched, a column has changed.
     """
     if batch.plan is None or not batch.plan.sealed:
         return None
     came = {name: batch.data[key_of(name)] for name in batch.plan.sealed if key_of(name) in batch.data.keys()}
-    # TransferQueue nests whatever has more than one number a row.
+    # TransferQueue nests every column with more than one number per row.
     seals = {name: flatten(seal).view(len(batch.responses), -1) for name, seal in came.items()}
     if lost := set(batch.plan.sealed) - set(seals):
-        raise SealError(f"the seals of {', '.join(sorted(lost))} did not reach the loss with these rows.")
+        raise SealError(f"the seals of {', '.join(sorted(lost))} did not reach the loss with these sequences.")
     by_token, by_row = batch.loss_columns(), {}
     if batch.versions is not None:
         by_row[VERSIONS_SEALED] = torch.stack((batch.versions.oldest, batch.versions.newest), dim=-1)
@@ -372,9 +372,7 @@ def read_bounds(batch: MicroBatch, names: Collection[str]) -> Mapping[str, Mappi
     """
     sent = _plan(batch).bounds
     if set(sent) != set(names):
-        raise KeyError(
-            f"{PLAN} brought bounds for {sorted(sent)} to the loss, and those of {sorted(names)} come with each update."
-        )
+        raise KeyError(f"{PLAN} brought bounds for {sorted(sent)} to the loss, expected those of {sorted(names)}.")
     return sent
 
 
@@ -382,7 +380,7 @@ def pad_log_probs(model_output: Mapping[str, Any], data: TensorDict, layout: Lay
     """Pad log pi of the responses to (B, T), zeros on padding; differentiable.
 
     Args:
-        layout: of ``data``, where it is known already.
+        layout: layout of ``data``, if it is known already.
     """
     log_probs = model_output["log_probs"]
     if isinstance(log_probs, Padded):
@@ -399,9 +397,9 @@ def _read_withheld(model_output: Mapping[str, Any], data: TensorDict, layout: La
 
 
 def with_tensors(data: TensorDict, **tensors: Tensor | None) -> TensorDict:
-    """Copy the micro-batch, shallowly, with padded (B, T) tensors put in; None removes the key."""
+    """Copy the micro-batch, shallowly, with added padded (B, T) tensors; None removes the key."""
     removed = {key for key, tensor in tensors.items() if tensor is None}
-    # ``copy`` would copy each row's objects, some 0.6 ms a row of verl's.
+    # ``copy`` would copy each row's objects, about 0.6 ms per row of verl's.
     changed = data.select(*(key for key in data.keys() if key not in removed))
     for key, tensor in tensors.items():
         if tensor is not None:
@@ -419,13 +417,13 @@ def flatten(tensor: Tensor) -> Tensor:
 
 
 def compute_row_checksums(responses: Tensor, response_mask: Tensor, rollout_log_prob: Tensor) -> list[int]:
-    """Compute a 64-bit checksum of each row's response tokens and their mu, to the bit; padding is not read.
+    """Compute a 64-bit checksum of each row's response tokens and their mu, bitwise; padding is ignored.
 
-    It ties mu to the tokens it was sampled with: a shift, a permutation of rows, a cast or a replacement changes it.
-    Rows without a response token are left out.
+    It ties mu to its tokens: a shift, a permutation of rows, a cast or a replacement changes it. Rows without a
+    response token are skipped.
 
     Args:
-        responses: (B, T) token ids, or nested by row, as the others.
+        responses: (B, T) token ids, or nested by row, like the other columns.
         response_mask: (B, T) bool or 0/1.
         rollout_log_prob: (B, T) log mu, of any float dtype.
     """
@@ -448,18 +446,18 @@ def _read_marks(data: TensorDict) -> tuple[int, ...]:
 
 
 def _is_padded(log_probs: Tensor) -> bool:
-    """Return True if the forward pass has padded the responses already, as that of the legacy actors does."""
+    """Return True if the forward pass has padded the responses already, as for legacy actors."""
     return not log_probs.is_nested and log_probs.dim() == 2
 
 
 def _plan(batch: MicroBatch) -> SharedPlan:
     if batch.plan is None:
-        raise KeyError(f"{PLAN} is not in the micro-batch that reached the loss: what it fixes for the batch is lost.")
+        raise KeyError(f"{PLAN} is not in the micro-batch that reached the loss: batch-level constants are missing.")
     return batch.plan
 
 
 def _counted(data: TensorDict) -> DeferredValue[None] | None:
-    """Check that the count behind ``denominator=kept`` is the engine's own."""
+    """Check that the count of ``denominator=kept`` equals the engine's."""
     if SCALE not in data.keys():
         return None
     engine = tu.get_non_tensor_data(data, "batch_num_tokens", None)
@@ -467,8 +465,8 @@ def _counted(data: TensorDict) -> DeferredValue[None] | None:
     def judge(counted: list[int]) -> None:
         if any(one != engine for one in counted):
             raise ValueError(
-                f"the loss's denominator was counted over mini-batches of {sorted(set(counted))} response tokens, and "
-                f"the engine's mini-batch has {engine}: the batch was dealt otherwise than expected."
+                f"the loss's denominator was counted over mini-batches of {sorted(set(counted))} response tokens, but "
+                f"the engine's mini-batch has {engine}: the batch was split differently than expected."
             )
 
     return DeferredValue(data[MINI_BATCH_TOKENS].long(), judge)

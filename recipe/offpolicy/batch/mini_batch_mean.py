@@ -1,4 +1,4 @@
-"""verl's mean of values by token over a mini-batch, as its own loss takes it in each micro-batch."""
+"""verl's mini-batch mean of per-token values, as its own loss takes it in each micro-batch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def mini_batch_mean(values: Tensor, response_mask: Tensor, actor_config: Any, da
         response_mask,
         actor_config.loss_agg_mode,
         dp_size=data["dp_size"],
-        # In a mini-batch without any token every sum is 0, and so is the mean.
+        # In a mini-batch without tokens every sum is 0, and so is the mean.
         batch_num_tokens=max(data["batch_num_tokens"], 1),
         global_batch_size=data["global_batch_size"],
         loss_scale_factor=actor_config.loss_scale_factor,

@@ -1,7 +1,7 @@
 """Positions of a micro-batch's responses in verl's two layouts, nested and packed, and their padding.
 
-verl's own ``no_padding_2_padding`` cuts row by row, by lengths that it asks the device for, and nested columns take
-torch a pass each. Here one table of places serves every column, without a word to the host.
+verl's ``no_padding_2_padding`` slices row by row, with lengths that it reads from the device, and each nested column
+costs torch one pass. Here one index table serves every column, without a host transfer.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ class Layout:
     """Layout of one micro-batch.
 
     Attributes:
-        prompts, responses: (B,) int64, tokens of each row.
-        width: T, tokens of the longest response, or as far as verl has padded them.
-        tokens: of all responses together; None where they are padded, and the host does not know.
+        prompts, responses: (B,) int64, number of tokens of each row.
+        width: T, number of tokens of the longest response, or verl's padded width.
+        tokens: total response tokens; None if they are padded and the host does not know.
     """
 
     prompts: Tensor
@@ -32,11 +32,11 @@ class Layout:
 
     @classmethod
     def of(cls, data: TensorDict) -> Layout:
-        """Build from "prompts" and "responses", nested, or padded with "attention_mask"."""
+        """Build from "prompts" and "responses": nested, or padded with "attention_mask"."""
         prompts, responses = data["prompts"], data["responses"]
         if responses.is_nested:
-            # torch keeps it beside a nested tensor that was made from rows, as verl's micro-batches are, and asks the
-            # device for that of any other.
+            # torch stores it with a nested tensor that was made from rows, as verl's micro-batches are, and reads it
+            # from the device for any other.
             width = int(responses._get_max_seqlen())
             return cls(prompts.offsets().diff(), responses.offsets().diff(), width, len(_data_of(responses)))
         mask, cut = data["attention_mask"], prompts.shape[1]
@@ -44,18 +44,18 @@ class Layout:
 
     @cached_property
     def absent(self) -> Tensor:
-        """(B, T) bool, true on padding."""
+        """(B, T) bool, True on padding."""
         return self._positions >= self.responses[:, None]
 
     def column(self, values: Tensor) -> Tensor:
-        """Pad responses that lie end to end to (B, T), zeros on padding."""
+        """Pad concatenated responses to (B, T), zeros on padding."""
         return self._gathered(values, self._of_responses)
 
     def responses_of(self, values: Tensor) -> Tensor:
         """Select the responses, (B, T), from an output over prompts and responses; zeros on padding, differentiable.
 
         Args:
-            values: (total tokens,), at each token what belongs to the one after it.
+            values: (total tokens,), each token's position holds the value of the next token.
         """
         return self._gathered(values, self._of_output)
 
@@ -90,16 +90,16 @@ class Layout:
 
 
 def _data_of(nested: Any) -> Tensor:
-    """Return the rows end to end, out of reach of autograd.
+    """Return the concatenated rows, outside autograd.
 
-    ``values()`` makes a view that autograd can follow, and takes as long as ten operations on a small batch.
+    ``values()`` makes a view that autograd tracks, which takes as long as ten operations on a small batch.
     """
     values: Tensor = nested._values
     return values.detach()
 
 
 def pad_column(column: Tensor, layout: Layout, key: str) -> Tensor:
-    """Pad a column of the responses to (B, T) with zeros; return a padded one as it is.
+    """Pad a column of the responses to (B, T) with zeros; a padded column is returned unchanged.
 
     Raises:
         ValueError: a nested column has more or fewer tokens than the responses.
@@ -109,7 +109,7 @@ def pad_column(column: Tensor, layout: Layout, key: str) -> Tensor:
     values = _data_of(column)
     if layout.tokens is not None and len(values) != layout.tokens:
         raise ValueError(
-            f"{key} in the micro-batch has {len(values)} tokens and the responses have {layout.tokens}: something "
-            f"between rollout and loss cut or filled one of them."
+            f"{key} in the micro-batch has {len(values)} tokens but the responses have {layout.tokens}: code between "
+            f"rollout and loss truncated or padded one of them."
         )
     return layout.column(values)

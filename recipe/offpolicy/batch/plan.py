@@ -1,6 +1,6 @@
-"""Batch-level constants, made by the trainer before the first gradient step and shipped to the workers.
+"""Batch-level constants, computed by the trainer before the first gradient step and sent to the workers.
 
-The plan travels beside the batch: what is one number for all rows as a non-tensor, what differs by row as a column.
+The plan travels with the batch: values common to all rows as a non-tensor, values per row as a column.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ PLAN = "offpolicy_plan"
 SCALE = "offpolicy_scale"
 """Key of the (B,) factors of ``denominator=kept`` and of ``nonfinite=excluded``."""
 MINI_BATCH_TOKENS = "offpolicy_mini_batch_tokens"
-"""Key of the (B,) response tokens that each row's mini-batch was counted to have, over all ranks."""
+"""Key of the (B,) counted response tokens of each row's mini-batch, over all ranks."""
 PROVE = "offpolicy_prove"
-"""Key of the (B,) int64 column with 1 for each row whose micro-batch is to be proved, 2 with trials; read where
+"""Key of the (B,) int64 column with 1 for each row whose micro-batch must be proved, 2 if it also runs trials; used if
 ``SharedPlan.prove``."""
 UID = "offpolicy_uid"
-"""Key of the (B, L) uint8 of each row's uid, UTF-8 filled up with zeros, where verl sends no uid to the loss."""
+"""Key of the (B, L) uint8 of each row's uid, zero-padded UTF-8, if verl sends no uid to the loss."""
 REWARD = "offpolicy_reward"
-"""Key of the (B,) rewards, where verl sends none."""
+"""Key of the (B,) rewards, if verl sends none."""
 
 
 COLUMNS = ("response_mask", "old_log_probs", "rollout_log_probs", EXTRA_FIELDS)
-"""What a plan is made from; where verl does not keep ``EXTRA_FIELDS``, ``VERSIONS`` or neither."""
+"""Columns from which a plan is built, plus ``VERSIONS`` if verl does not keep ``EXTRA_FIELDS``; both may be missing."""
 
 
 @dataclass(frozen=True)
@@ -51,12 +51,12 @@ class UpdateRows:
     """Order in which the rows of one update reach the loss, for the recorder.
 
     Attributes:
-        ranks: data-parallel ranks.
-        rows: that each of them gets.
-        mini_batch_rows: of these, rows of a mini-batch.
-        update: updates of this step before this one.
-        updates: that this step makes.
-        gradient_steps: of this step before this update.
+        ranks: number of data-parallel ranks.
+        rows: number of rows per rank.
+        mini_batch_rows: number of rows per mini-batch of a rank.
+        update: number of updates of this step before this one.
+        updates: number of updates in this step.
+        gradient_steps: number of gradient steps of this step before this update.
     """
 
     ranks: int
@@ -73,12 +73,12 @@ class SharedPlan:
 
     Attributes:
         step: the trainer's step, from which the age of a row's weights is counted.
-        constants: of the correction.
-        shadow_constants: of the corrections that are only reported, by name.
-        update: how the batch is split, where it is to be recorded.
-        bounds: part -> the bounds that this update is to use, for masks and a weight (``WEIGHT``) whose bounds move.
-        sealed: columns whose seals come with the batch, see ``seals``.
-        prove: the micro-batches of the rows that ``PROVE`` marks are to be proved.
+        constants: constants of the correction.
+        shadow_constants: constants of the shadow corrections, by name.
+        update: split of the batch, if it must be recorded.
+        bounds: part -> the bounds of this update, for masks and a weight (``WEIGHT``) whose bounds move.
+        sealed: columns whose seals are sent with the batch, see ``seals``.
+        prove: the micro-batches of the rows that ``PROVE`` marks must be proved.
     """
 
     step: int
@@ -90,7 +90,7 @@ class SharedPlan:
     prove: bool = False
 
     def fingerprint(self) -> int:
-        """Return a signed 64-bit hash of all that the plan says."""
+        """Return a signed 64-bit hash of the whole plan."""
         return int.from_bytes(blake2b(repr(self).encode(), digest_size=8).digest(), signed=True)
 
 
@@ -99,9 +99,9 @@ class BatchSplit:
     """verl's split of a batch into ranks and mini-batches.
 
     Attributes:
-        ranks: data-parallel ranks.
-        mini_batch_rows: rows of a mini-batch, over all ranks.
-        loss_agg_mode: verl's ``actor.loss_agg_mode``, or what its policy loss takes in place of it.
+        ranks: number of data-parallel ranks.
+        mini_batch_rows: number of rows per mini-batch, over all ranks.
+        loss_agg_mode: verl's ``actor.loss_agg_mode``, or the one that its policy loss uses instead.
     """
 
     ranks: int
@@ -127,13 +127,13 @@ def build_plan(
     batch_split: Callable[[], BatchSplit],
     bounds: Mapping[str, Mapping[str, float | None]] | None = None,
 ) -> tuple[SharedPlan, dict[str, Tensor]]:
-    """Build the plan of one batch and the columns that travel beside it.
+    """Build the plan of one batch and the columns to send with it.
 
     Args:
         step: the trainer's step.
-        rows: the batch with ``COLUMNS``; called only if something in it is needed.
-        batch_split: how verl will split the batch; likewise.
-        bounds: of parts whose bounds move; ``spec`` has them already.
+        rows: returns the batch with ``COLUMNS``; called only if needed.
+        batch_split: returns how verl will split the batch; called only if needed.
+        bounds: bounds of parts whose bounds move; ``spec`` has them already.
     """
     counts = spec.recounts
     if not (spec.needs_constants or counts or any(shadow.needs_constants for shadow in shadows.values())):
@@ -146,11 +146,11 @@ def build_plan(
 
 
 def seal_batch(plan: SharedPlan, rows: TensorDict, columns: Mapping[str, Tensor]) -> SharedPlan:
-    """Seal in ``rows`` what no one has sealed so far; return the plan, which tells of all seals, and is sealed itself.
+    """Seal all unsealed columns in ``rows``; return the plan, which lists all seals and is sealed itself.
 
     Args:
         rows: with "responses" and "response_mask".
-        columns: that are to be sealed, of these rows.
+        columns: columns of these rows to seal.
     """
     unsealed = {name: column for name, column in columns.items() if key_of(name) not in rows.keys()}
     for name, seal in build_seals(rows["responses"], rows["response_mask"], unsealed).items():
@@ -162,7 +162,7 @@ def seal_batch(plan: SharedPlan, rows: TensorDict, columns: Mapping[str, Tensor]
 
 
 def without_marks(columns: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Leave out ``PROVE``, which needs no seal: proofs return its numbers."""
+    """Remove ``PROVE``, which needs no seal because proofs return its numbers."""
     return {name: column for name, column in columns.items() if name != PROVE}
 
 
@@ -170,7 +170,7 @@ def compute_constants(spec: CorrectionSpec, rows: TensorDict, step: int | None =
     """Compute the constants of ``spec`` for the batch ``rows``, which holds ``COLUMNS``, nested or padded.
 
     Args:
-        step: the trainer's, for parts that go by age.
+        step: the trainer's step, for age-dependent parts.
     """
     return _Rollout(rows, step).compute_constants(spec)
 
@@ -180,7 +180,7 @@ def count_kept(spec: CorrectionSpec, rows: TensorDict, step: int | None = None) 
 
     Args:
         rows: with ``COLUMNS``, nested or padded.
-        step: the trainer's, for parts that go by age.
+        step: the trainer's step, for age-dependent parts.
     """
     batch = _Rollout(rows, step)
     return batch.count_kept(spec, batch.compute_constants(spec))
@@ -191,9 +191,9 @@ class Groups:
     """The groups of a batch with ``baseline=exclude``.
 
     Attributes:
-        uids: of each row, for verl's estimator.
-        silent: whether a row's advantage is 0, see ``baseline.regroup``.
-        metrics: for the user's logger.
+        uids: uid of each row, for verl's estimator.
+        silent: True if a row's advantage is 0, see ``baseline.regroup``.
+        metrics: metrics for the user's logger.
     """
 
     uids: list[str]
@@ -215,7 +215,7 @@ def regroup_without_rejected(
 def build_row_columns(
     spec: CorrectionSpec, rows: TensorDict, batch_split: BatchSplit, step: int | None = None
 ) -> dict[str, Tensor]:
-    """Build the columns of ``denominator=kept``, or of ``nonfinite=excluded``, for the batch ``rows``.
+    """Build the columns of ``denominator=kept`` or ``nonfinite=excluded`` for the batch ``rows``.
 
     They are in the order in which verl splits the batch.
     """
@@ -229,7 +229,7 @@ class _Rollout:
 
     Attributes:
         rows: with ``COLUMNS``, nested or padded.
-        step: the trainer's; None where it is not known.
+        step: the trainer's step; None if unknown.
     """
 
     rows: TensorDict
@@ -237,7 +237,7 @@ class _Rollout:
 
     @cached_property
     def versions(self) -> RowVersions | None:
-        """Versions of the rows, read once for all corrections: each reading lists what verl notes of every row."""
+        """Versions of the rows, read once for all corrections, because each read lists verl's fields of every row."""
         return read_versions(self.rows, self.rows["response_mask"])
 
     def compute_constants(self, spec: CorrectionSpec) -> BatchConstants:

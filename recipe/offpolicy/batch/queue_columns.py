@@ -1,4 +1,4 @@
-"""Columns of a batch of verl's V1 trainer, which lie in TransferQueue, nested by row."""
+"""Columns of a batch of verl's V1 trainer, stored in TransferQueue and nested by row."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from torch import Tensor
 from ..correction.row_layout import spread_over_tokens
 
 FORWARD = {"calculate_entropy": False, "compute_loss": False, "temperature": 1.0}
-"""What verl tells its workers of a forward pass, among a batch's ``extra_info``."""
+"""Keys in a batch's ``extra_info`` by which verl describes a forward pass to its workers."""
 
 
 def read_columns(batch: Any, *names: str) -> TensorDict:
-    """Read columns of all rows, padding included, of a batch that a KVBatchMeta describes."""
+    """Read columns of all rows, padding included, of the batch that a KVBatchMeta describes."""
     return tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=list(names))
 
 
 def put_columns(batch: Any, **columns: Any) -> Any:
-    """Put columns into the batch, and return its new metadata."""
+    """Put columns into the batch and return its new metadata."""
     fields = TensorDict(columns, batch_size=len(batch.keys))
     return tq.kv_batch_put(keys=batch.keys, partition_id=batch.partition_id, fields=fields)
 
@@ -31,6 +31,6 @@ def zero_rows(nested: Tensor, silent: Sequence[bool]) -> Tensor:
     """Copy a column that is nested by row, with zeros in the rows of ``silent``."""
     loud = spread_over_tokens(~torch.tensor(silent, dtype=torch.bool), nested)
     zeroed = torch.empty_like(nested)
-    # Not a product: that of a negative number is -0, whose bits are not those of 0.
+    # Not a product: a negative number times 0 is -0, whose bits differ from 0.
     zeroed.values().copy_(nested.values().where(loud.values(), nested.values().new_zeros(())))
     return zeroed

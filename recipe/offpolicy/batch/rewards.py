@@ -1,4 +1,4 @@
-"""Check of rewards: one that is not finite compares as wrong, or makes all advantages of its group NaN."""
+"""Check of rewards: a non-finite reward makes comparisons wrong or all advantages of its group NaN."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ class RewardError(ValueError):
 
 _BY_FUNCTION = "Return a finite number from the reward function."
 BY_KL = (
-    "Its score is finite, and the KL of algorithm.use_kl_in_reward is not: log-probs of the policy or the reference "
-    "are not finite there. Check the reference model, or set algorithm.use_kl_in_reward=false."
+    "Its score is finite, but the KL of algorithm.use_kl_in_reward is not: log-probs of the policy or the reference "
+    "are not finite. Check the reference model, or set algorithm.use_kl_in_reward=false."
 )
 
 
@@ -23,13 +23,13 @@ def check_rewards(rewards: Tensor, uids: Sequence[object], where: str = "", advi
     """Check that the rewards of all sequences are finite.
 
     Args:
-        rewards: (B,), or (B, T) by token, whose sum over a row has to be finite too.
+        rewards: (B,), or (B, T) per token; the sum over a row must be finite too.
         uids: (B,) prompt of each sequence.
-        where: words on the batch, such as "step 3".
+        where: description of the batch for errors, for example "step 3".
         advice: sentences on what to do.
 
     Raises:
-        RewardError: names the first sequence whose reward is not.
+        RewardError: a reward is not finite; names the first such sequence.
     """
     values = rewards.detach().to(torch.promote_types(rewards.dtype, torch.float32))
     by_row = values if values.dim() == 1 else values.sum(-1)

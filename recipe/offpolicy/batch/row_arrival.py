@@ -1,4 +1,4 @@
-"""Rows that a loss saw, compared with those that were sent to it and have not left since."""
+"""Comparison of the rows that a loss saw with the rows that were sent and did not leave."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import numpy as np
 def find_difference(
     sent: Mapping[str, int], seen: Iterable[int], left: Mapping[str, str] | None = None, epochs: int = 1
 ) -> str | None:
-    """Compare rows by their hashes, see ``checksums.hash_rows``; the loss sees each once per epoch.
+    """Compare rows by their hashes, see ``checksums.hash_rows``; the loss sees each row once per epoch.
 
     Args:
         sent: key of the row -> hash.
         seen: hashes that the loss reported, in any order.
         left: key of the row -> why the loss must not see it.
-        epochs: visits of each row.
+        epochs: number of visits of each row.
 
     Returns:
         The difference in words; None if there is none.
@@ -32,7 +32,7 @@ def find_difference(
     wanted = {key: number for key, number in sent.items() if key not in left}
     if are_same_rows([*wanted.values()], seen, epochs):
         return None
-    # Of rows with the same hash the surplus counts for each.
+    # For rows with the same hash, the surplus counts for each.
     surplus = Counter(seen)
     surplus.subtract(Counter([*wanted.values()] * epochs))
     known, expected = {*sent.values()}, {*wanted.values()}
@@ -50,13 +50,13 @@ def find_difference(
 
 
 def are_same_rows(sent: Sequence[int], seen: Sequence[int], times: int = 1) -> bool:
-    """Return True if the rows seen are those that were sent, each ``times`` as often.
+    """Return True if the rows seen are those that were sent, each ``times`` times.
 
     Example:
         >>> are_same_rows([7, 8], [8, 7, 7, 8], times=2)
         True
     """
-    # Sorted as numbers: to hash the rows of a large batch one by one takes ten times as long.
+    # Sorted as numbers: hashing the rows of a large batch one by one takes ten times as long.
     return len(seen) == times * len(sent) and np.array_equal(_sort(seen), _sort(sent).repeat(times))
 
 

@@ -1,4 +1,4 @@
-"""Seals of the columns of one batch, noted by the trainer as it sees them made; see ``seals``."""
+"""Seals of the columns of one batch, recorded by the trainer when the columns are made; see ``seals``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class SealedRows:
     """Seals of one batch, by the keys of its rows.
 
     Args:
-        keys: of the rows.
+        keys: keys of the rows.
         tokens, mask: "responses" and "response_mask" of these rows, nested or padded.
     """
 
@@ -24,11 +24,11 @@ class SealedRows:
         self._seals: dict[str, Tensor] = {}
 
     def add(self, columns: Mapping[str, Tensor]) -> None:
-        """Seal columns of all rows, instead of what was sealed under these names."""
+        """Seal columns of all rows, replacing earlier seals of the same names."""
         self._seals |= build_seals(self.tokens, self._mask, columns)
 
     def moved_to(self, keys: Sequence[str], tokens: Tensor, mask: Tensor) -> SealedRows:
-        """Return the seals of the rows ``keys``, which were among these."""
+        """Return the seals of the rows ``keys``, a subset of these rows."""
         place = {key: row for row, key in enumerate(self.keys)}
         rows = torch.tensor([place[key] for key in keys])
         moved = SealedRows(keys, tokens, mask)
@@ -37,7 +37,7 @@ class SealedRows:
 
     @property
     def names(self) -> list[str]:
-        """What is sealed."""
+        """Names of the sealed columns."""
         return list(self._seals)
 
     def columns(self) -> dict[str, Tensor]:

@@ -1,7 +1,7 @@
-"""Seals: a hash by row of each column that the loss reads, taken where the column is made and compared in the loss.
+"""Seals: a per-row hash of each column that the loss reads, taken where the column is made and compared in the loss.
 
-A seal travels as a column next to its own. It holds the hash, and the mean of the row's values, by which an error can
-say what was there.
+A seal travels as a column next to the column that it seals. It holds the hash and the mean of the row's values, so an
+error can report the original mean.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from ..correction.row_layout import detect_layout
 from .checksums import hash_columns, hash_numbers
 
 PREFIX = "offpolicy_seal_"
-"""Of the key of a seal, in front of its column's."""
+"""Prefix of a seal's key, before the key of its column."""
 PLAN_HASH = "plan"
-"""Of what is sealed: the plan, which is one for all rows."""
+"""Name of the seal of the plan, which is the same for all rows."""
 
 
 class LivenessError(RuntimeError):
@@ -26,7 +26,7 @@ class LivenessError(RuntimeError):
 
 
 class SealError(LivenessError):
-    """What reached the loss is not what was made for it; the message says which column and row, and both values."""
+    """A column changed before it reached the loss; the message says which column and row, and both values."""
 
 
 def key_of(column: str) -> str:
@@ -35,12 +35,12 @@ def key_of(column: str) -> str:
 
 
 def seal_columns(tokens: Tensor, mask: Tensor, columns: Sequence[Tensor]) -> list[Tensor]:
-    """Seal columns by token: (B, 3) int32 each, the hash in two halves and the bits of the mean.
+    """Seal per-token columns: (B, 3) int32 each, the hash in two halves and the bits of the mean.
 
-    Values are sealed as float32, whatever dtype they travel in.
+    Values are sealed as float32, whatever their dtype in the batch.
 
     Args:
-        tokens: (B, T) int64, or nested by row, as the others.
+        tokens: (B, T) int64, or nested by row, like the other columns.
         mask: (B, T) bool or 0/1.
         columns: (B, T) each.
     """
@@ -49,16 +49,16 @@ def seal_columns(tokens: Tensor, mask: Tensor, columns: Sequence[Tensor]) -> lis
 
 
 def seal_numbers(values: Tensor) -> Tensor:
-    """Seal a column by row, (B,) or (B, K): (B, 3) int32, with the mean of each row's numbers."""
+    """Seal a per-row column, (B,) or (B, K): (B, 3) int32, with the mean of each row's numbers."""
     return _join(hash_numbers(values), values.detach().double().reshape(len(values), -1).mean(-1))
 
 
 def build_seals(tokens: Tensor, mask: Tensor, columns: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Seal columns of the rows with these tokens, each by its name.
+    """Seal columns of the rows with these tokens, by name.
 
     Args:
         tokens, mask: "responses" and "response_mask", nested or padded.
-        columns: by token in their layout, or by row.
+        columns: per token in the same layout, or per row.
     """
     by_token = {name: column for name, column in columns.items() if column.is_nested or column.shape == mask.shape}
     sealed = dict(zip(by_token, seal_columns(tokens, mask, [*by_token.values()]), strict=True)) if by_token else {}
@@ -66,7 +66,7 @@ def build_seals(tokens: Tensor, mask: Tensor, columns: Mapping[str, Tensor]) -> 
 
 
 def seal_constant(number: int, rows: int) -> Tensor:
-    """Seal what is the same for all rows by a 64-bit number: (B, 3) int32."""
+    """Seal a 64-bit number that is the same for all rows: (B, 3) int32."""
     return _join(torch.full((rows,), number, dtype=torch.int64), torch.zeros(rows))
 
 
@@ -91,22 +91,22 @@ def compare(
     by_row: Mapping[str, Tensor],
     plan: int,
 ) -> DeferredValue[None]:
-    """Compare what the loss reads with its seals; the value raises ``SealError`` when it is fetched.
+    """Compare the loss's columns with their seals; the value raises ``SealError`` when it is fetched.
 
-    Rows without a response token are left out, since nothing of them is read.
+    Rows without a response token are skipped, because the loss reads none of their values.
 
     Args:
         seals: column -> (B, 3) int32.
         tokens, mask: (B, T).
         by_token: column -> (B, T).
         by_row: column -> (B,) or (B, K).
-        plan: 64-bit hash of the plan that came.
+        plan: 64-bit hash of the plan that arrived.
 
     Raises:
-        SealError: a column that was sealed did not come.
+        SealError: a sealed column is missing.
     """
     if absent := sorted(set(seals) - {*by_token, *by_row, PLAN_HASH}):
-        raise SealError(f"{', '.join(absent)} did not reach the loss: made for these rows, and lost on the way.")
+        raise SealError(f"{', '.join(absent)} did not reach the loss: sealed for these sequences, then lost.")
     found = dict(zip(by_token, hash_columns(tokens, mask, [*map(_plain, by_token.values())]).unbind(-1), strict=True))
     found |= {name: hash_numbers(values) for name, values in by_row.items()}
     found[PLAN_HASH] = torch.full_like(next(iter(found.values())), plan)
@@ -142,14 +142,14 @@ def _describe(
 ) -> str:
     ends = " The optimizer has not stepped."
     if name == PLAN_HASH:
-        return f"the plan of another update reached the loss with {count} of {rows} rows of the micro-batch.{ends}"
+        return f"the plan of another update reached the loss with {count} of {rows} sequences of the micro-batch.{ends}"
     there = mask[row].bool()
     values = columns[name][row]
     values = values[there] if values.shape == there.shape else values.reshape(-1)
     ids = tokens[row][there][:4].tolist()
     return (
-        f"{name} changed between where it was made and the loss, in {count} of {rows} rows of the micro-batch. Row "
-        f"{row}, whose response of {int(there.sum())} tokens begins with the ids {ids}: a mean of {was:.6g} was made, "
-        f"and the loss has {float(values.double().mean()):.6g}, beginning with "
+        f"{name} changed before it reached the loss, in {count} of {rows} sequences of the micro-batch. Sequence "
+        f"{row}, whose response of {int(there.sum())} tokens begins with the ids {ids}: its mean was {was:.6g} at the "
+        f"source and is {float(values.double().mean()):.6g} in the loss, beginning with "
         f"{[float(f'{value:.4g}') for value in values[:4].tolist()]}.{ends}"
     )

@@ -1,4 +1,4 @@
-"""Defaults of ``offpolicy.*``, read from the YAML that ships them; they stand nowhere else."""
+"""Defaults of ``offpolicy.*``, read from the YAML that ships them, their only source."""
 
 from __future__ import annotations
 

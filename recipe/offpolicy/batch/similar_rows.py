@@ -1,7 +1,7 @@
-"""Splits of a micro-batch into smaller ones of rows of similar length, so that memory follows tokens and not padding.
+"""Splits a micro-batch into parts with rows of similar length, so that memory scales with tokens instead of padding.
 
-verl's loss has the denominators of the whole mini-batch, so that the losses of the parts add up to the loss of all,
-which ``preflight.base_loss_probe`` checks of the configured one.
+verl's loss has the denominators of the whole mini-batch, so the losses of the parts add up to the loss of the
+micro-batch; ``preflight.base_loss_probe`` checks this for the configured loss.
 """
 
 from __future__ import annotations
@@ -18,35 +18,35 @@ from verl.utils import tensordict_utils as tu
 from .padding import Layout
 
 AT_ONCE = 1 << 18
-"""Padded tokens of a part at most, where a row is not longer; a micro-batch of no more is not split."""
+"""Most padded tokens of a part, unless one row is longer; a smaller micro-batch is not split."""
 FEW = 1 << 15
-"""Padded tokens up to which rows are in one part however much they differ in length."""
+"""Padded tokens up to which rows stay in one part, however different their lengths."""
 _UNREAD = ("input_ids", "position_ids", "multi_modal_inputs")
-"""Columns of the model's input, which no loss reads where the responses come by themselves."""
+"""Columns of the model's input, unused by a loss that gets the responses separately."""
 
 MicroBatchPart = tuple[Mapping[str, Any], TensorDict]
 """The model's output and verl's micro-batch of the same rows."""
 
 
 def split_micro_batch(model_output: Mapping[str, Any], data: TensorDict) -> list[MicroBatchPart]:
-    """Split a micro-batch as the engine hands it to its loss; the parts' outputs carry the gradient of its own.
+    """Split a micro-batch as the engine hands it to its loss; the parts' outputs carry the gradient of the whole.
 
-    One of few tokens, or whose log-probs are padded, is returned as it is. The lengths of the others are asked of the
-    device.
+    A micro-batch with few tokens, or with padded log-probs, is returned unchanged. The lengths of others are read from
+    the device.
     """
     if not model_output["log_probs"].is_nested or "prompts" not in data.keys():
         return [(model_output, data)]
     layout = Layout.of(data)
     if len(data) * layout.width <= AT_ONCE:
         return [(model_output, data)]
-    # Padded columns keep their width, whatever rows they are of.
+    # Padded columns keep their width, for any rows.
     lengths = [layout.width] * len(data) if layout.tokens is None else layout.responses.tolist()
     return [take_rows(model_output, data, rows) for rows in group_rows(lengths)]
 
 
 def group_rows(lengths: Sequence[int]) -> list[list[int]]:
-    """Group rows so that a group padded to its longest row has ``AT_ONCE`` tokens at most, and mostly less than half of
-    them are padding; a longer row is a group by itself.
+    """Group rows so that a group padded to its longest row has at most ``AT_ONCE`` tokens, usually less than half of
+    them padding; a longer row is its own group.
 
     Example:
         >>> group_rows([200, 40_000, 256])

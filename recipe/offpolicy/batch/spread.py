@@ -1,4 +1,4 @@
-"""Spread of values that may be divided by: never smaller than what float32 rounding makes of equal values."""
+"""Spread of values, safe to divide by: never smaller than what float32 rounding makes of equal values."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 ROUNDING = 8 * 2.0**-23
-"""Spread, relative to the largest value, that float32 rounding explains: a reward is a sum of a few rounded terms."""
+"""Spread, relative to the largest value, explained by float32 rounding: a reward is a sum of a few rounded terms."""
 SMALLEST = 2.0**-126
-"""Smallest normal float32; rounding of smaller numbers is as large as that of this one."""
+"""Smallest normal float32; rounding of smaller numbers is as large as its own."""
 
 
 @dataclass(frozen=True)
@@ -19,17 +19,17 @@ class Spread:
 
     Attributes:
         value: 0 or more, in the unit of the values.
-        certainty: 0 where rounding explains all of ``value``, 1 from twice as much on, linear in between.
+        certainty: 0 if rounding explains all of ``value``, 1 from twice as much on, linear in between.
     """
 
     value: float
     certainty: float
 
     def invert(self, otherwise: float = 0.0) -> float:
-        """Compute the factor that normalises: 1 / value, and ``otherwise`` where the spread is rounding.
+        """Compute the normalising factor: 1 / value, or ``otherwise`` if the spread is rounding; continuous in between.
 
-        It goes from one to the other continuously. With 0, n values that agree within rounding become 0, n others are
-        at most sqrt(n - 1) after centring, and sqrt(n) as they are by their root mean square.
+        With 0, values that agree within rounding become 0. Other sets of n values are at most sqrt(n - 1) after
+        centring, and sqrt(n) when divided by their root mean square.
         """
         known = self.certainty / self.value if self.certainty else 0.0
         return known + (1 - self.certainty) * otherwise
@@ -40,10 +40,10 @@ def measure_spread(values: Tensor, *, centred: bool, size: float = 0.0) -> Sprea
 
     Args:
         values: (n,) float; fewer than two have no spread about their mean.
-        centred: the unbiased standard deviation about the mean; False: the root mean square, for a scale without
+        centred: True: the unbiased standard deviation about the mean; False: the root mean square, for a scale without
             centring.
-        size: of the numbers that the values were computed from, as differences were; rounding is relative to the
-            larger of it and the largest value.
+        size: magnitude of the numbers from which the values were computed, for example as differences; rounding is
+            relative to the larger of it and the largest value.
 
     Raises:
         ValueError: a value is not finite.

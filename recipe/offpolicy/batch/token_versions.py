@@ -1,7 +1,7 @@
-"""Versions of the weights that sampled each token, from the chunks that ``staleness.client`` notes.
+"""Versions of the weights that sampled each token, from the chunks that ``staleness.client`` records.
 
-A chunk is (version, tokens): what one attempt of a request has sampled; a turn is the chunks of one request, and a row
-its turns. They are laid over the runs of the response mask, which tool outputs interrupt.
+A chunk is (version, tokens): the tokens that one attempt of a request sampled. A turn is the chunks of one request, and
+a row has one or more turns. They are aligned with the runs of the response mask, which tool outputs interrupt.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ Chunk = tuple[int, int]
 CHUNKS = "offpolicy_chunks"
 """Key of a row's turns in its extra fields."""
 UNKNOWN = -1
-"""For tokens whose version is not known, and off the response mask."""
+"""Value for tokens of unknown version, and outside the response mask."""
 
-_TURN = 2**32  # more than a turn has tokens
+_TURN = 2**32  # larger than the number of tokens of a turn
 
 
 @dataclass(frozen=True)
 class TokenVersions(RowVersions):
-    """Versions of the weights of each row as verl notes them, and of each token.
+    """Versions of the weights of each row as verl records them, and of each token.
 
     Attributes:
         tokens: int64 in the layout of the response mask; ``UNKNOWN`` in rows whose chunks do not fit.
@@ -44,23 +44,23 @@ class TokenVersions(RowVersions):
         return self.tokens
 
     def compute_ages(self, step: int, like: Tensor) -> Tensor:
-        """Compute the age of each token, int64 in their layout; those of an unknown version are as old as their row."""
+        """Compute the age of each token, int64 in their layout; tokens of unknown version have the age of their row."""
         rows = detect_layout(tokens=self.tokens)
         tokens = rows.tokens(self.tokens)
         oldest = rows.broadcast(rows.to_column(self.oldest.to(tokens.device)))
         return rows.to_given_layout((step - 1 - torch.where(tokens == UNKNOWN, oldest, tokens)).clamp(min=0))
 
     def check_ages(self, spec: CorrectionSpec) -> None:
-        """Accept all parts: a row whose chunks do not fit is as old as its first token."""
+        """Accept all parts: a row whose chunks do not fit has the age of its first token."""
 
     def find_unknown(self, response_mask: Tensor) -> Tensor:
         return (response_mask & (self.tokens == UNKNOWN)).any(-1)
 
 
 def read_versions(data: TensorDict, response_mask: Tensor) -> RowVersions | None:
-    """Read the versions of a batch: by token where a row notes its chunks, by row otherwise, None where verl has none.
+    """Read the versions of a batch: per token if a row has chunks, per row otherwise, None if verl has none.
 
-    A row that one version sampled, by verl and by its chunks, has it at each token.
+    A row that was sampled by one version, according to verl and to its chunks, has that version at each token.
 
     Args:
         response_mask: (B, T) or nested by row.
@@ -70,7 +70,7 @@ def read_versions(data: TensorDict, response_mask: Tensor) -> RowVersions | None
     if by_row is None or all(row.get(CHUNKS) is None for row in fields):
         return by_row
     one = torch.where(by_row.oldest == by_row.newest, by_row.oldest, UNKNOWN)
-    # Asked of the mappings: to ask tensors may be to wait for a device.
+    # Reads the mappings, because reading tensors may wait for a device.
     turns = [None if _has_one_version(row) else row.get(CHUNKS) for row in fields]
     if any(row is not None for row in turns):
         tokens = lay_out(turns, response_mask, one)
@@ -87,15 +87,15 @@ def _has_one_version(fields: Mapping[str, Any]) -> bool:
 
 
 def lay_out(turns: Sequence[Sequence[Sequence[Chunk]] | None], response_mask: Tensor, by_row: Tensor) -> Tensor:
-    """Lay the chunks of each row over the runs of its mask, a run for each turn.
+    """Assign the chunks of each row to the runs of its mask, one run per turn.
 
-    A run may be shorter than its chunks, where verl has cut its end; a row with a longer one, with fewer or more runs
-    than turns, or whose versions fall, is ``UNKNOWN``.
+    A run may be shorter than its chunks if verl has truncated it. A row with a longer run, with fewer or more runs than
+    turns, or with decreasing versions, is ``UNKNOWN``.
 
     Args:
-        turns: of each row; None for a row that notes none.
+        turns: turns of each row; None for a row without chunks.
         response_mask: (B, T) bool or 0/1, or nested by row.
-        by_row: (B,) int64, the version of rows that note none.
+        by_row: (B,) int64, the version of rows without chunks.
 
     Returns:
         int64 in the layout of the mask.
@@ -118,7 +118,7 @@ def lay_out(turns: Sequence[Sequence[Sequence[Chunk]] | None], response_mask: Te
     starts[:, 1:] &= ~mask[:, :-1]
     run = starts.cumsum(-1) - 1
     in_run = place - torch.where(starts, place, 0).cummax(-1).values if mask.numel() else run
-    # The chunk of a token is the first that ends behind it.
+    # The chunk of a token is the first one that ends after it.
     index = torch.searchsorted(table[0], run * _TURN + in_run, right=True).clamp(max=table.shape[2] - 1)
     fits = (~mask | (table[1].gather(-1, index) == run)).all(-1) & (starts.sum(-1) == table[1].amax(-1) + 1)
     noted = torch.tensor([row is not None for row in turns], dtype=torch.bool, device=mask.device)
@@ -129,7 +129,7 @@ def lay_out(turns: Sequence[Sequence[Sequence[Chunk]] | None], response_mask: Te
 def _lay_out_packed(
     turns: Sequence[Sequence[Sequence[Chunk]] | None], rows: PackedRows, mask: Tensor, by_row: Tensor
 ) -> Tensor:
-    """Lay the chunks over rows that lie end to end, (N,), without the padding to their longest.
+    """Assign the chunks to concatenated rows, (N,), without padding to the longest.
 
     Args:
         mask: (N,) bool.
@@ -143,7 +143,7 @@ def _lay_out_packed(
     fits = runs == torch.zeros_like(runs).scatter_reduce_(0, row, turn + 1, "amax")
     fits[row[1:][(version.diff() < 0) & (row.diff() == 0)]] = False
     row, turn, version, tokens = (column[fits[row]] for column in (row, turn, version, tokens))
-    # Of the rows that are left, turns are runs.
+    # In the remaining rows, turns are runs.
     run = (runs.cumsum(0) - runs)[row] + turn
     sampled = torch.zeros_like(run_tokens).index_add_(0, run, tokens)
     end = tokens.cumsum(0) - (sampled.cumsum(0) - sampled)[run]
@@ -167,9 +167,9 @@ def _list_all_chunks(turns: Sequence[Sequence[Sequence[Chunk]] | None]) -> Tenso
 
 
 def _tabulate(turns: Sequence[Sequence[Sequence[Chunk]] | None]) -> Tensor:
-    """Tabulate the chunks of each row, (3, B, C + 1) int64: end in its turn beyond _TURN times the turn, turn, version.
+    """Tabulate the chunks of each row, (3, B, C + 1) int64: end in its turn plus _TURN times the turn, turn, version.
 
-    Places without a chunk are of turn -1; a row whose versions fall has none.
+    Positions without a chunk have turn -1; a row with decreasing versions has no chunks.
     """
     rows = [_list_chunks(row or ()) for row in turns]
     width = max((len(row) for row in rows), default=0) + 1

@@ -1,1 +1,1 @@
-"""Proof that the rollout engine holds the trainer's weights: sums of every parameter, and answers to a fixed probe."""
+"""Proof that the rollout engine holds the trainer's weights: checksums of every parameter and a fixed probe."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 CHUNK = 1 << 22
-"""Elements that are widened at a time."""
+"""Number of elements that are widened at a time."""
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _WRAPPERS = re.compile(
     r"(^|\.)(_fsdp_wrapped_module|_checkpoint_wrapped_module|_orig_mod|base_layer|modules_to_save|default)(?=\.|$)"
@@ -21,7 +21,7 @@ class Checksum(NamedTuple):
     """Sums over the bit patterns b of a tensor's elements, exact in any order.
 
     Attributes:
-        size: elements.
+        size: number of elements.
         total: sum of b, modulo 2^64.
         squares: sum of b^2, modulo 2^64.
     """
@@ -32,7 +32,7 @@ class Checksum(NamedTuple):
 
 
 def add_checksums(parts: Iterable[Checksum]) -> Checksum:
-    """Add checksums of disjoint parts of a tensor, or of several tensors."""
+    """Add the checksums of disjoint parts of a tensor, or of several tensors."""
     size = total = squares = 0
     for part in parts:
         size, total, squares = size + part.size, total + part.total, squares + part.squares
@@ -44,10 +44,10 @@ def _wrap(value: int) -> int:
 
 
 def sum_bits(tensor: Tensor, dtype: torch.dtype | None = None, device: str | None = None) -> Tensor:
-    """Sum the bit patterns of ``tensor``, rounded to ``dtype`` before, on ``device``, where chunks are copied to.
+    """Sum the bit patterns of ``tensor`` after rounding it to ``dtype``; chunks are copied to ``device`` for the sum.
 
     Returns:
-        (2,) int64 on that device, the tensor's own by default: their sum and that of their squares, modulo 2^64.
+        (2,) int64 on that device (default: the tensor's own): sum of the patterns and of their squares, modulo 2^64.
     """
     flat = tensor.detach().reshape(-1)
     sums = torch.zeros(2, dtype=torch.int64, device=device or flat.device)
@@ -63,7 +63,7 @@ def sum_bits(tensor: Tensor, dtype: torch.dtype | None = None, device: str | Non
 def compute_checksums(
     tensors: Iterable[tuple[str, Tensor, torch.dtype | None]], device: str | None = None
 ) -> dict[str, Checksum]:
-    """Compute the checksum of each named tensor, rounded to the dtype next to it; see ``sum_bits``."""
+    """Compute the checksum of each named tensor, rounded to the given dtype; see ``sum_bits``."""
     names, counts, sums = [], [], []
     for name, tensor, dtype in tensors:
         names.append(name)
@@ -76,7 +76,7 @@ def compute_checksums(
 
 
 def plain_name(name: str) -> str:
-    """Remove from a parameter's name what FSDP, PEFT, checkpointing and torch.compile wrap a module in.
+    """Remove the wrappers of FSDP, PEFT, checkpointing and torch.compile from a parameter's name.
 
     Example:
         >>> plain_name("base_model.model.model.layers.0.mlp.up_proj.base_layer.weight")

@@ -1,4 +1,4 @@
-"""Comparison of what a rollout engine holds with what the trainer has, by checksums of groups of tensors."""
+"""Comparison of the rollout engine's weights with the trainer's, by checksums of groups of tensors."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from .checksums import Checksum, add_checksums
 
 @dataclass(frozen=True)
 class Held:
-    """What one rank of an engine holds of tensors that it was sent.
+    """A group of tensors as one rank of an engine holds it.
 
     Attributes:
         sources: names of the tensors that were loaded into the same parameters, sorted.
-        checksum: of these parameters on this rank.
-        dtype: of the parameters, as torch names it.
+        checksum: checksum of these parameters on this rank.
+        dtype: torch's name for the dtype of the parameters.
     """
 
     sources: tuple[str, ...]
@@ -25,12 +25,12 @@ class Held:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What was compared at one synchronisation; names are the trainer's.
+    """Result of one synchronisation's comparison; names are the trainer's.
 
     Attributes:
-        equal: tensors that the engine holds as the trainer has them.
-        different: tensors that it holds otherwise.
-        unknown: tensors that cannot be judged, because the engine lays them out in a way of its own.
+        equal: tensors that are equal in engine and trainer.
+        different: tensors that differ.
+        unknown: tensors that cannot be judged, because the engine stores them in its own layout.
     """
 
     equal: tuple[str, ...] = ()
@@ -39,7 +39,7 @@ class Comparison:
 
 
 class HeldComparer:
-    """Comparer of one engine's ranks with the trainer, over a run's synchronisations."""
+    """Compares one engine's ranks with the trainer, over all synchronisations of a run."""
 
     def __init__(self) -> None:
         self._comparable: set[tuple[str, ...]] = set()
@@ -52,12 +52,12 @@ class HeldComparer:
         own: Mapping[str, Checksum],
         received: Mapping[str, Checksum] | None = None,
     ) -> Comparison:
-        """Compare the trainer's checksums ``own``, by name, with what all ranks of an engine hold.
+        """Compare the trainer's checksums ``own``, by name, with those of all ranks of an engine.
 
-        Ranks hold shards, which add up, or copies, which are equal each. A group that the engine holds in a layout of
-        its own is judged from the time that it was equal; until then only whether it changes when the trainer's does.
-        Its layout is the engine's own if neither count of elements fits, as with padding and with heads that several
-        ranks hold, or if the engine ``received`` what the trainer has and makes something else of it.
+        Ranks hold shards, whose checksums add up, or equal copies. A group in the engine's own layout is judged only
+        after it was equal once; before that, the only check is whether it changes when the trainer's does. The layout
+        counts as the engine's own if neither count of elements fits (padding, or heads replicated on several ranks),
+        or if the engine ``received`` the trainer's values and stores something else.
         """
         by_sources: dict[tuple[str, ...], list[Held]] = {}
         for held in (held for rank in ranks for held in rank):
@@ -96,7 +96,7 @@ class HeldComparer:
 def compare_adapter(
     found: Comparison, adapter: Mapping[str, Checksum], own: Mapping[str, Checksum], *, loaded: bool
 ) -> Comparison:
-    """Add to ``found`` the tensors of a LoRA adapter as the engine got them, which it has ``loaded`` or not."""
+    """Add to ``found`` the tensors of a LoRA adapter as the engine received them; ``loaded``: the engine loaded it."""
     known = [name for name in sorted(adapter) if name in own]
     equal = tuple(name for name in known if loaded and adapter[name] == own[name])
     return replace(
@@ -108,7 +108,7 @@ def compare_adapter(
 
 
 def _name_fused(sources: Sequence[str]) -> tuple[str, ...]:
-    """Name the parameters of a layer's experts that Hugging Face fuses, given the tensors that verl sends of them."""
+    """Name the parameters of a layer's experts that Hugging Face fuses, from the tensors that verl sends for them."""
     layers = {source.partition(".experts.")[0] for source in sources if ".experts." in source}
     kinds = {source.rpartition(".")[0].rpartition(".")[2] for source in sources}
     if len(layers) != 1 or not kinds <= {"gate_proj", "up_proj", "down_proj"}:
@@ -118,7 +118,7 @@ def _name_fused(sources: Sequence[str]) -> tuple[str, ...]:
 
 
 def find_left_out(trained: Sequence[str], received: Sequence[str]) -> list[str]:
-    """Find parameters that are trained and of which no tensor was sent, whatever prefix verl sends them under."""
+    """Find trained parameters of which no tensor was sent, under any prefix that verl uses."""
     ends = {_end(name) for name in received}
     experts = {name.partition(".experts.")[0] for name in received if ".experts." in name}
     return [name for name in trained if _end(name) not in ends and name.partition(".experts.")[0] not in experts]

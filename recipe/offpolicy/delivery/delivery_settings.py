@@ -16,11 +16,11 @@ SECTION = "offpolicy.delivery"
 
 @dataclass(frozen=True)
 class DeliverySettings:
-    """How often it is proved that the rollout engine holds the trainer's weights.
+    """How often the rollout engine's weights are compared with the trainer's.
 
     Attributes:
-        sums: synchronisations from one comparison of checksums to the next; None: never.
-        probe: synchronisations from one answer to the probe to the next; None: never.
+        sums: number of synchronisations between two comparisons of checksums; None: never.
+        probe: number of synchronisations between two probes; None: never.
     """
 
     sums: int | None
@@ -41,5 +41,5 @@ KEYS = Section(
 
 
 def find_problems(config: DictConfig) -> Iterator[Problem]:
-    """Find what is wrong with the keys."""
+    """Find invalid values of the keys."""
     return KEYS.find_problems(config)

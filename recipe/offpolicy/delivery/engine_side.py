@@ -1,8 +1,9 @@
-"""What runs inside a rollout engine's processes: which parameters each tensor was loaded into, and their checksums.
+"""Runs inside a rollout engine's processes: which parameters each tensor was loaded into, and their checksums.
 
-Seams, the same from verl 0.7.1 to 0.9.1: ``vLLMColocateWorkerExtension._update_weights(weights, peft_config,
-base_sync_done)``, which loads by ``model.load_weights``, whose result names the parameters that were written; and
-``vLLMHttpServer.collective_rpc``, which verl lets return nothing.
+Patched functions, the same from verl 0.7.1 to 0.9.1:
+``vLLMColocateWorkerExtension._update_weights(weights, peft_config, base_sync_done)``, which calls
+``model.load_weights``, whose result names the parameters that were written; and ``vLLMHttpServer.collective_rpc``,
+which in verl returns nothing.
 """
 
 from __future__ import annotations
@@ -23,21 +24,21 @@ from ..fault_tolerance.lost_workers import FAILURE
 from .checksums import add_checksums, compute_checksums, plain_name
 
 METHOD = "weigh_offpolicy"
-"""Name of the method of an engine's workers."""
+"""Name of the method added to an engine's workers."""
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 
 
 @dataclass
 class Sources:
-    """What a worker of the engine has been sent.
+    """Tensors that a worker of the engine has received.
 
     Attributes:
         names: plain names of all tensors.
-        targets: names of the parameters that it was loaded into, by plain name without an expert's number.
-        received: tensors since the last look.
-        first: checksums of tensors as they were received, rounded as their parameters are; until the first look.
-        adapter: checksums of the LoRA adapter's tensors as they were received, by plain name.
-        skipped: why nothing is judged; empty where it is.
+        targets: plain name without an expert's number -> names of the parameters that the tensor was loaded into.
+        received: number of tensors since the last comparison.
+        first: checksums of the tensors as received, rounded like their parameters; until the first comparison.
+        adapter: checksums of the LoRA adapter's tensors as received, by plain name.
+        skipped: why nothing is judged; empty if it is judged.
     """
 
     names: set[str] = field(default_factory=set)
@@ -58,9 +59,9 @@ def load_observed(
     weights: Iterable[tuple[str, Tensor]],
     dtype_of: Callable[[str], torch.dtype | None] = lambda target: None,
 ) -> Any:
-    """Load weights by the model's own ``load``, and note what each new name was loaded into.
+    """Load weights by the model's own ``load``, and record the parameters that each new name was loaded into.
 
-    A new name is loaded alone, once; the experts of a layer are one name.
+    A new name is loaded alone, once; the experts of a layer count as one name.
 
     Args:
         dtype_of: returns the dtype of a parameter by its name; None if there is none.
@@ -76,7 +77,7 @@ def load_observed(
             found = load([(given, tensor)])
             if not isinstance(found, set):
                 sources.skipped = "the model does not say which parameters it loads"
-            elif found or key == name:  # this rank may have another expert
+            elif found or key == name:  # this rank may hold other experts
                 sources.targets[key] = found
             loaded |= found or set()
         else:
@@ -90,7 +91,7 @@ def load_observed(
 def observe_update(
     update: Callable[..., Any], worker: Any, weights: Any, peft_config: Any, base_sync_done: Any, quantised: bool
 ) -> Any:
-    """Run verl's ``_update_weights`` and note what it loads where."""
+    """Run verl's ``_update_weights`` and record which parameters it loads."""
     sources = vars(worker).setdefault("_offpolicy_sources", Sources())
     if peft_config and base_sync_done:
         given = [(plain_name(name), tensor, None) for name, tensor in weights]
@@ -119,8 +120,8 @@ def weigh_parameters(worker: Any, named: bool) -> dict[str, Any]:
     """Compute the checksum of each group of parameters that share source tensors.
 
     Args:
-        worker: vLLM's, with verl's extension.
-        named: list the groups' sources; otherwise only their number, which the caller knows from before.
+        worker: vLLM's worker with verl's extension.
+        named: list the sources of each group; False returns only their number, for a caller that knows the names.
     """
     sources: Sources = vars(worker).setdefault("_offpolicy_sources", Sources())
     model = worker.model_runner.model
@@ -143,7 +144,7 @@ def weigh_parameters(worker: Any, named: bool) -> dict[str, Any]:
 
 
 def _group(sources: Sources, held: dict[str, Tensor]) -> list[tuple[list[str], list[str]]]:
-    """Group tensors that were loaded into the same parameters: sources and parameters, sorted, of each group."""
+    """Group tensors that were loaded into the same parameters; returns sorted sources and parameters of each group."""
     group_of: dict[str, int] = {}
     members: dict[int, tuple[set[str], set[str]]] = {}
     names_of: dict[str, list[str]] = {}
@@ -164,9 +165,9 @@ def _group(sources: Sources, held: dict[str, Tensor]) -> list[tuple[list[str], l
 
 
 def tell_root_cause(error: BaseException) -> str:
-    """Tell the first exception of a chain and its place, in one line.
+    """Describe the first exception of a chain and its location, in one line.
 
-    vLLM passes on the text of the last one alone, which may be of the clean-up, or of a KeyError a bare name.
+    vLLM passes on only the text of the last exception, which may come from the clean-up or be a KeyError's bare name.
     """
     while (before := error.__cause__ or error.__context__) is not None:
         error = before
@@ -175,7 +176,7 @@ def tell_root_cause(error: BaseException) -> str:
 
 
 def extend_worker() -> None:
-    """Let verl's extension of vLLM's workers note what it loads, and weigh what they hold. Idempotent."""
+    """Make verl's extension of vLLM's workers record what it loads and compute checksums. Idempotent."""
     from verl.workers.rollout.vllm_rollout import utils
 
     extension = utils.vLLMColocateWorkerExtension
@@ -185,7 +186,7 @@ def extend_worker() -> None:
         seam.check()
     update = extension._update_weights
 
-    # Start-up checks compare signatures, and look through wraps.
+    # Start-up checks compare signatures, and look through ``functools.wraps``.
     @functools.wraps(update)
     def _update_weights(self: Any, weights: Any, peft_config: Any, base_sync_done: Any) -> Any:
         weights = list(weights)
@@ -217,7 +218,7 @@ def _is_quantised(utils: Any, worker: Any) -> bool:
 
 
 def extend_server() -> None:
-    """Let verl's vLLM server return what workers answer to ``METHOD``, and keep how an update failed. Idempotent."""
+    """Make verl's vLLM server return the workers' answers to ``METHOD`` and keep why an update failed. Idempotent."""
     from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer
 
     call = vLLMHttpServer.collective_rpc
@@ -234,11 +235,11 @@ def extend_server() -> None:
         try:
             return await call(self, method, timeout=timeout, args=args, kwargs=kwargs)
         except Exception as error:
-            # The sender of weights waits for the engine's acknowledgement before it would look at this answer.
+            # The sender of the weights waits for the engine's acknowledgement and does not read this answer first.
             if str(method).startswith("update_"):
                 server = f"rollout server {getattr(self, 'replica_rank', '?')}"
                 told = f"{server} could not run {method}: {type(error).__name__}: {error}."
-                setattr(self, FAILURE, f"{told} The engine's traceback is in the log above; mend its cause.")
+                setattr(self, FAILURE, f"{told} The engine's traceback is in the log above; fix its cause.")
             raise
 
     collective_rpc.__offpolicy__ = True  # type: ignore[attr-defined]

@@ -1,7 +1,7 @@
 """A fixed probe that rollout engines answer after each synchronisation, and the trainer before its next update.
 
-Seam, of vLLM's and SGLang's servers from verl 0.8.0 on: ``generate(prompt_ids, sampling_params, request_id)``, whose
-answer has ``extra_fields["prompt_logprobs"]``, and from 0.9.1 on ``num_cached_tokens``.
+Called function of vLLM's and SGLang's servers from verl 0.8.0 on: ``generate(prompt_ids, sampling_params,
+request_id)``. Its answer has ``extra_fields["prompt_logprobs"]``, and from 0.9.1 on ``num_cached_tokens``.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ logger = logging.getLogger("verl.offpolicy")
 
 Pair = tuple[list[int], list[int]]
 SEQUENCES, BEFORE, TOKENS = 32, 8, 16
-"""Sequences of the probe, tokens of a prompt that one begins with, and its tokens at most."""
+"""Number of sequences in the probe, prompt tokens at the start of each, and most tokens of each."""
 CACHED = 600
 """Tokens of the request that must not be found in a prefix cache."""
 PATIENCE = 60.0
-"""Seconds to wait for answers that are not there when the trainer is about to update."""
+"""Seconds to wait for missing answers when the trainer is about to update."""
 KEPT_IN_A_ROW = 2
 LOOSE = 0.5
-"""Share of an update that the engine's rounding lets through, below which its answers are not expected to change."""
+"""Share of an update that survives the engine's rounding; below it, answers are not expected to change."""
 
 
 def draw_probe(rows: Sequence[Pair], uids: list[str]) -> list[list[int]]:
-    """Draw the probe's sequences from a batch: of different prompts first, around the beginning of the response."""
+    """Draw the probe's sequences from a batch: different prompts first, around the beginning of the response."""
     turns = [uids[:row].count(uid) for row, uid in enumerate(uids)]
     order = sorted(range(len(rows)), key=turns.__getitem__)
     drawn = []
@@ -43,7 +43,7 @@ def draw_probe(rows: Sequence[Pair], uids: list[str]) -> list[list[int]]:
 
 
 def join_responses(rows: Sequence[Pair], most: int) -> list[int]:
-    """Join responses to a request that no rollout begins like, of ``most`` tokens at most."""
+    """Join responses to a request of at most ``most`` tokens that starts like no rollout."""
     return [token for _, response in rows for token in response][: max(min(most, CACHED), 0)]
 
 
@@ -51,8 +51,8 @@ class Probe:
     """The probe of one run.
 
     Args:
-        longest: tokens that the engine takes.
-        advice: what to do, at the end of errors.
+        longest: most tokens that the engine accepts.
+        advice: last sentence of errors: what to do.
     """
 
     def __init__(self, longest: int | None, advice: str) -> None:
@@ -65,7 +65,7 @@ class Probe:
         self._off = ""
 
     def ask(self, replicas: Sequence[Any]) -> None:
-        """Ask each replica's server, which has new weights and no request yet; waits for nothing."""
+        """Ask each replica's server right after it got new weights, before any other request; does not wait."""
         self._pending = []
         if not self._sequences or self._off:
             return
@@ -75,15 +75,15 @@ class Probe:
             self._pending.append((replica, cached, asked))
 
     def hear(self, batch: Any, synchronisation: int, update_seen: float) -> dict[str, float]:
-        """Compare the answers with the trainer's own; returns metrics.
+        """Compare the answers with the trainer's own log-probs; returns metrics.
 
         Args:
-            batch: the next one, before any update; its view computes log-probs.
-            synchronisation: of the weights, counted from 1.
-            update_seen: share of the last update that the engine's rounding lets through; NaN where not known.
+            batch: the next batch, before any update; its view computes log-probs.
+            synchronisation: number of the synchronisation, counted from 1.
+            update_seen: share of the last update that survives the engine's rounding; NaN if unknown.
 
         Raises:
-            LivenessError: the engine's answers do not follow the trainer's weights, or come from a cache of older ones.
+            LivenessError: the engine's answers do not follow the trainer's weights, or come from a stale prefix cache.
         """
         if self._off:
             return {}
@@ -113,7 +113,7 @@ class Probe:
             return None
         try:
             outputs = ray.get(everything)
-        except Exception as error:  # an engine that fails ends the run elsewhere, with its own message
+        except Exception as error:  # a failing engine ends the run elsewhere, with its own message
             self._stop_asking(f"the rollout engine does not answer: {error}")
             return None
         if cached is not None:
@@ -129,9 +129,9 @@ class Probe:
         self._kept[id(replica)] = self._kept.get(id(replica), 0) + 1 if found else 0
         if self._kept[id(replica)] >= KEPT_IN_A_ROW:
             raise LivenessError(
-                f"the rollout engine kept its prefix cache at {KEPT_IN_A_ROW} probes in a row: {found} of "
-                f"{len(self._uncached)} tokens of the first request after new weights were found in it. Responses are "
-                f"sampled by keys and values of older weights. {self._advice}"
+                f"the rollout engine kept its prefix cache after new weights, at {KEPT_IN_A_ROW} probes in a row: "
+                f"{found} of {len(self._uncached)} tokens of the first request were found in it. Responses are sampled "
+                f"with keys and values of older weights. {self._advice}"
             )
 
     def _compute_own(self, batch: Any) -> list[list[float]]:
@@ -155,7 +155,7 @@ class Probe:
         ]
         metrics = {"probe_apart": sum(gaps) / len(gaps)}
         test = self._tests.setdefault(id(replica), ProbeTest())
-        if seen < LOOSE:  # rounding, and no missing delivery, keeps answers as they are
+        if seen < LOOSE:  # rounding alone, without a missing delivery, keeps the answers unchanged
             return metrics
         outcome = test.step(answers, own)
         if outcome == "first":
@@ -165,9 +165,9 @@ class Probe:
         if outcome == "fails":
             raise LivenessError(
                 f"synchronisation {at}: the rollout engine's answers to a probe of {len(own)} sequences do not follow "
-                f"the trainer's weights: they change by {change.slope:.2g} +- {change.error:.2g} of what the trainer's "
-                f"do (1 if it holds them, 0 if it does not; p = {change.p:.1g}), for the {IN_A_ROW}th time in a row. "
-                f"{self._advice}"
+                f"the trainer's weights: they change by {change.slope:.2g} +- {change.error:.2g} of the trainer's "
+                f"change (1: the weights were delivered, 0: they were not; p = {change.p:.1g}), {IN_A_ROW} times in a "
+                f"row. {self._advice}"
             )
         return metrics
 

@@ -1,9 +1,9 @@
-"""Test whether a rollout engine's answers to a fixed probe change as the trainer's do.
+"""Test whether a rollout engine's answers to a fixed probe change like the trainer's.
 
-g and e are log-probs of the probe's tokens, of the engine and of the trainer's own forward pass, at the same
-synchronisation; dg and de are their changes since an earlier one. With the weights delivered dg = de + noise, without
-them dg is noise. Noise of 16-bit engines is correlated along a sequence, so that sequences are what is independent: of
-each, u = <dg - de, de> is 0 on average and symmetric if the weights were delivered, and -|de|^2 if they were not.
+g and e are log-probs of the probe's tokens at one synchronisation, by the engine and by the trainer's own forward pass;
+dg and de are their changes since an earlier synchronisation. If the weights were delivered, dg = de + noise; if not, dg
+is noise. The noise of 16-bit engines is correlated within a sequence, so sequences are the independent samples. Per
+sequence, u = <dg - de, de> is symmetric around 0 if the weights were delivered, and -|de|^2 on average if not.
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 Answers = Sequence[Sequence[float]]
-"""Log-probs in nats: of each sequence, of each token but the first."""
+"""Log-probs in nats, per sequence, of each token except the first."""
 
 FLIPS = 4095
-"""Random signs that the p-value is computed from; with the observed ones they make 4096."""
+"""Number of random sign vectors for the p-value; the observed one makes 4096."""
 LEVEL = 1e-3
 LEAST_SLOPE = 0.5
 RESOLVED = 0.2
-"""Standard error of the slope up to which a synchronisation is judged; above it changes accumulate."""
+"""Largest standard error of the slope at which a synchronisation is judged; above it, changes accumulate."""
 IN_A_ROW = 3
-"""Failures one after another that stop a run. Healthy, each has a probability of at most ``LEVEL``: in 1 000
+"""Failures in a row that stop a run. With delivered weights each has a probability of at most ``LEVEL``: in 1 000
 synchronisations 1 000 * 1e-9 = 1e-6."""
 
 
 @dataclass(frozen=True)
 class Change:
-    """The changes of a probe between two synchronisations.
+    """Changes of a probe between two synchronisations.
 
     Attributes:
-        slope: regression of dg on de, 1 if the engine follows and 0 if it does not; NaN where de is 0.
-        error: its standard error, by sequences; infinite where de is 0.
-        p: probability of a sum of u as low as this one, over random signs of the sequences.
+        slope: regression of dg on de, 1 if the engine follows and 0 if it does not; NaN if de is 0.
+        error: standard error of the slope over sequences; infinite if de is 0.
+        p: probability of a sum of u as low as the observed one, over random signs of the sequences.
     """
 
     slope: float
@@ -47,12 +47,12 @@ class Change:
 
 
 def compare_changes(engine: Tensor, expected: Tensor, *, seed: int = 0) -> Change:
-    """Compare the changes of the engine with those expected.
+    """Compare the engine's changes with the expected ones.
 
     Args:
-        engine: (S, T) float64, dg; 0 behind a sequence's end.
-        expected: (S, T) float64, de; 0 behind a sequence's end.
-        seed: of the random signs.
+        engine: (S, T) float64, dg; 0 after a sequence's end.
+        expected: (S, T) float64, de; 0 after a sequence's end.
+        seed: seed of the random signs.
     """
     square = (expected * expected).sum(-1)
     whole = float(square.sum())
@@ -74,11 +74,11 @@ Outcome = Literal["first", "unresolved", "follows", "differs", "fails"]
 
 
 class ProbeTest:
-    """The test of one engine over a run's synchronisations.
+    """The test of one engine over all synchronisations of a run.
 
     Attributes:
-        change: since the reference, at the latest synchronisation.
-        failures: one after another, up to now.
+        change: change since the reference, at the latest synchronisation.
+        failures: number of failures in a row so far.
     """
 
     def __init__(self) -> None:
@@ -88,12 +88,12 @@ class ProbeTest:
         self._judged = 0
 
     def step(self, engine: Answers, expected: Answers) -> Outcome:
-        """Take the answers of one synchronisation.
+        """Process the answers of one synchronisation.
 
         Returns:
-            ``first``: there is nothing to compare with; ``unresolved``: the expected change is too small for a verdict,
-            and accumulates; ``follows``; ``differs``: it does not, which noise may explain; ``fails``: for the
-            ``IN_A_ROW``-th time in a row.
+            ``first``: there is nothing to compare with; ``unresolved``: the expected change is too small to judge and
+            accumulates; ``follows``: the engine follows; ``differs``: it does not, which noise may explain; ``fails``:
+            it does not for the ``IN_A_ROW``-th time in a row.
         """
         now = _stack(engine), _stack(expected)
         if self._reference is None:

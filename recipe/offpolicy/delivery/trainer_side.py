@@ -1,8 +1,8 @@
-"""What runs in the trainer's workers: checksums of the weights that they train, as the rollout engine rounds them.
+"""Runs in the trainer's workers: checksums of the trained weights, rounded like the rollout engine's.
 
-Seams are ``actor.engine.module`` of verl's ``ActorRolloutRefWorker`` and ``actor_module_fsdp`` of the legacy one. Where
-the parameters are not those that are sent (FSDP1, other engines, merged LoRA), ``get_per_tensor_param`` of the engine
-or ``rollout.update_weights``.
+It reads ``actor.engine.module`` of verl's ``ActorRolloutRefWorker`` and ``actor_module_fsdp`` of the legacy worker.
+Where the sent tensors are not the parameters (FSDP1, other engines, merged LoRA), it patches the engine's
+``get_per_tensor_param`` or ``rollout.update_weights``.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from torch import Tensor
 from .checksums import compute_checksums, plain_name
 
 SAMPLE = 256
-"""Elements of each parameter, on each rank, whose change is followed."""
+"""Number of elements of each parameter, on each rank, whose change is tracked."""
 _SENT = "_offpolicy_sent"
 AS_SENT = "as sent"
-"""Stands for the dtype of tensors that the engine keeps as they come, as LoRA's."""
+"""In place of a dtype: the engine keeps the tensor as sent, for example LoRA's."""
 
 
 def weigh_own(worker: Any, default: str, others: Mapping[str, str]) -> dict[str, Any]:
-    """Compute checksums of the weights of this rank.
+    """Compute the checksums of this rank's weights.
 
     Args:
         worker: verl's actor worker.
-        default: torch's name of the dtype that the engine holds most tensors in.
-        others: plain names -> dtypes that it holds others in, or ``AS_SENT``.
+        default: torch's name of the dtype in which the engine holds most tensors.
+        others: plain name -> dtype of the other tensors, or ``AS_SENT``.
 
     Returns:
-        ``weights``: plain name -> count, sum, sum of squares and whether it is trained; ``sent``: they are of the
-        tensors as they were sent; ``update``: see ``UpdateSample.step``.
+        ``weights``: plain name -> count, sum, sum of squares and whether it is trained; ``sent``: True if they are
+        checksums of the tensors as sent; ``update``: see ``UpdateSample.step``.
     """
     if _SENT in vars(worker):
         return {"weights": dict(vars(worker)[_SENT]), "sent": True, "update": []}
@@ -47,7 +47,7 @@ def weigh_own(worker: Any, default: str, others: Mapping[str, str]) -> dict[str,
         for name, parameter in own
         if (shard := _find_shard(parameter)) is not None
     ]
-    # Parameters that are offloaded lie on the host, which would take seconds for them.
+    # Offloaded parameters are on the host, where their checksums would take seconds.
     device = "cuda" if torch.cuda.is_available() else None
     weighed = compute_checksums(((name, shard, dtypes[name]) for name, shard, _ in shards), device)
     trained = {name: trains for name, _, trains in shards}
@@ -61,13 +61,13 @@ def weigh_own(worker: Any, default: str, others: Mapping[str, str]) -> dict[str,
 
 
 def _find_module(worker: Any) -> Any:
-    """Return the model that trains: a module, or Megatron's list of them."""
+    """Return the trained model: a module, or Megatron's list of modules."""
     engine = getattr(getattr(worker, "actor", None), "engine", None)
     return getattr(worker, "actor_module_fsdp", None) if engine is None else engine.module
 
 
 def _find_shard(parameter: Tensor) -> Tensor | None:
-    """Return what this rank has of a parameter; None where another rank counts the same elements."""
+    """Return this rank's part of a parameter; None if another rank counts the same elements."""
     from torch.distributed.tensor import DTensor, Replicate
 
     if not isinstance(parameter, DTensor):
@@ -84,15 +84,15 @@ def _find_shard(parameter: Tensor) -> Tensor | None:
 
 
 class UpdateSample:
-    """A few elements of each parameter, whose change from one synchronisation to the next is followed."""
+    """A few elements of each parameter, whose change between synchronisations is tracked."""
 
     def __init__(self) -> None:
         self._before: dict[str, tuple[Tensor, Tensor]] = {}
 
     def step(self, shards: Any) -> list[float]:
-        """Compare with the synchronisation before: [sum of u r, sum of u^2, changed in u, changed in r, count].
+        """Compare with the previous synchronisation: [sum of u r, sum of u^2, changed in u, changed in r, count].
 
-        u is the change of an element, r that of the element as the engine rounds it. Empty at the first.
+        u is the change of an element, r the change of the element as the engine rounds it. Empty at the first call.
         """
         sums = torch.zeros(5, dtype=torch.float64)
         before, self._before = self._before, {}
@@ -110,11 +110,11 @@ class UpdateSample:
 
 
 def watch_sent(worker: Any, dtype: str) -> None:
-    """Let a worker note checksums of what it sends, where its parameters are not those.
+    """Make a worker record checksums of the tensors that it sends, where these are not its parameters.
 
     Args:
-        worker: verl's actor worker; of 0.7.1's legacy ones the rollout is watched.
-        dtype: torch's name of that of the rollout engine.
+        worker: verl's actor worker; for the legacy workers of 0.7.1 the rollout is patched.
+        dtype: torch's name of the rollout engine's dtype.
     """
     if not _sends_other_tensors(worker):
         return
@@ -138,7 +138,7 @@ def watch_sent(worker: Any, dtype: str) -> None:
 
 
 def _note_sent(worker: Any, tensors: Any, dtype: str) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors that are sent, and note their checksums as the rollout engine rounds them, on rank 0."""
+    """Yield the sent tensors, and record their checksums, rounded like the rollout engine's, on rank 0."""
     first = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
     noted: dict[str, list[int]] = vars(worker)[_SENT]
     for name, tensor in tensors:
@@ -157,7 +157,7 @@ def _sends_other_tensors(worker: Any) -> bool:
         return True
     model = getattr(module, "_fsdp_wrapped_module", module)
     engine = getattr(getattr(worker, "actor", None), "engine", None)
-    # Other engines, and models whose names verl converts, send under other names than their parameters have.
+    # Other engines, and models whose names verl converts, send tensors under other names than their parameters.
     renamed = bool(getattr(model, "_checkpoint_conversion_mapping", None))
     if renamed or not (engine is None or type(engine).__name__.startswith("FSDP")):
         return True
@@ -169,7 +169,7 @@ def _sends_other_tensors(worker: Any) -> bool:
 
 
 def add_method(worker: type) -> None:
-    """Give verl's actor workers the method ``weigh_offpolicy``; in every process of a run."""
+    """Add the method ``weigh_offpolicy`` to verl's actor workers, in every process of a run."""
     from verl.single_controller.base.decorator import Dispatch, register
 
     def weigh_offpolicy(self: Any, default: str, others: Mapping[str, str]) -> dict[str, Any]:

@@ -1,6 +1,6 @@
-"""Proof that the rollout engine holds the trainer's weights, at each synchronisation.
+"""Proof at each synchronisation that the rollout engine holds the trainer's weights.
 
-Seams, see ``verl_patches.weight_sync``.
+``verl_patches.weight_sync`` lists the patched functions.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from .trainer_side import AS_SENT, watch_sent
 logger = logging.getLogger("verl.offpolicy")
 
 NAMED = 6
-"""Tensors that an error names."""
+"""Most tensors that an error names."""
 FEWEST = 64
-"""Updates without a synchronisation that stop a run which has made too few to know how often it does."""
+"""Updates without a synchronisation that stop a run too short to know its own interval."""
 KEPT = 4
-"""Synchronisations whose checksums are kept, to tell late weights from others."""
+"""Number of past synchronisations whose checksums are kept, to recognise late weights."""
 
 
 class ActorRun(Protocol):
-    """A run by any trainer of verl's."""
+    """A run by any of verl's trainers."""
 
     @property
     def recording(self) -> RunRecord | None: ...
@@ -57,8 +57,8 @@ class WeightDelivery(AddOn):
     """``offpolicy.delivery``.
 
     Args:
-        run: whose workers send.
-        settings: how often.
+        run: the run whose workers send the weights.
+        settings: how often to compare.
     """
 
     proof_name = "delivery"
@@ -86,19 +86,19 @@ class WeightDelivery(AddOn):
     def unproved(self) -> str | None:
         if self._metrics.get("proved") == 1.0 or "probe_slope" in self._metrics:
             return None
-        return " ".join(self._told) or f"the weights in the rollout engine were not compared yet ({SECTION})."
+        return " ".join(self._told) or f"the rollout engine's weights were not compared yet ({SECTION})."
 
     def metrics(self) -> dict[str, float]:
         return {f"offpolicy/delivery/{name}": value for name, value in self._metrics.items()}
 
     def on_sync(self, manager: Any) -> None:
-        """Ask the servers of ``manager`` what they hold now, and the trainer's workers what they sent.
+        """Ask the servers of ``manager`` for their checksums, and the trainer's workers for those of the sent weights.
 
-        Answers are compared where they are needed next, in front of an update or a validation: both sides compute
-        theirs while the servers begin to sample.
+        The answers are compared later, before the next update or validation, because both sides compute them while the
+        servers start to sample.
 
         Raises:
-            LivenessError: answers to the synchronisation before, which nothing has compared, differ.
+            LivenessError: the answers to the previous synchronisation were not compared yet, and differ.
         """
         start = time.perf_counter()
         self._compare_sums()
@@ -130,13 +130,13 @@ class WeightDelivery(AddOn):
 
     def _ask_sums(self, manager: Any) -> None:
         if self._rollout.name != "vllm":
-            return self._say(f"the weights of {self._rollout.name} are not compared.")
+            return self._say(f"weights of the rollout engine {self._rollout.name} are not compared.")
         engines = [self._engines.setdefault(id(replica), Engine()) for replica in manager.replicas]
         asked = [
             replica.servers[0].collective_rpc.remote(METHOD, kwargs={"named": not engine.named})
             for replica, engine in zip(manager.replicas, engines, strict=True)
         ]
-        # In the dtypes that the engines had before; where they have others, once more when they have answered.
+        # Uses the dtypes that the engines reported last; if they changed, ask again after the answers.
         ready = all(engine.dtypes and not engine.skipped for engine in engines)
         dtypes = _find_dtypes(engines, self._rollout) if ready else None
         weighed = None if dtypes is None else self._run.workers.weigh_offpolicy(*dtypes)
@@ -153,23 +153,23 @@ class WeightDelivery(AddOn):
             if f"no attribute '{METHOD}'" not in str(error):
                 raise
             self._metrics["proved"] = math.nan
-            return self._say("the workers of the rollout engine are of a class of their own: weights are not compared.")
+            return self._say("the rollout engine uses its own worker class: weights are not compared.")
         for replica, engine, answer in zip(given.manager.replicas, given.engines, answers, strict=True):
-            if not engine.read(answer):  # tensors of other names were sent than before
+            if not engine.read(answer):  # the names of the sent tensors have changed
                 engine.named = False
                 engine.read(ray.get(replica.servers[0].collective_rpc.remote(METHOD, kwargs={"named": True})))
         judged = [engine for engine in given.engines if engine.answered and not engine.skipped]
         for reason in sorted({engine.skipped for engine in given.engines} - {""}):
-            self._say(f"{reason}: its weights are not compared.")
+            self._say(f"{reason}: weights are not compared.")
         if not judged:
             self._metrics["proved"] = float("nan")
             return
         if silent := [engine for engine in judged if not engine.received_names]:
             if given.manager.backend == "delta_sharded":
-                return self._say("delta_sharded sends changes alone: weights are not compared.")
+                return self._say("delta_sharded sends only changes: weights are not compared.")
             self._stop(
-                f"synchronisation {given.at}: {len(silent)} of {len(judged)} rollout engines were sent no weights, "
-                f"so that they sample by those that they were started with. {_advise('sums')}"
+                f"synchronisation {given.at}: {len(silent)} of {len(judged)} rollout engines received no weights, so "
+                f"they sample with their initial weights. {_advise('sums')}"
             )
         dtypes = _find_dtypes(judged, self._rollout)
         weighed = given.own_sums if dtypes == given.dtypes else self._run.workers.weigh_offpolicy(*dtypes)
@@ -183,8 +183,8 @@ class WeightDelivery(AddOn):
         self._updates += 1
         if self._updates > (FEWEST if self._intervals < 3 else 4 * self._longest):
             self._stop(
-                f"{self._updates} updates were made since verl last sent weights to the rollout engine, which it did "
-                f"after {self._longest} before. {_ADVICE}"
+                f"{self._updates} updates were made since verl last sent weights to the rollout engine; the longest "
+                f"interval before was {self._longest}. {_ADVICE}"
             )
 
     def _judge(
@@ -198,9 +198,9 @@ class WeightDelivery(AddOn):
         for comparison, engine in zip(found, engines, strict=True):
             if trained is not None and (left := find_left_out(trained, engine.received_names)):
                 self._stop(
-                    f"synchronisation {at}: {len(left)} of {len(trained)} tensors that are trained are not "
-                    f"among the {len(engine.received_names)} that verl sends to the rollout engine: {_names(left)}. "
-                    f"The engine keeps sampling without them. {_advise('sums')}"
+                    f"synchronisation {at}: {len(left)} of {len(trained)} trained tensors are not among the "
+                    f"{len(engine.received_names)} that verl sends to the rollout engine: {_names(left)}. "
+                    f"The engine samples with old values of these. {_advise('sums')}"
                 )
             if comparison.different:
                 count = len(comparison.different) + len(comparison.equal)
@@ -211,13 +211,13 @@ class WeightDelivery(AddOn):
                 )
 
     def _explain(self, comparison: Comparison, engine: Engine) -> str:
-        """Say which earlier weights the engine holds of what differs."""
+        """Say from which earlier synchronisation the engine holds the differing tensors."""
         for back, past in enumerate(reversed(self._past), start=1):
             if not set(comparison.different) & set(engine.compare(past, judge=False).different):
                 return f"It holds those of {back} synchronisation{'s' if back > 1 else ''} before."
-        received = "" if engine.received else " It was sent nothing since the last one."
-        known = "are those of none of the latest synchronisations" if self._past else "were never the trainer's"
-        return f"What it holds {known}.{received}"
+        received = "" if engine.received else " It has received nothing since the last synchronisation."
+        known = "match none of the last synchronisations" if self._past else "were never the trainer's"
+        return f"The engine's values {known}.{received}"
 
     def _report(self, found: Sequence[Comparison], update: Sequence[float], first: bool) -> None:
         equal, unknown = (sum(len(getattr(each, name)) for each in found) for name in ("equal", "unknown"))
@@ -237,7 +237,7 @@ class WeightDelivery(AddOn):
         if unknown:
             names = sorted({name for each in found for name in each.unknown})
             self._say(
-                f"{len(names)} tensors are not compared, because the engine holds them in a layout of its own: "
+                f"{len(names)} tensors are not compared, because the engine stores them in its own layout: "
                 f"{_names(names)}."
             )
 
@@ -257,7 +257,7 @@ class WeightDelivery(AddOn):
 
 def _advise(key: str) -> str:
     return (
-        f"Rewards and gradients would be those of two different policies. To go on without this check: "
+        f"Rewards and gradients would come from two different policies. To continue without this check: "
         f"{SECTION}.{key}=null."
     )
 
@@ -266,7 +266,7 @@ _ADVICE = _advise("sums")
 
 
 class Engine:
-    """What is known of one rollout server."""
+    """State of one rollout server."""
 
     def __init__(self) -> None:
         self.sources: list[list[tuple[str, ...]]] = []
@@ -283,13 +283,13 @@ class Engine:
         self._comparer = HeldComparer()
 
     def read(self, answer: Sequence[Mapping[str, Any]] | None) -> bool:
-        """Read the answers of a server's workers; None where its class is not verl's.
+        """Read the answers of a server's workers; None if its class is not verl's.
 
         Returns:
             Whether they could be read without the names of their groups.
         """
         self.answered = bool(answer)
-        self.skipped = "" if answer else "the rollout server does not return what its workers hold"
+        self.skipped = "" if answer else "the rollout server does not return checksums of its workers"
         if not answer:
             return True
         groups = [len(rank["groups"]) for rank in answer]
@@ -316,13 +316,13 @@ class Engine:
         return True
 
     def compare(self, own: Mapping[str, Checksum], judge: bool = True) -> Comparison:
-        """Compare with the trainer's checksums; without ``judge`` nothing is remembered."""
+        """Compare with the trainer's checksums; with ``judge=False`` nothing is remembered."""
         found = (self._comparer if judge else HeldComparer()).compare(self._ranks, own, self._first if judge else None)
         return compare_adapter(found, self.adapter, own, loaded=self._has_adapter)
 
 
 class Asked(NamedTuple):
-    """What was asked for at synchronisation ``at``: references to the sums of both sides."""
+    """Requests made at synchronisation ``at``: references to the checksums of both sides."""
 
     at: int
     manager: Any
@@ -333,7 +333,7 @@ class Asked(NamedTuple):
 
 
 def _find_dtypes(engines: Sequence[Engine], rollout: Any) -> tuple[str, dict[str, str]]:
-    """Find the dtype that the engines hold most tensors in, and those of all others, by plain names."""
+    """Find the dtype in which the engines hold most tensors, and those of all others, by plain name."""
     dtypes = {name: dtype for engine in engines for name, dtype in engine.dtypes.items()}
     common = Counter(dtypes.values()).most_common(1)
     default = common[0][0] if common else _dtype(rollout.get("dtype"))
@@ -342,7 +342,7 @@ def _find_dtypes(engines: Sequence[Engine], rollout: Any) -> tuple[str, dict[str
 
 
 def _add_ranks(ranks: Sequence[Any]) -> tuple[dict[str, Checksum], list[str] | None, list[float]]:
-    """Add what the trainer's ranks weighed: checksums, names of what is trained, its update."""
+    """Merge the reports of the trainer's ranks: checksums, names of trained tensors, and the update."""
     parts: dict[str, list[Checksum]] = {}
     trained: dict[str, None] = {}
     for rank in ranks:

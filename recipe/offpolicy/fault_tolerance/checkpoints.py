@@ -1,12 +1,12 @@
-"""Checkpoints that stay loadable and that record the correction they were trained with.
+"""Checkpoints that stay loadable and record the correction that they were trained with.
 
-verl writes ``global_step_N`` in place and names it in ``latest_checkpointed_iteration.txt`` at the end. Three things
-are missing for a run that ends in the middle. With one checkpoint to keep, the previous is deleted before the new one
-is named; a step that is saved a second time overwrites what is named; and the name itself is not written at once.
+verl writes ``global_step_N`` in place and names it in ``latest_checkpointed_iteration.txt`` at the end. A run that ends
+during a save can lose its checkpoint in three ways: with one checkpoint to keep, verl deletes the previous one before
+it names the new one; saving a step again overwrites the named checkpoint; and the name is not written atomically.
 
-    default_local_dir/offpolicy_saving.json            while a checkpoint is being written: which
-    default_local_dir/global_step_N/offpolicy.json     when it is complete: with which correction
-    default_local_dir/global_step_N/offpolicy/SECTION  what an extension keeps in files of its own
+    default_local_dir/offpolicy_saving.json            during a save: which checkpoint is being written
+    default_local_dir/global_step_N/offpolicy.json     after a save: the correction
+    default_local_dir/global_step_N/offpolicy/SECTION  files of an extension
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ SAVING = "offpolicy_saving.json"
 RECORD = "offpolicy.json"
 CHANGED = "offpolicy.resume_changed_correction"
 STATES = "offpolicy"
-"""Folder of a checkpoint for what extensions keep in files."""
+"""Folder in a checkpoint for files of extensions."""
 _STEP = "global_step_"
 _STALENESS = "staleness"
 ACTIVE = "steering"
-"""Key of the alarms' and moved bounds' state in a record; checkpoints that exist spell it so."""
+"""Key of the state of alarms and moved bounds in a record; existing checkpoints use this spelling."""
 _CUT_SHORT = "its writing was cut short"
 
 
@@ -64,48 +64,48 @@ class CheckpointFolder:
         return cls(Path.cwd() / config.trainer.default_local_dir)
 
     def step_path(self, step: int) -> Path:
-        """Return the folder ``global_step_N`` of a step, which need not exist."""
+        """Return the folder ``global_step_N`` of a step, which may not exist."""
         return self.path / f"{_STEP}{step}"
 
     def read_tracked_step(self) -> int | None:
         """Read the step that verl would resume; None without a tracker file.
 
         Raises:
-            ValueError: the tracker holds no number: its writing was interrupted.
+            ValueError: the tracker holds no number because writing it was interrupted.
         """
         with contextlib.suppress(FileNotFoundError):
             return int((self.path / TRACKER).read_text())
         return None
 
     def read_unfinished(self) -> UnfinishedCheckpoint | None:
-        """Read which checkpoint was begun and not completed; None if none was."""
+        """Read the checkpoint that was started and not completed; None if there is none."""
         record = _read(self.path / SAVING, SAVING_SCHEMA)
         return None if record is None else UnfinishedCheckpoint(record["step"], record["tracked"])
 
     def is_whole(self, step: int) -> bool:
-        """Return True unless a checkpoint is known to be incomplete; those without our record count as whole."""
+        """Return True unless a checkpoint is known to be incomplete; one without a record counts as complete."""
         if not self.step_path(step).is_dir() or self._is_emptied(step):
             return False
         mark, record = self.read_unfinished(), _read(self.step_path(step) / RECORD)
         if record is not None and not record["complete"]:
-            # verl names a checkpoint whose save went on beside the training when that is done.
+            # verl names an asynchronously saved checkpoint when the save is done.
             with contextlib.suppress(ValueError):
                 return (self.read_tracked_step() or 0) >= step
             return False
         if record is not None or mark is None or mark.step != step:
             return True
-        # verl names a checkpoint when it is complete; one that was named already was being written over.
+        # verl names a checkpoint when it is complete; one that was already named was being overwritten.
         with contextlib.suppress(ValueError):
             return self.read_tracked_step() == step != mark.tracked
         return False
 
     def _is_emptied(self, step: int) -> bool:
-        """Return True if verl has deleted the weights of an old checkpoint and left its folder."""
+        """Return True if verl has deleted the weights of an old checkpoint but left its folder."""
         actor = self.step_path(step) / "actor"
         return actor.is_dir() and not any(actor.iterdir())
 
     def list_complete_steps(self) -> list[int]:
-        """List the steps that our records call complete, newest first."""
+        """List the steps that the records call complete, newest first."""
         found = {}
         for path in self.path.glob(f"{_STEP}*/{RECORD}"):
             with contextlib.suppress(CheckpointError):
@@ -115,7 +115,7 @@ class CheckpointFolder:
 
 @dataclass(frozen=True)
 class UnfinishedCheckpoint:
-    """A checkpoint whose writing has begun: its step, and the step that was resumable until then, if any."""
+    """A checkpoint whose save has started: its step, and the step that was resumable before it, if any."""
 
     step: int
     tracked: int | None
@@ -130,12 +130,12 @@ def guard_save(
     extensions: Callable[[Path], Mapping[str, Any]] = _without_state,
     staleness: Mapping[str, Any] | None = None,
 ) -> Iterator[None]:
-    """Wrap verl's ``_save_checkpoint``: mark the checkpoint as begun, and record it once it is complete.
+    """Wrap verl's ``_save_checkpoint``: mark the checkpoint as started, and record it after it is complete.
 
     Args:
         active: state of the alarms and moved bounds, see ``monitor.active_correction``.
-        extensions: takes a folder for their files; returns the extensions' state, by section.
-        staleness: state of the rate limit, where the run has one.
+        extensions: called with a folder for their files; returns the extensions' state, by section.
+        staleness: state of the rate limit, if the run has one.
     """
     folder = CheckpointFolder.from_config(config)
     _keep_previous(config)
@@ -147,7 +147,7 @@ def guard_save(
     write_json(folder.path / SAVING, {"step": step, "tracked": tracked})
     record.unlink(missing_ok=True)
     yield
-    # An asynchronous save of Megatron goes on in the background; verl writes its tracker when it is done.
+    # An asynchronous Megatron save continues in the background; verl writes its tracker at the end.
     complete = not OmegaConf.select(config, "actor_rollout_ref.actor.checkpoint.async_save", default=False)
     content: dict[str, Any] = {"correction": spec.to_mapping(), "fingerprint": spec.fingerprint()}
     content |= {"step": step, "complete": complete}
@@ -159,7 +159,7 @@ def guard_save(
         content[_STALENESS] = dict(staleness)
     write_json(record, content)
     if complete:
-        # verl has just written the same, but not atomically: a run killed meanwhile would leave no number.
+        # verl has just written the same, but not atomically: a kill during that write leaves no number.
         _write(folder.path / TRACKER, str(step))
     (folder.path / SAVING).unlink(missing_ok=True)
 
@@ -171,20 +171,20 @@ def check_before_loading(
     of_extensions: Callable[[Mapping[str, Any]], list[str]] = _no_differences,
     dependents: Sequence[str] = (),
 ) -> dict[str, Any] | None:
-    """Check, before verl's ``_load_checkpoint``, that it will load a whole checkpoint of the same correction.
+    """Check, before verl's ``_load_checkpoint``, that it will load a complete checkpoint of the same correction.
 
     Args:
-        differences: takes the checkpoint's state of alarms and moved bounds; lists keys in which this run would not
-            go on alike, in the form of ``find_changes``.
-        of_extensions: takes the checkpoint's state of extensions, by section; likewise.
-        dependents: keys of this run that go on from a checkpoint's state.
+        differences: called with the checkpoint's state of alarms and moved bounds; lists keys in which this run would
+            continue differently, in the form of ``find_changes``.
+        of_extensions: like ``differences``, for the checkpoint's state of extensions, by section.
+        dependents: keys of this run that continue from a checkpoint's state.
 
     Returns:
         The checkpoint's state of alarms and moved bounds, for a run with the same correction; None if there is none.
 
     Raises:
-        CheckpointError: no whole checkpoint is left where one is named, it was trained with another correction, or its
-            record is lost or holds what it cannot.
+        CheckpointError: the named checkpoint and all others are incomplete, it was trained with another correction, or
+            its record is missing or invalid.
     """
     path = _find_resumed(config)
     if path is None:
@@ -193,12 +193,12 @@ def check_before_loading(
     changed_is_meant = OmegaConf.select(config, CHANGED, default=False)
     if record is None and dependents and not changed_is_meant:
         raise CheckpointError(
-            f"{path} has no {RECORD}, and {', '.join(dependents)} would go on from what it says. Restore the file, or "
-            f"say that it is to begin anew with {CHANGED}=true."
+            f"{path} has no {RECORD}, but {', '.join(dependents)} would continue from its state. Restore the file, or "
+            f"let them restart with {CHANGED}=true."
         )
     if record is None:
         logger.warning(
-            "%s has no %s: whether it was trained with this correction cannot be known. The next one will say.",
+            "%s has no %s: it is unknown whether it was trained with this correction. The next one will record it.",
             path,
             RECORD,
         )
@@ -213,21 +213,21 @@ def check_before_loading(
         )
     elif changed_is_meant:
         logger.warning(
-            "resuming %s with another correction, as %s=true says:%s", path.name, CHANGED, _format_lines(found)
+            "resuming %s with another correction, allowed by %s=true:%s", path.name, CHANGED, _format_lines(found)
         )
     else:
         raise CheckpointError(
             f"{path} was trained with another correction:{_format_lines(found)}\n"
-            f"Set these back, or say that the change is meant with {CHANGED}=true."
+            f"Set these back, or allow the change with {CHANGED}=true."
         )
     if of_correction and active is not None:
-        logger.warning("alarms and moved bounds of %s are of that other correction, and begin anew.", path.name)
+        logger.warning("alarms and moved bounds of %s belong to the other correction, and restart.", path.name)
         return None
     return active
 
 
 def find_record(config: DictConfig) -> Path:
-    """Find the record of the checkpoint that is resumed."""
+    """Find the record of the resumed checkpoint."""
     return (_find_resumed(config) or Path()) / RECORD
 
 
@@ -239,7 +239,7 @@ def extension_states(config: DictConfig) -> tuple[dict[str, Any], Path]:
 
 
 def read_staleness(config: DictConfig) -> dict[str, Any] | None:
-    """Read the state of the rate limit in the checkpoint that verl has just loaded; None where it had none."""
+    """Read the state of the rate limit in the checkpoint that verl has just loaded; None if it has none."""
     path = _find_resumed(config)
     record = None if path is None else _read(path / RECORD)
     return None if record is None else record.get(_STALENESS)
@@ -256,7 +256,7 @@ def find_changes(old: Mapping[str, Any], new: Mapping[str, Any], key: str = "cor
 
 
 def _normalize_proximal(correction: Mapping[str, Any]) -> dict[str, Any]:
-    """Map ``reuse`` and ``same_engine`` to ``recompute``: all log pi_old of the trainer's weights.
+    """Map ``reuse`` and ``same_engine`` to ``recompute``: all give log pi_old of the trainer's weights.
 
     Micro-batch sizes alone may switch between the first two, and the first step of a run proves the third.
     """
@@ -265,7 +265,7 @@ def _normalize_proximal(correction: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def write_json(path: Path, content: Mapping[str, Any], *, mode: int = 0o666) -> None:
-    """Write a JSON file atomically, with the permissions ``mode`` less the umask."""
+    """Write a JSON file atomically, with the permissions ``mode`` minus the umask."""
     _write(path, json.dumps(content, indent=2, sort_keys=True) + "\n", mode)
 
 
@@ -282,7 +282,7 @@ def _find_resumed(config: DictConfig) -> Path | None:
     folder, name = CheckpointFolder(path.parent), path.name.removeprefix(_STEP)
     if name.isdigit() and path.is_dir() and not folder.is_whole(int(name)):
         others = [step for step in folder.list_complete_steps() if step != int(name) and folder.is_whole(step)]
-        advice = f"{folder.step_path(others[0])} is whole." if others else "No other one there is known to be whole."
+        advice = f"{folder.step_path(others[0])} is complete." if others else "No other checkpoint there is complete."
         raise CheckpointError(f"trainer.resume_from_path={path}: {_CUT_SHORT}. {advice}")
     return path
 
@@ -297,22 +297,22 @@ def _choose_whole_step(folder: CheckpointFolder) -> int | None:
     else:
         if tracked is None:
             if mark is not None:
-                logger.warning("the first checkpoint, of step %d, was cut short: training begins anew.", mark.step)
+                logger.warning("the first checkpoint, of step %d, is incomplete: training restarts.", mark.step)
             return None
         if folder.is_whole(tracked):
             if mark is not None and mark.step != tracked:
-                logger.warning("the checkpoint of step %d was cut short; resuming step %d.", mark.step, tracked)
+                logger.warning("the checkpoint of step %d is incomplete; resuming step %d.", mark.step, tracked)
             return tracked
         named = folder.step_path(tracked)
-        trouble = _CUT_SHORT if named.is_dir() else "it is not there"
+        trouble = _CUT_SHORT if named.is_dir() else "it does not exist"
     whole = [step for step in folder.list_complete_steps() if folder.is_whole(step)]
     if not whole:
         raise CheckpointError(
-            f"{named}: {trouble}, and no other checkpoint is known to be whole. Name one by "
-            f"trainer.resume_mode=resume_path trainer.resume_from_path=..., or begin anew with "
+            f"{named}: {trouble}, and no other checkpoint is known to be complete. Name one by "
+            f"trainer.resume_mode=resume_path trainer.resume_from_path=..., or restart with "
             f"trainer.resume_mode=disable."
         )
-    logger.warning("%s: %s; resuming step %d, the newest checkpoint that is whole.", named, trouble, whole[0])
+    logger.warning("%s: %s; resuming step %d, the newest complete checkpoint.", named, trouble, whole[0])
     _write(folder.path / TRACKER, str(whole[0]))
     return whole[0]
 
@@ -332,7 +332,7 @@ def _keep_previous(config: DictConfig) -> None:
             trainer[key] = False if key == "remove_previous_ckpt_in_save" else 2
     logger.warning(
         "trainer.%s: two checkpoints are kept, because verl deletes the previous one before the new one can be "
-        "resumed, and a run that ends in between would have none.",
+        "resumed; a run that ends in between would have none.",
         single[0],
     )
 

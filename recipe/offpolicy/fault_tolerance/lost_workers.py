@@ -1,8 +1,8 @@
-"""Detection of dead Ray actors and of failed weight loads in rollout servers, also where no call waits for them.
+"""Detection of dead Ray actors and of failed weight loads in rollout servers, even if no call waits for them.
 
-verl learns of a dead worker only by waiting for its answer. Where the driver does not wait, as for agent loops in
-the background, or another worker does, as an agent loop for an inference server, prompts stay pending or are requested
-again for ever. An engine that raises while it loads weights lives on, and the sender waits for its acknowledgement.
+verl notices a dead worker only when it waits for its answer. If the driver does not wait (agent loops in the
+background), or another worker does (an agent loop for an inference server), prompts stay pending or are requested
+forever. An engine that raises while loading weights stays alive, and the sender waits for its acknowledgement.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ HOLDERS = (
 )
 """Attributes below the trainer that list handles of Ray actors, in verl 0.7.1 to 0.9.1; each trainer has some."""
 FAILURE = "_offpolicy_failure"
-"""Attribute of an actor that says how it has failed."""
+"""Attribute of an actor with its failure message."""
 
 
 class LostWorkerDetector:
-    """A callable that returns an error message if a Ray actor of the trainer has died or tells a failure, else None.
+    """A callable that returns an error message if a Ray actor of the trainer has died or reports a failure, else None.
 
-    Each actor has one call of Ray's own ``__ray_call__`` waiting, which reads ``FAILURE``: an actor that is busy leaves
-    it in its queue, and one that has died fails it at once, with the cause.
+    Each actor has one pending call of Ray's ``__ray_call__`` that reads ``FAILURE``: a busy actor leaves it in its
+    queue, and a dead actor fails it at once, with the cause.
     """
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
-        # Reference to a pending answer -> the actor that owes it.
+        # Reference to a pending answer -> its actor.
         self._waiting: dict[Any, Any] = {}
 
     def __call__(self) -> str | None:
@@ -53,7 +53,7 @@ class LostWorkerDetector:
             WorkerCrashedError,
         )
 
-        # Ray's memory monitor ends actors by an error of its own, which is no RayActorError.
+        # Ray's memory monitor kills actors with its own error, which is not a RayActorError.
         deaths = (RayActorError, OutOfMemoryError, NodeDiedError, WorkerCrashedError)
         listed = {handle: holder for holder, handle in list_actor_handles(self._trainer)}
         for handle in listed.keys() - self._waiting.values():
@@ -68,7 +68,7 @@ class LostWorkerDetector:
             try:
                 failure = ray.get(answer)
             except ActorUnavailableError:
-                continue  # Ray raises it for a broken connection too, which may come back
+                continue  # Ray also raises it for a broken connection, which may recover
             except deaths as error:
                 # An actor that the trainer no longer lists was ended on purpose.
                 if handle in listed:
@@ -83,8 +83,8 @@ def summarize_death(error: RayError) -> str:
     """Summarize why an actor died, in one line.
 
     Returns:
-        The exceptions that its constructor raised, the root cause first; of Ray's report on memory its first line and
-        the largest process; else all that Ray says.
+        The exceptions of its constructor, the root cause first; for Ray's memory report its first line and the largest
+        process; otherwise Ray's whole message.
     """
     text = str(error)
     if users := re.search(r"^Top \d+ memory users:.*\n\S+\t(\S+)\t(.*)$", text, re.MULTILINE):
@@ -98,7 +98,7 @@ def end_workers(trainer: Any) -> None:
     import ray
 
     for _, handle in list_actor_handles(trainer):
-        with contextlib.suppress(Exception):  # those that have died already
+        with contextlib.suppress(Exception):  # already dead actors
             ray.kill(handle)
 
 

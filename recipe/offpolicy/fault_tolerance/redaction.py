@@ -1,10 +1,10 @@
-"""Redaction: secrets become ``(hidden)`` wherever something is printed or written.
+"""Redaction: secrets become ``(hidden)`` in everything that is printed or written.
 
-A secret is known by its key (``wandb_token``, ``api-key``), by its shape (``Bearer ...``, user and password in a URL,
-a web hook, the prefix of a known issuer), or as the value of an environment variable that is named like one.
+A secret is recognised by its key (``wandb_token``, ``api-key``), by its shape (``Bearer ...``, user and password in a
+URL, a web hook, the prefix of a known issuer), or as the value of an environment variable with such a name.
 
-40 hexadecimal digits are a key of Weights & Biases or a revision of git: they are hidden unless what stands before them
-says revision, commit, sha or the like, or ends in / or @.
+40 hexadecimal digits are a Weights & Biases key or a git revision: they are hidden unless the preceding text says
+revision, commit, sha or similar, or ends in / or @.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from typing import IO, Any
 
 HIDDEN = "(hidden)"
 _SHORTEST = 8
-"""Characters of an environment variable's value that is looked for in other values; shorter ones occur by chance."""
+"""Fewest characters of an environment variable's value to search for; shorter values occur by chance."""
 
 _ALWAYS = re.compile(
     r"(?:^|_)(?:secrets?|passw\w*|passphrases?|pwd|pw|pswd|cred(?:ential)?s?|authorization|cookies?|webhooks?|web_hooks?|"
     r"shared_access_signatures?|"
     r"(?:api|access|priv|private|auth|bearer|signing|encryption)_?(?:keys?|tokens?|toks?))(?:_|$)"
 )
-"""Whatever stands under it, at any place of a dotted name."""
+"""Hidden with everything below it, at any position in a dotted name."""
 _LAST = re.compile(r"(?:^|_)(?:(?P<before>[a-z0-9]+)_)?(?P<kind>token|tok|key|auth|pass|pat|jwt|bearer)$")
-"""Secrets where they are text; the word before tells a vocabulary's tokens and a table's columns apart."""
+"""Text secrets; the preceding word tells them from a vocabulary's tokens and a table's columns."""
 _NO_SECRET = {
     "token": re.compile(
         r"[be]os|pad|unk|sep|cls|mask|stop|start|end|begin|first|last|next|image|video|audio|vision|think|special|"
@@ -64,13 +64,13 @@ _SHAPES = re.compile(
     r"AGE-SECRET-KEY-1\w{20,}|A[KS]IA[0-9A-Z]{16}|eyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*)"
 )
 _KEPT = ("scheme", "basic", "query", "login", "cookie", "user", "said", "signed")
-"""Groups of what stands before a secret and is shown."""
+"""Groups with the visible text before a secret."""
 _SHA = re.compile(r"[0-9a-f]{40}")
 _REVISION = re.compile(
     r"commit|sha|rev|git|hash|digest|checksum|fingerprint|snapshot|tree|branch|merge|parent|head\b|tag\b|[@/]$", re.I
 )
 _OVERRIDE = re.compile(r"(?P<name>[+~-]*[\w./@:-]+)=(?P<value>(?:(?!: ).)*)", re.DOTALL)
-"""With spaces in its value; a message that says something of one goes on behind a colon."""
+"""Value may contain spaces; in a message about a secret, text after a colon is kept."""
 _PAIR = re.compile(
     r"(?P<name>(?<![\w.-])[A-Za-z_][\w.-]*)(?P<between>=|\\*['\"]?\s*:(?!//)\s*)"
     r"(?P<value>b?\"(?:[^\"\\]|\\.)*\"|b?'[^']*'|\\+\"[^\"]*\"|[^\s,;&{}\[\]()'\"]+(?<!:))"
@@ -79,9 +79,9 @@ _QUOTE = re.compile(r'\\*"')
 _TUPLE = re.compile(
     r"(?P<name>(?<=\(['\"])[\w-]+|(?<=\(b['\"])[\w-]+)(?P<between>['\"]\s*,\s*)(?P<value>b?(?:'[^']*'|\"[^\"]*\"))"
 )
-"""A header, as Python prints a pair; levels and kinds such as token come in pairs as well."""
+"""A header printed as a Python pair; levels and kinds such as token also come in pairs."""
 _VARIABLE = re.compile(r"[A-Z]+(?:_[A-Z\d]+)+")
-"""The name of an environment variable, for which ``opd.teacher.headers`` has it."""
+"""Name of an environment variable, in which ``opd.teacher.headers`` holds a secret."""
 _FLAG = re.compile(
     r"(?P<name>--[\w-]+)(?P<between>=['\"]?|\s+|['\"]?\s*,\s*['\"]?)(?P<value>[^\s,;\[\]'\"-][^\s,;\[\]'\"]*)"
 )
@@ -89,7 +89,7 @@ _FLAG = re.compile(
 
 
 def redact(value: Any) -> Any:
-    """Redact the secrets in ``value``: mappings and lists at any depth, everything but text as it is."""
+    """Redact the secrets in ``value``: mappings and lists at any depth; values other than text are unchanged."""
     return _hidden(value, _of_environment())
 
 
@@ -99,7 +99,7 @@ def redact_text(text: str) -> str:
 
 
 def redact_streams() -> None:
-    """Redact what this process prints from now on, by whom ever; idempotent."""
+    """Redact everything that this process prints from now on; idempotent."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is not None and not isinstance(stream, RedactedStream):
@@ -107,7 +107,7 @@ def redact_streams() -> None:
 
 
 class RedactedStream:
-    """A text stream that redacts what is written to it, by whole lines: a name and its value may come one by one."""
+    """A text stream that redacts its input by whole lines, because a name and its value may be written separately."""
 
     def __init__(self, stream: IO[str]) -> None:
         self._stream = stream
@@ -140,7 +140,7 @@ class RedactedStream:
 
 
 def _is_secret(key: str, value: Any) -> bool:
-    """Return True if the (dotted) name ``key`` makes ``value`` a secret; empty values and flags are none."""
+    """Return True if the (dotted) name ``key`` makes ``value`` a secret; empty values and flags are not secret."""
     if isinstance(value, bool) or value in (None, "", [], {}, HIDDEN, "null"):
         return False
     names = [_words(part) for part in re.split(r"[./@]", key)]
@@ -163,7 +163,7 @@ def _words(name: str) -> str:
 
 
 def _of_environment() -> tuple[str, ...]:
-    """List the values of environment variables that are named like secrets, the longest first."""
+    """List the values of environment variables with names of secrets, the longest first."""
     named = ((name, value) for name, value in os.environ.items() if name != "PWD")
     found = {value for name, value in named if len(value) >= _SHORTEST and _is_secret(name, value)}
     return tuple(sorted(found, key=len, reverse=True))
@@ -220,7 +220,7 @@ def _is_user_and_password(encoded: str) -> bool:
 
 def _pair(found: re.Match[str]) -> str:
     secret = _is_secret(found["name"], found["value"].strip("'\"\\"))
-    # Of JSON the quotes stay. The value may be a pair itself, as in "login: pw=abc".
+    # JSON keeps its quotes. The value may be a pair itself, as in "login: pw=abc".
     quote = next((part for part in (_QUOTE.match(found["value"]), _QUOTE.match(found["between"])) if part), [""])[0]
     value = f"{quote}{HIDDEN}{quote}" if secret else _PAIR.sub(_pair, found["value"])
     return f"{found['name']}{found['between']}{value}"

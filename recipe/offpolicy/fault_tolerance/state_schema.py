@@ -1,4 +1,4 @@
-"""The one table of what checkpoints hold of ours: each file's keys, with the type and range of their values."""
+"""The schema of this package's files in checkpoints: each file's keys, with the type and range of their values."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from typing import Any
 
 FIX = "Restore the file from a copy, or resume another checkpoint: trainer.resume_mode=resume_path."
 LARGEST = 1e9
-"""Of any bound, length or count of tokens: ratios are cut at e^20."""
+"""Largest bound, length or token count: ratios are clamped at e^20."""
 OLDEST = 10_000
-"""Batches that an eta may be."""
+"""Largest eta, in batches."""
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint cannot be resumed as asked; the message says why and what to do."""
+    """A checkpoint cannot be resumed; the message says why and what to do."""
 
 
 @dataclass(frozen=True)
 class Value:
-    """A single value: which fit, and these in words."""
+    """A single value: a predicate for accepted values, and its description."""
 
     fits: Callable[[Any], bool]
     what: str
@@ -32,7 +32,7 @@ class Value:
 
 @dataclass(frozen=True)
 class Keys:
-    """A mapping with these keys; others are unknown."""
+    """A mapping with these keys; other keys are rejected."""
 
     needed: Mapping[str, Any]
     optional: Mapping[str, Any] = field(default_factory=dict)
@@ -47,7 +47,7 @@ class Named:
 
 @dataclass(frozen=True)
 class Items:
-    """A list of values of one kind: of ``count`` or, where that is None, of ``least`` and more."""
+    """A list of values of one kind: exactly ``count`` of them or, if that is None, at least ``least``."""
 
     of: Any
     count: int | None = None
@@ -108,9 +108,7 @@ def _is_rate(value: Any) -> bool:
 
 FLAG = Value(lambda value: isinstance(value, bool), "true or false")
 TEXT = Value(lambda value: isinstance(value, str), "a text")
-REAL = Value(
-    lambda value: isinstance(value, int | float) and not isinstance(value, bool), "a number, which need not be finite"
-)
+REAL = Value(lambda value: isinstance(value, int | float) and not isinstance(value, bool), "a number, finite or not")
 COUNT, NUMBER, SHARE = whole(), number(), number(0, 1 + 1e-6)
 ETA = Value(_is_eta, f"batches as a text, 0 to {OLDEST}")
 PLAIN = Value(_is_plain, "plain values, numbers finite")
@@ -171,31 +169,31 @@ RECORD = Keys(
         "staleness": _RATE_LIMIT,
     },
 )
-"""Of ``offpolicy.json``."""
+"""Schema of ``offpolicy.json``."""
 SAVING = Keys({"step": COUNT, "tracked": Null(COUNT)})
-"""Of ``offpolicy_saving.json``."""
+"""Schema of ``offpolicy_saving.json``."""
 ANCHORS = Keys(
     {
         "frozen": Named(Keys({"length": number(1), "step": COUNT, "answers": whole(1)})),
         "open": Named(Items(Items(Value(_is_answer, "right or wrong, and tokens"), least=1), least=1)),
     }
 )
-"""Of ``length_penalty/anchors.json``."""
+"""Schema of ``length_penalty/anchors.json``."""
 PASS_RATES = Keys(
     {
-        "counts": Named(Value(_is_rate, "answers, and right ones, which are no more")),
+        "counts": Named(Value(_is_rate, "a number of answers, and no more correct ones")),
         "prior": Items(number(1e-300), 2),
     }
 )
-"""Of ``pass_at_k/pass_rates.json``."""
+"""Schema of ``pass_at_k/pass_rates.json``."""
 
 
 def check_state(schema: Any, value: Any, path: Path, key: str = "") -> None:
     """Check a restored value against its schema.
 
     Args:
-        path: of the file, for the error.
-        key: of the value within it.
+        path: path of the file, for the error.
+        key: key of the value within the file.
 
     Raises:
         CheckpointError: names the file, the key, the value and what to do.
@@ -228,10 +226,10 @@ def check_state(schema: Any, value: Any, path: Path, key: str = "") -> None:
 
 
 def refuse(path: Path, key: str, value: Any, why: str) -> None:
-    """Refuse a value of a checkpoint.
+    """Reject a value of a checkpoint.
 
     Raises:
-        CheckpointError
+        CheckpointError: always.
     """
     shown = json.dumps(value, default=repr)
     shown = shown if len(shown) <= 80 else f"{shown[:77]}..."
@@ -240,13 +238,13 @@ def refuse(path: Path, key: str, value: Any, why: str) -> None:
 
 @contextlib.contextmanager
 def restoring(find_path: Callable[[], Path], key: str) -> Iterator[None]:
-    """Name file and key where a state that its schema lets pass cannot be restored.
+    """Add file and key to the error of a state that passes its schema but cannot be restored.
 
     Args:
-        find_path: the file, asked for where something is wrong.
+        find_path: returns the file; called only on an error.
 
     Raises:
-        CheckpointError
+        CheckpointError: the state cannot be restored.
     """
     try:
         yield
@@ -259,8 +257,8 @@ def read_json(path: Path, schema: Any) -> Any:
     """Read a file and check it.
 
     Raises:
-        FileNotFoundError: there is none.
-        CheckpointError: it is no JSON, or holds what it cannot.
+        FileNotFoundError: the file does not exist.
+        CheckpointError: it is not JSON, or does not match the schema.
     """
     try:
         content = json.loads(path.read_text())

@@ -1,8 +1,8 @@
-"""A watchdog thread that ends a hanging run, or one that lost a worker, in bounded time and names the phase.
+"""A watchdog thread that ends a run that hangs or lost a worker, in bounded time, and names the phase.
 
-verl waits for its workers without a limit: a weight sync that hangs, a rollout engine that stops answering, or
-rollouts that fail and are requested again for ever keep a run alive that does nothing. A thread beside the trainer
-knows which phase of a step it is in, by wrapped methods, and since when.
+verl waits for its workers without a limit: a weight sync that hangs, a rollout engine that stops answering, or rollouts
+that fail and are requested again forever keep an idle run alive. A thread in the trainer's process knows the current
+phase of the step, through wrapped methods, and its duration.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ SIGNAL = signal.SIGUSR2
 PATIENCE = 5.0
 """Seconds that the main thread has to react to the signal, before the actors that it may wait for are killed."""
 GRACE = 60.0
-"""Seconds that an ending run has to unwind, before its process is ended."""
+"""Seconds that a failing run has to unwind, before its process is ended."""
 EXIT_CODE = 70
 
 
@@ -71,7 +71,7 @@ class WatchdogError(RuntimeError):
 
 
 class _Interrupt(KeyboardInterrupt):
-    """Raised in the main thread by the signal handler: ``ray.get`` ends for a KeyboardInterrupt alone, and no ``except
+    """Raised in the main thread by the signal handler: only a KeyboardInterrupt ends ``ray.get``, and no ``except
     Exception`` catches it.
 
     ``Watchdog.raise_verdict`` replaces it by the verdict.
@@ -79,12 +79,12 @@ class _Interrupt(KeyboardInterrupt):
 
 
 class Phases:
-    """A thread-safe stack of the phases that the trainer is in, outermost first, with their start times.
+    """A thread-safe stack of the trainer's current phases, outermost first, with their start times.
 
     Args:
-        limits: phase -> seconds that it may take, None for any time.
-        default: seconds for phases without a limit of their own.
-        clock: gives seconds.
+        limits: phase -> seconds that it may take, None for no limit.
+        default: seconds for phases without their own limit.
+        clock: returns seconds.
 
     Attributes:
         clock: as given.
@@ -118,7 +118,7 @@ class Phases:
 
     @property
     def shortest(self) -> float:
-        """Seconds of the shortest limit; infinite where there is none."""
+        """The shortest limit in seconds; infinite if there is none."""
         limits = [self.get_limit(name) for name in {*NAMES, *self._limits}]
         return min((seconds for seconds in limits if seconds is not None), default=math.inf)
 
@@ -127,7 +127,7 @@ class Phases:
         return self._limits.get(name, self._default)
 
     def list_current(self) -> list[tuple[str, float]]:
-        """List (phase, seconds spent in it), outermost first; ``BETWEEN`` alone outside of all phases."""
+        """List (phase, seconds spent in it), outermost first; only ``BETWEEN`` outside of all phases."""
         now = self.clock()
         with self._lock:
             stack = [(name, now - since) for name, since in self._stack]
@@ -142,8 +142,8 @@ class Phases:
                 key = f"{SECTION}.phase_timeouts.{name}" if name in self._limits else f"{SECTION}.step_timeout"
                 within = [outer for outer, _ in current if outer != name]
                 return (
-                    f"{name} is stuck: it has taken {seconds:.0f} s{f' within {within[0]}' if within else ''} and may "
-                    f"take {limit:g} s. If it is only slow, raise {key}, or set +{SECTION}.phase_timeouts.{name}."
+                    f"{name} is stuck: it has taken {seconds:.0f} s{f' within {within[0]}' if within else ''}, limit "
+                    f"{limit:g} s. If it is only slow, raise {key}, or set +{SECTION}.phase_timeouts.{name}."
                 )
         return None
 
@@ -152,13 +152,13 @@ class Watchdog:
     """A thread that watches the phases and the workers of a run, and ends the run.
 
     Args:
-        phases: what the trainer is doing.
+        phases: the trainer's current phases.
         lost: returns an error message if a worker has died; called at every ``poll``. None: never.
         poll: seconds between two checks.
-        step: the step that the trainer is at, for messages.
-        release: kills what the main thread may wait for, if the signal alone does not interrupt it.
-        patience: seconds from the signal to that.
-        grace: seconds from there to the end of the process.
+        step: returns the trainer's step, for messages.
+        release: kills the actors that the main thread may wait for, if the signal does not interrupt it.
+        patience: seconds from the signal to ``release``.
+        grace: seconds from ``release`` to the end of the process.
         end: exits this process at once; never returns.
     """
 
@@ -190,7 +190,7 @@ class Watchdog:
         self._deadline: float | None = None
 
     def start(self) -> None:
-        """Start watching; call it in the thread that trains."""
+        """Start watching; must be called in the thread that trains."""
         self._main = threading.current_thread()
         if self._main is threading.main_thread():
             # A signal is the only way to raise in a thread that is blocked in C code, as in ray.get.
@@ -205,12 +205,12 @@ class Watchdog:
             self._before = None
 
     def start_grace_period(self) -> None:
-        """Note that the run has failed by itself: its process has ``grace`` seconds left to exit."""
+        """Record that the run has failed by itself: its process has ``grace`` seconds left to exit."""
         self._deadline = self.phases.clock() + self._grace
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Count the time inside the context as this phase; after a verdict, what it raises becomes the verdict."""
+        """Count the time inside the context as this phase; after a verdict, its exceptions become the verdict."""
         with self.phases.enter(name), self.raise_verdict():
             yield
 
@@ -243,13 +243,13 @@ class Watchdog:
         try:
             return self._lost() if self._lost else None
         except Exception:
-            # The time limits still work, and must not be lost with this check.
-            logger.warning("cannot look whether all workers are alive, and stops trying.", exc_info=True)
+            # The time limits still work and must stay active.
+            logger.warning("cannot check whether all workers are alive; this check is off.", exc_info=True)
             self._lost = None
             return None
 
     def _tick(self) -> float:
-        # A quarter of the shortest limit: an overdue phase is noticed at most so much too late.
+        # A quarter of the shortest limit bounds the delay until an overdue phase is noticed.
         return max(0.05, min(self._poll, self.phases.shortest / 4))
 
     def _end_run(self, sentence: str) -> None:
@@ -268,7 +268,7 @@ class Watchdog:
         self._end_process(f"the run was told to end, because {sentence}")
 
     def _end_process(self, why: str) -> None:
-        logger.error("%s It did not end within %.0f s: its process is ended.", why, self._grace)
+        logger.error("%s It did not end within %.0f s: the process is killed.", why, self._grace)
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(Exception):
                 stream.flush()
@@ -281,14 +281,14 @@ def watch(
     """Start a watchdog over a verl trainer; call it once, after construction, in the thread that trains.
 
     Args:
-        trainer: ``RayPPOTrainer`` or a V1 ``PPOTrainer``; methods of ``PHASES`` are wrapped on the instance, those of
-            parts that it makes later as soon as they are there.
+        trainer: ``RayPPOTrainer`` or a V1 ``PPOTrainer``; methods of ``PHASES`` are wrapped on the instance, and those
+            of parts that it creates later as soon as they exist.
         config: holds ``offpolicy.watchdog``.
-        clock: gives seconds.
+        clock: returns seconds.
         options: further arguments of the Watchdog.
 
     Returns:
-        None where every limit and the look for lost workers are switched off.
+        None if every limit and the check for lost workers are off.
     """
     settings: Any = OmegaConf.to_container(OmegaConf.select(config, SECTION) or OmegaConf.create(), resolve=True)
     default, limits, poll = settings.get("step_timeout"), settings.get("phase_timeouts") or {}, settings.get("poll")
@@ -312,7 +312,7 @@ def find_problems(config: DictConfig, extensions: Sequence[str] = ()) -> Iterato
     """Find the problems of the keys ``offpolicy.watchdog``.
 
     Args:
-        extensions: phases beside ``NAMES``.
+        extensions: phases in addition to ``NAMES``.
     """
     settings = OmegaConf.select(config, SECTION)
     if settings is None or (isinstance(settings, DictConfig) and settings.get("phase_timeouts", {}) is None):
@@ -329,7 +329,7 @@ def find_problems(config: DictConfig, extensions: Sequence[str] = ()) -> Iterato
 
 
 def _wrap_phases(trainer: Any, watchdog: Watchdog) -> None:
-    """Wrap the methods of ``PHASES`` that exist, and after each call those of parts that the trainer has made since."""
+    """Wrap the existing methods of ``PHASES``, and after each call those of newly created parts of the trainer."""
     wrapped: set[str] = set()
 
     def bind() -> None:
@@ -346,7 +346,7 @@ def _wrap_phases(trainer: Any, watchdog: Watchdog) -> None:
     def around(call: Callable[..., Any], name: str) -> Callable[..., Any]:
         @functools.wraps(call)
         def in_phase(*args: Any, **kwargs: Any) -> Any:
-            # verl's auto_await returns a coroutine to a caller that is one, and runs it for any other.
+            # verl's auto_await returns a coroutine to a caller that is a coroutine, and runs it for any other caller.
             if of_coroutine and sys._getframe(1).f_code.co_flags & inspect.CO_COROUTINE:
                 return in_awaited_phase(*args, **kwargs)
             with watchdog.phase(name):
@@ -378,10 +378,10 @@ def _wrap_fit(trainer: Any, watchdog: Watchdog) -> None:
                 result = fit(*args, **kwargs)
         except BaseException:
             if watchdog.verdict is None:
-                # Logged at once: cleaning up may end this process before the error is reported elsewhere.
+                # Logged at once, because the clean-up may end this process before the error is reported elsewhere.
                 logger.exception("the run has failed.")
             if _in_ray_actor():
-                # Cleaning up, such as closing a store, may wait for processes that no longer answer.
+                # Cleaning up, for example closing a store, may wait for processes that no longer answer.
                 watchdog.start_grace_period()
             elif watchdog.verdict is None:
                 watchdog.stop()

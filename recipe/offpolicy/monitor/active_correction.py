@@ -1,7 +1,7 @@
 """The correction and bounds of the next update, decided by alarms and calibration between updates.
 
-The configured correction, or the fallback of an alarm; the configured bounds, or those that a schedule has moved. One
-trainer decides for all ranks.
+It is the configured correction or an alarm's fallback, with the configured bounds or those that a schedule has moved.
+One trainer decides for all ranks.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ logger = logging.getLogger("verl.offpolicy")
 
 
 class ActiveCorrection:
-    """The correction and bounds in force.
+    """The active correction and its bounds.
 
     Args:
         spec: the configured correction.
@@ -40,21 +40,21 @@ class ActiveCorrection:
 
     @property
     def spec(self) -> CorrectionSpec:
-        """The correction of the next update, under its bounds."""
+        """The correction of the next update, with its bounds."""
         if (fallback := self._alarms.fallback) is not None:
             return fallback
         return self._configured if self._calibration is None else self._calibration.spec
 
     @property
     def moving(self) -> dict[str, Side]:
-        """Masks, and ``WEIGHT``, whose bounds come with each update, and the sides that move; none under a fallback."""
+        """Masks, and ``WEIGHT``, whose bounds are sent with each update, and their moving sides; none in a fallback."""
         if self._calibration is None or self._alarms.fallback is not None:
             return {}
         return self._calibration.settings.moving
 
     @property
     def bounds(self) -> dict[str, dict[str, float | None]]:
-        """Part -> its bounds at the next update, for those of ``moving``."""
+        """Part -> its bounds at the next update, for the parts of ``moving``."""
         return self._calibration.bounds if self._calibration is not None and self.moving else {}
 
     def after_update(
@@ -63,15 +63,15 @@ class ActiveCorrection:
         histograms: Mapping[str, Statistic],
         extensions: Mapping[str, float] = MappingProxyType({}),
     ) -> bool:
-        """Evaluate one update's statistics, and decide correction and bounds of the next.
+        """Evaluate one update's statistics, and decide correction and bounds of the next update.
 
         Args:
             values: statistics below ``offpolicy/``.
-            histograms: of the parts in ``moving``, see ``bounds.bound_measurement``.
-            extensions: their metrics, by full names.
+            histograms: histograms of the parts in ``moving``, see ``bounds.bound_measurement``.
+            extensions: metrics of extensions, by full name.
 
         Returns:
-            Whether another correction is in force, which has to reach the workers and to be proved.
+            Whether another correction is active, which must be sent to the workers and proved.
 
         Raises:
             AlarmError: an alarm ends the run.
@@ -90,7 +90,7 @@ class ActiveCorrection:
         return self._alarms.metrics() | calibrated
 
     def state(self) -> dict[str, Any]:
-        """Return the state for a checkpoint, in plain values."""
+        """Return the state for a checkpoint, as plain values."""
         fallback = self._alarms.fallback
         return {
             "alarms": self._alarms.state(),
@@ -100,21 +100,21 @@ class ActiveCorrection:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Restore a checkpoint's ``state``, as far as this run is configured alike; see ``find_differences``."""
+        """Restore a checkpoint's ``state`` where this run has the same settings; see ``find_differences``."""
         alarms = state["alarms"]
         name, there = alarms["in_force"], self._alarms.get_fallback(alarms["in_force"])
         goes_on = there is not None and there.to_mapping() == state["fallback"]
         self._alarms.restore(alarms, in_force=name if goes_on else CONFIGURED)
         if self._calibration is not None and state["calibration"] is None and state["calibrate"] == self._noted:
-            raise ValueError("calibration=null, and calibrate says that bounds moved")
+            raise ValueError("calibration=null, but calibrate has a target")
         if self._calibration is not None and state["calibration"] is not None:
             self._calibration.restore(state["calibration"], same_keys=state["calibrate"] == self._noted)
             for part, bounds in self._calibration.bounds.items():
                 logger.info("resuming with correction.%s at %s, as calibrated.", format_part_path(part), bounds)
         if goes_on:
-            logger.warning("resuming with the fallback of alarm %s in force: %s", name, state["fallback"])
+            logger.warning("resuming with the fallback of alarm %s active: %s", name, state["fallback"])
         elif name != CONFIGURED:
-            logger.warning("the fallback of alarm %s was in force: the configured one is now.", name)
+            logger.warning("the fallback of alarm %s was active: the configured correction is active now.", name)
 
 
 def find_differences(config: DictConfig, state: Mapping[str, Any] | None) -> list[str]:
@@ -131,7 +131,7 @@ def find_differences(config: DictConfig, state: Mapping[str, Any] | None) -> lis
 
 
 def list_dependents(config: DictConfig) -> list[str]:
-    """List the keys of a run that go on from a checkpoint's state: bounds that move, and alarms with a fallback."""
+    """List the keys that continue from a checkpoint's state: bounds that move, and alarms with a fallback."""
     moves = bound_settings.read_noted_keys(config) != {"target_kept": None}
     alarms = [name for name, rule in alarm_settings.read_settings(config).items() if rule.fallback is not None]
     return [bound_settings.SECTION] * moves + [f"{alarm_settings.SECTION}.{name}.fallback" for name in alarms]

@@ -1,4 +1,4 @@
-"""Cost of a step beside verl's own work: forward passes for pi_old, and bytes sent to the workers."""
+"""Cost of a step in addition to verl's own work: forward passes for pi_old, and bytes sent to the workers."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ class StepCost:
         self.begin()
 
     def begin(self) -> None:
-        """Forget the last step."""
+        """Reset the counts."""
         self._forwards = 0
         self._bytes = 0
 
     def counted(self, compute_log_prob: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap the worker group's ``compute_log_prob`` to count the calls made within ``of_pi_old``.
 
-        verl computes the reference's log-probs by the same method where the reference is the actor without its adapter.
+        verl calls the same method for the reference's log-probs if the reference is the actor without its adapter.
         """
 
         def counting(*args: Any, **kwargs: Any) -> Any:
@@ -36,7 +36,7 @@ class StepCost:
 
     @contextmanager
     def of_pi_old(self) -> Iterator[None]:
-        """Count, within the context, the forward passes for log pi_old."""
+        """Count the forward passes for log pi_old within the context."""
         self._of_pi_old = True
         try:
             yield
@@ -44,27 +44,27 @@ class StepCost:
             self._of_pi_old = False
 
     def add(self, columns: Mapping[str, Tensor], handed: object) -> None:
-        """Add what one update sends beside verl's own batch.
+        """Add the data that one update sends in addition to verl's own batch.
 
         Args:
-            columns: of all rows, each row to one rank, dense or nested.
-            handed: what each rank gets a copy of; counted once, as it is pickled.
+            columns: columns of all rows, each row sent to one rank, dense or nested.
+            handed: object copied to each rank; counted once, by its pickled size.
         """
         self.add_columns(columns)
         self._bytes += len(pickle.dumps(handed))
 
     def add_columns(self, columns: Mapping[str, Tensor]) -> None:
-        """Add columns of all rows that travel as well."""
+        """Add further columns of all rows that are sent."""
         self._bytes += sum(count_bytes(column) for column in columns.values())
 
     def metrics(self) -> dict[str, float]:
-        """Return the metrics by the names that the logger gets."""
+        """Return the metrics under their logged names."""
         counts = {"proximal_forwards": self._forwards, "added_bytes": self._bytes}
         return {f"offpolicy/cost/{name}": float(count) for name, count in counts.items()}
 
 
 def count_bytes(column: Tensor) -> int:
-    """Compute the bytes of a column's values, of a nested one with its offsets."""
+    """Compute the bytes of a column's values, plus its offsets if it is nested."""
     if column.is_nested:
         nested: Any = column  # torch's stubs know no offsets
         return count_bytes(nested.values()) + count_bytes(nested.offsets())

@@ -1,1 +1,1 @@
-"""Liveness proof: gradient and trials in the worker, the verdict in the trainer, and checks of mu."""
+"""Liveness proof: gradient checks and trials in the worker, the verdict in the trainer, and checks of mu."""

@@ -1,7 +1,7 @@
-"""Guard against rewards by token that an estimator sums to one outcome a row, so that no token is credited for its own.
+"""Guard against advantage estimators that sum per-token rewards to one outcome per sequence.
 
-Estimators are judged by what they compute, a user's own ones included: a reward is moved within a row of a small
-batch, and one that sees where rewards stand gives other advantages.
+Such an estimator gives every token the same credit. The guard tests the configured estimator itself, including a
+user's own: it moves a reward within a sequence of a small batch and checks that the advantages change.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ logger = logging.getLogger("verl.offpolicy")
 
 KEY = "algorithm.adv_estimator"
 BY_TOKEN = "reinforce_plus_plus"
-"""Estimator of verl's that sees where a reward stands, and needs no critic."""
+"""An estimator of verl that uses the position of a reward and needs no critic."""
 
 
 class DenseRewardError(CheckError):
-    """Rewards by token meet an estimator that sums them."""
+    """The configured estimator sums the per-token rewards of a sequence."""
 
 
 class ScoredRows(Protocol):
-    """The part of ``extensions.batch_view.BatchView`` that is read."""
+    """The part of ``extensions.batch_view.BatchView`` that the guard reads."""
 
     step: int
 
@@ -42,12 +42,12 @@ class ScoredRows(Protocol):
 
 
 class DenseRewardGuard:
-    """Check of each batch, until the estimator is known to see where rewards stand.
+    """Check every batch until the estimator is known to use the positions of rewards.
 
     Args:
-        config: of the run.
+        config: configuration of the run.
         compute: verl's ``compute_advantage``.
-        outcome: estimators that are known to sum a row, for those that the probe cannot run.
+        outcome: names of estimators known to sum a sequence's rewards, for those that the probe cannot run.
     """
 
     def __init__(self, config: DictConfig, compute: Callable[..., Any], outcome: Collection[str] = ()) -> None:
@@ -55,10 +55,10 @@ class DenseRewardGuard:
         self._sees = False
 
     def check(self, batch: ScoredRows) -> None:
-        """Check a batch; rewards by token may come first in a later one.
+        """Check one batch. The first per-token reward may appear in any batch.
 
         Raises:
-            DenseRewardError: a reward stands before a row's last token, and the estimator does not see where.
+            DenseRewardError: a sequence has a reward before its last token and the estimator ignores its position.
         """
         if self._sees:
             return
@@ -69,7 +69,7 @@ class DenseRewardGuard:
         estimator = str(self._config.algorithm.adv_estimator)
         sees = sees_positions(self._config, self._compute)
         if sees is None:
-            logger.warning("%s=%s could not be tried with rewards by token.", KEY, estimator)
+            logger.warning("%s=%s: the check with per-token rewards could not run this estimator.", KEY, estimator)
             sees = estimator not in self._outcome
         if not sees:
             raise DenseRewardError([_build_problem(estimator, *found, float(scores[found]))])
@@ -78,15 +78,15 @@ class DenseRewardGuard:
 
 def _build_problem(estimator: str, row: int, token: int, reward: float) -> Problem:
     reason = (
-        f"it sums the rewards of a row to one outcome, and row {row} has one of {reward:g} at token {token}, before "
-        f"its last: no token would be credited for its own."
+        f"it sums the rewards of a sequence to one outcome, but sequence {row} has a reward of {reward:g} at token "
+        f"{token}, before its last token. No token would get credit of its own."
     )
-    fix = f"Set {KEY}={BY_TOKEN} or gae, or give each row its reward at its last token."
+    fix = f"Set {KEY}={BY_TOKEN} or gae, or put each sequence's reward on its last token."
     return Problem(KEY, estimator, reason, fix, parts=("dense_reward",), overrides=(set_to(KEY, BY_TOKEN),))
 
 
 def find_dense_reward(scores: Tensor, response_mask: Tensor) -> tuple[int, int] | None:
-    """Find the first reward that stands before its row's last response token; (row, token), or None.
+    """Find the first reward before its sequence's last response token; (row, token), or None.
 
     Args:
         scores: (B, T) float.
@@ -101,7 +101,7 @@ def find_dense_reward(scores: Tensor, response_mask: Tensor) -> tuple[int, int] 
 
 
 def sees_positions(config: DictConfig, compute: Callable[..., Any]) -> bool | None:
-    """Return True if the configured estimator's advantages depend on where in a row a reward stands.
+    """Return True if the configured estimator's advantages depend on the position of a reward in its sequence.
 
     Args:
         config: with ``algorithm`` and ``actor_rollout_ref.rollout.n``.
@@ -120,7 +120,7 @@ def sees_positions(config: DictConfig, compute: Callable[..., Any]) -> bool | No
 
 
 def _estimate(config: DictConfig, compute: Callable[..., Any], token: int) -> Tensor:
-    """Compute the advantages of two groups of two rows, with the second row's reward at ``token``."""
+    """Compute the advantages of two groups of two sequences, with the second sequence's reward at ``token``."""
     import numpy as np
 
     from verl import DataProto

@@ -1,4 +1,4 @@
-"""Rows whose micro-batches are proved at one update, drawn by the trainer for all ranks."""
+"""Draws the rows whose micro-batches are proved at one update; the trainer draws them for all ranks."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ import torch
 from torch import Tensor
 
 PROVE_EVERY = "offpolicy.prove_every"
-"""Key of the updates from one proof to the next."""
+"""Key of the number of updates between two proofs."""
 ENOUGH = 256
-"""Response tokens by which copied or shifted log-probs are told from an accident."""
+"""Response tokens needed to tell copied or shifted log-probs from coincidence."""
 
 
 def draw_rows(tokens: Tensor, ranks: int, *, seed: str, first: bool) -> Tensor:
-    """Draw rows of an update: (B,) int64, 1 for a row that was drawn, and 2 where trials are due as well.
+    """Draw rows of an update: (B,) int64, 1 for a drawn row, 2 for a drawn row whose micro-batch also runs trials.
 
     Args:
         tokens: (B,) response tokens of each row, in the order in which each of ``ranks`` takes a contiguous share.
-        seed: the same draw for the same seed.
-        first: draw the first, the last and the longest row of each rank and one at random, and further ones until they
-            have ``ENOUGH`` tokens; else one at random. Of rows with a response token, where a rank has any.
-            Trials are due in the micro-batch of the longest of them.
+        seed: seed of the draw.
+        first: True draws the first, the last and the longest row of each rank and a random one, and more rows until
+            they have ``ENOUGH`` tokens; False draws one random row. Rows without response tokens are skipped if the
+            rank has others. Trials run in the micro-batch of the longest drawn row.
 
     Example:
         >>> draw_rows(torch.tensor([3, 0, 9]), 1, seed="1", first=True).tolist()

@@ -1,4 +1,4 @@
-"""What a proof has shown and what it has not, in words for the log."""
+"""Log sentences that say what a proof has shown and what it has not."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .gradient import isolate_parts
 
 
 def describe_proof(spec: CorrectionSpec, live: Mapping[str, float]) -> str:
-    """Say in one sentence which parts were seen to act, by the metrics of ``verify``."""
+    """Say in one sentence which parts were seen to act, from the metrics of ``verify``."""
     if spec.is_none:
         return "no correction is configured; statistics only."
     names = ", ".join(name for name, _ in isolate_parts(spec) if name not in _find_unread(spec, live))
@@ -26,10 +26,10 @@ def describe_rest(
 
     Args:
         live: metrics of ``verify``.
-        sealed: columns that were compared in the loss with what was made.
-        add_ons: name -> why it is not proved; None: it is.
+        sealed: columns whose values in the loss were compared with those at their source.
+        add_ons: name -> why it is not proved; None if it is proved.
     """
-    proved = [f"{', '.join(sorted(sealed))} by row with what was made"] if sealed else []
+    proved = [f"{', '.join(sorted(sealed))} per sequence with the values at their source"] if sealed else []
     proved += [name for name, why in add_ons.items() if why is None]
     missing = [
         *_find_missing(spec, live, sealed),
@@ -44,15 +44,15 @@ def _find_missing(spec: CorrectionSpec, live: Mapping[str, float], sealed: Seque
     for name in _find_unread(spec, live):
         yield f"{name} (verl's loss has the same gradient whatever pi_old is)"
     if spec.baseline == "exclude":
-        yield "baseline=exclude (it acts before the loss, on advantages)"
+        yield "baseline=exclude (it changes advantages, before the loss)"
     if not sealed:
-        yield "columns of the loss (none came with a seal)"
+        yield "columns of the loss (no column arrived with a seal)"
     elif "version" in spec.levels:
-        yield "versions of single tokens (their rows' are)"
+        yield "versions of single tokens (only those of their sequences were)"
     if not live.get("own_rows"):
-        yield "that log pi is of its own rows (no micro-batch had two rows, or pi_old is mu)"
+        yield "that log pi belongs to its own sequences (no micro-batch had two sequences, or pi_old is mu)"
     if not live.get("factor"):
-        yield "the engine's factor of the loss (this engine's is not known)"
+        yield "the engine's factor of the loss (unknown for this engine)"
 
 
 def _find_unread(spec: CorrectionSpec, live: Mapping[str, float]) -> list[str]:

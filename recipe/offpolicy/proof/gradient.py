@@ -1,9 +1,9 @@
 """Worker side of the liveness proof: evidence from one micro-batch.
 
-``prove`` compares the gradient that arrives at the log-probs in the engine's own backward with weight x keep x verl's
-own gradient. Because a dead correction looks alive where mu and pi_old agree, it then calls the installed loss again
-with log-probs shifted just beyond and just inside each bound, where the gradient to expect follows from the bound
-alone. ``proof.verify`` judges the result.
+``prove`` compares the gradient that arrives at the log-probs in the engine's own backward pass with weight * keep *
+verl's own gradient. Where mu equals pi_old, a correction that does nothing passes this comparison. ``prove`` therefore
+calls the installed loss again with log-probs just inside and just beyond each bound, where the expected gradient
+follows from the bound alone. ``proof.verify`` judges the result.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ BoundLoss = Callable[..., tuple[Tensor, dict[str, Any]]]
 """Loss function of (model_output, data)."""
 
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 5e-3}
-"""Greatest relative error of a gradient in the dtype of the log-probs."""
+"""Largest accepted relative error of a gradient, by the dtype of the log-probs."""
 MOST_TRIED = 8
-"""Rows of a micro-batch that trials are made with."""
-_FAR = 50.0  # nats, at which float32 log-probs are good to 4e-6
+"""Number of rows of a micro-batch that trials use."""
+_FAR = 50.0  # nats; float32 log-probs of this size have an error of 4e-6
 
 
 class CorrectedLoss(Protocol):
@@ -46,7 +46,7 @@ class CorrectedLoss(Protocol):
     verl_loss: BoundLoss
     base_loss: BoundLoss
     extensions: Mapping[str, Any]
-    actor_config: Any  # set where a penalty or an extension reads it
+    actor_config: Any  # set if a penalty or an extension needs it
 
     def extended(self, base_loss: BoundLoss) -> BoundLoss: ...
 
@@ -55,12 +55,12 @@ class CorrectedLoss(Protocol):
 
 @dataclass
 class ShiftResult:
-    """Gradient error of one correction on log-probs shifted so that it must act.
+    """Gradient error of one correction on log-probs shifted beyond its bound.
 
     Attributes:
-        error: greatest difference between the gradient seen and the one demanded, relative to the greater of the
-            one demanded and the uncorrected one.
-        vacuous: the uncorrected gradient is zero, so that nothing could be seen.
+        error: largest difference between the observed and the expected gradient, relative to the larger of the
+            expected and the uncorrected one.
+        vacuous: the uncorrected gradient is zero, so the trial shows nothing.
     """
 
     error: float
@@ -73,20 +73,20 @@ class Proof:
 
     Attributes:
         tokens: response tokens.
-        marked: sum of the marks by which the trainer wanted the micro-batch proved.
+        marked: sum of the marks by which the trainer requested the proof of this micro-batch.
         tried: trials were made.
-        identical_tokens: of these, tokens whose mu equals pi_old to the bit.
+        identical_tokens: number of tokens whose mu equals pi_old bitwise.
         tolerance: for every error here, by the dtype of the log-probs.
         log_prob_bits: bits of the coarsest of mu, pi_old and pi.
-        distances: sums over tokens of |log pi_old - log mu|, in nats, with mu taken from the token before, the same
-            token and the token after; they tell a mu that is off by one where it was made. Where pi_old is not
-            computed, pi takes its place.
-        row_distances: sums over tokens of |log pi - log pi_old|, in nats, with pi_old of the same row and of the next;
-            they tell an engine whose log-probs are of other rows. Where pi_old is not computed, mu takes its place.
-        shifts: correction name -> what the shifted micro-batch showed.
-        gradient_tokens: tokens at which the uncorrected policy term has a gradient; without any nothing can be seen.
-        gradient_error: relative error of the gradient in the engine's own backward; None until that has run, and
-            infinite when nothing of the loss was differentiated.
+        distances: sums over tokens of |log pi_old - log mu|, in nats, with mu of the previous, the same and the next
+            token; they reveal a mu that is off by one token. If pi_old is not computed, pi is used instead.
+        row_distances: sums over tokens of |log pi - log pi_old|, in nats, with pi_old of the same row and of the next
+            row; they reveal an engine whose log-probs belong to other rows. If pi_old is not computed, mu is used
+            instead.
+        shifts: correction name -> result on the shifted micro-batch.
+        gradient_tokens: tokens at which the uncorrected policy term has a gradient; with 0 the proof shows nothing.
+        gradient_error: relative error of the gradient in the engine's own backward pass; None before it has run,
+            infinite if no part of the loss was differentiated.
     """
 
     tokens: int
@@ -103,12 +103,12 @@ class Proof:
 
 
 def prove(adapter: CorrectedLoss, batch: mb.MicroBatch, loss: Tensor) -> Proof:
-    """Prove one micro-batch; the returned proof is completed by the backward pass through ``loss``.
+    """Prove one micro-batch; the backward pass through ``loss`` completes the returned proof.
 
     Args:
-        adapter: the loss that is installed; shifted micro-batches go through the same code.
-        batch: the micro-batch that the engine is at.
-        loss: what the engine is about to differentiate, maybe after scaling it.
+        adapter: the installed loss; shifted micro-batches run through the same code.
+        batch: the micro-batch that the engine is processing.
+        loss: the tensor that the engine will differentiate, possibly after scaling it.
     """
     mask = batch.response_mask
     proof = Proof(
@@ -133,7 +133,7 @@ def prove(adapter: CorrectedLoss, batch: mb.MicroBatch, loss: Tensor) -> Proof:
     if adapter.spec.penalty is not None:
         predicted = predicted + _penalty_gradient(adapter, adapter.spec, seen)
     if adapter.extensions:
-        # Beside verl's own, whole: a term that took the place of some of it would not make up for that.
+        # Extensions add to verl's whole loss here, so a term that replaces part of that loss is caught.
         terms = adapter.extended(_without_gradient(adapter.base_loss))
         predicted = predicted + _base_gradient(terms, seen, factor)
     _watch(proof, batch.model_output["log_probs"], loss, predicted, _scale(predicted, policy))
@@ -146,7 +146,7 @@ def prove(adapter: CorrectedLoss, batch: mb.MicroBatch, loss: Tensor) -> Proof:
 
 
 def _take_few(batch: mb.MicroBatch) -> mb.MicroBatch:
-    """Take the longest row and some others: trials place the policies, so that all rows would show the same."""
+    """Take the longest row and a few others: trials set the policies themselves, so more rows would show the same."""
     tokens = batch.response_mask.sum(-1).tolist()
     rows = sorted((row for row, count in enumerate(tokens) if count), key=lambda row: -tokens[row])
     if len(tokens) <= MOST_TRIED:
@@ -160,7 +160,7 @@ def _identical(one: Tensor, other: Tensor) -> Tensor:
 
 
 def _distances(trainer: Tensor, batch: mb.MicroBatch) -> tuple[float, float, float]:
-    """Sum |log trainer's policy - log mu| over inner tokens of rows, with mu of the last, same and next token."""
+    """Sum |log trainer's policy - log mu| over inner tokens of rows, with mu of the previous, same and next token."""
     old, mu = trainer.float(), batch.rollout_log_prob.float()
     usable = batch.response_mask & torch.isfinite(old) & torch.isfinite(mu)
     inner = usable[:, :-2] & usable[:, 1:-1] & usable[:, 2:]
@@ -172,7 +172,7 @@ def _distances(trainer: Tensor, batch: mb.MicroBatch) -> tuple[float, float, flo
 
 
 def _row_distances(batch: mb.MicroBatch) -> tuple[float, float]:
-    """Sum |log pi - log pi_old| over tokens that the next row has as well, with pi_old of the same and of that row."""
+    """Sum |log pi - log pi_old| over tokens that the next row also has, with pi_old of the same and of the next row."""
     pi, old = batch.log_prob.detach().float(), batch.old_log_prob.float()
     if len(pi) == 1:  # there is no other row
         return 0.0, 0.0
@@ -183,7 +183,7 @@ def _row_distances(batch: mb.MicroBatch) -> tuple[float, float]:
 
 
 def isolate_parts(spec: CorrectionSpec) -> list[tuple[str, CorrectionSpec]]:
-    """List each configured part as a correction of its own, as (Hydra path below ``correction``, spec)."""
+    """List each configured part as its own correction, as (Hydra path below ``correction``, spec)."""
     parts = [(f"masks.{name}", CorrectionSpec(masks=((name, mask),))) for name, mask in spec.masks]
     weights = [(f"weights.{name}", CorrectionSpec(weights=((name, weight),))) for name, weight in spec.weights]
     if spec.weight is not None:
@@ -218,10 +218,10 @@ def _base_gradient(base_loss: BoundLoss, batch: mb.MicroBatch, factor: Tensor) -
 
 
 def _demanded(base_loss: BoundLoss, batch: mb.MicroBatch, factor: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute the gradient that a correction demands, and the uncorrected policy term's, each (total tokens,).
+    """Compute the expected gradient of a correction and the uncorrected policy term's, each (total tokens,).
 
-    The factor multiplies the policy term alone, so the demanded gradient is factor x (g(1) - g(0)) + g(0), with g(c)
-    verl's gradient under constant weights c: g(0) is what KL and other terms contribute.
+    The factor multiplies only the policy term, so the expected gradient is factor * (g(1) - g(0)) + g(0). Here g(c) is
+    verl's gradient under constant weights c; g(0) is the contribution of KL and other terms.
     """
     rest = _base_gradient(base_loss, batch, torch.zeros_like(factor))
     policy = _base_gradient(base_loss, batch, torch.ones_like(factor)) - rest
@@ -229,7 +229,7 @@ def _demanded(base_loss: BoundLoss, batch: mb.MicroBatch, factor: Tensor) -> tup
 
 
 def _without_gradient(base_loss: BoundLoss) -> BoundLoss:
-    """Give the base loss its value and its metrics, and a gradient of zero."""
+    """Keep the value and metrics of the base loss, with zero gradient."""
 
     def constant(*args: Any, **kwargs: Any) -> tuple[Tensor, dict[str, Any]]:
         loss, metrics = base_loss(*args, **kwargs)
@@ -247,7 +247,7 @@ def _watch(proof: Proof, log_probs: Tensor, loss: Tensor, predicted: Tensor, sca
     def at_log_probs(gradient: Tensor) -> None:
         factor = upstream[-1] if upstream else gradient.new_zeros(())
         error = (mb.flatten(gradient.detach()) - predicted * factor).abs().max()
-        # A loss that is not differentiated, or times zero, leaves nothing to compare.
+        # Without a backward pass through the loss, or with factor 0, there is nothing to compare.
         proof.gradient_error = _relative(error, scale * factor.abs()) if factor else math.inf
 
     loss.register_hook(at_loss)
@@ -255,7 +255,7 @@ def _watch(proof: Proof, log_probs: Tensor, loss: Tensor, predicted: Tensor, sca
 
 
 def _scale(demanded: Tensor, policy: Tensor) -> Tensor:
-    """Scale a gradient error: a weight of 5 makes rounding 5 times as large, a rejection must not hide it."""
+    """Scale of a gradient error: rounding grows with the weight, and a rejection (0) must not hide an error."""
     return torch.maximum(demanded.abs().max(), policy.abs().max())
 
 
@@ -264,8 +264,8 @@ def _relative(error: Tensor, scale: Tensor) -> float:
 
 
 def _tried(adapter: CorrectedLoss, spec: CorrectionSpec, batch: mb.MicroBatch) -> ShiftResult:
-    """Run the adapter where the one correction in ``spec`` must act, and where it must not; compare gradients."""
-    # A trial shows each bound on all tokens, whatever is known of their support.
+    """Run the adapter with only the correction in ``spec``, where it must act and must not; compare gradients."""
+    # A trial tests each bound on all tokens, whether or not their support is known.
     detached = replace(batch, log_prob=batch.log_prob.detach(), withheld=None)
     batch = replace(detached, old_log_prob=_finite(detached.old_log_prob, detached))
     if spec.kl_clip is not None:
@@ -283,7 +283,7 @@ def _tried(adapter: CorrectedLoss, spec: CorrectionSpec, batch: mb.MicroBatch) -
         gradient = _adapter_gradient(adapter, spec, there, trial.constants)
         errors.append(_relative((gradient - demanded).abs().max(), _scale(demanded, policy)))
         if spec.proximal != "recompute":
-            # Were the value in pi_old's place read after all, would the gradient be another?
+            # If the loss read the decoy in pi_old, would the gradient differ?
             decoy, _ = _demanded(adapter.base_loss, there, trial.factor)
             visible = bool((decoy != demanded).any())
         else:
@@ -303,11 +303,11 @@ def _trials(spec: CorrectionSpec, batch: mb.MicroBatch) -> Iterable[Trial]:
 
 
 def _proximal_trial(batch: mb.MicroBatch) -> Trial:
-    """Build a trial with mu a little above pi, where nothing is clipped, and in pi_old's place a decoy."""
+    """Build a trial with mu slightly above pi, where nothing is clipped, and a decoy as pi_old."""
     log_prob = batch.log_prob.double()
     moved = replace(
         batch,
-        # The decoy lies so far from mu that a gradient computed with it differs visibly.
+        # The decoy is far enough from mu to change the gradient visibly.
         old_log_prob=(log_prob + 30 * BEYOND).float(),
         rollout_log_prob=(log_prob + 5 * BEYOND).float(),
         advantages=torch.ones_like(batch.advantages),
@@ -317,7 +317,7 @@ def _proximal_trial(batch: mb.MicroBatch) -> Trial:
 
 
 def _expected_proximal(spec: CorrectionSpec, batch: mb.MicroBatch) -> Tensor:
-    # Not proximal_log_prob, which the adapter uses: what is under proof does not say what is to be proved.
+    # Not proximal_log_prob: the adapter uses it, so it cannot define the expected value.
     if spec.proximal == "recompute":
         return batch.old_log_prob
     if spec.proximal == "loglinear":
@@ -331,7 +331,7 @@ def _expected_proximal(spec: CorrectionSpec, batch: mb.MicroBatch) -> Tensor:
 def _share_by_age(batch: mb.MicroBatch) -> Tensor:
     """Compute (a - 1) / a for each token of age a in versions, 0 at 0: (B, T) float64."""
     if batch.versions is None or batch.plan is None:
-        raise ValueError("correction.alpha=by_age: the versions that sampled did not come with the batch.")
+        raise ValueError("correction.alpha=by_age: the batch has no versions of the weights that sampled its tokens.")
     age = batch.versions.compute_ages(batch.plan.step, batch.response_mask).double()
     age = age if age.dim() == 2 else age[:, None].expand(batch.response_mask.shape)
     return torch.where(age > 0, 1.0 - 1.0 / age, 0.0)
@@ -352,8 +352,8 @@ def _adapter_gradient(
 
 
 def _alone(adapter: CorrectedLoss, spec: CorrectionSpec) -> CorrectedLoss:
-    """Copy the installed loss with one correction and no proof of its own."""
-    # A shallow copy of the installed loss itself: a stand-in of our own class would prove nothing about it.
+    """Copy the installed loss with a single correction and without proof."""
+    # A shallow copy of the installed loss: a substitute class would prove nothing about it.
     alone = copy.copy(adapter)
     alone.spec, alone.prove, alone.shadows, alone.moving, alone.extensions = spec, False, {}, {}, {}
     return alone
@@ -364,7 +364,7 @@ def _tried_kl(adapter: CorrectedLoss, spec: CorrectionSpec, batch: mb.MicroBatch
     assert spec.kl_clip is not None
     lower, upper = spec.kl_clip
     log_prob = batch.log_prob.double()
-    # Away from the reference, to both sides: at pi = ref the KL term has no gradient to compare.
+    # Move pi away from the reference in both directions: at pi = ref the KL term has no gradient.
     apart = torch.where(torch.arange(log_prob.shape[-1], device=log_prob.device) % 2 == 0, 0.3, -0.3)
     batch = replace(batch, data=batch.data_with(ref_log_prob=(log_prob + apart).float()))
     errors, scales = [], []
@@ -380,7 +380,8 @@ def _tried_kl(adapter: CorrectedLoss, spec: CorrectionSpec, batch: mb.MicroBatch
         zeros, ones = torch.zeros_like(log_prob), torch.ones_like(log_prob)
         kl = _base_gradient(adapter.verl_loss, moved, zeros)
         policy = _base_gradient(adapter.verl_loss, moved, ones) - kl
-        # Clipped where the loss would fall further: beyond the upper side for a negative slope, and the other way.
+        # Clipped where the loss would decrease further: above the upper bound for a negative slope, below the lower one
+        # for a positive slope.
         clipped = (kl < 0) if ratio > upper else (kl > 0) if ratio < lower else torch.zeros_like(kl, dtype=torch.bool)
         demanded = policy + torch.where(clipped, torch.zeros_like(kl), ratio * kl)
         gradient = _adapter_gradient(adapter, spec, moved, BatchConstants())
@@ -393,7 +394,7 @@ def _tried_kl_weight(adapter: CorrectedLoss, spec: CorrectionSpec, batch: mb.Mic
     """Compare the KL term's gradient under ratios inside and beyond its bound with verl's own at ratio 1.
 
     With d = log pi_ref - log pi and verl's slope k'(d), the term r k has the slope r (k + k'), and upper k' once the
-    ratio is bound. k / k' is -d for k1, and (e^d - 1 - d) / (1 - e^d) for k3.
+    ratio is bounded. k / k' is -d for k1, and (e^d - 1 - d) / (1 - e^d) for k3.
     """
     assert spec.kl_weight is not None
     upper = spec.kl_weight.upper
@@ -406,7 +407,7 @@ def _tried_kl_weight(adapter: CorrectedLoss, spec: CorrectionSpec, batch: mb.Mic
     errors, scales = [], []
     for ratio in (0.7, 1.5) if upper is None else (0.7, math.sqrt(upper), 1.1 * upper):
         shifted = (log_prob - math.log(ratio)).float()
-        # The other ratio is the inverse, so that one taken for the other is seen.
+        # The other ratio is the inverse, so using the wrong ratio is detected.
         other = (log_prob + math.log(ratio)).float()
         of_mu = spec.kl_weight.ratio == "full"
         moved = replace(
@@ -419,7 +420,7 @@ def _tried_kl_weight(adapter: CorrectedLoss, spec: CorrectionSpec, batch: mb.Mic
         kl = _base_gradient(adapter.verl_loss, moved, zeros)
         policy = _base_gradient(adapter.verl_loss, moved, ones) - kl
         bound = upper is not None and ratio > upper
-        # A ratio that is bound is a constant, and its own slope is 0.
+        # A clamped ratio is a constant with slope 0.
         factor = torch.full_like(zeros, upper) if bound and upper is not None else ratio * (1 + share)
         gradient = _adapter_gradient(adapter, spec, moved, BatchConstants())
         demanded = policy + kl * batch.spread(factor.expand_as(zeros))
@@ -432,7 +433,7 @@ def _tried_penalty(adapter: CorrectedLoss, spec: CorrectionSpec, batch: mb.Micro
     """Compare the gradient of a penalty with 2 c log r of its own ratio, where the policy term has none."""
     assert spec.penalty is not None
     log_prob = batch.log_prob.double()
-    # So far that its gradient is as large as a policy term's, in either direction.
+    # Far enough that its gradient is as large as a policy term's, in either direction.
     far = min(0.25 / spec.penalty.coefficient, _FAR)
     shift = torch.where(torch.arange(log_prob.shape[-1], device=log_prob.device) % 2 == 0, far, -far)
     of_mu = spec.penalty.ratio == "full"
@@ -454,7 +455,7 @@ def _penalty_gradient(adapter: CorrectedLoss, spec: CorrectionSpec, batch: mb.Mi
     """Compute 2 c log r times each token's share of verl's mean, 0 where it is not finite: (total tokens,).
 
     Args:
-        batch: with pi_old as the loss takes it.
+        batch: with pi_old as the loss uses it.
     """
     assert spec.penalty is not None
     leaf = torch.zeros_like(batch.log_prob, dtype=torch.float32, requires_grad=True)

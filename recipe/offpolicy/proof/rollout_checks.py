@@ -1,7 +1,7 @@
-"""Checks of the rollout's log-probs at every update: present, finite, and those of their own tokens.
+"""Checks of the rollout's log-probs at every update: they are present, finite and belong to their tokens.
 
-Cheap next to a step: one checksum a row and a few comparisons of signs. ``verify`` judges the first update,
-these checks each one.
+The cost is small compared with a step: one checksum per sequence and a few sign comparisons. ``verify`` judges the
+first update, these checks judge every update.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from .token_alignment import KINDS, AlignmentChecker, AlignmentTally, tally_agre
 SAMPLED = ("responses", "response_mask", ROLLOUT_LOG_PROBS)
 """Columns of a rollout that ``check_sampled`` reads."""
 ALIGNED = ("response_mask", ROLLOUT_LOG_PROBS, "old_log_probs")
-"""Columns that ``check_aligned`` reads, once the trainer's own log-probs are there."""
+"""Columns that ``check_aligned`` reads, after the trainer has computed its own log-probs."""
 _NAMES = tuple(f"concordance_{kind}" for kind in KINDS)
 
 
 _NOT_READY = "fields are not ready"
-"""TransferQueue's error where some of the rows lack a column; one that all lack it leaves out."""
+"""TransferQueue's error if some rows lack a column; a column that all rows lack is omitted without an error."""
 
 
 class RolloutChecker:
     """Checker of each batch of one run, in the trainer's process.
 
     Args:
-        allow_unrelated: never raise on alignment, only measure it.
+        allow_unrelated: measure alignment, and never raise on it.
     """
 
     def __init__(self, *, allow_unrelated: bool = False) -> None:
@@ -42,7 +42,7 @@ class RolloutChecker:
         self._metrics: dict[str, float] = {}
 
     def check_sampled(self, rows: TensorDict) -> list[int]:
-        """Check that mu holds log-probs; return its rows' checksums, see ``micro_batch.compute_row_checksums``.
+        """Check that mu holds log-probs; return the checksums of its rows, see ``micro_batch.compute_row_checksums``.
 
         Args:
             rows: with ``SAMPLED``, (B, T) each, nested or padded.
@@ -58,12 +58,12 @@ class RolloutChecker:
         """Check mu against the log-probs that the trainer computed.
 
         Args:
-            rows: with ``ALIGNED``, (B, T) each, nested or padded; with "responses" where ids are to be named.
-            groups: of each row, its prompt.
+            rows: with ``ALIGNED``, (B, T) each, nested or padded; with "responses" if errors must name token ids.
+            groups: prompt of each row.
 
         Raises:
-            RolloutLogProbError: zeros stand in for mu, or it is not what was sampled from.
-            AlignmentError: mu is off by one token or that of other rows.
+            RolloutLogProbError: zeros replace mu, or mu is not the distribution that tokens were sampled from.
+            AlignmentError: mu is off by one token or belongs to other rows.
         """
         mask, mu, log_prob = _take_columns(rows, ALIGNED)
         check_zeros(mu, log_prob, mask)
@@ -74,24 +74,24 @@ class RolloutChecker:
             self._excess.judge()
 
     def check_tallies(self, tallies: Iterable[AlignmentTally | None]) -> None:
-        """Check the workers' tallies instead, where pi_old is mu and only the current policy can tell.
+        """Check the workers' tallies; where pi_old is mu, only the current policy can reveal a fault.
 
         Raises:
-            AlignmentError: mu is off by one token or that of other rows.
+            AlignmentError: mu is off by one token or belongs to other rows.
         """
         self._metrics = self._alignment.judge(sum((one for one in tallies if one is not None), AlignmentTally()))
 
     def metrics(self) -> dict[str, float]:
-        """Return ``alignment/...`` of the last update; NaN where too few pairs were counted."""
+        """Return ``alignment/...`` of the last update; NaN if too few pairs were counted."""
         return {f"alignment/{name}": self._metrics.get(name, math.nan) for name in _NAMES}
 
 
 @contextlib.contextmanager
 def name_missing_column() -> Iterator[None]:
-    """Raise ``RolloutLogProbError`` where a fetch of ``SAMPLED`` fails for want of mu: TransferQueue names no column.
+    """Turn a failed fetch of ``SAMPLED`` into ``RolloutLogProbError`` if mu is missing: TransferQueue names no column.
 
     Raises:
-        RolloutLogProbError: some rows have no mu; the rest of ``SAMPLED`` each rollout has.
+        RolloutLogProbError: some rows have no mu. Every rollout has the other columns of ``SAMPLED``.
     """
     try:
         yield

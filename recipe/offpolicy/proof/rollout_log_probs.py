@@ -1,4 +1,4 @@
-"""Detection of missing or substituted rollout log-probs, batch after batch."""
+"""Detection of missing or replaced rollout log-probs in every batch."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ from ..correction.row_blocks import BLOCK, split_tokens
 from ..correction.row_layout import RowLayout, detect_layout
 
 LEAST_TOKENS = 8
-"""Fewest tokens of a row, or of a batch, that are judged."""
+"""Fewest tokens of a sequence, or of a batch, that are judged."""
 FAR = 1.0
-"""|log pi_old - log mu| of a token, in nats, from which its mu may be what stands in for a log-prob."""
+"""Smallest |log pi_old - log mu| of a token, in nats, at which its mu may be a placeholder."""
 UNSURE = 0.1
-"""Mean -log pi_old, in nats a token, above which a row of zeros cannot be the rollout engine's log-probs."""
+"""Mean -log pi_old, in nats per token, above which an all-zero sequence cannot be the rollout engine's log-probs."""
 
 
 class RolloutLogProbError(RuntimeError):
-    """The rollout engine returned no usable log-probs; the message says what came instead."""
+    """The rollout engine returned no usable log-probs; the message says what it returned."""
 
 
 @dataclass(frozen=True)
 class Column:
-    """A column of log-probs that a server returned, as errors name it.
+    """A column of log-probs that a server returned, with the texts for its errors.
 
     Attributes:
-        most_nonfinite: share of its tokens.
+        most_nonfinite: largest accepted share of non-finite values.
     """
 
     name: str = "rollout_log_probs"
-    fix: str = "Look at the rollout engine's log, and at actor_rollout_ref.rollout.calculate_log_probs=true."
+    fix: str = "Check the rollout engine's log and set actor_rollout_ref.rollout.calculate_log_probs=true."
     error: type[RuntimeError] = RolloutLogProbError
     most_nonfinite: float = 0.5
 
@@ -43,21 +43,19 @@ MU = Column()
 
 
 def build_missing_error(present: object) -> RolloutLogProbError:
-    """Build the error for a batch without rollout log-probs; ``present`` is what it has."""
-    return RolloutLogProbError(
-        f"{MU.name} have stopped arriving: the batch came without them, it has {present}. {MU.fix}"
-    )
+    """Build the error for a batch without rollout log-probs; ``present`` names what the batch has."""
+    return RolloutLogProbError(f"{MU.name} are missing: the batch came without them, it has {present}. {MU.fix}")
 
 
 def check_arrived(rollout_log_prob: Tensor, response_mask: Tensor, column: Column = MU) -> None:
-    """Check that mu can be log-probs, judging by its values alone.
+    """Check from its values alone that mu can be log-probs.
 
     Args:
-        rollout_log_prob: (B, T) log mu, or nested by row, as the mask; or what ``column`` names.
+        rollout_log_prob: (B, T) log mu, or nested by row like the mask; or the column that ``column`` names.
         response_mask: (B, T) bool or 0/1.
 
     Raises:
-        RolloutLogProbError: most of mu is not finite, above 0, or one and the same number; or ``column.error``.
+        RolloutLogProbError: most of mu is not finite, above 0, or one constant; or ``column.error``.
     """
     rows = detect_layout(mu=rollout_log_prob, mask=response_mask)
     columns = (rows.tokens(each).flatten().split(BLOCK) for each in (rollout_log_prob, response_mask))
@@ -66,7 +64,7 @@ def check_arrived(rollout_log_prob: Tensor, response_mask: Tensor, column: Colum
         if not len(values):
             continue
         there, mu = mask.bool(), values.float()
-        # To select by booleans takes ten times as long as to compute with them.
+        # Boolean indexing takes ten times as long as arithmetic with the mask.
         finite = there & (mu.abs() < math.inf)
         counted, kept = int(there.sum()), int(finite.sum())
         tokens, lost = tokens + counted, lost + counted - kept
@@ -74,27 +72,27 @@ def check_arrived(rollout_log_prob: Tensor, response_mask: Tensor, column: Colum
         high = max(high, float(torch.where(finite, mu, -math.inf).amax()))
     name, fix = column.name, column.fix
     if lost > column.most_nonfinite * tokens:
-        raise column.error(f"{name} have stopped arriving: {lost} of {tokens} are not finite. {fix}")
-    # Rounding may put the log-prob of a certain token a little above 0.
+        raise column.error(f"{name} are missing: {lost} of {tokens} are not finite. {fix}")
+    # Rounding can put the log-prob of a near-certain token slightly above 0.
     if high > 1e-3:
-        raise column.error(f"{name} hold no log-probs: the greatest is {high:.3g}, above 0. {fix}")
-    # All zeros can be meant by an engine that is sure of each token: the trainer's policy has to say.
+        raise column.error(f"{name} hold no log-probs: the maximum is {high:.3g}, above 0. {fix}")
+    # All zeros are valid for an engine that is certain of each token; check_zeros compares with the trainer's policy.
     if tokens >= LEAST_TOKENS and low == high != 0.0:
-        raise column.error(f"{name} have stopped arriving: all {tokens} are {low:.3g}, which stands in for them. {fix}")
+        raise column.error(f"{name} are missing: all {tokens} values are the placeholder {low:.3g}. {fix}")
 
 
 def check_zeros(rollout_log_prob: Tensor, trainer_log_prob: Tensor, response_mask: Tensor, column: Column = MU) -> None:
-    """Check that rows of zeros only are rows that the trainer's policy is sure of as well; see ``find_zero_rows``.
+    """Check that the trainer's policy is certain of all-zero sequences as well; see ``find_zero_rows``.
 
     Args:
-        rollout_log_prob, trainer_log_prob, response_mask: as there, or nested by row.
+        rollout_log_prob, trainer_log_prob, response_mask: as in ``find_zero_rows``, or nested by row.
 
     Raises:
-        RolloutLogProbError: zeros stand in for the log-probs of some rows, or of all; or ``column.error``.
+        RolloutLogProbError: zeros replace the log-probs of some or all sequences; or ``column.error``.
     """
     columns = {"mu": rollout_log_prob, "trainer": trainer_log_prob, "mask": response_mask}
     found = sum(_count_zero_rows(rows, **block) for _, rows, block in split_tokens(columns))
-    assert isinstance(found, Tensor), "there is a block of no rows, at least"
+    assert isinstance(found, Tensor), "split_tokens yields at least one block"
     _judge_zeros(len(rollout_log_prob), found.tolist(), column)
 
 
@@ -102,17 +100,17 @@ def check_zeros(rollout_log_prob: Tensor, trainer_log_prob: Tensor, response_mas
 def check_placeholders(
     rollout_log_prob: Tensor, trainer_log_prob: Tensor, response_mask: Tensor, tokens: Tensor | None = None
 ) -> None:
-    """Check that no single number stands in for mu at some tokens, such as an end of sequence that an agent appended.
+    """Check that no placeholder replaces mu at some tokens, such as an end of sequence that an agent loop appended.
 
-    It is 0 in two rows, or any number in eight rows at one token id, where the trainer's log-probs are far from it; and
-    so in a hundredth of the rows and in half of the tokens that have this number.
+    A placeholder is 0 in two rows, or one number in eight rows at one token id, where the trainer's log-probs are far
+    from it. It must do so in 1 % of the rows and in half of the tokens that have this number.
 
     Args:
         rollout_log_prob, trainer_log_prob, response_mask: (B, T), or nested by row.
-        tokens: their ids, to name them.
+        tokens: token ids, which the error names.
 
     Raises:
-        RolloutLogProbError: some are.
+        RolloutLogProbError: a placeholder was found.
     """
     rows = detect_layout(mu=rollout_log_prob, trainer=trainer_log_prob, mask=response_mask)
     mu, trainer, mask = (rows.tokens(each) for each in (rollout_log_prob, trainer_log_prob, response_mask))
@@ -131,16 +129,16 @@ def check_placeholders(
         if number == 0 or len(ids) == 1:
             named = f", {'all' if len(ids) == 1 else 'some'} with the id {ids[0]}" if ids else ""
             raise RolloutLogProbError(
-                f"{MU.name} are exactly {number:g} at {int(here.sum())} tokens in {held} of {rows.count} rows, to "
-                f"which the trainer gives e^{float(gaps[here].mean()):.3g} in the mean{named}: a number stands in "
-                f"for what was not sampled. Let the agent loop set response_mask=0 at tokens that it appends itself, "
-                f"or return their log-probs."
+                f"{MU.name} are exactly {number:g} at {int(here.sum())} tokens in {held} of {rows.count} sequences, "
+                f"where the trainer's mean probability is e^{float(gaps[here].mean()):.3g}{named}: the number is a "
+                f"placeholder for tokens that were not sampled. Set response_mask=0 in the agent loop at tokens that "
+                f"it appends itself, or return their log-probs."
             )
 
 
 @torch.no_grad()
 def find_zero_rows(rollout_log_prob: Tensor, trainer_log_prob: Tensor, response_mask: Tensor) -> DeferredValue[None]:
-    """Count rows of zeros only, on the device; the value raises ``RolloutLogProbError`` when it is fetched.
+    """Count all-zero rows on the device; fetching the value raises ``RolloutLogProbError``.
 
     Args:
         rollout_log_prob: (B, T) log mu.
@@ -153,10 +151,10 @@ def find_zero_rows(rollout_log_prob: Tensor, trainer_log_prob: Tensor, response_
 
 
 def _count_zero_rows(rows: RowLayout, mu: Tensor, trainer: Tensor, mask: Tensor) -> Tensor:
-    """Count rows of zeros, those of them that tell, their tokens, and all tokens: (4,) int64.
+    """Count all-zero rows, those of them that the trainer contradicts, their tokens, and all tokens: (4,) int64.
 
     Args:
-        mu, trainer, mask: tensors of tokens in this layout.
+        mu, trainer, mask: flat tensors of tokens in this layout.
     """
     there = mask.bool()
     tokens = rows.sum(there)
@@ -168,10 +166,10 @@ def _count_zero_rows(rows: RowLayout, mu: Tensor, trainer: Tensor, mask: Tensor)
 
 def _judge_zeros(rows: int, numbers: list[int], column: Column = MU) -> None:
     zero, telling, tokens_of_zero, tokens = numbers
-    # Rows too short to tell by themselves tell together.
+    # Rows too short to be judged one by one are judged together.
     together = tokens_of_zero >= max(LEAST_TOKENS, tokens // 2)
     if telling or together:
         raise column.error(
-            f"{column.name} have stopped arriving: {zero} of {rows} rows hold nothing but zeros, where the "
-            f"trainer's policy is unsure by more than {UNSURE:g} nats a token. {column.fix}"
+            f"{column.name} are missing: {zero} of {rows} sequences hold only zeros, but the trainer's policy has a "
+            f"mean -log pi above {UNSURE:g} nats per token there. {column.fix}"
         )

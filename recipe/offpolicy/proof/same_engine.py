@@ -1,7 +1,7 @@
-"""Check of ``correction.proximal=same_engine``: mu has to be pi_old before it may stand in its place.
+"""Check of ``correction.proximal=same_engine``: mu must equal pi_old before it may replace it.
 
-One engine with one set of weights computes one log-prob for a token, and the forward pass for pi_old repeats what the
-rollout did. That it does is measured in a run's first step, on every token, against the pass that is to be left out.
+One engine with one set of weights computes one log-prob per token, so the forward pass for pi_old repeats the
+rollout's. In the first step of a run this module checks it on every token, against the pass that later steps skip.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from torch import Tensor
 from ..correction.proximal import TOLERANCE
 from .rollout_checks import ALIGNED, pad_columns
 
-_FIX = "Set correction.proximal=recompute: rollout and trainer are two engines, or one in two dtypes."
+_FIX = "Set correction.proximal=recompute: rollout and trainer are different engines, or use different dtypes."
 
 
 class SameEngineError(RuntimeError):
-    """mu is not pi_old although ``correction.proximal=same_engine`` says so; the message says where it differs."""
+    """mu differs from pi_old although ``correction.proximal=same_engine``; the message says where."""
 
 
 def measure_difference(rollout_log_prob: Tensor, old_log_prob: Tensor, response_mask: Tensor) -> Tensor:
@@ -31,7 +31,7 @@ def measure_difference(rollout_log_prob: Tensor, old_log_prob: Tensor, response_
         response_mask: (B, T) bool or 0/1.
 
     Returns:
-        (B, T) float64 nats, 0 off the mask, inf where either is not finite.
+        (B, T) float64 nats, 0 where the mask is False, inf where either is not finite.
 
     Example:
         >>> mask = torch.tensor([[1, 1, 0]])
@@ -44,26 +44,26 @@ def measure_difference(rollout_log_prob: Tensor, old_log_prob: Tensor, response_
 
 
 class SameEngineCheck:
-    """Check of one run, in the trainer's process; it lasts until a batch has shown that mu is pi_old.
+    """Check of one run, in the trainer's process, active until a batch has shown that mu equals pi_old.
 
-    A run that is resumed is another process, whose first step is checked again.
+    A resumed run is a new process and checks its first step again.
 
     Attributes:
-        largest: the largest difference of the batch that was judged, nats; None before there was one.
+        largest: largest difference in the judged batch, nats; None before that.
     """
 
     def __init__(self) -> None:
         self.largest: float | None = None
 
     def judge(self, rows: TensorDict, uids: Sequence[str], step: int) -> None:
-        """Judge a batch whose pi_old the trainer has computed.
+        """Judge a batch after the trainer has computed pi_old.
 
         Args:
             rows: with ``ALIGNED``, (B, T) each, nested or padded.
-            uids: of each row, its prompt.
+            uids: prompt of each row.
 
         Raises:
-            SameEngineError: a token's mu differs from pi_old by more than ``TOLERANCE``.
+            SameEngineError: mu of a token differs from pi_old by more than ``TOLERANCE``.
         """
         mask, mu, old = pad_columns(rows, ALIGNED)
         apart = measure_difference(mu, old, mask)
@@ -71,22 +71,22 @@ class SameEngineCheck:
             return
         largest, place = apart.flatten().max(0)
         row, token = divmod(int(place), apart.shape[1])
-        # Written so that NaN fails.
+        # This form also fails for NaN.
         if not largest <= TOLERANCE:
             beyond = int((apart > TOLERANCE).sum())
             raise SameEngineError(
-                f"correction.proximal=same_engine: |mu - pi_old| is {float(largest):.3g} nats at step {step}, row "
+                f"correction.proximal=same_engine: |mu - pi_old| is {float(largest):.3g} nats at step {step}, sequence "
                 f"{row} (uid {uids[row]}), response token {token}: log mu is {float(mu[row, token]):.7g}, log pi_old "
-                f"{float(old[row, token]):.7g}. Of {int(mask.bool().sum())} tokens {beyond} differ by more than "
+                f"{float(old[row, token]):.7g}. {beyond} of {int(mask.bool().sum())} tokens differ by more than "
                 f"{TOLERANCE:g}. {_FIX}"
             )
         self.largest = float(largest)
 
     def metrics(self) -> dict[str, float]:
-        """Return ``same_engine/largest_difference``; NaN until a batch was judged."""
+        """Return ``same_engine/largest_difference``; NaN before a batch was judged."""
         return {"same_engine/largest_difference": math.nan if self.largest is None else self.largest}
 
     @property
     def passed(self) -> bool:
-        """True once a batch has shown that mu is pi_old."""
+        """True after a batch has shown that mu equals pi_old."""
         return self.largest is not None

@@ -1,8 +1,9 @@
-"""Check that mu is the distribution that tokens were sampled from, by the mean of pi_old / mu over its samples.
+"""Check that mu is the distribution that tokens were sampled from, by the mean of pi_old / mu over the samples.
 
-The sum over tokens v of mu(v) pi_old(v) / mu(v) is 1 for any pi_old, however far the weights are apart. An engine that
-samples from p and reports q has the sum of p pi_old / q: with pi_old = p it is 1 + chi2(p | q), above 1, as with raw
-log-probs or another temperature. The excess is a martingale token by token, so responses may end at any token.
+The sum over the vocabulary of mu(v) * pi_old(v) / mu(v) is 1 for any pi_old, however far the weights differ. An engine
+that samples from p but reports q gives the sum of p * pi_old / q. With pi_old = p this is 1 + chi2(p | q) > 1, for
+example with raw log-probs or another temperature. The excess is a martingale over tokens, so responses may end at any
+token.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ from ..correction.row_blocks import split_tokens
 from .rollout_log_probs import RolloutLogProbError
 
 LEAST_ROWS, ENOUGH_ROWS = 32, 256
-"""Fewest responses that are judged, and responses after which a run is no longer watched."""
+"""Fewest responses that are judged, and the number of responses after which the check ends."""
 TOLERANCE, ERRORS = 0.02, 5.0
-"""Excess of the mean over 1 that rounding may make, and standard errors, by response, beyond it."""
+"""Excess of the mean over 1 allowed for rounding, and the number of standard errors (per response) on top of it."""
 _LARGEST = 20.0
-"""Nats at which a log-ratio is cut before it is exponentiated."""
+"""Cap of a log-ratio before exp, in nats."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class ExcessTally:
     """Sums of pi_old / mu - 1 over responses; plain Python, adds up over batches.
 
     Attributes:
-        total, squares: sum over responses of their own sum, and of its square.
+        total, squares: sums over responses of each response's sum, and of its square.
     """
 
     total: float = 0.0
@@ -46,27 +47,28 @@ class ExcessTally:
         )
 
     def judge(self) -> None:
-        """Raise ``RolloutLogProbError`` if the mean is above 1 by more than rounding and chance explain."""
+        """Raise ``RolloutLogProbError`` if the mean exceeds 1 by more than rounding and chance explain."""
         if self.rows < LEAST_ROWS:
             return
         mean, error = self.total / self.tokens, math.sqrt(self.squares) / self.tokens
         if mean - ERRORS * error > TOLERANCE:
             raise RolloutLogProbError(
-                f"rollout_log_probs are not those of the distribution that was sampled from: the mean of pi_old / mu "
-                f"over {self.tokens} tokens is {1 + mean:.3f} (standard error {error:.3f}), and it is 1 for any pi_old "
-                f"if mu is. Raw log-probs, before the temperature, do this, and so does another temperature. Let the "
-                f"rollout engine return processed log-probs at actor_rollout_ref.rollout.temperature. If this is "
-                f"meant, set offpolicy.allow_unrelated_log_probs=true."
+                f"tokens were not sampled from the distribution that rollout_log_probs report: the mean of pi_old / mu "
+                f"over {self.tokens} tokens is {1 + mean:.3f} (standard error {error:.3f}), but must be 1 for any "
+                f"pi_old. Typical causes are raw log-probs, before the temperature, and a different temperature. "
+                f"Configure the rollout engine to return processed log-probs at "
+                f"actor_rollout_ref.rollout.temperature. If this is intended, set "
+                f"offpolicy.allow_unrelated_log_probs=true."
             )
 
 
 @torch.no_grad()
 def tally_excess(rollout_log_prob: Tensor, old_log_prob: Tensor, response_mask: Tensor) -> ExcessTally:
-    """Sum pi_old / mu - 1 by response; tokens without a finite value of either are left out.
+    """Sum pi_old / mu - 1 per response, skipping tokens at which either is not finite.
 
     Args:
         rollout_log_prob, old_log_prob: (B, T), or nested by row.
-        response_mask: (B, T) bool or 0/1, or nested alike.
+        response_mask: (B, T) bool or 0/1, or nested by row like them.
 
     Example:
         >>> mask = torch.ones(2, 2)

@@ -1,9 +1,9 @@
-"""Token alignment of mu: checks that it belongs to its tokens, by the trainer's log-probs over whole batches.
+"""Token alignment of mu: checks against the trainer's log-probs that mu belongs to its tokens, over whole batches.
 
-Of two rows that differ at a position, the one that the rollout engine finds likelier is as a rule the one that the
-trainer finds likelier, whatever the mismatch and however stale the weights: the share of such agreements is near 1.
-Log-probs of other rows agree by chance, in half of the pairs; log-probs that are off by one token agree better with
-the token beside. Signs alone are counted, so that no drift common to all tokens and no single extreme token matters.
+Of two rows that differ at a position, the rollout engine and the trainer usually find the same one more likely, at any
+mismatch and with stale weights: the share of agreements is near 1. Log-probs of other rows agree by chance, in half of
+the pairs. Log-probs that are off by one token agree better with the neighbouring token. Only signs are counted, so
+neither a drift common to all tokens nor one extreme token matters.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from torch import Tensor
 from ..correction.deferred_value import DeferredValue, fetch
 
 MARGIN = 0.1
-"""Nats by which two log-probs have to differ, for both policies, before a pair is counted."""
+"""Smallest difference of two log-probs, in nats and under both policies, at which a pair is counted."""
 MOST_ELEMENTS = 1 << 18
-"""Most elements of a batch that are compared; of more, rows are left out evenly."""
+"""Most elements of a batch that are compared; larger batches are subsampled evenly by row."""
 MOST_POSITIONS = 512
-"""Most tokens of a row that are compared."""
+"""Most tokens per row that are compared."""
 LEAST_PAIRS = 128
-"""Fewest pairs at a lag for which its concordance is judged."""
+"""Fewest pairs at a lag at which its concordance is judged."""
 LEAST_ROWS, ENOUGH_ROWS = 32, 128
-"""Fewest rows that are judged, and rows after which counting starts anew; between them updates are pooled."""
+"""Fewest rows that are judged, and number of rows after which the counts are reset; updates are pooled until then."""
 ROWS_OF_A_GROUP = 2
-"""Most rows of one prompt that count as independent of each other."""
+"""Most rows of one prompt that count as independent."""
 BETTER_BESIDE = 0.2
-"""Least gain in concordance with the neighbouring token by which mu is off by one; more where rows are few."""
+"""Smallest gain in concordance with the neighbouring token that counts as off by one; higher with few rows."""
 
 LAGS = (-1, 0, 1)
 KINDS = ("rows", "siblings", "tokens")
@@ -39,10 +39,10 @@ KINDS = ("rows", "siblings", "tokens")
 
 @dataclass(frozen=True)
 class PairCounts:
-    """Counts of informative pairs and of those in which both policies agree, with mu taken at each of ``LAGS``.
+    """Counts of informative pairs, and of pairs on which both policies agree, with mu at each of ``LAGS``.
 
     Attributes:
-        rows: that have such a pair at lag 0, as far as they tell independently.
+        rows: number of independent rows with such a pair at lag 0.
     """
 
     pairs: tuple[int, ...] = (0, 0, 0)
@@ -55,7 +55,7 @@ class PairCounts:
         return PairCounts(pairs, agreeing, self.rows + other.rows)
 
     def concordance(self, lag: int = 0) -> float:
-        """Compute (agreeing - disagreeing) / pairs: 1 always, 0 by chance; 0.0 without pairs."""
+        """Compute (agreeing - disagreeing) / pairs: 1 if all agree, 0 by chance, 0.0 without pairs."""
         place = LAGS.index(lag)
         return 2.0 * self.agreeing[place] / self.pairs[place] - 1.0 if self.pairs[place] else 0.0
 
@@ -65,9 +65,9 @@ class AlignmentTally:
     """Agreement counts between mu and the trainer's policy; plain Python, adds up over micro-batches and updates.
 
     Attributes:
-        rows: of two rows at the same position.
-        siblings: the same, of two rows of one prompt; counted where groups are given.
-        tokens: of two neighbouring tokens of a row.
+        rows: pairs of two rows at the same position.
+        siblings: pairs of two rows of one prompt; counted if groups are given.
+        tokens: pairs of two neighbouring tokens of a row.
     """
 
     rows: PairCounts = PairCounts()
@@ -91,14 +91,13 @@ def tally_agreements(
 def count_agreements(
     trainer_log_prob: Tensor, rollout_log_prob: Tensor, response_mask: Tensor, groups: Sequence[str] | None = None
 ) -> DeferredValue[AlignmentTally]:
-    """Count agreements on one batch, or on some of its rows.
+    """Count agreements in one batch, or in some of its rows.
 
     Args:
-        trainer_log_prob: (B, T) log pi_old, or log pi where pi_old is mu itself; detached. Or nested by row, as the
-            others.
+        trainer_log_prob: (B, T) log pi_old, or log pi if pi_old is mu; detached. All columns may be nested by row.
         rollout_log_prob: (B, T) log mu.
         response_mask: (B, T) bool or 0/1.
-        groups: of each row, its prompt; so that rows mixed up within one prompt are seen as well.
+        groups: prompt of each row; needed to detect rows swapped within one prompt.
     """
     width = _measure_width(response_mask)
     chosen = _select_rows(len(response_mask), width, groups)
@@ -130,14 +129,14 @@ def count_agreements(
 
 
 def _measure_width(mask: Tensor) -> int:
-    """Return the tokens of the longest row that are compared."""
+    """Return the number of compared tokens of the longest row."""
     longest = int(_lengths(mask).max()) if mask.is_nested else mask.shape[1]
-    # Many rows tell more than many tokens of a few.
+    # Many rows are more informative than many tokens of a few rows.
     return min(longest, MOST_POSITIONS)
 
 
 def _cut(column: Tensor, width: int, chosen: Tensor | None) -> Tensor:
-    """Take the first ``width`` tokens of the chosen rows, (rows, width), zeros where a row is shorter."""
+    """Take the first ``width`` tokens of the chosen rows, (rows, width), zero-padded."""
     rows = slice(None) if chosen is None else chosen.to(column.device)
     if not column.is_nested:
         return column[:, :width][rows]
@@ -158,7 +157,7 @@ def _lengths(nested: Any) -> Tensor:
 
 
 def _tally(numbers: list[int]) -> AlignmentTally:
-    # Three counts of seven integers each, end to end as they were copied: see ``PairCounts``.
+    # Three counts of seven integers each, concatenated; see ``PairCounts``.
     return AlignmentTally(
         *(PairCounts(tuple(n[:3]), tuple(n[3:6]), n[6]) for n in (numbers[:7], numbers[7:14], numbers[14:]))
     )
@@ -167,26 +166,26 @@ def _tally(numbers: list[int]) -> AlignmentTally:
 def compute_chance_limit(rows: int) -> float:
     """Compute the concordance below which this many rows count as misaligned with their log-probs.
 
-    By chance it is 0, with a standard deviation of about 0.7 / sqrt(rows); with mu in its place 0.98 and more as a
-    rule, and 0.44 was the least with weights so stale that KL is above 1 nat a token.
+    By chance it is 0, with a standard deviation of about 0.7 / sqrt(rows). For an aligned mu it is usually >= 0.98; the
+    lowest value seen was 0.44, with weights so stale that KL exceeds 1 nat per token.
     """
     return min(0.25, 0.4 - 3.0 / math.sqrt(rows))
 
 
 class AlignmentError(RuntimeError):
-    """Log-probs that a server returned belong to other tokens than those they came with."""
+    """Log-probs that a server returned belong to other tokens than the ones they were returned with."""
 
 
 @dataclass
 class AlignmentChecker:
-    """Checker of tallies, which pools updates until there are pairs enough.
+    """Checker of tallies, which pools updates until there are enough pairs.
 
     Args:
-        allow_unrelated: never raise, only measure.
-        limit: rows -> concordance of rows below which they are others'.
-        enough: rows after which counting starts anew.
-        column, short: what is compared with the trainer's policy, in errors.
-        lost: why the run stops where it is unrelated.
+        allow_unrelated: measure only, never raise.
+        limit: rows -> concordance below which log-probs belong to other rows.
+        enough: number of rows after which the counts are reset.
+        column, short: names, in errors, of the column that is compared with the trainer's policy.
+        lost: why the run stops if the column is unrelated.
     """
 
     allow_unrelated: bool = False
@@ -194,17 +193,17 @@ class AlignmentChecker:
     enough: int = ENOUGH_ROWS
     column: str = "rollout_log_probs"
     short: str = "mu"
-    lost: str = "no correction can be made of them"
+    lost: str = "no correction can be computed from them"
     _pending: AlignmentTally = AlignmentTally()
 
     def judge(self, tally: AlignmentTally) -> dict[str, float]:
         """Add the tally of one update and check the counts that are large enough.
 
         Returns:
-            Metrics: the concordance of each kind of pair that there are enough of.
+            Metrics: the concordance of each kind of pair with enough pairs.
 
         Raises:
-            AlignmentError: mu is off by one token, or that of other rows.
+            AlignmentError: mu is off by one token, or belongs to other rows.
         """
         together = self._pending + tally
         enough = {
@@ -222,25 +221,25 @@ class AlignmentChecker:
     def _judge(self, kind: str, count: PairCounts) -> None:
         shift, column = find_shift(count), self.column
         here, there = count.concordance(), count.concordance(shift)
-        numbers = f"in {count.pairs[1]} pairs of {kind} {self.short} agrees with the trainer's policy by {here:.2f}"
+        numbers = f"{self.short} agrees with the trainer's policy by {here:.2f} in {count.pairs[1]} pairs of {kind}"
         if shift:
             raise AlignmentError(
                 f"{column} are off by one token: {numbers}, and by {there:.2f} with {self.short} of the token "
-                f"{'after' if shift == 1 else 'before'} (1 is always, 0 by chance). Whatever produces {column} "
-                f"drops or repeats a token."
+                f"{'after' if shift == 1 else 'before'} (1: always, 0: by chance). The component that produces "
+                f"{column} drops or repeats a token."
             )
         if kind != "tokens" and _has_enough_pairs(count, 0) and here < self.limit(count.rows):
             raise AlignmentError(
-                f"{column} are those of other rows: {numbers} (1 is always, 0 by chance). Rows were permuted or "
-                f"taken from another batch between engine and trainer, or the two policies have nothing in common any "
-                f"more; either way {self.lost}. If this is meant, set offpolicy.allow_unrelated_log_probs=true."
+                f"{column} belong to other sequences: {numbers} (1: always, 0: by chance). Sequences were permuted or "
+                f"taken from another batch between engine and trainer, or the two policies have diverged completely; "
+                f"either way {self.lost}. If this is intended, set offpolicy.allow_unrelated_log_probs=true."
             )
 
 
 def find_shift(count: PairCounts) -> int:
-    """Find the lag at which both policies agree better than at 0: -1, 1, or 0 where there is none."""
+    """Find the lag at which both policies agree better than at 0: -1, 1, or 0 if there is none."""
     beside = max((-1, 1), key=lambda lag: count.concordance(lag) if _has_enough_pairs(count, lag) else -2.0)
-    # Pairs within a row are dependent: 16 of them weigh as much as a row.
+    # Pairs within a row are dependent: 16 of them count as one row.
     better = max(BETTER_BESIDE, 3.0 / math.sqrt(max(count.rows, max(count.pairs) // 16, 1)))
     shifted = count.concordance(beside) > max(count.concordance(), 0.0) + better
     return beside if shifted and _has_enough_pairs(count, beside) else 0
@@ -251,7 +250,7 @@ def _has_enough_pairs(count: PairCounts, lag: int) -> bool:
 
 
 def _has_many_tokens(count: PairCounts) -> bool:
-    """Return True for few rows with so many tokens that these suffice."""
+    """Return True for few rows with enough tokens."""
     return max(count.pairs) >= 8 * LEAST_PAIRS
 
 
@@ -265,8 +264,8 @@ def _count_pairs(
     """Count pairs of equal (row, position) in both sides, with mu of both taken at each lag.
 
     Args:
-        like: on the device of all.
-        groups: (B,) numbers below ``kinds``, of each row its prompt; None: each row tells by itself.
+        like: tensor on the device of all inputs.
+        groups: (B,) numbers below ``kinds``, the prompt of each row; None: each row counts by itself.
 
     Returns:
         (7,) int64 of a ``PairCounts``: pairs and agreeing by lag, and rows.
@@ -286,7 +285,7 @@ def _count_pairs(
                 rows = telling.any(-1) if rows is None else rows | telling.any(-1)
     counted = nothing if rows is None else rows.sum()
     if rows is not None and groups is not None:
-        # Rows of one prompt differ from those of another all in the same way, and tell little more than one.
+        # The rows of one prompt differ from another prompt's in the same way, so they add little information.
         telling_groups = torch.zeros(kinds, dtype=torch.int64, device=like.device)
         telling_groups.scatter_reduce_(0, groups, rows.long(), "amax")
         counted = torch.minimum(counted, ROWS_OF_A_GROUP * telling_groups.sum())
@@ -294,7 +293,7 @@ def _count_pairs(
 
 
 def _shift(values: Tensor, lag: int) -> Tensor:
-    """Shift ``values`` to t + lag, with zeros from outside."""
+    """Shift ``values`` to t + lag, zero-padded."""
     moved = torch.zeros_like(values)
     if lag == 0:
         return values
@@ -310,7 +309,7 @@ def _sort_by_group(groups: Sequence[str]) -> list[int]:
 
 
 def _select_rows(rows: int, width: int, groups: Sequence[str] | None) -> Tensor | None:
-    """Select the rows to compare, those of one prompt side by side; None: all, in their own order."""
+    """Select the rows to compare, with rows of one prompt adjacent; None: all rows in their order."""
     spread = _select_evenly(rows, width)
     if groups is None:
         return spread
@@ -319,15 +318,15 @@ def _select_rows(rows: int, width: int, groups: Sequence[str] | None) -> Tensor 
 
 
 def _select_evenly(rows: int, width: int) -> Tensor | None:
-    """Select positions of rows: None for all, or evenly spaced runs of 4 neighbours where the batch is large."""
+    """Select row positions: None for all, or evenly spaced runs of 4 neighbours in large batches."""
     most = max(16, MOST_ELEMENTS // max(1, width))
     if rows <= most:
         return None
-    # Neighbours are drawn together: siblings of one prompt lie side by side, and pairs are made of them.
+    # Neighbours are drawn together because siblings of one prompt are adjacent and form pairs.
     starts = torch.linspace(0, rows - 4, most // 4).long()
     return (starts[:, None] + torch.arange(4)).flatten().unique()
 
 
 def _offsets(rows: int) -> Iterator[int]:
-    """Yield the distances between partner rows: near ones, which are siblings where groups are known, and far ones."""
+    """Yield the distances between partner rows: near ones, which are siblings if groups are known, and far ones."""
     yield from sorted({offset for offset in (1, 2, rows // 3, rows // 2) if 0 < offset < rows})

@@ -1,9 +1,9 @@
-"""Trial micro-batches on which one correction must act in a known way, whatever the policies at hand.
+"""Trial micro-batches on which one correction must act in a known way, independent of the actual policies.
 
-Each trial moves mu, pi_old and, for differences of probabilities, pi, or the age of the weights that sampled, so that
-some units lie just beyond or just inside a bound and the others nowhere near, and states the factor by which the
-correction must multiply each token's gradient. The factor follows from the bound and the definition of the aggregate;
-it uses none of the correction's code.
+Each trial changes mu and pi_old (for differences of probabilities also pi; for ages, the versions of the weights) so
+that some units are just beyond or just inside a bound and all others far from it. It states the factor by which the
+correction must multiply each token's gradient. The factor follows from the bound and the definition of the aggregate,
+without using the correction's code.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ from ..batch.weight_versions import EXTRA_FIELDS, NEWEST_VERSION, OLDEST_VERSION
 from ..correction import BatchConstants, MaskSpec, WeightSpec, turns
 
 BEYOND = 0.01
-"""Nats beyond a bound: clear of rounding, and near enough to stay inside the base loss's own clip."""
+"""Distance beyond a bound, in nats: larger than rounding errors and inside the base loss's own clip."""
 
 _MEAN_WEIGHT = 2.0
 _HIGH = 0.95  # the higher of two probabilities that differ
 _NEAR = 0.02
-"""Distance, as a share of a bound in nats, at which a factor of the bound that differs by as much is told from it."""
-_LEAST = 1e-4  # nats, clear of the rounding of float32 log-probs
+"""Distance from a bound, as a share of the bound in nats, at which a bound with another factor is told from it."""
+_LEAST = 1e-4  # nats, larger than the rounding error of float32 log-probs
 _ON_RATIO = ("product", "geometric", "any", "exp_abs_mean")
-"""Aggregates whose bounds are ratios, and are compared as their logs."""
+"""Aggregates whose bounds are ratios; they are compared in log space."""
 _WIDE_GAP = 0.5
-"""Difference of probabilities that one token is given where a unit shares a sum of them."""
+"""Largest difference of probabilities that one token gets where a unit shares a sum of differences."""
 
 
 @dataclass(frozen=True)
 class Trial:
-    """A moved micro-batch and the gradient factors demanded of it.
+    """A changed micro-batch and the expected gradient factors.
 
     Attributes:
-        label: the bound under test; at least one trial of each bound must be able to show it. Empty for none.
-        batch: with the policy's ``log_prob``, detached.
+        label: the bound under test, which at least one of its trials must be able to show; empty for none.
+        batch: micro-batch with the policy's ``log_prob``, detached.
         factor: (B, T) factor of the uncorrected gradient of each token's policy term.
         constants: batch-level constants as the trainer would send them.
     """
@@ -57,8 +57,8 @@ class Trial:
 def build_weight_trials(spec: WeightSpec, batch: MicroBatch) -> Iterator[Trial]:
     """Build trials of a weight: raw weights beyond and inside each bound on every other unit, 1 on the rest.
 
-    A weight whose bounds go by age has them at each age, of the first token of each row, on that token's unit. One of
-    a sign is tried under advantages of that sign, of the other, and of both in one row.
+    A weight with age-dependent bounds is tried at each age, on the unit of each row's first token. A weight for one
+    sign of the advantage is tried with advantages of that sign, of the other, and of both signs in one row.
     """
     if spec.by_staleness is not None:
         for age, factor in _list_ages(spec.by_staleness):
@@ -85,7 +85,7 @@ def _build_weight_trials(spec: WeightSpec, batch: MicroBatch) -> Iterator[Trial]
     constants = BatchConstants(weight_mean=mean)
     units = _number_units(spec.level, batch)
     hit = _choose_units(units, spec.by_staleness is not None)
-    # On one token: spread over thousands, the rounding of each would add up to more than the proof tolerates.
+    # On one token: spread over thousands, the rounding errors would sum to more than the proof tolerates.
     first = hit & _find_unit_starts(units, batch.response_mask)
     size = (
         _count_tokens(units, batch.response_mask) if spec.aggregate == "geometric" else torch.ones_like(units).double()
@@ -95,9 +95,8 @@ def _build_weight_trials(spec: WeightSpec, batch: MicroBatch) -> Iterator[Trial]
 
     def place(raw: float, advantages: Tensor, weighed: Tensor, weight: float) -> Trial:
         shift = torch.where(first, math.log(raw) * size, 0.0)
-        # pi_old differs from pi, so that one taken for the other is seen. A ratio pi / pi_old below 1 is never clipped
-        # for a positive advantage, nor one above 1 for a negative, however narrow the base loss's clip, so every token
-        # has a gradient to weigh.
+        # pi_old differs from pi, so confusing them is detected. The base loss never clips a ratio pi / pi_old below 1
+        # with a positive advantage, or above 1 with a negative one, so every token has a gradient to weigh.
         old_log_prob = batch.log_prob.double() + advantages.sign() * BEYOND
         numerator = old_log_prob if spec.ratio == "rollout" else batch.log_prob.double()
         moved = _replace_policies(batch, old=old_log_prob, mu=numerator - shift, advantages=advantages)
@@ -116,7 +115,7 @@ def _build_weight_trials(spec: WeightSpec, batch: MicroBatch) -> Iterator[Trial]
 def build_mask_trials(name: str, spec: MaskSpec, batch: MicroBatch) -> Iterator[Trial]:
     """Build trials of a mask: every other unit beyond each bound, or inside it, for advantages of either sign.
 
-    A mask on age, or with bounds that go by it, has them on the unit of each row's first token, which alone is aged.
+    A mask on age, or with age-dependent bounds, is tried on the unit of each row's first token, the only aged token.
     """
     if spec.by_staleness is not None:
         for age, factor in _list_ages(spec.by_staleness):
@@ -130,7 +129,7 @@ def build_mask_trials(name: str, spec: MaskSpec, batch: MicroBatch) -> Iterator[
 
 
 def _build_mask_trials(name: str, spec: MaskSpec, batch: MicroBatch) -> Iterator[Trial]:
-    # A budget's own cutoff depends on the batch; the trial fixes one, that of ``_list_bounds``.
+    # A budget's cutoff depends on the batch; the trial sets the one of ``_list_bounds``.
     constants = BatchConstants(cutoffs={name: 0.04} if spec.budget is not None else {})
     signs = {"negative": (-1.0,), "positive": (1.0,)}.get(spec.when, (-1.0, 1.0))
     for side, bound in _list_bounds(spec):
@@ -150,7 +149,7 @@ def _build_mask_trials(name: str, spec: MaskSpec, batch: MicroBatch) -> Iterator
 
 
 def _list_bounds(spec: MaskSpec) -> Iterator[tuple[float, float]]:
-    """Yield each bound as (-1 for a lower and +1 for an upper side, bound in nats of log ratio or as it is)."""
+    """Yield each bound as (-1 for a lower and +1 for an upper side, bound in nats of log ratio or in its own unit)."""
     if spec.delta is not None:
         yield -1.0, -spec.delta
     elif spec.budget is not None:
@@ -163,12 +162,12 @@ def _list_bounds(spec: MaskSpec) -> Iterator[tuple[float, float]]:
 
 
 def _list_ages(factors: tuple[float, ...]) -> Iterator[tuple[int, float]]:
-    """Yield each age with its factor, and one more, which has the last."""
+    """Yield each age with its factor, and one more age, which has the last factor."""
     yield from enumerate((*factors, factors[-1]))
 
 
 def _measure_near(bound: float) -> float:
-    """Measure the step from a bound, in nats, by which it is told from one with another factor."""
+    """Measure the step from a bound, in nats, that tells it from a bound with another factor."""
     return max(_NEAR * abs(bound), _LEAST)
 
 
@@ -179,7 +178,7 @@ def _step_from_bound(spec: MaskSpec, bound: float, side: float, beyond: bool) ->
         return bound + (side if beyond else -side) * _measure_near(bound)
     if not beyond:
         return bound / 2
-    # Differences of probabilities and squares of small ratios need a finer step than nats do.
+    # Differences of probabilities and squares of small ratios need a finer step than nats.
     step = BEYOND if spec.aggregate in _ON_RATIO else min(BEYOND, 0.1 * abs(bound) + 1e-4)
     return bound + side * step
 
@@ -194,7 +193,7 @@ def _build_mask_trial(
     beyond: bool,
     inward: bool = False,
 ) -> Trial:
-    """Build a trial; ``inward``: where the ratio may have either sign, it has that which the update takes back."""
+    """Build a trial; ``inward``: where the ratio may have either sign, use the sign that the update reduces."""
     advantages = torch.full_like(batch.log_prob, sign, dtype=torch.float64)
     moved, hit = _place_policies(spec, batch, value, side, advantages, inward=inward)
     factor = torch.where(hit, 0.0, 1.0) if beyond else torch.ones_like(hit, dtype=torch.float64)
@@ -204,16 +203,16 @@ def _build_mask_trial(
 def _build_mixed_sign_trial(
     spec: MaskSpec, batch: MicroBatch, constants: BatchConstants, side: float, value: float, sign: float
 ) -> Trial:
-    """Build a trial of rows whose mean advantage has the mask's sign and whose later tokens have the other."""
+    """Build a trial of rows whose mean advantage has the mask's sign and whose later tokens have the opposite sign."""
     advantages = _mix_signs(batch.response_mask, sign)
     moved, hit = _place_policies(spec, batch, value, side, advantages)
-    by_row = spec.sign == "row" or spec.when == "outward"  # the latter is in ``hit`` already
+    by_row = spec.sign == "row" or spec.when == "outward"  # ``hit`` already includes when=outward
     looked_at = hit if by_row else hit & (advantages * sign > 0)
     return Trial("", moved, torch.where(looked_at, 0.0, 1.0), constants)
 
 
 def _mix_signs(mask: Tensor, sign: float) -> Tensor:
-    """Build advantages of rows whose mean has ``sign`` and whose tokens after the first have the other."""
+    """Build advantages of rows whose mean has ``sign`` and whose tokens after the first have the opposite sign."""
     first = mask & (mask.cumsum(-1) == 1)
     count = mask.sum(-1, keepdim=True).double()
     return torch.where(first, sign * (count + 1), -sign)
@@ -224,8 +223,8 @@ def _place_policies(
 ) -> tuple[MicroBatch, Tensor]:
     """Build policies whose aggregate is ``value`` on every other unit and neutral on the rest, and the tokens hit.
 
-    The whole of a unit's log-ratio stands on its first token, so that PPO's clip leaves the others their gradient. Of
-    these units ``when=outward`` hits the tokens alone whose log-ratio and advantage have one sign.
+    A unit's log-ratio is placed on its first token, so that PPO's clip keeps the gradient of the other tokens. In these
+    units ``when=outward`` hits only the tokens whose log-ratio and advantage have the same sign.
     """
     mask = batch.response_mask
     if spec.aggregate == "staleness":
@@ -234,12 +233,12 @@ def _place_policies(
         return moved, _choose_units(_number_units(spec.level, moved), True) & mask
     units = _number_units(spec.level, batch)
     hit = _choose_units(units, spec.by_staleness is not None) & mask
-    # A greatest value can only be low where all values are.
+    # The maximum can be low only if all values are.
     first = hit if spec.aggregate == "k1_max" else hit & _find_unit_starts(units, mask)
     looked = advantages.sign()
     if spec.sign == "row":
         looked = torch.where(mask, advantages, 0.0).sum(-1, keepdim=True).sign().expand_as(advantages)
-    # Where PPO never clips: up for a negative advantage and down for a positive one.
+    # The directions that PPO never clips: up for a negative advantage and down for a positive one.
     free = -advantages.sign()
     way = free if spec.when != "outward" else -looked if inward else looked
     if spec.aggregate.startswith("binary_"):
@@ -257,10 +256,10 @@ def _place_policies(
     shift[first] = _invert_aggregate(spec.aggregate, total[first], side, way[first])
     if spec.when == "outward":
         hit = hit & (shift * looked > 0)
-    # The drift pi / pi_old beside it goes so far that a mask that looks at another ratio than its own decides
-    # otherwise beyond or inside a bound.
+        # The drift pi / pi_old is large enough that a mask that uses the wrong ratio decides differently beyond or
+        # inside a bound.
     drift = free * 1.5 * shift.abs()
-    # A token by itself has to keep a gradient of its own, within PPO's second clip of large ratios.
+    # A single-token unit must keep its gradient, within PPO's second clip of large ratios.
     drift = torch.where(_count_tokens(units, mask) == 1, drift.clamp(-0.5, 0.5), drift)
     ppo, rollout = {
         "rollout": (drift, shift),
@@ -272,7 +271,7 @@ def _place_policies(
 
 
 def _invert_aggregate(aggregate: str, value: Tensor, side: float, free: Tensor) -> Tensor:
-    """Compute one token's log-ratio at which the aggregate's sum is ``value``; its sign is ``free`` where it may be."""
+    """Compute one token's log-ratio at which the aggregate's sum is ``value``; its sign is ``free`` where possible."""
     match aggregate.split("_")[0]:
         case "k1":
             return -value
@@ -281,7 +280,7 @@ def _invert_aggregate(aggregate: str, value: Tensor, side: float, free: Tensor) 
             return free * root.clamp(min=0).sqrt()
         case "tv":
             up = torch.log1p(2 * value)
-            # Downward a ratio falls by less than 1, so that |r - 1| / 2 stays below 0.5; beyond that only up is left.
+            # Downward a ratio falls by less than 1, so |r - 1| / 2 stays below 0.5; larger values need a ratio above 1.
             return torch.where((free < 0) & (value < 0.49), torch.log1p(-2 * value.clamp(max=0.49)), up)
         case "k3":
             return torch.where(free > 0, _invert_k3(value, 1.0), _invert_k3(value, -1.0))
@@ -291,14 +290,14 @@ def _invert_aggregate(aggregate: str, value: Tensor, side: float, free: Tensor) 
             return free * torch.log1p(value)
         case _:
             raise NotImplementedError(
-                f"aggregate {aggregate}: the liveness proof has no statement of it. Fix: add one to proof/trials.py."
+                f"aggregate {aggregate}: the liveness proof does not define it. Fix: add it to proof/trials.py."
             )
 
 
 def _invert_k3(value: Tensor, sign: float) -> Tensor:
     """Solve exp(l) - 1 - l = value for l of the given sign, by bisection."""
     low, high = torch.zeros_like(value), value + 2.0
-    # 80 halvings take any interval to the spacing of float64.
+    # 80 bisections reduce any interval to the spacing of float64.
     for _ in range(80):
         middle = (low + high) / 2
         too_small = torch.expm1(sign * middle) - sign * middle < value
@@ -309,14 +308,14 @@ def _invert_k3(value: Tensor, sign: float) -> Tensor:
 def _spread_gap(
     spec: MaskSpec, units: Tensor, mask: Tensor, hit: Tensor, value: float, way: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Choose the two policies' probabilities of each token, (B, T) each, equal but on the first tokens of hit units."""
+    """Choose both policies' probabilities of each token, (B, T) each, equal except on the first tokens of hit units."""
     rest = torch.full_like(way, _HIGH)
     if spec.aggregate == "binary_kl":
         low = torch.where(hit & _find_unit_starts(units, mask), _invert_binary_kl(value), rest)
         return torch.where(way > 0, rest, low), torch.where(way > 0, low, rest)
     size = _count_tokens(units, mask)
     total = value * size if spec.aggregate == "binary_tv_mean" else torch.full_like(size, value)
-    # A token by itself has all of it; a sum that is wider than a probability stands on as few tokens as hold it.
+    # A single-token unit gets the whole sum; a sum wider than a probability is spread over as few tokens as possible.
     count = torch.ones_like(size) if spec.aggregate == "binary_tv" else (total.abs() / _WIDE_GAP).ceil().clamp(min=1)
     count = torch.minimum(count, size)
     low = torch.where(hit & (_count_before(units, mask) < count), _HIGH - total.abs() / count, rest)
@@ -324,7 +323,7 @@ def _spread_gap(
 
 
 def _invert_binary_kl(value: float) -> float:
-    """Find the probability below ``_HIGH`` whose greater binary KL divergence from it is ``value``."""
+    """Find the probability below ``_HIGH`` whose larger binary KL divergence from it is ``value``."""
     low, high = 1e-6, _HIGH
     for _ in range(80):
         middle = (low + high) / 2
@@ -337,7 +336,7 @@ def _invert_binary_kl(value: float) -> float:
 def _place_masses(
     spec: MaskSpec, batch: MicroBatch, numerator: Tensor, denominator: Tensor, advantages: Tensor
 ) -> MicroBatch:
-    """Give the two policies of the ratio these probabilities; the third agrees with one of them."""
+    """Give the two policies of the ratio these probabilities; the third policy equals one of them."""
     top, bottom, level = numerator.log(), denominator.log(), torch.full_like(numerator, math.log(_HIGH))
     pi = top if spec.ratio != "rollout" else level
     old = {"rollout": top, "full": pi, "ppo": bottom}[spec.ratio]
@@ -358,12 +357,12 @@ def _replace_policies(batch: MicroBatch, *, old: Tensor, mu: Tensor, advantages:
 
 
 def age_first_tokens(batch: MicroBatch, age: int) -> MicroBatch:
-    """Let older weights sample the first response token of each row, and those in force the others.
+    """Mark the first response token of each row as sampled by older weights, and the others by the current ones.
 
-    The versions are noted as the client of the rollout servers notes them, turn by turn.
+    The versions are recorded per turn, as the client of the rollout servers records them.
 
     Args:
-        age: of these tokens, in versions.
+        age: age of the first tokens, in versions.
     """
     mask, step = batch.response_mask, age + 2
     old, fresh = step - 1 - age, step - 1
@@ -394,12 +393,12 @@ def _measure_runs(mask: Tensor) -> Iterator[list[int]]:
 
 
 def _choose_units(units: Tensor, aged: bool) -> Tensor:
-    """Choose the units that a trial acts on: every other one, or where only that is aged, the first of each row."""
+    """Choose the units that a trial acts on: every other unit, or the first one of each row if only it is aged."""
     return units == 0 if aged else units % 2 == 0
 
 
 def _number_units(level: str, batch: MicroBatch) -> Tensor:
-    """Number the unit of each response token from 0 in its row: (B, T) int64."""
+    """Number the unit of each response token, from 0 in each row: (B, T) int64."""
     mask = batch.response_mask
     if level == "token":
         return (mask.cumsum(-1) - 1).clamp(min=0)
@@ -407,7 +406,7 @@ def _number_units(level: str, batch: MicroBatch) -> Tensor:
         return turns(mask)
     numbers = torch.zeros_like(mask, dtype=torch.int64)
     if level == "version" and isinstance(batch.versions, TokenVersions):
-        # Versions never fall within a row.
+        # Versions never decrease within a row.
         seen = torch.where(mask, batch.versions.tokens, torch.iinfo(torch.int64).min).cummax(-1).values
         numbers[:, 1:] = (seen[:, 1:] != seen[:, :-1]).cumsum(-1)
         numbers = (numbers - (~mask[:, :1]).long()).clamp(min=0)
@@ -422,7 +421,7 @@ def _find_unit_starts(units: Tensor, mask: Tensor) -> Tensor:
 
 
 def _count_before(units: Tensor, mask: Tensor) -> Tensor:
-    """Count the tokens of its unit that stand before each token: (B, T) int64."""
+    """Count the tokens of a unit before each token: (B, T) int64."""
     count = mask.cumsum(-1)
     first = torch.where(_find_unit_starts(units, mask), count, 0).cummax(-1).values
     return count - first

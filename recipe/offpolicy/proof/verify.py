@@ -1,7 +1,7 @@
-"""Trainer side of the liveness proof: checks the workers' evidence and stops the run.
+"""Trainer side of the liveness proof: checks the workers' evidence and stops the run if anything is missing.
 
-Nothing may be missing: every micro-batch reports, holds the trainer's spec, used the mu that was sampled, and showed
-each configured correction acting in the gradient.
+Every micro-batch must report, hold the trainer's spec, use the mu that was sampled, and show that each configured
+correction acts in the gradient.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ..correction.moving_bounds import compute_fingerprint, read_bounds
 from .gradient import Proof, isolate_parts
 
 FOREIGN = 0.1
-"""Mean |log pi - log pi_old|, in nats a token, below which they are of one policy and of the same rows."""
+"""Mean |log pi - log pi_old|, in nats per token, below which both belong to one policy and to the same sequences."""
 
 
 class UpdateEvidence(Protocol):
@@ -49,21 +49,21 @@ def verify(
 
     Args:
         packets: one per micro-batch, from every rank.
-        spec: what the trainer wants, under the bounds of this update.
-        sampled_rows: checksums of mu as the rollout produced it, see ``micro_batch.compute_row_checksums``.
+        spec: the trainer's spec, with the bounds of this update.
+        sampled_rows: checksums of mu as the rollout returned it, see ``micro_batch.compute_row_checksums``.
         epochs: how often the worker visits each row.
-        allow_identical: mu bit-identical to pi_old is meant.
-        moving: parts whose bounds came with this update, and which the fingerprint leaves out.
-        plan: fingerprint of the plan that went out with this update; None: it is not compared.
-        marked: sum of the marks of what was to be proved; None: all micro-batches.
-        again: the correction was proved before, and a few rows stand for all: what they cannot show is no fault.
+        allow_identical: mu may be bitwise identical to pi_old.
+        moving: parts whose bounds are sent with each update; the fingerprint excludes them.
+        plan: fingerprint of the plan sent with this update; None: not compared.
+        marked: sum of the marks of what must be proved; None: all micro-batches.
+        again: the correction was proved before; a few rows may not show all of it, which is no failure.
 
     Returns:
-        Metrics for ``offpolicy/live/``. ``proved`` is 0.0 when the update had no gradient to judge by, as when all
-        advantages are zero; then the next one has to be judged.
+        Metrics for ``offpolicy/live/``. ``proved`` is 0.0 if the update had no gradient to judge, for example because
+        all advantages are zero; then the next update is judged.
 
     Raises:
-        LivenessError: anything is missing or wrong.
+        LivenessError: evidence is missing or wrong.
     """
     verify_update(packets, spec, sampled_rows=sampled_rows, epochs=epochs, moving=moving, plan=plan)
     structure = float(compute_fingerprint(spec, moving))
@@ -83,7 +83,7 @@ def verify(
         _verify_two_policies(proofs)
     gradient_error = _verify_gradient(proofs)
     tried = [proof for proof in proofs if proof.tried]
-    # A base loss without a ratio does not read pi_old: what else is configured has to be seen, and proximal cannot be.
+    # A base loss without a ratio does not read pi_old: other parts must be seen to act, proximal cannot be.
     unread = bool(spec.all_weights or spec.masks or spec.penalty) and not _seen(tried, "proximal")
     names = [name for name, _ in isolate_parts(spec) if not (unread and name == "proximal")]
     if again:
@@ -117,11 +117,11 @@ def verify_update(
 ) -> None:
     """Check the evidence of every update: adapter, spec, bounds, mu and the engine's factor.
 
-    Each micro-batch came from the adapter, which held the trainer's spec under the trainer's bounds, the mu that it
-    used is the mu that was sampled, and the engine multiplied its loss by what it should.
+    Each micro-batch must come from the adapter, hold the trainer's spec and bounds, and use the mu that was sampled,
+    and the engine must have multiplied its loss by the right factor.
 
     Raises:
-        LivenessError: anything is missing or wrong.
+        LivenessError: evidence is missing or wrong.
     """
     _verify_fingerprint(packets, spec, moving)
     if not spec.is_none:
@@ -135,13 +135,13 @@ def _verify_fingerprint(packets: Sequence[UpdateEvidence], spec: CorrectionSpec,
         raise LivenessError("no metrics arrived from the corrected loss: the worker ran another loss function.")
     expected = compute_fingerprint(spec, moving)
     if wrong := {packet.fingerprint for packet in packets} - {expected}:
-        raise LivenessError(f"a worker holds another spec: fingerprint {wrong.pop()}, the trainer's is {expected}.")
+        raise LivenessError(f"a worker has another spec: fingerprint {wrong.pop()}, the trainer's is {expected}.")
     bounds = read_bounds(spec, moving)
     for packet in packets:
         if packet.bounds != bounds:
             raise LivenessError(
-                f"a worker used other bounds than the trainer sent with this update: {packet.bounds}, the trainer's "
-                f"are {bounds}."
+                f"a worker used other bounds than the trainer sent with this update: {packet.bounds} instead of "
+                f"{bounds}."
             )
 
 
@@ -152,7 +152,7 @@ def _verify_plan(packets: Sequence[UpdateEvidence], plan: int | None) -> None:
         absent = sum(not packet.plan for packet in packets)
         raise LivenessError(
             f"{wrong} of {len(packets)} micro-batches had another plan than the trainer sent with this update "
-            f"({absent} had none): step, bounds or what is fixed for the whole batch were those of another update."
+            f"({absent} had none): step, bounds or batch-level constants came from another update."
         )
 
 
@@ -161,9 +161,9 @@ def _verify_rows(rows: Sequence[int], sampled_rows: Sequence[int], epochs: int) 
         return
     used, sampled = Counter(rows), Counter([*sampled_rows] * epochs)
     raise LivenessError(
-        f"the mu that the loss used is not the mu that the rollout sampled: {(sampled - used).total()} of "
-        f"{sampled.total()} rows were not found with the same tokens and log-probs, to the bit, and "
-        f"{(used - sampled).total()} were not sampled. Something between rollout and loss replaces, shifts, "
+        f"the loss did not use the mu that the rollout sampled: {(sampled - used).total()} of "
+        f"{sampled.total()} sequences were not found with bitwise equal tokens and log-probs, and "
+        f"{(used - sampled).total()} were not sampled. Code between rollout and loss replaces, shifts, "
         f"casts or permutes rollout_log_probs."
     )
 
@@ -174,26 +174,26 @@ def _verify_scales(packets: Sequence[UpdateEvidence]) -> None:
         for scale, count in packet.scales.items():
             if scale == 0:
                 raise LivenessError(
-                    f"the engine's backward did not go through the corrected loss, or scaled it by zero, in {count} of "
-                    f"{micro_batches} micro-batches."
+                    f"the engine's backward pass did not go through the corrected loss, or scaled it by zero, in "
+                    f"{count} of {micro_batches} micro-batches."
                 )
-            # The factor may arrive rounded to the dtype of the loss; written so that NaN fails.
+            # The factor may arrive rounded to the dtype of the loss. This form also fails for NaN.
             if not abs(scale - 1) <= 1e-3:
                 raise LivenessError(
                     f"the engine multiplied the corrected loss of {count} of {micro_batches} micro-batches by "
-                    f"{scale:.6g} times its own factor. Something between the loss and the backward pass scales it."
+                    f"{scale:.6g} times the expected factor. Code between the loss and the backward pass scales it."
                 )
 
 
 def _verify_number(packets: Sequence[UpdateEvidence], marked: int | None) -> None:
-    """Check that everything that was to be proved was: rows whose marks add up, or every micro-batch."""
+    """Check that everything was proved: the marks of the proofs add up, or every micro-batch has a proof."""
     proofs = [packet.proof for packet in packets if packet.proof is not None]
     if marked is None and len(proofs) < len(packets):
         raise LivenessError(f"{len(packets) - len(proofs)} of {len(packets)} micro-batches came without a proof.")
     if marked is not None and (seen := sum(proof.marked for proof in proofs)) != marked:
         raise LivenessError(
-            f"the marks of what was to be proved add up to {marked}, and those of the proofs to {seen}: something "
-            f"between trainer and loss drops or changes the column {PROVE}."
+            f"the marks of the proofs add up to {seen}, but {marked} were sent: code between trainer and loss drops or "
+            f"changes the column {PROVE}."
         )
 
 
@@ -201,21 +201,21 @@ def _verify_alignment(proofs: Sequence[Proof]) -> None:
     before, same, after = (sum(proof.distances[i] for proof in proofs) for i in range(3))
     if 2.0 * min(before, after) < same:
         raise LivenessError(
-            f"mu is off by one token: log pi_old differs from it by {same:.3g} nats in all, and from the mu of the "
-            f"token {'before' if before < after else 'after'} by {min(before, after):.3g}. Whatever produces "
-            f"rollout_log_probs drops or repeats a token."
+            f"mu is off by one token: it differs from log pi_old by {same:.3g} nats in total, but mu of the token "
+            f"{'before' if before < after else 'after'} differs by {min(before, after):.3g}. The component that "
+            f"produces rollout_log_probs drops or repeats a token."
         )
 
 
 def _verify_own_rows(proofs: Sequence[Proof]) -> None:
-    """Check that the engine's log-probs are of the rows that it was given; it has made few steps since pi_old."""
+    """Check that the engine's log-probs belong to the rows that it was given; it took few steps since pi_old."""
     tokens = sum(proof.tokens for proof in proofs)
     own, other = (sum(proof.row_distances[i] for proof in proofs) for i in range(2))
     if own > FOREIGN * tokens and 2.0 * own > other:
         raise LivenessError(
-            f"log pi of the engine that trains is not of these rows, or pi_old is not: over {tokens} tokens they "
-            f"differ by {own:.3g} nats, and by {other:.3g} from pi_old of other rows. Something permutes or replaces "
-            f"the log-probs of one of them."
+            f"log pi of the training engine, or pi_old, belongs to other sequences: over {tokens} tokens log pi "
+            f"differs from pi_old by {own:.3g} nats, and from pi_old of other sequences by {other:.3g}. Code permutes "
+            f"or replaces one of these log-probs."
         )
 
 
@@ -223,9 +223,9 @@ def _verify_two_policies(proofs: Sequence[Proof]) -> None:
     tokens = sum(proof.tokens for proof in proofs)
     if tokens == sum(proof.identical_tokens for proof in proofs):
         raise LivenessError(
-            f"mu equals pi_old to the bit on all {tokens} tokens: one was copied from the other, so that every "
-            f"rollout ratio is 1 and nothing is corrected. If rollouts come from the trainer's own engine, set "
-            f"correction.proximal=same_engine; if that is meant otherwise, offpolicy.allow_identical_log_probs=true."
+            f"mu equals pi_old bitwise on all {tokens} tokens: one was copied from the other, so every rollout ratio "
+            f"is 1 and nothing is corrected. If rollouts come from the trainer's own engine, set "
+            f"correction.proximal=same_engine; if it is intended otherwise, offpolicy.allow_identical_log_probs=true."
         )
 
 
@@ -234,24 +234,26 @@ def _verify_mu_in_place_of_old(proofs: Sequence[Proof], spec: CorrectionSpec) ->
     identical = sum(proof.identical_tokens for proof in proofs)
     if identical != tokens:
         raise LivenessError(
-            f"correction.proximal={spec.proximal}: mu stands in for pi_old until the loss, and {tokens - identical} of "
-            f"{tokens} tokens arrived with another value. Something computes old_log_probs after all."
+            f"correction.proximal={spec.proximal}: the batch must carry mu as old_log_probs up to the loss, but "
+            f"{tokens - identical} of {tokens} tokens arrived with another value. Some code computes old_log_probs."
         )
 
 
 def _verify_gradient(proofs: Sequence[Proof]) -> float:
-    """Check the gradient of the engine's own backward; return its greatest relative error."""
+    """Check the gradient of the engine's own backward pass; return its largest relative error."""
     errors = []
     for proof in proofs:
         if proof.gradient_error is None:
-            raise LivenessError("no gradient reached the log-probs in the engine's backward.")
+            raise LivenessError("no gradient reached the log-probs in the engine's backward pass.")
         if proof.gradient_error == math.inf:
-            raise LivenessError("the engine's backward did not go through the corrected loss, or scaled it by zero.")
-        # Written so that NaN fails.
+            raise LivenessError(
+                "the engine's backward pass did not go through the corrected loss, or scaled it by zero."
+            )
+        # This form also fails for NaN.
         if not proof.gradient_error <= proof.tolerance:
             raise LivenessError(
-                f"the gradient at the log-probs is not weight x keep x verl's own (plus terms of extensions): relative "
-                f"error {proof.gradient_error:.3g}, tolerance {proof.tolerance:.3g}."
+                f"the gradient at the log-probs is not weight * keep * verl's gradient (plus terms of extensions): "
+                f"relative error {proof.gradient_error:.3g}, tolerance {proof.tolerance:.3g}."
             )
         errors.append(proof.gradient_error)
     return max(errors)
@@ -262,17 +264,17 @@ def _seen(proofs: Sequence[Proof], name: str) -> bool:
 
 
 def _verify_shift(proofs: Sequence[Proof], name: str) -> float:
-    """Check one correction on shifted log-probs; return its greatest relative error."""
+    """Check one correction on shifted log-probs; return its largest relative error."""
     errors = []
     seen = False
     for proof in proofs:
         shift = proof.shifts.get(name)
         if shift is None:
             raise LivenessError(f"{name} was not tried on every micro-batch.")
-        # Written so that NaN fails.
+        # This form also fails for NaN.
         if not shift.error <= proof.tolerance:
             raise LivenessError(
-                f"{name} does not act: on log-probs shifted beyond its bound the gradient is off by a share of "
+                f"{name} does not act: on log-probs shifted beyond its bound the relative error of the gradient is "
                 f"{shift.error:.3g}, tolerance {proof.tolerance:.3g}."
             )
         errors.append(shift.error)
@@ -281,8 +283,8 @@ def _verify_shift(proofs: Sequence[Proof], name: str) -> float:
         why = (
             "verl's loss has the same gradient whatever pi_old is."
             if name == "proximal"
-            else "just beyond its bound verl's loss has no gradient left to remove. Either its own clip is narrower, "
-            "and the correction changes nothing, or no row has two tokens."
+            else "just beyond its bound verl's loss has no gradient left to remove. Either verl's own clip is narrower "
+            "and the correction changes nothing, or no sequence has two tokens."
         )
-        raise LivenessError(f"{name} cannot be seen to act: {why}")
+        raise LivenessError(f"no evidence that {name} acts: {why}")
     return max(errors)

@@ -1,4 +1,4 @@
-"""Recorder of what a run's corrections saw and did, and its reader: needs pyarrow and xxhash, nothing of verl."""
+"""Recorder of the inputs and decisions of a run's corrections, and its reader: needs pyarrow and xxhash, not verl."""
 
 from .files import RecordingError, Step
 from .recording import Recording

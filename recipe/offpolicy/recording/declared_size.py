@@ -1,9 +1,9 @@
 """Declared unpacked size of a Parquet file, read from its metadata before anything is unpacked.
 
-A few bytes can stand for billions of values: the counts lie in the footer and in the header of each page, in Thrift's
-compact protocol. pyarrow's own metadata cannot bound that: it shows the footer alone, while Arrow unpacks what the page
-headers say, a single row group included; and asking it for a column's metadata ends the process (C++ abort) at some
-contradictions. tests/unit/recording has a file for each; both hold in pyarrow 26.0.1.
+A few bytes can declare billions of values: the counts are in the footer and in the header of each page, in Thrift's
+compact protocol. pyarrow's metadata cannot bound the size, because it shows only the footer, while Arrow unpacks what
+the page headers declare, even for a single row group. Reading a column's metadata also aborts the process (C++ abort)
+at some contradictions. tests/unit/recording has a file for each; both hold in pyarrow 26.0.1.
 
 Sources: parquet.thrift of apache/parquet-format; thrift/doc/specs/thrift-compact-protocol.md of apache/thrift.
 """
@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 MAGIC = b"PAR1"
-_DEEPEST, _MOST = 16, 1_000_000  # of structures in structures, and of entries in a list
+_DEEPEST, _MOST = 16, 1_000_000  # depth of nested structures, and entries of a list
 _FOOTER = 16 * 2**20  # bytes
 _HEADER = 4096
-"""Bytes that a page's header may have; it holds statistics of the page."""
+"""Largest size of a page header in bytes; it holds statistics of the page."""
 _TRUE, _FALSE, _BYTE, _DOUBLE, _BINARY, _LIST, _SET, _MAP, _STRUCT = 1, 2, 3, 7, 8, 9, 10, 11, 12
 
 Fields = dict[int, Any]
@@ -28,7 +28,7 @@ Fields = dict[int, Any]
 
 
 class DeclaredError(ValueError):
-    """The file is no Parquet file, or contradicts itself."""
+    """The file is not a Parquet file, or contradicts itself."""
 
 
 @dataclass(frozen=True)
@@ -36,9 +36,9 @@ class DeclaredSize:
     """Declared rows and unpacked bytes over all columns and row groups.
 
     Attributes:
-        rows: of all row groups.
-        values: in all pages.
-        size: bytes of all pages, unpacked.
+        rows: number of rows in all row groups.
+        values: number of values in all pages.
+        size: unpacked bytes of all pages.
     """
 
     rows: int
@@ -50,8 +50,8 @@ def read_declared_size(path: Path) -> DeclaredSize:
     """Read the declared size from the footer and page headers.
 
     Raises:
-        DeclaredError: it cannot be followed.
-        OSError: it cannot be read.
+        DeclaredError: the metadata are invalid.
+        OSError: the file cannot be read.
     """
     with path.open("rb") as file:
         footer = _read_footer(file)
@@ -63,7 +63,7 @@ def read_declared_size(path: Path) -> DeclaredSize:
 
 def _read_footer(file: BinaryIO) -> Fields:
     end = file.seek(0, os.SEEK_END)
-    # Magic number at the start, then at the end the footer's length (4 bytes) and the magic number again.
+    # Magic number at the start; at the end the footer's length (4 bytes) and the magic number again.
     if end < 12:
         raise DeclaredError("it is too short")
     file.seek(end - 8)
@@ -76,7 +76,7 @@ def _read_footer(file: BinaryIO) -> Fields:
 
 
 def _read_pages(file: BinaryIO, column: Fields) -> Iterator[tuple[int, int]]:
-    """Yield (values, bytes unpacked) of each page of a column's chunk, as Arrow reads them."""
+    """Yield (values, unpacked bytes) of each page of a column chunk, as Arrow reads them."""
     chunk = column.get(3)
     if not isinstance(chunk, dict):
         raise DeclaredError("a column has no metadata")
@@ -89,7 +89,7 @@ def _read_pages(file: BinaryIO, column: Fields) -> Iterator[tuple[int, int]]:
         file.seek(place)
         reader = _Compact(file.read(min(_HEADER, end - place)))
         header = reader.structure()
-        # PageHeader: 2 and 3 sizes, 5 data page, 7 dictionary page, whose values are no rows, 8 data page v2.
+        # PageHeader: 2 and 3 sizes, 5 data page, 7 dictionary page, whose values are not rows, 8 data page v2.
         values = [_count(header[key], 1) for key in (5, 7, 8) if isinstance(header.get(key), dict)]
         yield sum(values), _count(header, 2)
         seen += sum(values) if 7 not in header else 0
@@ -114,7 +114,7 @@ class _Compact:
     """Reader of Thrift's compact protocol.
 
     Attributes:
-        place: bytes that have been read.
+        place: number of bytes read so far.
     """
 
     def __init__(self, content: bytes) -> None:
@@ -160,7 +160,7 @@ class _Compact:
         return size
 
     def _byte(self) -> int:
-        # Most of what is read: without a slice.
+        # The most frequent read, so it avoids a slice.
         if self.place >= len(self._content):
             raise DeclaredError("its metadata end too early")
         self.place += 1
@@ -175,7 +175,7 @@ class _Compact:
 
     def _varint(self) -> int:
         value = shift = 0
-        # Ten groups of 7 bits hold 64; a longer number would let a file make this loop as long as it likes.
+        # Ten groups of 7 bits hold 64; without this limit a file could make the loop arbitrarily long.
         while shift < 70:
             byte = self._byte()
             value |= (byte & 0x7F) << shift

@@ -40,17 +40,17 @@ _REPEATED = [
     *("step", "rank", "mini_batch", "uid", "oldest_version", "newest_version", "length"),
     *(f"{name}.list.element" for name in ("response_ids", "prompt_ids", "rejected_by", "turn", "version")),
 ]
-"""Columns whose values repeat. Floats are written as they are: each NaN keeps its bits."""
+"""Columns with repeated values. Floats are written unchanged: each NaN keeps its bits."""
 SUFFIX, PARTIAL = ".parquet", ".partial"
-"""Of a file, and of one that is being written."""
+"""Suffix of a file, and of a file that is being written."""
 PRIVATE, PRIVATE_DIRECTORY = 0o600, 0o700
-"""Modes of what is recorded: prompts and responses, which are nobody's but the owner's to hand on."""
+"""File modes of recordings: prompts and responses are private to the owner."""
 LARGEST = 8 * 2**30
-"""Bytes that a file may unpack to; more is taken for a mistake or an attack."""
+"""Largest unpacked size of a file in bytes; more is treated as an error or an attack."""
 UNPACKED, SMALL = 200, 2**26
-"""The same for each byte of the file, where it unpacks to more than ``SMALL``: log-probs do not shrink so far."""
+"""Largest ratio of unpacked to file size, for files that unpack to more than ``SMALL``: log-probs compress less."""
 MOST_REASONS = 32
-"""Parts of a correction that can reject: bits of ``rejected_by``."""
+"""Most parts of a correction that can reject: the bits of ``rejected_by``."""
 _WIDEST = 8  # bytes of a value
 _NUMPY = {
     name: np.dtype(kind.to_pandas_dtype())
@@ -60,7 +60,7 @@ _NUMPY = {
 
 
 ASIDE = "Move it out of the directory; the other files are read without it."
-"""Fix for a damaged file: what is removed cannot be looked at again."""
+"""Fix for a damaged file: a removed file cannot be inspected later."""
 
 
 class RecordingError(ValueError):
@@ -68,7 +68,7 @@ class RecordingError(ValueError):
 
 
 class OverLimit(RuntimeError):
-    """A file would be larger than it may be."""
+    """A file would exceed its size limit."""
 
 
 @dataclass(frozen=True)
@@ -77,8 +77,8 @@ class Step:
 
     Attributes:
         rows: its responses.
-        spec: the correction that acted, as ``CorrectionSpec.to_mapping`` gives it.
-        reasons: what can have rejected a token; bit i of ``rows.rejected_by`` is that of reasons[i].
+        spec: the correction that acted, in the form of ``CorrectionSpec.to_mapping``.
+        reasons: parts that can have rejected a token; bit i of ``rows.rejected_by`` belongs to reasons[i].
     """
 
     rows: Rows
@@ -89,7 +89,7 @@ class Step:
 def to_table(rows: Rows, spec: Mapping[str, Any], reasons: Sequence[str]) -> pa.Table:
     """Convert a step to an Arrow table."""
     if len(reasons) > MOST_REASONS:
-        raise ValueError(f"{len(reasons)} parts of the correction can reject, and rejected_by has {MOST_REASONS} bits.")
+        raise ValueError(f"{len(reasons)} parts of the correction can reject, but rejected_by has {MOST_REASONS} bits.")
     columns: dict[str, pa.Array] = {}
     for name, (kind, _) in ROW_COLUMNS.items():
         columns[name] = pa.array(getattr(rows, name), type=kind)
@@ -109,9 +109,9 @@ def to_table(rows: Rows, spec: Mapping[str, Any], reasons: Sequence[str]) -> pa.
 
 
 def compute_digest(rows: Rows, metadata: Mapping[bytes, bytes]) -> bytes:
-    """Compute the checksum, in hexadecimal digits, of rows to the bit and of their metadata."""
+    """Compute the hexadecimal checksum of all bits of the rows and of their metadata."""
     version = int(metadata.get(VERSION_KEY, VERSION))
-    # Either finds damage, and neither forgery: who can write a file can write its digest.
+    # Both hashes detect damage, not forgery: whoever can write a file can write its digest.
     state = xxhash.xxh3_128() if version >= FAST_DIGEST else hashlib.blake2b(digest_size=16)
     for key in (VERSION_KEY, SPEC_KEY, REASONS_KEY):
         state.update(metadata.get(key, b"") + b"\0")
@@ -132,24 +132,24 @@ def write(path: Path, rows: Rows, spec: Mapping[str, Any], reasons: Sequence[str
     """Write a step's file; a reader never sees half of it.
 
     Args:
-        limit: bytes that it may have.
+        limit: largest size in bytes.
 
     Returns:
         Its size in bytes.
 
     Raises:
         OverLimit: it would be larger than ``limit``.
-        OSError: the disk is full, or the directory cannot be written. In both cases nothing is left behind.
+        OSError: the disk is full, or the directory is not writable. In both cases no file is left.
     """
     partial = path.with_suffix(PARTIAL)
     try:
-        # Whose responses they are may read them; Arrow keeps the mode of what is there.
+        # Removed first, because Arrow keeps the mode of an existing file.
         partial.unlink(missing_ok=True)
         os.close(os.open(partial, os.O_CREAT | os.O_EXCL | os.O_WRONLY, PRIVATE))
         pq.write_table(to_table(rows, spec, reasons), partial, compression=COMPRESSION, use_dictionary=_REPEATED)
         size = partial.stat().st_size
         if size > limit:
-            raise OverLimit(f"{path}: {size} bytes, and {limit:g} are left.")
+            raise OverLimit(f"{path}: {size} bytes, but {limit:g} are left.")
         os.replace(partial, path)
     except BaseException:
         partial.unlink(missing_ok=True)
@@ -161,48 +161,48 @@ def read(path: Path) -> Step:
     """Read one step's file.
 
     Raises:
-        RecordingError: it is no such file, is cut short, is of another version of the schema, or contradicts itself.
+        RecordingError: the file is not a recording, is truncated, has another schema version, or contradicts itself.
     """
     try:
         if not path.is_file():
-            raise RecordingError(f"{path}: no regular file. {ASIDE}")
+            raise RecordingError(f"{path}: not a regular file. {ASIDE}")
         _check_size(path)
-        # Buffered ahead, each column would be copied once more.
+        # With pre_buffer each column would be copied once more.
         with pq.ParquetFile(path, pre_buffer=False) as file:
             metadata = file.schema_arrow.metadata or {}
             version = _read_version(path, metadata)
             extensions = (name for name in file.schema_arrow.names if name.startswith(EXTENSION_PREFIX))
             schema = extend_schema(extensions, version)
             _check_schema(path, file.schema_arrow, schema)
-            # With one processor to itself a process would only wait for the thread that reads.
+            # With one CPU, a reader thread would only make this thread wait.
             table = file.read(columns=schema.names, use_threads=pa.cpu_count() > 1)
             table.validate(full=True)
     except RecordingError:
         raise
     except MemoryError as error:
-        raise RecordingError(f"{path}: does not fit into the memory that is free. Read fewer steps.") from error
-    except Exception as error:  # which of Arrow's, depends on where it notices that a file contradicts itself
-        if isinstance(error, OSError) and error.errno is not None:  # of Arrow's own, none has a number
+        raise RecordingError(f"{path}: does not fit into free memory. Read fewer steps.") from error
+    except Exception as error:  # Arrow raises different types, depending on where it notices a contradiction
+        if isinstance(error, OSError) and error.errno is not None:  # Arrow's own errors have no errno
             raise build_unreadable_error(path, error) from error
         raise RecordingError(f"{path}: not a readable Parquet file ({_first_line(error)}). {ASIDE}") from error
     spec = _json(path, metadata, SPEC_KEY, dict)
     reasons = _json(path, metadata, REASONS_KEY, list)
     if not all(isinstance(reason, str) for reason in reasons) or len(reasons) > MOST_REASONS:
-        raise RecordingError(f"{path}: {REASONS_KEY.decode()} in its metadata is no list of names. {ASIDE}")
+        raise RecordingError(f"{path}: {REASONS_KEY.decode()} in its metadata is not a list of names. {ASIDE}")
     rows = _rows(path, table)
     unknown = int(rows.rejected_by.max(initial=0)) >> len(reasons)
     if unknown:
         raise RecordingError(f"{path}: rejected_by has bits beyond its {len(reasons)} reasons. {ASIDE}")
     if metadata.get(DIGEST_KEY) != compute_digest(rows, metadata):
-        raise RecordingError(f"{path}: its content is not what was recorded. {ASIDE}")
+        raise RecordingError(f"{path}: its content differs from what was recorded. {ASIDE}")
     return Step(rows, spec, tuple(reasons))
 
 
 def count_rows(path: Path) -> int:
-    """Count the rows of one step's file by what it declares, without reading them.
+    """Count the rows of one step's file from its metadata, without reading them.
 
     Raises:
-        RecordingError: it is no such file, or is cut short.
+        RecordingError: the file is not a recording, or is truncated.
     """
     try:
         return read_declared_size(path).rows
@@ -213,8 +213,8 @@ def count_rows(path: Path) -> int:
 
 
 def build_unreadable_error(path: Path, error: OSError) -> RecordingError:
-    """Build the error of a file or directory that the system refuses to read, whatever its content."""
-    mend = "Mend its permissions" if isinstance(error, PermissionError) else "Mend that, or read a copy"
+    """Build the error for a file or directory that the operating system refuses to read."""
+    mend = "Fix its permissions" if isinstance(error, PermissionError) else "Fix that, or read a copy"
     return RecordingError(f"{path}: not readable ({error.strerror or _first_line(error)}). {mend}.")
 
 
@@ -229,7 +229,7 @@ def _rows(path: Path, table: pa.Table) -> Rows:
     columns = {name: _join_chunks(table.column(name)) for name in table.column_names}
     for name, column in columns.items():
         if column.null_count or (pa.types.is_list(column.type) and column.flatten().null_count):
-            raise RecordingError(f"{path}: {name} has a value that is missing. {ASIDE}")
+            raise RecordingError(f"{path}: {name} has a missing value. {ASIDE}")
     values: dict[str, Any] = {}
     for name in ROW_COLUMNS:
         values[name] = columns[name].to_numpy(zero_copy_only=False)
@@ -239,7 +239,7 @@ def _rows(path: Path, table: pa.Table) -> Rows:
         offsets, tokens = _ragged(columns[name])
         (values if name in TOKEN_COLUMNS else extensions)[name] = tokens
         if not np.array_equal(offsets, values.setdefault("offsets", offsets)):
-            raise RecordingError(f"{path}: {name} has rows of other lengths than response_ids. {ASIDE}")
+            raise RecordingError(f"{path}: {name} and response_ids have different row lengths. {ASIDE}")
     ends = np.cumsum(np.append(False, values["response_mask"]), dtype=np.int32)[values["offsets"]]
     counted = np.diff(ends)
     if not np.array_equal(counted, values["length"]):
@@ -251,7 +251,7 @@ def _rows(path: Path, table: pa.Table) -> Rows:
 
 
 def _join_chunks(column: pa.ChunkedArray) -> pa.Array:
-    # Arrow would copy a single one as well.
+    # combine_chunks would copy even a single chunk.
     return column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
 
 
@@ -261,7 +261,7 @@ def _ragged(column: pa.ListArray) -> tuple[NDArray[np.int64], NDArray[Any]]:
 
 
 def _view_writable(values: pa.Array) -> NDArray[Any]:
-    """View values as an array that may be written to, as torch asks of what it shares; Arrow itself would copy them."""
+    """View values as a writable array, which torch requires for shared memory; Arrow would copy them."""
     buffer = values.buffers()[1]
     if not len(values) or pa.types.is_boolean(values.type) or not buffer.is_mutable:
         return values.to_numpy(zero_copy_only=False, writable=True)
@@ -273,19 +273,19 @@ def _check_size(path: Path) -> None:
     size = max(says.size, _WIDEST * says.values, _WIDEST * says.rows)
     most = min(LARGEST, max(SMALL, UNPACKED * path.stat().st_size))
     if size > most:
-        raise RecordingError(f"{path}: says that it unpacks to {size} bytes, more than {most}. {ASIDE}")
+        raise RecordingError(f"{path}: declares an unpacked size of {size} bytes, more than {most}. {ASIDE}")
 
 
 def _read_version(path: Path, metadata: Mapping[bytes, bytes]) -> int:
     version = metadata.get(VERSION_KEY)
     if version is None:
         raise RecordingError(
-            f"{path}: no recording of offpolicy.record, {VERSION_KEY.decode()} is not in its metadata."
+            f"{path}: not a recording of offpolicy.record, {VERSION_KEY.decode()} is missing in its metadata."
         )
     known = {str(each).encode(): each for each in range(1, VERSION + 1)}
     if version not in known:
         raise RecordingError(
-            f"{path}: schema {version.decode(errors='replace')[:20]}, and this release reads 1 to {VERSION}. "
+            f"{path}: schema {version.decode(errors='replace')[:20]}, but this release reads 1 to {VERSION}. "
             f"Read it with the release that wrote it."
         )
     return known[version]
@@ -298,13 +298,13 @@ def _check_schema(path: Path, schema: pa.Schema, expected: pa.Schema) -> None:
             raise RecordingError(f"{path}: the column {field.name} is missing. {ASIDE}")
         if not schema.field(index).type.equals(field.type):
             kind = schema.field(index).type
-            raise RecordingError(f"{path}: {field.name} is of {kind}, expected {field.type}. {ASIDE}")
+            raise RecordingError(f"{path}: {field.name} has type {kind}, expected {field.type}. {ASIDE}")
 
 
 def _json(path: Path, metadata: Mapping[bytes, bytes], key: bytes, kind: type) -> Any:
     try:
         value = json.loads(metadata.get(key, b""))
-    # RecursionError: a file may nest its JSON as deep as it likes.
+    # RecursionError: a file may nest its JSON arbitrarily deep.
     except (ValueError, RecursionError):
         value = None
     if not isinstance(value, kind):

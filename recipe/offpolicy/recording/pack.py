@@ -24,14 +24,14 @@ class Seen:
 
     Attributes:
         response_ids, response_mask, rollout_log_prob, old_log_prob, log_prob, advantages, weight: (B, T).
-        valid: (B, T) bool, the response mask less tokens that the correction left out.
-        rejected: what rejected a token -> (B, T) bool; at most 32.
-        uids: of each row: B strings, or (B, L) uint8 of UTF-8 filled up with zeros; None where not known.
+        valid: (B, T) bool, the response mask without tokens that the correction excluded.
+        rejected: name of a rejecting part -> (B, T) bool; at most 32.
+        uids: uid of each row: B strings, or (B, L) uint8 of zero-padded UTF-8; None if unknown.
         reward: (B,), or None.
         versions: oldest and newest, (B,) each, or None.
-        token_versions: (B, T) integers, or None where versions are known by row.
+        token_versions: (B, T) integers, or None if versions are known per row.
         extensions: column of an extension -> (B, T).
-        prompts: token ids end to end, (P,), and the (B,) lengths of the prompts; None to leave them out.
+        prompts: concatenated token ids, (P,), and the (B,) lengths of the prompts; None to omit them.
     """
 
     response_ids: Tensor
@@ -53,12 +53,12 @@ class Seen:
 
 @dataclass(frozen=True)
 class Packed:
-    """Rows in transfer to the host: columns end to end in ``buffer``, in the order of ``layout``.
+    """Rows in transfer to the host: columns concatenated in ``buffer``, in the order of ``layout``.
 
     Attributes:
-        buffer: (bytes,) uint8 on the host, complete once ``ready`` is.
+        buffer: (bytes,) uint8 on the host, complete when ``ready`` is.
         layout: column -> (dtype on the host, elements).
-        uids: of all rows of the micro-batch, where they are strings.
+        uids: uids of all rows of the micro-batch, if they are strings.
         ready: a CUDA event, or None.
     """
 
@@ -69,7 +69,7 @@ class Packed:
 
     @property
     def rows(self) -> int:
-        """Rows that were packed."""
+        """Number of packed rows."""
         return self.layout["span"][1]
 
     @property
@@ -80,9 +80,9 @@ class Packed:
 
 @torch.no_grad()
 def pack(seen: Seen, chosen: Tensor | None = None) -> Packed:
-    """Pack the rows in ``chosen``, (B,) bool, that have a valid token; None: all that have one.
+    """Pack the rows in ``chosen``, (B,) bool, that have a valid token; None: all such rows.
 
-    A row goes from its first token to its last valid one.
+    A row extends from its first token to its last valid one.
     """
     mask = seen.response_mask.bool()
     width = mask.shape[1]
@@ -123,10 +123,10 @@ def pack(seen: Seen, chosen: Tensor | None = None) -> Packed:
 
 
 def unpack(packed: Packed, *, step: int, rank: int, mini_batch: int) -> Rows:
-    """Unpack the rows on the host, once they have arrived."""
+    """Unpack the rows on the host, after they have arrived."""
     if packed.ready is not None:
         packed.ready.synchronize()
-    # A copy: pinned memory is scarce, and rows may wait.
+    # A copy, because pinned memory is scarce and rows may wait.
     flat = packed.buffer.numpy().copy()
     columns: dict[str, NDArray[Any]] = {}
     start = 0
@@ -148,7 +148,7 @@ def unpack(packed: Packed, *, step: int, rank: int, mini_batch: int) -> Rows:
         reward=columns.get("reward", np.full(rows, np.nan, dtype=np.float32)),
         oldest_version=oldest,
         newest_version=newest,
-        # Each row has a token, so that no sum is of nothing.
+        # Each row has a token, so no sum is empty.
         length=np.add.reduceat(mask, offsets[:-1], dtype=np.int32) if rows else np.zeros(0, dtype=np.int32),
         offsets=offsets,
         response_ids=columns["response_ids"],
@@ -168,7 +168,7 @@ def number_turns(mask: NDArray[np.bool_], offsets: NDArray[np.int64]) -> NDArray
 
     Args:
         mask: (M,) bool, the tokens of all rows.
-        offsets: (N + 1,), rows of one token or more.
+        offsets: (N + 1,), each row has at least one token.
     """
     opens = mask.copy()
     opens[1:] &= ~mask[:-1]
@@ -183,13 +183,13 @@ def _bits(seen: Seen) -> Tensor:
     """Pack rejections into bits, (B, T) int32: bit i is set where the i-th of ``rejected`` rejects a valid token."""
     bits = torch.zeros_like(seen.valid, dtype=torch.int32)
     for i, drop in enumerate(seen.rejected.values()):
-        # As int32 has it: the highest bit is the sign.
+        # In int32 the highest bit is the sign.
         bits |= (drop & seen.valid).to(torch.int32) << i
     return bits
 
 
 def _moved(columns: Mapping[str, Tensor], uids: Sequence[str] | None, device: torch.device) -> Packed:
-    # The widest first, so that each begins where its type may.
+    # The widest types first, so that each column is aligned.
     ordered = sorted(columns.items(), key=lambda item: -item[1].element_size())
     flat = torch.cat([tensor.contiguous().view(torch.uint8) for _, tensor in ordered])
     layout = {name: (_NUMPY[tensor.dtype], tensor.numel()) for name, tensor in ordered}

@@ -1,4 +1,4 @@
-"""Choice of the rank that writes rows which several ranks see, and its number."""
+"""Choice of the rank that writes rows which several ranks hold, and its number."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ _MEGATRON = "megatron.core.parallel_state"
 
 @dataclass(frozen=True)
 class Place:
-    """A process among those that train.
+    """Role of a training process.
 
     Attributes:
         rank: data-parallel rank.
-        writes: whether it is the one of its data-parallel rank that records: the one whose metrics verl collects.
+        writes: True on the one process per data-parallel rank that records, whose metrics verl collects.
     """
 
     rank: int = 0
@@ -24,10 +24,10 @@ class Place:
 
 
 def place(dp_size: int) -> Place:
-    """Return the place of this process, which has computed a loss; Megatron does so on the last pipeline stage alone.
+    """Return the role of this process, which has computed a loss; with Megatron, only the last pipeline stage does.
 
     Args:
-        dp_size: data-parallel ranks.
+        dp_size: number of data-parallel ranks.
     """
     if not (dist.is_available() and dist.is_initialized()):
         return Place()
@@ -35,10 +35,10 @@ def place(dp_size: int) -> Place:
     if megatron is not None and megatron.model_parallel_is_initialized():
         first = megatron.get_tensor_model_parallel_rank() == 0 and megatron.get_context_parallel_rank() == 0
         return Place(megatron.get_data_parallel_rank(), first)
-    # Ranks that share sequences (Ulysses) are neighbours, and hold the same rows.
+    # Ranks that share sequences (Ulysses) are adjacent, and hold the same rows.
     return among(dist.get_rank(), copies=dist.get_world_size() // dp_size)
 
 
 def among(global_rank: int, *, copies: int) -> Place:
-    """Return the place of a rank where ``copies`` neighbouring ranks hold the same rows."""
+    """Return the role of a rank if ``copies`` adjacent ranks hold the same rows."""
     return Place(global_rank // copies, global_rank % copies == 0)

@@ -20,8 +20,8 @@ from .files import MOST_REASONS, RecordingError
 from .run_info import explain_foreign
 
 SECTION = "offpolicy.record"
-FOREIGN = "Give another directory, or move what is recorded there elsewhere."
-"""Fix for a directory that holds the recording of another run."""
+FOREIGN = "Give another directory, or move the recording in it elsewhere."
+"""Fix for a directory with the recording of another run."""
 _MU = "actor_rollout_ref.rollout.calculate_log_probs"
 
 
@@ -30,13 +30,13 @@ class RecordSettings:
     """Settings of a recording, sent by value to every worker.
 
     Attributes:
-        dir: absolute directory; each node writes to the one of this name that it sees.
-        every: steps from one recorded step to the next; the first step is recorded.
-        share: of the prompts, whose rows are recorded all or none; in (0, 1].
+        dir: absolute directory; each node writes to its own directory of this name.
+        every: interval of recorded steps; the first step is recorded.
+        share: share of the prompts to record, in (0, 1]; all or none of a prompt's rows are recorded.
         prompts: record the prompts' token ids.
-        max_bytes: that the directory may hold; each data-parallel rank gets the same part of it.
-        max_waiting_bytes: of rows that wait to be written, on each rank; more are left out.
-        without_replay: record log pi_old by the trainer's own expert routes beside that by replayed ones.
+        max_bytes: size limit of the directory; each data-parallel rank gets an equal part.
+        max_waiting_bytes: limit of rows waiting to be written, on each rank; further rows are dropped.
+        without_replay: also record log pi_old under the trainer's own expert routes, in addition to replayed ones.
     """
 
     dir: str
@@ -54,21 +54,21 @@ class RecordSettings:
 
     @classmethod
     def from_config(cls, config: DictConfig) -> RecordSettings | None:
-        """Read the settings of a checked configuration; None where nothing is to be recorded."""
+        """Read the settings of a checked configuration; None if nothing is recorded."""
         values = KEYS.read(config)
         if not isinstance(values, Mapping) or values.get("dir") is None:
             return None
         return cls.at(**{**values, "dir": str(Path.cwd() / str(values["dir"]))})
 
     def records(self, step: int) -> bool:
-        """Return True if ``step``, from 1, is one to record."""
+        """Return True if ``step``, from 1, is recorded."""
         return (step - 1) % self.every == 0
 
 
 def resolve_dir(config: DictConfig) -> None:
-    """Make ``offpolicy.record.dir`` absolute, in place: workers may have another working directory."""
+    """Make ``offpolicy.record.dir`` absolute, in place, because workers may have another working directory."""
     directory = OmegaConf.select(config, f"{SECTION}.dir")
-    if isinstance(directory, str) and directory.strip():  # an empty one is refused, and is not the working directory
+    if isinstance(directory, str) and directory.strip():  # an empty string is rejected, it is not the working directory
         with open_dict(config):
             config.offpolicy.record.dir = str(Path.cwd() / directory)
 
@@ -92,7 +92,7 @@ KEYS = Section(
 
 
 def find_problems(config: DictConfig) -> Iterator[Problem]:
-    """Find what is wrong with ``offpolicy.record``."""
+    """Find invalid values of ``offpolicy.record``."""
     found = list(KEYS.find_problems(config))
     yield from found
     directory = OmegaConf.select(config, f"{SECTION}.dir") if not found else None
@@ -111,13 +111,13 @@ def find_problems(config: DictConfig) -> Iterator[Problem]:
 
 
 def find_too_many_parts(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
-    """Find a ``spec`` with more rejecting parts than a file has bits for; nothing without a recording."""
+    """Find a ``spec`` with more rejecting parts than a file has bits for; no problem without a recording."""
     values = KEYS.read(config)
     if not isinstance(values, Mapping) or values.get("dir") is None:
         return
     parts = len(spec.masks) + sum(weight.kind == "reject" for weight in spec.all_weights.values())
     if parts > MOST_REASONS:
-        reason = f"{parts} parts of the correction can reject, and a recording tells {MOST_REASONS} apart."
+        reason = f"{parts} parts of the correction can reject, but a recording distinguishes only {MOST_REASONS}."
         yield _misplaced(values["dir"], reason, f"Set {SECTION}.dir=null, or give fewer masks.")
 
 
@@ -126,23 +126,23 @@ def _problem(key: str, value: Any, reason: str, fix: str, *overrides: str) -> Pr
 
 
 def _misplaced(directory: object, reason: str, fix: str) -> Problem:
-    """Build the problem of a directory that cannot be created or written; which one can is for the user to say."""
+    """Build the problem of a directory that cannot be created or written; the user must choose another one."""
     return _problem(f"{SECTION}.dir", directory, reason, fix)
 
 
 def _place(directory: str) -> Iterator[Problem]:
-    """Find out whether this machine can create and write the directory."""
+    """Check that this machine can create and write the directory."""
     path = Path.cwd() / directory
     existing = next(parent for parent in (path, *path.parents) if os.path.lexists(parent))
     if not existing.is_dir():
-        yield _misplaced(directory, f"{existing} is no directory.", "Give another, or null for no recording.")
+        yield _misplaced(directory, f"{existing} is not a directory.", "Give another, or null for no recording.")
     elif not _writable(existing):
-        fix = "Give another, mend its permissions, or set null for no recording."
-        yield _misplaced(directory, f"{existing} cannot be written.", fix)
+        fix = "Give another, fix its permissions, or set null for no recording."
+        yield _misplaced(directory, f"{existing} is not writable.", fix)
 
 
 def _writable(folder: Path) -> bool:
-    """Return True if a folder can be made there, by making and removing one: permissions alone do not tell."""
+    """Test by creating and removing a subfolder whether the folder is writable; permissions alone do not show it."""
     try:
         with tempfile.TemporaryDirectory(dir=folder, prefix=".offpolicy-"):
             return True

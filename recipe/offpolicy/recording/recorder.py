@@ -1,4 +1,4 @@
-"""Asynchronous recorder: drops samples, then disables itself, rather than block training."""
+"""Asynchronous recorder: drops rows, then disables itself, instead of blocking the training."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ _NICE = 10
 
 @dataclass
 class Counters:
-    """Counts of recorded and dropped rows since they were last taken.
+    """Counts of recorded and dropped rows since the last ``take``.
 
     Attributes:
-        rows: handed to the writer.
-        dropped_rows: left out or lost, because something is full, broken or too slow.
-        bytes: written.
-        seconds: of the training thread.
+        rows: rows given to the writer.
+        dropped_rows: rows skipped or lost, because a queue or disk is full, broken or too slow.
+        bytes: bytes written.
+        seconds: time of the training thread.
     """
 
     rows: int = 0
@@ -43,17 +43,17 @@ class Counters:
 
 
 class Recorder:
-    """Records one rank's rows; ``admit`` and ``put`` are called by the training thread and return at once.
+    """Records one rank's rows; the training thread calls ``admit`` and ``put``, which return at once.
 
     Args:
-        settings: where to and how much.
+        settings: settings of the recording.
         rank: data-parallel rank.
-        ranks: how many share the directory.
-        clock: gives seconds.
+        ranks: number of ranks that share the directory.
+        clock: returns seconds.
 
     Attributes:
         settings, clock: as given.
-        stopped: why nothing is recorded any more, with the fix; None while it is.
+        stopped: why recording has stopped, with the fix; None while it is active.
     """
 
     def __init__(
@@ -62,8 +62,8 @@ class Recorder:
         self.settings = settings
         self.stopped: str | None = None
         self.clock = clock
-        self._writer = StepWriter(settings, rank=rank, ranks=ranks)  # of its thread alone
-        # Of the training thread alone.
+        self._writer = StepWriter(settings, rank=rank, ranks=ranks)  # used only by its thread
+        # Used only by the training thread.
         self._update: tuple[int, int] | None = None
         self._seen = 0
         self._holds = False
@@ -71,18 +71,18 @@ class Recorder:
         self._warned = False
         # Shared.
         self._condition = threading.Condition()
-        self._items: deque[Item | None] = deque()  # None: write what is open
+        self._items: deque[Item | None] = deque()  # None: write the open update
         self._waiting = 0
         self._counters = Counters()
         self._busy = self._ends = False
         self._thread: threading.Thread | None = None
 
     def admit(self, step: int, update: UpdateRows, rows: int) -> int | None:
-        """Announce a micro-batch of ``rows`` rows; each of an update's is announced, in the order of use.
+        """Announce a micro-batch of ``rows`` rows; call it for each micro-batch of an update, in the order of use.
 
         Returns:
-            Gradient steps of ``step`` before this micro-batch, for ``put``; None where it is not to be recorded: its
-            rows were used before in this update, or recording has stopped, or would take too much of the step.
+            Gradient steps of ``step`` before this micro-batch, for ``put``; None if it must not be recorded because its
+            rows were used before in this update, recording has stopped, or it would take too much of the step.
         """
         if (step, update.update) != self._update:
             self._budget.begin(step, self.clock(), rows=update.rows, updates=update.updates - update.update)
@@ -108,7 +108,7 @@ class Recorder:
         spec: Mapping[str, Any],
         reasons: Sequence[str],
     ) -> None:
-        """Hand over the rows that ``admit`` has let in."""
+        """Enqueue the rows that ``admit`` accepted."""
         self._holds, last = True, self._seen >= update.rows
         number = update.update if update.updates > 1 else None
         with self._condition:
@@ -128,30 +128,30 @@ class Recorder:
         """Stop recording for good, with one warning that gives the cause.
 
         Args:
-            rows: that were let in and are lost by it.
+            rows: number of accepted rows that are lost.
         """
         with self._condition:
             first, self.stopped = self.stopped is None, self.stopped or self._writer.why(error)
             self._counters.dropped_rows += rows
         if first:
-            # What a disk does needs no traceback.
+            # A disk error needs no traceback.
             trace = None if isinstance(error, OSError | OverLimit) else error
-            logger.warning("%s Recording stops, training goes on.", self.stopped, exc_info=trace)
+            logger.warning("%s Recording stops, training continues.", self.stopped, exc_info=trace)
 
     def spent(self, seconds: float) -> None:
-        """Time that the training thread has lost to recording."""
+        """Add the time that the training thread has spent on recording."""
         self._budget.spent(seconds)
         with self._condition:
             self._counters.seconds += seconds
 
     def take(self) -> Counters:
-        """Return the counts since the last call, and start anew."""
+        """Return the counts since the last call, and reset them."""
         with self._condition:
             counters, self._counters = self._counters, Counters()
         return counters
 
     def flush(self, timeout: float = 30.0) -> bool:
-        """Wait until all that was put is written, complete steps or not; return True if it was in time."""
+        """Wait until all queued rows are written, even of incomplete steps; return True if done in time."""
         with self._condition:
             self._items.append(None)
             self._condition.notify()
@@ -161,18 +161,18 @@ class Recorder:
             return self._condition.wait_for(lambda: not self._items and not self._busy, timeout)
 
     def end(self, timeout: float = 30.0) -> bool:
-        """Flush and end the thread once all is written; a later ``put`` begins another."""
+        """Flush and end the thread; a later ``put`` starts another."""
         with self._condition:
             self._ends = self._thread is not None
             return self.flush(timeout)
 
     def _leave_out(self, rows: int, *, ends: bool) -> None:
-        """Drop rows for which the step has no time; ``ends``: they are the last of their update."""
+        """Drop rows that exceed the step's time budget; ``ends``: they are the last of their update."""
         if not self._warned:
             self._warned = True
             logger.warning(
-                "%s.share=%g: recording would take more of this step than %.2g s (%g of the time of the last one, %g s "
-                "of the first). Rows are left out of it, evenly over the step, training goes on. Set %s.share=%.2g or "
+                "%s.share=%g: recording would take more of this step than %.2g s (%g of the duration of the last one, "
+                "%g s in the first). Rows are dropped evenly over the step, training continues. Set %s.share=%.2g or "
                 "%s.prompts=false.",
                 SECTION,
                 self.settings.share,
@@ -196,7 +196,7 @@ class Recorder:
     def _run(self) -> None:
         """Run the writer's thread."""
         with contextlib.suppress(OSError, AttributeError):
-            # On Linux a thread has a niceness of its own: the training goes first.
+            # On Linux a thread has its own niceness: training has priority.
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
         while True:
             with self._condition:
@@ -210,7 +210,7 @@ class Recorder:
                 self._busy = True
             try:
                 self._handle(item)
-            except Exception as error:  # whatever it is: training goes on
+            except Exception as error:  # any failure: training continues
                 self.stop(error)
             self._settle()
 
@@ -241,7 +241,7 @@ def get_recorder(settings: RecordSettings, *, rank: int, ranks: int) -> Recorder
         if recorder is not None:
             recorder.end()
         elif not _RECORDERS:
-            # A process that exits by itself still writes what is held.
+            # A process that exits normally still writes its queued rows.
             atexit.register(flush_all)
         recorder = _RECORDERS[key] = Recorder(settings, rank=rank, ranks=ranks)
     return recorder

@@ -1,4 +1,4 @@
-"""A recorded run: a directory with one file for each update and rank, and a card that describes the run."""
+"""A recorded run: a directory with one file per update and rank, and a card that describes the run."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from .files import ASIDE, RecordingError, Step, build_unreadable_error, count_ro
 from .rows import Rows, concatenate
 
 CARD = "run.json"
-"""What was run: ``correction``, ``fingerprint``, ``release``, ``path``, ``model``, ``config``."""
+"""File that describes the run: ``correction``, ``fingerprint``, ``release``, ``path``, ``model``, ``config``."""
 PROOF = "proof.json"
-"""The proof of life: ``sentence``, ``step`` and ``live``, the metrics of ``offpolicy/live/``."""
+"""File of the liveness proof: ``sentence``, ``step`` and ``live``, the metrics of ``offpolicy/live/``."""
 DELIVERY = "delivery.jsonl"
-"""A line for each synchronisation whose weights were compared, see ``recording.run.RunRecord.write_delivery``."""
+"""File with one line per synchronisation whose weights were compared, see ``run.RunRecord.write_delivery``."""
 PIECE = 16 * 2**20
-"""Bytes of files that are read together where a step need not be: about 1.4 million tokens."""
+"""Bytes of files that are read together if a step may be split: about 1.4 million tokens."""
 _LARGEST_JSON = 64 * 2**20
 _NAME = re.compile(r"step_(\d{8})(?:\.update_(\d{4}))?\.rank_(\d{5})\.parquet")
 
@@ -51,14 +51,14 @@ class Recording:
     """Reader of the directory that ``offpolicy.record.dir`` names.
 
     Args:
-        directory: with at least one recorded step.
+        directory: directory with at least one recorded step.
 
     Attributes:
         files: step -> its files, by update and rank.
         largest: bytes of files that are read together, see ``pieces``.
 
     Raises:
-        RecordingError: there is none.
+        RecordingError: there is no recorded step.
     """
 
     def __init__(self, directory: str | Path) -> None:
@@ -85,19 +85,19 @@ class Recording:
         return sorted(self.files)
 
     def only(self, *steps: int) -> Recording:
-        """Return a reader of these steps alone."""
+        """Return a reader of only these steps."""
         one = copy.copy(self)
         one.files = {step: self.files[step] for step in steps}
         return one
 
     def in_pieces(self, largest: float = PIECE) -> Recording:
-        """Return a reader that yields a large step in several ``pieces``, so that memory is not that of a step."""
+        """Return a reader that yields a large step in several ``pieces``, to limit memory."""
         one = copy.copy(self)
         one.largest = largest
         return one
 
     def part(self, step: int, place: int) -> Step:
-        """Read one of the ``files`` of ``step``, by its place among them.
+        """Read one of the ``files`` of ``step``, by its position among them.
 
         Raises:
             RecordingError: it is damaged.
@@ -106,7 +106,7 @@ class Recording:
         part = read(path)
         named = set(zip(part.rows.step.tolist(), part.rows.rank.tolist(), strict=True))
         if named - {parse_step(path.name)}:
-            raise RecordingError(f"{path}: its rows are of other steps or ranks than its name. {ASIDE}")
+            raise RecordingError(f"{path}: its rows belong to other steps or ranks than its name. {ASIDE}")
         return part
 
     def parts(self, step: int) -> list[Step]:
@@ -121,11 +121,11 @@ class Recording:
         """Yield the record of each rank and update of ``step``, in the order of ``files``, one in memory at a time.
 
         Raises:
-            RecordingError: a file of it is damaged, or ranks recorded different corrections.
+            RecordingError: a file is damaged, or ranks recorded different corrections.
         """
         files = self.files[step]
         if len({parse_update(path.name) is None for path in files}) > 1:
-            raise RecordingError(f"{files[0]}: beside files of single updates of its step. Move one kind elsewhere.")
+            raise RecordingError(f"{files[0]}: mixed with files of single updates. Move one kind elsewhere.")
         first: dict[int | None, tuple[Path, Correction]] = {}
         for place, path in enumerate(files):
             part = self.part(step, place)
@@ -135,9 +135,9 @@ class Recording:
             yield part
 
     def pieces(self, step: int) -> Iterator[list[Step]]:
-        """Yield ``step`` in pieces: of successive files, together no larger than ``largest`` or a single one.
+        """Yield ``step`` in pieces of successive files, together at most ``largest`` bytes or a single file.
 
-        A piece holds a Step for each correction that acted in it, in the order of the updates.
+        A piece holds one Step per correction that acted in it, in the order of the updates.
 
         Raises:
             RecordingError: see ``iterate_parts``.
@@ -154,7 +154,7 @@ class Recording:
         yield _take_joined(group)
 
     def corrections(self, step: int) -> list[Step]:
-        """Read ``step`` of all ranks together: once for each correction that acted, in the order of the updates.
+        """Read ``step`` of all ranks together: one Step per correction that acted, in the order of the updates.
 
         Raises:
             RecordingError: see ``iterate_parts``.
@@ -165,22 +165,22 @@ class Recording:
         """Read ``step`` of all ranks and updates together.
 
         Raises:
-            RecordingError: see ``iterate_parts``; or several corrections acted, which ``corrections`` tells apart.
+            RecordingError: see ``iterate_parts``; or several corrections acted, which ``corrections`` separates.
         """
         found = self.corrections(step)
         if len(found) > 1:
             raise RecordingError(
-                f"{self.directory}: {len(found)} corrections acted in step {step}, one after another. Read what each "
-                f"update was made under: Recording.corrections({step})."
+                f"{self.directory}: {len(found)} corrections acted in step {step}, one after another. Read them "
+                f"separately: Recording.corrections({step})."
             )
         return found[0]
 
     def __iter__(self) -> Iterator[Step]:
-        """Yield all steps in order, a piece in memory at a time; one under several corrections comes once for each."""
+        """Yield all steps in order, one piece in memory at a time; a step with several corrections once for each."""
         return (found for step in self.steps for piece in self.pieces(step) for found in piece)
 
     def count_rows(self) -> int:
-        """Count the rows of all steps by what their files declare.
+        """Count the rows of all steps from their files' metadata.
 
         Raises:
             RecordingError: a file is damaged.
@@ -193,7 +193,7 @@ class Recording:
 
     @property
     def card(self) -> Mapping[str, Any]:
-        """The description of the run, see ``CARD``; empty where it was not written.
+        """The description of the run, see ``CARD``; empty if it was not written.
 
         Raises:
             RecordingError: it is not readable.
@@ -202,7 +202,7 @@ class Recording:
 
     @property
     def proof(self) -> Mapping[str, Any]:
-        """The liveness proof, see ``PROOF``; empty where there is none.
+        """The liveness proof, see ``PROOF``; empty if there is none.
 
         Raises:
             RecordingError: it is not readable.
@@ -211,7 +211,7 @@ class Recording:
 
     @property
     def delivery(self) -> list[Mapping[str, Any]]:
-        """The lines of ``DELIVERY``; empty where there are none.
+        """The lines of ``DELIVERY``; empty if there are none.
 
         Raises:
             RecordingError: they are not readable.
@@ -223,13 +223,13 @@ class Recording:
         except OSError as error:
             raise build_unreadable_error(path, error) from error
         except ValueError as error:
-            raise RecordingError(f"{path}: not a JSON object a line ({error}). Remove the file.") from error
+            raise RecordingError(f"{path}: not one JSON object per line ({error}). Remove the file.") from error
 
 
 def read_extensions(card: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Read what a card says of each extension's section: ``meaning`` and ``replay``, and what its ``columns`` are.
+    """Read a card's description of each extension: ``meaning``, ``replay``, and the meaning of its ``columns``.
 
-    Empty for a run without extensions, and for one that was recorded before cards said it.
+    Empty for a run without extensions, and for older recordings.
     """
     found = card.get("extensions")
     sections = found.items() if isinstance(found, Mapping) else ()
@@ -249,10 +249,10 @@ def _correction(step: Step) -> Correction:
 
 
 def join_alike(parts: Iterable[Step], when: Callable[[Step], bool] = lambda part: True) -> Iterator[Step]:
-    """Yield successive parts of one correction together.
+    """Yield successive parts with the same correction joined.
 
     Args:
-        when: the correction of a part asks for it; where it does not, parts come each by itself.
+        when: returns True if a part's correction needs joining; other parts are yielded one by one.
     """
     group: list[Step] = []
     for part in parts:
@@ -267,7 +267,7 @@ def join_alike(parts: Iterable[Step], when: Callable[[Step], bool] = lambda part
 
 
 def _take_joined(parts: list[Step]) -> list[Step]:
-    """Join parts of one correction, and empty ``parts``, so that their rows are in memory once."""
+    """Join parts of one correction and empty ``parts``, so that their rows are in memory only once."""
     joined = list(join_alike(parts))
     parts.clear()
     return joined
@@ -280,7 +280,7 @@ def _take_group(group: list[Step]) -> Step:
 
 
 def read_json(path: Path) -> Mapping[str, Any]:
-    """Read a card or a proof; empty where there is none.
+    """Read a card or a proof; empty if there is none.
 
     Raises:
         RecordingError: it is not readable.
@@ -289,14 +289,14 @@ def read_json(path: Path) -> Mapping[str, Any]:
         if not path.exists():
             return {}
         if not path.is_file() or path.stat().st_size > _LARGEST_JSON:
-            raise RecordingError(f"{path}: no file, or larger than {_LARGEST_JSON} bytes. {ASIDE}")
+            raise RecordingError(f"{path}: not a file, or larger than {_LARGEST_JSON} bytes. {ASIDE}")
         value = json.loads(path.read_text(encoding="utf-8"))
     except RecordingError:
         raise
     except OSError as error:
         raise build_unreadable_error(path, error) from error
     except (ValueError, RecursionError) as error:
-        fix = "Mend it at that place, or move it out of the directory."
+        fix = "Fix it there, or move it out of the directory."
         raise RecordingError(f"{path}: not readable as JSON ({error}). {fix}") from error
     if not isinstance(value, dict):
         raise RecordingError(f"{path}: expected a JSON object. {ASIDE}")

@@ -1,4 +1,4 @@
-"""Recorded rows in memory: numpy arrays, ragged columns end to end."""
+"""Recorded rows in memory: numpy arrays, with ragged columns concatenated."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from .schema import ROW_COLUMNS, TOKEN_COLUMNS, UNKNOWN_VERSION
 
 @dataclass(frozen=True)
 class Rows:
-    """N responses with M tokens in all; see ``schema`` for what each column means.
+    """N responses with M tokens in total; see ``schema`` for the meaning of each column.
 
     Attributes:
         step, rank, mini_batch, uid, reward, oldest_version, newest_version, length: (N,).
         offsets: (N + 1,) int64; row i has the tokens offsets[i] to offsets[i + 1].
         response_ids, response_mask, rollout_log_prob, old_log_prob, log_prob, advantages, weight, rejected_by, turn,
             version: (M,).
-        prompt_offsets: (N + 1,) int64, likewise for ``prompt_ids``.
-        prompt_ids: (P,) int32; no prompt has a token where they were not recorded.
+        prompt_offsets: (N + 1,) int64, the same for ``prompt_ids``.
+        prompt_ids: (P,) int32; empty if prompts were not recorded.
         extensions: column of an extension -> (M,).
     """
 
@@ -72,15 +72,15 @@ class Rows:
 
     @property
     def staleness(self) -> NDArray[np.int64]:
-        """(N,) steps from the weights that sampled a row to those that its step began with; -1 where not known."""
+        """(N,) steps from the weights that sampled a row to those at the start of its step; -1 if unknown."""
         known = self.oldest_version >= 0
         return np.where(known, np.maximum(self.step - 1 - self.oldest_version, 0), -1)
 
     @cached_property
     def token_staleness(self) -> NDArray[np.int64]:
-        """(M,) steps from the weights that sampled a token to those that its step began with.
+        """(M,) steps from the weights that sampled a token to those at the start of its step.
 
-        A token of an unknown version is as old as its row's first; -1 where that is not known either.
+        A token of unknown version is as old as its row's first token; -1 if that is unknown too.
         """
         lengths = np.diff(self.offsets)
         age = np.repeat(self.step - 1, lengths)
@@ -90,7 +90,7 @@ class Rows:
         return np.where(unknown, np.repeat(self.staleness, lengths), age) if unknown.any() else age
 
     def take(self, rows: Sequence[int] | NDArray[np.int64]) -> Rows:
-        """Return these rows alone, in this order."""
+        """Return only these rows, in this order."""
         index = np.asarray(rows, dtype=np.int64)
         values: dict[str, Any] = {name: getattr(self, name)[index] for name in ROW_COLUMNS}
         places, values["offsets"] = _places(self.offsets, index)
@@ -137,13 +137,13 @@ def spread_versions(
 
 
 def concatenate(parts: Sequence[Rows]) -> Rows:
-    """Concatenate the rows of all ``parts``, in order; a single part is returned as it is.
+    """Concatenate the rows of all ``parts``, in order; a single part is returned unchanged.
 
     Raises:
         ValueError: there is no part.
     """
     if not parts:
-        raise ValueError("no rows to put together: expected at least one part.")
+        raise ValueError("no rows to concatenate: expected at least one part.")
     if len(parts) == 1:
         return parts[0]
     values: dict[str, Any] = {}
@@ -159,12 +159,12 @@ def concatenate(parts: Sequence[Rows]) -> Rows:
 
 
 def _or_nan(part: Rows, name: str) -> NDArray[np.float32]:
-    """Return a column of an extension; NaN in rows that it was not on for."""
+    """Return a column of an extension; NaN in rows for which the extension was off."""
     return part.extensions.get(name, np.full(part.tokens, np.nan, dtype=np.float32))
 
 
 def _places(offsets: NDArray[np.int64], rows: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the positions of the elements of ``rows``, and their offsets once put end to end."""
+    """Return the positions of the elements of ``rows``, and their offsets after concatenation."""
     lengths = np.diff(offsets)[rows]
     ends = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
     return np.arange(ends[-1]) + np.repeat(offsets[:-1][rows] - ends[:-1], lengths), ends

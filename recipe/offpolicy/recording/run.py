@@ -29,25 +29,25 @@ logger = logging.getLogger("verl.offpolicy")
 PATIENCE = 5.0
 """Seconds that the end of a run waits for the workers to write its last step."""
 AFTER_FAILURE = 2.0
-"""Likewise of a run that fails: the update that decided may never have been complete."""
+"""Seconds of the same wait for a failing run, whose last update may never be complete."""
 POLL = 0.05
-"""Seconds between two looks for it."""
+"""Seconds between two checks during the wait."""
 
 
 class RunRecord:
-    """The trainer's record of one run; does nothing where nothing is recorded.
+    """The trainer's record of one run; does nothing if recording is off.
 
     Args:
-        config: composed and checked.
+        config: composed and checked configuration.
         spec: the correction.
-        shadows: corrections that are reported on, by name.
-        extensions: description of each section that is on, for the card.
+        shadows: shadow corrections, by name.
+        extensions: description of each enabled section, for the card.
 
     Attributes:
-        settings: what is recorded; None for nothing.
+        settings: settings of the recording; None if it is off.
 
     Raises:
-        RecordingError: the directory holds another run's recording, or cannot be written.
+        RecordingError: the directory holds another run's recording, or is not writable.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class RunRecord:
         self.settings = RecordSettings.from_config(config)
         self._epochs = config.actor_rollout_ref.actor.ppo_epochs
         self._step: int | None = None
-        self._last: int | None = None  # of the step's updates, where it makes several
+        self._last: int | None = None  # last update of a step with several updates
         self._updates = self._gradient_steps = self._ranks = 0
         self._ended = False
         if self.settings is None:
@@ -77,12 +77,12 @@ class RunRecord:
     def announce_update(
         self, plan: SharedPlan, *, rows: int, batch_split: Callable[[], BatchSplit], updates: int = 1
     ) -> SharedPlan:
-        """Add to the plan what the recorders need of its update.
+        """Add to the plan what the recorders need to know about its update.
 
         Args:
-            rows: of the batch.
-            batch_split: how verl will split it; called only if there is something to record.
-            updates: that each step makes.
+            rows: number of rows of the batch.
+            batch_split: returns how verl will split it; called only if the update is recorded.
+            updates: number of updates per step.
         """
         if self.settings is None or self._ended:
             return plan
@@ -111,7 +111,7 @@ class RunRecord:
             logger.warning("%s.dir=%s: the proof is not recorded (%s).", SECTION, self.settings.dir, error.strerror)
 
     def write_delivery(self, line: Mapping[str, Any]) -> None:
-        """Append what the comparison of one synchronisation's weights gave: ``step`` and ``verdict`` among others."""
+        """Append the result of one synchronisation's comparison of weights: ``step``, ``verdict`` and others."""
         if self.settings is None:
             return
         try:
@@ -121,11 +121,11 @@ class RunRecord:
             logger.warning("%s.dir=%s: delivery is not recorded (%s).", SECTION, self.settings.dir, error.strerror)
 
     def finish(self, patience: float = PATIENCE, pause: Callable[[float], object] = time.sleep) -> None:
-        """Wait until the last step's files exist, as far as this machine can see: workers end without a warning.
+        """Wait until the last step's files exist, as far as this machine can see: workers are ended without notice.
 
         Args:
-            patience: seconds of pauses; what the looks between them take does not count.
-            pause: waits for seconds.
+            patience: total seconds of pauses, without the time of the checks.
+            pause: sleeps for the given seconds.
         """
         if self.settings is None or self._step is None or not self.settings.records(self._step):
             return
@@ -136,7 +136,7 @@ class RunRecord:
                 pause(POLL)
         except OSError as error:
             logger.warning(
-                "%s.dir=%s: what was recorded cannot be seen (%s). Fix: mend it, or give another directory.",
+                "%s.dir=%s: the recording cannot be checked (%s). Fix that, or give another directory.",
                 SECTION,
                 self.settings.dir,
                 error.strerror,
@@ -158,17 +158,17 @@ class RunRecord:
         return [path for path, found in steps if found is not None and first <= found[0] <= last]
 
     def _forget(self, first: int) -> bool:
-        """Remove what a resumed run recorded beyond its checkpoint; return True if it is gone."""
+        """Remove what a resumed run recorded after its checkpoint; return True if it is gone."""
         assert self.settings is not None
         try:
             gone = self._files(first, sys.maxsize)
             for path in gone:
                 path.unlink(missing_ok=True)
         except OSError as error:
-            # Rows that are made anew beside those of before would count twice.
+            # Otherwise rows recorded again would count twice.
             logger.warning(
-                "%s.dir=%s: what was recorded of step %d and later cannot be removed (%s). Fix: move it elsewhere, "
-                "or give another directory. Nothing is recorded, training goes on.",
+                "%s.dir=%s: the recording of step %d and later cannot be removed (%s). Fix: move it elsewhere, "
+                "or give another directory. Nothing is recorded, training continues.",
                 SECTION,
                 self.settings.dir,
                 first,
@@ -176,5 +176,5 @@ class RunRecord:
             )
             return False
         if gone:
-            logger.warning("%s: %d files of step %d and later are made anew.", self._directory, len(gone), first)
+            logger.warning("%s: %d files from step %d on are recorded again.", self._directory, len(gone), first)
         return True

@@ -1,4 +1,4 @@
-"""``run.json``, the card of a run: its configuration without secrets, and how it samples and resumes."""
+"""``run.json``, the card of a run: its configuration without secrets, its sampling and its checkpoints."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ def build_card(
     """Build the card of a run.
 
     Args:
-        extensions: description of each section that is on.
+        extensions: description of each enabled section.
 
     Returns:
         ``schema``, ``started`` (UTC), ``correction``, ``fingerprint``, ``shadows``, ``release`` and ``path`` of verl,
         ``model``, ``sampling``, ``checkpoints`` and the resolved ``config``, without environment variables and secrets;
-        ``extensions`` where there are any.
+        ``extensions`` if there are any.
     """
     path = live_path(config)
     return {
@@ -58,7 +58,7 @@ def build_card(
 
 
 def read_sampling(config: DictConfig) -> dict[str, Any]:
-    """Describe how responses were sampled: engine, keys that are set, the engine's own last, and the support."""
+    """Describe how responses were sampled: engine, the keys that are set, the engine's own keys, and the support."""
     sampling: dict[str, Any] = {"engine": OmegaConf.select(config, f"{_ROLLOUT}.name")}
     for name in _SAMPLING:
         for key in (f"{_ROLLOUT}.{name}", f"{_ENGINE}.{name}", f"{_ENGINE}.override_generation_config.{name}"):
@@ -84,10 +84,10 @@ def find_resumed_folder(config: DictConfig) -> str | None:
 
 
 def explain_foreign(directory: str, config: DictConfig) -> str | None:
-    """Say why a run may not record into ``directory``; None where it may.
+    """Explain why a run may not record into ``directory``; None if it may.
 
     Raises:
-        RecordingError: its card is not readable.
+        RecordingError: the directory's card is not readable.
     """
     path = Path(directory)
     if not path.is_dir():
@@ -97,11 +97,11 @@ def explain_foreign(directory: str, config: DictConfig) -> str | None:
         return None
     if card and _goes_on(card, config):
         return None
-    return "it holds the recording of another run, of which this one resumes no checkpoint."
+    return "it holds the recording of another run, and this run resumes no checkpoint of it."
 
 
 def _goes_on(card: Mapping[str, Any], config: DictConfig) -> bool:
-    """Return True if the run resumes the card's, or restarts it where that ended before its first checkpoint."""
+    """Return True if the run resumes the card's run, or restarts it because it ended before its first checkpoint."""
     there = find_resumed_folder(config)
     if there is None and OmegaConf.select(config, "trainer.resume_mode") == "auto" and _saves(card):
         there = str(CheckpointFolder.from_config(config).path)
@@ -110,7 +110,7 @@ def _goes_on(card: Mapping[str, Any], config: DictConfig) -> bool:
 
 
 def _saves(card: Mapping[str, Any]) -> bool:
-    """Return True if the card's run was to save checkpoints: without one it was cut short."""
+    """Return True if the card's run was configured to save checkpoints; without one it was interrupted early."""
     found: Any = card
     for key in ("config", "trainer", "save_freq"):
         found = found.get(key) if isinstance(found, Mapping) else None
@@ -118,7 +118,7 @@ def _saves(card: Mapping[str, Any]) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    """Convert to what JSON can hold, without environment variables."""
+    """Convert to JSON values, without environment variables."""
     if isinstance(value, Mapping):
         return {str(key): HIDDEN if key == "env_vars" else _plain(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple):

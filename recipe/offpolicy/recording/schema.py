@@ -1,8 +1,8 @@
-"""Columns of a recorded step, one Parquet row a response: the one place that names them.
+"""Columns of a recorded step, one Parquet row per response: the only definition of their names.
 
-A file holds what one rank saw of one step, or of one update where a step makes several. Columns of tokens are lists
-over the response, from its first token to its last valid one; tool outputs in between are there, with
-``response_mask`` False. All lists of a row have one length.
+A file holds one step of one rank, or one update if a step makes several. Token columns are lists over the response,
+from its first token to its last valid one; tool outputs in between are included, with ``response_mask`` False. All
+lists of a row have the same length.
 """
 
 from __future__ import annotations
@@ -12,58 +12,58 @@ from collections.abc import Iterable
 import pyarrow as pa
 
 VERSION = 3
-"""Grows whenever a column is added, removed or changes its meaning, or the digest becomes another."""
+"""Increased whenever a column is added, removed or changes its meaning, or the digest changes."""
 ADDED = {"version": 2}
-"""Columns that older files lack -> the version that added them."""
+"""Columns missing in older files -> the version that added them."""
 
 VERSION_KEY = b"offpolicy.schema"
-"""In the file's metadata: ``VERSION``, in digits."""
+"""Key of the file's metadata: ``VERSION``, in digits."""
 SPEC_KEY = b"offpolicy.correction"
-"""In the file's metadata: the correction that acted, as JSON of ``CorrectionSpec.to_mapping``."""
+"""Key of the file's metadata: the correction that acted, as JSON of ``CorrectionSpec.to_mapping``."""
 REASONS_KEY = b"offpolicy.rejected_by"
-"""In the file's metadata: JSON list, what can reject a token (``masks.gsm``), a bit of ``rejected_by`` each."""
+"""Key of the file's metadata: JSON list of the parts that can reject (``masks.gsm``), a bit of ``rejected_by`` each."""
 DIGEST_KEY = b"offpolicy.digest"
-"""In the file's metadata: ``digest`` of everything else that a reader gets of it."""
+"""Key of the file's metadata: ``digest`` of everything else that a reader gets from the file."""
 
 FAST_DIGEST = 3
-"""Version from which the digest is XXH3; before, it is BLAKE2b."""
+"""First version whose digest is XXH3; earlier ones use BLAKE2b."""
 
 UNKNOWN_VERSION = -1
-"""For versions of the weights, where verl does not tell them."""
+"""Version of the weights if verl does not record it."""
 
 ROW_COLUMNS: dict[str, tuple[pa.DataType, str]] = {
-    "step": (pa.int64(), "the trainer's step, from 1; the weights that it began with are of version step - 1"),
+    "step": (pa.int64(), "the trainer's step, from 1; it starts with weights of version step - 1"),
     "rank": (pa.int32(), "data-parallel rank"),
-    "mini_batch": (pa.int32(), "gradient steps of this step before the one that used the row first"),
-    "uid": (pa.string(), "the prompt's group, as verl names it; empty where it is not known"),
-    "reward": (pa.float32(), "sum of the row's scores, before any KL in the reward; NaN where it is not known"),
-    "oldest_version": (pa.int64(), "of the weights that sampled the first token; -1 where it is not known"),
-    "newest_version": (pa.int64(), "of the weights that sampled the last token; -1 where it is not known"),
-    "length": (pa.int32(), "T, valid response tokens"),
+    "mini_batch": (pa.int32(), "number of gradient steps of this step before the first one that used the row"),
+    "uid": (pa.string(), "the prompt's group, as named by verl; empty if unknown"),
+    "reward": (pa.float32(), "sum of the row's scores, before any KL in the reward; NaN if unknown"),
+    "oldest_version": (pa.int64(), "version of the weights that sampled the first token; -1 if unknown"),
+    "newest_version": (pa.int64(), "version of the weights that sampled the last token; -1 if unknown"),
+    "length": (pa.int32(), "T, number of valid response tokens"),
 }
 TOKEN_COLUMNS: dict[str, tuple[pa.DataType, str]] = {
     "response_ids": (pa.int32(), "token ids"),
-    "response_mask": (pa.bool_(), "whether the token is the model's own"),
+    "response_mask": (pa.bool_(), "True if the policy generated the token"),
     "rollout_log_prob": (pa.float32(), "log mu"),
-    "old_log_prob": (pa.float32(), "log pi_old, as the correction takes it"),
+    "old_log_prob": (pa.float32(), "log pi_old, as the correction uses it"),
     "log_prob": (pa.float32(), "log pi at the first gradient step that used the row"),
-    "advantages": (pa.float32(), "as verl's loss takes them"),
+    "advantages": (pa.float32(), "advantages, as verl's loss uses them"),
     "weight": (
         pa.float32(),
-        "what the correction multiplies the policy term by, before masks and the scale of denominator=kept; "
-        "0 where it is not valid",
+        "factor of the policy term by the correction, before masks and the scale of denominator=kept; "
+        "0 where the token is not valid",
     ),
     "rejected_by": (
         pa.uint32(),
-        "bits of what rejected the token; 0: kept, or not valid: off response_mask, or mu or pi_old not finite",
+        "bits of the parts that rejected the token; 0: kept, or not valid (off response_mask, mu or pi_old not finite)",
     ),
-    "turn": (pa.int16(), "number of the model's turn in its row, from 0; -1 off response_mask"),
-    "version": (pa.int32(), "of the weights that sampled the token; -1 where it is not known, and off response_mask"),
+    "turn": (pa.int16(), "number of the policy's turn in its row, from 0; -1 off response_mask"),
+    "version": (pa.int32(), "version of the weights that sampled the token; -1 if unknown, and off response_mask"),
 }
 EXTENSION_PREFIX = "offpolicy_"
-"""Of columns by token that extensions record beside those named here: lists of float32, behind the others."""
+"""Prefix of additional token columns that extensions record: lists of float32, after the others."""
 WITHOUT_REPLAY = "offpolicy_old_log_prob_without_replay"
-"""Likewise: log pi_old by the trainer's own expert routes, with ``offpolicy.record.without_replay``."""
+"""Additional column: log pi_old under the trainer's own expert routes, with ``offpolicy.record.without_replay``."""
 PROMPT_COLUMN = "prompt_ids"
 _PROMPT = "token ids of the prompt; empty where prompts were not recorded"
 
@@ -85,7 +85,7 @@ def has_column(name: str, version: int) -> bool:
 
 
 def extend_schema(names: Iterable[str], version: int = VERSION) -> pa.Schema:
-    """Extend the schema of this version by columns of extensions."""
+    """Extend the schema of this version with columns of extensions."""
     kind = pa.list_(pa.field("element", pa.float32(), nullable=False))
     own = (field for field in SCHEMA if has_column(field.name, version))
     return pa.schema([*own, *(pa.field(name, kind, nullable=False) for name in names)])

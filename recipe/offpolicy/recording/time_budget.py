@@ -5,22 +5,22 @@ from __future__ import annotations
 from collections import deque
 
 MOST_TIME = 0.05
-"""Share of a step that recording may take from the training thread, of the duration that the last step had."""
+"""Share of a step that recording may take from the training thread, relative to the duration of the last step."""
 FIRST = 1.0
-"""Seconds that it may take of the first step, of which no duration is known."""
+"""Seconds that it may take of the first step, when no duration is known."""
 _ROUNDING = 1e-9
 
 
 class TimeBudget:
     """Admits micro-batches while the measured cost of earlier ones fits the step's budget.
 
-    What a micro-batch takes is known once it has been recorded: seconds a row of the latest one, and from one step to
-    the next the less of the latest two, so that one slow moment ends nothing. Where an update does not fit whole, what
-    is let in lies evenly over it: its mini-batches are seen by ever older weights, and none is to be left out for good.
+    The cost of a micro-batch is known after it has been recorded: seconds per row of the latest one, and across steps
+    the smaller of the latest two, so one slow moment does not stop recording. If an update does not fit completely, the
+    admitted micro-batches are spread evenly over it, because later mini-batches meet staler rows.
 
     Attributes:
-        allowed: seconds, of the present step.
-        taken: seconds, of the present step so far.
+        allowed: seconds of the current step.
+        taken: seconds used in the current step so far.
     """
 
     def __init__(self) -> None:
@@ -38,22 +38,22 @@ class TimeBudget:
         """Begin an update.
 
         Args:
-            step: from 1; steps in between may have none.
+            step: from 1; some steps may have no update.
             now: seconds.
-            rows: of this update.
-            updates: that are left of this step, with this one.
+            rows: number of rows of this update.
+            updates: number of remaining updates of this step, including this one.
         """
         if step != self._step:
             if self._step is not None and step > self._step:
                 self.allowed = MOST_TIME * (now - self._began) / (step - self._step)
             self._step, self._began, self.taken = step, now, 0.0
-            # A cost that was seen once may be that of a first call: it is tried again.
+            # A cost measured once may be that of a first call, so it is measured again.
             self._cost = min(self._costs) if len(self._costs) == 2 else 0.0
         left, needed = (self.allowed - self.taken) / max(updates, 1), self._cost * rows
         self._share = min(1.0, max(left, 0.0) / needed) if needed > 0 else 1.0
 
     def admits(self, rows: int) -> bool:
-        """Return True if a micro-batch of ``rows`` rows is to be recorded."""
+        """Return True if a micro-batch of ``rows`` rows must be recorded."""
         self._open = 0
         self._credit += self._share * rows
         if self._credit < rows * (1 - _ROUNDING):
@@ -66,7 +66,7 @@ class TimeBudget:
         return True
 
     def spent(self, seconds: float) -> None:
-        """Time that the training thread has lost, to the micro-batch that was asked about last."""
+        """Add the time that the training thread has spent on the last admitted or rejected micro-batch."""
         self.taken += seconds
         if self._open:
             self._cost = seconds / self._open

@@ -25,7 +25,7 @@ from .recorder import Recorder, get_recorder
 from .schema import WITHOUT_REPLAY
 
 _SCORES = ("token_level_scores", "rm_scores")
-"""verl's names of the rewards by token, before any KL: on the V0 and on the V1 trainer."""
+"""verl's names of the per-token rewards, before any KL: on the V0 and on the V1 trainer."""
 
 
 def record(
@@ -35,17 +35,17 @@ def record(
     step: StepStage,
     extensions: Collection[str] = (),
 ) -> dict[str, Statistic]:
-    """Record a micro-batch as the loss sees it, if it is one to record.
+    """Record a micro-batch as the loss sees it, if it must be recorded.
 
     Args:
-        extensions: columns of theirs to record as well.
-        batch: as the loss reads it; what the trainer's plan does not announce, such as a trial, is not recorded.
-        step: what was decided on it.
+        extensions: columns of extensions to record.
+        batch: as the loss reads it; a micro-batch that the trainer's plan does not announce (a trial) is not recorded.
+        step: the decisions on it.
 
     A failure stops the recorder, see ``Recorder.stop``.
 
     Returns:
-        ``record/...``, see ``take_statistics``; nothing where nothing is announced.
+        ``record/...``, see ``take_statistics``; empty if the plan announces no recording.
     """
     plan = batch.plan
     if plan is None or plan.update is None or not torch.is_grad_enabled():
@@ -62,14 +62,14 @@ def record(
                 seen = _seen(settings, spec, batch, step, columns)
                 packed = pack(seen, _chosen(settings.share, seen.uids))
                 recorder.put(plan.step, plan.update, mini_batch, packed, spec.to_mapping(), tuple(step.rejected))
-            except Exception as error:  # whatever it is: training goes on
+            except Exception as error:  # any failure: training continues
                 recorder.stop(error, rows)
         recorder.spent(recorder.clock() - started)
     return take_statistics(recorder, here)
 
 
 def take_statistics(recorder: Recorder, here: Place) -> dict[str, Statistic]:
-    """Return the recorder's counts since they were last asked: ``record/{rows,dropped_rows,bytes,seconds,stopped}``."""
+    """Return the recorder's counts since the last call: ``record/{rows,dropped_rows,bytes,seconds,stopped}``."""
     counters = recorder.take()
     sums = {
         "rows": counters.rows,
@@ -111,12 +111,12 @@ def _seen(
 
 
 def _blank(batch: mb.MicroBatch) -> Tensor:
-    """Blank mu of tokens that are withheld, by which readers of the recording leave them out as well."""
+    """Set mu of withheld tokens to NaN, so that readers of the recording exclude them as well."""
     return batch.rollout_log_prob.masked_fill(~batch.policy_mask, torch.nan)
 
 
 def _of_extension(name: str, batch: mb.MicroBatch) -> Tensor:
-    """Expand a column, by token or by row, to (B, T); one of the model's output is by token."""
+    """Expand a per-token or per-row column to (B, T); a column of the model output is per token."""
     if (found := batch.model_output.get(name)) is not None:
         return (batch.layout or Layout.of(batch.data)).responses_of(mb.flatten(found))
     column = batch.data[name] if batch.layout is None else pad_column(batch.data[name], batch.layout, name)
@@ -129,7 +129,7 @@ def _uids(data: TensorDict) -> Sequence[str] | Tensor | None:
     if "uid" not in data.keys():
         return None
     found = tu.get(data, "uid")
-    # A value that all rows share may come as one string.
+    # A value shared by all rows may come as one string.
     uids = [found] * len(data) if isinstance(found, str) else found
     if not isinstance(uids, list) or len(uids) != len(data) or not all(isinstance(uid, str) for uid in uids):
         shown = str(found)[:80]
@@ -147,21 +147,21 @@ def _reward(data: TensorDict) -> Tensor | None:
 
 
 def _prompts(data: TensorDict, width: int) -> tuple[Tensor, Tensor] | None:
-    """Read token ids end to end and the length of each prompt; ``width`` is that of the responses."""
+    """Read concatenated token ids and the length of each prompt; ``width`` is that of the responses."""
     prompts = data["prompts"] if "prompts" in data.keys() else None
     if prompts is not None and prompts.is_nested:
         return prompts.values(), prompts.offsets().diff()
     if "attention_mask" not in data.keys():
         return None
     if prompts is None:
-        # The legacy actors get prompt and response in one.
+        # Legacy actors get prompt and response in one column.
         prompts = data["input_ids"][:, :-width]
     mask = data["attention_mask"][:, : prompts.shape[1]].bool()
     return prompts[mask], mask.sum(-1)
 
 
 def _chosen(share: float, uids: Sequence[str] | Tensor | None) -> Tensor | None:
-    """Select the rows, (B,) bool, of the prompts that are recorded, the same on every rank; None: all."""
+    """Select the rows, (B,) bool, of the recorded prompts, the same on every rank; None: all."""
     if share >= 1:
         return None
     if uids is None:
@@ -173,6 +173,6 @@ def _chosen(share: float, uids: Sequence[str] | Tensor | None) -> Tensor | None:
 
 def is_chosen(uid: str, share: float) -> bool:
     """Return True if the prompt ``uid`` is in the recorded ``share`` of all prompts."""
-    # A hash, so that every rank and step chooses alike; Python's own hash differs by process.
+    # A hash gives every rank and step the same choice; Python's own hash differs between processes.
     digest = hashlib.blake2b(uid.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") < share * 2**64

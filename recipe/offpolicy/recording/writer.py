@@ -1,4 +1,4 @@
-"""Writer of one rank's rows: collected by update and written within the size budget."""
+"""Writer of one rank's rows: collects them by update and writes them within the size budget."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from .rows import Rows, concatenate
 
 @dataclass(frozen=True)
 class Item:
-    """Rows of one micro-batch, with what their file says.
+    """Rows of one micro-batch, with the metadata of their file.
 
     Attributes:
-        update: of its step; None where the step makes no other.
-        packed: None where they were left out.
-        last: the file is complete with them.
+        update: update of its step; None if the step makes only one.
+        packed: None if the rows were dropped.
+        last: the file is complete with these rows.
     """
 
     step: int
@@ -39,8 +39,8 @@ class Outcome:
     """Results of written and dropped items.
 
     Attributes:
-        released: bytes of rows that wait no more.
-        dropped_rows: that will not be written.
+        released: bytes of rows that no longer wait.
+        dropped_rows: number of rows that will not be written.
         written: bytes of files.
     """
 
@@ -51,7 +51,7 @@ class Outcome:
 
 @dataclass
 class _Open:
-    """The update whose rows are being collected, and the bytes that they take."""
+    """The update whose rows are being collected, and their size in bytes."""
 
     step: int
     update: int | None
@@ -62,15 +62,15 @@ class _Open:
 
 
 class StepWriter:
-    """Writes an update when it is complete, or when the next begins.
+    """Writes an update when it is complete, or when the next one begins.
 
     Args:
-        settings: where to and how much.
+        settings: settings of the recording.
         rank: data-parallel rank.
-        ranks: how many share the directory.
+        ranks: number of ranks that share the directory.
 
     Attributes:
-        outcome: of what happened; whoever reads it puts an empty one in its place.
+        outcome: accumulated results; its reader replaces it by an empty one.
     """
 
     def __init__(self, settings: RecordSettings, *, rank: int, ranks: int) -> None:
@@ -83,7 +83,7 @@ class StepWriter:
         self._sizes: dict[str, int] | None = None
 
     def add(self, item: Item) -> None:
-        """Add rows; may write.
+        """Add rows; may write a file.
 
         Raises:
             OSError: see ``files.write``.
@@ -106,7 +106,7 @@ class StepWriter:
             self.outcome.dropped_rows += item.packed.rows
 
     def close(self) -> None:
-        """Write the update that is open, if any, complete or not; see ``add``."""
+        """Write the open update, if any, complete or not; see ``add``."""
         opened, self._open = self._open, None
         if opened is None:
             return
@@ -133,7 +133,7 @@ class StepWriter:
             return f"{SECTION}.dir={settings.dir}: {what}. Fix: free space there, or give another directory."
         return (
             f"{SECTION}.dir={settings.dir}: rank {self._rank} cannot record ({type(error).__name__}: {error}). "
-            f"Fix: set {SECTION}.dir=null to go without."
+            f"Fix: set {SECTION}.dir=null to turn recording off."
         )
 
     def _write(self, opened: _Open) -> None:
@@ -147,7 +147,7 @@ class StepWriter:
         self.outcome.written += size
 
     def _prepare(self) -> dict[str, int]:
-        """Map the names of this rank's files from before the run was resumed to their bytes."""
+        """Map the names of this rank's files from before the resume to their sizes in bytes."""
         self._directory.mkdir(PRIVATE_DIRECTORY, parents=True, exist_ok=True)
         sizes = {}
         for path in self._directory.iterdir():
@@ -155,7 +155,7 @@ class StepWriter:
             if found is None or found[1] != self._rank:
                 continue
             if path.suffix == PARTIAL:
-                path.unlink()  # of a process that was killed while it wrote
+                path.unlink()  # left by a process that was killed while writing
             elif path.suffix == SUFFIX:
                 sizes[path.name] = path.stat().st_size
         return sizes

@@ -1,1 +1,1 @@
-"""Routing replay for mixtures of experts: the trainer's routers choose the experts that were recorded for a token."""
+"""Routing replay for mixtures of experts: the trainer's routers use the experts that were recorded for each token."""

@@ -1,7 +1,7 @@
-"""Checks by the routers' own choices that routes belong to the rows and layers in which they are replayed.
+"""Checks, by the routers' own choices, that routes belong to the rows and layers in which they are replayed.
 
-Given the layers below, a router mostly chooses what another engine chose for the same token (98 % of choices at equal
-weights). Where it agrees better with the routes of another row or layer, these are out of place.
+With equal inputs, a router usually chooses the same experts as another engine did for the token (98 % of choices at
+equal weights). If it agrees better with the routes of another row or layer, the routes are misplaced.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from torch import Tensor
 from .expert_choice import ChoiceRecord, ReplayError, equal_sets
 
 _DEVIATIONS = 3.0
-"""By how many standard deviations one count of agreements has to exceed another."""
+"""Number of standard deviations by which one count of agreements must exceed another."""
 
 
 def compare_layers(records: Mapping[int, ChoiceRecord]) -> Tensor:
-    """Count the replayed rows in which each layer's own choice is what was shipped for each layer.
+    """Count the replayed rows in which each layer's own choice equals the routes shipped for each layer.
 
     Args:
-        records: of one forward, by layer.
+        records: records of one forward, by layer.
 
     Returns:
-        (layers, layers) int64, the chooser first, in the order of the records.
+        (layers, layers) int64, the choosing layer first, in the order of the records.
     """
     return torch.stack([_count(chooser.own, list(records.values()), chooser.replayed) for chooser in records.values()])
 
@@ -38,10 +38,10 @@ def check_layer_order(records: Mapping[int, ChoiceRecord]) -> None:
     """Check that no layer chooses what was shipped for another one.
 
     Args:
-        records: of one replayed forward, by layer.
+        records: records of one replayed forward, by layer.
 
     Raises:
-        ReplayError: names the first layer and the one whose routes it agrees with.
+        ReplayError: names the first such layer and the layer whose routes it agrees with.
     """
     layers = list(records)
     for place, counts in enumerate(compare_layers(records).tolist()):
@@ -50,16 +50,16 @@ def check_layer_order(records: Mapping[int, ChoiceRecord]) -> None:
             rows = int(records[layers[place]].count_replayed())
             raise ReplayError(
                 f"layer {layers[place]} chooses the experts that were shipped for layer {layers[other]} in "
-                f"{counts[other]} of {rows} rows, and its own in {counts[place]}: the layers of the routes are in "
-                f"another order than the model's. Fix: give routes by absolute number of the layer."
+                f"{counts[other]} of {rows} rows, and its own in {counts[place]}: the layers of the routes are "
+                f"not in the model's order. Fix: give routes by absolute layer number."
             )
 
 
 def check_row_order(records: Mapping[int, ChoiceRecord]) -> None:
-    """Check that routers do not choose what was shipped for the row before or after.
+    """Check that routers do not choose what was shipped for the previous or next row.
 
     Args:
-        records: of one replayed forward, by layer.
+        records: records of one replayed forward, by layer.
 
     Raises:
         ReplayError: names the shift.
@@ -71,15 +71,15 @@ def check_row_order(records: Mapping[int, ChoiceRecord]) -> None:
             rows = sum(int(record.count_replayed()) for record in records.values())
             raise ReplayError(
                 f"routers choose the experts that were shipped for the row {where} in {shifted} of {rows} choices, and "
-                f"their own row's in {own}: the routes are off by one row. Fix: give the routes of the token that "
-                f"enters the model in each row, not of the one that it predicts."
+                f"those of their own row in {own}: the routes are off by one row. Fix: give each row the routes of the "
+                f"token that enters the model there, not of the token that it predicts."
             )
 
 
 def _count_shifted(record: ChoiceRecord, shift: int) -> int:
-    """Count the rows whose own choice was shipped ``shift`` rows on, where both rows are replayed."""
+    """Count the rows whose own choice was shipped ``shift`` rows later, where both rows are replayed."""
     ids, rows = record.ids.roll(-shift, 0), record.replayed & record.replayed.roll(-shift, 0)
-    # What rolls over the end is no neighbour.
+    # A row that wraps around the end is not a neighbour.
     rows[-1 if shift > 0 else 0] = False
     return int((equal_sets(record.own, ids) & rows).sum())
 

@@ -1,4 +1,4 @@
-"""Routes of a micro-batch, as verl's V1 trainer ships them, laid out over the tokens of one forward."""
+"""Routes of a micro-batch, as verl's V1 trainer ships them, mapped to the tokens of one forward."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ Mode = Literal["R2", "R3"]
 ROUTES = "routed_experts"
 """verl's column of routes: nested by row, (tokens, layers, k) each."""
 REPLAY_STEP = "offpolicy_replay_step"
-"""Key of the trainer's step in a batch whose routes are to be recorded or replayed."""
+"""Key of the trainer's step in a batch whose routes must be recorded or replayed."""
 
 
 @dataclass(frozen=True)
 class TokenLayout:
-    """Places of a micro-batch's tokens in a forward.
+    """Positions of a micro-batch's tokens in a forward.
 
     Attributes:
-        total: tokens of the forward, padding included.
-        places: (n,) int64, of each token among these.
+        total: number of tokens of the forward, padding included.
+        places: (n,) int64, position of each token in the forward.
         rows: (n,) int64, the row of each token.
-        within: (n,) int64, its place in the row.
-        lengths: (B,) int64.
-        offsets: (B + 1,) int64.
+        within: (n,) int64, position of each token in its row.
+        lengths: (B,) int64, number of tokens per row.
+        offsets: (B + 1,) int64, start of each row.
     """
 
     total: int
@@ -45,11 +45,11 @@ class TokenLayout:
 
     @classmethod
     def of(cls, input_ids: Tensor, forwarded: Tensor) -> TokenLayout:
-        """Read it.
+        """Build the layout of one forward.
 
         Args:
-            input_ids: of the micro-batch, nested by row.
-            forwarded: ids that the model gets: (1, n + padding) packed, or (B, S) filled up behind.
+            input_ids: ids of the micro-batch, nested by row.
+            forwarded: ids that the model receives: (1, n + padding) packed, or (B, S) padded on the right.
         """
         offsets: Tensor = input_ids.offsets()  # type: ignore[attr-defined]
         lengths = offsets.diff()
@@ -62,7 +62,7 @@ class TokenLayout:
         return cls(forwarded.numel(), places, rows, within, lengths, offsets)
 
     def spread(self, values: Tensor) -> Tensor:
-        """Lay values of tokens, (n, ...), out over the forward: (total, ...), zeros on padding."""
+        """Scatter values of tokens, (n, ...), over the forward: (total, ...), zeros on padding."""
         if len(values) == self.total:
             return values
         laid = values.new_zeros((self.total, *values.shape[1:]))
@@ -70,7 +70,7 @@ class TokenLayout:
         return laid
 
     def collect(self, values: Tensor) -> Tensor:
-        """Take the tokens' values, (n, ...), out of those of the forward, (total, ...)."""
+        """Select the tokens' values, (n, ...), from those of the forward, (total, ...)."""
         return values if len(self.places) == self.total else values[self.places]
 
 
@@ -81,9 +81,9 @@ class BatchRoutes:
     Attributes:
         routes: (total, layers, k) integers, in the order of the forward.
         replayed: (total,) bool, tokens whose routes are replayed.
-        ages: (total,) int64, versions of the weights since they were sampled; None where that is not known.
-        withheld: () int64, tokens that have routes of an age at which they are not replayed.
-        size: bytes of the routes as they came.
+        ages: (total,) int64, versions of the weights since they were sampled; None if unknown.
+        withheld: () int64, number of tokens whose routes are too old to be replayed.
+        size: bytes of the routes as received.
     """
 
     routes: Tensor
@@ -97,12 +97,12 @@ def read_routes(data: TensorDict, layout: TokenLayout, mode: Mode, step: int, ol
     """Read the routes of a micro-batch.
 
     Args:
-        mode: whose routes they are: R2 the trainer's, of all tokens; R3 the rollout engine's, of those in its notes.
-        step: of the trainer.
+        mode: source of the routes: R2 the trainer's, of all tokens; R3 the rollout engine's, of tokens in its notes.
+        step: the trainer's step.
         oldest: age in versions up to which routes are replayed; None: all.
 
     Raises:
-        ReplayError: there are none, they are of other tokens, or no note came with them.
+        ReplayError: routes or notes are missing, or the routes belong to other tokens.
     """
     routes = _read_column(data, layout, mode)
     counts, ages = layout.lengths, None
@@ -111,8 +111,8 @@ def read_routes(data: TensorDict, layout: TokenLayout, mode: Mode, step: int, ol
         ages = _read_ages(data, step, layout)
     if oldest is not None and ages is None:
         raise ReplayError(
-            f"offpolicy.replay.oldest={oldest} goes by the age of the weights, and a row does not say which version of "
-            f"them sampled it. Fix: let its agent loop hand on the extra_fields of the server's output, or set "
+            f"offpolicy.replay.oldest={oldest} needs the age of the weights, but a sequence does not name the version "
+            f"that sampled it. Fix: pass on the extra_fields of the server's output in its agent loop, or set "
             f"offpolicy.replay.oldest=null."
         )
     routed = layout.within < counts[layout.rows]
@@ -127,7 +127,7 @@ def read_routes(data: TensorDict, layout: TokenLayout, mode: Mode, step: int, ol
 
 
 def read_counts(data: TensorDict) -> list[int]:
-    """Read how many of each row's tokens have routes; none in rows without a token in the loss, such as padding.
+    """Read how many of each row's tokens have routes; 0 for rows without a token in the loss, such as padding.
 
     Raises:
         ReplayError: a row has no note.
@@ -138,8 +138,8 @@ def read_counts(data: TensorDict) -> list[int]:
         row for row, there in enumerate(trained) if there and (row >= len(fields) or NOTE not in fields[row])
     ]:
         raise ReplayError(
-            f"{len(missing)} rows say nothing of the routes that they were sampled with ({NOTE} is not in their "
-            f"extra_fields). Fix: let the agent loop hand on the extra_fields of the server's output, or set "
+            f"{len(missing)} sequences have no note of the routes that they were sampled with ({NOTE} is missing in "
+            f"their extra_fields). Fix: pass on the extra_fields of the server's output in the agent loop, or set "
             f"router_replay.mode=disabled."
         )
     return [int(fields[row][NOTE][0]) if there else 0 for row, there in enumerate(trained)]
@@ -158,15 +158,15 @@ def hash_routes_by_row(routes: Tensor) -> Tensor:
 
 
 def check_checksums(data: TensorDict, layout: TokenLayout) -> int:
-    """Check that routes arrived as the client of the rollout engine noted them, or as the worker that recorded them.
+    """Check that routes arrived as the rollout engine's client, or the worker that recorded them, noted them.
 
-    Rows that verl has cut are left out.
+    Rows that verl has truncated are skipped.
 
     Returns:
-        Rows that were compared.
+        Number of rows that were compared.
 
     Raises:
-        ReplayError: those of a row are others.
+        ReplayError: the routes of a row differ.
     """
     if (recorded := key_of(ROUTES)) in data.keys():
         counts, noted = layout.lengths.tolist(), data[recorded].tolist()
@@ -180,9 +180,9 @@ def check_checksums(data: TensorDict, layout: TokenLayout) -> int:
     compared = [row for row, count in enumerate(counts) if 0 < count <= lengths[row]]
     if wrong := [row for row in compared if found[row] != noted[row]]:
         raise ReplayError(
-            f"{len(wrong)} of {len(compared)} rows came with other routes than they were sampled with, the first of "
-            f"them in place {wrong[0]} of its micro-batch: their checksums differ. Fix: see what changes the column "
-            f"{ROUTES} between rollout and trainer."
+            f"{len(wrong)} of {len(compared)} sequences arrived with other routes than they were sampled with, first "
+            f"at position {wrong[0]} of its micro-batch: their checksums differ. Fix: find the code that changes the "
+            f"column {ROUTES} between rollout and trainer."
         )
     return len(compared)
 
@@ -197,8 +197,8 @@ def _read_column(data: TensorDict, layout: TokenLayout, mode: Mode) -> Tensor:
     routes: Tensor = column.values()
     if not torch.equal(column.offsets(), layout.offsets):
         raise ReplayError(
-            f"{ROUTES} are of rows of {column.offsets().diff().tolist()} tokens, and the rows have "
-            f"{layout.lengths.tolist()}. Fix: give routes of each token, zeros where there are none."
+            f"{ROUTES} cover {column.offsets().diff().tolist()} tokens per sequence, but the sequences have "
+            f"{layout.lengths.tolist()}. Fix: give routes for each token, zeros where there are none."
         )
     return routes
 
@@ -220,5 +220,5 @@ def _read_ages(data: TensorDict, step: int, layout: TokenLayout) -> Tensor | Non
 def _find_oldest(fields: Mapping[str, Any]) -> int | None:
     """Find the oldest version that sampled a token of a row, or None."""
     noted = [version for turn in fields.get(CHUNKS) or () for version, _ in turn]
-    # verl's is that of the first attempt, which may have been aborted before its first token.
+    # verl's value is that of the first attempt, which may have been aborted before its first token.
     return min(noted) if noted and UNKNOWN not in noted else fields.get(OLDEST_VERSION)

@@ -1,4 +1,4 @@
-"""Search for a model's routers by a forward of a few tokens, whatever the model calls them."""
+"""Search for a model's routers by a forward pass of a few tokens, independent of the names that the model uses."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def find_routers(
 ) -> tuple[RoutedLayers, dict[int, nn.Module]]:
     """Find the module of each layer whose forward chooses the token's experts, innermost first.
 
-    Runs one or two forwards without gradients, in which every rank of a sharded model takes part; dropout is off, and
-    no state of a generator moves.
+    Runs one or two forwards without gradients, in which every rank of a sharded model takes part. Dropout is off, and
+    no random generator advances.
 
     Args:
         model: a causal language model of transformers, sharded or not.
@@ -39,17 +39,17 @@ def find_routers(
         The layers with experts, and the module that chooses in each, by absolute number.
 
     Raises:
-        ReplayError: the model makes another number of choices than one in a layer that has experts, or in a module
-            that lies in no layer, or weighs experts by scores that are masked where it did not choose them.
+        ReplayError: the model does not make exactly one choice in each layer with experts, chooses in a module outside
+            the layers, or weighs experts by scores that are masked for unchosen experts.
     """
     config = model.config.get_text_config()  # type: ignore[operator, union-attr]
-    # Sharding gives the model a class of its own.
+    # Sharding replaces the model's class.
     name: str = getattr(model.config, "model_type", None) or type(model).__name__
     experts, top_k = _read_size(name, config, _EXPERTS), _read_size(name, config, _TOP_K)
     inputs = inputs or _build_inputs(model, config)
     search = _search(model, experts, top_k, inputs)
     inside = [path for path in search.paths if _LAYER.search(f"{path}.")]
-    # A loss that balances the load chooses again among all layers' scores, in a module above them.
+    # A load-balancing loss chooses again among all layers' scores, in a module above the layers.
     paths = [path for path in search.paths if path in inside or not any(_lies_in(other, path) for other in inside)]
     _check_one_a_layer(name, [(_read_layer(name, path), path) for path in paths], (experts, top_k))
     found = {_read_layer(name, path): model.get_submodule(path) for path in paths}
@@ -59,7 +59,7 @@ def find_routers(
             name, f"layer(s) {silent} make no choice of {top_k} among {experts} experts by torch.topk on 2-D scores"
         )
     if layout.layers[-1] >= layout.depth:
-        raise _refuse(name, f"layer {layout.layers[-1]} chooses experts and num_hidden_layers={layout.depth}")
+        raise _refuse(name, f"layer {layout.layers[-1]} chooses experts but num_hidden_layers={layout.depth}")
     if search.met_masked and _search(model, experts, top_k, inputs, poison=True).reached_output:
         raise _refuse(name, "it weighs experts by scores that it masks, those of groups it did not choose")
     return layout, {layer: found[layer] for layer in layout.layers}
@@ -81,13 +81,13 @@ def _lies_in(path: str, outer: str) -> bool:
 
 
 def _refuse(name: str, reason: str) -> ReplayError:
-    return ReplayError(f"{name}: {reason}, so that its routes cannot be replayed. Fix: turn routing replay off.")
+    return ReplayError(f"{name}: {reason}, so its routes cannot be replayed. Fix: turn routing replay off.")
 
 
 def _read_size(name: str, config: Any, keys: tuple[str, ...]) -> int:
     for key in keys:
         value = getattr(config, key, None)
-        # HunYuan's may be lists, one value a layer.
+        # HunYuan's may be lists with one value per layer.
         sizes = set(value) if isinstance(value, list | tuple) else {value}
         if len(sizes) > 1:
             raise _refuse(name, f"{key}={value} differs by layer")
@@ -99,7 +99,7 @@ def _read_size(name: str, config: Any, keys: tuple[str, ...]) -> int:
 def _read_layer(name: str, path: str) -> int:
     numbers = _LAYER.findall(f"{path}.")
     if len(numbers) != 1:
-        raise _refuse(name, f"the module {path or '(the model itself)'} chooses experts and lies in no `layers.<n>.`")
+        raise _refuse(name, f"the module {path or '(the model itself)'} chooses experts but is in no `layers.<n>.`")
     return int(numbers[0])
 
 
@@ -124,18 +124,18 @@ def _search(model: nn.Module, experts: int, top_k: int, inputs: Mapping[str, Any
 
 
 class _Search(TorchFunctionMode):
-    """Notes in which module each choice is made.
+    """Records the module in which each choice is made.
 
     Args:
-        experts, top_k: of a choice.
-        running: paths of the modules whose forward runs.
-        poison: make the chosen scores NaN: what reaches the output is what experts are weighed by.
+        experts, top_k: size of a choice.
+        running: paths of the modules whose forward is running.
+        poison: make the chosen scores NaN; if NaN reaches the output, experts are weighed by these scores.
     """
 
     def __init__(self, experts: int, top_k: int, running: list[str], poison: bool) -> None:
         super().__init__()
         self.paths: list[str] = []
-        """Of the innermost module of each choice."""
+        """Paths of the innermost module of each choice."""
         self.met_masked = self.reached_output = False
         self._sizes, self._running, self._poison = (experts, top_k), running, poison
 
@@ -151,14 +151,14 @@ class _Search(TorchFunctionMode):
 
 
 def _is_masked(scores: Tensor) -> bool:
-    """Return True if each token has scores of -inf, or zeros beside probabilities: groups that were not chosen."""
+    """Return True if each token has scores of -inf, or zeros among probabilities: groups that were not chosen."""
     zeros = (scores == 0) & (scores.amin(-1, keepdim=True) == 0) & (scores.amax(-1, keepdim=True) > 0)
     return bool((zeros | scores.isneginf()).any(-1).all())
 
 
 @contextmanager
 def _running_modules(model: nn.Module) -> Iterator[list[str]]:
-    """Yield the paths of the modules whose forward runs, outermost first."""
+    """Yield the paths of the modules whose forward is running, outermost first."""
     running: list[str] = []
 
     def leave(*_: Any) -> None:
@@ -177,7 +177,7 @@ def _running_modules(model: nn.Module) -> Iterator[list[str]]:
 
 @contextmanager
 def _evaluated(model: nn.Module) -> Iterator[None]:
-    """Put a model into eval mode, and each module back into its own."""
+    """Put a model into eval mode, and restore the mode of each module afterwards."""
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:

@@ -1,6 +1,6 @@
-"""A client of verl's rollout servers that notes the routes of each row and keeps those its tokens were sampled with.
+"""A client of verl's rollout servers that records the routes that each row's tokens were sampled with.
 
-verl's tool agent takes the routes of its last turn for all tokens; here each turn's tokens keep their own turn's.
+verl's tool agent uses the routes of its last turn for all tokens; this client keeps each turn's own routes.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from .expert_choice import ReplayError
 from .route_notes import NOTE, RouteNote
 
 _rows: WeakValueDictionary[str, RouteNote] = WeakValueDictionary()
-"""Rows whose agent loop still holds what the client gave it, by request id; here, for the client itself is pickled."""
+"""Rows whose agent loop still holds the client's result, by request id; global because the client is pickled."""
 
 
 class RoutedClient(LLMServerClient):
     """verl's client with ``NOTE`` in ``extra_fields``.
 
-    A tool agent keeps the extra fields of its first turn, in which the note of the row is brought up to date.
+    A tool agent keeps the extra fields of its first turn, so this client updates the row's note in these.
     """
 
     shares_ids: bool
-    """True if rows have ids in common."""
+    """True if different rows can have the same request id."""
 
     async def generate(self, request_id: str, *, prompt_ids: list[int], **kwargs: Any) -> Any:
-        """Generate as verl's client does, with the row's note and the routes that its tokens were sampled with.
+        """Generate like verl's client, with the row's note and the routes that its tokens were sampled with.
 
         Raises:
             ReplayError: the server returned no routes.
@@ -40,8 +40,8 @@ class RoutedClient(LLMServerClient):
             if not output.token_ids:
                 return output
             raise ReplayError(
-                "the rollout server returned tokens without the routes that they were sampled with. Fix: see that it "
-                "runs a mixture of experts with enable_return_routed_experts, or set router_replay.mode=disabled."
+                "the rollout server returned tokens without their routes. Fix: use a mixture of experts with "
+                "enable_return_routed_experts in the rollout server, or set router_replay.mode=disabled."
             )
         note = RouteNote() if self.shares_ids else _rows.setdefault(request_id, RouteNote())
         routes = torch.as_tensor(output.routed_experts)
@@ -51,11 +51,11 @@ class RoutedClient(LLMServerClient):
 
 
 class RoutedResumingClient(RoutedClient, FullyAsyncLLMServerClient):
-    """The same of verl's client that resumes requests which a synchronisation has aborted."""
+    """``RoutedClient`` for verl's client that resumes requests aborted by a synchronisation."""
 
 
 class RoutedVersionedClient(RoutedClient, VersionedClient):  # type: ignore[misc]
-    """The same of the client that notes versions by token."""
+    """``RoutedClient`` for the client that records versions per token."""
 
 
 _ROUTED: dict[type, type[RoutedClient]] = {
@@ -66,15 +66,15 @@ _ROUTED: dict[type, type[RoutedClient]] = {
 
 
 def note_routes(client: LLMServerClient) -> LLMServerClient:
-    """Build the client that notes routes in the place of another.
+    """Replace a client by one that records routes.
 
     Raises:
-        ReplayError: it is none of verl's.
+        ReplayError: it is not one of verl's clients.
     """
     if (kind := _ROUTED.get(type(client))) is None:
         raise ReplayError(
-            f"the client of the rollout servers is {type(client).__name__}, and routes are noted by verl's own alone. "
-            f"Fix: take verl's, or set router_replay.mode=disabled."
+            f"the client of the rollout servers is {type(client).__name__}, but routes are recorded only for verl's "
+            f"own clients. Fix: use verl's client, or set router_replay.mode=disabled."
         )
     routed: Any = kind.__new__(kind)
     routed.__dict__.update(vars(client))

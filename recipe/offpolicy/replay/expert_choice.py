@@ -1,8 +1,8 @@
 """Replacement of a router's choice of experts by recorded ids.
 
 A router of transformers chooses by one ``topk`` over its experts' scores, (tokens, experts). Replay replaces its result
-by the scores at given ids: what becomes of them (softmax before or after, bias, groups, scaling) stays the model's, and
-gradients reach the gate (R3, Ma et al. 2025).
+by the scores at the given ids. Their further use (softmax before or after, bias, groups, scaling) stays the model's,
+and gradients reach the gate (R3, Ma et al. 2025).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _TOPK = (torch.topk, Tensor.topk)
 
 
 class ReplayError(RuntimeError):
-    """A model whose routers cannot be replayed, or routes that do not fit it."""
+    """The model's routers cannot be replayed, or routes do not fit the model."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class ChoiceRecord:
     """Experts of one layer in its last forward.
 
     Args:
-        ids: (tokens, k) int64, the ids that went into the experts.
+        ids: (tokens, k) int64, the ids passed to the experts.
         own: (tokens, k) int64, the router's own choice.
         replayed: (tokens,) bool, rows whose choice was replaced.
     """
@@ -51,45 +51,45 @@ class RouterSlot:
     Args:
         layer: absolute number of the decoder layer.
         experts: number of experts.
-        top_k: experts that a token goes to.
+        top_k: number of experts per token.
     """
 
     def __init__(self, layer: int, experts: int, top_k: int) -> None:
         self.layer, self.experts, self.top_k = layer, experts, top_k
         self.record: ChoiceRecord | None = None
-        """Of the last forward since the slot was armed; a recomputed forward writes the same again."""
+        """Record of the last forward since the slot was armed; a recomputed forward writes the same values again."""
         self._armed: object | None = None
         self._ran_under: object | None = None
         self._ids: Tensor | None = None
         self._rows: Tensor | None = None
         self.entered: Tensor | None = None
-        """(tokens, k) ids that its experts were called with in the last forward, where they are called by ids."""
+        """(tokens, k) ids with which its experts were called in the last forward, if they are called by ids."""
         self.gradient: Tensor | None = None
-        """() float32, sum of |gradient| of the router's scores since it was set to zero; None: unwatched."""
+        """() float32, sum of |gradient| of the router's scores since it was reset; None: not watched."""
 
     @property
     def is_armed(self) -> bool:
         return self._armed is not None
 
     def arm(self, ids: Tensor | None = None, rows: Tensor | None = None) -> None:
-        """Record from here on, and replay where there are ids.
+        """Record from now on, and replay if ids are given.
 
         Args:
-            ids: (tokens, k) of any integer dtype, distinct in each row; None: the router's own choice, recorded.
+            ids: (tokens, k) of any integer dtype, distinct in each row; None: record the router's own choice.
             rows: (tokens,) bool, rows to replay; None: all.
         """
         self._armed, self.record, self.entered = object(), None, None
         self._ids, self._rows = ids, rows
 
     def disarm(self) -> None:
-        """Leave the router alone from here on; the record stays."""
+        """Stop recording and replaying; the last record stays."""
         self._armed = self._ids = self._rows = None
 
     def run(self, forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Run the forward of the module that chooses.
+        """Run the forward of the choosing module.
 
         Raises:
-            ReplayError: it made no choice, or several; it is recomputed for a backward under other routes.
+            ReplayError: it made no choice or several, or is recomputed for a backward with other routes.
         """
         self._check_recomputation()
         if not self.is_armed:
@@ -99,22 +99,22 @@ class RouterSlot:
         if replacement.count != 1:
             raise ReplayError(
                 f"the router of layer {self.layer} made {replacement.count} choices of {self.top_k} among "
-                f"{self.experts} experts in one forward, where it made 1 when replay was installed. Fix: let no kernel "
-                f"or compiler take the place of this block's forward, or turn routing replay off."
+                f"{self.experts} experts in one forward, but 1 when replay was installed. Fix: do not let a kernel or "
+                f"compiler replace this block's forward, or turn routing replay off."
             )
         return result
 
     def get_shipped(self, record: ChoiceRecord) -> Tensor:
-        """Return the ids that the tokens of a record were to be given, (tokens, k); its own where none were given."""
+        """Return the ids shipped for the tokens of a record, (tokens, k); the router's own ids if none were shipped."""
         return record.ids if self._ids is None else self._ids.to(record.ids.device, torch.int64)
 
     def note_entry(self, ids: Tensor) -> None:
-        """Note the ids that the layer's experts are called with."""
+        """Record the ids with which the layer's experts are called."""
         if self.is_armed:
             self.entered = ids
 
     def watch_gradient(self, scores: Tensor) -> None:
-        """Add the gradient of the router's scores to ``gradient``, once it is known."""
+        """Add the gradient of the router's scores to ``gradient`` when it is computed."""
 
         def add(gradient: Tensor) -> None:
             if self.gradient is not None:
@@ -126,14 +126,14 @@ class RouterSlot:
         """Choose the experts of one forward, and record them.
 
         Args:
-            scores: (tokens, experts), what the router chooses by.
-            own: its own choice, as ``torch.topk`` returns it.
+            scores: (tokens, experts), the router's scores.
+            own: the router's own choice, as ``torch.topk`` returns it.
 
         Returns:
-            What ``torch.topk`` would.
+            A result in the form of ``torch.topk``.
 
         Raises:
-            ReplayError: the ids are those of another number of tokens.
+            ReplayError: the ids belong to another number of tokens.
         """
         chosen: Tensor = own[1]
         tokens = len(scores)
@@ -142,7 +142,7 @@ class RouterSlot:
             return own
         if len(self._ids) != tokens:
             raise ReplayError(
-                f"layer {self.layer} routes {tokens} tokens, and routes of {len(self._ids)} tokens were given. Fix: "
+                f"layer {self.layer} routes {tokens} tokens, but routes of {len(self._ids)} tokens were given. Fix: "
                 f"give a row of ids for each token of this forward, padding included, in the order of the tokens."
             )
         ids = self._ids.to(scores.device, torch.int64)
@@ -153,18 +153,18 @@ class RouterSlot:
         return torch.return_types.topk((scores.gather(-1, entered), entered))
 
     def _check_recomputation(self) -> None:
-        # -1 outside of a backward; torch.utils.checkpoint asks the same.
+        # -1 outside of a backward; torch.utils.checkpoint uses the same test.
         if torch._C._current_graph_task_id() == -1:
             self._ran_under = self._armed
         elif self._ran_under is not self._armed:
             raise ReplayError(
-                f"layer {self.layer} is recomputed for its backward under other routes than its forward ran with. "
+                f"layer {self.layer} is recomputed for its backward with other routes than its forward had. "
                 f"Fix: disarm, or arm with the next routes, after the backward."
             )
 
 
 class _Replacement(TorchFunctionMode):
-    """Hands the choice of a slot's router to the slot."""
+    """Passes the choice of a slot's router to the slot."""
 
     def __init__(self, slot: RouterSlot) -> None:
         super().__init__()
@@ -175,7 +175,7 @@ class _Replacement(TorchFunctionMode):
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         if self._watches and _is_scored(result, self._slot.experts):
-            # The first of that shape is what the gate computes.
+            # The first tensor of that shape is the gate's output.
             self._watches = False
             self._slot.watch_gradient(result)
         scores = find_scores(func, args, kwargs, self._slot.experts, self._slot.top_k)
@@ -186,9 +186,9 @@ class _Replacement(TorchFunctionMode):
 
 
 def find_scores(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], experts: int, top_k: int) -> Tensor | None:
-    """Find the scores, (tokens, experts), if a call of torch is a choice of ``top_k`` among ``experts``.
+    """Find the scores, (tokens, experts), if a torch call chooses ``top_k`` of ``experts`` experts; None otherwise.
 
-    The choice of a group of experts differs by its width; None for any other call.
+    The choice of a group of experts has another width.
     """
     if func not in _TOPK:
         return None

@@ -1,9 +1,9 @@
-"""Routing replay in verl's FSDP engine: three methods of the engine's instance are wrapped, nothing is copied.
+"""Routing replay in verl's FSDP engine: wraps three methods of the engine's instance, copies nothing.
 
-Seams in verl 0.9.1, see ``verl_patches.router_replay``: ``prepare_model_inputs(self, micro_batch)`` arms the routers,
-``forward_step(self, micro_batch, loss_function, forward_only)`` counts what they did and hands out recorded routes,
-``forward_backward_batch(self, data, loss_function, forward_only=False)`` disarms them. Between these the routers stay
-armed, for a forward that is recomputed in its backward.
+Patched functions in verl 0.9.1, see ``verl_patches.router_replay``: ``prepare_model_inputs(self, micro_batch)`` arms
+the routers, ``forward_step(self, micro_batch, loss_function, forward_only)`` counts what they did and returns recorded
+routes, ``forward_backward_batch(self, data, loss_function, forward_only=False)`` disarms them. In between, the routers
+stay armed for a forward that is recomputed in its backward.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from .tally import FirstLook, RoutingTally
 REPORT = "offpolicy_routing"
 """Key of the ``RoutingReport`` in the metrics of an update."""
 _FLAG = "enable_routing_replay"
-"""verl's, True in the calls whose routes are recorded or replayed; the reference's are not."""
+"""verl's flag, True in calls whose routes are recorded or replayed; it is not set for the reference's calls."""
 
 
 class ReplayingEngine:
     """Replay around one engine.
 
     Args:
-        engine: verl's, initialised.
-        model: its module's routers.
+        engine: verl's engine, initialised.
+        model: the routers of its module.
         mode: R2 records in the forward of pi_old and replays in updates; R3 replays the rollout engine's in both.
         oldest: age in versions of the weights up to which routes are replayed; None: all.
     """
@@ -55,7 +55,7 @@ class ReplayingEngine:
         engine.forward_backward_batch = self.forward_backward_batch
 
     def forward_backward_batch(self, data: TensorDict, loss_function: Any, forward_only: bool = False) -> Any:
-        """Run verl's; an update's metrics get a report."""
+        """Run verl's method; an update's metrics get a report."""
         self._records = self.mode == "R2" and forward_only
         self._tally = self._new_tally()
         replays = not forward_only and _wants_replay(data)
@@ -68,7 +68,7 @@ class ReplayingEngine:
         finally:
             self.model.disarm()
             self._routes = None
-        # Also of a forward without loss: experts that are called with other ids stop the run.
+        # Also after a forward without loss: experts called with other ids stop the run.
         report = self._tally.report()
         if replays:
             gradients = tuple(self.model.get_gradients()) if watches else ()
@@ -80,7 +80,7 @@ class ReplayingEngine:
         return output
 
     def prepare_model_inputs(self, micro_batch: TensorDict) -> Any:
-        """Prepare as verl does, and arm the routers for this micro-batch."""
+        """Prepare like verl, and arm the routers for this micro-batch."""
         self.model.disarm()
         self._layout = self._routes = None
         inputs, arguments = self._prepare(micro_batch=micro_batch)
@@ -95,7 +95,7 @@ class ReplayingEngine:
         return inputs, arguments
 
     def forward_step(self, micro_batch: TensorDict, loss_function: Any, forward_only: bool) -> Any:
-        """Run verl's, and count what the routers chose."""
+        """Run verl's method, and count what the routers chose."""
         first, native = self._first, None
         if self._compares and ROLLOUT_LOG_PROBS in micro_batch.keys():
             self._compares = False
@@ -123,7 +123,7 @@ class ReplayingEngine:
         return RoutingTally(self.model.layout.layers, self.model.layout.top_k)
 
     def _compute_native(self, micro_batch: TensorDict) -> Tensor:
-        """Compute log-probs by the routers' own choice, nested by row; every rank takes part."""
+        """Compute log-probs with the routers' own choice, nested by row; every rank takes part."""
         plain = with_tensors(micro_batch)
         tu.assign_non_tensor(plain, calculate_entropy=False, distillation_use_topk=False, distillation_only=False)
         self._suspended = True
@@ -141,10 +141,10 @@ class ReplayingEngine:
 
 
 def install_in_engine(engine: Any, mode: Mode, oldest: int | None = None) -> ReplayingEngine:
-    """Install replay in an engine that is initialised; every rank calls this together.
+    """Install replay in an initialised engine; every rank calls this together.
 
     Raises:
-        ReplayError: its model chooses experts in another way.
+        ReplayError: its model chooses experts in an unsupported way.
     """
     from verl.utils.device import get_device_id
 

@@ -1,9 +1,9 @@
-"""A look at routing replay in verl's Megatron engine, which replays routes itself: nothing is changed there.
+"""Monitoring of routing replay in verl's Megatron engine, which replays routes itself; this module changes nothing.
 
-Seams in verl 0.9.1, see ``verl_patches.router_replay``: ``prepare_model_inputs(self, batch)`` returns the routes of a
-micro-batch, ``forward_step(self, batch_iter, model, ...)`` gives them to the routers of the chunk and runs it, and
-``forward_backward_batch(self, data, loss_function, forward_only=False)`` ends with the last backward. A router holds
-its targets in ``RouterReplay.target_topk_idx``; the second value of its forward says which experts each token goes to.
+Wrapped functions in verl 0.9.1, see ``verl_patches.router_replay``: ``prepare_model_inputs(self, batch)`` returns the
+routes of a micro-batch, ``forward_step(self, batch_iter, model, ...)`` gives them to the routers of the chunk and runs
+it, and ``forward_backward_batch(self, data, loss_function, forward_only=False)`` ends with the last backward. A router
+holds its targets in ``RouterReplay.target_topk_idx``; the second value of its forward has the experts of each token.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ _ODD = 0x9E3779B97F4A7C15 - 2**64
 
 
 class WatchedEngine:
-    """A look at one engine's routers.
+    """Monitor of one engine's routers.
 
     Args:
-        engine: verl's, initialised, with replay in its routers.
+        engine: verl's engine, initialised, with replay in its routers.
         mode: R2 or R3.
     """
 
@@ -42,11 +42,11 @@ class WatchedEngine:
         self._watches = self._keeps = False
         self._routes: Tensor | None = None
         self._sent: dict[Any, Tensor] = {}
-        """By router, (tokens, experts) bool of its last forward."""
+        """Per router, (tokens, experts) bool of its last forward."""
         self._forwards: dict[Any, list[Tensor]] = {}
-        """By router, (tokens,) checksums of the forwards that are to be recomputed."""
+        """Per router, (tokens,) checksums of the forwards that will be recomputed."""
         self._counts: dict[int, list[Tensor]] = {}
-        """By layer, (5,) of each forward; see ``count_replayed``, and of recomputed forwards."""
+        """Per layer, (5,) of each forward, see ``count_replayed``, and of recomputed forwards."""
         for chunk in engine.module:
             for module in chunk.modules():
                 if getattr(module, "router_replay", None) is not None:
@@ -67,10 +67,10 @@ class WatchedEngine:
         return config.recompute_granularity is not None or config.moe_layer_recompute
 
     def forward_backward_batch(self, data: TensorDict, loss_function: Any, forward_only: bool = False) -> Any:
-        """Run verl's; an update's metrics get a report on the ranks that have some.
+        """Run verl's method; an update's metrics get a report on the ranks that have one.
 
         Raises:
-            ReplayError: a router sent tokens to other experts than it was told, or was told others than were shipped.
+            ReplayError: a router did not send tokens to its target experts, or its targets are not the shipped routes.
         """
         flagged = bool(tu.get_non_tensor_data(data, _FLAG, default=False))
         self._watches = flagged and not (self.mode == "R2" and forward_only)
@@ -88,14 +88,14 @@ class WatchedEngine:
         return output
 
     def prepare_model_inputs(self, batch: TensorDict) -> Any:
-        """Prepare as verl does, and keep the routes as they were shipped."""
+        """Prepare like verl, and keep the routes as they were shipped."""
         inputs = self._prepare(batch)
         routes = inputs[ROUTES]
         self._routes = routes.values() if routes is not None and routes.is_nested else routes
         return inputs
 
     def forward_step(self, batch_iter: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
-        """Run verl's, and compare what its routers were told and did."""
+        """Run verl's method, and compare the targets and the output of its routers."""
         from verl.utils.megatron_utils import unwrap_model
 
         output = self._step(batch_iter, model, *args, **kwargs)
@@ -109,7 +109,7 @@ class WatchedEngine:
         return output
 
     def _select(self, routes: Tensor, layer: int) -> Tensor:
-        """Select a layer's routes: R2 leaves dense layers out where there are some."""
+        """Select a layer's routes: R2 omits dense layers."""
         frequency = self.engine.tf_config.moe_layer_freq
         if routes.shape[1] == self.engine.tf_config.num_layers:
             return routes[:, layer]
@@ -120,7 +120,7 @@ class WatchedEngine:
         if not self._watches:
             return
         router, sent = module.router_replay, output[1].detach().bool()
-        # -1 outside of a backward; in one, the oldest forward is recomputed.
+        # -1 outside of a backward; in a backward, the oldest forward is recomputed.
         if torch._C._current_graph_task_id() == -1:
             self._sent[router] = sent
             if self._keeps:
@@ -138,13 +138,13 @@ class WatchedEngine:
             if sent != replayed:
                 raise ReplayError(
                     f"the router of layer {layer} sent {replayed - sent} of {replayed} tokens to other experts than "
-                    f"its RouterReplay names. Fix: see what takes the place of verl's replay in Megatron's router, or "
+                    f"its RouterReplay names. Fix: find the code that overrides verl's replay in Megatron's router, or "
                     f"set router_replay.mode=disabled."
                 )
             if placed != replayed:
                 raise ReplayError(
                     f"the RouterReplay of layer {layer} names other experts than were shipped for {replayed - placed} "
-                    f"of {replayed} tokens. Fix: see how verl maps layers and tokens of {ROUTES}, or set "
+                    f"of {replayed} tokens. Fix: check how verl maps layers and tokens of {ROUTES}, or set "
                     f"router_replay.mode=disabled."
                 )
             if recomputed:
@@ -169,27 +169,27 @@ def count_replayed(
     Args:
         layer: its number, for messages.
         sent: (tokens, experts) bool, experts that each token was sent to.
-        target: (tokens, k) ids that it was told.
-        mask: tokens that are to be replayed, bool; None: all.
-        shipped: (tokens, k) ids that were shipped; None: not known by token.
-        drops: experts that are full drop tokens.
+        target: (tokens, k) target ids of the router.
+        mask: bool, tokens to replay; None: all.
+        shipped: (tokens, k) ids that were shipped; None: not known per token.
+        drops: full experts drop tokens.
 
     Returns:
-        (5,) int64: tokens; of these those to be replayed; of those the ones that were sent where they were to be, and
-        the ones that were told what was shipped; 0.
+        (5,) int64: tokens; of these, tokens to replay; of those, tokens sent to their target, and tokens whose target
+        is the shipped one; 0.
 
     Raises:
-        ReplayError: routes are of another number of tokens.
+        ReplayError: the routes belong to another number of tokens.
     """
     if len(target) != len(sent):
         raise ReplayError(
-            f"the router of layer {layer} forwarded {len(sent)} tokens, padding included, and was given routes of "
-            f"{len(target)}: they went to other tokens than they are of. Fix: set "
-            f"actor_rollout_ref.actor.megatron.use_remove_padding=true, by which verl packs both alike."
+            f"the router of layer {layer} forwarded {len(sent)} tokens, padding included, but has routes of "
+            f"{len(target)}: they were assigned to other tokens. Fix: set "
+            f"actor_rollout_ref.actor.megatron.use_remove_padding=true, with which verl packs both alike."
         )
     if shipped is not None and len(shipped) != len(target):
         raise ReplayError(
-            f"the router of layer {layer} was given routes of {len(target)} tokens, and those of {len(shipped)} were "
+            f"the router of layer {layer} has routes of {len(target)} tokens, but routes of {len(shipped)} were "
             f"shipped. Fix: give routes of each token, zeros where there are none."
         )
     rows = torch.ones_like(sent[:, 0]) if mask is None else mask.flatten().to(sent.device, torch.bool)
@@ -207,10 +207,10 @@ def hash_rows(sent: Tensor) -> Tensor:
 
 
 def watch_actor(worker: Any, mode: Mode) -> WatchedEngine:
-    """Watch the routers of the engine of verl's actor worker.
+    """Monitor the routers of the engine of verl's actor worker.
 
     Raises:
-        PatchError: what is read of verl has moved.
+        PatchError: a function or attribute of verl has moved.
     """
     from verl_patches import engine_loss, router_replay
 

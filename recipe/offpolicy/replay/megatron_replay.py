@@ -1,4 +1,4 @@
-"""A look at the routes that verl's Megatron engine replays, in a V1 run."""
+"""Monitoring of the routes that verl's Megatron engine replays, in a V1 run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class MegatronReplay(AddOn):
     """The proof of verl's own replay.
 
     Args:
-        mode: what verl replays.
+        mode: verl's replay mode.
     """
 
     def __init__(self, mode: Mode) -> None:

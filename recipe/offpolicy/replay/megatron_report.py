@@ -1,4 +1,4 @@
-"""What a rank saw of Megatron's routers in one mini-batch."""
+"""Report of one rank on Megatron's routers in one mini-batch."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ REPORT = "offpolicy_megatron_routing"
 
 @dataclass(frozen=True)
 class MegatronReport:
-    """Routes that one rank replayed in one mini-batch, all of them where its routers sent the tokens.
+    """Routes that one rank replayed in one mini-batch; its routers followed all of them.
 
     Attributes:
         layers: numbers of the layers with routers on this rank, from 0.
-        tokens: of them whose routes were replayed, in each layer.
-        forwarded: tokens of the rank's forwards, padding included.
-        placed: replayed ids were compared with the shipped ones by layer and token as well, which is not done where
+        tokens: number of tokens whose routes were replayed, in each layer.
+        forwarded: number of tokens of the rank's forwards, padding included.
+        placed: True if replayed ids were also compared with the shipped ones by layer and token; not possible if
             tokens are split over ranks.
     """
 

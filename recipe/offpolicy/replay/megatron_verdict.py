@@ -1,4 +1,4 @@
-"""Trainer side of the look at Megatron's routers: judges the workers' reports of each update."""
+"""Trainer side of the Megatron monitoring: judges the workers' reports of each update."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from .megatron_report import MegatronReport
 
 
 def judge_megatron(reports: Sequence[MegatronReport], mode: Mode) -> str:
-    """Judge the reports of one update, one a mini-batch of every rank that answers: those of the last pipeline stage.
+    """Judge the reports of one update, one per mini-batch from every rank of the last pipeline stage.
 
-    Where replay went wrong the worker has stopped the run, on any stage.
+    If replay failed on any stage, the worker has already stopped the run.
 
     Returns:
-        A sentence of what was seen.
+        A sentence for the log.
 
     Raises:
         LivenessError: no router replayed a route.
@@ -25,11 +25,11 @@ def judge_megatron(reports: Sequence[MegatronReport], mode: Mode) -> str:
     if not replayed:
         seen = f"{len(layers)} layers replayed no token" if layers else "no router of the last stage replays"
         raise LivenessError(
-            f"routing replay: actor_rollout_ref.actor.megatron.router_replay.mode={mode}, and {seen}. Fix: train a "
+            f"routing replay: actor_rollout_ref.actor.megatron.router_replay.mode={mode}, but {seen}. Fix: train a "
             f"mixture of experts by verl's own Megatron engine, or set it to disabled."
         )
     placed = all(report.placed for report in reports)
-    told = "which are those that were shipped" if placed else "not compared with the shipped ones, which verl splits"
+    told = "equal to the shipped routes" if placed else "not compared with the shipped ones, which verl splits"
     return (
         f"routing replay {mode} LIVE on Megatron, in layers {layers} of the last stage: {replayed / forwarded:.1%} of "
         f"tokens sent to the experts that verl's RouterReplay names, {told}."

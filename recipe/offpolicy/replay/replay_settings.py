@@ -37,7 +37,7 @@ class ReplaySettings:
 
     @classmethod
     def from_config(cls, config: DictConfig, path: LivePath | None = None) -> ReplaySettings | None:
-        """Read a configuration that ``find_problems`` has nothing against; None where FSDP replays nothing."""
+        """Read a checked configuration; None if FSDP replays nothing."""
         mode = OmegaConf.select(config, f"{ROUTER_REPLAY}.mode")
         if mode in (None, "disabled") or not replays_on_fsdp(path or live_path(config)):
             return None
@@ -45,12 +45,12 @@ class ReplaySettings:
 
 
 def replays_on_fsdp(path: LivePath) -> bool:
-    """Return True if verl's key for FSDP is live on a path."""
+    """Return True if verl's FSDP replay key takes effect on a path."""
     return path.attributes.fsdp_replay and _is_v1_engine(path, STRATEGIES)
 
 
 def read_megatron_mode(config: DictConfig, path: LivePath | None = None) -> Mode | None:
-    """Read what verl's Megatron engine replays where its routers can be looked at; None elsewhere."""
+    """Read verl's replay mode for Megatron if its routers can be monitored; None otherwise."""
     mode = OmegaConf.select(config, f"{MEGATRON_ROUTER_REPLAY}.mode")
     if mode in (None, "disabled"):
         return None
@@ -70,7 +70,7 @@ KEYS = Section(
 
 
 def find_problems(config: DictConfig) -> Iterator[Problem]:
-    """Find what is wrong with ``offpolicy.replay`` by itself."""
+    """Find invalid values of ``offpolicy.replay``."""
     found = list(KEYS.find_problems(config))
     yield from found
     oldest = None if found else OmegaConf.select(config, OLDEST)

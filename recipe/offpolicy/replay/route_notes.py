@@ -1,7 +1,7 @@
-"""Note that a client makes of the routes of one row, which travels in the row's extra fields.
+"""A client's note of the routes of one row, sent in the row's extra fields.
 
-A note is ``[tokens, checksum]``: how many of the row's tokens the rollout engine forwarded, from the first on, and a
-checksum of their routes. The last token of a response was sampled and never forwarded, so that it has no routes.
+A note is ``[tokens, checksum]``: the number of the row's tokens that the rollout engine forwarded, from the first on,
+and a checksum of their routes. The last token of a response was sampled but never forwarded, so it has no routes.
 """
 
 from __future__ import annotations
@@ -19,29 +19,29 @@ _FIRST = 0xBF58476D1CE4E5B9 - 2**64
 
 
 class RouteNote(list[int]):
-    """The note of one row, beside the tokens and routes that it is made of, which stay in the client's process."""
+    """The note of one row, with the tokens and routes behind it, which stay in the client's process."""
 
     def __init__(self) -> None:
         super().__init__([0, 0])
         self.tokens: list[int] = []
         self.routes: Tensor | None = None
 
-    # The routes travel by a column of verl's.
+    # verl sends the routes in its own column.
     def __reduce__(self) -> tuple[Any, ...]:
         return list, (list(self),)
 
     def keep_sampled(self, tokens: Sequence[int], routes: Tensor) -> Tensor:
         """Join the routes of a further request of the row to those that its earlier tokens were sampled with.
 
-        A later turn forwards the earlier ones again, by other batches or newer weights, so that its routes of them are
-        not those that their tokens were sampled with.
+        A later turn forwards the earlier tokens again, in other batches or with newer weights, so its routes for them
+        differ from the ones that they were sampled with.
 
         Args:
             tokens: ids of the request: its prompt and its response.
             routes: (n, layers, k) of its first n tokens.
 
         Returns:
-            (n, layers, k): earlier routes for as long as the tokens are the same, then those given.
+            (n, layers, k): earlier routes while the tokens are the same, then the given ones.
         """
         if self.routes is not None:
             shared = count_shared(self.tokens, tokens, min(len(self.routes), len(routes)))
@@ -52,7 +52,7 @@ class RouteNote(list[int]):
 
 
 def count_shared(first: Sequence[int], second: Sequence[int], most: int) -> int:
-    """Count the tokens that two sequences have in common at their beginning, up to ``most``.
+    """Count the common leading tokens of two sequences, up to ``most``.
 
     Example:
         >>> count_shared([5, 6, 7], [5, 6, 8, 9], 3), count_shared([5, 6, 7], [5, 6, 7], 2)
@@ -68,11 +68,11 @@ def hash_routes(routes: Tensor) -> int:
 
 
 def hash_tokens(routes: Tensor, places: Tensor) -> Tensor:
-    """Compute each token's part of its row's checksum; it differs by expert, layer, order and place.
+    """Compute each token's part of its row's checksum; it depends on expert, layer, order and position.
 
     Args:
         routes: (tokens, layers, k) integers.
-        places: (tokens,) int64, the token's place in its row.
+        places: (tokens,) int64, the token's position in its row.
 
     Returns:
         (tokens,) int64, to be summed over a row; wraps around.

@@ -1,4 +1,4 @@
-"""Replay of recorded routes in a whole model, without a copy of its routers' code."""
+"""Replay of recorded routes in a whole model, without copying its routers' code."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ _MARK = "_offpolicy_replay"
 
 
 def install_replay(model: nn.Module, inputs: Mapping[str, Any] | None = None) -> RoutedModel:
-    """Find the routers of a model and put replay around their forwards.
+    """Find the routers of a model and wrap their forwards with replay.
 
-    Unarmed, they run as before. On a sharded model every rank calls this together.
+    Unarmed routers run unchanged. On a sharded model every rank calls this together.
 
     Args:
         model: a causal language model of transformers, before or after sharding.
-        inputs: keyword arguments of the forward that finds them; None: a row of a few tokens on the parameters'
-            device, which is another than the forward's where they are offloaded.
+        inputs: keyword arguments of the forward that finds the routers; None: a row of a few tokens on the parameters'
+            device, which differs from the forward's device if they are offloaded.
 
     Raises:
-        ReplayError: the model chooses experts in another way, or has replay installed.
+        ReplayError: the model chooses experts in an unsupported way, or has replay installed.
     """
     layout, routers = find_routers(model, inputs)
     if any(hasattr(router.forward, _MARK) for router in routers.values()):
@@ -40,9 +40,9 @@ class RoutedModel:
     """A model whose routers replay recorded routes.
 
     Args:
-        layout: its layers with experts.
-        routers: the module that chooses in each, by absolute number of the layer.
-        experts: the module that is called with the ids, where a layer has one.
+        layout: the layers with experts.
+        routers: the choosing module of each layer, by absolute layer number.
+        experts: the module that is called with the ids, for layers that have one.
     """
 
     def __init__(
@@ -61,14 +61,14 @@ class RoutedModel:
         self._hooks = [_note_entries(module, self._slots[layer]) for layer, module in called if layer in routers]
 
     def arm(self, routes: Tensor, rows: Tensor | None = None) -> None:
-        """Replay these routes in each forward from here on.
+        """Replay these routes in each forward from now on.
 
-        Activation checkpointing runs a forward again in its backward: disarm, or arm anew, after the backward.
+        Activation checkpointing runs a forward again in its backward: disarm, or arm again, after the backward.
 
         Args:
             routes: (tokens, depth, k) uint8, int16, int32 or int64, for the tokens of one forward in their order;
-                layers are numbered as in the model, and zero where it has no experts.
-            rows: (tokens,) bool, tokens that have routes; None: those that are not zero in all layers. The others
+                layers are numbered as in the model, and values are zero in layers without experts.
+            rows: (tokens,) bool, tokens with routes; None: tokens that are not zero in all layers. The other tokens
                 are routed natively.
 
         Raises:
@@ -82,20 +82,20 @@ class RoutedModel:
             slot.arm(routes[:, layer], rows)
 
     def record_own(self) -> None:
-        """Record the routers' own choice in each forward from here on."""
+        """Record the routers' own choice in each forward from now on."""
         for slot in self._slots.values():
             slot.arm()
 
     def disarm(self) -> None:
-        """Leave the routers alone; records stay until the next arming."""
+        """Stop recording and replaying; records stay until the next arming."""
         for slot in self._slots.values():
             slot.disarm()
 
     def get_records(self) -> dict[int, ChoiceRecord]:
-        """Return what each layer chose in the last forward since the arming, by absolute number.
+        """Return the choice of each layer in the last forward since the arming, by absolute layer number.
 
         Raises:
-            ReplayError: a layer did not choose since.
+            ReplayError: a layer made no choice since the arming.
         """
         if missing := [layer for layer, slot in self._slots.items() if slot.record is None]:
             raise ReplayError(
@@ -105,15 +105,15 @@ class RoutedModel:
         return {layer: slot.record for layer, slot in self._slots.items() if slot.record is not None}
 
     def count_entered(self) -> Tensor:
-        """Count what happened to the replayed tokens in the last forward, where it acts.
+        """Count the replayed tokens of the last forward, as seen by the experts.
 
         Returns:
-            (layers, 3) int64 in the order of ``layout.layers``: tokens replayed, of these those whose ids the experts
-            were called with, and those whose own choice was the same set. Of experts that are not called by ids, what
-            the router returned is counted.
+            (layers, 3) int64 in the order of ``layout.layers``: tokens replayed; of these, tokens with whose ids the
+            experts were called, and tokens whose own choice was the same set. For experts that are not called by ids,
+            the router's return value is counted.
 
         Raises:
-            ReplayError: a layer did not choose since the arming.
+            ReplayError: a layer made no choice since the arming.
         """
         counts = []
         for layer, record in self.get_records().items():
@@ -124,22 +124,22 @@ class RoutedModel:
         return torch.stack(counts)
 
     def watch_gradients(self, on: bool) -> None:
-        """Sum gradients of the routers' scores from here on, or no longer."""
+        """Turn the summing of gradients of the routers' scores on or off."""
         for slot in self._slots.values():
             slot.gradient = torch.zeros(()) if on else None
 
     def get_gradients(self) -> list[float]:
-        """Return the sum of |gradient| of each layer's scores since they are watched, in the order of the layers."""
+        """Return the sum of |gradient| of each layer's scores since watching began, in the order of the layers."""
         return [float(slot.gradient) for slot in self._slots.values() if slot.gradient is not None]
 
     def stack_ids(self) -> Tensor:
-        """Stack the ids that went into the experts in the last forward.
+        """Stack the ids passed to the experts in the last forward.
 
         Returns:
-            (tokens, depth, k) int64, as ``arm`` takes them: 0 in layers without experts.
+            (tokens, depth, k) int64, in the format of ``arm``: 0 in layers without experts.
 
         Raises:
-            ReplayError: a layer did not choose since the arming.
+            ReplayError: a layer made no choice since the arming.
         """
         records = self.get_records()
         dense = torch.zeros_like(next(iter(records.values())).ids)
@@ -148,7 +148,7 @@ class RoutedModel:
         )
 
     def remove(self) -> None:
-        """Give the routers their own forwards back."""
+        """Restore the routers' original forwards."""
         self.disarm()
         for hook in self._hooks:
             hook.remove()
@@ -168,7 +168,7 @@ def _wrap(forward: Callable[..., Any], slot: RouterSlot) -> Callable[..., Any]:
 
 
 def _note_entries(experts: nn.Module, slot: RouterSlot) -> RemovableHandle:
-    """Let the slot note the ids that experts are called with."""
+    """Make the slot record the ids with which the experts are called."""
 
     def note(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         for value in (*args, *kwargs.values()):

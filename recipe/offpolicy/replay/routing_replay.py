@@ -1,6 +1,6 @@
-"""Routing replay of a V1 run on FSDP: workers that replay, a client that notes routes, and the proof.
+"""Routing replay of a V1 run on FSDP: workers that replay, a client that records routes, and the proof.
 
-Seams in verl 0.9.1, see ``verl_patches.router_replay``.
+``verl_patches.router_replay`` lists the patched functions of verl 0.9.1.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ class RoutingReplay(AddOn):
     """Replay of routes by the actor's engine.
 
     Args:
-        run: by a V1 trainer.
-        settings: of the replay.
+        run: a run by a V1 trainer.
+        settings: settings of the replay.
     """
 
     def __init__(self, run: V1Run, settings: ReplaySettings) -> None:
         self._run, self._settings = run, settings
-        self._reports: Sequence[RoutingReport] = ()  # of the running step's updates
+        self._reports: Sequence[RoutingReport] = ()  # of the updates of the current step
 
     def run_step(self, run: Callable[[], Any], metrics: dict[str, Any]) -> Any:
         self._reports = ()
         batch = run()
-        # Of all the step's updates: verl would average shares of which one update has none.
+        # Over all updates of the step: verl would average shares that some updates lack.
         routing: dict[str, float] = measure_routes(self._reports) if self._reports else {}
         metrics.update({f"offpolicy/routing/{name}": value for name, value in routing.items()})
         return batch
@@ -54,7 +54,7 @@ class RoutingReplay(AddOn):
         return note_routes(client) if self._settings.mode == "R3" else client
 
     def batch_flags(self) -> dict[str, Any]:
-        # Rows of an extension's making were not sampled by any route.
+        # Rows of an extension were not sampled with any route.
         return {REPLAY_STEP: self._run.global_steps}
 
     def old_log_prob(self, compute: Callable[[Any], Any], batch: Any, metrics: dict[str, Any]) -> Any:
@@ -66,7 +66,7 @@ class RoutingReplay(AddOn):
         return settings is not None and settings.without_replay and settings.records(self._run.global_steps)
 
     def _put_native(self, batch: Any) -> Any:
-        """Put log pi_old by the trainer's own routes beside the batch, by a forward pass that replays nothing."""
+        """Store log pi_old under the trainer's own routes next to the batch, from a forward pass without replay."""
         temperature = self._run.config.actor_rollout_ref.rollout.temperature
         step = batch.extra_info.pop(REPLAY_STEP)
         batch.extra_info.update(FORWARD | {"temperature": temperature})

@@ -1,4 +1,4 @@
-"""Counts of replayed routes over the micro-batches of one mini-batch, kept on the device until it is done."""
+"""Counts of replayed routes over the micro-batches of one mini-batch, kept on the device until its end."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from .batch_routes import BatchRoutes
 from .expert_choice import ChoiceRecord, ReplayError, equal_sets
 
 OLDEST_BUCKET = 3
-"""Ages from here on are counted together."""
+"""Age groups; the last one includes all higher ages."""
 AGES = ("is0", "is1", "is2", "ge3")
 
 
 @dataclass
 class FirstLook:
-    """What is looked at once, in the first update.
+    """Values that are measured once, in the first update.
 
     Attributes:
-        checksums: rows whose routes were compared with what the client noted.
-        tokens: response tokens over which k3 is summed.
-        k3, k3_without: sums of k3(mu, pi) with the routes and by a forward without them.
+        checksums: number of rows whose routes were compared with the client's notes.
+        tokens: number of response tokens over which k3 is summed.
+        k3, k3_without: sums of k3(mu, pi) with the routes, and from a forward without them.
     """
 
     checksums: int = 0
@@ -34,18 +34,18 @@ class FirstLook:
 
 @dataclass(frozen=True)
 class RoutingReport:
-    """What one rank saw of one mini-batch, in plain Python.
+    """Report of one rank on one mini-batch, in plain Python.
 
     Attributes:
-        layers: absolute numbers of those with experts.
-        top_k: experts of a token.
-        tokens: of all forwards, padding left out.
+        layers: absolute numbers of the layers with experts.
+        top_k: number of experts per token.
+        tokens: number of tokens of all forwards, without padding.
         replayed, entered, equal: by layer, see ``RoutedModel.count_entered``.
         ages: by ``AGES``, (choices replayed, of these equal to the router's own), over all layers.
-        withheld: tokens whose routes were too old to be replayed.
-        size: bytes of the routes as they came.
-        gradients: sum of |gradient| of the routers' scores by layer; empty where it was not looked at.
-        first: of the first update.
+        withheld: number of tokens whose routes were too old to be replayed.
+        size: bytes of the routes as received.
+        gradients: sum of |gradient| of the routers' scores by layer; empty if it was not watched.
+        first: measurements of the first update.
     """
 
     layers: tuple[int, ...]
@@ -66,8 +66,8 @@ class RoutingTally:
     """Sums over micro-batches.
 
     Args:
-        layers: absolute numbers of those with experts.
-        top_k: experts of a token.
+        layers: absolute numbers of the layers with experts.
+        top_k: number of experts per token.
     """
 
     layers: tuple[int, ...]
@@ -80,9 +80,9 @@ class RoutingTally:
         """Add one forward.
 
         Args:
-            tokens: of it, padding left out.
+            tokens: number of tokens, without padding.
             counts: (layers, 3) of ``RoutedModel.count_entered``.
-            records: by layer.
+            records: records by layer.
         """
         self.tokens += tokens
         self.size += routes.size
@@ -92,7 +92,7 @@ class RoutingTally:
         """Copy the counts to the host.
 
         Raises:
-            ReplayError: experts of a layer were called with other ids than those shipped.
+            ReplayError: experts of a layer were called with other ids than the shipped ones.
         """
         width = len(self.layers)
         sums = torch.stack(self._sums).sum(0).tolist() if self._sums else [0] * (3 * width + 2 * len(AGES) + 1)
@@ -100,9 +100,9 @@ class RoutingTally:
         for layer, wanted, found in zip(self.layers, replayed, entered, strict=True):
             if found != wanted:
                 raise ReplayError(
-                    f"the experts of layer {layer} were called with other ids than those shipped in {wanted - found} "
-                    f"of {wanted} tokens. Fix: see what changes the router's choice between its forward and its "
-                    f"experts, or turn routing replay off."
+                    f"the experts of layer {layer} were called with other ids than the shipped ones for "
+                    f"{wanted - found} of {wanted} tokens. Fix: find the code that changes the router's choice between "
+                    f"its forward and its experts, or turn routing replay off."
                 )
         ages = sums[3 * width : -1]
         pairs = tuple(zip(ages[::2], ages[1::2], strict=True))
@@ -114,7 +114,7 @@ class RoutingTally:
 
 
 def _count_by_age(routes: BatchRoutes, records: Mapping[int, ChoiceRecord]) -> Tensor:
-    """Count, (2 * AGES,), the choices replayed at each age, and those of them that are the router's own."""
+    """Count, (2 * AGES,), the choices replayed at each age, and those of them that equal the router's own."""
     replayed = torch.stack([record.replayed for record in records.values()])
     equal = torch.stack([equal_sets(record.ids, record.own) for record in records.values()]) & replayed
     pairs = torch.stack([replayed.sum(0), equal.sum(0)], -1)

@@ -12,14 +12,14 @@ from .batch_routes import Mode
 from .tally import AGES, RoutingReport
 
 WORSE = 1.1
-"""Times that k3 by the rollout engine's routes may be what it is without them."""
+"""Largest accepted ratio of k3 with the rollout engine's routes to k3 without them."""
 _ROUNDING = 1e-6
-"""k3 that is none: of two engines that agree."""
+"""k3 per token of two engines that agree, up to rounding."""
 
 
 @dataclass(frozen=True)
 class UpdateRoutes:
-    """Sums over reports of one update or several."""
+    """Sums over the reports of one or several updates."""
 
     layers: tuple[int, ...]
     top_k: int
@@ -37,12 +37,12 @@ class UpdateRoutes:
 
 
 def take_reports(metrics: dict[str, Any], key: str) -> list[Any]:
-    """Remove the reports of one update from the metrics of the workers: of every rank and mini-batch."""
+    """Remove the reports of one update, from every rank and mini-batch, from the workers' metrics."""
     return list(_flatten(metrics.pop(key, [])))
 
 
 def _flatten(value: Any) -> Iterator[Any]:
-    # verl nests lists by rank and mini-batch, and does not where there is one rank.
+    # verl nests lists by rank and mini-batch, except with a single rank.
     if isinstance(value, list | tuple):
         for item in value:
             yield from _flatten(item)
@@ -51,7 +51,7 @@ def _flatten(value: Any) -> Iterator[Any]:
 
 
 def merge_reports(reports: Sequence[RoutingReport]) -> UpdateRoutes:
-    """Sum reports of one update or several, at least one.
+    """Sum the reports of one or several updates, at least one report.
 
     Raises:
         LivenessError: ranks replay in different layers.
@@ -83,43 +83,43 @@ def _add(counts: Sequence[Sequence[int]]) -> tuple[int, ...]:
 
 
 def judge(reports: Sequence[RoutingReport], mode: Mode, *, tokens: int) -> str:
-    """Judge the reports of one update, one a mini-batch of every rank.
+    """Judge the reports of one update, one per mini-batch and rank.
 
     Args:
-        tokens: that the update was to forward, padding left out, over all ranks and epochs.
+        tokens: number of tokens of the update, without padding, over all ranks and epochs.
 
     Returns:
-        A sentence where the gates were seen to have a gradient; empty where nobody looked or there was none.
+        A sentence if the gates were seen to have a gradient; empty if this was not measured or there was none.
 
     Raises:
-        LivenessError: no route was replayed, or not all; a gate has no gradient; replay widens the mismatch.
+        LivenessError: routes are missing, a gate has no gradient, or replay widens the mismatch.
     """
     if not reports:
         raise LivenessError(
-            "routing replay: the update came back without a report, so that no route was replayed. Something runs "
-            "another worker or engine than the one that replays."
+            "routing replay: the update returned no report, so no route was replayed. The run uses another worker or "
+            "engine than the one that replays."
         )
     update = merge_reports(reports)
     if update.tokens != tokens:
         raise LivenessError(
-            f"routing replay: {update.tokens} tokens were forwarded with routes, and the update has {tokens}."
+            f"routing replay: {update.tokens} tokens were forwarded with routes, but the update has {tokens}."
         )
     if len(set(update.replayed)) > 1 or not (update.replayed[0] or update.withheld):
         counts = dict(zip(update.layers, update.replayed, strict=True))
-        raise LivenessError(f"routing replay: tokens replayed by layer are {counts}; all layers should have as many.")
+        raise LivenessError(f"routing replay: tokens replayed by layer are {counts}, but must be the same in all.")
     metrics = _measure(update)
     seen = _judge_gradients(update)
     if mode == "R3" and update.k3_tokens and update.k3 > WORSE * update.k3_without + _ROUNDING * update.k3_tokens:
         raise LivenessError(
             f"routing replay: KL(mu, pi) by k3 is {metrics['kl_k3']:.2e} with the rollout engine's routes and "
-            f"{metrics['kl_k3_without']:.2e} without them, so that they are not the ones that mu was sampled with. "
-            f"Fix: see that rollout and trainer run the same model, or set router_replay.mode=disabled."
+            f"{metrics['kl_k3_without']:.2e} without them, so mu was not sampled with these routes. "
+            f"Fix: run the same model in rollout and trainer, or set router_replay.mode=disabled."
         )
     return _describe(mode, update, metrics) if seen else ""
 
 
 def measure_routes(reports: Sequence[RoutingReport]) -> dict[str, float]:
-    """Compute metrics by their names below ``offpolicy/routing/``, of reports of one update or several."""
+    """Compute the metrics below ``offpolicy/routing/`` from the reports of one or several updates."""
     return _measure(merge_reports(reports))
 
 
@@ -150,11 +150,11 @@ def _judge_gradients(update: UpdateRoutes) -> bool:
     if broken := [layer for layer, value in named.items() if not math.isfinite(value)]:
         raise LivenessError(f"routing replay: the gates of layer(s) {broken} have gradients that are not finite.")
     silent = [layer for layer, value in named.items() if value == 0]
-    # One expert may weigh 1 whatever its score is.
+    # With one expert, its weight may be 1 whatever its score.
     if silent and len(silent) < len(named) and update.top_k > 1:
         raise LivenessError(
-            f"routing replay: the gates of layer(s) {silent} have no gradient, and those of the others have: their "
-            f"scores do not reach the loss."
+            f"routing replay: the gates of layer(s) {silent} have no gradient, but other layers' gates have: the "
+            f"scores of these layers do not reach the loss."
         )
     return len(silent) < len(named)
 
@@ -162,7 +162,7 @@ def _judge_gradients(update: UpdateRoutes) -> bool:
 def _describe(mode: Mode, update: UpdateRoutes, metrics: dict[str, float]) -> str:
     parts = [
         f"routing replay {mode} LIVE in {len(update.layers)} layers: {metrics['replayed_token_share']:.1%} of tokens "
-        f"replayed, each by the ids that were shipped",
+        f"replayed with the shipped ids",
         f"{metrics['equal_share']:.1%} of choices are the trainer's own",
     ]
     if update.checksums:

@@ -1,4 +1,4 @@
-"""Routing replay in verl's actor workers, around the engine that trains."""
+"""Routing replay in verl's actor workers, around the training engine."""
 
 from __future__ import annotations
 
@@ -9,6 +9,6 @@ from .replay_settings import ReplaySettings
 
 
 def install_replay(worker: Any, settings: ReplaySettings) -> None:
-    """Let the actor's engine replay routes, and its calls flag their batches, which those of the reference do not."""
+    """Make the actor's engine replay routes, and flag the batches of its calls, but not of the reference's."""
     worker.enable_routing_replay = True
     install_in_engine(worker.actor.engine, settings.mode, settings.oldest)

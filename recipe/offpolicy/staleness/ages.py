@@ -16,14 +16,14 @@ ISSUED = "global_steps"
 
 
 class StalenessError(RuntimeError):
-    """A row is older than ``offpolicy.staleness.eta`` admits, or nobody knows how old it is."""
+    """A row is older than ``offpolicy.staleness.eta`` allows, or its age is unknown."""
 
 
 class AgeLimit:
-    """The greatest age at which a row is trained: eta of the step in which its prompt was issued, rounded up.
+    """Largest age at which a row is trained: eta of the step in which its prompt was issued, rounded up.
 
     Args:
-        eta: of the run's first step.
+        eta: eta of the run's first step.
     """
 
     def __init__(self, eta: Fraction) -> None:
@@ -37,11 +37,11 @@ class AgeLimit:
 
     @property
     def oldest(self) -> int:
-        """Versions, for prompts that are issued now."""
+        """Largest age in versions, for prompts issued now."""
         return math.ceil(self.eta)
 
     def change(self, step: int, eta: Fraction) -> None:
-        """Put another eta in force from ``step`` on."""
+        """Use another eta from ``step`` on."""
         self._changes.append((step, eta))
 
     def get_eta(self, issued: int) -> Fraction:
@@ -49,31 +49,31 @@ class AgeLimit:
         return next(eta for step, eta in reversed(self._changes) if step <= issued)
 
     def get_oldest(self, issued: int) -> float:
-        """Return the greatest age of rows whose prompts were issued in this step."""
+        """Return the largest age of rows whose prompts were issued in this step."""
         oldest = math.ceil(self.get_eta(issued))
         return oldest if issued > self._resumed else max(oldest, self._restored)
 
     def admits(self, version: int, issued: int, step: int) -> bool:
-        """Return True if a row that ``version`` sampled is not too old in ``step``, which begins with step - 1."""
+        """Return True if a row sampled by ``version`` is not too old in ``step``, starting with version step - 1."""
         return compute_age(version, step) <= self.get_oldest(issued)
 
     def state(self) -> list[list[Any]]:
-        """Return the steps from which on eta was changed, and to what, in plain values for a checkpoint."""
+        """Return the steps at which eta changed, with its values, as plain values for a checkpoint."""
         return [[step, str(eta)] for step, eta in self._changes]
 
     def restore(self, step: int, eta: str | None, changes: Sequence[Sequence[Any]] = ()) -> None:
-        """Begin after ``step`` steps of a run.
+        """Resume after ``step`` steps of a run.
 
         Args:
-            eta: of that run; None where that is not known.
-            changes: its ``state``, where eta moved.
+            eta: eta of that run; None if unknown.
+            changes: its ``state``, if eta moved.
         """
         now = self.eta
         if changes:
             before = [(int(since), Fraction(each)) for since, each in changes]
             steps = [since for since, _ in before]
             if steps[0] != 0 or steps != sorted(steps) or steps[-1] > step + 1:
-                raise ValueError(f"changes={list(changes)}: their steps do not rise from 0 to {step + 1} at most")
+                raise ValueError(f"changes={list(changes)}: their steps must rise from 0 to at most {step + 1}")
             self._changes = [*before, (step + 1, now)]
             return
         self._resumed = step
@@ -82,14 +82,14 @@ class AgeLimit:
 
 @dataclass(frozen=True)
 class RowTag:
-    """Versions, issue and length of a row, from the tag that verl gives it.
+    """Versions, issue step and length of a row, from the tag that verl gives it.
 
     Attributes:
         key: uid of the prompt, session and number of the output.
-        version, newest: of the weights that sampled its first token and its last.
+        version, newest: versions of the weights that sampled its first and its last token.
         issued: step in which its prompt was issued.
-        length: response tokens.
-        is_padding: it fills up the batch.
+        length: number of response tokens.
+        is_padding: True for a padding row of the batch.
     """
 
     key: str
@@ -109,14 +109,14 @@ def read_tags(keys: Sequence[str], tags: Sequence[Mapping[str, Any]]) -> list[Ro
     """Read the tags of a batch.
 
     Raises:
-        StalenessError: a row has no version: its agent loop drops verl's extra_fields.
+        StalenessError: a row has no version because its agent loop drops verl's extra_fields.
     """
     rows = []
     for key, tag in zip(keys, tags, strict=True):
         if (version := tag.get(OLDEST_VERSION)) is None:
             raise StalenessError(
-                f"row {key} does not say which version of the weights sampled it, so that its age is not known. Fix: "
-                f"let its agent loop hand on the extra_fields of the server's output, or set "
+                f"sequence {key} does not name the version of the weights that sampled it, so its age is unknown. Fix: "
+                f"pass on the extra_fields of the server's output in its agent loop, or set "
                 f"offpolicy.staleness.eta=null."
             )
         newest, padding = tag.get(NEWEST_VERSION), bool(tag.get("is_padding", False))
@@ -130,22 +130,22 @@ def check_newest(tags: Mapping[str, Mapping[str, Any]], step: int, eta: str) -> 
     """Check that no finished row names weights that do not exist yet.
 
     Args:
-        tags: of rows, by key, as they stand before ``step`` has made its weights.
+        tags: tags of rows, by key, before ``step`` has made its weights.
 
     Raises:
-        StalenessError: a rollout server tells a newer version than it samples by.
+        StalenessError: a rollout server reports a newer version than it samples with.
     """
     for key, tag in tags.items():
         if (newest := tag.get(NEWEST_VERSION)) is not None and newest > step - 1:
             raise StalenessError(
-                f"row {key} was found finished in step {step}, and says that version {newest} of the weights sampled "
-                f"it, of which version {step - 1} is the newest (offpolicy.staleness.eta={eta}): its rollout server "
-                f"tells another version than it samples by, so that no age can be known."
+                f"sequence {key} finished in step {step} and reports that version {newest} of the weights sampled it, "
+                f"but version {step - 1} is the newest (offpolicy.staleness.eta={eta}): its rollout server reports "
+                f"another version than it samples with, so no age can be known."
             )
 
 
 def find_too_old(rows: Sequence[RowTag], step: int, limit: AgeLimit) -> list[int]:
-    """Find the places of rows that are too old in ``step``."""
+    """Find the positions of rows that are too old in ``step``."""
     return [i for i, row in enumerate(rows) if not (row.is_padding or limit.admits(row.version, row.issued, step))]
 
 
@@ -159,41 +159,41 @@ def check_ages(rows: Sequence[RowTag], step: int, limit: AgeLimit) -> None:
         return
     worst = min((rows[i] for i in found), key=lambda row: row.version)
     raise StalenessError(
-        f"row {worst.key} was sampled by version {worst.version} of the weights and would be trained in step {step}, "
-        f"by version {step - 1}: {compute_age(worst.version, step)} versions old, and offpolicy.staleness.eta="
+        f"sequence {worst.key} was sampled by version {worst.version} of the weights and would be trained in step "
+        f"{step}, by version {step - 1}, at age {compute_age(worst.version, step)}, but offpolicy.staleness.eta="
         f"{format_eta(limit.get_eta(worst.issued))}, in force when its prompt was issued in step {worst.issued}, "
-        f"admits {limit.get_oldest(worst.issued):g}. {len(found)} of {len(rows)} rows are too old: something issues "
-        f"prompts, or hands out rows, past the limit."
+        f"allows {limit.get_oldest(worst.issued):g}. {len(found)} of {len(rows)} sequences are too old: some code "
+        f"issues prompts, or returns sequences, past the limit."
     )
 
 
 def check_seen(seen: float | None, entered: Sequence[RowTag], step: int, eta: str) -> None:
-    """Check that the loss saw no row older than those that entered it.
+    """Check that the loss saw no row older than the rows that entered it.
 
     Args:
-        seen: age of the oldest row in the loss, by the versions that travel with the rows; None: it saw none.
+        seen: age of the oldest row in the loss, by the versions sent with the rows; None: it saw none.
         entered: rows that have a token in the loss.
 
     Raises:
-        StalenessError
+        StalenessError: the loss saw an older row, or no versions.
     """
     oldest = min(entered, key=lambda row: row.version)
     if seen is None or seen > compute_age(oldest.version, step):
-        found = "no versions" if seen is None else f"a row that is {seen:g} versions old"
+        found = "no versions" if seen is None else f"a sequence of age {seen:g}"
         raise StalenessError(
-            f"the loss of step {step} saw {found}, and the oldest row that entered it, {oldest.key}, is "
-            f"{compute_age(oldest.version, step)} versions old by its tag (offpolicy.staleness.eta={eta}): the "
-            f"versions in extra_fields are not those of the tags."
+            f"the loss of step {step} saw {found}, but the oldest sequence that entered it, {oldest.key}, has age "
+            f"{compute_age(oldest.version, step)} by its tag (offpolicy.staleness.eta={eta}): the versions in "
+            f"extra_fields differ from those of the tags."
         )
 
 
 def split_too_old(too_old: Collection[int], rows: Sequence[RowTag], mini_batch: Sequence[int]) -> tuple[set[int], ...]:
-    """Split rows that are too old into those that can be masked, and those whose advantage has to be zeroed instead.
+    """Split rows that are too old into those that can be masked, and those whose advantage must be zeroed instead.
 
-    A mini-batch of which no token is left would divide by zero.
+    A mini-batch without tokens would divide by zero.
 
     Args:
-        mini_batch: of each row.
+        mini_batch: mini-batch of each row.
     """
     old = set(too_old)
     left = {mini_batch[i] for i, row in enumerate(rows) if i not in old and not row.is_padding and row.length}

@@ -1,18 +1,18 @@
 """verl's asynchronous replay buffer under ``offpolicy.staleness``.
 
-Seams in verl 0.9.1, see ``verl_patches.replay_buffer``; of ``ReplayBufferAsync``: ``sample(self, global_steps,
-partition_id, batch_size)``, ``wait_for_sampleable(self, global_steps, partition_id, target_count)``,
+Overridden methods of ``ReplayBufferAsync`` in verl 0.9.1, see ``verl_patches.replay_buffer``: ``sample(self,
+global_steps, partition_id, batch_size)``, ``wait_for_sampleable(self, global_steps, partition_id, target_count)``,
 ``_has_enough_samples(self, global_steps, partition_id, batch_size, sampleable_keys)``, ``_select_prompt_uids(self,
 partition_id, sampleable_keys, batch_size)``, ``_terminal_eviction_reasons(self, global_steps, partition_id)``,
 ``_stale_terminal_keys(self, global_steps, partition_id)``, ``_evict_terminal_groups(self, global_steps, partition_id,
-eviction_reasons)``, ``_wait_for_next_poll(self, partition_id, last_debug_time)``, and what
-``_sync_metadata_from_transfer_queue`` keeps of each prompt.
+eviction_reasons)``, ``_wait_for_next_poll(self, partition_id, last_debug_time)``, and the prompt metadata of
+``_sync_metadata_from_transfer_queue``.
 
-verl hands out finished groups in the order of their issue. With the rate limited, a group becomes too old only where
-others are trained in its place while it is being sampled. verl's own ``wait`` does not prevent that: it looks at
-unfinished prompts whose last step has come, and more than a batch of them may have come by then. Here ``wait`` passes
-over an unfinished prompt only if all that are left can still be trained in time. ``drop`` is verl's own, with a
-threshold of eta + 1; ``mask`` and ``refresh`` are of this module and the trainer's.
+verl hands out finished groups in the order of their issue. With a limited rate, a group becomes too old only if others
+are trained first while it is being sampled. verl's own ``wait`` does not prevent that: it checks unfinished prompts
+only at their last step, when more than a batch of them may be due. Here ``wait`` skips an unfinished prompt only if all
+remaining prompts can still be trained in time. ``drop`` is verl's own, with a threshold of eta + 1; ``mask`` and
+``refresh`` are implemented here and in the trainer.
 """
 
 from __future__ import annotations
@@ -39,20 +39,20 @@ logger = logging.getLogger("verl.offpolicy")
 TRAIN = "train"
 """Partition of TransferQueue that is trained on."""
 _ANEW = "."
-"""Stands in a uid before the times that its prompt was sampled anew."""
+"""Separator in a uid before the number of times that its prompt was sampled again."""
 
 
 class BoundedReplayBuffer(ReplayBufferAsync):
     """verl's buffer with a limit on the age of rows.
 
     Args:
-        settings: of the run.
-        limit: on the age, under which groups are sampled anew.
-        tally: gets what happens here.
-        sample_anew: takes prompts with new uids, to issue them again.
-        batch: prompts that a step trains.
-        clock: gives seconds.
-        kwargs: verl's, without threshold and strategy.
+        settings: settings of the run.
+        limit: age limit, beyond which groups are sampled again.
+        tally: receives the counts.
+        sample_anew: issues prompts again, under new uids.
+        batch: number of prompts per step.
+        clock: returns seconds.
+        kwargs: verl's arguments, without threshold and strategy.
     """
 
     def __init__(
@@ -77,17 +77,17 @@ class BoundedReplayBuffer(ReplayBufferAsync):
         """Count the prompts of the training partition that wait, run or have finished.
 
         Args:
-            step: at whose start this is, before it issues any: the look at the end of the step before still holds.
+            step: the starting step, before it issues prompts: the metadata from the end of the previous step is valid.
         """
         if step is None or self._looked != step - 1:
             self._sync_metadata_from_transfer_queue()
         return len(self.prompt_global_steps[TRAIN])
 
     def check_versions(self, step: int) -> None:
-        """Check the rows that have finished by the end of ``step``, before its weights are handed out.
+        """Check the rows that finished by the end of ``step``, before its weights are handed out.
 
         Raises:
-            StalenessError: a rollout server tells a newer version than it samples by.
+            StalenessError: a rollout server reports a newer version than it samples with.
         """
         self._sync_metadata_from_transfer_queue()
         self._looked = step
@@ -121,7 +121,7 @@ class BoundedReplayBuffer(ReplayBufferAsync):
         chosen, *_ = self._select_prompt_uids(TRAIN, sampleable_keys, batch_size)
         running = self.pending_keys[TRAIN] | self.running_keys[TRAIN]
         if not any(issued[uid] < issued[chosen[-1]] for uid in running):
-            # Nobody is passed over, and no wait would make another choice.
+            # No prompt is skipped, so waiting would not change the choice.
             return True
         left = max(self._batch - self._count_taken(global_steps) - batch_size, 0)
         rest = sorted(issued[uid] for uid in (running | sampleable_keys) - set(chosen))
@@ -138,7 +138,7 @@ class BoundedReplayBuffer(ReplayBufferAsync):
 
     def _wait_for_next_poll(self, partition_id: str, last_debug_time: float) -> float:
         said: float = super()._wait_for_next_poll(partition_id, last_debug_time)
-        # verl says how many wait each time that it moves this; a run that hangs here ends by its watchdog.
+        # verl logs the waiting prompts whenever this time moves; the watchdog ends a run that hangs here.
         running = self.pending_keys[partition_id] | self.running_keys[partition_id]
         if said != last_debug_time and partition_id == TRAIN and running:
             issued = self.prompt_global_steps[partition_id]
@@ -154,7 +154,7 @@ class BoundedReplayBuffer(ReplayBufferAsync):
         if self._settings.too_old != "refresh" or partition_id != TRAIN:
             found: set[str] = super()._stale_terminal_keys(global_steps, partition_id)
             return found
-        # A row without a version is the trainer's to report.
+        # The trainer reports rows without a version.
         too_old = {
             key.split("_")[0]
             for key, tag in self.partitions[partition_id].items()
@@ -166,7 +166,7 @@ class BoundedReplayBuffer(ReplayBufferAsync):
 
     def _evict_terminal_groups(self, global_steps: int, partition_id: str, eviction_reasons: Any) -> Any:
         stale, filtered, *_ = eviction_reasons
-        # Groups without a signal are replaced by other prompts, as verl does.
+        # Groups without a signal are replaced by other prompts, as in verl.
         anew = sorted(stale - filtered) if self._settings.too_old == "refresh" else []
         prompts = tq.kv_batch_get(keys=anew, partition_id=partition_id) if anew else None
         if partition_id == TRAIN:
@@ -180,12 +180,12 @@ class BoundedReplayBuffer(ReplayBufferAsync):
             self._sample_anew(prompts)
         elif self._settings.too_old == "drop":
             self._tally.lost += len(stale)
-        # verl replaces what it is told of.
+        # verl replaces the prompts that are returned here.
         return (evicted - set(anew), *rest)
 
 
 def count_refreshes(uid: str) -> int:
-    """Count how often the prompt of this uid was sampled anew.
+    """Count how often the prompt of this uid was sampled again.
 
     Example:
         >>> count_refreshes("6ba7b810"), count_refreshes("6ba7b810.2")
@@ -195,7 +195,7 @@ def count_refreshes(uid: str) -> int:
 
 
 def name_anew(uid: str) -> str:
-    """Build the uid under which a prompt is sampled anew; it says how often, also after a checkpoint.
+    """Build the uid for sampling a prompt again; it contains the count, which survives a checkpoint.
 
     Example:
         >>> name_anew("6ba7b810"), name_anew("6ba7b810.1")

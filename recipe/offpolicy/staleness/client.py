@@ -1,8 +1,8 @@
-"""A client of verl's rollout servers that notes which version of the weights sampled how many tokens.
+"""A client of verl's rollout servers that records which version of the weights sampled how many tokens.
 
-A synchronisation of the weights aborts every request; verl's client sends prompt and tokens so far again. Each attempt
-is hence sampled by one version, as its server says with its tokens, of which verl's client hands on the first and the
-last alone.
+A synchronisation of the weights aborts every request; verl's client then sends the prompt and the tokens so far again.
+So one version samples each attempt, and the server reports it with the tokens. verl's client passes on only the first
+and the last version.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ logger = logging.getLogger("verl.offpolicy")
 
 
 class Turns(list[list[Chunk]]):
-    """Chunks of each turn of one row: a list that can be referred to weakly."""
+    """Chunks of each turn of one row: a list subclass, because plain lists allow no weak references."""
 
 
 _attempts: ContextVar[list[Chunk] | None] = ContextVar("offpolicy_attempts", default=None)
-"""Chunks of the request that runs."""
+"""Chunks of the current request."""
 _rows: WeakValueDictionary[str, Turns] = WeakValueDictionary()
-"""Rows whose agent loop still holds what the client gave it, by request id; here, for the client itself is pickled."""
+"""Rows whose agent loop still holds the client's result, by request id; global because the client is pickled."""
 
 
 class Attempts(LLMServerClient):
-    """Client that notes (version, tokens) of each attempt that sampled a token."""
+    """Client that records (version, tokens) of each attempt that sampled a token."""
 
     async def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """Generate as verl's client does."""
+        """Generate like verl's client."""
         output = await super().generate(*args, **kwargs)
         chunks = _attempts.get()
         if chunks is not None and output.token_ids:
@@ -44,14 +44,14 @@ class Attempts(LLMServerClient):
 class VersionedClient(FullyAsyncLLMServerClient, Attempts):
     """verl's resuming client, whose every attempt goes through ``Attempts``; adds ``CHUNKS`` to ``extra_fields``.
 
-    A tool agent keeps the extra fields of its first turn: later turns are added to the list that lies in those.
+    A tool agent keeps the extra fields of its first turn, so later turns are added to the list in these.
     """
 
     shares_ids: bool
-    """True if rows have ids in common."""
+    """True if different rows can have the same request id."""
 
     async def generate(self, request_id: str, **kwargs: Any) -> Any:
-        """Generate as verl's client does, with the chunks of the row so far in the output."""
+        """Generate like verl's client, and add the chunks of the row so far to the output."""
         chunks: list[Chunk] = []
         token = _attempts.set(chunks)
         try:
@@ -61,7 +61,7 @@ class VersionedClient(FullyAsyncLLMServerClient, Attempts):
         if any(version is None for version, _ in chunks):
             return output
         if (lost := len(output.token_ids) - sum(tokens for _, tokens in chunks)) > 0:
-            # Of an attempt that went past Attempts: a run with a limit stops by it.
+            # Tokens of an attempt that bypassed Attempts; they stop a run with a limit.
             chunks.append((UNKNOWN, lost))
         turns = self._find_row(request_id)
         if chunks:
@@ -74,15 +74,15 @@ class VersionedClient(FullyAsyncLLMServerClient, Attempts):
 
 
 def note_versions(client: LLMServerClient) -> LLMServerClient:
-    """Build the client that notes versions in the place of verl's own; another one is returned as it is."""
+    """Replace verl's client by one that records versions; another client is returned unchanged."""
     if type(client) is not FullyAsyncLLMServerClient:
         logger.warning(
-            "the client of the rollout servers is %s: versions of the weights are known by row alone.",
+            "the client of the rollout servers is %s: versions of the weights are known only per sequence.",
             type(client).__name__,
         )
         return client
     versioned = VersionedClient.__new__(VersionedClient)
     versioned.__dict__.update(vars(client))
-    # Read here and not in each agent loop's process, where the first look at a configuration is slow.
+    # Read here and not in each agent loop's process, where the first access to a configuration is slow.
     versioned.shares_ids = bool(getattr(client.config.actor_rollout_ref.rollout, "full_determinism", False))
     return versioned

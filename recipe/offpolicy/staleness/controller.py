@@ -1,8 +1,8 @@
-"""The choice of eta while a run trains: the largest at which the effective sample size of the weights meets a target.
+"""Adapts eta during training: the largest eta at which the effective sample size (ESS) of the weights meets a target.
 
-Raising it pays only where the trainer waits for rows. What a change does is seen as many steps later as rows then are
-old, so that steps until then are left out. After a fall eta stays until the sample size has improved by what it lacked:
-without that it would be raised again at once, for where it was raised too far the trainer still waits.
+Raising eta helps only if the trainer waits for rows. A change takes effect after as many steps as rows are then old, so
+the steps until then are ignored. After a decrease, eta stays until the ESS has improved by its deficit; otherwise it
+would be raised again at once, because the trainer still waits where eta was too large.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ class AdaptSettings:
 
     Attributes:
         ess: target, a share of the tokens.
-        trainer_wait: share of a step; a trainer that waits no longer has no use for a larger eta.
-        floor, ceiling: of eta.
-        every: steps from one judgement to the next, at least.
-        patience: judgements below the target, one after another, before eta falls.
-        step: of a change.
+        trainer_wait: share of a step; if the trainer waits no longer than this, a larger eta does not help.
+        floor, ceiling: range of eta.
+        every: minimum number of steps between two judgements.
+        patience: number of judgements below the target in a row before eta decreases.
+        step: size of a change.
     """
 
     ess: float
@@ -37,14 +37,14 @@ class AdaptSettings:
 
 
 class EtaController:
-    """Controller of eta; takes one observation a step.
+    """Controller of eta; takes one observation per step.
 
     Args:
-        settings: of the run.
-        eta: to begin with.
+        settings: settings of the run.
+        eta: initial value.
 
     Attributes:
-        eta: in force from the step after the last observation on.
+        eta: value from the step after the last observation on.
     """
 
     def __init__(self, settings: AdaptSettings, eta: Fraction) -> None:
@@ -56,14 +56,14 @@ class EtaController:
         self._demanded = settings.ess
 
     def observe(self, ess: float, waited: float) -> str | None:
-        """Observe one step, and change eta where enough of them say so.
+        """Observe one step, and change eta if enough observations agree.
 
         Args:
-            ess: effective sample size of the weights, a share; NaN where the step has none.
+            ess: effective sample size of the weights, a share; NaN if the step has none.
             waited: share of the step that the trainer waited for rows.
 
         Returns:
-            Why eta has changed; None if it has not.
+            The reason for a change of eta; None if it has not changed.
         """
         self._since += 1
         if self._unsettled:
@@ -102,12 +102,12 @@ class EtaController:
         if self.eta == before:
             return False
         self._low = 0
-        # Rows that were issued before the change are trained until then.
+        # Rows issued before the change are trained until then.
         self._unsettled = math.ceil(max(before, self.eta))
         return True
 
     def state(self) -> dict[str, Any]:
-        """Return the state for a checkpoint, in plain values."""
+        """Return the state for a checkpoint, as plain values."""
         return {
             "eta": str(self.eta),
             "window": [list(seen) for seen in self._window],
@@ -122,7 +122,7 @@ class EtaController:
         """Restore a checkpoint's ``state``, of a run with the same settings.
 
         Raises:
-            ValueError: eta is beyond floor and ceiling.
+            ValueError: eta is outside [floor, ceiling].
         """
         self.eta, settings = Fraction(state["eta"]), self.settings
         if not Fraction(str(settings.floor)) <= self.eta <= Fraction(str(settings.ceiling)):

@@ -1,4 +1,4 @@
-"""Versions that a row's chunks name, held against the step in which its prompt was issued and against its tokens."""
+"""Checks a row's recorded versions against the step in which its prompt was issued, and against its tokens."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from ..batch.weight_versions import read_extra_fields
 from .ages import RowTag, StalenessError
 
 RESPONSE_MASK = "response_mask"
-"""Column that runs are read from; turns are from ``EXTRA_FIELDS``."""
+"""Column for runs of tokens; turns come from ``EXTRA_FIELDS``."""
 
 
 Turns = Sequence[Sequence[Chunk]]
-"""Of one row: the chunks of each request."""
+"""The chunks of each request of one row."""
 
 
 def list_turns(data: TensorDict) -> list[Turns | None]:
-    """List the turns of each row; None for a row that notes none."""
+    """List the turns of each row; None for a row without recorded turns."""
     return [fields.get(CHUNKS) for fields in read_extra_fields(data)]
 
 
 def need_runs(rows: Sequence[RowTag], turns: Sequence[Turns | None]) -> bool:
-    """Return True if the response mask is needed to know whether a row has lost a chunk.
+    """Return True if the response mask is needed to detect a lost chunk.
 
-    A response has no more sampled tokens than tokens: those of one turn that is as long have a version each.
+    A response has at most as many sampled tokens as tokens: if one turn is that long, each token has a version.
     """
     return any(
         noted is not None and not (len(noted) == 1 and sum(tokens for _, tokens in noted[0]) >= row.length)
@@ -42,32 +42,33 @@ def check_noted(
 ) -> None:
     """Check that each token has a version, and none an older one than was in force when its prompt was issued.
 
-    A prompt that is issued in step s, also one that a checkpoint brought back, is sampled by version s - 1 or newer.
+    A prompt issued in step s, or restored from a checkpoint, is sampled by version s - 1 or newer.
 
     Args:
-        turns: of each row.
-        runs: lengths of the runs of each row's response mask; none where ``need_runs`` says so.
+        turns: turns of each row.
+        runs: lengths of the runs of each row's response mask; None if ``need_runs`` is False.
 
     Raises:
-        StalenessError: a client lost a chunk, or a rollout server tells an older version than it samples by.
+        StalenessError: a client lost a chunk, or a rollout server reports an older version than it samples with.
     """
     for row, noted, lengths in zip(rows, turns, runs or [[]] * len(rows), strict=True):
         if row.is_padding:
             continue
         if noted is not None and (lost := count_lost(noted, lengths)):
             raise StalenessError(
-                f"row {row.key} of step {step} has {row.length} tokens, and nobody noted which version of "
-                f"the weights sampled {lost} of them (offpolicy.staleness.eta={eta}, chunks "
+                f"sequence {row.key} of step {step} has {row.length} tokens, but the version of the weights that "
+                f"sampled {lost} of them was not recorded (offpolicy.staleness.eta={eta}, chunks "
                 f"{[list(turn) for turn in noted]}): the client of the rollout servers has lost a chunk, or the "
-                f"row's agent loop puts answers to several requests into one turn. Fix: let it ask under one request "
-                f"id, or set offpolicy.staleness.eta=null."
+                f"agent loop puts answers to several requests into one turn. Fix: use one request id per sequence in "
+                f"the agent loop, or set offpolicy.staleness.eta=null."
             )
         oldest = min([version for turn in noted or () for version, _ in turn], default=row.version)
         if oldest < row.issued - 1:
             raise StalenessError(
-                f"row {row.key} of step {step} says that version {oldest} of the weights sampled it, and its prompt "
-                f"was issued in step {row.issued}, under version {row.issued - 1} (offpolicy.staleness.eta={eta}): "
-                f"its rollout server tells another version than it samples by, or has not loaded these weights."
+                f"sequence {row.key} of step {step} reports that version {oldest} of the weights sampled it, but its "
+                f"prompt was issued in step {row.issued}, under version {row.issued - 1} "
+                f"(offpolicy.staleness.eta={eta}): its rollout server reports another version than it samples "
+                f"with, or has not loaded these weights."
             )
 
 
@@ -82,10 +83,10 @@ def count_versions(turns: Turns) -> int:
 
 
 def count_lost(turns: Turns, runs: Sequence[int]) -> int:
-    """Count the tokens of a row that its chunks should name a version of and do not.
+    """Count the tokens of a row without a recorded version.
 
-    Runs may be shorter than their turns, where verl has cut their end. Fewer turns than runs are those of an agent loop
-    that asks under a new request id each turn, and cannot be laid out; none of them is lost.
+    Runs may be shorter than their turns if verl has truncated them. If there are fewer turns than runs, the agent loop
+    uses a new request id per turn; such rows cannot be assigned, and none of their tokens counts as lost.
 
     Example:
         >>> count_lost([[(3, 2), (4, 5)]], [7]), count_lost([[(3, 2)]], [7]), count_lost([[(3, 2)]], [2, 5])
@@ -106,7 +107,7 @@ def list_runs(response_mask: Tensor) -> list[list[int]]:
         [[2, 1], []]
     """
     rows = response_mask.unbind()
-    # A 0 behind each row parts its last run from the next row's first.
+    # A 0 after each row separates its last run from the next row's first.
     flat = torch.cat([torch.cat([row.bool(), row.new_zeros(1, dtype=torch.bool)]) for row in rows])
     before = torch.cat([flat.new_zeros(1), flat[:-1]])
     starts, ends = (flat & ~before).nonzero()[:, 0], (before & ~flat).nonzero()[:, 0]

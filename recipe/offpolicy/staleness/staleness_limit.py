@@ -1,9 +1,9 @@
-"""The limit of staleness of verl's asynchronous V1 trainers: issue by the rate limit, and prove the ages.
+"""The staleness limit of verl's asynchronous V1 trainers: limits the rate of issue and proves the ages.
 
-Seams in verl 0.9.1, see ``verl_patches.replay_buffer``: ``_resolve_filter_groups_metric(self)``,
-``_add_prompts_to_generate(self, num_prompts)`` and ``_restored_tq_prompt_count``, which its ``_load_checkpoint`` sets,
-of ``verl.trainer.ppo.v1.trainer_base.PPOTrainer``, and the hooks of the add-on. Prompts are issued by nothing else:
-verl's warm-up, batches and replacements all come by ``submit_prompts``.
+Patched or read in verl 0.9.1, see ``verl_patches.replay_buffer``: ``_resolve_filter_groups_metric(self)``,
+``_add_prompts_to_generate(self, num_prompts)`` and ``_restored_tq_prompt_count``, which ``_load_checkpoint`` sets, of
+``verl.trainer.ppo.v1.trainer_base.PPOTrainer``, and the hooks of the add-on. No other code issues prompts: verl's
+warm-up, batches and replacements all call ``submit_prompts``.
 """
 
 from __future__ import annotations
@@ -39,21 +39,21 @@ from .tally import Tally
 logger = logging.getLogger("verl.offpolicy")
 
 _MASKS = ("response_mask", "loss_mask")
-"""Columns that say which tokens the loss has: verl's losses read the first, its engines count by the second."""
+"""Columns that define the loss's tokens: verl's losses read the first, its engines count by the second."""
 _SEEN = "offpolicy/staleness/max"
-"""Age of the oldest row in the loss, from the workers."""
+"""Age of the oldest row in the loss, reported by the workers."""
 _MEAN = "offpolicy/staleness/mean"
 _TOKENS = tuple(f"offpolicy/staleness/{age}/token_count" for age in ("is0", "is1", "is2", "ge3"))
 _ESS = "offpolicy/weight/ess"
-"""Effective sample size of the weights as applied, over all updates of the step."""
+"""Effective sample size of the applied weights, over all updates of the step."""
 
 
 class StalenessLimit(AddOn):
     """``offpolicy.staleness`` with eta.
 
     Args:
-        run: by an asynchronous V1 trainer.
-        settings: of the limit.
+        run: a run by an asynchronous V1 trainer.
+        settings: settings of the limit.
     """
 
     clock = staticmethod(time.monotonic)
@@ -64,7 +64,7 @@ class StalenessLimit(AddOn):
         self.age_limit = AgeLimit(self.rate_limit.eta)
         self.controller = None if settings.adapt is None else EtaController(settings.adapt, self.rate_limit.eta)
         self.tally = Tally()
-        self._updates_made = 0  # by the running step
+        self._updates_made = 0  # in the current step
 
     @property
     def _step(self) -> int:
@@ -78,7 +78,7 @@ class StalenessLimit(AddOn):
     def replay_buffer(self, build: Callable[[], Any]) -> BoundedReplayBuffer:
         settings, trainer = self.settings, self._run.trainer
         logger.info(
-            "%s=%s, too_old=%s: prompts are issued by this limit, and rows trained at most %d versions old.",
+            "%s=%s, too_old=%s: this limit issues the prompts; sequences are trained at an age of at most %d versions.",
             *(ETA, self._eta, settings.too_old, self.age_limit.oldest),
         )
         v1 = self._run.config.trainer.v1
@@ -101,13 +101,13 @@ class StalenessLimit(AddOn):
         return format_eta(self.rate_limit.eta)
 
     def warm_up_prompts(self, add: Callable[[Any], None], batches: Any) -> None:
-        """Leave the first prompts to the first step, which has room for all of them."""
+        """Leave the first prompts to the first step, which can issue all of them."""
 
     def issue_prompts(self, add: Callable[[], None]) -> None:
         limit, step = self.rate_limit, self._step
         trained = (step - 1) * limit.batch
         if (lost := limit.account - trained - self._buffer.count_prompts(step)) > 0:
-            logger.warning("%d prompts are gone that were neither trained nor evicted; others take their place.", lost)
+            logger.warning("%d prompts were lost without being trained or evicted; new prompts replace them.", lost)
             limit.left(lost)
             self.tally.lost += lost
         self.tally.room = max(limit.room(step), 0)
@@ -118,7 +118,7 @@ class StalenessLimit(AddOn):
             self._run.trainer._add_prompts_to_generate(room)
 
     def _replace_prompts(self, evicted: int) -> None:
-        """Issue prompts in the place of groups that verl has evicted."""
+        """Issue prompts to replace groups that verl has evicted."""
         self.rate_limit.left(evicted)
         self._fill()
 
@@ -128,7 +128,7 @@ class StalenessLimit(AddOn):
         return send(batch)
 
     def _sample_anew(self, prompts: TensorDict) -> None:
-        """Issue prompts again, which the account holds already."""
+        """Issue prompts again that the account already counts."""
         tu.assign_non_tensor_data(prompts, "global_steps", self._step)
         self._run.verls._submit_batch_to_rollout(prompts)
 
@@ -147,7 +147,7 @@ class StalenessLimit(AddOn):
         return batch
 
     def _change_eta(self, step: int, eta: Fraction) -> None:
-        """Put another eta in force from ``step`` on."""
+        """Use another eta from ``step`` on."""
         self.rate_limit.eta = eta
         self.age_limit.change(step, eta)
 
@@ -156,7 +156,7 @@ class StalenessLimit(AddOn):
         return compute(batch)
 
     def _check_noted(self, batch: Any) -> None:
-        """Check what the servers and the client say of versions."""
+        """Check the versions reported by the servers and the client."""
         with name_missing_column():
             columns = read_columns(batch, RESPONSE_MASK, EXTRA_FIELDS)
         rows, turns = read_tags(batch.keys, batch.tags), list_turns(columns)
@@ -166,7 +166,7 @@ class StalenessLimit(AddOn):
         self.tally.spans.add(map(count_versions, noted))
 
     def _check_ages(self, batch: Any) -> tuple[list[RowTag], list[int], list[RowTag]]:
-        """Check that no row that enters the loss is too old; return all rows, the places of others, and these."""
+        """Check that no row in the loss is too old; return all rows, the positions of too old ones, and the others."""
         rows = read_tags(batch.keys, batch.tags)
         too_old = find_too_old(rows, self._step, self.age_limit) if self.settings.masks else []
         kept = [row for i, row in enumerate(rows) if i not in too_old and not row.is_padding]
@@ -194,10 +194,10 @@ class StalenessLimit(AddOn):
     def _update_without(
         self, run: Callable[[Any], Any], too_old: list[int], rows: list[RowTag], batch: Any
     ) -> tuple[Any, list[RowTag]]:
-        """Update without rows that are too old, whose rewards are in their groups' baselines by now.
+        """Update without rows that are too old; their rewards are already in their groups' baselines.
 
         Returns:
-            The batch with its masks as they were, and the rows that are in the loss with an advantage of 0.
+            The batch with its original masks, and the rows that are in the loss with an advantage of 0.
         """
         split = self._run.split_batch()
         groups = assign_mini_batches(len(rows), ranks=split.ranks, rows_a_mini_batch=split.mini_batch_rows)
@@ -211,10 +211,10 @@ class StalenessLimit(AddOn):
         batch = self._run.take_out(batch, why, masked=keys[0], silenced=keys[1])
         self._run.seal(batch, {"advantages": silent})
         if self._run.supervision.wants_sampled:
-            # The loss is to use the mu of these rows alone.
+            # The loss must use the mu of these rows only.
             self._run.supervision.sampled(read_columns(batch, *SAMPLED))
         batch = run(batch)
-        # verl's own metrics are of all rows.
+        # verl's own metrics cover all rows.
         return put_columns(batch, **{name: columns[name] for name in _MASKS}), [rows[i] for i in sorted(silenced)]
 
     @property
@@ -232,19 +232,19 @@ class StalenessLimit(AddOn):
                 self._resume(step, waiting, read_staleness(self._run.config) or {})
 
     def _resume(self, step: int, waiting: int, saved: Mapping[str, Any]) -> None:
-        """Go on after ``step`` steps with the prompts that the checkpoint brought back, and what it says of eta."""
+        """Resume after ``step`` steps with the restored prompts and the checkpoint's state of eta."""
         self.rate_limit.restore(step, waiting)
         if self.controller is not None and "adapt" in saved:
             if changed := find_changes(saved["adapt"], asdict(self.controller.settings), ADAPT):
-                logger.warning("eta begins anew at %s:%s", self._eta, "".join(f"\n  {line}" for line in changed))
+                logger.warning("eta restarts at %s:%s", self._eta, "".join(f"\n  {line}" for line in changed))
             else:
                 self.controller.restore(saved["controller"])
                 self._change_eta(step + 1, self.controller.eta)
         self.age_limit.restore(step, before := saved.get("eta"), saved.get("changes", ()))
         if before != self._eta:
             logger.warning(
-                "resuming with %s=%s; the checkpoint was trained with %s. Rows that it brought back may be older.",
+                "resuming with %s=%s; the checkpoint was trained with %s. Restored sequences may be older.",
                 *(ETA, self._eta, "verl's own keys" if before is None else before),
             )
         if (missing := saved.get("account", 0) - self.rate_limit.account) > 0:
-            logger.warning("%d prompts that waited when the checkpoint was made have not come back.", missing)
+            logger.warning("%d prompts that waited at the checkpoint were not restored.", missing)

@@ -21,13 +21,13 @@ TooOld = Literal["wait", "mask", "refresh", "drop"]
 
 @dataclass(frozen=True)
 class StalenessSettings:
-    """Settings of a run whose staleness is bounded.
+    """Settings of a run with bounded staleness.
 
     Attributes:
-        eta: batches by which sampling may run ahead of training; to begin with, where ``adapt`` moves it.
-        too_old: what becomes of prompts that take longer.
-        refresh_limit: times that a prompt is sampled anew.
-        adapt: how eta moves; None where it is fixed.
+        eta: batches by which sampling may run ahead of training; the initial value if ``adapt`` moves it.
+        too_old: treatment of prompts that take longer.
+        refresh_limit: number of times that a prompt is sampled again.
+        adapt: how eta moves; None if it is fixed.
     """
 
     eta: float
@@ -45,7 +45,7 @@ class StalenessSettings:
 
     @classmethod
     def from_config(cls, config: DictConfig) -> StalenessSettings | None:
-        """Read the settings of a checked configuration; None where verl's own keys are in force."""
+        """Read the settings of a checked configuration; None if verl's own keys apply."""
         values = KEYS.read(config)
         if not isinstance(values, Mapping) or values.get("eta") is None:
             return None
@@ -53,7 +53,7 @@ class StalenessSettings:
 
     @property
     def oldest_age(self) -> int:
-        """The greatest age, in versions, at which a row is trained."""
+        """The largest age, in versions, at which a row is trained."""
         return math.ceil(self.eta if self.adapt is None else self.adapt.ceiling)
 
     @property
@@ -86,14 +86,14 @@ KEYS = Section(
             lambda values: (
                 values["eta"] == 0 and values["too_old"] in ("drop", "refresh") and values["adapt.ess"] is None
             ),
-            "every prompt of a step is waited for, so that none becomes too old.",
+            "every prompt of a step is waited for, so none becomes too old.",
             lambda values: "wait",
             "eta",
         ),
         Rule(
             "eta",
             lambda values: values["adapt.ess"] is not None and values["eta"] is None,
-            f"{TARGET} moves it from a value, and null leaves staleness to verl's own keys.",
+            f"{TARGET} moves eta from an initial value, and null leaves staleness to verl's own keys.",
             lambda values: values["adapt.floor"],
             "adapt.ess",
         ),
@@ -111,14 +111,14 @@ KEYS = Section(
                 and values["adapt.floor"] <= values["adapt.ceiling"]
                 and not values["adapt.floor"] <= values["eta"] <= values["adapt.ceiling"]
             ),
-            "it begins outside of adapt.floor and adapt.ceiling.",
+            "it starts outside [adapt.floor, adapt.ceiling].",
             lambda values: min(max(values["eta"], values["adapt.floor"]), values["adapt.ceiling"]),
             "adapt.ess",
         ),
         Rule(
             "too_old",
             lambda values: values["adapt.ess"] is not None and values["too_old"] == "drop",
-            "verl drops by one threshold for all prompts, and eta moves.",
+            "verl drops by one threshold for all prompts, but eta moves.",
             lambda values: "wait",
             "adapt.ess",
         ),
@@ -126,4 +126,4 @@ KEYS = Section(
     {"eta": 2, "adapt.ess": 0.9},
 )
 find_problems = KEYS.find_problems
-"""Find what is wrong with ``offpolicy.staleness`` by itself."""
+"""Find invalid values of ``offpolicy.staleness``."""

@@ -1,4 +1,4 @@
-"""Counts of one run whose staleness is bounded, for ``offpolicy/staleness/``."""
+"""Counts of a run with bounded staleness, for ``offpolicy/staleness/``."""
 
 from __future__ import annotations
 
@@ -19,31 +19,31 @@ class Mean:
     count: float = 0
 
     def add(self, values: Iterable[float]) -> None:
-        """Add some values."""
+        """Add values."""
         for value in values:
             self.total += value
             self.count += 1
 
     @property
     def value(self) -> float:
-        """NaN of no values."""
+        """Mean of the values; NaN if there are none."""
         return self.total / self.count if self.count else math.nan
 
 
 @dataclass
 class Tally:
-    """Counts of the running step, and lengths since the run began.
+    """Counts of the current step, and lengths since the run began.
 
     Attributes:
-        issued, refreshed, lost: prompts: issued, sampled anew, and gone without being trained, failed, filtered or
-            replaced by themselves.
-        room: prompts that the step had room for when it began.
+        issued, refreshed, lost: prompts that were issued, sampled again, and lost (not trained, failed, filtered or
+            replaced).
+        room: prompts that the step could issue when it began.
         waited: seconds that the trainer waited for rows.
-        tokens, masked_tokens: of the rows that were sampled for training, and of these of masked rows.
-        in_flight, in_queue: versions that came while a row was sampled, and since it was finished, of rows in the loss.
-        spans: versions that sampled a row, of rows that note them by token.
+        tokens, masked_tokens: tokens of the rows that were sampled for training, and of the masked ones among them.
+        in_flight, in_queue: versions made while a row was sampled, and after it was finished, for rows in the loss.
+        spans: number of versions that sampled a row, for rows with per-token versions.
         updates: age of a token in updates.
-        too_old, trained: lengths of rows that were too old, whatever became of them, and of the others.
+        too_old, trained: lengths of rows that were too old, in any treatment, and of the others.
     """
 
     issued: int = 0
@@ -61,13 +61,13 @@ class Tally:
     trained: Mean = field(default_factory=Mean)
 
     def begin(self) -> None:
-        """Forget the last step."""
+        """Reset the step's counts."""
         self.issued = self.refreshed = self.lost = self.room = self.tokens = self.masked_tokens = 0
         self.waited = 0.0
         self.in_flight, self.in_queue, self.spans, self.updates = Mean(), Mean(), Mean(), Mean()
 
     def add_rows(self, kept: Sequence[RowTag], too_old: Sequence[RowTag], step: int) -> None:
-        """Add the rows of one update of ``step``, and those that leave its loss."""
+        """Add the rows of one update of ``step``, and those removed from its loss."""
         self.trained.add(row.length for row in kept)
         self.too_old.add(row.length for row in too_old)
         masked = sum(row.length for row in too_old)
@@ -80,18 +80,18 @@ class Tally:
         """Add the mean age of the tokens of one update, in versions.
 
         Args:
-            update: updates of the step before this one.
-            updates: in a step, which makes one version.
+            update: number of updates of the step before this one.
+            updates: number of updates per step; a step makes one version.
         """
         if tokens:
             self.updates.total += tokens * (mean * updates + update)
             self.updates.count += tokens
 
     def metrics(self, eta: float, waited_share: float) -> dict[str, float]:
-        """Return the metrics of the step, by the names that the logger gets.
+        """Return the metrics of the step, under their logged names.
 
         Args:
-            waited_share: of the step's seconds.
+            waited_share: share of the step's seconds.
         """
         values = {
             "eta": eta,

@@ -1,7 +1,7 @@
-"""Snapshots of the weights of the latest updates, by which a V1 run says which of them rows were sampled by.
+"""Snapshots of the weights of recent updates, from which a V1 run identifies the weights that sampled its rows.
 
-Seams in verl 0.9.1: ``save_model_to_cpu(n)``, ``restore_model_from_cpu(n)`` and ``clear_cpu_model(n)`` of
-``DetachActorWorker``, which verl's own separate_async mode uses alike.
+Called functions of verl 0.9.1: ``save_model_to_cpu(n)``, ``restore_model_from_cpu(n)`` and ``clear_cpu_model(n)`` of
+``DetachActorWorker``, which verl's own separate_async mode also uses.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ class WeightSnapshots(AddOn):
     """``offpolicy.late_weights`` with snapshots.
 
     Args:
-        run: by the V1 trainer.
-        settings: of the snapshots.
+        run: a run by the V1 trainer.
+        settings: settings of the snapshots.
     """
 
     def __init__(self, run: V1Run, settings: SnapshotSettings) -> None:
         self._run, self._settings = run, settings
-        self._kept: deque[str] = deque()  # names of the weights that are kept, the present ones last
-        self._told: list[int] = []  # lags that the log has told
+        self._kept: deque[str] = deque()  # names of the kept weights, the current ones last
+        self._told: list[int] = []  # lags that were logged
 
     def actor_class(self, worker: type) -> type:
         engine_loss.check(trainer_v1.SEAMS_OF_SNAPSHOTS)
@@ -47,9 +47,9 @@ class WeightSnapshots(AddOn):
         return compute(batch)
 
     def _find_lag(self, view: BatchView) -> dict[str, float]:
-        """Score a few rows under the weights of each update that is kept; return metrics.
+        """Score a few rows under the weights of each kept update; return metrics.
 
-        An update's weights are kept under its step's name, whatever names verl's separate_async uses beside them.
+        An update's weights are stored under its step's name, which verl's separate_async names do not clash with.
         """
         workers, kept = self._run.workers, self._kept
         kept.append(f"offpolicy-{self._run.global_steps}")
@@ -77,8 +77,8 @@ class WeightSnapshots(AddOn):
         if lag and lag not in self._told:
             self._told.append(lag)
             logger.warning(
-                "the rollout engine's weights lag by %d update%s: mu of %d rows is %.2g nats a token from the weights "
-                "of then, and %.2g from the present ones. verl's versions do not see it: they count what was sent.",
+                "the rollout engine's weights lag by %d update%s: mu of %d sequences is %.2g nats per token from those "
+                "weights, and %.2g from the current ones. verl's versions do not show it: they count sent weights.",
                 *(lag, "" if lag == 1 else "s", len(rows), apart[lag], apart[0]),
             )
         known = float("nan") if lag is None else float(lag)

@@ -1,4 +1,4 @@
-"""Supports of a micro-batch's tokens, laid out over the tokens of one forward."""
+"""Supports of a micro-batch's tokens, mapped to the tokens of one forward."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from .token_supports import TokenSupports
 
 @dataclass(frozen=True)
 class ResponseTokens:
-    """Places of a micro-batch's response tokens, in the order of its columns.
+    """Positions of a micro-batch's response tokens, in the order of its columns.
 
     Attributes:
-        places: (R,) int64, among the micro-batch's tokens; 0 on padding.
+        places: (R,) int64, position among the micro-batch's tokens; 0 on padding.
         trained: (R,) bool, the response mask.
-        nested: columns are nested by row, and have no padding.
+        nested: columns are nested by row, without padding.
     """
 
     places: Tensor
@@ -33,10 +33,10 @@ class ResponseTokens:
 
     @classmethod
     def of(cls, data: TensorDict, offsets: Tensor) -> ResponseTokens:
-        """Read them.
+        """Build the positions of one micro-batch.
 
         Args:
-            offsets: (B + 1,) of the rows' prompts and responses.
+            offsets: (B + 1,) start of each row's prompt and response.
         """
         mask = data["response_mask"]
         if mask.is_nested:
@@ -60,17 +60,17 @@ class BatchSupports:
     """Supports of the n sampled tokens of a micro-batch whose rows have a note.
 
     Attributes:
-        places: (n,) int64, of each among the micro-batch's tokens.
-        rows, within: (n,) int64, its row, and its place in there.
-        ids: (n, K) int64, filled up with -1; without members where the support is not known.
+        places: (n,) int64, position of each token in the micro-batch.
+        rows, within: (n,) int64, row of each token, and its position in the row.
+        ids: (n, K) int64, padded with -1; empty if the support is unknown.
         sizes: (n,) int64.
-        known, unknown: (k,) and (u,) int64, which of the n tokens are which.
-        truncated: int64, which of the known are not the whole vocabulary.
-        checksums: (B,) int64, of the notes.
-        compared: (B,) bool, rows that have a note of all of their tokens.
-        bytes: of sizes and ids, as they came.
-        masses: (least, greatest) of mu over known supports.
-        unknown_mass: sum of mu over what was returned of the others.
+        known, unknown: (k,) and (u,) int64, indices of tokens with known and unknown support.
+        truncated: int64, indices of known supports that are smaller than the vocabulary.
+        checksums: (B,) int64, checksums of the notes.
+        compared: (B,) bool, rows with a note for all of their tokens.
+        bytes: bytes of sizes and ids, as received.
+        masses: (minimum, maximum) of mu's sum over known supports.
+        unknown_mass: sum of mu over the ids returned for tokens of unknown support.
     """
 
     places: Tensor
@@ -88,13 +88,13 @@ class BatchSupports:
     unknown_mass: float
 
     def hash_rows(self, tokens: Tensor) -> Tensor:
-        """Compute the checksum of each row, (B,) int64, with the (n,) tokens that stand at the places."""
+        """Compute the checksum of each row, (B,) int64, with the (n,) tokens at these positions."""
         parts = hash_supports(self.within, tokens, self.ids)
         return torch.zeros_like(self.checksums).index_add_(0, self.rows, parts)
 
 
 def read_notes(data: TensorDict) -> list[RowSupports | None]:
-    """Read the note of each row; None where there is none, or one whose parts do not fit each other."""
+    """Read the note of each row; None if it is missing or inconsistent."""
     if NOTE in data.keys():
         found: list[Any] = [getattr(row, "data", row) for row in data[NOTE]]
     else:
@@ -104,10 +104,10 @@ def read_notes(data: TensorDict) -> list[RowSupports | None]:
 
 
 def lay_out_supports(data: TensorDict, layout: TokenLayout, vocabulary: int) -> BatchSupports:
-    """Lay the supports of a micro-batch out over its tokens; entries beyond the end of a row are left out.
+    """Map the supports of a micro-batch to its tokens; entries beyond the end of a row are dropped.
 
     Args:
-        vocabulary: number of logits of a token.
+        vocabulary: number of logits per token.
     """
     notes, offsets = read_notes(data), layout.offsets.tolist()
     places, rows, within = [], [], []

@@ -1,4 +1,4 @@
-"""A client of verl's rollout servers that notes the supports that each row's tokens were sampled from."""
+"""A client of verl's rollout servers that records the support that each token was sampled from."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from .token_supports import TokenSupports
 from .truncated_softmax import SupportError
 
 ANSWER = "offpolicy_support_answer"
-"""Key of a server's answer among its extra fields: ``TokenSupports`` of the tokens that it sampled."""
+"""Key in a server's extra fields: ``TokenSupports`` of the tokens that it sampled."""
 _rows: WeakValueDictionary[str, SupportNote] = WeakValueDictionary()
-"""Rows whose agent loop still holds what the client gave it, by request id; here, for the client itself is pickled."""
+"""Rows whose agent loop still holds the client's result, by request id; global because the client is pickled."""
 
 
 class SupportAttempts(LLMServerClient):
     """verl's client with ``NOTE`` in ``extra_fields``.
 
-    A tool agent keeps the extra fields of its first turn, in which the note of the row is brought up to date. Tokens
-    without an answer of the server's stay without an entry, by which the worker stops the run: raised here, verl would
-    take it for a row that failed, and go on without it.
+    A tool agent keeps the extra fields of its first turn, so this client updates the row's note in these. Tokens that
+    the server answered without a support have no entry, and the worker then stops the run. An error here would not stop
+    it: verl would count the row as failed and continue.
     """
 
     shares_ids: bool
-    """True if rows have ids in common."""
+    """True if different rows can have the same request id."""
 
     async def generate(self, request_id: str, *, prompt_ids: list[int], **kwargs: Any) -> Any:
-        """Generate as verl's client does, with the row's note."""
+        """Generate like verl's client, with the row's note."""
         output = await super().generate(request_id, prompt_ids=prompt_ids, **kwargs)
         supports = output.extra_fields.pop(ANSWER, None)
         note = SupportNote() if self.shares_ids else _rows.setdefault(request_id, SupportNote())
@@ -41,11 +41,11 @@ class SupportAttempts(LLMServerClient):
 
 
 class SupportResumingClient(FullyAsyncLLMServerClient, SupportAttempts):
-    """The same of verl's client that resumes requests which a synchronisation has aborted."""
+    """``SupportAttempts`` for verl's client that resumes requests aborted by a synchronisation."""
 
     async def generate(self, request_id: str, **kwargs: Any) -> Any:
-        """Generate as verl's client does; it hands on the extra fields of no attempt."""
-        # The note has to outlive the attempts, which the row's table alone does not see to.
+        """Generate like verl's client, which does not return the extra fields of its attempts."""
+        # Keeps the note alive over all attempts; the table holds it only weakly.
         note = _rows.setdefault(request_id, SupportNote())
         output = await super().generate(request_id, **kwargs)
         output.extra_fields[NOTE] = note
@@ -53,10 +53,10 @@ class SupportResumingClient(FullyAsyncLLMServerClient, SupportAttempts):
 
 
 class SupportVersionedClient(VersionedClient, SupportAttempts):
-    """The same of the client that notes versions by token."""
+    """``SupportAttempts`` for the client that records versions per token."""
 
     async def generate(self, request_id: str, **kwargs: Any) -> Any:
-        """Generate as the client does that notes versions."""
+        """Generate like the client that records versions."""
         note = _rows.setdefault(request_id, SupportNote())
         output = await super().generate(request_id, **kwargs)
         output.extra_fields[NOTE] = note
@@ -71,22 +71,22 @@ _NOTING: dict[type, type[SupportAttempts]] = {
 
 
 def note_supports(client: LLMServerClient) -> LLMServerClient:
-    """Build the client that notes supports in the place of another.
+    """Replace a client by one that records supports.
 
     Raises:
-        SupportError: it is none of verl's, or rows that are resumed have ids in common.
+        SupportError: it is not one of verl's clients, or resumed rows can have the same request id.
     """
     if (kind := _NOTING.get(type(client))) is None:
         raise SupportError(
-            f"the client of the rollout servers is {type(client).__name__}, and supports are noted by verl's own "
-            f"alone. Fix: take verl's, or set correction.support=null."
+            f"the client of the rollout servers is {type(client).__name__}, but supports are recorded only for verl's "
+            f"own clients. Fix: use verl's client, or set correction.support=null."
         )
     noting: Any = kind.__new__(kind)
     noting.__dict__.update(vars(client))
     noting.shares_ids = bool(getattr(client.config.actor_rollout_ref.rollout, "full_determinism", False))
     if noting.shares_ids and kind is not SupportAttempts:
         raise SupportError(
-            "with full_determinism rows have ids in common, and a resumed request cannot be told from another row's. "
+            "with full_determinism different sequences have the same request id, so a resumed request is ambiguous. "
             "Fix: set actor_rollout_ref.rollout.full_determinism=false, or correction.support=null."
         )
     return noting

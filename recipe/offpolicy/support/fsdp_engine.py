@@ -1,7 +1,7 @@
-"""The support's replay in verl's FSDP engine: two methods of the engine's instance are wrapped, nothing is copied.
+"""Support replay in verl's FSDP engine: wraps two methods of the engine's instance, copies nothing.
 
-Seams in verl 0.9.1, see ``verl_patches.truncated_sampling``: ``prepare_model_outputs(self, output, output_args,
-micro_batch, logits_processor_func)`` turns logits into log-probs, and ``forward_backward_batch(self, data,
+Patched functions in verl 0.9.1, see ``verl_patches.truncated_sampling``: ``prepare_model_outputs(self, output,
+output_args, micro_batch, logits_processor_func)`` turns logits into log-probs, and ``forward_backward_batch(self, data,
 loss_function, forward_only=False)`` returns an update's metrics.
 """
 
@@ -26,15 +26,15 @@ from .truncated_softmax import SupportError, compute_truncated_log_probs
 REPORT = "offpolicy_support_report"
 """Key of the ``SupportReport`` in the metrics of an update."""
 FLAG = "offpolicy_support_replayed"
-"""Key of a batch whose log-probs are those over the support, in the forward pass of pi_old and in updates."""
+"""Key of a batch whose log-probs are taken over the support: in the forward pass of pi_old and in updates."""
 
 
 class SupportEngine:
     """Replay around one engine.
 
     Args:
-        engine: verl's, initialised.
-        unknown: what becomes of tokens whose support is not known.
+        engine: verl's engine, initialised.
+        unknown: treatment of tokens whose support is unknown.
     """
 
     def __init__(self, engine: Any, unknown: SupportUnknown) -> None:
@@ -46,10 +46,10 @@ class SupportEngine:
         engine.forward_backward_batch = self.forward_backward_batch
 
     def forward_backward_batch(self, data: TensorDict, loss_function: Any, forward_only: bool = False) -> Any:
-        """Run verl's; an update's metrics get a report.
+        """Run verl's method; an update's metrics get a report.
 
         Raises:
-            SupportError: tokens have no support, or one that is not theirs; before the optimizer steps.
+            SupportError: tokens have no support, or another token's; raised before the optimizer steps.
         """
         self._tally, self._trains = SupportTally(), not forward_only
         output = self._run(data, loss_function, forward_only=forward_only)
@@ -63,10 +63,10 @@ class SupportEngine:
     def prepare_model_outputs(
         self, output: Any, output_args: dict[str, Any], micro_batch: TensorDict, logits_processor_func: Any
     ) -> dict[str, Any]:
-        """Prepare as verl does, and renormalise log-probs over the support; entropy stays verl's.
+        """Prepare like verl, and renormalise log-probs over the support; the entropy stays verl's.
 
-        An update's get ``FULL_LOG_PROBS``, which the KL term reads, ``SUPPORT_SIZE``, which is recorded, and
-        ``WITHHELD`` where tokens leave the policy term.
+        Outputs of an update also get ``FULL_LOG_PROBS``, which the KL term reads, ``SUPPORT_SIZE``, which is recorded,
+        and ``WITHHELD`` if tokens leave the policy term.
         """
         found: dict[str, Any] = self._prepare(
             output=output,
@@ -87,16 +87,16 @@ class SupportEngine:
         values = full.values()
         tokens = micro_batch["input_ids"].values()[supports.places]
         truncated = _truncate(logits, output_args, layout, supports, tokens)
-        # What belongs to a token stands at the one before it.
+        # Values of a token are stored at the position before it.
         mixed = values
         if truncated is not None:
             whole = len(supports.truncated) < len(supports.known) or (len(supports.unknown) and self.unknown == "full")
-            # Without a token over the vocabulary, none of its gradient is made beside the support's.
+            # If no token uses the whole vocabulary, its gradient is not computed.
             mixed = values if whole else values.detach()
             mixed = mixed.index_put((supports.places[supports.truncated] - 1,), truncated.to(values.dtype))
         found["log_probs"] = torch.nested.nested_tensor_from_jagged(mixed, full.offsets())
         responses = ResponseTokens.of(micro_batch, layout.offsets)
-        # Until an update's first step pi is the policy whose weights sampled, where nothing is stale.
+        # Before an update's first step, pi is the policy that sampled, unless the data is stale.
         mu = micro_batch[ROLLOUT_LOG_PROBS] if self._fresh else None
         self._tally.add(supports, tokens, responses, mixed.detach(), values.detach(), mu)
         if self._trains:
@@ -108,7 +108,7 @@ class SupportEngine:
 
 
 def _spread(values: Tensor, places: Tensor, like: Any) -> Tensor:
-    """Lay values of the tokens at these places out as log-probs are: nested, each one place before its token."""
+    """Arrange values of the tokens at these positions like log-probs: nested, each one position before its token."""
     laid = values.new_zeros(like.values().shape)
     laid[places - 1] = values
     return torch.nested.nested_tensor_from_jagged(laid, like.offsets())
@@ -117,7 +117,7 @@ def _spread(values: Tensor, places: Tensor, like: Any) -> Tensor:
 def _truncate(
     logits: Tensor, output_args: dict[str, Any], layout: TokenLayout, supports: BatchSupports, tokens: Tensor
 ) -> Tensor | None:
-    """Compute the log-probs of tokens whose support is a part of the vocabulary; None where there are none."""
+    """Compute the log-probs of tokens whose support is smaller than the vocabulary; None if there are none."""
     chosen = supports.truncated
     if not len(chosen):
         return None
@@ -132,5 +132,5 @@ def _truncate(
 
 
 def install_support(worker: Any, unknown: SupportUnknown) -> None:
-    """Let the engine of verl's actor worker renormalise its policy over the replayed support."""
+    """Make the engine of verl's actor worker renormalise its policy over the replayed support."""
     SupportEngine(worker.actor.engine, unknown)

@@ -1,4 +1,4 @@
-"""Settings that the support's replay does not go together with."""
+"""Settings that are incompatible with support replay."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from ..correction.requirement import Requirement
 _ACTOR, _MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.model"
 _ROLLOUT = "actor_rollout_ref.rollout"
 _REFERENCE = "the reference is the same engine without its adapter."
-_SPLIT = "supports are not split over the ranks of a sequence."
-_SERVER = "it has servers or workers of its own, beside which those that keep the support are not tested."
-_FULL = "it reads log-probs over the whole vocabulary, and the worker's are over the support."
+_SPLIT = "supports are not split over sequence-parallel ranks."
+_SERVER = "it uses its own servers or workers, which were not tested together with those for the support."
+_FULL = "it reads log-probs over the whole vocabulary, but the worker's are over the support."
 REQUIREMENTS = (
-    Requirement(f"{_ROLLOUT}.mtp.enable_rollout", (False,), "tokens are proposed by another model first."),
-    Requirement(f"{_ROLLOUT}.disaggregation.enabled", (False,), "a request passes two servers."),
+    Requirement(f"{_ROLLOUT}.mtp.enable_rollout", (False,), "a draft model proposes tokens first."),
+    Requirement(f"{_ROLLOUT}.disaggregation.enabled", (False,), "a request passes through two servers."),
     Requirement(f"{_MODEL}.use_fused_kernels", (False,), "fused kernels hide the logits."),
-    Requirement(f"{_MODEL}.mtp.enable", (False,), "further tokens are predicted, whose support nobody knows."),
+    Requirement(f"{_MODEL}.mtp.enable", (False,), "further tokens are predicted, whose support is unknown."),
     Requirement(f"{_MODEL}.lora_rank", (0,), _REFERENCE),
     Requirement(f"{_MODEL}.lora.rank", (0,), _REFERENCE),
     Requirement(f"{_MODEL}.lora_adapter_path", (None,), _REFERENCE),
@@ -27,4 +27,4 @@ REQUIREMENTS = (
     Requirement("process_reward", (None,), _SERVER),
     Requirement("opd", (None,), _FULL),
 )
-"""A section that is on has the value "on"."""
+"""An enabled section has the value "on"."""

@@ -1,4 +1,4 @@
-"""Note that a client makes of the supports of one row's sampled tokens, which travels in the row's extra fields."""
+"""A client's note of the supports of one row's sampled tokens, sent in the row's extra fields."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _NONE = np.zeros(0, np.float32)
 
 @dataclass(frozen=True)
 class RowSupports:
-    """The note of one row as it is read.
+    """The note of one row, as read.
 
     Attributes:
-        spans: (first place, tokens) of each run of sampled tokens, places counted from the row's first token.
-        supports: of these tokens, without masses.
-        masses: the least and the greatest sum of mu over a known support, and the sum of what was returned of others.
-        checksum: of places, tokens and supports.
+        spans: (first position, tokens) of each run of sampled tokens; positions count from the row's first token.
+        supports: supports of these tokens, without masses.
+        masses: minimum and maximum of mu's sum over a known support, and the sum over the ids returned for others.
+        checksum: checksum of positions, tokens and supports.
     """
 
     spans: tuple[tuple[int, int], ...]
@@ -35,12 +35,12 @@ class RowSupports:
     checksum: int
 
     def list_places(self) -> Tensor:
-        """List the place of each sampled token in the row, int64."""
+        """List the position of each sampled token in the row, int64."""
         runs = [torch.arange(start, start + count) for start, count in self.spans]
         return torch.cat(runs) if runs else torch.zeros(0, dtype=torch.int64)
 
     def to_plain(self) -> dict[str, Any]:
-        """Return the plain values that travel, for TransferQueue makes mappings of classes."""
+        """Return plain values for sending, because TransferQueue turns classes into mappings."""
         return {
             "spans": [list(span) for span in self.spans],
             "sizes": self.supports.sizes,
@@ -51,7 +51,7 @@ class RowSupports:
 
 
 class SupportNote:
-    """The note of one row while it is sampled; pickled, it is the plain values of a ``RowSupports``."""
+    """The note of one row while it is sampled; it is pickled as the plain values of a ``RowSupports``."""
 
     def __init__(self) -> None:
         self._tokens: list[int] = []
@@ -62,12 +62,12 @@ class SupportNote:
         return dict, (self.finish().to_plain(),)
 
     def add(self, prompt: Sequence[int], sampled: Sequence[int], supports: TokenSupports) -> None:
-        """Add the tokens of a further request of the row: another turn's, or those behind an aborted attempt's.
+        """Add the tokens of a further request of the row: of another turn, or after an aborted attempt.
 
         Args:
-            prompt: ids of the request, which begin with the row's earlier tokens.
+            prompt: ids of the request, starting with the row's earlier tokens.
             sampled: ids that it sampled.
-            supports: of these.
+            supports: supports of the sampled ids.
         """
         shared = count_shared(self._tokens, prompt, len(prompt))
         kept = [(start, min(count, shared - start)) for start, count in self._spans if start < shared]
@@ -78,7 +78,7 @@ class SupportNote:
         self._supports = TokenSupports.concatenate([earlier, supports])
 
     def finish(self) -> RowSupports:
-        """Build the note as it travels."""
+        """Build the note for sending."""
         supports, masses = self._supports, self._supports.masses.astype(np.float64)
         known = supports.sizes > 0
         found = RowSupports(
@@ -94,12 +94,12 @@ class SupportNote:
 
 
 def hash_supports(places: Tensor, tokens: Tensor, ids: Tensor) -> Tensor:
-    """Compute each token's part of its row's checksum; it differs by place, token, and the ids and their order.
+    """Compute each token's part of its row's checksum; it depends on position, token, and the ids and their order.
 
     Args:
-        places: (n,) int64, in the row.
+        places: (n,) int64, position in the row.
         tokens: (n,) int64.
-        ids: (n, K) int64, filled up with -1, however far.
+        ids: (n, K) int64, padded with -1 to any width.
 
     Returns:
         (n,) int64, to be summed over a row; wraps around.
@@ -109,7 +109,7 @@ def hash_supports(places: Tensor, tokens: Tensor, ids: Tensor) -> Tensor:
 
 
 def read_note(found: Any) -> RowSupports | None:
-    """Read a row's note as it travels; None where it is none, or its parts do not fit each other."""
+    """Read a row's note as received; None if it is missing or inconsistent."""
     if isinstance(found, SupportNote):
         return found.finish()
     if not isinstance(found, Mapping):

@@ -1,6 +1,6 @@
-"""The support of truncated sampling in a run: servers, client, workers that replay it, and the proof.
+"""Support replay of truncated sampling in a run: servers, client, workers that replay it, and the proof.
 
-Seams in verl 0.9.1, see ``verl_patches.truncated_sampling``.
+``verl_patches.truncated_sampling`` lists the patched functions of verl 0.9.1.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class SupportReplay(AddOn):
     """Replay of the support by the actor's engine, for both trainers.
 
     Args:
-        settings: of the replay.
+        settings: settings of the replay.
     """
 
     def __init__(self, settings: SupportSettings) -> None:
@@ -48,7 +48,7 @@ class SupportReplay(AddOn):
         return note_supports(client)
 
     def batch_flags(self) -> dict[str, Any]:
-        # Rows of an extension's making were sampled from no support.
+        # Rows of an extension were not sampled from a support.
         return {FLAG: True}
 
     def on_update(self, metrics: dict[str, Any], batch: Any) -> None:

@@ -1,9 +1,9 @@
-"""vLLM servers that return, with each token, the ids that it could have been.
+"""vLLM servers that return with each token the ids that could have been sampled.
 
-Seams in verl 0.9.1: ``RolloutReplicaRegistry.register(name, loader)``, the attribute ``server_class`` of
-``vLLMReplica``, ``_preprocess_engine_kwargs(self, engine_kwargs)`` of ``vLLMHttpServer``, and in its ``generate`` the
-names ``SamplingParams``, by which it asks for a token's own log-prob alone (``logprobs=0``), and
-``extract_prompt_logprobs(output, num_prompt_logprobs, result_dict)``, which gets vLLM's answer whole.
+Patched in verl 0.9.1: ``RolloutReplicaRegistry.register(name, loader)``, the attribute ``server_class`` of
+``vLLMReplica``, ``_preprocess_engine_kwargs(self, engine_kwargs)`` of ``vLLMHttpServer``, and two names that its
+``generate`` uses: ``SamplingParams``, through which it requests only the sampled token's log-prob (``logprobs=0``), and
+``extract_prompt_logprobs(output, num_prompt_logprobs, result_dict)``, which receives vLLM's whole answer.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ Extract = Callable[[Any, int | None, dict[str, Any]], None]
 
 
 def ask_for_supports(build: Callable[..., Any], settings: SupportSettings) -> Callable[..., Any]:
-    """Wrap vLLM's ``SamplingParams``: a request for log-probs of the sampled tokens is one for those of K more."""
+    """Wrap vLLM's ``SamplingParams``: a request for the sampled tokens' log-probs also requests those of K more ids."""
 
     def build_asking(*args: Any, **kwargs: Any) -> Any:
         if kwargs.get("logprobs") == 0:
-            # Flat: two lists a request, and not an object an id.
+            # Flat: two lists per request instead of one object per id.
             kwargs |= {"logprobs": settings.size, "flat_logprobs": True}
             if settings.min_p is not None:
                 kwargs.setdefault("min_p", settings.min_p)
@@ -40,7 +40,7 @@ def ask_for_supports(build: Callable[..., Any], settings: SupportSettings) -> Ca
 
 
 def extract_supports(extract: Extract) -> Extract:
-    """Wrap verl's ``extract_prompt_logprobs``: the supports of the sampled tokens are put beside what it extracts."""
+    """Wrap verl's ``extract_prompt_logprobs`` to add the supports of the sampled tokens to its result."""
 
     def extract_both(output: Any, num_prompt_logprobs: int | None, result_dict: dict[str, Any]) -> None:
         extract(output, num_prompt_logprobs, result_dict)
@@ -48,7 +48,7 @@ def extract_supports(extract: Extract) -> Extract:
         if isinstance(found := sampled.logprobs, FlatLogprobs):
             count = len(sampled.token_ids)
             result_dict[ANSWER] = read_supports(found.token_ids, found.logprobs, count)
-            # verl reads the sampled token's own log-prob alone, and of flat ones would make an object an id.
+            # verl reads only the sampled token's log-prob, and would create one object per id from flat ones.
             step = max(len(found.token_ids) // max(count, 1), 1)
             own = zip(found.token_ids[::step], found.logprobs[::step], strict=True)
             sampled.logprobs = [{token: Logprob(log_prob)} for token, log_prob in own]
@@ -60,13 +60,13 @@ class SupportServer(vllm_async_server.vLLMHttpServer):
     """verl's vLLM server that returns supports.
 
     Args:
-        support: what is asked for.
+        support: settings of the request.
     """
 
     def __init__(self, *args: Any, support: SupportSettings, **kwargs: Any) -> None:
         engine_loss.check(truncated_sampling.build_server_seams())
         self.support = support
-        # The server is alone in its process, and reads both names at each request.
+        # The server is the only one in its process and reads both names at each request.
         vllm_async_server.SamplingParams = ask_for_supports(vllm_async_server.SamplingParams, support)
         vllm_async_server.extract_prompt_logprobs = extract_supports(vllm_async_server.extract_prompt_logprobs)
         super().__init__(*args, **kwargs)
@@ -77,18 +77,18 @@ class SupportServer(vllm_async_server.vLLMHttpServer):
 
 
 class SupportActor:
-    """Ray's actor class of ``SupportServer``, as verl's replica uses it.
+    """Ray's actor class of ``SupportServer``, in the form that verl's replica uses.
 
     Args:
-        actor: of the server; made by ``ray.remote``.
-        support: an argument of the server beside verl's.
+        actor: actor class of the server, made by ``ray.remote``.
+        support: additional argument of the server.
     """
 
     def __init__(self, actor: Any, support: SupportSettings) -> None:
         self._actor, self._support = actor, support
 
     def options(self, **options: Any) -> SupportActor:
-        """Choose Ray's options of the next actor."""
+        """Set Ray's options of the next actor."""
         return SupportActor(self._actor.options(**options), self._support)
 
     def remote(self, *args: Any, **kwargs: Any) -> Any:
@@ -100,7 +100,7 @@ class SupportReplica(vllm_async_server.vLLMReplica):
     """verl's replica of servers that return supports."""
 
     support: ClassVar[SupportSettings]
-    """Of this process's run."""
+    """Settings of this process's run."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -108,6 +108,6 @@ class SupportReplica(vllm_async_server.vLLMReplica):
 
 
 def serve_supports(settings: SupportSettings) -> None:
-    """Let replicas of vLLM that this process starts return supports."""
+    """Make vLLM replicas started by this process return supports."""
     SupportReplica.support = settings
     RolloutReplicaRegistry.register("vllm", lambda: SupportReplica)

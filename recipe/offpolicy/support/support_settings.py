@@ -1,4 +1,4 @@
-"""The keys of the support's replay, as they stand under ``correction``."""
+"""The keys of support replay, below ``correction``."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ SUPPORT = "correction.support"
 SIZE = "correction.support_size"
 ROLLOUT = "actor_rollout_ref.rollout"
 DEFAULT_SIZE = 32
-"""Ids asked for at each token where top-k does not say how many there can be."""
+"""Ids requested per token if top-k does not bound the support."""
 TIES = 4
-"""Ids asked for beyond top-k, which keeps all that are as likely as its last."""
+"""Ids requested beyond top-k, which keeps ties with its last id."""
 
 
 @dataclass(frozen=True)
 class SupportSettings:
-    """Replay of the support.
+    """Settings of support replay.
 
     Attributes:
-        size: K, ids that are asked for at each token beside the sampled one.
-        unknown: what becomes of a token whose support has more members: ``mask`` takes it out of the policy term,
-            ``full`` renormalises nothing.
-        min_p: of each request, which verl has no key for; None: none.
+        size: K, number of ids requested per token in addition to the sampled one.
+        unknown: treatment of a token whose support has more ids: ``mask`` removes it from the policy term, ``full``
+            does not renormalise it.
+        min_p: min-p of each request, for which verl has no key; None: none.
     """
 
     size: int
@@ -34,7 +34,7 @@ class SupportSettings:
 
     @classmethod
     def from_config(cls, config: DictConfig) -> SupportSettings | None:
-        """Read a configuration that passes the start-up checks; None where nothing is replayed."""
+        """Read a configuration that passed the start-up checks; None if nothing is replayed."""
         if OmegaConf.select(config, SUPPORT) is None:
             return None
         size = OmegaConf.select(config, SIZE)
@@ -46,7 +46,7 @@ class SupportSettings:
 
 
 def choose_size(top_k: int | None) -> int:
-    """Choose K by top-k, which is -1 or 0 where it is off.
+    """Choose K from top-k, which is -1 or 0 if it is off.
 
     Example:
         >>> choose_size(5), choose_size(-1)

@@ -1,4 +1,4 @@
-"""Counts of replayed supports over the micro-batches of one mini-batch, kept on the device until it is done."""
+"""Counts of replayed supports over the micro-batches of one mini-batch, kept on the device until its end."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from .token_supports import MASS
 from .truncated_softmax import SupportError, find_inside
 
 _COUNTS = ("tokens", "lacking", "known", "members", "outside", "after", "before", "compared", "other")
-_FIX = "Fix: see what changes them between rollout server and trainer, or set correction.support=null."
+_FIX = "Fix: find the code that changes them between rollout server and trainer, or set correction.support=null."
 
 
 @dataclass(frozen=True)
 class SupportReport:
-    """What one rank saw of one mini-batch, in plain Python.
+    """Report of one rank on one mini-batch, in plain Python.
 
     Attributes:
-        tokens: response tokens in the loss.
-        known: of these, tokens with a known support.
+        tokens: number of response tokens in the loss.
+        known: number of these with a known support.
         members: sum of the sizes of these supports.
-        largest: the greatest of these sizes.
-        compared: rows whose checksums were compared.
-        bytes: of supports, as they came.
-        least_mass, greatest_mass: of mu over known supports.
-        unknown_mass: sum of mu over the ids returned of tokens whose support is not known.
-        k3_tokens: tokens with a known support, of an update's first mini-batch.
+        largest: largest of these sizes.
+        compared: number of rows whose checksums were compared.
+        bytes: bytes of the supports, as received.
+        least_mass, greatest_mass: minimum and maximum of mu's sum over known supports.
+        unknown_mass: sum of mu over the ids returned for tokens of unknown support.
+        k3_tokens: number of tokens with a known support in an update's first mini-batch.
         k3, k3_without: sums of k3(mu, pi) over these: over the support and over the vocabulary.
     """
 
@@ -70,17 +70,17 @@ class SupportTally:
         """Add one forward.
 
         Args:
-            tokens: (n,) int64, at the supports' places.
-            truncated, full: (total,) log-probs over the support and over the vocabulary, detached, each one place
+            tokens: (n,) int64, at the supports' positions.
+            truncated, full: (total,) log-probs over the support and over the vocabulary, detached, each one position
                 before its token.
-            mu: column of the responses; None where there is none.
+            mu: column of the responses; None if there is none.
         """
         self.bytes += supports.bytes
         self.least_mass = min(self.least_mass, supports.masses[0])
         self.greatest_mass = max(self.greatest_mass, supports.masses[1])
         self.unknown_mass += supports.unknown_mass
         trained, noted, known = (torch.zeros_like(full, dtype=torch.bool) for _ in range(3))
-        # Padding has place 0, which is a prompt's.
+        # Padding has position 0, which belongs to a prompt.
         trained.index_put_((responses.places,), responses.trained)
         noted[supports.places] = True
         known[supports.places[supports.known]] = True
@@ -117,26 +117,26 @@ class SupportTally:
         """Copy the counts to the host.
 
         Raises:
-            SupportError: tokens have no support, or one that is not theirs.
+            SupportError: tokens have no support, or another token's.
         """
         counts = torch.stack(self._counts).sum(0).tolist() if self._counts else [0] * len(_COUNTS)
         found = dict(zip(_COUNTS, counts, strict=True))
         if found["lacking"]:
             raise SupportError(
-                f"{found['lacking']} of {found['tokens']} tokens in the loss came without the support that they were "
-                f"sampled from. {_FIX}"
+                f"{found['lacking']} of {found['tokens']} tokens in the loss arrived without the support that they "
+                f"were sampled from. {_FIX}"
             )
         if found["other"]:
             raise SupportError(
-                f"{found['other']} of {found['compared']} rows came with other supports or tokens than the client of "
-                f"the rollout servers noted: their checksums differ. {_FIX}"
+                f"{found['other']} of {found['compared']} sequences arrived with other supports or tokens than the "
+                f"rollout servers' client recorded: their checksums differ. {_FIX}"
             )
         if found["outside"]:
             raise SupportError(_describe_outside(found))
         if max(1.0 - self.least_mass, self.greatest_mass - 1.0) > MASS:
             raise SupportError(
-                f"mu sums to {self.least_mass:.4f} to {self.greatest_mass:.4f} over the supports, and should to 1: "
-                f"what the engine returned are not log-probs of what it sampled from. Fix: set "
+                f"mu sums to {self.least_mass:.4f} to {self.greatest_mass:.4f} over the supports, but must sum to 1: "
+                f"the engine did not return the log-probs that it sampled from. Fix: set "
                 f"actor_rollout_ref.rollout.logprobs_mode=processed_logprobs, or correction.support=null."
             )
         k3 = torch.stack(self._k3).sum(0).tolist() if self._k3 else [0.0, 0.0, 0.0]
@@ -160,13 +160,13 @@ def _describe_outside(found: dict[str, int]) -> str:
     shifts = {"after": "the token after", "before": "the token before"}
     nearest = min(shifts, key=lambda each: found[each])
     whose = (
-        f"they fit {shifts[nearest]} in all but {found[nearest]}, so that supports are off by one token"
+        f"they fit {shifts[nearest]} in all but {found[nearest]} cases, so the supports are off by one token"
         if found[nearest] < found["outside"] / 2
-        else "they are another row's, or another engine's"
+        else "they belong to another sequence, or come from another engine"
     )
     return (
-        f"{found['outside']} of {found['known']} tokens are not in the support that they came with: {whose}. "
-        f"Fix: give the support that each token was sampled from, at its own place, or set correction.support=null."
+        f"{found['outside']} of {found['known']} tokens are not in the support that they arrived with: {whose}. "
+        f"Fix: give each token the support that it was sampled from, or set correction.support=null."
     )
 
 

@@ -12,18 +12,18 @@ from .support_settings import SupportSettings
 from .support_tally import SupportReport
 
 WORSE = 1.1
-"""Times that k3 over the support may be what it is over the vocabulary."""
+"""Largest accepted ratio of k3 over the support to k3 over the vocabulary."""
 _ROUNDING = 1e-6
-"""k3 that is none: of two engines that agree."""
+"""k3 per token of two engines that agree, up to rounding."""
 
 
 def take_reports(metrics: dict[str, Any], key: str) -> list[SupportReport]:
-    """Remove the reports of one update from the metrics of the workers: of every rank and mini-batch."""
+    """Remove the reports of one update, from every rank and mini-batch, from the workers' metrics."""
     return list(_flatten(metrics.pop(key, [])))
 
 
 def _flatten(value: Any) -> Iterator[SupportReport]:
-    # verl nests lists by rank and mini-batch, and does not where there is one rank.
+    # verl nests lists by rank and mini-batch, except with a single rank.
     if isinstance(value, list | tuple):
         for item in value:
             yield from _flatten(item)
@@ -36,7 +36,7 @@ class SupportVerdict:
     """The verdict on one update.
 
     Attributes:
-        metrics: by their names below ``offpolicy/support/``.
+        metrics: metrics, named below ``offpolicy/support/``.
         proof: a sentence.
     """
 
@@ -45,23 +45,23 @@ class SupportVerdict:
 
 
 def judge(reports: Sequence[SupportReport], settings: SupportSettings, *, first: bool) -> SupportVerdict:
-    """Judge the reports of one update, one a mini-batch of every rank.
+    """Judge the reports of one update, one per mini-batch and rank.
 
     Args:
-        first: of the run: the support has to bring pi nearer to mu, or leave it where it is.
+        first: the first update of the run, in which the support must not increase k3(mu, pi).
 
     Raises:
-        LivenessError: nothing was replayed, or it widens the mismatch.
+        LivenessError: nothing was replayed, or replay widens the mismatch.
     """
     if not reports:
         raise LivenessError(
-            "correction.support=engine: the update came back without a report, so that no support was replayed. "
-            "Something runs another worker or engine than the one that replays."
+            "correction.support=engine: the update returned no report, so no support was replayed. "
+            "The run uses another worker or engine than the one that replays."
         )
     tokens, known = (sum(getattr(each, name) for each in reports) for name in ("tokens", "known"))
     if tokens and not known:
         raise LivenessError(
-            f"correction.support=engine: of {tokens} tokens none has a support of at most {settings.size} members. "
+            f"correction.support=engine: none of {tokens} tokens has a support of at most {settings.size} ids. "
             f"Fix: raise correction.support_size, or set correction.support=null."
         )
     k3, without = (math.fsum(getattr(each, name) for each in reports) for name in ("k3", "k3_without"))
@@ -82,13 +82,13 @@ def judge(reports: Sequence[SupportReport], settings: SupportSettings, *, first:
     if first and k3 > WORSE * without + _ROUNDING * compared:
         raise LivenessError(
             f"correction.support=engine: KL(mu, pi) by k3 is {metrics['kl_k3']:.2e} over the support and "
-            f"{metrics['kl_k3_without']:.2e} over the vocabulary, so that it is not the support that mu was sampled "
-            f"from. Fix: see that rollout and trainer run the same model, or set correction.support=null."
+            f"{metrics['kl_k3_without']:.2e} over the vocabulary, so mu was not sampled from this support. "
+            f"Fix: run the same model in rollout and trainer, or set correction.support=null."
         )
     rows = sum(each.compared for each in reports)
     return SupportVerdict(
         metrics,
-        f"support of {known / tokens if tokens else 0.0:.1%} of tokens LIVE, {metrics['size']:.1f} ids a token: each "
-        f"token is in its own, mu sums to 1 over each, checksums of {rows} rows as sampled, KL(mu, pi) by k3 "
+        f"support of {known / tokens if tokens else 0.0:.1%} of tokens LIVE, {metrics['size']:.1f} ids per token: each "
+        f"token is in its support, mu sums to 1 over it, checksums of {rows} rows as sampled, KL(mu, pi) by k3 "
         f"{metrics['kl_k3']:.1e} over it and {metrics['kl_k3_without']:.1e} over the vocabulary.",
     )

@@ -1,7 +1,7 @@
-"""Supports of sampled tokens: the ids that each could have been, as they are read from vLLM's log-probs and travel.
+"""Supports of sampled tokens: the ids that could have been sampled, read from vLLM's log-probs.
 
-vLLM's processed log-probs are -inf outside the support. Of the K largest that it returns at each token, those that are
-finite are the support, if one is not, or if their probabilities sum to 1.
+vLLM's processed log-probs are -inf outside the support. Of the K largest that it returns per token, the finite ones are
+the support if one is not finite, or if their probabilities sum to 1.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import numpy as np
 import numpy.typing as npt
 
 MASS = 1e-3
-"""Distance from 1 at which the probabilities of a support have summed to it."""
+"""Largest deviation from 1 of a complete support's probability mass."""
 _LEAST = -1e30
-"""Log-probs from here on are of tokens that could not be sampled."""
+"""Log-probs of at most this value belong to tokens that could not be sampled."""
 
 Array = npt.NDArray[Any]
 
@@ -26,9 +26,9 @@ class TokenSupports:
     """Supports of n sampled tokens.
 
     Attributes:
-        sizes: (n,) unsigned integers, ids in each token's support; 0 where it is not known.
-        ids: (sum of sizes,) unsigned integers, the sampled token's first.
-        masses: (n,) float32, the sum of mu over the ids that the engine returned.
+        sizes: (n,) unsigned integers, number of ids in each token's support; 0 if unknown.
+        ids: (sum of sizes,) unsigned integers, the sampled token's id first.
+        masses: (n,) float32, sum of mu over the ids that the engine returned.
     """
 
     sizes: Array
@@ -37,7 +37,7 @@ class TokenSupports:
 
     @classmethod
     def empty(cls) -> TokenSupports:
-        """Build those of no token."""
+        """Build the supports of zero tokens."""
         return cls(np.zeros(0, np.uint8), np.zeros(0, np.uint8), np.zeros(0, np.float32))
 
     @property
@@ -54,12 +54,12 @@ class TokenSupports:
 
     @classmethod
     def concatenate(cls, parts: Sequence[TokenSupports]) -> TokenSupports:
-        """Put those of several runs of tokens one behind the other."""
+        """Concatenate the supports of several runs of tokens."""
         parts = [cls.empty(), *parts]
         return cls(*(np.concatenate([getattr(part, name) for part in parts]) for name in ("sizes", "ids", "masses")))
 
     def pad(self) -> npt.NDArray[np.int64]:
-        """Lay the ids out: (n, largest size), filled up with -1."""
+        """Return the ids as (n, largest size), padded with -1."""
         sizes = self.sizes.astype(np.int64)
         laid = np.full((len(sizes), int(sizes.max(initial=0))), -1, np.int64)
         laid[np.arange(laid.shape[1]) < sizes[:, None]] = self.ids
@@ -67,26 +67,26 @@ class TokenSupports:
 
 
 def read_supports(ids: Sequence[int], log_probs: Sequence[float], count: int) -> TokenSupports:
-    """Read the supports of sampled tokens from what vLLM returns of each: the token itself, then its K likeliest.
+    """Read the supports of sampled tokens from vLLM's result: for each token itself, then its K most likely ids.
 
     Args:
-        ids, log_probs: of all tokens, one behind the other.
-        count: sampled tokens.
+        ids, log_probs: values of all tokens, concatenated.
+        count: number of sampled tokens.
 
     Raises:
-        ValueError: tokens do not have as many log-probs as each other.
+        ValueError: tokens have different numbers of log-probs.
     """
     if not count:
         return TokenSupports.empty()
     if len(ids) % count or len(ids) != len(log_probs):
-        raise ValueError(f"{len(ids)} ids and {len(log_probs)} log-probs are not those of {count} tokens.")
+        raise ValueError(f"{len(ids)} ids and {len(log_probs)} log-probs do not fit {count} tokens.")
     rows = np.asarray(ids, np.int64).reshape(count, -1)
     found = np.asarray(log_probs, np.float64).reshape(count, -1)
     finite = found > _LEAST
-    # The sampled token stands among the likeliest once more, unless it is not one of them.
+    # If the sampled token is among the most likely ids, it appears twice.
     inside = finite & np.concatenate([np.ones((count, 1), bool), rows[:, 1:] != rows[:, :1]], 1)
     masses = np.where(inside, np.exp(np.where(inside, found, 0.0)), 0.0).sum(1)
-    # A support of which an id is known to be the last is taken as it is: its mass is judged by the trainer.
+    # A support with a known last id is accepted here; the trainer checks its mass.
     known = (~finite).any(1) | (np.abs(masses - 1.0) <= MASS)
     inside &= known[:, None]
     sizes = inside.sum(1)

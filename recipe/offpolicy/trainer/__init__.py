@@ -1,1 +1,1 @@
-"""verl's trainers and task runners with corrections, and the supervision of their updates."""
+"""Corrected versions of verl's trainers and task runners, and the supervision of their updates."""

@@ -1,7 +1,7 @@
-"""``update_actor`` of verl's worker groups: the one call that every program's gradient goes through on the driver.
+"""``update_actor`` of verl's worker groups: every program's gradient goes through this call on the driver.
 
-A worker group that no corrected trainer has adopted refuses to update: whatever trains by it would train without the
-correction and without its proof.
+A worker group that no corrected trainer has adopted refuses to update, because it would train without the correction
+and without its proof.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ class UnadoptedUpdate:
     """``update_actor`` of a worker group without a corrected trainer.
 
     Args:
-        verls: the group's own method.
+        verls: verl's own method of the group.
     """
 
     def __init__(self, verls: Update) -> None:
@@ -26,9 +26,9 @@ class UnadoptedUpdate:
         from ..proof.verify import LivenessError
 
         raise LivenessError(
-            "update_actor is called on workers that no corrected trainer has, so that this update would be "
+            "update_actor was called on workers that belong to no corrected trainer, so this update would be "
             "uncorrected. The trainer of this program derives neither from verl's RayPPOTrainer nor from its V1 "
-            "PPOTrainer, or makes its workers in a way that is not covered."
+            "PPOTrainer, or creates its workers in an unsupported way."
         )
 
 
@@ -37,7 +37,7 @@ class AdoptedUpdate:
 
     Args:
         update: called with verl's own method and the arguments.
-        verls: the group's own method.
+        verls: verl's own method of the group.
     """
 
     def __init__(self, update: Callable[..., Any], verls: Update) -> None:
@@ -51,12 +51,12 @@ class AdoptedUpdate:
 
 
 def adopt(workers: Any, update: Callable[..., Any]) -> None:
-    """Let ``update(verls, batch)`` run each update of the worker group ``workers``."""
+    """Make ``update(verls, batch)`` run each update of the worker group ``workers``."""
     workers.update_actor = AdoptedUpdate(update, getattr(workers.update_actor, "verls", workers.update_actor))
 
 
 def guard_groups() -> None:
-    """Let every worker group of this process refuse updates until it is adopted. Idempotent."""
+    """Make every worker group of this process refuse updates until it is adopted. Idempotent."""
     from verl.single_controller.base.worker_group import WorkerGroup
 
     bind = WorkerGroup._bind_worker_method
@@ -66,7 +66,7 @@ def guard_groups() -> None:
     def bind_guarded(self: Any, *args: Any, **kwargs: Any) -> Any:
         names = bind(self, *args, **kwargs)
         for name in names:
-            if name == "update_actor" or name.endswith("_update_actor"):  # behind the name of a colocated role
+            if name == "update_actor" or name.endswith("_update_actor"):  # prefixed with the name of a colocated role
                 setattr(self, name, UnadoptedUpdate(getattr(self, name)))
         return names
 

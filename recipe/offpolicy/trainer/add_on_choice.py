@@ -1,4 +1,4 @@
-"""The add-ons of a run that are no extensions, outermost first: what is off is left out."""
+"""Chooses the add-ons of a run that are not extensions, outermost first; disabled ones are omitted."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from .corrected_v0 import CorrectedV0
     from .corrected_v1 import CorrectedV1
 
-# Modules are imported where asked for: other releases need not have what they are made of.
+# Modules are imported on use, because other releases may lack their dependencies.
 
 
 def choose_v0(run: CorrectedV0) -> tuple[AddOn, ...]:

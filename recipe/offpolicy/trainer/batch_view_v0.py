@@ -1,4 +1,4 @@
-"""``BatchView`` of verl's V0 trainer, whose columns lie padded in a DataProto; it adds no rows of padding."""
+"""``BatchView`` of verl's V0 trainer, whose columns are padded tensors of a DataProto; it adds no padding rows."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from ..extensions.batch_view import check_columns
 from .own_forward import Pair
 
 _SCORES = ("token_level_scores", "rm_scores")
-"""From the advantages on, and from the rollout on."""
+"""Columns that exist from the advantages on, and from the rollout on."""
 _REWARDS = "token_level_rewards"
-"""What the estimator sees: the scores, less a penalty where the KL is in the reward."""
+"""Input of the estimator: the scores, minus the KL penalty if KL is in the reward."""
 
 
 class DataProtoBatch:
     """One batch, see ``extensions.batch_view.BatchView`` and ``extensions.add_ons.TrainerBatch``.
 
     Args:
-        batch: verl's.
-        step: the trainer's.
-        sent: gets the columns that go to the workers.
-        forward: computes log-probs of (prompt, response) beside a batch by the trainer's own forward pass.
+        batch: verl's batch.
+        step: the trainer's step.
+        sent: called with the columns that go to the workers.
+        forward: computes log-probs of (prompt, response) pairs by the trainer's own forward pass, outside the batch.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class DataProtoBatch:
     def keys(self) -> list[str]:
         return [str(row) for row in range(len(self.batch))]
 
-    sessions = keys  # each row is a rollout of its own
+    sessions = keys  # each row is its own rollout
 
     @property
     def token_ids(self) -> list[tuple[list[int], list[int]]]:
@@ -69,11 +69,11 @@ class DataProtoBatch:
         ]
 
     def compute_log_probs(self, rows: Sequence[Pair]) -> list[list[float]]:
-        assert self._forward is not None, "a view without a trainer"
+        assert self._forward is not None, "this view was built without a trainer's forward pass"
         return self._forward(self.batch, rows)
 
     def regroup(self, groups: Sequence[str], silent: Sequence[bool]) -> None:
-        """Show extensions other groups, and rows whose advantage is 0."""
+        """Replace the groups that extensions see, and mark the rows whose advantage is 0."""
         self._groups, self.silent = list(groups), torch.tensor(silent)
 
     @property
@@ -114,7 +114,7 @@ class DataProtoBatch:
 
 
 class DataProtoPrompts:
-    """``PromptView`` of a DataProto that the V0 trainer is about to sample from."""
+    """``PromptView`` of the DataProto that the V0 trainer is about to sample from."""
 
     def __init__(self, prompts: DataProto, step: int) -> None:
         self._prompts = prompts

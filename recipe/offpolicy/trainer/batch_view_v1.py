@@ -1,4 +1,4 @@
-"""``BatchView`` of verl's V1 trainer, whose columns lie in TransferQueue, nested by row."""
+"""``BatchView`` of verl's V1 trainer, whose columns are in TransferQueue, nested by row."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ class TransferQueueBatch:
 
     Args:
         batch: verl's KVBatchMeta.
-        step: the trainer's.
-        sent: gets the columns that go to the workers, all rows of them.
-        forward: computes log-probs of (prompt, response) beside a batch by the trainer's own forward pass.
+        step: the trainer's step.
+        sent: called with the columns that go to the workers, for all rows.
+        forward: computes log-probs of (prompt, response) pairs by the trainer's own forward pass, outside the batch.
 
     Attributes:
-        batch: with what has been put; verl goes on with it.
+        batch: metadata that includes all columns put so far; verl continues with it.
     """
 
     def __init__(
@@ -70,11 +70,11 @@ class TransferQueueBatch:
         return [(prompts[row].tolist(), responses[row].tolist()) for row in self._real]
 
     def compute_log_probs(self, rows: Sequence[Pair]) -> list[list[float]]:
-        assert self._forward is not None, "a view without a trainer"
+        assert self._forward is not None, "this view was built without a trainer's forward pass"
         return self._forward(self.batch, rows)
 
     def regroup(self, groups: Sequence[str], silent: Sequence[bool]) -> None:
-        """Show extensions other groups, of all rows, and rows whose advantage is 0."""
+        """Replace the groups that extensions see, for all rows, and mark the rows whose advantage is 0."""
         self._groups = [groups[row] for row in self._real]
         self.silent = torch.tensor([silent[row] for row in self._real])
 
@@ -113,7 +113,7 @@ class TransferQueueBatch:
 
     @cached_property
     def _lengths(self) -> list[int]:
-        """Response tokens of all rows."""
+        """Number of response tokens of each row."""
         lengths: list[int] = read_columns(self.batch, "response_mask")["response_mask"].offsets().diff().tolist()
         return lengths
 
@@ -127,7 +127,7 @@ class TransferQueueBatch:
         return column[self._real]
 
     def _whole(self, column: Tensor) -> Tensor:
-        """Expand a column to all rows, nested where it is by token, zeros on rows of padding."""
+        """Expand a column to all rows: nested if it is per token, zeros on padding rows."""
         if column.dim() == 1:
             whole = column.new_zeros(len(self.is_padding))
             whole[self._real] = column
@@ -139,7 +139,7 @@ class TransferQueueBatch:
 
 
 class TensorDictPrompts:
-    """``PromptView`` of a TensorDict that the V1 trainer is about to submit."""
+    """``PromptView`` of the TensorDict that the V1 trainer is about to submit."""
 
     def __init__(self, prompts: TensorDict, step: int) -> None:
         self._prompts = prompts

@@ -1,6 +1,6 @@
-"""One corrected run: its methods stand in the place of those of verl's trainer, which it calls.
+"""One corrected run: its methods replace those of verl's trainer and call them.
 
-The methods are put on the trainer's instance, so that any subclass of verl's trainers is met as it is.
+The methods are set on the trainer's instance, so any subclass of verl's trainers works without changes.
 """
 
 from __future__ import annotations
@@ -44,17 +44,17 @@ logger = logging.getLogger("verl.offpolicy")
 
 
 ACTORS = (Role.Actor, Role.ActorRollout, Role.ActorRolloutRef)
-"""Roles whose worker trains."""
+"""Roles with a worker that trains."""
 
 
 class CorrectedRun:
-    """What is the same of a run by verl's V0 and V1 trainers.
+    """The common part of runs by verl's V0 and V1 trainers.
 
-    Seams, the same from verl 0.7.1 to 0.9.1: ``METHODS`` and what ``watchdog.PHASES`` lists.
+    Patched functions, the same from verl 0.7.1 to 0.9.1: ``METHODS`` and those in ``watchdog.PHASES``.
 
     Args:
-        trainer: verl's, whose constructor has not run yet.
-        choose: takes the run; returns the add-ons that are no extensions, outermost first.
+        trainer: verl's trainer, before its constructor has run.
+        choose: returns the add-ons of the run that are not extensions, outermost first.
 
     Attributes:
         verls: the trainer's own methods, bound, by name.
@@ -67,7 +67,7 @@ class CorrectedRun:
         "_save_checkpoint",
         "_load_checkpoint",
     )
-    """Methods of verl's trainer in whose place this object's of the same name stand; a trainer may lack some."""
+    """Methods of verl's trainer that this object's methods of the same name replace; a trainer may lack some."""
 
     supervision: Supervision
     recording: RunRecord
@@ -77,7 +77,7 @@ class CorrectedRun:
         self.trainer, self._choose = trainer, choose
         self._validating = self._begun = False
         self._watchdog: Watchdog | None = None
-        self._resumed: Mapping[str, Any] | None = None  # what a checkpoint says of alarms and bounds
+        self._resumed: Mapping[str, Any] | None = None  # state of alarms and bounds from a checkpoint
         self.verls = SimpleNamespace()
         for name in self.METHODS:
             if hasattr(trainer, name):
@@ -92,7 +92,7 @@ class CorrectedRun:
 
     @property
     def global_steps(self) -> int:
-        """verl's number of the step."""
+        """verl's step number."""
         step: int = self.trainer.global_steps
         return step
 
@@ -108,16 +108,16 @@ class CorrectedRun:
 
     @cached_property
     def cost(self) -> StepCost:
-        """The cost of the running step."""
+        """Cost of the current step."""
         return StepCost()
 
     @cached_property
     def add_ons(self) -> AddOns:
-        """All that runs next to the correction."""
+        """All add-ons of the run."""
         return AddOns.from_config(self.config, self._choose(self))
 
     def _begin(self) -> None:
-        """Begin what watches and extends the run, once; verl's constructor has set the configuration."""
+        """Start the monitoring and the add-ons, once; verl's constructor has set the configuration."""
         if self._begun:
             return
         self._begun = True
@@ -129,14 +129,14 @@ class CorrectedRun:
         return nullcontext() if self._watchdog is None else self._watchdog.phase(name)
 
     def _choose_actor_class(self) -> None:
-        """Let add-ons choose the class of the actor's workers, where verl's trainer has named them."""
+        """Let add-ons choose the class of the actor's workers, which verl's trainer has named."""
         mapping = self.trainer.role_worker_mapping
         if self.add_ons.uses("actor_class"):
             for role in (role for role in ACTORS if role in mapping):
                 mapping[role] = ray.remote(self.add_ons.actor_class(mapping[role].__ray_actor_class__))
 
     def _begin_supervision(self) -> None:
-        """Begin what proves and records the correction, once there are workers; add-ons act in their engines."""
+        """Start the proof and the recording once workers exist, and install the add-ons in their engines."""
         self.shadows = read_shadows(self.config)
         spec = read_spec(self.config)
         self.supervision = Supervision(spec, self.config, self.add_ons)
@@ -145,7 +145,7 @@ class CorrectedRun:
             self.workers.install_offpolicy(parts)
 
     def _hand_over_loss(self) -> None:
-        """Give the engine's workers the loss of the next updates."""
+        """Give the engine's workers the loss for the next updates."""
         loss = build_loss(
             self.config,
             self.correction,
@@ -158,7 +158,7 @@ class CorrectedRun:
     def _plan_update(
         self, count: int, rows: Callable[[], TensorDict], split: Callable[[], BatchSplit], *, step: int, updates: int
     ) -> tuple[SharedPlan, dict[str, Tensor]]:
-        """Build and announce the plan of ``count`` rows, for one of the step's ``updates``, and columns beside it."""
+        """Build and announce the plan of ``count`` rows for one of the step's ``updates``, with its columns."""
         check_one_mini_batch(self.correction, self.config, count)
         plan, columns = build_plan(
             self.correction,
@@ -173,7 +173,7 @@ class CorrectedRun:
         return plan, columns | marks
 
     def _judge_update(self, metrics: dict[str, Any], batch: Any, step: int) -> None:
-        """Take the packets of an update out of its workers' metrics and judge them."""
+        """Take the packets out of the workers' metrics of one update, and judge them."""
         self.add_ons.on_update(metrics, batch)
         if self.supervision.collect(metrics):
             self._hand_over_loss()
@@ -197,7 +197,7 @@ class CorrectedRun:
         """Finish the recording and the extensions when the context ends."""
         with ExitStack() as stack:
             stack.callback(self._end_extensions)
-            # Workers are killed after this: the update that decided may not be written yet.
+            # Workers are killed after this, so the decisive update may not be written yet.
             failed = stack.enter_context(ExitStack())
             failed.callback(self._finish_recording, AFTER_FAILURE)
             yield stack
@@ -206,28 +206,28 @@ class CorrectedRun:
 
     def _finish_recording(self, patience: float) -> None:
         try:
-            if "recording" in vars(self):  # a run may end before it has workers
+            if "recording" in vars(self):  # a run can end before it has workers
                 self.recording.finish(patience)
-        except Exception:  # never in the place of what ended the run
-            logger.warning("cannot see whether the last step is recorded.", exc_info=True)
+        except Exception:  # must not replace the error that ended the run
+            logger.warning("cannot check whether the last step is recorded.", exc_info=True)
 
     def _end_extensions(self) -> None:
         try:
             self.add_ons.end()
-        except Exception:  # never in the place of what ended the run
-            logger.warning("an extension did not end as it should.", exc_info=True)
+        except Exception:  # must not replace the error that ended the run
+            logger.warning("an extension failed while it was closed.", exc_info=True)
 
     @cached_property
     def _dense_rewards(self) -> DenseRewardGuard:
         return DenseRewardGuard(self.config, plain_advantage(), OUTCOME)
 
     def _check_rewards(self, batch: ScoredRows) -> None:
-        """Stop a run whose rewards are not finite, or whose rewards by token the estimator sums."""
+        """Stop a run whose rewards are not finite, or whose per-token rewards the estimator sums."""
         check_rewards(batch.scores, batch.uids, f"step {batch.step}")
         self._dense_rewards.check(batch)
 
     def _check_kl_in_reward(self, batch: Any) -> None:
-        """Stop a run of whose rewards the KL with the reference is not finite; they are read once it is subtracted."""
+        """Stop a run if the KL in its rewards is not finite; reads the rewards after its subtraction."""
         if OmegaConf.select(self.config, "algorithm.use_kl_in_reward"):
             rewards = batch.rows("token_level_rewards")["token_level_rewards"]
             check_rewards(rewards, batch.uids, f"step {batch.step}", BY_KL)
@@ -249,7 +249,7 @@ class CorrectedRun:
 
     @property
     def checkpoint_step(self) -> int:
-        """Number in the name of a checkpoint's folder."""
+        """Number in the name of the checkpoint folder."""
         return self.global_steps
 
     def _check_resumed(self) -> dict[str, Any] | None:
@@ -270,7 +270,7 @@ class CorrectedRun:
     def _load_checkpoint(self) -> Any:
         self._resumed = self._check_resumed()
         if self.add_ons.uses("load_prompts"):
-            # Made by now on every trainer and not read yet; its own state comes with the checkpoint.
+            # Every trainer has created it by now and not read from it; the checkpoint restores its state.
             self.trainer.train_dataloader = self.add_ons.load_prompts(self.trainer.train_dataloader)
         loaded = self.verls._load_checkpoint()
         if self.add_ons.uses("restore"):

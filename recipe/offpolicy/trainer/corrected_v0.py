@@ -1,9 +1,9 @@
 """A run by verl's V0 trainer, ``RayPPOTrainer``: the same from verl 0.7.1 to 0.9.1, engine or legacy actor.
 
-Seams: ``METHODS``, the module's ``compute_advantage`` around which ``fit`` is one block, and ``update_actor`` /
-``compute_log_prob`` / ``set_loss_fn`` of the actor's worker group. A trainer with a ``fit`` of its own may call the
-worker group past the methods. The group's batches are TensorDicts for the engine's workers, which get the loss by
-``set_loss_fn``, and DataProto for the legacy actors, which take it from a ``Handover`` in ``meta_info``.
+Patched functions: ``METHODS``, the module's ``compute_advantage``, which ``fit`` calls, and ``update_actor``,
+``compute_log_prob`` and ``set_loss_fn`` of the actor's worker group. A trainer with its own ``fit`` may call the worker
+group directly instead of these methods. The group's batches are TensorDicts for engine workers, which get the loss by
+``set_loss_fn``, and DataProto for legacy actors, which take it from a ``Handover`` in ``meta_info``.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from .own_forward import MEDIA, Pair, build_padded, demand_text, repeat_rows
 
 _TOKENS = ("responses", "response_mask")
 _READ = (ROLLOUT_LOG_PROBS, "old_log_probs", "advantages")
-"""Columns that each corrected loss reads."""
+"""Columns that every corrected loss reads."""
 _OF_REFERENCE = ("ref_log_prob",)
 NOT_COMPARED = {"training/rollout_probs_diff_valid": 0.0} | {
     f"training/{name}": math.nan
@@ -63,7 +63,7 @@ NOT_COMPARED = {"training/rollout_probs_diff_valid": 0.0} | {
         "rollout_actor_probs_pearson_corr",
     )
 }
-"""What verl itself logs of mu and pi_old where they cannot be compared."""
+"""verl's metrics of mu and pi_old, for steps in which they cannot be compared."""
 
 
 class CorrectedV0(CorrectedRun):
@@ -83,10 +83,10 @@ class CorrectedV0(CorrectedRun):
     def __init__(self, trainer: Any, choose: Callable[[Any], Sequence[AddOn]] = lambda run: ()) -> None:
         super().__init__(trainer, choose)
         self._advantage_metrics: dict[str, float] = {}
-        self._sampled_at: int | None = None  # step of the rollout that was looked at and is not trained on yet
-        self._scored_seal: Tensor | None = None  # of the pi_old that the workers have computed last
-        self._scored = False  # _compute_old_log_prob has held this rollout against pi_old
-        self._gathered: dict[str, float] | None = None  # metrics of an update that _update_actor makes
+        self._sampled_at: int | None = None  # step of the rollout that was checked and not trained on yet
+        self._scored_seal: Tensor | None = None  # seal of the pi_old that the workers computed last
+        self._scored = False  # _compute_old_log_prob has compared this rollout with pi_old
+        self._gathered: dict[str, float] | None = None  # metrics of an update inside _update_actor
 
     def init_workers(self) -> Any:
         self._begin()
@@ -100,9 +100,9 @@ class CorrectedV0(CorrectedRun):
         return made
 
     def _init_models(self) -> None:
-        """Of trainers that sample elsewhere; Ray may call their ``init_workers`` past this instance."""
+        """For trainers that sample in another process; Ray may call ``init_workers`` of the class, not the instance."""
         self.verls._init_models()
-        if hasattr(self.trainer, "actor_rollout_wg"):  # a fork's own method of this name may make other models
+        if hasattr(self.trainer, "actor_rollout_wg"):  # in a fork, a method of this name may create other models
             self._adopt_workers()
 
     def _adopt_workers(self) -> None:
@@ -118,7 +118,7 @@ class CorrectedV0(CorrectedRun):
             self._begin_elsewhere()
 
     def _begin_elsewhere(self) -> None:
-        """Resume a run whose ``load_checkpoint`` Ray calls past this instance's methods."""
+        """Resume a run whose ``load_checkpoint`` Ray calls on the class, not on this instance."""
         if (resumed := self._check_resumed()) is not None:
             self._restore_active(resumed)
             self._hand_over_loss()
@@ -132,12 +132,12 @@ class CorrectedV0(CorrectedRun):
 
     @property
     def _samples_elsewhere(self) -> bool:
-        """True for verl's fully asynchronous trainer, which counts versions of the weights by itself."""
+        """True for verl's fully asynchronous trainer, which counts versions of the weights itself."""
         return hasattr(self.trainer, "current_param_version")
 
     @property
     def _step(self) -> int:
-        """The step as ages count it: one more than the version of the weights that the rollout engine has."""
+        """The step from which ages are counted: one more than the rollout engine's version of the weights."""
         return self.trainer.current_param_version + 1 if self._samples_elsewhere else self.global_steps
 
     @property
@@ -153,7 +153,7 @@ class CorrectedV0(CorrectedRun):
         return self._await_step(made) if self._samples_elsewhere else made
 
     async def _await_step(self, made: Any) -> Any:
-        """End the run where a step raises, which a fully asynchronous one does at its end as well."""
+        """End the run if a step raises; a fully asynchronous trainer also raises at its end."""
         try:
             return await made
         except BaseException:
@@ -162,7 +162,7 @@ class CorrectedV0(CorrectedRun):
             raise
 
     def _get_gen_batch(self, batch: DataProto) -> DataProto:
-        # Validation gets its batches by the same method.
+        # Validation calls the same method.
         if self.add_ons.uses("next_batch") and not self._validating:
             self.add_ons.next_batch(DataProtoPrompts(batch, self.global_steps))
         return self.verls._get_gen_batch(batch)
@@ -175,10 +175,10 @@ class CorrectedV0(CorrectedRun):
         return DataProtoBatch(batch, self._step, note, self._compute_log_probs)
 
     def _seal(self, tensors: TensorDict, columns: Mapping[str, Tensor], into: TensorDict | None = None) -> None:
-        """Seal columns of the rows ``tensors`` as they are now: the loss stops where it reads others.
+        """Seal the current columns of the rows ``tensors``: the loss stops the run if it reads other values.
 
         Args:
-            into: gets the seals, in the place of ``tensors``.
+            into: receives the seals instead of ``tensors``.
         """
         if self.supervision.wants_sampled and set(_TOKENS) <= set(tensors.keys()):
             seals = build_seals(tensors["responses"], tensors["response_mask"], columns)
@@ -186,7 +186,7 @@ class CorrectedV0(CorrectedRun):
                 (tensors if into is None else into)[key_of(name)] = seal
 
     def _compute_log_probs(self, batch: DataProto, rows: Sequence[Pair]) -> list[list[float]]:
-        """Compute log-probs at temperature 1 of each row's response, in as many rows as the batch has."""
+        """Compute log-probs at temperature 1 of each row's response, in batches with as many rows as ``batch``."""
         demand_text(batch.non_tensor_batch.get(MEDIA, ()))
         axes = batch.batch["position_ids"].shape[1:-1]
         columns = build_padded(repeat_rows(rows, len(batch)), axes)
@@ -200,14 +200,14 @@ class CorrectedV0(CorrectedRun):
         return [found[row, : len(response)].tolist() for row, (_, response) in enumerate(rows)]
 
     def _look(self, rows: TensorDict) -> None:
-        """Look at a rollout, the first time that the trainer sees its log-probs."""
+        """Check a rollout when the trainer first sees its log-probs."""
         if self.supervision.wants_sampled:
             self.supervision.sampled(rows)
             self._seal(rows, {ROLLOUT_LOG_PROBS: rows[ROLLOUT_LOG_PROBS]})
         self._sampled_at, self._scored = self.global_steps, False
 
     def _looking(self, compute_log_prob: Any) -> Any:
-        """Let the worker group's ``compute_log_prob`` look at a rollout that has come to it directly."""
+        """Make the worker group's ``compute_log_prob`` check a rollout that reaches it directly."""
 
         def looking(batch: Any, *args: Any, **kwargs: Any) -> Any:
             rows = _tensors(batch)
@@ -228,8 +228,8 @@ class CorrectedV0(CorrectedRun):
         if self.add_ons.uses("on_rollout"):
             self.add_ons.on_rollout(self._view(batch))
         if self.supervision.takes_mu:
-            # What the loss takes for pi_old is decided there; until then mu stands in its place. verl logs the mean
-            # entropy of the forward pass that there is none of.
+            # The loss chooses its own pi_old; until then mu fills the column. verl logs the mean entropy of a forward
+            # pass that does not run here.
             mu = batch.batch[ROLLOUT_LOG_PROBS]
             unknown = torch.full_like(mu, torch.nan, dtype=torch.float32)
             made = DataProto.from_dict({"old_log_probs": mu, "entropys": unknown})
@@ -240,7 +240,7 @@ class CorrectedV0(CorrectedRun):
             old, mfu = self.verls._compute_old_log_prob(batch)
         self._seal(batch.batch, {"old_log_probs": old.batch["old_log_probs"]}, old.batch)
         if self.supervision.wants_sampled and self._scored_seal is not None:
-            # Made by the worker that computed them, before anything could touch them.
+            # The worker that computed the log-probs sealed them before other code could change them.
             old.batch[key_of("old_log_probs")] = self._scored_seal
         if self.supervision.wants_sampled:
             rows = batch.batch.select("response_mask", "responses", ROLLOUT_LOG_PROBS)
@@ -309,18 +309,18 @@ class CorrectedV0(CorrectedRun):
         finally:
             self._gathered = None
         if self.supervision.takes_mu:
-            # By now verl has compared mu with what stands in for pi_old, and found no difference.
+            # verl has just compared mu with its copy in old_log_probs, and found no difference.
             output.meta_info["metrics"].update(NOT_COMPARED)
         return output
 
     def _let_mu_stand_in(self, tensors: TensorDict) -> None:
-        """Put mu in the place of a pi_old that was computed although the correction takes none."""
+        """Replace a pi_old that was computed although the correction does not use it by mu."""
         if self.supervision.takes_mu and not self._scored:
             tensors["old_log_probs"] = tensors[ROLLOUT_LOG_PROBS]
             self._seal(tensors, {"old_log_probs": tensors[ROLLOUT_LOG_PROBS]})
 
     def _score(self, batch: Any) -> None:
-        """Do on a batch of the worker group what ``_compute_old_log_prob`` was not there for."""
+        """Run the checks of ``_compute_old_log_prob`` on a batch that reached the worker group directly."""
         tensors = _tensors(batch)
         self._let_mu_stand_in(tensors)
         if self.supervision.wants_sampled and not self.supervision.takes_mu:
@@ -362,7 +362,7 @@ class CorrectedV0(CorrectedRun):
         return batch
 
     def _with_seals(self, plan: SharedPlan, tensors: TensorDict, columns: Mapping[str, Tensor]) -> SharedPlan:
-        """Seal what the update adds, and what no one has sealed so far; return the plan that tells of all seals."""
+        """Seal the columns that the update adds and all unsealed ones; return the plan that lists all seals."""
         if not self.supervision.wants_sampled:
             return plan
         read = (*_READ, *(_OF_REFERENCE if self.config.actor_rollout_ref.actor.get("use_kl_loss") else ()))
@@ -372,7 +372,7 @@ class CorrectedV0(CorrectedRun):
 
     def _read_versions(self, batch: Any) -> Tensor:
         versions = _versions(batch, self._step)
-        # one_step_off_policy sends weights in front of an update, under the number of that update's step.
+        # one_step_off_policy sends weights before an update, under the step number of that update.
         return (versions - 1).clamp(min=0) if hasattr(self.trainer, "_async_gen_next_batch") else versions
 
     def _split_batch(self) -> BatchSplit:
@@ -385,12 +385,12 @@ class CorrectedV0(CorrectedRun):
     def _update_and_collect(self, update: Any, batch: Any) -> Any:
         """Call the workers' ``update_actor`` with the plan, and judge the packets in its metrics.
 
-        Who calls it past ``_update_actor`` gets our metrics among the workers'.
+        A caller that bypasses ``_update_actor`` gets this package's metrics among the workers'.
         """
         if self.correction.baseline == "exclude" and not self._advantage_metrics:
-            raise LivenessError("correction.baseline=exclude: verl's trainer went past what takes rejected rows out.")
+            raise LivenessError("correction.baseline=exclude: verl bypassed the hook that removes rejected sequences.")
         if self.correction.proximal == "same_engine" and not self._scored:
-            raise LivenessError("correction.proximal=same_engine: verl's trainer went past what holds mu to pi_old.")
+            raise LivenessError("correction.proximal=same_engine: verl bypassed the hook that compares mu with pi_old.")
         if not self._scored:
             self._score(batch)
         output = update(self._with_plan(batch))
@@ -404,7 +404,7 @@ class CorrectedV0(CorrectedRun):
 
 
 def build_row_identity(batch: DataProto) -> dict[str, Tensor]:
-    """Build tensor columns of each row's uid and reward, for workers that get nothing else from the batch."""
+    """Build tensor columns of each row's uid and reward, for workers that receive nothing else from the batch."""
     uids = [str(uid).encode() for uid in batch.non_tensor_batch["uid"]]
     width = max(map(len, uids))
     padded = torch.frombuffer(bytearray(b"".join(uid.ljust(width, b"\0") for uid in uids)), dtype=torch.uint8)
@@ -417,16 +417,16 @@ def _tensors(batch: Any) -> TensorDict:
 
 
 def _objects(batch: Any, name: str) -> list[Any] | None:
-    """Return what a batch of either kind holds of each row; None where it does not."""
+    """Return the values of a non-tensor column per row, from a batch of either kind; None if it is missing."""
     column = batch.non_tensor_batch.get(name) if isinstance(batch, DataProto) else batch.get(name, None)
-    # Of the whole batch, the trainer's step has the name of a row's version.
+    # As a value of the whole batch, the trainer's step has the same name as a row's version.
     if column is None or (name == VERSION and isinstance(column, NonTensorData)):
         return None
     return list(column) if isinstance(batch, DataProto) else column.tolist()
 
 
 def _gather_chunks(batch: Any, versions: Tensor) -> None:
-    """Put the chunks that a client has noted of each row where the loss reads them, as verl's V1 trainer does."""
+    """Put the chunks that a client has recorded per row where the loss reads them, as verl's V1 trainer does."""
     chunks = _objects(batch, CHUNKS)
     if chunks is None:
         return
@@ -449,10 +449,10 @@ def _rows(batch: Any) -> TensorDict:
 def _versions(batch: Any, step: int) -> Tensor:
     """Stack the versions of the weights that sampled each row's first and last token, (B, 2) int64.
 
-    Where verl does not note them: this trainer is synchronous, and sends the workers' weights to the rollout engine
-    between an update and the next rollout, so that all rows of a step were sampled by what the step before left.
+    Where verl does not record them, this trainer is synchronous and sends the weights to the rollout engine between
+    an update and the next rollout, so the weights after the previous step sampled all rows.
     """
-    # verl 0.8.0 notes one version of a request that nothing resumes.
+    # verl 0.8.0 records one version of a request that is never resumed.
     for ends in ((OLDEST_VERSION, NEWEST_VERSION), (VERSION, VERSION)):
         spans = [_objects(batch, end) or [None] for end in ends]
         if not any(version is None for span in spans for version in span):

@@ -1,8 +1,8 @@
-"""A run by verl's V1 trainer: hands the loss to the workers and stops unless it is proved live.
+"""A run by verl's V1 trainer: hands the loss to the workers and stops the run unless it is proved live.
 
-Seams in verl 0.9.1: ``METHODS`` of ``verl.trainer.ppo.v1.trainer_base.PPOTrainer``, the number
-``parameter_sync_step`` of updates in a step, and ``RayWorkerGroup.set_loss_fn(loss_fn)`` / ``.update_actor(batch)`` /
-``.compute_log_prob(batch)`` of the actor's worker group. Columns are read and written by TransferQueue's
+Patched functions in verl 0.9.1: ``METHODS`` of ``verl.trainer.ppo.v1.trainer_base.PPOTrainer``, and
+``RayWorkerGroup.set_loss_fn(loss_fn)`` / ``.update_actor(batch)`` / ``.compute_log_prob(batch)`` of the actor's worker
+group. ``parameter_sync_step`` is the number of updates per step. Columns are read and written by TransferQueue's
 ``kv_batch_get(keys, partition_id, select_fields)`` and ``kv_batch_put(keys, partition_id, fields)``.
 """
 
@@ -34,13 +34,13 @@ from .corrected_run import CorrectedRun
 from .own_forward import MEDIA, Pair, build_nested, demand_text, name_keys, repeat_rows
 
 OWN_PARTITION = "offpolicy"
-"""Partition of TransferQueue for rows that are in no batch."""
+"""Partition of TransferQueue for rows that belong to no batch."""
 OF_A_FORWARD = ("uid", "position_ids", MEDIA)
-"""Columns that workers may read beside those of the tokens."""
+"""Columns that workers may read in addition to the token columns."""
 
 
 class CorrectedV1(CorrectedRun):
-    """One run by a V1 trainer of verl's or of a class derived from it."""
+    """One run by a V1 trainer of verl, or by a class derived from it."""
 
     METHODS: ClassVar[tuple[str, ...]] = (
         *CorrectedRun.METHODS,
@@ -82,7 +82,7 @@ class CorrectedV1(CorrectedRun):
     def get_llm_client(self) -> Any:
         client = self.verls.get_llm_client()
         if notes_token_versions(self.config):
-            # Other releases need not have what it is made of.
+            # Imported on use, because other releases may lack its dependencies.
             from ..staleness.client import note_versions
 
             client = note_versions(client)
@@ -107,7 +107,7 @@ class CorrectedV1(CorrectedRun):
         self.supervision.begin_step()
         self.cost.begin()
         batch = self.verls.step(metrics, timing_raw)
-        # Where a step makes several updates, verl averages their metrics or takes a maximum, by name.
+        # If a step makes several updates, verl averages their metrics or takes a maximum, by name.
         metrics.update(self.supervision.step_metrics() | self.cost.metrics())
         return batch
 
@@ -117,7 +117,7 @@ class CorrectedV1(CorrectedRun):
         return batch
 
     def view(self, batch: Any) -> TransferQueueBatch:
-        """View a batch as add-ons do."""
+        """Build the add-ons' view of a batch."""
         return TransferQueueBatch(batch, self.global_steps, partial(self._note_columns, batch), self._compute_log_probs)
 
     def _note_columns(self, batch: Any, columns: dict[str, Tensor]) -> None:
@@ -125,7 +125,7 @@ class CorrectedV1(CorrectedRun):
         self.seal(batch, columns)
 
     def seal(self, batch: Any, columns: Mapping[str, Tensor]) -> None:
-        """Seal columns of all rows as they are now: the loss stops where it reads others."""
+        """Seal the current columns of all rows: the loss stops the run if it reads other values."""
         if self._sealed is None:
             return
         if self._sealed.keys != list(batch.keys):
@@ -134,11 +134,11 @@ class CorrectedV1(CorrectedRun):
         self._sealed.add(columns)
 
     def _seal_stored(self, batch: Any, name: str) -> None:
-        """Seal a column as TransferQueue has it now."""
+        """Seal a column as TransferQueue holds it now."""
         self.seal(batch, read_columns(batch, name))
 
     def _compute_log_probs(self, batch: Any, rows: Sequence[Pair]) -> list[list[float]]:
-        """Compute log-probs at temperature 1 of each row's response; rows are laid beside the batch and removed."""
+        """Compute log-probs at temperature 1 of each row's response, in temporary rows outside the batch."""
         demand_text(read_columns(batch, MEDIA)[MEDIA])
         told, flags = batch.extra_info or {}, self.add_ons.batch_flags()
         keys, source = name_keys(len(batch.keys)), read_columns(_first(batch), *OF_A_FORWARD)
@@ -163,13 +163,13 @@ class CorrectedV1(CorrectedRun):
         return self.add_ons.old_log_prob(partial(self._score, metrics=metrics), batch, metrics)
 
     def _flag(self, batch: Any) -> None:
-        """Flag a batch for the workers of add-ons, as often as its metadata may be new: a put returns none of them."""
+        """Set the add-ons' flags on a batch for its workers; needed after each put, whose metadata has no flags."""
         if flags := self.add_ons.batch_flags():
             batch.extra_info.update(flags)
 
     def _score(self, batch: Any, metrics: dict[str, Any]) -> Any:
         if self.supervision.wants_sampled:
-            # The first time that the trainer sees these rows, before anything can touch them.
+            # The trainer first sees these rows here, before other code can change them.
             with name_missing_column():
                 rows = read_columns(batch, *SAMPLED)
             self.supervision.sampled(rows)
@@ -180,7 +180,7 @@ class CorrectedV1(CorrectedRun):
             self.add_ons.on_rollout(view)
             batch = view.batch
         if self.supervision.takes_mu:
-            # What the loss takes for pi_old is decided there; until then mu stands in its place.
+            # The loss chooses its own pi_old; until then mu fills the column.
             return self._put_mu(batch)
         self._flag(batch)
         with self.cost.of_pi_old():
@@ -228,7 +228,7 @@ class CorrectedV1(CorrectedRun):
 
         def estimator() -> None:
             view.batch = estimate(view.batch, metrics)
-            self._check_kl_in_reward(view)  # verl subtracts it in there
+            self._check_kl_in_reward(view)  # verl subtracts the KL before this
 
         if self.correction.baseline == "include":
             self.add_ons.compute_advantages(view, estimator)
@@ -283,7 +283,7 @@ class CorrectedV1(CorrectedRun):
 
     def split_batch(self) -> BatchSplit:
         """Describe how workers split a batch."""
-        # verl's trainer has filled this in when it balanced the batch.
+        # verl's trainer has set _dispatch_info when it balanced the batch.
         return BatchSplit.of(self.config, max(self.workers._dispatch_info["actor"]) + 1)
 
     def take_out(self, batch: Any, why: str, *, masked: Collection[str], silenced: Collection[str]) -> Any:
@@ -304,5 +304,5 @@ def _versions_of(batch: Any) -> dict[str, Tensor]:
 
 
 def _first(batch: Any) -> Any:
-    """Narrow a batch's metadata to its first row."""
+    """Reduce a batch's metadata to its first row."""
     return replace(batch, keys=batch.keys[:1], tags=batch.tags[:1])

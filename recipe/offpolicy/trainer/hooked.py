@@ -1,9 +1,9 @@
-"""Hooks on verl's trainers, in every process of a corrected run; verl imports this module where the launch names it.
+"""Hooks on verl's trainers, in every process of a corrected run; verl imports this module because the launch names it.
 
-Whatever program a launch runs, its trainer derives from ``RayPPOTrainer`` (V0: main_ppo, one_step_off_policy,
-fully_async_policy, recipes) or from the V1 ``PPOTrainer``. Both are met where an instance is made, also of programs
-whose trainers call no ``super().__init__``: a ``CorrectedRun`` puts its methods on it. Nothing of verl is imported
-here; a process without a trainer pays for the import hooks.
+The trainer of every supported program derives from ``RayPPOTrainer`` (V0: main_ppo, one_step_off_policy,
+fully_async_policy, recipes) or from the V1 ``PPOTrainer``. The hook is on instance creation, so it also works for
+trainers that do not call ``super().__init__``: a ``CorrectedRun`` sets its methods on the instance. This module imports
+nothing of verl; a process without a trainer pays only for the import hooks.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from verl_patches.deferred import after_import
 from .actor_updates import guard_groups
 
 MODULE = __name__
-"""What VERL_USE_EXTERNAL_MODULES names."""
+"""Module name for VERL_USE_EXTERNAL_MODULES."""
 HOOKED = "offpolicy.hooked"
 """Key of the configuration that only a process with the hooks can resolve."""
 _RESOLVER = "offpolicy_hooked"
@@ -47,13 +47,13 @@ def _register() -> None:
 
 
 def install() -> None:
-    """Hook verl's trainers once their modules are imported. Idempotent."""
+    """Hook verl's trainers when their modules are imported. Idempotent."""
     _register()
     hooks = {_V0: _hook_v0, _V1: _hook_v1, _GROUPS: guard_groups, _ROLLOUTER: _hook_client}
     hooks |= {module: partial(_hook_workers, module) for module in _WORKERS}
     hooks |= {_VLLM_WORKERS: _hook_vllm_workers, _VLLM_SERVER: _hook_vllm_server}
     for module, hook in hooks.items():
-        if module not in _installed:  # others may wait for the same module
+        if module not in _installed:  # several callers may wait for the same module
             _installed.add(module)
             after_import(module, hook)
 
@@ -109,7 +109,7 @@ def _hook_client() -> None:
 
 
 def _replace(trainer: type, correct: Callable[[Any, Any], None]) -> None:
-    """Let ``correct(instance, config)`` see each instance of ``trainer`` that is made; once."""
+    """Call ``correct(instance, config)`` for each new instance of ``trainer``; patches the class once."""
     if _MARK in vars(trainer):
         return
 
@@ -123,7 +123,7 @@ def _replace(trainer: type, correct: Callable[[Any, Any], None]) -> None:
 
 
 def _find_config(given: Sequence[Any]) -> Any:
-    """Find the configuration among what a constructor gets, at whatever place; None where it gets nothing."""
+    """Find the configuration among a constructor's arguments; None if there are no arguments."""
     from omegaconf import DictConfig
 
     return next((each for each in given if isinstance(each, DictConfig) and "trainer" in each), None)
@@ -136,7 +136,7 @@ def _is_ours(config: Any) -> bool:
 
 
 def _correct_v0(trainer: Any, config: Any) -> None:
-    # Ray makes an actor before it calls its __init__ with a configuration; a fork may give it in another shape.
+    # Ray creates an actor before it calls __init__ with a configuration; a fork may pass it in another form.
     if trains(type(trainer)) and (config is None or _is_ours(config)):
         from .add_on_choice import choose_v0
         from .corrected_v0 import CorrectedV0
@@ -170,7 +170,7 @@ def _set_up() -> None:
 
 
 def trains(trainer: type) -> bool:
-    """Return False for a class of trainers that only samples, as ``FullyAsyncRollouter`` does."""
+    """Return False for a trainer class that only samples, such as ``FullyAsyncRollouter``."""
     return not any(each.__name__ == "FullyAsyncRollouter" for each in trainer.__mro__)
 
 

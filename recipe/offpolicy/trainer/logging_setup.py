@@ -1,7 +1,7 @@
-"""Set-up of this package's logger where verl sets up none.
+"""Set-up of this package's logger if verl sets up none.
 
-verl's V1 trainer sets up the logger ``verl``; around its V0 trainer nobody sets up any, and whatever is logged at INFO,
-such as that a correction is live, would be lost.
+verl's V1 trainer sets up the logger ``verl``; with its V0 trainer no logger is set up, so INFO messages, for example
+that a correction is live, would be lost.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from ..fault_tolerance.redaction import redact_text
 
 logger = logging.getLogger("verl.offpolicy")
 LEVEL = "VERL_LOGGING_LEVEL"
-"""verl's own variable for the level of its loggers."""
+"""verl's variable for the level of its loggers."""
 
 
 class _Redaction(logging.Filter):
-    """Redacts what is logged, whoever writes it."""
+    """Redacts every log record."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         record.msg, record.args = redact_text(record.getMessage()), ()
@@ -25,7 +25,7 @@ class _Redaction(logging.Filter):
 
 
 def set_up_logger() -> None:
-    """Redact what the logger writes, and give it a handler of its own where verl's has none; idempotent."""
+    """Redact the logger's output, and add a handler if verl's logger has none; idempotent."""
     if not any(isinstance(each, _Redaction) for each in logger.filters):
         logger.addFilter(_Redaction())
     if logging.getLogger("verl").handlers or logger.handlers:

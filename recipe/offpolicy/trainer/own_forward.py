@@ -1,4 +1,4 @@
-"""Log-probs of rows of an extension's making, by the trainer's own forward pass: a path past the rollout engine."""
+"""Log-probs of an extension's rows by the trainer's own forward pass, without the rollout engine."""
 
 from __future__ import annotations
 
@@ -12,45 +12,45 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 MEDIA = "multi_modal_inputs"
-"""Column of what a row holds beside its tokens, a mapping each: pixels, their grid and the like."""
+"""Column with one mapping per row of inputs other than tokens, for example pixels and their grid."""
 Pair = tuple[list[int], list[int]]
-"""Ids of a prompt and of a response."""
+"""Token ids of a prompt and of a response."""
 
 
 class MediaError(RuntimeError):
-    """A row has images, videos or audio, and would be scored without them, or with those of another row."""
+    """A row has images, videos or audio, and would be scored without them or with those of another row."""
 
 
 def demand_text(inputs: Iterable[Mapping[str, Any] | None]) -> None:
-    """Demand that no row of a batch has ``multi_modal_inputs``: rows of an extension's making are token ids alone.
+    """Raise if a row of the batch has ``multi_modal_inputs``: an extension's rows contain only token ids.
 
     Raises:
-        MediaError: one has some.
+        MediaError: a row has some.
     """
     for row, given in enumerate(inputs):
         if names := sorted((given or {}).keys()):
             raise MediaError(
-                f"row {row} has {', '.join(names)}: an extra forward pass scores token ids, without images, videos and "
-                f"audio. Set offpolicy.late_weights.snapshots=null and process_reward=null, which ask for it."
+                f"sequence {row} has {', '.join(names)}: an extra forward pass scores token ids only, without images, "
+                f"videos and audio. Set offpolicy.late_weights.snapshots=null and process_reward=null, which need it."
             )
 
 
 def _shape_positions(positions: Tensor, axes: Sequence[int]) -> Tensor:
-    """Repeat positions of text over the axes that the model has positions of: (L,) or (B, L) to (..., *axes, L)."""
+    """Repeat text positions over the model's position axes: (L,) or (B, L) to (..., *axes, L)."""
     shape = (*positions.shape[:-1], *axes, positions.shape[-1])
     return positions.unsqueeze(-2).expand(shape) if axes else positions
 
 
 def repeat_rows(rows: Sequence[Pair], count: int) -> list[Pair]:
-    """Repeat rows until there are ``count``, so that workers split them as they split a batch."""
+    """Repeat rows until there are ``count``, so that workers split them like a batch."""
     return [rows[place % len(rows)] for place in range(count)]
 
 
 def build_padded(rows: Sequence[Pair], axes: Sequence[int] = ()) -> dict[str, Tensor]:
-    """Build verl's padded columns of rows: prompts are filled up in front, and responses behind.
+    """Build verl's padded columns of rows: prompts are padded on the left, responses on the right.
 
     Args:
-        axes: of a position, (4,) for models with images, () otherwise.
+        axes: shape of one position, (4,) for models with images, () otherwise.
 
     Example:
         >>> build_padded([([5], [6, 7]), ([8, 9], [1])])["input_ids"]
@@ -74,7 +74,7 @@ def build_padded(rows: Sequence[Pair], axes: Sequence[int] = ()) -> dict[str, Te
 
 
 def build_nested(rows: Sequence[Pair], source: TensorDict) -> TensorDict:
-    """Build the columns of rows as TransferQueue holds them, others repeated from the first row of ``source``."""
+    """Build the columns of rows as TransferQueue holds them; other columns repeat the first row of ``source``."""
     from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 
     template = source[0]
@@ -91,6 +91,6 @@ def build_nested(rows: Sequence[Pair], source: TensorDict) -> TensorDict:
 
 
 def name_keys(count: int) -> list[str]:
-    """Name rows that are in no batch."""
+    """Create keys for rows that belong to no batch."""
     uid = f"forward{uuid4().hex}"
     return [f"{uid}_{number}_0" for number in range(count)]

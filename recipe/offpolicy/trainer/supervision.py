@@ -1,6 +1,6 @@
 """State of a trainer between updates: the proof of the correction, and the metrics of the last update.
 
-The same for every trainer; where batches and metrics come from is the trainer's.
+It is the same for every trainer; the trainer provides batches and metrics.
 """
 
 from __future__ import annotations
@@ -36,25 +36,25 @@ from ..worker.metrics import take_packets
 logger = logging.getLogger("verl.offpolicy")
 
 AFTER_MOVED = 10
-"""Updates from one proof to the next where bounds have moved since: they may move at each."""
+"""Number of updates between two proofs if bounds have moved in between, because they may move at each update."""
 _COARSE = (
-    "log-probs reach the loss in 16 bits: rounding of up to 0.03 nats a token looks like mismatch, and narrow bands "
-    "reject by it. Let the trainer compute log-probs in float32."
+    "log-probs reach the loss in 16 bits: rounding of up to 0.03 nats per token looks like mismatch, and narrow bands "
+    "reject because of it. Compute log-probs in float32 in the trainer."
 )
 
 
 class Supervision:
-    """Judge of each update by the packets that the workers' loss sent.
+    """Judge of each update, from the packets that the workers' loss sent.
 
     Args:
-        spec: the correction as it is configured.
+        spec: the configured correction.
         config: the composed configuration of the run.
-        add_ons: judge their reports of each update.
+        add_ons: add-ons, which judge their own reports of each update.
 
     Attributes:
-        proving: the correction that is in force was not proved yet, which the next update is to do.
-        proof: of life, if the last update brought it: in a sentence, and what was seen.
-        active_correction: which correction that is, and under which bounds.
+        proving: True if the active correction was not proved yet; the next update must prove it.
+        proof: proof of the last update, if it made one: a sentence, and the evidence.
+        active_correction: the active correction and its bounds.
     """
 
     def __init__(self, spec: CorrectionSpec, config: DictConfig, add_ons: AddOns | None = None) -> None:
@@ -66,7 +66,7 @@ class Supervision:
         self._prove_every = int(OmegaConf.select(config, PROVE_EVERY, default=50))
         self._since_proof = 0  # updates
         self._proved_bounds = self.active_correction.bounds
-        self._marked: int | None = None  # rows of this update whose micro-batches are to be proved
+        self._marked: int | None = None  # rows of this update whose micro-batches must be proved
         self._epochs = config.actor_rollout_ref.actor.ppo_epochs
         self._allow_identical = config.offpolicy.allow_identical_log_probs
         self._floor = RecentFloor()
@@ -82,45 +82,45 @@ class Supervision:
 
     @property
     def spec(self) -> CorrectionSpec:
-        """The correction that is in force, which the workers are to run at the next update."""
+        """The active correction, which the workers must apply at the next update."""
         return self.active_correction.spec
 
     @property
     def wants_sampled(self) -> bool:
-        """True if ``sampled`` and ``aligned`` have to see each batch."""
+        """True if ``sampled`` and ``aligned`` must see each batch."""
         return not self.spec.is_none
 
     def sampled(self, rows: TensorDict) -> None:
-        """Look at the rollout ``rows``, which hold ``SAMPLED``, and remember it, before anything can touch it.
+        """Check and remember the rollout ``rows``, which hold ``SAMPLED``, before other code can change it.
 
         Raises:
-            RolloutLogProbError: its log-probs are missing or are none.
+            RolloutLogProbError: its log-probs are missing or invalid.
         """
         self._sampled_rows = self._samples.check_sampled(rows)
 
     def aligned(self, rows: TensorDict, uids: Sequence[str] | None) -> None:
-        """Hold the rollout's log-probs against the trainer's own, see ``rollout_checks.RolloutChecker.check_aligned``.
+        """Compare the rollout's log-probs with the trainer's, see ``rollout_checks.RolloutChecker.check_aligned``.
 
         Raises:
-            AlignmentError: they are off by one token or those of other rows.
+            AlignmentError: they are off by one token or belong to other rows.
         """
         self._samples.check_aligned(rows, uids)
 
     @property
     def takes_mu(self) -> bool:
-        """True if no forward pass is made for pi_old, and mu stands in its place in this step."""
+        """True if this step makes no forward pass for pi_old and uses mu instead."""
         if self._same_engine is not None:
             return self._same_engine.passed
         return self.spec.proximal in WITHOUT_FORWARD
 
     def scored(self, rows: TensorDict, uids: Sequence[str], step: int) -> bool:
-        """Judge pi_old of ``rows``, which hold ``ALIGNED``, where mu may take its place.
+        """Judge pi_old of ``rows``, which hold ``ALIGNED``, if mu may replace it.
 
         Returns:
-            Whether mu does, from this batch on.
+            Whether mu replaces pi_old from this batch on.
 
         Raises:
-            SameEngineError: it may not.
+            SameEngineError: mu may not replace pi_old.
         """
         if self._same_engine is None:
             return False
@@ -128,7 +128,7 @@ class Supervision:
         if self._same_engine.largest is not None:
             logger.info(
                 "correction.proximal=same_engine: |mu - pi_old| is at most %.3g nats on every token of step %d, within "
-                "%g; from the next step on mu is pi_old, and no forward pass computes it.",
+                "%g; from the next step on mu is used as pi_old, without a forward pass.",
                 self._same_engine.largest,
                 step,
                 TOLERANCE,
@@ -136,12 +136,12 @@ class Supervision:
         return True
 
     def expect(self, plan: SharedPlan) -> None:
-        """Note the plan that goes out with the next update."""
+        """Record the plan that is sent with the next update."""
         self._plan = plan
 
     @property
     def proof_due(self) -> bool:
-        """True if the next update is to prove the correction, for the first time or again."""
+        """True if the next update must prove the correction, for the first time or again."""
         if self.spec.is_none:
             return False
         if self.proving or not self._prove_every:
@@ -153,15 +153,15 @@ class Supervision:
     def mark_proof(
         self, plan: SharedPlan, response_mask: Callable[[], Tensor], ranks: Callable[[], int]
     ) -> tuple[SharedPlan, dict[str, Tensor]]:
-        """Mark the rows whose micro-batches the workers are to prove at this update.
+        """Mark the rows whose micro-batches the workers must prove at this update.
 
         Args:
-            plan: of the update.
-            response_mask: (B, T) or nested by row; called only where something is to be proved.
-            ranks: by which the rows are shared; likewise.
+            plan: plan of the update.
+            response_mask: returns (B, T) or nested by row; called only if something must be proved.
+            ranks: returns the number of ranks that share the rows; called only if something must be proved.
 
         Returns:
-            The plan to send, and the columns that are to travel next to it.
+            The plan to send, and the columns to send with it.
         """
         self._marked = None
         if not self.proof_due:
@@ -175,10 +175,10 @@ class Supervision:
         """Take the packets of one update out of the workers' ``metrics`` and judge them.
 
         Returns:
-            Whether the workers need another loss for the next update, because another correction is in force.
+            Whether the workers need another loss for the next update, because another correction is active.
 
         Raises:
-            LivenessError: the correction is configured and was not seen to act.
+            LivenessError: the configured correction was not seen to act.
             AlarmError: an alarm ends the run.
         """
         packets = take_packets(metrics)
@@ -239,11 +239,11 @@ class Supervision:
         return switched
 
     def begin_step(self) -> None:
-        """Forget the last step: one can make several updates."""
+        """Reset the values of the last step; a step can make several updates."""
         self._step = {}
 
     def step_metrics(self) -> dict[str, float]:
-        """Return the metrics of all updates since ``begin_step`` together; empty where there was none."""
+        """Return the merged metrics of all updates since ``begin_step``; empty if there was none."""
         return {f"offpolicy/{name}": value for name, value in self._values(self._step).items()} if self._step else {}
 
     def _values(self, merged: dict[str, Statistic]) -> dict[str, float]:
@@ -261,17 +261,17 @@ class Supervision:
         )
 
     def begin(self) -> None:
-        """Forget the last update, so that one which goes past the correction is noticed."""
+        """Reset the values of the last update, so that an update that bypasses the correction is noticed."""
         self._statistics = {}
 
     def metrics(self) -> dict[str, float]:
-        """Return the metrics of the update since ``begin``, by the names that the logger gets.
+        """Return the metrics of the update since ``begin``, under their logged names.
 
         Raises:
             LivenessError: nothing was collected.
         """
         if not self._statistics:
-            raise LivenessError("the update went past the correction: nothing was collected from the workers.")
+            raise LivenessError("the update bypassed the correction: the workers returned none of its metrics.")
         return {f"offpolicy/{name}": value for name, value in self._statistics.items()}
 
     @property
@@ -279,16 +279,16 @@ class Supervision:
         return () if self._plan is None else self._plan.sealed
 
     def _explain(self) -> None:
-        """Say once what else this update has proved, and what it has not."""
+        """Log once what else this update has proved, and what it has not."""
         add_ons = {"delivery": f"{SECTION} is off"} | self._add_ons.unproved
         logger.info(describe_rest(self.spec, self._live, self._sealed, add_ons))
 
     def _say(self, proved: bool) -> None:
         if not proved:
-            logger.warning("the correction is not proved yet: this update had no gradient to see it in.")
+            logger.warning("the correction is not proved yet: no token of this update had a gradient.")
             return
         logger.info(describe_proof(self.spec, self._live))
         if moving := ", ".join(map(format_part_path, self.active_correction.moving)):
-            logger.info("the bounds of %s come with each update, and the fingerprint leaves them out.", moving)
+            logger.info("the bounds of %s are sent with each update; the fingerprint excludes them.", moving)
         if self._live.get("log_prob_bits", 32) < 32:
             logger.warning(_COARSE)

@@ -1,7 +1,7 @@
-"""A method of verl's actor workers by which a trainer installs what acts in the engine that trains.
+"""A method on verl's actor workers that lets a trainer install add-ons in the training engine.
 
-Seams: ``verl.workers.engine_workers.ActorRolloutRefWorker``, whose ``actor`` is the inner worker with that ``engine``,
-and ``register(dispatch_mode=Dispatch.ONE_TO_ALL)``, by which worker groups find a method.
+It uses ``verl.workers.engine_workers.ActorRolloutRefWorker``, whose ``actor`` is the inner worker with the ``engine``,
+and ``register(dispatch_mode=Dispatch.ONE_TO_ALL)``, through which worker groups find a method.
 """
 
 from __future__ import annotations
@@ -10,17 +10,17 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 EnginePart = Callable[[Any], object]
-"""Takes verl's actor worker, whose model is initialised; it is pickled."""
+"""Called with verl's actor worker after its model is initialised; must be picklable."""
 
 
 def install_offpolicy(self: Any, parts: Sequence[EnginePart]) -> None:
-    """Install each part in this worker; all ranks do so together."""
+    """Install each part in this worker; all ranks run this together."""
     for part in parts:
         part(self)
 
 
 def add_method(worker: type) -> None:
-    """Give a class of verl's actor workers the method; in every process of a run."""
+    """Add the method to a class of verl's actor workers, in every process of a run."""
     from verl.single_controller.base.decorator import Dispatch, register
 
     method: Any = register(dispatch_mode=Dispatch.ONE_TO_ALL)(install_offpolicy)

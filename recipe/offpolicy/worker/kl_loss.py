@@ -1,9 +1,9 @@
-"""KL loss with a ratio of its own: clipped pi / pi_old, or an importance weight.
+"""KL loss with its own ratio: clipped pi / pi_old, or an importance weight.
 
-verl adds mean_t k(pi, pi_ref) to the loss as if its tokens came from the current policy. They come from pi_old, so
-each term's gradient is due a ratio pi / pi_old, and that ratio a clip, as PPO's policy term has them (Liu et al. 2025,
-Rethinking KL Regularization in RLHF); or, without a clip, the ratio to the policy that sampled, whose expectation is
-the reverse KL and its gradient (DeepSeek-V3.2).
+verl adds mean_t k(pi, pi_ref) to the loss as if its tokens came from the current policy. They come from pi_old, so each
+term's gradient needs a ratio pi / pi_old with a clip, like PPO's policy term (Liu et al. 2025, Rethinking KL
+Regularization in RLHF). Without a clip, the ratio to the policy that sampled gives the reverse KL and its gradient in
+expectation (DeepSeek-V3.2).
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from ..correction.kl_weight import KlWeightSpec
 from ..correction.ratios import EXP_CLAMP
 
 BaseLoss = Callable[..., tuple[Tensor, dict[str, Any]]]
-"""Takes (config, model_output, data, dp_group), as verl's ``ppo_loss``."""
+"""Called with (config, model_output, data, dp_group), like verl's ``ppo_loss``."""
 BoundLoss = Callable[..., tuple[Tensor, dict[str, Any]]]
-"""Takes (model_output, data, dp_group)."""
+"""Called with (model_output, data, dp_group)."""
 Surrogate = Callable[[Tensor, Tensor, Tensor, Tensor, str], Tensor]
-"""Takes log pi, log pi_old, log mu, log pi_ref, (B, T) each, and verl's ``kl_loss_type``; gives a token's KL term."""
+"""Called with log pi, log pi_old, log mu, log pi_ref, (B, T) each, and ``kl_loss_type``; returns KL per token."""
 
 
 def compute_clipped_kl(
@@ -39,9 +39,8 @@ def compute_clipped_kl(
 ) -> Tensor:
     """Compute each token's KL surrogate, max(r k', clip(r, lower, upper) k') with r = pi / pi_old.
 
-    k' = dk / dlog pi is what the KL loss of this kind pulls a log-prob down by, so that at r = 1 the gradient is that
-    of k itself. It takes the place of PPO's negative advantage: the maximum, not the minimum, is the pessimistic side
-    of something that is minimised.
+    k' = dk / dlog pi is the slope by which this kind of KL loss lowers a log-prob, so at r = 1 the gradient is that of
+    k. It has the role of PPO's negative advantage. The term is minimised, so the maximum is the pessimistic side.
 
     Args:
         log_prob: (B, T) log pi, carries the gradient.
@@ -67,22 +66,22 @@ def compute_weighted_kl(
 ) -> Tensor:
     """Compute each token's weighted KL estimate, min(r, upper) k(pi, pi_ref) with r = pi / other.
 
-    r carries its gradient: untruncated, the expectation of the term over ``other`` is KL(pi, pi_ref) of the token, and
-    that of its gradient the gradient of it, for the kinds k1 and k3 (DeepSeek-V3.2, unbiased KL estimate).
+    r carries its gradient. Without truncation and for the kinds k1 and k3, the expectation of the term over ``other``
+    is the token's KL(pi, pi_ref), and the same holds for the gradients (DeepSeek-V3.2, unbiased KL estimate).
 
     Args:
         log_prob: (B, T) log pi, carries the gradient.
-        other_log_prob: (B, T) of the policy that sampled, or is taken for it; the term is 0 where it is not finite.
+        other_log_prob: (B, T) of the policy that sampled, or its substitute; the term is 0 where it is not finite.
         ref_log_prob: (B, T).
         kind: verl's ``kl_loss_type``.
-        upper: greatest ratio, beyond which it is a constant; None for any.
+        upper: largest ratio, beyond which it is a constant; None for no limit.
 
     Returns:
         (B, T).
     """
     dtype = torch.promote_types(log_prob.dtype, torch.float32)
     known = torch.isfinite(other_log_prob)
-    # Chosen before the difference, so that no gradient passes through what is not finite.
+    # Selected before the difference, so no gradient passes through non-finite values.
     other = torch.where(known, other_log_prob.to(dtype), log_prob.detach().to(dtype))
     ratio = torch.exp((log_prob.to(dtype) - other).clamp(-EXP_CLAMP, EXP_CLAMP))
     if upper is not None:
@@ -91,7 +90,7 @@ def compute_weighted_kl(
 
 
 def choose_surrogate(spec: CorrectionSpec, *, has_kl: bool = True) -> Surrogate | None:
-    """Choose what stands in the place of verl's KL estimate under ``spec``; None for verl's own.
+    """Choose the term that replaces verl's KL estimate under ``spec``; None keeps verl's.
 
     Args:
         has_kl: verl's loss has a KL term.
@@ -107,7 +106,7 @@ def choose_surrogate(spec: CorrectionSpec, *, has_kl: bool = True) -> Surrogate 
 
 
 def _keep(log_prob: Tensor, old: Tensor, mu: Tensor, ref: Tensor, kind: str) -> Tensor:
-    """verl's own, of log-probs over the whole vocabulary where ``log_probs`` are over a support."""
+    """verl's own KL, of log-probs over the whole vocabulary where ``log_probs`` are over a support."""
     return kl_penalty(log_prob, ref, kind)
 
 
@@ -135,7 +134,7 @@ def _loss_with_surrogate(
     dp_group: Any = None,
 ) -> tuple[Tensor, dict[str, Any]]:
     loss, metrics = plain(model_output, data, dp_group)
-    # verl's loss needs a finite pi_old, and gets pi where it is not; here such a token has no ratio.
+    # verl's loss needs a finite pi_old and gets pi where it is not finite; here such a token has no ratio.
     old = PI_OLD if PI_OLD in data.keys() else "old_log_probs"
     dense = data.select("response_mask", old, ROLLOUT_LOG_PROBS, "ref_log_prob").to_padded_tensor()
     if (full := model_output.get(FULL_LOG_PROBS)) is not None:

@@ -1,4 +1,4 @@
-"""Handover of the correction to verl's legacy actors, with each batch, in ``meta_info``."""
+"""Sends the correction to verl's legacy actors, with each batch, in ``meta_info``."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ if TYPE_CHECKING:
 
 
 class Handover(LegacySettings):
-    """These settings as they travel: what ``verl_patches.legacy`` calls a ``LegacyHandover``."""
+    """The settings in transit: the ``LegacyHandover`` of ``verl_patches.legacy``."""
 
     @property
     def reads_rollout_log_probs(self) -> bool:
         return self.ours
 
     def update(self, actor_config: Any, *, dp_size: int, upstream: Callable[[], float]) -> LegacyUpdate:
-        # Imported where it is used, in the worker: it imports verl's losses.
+        # Imported on use, in the worker, because it imports verl's losses.
         from .legacy_loss import LegacyUpdate
 
         return LegacyUpdate(self, actor_config, dp_size=dp_size, upstream=upstream)
@@ -29,13 +29,13 @@ class Handover(LegacySettings):
 
 @dataclass(frozen=True)
 class ExtendedHandover(Handover):
-    """A handover with the workers' halves of extensions, by section."""
+    """A handover with the worker parts of extensions, by section."""
 
     extensions: Mapping[str, WorkerExtension] = field(default_factory=dict)  # type: ignore[misc]
 
 
 def build_handover(*arguments: Any, extensions: Mapping[str, WorkerExtension], **fields: Any) -> Handover:
-    """Make a handover of these fields, extended where there is something to extend it with."""
+    """Build a handover of these fields, extended if there are extensions."""
     if not extensions:
         return Handover(*arguments, **fields)
     return ExtendedHandover(*arguments, extensions=extensions, **fields)  # type: ignore[misc]

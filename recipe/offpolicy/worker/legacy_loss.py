@@ -1,9 +1,9 @@
-"""Engine's loss for verl's legacy actors, which compute their own from three functions of ``core_algos``.
+"""The engine's loss for verl's legacy actors, which compute their loss from three functions of ``core_algos``.
 
-A legacy actor asks ``core_algos`` for a policy loss, aggregates entropy and KL itself, and multiplies the sum by the
-micro-batch's share of the mini-batch, so that its denominators are those of the micro-batch. A ``LegacyUpdate``
-answers these three calls during one update: the policy term comes from the code that the engine path runs, every
-denominator is that of the mini-batch over all ranks, and the actor's own share is divided out beforehand.
+A legacy actor gets a policy loss from ``core_algos``, aggregates entropy and KL itself, and multiplies the sum by the
+micro-batch's share of the mini-batch, so its denominators are those of the micro-batch. A ``LegacyUpdate`` replaces
+these three functions during one update: the policy term comes from the code of the engine path, every denominator is
+that of the mini-batch over all ranks, and the actor's share is divided out beforehand.
 """
 
 from __future__ import annotations
@@ -51,31 +51,31 @@ _PG_LOSS = "actor/pg_loss"  # the actor sums this one itself
 def _padded_ppo_loss(
     config: Any, model_output: Mapping[str, Any], data: TensorDict, dp_group: Any = None
 ) -> tuple[Tensor, dict[str, Any]]:
-    """Call verl's ``ppo_loss`` on log-probs of the responses alone, (B, T), in the layout that it reads."""
+    """Call verl's ``ppo_loss`` on response log-probs only, (B, T), in the layout that it reads."""
     log_probs = model_output["log_probs"]
     rows, width = log_probs.shape
-    # A prompt of one token: a row of log-probs is then the response's, shifted left by one.
+    # With a one-token prompt, a row of log-probs is the response's, shifted left by one.
     flat = torch.nn.functional.pad(log_probs, (0, 1)).flatten()
     data = mb.with_tensors(
         data,
         prompts=torch.ones(rows, 1, dtype=torch.int64),
         attention_mask=torch.ones(rows, width + 1, dtype=torch.int64),
     )
-    # In a mini-batch without any token every sum is 0, and so is the loss.
+    # In a mini-batch without tokens every sum is 0, and so is the loss.
     tu.assign_non_tensor(data, batch_num_tokens=max(data["batch_num_tokens"], 1))
     return ppo_loss(config, {**model_output, "log_probs": flat}, data, dp_group)
 
 
 class LegacyLoss(OffPolicyLoss):
-    """Engine's loss on padded log-probs: the policy and KL terms that the proof compares the actor's gradient with.
+    """The engine's loss on padded log-probs: the policy and KL terms that the proof compares the actor's gradient with.
 
     Args:
-        settings: the correction and what is to be reported.
+        settings: the correction and what to report.
         actor_config: verl's ActorConfig; it is not changed.
 
     Attributes:
         policy: the policy term alone, for an actor that adds the KL term itself.
-        old_log_prob, rollout_log_prob: (B, T) pi_old and mu as the micro-batch before saw them.
+        old_log_prob, rollout_log_prob: (B, T) pi_old and mu as the last micro-batch saw them.
     """
 
     policy: LegacyLoss
@@ -83,7 +83,7 @@ class LegacyLoss(OffPolicyLoss):
     rollout_log_prob: Tensor
 
     def __init__(self, settings: LegacySettings, actor_config: Any) -> None:
-        # verl's loss notes a mini-batch's numbers in its config, where the actor must not find them afterwards.
+        # verl's loss stores a mini-batch's numbers in its config, where the actor must not find them later.
         config = replace(actor_config, global_batch_info={})
         super().__init__(
             replace_bounds(settings.spec, settings.plan.bounds),
@@ -95,7 +95,7 @@ class LegacyLoss(OffPolicyLoss):
             base_loss=_padded_ppo_loss,
             extensions=settings.extensions,
         )
-        # The actor asks for policy and KL term apart; the copy computes the first alone.
+        # The actor computes policy and KL term separately; the copy computes only the first.
         self.policy = copy.copy(self)
         alone: BoundLoss = partial(_padded_ppo_loss, replace(config, use_kl_loss=False, global_batch_info={}))
         self.policy.base_loss = self.policy.verl_loss = alone
@@ -117,15 +117,15 @@ class _Running:
 
 
 class LegacyUpdate:
-    """One update of a legacy actor under a handover: the answers to its calls into ``core_algos``.
+    """One update of a legacy actor under a handover: replaces its calls into ``core_algos``.
 
-    With ``correction=none`` and without extensions they are verl's own, to the bit.
+    With ``correction=none`` and without extensions the results are bitwise verl's.
 
     Args:
-        settings: what the trainer sent with the batch.
+        settings: the settings that the trainer sent with the batch.
         actor_config: verl's ActorConfig, as the actor holds it.
-        dp_size: data-parallel ranks, over which the actor averages gradients.
-        upstream: the gradient with which the actor begins its backward pass, asked for at each micro-batch.
+        dp_size: number of data-parallel ranks over which the actor averages gradients.
+        upstream: returns the gradient with which the actor starts its backward pass; called for each micro-batch.
     """
 
     def __init__(
@@ -140,19 +140,19 @@ class LegacyUpdate:
         self._micro: _Running | None = None
 
     def begin(self, rows: Mapping[str, Any], *, scale: float) -> None:
-        """Take up a micro-batch, before its loss is computed.
+        """Start a micro-batch, before its loss is computed.
 
         Args:
-            rows: verl's micro-batch: padded (B, T) tensors, the columns of ``mini_batch_columns``, and whatever else
-                of the trainer's begins with ``PREFIX``.
-            scale: what the actor multiplies the micro-batch's loss by.
+            rows: verl's micro-batch: padded (B, T) tensors, the columns of ``mini_batch_columns``, and all other
+                columns of the trainer that begin with ``PREFIX``.
+            scale: factor by which the actor multiplies the micro-batch's loss.
 
         Raises:
             ValueError: the rows belong to several mini-batches.
         """
         numbers = torch.stack([rows[MINI_TOKENS], rows[MINI_ROWS]], dim=-1).unique(dim=0)
         if len(numbers) != 1:
-            raise ValueError(f"a micro-batch spans mini-batches: (tokens, rows) of them are {numbers.tolist()}.")
+            raise ValueError(f"a micro-batch spans mini-batches, with (tokens, rows) {numbers.tolist()}.")
         tokens, global_rows = numbers[0].tolist()
         self._micro = _Running(rows, scale, tokens, global_rows)
 
@@ -163,17 +163,17 @@ class LegacyUpdate:
     @property
     def micro(self) -> _Running:
         if self._micro is None:
-            raise RuntimeError("verl's actor computes a loss before the forward pass of a micro-batch.")
+            raise RuntimeError("verl's actor computed a loss before the forward pass of a micro-batch.")
         return self._micro
 
     def get_policy_loss_fn(self, original: Callable[..., Any], name: str) -> Callable[..., Any]:
-        """Return a policy loss with the correction, in place of verl's function of that name."""
+        """Return a policy loss with the correction, which replaces verl's function of that name."""
         if not self.settings.ours:
             return partial(self._uncorrected, original(name))
         return self._corrected
 
     def agg_loss(self, original: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
-        """Aggregate in place of verl's ``agg_loss``, with the denominators of the mini-batch over all ranks."""
+        """Replacement of verl's ``agg_loss``, with the denominators of the mini-batch over all ranks."""
         if not self.settings.ours:
             return original(*args, **kwargs)
         loss: Tensor = original(
@@ -203,9 +203,9 @@ class LegacyUpdate:
         return loss, {**metrics, METRIC_KEY: packet}
 
     def _corrected(self, *, log_prob: Tensor, **_: Any) -> tuple[Tensor, dict[str, Any]]:
-        """Compute the mini-batch mean's policy term, divided by the factor that the actor is about to apply.
+        """Compute the mini-batch mean of the policy term, divided by the factor that the actor applies next.
 
-        What the actor passes besides is not read: pi_old is the one that was shipped, the mask the original one.
+        Other arguments of the actor are ignored: pi_old and the mask are the ones that were sent.
         """
         batch = mb.read({"log_probs": log_prob}, self._data())
         packet = self.loss.create_packet(batch)
@@ -213,13 +213,13 @@ class LegacyUpdate:
         self.loss.report(packet, batch.model_output, batch.data)
         if self.loss.proves(batch):
             packet.proof = prove(self.loss.copy_for_trials(), batch, loss)
-        # What the actor multiplies by was divided out.
+        # The actor's factor was divided out.
         packet.watch(loss, self.upstream())
         plain = {key: _plain(value) for key, value in metrics.items() if key != _PG_LOSS}
         return loss / self.micro.scale, {**plain, METRIC_KEY: packet}
 
     def _data(self) -> TensorDict:
-        """Build the micro-batch as the engine hands it to its loss."""
+        """Build the micro-batch in the form in which the engine hands it to its loss."""
         rows = self.micro.rows
         columns = {key: rows[key] for key in rows.keys() if key in _ROWS or key.startswith(PREFIX)}
         data = TensorDict(columns, batch_size=len(rows["responses"]))
@@ -234,5 +234,5 @@ class LegacyUpdate:
 
 
 def _plain(value: Any) -> Any:
-    """Convert a metric to a number, as the legacy actors report it."""
+    """Convert a metric to a number, as legacy actors report it."""
     return value.aggregate() if isinstance(value, Metric) else value

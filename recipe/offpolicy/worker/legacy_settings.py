@@ -1,4 +1,4 @@
-"""The correction that a legacy actor trains with, and what is fixed for the batch."""
+"""The correction that a legacy actor trains with, and the batch-level constants."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from ..recording.record_settings import RecordSettings
 
 @dataclass(frozen=True)
 class LegacySettings:
-    """The correction, by value, and what is fixed for the batch that it travels with.
+    """The correction, by value, and the constants of the batch that it is sent with.
 
     Attributes:
         spec: the correction.
-        prove: prove every micro-batch, and not those alone that the plan marks.
-        shadows: corrections to report on without applying them, by name.
-        plan: what the trainer fixed for the whole batch.
+        prove: prove every micro-batch, not only the ones that the plan marks.
+        shadows: corrections that are reported without being applied, by name.
+        plan: the trainer's constants for the whole batch.
         record: what to record.
-        moving: parts whose bounds come with the plan, and the sides that move.
+        moving: parts whose bounds are sent with the plan, and the sides that move.
     """
 
     spec: CorrectionSpec
@@ -34,10 +34,10 @@ class LegacySettings:
     record: RecordSettings | None = None
     moving: Mapping[str, Side] = field(default_factory=dict)
 
-    # No field, so that a handover without extensions travels as it always did.
+    # Not a field, so that a handover without extensions is pickled as before.
     extensions: ClassVar[Mapping[str, WorkerExtension]] = MappingProxyType({})
 
     @property
     def ours(self) -> bool:
-        """True if the actor trains with our loss, and not with verl's own."""
+        """True if the actor trains with this package's loss instead of verl's."""
         return not self.spec.is_none or bool(self.extensions)

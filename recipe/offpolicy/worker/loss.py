@@ -1,8 +1,7 @@
-"""Loss that runs in the worker: hands weight x keep to verl's policy loss; reports statistics and the proof.
+"""Loss that runs in the worker: gives weight * keep to verl's policy loss; reports statistics and the proof.
 
-The seam is verl's ``TrainingWorker.set_loss_fn(self, loss_fn)``, the same from 0.7.1 to 0.9.1, whose function the
-engine calls at each micro-batch. It is handed over by value, so the spec never travels through a config that workers
-copied earlier.
+verl's ``TrainingWorker.set_loss_fn(self, loss_fn)``, the same from 0.7.1 to 0.9.1, sets the function that the engine
+calls on each micro-batch. It is sent by value, so the spec never depends on a config that workers copied earlier.
 """
 
 from __future__ import annotations
@@ -49,26 +48,26 @@ class OffPolicyLoss:
     """verl's ``ppo_loss`` with a correction in its policy term.
 
     Args:
-        spec: the correction; with nothing configured the loss and its gradient are verl's own, to the bit.
+        spec: the correction; without any configured part, loss and gradient are bitwise verl's.
         actor_config: verl's ActorConfig, as ``ppo_loss`` takes it.
-        prove: prove every micro-batch, and not those alone that the trainer's plan marks.
-        shadows: corrections to report on without applying them, by name.
-        record: what to record, where the trainer's plan announces it.
-        moving: parts whose bounds come with each update, in the trainer's plan, and the sides that move.
-        base_loss: takes (config, model_output, data, dp_group).
-        extensions: section -> what adds terms to the loss and reports on each micro-batch, in order.
+        prove: prove every micro-batch, not only the ones that the trainer's plan marks.
+        shadows: corrections that are reported without being applied, by name.
+        record: what to record when the trainer's plan announces it.
+        moving: parts whose bounds are sent with each update, in the trainer's plan, and the sides that move.
+        base_loss: called with (config, model_output, data, dp_group).
+        extensions: section -> worker extension, which adds terms to the loss and reports on each micro-batch, in order.
 
     Attributes:
-        spec: the correction, under the bounds of the update that it last saw.
-        fingerprint: of what does not move.
+        spec: the correction, with the bounds of the last update that it saw.
+        fingerprint: fingerprint of the parts that do not move.
         verl_loss: the base loss as verl runs it.
-        base_loss: the same, with the KL term as the correction wants it.
+        base_loss: the base loss with the KL term that the correction configures.
         extensions: as given.
-        ledger: of the packets that this process has made and not sent; None: they report nothing.
-        takes_padded: the base loss takes what ``MicroBatch.padded_output`` gives.
+        ledger: unsent packets of this process; None: they report nothing.
+        takes_padded: the base loss accepts the result of ``MicroBatch.padded_output``.
     """
 
-    # Not set where there are none, so that a loss without extensions travels as it always did.
+    # Unset if there are none, so that a loss without extensions is pickled as before.
     extensions: Mapping[str, WorkerExtension] = MappingProxyType({})
 
     def __init__(
@@ -102,7 +101,7 @@ class OffPolicyLoss:
             self.actor_config = actor_config
 
     def extended(self, base_loss: BoundLoss) -> BoundLoss:
-        """Extend ``base_loss`` by the terms of all extensions."""
+        """Add the terms of all extensions to ``base_loss``."""
         for extension in self.extensions.values():
             base_loss = extension.wrap_loss(base_loss, self.actor_config)
         return base_loss
@@ -143,11 +142,11 @@ class OffPolicyLoss:
         return loss, {**metrics, METRIC_KEY: packet}
 
     def proves(self, batch: mb.MicroBatch) -> bool:
-        """Return True if this micro-batch is to be proved."""
+        """Return True if this micro-batch must be proved."""
         return bool(self.prove or batch.marks) and batch.log_prob.requires_grad and not self.spec.is_none
 
     def report(self, packet: Packet, model_output: Mapping[str, Any], data: TensorDict) -> None:
-        """Put the reports of extensions into ``packet``."""
+        """Add the reports of extensions to ``packet``."""
         if self.extensions and self.ledger is not None:
             weigh = None if self.spec.is_none else partial(self._weigh, model_output, data)
             with torch.no_grad():
@@ -155,12 +154,12 @@ class OffPolicyLoss:
                 packet.reports = {section: each.report(rows) for section, each in self.extensions.items()}
 
     def _weigh(self, model_output: Mapping[str, Any], data: TensorDict) -> Tensor:
-        """Compute the correction's factor anew, for reports that read it."""
+        """Compute the correction's factor again, for reports that read it."""
         batch = mb.read(model_output, data)
         return mb.compute_factor(self.spec, batch, self._decided(batch))
 
     def create_packet(self, batch: mb.MicroBatch) -> Packet:
-        """Create this micro-batch's metrics packet; values are filled in when it is sent."""
+        """Create this micro-batch's metrics packet; its values are filled in when it is sent."""
         packet = Packet(
             self.fingerprint,
             bounds=read_bounds(self.spec, self.moving),
@@ -174,7 +173,7 @@ class OffPolicyLoss:
         return packet
 
     def measure_uncorrected(self, model_output: Mapping[str, Any], data: TensorDict) -> Packet:
-        """Measure a micro-batch under ``correction=none``: a packet with statistics, where mu came with it."""
+        """Measure a micro-batch under ``correction=none``: a packet, with statistics if the batch has mu."""
         if mb.ROLLOUT_LOG_PROBS not in data.keys():
             return Packet(self.fingerprint)
         batch = mb.read(model_output, data)
@@ -186,14 +185,14 @@ class OffPolicyLoss:
     def compute_corrected(
         self, batch: mb.MicroBatch, dp_group: Any = None
     ) -> tuple[Tensor, dict[str, Any], dict[str, Statistic]]:
-        """Compute verl's loss with the correction: (scalar loss, verl's metrics, what the recorder did)."""
+        """Compute verl's loss with the correction: (scalar loss, verl's metrics, the recorder's statistics)."""
         if mb.WEIGHTS in batch.data.keys():
             raise ValueError(
-                f"the micro-batch already holds {mb.WEIGHTS}: verl's own algorithm.rollout_correction is on beside "
+                f"the micro-batch already has {mb.WEIGHTS}: verl's algorithm.rollout_correction is on together with "
                 f"correction. Set algorithm.rollout_correction.rollout_is=null, or correction=none."
             )
         step = self._decided(batch)
-        # The one transfer of a micro-batch: what has to be known before the backward pass.
+        # The only device-to-host transfer of a micro-batch: checks needed before the backward pass.
         fetch(self._guards(batch))
         statistics = self._recorded(batch, step)
         model_output = batch.padded_output() if self.takes_padded else batch.model_output
@@ -215,13 +214,13 @@ class OffPolicyLoss:
 
     def copy_for_trials(self) -> OffPolicyLoss:
         """Copy the loss for trial calls, whose packets are not sent."""
-        # Without a ledger a trial queues nothing to report.
+        # Without a ledger, a trial reports nothing.
         trial = copy.copy(self)
         trial.ledger = None
         return trial
 
     def hand_over(self, batch: mb.MicroBatch, step: StepStage) -> TensorDict:
-        """Build the micro-batch that verl's loss sees: weight x keep and pi_old, (B, T); pi if pi_old is not finite."""
+        """Build the micro-batch for verl's loss: weight * keep and pi_old, (B, T); pi if pi_old is not finite."""
         old = mb.choose_pi_old(self.spec, batch)
         old_log_prob = torch.where(torch.isfinite(old), old, batch.log_prob.detach().to(old.dtype))
         handed: dict[str, Any] = {
@@ -230,7 +229,7 @@ class OffPolicyLoss:
             mb.PI_OLD: old,
         }
         if batch.data["advantages"].is_nested:
-            # verl's loss pads these itself, and longer than this takes.
+            # verl's loss would pad these itself, which takes longer.
             handed |= {"response_mask": batch.response_mask, "advantages": batch.advantages}
         return batch.data_with(**handed)
 
@@ -257,7 +256,7 @@ def _judge_finite(counts: list[int]) -> None:
     for bad, what in zip(counts, _FATAL, strict=True):
         if bad:
             raise FloatingPointError(
-                f"{bad} {what} are not finite, and no mask can keep that out of the gradient. "
+                f"{bad} {what} are not finite, and no mask can remove them from the gradient. "
                 f"The optimizer has not stepped."
             )
 

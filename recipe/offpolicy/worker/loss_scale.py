@@ -1,4 +1,4 @@
-"""Factor by which verl's engine is to multiply the corrected loss before its backward pass."""
+"""Factor by which verl's engine must multiply the corrected loss before its backward pass."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from verl.utils import tensordict_utils as tu
 
 
 def expected_scale(loss: Tensor, data: TensorDict) -> Tensor | float | None:
-    """Compute the gradient that is due at the loss of a micro-batch in the engine's backward pass.
+    """Compute the expected gradient at the loss of a micro-batch in the engine's backward pass.
 
-    verl's loss has the denominators of the whole mini-batch, so gradient accumulation does not scale it. FSDP begins
+    verl's loss has the denominators of the whole mini-batch, so gradient accumulation does not scale it. FSDP starts
     with 1, or with the loss scale of fp16 training. verl's Megatron engine multiplies by the number of micro-batches,
-    by which Megatron's schedule divides; the schedule multiplies by the context-parallel ranks, over which gradients
-    are averaged, or verl by the routed tokens, by which they are divided; and then by the loss scale.
+    by which Megatron's schedule divides. The schedule multiplies by the number of context-parallel ranks, over which
+    gradients are averaged, or verl by the routed tokens, by which they are divided; then follows the loss scale.
 
     Args:
         loss: scalar.
-        data: the micro-batch, as the engine hands it to its loss, which calls this.
+        data: the micro-batch as the engine hands it to its loss, which calls this function.
 
     Returns:
-        The factor, on the device where the host would have to wait for it; None where it is not known, as with
-        Megatron's dynamic context parallelism.
+        The factor, as a tensor on the device if reading it would make the host wait; None if it is unknown, for example
+        with Megatron's dynamic context parallelism.
     """
     engine = _find_engine()
     if (scaler := getattr(engine, "scaler", None)) is not None:
         scaled: Tensor = scaler.scale(torch.ones_like(loss, requires_grad=False))
         return scaled
-    # Megatron's engines alone tell a micro-batch how many there are.
+    # Only Megatron's engines store the number of micro-batches in a micro-batch.
     if "num_micro_batch" not in data.keys():
         return 1.0
     if engine is None or getattr(engine.engine_config, "dynamic_context_parallel", False):
@@ -50,7 +50,7 @@ def expected_scale(loss: Tensor, data: TensorDict) -> Tensor | float | None:
 
 
 def _find_engine() -> Any:
-    """Find verl's engine among the callers: it hands its loss everything but itself."""
+    """Find verl's engine among the callers; it hands its loss everything except itself."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if hasattr(owner := frame.f_locals.get("self"), "forward_backward_batch"):

@@ -1,8 +1,8 @@
-"""Statistics of mu, pi_old and pi, measured on the device, of several micro-batches at a time.
+"""Statistics of mu, pi_old and pi, measured on the device for several micro-batches at a time.
 
-On a small micro-batch the number of operations is what measuring costs, and not the tokens: rows of many micro-batches
-measured together take little longer than those of one. Everything here adds up over rows but for the agreement of mu
-and pi, which compares rows with each other, and sees more of them.
+On a small micro-batch the cost of measuring is the number of operations, not of tokens: measuring the rows of many
+micro-batches together takes little longer than measuring one. Everything here adds up over rows, except the agreement
+of mu and pi, which compares rows with each other and gains from more rows.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ class Observation:
 
     Attributes:
         batch: the rows, detached.
-        spec: the correction that acted on them, under the bounds that it had.
-        shadows: corrections to report on without applying them, by name.
-        moving: parts whose bounds come with each update, and the sides that move.
-        trained: a gradient was made of the rows with this correction: its liveness and its bounds are judged by them.
+        spec: the correction that acted on them, with the bounds that it had.
+        shadows: corrections that are reported without being applied, by name.
+        moving: parts whose bounds are sent with each update, and the sides that move.
+        trained: the rows produced a gradient with this correction, so its liveness and its bounds are judged on them.
     """
 
     batch: mb.MicroBatch
@@ -62,7 +62,7 @@ class Observation:
 
 
 def merge(observations: Sequence[Observation]) -> Observation:
-    """Merge observations that fit each other into one, padded to the longest of them."""
+    """Merge compatible observations into one, padded to the longest."""
     first = observations[0]
     if len(observations) == 1:
         return first
@@ -77,14 +77,14 @@ def merge(observations: Sequence[Observation]) -> Observation:
     if any(batch.withheld is not None for batch in batches):
         masks = [torch.zeros_like(each.response_mask) if each.withheld is None else each.withheld for each in batches]
         columns["withheld"] = torch.cat([_widened(mask, width) for mask in masks])
-    # What is not named is the same for all, or read by no measurement.
+    # Other fields are the same for all, or unused by measurements.
     return replace(first, batch=replace(first.batch, **columns))
 
 
 def split(observation: Observation, most: int) -> Iterator[Observation]:
-    """Split an observation into blocks of whole rows, of at most ``most`` padded tokens where a row is not longer.
+    """Split an observation into blocks of whole rows of at most ``most`` padded tokens each, unless a row is longer.
 
-    What measuring takes beyond the rows themselves, some 400 bytes a token, is bounded by that.
+    This bounds the extra memory of measuring, about 400 bytes per token.
     """
     batch = observation.batch
     rows = max(most // max(batch.width, 1), 1)
@@ -104,7 +104,7 @@ def split(observation: Observation, most: int) -> Iterator[Observation]:
 
 @torch.no_grad()
 def measure(observation: Observation) -> dict[Name, DeferredValue[Any]]:
-    """Measure the rows: values by the attribute of a packet that they belong to."""
+    """Measure the rows; returns values by the packet's attribute."""
     batch, spec = observation.batch, observation.spec
     old_log_prob = mb.choose_pi_old(spec, batch)
     policies = {

@@ -1,16 +1,16 @@
-"""Metrics that the worker's loss sends to the trainer, past verl's own reduction.
+"""Metrics that the worker's loss sends to the trainer, outside verl's own reduction.
 
-verl gathers the metrics of all micro-batches and ranks into lists before the trainer reduces them by name. A packet
-rides along as one opaque object a micro-batch and is taken out before that reduction.
+verl gathers the metrics of all micro-batches and ranks into lists before the trainer reduces them by name. A packet is
+one opaque object per micro-batch in these lists, and is taken out before that reduction.
 
-Until it leaves the worker a packet holds the rows that it reports on, as tensors on their device. All packets of one
-loss share a ``Ledger``. verl gathers metrics after every mini-batch, and ``verl_patches.sent_metrics`` calls each
-packet's ``before_sending`` ahead of that: a packet that goes before the update's last mini-batch is left waiting here,
-and its copy goes without numbers. The first to go after that takes those of the whole update along: rows are measured
-together, and their numbers come to the host by one transfer. ``take_packets`` does the same where nothing leaves the
-process. A packet that nobody wants, as on a rank that verl does not collect from, takes its rows with it, unmeasured.
-Pickling itself changes nothing and refuses a packet that has not been through that step. What it writes is flat: the
-driver reads a packet of each micro-batch and rank, in a time and in objects that its rows and statistics hardly tell.
+Until it leaves the worker, a packet holds the rows that it reports on, as tensors on their device. All packets of one
+loss share a ``Ledger``. verl gathers metrics after every mini-batch, and ``verl_patches.sent_metrics`` first calls each
+packet's ``before_sending``. A packet sent before the update's last mini-batch stays in the ledger and its copy is sent
+without numbers. The first packet of the last mini-batch carries the numbers of the whole update: the rows are measured
+together, and their numbers come to the host in one transfer. ``take_packets`` does the same if nothing leaves the
+process. An unread packet, for example on a rank that verl does not collect from, is freed with its rows, unmeasured.
+Pickling changes no packet and raises for one that has skipped that step. The pickled form is flat: the driver reads
+one packet per micro-batch and rank, and its cost hardly depends on the number of rows and statistics.
 """
 
 from __future__ import annotations
@@ -35,30 +35,30 @@ from ..proof.token_alignment import AlignmentTally
 from .measurement import Name, Observation, measure, merge, split
 
 METRIC_KEY = "offpolicy"
-"""Key of the packet among the worker's metrics; the trainer takes it out before verl reduces them."""
+"""Key of the packet among the worker's metrics; the trainer removes it before verl reduces them."""
 AT_ONCE = 1 << 18
-"""Padded tokens that wait at most, and that are measured together; more of them are measured before anybody asks, block
-by block, and their numbers wait."""
+"""Most padded tokens that are queued and measured together. Beyond that they are measured early, block by block, and
+their numbers are queued."""
 
 
 @dataclass
 class Packet:
-    """Metrics packet of one micro-batch: plain Python once it is settled.
+    """Metrics packet of one micro-batch: plain Python after it is settled.
 
     Attributes:
-        fingerprint: of the spec that the worker holds.
+        fingerprint: fingerprint of the worker's spec.
         statistics: name -> typed statistic, in floats.
         rows: checksums of mu and the tokens it was used with, see ``micro_batch.compute_row_checksums``.
-        plan: fingerprint of the plan that came; 0 for none.
-        bounds: part -> the bounds that were used, of parts whose bounds move.
-        histograms: of these parts, see ``monitor.bounds.bound_measurement``.
-        alignment: agreement of mu and pi, where there is no pi_old to hold mu against.
-        proof: filled in by the engine's own backward when a proof was asked for.
-        reports: of extensions, by section.
-        scales: by how much more than it should the engine multiplied the loss, 1 at best and 0 where it did not
-            differentiate it, -> micro-batches.
+        plan: fingerprint of the plan that arrived; 0 for none.
+        bounds: part -> the bounds that were used, for parts whose bounds move.
+        histograms: histograms of these parts, see ``monitor.bounds.bound_measurement``.
+        alignment: agreement of mu and pi, if there is no pi_old to compare mu with.
+        proof: completed by the engine's own backward pass if a proof was requested.
+        reports: reports of extensions, by section.
+        scales: ratio of the engine's factor of the loss to the expected one (1: as expected, 0: the loss was not
+            differentiated) -> number of micro-batches.
 
-    Statistics, rows, histograms, alignment and scales are those of all packets that waited with it.
+    Statistics, rows, histograms, alignment and scales include those of all packets queued with this one.
     """
 
     fingerprint: int
@@ -79,37 +79,37 @@ class Packet:
         self._readings: list[dict[Name, DeferredValue[Any]]] = []
 
     def watch(self, loss: Tensor, expected: Tensor | float | None) -> None:
-        """Note the gradient that arrives at ``loss`` in the engine's backward pass, as a multiple of ``expected``."""
+        """Record the gradient that arrives at ``loss`` in the engine's backward pass, as a multiple of ``expected``."""
         if expected is None or self._ledger is None or not loss.requires_grad:
             return
         self._arrived = loss.new_zeros((), requires_grad=False)
 
         def arrive(gradient: Tensor) -> None:
-            # Megatron's loss scale has a dimension.
+            # Megatron's loss scale is not a scalar tensor.
             self._arrived = (gradient.detach() / expected).reshape(())
 
         loss.register_hook(arrive)
 
     def settle(self) -> None:
-        """Copy the values of this packet, and of all that wait with it, to the host."""
+        """Copy the values of this packet, and of all packets queued with it, to the host."""
         if self._ledger is not None:
             self._ledger.settle(self)
 
     def before_sending(self) -> None:
-        """Settle, or wait for the update's last mini-batch; called before a copy goes to another process."""
+        """Settle, or wait for the update's last mini-batch; called before a copy is sent to another process."""
         if self._ledger is not None:
             self._ledger.leave(self)
 
     def __getstate__(self) -> dict[str, Any]:
         if self._ledger is not None and not self._ledger.keeps(self):
             raise RuntimeError(
-                "a packet of metrics is pickled with its numbers still on the device. Fix: call before_sending() first."
+                "a packet of metrics is pickled while its numbers are on the device. Fix: call before_sending() first."
             )
         state = {one.name: getattr(self, one.name) for one in fields(self)}
         state["rows"] = array("q", self.rows).tobytes()
         for name in ("statistics", "histograms"):
             state[name] = flatten(state[name])
-        # Most packets have waited with another, and hold nothing else.
+        # Most packets were queued with another one, and hold nothing else.
         return {name: value for name, value in state.items() if value or name == "fingerprint"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -117,7 +117,7 @@ class Packet:
         self.__init__(**state | {"rows": rows})  # type: ignore[misc]
 
     def _take(self, found: Mapping[Name, Sequence[Any]]) -> None:
-        """Add what was measured, each in one go however many measurements there were."""
+        """Add measured values, each attribute in one step for any number of measurements."""
         of_tokens = [*found.get("statistics", ()), *found.get("attribution", ())]
         self.statistics = merge_all([self.statistics, *of_tokens])
         self.histograms = merge_all([self.histograms, *found.get("histograms", ())])
@@ -131,19 +131,19 @@ class Packet:
 class Ledger:
     """Unsettled packets of one loss. It never leaves its process.
 
-    It keeps none of them alive but those that have left before the last mini-batch of their update.
+    It keeps alive only packets that were sent before the last mini-batch of their update.
     """
 
     def __init__(self) -> None:
-        # Weakly: the rows of packets that verl has dropped must not stay in memory. By identity, since packets that
-        # hold the same are equal; in the order in which they came.
+        # Weak references: the rows of packets that verl has dropped must not stay in memory. Keyed by identity, because
+        # packets with the same content are equal; in insertion order.
         self._packets: WeakValueDictionary[int, Packet] = WeakValueDictionary()
         self._waiting: WeakValueDictionary[int, Packet] = WeakValueDictionary()
         self._waiting_rows = self._waiting_width = 0
         self._kept: dict[int, Packet] = {}
         self._more = False
 
-    # A loss that is pickled to another process begins there with a ledger of its own.
+    # A loss that is pickled to another process starts with a new ledger there.
     def __reduce__(self) -> tuple[type[Ledger], tuple[()]]:
         return Ledger, ()
 
@@ -165,10 +165,10 @@ class Ledger:
             self._measure()
 
     def _fits(self, first: Packet, observation: Observation) -> bool:
-        """Return True if the rows can be measured with those that wait, and all of them are not too many.
+        """Return True if the rows can be measured with the queued ones within ``AT_ONCE`` tokens.
 
         Args:
-            first: of the packets that wait.
+            first: first queued packet.
         """
         rows, width = observation.batch.response_mask.shape
         padded = (self._waiting_rows + rows) * max(self._waiting_width, width)
@@ -186,7 +186,7 @@ class Ledger:
         return id(packet) in self._kept
 
     def settle(self, packet: Packet) -> None:
-        """Measure what waits, fetch all values, and hand them to ``packet``."""
+        """Measure the queued rows, fetch all values, and give them to ``packet``."""
         self._measure()
         alive = list(self._packets.values())
         readings = [pair for other in alive for found in other._readings for pair in found.items()]
@@ -201,7 +201,7 @@ class Ledger:
         self._packets, self._kept = WeakValueDictionary(), {}
 
     def _measure(self) -> None:
-        """Measure the rows that wait, on the device; the last of their packets keeps the values."""
+        """Measure the queued rows on the device; the last of their packets keeps the values."""
         waiting = list(self._waiting.values())
         self._waiting, self._waiting_rows, self._waiting_width = WeakValueDictionary(), 0, 0
         observed = [packet._observed for packet in waiting if packet._observed is not None]
@@ -213,7 +213,7 @@ class Ledger:
 
 
 def merge_metrics(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Merge the metrics of the parts of a micro-batch as verl does those of micro-batches; packets stay apart."""
+    """Merge the metrics of the parts of a micro-batch as verl merges those of micro-batches; packets stay separate."""
     merged: dict[str, Any] = {}
     for key, first in parts[0].items():
         values = [part[key] for part in parts]
@@ -222,7 +222,7 @@ def merge_metrics(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         elif isinstance(first, Metric):
             whole = first.init_list()
             whole.extend([value for each in values for value in each.values])
-            # verl demands one value a micro-batch of each rank.
+            # verl requires one value per micro-batch from each rank.
             merged[key] = Metric(first.aggregation, whole.aggregate())
         else:
             merged[key] = first

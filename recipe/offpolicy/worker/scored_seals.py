@@ -1,8 +1,8 @@
 """Seals of the log-probs that a worker computes for pi_old or the reference, and of routes that it records.
 
-Seam in verl 0.8.0 to 0.9.1: ``verl.workers.engine_workers.TrainingWorker.infer_batch(self, data: TensorDict)``, which
-``ActorRolloutRefWorker`` calls of its ``actor`` and ``ref`` with the rows, and returns "log_probs" over prompt and
-response of each.
+Patched function in verl 0.8.0 to 0.9.1: ``verl.workers.engine_workers.TrainingWorker.infer_batch(self, data:
+TensorDict)``, which ``ActorRolloutRefWorker`` calls on its ``actor`` and ``ref`` and which returns "log_probs" over
+prompt and response of each row.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _MARK = "__offpolicy__"
 
 
 def seal_scores() -> None:
-    """Let each worker of this process seal what it scores. Idempotent."""
+    """Make each worker of this process seal the log-probs that it computes. Idempotent."""
     from verl.workers.engine_workers import TrainingWorker
 
     scores = TrainingWorker.infer_batch
@@ -33,7 +33,7 @@ def seal_scores() -> None:
 
     @functools.wraps(scores)
     def infer_batch(self: Any, data: Any, *args: Any, **kwargs: Any) -> Any:
-        # verl takes this out of the batch. Its own dispatch calls with names of rows; ``actor`` and ``ref`` get rows.
+        # verl removes this from the batch. Its dispatch passes names of rows; ``actor`` and ``ref`` get rows.
         is_rows = isinstance(data, TensorDict)
         of_reference = is_rows and (tu.get(data, "no_lora_adapter", False) or self.engine_config.forward_only)
         output = scores(self, data, *args, **kwargs)
@@ -49,7 +49,7 @@ def seal_scores() -> None:
 
 
 def _seal(data: TensorDict, log_probs: Any) -> Any:
-    # Of the rows on the host, where verl puts what it returns.
+    # Uses the rows on the host, where verl puts the result.
     rows = data.select(*_READ, "attention_mask", strict=False).cpu()
     layout = Layout.of(rows)
     tokens, mask = (pad_column(rows[name], layout, name) for name in _READ[1:])

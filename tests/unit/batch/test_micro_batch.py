@@ -148,7 +148,7 @@ def test_a_penalty_squares_the_distance_from_mu_or_pi_old(ratio: str, first: flo
     excluded = replace(correction, nonfinite="excluded")
     scaled = replace(batch, scale=torch.tensor([2.0, 0.5], dtype=torch.float64))
     assert mb.compute_penalty(penalty, scaled, excluded)[0, 0].item() == 2 * first
-    with pytest.raises(KeyError, match="nonfinite=excluded has no count"):
+    with pytest.raises(KeyError, match="nonfinite=excluded needs its count"):
         mb.compute_penalty(penalty, batch, excluded)
 
 
@@ -215,7 +215,7 @@ def test_nested_values_lie_end_to_end() -> None:
 def test_bounds_are_those_of_the_parts_that_move() -> None:
     batch = replace(read(), plan=SharedPlan(1, bounds={"gsm": {"lower": 0.9, "upper": 1.1}}))
     assert mb.read_bounds(batch, ["gsm"])["gsm"]["upper"] == 1.1
-    with pytest.raises(KeyError, match=r"those of \['other'\] come with each update"):
+    with pytest.raises(KeyError, match=r"expected those of \['other'\]"):
         mb.read_bounds(batch, ["other"])
     with pytest.raises(KeyError, match=f"{PLAN} is not in the micro-batch"):
         mb.read_bounds(read(), ["gsm"])
@@ -311,10 +311,10 @@ MIXED = (noted(3, 6), noted(5, 5), noted(4, 4))
 
 @pytest.mark.parametrize("level", ["token", "turn"])
 def test_ages_by_row_do_not_tell_tokens_of_several_versions_apart(level: str) -> None:
-    said = rf"correction.masks.stale.level={level}: 1 rows were sampled by several versions"
+    said = rf"correction.masks.stale.level={level}: 1 sequences were sampled by several versions"
     with pytest.raises(ValueError, match=f"{said}.*Set correction.masks.stale.level=sequence"):
         decided(spec(stale=STALE | {"level": level}), aged(*MIXED))
-    said = r"correction.weight.by_staleness=\[1.0,2.0\]: 1 rows.*level=sequence.*or correction.weight.by_staleness=null"
+    said = r"weight.by_staleness=\[1.0,2.0\]: 1 sequences.*level=sequence.*or correction.weight.by_staleness=null"
     with pytest.raises(ValueError, match=said):
         decided(spec(TIS | {"level": level, "by_staleness": [1, 2]}), aged(*MIXED))
     single = (noted(3, 3), *MIXED[1:])
@@ -331,7 +331,8 @@ def test_without_versions_or_a_step_there_is_no_age() -> None:
         (aged({}, {}, {}), "the version of the weights"),
         (aged(*CHUNKED, step=None), "the trainer's step"),
     ):
-        with pytest.raises(ValueError, match=f"correction.masks.stale goes by the age of the weights, and {lacking}"):
+        said = f"correction.masks.stale depends on the age of the weights, but the batch lacks {lacking}"
+        with pytest.raises(ValueError, match=said):
             decided(spec(stale=STALE), data)
         batch = mb.read({"log_probs": data["old_log_probs"]}, data)
         with pytest.raises(ValueError, match=lacking):

@@ -62,5 +62,5 @@ def test_a_padded_column_is_taken_as_it_is() -> None:
 
 
 def test_a_column_of_other_length_is_refused() -> None:
-    with pytest.raises(ValueError, match="advantages in the micro-batch has 4 tokens and the responses have 3"):
+    with pytest.raises(ValueError, match="advantages in the micro-batch has 4 tokens but the responses have 3"):
         pad_column(nested([1.0, 2.0], [3.0, 4.0]), Layout.of(packed()), "advantages")

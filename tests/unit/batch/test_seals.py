@@ -75,25 +75,27 @@ def test_each_change_of_a_column_is_named(name: str, change: str) -> None:
     changed = CHANGES[change](BY_TOKEN[name])
     if torch.equal(changed * MASK, BY_TOKEN[name] * MASK):
         pytest.skip("the same for every token that is read")
-    with pytest.raises(SealError, match=rf"^{name} changed .* rows of the micro-batch\. Row \d"):
+    with pytest.raises(SealError, match=rf"^{name} changed .* sequences of the micro-batch\. Sequence \d"):
         check({name: changed})
 
 
 @pytest.mark.parametrize("name", BY_ROW)
 def test_each_change_of_a_column_by_row_is_named(name: str) -> None:
-    with pytest.raises(SealError, match=f"^{name} changed .* in 3 of 4 rows"):
+    with pytest.raises(SealError, match=f"^{name} changed .* in 3 of 4 sequences"):
         check({name: BY_ROW[name] + 1})
 
 
 def test_both_values_are_said() -> None:
     with pytest.raises(SealError) as caught:
         check({"advantages": -BY_TOKEN["advantages"]})
-    assert "Row 0, whose response of 3 tokens begins with the ids [5, 6, 7]: a mean of 1 was made" in str(caught.value)
-    assert "the loss has -1, beginning with [-1.0, -1.0, -1.0]" in str(caught.value)
+    assert "Sequence 0, whose response of 3 tokens begins with the ids [5, 6, 7]: its mean was 1 at the source" in str(
+        caught.value
+    )
+    assert "is -1 in the loss, beginning with [-1.0, -1.0, -1.0]" in str(caught.value)
 
 
 def test_another_plan_and_a_lost_column_are_named() -> None:
-    with pytest.raises(SealError, match="the plan of another update reached the loss with 3 of 4 rows"):
+    with pytest.raises(SealError, match="the plan of another update reached the loss with 3 of 4 sequences"):
         check({}, plan=PLAN + 1)
     seals = build_seals(TOKENS, MASK, {"teacher": BY_TOKEN["advantages"]})
     with pytest.raises(SealError, match="teacher did not reach the loss"):

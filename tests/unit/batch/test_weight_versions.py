@@ -25,14 +25,14 @@ def test_every_token_has_the_version_of_its_row() -> None:
 
 def test_a_row_of_two_versions_has_none_by_token() -> None:
     versions = read_row_versions(TensorDict({VERSIONS: torch.tensor([[4, 5], [7, 7]])}, batch_size=[2]), [])
-    with pytest.raises(ValueError, match="1 rows were sampled by several versions"):
+    with pytest.raises(ValueError, match="1 sequences were sampled by several versions"):
         compute_token_versions(versions, MASK)
 
 
 def test_where_verl_does_not_tell_there_is_none() -> None:
     versions = read_row_versions(TensorDict({}, batch_size=[2]), [])
     assert versions is None
-    with pytest.raises(ValueError, match="verl does not say which version"):
+    with pytest.raises(ValueError, match="verl does not record the version"):
         compute_token_versions(versions, MASK)
 
 
@@ -41,9 +41,9 @@ def test_parts_that_go_by_age_need_the_versions_and_the_step() -> None:
     one, several = (RowVersions(torch.tensor([3, 3]), torch.tensor([3, newest])) for newest in (3, 4))
     check_ages_known(CorrectionSpec(), None, None)
     check_ages_known(spec, one, 5)
-    with pytest.raises(ValueError, match="and the version of the weights that sampled each row did not come"):
+    with pytest.raises(ValueError, match="the batch lacks the version of the weights that sampled each row"):
         check_ages_known(spec, None, 5)
-    with pytest.raises(ValueError, match="and the trainer's step did not come"):
+    with pytest.raises(ValueError, match="the batch lacks the trainer's step"):
         check_ages_known(spec, one, None)
-    with pytest.raises(ValueError, match=r"masks\.stale\.level=token: 1 rows were sampled by several versions"):
+    with pytest.raises(ValueError, match=r"masks\.stale\.level=token: 1 sequences were sampled by several versions"):
         check_ages_known(spec, several, 5)

@@ -92,14 +92,14 @@ def test_ended_in_the_midst_the_previous_one_is_resumed(
     save(tmp_path, 4, until=until)
     with caplog.at_level(logging.WARNING):
         assert to_resume(tmp_path) == "2"
-    assert "checkpoint of step 4 was cut short; resuming step 2" in caplog.text
+    assert "checkpoint of step 4 is incomplete; resuming step 2" in caplog.text
     check_before_loading(by_path(tmp_path, 2), SPEC)
 
 
 def test_what_was_cut_short_cannot_be_asked_for_by_path(tmp_path: Path) -> None:
     save(tmp_path, 2)
     save(tmp_path, 4, until="data")
-    with pytest.raises(CheckpointError, match=r"global_step_4: its writing was cut short.*global_step_2 is whole"):
+    with pytest.raises(CheckpointError, match=r"global_step_4: its writing was cut short.*global_step_2 is complete"):
         check_before_loading(by_path(tmp_path, 4), SPEC)
 
 
@@ -123,7 +123,7 @@ def test_a_step_that_was_being_written_over_is_not_resumed(tmp_path: Path, caplo
 def test_written_over_with_nothing_else_left(tmp_path: Path) -> None:
     save(tmp_path, 4)
     save(tmp_path, 4, until="data")
-    with pytest.raises(CheckpointError, match=r"no other checkpoint is known to be whole.*resume_mode=disable"):
+    with pytest.raises(CheckpointError, match=r"no other checkpoint is known to be complete.*resume_mode=disable"):
         to_resume(tmp_path)
     check_before_loading(config(tmp_path, resume_mode="disable"), SPEC)
 
@@ -147,7 +147,7 @@ def test_the_first_one_ended_in_the_midst(tmp_path: Path, caplog: pytest.LogCapt
     save(tmp_path, 2, until="data")
     with caplog.at_level(logging.WARNING):
         check_before_loading(config(tmp_path), SPEC)
-    assert "training begins anew" in caplog.text
+    assert "training restarts" in caplog.text
 
 
 def test_a_new_run_says_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -196,7 +196,7 @@ def test_a_checkpoint_of_another_run_cannot_be_known(tmp_path: Path, caplog: pyt
     (tmp_path / "global_step_2" / RECORD).unlink()
     with caplog.at_level(logging.WARNING):
         assert to_resume(tmp_path) == "2"
-    assert "cannot be known" in caplog.text
+    assert "it is unknown" in caplog.text
 
 
 def test_what_is_saved_asynchronously_is_not_called_complete(tmp_path: Path) -> None:

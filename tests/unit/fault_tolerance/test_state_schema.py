@@ -209,7 +209,7 @@ def find(content: Any, at: Path_) -> Any:
 
 CASES: dict[str, tuple[str, Path_, Any, str]] = {
     "no calibration": (RECORD, ("steering", "calibration"), None, "calibration=null"),
-    "bounds removed": (RECORD, ("steering", "calibration", "bounds"), {}, r"calibration.bounds are of \[\]"),
+    "bounds removed": (RECORD, ("steering", "calibration", "bounds"), {}, r"calibration.bounds have the parts \[\]"),
     "a side removed": (RECORD, ("steering", "calibration", "bounds", "gsm", "upper"), None, "other open sides"),
     "upper": (
         RECORD,
@@ -221,9 +221,14 @@ CASES: dict[str, tuple[str, Path_, Any, str]] = {
     "updates": (RECORD, ("steering", "calibration", "updates"), -5, r"updates=-5: expected a whole number, 0 or more"),
     "eta": (RECORD, ("staleness", "eta"), "1e6", r'staleness\.eta="1e6": expected batches'),
     "controller": (RECORD, ("staleness", "controller", "eta"), "9", r"controller.eta=9 is not in \[0, 8\]"),
-    "changes": (RECORD, ("staleness", "changes"), [[7, "2"]], r"their steps do not rise from 0"),
+    "changes": (RECORD, ("staleness", "changes"), [[7, "2"]], r"their steps must rise from 0"),
     "NaN": (FILES[2], ("counts", "0", 0), math.nan, r"counts\.0=\[NaN, 1"),
-    "right > answers": (FILES[2], ("counts", "0", 1), 5.0, r"counts\.0=.*expected answers, and right ones"),
+    "right > answers": (
+        FILES[2],
+        ("counts", "0", 1),
+        5.0,
+        r"counts\.0=.*expected a number of answers, and no more correct ones",
+    ),
     "a prompt lost": (FILES[2], ("counts",), {}, "counts=0: the checkpoint notes 3 prompts"),
     "an anchor of 0": (FILES[1], ("frozen", "p", "length"), 0.0, r"frozen\.p\.length=0\.0: expected a number in"),
     "a list for a map": (RECORD, ("extensions",), [], r"extensions=\[\]: expected a mapping"),
@@ -259,12 +264,12 @@ def test_a_lost_record_stops_what_goes_on_from_it(
     try:
         run = Run(folder.parent)
         keys = r"offpolicy.calibrate, offpolicy.alarms.ess.fallback, length_penalty.kind=anchor, pass_at_k.budget.mode="
-        with pytest.raises(CheckpointError, match=f"has no offpolicy.json, and {keys}"):
+        with pytest.raises(CheckpointError, match=f"has no offpolicy.json, but {keys}"):
             run.resume()
         run.config.offpolicy.resume_changed_correction = True
         run.resume()
         assert check_before_loading(config(folder.parent), SPEC) is None
-        assert caplog.text.count("cannot be known") == 2
+        assert caplog.text.count("it is unknown") == 2
     finally:
         (folder / RECORD).write_text(texts[RECORD])
 

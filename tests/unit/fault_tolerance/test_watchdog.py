@@ -53,7 +53,7 @@ def test_a_phase_is_overdue_from_its_own_beginning() -> None:
                 pass
         sentence = phases.describe_overdue()
     assert sentence is not None
-    assert "rollout is stuck: it has taken 54 s and may take 50 s" in sentence
+    assert "rollout is stuck: it has taken 54 s, limit 50 s" in sentence
     assert "offpolicy.watchdog.phase_timeouts.rollout" in sentence
     assert phases.describe_overdue() is None
 

@@ -151,7 +151,7 @@ def test_a_resume_goes_on_with_the_fallback_and_says_so(tmp_path: Path, caplog: 
     saved(tmp_path, made)
     with caplog.at_level(logging.WARNING):
         again = resumed(config(tmp_path))
-    assert "resuming with the fallback of alarm ess in force: " in caplog.text
+    assert "resuming with the fallback of alarm ess active: " in caplog.text
     assert (again.spec, again.moving) == (SAFER, {})
     # After two quiet updates the configured one is back, under its bounds.
     assert [again.after_update(GOOD, {}), again.after_update(GOOD, {})] == [False, True]
@@ -253,7 +253,7 @@ def test_a_fallback_that_is_not_configured_any_more(
     with caplog.at_level(logging.WARNING):
         again = resumed(config(tmp_path, offpolicy__resume_changed_correction=True, **changes))
     assert again.spec == CONFIGURED
-    assert "the fallback of alarm ess was in force: the configured one is now." in caplog.text
+    assert "the fallback of alarm ess was active: the configured correction is active now." in caplog.text
 
 
 def test_with_another_correction_everything_begins_anew(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -265,7 +265,7 @@ def test_with_another_correction_everything_begins_anew(tmp_path: Path, caplog: 
     with caplog.at_level(logging.WARNING):
         again = resumed(changed, wider)
     assert again.spec == wider
-    assert "alarms and moved bounds of global_step_4 are of that other correction, and begin anew." in caplog.text
+    assert "alarms and moved bounds of global_step_4 belong to the other correction, and restart." in caplog.text
 
 
 def test_a_checkpoint_from_before_alarms(tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ def test_everything_was_proved() -> None:
     ("mapping", "changes", "sealed", "said"),
     [
         (BOTH, {}, [], "columns of the loss"),
-        (BOTH, {"own_rows": 0.0}, ["plan"], "that log pi is of its own rows"),
+        (BOTH, {"own_rows": 0.0}, ["plan"], "that log pi belongs to its own sequences"),
         (BOTH, {"factor": 0.0}, ["plan"], "the engine's factor"),
         (BOTH | {"baseline": "exclude"}, {}, ["plan"], "baseline=exclude"),
         (

@@ -70,7 +70,7 @@ def test_zeros(nested: bool) -> None:
     rows["rollout_log_probs"] = rows["rollout_log_probs"] * 0
     watch = RolloutChecker()
     watch.check_sampled(rows)
-    with pytest.raises(RolloutLogProbError, match="64 of 64 rows hold nothing but zeros"):
+    with pytest.raises(RolloutLogProbError, match="64 of 64 sequences hold only zeros"):
         watch.check_aligned(rows)
 
 
@@ -82,7 +82,7 @@ def test_a_number_at_single_tokens(nested: bool, number: float, rows: int) -> No
         given["responses"][row][3] = 7
         given["rollout_log_probs"][row][3] = number
         given["old_log_probs"][row][3] = -6.0
-    said = rf"exactly {number:g} at {rows} tokens in {rows} of 64 rows, .* e\^-6 in the mean, all with the id 7"
+    said = rf"exactly {number:g} at {rows} tokens in {rows} of 64 sequences, .* probability is e\^-6, all with the id 7"
     with pytest.raises(RolloutLogProbError, match=said):
         RolloutChecker().check_aligned(given)
 
@@ -104,7 +104,7 @@ def test_rows_permuted_at_the_source() -> None:
     rows["rollout_log_probs"] = rows["rollout_log_probs"].flip(0)
     watch = RolloutChecker()
     watch.check_sampled(rows)  # nothing is wrong with them as far as they go
-    with pytest.raises(AlignmentError, match="those of other rows"):
+    with pytest.raises(AlignmentError, match="belong to other sequences"):
         watch.check_aligned(rows)
 
 
@@ -121,7 +121,7 @@ def test_what_workers_counted() -> None:
 
 
 def test_a_store_in_which_some_rows_lack_them() -> None:
-    with pytest.raises(RolloutLogProbError, match="stopped arriving"), name_missing_column():
+    with pytest.raises(RolloutLogProbError, match="are missing"), name_missing_column():
         raise ValueError("Some fields are not ready in all the requested keys!")
     with pytest.raises(ValueError, match="were not found"), name_missing_column():
         raise ValueError("keys or partition were not found!")

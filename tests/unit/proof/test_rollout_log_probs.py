@@ -30,7 +30,7 @@ def test_log_probs_pass() -> None:
     [
         (torch.full((4, 10), torch.nan), "40 of 40 are not finite"),
         (torch.where(torch.arange(10) < 6, -torch.inf, MU), "24 of 40 are not finite"),
-        (torch.full((4, 10), -1.0), "all 40 are -1"),
+        (torch.full((4, 10), -1.0), "all 40 values are the placeholder -1"),
         (-MU, "above 0"),
     ],
 )
@@ -59,17 +59,17 @@ def test_zeros_of_an_engine_that_is_sure_pass() -> None:
 
 def test_zeros_where_the_trainer_is_unsure() -> None:
     trainer = torch.full((4, 10), -0.5)
-    with pytest.raises(RolloutLogProbError, match="4 of 4 rows hold nothing but zeros"):
+    with pytest.raises(RolloutLogProbError, match="4 of 4 sequences hold only zeros"):
         check_zeros(torch.zeros(4, 10), trainer, MASK)
     one = MU.clone()
     one[2] = 0.0
-    with pytest.raises(RolloutLogProbError, match="1 of 4 rows hold nothing but zeros"):
+    with pytest.raises(RolloutLogProbError, match="1 of 4 sequences hold only zeros"):
         check_zeros(one, trainer, MASK)
 
 
 def test_short_rows_of_zeros_tell_together() -> None:
     trainer, mask = torch.full((16, 2), -0.5), torch.ones(16, 2)
-    with pytest.raises(RolloutLogProbError, match="16 of 16 rows"):
+    with pytest.raises(RolloutLogProbError, match="16 of 16 sequences"):
         check_zeros(torch.zeros(16, 2), trainer, mask)
     # One of them, with two tokens, is no sign.
     mu = torch.full((16, 2), -0.4)
@@ -86,7 +86,7 @@ def test_rows_of_zeros_are_counted_on_the_device_and_judged_when_fetched() -> No
     mu = MU.clone()
     mu[1] = 0.0
     found = find_zero_rows(mu, MU - 1.0, MASK)  # judges nothing yet
-    with pytest.raises(RolloutLogProbError, match="1 of 4 rows hold nothing but zeros"):
+    with pytest.raises(RolloutLogProbError, match="1 of 4 sequences hold only zeros"):
         fetch([found])
     # A trainer's policy that is as sure of each token: the zeros are meant.
     assert fetch([find_zero_rows(mu, mu, MASK)]) == [None]
@@ -96,7 +96,7 @@ def test_zeros_at_two_far_tokens_are_named_without_ids_as_well() -> None:
     mu, trainer = torch.full((4, 3), -1.0), torch.full((4, 3), -1.2)
     mu[:2, 2], trainer[:2, 2] = 0.0, -4.0
     with pytest.raises(
-        RolloutLogProbError, match=r"exactly 0 at 2 tokens in 2 of 4 rows, .* e\^-4 in the mean: a number"
+        RolloutLogProbError, match=r"exactly 0 at 2 tokens in 2 of 4 sequences, .* probability is e\^-4: the number"
     ):
         check_placeholders(mu, trainer, torch.ones(4, 3))
     trainer[0, 2] = -0.9  # near enough, and one row alone tells nothing

@@ -62,7 +62,7 @@ def test_two_engines(apart: float, nested: bool) -> None:
     with pytest.raises(SameEngineError) as caught:
         check.judge(rows(apart=apart, nested=nested), UIDS, step=5)
     message = str(caught.value)
-    for part in ("at step 5, row 1 (uid one), response token 2", "log pi_old -0.875", "Of 8 tokens 1 differ"):
+    for part in ("at step 5, sequence 1 (uid one), response token 2", "log pi_old -0.875", "1 of 8 tokens differ"):
         assert part in message, message
     if apart == -0.25:
         assert "|mu - pi_old| is 0.25 nats" in message

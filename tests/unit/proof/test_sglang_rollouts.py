@@ -101,10 +101,10 @@ def test_right_log_probs_pass(temperature: float) -> None:
 @pytest.mark.parametrize(
     ("change", "stops"),
     [
-        (zeros, pytest.raises(RolloutLogProbError, match="128 of 128 rows hold nothing but zeros")),
-        (constant, pytest.raises(RolloutLogProbError, match=r"all \d+ are -1.25, which stands in for them")),
+        (zeros, pytest.raises(RolloutLogProbError, match="128 of 128 sequences hold only zeros")),
+        (constant, pytest.raises(RolloutLogProbError, match=r"all \d+ values are the placeholder -1.25")),
         (shifted, pytest.raises(AlignmentError, match="off by one token")),
-        (of_the_answer_before(), pytest.raises(AlignmentError, match="those of other rows")),
+        (of_the_answer_before(), pytest.raises(AlignmentError, match="belong to other sequences")),
         (lost, pytest.raises(RolloutLogProbError, match="came without them")),
     ],
     ids=["zeros", "constant", "shifted", "other answers", "lost"],
@@ -127,6 +127,6 @@ def test_log_probs_that_were_not_asked_for_are_missing() -> None:
 def test_raw_log_probs_are_told_by_the_mean_ratio(temperature: float) -> None:
     """At temperature 1 raw and processed log-probs are the same."""
     rows = sampled(Engine(LOGITS, raw=True), temperature=temperature)
-    told = "not those of the distribution that was sampled from"
+    told = "were not sampled from the distribution"
     with nullcontext() if temperature == 1.0 else pytest.raises(RolloutLogProbError, match=told):
         supervise(rows)

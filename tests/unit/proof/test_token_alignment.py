@@ -134,7 +134,7 @@ def test_log_probs_of_other_rows(rows: int, width: int, within: int, other: str)
             permuted = mu[torch.randperm(rows, generator=source)]
             strange = permuted if other == "permuted" else batch(source, rows, width)[1]
             batches.append(tally_agreements(old, strange, mask))
-        assert "those of other rows" in first_error(batches)[1]
+        assert "belong to other sequences" in first_error(batches)[1]
 
 
 @pytest.mark.parametrize(
@@ -148,7 +148,7 @@ def test_long_rows_of_other_rows(rows: int, width: int, within: int) -> None:
         groups = [str(row // 8) for row in range(rows)]
         healthy.judge(tally_agreements(old, mu, mask, groups))
         batches.append(tally_agreements(old, mu[torch.randperm(rows, generator=source)], mask, groups))
-    assert "those of other rows" in first_error(batches)[1]
+    assert "belong to other sequences" in first_error(batches)[1]
 
 
 def test_rows_of_one_prompt_mixed_up_among_themselves() -> None:

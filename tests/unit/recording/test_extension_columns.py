@@ -54,7 +54,7 @@ def test_a_changed_value_is_noticed(tmp_path: Path) -> None:
     place = table.schema.get_field_index(COLUMN)
     other = table.set_column(place, table.schema.field(place), table.column("weight"))
     pq.write_table(other, tmp_path / "b.parquet")
-    with pytest.raises(RecordingError, match="not what was recorded"):
+    with pytest.raises(RecordingError, match="differs from what was recorded"):
         read(tmp_path / "b.parquet")
 
 

@@ -233,15 +233,15 @@ def test_a_file_of_version_2_is_read_and_its_damage_found(tmp_path: Path) -> Non
     pq.write_table(table.replace_schema_metadata(metadata | {DIGEST_KEY: digest}), path)
     assert same(read(path).rows, rows)
     pq.write_table(table.replace_schema_metadata(metadata), path)  # with the digest of version 3
-    with pytest.raises(RecordingError, match="its content is not what was recorded"):
+    with pytest.raises(RecordingError, match="its content differs from what was recorded"):
         read(path)
 
 
 @pytest.mark.parametrize(
     ("error", "mend"),
     [
-        (PermissionError(errno.EACCES, "Permission denied"), "Permission denied). Mend its permissions."),
-        (OSError(errno.EIO, "Input/output error"), "Input/output error). Mend that, or read a copy."),
+        (PermissionError(errno.EACCES, "Permission denied"), "Permission denied). Fix its permissions."),
+        (OSError(errno.EIO, "Input/output error"), "Input/output error). Fix that, or read a copy."),
     ],
 )
 def test_what_the_system_does_not_let_be_read(error: OSError, mend: str) -> None:

@@ -71,7 +71,7 @@ def test_rows_repeated_without_end_are_refused_before_they_are_unpacked(path: Pa
     pq.write_table(table, path, compression="zstd")
     assert path.stat().st_size * files_module.UNPACKED < 2**26
     before = pa.total_allocated_bytes()
-    with pytest.raises(RecordingError, match=rf"{NAME}: says that it unpacks to \d+ bytes, more than 67108864"):
+    with pytest.raises(RecordingError, match=rf"{NAME}: declares an unpacked size of \d+ bytes, more than 67108864"):
         read(path)
     assert pa.total_allocated_bytes() == before
 
@@ -89,11 +89,11 @@ def test_what_is_no_parquet(tmp_path: Path, content: bytes) -> None:
 
 def test_a_pipe_does_not_hang_and_a_directory_is_no_file(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / NAME)
-    with pytest.raises(RecordingError, match="no regular file"):
+    with pytest.raises(RecordingError, match="not a regular file"):
         read(tmp_path / NAME)
     (tmp_path / NAME).unlink()
     (tmp_path / NAME).mkdir()
-    with pytest.raises(RecordingError, match="no regular file"):
+    with pytest.raises(RecordingError, match="not a regular file"):
         read(tmp_path / NAME)
 
 
@@ -130,7 +130,7 @@ OF_OTHER_TYPES = {
 
 @pytest.mark.parametrize("name", OF_OTHER_TYPES)
 def test_columns_of_other_types(path: Path, name: str) -> None:
-    with pytest.raises(RecordingError, match=f"{NAME}: {name} is of .*, expected"):
+    with pytest.raises(RecordingError, match=f"{NAME}: {name} has type .*, expected"):
         read(rewritten(path, with_column(name, OF_OTHER_TYPES[name])))
 
 
@@ -145,19 +145,19 @@ def test_a_column_twice(path: Path) -> None:
 
 
 def test_a_row_without_a_value(path: Path) -> None:
-    with pytest.raises(RecordingError, match=f"{NAME}: reward has a value that is missing"):
+    with pytest.raises(RecordingError, match=f"{NAME}: reward has a missing value"):
         read(rewritten(path, with_column("reward", pa.array([1.0, None, 0.0, 0.0], type=pa.float32()))))
 
 
 def test_a_row_without_its_list(path: Path) -> None:
     column = lists([[0.0] * 5, None, [0.0] * 9, [0.0] * 3], pa.float32())
-    with pytest.raises(RecordingError, match=f"{NAME}: log_prob has a value that is missing"):
+    with pytest.raises(RecordingError, match=f"{NAME}: log_prob has a missing value"):
         read(rewritten(path, with_column("log_prob", column)))
 
 
 def test_lists_of_other_lengths(path: Path) -> None:
     column = lists([[0.0] * 5, [], [0.0] * 9, [0.0] * 4], pa.float32())
-    with pytest.raises(RecordingError, match=f"{NAME}: log_prob has rows of other lengths"):
+    with pytest.raises(RecordingError, match=f"{NAME}: log_prob and response_ids have different row lengths"):
         read(rewritten(path, with_column("log_prob", column)))
 
 
@@ -170,7 +170,7 @@ def test_a_value_that_somebody_changed(path: Path) -> None:
     table = to_table(ROWS, NONE, REASONS)
     rewards = table.column("reward").to_numpy().copy()
     rewards[2] += 1
-    with pytest.raises(RecordingError, match=f"{NAME}: its content is not what was recorded"):
+    with pytest.raises(RecordingError, match=f"{NAME}: its content differs from what was recorded"):
         read(rewritten(path, with_column("reward", pa.array(rewards, type=pa.float32()))))
     assert whole(read(rewritten(path, unchanged)))
 
@@ -195,20 +195,20 @@ def test_a_correction_that_is_none(path: Path, spec: bytes) -> None:
 
 
 def test_another_correction_than_was_recorded(path: Path) -> None:
-    with pytest.raises(RecordingError, match="its content is not what was recorded"):
+    with pytest.raises(RecordingError, match="its content differs from what was recorded"):
         read(rewritten(path, unchanged, correction=json.dumps(NONE | {"alpha": 0.5}).encode()))
 
 
 @pytest.mark.parametrize("version", [b"4", b"0", b"", b"1 ", b"\xff" * 1000], ids=range(5))
 def test_other_versions_of_the_schema(path: Path, version: bytes) -> None:
-    with pytest.raises(RecordingError, match=f"{NAME}: schema .*, and this release reads 1 to 3") as caught:
+    with pytest.raises(RecordingError, match=f"{NAME}: schema .*, but this release reads 1 to 3") as caught:
         read(rewritten(path, unchanged, schema=version))
     assert len(str(caught.value)) < len(str(path)) + 200
 
 
 def test_a_parquet_file_of_something_else(path: Path) -> None:
     pq.write_table(pa.table({"a": [1]}), path)
-    with pytest.raises(RecordingError, match=f"{NAME}: no recording"):
+    with pytest.raises(RecordingError, match=f"{NAME}: not a recording"):
         read(path)
 
 
@@ -223,7 +223,7 @@ def test_a_file_that_unpacks_to_too_much_is_not_unpacked(path: Path, monkeypatch
 
     monkeypatch.setattr(files_module, "LARGEST", 8 * 400_000)
     monkeypatch.setattr(files_module.pq.ParquetFile, "read", never)
-    with pytest.raises(RecordingError, match=f"{NAME}: says that it unpacks to"):
+    with pytest.raises(RecordingError, match=f"{NAME}: declares an unpacked size of"):
         read(path)
 
 
@@ -239,7 +239,7 @@ def test_a_run_of_a_billion_values_is_not_unpacked(path: Path) -> None:
     content = path.read_bytes()
     place = content.rindex(bytes([0x2C, 0x15, 36]))  # of the last column, behind which the footer is
     path.write_bytes(content[: place + 2] + bytes.fromhex("feffffff0f") + content[place + 3 :])
-    with pytest.raises(RecordingError, match=f"{NAME}: says that it unpacks to"):
+    with pytest.raises(RecordingError, match=f"{NAME}: declares an unpacked size of"):
         read(path)
 
 
@@ -289,7 +289,7 @@ def test_nothing_is_unpickled(path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 def test_metadata_are_under_the_digest(path: Path) -> None:
     metadata = pq.ParquetFile(path).schema_arrow.metadata
     assert {VERSION_KEY, SPEC_KEY, REASONS_KEY, DIGEST_KEY} <= set(metadata)
-    with pytest.raises(RecordingError, match="not what was recorded"):
+    with pytest.raises(RecordingError, match="differs from what was recorded"):
         read(rewritten(path, unchanged, digest=b"0" * 32))
 
 
@@ -305,7 +305,7 @@ def test_cards_and_proofs_that_are_not_readable(path: Path, name: str, content: 
 def test_a_card_that_is_a_pipe_or_too_large(path: Path) -> None:
     card = path.parent / "run.json"
     os.mkfifo(card)
-    with pytest.raises(RecordingError, match=r"run\.json: no file"):
+    with pytest.raises(RecordingError, match=r"run\.json: not a file"):
         _ = Recording(path.parent).card
     card.unlink()
     with card.open("wb") as sink:

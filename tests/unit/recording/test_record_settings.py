@@ -91,7 +91,7 @@ def test_more_parts_than_a_file_can_tell_apart(tmp_path: Path) -> None:
     assert list(find_too_many_parts(recorded, spec(TIS, **masks))) == []
     (problem,) = find_too_many_parts(recorded, spec(rejects, **masks))
     assert (problem.key, problem.value) == ("offpolicy.record.dir", place)
-    assert problem.reason == "33 parts of the correction can reject, and a recording tells 32 apart."
+    assert problem.reason == "33 parts of the correction can reject, but a recording distinguishes only 32."
     assert problem.fix == "Set offpolicy.record.dir=null, or give fewer masks."
     assert len(list(find_too_many_parts(recorded, spec(None, **masks, one_more=GSM)))) == 1
     assert list(find_too_many_parts(nothing, spec(rejects, **masks))) == []
@@ -101,13 +101,13 @@ def test_a_place_that_is_a_file(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for place in ("file", "file/below"):
         (problem,) = find_problems(config(tmp_path, dir=str(tmp_path / place)))
-        assert problem.reason == f"{tmp_path / 'file'} is no directory."
+        assert problem.reason == f"{tmp_path / 'file'} is not a directory."
 
 
 def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
     """Where not even root can."""
     (problem,) = find_problems(config(tmp_path, dir="/proc/self/rec"))
-    assert problem.reason == "/proc/self cannot be written."
+    assert problem.reason == "/proc/self is not writable."
     assert list(find_problems(config(tmp_path, dir=str(tmp_path / "new" / "rec")))) == []
     assert list(tmp_path.iterdir()) == []
 
@@ -126,7 +126,7 @@ def checkpointed(tmp_path: Path) -> None:
     (tmp_path / "checkpoints" / "latest_checkpointed_iteration.txt").write_text("4")
 
 
-REFUSED = ("it holds the recording of another run, of which this one resumes no checkpoint.", FOREIGN)
+REFUSED = ("it holds the recording of another run, and this run resumes no checkpoint of it.", FOREIGN)
 
 
 def test_a_new_run_leaves_a_recording_alone(tmp_path: Path) -> None:

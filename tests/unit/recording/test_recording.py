@@ -145,16 +145,16 @@ def test_ranks_of_other_corrections_in_one_update(several: Path) -> None:
 
 def test_a_step_in_one_file_and_in_files_of_updates(several: Path) -> None:
     record(several, FIRST)
-    with pytest.raises(RecordingError, match=r"step_00000001\.rank_00000\.parquet: beside files of single updates"):
+    with pytest.raises(RecordingError, match=r"step_00000001\.rank_00000\.parquet: mixed with files of single updates"):
         list(Recording(several))
 
 
 def test_a_file_under_the_name_of_another(recorded: Path) -> None:
     shutil.copy(recorded / file_name(1, 0), recorded / file_name(2, 0))
-    with pytest.raises(RecordingError, match=r"step_00000002\.rank_00000\.parquet: its rows are of other steps"):
+    with pytest.raises(RecordingError, match=r"step_00000002\.rank_00000\.parquet: its rows belong to other steps"):
         Recording(recorded).step(2)
     shutil.copy(recorded / file_name(1, 0), recorded / file_name(1, 2))
-    with pytest.raises(RecordingError, match=r"rank_00002\.parquet: its rows are of other steps or ranks"):
+    with pytest.raises(RecordingError, match=r"rank_00002\.parquet: its rows belong to other steps or ranks"):
         Recording(recorded).step(1)
 
 
@@ -163,7 +163,7 @@ def test_a_directory_that_cannot_be_read(recorded: Path, monkeypatch: pytest.Mon
         raise PermissionError(13, "Permission denied", str(self))
 
     monkeypatch.setattr(Path, "iterdir", denied)
-    with pytest.raises(RecordingError, match=r"not readable \(Permission denied\)\. Mend its permissions"):
+    with pytest.raises(RecordingError, match=r"not readable \(Permission denied\)\. Fix its permissions"):
         Recording(recorded)
 
 
@@ -171,8 +171,8 @@ def test_a_directory_that_cannot_be_read(recorded: Path, monkeypatch: pytest.Mon
 @pytest.mark.parametrize(
     ("error", "said"),
     [
-        (PermissionError(13, "Permission denied"), r"not readable \(Permission denied\)\. Mend its permissions\."),
-        (OSError(5, "Input/output error"), r"not readable \(Input/output error\)\. Mend that, or read a copy\."),
+        (PermissionError(13, "Permission denied"), r"not readable \(Permission denied\)\. Fix its permissions\."),
+        (OSError(5, "Input/output error"), r"not readable \(Input/output error\)\. Fix that, or read a copy\."),
     ],
     ids=["permission", "disk"],
 )
@@ -199,7 +199,7 @@ def test_no_fix_removes_what_was_recorded(recorded: Path) -> None:
     with pytest.raises(RecordingError, match=r"too short\)\. Move it out of the directory; the other files are read"):
         Recording(recorded).step(1)
     (recorded / "run.json").write_text('{"release": 0.9.1}')
-    with pytest.raises(RecordingError, match=r"column 16 .*\)\. Mend it at that place, or move it out"):
+    with pytest.raises(RecordingError, match=r"column 16 .*\)\. Fix it there, or move it out"):
         _ = Recording(recorded).card
 
 
@@ -208,5 +208,5 @@ def test_memory_that_does_not_suffice(recorded: Path, monkeypatch: pytest.Monkey
         raise pa.ArrowMemoryError("malloc of size 1 failed")
 
     monkeypatch.setattr(pq.ParquetFile, "read", full)
-    with pytest.raises(RecordingError, match=r"does not fit into the memory that is free\. Read fewer steps\."):
+    with pytest.raises(RecordingError, match=r"does not fit into free memory\. Read fewer steps\."):
         Recording(recorded).step(1)

@@ -255,8 +255,8 @@ def test_a_directory_that_vanishes_does_not_end_a_run_that_is_complete(
     shutil.rmtree(tmp_path / "rec")
     assert pauses(of) == 0
     assert [entry.getMessage() for entry in warnings.records] == [
-        f"offpolicy.record.dir={tmp_path / 'rec'}: what was recorded cannot be seen (No such file or directory). Fix: "
-        f"mend it, or give another directory."
+        f"offpolicy.record.dir={tmp_path / 'rec'}: the recording cannot be checked (No such file or directory). "
+        f"Fix that, or give another directory."
     ]
 
 
@@ -271,8 +271,8 @@ def test_what_cannot_be_removed_ends_the_recording_and_not_the_run(
     assert pauses(of) == 0
     (entry,) = warnings.records
     assert entry.getMessage().startswith(
-        f"offpolicy.record.dir={tmp_path / 'rec'}: what was recorded of step 4 and later cannot be removed ("
+        f"offpolicy.record.dir={tmp_path / 'rec'}: the recording of step 4 and later cannot be removed ("
     )
     assert entry.getMessage().endswith(
-        "). Fix: move it elsewhere, or give another directory. Nothing is recorded, training goes on."
+        "). Fix: move it elsewhere, or give another directory. Nothing is recorded, training continues."
     )

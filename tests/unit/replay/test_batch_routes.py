@@ -128,12 +128,12 @@ def test_routes_that_do_not_fit_are_refused() -> None:
     with pytest.raises(ReplayError, match="the forward pass of pi_old recorded none"):
         read_routes(batch().exclude(ROUTES), where, "R2", STEP, None)
     fields = NonTensorStack({NOTE: [2, 0]}, {}, {})
-    with pytest.raises(ReplayError, match="2 rows say nothing of the routes"):
+    with pytest.raises(ReplayError, match="2 sequences have no note of the routes"):
         read_routes(changed(extra_fields=fields), where, "R3", STEP, None)
     short = nested([draw_routes(tokens=length) for length in (3, 3, 3)])
-    with pytest.raises(ReplayError, match=r"rows of \[3, 3, 3\] tokens, and the rows have \[3, 2, 4\]"):
+    with pytest.raises(ReplayError, match=r"cover \[3, 3, 3\] tokens per sequence, but the sequences have \[3, 2, 4\]"):
         read_routes(changed(**{ROUTES: short}), where, "R3", STEP, None)
-    with pytest.raises(ReplayError, match=r"offpolicy.replay.oldest=1 .* does not say which version"):
+    with pytest.raises(ReplayError, match=r"offpolicy.replay.oldest=1 .* does not name the version"):
         read_routes(batch(versions=(6, None, 6)), where, "R3", STEP, 1)  # type: ignore[arg-type]
 
 
@@ -145,7 +145,7 @@ def test_routes_that_a_worker_recorded_come_with_a_hash_of_each_row() -> None:
     data["offpolicy_seal_routed_experts"] = sealed
     assert check_checksums(data, layout(data, PACKED)) == len(rows)
     data[ROUTES] = nested([row.flip(0) for row in rows])
-    with pytest.raises(ReplayError, match="came with other routes than they were sampled with"):
+    with pytest.raises(ReplayError, match="arrived with other routes than they were sampled with"):
         check_checksums(data, layout(data, PACKED))
 
 
@@ -155,7 +155,7 @@ def test_checksums_show_routes_of_another_row() -> None:
     assert check_checksums(data, where) == 3
     rows = list(data[ROUTES].unbind())
     rows[2] = rows[2].roll(1, 0)
-    with pytest.raises(ReplayError, match=r"1 of 3 rows came with other routes .* place 2"):
+    with pytest.raises(ReplayError, match=r"1 of 3 sequences arrived with other routes .* position 2"):
         check_checksums(changed(**{ROUTES: nested(rows)}), where)
 
 

@@ -111,7 +111,7 @@ def test_rows_that_share_ids_are_noted_apart(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_server_without_routes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     client = serve(build("LLMServerClient"), monkeypatch, ([], None, "aborted"), ([5], None, "completed"))
     assert NOTE not in ask(client).extra_fields
-    with pytest.raises(ReplayError, match="returned tokens without the routes"):
+    with pytest.raises(ReplayError, match="returned tokens without their routes"):
         ask(client)
 
 

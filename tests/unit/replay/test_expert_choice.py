@@ -91,7 +91,7 @@ def test_a_router_without_its_choice_is_refused() -> None:
 def test_routes_of_another_number_of_tokens_are_refused() -> None:
     slot = new_slot()
     slot.arm(torch.tensor([[3, 0]]))
-    with pytest.raises(ReplayError, match="layer 5 routes 3 tokens, and routes of 1 tokens were given"):
+    with pytest.raises(ReplayError, match="layer 5 routes 3 tokens, but routes of 1 tokens were given"):
         run(slot)
 
 

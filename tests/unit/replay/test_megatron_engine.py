@@ -50,7 +50,7 @@ def test_routes_of_another_number_of_tokens_are_refused() -> None:
 
     with pytest.raises(ReplayError, match=r"layer 5 forwarded 4 tokens, .* routes of 3: .*use_remove_padding=true"):
         count_replayed(5, torch.zeros(4, 4, dtype=torch.bool), TARGET)
-    with pytest.raises(ReplayError, match="layer 5 was given routes of 3 tokens, and those of 2 were shipped"):
+    with pytest.raises(ReplayError, match="layer 5 has routes of 3 tokens, but routes of 2 were shipped"):
         count_replayed(5, send([0], [1], [2]), TARGET, shipped=TARGET[:2])
 
 

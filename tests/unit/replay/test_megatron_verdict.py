@@ -15,7 +15,7 @@ def test_the_sentence_says_what_was_compared() -> None:
     other = MegatronReport(layers=(3, 1), tokens=0, forwarded=8, placed=True)
     assert judge_megatron([REPORT, other], "R3") == (
         "routing replay R3 LIVE on Megatron, in layers [1, 3] of the last stage: 75.0% of tokens sent to the experts "
-        "that verl's RouterReplay names, which are those that were shipped."
+        "that verl's RouterReplay names, equal to the shipped routes."
     )
     split = MegatronReport(layers=(1,), tokens=4, forwarded=4, placed=False)
     assert judge_megatron([REPORT, split], "R2").endswith("not compared with the shipped ones, which verl splits.")
@@ -24,7 +24,7 @@ def test_the_sentence_says_what_was_compared() -> None:
 @pytest.mark.parametrize(
     ("reports", "words"),
     [
-        ([], "mode=R3, and no router of the last stage replays"),
+        ([], "mode=R3, but no router of the last stage replays"),
         ([MegatronReport((), 0, 0, True)], "no router of the last stage replays"),
         ([MegatronReport((1, 3), 0, 40, True)], "2 layers replayed no token"),
     ],

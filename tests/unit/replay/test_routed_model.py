@@ -97,7 +97,7 @@ def test_other_routes_in_the_recomputation_are_refused(pair: tuple[Any, RoutedMo
     routed.arm(routes)
     change = routed.disarm if too_early == "disarm" else functools.partial(routed.arm, routes.flip(0))
     last = routed.layout.layers[-1]
-    with pytest.raises(ReplayError, match=f"layer {last} is recomputed for its backward under other routes"):
+    with pytest.raises(ReplayError, match=f"layer {last} is recomputed for its backward with other routes"):
         compute_gradients(model, before_backward=change)
 
 
@@ -173,7 +173,7 @@ def test_routes_that_do_not_fit_are_refused_and_leave_it_unarmed(pair: tuple[Any
     twice = routes.clone()
     twice[3, 1] = 5
     for given, reason in [
-        (wrong, r"layer 2 name experts \[8, .* in row 7, and [a-z0-9_]+ has experts 0 to 7"),
+        (wrong, r"layer 2 name experts \[8, .* in row 7, but [a-z0-9_]+ has experts 0 to 7"),
         (twice, r"layer 1 name experts \[5, 5\] in row 3"),
         (routes[:, :2], "3 decoder layers"),
     ]:
@@ -192,7 +192,7 @@ def test_permuted_layers_of_a_model_with_a_dense_one_are_refused() -> None:
 def test_routes_of_another_forward_are_refused() -> None:
     model, routed = built("Qwen3Moe")
     routed.arm(draw_routes(tokens=TOKENS - 1))
-    with pytest.raises(ReplayError, match="layer 0 routes 24 tokens, and routes of 23 tokens were given"):
+    with pytest.raises(ReplayError, match="layer 0 routes 24 tokens, but routes of 23 tokens were given"):
         compute_gradients(model)
 
 

@@ -48,7 +48,7 @@ def test_routes_that_fit_pass() -> None:
     [
         (routes().float(), "routes are torch.float32"),
         (routes().bool(), "routes are torch.bool"),
-        (routes()[0], r"shape \(4, 2\), and Tiny has 4 decoder layers and 2 experts"),
+        (routes()[0], r"shape \(4, 2\), but Tiny has 4 decoder layers and 2 experts"),
         (routes()[:, 1:], r"shape \(3, 3, 2\).*dense layers included"),
         (routes()[..., :1], r"shape \(3, 4, 1\)"),
         (routes().transpose(0, 1), r"shape \(4, 3, 2\)"),
@@ -61,19 +61,19 @@ def test_other_shapes_and_dtypes_are_refused(given: Tensor, reason: str) -> None
 
 @pytest.mark.parametrize("rows", [torch.ones(2, dtype=torch.bool), torch.ones(3, dtype=torch.int64)], ids=str)
 def test_rows_of_another_kind_are_refused(rows: Tensor) -> None:
-    with pytest.raises(ReplayError, match="beside routes of 3 tokens"):
+    with pytest.raises(ReplayError, match="but routes have 3 tokens"):
         check_shape(routes(), rows, LAYERS)
 
 
 @pytest.mark.parametrize(
     ("given", "reason"),
     [
-        (with_ids(1, 2, [0, 4]), r"layer 2 name experts \[0, 4\] in row 1, and Tiny has experts 0 to 3"),
-        (with_ids(0, 3, [-1, 2]), r"layer 3 name experts \[-1, 2\] in row 0, and Tiny has experts 0 to 3"),
+        (with_ids(1, 2, [0, 4]), r"layer 2 name experts \[0, 4\] in row 1, but Tiny has experts 0 to 3"),
+        (with_ids(0, 3, [-1, 2]), r"layer 3 name experts \[-1, 2\] in row 0, but Tiny has experts 0 to 3"),
         (with_ids(1, 1, [2, 2]), r"layer 1 name experts \[2, 2\] in row 1, an expert twice"),
         (with_ids(2, 1, [2, 1]), r"layer 2 name experts \[0, 0\] in row 2, an expert twice.*2 \(row, layer\) pairs"),
         (routes()[:, [1, 0, 2, 3]], r"layer 1 name experts \[0, 0\] in row 0, an expert twice"),
-        (with_ids(0, 0, [2, 1]), r"layer 0 name experts \[2, 1\] in row 0, and layer\(s\) \[0\] of Tiny have no exp"),
+        (with_ids(0, 0, [2, 1]), r"layer 0 name experts \[2, 1\] in row 0, but layer\(s\) \[0\] of Tiny have no exp"),
     ],
 )
 def test_ids_that_no_router_chooses_are_refused(given: Tensor, reason: str) -> None:

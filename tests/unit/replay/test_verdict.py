@@ -52,7 +52,7 @@ def test_metrics_by_hand() -> None:
         nan_ok=True,
     )
     assert judge(reports(), "R3", tokens=40) == (
-        "routing replay R3 LIVE in 2 layers: 80.0% of tokens replayed, each by the ids that were shipped, 75.0% of "
+        "routing replay R3 LIVE in 2 layers: 80.0% of tokens replayed with the shipped ids, 75.0% of "
         "choices are the trainer's own, routes of 4 rows as sampled, KL(mu, pi) by k3 1.0e-05 with them and 1.0e-03 "
         "without."
     )
@@ -81,10 +81,10 @@ def test_an_update_without_a_gradient_proves_nothing() -> None:
     ("changes", "words"),
     [
         ({"layers": (0, 1)}, "ranks replay routes in different layers"),
-        ({"tokens": 19}, "39 tokens were forwarded with routes, and the update has 40"),
+        ({"tokens": 19}, "39 tokens were forwarded with routes, but the update has 40"),
         ({"replayed": (16, 15)}, r"tokens replayed by layer are \{1: 32, 2: 31\}"),
         ({"gradients": (0.5, math.inf)}, r"gates of layer\(s\) \[2\] have gradients that are not finite"),
-        ({"first": FirstLook(2, 10, 1e-1, 1e-2)}, "they are not the ones that mu was sampled with"),
+        ({"first": FirstLook(2, 10, 1e-1, 1e-2)}, "so mu was not sampled with these routes"),
     ],
     ids=str,
 )
@@ -111,7 +111,7 @@ def test_reports_are_taken_out_of_the_workers_metrics() -> None:
 
 
 def test_an_update_without_reports_or_routes_stops_the_run() -> None:
-    with pytest.raises(LivenessError, match="came back without a report"):
+    with pytest.raises(LivenessError, match="returned no report"):
         judge([], "R3", tokens=20)
     with pytest.raises(LivenessError, match=r"\{1: 0, 2: 0\}"):
         judge([replace(REPORT, replayed=(0, 0), withheld=0)], "R3", tokens=20)

@@ -58,7 +58,9 @@ def test_a_row_has_the_limit_of_the_step_in_which_its_prompt_was_issued() -> Non
     row = RowTag("u_0_0", version=6, newest=6, issued=7, length=3, is_padding=False)
     older = RowTag("v_0_0", version=5, newest=5, issued=6, length=3, is_padding=False)
     assert find_too_old([row, older], 7, limit) == []
-    with pytest.raises(StalenessError, match=r"row u_0_0 .*eta=0, in force .* issued in step 7, admits 0\. 1 of 2"):
+    with pytest.raises(
+        StalenessError, match=r"sequence u_0_0 .*eta=0, in force .* issued in step 7, allows 0\. 1 of 2"
+    ):
         check_ages([row, older], 8, limit)
     again = AgeLimit(Fraction(1))
     again.restore(8, "0", limit.state())
@@ -71,28 +73,30 @@ def test_tags_are_read_and_one_without_a_version_is_refused() -> None:
         RowTag("a_0_0", 2, 4, 3, 7, is_padding=False),
         RowTag("b_0_0", 2, 2, 3, 7, is_padding=True),
     ]
-    with pytest.raises(StalenessError, match=r"row c_0_0 does not say"):
+    with pytest.raises(StalenessError, match=r"sequence c_0_0 does not name"):
         read_tags(["c_0_0"], [{"response_len": 7}])
 
 
 def test_a_row_that_names_weights_of_later_is_found() -> None:
     check_newest({"a_0_0": {"max_global_steps": 4}, "b_0_0": {"max_global_steps": None}, "c_0_0": {}}, 5, "2")
     with pytest.raises(
-        StalenessError, match=r"row b_0_0 .* in step 5, .* version 5 .* version 4 is the newest .*eta=2"
+        StalenessError, match=r"sequence b_0_0 .* in step 5 .* version 5 .* version 4 is the newest .*eta=2"
     ):
         check_newest({"a_0_0": {"max_global_steps": 4}, "b_0_0": {"max_global_steps": 5}}, 5, "2")
 
 
 def test_the_oldest_row_is_named() -> None:
     check_ages(rows(4, 3), 5, AgeLimit(Fraction(1)))
-    with pytest.raises(StalenessError, match=r"row u2_0_0 was sampled by version 0 .* 2 of 3 rows are too old"):
+    with pytest.raises(
+        StalenessError, match=r"sequence u2_0_0 was sampled by version 0 .* 2 of 3 sequences are too old"
+    ):
         check_ages(rows(3, 2, 0), 5, AgeLimit(Fraction(1)))
 
 
 def test_the_loss_may_see_what_entered_it() -> None:
     check_seen(1.0, rows(4, 3), 5, "1")
     check_seen(0.0, rows(4, 3), 5, "1")
-    with pytest.raises(StalenessError, match="a row that is 2 versions old"):
+    with pytest.raises(StalenessError, match="a sequence of age 2"):
         check_seen(2.0, rows(4, 3), 5, "1")
 
 

@@ -60,10 +60,10 @@ def test_versions_older_than_the_issue_of_a_prompt_are_found_by_chunk_and_by_row
     check_noted([row], [[[(3, 1), (4, 2)]]], [[3]], 5, "2")
     for turns in ([[(2, 1), (4, 2)]], None):
         with pytest.raises(
-            StalenessError, match=r"row u0_0_0 of step 5 says that version 2 .* issued in step 4, .*eta=2"
+            StalenessError, match=r"sequence u0_0_0 of step 5 reports that version 2 .* issued in step 4, .*eta=2"
         ):
             check_noted([row], [turns], [[3]], 5, "2")
-    with pytest.raises(StalenessError, match=r"has 3 tokens, and nobody noted .* 1 of them"):
+    with pytest.raises(StalenessError, match=r"has 3 tokens, but the version .* 1 of them was not recorded"):
         check_noted([row], [[[(3, 2)]]], [[3]], 5, "2")
 
 

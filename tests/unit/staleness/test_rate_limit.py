@@ -46,7 +46,7 @@ def test_fractions_are_exact() -> None:
 def test_a_prompt_past_the_limit_stops() -> None:
     limit = RateLimit(0.5, 4)
     limit.issued(6, 1)
-    with pytest.raises(RateLimitError, match=r"1 prompts were issued in step 1, .*eta=0\.5 had room for 0"):
+    with pytest.raises(RateLimitError, match=r"1 prompts were issued in step 1, .*eta=0\.5 allows 0 more"):
         limit.issued(1, 1)
 
 

@@ -128,7 +128,7 @@ def test_prompts_that_vanish_are_replaced_and_told(
     run.limit.rate_limit.account += 4
     run.train(1)
     assert run.limit.tally.lost == 4
-    assert "4 prompts are gone" in caplog.text
+    assert "4 prompts were lost" in caplog.text
     assert max(run.ages()) == 0
 
 

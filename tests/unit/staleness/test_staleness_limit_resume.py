@@ -78,7 +78,7 @@ def test_a_resumed_run_with_other_keys_says_so_and_begins_anew(
     take(before, 3)
     run = adapted(monkeypatch, ess=0.95, waited=4.0, patience=5)
     run.limit._resume(3, 4, before.limit.rate_limit_state)
-    assert "eta begins anew at 0" in caplog.text
+    assert "eta restarts at 0" in caplog.text
     assert "offpolicy.staleness.adapt.patience: 2 in the checkpoint, 5 now" in caplog.text
     assert "resuming with offpolicy.staleness.eta=0; the checkpoint was trained with 1" in caplog.text
     assert [run.limit.age_limit.get_oldest(issued) for issued in (2, 3, 4)] == [0, 1, 0]
@@ -99,7 +99,7 @@ def test_a_resumed_run_counts_what_came_back(monkeypatch: pytest.MonkeyPatch, ca
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
     assert run.limit.rate_limit.room(4) == 4
     run.limit._resume(3, 6, saved)
-    assert "2 prompts that waited when the checkpoint was made have not come back" in caplog.text
+    assert "2 prompts that waited at the checkpoint were not restored" in caplog.text
 
 
 def test_another_eta_is_said_and_rows_of_before_may_be_as_old_as_it_admitted(

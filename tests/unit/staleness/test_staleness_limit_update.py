@@ -118,7 +118,7 @@ def test_a_row_past_the_limit_stops_the_run_with_its_versions(monkeypatch: pytes
     """As where a buffer or a server takes no notice of eta."""
     update = Update(monkeypatch, [4, 2, 4, 1], seen=3.0, eta=1)
     message = (
-        r"row u3_0_0 was sampled by version 1 .* in step 5, by version 4: 3 versions old, .*eta=1, .* admits 1\. 2 of 4"
+        r"sequence u3_0_0 was sampled by version 1 .* in step 5, by version 4, at age 3, .*eta=1, .* allows 1\. 2 of 4"
     )
     with pytest.raises(StalenessError, match=message):
         update.run()
@@ -149,7 +149,7 @@ def test_a_mini_batch_of_nothing_else_keeps_its_tokens_without_an_advantage(monk
 
 
 @pytest.mark.parametrize(
-    ("seen", "message"), [(1.0, "a row that is 1 versions old"), (None, r"saw no versions, .* u0_0_0, is 0 versions")]
+    ("seen", "message"), [(1.0, "a sequence of age 1"), (None, r"saw no versions, .* u0_0_0, has age 0")]
 )
 def test_a_loss_that_sees_older_rows_than_entered_it_stops(
     seen: float | None, message: str, monkeypatch: pytest.MonkeyPatch
@@ -161,7 +161,7 @@ def test_a_loss_that_sees_older_rows_than_entered_it_stops(
 def test_a_row_without_a_version_stops(monkeypatch: pytest.MonkeyPatch) -> None:
     update = Update(monkeypatch, [4, 4, 4, 4], seen=0.0, eta=2)
     update.batch.tags[2]["min_global_steps"] = None
-    with pytest.raises(StalenessError, match=r"row u2_0_0 does not say .* agent loop"):
+    with pytest.raises(StalenessError, match=r"sequence u2_0_0 does not name .* agent loop"):
         update.run()
 
 
@@ -172,7 +172,7 @@ def test_a_server_that_tells_the_version_after_its_own_stops_the_run(monkeypatch
     run = Run(monkeypatch, eta=2)
     run.train(2)
     monkeypatch.setattr(run, "newest", lambda uid: run.step)
-    message = r"row u\d+_0_0 was found finished in step 3, and says that version 3 .* version 2 is the newest .*eta=2"
+    message = r"sequence u\d+_0_0 finished in step 3 and reports that version 3 .* version 2 is the newest .*eta=2"
     with pytest.raises(StalenessError, match=message):
         run.train(1)
 
@@ -185,7 +185,7 @@ def test_a_lie_about_rows_that_finish_during_the_update_is_found_before_its_weig
     row = {"status": "success", "global_steps": 1, "min_global_steps": 0, "max_global_steps": 1, "response_len": 5}
     put = run.queue.tags.update
     run.corrected._step = lambda metrics, timing: put({"u7_0_0": row})
-    with pytest.raises(StalenessError, match="row u7_0_0 was found finished in step 1"):
+    with pytest.raises(StalenessError, match="sequence u7_0_0 finished in step 1"):
         run.trainer.step({}, {})
     row["max_global_steps"] = 0
     run.trainer.step({}, {})
@@ -207,7 +207,7 @@ def test_a_server_that_tells_the_version_before_its_own_stops_the_run(
     aborted before its first token may have met a server that had not loaded the weights yet.
     """
     update = of_four_rows(monkeypatch, noted, global_steps=5, min_global_steps=3)
-    message = r"row u3_0_0 of step 5 says that version 3 .* issued in step 5, under version 4 .*eta=2"
+    message = r"sequence u3_0_0 of step 5 reports that version 3 .* issued in step 5, under version 4 .*eta=2"
     with pytest.raises(StalenessError, match=message):
         update.check()
     update = of_four_rows(monkeypatch, noted, global_steps=4, min_global_steps=3)
@@ -218,7 +218,7 @@ def test_a_server_that_tells_the_version_before_its_own_stops_the_run(
 
 def test_a_client_that_drops_a_chunk_stops_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     update = of_four_rows(monkeypatch, {CHUNKS: [[(4, 1)]]})
-    message = r"row u3_0_0 of step 5 has 2 tokens, .* 1 of them .*eta=2, chunks \[\[\(4, 1\)\]\].*lost a chunk"
+    message = r"sequence u3_0_0 of step 5 has 2 tokens, .* 1 of them .*eta=2, chunks \[\[\(4, 1\)\]\].*lost a chunk"
     with pytest.raises(StalenessError, match=message):
         update.check()
     update.batch.tags[3]["is_padding"] = True
@@ -237,6 +237,6 @@ def test_a_buffer_that_ignores_eta_stops_the_run_at_the_update(monkeypatch: pyte
     meta, _ = run.buffer.sample(run.step, "train", 2)
     meta.extra_info = {}
     with pytest.raises(
-        StalenessError, match=r"row u1_0_0 was sampled by version 0 .* in step 5, .*eta=2, .* admits 2\. 2 of 4"
+        StalenessError, match=r"sequence u1_0_0 was sampled by version 0 .* in step 5, .*eta=2, .* allows 2\. 2 of 4"
     ):
         run.trainer._update_actor(meta, {})

@@ -120,7 +120,7 @@ def test_tokens_without_an_answer_have_no_entry(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_other_clients_are_refused() -> None:
-    with pytest.raises(SupportError, match="is SimpleNamespace, and supports are noted by verl's own alone"):
+    with pytest.raises(SupportError, match="is SimpleNamespace, but supports are recorded only for verl's own"):
         ours.note_supports(SimpleNamespace())  # type: ignore[arg-type]
     with pytest.raises(SupportError, match="full_determinism=false"):
         ours.note_supports(build("FullyAsyncLLMServerClient", full_determinism=True))

@@ -1,4 +1,4 @@
-"""An update by workers that no corrected trainer has is refused, wherever a copy of them goes."""
+"""An update by workers that belong to no corrected trainer is refused, wherever a copy of them goes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def verls(batch: int) -> int:
 
 def test_an_update_is_refused_until_it_is_adopted_and_in_every_copy() -> None:
     group = SimpleNamespace(update_actor=UnadoptedUpdate(verls))
-    with pytest.raises(LivenessError, match="no corrected trainer has"):
+    with pytest.raises(LivenessError, match="belong to no corrected trainer"):
         group.update_actor(3)
     adopt(group, lambda original, batch: original(batch) + 1)
     assert group.update_actor(3) == 31

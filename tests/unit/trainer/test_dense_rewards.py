@@ -100,7 +100,7 @@ def test_a_reward_that_is_not_finite_stops_every_run(version: str, monkeypatch: 
 def test_a_kl_in_the_reward_that_is_not_finite_names_the_sequence(
     version: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its score is finite, and log-probs of the reference are not."""
+    """Its score is finite, but log-probs of the reference are not."""
     rewards = torch.tensor([[0.5, 0.0, 1.0], [0.0, torch.nan, 0.0]])
     with pytest.raises(RewardError, match=r"sequence 1 \(prompt a, step 1\) is nan\. Its score is finite.*reference"):
         advantage(version, AddOns(), monkeypatch, "reinforce_plus_plus", rewards)

@@ -165,7 +165,7 @@ def test_one_engine_makes_the_forward_pass_of_its_first_step_alone(legacy: bool)
 
 def test_two_engines_stop_before_the_first_update() -> None:
     made = trainer({"proximal": "same_engine"}, apart=0.01)
-    with pytest.raises(SameEngineError, match=r"\|mu - pi_old\| is 0\.0\d+ nats at step 7, row \d \(uid prompt\)"):
+    with pytest.raises(SameEngineError, match=r"\|mu - pi_old\| is 0\.0\d+ nats at step 7, sequence \d \(uid prompt\)"):
         made._compute_old_log_prob(batch())
 
 

@@ -1,4 +1,4 @@
-"""The state machine of one alarm: consecutive updates outside a band fire it, inside a narrower one re-arm it."""
+"""The state machine of one alarm: consecutive updates outside a band fire it, inside a narrower band re-arm it."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _SHOWN = 5  # most values listed in a message
 
 @dataclass(frozen=True)
 class Band:
-    """Inclusive bounds; None leaves a side open. NaN lies outside of every band."""
+    """Inclusive bounds; None leaves a side open. NaN is outside every band."""
 
     lower: float | None
     upper: float | None
 
     def contains(self, value: float) -> bool:
-        """Return True if ``value`` lies inside."""
+        """Return True if ``value`` is inside."""
         if math.isnan(value):
             return False
         return (self.lower is None or value >= self.lower) and (self.upper is None or value <= self.upper)
@@ -37,9 +37,9 @@ class AlarmRule:
     """The condition under which an alarm fires and re-arms.
 
     Attributes:
-        band: values that are in order.
-        recovery: values that are well inside, a part of ``band``.
-        patience: consecutive updates outside of ``band`` after which it fires.
+        band: accepted values.
+        recovery: values that re-arm the alarm, a part of ``band``.
+        patience: consecutive updates outside ``band`` after which it fires.
         recovery_patience: consecutive updates inside ``recovery`` after which it re-arms.
     """
 
@@ -55,9 +55,9 @@ class AlarmState:
 
     Attributes:
         firing: it has fired and has not re-armed.
-        beyond: consecutive updates outside of the band, up to the last one.
+        beyond: consecutive updates outside the band, up to the last one.
         calm: consecutive updates inside the recovery band, up to the last one.
-        values: of the updates that ``beyond`` counts, the latest few.
+        values: the latest values of the updates that ``beyond`` counts.
     """
 
     firing: bool = False

@@ -30,12 +30,12 @@ class AlarmSettings:
     """The configuration of one alarm.
 
     Attributes:
-        fallback: the correction to fall back to; None with another action.
-        options: names of the options that it was put together from.
+        fallback: the fallback correction; None with another action.
+        options: names of the options that it was composed from.
         return_after: consecutive updates inside the recovery band after which the configured correction returns; None
             for never.
-        window: updates that the growth of the mismatch is seen against.
-        least: mismatch, in nats a token, below which there is no growth.
+        window: number of updates whose median mismatch the growth is relative to.
+        least: mismatch, in nats per token, below which growth is ignored.
     """
 
     name: str
@@ -48,7 +48,7 @@ class AlarmSettings:
     least: float
 
     def to_mapping(self) -> dict[str, Any]:
-        """Return what decides on firing and on the action, as values that JSON holds."""
+        """Return the fields that decide on firing and on the action, as JSON values."""
         fallback = None if self.fallback is None else self.fallback.to_mapping()
         return asdict(self.rule) | {
             "action": self.action,
@@ -60,9 +60,9 @@ class AlarmSettings:
 
 
 def read_settings(config: DictConfig) -> dict[str, AlarmSettings]:
-    """Read the alarms that are not off, by name, of a configuration without problems (``find_problems``).
+    """Read the alarms that are not off, by name, from a configuration without problems (``find_problems``).
 
-    An alarm on an extension's metric is off where the extension is.
+    An alarm on an extension's metric is off if the extension is.
     """
     return {
         name: _read_alarm(name, values)
@@ -72,7 +72,7 @@ def read_settings(config: DictConfig) -> dict[str, AlarmSettings]:
 
 
 def find_problems(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
-    """Find the problems of the keys ``offpolicy.alarms`` beside the correction ``spec``."""
+    """Find the problems of the keys ``offpolicy.alarms`` together with the correction ``spec``."""
     section = OmegaConf.select(config, SECTION)
     if not isinstance(section, DictConfig):
         yield _problem(SECTION, section, "its keys have no values.", "Remove this override.")
@@ -94,7 +94,7 @@ def find_problems(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]
 
 
 def _is_measured(name: str, config: DictConfig) -> bool:
-    """Return True if what the alarm is on is part of the run."""
+    """Return True if the alarm's metric exists in the run."""
     return name not in OF_EXTENSIONS or isinstance(OmegaConf.select(config, OF_EXTENSIONS[name][0]), DictConfig)
 
 
@@ -105,11 +105,11 @@ def _problem(key: str, value: Any, reason: str, fix: str, *overrides: str) -> Pr
 def _read_values(config: DictConfig) -> dict[str, dict[str, Any]]:
     section = OmegaConf.select(config, SECTION)
     given: Any = OmegaConf.to_container(section, resolve=True) if isinstance(section, DictConfig) else {}
-    # A configuration without the section, as of a test of something else, has no alarms.
+    # A configuration without the section, for example in a test, has no alarms.
     names = DEFAULTS if given else {}
     values = {name: dict(defaults) for name, defaults in DEFAULTS.items() if name in names}
     for name in values:
-        # find_problems names what is no mapping.
+        # find_problems reports values that are not mappings.
         values[name] |= given[name] if isinstance(given.get(name), dict) else {}
     for alarm in values.values():
         # YAML reads a bare off as false.
@@ -121,7 +121,7 @@ def _read_alarm(name: str, values: Mapping[str, Any]) -> AlarmSettings:
     fallback = values["fallback"]
     resolved = isinstance(fallback, Mapping)
     if values["action"] == "fallback" and not resolved:
-        reason = "names of options, which main_offpolicy has not replaced by their values."
+        reason = "it names options, which main_offpolicy has not replaced by their values."
         raise SpecError(reason, key=f"{SECTION}.{name}.fallback", value=fallback)
     return AlarmSettings(
         name=name,
@@ -170,7 +170,7 @@ KEYS = {name: _declare(name) for name in DEFAULTS}
 
 
 def _check_band(name: str, values: Mapping[str, Any]) -> Iterator[Problem]:
-    """Find bounds that cross, lie beyond what the alarm measures, or do not fit the recovery bounds."""
+    """Find bounds that cross, are outside the range of the statistic, or do not fit the recovery bounds."""
     key = f"{SECTION}.{name}"
     shipped = tuple(set_to(f"{key}.{part}", DEFAULTS[name][part]) for part in _BOUNDS)
 
@@ -182,18 +182,16 @@ def _check_band(name: str, values: Mapping[str, Any]) -> Iterator[Problem]:
         yield refuse("lower", "with both sides open it never fires.", f"Set a bound, or {key}.action=off.")
         return
     if lower is not None and upper is not None and lower > upper:
-        yield refuse("lower", f"above {key}.upper={upper}, so that every value is beyond.")
+        yield refuse("lower", f"above {key}.upper={upper}, so every value fires.")
         return
     least, greatest = RANGES[name]
-    within = f"it lies between {least:g} and {greatest:g}" if math.isfinite(greatest) else f"it is {least:g} or more"
+    within = f"it is in [{least:g}, {greatest:g}]" if math.isfinite(greatest) else f"it is >= {least:g}"
     for side, never, always in (
         ("lower", lower is not None and lower <= least, lower is not None and lower > greatest),
         ("upper", upper is not None and upper >= greatest, upper is not None and upper < least),
     ):
         if never or always:
-            happens = (
-                "no value is beyond, and it never fires" if never else "every value is beyond, and it always fires"
-            )
+            happens = "no value is beyond, so it never fires" if never else "every value is beyond, so it always fires"
             yield refuse(side, f"{within}: {happens}.")
             return
     fit = True
@@ -210,7 +208,7 @@ def _check_band(name: str, values: Mapping[str, Any]) -> Iterator[Problem]:
             fit = False
     low, high = values["recovery_lower"], values["recovery_upper"]
     if fit and low is not None and high is not None and low > high:
-        yield refuse("recovery_lower", f"above {key}.recovery_upper={high}, so that it would never re-arm.")
+        yield refuse("recovery_lower", f"above {key}.recovery_upper={high}, so it would never re-arm.")
 
 
 def _find_pointless(
@@ -230,7 +228,7 @@ def _find_pointless(
     if action not in ("stop", "fallback"):
         return
     if spec.is_none and not OmegaConf.select(config, _MU):
-        reason = "with correction=none and no rollout log-probs there is nothing to measure."
+        reason = "with correction=none and without rollout log-probs there is nothing to measure."
         fix = f"Set {_MU}=true, or {key}.action=off."
         yield _problem(f"{key}.action", action, reason, fix, set_to(_MU, True))
     elif reason := explain_constant(name, spec):
@@ -239,7 +237,7 @@ def _find_pointless(
 
 def _find_pointless_of_extension(name: str, values: Mapping[str, Any], config: DictConfig) -> Iterator[Problem]:
     key, action, section = f"{SECTION}.{name}", values["action"], OF_EXTENSIONS[name][0]
-    reason = f"another correction does not change what {section} measures."
+    reason = f"another correction does not change the metric of {section}."
     if action == "fallback":
         yield _problem(f"{key}.action", action, reason, f"Set {key}.action=warn, or stop.")
         return

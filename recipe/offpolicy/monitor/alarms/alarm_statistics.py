@@ -20,17 +20,17 @@ RANGES: Final = {
     "mismatch_growth": (0.0, math.inf),
     "opd_overlap": (0.0, 1.0),
 }
-"""Least and greatest value that each alarm's statistic can take."""
+"""Smallest and largest possible value of each alarm's statistic."""
 OF_EXTENSIONS: Final[Mapping[str, tuple[str, str]]] = {"opd_overlap": ("opd", "opd/gap/extreme_share")}
-"""Alarms on an extension's metric -> the section that has to be on, and the metric; NaN there counts as no update."""
+"""Alarm on an extension's metric -> the section that must be on, and the metric; NaN counts as no update."""
 _COUNTED: Final = ("rollout_log_prob", "old_log_prob", "log_prob", "advantages")
 
 
 def find_statistic(name: str, spec: CorrectionSpec) -> str:
-    """Return the name of the statistic that an alarm reads under a correction: below ``offpolicy/``, or an extension's.
+    """Return the name of the statistic that an alarm reads: below ``offpolicy/``, or an extension's.
 
-    Without a weight it is the statistic of the ratio that a weight would be made of: pi_old / mu, or pi / mu where
-    pi_old does not come from the trainer's weights and pi_old / mu shows no mismatch.
+    Without a weight it is the statistic of the ratio that a weight would use: pi_old / mu, or pi / mu if pi_old does
+    not come from the trainer's weights and pi_old / mu shows no mismatch.
     """
     trainers_own = spec.proximal in OF_THE_TRAINER
     ratio = "rollout_ratio" if trainers_own else "full_ratio"
@@ -40,7 +40,7 @@ def find_statistic(name: str, spec: CorrectionSpec) -> str:
         case "mean_weight":
             if not spec.all_weights:
                 return f"{ratio}/mean"
-            # Self-normalised weights have mean 1 whatever happens.
+            # Self-normalised weights always have mean 1.
             return "raw_weight/mean" if spec.normalized is not None else "weight/mean"
         case "kept_share":
             return "keep/token_share"
@@ -57,7 +57,7 @@ def find_statistic(name: str, spec: CorrectionSpec) -> str:
 def explain_constant(name: str, spec: CorrectionSpec) -> str:
     """Return why an alarm's statistic cannot change under a correction; empty if it can."""
     if name == "kept_share" and not spec.masks and not spec.weight_rejects:
-        return "the correction has no mask and no weight that rejects, so that all is kept."
+        return "the correction has no mask and no weight that rejects, so everything is kept."
     return ""
 
 
@@ -73,8 +73,8 @@ def compute_growth(past: Sequence[float], value: float, *, history: int, least: 
     """Compute ``value`` over the median of ``past``; None while fewer than ``history`` values are known.
 
     Args:
-        past: mismatch of the updates before, finite.
-        least: floor of both the value and the median, so that growth from near zero does not count.
+        past: mismatch of the previous updates, finite.
+        least: floor of both the value and the median, so that growth from near zero is ignored.
     """
     if math.isnan(value):
         return math.nan

@@ -1,4 +1,4 @@
-"""All alarms of a run, evaluated after each update; they decide which correction the next update runs."""
+"""All alarms of a run, evaluated after each update; they decide which correction the next update uses."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ logger = logging.getLogger("verl.offpolicy")
 
 CONFIGURED = "configured"
 _MEANINGS = {
-    "ess": "few tokens or rows carry the gradient",
-    "mean_weight": "mu and the trainer's policy are no longer near each other",
+    "ess": "few tokens or sequences carry the gradient",
+    "mean_weight": "mu and the trainer's policy have drifted apart",
     "kept_share": "most of the batch is rejected",
-    "nonfinite": "log-probs arrive that are no numbers",
-    "mismatch_growth": "the mismatch of the two engines has grown, as with stale weights or caches",
-    "opd_overlap": "the teacher takes most sampled tokens for all but impossible, as one with another vocabulary, chat "
-    "template or task does",
+    "nonfinite": "some log-probs are NaN or infinite",
+    "mismatch_growth": "the mismatch of the two engines has grown, for example because of stale weights or caches",
+    "opd_overlap": "the teacher considers most sampled tokens nearly impossible, for example because its vocabulary, "
+    "chat template or task differs",
 }
 
 
@@ -35,13 +35,13 @@ class AlarmError(RuntimeError):
 
 
 class Alarms:
-    """The alarms of one run and the correction that they have put in force.
+    """The alarms of one run and the correction that they have activated.
 
     Args:
         alarms: settings of the alarms that are not off, by name, in the order of their evaluation.
 
     Attributes:
-        in_force: ``configured``, or the name of the alarm whose fallback the next update is to run.
+        in_force: ``configured``, or the name of the alarm whose fallback the next update uses.
     """
 
     def __init__(self, alarms: Mapping[str, AlarmSettings]) -> None:
@@ -58,7 +58,7 @@ class Alarms:
 
     @property
     def fallback(self) -> CorrectionSpec | None:
-        """The correction in force in place of the configured one, or None."""
+        """The active fallback correction, or None if the configured one is active."""
         alarm = self._alarms.get(self.in_force)
         return None if alarm is None else alarm.fallback
 
@@ -68,11 +68,11 @@ class Alarms:
         """Evaluate every alarm on the statistics of one update under ``spec``.
 
         Args:
-            values: statistics below ``offpolicy/``; if empty, as without measurements, no alarm on them advances.
-            extensions: their metrics, by full names.
+            values: statistics below ``offpolicy/``; if empty, no alarm on them advances.
+            extensions: metrics of extensions, by full name.
 
         Returns:
-            True if another correction is in force now.
+            True if another correction is active now.
 
         Raises:
             AlarmError: an alarm with ``action=stop`` fired.
@@ -97,21 +97,21 @@ class Alarms:
         self.in_force = self._choose()
         self._log_change(before, fired)
         if self.in_force != before:
-            # Another correction has other statistics; the mismatch of the engines is the same under all of them.
+            # Another correction has other statistics; the engines' mismatch is the same under all corrections.
             self._states = {name: AlarmState(firing=state.firing) for name, state in self._states.items()}
         return self.in_force != before
 
     def metrics(self) -> dict[str, float]:
         """Return ``alarm/<name>``, 1 while firing, and ``alarm/active_correction``, the correction of the last update.
 
-        0 is the configured one, n the fallback of the n-th alarm, those that are off not counted.
+        0 is the configured correction, n the fallback of the n-th alarm that is not off.
         """
         numbers = {name: float(place) for place, name in enumerate((CONFIGURED, *self._alarms))}
         firing = {f"alarm/{name}": float(state.firing) for name, state in self._states.items()}
         return firing | {"alarm/active_correction": numbers[self._ran]}
 
     def state(self) -> dict[str, Any]:
-        """Return the state for a checkpoint, in plain values."""
+        """Return the state for a checkpoint, as plain values."""
         return {
             "in_force": self.in_force,
             "updates": self._updates,
@@ -121,10 +121,10 @@ class Alarms:
         }
 
     def restore(self, state: Mapping[str, Any], *, in_force: str | None = None) -> None:
-        """Restore a checkpoint's state; alarms that are new, or configured otherwise, start afresh.
+        """Restore a checkpoint's state; new alarms, or alarms with other settings, start from scratch.
 
         Args:
-            in_force: as the attribute, where it is not to be that of ``state``.
+            in_force: value of the attribute, if it differs from that in ``state``.
         """
         self._past = [float(value) for value in state["past"]]
         self._updates = int(state["updates"])
@@ -133,13 +133,13 @@ class Alarms:
         for name, alarm in self._alarms.items():
             known = state["alarms"].get(name)
             same = known is not None and state.get("rules", {}).get(name) == alarm.to_mapping()
-            # A firing alarm whose fallback is not in force starts afresh, or it could never fire again.
+            # A firing alarm whose fallback is not active is reset, because it could never fire again.
             unheard = same and alarm.action == "fallback" and known["firing"] and self.in_force == CONFIGURED
             if not same or unheard:
                 self._states[name] = AlarmState()
                 if known is not None and known["firing"]:
                     logger.warning(
-                        "alarm %s: it fired in the checkpoint, and begins anew as it is configured now.", name
+                        "alarm %s: it fired in the checkpoint, and is reset because its settings changed.", name
                     )
             elif switched:
                 self._states[name] = AlarmState(firing=known["firing"])
@@ -154,18 +154,18 @@ class Alarms:
     def _read_value(self, alarm: AlarmSettings, spec: CorrectionSpec, values: Mapping[str, float]) -> float | None:
         value = read_value(alarm.name, spec, values)
         if alarm.name in OF_EXTENSIONS and math.isnan(value):
-            return None  # as opd has without an eligible token
+            return None  # for example opd without an eligible token
         if alarm.name != GROWTH:
             return value
         grown = compute_growth(self._past, value, history=alarm.window, least=alarm.least)
-        # Values of a lasting fault stay out of the history, or they would become the normal.
+        # Values of a lasting fault stay out of the history, because they would become the normal level.
         healthy = grown is None or (alarm.rule.band.contains(grown) and not self._states[alarm.name].firing)
         if healthy and math.isfinite(value):
             self._past = [*self._past, value][-alarm.window :]
         return grown
 
     def _choose(self) -> str:
-        """Choose the next correction: the fallback still in force, else that of the first firing alarm."""
+        """Choose the next correction: the active fallback, else that of the first firing alarm."""
         holder = self._alarms.get(self.in_force)
         if holder is not None and not self._is_over(holder):
             return self.in_force
@@ -173,11 +173,11 @@ class Alarms:
         return next(firing, CONFIGURED)
 
     def _log_change(self, before: str, fired: Sequence[str]) -> None:
-        """Log which correction is in force next, where alarms ``fired`` or it has changed."""
+        """Log which correction is active next, if alarms ``fired`` or it has changed."""
         if before not in (CONFIGURED, self.in_force):
             quiet = f"alarm {before}: quiet for {self._states[before].calm} updates"
             if self.in_force == CONFIGURED:
-                back = "the configured correction is in force again from the next update on, which is to prove it."
+                back = "the configured correction is active again from the next update on, which must prove it."
                 logger.warning("%s, %s", quiet, back)
             else:
                 logger.warning("%s, but alarm %s fires.", quiet, self.in_force)
@@ -185,7 +185,7 @@ class Alarms:
             alarm = self._alarms[self.in_force]
             forever = alarm.return_after is None
             logger.warning(
-                "alarm %s: fallback [%s] is in force from the next update on, which is to prove it, %s.",
+                "alarm %s: fallback [%s] is active from the next update on, which must prove it, %s.",
                 alarm.name,
                 ",".join(alarm.options),
                 "for the rest of the run" if forever else f"until {alarm.return_after} quiet updates",
@@ -193,7 +193,7 @@ class Alarms:
         for name in fired:
             taken = self.in_force == name != before
             if self._alarms[name].action == "fallback" and not taken:
-                logger.warning("alarm %s: the fallback of alarm %s is in force, and stays.", name, self.in_force)
+                logger.warning("alarm %s: the fallback of alarm %s is active, and stays.", name, self.in_force)
 
     def _announce(self, alarm: AlarmSettings, state: AlarmState, spec: CorrectionSpec) -> None:
         sentence = _describe(alarm, state, spec, self._updates)
@@ -206,8 +206,8 @@ class Alarms:
             )
             raise AlarmError(
                 f"{sentence} {SECTION}.{alarm.name}.action=stop ends the run. The optimizer has already stepped on "
-                f"these updates, and no checkpoint was written since the last of them: resume one from before they "
-                f"began, with the cause mended{other}. If such values are meant, widen its bounds."
+                f"these updates, and no checkpoint was written since the last of them: fix the cause and resume a "
+                f"checkpoint from before they began{other}. If such values are expected, widen its bounds."
             )
         logger.warning("%s", sentence)
 
@@ -222,6 +222,6 @@ def _describe(alarm: AlarmSettings, state: AlarmState, spec: CorrectionSpec, upd
     over = f"{alarm.rule.patience} consecutive updates" if alarm.rule.patience > 1 else "an update"
     what = find_statistic(alarm.name, spec) + (" over its median" if alarm.name == GROWTH else "")
     return (
-        f"alarm {alarm.name}: {what} was {more}{shown} in {over}, up to update {updates} of the run, and has to be "
+        f"alarm {alarm.name}: {what} was {more}{shown} in {over}, up to update {updates} of the run, but must be "
         f"{alarm.rule.band}: {_MEANINGS[alarm.name]}."
     )

@@ -13,37 +13,37 @@ from .alarm_settings import DEFAULTS, SECTION
 from .alarm_statistics import GROWTH, find_statistic
 
 HEALTHY_KL: Final = 1e-3
-"""Nats a token of KL(mu, pi_old) that two healthy engines leave at most; dense models have 1e-4 to 5e-4."""
+"""Largest KL(mu, pi_old), in nats per token, between two healthy engines; dense models have 1e-4 to 5e-4."""
 WATCHED: Final[Mapping[str, str]] = {
     GROWTH: "the engines differ or weights arrive late: record a few steps (offpolicy.record.dir) and run "
-    f"recipe.offpolicy.attribute; if data is stale, bound offpolicy.staleness.eta and take {recommended.LINE}",
-    "ess": "few tokens carry the gradient: find what kl/k3 comes from; do not raise the cap",
+    f"recipe.offpolicy.attribute; if data is stale, bound offpolicy.staleness.eta and use {recommended.LINE}",
+    "ess": "few tokens carry the gradient: find the cause of kl/k3; do not raise the cap",
     "mean_weight": "mu and pi_old are far apart: as for kl/k3",
-    "kept_share": "the masks reject most of the batch: see which in mask/*/masked_token_share, and set its bounds by "
+    "kept_share": "the masks reject most of the batch: check mask/*/masked_token_share, and set their bounds with "
     "recipe.offpolicy.calibrate",
-    "nonfinite": "a log-prob or an advantage is NaN or infinite: find out which in nonfinite/*, and fix its source",
+    "nonfinite": "a log-prob or an advantage is NaN or infinite: find it in nonfinite/*, and fix its source",
 }
 """Alarm on the metric -> what to do."""
 
 
 def list_watched(spec: CorrectionSpec, alarms: Mapping[str, Any] = DEFAULTS) -> Iterator[tuple[str, str, str]]:
-    """List the metrics with what is in order for each, and what to do beyond it.
+    """List the metrics with the healthy range of each, and what to do outside of it.
 
     Args:
-        alarms: by name, their keys as under ``offpolicy.alarms``.
+        alarms: alarm name -> its keys as under ``offpolicy.alarms``.
     """
     for name, advice in WATCHED.items():
         metric = find_statistic(name, spec)
         bounds = format_bounds({side: alarms[name][side] for side in ("lower", "upper")})
         if name == GROWTH:
             bounds = f"{bounds} times its own median"
-            bounds = f"<= {HEALTHY_KL:g} nats a token for rows in step, {bounds}" if metric == "kl/k3" else bounds
+            bounds = f"<= {HEALTHY_KL:g} nats per token for fresh sequences, {bounds}" if metric == "kl/k3" else bounds
         yield f"offpolicy/{metric}{'/*' if name == 'nonfinite' else ''}", bounds, advice
 
 
 def format_watched(spec: CorrectionSpec, config: DictConfig) -> Iterator[str]:
     """Format the lines that a run prints at its start."""
-    yield "watch five metrics (docs/metrics.md says more):"
+    yield "watch five metrics (details in docs/metrics.md):"
     given = OmegaConf.select(config, SECTION) or {}
     alarms = {name: {**values, **(given.get(name) or {})} for name, values in DEFAULTS.items()}
     for metric, bounds, advice in list_watched(spec, alarms):

@@ -1,4 +1,4 @@
-"""Histograms of one update, measured by the worker: distances by bin of masks, weights by bin of the weight."""
+"""Histograms of one update, measured by the worker: distances per bin for masks, weights per bin for the weight."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ def defer_histograms(
     versions: Tensor | None = None,
     staleness: Tensor | None = None,
 ) -> DeferredValue[dict[str, Statistic]]:
-    """Measure rows of one update for the parts that ``sides`` names; see the stages for the arguments.
+    """Measure rows of one update for the parts in ``sides``; see the stages for the arguments.
 
-    Units, or tokens (``MaskSpec.picks_tokens``: a mask that picks them by their own sign can split a unit), are counted
-    where the mask looks: for negative advantages, units of rows whose mean is, or tokens whose own is. What a bound on
-    the side that does not move rejects counts as infinitely far. Backend noise is the distance of pi_old / mu where
-    both have the same weights, staleness 0 or None, for masks on pi / mu; its rows count whatever their advantage is,
-    but for those beyond a bound that does not move, which no other bound can keep.
+    Units are counted where the mask applies, or tokens (``MaskSpec.picks_tokens``) for masks that select by the sign of
+    each token and can split a unit. For negative advantages, these are units of rows with a negative mean, or tokens
+    with a negative advantage. Units that a fixed bound rejects count as infinitely far. Backend noise is the distance
+    of pi_old / mu at equal weights (staleness 0 or None), for masks on pi / mu; it uses rows of any advantage, except
+    those beyond a fixed bound, which no other bound can keep.
 
     Returns:
-        Read: ``<mask>/distance``, ``<mask>/kept``, and ``<mask>/noise`` for masks on pi / mu; with ``WEIGHT`` in
+        When read: ``<mask>/distance``, ``<mask>/kept``, and ``<mask>/noise`` for masks on pi / mu; with ``WEIGHT`` in
         ``sides`` the sums of weights.
     """
     valid = find_valid_tokens(response_mask, old_log_prob, rollout_log_prob)
@@ -79,7 +79,7 @@ def defer_histograms(
 
 
 def _find_fresh(staleness: Tensor, units: Units, by_token: bool) -> Tensor:
-    """Find the units, or tokens, that the weights in force sampled whole, bool; (B, 1) where age is known by row."""
+    """Find the units, or tokens, sampled entirely by the current weights, bool; (B, 1) if age is known per row."""
     if staleness.dim() == 1:
         return (staleness == 0)[:, None]
     return staleness == 0 if by_token else units.greatest(staleness) <= 0
@@ -89,9 +89,9 @@ def _sum_weights(spec: WeightSpec, log_ratio: Tensor, units: Units) -> dict[str,
     """Sum the weights of some rows by bin, under the lower bound and without the cap; and for the ESS under the cap.
 
     Args:
-        spec: of a kind that truncates or clips.
+        spec: weight that truncates or clips.
         log_ratio: (B, T) float64, log r_t in nats, 0 where not valid.
-        units: of ``spec.level``.
+        units: units of ``spec.level``.
     """
     value = compute_log_weight(spec, log_ratio, units)
     if spec.lower is not None:
@@ -111,7 +111,7 @@ def _sum_weights(spec: WeightSpec, log_ratio: Tensor, units: Units) -> dict[str,
 def _compute_extremes(
     mask: MaskSpec, units: Units, log_value: Tensor, numerator: Tensor, denominator: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Compute ``masks.compute_extremes`` in float32, as the mask compares: (B, U), or (B, T) where it picks tokens."""
+    """Compute ``masks.compute_extremes`` in float64, as the mask does: (B, U), or (B, T) if it selects tokens."""
     least, greatest = compute_extremes(mask, units, log_value, numerator=numerator, denominator=denominator)
     if mask.picks_tokens:
         least, greatest = units.spread(least), units.spread(greatest)
@@ -119,7 +119,7 @@ def _compute_extremes(
 
 
 def _compute_distance(mask: MaskSpec, side: Side, below: Tensor, above: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute how wide the bounds that move have to be, and find what a bound that does not move rejects, by unit."""
+    """Compute the required width of the moving bounds, and find the units that a fixed bound rejects."""
     moving = find_moving_sides(mask, side)
     lower, upper = mask.limits
     distance, fixed = torch.zeros_like(above), torch.zeros_like(above, dtype=torch.bool)

@@ -22,7 +22,7 @@ DEFAULTS: Final = read_shipped_defaults("calibrate")
 _COUNTS: Final = ("every", "window", "warmup")
 _PACE: Final = ("rate", "floor", "ceiling")
 _TARGETS: Final = {"target_kept": 0.98, "target_ess": 0.9}
-"""Keys that switch calibration on -> the value that a message proposes."""
+"""Keys that enable calibration -> a value to suggest in messages."""
 
 
 @dataclass(frozen=True)
@@ -30,10 +30,10 @@ class Settings:
     """Calibrated parts, their targets, and the pace of calibration.
 
     Attributes:
-        schedules: by name of a mask, or ``WEIGHT``, for the parts whose bounds move.
-        every: updates between two changes.
-        window: the latest updates that a change looks at.
-        warmup: updates before the first change.
+        schedules: schedules by name of a mask, or ``WEIGHT``, for the parts whose bounds move.
+        every: number of updates between two changes.
+        window: number of latest updates that a change is based on.
+        warmup: number of updates before the first change.
     """
 
     schedules: Mapping[str, Schedule]
@@ -43,12 +43,12 @@ class Settings:
 
     @property
     def moving(self) -> dict[str, Side]:
-        """Parts whose bounds come with each update, and the sides that move."""
+        """Parts whose bounds are sent with each update, and the sides that move."""
         return {name: schedule.side for name, schedule in self.schedules.items()}
 
 
 def read_settings(config: DictConfig, spec: CorrectionSpec) -> Settings | None:
-    """Read the settings of a configuration without problems; None where nothing is calibrated."""
+    """Read the settings of a configuration without problems; None if nothing is calibrated."""
     values = _read_values(config)
     if not _is_on(values):
         return None
@@ -63,17 +63,17 @@ def read_settings(config: DictConfig, spec: CorrectionSpec) -> Settings | None:
 
 
 def read_noted_keys(config: DictConfig) -> dict[str, Any]:
-    """Read the keys as a checkpoint notes them; where nothing is calibrated, the one that says so."""
+    """Read the keys as a checkpoint records them; if nothing is calibrated, the key that says so."""
     values = _read_values(config)
     if not _is_on(values):
         return {"target_kept": None}
     noted = values | {"of": _list_names(values["of"]) or None}
-    # A target that is not set is not noted, so that checkpoints from before there was one go on.
+    # An unset target is not recorded, so that older checkpoints without that key can be resumed.
     return {key: value for key, value in noted.items() if (key, value) != ("target_ess", None)}
 
 
 def find_problems(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
-    """Find the problems of the keys ``offpolicy.calibrate`` beside the correction ``spec``."""
+    """Find the problems of the keys ``offpolicy.calibrate`` together with the correction ``spec``."""
     if OmegaConf.select(config, SECTION) is None:
         yield Problem(SECTION, None, "its keys have no values.", "Remove this override.", parts=())
         return
@@ -95,11 +95,11 @@ _DISTANCE = "a multiple of the configured bound's distance from agreement"
 
 
 def _build_rule(name: str) -> Rule:
-    """Build the rule that without a target nothing reads the key of this name."""
+    """Build the rule that the key of this name is unused without a target."""
     return Rule(
         name,
         lambda values: not _is_on(values) and values[name] != DEFAULTS[name],
-        "nothing reads it without target_kept or target_ess.",
+        "unused without target_kept or target_ess.",
         lambda values: DEFAULTS[name],
         "target_kept",
     )
@@ -109,11 +109,11 @@ KEYS = Section(
     SECTION,
     DEFAULTS,
     {
-        "target_kept": number("a share of what a mask decides by, in [0.5, 1), or null", 0.5, below=1, null=True),
+        "target_kept": number("a share of the units of a mask, in [0.5, 1), or null", 0.5, below=1, null=True),
         "target_ess": number("an effective sample size in (0, 1), or null", above=0, below=1, null=True),
         "of": Key(
             lambda value: value is None or isinstance(value, str | list),
-            "a list of masks such as [gsm], or null for the one there is",
+            "a list of masks such as [gsm], or null for the only one",
             _MASKS,
         ),
         "side": choice(*get_args(Side), read_with=_MASKS),
@@ -143,7 +143,7 @@ def _find_immovable_masks(values: Mapping[str, Any], spec: CorrectionSpec) -> It
         yield refuse(target, kept, "the correction has no mask whose bounds could move.", fix)
         return
     if spec.skyrl_compat:
-        reason = "correction.skyrl_compat=true lets one mask decide what another sees, so that no share is its own."
+        reason = "correction.skyrl_compat=true applies masks one after another, so no mask has a share of its own."
         yield refuse(target, kept, reason, f"Set {target}=null, or correction.skyrl_compat=false.")
     first = (set_to(of, movable),) if len(movable) == 1 else ()
     if not names and len(movable) != 1:
@@ -158,40 +158,40 @@ def _find_immovable_masks(values: Mapping[str, Any], spec: CorrectionSpec) -> It
             yield refuse(of, name, _explain_immovable(masks[name], values["side"]), fix, *first)
         elif masks[name].ratio == "full" and spec.proximal in (*MU_ITSELF, "loglinear"):
             reason = (
-                f"with correction.proximal={spec.proximal} nothing tells backend noise from drift, and the bound must "
-                f"not get below it."
+                f"with correction.proximal={spec.proximal} backend noise cannot be told from drift, and the bound must "
+                f"not fall below it."
             )
             fix = f"Set {target}=null, or correction.proximal=recompute."
             yield refuse(of, name, reason, fix)
 
 
 def _find_immovable_cap(spec: CorrectionSpec, masks: list[str]) -> Iterator[tuple[str, str]]:
-    """Find why the cap of the weight cannot follow an ESS, with what would clear it; ``masks`` move as well.
+    """Find why the cap of the weight cannot follow an ESS, with the fix; ``masks`` move as well.
 
-    ``normalize`` is no reason: it divides all weights by one number, after the cap, which leaves the ESS as it is.
+    ``normalize`` is allowed: it divides all weights by one number, after the cap, which does not change the ESS.
     """
     weight, key = spec.weight, "correction.weight"
     if spec.weights:
-        yield "correction.weights have a cap each, and an ESS is that of one weight.", "give one correction.weight"
+        yield "correction.weights have one cap each, but an ESS belongs to one weight.", "give one correction.weight"
         return
     if weight is None:
         option = "stack a weight that truncates, such as correction=[tis_token,gsm]"
         yield f"{key}=null: there is no cap that could move.", option
         return
     if weight.by_staleness is not None:
-        reason = f"{key}.by_staleness={format_value(list(weight.by_staleness))} gives each age a cap of its own."
+        reason = f"{key}.by_staleness={format_value(list(weight.by_staleness))} gives each age its own cap."
         yield reason, f"{key}.by_staleness=null"
     if weight.kind == "reject":
-        yield f"{key}.kind=reject drops what lies beyond its bounds, and has no cap.", f"{key}.kind=truncate"
+        yield f"{key}.kind=reject drops values beyond its bounds, and has no cap.", f"{key}.kind=truncate"
     elif weight.upper is None:
         yield f"{key}.upper=null: there is no cap that could move.", f"give {key}.upper"
     elif weight.upper <= 1:
-        reason = "a cap moves by factors of its distance from 1, and lies above."
+        reason = "a cap moves by factors of its distance from 1, and must be above 1."
         yield f"{key}.upper={weight.upper:g}: {reason}", f"{key}.upper=2.0"
     if weight.kind != "reject" and weight.lower is not None and weight.lower >= 1:
-        yield f"{key}.lower={weight.lower:g}: the cap comes near to 1, and would cross it.", f"{key}.lower=0.5"
+        yield f"{key}.lower={weight.lower:g}: the cap comes close to 1, and would cross it.", f"{key}.lower=0.5"
     if spec.skyrl_compat and weight.level != "token":
-        reason = f"correction.skyrl_compat=true lets masks decide what a weight of level {weight.level} sees."
+        reason = f"correction.skyrl_compat=true applies masks before a weight of level {weight.level}."
         yield reason, "correction.skyrl_compat=false"
     if "weight" in masks:
         reason = "the bounds of correction.masks.weight move too, and both would be offpolicy/calibrate/weight."
@@ -200,11 +200,11 @@ def _find_immovable_cap(spec: CorrectionSpec, masks: list[str]) -> Iterator[tupl
 
 def _explain_immovable(mask: MaskSpec, side: Side) -> str:
     if mask.budget is not None:
-        return "budget is cut by batch, and no bound stands still between two batches."
+        return "budget computes a cutoff per batch, so there is no fixed bound to move."
     if mask.entry.of_age:
-        return "an age is counted in whole versions, which no factor moves."
+        return "an age is a whole number of versions, which no factor can move."
     if mask.by_staleness is not None:
-        return "by_staleness gives each age a bound of its own, and distances are measured from one."
+        return "by_staleness gives each age its own bound, but distances are measured from one."
     zero = [name for name, distance in compute_distances(mask).items() if distance == 0]
     at = f" ({' and '.join(zero)} is at agreement, and moves by factors)" if zero else ""
     return f"it has no bound that could move with side={side}{at}."

@@ -18,18 +18,18 @@ from .schedule import compute_distances, compute_next_bounds, find_moving_sides,
 
 logger = logging.getLogger("verl.offpolicy")
 
-_UNITS = {"token": "tokens", "sequence": "rows", "turn": "turns", "version": "rows by version"}
+_UNITS = {"token": "tokens", "sequence": "sequences", "turn": "turns", "version": "sequences by version"}
 
 
 class Calibration:
-    """The bounds in force, and the statistics of the latest updates.
+    """The current bounds, and the statistics of the latest updates.
 
     Args:
-        settings: what moves, and how.
-        spec: the correction as it is configured.
+        settings: which bounds move, and how.
+        spec: the configured correction.
 
     Attributes:
-        spec: the correction under the bounds of the next update.
+        spec: the correction with the bounds of the next update.
     """
 
     def __init__(self, settings: Settings, spec: CorrectionSpec) -> None:
@@ -43,13 +43,13 @@ class Calibration:
 
     @classmethod
     def from_config(cls, config: DictConfig, spec: CorrectionSpec) -> Calibration | None:
-        """Build it from a composed configuration; None where nothing is calibrated."""
+        """Build it from a composed configuration; None if nothing is calibrated."""
         settings = read_settings(config, spec)
         return None if settings is None else cls(settings, spec)
 
     @property
     def bounds(self) -> dict[str, dict[str, float | None]]:
-        """Part -> the bounds that the next update is to use."""
+        """Part -> the bounds of the next update."""
         return read_bounds(self.spec, self.settings.moving)
 
     def observe(self, merged: Mapping[str, Statistic]) -> None:
@@ -66,27 +66,28 @@ class Calibration:
         return {f"calibrate/{name}": value for name, value in self._shown.items()}
 
     def state(self) -> dict[str, Any]:
-        """Return the state for a checkpoint, in plain values."""
+        """Return the state for a checkpoint, as plain values."""
         return {"bounds": self.bounds, "window": [_to_plain(seen) for seen in self._window], "updates": self._updates}
 
     def restore(self, state: Mapping[str, Any], *, same_keys: bool) -> None:
         """Restore a checkpoint's ``state``.
 
-        A part that has come to be bounded by other keys starts as it is configured.
+        A part whose bounds now have other keys starts as configured.
 
         Args:
-            same_keys: it had the keys of this one; else what it measured was measured otherwise, and is forgotten.
+            same_keys: the checkpoint had the same keys of ``offpolicy.calibrate``; if False, its window is discarded
+                because it was measured differently.
         """
         here = self.bounds
         if same_keys and here.keys() != state["bounds"].keys():
-            raise ValueError(f"calibration.bounds are of {sorted(state['bounds'])}, and {sorted(here)} move")
+            raise ValueError(f"calibration.bounds have the parts {sorted(state['bounds'])}, expected {sorted(here)}")
         bounds: Mapping[str, Bounds] = {name: b for name, b in state["bounds"].items() if name in here}
         other = {name for name, left in bounds.items() if _find_open(left) != _find_open(here[name])}
         if same_keys and other:
             raise ValueError(f"calibration.bounds of {sorted(other)} have other open sides than the correction")
         for name in sorted(other):
             logger.warning(
-                "correction.%s: the checkpoint has it at %s, other keys than its own: it starts at %s, as configured.",
+                "correction.%s: the checkpoint has it at %s, with other keys: it starts at %s, as configured.",
                 format_part_path(name),
                 format_bounds(bounds[name]),
                 format_bounds(here[name]),
@@ -100,10 +101,10 @@ class Calibration:
         self._shown = self._compute_metrics({})
 
     def _check_range(self) -> None:
-        """Check that each bound lies where its schedule can have moved it.
+        """Check that each bound is where its schedule can have moved it.
 
         Raises:
-            ValueError: one does not.
+            ValueError: a bound is out of range.
         """
         configured, now = _list_parts(self._configured), _list_parts(self.spec)
         for name, schedule in self.settings.schedules.items():
@@ -120,10 +121,10 @@ class Calibration:
                     )
 
     def pause(self, merged: Mapping[str, Statistic]) -> None:
-        """Leave the bounds as they are and forget the window, where another correction comes in between.
+        """Keep the bounds and discard the window, because another correction becomes active.
 
         Args:
-            merged: of the update before that; empty of one under the other correction.
+            merged: statistics of the last update before that; empty for one under the other correction.
         """
         self._window, self._shown = [], self._compute_metrics(merged)
 
@@ -150,7 +151,7 @@ class Calibration:
                 )
 
     def _explain(self, name: str, outcome: Statistic) -> str:
-        """Explain a change of bounds by what those before did, over the updates looked at."""
+        """Explain a change of bounds by the effect of the previous bounds, over the window."""
         updates, target = f"{len(self._window)} update(s)", f"{self.settings.schedules[name].target:g}"
         if name == WEIGHT:
             return (
@@ -160,7 +161,7 @@ class Calibration:
         mask = dict(self.spec.masks)[name]
         units = _UNITS["token" if mask.picks_tokens else mask.level]
         return (
-            f"Its bounds kept {outcome.value():.4f} of {float(outcome.parts[-1]):.0f} {units} that it looks at, in "
+            f"Its bounds kept {outcome.value():.4f} of the {float(outcome.parts[-1]):.0f} {units} it applies to, in "
             f"{updates}; offpolicy.calibrate.target_kept={target}."
         )
 
@@ -176,7 +177,7 @@ class Calibration:
             if (schedule := self.settings.schedules.get(name)) is None:
                 continue
             shown_as = "weight" if name == WEIGHT else name
-            # A weight that clips has a lower bound too, which never moves.
+            # A weight that clips also has a lower bound, which never moves.
             for key in ("upper",) if name == WEIGHT else ("lower", "upper", "delta"):
                 if (bound := getattr(part, key)) is not None:
                     shown[f"{shown_as}/{key}"] = bound
@@ -189,7 +190,7 @@ class Calibration:
 
 _PARTS = {Reduction.MEAN: 2, Reduction.ESS: 3}
 _MOST = 1e15
-"""Of a count or a sum over the tokens of an update."""
+"""Largest count or sum over the tokens of an update."""
 
 
 def _list_parts(spec: CorrectionSpec) -> dict[str, MaskSpec | WeightSpec]:
@@ -198,7 +199,7 @@ def _list_parts(spec: CorrectionSpec) -> dict[str, MaskSpec | WeightSpec]:
 
 
 def _name_outcome(name: str) -> str:
-    """Name the statistic of a part that its target is a value of."""
+    """Name the statistic of a part that its target refers to."""
     return ESS if name == WEIGHT else f"{name}/{KEPT}"
 
 
@@ -207,7 +208,7 @@ def _find_open(bounds: Bounds) -> dict[str, bool]:
 
 
 def _to_plain(seen: Mapping[str, Statistic]) -> dict[str, Any]:
-    """Convert histograms to the bins that hold something, and other statistics to their parts."""
+    """Convert histograms to their non-empty bins, and other statistics to their parts."""
     plain: dict[str, Any] = {}
     for name, statistic in seen.items():
         parts = [float(part) for part in statistic.parts]
@@ -217,10 +218,10 @@ def _to_plain(seen: Mapping[str, Statistic]) -> dict[str, Any]:
 
 
 def _from_plain(seen: Mapping[str, Any]) -> dict[str, Statistic]:
-    """Convert back what ``_to_plain`` made.
+    """Convert the result of ``_to_plain`` back.
 
     Raises:
-        KeyError, TypeError, ValueError: it made something else.
+        KeyError, TypeError, ValueError: it is not a result of ``_to_plain``.
     """
     found = {}
     for name, parts in seen.items():
@@ -228,9 +229,9 @@ def _from_plain(seen: Mapping[str, Any]) -> dict[str, Statistic]:
         if reduction is Reduction.SUM:
             bins, counts = parts["bins"], {int(place): count for place, count in parts["counts"].items()}
             if bins != count_bins(name) or not all(0 <= place < bins for place in counts):
-                raise ValueError(f"calibration.window.{name} has {bins} bins and not {count_bins(name)}")
+                raise ValueError(f"calibration.window.{name} has {bins} bins instead of {count_bins(name)}")
             parts = [float(counts.get(place, 0.0)) for place in range(bins)]
-        # Sums about 1, as those of an ESS, may be negative.
+        # Sums about 1, as for an ESS, may be negative.
         least = -_MOST if reduction is Reduction.ESS else 0.0
         if _PARTS.get(reduction, len(parts)) != len(parts) or not all(least <= part <= _MOST for part in parts):
             raise ValueError(f"calibration.window.{name} holds no sums and counts of an update")

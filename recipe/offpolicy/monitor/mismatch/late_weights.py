@@ -1,4 +1,4 @@
-"""By how many updates the rollout engine's weights lag, told by the weights that a run has kept."""
+"""The number of updates by which the rollout engine's weights lag, from the weights that a run has kept."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import math
 from collections.abc import Sequence
 
 TOLD = 0.5
-"""Share of the distance from the present weights that older ones may be from mu, to be told apart from them."""
+"""Largest distance of older weights from mu, as a share of the current weights' distance, that identifies a lag."""
 
 
 def find_lag(apart: Sequence[float]) -> int | None:
-    """Find by how many updates the engine's weights lag; None where that cannot be told.
+    """Find the number of updates by which the engine's weights lag; None if it cannot be identified.
 
     Args:
-        apart: mean |log mu - log pi| of a few tokens under the present weights, those before, and so on.
+        apart: mean |log mu - log pi| of a few tokens under the current weights, the previous ones, and so on.
     """
     if not all(map(math.isfinite, apart)):
         return None

@@ -28,7 +28,7 @@ class RecentFloor:
             self._tables.append(table)
 
     def compute_shares(self, statistics: Mapping[str, Statistic]) -> dict[str, float]:
-        """Compute the values of ``build_share_statistics``; NaN for a share that not even earlier updates identify."""
+        """Compute the values of ``build_share_statistics``; NaN for a share that earlier updates do not identify."""
         table = _read_sums(statistics)
         if table is None:
             return {}

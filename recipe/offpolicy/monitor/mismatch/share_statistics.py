@@ -23,15 +23,15 @@ class ShareStatistic(Statistic):
     """Share of the variance or of the KL; its parts are ``sums.compute_sums_by_row`` over all rows, flat.
 
     Attributes:
-        whole: what it is a share of.
-        part: whose share it is.
+        whole: the quantity that is split.
+        part: name of the share.
     """
 
     whole: Literal["variance", "kl"] = "variance"
     part: str = "rollout"
 
     def value(self) -> float:
-        """Compute the share; NaN where it is not identified, or there is nothing to share."""
+        """Compute the share; NaN if it is not identified, or the whole is 0."""
         of_variance, of_kl = compute_shares([float(part) for part in self.parts])
         share = getattr(of_variance if self.whole == "variance" else of_kl, self.part)
         return math.nan if share is None else float(share)
@@ -41,7 +41,7 @@ def build_share_statistics(sums: Sequence[float]) -> dict[str, Statistic]:
     """Build ``attribution/{variance,kl}_share/{rollout,backend,staleness,drift}``.
 
     Args:
-        sums: of ``sums.compute_sums_by_row``, summed over rows, flat, already on the host.
+        sums: result of ``sums.compute_sums_by_row``, summed over rows, flat, already on the host.
     """
     parts = tuple(sums)
     return {
@@ -61,8 +61,8 @@ def defer_share_statistics(
 ) -> DeferredValue[dict[str, Statistic]]:
     """Compute the share statistics of some rows on the device; arguments as in ``sums.compute_sums_by_row``.
 
-    Staleness is to be None as well where pi_old is no forward pass of the weights that the step began with: then the
-    backend cannot be separated from the rest.
+    Staleness must be None if pi_old is not a forward pass of the weights at the start of the step, because the backend
+    then cannot be separated from the rest.
     """
     sums = compute_sums_by_row(rollout_log_prob, old_log_prob, log_prob, response_mask, staleness)
     return DeferredValue(sums.sum(0).flatten(), build_share_statistics)

@@ -1,16 +1,16 @@
 """Backend, staleness and drift as shares of the variance and of the KL divergence of log pi/mu.
 
-Variance: share of x is Cov(x, L) / Var(L) over tokens, so that the shares of backend, staleness and drift sum to 1; one
-is negative where it works against the others.
+Variance: the share of x is Cov(x, L) / Var(L) over tokens, so the shares of backend, staleness and drift sum to 1; a
+share is negative if it reduces the total.
 
-KL: k3 of what has come together so far, in the order in which it happens: backend k3(b), staleness k3(b + s) - k3(b),
-drift k3(L) - k3(b + s), each over the sum of k3(L). As mu sampled the tokens, the terms estimate KL(mu, policy at
-sampling in the trainer's engine), and by how much KL(mu, pi_old) and KL(mu, pi) go beyond it.
+KL: k3 of the accumulated parts, in the order in which they occur: backend k3(b), staleness k3(b + s) - k3(b), drift
+k3(L) - k3(b + s), each divided by the sum of k3(L). Because mu sampled the tokens, the terms estimate KL(mu, policy at
+sampling in the trainer's engine), and the increases from it to KL(mu, pi_old) and to KL(mu, pi).
 
-Backend of stale tokens: verl keeps no forward pass of the trainer at the weights that sampled them, so that it cannot
-be seen token by token. Its mean, variance and k3 are taken from fresh tokens of the same probability, and it is taken
-to be independent of staleness and drift within a bin of probability. Where too few fresh tokens are known, backend and
-staleness are *not identified*, and None; their sum, the rollout's share, always is.
+Backend of stale tokens: verl keeps no forward pass of the trainer at the weights that sampled them, so it is not
+observed per token. Its mean, variance and k3 are taken from fresh tokens of the same probability, and it is assumed to
+be independent of staleness and drift within a bin of probability. With too few fresh tokens, backend and staleness are
+*not identified*, and None; their sum, the rollout's share, always is identified.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from ...batch.spread import ROUNDING
 from .sums import AGES, COLUMNS, SHAPE
 
 LEAST_TOKENS: Final = 20
-"""Fresh tokens that make a bin of probability known."""
+"""Number of fresh tokens that make a bin of probability known."""
 LEAST_COVERED: Final = 0.95
-"""Share of stale tokens whose bin has to be known; the others take the values of the nearest known bin."""
+"""Share of stale tokens that must be in known bins; the others use the values of the nearest known bin."""
 
 RECENT: Final = 5
-"""Earlier steps, or updates, whose fresh tokens are used for one without fresh tokens."""
+"""Number of earlier steps, or updates, whose fresh tokens are used for one without fresh tokens."""
 
 _FRESH, _STALE, _UNKNOWN = (AGES.index(age) for age in ("fresh", "stale", "unknown"))
 _N, _L, _LL, _G, _GG, _GL, _GK, _LK = range(len(COLUMNS))
@@ -40,14 +40,14 @@ Array = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Shares:
-    """Parts of a whole, each group of which sums to 1: rollout + routing + drift, backend + staleness + the same two.
+    """Parts of a whole, in groups that sum to 1: rollout + routing + drift, backend + staleness + routing + drift.
 
     Attributes:
-        whole: what they are shares of: a variance in nats^2, or a KL divergence in nats a token.
-        rollout: of log pi_old/mu, backend and staleness together; NaN where the whole is 0.
-        backend, staleness: None where not identified.
-        drift: of log pi/pi_old; None where not identified.
-        routing: of what the trainer's own expert routes add to the rollout engine's; None where routes are not
+        whole: the quantity that is split: a variance in nats^2, or a KL divergence in nats per token.
+        rollout: share of log pi_old/mu, backend and staleness together; NaN if the whole is 0.
+        backend, staleness: None if not identified.
+        drift: share of log pi/pi_old; None if not identified.
+        routing: share that the trainer's own expert routes add to the rollout engine's; None if routes are not
             replayed, or log-probs without replay are not recorded.
     """
 
@@ -64,9 +64,9 @@ class BackendFloor:
     """The backend's mismatch by bin of probability, estimated from fresh tokens; (..., bins) each.
 
     Attributes:
-        tokens: how many.
-        mean, variance, k3: of log pi_old - log mu a token; of the nearest known bin where there are fewer than
-            ``LEAST_TOKENS``, without meaning where no bin is known.
+        tokens: number of fresh tokens.
+        mean, variance, k3: of log pi_old - log mu per token; from the nearest known bin if there are fewer than
+            ``LEAST_TOKENS``, undefined if no bin is known.
         known: bool.
     """
 
@@ -77,13 +77,13 @@ class BackendFloor:
     known: NDArray[np.bool_]
 
     def covered(self, tokens: Array) -> NDArray[np.bool_]:
-        """Find, (...) bool, where enough of ``tokens``, a count by bin, lies in known bins."""
+        """Find, (...) bool, where enough of ``tokens``, a count by bin, is in known bins."""
         inside = np.where(self.known, tokens, 0.0).sum(-1)
         return self.known.any(-1) & (inside >= LEAST_COVERED * tokens.sum(-1))
 
 
 def estimate_floor(sums: Array) -> BackendFloor | None:
-    """Estimate the backend's floor from the fresh tokens of ``sums``, of shape SHAPE; None where no bin has enough."""
+    """Estimate the backend's floor from the fresh tokens of ``sums``, of shape SHAPE; None if no bin has enough."""
     floor = _measure_floor(sums)
     return floor if floor.known.any() else None
 
@@ -108,7 +108,7 @@ def choose_floor(sums: Array, earlier: Array | None) -> tuple[BackendFloor | Non
         sums, earlier: SHAPE.
 
     Returns:
-        The floor, and where it is from: "own rows", "earlier steps", or "" where there is none.
+        The floor, and its source: "own rows", "earlier steps", or "" if there is none.
     """
     own = estimate_floor(sums)
     stale = sums[_STALE, :, _N]
@@ -124,8 +124,8 @@ def compute_shares(sums: Array | Sequence[float], floor: BackendFloor | None = N
     """Compute the shares of variance and of KL.
 
     Args:
-        sums: of ``sums.compute_sums_by_row``, summed over rows; SHAPE, or flat.
-        floor: of the backend; by default that of the fresh tokens of ``sums``.
+        sums: result of ``sums.compute_sums_by_row``, summed over rows; SHAPE, or flat.
+        floor: the backend's floor; default: from the fresh tokens of ``sums``.
     """
     of_variance, of_kl = compute_many_shares(np.asarray(sums, dtype=np.float64).reshape(SHAPE), floor)
     return of_variance.get_shares(), of_kl.get_shares()
@@ -133,10 +133,10 @@ def compute_shares(sums: Array | Sequence[float], floor: BackendFloor | None = N
 
 @dataclass(frozen=True)
 class ManyShares:
-    """``Shares`` of several tables of sums, (...) each; NaN where a table holds no token.
+    """``Shares`` of several tables of sums, (...) each; NaN where a table has no token.
 
     Attributes:
-        identified: whether backend and staleness are told apart; NaN where not.
+        identified: whether backend and staleness are separated; NaN where not.
     """
 
     whole: Array
@@ -163,7 +163,7 @@ def compute_many_shares(tables: Array, floor: BackendFloor | None = None) -> tup
 
     Args:
         tables: (..., *SHAPE), see ``compute_shares``.
-        floor: of the backend, one for all; by default that of the fresh tokens of each table.
+        floor: the backend's floor, the same for all; default: from the fresh tokens of each table.
     """
     floor = floor or _measure_floor(tables)
     whole, fresh = tables.sum((-3, -2)), tables[..., _FRESH, :, :].sum(-2)
@@ -178,7 +178,7 @@ def compute_many_shares(tables: Array, floor: BackendFloor | None = None) -> tup
     total, gap = whole[..., _L] / count, whole[..., _G] / count
     square = whole[..., _LL] / count
     variance = square - total**2
-    # Log-ratios that agree within rounding have none to share out.
+    # Log-ratios that agree within rounding have no variance to split.
     variance = np.where(variance <= ROUNDING**2 * square, 0.0, variance)
     gap_covariance = whole[..., _GL] / count - total * gap
     backend_covariance = backend[..., 1] / count - total * backend[..., 0] / count

@@ -23,11 +23,11 @@ _V1, _FSDP = "trainer.v1", "actor_rollout_ref.actor.fsdp_config"
 
 @dataclass(frozen=True)
 class SnapshotSettings:
-    """Settings of a run that keeps weights to tell by how many updates the engine's lag.
+    """Settings of a run that keeps weights to measure the lag of the rollout engine's weights.
 
     Attributes:
-        snapshots: updates whose weights are kept.
-        rows: of a step that are scored again under each.
+        snapshots: number of updates whose weights are kept.
+        rows: number of rows per step that are scored again under each.
     """
 
     snapshots: int
@@ -35,7 +35,7 @@ class SnapshotSettings:
 
     @classmethod
     def from_config(cls, config: DictConfig) -> SnapshotSettings | None:
-        """Read the settings of a checked configuration; None where no weights are kept."""
+        """Read the settings of a checked configuration; None if no weights are kept."""
         given = OmegaConf.select(config, SECTION)
         values = {**read_shipped_defaults("late_weights"), **(given or {})}
         return None if values["snapshots"] is None else cls(**values)
@@ -53,7 +53,7 @@ KEYS = Section(
 
 
 def find_problems(config: DictConfig) -> Iterator[Problem]:
-    """Find what is wrong with the keys, and what keeps weights from being kept or compared."""
+    """Find invalid values of the keys, and settings under which weights cannot be kept or compared."""
     found = list(KEYS.find_problems(config))
     yield from found
     if not found and (snapshots := OmegaConf.select(config, SNAPSHOTS)) is not None:
@@ -62,11 +62,11 @@ def find_problems(config: DictConfig) -> Iterator[Problem]:
 
 _REQUIREMENTS = (
     Requirement(
-        f"{_V1}.trainer_mode", ("sync",), "several versions sample the rows of a step, which is noted by token."
+        f"{_V1}.trainer_mode", ("sync",), "several versions sample the rows of a step, and are recorded per token."
     ),
-    Requirement(f"{_FSDP}.router_replay.mode", ("disabled",), "rows are scored again by the trainer's own routes."),
+    Requirement(f"{_FSDP}.router_replay.mode", ("disabled",), "rows are scored again with the trainer's own routes."),
     Requirement("actor_rollout_ref.rollout.temperature", (1.0,), "rows are scored again at temperature 1."),
-    Requirement(f"{_FSDP}.param_offload", (False,), "verl copies weights that lie on the accelerator, not these."),
+    Requirement(f"{_FSDP}.param_offload", (False,), "verl copies weights on the accelerator, not offloaded ones."),
 )
 
 
@@ -74,10 +74,10 @@ def _find_obstacles(config: DictConfig, snapshots: int) -> Iterator[Problem]:
     path, off = live_path(config), set_to(SNAPSHOTS, None)
     if path.trainer != "v1" or not path.attributes.token_versions:
         where = f"verl {path.release} with its {path.trainer.upper()} trainer"
-        reason = f"weights are kept under the V1 trainer, as tested with verl 0.9.1, and this is {where}."
+        reason = f"weights can be kept only under the V1 trainer, tested with verl 0.9.1, but this is {where}."
         use = f"{USE_V1}=true" if path.release.startswith("0.9.1") else f"{USE_V1}=true with verl 0.9.1"
         yield Problem(SNAPSHOTS, snapshots, reason, f"Set {use}, or {off} to go without them.", parts=())
         return
     for each in find_unmet(_REQUIREMENTS, partial(OmegaConf.select, config), off, ()):
-        # It is reported at our key; which of the two is meant is for the user to say.
+        # Reported at this package's key; the user must decide which of the two is intended.
         yield replace(each, key=SNAPSHOTS, value=snapshots, overrides=(), beside={each.key: each.value})

@@ -1,4 +1,4 @@
-"""Watch of what is kept of tokens that older weights sampled: a warning where that is next to nothing."""
+"""Warns if a correction keeps almost none of the tokens that older weights sampled."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ logger = logging.getLogger("verl.offpolicy")
 
 LEAST_KEPT = 0.1
 LEAST_TOKENS = 100
-"""Stale tokens of an update from which it counts."""
+"""Fewest stale tokens in an update that are judged."""
 IN_A_ROW = 2
 _AGES = ("is1", "is2", "ge3")
 
 
 class StaleRowsWatch:
-    """Watch of all updates, which warns once."""
+    """Monitor of all updates; warns once."""
 
     def __init__(self) -> None:
         self._low = 0
 
     def see(self, values: Mapping[str, float]) -> bool:
-        """Look at the statistics of an update, below ``offpolicy/``; True if it warned."""
+        """Check the statistics of an update, below ``offpolicy/``; return True if it warned."""
         counts = [values.get(f"staleness/{age}/token_count", 0.0) for age in _AGES]
         shares = [values.get(f"staleness/{age}/keep_token_share", math.nan) for age in _AGES]
         stale = sum(counts)
@@ -36,7 +36,7 @@ class StaleRowsWatch:
             return False
         logger.warning(
             "the correction keeps %.3f of the tokens that older weights sampled, %d in this update: bounds made for "
-            "two engines at equal weights reject stale rows. Take %s instead, or calibrate them on a recording.",
+            "two engines at equal weights reject stale sequences. Use %s instead, or calibrate them on a recording.",
             *(kept, stale, recommended.LINE),
         )
         return True

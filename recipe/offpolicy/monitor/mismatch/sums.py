@@ -1,8 +1,8 @@
-"""Partial sums from which log pi/mu is decomposed; they add up over rows, micro-batches and ranks.
+"""Partial sums for the decomposition of log pi/mu; they add up over rows, micro-batches and ranks.
 
 Per token, in nats: total L = log pi - log mu, gap G = log pi_old - log mu, drift L - G. A token is *fresh* if the
-weights that its step began with sampled it: then G is the backend's alone. In a *stale* token G is backend plus
-staleness, which only fresh tokens of the same probability can separate.
+weights at the start of its step sampled it: then G is the backend's. In a *stale* token G is backend plus staleness,
+which can be separated only with fresh tokens of the same probability.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from torch import Tensor
 from ...correction.ratios import compute_divergence
 
 EDGES: Final = (-6.907755278982137, -4.605170185988091, -2.302585092994046, -0.6931471805599453, -0.10536051565782628)
-"""log mu at which one bin of probability ends: 0.001, 0.01, 0.1, 0.5, 0.9."""
+"""Upper edges of the bins of probability, in log mu: 0.001, 0.01, 0.1, 0.5, 0.9."""
 BINS: Final = ("< 0.001", "0.001-0.01", "0.01-0.1", "0.1-0.5", "0.5-0.9", "> 0.9")
-"""Probability under mu, a bin each; mu is nearer than pi_old to the weights that sampled a stale token."""
+"""Probability under mu, by bin; mu is closer than pi_old to the weights that sampled a stale token."""
 
 AGES: Final = ("fresh", "stale", "unknown")
 COLUMNS: Final = ("tokens", "total", "total_square", "gap", "gap_square", "gap_total", "gap_k3", "total_k3")
@@ -38,16 +38,16 @@ def compute_sums_by_row(
 
     Args:
         rollout_log_prob, old_log_prob, log_prob: (B, T) log mu, log pi_old, log pi, any float dtype.
-        response_mask: (B, T) bool or 0/1; a token with a log-prob that is not finite counts nowhere.
-        staleness: (B,) integers, or (B, T) by token, steps from the weights that sampled to those that the step began
-            with, below 0 where not known; None: known of no row.
+        response_mask: (B, T) bool or 0/1; a token with a log-prob that is not finite is excluded.
+        staleness: (B,) integers, or (B, T) per token, steps from the weights that sampled to those at the start of the
+            step, below 0 if unknown; None: unknown for all rows.
 
     Returns:
         (B, *SHAPE) float64.
     """
     mu = rollout_log_prob.detach().double()
     differences = torch.stack((log_prob.detach() - mu, old_log_prob.detach() - mu))
-    # Both are finite where all three log-probs are, and a number less itself is 0 where it is finite.
+    # Both are finite if all three log-probs are; a number minus itself is 0 only if it is finite.
     valid = response_mask.bool() & (differences - differences == 0).all(0)
     differences = torch.where(valid, differences, 0.0)
     squares, k3 = differences.square(), compute_divergence("k3", differences)
@@ -57,7 +57,7 @@ def compute_sums_by_row(
         dim=-1,
     )
     rows, ages, bins, width = len(valid), *SHAPE
-    # Off valid tokens all columns are 0, so that it does not matter in which bin they are.
+    # Columns are 0 where tokens are not valid, so their bin does not matter.
     place = torch.bucketize(mu, _edges(valid.device), right=True)
     if staleness is None:
         age = torch.full((rows, 1), AGES.index("unknown"), device=valid.device)

@@ -73,7 +73,7 @@ CASES: dict[str, tuple[str, str, dict[str, Any], str]] = {
         "ERROR",
         "offpolicy.alarms.opd_overlap.action",
         {"offpolicy.alarms.opd_overlap.action": "fallback"},
-        "another correction does not change what opd measures",
+        "another correction does not change the metric of opd",
     ),
 }
 

@@ -72,13 +72,13 @@ def student_and_teacher(noise: float = 0.5, rows: int = 64, seed: int = 1) -> tu
 
 
 FAULTS: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], str]] = {
-    "zeros": (lambda s, t: torch.zeros_like(t), "64 of 64 rows hold nothing but zeros"),
-    "some rows zeros": (lambda s, t: t * (torch.arange(64) > 8)[:, None], "rows hold nothing but zeros"),
-    "one value": (lambda s, t: torch.full_like(t, -1.5), "all [0-9]+ are -1.5, which stands in"),
+    "zeros": (lambda s, t: torch.zeros_like(t), "64 of 64 sequences hold only zeros"),
+    "some rows zeros": (lambda s, t: t * (torch.arange(64) > 8)[:, None], "sequences hold only zeros"),
+    "one value": (lambda s, t: torch.full_like(t, -1.5), "all [0-9]+ values are the placeholder -1.5"),
     "not finite": (lambda s, t: torch.where(torch.rand(t.shape) < 0.7, -math.inf, t), "are not finite"),
     "not a number": (lambda s, t: torch.full_like(t, math.nan), "are not finite"),
-    "negated": (lambda s, t: -t, "hold no log-probs: the greatest is"),
-    "above 0": (lambda s, t: t + 0.3, "hold no log-probs: the greatest is"),
+    "negated": (lambda s, t: -t, "hold no log-probs: the maximum is"),
+    "above 0": (lambda s, t: t + 0.3, "hold no log-probs: the maximum is"),
     "the student": (lambda s, t: s, "are log pi_old itself"),
     "the student, sent as text": (lambda s, t: s * (1 + 1e-7), "are log pi_old itself"),
 }
@@ -108,9 +108,9 @@ def test_a_good_teacher_passes_however_near_the_student_and_in_16_bits(
 
 
 RELATED: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], str]] = {
-    "rows permuted": (lambda s, t: t.roll(5, 0), "are those of other rows"),
-    "random": (lambda s, t: -3 * torch.rand(t.shape), "are those of other rows"),
-    "negated about its mean": (lambda s, t: -3 - t, "are those of other rows"),
+    "rows permuted": (lambda s, t: t.roll(5, 0), "belong to other sequences"),
+    "random": (lambda s, t: -3 * torch.rand(t.shape), "belong to other sequences"),
+    "negated about its mean": (lambda s, t: -3 - t, "belong to other sequences"),
     "a token late": (lambda s, t: t.roll(1, 1), "are off by one token: .* of the token after"),
     "a token early": (lambda s, t: t.roll(-1, 1), "are off by one token: .* of the token before"),
 }

@@ -76,10 +76,10 @@ def test_values_that_stand_in_for_log_probs_stop_at_once() -> None:
     assert not check_column([RowValues(ends=[1], values=[-20.0, -20.0])] * 8, -20.0)
     assert check_column([RowValues(ends=[1], values=[0.0, -0.0])] * 8, -20.0)
     for values, said in (
-        ([-1.5, -1.5], "all 16 are -1.5"),
+        ([-1.5, -1.5], "all 16 values are the placeholder -1.5"),
         ([-1.5, float("nan")], "8 of 16 are not finite"),
         ([-1.5, float("inf")], "8 of 16 are not finite"),
-        ([-1.5, 1.5], "the greatest is 1.5, above 0"),
+        ([-1.5, 1.5], "the maximum is 1.5, above 0"),
     ):
         with pytest.raises(LivenessError, match=f"values of prefixes .*{said}"):
             check_column([RowValues(ends=[1], values=values)] * 8, -20.0)
@@ -88,13 +88,13 @@ def test_values_that_stand_in_for_log_probs_stop_at_once() -> None:
 def test_older_weights_have_to_rank_prefixes_as_the_trainers_do() -> None:
     generator = torch.Generator().manual_seed(5)
     checker, other = AlignmentChecker(), AlignmentChecker()
-    with pytest.raises(LivenessError, match="8 of 8 rows hold nothing but zeros"):
+    with pytest.raises(LivenessError, match="8 of 8 sequences hold only zeros"):
         check_related([0.0] * 8, [-1.0] * 8, checker)
     for _ in range(40):
         own = -4 * torch.rand(8, generator=generator)
         older = own + 0.5 * torch.randn(8, generator=generator)
         check_related(older.clamp(max=0).tolist(), own.tolist(), checker)
-    with pytest.raises(AlignmentError, match="are those of other rows"):
+    with pytest.raises(AlignmentError, match="belong to other sequences"):
         draw_values(generator, other)
 
 

@@ -85,13 +85,13 @@ def test_each_mistake_is_found_with_its_fix(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "bound", "value", "said"),
     [
-        ("kept_share", "lower", 1.5, "it lies between 0 and 1: every value is beyond, and it always fires."),
-        ("kept_share", "lower", 0.0, "no value is beyond, and it never fires."),
-        ("ess", "lower", -3, "it lies between 0 and 1: no value is beyond, and it never fires."),
-        ("ess", "upper", 1.0, "no value is beyond, and it never fires."),
-        ("ess", "upper", -0.1, "every value is beyond, and it always fires."),
-        ("mean_weight", "lower", 0, "it is 0 or more: no value is beyond, and it never fires."),
-        ("nonfinite", "upper", -1, "every value is beyond, and it always fires."),
+        ("kept_share", "lower", 1.5, "it is in [0, 1]: every value is beyond, so it always fires."),
+        ("kept_share", "lower", 0.0, "no value is beyond, so it never fires."),
+        ("ess", "lower", -3, "it is in [0, 1]: no value is beyond, so it never fires."),
+        ("ess", "upper", 1.0, "no value is beyond, so it never fires."),
+        ("ess", "upper", -0.1, "every value is beyond, so it always fires."),
+        ("mean_weight", "lower", 0, "it is >= 0: no value is beyond, so it never fires."),
+        ("nonfinite", "upper", -1, "every value is beyond, so it always fires."),
     ],
 )
 def test_bounds_have_the_range_of_what_is_measured(name: str, bound: str, value: float, said: str) -> None:
@@ -115,7 +115,7 @@ def test_an_alarm_that_can_never_fire_is_refused_where_something_hangs_on_it() -
     weight = {"weight": TIS}
     assert found({f"{KEY}.kept_share.action": "warn"}, weight) == []
     (problem,) = found({f"{KEY}.kept_share.action": "stop"}, weight)
-    assert "kept_share.action=stop: the correction has no mask and no weight that rejects, so that all is kept." in (
+    assert "kept_share.action=stop: the correction has no mask and no weight that rejects, so everything is kept." in (
         problem
     )
     assert found({f"{KEY}.kept_share.action": "stop"}) == []
@@ -145,7 +145,7 @@ def test_an_alarm_on_an_extension_that_is_off_is_not_there() -> None:
 def test_another_correction_is_no_remedy_for_a_teacher(changes: dict[str, Any]) -> None:
     made = config(changes | {"opd": {"mode": "loss"}})
     (problem,) = find_problems(made, read_spec(made))
-    assert "another correction does not change what opd measures" in problem.reason
+    assert "another correction does not change the metric of opd" in problem.reason
     assert problem.overrides == ()
     assert "Set null" in problem.fix or "warn, or stop" in problem.fix
 

@@ -111,12 +111,12 @@ def test_stop_names_alarm_statistic_values_bound_updates_and_what_to_do() -> Non
     with pytest.raises(AlarmError) as stopped:
         judged(made, 0.125)
     assert str(stopped.value) == (
-        "alarm ess: weight/ess was 0.25, 0.125 in 2 consecutive updates, up to update 3 of the run, and has to be "
-        ">= 0.3: few tokens or rows carry the gradient. offpolicy.alarms.ess.action=stop ends the run. The optimizer "
-        "has already stepped on these updates, and no checkpoint was written since the last of them: resume one from "
-        "before they began, with the cause mended, with a safer correction and "
+        "alarm ess: weight/ess was 0.25, 0.125 in 2 consecutive updates, up to update 3 of the run, but must be "
+        ">= 0.3: few tokens or sequences carry the gradient. offpolicy.alarms.ess.action=stop ends the run. The "
+        "optimizer has already stepped on these updates, and no checkpoint was written since the last of them: fix "
+        "the cause and resume a checkpoint from before they began, with a safer correction and "
         "offpolicy.resume_changed_correction=true, or with offpolicy.alarms.ess.action=fallback. If such values are "
-        "meant, widen its bounds."
+        "expected, widen its bounds."
     )
 
 
@@ -126,13 +126,13 @@ def test_a_fallback_is_in_force_from_the_next_update_on(caplog: pytest.LogCaptur
     with caplog.at_level(logging.WARNING):
         assert judged(made, 0.2, 0.2) == [False, True]
     assert (made.in_force, made.fallback) == ("ess", SAFER)
-    assert "fallback [gsm] is in force from the next update on, which is to prove it, for the rest" in caplog.text
+    assert "fallback [gsm] is active from the next update on, which must prove it, for the rest" in caplog.text
     assert made.metrics() == {"alarm/ess": 1.0, "alarm/active_correction": 0.0}
     # It re-arms and fires again: there is nothing further to fall back to.
     assert judged(made, 0.5, 0.5, 0.5, 0.2, 0.2, 0.2) == [False] * 6
     assert made.in_force == "ess"
     assert made.metrics() == {"alarm/ess": 1.0, "alarm/active_correction": 1.0}
-    assert "the fallback of alarm ess is in force, and stays" in caplog.text
+    assert "the fallback of alarm ess is active, and stays" in caplog.text
 
 
 def test_it_comes_back_after_quiet_updates(caplog: pytest.LogCaptureFixture) -> None:
@@ -144,7 +144,7 @@ def test_it_comes_back_after_quiet_updates(caplog: pytest.LogCaptureFixture) -> 
         assert judged(made, 0.5, 0.5, 0.35, 0.5, 0.5) == [False] * 5
         assert judged(made, 0.5) == [True]
     assert (made.in_force, made.fallback) == (CONFIGURED, None)
-    assert "quiet for 3 updates, the configured correction is in force again" in caplog.text
+    assert "quiet for 3 updates, the configured correction is active again" in caplog.text
     # And it can fall back again, at once: its patience is one update.
     assert judged(made, 0.2) == [True]
 
@@ -159,7 +159,7 @@ def test_the_first_fallback_holds(caplog: pytest.LogCaptureFixture) -> None:
         shown = HEALTHY | {"weight/ess": 0.1, "weight/mean": 9.0}
         assert made.judge(SPEC, shown)
     assert made.in_force == "ess"
-    assert "alarm mean_weight: the fallback of alarm ess is in force, and stays" in caplog.text
+    assert "alarm mean_weight: the fallback of alarm ess is active, and stays" in caplog.text
     assert made.metrics() == {"alarm/ess": 1.0, "alarm/mean_weight": 1.0, "alarm/active_correction": 0.0}
 
 
@@ -245,7 +245,7 @@ def test_when_a_fallback_ends_that_of_an_alarm_that_still_fires_begins(caplog: p
         assert judged(made, 0.9, **FAR) == [True]
     assert (made.in_force, made.fallback) == ("mean_weight", PRODUCT)
     assert "alarm ess: quiet for 2 updates, but alarm mean_weight fires." in caplog.text
-    assert "alarm mean_weight: fallback [product_mask] is in force from the next update on" in caplog.text
+    assert "alarm mean_weight: fallback [product_mask] is active from the next update on" in caplog.text
     assert judged(made, 0.9, 0.9) == [False, True]
     assert made.in_force == CONFIGURED
 
@@ -312,7 +312,7 @@ def test_an_alarm_that_is_configured_otherwise_begins_anew(name: str, caplog: py
     assert before.metrics()["alarm/ess"] == 1.0
     with caplog.at_level(logging.WARNING):
         after.restore(json.loads(json.dumps(before.state())), in_force=CONFIGURED)
-    assert "alarm ess: it fired in the checkpoint, and begins anew as it is configured now." in caplog.text
+    assert "alarm ess: it fired in the checkpoint, and is reset because its settings changed." in caplog.text
     assert after.metrics()["alarm/ess"] == 0.0
     switched = judged(after, 0.1, 0.1)
     assert after.metrics()["alarm/ess"] == 1.0

@@ -286,14 +286,18 @@ REJECT = {"level": "token", "kind": "reject", "lower": None, "upper": 2.0}
         (spec(weight=TIS, gsm=GSM), {"target_kept": 0.98}, ""),
         (spec(gsm=GSM), {}, "correction.weight=null: there is no cap that could move."),
         (spec(gsm=GSM), {"target_kept": 0.98}, "or stack a weight that truncates"),
-        (spec(weight=REJECT), {}, "correction.weight.kind=reject drops what lies beyond its bounds"),
+        (spec(weight=REJECT), {}, "correction.weight.kind=reject drops values beyond its bounds"),
         (spec(weight=TIS | {"upper": None}), {}, "correction.weight.upper=null: there is no cap that could move."),
         (spec(weight=TIS | {"upper": 1.0}), {}, "correction.weight.upper=1: a cap moves by factors"),
-        (spec(weight=TIS | {"kind": "clip", "lower": 1.2}), {}, "correction.weight.lower=1.2: the cap comes near to 1"),
+        (
+            spec(weight=TIS | {"kind": "clip", "lower": 1.2}),
+            {},
+            "correction.weight.lower=1.2: the cap comes close to 1",
+        ),
         (
             CorrectionSpec.from_mapping({"weight": TIS | {"level": "sequence"}, "skyrl_compat": True}),
             {},
-            "skyrl_compat=true lets masks decide what a weight of level sequence sees",
+            "skyrl_compat=true applies masks before a weight of level sequence",
         ),
         (CorrectionSpec.from_mapping({"weight": TIS, "skyrl_compat": True}), {}, ""),
         (

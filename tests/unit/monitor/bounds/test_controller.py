@@ -68,7 +68,10 @@ def test_it_waits_and_then_moves_at_its_pace(caplog: pytest.LogCaptureFixture) -
     with caplog.at_level(logging.INFO):
         made.observe(seen(*[0.1] * 10, kept=3.0))
     assert "correction.masks.gsm: [0.977" in caplog.text
-    assert "kept 0.3000 of 60 rows that it looks at, in 6 update(s); offpolicy.calibrate.target_kept=0.9" in caplog.text
+    assert (
+        "kept 0.3000 of the 60 sequences it applies to, in 6 update(s); offpolicy.calibrate.target_kept=0.9"
+        in caplog.text
+    )
 
 
 def test_the_window_forgets() -> None:
@@ -122,7 +125,7 @@ def test_what_is_in_the_way_is_said_once_while_it_lasts(caplog: pytest.LogCaptur
     update(0.04)
     (message,) = warned()
     assert message.startswith("correction.masks.opsm: backend noise alone reaches 0.04")
-    assert "the lower bound lies at 0.02: it goes there by a factor of at most 1.2 a time" in message
+    assert "the lower bound is at 0.02: it widens by a factor of at most 1.2 per change" in message
     assert dict(made.spec.masks)["opsm"].delta == pytest.approx(0.024)
     update(0.04)
     assert len(warned()) == 1
@@ -131,7 +134,7 @@ def test_what_is_in_the_way_is_said_once_while_it_lasts(caplog: pytest.LogCaptur
     assert len(warned()) == 2
     # A hundred times further than the ceiling of ten times 0.02.
     update(20.0)
-    assert "gets no further than 0.2" in warned()[2]
+    assert "is clamped at 0.2" in warned()[2]
 
 
 def test_a_target_out_of_reach_is_said_and_moves_nothing(caplog: pytest.LogCaptureFixture) -> None:
@@ -140,7 +143,7 @@ def test_a_target_out_of_reach_is_said_and_moves_nothing(caplog: pytest.LogCaptu
         made.observe(seen(*[0.005] * 8, *[math.inf] * 2))
     assert made.spec == SYMMETRIC
     (record,) = caplog.records
-    assert "correction.masks.gsm: 2 of 10 that it looks at lie beyond a bound that does not move" in record.getMessage()
+    assert "correction.masks.gsm: 2 of the 10 it applies to are beyond a fixed bound" in record.getMessage()
 
 
 def test_each_named_mask_goes_its_own_way() -> None:
@@ -270,28 +273,28 @@ BY_AGE = {"by_staleness": [1.0, 2.0]}
         (spec(gsm=GSM, p=GSM), {"of": ["p"]}, ""),
         (spec(m2po=M2PO), {}, "0 masks have bounds that could move: none."),
         (spec(gsm=GSM, m2po=M2PO), {}, ""),
-        (spec(gsm=GSM, m2po=M2PO), {"of": ["m2po"]}, "budget is cut by batch"),
+        (spec(gsm=GSM, m2po=M2PO), {"of": ["m2po"]}, "budget computes a cutoff per batch"),
         (spec(gsm=GSM, stale=STALE), {}, ""),
-        (spec(gsm=GSM, stale=STALE), {"of": ["stale"]}, "an age is counted in whole versions"),
+        (spec(gsm=GSM, stale=STALE), {"of": ["stale"]}, "an age is a whole number of versions"),
         (spec(gsm=GSM | BY_AGE, p=GSM), {}, ""),
-        (spec(gsm=GSM | BY_AGE, p=GSM), {"of": ["gsm"]}, "by_staleness gives each age a bound of its own"),
+        (spec(gsm=GSM | BY_AGE, p=GSM), {"of": ["gsm"]}, "by_staleness gives each age its own bound"),
         (
             spec(TIS | BY_AGE),
             {"target_kept": None, "target_ess": 0.9},
-            "weight.by_staleness=[1.0,2.0] gives each age a cap",
+            "weight.by_staleness=[1.0,2.0] gives each age its own cap",
         ),
         (spec(opsm=opsm(0.1)), {"side": "upper"}, "0 masks have bounds that could move"),
         (spec(opsm=opsm(0.0)), {"of": ["opsm"]}, "lower is at agreement, and moves by factors"),
         (
             CorrectionSpec.from_mapping({"masks": {"opsm": opsm(0.1)}, "proximal": "bypass"}),
             {},
-            "nothing tells backend noise from drift",
+            "backend noise cannot be told from drift",
         ),
         (CorrectionSpec.from_mapping({"masks": {"opsm": opsm(0.1)}, "proximal": "reuse"}), {}, ""),
         (
             CorrectionSpec.from_mapping({"masks": {"gsm": GSM}, "skyrl_compat": True}),
             {},
-            "skyrl_compat=true lets one mask decide what another sees",
+            "skyrl_compat=true applies masks one after another",
         ),
     ],
 )

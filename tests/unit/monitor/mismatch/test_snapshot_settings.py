@@ -45,7 +45,7 @@ def test_what_the_trainer_can_do_is_let_through() -> None:
     ("made", "word"),
     [
         (config("trainer.use_v1=false"), "V0 trainer"),
-        (config("trainer.v1.trainer_mode=separate_async"), "noted by token"),
+        (config("trainer.v1.trainer_mode=separate_async"), "recorded per token"),
         (config("actor_rollout_ref.actor.fsdp_config.router_replay.mode=R3"), "own routes"),
         (config("actor_rollout_ref.rollout.temperature=0.7"), "temperature=0.7"),
         (config("actor_rollout_ref.actor.fsdp_config.param_offload=true"), "param_offload"),
