@@ -5,14 +5,16 @@
 #   bash scripts/copy_into_fork.sh PATH --dry-run    say what would be done, and do nothing
 #   bash scripts/copy_into_fork.sh PATH --undo       remove what was copied
 #
+# A copy is a commit on top of what is checked out at PATH, and so is its removal; nothing else is committed.
+#
 #   --no-smoke   copy only
-#   --force      replace copied files that were edited, and keep each as FILE.orig; files that were never copied are
-#                never overwritten
+#   --force      replace copied files whose edits were committed, which git's history keeps; files that were never
+#                copied are never overwritten
 #   VENV=path    the environment that runs the fork, for the smoke test; by default the `python` in PATH
 #   OFFPOLICY_ALLOW_UNTESTED_VERL=1   try a release of verl that the recipe was not tested with
 #
-# Exit codes: 0 done, 1 the smoke test failed (the copy stays), 2 refused, and nothing was written, 3 stopped half way
-# (the same command finishes it, --undo takes it back).
+# Exit codes: 0 done, 1 the smoke test failed (the copy stays), 2 refused, and nothing was written, 3 stopped (git
+# status says whether the commit was made; the same command finishes it, --undo takes it back).
 set -euo pipefail
 if [[ " $* " == *" --help "* || " $* " == *" -h "* ]]; then # the comment above
     sed '1d; /^[^#]/,$d; s/^# \{0,1\}//' "${BASH_SOURCE[0]}"

@@ -19,6 +19,7 @@ from estimator_catalogue import (
 )
 from expectation import Measurement, measure
 from keep_rates import MASKS, LogRatio, expected
+from seeds import require
 
 from recipe.offpolicy.correction import CorrectionSpec, rollout_stage
 
@@ -26,15 +27,6 @@ UNBIASED = (SEQUENCE_IS, SELF_NORMALISED, SEQUENCE_IS_FULL)
 BASELINE_SAFE = (*UNBIASED, TOKEN_IS)
 Table = Mapping[float, Mapping[str, Measurement]]
 """Mismatch or staleness -> estimator's name -> its measurement."""
-
-
-class ClaimError(AssertionError):
-    """A claim that should hold exactly does not."""
-
-
-def require(holds: bool, sentence: str) -> None:
-    if not holds:
-        raise ClaimError(sentence)
 
 
 def gradient_agrees(policies: Policies) -> str:

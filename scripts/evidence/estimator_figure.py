@@ -9,7 +9,8 @@ import keep_rates
 from estimator_catalogue import ESTIMATORS, SELF_NORMALISED, SEQUENCE_IS_FULL, Family
 from estimator_evidence import Evidence
 
-INK, MUTED, GRID = "#1f2933", "#7b8794", "#e4e7eb"
+from recipe.offpolicy.analysis.pages.plotting import INK, MARKERS, MUTED, apply_style, create_axes, save
+
 COLOURS: dict[Family, str] = {
     "none": INK,
     "token weight": "#2563eb",
@@ -17,7 +18,6 @@ COLOURS: dict[Family, str] = {
     "mask": "#d97706",
     "both": "#9333ea",
 }
-MARKERS = "osD^vPX"
 DASHES = ("-", "--", ":", "-.")
 FLOOR = 1e-3  # biases below are not drawn
 # At pi = pi_old these two coincide with sequence IS.
@@ -27,31 +27,17 @@ GROWING = (
     "none", "token TIS, cap 2", "sequence TIS, cap 5", "geometric weight", "geometric mask [0.99, 1.01]",
     "product mask [0.5, 2]", "OPSM, delta=0.1",
 )  # fmt: skip
-STYLE: Any = {
-    "font.size": 9.5, "axes.edgecolor": MUTED, "axes.labelcolor": INK, "xtick.color": MUTED, "ytick.color": MUTED,
-    "axes.titleweight": "bold", "axes.titlecolor": INK, "axes.titlelocation": "left", "text.color": INK,
-    "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.color": GRID,
-    "axes.axisbelow": True,
-}  # fmt: skip
 
 
 def draw(evidence: Evidence, path: Path) -> None:
     """Write a PNG; create its folder."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with pyplot.rc_context(STYLE):
-        figure, ((growth, plane), (kept, names)) = pyplot.subplots(2, 2, figsize=(10, 9), layout="constrained")
+    with apply_style():
+        figure, (growth, plane, kept, names) = create_axes(2, 2, width=10, height=9)
         _growth(evidence, growth)
         _plane(evidence, plane)
         _kept(evidence, kept)
         _names(names, above=plane, beside=kept)
-        # No version and no date in the file, so that equal figures make equal files.
-        figure.savefig(path, dpi=110, metadata={"Software": None})
-        pyplot.close(figure)
+    save(figure, path, dpi=110)
 
 
 def _names(axes: Any, *, above: Any, beside: Any) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import runpy
 import subprocess
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -64,6 +64,7 @@ def open_fork(path: Path) -> Fork:
             f"{path} is verl {release}; the recipe was tested with {', '.join(SUPPORTED)}. "
             f"Fix: check one of them out, or set {ALLOW_UNTESTED}=1 to try this one."
         )
+    require_repository(root)
     recipe = root / "recipe"
     reason = _why_not_its_own(root, recipe)
     if not reason:
@@ -86,6 +87,13 @@ def open_fork(path: Path) -> Fork:
     return Fork(root, release, f"{ASIDE}/", reason)
 
 
+def require_repository(root: Path) -> None:
+    """Raise Refused unless `root` is the root of a git repository with a commit."""
+    if not (root / ".git").exists() or not git(root, "rev-parse", "--verify", "--quiet", "HEAD"):
+        fix = "clone verl, or make it one: git init && git add -A && git commit -m verl"
+        raise Refused(f"{root} is no git repository with a commit, and a copy is a commit. Fix: {fix}.")
+
+
 def _why_not_its_own(root: Path, recipe: Path) -> str:
     """Explain why files below recipe/ would not belong to the checkout; "" where they do."""
     if recipe.is_symlink():
@@ -102,24 +110,23 @@ def _why_not_its_own(root: Path, recipe: Path) -> str:
     return "recipe/ is a git repository of its own" if (recipe / ".git").exists() else ""
 
 
-def find_ignored(root: Path, paths: Iterable[str]) -> list[str]:
-    """Find the `paths` that git ignores."""
-    return [path for path in git(root, "check-ignore", "--stdin", "-z", given="\0".join(paths)).split("\0") if path]
-
-
-def git(root: Path, *arguments: str, given: str = "") -> str:
-    """Run git read-only and return its output; "" without output, repository or git.
+def git(root: Path, *arguments: str, given: str = "", **variables: str) -> str:
+    """Run git and return its output; "" without output, or where it found nothing.
 
     Raises:
-        Refused: git fails on a repository.
+        Refused: git fails, with its reason.
     """
     # A hook's GIT_DIR would make git answer for another repository.
     environment = {key: value for key, value in os.environ.items() if not key.startswith("GIT_")} | {"LC_ALL": "C"}
-    command = ["git", "--no-optional-locks", "-c", "safe.directory=*", "-C", str(root), *arguments]
+    settings = ("-c", "safe.directory=*", "-c", "core.hooksPath=/dev/null")
+    command = ["git", "--no-optional-locks", *settings, "-C", str(root), *arguments]
     try:
-        done = subprocess.run(command, input=given, env=environment, capture_output=True, text=True, check=False)
+        # In a session of its own: an interrupt does not end it half way.
+        done = subprocess.run(
+            command, input=given, env=environment | variables, capture_output=True, text=True, start_new_session=True
+        )
     except FileNotFoundError:
-        return ""
-    if done.returncode > 1 and "not a git repository" not in done.stderr:
-        raise Refused(f"git cannot read {root}: {done.stderr.strip()}")
+        raise Refused("there is no git in PATH. Fix: install it; a copy is a commit.") from None
+    if done.returncode > 1 or (done.returncode and done.stderr):
+        raise Refused(f"nothing was written: git {arguments[0]} fails in {root}: {done.stderr.strip()}")
     return done.stdout

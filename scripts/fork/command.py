@@ -6,11 +6,11 @@ import argparse
 import os
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
-from .checkout import Fork, Refused, find_ignored, open_fork
-from .copying import MANIFEST, Plan, apply, plan_copy, plan_undo, read_manifest
+from .checkout import Fork, Refused, open_fork, require_repository
+from .copying import MANIFEST, Plan, apply, plan_copy, plan_undo, read_manifest, read_origin
 from .smoke import smoke_test
 
 SOURCE = Path(__file__).resolve().parents[2]
@@ -69,9 +69,9 @@ def _refuse(message: str) -> int:
 def _copy(options: argparse.Namespace) -> int:
     fork = open_fork(options.path)
     plan = plan_copy(fork, SOURCE, force=options.force)
+    version, commit = read_origin(SOURCE)
     _say(f"{fork.root}: verl {fork.release}")
-    manifest = plan.manifest or {}
-    _say(f"from:  verl-offpolicy {manifest['version']}, commit {manifest['commit'] or 'unknown'}")
+    _say(f"from:  verl-offpolicy {version}, commit {commit or 'unknown'}")
     _say(f"place: {fork.place or 'the root'}, because {fork.reason}")
     if not options.dry_run:
         apply(fork.root, plan)
@@ -79,8 +79,6 @@ def _copy(options: argparse.Namespace) -> int:
     if options.dry_run:
         print("".join([f"    + {path}\n" for path in plan.write] + [f"    - {path}\n" for path in plan.remove]), end="")
         return DONE
-    if unseen := find_ignored(fork.root, [*manifest["files"], MANIFEST]):
-        _say(f"git ignores {len(unseen)} of these files here; to commit them: git add -f {' '.join(unseen)}")
     status = DONE if options.no_smoke else _smoke(fork)
     if status == DONE:
         root, path = shlex.quote(str(fork.root)), shlex.quote(fork.python_path)
@@ -91,20 +89,21 @@ def _copy(options: argparse.Namespace) -> int:
 
 
 def _say_plan(plan: Plan, *, done: bool) -> None:
-    wrote, removed, kept = ("wrote", "removed", "is") if done else ("would write", "would remove", "would be")
+    wrote, removed, kept = ("committed", "removed", "is") if done else ("would commit", "would remove", "would be")
     if plan.write:
         _say(f"{wrote} {_count(plan.write)}")
-    for path, name in plan.kept.items():
-        _say(f"{path} was edited: its content {kept} kept in {name}")
     if plan.remove:
         _say(f"{removed} {_count(plan.remove)}, no longer shipped")
     for path in plan.edited:
-        _say(f"{path} is no longer part of the copy, and not as it was copied: it stays, and is yours")
-    if plan.unfinished is None:
+        if path in plan.write:
+            _say(f"{path} was edited: its content {kept} kept in the commit before")
+        else:
+            _say(f"{path} is no longer part of the copy, and not as it was copied: it stays, and is yours")
+    if not (plan.write or plan.remove or plan.manifest):
         _say("nothing had to be written")
 
 
-def _count(paths: Sequence[str] | dict[str, tuple[bytes, int]]) -> str:
+def _count(paths: Collection[str]) -> str:
     return f"{len(paths)} files{': ' + ', '.join(paths) if len(paths) <= 5 else ''}"
 
 
@@ -122,6 +121,7 @@ def _undo(options: argparse.Namespace) -> int:
     root = options.path.resolve()
     if not root.is_dir():
         raise Refused(f"{options.path}: no such folder. Fix: name the root of a verl checkout.")
+    require_repository(root)
     manifest = read_manifest(root)
     if manifest is None:
         _say(f"{root}: nothing to undo, there is no {MANIFEST}")
@@ -129,7 +129,7 @@ def _undo(options: argparse.Namespace) -> int:
     plan = plan_undo(root, manifest)
     if not options.dry_run:
         apply(root, plan)
-    _say(f"{root}: {'would remove' if options.dry_run else 'removed'} {_count(plan.remove)}")
+    _say(f"{root}: {'would remove' if options.dry_run else 'removed'} {_count(plan.remove[:-1])}")
     for path in plan.edited:
         print(f"    kept {path}: not as it was copied, so that it is yours from now on")
     return DONE

@@ -1,62 +1,55 @@
-"""Copying of files into a checkout and back out, by a manifest that lists each file before it is written."""
+"""Copying of files into a checkout as a commit, and back out as another one; git guards what is not committed."""
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import itertools
 import json
 import os
 import re
-from collections.abc import Iterable
+import tempfile
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from .checkout import Fork, Refused, git
 
 PACKAGES = ("recipe/offpolicy", "verl_patches")
 MANIFEST = ".offpolicy-manifest.json"
-NEW = ".offpolicy-new"
-"""Suffix of a file that is being written, next to the one that it replaces."""
 ABOUT = "Copied by copy_into_fork.sh of verl-offpolicy, which updates these files and removes them with --undo."
+FORMAT = 2
 _SUFFIXES = frozenset({".py", ".yaml", ".md", ".sh", ".txt", ".typed"})
 _COMPILED = frozenset({".pyc", ".nbi", ".nbc"})
-
-Entries = dict[str, dict[str, str]]
-"""Path -> "sha256" of what was copied, and "before" of what an unfinished update replaces."""
 
 
 @dataclass
 class Plan:
-    """Checked changes, none of which has been made.
+    """A commit that has not been made.
 
     Attributes:
-        manifest: that holds in the end; None where nothing is left to know.
-        unfinished: that holds until then; None where the manifest stays as it is.
-        write: files to write, with mode.
-        kept: edited files that `--force` replaces -> the path under which each is kept.
+        message: of the commit.
+        manifest: that it brings; None: it removes the one that is there.
+        write: path in the checkout -> the file that is copied to it, of those that change.
         remove: copied files that are no longer wanted.
-        edited: the same, but not as they were copied: they stay, and are the user's.
+        edited: copied files with another content: replaced in an update, which git's history keeps; else they stay.
     """
 
+    message: str
     manifest: dict[str, Any] | None = None
-    unfinished: dict[str, Any] | None = None
-    write: dict[str, tuple[bytes, int]] = field(default_factory=dict)
-    kept: dict[str, str] = field(default_factory=dict)
+    write: dict[str, Path] = field(default_factory=dict)
     remove: list[str] = field(default_factory=list)
     edited: list[str] = field(default_factory=list)
 
 
-def read_shipped(source: Path) -> dict[str, tuple[bytes, int]]:
-    """Read content and mode of every file to copy, by path; `recipe/offpolicy/config` is read through its link."""
+def find_shipped(source: Path) -> dict[str, Path]:
+    """Find every file to copy, by path; `recipe/offpolicy/config` is read through its link."""
     files = {}
     for package in PACKAGES:
         for folder, folders, names in os.walk(source / package, followlinks=True):
             folders[:] = [name for name in folders if name not in ("__pycache__", "outputs") and name[0] != "."]
             for path in (Path(folder, name) for name in names if name[0] != "." and Path(name).suffix in _SUFFIXES):
-                mode = 0o755 if path.stat().st_mode & 0o100 else 0o644
-                files[path.relative_to(source).as_posix()] = (path.read_bytes(), mode)
+                files[path.relative_to(source).as_posix()] = path
     for needed in (*PACKAGES, "recipe/offpolicy/config"):
         if not any(path.startswith(f"{needed}/") for path in files):
             raise Refused(f"{source / needed} holds nothing to copy. Fix: call the script of a whole checkout.")
@@ -77,114 +70,118 @@ def plan_copy(fork: Fork, source: Path, *, force: bool = False) -> Plan:
     """Plan to copy, or to bring an earlier copy up to date.
 
     Raises:
-        Refused: a file of the user's is in the way, a copied file was edited (without `force`), or an earlier copy
-            lives in another place; with the list.
+        Refused: a file of the user's is in the way, a copied file was edited (without `force`) or has changes that are
+            not committed, or an earlier copy lives in another place; with the list.
     """
-    root, earlier = fork.root, read_manifest(fork.root)
-    known: Entries = earlier["files"] if earlier else {}
-    if earlier and earlier["place"] != fork.place.rstrip("/"):
+    root, earlier, place = fork.root, read_manifest(fork.root), fork.place.rstrip("/")
+    if earlier and earlier["place"] != place:
         raise Refused(
             f"an earlier copy lives in {earlier['place'] or 'the root'} and now belongs in "
-            f"{fork.place.rstrip('/') or 'the root'}: {fork.reason}. Fix: --undo first, then copy again."
+            f"{place or 'the root'}: {fork.reason}. Fix: --undo first, then copy again."
         )
-    wanted = {fork.place + path: file for path, file in read_shipped(source).items()}
-    if blocked := {why for path in wanted if (why := find_obstacle(root, path))}:
-        raise Refused(_list("these are in the way", blocked, "move them away, then copy again"))
-    plan, final = Plan(), Entries()
-    unfinished = Entries()
-    foreign: list[str] = []
-    edited: list[str] = []
-    for path, file in wanted.items():
-        there, digest = compute_digest(root / path), hashlib.sha256(file[0]).hexdigest()
-        # A file of the same content that no copy has put there is the user's: no entry, so that it stays in an undo.
-        if path in known or there is None:
-            final[path] = {"sha256": digest}
-            unfinished[path] = final[path] | ({"before": there} if there not in (None, digest) else {})
-        if there != digest:
-            plan.write[path] = file
-            if there is not None and there not in known.get(path, {}).values():
-                (edited if path in known else foreign).append(path)
-    if foreign:
-        raise Refused(_list("these exist with other content, and are not of a copy", foreign, "rename or remove them"))
-    if edited and not force:
-        fix = "--force, which replaces them and keeps each beside itself as FILE.orig"
-        raise Refused(_list("these were edited since they were copied", edited, fix))
-    plan.kept = {path: _free_name(root, path) for path in edited}
-    _plan_removal(root, {path: entry for path, entry in known.items() if path not in wanted}, plan)
-    # Files on their way out are known until they are gone, so that an interruption forgets none.
-    unfinished.update({path: known[path] for path in plan.remove})
+    known, head = (earlier or {"files": {}})["files"], list_blobs(root)
+    shipped = {fork.place + path: file for path, file in find_shipped(source).items()}
+    wanted = dict(zip(shipped, hash_files(root, shipped.values()), strict=True))
+    check_writable(root, [*wanted, *known])
+    untracked = [path for path in wanted if path not in head and os.path.lexists(root / path)]
+    above = {str(folder) for path in wanted for folder in PurePosixPath(path).parents[:-1]}
+    untracked += [path for path in above if (root / path).is_symlink() or (root / path).is_file()]
+    foreign = [path for path in wanted.keys() & head.keys() - known.keys() if head[path] != wanted[path]]
+    if blocked := [*untracked, *foreign]:
+        raise Refused(_list("these exist, and are not of a copy", blocked, "rename or remove them"))
+    if dirty := find_uncommitted(root, known):
+        raise Refused(_list("these have changes that are not committed", dirty, "commit them, or take them back"))
+    edited = [path for path in known.keys() & head.keys() if head[path] not in (known[path], wanted.get(path))]
+    if replaced := [path for path in edited if path in wanted and not force]:
+        fix = "--force, which replaces them; what they held stays in git's history"
+        raise Refused(_list("these were edited since they were copied", replaced, fix))
     version, commit = read_origin(source)
-    about = {"about": ABOUT, "format": 1, "version": version, "commit": commit, "verl": fork.release}
-    about["place"] = fork.place.rstrip("/")
-    plan.manifest = about | {"state": "complete", "files": final}
-    if plan.write or plan.remove or plan.manifest != earlier:
-        plan.unfinished = about | {"state": "copying", "files": unfinished}
-    check_writable(root, [*plan.write, *plan.remove])
-    return plan
+    # A file of the same content that no copy has put there is the user's: no entry, so that it stays in an undo.
+    files = {path: blob for path, blob in wanted.items() if path in known or path not in head}
+    about = {"about": ABOUT, "format": FORMAT, "version": version, "commit": commit, "verl": fork.release}
+    manifest = {**about, "place": place, "files": files}
+    return Plan(
+        f"Copy verl-offpolicy {version} ({commit or 'unknown commit'})",
+        manifest if manifest != earlier else None,
+        {path: file for path, file in shipped.items() if head.get(path) != wanted[path]},
+        [path for path in known.keys() & head.keys() - wanted.keys() if path not in edited],
+        edited,
+    )
 
 
-def plan_undo(root: Path, manifest: dict[str, Any]) -> Plan:
+def plan_undo(root: Path, manifest: Mapping[str, Any]) -> Plan:
     """Plan to remove a copy."""
-    plan = Plan(unfinished=manifest)
-    _plan_removal(root, manifest["files"], plan)
+    known, head = manifest["files"], list_blobs(root)
+    edited = {path for path in known.keys() & head.keys() if head[path] != known[path]}
+    edited |= {*find_uncommitted(root, known)} & head.keys()
+    plan = Plan("Remove verl-offpolicy", remove=[*(known.keys() & head.keys() - edited), MANIFEST], edited=[*edited])
     check_writable(root, plan.remove)
     return plan
 
 
-def _plan_removal(root: Path, entries: Entries, plan: Plan) -> None:
-    for path, entry in entries.items():
-        there = compute_digest(root / path)
-        ours = there is None or (there in entry.values() and not find_obstacle(root, path))
-        (plan.remove if ours else plan.edited).append(path)
-
-
 def apply(root: Path, plan: Plan) -> None:
-    """Carry a plan out. The manifest goes first and is finished last, so that an interruption forgets nothing."""
-    if plan.unfinished is None:
+    """Commit a plan on top of what is checked out; git updates the work tree at once, or refuses and leaves all alone.
+
+    Raises:
+        Refused: git's reason.
+    """
+    if not (plan.write or plan.remove or plan.manifest):
         return
-    # Before the manifest: after it an edit counts as known, and a second call would replace it.
-    for path, kept in plan.kept.items():
-        (root / path).rename(root / kept)
-    if plan.manifest is not None:
-        put(root / MANIFEST, _to_json(plan.unfinished))
-    for path, (content, mode) in plan.write.items():
-        (root / path).parent.mkdir(parents=True, exist_ok=True)
-        put(root / path, content, mode)
+    lines = [f"0 {'0' * 40}\t{path}" for path in plan.remove]
+    for (path, file), blob in zip(plan.write.items(), hash_files(root, plan.write.values(), write=True), strict=True):
+        lines.append(f"{'100755' if file.stat().st_mode & 0o100 else '100644'} {blob}\t{path}")
+    with tempfile.TemporaryDirectory() as scratch:
+        if plan.manifest is not None:
+            written = Path(scratch, "manifest")
+            written.write_text(json.dumps(plan.manifest, indent=1) + "\n")
+            lines.append(f"100644 {hash_files(root, [written], write=True)[0]}\t{MANIFEST}")
+        index = {"GIT_INDEX_FILE": str(Path(scratch, "index"))}
+        git(root, "read-tree", "HEAD", **index)
+        git(root, "update-index", "-z", "--index-info", given="".join(f"{line}\0" for line in lines), **index)
+        tree = git(root, "write-tree", **index).strip()
+    commit = git(root, "commit-tree", tree, "-p", "HEAD", "-m", plan.message, **_find_author(root)).strip()
+    git(root, "merge", "--quiet", "--ff-only", commit)
     for path in plan.remove:
-        remove(root, path)
-    if plan.manifest is None:
-        (root / MANIFEST).unlink()
-    else:
-        put(root / MANIFEST, _to_json(plan.manifest))
+        _remove_compiled(root, path)
 
 
 def read_manifest(root: Path) -> dict[str, Any] | None:
-    """Read the manifest of the checkout at `root`; None where there is none.
+    """Read the manifest of the last copy that is checked out at `root`; None where there is none.
 
     Raises:
-        Refused: there is one that cannot be trusted.
+        Refused: there is one that is not of this script.
     """
-    path = root / MANIFEST
-    if not os.path.lexists(path):
+    text = git(root, "show", f"HEAD:{MANIFEST}") if MANIFEST in list_blobs(root) else None
+    if text is None and not os.path.lexists(root / MANIFEST):
         return None
     try:
-        if path.is_symlink() or not path.is_file():
-            raise ValueError("no plain file")
-        content: dict[str, Any] = json.loads(path.read_text())
-        content.pop("directories", None)  # of an earlier version of this script, which also marked the user's files
-        content["files"] = {name: entry for name, entry in content["files"].items() if not entry.pop("found", False)}
-        if content["format"] != 1 or not isinstance(content["place"], str):
-            raise ValueError("another format")
-        for name in content["files"]:
-            parts = name.split("/")
-            if not all(parts) or not {".", "..", ".git"}.isdisjoint(parts) or "\\" in name:
-                raise ValueError(f"the path {name!r} leads out of the checkout")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise Refused(
-            f"{path} is not a manifest of this script ({type(error).__name__}: {error}). Fix: restore it from git; or "
-            f"remove it, after which the copied files count as yours."
-        ) from error
-    return content
+        content: dict[str, Any] = json.loads(text or "")
+        if content["format"] == FORMAT and isinstance(content["place"], str) and all(content["files"].values()):
+            return content
+    except (ValueError, KeyError, TypeError, AttributeError):
+        pass
+    raise Refused(
+        f"{root / MANIFEST} is not a manifest of this script. Fix: restore it from git; or remove it and commit that, "
+        "after which the copied files count as yours."
+    )
+
+
+def list_blobs(root: Path) -> dict[str, str]:
+    """List what is checked out: path -> git's id of its content."""
+    lines = git(root, "ls-tree", "-r", "-z", "HEAD").split("\0")
+    return {path: entry.split()[2] for entry, _, path in (line.partition("\t") for line in lines if line)}
+
+
+def hash_files(root: Path, files: Iterable[Path], *, write: bool = False) -> list[str]:
+    """Compute git's ids of files; ``write``: and keep their content in the repository."""
+    given = "".join(f"{file}\n" for file in files)
+    return git(root, "hash-object", "--no-filters", *["-w"] * write, "--stdin-paths", given=given).split()
+
+
+def find_uncommitted(root: Path, paths: Iterable[str]) -> list[str]:
+    """Find the paths whose content in work tree or index is not what is committed."""
+    changed = {path for path in git(root, "diff", "--name-only", "-z", "HEAD").split("\0") if path}
+    return sorted(changed.intersection(paths))
 
 
 def check_writable(root: Path, paths: Iterable[str]) -> None:
@@ -197,64 +194,24 @@ def check_writable(root: Path, paths: Iterable[str]) -> None:
         )
 
 
-def compute_digest(path: Path) -> str | None:
-    """Compute the SHA-256 of the file at `path`; "" where it is no readable file, None where nothing is."""
-    try:
-        return hashlib.sha256(path.read_bytes()).hexdigest()
-    except (FileNotFoundError, NotADirectoryError):
-        return "" if path.is_symlink() else None
-    except OSError:
-        return ""
+def _find_author(root: Path) -> dict[str, str]:
+    """Find who commits: whom git knows, else this script."""
+    if git(root, "config", "--get", "user.email"):
+        return {}
+    roles = itertools.product(("AUTHOR", "COMMITTER"), ("NAME", "EMAIL"))
+    return {f"GIT_{role}_{part}": "copy_into_fork" for role, part in roles}
 
 
-def find_obstacle(root: Path, path: str) -> str | None:
-    """Find what obstructs a plain file in plain folders."""
-    for step in itertools.accumulate(path.split("/"), "{}/{}".format):
-        there = root / step
-        if there.is_symlink():
-            return f"{step} (a link)"
-        if there.exists() and not (there.is_file() if step == path else there.is_dir()):
-            return f"{step} ({'no plain file' if step == path else 'no folder'})"
-    return None
-
-
-def put(path: Path, content: bytes, mode: int = 0o644) -> None:
-    """Write a file so that it is there whole or not at all."""
-    new = path.with_name(f"{path.name}{NEW}")
-    try:
-        new.write_bytes(content)
-        new.chmod(mode)
-        os.replace(new, path)
-    finally:
-        new.unlink(missing_ok=True)
-
-
-def remove(root: Path, path: str) -> None:
-    """Remove a file, what Python and numba compiled from it, and folders that are empty then: git knows none."""
+def _remove_compiled(root: Path, path: str) -> None:
+    """Remove what Python and numba compiled from a removed file, and folders that are empty then."""
     target = root / path
-    if find_obstacle(root, path):
-        return
-    target.unlink(missing_ok=True)
-    target.with_name(f"{target.name}{NEW}").unlink(missing_ok=True)
     for compiled in target.parent.glob(f"__pycache__/{target.stem}.*"):
         if target.suffix == ".py" and compiled.suffix in _COMPILED:
             compiled.unlink()
     with contextlib.suppress(OSError):
-        (target.parent / "__pycache__").rmdir()
-    with contextlib.suppress(OSError):
-        for folder in itertools.takewhile(lambda folder: folder != root, target.parents):
+        for folder in (target.parent / "__pycache__", *itertools.takewhile(lambda up: up != root, target.parents)):
             if folder.exists():
                 folder.rmdir()
-
-
-def _free_name(root: Path, path: str) -> str:
-    """Return path.orig, or path.orig2 and so on where that is taken."""
-    names = (f"{path}.orig{number if number > 1 else ''}" for number in itertools.count(1))
-    return next(name for name in names if not os.path.lexists(root / name))
-
-
-def _to_json(manifest: dict[str, Any]) -> bytes:
-    return (json.dumps(manifest, indent=1) + "\n").encode()
 
 
 def _list(what: str, paths: Iterable[str], fix: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import stat
+import subprocess
 from pathlib import Path
 
 from scripts.fork import command
@@ -38,6 +39,21 @@ def put(root: Path, files: dict[str, str]) -> Path:
     return root
 
 
+def git(root: Path, *arguments: str) -> str:
+    settings = ["-c", "user.name=a", "-c", "user.email=a@b", "-c", "protocol.file.allow=always"]
+    command = ["git", "-C", str(root), *settings, *arguments]
+    return subprocess.run(command, check=True, capture_output=True, text=True, env=git_free()).stdout
+
+
+def commit(root: Path) -> Path:
+    """Commit all that is there, in a repository that is made if there is none."""
+    if not (root / ".git").exists():
+        git(root, "init", "-q")
+    git(root, "add", "-A")
+    git(root, "commit", "-qm", "state", "--allow-empty")
+    return root
+
+
 def call(*arguments: object) -> int:
     return command.main([str(argument) for argument in arguments])
 
@@ -47,9 +63,11 @@ def copy(fork: Path, *options: str) -> int:
 
 
 def snapshot(root: Path) -> dict[str, tuple[int, str]]:
-    """Every path below `root` with its mode and its content or target."""
+    """Every path below `root` with its mode and its content or target, git's own aside."""
     found = {}
     for path in root.rglob("*"):
+        if path.relative_to(root).parts[0] == ".git":
+            continue
         mode = path.lstat().st_mode
         if stat.S_ISLNK(mode):
             content = os.readlink(path)

@@ -23,6 +23,7 @@ from enumeration import Policies, build, policies
 from estimator_catalogue import ESTIMATORS, NONE, SELF_NORMALISED, SEQUENCE_IS, TOKEN_IS, Estimator
 from estimator_evidence import EvidenceSettings, collect
 from expectation import measure, token_weights
+from seeds import ClaimError
 
 from recipe.offpolicy.correction import CorrectionSpec, rollout_stage
 
@@ -233,9 +234,9 @@ def test_the_score_mean_claim_sees_both_sides(world):
     table = {1.0: {e.name: measure(e, policies(world, mismatch=1.0, staleness=0.0)) for e in ESTIMATORS}}
     assert "E_mu[sum_t rho_t grad log pi_t] = 0" in claims.baselines_stay_unbiased(table)
     masked = table[1.0] | {TOKEN_IS.name: table[1.0]["token TIS + geometric mask"]}
-    with pytest.raises(claims.ClaimError, match="a baseline would bias it"):
+    with pytest.raises(ClaimError, match="a baseline would bias it"):
         claims.baselines_stay_unbiased({1.0: masked})
-    with pytest.raises(claims.ClaimError, match=r"none has a score mean of .* at most"):
+    with pytest.raises(ClaimError, match=r"none has a score mean of .* at most"):
         claims.baselines_stay_unbiased({1.0: table[1.0] | {NONE.name: table[1.0][SEQUENCE_IS.name]}})
 
 
@@ -246,22 +247,22 @@ def test_a_second_order_error_would_be_noticed(world):
         return {level: dict.fromkeys((TOKEN_IS.name, NONE.name), replace(one, bias=level**power)) for level in (0.1, 1)}
 
     assert "mismatch^1.000" in claims.token_is_is_first_order(table(1))
-    with pytest.raises(claims.ClaimError, match=r"mismatch\^2.000"):
+    with pytest.raises(ClaimError, match=r"mismatch\^2.000"):
         claims.token_is_is_first_order(table(2))
 
 
 def test_every_other_claim_can_fail(world, monkeypatch):
     stale = policies(world, mismatch=0.3, staleness=0.5)
     fresh = policies(world, mismatch=0.0, staleness=0.0)
-    with pytest.raises(claims.ClaimError, match="differs from autograd"):
+    with pytest.raises(ClaimError, match="differs from autograd"):
         claims.gradient_agrees(replace(stale, gradient=stale.gradient * (1 + 1e-9)))
-    with pytest.raises(claims.ClaimError, match="with mu = pi_old = pi"):
+    with pytest.raises(ClaimError, match="with mu = pi_old = pi"):
         claims.on_policy_is_unbiased(stale)
-    with pytest.raises(claims.ClaimError, match="the clip of pi / pi_old acts"):
+    with pytest.raises(ClaimError, match="the clip of pi / pi_old acts"):
         claims.clip_fractions(stale)
-    with pytest.raises(claims.ClaimError, match="the clip of pi / mu acts on no token"):
+    with pytest.raises(ClaimError, match="the clip of pi / mu acts on no token"):
         claims.clip_fractions(fresh)
-    with pytest.raises(claims.ClaimError, match=r"product mask, noise 0\.03, T = 1000"):
+    with pytest.raises(ClaimError, match=r"product mask, noise 0\.03, T = 1000"):
         claims.keep_rates_agree(
             keep_rates.CASES,
             (10, 1000),
@@ -275,7 +276,7 @@ def test_every_other_claim_can_fail(world, monkeypatch):
         "rollout_stage",
         lambda *a, **k: replace(stage := rollout_stage(*a, **k), weight=stage.weight * 1.0001),
     )
-    with pytest.raises(claims.ClaimError, match=r"1.001\^2000"):
+    with pytest.raises(ClaimError, match=r"1.001\^2000"):
         claims.products()
 
 

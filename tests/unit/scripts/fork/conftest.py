@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.fork_copy import PROJECT, put
+from tests.support.fork_copy import PROJECT, commit, put
 
 
 @pytest.fixture
@@ -28,6 +28,6 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def fork(tmp_path: Path) -> Path:
-    """What the script takes for a verl checkout, with a file of the user's."""
+    """A verl checkout in git, with a file of the user's."""
     files = {"verl/__init__.py": "", "verl/version/version": "0.9.1\n", "mine.py": "mine\n"}
-    return put(tmp_path / "fork", files)
+    return commit(put(tmp_path / "fork", files))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import subprocess
@@ -14,7 +13,7 @@ import pytest
 
 from scripts.fork import checkout
 from scripts.fork.command import DONE, REFUSED
-from tests.support.fork_copy import COPIED, MANIFEST, call, copy, git_free, new_files, put, snapshot
+from tests.support.fork_copy import COPIED, MANIFEST, call, commit, copy, git, git_free, new_files, put, snapshot
 from tests.support.paths import ROOT
 from verl_patches.contract import Contract
 
@@ -29,11 +28,12 @@ def test_a_copy_holds_plain_files_and_the_undo_leaves_no_trace(
     manifest = json.loads(added.pop(MANIFEST))
     assert added == COPIED
     assert (fork / "recipe/offpolicy/run.sh").stat().st_mode & 0o777 == 0o755
-    sums = {path: entry["sha256"] for path, entry in manifest["files"].items()}
-    assert sums == {path: hashlib.sha256(text.encode()).hexdigest() for path, text in COPIED.items()}
-    assert (manifest["state"], manifest["version"], manifest["commit"]) == ("complete", "1.2.3", None)
+    assert manifest["files"] == {path: git(fork, "hash-object", path).strip() for path in COPIED}
+    assert (manifest["version"], manifest["commit"]) == ("1.2.3", None)
+    assert git(fork, "log", "--format=%s", "-1") == "Copy verl-offpolicy 1.2.3 (unknown commit)\n"
+    assert git(fork, "status", "--porcelain") == ""
     assert (manifest["verl"], manifest["place"]) == ("0.9.1", "")
-    assert "wrote 7 files\n" in printed
+    assert "committed 7 files\n" in printed
     assert f"export PYTHONPATH={fork}\n" in printed
     assert call(fork, "--undo") == DONE
     assert "removed 7 files" in capsys.readouterr().out
@@ -44,11 +44,11 @@ def test_a_copy_holds_plain_files_and_the_undo_leaves_no_trace(
 
 def test_a_second_copy_writes_nothing(project: Path, fork: Path, capsys: pytest.CaptureFixture[str]) -> None:
     copy(fork)
-    times = {path: path.stat().st_mtime_ns for path in fork.rglob("*")}
+    head = git(fork, "rev-parse", "HEAD")
     capsys.readouterr()
     assert copy(fork) == DONE
     assert "nothing had to be written" in capsys.readouterr().out
-    assert {path: path.stat().st_mtime_ns for path in fork.rglob("*")} == times
+    assert git(fork, "rev-parse", "HEAD") == head
 
 
 def test_an_update_writes_what_changed_and_removes_what_is_gone(project: Path, fork: Path) -> None:
@@ -67,11 +67,14 @@ def test_an_update_writes_what_changed_and_removes_what_is_gone(project: Path, f
     assert snapshot(fork) == before
 
 
+@pytest.mark.parametrize("committed", [True, False])
 @pytest.mark.parametrize("option", ["", "--force"])
 def test_files_of_the_users_are_never_overwritten(
-    project: Path, fork: Path, capsys: pytest.CaptureFixture[str], option: str
+    project: Path, fork: Path, capsys: pytest.CaptureFixture[str], option: str, committed: bool
 ) -> None:
     put(fork, {"verl_patches/__init__.py": "theirs\n", "recipe/offpolicy/main.py": "theirs too\n"})
+    if committed:
+        commit(fork)
     before = snapshot(fork)
     assert copy(fork, *option.split()) == REFUSED
     said = capsys.readouterr().err
@@ -82,7 +85,7 @@ def test_files_of_the_users_are_never_overwritten(
 
 def test_a_file_that_was_there_already_stays_when_the_copy_goes(project: Path, fork: Path) -> None:
     put(fork, {"verl_patches/__init__.py": COPIED["verl_patches/__init__.py"], "recipe/dapo/a.py": "a\n"})
-    before = snapshot(fork)
+    before = snapshot(commit(fork))
     assert copy(fork) == DONE
     assert copy(fork) == DONE
     put(project, {"verl_patches/__init__.py": "newer\n"})
@@ -91,60 +94,38 @@ def test_a_file_that_was_there_already_stays_when_the_copy_goes(project: Path, f
     assert snapshot(fork) == before
 
 
-def test_a_manifest_of_an_earlier_version_is_understood(project: Path, fork: Path) -> None:
-    """It knew the folders, and the files of the user's that held what would have been copied."""
-    put(fork, {"verl_patches/__init__.py": COPIED["verl_patches/__init__.py"]})
-    before = snapshot(fork)
-    copy(fork)
-    manifest = json.loads((fork / MANIFEST).read_text())
-    digest = hashlib.sha256(COPIED["verl_patches/__init__.py"].encode()).hexdigest()
-    manifest["directories"] = ["recipe"]
-    manifest["files"]["verl_patches/__init__.py"] = {"sha256": digest, "found": True}
-    put(fork, {MANIFEST: json.dumps(manifest)})
-    assert call(fork, "--undo") == DONE
-    assert snapshot(fork) == before
-
-
 def test_an_edit_stops_an_update_unless_it_is_forced(
     project: Path, fork: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """One that is not committed stops it anyway: git would not have its content."""
     copy(fork)
     put(fork, {"recipe/offpolicy/main.py": "edited\n"})
     put(project, {"verl_patches/__init__.py": "newer\n"})
     before = snapshot(fork)
+    assert copy(fork) == copy(fork, "--force") == REFUSED
+    assert "changes that are not committed:\n    recipe/offpolicy/main.py\nFix:" in capsys.readouterr().err
+    commit(fork)
     assert copy(fork) == REFUSED
-    said = capsys.readouterr().err
-    assert "edited since they were copied:\n    recipe/offpolicy/main.py\nFix: --force" in said
-    assert snapshot(fork) == before
+    assert "edited since they were copied:\n    recipe/offpolicy/main.py\nFix: --force" in capsys.readouterr().err
     assert copy(fork, "--force", "--dry-run") == DONE
     assert snapshot(fork) == before
     capsys.readouterr()
     assert copy(fork, "--force") == DONE
-    assert "its content is kept in recipe/offpolicy/main.py.orig\n" in capsys.readouterr().out
+    assert "recipe/offpolicy/main.py was edited: its content is kept in the commit before" in capsys.readouterr().out
     assert (fork / "recipe/offpolicy/main.py").read_text() == "one\n"
-    assert (fork / "recipe/offpolicy/main.py.orig").read_text() == "edited\n"
+    assert git(fork, "show", "HEAD^:recipe/offpolicy/main.py") == "edited\n"
     assert (fork / "verl_patches/__init__.py").read_text() == "newer\n"
 
 
-def test_what_was_kept_before_stays(project: Path, fork: Path) -> None:
-    before = snapshot(fork)
-    copy(fork)
-    for text in ("first\n", "second\n"):
-        put(fork, {"recipe/offpolicy/main.py": text})
-        assert copy(fork, "--force") == DONE
-    assert call(fork, "--undo") == DONE
-    assert new_files(fork, before) == {
-        "recipe/offpolicy/main.py.orig": "first\n",
-        "recipe/offpolicy/main.py.orig2": "second\n",
-    }
-
-
+@pytest.mark.parametrize("committed", [True, False])
 def test_an_undo_leaves_edits_and_what_else_lies_there(
-    project: Path, fork: Path, capsys: pytest.CaptureFixture[str]
+    project: Path, fork: Path, capsys: pytest.CaptureFixture[str], committed: bool
 ) -> None:
     before = snapshot(fork)
     copy(fork)
     put(fork, {"recipe/offpolicy/main.py": "edited\n", "recipe/offpolicy/deep/notes.md": "notes\n"})
+    if committed:
+        commit(fork)
     capsys.readouterr()
     assert call(fork, "--undo") == DONE
     assert "kept recipe/offpolicy/main.py" in capsys.readouterr().out
@@ -157,10 +138,24 @@ def test_an_undo_leaves_edits_and_what_else_lies_there(
 def test_an_edited_file_that_is_no_longer_shipped_becomes_the_users(project: Path, fork: Path) -> None:
     copy(fork)
     put(fork, {"recipe/offpolicy/deep/er.py": "edited\n"})
+    commit(fork)
     (project / "recipe/offpolicy/deep/er.py").unlink()
     assert copy(fork) == DONE
     assert "recipe/offpolicy/deep/er.py" not in json.loads((fork / MANIFEST).read_text())["files"]
     assert (fork / "recipe/offpolicy/deep/er.py").read_text() == "edited\n"
+
+
+def test_work_of_the_users_that_is_not_committed_stays(project: Path, fork: Path) -> None:
+    """Staged, changed and new; of a folder that git ignores the copy is committed all the same."""
+    commit(put(fork, {".gitignore": "deep/\n", "other.py": "a\n", "staged.py": "a\n"}))
+    put(fork, {"other.py": "changed\n", "new.py": "new\n", "staged.py": "b\n"})
+    git(fork, "add", "staged.py")
+    before, status = snapshot(fork), git(fork, "status", "--porcelain")
+    assert copy(fork) == DONE
+    assert set(new_files(fork, before)) == {*COPIED, MANIFEST}
+    assert git(fork, "status", "--porcelain") == status
+    assert call(fork, "--undo") == DONE
+    assert (snapshot(fork), git(fork, "status", "--porcelain")) == (before, status)
 
 
 def test_what_was_compiled_goes_with_its_source_and_no_other_does(project: Path, fork: Path) -> None:

@@ -10,12 +10,13 @@ from pathlib import Path
 import pytest
 
 from scripts.fork.command import DONE, REFUSED
-from tests.support.fork_copy import MANIFEST, call, copy, put, snapshot
+from tests.support.fork_copy import MANIFEST, call, commit, copy, put, snapshot
 
 
 def test_a_closed_folder_is_told_before_anything_is_written(
-    project: Path, fork: Path, capsys: pytest.CaptureFixture[str]
+    project: Path, fork: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("HOME", str(fork.parent))  # of which another user can read git's settings
     (fork / "recipe").mkdir(mode=0o555)
     root = os.geteuid() == 0
     if root:  # to which nothing is closed
@@ -85,11 +86,29 @@ def test_links_are_not_written_through(
     elsewhere = put(tmp_path / "elsewhere", {"keep.py": "x"})
     (fork / "verl_patches").symlink_to(elsewhere)
     put(fork, {"recipe/offpolicy": "a file\n"})
-    before = snapshot(tmp_path)
+    before = snapshot(fork), snapshot(elsewhere)
     assert copy(fork) == REFUSED
-    said = capsys.readouterr().err
-    assert "in the way:\n    recipe/offpolicy (no folder)\n    verl_patches (a link)\nFix:" in said
-    assert snapshot(tmp_path) == before
+    assert (
+        "these exist, and are not of a copy:\n    recipe/offpolicy\n    verl_patches\nFix:" in capsys.readouterr().err
+    )
+    commit(fork)
+    assert copy(fork) == REFUSED
+    assert (snapshot(fork), snapshot(elsewhere)) == before
+
+
+def test_a_copy_needs_a_commit_to_stand_on(project: Path, fork: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (fork / ".git").rename(fork.parent / "away")
+    for arguments in ((fork, "--no-smoke"), (fork, "--undo")):
+        assert call(*arguments) == REFUSED
+        assert "is no git repository with a commit" in capsys.readouterr().err
+
+
+def test_what_git_refuses_is_said(project: Path, fork: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = snapshot(fork)
+    (fork / ".git" / "index.lock").touch()
+    assert copy(fork) == REFUSED
+    assert "nothing was written: git merge fails" in capsys.readouterr().err
+    assert snapshot(fork) == before
 
 
 @pytest.mark.parametrize(
@@ -98,14 +117,13 @@ def test_links_are_not_written_through(
         "not json",
         "[]",
         '{"format": 2}',
-        '{"about": "", "format": 1, "state": "complete", "version": "1", "commit": null, "verl": "0.9.1", "place": "", '
-        '"directories": [], "files": {"../mine.py": {"sha256": "0"}}}',
+        '{"about": "", "format": 1, "place": "", "files": {"mine.py": {"sha256": "0"}}}',
     ],
 )
 def test_a_manifest_that_is_not_ours_is_left_alone(
     project: Path, fork: Path, capsys: pytest.CaptureFixture[str], content: str
 ) -> None:
-    put(fork, {MANIFEST: content})
+    commit(put(fork, {MANIFEST: content}))
     before = snapshot(fork)
     for arguments in ((fork, "--no-smoke"), (fork, "--undo")):
         assert call(*arguments) == REFUSED
