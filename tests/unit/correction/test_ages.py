@@ -36,44 +36,6 @@ def keep(correction: CorrectionSpec, ages: list[list[int]] | list[int], *, log_r
     return step_stage(correction, stage, log_prob=old, advantages=advantages)
 
 
-def test_a_token_is_kept_up_to_the_bound() -> None:
-    step = keep(spec(stale=STALE), [[3, 4, 5]])
-    assert step.keep.tolist() == [[True, True, False]]
-    assert step.statistics["mask/stale/masked_token_share"].value() == pytest.approx(1 / 3)
-
-
-@pytest.mark.parametrize(
-    ("level", "kept"),
-    [
-        ("token", [True, True, False, True, True]),
-        ("turn", [True, True, False, False, True]),
-        ("version", [True, True, False, True, True]),
-        ("sequence", [False] * 5),
-    ],
-)
-def test_a_unit_is_as_old_as_its_oldest_token(level: str, kept: list[bool]) -> None:
-    ages = [[1, 1, 5, 0, 2]]
-    ids = {"segment_ids": torch.tensor([[0, 0, 1, 1, 2]]), "versions": 7 - torch.tensor(ages)}
-    assert keep(spec(stale=STALE | {"level": level}), ages, **ids).keep.tolist() == [kept]
-
-
-def test_tokens_off_the_mask_have_no_age() -> None:
-    mask = torch.tensor([[1, 0, 1], [0, 0, 0]])
-    step = keep(spec(stale=STALE | {"level": "sequence"}), [[1, 9, 4], [9, 9, 9]], mask=mask)
-    assert step.keep.tolist() == [[True, False, True], [False] * 3]
-
-
-def test_ages_by_row_are_those_of_each_token() -> None:
-    assert keep(spec(stale=STALE), [4, 5]).keep.tolist() == [[True, True], [False, False]]
-
-
-@pytest.mark.parametrize(("when", "kept"), [("negative", [[False], [True]]), ("positive", [[True], [False]])])
-def test_a_sign_chooses_the_rows(when: str, kept: list[list[bool]]) -> None:
-    correction = spec(stale=STALE | {"when": when})
-    step = keep(correction, [[5], [5]], advantages=torch.tensor([[-1.0], [1.0]]))
-    assert step.keep.tolist() == kept
-
-
 def test_a_bound_by_age_widens_in_log_space() -> None:
     """[1, 2] with 1.01: exp(2 log 1.01) is kept from age 1 on, and at age 0 only 1.01 is."""
     correction = spec(narrow=band(0.5, 1.01, level="token", aggregate="product", by_staleness=[1, 2]))
@@ -82,21 +44,6 @@ def test_a_bound_by_age_widens_in_log_space() -> None:
         [False, True, True, False]
     ]
     assert keep(correction, [[0, 1]], log_ratio=[[twice / 2, -2 * math.log(2)]]).keep.tolist() == [[True, True]]
-
-
-def test_a_weight_is_capped_by_age() -> None:
-    weight = spec(TIS | {"by_staleness": [1.0, 1.5, 2.0]})
-    step = keep(weight, [[0, 1, 2, 9]], log_ratio=10.0)
-    assert step.weight[0].tolist() == pytest.approx([2.0, 2.0**1.5, 4.0, 4.0], rel=1e-12)
-    assert step.statistics["weight/truncated_share"].value() == 1.0
-    inside = keep(weight, [[0, 1, 2, 9]], log_ratio=math.log(2.5))
-    assert inside.statistics["weight/truncated_share"].value() == 0.25
-
-
-def test_a_weight_rejects_by_the_age_of_its_unit() -> None:
-    weight = spec(TIS | {"level": "sequence", "kind": "reject", "by_staleness": [1.0, 2.0]})
-    step = keep(weight, [[0, 0], [0, 1]], log_ratio=math.log(3) / 2)
-    assert step.keep.tolist() == [[False, False], [True, True]]
 
 
 EACH_KIND = [

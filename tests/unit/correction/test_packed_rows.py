@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -22,8 +22,8 @@ from recipe.offpolicy.correction import (
     step_stage,
     turns,
 )
-from tests.support.corrections import GSM, M2PO, TIS, band, first_stage, opsm, spec
-from tests.support.drawn import Rows, batches, corrections, decide, examples
+from tests.support.corrections import GSM, M2PO, TIS, band, opsm, spec
+from tests.support.drawn import Rows, batches, corrections, examples
 from tests.support.examples import few_when_quick
 from tests.support.packed import NAMES, both_stages, noisy, pack, packed
 from tests.support.presets import PRESETS
@@ -98,13 +98,6 @@ EVERY_LEVEL = [
 ]
 
 
-@pytest.mark.parametrize("correction", EVERY_LEVEL, ids=lambda one: one.weight.level)
-@pytest.mark.parametrize("seed", range(3))
-def test_every_level(correction: CorrectionSpec, seed: int) -> None:
-    rows, lengths = noisy(seed)
-    same(correction, rows, lengths, staleness=torch.arange(len(lengths)))
-
-
 def test_staleness_by_token() -> None:
     rows, lengths = noisy()
     ages = torch.arange(rows.mask.numel()).reshape(rows.mask.shape) % 5
@@ -154,25 +147,6 @@ def test_of_nothing(lengths: list[int]) -> None:
     rows = Rows(**dict.fromkeys(NAMES, empty))
     for correction in EVERY_LEVEL:
         same(correction, replace(rows, mask=empty.bool(), turns=empty.long(), versions=empty.long()), lengths)
-
-
-def test_turns() -> None:
-    mask = torch.tensor([[1, 1, 0, 1], [0, 1, 0, 0], [0, 0, 0, 0], [1, 0, 0, 1]])
-    lengths = [4, 3, 0, 4]
-    found = turns(packed(mask, lengths))
-    assert [row.tolist() for row in found.unbind()] == [[0, 0, 0, 1], [0, 0, 0], [], [0, 0, 0, 1]]
-
-
-def test_by_hand() -> None:
-    """Rows of 2 and 1 tokens: products 2 x 3 and 5; GSM drops both, [1, 5.5] on the product keeps the second."""
-    old = packed(torch.tensor([[2.0, 3.0], [5.0, 99.0]]).log(), [2, 1])
-    correction = spec(TIS | {"level": "sequence", "upper": None}, gsm=GSM, product=band(1.0, 5.5, aggregate="product"))
-    stage = rollout_stage(
-        correction, old_log_prob=old, rollout_log_prob=old * 0, response_mask=torch.ones_like(old, dtype=torch.bool)
-    )
-    assert stage.weight.values().tolist() == pytest.approx([6.0, 6.0, 5.0], rel=1e-6)
-    assert stage.rejected["masks.gsm"].values().tolist() == [True, True, True]
-    assert stage.rejected["masks.product"].values().tolist() == [True, True, False]
 
 
 @pytest.mark.parametrize("level", ["token", "sequence", "turn"])
@@ -275,15 +249,6 @@ def test_offsets_may_be_another_tensor_of_the_same_values() -> None:
         spec(opsm=opsm(0.1)), old_log_prob=rows[0], rollout_log_prob=rows[1], response_mask=rows[2] + 1
     )
     assert step_stage(spec(opsm=opsm(0.1)), stage, log_prob=rows[3], advantages=rows[0]).keep.values().all()
-
-
-def test_the_padded_layout_is_what_it_was() -> None:
-    """Units, aggregates and weights of padded rows come as padded tensors."""
-    stage = first_stage(spec(TIS, gsm=GSM), mu=[[0.0, 0.0]], old=[[0.0, 0.5]])
-    assert not any(getattr(stage, name).is_nested for name in STAGE)
-    rows, _ = noisy()
-    step = decide(spec(TIS, gsm=GSM), rows)
-    assert not any(getattr(step, field.name).is_nested for field in fields(step)[:2])
 
 
 def test_answers_know_their_longest_row() -> None:

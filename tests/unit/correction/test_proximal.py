@@ -122,21 +122,6 @@ def test_old_log_probs_are_read_by_recompute_alone() -> None:
 # What the three ratios become -------------------------------------------------------------------------------
 
 
-def ratios(proximal: str, alpha: float | None = None) -> list[float]:
-    """pi_old/mu, pi/pi_old and pi/mu of one token with log mu = -1, log pi_old = -1.5 and log pi = -2."""
-    mapping = {"proximal": proximal, "alpha": alpha}
-    step = corrected(mapping, MU[:, :1], OLD[:, :1], PI[:, :1])
-    return [step.statistics[f"{name}_ratio/mean"].value() for name in ("rollout", "ppo", "full")]
-
-
-def test_the_three_ratios() -> None:
-    half, whole, quarter, rest = (math.exp(x) for x in (-0.5, -1.0, -0.25, -0.75))
-    assert ratios("recompute") == pytest.approx([half, half, whole], rel=1e-6)
-    assert ratios("bypass") == pytest.approx([1.0, whole, whole], rel=1e-6)
-    assert ratios("reuse") == pytest.approx([whole, 1.0, whole], rel=1e-6)
-    assert ratios("loglinear", 0.25) == pytest.approx([quarter, rest, whole], rel=1e-6)
-
-
 def test_bypass_leaves_opsm_on_the_whole_ratio_as_it_is() -> None:
     """pi/mu does not know pi_old: the same rows go under recompute, bypass, reuse and loglinear."""
     generator = torch.Generator().manual_seed(3)
@@ -161,22 +146,6 @@ def test_bypass_makes_ppo_the_whole_ratio() -> None:
     assert 0 < bypass.keep.sum() < bypass.keep.numel()
 
 
-def test_reuse_weighs_by_the_current_policy() -> None:
-    """pi/mu = e^-1 and e^1 -> 2."""
-    step = corrected({"weight": TIS, "proximal": "reuse"}, MU, OLD, PI)
-    assert step.weight.tolist() == [pytest.approx([math.exp(-1), 2.0], rel=1e-6)]
-
-
-def test_loglinear_shares_the_whole_ratio_between_weight_and_clip() -> None:
-    """(pi/mu)^alpha is the weight and (pi/mu)^(1 - alpha) what PPO clips: the gsm sees 1/4 of log(pi/mu)."""
-    weight = TIS | {"upper": None}
-    step = corrected({"weight": weight, "proximal": "loglinear", "alpha": 0.25}, MU, OLD, PI)
-    assert step.weight.tolist() == [pytest.approx([math.exp(-0.25), math.exp(0.25)], rel=1e-6)]
-    mask = {"m": band(math.exp(-0.25 - 1e-4), math.exp(0.25 + 1e-4), level="token")}
-    assert corrected({"masks": mask, "proximal": "loglinear", "alpha": 0.25}, MU, OLD, PI).keep.all()
-    assert not corrected({"masks": mask, "proximal": "loglinear", "alpha": 0.26}, MU, OLD, PI).keep.any()
-
-
 @pytest.mark.parametrize(
     ("proximal", "alpha"), [("recompute", None), ("bypass", None), ("reuse", None), ("loglinear", 0.3)]
 )
@@ -192,13 +161,3 @@ def test_agreement_is_a_no_op_whatever_the_proximal_policy(proximal: str, alpha:
     step = corrected(mapping, x, x, x)
     assert torch.equal(step.weight, torch.ones_like(x))
     assert step.keep.all()
-
-
-@pytest.mark.parametrize(("proximal", "alpha"), [("bypass", None), ("loglinear", 0.3)])
-def test_a_token_without_mu_leaves_here_too(proximal: str, alpha: float | None) -> None:
-    for bad in (math.nan, math.inf, -math.inf):
-        mu = MU.clone()
-        mu[0, 0] = bad
-        step = corrected({"proximal": proximal, "alpha": alpha, "masks": {"opsm": opsm(9.0)}}, mu, OLD, PI)
-        assert step.keep.tolist() == [[False, True]]
-        assert step.statistics["nonfinite/rollout_log_prob"].value() == 1

@@ -10,7 +10,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as draw
-from torch import Tensor
 
 from recipe.offpolicy.correction import (
     BatchConstants,
@@ -129,17 +128,6 @@ def test_beside_another_corrections_stage_it_reports_the_same(name: str, nested:
         compute_shadow_statistics(shadows, **rows | {"old_log_prob": rows["old_log_prob"].clone()}, beside=stage)
 
 
-def test_nothing_of_it_reaches_a_gradient() -> None:
-    tensors = {name: t.clone().requires_grad_() for name, t in rows().items() if name != "response_mask"}
-    statistics = compute_shadow_statistics({"tis": spec(TIS, gsm=GSM, opsm=opsm(0.1))}, **rows(**tensors))
-    assert not any(part.requires_grad for one in statistics.values() for part in one.parts if isinstance(part, Tensor))
-    assert torch.is_grad_enabled()
-
-
-def test_no_shadow_says_nothing() -> None:
-    assert compute_shadow_statistics({}, **rows()) == {}
-
-
 def test_names_are_the_same_whatever_the_data() -> None:
     """Every rank and step must report the same keys."""
     shadows = {"one": CORRECTIONS["full"], "two": spec(TIS, gsm=GSM)}
@@ -245,13 +233,3 @@ def test_what_cannot_be_reported_on_is_an_error(name: str, message: str) -> None
     with pytest.raises(SpecError, match=message) as error:
         parse_shadows(["tis", name], OPTIONS.__getitem__, 0.1)
     assert str(error.value).startswith((f"offpolicy.shadow={name}: ", f"offpolicy.shadow={name!r}: "))
-
-
-def test_a_default_delta_that_is_none() -> None:
-    with pytest.raises(SpecError, match=r"offpolicy\.shadow_delta=-1.*Set offpolicy\.shadow_delta=0\.1"):
-        parse_shadows(["opsm"], OPTIONS.__getitem__, -1.0)
-
-
-def test_an_option_named_twice() -> None:
-    with pytest.raises(SpecError, match=r"offpolicy\.shadow=tis: named twice"):
-        parse_shadows(["tis", "tis"], OPTIONS.__getitem__, 0.1)

@@ -50,19 +50,6 @@ def test_the_log_ratio_is_zero_where_nothing_counts() -> None:
     assert stage.response_mask.tolist() == mask.bool().tolist()
 
 
-def test_it_decides_what_needs_neither_pi_nor_the_advantages() -> None:
-    """GSM is decided at once; OPSM on pi_old/mu waits for the advantages although it does not need pi."""
-    correction = spec(gsm=GSM, mismatch=opsm(0.1, "rollout"))
-    stage = rollout_stage(
-        correction,
-        old_log_prob=tensor([[0.0], [1.0], [-1.0]]),
-        rollout_log_prob=torch.zeros(3, 1),
-        response_mask=torch.ones(3, 1),
-    )
-    assert {key: drop.tolist() for key, drop in stage.rejected.items()} == {"masks.gsm": [[False], [True], [True]]}
-    assert stage.keep.tolist() == [[True], [False], [False]]
-
-
 def test_each_part_says_what_it_rejects() -> None:
     """Also where another part has rejected it already. rho = 1.5 and 3, pi/pi_old = 1 and e^-0.2, A < 0."""
     correction = spec(
@@ -105,43 +92,7 @@ def test_the_stages_are_of_one_correction(other: CorrectionSpec) -> None:
         step_stage(other, stage, log_prob=ones, advantages=ones)
 
 
-def test_inputs_are_left_as_they_were() -> None:
-    tensors = [tensor([[-1.0, NAN]]), tensor([[NAN, -1.0]]), tensor([[-1.0, INF]]), tensor([[1.0, NAN]])]
-    before = [t.clone() for t in tensors]
-    run(STACK, mu=tensors[0], old=tensors[1], pi=tensors[2], advantages=tensors[3])
-    assert all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(tensors, before, strict=True))
-
-
 # Contracts of the outputs -----------------------------------------------------------------------------------
-
-
-def test_nothing_carries_a_gradient() -> None:
-    leaves = [torch.full((2, 3), value, requires_grad=True) for value in (-1.0, -1.1, -1.2, 0.5)]
-    old, mu, pi, advantages = leaves
-    correction = spec(TIS | {"level": "sequence"}, gsm=GSM, opsm=opsm(0.1))
-    stage = rollout_stage(correction, old_log_prob=old, rollout_log_prob=mu, response_mask=torch.ones(2, 3))
-    step = step_stage(correction, stage, log_prob=pi, advantages=advantages)
-    tensors = [stage.weight, stage.log_ratio, step.weight]
-    parts = [torch.as_tensor(part) for statistic in step.statistics.values() for part in statistic.parts]
-    assert [t.requires_grad for t in tensors + parts] == [False] * (len(tensors) + len(parts))
-    assert step.keep.dtype is torch.bool
-
-
-@pytest.mark.parametrize("level", ["token", "sequence"])
-def test_the_weight_is_not_multiplied_by_keep(level: str) -> None:
-    """Row 0 is dropped and keeps its weight of e^0.5 = 1.6487 a token, or e^1 = 2.7183 a sequence."""
-    step = run(spec(TIS | {"level": level, "upper": 5.0}, gsm=GSM), mu=torch.zeros(2, 2), old=[[0.5, 0.5], [0.0, 0.0]])
-    assert step.keep.tolist() == [[False, False], [True, True]]
-    expected = 1.6487213 if level == "token" else 2.7182818
-    assert step.weight.tolist() == [pytest.approx([expected] * 2), [1.0, 1.0]]
-
-
-@pytest.mark.parametrize("weight", [None, TIS, TIS | {"level": "sequence"}, TIS | {"kind": "clip", "lower": 0.5}])
-def test_off_the_mask_there_is_0_and_false(weight: Any) -> None:
-    """Also under a lower bound of 0.5, which must not lift padding."""
-    step = run(spec(weight, gsm=GSM), mu=[[-1.0, -1.0, -1.0]], old=[[-1.0, 3.0, -1.0]], mask=[[1, 0, 1]])
-    assert step.weight.tolist() == [[1.0, 0.0, 1.0]]
-    assert step.keep.tolist() == [[True, False, True]]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
@@ -158,12 +109,6 @@ def test_every_float_dtype(dtype: torch.dtype) -> None:
     assert step.weight.dtype is (torch.float64 if dtype is torch.float64 else torch.float32)
     assert step.weight.tolist() == [pytest.approx([1.6487213] * 2, rel=1e-6)]
     assert not step.keep.any()
-
-
-@pytest.mark.parametrize("mask", [torch.bool, torch.int64, torch.float32])
-def test_every_type_of_mask(mask: torch.dtype) -> None:
-    step = run(STACK, mu=[[-1.0, -1.0]], old=[[-1.0, -1.0]], mask=torch.tensor([[1, 0]]).to(mask))
-    assert step.keep.tolist() == [[True, False]]
 
 
 @pytest.mark.parametrize("wrong", ["old_log_prob", "rollout_log_prob", "response_mask"])
@@ -217,12 +162,6 @@ def test_rows_without_the_token_dimension() -> None:
 # Little or nothing to decide on -----------------------------------------------------------------------------
 
 
-def test_no_correction_keeps_all_with_weight_1() -> None:
-    step = run(CorrectionSpec(), mu=[[-5.0, -1.0]], old=[[-1.0, -5.0]], pi=[[-9.0, -9.0]], mask=[[1, 0]])
-    assert step.weight.tolist() == [[1.0, 0.0]]
-    assert step.keep.tolist() == [[True, False]]
-
-
 def of_nothing(step: Any) -> None:
     """A defined weight and keep, counts of 0, and NaN for every mean, extreme and share."""
     assert not step.keep.any()
@@ -241,34 +180,6 @@ def test_an_empty_batch() -> None:
     step = run(STACK, mu=empty, old=empty, mask=empty, advantages=empty)
     assert step.keep.shape == step.weight.shape == (0, 4)
     of_nothing(step)
-
-
-def test_rows_of_no_length() -> None:
-    empty = torch.zeros(3, 0)
-    step = run(STACK, mu=empty, old=empty, mask=empty, advantages=empty)
-    assert step.keep.shape == step.weight.shape == (3, 0)
-    of_nothing(step)
-
-
-@pytest.mark.parametrize("mask", [band(1.5, 2.0), band(0.5, 0.9), band(1.5, 2.0, aggregate="product", ratio="ppo")])
-def test_a_masked_row_beside_a_live_one(mask: dict[str, Any]) -> None:
-    """It is neither dropped nor counted, even by a band that would drop a ratio of 1."""
-    step = run(spec(m=mask), mu=torch.zeros(2, 1), old=torch.zeros(2, 1), mask=[[1], [0]])
-    assert not step.keep.any()
-    result = values(step)
-    assert result["mask/m/masked_sequence_share"] == 1.0  # one of one row that has tokens
-    assert result["keep/sequence_share"] == 0.0
-    assert result["rollout_ratio/mean"] == 1.0
-
-
-def test_a_single_token() -> None:
-    """T = 1: token, sequence, geometric mean and product are one number, e^0.5 = 1.6487."""
-    rows = dict(mu=[[-1.5]], old=[[-1.0]])
-    for level in ("token", "sequence"):
-        assert run(spec(TIS | {"level": level}), **rows).weight.item() == pytest.approx(1.6487213)
-    for aggregate in ("geometric", "product"):
-        assert run(spec(m=band(1.64, 1.65, aggregate=aggregate)), **rows).keep.all()
-        assert not run(spec(m=band(1.60, 1.64, aggregate=aggregate)), **rows).keep.any()
 
 
 # Log-probs that are not finite ------------------------------------------------------------------------------
@@ -297,15 +208,6 @@ def test_a_token_that_is_not_finite_leaves(level: str, policy: str, bad: float) 
     # The loss is still divided by the 3 tokens that there were: 1 of them does not count.
     assert result["keep/token_mask_ratio"] == pytest.approx(1 / 3)
     assert not any(math.isinf(value) for value in result.values())
-
-
-def test_a_row_of_nothing_finite_is_dropped() -> None:
-    step = run(STACK, mu=[[NAN, NAN], [-1.0, -1.0]], old=[[-1.0, -1.0], [-1.0, -1.0]])
-    assert step.keep.tolist() == [[False, False], [True, True]]
-    result = values(step)
-    assert result["nonfinite/rollout_log_prob"] == 2
-    assert result["keep/sequence_share"] == 0.5
-    assert result["mask/gsm/masked_sequence_share"] == 0.0  # no mask dropped it
 
 
 @pytest.mark.parametrize("bad", [NAN, INF, -INF])
@@ -352,14 +254,6 @@ def test_skyrl_reduces_the_mask_before_it_decides_by_sequence() -> None:
     assert skyrl.weight.tolist() == [[1.0] * 3]
 
 
-def test_skyrl_may_also_drop_what_the_parts_would_keep() -> None:
-    """log rho = 1, -1: the mean is 0, and -1 once the token mask [0.3, 2] has taken the first token."""
-    rows = dict(mu=[[0.0] * 2], old=[[1.0, -1.0]])
-    free, skyrl = in_both_orders(None, rows, token=band(0.3, 2.0, level="token"), geo=GSM)
-    assert free.keep.tolist() == [[False, True]]
-    assert skyrl.keep.tolist() == [[False, False]]
-
-
 @pytest.mark.parametrize("names", [("a", "b"), ("b", "a")])
 @pytest.mark.parametrize("aggregate", ["geometric", "any"])
 def test_the_outlier_mask_sees_all_tokens(aggregate: str, names: tuple[str, str]) -> None:
@@ -369,20 +263,6 @@ def test_the_outlier_mask_sees_all_tokens(aggregate: str, names: tuple[str, str]
     masks = dict(zip(names, pair, strict=True))
     for step in in_both_orders(None, rows, **masks):
         assert not step.keep.any()
-
-
-def test_skyrl_weighs_tokens_by_themselves() -> None:
-    rows = dict(mu=[[0.0] * 2], old=[[1.0, 0.5]])
-    free, skyrl = in_both_orders(TIS, rows, token=band(0.5, 2.0, level="token"))
-    assert torch.equal(free.weight, skyrl.weight)
-    assert torch.equal(free.keep, skyrl.keep)
-
-
-def test_nothing_left_in_skyrls_order() -> None:
-    rows = dict(mu=[[0.0] * 2], old=[[1.0, 1.0]])
-    _, skyrl = in_both_orders(TIS | {"level": "sequence"}, rows, token=band(0.5, 2.0, level="token"), geo=GSM)
-    assert not skyrl.keep.any()
-    assert skyrl.weight.tolist() == [[1.0, 1.0]]
 
 
 def test_masks_by_advantage_need_advantages() -> None:

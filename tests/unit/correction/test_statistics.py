@@ -8,14 +8,12 @@ from collections.abc import Callable, Mapping
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as draw
 from torch import Tensor
 
 from recipe.offpolicy.correction import Reduction, Statistic
 from recipe.offpolicy.correction import statistics as st
 from recipe.offpolicy.correction.statistics import Moments
-from tests.support.corrections import on_host, tensor
+from tests.support.corrections import tensor
 
 SUM, MEAN, STD, ESS, CHI2 = (Reduction(name) for name in ("sum", "mean", "std", "ess", "chi2"))
 
@@ -64,26 +62,12 @@ def test_of_nothing() -> None:
     assert st.build_sum(nothing).value() == 0.0
 
 
-def test_weights_of_0_have_no_effective_sample() -> None:
-    result = {name: one.value() for name, one in moments(torch.zeros(4)).build_statistics("w").items()}
-    assert (result["w/mean"], result["w/chi2"], result["w/std"]) == (0.0, -1.0, 0.0)
-    assert math.isnan(result["w/ess"])
-
-
 def test_merge_by_hand() -> None:
     """Means travel as sum and count: 1 token of 5 and 3 of 1 give (5 + 3) / 4 = 2, not (5 + 1) / 2 = 3."""
     assert Statistic(MEAN, (5.0, 1.0)).merge(Statistic(MEAN, (3.0, 3.0))).value() == 2.0
     assert Statistic(Reduction.MIN, (1.0, 2.0)).merge(Statistic(Reduction.MIN, (-1.0, 1.0))).value() == -1.0
     assert Statistic(Reduction.MAX, (1.0, 2.0)).merge(Statistic(Reduction.MAX, (-1.0, 1.0))).value() == 1.0
     assert Statistic(SUM, (1.0,)).merge(Statistic(SUM, (2.0,))).value() == 3.0
-
-
-@given(draw.lists(draw.floats(2**-7, 128, width=32), max_size=12), draw.integers(0, 12))
-def test_two_parts_are_the_whole(weights: list[float], cut: int) -> None:
-    """Every reduction of a distribution, with either part maybe empty."""
-    whole, one, two = (moments(tensor(part)).build_statistics("w") for part in (weights, weights[:cut], weights[cut:]))
-    for name, statistic in whole.items():
-        assert one[name].merge(two[name]).value() == pytest.approx(statistic.value(), rel=1e-9, abs=1e-9, nan_ok=True)
 
 
 def test_merging_two_kinds_is_an_error() -> None:
@@ -101,30 +85,6 @@ def test_near_1_there_are_digits(reduction: Reduction, expected: Callable[[float
     ratios = 1.0 + size * tensor([1.0, -1.0] * 500, torch.float64)
     result = moments(ratios).build_statistics("w")[f"w/{reduction.value}"].value()
     assert result == pytest.approx(expected(size), rel=1e-6)
-
-
-def test_extremes_of_nothing_do_not_count() -> None:
-    """Whatever stands there."""
-    nothing, some = Statistic(Reduction.MAX, (9.0, 0.0), about=1.0), Statistic(Reduction.MAX, (2.0, 1.0), about=1.0)
-    assert nothing.merge(some).value() == some.merge(nothing).value() == 3.0
-    assert math.isnan(nothing.merge(nothing).value())
-
-
-def test_floats_stay_what_they_are() -> None:
-    statistics = moments(tensor([1.0, 5.0])).build_statistics("w") | {
-        "c": st.build_sum(torch.tensor(3.0, dtype=torch.float64))
-    }
-    host = on_host(statistics)
-    assert {name: one.value() for name, one in host.items()} == {name: one.value() for name, one in statistics.items()}
-    assert all(type(part) is float for one in host.values() for part in one.parts)
-    assert [one.reduction for one in host.values()] == [one.reduction for one in statistics.values()]
-    assert on_host({}) == {}
-    assert on_host(host) == host
-
-
-def test_merge_all_merges_by_name() -> None:
-    merged = st.merge_all([{"a": Statistic(SUM, (1.0,))}, {}, {"a": Statistic(SUM, (2.0,))}])
-    assert {name: one.value() for name, one in merged.items()} == {"a": 3.0}
 
 
 def of_a_rank(rank: int) -> dict[str, Statistic]:

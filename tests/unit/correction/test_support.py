@@ -7,24 +7,10 @@ from typing import Any
 import pytest
 
 from recipe.offpolicy.correction import CorrectionSpec, SpecError
-from recipe.offpolicy.correction.support import read_support
 from tests.support.corrections import GSM, TIS
 from tests.support.refusals import refused
 
 ON: dict[str, Any] = {"support": "engine"}
-
-
-def test_it_is_off_unless_it_is_asked_for() -> None:
-    off = {"support": None, "support_unknown": "mask", "support_size": None, "support_min_p": None}
-    assert read_support({}) == off
-    assert CorrectionSpec.from_mapping(off) == CorrectionSpec()
-
-
-def test_it_is_no_correction_by_itself() -> None:
-    spec = CorrectionSpec.from_mapping(ON)
-    assert spec.is_none
-    assert not spec.reads_mu
-    assert CorrectionSpec.from_mapping(spec.to_mapping()) == spec
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -37,51 +36,9 @@ def test_sequence_tis() -> None:
     assert step.weight.tolist() == [pytest.approx([w] * 3, rel=1e-6) for w in (4.0, 5.0, 0.25)]
 
 
-def test_sequence_tis_counts_valid_tokens_only() -> None:
-    """The tool token's rho of 100 is no factor, and gets no weight: 2 x 2 = 4, not 400 -> 5."""
-    step = run(spec(SEQUENCE_TIS), mu=[[0.0] * 3], old=[[LOG(2), LOG(100), LOG(2)]], mask=[[1, 0, 1]])
-    assert step.weight.tolist() == [pytest.approx([4.0, 0.0, 4.0], rel=1e-6)]
-
-
-def test_lower_bounds() -> None:
-    """truncate from below: max(rho, 0.5); clip: min(max(rho, 0.5), 2)."""
-    rows = dict(mu=[[0.0] * 3], old=[[LOG(0.1), 0.0, LOG(10)]])
-    below = run(spec(TIS | {"lower": 0.5, "upper": None}), **rows).weight
-    assert below.tolist() == [pytest.approx([0.5, 1.0, 10.0], rel=1e-6)]
-    both = run(spec(TIS | {"lower": 0.5, "kind": "clip"}), **rows).weight
-    assert both.tolist() == [pytest.approx([0.5, 1.0, 2.0], rel=1e-6)]
-
-
-def test_geometric_weights() -> None:
-    """The T-th root of the product: row 0 (2 x 8)^(1/2) = 4 -> 3; row 1 (2 x 0.5 x 8)^(1/3) = 2; row 2 one token, 2."""
-    old = [[LOG(2), LOG(8), 0.0], [LOG(2), LOG(0.5), LOG(8)], [LOG(2), LOG(9), LOG(9)]]
-    step = run(
-        spec(SEQUENCE_TIS | {"aggregate": "geometric", "upper": 3.0}),
-        mu=torch.zeros(3, 3),
-        old=old,
-        mask=[[1, 1, 0], [1, 1, 1], [1, 0, 0]],
-    )
-    expected = [[3.0, 3.0, 0.0], [2.0, 2.0, 2.0], [2.0, 0.0, 0.0]]
-    assert step.weight.tolist() == [pytest.approx(row, rel=1e-6) for row in expected]
-
-
-def test_a_geometric_weight_by_token_is_the_ratio() -> None:
-    rows = dict(mu=[[0.0] * 3], old=[[LOG(0.5), 0.0, LOG(3)]])
-    one, two = (run(spec(TIS | {"aggregate": aggregate}), **rows) for aggregate in ("product", "geometric"))
-    assert one.weight.tolist() == two.weight.tolist() == [pytest.approx([0.5, 1.0, 2.0], rel=1e-6)]
-
-
 # Masked importance sampling ---------------------------------------------------------------------------------
 
 REJECT = {"kind": "reject", "lower": 0.5, "upper": 2.0}
-
-
-def test_reject_by_token() -> None:
-    """rho 1[0.5 <= rho <= 2]: outside it is dropped, inside it is a weight as it stands."""
-    step = run(spec(TIS | REJECT), mu=[[0.0] * 4], old=[[LOG(0.4), LOG(0.6), LOG(1.9), LOG(2.1)]])
-    assert step.keep.tolist() == [[False, True, True, False]]
-    assert (step.weight * step.keep).tolist() == [pytest.approx([0.0, 0.6, 1.9, 0.0], rel=1e-6)]
-    assert step.weight.tolist() == [pytest.approx([0.4, 0.6, 1.9, 2.1], rel=1e-6)]  # never multiplied by keep
 
 
 def test_reject_by_sequence() -> None:
@@ -95,25 +52,6 @@ def test_reject_by_sequence() -> None:
     assert run(spec(SEQUENCE_TIS | REJECT | {"aggregate": "geometric"}), **rows).keep.all()
 
 
-@pytest.mark.parametrize(
-    ("side", "expected"), [({"lower": None}, [True, True, False]), ({"upper": None}, [False, True, True])]
-)
-def test_reject_on_one_side(side: dict[str, None], expected: list[bool]) -> None:
-    step = run(spec(TIS | REJECT | side), mu=[[0.0] * 3], old=[[LOG(0.4), 0.0, LOG(2.1)]])
-    assert step.keep.tolist() == [expected]
-    assert step.weight.tolist() == [pytest.approx([0.4, 1.0, 2.1], rel=1e-6)]
-
-
-@pytest.mark.parametrize("level", ["token", "sequence", "turn", "version"])
-@pytest.mark.parametrize("sign", [1, -1])
-def test_reject_keeps_the_bound_and_drops_the_next_number(level: str, sign: int) -> None:
-    at = np.float32(LOG(2.0))
-    beyond = np.nextafter(at, np.float32(1))
-    for value, expected in ((at, True), (beyond, False)):
-        rows = dict(mu=[[0.0]], old=[[sign * float(value)]], turns=[[0]], versions=[[0]])
-        assert run(spec(TIS | REJECT | {"level": level}), **rows).keep.item() is expected
-
-
 def test_reject_looks_beyond_the_clamp() -> None:
     """A product of e^30 is a weight of e^20 at most, and outside of a bound of e^20 all the same."""
     upper = math.exp(20.0)
@@ -121,71 +59,7 @@ def test_reject_looks_beyond_the_clamp() -> None:
     assert not step.keep.any()
 
 
-def test_truncate_and_clip_reject_nothing() -> None:
-    for kind in (TIS, TIS | {"kind": "clip", "lower": 0.5}, TIS | {"upper": None}):
-        step = run(spec(kind), mu=[[0.0, 0.0]], old=[[-9.0, 9.0]])
-        assert step.keep.all()
-        assert step.rejected == {}
-
-
-# The whole ratio, for base losses without one of their own --------------------------------------------------
-
-
-def test_a_weight_on_pi_over_mu() -> None:
-    """pi/mu = 2 x 1.5 = 3 -> 2, and 0.5 x 0.5 = 0.25; it is 1 until the step knows pi, and follows pi."""
-    full = spec(TIS | {"ratio": "full"})
-    old, mu, ones = tensor([[LOG(2), LOG(0.5)]]), torch.zeros(1, 2), torch.ones(1, 2)
-    stage = rollout_stage(full, old_log_prob=old, rollout_log_prob=mu, response_mask=ones)
-    assert stage.weight.tolist() == [[1.0, 1.0]]
-    pi = old + tensor([[LOG(1.5), LOG(0.5)]])
-    rows = dict(mu=mu, old=old)
-    assert run(full, **rows, pi=pi).weight.tolist() == [pytest.approx([2.0, 0.25], rel=1e-6)]
-    assert run(full, **rows, pi=mu).weight.tolist() == [[1.0, 1.0]]
-    by_row = run(spec(SEQUENCE_TIS | {"ratio": "full"}), **rows, pi=pi)
-    assert by_row.weight.tolist() == [pytest.approx([0.75, 0.75], rel=1e-6)]
-
-
-def test_reject_on_pi_over_mu() -> None:
-    reject = spec(TIS | REJECT | {"ratio": "full"})
-    rows = dict(mu=[[0.0, 0.0]], old=[[1.0, 1.0]])
-    assert run(reject, **rows, pi=[[0.1, 1.0]]).keep.tolist() == [[True, False]]
-    assert run(reject, **rows, pi=[[1.0, 0.1]]).keep.tolist() == [[False, True]]
-
-
 # Divided by their mean --------------------------------------------------------------------------------------
-
-
-def test_normalized_by_token() -> None:
-    """Weights 0.5, 1, 2 (of 8) and 0.5: their mean is 1; tool tokens and empty rows do not count."""
-    kind = TIS | {"normalize": True}
-    rows = dict(mu=torch.zeros(3, 3), mask=[[1, 1, 0], [1, 0, 1], [0, 0, 0]])
-    old = [[LOG(0.5), 0.0, 5.0], [LOG(8), 5.0, LOG(0.5)], [5.0] * 3]
-    expected = [[0.5, 1.0, 0.0], [2.0, 0.0, 0.5], [0.0] * 3]
-    assert run(spec(kind), old=old, **rows).weight.tolist() == [pytest.approx(row, rel=1e-6) for row in expected]
-    # With a cap of 4 they are 0.5, 1, 4 and 0.5, of mean 1.5.
-    expected = [[w / 1.5 for w in row] for row in ([0.5, 1.0, 0.0], [4.0, 0.0, 0.5], [0.0] * 3)]
-    step = run(spec(kind | {"upper": 4.0}), old=old, **rows)
-    assert step.weight.tolist() == [pytest.approx(row, rel=1e-6) for row in expected]
-
-
-@pytest.mark.parametrize("level", ["sequence", "turn"])
-def test_normalized_by_row_or_turn(level: str) -> None:
-    """Rows 4 (three tokens) and 0.5 (one token) count once each: the mean is 2.25, not (3 x 4 + 0.5) / 4 = 3.125."""
-    kind = SEQUENCE_TIS | {"normalize": True, "level": level}
-    old = [[LOG(2), LOG(2), 0.0], [LOG(0.5), 9.0, 9.0], [9.0] * 3]
-    rows = dict(mu=torch.zeros(3, 3), old=old, mask=[[1, 1, 1], [1, 0, 0], [0, 0, 0]])
-    step = run(spec(kind), **rows, turns=torch.zeros(3, 3, dtype=torch.int64))
-    assert step.weight[0].tolist() == pytest.approx([4 / 2.25] * 3, rel=1e-6)
-    assert step.weight[1].tolist() == pytest.approx([0.5 / 2.25, 0.0, 0.0], rel=1e-6)
-
-
-def test_normalized_by_version() -> None:
-    """Units 2 x 2 = 4, 0.5 and 1.5: mean 2."""
-    kind = SEQUENCE_TIS | {"normalize": True, "level": "version"}
-    rows = dict(mu=torch.zeros(2, 3), old=[[LOG(2), LOG(2), LOG(0.5)], [LOG(1.5), 9.0, 9.0]])
-    step = run(spec(kind), **rows, mask=[[1, 1, 1], [1, 0, 0]], versions=[[7, 7, 8], [7, 7, 7]])
-    assert step.weight[0].tolist() == pytest.approx([2.0, 2.0, 0.25], rel=1e-6)
-    assert step.weight[1].tolist() == pytest.approx([0.75, 0.0, 0.0], rel=1e-6)
 
 
 def test_what_is_rejected_counts_as_zero_in_the_mean() -> None:
@@ -206,15 +80,6 @@ def test_what_a_mask_drops_still_counts_in_the_mean() -> None:
     assert step.weight.tolist() == [pytest.approx([2 / 1.5], rel=1e-6), pytest.approx([1 / 1.5], rel=1e-6)]
 
 
-def test_all_rejected_or_nothing_there_divides_by_one() -> None:
-    kind = spec(TIS | REJECT | {"normalize": True})
-    step = run(kind, mu=[[0.0, 0.0]], old=[[LOG(3), LOG(4)]])
-    assert not step.keep.any()
-    assert step.weight.tolist() == [pytest.approx([3.0, 4.0], rel=1e-6)]
-    step = run(kind, mu=[[0.0, 0.0]], old=[[LOG(3), LOG(4)]], mask=[[0, 0]])
-    assert step.weight.tolist() == [[0.0, 0.0]]
-
-
 def test_the_mean_is_that_of_the_batch() -> None:
     """Weights 0.5 and 2 in two micro-batches: 0.5 / 1.25 and 2 / 1.25, not 1 and 1."""
     kind, zero = spec(TIS | {"normalize": True}), torch.zeros(1, 1)
@@ -231,23 +96,6 @@ def test_the_mean_is_that_of_the_batch() -> None:
 # Nothing to weigh, and what is reported ---------------------------------------------------------------------
 
 
-def test_without_a_weight_it_is_one() -> None:
-    step = run(spec(gsm=band(0.99, 1.01)), mu=[[0.0, 0.0]], old=[[1.0, 1.0]], mask=[[1, 0]])
-    assert step.weight.tolist() == [[1.0, 0.0]]
-
-
-def test_an_unbound_weight_is_clamped_at_20_nats() -> None:
-    # 30 tokens of 1 nat: e^30 = 1.07e13 is cut to e^20 = 4.85e8, which float32 holds.
-    step = run(spec(UNBOUND_SEQUENCE), mu=torch.zeros(1, 30), old=torch.ones(1, 30))
-    assert step.weight.unique().tolist() == pytest.approx([4.851652e8], rel=1e-5)
-
-
-def test_the_weight_never_looks_at_pi() -> None:
-    rows = dict(mu=[[-1.0, -2.0]], old=[[-0.5, -2.5]])
-    one, two = run(spec(TIS), **rows), run(spec(TIS), **rows, pi=[[-3.0, -0.1]], advantages=-2.0)
-    assert torch.equal(one.weight, two.weight)
-
-
 def test_what_the_logger_gets() -> None:
     """rho = 1, 4, 1, 4 under a cap of 2: before the cap the mean is 2.5, after it 1.5, half of them capped.
 
@@ -262,14 +110,6 @@ def test_what_the_logger_gets() -> None:
     assert result["weight/std"] == pytest.approx(0.5, rel=1e-6)
     assert result["weight/ess"] == pytest.approx(0.9, rel=1e-6)
     assert (result["weight/min"], result["weight/max"]) == (1.0, 2.0)
-    assert result["weight/truncated_share"] == 0.5
-
-
-def test_the_truncated_share_counts_both_sides_of_a_clip() -> None:
-    # rho = 0.1, 1, 1, 10 in [0.5, 2]: two of four are cut.
-    result = values(
-        run(spec(TIS | {"lower": 0.5, "kind": "clip"}), mu=[[0.0] * 4], old=[[LOG(0.1), 0.0, 0.0, LOG(10)]])
-    )
     assert result["weight/truncated_share"] == 0.5
 
 
@@ -306,12 +146,6 @@ def test_untruncated_sequence_weights_are_unbiased() -> None:
     assert (mu * weight[:, 1]).sum().item() == pytest.approx(1.0, abs=1e-12)
 
 
-def test_truncated_sequence_weights_are_biased() -> None:
-    mu, _, weight = enumerated_weights(SEQUENCE_TIS | {"upper": 1.5})
-    # E_mu[prod rho] = 1 before the cap; every cut takes from it.
-    assert (mu * weight[:, 0]).sum().item() < 0.95
-
-
 def score_expectation(kind: dict[str, object]) -> Tensor:
     """E_mu[w_t grad log pi_old,t] summed over t, by enumeration: one number per logit, (12,)."""
     logits = tuple(x.requires_grad_() for x in policy(1))
@@ -329,22 +163,6 @@ def test_untruncated_token_weights_leave_baselines_unbiased() -> None:
 @pytest.mark.parametrize("kind", [TIS | {"upper": 1.2}, TIS | {"lower": 0.8, "upper": None}, None])
 def test_truncation_and_no_weight_break_that(kind: dict[str, object]) -> None:
     assert score_expectation(kind).abs().max().item() > 1e-2
-
-
-def test_token_weights_are_not_an_unbiased_estimate() -> None:
-    """Only the sequence weight reweights the sequence."""
-    mu, old, weight = enumerated_weights(UNBOUND_TOKEN)
-    rewards = tensor(SEQUENCES[:, 0] * SEQUENCES[:, 1], torch.float64)
-    wrong = (mu * weight[:, 1] * rewards).sum().item()
-    assert abs(wrong - (old * rewards).sum().item()) > 1e-2
-
-
-def test_a_ratio_at_the_cap_is_not_truncated() -> None:
-    # Equal policies under upper = 1: every ratio is 1, nothing is cut, and raw and applied weights agree.
-    spec = CorrectionSpec.from_mapping({"weight": {"level": "token", "kind": "truncate", "lower": None, "upper": 1.0}})
-    log_prob = torch.log(torch.tensor([[0.5, 0.25]]))
-    stage = rollout_stage(spec, old_log_prob=log_prob, rollout_log_prob=log_prob, response_mask=torch.ones(1, 2))
-    assert stage.statistics["weight/truncated_share"].value() == 0.0
 
 
 def test_raw_and_applied_weights_are_both_reported() -> None:

@@ -33,39 +33,12 @@ def test_each_sign_has_a_cap_of_its_own() -> None:
     assert values(step)["weight/truncated_share"] == pytest.approx(4 / 6)
 
 
-def test_a_sign_by_token_weighs_tokens_of_a_row_apart() -> None:
-    """The row's product is 4; A = (-3, 1): the row's sign is negative, that of its second token positive."""
-    rows: dict[str, Any] = dict(mu=[[0.0, 0.0]], old=[[LOG(2), LOG(2)]], advantages=torch.tensor([[-3.0, 1.0]]))
-    sequence = NEGATIVE | {"level": "sequence", "upper": 3.0}
-    assert run(by_sign(a=sequence), **rows).weight.tolist() == [[3.0, 3.0]]
-    assert run(by_sign(a=sequence | {"sign": "token"}), **rows).weight.tolist() == [[3.0, 1.0]]
-
-
-def test_a_weight_that_rejects_drops_tokens_of_its_sign_alone() -> None:
-    """rho = 8 is outside [0.5, 2]: dropped where A < 0, weighed by 1 where A > 0."""
-    reject = NEGATIVE | {"kind": "reject", "lower": 0.5}
-    step = run(by_sign(a=reject), mu=torch.zeros(2, 1), old=[[LOG(8)], [LOG(8)]], advantages=[-1.0, 1.0])
-    assert step.keep.tolist() == [[False], [True]]
-    assert step.weight[1].tolist() == [1.0]
-    seen = values(step)
-    assert seen["weights/a/masked_token_share"] == 0.5
-    assert (seen["weights/a/negative/masked_token_share"], seen["weights/a/positive/masked_token_share"]) == (1.0, 0.0)
-
-
 def test_topr_by_hand() -> None:
     """min(prod pi / mu, 1) of rows with A < 0: products 1/4 and 4 give 1/4 and 1; a row with A > 0 keeps weight 1."""
     two, half = LOG(2), LOG(0.5)
     pi = [[half, half], [two, two], [half, half]]
     step = run(PRESETS["paper/topr"], mu=torch.zeros(3, 2), old=torch.zeros(3, 2), pi=pi, advantages=[-1.0, -1.0, 1.0])
     torch.testing.assert_close(step.weight, torch.tensor([[0.25, 0.25], [1.0, 1.0], [1.0, 1.0]]))
-
-
-def test_one_weight_of_any_sign_is_the_weight() -> None:
-    rows = dict(mu=[[0.0, 0.0]], old=[[LOG(8), LOG(0.5)]])
-    named = run(by_sign(a=TIS | {"when": "any", "normalize": True}), **rows)
-    alone = run(CorrectionSpec.from_mapping({"weight": TIS | {"normalize": True}}), **rows)
-    assert torch.equal(named.weight, alone.weight)
-    assert values(named) == values(alone)
 
 
 def test_the_mapping_has_them_where_they_are_set_alone() -> None:
