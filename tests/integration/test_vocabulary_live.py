@@ -18,7 +18,7 @@ from tests.support.first_update import adapter, first_update
 from tests.support.specs import GSM, OPSM, TIS_TOKEN
 
 STALE: dict[str, Any] = {"aggregate": "staleness", "level": "token", "upper": 1}
-LEVELS = ["token", "sequence", "turn", "version"]
+LEVELS = ["token", "sequence", "turn", "version", "prefix"]
 BOUNDS = {name: entry.usual for name, entry in AGGREGATES.items() if entry.reduce not in ("batch", "oldest")}
 
 
@@ -106,7 +106,15 @@ def test_masks_on_age(engine: Any, level: str, when: str) -> None:
     live(engine, {"masks": {"stale": STALE | {"level": level, "when": when}}})
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("aggregate", ["product", "geometric", "minimum"])
+@pytest.mark.parametrize("power", [0.5, -0.5])
+def test_bounds_by_position(engine: Any, power: float, aggregate: str) -> None:
+    weight = {"level": "prefix", "kind": "clip", "lower": 0.9, "upper": 1.2, "aggregate": aggregate}
+    mask = {"level": "prefix", "ratio": "rollout", "aggregate": "geometric", "delta": 0.1, "when": "negative"}
+    live(engine, {"weight": weight | {"by_position": power}, "masks": {"mask": mask | {"by_position": power}}})
+
+
+@pytest.mark.parametrize("level", LEVELS[:-1])
 def test_bounds_by_age(engine: Any, level: str) -> None:
     weight = TIS_TOKEN | {"level": level, "by_staleness": [1.0, 1.5]}
     mask = {"level": level, "aggregate": "product", "lower": 0.9, "upper": 1.1, "by_staleness": [1.0, 0.5, 2.0]}

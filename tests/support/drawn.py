@@ -116,7 +116,7 @@ def batches(draw_one: Any, min_rows: int = 0) -> Rows:
 
 
 Bounds = tuple[float | None, ...]
-LEVELS = ("token", "sequence", "turn", "version")
+LEVELS = ("token", "sequence", "turn", "version", "prefix")
 RATIOS = ("rollout", "full", "ppo")
 AGGREGATES = tuple(name for name, entry in TABLE.items() if entry.reduce not in ("batch", "oldest"))
 """Those of one unit's ratios; second_moment and staleness have bounds of their own."""
@@ -149,15 +149,17 @@ def weights(draw_one: Any, factors: tuple[Any, ...] = (None,)) -> dict[str, Any]
     kinds = ["truncate"] if lower is None or upper is None else ["clip"]
     kinds += ["reject"] if lower is not None or upper is not None else []
     ratio = draw_one(draw.sampled_from(["rollout", "full"]))
+    bound, by_prefix = lower is not None or upper is not None, level == "prefix"
     return dict(
         level=level,
         kind=draw_one(draw.sampled_from(kinds)),
         lower=lower,
         upper=upper,
-        aggregate=draw_one(draw.sampled_from(["product", "geometric"])),
+        aggregate=draw_one(draw.sampled_from(["product", "geometric", *(["minimum"] if by_prefix else [])])),
         ratio=ratio,
         normalize=ratio == "rollout" and draw_one(draw.booleans()),
-        by_staleness=None if lower is upper is None else draw_one(draw.sampled_from(factors)),
+        by_staleness=draw_one(draw.sampled_from(factors)) if bound and not by_prefix else None,
+        by_position=draw_one(draw.sampled_from([None, 0.5, -0.5])) if bound and by_prefix else None,
     )
 
 
@@ -184,7 +186,9 @@ def masks(
         return mapping | {"upper": draw_one(draw.integers(0, 3))}
     entry = TABLE[aggregate]
     if entry.on_ratio:
-        mapping["by_staleness"] = draw_one(draw.sampled_from(factors))
+        by_prefix = mapping["level"] == "prefix"
+        mapping["by_staleness"] = None if by_prefix else draw_one(draw.sampled_from(factors))
+        mapping["by_position"] = draw_one(draw.sampled_from([None, 0.5, -0.5])) if by_prefix else None
     if entry.of_log_ratios and draw_one(draw.booleans()):
         return mapping | {"delta": draw_one(draw.sampled_from([0.0, 1 / 64, 0.125, 0.5]))}
     lowers, uppers = (LOWER, UPPER) if entry.on_ratio else (BELOW, ABOVE)

@@ -78,16 +78,16 @@ def expected(correction: Plain, batch: Batch) -> Expected:
         # With skyrl_compat the tokens that are masked already still carry their row's weight.
         carriers = {label(level, batch, unit[0]): unit for unit in units(level, batch, counted)}
         for unit, value, drops in weighed(weight, batch, counted if level == "token" else seen, result):
-            for b, t in carriers[label(level, batch, unit[0])]:
+            for b, t in unit[-1:] if level == "prefix" else carriers[label(level, batch, unit[0])]:
                 result.weight[b][t] = value
-            dropped |= set(unit) if drops else set()
+            dropped |= set(decided_by(level, unit)) if drops else set()
         if weight["kind"] == "reject":
             result.rejected["weight"] = dropped
     for name, part in correction.get("weights", {}).items():
         lost: set[Token] = set()
         signs = signed_by({"sign": "row", **part}, batch, counted)
         for unit, value, drops in weighed(part, batch, counted, result):
-            for b, t in unit:
+            for b, t in decided_by(part["level"], unit):
                 if concerned(part, signs, (b, t), result):
                     result.weight[b][t] = value
                     lost |= {(b, t)} if drops else set()
@@ -131,11 +131,16 @@ def policies(ratio: str, batch: Batch, token: Token) -> tuple[float, float]:
     return {"rollout": (old, mu), "full": (pi, mu), "ppo": (pi, old)}[ratio]
 
 
+def decided_by(level: str, unit: list[Token]) -> list[Token]:
+    """Tokens that a unit decides on: of a prefix the last alone."""
+    return unit[-1:] if level == "prefix" else unit
+
+
 def label(level: str, batch: Batch, token: Token) -> tuple[int, ...]:
     """Tokens of one label are one unit."""
     b, t = token
     match level:
-        case "token":
+        case "token" | "prefix":
             return (b, t)
         case "sequence":
             return (b,)
@@ -147,6 +152,9 @@ def label(level: str, batch: Batch, token: Token) -> tuple[int, ...]:
 
 
 def units(level: str, batch: Batch, tokens: list[Token]) -> list[list[Token]]:
+    if level == "prefix":
+        rows = units("sequence", batch, tokens)
+        return [sorted(row)[: end + 1] for row in rows for end in range(len(row))]
     found: dict[tuple[int, ...], list[Token]] = {}
     for token in tokens:
         found.setdefault(label(level, batch, token), []).append(token)
@@ -160,6 +168,8 @@ def age(batch: Batch, token: Token) -> int:
 
 def factor(part: Plain, batch: Batch, unit: list[Token]) -> float:
     """Factor of |log bound| by the age of the unit's oldest token."""
+    if part.get("by_position"):
+        return float(len(unit) ** part["by_position"])
     factors: list[float] = part.get("by_staleness") or [1.0]
     oldest = max(age(batch, token) for token in unit)
     return factors[oldest] if oldest < len(factors) else factors[-1]
@@ -185,6 +195,9 @@ def weighed(
         value = math.fsum(log_ratio(weight["ratio"], batch, token) for token in unit)
         if weight["aggregate"] == "geometric":
             value /= len(unit)
+        if weight["aggregate"] == "minimum":
+            *before, own = (log_ratio(weight["ratio"], batch, token) for token in unit)
+            value = own + min([0.0, *before])
         grown = factor(weight, batch, unit)
         low = None if weight["lower"] is None else math.log(weight["lower"]) * grown
         high = None if weight["upper"] is None else math.log(weight["upper"]) * grown
@@ -216,7 +229,7 @@ def rejected_by(mask: Plain, batch: Batch, tokens: list[Token], result: Expected
         if any(beyond(value, low, high, result) for value in statistics(mask, batch, unit)):
             dropped |= {
                 token
-                for token in unit
+                for token in decided_by(mask["level"], unit)
                 if concerned(mask, signs, token, result, lambda token: log_ratio(mask["ratio"], batch, token))
             }
     return dropped
@@ -248,6 +261,9 @@ def statistics(mask: Plain, batch: Batch, unit: list[Token]) -> list[float]:
             return [math.log(math.fsum(math.exp(min(abs(value), 20.0)) for value in logs) / len(logs))]
         case ["binary", kind, *reduction]:
             pairs = [policies(mask["ratio"], batch, token) for token in unit]
+            if reduction and reduction[0] == "forward":
+                each = [binary_kl(other, one) for one, other in pairs]
+                return [math.fsum(each) / len(each)] if "mean" in reduction else each
             if kind == "kl":
                 return [max(binary_kl(one, other), binary_kl(other, one)) for one, other in pairs]
             gaps = [math.exp(numerator) - math.exp(denominator) for numerator, denominator in pairs]

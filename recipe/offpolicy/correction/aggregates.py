@@ -77,10 +77,10 @@ BINARY_EPS: Final = 1e-6
 """Probabilities are clamped to [eps, 1 - eps] where the others' mass is divided by, as prime-rl does."""
 
 
-def _binary_divergence(log_ratio: Tensor, numerator: Tensor, denominator: Tensor) -> Tensor:
-    """Compute max(KL(p, q), KL(q, p)) of the sampled token against all others, float64, p and q the policies' masses.
+def _binary_divergences(numerator: Tensor, denominator: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute KL(p, q) and KL(q, p) of the sampled token against all others, float64, p and q the policies' masses.
 
-    KL(p, q) = p log(p / q) + (1 - p) log((1 - p) / (1 - q)); 0 where a log-prob is not finite.
+    KL(p, q) = p log(p / q) + (1 - p) log((1 - p) / (1 - q)).
     """
     # Taken from the log-probs: 1 - p loses its digits where p is near 1.
     near = math.log(BINARY_EPS), math.log1p(-BINARY_EPS)
@@ -88,7 +88,17 @@ def _binary_divergence(log_ratio: Tensor, numerator: Tensor, denominator: Tensor
     log_p_rest, log_q_rest = (torch.log(-torch.expm1(each)) for each in (log_p, log_q))
     ratio, rest = log_p - log_q, log_p_rest - log_q_rest
     p, q = log_p.exp(), log_q.exp()
-    return torch.maximum(p * ratio + (1 - p) * rest, -q * ratio - (1 - q) * rest).clamp(min=0)
+    return (p * ratio + (1 - p) * rest).clamp(min=0), (-q * ratio - (1 - q) * rest).clamp(min=0)
+
+
+def _greater_binary_divergence(log_ratio: Tensor, numerator: Tensor, denominator: Tensor) -> Tensor:
+    """Compute max(KL(p, q), KL(q, p)), float64."""
+    return torch.maximum(*_binary_divergences(numerator, denominator))
+
+
+def _forward_binary_divergence(log_ratio: Tensor, numerator: Tensor, denominator: Tensor) -> Tensor:
+    """Compute KL(q, p) from the policy of the denominator, which sampled, to that of the numerator, float64."""
+    return _binary_divergences(numerator, denominator)[1]
 
 
 def _excess_of_distance(log_ratio: Tensor, numerator: Tensor, denominator: Tensor) -> Tensor:
@@ -122,6 +132,11 @@ def _family(measure: str, mean: float, other: float, at: Callable[[float], float
     ]
 
 
+_BINARY_KL: Final[tuple[tuple[str, Literal["each", "mean"], float, TokenValue, str], ...]] = (
+    ("binary_kl", "each", 0.1, _greater_binary_divergence, ""),
+    ("binary_kl_forward", "each", 0.05, _forward_binary_divergence, ""),
+    ("binary_kl_forward_mean", "mean", 3e-3, _forward_binary_divergence, "binary_kl_forward"),
+)
 _ENTRIES: Final = (
     Aggregate("product", "sum", (0.5, 2.0), on_ratio=True, widest=600.0),  # exp(600) can still be written
     Aggregate("geometric", "mean", (0.99, 1.01), on_ratio=True, widest=EXP_CLAMP, single="product"),
@@ -152,15 +167,19 @@ _ENTRIES: Final = (
         single="binary_tv",
     ),
     Aggregate("binary_tv_sum", "sum", (-0.2, 0.2), _probability_gap, at=lambda nats: math.inf, single="binary_tv"),
-    Aggregate(
-        "binary_kl",
-        "each",
-        (None, 0.1),
-        _binary_divergence,
-        least=0.0,
-        greatest=(1 - 2 * BINARY_EPS) * math.log((1 - BINARY_EPS) / BINARY_EPS),
-        at=lambda nats: math.inf,
-        widest=13.0,
+    *(
+        Aggregate(
+            name,
+            reduce,
+            (None, usual),
+            value,
+            least=0.0,
+            greatest=(1 - 2 * BINARY_EPS) * math.log((1 - BINARY_EPS) / BINARY_EPS),
+            at=lambda nats: math.inf,
+            widest=13.0,
+            single=single,
+        )
+        for name, reduce, usual, value, single in _BINARY_KL
     ),
     Aggregate(
         "exp_abs_mean",

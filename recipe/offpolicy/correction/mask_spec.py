@@ -18,12 +18,14 @@ from .validation import (
     read_factors,
     read_number,
     read_ordered_bounds,
+    read_power,
     read_ratio_bounds,
     require_keys,
 )
 
 Ratio = Literal["rollout", "full", "ppo"]
 
+_OPTIONAL = ("sign", "by_staleness", "by_position")
 AGE = "staleness"
 """Aggregate of a mask on the age of the weights."""
 _WITHOUT_AGE = {
@@ -32,6 +34,7 @@ _WITHOUT_AGE = {
     "delta": "delta bounds a mean of log ratios.",
     "budget": "budget bounds a mean of squares.",
     "by_staleness": "it multiplies the log of a bound on a ratio.",
+    "by_position": "it multiplies the log of a bound on a ratio.",
 }
 """Keys that mean nothing for an age -> why."""
 
@@ -54,6 +57,7 @@ class MaskSpec:
             the batch is at most this; None otherwise.
         by_staleness: factor of |log bound| for units whose oldest token is 0, 1, ... versions old, the last for older
             ones; None: one bound for all.
+        by_position: power of a token's position that multiplies |log bound|, see ``WeightSpec.by_position``.
     """
 
     ratio: Ratio
@@ -66,6 +70,7 @@ class MaskSpec:
     delta: float | None = None
     budget: float | None = None
     by_staleness: tuple[float, ...] | None = None
+    by_position: float | None = None
 
     @classmethod
     def from_mapping(cls, mapping: Mapping[str, Any], *, key: str) -> MaskSpec:
@@ -78,7 +83,7 @@ class MaskSpec:
             return cls._of_age(mapping, key)
         bound_keys = {"delta"} if "delta" in mapping else {"budget"} if "budget" in mapping else {"lower", "upper"}
         _one_way_to_bound(mapping, bound_keys, key)
-        require_keys(mapping, {"ratio", "level", "aggregate", "when"} | bound_keys, key, {"sign", "by_staleness"})
+        require_keys(mapping, {"ratio", "level", "aggregate", "when"} | bound_keys, key, _OPTIONAL)
         aggregate = read_choice(mapping, "aggregate", tuple(AGGREGATES), key)
         if (AGGREGATES[aggregate].reduce == "batch") != ("budget" in mapping):
             raise SpecError(
@@ -114,6 +119,7 @@ class MaskSpec:
             delta=delta,
             budget=budget,
             by_staleness=read_factors(mapping, key),
+            by_position=read_power(mapping, key),
         )
         mask._check(key)
         return mask
@@ -150,14 +156,16 @@ class MaskSpec:
     def _check(self, key: str) -> None:
         mend = {f"{key}.when": "negative"} if self.budget is None else {f"{key}.sign": "row"}
         check_sign_is_read(self.when, self.sign, key, mend)
-        if self.by_staleness is not None and not self.entry.on_ratio:
-            raise SpecError(
-                f"{self.aggregate} is not bounded by a ratio, whose log could be multiplied.",
-                f"Set {key}.by_staleness=null, or {key}.aggregate=geometric with bounds on a ratio.",
-                key=f"{key}.by_staleness",
-                value=list(self.by_staleness),
-                beside={f"{key}.aggregate": self.aggregate},
-            )
+        scales: dict[str, Any] = {"by_staleness": self.by_staleness, "by_position": self.by_position}
+        for name, value in scales.items():
+            if value is not None and not self.entry.on_ratio:
+                raise SpecError(
+                    f"{self.aggregate} is not bounded by a ratio, whose log could be multiplied.",
+                    f"Set {key}.{name}=null, or {key}.aggregate=geometric with bounds on a ratio.",
+                    key=f"{key}.{name}",
+                    value=list(value) if isinstance(value, tuple) else value,
+                    beside={f"{key}.aggregate": self.aggregate},
+                )
         half_set = (self.lower is None) != (self.upper is None) and self.delta is None
         if half_set and self.level == "token" and self.entry.of_log_ratios and self.when == "any":
             side = "lower" if self.lower is None else "upper"
@@ -190,7 +198,8 @@ class MaskSpec:
             mapping |= {"lower": self.lower, "upper": self.upper}
         mapping |= {"when": self.when, "sign": self.sign}
         # Left out where it is not set, so that fingerprints of corrections without it stay as they were.
-        return mapping | ({} if self.by_staleness is None else {"by_staleness": list(self.by_staleness)})
+        mapping |= {} if self.by_staleness is None else {"by_staleness": list(self.by_staleness)}
+        return mapping | ({} if self.by_position is None else {"by_position": self.by_position})
 
     @property
     def entry(self) -> Aggregate:

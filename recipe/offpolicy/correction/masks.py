@@ -64,7 +64,7 @@ def _outside(
                 raise ValueError(f"{aggregate.name} cuts by the batch: pass the constants of batch_constants.")
             return value > cutoff
         case "max":
-            return _beyond(spec, units, units.greatest(value)) & (units.tokens > 0)
+            return _beyond(spec, units, units.greatest(value)) & units.exists
         case reduction:
             reduced = units.mean(value) if reduction == "mean" else units.total(value)
             return _beyond(spec, units, reduced if aggregate.finish is None else aggregate.finish(reduced))
@@ -125,7 +125,7 @@ def _beyond(spec: MaskSpec, units: Units, value: Tensor) -> Tensor:
 
 
 def choose_limits(spec: MaskSpec, units: Units) -> tuple[Tensor | float, Tensor | float]:
-    """Choose the bounds of each unit by its age, in float32 as they are compared; ``spec.limits`` without factors.
+    """Choose the bounds of each unit by its age or length, in float32 as they are compared; else ``spec.limits``.
 
     Example:
         >>> from .units import partition_units
@@ -135,7 +135,7 @@ def choose_limits(spec: MaskSpec, units: Units) -> tuple[Tensor | float, Tensor 
         >>> lower, [round(each, 4) for each in upper.exp()[0].tolist()]  # 1.01 and, from age 1 on, its square
         (-inf, [1.01, 1.0201, 1.0201])
     """
-    lower, upper = (units.scale_by_age(limit, spec.by_staleness) for limit in spec.limits)
+    lower, upper = (units.scale_limit(limit, spec.by_staleness, spec.by_position) for limit in spec.limits)
     return lower, upper
 
 

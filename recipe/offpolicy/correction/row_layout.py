@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -61,6 +63,18 @@ class RowLayout(ABC):
         """Count the true tokens of each row up to and including each token, int64."""
 
     @abstractmethod
+    def cumulative_sum(self, tokens: Tensor) -> Tensor:
+        """Sum the tokens of each row up to and including each token, float64."""
+
+    @abstractmethod
+    def cumulative_max(self, tokens: Tensor) -> Tensor:
+        """Compute the greatest value of each row up to and including each token, float64."""
+
+    @abstractmethod
+    def previous(self, tokens: Tensor, first: float) -> Tensor:
+        """Return the value of each token's predecessor in its row; ``first`` at the first token."""
+
+    @abstractmethod
     def sort(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Sort the tokens of each row by value; return them and the last-dimension position that each came from."""
 
@@ -113,6 +127,15 @@ class PaddedRows(RowLayout):
 
     def cumulative_count(self, flags: Tensor) -> Tensor:
         return flags.cumsum(-1)
+
+    def cumulative_sum(self, tokens: Tensor) -> Tensor:
+        return tokens.cumsum(-1, dtype=torch.float64)
+
+    def cumulative_max(self, tokens: Tensor) -> Tensor:
+        return tokens.double().cummax(-1).values if self.shape[1] else tokens.double()
+
+    def previous(self, tokens: Tensor, first: float) -> Tensor:
+        return torch.nn.functional.pad(tokens, (1, 0), value=first)[:, :-1]
 
     def sort(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         ordered, order = tokens.sort(dim=-1, stable=True)
@@ -185,6 +208,28 @@ class PackedRows(RowLayout):
         total = flags.cumsum(0)
         before = torch.cat((total.new_zeros(1), total)).index_select(0, self.offsets[:-1])
         return total - self.broadcast(before)
+
+    def cumulative_sum(self, tokens: Tensor) -> Tensor:
+        return self._scan(tokens.double(), torch.add, 0.0)
+
+    def cumulative_max(self, tokens: Tensor) -> Tensor:
+        return self._scan(tokens.double(), torch.maximum, -math.inf)
+
+    def _scan(self, values: Tensor, combine: Callable[[Tensor, Tensor], Tensor], neutral: float) -> Tensor:
+        """Combine the tokens of each row up to each token, in log2(N) passes of doubling distance."""
+        # A cumulative sum over all rows less its value at the start of each would lose digits of short rows.
+        distance = 1
+        while distance < self.length:
+            alike = self.row_index[distance:] == self.row_index[:-distance]
+            before = torch.where(alike, values[:-distance], neutral)
+            values = torch.cat((values[:distance], combine(values[distance:], before)))
+            distance *= 2
+        return values
+
+    def previous(self, tokens: Tensor, first: float) -> Tensor:
+        before = torch.nn.functional.pad(tokens, (1, 0), value=first)[:-1]
+        starts = torch.nn.functional.pad(self.row_index.diff() > 0, (1, 0), value=True)[: self.length]
+        return torch.where(starts, first, before)
 
     def sort(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         by_value = tokens.argsort(stable=True)

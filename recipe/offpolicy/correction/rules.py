@@ -277,7 +277,7 @@ def _check_baseline(spec: CorrectionParts) -> None:
         )
     levels = {mask.level for _, mask in spec.masks}
     levels |= {weight.level for weight in spec.all_weights.values() if weight.kind == "reject"}
-    if not levels - {"token"}:
+    if not levels - {"token", "prefix"}:
         raise SpecError(
             "nothing rejects rows: no sibling would be left out.",
             "Set correction.baseline=include, or add a mask by sequence.",

@@ -331,7 +331,7 @@ def _of_units(weighed: AppliedWeight, valid: Tensor) -> Moments:
     """Compute the moments of the raw weight of each valid token, from the weights of the units that they share."""
     units = weighed.units
     seen = units if units.valid is valid else replace(units, valid=valid)
-    return _of_counted(weighed.by_unit, seen.tokens)
+    return _of_counted(weighed.by_unit, seen.sharing)
 
 
 def _of_counted(log_weight: Tensor, count: Tensor) -> Moments:

@@ -12,12 +12,12 @@ from torch import Tensor
 
 from .row_layout import RowLayout, detect_layout
 
-Level = Literal["token", "sequence", "turn", "version"]
+Level = Literal["token", "sequence", "turn", "version", "prefix"]
 
 
 @dataclass(frozen=True)
 class Units:
-    """A partition of each row's tokens.
+    """A partition of each row's tokens, or with level ``prefix`` each token with all valid tokens before it in its row.
 
     One value a unit is a column by sequence (see ``RowLayout``) and a tensor of tokens otherwise: a row of T tokens
     has no more than T units, and to ask for the exact number would be to wait for the device. Units without a valid
@@ -43,6 +43,8 @@ class Units:
         """Sum over the tokens of each unit, float64; ``values`` by token, 0 off ``valid``."""
         if self.level == "token":
             return values.double()
+        if self.level == "prefix":
+            return self.rows.cumulative_sum(values)
         if self.index is None:
             return self.rows.sum(values)
         sums = torch.zeros_like(self.valid, dtype=torch.float64)
@@ -59,6 +61,8 @@ class Units:
         chosen = torch.where(self.valid, values.double(), -math.inf)
         if self.level == "token":
             return chosen
+        if self.level == "prefix":
+            return self.rows.cumulative_max(chosen)
         if self.index is None:
             return self.rows.max(chosen)
         least = torch.full_like(self.valid, -math.inf, dtype=torch.float64)
@@ -66,11 +70,26 @@ class Units:
 
     def spread(self, values: Tensor) -> Tensor:
         """Return the value of each token's unit, by token; without meaning off ``valid``."""
-        if self.level == "token":
+        if self.level in ("token", "prefix"):
             return values
         if self.index is None:
             return self.rows.broadcast(values).expand(self.valid.shape)
         return values.gather(-1, self.index)
+
+    def least_before(self, values: Tensor) -> Tensor:
+        """Compute the least value of the valid tokens before each in its row, and 0 at most, float64; by token."""
+        below = torch.where(self.valid, values.double(), 0.0).clamp(max=0)
+        return -self.rows.previous(self.rows.cumulative_max(-below), 0.0)
+
+    @property
+    def exists(self) -> Tensor:
+        """Units that have a valid token, bool; of level ``prefix`` those that end with one."""
+        return self.valid if self.level in ("token", "prefix") else self.tokens > 0
+
+    @property
+    def sharing(self) -> Tensor:
+        """Number of valid tokens that have the unit's value, float64: those of the unit, or its last for a prefix."""
+        return self.valid.double() if self.level == "prefix" else self.tokens
 
     @property
     def tokens(self) -> Tensor:
@@ -93,14 +112,17 @@ class Units:
             self._known["oldest"] = self.greatest(self.ages)
         return self._known["oldest"]
 
-    def scale_by_age(self, limit: float, factors: Sequence[float] | None) -> Tensor | float:
-        """Multiply a log bound by the factor of each unit's age: float32, as bounds are compared.
+    def scale_limit(self, limit: float, factors: Sequence[float] | None, power: float | None) -> Tensor | float:
+        """Multiply a log bound by the factor of each unit's age, or by its number of tokens to ``power``.
 
-        A bound that is open, or has no factors, stays one number.
+        Returns:
+            float32, as bounds are compared, one a unit; the limit itself where it is open or nothing scales it.
         """
-        if factors is None or abs(limit) == math.inf:
+        if abs(limit) == math.inf:
             return limit
-        return self.choose_by_age([limit * factor for factor in factors], torch.float32)
+        if factors is not None:
+            return self.choose_by_age([limit * factor for factor in factors], torch.float32)
+        return limit if power is None else (limit * self.tokens.pow(power)).float()
 
     def choose_by_age(self, values: Sequence[float], dtype: torch.dtype) -> Tensor:
         """Choose one of ``values`` for each unit by its age: that of 0, 1, ... versions; the last holds for older."""

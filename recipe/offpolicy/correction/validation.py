@@ -210,6 +210,14 @@ def read_factors(mapping: Mapping[str, Any], key: str) -> tuple[float, ...] | No
     value = mapping.get("by_staleness")
     if value is None:
         return None
+    if mapping.get("level") == "prefix":
+        raise SpecError(
+            "the oldest token of a prefix would set the bounds of all tokens behind it.",
+            key=f"{key}.by_staleness",
+            value=value,
+            beside={f"{key}.level": "prefix"},
+            mend={f"{key}.by_staleness": None},
+        )
     numbers = [each for each in value if _is_factor(each)] if isinstance(value, list | tuple) else []
     if not numbers or len(numbers) != len(value):
         raise SpecError(
@@ -219,6 +227,27 @@ def read_factors(mapping: Mapping[str, Any], key: str) -> tuple[float, ...] | No
             value=value,
         )
     return tuple(float(each) for each in numbers)
+
+
+def read_power(mapping: Mapping[str, Any], key: str) -> float | None:
+    """Read ``by_position``: |log bound| is multiplied by t to this power at the t-th token; None where it is left out.
+
+    Example:
+        >>> read_power({"by_position": 0.5, "level": "prefix"}, "correction.weight")
+        0.5
+    """
+    power = read_number(mapping.get("by_position"), f"{key}.by_position")
+    if power is None:
+        return None
+    reason: str = ""
+    mend: dict[str, Any] = {f"{key}.by_position": 0.5}
+    if not -1 <= power <= 1 or not power:
+        reason = "expected a power of the token's position, in [-1, 1] and not 0."
+    elif mapping.get("level") != "prefix":
+        reason, mend = "read at level prefix alone.", {f"{key}.level": "prefix"}
+    if reason:
+        raise SpecError(reason, key=f"{key}.by_position", value=power, mend=mend)
+    return power
 
 
 def _is_factor(value: Any) -> bool:

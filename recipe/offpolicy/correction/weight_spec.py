@@ -11,13 +11,13 @@ from .problem import SpecError
 from .ratios import EXP_CLAMP
 from .signs import Sign, When, check_sign_is_read
 from .units import Level
-from .validation import read_bool, read_choice, read_factors, read_ratio_bounds, require_keys, usual_bound
+from .validation import read_bool, read_choice, read_factors, read_power, read_ratio_bounds, require_keys, usual_bound
 
 WeightRatio = Literal["rollout", "full"]
-WeightAggregate = Literal["product", "geometric"]
+WeightAggregate = Literal["product", "geometric", "minimum"]
 Kind = Literal["truncate", "clip", "reject"]
 
-_OPTIONAL = ("aggregate", "ratio", "normalize", "by_staleness", "when", "sign")
+_OPTIONAL = ("aggregate", "ratio", "normalize", "by_staleness", "by_position", "when", "sign")
 
 
 @dataclass(frozen=True)
@@ -30,11 +30,13 @@ class WeightSpec:
         kind: ``truncate`` binds one side, ``clip`` both, ``reject`` drops what lies outside and leaves the rest
             weighted (masked importance sampling).
         lower, upper: inclusive bounds, > 0, or None for an open side.
-        aggregate: ``product`` prod_t rho_t, ``geometric`` its T-th root, over the tokens that share it.
+        aggregate: ``product`` prod_t rho_t, ``geometric`` its T-th root, over the tokens that share it; ``minimum``, at
+            level prefix, rho_t times the least ratio before it, and 1 at most (MinPRO, Lei et al. 2026).
         ratio: ``rollout`` pi_old / mu; ``full`` pi / mu, for base losses without a ratio of their own.
         normalize: divide by the mean over the whole batch, of tokens at token level and of rows, turns or versions
             at theirs; what is rejected counts as 0.
         by_staleness: factor of |log bound| by age, see ``MaskSpec.by_staleness``.
+        by_position: |log bound| is multiplied by t to this power at the t-th valid token of a row; level prefix alone.
         when, sign: the tokens that it weighs, see ``MaskSpec.when``; 1 for the others.
     """
 
@@ -48,6 +50,7 @@ class WeightSpec:
     by_staleness: tuple[float, ...] | None = None
     when: When = "any"
     sign: Sign = "row"
+    by_position: float | None = None
 
     @classmethod
     def from_mapping(cls, mapping: Mapping[str, Any], *, key: str = "correction.weight") -> WeightSpec:
@@ -111,8 +114,10 @@ class WeightSpec:
             by_staleness=read_factors(mapping, key),
             when=read_choice(mapping, "when", When, key, "any"),
             sign=read_choice(mapping, "sign", Sign, key, "row"),
+            by_position=read_power(mapping, key),
         )
         weight._check_factors(key)
+        weight._check_prefix(key)
         check_sign_is_read(weight.when, weight.sign, key, {f"{key}.sign": "row"})
         if weight.normalize and weight.needs_step:
             of_policy = weight.ratio != "rollout"
@@ -146,12 +151,30 @@ class WeightSpec:
                 value=list(self.by_staleness),
             )
 
+    def _check_prefix(self, key: str) -> None:
+        if self.aggregate == "minimum" and self.level != "prefix":
+            raise SpecError(
+                "the least ratio before a token is that of its prefix.",
+                key=f"{key}.aggregate",
+                value="minimum",
+                beside={f"{key}.level": self.level},
+                mend={f"{key}.level": "prefix"},
+            )
+        if self.by_position is not None and self.lower is None and self.upper is None:
+            raise SpecError(
+                "there is no bound that it could scale.",
+                key=f"{key}.by_position",
+                value=self.by_position,
+                mend={f"{key}.by_position": None},
+            )
+
     def to_mapping(self) -> dict[str, Any]:
         """Return the plain values from which ``from_mapping`` builds an equal spec."""
         mapping = asdict(self)
-        factors, when, sign = (mapping.pop(name) for name in ("by_staleness", "when", "sign"))
+        factors, power, when, sign = (mapping.pop(name) for name in ("by_staleness", "by_position", "when", "sign"))
         # Left out where they are not set, so that fingerprints of corrections without them stay as they were.
         mapping |= {} if factors is None else {"by_staleness": list(factors)}
+        mapping |= {} if power is None else {"by_position": power}
         return mapping if when == "any" else mapping | {"when": when, "sign": sign}
 
     @property

@@ -18,7 +18,8 @@ Bound = Tensor | float | None
 def compute_log_weight(spec: WeightSpec, log_ratio: Tensor, units: Units) -> Tensor:
     """Compute the log of each unit's importance weight before its bounds.
 
-    ``product`` sum_t log r_t, exact importance sampling of the unit's tokens; ``geometric`` (1/T) sum_t log r_t.
+    ``product`` sum_t log r_t, exact importance sampling of the unit's tokens; ``geometric`` (1/T) sum_t log r_t;
+    ``minimum``, by prefix, log r_t + min(0, min_{s<t} log r_s) (MinPRO, Lei et al. 2026).
 
     Args:
         log_ratio: (B, T), or (N,) packed, float64, log r_t in nats, 0 where not valid.
@@ -34,11 +35,13 @@ def compute_log_weight(spec: WeightSpec, log_ratio: Tensor, units: Units) -> Ten
         >>> compute_log_weight(product, log_r, partition_units("sequence", valid, None)).tolist()
         [[4.0]]
     """
+    if spec.aggregate == "minimum":
+        return log_ratio.double() + units.least_before(log_ratio)
     return units.mean(log_ratio) if spec.aggregate == "geometric" else units.total(log_ratio)
 
 
 def choose_bounds(spec: WeightSpec, units: Units) -> tuple[Bound, Bound]:
-    """Choose the bounds of each unit's weight by its age, float64; those of ``spec`` where age is not read.
+    """Choose the bounds of each unit's weight by its age or length, float64; those of ``spec`` where neither is read.
 
     Example:
         >>> from .units import partition_units
@@ -53,6 +56,8 @@ def choose_bounds(spec: WeightSpec, units: Units) -> tuple[Bound, Bound]:
 
 
 def _scale(bound: float | None, spec: WeightSpec, units: Units) -> Bound:
+    if bound is not None and spec.by_position is not None:
+        return (math.log(bound) * units.tokens.pow(spec.by_position)).exp()
     if bound is None or spec.by_staleness is None:
         return bound
     # A factor of 1 leaves the bound as it is, to the bit.
@@ -101,7 +106,8 @@ def find_rejected_units(spec: WeightSpec, log_value: Tensor, units: Units) -> Te
         return torch.zeros_like(log_value, dtype=torch.bool)
     lower = -math.inf if spec.lower is None else math.log(spec.lower)
     limits = lower, math.inf if spec.upper is None else math.log(spec.upper)
-    return exceeds_bounds(log_value, *(units.scale_by_age(limit, spec.by_staleness) for limit in limits))
+    scaled = (units.scale_limit(limit, spec.by_staleness, spec.by_position) for limit in limits)
+    return exceeds_bounds(log_value, *scaled)
 
 
 def sum_weights(spec: WeightSpec, log_ratio: Tensor, units: Units) -> tuple[Tensor, Tensor]:
@@ -122,6 +128,6 @@ def sum_weights(spec: WeightSpec, log_ratio: Tensor, units: Units) -> tuple[Tens
     """
     log_value = compute_log_weight(spec, log_ratio, units)
     weight = apply_bounds(spec, clamp_and_exp(log_value), choose_bounds(spec, units))
-    exists = units.tokens > 0
+    exists = units.exists
     counted = torch.where(exists & ~find_rejected_units(spec, log_value, units), weight, 0.0)
     return counted.sum(), exists.sum(dtype=torch.float64)

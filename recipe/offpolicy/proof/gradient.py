@@ -24,6 +24,7 @@ from ..batch.plan import SharedPlan
 from ..batch.similar_rows import take_rows
 from ..correction import BatchConstants, CorrectionSpec
 from ..correction.moving_bounds import Side
+from .prefix_trials import build_prefix_mask_trials, build_prefix_weight_trials
 from .trials import BEYOND, Trial, age_first_tokens, build_mask_trials, build_weight_trials
 
 BoundLoss = Callable[..., tuple[Tensor, dict[str, Any]]]
@@ -298,8 +299,11 @@ def _trials(spec: CorrectionSpec, batch: mb.MicroBatch) -> Iterable[Trial]:
     if spec.proximal != "recompute":
         return [_proximal_trial(age_first_tokens(batch, 3) if spec.alpha == "by_age" else batch)]
     for weight in spec.all_weights.values():
-        return build_weight_trials(weight, batch)
-    return build_mask_trials(*spec.masks[0], batch)
+        return (build_prefix_weight_trials if weight.level == "prefix" else build_weight_trials)(weight, batch)
+    name, mask = spec.masks[0]
+    if mask.level == "prefix" and not mask.entry.of_age:
+        return build_prefix_mask_trials(mask, batch)
+    return build_mask_trials(name, mask, batch)
 
 
 def _proximal_trial(batch: mb.MicroBatch) -> Trial:

@@ -26,8 +26,8 @@ from ..correction import BatchConstants, MaskSpec, WeightSpec, turns
 BEYOND = 0.01
 """Distance beyond a bound, in nats: larger than rounding errors and inside the base loss's own clip."""
 
-_MEAN_WEIGHT = 2.0
-_HIGH = 0.95  # the higher of two probabilities that differ
+MEAN_WEIGHT = 2.0
+HIGH = 0.95  # the higher of two probabilities that differ
 _NEAR = 0.02
 """Distance from a bound, as a share of the bound in nats, at which a bound with another factor is told from it."""
 _LEAST = 1e-4  # nats, larger than the rounding error of float32 log-probs
@@ -35,6 +35,8 @@ _ON_RATIO = ("product", "geometric", "any", "exp_abs_mean")
 """Aggregates whose bounds are ratios; they are compared in log space."""
 _WIDE_GAP = 0.5
 """Largest difference of probabilities that one token gets where a unit shares a sum of differences."""
+_WIDE_KL = 1.0
+"""Nats of a binary KL divergence likewise."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +83,7 @@ def _build_weight_trials(spec: WeightSpec, batch: MicroBatch) -> Iterator[Trial]
                 demanded |= {bound * near: out, bound / near: bound / near}
     if spec.upper is None:
         demanded[2.0] = 2.0
-    mean = _MEAN_WEIGHT if spec.normalize else 1.0
+    mean = MEAN_WEIGHT if spec.normalize else 1.0
     constants = BatchConstants(weight_mean=mean)
     units = _number_units(spec.level, batch)
     hit = _choose_units(units, spec.by_staleness is not None)
@@ -99,7 +101,7 @@ def _build_weight_trials(spec: WeightSpec, batch: MicroBatch) -> Iterator[Trial]
         # with a positive advantage, or above 1 with a negative one, so every token has a gradient to weigh.
         old_log_prob = batch.log_prob.double() + advantages.sign() * BEYOND
         numerator = old_log_prob if spec.ratio == "rollout" else batch.log_prob.double()
-        moved = _replace_policies(batch, old=old_log_prob, mu=numerator - shift, advantages=advantages)
+        moved = replace_policies(batch, old=old_log_prob, mu=numerator - shift, advantages=advantages)
         factor = torch.where(weighed, weight / mean, 1.0 / mean)
         acts = bool((factor != 1).any()) and advantages is same
         return Trial(f"raw {raw:g}" if acts else "", moved, factor, constants)
@@ -108,7 +110,7 @@ def _build_weight_trials(spec: WeightSpec, batch: MicroBatch) -> Iterator[Trial]
         yield place(raw, same, hit, weight)
         if spec.when != "any":
             yield place(raw, -same, torch.zeros_like(hit), weight)
-            mixed = _mix_signs(batch.response_mask, sign)
+            mixed = mix_signs(batch.response_mask, sign)
             yield place(raw, mixed, hit if spec.sign == "row" else hit & (mixed * sign > 0), weight)
 
 
@@ -129,10 +131,10 @@ def build_mask_trials(name: str, spec: MaskSpec, batch: MicroBatch) -> Iterator[
 
 
 def _build_mask_trials(name: str, spec: MaskSpec, batch: MicroBatch) -> Iterator[Trial]:
-    # A budget's cutoff depends on the batch; the trial sets the one of ``_list_bounds``.
+    # A budget's cutoff depends on the batch; the trial sets the one of ``list_bounds``.
     constants = BatchConstants(cutoffs={name: 0.04} if spec.budget is not None else {})
     signs = {"negative": (-1.0,), "positive": (1.0,)}.get(spec.when, (-1.0, 1.0))
-    for side, bound in _list_bounds(spec):
+    for side, bound in list_bounds(spec):
         for sign in signs:
             for beyond in (True, False):
                 yield _build_mask_trial(
@@ -148,7 +150,7 @@ def _build_mask_trials(name: str, spec: MaskSpec, batch: MicroBatch) -> Iterator
             yield _build_mixed_sign_trial(spec, batch, constants, side, there, signs[0])
 
 
-def _list_bounds(spec: MaskSpec) -> Iterator[tuple[float, float]]:
+def list_bounds(spec: MaskSpec) -> Iterator[tuple[float, float]]:
     """Yield each bound as (-1 for a lower and +1 for an upper side, bound in nats of log ratio or in its own unit)."""
     if spec.delta is not None:
         yield -1.0, -spec.delta
@@ -204,14 +206,14 @@ def _build_mixed_sign_trial(
     spec: MaskSpec, batch: MicroBatch, constants: BatchConstants, side: float, value: float, sign: float
 ) -> Trial:
     """Build a trial of rows whose mean advantage has the mask's sign and whose later tokens have the opposite sign."""
-    advantages = _mix_signs(batch.response_mask, sign)
+    advantages = mix_signs(batch.response_mask, sign)
     moved, hit = _place_policies(spec, batch, value, side, advantages)
     by_row = spec.sign == "row" or spec.when == "outward"  # ``hit`` already includes when=outward
     looked_at = hit if by_row else hit & (advantages * sign > 0)
     return Trial("", moved, torch.where(looked_at, 0.0, 1.0), constants)
 
 
-def _mix_signs(mask: Tensor, sign: float) -> Tensor:
+def mix_signs(mask: Tensor, sign: float) -> Tensor:
     """Build advantages of rows whose mean has ``sign`` and whose tokens after the first have the opposite sign."""
     first = mask & (mask.cumsum(-1) == 1)
     count = mask.sum(-1, keepdim=True).double()
@@ -229,7 +231,7 @@ def _place_policies(
     mask = batch.response_mask
     if spec.aggregate == "staleness":
         same = batch.log_prob.double()
-        moved = _replace_policies(age_first_tokens(batch, int(value)), old=same, mu=same, advantages=advantages)
+        moved = replace_policies(age_first_tokens(batch, int(value)), old=same, mu=same, advantages=advantages)
         return moved, _choose_units(_number_units(spec.level, moved), True) & mask
     units = _number_units(spec.level, batch)
     hit = _choose_units(units, spec.by_staleness is not None) & mask
@@ -245,7 +247,7 @@ def _place_policies(
         masses = _spread_gap(spec, units, mask, hit, value, way)
         if spec.when == "outward":
             hit = hit & ((masses[0] - masses[1]) * looked > 0)
-        return _place_masses(spec, batch, *masses, advantages), hit
+        return place_masses(spec, batch, *masses, advantages), hit
     size = (
         _count_tokens(units, mask)
         if spec.aggregate.endswith(("mean", "geometric"))
@@ -253,7 +255,7 @@ def _place_policies(
     )
     total = math.expm1(value) * size if spec.aggregate == "exp_abs_mean" else value * size
     shift = torch.zeros_like(total)
-    shift[first] = _invert_aggregate(spec.aggregate, total[first], side, way[first])
+    shift[first] = invert_aggregate(spec.aggregate, total[first], side, way[first])
     if spec.when == "outward":
         hit = hit & (shift * looked > 0)
         # The drift pi / pi_old is large enough that a mask that uses the wrong ratio decides differently beyond or
@@ -267,10 +269,10 @@ def _place_policies(
         "ppo": (shift, -1.5 * shift),
     }[spec.ratio]
     old_log_prob = batch.log_prob.double() - ppo
-    return _replace_policies(batch, old=old_log_prob, mu=old_log_prob - rollout, advantages=advantages), hit
+    return replace_policies(batch, old=old_log_prob, mu=old_log_prob - rollout, advantages=advantages), hit
 
 
-def _invert_aggregate(aggregate: str, value: Tensor, side: float, free: Tensor) -> Tensor:
+def invert_aggregate(aggregate: str, value: Tensor, side: float, free: Tensor) -> Tensor:
     """Compute one token's log-ratio at which the aggregate's sum is ``value``; its sign is ``free`` where possible."""
     match aggregate.split("_")[0]:
         case "k1":
@@ -309,44 +311,58 @@ def _spread_gap(
     spec: MaskSpec, units: Tensor, mask: Tensor, hit: Tensor, value: float, way: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Choose both policies' probabilities of each token, (B, T) each, equal except on the first tokens of hit units."""
-    rest = torch.full_like(way, _HIGH)
-    if spec.aggregate == "binary_kl":
-        low = torch.where(hit & _find_unit_starts(units, mask), _invert_binary_kl(value), rest)
-        return torch.where(way > 0, rest, low), torch.where(way > 0, low, rest)
+    rest = torch.full_like(way, HIGH)
     size = _count_tokens(units, mask)
-    total = value * size if spec.aggregate == "binary_tv_mean" else torch.full_like(size, value)
+    total = value * size if spec.aggregate.endswith("_mean") else torch.full_like(size, value)
+    if "kl" in spec.aggregate:
+        count = torch.minimum((total / _WIDE_KL).ceil().clamp(min=1), size)
+        shared = hit & (_count_before(units, mask) < count)
+        low = rest.clone()
+        for each in (total / count)[shared].unique().tolist():
+            for up in (True, False):
+                there = shared & (total / count == each) & ((way > 0) == up)
+                low[there] = invert_binary_kl(spec.aggregate, each, up)
+        return torch.where(way > 0, rest, low), torch.where(way > 0, low, rest)
     # A single-token unit gets the whole sum; a sum wider than a probability is spread over as few tokens as possible.
     count = torch.ones_like(size) if spec.aggregate == "binary_tv" else (total.abs() / _WIDE_GAP).ceil().clamp(min=1)
     count = torch.minimum(count, size)
-    low = torch.where(hit & (_count_before(units, mask) < count), _HIGH - total.abs() / count, rest)
+    low = torch.where(hit & (_count_before(units, mask) < count), HIGH - total.abs() / count, rest)
     return (rest, low) if value > 0 else (low, rest)
 
 
-def _invert_binary_kl(value: float) -> float:
-    """Find the probability below ``_HIGH`` whose larger binary KL divergence from it is ``value``."""
-    low, high = 1e-6, _HIGH
+def invert_binary_kl(aggregate: str, value: float, up: bool) -> float:
+    """Find the probability below ``HIGH`` whose binary KL divergence is ``value``.
+
+    Args:
+        up: the numerator has ``HIGH`` and the denominator this one; otherwise the other way round.
+    """
+
+    def divergence(p: float, q: float) -> float:
+        return p * math.log(p / q) + (1 - p) * math.log((1 - p) / (1 - q))
+
+    low, high = 1e-6, HIGH
     for _ in range(80):
         middle = (low + high) / 2
-        rest, there = math.log((1 - _HIGH) / (1 - middle)), math.log(_HIGH / middle)
-        either = max(_HIGH * there + (1 - _HIGH) * rest, -middle * there - (1 - middle) * rest)
+        forward = divergence(middle, HIGH) if up else divergence(HIGH, middle)
+        either = max(divergence(HIGH, middle), divergence(middle, HIGH)) if aggregate == "binary_kl" else forward
         low, high = (middle, high) if either > value else (low, middle)
     return low
 
 
-def _place_masses(
+def place_masses(
     spec: MaskSpec, batch: MicroBatch, numerator: Tensor, denominator: Tensor, advantages: Tensor
 ) -> MicroBatch:
     """Give the two policies of the ratio these probabilities; the third policy equals one of them."""
-    top, bottom, level = numerator.log(), denominator.log(), torch.full_like(numerator, math.log(_HIGH))
+    top, bottom, level = numerator.log(), denominator.log(), torch.full_like(numerator, math.log(HIGH))
     pi = top if spec.ratio != "rollout" else level
     old = {"rollout": top, "full": pi, "ppo": bottom}[spec.ratio]
     mu = bottom if spec.ratio != "ppo" else old
-    return _replace_policies(
+    return replace_policies(
         replace(batch, log_prob=pi.to(batch.log_prob.dtype)), old=old, mu=mu, advantages=advantages
     )
 
 
-def _replace_policies(batch: MicroBatch, *, old: Tensor, mu: Tensor, advantages: Tensor) -> MicroBatch:
+def replace_policies(batch: MicroBatch, *, old: Tensor, mu: Tensor, advantages: Tensor) -> MicroBatch:
     return replace(
         batch,
         old_log_prob=old.float(),

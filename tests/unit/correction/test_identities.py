@@ -34,6 +34,8 @@ MEANS = (
     "binary_tv",
     "binary_tv_mean",
     "binary_kl",
+    "binary_kl_forward",
+    "binary_kl_forward_mean",
 )
 
 
@@ -284,23 +286,24 @@ def test_what_turns_and_versions_are_called_does_not_matter(
 def test_turns_decide_as_rows_of_their_own(correction: CorrectionSpec, rows: Rows, level: str) -> None:
     """Each turn of a row moved to a row of its own and decided by sequence; advantages taken by token, for a row's
     mean would be the turn's."""
+    whole: dict[str, Any] = dict(level="sequence", by_position=None)
     by_sequence = replace(
         correction,
         masks=tuple(
-            (name, replace(m, level="sequence", sign="token") if m.aggregate != "second_moment" else m)
+            (name, replace(m, sign="token", **whole) if m.aggregate != "second_moment" else m)
             for name, m in correction.masks
         ),
-        weight=correction.weight and replace(correction.weight, level="sequence"),
-        weights=tuple((name, replace(w, level="sequence", sign="token")) for name, w in correction.weights),
+        weight=correction.weight and replace(correction.weight, aggregate="product", **whole),
+        weights=tuple((name, replace(w, sign="token", aggregate="product", **whole)) for name, w in correction.weights),
     )
     by_unit, ids = by_level(by_sequence, level), rows.turns if level == "turn" else rows.versions
-    whole = decide(by_unit, rows)
+    found = decide(by_unit, rows)
     count = len(rows.mu)
     spread = Rows(*(getattr(rows, field.name).repeat(3, 1) for field in fields(rows)))
     owner = torch.arange(3).repeat_interleave(count)[:, None]
     alone = decide(by_sequence, replace(spread, mask=spread.mask & (ids.repeat(3, 1) == owner)))
-    assert torch.equal(whole.keep, alone.keep.reshape(3, count, -1).any(0))
-    assert torch.allclose(whole.weight, alone.weight.reshape(3, count, -1).sum(0), rtol=2e-7, atol=0.0)
+    assert torch.equal(found.keep, alone.keep.reshape(3, count, -1).any(0))
+    assert torch.allclose(found.weight, alone.weight.reshape(3, count, -1).sum(0), rtol=2e-7, atol=0.0)
 
 
 # Ratios, lengths, dtypes ------------------------------------------------------------------------------------
@@ -328,6 +331,7 @@ def test_full_is_rollout_times_ppo(rows: Rows, seed: int) -> None:
 @given(draw.lists(masks(MEANS), max_size=3), batches(), draw.integers(2, 5))
 def test_tiling_leaves_what_is_a_mean_or_an_extreme(some: list[dict[str, Any]], rows: Rows, times: int) -> None:
     """A row repeated has the same means and extremes, so the same decision; sums grow with its length."""
+    some = [mask | {"level": "sequence", "by_position": None} if mask["level"] == "prefix" else mask for mask in some]
     correction = spec(gsm=GSM, **{f"m{i}": mask for i, mask in enumerate(some)})
     tiled = Rows(*(getattr(rows, field.name).repeat(1, times) for field in fields(rows)))
     assert torch.equal(decide(correction, tiled).keep, decide(correction, rows).keep.repeat(1, times))

@@ -147,8 +147,9 @@ WEIGHT_BOUNDS = [
 ]
 
 
-@pytest.mark.parametrize("aggregate", ["product", "geometric"])
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize(
+    ("level", "aggregate"), [*itertools.product(LEVELS, ["product", "geometric"]), ("prefix", "minimum")]
+)
 @pytest.mark.parametrize(("ratio", "normalize"), [("rollout", False), ("rollout", True), ("full", False)])
 def test_every_weight(level: str, aggregate: str, ratio: str, normalize: bool) -> None:
     for kind, lower, upper in WEIGHT_BOUNDS:
@@ -208,10 +209,15 @@ def test_every_age(level: str) -> None:
         assert {key for key, tokens in dropped.items() if tokens} == {f"masks.{key}" for key in masks if key[-1] != "3"}
 
 
-@pytest.mark.parametrize("factors", [[1.0, 2.0], [0.25, 1.0, 0.5, 2.0]])
-@pytest.mark.parametrize("level", LEVELS)
-def test_bounds_by_age(level: str, factors: list[float]) -> None:
-    common = dict(level=level, by_staleness=factors)
+@pytest.mark.parametrize(
+    ("level", "scale"),
+    [
+        *itertools.product(LEVELS[:-1], [{"by_staleness": [1.0, 2.0]}, {"by_staleness": [0.25, 1.0, 0.5, 2.0]}]),
+        *(("prefix", {"by_position": power}) for power in (0.5, -0.5, 1.0)),
+    ],
+)
+def test_bounds_by_age_and_by_position(level: str, scale: dict[str, Any]) -> None:
+    common = dict(level=level) | scale
     on_ratio = common | dict(ratio="rollout", when="any", lower=0.86, upper=1.17)
     masks = {aggregate: on_ratio | {"aggregate": aggregate} for aggregate in ("product", "geometric", "any")}
     masks["opsm"] = common | dict(ratio="full", aggregate="geometric", delta=0.11, when="negative")

@@ -68,6 +68,17 @@ EXPECTED: dict[str, dict[str, Any]] = {
     "tis_sequence": weight("sequence", "truncate", None, 5.0),
     "tis_geometric": weight("sequence", "truncate", None, 5.0, aggregate="geometric"),
     "tis_turn": weight("turn", "truncate", None, 5.0),
+    "tis_prefix": weight("prefix", "truncate", None, 5.0),
+    "suffix_veto": masks(suffix_veto=band(1e-4, None, level="prefix", aggregate="any", when="negative")),
+    "paper/ctpo": {"weight": weight("prefix", "clip", 0.975309912, 1.051271096)["weight"] | {"by_position": 0.5}},
+    "paper/minpro": weight("prefix", "truncate", None, 2.0, aggregate="minimum"),
+    "paper/dppo_kl": masks(
+        dppo_kl=band(
+            None, 0.05, ratio="full", level="token", aggregate="binary_kl_forward", when="outward", sign="token"
+        )
+    ),
+    "openrlhf/flash_reinforce": weight("token", "truncate", None, None)
+    | masks(binary_kl=band(None, 3e-3, aggregate="binary_kl_forward_mean")),
     "mis_token": weight("token", "reject", 0.5, 5.0),
     "mis_sequence": weight("sequence", "reject", 0.5, 2.0),
     "decoupled_ppo": weight("token", "truncate", None, 5.0),

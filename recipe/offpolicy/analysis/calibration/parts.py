@@ -18,7 +18,13 @@ ShareOf = Literal["tokens", "rows", "turns", "versions"]
 PLACEHOLDER = 1.0
 """Nats: placeholder of a required delta that is not set, so that the rest of the correction can be parsed."""
 _OPEN = "???"  # what OmegaConf leaves where a value is mandatory
-_UNITS: dict[str, ShareOf] = {"token": "tokens", "sequence": "rows", "turn": "turns", "version": "versions"}
+_UNITS: dict[str, ShareOf] = {
+    "token": "tokens",
+    "sequence": "rows",
+    "turn": "turns",
+    "version": "versions",
+    "prefix": "tokens",
+}
 _SIGNS = {"positive": " with A > 0", "negative": " with A < 0", "outward": " with A log r > 0"}
 
 

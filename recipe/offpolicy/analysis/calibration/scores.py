@@ -237,6 +237,9 @@ def _of_block(part: BoundedPart, block: Block, old: Tensor) -> Scores:
         # Inside a bound times a factor lies what lies inside the bound once it is divided by it.
         factors = units.choose_by_age(part.spec.by_staleness, torch.float64)
         low, high = low / factors, high / factors
+    if part.spec.by_position is not None:
+        growth = units.tokens.clamp(min=1).pow(part.spec.by_position)
+        low, high = low / growth, high / growth
     if part.share_of == "tokens":
         low, high = units.spread(low), units.spread(high)
         tokens, looked = valid.double(), looked.expand(valid.shape)

@@ -86,10 +86,9 @@ def _correct(rule: tuple[str, str, str], low: float, high: float, key: str) -> d
     if low > 0:
         raise refuse("OpenRLHF bounds a divergence from above alone.", key, [low, high], f"Set {key}=[{high}].")
     if gating == "binary_kl":
-        reason = (
-            "KL(mu, pi_old) of the token against all others is no aggregate here: binary_kl takes the greater of both."
-        )
-        raise refuse(reason, f"{_IS}gating", gating)
+        aggregate = "binary_kl_forward_mean" if level == "seq" else "binary_kl_forward"
+        mask = build_mask("sequence" if level == "seq" else "token", aggregate, None, high)
+        return {"weight": build_weight("token", None, None), "masks": {"binary_kl": mask}}
     if level == "seq":
         reason = "the mean of |p_old - p_mu| is no aggregate here: binary_tv_mean has signs."
         raise refuse(reason, f"{_IS}gating", gating)

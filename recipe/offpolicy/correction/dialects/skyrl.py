@@ -74,15 +74,18 @@ def _clip(options: Options) -> dict[str, Any]:
 def _mask_divergence(options: Options) -> dict[str, Any]:
     """Convert DPPO: -r A of tokens whose update does not take p_pi further than delta from p_mu, r = pi / mu."""
     key = f"{_ALGORITHM}.dppo.dppo_type"
-    if read_choice(options[key], ("binary_tv", "binary_kl"), key, optional=False) == "binary_kl":
-        reason = "KL(mu, pi) of the token against all others is no aggregate here: binary_kl takes the greater of both."
-        raise refuse(reason, key, "binary_kl", f"The nearest is {key}=binary_tv.")
+    kind = read_choice(options[key], ("binary_tv", "binary_kl"), key, optional=False)
     low, high = _read_widths(options, f"{_ALGORITHM}.dppo.delta")
-    return {
-        "proximal": "bypass",
-        "weight": build_weight("token", None, None, ratio="full"),
-        "masks": build_dppo_masks(low, high),
-    }
+    if kind == "binary_kl":
+        if low != high:
+            at = f"{_ALGORITHM}.dppo.delta_low"
+            reason = f"a mask of outward tokens has one bound for both signs, and delta_high={high:g}."
+            raise refuse(reason, at, low, f"Set {at}={high:g}.")
+        mask = build_mask("token", "binary_kl_forward", None, high, "full") | {"when": "outward", "sign": "token"}
+        masks = {"dppo_kl": mask}
+    else:
+        masks = build_dppo_masks(low, high)
+    return {"proximal": "bypass", "weight": build_weight("token", None, None, ratio="full"), "masks": masks}
 
 
 def _read_widths(options: Options, stem: str) -> list[float]:

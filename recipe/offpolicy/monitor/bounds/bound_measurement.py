@@ -71,7 +71,7 @@ def defer_histograms(
         distance, fixed = _compute_distance(mask, sides[name], below, above)
         counted[f"{name}/{DISTANCE}"] = _count(distance.masked_fill(fixed, math.inf), looked)
         if mask.ratio == "full":
-            there = valid if mask.picks_tokens else units.tokens > 0
+            there = valid if mask.picks_tokens else units.exists
             equal = there if staleness is None else there & _find_fresh(staleness, units, mask.picks_tokens)
             noise, fixed = _compute_distance(mask, sides[name], *_compute_extremes(mask, units, *operands["rollout"]))
             counted[f"{name}/{NOISE}"] = _count(noise, equal & ~fixed)
@@ -96,7 +96,7 @@ def _sum_weights(spec: WeightSpec, log_ratio: Tensor, units: Units) -> dict[str,
     value = compute_log_weight(spec, log_ratio, units)
     if spec.lower is not None:
         value = value.clamp(min=math.log(spec.lower))
-    count = units.tokens
+    count = units.sharing
     raw = clamp_and_exp(value)
     sums = sum_by_bin(CAPS, value, torch.stack([count, count * raw, count * raw.square()]))
     capped = value if spec.upper is None else value.clamp(max=math.log(spec.upper))

@@ -181,6 +181,9 @@ def _find_immovable_cap(spec: CorrectionSpec, masks: list[str]) -> Iterator[tupl
     if weight.by_staleness is not None:
         reason = f"{key}.by_staleness={format_value(list(weight.by_staleness))} gives each age its own cap."
         yield reason, f"{key}.by_staleness=null"
+    if weight.by_position is not None:
+        reason = f"{key}.by_position={weight.by_position:g} gives each position its own cap."
+        yield reason, f"{key}.by_position=null"
     if weight.kind == "reject":
         yield f"{key}.kind=reject drops values beyond its bounds, and has no cap.", f"{key}.kind=truncate"
     elif weight.upper is None:
@@ -205,6 +208,8 @@ def _explain_immovable(mask: MaskSpec, side: Side) -> str:
         return "an age is a whole number of versions, which no factor can move."
     if mask.by_staleness is not None:
         return "by_staleness gives each age its own bound, but distances are measured from one."
+    if mask.by_position is not None:
+        return "by_position gives each position its own bound, but distances are measured from one."
     zero = [name for name, distance in compute_distances(mask).items() if distance == 0]
     at = f" ({' and '.join(zero)} is at agreement, and moves by factors)" if zero else ""
     return f"it has no bound that could move with side={side}{at}."
@@ -212,7 +217,9 @@ def _explain_immovable(mask: MaskSpec, side: Side) -> str:
 
 def _list_movable(spec: CorrectionSpec, side: Side) -> list[str]:
     movable = [
-        (name, mask) for name, mask in spec.masks if mask.budget is None and f"masks.{name}" not in spec.age_parts
+        (name, mask)
+        for name, mask in spec.masks
+        if mask.budget is None and mask.by_position is None and f"masks.{name}" not in spec.age_parts
     ]
     return [name for name, mask in movable if find_moving_sides(mask, side)]
 

@@ -134,4 +134,6 @@ def _describe_mask(mask: MaskSpec) -> str:
 
 
 def _format_factors(part: WeightSpec | MaskSpec) -> str:
+    if part.by_position is not None:
+        return f", |log bound| times position^{part.by_position:g}"
     return "" if part.by_staleness is None else f", |log bound| times {format_value(list(part.by_staleness))} by age"

@@ -1,0 +1,196 @@
+"""Trials of weights and masks at level ``prefix``, where the decision on a token follows from all tokens up to it.
+
+One token of each row has a log-ratio, the second where there is one; the value of every later prefix follows from it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..batch.micro_batch import MicroBatch
+from ..correction import BatchConstants, MaskSpec, WeightSpec
+from .trials import BEYOND, MEAN_WEIGHT, Trial, invert_aggregate, list_bounds, mix_signs, place_masses, replace_policies
+
+_CLEAR = 1e-4
+"""Nats between a prefix's value and its bound, below which float32 log-probs cannot tell them apart."""
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Positions from 1 of a batch's response tokens, and the token of each row that is moved.
+
+    Attributes:
+        position: (B, T) float64, 0 off the mask.
+        at: (B, 1) position of the moved token; 0 in a row without a token.
+        moved: (B, T) bool, that token.
+        later: (B, T) bool, it and the tokens behind it.
+    """
+
+    position: Tensor
+    at: Tensor
+    moved: Tensor
+    later: Tensor
+
+    @classmethod
+    def of(cls, mask: Tensor, furthest: int) -> _Place:
+        position = torch.where(mask, mask.cumsum(-1), 0).double()
+        at = mask.sum(-1, keepdim=True).clamp(max=furthest).double()
+        moved = mask & (position == at)
+        return cls(position, at, moved, mask & (position >= at))
+
+
+def build_prefix_weight_trials(spec: WeightSpec, batch: MicroBatch) -> Iterator[Trial]:
+    """Build trials of a weight by prefix: raw weights beyond and inside each bound, at the moved token."""
+    mask = batch.response_mask
+    place = _Place.of(mask, 2)
+    mean = MEAN_WEIGHT if spec.normalize else 1.0
+    constants = BatchConstants(weight_mean=mean)
+    growth = _grow(place.position, spec.by_position)
+    lower, upper = (None if bound is None else math.log(bound) * growth for bound in (spec.lower, spec.upper))
+    logs = [math.log(0.5) if spec.lower is None else None, math.log(2.0) if spec.upper is None else None]
+    wanted: list[Tensor] = [torch.full_like(place.at, each) for each in logs if each is not None]
+    for bound, beyond in ((spec.lower, math.log(0.5)), (spec.upper, math.log(2.0))):
+        if bound is not None:
+            there = math.log(bound) * _grow(place.at, spec.by_position)
+            wanted += [there + beyond, there / 2]
+    sign = -1.0 if spec.when == "negative" else 1.0
+    same = torch.full_like(place.position, sign)
+
+    def build(raw: Tensor, advantages: Tensor, weighed: Tensor) -> Trial:
+        value = _follow(spec.aggregate, raw, place)
+        weight = value.exp()
+        if spec.kind == "reject":
+            outside = torch.zeros_like(mask)
+            for limit, side in ((lower, -1.0), (upper, 1.0)):
+                outside |= torch.zeros_like(mask) if limit is None else side * value > side * limit
+            weight = torch.where(outside, 0.0, weight)
+        else:
+            weight = weight if lower is None else torch.maximum(weight, lower.exp())
+            weight = weight if upper is None else torch.minimum(weight, upper.exp())
+        size = place.at if spec.aggregate == "geometric" else 1.0
+        shift = torch.where(place.moved, raw * size, 0.0)
+        old = batch.log_prob.double() + advantages.sign() * BEYOND
+        numerator = old if spec.ratio == "rollout" else batch.log_prob.double()
+        moved = replace_policies(batch, old=old, mu=numerator - shift, advantages=advantages)
+        factor = torch.where(weighed, weight / mean, 1.0 / mean)
+        acts = bool((factor[mask] != 1).any()) and advantages is same
+        return Trial("raw beyond or inside a bound" if acts else "", moved, factor, constants)
+
+    for each in wanted:
+        raw = _clear(each, spec.aggregate, place, [limit for limit in (lower, upper) if limit is not None])
+        yield build(raw, same, mask)
+        if spec.when != "any":
+            yield build(raw, -same, torch.zeros_like(mask))
+            mixed = mix_signs(mask, sign)
+            yield build(raw, mixed, mask if spec.sign == "row" else mixed * sign > 0)
+
+
+def build_prefix_mask_trials(spec: MaskSpec, batch: MicroBatch) -> Iterator[Trial]:
+    """Build trials of a mask by prefix: the moved token's prefix beyond each bound, or inside it, for either sign."""
+    signs = {"negative": (-1.0,), "positive": (1.0,)}.get(spec.when, (-1.0, 1.0))
+    for side, bound in list_bounds(spec):
+        for sign in signs:
+            for beyond in (True, False):
+                yield _build_mask_trial(spec, batch, side, bound, sign, beyond=beyond)
+        if spec.when in ("negative", "positive"):
+            yield _build_mask_trial(spec, batch, side, bound, -signs[0], beyond=True, looks=False)
+        if spec.when != "any":
+            yield _build_mask_trial(spec, batch, side, bound, signs[0], beyond=True, mixed=True)
+
+
+def _build_mask_trial(
+    spec: MaskSpec,
+    batch: MicroBatch,
+    side: float,
+    bound: float,
+    sign: float,
+    *,
+    beyond: bool,
+    looks: bool = True,
+    mixed: bool = False,
+) -> Trial:
+    """Build a trial; ``looks``: the mask looks at advantages of this sign; ``mixed``: later tokens have the other."""
+    mask = batch.response_mask
+    by_mass = spec.aggregate.startswith("binary_")
+    # A difference of probabilities that is shared by several tokens may be more than one token can have.
+    place = _Place.of(mask, 1 if by_mass else 2)
+    advantages = mix_signs(mask, sign) if mixed else torch.full_like(batch.log_prob, sign, dtype=torch.float64)
+    looked = advantages.sign()
+    if spec.sign == "row":
+        looked = torch.where(mask, advantages, 0.0).sum(-1, keepdim=True).sign().expand_as(advantages)
+    way = looked if spec.when == "outward" else -advantages.sign()
+    limit = bound * _grow(place.position, spec.by_position)
+    there = bound * _grow(place.at, spec.by_position)
+    step = BEYOND if spec.entry.on_ratio else min(BEYOND, 0.1 * abs(bound) + _CLEAR)
+    value = _clear(there + side * step if beyond else 0.3 * there, spec.aggregate, place, [limit])
+    outside = place.later & (side * _follow(spec.aggregate, value, place) > side * limit)
+    if by_mass:
+        masses = place_masses_at(spec.aggregate, place.moved, value, way)
+        moved = place_masses(spec, batch, *masses, advantages)
+        own = masses[0] - masses[1]
+    else:
+        total = torch.expm1(value) * place.at if spec.aggregate == "exp_abs_mean" else value * _size(spec, place)
+        own = torch.zeros_like(place.position)
+        spread = mask if spec.aggregate == "k1_max" else place.moved
+        own[spread] = invert_aggregate(spec.aggregate, total.expand_as(own)[spread], side, way[spread])
+        outside = mask & (outside.any(-1, keepdim=True)) if spec.aggregate == "k1_max" else outside
+        drift = (-advantages.sign() * 1.5 * own.abs()).clamp(-0.5, 0.5)
+        ppo, rollout = {"rollout": (drift, own), "full": (drift, own - drift), "ppo": (own, -1.5 * own)}[spec.ratio]
+        old = batch.log_prob.double() - ppo
+        moved = replace_policies(batch, old=old, mu=old - rollout, advantages=advantages)
+    if spec.when == "outward":
+        outside = outside & (own * looked > 0)
+    elif spec.when != "any":
+        outside = outside & ((looked if spec.sign == "row" else advantages.sign()) == (sign if looks else -sign))
+    factor = torch.where(outside, 0.0, 1.0).double()
+    shows = beyond and looks and not mixed and bool(outside.any())
+    return Trial(f"side {side:+.0f}" if shows else "", moved, factor, BatchConstants())
+
+
+def place_masses_at(aggregate: str, moved: Tensor, value: Tensor, way: Tensor) -> tuple[Tensor, Tensor]:
+    """Choose the two policies' probabilities of each token, (B, T) each, equal but at ``moved``."""
+    from .trials import HIGH, invert_binary_kl
+
+    rest = torch.full_like(way, HIGH)
+    if "kl" in aggregate:
+        low_up, low_down = (invert_binary_kl(aggregate, float(value.max()), up) for up in (True, False))
+        low = torch.where(moved, torch.where(way > 0, low_up, low_down), rest)
+        return torch.where(way > 0, rest, low), torch.where(way > 0, low, rest)
+    low = torch.where(moved, HIGH - value.abs(), rest)
+    return (rest, low) if bool((value > 0).any()) else (low, rest)
+
+
+def _grow(position: Tensor, power: float | None) -> Tensor:
+    return torch.ones_like(position) if power is None else position.clamp(min=1).pow(power)
+
+
+def _size(spec: MaskSpec, place: _Place) -> Tensor:
+    return place.at if spec.entry.reduce == "mean" else torch.ones_like(place.at)
+
+
+def _follow(aggregate: str, value: Tensor, place: _Place) -> Tensor:
+    """Compute what each prefix aggregates to, where it is ``value``, (B, 1), at the moved token and nothing before."""
+    if aggregate == "exp_abs_mean":
+        behind = torch.log1p(torch.expm1(value) * place.at / place.position.clamp(min=1))
+    elif aggregate == "geometric" or aggregate.endswith("_mean"):
+        behind = value * place.at / place.position.clamp(min=1)
+    elif aggregate == "minimum":
+        behind = torch.where(place.moved, value, value.clamp(max=0))
+    else:
+        behind = value.expand_as(place.position)
+    return torch.where(place.later, behind, 0.0)
+
+
+def _clear(value: Tensor, aggregate: str, place: _Place, limits: list[Tensor]) -> Tensor:
+    """Move a value from 0 until no prefix is as near to a bound as rounding."""
+    for _ in range(8):
+        found = _follow(aggregate, value, place)
+        if not any(bool(((found - limit).abs() < _CLEAR)[place.later].any()) for limit in limits):
+            break
+        value = value * 1.07
+    return value
