@@ -222,8 +222,11 @@ def test_losses_around_mu() -> None:
     assert cispo is not None
     assert (cispo.ratio, cispo.kind, cispo.lower, cispo.upper) == ("full", "truncate", None, 5.0)
     assert read({"policy_loss_type": "cispo"}) == CorrectionSpec()
-    with pytest.raises(SpecError, match=r"dppo_type=binary_kl"):
-        read({"policy_loss_type": "dppo", "dppo": {"dppo_type": "binary_kl"}})
+    by_kl = {"dppo_type": "binary_kl", "delta_low": 0.05, "delta_high": 0.05}
+    (mask,) = dict(read({"policy_loss_type": "dppo", "dppo": by_kl}).masks).values()
+    assert (mask.ratio, mask.aggregate, mask.upper, mask.when) == ("full", "binary_kl_forward", 0.05, "outward")
+    with pytest.raises(SpecError, match=r"delta_low=0\.2: .* delta_high=0\.05"):
+        read({"policy_loss_type": "dppo", "dppo": by_kl | {"delta_low": 0.2}})
     with pytest.raises(SpecError, match="corrects already"):
         read({"policy_loss_type": "rollout_is", "off_policy_correction": {"tis_ratio_type": "token"}})
 

@@ -136,6 +136,23 @@ def test_a_budget_is_of_tokens_by_the_rollout_ratio(change: dict[str, str]) -> N
     refused({"masks": {"m": M2PO | change}}, "masks.m.aggregate=second_moment", f"{key}={value}", f"masks.m.{key}=")
 
 
+# Prefixes ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("power", [0.0, 1.5, -2.0])
+def test_a_power_of_the_position_is_small(power: float) -> None:
+    refused(weight(level="prefix", by_position=power), f"weight.by_position={power}", "[-1, 1]", "by_position=0.5")
+
+
+def test_what_a_prefix_alone_has() -> None:
+    refused(weight(by_position=0.5), "weight.by_position=0.5", "correction.weight.level=prefix")
+    refused(weight(aggregate="minimum"), "weight.aggregate=minimum", "correction.weight.level=prefix")
+    refused(weight(level="prefix", upper=None, by_position=0.5), "no bound", "correction.weight.by_position=null")
+    refused(weight(level="prefix", by_staleness=[1.0, 2.0]), "weight.level=prefix", "weight.by_staleness=null")
+    mask_by_position = mask(level="prefix", aggregate="k3_mean", lower=None, upper=0.1, by_position=0.5)
+    refused(mask_by_position, "by_position=0.5", "not bounded by a ratio")
+
+
 # Weights ----------------------------------------------------------------------------------------------------
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -57,6 +58,32 @@ def test_reject_looks_beyond_the_clamp() -> None:
     upper = math.exp(20.0)
     step = run(spec(SEQUENCE_TIS | {"kind": "reject", "upper": upper}), mu=torch.zeros(1, 30), old=torch.ones(1, 30))
     assert not step.keep.any()
+
+
+# By prefix --------------------------------------------------------------------------------------------------
+
+
+def test_weights_by_prefix() -> None:
+    """rho = 2, 1/4 and 3, and a tool token's 9 between: products 2, 1/2 and 3/2; roots 2, (1/2)^(1/2), (3/2)^(1/3)."""
+    rows = dict(mu=torch.zeros(1, 4), old=[[LOG(2), LOG(0.25), LOG(9), LOG(3)]], mask=[[1, 1, 0, 1]])
+    changes: dict[str, Any]
+    for changes, expected in (
+        ({}, [2.0, 0.5, 0.0, 1.5]),
+        ({"aggregate": "geometric"}, [2.0, 0.5**0.5, 0.0, 1.5 ** (1 / 3)]),
+        ({"aggregate": "minimum"}, [2.0, 0.25, 0.0, 0.75]),  # 2 x 1, 1/4 x 1, 3 x 1/4
+        # Caps of 1.2^1, 1.2^2 and 1.2^3 at the first, second and third response token.
+        ({"upper": 1.2, "by_position": 1.0}, [1.2, 0.5, 0.0, 1.5]),
+        ({"upper": 1.1, "by_position": 1.0}, [1.1, 0.5, 0.0, 1.331]),
+    ):
+        step = run(spec(UNBOUND_TOKEN | {"level": "prefix"} | changes), **rows)
+        assert step.weight.tolist() == [pytest.approx(expected, rel=1e-6)]
+
+
+def test_a_veto_of_the_suffix() -> None:
+    """From the first rho below 0.3 on, and where A < 0 alone."""
+    veto = band(0.3, None, level="prefix", aggregate="any", when="negative")
+    rows = dict(mu=torch.zeros(2, 3), old=[[0.0, LOG(0.2), 0.0]] * 2, advantages=[-1.0, 1.0])
+    assert run(spec(veto=veto), **rows).keep.tolist() == [[True, False, False], [True, True, True]]
 
 
 # Divided by their mean --------------------------------------------------------------------------------------
@@ -144,6 +171,17 @@ def test_untruncated_sequence_weights_are_unbiased() -> None:
     rewards = torch.arange(9, dtype=torch.float64).square() - 7.0
     assert (mu * weight[:, 0] * rewards).sum().item() == pytest.approx((old * rewards).sum().item(), abs=1e-12)
     assert (mu * weight[:, 1]).sum().item() == pytest.approx(1.0, abs=1e-12)
+
+
+def test_untruncated_prefix_weights_are_unbiased_for_each_token() -> None:
+    """E_mu[w_t f(y_1..y_t)] = E_old[f(y_1..y_t)], exactly, and with less variance than the product of the sequence."""
+    mu, old, weight = enumerated_weights(UNBOUND_TOKEN | {"level": "prefix"})
+    first = SEQUENCES[:, 0].double().square() - 1.5
+    for token, value in enumerate((first, first * (SEQUENCES[:, 1] + 2.0))):
+        expected = (old * value).sum().item()
+        assert (mu * weight[:, token] * value).sum().item() == pytest.approx(expected, abs=1e-12)
+    whole = enumerated_weights(UNBOUND_SEQUENCE)[2]
+    assert (mu * weight[:, 0].square()).sum() < (mu * whole[:, 0].square()).sum()
 
 
 def score_expectation(kind: dict[str, object]) -> Tensor:
