@@ -18,7 +18,7 @@ VLLM = f"vllm>={vllm[0]},<={vllm[-1]}"
 MEGATRON = ["mbridge==0.15.1", "megatron-core==0.16.1"]
 QUICKSTART = ["matplotlib", "pandas", "psutil", "pyarrow>=19", "reasoning-gym", "rich", "transformers", "xxhash"]
 EVIDENCE = ["matplotlib", "rich"]
-TOOLS = ["jinja2", "matplotlib", "numpy", "polars>=1.30", "pyarrow>=19", "rich", "xxhash"]
+TOOLS = ["argcomplete", "jinja2", "matplotlib", "numpy", "polars>=1.30", "pyarrow>=19", "rich", "xxhash"]
 TEST = ["hypothesis", "mypy", "pytest>=8", "pytest-timeout", "pytest-xdist", "ruff", "setuptools>=77.0.3"]
 
 setup(
@@ -36,7 +36,10 @@ setup(
     ),
     package_data={"": ["*.yaml", "*.md", "*.sh", "REQUIRED_VERL.txt", "py.typed"]},
     # verl 0.9 and later load it in every process; it does nothing unless the environment asks for patches.
-    entry_points={"verl.plugins": ["offpolicy = verl_patches.plugin"]},
+    entry_points={
+        "verl.plugins": ["offpolicy = verl_patches.plugin"],
+        "console_scripts": ["offpolicy = recipe.offpolicy.__main__:main"],
+    },
     # What the package imports by itself; everything that needs a particular build is an extra.
     install_requires=["hydra-core>=1.3", "omegaconf>=2.3", "packaging>=20", "torch>=2.6"],
     extras_require={

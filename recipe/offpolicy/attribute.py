@@ -19,12 +19,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from .command_line import TOKENIZER, add_jobs, list_output_modules, require_modules, run
+from .command_line import TOKENIZER, add_jobs, list_output_modules, name_program, require_modules, run
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; return its exit status."""
-    options = _parser().parse_args(arguments)
+    options = build_parser().parse_args(arguments)
     shown = list_output_modules(json=options.json, png=bool(options.png), html=bool(options.html))
     require_modules("attribute", "torch", "pyarrow", "polars", "xxhash", "hydra", *shown)
     from .analysis.attribution.attribution import attribute, choose_steps
@@ -103,9 +103,10 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def _parser() -> argparse.ArgumentParser:
+def build_parser() -> argparse.ArgumentParser:
+    """Build the parser of the command's arguments."""
     parser = argparse.ArgumentParser(
-        prog="python -m recipe.offpolicy.attribute",
+        prog=name_program("attribute"),
         description="Attribute the mismatch of a recorded run to its sources and causes.",
     )
     parser.add_argument(

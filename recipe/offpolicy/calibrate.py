@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .analysis.calibration.defaults import QUANTILE, ROUNDING
-from .command_line import add_jobs, list_output_modules, require_modules, run
+from .command_line import add_jobs, list_output_modules, name_program, require_modules, run
 
 if TYPE_CHECKING:
     from .analysis.calibration.joint import JointShares
@@ -57,7 +57,7 @@ def _build_spec(recording: Recording, spec: Sequence[str]) -> tuple[CorrectionSp
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; return its exit status."""
-    options = _parser().parse_args(arguments)
+    options = build_parser().parse_args(arguments)
     shown = list_output_modules(json=options.json, png=bool(options.png), html=bool(options.html))
     require_modules("calibrate", "numpy", "torch", "pyarrow", "polars", "xxhash", "hydra", *shown)
     from .analysis.attribution.faults import describe_recorded_faults
@@ -181,8 +181,9 @@ def _page(
     return page
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m recipe.offpolicy.calibrate", description=__doc__.split("\n")[0])
+def build_parser() -> argparse.ArgumentParser:
+    """Build the parser of the command's arguments."""
+    parser = argparse.ArgumentParser(prog=name_program("calibrate"), description=__doc__.split("\n")[0])
     add = parser.add_argument
     add("directory", metavar="DIR", type=Path, help="the recording: the directory that offpolicy.record.dir named")
     add("--spec", nargs="+", default=[], metavar="OVERRIDE", help="Hydra overrides; default: what was recorded")

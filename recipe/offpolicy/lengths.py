@@ -14,12 +14,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from .command_line import BAD_INPUT, list_output_modules, require_modules, run
+from .command_line import BAD_INPUT, list_output_modules, name_program, require_modules, run
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; return its exit status."""
-    options = _parser().parse_args(arguments)
+    options = build_parser().parse_args(arguments)
     shown = list_output_modules(json=options.json, png=bool(options.png), html=False)
     require_modules("lengths", "torch", "numpy", "pyarrow", "xxhash", *shown)
     from .analysis.lengths.curves import CurveError, build_json, build_table, draw_curves, explain_missing, read_curves
@@ -50,9 +50,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
+def build_parser() -> argparse.ArgumentParser:
+    """Build the parser of the command's arguments."""
     parser = argparse.ArgumentParser(
-        prog="python -m recipe.offpolicy.lengths", description="Length of answers by correctness over steps."
+        prog=name_program("lengths"), description="Length of answers by correctness over steps."
     )
     parser.add_argument(
         "sources", metavar="SOURCE", nargs="+", type=Path, help="metrics.jsonl, or the directory of a recording"

@@ -13,12 +13,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from .command_line import BAD_INPUT, list_output_modules, require_modules, run
+from .command_line import BAD_INPUT, list_output_modules, name_program, require_modules, run
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; return its exit status."""
-    options = _parser().parse_args(arguments)
+    options = build_parser().parse_args(arguments)
     require_modules("pass_at_k", "torch", *list_output_modules(json=options.json, png=bool(options.png), html=False))
     from .analysis.pages import PageError, check_target
     from .analysis.pass_at_k.dumps import DumpError, read_dumps
@@ -71,10 +71,9 @@ def parse_counts(text: str) -> list[int]:
     return found
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m recipe.offpolicy.pass_at_k", description="pass@k from verl's validation dumps."
-    )
+def build_parser() -> argparse.ArgumentParser:
+    """Build the parser of the command's arguments."""
+    parser = argparse.ArgumentParser(prog=name_program("pass_at_k"), description="pass@k from verl's validation dumps.")
     parser.add_argument(
         "dumps", metavar="DUMP", nargs="+", type=Path, help="files of trainer.validation_data_dir, such as 100.jsonl"
     )

@@ -13,12 +13,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from .command_line import TOKENIZER, add_jobs, require_modules, run
+from .command_line import TOKENIZER, add_jobs, name_program, require_modules, run
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; return its exit status."""
-    options = _parser().parse_args(arguments)
+    options = build_parser().parse_args(arguments)
     require_modules("report", "torch", "pyarrow", "polars", "xxhash", "hydra", "rich", "matplotlib", "jinja2")
     from .analysis.calibration.scores import read_recorded_spec
     from .analysis.jobs import JobsError, prepare_process, read_arguments
@@ -52,10 +52,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m recipe.offpolicy.report", description="One HTML page about a recorded run."
-    )
+def build_parser() -> argparse.ArgumentParser:
+    """Build the parser of the command's arguments."""
+    parser = argparse.ArgumentParser(prog=name_program("report"), description="One HTML page about a recorded run.")
     parser.add_argument(
         "directory", metavar="DIR", type=Path, help="the recording: the directory that offpolicy.record.dir named"
     )

@@ -7,16 +7,15 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from .command_line import add_jobs, list_output_modules, require_modules, run
+from .command_line import add_jobs, list_output_modules, name_program, require_modules, run
 
 MISMATCH, BAD_INPUT = 1, 2
 """Exit status: the replay differs from the recording; nothing could be replayed."""
-_NAME = "python -m recipe.offpolicy.whatif"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; return its exit status, 0 where the replay agrees with the recording."""
-    given = _parser().parse_args(arguments)
+    given = build_parser().parse_args(arguments)
     shown = list_output_modules(json=given.json, png=bool(given.png), html=bool(given.html))
     require_modules("whatif", "numpy", "torch", "pyarrow", "xxhash", "hydra", *shown)
     from .analysis.jobs import JobsError, prepare_process
@@ -50,9 +49,10 @@ def _refuse(reason: str) -> int:
     return BAD_INPUT
 
 
-def _parser() -> argparse.ArgumentParser:
+def build_parser() -> argparse.ArgumentParser:
+    """Build the parser of the command's arguments."""
     parser = argparse.ArgumentParser(
-        prog=_NAME,
+        prog=name_program("whatif"),
         description="Replay corrections over recorded steps: what they keep, weigh and cost.",
         epilog="What a mask buys is the column 'mismatch left', the share of KL(mu, pi) that lies on tokens which "
         "still get a gradient: the further below 'tokens kept', the better it picks the tokens that are off. What it "

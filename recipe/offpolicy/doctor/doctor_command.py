@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..command_line import name_program
 from ..fault_tolerance.redaction import redact_streams
 from . import __doc__ as _HELP
 from .foreign_code import ForeignCode
@@ -23,7 +24,7 @@ _OURS = "recipe.offpolicy.main_offpolicy"
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit status."""
-    parser = _build_parser()
+    parser = build_parser()
     known, given = parser.parse_known_args(arguments)
     given = [argument for argument in given if argument != "--"]
     if known.script is not None and known.module is not None:
@@ -82,9 +83,10 @@ def describe_failure(error: Exception) -> str:
     return f"The doctor failed, which says nothing of the launch: {type(error).__name__}: {said}."
 
 
-def _build_parser() -> argparse.ArgumentParser:
+def build_parser() -> argparse.ArgumentParser:
+    """Build the parser of the command's own arguments; Hydra's are what it does not know."""
     parser = argparse.ArgumentParser(
-        prog="python -m recipe.offpolicy.doctor",
+        prog=name_program("doctor"),
         description=_HELP,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         usage="%(prog)s [--json] [--module MODULE | --script FILE [--line N]] [Hydra's flags and overrides]",

@@ -14,6 +14,7 @@ import yaml
 
 from ..analysis.whatif.compose import initialize_composer
 from ..analysis.whatif.overrides import build_overrides
+from ..command_line import name_program
 from ..correction import CorrectionSpec, SpecError
 from ..correction.dialects import PEERS
 from ..correction.problem import format_value
@@ -94,12 +95,7 @@ def _needs_gpg(spec: CorrectionSpec) -> bool:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; return its exit status."""
-    parser = argparse.ArgumentParser(prog="python -m recipe.offpolicy.translate")
-    parser.add_argument("config", type=Path)
-    parser.add_argument("--from", dest="source", required=True, choices=sorted(PEERS))
-    parser.add_argument("--to", dest="target", default="hydra", choices=["hydra", *sorted(_WRITERS)])
-    parser.add_argument("--ignore", action="append", default=[], metavar="KEY", help="a key that corrects nothing")
-    options = parser.parse_args(arguments)
+    options = build_parser().parse_args(arguments)
     peer = PEERS[options.source]
     try:
         reading = peer.read_source(read_document(options.config), frozenset(options.ignore))
@@ -115,3 +111,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if keys:
             print(f"translate: {what}: {', '.join(keys)}", file=sys.stderr)  # noqa: T201
     return 0
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Build the parser of the command's arguments."""
+    parser = argparse.ArgumentParser(prog=name_program("translate"))
+    parser.add_argument("config", type=Path)
+    parser.add_argument("--from", dest="source", required=True, choices=sorted(PEERS))
+    parser.add_argument("--to", dest="target", default="hydra", choices=["hydra", *sorted(_WRITERS)])
+    parser.add_argument("--ignore", action="append", default=[], metavar="KEY", help="a key that corrects nothing")
+    return parser
