@@ -13,7 +13,7 @@ import runpy
 import sys
 from typing import Final
 
-from .command_line import SHORT
+from .command_line import PROGRAM
 
 COMMANDS: Final = {
     "doctor": ("doctor", "doctor.doctor_command", "check a launch: which corrections would be live, with fixes"),
@@ -37,7 +37,7 @@ def main() -> None:
     for name, (_, _, summary) in COMMANDS.items():
         names.add_parser(name, help=summary, add_help=False)
     chosen = parser.parse_args(sys.argv[1:2]).command
-    os.environ[SHORT] = "1"
+    os.environ[PROGRAM] = f"offpolicy {chosen}"
     del sys.argv[1]
     runpy.run_module(f"{__package__}.{COMMANDS[chosen][0]}", run_name="__main__", alter_sys=True)
 

@@ -12,15 +12,15 @@ from importlib.util import find_spec
 BAD_INPUT, CLOSED = 2, 141
 """Exit status: a package is missing; the reader closed the pipe (128 + SIGPIPE)."""
 TOKENIZER = "folder of the tokenizer that makes text of token ids (default: of the model that was recorded)"
-SHORT = "OFFPOLICY_SHORT_NAMES"
-"""Variable that is set where a tool was started as ``offpolicy TOOL``."""
+PROGRAM = "OFFPOLICY_PROGRAM"
+"""Variable with what started a tool, such as ``offpolicy doctor``; unset: ``python -m``."""
 _DISTRIBUTIONS = {"hydra": "hydra-core"}
 _OURS = ("hydra", "jinja2", "matplotlib", "numpy", "omegaconf", "polars", "pyarrow", "rich", "torch", "xxhash")
 
 
 def name_program(tool: str) -> str:
     """Return what starts a tool, as its usage shows it."""
-    return f"offpolicy {tool.replace('_', '-')}" if SHORT in os.environ else f"python -m recipe.offpolicy.{tool}"
+    return os.environ.get(PROGRAM, f"python -m recipe.offpolicy.{tool}")
 
 
 def require_modules(tool: str, *modules: str) -> None:

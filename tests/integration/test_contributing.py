@@ -139,7 +139,6 @@ def check_prompts(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]
     asked = copy.run("-m", "recipe.offpolicy.doctor", *launch[3:], *rest, *sizes)
     assert asked.returncode == 2
     assert "one prompt is no batch" in asked.stdout
-    assert "check_prompts" in copy.fails("tests/unit/test_rooms.py")
 
 
 def test_a_release(copy: Copy) -> None:

@@ -179,3 +179,9 @@ def test_nothing_installed_imports_scripts_or_tests(folder: str, closed: set[str
 def test_recipe_stays_a_namespace_package() -> None:
     """TransferQueue installs a folder `recipe` too; an __init__.py here would hide one of the two."""
     assert not (ROOT / "recipe" / "__init__.py").exists()
+
+
+def test_every_room_has_tests_and_every_folder_a_room() -> None:
+    unit = ROOT / "tests" / "unit"
+    folders = {path.name for path in unit.iterdir() if path.is_dir() and any(path.rglob("test_*.py"))}
+    assert folders == {*ROOMS, COMMANDS, "scripts", "verl_patches"}

@@ -5,13 +5,13 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
 import sys
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..command_line import name_program
 from ..fault_tolerance.redaction import redact_streams
 from . import __doc__ as _HELP
 from .foreign_code import ForeignCode
@@ -86,7 +86,7 @@ def describe_failure(error: Exception) -> str:
 def build_parser() -> argparse.ArgumentParser:
     """Build the parser of the command's own arguments; Hydra's are what it does not know."""
     parser = argparse.ArgumentParser(
-        prog=name_program("doctor"),
+        prog=os.environ.get("OFFPOLICY_PROGRAM", "python -m recipe.offpolicy.doctor"),
         description=_HELP,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         usage="%(prog)s [--json] [--module MODULE | --script FILE [--line N]] [Hydra's flags and overrides]",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import shlex
 import sys
@@ -14,7 +15,6 @@ import yaml
 
 from ..analysis.whatif.compose import initialize_composer
 from ..analysis.whatif.overrides import build_overrides
-from ..command_line import name_program
 from ..correction import CorrectionSpec, SpecError
 from ..correction.dialects import PEERS
 from ..correction.problem import format_value
@@ -115,7 +115,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def build_parser() -> argparse.ArgumentParser:
     """Build the parser of the command's arguments."""
-    parser = argparse.ArgumentParser(prog=name_program("translate"))
+    parser = argparse.ArgumentParser(prog=os.environ.get("OFFPOLICY_PROGRAM", "python -m recipe.offpolicy.translate"))
     parser.add_argument("config", type=Path)
     parser.add_argument("--from", dest="source", required=True, choices=sorted(PEERS))
     parser.add_argument("--to", dest="target", default="hydra", choices=["hydra", *sorted(_WRITERS)])
