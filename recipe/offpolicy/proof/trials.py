@@ -357,9 +357,7 @@ def place_masses(
     pi = top if spec.ratio != "rollout" else level
     old = {"rollout": top, "full": pi, "ppo": bottom}[spec.ratio]
     mu = bottom if spec.ratio != "ppo" else old
-    return replace_policies(
-        replace(batch, log_prob=pi.to(batch.log_prob.dtype)), old=old, mu=mu, advantages=advantages
-    )
+    return replace_policies(replace(batch, log_prob=pi.to(batch.log_prob.dtype)), old=old, mu=mu, advantages=advantages)
 
 
 def replace_policies(batch: MicroBatch, *, old: Tensor, mu: Tensor, advantages: Tensor) -> MicroBatch:

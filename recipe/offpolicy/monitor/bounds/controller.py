@@ -18,7 +18,13 @@ from .schedule import compute_distances, compute_next_bounds, find_moving_sides,
 
 logger = logging.getLogger("verl.offpolicy")
 
-_UNITS = {"token": "tokens", "sequence": "sequences", "turn": "turns", "version": "sequences by version", "prefix": "tokens"}
+_UNITS = {
+    "token": "tokens",
+    "prefix": "tokens",
+    "sequence": "sequences",
+    "turn": "turns",
+    "version": "sequences by version",
+}
 
 
 class Calibration:
