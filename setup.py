@@ -18,7 +18,7 @@ VLLM = f"vllm>={vllm[0]},<={vllm[-1]}"
 MEGATRON = ["mbridge==0.15.1", "megatron-core==0.16.1"]
 QUICKSTART = ["matplotlib", "pandas", "psutil", "pyarrow>=19", "reasoning-gym", "rich", "transformers", "xxhash"]
 EVIDENCE = ["matplotlib", "rich"]
-TOOLS = ["argcomplete", "jinja2", "matplotlib", "numpy", "polars>=1.30", "pyarrow>=19", "rich", "xxhash"]
+TOOLS = ["argcomplete", "bokeh>=3.4", "jinja2", "matplotlib", "numpy", "polars>=1.30", "pyarrow>=19", "rich", "xxhash"]
 TEST = ["hypothesis", "mypy", "pytest>=8", "pytest-timeout", "pytest-xdist", "ruff", "setuptools>=77.0.3"]
 
 setup(

@@ -83,10 +83,10 @@ def _loggers_of_verl() -> Iterator[None]:
 
 @pytest.fixture
 def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pictures are set up and not rendered, which takes most of a page's time: for what only the text shows."""
-    from recipe.offpolicy.analysis.pages import plotting
+    """Panels are not drawn, which takes most of a page's time: for what only the text shows."""
+    from recipe.offpolicy.analysis.pages import panels
 
-    monkeypatch.setattr(plotting, "render_image", lambda figure: ("image/svg+xml", b"<svg/>"))
+    monkeypatch.setattr(panels, "serialize", lambda panel: "{}")
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ TOKENIZER = "folder of the tokenizer that makes text of token ids (default: of t
 PROGRAM = "OFFPOLICY_PROGRAM"
 """Variable with what started a tool, such as ``offpolicy doctor``; unset: ``python -m``."""
 _DISTRIBUTIONS = {"hydra": "hydra-core"}
-_OURS = ("hydra", "jinja2", "matplotlib", "numpy", "omegaconf", "polars", "pyarrow", "rich", "torch", "xxhash")
+_OURS = ("bokeh", "hydra", "jinja2", "matplotlib", "numpy", "omegaconf", "polars", "pyarrow", "rich", "torch", "xxhash")
 
 
 def name_program(tool: str) -> str:
@@ -33,7 +33,7 @@ def require_modules(tool: str, *modules: str) -> None:
 
 def list_output_modules(*, json: bool, png: bool, html: bool) -> list[str]:
     """List the modules that a tool's output needs."""
-    return [*([] if json else ["rich"]), *(["matplotlib"] if png or html else []), *(["jinja2"] if html else [])]
+    return [*([] if json else ["rich"]), *(["matplotlib"] if png else []), *(["bokeh", "jinja2"] if html else [])]
 
 
 def add_jobs(parser: argparse.ArgumentParser) -> None:

@@ -19,7 +19,7 @@ from .command_line import TOKENIZER, add_jobs, name_program, require_modules, ru
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; return its exit status."""
     options = build_parser().parse_args(arguments)
-    require_modules("report", "torch", "pyarrow", "polars", "xxhash", "hydra", "rich", "matplotlib", "jinja2")
+    require_modules("report", "torch", "pyarrow", "polars", "xxhash", "hydra", "rich", "bokeh", "jinja2")
     from .analysis.calibration.scores import read_recorded_spec
     from .analysis.jobs import JobsError, prepare_process, read_arguments
     from .analysis.pages import PageError, check_target

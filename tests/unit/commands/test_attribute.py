@@ -85,7 +85,7 @@ def test_pictures(recorded: Path, tmp_path: Path) -> None:
     page = html.read_text()
     assert "Where the mismatch comes from" in page
     assert 'src="http' not in page
-    assert len(page) < 1_000_000
+    assert len(page) < 2_000_000
 
 
 @pytest.mark.slow

@@ -14,6 +14,7 @@ import pytest
 from recipe.offpolicy.analysis.calibration import prompt_sample
 from recipe.offpolicy.analysis.calibration.calibration_figures import draw_curves, format_caption
 from recipe.offpolicy.analysis.calibration.propose import CalibrationRequest, propose_bounds
+from recipe.offpolicy.analysis.pages.template import PANEL
 from recipe.offpolicy.analysis.whatif.compose import compose_correction, initialize_composer
 from recipe.offpolicy.calibrate import main
 from recipe.offpolicy.correction import CorrectionSpec
@@ -163,7 +164,7 @@ def test_picture_and_page(recording: Path, tmp_path: Path, capsys: pytest.Captur
     assert png.read_bytes().startswith(b"\x89PNG")
     text = page.read_text()
     assert "correction.masks.gsm.upper=" in text
-    assert text.count("<img ") == 3  # a picture a bound, which stack where a screen is narrow
+    assert text.count(PANEL) == 3  # a panel a bound, which stack where a screen is narrow
 
 
 def test_the_axis_says_which_rows_a_share_is_of(tmp_path: Path) -> None:

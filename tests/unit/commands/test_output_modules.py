@@ -13,7 +13,7 @@ from recipe.offpolicy.usage import answer_help
 def test_modules_by_output() -> None:
     assert list_output_modules(json=False, png=False, html=False) == ["rich"]
     assert list_output_modules(json=True, png=True, html=False) == ["matplotlib"]
-    assert list_output_modules(json=True, png=False, html=True) == ["matplotlib", "jinja2"]
+    assert list_output_modules(json=True, png=False, html=True) == ["bokeh", "jinja2"]
 
 
 def test_missing_modules_are_named_with_the_package_to_install(capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from ..pages import plotting
+from ..pages.panels import Axis, Mark, Panel, Rule
 from .attribution import Attribution
 from .decomposition import Decomposition
 from .profiles import Bucket
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 _COLOURS: Final = {"backend": 0, "staleness": 1, "routing": 4, "drift": 2, "rollout": 6}
@@ -32,72 +31,50 @@ def draw_overview(attribution: Attribution) -> Figure:
     return plotting.draw_panels(build_panels(attribution), columns=2)
 
 
-def build_panels(attribution: Attribution) -> list[plotting.FigurePanel]:
+def build_panels(attribution: Attribution) -> list[Panel]:
     """Build the panels of ``draw_overview``."""
+    profiles = {name: attribution.profiles[name] for name in _SHOWN if len(attribution.profiles[name]) > 1}
     return [
-        plotting.FigurePanel(partial(_steps, attribution=attribution), "KL by step and part", _HEIGHT),
-        plotting.FigurePanel(
-            partial(_shares, attribution=attribution), "Shares of backend, staleness, routing and drift", _HEIGHT
-        ),
-        *(
-            plotting.FigurePanel(
-                partial(_profile, name=name, buckets=attribution.profiles[name]),
-                f"Shares of tokens and of KL by {name}",
-                _HEIGHT,
-            )
-            for name in _SHOWN
-            if len(attribution.profiles[name]) > 1
-        ),
+        _build_steps(attribution),
+        _build_shares(attribution.whole),
+        *(_build_profile(name, buckets) for name, buckets in profiles.items()),
     ]
 
 
-def _steps(axes: Axes, attribution: Attribution) -> None:
-    steps = list(attribution.by_step)
-    parts = list(attribution.by_step.values())
-    axes.set_title("KL of mu and pi by step")
-    axes.set_ylabel("nats a token")
-    axes.set_xlabel("step")
-    names = _names(all(part.kl.backend is not None for part in parts), attribution.whole)
-    base = [0.0] * len(steps)
-    for name in names:
+def _build_steps(attribution: Attribution) -> Panel:
+    steps, parts = list(attribution.by_step), list(attribution.by_step.values())
+    base, marks = [0.0] * len(steps), []
+    for name in _names(all(part.kl.backend is not None for part in parts), attribution.whole):
         heights = [_height(part, name) for part in parts]
         label = attribution.whole.together if name == "rollout" else name
-        axes.bar(steps, heights, bottom=base, width=0.7, color=plotting.PALETTE[_COLOURS[name]], label=label)
+        marks.append(Mark(steps, heights, label, plotting.PALETTE[_COLOURS[name]], bar=0.7, base=base))
         base = [below + height for below, height in zip(base, heights, strict=True)]
-    _whole_ticks(axes)
-    axes.set_ylim(0.0, 1.05 * max(base) or 1.0)
-    plotting.add_legend(axes, columns=3)
+    y = Axis("nats a token", limits=(0.0, 1.05 * max(base) or 1.0))
+    x = Axis("step", form="whole")
+    return Panel("KL of mu and pi by step", "KL by step and part", x, y, marks, height=_HEIGHT, columns=3)
 
 
-def _shares(axes: Axes, attribution: Attribution) -> None:
-    whole = attribution.whole
-    axes.set_title("Shares of all steps")
-    if not (math.isfinite(whole.variance.rollout) or math.isfinite(whole.kl.rollout)):
-        _say(axes, "mu and pi agree exactly" if whole.kl.whole == 0 else "no variance to share out")
-        return
+def _build_shares(whole: Decomposition) -> Panel:
     names = _names(whole.kl.backend is not None, whole)
-    labels = []
-    for place, name in enumerate(names):
-        for offset, (key, split) in enumerate((("variance", whole.variance), ("kl", whole.kl))):
-            share = getattr(split, name)
-            if not math.isfinite(share):
-                continue
-            low, high = whole.intervals.get(f"{key}.{name}", (share, share))
-            axes.barh(
-                place + 0.36 * offset - 0.18,
-                share,
-                height=0.32,
-                color=plotting.PALETTE[_COLOURS[name]],
-                alpha=1.0 if key == "variance" else 0.5,
-                xerr=[[max(share - low, 0.0)], [max(high - share, 0.0)]],
-                ecolor=plotting.INK,
-            )
-        labels.append(whole.together.replace("and ", "and\n") if name == "rollout" else name)
-    axes.set_yticks(range(len(names)), labels)
-    axes.invert_yaxis()
-    axes.axvline(0.0, color=plotting.MUTED, linewidth=0.8)
-    axes.set_xlabel("of variance (dark) and of KL (light), with 90 %")
-    axes.xaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
+    marks: list[Mark | Rule] = []
+    for offset, alpha, key, split in ((-0.18, 1.0, "variance", whole.variance), (0.18, 0.5, "kl", whole.kl)):
+        for place, name in enumerate(names):
+            if math.isfinite(share := getattr(split, name)):
+                low, high = whole.intervals.get(f"{key}.{name}", (share, share))
+                band = ([min(low, share)], [max(high, share)])
+                colour = plotting.PALETTE[_COLOURS[name]]
+                marks.append(Mark([place + offset], [share], colour=colour, band=band, bar=0.32, alpha=alpha))
+    said = "mu and pi agree exactly" if whole.kl.whole == 0 else "no variance to share out"
+    ticks = {place: whole.together if name == "rollout" else name for place, name in enumerate(names)}
+    return Panel(
+        "Shares of all steps",
+        "Shares of backend, staleness, routing and drift",
+        Axis("of variance (dark) and of KL (light), with 90 %", ticks=ticks),
+        Axis("share", form="percent"),
+        [*marks, Rule(0.0, "y", dash="-")] if marks else [],
+        "" if marks else said,
+        _HEIGHT,
+    )
 
 
 def _names(apart: bool, whole: Decomposition) -> list[str]:
@@ -112,22 +89,23 @@ def _names(apart: bool, whole: Decomposition) -> list[str]:
     return parts if whole.kl.drift is None else [*parts, "drift"]
 
 
-def _profile(axes: Axes, name: str, buckets: Sequence[Bucket]) -> None:
-    axes.set_title(f"By {name}" + (" under mu" if name == "probability" else ""))
-    if not any(bucket.k3 > 0 for bucket in buckets):
-        _say(axes, "mu and pi_old agree exactly")
-        return
-    tokens = sum(bucket.tokens for bucket in buckets)
-    for offset, label, shares, colour in (
-        (-0.2, "share of tokens", [bucket.tokens / tokens for bucket in buckets], plotting.MUTED),
-        (0.2, "share of KL", [bucket.share for bucket in buckets], plotting.PALETTE[0]),
-    ):
-        axes.bar([place + offset for place in range(len(buckets))], shares, width=0.38, color=colour, label=label)
-    axes.set_xticks(range(len(buckets)), [_label(name, bucket.name) for bucket in buckets], fontsize=8)
-    axes.set_xlabel(_SHOWN[name])
-    axes.set_ylabel("share")
-    axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
-    plotting.add_legend(axes)
+def _build_profile(name: str, buckets: Sequence[Bucket]) -> Panel:
+    places, tokens = range(len(buckets)), sum(bucket.tokens for bucket in buckets)
+    of_tokens, of_kl = [bucket.tokens / tokens for bucket in buckets], [bucket.share for bucket in buckets]
+    marks = [
+        Mark([place - 0.2 for place in places], of_tokens, "share of tokens", plotting.MUTED, bar=0.38),
+        Mark([place + 0.2 for place in places], of_kl, "share of KL", bar=0.38),
+    ]
+    agree = not any(bucket.k3 > 0 for bucket in buckets)
+    return Panel(
+        f"By {name}" + (" under mu" if name == "probability" else ""),
+        f"Shares of tokens and of KL by {name}",
+        Axis(_SHOWN[name], ticks={place: _label(name, bucket.name) for place, bucket in enumerate(buckets)}),
+        Axis("share", form="percent"),
+        [] if agree else marks,
+        "mu and pi_old agree exactly" if agree else "",
+        _HEIGHT,
+    )
 
 
 def _height(part: Decomposition, name: str) -> float:
@@ -135,16 +113,5 @@ def _height(part: Decomposition, name: str) -> float:
     return max((getattr(part.kl, name) or 0.0) * part.kl.whole, 0.0) if part.kl.whole > 0 else 0.0
 
 
-def _say(axes: Axes, text: str) -> None:
-    axes.text(0.5, 0.5, text, ha="center", va="center", color=plotting.MUTED, fontsize=11, transform=axes.transAxes)
-    axes.set_axis_off()
-
-
 def _label(profile: str, bucket: str) -> str:
     return str(int(bucket) + 1) if profile == "turn" and bucket.isdigit() else bucket
-
-
-def _whole_ticks(axes: Axes) -> None:
-    from matplotlib.ticker import MaxNLocator
-
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))

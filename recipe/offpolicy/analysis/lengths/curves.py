@@ -16,9 +16,10 @@ from ...extensions.sessions import round_threshold
 from ...recording import Recording, Rows
 from ...recording.rows import concatenate
 from ..pages import Column, Table
+from ..pages.panels import Axis, Mark, Panel
+from ..pages.plotting import PALETTE, draw_panels
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 REWARD = ("critic/score/mean", "critic/rewards/mean")
@@ -149,26 +150,17 @@ def build_json(curves: Sequence[LengthStep]) -> list[dict[str, Any]]:
 
 def draw_curves(curves: Mapping[str, Sequence[LengthStep]]) -> Figure:
     """Draw length by correctness over steps, and the reward beside it, a row of panels for each run."""
-    from ..pages.plotting import FigurePanel, add_legend, draw_panels
-
-    def lengths(name: str, steps: Sequence[LengthStep]) -> FigurePanel:
-        def draw(axes: Axes) -> None:
-            for curve in NAMES:
-                values = [each.lengths[curve] for each in steps]
-                if not all(map(math.isnan, values)):
-                    axes.plot([each.step for each in steps], values, label=TITLES[curve])
-            axes.set(title=name, xlabel="step", ylabel="mean response tokens")
-            axes.set_ylim(bottom=0)
-            add_legend(axes)
-
-        return FigurePanel(draw, "Mean length by correctness over steps")
-
-    def reward(steps: Sequence[LengthStep]) -> FigurePanel:
-        def draw(axes: Axes) -> None:
-            axes.plot([each.step for each in steps], [each.reward for each in steps])
-            axes.set(title="Reward", xlabel="step", ylabel="mean reward of an answer")
-
-        return FigurePanel(draw, "Mean reward over steps")
-
-    panels = [panel for name, steps in curves.items() for panel in (lengths(name, steps), reward(steps))]
+    panels, x = [], Axis("step")
+    for run, steps in curves.items():
+        places = [each.step for each in steps]
+        columns = {TITLES[name]: [each.lengths[name] for each in steps] for name in NAMES}
+        known = [(label, values) for label, values in columns.items() if not all(map(math.isnan, values))]
+        most = max((value for _, values in known for value in values if not math.isnan(value)), default=1.0)
+        lines = [Mark(places, values, label, PALETTE[at % len(PALETTE)]) for at, (label, values) in enumerate(known)]
+        y = Axis("mean response tokens", limits=(0.0, 1.05 * most or 1.0))
+        reward = [Mark(places, [each.reward for each in steps])]
+        panels += [
+            Panel(run, "Mean length by correctness over steps", x, y, lines),
+            Panel("Reward", "Mean reward over steps", x, Axis("mean reward of an answer"), reward),
+        ]
     return draw_panels(panels, columns=2)

@@ -8,12 +8,11 @@ from .page import (
     Page,
     render_code,
     render_details,
-    render_figure,
     render_keys,
-    render_panels,
     render_paragraph,
     render_table,
 )
+from .panels import render_panels
 from .table import Column, Table, fit_to_width, to_csv, to_html, to_rich
 from .terminal import open_console, print_table
 
@@ -28,7 +27,6 @@ __all__ = [
     "print_table",
     "render_code",
     "render_details",
-    "render_figure",
     "render_keys",
     "render_panels",
     "render_paragraph",

@@ -1,23 +1,22 @@
-"""One self-contained HTML file without scripts or network access, light or dark as the reader's system is."""
+"""One self-contained HTML file without network access, light or dark as the reader's system is."""
 
 from __future__ import annotations
 
 import base64
+import hashlib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .output_file import PageError
 from .table import Table, format_cell, to_html
-from .template import STYLE, render_template
+from .template import LOADER, PANEL, STYLE, render_template
 
 if TYPE_CHECKING:
     from markupsafe import Markup
-    from matplotlib.figure import Figure
-
-    from .plotting import FigurePanel
 
 LARGEST = 5_000_000
 """Bytes that a page may have, so that it can be sent to a colleague."""
@@ -50,11 +49,21 @@ class Page:
         self._sections.append({"heading": heading, "blocks": blocks})
 
     def render(self) -> str:
-        """Render the whole page."""
+        """Render the whole page, with the scripts of its panels where it has some."""
         from markupsafe import Markup
 
+        drawn = any(PANEL in block for section in self._sections for block in section["blocks"])
+        scripts = [*_read_scripts(), LOADER] if drawn else []
+        # Scripts that the policy does not name by their digest do not run, whatever a recorded text contains.
+        digests = (base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts)
         return render_template(
-            "page", title=self.title, subtitle=self.subtitle, style=Markup(STYLE), sections=self._sections
+            "page",
+            title=self.title,
+            subtitle=self.subtitle,
+            style=Markup(STYLE),
+            sections=self._sections,
+            scripts=list(map(Markup, scripts)),
+            policy=Markup(" ".join(f"'sha256-{digest}'" for digest in digests) or "'none'"),
         )
 
     def write(self, path: Path) -> int:
@@ -112,27 +121,14 @@ def render_details(summary: str, *blocks: Markup) -> Markup:
     return render_template("details", summary=summary, blocks=blocks)
 
 
-def render_figure(drawing: Figure, alt: str) -> Markup:
-    """Render a figure inline, as SVG or PNG, whichever is smaller.
+@cache
+def _read_scripts() -> list[str]:
+    from bokeh.resources import Resources
 
-    Args:
-        alt: what it shows, for who cannot see it.
-    """
-    return render_template("figure", images=[_image(drawing, alt)])
-
-
-def render_panels(drawn: Sequence[FigurePanel]) -> Markup:
-    """Render each panel as its own figure, so that they stack on a narrow screen."""
-    from .plotting import draw_panels
-
-    return render_template("figure", images=[_image(draw_panels([one]), one.alt) for one in drawn])
-
-
-def _image(drawing: Figure, alt: str) -> dict[str, str]:
-    from .plotting import render_image
-
-    kind, content = render_image(drawing)
-    return {"kind": kind, "data": base64.b64encode(content).decode(), "alt": alt}
+    # A closing tag in a string would end the script.
+    return [
+        script.replace("</script", "<\\/script") for script in Resources(mode="inline", components=["bokeh"]).js_raw
+    ]
 
 
 def _check(block: Any) -> None:

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+    from .panels import Panel
+
 Series = Sequence[float] | NDArray[np.float64]
 """Values along the horizontal axis."""
 
@@ -88,7 +90,7 @@ class FigurePanel:
     height: float = 3.8
 
 
-def draw_panels(drawn: Sequence[FigurePanel], columns: int = 1, title: str = "") -> Figure:
+def draw_panels(drawn: Sequence[FigurePanel | Panel], columns: int = 1, title: str = "") -> Figure:
     """Draw panels into one figure, row by row, each row as high as its highest panel, and none empty."""
     rows = [drawn[start : start + columns] for start in range(0, len(drawn), columns)]
     heights = [max(panel.height for panel in row) for row in rows]
@@ -161,15 +163,7 @@ def save(figure: Figure, path: Path, *, dpi: int = 130) -> None:
     path.write_bytes(_bytes(figure, kind, dpi))
 
 
-def render_image(figure: Figure, *, dpi: int = 130) -> tuple[str, bytes]:
-    """Render as SVG and as PNG; return the media type and content of the smaller."""
-    drawn = {"image/svg+xml": _bytes(figure, "svg", dpi), "image/png": _bytes(figure, "png", dpi)}
-    kind = min(drawn, key=lambda name: len(drawn[name]))
-    return kind, drawn[kind]
-
-
 def _bytes(figure: Figure, kind: str, dpi: int) -> bytes:
-    # No date and no version in the file.
     """Render the figure in one format, without date or version, so that output is reproducible."""
     metadata = {"png": {"Software": None}, "svg": {"Date": None, "Creator": None}}.get(kind)
     buffer = io.BytesIO()

@@ -16,7 +16,8 @@ _PAGE = """\
 <head>
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
-<meta http-equiv="Content-Security-Policy" content="default-src 'none'; img-src data:; style-src 'unsafe-inline'">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; img-src data:; \
+style-src 'unsafe-inline'; script-src {{ policy }}">
 <title>{{ title }}</title>
 <style>{{ style }}</style>
 </head>
@@ -31,7 +32,8 @@ _PAGE = """\
 {% for block in section.blocks %}{{ block }}
 {% endfor %}</section>
 {% endfor %}</main>
-</body>
+{% for script in scripts %}<script>{{ script }}</script>
+{% endfor %}</body>
 </html>
 """
 
@@ -45,14 +47,23 @@ _TABLE = """\
 {% endfor %}</tr>
 {% endfor %}</tbody></table></div>"""
 
+PANEL = 'type="application/json" class="panel"'
+"""Of a panel's data on a page."""
+LOADER = """
+for (const data of document.querySelectorAll("script.panel"))
+  Bokeh.embed.embed_item(JSON.parse(data.textContent), data.previousElementSibling);
+"""
+"""Script that draws all panels of a page."""
+
 _TEMPLATES = {
     "page": _PAGE,
     "table": _TABLE,
     "paragraph": "<p>{{ text }}</p>",
     "code": "<pre><code>{{ text }}</code></pre>",
-    "figure": (
-        '<figure>{% for image in images %}<img src="data:{{ image.kind }};base64,{{ image.data }}" '
-        'alt="{{ image.alt }}">{% endfor %}</figure>'
+    "panels": (
+        '<figure>{% for panel in panels %}<div role="img" aria-label="{{ panel.alt }}"></div>'
+        '<script type="application/json" class="panel">{{ panel.content }}</script>'
+        "{% endfor %}</figure>"
     ),
     "keys": "<dl>{% for key, value in pairs %}<dt>{{ key }}</dt><dd>{{ value }}</dd>{% endfor %}</dl>",
     "details": (
@@ -96,8 +107,7 @@ dt { color: var(--muted); }
 dd { margin: 0; overflow-wrap: anywhere; }
 figure { display: flex; flex-wrap: wrap; justify-content: center; align-items: flex-start; gap: .5rem; margin: 1rem 0;
   background: #ffffff; border: 1px solid var(--line); border-radius: 8px; padding: .5rem; }
-figure img { display: block; max-width: 100%; height: auto; }
-figure img:not(:only-child) { flex: 1 1 26rem; min-width: 0; max-width: min(100%, 36rem); }
+figure div[role] { flex: 1 1 26rem; min-width: 0; max-width: min(100%, 36rem); }
 details { margin: .6rem 0; }
 summary { cursor: pointer; color: var(--link); }
 @media (max-width: 48rem) {
@@ -122,9 +132,9 @@ summary { cursor: pointer; color: var(--link); }
   .wide table { font-size: 4.5pt; }
   .wide th, .wide td { padding: .1rem; }
   pre { overflow: visible; }
-  .scroll, tr, figure img { break-inside: avoid; }
+  .scroll, tr, figure div { break-inside: avoid; }
   h2, caption { break-after: avoid; }
-  figure img:not(:only-child) { flex: 0 1 48%; }
+  figure div[role] { flex: 0 1 48%; }
   details > * { display: block; }
   details > dl { display: grid; }
   details::details-content { content-visibility: visible; block-size: auto; } }

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 from ...extensions.pass_at_k.estimators import RankingOnly, rank
 from ...extensions.pass_at_k.summary import Stopping, Summary, summarize
 from ..pages import Column, Table
+from ..pages.panels import Axis, Mark, Panel
+from ..pages.plotting import PALETTE, draw_panels
 from .dumps import Counts
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 
@@ -117,22 +118,14 @@ def build_json(found: Estimates) -> dict[str, Any]:
 
 def draw_curves(found: Sequence[Estimates]) -> Figure:
     """Draw pass@k over k of each step, with intervals, the fit dashed."""
-    from ..pages.plotting import FigurePanel, add_legend, draw_panels
-
-    def draw(axes: Axes) -> None:
-        for number, each in enumerate(found):
-            color = f"C{number % 7}"
-            _draw_points(axes, each.summary.points, color, f"step {each.step}, unbiased", "-")
-            if each.summary.fit is not None:
-                _draw_points(axes, each.summary.fit.points, color, f"step {each.step}, by the fit", "--")
-        axes.set(xlabel="k", ylabel="pass@k", ylim=(0, 1.02), title="pass@k")
-        axes.set_xscale("log", base=2)
-        add_legend(axes)
-
-    return draw_panels([FigurePanel(draw, "pass@k over k, with 95 % intervals over prompts")])
-
-
-def _draw_points(axes: Axes, points: dict[int, tuple[float, float, float]], color: str, label: str, style: str) -> None:
-    ks = sorted(points)
-    axes.plot(ks, [points[k][0] for k in ks], style, marker="o", color=color, label=label)
-    axes.fill_between(ks, [points[k][1] for k in ks], [points[k][2] for k in ks], color=color, alpha=0.15)
+    marks = []
+    for number, each in enumerate(found):
+        fit = each.summary.fit
+        drawn = {"unbiased": ("-", each.summary.points)} | ({} if fit is None else {"by the fit": ("--", fit.points)})
+        for name, (dash, points) in drawn.items():
+            ks = sorted(points)
+            value, low, high = ([points[k][at] for k in ks] for at in range(3))
+            look: Any = {"colour": PALETTE[number % len(PALETTE)], "dash": dash, "marker": "o"}
+            marks.append(Mark(ks, value, f"step {each.step}, {name}", band=(low, high), **look))
+    x, y = Axis("k", log=2), Axis("pass@k", limits=(0.0, 1.02))
+    return draw_panels([Panel("pass@k", "pass@k over k, with 95 % intervals over prompts", x, y, marks)])

@@ -74,9 +74,10 @@ def write_result(result: Study, given: argparse.Namespace) -> None:
 
 def _write(result: Study, given: argparse.Namespace) -> None:
     if given.png:
+        from ..pages.plotting import save
         from . import whatif_figures
 
-        whatif_figures.save(whatif_figures.draw_study(result), given.png)
+        save(whatif_figures.draw_study(result), given.png)
     if given.html:
         from . import whatif_page
 

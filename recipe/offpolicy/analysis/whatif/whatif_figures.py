@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ..pages import plotting
-from ..pages.plotting import FigurePanel
+from ..pages.panels import Axis, Mark, Panel, Rule, style_line
 from .candidates import RECORDED, UNCORRECTED
 from .outcomes import CorrectionOutcome, Study
 from .whatif_tables import collect_kept_shares, list_groups, shorten_label
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 MOST_LINES = 4
@@ -36,6 +33,10 @@ _BIAS = {
     "bias_sequence": "by row",
     "bias_sequence_systematic": "by row, of it shift",
 }
+
+
+Series = Mapping[str, Sequence[float | None]]
+"""A label -> its value for each correction."""
 
 
 @dataclass(frozen=True)
@@ -91,128 +92,114 @@ def draw_study(study: Study) -> Figure:
     return plotting.draw_panels([panel for line in drawn for panel in line], columns=2, title=_title(study, len(drawn)))
 
 
-def build_panels(study: Study) -> list[list[FigurePanel]]:
+def build_panels(study: Study) -> list[list[Panel]]:
     """Build the four panels of each row."""
     level = [outcome for outcome in study.outcomes if outcome.candidate.label == UNCORRECTED]
-    return [_panels(line, level if line.ordered else []) for line in group_into_rows(study)[:MOST_LINES]]
+    return [_build_row(line, level if line.ordered else []) for line in group_into_rows(study)[:MOST_LINES]]
 
 
-def save(figure: Figure, path: Path) -> None:
-    plotting.save(figure, path)
+def _build_row(line: PanelRow, level: Sequence[CorrectionOutcome]) -> list[Panel]:
+    by_group, title = _collect_groups(line)
+    uncorrected = [
+        Rule(value, "y", f"uncorrected, {_BIAS[name]}", plotting.PALETTE[colour])
+        for outcome in level
+        for name, colour in (("bias_token", 0), ("bias_sequence", 2))
+        if (value := getattr(outcome.overall, name)) is not None
+    ]
+    full = Rule(1.0, "y" if line.ordered else "x")
+    kept, scale, bias = (_collect(line, names) for names in (_KEPT, _SCALE, _BIAS))
+    return [
+        _build_panel(
+            line,
+            title,
+            "Share of tokens kept by length of the row or group",
+            "share of the group's tokens",
+            by_group,
+            share=True,
+        ),
+        _build_panel(
+            line,
+            "Kept and effective sample",
+            "Share kept, mismatch left and effective sample size",
+            "share",
+            kept,
+            share=True,
+        ),
+        _build_panel(
+            line,
+            "Effective learning rate",
+            "Learning-rate scale and projection",
+            "share of the uncorrected one",
+            scale,
+            [full],
+        ),
+        _build_panel(
+            line,
+            "Distance from unbiased weights",
+            "Distance from unbiased weights",
+            "relative distance",
+            bias,
+            uncorrected,
+        ),
+    ]
 
 
-def _panels(line: PanelRow, level: Sequence[CorrectionOutcome]) -> list[FigurePanel]:
-    height = 4.2 if line.ordered else 2.0 + 0.3 * len(line.ticks)
-    functions: dict[str, Callable[[Axes, PanelRow], None]] = {
-        "Share of tokens kept by length of the row or group": _by_group,
-        "Share kept, mismatch left and effective sample size": _kept,
-        "Learning-rate scale and projection": _scale,
-        "Distance from unbiased weights": partial(_bias, level=level),
-    }
-    return [FigurePanel(partial(_panel, line=line, function=one), alt, height) for alt, one in functions.items()]
-
-
-def _panel(axes: Axes, *, line: PanelRow, function: Callable[[Axes, PanelRow], None]) -> None:
-    function(axes, line)
-    if line.title:
-        axes.set_title(f"{axes.get_title(loc='left')}, {line.title}", loc="left")
-    plotting.add_legend(axes)
-
-
-def _kept(axes: Axes, line: PanelRow) -> None:
-    axes.set_title("Kept and effective sample")
-    if line.ordered:
-        axes.set_ylabel("share")
-    _fields(axes, line, _KEPT)
-    _limits(axes, line, share=True)
-
-
-def _scale(axes: Axes, line: PanelRow) -> None:
-    axes.set_title("Effective learning rate")
-    if line.ordered:
-        axes.set_ylabel("share of the uncorrected one")
-    _fields(axes, line, _SCALE)
-    (axes.axhline if line.ordered else axes.axvline)(1.0, color=plotting.MUTED, linewidth=1, linestyle=":")
-    _limits(axes, line, share=False)
-
-
-def _bias(axes: Axes, line: PanelRow, level: Sequence[CorrectionOutcome]) -> None:
-    axes.set_title("Distance from unbiased weights")
-    if line.ordered:
-        axes.set_ylabel("relative distance")
-    _fields(axes, line, _BIAS)
-    for outcome in level:
-        _mark(axes, outcome)
-    _limits(axes, line, share=False)
-
-
-def _mark(axes: Axes, uncorrected: CorrectionOutcome) -> None:
-    """Draw level lines of the uncorrected replay, in the colours of the two references."""
-    for name, colour in (("bias_token", plotting.PALETTE[0]), ("bias_sequence", plotting.PALETTE[2])):
-        if (value := getattr(uncorrected.overall, name)) is not None:
-            axes.axhline(value, color=colour, linewidth=1, linestyle=":")
-            axes.annotate(
-                "uncorrected", (1, value), xycoords=("axes fraction", "data"), ha="right", va="bottom", fontsize=8,
-                color=colour,
-            )  # fmt: skip
-
-
-def _by_group(axes: Axes, line: PanelRow) -> None:
-    """Plot kept shares by length; where all rows are of one length, by the groups that split the tokens."""
+def _collect_groups(line: PanelRow) -> tuple[Series, str]:
+    """Collect kept shares by length; where all rows are of one length, by the groups that split the tokens."""
     names = list_groups(line.outcomes[0])
     lengths = [name for name in names if name.startswith("length/")]
     if len(lengths) < 2:
         lengths = [name for name in names if name not in lengths] or lengths
     shares = [collect_kept_shares(outcome) for outcome in line.outcomes]
-    _series(axes, line, {names[name]: [share.get(name) for share in shares] for name in lengths})
     by_length = all(name.startswith("length/") for name in lengths)
-    axes.set_title(f"Tokens kept by {'length T' if by_length else 'group'}")
-    if line.ordered:
-        axes.set_ylabel("share of the group's tokens")
-    _limits(axes, line, share=True)
+    found = {names[name]: [share.get(name) for share in shares] for name in lengths}
+    return found, f"Tokens kept by {'length T' if by_length else 'group'}"
 
 
-def _fields(axes: Axes, line: PanelRow, names: dict[str, str]) -> None:
-    series = {label: [getattr(outcome.overall, name) for outcome in line.outcomes] for name, label in names.items()}
-    _series(axes, line, series)
+def _collect(line: PanelRow, names: Mapping[str, str]) -> Series:
+    return {label: [getattr(outcome.overall, name) for outcome in line.outcomes] for name, label in names.items()}
 
 
-def _series(axes: Axes, line: PanelRow, series: Mapping[str, Sequence[float | None]]) -> None:
-    known = {label: values for label, values in series.items() if any(value is not None for value in values)}
+def _build_panel(
+    line: PanelRow, title: str, alt: str, unit: str, series: Series, rules: Sequence[Rule] = (), *, share: bool = False
+) -> Panel:
     numbers: dict[str, plotting.Series] = {
-        label: [math.nan if value is None else value for value in values] for label, values in known.items()
+        label: [math.nan if value is None else value for value in values]
+        for label, values in series.items()
+        if any(value is not None for value in values)
     }
-    for place, (label, values) in enumerate(plotting.merge_equal_series(numbers).items()):
-        look = plotting.get_line_style(place)
-        positions = range(len(values))
-        if line.ordered:
-            axes.plot(positions, values, label=label, clip_on=False, **look)
-            # Ceiling division.
-            every = -(-len(values) // _MOST_TICKS)
-            axes.set_xticks(positions[::every], line.ticks[::every])
-            axes.set_xlim(-0.4, len(values) - 0.6)
-            axes.set_xlabel(line.label)
-        else:
-            axes.plot(values, positions, label=label, clip_on=False, **look | {"linestyle": "none"})
-            axes.set_yticks(positions, line.ticks)
-            axes.set_ylim(len(values) - 0.5, -0.5)
+    places = range(len(line.ticks))
+    marks: list[Mark] = []
+    for at, (label, values) in enumerate(plotting.merge_equal_series(numbers).items()):
+        x, y = (places, values) if line.ordered else (values, places)
+        marks.append(Mark(x, y, label, **style_line(at) | ({} if line.ordered else {"dash": ""})))
+    of_values = Axis(
+        unit if line.ordered else "", limits=_limit([*numbers.values(), [one.at for one in rules]], share=share)
+    )
+    # Ceiling division.
+    every = -(-len(places) // _MOST_TICKS) if line.ordered else 1
+    ticks = {place: line.ticks[place] for place in places[::every]}
+    of_places = Axis(
+        line.label, limits=(-0.4, len(places) - 0.6) if line.ordered else (len(places) - 0.5, -0.5), ticks=ticks
+    )
+    return Panel(
+        f"{title}, {line.title}" if line.title else title,
+        alt,
+        of_places if line.ordered else of_values,
+        of_values if line.ordered else of_places,
+        [*marks, *rules],
+        height=4.2 if line.ordered else 2.0 + 0.3 * len(line.ticks),
+    )
 
 
-def _limits(axes: Axes, line: PanelRow, *, share: bool) -> None:
+def _limit(series: Sequence[plotting.Series], *, share: bool) -> tuple[float, float]:
     """Limit shares from a little below the least one to 1, other values from 0."""
-    data = [one.get_ydata() if line.ordered else one.get_xdata() for one in axes.get_lines()]
-    values = [value for one in data for value in _numbers(one) if not math.isnan(value)]
+    values = [value for one in series for value in map(float, one) if not math.isnan(value)]
     least, greatest = min(values, default=0.0), max(values, default=1.0)
-    if share:
-        low = max(0.0, math.floor((least - 0.03) * 20) / 20)
-        high = 1 + 0.03 * (1 - low)
-    else:
-        low, high = min(0.0, least), greatest * 1.08 if greatest > 0 else 1.0
-    (axes.set_ylim if line.ordered else axes.set_xlim)(low, high)
-
-
-def _numbers(data: Any) -> list[float]:
-    return [float(value) for value in data]
+    if not share:
+        return min(0.0, least), greatest * 1.08 if greatest > 0 else 1.0
+    low = max(0.0, math.floor((least - 0.03) * 20) / 20)
+    return low, 1 + 0.03 * (1 - low)
 
 
 def _along(title: str, axis: str, outcomes: Sequence[CorrectionOutcome]) -> PanelRow:
