@@ -62,34 +62,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _show(found: Any) -> None:
     """Print the tables, the verdict and the fixes."""
-    from rich.text import Text
+    from .analysis.attribution import attribution_tables as tables
+    from .analysis.pages import open_console, print_blocks
 
-    from .analysis.attribution import attribution_tables
-    from .analysis.pages import open_console, print_table
-
-    console = open_console()
-    shown = [
-        attribution_tables.build_causes_table(found),
-        attribution_tables.build_shares_table(found.whole),
-        attribution_tables.build_steps_table(dict(found.by_step)),
-    ]
-    shown += [attribution_tables.build_versions_table(found)]
-    shown += [
-        attribution_tables.build_profile_table(name, buckets)
-        for name, buckets in found.profiles.items()
-        if len(buckets) > 1
-    ]
-    for table in [*shown, attribution_tables.build_tokens_table(found), attribution_tables.build_rows_table(found)]:
-        print_table(console, table)
-    if replayed := attribution_tables.format_replayed(found.whole):
-        console.print(Text(replayed), soft_wrap=True)
-    if found.without_text:
-        console.print(Text(f"Ids in place of text: {found.without_text}."), soft_wrap=True)
-    for line in (
-        attribution_tables.format_verdict(found),
-        *(f"Fix of {fix}" for fix in attribution_tables.list_fixes(found)),
-    ):
-        console.print(Text(line), soft_wrap=True)
+    print_blocks(
+        open_console(),
+        tables.build_causes_table(found),
+        tables.build_shares_table(found.whole),
+        tables.build_steps_table(dict(found.by_step)),
+        tables.build_versions_table(found),
+        *tables.build_profile_tables(found, least=1),
+        tables.build_tokens_table(found),
+        tables.build_rows_table(found),
+        tables.format_replayed(found.whole),
+        f"Ids in place of text: {found.without_text}." if found.without_text else "",
+        tables.format_verdict(found),
+        *(f"Fix of {fix}" for fix in tables.list_fixes(found)),
+    )
 
 
 def _plain(value: Any) -> Any:

@@ -110,14 +110,7 @@ def _show(
     options: argparse.Namespace, result: CalibrationResult, now: JointShares | None, then: JointShares, faults: str
 ) -> None:
     """Write figure, page, JSON or tables, as the options ask."""
-    from .analysis.calibration.calibration_tables import (
-        build_joint_table,
-        build_json,
-        build_length_table,
-        build_overview_table,
-        format_remarks,
-        list_overrides,
-    )
+    from .analysis.calibration import calibration_tables as tables
 
     confidence = options.confidence
     if options.png is not None:
@@ -128,56 +121,38 @@ def _show(
     if options.html is not None:
         _page(options, result, now, then, faults).write(options.html)
     if options.json:
-        print(json.dumps(build_json(result, now, then, confidence) | {"mend_first": faults or None}, indent=2))  # noqa: T201
+        print(json.dumps(tables.build_json(result, now, then, confidence) | {"mend_first": faults or None}, indent=2))  # noqa: T201
         return
     from .analysis.pages import open_console, print_table
 
     console = open_console()
     if faults:
         console.print(faults, markup=False, soft_wrap=not sys.stdout.isatty())
-    lengths = [build_length_table(proposal, confidence) for proposal in result.proposals if proposal.lengths]
-    for table in (build_overview_table(result, confidence), *lengths, build_joint_table(now, then)):
+    lengths = tables.build_length_tables(result, confidence)
+    for table in (tables.build_overview_table(result, confidence), *lengths, tables.build_joint_table(now, then)):
         print_table(console, table)
-    for remark in format_remarks(result, confidence):
+    for remark in tables.format_remarks(result, confidence):
         # A line each for other programs, and whole words for a reader.
         console.print(remark, markup=False, soft_wrap=not sys.stdout.isatty())
-    if pasted := list_overrides(result):
+    if pasted := tables.list_overrides(result):
         console.print("\nOverrides:", "    " + shlex.join(pasted), sep="\n", markup=False, soft_wrap=True)
 
 
 def _page(
     options: argparse.Namespace, result: CalibrationResult, now: JointShares | None, then: JointShares, faults: str
 ) -> Any:
+    from .analysis.calibration import calibration_tables as tables
     from .analysis.calibration.calibration_figures import build_panels
-    from .analysis.calibration.calibration_tables import (
-        build_joint_table,
-        build_length_table,
-        build_overview_table,
-        format_remarks,
-        list_overrides,
-    )
-    from .analysis.pages import Page, render_code, render_panels, render_paragraph, render_table
+    from .analysis.pages import Code, Page
 
     confidence = options.confidence
     page = Page("Calibration", str(options.directory))
-    if faults:
-        page.add_section("Mend first", render_paragraph(faults))
-    page.add_section(
-        "Proposed",
-        render_table(build_overview_table(result, confidence)),
-        render_code(" \\\n".join(map(shlex.quote, list_overrides(result))) or "none"),
-    )
-    page.add_section("Curves", render_panels(build_panels(result.proposals, confidence)))
-    lengths = [
-        render_table(build_length_table(proposal, confidence)) for proposal in result.proposals if proposal.lengths
-    ]
-    if lengths:
-        page.add_section("By length", *lengths)
-    page.add_section(
-        "Remarks",
-        *(render_paragraph(remark) for remark in format_remarks(result, confidence)),
-        render_table(build_joint_table(now, then)),
-    )
+    page.add_section("Mend first", faults)
+    pasted = " \\\n".join(map(shlex.quote, tables.list_overrides(result))) or "none"
+    page.add_section("Proposed", tables.build_overview_table(result, confidence), Code(pasted))
+    page.add_section("Curves", build_panels(result.proposals, confidence))
+    page.add_section("By length", *tables.build_length_tables(result, confidence))
+    page.add_section("Remarks", *tables.format_remarks(result, confidence), tables.build_joint_table(now, then))
     return page
 
 

@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from ..pages import Page, render_details, render_keys, render_panels, render_paragraph, render_table
+from ..pages import Details, Page
 from . import attribution_figures, attribution_tables
 from .attribution import Attribution
 from .token_text import escape
-
-if TYPE_CHECKING:
-    from markupsafe import Markup
-
 
 METHOD = (
     "log pi/mu of each token is backend + staleness + drift. Where expert routes are replayed and log pi_old was "
@@ -30,58 +24,34 @@ METHOD = (
 
 def add_sections(page: Page, attribution: Attribution) -> None:
     """Add causes, shares, figures and the worst examples to a page."""
-    fixes = (render_paragraph(f"Fix of {fix}") for fix in attribution_tables.list_fixes(attribution))
-    page.add_section(
-        "Causes",
-        render_paragraph(attribution_tables.format_verdict(attribution)),
-        *fixes,
-        render_table(attribution_tables.build_causes_table(attribution)),
-    )
+    fixes = (f"Fix of {fix}" for fix in attribution_tables.list_fixes(attribution))
+    causes = attribution_tables.build_causes_table(attribution)
+    page.add_section("Causes", attribution_tables.format_verdict(attribution), *fixes, causes)
     page.add_section(
         "Where the mismatch comes from",
-        render_paragraph(METHOD),
-        render_table(attribution_tables.build_shares_table(attribution.whole)),
-        *render_replayed(attribution),
-        render_panels(attribution_figures.build_panels(attribution)),
-        render_table(attribution_tables.build_versions_table(attribution)),
-        render_details("Every step", render_table(attribution_tables.build_steps_table(dict(attribution.by_step)))),
-        render_details(
-            "Profiles in numbers",
-            *(
-                render_table(attribution_tables.build_profile_table(name, buckets))
-                for name, buckets in attribution.profiles.items()
-            ),
-        ),
+        METHOD,
+        attribution_tables.build_shares_table(attribution.whole),
+        attribution_tables.format_replayed(attribution.whole),
+        attribution_figures.build_panels(attribution),
+        attribution_tables.build_versions_table(attribution),
+        Details("Every step", [attribution_tables.build_steps_table(dict(attribution.by_step))]),
+        Details("Profiles in numbers", attribution_tables.build_profile_tables(attribution)),
     )
     note = f"Ids in place of text: {attribution.without_text}." if attribution.without_text else ""
-    page.add_section(
-        "Worst examples",
-        render_paragraph(f"By k3 of log pi/mu. {note}"),
-        render_table(attribution_tables.build_tokens_table(attribution)),
-        render_table(attribution_tables.build_rows_table(attribution)),
-    )
-
-
-def render_replayed(attribution: Attribution) -> list[Markup]:
-    """Render the sentence on KL with replay of routes and without; nothing where that is not recorded."""
-    said = attribution_tables.format_replayed(attribution.whole)
-    return [render_paragraph(said)] if said else []
+    examples = (attribution_tables.build_tokens_table(attribution), attribution_tables.build_rows_table(attribution))
+    page.add_section("Worst examples", f"By k3 of log pi/mu. {note}", *examples)
 
 
 def build_page(attribution: Attribution, source: str) -> Page:
     """Build a page that holds the attribution alone."""
     page = Page("Where does the mismatch come from?", escape(source))
-    page.add_section(
-        "Recording",
-        render_keys(
-            {
-                "steps": f"{attribution.steps[0]} to {attribution.steps[-1]}",
-                "rows": attribution.rows,
-                "tokens": attribution.whole.tokens,
-                "KL(mu, pi), nats a token": attribution.whole.kl.whole,
-                "variance of log pi/mu": attribution.whole.variance.whole,
-            }
-        ),
-    )
+    facts = {
+        "steps": f"{attribution.steps[0]} to {attribution.steps[-1]}",
+        "rows": attribution.rows,
+        "tokens": attribution.whole.tokens,
+        "KL(mu, pi), nats a token": attribution.whole.kl.whole,
+        "variance of log pi/mu": attribution.whole.variance.whole,
+    }
+    page.add_section("Recording", facts)
     add_sections(page, attribution)
     return page

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Final
 
 from ..pages import Column, Table
 from .attribution import Attribution
 from .decomposition import Decomposition
-from .profiles import Bucket
 from .scored_rows import describe_left_out
 from .unexplained import describe_unexplained
 
@@ -110,10 +108,9 @@ def build_versions_table(attribution: Attribution) -> Table:
     return Table(columns, rows, title="by version of the weights")
 
 
-def build_profile_table(name: str, buckets: Sequence[Bucket]) -> Table:
-    """Build the table of one profile."""
-    columns = [
-        Column(name, align="left"),
+def build_profile_tables(attribution: Attribution, least: int = 0) -> list[Table]:
+    """Build the table of each profile of more than ``least`` buckets."""
+    numbers = [
         Column("tokens"),
         Column("mean", "log pi_old/mu", digits=4),
         Column("std", digits=4),
@@ -121,8 +118,12 @@ def build_profile_table(name: str, buckets: Sequence[Bucket]) -> Table:
         Column("of KL", align="right"),
         Column("drift", "std", digits=4),
     ]
-    rows = [[b.name, b.tokens, b.mean, b.std, b.k3, _percent(b.share), b.drift_std] for b in buckets]
-    return Table(columns, rows, title=f"by {name}")
+    found = []
+    for name, buckets in attribution.profiles.items():
+        rows = [[b.name, b.tokens, b.mean, b.std, b.k3, _percent(b.share), b.drift_std] for b in buckets]
+        if len(buckets) > least:
+            found.append(Table([Column(name, align="left"), *numbers], rows, title=f"by {name}"))
+    return found
 
 
 def build_tokens_table(attribution: Attribution) -> Table:

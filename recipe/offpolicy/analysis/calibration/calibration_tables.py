@@ -87,6 +87,11 @@ def build_length_table(proposal: Proposal, confidence: float) -> Table:
     return Table(columns, rows, f"{format_part_name(part)} by length: {BY_LENGTH}")
 
 
+def build_length_tables(result: CalibrationResult, confidence: float) -> list[Table]:
+    """Build the table of each proposal with bounds by length."""
+    return [build_length_table(proposal, confidence) for proposal in result.proposals if proposal.lengths]
+
+
 def build_joint_table(now: JointShares | None, then: JointShares) -> Table:
     """Build the table of the whole correction, before and after."""
     columns = (Column(""), Column("now", digits=4), Column("then", digits=4))

@@ -5,13 +5,14 @@ from __future__ import annotations
 import base64
 import hashlib
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from .output_file import PageError
+from .panels import Panel, render_panels
 from .table import Table, format_cell, to_html
 from .template import LOADER, PANEL, STYLE, render_template
 
@@ -20,6 +21,25 @@ if TYPE_CHECKING:
 
 LARGEST = 5_000_000
 """Bytes that a page may have, so that it can be sent to a colleague."""
+
+
+@dataclass(frozen=True)
+class Code:
+    """Preformatted text; white space is kept."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Details:
+    """Blocks that are folded until the reader opens them."""
+
+    summary: str
+    blocks: Sequence[Block]
+
+
+Block: TypeAlias = "str | Table | Mapping[str, Any] | Sequence[Panel] | Code | Details"
+"""A paragraph, a table, names with their values, panels, and these."""
 
 
 @dataclass
@@ -35,18 +55,10 @@ class Page:
     subtitle: str = ""
     _sections: list[dict[str, Any]] = field(default_factory=list)
 
-    def add_section(self, heading: str, *blocks: Markup) -> None:
-        """Add a section.
-
-        Args:
-            blocks: from the functions below.
-
-        Raises:
-            TypeError: a block that is none of theirs.
-        """
-        for block in blocks:
-            _check(block)
-        self._sections.append({"heading": heading, "blocks": blocks})
+    def add_section(self, heading: str, *blocks: Block) -> None:
+        """Add a section of the blocks that are not empty; none where all are."""
+        if found := [render_block(block) for block in blocks if block]:
+            self._sections.append({"heading": heading, "blocks": found})
 
     def render(self) -> str:
         """Render the whole page, with the scripts of its panels where it has some."""
@@ -94,31 +106,19 @@ class Page:
         return len(content)
 
 
-def render_paragraph(text: str) -> Markup:
-    """Render one paragraph of escaped text."""
-    return render_template("paragraph", text=text)
-
-
-def render_code(text: str) -> Markup:
-    """Render preformatted text; white space is kept."""
-    return render_template("code", text=text)
-
-
-def render_table(content: Table) -> Markup:
-    """Render a table; every cell is escaped."""
-    return to_html(content)
-
-
-def render_keys(values: Mapping[str, Any]) -> Markup:
-    """Render names and their values, formatted as table cells."""
-    return render_template("keys", pairs=[(name, format_cell(value)) for name, value in values.items()])
-
-
-def render_details(summary: str, *blocks: Markup) -> Markup:
-    """Render blocks that are folded until the reader opens them."""
-    for block in blocks:
-        _check(block)
-    return render_template("details", summary=summary, blocks=blocks)
+def render_block(block: Block) -> Markup:
+    """Render a block; all text is escaped."""
+    if isinstance(block, str):
+        return render_template("paragraph", text=block)
+    if isinstance(block, Code):
+        return render_template("code", text=block.text)
+    if isinstance(block, Table):
+        return to_html(block)
+    if isinstance(block, Details):
+        return render_template("details", summary=block.summary, blocks=[render_block(each) for each in block.blocks])
+    if isinstance(block, Mapping):
+        return render_template("keys", pairs=[(name, format_cell(value)) for name, value in block.items()])
+    return render_panels(block)
 
 
 @cache
@@ -129,10 +129,3 @@ def _read_scripts() -> list[str]:
     return [
         script.replace("</script", "<\\/script") for script in Resources(mode="inline", components=["bokeh"]).js_raw
     ]
-
-
-def _check(block: Any) -> None:
-    from markupsafe import Markup
-
-    if not isinstance(block, Markup):
-        raise TypeError(f"{str(block)[:60]!r} is not a block of a page. Fix: pass what a render_ function returns.")

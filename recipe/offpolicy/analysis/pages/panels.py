@@ -176,7 +176,7 @@ def serialize(panel: Panel) -> str:
 def _draw_mark(axes: Axes, mark: Mark) -> None:
     x: Any = mark.x
     if mark.bar:
-        error = None if mark.band is None else np.abs(np.asarray(mark.band) - np.asarray(mark.y))
+        error = None if mark.band is None else np.abs(np.asarray(mark.band) - np.asarray(mark.y)).tolist()
         look: Any = {"color": mark.colour, "alpha": mark.alpha, "ecolor": INK}
         axes.bar(x, mark.y, mark.bar, mark.base, label=mark.label, yerr=error, **look)
         return

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,8 +18,6 @@ from .output_file import PageError
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-
-    from .panels import Panel
 
 Series = Sequence[float] | NDArray[np.float64]
 """Values along the horizontal axis."""
@@ -75,6 +73,15 @@ def create_axes(
     return figure, list(axes.flat)
 
 
+class Drawable(Protocol):
+    """A panel that draws itself onto empty axes, ``height`` inches high."""
+
+    @property
+    def height(self) -> float: ...
+
+    def draw(self, axes: Axes, /) -> None: ...
+
+
 @dataclass(frozen=True)
 class FigurePanel:
     """One panel of a figure.
@@ -90,7 +97,7 @@ class FigurePanel:
     height: float = 3.8
 
 
-def draw_panels(drawn: Sequence[FigurePanel | Panel], columns: int = 1, title: str = "") -> Figure:
+def draw_panels(drawn: Sequence[Drawable], columns: int = 1, title: str = "") -> Figure:
     """Draw panels into one figure, row by row, each row as high as its highest panel, and none empty."""
     rows = [drawn[start : start + columns] for start in range(0, len(drawn), columns)]
     heights = [max(panel.height for panel in row) for row in rows]

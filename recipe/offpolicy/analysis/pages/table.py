@@ -1,13 +1,11 @@
-"""A table as a value, with conversions to a terminal, HTML and CSV."""
+"""A table as a value, with conversions to a terminal and HTML."""
 
 from __future__ import annotations
 
-import csv
 import math
 import numbers
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
@@ -156,14 +154,6 @@ def to_html(table: Table) -> Markup:
         aligned=[table.get_alignment(index) for index in range(len(table.columns))],
         rows=[_texts(table, row) for row in table.rows],
     )
-
-
-def to_csv(table: Table, path: Path) -> None:
-    """Write a CSV file with a header line; floats keep all digits, None is empty."""
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file)
-        writer.writerow([column.heading for column in table.columns])
-        writer.writerows(table.rows)
 
 
 def _part(table: Table, columns: Sequence[int], *, first: bool) -> Table:

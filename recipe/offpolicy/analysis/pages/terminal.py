@@ -25,3 +25,14 @@ def print_table(console: Console, table: Table) -> None:
     """Print a table, split between columns where it is wider than the console; no number is cut."""
     for part in fit_to_width(table, console.width):
         console.print(part)
+
+
+def print_blocks(console: Console, *blocks: Table | str) -> None:
+    """Print tables and lines of text, which are whole however narrow the console is; empty ones are left out."""
+    from rich.text import Text
+
+    for block in filter(None, blocks):
+        if isinstance(block, Table):
+            print_table(console, block)
+        else:
+            console.print(Text(block), soft_wrap=True)

@@ -12,33 +12,21 @@ from typing import TYPE_CHECKING, Any
 from ...correction import CorrectionSpec, MaskSpec, WeightSpec
 from ...correction.bound_text import format_bounds
 from ...recording.recording import read_extensions
-from ..attribution import attribution_figures, attribution_page, attribution_tables
+from ..attribution import attribution_figures, attribution_tables
 from ..attribution.attribution import Attribution
 from ..attribution.attribution_page import METHOD
 from ..attribution.scored_rows import describe_left_out
 from ..attribution.token_text import escape
 from ..calibration import calibration_figures, calibration_tables
-from ..pages import (
-    Column,
-    Page,
-    Table,
-    render_code,
-    render_details,
-    render_keys,
-    render_panels,
-    render_paragraph,
-    render_table,
-)
+from ..pages import Block, Code, Column, Details, Page, Table
 from ..whatif import whatif_tables
 from ..whatif.whatif_page import MEANINGS
 from . import report_figures
 from .studies import TARGET_ESS, TARGET_KEPT, Studies
-from .timeline import REFERENCES, Timeline
+from .timeline import REFERENCES, StepNumbers, Timeline
 from .verdict import build_answers, build_table
 
 if TYPE_CHECKING:
-    from markupsafe import Markup
-
     from ..whatif.outcomes import Study
 
 CONFIDENCE = 0.95
@@ -75,21 +63,17 @@ def build_page(found: ReportContents) -> Page:
     """Build the page."""
     spec = CorrectionSpec.from_mapping(found.timeline.correction)
     page = Page("Off-policy report", escape(f"{found.source}: {found.timeline.rows:,} responses"))
-    page.add_section(
-        "Verdict",
-        render_table(build_table(build_answers(found.timeline, spec, found.proof, found.studies))),
-        render_paragraph(found.sentence),
-    )
+    verdict = build_table(build_answers(found.timeline, spec, found.proof, found.studies))
+    page.add_section("Verdict", verdict, found.sentence)
     page.add_section("Run and liveness proof", *_run(found, spec))
     page.add_section("Reward and mismatch over time", *_over_time(found.timeline))
-    if names := found.timeline.extensions:
-        page.add_section("Extensions", *_extensions(found, names))
+    page.add_section("Extensions", *_extensions(found))
     page.add_section("Kept share by length", *_by_length(found.timeline))
     page.add_section("Where the mismatch comes from", *_attribution(found.studies.attribution))
     page.add_section("Calibration", *_calibration(found.studies))
     page.add_section("Worst examples", *_worst(found.studies.attribution))
     page.add_section("What other corrections would have done", *_what_if(found.studies.study))
-    page.add_section("Configuration", *_configuration(found.card))
+    page.add_section("Configuration", _configuration(found.card))
     return page
 
 
@@ -116,30 +100,22 @@ def _part_text(part: WeightSpec | MaskSpec) -> str:
     return f"{kind} on {part.ratio}, {part.aggregate} by {part.level}, {bounds}{when}{by_age}"
 
 
-def _run(found: ReportContents, spec: CorrectionSpec) -> list[Markup]:
+def _run(found: ReportContents, spec: CorrectionSpec) -> list[Block]:
     facts = {name: escape(str(found.card[name])) for name in _CARD if name in found.card}
     sampling = found.card.get("sampling")
     if isinstance(sampling, Mapping):
         facts["sampling"] = escape(", ".join(f"{name} {value}" for name, value in sampling.items()))
     facts |= {"responses": f"{found.timeline.rows:,}", "response tokens": f"{found.timeline.tokens:,}"}
-    blocks = [render_keys(facts | _describe_spec(spec))]
-    if not found.card:
-        blocks.insert(0, render_paragraph("run.json was not recorded: model, release and configuration are not known."))
-    if found.timeline.changed:
-        steps = ", ".join(map(str, found.timeline.changed[:10])) + (" ..." if len(found.timeline.changed) > 10 else "")
-        blocks.append(
-            render_paragraph(f"The correction changed during the run, before steps {steps}; shown is the last one.")
-        )
+    missing = "" if found.card else "run.json was not recorded: model, release and configuration are not known."
+    changed = ", ".join(map(str, found.timeline.changed[:10])) + (" ..." if len(found.timeline.changed) > 10 else "")
+    moved = f"The correction changed during the run, before steps {changed}; shown is the last one." if changed else ""
+    proof: Block = ""
     numbers = found.proof.get("live")
     if isinstance(numbers, Mapping):
-        blocks.append(
-            render_details("The proof in numbers", render_keys({escape(str(k)): _whole(v) for k, v in numbers.items()}))
-        )
+        proof = Details("The proof in numbers", [{escape(str(k)): _whole(v) for k, v in numbers.items()}])
     elif not spec.is_none:
-        blocks.append(
-            render_paragraph("proof.json was not recorded: that the correction reached the gradient is not shown.")
-        )
-    return blocks
+        proof = "proof.json was not recorded: that the correction reached the gradient is not shown."
+    return [missing, facts | _describe_spec(spec), moved, proof]
 
 
 def _whole(value: Any) -> Any:
@@ -147,7 +123,12 @@ def _whole(value: Any) -> Any:
     return str(int(value)) if isinstance(value, float) and value.is_integer() else value
 
 
-def _over_time(timeline: Timeline) -> list[Markup]:
+def _thin_out(timeline: Timeline) -> Sequence[StepNumbers]:
+    """Return every n-th step, so that a table has at most ``_LONGEST_TABLE`` rows."""
+    return timeline.steps[:: max(1, -(-len(timeline.steps) // _LONGEST_TABLE))]
+
+
+def _over_time(timeline: Timeline) -> list[Block]:
     columns = (
         Column("step"),
         Column("responses"),
@@ -162,8 +143,7 @@ def _over_time(timeline: Timeline) -> list[Markup]:
         Column("rows kept"),
         Column("ESS"),
     )
-    # Ceiling division: every n-th step, so that the table has at most _LONGEST_TABLE rows.
-    shown = timeline.steps[:: max(1, -(-len(timeline.steps) // _LONGEST_TABLE))]
+    shown = _thin_out(timeline)
     rows = [
         (
             *(s.step, s.rows, s.reward, s.length, s.length_right, s.length_wrong, s.kl, s.drift, s.staleness),
@@ -172,28 +152,25 @@ def _over_time(timeline: Timeline) -> list[Markup]:
         for s in shown
     ]
     name = "Every step in numbers" if len(shown) == len(timeline.steps) else f"{len(shown)} of these steps in numbers"
-    return [
-        render_panels(report_figures.build_step_panels(timeline)),
-        render_details(name, render_table(Table(columns, rows))),
-    ]
+    return [report_figures.build_step_panels(timeline), Details(name, [Table(columns, rows)])]
 
 
-def _extensions(found: ReportContents, names: Sequence[str]) -> list[Markup]:
-    timeline, described = found.timeline, read_extensions(found.card)
+def _extensions(found: ReportContents) -> list[Block]:
+    if not (names := found.timeline.extensions):
+        return []
+    described = read_extensions(found.card)
     known = {name: what for each in described.values() for name, what in each["columns"].items()}
     facts = {section: each["meaning"] for section, each in described.items()}
     facts |= {name.removeprefix("offpolicy_"): str(known[name]) for name in names if name in known}
-    shown = timeline.steps[:: max(1, -(-len(timeline.steps) // _LONGEST_TABLE))]
-    rows = [(step.step, *(step.extensions.get(name, math.nan) for name in names)) for step in shown]
+    rows = [(step.step, *(step.extensions.get(name, math.nan) for name in names)) for step in _thin_out(found.timeline)]
     columns = (Column("step"), *(Column(name.removeprefix("offpolicy_"), digits=4) for name in names))
     sentence = "Means over response tokens of the columns that extensions sent."
-    keys = [render_keys({escape(name): escape(text) for name, text in facts.items()})] if facts else []
-    return [*keys, render_paragraph(sentence), render_table(Table(columns, rows))]
+    return [{escape(name): escape(text) for name, text in facts.items()}, sentence, Table(columns, rows)]
 
 
-def _by_length(timeline: Timeline) -> list[Markup]:
+def _by_length(timeline: Timeline) -> list[Block]:
     if not timeline.lengths:
-        return [render_paragraph("No response has a token with a finite mu and pi_old.")]
+        return ["No response has a token with a finite mu and pi_old."]
     columns = (
         Column("T", align="left"),
         Column("rows"),
@@ -203,122 +180,92 @@ def _by_length(timeline: Timeline) -> list[Markup]:
     )
     rows = [
         (
-            calibration_tables.format_bucket(entry.bucket),
-            entry.rows,
-            entry.kept_rows,
-            entry.kept_tokens,
+            *(calibration_tables.format_bucket(entry.bucket), entry.rows, entry.kept_rows, entry.kept_tokens),
             *(entry.references[key] for key in REFERENCES),
         )
         for entry in timeline.lengths
     ]
     drawn = len(timeline.lengths) > 1
-    blocks = [
-        render_paragraph(
-            "Noise averages out in a geometric mean and adds up in a product: a mask on the first rejects short rows, "
-            f"on the second long ones.{' Dashed: what each would keep here, whatever was on.' if drawn else ''}"
-        ),
-        *([render_panels(report_figures.build_length_panels(timeline))] if drawn else []),
-        render_table(Table(columns, rows)),
+    reasons = (Column("rejected by"), Column("share of tokens", digits=4))
+    return [
+        "Noise averages out in a geometric mean and adds up in a product: a mask on the first rejects short rows, "
+        f"on the second long ones.{' Dashed: what each would keep here, whatever was on.' if drawn else ''}",
+        report_figures.build_length_panels(timeline) if drawn else "",
+        Table(columns, rows),
+        Table(reasons, list(timeline.reasons.items())) if timeline.reasons else "",
     ]
-    if timeline.reasons:
-        reasons = Table(
-            (Column("rejected by"), Column("share of tokens", digits=4)),
-            [list(item) for item in timeline.reasons.items()],
-        )
-        blocks.append(render_table(reasons))
-    return blocks
 
 
-def _attribution(attribution: Attribution | str) -> list[Markup]:
+def _attribution(attribution: Attribution | str) -> list[Block]:
     if isinstance(attribution, str):
-        return [render_paragraph(f"Not attributed: {attribution}")]
+        return [f"Not attributed: {attribution}"]
     if not attribution.whole.kl.whole > 0:
         note = describe_left_out(attribution.left_out)
-        return [
-            render_paragraph(
-                f"mu and pi agree exactly on every token: there is no mismatch to attribute. {note}".rstrip()
-            )
-        ]
-    profiles = (
-        render_table(attribution_tables.build_profile_table(name, buckets))
-        for name, buckets in attribution.profiles.items()
-    )
+        return [f"mu and pi agree exactly on every token: there is no mismatch to attribute. {note}".rstrip()]
     return [
-        render_paragraph(attribution_tables.format_verdict(attribution)),
-        *attribution_page.render_replayed(attribution),
-        render_panels(attribution_figures.build_panels(attribution)),
-        render_table(attribution_tables.build_shares_table(attribution.whole)),
-        render_details("How it is split", render_paragraph(METHOD)),
-        render_details(
-            "Every cause that was looked for", render_table(attribution_tables.build_causes_table(attribution))
-        ),
-        render_details("By age of the weights", render_table(attribution_tables.build_versions_table(attribution))),
-        render_details("Profiles in numbers", *profiles),
+        attribution_tables.format_verdict(attribution),
+        attribution_tables.format_replayed(attribution.whole),
+        attribution_figures.build_panels(attribution),
+        attribution_tables.build_shares_table(attribution.whole),
+        Details("How it is split", [METHOD]),
+        Details("Every cause that was looked for", [attribution_tables.build_causes_table(attribution)]),
+        Details("By age of the weights", [attribution_tables.build_versions_table(attribution)]),
+        Details("Profiles in numbers", attribution_tables.build_profile_tables(attribution)),
     ]
 
 
-def _calibration(studies: Studies) -> list[Markup]:
+def _calibration(studies: Studies) -> list[Block]:
     result = studies.calibrated
     if isinstance(result, str):
-        return [render_paragraph(f"Not calibrated: {result}")]
+        return [f"Not calibrated: {result}"]
     new = f" Not on during the run: {', '.join(sorted(studies.new))}." if studies.new else ""
-    blocks = [
-        render_paragraph(
-            f"Bounds for a kept share of {TARGET_KEPT:g} (masks) and an ESS of {TARGET_ESS:g} (weight), "
-            f"with {CONFIDENCE:.0%} intervals that take rows of one prompt for dependent.{new}"
+    pasted = calibration_tables.list_overrides(result)
+    return [
+        "" if isinstance(studies.attribution, str) else studies.attribution.mend_first,
+        f"Bounds for a kept share of {TARGET_KEPT:g} (masks) and an ESS of {TARGET_ESS:g} (weight), "
+        f"with {CONFIDENCE:.0%} intervals that take rows of one prompt for dependent.{new}",
+        calibration_figures.build_panels(result.proposals, CONFIDENCE),
+        calibration_tables.build_overview_table(result, CONFIDENCE),
+        Code(" \\\n".join(map(shlex.quote, pasted))) if pasted else "",
+        *calibration_tables.format_remarks(result, CONFIDENCE),
+        *(
+            Details(f"{proposal.part.key} by length", [calibration_tables.build_length_table(proposal, CONFIDENCE)])
+            for proposal in result.proposals
+            if proposal.lengths
         ),
-        render_panels(calibration_figures.build_panels(result.proposals, CONFIDENCE)),
-        render_table(calibration_tables.build_overview_table(result, CONFIDENCE)),
     ]
-    if not isinstance(studies.attribution, str) and studies.attribution.mend_first:
-        blocks.insert(0, render_paragraph(studies.attribution.mend_first))
-    if pasted := calibration_tables.list_overrides(result):
-        blocks.append(render_code(" \\\n".join(map(shlex.quote, pasted))))
-    blocks += [render_paragraph(remark) for remark in calibration_tables.format_remarks(result, CONFIDENCE)]
-    blocks += [
-        render_details(
-            f"{proposal.part.key} by length",
-            render_table(calibration_tables.build_length_table(proposal, CONFIDENCE)),
-        )
-        for proposal in result.proposals
-        if proposal.lengths
-    ]
-    return blocks
 
 
-def _worst(attribution: Attribution | str) -> list[Markup]:
+def _worst(attribution: Attribution | str) -> list[Block]:
     if isinstance(attribution, str):
-        return [render_paragraph(f"Not attributed: {attribution}")]
+        return [f"Not attributed: {attribution}"]
     note = f" Ids in place of text: {attribution.without_text}." if attribution.without_text else ""
     if not attribution.tokens:
-        return [render_paragraph("No token differs between mu and pi.")]
+        return ["No token differs between mu and pi."]
     return [
-        render_paragraph(f"The largest mismatches by k3 of log pi/mu.{note}"),
-        render_table(attribution_tables.build_tokens_table(attribution)),
-        render_table(attribution_tables.build_rows_table(attribution)),
+        f"The largest mismatches by k3 of log pi/mu.{note}",
+        attribution_tables.build_tokens_table(attribution),
+        attribution_tables.build_rows_table(attribution),
     ]
 
 
-def _what_if(study: Study | str) -> list[Markup]:
+def _what_if(study: Study | str) -> list[Block]:
     if isinstance(study, str):
-        return [render_paragraph(f"Not replayed: {study}")]
-    blocks = [
-        render_paragraph(whatif_tables.describe_fidelity(study.fidelity)),
-        *(render_paragraph(note) for note in study.notes),
+        return [f"Not replayed: {study}"]
+    some = bool(study.outcomes)
+    return [
+        whatif_tables.describe_fidelity(study.fidelity),
+        *study.notes,
+        whatif_tables.build_overall_table(study) if some else "",
+        whatif_tables.build_group_table(study) if some else "",
+        whatif_tables.build_failure_table(study) if study.failures else "",
+        Details("What the columns mean", [MEANINGS]),
     ]
-    if study.outcomes:
-        blocks += [
-            render_table(whatif_tables.build_overall_table(study)),
-            render_table(whatif_tables.build_group_table(study)),
-        ]
-    if study.failures:
-        blocks.append(render_table(whatif_tables.build_failure_table(study)))
-    return [*blocks, render_details("What the columns mean", render_keys(MEANINGS))]
 
 
-def _configuration(card: Mapping[str, Any]) -> list[Markup]:
+def _configuration(card: Mapping[str, Any]) -> Block:
     if not card:
-        return [render_paragraph("run.json was not recorded.")]
+        return "run.json was not recorded."
     text = json.dumps(card, indent=1, sort_keys=True, default=str)
     cut = f" (its first {_LONGEST_CONFIG:,} characters)" if len(text) > _LONGEST_CONFIG else ""
-    return [render_details(f"run.json{cut}", render_code(text[:_LONGEST_CONFIG]))]
+    return Details(f"run.json{cut}", [Code(text[:_LONGEST_CONFIG])])

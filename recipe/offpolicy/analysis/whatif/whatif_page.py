@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from .. import pages
-from . import whatif_figures, whatif_tables
+from ..pages import Details, Page
+from . import whatif_figures
+from . import whatif_tables as tables
 from .outcomes import Study
 
 _STEPS = 60
@@ -40,40 +41,22 @@ MEANINGS = {
 }
 
 
-def build_page(study: Study) -> pages.Page:
+def build_page(study: Study) -> Page:
     """Build the page: all results, and the meaning of their columns."""
-    result = pages.Page("What if: other corrections on recorded steps", subtitle=study.directory)
+    result = Page("What if: other corrections on recorded steps", subtitle=study.directory)
     span = f"{study.steps[0]} to {study.steps[-1]} ({len(study.steps)})"
     facts = {"steps": span, "rows": study.rows, "response tokens": study.tokens}
-    result.add_section(
-        "Replay",
-        pages.render_keys(facts),
-        pages.render_paragraph(whatif_tables.describe_fidelity(study.fidelity)),
-        *(
-            pages.render_paragraph(note)
-            for note in [*study.notes, *whatif_tables.describe_left_out(len(study.outcomes))]
-        ),
-    )
-    result.add_section(
-        "Corrections",
-        pages.render_table(whatif_tables.build_overall_table(study)),
-        *(pages.render_panels(line) for line in whatif_figures.build_panels(study)),
-    )
-    result.add_section("Kept share", pages.render_table(whatif_tables.build_group_table(study)))
-    if agreement := list(whatif_tables.build_agreement_tables(study)):
-        result.add_section("Agreement", *(pages.render_table(table) for table in agreement))
-    if 1 < len(study.steps) <= _STEPS and len(study.outcomes) <= whatif_tables.MOST_COMPARED:
+    fidelity, left_out = tables.describe_fidelity(study.fidelity), tables.describe_left_out(len(study.outcomes))
+    result.add_section("Replay", facts, fidelity, *study.notes, *left_out)
+    result.add_section("Corrections", tables.build_overall_table(study), *whatif_figures.build_panels(study))
+    result.add_section("Kept share", tables.build_group_table(study))
+    result.add_section("Agreement", *tables.build_agreement_tables(study))
+    if 1 < len(study.steps) <= _STEPS and len(study.outcomes) <= tables.MOST_COMPARED:
         fields = ("kept_tokens", "ess", "lr_scale")
-        by_step = [
-            pages.render_details(
-                whatif_tables.OVERALL[name], pages.render_table(whatif_tables.build_step_table(study, name))
-            )
-            for name in fields
-        ]
+        by_step = (Details(tables.OVERALL[name], [tables.build_step_table(study, name)]) for name in fields)
         result.add_section("By step", *by_step)
-    if study.failures:
-        result.add_section("Not replayed", pages.render_table(whatif_tables.build_failure_table(study)))
-    result.add_section("What the columns mean", pages.render_keys(MEANINGS))
+    result.add_section("Not replayed", tables.build_failure_table(study) if study.failures else "")
+    result.add_section("What the columns mean", MEANINGS)
     return result
 
 

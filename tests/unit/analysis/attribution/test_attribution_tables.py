@@ -11,7 +11,7 @@ from recipe.offpolicy.analysis.attribution.attribution_figures import draw_overv
 from recipe.offpolicy.analysis.attribution.attribution_page import add_sections, build_page
 from recipe.offpolicy.analysis.attribution.attribution_tables import (
     build_causes_table,
-    build_profile_table,
+    build_profile_tables,
     build_rows_table,
     build_tokens_table,
     build_versions_table,
@@ -47,10 +47,11 @@ def test_a_line_for_each_staleness_that_the_rows_have(attribution: Attribution) 
     assert (row[1], row[2]) == (3, 12)
 
 
-def test_a_line_for_each_bucket_of_a_profile() -> None:
-    table = build_profile_table(
-        "length", [Bucket("1-2", tokens=3, mean=0.1, std=0.2, k3=0.3, share=0.25, drift_std=0.4)]
-    )
+def test_a_line_for_each_bucket_of_a_profile(attribution: Attribution) -> None:
+    bucket = Bucket("1-2", tokens=3, mean=0.1, std=0.2, k3=0.3, share=0.25, drift_std=0.4)
+    found = replace(attribution, profiles={"length": [bucket]})
+    (table,) = build_profile_tables(found)
+    assert build_profile_tables(found, least=1) == []
     assert table.title == "by length"
     assert list(table.rows[0]) == ["1-2", 3, 0.1, 0.2, 0.3, "25.0%", 0.4]
 

@@ -11,6 +11,7 @@ from recipe.offpolicy.analysis.calibration.calibration_tables import (
     build_joint_table,
     build_json,
     build_length_table,
+    build_length_tables,
     build_overview_table,
     format_bucket,
     list_overrides,
@@ -47,6 +48,7 @@ def test_a_line_for_each_bound(result: CalibrationResult) -> None:
 def test_a_line_for_each_length(result: CalibrationResult) -> None:
     (proposal,) = result.proposals
     assert [(row[0], row[1]) for row in build_length_table(proposal, 0.95).rows] == [("17 to 64", 80)]
+    assert build_length_tables(result, 0.95) == [build_length_table(proposal, 0.95)]
 
 
 def test_all_of_it_before_and_after() -> None:

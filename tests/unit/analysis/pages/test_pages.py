@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import csv
 import hashlib
 import io
 import json
@@ -20,8 +19,18 @@ from matplotlib.figure import Figure
 from rich.console import Console
 
 from recipe.offpolicy.analysis import pages
-from recipe.offpolicy.analysis.pages import Column, Page, PageError, Table, plotting
-from recipe.offpolicy.analysis.pages.panels import Axis, Mark, Panel, Rule, limit_shares, serialize, style_line
+from recipe.offpolicy.analysis.pages import Code, Column, Details, Page, PageError, Table, plotting
+from recipe.offpolicy.analysis.pages.page import render_block
+from recipe.offpolicy.analysis.pages.panels import (
+    Axis,
+    Mark,
+    Panel,
+    Rule,
+    limit_shares,
+    render_panels,
+    serialize,
+    style_line,
+)
 from recipe.offpolicy.analysis.pages.table import format_cell
 from recipe.offpolicy.analysis.pages.template import STYLE, render_template
 
@@ -90,11 +99,6 @@ def test_a_table_is_cut_between_columns_to_fit_a_terminal() -> None:
             assert word in shown_text
 
 
-def test_csv_keeps_every_digit(tmp_path: Path) -> None:
-    pages.to_csv(Table([Column("x", "nats"), Column("y")], [[1 / 3, None]]), tmp_path / "t.csv")
-    assert list(csv.reader((tmp_path / "t.csv").open())) == [["x (nats)", "y"], ["0.3333333333333333", ""]]
-
-
 class Reader(HTMLParser):
     """Collects what a browser would act on."""
 
@@ -128,11 +132,9 @@ def drawn() -> Figure:
 def a_page() -> Page:
     page = Page(HOSTILE, "sub")
     table = Table([Column(HOSTILE)], [[HOSTILE]], title=HOSTILE)
-    page.add_section(HOSTILE, pages.render_paragraph(HOSTILE), pages.render_code(HOSTILE), pages.render_table(table))
-    page.add_section(
-        "more", pages.render_keys({HOSTILE: HOSTILE}), pages.render_details(HOSTILE, pages.render_paragraph(HOSTILE))
-    )
-    page.add_section("picture", pages.render_panels([a_panel()]))
+    page.add_section(HOSTILE, HOSTILE, Code(HOSTILE), table)
+    page.add_section("more", {HOSTILE: HOSTILE}, Details(HOSTILE, [HOSTILE]))
+    page.add_section("picture", [a_panel()])
     return page
 
 
@@ -170,7 +172,7 @@ def test_the_policy_names_the_scripts_of_panels_and_no_other() -> None:
 def test_panels_stand_in_rows_in_a_picture() -> None:
     """On a page they stack where a screen is narrow."""
     panels = [a_panel(name, height) for name, height in (("a", 2.0), ("b", 3.0), ("c", 4.0))]
-    assert str(pages.render_panels(panels)).count('role="img"') == 3
+    assert str(render_panels(panels)).count('role="img"') == 3
     whole = plotting.draw_panels(panels, columns=2, title="t")
     assert tuple(whole.get_size_inches()) == (2 * plotting.PANEL_WIDTH, 3.0 + 4.0)
     assert [axes.get_title(loc="left") for axes in whole.axes] == ["a", "b", "c"]
@@ -290,7 +292,7 @@ def test_the_style_stays_inside() -> None:
 
 def test_a_page_that_is_too_large_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
     page = Page("large")
-    page.add_section("text", pages.render_code("x" * 5_000_001))
+    page.add_section("text", Code("x" * 5_000_001))
     with pytest.raises(PageError, match="more than 5,000,000"):
         page.write(tmp_path / "page.html")
     assert list(tmp_path.iterdir()) == []
@@ -299,14 +301,21 @@ def test_a_page_that_is_too_large_is_refused_and_leaves_nothing(tmp_path: Path) 
 def test_text_that_utf8_cannot_say_is_written(tmp_path: Path) -> None:
     """Half of a surrogate pair, as a tokenizer can leave it."""
     page = Page("surrogate")
-    page.add_section("text", pages.render_code("a\ud800b"))
+    page.add_section("text", Code("a\ud800b"))
     page.write(tmp_path / "page.html")
     assert "a?b" in (tmp_path / "page.html").read_text()
 
 
-def test_a_bare_string_is_no_block() -> None:
-    with pytest.raises(TypeError, match="not a block of a page"):
-        Page("p").add_section("s", "<b>text</b>")  # type: ignore[arg-type]
+def test_empty_blocks_and_sections_are_left_out() -> None:
+    page = Page("p")
+    page.add_section("none", "", {}, [])
+    page.add_section("some", "", "text")
+    assert re.findall("<h2>(.*)</h2>", page.render()) == ["some"]
+    assert page.render().count("<p>") == 1
+
+
+def test_a_block_is_escaped() -> None:
+    assert str(render_block("<b>")) == "<p>&lt;b&gt;</p>"
 
 
 def test_importing_it_imports_nothing_heavy() -> None:

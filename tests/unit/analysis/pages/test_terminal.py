@@ -7,7 +7,7 @@ import math
 import pytest
 
 from recipe.offpolicy.analysis.lengths.curves import NAMES, LengthStep, explain_missing
-from recipe.offpolicy.analysis.pages import Column, Table, open_console, print_table
+from recipe.offpolicy.analysis.pages import Column, Table, open_console, print_blocks, print_table
 
 
 def test_a_wide_table_is_split_and_a_long_title_broken(capsys: pytest.CaptureFixture[str]) -> None:
@@ -17,6 +17,13 @@ def test_a_wide_table_is_split_and_a_long_title_broken(capsys: pytest.CaptureFix
     shown = capsys.readouterr().out
     assert max(map(len, shown.splitlines())) <= 100
     assert all(f"{number:.3f}" in shown for number in numbers)
+
+
+def test_blocks_are_printed_whole(capsys: pytest.CaptureFixture[str]) -> None:
+    print_blocks(open_console(), Table([Column("a")], [[1]], "T"), "", "word [b] " * 40)
+    shown = capsys.readouterr().out.splitlines()
+    assert shown[0].strip() == "T"
+    assert shown[-1] == "word [b] " * 40
 
 
 def _step(**lengths: float) -> LengthStep:
