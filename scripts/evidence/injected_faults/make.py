@@ -3,8 +3,8 @@
     python scripts/evidence/injected_faults/make.py WORK [NAME ...]
 
 VENV=path: an environment with verl 0.9.1, by default the one that runs this. Each of ``cases.CASES`` is one run of
-scripts/quickstart.sh, about 100 seconds on two cores; WORK keeps models, logs and whole recordings, and what is there is
-not run again. What is kept in tests/data/faults/PART/NAME-SEED is at most ``ROWS`` rows a step, whole prompts.
+scripts/quickstart.sh, about 100 seconds on two cores; WORK keeps models, logs and whole recordings, and what is there
+is not run again. What is kept in tests/data/faults/PART/NAME-SEED is at most ``ROWS`` rows a step, whole prompts.
 """
 
 from __future__ import annotations
