@@ -14,10 +14,24 @@ from torch import Tensor
 
 from ..batch.micro_batch import MicroBatch
 from ..correction import BatchConstants, MaskSpec, WeightSpec
-from .trials import BEYOND, MEAN_WEIGHT, Trial, invert_aggregate, list_bounds, mix_signs, place_masses, replace_policies
+from .trials import (
+    BEYOND,
+    HIGH,
+    MEAN_WEIGHT,
+    Trial,
+    invert_aggregate,
+    invert_binary_kl,
+    list_bounds,
+    mix_signs,
+    place_masses,
+    replace_policies,
+)
 
 _CLEAR = 1e-4
 """Nats between a prefix's value and its bound, below which float32 log-probs cannot tell them apart."""
+
+_WIDEST = {False: 0.9, True: 2.5}
+"""Greatest difference of probabilities, and binary KL divergence in nats, that a trial gives a token."""
 
 
 @dataclass(frozen=True)
@@ -117,8 +131,9 @@ def _build_mask_trial(
     """Build a trial; ``looks``: the mask looks at advantages of this sign; ``mixed``: later tokens have the other."""
     mask = batch.response_mask
     by_mass = spec.aggregate.startswith("binary_")
-    # A difference of probabilities that is shared by several tokens may be more than one token can have.
-    place = _Place.of(mask, 1 if by_mass else 2)
+    # What two tokens share may be more than the probabilities of one can differ by.
+    alone = by_mass and 2 * abs(bound) > _WIDEST["kl" in spec.aggregate]
+    place = _Place.of(mask, 1 if alone else 2)
     advantages = mix_signs(mask, sign) if mixed else torch.full_like(batch.log_prob, sign, dtype=torch.float64)
     looked = advantages.sign()
     if spec.sign == "row":
@@ -127,10 +142,10 @@ def _build_mask_trial(
     limit = bound * _grow(place.position, spec.by_position)
     there = bound * _grow(place.at, spec.by_position)
     step = BEYOND if spec.entry.on_ratio else min(BEYOND, 0.1 * abs(bound) + _CLEAR)
-    value = _clear(there + side * step if beyond else 0.3 * there, spec.aggregate, place, [limit])
+    value = _clear(there + side * step if beyond else 0.7 * there, spec.aggregate, place, [limit])
     outside = place.later & (side * _follow(spec.aggregate, value, place) > side * limit)
     if by_mass:
-        masses = place_masses_at(spec.aggregate, place.moved, value, way)
+        masses = _choose_masses(spec.aggregate, place.moved, value * _size(spec, place), way)
         moved = place_masses(spec, batch, *masses, advantages)
         own = masses[0] - masses[1]
     else:
@@ -152,14 +167,14 @@ def _build_mask_trial(
     return Trial(f"side {side:+.0f}" if shows else "", moved, factor, BatchConstants())
 
 
-def place_masses_at(aggregate: str, moved: Tensor, value: Tensor, way: Tensor) -> tuple[Tensor, Tensor]:
+def _choose_masses(aggregate: str, moved: Tensor, value: Tensor, way: Tensor) -> tuple[Tensor, Tensor]:
     """Choose the two policies' probabilities of each token, (B, T) each, equal but at ``moved``."""
-    from .trials import HIGH, invert_binary_kl
-
     rest = torch.full_like(way, HIGH)
     if "kl" in aggregate:
-        low_up, low_down = (invert_binary_kl(aggregate, float(value.max()), up) for up in (True, False))
-        low = torch.where(moved, torch.where(way > 0, low_up, low_down), rest)
+        low = rest.clone()
+        for each in value.unique().tolist():
+            for up in (True, False):
+                low[moved & (value == each) & ((way > 0) == up)] = invert_binary_kl(aggregate, each, up)
         return torch.where(way > 0, rest, low), torch.where(way > 0, low, rest)
     low = torch.where(moved, HIGH - value.abs(), rest)
     return (rest, low) if bool((value > 0).any()) else (low, rest)

@@ -15,6 +15,7 @@ from recipe.offpolicy.batch import micro_batch as mb
 from recipe.offpolicy.batch.plan import PLAN, SharedPlan
 from recipe.offpolicy.batch.token_versions import CHUNKS
 from recipe.offpolicy.correction import CorrectionSpec, decisions
+from recipe.offpolicy.correction.row_layout import PaddedRows
 from recipe.offpolicy.correction.units import Units
 from recipe.offpolicy.proof.gradient import Proof, prove
 from tests.support.corrections import TIS, band, opsm, spec
@@ -138,7 +139,7 @@ def age_of_the_newest(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def dropped_factors(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Units, "scale_by_age", lambda units, limit, factors: limit)
+    monkeypatch.setattr(Units, "scale_limit", lambda units, limit, factors, power: limit)
     monkeypatch.setattr(decisions, "choose_bounds", lambda part, units: (part.lower, part.upper))
 
 
@@ -180,4 +181,57 @@ def test_what_goes_by_age_is_proved(name: str) -> None:
 def test_what_does_not_go_by_age_is_found(name: str, fault: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     fault(monkeypatch)
     proof = aged_evidence(CASES[name])
+    assert all(shift.error > 1e-2 > proof.tolerance for shift in proof.shifts.values())
+
+
+# Prefixes ---------------------------------------------------------------------------------------------------
+
+PREFIX: dict[str, Any] = TIS | {"level": "prefix"}
+PREFIX_CASES = {
+    "cap": spec(PREFIX),
+    "root": spec(PREFIX | {"aggregate": "geometric"}),
+    "minimum": spec(PREFIX | {"aggregate": "minimum"}),
+    "by position": spec(PREFIX | {"kind": "clip", "lower": 0.9, "upper": 1.2, "by_position": 0.5}),
+    "mask": spec(m=band(0.9, 1.1, level="prefix", aggregate="product")),
+    "veto": spec(m=band(0.3, None, level="prefix", aggregate="any", when="negative")),
+    "mean of KL": spec(m=band(None, 0.01, level="prefix", aggregate="binary_kl_forward_mean")),
+}
+
+
+def whole_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("cumulative_sum", "cumulative_max"):
+        reduce = {"cumulative_sum": PaddedRows.sum, "cumulative_max": PaddedRows.max}[name]
+        monkeypatch.setattr(PaddedRows, name, lambda rows, tokens, by=reduce: by(rows, tokens).expand(tokens.shape))
+
+
+def single_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("cumulative_sum", "cumulative_max"):
+        monkeypatch.setattr(PaddedRows, name, lambda rows, tokens: tokens.double())
+
+
+def one_width(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decisions, "choose_bounds", lambda part, units: (part.lower, part.upper))
+
+
+def no_prefix(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Units, "least_before", lambda units, values: torch.zeros_like(values))
+
+
+@pytest.mark.parametrize("name", PREFIX_CASES)
+def test_prefixes_are_proved(name: str) -> None:
+    proof = aged_evidence(PREFIX_CASES[name])
+    assert all(shift.error < proof.tolerance and not shift.vacuous for shift in proof.shifts.values())
+
+
+@pytest.mark.parametrize(
+    ("name", "fault"),
+    [
+        *((name, fault) for name in PREFIX_CASES if name != "minimum" for fault in (whole_rows, single_tokens)),
+        ("by position", one_width),
+        ("minimum", no_prefix),
+    ],
+)
+def test_what_does_not_go_by_prefix_is_found(name: str, fault: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    fault(monkeypatch)
+    proof = aged_evidence(PREFIX_CASES[name])
     assert all(shift.error > 1e-2 > proof.tolerance for shift in proof.shifts.values())
