@@ -199,9 +199,13 @@ def weighed(
             *before, own = (log_ratio(weight["ratio"], batch, token) for token in unit)
             value = own + min([0.0, *before])
         grown = factor(weight, batch, unit)
-        low = None if weight["lower"] is None else math.log(weight["lower"]) * grown
-        high = None if weight["upper"] is None else math.log(weight["upper"]) * grown
+        low = None if weight.get("lower") is None else math.log(weight["lower"]) * grown
+        high = None if weight.get("upper") is None else math.log(weight["upper"]) * grown
         drop, w = False, exp(value)
+        if weight["kind"] == "gamma":
+            w = math.exp(weight["rate"] * (1 - w) + weight["power"] * clamp(value))
+            found.append((unit, w, False))
+            continue
         if weight["kind"] == "reject":
             drop = beyond(value, low, high, result)
         else:

@@ -11,12 +11,22 @@ from .problem import SpecError
 from .ratios import EXP_CLAMP
 from .signs import Sign, When, check_sign_is_read
 from .units import Level
-from .validation import read_bool, read_choice, read_factors, read_power, read_ratio_bounds, require_keys, usual_bound
+from .validation import (
+    read_bool,
+    read_choice,
+    read_factors,
+    read_number,
+    read_power,
+    read_ratio_bounds,
+    require_keys,
+    usual_bound,
+)
 
 WeightRatio = Literal["rollout", "full"]
 WeightAggregate = Literal["product", "geometric", "minimum"]
-Kind = Literal["truncate", "clip", "reject"]
+Kind = Literal["truncate", "clip", "reject", "gamma"]
 
+_GAMMA = ("power", "rate")
 _OPTIONAL = ("aggregate", "ratio", "normalize", "by_staleness", "by_position", "when", "sign")
 
 
@@ -28,7 +38,8 @@ class WeightSpec:
         level: tokens that share one weight: ``token`` each its own, ``sequence`` a row, ``turn`` a run of response
             tokens between tool outputs, ``version`` the tokens of a row that one version of the weights sampled.
         kind: ``truncate`` binds one side, ``clip`` both, ``reject`` drops what lies outside and leaves the rest
-            weighted (masked importance sampling).
+            weighted (masked importance sampling). ``gamma`` has no bounds: exp(rate (1 - w)) w^power, which is 1 at
+            w = 1 and greatest at w = power / rate (VESPO, Shen et al. 2026).
         lower, upper: inclusive bounds, > 0, or None for an open side.
         aggregate: ``product`` prod_t rho_t, ``geometric`` its T-th root, over the tokens that share it; ``minimum``, at
             level prefix, rho_t times the least ratio before it, and 1 at most (MinPRO, Lei et al. 2026).
@@ -36,6 +47,7 @@ class WeightSpec:
         normalize: divide by the mean over the whole batch, of tokens at token level and of rows, turns or versions
             at theirs; what is rejected counts as 0.
         by_staleness: factor of |log bound| by age, see ``MaskSpec.by_staleness``.
+        power, rate: k and lambda of kind ``gamma``, > 0; None for the others.
         by_position: |log bound| is multiplied by t to this power at the t-th valid token of a row; level prefix alone.
         when, sign: the tokens that it weighs, see ``MaskSpec.when``; 1 for the others.
     """
@@ -51,6 +63,8 @@ class WeightSpec:
     when: When = "any"
     sign: Sign = "row"
     by_position: float | None = None
+    power: float | None = None
+    rate: float | None = None
 
     @classmethod
     def from_mapping(cls, mapping: Mapping[str, Any], *, key: str = "correction.weight") -> WeightSpec:
@@ -59,7 +73,11 @@ class WeightSpec:
         Raises:
             SpecError: anything malformed.
         """
-        require_keys(mapping, {"level", "kind", "lower", "upper"}, key, _OPTIONAL)
+        if mapping.get("kind") == "gamma":
+            require_keys(mapping, {"level", "kind", *_GAMMA}, key, (*_OPTIONAL, "lower", "upper"))
+            mapping = {"lower": None, "upper": None, **mapping}
+        else:
+            require_keys(mapping, {"level", "kind", "lower", "upper"}, key, _OPTIONAL)
         kind = read_choice(mapping, "kind", Kind, key)
         lower, upper = read_ratio_bounds(mapping, key)
         for side, bound in (("lower", lower), ("upper", upper)):
@@ -94,6 +112,15 @@ class WeightSpec:
                     else {f"{key}.kind": "truncate"}
                 ),
             )
+        if kind == "gamma" and (lower is not None or upper is not None):
+            side = "lower" if upper is None else "upper"
+            raise SpecError(
+                "'gamma' has no bounds.",
+                key=f"{key}.{side}",
+                value=mapping[side],
+                beside={f"{key}.kind": "gamma"},
+                mend={f"{key}.lower": None, f"{key}.upper": None},
+            )
         if kind == "reject" and lower is None and upper is None:
             raise SpecError(
                 "nothing would be rejected.",
@@ -115,6 +142,7 @@ class WeightSpec:
             when=read_choice(mapping, "when", When, key, "any"),
             sign=read_choice(mapping, "sign", Sign, key, "row"),
             by_position=read_power(mapping, key),
+            **{name: _read_positive(mapping, name, key) for name in (_GAMMA if kind == "gamma" else ())},
         )
         weight._check_factors(key)
         weight._check_prefix(key)
@@ -172,6 +200,8 @@ class WeightSpec:
         """Return the plain values from which ``from_mapping`` builds an equal spec."""
         mapping = asdict(self)
         factors, power, when, sign = (mapping.pop(name) for name in ("by_staleness", "by_position", "when", "sign"))
+        for name in ("lower", "upper") if self.kind == "gamma" else _GAMMA:
+            del mapping[name]
         # Left out where they are not set, so that fingerprints of corrections without them stay as they were.
         mapping |= {} if factors is None else {"by_staleness": list(factors)}
         mapping |= {} if power is None else {"by_position": power}
@@ -186,3 +216,10 @@ class WeightSpec:
     def picks_tokens(self) -> bool:
         """True if it weighs some tokens of a unit and not others."""
         return self.when != "any" and self.sign == "token"
+
+
+def _read_positive(mapping: Mapping[str, Any], name: str, key: str) -> float:
+    value = read_number(mapping[name], f"{key}.{name}", nullable=False)
+    if value is None or value <= 0:
+        raise SpecError("a number > 0.", key=f"{key}.{name}", value=mapping[name], mend={f"{key}.{name}": 2.0})
+    return value

@@ -68,6 +68,8 @@ def _scale(bound: float | None, spec: WeightSpec, units: Units) -> Bound:
 def apply_bounds(spec: WeightSpec, raw: Tensor, bounds: tuple[Bound, Bound] | None = None) -> Tensor:
     """Bound the weight: clip(raw, lower, upper); ``reject`` leaves it unchanged, see ``find_rejected_units``.
 
+    ``gamma`` has no bounds: exp(rate (1 - raw)) raw^power.
+
     Args:
         bounds: from ``choose_bounds``, in the shape and dtype of ``raw``; None: those of ``spec``.
 
@@ -77,6 +79,8 @@ def apply_bounds(spec: WeightSpec, raw: Tensor, bounds: tuple[Bound, Bound] | No
         >>> apply_bounds(WeightSpec("token", "clip", 0.5, 2.0), torch.tensor([0.1, 1.0, 3.0])).tolist()
         [0.5, 1.0, 2.0]
     """
+    if spec.power is not None and spec.rate is not None:
+        return (spec.rate * (1 - raw) + spec.power * raw.log()).exp()
     lower, upper = (spec.lower, spec.upper) if bounds is None else bounds
     if spec.kind == "reject" or (lower is None and upper is None):
         return raw

@@ -78,6 +78,8 @@ def build_prefix_weight_trials(spec: WeightSpec, batch: MicroBatch) -> Iterator[
     def build(raw: Tensor, advantages: Tensor, weighed: Tensor) -> Trial:
         value = _follow(spec.aggregate, raw, place)
         weight = value.exp()
+        if spec.power is not None and spec.rate is not None:
+            weight = torch.exp(spec.rate * (1 - weight)) * weight**spec.power
         if spec.kind == "reject":
             outside = torch.zeros_like(mask)
             for limit, side in ((lower, -1.0), (upper, 1.0)):

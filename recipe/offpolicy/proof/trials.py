@@ -83,6 +83,8 @@ def _build_weight_trials(spec: WeightSpec, batch: MicroBatch) -> Iterator[Trial]
                 demanded |= {bound * near: out, bound / near: bound / near}
     if spec.upper is None:
         demanded[2.0] = 2.0
+    if spec.power is not None and spec.rate is not None:
+        demanded = {raw: math.exp(spec.rate * (1 - raw)) * raw**spec.power for raw in demanded}
     mean = MEAN_WEIGHT if spec.normalize else 1.0
     constants = BatchConstants(weight_mean=mean)
     units = _number_units(spec.level, batch)

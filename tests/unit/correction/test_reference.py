@@ -84,7 +84,7 @@ def test_nothing_of_the_vocabulary_is_left_out() -> None:
     assert set(get_args(Ratio)) == set(RATIOS)
     assert set(aggregates.AGGREGATES) == {*AGGREGATES, "second_moment", "staleness"}
     assert set(itertools.product(get_args(MaskWhen), get_args(Sign))) == {*SIGNS, ("any", "token")}  # which is refused
-    assert set(get_args(Kind)) == {kind for kind, *_ in WEIGHT_BOUNDS}
+    assert set(get_args(Kind)) == {"gamma", *(kind for kind, *_ in WEIGHT_BOUNDS)}
 
 
 def between(values: list[float], share: float) -> float:
@@ -136,6 +136,7 @@ def test_every_mask(level: str, aggregate: str, ratio: str) -> None:
     assert all(0 < count < total for count in dropped.values()), dropped
 
 
+GAMMA = dict(kind="gamma", power=2.0, rate=3.0)
 WEIGHT_BOUNDS = [
     ("truncate", None, None),
     ("truncate", None, 1.15),
@@ -152,8 +153,8 @@ WEIGHT_BOUNDS = [
 )
 @pytest.mark.parametrize(("ratio", "normalize"), [("rollout", False), ("rollout", True), ("full", False)])
 def test_every_weight(level: str, aggregate: str, ratio: str, normalize: bool) -> None:
-    for kind, lower, upper in WEIGHT_BOUNDS:
-        weight = dict(level=level, aggregate=aggregate, kind=kind, lower=lower, upper=upper)
+    for bounds in [dict(kind=kind, lower=low, upper=high) for kind, low, high in WEIGHT_BOUNDS] + [GAMMA]:
+        weight = dict(level=level, aggregate=aggregate) | bounds
         correction = CorrectionSpec.from_mapping({"weight": weight | {"ratio": ratio, "normalize": normalize}})
         for rows in BATCHES:
             agree(correction, rows)

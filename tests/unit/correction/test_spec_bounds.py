@@ -167,3 +167,15 @@ def test_the_mean_of_a_weight_that_moves_with_pi() -> None:
         "correction.weight.ratio=full",
         "Set correction.weight.normalize=false",
     )
+
+
+def test_a_gamma_has_two_numbers_and_no_bounds() -> None:
+    gamma = {"kind": "gamma", "power": 2.0, "rate": 3.0}
+    refused({"weight": {"level": "sequence", **gamma, "upper": 2.0}}, "weight.upper=2.0", "no bounds", "upper=null")
+    refused(
+        {"weight": {"level": "sequence", **gamma, "rate": 0.0}}, "weight.rate=0.0", "> 0", "correction.weight.rate=2.0"
+    )
+    refused({"weight": {"level": "sequence", "kind": "gamma", "power": 2.0}}, "weight.rate", "not set")
+    refused(weight(power=2.0), "weight.power=2.0", "unknown key")
+    spec_of = CorrectionSpec.from_mapping({"weight": {"level": "sequence", **gamma}})
+    assert CorrectionSpec.from_mapping(spec_of.to_mapping()) == spec_of

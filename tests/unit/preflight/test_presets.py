@@ -68,6 +68,13 @@ EXPECTED: dict[str, dict[str, Any]] = {
     "tis_sequence": weight("sequence", "truncate", None, 5.0),
     "tis_geometric": weight("sequence", "truncate", None, 5.0, aggregate="geometric"),
     "tis_turn": weight("turn", "truncate", None, 5.0),
+    "paper/vespo": {
+        "weights": {
+            when: dict(level="sequence", kind="gamma", power=power, rate=rate, ratio="full", when=when)
+            for when, power, rate in (("positive", 2.0, 3.0), ("negative", 3.0, 2.0))
+        },
+        "proximal": "bypass",
+    },
     "tis_prefix": weight("prefix", "truncate", None, 5.0),
     "suffix_veto": masks(suffix_veto=band(1e-4, None, level="prefix", aggregate="any", when="negative")),
     "paper/ctpo": {"weight": weight("prefix", "clip", 0.975309912, 1.051271096)["weight"] | {"by_position": 0.5}},

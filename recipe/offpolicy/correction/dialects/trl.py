@@ -27,9 +27,8 @@ def _convert(options: Options) -> dict[str, Any]:
     corrects = read_flag(options[f"{_STEM}_correction"], f"{_STEM}_correction") and engine
     plain: dict[str, Any] = {"weight": _convert_weight(options) if corrects else None, "masks": {}}
     if read_choice(options["loss_type"], _LOSSES, "loss_type", optional=False) == "vespo":
-        raise refuse(
-            "the Gamma weight of a row, which takes in the ratio to mu, has no equivalent here.", "loss_type", "vespo"
-        )
+        reason = "it multiplies pi / pi_old by truncated ratios of tokens to mu; the nearest is correction=paper/vespo."
+        raise refuse(reason, "loss_type", "vespo")
     key = "off_policy_mask_threshold"
     threshold = read_number(options[key], key)
     if threshold is not None:

@@ -121,6 +121,8 @@ def _describe_weight(weight: WeightSpec) -> str:
     bounds = format_bounds({"lower": weight.lower, "upper": weight.upper})
     when = "" if weight.when == "any" else f", {weight.when}"
     aggregate = "" if weight.aggregate == "product" else f" {weight.aggregate},"
+    if weight.kind == "gamma":
+        bounds = f"power={weight.power:g} rate={weight.rate:g}"
     return f"{weight.level},{aggregate} {weight.kind} {bounds} on {ratio}{when}{_format_factors(weight)}"
 
 
