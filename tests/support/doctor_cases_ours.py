@@ -189,14 +189,14 @@ OF_OURS: dict[str, Case] = {
         "NO-OP",
         "process_reward",
         {"process_reward": {}, "algorithm.filter_groups": {"enable": True, "metric": "acc"}},
-        "drops the prompts that no rollout passes",
+        "drops prompts without a passing rollout",
         {"process_reward": {}},
     ),
     "process rewards past their agent loops": Case(
         "ERROR",
         "process_reward",
         {"process_reward": {}, f"{ROLLOUT}.agent.agent_loop_manager_class": "mine.Manager"},
-        "rows would come past process_reward",
+        "sequences would bypass process_reward",
         {"process_reward": {}},
     ),
     "a mode that is not covered": Case(

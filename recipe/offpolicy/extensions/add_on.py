@@ -1,7 +1,7 @@
-"""What runs next to the correction in the trainer's process: one protocol for staleness, replays, extensions.
+"""Add-ons run next to the correction in the trainer's process: one protocol for staleness, replays, extensions.
 
-``AddOns`` calls the hooks, in the order in which they stand here. A hook that gets a function runs around a method of
-verl's trainer, which that function calls; the first add-on is the outermost.
+``AddOns`` calls the hooks in the order of their definition here. A hook that receives a function runs around a method
+of verl's trainer, which that function calls; the first add-on is the outermost.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ class Advantages:
     """One batch's advantages, (n, T) each.
 
     Attributes:
-        rewards: what verl's estimator saw.
-        own: what it made of them.
-        final: what goes to the workers.
+        rewards: input of verl's estimator.
+        own: its result.
+        final: advantages sent to the workers.
     """
 
     rewards: Tensor
@@ -33,12 +33,12 @@ class Advantages:
 
 
 class AddOn:
-    """One thing that runs next to the correction; each hook does nothing here."""
+    """One add-on; each hook does nothing here."""
 
     proof_name: ClassVar[str] = ""
-    """Of what ``unproved`` speaks; empty: an extension's section."""
+    """Subject of ``unproved``; empty: an extension's section."""
     phase: ClassVar[str] = ""
-    """The watchdog's name for the time that hooks take; empty: an extension's section, and verl's own phase else."""
+    """The watchdog's name for the time of the hooks; empty: an extension's section, otherwise verl's own phase."""
 
     # Start and end ------------------------------------------------------------------------------------------
 
@@ -50,23 +50,23 @@ class AddOn:
         """Start with the run, in the trainer's process."""
 
     def actor_class(self, worker: type) -> type:
-        """Choose the class of the actor's workers, given verl's or the one of the add-on behind this."""
+        """Choose the class of the actor's workers, given verl's or that of the next add-on."""
         return worker
 
     def engine_part(self) -> Callable[[Any], object] | None:
-        """Make a function that is called in each actor worker of verl's, whose model is there; None: nothing."""
+        """Make a function that is called in each of verl's actor workers after its model exists; None: nothing."""
         return None
 
     def rollout_client(self, client: Any) -> Any:
-        """Return the client of the rollout servers that agent loops get, given verl's or another add-on's."""
+        """Return the rollout client for agent loops, given verl's or another add-on's."""
         return client
 
     def load_prompts(self, loader: Any) -> Any:
-        """Return the data loader of training prompts: verl's, which nothing has been read from, or another."""
+        """Return the data loader of training prompts: verl's, which is unread, or another."""
         return loader
 
     def on_resumed(self) -> None:
-        """Go on after verl has loaded a checkpoint, or found none."""
+        """Continue after verl has loaded a checkpoint, or found none."""
 
     def end(self) -> None:
         """Release resources, such as threads; also called after a failure."""
@@ -74,11 +74,11 @@ class AddOn:
     # A step -------------------------------------------------------------------------------------------------
 
     def run_step(self, run: Callable[[], Any], metrics: dict[str, Any]) -> Any:
-        """Run one step of the V1 trainer, of one update or several."""
+        """Run one step of the V1 trainer, with one or several updates."""
         return run()
 
     def warm_up_prompts(self, add: Callable[[Any], None], batches: Any) -> None:
-        """Issue the prompts that an asynchronous V1 trainer samples ahead of its first step."""
+        """Issue the prompts that an asynchronous V1 trainer samples before its first step."""
         add(batches)
 
     def issue_prompts(self, add: Callable[[], None]) -> None:
@@ -86,29 +86,29 @@ class AddOn:
         add()
 
     def submit_prompts(self, send: Callable[[Any], int], batch: Any) -> int:
-        """Send prompts to the V1 trainer's rollout servers; returns how many."""
+        """Send prompts to the V1 trainer's rollout servers; returns their number."""
         return send(batch)
 
     def next_batch(self, prompts: PromptView) -> None:
-        """See the prompts that are about to be sampled."""
+        """Receive the prompts before they are sampled."""
 
     def batch_flags(self) -> Mapping[str, Any]:
-        """Return what workers get with a batch of this step; rows of an add-on's own making go without."""
+        """Return flags sent to the workers with a batch of this step; an add-on's own rows have none."""
         return {}
 
     def old_log_prob(self, compute: Callable[[Any], Any], batch: Any, metrics: dict[str, Any]) -> Any:
-        """Compute pi_old in the V1 trainer, the first time that it sees these rows."""
+        """Compute pi_old in the V1 trainer, which first sees these rows here."""
         return compute(batch)
 
     def on_rollout(self, batch: BatchView) -> None:
-        """See a batch whose rewards are known and whose pi_old is not computed yet."""
+        """Receive a batch whose rewards are known and whose pi_old is not computed yet."""
 
     def shape_rewards(self, batch: BatchView, rewards: Tensor) -> Tensor | None:
-        """Change the rewards that verl's estimator sees, (n, T); the raw ones are put back after it."""
+        """Change the rewards (n, T) that verl's estimator sees; the raw rewards are restored afterwards."""
         return None
 
     def estimate(self, batch: BatchView, rewards: Tensor) -> Tensor | None:
-        """Compute advantages (n, T) instead of verl's estimator; one extension at most."""
+        """Compute advantages (n, T) instead of verl's estimator; at most one extension may do so."""
         return None
 
     def shape_advantages(self, batch: BatchView, advantages: Tensor) -> Tensor | None:
@@ -116,36 +116,36 @@ class AddOn:
         return None
 
     def on_advantages(self, batch: BatchView, advantages: Advantages) -> None:
-        """See the advantages that go to the workers, after all extensions."""
+        """Receive the advantages that go to the workers, after all extensions."""
 
     def update_actor(self, run: Callable[[Any], Any], batch: Any, metrics: dict[str, Any]) -> Any:
-        """Update the V1 trainer's actor, and see the metrics of that."""
+        """Update the V1 trainer's actor, and read the metrics of the update."""
         return run(batch)
 
     def on_update(self, metrics: dict[str, Any], batch: Any) -> None:
-        """Take an add-on's reports out of the metrics of the workers that have updated by ``batch``.
+        """Take an add-on's reports out of the metrics of the workers that have updated on ``batch``.
 
         Raises:
-            LivenessError: what is configured was not seen to act; the run stops.
+            LivenessError: the configured add-on was not seen to act; the run stops.
         """
 
     def judge(self, reports: Sequence[Any]) -> Mapping[str, float]:
-        """Judge the reports of one update, one a micro-batch of every rank; metrics by their full names.
+        """Judge the reports of one update, one per micro-batch and rank; returns metrics by full name.
 
         Raises:
-            LivenessError: what is configured was not seen to act; the run stops.
+            LivenessError: the configured add-on was not seen to act; the run stops.
         """
         return {}
 
     def unproved(self) -> str | None:
-        """Say what has never happened that shows the add-on to act, with the key it depends on; None: it has acted.
+        """Say which evidence that the add-on acts is still missing, with the key it depends on; None: it has acted.
 
-        ``offpolicy/live/NAME`` is 0 as long as it says so, and a warning repeats it after 5, 10, 20, 40 ... updates.
+        Until then ``offpolicy/live/NAME`` is 0, and a warning is repeated after 5, 10, 20, 40 ... updates.
         """
         return None
 
     def metrics(self) -> Mapping[str, float]:
-        """Return the step's metrics by their full names, such as ``opd/pass_rate``, to alarms and the logger."""
+        """Return the step's metrics by full name, such as ``opd/pass_rate``, for alarms and the logger."""
         return {}
 
     # Validation and checkpoints -----------------------------------------------------------------------------
@@ -162,7 +162,7 @@ class AddOn:
 
     @property
     def rate_limit_state(self) -> Mapping[str, Any] | None:
-        """State of a limit of staleness, for a checkpoint; None: there is none."""
+        """State of a staleness limit, for a checkpoint; None: there is none."""
         return None
 
     def state(self, folder: Path) -> Mapping[str, Any]:

@@ -1,4 +1,4 @@
-"""The one place that calls the hooks of add-ons, in their order, for the V0 and the V1 trainer."""
+"""Calls the hooks of all add-ons, in their order, for the V0 and the V1 trainer; no other module calls them."""
 
 from __future__ import annotations
 
@@ -29,31 +29,31 @@ logger = logging.getLogger("verl.offpolicy")
 
 _OF_ADVANTAGES = ("shape_rewards", "estimate", "shape_advantages", "on_advantages")
 PATIENCE = 5
-"""Updates without an effect until that is said; then twice as many, and so on."""
+"""Number of updates without effect before the first warning; then twice as many, and so on."""
 Phase = Callable[[str], AbstractContextManager[Any]]
-"""Makes the time inside count as a phase of the watchdog's."""
+"""Counts the time in its context as a phase of the watchdog."""
 
 
 class TrainerBatch(BatchView, Protocol):
-    """The part of a batch that the hooks need and extensions do not get."""
+    """The part of a batch that the hooks need but extensions do not get."""
 
     def shaped(self, rewards: Tensor) -> AbstractContextManager[None]:
-        """Show verl's estimator these rewards (n, T) within the context; restore the raw ones after it, to the bit."""
+        """Show verl's estimator these rewards (n, T) within the context; restore the raw rewards bitwise afterwards."""
 
     @property
     def advantages(self) -> Tensor:
-        """(n, T), of the estimator."""
+        """(n, T), from the estimator."""
 
     def put_advantages(self, advantages: Tensor, *, returns: bool) -> None:
-        """Replace the estimator's advantages, and its returns by the same."""
+        """Replace the estimator's advantages, and optionally its returns, by these values."""
 
 
 class AddOns:
-    """The add-ons of one run, in the trainer's process; without any, each call does nothing but what it runs around.
+    """The add-ons of one run, in the trainer's process; without any, each call only runs the wrapped function.
 
     Args:
-        extensions: in the order of their hooks.
-        own: what is no extension, outermost first; it stands in front of the extensions.
+        extensions: extensions in the order of their hooks.
+        own: other add-ons, outermost first; they precede the extensions.
 
     Attributes:
         unproved: name -> what the last update has left unproved of an add-on; None: it was seen to act.
@@ -73,7 +73,7 @@ class AddOns:
 
     @classmethod
     def from_config(cls, config: DictConfig, own: Sequence[AddOn] = ()) -> AddOns:
-        """Create the extensions that are on, behind ``own``."""
+        """Create the enabled extensions, after ``own``."""
         return cls(load_extensions(config), own)
 
     def begin(self, config: DictConfig, phase: Phase = nullcontext) -> None:
@@ -84,17 +84,17 @@ class AddOns:
                 add_on.begin(config)
 
     def end(self) -> None:
-        """End all add-ons, also where one fails."""
+        """End all add-ons, even if one fails."""
         with contextlib.ExitStack() as stack:
             for add_on in self._all:
                 stack.callback(add_on.end)
 
     def uses(self, *hooks: str) -> bool:
-        """Return True if an add-on has one of these hooks."""
+        """Return True if an add-on implements one of these hooks."""
         return any(self._users(hook) for hook in hooks)
 
     def _users(self, hook: str) -> tuple[AddOn, ...]:
-        """Return the add-ons that have a hook of their own; others need not be called, nor a batch be read for them."""
+        """Return the add-ons that implement a hook; the others need no call, and no batch is read for them."""
         idle = getattr(AddOn, hook)
         return tuple(each for each in self._all if getattr(getattr(each, hook), "__func__", None) is not idle)
 
@@ -116,17 +116,17 @@ class AddOns:
         return worker
 
     def engine_parts(self) -> list[Callable[[Any], object]]:
-        """Collect what acts in the engine that trains."""
+        """Collect the functions to install in the training engine."""
         return [part for add_on in reversed(self._all) if (part := add_on.engine_part()) is not None]
 
     def rollout_client(self, client: Any) -> Any:
-        """Return the client of the rollout servers that agent loops get."""
+        """Return the rollout client for agent loops."""
         for add_on in reversed(self._users("rollout_client")):
             client = add_on.rollout_client(client)
         return client
 
     def on_resumed(self) -> None:
-        """Let add-ons go on after verl has loaded a checkpoint."""
+        """Let add-ons continue after verl has loaded a checkpoint."""
         for add_on in self._all:
             add_on.on_resumed()
 
@@ -135,7 +135,7 @@ class AddOns:
         return self._around("run_step", run, metrics)
 
     def warm_up_prompts(self, add: Callable[[Any], None], batches: Any) -> None:
-        """Issue the prompts ahead of the first step."""
+        """Issue the prompts before the first step."""
         self._through("warm_up_prompts", add)(batches)
 
     def issue_prompts(self, add: Callable[[], None]) -> None:
@@ -148,7 +148,7 @@ class AddOns:
         return sent
 
     def batch_flags(self) -> dict[str, Any]:
-        """Collect what workers get with a batch."""
+        """Collect the flags sent to the workers with a batch."""
         return {name: value for add_on in self._all for name, value in add_on.batch_flags().items()}
 
     def old_log_prob(self, compute: Callable[[Any], Any], batch: Any, metrics: dict[str, Any]) -> Any:
@@ -171,7 +171,7 @@ class AddOns:
         return run()
 
     def _through(self, hook: str, run: Callable[[Any], Any], *args: Any) -> Callable[[Any], Any]:
-        """Put this hook of all add-ons around a function of one batch."""
+        """Wrap a function of one batch with this hook of all add-ons."""
         for add_on in reversed(self._users(hook)):
             run = partial(_call, getattr(add_on, hook), run, args)
         return run
@@ -179,12 +179,12 @@ class AddOns:
     # Extensions ---------------------------------------------------------------------------------------------
 
     def worker_halves(self) -> dict[str, WorkerExtension]:
-        """Return, by section, the worker half of each extension that has one."""
+        """Return, by section, the worker part of each extension that has one."""
         halves = {extension.section: extension.worker() for extension in self._extensions}
         return {section: half for section, half in halves.items() if half is not None}
 
     def describe(self) -> dict[str, dict[str, Any]]:
-        """Describe each section for a recording: ``meaning``, ``replay`` and ``columns``, which are recorded."""
+        """Describe each section for a recording: ``meaning``, ``replay`` and the recorded ``columns``."""
         halves = self.worker_halves()
         return {
             extension.section: {
@@ -196,29 +196,29 @@ class AddOns:
         }
 
     def load_prompts(self, loader: Any) -> Any:
-        """Return the data loader of training prompts, as extensions change it."""
+        """Return the data loader of training prompts after all extensions' changes."""
         for add_on in self._users("load_prompts"):
             with self._within(add_on):
                 loader = add_on.load_prompts(loader)
         return loader
 
     def next_batch(self, prompts: PromptView) -> None:
-        """Let extensions see the prompts that are about to be sampled."""
+        """Show the prompts to extensions before they are sampled."""
         self._prompts_seen = True
         for add_on in self._users("next_batch"):
             with self._within(add_on):
                 add_on.next_batch(prompts)
 
     def on_rollout(self, batch: BatchView) -> None:
-        """Let extensions see a batch before pi_old is computed."""
+        """Show a batch to extensions before pi_old is computed."""
         self._rollout_seen = True
         for add_on in self._users("on_rollout"):
             with self._within(add_on):
                 add_on.on_rollout(batch)
 
     def compute_advantages(self, batch: TrainerBatch, estimator: Callable[[], None]) -> None:
-        """Run verl's ``estimator`` with the hooks around it; what it changes is read through ``batch``."""
-        if not self._rollout_seen:  # verl took mu for pi_old without asking us
+        """Run verl's ``estimator`` inside the hooks; its results are read through ``batch``."""
+        if not self._rollout_seen:  # verl used mu as pi_old without calling the hook
             self.on_rollout(batch)
         self._rollout_seen, self._left = False, {}
         if self.uses(*_OF_ADVANTAGES):
@@ -257,12 +257,12 @@ class AddOns:
                 each.on_advantages(batch, Advantages(rewards, own, advantages))
 
     def take_out(self, batch: BatchView, why: str, *, masked: Collection[str], silenced: Collection[str] = ()) -> None:
-        """Note the rows that leave the update between its advantages and the loss.
+        """Record the rows that leave the update between its advantages and the loss.
 
         Args:
-            why: names the key that decides so.
-            masked: keys of rows that have no token in the loss.
-            silenced: of rows that keep their tokens, with an advantage of 0.
+            why: names the key that causes it.
+            masked: keys of rows without a token in the loss.
+            silenced: keys of rows that keep their tokens, with an advantage of 0.
         """
         self._left |= dict.fromkeys(masked, why)
         silent = torch.tensor([key in silenced for key in batch.keys], dtype=torch.bool)
@@ -271,23 +271,23 @@ class AddOns:
                 extension.silence(batch, silent)
 
     def judge(self, reports: Sequence[Mapping[str, Any]], epochs: int = 1) -> None:
-        """Let each extension with a worker half judge the reports of one update.
+        """Let each extension with a worker part judge the reports of one update.
 
         Args:
-            reports: of each micro-batch, by section.
-            epochs: times that the loss sees each row.
+            reports: reports of each micro-batch, by section.
+            epochs: number of times that the loss sees each row.
 
         Raises:
-            LivenessError: one is missing, the trainer went past the hooks in front of sampling or around its estimator,
-                or an extension stops the run.
+            LivenessError: a report is missing, the trainer bypassed the hooks before sampling or around its
+                estimator, or an extension stops the run.
         """
         self._judged = {}
         needy = [_section(each) for each in self._users("next_batch")]
         if needy and not self._prompts_seen:
-            raise LivenessError(f"{', '.join(needy)}: verl's trainer went past the hook in front of sampling.")
+            raise LivenessError(f"{', '.join(needy)}: verl's trainer bypassed the hook before sampling.")
         if self._extensions and not self._advantages_seen:
             sections = ", ".join(extension.section for extension in self._extensions)
-            raise LivenessError(f"{sections}: verl's trainer went past the hooks around its advantage estimator.")
+            raise LivenessError(f"{sections}: verl's trainer bypassed the hooks around its advantage estimator.")
         self._advantages_seen = False
         for extension in self._extensions:
             with self._within(extension):
@@ -297,7 +297,7 @@ class AddOns:
                 if len(found) < len(reports) or not found:
                     raise LivenessError(
                         f"{extension.section}: {len(reports) - len(found)} of {len(reports)} micro-batches came "
-                        f"without the report of the extension, so that it did not run there. Something hands the "
+                        f"without the report of the extension, so it did not run there. Some code hands the "
                         f"workers another loss, or drops its metrics."
                     )
                 self._compare_rows(extension, found, epochs)
@@ -306,7 +306,7 @@ class AddOns:
         self._say_unproved()
 
     def _say_unproved(self) -> None:
-        """Say again and again, ever more rarely, what has never been seen to act."""
+        """Warn repeatedly, with growing intervals, of add-ons that were never seen to act."""
         self._updates += 1
         waited, rest = divmod(self._updates, PATIENCE)
         self.unproved = {each.proof_name or _section(each): each.unproved() for each in self._users("unproved")}
@@ -316,27 +316,28 @@ class AddOns:
                 logger.warning("%s is not proved yet, after %d updates: %s", name, self._updates, why)
 
     def _compare_rows(self, extension: Extension, reports: Sequence[Any], epochs: int) -> None:
-        """Compare the rows that the loss saw with those that were sent and have not left.
+        """Compare the rows that the loss saw with those that were sent and did not leave.
 
         Raises:
+            LivenessError: they differ, or were not seen once per epoch.
             LivenessError: they are not the same, or were not seen once an epoch.
         """
         if (sent := extension.sent) is None:
             return
         if missing := {name: None for report in reports if report.hashes is None for name in report.missing}:
             raise LivenessError(
-                f"{extension.section}: {', '.join(missing)} did not reach the loss of a micro-batch. Something selects "
+                f"{extension.section}: {', '.join(missing)} did not reach the loss of a micro-batch. Some code selects "
                 f"or converts the columns that go to the workers."
             )
         seen = itertools.chain.from_iterable(report.hashes for report in reports)
         if (difference := find_difference(sent, seen, self._left, epochs)) is not None:
             raise LivenessError(
-                f"{extension.section}: the loss did not see the rows that were sent to it. {difference}. Something "
-                f"drops, repeats, changes or mixes up rows between the trainer and the loss."
+                f"{extension.section}: the loss did not see the sequences that were sent to it. {difference}. Some "
+                f"code drops, repeats, changes or mixes up sequences between the trainer and the loss."
             )
 
     def metrics(self) -> dict[str, float]:
-        """Collect the metrics of the last update, by full names."""
+        """Collect the metrics of the last update, by full name."""
         found = dict(self._judged)
         for add_on in self._all:
             with self._within(add_on):
@@ -346,7 +347,7 @@ class AddOns:
     # Validation and checkpoints ------------------------------------------------------------------------------
 
     def validate(self, trainer: Any, run: Callable[[], dict[str, float]]) -> dict[str, float]:
-        """Run verl's validation inside the hooks of all."""
+        """Run verl's validation inside the hooks of all add-ons."""
         for add_on in reversed(self._users("validate")):
             run = partial(add_on.validate, trainer, run)
         return run()
@@ -363,12 +364,12 @@ class AddOns:
 
     @property
     def rate_limit_state(self) -> Mapping[str, Any] | None:
-        """State of the limit of staleness, for a checkpoint; None: there is none."""
+        """State of the staleness limit, for a checkpoint; None: there is none."""
         states = (add_on.rate_limit_state for add_on in self._all)
         return next((state for state in states if state is not None), None)
 
     def state(self, folder: Path) -> dict[str, Any]:
-        """Return each section's state for a checkpoint, with the settings that it was made under."""
+        """Return each section's state for a checkpoint, with the settings it was made under."""
         return {
             extension.section: {
                 "settings": redact(dict(extension.noted)),
@@ -388,10 +389,10 @@ class AddOns:
         ]
 
     def restore(self, states: Mapping[str, Any], folder: Path) -> None:
-        """Restore the ``states`` of a checkpoint; an extension that was off, or another, then begins anew.
+        """Restore the ``states`` of a checkpoint; an extension that was off, or another one, starts from scratch.
 
         Raises:
-            CheckpointError: a state is lost or holds what it cannot.
+            CheckpointError: a state is missing or invalid.
         """
         record = folder.parent / RECORD
         for extension in self._extensions:
@@ -400,12 +401,12 @@ class AddOns:
                 continue
             state, same = states[section]["state"], not self.differences({section: states[section]}, section)
             if extension.resumes and same and not state:
-                refuse(record, f"extensions.{section}.state", state, f"{extension.resumes} goes on from it")
+                refuse(record, f"extensions.{section}.state", state, f"{extension.resumes} continues from it")
             with restoring(lambda: record, f"extensions.{section}.state"):
                 extension.restore(state, folder / section)
 
     def list_dependents(self) -> list[str]:
-        """List the keys of this run that go on from a checkpoint's state."""
+        """List the keys of this run that continue from a checkpoint's state."""
         keys = [extension.resumes for extension in self._extensions if extension.resumes]
         return keys + ["offpolicy.staleness.eta"] * (self.rate_limit_state is not None)
 
@@ -419,7 +420,7 @@ def _section(add_on: AddOn) -> str:
 
 
 def _changed(given: Tensor | None, before: Tensor, add_on: AddOn, hook: str) -> Tensor:
-    """Return a hook's result after checking it, or ``before`` where it gave none.
+    """Return a hook's result after checking it, or ``before`` if it returned None.
 
     Raises:
         ValueError: it has another shape, or values that are not finite.

@@ -1,4 +1,4 @@
-"""Proof that the advantages in the workers' loss are those that an extension left: a hash of each row, compared."""
+"""Proof that the advantages in the workers' loss are those that an extension produced, by a hash of each row."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class AdvantageReport:
     """Hashes of one micro-batch's rows with a token.
 
     Attributes:
-        hashes: None where a column is missing.
+        hashes: None if a column is missing.
         missing: columns that did not reach the loss.
     """
 
@@ -30,7 +30,7 @@ class AdvantageReport:
 
 @dataclass(frozen=True)
 class AdvantageWorker(WorkerExtension):
-    """The half in the workers of an extension that shapes advantages: it reports what the loss came with."""
+    """The worker part of an extension that shapes advantages: it reports the values that reached the loss."""
 
     def report(self, rows: LossRows) -> AdvantageReport:
         missing = tuple(name for name in ("advantages", *self.columns) if name not in rows)
@@ -42,7 +42,7 @@ class AdvantageWorker(WorkerExtension):
 
 
 class AdvantageExtension(Extension):
-    """An extension that shapes advantages, and compares those in the loss with what the hooks left."""
+    """An extension that shapes advantages, and compares those in the loss with the result of the hooks."""
 
     def __init__(self, section: str, settings: Mapping[str, Any]) -> None:
         super().__init__(section, settings)
@@ -63,7 +63,7 @@ class AdvantageExtension(Extension):
 
 
 def hash_advantages(batch: BatchView, advantages: Tensor) -> dict[str, int]:
-    """Hash the rows of a batch that have a token, by key, with the advantages that the workers are to see."""
+    """Hash the rows of a batch that have a token, by key, with the advantages for the workers."""
     columns = batch.rows("responses", "response_mask")
     return name_hashes(batch, columns["responses"], columns["response_mask"].bool(), advantages)
 

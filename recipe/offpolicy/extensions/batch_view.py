@@ -11,15 +11,15 @@ from verl_patches.legacy.handover import PREFIX
 
 
 class BatchView(Protocol):
-    """The rows of one batch without those that verl adds as padding; ``n`` rows, ``T`` the longest response.
+    """The rows of one batch, without verl's padding rows; ``n`` rows, ``T`` the longest response.
 
     Attributes:
         step: the trainer's step, from 1.
-        keys: (n,) a name of each row that no other has.
-        uids: (n,) the group of each row. Under ``baseline=exclude`` rejected rows have left their groups by the time
-            that rewards are shaped.
-        sessions: (n,) the rollout that each row is an output of; an agent loop may return several.
-        is_padding: of all rows that verl holds; the view leaves out those that are.
+        keys: (n,) a unique name of each row.
+        uids: (n,) the group of each row. Under ``baseline=exclude``, rejected rows have left their groups before
+            rewards are shaped.
+        sessions: (n,) the rollout that each row is an output of; an agent loop may return several rows.
+        is_padding: for all rows that verl holds; the view leaves out rows with True.
     """
 
     step: int
@@ -38,7 +38,7 @@ class BatchView(Protocol):
 
     @property
     def scores(self) -> Tensor:
-        """(n, T) float, the raw scores by token, before any KL."""
+        """(n, T) float, the raw per-token scores, before any KL."""
 
     @property
     def token_ids(self) -> Sequence[tuple[list[int], list[int]]]:
@@ -46,28 +46,28 @@ class BatchView(Protocol):
 
     @property
     def silent(self) -> Tensor | None:
-        """(n,) bool, rows whose advantage is 0 as ``baseline=exclude`` says; None: none."""
+        """(n,) bool, rows whose advantage is 0 because of ``baseline=exclude``; None: none."""
 
     def compute_log_probs(self, rows: Sequence[tuple[list[int], list[int]]]) -> list[list[float]]:
         """Compute log-probs of responses by the trainer's own forward pass over (prompt, response), at temperature 1.
 
-        A pass over as many rows as the batch has; before pi_old is known, it is by the weights that rollouts of a
-        synchronous step are sampled by.
+        Each pass has as many rows as the batch; before pi_old is known, it uses the weights that sampled the rollouts
+        of a synchronous step.
         """
 
     def rows(self, *names: str) -> dict[str, Any]:
-        """Read columns by verl's names: by token (n, T), filled up at the end; by row (n, ...); others as lists."""
+        """Read columns by verl's names: per token (n, T), right-padded; per row (n, ...); others as lists."""
 
     def put(self, **columns: Tensor) -> None:
         """Send columns to the workers' loss, (n, T) or (n,), named ``offpolicy_...``.
 
         Raises:
-            ValueError: of another name, or another number of rows.
+            ValueError: another name, or another number of rows.
         """
 
 
 class PromptView(Protocol):
-    """Prompts that are about to be sampled."""
+    """Prompts before they are sampled."""
 
     step: int
 
@@ -75,10 +75,10 @@ class PromptView(Protocol):
     def uids(self) -> Sequence[str]: ...
 
     def rows(self, *names: str) -> dict[str, Any]:
-        """Read columns of the data set, a value for each prompt."""
+        """Read columns of the data set, one value per prompt."""
 
     def put(self, **columns: Any) -> None:
-        """Set columns, a value for each prompt, such as verl's ``__rollout_n__`` on the V1 trainer."""
+        """Set columns, one value per prompt, such as verl's ``__rollout_n__`` on the V1 trainer."""
 
 
 def last_outputs(batch: BatchView) -> list[int]:
@@ -87,7 +87,7 @@ def last_outputs(batch: BatchView) -> list[int]:
 
 
 def check_columns(columns: Mapping[str, Tensor], rows: int) -> None:
-    """Check names and lengths of what is to travel to the workers.
+    """Check names and lengths of columns for the workers.
 
     Raises:
         ValueError: a name that the legacy actors would drop, or another number of rows.
@@ -96,4 +96,4 @@ def check_columns(columns: Mapping[str, Tensor], rows: int) -> None:
         if not name.startswith(PREFIX):
             raise ValueError(f"{name} would not reach every worker. Fix: name the column {PREFIX}{name}.")
         if len(column) != rows:
-            raise ValueError(f"{name} has {len(column)} rows and the batch {rows}, padding left out.")
+            raise ValueError(f"{name} has {len(column)} rows, but the batch has {rows} without padding.")

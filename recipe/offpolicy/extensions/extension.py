@@ -1,8 +1,8 @@
-"""The extension interface: an add-on that a section switches on, and its half that travels to the workers.
+"""The extension interface: an add-on that a section enables, and its part that is sent to the workers.
 
 The order of a step: ``next_batch``, ``on_rollout``, then, around verl's estimator, ``shape_rewards``, ``estimate``,
-``shape_advantages`` and ``on_advantages``, then in the workers ``wrap_loss`` and ``report``, and ``judge`` of what
-these reported.
+``shape_advantages`` and ``on_advantages``, then in the workers ``wrap_loss`` and ``report``, and finally ``judge`` of
+their reports.
 """
 
 from __future__ import annotations
@@ -23,41 +23,41 @@ if TYPE_CHECKING:
 __all__ = ["Advantages", "BoundLoss", "Extension", "WorkerExtension"]
 
 BoundLoss = Callable[..., tuple[Tensor, dict[str, Any]]]
-"""A loss of verl's that takes (model_output, data, dp_group)."""
+"""A loss of verl, called with (model_output, data, dp_group)."""
 
 
 class WorkerExtension:
-    """The half that travels to the workers by value; it has to be picklable and holds settings alone."""
+    """The part that is sent to the workers by value; it must be picklable and hold only settings."""
 
     @property
     def columns(self) -> Mapping[str, str]:
-        """Columns of ``BatchView.put`` that are recorded and shown in the report -> what they are."""
+        """Columns of ``BatchView.put`` that are recorded and shown in the report -> their meaning."""
         return {}
 
     def wrap_loss(self, base_loss: BoundLoss, actor_config: Any) -> BoundLoss:
-        """Add a term beside or inside verl's policy loss.
+        """Add a term next to or inside verl's policy loss.
 
-        ``base_loss`` has to be called with the micro-batch as it comes, whose ``rollout_is_weights`` are the
-        correction's weight x keep, and its loss has to be in the sum with a factor of 1: the proof demands verl's own
-        gradient whole, and the term's beside it. Under ``correction=none`` there are no weights on the engine path.
-        The loss is wrapped anew at each micro-batch.
+        ``base_loss`` must be called with the unchanged micro-batch, whose ``rollout_is_weights`` are the correction's
+        weight * keep, and its loss must enter the sum with factor 1: the proof expects verl's whole gradient plus the
+        term's. Under ``correction=none`` there are no weights on the engine path. The loss is wrapped again for each
+        micro-batch.
         """
         return base_loss
 
     def report(self, rows: LossRows) -> Any:
-        """Report on one micro-batch, in plain Python or as a dataclass of it; ``Extension.judge`` gets it."""
+        """Report on one micro-batch, as plain Python or a dataclass of it, for ``Extension.judge``."""
         return None
 
 
 class Extension(AddOn):
-    """One capability beside the corrections, switched on by its section of the configuration.
+    """One capability in addition to the corrections, enabled by its section of the configuration.
 
     Args:
         section: its name in the configuration.
         settings: the values of the section, in plain Python.
 
     Raises:
-        SpecError: a setting cannot be what was meant; the key begins with the section.
+        SpecError: a setting is invalid; the key begins with the section.
     """
 
     def __init__(self, section: str, settings: Mapping[str, Any]) -> None:
@@ -73,7 +73,7 @@ class Extension(AddOn):
 
     @property
     def replay_note(self) -> str:
-        """A sentence on what a replay of the recorded run leaves out or takes as it was; empty: nothing."""
+        """A sentence on what a replay of the recorded run omits or keeps unchanged; empty: nothing."""
         return ""
 
     @property
@@ -82,24 +82,24 @@ class Extension(AddOn):
         return False
 
     def configure(self, config: DictConfig) -> Sequence[str]:
-        """Set keys of verl's, in place, such as an agent loop's class; returns a line on each."""
+        """Set verl's keys in place, such as an agent loop's class; returns one line per key."""
         return ()
 
     def problems(self, config: DictConfig) -> Sequence[Problem]:
-        """Find what is wrong around the settings in the whole configuration; key, value, reason and fix."""
+        """Find conflicts of the settings with the whole configuration; key, value, reason and fix."""
         return ()
 
     # With the run -------------------------------------------------------------------------------------------
 
     def worker(self) -> WorkerExtension | None:
-        """Make the half that travels to the workers; None: there is none, and nothing is reported."""
+        """Make the part that is sent to the workers; None: there is none, and nothing is reported."""
         return None
 
     @property
     def sent(self) -> Mapping[str, int] | None:
-        """Hash of each row that the loss has to see, by its key in ``BatchView.keys``; None: no rows are compared.
+        """Hash of each row that the loss must see, by its key in ``BatchView.keys``; None: no rows are compared.
 
-        The reports' ``hashes`` are compared with them, less the rows that have left, before ``judge``.
+        They are compared with the reports' ``hashes``, except for rows that have left, before ``judge``.
         """
         return None
 
@@ -108,10 +108,10 @@ class Extension(AddOn):
 
     @property
     def resumes(self) -> str | None:
-        """The key because of which a resumed run needs ``state``; None: it need not be there."""
+        """The key that makes a resumed run need ``state``; None: it is optional."""
         return None
 
     @property
     def noted(self) -> Mapping[str, Any]:
-        """Settings that have to be equal for a checkpoint to be resumed."""
+        """Settings that must be equal for a checkpoint to be resumed."""
         return self.settings

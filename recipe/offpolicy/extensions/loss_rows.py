@@ -1,4 +1,4 @@
-"""A micro-batch in the worker's loss as extensions see it: padded, on the engine's and the legacy actors' layout."""
+"""A micro-batch in the worker's loss as extensions see it: padded, for the engine's and the legacy actors' layout."""
 
 from __future__ import annotations
 
@@ -19,11 +19,10 @@ class LossRows:
     """The rows of one micro-batch, B of them, T the longest response.
 
     Args:
-        model_output, data: as the loss gets them.
-        with_padding: rows that verl added as padding, which have no response token, are among them, as they are in
-            verl's own tensors.
-        weigh: computes the correction's factor, (B, T), where the micro-batch does not hold it.
-        actor_config: verl's, of the actor that trains; there for reports.
+        model_output, data: arguments of the loss.
+        with_padding: keep the padding rows that verl added, which have no response token, as in verl's own tensors.
+        weigh: computes the correction's factor, (B, T), if the micro-batch does not hold it.
+        actor_config: verl's config of the training actor; available for reports.
     """
 
     def __init__(
@@ -55,7 +54,7 @@ class LossRows:
 
     @cached_property
     def weights(self) -> Tensor:
-        """(B, T) weight x keep of the correction; ones where there is none."""
+        """(B, T) weight * keep of the correction; ones without a correction."""
         if mb.WEIGHTS in self._data.keys():
             return self.column(mb.WEIGHTS)
         if self._weigh is None:
@@ -67,7 +66,7 @@ class LossRows:
         return name in self._data.keys()
 
     def column(self, name: str) -> Tensor:
-        """Read a column of the micro-batch: by token (B, T), zeros on padding; by row (B,).
+        """Read a column of the micro-batch: per token (B, T), zeros on padding; per row (B,).
 
         Raises:
             KeyError: it did not arrive.

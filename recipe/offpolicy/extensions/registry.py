@@ -1,6 +1,6 @@
 """The table of extensions: section of the configuration -> class, imported when the section is on.
 
-A section is on when it holds keys, be they none (``{}``); null or absent, it is off.
+A section is on if it is a mapping, even an empty one (``{}``); null or absent, it is off.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from ..correction.problem import CheckError, set_to
 from .extension import Extension
 
 KEY = "offpolicy.extensions"
-"""Sections of a fork's own -> "module:Class"; it reaches Ray's processes with the rest of the configuration."""
+"""A fork's own sections -> "module:Class"; it reaches Ray's processes with the rest of the configuration."""
 SHIPPED: dict[str, str] = {
     "length_penalty": "recipe.offpolicy.extensions.length_penalty.length_penalty:LengthPenalty",
     "pass_at_k": "recipe.offpolicy.extensions.pass_at_k.pass_at_k:PassAtK",
     "process_reward": "recipe.offpolicy.extensions.process_reward.prefix_value_rewards:PrefixValueRewards",
-    # Behind the other, whose advantages it replaces in the rows that are distilled.
+    # After the other ones, because it replaces their advantages in the distilled rows.
     "opd": "recipe.offpolicy.extensions.opd.distillation:OnPolicyDistillation",
 }
-"""Sections of ours -> "module:Class". Hooks run in this order, and those of a fork after them."""
+"""Sections of this package -> "module:Class". Hooks run in this order, followed by those of a fork."""
 
 own_launch: ContextVar[bool] = ContextVar("own_launch", default=True)
-"""Whether the user launches it: for a stranger's script no class is imported and no address of it is asked."""
+"""Whether the user launches it: for an unknown script no class is imported and no address is contacted."""
 
 
 def list_registered(config: DictConfig) -> dict[str, str]:
@@ -39,10 +39,10 @@ def list_registered(config: DictConfig) -> dict[str, str]:
 
 
 def load_extensions(config: DictConfig) -> tuple[Extension, ...]:
-    """Create the extensions that are on, in the order of their hooks.
+    """Create the enabled extensions, in the order of their hooks.
 
     Raises:
-        CheckError: one is not to be had, or its settings are malformed; all problems at once.
+        CheckError: a class cannot be imported, or settings are malformed; all problems at once.
     """
     made: list[Extension] = []
     problems: list[Problem] = []
@@ -64,7 +64,7 @@ def load_extensions(config: DictConfig) -> tuple[Extension, ...]:
 
 
 def find_problems(config: DictConfig) -> Iterator[Problem]:
-    """Find what is wrong with ``offpolicy.extensions`` itself."""
+    """Find invalid values of ``offpolicy.extensions``."""
     own = OmegaConf.select(config, KEY)
     if own is not None and not isinstance(own, DictConfig):
         reason, fix = "not a mapping of sections to classes.", f"Set {KEY}.SECTION=module:Class, or remove it."
@@ -76,7 +76,7 @@ def find_problems(config: DictConfig) -> Iterator[Problem]:
         key = f"{KEY}.{section}"
         node = OmegaConf.select(config, section)
         if node is None:
-            reason = f"the section {section} is not there, so that the extension is off."
+            reason = f"the section {section} is missing, so the extension is off."
             fix = f"Set +{section}.KEY=VALUE, or remove this."
             yield Problem(key, target, reason, fix, "NO-OP", ())
         elif isinstance(node, DictConfig) and not own_launch.get():
@@ -95,10 +95,10 @@ def _class_of(section: str, target: str) -> type[Extension]:
     try:
         found = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
-        reason = f"there is no such class to import ({error})."
+        reason = f"no such class can be imported ({error})."
         fix = "Set it to module:Class, with the module on PYTHONPATH, or remove it."
         raise SpecError(reason, fix, key=key, value=target) from error
     if not (isinstance(found, type) and issubclass(found, Extension)):
         reason = "not a subclass of recipe.offpolicy.extensions.extension.Extension."
-        raise SpecError(reason, "Derive it from that one, or remove it.", key=key, value=target)
+        raise SpecError(reason, "Derive it from that class, or remove it.", key=key, value=target)
     return found

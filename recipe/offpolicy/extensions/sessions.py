@@ -1,4 +1,4 @@
-"""Rollouts of a batch, one entry a session: an agent loop may return several rows, and the last one's score counts."""
+"""Rollouts of a batch, one entry per session: an agent loop may return several rows; the last one's score counts."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class Sessions:
         last: (S,) its last row.
         uids: (S,) its group.
         scores: (S,) float64, the raw score of its last row.
-        tokens: (S,) float64, response tokens of all its rows; tool tokens are none.
-        truncated: (S,) bool, its last row is as long as a response may be.
-        silent: (S,) bool, rejected with ``baseline=exclude``, or without a sibling that is left.
+        tokens: (S,) float64, response tokens of all its rows, without tool tokens.
+        truncated: (S,) bool, its last row has the maximum response length.
+        silent: (S,) bool, rejected with ``baseline=exclude``, or without remaining siblings.
     """
 
     of_row: Tensor
@@ -36,7 +36,7 @@ class Sessions:
     silent: Tensor
 
     def find_right(self, at_least: float) -> Tensor:
-        """Find the sessions whose score is at least that, (S,) bool."""
+        """Find the sessions whose score is at least ``at_least``, (S,) bool."""
         return self.scores >= round_threshold(at_least)
 
     def groups(self) -> dict[str, list[int]]:
@@ -91,7 +91,7 @@ def round_threshold(at_least: float) -> float:
 
 
 def identify_prompts(batch: BatchView, sessions: Sessions) -> list[str]:
-    """Compute an identity of each session's prompt that lasts over steps: verl draws a new uid at each.
+    """Compute an identity of each session's prompt that is stable over steps, because verl draws a new uid at each.
 
     It is a hash of the prompt's token ids, of the session's first row.
     """

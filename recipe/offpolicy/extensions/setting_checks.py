@@ -1,4 +1,4 @@
-"""The section of an extension: its keys, and its values over those of the option that ships them."""
+"""The section of an extension: its keys, and its values merged over those of the option that ships them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _CONFIG_DIR = Path(__file__).resolve().parents[1] / "config"
 
 @dataclass(frozen=True)
 class _Values(Section):
-    """A section that is given by its values; there is no configuration around them."""
+    """A section that is given by its values, without a configuration around it."""
 
     def read(self, config: Any) -> Any:
         return config
@@ -27,13 +27,13 @@ class _Values(Section):
 def read_values(
     section: str, values: Any, option: str, keys: Mapping[str, Key], rules: Sequence[Rule] = ()
 ) -> dict[str, Any]:
-    """Return the values of a section, and those of ``option`` for keys that are not given.
+    """Return the values of a section, with those of ``option`` for missing keys.
 
     Args:
         option: the file that ships all keys, such as ``opd/advantage``.
 
     Raises:
-        CheckError: unknown keys, values that do not fit, unread keys and contradictions, all at once.
+        CheckError: unknown keys, invalid values, unused keys and contradictions, all at once.
     """
     shipped = _read_option(option)
     if found := list(_Values(section, shipped, keys, rules).find_problems(values)):
@@ -46,7 +46,7 @@ def read_values(
 
 @cache
 def _read_option(option: str) -> dict[str, Any]:
-    """Read the values of an option; an empty mapping, whose keys are free, as null."""
+    """Read the values of an option; an empty mapping, which allows any keys, becomes null."""
     shipped: Any = OmegaConf.to_container(OmegaConf.load(_CONFIG_DIR / f"{option}.yaml"))
     return {
         name: {key: None if each == {} else each for key, each in value.items()} if isinstance(value, dict) else value

@@ -10,7 +10,7 @@ from ..fault_tolerance.state_schema import CheckpointError, read_json
 
 
 def write_state(folder: Path, name: str, state: Any) -> None:
-    """Write a state that JSON can hold."""
+    """Write a JSON-serialisable state."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / name).write_text(json.dumps(state))
 
@@ -19,17 +19,17 @@ def read_state(folder: Path, name: str, section: str, content: str, schema: Any)
     """Read a state.
 
     Args:
-        section, content: of the extension and of the file, for the error.
-        schema: of the file, see ``fault_tolerance.state_schema``.
+        section, content: name of the extension and content of the file, for the error.
+        schema: schema of the file, see ``fault_tolerance.state_schema``.
 
     Raises:
-        CheckpointError: the checkpoint notes the state, and has no such file, or it holds what it cannot.
+        CheckpointError: the checkpoint records the state, but the file is missing or invalid.
     """
     path = folder / name
     try:
         return read_json(path, schema)
     except FileNotFoundError as error:
         raise CheckpointError(
-            f"{section}: the checkpoint notes {content}, and {path} is not there. "
+            f"{section}: the checkpoint records {content}, but {path} is missing. "
             f"Fix: restore the file, or resume another checkpoint."
         ) from error

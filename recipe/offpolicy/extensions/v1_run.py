@@ -1,4 +1,4 @@
-"""A run by verl's V1 trainer, as far as add-ons read or call it next to their hooks."""
+"""A run by verl's V1 trainer, as far as add-ons read or call it outside their hooks."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class V1Run(Protocol):
     """The run.
 
     Attributes:
-        trainer: verl's.
+        trainer: verl's trainer.
         verls: the trainer's own methods, bound, by name.
-        supervision: of the updates; see ``trainer.supervision``.
+        supervision: supervision of the updates; see ``trainer.supervision``.
     """
 
     trainer: Any
@@ -44,9 +44,9 @@ class V1Run(Protocol):
     def view(self, batch: Any) -> BatchView: ...
 
     def seal(self, batch: Any, columns: Mapping[str, Tensor]) -> None:
-        """Seal columns of all rows as they are now: the loss stops where it reads others."""
+        """Seal the current columns of all rows: the loss stops the run if it reads other values."""
 
     def split_batch(self) -> BatchSplit: ...
 
     def take_out(self, batch: Any, why: str, *, masked: Collection[str], silenced: Collection[str]) -> Any:
-        """Tell extensions of rows that leave, see ``AddOns.take_out``; returns the batch to go on with."""
+        """Report rows that leave to the extensions, see ``AddOns.take_out``; returns the batch to continue with."""

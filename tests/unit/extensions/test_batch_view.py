@@ -20,5 +20,5 @@ def test_columns_have_our_prefix_and_a_value_for_each_row() -> None:
     check_columns({"offpolicy_teacher": torch.zeros(3, 5), "offpolicy_score": torch.zeros(3)}, 3)
     with pytest.raises(ValueError, match="Fix: name the column offpolicy_teacher"):
         check_columns({"teacher": torch.zeros(3)}, 3)
-    with pytest.raises(ValueError, match="offpolicy_teacher has 2 rows and the batch 3"):
+    with pytest.raises(ValueError, match="offpolicy_teacher has 2 rows, but the batch has 3"):
         check_columns({"offpolicy_teacher": torch.zeros(2)}, 3)

@@ -184,7 +184,7 @@ def test_columns_have_a_name_that_reaches_every_worker(batch: Any) -> None:
     view, _ = batch
     with pytest.raises(ValueError, match="offpolicy_mine"):
         view.put(mine=torch.zeros(3))
-    with pytest.raises(ValueError, match="2 rows and the batch 3"):
+    with pytest.raises(ValueError, match="2 rows, but the batch has 3"):
         view.put(offpolicy_mine=torch.zeros(2))
 
 
@@ -213,11 +213,11 @@ def test_an_update_without_advantages_of_ours_stops_the_run(batch: Any) -> None:
     extension = Nudge("one", {})
     hooks = AddOns([extension])
     hooks.compute_advantages(view, estimator(view, store, []))
-    with pytest.raises(LivenessError, match="one: verl's trainer went past the hook in front of sampling"):
+    with pytest.raises(LivenessError, match="one: verl's trainer bypassed the hook before sampling"):
         hooks.judge([{"one": extension.shipped}])
     hooks.next_batch(view)
     hooks.judge([{"one": extension.shipped}])
-    with pytest.raises(LivenessError, match="one: verl's trainer went past the hooks"):
+    with pytest.raises(LivenessError, match="one: verl's trainer bypassed the hooks"):
         hooks.judge([{"one": extension.shipped}])
 
 

@@ -16,5 +16,7 @@ def test_a_state_comes_back(tmp_path: Path) -> None:
 
 
 def test_a_lost_file_is_named_with_its_content(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"pass_at_k: the checkpoint notes 7 prompts, and .*rates\.json is not"):
+    with pytest.raises(
+        CheckpointError, match=r"pass_at_k: the checkpoint records 7 prompts, but .*rates\.json is missing"
+    ):
         read_state(tmp_path, "rates.json", "pass_at_k", "7 prompts", Named(NUMBER))

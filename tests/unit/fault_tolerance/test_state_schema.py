@@ -229,7 +229,7 @@ CASES: dict[str, tuple[str, Path_, Any, str]] = {
         5.0,
         r"counts\.0=.*expected a number of answers, and no more correct ones",
     ),
-    "a prompt lost": (FILES[2], ("counts",), {}, "counts=0: the checkpoint notes 3 prompts"),
+    "a prompt lost": (FILES[2], ("counts",), {}, "counts=0: the checkpoint records 3 prompts"),
     "an anchor of 0": (FILES[1], ("frozen", "p", "length"), 0.0, r"frozen\.p\.length=0\.0: expected a number in"),
     "a list for a map": (RECORD, ("extensions",), [], r"extensions=\[\]: expected a mapping"),
     "unknown": (RECORD, ("steerin",), {}, r"steerin=\{\}: unknown key"),
@@ -237,7 +237,7 @@ CASES: dict[str, tuple[str, Path_, Any, str]] = {
         RECORD,
         ("extensions", "pass_at_k", "state"),
         {},
-        "pass_at_k.budget.mode=group_size goes on from it",
+        "pass_at_k.budget.mode=group_size continues from it",
     ),
 }
 

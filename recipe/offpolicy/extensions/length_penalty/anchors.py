@@ -1,4 +1,4 @@
-"""Anchor lengths: mean length of the right answers to a prompt once it is solved reliably, frozen for the whole run."""
+"""Anchor lengths: mean length of right answers to a prompt when it is first solved reliably, frozen for the run."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 Answer = tuple[bool, float]
-"""Right or wrong, and response tokens."""
+"""True for a right answer, and its response tokens."""
 
 
 @dataclass(frozen=True)
@@ -16,9 +16,9 @@ class Anchor:
     """A frozen anchor.
 
     Attributes:
-        length: mean tokens of the right answers in the window, 1 at least.
-        step: at which it was frozen.
-        answers: right answers that it is the mean of.
+        length: mean tokens of the right answers in the window, at least 1.
+        step: step at which it was frozen.
+        answers: number of right answers in the mean.
     """
 
     length: float
@@ -30,14 +30,14 @@ class Anchor:
 class Anchors:
     """Anchors of a run, by prompt or by data source.
 
-    Answers of a prompt are kept, step by step, until the share of right ones among at least ``min_samples`` exceeds
-    ``pass_rate``. Then the anchor is frozen and the answers are dropped; nothing changes it any more. The order of a
-    step's answers has no influence: steps enter and leave the window whole.
+    Answers of a prompt are kept, step by step, until the share of right answers among at least ``min_samples`` exceeds
+    ``pass_rate``. Then the anchor is frozen for good and the answers are dropped. The order of a step's answers has no
+    influence: whole steps enter and leave the window.
 
     Attributes:
         pass_rate: in (0, 1), exclusive.
-        min_samples: answers until the share counts.
-        window: answers that are kept at least, if there were so many.
+        min_samples: smallest number of answers for which the share counts.
+        window: smallest number of answers that are kept, if available.
     """
 
     pass_rate: float
@@ -47,7 +47,7 @@ class Anchors:
     _open: dict[str, list[list[Answer]]] = field(default_factory=dict)
 
     def add(self, step: int, answers: Iterable[tuple[str, bool, float]]) -> int:
-        """Add one step's answers as (prompt, right, tokens); return how many anchors were frozen."""
+        """Add one step's answers as (prompt, right, tokens); return the number of newly frozen anchors."""
         by_prompt: dict[str, list[Answer]] = {}
         for name, right, tokens in answers:
             if name not in self.frozen:
@@ -68,7 +68,7 @@ class Anchors:
         return len(self.frozen) - before
 
     def length_of(self, name: str) -> float | None:
-        """Return the anchor of a prompt; None while it has none."""
+        """Return the anchor of a prompt; None if it has none."""
         anchor = self.frozen.get(name)
         return None if anchor is None else anchor.length
 

@@ -1,4 +1,4 @@
-"""A second statement of the penalties and of verl's baselines, by row, for the proof alone: it asks no other code."""
+"""A second implementation of the penalties and of verl's baselines, per row, for the proof; it shares no other code."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import NamedTuple
 from .settings import LengthSettings
 
 RESOLUTION = 2.0**-23
-"""Of float32, in which verl subtracts means."""
+"""Rounding of float32, in which verl subtracts means."""
 SMALLEST = 2.0**-126
-"""Normal number of float32, below which its resolution is no longer relative."""
+"""Smallest normal number of float32, below which its resolution is no longer relative."""
 EQUAL = 8 * RESOLUTION
 """Standard deviation of rewards, relative to the largest, up to which they count as equal."""
 
 
 class Row(NamedTuple):
-    """A rollout of the group in question; ``anchor``: the length that it is held against, None without one."""
+    """A rollout of the group in question; ``anchor``: the length that it is compared with, None without one."""
 
     tokens: float
     right: bool
@@ -25,7 +25,7 @@ class Row(NamedTuple):
 
 
 def state_penalties(rows: Sequence[Row], settings: LengthSettings, weight: float) -> list[float]:
-    """State what each row of one group loses before normalisation."""
+    """Compute each row's penalty in one group before normalisation."""
     if settings.zero_variance == "skip":
         weight *= _state_difference([row.score for row in rows])
     shortest, longest = min(row.tokens for row in rows), max(row.tokens for row in rows)
@@ -47,7 +47,7 @@ def state_penalties(rows: Sequence[Row], settings: LengthSettings, weight: float
 
 
 def state_shift(rows: Sequence[Row], settings: LengthSettings, weight: float, *, by_std: bool) -> list[float]:
-    """State what each row's advantage loses after normalisation."""
+    """Compute the decrease of each row's advantage after normalisation."""
     lost = state_penalties(rows, settings, weight)
     middle = sum(lost) / len(lost)
     apart = [each - middle for each in lost]
@@ -55,7 +55,7 @@ def state_shift(rows: Sequence[Row], settings: LengthSettings, weight: float, *,
     differ = _state_difference(scores) if by_std else 0.0
     if not differ or not any(apart):
         return apart
-    # As verl's advantages are divided, but no further than to the greatest of these, or to where they stand undivided.
+    # Divided like verl's advantages, but limited to the largest of these or to the undivided value.
     whole = [each / (_spread(scores) + 1e-6) for each in apart]
     middle, deviation = sum(scores) / len(scores), _spread(scores)
     most = max(max(map(abs, apart)), differ * max(abs(each - middle) for each in scores) / (deviation + 1e-6))
@@ -64,7 +64,7 @@ def state_shift(rows: Sequence[Row], settings: LengthSettings, weight: float, *,
 
 
 def state_advantages(rewards: Sequence[float], *, estimator: str, by_std: bool) -> list[float]:
-    """State verl's advantages of one group, by GRPO or RLOO."""
+    """Compute verl's advantages of one group, by GRPO or RLOO."""
     count = len(rewards)
     if estimator.startswith("rloo"):
         total = sum(rewards)
@@ -75,14 +75,14 @@ def state_advantages(rewards: Sequence[float], *, estimator: str, by_std: bool) 
 
 
 def bound_error(rewards: Sequence[float], *, by_std: bool) -> float:
-    """Bound the error of verl's advantages in float32: rewards that are nearly equal are divided by a small number."""
+    """Bound the error of verl's advantages in float32: nearly equal rewards are divided by a small number."""
     largest = max(abs(each) for each in rewards)
     divisor = _spread(rewards) + 1e-6 if by_std and len(rewards) > 1 else 1.0
     return 1e-5 + 8 * RESOLUTION * largest * (1 + 1 / divisor)
 
 
 def _state_difference(rewards: Sequence[float]) -> float:
-    """State whether rewards differ: 0 where rounding explains it, 1 where it cannot."""
+    """Return whether rewards differ: 0 if rounding explains it, 1 if it cannot."""
     rounding = EQUAL * max(SMALLEST, *map(abs, rewards))
     return min(1.0, max(0.0, _spread(rewards) / rounding - 1)) if len(rewards) > 1 else 0.0
 

@@ -30,7 +30,7 @@ logger = logging.getLogger("verl.offpolicy")
 
 FILE = "anchors.json"
 BY_STD = ("grpo", "grpo_vectorized")
-"""Estimators that divide by the standard deviation of a group, unless they are told not to."""
+"""Estimators that divide by the standard deviation of a group by default."""
 
 
 class LengthPenalty(AdvantageExtension):
@@ -81,7 +81,7 @@ class LengthPenalty(AdvantageExtension):
             return None
         sessions = measured.sessions
         mask = batch.rows("response_mask")["response_mask"].bool()
-        # Of a row without a token, its first place.
+        # For a row without a token, its first position.
         ends = (torch.arange(mask.shape[1]) * mask).amax(-1)
         before = rewards.sum(-1)
         rewards[torch.arange(len(rewards)), ends] -= measured.penalty[sessions.of_row].to(rewards.dtype)
@@ -124,9 +124,9 @@ class LengthPenalty(AdvantageExtension):
             self._check_estimator(batch, advantages)
 
     def _check_estimator(self, batch: BatchView, advantages: Advantages) -> None:
-        """Hold verl's advantages of the lowered rewards against a second statement of its estimator.
+        """Compare verl's advantages of the lowered rewards with a second implementation of its estimator.
 
-        GRPO compares sessions by their last rows; to the others each row is a sample.
+        GRPO compares sessions by their last rows; for other estimators each row is a sample.
         """
         measured = self._measured
         assert measured is not None
@@ -154,7 +154,7 @@ class LengthPenalty(AdvantageExtension):
         self._note_share(moved, without)
 
     def _compare(self, group: str, seen: Sequence[float], stated: Sequence[float], error: float, what: str) -> None:
-        """Hold what was done to a group against the second statement.
+        """Compare the changes of a group with the second implementation.
 
         Raises:
             LivenessError: they differ.
@@ -162,12 +162,12 @@ class LengthPenalty(AdvantageExtension):
         for at, (found, wanted) in enumerate(zip(seen, stated, strict=True)):
             if not abs(found - wanted) <= error:
                 raise LivenessError(
-                    f"{self.section}: in group {group}, rollout {at}, {what} {found:.6g}, and {self.length.kind} "
-                    f"{self.length.place} normalisation demands {wanted:.6g}."
+                    f"{self.section}: in group {group}, rollout {at}, {what} {found:.6g}, but {self.length.kind} "
+                    f"{self.length.place} normalisation requires {wanted:.6g}."
                 )
 
     def _demand(self, group: str, stated: Sequence[float], without: Sequence[float], error: float) -> None:
-        """Note a group whose advantages have to change."""
+        """Record a group whose advantages must change."""
         at = max(range(len(stated)), key=lambda place: abs(stated[place] - without[place]))
         if abs(stated[at] - without[at]) > 2 * error and not self._demanded:
             self._demanded = f"group {group}, rollout {at}: {without[at]:.6g} without it, {stated[at]:.6g} with it"
@@ -177,7 +177,7 @@ class LengthPenalty(AdvantageExtension):
 
     def judge(self, reports: Sequence[AdvantageReport]) -> Mapping[str, float]:
         if self._demanded and self._changed == 0:
-            raise LivenessError(f"{self.section}: 0 rows were changed, and some have to be ({self._demanded}).")
+            raise LivenessError(f"{self.section}: 0 sequences were changed, but some must be ({self._demanded}).")
         if self._demanded and not self._proved:
             self._proved = True
             logger.info("length penalty LIVE on %d rows: %s", self._changed, self.meaning)
@@ -192,7 +192,7 @@ class LengthPenalty(AdvantageExtension):
                 f"no prompt has an anchor, because none passed in more than {anchor.pass_rate:g} of at least "
                 f"{anchor.min_samples} rollouts ({self.section}.anchor.pass_rate, {self.section}.anchor.min_samples)."
             )
-        return f"no advantage has changed, because within each group all rows lost as much ({self.section}.kind)."
+        return f"no advantage has changed, because within each group all sequences lost as much ({self.section}.kind)."
 
     # Metrics ------------------------------------------------------------------------------------------------
 
@@ -221,7 +221,7 @@ class LengthPenalty(AdvantageExtension):
         cut = int((sessions.truncated & measured.right).sum())
         if cut and not self._warned:
             self._warned = True
-            logger.warning("%d answers were cut off at data.max_response_length, and count as right.", cut)
+            logger.warning("%d answers were cut off at data.max_response_length, but count as right.", cut)
 
     def _note_share(self, moved: Tensor, without: Tensor) -> None:
         shifted, total = float(moved.abs().sum()), float(moved.abs().sum() + without.abs().sum())
@@ -241,7 +241,7 @@ class LengthPenalty(AdvantageExtension):
             return
         found = read_state(folder, FILE, self.section, f"{state['anchors']} anchors", ANCHORS)
         if len(found["frozen"]) != state["anchors"]:
-            refuse(folder / FILE, "frozen", len(found["frozen"]), f"the checkpoint notes {state['anchors']} anchors")
+            refuse(folder / FILE, "frozen", len(found["frozen"]), f"the checkpoint records {state['anchors']} anchors")
         self.anchors.restore(found)
 
     @property
@@ -250,6 +250,6 @@ class LengthPenalty(AdvantageExtension):
 
 
 def _by_row(values: Tensor, mask: Tensor) -> Tensor:
-    """Read the value of each row at its first token, (n,) float64; 0 of a row without one."""
+    """Read the value of each row at its first token, (n,) float64; 0 for a row without tokens."""
     first = mask.int().argmax(-1)
     return torch.where(mask.any(-1), values[torch.arange(len(values)), first].double(), 0.0)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 EASY, HARD = 0.9, 0.1
-"""Share of right answers from which a group is easy, and up to which it is hard."""
+"""Smallest share of right answers of an easy group, and largest of a hard group."""
 CLASSES = ("right", "wrong", "easy", "hard")
 
 
@@ -22,8 +22,8 @@ def summarize_lengths(tokens: Tensor, right: Tensor, groups: Mapping[str, Sequen
         groups: sessions of each group.
 
     Returns:
-        ``CLASS/mean``, ``CLASS/p50``, ``CLASS/p90``, NaN of a class without sessions, ``CLASS/sequences``, and
-        ``correlation`` of length and being right within groups, NaN where one of both does not vary.
+        ``CLASS/mean``, ``CLASS/p50``, ``CLASS/p90``, NaN for a class without sessions, ``CLASS/sequences``, and
+        ``correlation`` of length and correctness within groups, NaN if one of them does not vary.
     """
     members = {name: torch.zeros(len(tokens), dtype=torch.bool) for name in ("easy", "hard")}
     counted = torch.zeros(len(tokens), dtype=torch.bool)

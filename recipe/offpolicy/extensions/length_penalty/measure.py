@@ -23,12 +23,12 @@ class Measured:
 
     Attributes:
         right: (S,) bool.
-        anchors: (S,) lengths that they are held against.
-        new: anchors that this batch has frozen.
+        anchors: (S,) lengths that sessions are compared with.
+        new: number of anchors that this batch has frozen.
         groups: sessions of each group, without silent ones.
         equal: groups whose rewards agree within float32 rounding.
         penalty: (S,) float64, with warm-up; 0 outside of groups.
-        weight: of the warm-up.
+        weight: factor of the warm-up.
     """
 
     sessions: Sessions
@@ -41,7 +41,7 @@ class Measured:
     weight: float
 
     def rows(self, members: Sequence[int]) -> list[Row]:
-        """Collect the rows of one group for the second statement."""
+        """Collect the rows of one group for the second implementation."""
         tokens, scores, right = (each.tolist() for each in (self.sessions.tokens, self.sessions.scores, self.right))
         return [Row(tokens[s], right[s], scores[s], self.anchors[s]) for s in members]
 
@@ -49,7 +49,7 @@ class Measured:
 def measure(
     section: str, settings: LengthSettings, anchors: Anchors, batch: BatchView, most_tokens: int | None
 ) -> Measured:
-    """Measure a batch, with its answers added to the anchors first.
+    """Measure a batch, after adding its answers to the anchors.
 
     Raises:
         ValueError: a row has no reference length.
@@ -79,7 +79,7 @@ def measure(
 def _find_anchors(
     section: str, settings: LengthSettings, anchors: Anchors, batch: BatchView, sessions: Sessions, right: Tensor
 ) -> tuple[list[float | None], int]:
-    """Find the length that each session is held against, and count the anchors that are frozen by this batch."""
+    """Find the length that each session is compared with, and count the anchors that this batch freezes."""
     count = len(sessions.last)
     if settings.kind == "reference":
         return _read_references(section, settings.reference, batch, sessions), 0
@@ -111,8 +111,8 @@ def _read_references(
         value = (infos[row] or {}).get(name)
         if value is None or not float(value) > 0:
             raise ValueError(
-                f"{section}.reference={reference}: row {row} of step {batch.step} has {value!r} there, and no length "
-                f"above 0. Fix: fill the column, or set {section}.reference to tokens."
+                f"{section}.reference={reference}: sequence {row} of step {batch.step} has {value!r} there instead of "
+                f"a length above 0. Fix: fill the column, or set {section}.reference to tokens."
             )
         found.append(float(value))
     return found

@@ -23,10 +23,10 @@ def penalties(
 ) -> Tensor:
     """Compute the penalties of one group, (N,) float64, positive where the reward is lowered; no cap.
 
-    ``uniform``: coefficient T. ``group``: with lam = 1/2 - (T - min) / (max - min), -coefficient lam of a right row and
-    -coefficient min(0, lam) of a wrong one, 0 where all rows are alike (Kimi k1.5, arXiv 2501.12599, section 2.3.3).
-    ``anchor``: coefficient max(0, (T - A) / A), of nothing where there is no anchor; ``reference``: the same with a
-    length that is given from outside as A. Neither divides by less than one token.
+    ``uniform``: coefficient T. ``group``: with lam = 1/2 - (T - min) / (max - min), -coefficient lam for a right row
+    and -coefficient min(0, lam) for a wrong one, 0 if all rows are equally long (Kimi k1.5, arXiv 2501.12599, section
+    2.3.3). ``anchor``: coefficient max(0, (T - A) / A), 0 without an anchor; ``reference``: the same with a given
+    length as A. Neither divides by less than one token.
 
     Args:
         lengths: (N,) response tokens T.
@@ -35,7 +35,7 @@ def penalties(
         anchor: A, above 0; None: there is none yet.
 
     Raises:
-        ValueError: an unknown kind, or numbers that cannot be.
+        ValueError: an unknown kind, or invalid numbers.
 
     Example:
         >>> penalties("group", [100, 300, 500], [True, True, False], coefficient=0.1).tolist()
@@ -47,7 +47,7 @@ def penalties(
         raise ValueError(f"kind={kind}: not one of {', '.join(KINDS)}.")
     tokens, marks = (torch.as_tensor(values).cpu().double() for values in (lengths, right))
     if tokens.dim() != 1 or tokens.shape != marks.shape:
-        raise ValueError(f"{tuple(tokens.shape)} lengths and {tuple(marks.shape)} marks: expected one of each a row.")
+        raise ValueError(f"{tuple(tokens.shape)} lengths and {tuple(marks.shape)} marks: expected one of each per row.")
     if not bool((torch.isfinite(tokens) & (tokens >= 0)).all()):
         raise ValueError(f"lengths {tokens.tolist()}: expected 0 tokens or more.")
     if not bool(((marks == 0) | (marks == 1)).all()):
@@ -66,10 +66,10 @@ def penalties(
 
 
 def _standing(tokens: Tensor, right: Tensor) -> Tensor:
-    """Compute lam, from 1/2 of the shortest row to -1/2 of the longest; a wrong row never gains by it."""
+    """Compute lam, from 1/2 for the shortest row to -1/2 for the longest; a wrong row never gains from it."""
     if len(tokens) == 0:
         return torch.zeros_like(tokens)
     least, most = tokens.amin(), tokens.amax()
-    # Lengths are whole tokens: a range below 1 is none.
+    # Lengths are whole tokens, so a range below 1 is 0.
     standing = ((least + most) / 2 - tokens) / (most - least).clamp(min=1)
     return torch.where(right, standing, standing.clamp(max=0))

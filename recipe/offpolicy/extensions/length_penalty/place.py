@@ -1,4 +1,4 @@
-"""Place of a penalty: on rewards before verl's normalisation within the group, or on advantages after it."""
+"""Position of a penalty: on rewards before verl's normalisation within the group, or on advantages after it."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from torch import Tensor
 from ...batch.spread import measure_spread
 
 EPSILON = 1e-6
-"""verl's own, beside the standard deviation."""
+"""verl's constant, added to the standard deviation."""
 
 
 def compute_shift(penalty: Tensor, scores: Tensor, groups: Mapping[str, Sequence[int]], *, by_std: bool) -> Tensor:
-    """Compute what advantages are lowered by after normalisation, (P_i - mean P) / s in each group, (S,) float64.
+    """Compute the decrease of advantages after normalisation, (P_i - mean P) / s in each group, (S,) float64.
 
-    s is the standard deviation by which verl has divided the group's rewards, and 1 where these agree within float32
-    rounding, so that a coefficient keeps its meaning there. Where penalties differ by more than rewards, 1 / s is
-    bounded: no shift exceeds both the group's greatest advantage of verl's, at most sqrt(n - 1) of n rows, and the
-    greatest |P_i - mean P|. Means of groups stay as they are.
+    s is the standard deviation by which verl has divided the group's rewards, and 1 if these agree within float32
+    rounding, so that a coefficient keeps its meaning there. If penalties differ by more than rewards, 1 / s is bounded:
+    no shift exceeds both the group's largest advantage in verl, at most sqrt(n - 1) for n rows, and the largest
+    |P_i - mean P|. Means of groups are unchanged.
 
     Args:
-        penalty: (S,) of each session.
+        penalty: (S,) penalty of each session.
         scores: (S,) raw rewards.
         groups: sessions of each group; others are not shifted.
         by_std: verl divides by the standard deviation.
@@ -46,5 +46,5 @@ def _compute_factor(scores: Tensor, largest: float) -> float:
 
 
 def compare_rewards(scores: Tensor, groups: Mapping[str, Sequence[int]]) -> dict[str, float]:
-    """Compute how surely each group's rewards differ, in [0, 1]: 0 where they agree within float32 rounding."""
+    """Compute how certainly each group's rewards differ, in [0, 1]: 0 if they agree within float32 rounding."""
     return {name: measure_spread(scores[torch.tensor(at)], centred=True).certainty for name, at in groups.items()}

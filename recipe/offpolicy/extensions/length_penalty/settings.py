@@ -1,4 +1,4 @@
-"""Settings of the length penalty, as the section ``length_penalty`` of the configuration has them."""
+"""Settings of the length penalty: the section ``length_penalty`` of the configuration."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from .penalties import KINDS
 
 Kind = Literal["none", "uniform", "group", "anchor", "reference"]
 COEFFICIENT: Mapping[str, float] = {"none": 0.0, "uniform": 1e-4, "group": 0.1, "anchor": 0.01, "reference": 0.01}
-"""Where ``coefficient`` is null."""
+"""Values used if ``coefficient`` is null."""
 COLUMN = "extra_info."
-"""Before the name of a reference length in the data set."""
+"""Prefix of a reference length's name in the data set."""
 
 
 @dataclass(frozen=True)
 class AnchorSettings:
-    """Settings of ``anchors.Anchors``; ``per``: one for each prompt, or for each data source."""
+    """Settings of ``anchors.Anchors``; ``per``: one anchor per prompt, or per data source."""
 
     pass_rate: float
     min_samples: int
@@ -30,7 +30,7 @@ class AnchorSettings:
 
 @dataclass(frozen=True)
 class WarmupSettings:
-    """The penalty is 0 up to a step, and grows linearly to its whole over so many further steps."""
+    """The penalty is 0 up to a step, and then grows linearly to its full value over the given number of steps."""
 
     from_step: int
     steps: int
@@ -42,13 +42,13 @@ class LengthSettings:
 
     Attributes:
         kind: see ``penalties.penalties``; none: lengths are measured, and nothing is changed.
-        coefficient: of the penalty.
+        coefficient: factor of the penalty.
         place: after verl's normalisation within the group, or before it, on the rewards.
         zero_variance: penalise or skip groups whose rewards agree within float32 rounding.
-        applies_to: all rows, or those that are correct.
-        correct_at_least: score from which a row is right.
+        applies_to: all rows, or only the correct ones.
+        correct_at_least: smallest score of a right row.
         reference: tokens, or ``extra_info.NAME`` of the data set; None: there is none.
-        most: largest penalty of a row, either way; None: any.
+        most: largest absolute penalty of a row; None: no limit.
     """
 
     kind: Kind
@@ -67,7 +67,7 @@ class LengthSettings:
         """Read the section.
 
         Raises:
-            CheckError, SpecError: unknown keys, or values that cannot be what was meant.
+            CheckError, SpecError: unknown keys, or invalid values.
         """
         given = read_values(section, values, "length_penalty/anchor", KEYS)
         key, kind = f"{section}.reference", f"{section}.kind"
@@ -83,7 +83,7 @@ class LengthSettings:
         return cls(warmup=warmup, anchor=anchor, **given)
 
     def compute_warmup(self, step: int) -> float:
-        """Compute the share of the penalty that is in force at a step, in [0, 1]."""
+        """Compute the factor of the penalty at a step, in [0, 1]."""
         past = step - self.warmup.from_step
         return float(past > 0) if self.warmup.steps == 0 else min(1.0, max(0.0, past / self.warmup.steps))
 

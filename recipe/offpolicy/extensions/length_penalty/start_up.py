@@ -1,4 +1,4 @@
-"""Start-up checks of the length penalty: keys of verl's beside which it does not do what it says."""
+"""Start-up checks of the length penalty: verl's keys with which it would not do what its name says."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from ...correction.problem import set_to
 from .settings import COLUMN, LengthSettings
 
 ESTIMATORS = {"before": ("grpo", "rloo"), "after": ("grpo", "grpo_vectorized", "rloo", "rloo_vectorized")}
-"""Of verl's, by place, those that compare a row's reward with its group's, and nothing else.
+"""verl's estimators, by place, that only compare a row's reward with its group's.
 
-The vectorized ones treat groups of one, and in verl 0.7.1 groups of nearly equal rewards, in a way of their own.
+The vectorized ones treat groups of one, and in verl 0.7.1 groups of nearly equal rewards, differently.
 """
 _OVERLONG = {
     "reward.reward_kwargs.overlong_buffer_cfg.enable": "reward.reward_manager.name",
@@ -29,12 +29,12 @@ _KL = "algorithm.use_kl_in_reward"
 
 
 def find_problems(section: str, settings: LengthSettings, config: DictConfig) -> Iterator[Problem]:
-    """Find what is wrong around the settings."""
+    """Find conflicts of the settings with the configuration."""
     if settings.kind == "none":
         return
     if settings.coefficient == 0:
         key = f"{section}.coefficient"
-        reason, mend = "a penalty of nothing.", (set_to(key, None),)
+        reason, mend = "a penalty of 0 does nothing.", (set_to(key, None),)
         yield Problem(key, settings.coefficient, reason, verdict="NO-OP", parts=(section,), overrides=mend)
         return
     yield from _find_conflicts(section, settings, config)
@@ -50,26 +50,26 @@ def _find_conflicts(section: str, settings: LengthSettings, config: DictConfig) 
 
     for key, manager in _OVERLONG.items():
         if OmegaConf.select(config, key) and OmegaConf.select(config, manager) == "dapo":
-            reason = "verl's own price of length is in the same score, and right answers fall below 1."
+            reason = "the same score contains verl's own length penalty, so right answers fall below 1."
             yield wrong(key, True, reason, set_to(key, False), {manager: "dapo"})
     estimator = OmegaConf.select(config, "algorithm.adv_estimator")
     if estimator not in ESTIMATORS[settings.place]:
-        reason = "advantages that are not made of the rewards within a group alone; the penalty is held against those."
+        reason = "its advantages are not computed from the group's rewards alone, so the penalty cannot be checked."
         yield wrong("algorithm.adv_estimator", estimator, reason, set_to("algorithm.adv_estimator", "grpo"))
     objective = OmegaConf.select(config, "pass_at_k.objective")
     if settings.place == "before":
         if OmegaConf.select(config, _FILTER):
-            reason = "groups that are all right leave before a penalty acts, and easy prompts are what it is for."
+            reason = "groups with only right answers are dropped before the penalty, which is meant for easy prompts."
             yield wrong(_FILTER, True, reason, set_to(_FILTER, False), {place: "before"})
         if OmegaConf.select(config, _KL):
-            reason = "the KL is in the rewards that are normalised with the penalty."
+            reason = "the KL is part of the rewards that are normalised with the penalty."
             yield wrong(place, "before", reason, set_to(place, "after"), {_KL: True})
         if objective not in (None, "none"):
-            reason = "the best of several penalised rewards is no pass@k."
+            reason = "the best of several penalised rewards is not pass@k."
             yield wrong(place, "before", reason, set_to(place, "after"), {"pass_at_k.objective": objective})
     elif settings.zero_variance == "skip" and OmegaConf.select(config, _FILTER):
         key = f"{section}.zero_variance"
-        reason = "groups whose rewards are equal are dropped: the length of easy prompts has no price."
+        reason = "groups with equal rewards are dropped, so the length of easy prompts is not penalised."
         yield Problem(key, "skip", reason, "", "NOTE", parts, beside={_FILTER: True})
     rollouts = int(OmegaConf.select(config, _ROLLOUTS) or 1)
     if settings.kind == "group" and rollouts == 1:
@@ -88,7 +88,7 @@ def _find_conflicts(section: str, settings: LengthSettings, config: DictConfig) 
 
 
 def _find_idle(section: str, settings: LengthSettings, config: DictConfig) -> Iterator[Problem]:
-    """Find what would never act in this run."""
+    """Find settings that would never act in this run."""
     parts = (section,)
     steps = OmegaConf.select(config, "trainer.total_training_steps")
     warmup = settings.warmup
@@ -104,13 +104,13 @@ def _find_idle(section: str, settings: LengthSettings, config: DictConfig) -> It
     rollouts = int(OmegaConf.select(config, _ROLLOUTS) or 1)
     if epochs and rollouts * epochs < settings.anchor.min_samples:
         key = f"{section}.anchor.min_samples"
-        reason = f"a prompt is answered {rollouts} times in each of {epochs} epochs, so that none ever has an anchor."
+        reason = f"a prompt is answered {rollouts} times in each of {epochs} epochs, so none ever gets an anchor."
         mend = (set_to(f"{section}.anchor.per", "source"),)
         yield Problem(key, settings.anchor.min_samples, reason, verdict="NO-OP", parts=parts, overrides=mend)
 
 
 def _check_column(section: str, settings: LengthSettings, config: DictConfig) -> Iterator[Problem]:
-    """Check that each row of the training data has a reference length, where its files are at hand."""
+    """Check that each row of the training data has a reference length, if its files are available."""
     if not isinstance(settings.reference, str):
         return
     import pandas

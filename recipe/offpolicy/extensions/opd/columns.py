@@ -1,4 +1,4 @@
-"""Columns by which teacher log-probs travel to the workers, and the tokens that take part there."""
+"""Columns that carry teacher log-probs to the workers, and the tokens that take part."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ import torch
 from torch import Tensor
 
 TEACHER = "offpolicy_opd_teacher"
-"""float32 by token: the teacher's log-prob; NaN where it was not asked."""
+"""float32 per token: the teacher's log-prob; NaN where it was not requested."""
 ROW = "offpolicy_opd_row"
-"""int8 by row: 1 for an eligible rollout."""
+"""int8 per row: 1 for an eligible rollout."""
 SCALE = "offpolicy_opd_scale"
-"""float32 by row: the divisor of the advantages, one for the whole batch."""
+"""float32 per row: the divisor of the advantages, the same for the whole batch."""
 
 
 def describe_missing(arrived: Iterable[str]) -> str:
-    """Describe that teacher log-probs did not reach the loss, and what did."""
+    """Describe that teacher log-probs did not reach the loss, and which columns did."""
     return (
         f"opd: {TEACHER} did not reach the loss (there: {', '.join(arrived) or 'none of its columns'}). "
-        f"Something selects the columns that go to the workers, and leaves those of opd out."
+        f"Some code selects the columns that go to the workers, and omits those of opd."
     )
 
 

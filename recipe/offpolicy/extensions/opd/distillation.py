@@ -1,7 +1,8 @@
 """On-policy distillation as an extension: asks a teacher about failed rollouts of hard prompts, and trains on it.
 
-A batch's requests start as soon as its rewards are known, and run while the workers compute pi_old; its advantages wait
-for them. ``opd=advantage`` replaces the advantages of eligible tokens by K1, ``opd=loss`` adds K2 to the loss.
+A batch's requests start as soon as its rewards are known, and run while the workers compute pi_old; the computation of
+advantages waits for them. ``opd=advantage`` replaces the advantages of eligible tokens by K1, ``opd=loss`` adds K2 to
+the loss.
 """
 
 from __future__ import annotations
@@ -35,13 +36,13 @@ from .teacher_client import Row, Scoring, TeacherClient
 logger = logging.getLogger("verl.offpolicy")
 
 DOMINATES, UPDATES = 0.9, 3
-"""Share of the loss's pull above which the teacher drowns the rewards, and consecutive updates until that is said."""
+"""Share of the loss's pull above which the teacher dominates the rewards, and updates in a row before the warning."""
 PROBES = 2
-"""Rows of a batch that are scored again."""
+"""Number of rows per batch that are scored again."""
 SILENT = 1e-3
-"""Nats that gaps between two engines of the same weights reach."""
+"""Largest gap, in nats, between two engines with the same weights."""
 IDLE = 20
-"""Consecutive updates without an eligible row until that is said."""
+"""Updates in a row without an eligible row before the warning."""
 
 
 class OnPolicyDistillation(Extension):
@@ -82,11 +83,11 @@ class OnPolicyDistillation(Extension):
     def replay_note(self) -> str:
         if self.opd.mode == "loss":
             return (
-                f"its term, {self.opd.coef:g} K2 of eligible tokens, is not replayed: figures are of the policy term."
+                f"its term, {self.opd.coef:g} K2 of eligible tokens, is not replayed: the figures show the policy term."
             )
         return (
-            "advantages of eligible tokens are the teacher's, made with log pi_old of the run, and are replayed as "
-            "they were: with another correction.proximal training would have had others."
+            "advantages of eligible tokens are the teacher's, made with log pi_old of the run, and are replayed "
+            "unchanged: training with another correction.proximal would have had other advantages."
         )
 
     @property
@@ -95,7 +96,7 @@ class OnPolicyDistillation(Extension):
 
     @property
     def noted(self) -> Mapping[str, Any]:
-        """All settings but how the teacher is reached."""
+        """All settings except how the teacher is reached."""
         return {name: value for name, value in self.settings.items() if name != "teacher"}
 
     def problems(self, config: DictConfig) -> Sequence[Problem]:
@@ -130,17 +131,17 @@ class OnPolicyDistillation(Extension):
         self._start_probes(rows, batch.step)
 
     def _start_probes(self, rows: Sequence[Row], step: int) -> None:
-        """Ask about two rows of the batch once more, each alone, and about the first row of the run."""
+        """Request two rows of the batch again, each alone, and the first row of the run."""
         assert self._client is not None
         every, self._probes = self.opd.teacher.probe_every, []
         if every is None or not rows or (self._probed_at is not None and step < self._probed_at + every):
             return
         self._probed_at = step
         for row in random.Random(step).sample(rows, min(PROBES, len(rows))):
-            self._probes.append((self._client.start([row]), None, f"row {row.number} was scored again, alone"))
+            self._probes.append((self._client.start([row]), None, f"sequence {row.number} was scored again, alone"))
         if self._first is not None:
             row, answer = self._first
-            self._probes.append((self._client.start([row]), answer, "a row of an earlier step was scored again"))
+            self._probes.append((self._client.start([row]), answer, "a sequence of an earlier step was scored again"))
 
     def _check_probes(self, answers: Sequence[list[float]]) -> None:
         assert self._client is not None
@@ -188,7 +189,7 @@ class OnPolicyDistillation(Extension):
         teacher[~near] = math.nan
         check_teacher(student, teacher, near)
         excluded = near & torch.isneginf(teacher)
-        # Finite on its way, and its gap at the bound.
+        # Finite in transit, with its gap at the bound.
         teacher = torch.where(excluded, student - self.opd.max_gap, teacher)
         gaps = compute_gaps(student, teacher, near, max_gap=self.opd.max_gap)
         scale = compute_scale(gaps, near, self.opd.scale) if self.opd.mode == "advantage" else 1.0
@@ -230,7 +231,7 @@ class OnPolicyDistillation(Extension):
         scale: float,
         waited: float,
     ) -> None:
-        """Note the batch's metrics."""
+        """Record the batch's metrics."""
         scoring = self._scoring
         assert scoring is not None
         raw = torch.where(near & ~excluded, student - teacher, 0.0).abs()
@@ -275,7 +276,7 @@ class OnPolicyDistillation(Extension):
         if visible and not self._proved:
             self._proved = True
             logger.info(
-                "opd %s LIVE on %d rows, %d tokens (error %.1g), teacher %s",
+                "opd %s LIVE on %d sequences, %d tokens (error %.1g), teacher %s",
                 self.opd.mode,
                 len(self._sent),
                 scored,
@@ -300,12 +301,12 @@ class OnPolicyDistillation(Extension):
         return None if self._proved else "no scored token had a gradient (opd.coef)."
 
     def _watch(self, share: float) -> None:
-        """Say that the teacher drowns the rewards, or that nothing has been eligible for long."""
+        """Warn if the teacher dominates the rewards, or if no rollout has been eligible for long."""
         self._dominated = self._dominated + 1 if share > DOMINATES else 0
         if self._dominated == UPDATES:
             logger.warning(
-                "opd: %.0f %% of the loss's pull has been the teacher's for %d updates. Half of it would be with "
-                "opd.coef=%.2g.",
+                "opd: the teacher's share of the loss's pull was %.0f %% for %d updates. opd.coef=%.2g would make it "
+                "one half.",
                 100 * share,
                 UPDATES,
                 self.opd.coef * (1 - share) / share,
@@ -313,8 +314,8 @@ class OnPolicyDistillation(Extension):
         self._idle = 0 if self._sent else self._idle + 1
         if self._idle == IDLE:
             logger.warning(
-                "opd does nothing: no rollout was eligible in %d updates. Fix: a larger opd.eligible.max_pass_rate, or "
-                "another opd.eligible.passed_above.",
+                "opd does nothing: no rollout was eligible in %d updates. Fix: set a larger "
+                "opd.eligible.max_pass_rate, or another opd.eligible.passed_above.",
                 IDLE,
             )
 

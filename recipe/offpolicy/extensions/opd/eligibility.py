@@ -1,4 +1,4 @@
-"""Eligible rollouts: failed rollouts of prompts of which few pass."""
+"""Eligible rollouts: failed rollouts of prompts with a low pass rate."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ...batch.rewards import check_rewards
 
 
 def find_passed(rewards: Tensor, passed_above: float) -> Tensor:
-    """Find the rewards above a threshold, bool; compared in float32, in which a reward of 0.3 is above 0.3 otherwise.
+    """Find the rewards above a threshold, bool; compared in float32, where 0.3 is not above 0.3.
 
     Example:
         >>> find_passed(torch.tensor([0.3, 0.5]).double(), 0.3)
@@ -25,15 +25,15 @@ def compute_pass_rates(rewards: Tensor, groups: Sequence[Hashable] | Tensor, *, 
     """Compute the share of each rollout's group that passes, (B,) float64.
 
     Args:
-        rewards: (B,) float, one a rollout; a reward exactly at ``passed_above`` does not pass.
+        rewards: (B,) float, one per rollout; a reward exactly at ``passed_above`` does not pass.
         groups: (B,) prompt of each rollout.
 
     Raises:
-        ValueError: a reward is not finite, or the groups are not as many.
+        ValueError: a reward is not finite, or the number of groups differs.
     """
     names = groups.tolist() if isinstance(groups, Tensor) else list(groups)
     if rewards.dim() != 1 or len(names) != len(rewards):
-        raise ValueError(f"{tuple(rewards.shape)} rewards for {len(names)} groups: expected one of each a rollout.")
+        raise ValueError(f"{tuple(rewards.shape)} rewards for {len(names)} groups: expected one of each per rollout.")
     check_rewards(rewards, names)
     if not math.isfinite(passed_above):
         raise ValueError(f"passed_above={passed_above}: not a finite number.")
@@ -52,12 +52,12 @@ def eligible(
     max_pass_rate: float,
     rows: str = "failed",
 ) -> Tensor:
-    """Find the rollouts that are distilled: of prompts whose pass rate is at most ``max_pass_rate``, (B,) bool.
+    """Find the rollouts to distil: those of prompts whose pass rate is at most ``max_pass_rate``, (B,) bool.
 
     Args:
         rewards, groups, passed_above: see ``compute_pass_rates``.
         max_pass_rate: in [0, 1], inclusive.
-        rows: ``failed`` rollouts of such prompts alone, or ``all`` of theirs.
+        rows: only the ``failed`` rollouts of such prompts, or ``all`` of theirs.
 
     Raises:
         ValueError: as ``compute_pass_rates``, or a setting is out of its range.

@@ -1,4 +1,4 @@
-"""Proof of on-policy distillation: what the loss saw is what the teacher said, and it acts as configured."""
+"""Proof of on-policy distillation: the loss saw the teacher's values, and they act as configured."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from ...proof.verify import LivenessError
 from .opd_worker import OpdReport
 
 TOLERANCE = {"loss": 1e-3, "advantage": 1e-4}
-"""Greatest relative error of a gradient, and of an advantage, in float32."""
-COLUMN = Column("the teacher's log-probs", "Look at the log of the server in opd.teacher.url.", LivenessError)
+"""Largest accepted relative error of a gradient, and of an advantage, in float32."""
+COLUMN = Column("the teacher's log-probs", "Check the log of the server in opd.teacher.url.", LivenessError)
 ROUNDING = 2.0**-22
-"""Relative to a log-prob, up to which two are the same number in float32."""
+"""Relative difference of log-probs up to which two are the same number in float32."""
 APART, APART_ALONE, MOST_APART = 0.1, 0.3, 5.0
-"""Nats by which two answers about one row may differ on average, more for a row of few tokens; most of one token."""
+"""Mean nats by which two answers about one row may differ, more for a row with few tokens; and largest of one token."""
 
 
 def check_reports(reports: Sequence[OpdReport], mode: str) -> None:
@@ -28,16 +28,14 @@ def check_reports(reports: Sequence[OpdReport], mode: str) -> None:
     Raises:
         LivenessError: the term does not act.
     """
-    # Written so that NaN fails.
+    # This form also fails for NaN.
     if wrong := [report.error for report in reports if not report.error <= TOLERANCE[mode]]:
         what = (
-            "the gradient does not follow the teacher as that of (s - t)^2 / 2 does"
+            "the gradient does not follow the teacher like that of (s - t)^2 / 2"
             if mode == "loss"
             else "the advantages in the loss are not coef (t - s) / scale"
         )
-        raise LivenessError(
-            f"opd: {what}: a relative error of {wrong[0]:.2g}. Another term or estimator took its place."
-        )
+        raise LivenessError(f"opd: {what}: a relative error of {wrong[0]:.2g}. Another term or estimator replaced it.")
 
 
 def check_teacher(student: Tensor, teacher: Tensor, scored: Tensor) -> None:

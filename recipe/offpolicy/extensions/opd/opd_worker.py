@@ -1,4 +1,4 @@
-"""The half of on-policy distillation in the workers: K2 beside the policy loss, and evidence of what arrived."""
+"""The worker part of on-policy distillation: K2 in addition to the policy loss, and evidence of what arrived."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .settings import OpdSettings
 from .signal import advantages, compute_gaps, k2_loss
 
 SHIFT = 0.1
-"""Nats by which the trial moves the teacher."""
+"""Nats by which the trial shifts the teacher."""
 
 
 @dataclass(frozen=True)
@@ -26,17 +26,17 @@ class OpdReport:
     """Evidence from one micro-batch; plain Python, sums add up over micro-batches and ranks.
 
     Attributes:
-        hashes: of each row with a scored token: ids and bits of its teacher log-probs; None where a column is missing.
-        missing: columns that did not reach the loss, or not as they were sent.
-        tokens: scored tokens.
-        response_tokens: of all rows, scored or not.
-        kept: of these, tokens that no mask of the correction rejects.
-        k1, k2: sums over the scored tokens at the current policy, s - t bounded, and its Huber.
+        hashes: for each row with a scored token: ids and bits of its teacher log-probs; None if a column is missing.
+        missing: columns that did not reach the loss, or were changed on the way.
+        tokens: number of scored tokens.
+        response_tokens: number of response tokens of all rows, scored or not.
+        kept: number of these that no mask of the correction rejects.
+        k1, k2: sums over the scored tokens at the current policy, of bounded s - t and of its Huber loss.
         teacher_pull, policy_pull: sums of |gradient at the log-prob| times the correction's factor, before the
             denominator: of the scored tokens' own term, and of the advantages of all others.
-        error: mode loss: of the gradient that the term gains when the teacher moves by ``SHIFT``, relative to the one
-            demanded; mode advantage: of the advantages, against those made of the columns. None where there is none.
-        visible: the trial demanded a gradient other than 0, or advantages were compared.
+        error: mode loss: relative error of the term's gradient change when the teacher is shifted by ``SHIFT``; mode
+            advantage: relative error of the advantages against those computed from the columns. None without either.
+        visible: the trial expected a gradient other than 0, or advantages were compared.
     """
 
     hashes: tuple[int, ...] | None = ()
@@ -54,14 +54,14 @@ class OpdReport:
 
 @dataclass(frozen=True)
 class OpdWorker(WorkerExtension):
-    """Settings that travel to the workers, with the term of mode ``loss`` and the evidence of both modes."""
+    """Settings that are sent to the workers, with the term of mode ``loss`` and the evidence of both modes."""
 
     settings: OpdSettings
 
     @property
     def columns(self) -> Mapping[str, str]:
         return {
-            TEACHER: "log-prob of the sampled token under the teacher; NaN where it was not asked",
+            TEACHER: "log-prob of the sampled token under the teacher; NaN where it was not requested",
             ROW: "1 for an eligible rollout",
         }
 
@@ -86,7 +86,7 @@ class OpdWorker(WorkerExtension):
         return self.settings.coef * rows.mean(values * self._factor(rows), actor_config)
 
     def _factor(self, rows: LossRows) -> Tensor:
-        """The correction's weight x keep, where it acts on the term."""
+        """The correction's weight * keep, if it acts on the term."""
         return rows.weights.detach() if self.settings.corrected else torch.ones_like(rows.weights)
 
     def report(self, rows: LossRows) -> OpdReport:
@@ -134,11 +134,11 @@ class OpdWorker(WorkerExtension):
         return float(own.double().sum()), float(dealt.double().sum())
 
     def _try_shift(self, rows: LossRows, log_prob: Tensor, teacher: Tensor, scored: Tensor) -> tuple[float, bool]:
-        """Compare the gradient that the term gains when the teacher moves with that of (s - t)^2 / 2.
+        """Compare the term's gradient change under a shifted teacher with that of (s - t)^2 / 2.
 
-        Within max_gap the slope is s - t, which falls as t rises; the gradient of a K1 would not move.
+        Within max_gap the slope is s - t, which decreases as t increases; the gradient of a K1 would not change.
         """
-        if not scored.any():  # such as where all rows are padding or left
+        if not scored.any():  # for example because all rows are padding or left
             return 0.0, False
         bound = self.settings.max_gap
         shift = min(SHIFT, bound / 4)
@@ -157,7 +157,7 @@ class OpdWorker(WorkerExtension):
         return float(error / slope.abs().max().clamp(min=1e-30)), bool((scored & (slope != 0)).any())
 
     def _compare(self, rows: LossRows, teacher: Tensor) -> tuple[float, bool]:
-        """Compare the advantages of eligible rows with those that the columns make; relative to the largest."""
+        """Compare the advantages of eligible rows with those computed from the columns; relative to the largest."""
         mask, settings = rows.response_mask, self.settings
         taught = rows.column(ROW).bool()[:, None] & mask
         seen = rows.column("advantages").float()
@@ -167,7 +167,7 @@ class OpdWorker(WorkerExtension):
             return float("inf"), True
         scale = rows.column(SCALE)[taught.any(-1)][0].item()
         student = rows.column("old_log_probs").float()
-        # Tokens beyond the horizon were not scored, and have to be 0.
+        # Tokens beyond the horizon were not scored, and must be 0.
         scored = taught & ~torch.isnan(teacher)
         made = advantages(
             torch.zeros_like(seen), student, teacher, scored, coef=settings.coef, max_gap=settings.max_gap, scale=scale

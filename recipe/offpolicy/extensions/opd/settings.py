@@ -1,4 +1,4 @@
-"""Settings of on-policy distillation, as the section ``opd`` of the configuration has them."""
+"""Settings of on-policy distillation: the section ``opd`` of the configuration."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..setting_checks import read_values
 
 Mode = Literal["advantage", "loss"]
 COEF: Mapping[str, float] = {"advantage": 1.0, "loss": 0.01}
-"""Factor of the signal where ``coef`` is null."""
+"""Factor of the signal if ``coef`` is null."""
 
 
 @dataclass(frozen=True)
@@ -24,13 +24,13 @@ class TeacherSettings:
     Attributes:
         urls: addresses of servers of one model; requests go round-robin.
         headers: header of each request -> the environment variable that holds its value.
-        model: served name; None: the only one that is served.
-        tokenizer: folder or hub name whose vocabulary is compared whole; None: the server's is probed.
-        concurrency: requests in flight.
+        model: served name; None: the only served model.
+        tokenizer: folder or hub name whose whole vocabulary is compared; None: the server's is probed.
+        concurrency: number of requests in flight.
         timeout: seconds for the rows of one step.
-        probe_every: steps after which rows are scored again, and have to get the same answer; None: never.
-        retries: times that a request is sent again, to another address if there is one.
-        other_template: says that a chat template other than the student's is meant.
+        probe_every: steps after which rows are scored again and must get the same answer; None: never.
+        retries: number of times that a request is sent again, to another address if there is one.
+        other_template: a chat template other than the student's is intended.
     """
 
     urls: tuple[str, ...]
@@ -65,10 +65,10 @@ class OpdSettings:
     Attributes:
         mode: ``advantage`` replaces the advantages of eligible tokens by K1, ``loss`` adds K2.
         coef: factor of the signal.
-        horizon: first tokens of a response that take part; None: all.
-        max_gap: nats that |s - t| counts as at most.
-        scale: ``std``, the bounded gaps' root mean square, ``none``, or a number, by which advantages are divided.
-        corrected: weight and masks of the correction act on the term as on the policy term.
+        horizon: number of first response tokens that take part; None: all.
+        max_gap: bound of |s - t|, in nats.
+        scale: divisor of the advantages: ``std``, the bounded gaps' root mean square, ``none``, or a number.
+        corrected: weight and masks of the correction act on the term like on the policy term.
         extreme: nats from which a gap counts as extreme.
     """
 
@@ -87,7 +87,7 @@ class OpdSettings:
         """Read the section.
 
         Raises:
-            CheckError, SpecError: unknown keys, or values that cannot be what was meant.
+            CheckError, SpecError: unknown keys, or invalid values.
         """
         given = read_values(section, values, "opd/advantage", KEYS, _RULES)
         teacher, eligible = given.pop("teacher"), EligibleSettings(**given.pop("eligible"))

@@ -2,7 +2,7 @@
 
 With s and t the log-probs of student and teacher for the same sampled token, K1 = s - t estimates the reverse KL and
 K2 = (s - t)^2 / 2 has its gradient, (s - t) grad s (Schulman 2020, Approximating KL divergence). The gradient of K1
-itself does not depend on the teacher, so that K1 is an advantage here and never a loss.
+does not depend on the teacher, so K1 is used as an advantage and never as a loss.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 from ...batch.spread import measure_spread
 
 LOG_PROBS = 1.0
-"""Nats, the size of the log-probs whose differences gaps are: their rounding is that of numbers as large."""
+"""Typical size of log-probs in nats: gaps are their differences, with the rounding of numbers of this size."""
 
 
 def find_horizon(tokens: Tensor, horizon: int | None) -> Tensor:
@@ -25,12 +25,12 @@ def find_horizon(tokens: Tensor, horizon: int | None) -> Tensor:
         ValueError: the horizon is not 1 or more.
     """
     if horizon is not None and horizon < 1:
-        raise ValueError(f"horizon={horizon}: not 1 or more, nor None for all tokens.")
+        raise ValueError(f"horizon={horizon}: expected 1 or more, or None for all tokens.")
     return tokens if horizon is None else tokens & (tokens.cumsum(-1) <= horizon)
 
 
 def compute_gaps(student: Tensor, teacher: Tensor, tokens: Tensor, *, max_gap: float) -> Tensor:
-    """Compute s - t bounded to [-max_gap, max_gap], (B, T), 0 off ``tokens``; a teacher's -inf counts as max_gap.
+    """Compute s - t bounded to [-max_gap, max_gap], (B, T), 0 outside ``tokens``; a teacher's -inf counts as max_gap.
 
     Raises:
         ValueError: a log-prob of such a token is not a number, shapes differ, or ``max_gap`` is not above 0.
@@ -43,15 +43,16 @@ def compute_gaps(student: Tensor, teacher: Tensor, tokens: Tensor, *, max_gap: f
     gap = torch.where(tokens, student - teacher, 0.0)
     if torch.isnan(gap).any():
         row, place = (int(index) for index in torch.isnan(gap).nonzero()[0])
-        raise ValueError(f"the gap of token {place} of row {row} is not a number: nothing scored it.")
+        raise ValueError(f"the gap of token {place} of row {row} is not a number: the token was not scored.")
     return gap.clamp(-max_gap, max_gap)
 
 
 def compute_scale(gaps: Tensor, tokens: Tensor, scale: str | float) -> float:
     """Compute the divisor of the signal over a whole batch: the root mean square of ``gaps``, 1.0, or a number.
 
-    ``std`` is the deviation about 0, for nothing is ever centred: a teacher that likes all tokens less than the student
-    teaches that, too. Over n tokens no gap is more than sqrt(n) of it. 1.0 where all gaps are float32 rounding.
+    ``std`` is the deviation about 0, because nothing is centred: a teacher that finds all tokens less likely than the
+    student does teaches that as well. Over n tokens no gap exceeds sqrt(n) times it. 1.0 if all gaps are float32
+    rounding.
 
     Raises:
         ValueError: neither std, none nor a finite number above 0.
@@ -79,18 +80,18 @@ def advantages(
     """Replace the advantages of eligible tokens by coef (t - s) / scale, (B, T).
 
     Args:
-        base: (B, T) advantages of the estimator, kept to the bit elsewhere.
-        student, teacher: (B, T) log-probs of the sampled tokens; read at eligible tokens within the horizon alone.
+        base: (B, T) advantages of the estimator, bitwise unchanged elsewhere.
+        student, teacher: (B, T) log-probs of the sampled tokens; read only at eligible tokens within the horizon.
         eligible_tokens: (B, T) bool.
         coef: factor of the signal.
-        max_gap: nats that |s - t| counts as at most.
+        max_gap: bound of |s - t|, in nats.
         scale: ``std``, the root mean square of the bounded gaps over the whole batch, ``none``, or a number; see
             ``compute_scale``.
-        horizon: tokens of a row that take part, from its first eligible one; those beyond get 0, and are in no
+        horizon: number of tokens of a row that take part, from its first eligible one; later ones get 0, and enter no
             statistic.
 
     Raises:
-        ValueError: a log-prob that is needed is not a number, shapes differ, or a setting is malformed.
+        ValueError: a required log-prob is not a number, shapes differ, or a setting is malformed.
 
     Example:
         >>> base, t = torch.tensor([[0.5, 0.5, 0.5]]), torch.tensor([[-1.0, -4.0, -2.0]])
@@ -110,10 +111,10 @@ def advantages(
 
 
 def k2_loss(student: Tensor, teacher: Tensor, mask: Tensor, *, max_gap: float) -> Tensor:
-    """Compute the Huber-bounded K2 of each token, (B, T), 0 off ``mask``.
+    """Compute the Huber-bounded K2 of each token, (B, T), 0 outside ``mask``.
 
-    (s - t)^2 / 2 up to |s - t| = max_gap and linear beyond, so that its slope is s - t bounded, which the advantages
-    have as well. The gradient is in ``student`` alone.
+    (s - t)^2 / 2 up to |s - t| = max_gap and linear beyond, so its slope is the bounded s - t of the advantages. Only
+    ``student`` has a gradient.
 
     Raises:
         ValueError: as ``compute_gaps``.
@@ -123,7 +124,7 @@ def k2_loss(student: Tensor, teacher: Tensor, mask: Tensor, *, max_gap: float) -
         tensor([ 0.5000, 24.0000])
     """
     mask = mask.bool()
-    # Where the teacher excludes a token, s - t counts as max_gap.
+    # If the teacher excludes a token, s - t counts as max_gap.
     floor = student.detach() - max_gap
     near = torch.where(torch.isneginf(teacher), floor, teacher.detach())
     bounded = compute_gaps(student.detach(), near, mask, max_gap=max_gap)

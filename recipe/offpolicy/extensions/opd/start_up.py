@@ -1,4 +1,4 @@
-"""Start-up checks of on-policy distillation: keys of verl's that it cannot stand beside, and the teacher itself."""
+"""Start-up checks of on-policy distillation: conflicting keys of verl, and the teacher itself."""
 
 from __future__ import annotations
 
@@ -28,24 +28,22 @@ _FILTER = "algorithm.filter_groups.enable"
 _ESTIMATOR = "algorithm.adv_estimator"
 CONVERSATIONS = 8
 LOOKED_AT = 64
-"""Rows of the training data that are searched for pictures, sounds and videos."""
+"""Number of rows of the training data that are searched for images, audio and videos."""
 
 
 def find_problems(section: str, settings: OpdSettings, config: DictConfig) -> Iterator[Problem]:
-    """Find what is wrong around the settings; the teacher is asked where nothing else is wrong."""
+    """Find conflicts of the settings with the configuration; the teacher is contacted if there are none."""
     found = list(_find_conflicts(section, settings, config))
     yield from found
     key, shown = f"{section}.teacher.url", ", ".join(settings.teacher.shown)
     if settings.teacher.shown != settings.teacher.urls:
-        reason = (
-            "verl and Hydra write the configuration down and hand it to the loggers, with the secrets in this address."
-        )
-        fix = f"Leave them out, and name an environment variable for a header in {section}.teacher.headers."
+        reason = "verl and Hydra write the configuration to files and to the loggers, with the secrets in this address."
+        fix = f"Remove them, and name an environment variable for a header in {section}.teacher.headers."
         yield Problem(key, shown, reason, fix, parts=(section,))
         return
     if not own_launch.get():
         yield Problem(
-            key, shown, "an address that a script names is not asked, so that it was not checked.", "", "NOTE", ()
+            key, shown, "an address that a script names is not contacted, so it was not checked.", "", "NOTE", ()
         )
     elif not any(problem.verdict == "ERROR" for problem in found):
         yield from _examine_teacher(section, settings, config)
@@ -55,42 +53,40 @@ def _find_conflicts(section: str, settings: OpdSettings, config: DictConfig) -> 
     parts = (section,)
     if OmegaConf.select(config, "distillation.enabled"):
         key = "distillation.enabled"
-        reason = (
-            f"verl's own distillation and {section} are two, and its loss would take the place of the corrected one."
-        )
+        reason = f"verl's own distillation and {section} are both on, and verl's loss would replace the corrected one."
         yield Problem(key, True, reason, f"Set {key}=false, or {section}=null.", parts=parts)
     temperature = OmegaConf.select(config, f"{_ROLLOUT}.temperature")
     if temperature is not None and float(temperature) != 1.0:
         key = f"{_ROLLOUT}.temperature"
-        reason = "the teacher's log-probs are those at temperature 1, and the student's are not."
+        reason = "the teacher's log-probs are computed at temperature 1, the student's are not."
         fix = f"Set {key}=1.0, or {section}=null."
         yield Problem(key, temperature, reason, fix, parts=parts)
     if settings.mode == "advantage" and OmegaConf.select(config, _ESTIMATOR) == "gae":
         reason = (
-            "the critic predicts rewards, and the advantages of eligible tokens would be the teacher's log-probs, "
-            "which it knows nothing of."
+            "the critic predicts rewards, but the advantages of eligible tokens would be the teacher's log-probs, "
+            "about which it knows nothing."
         )
         fix = f"Set {section}=loss, or an estimator without a critic, such as grpo."
         yield Problem(_ESTIMATOR, "gae", reason, fix, parts=parts)
     for key, column in _find_media(config):
-        reason = f"the training data has {column}, and the teacher is asked about token ids alone."
-        yield Problem(key, column, reason, f"Train on text alone, or set {section}=null.", parts=parts)
+        reason = f"the training data has {column}, but the teacher only gets token ids."
+        yield Problem(key, column, reason, f"Train on text only, or set {section}=null.", parts=parts)
     rollouts = int(OmegaConf.select(config, f"{_ROLLOUT}.n") or 1)
     gate = settings.eligible
     if rollouts > 1 and 0 < gate.max_pass_rate * rollouts < 1:
         key, least = f"{section}.eligible.max_pass_rate", math.ceil(1e4 / rollouts) / 1e4
         reason = (
-            f"of {rollouts} rollouts a prompt either none passes or a share of {least:g} and more, so that it acts "
-            f"as 0: prompts that no rollout passes are eligible."
+            f"of {rollouts} rollouts per prompt either none passes or a share of at least {least:g}, so it acts "
+            f"as 0: only prompts without a passing rollout are eligible."
         )
-        fix = f"Set {key}={least:g} for prompts that one rollout passes, or 0 if they are not meant."
+        fix = f"Set {key}={least:g} for prompts with one passing rollout, or 0 if these are not intended."
         yield Problem(key, gate.max_pass_rate, reason, fix, "NO-OP", (), (set_to(key, least),))
     if OmegaConf.select(config, _FILTER):
         never = gate.rows == "failed" and gate.max_pass_rate * rollouts < 1
         reason = (
-            f"it drops prompts that no rollout passes, and no other has a pass rate of at most {gate.max_pass_rate:g}."
+            f"it drops prompts without a passing rollout; no other has a pass rate of at most {gate.max_pass_rate:g}."
             if never
-            else f"it drops the prompts that no rollout passes, which are those that {section} is for."
+            else f"it drops prompts without a passing rollout, which {section} is meant for."
         )
         fix = f"Set {_FILTER}=false, or {section}=null."
         yield Problem(_FILTER, True, reason, fix, "NO-OP" if never else "ERROR", parts)
@@ -109,14 +105,14 @@ def _examine_teacher(section: str, settings: OpdSettings, config: DictConfig) ->
         )
         if length is not None and length < needed:
             fix = f"Serve it with --max-model-len {needed}, or longer."
-            yield wrong(f"it takes {length} tokens, and prompt and response have up to {needed - 1}.", fix)
+            yield wrong(f"it takes {length} tokens, but prompt and response have up to {needed - 1}.", fix)
             return
         apart = measure_repeats(settings.teacher, model, [[1, 2, 3, 4, 5], [5, 4, 3, 2, 1, 2, 3]])
         if apart > REPEATS["bfloat16"]:
-            fix = "Serve it in float32, or without what makes it depend on the other requests."
-            yield wrong(f"it does not repeat itself: log-probs of one row differ by {apart:.2g} nats.", fix)
+            fix = "Serve it in float32, or without features that make it depend on other requests."
+            yield wrong(f"it does not repeat itself: log-probs of one sequence differ by {apart:.2g} nats.", fix)
         elif apart > REPEATS["float32"]:
-            reason = f"log-probs of one row differ by {apart:.2g} nats from request to request, as those of 16 bits do."
+            reason = f"log-probs of one sequence differ by {apart:.2g} nats between requests, as usual in 16 bits."
             yield Problem(key, value, reason, "", "NOTE", (section,))
         yield from _compare_tokens(section, settings, config, model)
     except TeacherError as error:
@@ -129,19 +125,19 @@ def _compare_tokens(section: str, settings: OpdSettings, config: DictConfig, mod
     student = str(OmegaConf.select(config, "actor_rollout_ref.model.path"))
     tokenizer = _load_tokenizer(student)
     if tokenizer is None:
-        reason = f"the student's tokenizer is not at hand at {student}: vocabulary and chat template are not compared."
+        reason = f"no student tokenizer is available at {student}: vocabulary and chat template are not compared."
         yield Problem(key, url, reason, "", "NOTE", (section,))
         return
     fix = "Serve a teacher of the student's own family: distillation compares log-probs of the same tokens."
     if teacher.tokenizer is not None:
         other = _load_tokenizer(teacher.tokenizer)
         if other is None or other.get_vocab() != tokenizer.get_vocab():
-            reason = "not there." if other is None else "its vocabulary is not the student's."
+            reason = "it does not exist." if other is None else "its vocabulary is not the student's."
             yield Problem(f"{section}.teacher.tokenizer", teacher.tokenizer, reason, fix, parts=(section,))
             return
     texts = list(find_other_vocabulary(teacher, model, tokenizer))
     if texts:
-        reason = f"its tokenizer reads {len(texts)} texts as other ids than the student's, {texts[0]!r} among them."
+        reason = f"its tokenizer gives other ids than the student's for {len(texts)} texts, such as {texts[0]!r}."
         yield Problem(key, url, reason, fix, parts=(section,))
     elif not teacher.other_template and getattr(tokenizer, "chat_template", None):
         number = find_other_template(teacher, model, tokenizer, _read_conversations(config))
@@ -152,7 +148,7 @@ def _compare_tokens(section: str, settings: OpdSettings, config: DictConfig, mod
 
 
 def _find_media(config: DictConfig) -> Iterator[tuple[str, str]]:
-    """Find the columns of pictures, videos and sounds that training prompts have: (key that names it, column)."""
+    """Find the image, video and audio columns of the training prompts: (key that names it, column)."""
     first = _first_file(config)
     if first is None:
         return
@@ -168,7 +164,7 @@ def _find_media(config: DictConfig) -> Iterator[tuple[str, str]]:
 
 
 def _load_tokenizer(path: str) -> Any:
-    """Load a tokenizer that lies on this machine or in its cache; None where it does not."""
+    """Load a tokenizer from this machine or its cache; None if it is not there."""
     from transformers import AutoTokenizer
 
     try:
@@ -178,7 +174,7 @@ def _load_tokenizer(path: str) -> Any:
 
 
 def _read_conversations(config: DictConfig) -> list[Any]:
-    """Read the first prompts of the training data; none where its files are not at hand."""
+    """Read the first prompts of the training data; none if its files are not available."""
     import pandas
 
     first = _first_file(config)
@@ -190,7 +186,7 @@ def _read_conversations(config: DictConfig) -> list[Any]:
 
 
 def _first_file(config: DictConfig) -> str | None:
-    """Return the first file of the training data, where it is one that is at hand."""
+    """Return the first file of the training data if it is available."""
     files = OmegaConf.select(config, "data.train_files")
     first = str(files if isinstance(files, str) else next(iter(files or []), ""))
     return first if first.endswith(".parquet") and Path(first).is_file() else None

@@ -1,4 +1,4 @@
-"""Checks of a teacher before the run: one model, long enough, that repeats itself and reads the same tokens."""
+"""Checks of a teacher before the run: one model, with enough context, that repeats itself and tokenises alike."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from .settings import TeacherSettings
 from .teacher_client import Row, TeacherClient, TeacherError, open_session, parse_object, request
 
 PATIENCE = 10.0
-"""Seconds for an answer before the run."""
+"""Seconds to wait for an answer before the run."""
 LARGEST = 2**24
-"""Bytes of such an answer."""
+"""Largest size of such an answer in bytes."""
 REPEATS = {"float32": 1e-3, "bfloat16": 0.05}
-"""Nats by which a log-prob may differ between two requests; that of a 16-bit teacher is told and accepted."""
+"""Nats by which a log-prob may differ between two requests; a 16-bit teacher is reported and accepted."""
 PROBES = (
     *(
         "the quick brown fox",
@@ -41,7 +41,7 @@ def _ask(settings: TeacherSettings, url: str, path: str, body: Mapping[str, Any]
     """Get or post JSON.
 
     Raises:
-        TeacherError: the server is not reached, or does not answer with a JSON object.
+        TeacherError: the server is not reachable, or does not answer with a JSON object.
     """
     with open_session(settings) as session:
         try:
@@ -61,10 +61,10 @@ def _tokenize(settings: TeacherSettings, body: Mapping[str, Any]) -> object:
 
 
 def find_model(settings: TeacherSettings) -> tuple[str, frozenset[str]]:
-    """Find the name of the one model that all addresses serve, and all names under which they do.
+    """Find the name of the one model that all addresses serve, and all of its names.
 
     Raises:
-        TeacherError: an address is not reached, or serves another model, or several.
+        TeacherError: an address is not reachable, or serves another model, or several.
     """
     model, names = _describe(settings)
     return str(model["id"]), names
@@ -83,7 +83,7 @@ def _describe(settings: TeacherSettings) -> tuple[Mapping[str, Any], frozenset[s
         if wanted not in served:
             raise TeacherError(
                 f"{url} serves {', '.join(served) or 'no model'}, "
-                + ("of which one has to be named" if settings.model is None else f"and not {settings.model}")
+                + ("of which one must be selected" if settings.model is None else f"but not {settings.model}")
             )
         found[url] = model = served[str(wanted)]
         names |= {name for name, each in served.items() if model.get("root") and each.get("root") == model["root"]}
@@ -95,16 +95,16 @@ def _describe(settings: TeacherSettings) -> tuple[Mapping[str, Any], frozenset[s
 
 
 def find_length(settings: TeacherSettings) -> int | None:
-    """Find the longest sequence that every address takes, in tokens; None where a server does not say."""
+    """Find the longest sequence that every address accepts, in tokens; None if a server does not report it."""
     length = _describe(settings)[0].get("max_model_len")
     return length if isinstance(length, int) else None
 
 
 def measure_repeats(settings: TeacherSettings, model: str, ids: Sequence[Sequence[int]]) -> float:
-    """Measure by how many nats log-probs differ between requests of a row alone, twice, and of it among others.
+    """Measure by how many nats log-probs differ between requests of a row alone, twice, and together with others.
 
     Args:
-        ids: two rows of three ids or more.
+        ids: two rows of three or more ids.
     """
     rows = [Row(number, (row[0],), tuple(row[1:])) for number, row in enumerate(ids)]
     crowd = [*rows, *(Row(number, row.prompt, row.response) for number, row in enumerate(rows * 3, len(rows)))]
@@ -124,7 +124,7 @@ def measure_repeats(settings: TeacherSettings, model: str, ids: Sequence[Sequenc
 
 
 def find_other_vocabulary(settings: TeacherSettings, model: str, tokenizer: Any) -> Iterator[str]:
-    """Find strings that the teacher's tokenizer reads as other ids than the student's ``tokenizer``."""
+    """Find strings for which the teacher's tokenizer gives other ids than the student's ``tokenizer``."""
     for text in PROBES:
         theirs = _tokenize(settings, {"model": model, "prompt": text, "add_special_tokens": False})
         if theirs != tokenizer(text, add_special_tokens=False)["input_ids"]:
@@ -132,7 +132,7 @@ def find_other_vocabulary(settings: TeacherSettings, model: str, tokenizer: Any)
 
 
 def find_other_template(settings: TeacherSettings, model: str, tokenizer: Any, messages: Sequence[Any]) -> int | None:
-    """Find the first of several conversations that the teacher's chat template renders otherwise; None: none."""
+    """Find the first of several conversations that the teacher's chat template renders differently; None: none."""
     for number, conversation in enumerate(messages):
         body = {"model": model, "messages": conversation, "add_generation_prompt": True}
         theirs = _tokenize(settings, body)

@@ -1,8 +1,7 @@
-"""A client of the teacher: any server of vLLM's OpenAI-compatible interface, asked over HTTP by threads of its own.
+"""A client of the teacher: any server with vLLM's OpenAI-compatible interface, called over HTTP in separate threads.
 
 ``POST /v1/completions`` with token ids, ``max_tokens=1`` and ``prompt_logprobs=0`` returns, for each position of the
-prompt but the first, the log-prob of the token that stands there; vLLM computes these at temperature 1, before any
-processor of the sampling.
+prompt except the first, the log-prob of its token; vLLM computes these at temperature 1, before any sampling processor.
 """
 
 from __future__ import annotations
@@ -27,23 +26,23 @@ from ...fault_tolerance.redaction import redact_text
 from .settings import TeacherSettings
 
 ROWS = 16
-"""Most rows of one request: one with 64 rows takes a third of the time of 64 with one, and blocks no other for long."""
+"""Most rows per request: one with 64 rows takes a third of the time of 64 with one, and blocks others only briefly."""
 CONNECT = 5.0
 """Seconds for a connection."""
 PAUSE = 0.5
 """Seconds before a request is sent again; doubled each time."""
 EXCLUDED = -9999.0
-"""Stands for -inf, which JSON does not have, in what vLLM sends."""
+"""vLLM's replacement of -inf, which JSON lacks."""
 
 
 POSITION, LARGEST = 512, 2**20
-"""Bytes that an answer may have: for each position that was sent, and in addition."""
+"""Largest size of an answer in bytes: per position sent, and in addition."""
 BUSY = (408, 425, 429)
-"""Statuses below 500 after which the same request may be answered."""
+"""Statuses below 500 after which the same request may succeed."""
 
 
 class TeacherError(RuntimeError):
-    """The teacher did not answer as it has to; the run stops rather than train without it."""
+    """The teacher gave no valid answer; the run stops instead of training without it."""
 
     def __init__(self, message: str) -> None:
         super().__init__(redact_text(message))
@@ -51,10 +50,10 @@ class TeacherError(RuntimeError):
 
 @dataclass(frozen=True)
 class Row:
-    """Token ids of one rollout: the prompt, and as much of the response as takes part.
+    """Token ids of one rollout: the prompt, and the part of the response that takes part.
 
     Attributes:
-        number: its place in the batch, for messages.
+        number: its position in the batch, for messages.
     """
 
     number: int
@@ -64,13 +63,13 @@ class Row:
 
 @dataclass
 class Scoring:
-    """Log-probs of one batch that are being computed.
+    """Pending log-probs of one batch.
 
     Attributes:
-        rows: as they were sent.
-        started: seconds of ``time.monotonic``.
-        ended: the same, of the last answer; of the start as long as there is none.
-        retried: requests that were sent again.
+        rows: rows as sent.
+        started: start time in seconds of ``time.monotonic``.
+        ended: time of the last answer; of the start before the first answer.
+        retried: number of requests that were sent again.
     """
 
     rows: list[Row]
@@ -87,12 +86,12 @@ class Scoring:
 
 
 class TeacherClient:
-    """Requests to the teacher, sent as soon as a batch is sampled and awaited where its advantages are computed.
+    """Requests to the teacher, sent after a batch is sampled and awaited when its advantages are computed.
 
     Args:
         settings: addresses and limits.
         model: served name.
-        names: further names of the same weights, which answers may state.
+        names: further names of the same weights, which answers may use.
     """
 
     def __init__(self, settings: TeacherSettings, model: str, names: Collection[str] = ()) -> None:
@@ -104,7 +103,7 @@ class TeacherClient:
         self._lock = Lock()
 
     def start(self, rows: Sequence[Row]) -> Scoring:
-        """Send the rows, ``ROWS`` a request, and return at once."""
+        """Send the rows, ``ROWS`` per request, and return at once."""
         now = time.monotonic()
         scoring = Scoring(list(rows), now, now, now + self._settings.timeout, [])
         for first in range(0, len(rows), ROWS):
@@ -126,7 +125,7 @@ class TeacherClient:
         return found
 
     def close(self) -> None:
-        """Give up what is under way."""
+        """Cancel pending requests."""
         self._threads.shutdown(wait=False, cancel_futures=True)
         self._session.close()
 
@@ -162,8 +161,8 @@ class TeacherClient:
         choices, model = answer.get("choices"), answer.get("model", self._model)
         if model not in self._names:
             raise TeacherError(
-                f"{where}: the answer is of the model {_shorten(repr(model))}, and {self._model} was asked. "
-                f"Fix: set opd.teacher.model to the model that is meant, and opd.teacher.url to its server."
+                f"{where}: the answer comes from the model {_shorten(repr(model))}, but {self._model} was requested. "
+                f"Fix: set opd.teacher.model to the intended model, and opd.teacher.url to its server."
             )
         if not isinstance(choices, list) or not all(isinstance(each, dict) for each in choices):
             raise TeacherError(f"{where} sent no completion: {_shorten(text)}")
@@ -174,10 +173,10 @@ class TeacherClient:
         return [found[number] for number in range(len(rows))]
 
     def _post(self, body: dict[str, Any], rows: Sequence[Row], scoring: Scoring) -> tuple[str, bytes]:
-        """Post until there is an answer, to one address after the other; returns the address and the answer.
+        """Post until there is an answer, trying one address after the other; returns the address and the answer.
 
         Raises:
-            TeacherError: every attempt failed, or one was refused for what it asks.
+            TeacherError: every attempt failed, or a request was rejected.
         """
         failure, pause = "", PAUSE
         limit = LARGEST + POSITION * sum(len(row.prompt) + len(row.response) for row in rows)
@@ -200,13 +199,13 @@ class TeacherClient:
                 continue
             if status != 200:
                 raise TeacherError(
-                    f"the teacher at {url} refused {_name(rows)}: HTTP {status}: {_shorten(text)} "
+                    f"the teacher at {url} rejected {_name(rows)}: HTTP {status}: {_shorten(text)} "
                     f"Fix: serve the model {body['model']} with a max_model_len that holds prompt and response."
                 )
             return url, text
         raise TeacherError(
             f"the teacher did not answer in {self._settings.retries + 1} attempts for {_name(rows)} ({failure}). "
-            f"Fix: see whether it still serves, and resume the run from its checkpoint."
+            f"Fix: check whether it still serves, and resume the run from its checkpoint."
         )
 
 
@@ -217,7 +216,7 @@ def open_session(settings: TeacherSettings) -> requests.Session:
         TeacherError: an environment variable that holds a header's value is not set.
     """
     session = requests.Session()
-    # A proxy of the environment is for the world outside, not for a cluster's hosts.
+    # Proxies in the environment are for external addresses, not for a cluster's hosts.
     session.trust_env = False
     session.headers["Accept-Encoding"] = "identity"
     for name, variable in settings.headers.items():
@@ -238,10 +237,10 @@ def request(
         deadline: in seconds of ``time.monotonic``.
 
     Returns:
-        The status, the seconds after which the server wants to be asked again, and the answer.
+        The status, the seconds until the server wants the next attempt, and the answer.
 
     Raises:
-        requests.RequestException: the server is not reached, or the answer is cut short or late.
+        requests.RequestException: the server is not reachable, or the answer is truncated or late.
         TeacherError: the answer is longer.
     """
     left = max(deadline - time.monotonic(), 0.01)
@@ -271,7 +270,7 @@ def parse_object(text: bytes, url: str) -> dict[str, Any]:
     """Parse a JSON object.
 
     Raises:
-        TeacherError: it is none.
+        TeacherError: it is not a JSON object.
     """
     try:
         found = json.loads(text)
@@ -283,10 +282,10 @@ def parse_object(text: bytes, url: str) -> dict[str, Any]:
 
 
 def read_log_probs(entries: Any, row: Row, url: str = "") -> list[float]:
-    """Read the log-probs of a sequence's response from vLLM's ``prompt_logprobs``, each by the id that was sent.
+    """Read the log-probs of a sequence's response from vLLM's ``prompt_logprobs``, by the ids that were sent.
 
     Raises:
-        TeacherError: a position is missing, of another token, or not a number; names address, sequence and position.
+        TeacherError: a position is missing, has another token, or is not a number; the message names it.
     """
     ids = (*row.prompt, *row.response)
     where = f"the teacher at {url}, sequence {row.number}"
@@ -294,7 +293,7 @@ def read_log_probs(entries: Any, row: Row, url: str = "") -> list[float]:
         given = f"{len(entries)}" if isinstance(entries, list) else "no" if entries is None else "no list of"
         raise TeacherError(f"{where}: it scored {given} positions of {len(ids)}.")
     if entries[0] is not None:
-        raise TeacherError(f"{where}, position 0: it scored a token that nothing stands before.")
+        raise TeacherError(f"{where}, position 0: it scored a token without a token before it.")
     found: list[float] = []
     for place, (entry, token) in enumerate(zip(entries, ids, strict=True)):
         if place == 0:

@@ -1,7 +1,7 @@
 """Beta-binomial fit of many prompts' counts: pass@k beyond the number of samples, as an extrapolation.
 
-A prompt's rate of success is drawn from Beta(a, b), its successes from a binomial. The likelihood is the same under any
-rule by which sampling ends early, so that counts of dynamic rounds are fitted as they are.
+A prompt's success rate is drawn from Beta(a, b), its successes from a binomial. The likelihood is the same under any
+rule that ends sampling early, so counts of dynamic rounds need no adjustment.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 
 ITERATIONS = 200
 LARGEST_SUM, SMALLEST = 1e3, 1e-6
-"""Beyond so many a + b a sample the likelihood is flat: no over-dispersion; below such a or b: all or nothing."""
+"""Beyond this a + b per sample the likelihood is flat: no over-dispersion; below this a or b: all or nothing."""
 
 
 class NotIdentified(ValueError):
@@ -23,7 +23,7 @@ class NotIdentified(ValueError):
 
 
 def fit(n: Tensor | Sequence[int], c: Tensor | Sequence[int]) -> tuple[float, float]:
-    """Fit Beta(a, b) to the prompts' rates of success by maximum likelihood.
+    """Fit Beta(a, b) to the prompts' success rates by maximum likelihood.
 
     Args:
         n: (P,) samples of each prompt, 1 or more; they may differ.
@@ -33,9 +33,9 @@ def fit(n: Tensor | Sequence[int], c: Tensor | Sequence[int]) -> tuple[float, fl
         a, b.
 
     Raises:
-        NotIdentified: one prompt, all right, all wrong, one sample a prompt, prompts that are each all right or all
-            wrong, or counts that scatter no more than those of one rate for all prompts.
-        ValueError: counts that cannot be.
+        NotIdentified: one prompt, all right, all wrong, one sample per prompt, prompts that are each all right or all
+            wrong, or counts that scatter no more than with one rate for all prompts.
+        ValueError: invalid counts.
     """
     n, c = _counts(n, c)
     if len(n) < 2:
@@ -43,13 +43,13 @@ def fit(n: Tensor | Sequence[int], c: Tensor | Sequence[int]) -> tuple[float, fl
     if bool((c == 0).all()) or bool((c == n).all()):
         raise NotIdentified(f"all samples are {'wrong' if bool((c == 0).all()) else 'right'}.")
     if bool((n < 2).all()):
-        raise NotIdentified("one sample a prompt: the mean is known, and not how prompts differ.")
+        raise NotIdentified("one sample per prompt: the mean is known, but not how prompts differ.")
     if bool(((c == 0) | (c == n)).all()):
-        raise NotIdentified("each prompt is all right or all wrong: rates between are not seen.")
+        raise NotIdentified("each prompt is all right or all wrong: no rate in between is observed.")
     pairs, weights = _compress(n, c)
     a, b, found = maximise_likelihood(pairs[:, 0], pairs[:, 1], weights[None])
     if not bool(found[0]):
-        raise NotIdentified("counts scatter over prompts no more than those of one rate for all of them.")
+        raise NotIdentified("counts scatter over prompts no more than with one rate for all of them.")
     return float(a[0]), float(b[0])
 
 
@@ -68,11 +68,11 @@ def extrapolate(a: float, b: float, k: int) -> float:
 
 @dataclass(frozen=True)
 class Extrapolation:
-    """A fit with its extrapolations, and 95 % intervals over prompts that are drawn anew.
+    """A fit with its extrapolations, and 95 % bootstrap intervals over prompts.
 
     Attributes:
-        a, b: of the fit.
-        points: k -> (pass@k, lower end, upper end); the ends are NaN where too many of the draws are not identified.
+        a, b: parameters of the fit.
+        points: k -> (pass@k, lower end, upper end); the ends are NaN if too many of the draws are not identified.
     """
 
     a: float
@@ -117,7 +117,7 @@ def maximise_likelihood(n: Tensor, c: Tensor, weights: Tensor) -> tuple[Tensor, 
         n, c: (U,) float64 counts.
         weights: (D, U) how many prompts have each.
 
-    Returns:
+        weights: (D, U) number of prompts with each count.
         (D,) a, (D,) b and (D,) bool, False where the likelihood has no maximum inside.
     """
     total = weights.sum(-1, keepdim=True).clamp(min=1e-300)
@@ -130,7 +130,7 @@ def maximise_likelihood(n: Tensor, c: Tensor, weights: Tensor) -> tuple[Tensor, 
         gradient, hessian = _derivatives(x, n, c, weights)
         if bool((gradient.abs().amax(-1) < 1e-11).all()):
             break
-        # Positive definite after damping by its own smallest eigenvalue.
+        # Damping by the smallest eigenvalue makes it positive definite.
         floor = torch.linalg.eigvalsh(-hessian)[:, 0].clamp(max=0).abs()
         shift = (floor + damping)[:, None, None] * torch.eye(2, dtype=torch.float64)
         step = torch.linalg.solve(shift - hessian, gradient)
@@ -178,7 +178,7 @@ def _derivatives(x: Tensor, n: Tensor, c: Tensor, weights: Tensor) -> tuple[Tens
 def _counts(n: Tensor | Sequence[int], c: Tensor | Sequence[int]) -> tuple[Tensor, Tensor]:
     n, c = (torch.as_tensor(values, device="cpu").double() for values in (n, c))
     if n.dim() != 1 or n.shape != c.shape:
-        raise ValueError(f"counts of shapes {tuple(n.shape)} and {tuple(c.shape)}: expected one of each a prompt.")
+        raise ValueError(f"counts of shapes {tuple(n.shape)} and {tuple(c.shape)}: expected one of each per prompt.")
     for number, (samples, right) in enumerate(zip(n.tolist(), c.tolist(), strict=True)):
         if not (samples >= 1 and 0 <= right <= samples and samples % 1 == right % 1 == 0):
             raise ValueError(f"prompt {number}: {right:g} right of {samples:g} samples: expected 0 <= c <= n, n >= 1.")
@@ -186,6 +186,6 @@ def _counts(n: Tensor | Sequence[int], c: Tensor | Sequence[int]) -> tuple[Tenso
 
 
 def _compress(n: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
-    """Collect equal counts: (U, 2) pairs and (U,) how many prompts have each."""
+    """Collect equal counts: (U, 2) pairs and (U,) the number of prompts with each."""
     pairs, times = torch.unique(torch.stack([n, c], -1), dim=0, return_counts=True)
     return pairs, times.double()

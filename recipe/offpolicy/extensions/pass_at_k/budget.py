@@ -1,4 +1,4 @@
-"""Group sizes of a step by what a prompt's group can teach about pass@k, within a fixed sum."""
+"""Group sizes of a step by how much a prompt's group can teach about pass@k, with a fixed total."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from .beta_binomial import maximise_likelihood
 
 
 def allocate(rates: Sequence[float], total: int, *, least: int, most: int, k: int = 4) -> list[int]:
-    """Deal ``total`` rollouts to prompts so that sum of k (1 - p)^(k - 1) (1 - p^n - (1 - p)^n) is largest.
+    """Distribute ``total`` rollouts over prompts to maximise the sum of k (1 - p)^(k - 1) (1 - p^n - (1 - p)^n).
 
-    The first factor is the derivative of pass@k = 1 - (1 - p)^k, which weighs hard prompts more, and all alike at
-    k = 1. The second is the chance of a group with right and wrong answers, without which it teaches nothing. Each
-    further rollout of a prompt adds less than the one before, so giving the next one to where it adds most is optimal;
-    among equals, the hardest prompt gets it.
+    The first factor is the derivative of pass@k = 1 - (1 - p)^k, which weighs hard prompts more, and all prompts
+    equally at k = 1. The second is the probability of a group with right and wrong answers, without which it teaches
+    nothing. Each further rollout of a prompt adds less than the one before, so the greedy choice is optimal; on ties,
+    the hardest prompt gets it.
 
     Args:
         rates: p of each prompt, in [0, 1].
-        total: of all prompts.
-        least, most: of each prompt.
-        k: of pass@k.
+        total: number of rollouts of all prompts.
+        least, most: bounds of each prompt's number.
+        k: k of pass@k.
 
     Raises:
-        ValueError: no deal lies within these bounds, or a rate is none.
+        ValueError: the total is outside these bounds, or a rate is invalid.
 
     Example:
         >>> allocate([0.95, 0.5, 0.05], 24, least=2, most=16)
@@ -64,16 +64,16 @@ def allocate(rates: Sequence[float], total: int, *, least: int, most: int, k: in
 
 
 def identify_chat(prompt: Any) -> str:
-    """Compute an identity of a prompt's messages that lasts over epochs."""
+    """Compute an identity of a prompt's messages that is stable over epochs."""
     return hashlib.blake2b(json.dumps(prompt, default=str, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
 @dataclass
 class PassRates:
-    """Rates of success of prompts, from their own answers and from all prompts' as a prior.
+    """Success rates of prompts, from their own answers and a prior over all prompts.
 
     Attributes:
-        decay: what earlier answers count as, each time that a prompt is answered again.
+        decay: factor of earlier answers each time that a prompt is answered again.
         counts: prompt -> (answers, right ones), decayed.
         prior: a and b of a Beta over all prompts.
     """
@@ -83,14 +83,14 @@ class PassRates:
     prior: tuple[float, float] = (1.0, 1.0)
 
     def add(self, answers: Mapping[str, tuple[int, int]]) -> None:
-        """Add answers of prompts, (answers, right ones) each, and fit the prior anew."""
+        """Add answers of prompts, (answers, right ones) each, and fit the prior again."""
         if not answers:
             return
         for name, (n, c) in answers.items():
             before_n, before_c = self.counts.get(name, (0.0, 0.0))
             self.counts[name] = (self.decay * before_n + n, self.decay * before_c + c)
         pairs = torch.tensor(list(self.counts.values()), dtype=torch.float64)
-        # Decayed counts are no whole numbers; the likelihood takes them as they are.
+        # Decayed counts are not whole numbers, which the likelihood allows.
         pairs, times = torch.unique(pairs, dim=0, return_counts=True)
         a, b, found = maximise_likelihood(pairs[:, 0], pairs[:, 1], times.double()[None])
         if len(self.counts) == 1:
@@ -98,7 +98,7 @@ class PassRates:
         elif bool(found[0]):
             self.prior = (float(a[0]), float(b[0]))
         else:
-            # Prompts that differ no more than chance has it: all answers' rate, as strong as a uniform prior.
+            # Prompts that differ no more than by chance: the rate of all answers, as strong as a uniform prior.
             given, right = (float((pairs[:, column] * times).sum()) for column in (0, 1))
             self.prior = (2 * (right + 1) / (given + 2), 2 * (given - right + 1) / (given + 2))
 

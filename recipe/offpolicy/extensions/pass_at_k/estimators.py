@@ -13,10 +13,10 @@ from dataclasses import dataclass
 def unbiased(n: int, c: int, k: int) -> float:
     """Unbiased estimate of pass@k from n samples with c right, 1 - C(n - c, k) / C(n, k) (Chen et al. 2021, eq. 1).
 
-    n has to be fixed before sampling: where sampling ends early by what was found, ``unbiased_dynamic`` is unbiased.
+    n must be fixed before sampling; if the results can end sampling early, ``unbiased_dynamic`` is unbiased.
 
     Raises:
-        ValueError: k > n, c > n, n < 1, or a number that is no count.
+        ValueError: k > n, c > n, n < 1, or a number that is not a count.
 
     Example:
         >>> unbiased(4, 1, 4), unbiased(4, 1, 2)
@@ -24,27 +24,26 @@ def unbiased(n: int, c: int, k: int) -> float:
     """
     n, c, k = _counts(n, c, k)
     if k > n:
-        raise ValueError(f"pass@{k} of {n} samples: k has to be at most n.")
+        raise ValueError(f"pass@{k} of {n} samples: k must be at most n.")
     all_subsets = math.comb(n, k)
     return (all_subsets - math.comb(n - c, k)) / all_subsets
 
 
 def unbiased_dynamic(looks: Sequence[int], n: int, c: int, k: int, *, successes: int) -> float:
-    """Unbiased estimate of pass@k where sampling ends at the first look with enough successes.
+    """Unbiased estimate of pass@k if sampling ends at the first look with enough successes.
 
-    Of all orders in which the samples may have come, (1 - p)^k is estimated by the share that begins with k failures:
-    paths from k failures to (n, c), over paths from nothing, past all points at which sampling would have ended. The
-    estimate of ``unbiased`` is too large then. k may be larger than n.
+    (1 - p)^k is estimated by the share of possible sample orders that begin with k failures: paths from k failures to
+    (n, c), over paths from the start, avoiding all points at which sampling would have ended. The estimate of
+    ``unbiased`` is too large in this case. k may be larger than n.
 
     Args:
-        looks: cumulative numbers of samples after which one looks, such as 8, 16, 32.
+        looks: cumulative numbers of samples after which the results are checked, such as 8, 16, 32.
         n, c: samples and successes of a prompt at the look at which it ended.
         k: at most the last look.
-        successes: sampling ends at the first look with as many, or at the last look.
+        successes: sampling ends at the first look with this many, or at the last look.
 
     Raises:
-        ValueError: k > the last look, c > n, n no look, a point at which sampling does not end, or that it cannot
-            reach.
+        ValueError: k > the last look, c > n, n is not a look, or sampling does not end at or cannot reach this point.
 
     Example:
         >>> round(unbiased_dynamic([8, 16], 8, 1, 8, successes=1), 3), unbiased_dynamic([8, 16], 16, 0, 8, successes=1)
@@ -54,15 +53,15 @@ def unbiased_dynamic(looks: Sequence[int], n: int, c: int, k: int, *, successes:
     at = tuple(read_count(look, "a look") for look in looks)
     successes = read_count(successes, "successes")
     if not at or at[0] < 1 or any(later <= sooner for sooner, later in itertools.pairwise(at)):
-        raise ValueError(f"looks={list(at)}: expected counts of samples that rise, from 1 on.")
+        raise ValueError(f"looks={list(at)}: expected increasing counts of samples, from 1 on.")
     if successes < 1:
         raise ValueError(f"successes={successes}: expected 1 or more.")
     if k > at[-1]:
-        raise ValueError(f"pass@{k} with a last look at {at[-1]} samples: k has to be at most that.")
+        raise ValueError(f"pass@{k} with a last look at {at[-1]} samples: k must be at most that.")
     if n not in at:
         raise ValueError(f"{n} samples: sampling ends at one of {list(at)}.")
     if n < at[-1] and c < successes:
-        raise ValueError(f"{c} right of {n} samples: sampling goes on until {successes} are right.")
+        raise ValueError(f"{c} right of {n} samples: sampling continues until {successes} are right.")
     paths = _count_paths(at, successes, 0).get((n, c), 0)
     if paths == 0:
         raise ValueError(f"{c} right of {n} samples: with {successes} right it would have ended at an earlier look.")
@@ -71,7 +70,7 @@ def unbiased_dynamic(looks: Sequence[int], n: int, c: int, k: int, *, successes:
 
 @functools.lru_cache(maxsize=256)
 def _count_paths(looks: tuple[int, ...], successes: int, failures: int) -> dict[tuple[int, int], int]:
-    """Count the orders of samples that end at each (n, c), of those whose first samples are so many failures."""
+    """Count the sample orders that end at each (n, c), for those that begin with this many failures."""
     open_paths, before = {0: 1}, 0
     ended: dict[tuple[int, int], int] = {}
     for look in looks:
@@ -89,7 +88,7 @@ def _count_paths(looks: tuple[int, ...], successes: int, failures: int) -> dict[
 
 @dataclass(frozen=True, order=True)
 class RankingOnly:
-    """A number that orders prompts or checkpoints, and estimates nothing: it has no arithmetic, and no float."""
+    """A number that only ranks prompts or checkpoints and estimates nothing: it has no arithmetic, and no float."""
 
     value: float
 
@@ -98,7 +97,7 @@ class RankingOnly:
 
 
 def rank(n: int, c: int, k: int) -> RankingOnly:
-    """Compute 1 - (1 - c/n)^k, pass@k if c/n were the prompt's own rate; biased low, and fit for ranking alone.
+    """Compute 1 - (1 - c/n)^k, pass@k if c/n were the prompt's own rate; biased low, and suitable only for ranking.
 
     Raises:
         ValueError: as ``unbiased``, but k may be larger than n.
@@ -115,10 +114,10 @@ def _counts(n: int, c: int, k: int) -> tuple[int, int, int]:
 
 
 def read_count(value: int, name: str) -> int:
-    """Read a whole number of any type that is one.
+    """Read a whole number of any integer type.
 
     Raises:
-        ValueError: it is none, with its name.
+        ValueError: it is not a whole number; the message has its name.
     """
     if isinstance(value, bool):
         raise ValueError(f"{name}={value}: not a count.")

@@ -1,4 +1,4 @@
-"""A second statement of the training forms and of draws, by chances, for the proof alone: it asks no other code."""
+"""A second implementation of the objectives and of draws, for the proof; it shares no other code."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import math
 from collections.abc import Mapping, Sequence
 
 ERROR = 1e-6
-"""Relative to the largest advantage of a group, in float32."""
+"""Accepted error relative to the largest advantage of a group, in float32."""
 
 
 def state_none_right(n: int, c: int, k: int) -> float:
-    """State the chance that k rows, drawn from n with c right without putting back, are all wrong."""
+    """Compute the probability that k rows, drawn from n with c right without replacement, are all wrong."""
     return math.prod((n - c - drawn) / (n - drawn) for drawn in range(k)) if n - c >= k else 0.0
 
 
 def find_difference(seen: Sequence[float], right: Sequence[bool], k: int, objective: str) -> str | None:
-    """Compare one group's advantages with what the objective demands; None where they agree."""
+    """Compare one group's advantages with those of the objective; None if they agree."""
     n, c = len(right), sum(right)
     if objective == "groups":
         return _find_in_deal(seen, right, k)
@@ -34,7 +34,7 @@ def find_difference(seen: Sequence[float], right: Sequence[bool], k: int, object
     for at, (value, is_right) in enumerate(zip(seen, right, strict=True)):
         wanted = of_right if is_right else of_wrong
         if not abs(value - wanted) <= allowed:
-            return f"rollout {at} of {n}, {c} of them right, has {value:.6g}, and {objective} demands {wanted:.6g}"
+            return f"rollout {at} of {n}, {c} of them right, has {value:.6g}, but {objective} requires {wanted:.6g}"
     return None
 
 
@@ -46,15 +46,15 @@ def find_wrong_chance(
     share: float,
     k: int = 4,
 ) -> str | None:
-    """Compare the chances of prompts to be drawn with what the budget demands; None where they agree.
+    """Compare the draw probabilities of prompts with those of the budget; None if they agree.
 
     Args:
-        chances: of all prompts.
-        counts: answers and right ones of some, by their number.
+        chances: probabilities of all prompts.
+        counts: answers and right ones of some prompts, by their number.
         prior: a and b of the Beta over all prompts.
-        n: rollouts of a prompt.
-        share: of the draws that is uniform.
-        k: of pass@k.
+        n: rollouts per prompt.
+        share: share of uniform draws.
+        k: k of pass@k.
     """
     a, b = prior
 
@@ -72,25 +72,23 @@ def find_wrong_chance(
     for prompt, (seen, value) in enumerate(zip(chances, worth, strict=True)):
         wanted = share / len(chances) + (1 - share) * value / whole
         if not abs(seen - wanted) <= ERROR * wanted:
-            return (
-                f"prompt {prompt} of {len(chances)} is drawn with a chance of {seen:.6g}, and {wanted:.6g} is demanded"
-            )
+            return f"prompt {prompt} of {len(chances)} is drawn with probability {seen:.6g} instead of {wanted:.6g}"
     return None
 
 
 def _find_in_deal(seen: Sequence[float], right: Sequence[bool], k: int) -> str | None:
-    """A deal of n rows, w groups of which hold a right one: k w rows get 1 - w k / n, the others -w k / n."""
+    """A split of n rows in which w groups hold a right one: k w rows get 1 - w k / n, the others -w k / n."""
     n = len(right)
     if not any(right) or (k * sum(right) >= n and all(abs(value) <= ERROR for value in seen)):
-        # No deal holds a right one, or each does.
+        # No group holds a right row, or each does.
         return next(
             (f"rollout {at} of {n} has {value:.6g}" for at, value in enumerate(seen) if abs(value) > ERROR), None
         )
     winners = sum(value > 0 for value in seen)
     if winners % k or any(is_right and not value > 0 for value, is_right in zip(seen, right, strict=True)):
-        return f"{winners} of {n} rows are above the mean, and groups of {k} with each right row in one demand others"
+        return f"{winners} of {n} rows are above the mean, which groups of {k} with a right row in each do not allow"
     for at, value in enumerate(seen):
         wanted = float(value > 0) - winners / n
         if not abs(value - wanted) <= ERROR:
-            return f"rollout {at} of {n} has {value:.6g}, and groups demands {wanted:.6g}"
+            return f"rollout {at} of {n} has {value:.6g}, but groups requires {wanted:.6g}"
     return None

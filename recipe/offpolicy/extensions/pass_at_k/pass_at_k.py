@@ -112,7 +112,7 @@ class PassAtK(AdvantageExtension):
                 raise LivenessError(f"{self.section}.budget: {wrong}.")
             self._draws_proved = True
             least, most = (float(end) * prompts for end in (chances.min(), chances.max()))
-            logger.info("pass@k draws LIVE on %d prompts: chances of %.2f to %.2f times alike", prompts, least, most)
+            logger.info("pass@k draws LIVE on %d prompts: %.2f to %.2f times uniform", prompts, least, most)
         return chances
 
     def next_batch(self, prompts: PromptView) -> None:
@@ -130,11 +130,11 @@ class PassAtK(AdvantageExtension):
         prompts.put(__rollout_n__=sizes)
 
     def _get_budget_k(self, step: int) -> int:
-        """Return the k whose gradient budgets go by: the objective's at a step; ``k`` where verl's estimator trains."""
+        """Return the k whose gradient budgets use: the objective's at a step; ``k`` if verl's estimator trains."""
         return self.pass_at_k.get_k(step) if self._trains else self.pass_at_k.k
 
     def _read_numbers(self, prompts: PromptView) -> list[str]:
-        """Read which prompts of the data set these are.
+        """Read the data-set numbers of these prompts.
 
         Raises:
             LivenessError: they come from another data loader.
@@ -143,7 +143,7 @@ class PassAtK(AdvantageExtension):
             return [str(int(number)) for number in prompts.rows(NUMBER)[NUMBER]]
         except KeyError as error:
             raise LivenessError(
-                f"{self.section}.budget: prompts came by another data loader, which knows no chances."
+                f"{self.section}.budget: prompts came from another data loader, which has no draw probabilities."
             ) from error
 
     def estimate(self, batch: BatchView, rewards: Tensor) -> Tensor | None:
@@ -181,7 +181,7 @@ class PassAtK(AdvantageExtension):
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
 
     def shape_advantages(self, batch: BatchView, advantages: Tensor) -> Tensor | None:
-        """Note what answers say of prompts; weigh groups of other sizes so that each prompt counts as much."""
+        """Record the answers of prompts; weigh groups of different sizes so that each prompt counts equally."""
         if not self._deals and not self._draws:
             return None
         sessions = self._sessions
@@ -214,7 +214,7 @@ class PassAtK(AdvantageExtension):
         return advantages * weights[sessions.of_row].to(advantages.dtype)[:, None]
 
     def _note_draws(self) -> None:
-        """Note how far the latest draw was from one that is alike for all."""
+        """Record how far the latest draw was from a uniform one."""
         if len(self._chances):
             effective = 1 / float(self._chances.square().sum())
             self._found["pass_at_k/budget/effective_share"] = effective / len(self._chances)
@@ -234,10 +234,10 @@ class PassAtK(AdvantageExtension):
 
     def judge(self, reports: Sequence[AdvantageReport]) -> Mapping[str, float]:
         if self._demanded and self._changed == 0:
-            raise LivenessError(f"{self.section}: 0 rows were changed, and some have to be ({self._demanded}).")
+            raise LivenessError(f"{self.section}: 0 sequences were changed, but some must be ({self._demanded}).")
         if self._demanded and not self._proved:
             self._proved = True
-            logger.info("pass@k LIVE on %d rows: %s", self._changed, self.meaning)
+            logger.info("pass@k LIVE on %d sequences: %s", self._changed, self.meaning)
         return {"pass_at_k/live/changed_rows": float(self._changed), "pass_at_k/live/proved": float(self._proved)}
 
     def unproved(self) -> str | None:
@@ -245,13 +245,13 @@ class PassAtK(AdvantageExtension):
         if self._trains and not self._proved:
             if self._best < round_threshold(settings.correct_at_least):
                 return (
-                    f"the highest reward was {self._best:g}, and {key}={settings.correct_at_least:g}: nothing is right."
+                    f"the highest reward was {self._best:g}, but {key}={settings.correct_at_least:g}: nothing is right."
                 )
             return f"no group had an advantage other than 0 ({self.section}.k={settings.k})."
         if self._draws and not self._draws_proved:
-            return f"all prompts are drawn alike, because their answers were as often right ({key})."
+            return f"all prompts are drawn alike, because their answers were right equally often ({key})."
         if self._deals and not self._dealt_proved:
-            return f"all groups have the same size, because their answers were as often right ({key})."
+            return f"all groups have the same size, because their answers were right equally often ({key})."
         return None
 
     def _note(self, right: Tensor, groups: Mapping[str, Sequence[int]], k: int) -> None:
@@ -286,7 +286,7 @@ class PassAtK(AdvantageExtension):
 
     @property
     def noted(self) -> Mapping[str, Any]:
-        """All settings but those of validation."""
+        """All settings except those of validation."""
         return {name: value for name, value in self.settings.items() if name not in ("metric", "dynamic")}
 
     def state(self, folder: Path) -> Mapping[str, Any]:
@@ -300,7 +300,7 @@ class PassAtK(AdvantageExtension):
             return
         found = read_state(folder, FILE, self.section, f"{state['prompts']} prompts", PASS_RATES)
         if len(found["counts"]) != state["prompts"]:
-            refuse(folder / FILE, "counts", len(found["counts"]), f"the checkpoint notes {state['prompts']} prompts")
+            refuse(folder / FILE, "counts", len(found["counts"]), f"the checkpoint records {state['prompts']} prompts")
         self.rates.restore(found)
 
     @property

@@ -1,4 +1,4 @@
-"""Settings of pass@k, as the section ``pass_at_k`` of the configuration has them."""
+"""Settings of pass@k: the section ``pass_at_k`` of the configuration."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CHOICES = ("none", *OBJECTIVES)
 
 @dataclass(frozen=True)
 class MetricSettings:
-    """Numbers of samples that pass@k is reported for: ``k`` within those drawn, ``extrapolate`` beyond, by the fit."""
+    """Values of k to report: ``k`` within the drawn samples, ``extrapolate`` beyond, by the fit."""
 
     k: Sequence[int]
     extrapolate: Sequence[int]
@@ -33,7 +33,7 @@ class DynamicSettings:
 
 @dataclass(frozen=True)
 class BudgetSettings:
-    """Where rollouts go: by group sizes, see ``budget.allocate``, or by draws, see ``upsampling.compute_chances``."""
+    """Distribution of rollouts: group sizes (``budget.allocate``) or draws (``upsampling.compute_chances``)."""
 
     mode: Literal["none", "group_size", "upsample"]
     least: int
@@ -49,10 +49,10 @@ class PassAtKSettings:
 
     Attributes:
         objective: see ``training.advantages``; none: advantages are verl's.
-        k: of the objective, and of budgets.
-        correct_at_least: score from which a row is right.
-        schedule: (step, k) in rising steps, k from that step on; None: ``k`` throughout. 1: verl's own estimator.
-        seed: of the deals of ``groups`` and of the draws of prompts.
+        k: k of the objective, and of budgets.
+        correct_at_least: smallest score of a right row.
+        schedule: (step, k) in increasing steps, k from that step on; None: ``k`` throughout. 1: verl's own estimator.
+        seed: seed of the splits of ``groups`` and of the draws of prompts.
     """
 
     objective: Literal["none", "loo", "loo_minus_one", "analytic", "groups"]
@@ -69,7 +69,7 @@ class PassAtKSettings:
         """Read the section.
 
         Raises:
-            CheckError, SpecError: unknown keys, or values that cannot be what was meant.
+            CheckError, SpecError: unknown keys, or invalid values.
         """
         given = read_values(section, values, "pass_at_k/loo", KEYS, (_ORDER,))
         if "objective" not in values:

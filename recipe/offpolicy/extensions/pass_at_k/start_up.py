@@ -1,4 +1,4 @@
-"""Start-up checks of pass@k: k that groups have no value for, and keys of verl's beside which it is something else."""
+"""Start-up checks of pass@k: k without a value for the groups, and verl's keys that would change its meaning."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _VALIDATION = "actor_rollout_ref.rollout.val_kwargs"
 
 
 def find_problems(section: str, settings: PassAtKSettings, config: DictConfig) -> Iterator[Problem]:
-    """Find what is wrong around the settings."""
+    """Find conflicts of the settings with the configuration."""
     if settings.objective != "none":
         yield from _check_objective(section, settings, config)
     if settings.budget.mode != "none":
@@ -46,7 +46,7 @@ def _check_objective(section: str, settings: PassAtKSettings, config: DictConfig
             continue
         reason = find_impossible(n, k, objective)
         if reason is None and k == n and objective in ("analytic", "groups"):
-            reason = f"k={k} of a group of {n}: {objective} gives nothing but zeros."
+            reason = f"k={k} of a group of {n}: {objective} gives only zeros."
         if reason is None:
             continue
         fit = next((each for each in range(n - 1, 1, -1) if find_impossible(n, each, objective) is None), None)
@@ -62,19 +62,19 @@ def _check_objective(section: str, settings: PassAtKSettings, config: DictConfig
         break
     estimator = OmegaConf.select(config, _ESTIMATOR)
     if estimator != "grpo":
-        why = "is another pass@k" if estimator == "grpo_passk" else "would be left out, with all that it needs"
-        reason = f"{section} takes the place of verl's estimator, and {estimator} {why}."
+        why = "is another pass@k" if estimator == "grpo_passk" else "would not run, nor anything that needs it"
+        reason = f"{section} replaces verl's estimator, and {estimator} {why}."
         yield wrong(_ESTIMATOR, estimator, reason, set_to(_ESTIMATOR, "grpo"))
     if OmegaConf.select(config, _KL):
-        reason = "the best of several rewards with a KL in them is no pass@k."
+        reason = "the best of several rewards with a KL in them is not pass@k."
         yield wrong(_KL, True, reason, set_to(_KL, False))
     overlong, manager = "reward.reward_kwargs.overlong_buffer_cfg.enable", "reward.reward_manager.name"
     if OmegaConf.select(config, overlong) and OmegaConf.select(config, manager) == "dapo":
-        reason = "long right answers fall below the score from which a row is right."
+        reason = "long right answers fall below the smallest score of a right row."
         yield wrong(overlong, True, reason, set_to(overlong, False), {manager: "dapo"})
     if settings.all_k == (1,):
         key = f"{section}.k"
-        reason = "pass@1 is what verl's own estimator trains, which is left in its place."
+        reason = "pass@1 is what verl's own estimator trains, which is not replaced then."
         yield Problem(key, 1, reason, f"Set {key} above 1, or {section}=null.", "NO-OP", parts)
     negative = [
         name
@@ -83,7 +83,7 @@ def _check_objective(section: str, settings: PassAtKSettings, config: DictConfig
     ]
     for name in negative:
         key = f"{section}.objective"
-        reason = f"no advantage is below 0, and the mask {name} looks at no other."
+        reason = f"no advantage is below 0, but the mask {name} only acts on negative ones."
         override = set_to(key, "loo")
         yield Problem(key, objective, reason, verdict="NO-OP", parts=(name,), overrides=(override,))
 
@@ -91,7 +91,7 @@ def _check_objective(section: str, settings: PassAtKSettings, config: DictConfig
 def _check_groups_are_seen(section: str, settings: PassAtKSettings, config: DictConfig) -> Iterator[Problem]:
     if OmegaConf.select(config, _FILTER):
         key = f"{section}.budget.mode"
-        reason = "groups that are all right or all wrong are dropped, so that a budget never learns of them."
+        reason = "groups that are all right or all wrong are dropped, so a budget never learns of them."
         fix = f"Set {_FILTER}=false, or {key}=none."
         yield Problem(key, settings.budget.mode, reason, fix, parts=(section,), beside={_FILTER: True})
 
@@ -106,13 +106,13 @@ def _check_draws(section: str, settings: PassAtKSettings, config: DictConfig) ->
         )
 
     if count := OmegaConf.select(config, workers):
-        yield wrong(workers, count, "workers draw batches ahead, before the answers that chances go by.", 0)
+        yield wrong(workers, count, "workers load batches ahead, before the answers that probabilities depend on.", 0)
     if path := OmegaConf.select(config, sampler):
-        yield wrong(sampler, path, "prompts are drawn by a sampler of yours.", None)
+        yield wrong(sampler, path, "a sampler of your own draws the prompts.", None)
     if OmegaConf.select(config, "data.shuffle") is False:
         yield wrong("data.shuffle", False, "prompts are read in their order.", True)
     if int(OmegaConf.select(config, _ROLLOUTS) or 1) == 1:
-        yield wrong(_ROLLOUTS, 1, "a group of one is never right and wrong.", 8)
+        yield wrong(_ROLLOUTS, 1, "a group of one never has both right and wrong answers.", 8)
 
 
 def _check_group_sizes(section: str, settings: PassAtKSettings, config: DictConfig) -> Iterator[Problem]:
@@ -124,14 +124,14 @@ def _check_group_sizes(section: str, settings: PassAtKSettings, config: DictConf
         fix = f"Set trainer.use_v1=true and trainer.v1.trainer_mode=sync, or {key}=none."
         yield Problem(key, budget.mode, reason, fix, parts=parts, beside=beside)
     if OmegaConf.select(config, _ESTIMATOR) == "remax":
-        reason = "ReMax needs one greedy answer a prompt."
+        reason = "ReMax needs one greedy answer per prompt."
         fix = f"Set {_ESTIMATOR}=grpo, or {key}=none."
         yield Problem(key, budget.mode, reason, fix, parts=parts, beside={_ESTIMATOR: "remax"})
     n = int(OmegaConf.select(config, _ROLLOUTS) or 1)
     if not budget.least <= n <= budget.most:
         name = "least" if n < budget.least else "most"
         edge = f"{section}.budget.{name}"
-        reason = f"a step has {n} rollouts a prompt on average."
+        reason = f"a step has {n} rollouts per prompt on average."
         mend = (set_to(edge, n),)
         yield Problem(edge, getattr(budget, name), reason, parts=parts, overrides=mend, beside={_ROLLOUTS: n})
     if settings.objective != "none" and find_impossible(budget.least, max(settings.all_k), settings.objective):
@@ -152,10 +152,10 @@ def _check_validation(section: str, settings: PassAtKSettings, config: DictConfi
     wanted = max(most, 2)
     if not temperature:
         key = f"{_VALIDATION}.temperature"
-        reason = "samples of a prompt are one answer, sampled as many times: pass@k is pass@1."
+        reason = "all samples of a prompt are the same answer: pass@k is pass@1."
         mend = (set_to(key, 1.0), *((set_to(f"{_VALIDATION}.n", wanted),) if n * rounds < wanted else ()))
         yield Problem(key, temperature, reason, verdict="NO-OP", parts=parts, overrides=mend)
     elif n * rounds < most and not settings.metric.extrapolate:
         key = f"{_VALIDATION}.n"
-        reason = f"no prompt has the {most} samples that {section}.metric.k asks for."
+        reason = f"no prompt has the {most} samples that {section}.metric.k needs."
         yield Problem(key, n, reason, verdict="NO-OP", parts=parts, overrides=(set_to(key, most),))

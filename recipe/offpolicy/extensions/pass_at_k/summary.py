@@ -28,12 +28,12 @@ class Summary:
     """pass@k of one set of prompts.
 
     Attributes:
-        prompts, samples: how many.
+        prompts, samples: their numbers.
         unsolved: share of prompts without a right answer.
         points: k -> (mean, lower, upper end of the 95 % interval over prompts); the interval is NaN for one prompt.
-        left_out: k that some prompt has too few samples for.
-        fit: a, b and extrapolations; None where they are not identified.
-        not_identified: why.
+        left_out: k for which some prompt has too few samples.
+        fit: a, b and extrapolations; None if they are not identified.
+        not_identified: the reason.
     """
 
     prompts: int
@@ -59,12 +59,12 @@ def summarize(
 
     Args:
         n, c: samples and right ones of each prompt.
-        ks: estimated without bias; those beyond a prompt's samples are left out.
-        extrapolate: estimated by the Beta-binomial fit.
+        ks: values of k for unbiased estimates; those above a prompt's samples are left out.
+        extrapolate: values of k for the Beta-binomial fit.
         stopping: the rule by which sampling ended early; None: n was fixed beforehand.
     """
     if not n or len(n) != len(c):
-        raise ValueError(f"{len(n)} and {len(c)} counts: expected one of each a prompt, and a prompt at least.")
+        raise ValueError(f"{len(n)} and {len(c)} counts: expected one of each per prompt, and at least one prompt.")
     most = stopping.looks[-1] if stopping else min(n)
     fitting = [k for k in ks if k <= most]
 
@@ -98,7 +98,7 @@ def summarize(
 
 
 def _bootstrap(values: Tensor, draws: int, seed: int) -> Tensor:
-    """Compute the ends of the 95 % interval of each column's mean over rows that are drawn anew, (2, K)."""
+    """Compute the ends of the 95 % bootstrap interval of each column's mean over rows, (2, K)."""
     prompts, columns = values.shape
     if prompts < 2 or columns == 0:
         return torch.full((2, columns), math.nan, dtype=torch.float64)

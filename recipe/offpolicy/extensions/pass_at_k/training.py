@@ -1,4 +1,4 @@
-"""Advantages of one group whose mean over rows of A grad log p is the gradient of pass@k, or stands for it.
+"""Advantages of one group whose mean over rows of A grad log p is the gradient of pass@k, or a surrogate of it.
 
 N samples of a prompt, c of them right, rho(n, c, k) = 1 - C(n - c, k) / C(n, k).
 """
@@ -21,26 +21,26 @@ OBJECTIVES: tuple[Objective, ...] = get_args(Objective)
 def advantages(right: Tensor | Sequence[bool], k: int, *, objective: Objective | str, seed: int = 0) -> Tensor:
     """Compute the advantages of one group for pass@k, (N,) float64.
 
-    ``loo``: k (g_i - rho(N - 1, c - R_i, k)), g_i = 1 of a right row, else rho(N - 1, c, k - 1): pass@k with the row
-    among the k, less pass@k without it. Unbiased for grad pass@k; at k = 1 it is RLOO. Needs k < N.
+    ``loo``: k (g_i - rho(N - 1, c - R_i, k)), g_i = 1 for a right row, else rho(N - 1, c, k - 1): pass@k with the row
+    among the k, minus pass@k without it. Unbiased for grad pass@k; at k = 1 it is RLOO. Needs k < N.
 
-    ``loo_minus_one``: k C(N - c, k - 1) / C(N - 1, k - 1) of right rows, 0 of wrong ones: how much the row adds to
+    ``loo_minus_one``: k C(N - c, k - 1) / C(N - 1, k - 1) for right rows, 0 for wrong ones: how much the row adds to
     k - 1 others (PKPO, arXiv 2505.15201). Unbiased; at k = N it is N times verl's ``grpo_passk`` without std.
 
     ``analytic``: the mean over all subsets of k, by mean and std of their rewards (arXiv 2508.10751, eq. 11 to 14).
-    Sums to 0; its scale 1 / sqrt(R (1 - R)) makes it another objective, of at most sqrt(N - 1). 0 where any k hold a
-    right one, or none does.
+    Sums to 0; its scale 1 / sqrt(R (1 - R)) makes it another objective, at most sqrt(N - 1). 0 if every subset of k
+    holds a right row, or none does.
 
-    ``groups``: rows are dealt into N / k groups, each row gets its group's best reward, less the mean of groups; its
-    mean over deals is ``analytic`` before scaling, with much more variance. Needs a k that divides N.
+    ``groups``: rows are split into N / k groups, and each row gets its group's best reward minus the mean over groups;
+    its mean over splits is ``analytic`` before scaling, with much more variance. Needs a k that divides N.
 
     Args:
         right: (N,) bool, or 0 and 1.
-        k: samples of which one has to be right.
-        seed: of the deal.
+        k: number of samples of which one must be right.
+        seed: seed of the split.
 
     Raises:
-        ValueError: an unknown objective, a k that the objective has no value for, or marks other than 0 and 1.
+        ValueError: an unknown objective, a k without a value for the objective, or marks other than 0 and 1.
 
     Example:
         >>> advantages([1, 0, 0, 0], 2, objective="loo_minus_one").tolist()
@@ -60,7 +60,7 @@ def advantages(right: Tensor | Sequence[bool], k: int, *, objective: Objective |
 
 
 def find_impossible(n: int, k: int, objective: str) -> str | None:
-    """Explain why an objective has no value for k of n rows; None where it has one."""
+    """Explain why an objective has no value for k of n rows; None if it has one."""
     most = n - 1 if objective == "loo" else n
     if k < 1 or k > most:
         return f"k={k} of a group of {n}: {objective} needs 1 <= k <= {most}."
@@ -87,7 +87,7 @@ def _loo_minus_one(n: int, c: int, k: int) -> tuple[float, float]:
 def _analytic(n: int, c: int, k: int) -> tuple[float, float]:
     if c == 0 or n - c < k:
         return 0.0, 0.0
-    # (1 - R) / s = sqrt((1 - R) / R), in whole numbers: 1 - R is below float64's rounding of R where few subsets fail.
+    # (1 - R) / s = sqrt((1 - R) / R), in whole numbers: 1 - R is below float64's rounding of R if few subsets fail.
     failed = math.comb(n - c, k)
     of_right = math.sqrt(failed / (math.comb(n, k) - failed))
     return of_right, -of_right * c / (n - c)
@@ -104,7 +104,7 @@ def _deal(marks: Tensor, k: int, seed: int) -> Tensor:
 def _marks(right: Tensor | Sequence[bool]) -> Tensor:
     marks = torch.as_tensor(right).cpu()
     if marks.dim() != 1 or len(marks) == 0:
-        raise ValueError(f"marks of shape {tuple(marks.shape)}: expected one a row of a group.")
+        raise ValueError(f"marks of shape {tuple(marks.shape)}: expected one per row of a group.")
     if not bool(((marks == 0) | (marks == 1)).all()):
         raise ValueError(f"marks {marks.tolist()}: expected right or wrong, 1 or 0.")
     return marks.bool()

@@ -1,4 +1,4 @@
-"""Draws of training prompts by what their groups can teach about pass@k, instead of verl's sampler."""
+"""Draws training prompts by how much their groups can teach about pass@k, instead of verl's sampler."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ NUMBER = "offpolicy_prompt"
 
 
 def compute_chances(rates: PassRates, prompts: int, n: int, uniform_share: float, k: int = 4) -> Tensor:
-    """Compute the chance that each prompt is the next to be drawn, (prompts,) float64, with sum 1.
+    """Compute the probability that each prompt is drawn next, (prompts,) float64, with sum 1.
 
-    ``uniform_share`` of it is spread alike, so that every prompt comes again; the rest goes by
+    ``uniform_share`` of it is uniform, so that every prompt comes again; the rest is proportional to
     k (1 - p)^(k - 1) (1 - p^n - (1 - p)^n), see ``budget.allocate``.
 
     Args:
-        rates: of prompts, by their number as a string.
-        prompts: of the data set.
-        n: rollouts of a prompt, 2 or more.
+        rates: rates of prompts, by their number as a string.
+        prompts: number of prompts of the data set.
+        n: rollouts per prompt, 2 or more.
         uniform_share: in (0, 1].
-        k: of pass@k; 1 makes the chance of a mixed group all that counts.
+        k: k of pass@k; at 1 only the probability of a mixed group counts.
 
     Example:
         >>> found = compute_chances(PassRates(1.0, {"0": (6, 6)}), 2, 2, 0.2, k=2)  # p = 7/8 and 1/2
@@ -47,13 +47,13 @@ def compute_chances(rates: PassRates, prompts: int, n: int, uniform_share: float
 
 
 class BlockSampler:
-    """Sampler of row numbers, in blocks that hold no row twice; an epoch is as many draws as there are rows.
+    """Sampler of row numbers in blocks without repeated rows; an epoch has as many draws as rows.
 
     Args:
-        rows: of the data set.
-        block: rows of a block, at most ``rows``.
-        chances: computes (rows,) chances, asked for each block anew.
-        seed: of the draws.
+        rows: number of rows of the data set.
+        block: rows per block, at most ``rows``.
+        chances: computes (rows,) probabilities, again for each block.
+        seed: seed of the draws.
     """
 
     def __init__(self, rows: int, block: int, chances: Callable[[], Tensor], seed: int) -> None:
@@ -69,26 +69,26 @@ class BlockSampler:
         return _Draws(self)
 
     def draw(self) -> list[int]:
-        """Draw one block, each row with its chance among those that are left."""
+        """Draw one block, each row with its probability among the remaining ones."""
         drawn: list[int] = torch.multinomial(self._chances(), self.block, generator=self.generator).tolist()
         return drawn
 
     def hand_out(self, row: int) -> int:
-        """Note a row that the data loader takes."""
+        """Record a row that the data loader takes."""
         self._handed.append(row)
         return row
 
     def forget(self) -> None:
-        """Forget rows of a batch that was never made."""
+        """Discard rows of a batch that was never completed."""
         self._handed.clear()
 
     def take(self, count: int) -> list[int]:
-        """Return the rows that the loader took last, those of the batch that it makes now."""
+        """Return the rows that the loader took last, which form the current batch."""
         return [self._handed.popleft() for _ in range(count)]
 
 
 class _Draws(Iterator[int]):
-    """One epoch, whose state goes into verl's checkpoint with the data loader's."""
+    """One epoch, whose state is saved in verl's checkpoint with the data loader's."""
 
     def __init__(self, sampler: BlockSampler) -> None:
         self._sampler = sampler
@@ -105,20 +105,20 @@ class _Draws(Iterator[int]):
         return self._sampler.hand_out(self._left.pop(0))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state, with the keys of verl's own sampler among it, so that a run may go on with either."""
+        """Return the state, including the keys of verl's own sampler, so that a run may continue with either."""
         own = {"rows": len(self._sampler), "left": list(self._left)}
         return own | {"yielded": self._drawn, "generator": self._sampler.generator.get_state()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where ``state_dict`` was taken.
+        """Continue from a ``state_dict``.
 
         Raises:
-            ValueError: it was taken with other data.
+            ValueError: it was saved with other data.
         """
         rows = state.get("rows", len(self._sampler))
         if rows != len(self._sampler):
             raise ValueError(
-                f"the checkpoint drew from {rows} prompts, and data.train_files has {len(self._sampler)}. Fix: resume "
+                f"the checkpoint drew from {rows} prompts, but data.train_files has {len(self._sampler)}. Fix: resume "
                 "with the data of that run, or set trainer.resume_mode=disable."
             )
         self._drawn, self._left = state["yielded"], list(state.get("left", ()))
@@ -127,7 +127,7 @@ class _Draws(Iterator[int]):
 
 
 def number_prompts(collate: Callable[[Sequence[Any]], Any], sampler: BlockSampler) -> Callable[[Sequence[Any]], Any]:
-    """Wrap a collate function so that batches carry ``NUMBER``; for a loader without worker processes."""
+    """Wrap a collate function so that batches include ``NUMBER``; for a loader without worker processes."""
 
     def numbered(rows: Sequence[Any]) -> Any:
         batch = collate(rows)
@@ -138,7 +138,7 @@ def number_prompts(collate: Callable[[Sequence[Any]], Any], sampler: BlockSample
 
 
 def replace_sampler(loader: Any, sampler: BlockSampler) -> Any:
-    """Build verl's data loader anew with another sampler; batches carry ``NUMBER``."""
+    """Rebuild verl's data loader with another sampler; batches include ``NUMBER``."""
     return type(loader)(
         dataset=loader.dataset,
         batch_size=loader.batch_size,

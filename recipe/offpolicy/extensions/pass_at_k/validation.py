@@ -1,7 +1,8 @@
-"""pass@k of verl's validation: collected beside verl's own metrics, once or in rounds that sample unsolved prompts.
+"""pass@k of verl's validation: collected together with verl's metrics, once or in rounds that sample unsolved prompts.
 
-Seams, the same from verl 0.7.1 to 0.9.1: ``_validate`` iterates ``trainer.val_dataloader``, dictionaries of columns,
-names each prompt's samples by a uid, and hands (source, uid, reward) of every sample to ``_val_metrics_update``.
+Patched or read, the same from verl 0.7.1 to 0.9.1: ``_validate`` iterates ``trainer.val_dataloader``, dictionaries of
+columns, names each prompt's samples by a uid, and passes (source, uid, reward) of each sample to
+``_val_metrics_update``.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ UID = "uid"
 
 @dataclass
 class Prompt:
-    """One prompt of the data set: its place in the batches of the loader, and what was sampled of it."""
+    """One prompt of the data set: its position in the loader's batches, and its samples."""
 
     batch: int
     row: int
@@ -44,7 +45,7 @@ class Validation:
         self._seen: dict[str, tuple[str, list[float]]] | None = None
 
     def collect(self, sources: Sequence[Any], uids: Sequence[Any], rewards: Sequence[float]) -> dict[str, float]:
-        """Collect the samples of one validation of verl's; outside of ``run`` their metrics are returned at once.
+        """Collect the samples of one validation of verl; outside of ``run``, return their metrics at once.
 
         Raises:
             RewardError: a reward is not finite.
@@ -68,8 +69,8 @@ class Validation:
     def run(self, trainer: Any, run: Callable[[], dict[str, float]]) -> dict[str, float]:
         """Run verl's validation, and further rounds for prompts that are not solved often enough.
 
-        verl's own metrics are those of the first round; numpy's random state, which verl seeds anew at each validation,
-        is left as it was.
+        verl's own metrics are those of the first round; numpy's random state, which verl seeds again at each
+        validation, is restored.
         """
         state = np.random.get_state()
         self._seen = {}
@@ -87,7 +88,7 @@ class Validation:
         prompts = [Prompt(*place) for place in batches.places()]
         each = int(OmegaConf.select(trainer.config, "actor_rollout_ref.rollout.val_kwargs.n") or 1)
         if not self._seen:
-            # verl merges the results of several trainers, and asks for their metrics later.
+            # verl merges the results of several trainers, and requests their metrics later.
             return metrics
         self._add(prompts, batches, each)
         if dynamic.successes is None:
@@ -105,7 +106,7 @@ class Validation:
         return metrics | build_metrics(prompts, self._settings, stopping)
 
     def _add(self, prompts: Sequence[Prompt], batches: Batches, each: int) -> None:
-        """Add the samples of the last round; a session that failed counts as wrong."""
+        """Add the samples of the last round; a failed session counts as wrong."""
         assert self._seen is not None
         for prompt, uid in zip(prompts, batches.uids(), strict=True):
             source, scores = self._seen.get(uid, (prompt.source, []))
@@ -118,7 +119,7 @@ class Validation:
 class Batches:
     """A loader of validation batches that keeps them, with the uid by which verl names each prompt.
 
-    verl's V0 trainer keeps a uid that is there, and its V1 trainer puts another in the same dictionary.
+    verl's V0 trainer keeps an existing uid, and its V1 trainer replaces it in the same dictionary.
     """
 
     def __init__(self, loader: Any) -> None:
@@ -141,11 +142,11 @@ class Batches:
         return [(number, row) for number, batch in enumerate(self.kept) for row in range(_count_rows(batch))]
 
     def uids(self) -> list[str]:
-        """List the uid of each prompt, as verl has left them."""
+        """List the current uid of each prompt."""
         return [str(uid) for batch in self.kept for uid in batch[UID]]
 
     def select(self, prompts: Sequence[Prompt]) -> Batches:
-        """Make a loader of these prompts alone, in batches of those that they come from."""
+        """Make a loader of only these prompts, batched as before."""
         chosen: dict[int, list[int]] = {}
         for prompt in prompts:
             chosen.setdefault(prompt.batch, []).append(prompt.row)
@@ -167,7 +168,7 @@ def _select(batch: Mapping[str, Any], rows: Sequence[int]) -> dict[str, Any]:
 
 @contextmanager
 def replaced(trainer: Any, loader: Any) -> Iterator[None]:
-    """Let verl's validation iterate another loader within the context."""
+    """Make verl's validation iterate another loader within the context."""
     own = trainer.val_dataloader
     trainer.val_dataloader = loader
     try:
@@ -178,7 +179,7 @@ def replaced(trainer: Any, loader: Any) -> Iterator[None]:
 
 @contextmanager
 def apart(trainer: Any, number: int) -> Iterator[None]:
-    """Keep a further round from writing over the first one's dump and table of samples."""
+    """Prevent a further round from overwriting the first one's dump and table of samples."""
     section = trainer.config.trainer
     folder, shown = section.get("validation_data_dir"), section.get("log_val_generations")
     with open_dict(section):

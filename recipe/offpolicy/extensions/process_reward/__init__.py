@@ -1,4 +1,4 @@
-"""Process rewards: each episode of a response is credited with what it adds to log p(answer | prefix)."""
+"""Process rewards: each episode of a response is credited with its contribution to log p(answer | prefix)."""
 
 from .advantages import token_advantages, utilities
 from .episodes import episode_ends

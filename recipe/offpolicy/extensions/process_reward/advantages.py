@@ -1,7 +1,7 @@
-"""Utilities of episodes, and advantages by token made of them.
+"""Utilities of episodes, and the per-token advantages computed from them.
 
 The value of a prefix is V = mean log p(answer | prefix + force prompt), and the utility of episode i is
-U_i = V_i - V_{i-1}: what the episode adds to the policy's belief in the answer. Utilities telescope to V_m - V_0.
+U_i = V_i - V_{i-1}: the increase of the policy's belief in the answer. Utilities telescope to V_m - V_0.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ...batch.spread import measure_spread
 
 Normalize = Literal["zscore", "scale", "none"]
 LOG_PROBS = 1.0
-"""Nats, the size of the log-probs whose differences utilities are: their rounding is that of numbers as large."""
+"""Typical size of log-probs in nats: utilities are their differences, with the rounding of numbers of this size."""
 
 
 def utilities(values: Sequence[float] | Tensor) -> Tensor:
@@ -47,10 +47,10 @@ def token_advantages(
     """Compute the process advantages of all tokens, (B, T): normalised utilities, summed from a token to the row's end.
 
     Args:
-        utilities: (B, T) float, read at ``positions`` alone.
+        utilities: (B, T) float, read only at ``positions``.
         positions: (B, T) bool, last tokens of episodes; a utility of 0 counts.
         groups: (B,) prompt of each row.
-        response_mask: (B, T) bool or 0/1; advantages are 0 off it.
+        response_mask: (B, T) bool or 0/1; advantages are 0 outside it.
         normalize: see ``normalize_utilities``.
 
     Raises:
@@ -77,9 +77,9 @@ def normalize_utilities(
 ) -> Tensor:
     """Normalise utilities by the statistics of their group over its n positions, (B, T) float64, 0 elsewhere.
 
-    ``zscore`` takes the group's mean off and divides by its unbiased standard deviation: at most sqrt(n - 1), and 0
-    where utilities agree within float32 rounding. ``scale`` divides by the root mean square: at most sqrt(n), and 0
-    where all utilities are rounding. ``none`` leaves utilities as they are.
+    ``zscore`` subtracts the group's mean and divides by its unbiased standard deviation: at most sqrt(n - 1), and 0 if
+    utilities agree within float32 rounding. ``scale`` divides by the root mean square: at most sqrt(n), and 0 if all
+    utilities are rounding. ``none`` leaves utilities unchanged.
 
     Raises:
         ValueError: shapes differ, a utility at a position is not finite, or ``normalize`` is unknown.

@@ -1,4 +1,4 @@
-"""Ids of the force prompt and the answer behind it, tokenised together, and the text of single tokens."""
+"""Ids of the force prompt and the answer after it, tokenised together, and the text of single tokens."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class Forced:
     """Ids that follow a prefix.
 
     Attributes:
-        ids: of the force prompt with the answer.
-        answer: the last ids of these that overlap the answer's characters.
+        ids: ids of the force prompt with the answer.
+        answer: number of last ids that overlap the answer's characters.
     """
 
     ids: tuple[int, ...]
@@ -30,13 +30,13 @@ class Forced:
 
 
 def read_answers(row: Any, most: int) -> list[str]:
-    """Read the answers of a row's ``reward_model`` column: a text, a number, or alternatives of these.
+    """Read the answers of a row's ``reward_model`` column: a text, a number, or several alternatives.
 
     Raises:
         AnswerError: there is none, or there are more than ``most``.
     """
     truth: Any = row.get("ground_truth") if hasattr(row, "get") else None
-    # numpy's arrays and scalars, as parquet gives them.
+    # numpy's arrays and scalars, as read from parquet.
     truth = truth.tolist() if hasattr(truth, "tolist") else truth
     given = list(truth) if isinstance(truth, list | tuple) else [truth]
     answers = [str(each) for each in given if each is not None and not isinstance(each, dict)]
@@ -48,7 +48,7 @@ def read_answers(row: Any, most: int) -> list[str]:
 
 
 def tokenize_answer(tokenizer: Any, force_prompt: str, answer: str) -> Forced:
-    """Tokenise force prompt and answer together: a token such as " 42" holds the prompt's last space as well.
+    """Tokenise force prompt and answer together: a token such as " 42" also holds the prompt's last space.
 
     Raises:
         AnswerError: no token holds the answer.
@@ -74,15 +74,15 @@ def list_pieces(tokenizer: Any, ids: Iterable[int]) -> list[str]:
 @lru_cache(maxsize=1 << 18)
 def _decode(tokenizer: Any, token: int) -> str:
     text = str(tokenizer.decode([token], skip_special_tokens=False, clean_up_tokenization_spaces=False))
-    # Of one token sentencepiece's decoder drops the space that its mark stands for.
+    # For a single token, sentencepiece's decoder drops the leading space.
     name = tokenizer.convert_ids_to_tokens(token)
     return f" {text}" if isinstance(name, str) and name.startswith("▁") and not text.startswith(" ") else text
 
 
 def find_unlike_pieces(tokenizer: Any, texts: Sequence[str]) -> str | None:
-    """Find the first of ``texts`` whose tokens, one by one, do not read as the whole does; None: all do.
+    """Find the first of ``texts`` whose tokens, decoded one by one, differ from the whole; None: none.
 
-    Only ASCII is compared: a token may be a part of another character, which is no text by itself.
+    Only ASCII is compared, because a token may be a part of another character, which is not text by itself.
     """
     for text in texts:
         ids = tokenizer(text, add_special_tokens=False)["input_ids"]

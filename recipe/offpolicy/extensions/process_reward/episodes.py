@@ -1,4 +1,4 @@
-"""Episodes of a response: pieces of reasoning that begin at markers such as "Wait," and hold at most so many tokens."""
+"""Episodes of a response: pieces of reasoning that begin at markers such as "Wait," and have a limited length."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ def episode_ends(
 ) -> list[int]:
     """Find the ends of the episodes, each exclusive, the last one ``len(pieces)``; empty without tokens.
 
-    An episode begins at the token that holds a marker's first character, unless a letter precedes that. Longer ones
-    are split behind the last sentence that fits, or where no sentence ends, at ``max_tokens``.
+    An episode begins at the token that holds a marker's first character, unless a letter precedes it. Longer episodes
+    are split after the last sentence that fits, or at ``max_tokens`` if no sentence ends.
 
     Args:
         pieces: text of each token of the region, which ends before the end of thinking.
-        markers: texts that begin an episode; case matters.
-        max_tokens: of an episode, before episodes are joined.
-        max_episodes: of more, neighbours are joined evenly, and the first end stays where it is; None: any number.
+        markers: texts that begin an episode; case-sensitive.
+        max_tokens: limit of an episode, before episodes are joined.
+        max_episodes: limit above which neighbours are joined evenly, keeping the first end; None: no limit.
 
     Raises:
         ValueError: a limit below 1, or an empty marker.
@@ -34,11 +34,11 @@ def episode_ends(
     if max_tokens < 1 or (max_episodes is not None and max_episodes < 1):
         raise ValueError(f"max_tokens={max_tokens}, max_episodes={max_episodes}: expected 1 or more.")
     if not all(markers):
-        raise ValueError("an empty marker: it would stand before every token.")
+        raise ValueError("an empty marker would begin an episode at every token.")
     if not pieces:
         return []
     text = "".join(pieces)
-    # Where each token begins; the last entry is the length of the text.
+    # Start of each token; the last entry is the length of the text.
     starts = list(itertools.accumulate(map(len, pieces), initial=0))
     begins = sorted({bisect_right(starts, place) - 1 for place in _find_markers(text, markers)} - {0})
     stops = _find_sentence_ends(text, starts)
@@ -89,7 +89,7 @@ def _join(ends: list[int], most: int) -> list[int]:
 
 
 def find_region(pieces: Sequence[str], think_end: str) -> int:
-    """Find the number of tokens before the one that holds the first character of ``think_end``; all where it is not.
+    """Find the number of tokens before the one with the first character of ``think_end``; all tokens if it is missing.
 
     Example:
         >>> find_region(["2", ".", "</", "think", ">", "4"], "</think>")

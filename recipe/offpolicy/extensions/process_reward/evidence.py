@@ -17,30 +17,30 @@ from .prefix_scorer import RowValues
 from .row_utilities import BatchUtilities, move_utility
 
 MOVED_ROWS = 8
-"""Rows of which a utility is moved at the first update."""
+"""Most rows of which a utility is moved at the first update."""
 COMPARED = 8
-"""Prefixes that the trainer's own forward pass scores again at the first step."""
+"""Number of prefixes that the trainer's own forward pass scores again at the first step."""
 TOLERANCES = {"float32": 1e-3, "fp32": 1e-3}
 COARSE = 0.05
 """Nats by which values may differ from the trainer's, by the rollout's dtype; ``COARSE`` for 16 bits."""
-COLUMN = Column(f"{SECTION}: values of prefixes", "Look at the rollout engine's log.", LivenessError, 0.0)
+COLUMN = Column(f"{SECTION}: values of prefixes", "Check the rollout engine's log.", LivenessError, 0.0)
 Scored = tuple[list[int], list[int], int]
-"""Ids of prompt and response, and the number of last tokens that are the answer."""
+"""Ids of prompt and response, and the number of last tokens that form the answer."""
 
 
 def check_moved(found: BatchUtilities, deal: Callable[[Tensor], Tensor], rows: Sequence[int]) -> int:
-    """Check that each utility's place decides which tokens are credited.
+    """Check that the position of each utility decides which tokens are credited.
 
     Args:
-        found: of the batch.
-        deal: makes process advantages (n, T) of utilities (n, T), as the run does.
-        rows: to look at, in this order.
+        found: utilities of the batch.
+        deal: computes process advantages (n, T) from utilities (n, T), as the run does.
+        rows: rows to check, in this order.
 
     Returns:
-        Rows that were looked at, at most ``MOVED_ROWS``; those with one episode, or none that counts, show nothing.
+        Number of checked rows, at most ``MOVED_ROWS``; rows with a single episode, or no counting one, show nothing.
 
     Raises:
-        LivenessError: utilities were moved, and the advantages are the same.
+        LivenessError: utilities were moved, but the advantages did not change.
     """
     dealt, seen = deal(found.values), 0
     for row in rows:
@@ -49,8 +49,8 @@ def check_moved(found: BatchUtilities, deal: Callable[[Tensor], Tensor], rows: S
             continue
         if torch.equal(deal(moved)[row], dealt[row]):
             raise LivenessError(
-                f"{SECTION}: a utility of row {row} was moved to another episode, and no advantage changed: something "
-                f"sums the utilities of a row before they reach its tokens."
+                f"{SECTION}: a utility of sequence {row} was moved to another episode, but no advantage changed: the "
+                f"utilities of a sequence are summed before they reach its tokens."
             )
         seen += 1
         if seen == MOVED_ROWS:
@@ -59,7 +59,7 @@ def check_moved(found: BatchUtilities, deal: Callable[[Tensor], Tensor], rows: S
 
 
 def choose_prefixes(rows: Sequence[RowValues], floor: float, seed: int) -> list[tuple[int, int]]:
-    """Choose ``COMPARED`` random (row, number of the value), of those that are not at the floor."""
+    """Choose ``COMPARED`` random (row, number of the value), among those that are not at the floor."""
     there = [
         (row, number) for row, each in enumerate(rows) for number, value in enumerate(each.values) if value > floor
     ]
@@ -67,20 +67,20 @@ def choose_prefixes(rows: Sequence[RowValues], floor: float, seed: int) -> list[
 
 
 def build_scored_row(each: RowValues, number: int, prompt: list[int], response: list[int]) -> Scored:
-    """Build the row (prompt, response) of which the number-th value is the mean of the last so many log-probs."""
+    """Build the row (prompt, response) whose last log-probs average to the value with this number."""
     end = each.ends[number - 1] if number else 0
     ids, count = each.answers[each.best[number]]
     return prompt, [*response[:end], *ids], count
 
 
 def check_column(rows: Sequence[RowValues], floor: float) -> bool:
-    """Check that the values of a batch can be log-probs; those at the floor do not count.
+    """Check that the values of a batch can be log-probs; values at the floor do not count.
 
     Returns:
-        Whether all of them are exactly 0, which the trainer's own forward pass has to confirm.
+        Whether all of them are exactly 0, which the trainer's own forward pass must confirm.
 
     Raises:
-        LivenessError: one is not finite or above 0, or all are one number.
+        LivenessError: a value is not finite or above 0, or all are one number.
     """
     values = torch.tensor([[value for row in rows for value in row.values]])
     there = values != floor
@@ -89,11 +89,11 @@ def check_column(rows: Sequence[RowValues], floor: float) -> bool:
 
 
 def check_related(values: Sequence[float], own: Sequence[float], checker: AlignmentChecker) -> None:
-    """Check values of an engine whose weights are older than the trainer's: both rank prefixes alike.
+    """Check values of an engine whose weights are older than the trainer's: both must rank prefixes alike.
 
     Raises:
-        LivenessError: all are 0, and the trainer is unsure.
-        AlignmentError: over enough prefixes both agree by chance.
+        LivenessError: all are 0, but the trainer is uncertain.
+        AlignmentError: over enough prefixes both agree only by chance.
     """
     engine, trainer = torch.tensor(values)[:, None], torch.tensor(own)[:, None]
     there = torch.ones_like(engine, dtype=torch.bool)
@@ -111,7 +111,7 @@ def check_forward(values: Sequence[float], own: Sequence[float], tolerance: floa
 
     Args:
         values: V of each prefix.
-        own: the same of the trainer.
+        own: V of the same prefixes by the trainer.
         tolerance: nats.
 
     Returns:
@@ -125,8 +125,8 @@ def check_forward(values: Sequence[float], own: Sequence[float], tolerance: floa
     worst = max(range(len(apart)), key=lambda at: math.inf if math.isnan(apart[at]) else apart[at])
     if not apart[worst] <= tolerance:
         raise LivenessError(
-            f"{SECTION}: of {len(values)} prefixes that the trainer scored again, one has a value of {own[worst]:.4f} "
-            f"and not {values[worst]:.4f} (allowed: {tolerance:g} nats): the rollout engine holds other weights, or "
-            f"reads a prefix cache of other ones."
+            f"{SECTION}: among {len(values)} prefixes that the trainer scored again, one has the value "
+            f"{own[worst]:.4f} instead of {values[worst]:.4f} (allowed: {tolerance:g} nats): the rollout "
+            f"engine holds other weights, or reads a stale prefix cache."
         )
     return apart[worst]

@@ -1,10 +1,10 @@
 """Agent loops whose rows are scored between their last token and their reward, on verl's V0 and V1 trainers.
 
-Seams in verl 0.9.1: ``actor_rollout_ref.rollout.agent.agent_loop_manager_class``, the attribute
+Patched or overridden in verl 0.9.1: ``actor_rollout_ref.rollout.agent.agent_loop_manager_class``, the attribute
 ``agent_loop_workers_class`` of managers, ``AgentLoopWorkerTQ._agent_loop_postprocess(self, output, validate,
-**kwargs)`` and, on the V0 trainer and in 0.8.0, ``AgentLoopWorker``'s, by which every agent loop's output passes;
+**kwargs)`` and, on the V0 trainer and in 0.8.0, that of ``AgentLoopWorker``, which receives every agent loop's output;
 ``_acquire_server(self, request_id, **extra)`` and ``_release_server(self, server_id, request_id=None)`` of
-``LLMServerClient``, by which a row's requests go to the replica that sampled it.
+``LLMServerClient``, through which a row's requests go to the replica that sampled it.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ from .settings import ProcessSettings
 from .tail_scores import Tail, TailScores
 
 _request: ContextVar[str | None] = ContextVar("offpolicy_process_request", default=None)
-"""Id of the request that sampled the running row's last token."""
+"""Id of the request that sampled the current row's last token."""
 
 
 class RequestMemory:
-    """A client of the rollout servers that remembers by which request a row is sampled."""
+    """A client of the rollout servers that remembers which request sampled a row."""
 
     def __init__(self, client: Any) -> None:
         self._client = client
 
     def __getattr__(self, name: str) -> Any:
-        if name == "_client":  # unpickled, and not filled in yet
+        if name == "_client":  # unpickled but not filled in yet
             raise AttributeError(name)
         return getattr(self._client, name)
 
     async def generate(self, request_id: str, **kwargs: Any) -> Any:
-        """Generate as the client does."""
+        """Generate like the client."""
         _request.set(request_id)
         return await self._client.generate(request_id, **kwargs)
 
@@ -59,7 +59,7 @@ class ScoringWorker:
         client = self.llm_client
         settings: Any = OmegaConf.to_container(self.config[SECTION], resolve=True)
 
-        # From 0.9.0 on a router may look at a request's content.
+        # From 0.9.0 on a router may read a request's content.
         looks = "request_id" in signature(client._release_server).parameters
 
         async def ask(request: str, row: Sequence[int], tails: Sequence[Tail], read_cache: bool) -> TailScores:
@@ -82,7 +82,7 @@ class ScoringWorker:
 
     async def _score(self, output: Any, truth: Any) -> dict[str, Any]:
         if output.multi_modal_data:
-            return {"error": "rows with images, videos or audio are not scored.", "values": [], "ends": []}
+            return {"error": "sequences with images, videos or audio are not scored.", "values": [], "ends": []}
         fields = output.extra_fields
         version = fields.get(NEWEST_VERSION)
         return await self._scorer.score(

@@ -11,7 +11,7 @@ from verl_patches import agent_loops, engine_loss
 
 from .manager import ScoringWorker
 
-# Ray wraps a class into an actor class that cannot be subclassed; the class itself is kept in its metadata.
+# Ray wraps the class into an actor class that cannot be subclassed; its metadata keep the class itself.
 _Worker: Any = AgentLoopWorkerTQ.__ray_metadata__.modified_class
 
 

@@ -1,4 +1,4 @@
-"""Values of prefixes, asked of the rollout server right behind a row's last token, by the weights that sampled it."""
+"""Values of prefixes, requested from the rollout server right after a row's last token, under the same weights."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from .settings import ProcessSettings
 from .tail_scores import Tail, TailScores
 
 ROUNDS = 3
-"""Times that a row's values are asked for, until all are of one version, that of its last token."""
+"""Number of times that a row's values are requested, until all have one version, that of its last token."""
 PAUSE = 1.0
-"""Seconds before a row is scored anew after an abort, as verl's resuming client waits."""
+"""Seconds before a row is scored again after an abort, like verl's resuming client."""
 
 
 class ScoringError(RuntimeError):
-    """The rollout engine did not score a prefix as it has to."""
+    """The rollout engine did not score a prefix as required."""
 
 
 AskServer = Callable[[str, Sequence[int], Sequence[Tail], bool], Awaitable[TailScores]]
@@ -33,10 +33,10 @@ class Row:
     """A sampled row.
 
     Attributes:
-        prompt, response: ids.
+        prompt, response: token ids.
         mask: of the response, 1 on tokens that the policy sampled.
         truth: the row's ``reward_model`` column.
-        version: of the weights that sampled its last token; None where the server does not say.
+        version: version of the weights that sampled its last token; None if the server does not report it.
         request: id by which the router finds the replica that sampled the row.
     """
 
@@ -50,16 +50,16 @@ class Row:
 
 @dataclass
 class RowValues:
-    """Values of one row, as they travel beside it.
+    """Values of one row, as sent with it.
 
     Attributes:
-        ends: of its episodes, exclusive.
+        ends: ends of its episodes, exclusive.
         values: V_0..V_m; empty for a row that was not scored.
-        version: of the weights by which all of them were computed.
-        answers: (ids of force prompt and answer, number of the answer's) of each alternative.
-        best: the alternative that each value is of.
-        requests, forward, cached, rescored: requests, their tokens that were computed and read from the cache, and
-            those that were asked again with the cache skipped.
+        version: version of the weights with which all of them were computed.
+        answers: (ids of force prompt and answer, number of the answer's ids) of each alternative.
+        best: the alternative of each value.
+        requests, forward, cached, rescored: number of requests, of their tokens that were computed and read from the
+            cache, and of requests repeated without the cache.
         began, ended: seconds of ``time.time``.
         error: why the row was not scored.
     """
@@ -81,8 +81,8 @@ class RowValues:
 def find_boundaries(
     pieces: Sequence[str], mask: Sequence[int], response: Sequence[int], settings: ProcessSettings, eos: frozenset[int]
 ) -> list[int]:
-    """Find the ends of a response's episodes, each behind a token that the policy sampled."""
-    # A marker in a tool's output is none of the policy's.
+    """Find the ends of a response's episodes, each after a token that the policy sampled."""
+    # A marker in a tool's output is not the policy's.
     shown = [piece if own else "" for piece, own in zip(pieces, mask, strict=True)]
     count = find_region(shown, settings.think_end)
     while count and response[count - 1] in eos:
@@ -103,8 +103,8 @@ class PrefixScorer:
     """Scores rows by a rollout server.
 
     Args:
-        settings: of the run.
-        ask: the server's.
+        settings: settings of the run.
+        ask: calls the server.
         tokenizer: the policy's.
     """
 
@@ -114,12 +114,12 @@ class PrefixScorer:
         self._eos = frozenset(eos if isinstance(eos, list) else [eos])
 
     async def score(self, row: Row) -> dict[str, Any]:
-        """Score a row; as plain Python, with ``error`` set where it cannot be."""
+        """Score a row; returns plain Python, with ``error`` set if it cannot be scored."""
         result = RowValues(began=time.time())
         try:
             await self._score(row, result)
         except Exception as error:
-            # Raised here, it would fail the row's group, which verl pads away.
+            # Raised here, it would fail the row's group, which verl replaces by padding.
             kind = "" if isinstance(error, ScoringError | AnswerError) else f"{type(error).__name__}: "
             result.values, result.error = [], f"{kind}{error}"
         result.ended = time.time()
@@ -132,7 +132,7 @@ class PrefixScorer:
         result.ends = find_boundaries(pieces, row.mask, row.response, settings, self._eos)
         result.answers = [(list(forced.ids), len(forced.answer)) for forced in answers]
         ids = [*row.prompt, *row.response]
-        # Siblings ask for the same V_0: there the answer itself would be cached.
+        # Siblings request the same V_0, for which the answer itself would be cached.
         tails = [
             Tail(len(row.prompt) + end, tuple(forced.ids), len(forced.answer), may_read=end > 0)
             for end in (0, *result.ends)
@@ -153,8 +153,8 @@ class PrefixScorer:
                 self._fill(result, tails, scores.means)
                 result.version = row.version
                 return
-        shown = ", ".join(map(str, sorted(versions, key=str))) or "none, for its requests were aborted"
-        raise ScoringError(f"its last token is of version {row.version}, and its values were of {shown}.")
+        shown = ", ".join(map(str, sorted(versions, key=str))) or "none, because its requests were aborted"
+        raise ScoringError(f"its last token has version {row.version}, but its values have {shown}.")
 
     def _tokenize(self, row: Row) -> list[Forced]:
         """Tokenise force prompt and answer, once for each alternative."""
@@ -170,11 +170,11 @@ class PrefixScorer:
         return answers
 
     def _fill(self, result: RowValues, tails: Sequence[Tail], means: Sequence[float | None]) -> None:
-        """Take each prefix's value, of the likeliest answer, and which one that is."""
+        """Select each prefix's value, that of the likeliest answer, and record the answer."""
         for tail, mean in zip(tails, means, strict=True):
             if mean is None:
                 raise ScoringError(
-                    f"the rollout server did not score the answer's {tail.answer} tokens behind {tail.end} others."
+                    f"the rollout server did not score the {tail.answer} tokens of the answer after {tail.end} others."
                 )
         alternatives = len(result.answers)
         for first in range(0, len(means), alternatives):

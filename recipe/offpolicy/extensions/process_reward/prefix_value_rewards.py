@@ -1,7 +1,7 @@
-"""Process rewards as an extension: values of prefixes come with the rows, and their differences are credited.
+"""Process rewards as an extension: values of prefixes arrive with the rows, and their differences are credited.
 
-Under an estimator that sums a row's rewards the process advantages are added to its own, which stay as they are to the
-bit; an estimator that sees where rewards stand gets the utilities among its rewards.
+Under an estimator that sums a row's rewards, the process advantages are added to its own, which are bitwise unchanged;
+an estimator that uses the positions of rewards gets the utilities among its rewards.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ from .start_up import MANAGER, find_manager, serve_scores
 logger = logging.getLogger("verl.offpolicy")
 
 UNFIT, UPDATES = 0.55, 5
-"""Separation below which values do not tell passed from failed rows, and consecutive updates until that is said."""
+"""Separation below which values do not tell passed from failed rows, and updates in a row before the warning."""
 
 COMPARISONS = {True: 2, False: 16}
-"""First steps whose values are compared, in synchronous training or not: the first and the one behind the first
-synchronisation of trained weights, which have to agree exactly; else as many as show that they are related."""
+"""Number of first steps whose values are compared. In synchronous training: the first step and the one after the first
+synchronisation of trained weights, which must agree exactly; otherwise as many as show that they are related."""
 
 
 class PrefixValueRewards(AdvantageExtension):
@@ -86,19 +86,19 @@ class PrefixValueRewards(AdvantageExtension):
 
     @property
     def replay_note(self) -> str:
-        return "advantages are those of the run, its process part included, and are replayed as they were."
+        return "advantages are those of the run, including its process part, and are replayed unchanged."
 
     def configure(self, config: DictConfig) -> Sequence[str]:
-        if OmegaConf.select(config, MANAGER):  # a user's own is refused by ``problems``
+        if OmegaConf.select(config, MANAGER):  # ``problems`` rejects a user's own manager
             return ()
         manager = find_manager(config)
         with open_dict(config):
             OmegaConf.update(config, MANAGER, manager, force_add=True)
-        return (f"{self.section}: {MANAGER} is {manager}; values are of temperature 1.",)
+        return (f"{self.section}: {MANAGER} is {manager}; values are computed at temperature 1.",)
 
     @property
     def noted(self) -> Mapping[str, Any]:
-        """All settings but those of the proof."""
+        """All settings except those of the proof."""
         return {name: value for name, value in self.settings.items() if name != "probe_every"}
 
     def problems(self, config: DictConfig) -> Sequence[Problem]:
@@ -115,7 +115,7 @@ class PrefixValueRewards(AdvantageExtension):
             bool(OmegaConf.select(config, "offpolicy.allow_unrelated_log_probs")),
             column="values of prefixes",
             short="the rollout engine",
-            lost="they credit no token rightly",
+            lost="they credit no token correctly",
         )
         self._by_token = bool(sees_positions(config, plain_advantage()))
         serve_scores()
@@ -150,7 +150,7 @@ class PrefixValueRewards(AdvantageExtension):
         self._watch(self._metrics["value/separation"])
 
     def _compare(self, batch: BatchView, found: Sequence[RowValues]) -> None:
-        """Score a few prefixes again by the trainer's own forward pass."""
+        """Score a few prefixes again with the trainer's own forward pass."""
         chosen = choose_prefixes(found, self.process.floor, batch.step)
         if not chosen or (not self._synchronous and _has_media(batch)):
             return
@@ -173,17 +173,17 @@ class PrefixValueRewards(AdvantageExtension):
         self._comparisons += 1
         self._compared += len(chosen)
         logger.info(
-            "%s LIVE: %d values of the rollout engine are those of the trainer's own forward pass, to %.1g nats.",
+            "%s LIVE: %d values of the rollout engine match the trainer's own forward pass, to %.1g nats.",
             *(self.section, len(chosen), apart),
         )
 
     def _watch(self, separation: float) -> None:
-        """Say that the values of passed rows have long not been higher than those of failed ones."""
+        """Warn if the values of passed rows were not higher than those of failed ones for long."""
         self._unfit = self._unfit + 1 if separation < UNFIT else 0
         if self._unfit == UPDATES:
             logger.warning(
-                "%s: in %d updates the last values of passed rows were higher than those of failed ones in %.0f %% of "
-                "pairs only. Fix: a %s.force_prompt in the format of the model's answers.",
+                "%s: in %d updates the last values of passed sequences were higher than those of failed ones in only "
+                "%.0f %% of pairs. Fix: set a %s.force_prompt in the format of the model's answers.",
                 *(self.section, UPDATES, 100 * separation, self.section),
             )
 
@@ -193,7 +193,7 @@ class PrefixValueRewards(AdvantageExtension):
         return normalize_utilities(values, self._utilities.positions, batch.uids, normalize=self.process.normalize)
 
     def _deal(self, batch: BatchView, mask: Tensor, values: Tensor) -> Tensor:
-        """Compute coef x the process advantages (n, T) of utilities (n, T); 0 in rows that may have none."""
+        """Compute coef * the process advantages (n, T) of utilities (n, T); 0 in rows that may have none."""
         assert self._utilities is not None
         dealt = token_advantages(
             values.double(), self._utilities.positions, batch.uids, mask, normalize=self.process.normalize
@@ -231,19 +231,17 @@ class PrefixValueRewards(AdvantageExtension):
             return None
         if self._at_floor:
             return (
-                f"all values are at the floor, {self.process.floor:g} nats, so that no episode is credited "
+                f"all values are at the floor, {self.process.floor:g} nats, so no episode is credited "
                 f"({self.section}.floor, {self.section}.force_prompt)."
             )
-        return (
-            f"no episode was credited, because no value differs from the one before it ({self.section}.force_prompt)."
-        )
+        return f"no episode was credited, because no value differs from the previous one ({self.section}.force_prompt)."
 
     def metrics(self) -> Mapping[str, float]:
         return {f"{self.section}/{name}": value for name, value in self._metrics.items()}
 
 
 def _read_extra_fields(batch: BatchView) -> list[Mapping[str, Any]]:
-    """Read what the agent loops sent beside rows: one column on the V1 trainer, a column each on V0."""
+    """Read the agent loops' fields sent with rows: one column on the V1 trainer, one per field on V0."""
     try:
         found: list[Mapping[str, Any]] = batch.rows("extra_fields")["extra_fields"]
         return [_plain(each) for each in found]
@@ -258,7 +256,7 @@ def _read_extra_fields(batch: BatchView) -> list[Mapping[str, Any]]:
 
 
 def _has_media(batch: BatchView) -> bool:
-    """Return True if a row has images, videos or audio, which a forward pass over its tokens leaves out."""
+    """Return True if a row has images, videos or audio, which a forward pass over its tokens would ignore."""
     try:
         return any(batch.rows("multi_modal_inputs")["multi_modal_inputs"])
     except KeyError:
@@ -266,7 +264,7 @@ def _has_media(batch: BatchView) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    """Unwrap what TransferQueue hands on as non-tensor data."""
+    """Unwrap TransferQueue's non-tensor data."""
     return value.data if hasattr(value, "data") and not isinstance(value, Mapping) else value
 
 

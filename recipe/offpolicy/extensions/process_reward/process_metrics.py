@@ -45,7 +45,7 @@ def compute_covered(spans: Sequence[tuple[float, float]]) -> float:
 
 
 def summarize_values(found: BatchUtilities, scores: Tensor) -> dict[str, float]:
-    """Compute the metrics of a batch's values; ``scores`` (n,) are the rows' rewards, those above 0 passed."""
+    """Compute the metrics of a batch's values; ``scores`` (n,) are the rows' rewards, rows above 0 passed."""
     scored, passed = found.scored, scores > 0
     firsts = torch.tensor([each.values[0] if each.values else math.nan for each in found.rows])
     lasts = torch.tensor([each.values[-1] if each.values else math.nan for each in found.rows])
@@ -69,11 +69,11 @@ def summarize_values(found: BatchUtilities, scores: Tensor) -> dict[str, float]:
 
 
 def summarize_cost(rows: Sequence[RowValues], began: float | None) -> dict[str, float]:
-    """Compute the metrics of what scoring costs.
+    """Compute the metrics of the cost of scoring.
 
     Args:
-        rows: of the batch.
-        began: when its prompts were submitted, in seconds of ``time.time``; None: nobody knows.
+        rows: rows of the batch.
+        began: time when its prompts were submitted, in seconds of ``time.time``; None: unknown.
     """
     spans = [(each.began, each.ended) for each in rows if each.ended]
     seconds = compute_covered(spans)

@@ -1,4 +1,4 @@
-"""The half of process rewards in the workers: evidence that the advantages there are those of the trainer."""
+"""The worker part of process rewards: evidence that the advantages there are those of the trainer."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from .columns import UTILITY
 
 @dataclass(frozen=True)
 class ProcessWorker(AdvantageWorker):
-    """The half without settings: advantages are shaped in the trainer, and the loss is verl's."""
+    """A worker part without settings: advantages are shaped in the trainer, and the loss is verl's."""
 
     @property
     def columns(self) -> Mapping[str, str]:
-        return {UTILITY: "what the episode that ends here added to log p(answer), in nats; NaN elsewhere"}
+        return {UTILITY: "increase of log p(answer) by the episode that ends here, in nats; NaN elsewhere"}

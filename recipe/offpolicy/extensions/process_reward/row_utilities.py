@@ -1,4 +1,4 @@
-"""Values of a batch as the agent loops sent them, read into utilities by token."""
+"""Converts a batch's values, as sent by the agent loops, into per-token utilities."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class BatchUtilities:
     Attributes:
         rows: values of each row.
         values: (n, T) float32, U_i at the last token of episode i, 0 elsewhere.
-        positions: (n, T) bool, where they stand.
+        positions: (n, T) bool, positions of the utilities.
     """
 
     rows: Sequence[RowValues]
@@ -46,17 +46,17 @@ class BatchUtilities:
 
 
 def read_values(found: Sequence[Any]) -> list[RowValues]:
-    """Read what the agent loops sent beside each row.
+    """Read the values that the agent loops sent with each row.
 
     Raises:
-        LivenessError: a row came past the agent loops that score.
+        LivenessError: a row bypassed the scoring agent loops.
     """
     known = {each.name for each in fields(RowValues)}
     lost = [row for row, each in enumerate(found) if not isinstance(each, Mapping)]
     if lost:
         raise LivenessError(
-            f"{SECTION}: {len(lost)} of {len(found)} rows, row {lost[0]} first, came without values ({FIELD}): "
-            f"something makes rows without the agent loops that score them, or drops their extra fields."
+            f"{SECTION}: {len(lost)} of {len(found)} sequences, first sequence {lost[0]}, came without values "
+            f"({FIELD}): some code creates sequences without the scoring agent loops, or drops their extra fields."
         )
     return [RowValues(**{name: value for name, value in each.items() if name in known}) for each in found]
 
@@ -64,23 +64,23 @@ def read_values(found: Sequence[Any]) -> list[RowValues]:
 def check_values(
     rows: Sequence[RowValues], versions: Sequence[int | None], *, expected: int | None, max_unscored_share: float
 ) -> None:
-    """Check that rows are scored, and by the weights that sampled their last token.
+    """Check that rows are scored, with the weights that sampled their last token.
 
     Args:
-        rows: of the batch.
-        versions: of the weights that sampled each row's last token; None where nobody notes it.
-        expected: the version that all rows have to be of, in synchronous training; None: any.
-        max_unscored_share: rows that may lack values.
+        rows: values of the batch.
+        versions: versions of the weights that sampled each row's last token; None if not recorded.
+        expected: required version of all rows, in synchronous training; None: any.
+        max_unscored_share: largest accepted share of rows without values.
 
     Raises:
-        LivenessError: too many rows lack values, or values are of other weights.
+        LivenessError: too many rows lack values, or values were computed with other weights.
     """
     unscored = [row for row, each in enumerate(rows) if not each.values]
     if len(unscored) > max_unscored_share * len(rows):
         first = unscored[0]
         raise LivenessError(
-            f"{SECTION}: {len(unscored)} of {len(rows)} rows were not scored. Row {first}: "
-            f"{rows[first].error or 'no reason is given.'} Fix: mend that, or set a larger "
+            f"{SECTION}: {len(unscored)} of {len(rows)} sequences were not scored. Sequence {first}: "
+            f"{rows[first].error or 'no reason is given.'} Fix: remove the cause, or set a larger "
             f"{SECTION}.max_unscored_share, now {max_unscored_share:g}."
         )
     for row, (each, version) in enumerate(zip(rows, versions, strict=True)):
@@ -88,13 +88,13 @@ def check_values(
             continue
         if version is not None and each.version != version:
             raise LivenessError(
-                f"{SECTION}: the last token of row {row} was sampled by version {version} of the weights, and its "
-                f"values are of version {each.version}."
+                f"{SECTION}: the last token of sequence {row} was sampled by version {version} of the weights, but its "
+                f"values have version {each.version}."
             )
         if expected is not None and each.version is not None and each.version != expected:
             raise LivenessError(
-                f"{SECTION}: the values of row {row} are of version {each.version} of the weights, and this step's "
-                f"rows are sampled by version {expected}: the engine was not synchronised."
+                f"{SECTION}: the values of sequence {row} have version {each.version} of the weights, but this step's "
+                f"sequences are sampled by version {expected}: the engine was not synchronised."
             )
 
 
@@ -102,7 +102,7 @@ def build_utilities(rows: Sequence[RowValues], response_mask: Tensor) -> BatchUt
     """Place each row's utilities at the last tokens of its episodes.
 
     Raises:
-        LivenessError: values do not fit the row's tokens, so that rows and values were mixed up.
+        LivenessError: values do not fit the row's tokens, because rows and values were mixed up.
     """
     values = torch.zeros(response_mask.shape, dtype=torch.float32)
     positions = torch.zeros(response_mask.shape, dtype=torch.bool)
@@ -113,8 +113,8 @@ def build_utilities(rows: Sequence[RowValues], response_mask: Tensor) -> BatchUt
         last = [end - 1 for end in each.ends]
         if len(each.values) != len(last) + 1 or any(not (0 <= at < mask.shape[1] and mask[row, at]) for at in last):
             raise LivenessError(
-                f"{SECTION}: row {row} has {len(each.values)} values and episodes that end at {each.ends}, which are "
-                f"no tokens of its response: rows and values are mixed up."
+                f"{SECTION}: sequence {row} has {len(each.values)} values and episodes that end at {each.ends}, which "
+                f"are not tokens of its response: sequences and values are mixed up."
             )
         if last:
             values[row, last] = utilities(each.values)
@@ -123,7 +123,7 @@ def build_utilities(rows: Sequence[RowValues], response_mask: Tensor) -> BatchUt
 
 
 def move_utility(found: BatchUtilities, row: int) -> Tensor | None:
-    """Move the largest utility of a row to another episode of it, (n, T); None where it has no other."""
+    """Move the largest utility of a row to another of its episodes, (n, T); None if it has no other."""
     at = found.positions[row].nonzero().flatten().tolist()
     if len(at) < 2 or not found.values[row].any():
         return None

@@ -1,8 +1,8 @@
 """vLLM servers that score a row's prefixes in one call, on every trainer of verl.
 
-Seams in verl 0.9.1: ``RolloutReplicaRegistry.register(name, loader)``, the attribute ``server_class`` of
+Patched in verl 0.9.1: ``RolloutReplicaRegistry.register(name, loader)``, the attribute ``server_class`` of
 ``vLLMReplica``, ``vLLMHttpServer.generate(self, prompt_ids, sampling_params, request_id, ...)``, and
-``extract_prompt_logprobs(output, num_prompt_logprobs, result_dict)``, by which it reads log-probs of a prompt.
+``extract_prompt_logprobs(output, num_prompt_logprobs, result_dict)``, through which it reads log-probs of a prompt.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Extract = Callable[[Any, int | None, dict[str, Any]], None]
 
 
 def keep_flat(extract: Extract) -> Extract:
-    """Wrap verl's ``extract_prompt_logprobs``: flat log-probs are handed on as they are, with what the cache gave."""
+    """Wrap verl's ``extract_prompt_logprobs``: flat log-probs are returned unchanged, with the cached token count."""
 
     def extract_or_keep(output: Any, num_prompt_logprobs: int | None, result_dict: dict[str, Any]) -> None:
         found = output.prompt_logprobs
@@ -39,12 +39,12 @@ class ScoringServer(vllm_async_server.vLLMHttpServer):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         engine_loss.check(agent_loops.build_server_seams())
-        # The server is alone in its process, and reads the name at each answer.
+        # The server is the only one in its process, and reads the name at each answer.
         vllm_async_server.extract_prompt_logprobs = keep_flat(vllm_async_server.extract_prompt_logprobs)
         super().__init__(*args, **kwargs)
 
     async def score_tails(self, row: Sequence[int], tails: Sequence[Tail], read_cache: bool) -> TailScores:
-        """Score tails behind prefixes of a row, by the weights that are loaded; see ``tail_scores.score_tails``."""
+        """Score tails after prefixes of a row, with the loaded weights; see ``tail_scores.score_tails``."""
         return await score_tails(self.generate, row, tails, read_cache=read_cache)
 
 

@@ -1,4 +1,4 @@
-"""Settings of process rewards, as the section ``process_reward`` of the configuration has them."""
+"""Settings of process rewards: the section ``process_reward`` of the configuration."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ class ProcessSettings:
 
     Attributes:
         force_prompt: text between a prefix and the answer.
-        think_end: nothing behind it is an episode; empty: the whole response is reasoning.
+        think_end: episodes end before it; empty: the whole response is reasoning.
         markers, max_tokens, max_episodes: see ``episodes.episode_ends``.
-        max_answer_tokens: of the answer, tokenised with the force prompt.
-        max_answers: alternatives in the ground truth, of which the likeliest counts.
-        floor: nats that a value counts as at least.
-        prefix_cache: ``auto`` lets the engine read its cache where it says how much it read, ``off`` never.
+        max_answer_tokens: limit of the answer, tokenised with the force prompt.
+        max_answers: limit of alternatives in the ground truth, of which the likeliest counts.
+        floor: lower bound of a value, in nats.
+        prefix_cache: ``auto`` lets the engine read its cache if it reports how much it read, ``off`` never.
         normalize: see ``advantages.normalize_utilities``.
         coef: factor of the process advantages.
-        probe_every: steps after which the trainer scores prefixes again; None: at the first steps alone.
-        max_unscored_share: rows without values that a step may have.
+        probe_every: steps after which the trainer scores prefixes again; None: only at the first steps.
+        max_unscored_share: largest share of rows without values in a step.
     """
 
     force_prompt: str
@@ -48,7 +48,7 @@ class ProcessSettings:
         """Read the section.
 
         Raises:
-            CheckError: unknown keys, or values that cannot be what was meant.
+            CheckError: unknown keys, or invalid values.
         """
         given = read_values(section, values, "process_reward/prefix_value", KEYS)
         return cls(**{**given, "markers": tuple(given["markers"])})

@@ -1,4 +1,4 @@
-"""Start-up checks of process rewards: what the engine, the trainer and the estimator have to be."""
+"""Start-up checks of process rewards: requirements on the engine, the trainer and the estimator."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _HERE = __name__.rpartition(".")[0]
 MANAGERS = {"v0": f"{_HERE}.manager.ScoringManagerV0", "v1": f"{_HERE}.manager_v1.ScoringManagerV1"}
 """Managers of agent loops, by verl's trainer."""
 BY_TOKEN = ("gae", "reinforce_plus_plus")
-"""Estimators of verl's to which a penalty by token is one."""
+"""verl's estimators that keep a per-token penalty per token."""
 TEXTS = ("3+3=1. So 1+2=3.", "Wait, x = 4.2!\n\nBut no", "naïve Übung", "数学 42")
 
 
@@ -30,7 +30,7 @@ def find_manager(config: DictConfig) -> str:
 
 
 def serve_scores() -> None:
-    """Let replicas of vLLM that this process starts score prefixes."""
+    """Make vLLM replicas started by this process score prefixes."""
     from verl.workers.rollout.replica import RolloutReplicaRegistry
 
     def load() -> Any:
@@ -42,33 +42,33 @@ def serve_scores() -> None:
 
 
 def find_problems(section: str, settings: ProcessSettings, config: DictConfig) -> Iterator[Problem]:
-    """Find what is wrong around the settings."""
+    """Find conflicts of the settings with the configuration."""
     parts = (section,)
     path = live_path(config)
     if not path.attributes.scores_prompts:
-        reason = f"the rollout server of verl {path.release} drops vLLM's prompt_logprobs, of which values are made."
+        reason = f"the rollout server of verl {path.release} drops vLLM's prompt_logprobs, which values are made of."
         fix = f"Use verl 0.8.0 or later, or set {section}=null."
         yield Problem(section, "on", reason, fix, parts=parts)
         return
     engine = OmegaConf.select(config, f"{ROLLOUT}.name")
     if engine != "vllm":
-        key, reason = f"{ROLLOUT}.name", "values are asked of vLLM, and this engine's answers are not known."
+        key, reason = f"{ROLLOUT}.name", "values are requested from vLLM; other engines are not supported."
         fix = f"Set {key}=vllm, or {section}=null."
         yield Problem(key, engine, reason, fix, parts=parts, overrides=(set_to(key, "vllm"),))
     if OmegaConf.select(config, f"{ROLLOUT}.disaggregation.enabled"):
         key = f"{ROLLOUT}.disaggregation.enabled"
-        reason = "a prefix is computed on one server and decoded on another, and log-probs of prompts are neither's."
+        reason = "a prefix is computed on one server and decoded on another, so neither has the prompt's log-probs."
         yield Problem(key, True, reason, f"Set {key}=false, or {section}=null.", parts=parts)
     manager = OmegaConf.select(config, MANAGER)
     if manager and manager not in MANAGERS.values():
-        reason = f"rows would come past {section}, whose manager of agent loops scores them."
+        reason = f"sequences would bypass {section}, whose manager of agent loops scores them."
         fix = f"Set {MANAGER}=null, or {section}=null."
         yield Problem(MANAGER, manager, reason, fix, parts=parts)
     yield from _check_estimator(section, config)
     yield from _check_lengths(section, settings, config)
     key = "algorithm.filter_groups.enable"
     if OmegaConf.select(config, key):
-        reason = f"it drops the prompts that no rollout passes, in which {section} alone could tell rollouts apart."
+        reason = f"it drops prompts without a passing rollout, in which only {section} could rank rollouts."
         yield Problem(key, True, reason, f"Set {key}=false, or {section}=null.", "NO-OP", parts)
 
 
@@ -78,14 +78,14 @@ def _check_estimator(section: str, config: DictConfig) -> Iterator[Problem]:
     key = "algorithm.use_kl_in_reward"
     if OmegaConf.select(config, key) and estimator not in BY_TOKEN:
         reason = (
-            f"algorithm.adv_estimator={estimator} sums the penalty by token to one outcome, beside credit by token."
+            f"algorithm.adv_estimator={estimator} sums the per-token penalty to one outcome, next to per-token credit."
         )
         fix = f"Set {key}=false and actor_rollout_ref.actor.use_kl_loss=true, which changes training."
         overrides = (set_to(key, False), set_to("actor_rollout_ref.actor.use_kl_loss", True))
         yield Problem(key, True, reason, fix, parts=parts, overrides=overrides)
     gamma = OmegaConf.select(config, "algorithm.gamma")
     if gamma not in (None, 1, 1.0):
-        key, reason = "algorithm.gamma", "utilities telescope to V_m - V_0 without a discount alone."
+        key, reason = "algorithm.gamma", "utilities telescope to V_m - V_0 only without a discount."
         yield Problem(key, gamma, reason, f"Set {key}=1.0, or {section}=null.", parts=parts)
 
 
@@ -94,14 +94,14 @@ def _check_lengths(section: str, settings: ProcessSettings, config: DictConfig) 
     tokenizer = _load_tokenizer(str(OmegaConf.select(config, "actor_rollout_ref.model.path")))
     forced = 0
     if tokenizer is None:
-        reason = "the tokenizer is not at hand: that its tokens read one by one as together is not checked."
+        reason = "the tokenizer is not available: whether its tokens decode one by one as together was not checked."
         yield Problem(section, "on", reason, "", "NOTE", parts)
     else:
         forced = len(tokenizer(settings.force_prompt, add_special_tokens=False)["input_ids"])
         if unlike := find_unlike_pieces(tokenizer, (*settings.markers, *TEXTS)):
             key, reason = (
                 "actor_rollout_ref.model.path",
-                f"tokens of {unlike!r} read otherwise one by one than together.",
+                f"tokens of {unlike!r} decode differently one by one than together.",
             )
             fix = f"Train a model with another tokenizer, or set {section}=null."
             value = OmegaConf.select(config, key)
@@ -118,7 +118,7 @@ def _check_lengths(section: str, settings: ProcessSettings, config: DictConfig) 
 
 
 def _load_tokenizer(path: str) -> Any:
-    """Load a tokenizer that lies on this machine or in its cache; None where it does not."""
+    """Load a tokenizer from this machine or its cache; None if it is not there."""
     from transformers import AutoTokenizer
 
     try:

@@ -1,7 +1,7 @@
-"""Log-probs of answers forced behind prefixes of one row, by the rollout server that sampled it, in its own process.
+"""Log-probs of answers forced after prefixes of one row, by the rollout server that sampled it, in its own process.
 
-vLLM returns log-probs of a prompt's tokens (``prompt_logprobs``). Positions that it reads from its prefix cache hold
-uninitialised memory there, with ids of other requests, so that nothing is taken which ``read_answer`` does not admit.
+vLLM returns log-probs of a prompt's tokens (``prompt_logprobs``). At positions read from its prefix cache these are
+uninitialised memory, with ids of other requests, so only values accepted by ``read_answer`` are used.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ ABORTED = ("aborted", "abort")
 
 
 class ScoredPrompt(NamedTuple):
-    """What an engine says of a prompt.
+    """An engine's scores of a prompt.
 
     Attributes:
-        ids, log_probs: of its tokens but the first; of fewer, the last ones.
-        cached: tokens of it that were read from the prefix cache; None: the engine does not say.
+        ids, log_probs: of its tokens except the first; if fewer, of the last ones.
+        cached: number of its tokens read from the prefix cache; None: the engine does not report it.
     """
 
     ids: Sequence[int]
@@ -44,13 +44,13 @@ Generate = Callable[..., Awaitable[Output]]
 
 @dataclass(frozen=True)
 class Tail:
-    """Tokens forced behind a prefix.
+    """Tokens forced after a prefix.
 
     Attributes:
-        end: of the prefix, exclusive, in the row's ids.
-        ids: of force prompt and answer.
-        answer: number of ids, the last ones, that are the answer's.
-        may_read: the prefix may come from the cache; not where siblings force the same tail, which lies there as well.
+        end: end of the prefix, exclusive, in the row's ids.
+        ids: ids of force prompt and answer.
+        answer: number of last ids that form the answer.
+        may_read: the prefix may come from the cache; False if siblings force the same tail, which is cached as well.
     """
 
     end: int
@@ -64,11 +64,11 @@ class TailScores:
     """Scores of a row's tails, in their order.
 
     Attributes:
-        means: of log-probs of the answer's tokens; None where the engine did not score them.
-        versions: of the weights by which they were computed.
-        aborted: a synchronisation of the weights ended a request, and means are not complete.
-        requests, forward, cached, rescored: requests, their tokens that were computed and read from the cache, and
-            those that were asked again with the cache skipped.
+        means: mean log-probs of the answer's tokens; None if the engine did not score them.
+        versions: versions of the weights with which they were computed.
+        aborted: a synchronisation of the weights ended a request, so means are incomplete.
+        requests, forward, cached, rescored: number of requests, of their tokens that were computed and read from the
+            cache, and of requests repeated without the cache.
         error: the server's answers hold no log-probs of prompts.
     """
 
@@ -85,10 +85,10 @@ class TailScores:
 def read_answer(
     scored: ScoredPrompt, prompt: Sequence[int], answer: Sequence[int], *, read_cache: bool
 ) -> list[float] | None:
-    """Read the answer's log-probs from the end of a scored prompt; None: they cannot be trusted.
+    """Read the answer's log-probs from the end of a scored prompt; None: they are not reliable.
 
-    Some engines leave out the first tokens, so that they are read from the end. The answer's own ids have to stand
-    there, and where the cache may have been read, the position before the answer has to be computed.
+    Some engines omit the first tokens, so they are read from the end. The answer's own ids must be there, and if the
+    cache may have been read, the position before the answer must have been computed.
     """
     count = len(answer)
     if list(scored.ids[-count:]) != list(answer) or len(scored.log_probs) != len(scored.ids):
@@ -100,7 +100,7 @@ def read_answer(
 
 
 async def score_tails(generate: Generate, row: Sequence[int], tails: Sequence[Tail], *, read_cache: bool) -> TailScores:
-    """Score the tails behind prefixes of a row (ids of prompt and response), all at once."""
+    """Score the tails after prefixes of a row (ids of prompt and response), all at once."""
     scores = TailScores([None] * len(tails))
     await asyncio.gather(*(_score(generate, row, tails, each, scores, read_cache) for each in range(len(tails))))
     return scores
@@ -109,7 +109,7 @@ async def score_tails(generate: Generate, row: Sequence[int], tails: Sequence[Ta
 async def _score(
     generate: Generate, row: Sequence[int], tails: Sequence[Tail], number: int, scores: TailScores, read_cache: bool
 ) -> None:
-    """Score one tail, from the cache where that is allowed, and without it where what came cannot be trusted."""
+    """Score one tail, from the cache if allowed, and without it if the result is not reliable."""
     tail = tails[number]
     prompt = [*row[: tail.end], *tail.ids]
     for read in (True, False) if read_cache and tail.may_read else (False,):
@@ -142,9 +142,9 @@ def build_sampling(*, read_cache: bool) -> dict[str, Any]:
         "top_k": -1,
         "max_tokens": 1,
         "prompt_logprobs": 0,
-        # Two lists a prompt, and not an object a position.
+        # Two lists per prompt instead of one object per position.
         "flat_logprobs": True,
-        # Ids at cached positions need not be in the vocabulary.
+        # Ids at cached positions may be outside the vocabulary.
         "detokenize": False,
         "skip_reading_prefix_cache": not read_cache,
     }

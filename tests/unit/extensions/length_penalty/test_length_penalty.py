@@ -140,7 +140,7 @@ def test_reference_lengths_are_tokens_or_a_column() -> None:
     assert torch.equal(found, shape(make_batch(MIXED), penalty("reference", reference=4, coefficient=0.5)))
     assert not torch.equal(found, plain(MIXED))
     gap = make_batch(MIXED, extra_info=[{"budget": 4}, {"budget": 4}, {}, None])
-    with pytest.raises(ValueError, match=r"row 2 of step 1 has None there"):
+    with pytest.raises(ValueError, match=r"sequence 2 of step 1 has None there"):
         shape(gap, penalty("reference", reference="extra_info.budget"))
 
 
@@ -247,7 +247,7 @@ def test_rows_that_do_not_change_although_they_must_stop_the_run(monkeypatch: py
     made, view = penalty("group"), make_batch(ALL_RIGHT)
     shape(view, made)
     made._changed = 0
-    with pytest.raises(LivenessError, match=r"0 rows were changed, and some have to be \(group a, rollout 0: 0 "):
+    with pytest.raises(LivenessError, match=r"0 sequences were changed, but some must be \(group a, rollout 0: 0 "):
         judge(made, view)
 
 
@@ -281,7 +281,7 @@ def test_a_checkpoint_carries_the_anchors(tmp_path: Path) -> None:
     assert torch.equal(shape(make_batch(long, step=2), again), shape(make_batch(long, step=2), first))
     assert not torch.equal(shape(make_batch(long, step=2), first), shape(make_batch(long, step=2), anew))
     (tmp_path / "length_penalty" / length_penalty.FILE).unlink()
-    with pytest.raises(CheckpointError, match="notes 1 anchors"):
+    with pytest.raises(CheckpointError, match="records 1 anchors"):
         anew.restore(state, tmp_path / "length_penalty")
 
 

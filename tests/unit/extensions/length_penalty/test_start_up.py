@@ -95,7 +95,7 @@ def test_what_it_can_stand_beside(settings: dict[str, Any], changes: dict[str, A
 def test_dropped_groups_that_are_skipped_anyway_are_noted() -> None:
     (problem,) = problems({"kind": "group", "zero_variance": "skip"}, **FILTER)
     assert problem.verdict == "NOTE"
-    assert "the length of easy prompts has no price" in problem.reason
+    assert "the length of easy prompts is not penalised" in problem.reason
 
 
 def test_the_row_without_a_reference_length_is_named(tmp_path: Path) -> None:

@@ -116,7 +116,7 @@ def test_the_proof_passes_and_says_so_once(mode: str, teacher: FakeTeacher, capl
         found = run.judge(packet)
         run.judge(packet)
     tokens = sum(int(run.made.response_mask[row].sum()) for row in ELIGIBLE)
-    assert caplog.text.count(f"opd {mode} LIVE on 2 rows, {tokens} tokens") == 1
+    assert caplog.text.count(f"opd {mode} LIVE on 2 sequences, {tokens} tokens") == 1
     assert found["opd/live/proved"] == 1.0
     assert found["opd/num_eligible_samples"] == 2.0
     assert found["opd/frac_tokens_with_kd"] == tokens / sum(int(row.sum()) for row in run.made.response_mask)
@@ -210,7 +210,7 @@ def test_a_dominant_teacher_is_said_with_the_factor_that_halves_it(
     run = Run(teacher.url, "loss", coef=1.0)
     for share in (0.95, 0.5, 0.95, 0.95, 0.95, 0.95):
         run.opd._watch(share)
-    assert caplog.text.count("95 % of the loss's pull has been the teacher's for 3 updates") == 1
+    assert caplog.text.count("the teacher's share of the loss's pull was 95 % for 3 updates") == 1
     assert "opd.coef=0.053" in caplog.text
 
 
@@ -280,7 +280,9 @@ def test_other_weights_behind_the_same_address_stop_the_run(teacher: FakeTeacher
     steps = Steps(teacher.url, probe_every=2)
     teacher.score = lambda ids: [0.8 * value for value in opinion(ids)]
     steps.take(2)
-    with pytest.raises(LivenessError, match=r"a row of an earlier step was scored again: its .* serves other weights"):
+    with pytest.raises(
+        LivenessError, match=r"a sequence of an earlier step was scored again: its .* serves other weights"
+    ):
         steps.take(3)
 
 
@@ -289,7 +291,7 @@ def test_rows_that_are_mixed_up_within_a_request_stop_the_run(
 ) -> None:
     wait = TeacherClient.wait
     monkeypatch.setattr(TeacherClient, "wait", lambda client, scoring: wait(client, scoring)[::-1])
-    with pytest.raises(LivenessError, match=r"row [01] was scored again, alone: .* mixes up rows of a request"):
+    with pytest.raises(LivenessError, match=r"sequence [01] was scored again, alone: .* mixes up rows of a request"):
         Run(teacher.url, "loss")
 
 
@@ -303,7 +305,7 @@ def test_a_teacher_that_draws_its_answers_stops_the_run(teacher: FakeTeacher) ->
 def test_an_answer_of_another_model_stops_the_run(teacher: FakeTeacher) -> None:
     teacher.answered = "other"
     with pytest.raises(
-        TeacherError, match=r"is of the model 'other', and teacher was asked\. Fix: set opd.teacher.model"
+        TeacherError, match=r"comes from the model 'other', but teacher was requested\. Fix: set opd.teacher.model"
     ):
         Run(teacher.url, "loss")
     teacher.answered = "teacher"

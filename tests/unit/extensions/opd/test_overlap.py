@@ -154,5 +154,5 @@ def test_a_teacher_of_other_words_or_prompts_raises_it(teacher: str, caplog: pyt
 
 def test_stopped_by_it_a_run_says_how_to_go_on() -> None:
     made = alarms(action="stop", patience=1)
-    with pytest.raises(AlarmError, match=r"opd_overlap: opd/gap/extreme_share was 0\.9 in an.*cause mended\. If"):
+    with pytest.raises(AlarmError, match=r"opd_overlap: opd/gap/extreme_share was 0\.9 in an.*fix the cause.*If"):
         made.judge(CorrectionSpec(), {}, {"opd/gap/extreme_share": 0.9})

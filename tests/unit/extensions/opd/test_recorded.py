@@ -89,7 +89,7 @@ def test_it_holds_the_teachers_log_probs_the_flag_and_the_settings(tmp_path: Pat
 @pytest.mark.parametrize(
     ("mode", "said"),
     [
-        ("loss", "opd: its term, 0.01 K2 of eligible tokens, is not replayed: figures are of the policy term."),
+        ("loss", "opd: its term, 0.01 K2 of eligible tokens, is not replayed: the figures show the policy term."),
         ("advantage", "opd: advantages of eligible tokens are the teacher's, made with log pi_old of the run"),
     ],
 )

@@ -64,7 +64,7 @@ def test_nothing_that_was_not_scored_is_trained_on() -> None:
         ({"max_gap": 0.0}, "max_gap=0.0: not a finite number of nats above 0"),
         ({"max_gap": math.inf}, "max_gap=inf"),
         ({"scale": 0.0}, "scale=0.0"),
-        ({"horizon": 0}, "horizon=0: not 1 or more"),
+        ({"horizon": 0}, "horizon=0: expected 1 or more"),
         ({"teacher": TEACHER[:1]}, "shapes .*expected one shape"),
         ({"base": BASE[:, :2]}, r"\(2, 2\) advantages for a mask of \(2, 3\)"),
     ],

@@ -127,11 +127,11 @@ def test_a_secret_in_the_address_is_refused_and_a_strangers_is_not_asked(teacher
 @pytest.mark.parametrize(
     ("change", "said", "fix"),
     [
-        ({"models": ("one", "two")}, "serves one, two, of which one has to be named", "scripts/teacher.sh"),
+        ({"models": ("one", "two")}, "serves one, two, of which one must be selected", "scripts/teacher.sh"),
         ({"models": ()}, "serves no model", "scripts/teacher.sh"),
-        ({"length": 30}, "it takes 30 tokens, and prompt and response have up to 30", "--max-model-len 31"),
+        ({"length": 30}, "it takes 30 tokens, but prompt and response have up to 30", "--max-model-len 31"),
         ({"score": "noisy"}, "does not repeat itself", "float32"),
-        ({"tokenize": lambda body: [0]}, "as other ids than the student's", "student's own family"),
+        ({"tokenize": lambda body: [0]}, "gives other ids than the student's", "student's own family"),
         (
             {"tokenize": lambda body: [0] if "messages" in body else alike(body)},
             "chat template renders training prompt 0 as other ids",
@@ -173,7 +173,7 @@ def test_a_model_that_is_not_served_and_a_tokenizer_that_is_not_the_students(
     teacher: FakeTeacher, student: Path, tmp_path: Path
 ) -> None:
     (problem,) = problems(teacher.url, student, teacher={"model": "other"})
-    assert "and not other" in problem.reason
+    assert "but not other" in problem.reason
     build_tokenizer("Something else:").save_pretrained(tmp_path)
     (problem,) = problems(teacher.url, student, teacher={"tokenizer": str(tmp_path)})
     assert problem.reason == "its vocabulary is not the student's."

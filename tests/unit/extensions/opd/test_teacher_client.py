@@ -203,7 +203,7 @@ def test_another_address_is_tried() -> None:
     [
         ([500] * 3, None, "did not answer in 3 attempts for 2 sequences from 0 to 3 .*HTTP 500"),
         ([], "http://127.0.0.1:9", "did not answer in 3 attempts for 2 sequences from 0 to 3 .*ConnectionError"),
-        ([404], None, "refused 2 sequences from 0 to 3: HTTP 404"),
+        ([404], None, "rejected 2 sequences from 0 to 3: HTTP 404"),
     ],
 )
 def test_a_teacher_that_is_dead_or_refuses_ends_in_a_sentence(failures: list[int], url: str | None, said: str) -> None:

@@ -83,7 +83,7 @@ def test_the_gradient_is_zero_at_the_fit() -> None:
         ([], [], "0 prompt"),
         ([8, 8, 8], [8, 8, 8], "all samples are right"),
         ([8, 8, 8], [0, 0, 0], "all samples are wrong"),
-        ([1, 1, 1], [1, 0, 1], "one sample a prompt"),
+        ([1, 1, 1], [1, 0, 1], "one sample per prompt"),
         ([8, 4, 8], [8, 0, 0], "all right or all wrong"),
         ([8, 8, 8, 8], [4, 4, 4, 4], "scatter over prompts no more"),
         ([4, 4], [1, 3], "scatter over prompts no more"),

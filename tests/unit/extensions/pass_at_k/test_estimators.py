@@ -125,11 +125,11 @@ def test_k_may_exceed_the_samples_that_were_taken() -> None:
     [
         ([8, 16], 8, 1, 17, 1, "pass@17 with a last look at 16"),
         ([8, 16], 12, 1, 4, 1, "12 samples: sampling ends at one of"),
-        ([8, 16], 8, 0, 4, 1, "sampling goes on until 1"),
+        ([8, 16], 8, 0, 4, 1, "sampling continues until 1"),
         ([8, 16], 16, 9, 4, 1, "would have ended at an earlier look"),
         ([8, 16], 8, 9, 4, 1, "0 <= c <= n"),
-        ([16, 8], 8, 1, 4, 1, "that rise"),
-        ([], 8, 1, 4, 1, "that rise"),
+        ([16, 8], 8, 1, 4, 1, "expected increasing"),
+        ([], 8, 1, 4, 1, "expected increasing"),
         ([8, 16], 8, 1, 4, 0, "successes=0"),
     ],
 )

@@ -162,7 +162,7 @@ def test_rows_that_do_not_change_although_they_must_stop_the_run() -> None:
     extension, view = made("loo"), make_batch(ONE)
     shape(view, extension)
     extension._changed = 0
-    with pytest.raises(LivenessError, match="0 rows were changed, and some have to be"):
+    with pytest.raises(LivenessError, match="0 sequences were changed, but some must be"):
         judge(extension, report(view, extension))
 
 
@@ -265,13 +265,13 @@ def test_chances_other_than_the_formulas_stop_the_run(monkeypatch: pytest.Monkey
     next(batches)
     wrong = torch.tensor([0.5, 0.25, 0.25], dtype=torch.float64)
     monkeypatch.setattr(pass_at_k, "compute_chances", lambda *given: wrong)
-    with pytest.raises(LivenessError, match=r"pass_at_k\.budget: prompt \d of 3 is drawn with a chance of"):
+    with pytest.raises(LivenessError, match=r"pass_at_k\.budget: prompt \d of 3 is drawn with probability"):
         next(batches)
 
 
 def test_prompts_of_another_loader_stop_the_run() -> None:
     extension, _ = upsampled()
-    with pytest.raises(LivenessError, match="prompts came by another data loader"):
+    with pytest.raises(LivenessError, match="prompts came from another data loader"):
         extension.next_batch(Loaded(step=1, uids=["a"], batch={"raw_prompt": CHATS[:1]}))
 
 
@@ -288,7 +288,7 @@ def test_a_checkpoint_carries_the_rates(tmp_path: Path) -> None:
     again.restore(state, tmp_path / "x")
     assert again.rates == first.rates
     (tmp_path / "x" / pass_at_k.FILE).unlink()
-    with pytest.raises(CheckpointError, match="notes 1 prompts"):
+    with pytest.raises(CheckpointError, match="records 1 prompts"):
         again.restore(state, tmp_path / "x")
     assert made("loo").state(tmp_path) == {}
     assert "metric" not in made("loo", metric={"k": [2]}).noted

@@ -138,8 +138,8 @@ def test_an_impossible_k_is_named_with_the_group(n: int, k: int, objective: str)
     ("right", "k", "objective", "said"),
     [
         ([0.5, 1], 1, "loo", "right or wrong"),
-        ([[1, 0]], 1, "loo", "one a row"),
-        ([], 1, "loo", "one a row"),
+        ([[1, 0]], 1, "loo", "one per row"),
+        ([], 1, "loo", "one per row"),
         ([1, 0], 1.0, "loo", "k=1.0"),
         ([1, 0], 1, "best", "objective=best"),
     ],

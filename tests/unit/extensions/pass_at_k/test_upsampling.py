@@ -140,7 +140,7 @@ def test_other_data_are_refused_by_both_numbers() -> None:
     first, other = make_loader(), make_loader(rows=16)
     next(iter(first))
     other.load_state_dict(first.state_dict())
-    with pytest.raises(ValueError, match=r"drew from 12 prompts, and data\.train_files has 16"):
+    with pytest.raises(ValueError, match=r"drew from 12 prompts, but data\.train_files has 16"):
         next(iter(other))
 
 

@@ -42,7 +42,7 @@ def test_moved_utilities_change_advantages() -> None:
 
 
 def test_an_estimator_that_sums_utilities_stops_the_run() -> None:
-    with pytest.raises(LivenessError, match="row 2 was moved to another episode, and no advantage changed"):
+    with pytest.raises(LivenessError, match="sequence 2 was moved to another episode, but no advantage changed"):
         check_moved(FOUND, lambda values: values.sum(-1, keepdim=True) * MASK, [1, 2, 0])
 
 
@@ -63,7 +63,7 @@ def test_values_are_compared_with_the_mean_of_the_answers_log_probs() -> None:
     own = average_answers([[-9.0, -1.0, -2.0], [-0.46]], [2, 1])
     assert own == [-1.5, -0.46]
     assert check_forward([-1.5, -0.5], own, 0.05) == pytest.approx(0.04)
-    with pytest.raises(LivenessError, match=r"one has a value of -1\.6000 and not -1\.5000 \(allowed: 0\.05 nats\)"):
+    with pytest.raises(LivenessError, match=r"one has the value -1\.6000 instead of -1\.5000 \(allowed: 0\.05 nats\)"):
         check_forward([-1.5, -0.5], [-1.6, -0.5], 0.05)
     with pytest.raises(LivenessError):
         check_forward([-1.5, -0.5], [-1.5, float("nan")], 0.05)

@@ -194,7 +194,7 @@ def test_a_server_that_never_answers_with_the_answers_tokens_leaves_the_row_unsc
 
     found = score(Engine(spoil=spoil), row())
     assert found.values == []
-    assert "did not score the answer's 2 tokens" in str(found.error)
+    assert "did not score the 2 tokens of the answer" in str(found.error)
 
 
 def test_a_server_without_log_probs_of_prompts_leaves_the_row_unscored() -> None:
@@ -216,7 +216,7 @@ def test_a_row_whose_version_has_gone_is_left_unscored() -> None:
     found = score(Engine(version=4), row())
     assert found.values == []
     assert found.requests == 9
-    assert found.error == "its last token is of version 3, and its values were of 4."
+    assert found.error == "its last token has version 3, but its values have 4."
 
 
 def test_an_abort_is_waited_out() -> None:

@@ -236,7 +236,7 @@ def test_eight_prefixes_are_scored_again_by_the_trainer_at_the_first_two_steps(b
 
 
 def test_an_engine_with_other_weights_stops_at_the_first_step_and_behind_a_synchronisation(build: Any) -> None:
-    with pytest.raises(LivenessError, match="holds other weights, or reads a prefix cache of other ones"):
+    with pytest.raises(LivenessError, match="holds other weights, or reads a stale prefix cache"):
         run(build(forward=Forward(off=-0.06)), extension())
     run(build(forward=Forward(off=-0.04)), made := extension())
     with pytest.raises(LivenessError, match="holds other weights"):

@@ -35,12 +35,12 @@ def test_utilities_stand_at_the_last_token_of_their_episode() -> None:
 @pytest.mark.parametrize("ends", [[2, 3], [2, 5], [2]])
 def test_values_that_do_not_fit_a_row_were_mixed_up(ends: list[int]) -> None:
     """Token 2 is a tool's, token 4 does not exist, and two values want one episode."""
-    with pytest.raises(LivenessError, match=r"row 0 .* mixed up"):
+    with pytest.raises(LivenessError, match=r"sequence 0 .* mixed up"):
         build_utilities([RowValues(ends=ends, values=[-1.0, -1.0, -1.0])], MASK[:1])
 
 
 def test_rows_past_the_agent_loops_that_score_stop_the_run() -> None:
-    with pytest.raises(LivenessError, match="1 of 2 rows, row 1 first, came without values"):
+    with pytest.raises(LivenessError, match="1 of 2 sequences, first sequence 1, came without values"):
         read_values([{"ends": [1], "values": [0.0, 0.0]}, None])
     assert read_values([{"ends": [], "values": [], "error": "why", "more": 1}]) == [RowValues(error="why")]
 
@@ -51,7 +51,7 @@ def check(rows: list[RowValues], versions: list[Any], **changed: Any) -> None:
 
 def test_values_have_to_be_of_the_weights_that_sampled_the_row() -> None:
     check(ROWS[:2], [4, None])
-    with pytest.raises(LivenessError, match=r"row 1 was sampled by version 5 .* values are of version 4"):
+    with pytest.raises(LivenessError, match=r"sequence 1 was sampled by version 5 .* values have version 4"):
         check(ROWS[:2], [4, 5])
     with pytest.raises(LivenessError, match="sampled by version 5: the engine was not synchronised"):
         check(ROWS[:2], [4, 4], expected=5)
@@ -59,7 +59,7 @@ def test_values_have_to_be_of_the_weights_that_sampled_the_row() -> None:
 
 
 def test_rows_without_values_stop_above_the_share_with_their_reason() -> None:
-    with pytest.raises(LivenessError, match=r"1 of 3 rows were not scored\. Row 2: no answer"):
+    with pytest.raises(LivenessError, match=r"1 of 3 sequences were not scored\. Sequence 2: no answer"):
         check(ROWS, [4, 4, 4], max_unscored_share=0.33)
     check(ROWS, [4, 4, 4], max_unscored_share=0.34)
 
