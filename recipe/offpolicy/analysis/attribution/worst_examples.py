@@ -21,10 +21,10 @@ AFTER: Final = 4
 EXCERPT: Final = 60
 """Tokens of a row that are shown."""
 _LOG_PROBS: Final = {"mu": "rollout_log_prob", "old": "old_log_prob", "pi": "log_prob"}
-_SEARCHED: Final = 64
+_SEARCHED: Final = 8
 """Largest values that are looked at first, for each example: rows of one prompt share their first tokens."""
-
-
+_BLOCK: Final = 64
+"""Values of which the largest stands for all, in the search for the largest ones."""
 Example = TypeVar("Example", "WorstToken", "WorstRow")
 
 
@@ -136,19 +136,23 @@ def find_worst(rows: Rows, sums: Array, loss: Array, most: int) -> tuple[pl.Data
 
 def _find_largest(size: Array, loss: Array, context: NDArray[np.uint64], most: int) -> pl.DataFrame:
     """Find the ``most`` largest sizes above 0, one of each context, with ``count`` and ``loss`` of all its copies."""
+    # A value of each block stands for it in the search for the least of the largest.
+    tops = np.maximum.reduceat(size, np.arange(0, len(size), _BLOCK)) if len(size) else size
     count = _SEARCHED * most
     while True:
-        least = np.partition(size, -count)[-count] if 0 < count < len(size) else 0.0
+        least = np.partition(tops, -count)[-count] if 0 < count < len(tops) else 0.0
         places = np.flatnonzero((size >= least) & (size > 0))
         places = places[np.argsort(-size[places], kind="stable")]
         _, first = np.unique(context[places], return_index=True)
         places = places[np.sort(first)[:most]]
         if len(places) == most or least <= 0:
             break
-        count *= _SEARCHED
+        count *= _BLOCK
     # By a few bits first, in one pass over all.
-    bits = context & np.uint64(0xFFFF)
-    near = np.flatnonzero(np.isin(bits, bits[places], kind="table") & (loss >= 0))
+    bits, known = context.astype(np.uint16), np.zeros(2**16, dtype=bool)
+    known[bits[places]] = True
+    near = np.flatnonzero(known[bits])
+    near = near[loss[near] >= 0]
     copies = [near[context[near] == context[place]] for place in places]
     return pl.DataFrame(
         {
@@ -189,4 +193,4 @@ def _join_ids(rows: Rows, row: int) -> NDArray[np.int32]:
 
 
 def _list(ids: list[NDArray[np.int32]]) -> pl.Series:
-    return pl.Series(map(list, ids), dtype=pl.List(pl.Int32))
+    return pl.Series([each.tolist() for each in ids], dtype=pl.List(pl.Int32))

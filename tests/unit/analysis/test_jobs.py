@@ -15,6 +15,7 @@ import pyarrow
 import pytest
 import torch
 
+from recipe.offpolicy.analysis import jobs
 from recipe.offpolicy.analysis.attribution.attribution import attribute
 from recipe.offpolicy.analysis.calibration.joint import compute_joint_shares
 from recipe.offpolicy.analysis.calibration.prompt_sample import PromptSample
@@ -23,7 +24,6 @@ from recipe.offpolicy.analysis.jobs import (
     ALONE,
     Jobs,
     JobsError,
-    jobs,
     map_steps,
     prepare_process,
     read_arguments,

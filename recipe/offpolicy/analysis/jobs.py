@@ -1,4 +1,4 @@
-"""Results of a function over items, in their order, whoever computes them: this process, others, or a Ray cluster."""
+"""Work on the steps of a recording, in order, by this process, others of this machine, or tasks of a Ray cluster."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import argparse
 import ctypes
 import multiprocessing
 import os
+import sys
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from functools import partial
 from multiprocessing.context import BaseContext
 from typing import Any, Final, TypeVar
 
-from ...recording import Recording
+from ..recording import Recording, Step
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -171,3 +172,37 @@ def read_arguments(options: argparse.Namespace, recording: Recording, steps: Seq
         return Jobs(options.jobs or 1, options.ray)
     size = sum(path.stat().st_size for step in steps for path in recording.files[step])
     return Jobs(len(os.sched_getaffinity(0)) if size >= LARGE else 1)
+
+
+def map_steps(
+    work: Callable[[Iterable[Step]], Result],
+    steps: Iterable[Step],
+    jobs: Jobs,
+    what: str,
+    *,
+    in_pieces: bool = False,
+) -> Iterator[Result]:
+    """Yield ``work`` of each step, in order, with a progress bar.
+
+    Args:
+        work: takes one step, which comes once for each correction that acted in it; of a module, or a partial of one.
+        steps: a recording, or steps in memory, each by itself, which this process works on.
+        what: is done, for the bar.
+        in_pieces: a large step of a recording comes to ``work`` piece by piece, see ``Recording.pieces``.
+    """
+    if not isinstance(steps, Recording):
+        return (work([step]) for step in steps)
+    reader = steps.in_pieces() if in_pieces else steps
+    alone = [reader.only(number) for number in steps.steps]
+    return show_progress(jobs.map(work, alone), len(alone), what)
+
+
+def show_progress(results: Iterable[Result], total: int, what: str) -> Iterator[Result]:
+    """Yield ``results`` and show how many of ``total`` have come, on standard error where that is a terminal."""
+    if not sys.stderr.isatty():
+        yield from results
+        return
+    from rich.console import Console
+    from rich.progress import track
+
+    yield from track(results, what, total=total, console=Console(stderr=True), transient=True)
