@@ -32,7 +32,10 @@ def main() -> None:
     """Run the command that the first argument names; ends the process with its exit status."""
     if "_ARGCOMPLETE" in os.environ:
         _complete()
-    parser = argparse.ArgumentParser(prog="offpolicy", description="Tools for off-policy corrections in verl.")
+    parser = argparse.ArgumentParser(
+        prog="offpolicy",
+        description="Tools for off-policy corrections in verl; also: python -m recipe.offpolicy COMMAND ...",
+    )
     names = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, (_, _, summary) in COMMANDS.items():
         names.add_parser(name, help=summary, add_help=False)

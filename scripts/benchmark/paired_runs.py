@@ -34,6 +34,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+if __name__ == "__main__" and {"-h", "--help"} & set(sys.argv):  # before imports that take seconds
+    sys.exit(print(__doc__))
+
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 

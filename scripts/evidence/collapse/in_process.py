@@ -19,6 +19,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+if __name__ == "__main__" and {"-h", "--help"} & set(sys.argv):  # before imports that take seconds
+    sys.exit(print(__doc__))
+
 ROOT = Path(__file__).resolve().parents[3]
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts" / "evidence")]
 os.environ |= {

@@ -103,5 +103,8 @@ def main(part: Part) -> int:
 
 
 if __name__ == "__main__":
+    from recipe.offpolicy.usage import answer_help
+
+    answer_help(__doc__)
     parts: dict[tuple[str, ...], Part] = {(): "held_out", ("held_out",): "held_out", ("tuning",): "tuning"}
     sys.exit(main(parts[given]) if (given := (*sys.argv[1:],)) in parts else __doc__)

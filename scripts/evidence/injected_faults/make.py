@@ -162,6 +162,9 @@ def keep(recording: Path, target: Path, case: FaultCase) -> None:
 
 
 if __name__ == "__main__":
-    if not sys.argv[1:] or sys.argv[1] in ("-h", "--help"):
+    from recipe.offpolicy.usage import answer_help
+
+    answer_help(__doc__)
+    if not sys.argv[1:]:
         sys.exit(__doc__)
     sys.exit(main(Path(sys.argv[1]).resolve(), sys.argv[2:]))
