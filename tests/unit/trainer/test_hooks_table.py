@@ -42,3 +42,9 @@ def test_it_has_every_hook_in_order_with_its_users() -> None:
     table = re.findall(r"^\| `(\w+)` \|[^|]*\|[^|]*\|([^|]*)\|$", text, re.MULTILINE)
     assert [hook for hook, _ in table] == hooks
     assert {hook: {name.strip() for name in names.split(",")} - {"-"} for hook, names in table} == users
+
+
+def test_files_that_the_page_names_are_there() -> None:
+    named = re.findall(r"`((?:[a-z_]+/)+[a-z_]+\.py)`", (ROOT / "docs" / "architecture.md").read_text())
+    assert len(named) > 15
+    assert not [name for name in named if not ((ROOT / "recipe/offpolicy" / name).exists() or (ROOT / name).exists())]
