@@ -14,26 +14,26 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from verl_patches.contract import PatchError, demand_release
-from verl_patches.execution_path import live_path
 from verl_patches.runtime_env import KEY, VARIABLES_OF_WORKERS, forward
 
 from .correction import CorrectionSpec, SpecError
 from .correction.problem import CheckError
 from .fault_tolerance.redaction import redact_streams
-from .preflight.checks import find_missing_actor, list_active, list_patch_groups
-from .preflight.examination import examine
+from .preflight.checks.path import list_patch_groups
+from .preflight.checks.readable import find_missing_actor
+from .preflight.examination import Preflight, examine
 from .preflight.hydra_groups import read_task_overrides
 from .trainer.hooked import MODULE, mark
 
 
-def prepare(config: DictConfig) -> tuple[CorrectionSpec, list[str]]:
+def prepare(config: DictConfig) -> tuple[CorrectionSpec, Preflight]:
     """Run the start-up checks, print what is on, and turn verl's idle correction off, in place.
 
     Args:
         config: the launch's, composed.
 
     Returns:
-        The correction to train with, and remarks that stop nothing.
+        The correction to train with, and what the checks found.
 
     Raises:
         CheckError: something stops the launch; all of it at once.
@@ -41,11 +41,11 @@ def prepare(config: DictConfig) -> tuple[CorrectionSpec, list[str]]:
     found = examine(config, read_task_overrides(), say=say)
     if found.spec is None or found.stopping:
         raise CheckError(found.stopping)
-    if not found.spec.is_none and not list_active(config):
+    if not found.spec.is_none and not found.run.active:
         # At its defaults verl's helper corrects nothing but runs every step over the padded batch.
         with open_dict(config):
             config.algorithm.rollout_correction = None
-    return found.spec, [f"{problem.verdict}: {problem}" for problem in found.remarks]
+    return found.spec, found
 
 
 def say(line: str) -> None:
@@ -62,11 +62,11 @@ def check(config: DictConfig) -> list[str]:
     Raises:
         CheckError, PatchError: what stops the launch.
     """
-    spec, remarks = prepare(config)
-    forward(config, groups=list_patch_groups(live_path(config)), modules=(MODULE,))
+    spec, found = prepare(config)
+    forward(config, groups=list_patch_groups(found.run.path), modules=(MODULE,))
     mark(config)
     done = f"all checks passed; {json.dumps(spec.to_mapping())}, fingerprint {spec.fingerprint()}"
-    return [str(live_path(config)), done, *remarks]
+    return [str(found.run.path), done, *(f"{problem.verdict}: {problem}" for problem in found.remarks)]
 
 
 class LaunchCallback(Callback):

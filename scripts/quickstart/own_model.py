@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from recipe.offpolicy.preflight.model_tensors import CONFIG, WEIGHTS, count_largest_tensor, list_weights, read_shapes
+from recipe.offpolicy.preflight.model_files import CONFIG, WEIGHTS, count_largest_tensor, list_weights, read_shapes
 
 BUCKET = "actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes"
 LEAST_BUCKET = {"cpu": 16, "cpu_megatron": 16, "cuda": 256}

@@ -230,7 +230,7 @@ def test_every_v1_trainer_that_verl_makes_is_corrected(monkeypatch: pytest.Monke
     from verl_patches.releases import V1_MODES
 
     hook(monkeypatch, trainer_base.PPOTrainer, hooked._correct_v1)
-    monkeypatch.setattr("recipe.offpolicy.preflight.checks.demand_seams", lambda config: None)
+    monkeypatch.setattr("recipe.offpolicy.preflight.checks.path.demand_seams", lambda config: None)
     ours = OmegaConf.create({"trainer": {"v1": {"trainer_mode": "sync"}}, "offpolicy": {}})
     hooked.mark(ours)
     for mode in V1_MODES:

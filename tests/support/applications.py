@@ -12,8 +12,10 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from recipe.offpolicy.preflight.checks.config_reader import copy_config
+from recipe.offpolicy.correction import CorrectionSpec
+from recipe.offpolicy.preflight.composed import Composed, copy_config
 from tests.support.paths import ROOT
+from verl_patches.execution_path import LivePath
 
 CONFIGS = ROOT / "configs"
 _FOLDER = CONFIGS / "correction"
@@ -72,3 +74,11 @@ def changed(config: DictConfig, changes: dict[str, Any]) -> DictConfig:
     for key, value in changes.items():
         OmegaConf.update(config, key, value, merge=False, force_add=True)
     return config
+
+
+def composed(config: DictConfig, spec: CorrectionSpec | None = None, path: LivePath | None = None) -> Composed:
+    """A configuration as the checks read it, with another correction than its own, or on another path."""
+    run = Composed(config, spec)
+    if path is not None:
+        run.path = path
+    return run

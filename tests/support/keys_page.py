@@ -22,6 +22,7 @@ from recipe.offpolicy.extensions.process_reward import settings as process_rewar
 from recipe.offpolicy.monitor.alarms import alarm_settings
 from recipe.offpolicy.monitor.bounds import bound_settings
 from recipe.offpolicy.monitor.mismatch import snapshot_settings
+from recipe.offpolicy.preflight import auto_setup
 from recipe.offpolicy.recording import record_settings
 from recipe.offpolicy.replay import replay_settings
 from recipe.offpolicy.staleness import staleness_settings
@@ -39,6 +40,7 @@ TABLES: dict[str, tuple[str, Mapping[str, Key]]] = {
         record_settings.KEYS,
         *alarm_settings.KEYS.values(),
         bound_settings.KEYS,
+        auto_setup.KEYS,
     )
 } | {
     "length_penalty": ("length_penalty/anchor.yaml", length_penalty.KEYS),

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from recipe.offpolicy.preflight.checks.config_reader import copy_config
+from recipe.offpolicy.preflight.composed import copy_config
 
 
 def with_overrides(config: DictConfig, overrides: Iterable[str]) -> DictConfig:

@@ -23,11 +23,13 @@ class Key:
         fits: returns True for an accepted value.
         words: description of accepted values, after "expected".
         read_with: (another key, its value, or ... for any but null) without which this key is unused.
+        options: words that it chooses from, of which the nearest is proposed if there is no default.
     """
 
     fits: Callable[[Any], bool]
     words: str
     read_with: tuple[str, Any] | None = None
+    options: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -76,7 +78,10 @@ class Section:
 
     def find_problems(self, config: Any) -> Iterator[Problem]:
         """Find unknown keys and invalid values; if there are none, unused keys and contradictions."""
-        given = self.read(config)
+        yield from self.check(self.read(config))
+
+    def check(self, given: Any) -> Iterator[Problem]:
+        """Find the same in plain values."""
         if given is None:
             return
         if not isinstance(given, Mapping):
@@ -88,7 +93,9 @@ class Section:
         unfit = {name: value for name, value in known.items() if not self.keys[name].fits(value)}
         for name, value in unfit.items():
             instead = self._replace(name, value, default[name])
-            yield self._build(name, value, f"expected {self.keys[name].words}.", "", *instead)
+            key = self.keys[name]
+            fix = f"Set {key.words}." if key.options and not instead else ""
+            yield self._build(name, value, f"expected {key.words}.", fix, *instead)
         if not unfit:
             yield from self._find_unread({**default, **known}, default)
             yield from self._find_contradictions({**default, **known})
@@ -97,6 +104,8 @@ class Section:
         """Build the override for the intended value, else the default, or the hint if null would disable the key."""
         meant = [number for number in read_numbers(value) if self.keys[name].fits(number)]
         usual = default if default is not None else (self.hints or {}).get(name)
+        if usual is None:
+            usual = find_closest(str(value), self.keys[name].options)
         instead = meant[0] if meant else usual
         return () if instead is None else (set_to(f"{self.path}.{name}", instead),)
 
@@ -108,7 +117,7 @@ class Section:
                 at = f"{self.path}.{prefix}{near}"
                 fix = f"Did you mean {at}?" if near else f"Known under {self.path}: {', '.join(shipped)}."
                 moved = (*remove(f"{self.path}.{full}", value), set_to(at, value)) if near else ()
-                yield self._build(full, value, "unknown key.", fix, *moved)
+                yield build_unknown(f"{self.path}.{full}", value, fix, *moved)
             elif isinstance(shipped[name], Mapping):
                 if isinstance(value, Mapping):
                     yield from self._find_unknown(value, shipped[name], f"{full}.")
@@ -140,6 +149,11 @@ class Section:
     ) -> Problem:
         key = f"{self.path}.{name}" if name else self.path
         return Problem(key, value, reason, fix, parts=(), overrides=overrides, beside=dict(beside or {}))
+
+
+def build_unknown(key: str, value: Any, fix: str, *overrides: str) -> Problem:
+    """Build the problem of a key that nothing knows."""
+    return Problem(key, value, "unknown key.", fix, parts=(), overrides=overrides)
 
 
 def number(
@@ -187,14 +201,15 @@ def flag(*, read_with: tuple[str, Any] | None = None) -> Key:
     return Key(lambda value: isinstance(value, bool), "true or false", read_with)
 
 
-def choice(*options: str, read_with: tuple[str, Any] | None = None) -> Key:
-    """Declare one of some words.
+def choice(*options: str, null: str = "", read_with: tuple[str, Any] | None = None) -> Key:
+    """Declare one of some words, or null, by what that means.
 
     Example:
         >>> choice("wait", "drop").words
         'one of [wait,drop]'
     """
-    return Key(lambda value: value in options, f"one of {format_value(list(options))}", read_with)
+    words = f"one of {format_value(list(options))}{f', or null {null}' if null else ''}"
+    return Key(lambda value: value in options or (null != "" and value is None), words, read_with, options)
 
 
 def _flatten(values: Values, prefix: str = "") -> dict[str, Any]:

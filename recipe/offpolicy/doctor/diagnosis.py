@@ -10,29 +10,27 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from verl_patches.contract import PatchError
-from verl_patches.execution_path import LivePath, live_path
+from verl_patches.execution_path import LivePath
 from verl_patches.releases import TESTED
 
 from ..correction import CorrectionSpec, Problem, SpecError
 from ..correction.problem import EVERYTHING, MU, CheckError
 from ..preflight.bound_pairs import find_pairs
-from ..preflight.checks import (
-    REMARKS,
-    VERL_CHECKS,
-    ConfiguredPart,
-    check_by_verl,
+from ..preflight.checks import REMARKS, VERL_CHECKS
+from ..preflight.checks.readable import (
     find_missing_actor,
     find_null_sections,
     find_unreadable_values,
     find_unresolved_interpolations,
-    list_active,
-    list_parts,
 )
+from ..preflight.checks.run_keys import check_by_verl
+from ..preflight.composed import REPLAY_PART as ROUTER_REPLAY
+from ..preflight.composed import Composed
+from ..preflight.configured_parts import ConfiguredPart, list_parts
 from ..preflight.examination import collect_problems, describe_verls_loss, examine, find_stray_overrides
 from ..preflight.hydra_groups import brought_sections, read_task_overrides
 from ..preflight.own_keys import list_groups, list_sections
 from ..preflight.similar_keys import find_similar_keys
-from ..preflight.verl_keys.router_replay import ROUTER_REPLAY
 from .launch import OURS, SAMPLERS, VERLS, Launch, LaunchError, compose
 
 State = Literal["OK", "NO-OP", "ERROR"]
@@ -124,14 +122,14 @@ def judge(config: DictConfig, launch: Launch, overrides: Sequence[str] = ()) -> 
     if null := list(find_null_sections(config)):
         return Diagnosis(launch, rows=_arrange_rows((), null)[0])
     if not launch.ours and not brought_sections():
-        return _judge_verl(config, launch, live_path(config), overrides)
+        return _judge_verl(Composed(config, CorrectionSpec()), launch, overrides)
     if missing := [*_find_sampler(launch), *find_missing_actor(config)]:
         return Diagnosis(launch, rows=_arrange_rows((), missing)[0])
     found = examine(config, overrides)
-    parts = list_parts(config, found.spec) if found.spec is not None else ()
+    parts = list_parts(found.run) if found.spec is not None else ()
     rows, notes = _arrange_rows(parts, [*found.problems, *_note_program(launch)])
     fingerprint = None if found.spec is None or found.spec.is_none else found.spec.fingerprint()
-    return Diagnosis(launch, _find_path(config), rows, notes, found.said, fingerprint, headline=found.headline)
+    return Diagnosis(launch, _find_path(found.run), rows, notes, found.said, fingerprint, headline=found.headline)
 
 
 def _find_sampler(launch: Launch) -> Iterator[Problem]:
@@ -148,15 +146,16 @@ def _note_program(launch: Launch) -> Iterator[Problem]:
         yield Problem("module", launch.module, reason, "", "NOTE")
 
 
-def _find_path(config: DictConfig) -> LivePath | None:
+def _find_path(run: Composed) -> LivePath | None:
     try:
-        return live_path(config)
+        return run.path
     except OmegaConfBaseException:  # an interpolation without a value, which has a problem of its own
         return None
 
 
-def _judge_verl(config: DictConfig, launch: Launch, where: LivePath, overrides: Sequence[str]) -> Diagnosis:
+def _judge_verl(run: Composed, launch: Launch, overrides: Sequence[str]) -> Diagnosis:
     """Judge a program of verl's, which has only verl's own correction."""
+    config, where = run.config, run.path
     known = launch.module in VERLS
     problems = list(_take_unread(config, launch, overrides))
     found = (*find_similar_keys(overrides), *find_stray_overrides(config, overrides))
@@ -170,22 +169,17 @@ def _judge_verl(config: DictConfig, launch: Launch, where: LivePath, overrides: 
         reason = "a trainer of its own: which keys it reads was not looked at."
         fix = "Add a correction of ours instead, +correction@correction=tis_token for example."
         # Without a correction there is none that could act otherwise than configured.
-        problems.append(Problem("module", launch.module, reason, fix, "ERROR" if list_active(config) else "NOTE"))
+        problems.append(Problem("module", launch.module, reason, fix, "ERROR" if run.active else "NOTE"))
     if where.release not in TESTED:
         reason = f"which keys this release reads was not looked at; of {', '.join(TESTED)} it was."
         problems.append(Problem("verl", where.release, reason, "Install one of them.", "NOTE"))
     read_otherwise = {problem.key for problem in problems}
-    checked = collect_problems((*VERL_CHECKS, *REMARKS) if known else (), config, CorrectionSpec())
+    checked = collect_problems((*VERL_CHECKS, *REMARKS) if known else (), run)
     problems += [problem for problem in checked if problem.key not in read_otherwise]
     if known and not any(problem.verdict == "ERROR" for problem in problems):
-        problems += collect_problems((check_by_verl,), config, CorrectionSpec())
-    rows, notes = _arrange_rows(list_parts(config, CorrectionSpec()), problems)
-    asked = bool(list_active(config))
-    said = (
-        f"{describe_verls_loss(config)}"
-        if asked
-        else f"UNCORRECTED: {launch.module} with {describe_verls_loss(config)}"
-    )
+        problems += collect_problems((check_by_verl,), run)
+    rows, notes = _arrange_rows(list_parts(run), problems)
+    said = f"{'' if run.active else f'UNCORRECTED: {launch.module} with '}{describe_verls_loss(run)}"
     return Diagnosis(launch, where, rows, notes, headline=said)
 
 

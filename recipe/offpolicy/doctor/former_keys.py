@@ -6,7 +6,7 @@ from fnmatch import fnmatchcase
 
 from verl_patches.releases import TESTED
 
-from ..preflight.verl_keys.former_names import OBSOLETE
+from ..preflight.checks.verl_correction import OBSOLETE
 
 _REWARD_MODEL = (
     *("forward_max_token_len_per_gpu", "launch_reward_fn_async", "load_weight", "max_length", "megatron"),

@@ -24,10 +24,10 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from verl_patches.contract import demand_release, installed_release
 from verl_patches.hydra_sections import bring_sections
 
-from ..preflight.checks.module_source import find_source
 from ..preflight.hydra_groups import force_own_keys
 from ..preflight.hydra_refusals import NO_DEFAULT, explain_refusal, list_nested, parse
 from ..preflight.primary_config import CONFIG_DIR, check_primary, keep_search_path
+from ..preflight.python_source import find_source
 from .hydra_main import HydraMain, read_hydra_main
 from .unknown_keys import find_unknown_keys
 

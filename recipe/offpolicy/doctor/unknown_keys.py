@@ -14,11 +14,10 @@ from omegaconf.errors import OmegaConfBaseException
 
 from ..correction import Problem
 from ..correction.spelling import find_closest
-from ..preflight.checks.module_source import find_source
+from ..preflight.checks.verl_correction import FREE, find_meant
 from ..preflight.own_keys import list_groups, list_sections
+from ..preflight.python_source import find_source
 from ..preflight.similar_keys import TARGET, explain_misplaced, list_fields
-from ..preflight.verl_keys.keys import FREE
-from ..preflight.verl_keys.misplaced import find_meant
 from .former_keys import find_last_release, find_successor
 
 _OPEN = ("correction.masks", "correction.weights", "offpolicy.extensions")

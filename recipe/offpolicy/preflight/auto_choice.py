@@ -10,22 +10,19 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
-
 from verl_patches.execution_path import FULLY_ASYNC
 
 from ..correction import Problem, recommended
 from ..correction.problem import CheckError, set_to
+from ..replay.replay_settings import RECORDED
 from ..staleness.staleness_settings import CEILING, ETA, TARGET
 from .auto_setup import Setup
+from .composed import ACTOR, LOSS_MODE, PROXIMAL, Composed
 
 ETA_CODE, ETA_MATHS = 4, 8  # steps of staleness; AReaL, arXiv:2505.24298. Nothing here was measured beyond 8.
-_ROLLOUT = "actor_rollout_ref.rollout"
-_ACTOR = "actor_rollout_ref.actor"
 _STALENESS = "trainer.v1.sampler.max_off_policy_threshold"
 _FULLY_ASYNC = "async_training.staleness_threshold"
 _PARTIAL = "async_training.partial_rollout"
-_LOSS = f"{_ACTOR}.policy_loss.loss_mode"
 
 
 @dataclass(frozen=True)
@@ -161,27 +158,25 @@ def _choose_routing(setup: Setup) -> Selection:
     }[replay]
     line = f"setup.model=moe with setup.minibatches={setup.minibatches}: {because}."
     if setup.objective == "gspo" and replay != "disabled":
-        return Selection((), (f"setup.model=moe: {_LOSS}=gspo, in the place of routing replay {replay}.",))
+        return Selection((), (f"setup.model=moe: {LOSS_MODE}=gspo, in the place of routing replay {replay}.",))
     advice = ["Long responses or a mixture of experts: try a geometric mask, correction=[...,gsm], with wider bounds."]
     if setup.replay_mode is None:
         if replay != "disabled":
-            line = (
-                f"{line[:-1]}; nothing replays on {_ACTOR}.strategy={setup.strategy} as configured, so there is none."
-            )
+            line = f"{line[:-1]}; nothing replays on {ACTOR}.strategy={setup.strategy} as configured, so there is none."
             advice = [
                 f"Without routing replay: mask rows by their geometric mean, correction=[...,gsm], or take GSPO, "
-                f"{_LOSS}=gspo. Megatron replays, and FSDP with verl 0.9.1's V1 trainer and vLLM."
+                f"{LOSS_MODE}=gspo. Megatron replays, and FSDP with verl 0.9.1's V1 trainer and vLLM."
             ]
         return Selection((), (line,), (), tuple(advice))
-    gspo = None if replay == "disabled" else (_LOSS, "gspo")
+    gspo = None if replay == "disabled" else (LOSS_MODE, "gspo")
     why = f"{because}."
     requires = [Requirement(setup.replay_mode, replay, why, instead=gspo)]
     if replay == "R3":
         recorded = "R3 replays routes that the rollout engine has to record."
-        requires.append(Requirement(f"{_ROLLOUT}.enable_rollout_routing_replay", True, recorded, instead=gspo))
+        requires.append(Requirement(RECORDED, True, recorded, instead=gspo))
     if replay == "R2":
         recorded = "R2 records routes in the forward pass that makes pi_old."
-        requires.append(Requirement("correction.proximal", "recompute", recorded, instead=gspo))
+        requires.append(Requirement(PROXIMAL, "recompute", recorded, instead=gspo))
     return Selection((), (line,), tuple(requires), tuple(advice))
 
 
@@ -196,34 +191,30 @@ def _choose_tools(setup: Setup) -> Selection:
     )
 
 
-def check_requirements(config: DictConfig, requires: tuple[Requirement, ...]) -> None:
+def check_requirements(run: Composed, requires: tuple[Requirement, ...]) -> None:
     """Check a configuration against the requirements of a selection.
 
     Raises:
         CheckError: all keys that differ, with their fix.
     """
-    if problems := [problem for one in requires if (problem := _check_requirement(config, one))]:
+    if problems := [problem for one in requires if (problem := _check_requirement(run, one))]:
         raise CheckError(problems)
 
 
-def _check_requirement(config: DictConfig, one: Requirement) -> Problem | None:
-    if one.instead is not None and OmegaConf.select(config, one.instead[0]) == one.instead[1]:
+def _check_requirement(run: Composed, one: Requirement) -> Problem | None:
+    if one.instead is not None and run.get(one.instead[0]) == one.instead[1]:
         return None
-    value = OmegaConf.select(config, one.key)
+    value = run.get(one.key)
+    # Where verl leaves out the keys of routing replay, it is off.
+    met = value == one.value or (value is None and one.value == "disabled")
     if one.at_most:
         met = isinstance(value, int | float) and value <= one.value
-    else:
-        # Where verl leaves out the keys of routing replay, it is off.
-        met = value == one.value or (value is None and one.value == "disabled")
     if met:
         return None
-    fix = f"Set {set_to(one.key, one.value)}"
-    if one.instead is not None:
-        fix += f", or {one.instead[0]}={one.instead[1]}"
-    fix += ", or choose corrections by name instead of correction=auto."
+    other = "" if one.instead is None else f", or {one.instead[0]}={one.instead[1]}"
+    fix = f"Set {set_to(one.key, one.value)}{other}, or choose corrections by name instead of correction=auto."
     # A release may not have the key.
-    missing = OmegaConf.select(config, one.key, default=...) is ...
-    return Problem(one.key, value, one.why, fix, overrides=(set_to(one.key, one.value, add=missing),))
+    return run.problem(one.key, one.why, fix, (set_to(one.key, one.value, add=run.get(one.key, ...) is ...),))
 
 
 def format_selection(selection: Selection) -> Iterator[str]:

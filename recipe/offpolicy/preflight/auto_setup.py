@@ -3,32 +3,38 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Literal, get_args
 
-from omegaconf import DictConfig, OmegaConf
+from verl_patches.execution_path import STRATEGY, count_prompts
 
-from verl_patches.execution_path import count_prompts, find_program_mode, live_path
-
+from ..batch.declared_keys import Section, choice, count
 from ..correction import SpecError
+from ..correction.problem import CheckError
 from ..correction.requirement import find_unmet
-from ..correction.spelling import find_closest
 from ..replay.obstacles import list_requirements
-from ..replay.replay_settings import ROUTER_REPLAY, replays_on_fsdp
-from ..staleness.staleness_settings import ETA, TARGET
-from .model_config import find_experts
+from ..replay.replay_settings import MEGATRON_ROUTER_REPLAY, RECORDED, ROUTER_REPLAY, replays_on_fsdp
+from ..staleness.staleness_settings import TARGET
+from .composed import ACTOR, BATCH, LOSS_MODE, MINI_BATCH, MODE, NAME, ROLLOUT, UNTESTED_ENGINES, Composed
+from .model_files import find_experts
 
 Engine = Literal["same", "different"]
 Mode = Literal["sync", "async"]
 Model = Literal["dense", "moe"]
 Trajectory = Literal["single", "tools"]
 
-REPLAYING = ("megatron",)  # strategies on which verl itself replays routes, of those that are covered
-_ROLLOUT = "actor_rollout_ref.rollout"
-_ACTOR = "actor_rollout_ref.actor"
-_ROLLOUT_ENGINES = ("vllm", "sglang", "trtllm")
+KEYS = Section(
+    "setup",
+    dict.fromkeys(("engine", "mode", "model", "trajectory", "minibatches")),
+    {
+        "engine": choice(*get_args(Engine), null="to find out"),
+        "mode": choice(*get_args(Mode), null="to find out"),
+        "model": choice(*get_args(Model), null="to find out"),
+        "trajectory": choice(*get_args(Trajectory), null="to find out"),
+        "minibatches": count("a number of gradient steps, 1 or more, or null to count them", null=True),
+    },
+)
 
 
 @dataclass(frozen=True)
@@ -66,65 +72,60 @@ class Setup:
     @property
     def replay_mode(self) -> str | None:
         """The key that decides about routing replay; None where nothing replays routes."""
-        if self.strategy in REPLAYING:
-            return f"{_ACTOR}.{self.strategy}.router_replay.mode"
+        if self.strategy == "megatron":
+            return f"{MEGATRON_ROUTER_REPLAY}.mode"
         return f"{ROUTER_REPLAY}.mode" if self.fsdp_replay else None
 
 
-def read_setup(config: DictConfig) -> Setup:
+def read_setup(run: Composed) -> Setup:
     """Read the set-up of a composed configuration: ``setup.*`` where given, else from verl's keys.
 
     Raises:
-        SpecError: unknown keys or values, what is neither given nor known, and what is given and contradicted.
+        CheckError: unknown keys or values.
+        SpecError: what is neither given nor known, and what is given and contradicted.
     """
-    given = _read_given(config)
-    values: dict[str, Any] = {}
-    for name, look in _LOOKS.items():
-        seen = look(config)
-        if given[name] is None:
-            if seen is None:
-                reason, fix = _WHY_UNKNOWN[name]
-                raise SpecError(f"correction=auto needs it, and {reason}", fix, key=f"setup.{name}")
-            values[name] = seen.value
-        elif seen is not None and seen.firm and seen.value != given[name]:
-            raise SpecError(
-                f"the configuration says {seen.value}: {seen.source}.",
-                f"Set setup.{name}=null to follow it, or change the configuration.",
-                key=f"setup.{name}",
-                value=given[name],
-            )
-        else:
-            values[name] = given[name]
-    strategy = OmegaConf.select(config, f"{_ACTOR}.strategy") or "unknown"
-    objective = OmegaConf.select(config, f"{_ACTOR}.policy_loss.loss_mode") or "vanilla"
-    bounded = OmegaConf.select(config, ETA) is not None
-    adaptive = bounded and OmegaConf.select(config, TARGET) is not None
-    strategy, objective = str(strategy), str(objective)
-    unmet = find_unmet(list_requirements("R3"), partial(OmegaConf.select, config), "", ())
-    replays = replays_on_fsdp(live_path(config)) and not list(unmet)
+    given, values = _read_given(run), dict[str, Any]()
+    for name, (look, reason, fix) in _LOOKS.items():
+        key, seen, value = f"setup.{name}", look(run), given[name]
+        if value is None and seen is None:
+            raise SpecError(f"correction=auto needs it, and {reason}", fix, key=key)
+        if value is not None and seen is not None and seen.firm and seen.value != value:
+            fix = f"Set {key}=null to follow it, or change the configuration."
+            raise SpecError(f"the configuration says {seen.value}: {seen.source}.", fix, key=key, value=value)
+        values[name] = seen.value if value is None and seen is not None else value
+    unmet = find_unmet(list_requirements("R3"), run.get, "", ())
     return Setup(
         **values,
-        strategy=strategy,
-        objective=objective,
-        bounded=bounded,
-        adaptive=adaptive,
-        fsdp_replay=replays,
-        program=find_program_mode(config),
-        resumes=bool(OmegaConf.select(config, "async_training.partial_rollout", default=True)),
+        strategy=str(run.get(STRATEGY) or "unknown"),
+        objective=str(run.get(LOSS_MODE) or "vanilla"),
+        bounded=run.staleness is not None,
+        adaptive=run.staleness is not None and run.get(TARGET) is not None,
+        fsdp_replay=replays_on_fsdp(run.path) and not list(unmet),
+        program=run.program,
+        resumes=bool(run.get("async_training.partial_rollout", True)),
     )
 
 
-def refuse_setup(config: DictConfig) -> None:
+def refuse_setup(run: Composed) -> None:
     """Refuse keys under ``setup`` beside corrections chosen by name, which do not read them.
 
     Raises:
+        CheckError: unknown keys or values.
         SpecError: a key of it is set.
     """
-    for name, value in _read_given(config).items():
+    for name, value in _read_given(run).items():
         if value is not None:
             key = f"setup.{name}"
-            fix = f"Set correction=auto, or {key}=null."
-            raise SpecError("only correction=auto reads it.", fix, key=key, value=value)
+            raise SpecError(
+                "only correction=auto reads it.", f"Set correction=auto, or {key}=null.", key=key, value=value
+            )
+
+
+def _read_given(run: Composed) -> dict[str, Any]:
+    given = KEYS.read(run.config)
+    if problems := list(KEYS.check(given)):
+        raise CheckError(problems)
+    return {**KEYS.shipped, **(given or {})}
 
 
 @dataclass(frozen=True)
@@ -136,61 +137,34 @@ class _Observed:
     firm: bool = True
 
 
-def _read_given(config: DictConfig) -> dict[str, Any]:
-    node = config.get("setup")
-    given: Any = {} if node is None else node
-    if OmegaConf.is_config(node):
-        given = OmegaConf.to_container(node, resolve=True)
-    if not isinstance(given, Mapping):
-        raise SpecError(f"expected the keys {', '.join(_LOOKS)}.", key="setup", value=given, mend={"setup": {}})
-    for name, value in given.items():
-        key = f"setup.{name}"
-        if name not in _LOOKS:
-            near = find_closest(str(name), _LOOKS)
-            fix = f"Did you mean setup.{near}?" if near else f"Known under setup: {', '.join(_LOOKS)}."
-            meant, away = ({f"setup.{near}": value}, {key: value}) if near else (None, None)
-            raise SpecError("unknown key.", fix, key=key, value=value, meant=meant, removed=away)
-        if value is None:
-            continue
-        if name in _CHOICES and value not in _CHOICES[name]:
-            fix = f"Set one of {', '.join(_CHOICES[name])}, or null."
-            choice = find_closest(str(value), _CHOICES[name])
-            raise SpecError("no such choice.", fix, key=key, value=value, mend={key: choice} if choice else None)
-        if name == "minibatches" and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-            fix = "Set 1 or more, or null to count them."
-            raise SpecError("a number of gradient steps.", fix, key=key, value=value)
-    return {name: given.get(name) for name in _LOOKS}
-
-
-def _find_engine(config: DictConfig) -> _Observed | None:
-    name = OmegaConf.select(config, f"{_ROLLOUT}.name")
+def _find_engine(run: Composed) -> _Observed | None:
+    name = run.get(NAME)
     # Kernels can be matched until both engines agree to the bit, which the user knows and no key says.
-    return _Observed("different", f"{_ROLLOUT}.name={name}", firm=False) if name in _ROLLOUT_ENGINES else None
+    return _Observed("different", f"{NAME}={name}", firm=False) if name in ("vllm", *UNTESTED_ENGINES) else None
 
 
-def _find_mode(config: DictConfig) -> _Observed | None:
-    if (program := find_program_mode(config)) is not None:
-        return _Observed("async", f"the program is {program}_policy")
-    if OmegaConf.select(config, "trainer") and not OmegaConf.select(config, "trainer.use_v1", default=False):
+def _find_mode(run: Composed) -> _Observed | None:
+    if run.program is not None:
+        return _Observed("async", f"the program is {run.program}_policy")
+    if run.get("trainer") and not run.get("trainer.use_v1", False):
         return _Observed("sync", "the V0 trainer")
-    mode = OmegaConf.select(config, "trainer.v1.trainer_mode")
-    return None if mode is None else _Observed("sync" if mode == "sync" else "async", f"trainer.v1.trainer_mode={mode}")
+    mode = run.get(MODE)
+    return None if mode is None else _Observed("sync" if mode == "sync" else "async", f"{MODE}={mode}")
 
 
-def _find_model(config: DictConfig) -> _Observed | None:
-    for key in [*(f"{_ACTOR}.{strategy}.router_replay.mode" for strategy in REPLAYING), f"{ROUTER_REPLAY}.mode"]:
-        if (mode := OmegaConf.select(config, key)) not in (None, "disabled"):
+def _find_model(run: Composed) -> _Observed | None:
+    for key in (f"{MEGATRON_ROUTER_REPLAY}.mode", f"{ROUTER_REPLAY}.mode"):
+        if (mode := run.get(key)) not in (None, "disabled"):
             return _Observed("moe", f"{key}={mode}")
-    key = f"{_ROLLOUT}.enable_rollout_routing_replay"
-    if OmegaConf.select(config, key):
-        return _Observed("moe", f"{key}=true")
-    experts = find_experts(config)
+    if run.get(RECORDED):
+        return _Observed("moe", f"{RECORDED}=true")
+    experts = find_experts(run.config)
     return None if experts is None else _Observed("moe" if experts[0] else "dense", experts[1])
 
 
-def _find_trajectory(config: DictConfig) -> _Observed | None:
-    turns, loop = f"{_ROLLOUT}.multi_turn.enable", f"{_ROLLOUT}.agent.default_agent_loop"
-    enabled, agent = OmegaConf.select(config, turns), OmegaConf.select(config, loop)
+def _find_trajectory(run: Composed) -> _Observed | None:
+    turns, loop = f"{ROLLOUT}.multi_turn.enable", f"{ROLLOUT}.agent.default_agent_loop"
+    enabled, agent = run.get(turns), run.get(loop)
     if enabled:
         return _Observed("tools", f"{turns}=true")
     if agent not in (None, "single_turn_agent"):
@@ -199,9 +173,9 @@ def _find_trajectory(config: DictConfig) -> _Observed | None:
     return None if enabled is None else _Observed("single", f"{turns}=false", firm=False)
 
 
-def _count_minibatches(config: DictConfig) -> _Observed | None:
-    keys = ("data.train_batch_size", f"{_ACTOR}.ppo_mini_batch_size", f"{_ACTOR}.ppo_epochs")
-    sizes = [count_prompts(config), *(OmegaConf.select(config, key) for key in keys[1:])]
+def _count_minibatches(run: Composed) -> _Observed | None:
+    keys = (BATCH, MINI_BATCH, f"{ACTOR}.ppo_epochs")
+    sizes = [count_prompts(run.config), *map(run.get, keys[1:])]
     if not all(isinstance(size, int) and size > 0 for size in sizes):
         return None
     batch, mini_batch, epochs = sizes
@@ -209,29 +183,23 @@ def _count_minibatches(config: DictConfig) -> _Observed | None:
     return _Observed(math.ceil(batch / mini_batch) * epochs, source)
 
 
-_LOOKS: dict[str, Callable[[DictConfig], _Observed | None]] = {
-    "engine": _find_engine,
-    "mode": _find_mode,
-    "model": _find_model,
-    "trajectory": _find_trajectory,
-    "minibatches": _count_minibatches,
-}
-_CHOICES: dict[str, tuple[str, ...]] = {
-    "engine": get_args(Engine),
-    "mode": get_args(Mode),
-    "model": get_args(Model),
-    "trajectory": get_args(Trajectory),
-}
-_WHY_UNKNOWN = {
-    "engine": (f"{_ROLLOUT}.name is no engine that is known.", "Set setup.engine=different, or same."),
-    "mode": ("trainer.v1.trainer_mode is not set.", "Set setup.mode=sync, or async."),
+_LOOKS: dict[str, tuple[Callable[[Composed], _Observed | None], str, str]] = {
+    "engine": (_find_engine, f"{NAME} is no engine that is known.", "Set setup.engine=different, or same."),
+    "mode": (_find_mode, f"{MODE} is not set.", "Set setup.mode=sync, or async."),
     "model": (
+        _find_model,
         "no config.json of the model is at hand to find out.",
         "Set setup.model=dense, or moe for a mixture of experts.",
     ),
-    "trajectory": (f"{_ROLLOUT}.multi_turn.enable is not set.", "Set setup.trajectory=single, or tools."),
+    "trajectory": (
+        _find_trajectory,
+        f"{ROLLOUT}.multi_turn.enable is not set.",
+        "Set setup.trajectory=single, or tools.",
+    ),
     "minibatches": (
-        f"data.train_batch_size, {_ACTOR}.ppo_mini_batch_size and {_ACTOR}.ppo_epochs do not tell.",
+        _count_minibatches,
+        f"{BATCH}, {MINI_BATCH} and {ACTOR}.ppo_epochs do not tell.",
         "Set setup.minibatches=1, or more.",
     ),
 }
+"""Key -> what the configuration shows of it; why that may be nothing, and what to do then."""

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Iterator
 
 from ..correction import Problem
 from ..correction.problem import set_to
-from .verl_keys.keys import VERL, WORKERS
+from .checks.verl_correction import WORKERS
+from .composed import VERL
 
 _OVERRIDE = re.compile(r"\+{0,2}(?P<key>[\w.]+)=(?P<value>[+-]?[\d.]+(?:_[\d.]+)+)\s*")
 _BOUND = re.compile(r"(?P<which>recovery_)?(?:lower|upper)|(?:\w+_)?(?:delta|budget|threshold|threshold_lower)")

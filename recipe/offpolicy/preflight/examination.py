@@ -12,29 +12,22 @@ from verl_patches.contract import PatchError
 
 from ..correction import CorrectionSpec, Problem, SpecError
 from ..correction.problem import CheckError, format_value
-from ..extensions.registry import list_registered, load_extensions
-from . import fallbacks
+from ..extensions.registry import list_registered
 from .bound_pairs import find_pairs
-from .checks import (
-    CHECKS,
-    REMARKS,
-    SUPPORT_PART,
-    Check,
-    check_by_verl,
+from .checks import CHECKS, REMARKS
+from .checks.readable import (
     find_null_sections,
     find_unreadable_values,
     find_unresolved_interpolations,
-    list_active,
-    list_parts,
-    read_shadows,
-    read_spec,
     substitute_usual_values,
 )
-from .hydra_groups import compose_without, filter_added, list_options
-from .option_defaults import restore_defaults
+from .checks.rows import Check
+from .checks.run_keys import check_by_verl
+from .composed import SUPPORT_PART, Composed
+from .configured_parts import list_parts
+from .hydra_groups import compose_without, filter_added, list_options, restore_defaults
 from .own_keys import list_sections
-from .resolve import Say, refuse_emptied, resolve
-from .shadows import check_beside
+from .resolve import Say, check_beside, check_fallbacks, refuse_emptied, resolve
 from .similar_keys import find_stray_keys
 
 _UNREADABLE = (OmegaConfBaseException, ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
@@ -46,6 +39,7 @@ class Preflight:
     """The result of the start-up checks.
 
     Attributes:
+        run: what the checks have read.
         spec: the correction to train with; None where it could not be read.
         options: of the group ``correction``.
         problems: ERROR ones stop the launch; NO-OP ones train and do nothing; the others are notes.
@@ -53,6 +47,7 @@ class Preflight:
         headline: which correction is on, or UNCORRECTED.
     """
 
+    run: Composed
     spec: CorrectionSpec | None
     options: tuple[str, ...]
     problems: tuple[Problem, ...]
@@ -81,18 +76,19 @@ def examine(config: DictConfig, overrides: Iterable[str], *, say: Say = lambda l
     overrides = list(overrides)
     # Every other check would fail on a null section.
     if null := list(find_null_sections(config)):
-        return Preflight(None, (), tuple(null), (), _format_headline(None, (), config))
+        return Preflight(Composed(config), None, (), tuple(null), (), _format_headline(None, Composed(config), ()))
     problems = [*find_unresolved_interpolations(config), *find_unreadable_values(config)]
     if any(problem.verdict == "ERROR" for problem in problems):
         # The other checks run on a copy in which these keys have readable values.
         config = substitute_usual_values(config, [problem.key for problem in problems])
+    run = Composed(config)
     problems += (pairs := list(find_pairs(overrides)))
     problems += find_stray_overrides(config, overrides)
     said: list[str] = []
     options, spec = [], None
     try:
-        options = resolve(config, said.append)
-        spec = read_spec(config)
+        options = resolve(run, said.append)
+        spec = run.spec
     except SpecError as error:
         # Bounds may cross because one of them is a pair read as a number, which ``pairs`` reports.
         if _get_section(error.problem) not in map(_get_section, pairs):
@@ -101,13 +97,13 @@ def examine(config: DictConfig, overrides: Iterable[str], *, say: Say = lambda l
         problems += error.problems
     except _UNREADABLE as error:
         problems.append(_build_unreadable("resolve", error))
-    first = _format_headline(spec, options, config)
+    first = _format_headline(spec, run, options)
     for line in (first, *said):
         say(line)
     if spec is not None:
         reported = {problem.key for problem in pairs}
-        problems += [each for each in _check_around(config, spec, options) if each.key not in reported]
-    return Preflight(spec, tuple(options), tuple(dict.fromkeys(problems)), tuple(said), first)
+        problems += [each for each in _check_around(run, options) if each.key not in reported]
+    return Preflight(run, spec, tuple(options), tuple(dict.fromkeys(problems)), tuple(said), first)
 
 
 def _read_as_written(problem: Problem, overrides: Sequence[str]) -> Problem:
@@ -121,66 +117,60 @@ def _get_section(problem: Problem) -> str:
     return problem.key.rpartition(".")[0]
 
 
-def _format_headline(spec: CorrectionSpec | None, options: Sequence[str], config: DictConfig) -> str:
+def _format_headline(spec: CorrectionSpec | None, run: Composed, options: Sequence[str]) -> str:
     """Format the line that names the active correction, or says UNCORRECTED."""
     if spec is None:
         return "correction: not readable, so that nothing would be trained"
-    parts = list_parts(config, spec)
+    parts = list_parts(run)
     asked = [f"{part.name} ({part.meaning})" for part in parts if part.ours]
     chosen = f"correction={options[0] if len(options) == 1 else format_value(list(options))}"
     beside = "".join(f"; {part.name} ({part.meaning})" for part in parts if part.name == SUPPORT_PART)
-    beside += "".join(f"; {each.section} ({each.meaning})" for each in load_extensions(config))
+    beside += "".join(f"; {each.section} ({each.meaning})" for each in run.extensions)
     if asked:
         return f"{chosen}: {', '.join(asked)}{beside}"
-    return f"UNCORRECTED: {chosen}, {describe_verls_loss(config)}{beside}"
+    return f"UNCORRECTED: {chosen}, {describe_verls_loss(run)}{beside}"
 
 
-def describe_verls_loss(config: DictConfig) -> str:
+def describe_verls_loss(run: Composed) -> str:
     """Describe verl's own correction of the loss, or say that there is none."""
-    asked = list_active(config)
-    return f"verl's own algorithm.rollout_correction: {', '.join(asked)}" if asked else "verl's own loss"
+    return f"verl's own algorithm.rollout_correction: {', '.join(run.active)}" if run.active else "verl's own loss"
 
 
-def _check_around(config: DictConfig, spec: CorrectionSpec, options: Sequence[str]) -> Iterator[Problem]:
+def _check_around(run: Composed, options: Sequence[str]) -> Iterator[Problem]:
     """Find the problems around a correction that is itself well formed."""
-    found = list(_find_stopping(config, spec))
-    found += _collect_raised(lambda: check_beside(spec, read_shadows(config)))
-    found += _collect_raised(lambda: fallbacks.check(config, spec, run_checks))
-    found += _collect_raised(lambda: refuse_emptied(spec, options))
+    found = list(_find_stopping(run))
+    found += _collect_raised(lambda: check_beside(run.spec, run.shadows))
+    found += _collect_raised(lambda: check_fallbacks(run, run_checks))
+    found += _collect_raised(lambda: refuse_emptied(run.spec, options))
     if not found:
-        found += collect_problems((check_by_verl,), config, spec)
+        found += collect_problems((check_by_verl,), run)
     yield from found
-    yield from collect_problems(REMARKS, config, spec)
+    yield from collect_problems(REMARKS, run)
 
 
-def _find_stopping(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
+def _find_stopping(run: Composed) -> Iterator[Problem]:
     """Find the problems that stop the launch, NO-OP ones made ERROR."""
-    for problem in collect_problems(CHECKS, config, spec):
+    for problem in collect_problems(CHECKS, run):
         yield problem if problem.verdict == "NOTE" else replace(problem, verdict="ERROR")
 
 
-def run_checks(config: DictConfig) -> CorrectionSpec:
+def run_checks(run: Composed) -> None:
     """Run the checks on a resolved configuration.
-
-    Returns:
-        The correction to train with.
 
     Raises:
         SpecError: the correction itself is malformed.
         CheckError: of what stops a launch, all at once.
     """
-    spec = read_spec(config)
-    if stopping := [each for each in _find_stopping(config, spec) if each.verdict == "ERROR"]:
+    if stopping := [each for each in _find_stopping(run) if each.verdict == "ERROR"]:
         raise CheckError(stopping)
-    return spec
 
 
-def collect_problems(checks: Iterable[Check], config: DictConfig, spec: CorrectionSpec) -> list[Problem]:
+def collect_problems(checks: Iterable[Check], run: Composed) -> list[Problem]:
     """Run checks and collect their problems; a value that one check cannot read becomes a problem of its own."""
     problems: list[Problem] = []
     for check in checks:
         try:
-            problems += check(config, spec)
+            problems += check(run)
         except (PatchError, *_UNREADABLE) as error:
             problems.append(_build_unreadable(check.__name__, error))
     return problems

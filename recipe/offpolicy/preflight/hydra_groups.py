@@ -1,9 +1,10 @@
-"""Reject conflicting or deleted options of the Hydra group ``correction``, and look options up."""
+"""The Hydra group ``correction``: its options looked up, conflicting or deleted ones refused, their values restored."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 # No public call lists and reads the options of a group before, or without, composing them.
@@ -22,9 +23,10 @@ from verl_patches.moved_options import MOVED, describe_moved
 
 from ..correction import Problem, SpecError
 from ..correction.problem import CheckError, set_to
+from ..correction.validation import read_numbers
 from ..extensions.registry import SHIPPED
 from .hydra_refusals import find_malformed_choices, find_nearest, list_nested
-from .own_keys import list_groups, list_sections
+from .own_keys import CONFIG_DIR, list_groups, list_sections
 from .similar_keys import find_similar_keys
 
 GROUP = "correction"
@@ -32,6 +34,9 @@ AUTO = "auto"
 _PART = re.compile(rf"{GROUP}\.(weight|(masks|weights)\.\w+)")
 EMPTY = frozenset({"none", "resampling", "verl/disabled"})
 """Options that mean no correction."""
+_MISSING = "???"
+_NAMES = ("upper", "delta", "budget", "coefficient")
+"""Keys of a part that a single number may be meant for, if the option gives this part one of them."""
 
 
 def force_own_keys(arguments: Sequence[str]) -> list[str]:
@@ -279,3 +284,54 @@ def _list_leaves(config: Any, path: str = "") -> Iterator[str]:
             yield from _list_leaves(node, name)
         else:
             yield name
+
+
+def restore_defaults(problem: Problem) -> Problem:
+    """Return a problem whose overrides set its key to what the selected options have there.
+
+    A translation of what was meant stays, and so does every fix of a key that the options leave alone.
+    """
+    if problem.translated or not problem.key.startswith(f"{GROUP}."):
+        return problem
+    default = _read_default(problem.key.split(".")[1:])
+    whole_part = problem.key.count(".") == 1
+    if default in (..., _MISSING, problem.value) or (whole_part and default is None):
+        return problem
+    if isinstance(default, Mapping):
+        if problem.value in (None, False) or isinstance(problem.value, Mapping):
+            return problem
+        pair = sorted(read_numbers(problem.value)) if {"lower", "upper"} <= default.keys() else []
+        if len(pair) == 2:
+            bounds: dict[str, Any] = {"lower": pair[0], "upper": pair[1]}
+            if default.get("kind") == "truncate":  # of an upper bound alone
+                bounds["kind"] = "clip"
+            fix = f"Set {' and '.join(set_to(f'{problem.key}.{name}', each) for name, each in bounds.items())} instead."
+            whole = set_to(problem.key, {**default, **bounds})
+            return replace(problem, fix=fix, overrides=(whole,) if pair[0] <= 1 else ())  # it leaves out 1
+        default = _translate(problem.value, default)
+    return replace(problem, fix="", overrides=(set_to(problem.key, default),))
+
+
+def _read_default(path: Sequence[str]) -> Any:
+    """Read a key from the selected options over the shipped base; ``...`` where neither has it."""
+    base: Any = OmegaConf.to_container(OmegaConf.load(CONFIG_DIR / "offpolicy_base.yaml"), resolve=False)
+    try:
+        values = [load_option(option) for option in read_chosen_options()]
+    except SpecError:
+        values = []
+    return next((found for each in (*values, base[GROUP]) if (found := _select(each, path)) is not ...), ...)
+
+
+def _select(values: Any, path: Sequence[str]) -> Any:
+    for name in path:
+        values = values.get(name, ...) if isinstance(values, Mapping) else ...
+    return values
+
+
+def _translate(value: Any, part: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Put a number that was given for a whole part into it; as shipped where it does not fit."""
+    numbers = read_numbers(value)
+    single = next((name for name in _NAMES if part.get(name) is not None), None)
+    if len(numbers) == 1 and single is not None and part.get("lower") is None:
+        return {**part, single: numbers[0]}
+    return part

@@ -15,7 +15,7 @@ from verl_patches.hydra_sections import PROVIDER
 
 from ..correction.spelling import find_closest
 from ..extensions.registry import SHIPPED
-from .checks.module_source import find_source
+from .python_source import find_source
 
 CONFIG_DIR = Path(__file__).resolve().parents[1] / "config"
 _BASE = "offpolicy_base"

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
 from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 
-from verl_patches.execution_path import find_program_mode
-
-from ..correction import CorrectionSpec, SpecError
-from ..extensions.registry import load_extensions
+from ..correction import CorrectionSpec, Problem, SpecError
+from ..correction.problem import CheckError, format_value
+from ..correction.support import KEYS as SUPPORT_KEYS
+from ..monitor.alarms.alarm_settings import DEFAULTS, SECTION
 from ..recording.record_settings import resolve_dir
-from . import fallbacks, old_log_prob
 from .auto_choice import Requirement, check_requirements, format_selection, select
 from .auto_setup import read_setup, refuse_setup
+from .composed import AUTO as AUTO_PROXIMAL
+from .composed import BYPASS, PROXIMAL, SHADOW, VERL, Composed, choose_proximal
 from .hydra_groups import (
     AUTO,
     EMPTY,
@@ -24,17 +28,18 @@ from .hydra_groups import (
     recompose,
     refuse_moved,
 )
-from .shadows import SHIPPED_DELTA, parse_shadows
-from .verl_keys.keys import BYPASS, VERL
 
 Say = Callable[[str], None]
 """Takes a line of what was chosen and why."""
+SHIPPED_DELTA = 0.1
+"""Of ``offpolicy.shadow_delta``, in nats a token."""
+_DELTA = f"{SHADOW}_delta"
+_MISSING = "???"  # what OmegaConf leaves where a value is mandatory
+_OF_ROLLOUT = ("allow_truncated_sampling", *SUPPORT_KEYS)
 
 
-def resolve(config: DictConfig, say: Say) -> list[str]:
+def resolve(run: Composed, say: Say) -> list[str]:
     """Resolve ``auto`` choices and names of corrections in place, inside the Hydra application that composed it.
-
-    Inside the Hydra application that composed the configuration.
 
     Returns:
         The options of the group ``correction``.
@@ -43,23 +48,23 @@ def resolve(config: DictConfig, say: Say) -> list[str]:
         SpecError: names the key, its value and the fix.
         CheckError: an extension is not to be had, or its settings are malformed.
     """
-    options = read_chosen_options()
+    options, config = read_chosen_options(), run.config
     check_stack(options)
     requires: tuple[Requirement, ...] = ()
     if options == [AUTO]:
-        options, requires = _choose(config, say)
+        options, requires = _choose(run, say)
     else:
-        refuse_setup(config)
+        refuse_setup(run)
     if not EMPTY.issuperset(options):
-        _replace_bypass(config, say)
-    for extension in load_extensions(config):
+        _replace_bypass(run, say)
+    for extension in run.extensions:
         for line in extension.configure(config):
             say(line)
     # In this order: proximal=auto depends on shadows and fallbacks, and the requirements on all choices.
-    _resolve_shadows(config, say)
-    fallbacks.resolve(config)
-    _resolve_proximal(config, say)
-    check_requirements(config, requires)
+    _resolve_shadows(run, say)
+    _resolve_fallbacks(config)
+    _resolve_proximal(run, say)
+    check_requirements(run, requires)
     resolve_dir(config)
     return options
 
@@ -75,60 +80,243 @@ def refuse_emptied(spec: CorrectionSpec, options: Sequence[str]) -> None:
         raise SpecError("nothing is left of it to correct with.", fix, key="correction", value=list(options))
 
 
-def _replace_bypass(config: DictConfig, say: Say) -> None:
+def _replace_bypass(run: Composed, say: Say) -> None:
     """Replace ``bypass_mode`` of an asynchronous program's own configuration: a correction says what pi_old is."""
-    program, key = find_program_mode(config), f"{VERL}.{BYPASS}"
-    own = program is not None and OmegaConf.select(config, key) is True
+    key = f"{VERL}.{BYPASS}"
     given = any(each.lstrip("+").startswith(f"{key}=") for each in read_task_overrides())
-    if given or not own:
+    if run.program is None or run.get(key) is not True or given:
         return
-    with open_dict(config):
-        config.algorithm.rollout_correction.bypass_mode = False
-    say(f"{key}=true of {program}_policy's own configuration is replaced: correction.proximal says what pi_old is.")
+    with open_dict(run.config):
+        run.config.algorithm.rollout_correction.bypass_mode = False
+    say(f"{key}=true of {run.program}_policy's own configuration is replaced: {PROXIMAL} says what pi_old is.")
 
 
-def _resolve_shadows(config: DictConfig, say: Say) -> None:
+def _resolve_shadows(run: Composed, say: Say) -> None:
     """Replace names of options in ``offpolicy.shadow`` by their values; needs the Hydra application."""
-    names = OmegaConf.select(config, "offpolicy.shadow", default=[])
+    names, delta = run.get(SHADOW, []), run.get(_DELTA, SHIPPED_DELTA)
     if not isinstance(names, str | ListConfig | list):
-        fix = "Set offpolicy.shadow=[gsm], or []."
-        key = "offpolicy.shadow"
-        raise SpecError("expected names of corrections.", fix, key=key, value=names, mend={key: []})
-    delta = OmegaConf.select(config, "offpolicy.shadow_delta", default=SHIPPED_DELTA)
+        fix = f"Set {SHADOW}=[gsm], or []."
+        raise SpecError("expected names of corrections.", fix, key=SHADOW, value=names, mend={SHADOW: []})
     named = [names] if isinstance(names, str) else list(names)
-    refuse_moved("offpolicy.shadow", named)
+    refuse_moved(SHADOW, named)
     shadows, notes = parse_shadows(named, load_option, delta)
     if delta != SHIPPED_DELTA and not notes:
-        key, reason = (
-            "offpolicy.shadow_delta",
-            "no option of offpolicy.shadow leaves a delta open, so that nothing reads it.",
-        )
-        raise SpecError(reason, key=key, value=delta, mend={key: SHIPPED_DELTA})
-    if not shadows:
-        return
-    with open_dict(config):
-        config.offpolicy.shadow = {name: shadow.to_mapping() for name, shadow in shadows.items()}
+        reason = f"no option of {SHADOW} leaves a delta open, so that nothing reads it."
+        raise SpecError(reason, key=_DELTA, value=delta, mend={_DELTA: SHIPPED_DELTA})
+    if shadows:
+        with open_dict(run.config):
+            run.config.offpolicy.shadow = {name: shadow.to_mapping() for name, shadow in shadows.items()}
     for note in notes:
         say(note)
 
 
-def _resolve_proximal(config: DictConfig, say: Say) -> None:
+def _resolve_proximal(run: Composed, say: Say) -> None:
     """Replace ``correction.proximal=auto`` by the choice; shadows and fallbacks must be resolved before."""
-    if OmegaConf.select(config, old_log_prob.KEY) != old_log_prob.AUTO:
+    if run.get(PROXIMAL) != AUTO_PROXIMAL:
         return
-    choice = old_log_prob.choose_proximal(config)
-    with open_dict(config):
-        config.correction.proximal = choice.proximal
+    choice = choose_proximal(run)
+    with open_dict(run.config):
+        run.config.correction.proximal = choice.proximal
     if choice.said:
         say(choice.said)
 
 
-def _choose(config: DictConfig, say: Say) -> tuple[list[str], tuple[Requirement, ...]]:
+def _choose(run: Composed, say: Say) -> tuple[list[str], tuple[Requirement, ...]]:
     """Choose the options for the run's set-up, put them into ``config.correction``, and report them."""
-    selection = select(read_setup(config))
+    selection = select(read_setup(run))
     check_stack(selection.options)
-    with open_dict(config):
-        config.correction = recompose(selection.options, selection.values)
+    with open_dict(run.config):
+        run.config.correction = recompose(selection.options, selection.values)
     for line in format_selection(selection):
         say(line)
     return list(selection.options), selection.requires
+
+
+def parse_shadows(
+    names: Iterable[str], values: Callable[[str], Mapping[str, Any]], default_delta: float
+) -> tuple[dict[str, CorrectionSpec], list[str]]:
+    """Parse the corrections to report on, by the names of their options.
+
+    Args:
+        names: options of the group ``correction``.
+        values: the plain values of an option; a mandatory value that the option leaves open is "???".
+        default_delta: in nats a token, for OPSM's delta where it is left open: a report needs a number, a run must be
+            given one.
+
+    Returns:
+        Name -> correction, and a sentence for each delta that was filled in.
+
+    Raises:
+        SpecError: an option that cannot be reported on, or malformed values.
+    """
+    shadows: dict[str, CorrectionSpec] = {}
+    notes: list[str] = []
+    if isinstance(default_delta, bool) or not isinstance(default_delta, int | float) or not default_delta > 0:
+        key = f"{SHADOW}_delta"
+        raise SpecError(
+            "a drift in nats a token, a number > 0.", key=key, value=default_delta, mend={key: SHIPPED_DELTA}
+        )
+    names = list(names)
+    for name in names:
+        without = {SHADOW: [other for other in dict.fromkeys(names) if other != name]}
+        if not isinstance(name, str):
+            raise SpecError("no option of the group correction.", key=SHADOW, value=name, mend=without)
+        if name in shadows:
+            raise SpecError("named twice.", key=SHADOW, value=name, mend={SHADOW: list(dict.fromkeys(names))})
+        if not re.fullmatch(r"[a-z0-9_/]+", name) or "min" in name or "max" in name:
+            raise SpecError(
+                "one option is named in lower case letters, digits, _ and /, without 'min' or 'max' (verl reduces "
+                "metrics by those).",
+                f"Write several as a list, {SHADOW}=[gsm,opsm].",
+                key=SHADOW,
+                value=name,
+                mend=without,
+            )
+        try:
+            plain, filled = _fill_delta(values(name), default_delta)
+            spec = CorrectionSpec.from_mapping(plain)
+        except SpecError as error:
+            raise SpecError(error.problem.statement, key=SHADOW, value=name, mend=without) from error
+        if spec.proximal != "recompute":
+            raise SpecError(
+                f"its correction.proximal={spec.proximal} changes pi_old and with it the run itself, so that it cannot "
+                f"be reported on beside another.",
+                key=SHADOW,
+                value=name,
+                mend=without,
+            )
+        if not spec.all_weights and not spec.masks:
+            raise SpecError("it has no weight and no mask to report on.", key=SHADOW, value=name, mend=without)
+        shadows[name] = spec
+        notes += [
+            f"shadow {name}: {key} is not set; {default_delta:g} nats a token is used to report" for key in filled
+        ]
+    return shadows, notes
+
+
+def check_beside(spec: CorrectionSpec, shadows: Mapping[str, CorrectionSpec]) -> None:
+    """Check that shadows are well formed with the run's ``proximal``, whose pi_old they see.
+
+    Raises:
+        SpecError: a shadow that would be malformed with the run's ``proximal``.
+    """
+    for name, shadow in shadows.items():
+        try:
+            CorrectionSpec.from_mapping(shadow.to_mapping() | {"proximal": spec.proximal, "alpha": spec.alpha})
+        except SpecError as error:
+            left = {SHADOW: [other for other in shadows if other != name]}
+            raise SpecError(error.problem.statement, key=SHADOW, value=name, mend=left) from error
+
+
+def _fill_delta(plain: Mapping[str, Any], default_delta: float) -> tuple[dict[str, Any], list[str]]:
+    """Fill in each mask's open delta; returns the values and the keys that were filled."""
+    masks = plain.get("masks")
+    if not isinstance(masks, Mapping):
+        return dict(plain), []
+    filled, open_keys = dict(masks), []
+    for name, mask in masks.items():
+        if isinstance(mask, Mapping) and mask.get("delta") == _MISSING:
+            filled[name] = {**mask, "delta": default_delta}
+            open_keys.append(f"correction.masks.{name}.delta")
+    return {**plain, "masks": filled}, open_keys
+
+
+def _resolve_fallbacks(config: DictConfig) -> None:
+    """Replace names of options under ``fallback`` by their values, in place; needs the Hydra application.
+
+    An option means what its file says: overrides of ``correction.*`` are of the configured correction alone.
+
+    Raises:
+        SpecError: a name that is no option, options that cannot be stacked, or one that leaves a value open.
+    """
+    for name in DEFAULTS:
+        key = f"{SECTION}.{name}.fallback"
+        names = OmegaConf.select(config, key)
+        if not names or isinstance(names, DictConfig):
+            continue
+        options = _read_names(key, names)
+        # What is about the rollout holds for every correction of it.
+        given = {each: OmegaConf.select(config, f"correction.{each}") for each in _OF_ROLLOUT}
+        correction = _stack(key, options) | {each: value for each, value in given.items() if value is not None}
+        with open_dict(config):
+            config.offpolicy.alarms[name].fallback = {"options": options, "correction": correction}
+
+
+def check_fallbacks(run: Composed, run_checks: Callable[[Composed], Any]) -> None:
+    """Check each fallback of a resolved configuration as if it were the configured correction.
+
+    Args:
+        run_checks: of a whole configuration, with the fallback in the place of ``correction``.
+
+    Raises:
+        SpecError: a fallback that the run could not go over to.
+        CheckError: of ``run_checks``, with the fallback that it is about.
+    """
+    for name in DEFAULTS:
+        resolved = run.get(f"{SECTION}.{name}.fallback")
+        if not isinstance(resolved, DictConfig):
+            continue
+        key, options = f"{SECTION}.{name}.fallback", list(resolved.options)
+        correction: Any = OmegaConf.to_container(resolved.correction, resolve=True)
+        fallback = CorrectionSpec.from_mapping(correction)
+        _check_can_follow(key, options, run.spec, fallback)
+        try:
+            run_checks(Composed(_substitute(run.config, fallback), fallback))
+        except CheckError as error:
+            raise CheckError(_reword_for_run(problem, key, options) for problem in error.problems) from error
+
+
+def _reword_for_run(problem: Problem, key: str, options: list[str]) -> Problem:
+    """Reword a fallback's problem for the run, and drop overrides of ``correction``, which is the configured one."""
+    reason = f"{key}={format_value(options)} would stop the run, were it configured: {problem.reason}"
+    overrides = tuple(each for each in problem.overrides if not each.lstrip("+~").startswith("correction."))
+    return replace(problem, reason=reason, fix=problem.advice, overrides=overrides, parts=())
+
+
+def _read_names(key: str, names: Any) -> list[str]:
+    listed = [names] if isinstance(names, str) else names
+    if not isinstance(listed, ListConfig | list) or not all(isinstance(name, str) for name in listed):
+        mend = {key: ["tis_token", "gsm"]}
+        raise SpecError("expected names of corrections.", key=key, value=names, mend=mend)
+    refuse_moved(key, listed)
+    if empty := sorted(EMPTY.union([AUTO]) & set(listed)):
+        reason, fix = f"{empty[0]} is no safer correction.", "Name one, such as tis_token."
+        raise SpecError(reason, fix, key=key, value=list(listed))
+    return list(listed)
+
+
+def _stack(key: str, options: list[str]) -> dict[str, Any]:
+    try:
+        check_stack(options)
+        merged = OmegaConf.merge(*(load_option(option) for option in options))
+        return CorrectionSpec.from_mapping(OmegaConf.to_container(merged, resolve=True)).to_mapping()  # type: ignore[arg-type]
+    except SpecError as error:
+        fix = error.problem.advice
+        if error.problem.value == "???":
+            fix = "Name an option that sets it, of your own in a folder that hydra.searchpath names."
+        raise SpecError(error.problem.statement, fix, key=key, value=options) from error
+
+
+def _check_can_follow(key: str, options: list[str], spec: CorrectionSpec, fallback: CorrectionSpec) -> None:
+    if fallback == spec:
+        raise SpecError("the correction that is configured.", "Name another one.", key=key, value=options)
+    if (fallback.proximal, fallback.alpha) != (spec.proximal, spec.alpha):
+        raise SpecError(
+            f"its correction.proximal={fallback.proximal} is not the run's, {spec.proximal}, and the forward passes of "
+            f"a step cannot change while it runs.",
+            f"Name a fallback with proximal={spec.proximal}.",
+            key=key,
+            value=options,
+        )
+
+
+def _substitute(config: DictConfig, fallback: CorrectionSpec) -> DictConfig:
+    """Build the configuration of a run that had been started with the fallback."""
+    changed: DictConfig = OmegaConf.create(OmegaConf.to_container(config, resolve=False))  # type: ignore[assignment]
+    with open_dict(changed):
+        changed.correction = fallback.to_mapping()
+        # Alarms and the calibration of bounds are checked with the configured correction.
+        for name in DEFAULTS:
+            changed.offpolicy.alarms[name] = {"action": "off"}
+        changed.offpolicy.calibrate = {}
+    return changed

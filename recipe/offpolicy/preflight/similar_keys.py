@@ -18,6 +18,9 @@ from verl_patches.moved_options import MOVED, rename
 from ..correction import Problem
 from ..correction.problem import Verdict
 from ..correction.spelling import find_closest
+from .checks.verl_correction import FREE
+from .checks.verl_correction import find_meant as find_verls_meant
+from .composed import VERL
 from .own_keys import (
     Path_,
     complete,
@@ -28,8 +31,6 @@ from .own_keys import (
     list_sections,
     list_verls_names,
 )
-from .verl_keys.keys import FREE, VERL
-from .verl_keys.misplaced import find_meant as find_verls_meant
 
 _COMMON = frozenset({"none", "auto", "bypass", "reuse"})
 """Options whose names are words that other keys take too."""

@@ -32,9 +32,8 @@ from ..fault_tolerance.state_schema import restoring
 from ..fault_tolerance.watchdog import Watchdog, watch
 from ..monitor.active_correction import find_differences, list_dependents
 from ..monitor.step_cost import StepCost
-from ..preflight.checks import demand_seams, read_shadows, read_spec
-from ..preflight.old_log_prob import check_one_mini_batch
-from ..preflight.verl_keys.estimators import OUTCOME
+from ..preflight.checks.path import demand_seams
+from ..preflight.composed import OUTCOME, Composed, check_one_mini_batch
 from ..proof.dense_rewards import DenseRewardGuard, ScoredRows
 from ..recording.run import AFTER_FAILURE, PATIENCE, RunRecord
 from ..worker.loss import build_loss
@@ -137,8 +136,8 @@ class CorrectedRun:
 
     def _begin_supervision(self) -> None:
         """Start the proof and the recording once workers exist, and install the add-ons in their engines."""
-        self.shadows = read_shadows(self.config)
-        spec = read_spec(self.config)
+        composed = Composed(self.config)
+        self.shadows, spec = composed.shadows, composed.spec
         self.supervision = Supervision(spec, self.config, self.add_ons)
         self.recording = RunRecord(self.config, spec, self.shadows, self.add_ons.describe())
         if parts := self.add_ons.engine_parts():
@@ -253,7 +252,7 @@ class CorrectedRun:
         return self.global_steps
 
     def _check_resumed(self) -> dict[str, Any] | None:
-        spec, of_config = read_spec(self.config), partial(find_differences, self.config)
+        spec, of_config = Composed(self.config).spec, partial(find_differences, self.config)
         dependents = [*list_dependents(self.config), *self.add_ons.list_dependents()]
         return check_before_loading(self.config, spec, of_config, self.add_ons.differences, dependents)
 
@@ -263,7 +262,7 @@ class CorrectedRun:
 
     def _save_checkpoint(self) -> None:
         active = self.supervision.active_correction.state()
-        spec, limit = read_spec(self.config), self.add_ons.rate_limit_state
+        spec, limit = Composed(self.config).spec, self.add_ons.rate_limit_state
         with guard_save(self.config, self.checkpoint_step, spec, active, self.add_ons.state, limit):
             self.verls._save_checkpoint()
 

@@ -26,7 +26,7 @@ from ..batch.queue_columns import FORWARD, put_columns, read_columns, zero_rows
 from ..batch.sealed_rows import SealedRows
 from ..batch.seals import PLAN_HASH, key_of, seal_constant
 from ..batch.weight_versions import NEWEST_VERSION, OLDEST_VERSION
-from ..preflight.checks.staleness import notes_token_versions
+from ..preflight.composed import Composed
 from ..proof.rollout_checks import ALIGNED, SAMPLED, name_missing_column
 from .actor_updates import adopt
 from .batch_view_v1 import TensorDictPrompts, TransferQueueBatch
@@ -81,7 +81,7 @@ class CorrectedV1(CorrectedRun):
 
     def get_llm_client(self) -> Any:
         client = self.verls.get_llm_client()
-        if notes_token_versions(self.config):
+        if Composed(self.config).notes_token_versions:
             # Imported on use, because other releases may lack its dependencies.
             from ..staleness.client import note_versions
 

@@ -150,7 +150,7 @@ def _correct_v1(trainer: Any, config: Any) -> None:
         return
     from verl_patches import separate_async_logger
 
-    from ..preflight.checks import demand_seams
+    from ..preflight.checks.path import demand_seams
     from .add_on_choice import choose_v1
     from .corrected_v1 import CorrectedV1
 

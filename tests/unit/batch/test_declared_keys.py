@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from recipe.offpolicy.batch.declared_keys import Rule, Section, choice, count, flag, number
+from recipe.offpolicy.batch.declared_keys import Rule, Section, build_unknown, choice, count, flag, number
 
 SHIPPED = {"limit": None, "on": True, "way": "wait", "inner": {"share": 0.5, "times": 2}}
 SECTION = Section(
@@ -60,3 +60,7 @@ def test_what_fits_passes() -> None:
     assert list(SECTION.find_problems(OmegaConf.create({}))) == []
     (problem,) = SECTION.find_problems(OmegaConf.create({"a": {"b": 3}}))
     assert problem.reason == "expected its keys: limit, on, way, inner."
+
+
+def test_an_unknown_key_is_worded_once() -> None:
+    assert str(build_unknown("a.b", 1, "Did you mean a.c?", "~a.b", "a.c=1")) == "a.b=1: unknown key. Did you mean a.c?"

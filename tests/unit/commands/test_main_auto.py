@@ -9,7 +9,7 @@ import pytest
 from recipe.offpolicy.correction import CorrectionSpec
 from recipe.offpolicy.preflight.auto_choice import check_requirements, select
 from recipe.offpolicy.preflight.auto_setup import read_setup
-from recipe.offpolicy.preflight.checks import read_spec
+from recipe.offpolicy.preflight.composed import Composed
 from tests.support.applications import NEEDED, application
 from tests.support.corrections import GSM, TIS, opsm, spec
 from tests.support.launched import REFUSED, Launcher
@@ -53,7 +53,7 @@ def test_a_correction_is_chosen(
         assert f"offpolicy:   {reason}" in result.printed
     assert f"fingerprint {correction.fingerprint()}" in result.printed
     (config,) = result.trained
-    assert read_spec(config) == correction
+    assert Composed(config).spec == correction
 
 
 @pytest.mark.slow
@@ -63,7 +63,7 @@ def test_auto_may_choose_nothing(launch: Launcher) -> None:
     assert result.status == 0, result.status
     assert "correction=auto is correction=[none]:" in result.printed
     (config,) = result.trained
-    assert read_spec(config).is_none
+    assert Composed(config).spec.is_none
 
 
 @pytest.mark.parametrize(
@@ -106,9 +106,9 @@ def test_auto_on_a_mixture_of_experts(launch: Launcher) -> None:
     assert f"{replay}=disabled: " in result.status
     assert f"{record}=false: " in result.status
     with application(*arguments, f"{replay}=R3", f"{record}=true") as config:
-        setup = read_setup(config)
+        setup = read_setup(Composed(config))
         assert (setup.model, setup.minibatches, setup.strategy) == ("moe", 4, "megatron")
-        check_requirements(config, select(setup).requires)
+        check_requirements(Composed(config), select(setup).requires)
 
 
 def test_a_set_up_that_nothing_reads(launch: Launcher, folder: Path) -> None:

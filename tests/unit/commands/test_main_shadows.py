@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from recipe.offpolicy.preflight.checks import read_shadows, read_spec
+from recipe.offpolicy.preflight.composed import Composed
 from tests.support.applications import NEEDED
 from tests.support.launched import REFUSED, Launcher
 
@@ -20,13 +20,13 @@ def test_shadows_are_options_by_name(launch: Launcher) -> None:
     said = "offpolicy: shadow opsm: correction.masks.opsm.delta is not set; 0.2 nats a token is used to report"
     assert said in result.printed
     (config,) = result.trained
-    shadows = read_shadows(config)
+    shadows = Composed(config).shadows
     assert list(shadows) == ["gsm", "opsm"]
     assert dict(shadows["opsm"].masks)["opsm"].delta == 0.2
     assert dict(shadows["gsm"].masks)["gsm"].upper == 1.01
     # What is on stays as it was chosen.
-    assert read_spec(config).weight is not None
-    assert not read_spec(config).masks
+    assert Composed(config).spec.weight is not None
+    assert not Composed(config).spec.masks
 
 
 @pytest.mark.slow

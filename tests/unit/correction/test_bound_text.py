@@ -8,7 +8,7 @@ import pytest
 
 from recipe.offpolicy.analysis.report.report_page import _describe_spec
 from recipe.offpolicy.correction.bound_text import format_bounds
-from recipe.offpolicy.preflight.checks.config_reader import _describe_mask, _describe_weight
+from recipe.offpolicy.preflight.configured_parts import _describe_mask, _describe_weight
 from tests.support.presets import PRESETS
 
 

@@ -20,7 +20,7 @@ from recipe.offpolicy.correction import (
     turns,
 )
 from recipe.offpolicy.correction.shadow import compute_shadow_statistics
-from recipe.offpolicy.preflight.shadows import parse_shadows
+from recipe.offpolicy.preflight.resolve import parse_shadows
 from tests.support.corrections import GSM, M2PO, TIS, band, opsm, spec
 
 LOG2 = math.log(2)

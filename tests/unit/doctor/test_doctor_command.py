@@ -320,8 +320,7 @@ def test_a_shadow_that_cannot_be_reported_is_taken_out(
     ask: Ask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # As of a release whose servers do not say by which version they sampled.
-    seams = "recipe.offpolicy.preflight.checks.seams"
-    monkeypatch.setattr(f"{seams}.mixes_unknown_versions", lambda config: True)
+    monkeypatch.setattr("recipe.offpolicy.preflight.composed.Composed.unknown_age", "not noted.")
     options = tmp_path / "mine" / "correction"
     options.mkdir(parents=True)
     source = (CONFIGS / "correction" / "gsm.yaml").read_text().replace("level: sequence", "level: version")

@@ -192,7 +192,7 @@ def test_another_trainer_and_another_release_are_not_known(
 
 
 def test_an_untested_release_is_wrong_for_ours(bases: dict[str, DictConfig], monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("verl_patches.contract", "recipe.offpolicy.preflight.checks.contracts_in_source"):
+    for module in ("verl_patches.contract", "recipe.offpolicy.preflight.python_source"):
         monkeypatch.setattr(f"{module}.installed_release", lambda name: "0.10.0")
     diagnosis = diagnosed(OURS, bases[OURS])
     assert diagnosis.status == 2

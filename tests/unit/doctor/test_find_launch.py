@@ -9,7 +9,7 @@ import pytest
 from recipe.offpolicy.doctor.bash.shell_values import ScriptError
 from recipe.offpolicy.doctor.hydra_main import HydraMain, read_hydra_main
 from recipe.offpolicy.doctor.scripts import find_launches
-from recipe.offpolicy.preflight.checks.module_source import find_source
+from recipe.offpolicy.preflight.python_source import find_source
 
 LAUNCH = "python3 -m verl.trainer.main_ppo a.b=1"
 

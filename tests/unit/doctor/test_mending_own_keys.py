@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from omegaconf import DictConfig, OmegaConf
 
-from recipe.offpolicy.preflight.checks import read_spec
 from recipe.offpolicy.preflight.checks.offpolicy_keys import check_own_keys
+from recipe.offpolicy.preflight.composed import Composed
 from recipe.offpolicy.preflight.hydra_groups import force_own_keys
 from tests.support.applications import application, changed, without_verl
 from tests.support.corrections import GSM
@@ -72,9 +72,9 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 def test_a_refused_value_is_mended(name: str, base: DictConfig) -> None:
     changes, expected = REFUSED[name]
     config = changed(base, changes)
-    assert list(check_own_keys(config, read_spec(config))), "nothing is refused"
+    assert list(check_own_keys(Composed(config))), "nothing is refused"
     for _ in range(4):
-        found = list(check_own_keys(config, read_spec(config)))
+        found = list(check_own_keys(Composed(config)))
         if not found:
             break
         if not all(problem.overrides for problem in found):
@@ -84,7 +84,7 @@ def test_a_refused_value_is_mended(name: str, base: DictConfig) -> None:
             return
         proposed = list(dict.fromkeys(each for problem in found for each in problem.overrides))
         config = with_overrides(config, force_own_keys(proposed))
-    assert list(check_own_keys(config, read_spec(config))) == []
+    assert list(check_own_keys(Composed(config))) == []
     plain: Any = {key: OmegaConf.select(config, key) for key in expected}
     assert {k: OmegaConf.to_container(v) if OmegaConf.is_config(v) else v for k, v in plain.items()} == expected
 
@@ -95,6 +95,6 @@ def test_a_refused_value_is_mended(name: str, base: DictConfig) -> None:
 )
 def test_what_an_override_takes_away_comes_back_only_without_it(key: str, value: Any, base: DictConfig) -> None:
     """An empty mapping in its place would switch off in silence what is shipped."""
-    (problem,) = check_own_keys(changed(base, {key: value}), read_spec(base))
+    (problem,) = check_own_keys(Composed(changed(base, {key: value}), Composed(base).spec))
     assert problem.overrides == ()
     assert problem.fix.startswith("Remove this override") or problem.reason.startswith("expected its keys")

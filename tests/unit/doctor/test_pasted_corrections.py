@@ -10,6 +10,7 @@ from omegaconf import OmegaConf
 from recipe.offpolicy.correction import CorrectionSpec, Problem, SpecError
 from recipe.offpolicy.correction.dialects.verl import read_verl_rejections
 from recipe.offpolicy.preflight.checks.offpolicy_keys import check_own_keys
+from recipe.offpolicy.preflight.composed import Composed
 from recipe.offpolicy.preflight.hydra_groups import force_own_keys
 from recipe.offpolicy.recording.record_settings import find_problems
 from tests.support.corrections import GSM, TIS, opsm
@@ -125,7 +126,7 @@ def test_unknown_keys_move_where_one_is_alike() -> None:
             "correction": {"weight": None, "masks": {}},
         }
     )
-    found = {problem.key: problem.overrides for problem in check_own_keys(config, CorrectionSpec())}
+    found = {problem.key: problem.overrides for problem in check_own_keys(Composed(config, CorrectionSpec()))}
     assert found["offpolicy.alarms.foo"] == ()
     assert found["offpolicy.record.dri"] == ("~offpolicy.record.dri", "offpolicy.record.dir=x")
 

@@ -8,8 +8,9 @@ import pytest
 from omegaconf import OmegaConf
 
 from recipe.offpolicy.correction import CorrectionSpec
-from recipe.offpolicy.preflight.verl_keys.former_names import check_former_names
-from recipe.offpolicy.preflight.verl_keys.router_replay import check_router_replay
+from recipe.offpolicy.preflight.checks.replay import check_router_replay
+from recipe.offpolicy.preflight.checks.verl_correction import check_former_names
+from tests.support.applications import composed
 from tests.support.corrections import GSM, TIS
 from tests.support.mended import with_overrides
 from verl_patches.execution_path import LivePath
@@ -35,11 +36,11 @@ OF_VERL = {"_target_": "verl.workers.config.RouterReplayConfig", "mode": "R2"}
 )
 def test_a_router_replay_that_nothing_reads(actor: dict[str, Any], path: LivePath, overrides: list[str]) -> None:
     config = OmegaConf.create({"actor_rollout_ref": {"actor": actor, "rollout": {}}, "algorithm": {}})
-    found = list(check_router_replay(config, CorrectionSpec(), path))
+    found = list(check_router_replay(composed(config, CorrectionSpec(), path)))
     proposed = list(dict.fromkeys(each for problem in found for each in problem.overrides))
     assert proposed == overrides
     if overrides:
-        assert list(check_router_replay(with_overrides(config, proposed), CorrectionSpec(), path)) == []
+        assert list(check_router_replay(composed(with_overrides(config, proposed), CorrectionSpec(), path))) == []
 
 
 @pytest.mark.parametrize(
@@ -60,10 +61,10 @@ def test_a_router_replay_that_nothing_reads(actor: dict[str, Any], path: LivePat
 )
 def test_former_names_move_with_their_values(algorithm: dict[str, Any], overrides: list[str]) -> None:
     config = OmegaConf.create({"algorithm": {"rollout_correction": {"rollout_is": None}} | algorithm})
-    found = list(check_former_names(config, CorrectionSpec()))
+    found = list(check_former_names(composed(config, CorrectionSpec())))
     assert [each for problem in found for each in problem.overrides] == overrides
     mended = with_overrides(config, overrides)
-    assert list(check_former_names(mended, CorrectionSpec())) == []
+    assert list(check_former_names(composed(mended, CorrectionSpec()))) == []
 
 
 FORMER = {f"{ACTOR}.tis_imp_ratio_cap": (3.0, 3.0), "algorithm.rollout_is_threshold": (5.0, 5.0)}
@@ -76,9 +77,9 @@ def test_a_former_name_next_to_our_weight_becomes_ours(key: str) -> None:
     ours: Any = {"weight": dict(TIS), "masks": {}}
     config = OmegaConf.create({"correction": ours, "algorithm": {}, "actor_rollout_ref": {"actor": {}}})
     OmegaConf.update(config, key, value, force_add=True)
-    (problem,) = check_former_names(config, CorrectionSpec.from_mapping(ours))
+    (problem,) = check_former_names(composed(config, CorrectionSpec.from_mapping(ours)))
     mended = with_overrides(config, problem.overrides)
     assert mended.correction.weight.upper == cap
-    assert list(check_former_names(mended, CorrectionSpec.from_mapping(ours))) == []
+    assert list(check_former_names(composed(mended, CorrectionSpec.from_mapping(ours)))) == []
     gsm = CorrectionSpec.from_mapping({"masks": {"gsm": GSM}})
-    assert [each.overrides for each in check_former_names(config, gsm)] == [()]
+    assert [each.overrides for each in check_former_names(composed(config, gsm))] == [()]

@@ -8,7 +8,7 @@ from recipe.offpolicy.doctor.diagnosis import Diagnosis, diagnose
 from recipe.offpolicy.doctor.launch import OURS, Launch
 from recipe.offpolicy.extensions.extension import Extension
 from recipe.offpolicy.extensions.registry import KEY, SHIPPED, list_registered, load_extensions
-from recipe.offpolicy.preflight import old_log_prob
+from recipe.offpolicy.preflight.composed import Composed, choose_proximal
 from recipe.offpolicy.preflight.examination import Preflight, examine
 from tests.support.applications import NEEDED, application
 from tests.support.examples import few_when_quick
@@ -97,7 +97,7 @@ def test_problems_name_key_reason_and_fix(overrides: list[str], key: str, said: 
 def test_a_reader_of_pi_old_is_a_reason_against_reuse(reads: bool) -> None:
     given = [f"++{KEY}.one=tests.support.nudge:Nudge", f"+one.pi_old={str(reads).lower()}", "correction=tis_token"]
     with application(*given, *ONE_STEP, *NEEDED) as config:
-        choice = old_log_prob.choose_proximal(config)
+        choice = choose_proximal(Composed(config))
     assert ("the extension one reads it" in choice.said) == reads
 
 

@@ -8,8 +8,9 @@ import pytest
 from omegaconf import DictConfig, OmegaConf
 
 from recipe.offpolicy.correction import CorrectionSpec, Problem
-from recipe.offpolicy.preflight.checks.agent_loop_source import find_log_probs
-from recipe.offpolicy.preflight.checks.agent_loops import check_agent_loops
+from recipe.offpolicy.preflight.checks.rollout import check_agent_loops
+from recipe.offpolicy.preflight.composed import Composed
+from recipe.offpolicy.preflight.python_source import find_log_probs
 from tests.support.corrections import GSM, spec
 
 HEAD = "from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopOutput\n"
@@ -90,7 +91,7 @@ def config(**agent: object) -> DictConfig:
 
 
 def problems(agent: DictConfig, correction: CorrectionSpec = MASKED) -> list[Problem]:
-    return list(check_agent_loops(agent, correction))
+    return list(check_agent_loops(Composed(agent, correction)))
 
 
 def listed(folder: Path, *names: str) -> str:

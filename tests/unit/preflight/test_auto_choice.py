@@ -13,6 +13,7 @@ from recipe.offpolicy.correction import SpecError
 from recipe.offpolicy.correction.problem import CheckError
 from recipe.offpolicy.preflight.auto_choice import Requirement, Selection, check_requirements, format_selection, select
 from recipe.offpolicy.preflight.auto_setup import Setup, read_setup, refuse_setup
+from recipe.offpolicy.preflight.composed import Composed
 
 PLAIN = Setup("different", "sync", "dense", "single", 1, "megatron")
 REPLAY = "actor_rollout_ref.actor.megatron.router_replay.mode"
@@ -52,9 +53,9 @@ def test_a_limit_of_staleness_takes_the_place_of_verls_threshold() -> None:
     assert required(selection) == {"offpolicy.staleness.eta": 8}
     (advice,) = selection.advice
     assert advice == "offpolicy.staleness.eta up to 4 for code, 8 for maths."
-    check_requirements(OmegaConf.create({"offpolicy": {"staleness": {"eta": 8}}}), selection.requires)
+    check_requirements(Composed(OmegaConf.create({"offpolicy": {"staleness": {"eta": 8}}})), selection.requires)
     with pytest.raises(CheckError, match=r"offpolicy\.staleness\.eta=9: .* Set offpolicy\.staleness\.eta=8"):
-        check_requirements(OmegaConf.create({"offpolicy": {"staleness": {"eta": 9}}}), selection.requires)
+        check_requirements(Composed(OmegaConf.create({"offpolicy": {"staleness": {"eta": 9}}})), selection.requires)
     moved = select(replace(PLAIN, mode="async", bounded=True, adaptive=True))
     assert moved.options == ("decoupled_ppo", "opsm")  # the effective sample size is that of a weight
     assert required(moved) == {"offpolicy.staleness.eta": 8, "offpolicy.staleness.adapt.ceiling": 8}
@@ -151,7 +152,7 @@ def test_minibatches_decide_the_replay_on_fsdp(strategy: str, n: int, requires: 
     ids=str,
 )
 def test_fsdp_replays_where_nothing_stands_in_its_way(changes: dict[str, Any], replays: bool) -> None:
-    setup = read_setup(configuration(**changes))
+    setup = read_setup(Composed(configuration(**changes)))
     assert setup.fsdp_replay is replays
     if setup.strategy != "megatron":
         assert setup.replay_mode == (FSDP_REPLAY if replays else None)
@@ -248,7 +249,7 @@ SYNC = Setup("different", "sync", "dense", "single", 1, "fsdp")
     ],
 )
 def test_the_set_up_of_a_run(changes: dict[str, Any], expected: dict[str, Any]) -> None:
-    assert replace(read_setup(configuration(**changes)), fsdp_replay=False) == replace(SYNC, **expected)
+    assert replace(read_setup(Composed(configuration(**changes))), fsdp_replay=False) == replace(SYNC, **expected)
 
 
 @pytest.mark.parametrize(
@@ -275,7 +276,7 @@ def test_the_set_up_of_a_run(changes: dict[str, Any], expected: dict[str, Any]) 
 )
 def test_contradictions(changes: dict[str, Any], parts: list[str]) -> None:
     with pytest.raises(SpecError) as caught:
-        read_setup(configuration(**changes))
+        read_setup(Composed(configuration(**changes)))
     for part in parts:
         assert part in str(caught.value)
     key = parts[0].split("=")[0]
@@ -294,7 +295,7 @@ def test_contradictions(changes: dict[str, Any], parts: list[str]) -> None:
 )
 def test_what_is_neither_given_nor_known(changes: dict[str, Any], name: str, fix: str) -> None:
     with pytest.raises(SpecError) as caught:
-        read_setup(configuration(**changes))
+        read_setup(Composed(configuration(**changes)))
     assert str(caught.value).startswith(f"setup.{name}=null: correction=auto needs it")
     assert f"Set {fix}" in str(caught.value)
 
@@ -303,34 +304,39 @@ def test_without_the_node() -> None:
     config = configuration()
     del config["setup"]
     with pytest.raises(SpecError, match=r"setup\.model=null"):
-        read_setup(config)
+        read_setup(Composed(config))
 
 
 @pytest.mark.parametrize(
     ("key", "value", "part"),
     [
-        ("engine", "vllm", "setup.engine=vllm: no such choice. Set one of same, different"),
-        ("mode", "colocate_async", "setup.mode=colocate_async: no such choice. Set one of sync, async"),
-        ("model", True, "setup.model=true: no such choice. Set one of dense, moe"),
-        ("trajectory", "multi", "setup.trajectory=multi: no such choice. Set one of single, tools"),
-        ("minibatches", 0, "setup.minibatches=0: a number of gradient steps"),
-        ("minibatches", 2.0, "setup.minibatches=2.0: a number of gradient steps"),
-        ("minibatches", True, "setup.minibatches=true: a number of gradient steps"),
+        ("engine", "vllm", "setup.engine=vllm: expected one of [same,different], or null to find out. Set one of"),
+        (
+            "mode",
+            "asynch",
+            "setup.mode=asynch: expected one of [sync,async], or null to find out. Set setup.mode=async.",
+        ),
+        ("model", True, "setup.model=true: expected one of [dense,moe]"),
+        ("trajectory", "multi", "setup.trajectory=multi: expected one of [single,tools]"),
+        ("minibatches", 0, "setup.minibatches=0: expected a number of gradient steps"),
+        ("minibatches", 2.0, "setup.minibatches=2.0: expected a number of gradient steps"),
+        ("minibatches", True, "setup.minibatches=true: expected a number of gradient steps"),
         ("staleness", 4, "setup.staleness=4: unknown key. Known under setup: engine, mode, model"),
+        ("modle", "moe", "setup.modle=moe: unknown key. Did you mean setup.model?"),
     ],
 )
 def test_malformed_values(key: str, value: Any, part: str) -> None:
-    config = configuration(**{f"setup__{key}": value})
+    run = Composed(configuration(**{f"setup__{key}": value}))
     for read in (read_setup, refuse_setup):
-        with pytest.raises(SpecError) as caught:
-            read(config)
+        with pytest.raises(CheckError) as caught:
+            read(run)
         assert part in str(caught.value)
 
 
 def test_what_nothing_would_read() -> None:
-    refuse_setup(configuration(setup__model=None))
+    refuse_setup(Composed(configuration(setup__model=None)))
     with pytest.raises(SpecError, match=r"setup\.model=dense: only correction=auto reads it\. Set correction=auto, or"):
-        refuse_setup(configuration())
+        refuse_setup(Composed(configuration()))
 
 
 # What is required -----------------------------------------------------------------------------------------------
@@ -338,7 +344,7 @@ def test_what_nothing_would_read() -> None:
 
 def held(changes: dict[str, Any]) -> None:
     config = configuration(**changes)
-    check_requirements(config, select(read_setup(config)).requires)
+    check_requirements(Composed(config), select(read_setup(Composed(config))).requires)
 
 
 MOE: dict[str, Any] = {"setup__model": "moe", f"{ACTOR}__strategy": "megatron"}
@@ -402,7 +408,7 @@ def test_configurations_that_do_not(changes: dict[str, Any], parts: list[str]) -
 def test_all_requirements_are_reported_at_once() -> None:
     requires = (Requirement("a.b", 1, "Why."), Requirement("c", True, "Why not."))
     with pytest.raises(CheckError) as caught:
-        check_requirements(configuration(a__b=2), requires)
+        check_requirements(Composed(configuration(a__b=2)), requires)
     first, second = str(caught.value).splitlines()
     assert first.startswith("a.b=2: Why. Set a.b=1")
     assert second.startswith("c=null: Why not. Set c=true")

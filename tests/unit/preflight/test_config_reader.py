@@ -9,7 +9,8 @@ from omegaconf import OmegaConf
 from omegaconf.errors import ConfigAttributeError
 
 from recipe.offpolicy.correction import CorrectionSpec, SpecError
-from recipe.offpolicy.preflight.checks.config_reader import copy_config, list_parts, read_shadows, read_spec
+from recipe.offpolicy.preflight.composed import Composed, copy_config
+from recipe.offpolicy.preflight.configured_parts import list_parts
 from recipe.offpolicy.preflight.examination import describe_verls_loss
 from recipe.offpolicy.preflight.hydra_groups import list_options, read_task_overrides
 from tests.support.applications import OPTIONS, application, without_verl
@@ -20,8 +21,8 @@ OF_VERL = "algorithm.rollout_correction"
 
 def test_parts_are_named_with_what_they_mean(tmp_path: Path) -> None:
     with application("correction=[tis_token,gsm]", folder=without_verl(tmp_path)) as config:
-        assert read_spec(config) == spec(TIS, gsm=GSM)
-        parts = list_parts(config, read_spec(config))
+        assert Composed(config).spec == spec(TIS, gsm=GSM)
+        parts = list_parts(Composed(config))
         assert read_task_overrides() == ["correction=[tis_token,gsm]"]
         assert sorted(list_options()) == OPTIONS
     assert [(part.name, part.reads_mu, part.ours) for part in parts] == [
@@ -33,26 +34,26 @@ def test_parts_are_named_with_what_they_mean(tmp_path: Path) -> None:
 
 def test_the_mean_of_a_sequence_is_told_from_its_product() -> None:
     geometric = spec(TIS | {"level": "sequence", "aggregate": "geometric"})
-    (part,) = list_parts(OmegaConf.create({}), geometric)
+    (part,) = list_parts(Composed(OmegaConf.create({}), geometric))
     assert part.meaning == "sequence, geometric, truncate <= 2 on pi_old / mu"
 
 
 def test_verls_own_correction_is_a_part_that_is_not_ours() -> None:
     config = OmegaConf.create({"algorithm": {"rollout_correction": {"rollout_is": "token"}}})
-    assert [(part.name, part.ours) for part in list_parts(config, CorrectionSpec())] == [
+    assert [(part.name, part.ours) for part in list_parts(Composed(config, CorrectionSpec()))] == [
         ("rollout_correction.rollout_is", False)
     ]
-    assert describe_verls_loss(config) == "verl's own algorithm.rollout_correction: rollout_is"
-    assert describe_verls_loss(OmegaConf.create({})) == "verl's own loss"
+    assert describe_verls_loss(Composed(config)) == "verl's own algorithm.rollout_correction: rollout_is"
+    assert describe_verls_loss(Composed(OmegaConf.create({}))) == "verl's own loss"
 
 
 def test_shadows_are_corrections_by_name() -> None:
     plain = spec(None, gsm=GSM)
     config = OmegaConf.create({"offpolicy": {"shadow": {"gsm": plain.to_mapping()}}})
-    assert read_shadows(config) == {"gsm": plain}
-    assert read_shadows(OmegaConf.create({})) == {}
+    assert Composed(config).shadows == {"gsm": plain}
+    assert Composed(OmegaConf.create({})).shadows == {}
     with pytest.raises(SpecError, match=r"offpolicy\.shadow"):
-        read_shadows(OmegaConf.create({"offpolicy": {"shadow": ["gsm"]}}))
+        _ = Composed(OmegaConf.create({"offpolicy": {"shadow": ["gsm"]}})).shadows
 
 
 def test_a_copy_keeps_interpolations_and_what_is_locked_and_shares_nothing() -> None:

@@ -12,8 +12,8 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 
 from recipe.offpolicy.correction.problem import Problem, set_to
-from recipe.offpolicy.preflight.checks import read_spec
 from recipe.offpolicy.preflight.checks.offpolicy_keys import check_own_keys
+from recipe.offpolicy.preflight.composed import Composed
 from tests.support.applications import CONFIGS
 from tests.support.corrections import GSM, TIS
 
@@ -167,7 +167,7 @@ def changed(key: str, value: Any) -> Iterator[DictConfig]:
 
 def find(key: str, value: Any) -> list[Problem]:
     with changed(key, value) as made:
-        return list(check_own_keys(made, read_spec(made)))
+        return list(check_own_keys(Composed(made)))
 
 
 def list_sections(node: Any, path: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
@@ -196,7 +196,7 @@ def test_every_key_is_here() -> None:
     phases = {name for name in leaves if ".phase_timeouts." in name} - {"watchdog.phase_timeouts.rollout"}
     fallbacks = {name for name in leaves if name.endswith(".fallback")}
     assert EVERY.keys() == (leaves | plain) - phases - fallbacks
-    assert list(check_own_keys(BASE, read_spec(BASE))) == []
+    assert list(check_own_keys(Composed(BASE))) == []
 
 
 @pytest.mark.parametrize("key", EVERY)

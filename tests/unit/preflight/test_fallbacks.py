@@ -11,8 +11,9 @@ from omegaconf import DictConfig, OmegaConf
 
 from recipe.offpolicy.correction import CorrectionSpec, SpecError
 from recipe.offpolicy.monitor.alarms.alarm_settings import read_settings
-from recipe.offpolicy.preflight.fallbacks import check, resolve
-from recipe.offpolicy.preflight.old_log_prob import read_correction
+from recipe.offpolicy.preflight.composed import Composed, read_correction
+from recipe.offpolicy.preflight.resolve import _resolve_fallbacks as resolve
+from recipe.offpolicy.preflight.resolve import check_fallbacks as check
 from tests.support.applications import NEEDED, application, changed, without_verl
 from tests.support.corrections import GSM, TIS
 
@@ -109,8 +110,8 @@ GSM_SPEC = CorrectionSpec.from_mapping({"masks": {"gsm": GSM}})
 def checked(config: DictConfig) -> list[dict[str, Any]]:
     """The corrections that the start-up checks are asked about."""
     seen: list[Any] = []
-    spec = CorrectionSpec.from_mapping(read_correction(config))
-    check(config, spec, lambda other: seen.append(OmegaConf.to_container(other.correction)))
+    spec = CorrectionSpec.from_mapping(read_correction(Composed(config)))
+    check(Composed(config, spec), lambda other: seen.append(OmegaConf.to_container(other.config.correction)))
     return seen
 
 
@@ -121,12 +122,12 @@ def test_start_up_checks_look_at_it_as_at_a_configured_one(whole: DictConfig) ->
 
     assert checked(whole) == [CorrectionSpec.from_mapping({"weight": TIS, "masks": {"gsm": GSM}}).to_mapping()]
     before = OmegaConf.to_container(whole)
-    check(whole, GSM_SPEC, run_checks)
+    check(Composed(whole, GSM_SPEC), run_checks)
     assert OmegaConf.to_container(whole) == before
     # A cap below 1 leaves out the weight of policies that agree: that is refused where it is configured, and here.
     wrong = changed(whole, {f"{KEY}.fallback.correction.weight.upper": 0.5})
     with pytest.raises(CheckError) as stopped:
-        check(wrong, GSM_SPEC, run_checks)
+        check(Composed(wrong, GSM_SPEC), run_checks)
     assert str(stopped.value).startswith(
         "correction.weight.upper=0.5: offpolicy.alarms.ess.fallback=[tis_token,gsm] would stop the run, were it "
         "configured: the bounds leave out 1"
@@ -141,7 +142,7 @@ def test_bounds_that_move_with_the_configured_one_ask_nothing_of_it(whole: DictC
 
     wider = CorrectionSpec.from_mapping({"masks": {"gsm": GSM | {"upper": 1.1}}})
     moving = {"offpolicy.calibrate.target_ess": 0.9, "offpolicy.calibrate.warmup": 1}
-    check(changed(whole, {**moving, f"{KEY}.fallback.correction": wider.to_mapping()}), GSM_SPEC, run_checks)
+    check(Composed(changed(whole, {**moving, f"{KEY}.fallback.correction": wider.to_mapping()}), GSM_SPEC), run_checks)
 
 
 def test_the_configured_one_is_no_fallback(whole: DictConfig) -> None:

@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 
 from recipe.offpolicy.correction import CorrectionSpec, SpecError
 from recipe.offpolicy.preflight import hydra_groups
-from recipe.offpolicy.preflight.checks import read_spec
+from recipe.offpolicy.preflight.composed import Composed
 from recipe.offpolicy.preflight.hydra_groups import (
     AUTO,
     EMPTY,
@@ -60,13 +60,13 @@ def test_each_option_alone(option: str, folder: Path) -> None:
     with application(f"correction={option}", *deltas(option), folder=folder) as config:
         assert read_chosen_options() == [option]
         check_stack(read_chosen_options())
-        assert read_spec(config) == CorrectionSpec.from_mapping(EXPECTED[option])
+        assert Composed(config).spec == CorrectionSpec.from_mapping(EXPECTED[option])
 
 
 @pytest.mark.parametrize("option", few_when_quick(DELTAS, lambda _: "a budget"))
 def test_a_budget_that_nobody_published_must_be_given(option: str, folder: Path) -> None:
     with application(f"correction={option}", folder=folder) as config, pytest.raises(SpecError) as caught:
-        read_spec(config)
+        _ = Composed(config).spec
     key = DELTAS[option][0].split("=")[0]
     assert f"{key}=???: required" in str(caught.value)
     assert f"Set {key}=" in str(caught.value)
@@ -91,7 +91,7 @@ def test_each_pair(pair: tuple[str, str], folder: Path) -> None:
                 assert "Choose one" in message
             else:
                 check_stack(read_chosen_options())
-                specs.append(read_spec(config))
+                specs.append(Composed(config).spec)
     if specs:
         weight = next((EXPECTED[o]["weight"] for o in pair if EXPECTED[o]["weight"]), None)
         both = {"weight": weight, "masks": EXPECTED[pair[0]]["masks"] | EXPECTED[pair[1]]["masks"]}
@@ -193,13 +193,13 @@ def test_a_conflict_among_three(folder: Path) -> None:
 def test_the_default_is_none(folder: Path) -> None:
     with application(folder=folder) as config:
         assert read_chosen_options() == ["none"]
-        assert read_spec(config).is_none
+        assert Composed(config).spec.is_none
 
 
 def test_a_users_own_value_wins_over_an_option(folder: Path) -> None:
     with application("correction=tis_token", "correction.weight.upper=3", folder=folder) as config:
         check_stack(read_chosen_options())
-        weight = read_spec(config).weight
+        weight = Composed(config).spec.weight
     assert weight is not None
     assert weight.upper == 3.0
 

@@ -11,7 +11,8 @@ from omegaconf import DictConfig, OmegaConf
 
 from recipe.offpolicy.correction import SpecError
 from recipe.offpolicy.preflight.auto_setup import read_setup
-from recipe.offpolicy.preflight.model_config import find_experts
+from recipe.offpolicy.preflight.composed import Composed
+from recipe.offpolicy.preflight.model_files import find_experts
 
 
 def config(path: Path | str, model: str | None = None) -> DictConfig:
@@ -64,13 +65,13 @@ def test_what_is_not_at_hand_or_damaged_says_nothing(tmp_path: Path, monkeypatch
 def test_a_contradiction_stops_correction_auto(tmp_path: Path) -> None:
     mixture = saved(tmp_path, {"num_experts": 64})
     with pytest.raises(SpecError) as caught:
-        read_setup(config(mixture, "dense"))
+        read_setup(Composed(config(mixture, "dense")))
     assert str(caught.value) == (
         f"setup.model=dense: the configuration says moe: {mixture}/config.json has num_experts=64. "
         f"Set setup.model=null to follow it, or change the configuration."
     )
     assert caught.value.problem.overrides == ()
-    assert read_setup(config(mixture)).model == "moe"
-    assert read_setup(config(mixture, "moe")).model == "moe"
+    assert read_setup(Composed(config(mixture))).model == "moe"
+    assert read_setup(Composed(config(mixture, "moe"))).model == "moe"
     with pytest.raises(SpecError, match="the configuration says dense"):
-        read_setup(config(saved(tmp_path, {"num_hidden_layers": 2}), "moe"))
+        read_setup(Composed(config(saved(tmp_path, {"num_hidden_layers": 2}), "moe")))

@@ -10,8 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from recipe.offpolicy.preflight.model_config import find_local
-from recipe.offpolicy.preflight.model_tensors import count_largest_tensor, list_weights, read_shapes
+from recipe.offpolicy.preflight.model_files import count_largest_tensor, find_local, list_weights, read_shapes
 
 EMBEDDING = "model.embed_tokens.weight"
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from recipe.offpolicy.preflight.checks.module_source import find_source
+from recipe.offpolicy.preflight.python_source import find_source
 
 
 def test_modules_packages_and_programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ from recipe.offpolicy.analysis.whatif.compose import compose_correction, initial
 from recipe.offpolicy.correction import SpecError
 from recipe.offpolicy.doctor.launch import OURS, Launch, LaunchError
 from recipe.offpolicy.doctor.launch import compose as compose_launch
+from recipe.offpolicy.preflight.composed import Composed
 from recipe.offpolicy.preflight.hydra_groups import load_option, refuse_moved
 from recipe.offpolicy.preflight.hydra_refusals import list_nested
 from recipe.offpolicy.preflight.resolve import resolve
@@ -87,7 +88,7 @@ def of_a_file(folder: Path) -> object:
 def resolved(override: str) -> Callable[[Path], object]:
     def build(folder: Path) -> object:
         with application("correction=gsm", override, folder=folder) as config:
-            return resolve(config, print)
+            return resolve(Composed(config), print)
 
     return build
 

@@ -16,9 +16,8 @@ from recipe.offpolicy.analysis.whatif.compose import compose_correction, initial
 from recipe.offpolicy.analysis.whatif.replay import check_replayable
 from recipe.offpolicy.correction import CorrectionSpec, SpecError
 from recipe.offpolicy.fault_tolerance.checkpoints import check_before_loading, guard_save
-from recipe.offpolicy.preflight.checks import read_spec
-from recipe.offpolicy.preflight.dropout import describe_noise, find_noise
-from recipe.offpolicy.preflight.old_log_prob import check_one_mini_batch, choose_proximal, read_correction
+from recipe.offpolicy.preflight.composed import Composed, check_one_mini_batch, choose_proximal, read_correction
+from recipe.offpolicy.preflight.model_files import describe_noise, find_noise
 from tests.support.corrections import GSM, TIS, opsm
 
 ACTOR, ROLLOUT, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
@@ -84,7 +83,7 @@ def configuration(model: Callable[..., str]) -> Configuration:
 
 
 def test_one_gradient_step_needs_no_forward_pass(configuration: Configuration) -> None:
-    choice = choose_proximal(configuration())
+    choice = choose_proximal(Composed(configuration()))
     assert choice.proximal == "reuse"
     assert choice.said == (
         "correction.proximal=auto is reuse: a batch gets one gradient step, whose own log-probs are pi_old."
@@ -114,7 +113,7 @@ ALIKE: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", ALIKE)
 def test_nor_do_these(name: str, configuration: Configuration) -> None:
-    assert choose_proximal(configuration(ALIKE[name])).proximal == "reuse"
+    assert choose_proximal(Composed(configuration(ALIKE[name]))).proximal == "reuse"
 
 
 # One change each, and what is said of it.
@@ -178,7 +177,7 @@ APART: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("name", APART)
 def test_what_takes_a_forward_pass(name: str, configuration: Configuration) -> None:
     changes, said = APART[name]
-    choice = choose_proximal(configuration(changes))
+    choice = choose_proximal(Composed(configuration(changes)))
     assert choice.proximal == "recompute"
     assert choice.said.startswith("correction.proximal=auto is recompute, although a batch gets one gradient step: ")
     assert said in choice.said
@@ -198,21 +197,25 @@ def test_what_takes_a_forward_pass(name: str, configuration: Configuration) -> N
 def test_where_there_is_nothing_to_choose_nothing_is_said(
     changes: dict[str, Any], configuration: Configuration
 ) -> None:
-    choice = choose_proximal(configuration(changes))
+    choice = choose_proximal(Composed(configuration(changes)))
     assert (choice.proximal, choice.said) == ("recompute", "")
 
 
 @pytest.mark.parametrize(("given", "mend"), [("atuo", "auto"), ("reus", "reuse"), (None, "auto")])
 def test_a_misspelt_one_is_told_all_that_there_are(given: str | None, mend: str, configuration: Configuration) -> None:
     with pytest.raises(SpecError, match="Set one of auto, recompute, bypass, reuse, loglinear") as caught:
-        read_correction(configuration(proximal=given))
+        read_correction(Composed(configuration(proximal=given)))
     assert caught.value.problem.overrides == (f"correction.proximal={mend}",)
+
+
+def read_spec(config: DictConfig) -> CorrectionSpec:
+    return CorrectionSpec.from_mapping(read_correction(Composed(config)))
 
 
 @pytest.mark.parametrize("proximal", ["recompute", "bypass", "reuse"])
 def test_what_is_asked_for_by_name_is_what_there_is(proximal: str, configuration: Configuration) -> None:
     config = configuration({"correction.weight.ratio": "full"}, proximal=proximal)
-    assert read_correction(config)["proximal"] == proximal
+    assert read_correction(Composed(config))["proximal"] == proximal
     assert read_spec(config).proximal == proximal
 
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 
 from recipe.offpolicy.correction import Problem, SpecError
-from recipe.offpolicy.preflight.checks import read_spec
-from recipe.offpolicy.preflight.hydra_groups import force_own_keys
-from recipe.offpolicy.preflight.option_defaults import restore_defaults
+from recipe.offpolicy.preflight.composed import Composed
+from recipe.offpolicy.preflight.hydra_groups import force_own_keys, restore_defaults
 from tests.support.applications import DELTAS, OPTIONS, application, without_verl
 from tests.support.examples import each_nth_when_quick
 
@@ -40,7 +39,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory):  # type: ignore[no-untyped
 def fixed(option: str, given: list[str], folder) -> tuple[Problem | None, dict]:  # type: ignore[no-untyped-def, type-arg]
     with application(f"correction={option}", *force_own_keys(given), folder=folder) as config:
         try:
-            return None, read_spec(config).to_mapping()
+            return None, Composed(config).spec.to_mapping()
         except SpecError as error:
             return restore_defaults(error.problem), {}
 

@@ -12,7 +12,7 @@ import torch
 from omegaconf import OmegaConf
 
 from recipe.offpolicy.correction import CorrectionSpec, StepStage
-from recipe.offpolicy.preflight.checks import read_spec
+from recipe.offpolicy.preflight.composed import Composed
 from recipe.offpolicy.preflight.hydra_groups import AUTO, EMPTY
 from tests.support.applications import CONFIGS, DELTAS, OPTIONS, application, without_verl
 from tests.support.corrections import GSM, TIS, band, opsm, run, tensor
@@ -145,7 +145,7 @@ def test_each_option_is_what_is_published(option: str) -> None:
 def test_each_option_composes(option: str, folder: Path) -> None:
     """It sets its own keys and nothing besides."""
     with application(f"correction={option}", *DELTAS.get(option, []), folder=folder) as config:
-        assert read_spec(config) == loaded(option)
+        assert Composed(config).spec == loaded(option)
 
 
 @pytest.mark.parametrize("option", OPTIONS)
@@ -178,7 +178,7 @@ def test_building_blocks_stack(stack: tuple[str, ...], folder: Path) -> None:
     for option in stack:
         together |= EXPECTED[option]
     with application(f"correction=[{','.join(stack)}]", folder=folder) as config:
-        assert read_spec(config) == CorrectionSpec.from_mapping(together)
+        assert Composed(config).spec == CorrectionSpec.from_mapping(together)
 
 
 # Numbers ------------------------------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,53 +9,19 @@ import pytest
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 
 from recipe.offpolicy.correction import CorrectionSpec
 from recipe.offpolicy.preflight.auto_choice import ETA_MATHS, select
 from recipe.offpolicy.preflight.auto_setup import Setup
-from recipe.offpolicy.preflight.checks import programs, staleness
-from recipe.offpolicy.preflight.checks.programs import check_lora, check_program
-from recipe.offpolicy.preflight.checks.staleness import is_asynchronous, mixes_unknown_versions
+from recipe.offpolicy.preflight.checks.path import check_lora
 from recipe.offpolicy.preflight.hydra_groups import brought_sections
-from tests.support.paths import ROOT
+from tests.support.applications import composed
 from verl_patches.execution_path import live_path
 from verl_patches.hydra_sections import bring_sections
 
 FULLY_ASYNC: dict[str, Any] = {"async_training": {"require_batches": 1}}
 ONE_STEP_OFF: dict[str, Any] = {"rollout": {"nnodes": 1}}
-
-
-@pytest.mark.parametrize(
-    ("own", "refused"),
-    [(FULLY_ASYNC, ["length_penalty"]), (ONE_STEP_OFF, []), ({}, [])],
-    ids=["fully", "one step", "main"],
-)
-def test_extensions_are_refused_where_another_process_takes_prompts(own: dict[str, Any], refused: list[str]) -> None:
-    shipped = OmegaConf.load(ROOT / "configs" / "length_penalty" / "anchor.yaml")
-    actor = {"actor_rollout_ref": {"actor": {"strategy": "fsdp2"}}}
-    config = OmegaConf.merge({**own, "length_penalty": shipped, "offpolicy": {"extensions": {}}}, actor)
-    assert isinstance(config, DictConfig)
-    assert [problem.key for problem in check_program(config, CorrectionSpec())] == refused
-
-
-@pytest.mark.verl(">=0.9")
-@pytest.mark.parametrize(("mode", "refused"), [("separate_async", True), ("sync", False), ("colocate_async", False)])
-def test_servers_of_their_own_get_weights_by_a_checkpoint_engine(mode: str, refused: bool) -> None:
-    rollout = {"checkpoint_engine": {"backend": "naive"}}
-    actor = {"strategy": "fsdp2"}
-    config = OmegaConf.create(
-        {
-            "trainer": {"use_v1": True, "v1": {"trainer_mode": mode}},
-            "actor_rollout_ref": {"actor": actor, "rollout": rollout},
-            "offpolicy": {"extensions": {}},
-        }
-    )
-    found = list(check_program(config, CorrectionSpec()))
-    assert [problem.key for problem in found] == [f"{ROLLOUT}.checkpoint_engine.backend"] * refused
-    for problem in found:
-        config.merge_with_dotlist(list(problem.overrides))
-    assert not list(check_program(config, CorrectionSpec()))
 
 
 MODEL, ROLLOUT = "actor_rollout_ref.model", "actor_rollout_ref.rollout"
@@ -72,11 +37,9 @@ def tuned(release: str, model: dict[str, Any], rollout: dict[str, Any], own: dic
     given = {"name": "vllm", "load_format": "dummy"} | rollout
     actor = {"strategy": strategy, "fsdp_config": {"strategy": "fsdp"}}
     config = OmegaConf.create({**own, "actor_rollout_ref": {"actor": actor, "model": model, "rollout": given}})
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(programs, "live_path", partial(live_path, release=release))
-        found = list(check_lora(config, CorrectionSpec()))
-        mended: Any = OmegaConf.merge(config, *(OmegaConf.from_dotlist(list(each.overrides)) for each in found))
-        return found, list(check_lora(mended, CorrectionSpec()))
+    found = list(check_lora(composed(config, CorrectionSpec(), live_path(config, release))))
+    mended: Any = OmegaConf.merge(config, *(OmegaConf.from_dotlist(list(each.overrides)) for each in found))
+    return found, list(check_lora(composed(mended, CorrectionSpec(), live_path(mended, release))))
 
 
 @pytest.mark.parametrize("release", ["0.7.1", "0.8.0", "0.9.0", "0.9.1"])
@@ -144,38 +107,6 @@ def test_auto_reads_the_programs_own_limit_of_staleness() -> None:
     (required,) = found.requires
     assert (required.key, required.value) == ("async_training.staleness_threshold", ETA_MATHS - 1)
     assert select(Setup(**run, minibatches=1, strategy="fsdp", program="one_step_off")).requires == ()
-
-
-@pytest.mark.parametrize(
-    ("own", "v1", "mixes"),
-    [(FULLY_ASYNC, False, False), (ONE_STEP_OFF, False, False), ({}, True, False), ({}, False, False)],
-)
-@pytest.mark.verl(">=0.9.1")
-def test_every_asynchronous_way_of_the_newest_release_says_which_version_sampled_a_token(
-    own: dict[str, Any], v1: bool, mixes: bool
-) -> None:
-    """By its client, or because a row of one_step_off_policy is sampled by one version."""
-    trainer = {"use_v1": v1, "v1": {"trainer_mode": "colocate_async"}}
-    actor = {"strategy": "fsdp", "ppo_mini_batch_size": 8}
-    config = OmegaConf.create({**own, "trainer": trainer, "actor_rollout_ref": {"actor": actor}})
-    assert mixes_unknown_versions(config) is mixes
-    assert is_asynchronous(config) is (bool(own) or v1)
-
-
-@pytest.mark.parametrize(("release", "resumes", "mixes"), [("0.9.0", True, True), ("0.9.0", False, False)])
-def test_a_row_that_is_not_resumed_is_of_one_version(
-    release: str, resumes: bool, mixes: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Where versions are known by row alone."""
-    monkeypatch.setattr(staleness, "live_path", partial(live_path, release=release))
-    config = OmegaConf.create(
-        {
-            "async_training": {"partial_rollout": resumes},
-            "trainer": {"use_v1": False},
-            "actor_rollout_ref": {"actor": {"strategy": "fsdp", "ppo_mini_batch_size": 8}},
-        }
-    )
-    assert mixes_unknown_versions(config) is mixes
 
 
 def test_an_option_of_ours_is_known_to_have_brought_the_sections(tmp_path: Path) -> None:

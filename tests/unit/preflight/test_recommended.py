@@ -18,8 +18,8 @@ from recipe.offpolicy.correction import CorrectionSpec, recommended
 from recipe.offpolicy.monitor.mismatch.stale_kept import StaleRowsWatch
 from recipe.offpolicy.preflight.auto_choice import select
 from recipe.offpolicy.preflight.auto_setup import Setup
-from recipe.offpolicy.preflight.checks import read_spec
-from recipe.offpolicy.preflight.checks.staleness import warn_narrow_bands, warn_uncorrected, warn_weight_alone
+from recipe.offpolicy.preflight.checks.staleness import warn_asynchronous
+from recipe.offpolicy.preflight.composed import Composed
 from recipe.offpolicy.recording import Recording
 from tests.support.applications import NEEDED, application
 from tests.support.corrections import GSM, TIS, opsm, spec
@@ -92,7 +92,7 @@ def test_noise_is_bounded_at_the_quantile_that_a_short_recording_has() -> None:
 @pytest.mark.verl("==0.9.1")
 def test_an_uncorrected_asynchronous_run_is_told_of_it() -> None:
     with application("correction=none", ASYNC, *NEEDED) as config:
-        (note,) = warn_uncorrected(config, CorrectionSpec())
+        (note,) = warn_asynchronous(Composed(config, CorrectionSpec()))
     assert note.verdict == "NOTE"
     assert LINE in note.fix
 
@@ -108,7 +108,7 @@ def test_a_capped_weight_alone_is_told_of_it_in_asynchronous_runs() -> None:
         (("correction=opsm", delta, ASYNC), False),
     ):
         with application(*lines, *NEEDED) as config:
-            notes = list(warn_weight_alone(config, read_spec(config)))
+            notes = list(warn_asynchronous(Composed(config)))
         assert [(note.verdict, LINE in note.fix) for note in notes] == ([("NOTE", True)] if told else []), lines
 
 
@@ -147,7 +147,7 @@ def test_run_async_has_it_as_its_default(tmp_path: Path) -> None:
             ("[tis_token,gsm_turn]", ["correction.masks.gsm_turn.lower"]),
             ("skyrl/recommended", ["correction.masks.gsm.lower"]),
             ("k3_mask", ["correction.masks.k3.upper"]),
-            ("tis_token", []),
+            ("tis_token", ["correction.weight.upper"]),
             ("verl/decoupled_geo_rs", None),
             ("icepop", []),
             ("outlier", []),
@@ -159,18 +159,18 @@ def test_a_band_for_equal_weights_is_noted_in_asynchronous_modes(correction: str
         values = compose_correction([f"correction={correction}"])
     chosen = CorrectionSpec.from_mapping(values)
     with application("correction=none", ASYNC, *NEEDED) as config:
-        notes = list(warn_narrow_bands(config, chosen))
+        notes = list(warn_asynchronous(Composed(config, chosen)))
     assert all(note.verdict == "NOTE" and LINE in note.fix for note in notes)
     assert notes if keys is None else [note.key for note in notes] == keys
     with application("correction=none", *NEEDED) as config:
-        assert not list(warn_narrow_bands(config, chosen))
+        assert not list(warn_asynchronous(Composed(config, chosen)))
 
 
 @pytest.mark.verl("==0.9.1")
 def test_what_stale_rows_pass_is_not_noted() -> None:
     wide = GSM | {"lower": 0.5, "upper": 2.0}
     with application("correction=none", ASYNC, *NEEDED) as config:
-        assert not list(warn_narrow_bands(config, spec(TIS, opsm=opsm(0.1), wide=wide)))
+        assert not list(warn_asynchronous(Composed(config, spec(TIS, opsm=opsm(0.1), wide=wide))))
 
 
 def test_a_run_that_keeps_no_stale_token_says_so_once(caplog: pytest.LogCaptureFixture) -> None:

@@ -9,6 +9,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from recipe.offpolicy.correction import CorrectionSpec
 from recipe.offpolicy.preflight.checks.rollout import check_logprobs_mode
+from recipe.offpolicy.preflight.composed import Composed
 from tests.support.corrections import TIS
 
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -58,7 +59,7 @@ def test_raw_log_probs_are_refused_by_engine(
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     config = configuration(engine, temperature, changes)
-    found = list(check_logprobs_mode(config, SPEC))
+    found = list(check_logprobs_mode(Composed(config, SPEC)))
     assert [problem.key for problem in found] == refused
     for problem in found:
         monkeypatch.delenv(problem.key, raising=False)
@@ -69,4 +70,4 @@ def test_raw_log_probs_are_refused_by_engine(
             else:
                 key, _, value = override.partition("=")
                 OmegaConf.update(config, key, value)
-    assert list(check_logprobs_mode(config, SPEC)) == []
+    assert list(check_logprobs_mode(Composed(config, SPEC))) == []

@@ -10,9 +10,8 @@ from omegaconf import OmegaConf
 
 from recipe.offpolicy.correction import CorrectionSpec, Problem
 from recipe.offpolicy.preflight.checks import run_keys
-from recipe.offpolicy.preflight.checks.coverage import _find_nearest_mode
-from recipe.offpolicy.preflight.checks.not_shown import warn_not_shown
-from tests.support.corrections import TIS, spec
+from recipe.offpolicy.preflight.checks.path import _find_nearest_mode
+from recipe.offpolicy.preflight.composed import Composed
 
 NONE = CorrectionSpec()
 ACTOR = "actor_rollout_ref.actor"
@@ -20,42 +19,11 @@ ROLLOUT = "actor_rollout_ref.rollout"
 V1_MODES = ("sync", "colocate_async", "separate_async")
 
 
-def found(check: Any, values: dict[str, Any], of: CorrectionSpec = NONE) -> dict[str, Problem]:
+def found(check: Any, values: dict[str, Any]) -> dict[str, Problem]:
     config = OmegaConf.create({})
     for key, value in values.items():
         OmegaConf.update(config, key, value, force_add=True)
-    return {problem.key: problem for problem in check(config, of)}
-
-
-@pytest.mark.parametrize(
-    ("key", "value", "mended"),
-    [
-        ("trainer.resume_mode", "sometimes", "trainer.resume_mode=auto"),
-        ("trainer.resume_mode", "resume-path", "trainer.resume_mode=resume_path"),
-        ("trainer.resume_mode", None, "trainer.resume_mode=auto"),
-        ("algorithm.adv_estimator", "GRPO_", "algorithm.adv_estimator=grpo"),
-        ("algorithm.kl_ctrl.type", "adaptiv", "algorithm.kl_ctrl.type=adaptive"),
-        (f"{ACTOR}.kl_loss_type", "low_var", f"{ACTOR}.kl_loss_type=low_var_kl"),
-        ("data.truncation", "rigth", "data.truncation=right"),
-        ("algorithm.adv_estimator", "elliptical", None),
-        (f"{ACTOR}.kl_loss_type", "hellinger", None),
-    ],
-)
-def test_a_choice_that_verl_does_not_have(
-    key: str, value: object, mended: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("VERL_USE_EXTERNAL_MODULES", raising=False)
-    problem = found(run_keys.check_choices, {key: value})[key]
-    assert problem.verdict == "ERROR"
-    assert problem.overrides == ((mended,) if mended else ())
-
-
-def test_a_logger_that_verl_does_not_have() -> None:
-    pytest.importorskip("verl")
-    problem = found(run_keys.check_choices, {"trainer.logger": ["consol", "wandb"]})["trainer.logger"]
-    assert problem.overrides == ("trainer.logger=[console, wandb]",)
-    assert found(run_keys.check_choices, {"trainer.logger": ["console", "file"]}) == {}
-    assert found(run_keys.check_choices, {"trainer.logger": "console"}) == {}
+    return {problem.key: problem for problem in check(Composed(config, NONE))}
 
 
 def test_a_checkpoint_to_resume_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,14 +63,6 @@ def test_numbers_beyond_float32_and_64_bits(value: object) -> None:
     assert found(run_keys.check_numbers, {"a.b": 1e29, "c": 2**62, "d": float("inf"), "e": True}) == {}
 
 
-@pytest.mark.parametrize("value", [None, "", "???"])
-def test_a_rollout_engine_is_named(value: object) -> None:
-    assert found(run_keys.check_engine_is_named, {f"{ROLLOUT}.name": value})[f"{ROLLOUT}.name"].overrides == (
-        f"{ROLLOUT}.name=vllm",
-    )
-    assert found(run_keys.check_engine_is_named, {f"{ROLLOUT}.name": "vllm"}) == {}
-
-
 @pytest.mark.parametrize(
     ("given", "covered", "nearest"),
     [
@@ -117,26 +77,3 @@ def test_a_rollout_engine_is_named(value: object) -> None:
 )
 def test_an_asynchronous_mode_is_never_replaced_by_sync(given: str, covered: tuple[str, ...], nearest: str) -> None:
     assert _find_nearest_mode(given, covered) == nearest
-
-
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        ("trainer.device", "npu"),
-        ("algorithm.adv_estimator", "optimal_token_baseline"),
-        (f"{ACTOR}.megatron.context_parallel_size", 2),
-        (f"{ACTOR}.ulysses_sequence_parallel_size", 4),
-        ("actor_rollout_ref.model.use_fused_kernels", True),
-        ("actor_rollout_ref.model.lora_rank", 32),
-        (f"{ROLLOUT}.quantization", "fp8"),
-        (f"{ROLLOUT}.engine_kwargs.vllm.kv_cache_dtype", "fp8_e5m2"),
-        (f"{ROLLOUT}.expert_parallel_size", 8),
-    ],
-)
-def test_what_no_correction_was_run_with_is_noted(key: str, value: object) -> None:
-    pytest.importorskip("verl")
-    plain = {f"{ACTOR}.strategy": "fsdp2", "trainer.device": "cuda", "algorithm.adv_estimator": "grpo"}
-    plain["trainer.v1.trainer_mode"] = "sync"
-    problems = found(warn_not_shown, {**plain, key: value}, spec(TIS))
-    assert {name: problem.verdict for name, problem in problems.items()} == {key: "NOTE"}
-    assert found(warn_not_shown, plain, spec(TIS)) == {}

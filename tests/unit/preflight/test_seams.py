@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
+from omegaconf import OmegaConf
 
 import verl_patches
-from recipe.offpolicy.correction import CorrectionSpec
 from recipe.offpolicy.correction.problem import CheckError
-from recipe.offpolicy.preflight.checks.seams import check_seams, check_seams_with, demand_seams
-from recipe.offpolicy.preflight.checks.workers_env import list_patch_groups
+from recipe.offpolicy.preflight.checks.path import check_seams, check_seams_by, demand_seams, list_patch_groups
+from recipe.offpolicy.preflight.composed import Composed
 from tests.support.applications import NEEDED, application
 from verl_patches import (
     engine_loss,
@@ -25,41 +26,37 @@ from verl_patches import (
 from verl_patches.contract import Contract, PatchError
 from verl_patches.execution_path import LivePath
 
-
-@pytest.mark.parametrize(("trainer", "module"), [("v0", trainer_v0), ("v1", trainer_v1)])
-def test_the_seams_of_the_path_are_held(trainer: str, module: object, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verl_patches, "status", dict)
-    held: list[object] = []
-    assert list(check_seams_with(LivePath("0.9.1", trainer, "engine", "fsdp"), held.append)) == []
-    assert held == [engine_loss.SEAMS, module.SEAMS]
+FEATURES: dict[str, Any] = {"notes_token_versions": False, "staleness": None, "replay": None, "support": None}
+OF_0_9_1, ASKED = LivePath("0.9.1", "v1", "engine", "fsdp"), object()
 
 
-@pytest.mark.parametrize(("release", "more"), [("0.9.1", [replay_buffer.SEAMS]), ("0.9.0", [])])
-def test_a_limit_of_staleness_has_seams_of_its_own(
-    release: str, more: list[object], monkeypatch: pytest.MonkeyPatch
+def on(path: LivePath, **features: Any) -> Composed:
+    run = Composed(OmegaConf.create({}))
+    vars(run).update({"path": path, **FEATURES, **features})
+    return run
+
+
+@pytest.mark.parametrize(
+    ("path", "features", "more"),
+    [
+        (LivePath("0.9.1", "v0", "engine", "fsdp"), {}, [trainer_v0.SEAMS]),
+        (OF_0_9_1, {}, [trainer_v1.SEAMS]),
+        (OF_0_9_1, {"staleness": ASKED}, [trainer_v1.SEAMS, replay_buffer.SEAMS]),
+        # Of the releases on which it is not refused anyway.
+        (LivePath("0.9.0", "v1", "engine", "fsdp"), {"staleness": ASKED}, [trainer_v1.SEAMS]),
+        (OF_0_9_1, {"notes_token_versions": True}, [trainer_v1.SEAMS, llm_client.SEAMS]),
+        (OF_0_9_1, {"replay": ASKED}, [trainer_v1.SEAMS, router_replay.SEAMS]),
+        (OF_0_9_1, {"support": ASKED}, [trainer_v1.SEAMS, truncated_sampling.SEAMS]),
+        (LivePath("0.8.0", "v0", "engine", "fsdp"), {"support": ASKED}, [trainer_v0.SEAMS]),
+    ],
+)
+def test_the_seams_of_a_path_and_of_its_features_are_held(
+    path: LivePath, features: dict[str, Any], more: list[object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of the releases on which it is not refused anyway."""
     monkeypatch.setattr(verl_patches, "status", dict)
     held: list[object] = []
-    assert list(check_seams_with(LivePath(release, "v1", "engine", "fsdp"), held.append, bounded=True)) == []
-    assert held == [engine_loss.SEAMS, trainer_v1.SEAMS, *more]
-
-
-def test_versions_by_token_have_seams_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verl_patches, "status", dict)
-    held: list[object] = []
-    assert list(check_seams_with(LivePath("0.9.1", "v1", "engine", "fsdp"), held.append, noted=True)) == []
-    assert held == [engine_loss.SEAMS, trainer_v1.SEAMS, llm_client.SEAMS]
-
-
-def test_routing_replay_has_seams_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verl_patches, "status", dict)
-    held: list[object] = []
-    assert list(check_seams_with(LivePath("0.9.1", "v1", "engine", "fsdp"), held.append, replayed=True)) == []
-    assert held == [engine_loss.SEAMS, trainer_v1.SEAMS, router_replay.SEAMS]
-    held.clear()
-    assert list(check_seams_with(LivePath("0.9.1", "v0", "engine", "fsdp"), held.append, supported=True)) == []
-    assert held == [engine_loss.SEAMS, trainer_v0.SEAMS, truncated_sampling.SEAMS]
+    assert list(check_seams_by(held.append, on(path, **features))) == []
+    assert held == [engine_loss.SEAMS, *more]
 
 
 def test_a_seam_that_has_moved_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,7 +65,7 @@ def test_a_seam_that_has_moved_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> 
     def hold(contracts: Sequence[Contract]) -> None:
         raise PatchError("set_loss_fn has moved")
 
-    (problem,) = check_seams_with(LivePath("0.9.1", "v1", "engine", "fsdp"), hold)
+    (problem,) = check_seams_by(hold, on(OF_0_9_1))
     assert (problem.key, problem.value, problem.reason) == ("verl", "0.9.1", "set_loss_fn has moved")
 
 
@@ -81,7 +78,7 @@ def test_the_process_that_trains_looks_at_what_it_has_imported(monkeypatch: pyte
     with application("correction=gsm", *NEEDED) as config:
         demand_seams(config)
         monkeypatch.setattr(TrainingWorker, "train_mini_batch", lambda self, batch: None)
-        assert list(check_seams(config, CorrectionSpec())) == []
+        assert list(check_seams(Composed(config))) == []
         with pytest.raises(CheckError, match="train_mini_batch") as caught:
             demand_seams(config)
     sent = pickle.loads(pickle.dumps(caught.value))

@@ -8,10 +8,9 @@ import pytest
 from omegaconf import OmegaConf
 
 from recipe.offpolicy.correction import CorrectionSpec, SpecError
-from recipe.offpolicy.preflight.checks import substitute_usual_values
+from recipe.offpolicy.preflight.checks.readable import substitute_usual_values
 from recipe.offpolicy.preflight.hydra_groups import filter_added, parse_overrides
-from recipe.offpolicy.preflight.resolve import refuse_emptied
-from recipe.offpolicy.preflight.shadows import parse_shadows
+from recipe.offpolicy.preflight.resolve import parse_shadows, refuse_emptied
 from tests.support.corrections import GSM, TIS, opsm, spec
 
 OPTIONS: dict[str, dict[str, Any]] = {

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from recipe.offpolicy.preflight.checks.unreadable_values import find_unreadable_values
+from recipe.offpolicy.preflight.checks.readable import find_unreadable_values
 from tests.support.mended import with_overrides
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from omegaconf import DictConfig, OmegaConf
 
-from recipe.offpolicy.preflight.verl_keys.estimators import OUTCOME
+from recipe.offpolicy.preflight.composed import OUTCOME
 from recipe.offpolicy.proof import dense_rewards
 from recipe.offpolicy.proof.dense_rewards import (
     DenseRewardError,

@@ -15,7 +15,7 @@ from recipe.offpolicy.extensions.add_ons import AddOns
 from recipe.offpolicy.extensions.extension import Extension
 from recipe.offpolicy.fault_tolerance.checkpoints import RECORD, TRACKER, CheckpointError
 from recipe.offpolicy.monitor.active_correction import ActiveCorrection
-from recipe.offpolicy.preflight.checks import read_spec
+from recipe.offpolicy.preflight.composed import Composed
 from recipe.offpolicy.proof.verify import LivenessError
 from verl_patches.contract import bare_signature
 
@@ -80,7 +80,7 @@ def correct(trainer: Any) -> Any:
     from recipe.offpolicy.trainer.corrected_run import CorrectedRun
 
     made: Any = CorrectedRun(trainer)
-    made.supervision = SimpleNamespace(active_correction=ActiveCorrection(read_spec(made.config), made.config))
+    made.supervision = SimpleNamespace(active_correction=ActiveCorrection(Composed(made.config).spec, made.config))
     return made
 
 

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 from omegaconf import DictConfig, OmegaConf
 
-from recipe.offpolicy.preflight.checks.coverage import find_uncovered
+from recipe.offpolicy.preflight.checks.path import check_path
+from tests.support.applications import composed
 from verl_patches.execution_path import LivePath, count_prompts, describe_mode, find_program_mode, live_path
 
 ACTOR = "actor_rollout_ref.actor"
@@ -57,7 +58,7 @@ def test_the_path_of_each_release(release: str, changes: dict[str, Any], trainer
     path = live_path(config, release)
     mode = changes.get("trainer__v1__trainer_mode", "sync")
     assert path == LivePath(release, trainer, worker, "fsdp2", mode)
-    assert list(find_uncovered(config, path)) == []
+    assert list(check_path(composed(config, path=path))) == []
     assert f"verl {release}, {trainer.upper()} trainer, {worker}" in str(path)
     assert str(path).endswith(f"mode {mode}")
 
@@ -155,7 +156,7 @@ REASONS = {
 def test_what_is_refused(name: str) -> None:
     release, changes, key = REFUSED[name]
     config = configuration(release, **changes)
-    (found,) = find_uncovered(config, live_path(config, release))
+    (found,) = check_path(composed(config, path=live_path(config, release)))
     assert found.key == key
     assert found.value == OmegaConf.select(config, key)
     assert REASONS[name] in found.reason
@@ -204,12 +205,12 @@ COVERED: dict[str, tuple[str, dict[str, Any]]] = {
 def test_what_is_not(name: str) -> None:
     release, changes = COVERED[name]
     config = configuration(release, **changes)
-    assert list(find_uncovered(config, live_path(config, release))) == []
+    assert list(check_path(composed(config, path=live_path(config, release)))) == []
 
 
 def test_a_release_without_the_asynchronous_programs_is_named() -> None:
     config = configuration("0.7.1", async_training__require_batches=1, actor_rollout_ref__actor__ppo_mini_batch_size=8)
-    (found,) = find_uncovered(config, live_path(config, "0.7.1"))
+    (found,) = check_path(composed(config, path=live_path(config, "0.7.1")))
     assert (found.key, found.value, found.overrides) == ("async_training", "fully_async", ())
     assert "fully_async_policy of verl 0.7.1" in found.reason
 

@@ -20,8 +20,8 @@ from omegaconf.errors import OmegaConfBaseException
 from verl_patches.moved_options import explain_moved
 
 from ...correction import SpecError
+from ...preflight.composed import AUTO as AUTO_PROXIMAL
 from ...preflight.hydra_groups import AUTO, GROUP, check_stack, force_own_keys, read_chosen_options
-from ...preflight.old_log_prob import AUTO as AUTO_PROXIMAL
 from ...preflight.own_keys import list_groups
 
 _CONFIGS = Path(__file__).resolve().parents[2] / "config"

@@ -1,4 +1,4 @@
-"""Validation of the keys under ``offpolicy``."""
+"""Checks of the keys under ``offpolicy``, and of extensions."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 
-from ...correction import CorrectionSpec, Problem
-from ...correction.problem import format_value, remove, set_to
+from ...batch.declared_keys import build_unknown
+from ...correction.problem import Problem, format_value, remove, set_to
 from ...correction.spelling import find_closest
 from ...delivery.delivery_settings import find_problems as delivery_problems
+from ...extensions.extension import Extension
 from ...extensions.registry import find_problems as extension_problems
-from ...extensions.registry import load_extensions
 from ...fault_tolerance.watchdog import find_problems as watchdog_problems
 from ...monitor.alarms.alarm_settings import find_problems as alarm_problems
 from ...monitor.bounds.bound_settings import find_problems as calibrate_problems
@@ -23,81 +23,90 @@ from ...recording.record_settings import find_problems as record_problems
 from ...recording.record_settings import find_too_many_parts
 from ...replay.replay_settings import find_problems as replay_problems
 from ...staleness.staleness_settings import find_problems as staleness_problems
+from ..composed import MU_KEY, Composed
 
-Validator = Callable[[DictConfig, CorrectionSpec], Iterator[Problem]]
-"""Yields what is wrong with one key of ``offpolicy`` in a composed configuration."""
+Validator = Callable[[Composed], Iterator[Problem]]
 
 
-def _check_bool(name: str, config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
+def _check_flag(name: str, run: Composed) -> Iterator[Problem]:
     key = f"offpolicy.{name}"
-    if not isinstance(value := OmegaConf.select(config, key), bool):
-        yield Problem(key, value, "not a truth value.", "Set true or false.", parts=(), overrides=(set_to(key, False),))
+    if not isinstance(run.get(key), bool):
+        yield run.problem(key, "not a truth value.", "Set true or false.", {key: False}, ())
 
 
-def _check_prove_every(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
-    value = OmegaConf.select(config, PROVE_EVERY)
+def _check_prove_every(run: Composed) -> Iterator[Problem]:
+    value = run.get(PROVE_EVERY)
     if not isinstance(value, int) or isinstance(value, bool) or value < 0:
         fix = "Set a number of updates, such as 50, or 0 for the first update alone."
-        there = (set_to(PROVE_EVERY, 50),)
-        yield Problem(PROVE_EVERY, value, "not a whole number >= 0.", fix, parts=(), overrides=there)
+        yield run.problem(PROVE_EVERY, "not a whole number >= 0.", fix, {PROVE_EVERY: 50}, ())
 
 
-def _build_unknown(name: str, section: DictConfig) -> Problem:
-    """Build the problem of an unknown key, with the key of ours that it was meant for, if one is like it."""
-    from ..own_keys import find_meant, list_groups  # which finds modules by this package
-
-    values: Any = OmegaConf.to_container(section)
-    key, value = f"offpolicy.{name}", values[name]
-    near = find_closest(name, OWN_KEYS)
-    meant = ("offpolicy", near) if near else find_meant((name,))
-    if meant is None:
-        return Problem(key, value, "unknown key.", f"Known under offpolicy: {', '.join(OWN_KEYS)}.", parts=())
-    path, plain = ".".join(meant), not isinstance(value, dict)
-    if plain and meant[0] in list_groups():  # a second option of a group would be refused
-        return Problem(key, value, "unknown key.", f"Write {path}={format_value(value)} instead.", parts=())
-    fits = plain and value is not None and not isinstance(values.get(meant[-1]), dict)
-    moved = (*remove(key, value), set_to(path, value)) if fits else ()
-    return Problem(key, value, "unknown key.", f"Did you mean {path}?", parts=(), overrides=moved)
-
-
-def _checked_elsewhere(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
-    """Yield nothing: the reader of this key validates it."""
-    return iter(())
-
-
-def _check_watchdog(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
-    return watchdog_problems(config, [extension.phase or extension.section for extension in load_extensions(config)])
-
-
-OWN_KEYS: dict[str, Validator] = {
-    "allow_identical_log_probs": partial(_check_bool, "allow_identical_log_probs"),
-    "allow_unrelated_log_probs": partial(_check_bool, "allow_unrelated_log_probs"),
-    "resume_changed_correction": partial(_check_bool, "resume_changed_correction"),
-    "alarms": alarm_problems,
-    "calibrate": calibrate_problems,
-    "delivery": lambda config, spec: delivery_problems(config),
-    "extensions": lambda config, spec: extension_problems(config),
-    "late_weights": lambda config, spec: snapshot_problems(config),
+_SECTIONS: dict[str, Validator] = {
+    "alarms": lambda run: alarm_problems(run.config, run.spec),
+    "calibrate": lambda run: calibrate_problems(run.config, run.spec),
+    "delivery": lambda run: delivery_problems(run.config),
+    "extensions": lambda run: extension_problems(run.config),
+    "late_weights": lambda run: snapshot_problems(run.config),
     "prove_every": _check_prove_every,
-    "record": lambda config, spec: record_problems(config),
-    "replay": lambda config, spec: replay_problems(config),
-    "shadow": _checked_elsewhere,
-    "shadow_delta": _checked_elsewhere,
-    "staleness": lambda config, spec: staleness_problems(config),
-    "watchdog": _check_watchdog,
+    "record": lambda run: record_problems(run.config),
+    "replay": lambda run: replay_problems(run.config),
+    "staleness": lambda run: staleness_problems(run.config),
+    "watchdog": lambda run: watchdog_problems(run.config, [each.phase or each.section for each in run.extensions]),
+}
+_FLAGS = ("allow_identical_log_probs", "allow_unrelated_log_probs", "resume_changed_correction")
+OWN_KEYS: dict[str, Validator] = {
+    **{name: partial(_check_flag, name) for name in _FLAGS},
+    **_SECTIONS,
+    **dict.fromkeys(("shadow", "shadow_delta"), lambda run: iter(())),  # which their reader validates
 }
 """Every key under ``offpolicy`` -> what may be wrong with its value."""
 
 
-def check_own_keys(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
+def check_own_keys(run: Composed) -> Iterator[Problem]:
     """Check the keys under ``offpolicy``: unknown ones, and invalid values."""
-    section = config.get("offpolicy")
+    section = run.config.get("offpolicy")
     if section is None:
-        yield Problem("offpolicy", None, "its keys have no values.", "Remove this override.", parts=())
+        yield run.problem("offpolicy", "its keys have no values.", "Remove this override.", (), ())
         return
-    for name in map(str, section):
-        if name not in OWN_KEYS:
-            yield _build_unknown(name, section)
+    values: Any = OmegaConf.to_container(section)
+    yield from (_build_unknown(name, values) for name in map(str, section) if name not in OWN_KEYS)
     for validate in OWN_KEYS.values():
-        yield from validate(config, spec)
-    yield from find_too_many_parts(config, spec)
+        yield from validate(run)
+    yield from find_too_many_parts(run.config, run.spec)
+
+
+def _build_unknown(name: str, values: dict[str, Any]) -> Problem:
+    """Build the problem of an unknown key, with the key of ours that it was meant for, if one is like it."""
+    from ..own_keys import find_meant, list_groups  # which finds modules by this package
+
+    key, value = f"offpolicy.{name}", values[name]
+    near = find_closest(name, OWN_KEYS)
+    meant = ("offpolicy", near) if near else find_meant((name,))
+    if meant is None:
+        return build_unknown(key, value, f"Known under offpolicy: {', '.join(OWN_KEYS)}.")
+    path, plain = ".".join(meant), not isinstance(value, dict)
+    if plain and meant[0] in list_groups():  # a second option of a group would be refused
+        return build_unknown(key, value, f"Write {path}={format_value(value)} instead.")
+    fits = plain and value is not None and not isinstance(values.get(meant[-1]), dict)
+    moved = (*remove(key, value), set_to(path, value)) if fits else ()
+    return build_unknown(key, value, f"Did you mean {path}?", *moved)
+
+
+def warn_extensions(run: Composed) -> Iterator[Problem]:
+    """Pass on the problems of extensions that stop nothing."""
+    for extension in run.extensions:
+        yield from (problem for problem in extension.problems(run.config) if problem.verdict != "ERROR")
+
+
+def check_extensions(run: Composed) -> Iterator[Problem]:
+    """Check the extensions that are on, and what they need of the run together."""
+    for extension in run.extensions:
+        yield from (problem for problem in extension.problems(run.config) if problem.verdict == "ERROR")
+    first, *others = [each.section for each in run.extensions if type(each).estimate is not Extension.estimate] or [""]
+    for section in others:
+        reason = f"it computes advantages in the place of verl's estimator, and so does {first}."
+        yield run.problem(section, reason, f"Set {section}=null, or {first}=null.", (), (section,), value="on")
+    needy = tuple(each.section for each in run.extensions if each.worker() is not None)
+    if needy and not run.get(MU_KEY):
+        reason = f"the workers read the rollout's log-probs where {needy[0]} acts on the loss."
+        yield run.problem(MU_KEY, reason, f"Set {MU_KEY}=true.", {MU_KEY: True}, needy, value=False)

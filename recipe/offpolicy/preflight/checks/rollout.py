@@ -1,172 +1,259 @@
-"""Checks of the rollout's sampling distribution and of the log-probs that the engine returns."""
+"""Checks of the rollout: engine, sampling, agent loops, the log-probs that it returns, the support that it replays."""
 
 from __future__ import annotations
 
 import math
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
-from verl_patches.execution_path import live_path
+from verl_patches.execution_path import STRATEGY
 from verl_patches.runtime_env import KEY as RUNTIME_ENV
 
-from ...correction import CorrectionSpec
 from ...correction.problem import MU, Problem, set_to
+from ...correction.requirement import find_unmet
 from ...correction.spelling import find_closest
-from ..model_config import find_local
-from ..model_tensors import count_largest_tensor
-from ..verl_keys.keys import list_active
-from .config_reader import ACTOR, ENGINE, ROLLOUT, needs_mu
+from ...support.obstacles import REQUIREMENTS
+from ...support.support_settings import SUPPORT
+from ..composed import (
+    ACTOR,
+    ENGINE,
+    MODEL,
+    MU_KEY,
+    NAME,
+    ROLLOUT,
+    SUPPORT_PART,
+    UNTESTED_ENGINES,
+    VERLS_LOOPS,
+    Composed,
+)
+from ..model_files import count_largest_tensor, find_local
+from ..python_source import LogProbEvidence, find_log_probs, find_source
 
 _NEUTRAL = {"top_p": (1, 1.0), "top_k": (-1, 0), "min_p": (0, 0.0), "repetition_penalty": (1, 1.0)}
+_REPLAYED = "replay the tokens that are left with correction.support=engine, "
 _KEEP = {
-    "top_p": "replay the tokens that are left with correction.support=engine, ",
-    "top_k": "replay the tokens that are left with correction.support=engine, ",
+    **dict.fromkeys(("top_p", "top_k"), _REPLAYED),
     "min_p": "ask for it by correction.support=engine and correction.support_min_p, ",
 }
-_GENERATION = f"{ENGINE}.override_generation_config"
+_GENERATION, _TEMPERATURE = f"{ENGINE}.override_generation_config", f"{ROLLOUT}.temperature"
 # vLLM takes its arguments with either spelling.
-_MODES = tuple(
-    f"{owner}.{name}"
-    for owner, name in ((ROLLOUT, "logprobs_mode"), (ENGINE, "logprobs_mode"), (ENGINE, "logprobs-mode"))
-)
-
-
-UNTESTED_ENGINES = ("sglang", "trtllm")
-"""Rollout engines of verl's that return log-probs, with which nothing was run."""
+_MODES = (f"{ROLLOUT}.logprobs_mode", f"{ENGINE}.logprobs_mode", f"{ENGINE}.logprobs-mode")
+_PROCESSED = "processed_logprobs"
 _WITHOUT_LOG_PROBS = ("hf", "naive")
 """Rollout engines of verl's releases that return none."""
 _VARIABLES = {"sglang": "SGLANG_RETURN_ORIGINAL_LOGPROB", "trtllm": "TLLM_USE_TORCHSAMPLER"}
 """By which an engine returns raw log-probs: TensorRT-LLM's TorchSampler does unless a request says otherwise."""
 _SAMPLER, _SAMPLER_OF_VERL = f"{ROLLOUT}.engine_kwargs.trtllm.sampler_type", "TRTLLMSampler"
+_BUCKET = f"{ROLLOUT}.checkpoint_engine.update_weights_bucket_megabytes"
+_AGENT = f"{ROLLOUT}.agent"
+_FILE, _DEFAULT = f"{_AGENT}.agent_loop_config_path", f"{_AGENT}.default_agent_loop"
+_MANAGER, _OWN = f"{_AGENT}.agent_loop_manager_class", "recipe.offpolicy.extensions."
+"""Managers of extensions run verl's loops."""
+_UNREADABLE = (OSError, ValueError, TypeError, KeyError, YAMLError, OmegaConfBaseException)
+_NEEDED = "it has to give AgentLoopOutput(response_logprobs=...), or no mu arrives."
 
 
-def check_rollout_log_probs(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
-    """Check that mu is computed, by an engine whose log-probs are tested."""
-    if not needs_mu(config, spec):
+def check_rollout_log_probs(run: Composed) -> Iterator[Problem]:
+    """Check that mu is computed, by an engine whose log-probs are tested, and that consent to truncation is of use."""
+    if run.spec.allow_truncated_sampling and not (run.needs_mu or run.active):
+        key = "correction.allow_truncated_sampling"
+        yield run.problem(key, "there is no correction whose mu it could be about.", "", {key: False}, ())
+    if not run.needs_mu:
         return
-    key = f"{ROLLOUT}.calculate_log_probs"
-    if not OmegaConf.select(config, key):
+    if not run.get(MU_KEY):
         reason = "without the engine's log-probs there is no mu to correct with."
-        value = OmegaConf.select(config, key)
-        yield Problem(key, value, reason, "Set it to true.", "NO-OP", MU, (set_to(key, True),))
-    if spec.proximal == "same_engine":  # the first step checks each of them
+        yield run.problem(MU_KEY, reason, "Set it to true.", {MU_KEY: True}, MU, "NO-OP")
+    if run.spec.proximal == "same_engine":  # the first step checks each of them
         return
     # verl has no default for the engine, and says so itself when it is left out.
-    key = f"{ROLLOUT}.name"
-    engine, known = OmegaConf.select(config, key), ("vllm", *UNTESTED_ENGINES)
+    engine, known = run.get(NAME), ("vllm", *UNTESTED_ENGINES)
     if engine in _WITHOUT_LOG_PROBS:
         reason = "no engine of verl's that returns the log-probs that it sampled with."
-        yield Problem(key, engine, reason, f"Set it to vllm, {' or '.join(UNTESTED_ENGINES)}.", parts=MU)
+        yield run.problem(NAME, reason, f"Set it to vllm, {' or '.join(UNTESTED_ENGINES)}.", (), MU)
     elif engine not in known and (near := find_closest(str(engine or ""), known)):
-        fix, override = f"Did you mean {near}?", set_to(key, near)
-        yield Problem(key, engine, "verl has no such engine.", fix, parts=MU, overrides=(override,))
+        yield run.problem(NAME, "verl has no such engine.", f"Did you mean {near}?", {NAME: near}, MU)
 
 
-def check_logprobs_mode(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
+def check_logprobs_mode(run: Composed) -> Iterator[Problem]:
     """Refuse log-probs of the raw logits, before temperature, by the keys and variables that the engine reads."""
-    if not (needs_mu(config, spec) or list_active(config)):
+    if not (run.needs_mu or run.active):
         return
     reason = "raw log-probs leave temperature out, so mu is not the distribution that was sampled from."
-    engine = OmegaConf.select(config, f"{ROLLOUT}.name")
+    engine = run.get(NAME)
     if engine not in UNTESTED_ENGINES:
         for key in _MODES:
-            mode = OmegaConf.select(config, key, default="processed_logprobs")
-            if mode != "processed_logprobs":
-                override = set_to(key, "processed_logprobs")
-                yield Problem(key, mode, reason, "Set processed_logprobs.", parts=MU, overrides=(override,))
+            if run.get(key, _PROCESSED) != _PROCESSED:
+                yield run.problem(key, reason, f"Set {_PROCESSED}.", {key: _PROCESSED}, MU)
         return
-    temperature = config.actor_rollout_ref.rollout.temperature
-    if temperature == 1:  # raw and processed log-probs are the same
+    if run.rollout.temperature == 1:  # raw and processed log-probs are the same
         return
-    beside = {f"{ROLLOUT}.temperature": temperature}
-    name = _VARIABLES[engine]
+    name, beside = _VARIABLES[engine], (_TEMPERATURE,)
     key = f"{RUNTIME_ENV}.env_vars.{name}"
-    for owner, value in ((key, OmegaConf.select(config, key)), (name, os.environ.get(name))):
-        if str(value).lower() in ("1", "true"):
-            overrides = (f"~{owner}",) if owner == key else ()
-            fix = f"Unset {name} in the environment of the launch." if owner == name else f"Remove {key}."
-            yield Problem(owner, value, reason, fix, parts=MU, overrides=overrides, beside=beside)
-    sampler = OmegaConf.select(config, _SAMPLER)
-    if engine == "trtllm" and sampler not in (None, _SAMPLER_OF_VERL):
-        override = set_to(_SAMPLER, _SAMPLER_OF_VERL)
-        yield Problem(_SAMPLER, sampler, reason, parts=MU, overrides=(override,), beside=beside)
+    if str(run.get(key)).lower() in ("1", "true"):
+        yield run.problem(key, reason, f"Remove {key}.", (f"~{key}",), MU, beside=beside)
+    if str(value := os.environ.get(name)).lower() in ("1", "true"):
+        fix = f"Unset {name} in the environment of the launch."
+        yield run.problem(name, reason, fix, (), MU, beside=beside, value=value)
+    if engine == "trtllm" and run.get(_SAMPLER) not in (None, _SAMPLER_OF_VERL):
+        yield run.problem(_SAMPLER, reason, "", {_SAMPLER: _SAMPLER_OF_VERL}, MU, beside=beside)
 
 
-def check_sampling(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
+def check_sampling(run: Composed) -> Iterator[Problem]:
     """Refuse sampling distributions that no ratio of full policies can correct."""
-    if not (needs_mu(config, spec) or list_active(config)):
+    if not (run.needs_mu or run.active):
         return
-    temperature, at = config.actor_rollout_ref.rollout["temperature"], f"{ROLLOUT}.temperature"
-    if not OmegaConf.select(config, f"{ROLLOUT}.do_sample", default=True) or not temperature:
+    temperature, samples = run.rollout["temperature"], f"{ROLLOUT}.do_sample"
+    if not run.get(samples, True) or not temperature:
         reason = "greedy decoding samples from no distribution that a ratio could correct."
-        fix = f"Set {ROLLOUT}.do_sample=true and a temperature > 0."
-        overrides = (set_to(f"{ROLLOUT}.do_sample", True), set_to(at, temperature or 1.0))
-        yield Problem(at, temperature, reason, fix, parts=MU, overrides=overrides)
+        sets = {samples: True, _TEMPERATURE: temperature or 1.0}
+        yield run.problem(_TEMPERATURE, reason, f"Set {samples}=true and a temperature > 0.", sets, MU)
     key = f"{_GENERATION}.temperature"
-    of_engine = OmegaConf.select(config, key, default=None)
+    of_engine = run.get(key)
     if of_engine is not None and of_engine != temperature:
         reason = (
             f"a request that names no temperature is sampled at this one, and the trainer divides its logits by "
-            f"{at}={temperature}."
+            f"{_TEMPERATURE}={temperature}."
         )
-        fix, overrides = f"Set {at}={of_engine}, and leave this out.", (set_to(at, of_engine), f"~{key}")
-        yield Problem(key, of_engine, reason, fix, parts=MU, overrides=overrides)
-    if not spec.allow_truncated_sampling:
-        yield from _check_truncation(config, spec)
+        fix, override = f"Set {_TEMPERATURE}={of_engine}, and leave this out.", set_to(_TEMPERATURE, of_engine)
+        yield run.problem(key, reason, fix, (override, f"~{key}"), MU)
+    if not run.spec.allow_truncated_sampling:
+        yield from _check_truncation(run)
 
 
-def check_bucket(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
+def _check_truncation(run: Composed) -> Iterator[Problem]:
+    untested, support = run.get(NAME) in UNTESTED_ENGINES, run.spec.support is not None
+    cut = "tokens are sampled from" if untested else "mu is renormalised over"
+    reason = f"{cut} those that are left, and pi_old is over all: the ratio is off by the mass that was cut."
+    for name, values in _NEUTRAL.items():
+        keep = "" if untested else _KEEP.get(name, "")
+        otherwise = f"{keep}or say that it is meant: correction.allow_truncated_sampling=true."
+        if support:
+            otherwise = "or correction.support=null."
+        # With a support, what verl asks of the engine with each request.
+        asked = support and name in ("top_p", "top_k")
+        for owner in (ENGINE, _GENERATION) if asked else (ROLLOUT, ENGINE, _GENERATION):
+            key = f"{owner}.{name}"
+            if run.get(key) not in (None, *values):
+                yield run.problem(key, reason, f"Set {key}={values[0]}, {otherwise}", (), MU)
+
+
+def check_bucket(run: Composed) -> Iterator[Problem]:
     """Check that the largest tensor of the model fits the bucket in which weights go to the rollout engine.
 
     verl asserts it at the first synchronisation, after both engines have started, unless the release can send a large
     tensor by a CUDA handle.
     """
-    on_cpu = OmegaConf.select(config, "trainer.device") == "cpu" or os.environ.get("VERL_PLATFORM") == "cpu"
-    key = f"{ROLLOUT}.checkpoint_engine.update_weights_bucket_megabytes"
-    size, model = (OmegaConf.select(config, each) for each in (key, "actor_rollout_ref.model.path"))
+    on_cpu = run.get("trainer.device") == "cpu" or os.environ.get("VERL_PLATFORM") == "cpu"
+    size, model = run.get(_BUCKET), run.get(f"{MODEL}.path")
     if not isinstance(size, int) or not isinstance(model, str):
         return
-    if live_path(config).attributes.large_tensors and not on_cpu:
+    if run.path.attributes.large_tensors and not on_cpu:
         return
     file = find_local(model)
     elements = count_largest_tensor(file.parent) if file is not None else None
     if elements is None:
         return
-    megatron = config.actor_rollout_ref.actor.strategy == "megatron"
-    dtype_key = f"{ACTOR}.{'megatron.dtype' if megatron else 'fsdp_config.model_dtype'}"
-    dtype = str(OmegaConf.select(config, dtype_key, default="fp32"))
+    dtype = str(
+        run.get(f"{ACTOR}.{'megatron.' if run.actor.strategy == 'megatron' else 'fsdp_config.model_'}dtype", "fp32")
+    )
     needed = math.ceil(elements * (2 if "16" in dtype else 4) / 2**20)
     if needed > size:
         reason = f"the largest tensor of {model} has {elements} elements of {dtype}, {needed} MiB, and is sent whole."
-        yield Problem(key, size, reason, overrides=(set_to(key, needed + 1),))
+        yield run.problem(_BUCKET, reason, "", {_BUCKET: needed + 1})
 
 
-def check_consent(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
-    """Check that ``allow_truncated_sampling`` has a correction that reads mu."""
-    if spec.allow_truncated_sampling and not (needs_mu(config, spec) or list_active(config)):
-        key = "correction.allow_truncated_sampling"
-        reason = "there is no correction whose mu it could be about."
-        yield Problem(key, True, reason, parts=(), overrides=(set_to(key, False),))
+def check_support(run: Composed) -> Iterator[Problem]:
+    """Check what hides logits or supports, or leaves the support without effect; nothing where none is replayed."""
+    path, support, off, parts = run.path, run.spec.support, f"{SUPPORT}=null", (SUPPORT_PART,)
+    if support is None:
+        return
+    if not path.attributes.truncated_support:
+        reason, fix = f"verl {path.release} is not tested with it.", f"Use verl 0.9.1, or set {off}."
+        yield run.problem(SUPPORT, reason, fix, (), parts, value=support)
+        return
+    if path.strategy not in ("fsdp", "fsdp2"):
+        reason = f"correction.support={support}: supports are replayed in verl's FSDP engine alone."
+        yield run.problem(STRATEGY, reason, f"Set {STRATEGY}=fsdp2, or {off}.", (), parts, value=path.strategy)
+
+    def read(key: str) -> object:
+        return "on" if isinstance(value := run.get(key), DictConfig) else value
+
+    yield from find_unmet(REQUIREMENTS, read, off, parts, {SUPPORT: support})
+    top_p, top_k = run.get(f"{ROLLOUT}.top_p"), run.get(f"{ROLLOUT}.top_k")
+    truncates = (top_p is not None and top_p < 1) or (top_k is not None and top_k > 0)
+    if not truncates and (run.support is None or run.support.min_p is None):
+        reason = "nothing truncates: the support is the whole vocabulary, and every token's is larger than can be sent."
+        fix = f"Set {ROLLOUT}.top_p=0.9 for example, or {off}."
+        yield run.problem(SUPPORT, reason, fix, (), parts, "NO-OP", value=support)
 
 
-def _check_truncation(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
-    untested = OmegaConf.select(config, f"{ROLLOUT}.name") in UNTESTED_ENGINES
-    for name, values in _NEUTRAL.items():
-        for owner in (ROLLOUT, ENGINE, _GENERATION):
-            key = f"{owner}.{name}"
-            # What verl asks of the engine with each request.
-            if spec.support is not None and owner == ROLLOUT and name in ("top_p", "top_k"):
-                continue
-            value = OmegaConf.select(config, key, default=None)
-            keep = "" if untested else _KEEP.get(name, "")
-            otherwise = f"{keep}or say that it is meant: correction.allow_truncated_sampling=true."
-            if spec.support is not None:
-                otherwise = "or correction.support=null."
-            if value is not None and value not in values:
-                cut = "tokens are sampled from" if untested else "mu is renormalised over"
-                reason = (
-                    f"{cut} those that are left, and pi_old is over all: the ratio is off by the mass that was cut."
-                )
-                yield Problem(key, value, reason, f"Set {key}={values[0]}, {otherwise}", parts=MU)
+def check_agent_loops(run: Composed) -> Iterator[Problem]:
+    """Check that rollouts from other agent loops than verl's return log-probs."""
+    if not (run.needs_mu or run.active):
+        return
+    manager = run.get(_MANAGER)
+    if manager and not str(manager).startswith(_OWN):
+        reason = f"rollouts come from a manager of your own, which was not looked at: {_NEEDED}"
+        yield run.problem(_MANAGER, reason, "", (), MU, "NOTE")
+        return
+    given, default = run.get(_FILE), run.get(_DEFAULT)
+    targets: dict[str, str] = {}
+    if given:
+        path = _resolve(str(given))
+        if path is None:
+            reason = "there is no such file, and every rollout would end in an error."
+            fix = "Set the path of the file that names the loops, or null for verl's own."
+            yield run.problem(_FILE, reason, fix, (), MU)
+            return
+        try:
+            targets = _read_targets(path)
+        except _UNREADABLE:
+            reason = "not a list of agent loops, each with a name and a _target_, as verl reads it."
+            fix = "Write it so: `- {name: mine, _target_: package.module.Class}`."
+            yield run.problem(_FILE, reason, fix, (), MU)
+            return
+    if default and default not in (*VERLS_LOOPS, *targets):
+        reason = f"neither a loop of verl's nor one of {_FILE}"
+        if elsewhere := os.environ.get("VERL_USE_EXTERNAL_MODULES") or run.get("data.custom_cls.path"):
+            reason = f"{reason}; {elsewhere} may register it, which was not looked at: {_NEEDED}"
+            yield run.problem(_DEFAULT, reason, "", (), MU, "NOTE")
+        else:
+            fix = f"Name it in the file of {_FILE}, or set {VERLS_LOOPS[0]}, which runs verl's loop in its place."
+            yield run.problem(_DEFAULT, f"{reason}.", fix, {_DEFAULT: VERLS_LOOPS[0]}, MU)
+    found = {name: find_log_probs(target) for name, target in targets.items()}
+    # Where the default is verl's, the data choose among them.
+    used = {default} & set(found) or set(found)
+    sure = all(found[name].log_probs == "left out" for name in used)
+    for name, each in found.items():
+        yield from _check_loop(run, f"the loop {name} ({targets[name]})", each, sure=sure and name in used)
+
+
+def _resolve(given: str) -> Path | None:
+    """Resolve a path as verl does: from the current directory, then from the root of its checkout."""
+    package = find_source("verl")
+    roots = [Path.cwd(), *([package.parent.parent] if package else [])]
+    return next((path for root in roots if (path := root / given).is_file()), None)
+
+
+def _read_targets(path: Path) -> dict[str, str]:
+    """Read the loops of a file: name -> ``_target_``."""
+    listed = OmegaConf.load(path)
+    if not isinstance(listed, ListConfig):
+        raise TypeError(f"{path} holds no list")
+    return {str(each["name"]): str(each["_target_"]) for each in listed}
+
+
+def _check_loop(run: Composed, loop: str, found: LogProbEvidence, *, sure: bool) -> Iterator[Problem]:
+    """Report what the source of a loop shows; ``sure``: rollouts certainly come from it."""
+    if found.log_probs == "left out":
+        reason = f"{loop} makes its output without response_logprobs ({found.where}): no mu arrives."
+        fix = "Give AgentLoopOutput(response_logprobs=...), a log-prob for each token of the response."
+        yield run.problem(_FILE, reason, fix, (), MU, "NO-OP" if sure else "NOTE")
+    elif found.log_probs == "unknown":
+        reason = f"whether {loop} returns log-probs is not seen in its source: {_NEEDED}"
+        yield run.problem(_FILE, reason, "", (), MU, "NOTE")

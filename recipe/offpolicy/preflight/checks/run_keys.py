@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import difflib
+import io
 import math
 import os
 import re
@@ -13,128 +15,129 @@ from pathlib import Path
 from typing import Any, cast
 
 from hydra.core.hydra_config import HydraConfig
-from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from ...correction import CorrectionSpec, Problem
-from ...correction.problem import set_to
-from ...correction.spelling import find_closest
-from ..verl_keys.estimators import WITHOUT_PI_OLD
-from .config_reader import ACTOR, ROLLOUT
-from .module_source import find_source
+from verl_patches.execution_path import FULLY_ASYNC, count_prompts
 
-_MODE, _FROM = "trainer.resume_mode", "trainer.resume_from_path"
+from ...correction.problem import Problem, set_to
+from ...correction.proximal import WITHOUT_FORWARD
+from ...correction.spelling import find_closest
+from ..composed import (
+    ACTOR,
+    BATCH,
+    BYPASS,
+    ESTIMATOR,
+    KL_IN_REWARD,
+    MINI_BATCH,
+    MODEL,
+    NAME,
+    ROLLOUT,
+    WITHOUT_PI_OLD,
+    Composed,
+    copy_config,
+)
+from ..python_source import find_source
+
+_RESUME, _FROM, _LOGGER = "trainer.resume_mode", "trainer.resume_from_path", "trainer.logger"
 _KL = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
 _CHOICES: dict[str, tuple[str, ...]] = {
-    _MODE: ("auto", "disable", "resume_path"),
-    "algorithm.adv_estimator": (*WITHOUT_PI_OLD, "optimal_token_baseline", "tir_optimal_token_baseline"),
+    _RESUME: ("auto", "disable", "resume_path"),
+    ESTIMATOR: (*WITHOUT_PI_OLD, "optimal_token_baseline", "tir_optimal_token_baseline"),
     "algorithm.kl_penalty": (*_KL, *(f"{name}+" for name in _KL)),
     "algorithm.kl_ctrl.type": ("fixed", "adaptive"),
     f"{ACTOR}.kl_loss_type": (*_KL, *(f"{name}+" for name in _KL)),
     "data.truncation": ("error", "left", "right", "middle"),
 }
 """Keys of verl -> the choices that it has, the default first."""
-_OF_USERS = ("VERL_USE_EXTERNAL_MODULES",)
-"""Variables that have verl import modules of the user's, which may register estimators."""
 _FOLDERS = ("trainer.default_local_dir", "trainer.rollout_data_dir", "trainer.validation_data_dir")
 _LARGEST = 1e30
 """Beyond it products of two float32 are infinite, or soon are."""
+_LORA = (f"{MODEL}.lora_rank", f"{MODEL}.lora.rank")
+_INDIVISIBLE = re.compile(r"real_train_batch_size \(\d+\) must be divisible by minimal possible batch size \((\d+)\)")
+_BELOW = re.compile(r"train_batch_size \(\d+\) must be >= actor\.ppo_mini_batch_size \(\d+\)")
+_UNSET = re.compile(r"Please set at least one of '[\w.]+' or '([\w.]+)'")
+_BOTH = re.compile(r"You have set both '([\w.]+)' AND '[\w.]+'")
 
 
-def check_engine_is_named(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
+def check_engine_is_named(run: Composed) -> Iterator[Problem]:
     """Check that the rollout engine is named; verl has no default and ends when its workers are built."""
-    key = f"{ROLLOUT}.name"
-    if OmegaConf.select(config, key) in (None, ""):
-        reason = "no rollout engine is named, and verl has no default."
-        yield Problem(key, OmegaConf.select(config, key), reason, parts=(), overrides=(set_to(key, "vllm"),))
+    if run.get(NAME) in (None, ""):
+        yield run.problem(NAME, "no rollout engine is named, and verl has no default.", "", {NAME: "vllm"}, ())
 
 
-def check_choices(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
+def check_choices(run: Composed) -> Iterator[Problem]:
     """Check keys of which verl knows a few values, and the names of loggers."""
     for key, choices in _CHOICES.items():
-        value = OmegaConf.select(config, key, default=choices[0])
-        if value in choices or (key == "algorithm.adv_estimator" and any(map(os.environ.get, _OF_USERS))):
+        value = run.get(key, choices[0])
+        # Modules of the user's may register estimators, and find_unreadable_values reports what is no name.
+        others = key == ESTIMATOR and (not isinstance(value, str) or os.environ.get("VERL_USE_EXTERNAL_MODULES"))
+        if value in choices or others:
             continue
-        if key == "algorithm.adv_estimator" and not isinstance(value, str):
-            continue  # which find_unreadable_values reports
-        near = find_closest(str(value), choices) or (choices[0] if key == _MODE else None)
-        fix = f"Set one of {', '.join(choices)}."
-        overrides = (set_to(key, near),) if near else ()  # any other choice would be another algorithm
-        yield Problem(key, value, "verl has no such choice.", fix, parts=(), overrides=overrides)
-    known = _list_loggers()
-    given = OmegaConf.select(config, "trainer.logger")
+        near = find_closest(str(value), choices) or (choices[0] if key == _RESUME else None)
+        sets = {key: near} if near else {}  # any other choice would be another algorithm
+        yield run.problem(key, "verl has no such choice.", f"Set one of {', '.join(choices)}.", sets, ())
+    known, given = _list_loggers(), run.get(_LOGGER)
     names: list[Any] = list(given) if isinstance(given, ListConfig) else [] if given is None else [given]
     if known and (wrong := [name for name in names if name not in known]):
         fixed = [(difflib.get_close_matches(str(name), known, 1) or ["console"])[0] for name in names]
-        reason = f"verl has no logger {', '.join(map(str, wrong))}."
-        override = set_to("trainer.logger", list(dict.fromkeys(fixed)))
-        yield Problem("trainer.logger", names, reason, f"Set some of {', '.join(known)}.", "ERROR", (), (override,))
+        reason, fix = f"verl has no logger {', '.join(map(str, wrong))}.", f"Set some of {', '.join(known)}."
+        yield run.problem(_LOGGER, reason, fix, {_LOGGER: list(dict.fromkeys(fixed))}, (), value=names)
 
 
-def check_resume(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
+def _list_loggers() -> tuple[str, ...]:
+    """List the names of loggers in verl's source; empty where it does not list them."""
+    source = find_source("verl.utils.tracking")
+    for node in ast.walk(ast.parse(source.read_text(encoding="utf-8"))) if source else ():
+        if isinstance(node, ast.Assign) and any(
+            isinstance(target, ast.Name) and target.id == "supported_backend" for target in node.targets
+        ):
+            return (*ast.literal_eval(node.value), "tracking")
+    return ()
+
+
+def check_resume(run: Composed) -> Iterator[Problem]:
     """Check that a checkpoint to resume from is there, and that one that is named is read."""
-    mode, path = OmegaConf.select(config, _MODE), OmegaConf.select(config, _FROM)
+    mode, path = run.get(_RESUME), run.get(_FROM)
     if mode != "resume_path":
         if path is not None and mode in ("auto", "disable"):
-            reason = f"nothing reads it with {_MODE}={mode}."
-            yield Problem(_FROM, path, reason, "", "NOTE", (), (set_to(_MODE, "resume_path"),))
+            sets = {_RESUME: "resume_path"}
+            yield run.problem(_FROM, f"nothing reads it with {_RESUME}={mode}.", "", sets, (), "NOTE")
         return
-    step = re.search(r"global_step_(\d+)/?$", path) if isinstance(path, str) else None
-    if step is None:
+    if not isinstance(path, str) or re.search(r"global_step_(\d+)/?$", path) is None:
         reason = "with resume_mode=resume_path verl reads a folder called global_step_N from it."
-        yield Problem(_FROM, path, reason, f"Set {_FROM}=.../global_step_N, the checkpoint that is meant.", parts=())
-    elif _is_local(config, path) and not Path(path).is_dir():
+        yield run.problem(_FROM, reason, f"Set {_FROM}=.../global_step_N, the checkpoint that is meant.", (), ())
+    elif _is_local(run, path) and not Path(path).is_dir():
         reason = f"there is no such folder{'' if os.path.isabs(path) else f' in {os.getcwd()}'}."
-        yield Problem(_FROM, path, reason, "Set it to the checkpoint that is meant.", parts=())
+        yield run.problem(_FROM, reason, "Set it to the checkpoint that is meant.", (), ())
 
 
-def check_folders(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
+def check_folders(run: Composed) -> Iterator[Problem]:
     """Check that folders that a run writes to can be written."""
     for key in _FOLDERS:
-        value = OmegaConf.select(config, key)
-        if value is None and key != _FOLDERS[0]:
-            continue
-        if not isinstance(value, str) or not value.strip():
-            yield Problem(key, value, "not a folder.", f"Set {key}=PATH.", parts=())
-        elif _is_local(config, value) and (why := _explain_unwritable(value)):
-            yield Problem(key, value, f"{why}.", "Set a folder that can be written.", parts=())
+        value = run.get(key)
+        if value is not None or key == _FOLDERS[0]:
+            yield from _check_folder(run, key, value, f"Set {key}=PATH.", local=_is_local)
     if (application := HydraConfig.instance().cfg) is not None:
         key = "hydra.run.dir"
         try:
             value = OmegaConf.select(cast(DictConfig, application), key)
         except OmegaConfBaseException as error:
-            yield Problem(key, "", f"{str(error).splitlines()[0]}.", "Set it to a folder.", parts=())
+            yield run.problem(key, f"{str(error).splitlines()[0]}.", "Set it to a folder.", (), (), value="")
             return
-        if not isinstance(value, str) or not value.strip():
-            yield Problem(key, value, "not a folder.", f"Leave it out, or set {key}=PATH.", parts=())
-        elif why := _explain_unwritable(value):
-            yield Problem(key, value, f"{why}.", "Set a folder that can be written.", parts=())
+        yield from _check_folder(run, key, value, f"Leave it out, or set {key}=PATH.")
 
 
-def check_numbers(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
-    """Check that no finite number is beyond what float32 or an index can hold."""
-    for key, value in _list_numbers(config):
-        if isinstance(value, float) and math.isfinite(value) and abs(value) > _LARGEST:
-            reason = f"products with it are infinite in float32; beyond {_LARGEST:g} no number is taken."
-            yield Problem(key, value, reason, "Set a smaller one.", parts=())
-        elif isinstance(value, int) and abs(value) >= 2**63:
-            yield Problem(key, f"{str(int(value))[:20]}...", "beyond 64 bits.", "Set a smaller one.", parts=())
+def _check_folder(run: Composed, key: str, value: Any, fix: str, local: Any = None) -> Iterator[Problem]:
+    if not isinstance(value, str) or not value.strip():
+        yield run.problem(key, "not a folder.", fix, (), (), value=value)
+    elif (local is None or local(run, value)) and (why := _explain_unwritable(value)):
+        yield run.problem(key, f"{why}.", "Set a folder that can be written.", (), (), value=value)
 
 
-def _list_numbers(node: Any, path: str = "") -> Iterator[tuple[str, int | float]]:
-    plain = OmegaConf.to_container(node, resolve=False) if isinstance(node, DictConfig) else node
-    pairs: Any = plain.items() if isinstance(plain, dict) else enumerate(plain) if isinstance(plain, list) else ()
-    for name, value in pairs:
-        key = f"{path}.{name}" if path else str(name)
-        if isinstance(value, dict | list):
-            yield from _list_numbers(value, key)
-        elif isinstance(value, int | float) and not isinstance(value, bool):
-            yield key, value
-
-
-def _is_local(config: DictConfig, path: str) -> bool:
+def _is_local(run: Composed, path: str) -> bool:
     """Return True if a path is one of this machine: no URL, and no cluster that may have another file system."""
-    address = OmegaConf.select(config, "ray_kwargs.ray_init.address") or os.environ.get("RAY_ADDRESS")
+    address = run.get("ray_kwargs.ray_init.address") or os.environ.get("RAY_ADDRESS")
     return "://" not in path and address in (None, "", "local")
 
 
@@ -152,12 +155,133 @@ def _explain_unwritable(path: str) -> str:
         return f"{place} cannot be written: {getattr(error, 'strerror', None) or error}"
 
 
-def _list_loggers() -> tuple[str, ...]:
-    """List the names of loggers in verl's source; empty where it does not list them."""
-    source = find_source("verl.utils.tracking")
-    for node in ast.walk(ast.parse(source.read_text(encoding="utf-8"))) if source else ():
-        if isinstance(node, ast.Assign) and any(
-            isinstance(target, ast.Name) and target.id == "supported_backend" for target in node.targets
-        ):
-            return (*ast.literal_eval(node.value), "tracking")
-    return ()
+def check_numbers(run: Composed) -> Iterator[Problem]:
+    """Check that no finite number is beyond what float32 or an index can hold."""
+    for key, value in _list_numbers(OmegaConf.to_container(run.config, resolve=False)):
+        if isinstance(value, float) and math.isfinite(value) and abs(value) > _LARGEST:
+            reason = f"products with it are infinite in float32; beyond {_LARGEST:g} no number is taken."
+            yield run.problem(key, reason, "Set a smaller one.", (), (), value=value)
+        elif isinstance(value, int) and abs(value) >= 2**63:
+            shown = f"{str(int(value))[:20]}..."
+            yield run.problem(key, "beyond 64 bits.", "Set a smaller one.", (), (), value=shown)
+
+
+def _list_numbers(plain: Any, path: str = "") -> Iterator[tuple[str, int | float]]:
+    pairs: Any = plain.items() if isinstance(plain, dict) else enumerate(plain)
+    for name, value in pairs:
+        key = f"{path}.{name}" if path else str(name)
+        if isinstance(value, dict | list):
+            yield from _list_numbers(value, key)
+        elif isinstance(value, int | float) and not isinstance(value, bool):
+            yield key, value
+
+
+def check_micro_batches(run: Composed) -> Iterator[Problem]:
+    """Check that the rows of a mini-batch on one rank are a multiple of a micro-batch of fixed size.
+
+    verl asserts it where it splits a mini-batch (``prepare_micro_batches`` of the engines, ``dp_actor`` and its
+    workers of 0.7.1), after models are loaded and the first batch is sampled.
+    """
+    path, ranks = run.path, count_data_parallel_ranks(run)
+    if ranks is None or (path.worker == "legacy" and path.strategy == "megatron"):
+        return  # the latter splits unevenly
+    size, each = run.actor.ppo_mini_batch_size, run.rollout.n
+    rows = size * each
+    if rows < ranks or (rows % ranks and path.worker == "engine"):
+        step = ranks // math.gcd(ranks, each)
+        wanted = max(step, size // step * step)
+        reason = f"{size} x {ROLLOUT}.n={each} rows cannot be split evenly over {ranks} data-parallel ranks."
+        fix = f"Set {MINI_BATCH}={wanted}, which changes training."
+        yield run.problem(MINI_BATCH, reason, fix, {MINI_BATCH: wanted})
+        return
+    # The legacy FSDP worker asserts it for micro-batches of fixed size also where they are dynamic.
+    if path.worker == "legacy" or not run.get(f"{ACTOR}.use_dynamic_bsz"):
+        said = (
+            f"a mini-batch of {MINI_BATCH} x {ROLLOUT}.n = {rows} rows leaves {rows // ranks} on each of {ranks} ranks"
+        )
+        yield from _check_divides(run, f"{ACTOR}.ppo_micro_batch_size_per_gpu", rows // ranks, said)
+    if path.worker == "engine":
+        yield from _check_forward_passes(run, rows, ranks)
+
+
+def count_data_parallel_ranks(run: Composed) -> int | None:
+    """Count the actor's data-parallel ranks; None if the machines cannot be divided so."""
+    world, actor = run.config.trainer.nnodes * run.config.trainer.n_gpus_per_node, run.actor
+    if actor.strategy == "megatron":
+        sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
+        each = math.prod(OmegaConf.select(actor, f"megatron.{size}", default=1) for size in sizes)
+    else:
+        own = OmegaConf.select(actor, "fsdp_config.ulysses_sequence_parallel_size")
+        each = max(own or 1, OmegaConf.select(actor, "ulysses_sequence_parallel_size", default=1) or 1)
+    ranks, rest = divmod(world, each)
+    return ranks if ranks and not rest else None
+
+
+def _check_forward_passes(run: Composed, mini_batch: int, ranks: int) -> Iterator[Problem]:
+    """Check the same for the forward passes of pi_old and of the reference policy, over the whole batch."""
+    rows = count_prompts(run.config) * run.rollout.n
+    if run.path.trainer == "v1":
+        # verl pads a batch up to whole mini-batches; separate_async makes a step of each mini-batch.
+        several = run.config.trainer.v1.trainer_mode != "separate_async"
+        rows = math.ceil(rows / mini_batch) * mini_batch if several else mini_batch
+    said = f"a batch of {rows} rows leaves {rows // ranks} on each of {ranks} ranks"
+    passes = run.spec.proximal not in WITHOUT_FORWARD and not run.verls.get(BYPASS)
+    for section, computed in (
+        (ROLLOUT, passes),
+        ("actor_rollout_ref.ref", run.actor.use_kl_loss or run.get(KL_IN_REWARD)),
+    ):
+        if rows % ranks == 0 and computed and not run.get(f"{section}.log_prob_use_dynamic_bsz"):
+            yield from _check_divides(run, f"{section}.log_prob_micro_batch_size_per_gpu", rows // ranks, said)
+
+
+def _check_divides(run: Composed, key: str, rows: int, said: str) -> Iterator[Problem]:
+    size = run.get(key)
+    # Another kind of value is verl's to refuse.
+    if isinstance(size, int) and size > 0 and rows % size:
+        fits = max(each for each in range(1, min(size, rows) + 1) if rows % each == 0)
+        reason = f"{said}, which is no multiple of it: verl would end at its first update."
+        yield run.problem(key, reason, "", {key: fits})
+
+
+def check_by_verl(run: Composed) -> Iterator[Problem]:
+    """Run verl's ``validate_config`` on a copy and report what it refuses.
+
+    Left to the launch: the critic, for which verl loads the model, and the rank of LoRA, for which it imports vLLM.
+    """
+    if run.program == FULLY_ASYNC:
+        return  # whose program does not run it
+    from verl.trainer.ppo.utils import need_reference_policy
+    from verl.utils.config import validate_config
+
+    tried = copy_config(run.config)
+    with open_dict(tried):
+        for key in _LORA:
+            if OmegaConf.select(tried, key):
+                OmegaConf.update(tried, key, 0)
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            validate_config(config=tried, use_reference_policy=need_reference_policy(tried), use_critic=False)
+    except ImportError:
+        return  # of this machine, which need not be the one that trains
+    except Exception as error:  # of any type: it would stop the launch
+        cause = error.__cause__ or error
+        yield _build_refusal(run, " ".join(str(cause).split()) or type(cause).__name__)
+
+
+def _build_refusal(run: Composed, said: str) -> Problem:
+    """Build the problem of verl's refusal, by the key that its message is about, if known."""
+    reason, value = f"verl's own validation refuses it: {said.rstrip('.')}.", None
+    if found := _INDIVISIBLE.search(said):
+        key, divisor, rows, batch = BATCH, int(found[1]), int(run.get(f"{ROLLOUT}.n")), int(run.get(BATCH))
+        value = next(size for size in range(batch, batch + divisor + 1) if size * rows % divisor == 0)
+    elif _BELOW.search(said):
+        key, value = MINI_BATCH, run.get(BATCH)
+    elif found := (unset := _UNSET.search(said)) or _BOTH.search(said):
+        # verl's message names keys of the actor without the section above.
+        key, value = (
+            f"actor_rollout_ref.{found[1]}" if found[1].startswith("actor.") else found[1],
+            1 if unset else None,
+        )
+    else:
+        return run.problem("", reason, value=None)
+    return run.problem(key, reason, f"Set {set_to(key, value)}.", {key: value})

@@ -10,7 +10,7 @@ from omegaconf import DictConfig, OmegaConf
 from recipe.offpolicy.correction import SpecError
 from recipe.offpolicy.monitor.alarms.alarm import Band
 from recipe.offpolicy.monitor.alarms.alarm_settings import DEFAULTS, find_problems, read_settings
-from recipe.offpolicy.preflight.checks import read_spec
+from recipe.offpolicy.preflight.composed import Composed
 from tests.support.applications import CONFIGS
 from tests.support.corrections import GSM, TIS
 
@@ -29,7 +29,7 @@ def config(changes: dict[str, Any] | None = None, correction: dict[str, Any] | N
 
 def found(changes: dict[str, Any], correction: dict[str, Any] | None = None) -> list[str]:
     made = config(changes, correction)
-    return [str(problem) for problem in find_problems(made, read_spec(made))]
+    return [str(problem) for problem in find_problems(made, Composed(made).spec)]
 
 
 def test_what_is_shipped_is_what_is_taken_by_default() -> None:
@@ -77,7 +77,7 @@ WRONG: dict[str, tuple[dict[str, Any], str, tuple[str, ...]]] = {
 def test_each_mistake_is_found_with_its_fix(name: str) -> None:
     changes, key, overrides = WRONG[name]
     made = config(changes)
-    (problem,) = find_problems(made, read_spec(made))
+    (problem,) = find_problems(made, Composed(made).spec)
     assert (problem.key, problem.overrides) == (key, overrides)
     assert problem.advice
 
@@ -98,7 +98,7 @@ def test_bounds_have_the_range_of_what_is_measured(name: str, bound: str, value:
     only = {f"{KEY}.{name}.{key}": None for key in ("lower", "upper", "recovery_lower", "recovery_upper")}
     changes = only | {f"{KEY}.{name}.{bound}": value, f"{KEY}.{name}.recovery_{bound}": value}
     made = config(changes)
-    (problem,) = find_problems(made, read_spec(made))
+    (problem,) = find_problems(made, Composed(made).spec)
     assert problem.key == f"{KEY}.{name}.{bound}"
     assert said in problem.reason
     mended = dict(override.split("=") for override in problem.overrides)
@@ -144,7 +144,7 @@ def test_an_alarm_on_an_extension_that_is_off_is_not_there() -> None:
 )
 def test_another_correction_is_no_remedy_for_a_teacher(changes: dict[str, Any]) -> None:
     made = config(changes | {"opd": {"mode": "loss"}})
-    (problem,) = find_problems(made, read_spec(made))
+    (problem,) = find_problems(made, Composed(made).spec)
     assert "another correction does not change the metric of opd" in problem.reason
     assert problem.overrides == ()
     assert "Set null" in problem.fix or "warn, or stop" in problem.fix

@@ -19,7 +19,7 @@ from recipe.offpolicy.monitor.bounds.bound_settings import find_problems
 from recipe.offpolicy.monitor.bounds.controller import Calibration
 from recipe.offpolicy.monitor.bounds.histogram import CAPS, Histogram, find_widest_cap, read_histogram
 from recipe.offpolicy.monitor.bounds.schedule import Schedule, compute_next_bounds, find_obstacles
-from recipe.offpolicy.preflight.checks import read_spec
+from recipe.offpolicy.preflight.composed import Composed
 from tests.support.cap_cases import CAPPED, EVEN, SPREAD, config, seen
 from tests.support.corrections import GSM, TIS, band, spec
 from tests.support.drawn import examples
@@ -270,7 +270,7 @@ def test_the_fingerprint_leaves_out_the_cap_alone() -> None:
 
 def found(correction: CorrectionSpec, **values: Any) -> list[tuple[str, str]]:
     made = config(correction, **values)
-    return [(problem.key, str(problem)) for problem in find_problems(made, read_spec(made))]
+    return [(problem.key, str(problem)) for problem in find_problems(made, Composed(made).spec)]
 
 
 REJECT = {"level": "token", "kind": "reject", "lower": None, "upper": 2.0}

@@ -16,7 +16,7 @@ from recipe.offpolicy.correction.moving_bounds import compute_fingerprint, read_
 from recipe.offpolicy.monitor.bounds.bound_settings import DEFAULTS, find_problems, read_noted_keys
 from recipe.offpolicy.monitor.bounds.controller import Calibration
 from recipe.offpolicy.monitor.bounds.histogram import EDGES
-from recipe.offpolicy.preflight.checks import read_spec
+from recipe.offpolicy.preflight.composed import Composed
 from tests.support.applications import CONFIGS
 from tests.support.corrections import GSM, M2PO, TIS, band, opsm, spec
 from tests.support.histograms import histogram
@@ -244,7 +244,7 @@ def test_the_fingerprint_is_of_the_structure() -> None:
 
 def found(correction: CorrectionSpec, **values: Any) -> list[str]:
     made = config(correction, **({"target_kept": 0.98} | values))
-    return [str(problem) for problem in find_problems(made, read_spec(made))]
+    return [str(problem) for problem in find_problems(made, Composed(made).spec)]
 
 
 def test_what_is_shipped_is_what_is_taken_by_default() -> None:
@@ -315,7 +315,7 @@ def test_keys_of_masks_have_no_reader_beside_the_target_of_a_weight(values: dict
 def test_without_its_keys() -> None:
     made = config(SYMMETRIC)
     made.offpolicy.calibrate = None
-    (problem,) = find_problems(made, read_spec(made))
+    (problem,) = find_problems(made, Composed(made).spec)
     assert (problem.key, problem.reason) == (KEY, "its keys have no values.")
 
 

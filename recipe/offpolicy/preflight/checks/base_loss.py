@@ -1,0 +1,152 @@
+"""Check, by a probe on a small batch, that verl's base loss applies weights, and that verl takes the actor at all."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from hydra.utils import get_class
+from omegaconf import MISSING, DictConfig, OmegaConf
+
+from ...correction.problem import EVERYTHING, Problem, remove, set_to
+from ..composed import ACTOR, BYPASS, LOSS_MODE, Composed, copy_config, name_part
+
+logger = logging.getLogger("verl.offpolicy")
+
+_DEMANDED = "ppo_micro_batch_size_per_gpu"
+_AGGREGATION, _SCALE = f"{ACTOR}.loss_agg_mode", f"{ACTOR}.loss_scale_factor"
+_SECTION = re.compile(r"full_key: ([\w.]+)")
+"""The section that verl failed to instantiate, at the end of Hydra's message."""
+
+
+def check_base_loss(run: Composed) -> Iterator[Problem]:
+    """Check that the base loss applies weights of ours."""
+    if not run.spec.is_none:
+        yield from _probe(run, EVERYTHING)
+
+
+def check_base_loss_of_verl(run: Composed) -> Iterator[Problem]:
+    """Check the same for verl's own weights, unless bypass mode uses a loss of its own."""
+    if run.spec.is_none and "rollout_is" in run.active and BYPASS not in run.active:
+        # verl's own does not claim to be the same however a mini-batch is split.
+        yield from _probe(run, (name_part("rollout_is"),), split=False)
+
+
+def _probe(run: Composed, parts: tuple[str, ...], *, split: bool = True) -> Iterator[Problem]:
+    from verl.utils.config import omega_conf_to_dataclass
+
+    from ..base_loss_probe import probe
+
+    actor = run.actor
+    try:
+        actor_config: Any = omega_conf_to_dataclass(actor)
+    except Exception as error:
+        cause = error.__cause__ or error
+        section = _SECTION.search(str(error))
+        unknown = _find_unknown_keys(run, section[1], parts) if section else None
+        yield unknown or _build_refusal(run, str(cause) or type(cause).__name__, parts)
+        return
+    try:
+        wrong = probe(actor_config, split=split)
+    except Exception as error:
+        wrong = f"it fails on a small batch: {error}"
+    if not wrong:
+        return
+    fix = (
+        f"No override corrects {actor.policy_loss.loss_mode}. A loss_mode that weighs each token's policy "
+        f"term (vanilla, gspo, cispo, gpg, dppo_tv, sapo) trains another objective."
+    )
+    sets: dict[str, Any] = {}
+    if actor.loss_agg_mode == "seq-mean-token-sum-norm" and actor.loss_scale_factor is None:
+        fix = f"Set {_SCALE} to a constant, such as data.max_response_length."
+        sets = {_SCALE: run.config.data.max_response_length}
+    yield run.problem(LOSS_MODE, f"{wrong}.", fix, sets, parts, beside=(_AGGREGATION,))
+
+
+def _find_unknown_keys(run: Composed, section: str, parts: tuple[str, ...]) -> Problem | None:
+    """Find all keys of a section that verl's dataclass for it does not have; None if there are none.
+
+    A key that another section of the actor has by this name is moved there, so that nothing it asks for is lost.
+    """
+    node = run.get(section)
+    target: Any = node.get("_target_") if isinstance(node, DictConfig) else None
+    known = {field.name for field in dataclasses.fields(get_class(target))} if target else set()
+    extra = [str(name) for name in node if name not in known and name != "_target_"] if target else []
+    if not extra:
+        return None
+    overrides: list[str] = []
+    sentences: list[str] = []
+    for name in extra:
+        key, value = f"{section}.{name}", node[name]
+        if instead := next((place for place in _find_keys(run, name) if place != key), None):
+            overrides += [*remove(key, value), set_to(instead, value)]
+            sentences.append(f"Set {instead} in the place of {key}.")
+        else:
+            sentences.append(f"What {key} asks for would not be done.")
+    reason = f"verl has no such key there: {target.rpartition('.')[2]} does not take {', '.join(extra)}."
+    return run.problem(f"{section}.{extra[0]}", reason, " ".join(sentences), overrides, parts)
+
+
+def _build_refusal(run: Composed, said: str, parts: tuple[str, ...]) -> Problem:
+    """Build the problem of an actor that verl's dataclasses refuse, by the key that the message names, if any."""
+    reason = f"verl does not take it: {' '.join(said.split()).rstrip('.?')}."
+    named = [key for word in re.findall(r"\w+_\w+", said) if (key := next(_find_keys(run, word), None)) is not None]
+    name = next((key for key in named if key.endswith(_DEMANDED)), named[0] if named else "")
+    if name.endswith(_DEMANDED):
+        whole = f"{ACTOR}.ppo_micro_batch_size"
+        override = set_to(whole, None) if run.get(whole) is not None else set_to(f"{ACTOR}.{_DEMANDED}", 1)
+    elif name == _AGGREGATION:
+        override = set_to(name, "token-mean")
+    elif (default := _find_default_that_works(run.config, name)) is not None:
+        name, override = default
+    elif name:
+        return run.problem(name, reason, f"Set {name} to a value that verl takes.", (), parts)
+    else:
+        fix = f"Change the key of {ACTOR} that verl's message is about."
+        return run.problem("", f"{ACTOR}: {reason}", fix, (), parts, value=None)
+    return run.problem(name, reason, f"Set {override}.", (override,), parts)
+
+
+def _find_default_that_works(config: DictConfig, name: str) -> tuple[str, str] | None:
+    """Find a key, the named one first, at whose default verl accepts the actor, and its override."""
+    from verl.utils.config import omega_conf_to_dataclass
+
+    # The key that verl's message names is the likeliest cause.
+    for key, default in sorted(_list_defaults(config), key=lambda each: each[0] != name):
+        if OmegaConf.select(config, key) == default:
+            continue
+        changed = copy_config(config)
+        OmegaConf.update(changed, key, default, merge=False)
+        try:
+            omega_conf_to_dataclass(changed.actor_rollout_ref.actor)
+        except Exception as error:  # of any type: then this key is not the cause
+            logger.debug("%s=%s: %s", key, default, error)
+            continue
+        return key, set_to(key, default)
+    return None
+
+
+def _list_defaults(config: DictConfig) -> Iterator[tuple[str, Any]]:
+    """List keys of the actor and its sections with the plain default values of verl's dataclasses."""
+    for path, node in _list_sections(config.actor_rollout_ref.actor, ACTOR):
+        target = node.get("_target_")
+        for field in dataclasses.fields(get_class(target)) if target else ():
+            plain = field.default is None or isinstance(field.default, bool | int | float | str)
+            if field.name in node and plain and field.default != MISSING:
+                yield f"{path}.{field.name}", field.default
+
+
+def _find_keys(run: Composed, name: str) -> Iterator[str]:
+    """List keys of the actor and of its sections with this name."""
+    return (f"{path}.{name}" for path, node in _list_sections(run.actor, ACTOR) if name in node)
+
+
+def _list_sections(node: DictConfig, path: str) -> Iterator[tuple[str, DictConfig]]:
+    """List a section and all below it, with their paths."""
+    yield path, node
+    for name in map(str, node):
+        if isinstance(below := OmegaConf.select(node, name), DictConfig):
+            yield from _list_sections(below, f"{path}.{name}")

@@ -1,0 +1,280 @@
+"""Checks of the correction itself: bounds, aggregates, pi_old, KL, denominator and baseline against verl's keys."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from verl_patches.contract import demand_release, installed_release
+from verl_patches.execution_path import USE_V1, count_prompts, describe_mode
+from verl_patches.releases import attributes_of
+
+from ...correction import MaskSpec, WeightSpec
+from ...correction.baseline import GROUP_ESTIMATORS
+from ...correction.bound_limits import compute_arithmetic_limit, compute_proposal_limit
+from ...correction.denominator import HAS_DENOMINATOR
+from ...correction.problem import Problem, format_value
+from ...correction.ratios import EXP_CLAMP
+from ...correction.validation import get_usual_bounds
+from ..composed import (
+    ACTOR,
+    BATCH,
+    ESTIMATOR,
+    KL_IN_REWARD,
+    KL_LOSS,
+    LOSS_MODE,
+    MINI_BATCH,
+    MODE,
+    PROXIMAL,
+    ROLLOUT,
+    Composed,
+)
+
+_KL_TYPE, _KL_COEF = f"{ACTOR}.kl_loss_type", f"{ACTOR}.kl_loss_coef"
+_AGGREGATION, _SHUFFLE, _BASELINE = f"{ACTOR}.loss_agg_mode", f"{ACTOR}.shuffle", "correction.baseline"
+_UNBIASED = ("low_var_kl", "k3", "kl", "k1")
+"""verl's ``kl_loss_type`` whose expectation over pi is KL(pi, pi_ref)."""
+_ORDER = "correction.skyrl_compat"
+_TWO_STEPS = f"{MINI_BATCH} below {BATCH}, which changes training"
+_LEAVES_OUT = "the bounds leave out {neutral}, the value for policies that agree, where nothing is to be corrected."
+
+
+def list_weights(run: Composed) -> list[tuple[str, WeightSpec]]:
+    """List the weights of the correction by name."""
+    return list(run.spec.all_weights.items())
+
+
+def list_masks(run: Composed) -> list[tuple[str, MaskSpec]]:
+    """List the masks of the correction, such as ``masks.gsm``."""
+    return [(f"masks.{name}", mask) for name, mask in run.spec.masks]
+
+
+def check_bounds(run: Composed) -> Iterator[Problem]:
+    """Check that no band excludes the value of equal policies, and that bounds can be passed and hold more than it."""
+    banded: list[tuple[str, MaskSpec | WeightSpec]] = [*list_masks(run), *list_weights(run)]
+    for name, part in banded:
+        neutral = 1 if not isinstance(part, MaskSpec) or part.entry.on_ratio else 0
+        reason = _LEAVES_OUT.format(neutral=neutral)
+        for side, bound, sign in (("lower", part.lower, "<="), ("upper", part.upper, ">=")):
+            if bound is not None and (bound > neutral if side == "lower" else bound < neutral):
+                at = f"correction.{name}.{side}"
+                yield run.problem(at, reason, f"Set {at} {sign} {neutral}.", {at: neutral}, (name,), value=bound)
+    for name, mask in list_masks(run):
+        yield from _find_unreachable(run, name, mask)
+        yield from _find_closed(run, name, mask)
+
+
+def _find_unreachable(run: Composed, name: str, mask: MaskSpec) -> Iterator[Problem]:
+    reason = f"log-ratios are clamped to +-{EXP_CLAMP:g} nats, a ratio of {math.exp(EXP_CLAMP):.3g}: this bound can "
+    for bound, value, distance in _measure_distances(mask):
+        if distance > compute_arithmetic_limit(mask):
+            at, usual = f"correction.{name}.{bound}", _get_usual(mask, bound)
+            open_side = ", or null where the other side is bound" if bound in ("lower", "upper") else ""
+            fix = f"Set {at}={format_value(usual)}, which is in use{open_side}."
+            yield run.problem(at, f"{reason}never act.", fix, {at: usual}, (name,), value=value)
+
+
+def _find_closed(run: Composed, name: str, mask: MaskSpec) -> Iterator[Problem]:
+    """Find a band without width, which rejects every policy that differs at all."""
+    neutral, one_sided = 1.0 if mask.entry.on_ratio else 0.0, mask.entry.one_sided
+    if mask.entry.of_age or mask.upper != neutral or (mask.lower != neutral and not one_sided):
+        return
+    reason = f"it keeps exactly {neutral:g} alone, two policies that agree to the bit, and rejects everything else."
+    sides = ("upper",) if one_sided else ("lower", "upper")
+    sets = {f"correction.{name}.{side}": _get_usual(mask, side) for side in sides}
+    yield run.problem(f"correction.{name}.upper", reason, "", sets, (name,), value=mask.upper)
+
+
+def warn_bounds_never_seen(run: Composed) -> Iterator[Problem]:
+    """Warn of bounds so far out that no run was seen to reach them."""
+    for name, mask in list_masks(run):
+        for bound, value, distance in _measure_distances(mask):
+            if compute_proposal_limit(mask) < distance <= compute_arithmetic_limit(mask):
+                at, usual = f"correction.{name}.{bound}", _get_usual(mask, bound)
+                reason = "beyond what any run with two related policies reaches: it would never act. Usual: "
+                yield run.problem(at, f"{reason}{format_value(usual)}.", "", {at: usual}, (name,), "NO-OP", value=value)
+
+
+def _measure_distances(mask: MaskSpec) -> Iterator[tuple[str, float, float]]:
+    """Measure the distance of each configured bound from agreement, in the unit that the mask compares.
+
+    Of bounds that go by age, the least over the ages.
+    """
+    least = min(mask.by_staleness or (1.0,))
+    if mask.delta is not None:
+        yield "delta", mask.delta, least * mask.delta
+    elif mask.budget is not None:
+        yield "budget", mask.budget, mask.budget
+    else:
+        for bound in ("lower", "upper"):
+            if (value := getattr(mask, bound)) is not None:
+                yield bound, value, least * abs(math.log(value)) if mask.entry.on_ratio else abs(value)
+
+
+def _get_usual(mask: MaskSpec, bound: str) -> float | None:
+    usual = {"delta": 0.1, "budget": 0.04}
+    return usual[bound] if bound in usual else get_usual_bounds(mask.aggregate)[bound == "upper"]
+
+
+def check_parts(run: Composed) -> Iterator[Problem]:
+    """Check for aggregates over one token, weights that are always 1, ratios that count twice, and idle orders."""
+    single = "level=token decides by single tokens, over which there is nothing to aggregate."
+    mode = run.actor.policy_loss.loss_mode
+    for name, weight in list_weights(run):
+        at, parts = f"correction.{name}", (name,)
+        if weight.kind != "reject" and weight.lower == weight.upper == 1:
+            reason = "between 1 and 1 every weight is 1, and nothing is corrected."
+            yield run.problem(f"{at}.upper", reason, "", {f"{at}.upper": 2.0}, parts, value=1.0)
+        if weight.level == "token" and weight.aggregate != "product":
+            key = f"{at}.aggregate"
+            yield run.problem(key, single, "", {key: "product"}, parts, value=weight.aggregate)
+        if weight.ratio == "full" and mode != "gpg":
+            reason = f"loss_mode {mode} has a ratio to the current policy of its own, which would count twice."
+            fix = f"Set {LOSS_MODE}=gpg, or {at}.ratio=rollout."
+            yield run.problem(f"{at}.ratio", reason, fix, (), parts, value="full")
+    for name, mask in list_masks(run):
+        if mask.level == "token" and (instead := mask.entry.single):
+            key = f"correction.{name}.aggregate"
+            yield run.problem(key, single, "", {key: instead}, (name,), value=mask.aggregate)
+    if run.spec.skyrl_compat and not run.spec.masks:
+        fix, parts = "Stack a mask, or set correction.skyrl_compat=false.", ("skyrl_compat",)
+        yield run.problem(_ORDER, "without a mask there is no order.", fix, (), parts, "NO-OP", value=True)
+
+
+def check_proximal(run: Composed) -> Iterator[Problem]:
+    """Check that pi_old is the current policy where ``proximal`` says so, and that something reads it, none earlier."""
+    value, parts = run.spec.proximal, ("proximal",)
+    recompute = {PROXIMAL: "recompute"}
+    if value == "reuse" and run.steps != 1:
+        reason = f"the current policy is pi_old at the first gradient step alone, and a batch gets {run.steps:g}."
+        fix = f"Set {PROXIMAL}=recompute; or {MINI_BATCH}={BATCH} and ppo_epochs=1, which changes training."
+        yield run.problem(PROXIMAL, reason, fix, recompute, parts, value=value)
+    if value == "same_engine" and (why := _explain_older_weights(run)):
+        fix = f"Set {PROXIMAL}=recompute."
+        yield run.problem(PROXIMAL, f"{why}, and mu is not pi_old.", fix, recompute, parts, value=value)
+    if value in ("reuse", "loglinear"):
+        same = recompute if value == "reuse" else {}  # the same pi_old, computed; loglinear is another
+        estimator = run.get(ESTIMATOR)
+        for reads, who, other in (
+            (run.get(KL_IN_REWARD), "the KL in the reward", f"{KL_IN_REWARD}=false"),
+            ("optimal_token_baseline" in str(estimator), f"{ESTIMATOR}={estimator}", "another estimator"),
+        ):
+            if reads:
+                reason, fix = f"{who} reads pi_old before the loss can say what it is.", f"Set {other}, or {PROXIMAL}="
+                yield run.problem(PROXIMAL, reason, f"{fix}recompute.", same, parts, value=value)
+    mode, spec = run.actor.policy_loss.loss_mode, run.spec
+    alone = not spec.all_weights and not spec.masks and not (spec.kl_clip or spec.kl_weight or spec.penalty)
+    if value != "recompute" and alone and mode == "gpg":
+        reason = f"loss_mode {mode} has no ratio and reads no pi_old, so that nothing is corrected."
+        yield run.problem(
+            PROXIMAL, reason, f"Set {LOSS_MODE}=vanilla, or correction=none.", (), parts, "NO-OP", value=value
+        )
+
+
+def _explain_older_weights(run: Composed) -> str | None:
+    """Explain why rows may be sampled by older weights than those that their step begins with; None if none are."""
+    if run.asynchronous:
+        return f"{'='.join(describe_mode(run.config))} samples rows by older weights than those that train them"
+    key = f"trainer.v1.{run.get(MODE)}.parameter_sync_step"
+    if run.get(USE_V1) and (updates := run.get(key)) not in (None, 1):
+        return f"{key}={updates} hands the rollout engine the weights of one update in {updates}"
+    return None
+
+
+def check_ppo_ratio(run: Composed) -> Iterator[Problem]:
+    """Check that ratios pi / pi_old get a second gradient step; at the first one they are 1."""
+    spec = run.spec
+    if spec.proximal not in ("recompute", "same_engine") or run.steps != 1:
+        return
+    reason = "a batch gets one gradient step, at which pi is pi_old, so that it never acts."
+    looking: list[tuple[str, Any, str, str]] = [
+        (name, mask, "rollout", "pi_old / mu") for name, mask in list_masks(run)
+    ]
+    looking += [("penalty", spec.penalty, "full", "pi / mu")] if spec.penalty is not None else []
+    for name, part, ratio, meaning in looking:
+        if part.ratio == "ppo":
+            key = f"correction.{name}.ratio"
+            fix = f"Set {key}={ratio} to look at {meaning}, or {_TWO_STEPS}."
+            yield run.problem(key, reason, fix, {key: ratio}, (name,), "NO-OP", value="ppo")
+    if spec.kl_clip is not None:
+        key, value = "correction.kl_clip", spec.to_mapping()["kl_clip"]
+        yield run.problem(key, reason, f"Set {_TWO_STEPS}.", build_two_steps(run), ("kl_clip",), "NO-OP", value=value)
+
+
+def build_two_steps(run: Composed) -> Mapping[str, Any]:
+    """Build the keys that give a batch two gradient steps; two epochs if it cannot be halved."""
+    batch = count_prompts(run.config)
+    return {MINI_BATCH: batch // 2} if batch % 2 == 0 else {f"{ACTOR}.ppo_epochs": 2}
+
+
+def check_kl(run: Composed) -> Iterator[Problem]:
+    """Check that a KL loss that is clipped or weighted exists, with a coefficient, and an estimate that it is for."""
+    kind, spec = run.actor.kl_loss_type, run.spec
+    if spec.kl_clip is not None:
+        found = list(_find_no_kl_loss(run, "kl_clip", "there is no KL loss to clip.", "clipped"))
+        yield from found
+        if not found and kind in ("kl", "k1"):
+            reason = "as a loss its gradient is zero on average, whatever the policies: nothing that a ratio could "
+            fix = "Set kl_loss_type=k3+ or k2."
+            yield run.problem(_KL_TYPE, f"{reason}correct.", fix, {_KL_TYPE: "k3+"}, ("kl_clip",), "NO-OP")
+    if spec.kl_weight is not None:
+        missing = "there is no KL loss to weigh; KL in the reward is corrected by the clip of the policy term."
+        found = list(_find_no_kl_loss(run, "kl_weight", missing, "weighted"))
+        yield from found
+        if not found and kind not in _UNBIASED:
+            reason = "r k has the gradient of the reverse KL where k is k1 or k3 with its own slope, and nowhere else."
+            fix = f"Set kl_loss_type to one of {', '.join(_UNBIASED)}, or correction.kl_weight=null."
+            yield run.problem(_KL_TYPE, reason, fix, {_KL_TYPE: "low_var_kl"}, ("kl_weight",))
+
+
+def _find_no_kl_loss(run: Composed, part: str, missing: str, named: str) -> Iterator[Problem]:
+    """Find out that the KL loss which a part is about is switched off, or has the coefficient 0."""
+    off = f"or correction.{part}=null."
+    if not run.actor.use_kl_loss:
+        fix, value = f"Set {KL_LOSS}=true, {off}", run.spec.to_mapping()[part]
+        yield run.problem(f"correction.{part}", missing, fix, {KL_LOSS: True}, (part,), "NO-OP", value=value)
+    elif run.actor.kl_loss_coef == 0:
+        reason = f"the coefficient of the {named} KL loss is 0, so that it counts nothing."
+        yield run.problem(_KL_COEF, reason, f"Set it to 0.001, {off}", {_KL_COEF: 0.001}, (part,), "NO-OP")
+
+
+def check_denominator(run: Composed) -> Iterator[Problem]:
+    """Check that another count than verl's meets a loss that divides by one, and rows that are not shuffled."""
+    if not run.spec.recounts:
+        return
+    kept = run.spec.denominator == "kept"
+    key, value, usual = ("denominator", "kept", "original") if kept else ("nonfinite", "excluded", "counted")
+    release = attributes_of(installed_release("verl") or demand_release())
+    aggregation = release.find_policy_aggregation(run.get(LOSS_MODE), run.actor.loss_agg_mode)
+    if aggregation not in HAS_DENOMINATOR:
+        reason = f"it divides by no count, so that {usual} and {value} are one."
+        fix = f"Set one of {', '.join(HAS_DENOMINATOR)}, or correction.{key}={usual}."
+        yield run.problem(_AGGREGATION, reason, fix, {_AGGREGATION: "token-mean"}, (key,), "NO-OP")
+    if run.actor.shuffle:
+        reason = f"{key}={value} counts by mini-batch before the update, and shuffling regroups the rows."
+        yield run.problem(_SHUFFLE, reason, "Set it to false.", {_SHUFFLE: False}, (key,), value=True)
+
+
+def check_baseline(run: Composed) -> Iterator[Problem]:
+    """Check that ``baseline=exclude`` meets an estimator with groups."""
+    if run.spec.baseline == "include":
+        return
+    why, off = "baseline=exclude takes rejected siblings out of a group, and", f"or {_BASELINE}=include."
+    key, reason, fix = ESTIMATOR, "this estimator has none or mixes them.", f"one of {', '.join(GROUP_ESTIMATORS)}"
+    if run.get(ESTIMATOR) in GROUP_ESTIMATORS:
+        if run.get(key := f"{ROLLOUT}.n") != 1:
+            return
+        reason, fix = "each prompt has one rollout alone.", "2 or more rollouts a prompt"
+    sets = {_BASELINE: "include"}
+    yield run.problem(key, f"{why} {reason}", f"Set {fix}, {off}", sets, ("baseline",), "NO-OP")
+
+
+def check_distillation(run: Composed) -> Iterator[Problem]:
+    """Refuse verl's distillation loss, which our loss would overwrite."""
+    if run.get(key := "distillation.enabled"):
+        reason = (
+            "verl's worker takes one loss. With distillation it is distillation_ppo_loss, which adds the policy term "
+            "and the distillation term inside, so that the correction's loss would replace both."
+        )
+        yield run.problem(key, reason, "No override keeps both: distil without a correction, or correct without it.")

@@ -1,0 +1,294 @@
+"""Checks that the path from the rollout to the gradient is covered: verl's functions, programs, engines and workers."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+import verl_patches
+from verl_patches import (
+    engine_loss,
+    legacy,
+    llm_client,
+    replay_buffer,
+    router_replay,
+    trainer_v0,
+    trainer_v1,
+    truncated_sampling,
+)
+from verl_patches.contract import Contract, PatchError
+from verl_patches.execution_path import FULLY_ASYNC, LEGACY, STRATEGY, USE_V1, LivePath, describe_mode
+from verl_patches.releases import TESTED
+from verl_patches.runtime_env import KEY, ContradictionError, forward
+
+from ...correction.problem import CheckError, Problem, set_to
+from ...correction.proximal import WITHOUT_FORWARD
+from ...support.support_settings import SUPPORT
+from ..composed import ACTOR, BACKEND, MEGATRON, MODE, MODEL, NAME, PROXIMAL, ROLLOUT, SHADOW, SUPPORT_PART, Composed
+from ..python_source import check_contracts
+from .correction import list_masks, list_weights
+from .rows import Row, run_rows
+
+Hold = Callable[[Iterable[Contract]], None]
+"""Holds contracts against the installed verl; raises PatchError where one does not hold."""
+STRATEGIES = ("fsdp", "fsdp2", "megatron")
+"""Engines that are covered, and those that a legacy actor can have."""
+_SEPARATE, _SYNC_STEP = "separate_async", "trainer.v1.separate_async.parameter_sync_step"
+_REMOVE_PADDING = f"{MODEL}.use_remove_padding"
+_MERGE, _ADAPTER, _FORMAT = f"{MODEL}.lora.merge", f"{MODEL}.lora_adapter_path", f"{ROLLOUT}.load_format"
+_RANKS = {"fsdp": f"{MODEL}.lora_rank", "megatron": f"{MODEL}.lora.rank"}
+_ALPHAS = {"fsdp": f"{MODEL}.lora_alpha", "megatron": f"{MODEL}.lora.alpha"}
+
+
+def check_seams(run: Composed) -> Iterator[Problem]:
+    """Check every seam of the live path in verl's source: importing verl's workers takes seconds."""
+    return check_seams_by(check_contracts, run)
+
+
+def demand_seams(config: DictConfig) -> None:
+    """Import every seam of the live path and check it, in the process that trains, which imports them anyway.
+
+    Raises:
+        CheckError: one does not hold, as where a plugin has replaced what verl's source shows.
+    """
+    if problems := list(check_seams_by(engine_loss.check, Composed(config))):
+        raise CheckError(problems)
+
+
+def check_seams_by(hold: Hold, run: Composed) -> Iterator[Problem]:
+    """Check the seams of a path by the function ``hold``; those of the legacy actors are always imported."""
+    path, release = run.path, run.path.attributes
+    v1 = path.trainer == "v1"
+    try:
+        verl_patches.status()
+        for held, seams in (
+            (True, engine_loss.SEAMS),
+            (True, trainer_v1.SEAMS if v1 else trainer_v0.SEAMS),
+            (not v1 and path.asynchronous and release.separate_programs, trainer_v0.SEAMS_OF_PROGRAMS),
+            (v1 and release.staleness_limit and run.staleness is not None, replay_buffer.SEAMS),
+            (run.notes_token_versions, llm_client.SEAMS),
+            (run.replay is not None, router_replay.SEAMS),
+            (release.truncated_support and run.support is not None, truncated_sampling.SEAMS),
+        ):
+            if held:
+                hold(seams)
+        if path.worker == "legacy":
+            legacy.check(path.strategy)
+    except PatchError as error:
+        yield run.problem("verl", str(error), value=path.release)
+
+
+def check_version_level(run: Composed) -> Iterator[Problem]:
+    """Check that verl records the weight versions that ``level=version`` reads."""
+    reason = run.unknown_versions or run.unknown_age
+    if reason is None:
+        return
+    leveled: list[tuple[str, Any]] = [*list_weights(run), *list_masks(run)]
+    for part, each in leveled:
+        if each.level == "version":
+            key = f"correction.{part}.level"
+            fix = f"Set {key}=turn or {key}=sequence."
+            yield run.problem(key, reason, fix, {key: "sequence"}, (part,), value="version")
+    left = [name for name, shadow in run.shadows.items() if "version" not in shadow.levels]
+    for name in run.shadows:
+        if name not in left:
+            said, sets = f"its level is version, and {reason}", {SHADOW: left}
+            yield run.problem(SHADOW, said, f"Set {set_to(SHADOW, left)}.", sets, (f"shadow.{name}",), value=name)
+
+
+_COVERED = (
+    Row(
+        LEGACY,
+        lambda run, value: value not in (None, "auto", "enable", "disable"),
+        *("verl knows auto, enable and disable.", "Set one of them.", "auto"),
+    ),
+    Row(
+        LEGACY,
+        lambda run, value: value in ("auto", "enable") and not run.path.attributes.legacy_actors,
+        "verl {run.path.release} has no legacy actors and does not read it.",
+        *("Set it to disable.", "disable"),
+    ),
+    Row(
+        USE_V1,
+        lambda run, value: value and not run.path.attributes.v1_modes,
+        *("verl {run.path.release} has no V1 trainer and does not read it.", "Set it to false.", False),
+    ),
+)
+_COVERED_ENGINES = (
+    Row(
+        STRATEGY,
+        lambda run, value: run.path.strategy not in STRATEGIES,
+        "another engine than FSDP and Megatron is not covered by the correction.",
+        "No override corrects {run.path.strategy}: train with fsdp2 or megatron, or without a correction.",
+    ),
+    Row(
+        f"{ACTOR}.use_prefix_grouper",
+        lambda run, value: value and run.path.worker == "legacy",
+        *("the legacy actor's update cannot read what its forward pass returns.", "Set it to false.", False),
+    ),
+    Row(
+        f"{MEGATRON}.dynamic_context_parallel",
+        lambda run, value: value and run.path.strategy == "megatron" and run.path.worker == "engine",
+        *("the correction is not tested with how it gathers metrics.", "Set it to false.", False),
+    ),
+    Row(
+        f"{MEGATRON}.override_transformer_config.overlap_moe_expert_parallel_comm",
+        lambda run, value: value and run.path.strategy == "megatron" and run.path.worker == "legacy",
+        *("its schedule takes a micro-batch while the loss of another is computed.", "Set it to false.", False),
+    ),
+    Row(
+        _REMOVE_PADDING,
+        lambda run, value: (
+            not value and run.path.attributes.engine_attends_by_loss_mask and run.path.worker == "engine"
+        ),
+        "verl {run.path.release}'s engine masks attention by the loss mask, and gets other log-probs than the model's.",
+        *(f"Set it to true, or {LEGACY}=enable.", True),
+    ),
+)
+
+
+def check_path(run: Composed) -> Iterator[Problem]:
+    """Check that the configured path is covered."""
+    yield from run_rows(run, _COVERED)
+    yield from _check_mode(run)
+    yield from run_rows(run, _COVERED_ENGINES)
+
+
+def _check_mode(run: Composed) -> Iterator[Problem]:
+    path, newest = run.path, TESTED[-1]
+    if path.trainer == "v0" and path.asynchronous and not path.attributes.separate_programs:
+        reason = f"{path.mode}_policy of verl {path.release} is not covered by the correction; {newest}'s is."
+        where, value = describe_mode(run.config)
+        yield run.problem(where, reason, f"Install verl {newest}.", value=value)
+    if path.trainer != "v1":
+        return
+    mode, covered = run.config.trainer.v1.trainer_mode, path.attributes.v1_modes
+    if mode not in covered:
+        reason, fix = "not covered by the correction.", f"Set one of {', '.join(covered)}."
+        mend = _find_nearest_mode(mode, covered)
+        if mode == _SEPARATE:
+            reason = (
+                f"verl {path.release} computes pi_old in it as {newest} does, with which it was tested, but warms up, "
+                "lends the trainer's GPUs to rollouts and deals requests in other ways, ignores hybrid_engine=false, "
+                "and was not shown to note versions by token."
+            )
+            fix = f"Set {MODE}={mend}, or install verl {newest}."
+        yield run.problem(MODE, reason, fix, {MODE: mend})
+    elif mode == _SEPARATE and (key := _find_aliased_snapshot(run)):
+        reason = (
+            "verl keeps the weights of pi_old, and of pi while pi_old is computed, by reference where they are "
+            "offloaded: restoring them undoes updates."
+        )
+        yield run.problem(key, reason, f"Set it to false, or {_SYNC_STEP}=1.", {key: False}, value=True)
+
+
+def _find_nearest_mode(mode: object, covered: Sequence[str]) -> str:
+    """Find the covered mode that is nearest to one that is not; sync only for a misspelt sync.
+
+    What trains asynchronously under another name is not to become synchronous in silence.
+    """
+    given = str(mode).lower()
+    if "sync" in covered and "a" not in given and difflib.get_close_matches(given, ["sync"], 1):
+        return "sync"
+    others = [each for each in covered if each != "sync"]
+    # Modes of other programs, such as fully_async, separate sampling from training.
+    return (difflib.get_close_matches(given, others, 1, 0.65) or others[-1:] or covered[:1])[0]
+
+
+def _find_aliased_snapshot(run: Composed) -> str | None:
+    """Find the key that keeps weights on the CPU, where verl's snapshots alias instead of copy them."""
+    # On the CPU verl_patches.cpu makes them copies.
+    copied = run.get("trainer.device") == "cpu" or run.get(_SYNC_STEP) == 1 or run.get(PROXIMAL) in WITHOUT_FORWARD
+    if copied or run.path.strategy != "fsdp2":
+        return None
+    keys = (f"{ACTOR}.fsdp_config.{name}" for name in ("param_offload", "offload_policy"))
+    return next((key for key in keys if run.get(key)), None)
+
+
+def check_program(run: Composed) -> Iterator[Problem]:
+    """Check that nothing is asked of an asynchronous program that its other processes would have to do."""
+    if run.path.mode == _SEPARATE and run.get(BACKEND) == "naive":
+        reason = "trainer_mode=separate_async has servers of its own, and verl refuses to send them weights so."
+        yield run.problem(BACKEND, reason, "", {BACKEND: "nccl"})
+    if run.program is not None and run.spec.support is not None:
+        reason = f"{run.program}_policy samples in processes that do not replay supports."
+        yield run.problem(SUPPORT, reason, f"Set {SUPPORT}=null.", (), (SUPPORT_PART,), value=run.spec.support)
+    for extension in run.extensions if run.program == FULLY_ASYNC else ():
+        section = extension.section
+        reason = f"fully_async_policy takes prompts and validates in another process, which {section} does not reach."
+        yield run.problem(section, reason, f"Set {section}=null.", (), (section,), value="on")
+
+
+def check_lora(run: Composed) -> Iterator[Problem]:
+    """Check that LoRA is trained, and that the rollout engine gets what was trained, merged or as an adapter."""
+    path = run.path
+    own, other = ("megatron", "fsdp") if path.strategy == "megatron" else ("fsdp", "megatron")
+    key = _RANKS[own]
+    if not run.get(key):
+        yield from _find_unread_lora(run, own, other)
+        return
+    legacy_fsdp = path.worker == "legacy" and own == "fsdp"
+    merges = own == "megatron" or (path.attributes.merged_lora and not legacy_fsdp)
+    backend, engine = run.get(BACKEND), run.get(NAME)
+    apart = run.program is not None or path.mode == _SEPARATE or backend not in (None, "naive")
+    adapters = not apart and {"trtllm": False, "sglang": own in path.attributes.sglang_adapters}.get(str(engine), True)
+    merged = bool(run.get(_MERGE))
+    beside: dict[str, Any] = {_MERGE: merged}
+    sets: dict[str, Any] = {}
+    if merged and not merges:
+        reason = f"verl {path.release} sends the base weights without the adapter: rollouts would never see an update."
+        if legacy_fsdp:
+            reason = "the legacy actor does not merge, and the rollout engine would refuse its adapters."
+        sets = {_MERGE: False} if adapters else {}
+    elif apart and backend == "delta_sharded":
+        reason, beside = "this checkpoint engine does not know LoRA.", {BACKEND: backend}
+        sets = {BACKEND: "nccl", _MERGE: True} if merges else {}
+    elif not merged and not adapters:
+        who = "a checkpoint engine sends" if apart else f"{engine} under verl {path.release} loads"
+        reason = f"{who} the base weights without the adapter: rollouts would never see an update."
+        beside[BACKEND if apart else NAME] = backend if apart else engine
+        sets = {_MERGE: True} if merges else {}
+    elif legacy_fsdp and "dummy" in str(run.get(_FORMAT)):
+        reason = "the first rollouts after a resume, or with an adapter to begin with, are those of the base weights."
+        beside, sets = {_FORMAT: run.get(_FORMAT)}, {_FORMAT: "safetensors"}
+    else:
+        return
+    fix = "" if sets else "No setting of this release delivers it: train without LoRA, or use verl 0.9.1."
+    yield run.problem(key, reason, fix, sets, beside=beside)
+
+
+def _find_unread_lora(run: Composed, own: str, other: str) -> Iterator[Problem]:
+    """Find keys of LoRA that this trainer's engine does not read, so that it would train all weights."""
+    if rank := run.get(_RANKS[other]):
+        alpha = run.get(_ALPHAS[other])
+        sets = {_RANKS[own]: rank} | ({} if alpha is None else {_ALPHAS[own]: alpha})
+        reason = f"{own} does not read it, and would train all weights."
+        yield run.problem(_RANKS[other], reason, "", sets, translated=True)
+    elif own == "fsdp" and run.get(_ADAPTER):
+        reason = f"without {_RANKS[own]} it is not loaded, and all weights would be trained."
+        yield run.problem(_ADAPTER, reason, f"Set {_RANKS[own]} to the rank of this adapter.")
+
+
+def list_patch_groups(path: LivePath) -> list[str]:
+    """List the groups of patches that the workers of this path load."""
+    return ["legacy"] if path.worker == "legacy" else []
+
+
+def check_workers_env(run: Composed) -> Iterator[Problem]:
+    """Find variables that the configuration or the submitted job sets to other values than this process has."""
+    given = run.get(KEY)
+    if given is not None and not isinstance(given, DictConfig):
+        reason = "not a mapping, as Ray's runtime environment is."
+        yield run.problem(KEY, reason, sets=(f"{KEY}={{}}",))
+        return
+    tried = OmegaConf.create({})
+    if given is not None:
+        OmegaConf.update(tried, KEY, OmegaConf.to_container(given, resolve=True), force_add=True)
+    try:
+        forward(tried, list_patch_groups(run.path))
+    except ContradictionError as error:
+        said = (error.reason, error.fix) if error.key else (str(error),)
+        yield run.problem(error.key or "", *said, value=error.value if error.key else None)

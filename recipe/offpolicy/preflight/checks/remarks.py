@@ -1,0 +1,211 @@
+"""Remarks on configurations that train as they say and are rarely meant, or were never shown to act."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from ...correction.problem import Problem, format_value
+from ...correction.proximal import WITHOUT_FORWARD
+from ..composed import (
+    ACTOR,
+    BATCH,
+    BYPASS,
+    ENGINE,
+    ESTIMATOR,
+    FSDP,
+    KL_IN_REWARD,
+    KL_LOSS,
+    MEGATRON,
+    MINI_BATCH,
+    MODEL,
+    NAME,
+    OUTCOME,
+    ROLLOUT,
+    UNTESTED_ENGINES,
+    VERL,
+    WITHOUT_PI_OLD,
+    Composed,
+    list_micro_batch_keys,
+    name_part,
+)
+from .correction import list_masks, list_weights
+
+WIDE_CAP = 10.0
+_TO_KL_LOSS = {KL_IN_REWARD: False, KL_LOSS: True}
+_ABOVE_ONE = {
+    f"{ACTOR}.ulysses_sequence_parallel_size": "sequences split over ranks (Ulysses)",
+    f"{FSDP}.ulysses_sequence_parallel_size": "sequences split over ranks (Ulysses)",
+    f"{MEGATRON}.context_parallel_size": "sequences split over ranks (context parallelism)",
+    f"{MEGATRON}.virtual_pipeline_model_parallel_size": "interleaved pipelines",
+    f"{ROLLOUT}.data_parallel_size": "data parallelism within a rollout server",
+    f"{ROLLOUT}.expert_parallel_size": "expert parallelism within a rollout server",
+    f"{ROLLOUT}.pipeline_model_parallel_size": "pipelines within a rollout server",
+    f"{MODEL}.lora_rank": "LoRA",
+    f"{MODEL}.lora.rank": "LoRA",
+}
+_TRUE = {
+    f"{MODEL}.use_fused_kernels": "fused kernels of the log-probs",
+    f"{MODEL}.use_liger": "Liger's kernels",
+    f"{MODEL}.tiled_mlp.enabled": "a tiled MLP",
+    f"{MODEL}.mtp.enable": "multi-token prediction",
+    f"{ACTOR}.use_prefix_grouper": "grouped prefixes",
+    f"{ROLLOUT}.disaggregation.enabled": "prefill apart from decoding",
+    "async_training.use_trainer_do_validate": "validation on the trainer's devices",
+    "async_training.use_dynamic_resource_scheduling": "rollouts on the trainer's devices",
+    f"{FSDP}.qat.enable": "training for quantised weights",
+    f"{MEGATRON}.qat.enable": "training for quantised weights",
+    f"{ACTOR}.freeze_vision_tower": "models with images",
+}
+_SET = {
+    f"{ROLLOUT}.quantization": "a quantised rollout engine",
+    f"{ENGINE}.quantization": "a quantised rollout engine",
+    f"{ROLLOUT}.limit_images": "models with images",
+    f"{MODEL}.lora_adapter_path": "LoRA",
+    f"{MODEL}.lora.adapter_path": "LoRA",
+    f"{ENGINE}.speculative_config": "speculative decoding",
+}
+_DTYPES = (f"{ROLLOUT}.dtype", f"{ENGINE}.kv_cache_dtype", f"{ENGINE}.kv-cache-dtype")
+
+
+def warn_level_version(run: Composed) -> Iterator[Problem]:
+    """Warn that ``level=version`` equals ``level=sequence`` in synchronous training."""
+    if "version" in run.spec.levels and not run.asynchronous:
+        reason = "in synchronous training each row has one version, and this is level=sequence."
+        yield run.problem("level", reason, verdict="NOTE", value="version")
+
+
+def warn_wide_caps(run: Composed) -> Iterator[Problem]:
+    """Warn of bounds above which single tokens or rows dominate the gradient."""
+    why = f"above {WIDE_CAP:g} single tokens or rows can own the gradient; 2 by token and 5 by sequence are usual."
+    for part, weight in list_weights(run):
+        if weight.upper is None or weight.upper > WIDE_CAP:
+            key, cap = f"correction.{part}.upper", 2.0 if weight.level == "token" else 5.0
+            yield run.problem(key, why, "", {key: cap}, (part,), "NOTE", value=weight.upper)
+    bound = run.verls.get("rollout_is_threshold")
+    if run.verls.get("rollout_is") and isinstance(bound, int | float) and bound > WIDE_CAP:
+        key = f"{VERL}.rollout_is_threshold"
+        yaml = " YAML and Hydra read an unquoted 2_5 as 25." if isinstance(bound, int) else ""
+        yield run.problem(key, f"{why}{yaml}", "", {key: 2.0}, (name_part("rollout_is"),), "NOTE")
+
+
+def warn_no_staleness(run: Composed) -> Iterator[Problem]:
+    """Warn of masks on pi / mu where pi is pi_old, so that they see no update.
+
+    In asynchronous training pi_old / mu holds the age of the weights, and these masks have that to see.
+    """
+    trainers = run.spec.proximal in ("recompute", "reuse", "same_engine")
+    if not trainers or run.steps != 1 or run.asynchronous:
+        return
+    reason = (
+        "a batch gets one gradient step, at which pi is pi_old: the staleness term pi / pi_old is always 1, "
+        "and pi_old / mu is all that is seen."
+    )
+    for name, mask in list_masks(run):
+        if mask.ratio == "full":
+            key, parts = f"correction.{name}.ratio", (f"{name}.staleness",)
+            fix = f"Set {key}=rollout, which says so; or {MINI_BATCH} below {BATCH}, which changes training."
+            yield run.problem(key, reason, fix, {key: "rollout"}, parts, "NO-OP", value="full")
+
+
+def warn_unlike_micro_batches(run: Composed) -> Iterator[Problem]:
+    """Warn of unequal micro-batches for pi_old and pi, whose kernels round differently (verl issue 6280)."""
+    bypassed = run.spec.proximal in WITHOUT_FORWARD or run.verls.get(BYPASS)
+    if bypassed or (run.spec.is_none and not run.active):
+        return
+    (ours, theirs), sizes = list_micro_batch_keys(run)
+    if bool(run.actor.use_dynamic_bsz) == bool(run.rollout.log_prob_use_dynamic_bsz):
+        ours, theirs = sizes
+    trained, scored, key = run.actor.get(ours), run.rollout.get(theirs), f"{ROLLOUT}.{theirs}"
+    if trained is not None and scored is not None and trained != scored:
+        reason = (
+            f"pi_old is computed in other micro-batches than pi ({ACTOR}.{ours}={format_value(trained)}): kernels may "
+            f"round differently, so that pi / pi_old is not exactly 1 at the first step."
+        )
+        yield run.problem(key, reason, "", {key: trained}, ("pi_old",), "NOTE")
+
+
+def warn_kl_left_out(run: Composed) -> Iterator[Problem]:
+    """Warn of KL terms that no correction, ours or verl's own, reaches."""
+    spec, parts = run.spec, ("kl_loss",)
+    loses_kl = bool(run.actor.use_kl_loss) and run.actor.kl_loss_coef != 0
+    fix = f"Set {KL_LOSS}=false if that is not meant."
+    if loses_kl and (why := _explain_kl_left_out(run)):
+        yield run.problem(KL_LOSS, why, fix, (), parts, "NOTE", value=True)
+    if (spec.all_weights or spec.masks) and spec.kl_clip is None and spec.kl_weight is None and loses_kl:
+        reason = "weight and masks are of the policy term: rejected tokens keep the gradient of the KL loss."
+        overrides: tuple[str, ...] = ()
+        if run.steps != 1:
+            fix = "Set correction.kl_clip.lower=0.8 and correction.kl_clip.upper=1.2 to bound its ratio."
+            overrides = ("++correction.kl_clip={lower: 0.8, upper: 1.2}",)
+        yield run.problem(KL_LOSS, reason, fix, overrides, parts, "NOTE", value=True)
+    bypassed = spec.proximal == "bypass" or (spec.is_none and run.verls.get(BYPASS))
+    if run.get(KL_IN_REWARD) and bypassed:
+        reason = (
+            "pi_old is mu here, so that the reward is charged for the rollout engine's distance from the reference, "
+            "mismatch included."
+        )
+        fix = f"Set {KL_IN_REWARD}=false and {KL_LOSS}=true, which changes training."
+        yield run.problem(KL_IN_REWARD, reason, fix, _TO_KL_LOSS, ("kl_in_reward",), "NOTE", value=True)
+
+
+def _explain_kl_left_out(run: Composed) -> str | None:
+    """Explain why verl's own correction leaves the KL loss as it is; None if it does not.
+
+    Its weights multiply the policy term. Its rejections change the mask that the KL loss reads too, except in bypass
+    mode, where the policy term alone is given theirs.
+    """
+    if "rollout_rs" in run.active and BYPASS in run.active:
+        said = "verl's rollout_rs is of the policy term in bypass mode: rejected tokens keep the gradient of the KL"
+        return f"{said} loss."
+    return (
+        "verl's rollout_is is of the policy term: the KL loss is not weighed." if "rollout_is" in run.active else None
+    )
+
+
+def warn_collapsed_rewards(run: Composed) -> Iterator[Problem]:
+    """Warn of token-level rewards or discounts under an estimator that sums each row first."""
+    estimator, parts = str(run.get(ESTIMATOR)), ("dense_reward",)
+    if estimator not in OUTCOME:
+        return
+    if run.get(KL_IN_REWARD) and run.get("algorithm.kl_ctrl.kl_coef") != 0:
+        reason = (
+            f"the penalty is given by token, and {ESTIMATOR}={estimator} sums a row to one outcome before "
+            f"its baseline: the row is charged for the KL of all of its tokens, and no token for its own."
+        )
+        fix = f"Set {KL_IN_REWARD}=false and {KL_LOSS}=true to charge each token for its own, which changes training."
+        yield run.problem(KL_IN_REWARD, reason, fix, _TO_KL_LOSS, parts, "NOTE", value=True)
+    for key, reader in (("algorithm.gamma", "reinforce_plus_plus"), ("algorithm.lam", "gae")):
+        if run.get(key) not in (None, 1, 1.0):
+            reason = f"{ESTIMATOR}={estimator} sums a row to one outcome, and discounts nothing."
+            fix = f"Set {key}=1.0, or {ESTIMATOR}={reader}, which changes training."
+            yield run.problem(key, reason, fix, {key: 1.0}, parts, "NOTE")
+
+
+def warn_not_shown(run: Composed) -> Iterator[Problem]:
+    """Warn of devices, estimators, kernels and layouts under which no correction was run."""
+    for key, value, what in () if run.spec.is_none and not run.active else _find_not_shown(run):
+        reason = f"corrections were not shown on {what}: the first update proves this one, or stops."
+        yield run.problem(key, reason, "", (), (), "NOTE", value=value)
+
+
+def _find_not_shown(run: Composed) -> Iterator[tuple[str, Any, str]]:
+    if (engine := run.get(NAME)) not in (None, "vllm"):
+        owner = "this" if engine in UNTESTED_ENGINES else "a program's own"
+        condition = "whose log-probs have to be those of the sampled tokens at the run's temperature"
+        yield NAME, engine, f"{owner} rollout engine, {condition}"
+    if (device := run.get("trainer.device")) not in (None, "cuda", "cpu"):
+        yield "trainer.device", device, f"{device} devices"
+    if (estimator := run.get(ESTIMATOR)) is not None and estimator not in WITHOUT_PI_OLD:
+        yield ESTIMATOR, estimator, "estimators that read pi_old, or that are the user's own"
+    for key in _DTYPES:
+        if "fp8" in str(value := run.get(key)) or "int8" in str(value):
+            yield key, value, f"rollouts in {value}"
+    for key, what in _ABOVE_ONE.items():
+        legacy, v1 = run.path.worker == "legacy", run.path.trainer == "v1"
+        was_run = (legacy and "ulysses" in key) or (v1 and key == f"{MODEL}.lora_rank")
+        least = 0 if "lora" in key else 1
+        if not was_run and isinstance(value := run.get(key), int) and value > least:
+            yield key, value, what
+    yield from ((key, True, what) for key, what in _TRUE.items() if run.get(key) is True)
+    yield from ((key, value, what) for key, what in _SET.items() if (value := run.get(key)) not in (None, ""))

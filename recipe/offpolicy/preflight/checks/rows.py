@@ -1,0 +1,43 @@
+"""Checks as rows of key, predicate, reason and fix, and the engine that runs them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from ...correction.problem import EVERYTHING, Problem, Verdict
+from ..composed import Composed
+
+Check = Callable[[Composed], Iterator[Problem]]
+"""Yields the problems of a composed configuration."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One problem that a key may have.
+
+    Attributes:
+        key: the key that is reported.
+        wrong: takes the composed configuration and the key's value; returns whether it is wrong.
+        reason, fix: sentences, in which ``{run...}`` and ``{value}`` stand for what they name.
+        to: the value that fixes it; ``...`` where no single one does.
+        beside: other keys without whose values it would be fine.
+    """
+
+    key: str
+    wrong: Callable[[Composed, Any], object]
+    reason: str
+    fix: str = ""
+    to: Any = ...
+    verdict: Verdict = "ERROR"
+    beside: tuple[str, ...] = ()
+
+
+def run_rows(run: Composed, rows: tuple[Row, ...], parts: tuple[str, ...] = EVERYTHING) -> Iterator[Problem]:
+    """Yield the problems of rows, which concern these parts."""
+    for row in rows:
+        if row.wrong(run, value := run.get(row.key)):
+            reason, fix = (text.format(run=run, value=value) for text in (row.reason, row.fix))
+            sets = {} if row.to is ... else {row.key: row.to}
+            yield run.problem(row.key, reason, fix, sets, parts, row.verdict, row.beside)

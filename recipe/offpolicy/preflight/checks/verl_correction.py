@@ -1,0 +1,374 @@
+"""Checks of verl's own correction: beside ours, misspelled, or in keys that the installed release ignores.
+
+verl keeps two copies of some settings and reads one of them, by release and by worker; the other is silently
+ignored. Read from the sources of 0.7.1, 0.8.0, 0.9.0 and 0.9.1:
+
+* ``algorithm.rollout_correction`` with ``bypass_mode``: the trainer puts mu in pi_old's place. Weights, rejections and
+  ``loss_type`` are left to the worker, and are not there: the V0 trainer edits ``actor.policy_loss`` after the workers
+  have got their copy, the V1 trainer does not edit it.
+* ``actor.policy_loss.rollout_correction``: read by the loss ``bypass_mode`` alone.
+* ``rollout.calculate_log_probs``, false by default up to 0.8.0: without it the trainer skips its correction.
+* ``actor.use_rollout_log_probs``: read by the legacy FSDP actor of 0.7.1 alone.
+* ``actor.router_replay``: read by the legacy Megatron actor of 0.7.1 alone. Engines read the key of that name below
+  ``actor.megatron`` and ``actor.veomni``. verl's FSDP replays nothing; with our V1 trainer of 0.9.1 it does, by the key
+  below ``actor.fsdp_config``.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from verl_patches.execution_path import count_prompts
+
+from ...correction import CorrectionSpec, SpecError
+from ...correction.dialects.verl import VERL_DEFAULTS as DEFAULTS
+from ...correction.dialects.verl import read_verl_rejections, read_verl_weight_bounds
+from ...correction.problem import Problem, format_value, remove, set_to
+from ...correction.spelling import find_closest
+from ...extensions.registry import list_registered
+from ..composed import ACTOR, BYPASS, LOSS_MODE, MODE, MU_KEY, VERL, Composed, name_part, to_mapping
+from .replay import check_router_replay
+
+WORKERS = f"{ACTOR}.policy_loss.rollout_correction"
+FREE = re.compile(r"(?:^|_)(?:kwargs|override|env_vars|extra)(?:_|$)")
+"""Names of sections of verl in which any key can be added, for other programs."""
+OBSOLETE = {
+    "rollout_is_threshold_lower": "rollout_is_threshold='lower_upper', a string, which verl >= 0.8 reads",
+    "rollout_rs_threshold_lower": "rollout_rs_threshold='lower_upper', a string",
+    "rollout_token_veto_threshold": "a mask of ours, such as correction=outlier",
+    "use_policy_gradient": "loss_type=reinforce",
+}
+"""Names of verl 0.6 and 0.7.0 -> their equivalents."""
+FORMER = {
+    "algorithm.rollout_is": f"{VERL}.rollout_is",
+    "algorithm.rollout_is_threshold": f"{VERL}.rollout_is_threshold",
+    "algorithm.rollout_is_threshold_lower": f"{VERL}.rollout_is_threshold",
+    "algorithm.rollout_is_level": f"{VERL}.rollout_is",
+    "algorithm.rollout_is_mode": f"{VERL}.rollout_is or rollout_rs",
+    "algorithm.rollout_is_veto_threshold": f"{VERL}.rollout_rs",
+    f"{ACTOR}.tis_imp_ratio_cap": f"{VERL}.rollout_is_threshold",
+}
+"""Keys of verl before 0.6 -> their successors."""
+UNREAD = {
+    "loss_type": (BYPASS, "verl reads it in bypass mode alone."),
+    "rollout_is_threshold": ("rollout_is", "there is no weight to bound."),
+    "rollout_is_batch_normalize": ("rollout_is", "there is no weight to normalise."),
+    "rollout_rs_threshold": ("rollout_rs", "there is no rejection to bound."),
+}
+"""Keys of verl's correction -> the key without which nothing reads them, and why."""
+_LOPSIDED = 0.1
+"""Share of the width of a band, in nats, by which its middle may be off 1."""
+_RS, _IS, _BYPASS = f"{VERL}.rollout_rs_threshold", f"{VERL}.rollout_is_threshold", f"{VERL}.{BYPASS}"
+_CAP = "correction.weight.upper"
+_LOSS, _SECTION = "policy_loss", VERL.rpartition(".")[2]
+_DISTINCT = [key for key in (*DEFAULTS, *OBSOLETE) if key not in ("loss_type", "use_policy_gradient")]
+"""Keys whose names say that they belong to a correction of verl's, wherever they stand."""
+_READ = (f"{VERL}.", f"{ACTOR}.{_LOSS}.")
+"""Sections with checks of their own."""
+
+
+def check_not_both(run: Composed) -> Iterator[Problem]:
+    """Refuse verl's own correction beside ours; what ours does already is dropped, and its cap moved to ours."""
+    if run.spec.is_none:
+        return
+    reason = "verl's own correction, which is off, would read it, and ours does not."
+    if run.active:
+        reason = "verl's own correction beside ours would correct twice."
+    weight = run.spec.weight
+    for key, value in run.changed.items():
+        known = key in DEFAULTS
+        if known and value is None:
+            continue  # asks for nothing
+        name = f"{VERL}.{key}"
+        overrides: tuple[str, ...] = ()
+        back = set_to(name, DEFAULTS[key]) if known else f"~{name}"
+        fix = f"Choose: {back} trains by ours alone, and correction=none by verl's alone."
+        if weight is not None and weight.kind == "truncate" and weight.ratio == "rollout":
+            plain = isinstance(value, int | float) and not isinstance(value, bool) and value > 0
+            if key == "rollout_is" and value == weight.level:
+                fix, overrides = f"correction.weight does this already: set {back}, or correction=none.", (back,)
+            elif key == "rollout_is_threshold" and plain and weight.upper is not None:
+                upper = set_to(_CAP, value)
+                fix, overrides = f"Set {upper} instead, or correction=none.", (back, upper)
+        yield run.problem(name, reason, fix, overrides, value=value)
+
+
+def check_dead_keys(run: Composed) -> Iterator[Problem]:
+    """Find keys of verl's own correction that this path ignores, reads as something else, or that stand elsewhere."""
+    for check in (
+        check_trainer_mode,
+        check_former_names,
+        check_decoupled,
+        check_bypass,
+        check_legacy_mu,
+        check_router_replay,
+        check_misplaced,
+    ):
+        yield from check(run)
+
+
+def check_trainer_mode(run: Composed) -> Iterator[Problem]:
+    """Check that ``trainer_mode`` meets the V1 trainer, which alone reads it."""
+    if run.path.trainer == "v0" and run.get(MODE) not in (None, "sync"):
+        reason = f"this is {run.path}, which is synchronous and reads no mode."
+        override = set_to("trainer.use_v1", True, add=True)
+        yield run.problem(MODE, reason, "Set trainer.use_v1=true.", (override,), (MODE,), "NO-OP")
+
+
+def check_former_names(run: Composed) -> Iterator[Problem]:
+    """Find former key names; each is reported as a correction of its own, as no other key asks for it."""
+    reason = "verl no longer reads a key of this name."
+    for key, value in run.verls.items() if run.spec.is_none else ():
+        if key not in DEFAULTS and key != "_target_":
+            name, instead, near = f"{VERL}.{key}", OBSOLETE.get(key), find_closest(key, DEFAULTS)
+            fix, overrides = f"verl reads {', '.join(DEFAULTS)}.", remove(name, value)
+            if instead:
+                fix = f"In its place: {instead}."
+            elif near:
+                meant = set_to(f"{VERL}.{near}", value)
+                fix, overrides = f"Did you mean {meant}?", (f"~{name}", meant)
+            said = reason if instead else "verl reads no key of this name."
+            yield run.problem(name, said, fix, overrides, (name_part(key),), "NO-OP", value=value)
+    for key, instead in FORMER.items():
+        if (value := run.get(key)) is not None:
+            overrides, fix = _build_move(key, value, instead), f"In its place: {instead}."
+            if not run.spec.is_none:
+                overrides, fix = _build_ours(key, value, run.spec)
+            yield run.problem(key, reason, fix, overrides, (key,), "NO-OP", value=value)
+
+
+def _build_ours(key: str, value: object, spec: CorrectionSpec) -> tuple[tuple[str, ...], str]:
+    """Build overrides and a sentence that say the same by the correction of ours that is on, which verl's would repeat.
+
+    Nothing is moved where ours has no part that does it.
+    """
+    cap = key.endswith(("tis_imp_ratio_cap", "rollout_is_threshold")) and isinstance(value, int | float)
+    if spec.weight is None:
+        weight = "correction=[tis_token,...]"
+        return (), f"Stack a weight of ours that does it, {weight}, and leave verl's key to launches of verl."
+    if cap and spec.weight.upper is not None:
+        return (f"~{key}", set_to(_CAP, value)), f"Set {_CAP} to it instead."
+    if key.endswith(("rollout_is", "rollout_is_level")):
+        return (f"~{key}",), f"correction.weight is on and does this already: drop {key}."
+    return (), "See docs/corrections.md for the part of ours that does it."
+
+
+def _build_move(key: str, value: object, instead: str) -> tuple[str, ...]:
+    """Build overrides that remove a key and, where one key takes the same value, set that one."""
+    if key.endswith("tis_imp_ratio_cap"):
+        return (f"~{key}", set_to(f"{VERL}.rollout_is", "token"), set_to(instead, value))
+    if key == "algorithm.rollout_is" and value is True:  # the level stood in a key of its own
+        return (f"~{key}", set_to(instead, "token"))
+    same = key.rpartition(".")[2] == instead.rpartition(".")[2] or key.endswith("rollout_is_level")
+    return (f"~{key}", *((set_to(instead, value),) if same and value is not True and value is not False else ()))
+
+
+def check_decoupled(run: Composed) -> Iterator[Problem]:
+    """Check that no key lacks another without which nothing reads it, and that mu is computed."""
+    own = {key: value for key, value in run.changed.items() if value is not None}  # null asks for nothing
+    if not run.spec.is_none or not own:
+        return
+    for key, (needed, because) in UNREAD.items():
+        if key in own and needed not in own:
+            fix = f"Set {VERL}.{needed}, or leave this out."
+            yield run.problem(f"{VERL}.{key}", because, fix, (), (name_part(key),), "NO-OP")
+    weight, threshold = (name_part("rollout_is"),), own.get("rollout_is_threshold")
+    if "rollout_is" in own and run.changed.get("rollout_is_threshold", 2.0) is None:
+        reason = f"without a threshold verl leaves out the weight that rollout_is={own['rollout_is']} asks for."
+        yield run.problem(_IS, reason, "Set it to 2.0.", {_IS: 2.0}, weight, "NO-OP")
+    if not run.path.attributes.bound_pairs and isinstance(threshold, str):
+        reason = f"verl {run.path.release} takes one number, the cap; a pair of bounds came with 0.8."
+        yield run.problem(_IS, reason, "Set one number, or correction=icepop with its lower and upper.", (), weight)
+    if not run.get(MU_KEY):
+        reason = f"without the engine's log-probs verl silently skips its correction, {', '.join(own)}."
+        parts = tuple(name_part(asked) for asked in run.active or own)
+        yield run.problem(MU_KEY, reason, "Set it to true.", {MU_KEY: True}, parts, "NO-OP")
+
+
+def _read_workers_copy(run: Composed) -> dict[str, Any]:
+    """Read what the bypass-mode loss reads: the given keys over verl's dataclass defaults, unlike its YAML's."""
+    node = run.get(WORKERS)
+    typed = {"rollout_is": "sequence"} if node is None or "_target_" in node else {}
+    return {**DEFAULTS, **typed, **to_mapping(node)}
+
+
+def check_bypass(run: Composed) -> Iterator[Problem]:
+    """Check weights, rejections and the loss type beside ``bypass_mode``, and the worker's loss and keys for it."""
+    loss, asked_of = run.get(LOSS_MODE), run.verls
+    if run.spec.is_none and asked_of.get(BYPASS):
+        yield from _check_keys_beside(run, loss, asked_of)
+    if run.spec.is_none and loss == BYPASS and not asked_of.get(BYPASS):
+        reason = (
+            f"this loss takes pi_old for mu, and {_BYPASS}=false recomputes pi_old: its ratios are pi / pi_old, and "
+            f"the mismatch is not corrected."
+        )
+        fix = f"Set {_BYPASS}=true, or correction=bypass with loss_mode=vanilla."
+        yield run.problem(LOSS_MODE, reason, fix, {_BYPASS: True}, (LOSS_MODE,))
+    if (node := run.get(WORKERS)) is not None and loss != BYPASS:
+        reason = f"the loss {BYPASS} alone reads it, and {LOSS_MODE} is {loss}."
+        fix = f"Remove it, or set {LOSS_MODE}={BYPASS} and {_BYPASS}=true."
+        yield run.problem(WORKERS, reason, fix, (), (WORKERS,), "NO-OP", value=to_mapping(node))
+
+
+def _check_keys_beside(run: Composed, loss: object, asked_of: dict[str, Any]) -> Iterator[Problem]:
+    if loss != BYPASS:
+        why = "the V1 trainer hands it to no worker"
+        if run.path.trainer == "v0":
+            why = "the trainer writes it to actor.policy_loss after the workers have got their copy"
+        reason = f"in bypass mode the worker applies it, and {why}: the loss stays {loss} around mu."
+        ours = "set correction=bypass with a weight or mask, or one of correction=verl/bypass_*, which are proved live"
+        overrides = _build_worker_overrides(asked_of, {**DEFAULTS, **to_mapping(run.get(WORKERS))})
+        for key, value in run.changed.items():
+            if key in DEFAULTS and key != BYPASS:
+                fix, parts = f"Take it from {VERL} and {ours}.", (name_part(_find_owner(key)),)
+                yield run.problem(f"{VERL}.{key}", reason, fix, overrides, parts, "NO-OP", value=value)
+        return
+    held = _read_workers_copy(run)
+    for key in DEFAULTS:
+        if key != BYPASS and (value := asked_of.get(key, DEFAULTS[key])) != held[key]:
+            at, parts = f"{WORKERS}.{key}", (name_part(_find_owner(key)),)
+            reason = f"in bypass mode the worker applies its own {at}, which is {format_value(held[key])}."
+            fix = f"Set +{at}={format_value(value)}, or one of correction=verl/bypass_* without {VERL}."
+            yield run.problem(f"{VERL}.{key}", reason, fix, (set_to(at, value, add=True),), parts, value=value)
+
+
+def _find_owner(key: str) -> str:
+    """Return the part that a key belongs to: its bounds and normalisation belong to the weight or the rejection."""
+    return next((name for name in ("rollout_is", "rollout_rs") if key.startswith(name)), key)
+
+
+def _build_worker_overrides(asked: dict[str, object], held: dict[str, object]) -> tuple[str, ...]:
+    """Build overrides that set the worker's copy to the same values, under the loss that reads it."""
+    said = {key: asked.get(key, default) for key, default in DEFAULTS.items() if key != BYPASS}
+    differing = {key: value for key, value in said.items() if value != held[key]} or {"loss_type": said["loss_type"]}
+    copied = (set_to(f"{WORKERS}.{key}", value, add=True) for key, value in differing.items())
+    return (set_to(LOSS_MODE, BYPASS), *copied)
+
+
+def check_legacy_mu(run: Composed) -> Iterator[Problem]:
+    """Check ``actor.use_rollout_log_probs``, which the legacy FSDP actor alone reads and needs to get mu."""
+    key, path = f"{ACTOR}.use_rollout_log_probs", run.path
+    reads = path.worker == "legacy" and path.strategy in ("fsdp", "fsdp2")
+    if run.get(key) and not reads and not path.asynchronous:  # whose own configurations set it
+        reason = f"the legacy FSDP actor of verl 0.7.1 alone reads it, and this is {path}."
+        fix = f"Set {key}=false; for mu in pi_old's place set correction=bypass."
+        yield run.problem(key, reason, fix, (), (key,), "NO-OP", value=True)
+    one_step = run.actor.ppo_mini_batch_size >= count_prompts(run.config) and run.actor.ppo_epochs == 1
+    if reads and one_step and run.verls.get(BYPASS) and not run.get(key):
+        reason = "with one gradient step a batch the legacy actor takes the current policy for pi_old, and mu is lost."
+        fix, override = f"Set +{key}=true, or correction=bypass without {VERL}.", set_to(key, True, add=True)
+        yield run.problem(_BYPASS, reason, fix, (override,), (name_part(BYPASS),), "NO-OP", value=True)
+
+
+def find_meant(names: Sequence[str]) -> str | None:
+    """Find the key of verl's own correction or policy loss that a key stands for; None if it resembles none.
+
+    Args:
+        names: the segments of the key, which stands somewhere else or is misspelled.
+    """
+    key = ".".join(names)
+    if key.startswith(_READ) or key in FORMER or any(map(FREE.search, names)):
+        return None
+    for place, name in enumerate(names):
+        if find_closest(name, [_SECTION], 0.75):
+            return ".".join([VERL, *(find_closest(each, DEFAULTS) or each for each in names[place + 1 :])])
+        if find_closest(name, [_LOSS], 0.85) and place + 1 < len(names):
+            return ".".join([ACTOR, _LOSS, *names[place + 1 :]])
+    if names[-1] == "loss_mode" and names[0] != "distillation":
+        return LOSS_MODE
+    near = difflib.get_close_matches(names[-1].lower(), _DISTINCT, 1, 0.89)  # rollout_n is none
+    return f"{VERL}.{near[0]}" if near else None
+
+
+def check_misplaced(run: Composed) -> Iterator[Problem]:
+    """Find keys of verl's own correction or policy loss outside the sections that verl reads."""
+    plain: Any = OmegaConf.to_container(run.config, resolve=False)
+    skipped = {"hydra", *list_registered(run.config)}
+    for names, value in _list_leaves({name: each for name, each in plain.items() if name not in skipped}, ()):
+        meant, leaf = find_meant(names), names[-1]
+        if meant is None or value is None or value == {**DEFAULTS, "loss_mode": "vanilla"}.get(leaf, ...):
+            continue
+        key, loss = ".".join(names), meant == LOSS_MODE
+        known = loss or meant.rpartition(".")[2] in DEFAULTS
+        moved = (f"~{key}", set_to(meant, value)) if known and (loss or run.spec.is_none) else ()
+        reason = "nothing reads it there, and what it asks for would not be done."
+        fix = f"Did you mean {meant}{f'={format_value(value)}' if known else ''}?"
+        yield run.problem(key, reason, fix, moved, (key if loss else name_part(leaf),), value=value)
+
+
+def _list_leaves(values: dict[str, Any], path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
+    for name, value in values.items():
+        if isinstance(value, dict):
+            yield from _list_leaves(value, (*path, str(name)))
+        else:
+            yield (*path, str(name)), value
+
+
+def check_thresholds(run: Composed) -> Iterator[Problem]:
+    """Check thresholds of verl's own correction that verl misreads, or ends the run over."""
+    values = run.verls if run.spec.is_none else {}
+    if values.get("rollout_is") and (cap := values.get("rollout_is_threshold")) is not None:
+        yield from _find_malformed(_IS, "rollout_is", 2.0, lambda: read_verl_weight_bounds(cap, _IS))
+    rejection, bound = values.get("rollout_rs"), values.get("rollout_rs_threshold")
+    if rejection:
+        read = partial(read_verl_rejections, rejection, bound, f"{VERL}.")
+        malformed = list(_find_malformed(_RS, "rollout_rs", _get_usual(str(rejection)), read))
+        yield from malformed or _find_inverted(run, str(rejection), bound)
+
+
+def _find_malformed(key: str, owner: str, proposed: str | float, read: Callable[[], object]) -> Iterator[Problem]:
+    try:
+        read()
+    except SpecError as error:
+        overrides = (set_to(key, proposed),) if error.problem.key == key else error.problem.overrides
+        yield replace(error.problem, parts=(name_part(owner),), overrides=overrides)
+
+
+def _list_names(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",") if name.strip()]
+
+
+def _get_usual(rejection: str) -> str:
+    """Return a usual threshold for verl's options: a pair of ratios for k1, else an upper bound in nats."""
+    names = dict.fromkeys(_list_names(rejection))
+    return ",".join("0.5_2.0" if name.endswith("k1") else "0.01" if "mean" in name else "2.0" for name in names)
+
+
+def _find_inverted(run: Composed, rejection: str, bound: Any) -> Iterator[Problem]:
+    """Find bands for k1 = -log r that are written for r: "lo_hi" bounds mu / pi_old, so that a pair that is wide above
+    is how pi_old / mu would be bounded.
+
+    Symmetric pairs such as 0.5_2.0 are the same either way; lopsided by more than a tenth of their width in nats they
+    are not.
+    """
+    names, texts = list(dict.fromkeys(_list_names(rejection))), _list_names(str(bound))
+    texts = texts * len(names) if len(texts) == 1 else texts
+    parts = (name_part("rollout_rs"),)
+    for index, (name, text) in enumerate(zip(names, texts, strict=True)):
+        if not name.endswith("_k1") or "_" not in text:
+            continue
+        lower, upper = (float(each) for each in text.split("_"))
+        middle = math.log(lower) + math.log(upper)
+        if abs(middle) <= _LOPSIDED * (math.log(upper) - math.log(lower)):
+            continue
+        band = f"pi_old / mu in [{1 / upper:.4g}, {1 / lower:.4g}]"
+        if middle < 0:
+            reason = f"k1 bounds mu / pi_old: {name} keeps {band}."
+            yield run.problem(_RS, reason, "Leave it where that is meant.", (), parts, "NOTE")
+            continue
+        mirrored = f"{1 / upper:.6g}_{1 / lower:.6g}"
+        texts_then = [mirrored if place == index else each for place, each in enumerate(texts)]
+        reason = (
+            f"k1 bounds mu / pi_old, the inverse of the importance ratio: {name} keeps {band}, where {text} reads as "
+            f"a band of ratios."
+        )
+        fix = f"Set {_RS}='{mirrored}' for pi_old / mu in [{lower:g}, {upper:g}]."
+        yield run.problem(_RS, reason, fix, {_RS: ",".join(texts_then)}, parts)

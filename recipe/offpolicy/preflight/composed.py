@@ -1,0 +1,408 @@
+"""The composed configuration as the checks read it: parsed once, with the names of the keys that they share."""
+
+from __future__ import annotations
+
+import difflib
+import pickle
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal, get_args
+
+from omegaconf import DictConfig, OmegaConf
+
+from verl_patches.execution_path import (
+    FULLY_ASYNC,
+    ONE_STEP_OFF,
+    USE_V1,
+    LivePath,
+    count_prompts,
+    find_program_mode,
+    live_path,
+)
+
+from ..correction import CorrectionSpec, SpecError
+from ..correction.dialects.verl import VERL_DEFAULTS
+from ..correction.problem import EVERYTHING, Problem, Verdict, format_value, set_to
+from ..correction.proximal import Proximal
+from ..extensions.extension import Extension
+from ..extensions.registry import load_extensions
+from ..replay.replay_settings import RECORDED, ReplaySettings
+from ..staleness.staleness_settings import StalenessSettings
+from ..support.support_settings import SupportSettings
+from .model_files import describe_noise
+
+ACTOR, ROLLOUT, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
+ENGINE, MEGATRON, FSDP = f"{ROLLOUT}.engine_kwargs.vllm", f"{ACTOR}.megatron", f"{ACTOR}.fsdp_config"
+NAME, MU_KEY, BACKEND = f"{ROLLOUT}.name", f"{ROLLOUT}.calculate_log_probs", f"{ROLLOUT}.checkpoint_engine.backend"
+MINI_BATCH, BATCH = f"{ACTOR}.ppo_mini_batch_size", "data.train_batch_size"
+LOSS_MODE, KL_LOSS = f"{ACTOR}.policy_loss.loss_mode", f"{ACTOR}.use_kl_loss"
+KL_IN_REWARD, ESTIMATOR = "algorithm.use_kl_in_reward", "algorithm.adv_estimator"
+VERL, BYPASS = "algorithm.rollout_correction", "bypass_mode"
+PROXIMAL, SHADOW, SUPPORT_PART = "correction.proximal", "offpolicy.shadow", "support"
+MODE, ASYNC_MODES = "trainer.v1.trainer_mode", ("separate_async", "colocate_async")
+UNTESTED_ENGINES = ("sglang", "trtllm")
+"""Rollout engines of verl's that return log-probs, with which nothing was run."""
+OUTCOME = (
+    *("gdpo", "gpg", "grpo", "grpo_passk", "grpo_vectorized", "opo"),
+    *("reinforce_plus_plus_baseline", "rloo", "rloo_vectorized"),
+)
+"""verl's advantage estimators that sum the rewards of a row before anything else."""
+WITHOUT_PI_OLD = (*OUTCOME, "gae", "reinforce_plus_plus", "remax")
+"""Those that read no log pi_old; one that is not listed may read anything."""
+
+
+AUTO = "auto"
+"""Value of ``correction.proximal``: ``reuse`` where that is exact, else ``recompute``."""
+VERLS_LOOPS = ("single_turn_agent", "tool_agent")
+"""Agent loops that verl registers itself: they return the log-probs, and one row a sample."""
+REPLAY_PART = "router_replay"
+"""The name under which routing replay is reported, wherever it is set."""
+
+
+class Composed:
+    """A composed configuration and what the checks read of it, each read once.
+
+    Args:
+        config: of the launch; its ``auto`` choices are resolved before ``spec`` is read.
+        spec: the correction, if it is not the one of the configuration.
+    """
+
+    def __init__(self, config: DictConfig, spec: CorrectionSpec | None = None) -> None:
+        self.config = config
+        if spec is not None:
+            self.spec = spec
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """Return the value at a dotted key; null where it is null, ``default`` where it is missing."""
+        return OmegaConf.select(self.config, key, default=default)
+
+    def problem(
+        self,
+        key: str,
+        reason: str,
+        fix: str = "",
+        sets: Mapping[str, Any] | Iterable[str] = (),
+        parts: tuple[str, ...] = EVERYTHING,
+        verdict: Verdict = "ERROR",
+        beside: Mapping[str, Any] | Iterable[str] = (),
+        **more: Any,
+    ) -> Problem:
+        """Build the problem of a key at the value that it has.
+
+        Args:
+            sets: the overrides that fix it, or keys and their values.
+            beside: other keys without whose values it would be fine, with these values if they have others here.
+            more: a ``value`` that the configuration does not show, or fields of ``Problem``.
+        """
+        overrides = [set_to(*each) for each in sets.items()] if isinstance(sets, Mapping) else sets
+        value = more.pop("value") if "value" in more else self.get(key)
+        others = dict(beside) if isinstance(beside, Mapping) else {each: self.get(each) for each in beside}
+        return Problem(key, value, reason, fix, verdict, parts, tuple(overrides), **{"beside": others} | more)
+
+    @cached_property
+    def spec(self) -> CorrectionSpec:
+        """The correction of the configuration.
+
+        Raises:
+            SpecError: it is malformed.
+        """
+        return CorrectionSpec.from_mapping(read_correction(self))
+
+    @cached_property
+    def shadows(self) -> dict[str, CorrectionSpec]:
+        """The shadow corrections, by name, of a configuration that ``resolve`` has been through."""
+        node = self.get(SHADOW)
+        values = OmegaConf.to_container(node, resolve=True) if node else {}
+        if not isinstance(values, dict):
+            reason = "names of options, which main_offpolicy has not replaced by their values."
+            raise SpecError(reason, key=SHADOW, value=values)
+        return {str(name): CorrectionSpec.from_mapping(each) for name, each in values.items()}
+
+    @cached_property
+    def extensions(self) -> tuple[Extension, ...]:
+        """The extensions that are on.
+
+        Raises:
+            CheckError: one is not to be had, or its settings are malformed.
+        """
+        return load_extensions(self.config)
+
+    @cached_property
+    def path(self) -> LivePath:
+        """The release, trainer and worker that the run goes through."""
+        return live_path(self.config)
+
+    @cached_property
+    def program(self) -> str | None:
+        """The program of verl with staleness of its own; None for main_ppo and its like."""
+        return find_program_mode(self.config)
+
+    @cached_property
+    def asynchronous(self) -> bool:
+        """True if rollouts go on while the trainer updates."""
+        return self.program is not None or (bool(self.get(USE_V1)) and self.get(MODE) in ASYNC_MODES)
+
+    @cached_property
+    def notes_token_versions(self) -> bool:
+        """True if the client of the rollout servers notes the version of the weights of each token."""
+        return self.asynchronous and self.program != ONE_STEP_OFF and self.path.attributes.token_versions
+
+    @cached_property
+    def unknown_age(self) -> str | None:
+        """Why the ages of tokens are not known: no versions, or several sample a row, which is noted nowhere."""
+        resumes = self.program != FULLY_ASYNC or bool(self.get("async_training.partial_rollout", default=True))
+        several = self.asynchronous and self.program != ONE_STEP_OFF and resumes
+        if self.unknown_versions is None and several and not self.notes_token_versions:
+            said = "a row can be sampled by several versions, and which token by which was not shown with"
+            return f"{said} {self.path.release}."
+        return self.unknown_versions and f"{self.unknown_versions[:-1]}: no age is known."
+
+    @cached_property
+    def unknown_versions(self) -> str | None:
+        """Why the release does not tell which weights sampled a row; None if it does."""
+        if self.path.attributes.weight_versions:
+            return None
+        return f"verl {self.path.release} does not note which version of the weights sampled a row."
+
+    @cached_property
+    def steps(self) -> float:
+        """Gradient steps that each batch gets, by its configured size."""
+        steps: float = count_prompts(self.config) / self.actor.ppo_mini_batch_size * self.actor.ppo_epochs
+        return steps
+
+    @property
+    def actor(self) -> DictConfig:
+        """The actor's section."""
+        actor: DictConfig = self.config.actor_rollout_ref.actor
+        return actor
+
+    @property
+    def rollout(self) -> DictConfig:
+        """The rollout's section."""
+        rollout: DictConfig = self.config.actor_rollout_ref.rollout
+        return rollout
+
+    @cached_property
+    def staleness(self) -> StalenessSettings | None:
+        """The limit of staleness; None where verl's own keys are in force."""
+        return StalenessSettings.from_config(self.config)
+
+    @cached_property
+    def replay(self) -> ReplaySettings | None:
+        """Routing replay on FSDP; None where it replays nothing."""
+        return ReplaySettings.from_config(self.config, self.path)
+
+    @cached_property
+    def support(self) -> SupportSettings | None:
+        """Replay of the support of truncated sampling; None where nothing is replayed."""
+        return SupportSettings.from_config(self.config)
+
+    @cached_property
+    def verls(self) -> dict[str, Any]:
+        """The values of ``algorithm.rollout_correction``; empty if it is null."""
+        return to_mapping(self.get(VERL))
+
+    @cached_property
+    def changed(self) -> dict[str, Any]:
+        """Keys of ``algorithm.rollout_correction`` that differ from verl's defaults."""
+        missing = object()
+        return {k: v for k, v in self.verls.items() if k != "_target_" and v != VERL_DEFAULTS.get(k, missing)}
+
+    @cached_property
+    def active(self) -> tuple[str, ...]:
+        """Which of verl's rollout_is, rollout_rs and bypass_mode are switched on."""
+        return tuple(key for key in ("rollout_is", "rollout_rs", BYPASS) if self.verls.get(key) not in (None, False))
+
+    @cached_property
+    def replay_modes(self) -> dict[str, str]:
+        """Sections below actor and reference that take a router replay -> its mode."""
+        found: dict[str, str] = {}
+        for owner in (ACTOR, "actor_rollout_ref.ref"):
+            for name in self.get(owner) or ():
+                below = self.get(f"{owner}.{name}") if name != REPLAY_PART else None
+                if name == REPLAY_PART or (isinstance(below, DictConfig) and REPLAY_PART in below):
+                    key = f"{owner}.{name}" if name == REPLAY_PART else f"{owner}.{name}.{REPLAY_PART}"
+                    found[key] = str(self.get(f"{key}.mode") or "disabled")
+        return found
+
+    @property
+    def router_replay(self) -> str | None:
+        """The first key that asks for router replay, as ``key=value``; None if none does."""
+        asked = (f"{key}.mode={mode}" for key, mode in self.replay_modes.items() if mode != "disabled")
+        return next(asked, f"{RECORDED}=true" if self.get(RECORDED) else None)
+
+    @cached_property
+    def needs_mu(self) -> bool:
+        """True if anything of ours needs the rollout engine's log-probs."""
+        return not self.spec.is_none or self.spec.support is not None or bool(self.get(SHADOW))
+
+
+def list_micro_batch_keys(run: Composed) -> tuple[tuple[str, str], tuple[str, str]]:
+    """List the pairs of keys by which pi's and pi_old's micro-batches are made, of the actor and of the rollout."""
+    sizes = ("ppo_micro_batch_size_per_gpu", "log_prob_micro_batch_size_per_gpu")
+    if run.actor.use_dynamic_bsz:
+        sizes = ("ppo_max_token_len_per_gpu", "log_prob_max_token_len_per_gpu")
+    return ("use_dynamic_bsz", "log_prob_use_dynamic_bsz"), sizes
+
+
+def to_mapping(node: Any) -> dict[str, Any]:
+    """Convert a node to a dict of plain values; empty if it is none."""
+    values = OmegaConf.to_container(node, resolve=True) if node is not None else {}
+    return {str(key): value for key, value in values.items()} if isinstance(values, dict) else {}
+
+
+def copy_config(config: DictConfig) -> DictConfig:
+    """Copy a configuration; pickle takes a sixth of the time that ``copy.deepcopy`` takes for verl's."""
+    copied: DictConfig = pickle.loads(pickle.dumps(config))
+    return copied
+
+
+def name_part(key: str) -> str:
+    """Return the name under which a part of verl's own correction is reported."""
+    return f"rollout_correction.{key}"
+
+
+@dataclass(frozen=True)
+class ProximalChoice:
+    """The resolution of ``correction.proximal=auto``, with its reason.
+
+    Attributes:
+        proximal: ``reuse`` or ``recompute``.
+        said: why, in a line; empty where there is nothing to choose, as with several gradient steps on a batch.
+    """
+
+    proximal: Literal["reuse", "recompute"]
+    said: str = ""
+
+
+def read_correction(run: Composed) -> Any:
+    """Read the plain values under ``correction``, with ``proximal=auto`` resolved; None if there are none.
+
+    Raises:
+        SpecError: ``proximal`` is nothing that there is.
+    """
+    node = run.config.get("correction")
+    values: Any = None if node is None else OmegaConf.to_container(node, resolve=True)
+    if not isinstance(values, dict) or "proximal" not in values:
+        return values
+    options = (AUTO, *get_args(Proximal))
+    if (given := values["proximal"]) not in options:
+        near = difflib.get_close_matches(str(given), options, 1)
+        fix = f"Set one of {', '.join(options)}."
+        raise SpecError("no such choice.", fix, key=PROXIMAL, value=given, mend={PROXIMAL: (*near, AUTO)[0]})
+    return values | {"proximal": choose_proximal(run).proximal} if given == AUTO else values
+
+
+def choose_proximal(run: Composed) -> ProximalChoice:
+    """Choose between ``reuse`` and ``recompute`` for a run whose shadows and fallbacks are resolved.
+
+    With one gradient step on each batch, the weights that would compute pi_old are those of the step. What verl does
+    between the two was read in verl 0.7.1, 0.8.0, 0.9.0 and 0.9.1, for the V0 and V1 trainers, the engine on FSDP and
+    the legacy FSDP actor: one function computes both log-probs, of the same rows in the same order, and in the same
+    micro-batches where these are configured alike. Whatever else could tell the two apart is a condition here, and what
+    is not known counts as different.
+    """
+    values: Any = OmegaConf.to_container(run.config.correction, resolve=True)
+    values |= {"proximal": "recompute"}
+    if _explain_refusal(values) or CorrectionSpec.from_mapping(values).is_none or not _has_one_step(run):
+        return ProximalChoice("recompute")
+    if why := next(_find_reasons(run, values), ""):
+        return ProximalChoice(
+            "recompute", f"{PROXIMAL}=auto is recompute, although a batch gets one gradient step: {why}."
+        )
+    return ProximalChoice(
+        "reuse", f"{PROXIMAL}=auto is reuse: a batch gets one gradient step, whose own log-probs are pi_old."
+    )
+
+
+def check_one_mini_batch(spec: CorrectionSpec, config: DictConfig, rows: int) -> None:
+    """Check that a batch of ``rows`` makes one mini-batch, as ``reuse`` assumes; rollouts may return extra rows.
+
+    Raises:
+        SpecError: it makes several mini-batches.
+    """
+    expected = config.actor_rollout_ref.actor.ppo_mini_batch_size * config.actor_rollout_ref.rollout.n
+    if spec.proximal == "reuse" and rows > expected:
+        raise SpecError(
+            f"a batch of {rows} rows came, and a mini-batch takes {expected}, so that it would get several gradient "
+            f"steps, of which only the first starts at pi_old.",
+            key=PROXIMAL,
+            value="reuse",
+            mend={PROXIMAL: "recompute"},
+        )
+
+
+def _has_one_step(run: Composed) -> bool:
+    sizes = (count_prompts(run.config), run.get(MINI_BATCH), run.get(f"{ACTOR}.ppo_epochs"))
+    return all(isinstance(size, int) and size > 0 for size in sizes) and run.steps == 1
+
+
+def _find_reasons(run: Composed, values: Mapping[str, Any]) -> Iterator[str]:
+    """Find reasons why a single gradient step may not see pi_old, from the cheapest check to the dearest."""
+    yield from _find_path_reasons(run)
+    yield from _find_early_readers(run)
+    yield from _find_correction_reasons(run, values)
+    yield from _find_micro_batch_reasons(run)
+    if noise := describe_noise(run.config):
+        yield noise
+
+
+def _find_path_reasons(run: Composed) -> Iterator[str]:
+    if run.actor.strategy not in ("fsdp", "fsdp2"):
+        yield f"{ACTOR}.strategy={run.actor.strategy}, where it was not shown to be exact"
+    v1 = run.program != FULLY_ASYNC and run.get(USE_V1)
+    updates = run.get(f"trainer.v1.{run.get(MODE)}.parameter_sync_step") or 1 if v1 else 1
+    if run.program == FULLY_ASYNC:
+        updates = run.get("async_training.trigger_parameter_sync_step", 1)
+    if updates != 1:
+        yield f"pi_old is that of the first of {updates} updates"
+    # A loop of the user's own may return several rows, which make several mini-batches.
+    if v1 and (loop := run.get(f"{ROLLOUT}.agent.default_agent_loop")) not in VERLS_LOOPS:
+        yield f"the agent loop {loop} may return several rows a sample"
+    if run.get(f"{ACTOR}.shuffle"):
+        yield f"{ACTOR}.shuffle=true puts other rows together"
+    if replay := run.router_replay:
+        yield f"{replay}: routes of the two passes may differ"
+
+
+def _find_early_readers(run: Composed) -> Iterator[str]:
+    if run.get(KL_IN_REWARD):
+        yield "the KL in the reward reads it"
+    if (estimator := str(run.get(ESTIMATOR))) not in WITHOUT_PI_OLD:
+        yield f"{ESTIMATOR}={estimator} may read it"
+    if run.get(squared := f"{ACTOR}.calculate_sum_pi_squared"):
+        yield f"{squared}=true is computed with it"
+    if run.active:
+        yield "verl's own correction reads it"
+    yield from (f"the extension {each.section} reads it" for each in run.extensions if each.reads_old_log_prob)
+
+
+def _find_correction_reasons(run: Composed, values: Mapping[str, Any]) -> Iterator[str]:
+    if why := _explain_refusal({**values, "proximal": "reuse"}):
+        yield why
+    shadows = run.get(SHADOW) or ()
+    for name in shadows:
+        if not isinstance(shadows, DictConfig) or _explain_refusal({**to_mapping(shadows[name]), "proximal": "reuse"}):
+            yield f"the shadow {name} may need it"
+    for name, alarm in (run.get("offpolicy.alarms") or {}).items():
+        fallback = alarm.get("fallback") if isinstance(alarm, DictConfig) else None
+        if fallback and (not isinstance(fallback, DictConfig) or fallback.correction.get("proximal") != "reuse"):
+            yield f"the fallback of alarm {name} may need it"
+
+
+def _find_micro_batch_reasons(run: Composed) -> Iterator[str]:
+    for ours, theirs in list_micro_batch_keys(run):
+        trained, scored = run.actor.get(ours), run.rollout.get(theirs)
+        if trained is None or trained != scored:
+            yield f"{ROLLOUT}.{theirs}={scored} with {ACTOR}.{ours}={trained}: kernels may round differently"
+
+
+def _explain_refusal(values: Mapping[str, Any]) -> str:
+    """Return why the values make no valid correction; empty if they do."""
+    try:
+        CorrectionSpec.from_mapping(values)
+    except SpecError as error:
+        problem = error.problem
+        return f"{problem.key}={format_value(problem.value)}" if problem.key else problem.reason
+    return ""

@@ -1,0 +1,208 @@
+"""What a model's files say without loading it: experts, dropout, and the size of its largest tensor."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+from collections.abc import Iterator, Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+CONFIG = "config.json"
+WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
+_MODEL = "actor_rollout_ref.model"
+_EXPERT = re.compile(r"(.*\.experts)\.\d+\..*")
+_NOISE = ("dropout", "pdrop", "drop_path", "drop_rate", "layerdrop", "jitter", "noise")
+_HEADS = ("classifier", "summary")  # of models that verl's actor does not train
+
+
+def find_experts(config: DictConfig) -> tuple[bool, str] | None:
+    """Find out whether the actor is a mixture of experts, without loading it and without a network.
+
+    Returns:
+        Whether it is, and a sentence with the file that says so; None where there is no ``config.json`` at hand.
+    """
+    for name in (OmegaConf.select(config, f"{_MODEL}.{key}") for key in ("hf_config_path", "path")):
+        if not isinstance(name, str) or (file := find_local(name)) is None:
+            continue
+        try:
+            values = json.loads(file.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return None
+        found = next(_find_expert_counts(values), None)
+        return found is not None, f"{file} {f'has {found[0]}={found[1]}' if found else 'counts no experts'}"
+    return None
+
+
+def _find_expert_counts(values: Any) -> Iterator[tuple[str, int]]:
+    """Find keys that count more than one expert, at any depth: num_experts, num_local_experts, n_routed_experts ..."""
+    if not isinstance(values, Mapping):
+        return
+    for key, value in values.items():
+        counts = value if isinstance(value, list) else [value]
+        most = max((each for each in counts if isinstance(each, int) and not isinstance(each, bool)), default=0)
+        if "experts" in str(key) and most > 1:
+            yield str(key), most
+        yield from _find_expert_counts(value)
+
+
+def find_local(name: str) -> Path | None:
+    """Find the ``config.json`` of a model in a local folder, or in the hub's cache on this machine."""
+    folder = Path(os.path.expanduser(name))
+    if (folder / CONFIG).is_file():
+        return folder / CONFIG
+    try:
+        from huggingface_hub import try_to_load_from_cache
+        from huggingface_hub.errors import HFValidationError
+    except ImportError:
+        return None
+    try:
+        cached = try_to_load_from_cache(name, CONFIG)
+    except HFValidationError:  # a path that is not there
+        return None
+    return Path(cached) if isinstance(cached, str) else None
+
+
+def describe_noise(config: DictConfig) -> str:
+    """Return why the actor's model may compute otherwise in training than in evaluation; empty if it cannot.
+
+    Reads the Hugging Face configuration of the model, on this machine or in its cache and never from the network, with
+    verl's ``override_config`` over it.
+    """
+    for key in ("external_lib", "lora_adapter_path"):
+        if (value := OmegaConf.select(config, f"{_MODEL}.{key}")) is not None:
+            return f"{_MODEL}.{key}={value} may change the model"
+    if OmegaConf.select(config, "actor_rollout_ref.actor.fsdp_config.qat.enable"):
+        return "training is aware of quantisation"
+    path = OmegaConf.select(config, f"{_MODEL}.hf_config_path") or OmegaConf.select(config, f"{_MODEL}.path")
+    values = _read_values(str(path))
+    if values is None:
+        return f"the configuration of {path} is not at hand, which would say whether the model has dropout"
+    if "auto_map" in values and OmegaConf.select(config, f"{_MODEL}.trust_remote_code"):
+        return f"{path} brings code of its own"
+    node = OmegaConf.select(config, f"{_MODEL}.override_config")
+    given: Any = {} if node is None else OmegaConf.to_container(node, resolve=True)
+    found = next(find_noise(_merge(values, given.get("model_config", given))), None)
+    return "" if found is None else f"the model has {found[0]}={found[1]:g} in training"
+
+
+def find_noise(values: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, float]]:
+    """Find what makes a forward pass random, such as ``text_config.attention_dropout``: dotted name and value."""
+    for key, value in values.items():
+        name = str(key)  # labels of classes have numbers
+        here = f"{path}{name}"
+        if isinstance(value, Mapping):
+            yield from find_noise(value, f"{here}.")
+        elif any(word in name.lower() for word in _NOISE) and not name.startswith(_HEADS):
+            # Some configurations hold numbers as text.
+            try:
+                number = float(value or 0)
+            except (TypeError, ValueError):
+                continue
+            if number:
+                yield here, number
+
+
+def _merge(values: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    merged = dict(values)
+    for name, value in given.items():
+        below = merged.get(name)
+        both = isinstance(value, Mapping) and isinstance(below, Mapping)
+        merged[name] = _merge(below, value) if both else value  # type: ignore[arg-type]
+    return merged
+
+
+@lru_cache(maxsize=8)
+def _read_values(path: str) -> dict[str, Any] | None:
+    """Read a model's configuration with the defaults of its class; None if it is not on this machine."""
+    from transformers import AutoConfig
+
+    try:
+        # Never asks whether remote code is trusted: it would wait for an answer.
+        found = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError, KeyError):
+        return None
+    values: dict[str, Any] = found.to_dict()
+    return values
+
+
+def count_largest_tensor(folder: Path, *, stacked: bool = False) -> int | None:
+    """Count the elements of the largest tensor of a model.
+
+    Args:
+        folder: holds ``config.json`` and, if they are at hand, safetensors or PyTorch files, sharded or not.
+        stacked: count the experts of one layer as one tensor, which is at least as large as the tensors that
+            transformers stacks them into.
+
+    Returns:
+        The elements; those of the embedding, vocab_size x hidden_size, where no file of weights can be read; None where
+        the configuration does not say these either.
+    """
+    counts: dict[str, int] = {}
+    for file in list_weights(folder):
+        try:
+            shapes = read_shapes(file)
+        except ValueError:
+            continue
+        for name, shape in shapes.items():
+            expert = _EXPERT.fullmatch(name) if stacked else None
+            name = expert[1] if expert else name
+            counts[name] = counts.get(name, 0) * bool(expert) + math.prod(shape)
+    return max(counts.values(), default=None) or _count_embedding(folder)
+
+
+def list_weights(folder: Path) -> list[Path]:
+    """List the files of weights in a folder, by name."""
+    return sorted(file for pattern in WEIGHTS for file in folder.glob(pattern))
+
+
+def read_shapes(file: Path) -> dict[str, list[int]]:
+    """Read name and shape of each tensor in a safetensors or PyTorch file, without its data.
+
+    Raises:
+        ValueError: the file is cut off or damaged.
+    """
+    try:
+        return _read_header(file) if file.suffix == ".safetensors" else _read_pickled(file)
+    except Exception as error:  # pickle, zip and JSON have errors of their own
+        raise ValueError(f"{file.name} is damaged or cut off") from error
+
+
+def _read_header(file: Path) -> dict[str, list[int]]:
+    """Read the header of a safetensors file: its length in 8 bytes, then JSON, then the data that it locates."""
+    whole = file.stat().st_size
+    with file.open("rb") as opened:
+        size = int.from_bytes(opened.read(8), "little")
+        if size > whole:
+            raise ValueError
+        entries = {name: entry for name, entry in json.loads(opened.read(size)).items() if name != "__metadata__"}
+    if max((entry["data_offsets"][1] for entry in entries.values()), default=0) + size + 8 > whole:
+        raise ValueError
+    return {name: entry["shape"] for name, entry in entries.items()}
+
+
+def _read_pickled(file: Path) -> dict[str, list[int]]:
+    """Read a PyTorch file; nothing but tensors is loaded, and none of their data."""
+    import torch
+
+    saved = torch.load(file, map_location="meta", weights_only=True, mmap=True)
+    return {name: list(tensor.shape) for name, tensor in saved.items() if isinstance(tensor, torch.Tensor)}
+
+
+def _count_embedding(folder: Path) -> int | None:
+    try:
+        values: Any = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    sections = [values, *values.values()] if isinstance(values, Mapping) else []
+    found = [
+        section["vocab_size"] * section["hidden_size"]
+        for section in sections
+        if isinstance(section, Mapping) and all(isinstance(section.get(k), int) for k in ("vocab_size", "hidden_size"))
+    ]
+    return max(found, default=None)

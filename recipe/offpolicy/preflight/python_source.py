@@ -1,0 +1,228 @@
+"""What Python source shows without importing it: importing verl alone takes seconds.
+
+A contract on a function of verl that the source does not show to hold, because it differs, or because the target is
+made when its module is run, is held by importing it. The process that trains imports all of them: the last word is
+always the import's.
+"""
+
+from __future__ import annotations
+
+import ast
+import copy
+import functools
+import importlib.util
+import os
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from importlib.machinery import PathFinder
+from pathlib import Path
+from types import CodeType, SimpleNamespace
+from typing import Literal
+
+from verl_patches.contract import Contract, installed_release, literals, looked_up
+
+_FIELD = "response_logprobs"
+_OUTPUT = "AgentLoopOutput"
+_MOST = 200
+"""Most definitions that are searched."""
+_MADE_BY_RAY = (".__ray_metadata__.modified_class", "")
+
+
+def find_source(module: str) -> Path | None:
+    """Find the file of a module by its dotted name, as ``python -m`` would; None if there is none."""
+    top, *below = module.split(".")
+    try:
+        # The launch's own directory comes first, and is not on the path of every process that checks it.
+        spec = PathFinder.find_spec(top, [os.getcwd(), *sys.path]) or importlib.util.find_spec(top)
+    except (ValueError, ImportError):
+        return None
+    if spec is None:
+        return None
+    if not below and spec.submodule_search_locations is None:
+        return Path(spec.origin) if spec.origin else None
+    for folder in spec.submodule_search_locations or ():
+        path = Path(folder, *below)
+        for candidate in (path.with_suffix(".py") if below else path / "__main__.py", path / "__main__.py"):
+            if candidate.is_file():
+                return candidate
+        if (path / "__init__.py").is_file():
+            return path / "__init__.py"
+    return None
+
+
+@functools.cache
+def _parse(file: Path) -> ast.Module:
+    return ast.parse(file.read_text(encoding="utf-8"), str(file))
+
+
+@dataclass(frozen=True)
+class LogProbEvidence:
+    """Evidence in an agent loop's source on whether it returns log-probs.
+
+    Attributes:
+        log_probs: ``unknown`` where the source does not show it.
+        where: file and line of an output created without them; "" if there is none.
+    """
+
+    log_probs: Literal["returned", "left out", "unknown"]
+    where: str = ""
+
+
+@dataclass(frozen=True)
+class _Module:
+    file: Path
+    definitions: dict[str, ast.AST]
+    imported: dict[str, tuple[str, str]]
+
+
+def find_log_probs(target: str) -> LogProbEvidence:
+    """Search a class, and what it uses of the same author's code, for returned log-probs.
+
+    Args:
+        target: the class by its dotted name.
+    """
+    module, _, name = target.rpartition(".")
+    asked, seen, where = [(module, name)], set[tuple[str, str]](), ""
+    inherits, calls_above, unclear = False, False, False
+    while asked and len(seen) < _MOST:
+        module, name = asked.pop(0)
+        if (module, name) in seen or not module:
+            continue
+        seen.add((module, name))
+        if module.split(".")[0] == "verl":
+            inherits |= name.endswith("AgentLoop")
+            continue
+        read = _parse_module(module)
+        node = read.definitions.get(name) if read else None
+        if read is None or node is None:
+            if read is not None and name in read.imported:
+                asked.append(read.imported[name])
+            continue
+        if _hands_on(node):
+            return LogProbEvidence("returned")
+        for call in _find_outputs(node):
+            where = where or f"{read.file}, line {call.lineno}"
+            unclear |= any(keyword.arg is None for keyword in call.keywords)
+        names = set(_list_names(node))
+        calls_above |= "super" in names
+        asked += [(module, each) for each in names if each in read.definitions]
+        asked += [read.imported[each] for each in names if each in read.imported]
+    if where and not unclear and not (inherits and calls_above):
+        return LogProbEvidence("left out", where)
+    return LogProbEvidence("returned" if inherits and not where else "unknown")
+
+
+def _parse_module(name: str) -> _Module | None:
+    file = find_source(name)
+    try:
+        tree = _parse(file) if file is not None else None
+    except (OSError, SyntaxError, ValueError):
+        return None
+    if file is None or tree is None:
+        return None
+    package = name if file.name == "__init__.py" else name.rpartition(".")[0]
+    definitions: dict[str, ast.AST] = {}
+    imported: dict[str, tuple[str, str]] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            above = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+            origin = ".".join([*above, *([node.module] if node.module else [])])
+            imported |= {alias.asname or alias.name: (origin, alias.name) for alias in node.names}
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            definitions[node.name] = node
+    return _Module(file, definitions, imported)
+
+
+def _list_names(node: ast.AST) -> Iterator[str]:
+    return (each.id for each in ast.walk(node) if isinstance(each, ast.Name))
+
+
+def _find_outputs(node: ast.AST) -> Iterator[ast.Call]:
+    for each in ast.walk(node):
+        if isinstance(each, ast.Call) and ast.unparse(each.func).split(".")[-1] == _OUTPUT:
+            yield each
+
+
+def _hands_on(node: ast.AST) -> bool:
+    """Return True if the field is passed, set or named anywhere."""
+    for each in ast.walk(node):
+        match each:
+            case ast.keyword(arg=field) if field == _FIELD:
+                if not (isinstance(each.value, ast.Constant) and each.value.value is None):
+                    return True
+            case ast.Attribute(attr=field, ctx=ast.Store()) if field == _FIELD:
+                return True
+            case ast.Constant(value=field) if field == _FIELD:
+                return True
+    return False
+
+
+def check_contracts(contracts: Iterable[Contract]) -> None:
+    """Check contracts by the source, and by import where the source does not show that one holds.
+
+    Raises:
+        PatchError: one does not hold.
+    """
+    for contract in contracts:
+        if not holds_in_source(contract):
+            contract.check()
+
+
+def holds_in_source(contract: Contract) -> bool:
+    """Return True if the source shows a tested release, and the signature, keys and names as expected."""
+    release = installed_release(contract.distribution)
+    module, _, path = contract.target.replace(*_MADE_BY_RAY).partition(":")
+    file = find_source(module)
+    if release is None or not contract.covers(release) or file is None:
+        return False
+    found = _find_definition(_parse(file), path.split("."))
+    if found is None:
+        return False
+    if contract.signature is not None and not contract.allows(_format_signature(found)):
+        return False
+    if not (contract.keys or contract.names):
+        return True
+    target = SimpleNamespace(__code__=_compile(found))
+    return set(contract.keys) <= literals(target) and set(contract.names) <= looked_up(target)
+
+
+def _find_definition(owner: ast.AST, names: list[str]) -> ast.AST | None:
+    """Find the last statement that binds a name in the body of a module or class, and so on inward."""
+    for name in names:
+        bound = [node for node in getattr(owner, "body", ()) if name in _list_bound_names(node)]
+        if not bound:
+            return None
+        owner = bound[-1]
+    return owner
+
+
+def _list_bound_names(node: ast.stmt) -> Iterator[str]:
+    match node:
+        case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
+            yield node.name
+        case ast.Assign():
+            yield from (target.id for target in node.targets if isinstance(target, ast.Name))
+        case ast.AnnAssign(target=ast.Name(id=name)):
+            yield name
+
+
+def _format_signature(node: ast.AST) -> str | None:
+    """Format as ``contract.bare_signature`` does; None for what is no function."""
+    if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        return None
+    bare = copy.deepcopy(node.args)
+    for each in ast.walk(bare):
+        if isinstance(each, ast.arg):
+            each.annotation = None
+    return f"({ast.unparse(bare)})"
+
+
+def _compile(node: ast.AST) -> CodeType:
+    """Compile a function or class by itself, without running it."""
+    assert isinstance(node, ast.stmt)
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        node.decorator_list = []
+    whole = compile(ast.Module([node], []), "<seam>", "exec")
+    return next((constant for constant in whole.co_consts if isinstance(constant, CodeType)), whole)

@@ -1,0 +1,304 @@
+"""Checks that read more than keys: a model's files, verl's own configuration and code, extensions; and all at once."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from omegaconf import DictConfig, OmegaConf, open_dict
+
+from recipe.offpolicy.correction import CorrectionSpec, SpecError
+from recipe.offpolicy.correction.dialects.verl import VERL_DEFAULTS
+from recipe.offpolicy.correction.problem import CheckError
+from recipe.offpolicy.extensions.registry import KEY as EXTENSIONS
+from recipe.offpolicy.preflight.checks.correction import build_two_steps, list_masks, list_weights
+from recipe.offpolicy.preflight.checks.offpolicy_keys import check_extensions, warn_extensions
+from recipe.offpolicy.preflight.checks.readable import (
+    find_missing_actor,
+    find_null_sections,
+    find_unresolved_interpolations,
+)
+from recipe.offpolicy.preflight.checks.replay import check_routing_replay
+from recipe.offpolicy.preflight.checks.rollout import check_bucket
+from recipe.offpolicy.preflight.checks.rows import Row, run_rows
+from recipe.offpolicy.preflight.checks.run_keys import check_micro_batches, count_data_parallel_ranks
+from recipe.offpolicy.preflight.checks.staleness import REPLACED
+from recipe.offpolicy.preflight.checks.verl_correction import find_meant
+from recipe.offpolicy.preflight.composed import ASYNC_MODES, Composed, list_micro_batch_keys, name_part, to_mapping
+from recipe.offpolicy.preflight.examination import collect_problems, run_checks
+from recipe.offpolicy.preflight.hydra_groups import compose_without
+from recipe.offpolicy.preflight.own_keys import list_verls_names
+from recipe.offpolicy.preflight.resolve import check_beside
+from tests.support.applications import NEEDED, application, changed, composed
+from tests.support.corrections import GSM, TIS, band, spec
+from tests.support.nudge import Nudge
+from verl_patches.execution_path import LivePath
+from verl_patches.releases import V1_MODES
+
+ACTOR, ROLLOUT, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
+MU, BUCKET = f"{ROLLOUT}.calculate_log_probs", f"{ROLLOUT}.checkpoint_engine.update_weights_bucket_megabytes"
+pytestmark = pytest.mark.usefixtures("each_actor_is_probed_once")
+
+
+@pytest.fixture(scope="module")
+def base() -> Iterator[DictConfig]:
+    """verl's own defaults with ``correction=[tis_token,gsm]``: all checks pass."""
+    with application("correction=[tis_token,gsm]", *NEEDED) as config:
+        yield config
+
+
+def problems(config: DictConfig, changes: dict[str, Any]) -> list[str]:
+    """The problems of a configuration, as the user reads them."""
+    try:
+        run_checks(Composed(changed(config, changes)))
+    except CheckError as error:
+        return str(error).split("\n")
+    return []
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"trainer.v1.trainer_mode": "colocate_async"},
+        {"trainer.use_v1": False},
+        {f"{ROLLOUT}.temperature": 0.7, f"{ROLLOUT}.val_kwargs.top_p": 0.7, f"{ROLLOUT}.val_kwargs.top_k": 20},
+        {"algorithm.rollout_correction": None},
+        {f"{ACTOR}.policy_loss.loss_mode": "gspo", f"{ACTOR}.loss_agg_mode": "seq-mean-token-mean"},
+    ],
+)
+def test_a_healthy_launch_passes_all_checks(changes: dict[str, Any], base: DictConfig) -> None:
+    assert problems(base, changes) == []
+
+
+def test_all_problems_are_reported_at_once(base: DictConfig) -> None:
+    """What verl refuses hides no problem of ours, and the other way around."""
+    changes = {MU: False, f"{ROLLOUT}.top_p": 0.9, "distillation.enabled": True, f"{ACTOR}.loss_agg_mode": "mean"}
+    found = problems(base, changes)
+    assert len(found) == 4
+    for key, value in changes.items():
+        shown = str(value).lower() if isinstance(value, bool) else value
+        assert any(line.startswith(f"{key}={shown}: ") for line in found)
+
+
+@pytest.mark.parametrize(
+    ("changes", "part"),
+    [
+        ({"correction.weight.uper": 3.0}, "correction.weight.uper=3.0: unknown key"),
+        ({"correction.masks.gsm.lower": 2.0}, "correction.masks.gsm.lower=2.0 with correction.masks.gsm.upper=1.01"),
+        ({"correction.masks.gsm.lower": float("nan")}, "correction.masks.gsm.lower=nan"),
+        ({"correction": None}, "Set correction=none"),
+        ({"correction.weight": 2.0}, "correction.weight=2.0"),
+    ],
+)
+def test_a_malformed_correction_stops_before_the_checks(changes: dict[str, Any], part: str, base: DictConfig) -> None:
+    with pytest.raises(SpecError) as caught:
+        _ = Composed(changed(base, changes)).spec
+    assert part in str(caught.value)
+
+
+def test_a_configuration_without_the_group_has_no_correction(base: DictConfig) -> None:
+    """As verl's own entry point would compose it."""
+    config = changed(base, {})
+    with open_dict(config):
+        del config["correction"]
+    with pytest.raises(SpecError, match="Set correction=none"):
+        _ = Composed(config).spec
+
+
+def test_a_null_section_is_named_once() -> None:
+    config = OmegaConf.create({"trainer": {}, "data": None, "actor_rollout_ref": {"actor": "${x.y}", "rollout": {}}})
+    found = {problem.key: problem.value for problem in find_null_sections(config)}
+    assert found == {"actor_rollout_ref.actor": "${x.y}", "data": None}
+
+
+@pytest.mark.parametrize(
+    ("config", "missing"),
+    [
+        ({"trainer": {}}, True),  # verl's SFT
+        ({"actor_rollout_ref": {"rollout": {}}}, True),  # verl's generation
+        ({"actor_rollout_ref": {"actor": None}}, False),  # a null section
+        ({"actor_rollout_ref": None}, False),
+        ({"actor_rollout_ref": {"actor": {}}}, False),
+    ],
+)
+def test_a_program_without_an_actor_is_named(config: dict[str, Any], missing: bool) -> None:
+    assert bool(list(find_missing_actor(OmegaConf.create(config)))) is missing
+
+
+@pytest.mark.parametrize("name", ["${oc.env:NOT_SET_AT_ALL}", "${not.here}"])
+def test_keys_made_of_a_broken_interpolation_are_not_blamed(name: str) -> None:
+    config = OmegaConf.create({"a": {"folder": "runs/${name}", "other": "${oc.select:name,x}"}, "name": name})
+    assert [problem.key for problem in find_unresolved_interpolations(config)] == ["name"]
+
+
+def test_verls_defaults_count_as_not_set(base: DictConfig) -> None:
+    assert Composed(base).changed == {}
+    assert dict(base.algorithm.rollout_correction) == VERL_DEFAULTS
+    found = {name for name in list_verls_names() - set(VERL_DEFAULTS) if find_meant(["x", name])}
+    assert found == {"rollout_correction", "loss_mode"}
+
+
+def test_a_node_becomes_a_plain_mapping() -> None:
+    assert to_mapping(OmegaConf.create({"a": 1, "b": {"c": "${a}"}}).b) == {"c": 1}
+    assert to_mapping(OmegaConf.create([1])) == to_mapping(None) == {}
+    assert name_part("rollout_rs") == "rollout_correction.rollout_rs"
+
+
+@pytest.mark.verl("==0.9.1")
+def test_values_that_mean_unset_are_verls_own() -> None:
+    import verl
+
+    shipped = OmegaConf.load(Path(verl.__file__).parent / "trainer" / "config" / "ppo_trainer.yaml")
+    assert set(ASYNC_MODES) == set(V1_MODES) - {"sync"}
+    for name, usual in REPLACED.items():
+        for key in [name] if "." in name else [f"trainer.v1.{mode}.{name}" for mode in ASYNC_MODES]:
+            assert OmegaConf.select(shipped, key) == usual
+
+
+def test_a_shadow_must_fit_the_runs_pi_old() -> None:
+    """Where pi_old is mu, pi_old / mu is 1 and a mask on it never acts."""
+    check_beside(spec(TIS, gsm=GSM), {"gsm": spec(None, gsm=band(0.9, 1.1))})
+    with pytest.raises(SpecError, match="tis"):
+        check_beside(CorrectionSpec.from_mapping({"proximal": "bypass"}), {"tis": spec(TIS)})
+
+
+@pytest.mark.slow
+def test_a_composition_without_some_of_its_overrides() -> None:
+    with application("correction=[tis_token,gsm]", *NEEDED) as config:
+        without = compose_without(["correction=[tis_token,gsm]"])
+    assert list(config.correction.masks) == ["gsm"]
+    assert not without.correction.masks
+    assert without.actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu == 1
+
+
+# A model's files ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("device", "release", "dtype", "bucket", "proposed"),
+    [
+        ("cpu", "0.9.1", "fp32", 107, 109),  # 49 152 x 576 elements of 4 bytes are 108 MiB
+        ("cpu", "0.9.1", "fp32", 108, None),
+        ("cpu", "0.9.1", "bf16", 53, 55),
+        ("cpu", "0.9.1", "bf16", 54, None),
+        ("cuda", "0.9.1", "fp32", 16, None),  # it goes by a handle of its own
+        ("cuda", "0.7.1", "fp32", 16, 109),
+    ],
+)
+def test_a_bucket_smaller_than_the_largest_tensor_is_refused(
+    device: str,
+    release: str,
+    dtype: str,
+    bucket: int,
+    proposed: int | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("VERL_PLATFORM", raising=False)
+    (tmp_path / "config.json").write_text('{"vocab_size": 49152, "hidden_size": 576}')
+    config = OmegaConf.create({"trainer": {"device": device}, "actor_rollout_ref": {"actor": {"strategy": "fsdp"}}})
+    OmegaConf.update(config, f"{ACTOR}.fsdp_config.model_dtype", dtype, force_add=True)
+    OmegaConf.update(config, BUCKET, bucket, force_add=True)
+    for path, expected in ((tmp_path, proposed), (tmp_path / "nowhere", None)):
+        OmegaConf.update(config, f"{MODEL}.path", str(path), force_add=True)
+        found = check_bucket(composed(config, path=LivePath(release, "v1", "engine", "fsdp")))
+        assert [problem.overrides for problem in found] == ([(f"{BUCKET}={expected}",)] if expected else [])
+
+
+@pytest.mark.parametrize(("values", "refused"), [({"num_experts": 8}, False), ({"hidden_size": 8}, True)], ids=str)
+def test_replay_for_a_model_without_experts_is_refused(
+    tmp_path: Path, values: dict[str, int], refused: bool, base: DictConfig
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    mode = f"{ACTOR}.fsdp_config.router_replay.mode"
+    run = composed(
+        changed(base, {mode: "R3", f"{MODEL}.path": str(tmp_path)}), path=LivePath("0.9.1", "v1", "engine", "fsdp2")
+    )
+    found = [each for each in check_routing_replay(run) if each.key == mode]
+    assert [(each.value, each.verdict) for each in found] == [("R3", "ERROR")] * refused
+    assert run.router_replay == f"{mode}=R3"
+
+
+@pytest.mark.parametrize(
+    ("changes", "ranks"),
+    [
+        ({}, 8),
+        ({"trainer.nnodes": 2}, 16),
+        ({f"{ACTOR}.ulysses_sequence_parallel_size": 2}, 4),
+        ({f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size": 4}, 2),
+        ({f"{ACTOR}.ulysses_sequence_parallel_size": 3}, None),
+        ({f"{ACTOR}.strategy": "megatron", f"{ACTOR}.megatron": {"tensor_model_parallel_size": 4}}, 2),
+    ],
+)
+def test_data_parallel_ranks(base: DictConfig, changes: dict[str, Any], ranks: int | None) -> None:
+    assert count_data_parallel_ranks(Composed(changed(base, changes))) == ranks
+
+
+# Extensions -----------------------------------------------------------------------------------------------------
+
+
+class Estimating(Nudge):
+    """Computes advantages in the place of verl's estimator."""
+
+    def estimate(self, batch: object, rewards: object) -> None:
+        return None
+
+
+def extended(*, mu: bool = True, **settings: Any) -> Composed:
+    config = OmegaConf.create({"one": {"bonus": 1.0, **settings}, "two": {"bonus": 1.0}})
+    for key, value in {EXTENSIONS: dict.fromkeys(("one", "two"), "tests.support.nudge:Nudge"), MU: mu}.items():
+        OmegaConf.update(config, key, value, force_add=True)
+    return Composed(config, CorrectionSpec())
+
+
+def test_extensions_that_act_on_the_loss_need_mu() -> None:
+    assert list(check_extensions(extended())) == []
+    (problem,) = check_extensions(extended(mu=False))
+    assert (problem.key, problem.parts) == (MU, ("one", "two"))
+
+
+def test_one_extension_at_most_estimates(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.support.nudge.Nudge", Estimating)
+    (problem,) = check_extensions(extended())
+    assert problem.key == "two"
+    assert "so does one" in problem.reason
+
+
+def test_problems_of_extensions_that_stop_nothing_are_remarks() -> None:
+    shapeless = extended(bonus=0.0, tilt=0)
+    assert [problem.key for problem in warn_extensions(shapeless)] == ["one.tilt"]
+    assert list(check_extensions(shapeless)) == []
+
+
+# The engine of rows, and what checks share ----------------------------------------------------------------------
+
+
+def test_rows_are_asked_of_the_value_and_report_what_fixes_it() -> None:
+    row = Row("a.b", lambda run, value: value > 1, "{value} is too many.", "Set one.", 1, "NO-OP", ("a.c",))
+    (problem,) = run_rows(Composed(OmegaConf.create({"a": {"b": 3, "c": 4}})), (row,), ("part",))
+    assert (problem.key, problem.value, problem.reason, problem.fix) == ("a.b", 3, "3 is too many.", "Set one.")
+    assert (problem.verdict, problem.parts, problem.overrides) == ("NO-OP", ("part",), ("a.b=1",))
+    assert problem.beside == {"a.c": 4}
+    assert list(run_rows(Composed(OmegaConf.create({"a": {"b": 1}})), (row,))) == []
+
+
+def test_a_check_that_cannot_read_a_value_is_a_problem(base: DictConfig) -> None:
+    run = Composed(changed(base, {"trainer.nnodes": "two"}))
+    (problem,) = collect_problems([check_micro_batches], run)
+    assert problem.reason.startswith("The check check_micro_batches cannot read the configuration: ")
+
+
+def test_parts_of_a_correction_and_keys_of_its_batches(base: DictConfig) -> None:
+    run = Composed(base)
+    assert [name for name, _ in list_weights(run)] == ["weight"]
+    assert [name for name, _ in list_masks(run)] == ["masks.gsm"]
+    # 1024 prompts are two mini-batches of 512; 1023 cannot be halved.
+    assert build_two_steps(run) == {f"{ACTOR}.ppo_mini_batch_size": 512}
+    assert build_two_steps(Composed(changed(base, {"data.train_batch_size": 1023}))) == {f"{ACTOR}.ppo_epochs": 2}
+    dynamic = Composed(changed(base, {f"{ACTOR}.use_dynamic_bsz": True}))
+    assert list_micro_batch_keys(run)[1] == ("ppo_micro_batch_size_per_gpu", "log_prob_micro_batch_size_per_gpu")
+    assert list_micro_batch_keys(dynamic)[1] == ("ppo_max_token_len_per_gpu", "log_prob_max_token_len_per_gpu")
