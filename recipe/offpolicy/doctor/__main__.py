@@ -4,7 +4,7 @@ import sys
 
 from .foreign_code import set_paths_aside
 
-# The folder of a stranger's script may hold modules that have the names of known ones.
+# The folder of an unknown script may hold modules with the names of known ones.
 if any(argument.partition("=")[0] == "--script" for argument in sys.argv):
     set_paths_aside()
 
@@ -12,7 +12,7 @@ import contextlib
 import logging
 import os
 
-# verl and what it imports log about GPUs and plugins, which do not matter here.
+# verl and its imports log about GPUs and plugins, which do not matter here.
 logging.disable(logging.WARNING)
 
 from ..command_line import run  # noqa: E402
@@ -23,9 +23,9 @@ try:
 
     hasten_check()
     status = run("doctor", main)
-except SystemExit as stop:  # --help, and arguments that do not go together
+except SystemExit as stop:  # --help, and invalid combinations of arguments
     status = stop.code if isinstance(stop.code, int) else 2
-except Exception as error:  # not even its own modules could be imported
+except Exception as error:  # even the doctor's own modules could not be imported
     sys.stderr.write(f"{describe_failure(error)}\n")
     status = 2
 for stream in (sys.stdout, sys.stderr):

@@ -37,7 +37,7 @@ State = Literal["OK", "NO-OP", "ERROR"]
 _STATUS: dict[State, int] = {"OK": 0, "NO-OP": 1, "ERROR": 2}
 
 
-_BRING = "Choose an option of ours, which brings its sections: +correction@correction=tis_token for example."
+_BRING = "Choose an option of this package, which adds its sections: +correction@correction=tis_token for example."
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class VerdictRow:
 
     Attributes:
         name: such as ``weight``, ``masks.gsm`` or ``rollout_correction.rollout_is``.
-        meaning: what is configured, in a few words; "" for a row that only a problem names.
+        meaning: the configured values in a few words; "" for a row that only a problem names.
         problems: with a verdict, the worst first.
     """
 
@@ -66,12 +66,12 @@ class Diagnosis:
     """The result of the doctor on one launch.
 
     Attributes:
-        path: release, trainer and worker; None where the keys that say so have no values.
+        path: release, trainer and worker; None if the keys that determine them have no values.
         notes: remarks that change no verdict.
-        said: what the launch itself would say, such as what ``correction=auto`` chose.
-        fingerprint: of our own correction.
+        said: messages that the launch itself would print, such as the choice of ``correction=auto``.
+        fingerprint: fingerprint of this package's correction.
         error: why no configuration could be composed; "" if one was.
-        headline: which correction is on, or UNCORRECTED; "" where there is no configuration.
+        headline: the active correction, or UNCORRECTED; "" without a configuration.
     """
 
     launch: Launch
@@ -117,7 +117,7 @@ def judge(config: DictConfig, launch: Launch, overrides: Sequence[str] = ()) -> 
     """Run the checks on a composed configuration and collect the verdicts.
 
     Args:
-        overrides: of the command line, with what Hydra was given for ours.
+        overrides: overrides of the command line, including those added for this package's options.
     """
     if null := list(find_null_sections(config)):
         return Diagnosis(launch, rows=_arrange_rows((), null)[0])
@@ -134,14 +134,14 @@ def judge(config: DictConfig, launch: Launch, overrides: Sequence[str] = ()) -> 
 
 def _find_sampler(launch: Launch) -> Iterator[Problem]:
     if launch.module in SAMPLERS:
-        reason = "it trains nothing, so that there is no gradient to correct."
+        reason = "it trains nothing, so there is no gradient to correct."
         yield Problem("module", launch.module, reason, "Launch it without a correction.", parts=())
 
 
 def _note_program(launch: Launch) -> Iterator[Problem]:
     if launch.module not in (OURS, *VERLS):
         reason = (
-            "covered if its trainer derives from verl's RayPPOTrainer or V1 PPOTrainer; else the first update stops."
+            "supported if its trainer derives from verl's RayPPOTrainer or V1 PPOTrainer; else the first update stops."
         )
         yield Problem("module", launch.module, reason, "", "NOTE")
 
@@ -149,12 +149,12 @@ def _note_program(launch: Launch) -> Iterator[Problem]:
 def _find_path(run: Composed) -> LivePath | None:
     try:
         return run.path
-    except OmegaConfBaseException:  # an interpolation without a value, which has a problem of its own
+    except OmegaConfBaseException:  # an interpolation without a value, which is reported separately
         return None
 
 
 def _judge_verl(run: Composed, launch: Launch, overrides: Sequence[str]) -> Diagnosis:
-    """Judge a program of verl's, which has only verl's own correction."""
+    """Judge a program of verl, which has only verl's own correction."""
     config, where = run.config, run.path
     known = launch.module in VERLS
     problems = list(_take_unread(config, launch, overrides))
@@ -166,12 +166,12 @@ def _judge_verl(run: Composed, launch: Launch, overrides: Sequence[str]) -> Diag
     if known:
         problems += find_unreadable_values(config)
     else:
-        reason = "a trainer of its own: which keys it reads was not looked at."
-        fix = "Add a correction of ours instead, +correction@correction=tis_token for example."
-        # Without a correction there is none that could act otherwise than configured.
+        reason = "it has its own trainer: which keys it reads was not checked."
+        fix = "Add a correction of this package instead, +correction@correction=tis_token for example."
+        # Without a correction, none can act differently than configured.
         problems.append(Problem("module", launch.module, reason, fix, "ERROR" if run.active else "NOTE"))
     if where.release not in TESTED:
-        reason = f"which keys this release reads was not looked at; of {', '.join(TESTED)} it was."
+        reason = f"which keys this release reads was not checked; supported are {', '.join(TESTED)}."
         problems.append(Problem("verl", where.release, reason, "Install one of them.", "NOTE"))
     read_otherwise = {problem.key for problem in problems}
     checked = collect_problems((*VERL_CHECKS, *REMARKS) if known else (), run)
@@ -184,14 +184,14 @@ def _judge_verl(run: Composed, launch: Launch, overrides: Sequence[str]) -> Diag
 
 
 def _add_group(fix: str) -> str:
-    """Write a group of ours as other programs take it: ``Write +opd@opd=loss`` for ``Write opd=loss``."""
+    """Write a group of this package for other programs: ``Write +opd@opd=loss`` for ``Write opd=loss``."""
     written = fix.removeprefix("Write ")
     group = written.partition("=")[0]
     return f"Write +{group}@{written}" if group in list_groups() else f"{_BRING} {fix}"
 
 
 def _take_unread(config: DictConfig, launch: Launch, overrides: Sequence[str]) -> Iterator[Problem]:
-    """Take keys of ours that came without an option of ours out of a configuration; a problem of each."""
+    """Remove this package's keys from a configuration without any of its options; yield a problem for each."""
     fix = _BRING
     groups = {group for group in list_groups() if any(each.lstrip("+").startswith(f"{group}=") for each in overrides)}
     taken: Any = OmegaConf.to_container(OmegaConf.masked_copy(config, sorted({*list_sections(), *groups})))
@@ -200,13 +200,13 @@ def _take_unread(config: DictConfig, launch: Launch, overrides: Sequence[str]) -
         with open_dict(config):
             del config[name]
         if plain is not None:
-            yield Problem(name, plain, f"nothing reads it in {launch.module} without an option of ours.", fix, parts=())
+            yield Problem(name, plain, f"unused in {launch.module} without an option of this package.", fix, parts=())
 
 
 def _arrange_rows(
     parts: Iterable[ConfiguredPart], problems: Iterable[Problem]
 ) -> tuple[tuple[VerdictRow, ...], tuple[Problem, ...]]:
-    """Arrange problems into a row per part, rows for what belongs to no part, and notes."""
+    """Arrange problems into one row per part, rows for problems of no part, and notes."""
     parts = list(parts)
     rows = {part.name: VerdictRow(part.name, part.meaning) for part in parts}
     notes = []

@@ -33,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error("--line: the line of a launch in a script. Name the script by --script FILE")
     redact_streams()
     out = sys.stdout
-    # Imported packages may print; the standard output is kept for the result, which may be JSON.
+    # Imported packages may print; standard output is reserved for the result, which may be JSON.
     with contextlib.redirect_stdout(sys.stderr), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from .show import show, to_json
@@ -58,14 +58,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _diagnose(known: argparse.Namespace, given: Sequence[str]) -> list[Diagnosis]:
-    """Diagnose the launch; for a script each turn of the loop, or call of the function, that launches."""
+    """Diagnose the launch; for a script, each launch in a loop or function call."""
     from .diagnosis import Diagnosis, diagnose
     from .launch import Launch
 
     launch = Launch("" if known.script else known.module or _OURS, tuple(given), known.script or "")
     try:
         if known.script is not None:
-            from .bash import ScriptError  # an interpreter, which other launches do not need
+            from .bash import ScriptError  # the interpreter, needed only for scripts
             from .scripts import find_launches
 
             try:
@@ -78,9 +78,9 @@ def _diagnose(known: argparse.Namespace, given: Sequence[str]) -> list[Diagnosis
 
 
 def describe_failure(error: Exception) -> str:
-    """Format the message for a failure of the doctor itself."""
+    """Format the message for an internal error of the doctor."""
     said = " ".join(str(error).split())
-    return f"The doctor failed, which says nothing of the launch: {type(error).__name__}: {said}."
+    return f"Internal error in the doctor; your launch was not checked: {type(error).__name__}: {said}."
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -92,8 +92,8 @@ def build_parser() -> argparse.ArgumentParser:
         usage="%(prog)s [--json] [--module MODULE | --script FILE [--line N]] [Hydra's flags and overrides]",
         allow_abbrev=False,
     )
-    parser.add_argument("--json", action="store_true", help="one JSON object on the standard output, and nothing else")
-    parser.add_argument("--script", metavar="FILE", help="a launch script; what else is given are its arguments")
-    parser.add_argument("--line", type=int, metavar="N", help="of a script with several launches, the line of one")
+    parser.add_argument("--json", action="store_true", help="print one JSON object on the standard output, only")
+    parser.add_argument("--script", metavar="FILE", help="a launch script; all other words are its arguments")
+    parser.add_argument("--line", type=int, metavar="N", help="line of one launch, in a script with several")
     parser.add_argument("--module", metavar="MODULE", help=f"the program that is launched (default {_OURS})")
     return parser

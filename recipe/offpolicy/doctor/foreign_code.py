@@ -1,4 +1,4 @@
-"""Protection against a script that is judged: no code of its folder, or that it names, is imported or executed."""
+"""Protection against the checked script: code in its folder, or named by it, is neither imported nor executed."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ _ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.dirname(os.path.
 _INSTALLED = (sys.prefix, sys.base_prefix, os.path.join(_ROOT, "recipe"), os.path.join(_ROOT, "verl_patches"))
 _PLUGINS = "VERL_USE_EXTERNAL_MODULES"
 _refused: list[str] = []
-"""Folders whose code is refused."""
+"""Folders whose code is rejected."""
 _hooked: list[bool] = []
 
 
 def set_paths_aside(folder: str = "") -> None:
     """Remove the current directory, and PYTHONPATH's entries in ``folder``, from ``sys.path``.
 
-    What site-packages adds, such as an editable installation, stays: somebody installed it.
+    Paths added by site-packages, such as an editable installation, stay, because the user installed them.
     """
     library = next((place for place, entry in enumerate(sys.path) if entry.endswith(".zip")), 0)
     for entry in sys.path[:library]:
@@ -28,7 +28,7 @@ def set_paths_aside(folder: str = "") -> None:
 
 
 class ForeignCode:
-    """A context in which code of a script's folder, or that a model brings, is refused with an ImportError.
+    """A context in which code of a script's folder, or of a model, is rejected with an ImportError.
 
     Args:
         script: path of the script.
@@ -42,7 +42,7 @@ class ForeignCode:
         set_paths_aside(self._folder)
         models = os.environ.get("HF_HOME", os.path.expanduser("~/.cache/huggingface"))
         _refused[:] = [self._folder, os.path.realpath(os.environ.get("HF_MODULES_CACHE", f"{models}/modules"))]
-        from ..extensions.registry import own_launch  # no sooner: it imports packages
+        from ..extensions.registry import own_launch  # imported late: it imports packages
 
         self._token = own_launch.set(False)
         # An audit hook sees every way to execute a file, and cannot be removed.
@@ -66,7 +66,7 @@ def _refuse(event: str, arguments: tuple[Any, ...]) -> None:
     given = arguments[0 if event == "exec" else 1]
     file = given.co_filename if isinstance(given, CodeType) else given
     if isinstance(file, str) and not file.startswith("<") and _is_foreign(file):
-        raise ImportError(f"{file} is code of the script's folder, which is not executed")
+        raise ImportError(f"{file} is code in the script's folder, which is not executed")
 
 
 def _is_foreign(file: str) -> bool:

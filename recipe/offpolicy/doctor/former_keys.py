@@ -1,4 +1,4 @@
-"""Keys that verl's programs no longer have: the last release with each, and what takes its place."""
+"""Keys that verl's programs no longer have: the last release with each, and its replacement."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ LAST = {
     "0.3.0": ("actor_rollout_ref.ref.param_offload", "trainer.val_generations_to_log_to_wandb"),
     "0.2.0": ("*.num_layers_per_virtual_pipeline_stage", "trainer.remove_previous_ckpt_in_save"),
 }
-"""Release -> patterns of the keys, or of the sections, that no later release has."""
+"""Release -> patterns of keys or sections that no later release has."""
 
 _CRITIC = "critic.model.fsdp_config."
 
 
 def find_last_release(key: str) -> str | None:
-    """Return the last release of verl that has a key; None where it is not known."""
+    """Return the last release of verl that has a key; None if unknown."""
     for release, patterns in LAST.items():
         if any(fnmatchcase(key, pattern) or fnmatchcase(key, f"{pattern}.*") for pattern in patterns):
             return release
@@ -50,15 +50,15 @@ def find_last_release(key: str) -> str | None:
 
 
 def find_successor(key: str, value: str, last: str) -> str:
-    """Say what to do about an override of a key that releases after ``last`` do not have."""
+    """Say how to replace an override of a key that releases after ``last`` do not have."""
     if key.endswith(".megatron.grad_offload"):
         return "Delete it: param_offload frees the gradients' memory too."
     if key == "trainer.use_legacy_worker_impl":
-        return "Delete it: engine workers, which `disable` stands for, are all there are."
+        return "Delete it: engine workers, which `disable` selects, are the only ones."
     if key.startswith(_CRITIC):
         return f"Write critic.fsdp.{key.removeprefix(_CRITIC)}={value}."
     if value in ("null", "None"):
-        return "Delete it: null asks for nothing."
+        return "Delete it: null has no effect."
     if instead := OBSOLETE.get(key.rpartition(".")[2]):
-        return f"In its place: {instead}."
-    return f"Launch with verl {last}." if last in TESTED else f"The program is made for verl {last} or older."
+        return f"Instead: {instead}."
+    return f"Launch with verl {last}." if last in TESTED else f"The program was written for verl {last} or older."

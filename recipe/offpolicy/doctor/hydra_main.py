@@ -9,7 +9,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class HydraMain:
-    """The arguments of a program's ``@hydra.main``, None where not given, and its file."""
+    """The arguments of a program's ``@hydra.main``, None if not given, and its file."""
 
     file: Path
     config_path: str | None
@@ -17,7 +17,7 @@ class HydraMain:
 
 
 def read_hydra_main(path: Path) -> HydraMain | None:
-    """Read the arguments of a program's ``@hydra.main``; None if it has none, or no literal ones."""
+    """Read the arguments of a program's ``@hydra.main``; None if it has none, or they are not literals."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"), str(path))):
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "hydra.main":
             given = {keyword.arg: keyword.value for keyword in node.keywords}

@@ -1,4 +1,4 @@
-"""The launch under examination: its program, its arguments, and the configuration that Hydra composes of them."""
+"""The launch under examination: its program, its arguments, and the configuration that Hydra composes from them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NoReturn
 
-# hydra.compose takes no flags, no hydra.* overrides of a job, and no search path of another program's main.
+# hydra.compose supports no flags, no hydra.* overrides of a job, and no search path of another program's main.
 from hydra._internal.config_repository import ConfigRepository
 from hydra._internal.config_search_path_impl import ConfigSearchPathImpl
 from hydra._internal.hydra import Hydra
@@ -39,12 +39,12 @@ VERLS = (
 )
 """Programs of verl whose trainers and workers the checks know."""
 SAMPLERS = ("verl.trainer.main_eval", "verl.trainer.main_generation", "verl.trainer.main_generation_server")
-"""Programs of verl that train nothing, with a configuration like its PPO's."""
+"""verl's programs that train nothing, with a configuration like its PPO's."""
 OUR_PROGRAM = HydraMain(CONFIG_DIR.parent / "main_offpolicy.py", str(CONFIG_DIR), "offpolicy_trainer")
 _CHECK = "--check"
-_SEVERAL = "--multirun: several runs, and one is checked. Give one value of each key, and launch each by itself."
+_SEVERAL = "--multirun: only a single run can be checked. Give one value per key, and check each launch separately."
 _FROM_HERE = re.compile(r"path=file://([^/\s]\S*)")
-"""A relative place of a search path, resolved from the current directory."""
+"""A relative entry of a search path, resolved from the current directory."""
 
 _CONFIG_CLASS = re.compile(r"verl(\.\w+)*\.[A-Z]\w*Config")
 
@@ -64,7 +64,7 @@ class Launch:
     Attributes:
         module: the program, as ``python -m`` names it.
         arguments: Hydra's flags and overrides.
-        origin: the script and line that it was read from; "" for the command line.
+        origin: the script and line from which it was read; "" for the command line.
     """
 
     module: str
@@ -83,10 +83,10 @@ class Launch:
 
 
 def prepare_arguments(arguments: Sequence[str]) -> list[str]:
-    """Prepare the arguments of our program for Hydra.
+    """Prepare the arguments of this package's program for Hydra.
 
     Raises:
-        SpecError, CheckError: a primary configuration without our sections, or a malformed choice of options.
+        SpecError, CheckError: a primary configuration without its sections, or a malformed choice of options.
     """
     check_primary(arguments)
     bring_sections()
@@ -98,8 +98,8 @@ def compose(launch: Launch) -> DictConfig:
 
     Raises:
         PatchError: verl is missing, or its release is not supported.
-        LaunchError: there is no such program, or Hydra does not take its arguments.
-        SpecError, CheckError: as of ``prepare_arguments``.
+        LaunchError: the program does not exist, or Hydra rejects its arguments.
+        SpecError, CheckError: as for ``prepare_arguments``.
     """
     demand_release()
     program = OUR_PROGRAM if launch.ours else _find_program(launch.module)
@@ -110,7 +110,7 @@ def compose(launch: Launch) -> DictConfig:
     name = arguments.config_name or program.config_name
     path = arguments.config_path or program.config_path
     try:
-        # As `python -m` does: a relative path is one beside the program's file.
+        # Like `python -m`: a relative path is relative to the program's file.
         search_path = create_automatic_config_search_path(str(program.file), None, path)
         if arguments.config_dir is not None:
             _prepend(search_path, arguments.config_dir)
@@ -119,7 +119,7 @@ def compose(launch: Launch) -> DictConfig:
         config = _compose_with(hydra, name, arguments.overrides)
     except LaunchError:
         raise
-    except Exception as error:  # Hydra lets through what its grammar, OmegaConf and Python raise
+    except Exception as error:  # Hydra passes on errors of its grammar, OmegaConf and Python
         raise _explain(error, launch, name, arguments.overrides) from error
     _refuse_missing_places(config, arguments.overrides)
     if OmegaConf.select(config, "hydra.mode") == RunMode.MULTIRUN:
@@ -133,7 +133,7 @@ def compose(launch: Launch) -> DictConfig:
 
 
 def _refuse_missing_places(config: DictConfig, overrides: Sequence[str]) -> None:
-    """Refuse a search path of the command line with places that do not exist, which Hydra passes over."""
+    """Reject missing entries of the command line's search path, which Hydra ignores."""
     if not any(each.lstrip("+").startswith("hydra.searchpath") for each in overrides):
         return
     for place in config.hydra.searchpath:
@@ -141,11 +141,11 @@ def _refuse_missing_places(config: DictConfig, overrides: Sequence[str]) -> None
         path.append("command-line", str(place))
         if not all(source.available() for source in ConfigRepository(path).get_sources()):
             reason = f"there is no such folder or package, seen from {os.getcwd()}."
-            raise LaunchError(f"hydra.searchpath={place}: {reason} Correct it, or ask from where it is launched.")
+            raise LaunchError(f"hydra.searchpath={place}: {reason} Correct it, or check from the launch directory.")
 
 
 def _refuse_targets(config: DictConfig) -> None:
-    """Refuse what verl would call with the launch's values, unless it is a class of verl's configuration."""
+    """Reject targets that verl would call with the launch's values, except verl's configuration classes."""
     nodes: list[tuple[str, object]] = [("", OmegaConf.to_container(config, resolve=False))]
     while nodes:
         place, node = nodes.pop()
@@ -155,13 +155,13 @@ def _refuse_targets(config: DictConfig) -> None:
             nodes.append((key, value))
             if name == "_target_" and value is not None and not _CONFIG_CLASS.fullmatch(str(value)):
                 raise LaunchError(
-                    f"{key}={value}: code that a script names is not called, so that its launch is not checked. "
+                    f"{key}={value}: code that a script names is not called, so its launch is not checked. "
                     f"Fix: check the launch by its overrides, without --script, in the folder of its code."
                 )
 
 
 def _explain(error: Exception, launch: Launch, name: str | None, overrides: list[str]) -> LaunchError:
-    """Explain why Hydra composes no configuration: keys that it does not have, or what its own error says."""
+    """Explain why Hydra composes no configuration: unknown keys, or its own error."""
     hydra = GlobalHydra.instance().hydra
     if hydra is None:
         return LaunchError(_add_places(explain_refusal(error, overrides, lambda group: ()), error))
@@ -182,7 +182,7 @@ def _compose_with(hydra: Hydra, name: str | None, overrides: list[str]) -> DictC
 
 
 def _try_with(hydra: Hydra, name: str | None, overrides: list[str]) -> DictConfig:
-    """Compose as ``_compose_with``, with an exception of Hydra's whatever is wrong."""
+    """Compose like ``_compose_with``, and raise a Hydra exception for any error."""
     try:
         return _compose_with(hydra, name, overrides)
     except (TypeError, ValueError, AttributeError, AssertionError, RecursionError) as error:
@@ -192,10 +192,10 @@ def _try_with(hydra: Hydra, name: str | None, overrides: list[str]) -> DictConfi
 def _find_program(module: str) -> HydraMain:
     path = find_source(module)
     if path is None:
-        raise LaunchError(f"{module}: no such program is found. Install it, or go to where it is launched from.")
+        raise LaunchError(f"{module}: this program was not found. Install it, or change to the launch directory.")
     found = read_hydra_main(path)
     if found is None:
-        raise LaunchError(f"{module}: {path} has no @hydra.main, so that it takes no overrides.")
+        raise LaunchError(f"{module}: {path} has no @hydra.main, so it takes no overrides.")
     return found
 
 
@@ -217,22 +217,22 @@ class Flags:
 
     @property
     def shows(self) -> bool:
-        """True where Hydra shows something and runs nothing."""
+        """True if Hydra only prints something and runs nothing."""
         return bool(self.cfg or self.info or self.shell_completion or self.hydra_help)
 
 
 def parse_flags(arguments: Sequence[str]) -> Flags:
-    """Parse arguments as Hydra does: flags stand in front of the overrides or behind them.
+    """Parse arguments as Hydra does: flags come before or after all overrides.
 
     Raises:
-        LaunchError: Hydra does not take them, or would run something that is not checked.
+        LaunchError: Hydra rejects them, or would run something that is not checked.
     """
     parser = get_args_parser()
 
     def refuse(message: str) -> NoReturn:
         among = message.removeprefix("unrecognized arguments: ")
         if among != message:
-            raise LaunchError(f"{among}: Hydra takes flags in front of all overrides or behind them. Move the flags.")
+            raise LaunchError(f"{among}: Hydra accepts flags only before or after all overrides. Move the flags.")
         raise LaunchError(f"{message}.")
 
     parser.error = refuse  # type: ignore[method-assign]
@@ -240,11 +240,11 @@ def parse_flags(arguments: Sequence[str]) -> Flags:
     if flags.multirun:
         raise LaunchError(_SEVERAL)
     if flags.experimental_rerun is not None:
-        raise LaunchError("--experimental-rerun: it trains a stored configuration, which is not checked. Leave it out.")
+        raise LaunchError("--experimental-rerun: it trains a stored configuration, which is not checked. Remove it.")
     if flags.resolve and flags.cfg is None:
-        raise LaunchError("--resolve: it belongs to --cfg. Leave it out, or add --cfg job.")
+        raise LaunchError("--resolve: it requires --cfg. Remove it, or add --cfg job.")
     if flags.run + (flags.cfg is not None) + flags.shell_completion + (flags.info is not None) > 1:
-        raise LaunchError("--run, --cfg, --info and --shell-completion: Hydra takes one of them. Leave the others out.")
+        raise LaunchError("--run, --cfg, --info and --shell-completion: Hydra accepts one of them. Remove the others.")
     return flags
 
 
@@ -256,11 +256,11 @@ def _prepend(search_path: ConfigSearchPath, folder: str) -> None:
 
 
 def _add_places(said: str, error: BaseException | None) -> str:
-    """Add the relative places of the search path in an error that do not exist here."""
+    """Add to an error the relative entries of the search path that do not exist here."""
     whole = ""
     while error is not None:
         whole, error = f"{whole}\n{error}", error.__cause__
     places = [each for each in dict.fromkeys(_FROM_HERE.findall(whole)) if not os.path.isdir(each)]
     if places:
-        said += f"\nThere is no {' and no '.join(places)} here, in {os.getcwd()}. Fix: ask from where it is launched."
+        said += f"\n{' and '.join(places)} does not exist in {os.getcwd()}. Fix: check from the launch directory."
     return said

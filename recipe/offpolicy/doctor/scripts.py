@@ -19,23 +19,23 @@ _ARGUMENTS = re.compile(r"\$\{?[#\d@*]")
 _OVERRIDE = re.compile(r"[+~]{0,2}[A-Za-z_][\w/@-]*\.[\w./@-]*=.*|correction=.*", re.S)
 _FLAGS_WITH_VALUE = ("-W", "-X")
 MOST = 20
-"""Different launches of one script that are checked, of a second or more each."""
+"""Most different launches of one script that are checked; each takes a second or more."""
 _LONGEST = 2**13
-"""Characters of a launch of one word, or of words whose squares add up alike: so Hydra's time to read a list grows."""
+"""Most characters of a one-word launch, or of words with the same sum of squares, to limit Hydra's parsing time."""
 _DISTRIBUTORS = re.compile(r"(.*/)?(xargs|parallel)")
 
 
 def find_launches(script: Path, arguments: list[str], line: int | None = None) -> list[Launch]:
-    """Find the launches of a training program in a script: one, or one for each turn of a loop or call of a function.
+    """Find the launches of a training program in a script: one, or one per turn of a loop or call of a function.
 
     Args:
-        arguments: of the script, which reach the launch where it hands them on; one that sets a key whose value only
-            running the script would tell stands for that value.
-        line: of the launch, for scripts with several.
+        arguments: arguments of the script, which reach the launch if the script passes them on; one that sets a key
+            replaces a value that only running the script would determine.
+        line: line of the launch, for scripts with several.
 
     Raises:
-        ScriptError: there is none, or there are several at different lines or too many at one, or a word of one is not
-            known without running the script; names the line and what to do.
+        ScriptError: there is none, or there are several at different lines or too many at one, or a word of one is
+            unknown without running the script; names the line and what to do.
     """
     read = read_script(script, arguments, dict(os.environ))
     found = [
@@ -52,24 +52,24 @@ def find_launches(script: Path, arguments: list[str], line: int | None = None) -
         where = f"{script}, line {called.line}"
         if called.doubt is not None:
             why = unknown_words.describe_unknowns([called.doubt], script)
-            raise ScriptError(f"{where}: whether this is launched is not known: {why}")
+            raise ScriptError(f"{where}: it is unknown whether this is launched: {why}")
         if lost := [argument for argument in arguments if _is_lost(argument, launch, read.looked_at)]:
             raise ScriptError(
-                f'{where}: {lost[0]} does not reach the launch. Fix: end the launch in "$@", or put {lost[0]} into it.'
+                f'{where}: {lost[0]} does not reach the launch. Fix: end the launch with "$@", or add {lost[0]} to it.'
             )
         if any(word.isspace() for word in launch.arguments):
-            raise ScriptError(f"{where}: an argument of blanks alone. Fix: remove the blank behind a backslash.")
+            raise ScriptError(f"{where}: an argument is blank. Fix: remove the blank after a backslash.")
     launches = list(dict.fromkeys(launch for _, launch in found))
     if len(launches) > MOST:
         raise ScriptError(
-            f"{script}, line {found[0][0].line}: {len(launches)} different launches, and at most {MOST} are checked. "
+            f"{script}, line {found[0][0].line}: {len(launches)} different launches, but at most {MOST} are checked. "
             f"Fix: check the script with fewer values in its loops."
         )
     if sum(len(word) ** 2 for launch in launches for word in launch.arguments) > _LONGEST**2:
         longest = max(len(word) for launch in launches for word in launch.arguments)
         raise ScriptError(
             f"{script}, line {found[0][0].line}: Hydra would take minutes to read arguments of up to {longest} "
-            f"characters. Fix: give long lists by a file of the configuration."
+            f"characters. Fix: put long lists into a configuration file."
         )
     return launches
 
@@ -84,7 +84,7 @@ def _explain_no_launch(end: ScriptEnd | None, line: int | None) -> str:
         given = f" Fix: {fixes}." if fixes else ""
         return f"the script ends at line {end.line}{status} before {before}{because}.{given}"
     where = f"no launch at line {line}" if line is not None else "no launch"
-    return f"{where}: no call of `python -m MODULE` or torchrun with Hydra overrides was met."
+    return f"{where}: no call of `python -m MODULE` or torchrun with Hydra overrides was found."
 
 
 def _is_lost(argument: str, launch: Launch, looked_at: frozenset[Field]) -> bool:
@@ -100,14 +100,14 @@ def _build_launch(called: ProgramCall, script: Path, arguments: list[str]) -> La
     """Build the launch of a call; None if the call is no launch.
 
     Raises:
-        ScriptError: it is one, and a word of it is not known.
+        ScriptError: it is a launch, but a word of it is unknown.
     """
     words = _replace_uv_run(list(called.words))
     start = next((i for i, word in enumerate(words) if isinstance(word, str) and _PYTHON.fullmatch(word)), None)
     if start is None:
         if isinstance(words[0], Unknown) and _count_overrides(words[1:]) > 1:
             why = unknown_words.describe_unknowns([words[0]], script)
-            raise ScriptError(f"{script}, line {called.line}: which program this calls is not known: {why}")
+            raise ScriptError(f"{script}, line {called.line}: it is unknown which program this calls: {why}")
         return None
     by_torchrun = str(words[start]).endswith("torchrun")
     module, rest = (
@@ -117,8 +117,8 @@ def _build_launch(called: ProgramCall, script: Path, arguments: list[str]) -> La
         return None
     if by := next((word for word in words[:start] if isinstance(word, str) and _DISTRIBUTORS.fullmatch(word)), None):
         raise ScriptError(
-            f"{script}, line {called.line}: {by} fills in the arguments of this launch, which is not followed. "
-            f"Fix: check the launch alone, with its overrides."
+            f"{script}, line {called.line}: {by} fills in the arguments of this launch, which is not supported. "
+            f"Fix: check the launch itself, with its overrides."
         )
     rest = [_settle(word, [*rest[place + 1 :], *arguments]) for place, word in enumerate(rest)]
     if unknowns := [word for word in (module, *rest) if isinstance(word, Unknown)]:
@@ -127,14 +127,14 @@ def _build_launch(called: ProgramCall, script: Path, arguments: list[str]) -> La
 
 
 def _replace_uv_run(words: list[Field]) -> list[Field]:
-    """Return the call of Python that ``uv run`` makes; a call without it as it is."""
+    """Return the call of Python that ``uv run`` makes; other calls are unchanged."""
     uv = next((i for i, word in enumerate(words) if isinstance(word, str) and _UV.fullmatch(word)), None)
     if uv is None or "run" not in words[uv:]:
         return words
     words = words[words.index("run", uv) + 1 :]
     texts = [word if isinstance(word, str) else "" for word in words]
     before = texts[: next((i for i, text in enumerate(texts) if _OVERRIDE.fullmatch(text)), None)]
-    # The last, as one that is named by --python stands before it.
+    # The last one, because one named by --python comes before it.
     if pythons := [i for i, word in enumerate(before) if _PYTHON.fullmatch(word)]:
         return words[pythons[-1] :]
     begin = next((i for i, word in enumerate(before) if word in ("-m", "--module") or word.endswith(".py")), None)
@@ -159,7 +159,7 @@ def _find_module(words: list[Field]) -> tuple[Field | None, list[Field]]:
 
 
 def _find_below_torchrun(words: list[Field]) -> tuple[Field | None, list[Field]]:
-    """Find the module that torchrun runs in each process, behind torchrun's own flags and their values."""
+    """Find the module that torchrun runs in each process, after torchrun's own flags and their values."""
     for place, word in enumerate(words):
         if word in ("-m", "--module"):
             return (words[place + 1], words[place + 2 :]) if words[place + 1 :] else (None, [])
@@ -169,7 +169,7 @@ def _find_below_torchrun(words: list[Field]) -> tuple[Field | None, list[Field]]
 
 
 def _settle(word: Field, later: list[Field]) -> Field:
-    """Replace an unknown word by a later value of the same key: of two overrides, Hydra takes the last."""
+    """Replace an unknown word by a later value of the same key: Hydra uses the last of two overrides."""
     found = KEY.fullmatch(word.prefix) if isinstance(word, Unknown) else None
     if found is None or not isinstance(word, Unknown):
         return word

@@ -23,15 +23,15 @@ def to_json(diagnosis: Diagnosis) -> dict[str, Any]:
     """Convert a diagnosis to plain values.
 
     ``schema``: 2. ``verdict``: OK, NO-OP or ERROR. ``exit_status``: 0, 1, 2. ``module``, ``origin``, ``arguments``:
-    the launch. ``path``: release, trainer, worker, strategy, mode, or null. ``fingerprint``: of ours, or null.
-    ``headline``: which correction is on, or UNCORRECTED; null where nothing was composed.
+    the launch. ``path``: release, trainer, worker, strategy, mode, or null. ``fingerprint``: of this package's
+    correction, or null. ``headline``: the active correction, or UNCORRECTED; null if nothing was composed.
     ``error``: why nothing was composed, or null. ``corrections``: name, meaning, verdict and problems of each.
     ``notes``: problems that change no verdict. ``said``: lines that the launch itself would print.
 
-    Of a script with several launches, in a loop or by a function, the command gives the worst of these objects, with
-    ``launches``: all of them in their order.
+    For a script with several launches, in a loop or by a function, the command prints the worst of these objects, with
+    ``launches``: all of them in order.
 
-    A problem is its key, value, verdict, reason, fix (a sentence) and overrides (a list, to be put last).
+    A problem has its key, value, verdict, reason, fix (a sentence) and overrides (a list, to be appended).
     """
     where = diagnosis.path
     plain = {
@@ -65,7 +65,7 @@ def to_json(diagnosis: Diagnosis) -> dict[str, Any]:
         "notes": [_problem_to_json(problem) for problem in diagnosis.notes],
         "said": list(diagnosis.said),
     }
-    # Arguments may hold secrets, and this output ends in logs.
+    # Arguments may hold secrets, and this output is often logged.
     return cast(dict[str, Any], redact(plain))
 
 
@@ -82,11 +82,11 @@ def _problem_to_json(problem: Problem) -> dict[str, Any]:
 
 
 _PIPED_COLUMNS = 100
-"""Of a table that is piped."""
+"""Width of a table that is piped."""
 
 
 def show(diagnosis: Diagnosis, file: IO[str]) -> None:
-    """Print a table of verdicts, then each reason with its fix on uncut lines of their own."""
+    """Print a table of verdicts, then each reason with its fix on separate unbroken lines."""
     console = Console(file=file, highlight=False)
     if not console.is_terminal:
         console = Console(file=file, highlight=False, width=10_000)
@@ -96,7 +96,7 @@ def show(diagnosis: Diagnosis, file: IO[str]) -> None:
     for line in diagnosis.said:
         _print_line(console, line)
     if diagnosis.error:
-        _print_line(console, "ERROR", "no configuration, so that nothing would be launched:", style="ERROR")
+        _print_line(console, "ERROR", "no configuration, so nothing would be launched:", style="ERROR")
         _print_line(console, diagnosis.error)
         return
     if diagnosis.rows:
@@ -133,7 +133,7 @@ def _print_line(console: Console, *texts: str, style: str | None = None) -> None
     text.append(first, style=_STYLES[style] if style else "")
     for each in rest:
         text.append(f" {each}")
-    # A line that is broken by us could not be pasted.
+    # A line broken here could not be pasted.
     console.print(text, soft_wrap=True)
 
 
@@ -142,12 +142,12 @@ def _format_conclusion(diagnosis: Diagnosis) -> str:
         return "No correction is configured: there is nothing to check."
     if diagnosis.verdict == "OK":
         if diagnosis.fingerprint is not None or diagnosis.launch.module == OURS:
-            return "OK: every check passes and the seams are in place. The first update of the run proves it, or stops."
-        return "OK: verl reads what is configured. Only a correction of ours is proved at the first update."
+            return "OK: every check passes and all hook points exist. The first update of the run proves it, or stops."
+        return "OK: verl reads what is configured. Only a correction of this package is proved at the first update."
     mends = list(dict.fromkeys(each for problem in diagnosis.problems for each in problem.overrides))
     said = f"{diagnosis.verdict}: exit status {diagnosis.status}."
     if len(diagnosis.problems) < 2 or not mends:
         return said
-    # The others have a fix in words alone.
-    what = "All of it" if all(problem.overrides for problem in diagnosis.problems) else "What can be pasted"
+    # Other problems have a fix in words only.
+    what = "All fixes" if all(problem.overrides for problem in diagnosis.problems) else "Fixes that can be pasted"
     return f"{said} {what} in one line: {shlex.join(mends)}"

@@ -1,4 +1,4 @@
-"""Overrides of keys that the composed configuration does not have, found all at once."""
+"""Overrides of keys that the composed configuration does not have, all found at once."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from ..preflight.similar_keys import TARGET, explain_misplaced, list_fields
 from .former_keys import find_last_release, find_successor
 
 _OPEN = ("correction.masks", "correction.weights", "offpolicy.extensions")
-"""Sections of ours that hold names of the user's choice."""
-# A name, or several below a section, without a sign: no addition and no deletion.
+"""Sections of this package with names of the user's choice."""
+# A name, or several names in a section, without a sign: neither an addition nor a deletion.
 _PLAIN = re.compile(r"(?P<key>[A-Za-z_]\w*(?:\.[\w-]+)*)\s*=(?P<value>.*)", re.S)
 _ADDED = re.compile(r"\+[A-Za-z_]\w*(\.[\w-]+)+\s*=")
 _CLOSE = 0.85
@@ -37,10 +37,10 @@ def find_unknown_keys(compose: Compose, overrides: Sequence[str], owner: str, *,
     """Find the overrides for which a configuration has no key.
 
     Args:
-        compose: of the same program, with other overrides.
-        overrides: with which it does not compose.
-        owner: whose configuration it is, such as "verl 0.9.1".
-        verls: whether the program is of the installed verl, or made for it, as ours is.
+        compose: composes the same program with other overrides.
+        overrides: overrides with which it does not compose.
+        owner: name of the configuration's owner, such as "verl 0.9.1".
+        verls: whether the program belongs to the installed verl or was written for it, like this package's.
     """
     plain = [found for each in overrides if (found := _PLAIN.fullmatch(each)) is not None]
     if not plain:
@@ -49,7 +49,7 @@ def find_unknown_keys(compose: Compose, overrides: Sequence[str], owner: str, *,
     others = [f"+{each}" if _ADDED.match(each) else each for each in overrides if _PLAIN.fullmatch(each) is None]
     try:
         config = compose(others)
-        # Chosen options bring keys, as model_engine=megatron does.
+        # Chosen options add keys, as model_engine=megatron does.
         if chosen := [found[0] for found in plain if _is_group(config, found["key"])]:
             config = compose([*chosen, *others])
     except (HydraException, OmegaConfBaseException):
@@ -64,13 +64,13 @@ def _check_key(config: DictConfig, key: str, value: str, owner: str, verls: bool
     ours = len(names) > 1 and names[0] in list_sections() and "correction" in config
     if ours and OmegaConf.select(config, names[0]) is None:
         options = " or ".join(f"{names[0]}={option}" for option in list_groups().get(names[0], ()))
-        yield Problem("", None, f"{key}={value}: {names[0]} is off, and nothing would read it.", f"Add {options}.")
+        yield Problem("", None, f"{key}={value}: {names[0]} is off, so the key would be unused.", f"Add {options}.")
         return
     node: object = config
     for depth, name in enumerate(names):
         if not isinstance(node, DictConfig) or node._is_none() or node._is_interpolation():
             return
-        if name not in list(node):  # "in" leaves out what is still to be given
+        if name not in list(node):  # "in" ignores mandatory values that are not given yet
             if len(names) == 1 and _is_group(config, name):
                 return
             yield _explain(config, node, names, depth, value, owner, verls)
@@ -104,7 +104,7 @@ def _explain(
 
 
 def _waits_for_megatron(config: DictConfig, section: DictConfig, names: Sequence[str], depth: int) -> bool:
-    """Return True if another engine was chosen than the one that has a key."""
+    """Return True if the key belongs to another engine than the chosen one."""
     of_megatron = names[depth] == _MEGATRON or (_MEGATRON in names and TARGET not in section)
     return of_megatron and _ENGINE in config and config[_ENGINE] != _MEGATRON
 
@@ -112,38 +112,38 @@ def _waits_for_megatron(config: DictConfig, section: DictConfig, names: Sequence
 def _find_reason(
     config: DictConfig, section: DictConfig, names: Sequence[str], depth: int, value: str, owner: str, verls: bool
 ) -> tuple[str, str]:
-    """Find why a key is not there, and the fix, empty where no override would do what was asked for."""
+    """Find why a key is missing, and the fix, empty if no override has the requested effect."""
     key, missing = ".".join(names), f"{owner} has no such key."
     if _waits_for_megatron(config, section, names, depth):
-        return missing, f"Set {_ENGINE}={_MEGATRON}, which brings it."
+        return missing, f"Set {_ENGINE}={_MEGATRON}, which adds it."
     if (depth and not len(section)) or any(map(FREE.search, names[:depth])):
         return missing, f"Write +{key}: any key can be added there."
     if depth == len(names) - 1 and names[-1] in (list_fields(section) or ()):
-        reason = f"{owner}'s YAML leaves out this field of {section[TARGET].rpartition('.')[2]}."
+        reason = f"{owner}'s YAML omits this field of {section[TARGET].rpartition('.')[2]}."
         return reason, f"Write +{key}={value}."
     if last_release := find_last_release(key):
         reason = f"{missing[:-1]}: verl {last_release} was the last release with it."
         return reason, find_successor(key, value, last_release)
     if program := _find_other_program(names):
-        return f"a key of {program}, another program of verl's, which this one does not read.", ""
+        return f"a key of {program}, another program of verl, which this one does not read.", ""
     last = depth == len(names) - 1
     sections = [str(each) for each in section if isinstance(section._get_node(each), DictConfig)]
     near = find_closest(names[depth], (str(each) for each in section if not last or each not in sections), _CLOSE)
     places = [place for place in _find_places(config, names[-1]) if _is_likely(place, names, depth)][:1]
     places += [".".join([*names[:depth], near, *names[depth + 1 :]])] if near else []
-    fix = f"Set {places[0]} if that is meant." if places else ""
+    fix = f"Set {places[0]} if you mean that." if places else ""
     if not verls:
-        return missing, f"{fix} Otherwise install the verl that the program is made for.".strip()
+        return missing, f"{fix} Otherwise install the verl that the program was written for.".strip()
     # verl makes dataclasses of its sections that name one, which take no further keys.
-    refused = "verl refuses it with a + too" if section.get(TARGET) else "with a + nothing of verl would read it"
-    return f"{missing[:-1]}, and {refused}: what it asks for would not be done.", fix
+    refused = "verl rejects it with a + as well" if section.get(TARGET) else "with a + it would be unused in verl"
+    return f"{missing[:-1]}, and {refused}: it would have no effect.", fix
 
 
 def _is_likely(place: str, names: Sequence[str], depth: int) -> bool:
-    """Return True if a key of the same name may be meant: a name that says what it is, or below the same section.
+    """Return True if a key of the same name may be meant: a specific name, or a key in the same section.
 
-    A key of the critic is not meant by a key of the actor, nor a key of the rollout: where the name's own model has a
-    section (``depth`` > 0), the place has to be in it, or above all models.
+    A key of the critic is not meant by a key of the actor or the rollout: if the name's own model has a section
+    (``depth`` > 0), the other key must be in it, or above all models.
     """
     found, owner = place.split("."), 2 if names[0] == "actor_rollout_ref" else 1
     if depth and len(found) > 1 and {found[0], names[0]} & _MODELS and found[:owner] != list(names[:owner]):
@@ -152,7 +152,7 @@ def _is_likely(place: str, names: Sequence[str], depth: int) -> bool:
 
 
 def _find_places(node: DictConfig, name: str, path: str = "") -> Iterator[str]:
-    """List the keys of this name, those nearest to the top first."""
+    """List the keys with this name, those closest to the top first."""
     below = {str(each): node._get_node(each) for each in node}
     if name in below:
         yield f"{path}{name}"

@@ -12,20 +12,20 @@ KEY = re.compile(r"[+]{0,2}([\w./@-]+)=", re.S)
 
 
 def describe_overrides(unknowns: Sequence[Unknown], script: Path) -> str:
-    """Describe which overrides of a launch are not known, why, and the fix."""
+    """Describe which overrides of a launch are unknown, why, and the fix."""
     keys = [found[1] for each in unknowns if (found := KEY.match(each.prefix))]
     few = "an override is" if len(unknowns) == 1 else f"{len(unknowns)} overrides are"
     named = f" ({', '.join(dict.fromkeys(keys))})" if keys else ""
-    return f"{few} not known{named}: {describe_unknowns(unknowns, script)}"
+    return f"{few} unknown{named}: {describe_unknowns(unknowns, script)}"
 
 
 def describe_unknowns(unknowns: Sequence[Unknown], script: Path) -> str:
-    """Describe why values are not known, each cause once, with the fixes."""
+    """Describe why values are unknown, each cause once, with the fixes."""
     lines: dict[str, int] = {}
     for each in unknowns:
         lines.setdefault(each.why, each.line)
     causes = [f"{why} (line {line})" for why, line in lines.items()]
-    # ${X:?} takes no empty value.
+    # ${X:?} does not allow an empty value.
     unset = {each.unset: not each.required for each in unknowns if each.unset}
     fixes = dict.fromkeys(
         filter(
@@ -42,21 +42,21 @@ def describe_unknowns(unknowns: Sequence[Unknown], script: Path) -> str:
 
 
 def propose_exports(names: Mapping[str, bool]) -> list[str]:
-    """Propose to export variables, each with whether an empty value does, and to give arguments, such as "1"."""
+    """Suggest exports of variables, with whether an empty value is enough, and script arguments, such as "1"."""
     fixes = [f"export {name}{', even empty' * empty}" for name, empty in names.items() if not name.isdigit()]
     if any(name.isdigit() for name in names):
-        fixes.append("give the script's arguments behind --script FILE")
+        fixes.append("give the script's arguments after --script FILE")
     return fixes
 
 
 def _propose_in_front(unknowns: Sequence[Unknown]) -> str:
     names = dict.fromkeys(each.variable for each in unknowns if each.variable and not each.unset)
-    return f"put {' '.join(f'{name}=VALUE' for name in names)} in front of the command" if names else ""
+    return f"put {' '.join(f'{name}=VALUE' for name in names)} before the command" if names else ""
 
 
 def _propose_values(unknowns: Sequence[Unknown], script: Path) -> list[str]:
-    """Propose values for keys that neither a variable nor an argument determines."""
+    """Suggest values for keys that neither a variable nor an argument determines."""
     left = [each for each in unknowns if not each.variable and not each.unset]
     keys = dict.fromkeys(found[1] for each in left if (found := KEY.match(each.prefix)))
     values = " ".join(f"{key}=VALUE" for key in keys)
-    return [f"to check the launch with values of your own, add {values} behind --script {script}"] if keys else []
+    return [f"to check the launch with values of your own, add {values} after --script {script}"] if keys else []

@@ -1,4 +1,4 @@
-"""verl's rollout correction by this package in one pass over the batch, and corrections in other frameworks' keys."""
+"""verl's rollout correction in one pass over the batch, and translation of corrections between frameworks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["verl_rollout_correction"]
 
 
 def __getattr__(name: str) -> Any:
-    # Imported where it is asked for, so that the command beside it answers --help without torch.
+    # Imported on use, so that the command of this package answers --help without torch.
     if name != "verl_rollout_correction":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from .rollout_correction import verl_rollout_correction

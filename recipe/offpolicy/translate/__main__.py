@@ -1,9 +1,9 @@
-"""Translate a correction from another framework's configuration, and into ours, verl's, SkyRL's or TRL's.
+"""Translate a correction from another framework's configuration into this package's, verl's, SkyRL's or TRL's.
 
     python -m recipe.offpolicy.translate --from areal config.yaml --to hydra
     python -m recipe.offpolicy.translate --from prime_rl trainer.toml --to verl
 
---from one of these, whose keys are known of the releases
+--from is one of these, with the keys of the given releases
 
     areal 1.0.0 to 1.0.4             prime_rl 0.6.0 to 0.8.0
     miles 0.1.0                      roll 0.2.0 to 0.3.0
@@ -12,15 +12,15 @@
     openrlhf 0.9.1 to 0.11.2         trl 0.28.0 to 1.16.0
                                      verl 0.7.0 to 0.9.1
 
-The file is the whole configuration, a section, or flat options, in YAML or TOML; a key left out has the default of
-the newest of these releases. --to hydra prints overrides of a launch, the others the section of that framework in
-YAML: skyrl, trl from 1.6.0 on, verl.
+The file is the whole configuration, a section, or flat options, in YAML or TOML; a missing key has the default of
+the newest of these releases. --to hydra prints overrides of a launch, the other targets print the section of that
+framework in YAML: skyrl, trl from 1.6.0 on, verl.
 
-A correction that cannot be said there, and an unknown key that may be about one, is an error that names the key. Keys
-of the loss and of similar names that correct nothing are listed on standard error. --ignore KEY, which may be
-repeated, says that an unknown key corrects nothing.
+A correction that the target cannot express, and an unknown key that may belong to one, is an error that names the key.
+Keys of the loss and of similar names that correct nothing are listed on standard error. --ignore KEY, which may be
+repeated, declares that an unknown key corrects nothing.
 
-Exit status: 0, or 2 where a file or an argument is invalid, or something cannot be said.
+Exit status: 0, or 2 if a file or an argument is invalid, or something cannot be expressed.
 """
 
 from ..usage import answer_help

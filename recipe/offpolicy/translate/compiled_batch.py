@@ -25,14 +25,14 @@ _CODES: dict[Kind, int] = {
     "k3": loops.K3,
 }
 _BLOCK = 2**18
-"""Tokens that are converted at a time where a tensor cannot be read as it lies."""
+"""Tokens converted at a time if a tensor cannot be read in place."""
 
 
 class CompiledBatch:
     """CPU backend of ``row_sums.Batch`` by compiled loops.
 
     Args:
-        rows: how the tensors lie.
+        rows: layout of the tensors.
         old_log_prob, rollout_log_prob: on the CPU, any float dtype.
         response_mask: bool, integer or float 0/1, on the CPU.
     """
@@ -44,7 +44,7 @@ class CompiledBatch:
         self._dtype = promote_weight_dtype(old_log_prob, rollout_log_prob)
         tensors = (old_log_prob.detach(), rollout_log_prob.detach(), response_mask)
         self._tensors = tuple(rows.tokens(tensor) for tensor in tensors)
-        # The loops compile once a dtype: the common two are read as they are, others as bool.
+        # The loops are compiled per dtype: the common two are read in place, others are converted to bool.
         mask_dtype = response_mask.dtype if response_mask.dtype in (torch.int64, torch.bool) else torch.bool
         self._dtypes = (self._dtype, self._dtype, mask_dtype)
         self._offsets = _offsets(rows, self._tensors[0])
@@ -54,7 +54,7 @@ class CompiledBatch:
     def sweep(self, quantities: Sequence[Quantity]) -> tuple[RowSums, QuantitySums]:
         count = self._rows.count
         columns, measures = np.zeros((len(COLUMNS), count)), np.zeros((len(MEASURES), len(quantities), count))
-        ends = self._starts.copy()  # later passes stop where each row's mask ends
+        ends = self._starts.copy()  # later passes stop at the end of each row's mask
         asked = _asked(quantities)
         for rows, tokens, read in self._parts():
             loops.sweep(*read, EXP_CLAMP, *asked, ends[rows], rows.start, columns, measures)
@@ -81,7 +81,7 @@ class CompiledBatch:
         kinds, lower, upper, *_ = _asked(quantities)
         for part, tokens, read in self._parts():
             loops.apply_rejections(*read, EXP_CLAMP, rows[part], kinds, lower, upper, mask[tokens], gone[part])
-        # A mask that was read as bool gets its own dtype and values again.
+        # A mask that was read as bool is converted back to its own dtype and values.
         keep, given = torch.from_numpy(mask), self._tensors[2]
         if keep.dtype != given.dtype:
             keep = torch.where(keep.view(given.shape), given, torch.zeros((), dtype=given.dtype))
@@ -91,14 +91,14 @@ class CompiledBatch:
         return self._rows.to_given_layout(tokens.view(self._tensors[0].shape))
 
     def _zeros(self, dtype: torch.dtype) -> NDArray[Any]:
-        """Allocate (N,) zeros; pages that are never written, mostly padding, take no memory."""
+        """Allocate (N,) zeros; pages that are never written, mostly padding, use no memory."""
         return np.zeros(self._tensors[0].numel(), dtype=torch.empty(0, dtype=dtype).numpy().dtype)
 
     def _parts(self) -> Iterator[tuple[slice, slice, tuple[NDArray[Any], ...]]]:
-        """Yield the batch in parts of at most ``_BLOCK`` tokens, or whole where no tensor needs a conversion.
+        """Yield the batch in parts of at most ``_BLOCK`` tokens, or whole if no tensor needs a conversion.
 
-        Each part is its rows, its flat tokens, and log pi_old, log mu and mask of these tokens with the start and
-        stop of each row among them.
+        A part has its rows, its flat tokens, and log pi_old, log mu and mask of these tokens with the start and stop
+        of each row in them.
         """
         pairs = list(zip(self._tensors, self._dtypes, strict=True))
         if all(tensor.dtype == dtype and tensor.is_contiguous() for tensor, dtype in pairs):
@@ -112,7 +112,7 @@ class CompiledBatch:
             yield rows, slice(offset, offset + len(old)), read
 
     def _part(self, tokens: Tensor, rows: slice) -> Tensor:
-        """Return the flat tokens of some rows; a copy only where they are not contiguous."""
+        """Return the flat tokens of some rows; a copy only if they are not contiguous."""
         if tokens.dim() == 2:
             return tokens[rows].reshape(-1)
         return tokens[int(self._offsets[rows.start]) : int(self._offsets[rows.stop])]
@@ -126,7 +126,7 @@ def _offsets(rows: RowLayout, tokens: Tensor) -> NDArray[np.int64]:
 
 
 def _edges(stops: NDArray[np.int64]) -> list[int]:
-    """Choose rows at which to cut, so that a part has at most ``_BLOCK`` tokens, or one row."""
+    """Choose the rows at which to cut, so that a part has at most ``_BLOCK`` tokens, or one row."""
     edges, start = [0], 0
     for row in range(1, len(stops)):
         if stops[row] - start > _BLOCK:

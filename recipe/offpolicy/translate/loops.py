@@ -1,10 +1,10 @@
 """Compiled loops over a batch on the CPU, called by ``compiled_batch``.
 
-Tokens lie flat, row i from ``starts[i]`` to ``stops[i]``. A block of them at a time is gathered into float64 scratch
-that stays in the first-level cache, and measured there by loops without a branch, which the compiler turns into vector
-instructions. Of a block where the mask is 0 nothing else is read.
+Tokens are flat, row i from ``starts[i]`` to ``stops[i]``. One block of them at a time is gathered into float64 scratch
+memory that stays in the first-level cache, and measured there by branch-free loops, which the compiler vectorises. In
+blocks where the mask is 0, nothing else is read.
 
-A compiled function that is kept on disk does not notice when another file changes, so everything it uses is in here.
+A compiled function cached on disk does not notice changes of other files, so everything that it uses is in this file.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ logger = logging.getLogger(__name__)
 RAW, CAPPED, BANDED, K1, K2, K3 = range(6)
 _BLOCK = 256
 _NEAR = 0.25
-"""|log ratio| up to which 12 terms of the series are exact: the next is below 1e-17 of the sum."""
+"""Largest |log ratio| for which 12 terms of the series are exact: the next term is below 1e-17 of the sum."""
 _SERIES = tuple(1 / math.factorial(k) for k in range(1, 13))
 _MAGNITUDE = 2**63 - 1
-"""All bits but the sign; flipping them in negative floats makes their order that of the integers."""
+"""All bits except the sign; flipping them in negative floats makes their order that of the integers."""
 
 _exact = njit(fastmath={"contract"}, nogil=True)
 _vector = njit(fastmath={"contract", "reassoc", "nnan", "nsz"}, nogil=True)
-"""For loops that see finite numbers alone; sums may be taken in any order."""
+"""For loops that see only finite numbers; sums may be computed in any order."""
 
 
 def _kept_on_disk(function: Callable[..., None]) -> Callable[..., None]:
@@ -42,10 +42,10 @@ def _kept_on_disk(function: Callable[..., None]) -> Callable[..., None]:
     settings: dict[str, Any] = {"fastmath": {"contract"}, "nogil": True}
     try:
         compiled: Any = njit(cache=True, **settings)(function)
-    except RuntimeError as error:  # numba finds no folder to write to
+    except RuntimeError as error:  # numba finds no writable folder
         logger.warning(
-            "%s: compiled loops are made again by every process, which takes it seconds. "
-            "Set NUMBA_CACHE_DIR to a folder that can be written.",
+            "%s: every process compiles the loops again, which takes seconds. "
+            "Set NUMBA_CACHE_DIR to a writable folder.",
             error,
         )
         compiled = njit(**settings)(function)
@@ -60,7 +60,7 @@ def _kept_on_disk(function: Callable[..., None]) -> Callable[..., None]:
                 "the loop %r was compiled for new dtypes in %.1f s; %s",
                 function.__name__,
                 time.perf_counter() - started,
-                f"it is kept in {folder}" if folder else "it is kept nowhere",
+                f"it is cached in {folder}" if folder else "it is not cached",
             )
 
     return call
@@ -100,7 +100,7 @@ def _gather(old: Any, rollout: Any, mask: Any, p: Any, q: Any, where: Any) -> in
 
 @_exact
 def _valid(old: Any, rollout: Any, mask: Any, response: int, p: Any, q: Any, where: Any) -> int:
-    """Gather the valid tokens of a block, by a plain copy where all of them are."""
+    """Gather the valid tokens of a block, by a plain copy if all of them are valid."""
     if response == len(mask) and _copy(old, rollout, p, q) == response:
         return response
     return _gather(old, rollout, mask, p, q, where)
@@ -203,7 +203,7 @@ def _beyond(values: Any, n: int, lower: Any, upper: Any, sums: Any) -> None:
 
 @_exact
 def _extremes(values: Any, n: int, extremes: Any) -> None:
-    """Track least and greatest as integers in the order of the floats, which compile to vector instructions."""
+    """Track minimum and maximum as integers in the order of the floats, which compile to vector instructions."""
     bits = values.view(np.int64)
     least, greatest = extremes[0], extremes[1]
     for k in range(n):

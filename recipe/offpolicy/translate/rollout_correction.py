@@ -1,4 +1,4 @@
-"""Replacement for verl's rollout-correction helper, for a fork of verl that swaps its own for it."""
+"""Replacement for verl's rollout-correction helper, for a fork of verl that swaps it in."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ def verl_rollout_correction(
     rollout_rs: str | None = None,
     rollout_rs_threshold: str | float | None = None,
 ) -> tuple[DataProto | None, Tensor, dict[str, float]]:
-    """Compute weights, mask and metrics as verl's ``compute_rollout_correction_and_rejection_mask`` does.
+    """Compute weights, mask and metrics like verl's ``compute_rollout_correction_and_rejection_mask``.
 
-    Sums are float64, and no padded position is read. A token whose log-prob is not finite leaves weights, mask and
-    metrics; a row without a token leaves the metrics. On the CPU, where numba is installed, each row is read once and
-    nothing of the batch's size is made but what is returned; the loops are compiled at the first call on a machine,
-    which takes seconds.
+    Sums are float64, and padding is never read. A token whose log-prob is not finite is excluded from weights, mask and
+    metrics; a row without tokens is excluded from the metrics. On the CPU, if numba is installed, each row is read once
+    and only the results have the batch's size; the loops are compiled at the first call on a machine, which takes
+    seconds.
 
-    Tensors are (B, T) padded, or all of them jagged nested ones of the same rows, which are read as they come.
+    Tensors are (B, T) padded, or all of them jagged nested ones of the same rows, which are read in place.
 
     Args:
         old_log_prob: log pi_old, any float dtype; in bypass mode the current policy's.
@@ -56,15 +56,14 @@ def verl_rollout_correction(
         response_mask: bool, integer or float 0/1.
         rollout_is: None, "token" or "sequence": min(rho, upper), or 0 outside a pair of bounds.
         rollout_is_threshold: a cap, or "lower_upper".
-        rollout_is_batch_normalize: divide the weights by their mean over tokens or rows, of all ranks where
-            torch.distributed runs; ranks have to call together then.
+        rollout_is_batch_normalize: divide the weights by their mean over tokens or rows, over all ranks if
+            torch.distributed runs; then all ranks must call together.
         rollout_rs: None, or verl's options separated by commas.
-        rollout_rs_threshold: one for all of them, or one each.
-
+        rollout_rs_threshold: one for all options, or one each.
     Returns:
-        A DataProto with ``rollout_is_weights`` in float32 or wider, detached, 0 off the mask, or None; the mask in its
-        own dtype without what is rejected, which is the given tensor where that is nothing; metrics under
-        ``rollout_corr/``. Weights and mask lie as the arguments do.
+        A DataProto with ``rollout_is_weights`` in float32 or wider, detached, 0 outside the mask, or None; the mask in
+        its own dtype without rejected tokens, which is the given tensor if nothing is rejected; metrics under
+        ``rollout_corr/``. Weights and mask have the layout of the arguments.
 
     Raises:
         ValueError: shapes, layouts or rows that differ, no valid token, and malformed or missing thresholds.
@@ -77,7 +76,7 @@ def verl_rollout_correction(
     options = read_verl_rejections(rollout_rs, rollout_rs_threshold, "")
     limits = {option: _limits(option, *bounds) for option, bounds in options.items()}
     of_tokens = {option: _of_token(option, *limits[option]) for option in options if option.startswith("token")}
-    # verl reports raw weights beside the applied ones.
+    # verl reports raw weights next to the applied ones.
     of_weight = [Quantity("raw", weight.lower, weight.upper), weight] if weight and rollout_is == "token" else []
 
     batch = _batch(rows, *tensors)
@@ -119,7 +118,7 @@ def verl_rollout_correction(
         rejected = np.any(outside[~statistics.of_tokens], axis=0)
         touched |= bool(outside.any())
         metrics |= compute_rejection_metrics(limits, tokens, statistics.select_rows(some))
-    # Untouched, the given tensor itself is returned: no copy of the batch's size.
+    # If nothing was rejected, the given tensor itself is returned, without a copy of the batch's size.
     if touched:
         mask, gone = batch.apply_rejections(rejected, list(of_tokens.values()))
     if options:
@@ -130,7 +129,7 @@ def verl_rollout_correction(
 
 
 def _batch(rows: RowLayout, *tensors: Tensor) -> Batch:
-    """Choose the compiled backend where it can run; both give the same numbers."""
+    """Choose the compiled backend if it can run; both give the same numbers."""
     if all(tensor.device.type == "cpu" for tensor in tensors) and _can_compile():
         from .compiled_batch import CompiledBatch
 
@@ -144,7 +143,7 @@ def _can_compile() -> bool:
 
 
 def _weight(threshold: str | float | None) -> Quantity:
-    """Parse the threshold into the weight that is applied.
+    """Parse the threshold into the applied weight.
 
     A cap has no lower bound; verl's metrics compare raw weights with its inverse.
     """
@@ -154,7 +153,7 @@ def _weight(threshold: str | float | None) -> Quantity:
 
 
 def _of_rows(weight: Quantity, columns: RowSums) -> tuple[QuantitySums, Numbers]:
-    """Compute raw and applied weights by sequence, and the applied one of each row, (B,)."""
+    """Compute raw and applied weights per sequence, and the applied weight of each row, (B,)."""
     outside = compare_with_bounds(np.stack([columns.log_ratio] * 2), np.full(2, weight.lower), np.full(2, weight.upper))
     raw = np.exp(np.clip(columns.log_ratio, -EXP_CLAMP, EXP_CLAMP))
     inside = ~(outside[0][0] | outside[1][0])
@@ -165,9 +164,9 @@ def _of_rows(weight: Quantity, columns: RowSums) -> tuple[QuantitySums, Numbers]
 
 
 def _batch_mean(total: float, count: float, device: torch.device) -> float:
-    """Compute the mean weight over tokens or rows of all ranks; 1 where next to no weight is left."""
+    """Compute the mean weight over tokens or rows of all ranks; 1 if almost no weight is left."""
     if torch.distributed.is_available() and torch.distributed.is_initialized():
-        # Sums, not means: ranks differ in their counts.
+        # Sums instead of means, because ranks differ in their counts.
         parts = torch.tensor([total, count], dtype=torch.float64, device=device)
         torch.distributed.all_reduce(parts)
         total, count = parts.tolist()
@@ -176,12 +175,12 @@ def _batch_mean(total: float, count: float, device: torch.device) -> float:
 
 
 def _limits(option: str, lower_ratio: float | None, upper: float) -> tuple[float | None, float]:
-    """Convert verl's bounds to bounds of k1, k2 or k3 in nats; its pairs are of the ratio, and k1 = -log rho."""
+    """Convert verl's bounds to bounds of k1, k2 or k3 in nats; its pairs are bounds of the ratio, and k1 = -log rho."""
     return (None, upper) if lower_ratio is None else (-math.log(upper), -math.log(lower_ratio))
 
 
 def _of_token(option: str, lower: float | None, upper: float) -> Quantity:
-    """Build the quantity of an option that rejects by token."""
+    """Build the quantity of an option that rejects per token."""
     kinds: dict[str, Kind] = {"k1": "k1", "k2": "k2", "k3": "k3"}
     return Quantity(kinds[option[-2:]], -math.inf if lower is None else lower, upper)
 
@@ -204,7 +203,7 @@ def _statistics(
 
 
 def _of_option(option: str, columns: RowSums) -> Numbers:
-    """Compute the statistic of one rejection option by sequence, (B,)."""
+    """Compute the statistic of one rejection option per sequence, (B,)."""
     name = option[-2:]
     if "max" in option:
         return columns.k2_max if name == "k2" else columns.k3_max

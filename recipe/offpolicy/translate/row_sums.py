@@ -23,12 +23,12 @@ MEASURES = ("total", "square", "deviation", "squared_deviation", "least", "great
 
 @dataclass(frozen=True)
 class Quantity:
-    """A per-token statistic and the bounds that it is compared with.
+    """A per-token statistic and its bounds.
 
     Attributes:
         lower, upper: inclusive bounds, in nats, compared in float32: of log pi_old / mu for weights, and of k1, k2, k3
-            themselves; infinite where open.
-        bounds: of the weight itself, for ``capped`` and ``banded``.
+            themselves; infinite if open.
+        bounds: bounds of the weight itself, for ``capped`` and ``banded``.
     """
 
     kind: Kind
@@ -58,12 +58,12 @@ class RowSums:
     """Sums over the valid tokens of each row, (B,) float64 each.
 
     Attributes:
-        response: tokens in the response mask, valid or not.
-        tokens: T, valid tokens.
+        response: number of tokens in the response mask, valid or not.
+        tokens: T, number of valid tokens.
         old, rollout, log_ratio: sums of log pi_old, log mu and their difference.
         k2, k3: sums of k2 and k3.
         chi2: sum of rho^2 - 1.
-        k2_max, k3_max: greatest k2 and k3, 0 for no token.
+        k2_max, k3_max: largest k2 and k3, 0 without tokens.
     """
 
     response: Numbers
@@ -89,14 +89,14 @@ class RowSums:
 
 @dataclass(frozen=True)
 class QuantitySums:
-    """Per-row sums of m quantities v, each by token or one value a row.
+    """Per-row sums of m quantities v, each per token or with one value per row.
 
     Attributes:
-        of_tokens: (m,) whether shares of what lies outside the bounds count tokens, not rows.
-        about: (m,) a guess of the mean, about which deviations are taken.
+        of_tokens: (m,) True if shares outside the bounds count tokens instead of rows.
+        about: (m,) an estimate of the mean, about which deviations are computed.
         table: (8, m, B) float64, in the order of ``MEASURES``: sums of v and v^2 over the row's tokens; sums of
-            c - about and its square, c being v clamped to its bounds; extremes of v, without meaning for a row without
-            a token; tokens beyond the upper and the lower bound.
+            c - about and its square, with c = v clamped to its bounds; extremes of v, undefined for a row without
+            tokens; number of tokens beyond the upper and the lower bound.
     """
 
     of_tokens: Truths
@@ -105,7 +105,7 @@ class QuantitySums:
 
     @classmethod
     def from_token_table(cls, quantities: Sequence[Quantity], table: Numbers) -> QuantitySums:
-        """Build from (8, m, B), in the order of ``MEASURES``, for quantities by token."""
+        """Build from (8, m, B), in the order of ``MEASURES``, for per-token quantities."""
         about = np.array([quantity.about for quantity in quantities], dtype=np.float64)
         return cls(np.ones(len(quantities), dtype=np.bool_), about, table)
 
@@ -159,7 +159,7 @@ class QuantitySums:
 
 
 def compare_with_bounds(values: Numbers, lower: Numbers, upper: Numbers) -> tuple[Truths, Truths]:
-    """Compare with inclusive bounds, in float32 as the masks do.
+    """Compare with inclusive bounds, in float32 like the masks.
 
     Args:
         values: (m, B).
@@ -175,13 +175,13 @@ def compare_with_bounds(values: Numbers, lower: Numbers, upper: Numbers) -> tupl
 def measure_rows(
     values: Numbers, tokens: Numbers, outside: tuple[Truths, Truths], *, clamp: tuple[Numbers, Numbers], about: float
 ) -> QuantitySums:
-    """Build the sums of m quantities that have one value a row.
+    """Build the sums of m quantities with one value per row.
 
     Args:
         values: (m, B).
         tokens: (B,).
         outside: (m, B) above and below the bounds.
-        clamp: (m,) bounds of c, infinite where open.
+        clamp: (m,) bounds of c, infinite if open.
     """
     above, below = outside
     deviation = np.clip(values, clamp[0][:, None], clamp[1][:, None]) - about
@@ -194,22 +194,22 @@ def measure_rows(
 
 
 class Batch(Protocol):
-    """Log-probs and mask of a batch, behind a backend for the device that they are on."""
+    """Log-probs and mask of a batch, behind a backend for their device."""
 
     @property
     def device(self) -> torch.device: ...
 
     def sweep(self, quantities: Sequence[Quantity]) -> tuple[RowSums, QuantitySums]:
-        """Read the batch once: the row sums, and the sums of the quantities by token."""
+        """Read the batch once: the row sums, and the sums of the per-token quantities."""
 
     def compute_token_weights(self, quantity: Quantity, factor: float) -> Tensor:
         """Compute weights of kind ``capped`` or ``banded``, divided by ``factor``, in float32 or wider.
 
-        0 off valid tokens; the layout is the batch's.
+        0 outside valid tokens; in the batch's layout.
         """
 
     def spread_row_weights(self, rows: Numbers) -> Tensor:
-        """Spread the weights of the rows, (B,), over their valid tokens, likewise."""
+        """Spread the weights of the rows, (B,), over their valid tokens, in the same form."""
 
     def apply_rejections(self, rows: Truths, quantities: Sequence[Quantity]) -> tuple[Tensor, Numbers]:
         """Drop rejected ``rows``, (B,), and tokens outside the bounds of a quantity from the mask.

@@ -24,7 +24,7 @@ class TorchBatch:
     """Backend of ``row_sums.Batch`` by torch operations.
 
     Args:
-        rows: how the tensors lie.
+        rows: layout of the tensors.
         old_log_prob, rollout_log_prob: any float dtype.
         response_mask: bool, integer or float 0/1.
     """
@@ -57,7 +57,7 @@ class TorchBatch:
         ]
         columns = [rows.sum(each) for each in sums] + [rows.max(each).clamp(min=0) for each in (k2, k3)]
         measures = [column for quantity in quantities for column in self._measure(quantity)]
-        # One transfer from the device for everything.
+        # A single transfer from the device.
         table = torch.stack([column.flatten() for column in (*columns, *measures)]).cpu().numpy()
         of_quantities = table[len(COLUMNS) :].reshape(len(quantities), len(MEASURES), rows.count).swapaxes(0, 1)
         return RowSums.from_table(table[: len(COLUMNS)]), QuantitySums.from_token_table(quantities, of_quantities)
@@ -79,7 +79,7 @@ class TorchBatch:
         return self._rows.to_given_layout(mask), self._rows.sum(self._valid & ~keep).flatten().cpu().numpy()
 
     def _by_token(self, rows: Numbers | Truths) -> Tensor:
-        """Spread one value a row over the row's tokens."""
+        """Spread one value per row over the row's tokens."""
         return self._rows.broadcast(self._rows.to_column(torch.from_numpy(rows).to(self.device)))
 
     def _measure(self, quantity: Quantity) -> list[Tensor]:
@@ -89,7 +89,7 @@ class TorchBatch:
         above, below = self._outside(quantity)
         return [
             *(rows.sum(each) for each in (counted, counted.square(), deviation, deviation.square())),
-            -rows.max(torch.where(valid, -values, -math.inf)),  # ``min`` is for integers
+            -rows.max(torch.where(valid, -values, -math.inf)),  # ``min`` supports only integers
             rows.max(torch.where(valid, values, -math.inf)),
             *(rows.sum((valid & outside).double()) for outside in (above, below)),
         ]
@@ -106,7 +106,7 @@ class TorchBatch:
         return raw
 
     def _outside(self, quantity: Quantity) -> tuple[Tensor, Tensor]:
-        """Compare with the inclusive bounds, in float32 as the masks do: (above, below)."""
+        """Compare with the inclusive bounds, in float32 like the masks: (above, below)."""
         value = self._log_rho if quantity.is_weight else compute_divergence(quantity.kind, self._log_rho)
         value = value.to(torch.float32)
         return value > quantity.upper, value < quantity.lower

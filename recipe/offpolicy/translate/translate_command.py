@@ -31,7 +31,7 @@ _WRITERS: Final[dict[str, Callable[[CorrectionSpec], dict[str, Any]]]] = {
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML as OmegaConf reads it: 1e-4 is a number, and a key that is given twice an error."""
+    """YAML as OmegaConf reads it: 1e-4 is a number, and a duplicate key is an error."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         names = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
@@ -47,12 +47,12 @@ _Loader.add_implicit_resolver(
 
 
 def read_document(path: Path) -> Mapping[str, Any]:
-    """Read a configuration in TOML, by its name, or in YAML.
+    """Read a configuration in TOML, by its file name, or in YAML.
 
     Raises:
         ValueError: it holds no mapping, or cannot be parsed.
     """
-    import tomllib  # not sorted alike by linters for Python 3.10, which lacks it
+    import tomllib  # imported here because linters for Python 3.10, which lacks it, sort it differently
 
     try:
         text = path.read_text()
@@ -60,7 +60,7 @@ def read_document(path: Path) -> Mapping[str, Any]:
     except (yaml.YAMLError, ValueError) as error:
         raise ValueError(f"{path}: {' '.join(str(error).split())}") from error
     if not isinstance(document, Mapping):
-        raise ValueError(f"{path}: expected a mapping of keys, as a framework's configuration is.")
+        raise ValueError(f"{path}: expected a mapping of keys, like a framework's configuration.")
     return document
 
 
@@ -68,7 +68,7 @@ def translate(document: Mapping[str, Any], source: str, target: str) -> str:
     """Translate the correction of ``document`` from one framework's keys to another's, as text.
 
     Raises:
-        SpecError: it is malformed, or cannot be said there.
+        SpecError: it is malformed, or the target cannot express it.
 
     Example:
         >>> print(translate({"is_correction_level": "token"}, "openrlhf", "verl"))
@@ -89,7 +89,7 @@ def _write(spec: CorrectionSpec, target: str) -> str:
 
 
 def _needs_gpg(spec: CorrectionSpec) -> bool:
-    """Return True for a policy term without a ratio of the base loss's own: a weight on pi / mu, or Kimi k1.5's."""
+    """Return True for a policy term that ignores the base loss's ratio: a weight on pi / mu, or Kimi k1.5's."""
     return spec.weighs_full_ratio or (spec.proximal == "bypass" and spec.penalty is not None)
 
 

@@ -55,7 +55,7 @@ def test_a_diagnosis_as_json() -> None:
 
 def test_a_failure_of_the_doctor_says_nothing_of_the_launch() -> None:
     assert describe_failure(KeyError("a\n  b")) == (
-        r"The doctor failed, which says nothing of the launch: KeyError: 'a\n b'."
+        r"Internal error in the doctor; your launch was not checked: KeyError: 'a\n b'."
     )
 
 
@@ -107,7 +107,7 @@ def test_parameters_are_parsed(written: str, parameter: Parameter) -> None:
 
 
 def test_a_form_that_is_not_read_names_its_line() -> None:
-    with pytest.raises(ScriptError, match=r"line 7: \$\{!NODES\} is not read"):
+    with pytest.raises(ScriptError, match=r"line 7: \$\{!NODES\} is not supported"):
         parse_parameter("!NODES", 7)
 
 

@@ -50,18 +50,18 @@ REFUSED: list[tuple[tuple[str, ...], str]] = [
     (("correction=gsm", "correction.masks.gms.upper=1.02"), "Did you mean correction.masks.gsm.upper?"),
     (("correction=gsm", "correction.maks.gsm.upper=1.02"), "Did you mean correction.masks?"),
     (("correction=tis_token", "correction.wieght.upper=2"), "Did you mean correction.weight.upper?"),
-    (("pass_at_k.k=8",), "pass_at_k is off, and nothing would read it. Add pass_at_k=analytic"),
+    (("pass_at_k.k=8",), "pass_at_k is off, so the key would be unused. Add pass_at_k=analytic"),
     (("correction=gsm", "offpolicy.alarms.ess=warn"), "Set offpolicy.alarms.ess.action=warn."),
     (("correction=gsm", "offpolicy=[1]"), "Set single keys as offpolicy.KEY=VALUE."),
     (("~mode=1",), "Write ~mode."),
     (("foo/bar=3",), "there is no group foo/bar"),
     (("offpolicy.alarms=[1]",), "Set single keys as offpolicy.alarms.KEY=VALUE."),
     (("gsm",), "Write KEY=VALUE."),
-    ((*MAIN, "+offpolicy.shadow=[gsm]", "+opd={a: 1}"), "Choose an option of ours"),
-    ((*MAIN, "+correction.weight.upper=2"), "Choose an option of ours"),
+    ((*MAIN, "+offpolicy.shadow=[gsm]", "+opd={a: 1}"), "Choose an option of this package"),
+    ((*MAIN, "+correction.weight.upper=2"), "Choose an option of this package"),
     ((*MAIN, "+corection=gsm"), "Write +correction@correction=gsm"),
     ((*MAIN, "+lenght_penalty.kind=anchor"), "Write +length_penalty@length_penalty=anchor"),
-    ((*MAIN, "+algorithm.staleness.eta=2"), "Choose an option of ours"),
+    ((*MAIN, "+algorithm.staleness.eta=2"), "Choose an option of this package"),
 ]
 
 
@@ -156,7 +156,12 @@ def judge_in_words(launch: Launch) -> str:
     file = io.StringIO()
     show(diagnosis, file)
     said = f"{file.getvalue()}{to_json(diagnosis)}"
-    for part in ("Traceback", "The doctor failed", "cannot read the configuration", "Hydra cannot compose it"):
+    for part in (
+        "Traceback",
+        "Internal error in the doctor",
+        "cannot read the configuration",
+        "Hydra cannot compose it",
+    ):
         assert part not in said, (launch.arguments, said[-600:])
     return diagnosis.verdict
 

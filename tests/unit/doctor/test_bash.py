@@ -203,7 +203,7 @@ def test_nothing_is_run(tmp_path: Path) -> None:
         ("A=(a\nb", 1, "an array is not closed"),
         ("\n\nif true; then launch a", 3, "expected 'fi'"),
         ("X=$(echo a", 1, "( is not closed"),
-        ("launch ${X@Q}", 1, "${X@Q} is not read"),
+        ("launch ${X@Q}", 1, "${X@Q} is not supported"),
         ("while true; do launch a; done", 1, "the loop has no end"),
         ("cat <<END\na", 1, "the here-document END is not closed"),
     ],

@@ -73,7 +73,7 @@ def test_a_place_that_is_looked_for_from_here_is_named(program: Path, monkeypatc
     monkeypatch.chdir(program)
     with pytest.raises(LaunchError) as caught:
         compose(launch())
-    fix = f"There is no some/config here, in {program}. Fix: ask from where it is launched."
+    fix = f"some/config does not exist in {program}. Fix: check from the launch directory."
     assert str(caught.value).endswith(fix)
     (program / "some" / "config").mkdir(parents=True)
     (program / "some" / "config" / "shared.yaml").write_text("x: 1\n")
@@ -100,24 +100,24 @@ def test_unknown_keys_are_told_at_once(program: Path, monkeypatch: pytest.Monkey
     with pytest.raises(UnknownKeysError) as caught:
         compose(launch(*OVERRIDES))
     has_none = "the configuration of a_recipe_of_mine.main has no such key."
-    install = "therwise install the verl that the program is made for."
+    install = "therwise install the verl that the program was written for."
     assert str(caught.value).split("\n") == [
-        f"actor.clip_cov_ratio=0.2: {has_none} Set actor.policy_loss.clip_cov_ratio if that is meant. O{install}",
-        f"trainer.total_epoch=3: {has_none} Set trainer.total_epochs if that is meant. O{install}",
+        f"actor.clip_cov_ratio=0.2: {has_none} Set actor.policy_loss.clip_cov_ratio if you mean that. O{install}",
+        f"trainer.total_epoch=3: {has_none} Set trainer.total_epochs if you mean that. O{install}",
         f"actor.grad_offload=True: {has_none} O{install}",
         f"free.x=1: {has_none} Write +free.x: any key can be added there.",
         f"trainer.no.such=: {has_none} O{install}",
-        f"actor.model_engine=x: {has_none} Set model_engine if that is meant. O{install}",
-        f"megatron.tp=2: {has_none} Set model_engine=megatron, which brings it.",
-        f"actor.megatron.tp=2: {has_none} Set model_engine=megatron, which brings it.",
+        f"actor.model_engine=x: {has_none} Set model_engine if you mean that. O{install}",
+        f"megatron.tp=2: {has_none} Set model_engine=megatron, which adds it.",
+        f"actor.megatron.tp=2: {has_none} Set model_engine=megatron, which adds it.",
         f"actor.extra_kwargs.b=2: {has_none} Write +actor.extra_kwargs.b: any key can be added there.",
     ]
     monkeypatch.setattr("recipe.offpolicy.doctor.launch.VERLS", ("a_recipe_of_mine.main",))
     with pytest.raises(UnknownKeysError) as caught:
         compose(launch(*OVERRIDES[1:4]))
     first, second = str(caught.value).split("\n")
-    assert first.endswith(" Set trainer.total_epochs if that is meant.")
-    assert second.endswith("and verl refuses it with a + too: what it asks for would not be done.")
+    assert first.endswith(" Set trainer.total_epochs if you mean that.")
+    assert second.endswith("and verl rejects it with a + as well: it would have no effect.")
 
 
 @pytest.mark.parametrize(

@@ -130,7 +130,7 @@ def test_a_doctor_that_cannot_be_imported_does_not_say_inert(tmp_path: Path) -> 
     (tmp_path / "omegaconf.py").write_text("raise RuntimeError('half installed')")
     done = program(tmp_path, "-m", "recipe.offpolicy.doctor", "correction=gsm", path=str(tmp_path))
     assert done.returncode == 2
-    assert done.stderr == "The doctor failed, which says nothing of the launch: RuntimeError: half installed.\n"
+    assert done.stderr == "Internal error in the doctor; your launch was not checked: RuntimeError: half installed.\n"
 
 
 def test_a_doctor_that_fails_does_not_say_inert(ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,7 +140,7 @@ def test_a_doctor_that_fails_does_not_say_inert(ask: Ask, monkeypatch: pytest.Mo
     monkeypatch.setattr("recipe.offpolicy.doctor.diagnosis.compose", fail)
     answer = ask("correction=gsm", *GIVEN)
     assert answer.status == 2
-    assert "The doctor failed, which says nothing of the launch: KeyError" in answer.printed
+    assert "Internal error in the doctor; your launch was not checked: KeyError" in answer.printed
     answer = ask("--json", "correction=gsm", *GIVEN)
     assert (answer.json["exit_status"], answer.json["verdict"]) == (2, "ERROR")
     assert "KeyError" in answer.json["error"]
@@ -213,9 +213,9 @@ REFUSED = {
         ["correction=gsm", "trainer.name=a=b"],
         "trainer.name=a=b: Hydra cannot read",
     ),
-    "several runs": (["-m", "trainer.nnodes=1,2"], "several runs"),
+    "several runs": (["-m", "trainer.nnodes=1,2"], "only a single run"),
     "no such folder": (["--config-dir=/none/such"], "there is no such folder"),
-    "no such program": (["--module", "no.such.program", "a.b=1"], "no such program is found"),
+    "no such program": (["--module", "no.such.program", "a.b=1"], "this program was not found"),
     "a program without Hydra": (["--module", "verl.protocol", "a.b=1"], "has no @hydra.main"),
     "nothing is left": (["correction=gsm", "~correction.masks.gsm", *GIVEN], "nothing is left of it to correct with"),
 }
@@ -303,10 +303,10 @@ def test_a_pair_is_not_also_a_bound_that_is_never_reached(ask: Ask) -> None:
 
 def test_one_line_mends_all_or_does_not_say_so(ask: Ask) -> None:
     wrong = ("correction=gsm", f"{GSM_UPPER}=1_02", f"{ROLLOUT}.calculate_log_probs=false", *GIVEN)
-    assert "All of it in one line: " in ask(*wrong).printed
+    assert "All fixes in one line: " in ask(*wrong).printed
     unmended = ask(*wrong, "+trainer.mask=gsm").printed
-    assert "What can be pasted in one line: " in unmended
-    assert "All of it" not in unmended
+    assert "Fixes that can be pasted in one line: " in unmended
+    assert "All fixes" not in unmended
 
 
 def test_a_pair_hides_no_other_malformed_key(ask: Ask) -> None:

@@ -68,10 +68,10 @@ UNREADABLE = {
     "two launches": (f"{LAUNCH}\n{LAUNCH} c.d=2", "several launches, at the lines 1 (verl.trainer.main_ppo), 2"),
     "an override that is not known": (
         f"\n{LAUNCH} c.d=$NOT_SET_HERE",
-        "line 2: an override is not known (c.d): $NOT_SET_HERE",
+        "line 2: an override is unknown (c.d): $NOT_SET_HERE",
     ),
-    "a launch in doubt": (f"if make_it; then\n{LAUNCH}\nfi", "line 2: whether this is launched is not known"),
-    "a program that is not known": ("$(make_it) a.b=1 c.d=2", "line 1: which program this calls is not known"),
+    "a launch in doubt": (f"if make_it; then\n{LAUNCH}\nfi", "line 2: it is unknown whether this is launched"),
+    "a program that is not known": ("$(make_it) a.b=1 c.d=2", "line 1: it is unknown which program this calls"),
 }
 
 

@@ -73,7 +73,7 @@ def test_a_value_that_is_not_known_names_what_mends_it(words: str, given: list[s
 def test_a_word_that_sets_no_key_is_not_replaced(tmp_path: Path) -> None:
     script = tmp_path / "run.sh"
     script.write_text(f"{LAUNCH} $(make_it)\n")
-    with pytest.raises(ScriptError, match="an override is not known") as caught:
+    with pytest.raises(ScriptError, match="an override is unknown") as caught:
         find_launches(script, ["c.d=1"])
     assert "VALUE" not in str(caught.value)
 

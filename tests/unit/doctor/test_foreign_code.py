@@ -82,7 +82,7 @@ def test_what_a_script_names_is_not_executed(
     )
     assert not (folder / MARK).exists()
     assert said in answer.printed
-    assert "The doctor failed" not in answer.printed
+    assert "Internal error in the doctor" not in answer.printed
 
 
 @pytest.mark.slow
@@ -125,7 +125,7 @@ def test_a_folder_is_taken_off_the_path_and_its_files_are_refused(
     set_paths_aside()
     assert sys.path == entries
     sys.path.append(str(folder))  # as an installation would
-    with ForeignCode("run.sh"), pytest.raises(ImportError, match=r"evil\.py is code of the script's folder"):
+    with ForeignCode("run.sh"), pytest.raises(ImportError, match=r"evil\.py is code in the script's folder"):
         importlib.import_module("evil")
     assert not (folder / MARK).exists()
     importlib.import_module("evil")

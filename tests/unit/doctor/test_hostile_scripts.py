@@ -75,7 +75,7 @@ def test_a_look_up_that_doubles_has_no_answer(tmp_path: Path) -> None:
     script = tmp_path / "run.sh"
     script.write_text(f"X=$({DOUBLING})\n{LAUNCH} c.d=$X\n")
     began = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
-    with pytest.raises(ScriptError, match=r"c\.d.*has no end"):
+    with pytest.raises(ScriptError, match=r"c\.d.*does not end"):
         find_launches(script, [])
     assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss <= max(began, 600 * 1024)
 
@@ -102,7 +102,7 @@ def test_each_turn_of_a_loop_and_call_of_a_function_is_a_launch(tmp_path: Path) 
     )
     for source in loops:
         assert arguments_of(tmp_path, source) == expected, source
-    with pytest.raises(ScriptError, match=f"30 different launches, and at most {MOST}"):
+    with pytest.raises(ScriptError, match=f"30 different launches, but at most {MOST}"):
         arguments_of(tmp_path, f"for i in {{1..30}}; do {LAUNCH} c.d=$i; done")
 
 
@@ -118,7 +118,7 @@ def test_a_launch_in_a_process_substitution_is_a_launch(tmp_path: Path) -> None:
         assert arguments_of(tmp_path, source) == [("a.b=1", "c.d=1")], source
 
 
-COMMENT = "Line {}, behind a backslash, is a comment"
+COMMENT = "Line {}, after a backslash, is a comment"
 LOST = {
     "a comment": (
         f"{LAUNCH} \\\n  c.d=1 \\\n  # warm\n  e.f=2 \\\n  g.h=3\n",
@@ -126,7 +126,7 @@ LOST = {
         COMMENT.format(3),
     ),
     "a commented override": (f"{LAUNCH} \\\n  # c.d=1 \\\n  e.f=2\n", 3, COMMENT.format(2)),
-    "an empty line": (f"{LAUNCH} \\\n\n  e.f=2\n", 3, "Line 2, behind a backslash, is empty"),
+    "an empty line": (f"{LAUNCH} \\\n\n  e.f=2\n", 3, "Line 2, after a backslash, is empty"),
     "no backslash": (f"{LAUNCH} \\\n  c.d=1\n  e.f=2 \\\n  g.h=3\n", 3, "Line 2 does not end in a backslash"),
     "a group without a backslash": (f"{LAUNCH}\n  correction=tis_token\n", 2, "Line 1 does not end in a backslash"),
     "a group behind a comment": (
@@ -134,10 +134,10 @@ LOST = {
         3,
         COMMENT.format(2),
     ),
-    "a quoted group": (f"{LAUNCH}\n'correction=[a,b]'\n", 2, "is a command of its own"),
+    "a quoted group": (f"{LAUNCH}\n'correction=[a,b]'\n", 2, "is a separate command"),
     "a blank": (f"{LAUNCH} \\ \n  e.f=2\n", 2, "A blank follows the backslash that ends line 1"),
     "a tab": (f"{LAUNCH} \\\t\n  correction=gsm\n", 2, "A blank follows the backslash that ends line 1"),
-    "a carriage return": (f"{LAUNCH} \\\n  e.f=2\r\n", 2, "a carriage return ends it"),
+    "a carriage return": (f"{LAUNCH} \\\n  e.f=2\r\n", 2, "it ends in a carriage return"),
     "a group at the margin": (f"{LAUNCH} \\\n  c.d=1\n\ncorrection=gsm\n", 4, "Line 2 does not end in a backslash"),
     "a group behind arguments alone": (
         'A=(c.d=1)\npython3 -m verl.trainer.main_ppo "${A[@]}"\n  correction=gsm\n',
@@ -150,7 +150,7 @@ LOST = {
     "a pipe": (f"{LAUNCH} | correction=gsm\n", 1, "A | ends the launch of line 1. Remove it."),
     "a spaced semicolon": (f"{LAUNCH} ; correction=gsm\n", 1, "A ; ends the launch of line 1. Remove it."),
     "another group": (f"{LAUNCH} && opd=loss\n", 1, "A && ends the launch of line 1. Remove it."),
-    "a variable": (f"correction=gsm {LAUNCH}\n", 1, "put it behind the module"),
+    "a variable": (f"correction=gsm {LAUNCH}\n", 1, "put it after the module"),
     "behind a block": (f"if true; then\n  {LAUNCH}\nfi c.d=1\n", 3, "'c.d=1' is not expected here"),
     "words from a pipe": (f"seq 3 | xargs -I{{}} {LAUNCH} c.d={{}}\n", 1, "xargs fills in the arguments"),
     "a flag": (f"{LAUNCH}\n  --config-name=x\n", 2, "Line 1 does not end in a backslash"),
@@ -158,7 +158,7 @@ LOST = {
     "an unknown value": (f"{LAUNCH}\n  c.d=$NOT_SET_HERE\n", 2, "Line 1 does not end in a backslash"),
     "an array": (f'A=(c.d=1)\n{LAUNCH}\n  "${{A[@]}}"\n', 3, "Line 2 does not end in a backslash"),
     "with a pipe": (f"{LAUNCH}\n  c.d=1 2>&1 | tee log\n", 2, "Line 1 does not end in a backslash"),
-    "in a function": (f"f() {{\n  {LAUNCH} \\\n\n    e.f=2\n}}\nf\n", 4, "Line 3, behind a backslash, is empty"),
+    "in a function": (f"f() {{\n  {LAUNCH} \\\n\n    e.f=2\n}}\nf\n", 4, "Line 3, after a backslash, is empty"),
 }
 
 
@@ -224,7 +224,7 @@ def test_a_guard_on_an_argument_asks_for_it(tmp_path: Path) -> None:
         'M=${1:-}\n[ -z "$M" ] && exit 1',
         ": ${1:?model}",
     ):
-        with pytest.raises(ScriptError, match=r"Fix: give the script's arguments behind --script FILE\."):
+        with pytest.raises(ScriptError, match=r"Fix: give the script's arguments after --script FILE\."):
             arguments_of(tmp_path, f"{guard}\n{LAUNCH} model.path=$1\n")
 
 
@@ -237,5 +237,5 @@ def test_what_must_be_given_is_asked_for() -> None:
     assert propose_exports({"A": False, "B": True, "1": False}) == [
         "export A",
         "export B, even empty",
-        "give the script's arguments behind --script FILE",
+        "give the script's arguments after --script FILE",
     ]

@@ -55,7 +55,7 @@ KINDS = {
     "megatron_engine": Kind("engine worker on megatron"),
     "ppo_megatron_trainer": Kind("engine worker on megatron"),
     "own_yaml": Kind(f"{MU}=sglang"),
-    "own_main": Kind("module=own_recipe.main_own: covered if its trainer derives"),
+    "own_main": Kind("module=own_recipe.main_own: supported if its trainer derives"),
     "fully_async": Kind("fully_async_main, verl 0.9.1, V0 trainer", mode="fully_async"),
     "one_step_off": Kind("one_step_off_policy.main_ppo, verl 0.9.1, V0 trainer", mode="one_step_off"),
     "sglang": Kind(f"{MU}=sglang"),
@@ -97,7 +97,7 @@ KINDS = {
     "verls_correction_others": Kind("trains by ours alone, and correction=none by verl's alone", 2),
     "megatron_dead_key": Kind("grad_offload=True: verl 0.9.1 has no such key: verl 0.9.0 was the last", 2, None),
     "added_twice": Kind(f"Write {MODEL}.model.lora.merge=True", 2, None),
-    "no_arguments": Kind('end the launch in "$@"', 2, None),
+    "no_arguments": Kind('end the launch with "$@"', 2, None),
     "unset_variable": Kind("export CHECKPOINTS", 2, None),
     "legacy_keys": Kind("Write critic.fsdp.param_offload=False", 2, None),
     # Refused, as no change would keep what the run is for.

@@ -58,14 +58,14 @@ def test_arguments_that_a_script_takes_itself(
 def test_arguments_that_do_nothing_are_an_error(source: str, given: list[str], lost: str, script: Path) -> None:
     assert refused(script, source, *given) == (
         f", line {len(source.splitlines())}: {lost} does not reach the launch. "
-        f'Fix: end the launch in "$@", or put {lost} into it.'
+        f'Fix: end the launch with "$@", or add {lost} to it.'
     )
 
 
 def test_an_argument_that_is_not_given_is_asked_for(script: Path) -> None:
     assert refused(script, f'{COUNTED} "$@"') == (
-        ", line 2: an override is not known (trainer.n_gpus_per_node): $1 is not set (line 1). "
-        "Fix: give the script's arguments behind --script FILE."
+        ", line 2: an override is unknown (trainer.n_gpus_per_node): $1 is not set (line 1). "
+        "Fix: give the script's arguments after --script FILE."
     )
 
 
@@ -80,7 +80,7 @@ fi
 {LAUNCH} a.b=$A c.d=$B e.f=1
 """
     assert refused(script, source) == (
-        ", line 7: 2 overrides are not known (a.b, c.d): it depends on what `which_device` says, and which_device is "
+        ", line 7: 2 overrides are unknown (a.b, c.d): it depends on the output of `which_device`, and which_device is "
         "not run (line 1). Fix: put DEVICE=VALUE in front of the command."
     )
     monkeypatch.setenv("DEVICE", "gpu")
@@ -90,9 +90,9 @@ fi
 def test_each_cause_has_its_own_fix(script: Path) -> None:
     said = refused(script, f"N=$(count)\n{LAUNCH} a.b=$N c.d=$NOT_SET_HERE e.f=$N g.h=$2")
     assert said == (
-        ", line 2: 4 overrides are not known (a.b, c.d, e.f, g.h): it depends on what `count` says, and count is not "
+        ", line 2: 4 overrides are unknown (a.b, c.d, e.f, g.h): it depends on the output of `count`, and count is not "
         "run (line 1); $NOT_SET_HERE is not set (line 2); $2 is not set (line 2). Fix: export NOT_SET_HERE, even "
-        "empty, and give the script's arguments behind --script FILE, and to check the launch with values of your own, "
+        "empty, and give the script's arguments after --script FILE, and to check the launch with values of your own, "
         f"add a.b=VALUE e.f=VALUE behind --script {script}."
     )
 
@@ -104,7 +104,7 @@ def test_a_variable_that_may_not_be_empty(script: Path) -> None:
 
 def test_a_launch_in_doubt_names_what_decides(script: Path) -> None:
     said = refused(script, f"MODE=${{MODE:-$(which_mode)}}\nif [ $MODE = train ]; then\n {LAUNCH} a.b=1\nfi")
-    assert said.startswith(", line 3: whether this is launched is not known: ")
+    assert said.startswith(", line 3: it is unknown whether this is launched: ")
     assert said.endswith("(line 1). Fix: put MODE=VALUE in front of the command.")
 
 
@@ -120,8 +120,7 @@ def test_a_launch_in_doubt_names_what_decides(script: Path) -> None:
         ("exit 0", "line 2 (exit 0) before any launch."),
         (
             'if [ "$#" -lt 2 ]; then\n exit 1\nfi',
-            'line 3 (exit 1) before any launch: [ "$#" -lt 2 ]. '
-            "Fix: give the script's arguments behind --script FILE.",
+            'line 3 (exit 1) before any launch: [ "$#" -lt 2 ]. Fix: give the script\'s arguments after --script FILE.',
         ),
     ],
 )

@@ -1,8 +1,8 @@
 """A static interpreter of launch scripts: finds what a script would launch without running it.
 
-``read_script`` is its one function. A script may install packages, start Ray or convert data before it trains, so none
-of its programs is called but a few that only read (``programs``). A value that is not known is carried along as
-``Unknown`` with its line and its cause, and is an error only where a launch needs it.
+``read_script`` is its only function. A script may install packages, start Ray or convert data before it trains, so none
+of its programs is run except a few read-only ones (``programs``). An unknown value is kept as ``Unknown`` with its line
+and its cause, and is an error only if a launch needs it.
 """
 
 from .interpreter import ProgramCall

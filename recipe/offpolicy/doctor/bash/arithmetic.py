@@ -34,13 +34,13 @@ _LARGEST_EXPONENT = 62
 
 
 def evaluate(expression: str, numbers: Mapping[str, str]) -> int:
-    """Evaluate an expression without assignments, in 64 bits as bash does.
+    """Evaluate an expression without assignments, in 64 bits like bash.
 
     Args:
-        numbers: of the variables that it names; those left out, and empty ones, are 0.
+        numbers: values of the variables in it; missing and empty ones are 0.
 
     Raises:
-        ValueError: what is not arithmetic of integers.
+        ValueError: it is not integer arithmetic.
     """
     # Inside $((...)) a variable needs no $; && || ! become Python's operators, so that its parser can be used.
     text = re.sub(r"!(?!=)", " not ", expression.replace("&&", " and ").replace("||", " or ").replace("$", ""))
@@ -84,7 +84,7 @@ def _evaluate_node(node: ast.expr, numbers: Mapping[str, str]) -> int:
 
 
 def _wrap(number: int) -> int:
-    """Take 64 bits of a number, as bash does, so that no value grows beyond them."""
+    """Wrap a number to 64 bits, like bash, so that values stay bounded."""
     return (number + 2**63) % 2**64 - 2**63
 
 

@@ -6,12 +6,12 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 
 Skip = Callable[[str, int], int]
-"""Takes a word and a place; gives the place behind the character, or the quoted or bracketed piece, that is there."""
+"""Called with a word and a position; returns the position after the character, or after a quoted or bracketed piece."""
 _SEQUENCE = re.compile(r"(?:(-?\d+)\.\.(-?\d+)|([A-Za-z])\.\.([A-Za-z]))(?:\.\.(-?\d+))?")
 
 
 def expand_braces(word: str, skip: Skip) -> Iterator[str]:
-    """Expand the braces of an unexpanded word, lazily; quoted ones stay as they are."""
+    """Expand the braces of an unexpanded word, lazily; quoted braces are unchanged."""
     place = 0
     while place < len(word):
         if word[place] == "{" and (found := _read_brace(word, place, skip)) is not None:
@@ -25,7 +25,7 @@ def expand_braces(word: str, skip: Skip) -> Iterator[str]:
 
 
 def _read_brace(word: str, start: int, skip: Skip) -> tuple[int, Iterable[str]] | None:
-    """Return the place behind a brace and what it stands for; None for one that bash leaves as it is."""
+    """Return the position after a brace and its expansion; None for a brace that bash leaves unchanged."""
     depth, place, cuts = 0, start, [start]
     while place < len(word):
         character = word[place]

@@ -1,4 +1,4 @@
-"""The budget of one reading of a script: commands, bytes and seconds, after which the reading ends in words."""
+"""The budget for reading one script: commands, bytes and seconds, after which reading ends with a message."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from types import FrameType
 COMMANDS = 20_000
 BYTES = 2**23
 FIELD = 64
-"""Bytes that a word takes in addition to its characters."""
+"""Bytes counted per word in addition to its characters."""
 
 WORDS = 5000
-"""Words that one command may have."""
+"""Most words of one command."""
 PATTERN = 4096
-"""Characters of a pattern or an expression, and of a value that is cut or changed by a pattern."""
+"""Most characters of a pattern or an expression, and of a value that a pattern cuts or changes."""
 
 
 class OverBudget(Exception):
-    """A script that takes too long or too much to be read; no ValueError, which commands take for an unknown value."""
+    """A script takes too long or is too large to be read; no ValueError, which commands turn into an unknown value."""
 
 
 @dataclass
 class Budget:
-    """What is left of a reading, shared by all states of one script.
+    """The remaining budget of a reading, shared by all states of one script.
 
     Attributes:
-        commands: that may still be run.
-        bytes: that words, values and documents may still take in sum.
-        line: of the latest command.
+        commands: remaining number of commands.
+        bytes: remaining bytes for words, values and documents together.
+        line: line of the latest command.
     """
 
     commands: int = COMMANDS
@@ -42,7 +42,7 @@ class Budget:
         """Count one command.
 
         Raises:
-            OverBudget: it is one too many.
+            OverBudget: the limit is exceeded.
         """
         self.line = line
         self.commands -= 1
@@ -53,17 +53,17 @@ class Budget:
         """Count the characters of a value.
 
         Raises:
-            OverBudget: they are too many.
+            OverBudget: the limit is exceeded.
         """
         self.bytes -= count
         if self.bytes < 0:
-            raise OverBudget(f"line {self.line}: values and words of more than {BYTES} bytes.")
+            raise OverBudget(f"line {self.line}: values and words exceed {BYTES} bytes.")
 
     @contextmanager
     def limit_seconds(self, seconds: float) -> Iterator[None]:
-        """End what runs inside by OverBudget after ``seconds``, a slow regular expression included.
+        """Raise OverBudget in the context after ``seconds``, even during a slow regular expression.
 
-        Only a program's main thread has the signal for it; elsewhere commands and bytes are the limit.
+        Only a program's main thread can receive the signal; elsewhere commands and bytes are the limit.
         """
 
         def stop(number: int, frame: FrameType | None) -> None:

@@ -28,7 +28,7 @@ DECLARING = ("export", "declare", "local", "readonly", "typeset")
 
 
 def _do_echo(shell: Shell, name: str, arguments: list[Field], line: int) -> Truth:
-    """Collect what echo or printf prints, inside a substitution or pipe."""
+    """Collect the output of echo or printf, inside a substitution or pipe."""
     if shell.printed is None:
         return True
     end = "\n"
@@ -38,7 +38,7 @@ def _do_echo(shell: Shell, name: str, arguments: list[Field], line: int) -> Trut
     if name == "printf":
         form, *rest = arguments or [""]
         end = "\n" if form == "%s\\n" else ""
-        arguments = rest[:1] if form in ("%s", "%s\\n", "%d") else [Unknown("printf is not read", line)]
+        arguments = rest[:1] if form in ("%s", "%s\\n", "%d") else [Unknown("this printf is not supported", line)]
     for index, argument in enumerate(arguments):
         shell.printed += [" ", argument] if index else [argument]
     shell.printed.append(end)
@@ -89,10 +89,10 @@ def _do_unset(shell: Shell, name: str, arguments: list[Field], line: int) -> Tru
 
 
 def _do_cd(shell: Shell, name: str, arguments: list[Field], line: int) -> Truth:
-    """Change the directory; one that is not known ends the reading."""
+    """Change the directory; an unknown one ends the reading."""
     target = next((each for each in arguments if each != "--"), str(shell.state.variables.get("HOME", "")))
     if isinstance(target, Unknown):
-        raise ScriptError(f"line {target.line}: {target.why}, and the script changes its directory by it")
+        raise ScriptError(f"line {target.line}: {target.why}, but the script changes to this directory")
     shell.state.directory = (shell.state.directory / target).resolve()
     shell.state.variables["PWD"] = str(shell.state.directory)
     return True
@@ -122,13 +122,13 @@ def _do_source(shell: Shell, name: str, arguments: list[Field], line: int) -> Tr
     """Run a sourced file in the same state; if it is missing or unreadable, forget the variables."""
     path = shell.state.directory / arguments[0] if arguments and isinstance(arguments[0], str) else None
     if path is None or not path.is_file():
-        shown = arguments[0] if arguments and isinstance(arguments[0], str) else "what it sources"
-        _forget_variables(shell, Unknown(f"line {line} sources {shown}, which is not there", line))
+        shown = arguments[0] if arguments and isinstance(arguments[0], str) else "a file"
+        _forget_variables(shell, Unknown(f"line {line} sources {shown}, which does not exist", line))
         return True
     try:
         commands = shell.parse(read_text(path))
     except (OSError, ValueError) as error:
-        _forget_variables(shell, Unknown(f"line {line} sources {path}, which is not read ({error})", line))
+        _forget_variables(shell, Unknown(f"line {line} sources {path}, which cannot be read ({error})", line))
         return True
     try:
         return shell.run(commands)
@@ -139,7 +139,7 @@ def _do_source(shell: Shell, name: str, arguments: list[Field], line: int) -> Tr
 
 
 def _do_eval(shell: Shell, name: str, arguments: list[Field], line: int) -> Truth:
-    """Run the text of eval; if a part is not known, forget the variables."""
+    """Run the text of eval; if a part is unknown, forget the variables."""
     texts = [each for each in arguments if isinstance(each, str)]
     if len(texts) < len(arguments):
         _forget_variables(shell, next(each for each in arguments if isinstance(each, Unknown)))
@@ -149,7 +149,7 @@ def _do_eval(shell: Shell, name: str, arguments: list[Field], line: int) -> Trut
 
 def _do_read(shell: Shell, name: str, arguments: list[Field], line: int) -> Truth:
     """Mark the variables of read, mapfile or readarray as unknown."""
-    why = Unknown(f"`{name}` takes it from an input", line)
+    why = Unknown(f"`{name}` reads it from an input", line)
     for argument in arguments:
         if isinstance(argument, str) and argument.isidentifier():
             shell.state.variables[argument] = why
@@ -157,7 +157,7 @@ def _do_read(shell: Shell, name: str, arguments: list[Field], line: int) -> Trut
 
 
 def _do_exec(shell: Shell, name: str, arguments: list[Field], line: int) -> Truth:
-    """Note the program of exec as called, and end the script."""
+    """Record the program of exec as called, and end the script."""
     if arguments:
         shell.call(arguments, line, "")
         raise ScriptEnd(name, line)
@@ -165,7 +165,7 @@ def _do_exec(shell: Shell, name: str, arguments: list[Field], line: int) -> Trut
 
 
 def _forget_variables(shell: Shell, why: Unknown) -> None:
-    """Mark all variables but a few of the environment's as unknown, after commands that are not known."""
+    """Mark all variables except a few of the environment's as unknown, after unknown commands."""
     shell.state.variables = {
         key: value if key in ("HOME", "PWD", "PATH", "USER") else why for key, value in shell.state.variables.items()
     }

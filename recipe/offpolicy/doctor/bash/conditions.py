@@ -35,7 +35,7 @@ class Condition:
 
     Args:
         words: operators and operands.
-        patterns: whether what stands behind = and != is a pattern, as in [[ ]].
+        patterns: whether the operand after = and != is a pattern, as in [[ ]].
     """
 
     def __init__(self, words: list[Field], state: ShellState, line: int, *, patterns: bool = False) -> None:
@@ -43,12 +43,12 @@ class Condition:
         self._place = 0
 
     def evaluate(self) -> Truth:
-        """Evaluate the test; Unknown, with the reason, if it depends on what is not known."""
+        """Evaluate the test; Unknown, with the reason, if it depends on an unknown value."""
         if not self._words:
             return False
         result = self._parse_or()
         if self._place < len(self._words):
-            return Unknown(f"the test of line {self._line} is not read", self._line)
+            return Unknown(f"the test of line {self._line} is not supported", self._line)
         return result
 
     def _peek(self, ahead: int = 0) -> Field | None:
@@ -96,13 +96,13 @@ class Condition:
         if operator == "-v" and isinstance(operand, str):
             return operand in self._state.variables
         if isinstance(operand, Unknown):
-            # What is not set is empty to a test.
+            # A test treats an unset variable as empty.
             return operand if not operand.may_be_empty else operator == "-z"
         if operator in ("-z", "-n"):
             return bool(operand) is (operator == "-n")
         if operator in _FILES:
             return bool(operand) and _FILES[operator](self._state.directory / operand)
-        return Unknown(f"the test {operator} of line {self._line} is not read", self._line)
+        return Unknown(f"the test {operator} of line {self._line} is not supported", self._line)
 
     def _compare(self, left: Field | None, operator: str, right: Field) -> Truth:
         left, right = _or_empty(left or ""), _or_empty(right)
@@ -112,18 +112,18 @@ class Condition:
         assert isinstance(left, str)
         assert isinstance(right, str)
         if len(right) > PATTERN and (self._patterns or operator == "=~"):
-            return Unknown(f"a pattern of {len(right)} characters is not read", self._line)
+            return Unknown(f"a pattern of {len(right)} characters is not supported", self._line)
         if operator in _NUMBERS:
             try:
-                # Bash takes an empty operand of [[ ]] for 0.
+                # Bash treats an empty operand of [[ ]] as 0.
                 return _NUMBERS[operator](int(left or 0), int(right or 0))
             except ValueError:
-                return Unknown(f"{left!r} {operator} {right!r} is no comparison of integers", self._line)
+                return Unknown(f"{left!r} {operator} {right!r} does not compare integers", self._line)
         if operator == "=~":
             try:
                 return re.search(right, left) is not None
             except re.error:
-                return Unknown(f"the expression {right!r} is not read", self._line)
+                return Unknown(f"the expression {right!r} is not supported", self._line)
         if operator in ("<", ">"):
             return left < right if operator == "<" else left > right
         same = fnmatch.fnmatchcase(left, right) if self._patterns else left == right

@@ -12,7 +12,7 @@ _LONGEST = 80
 
 
 def format_command(command: Command) -> str:
-    """Format a condition in one line, cut if long; "..." if it is no simple condition."""
+    """Format a condition in one line, shortened if long; "..." if it is not a simple condition."""
     text = _format(command).replace("\n", " ")
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."
 
@@ -35,7 +35,7 @@ def _format(command: Command) -> str:
 
 @contextmanager
 def note_condition(condition: str) -> Iterator[None]:
-    """Note, on a ScriptEnd raised inside, the innermost condition under which it was raised."""
+    """Record, on a ScriptEnd raised inside, the innermost condition under which it was raised."""
     try:
         yield
     except ScriptEnd as end:

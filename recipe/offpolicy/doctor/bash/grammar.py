@@ -16,8 +16,8 @@ class Simple:
     """A simple command: assignments, words, and its input: a here-document, a here-string, or a file's name.
 
     Attributes:
-        cut: why it may be the rest of the command before it; "" where nothing says so.
-        pipes: targets of redirections that are commands themselves, such as ``> >(tee log)``.
+        cut: why it may belong to the previous command; "" if nothing indicates that.
+        pipes: targets of redirections that are commands, such as ``> >(tee log)``.
     """
 
     line: int
@@ -116,7 +116,7 @@ def parse(source: str, first_line: int = 1) -> list[Command]:
     """Parse a script into commands.
 
     Raises:
-        ScriptError: what is not closed, or not of the part of bash that is read.
+        ScriptError: an unclosed construct, or unsupported bash syntax.
     """
     parser = _Parser(Lexer(source, first_line).tokenize())
     commands = parser.parse_commands(set())
@@ -295,7 +295,7 @@ class _Parser:
             return Loop(line, body, name=name.text, words=words)
         parts = [part.strip() or "1" for part in name.text.split(";")]
         if len(parts) != 3:
-            raise ScriptError(f"line {line}: for (({name.text})) has not three parts")
+            raise ScriptError(f"line {line}: for (({name.text})) does not have three parts")
         begin, condition, step = ([Test(line, [Token("arithmetic", part, line)])] for part in parts)
         return Loop(line, body, condition=[*condition], begin=[*begin], step=[*step])
 
@@ -372,7 +372,7 @@ def _mark_lost(command: Command) -> None:
     """Mark the overrides among the commands that an operator joins to a launch.
 
     Raises:
-        ScriptError: an override stands in front of the launch, as a variable.
+        ScriptError: an override is before the launch, as a variable.
     """
     joined = [("", command)]
     if isinstance(command, Chain):
@@ -393,8 +393,8 @@ def _mark_lost(command: Command) -> None:
             given = _find_group(simple)
             if given is not None and not _OVERRIDE.match(simple.words[0].text):
                 raise ScriptError(
-                    f"line {given.line}: {given.text} in front of the launch is a variable, which no program reads. "
-                    f"Fix: put it behind the module."
+                    f"line {given.line}: {given.text} before the launch is a variable, which no program reads. "
+                    f"Fix: put it after the module."
                 )
 
 
@@ -403,7 +403,7 @@ def _is_launch(command: Simple) -> bool:
 
 
 def _find_group(command: Simple) -> Token | None:
-    """Find the assignment of a Hydra group, such as ``correction=gsm``, which nobody means as a variable."""
+    """Find the assignment of a Hydra group, such as ``correction=gsm``, which is never meant as a variable."""
     for token in command.assignments:
         name, _, value = token.text.partition("=")
         options = list_groups().get(name, ())
@@ -413,7 +413,7 @@ def _find_group(command: Simple) -> Token | None:
 
 
 def _assigns_group(command: Simple) -> bool:
-    """Return True for an assignment right behind a launch that is one of its overrides."""
+    """Return True for an assignment right after a launch that is one of its overrides."""
     return not command.words and _find_group(command) is not None
 
 

@@ -45,10 +45,10 @@ from .programs import (
 from .shell_values import Field, LoopBreak, ScriptEnd, ScriptError, ShellState, Unknown
 from .words import WordExpander
 
-_ROUNDS = 1000  # of a loop, before it counts as endless
-_DEPTH = 20  # of scripts and functions that call one another
+_ROUNDS = 1000  # of a loop, after which it counts as endless
+_DEPTH = 20  # of scripts and functions that call each other
 _LOST = re.compile(r"[+~]{0,2}[A-Za-z_][\w./@-]*=.*|--?[A-Za-z][\w-]*(=.*)?", re.S)
-"""Names that no program has: overrides and flags."""
+"""Words that are not names of programs: overrides and flags."""
 _NAMES = re.compile(r"\$\{?#?([A-Za-z_]\w*)|-v\s+([A-Za-z_]\w*)")
 
 
@@ -58,8 +58,8 @@ class ProgramCall:
 
     Attributes:
         words: the program and its arguments.
-        line: of the script.
-        doubt: why it is not known whether it would run at all.
+        line: its line in the script.
+        doubt: why it is unknown whether it would run.
     """
 
     words: tuple[Field, ...]
@@ -68,21 +68,21 @@ class ProgramCall:
 
 
 class Interpreter:
-    """An interpreter of parsed commands in a shell state; ``calls`` are the programs met, in order."""
+    """An interpreter of parsed commands in a shell state; ``calls`` lists the programs in order."""
 
     def __init__(self, state: ShellState) -> None:
         self.state = state
         self.calls: list[ProgramCall] = []
         self._doubt: Unknown | None = None
         self._depth = 0
-        self.printed: list[Field] | None = None  # of a substitution
-        self.end: ScriptEnd | None = None  # by which the script itself ended
+        self.printed: list[Field] | None = None  # output of a substitution
+        self.end: ScriptEnd | None = None  # how the script itself ended
 
     def run_script(self, source: str, first_line: int = 1) -> None:
-        """Run a script to its end or to where it ends itself.
+        """Run a script to its end, or until it ends itself.
 
         Raises:
-            ScriptError: a form of bash that is not read.
+            ScriptError: unsupported bash syntax.
         """
         try:
             self.run(self.parse(source, first_line))
@@ -96,7 +96,7 @@ class Interpreter:
         return parse(source, first_line)
 
     def _find_unset(self, text: str, depth: int = 0) -> Iterator[str]:
-        """Find the variables in an unexpanded text that are not set, or that empty ones were assigned from."""
+        """Find the variables in an unexpanded text that are unset, or were assigned from unset ones."""
         for found in _NAMES.finditer(text):
             name = found[1] or found[2]
             source = self.state.written.get(name, "")
@@ -145,7 +145,7 @@ class Interpreter:
                 self.state.functions[command.name] = command.body
                 return True
 
-    # Commands that choose ---------------------------------------------------------------------------------------
+    # Branches -----------------------------------------------------------------------------------------------
 
     def _run_chain(self, chain: Chain) -> Truth:
         status = self._run_command(chain.first)
@@ -214,7 +214,7 @@ class Interpreter:
                     break
             self.run(command.step)
         else:
-            raise ScriptError(f"line {command.line}: the loop has no end that can be read")
+            raise ScriptError(f"line {command.line}: the end of the loop cannot be determined")
         return True
 
     def _run_group(self, command: CommandGroup) -> Truth:
@@ -224,7 +224,7 @@ class Interpreter:
         try:
             return self.run(command.body)
         except ScriptEnd:
-            return True  # exit in a subshell ends the subshell alone
+            return True  # exit in a subshell only ends the subshell
         finally:
             self.state = outside
 
@@ -242,7 +242,7 @@ class Interpreter:
                 run()
                 ends.append(self.state)
             except (ScriptEnd, LoopBreak) as end:
-                # After a break the script goes on, after an exit it does not: the break prevails.
+                # The script continues after a break but not after an exit, so the break is kept.
                 stopped = stopped if isinstance(stopped, LoopBreak) else end
                 ends.append(None)
         self._doubt = doubt
@@ -254,7 +254,7 @@ class Interpreter:
         self.state = left[0] if len(left) == 1 else _merge(left[0], left[1], why)
         return why
 
-    # Commands that are run --------------------------------------------------------------------------------------
+    # Commands -----------------------------------------------------------------------------------------------
 
     def _run_test(self, command: Test) -> Truth:
         if command.tokens and command.tokens[0].kind == "arithmetic":
@@ -281,7 +281,7 @@ class Interpreter:
         return self._run_simple(command, given) if isinstance(command, Simple) else self._run_command(command)
 
     def _capture(self, run: Callable[[], object]) -> Field:
-        """Run ``run`` and return what it prints."""
+        """Run ``run`` and return its output."""
         outer, self.printed = self.printed, []
         try:
             run()
@@ -329,9 +329,9 @@ class Interpreter:
         return self.call(words, command.line, given)
 
     def _refuse_lost(self, word: str, command: Simple) -> NoReturn:
-        cause = command.cut or "No backslash continues the line before it."
+        cause = command.cut or "No backslash continues the previous line."
         raise ScriptError(
-            f"line {command.line}: {shorten([word])} is a command of its own, not a part of the launch. {cause}"
+            f"line {command.line}: {shorten([word])} is a separate command, not a part of the launch. {cause}"
         )
 
     def _read_input(self, token: Token) -> Field:
@@ -348,12 +348,14 @@ class Interpreter:
             return name
         path = self.state.directory / name
         try:
-            # Of a pipe or a device there may be no end.
+            # A pipe or a device may have no end.
             return (
-                read_text(path) if path.is_file() or path == Path(os.devnull) else Unknown(f"{name} is no file", line)
+                read_text(path)
+                if path.is_file() or path == Path(os.devnull)
+                else Unknown(f"{name} is not a file", line)
             )
         except (OSError, ValueError):
-            return Unknown(f"{name} is not read", line)
+            return Unknown(f"{name} cannot be read", line)
 
     def _expand_element(self, token: Token, declares: bool, tests: bool) -> list[Field]:
         if token.kind == "array" or (declares and is_assignment(token.text)):
@@ -369,7 +371,7 @@ class Interpreter:
         value = self.state.variables.get(name)
         size = sum(len(str(each)) + 1 for each in value) if isinstance(value, list) else len(str(value))
         if size > LARGEST:
-            self.state.variables[name] = Unknown(f"${name} has become too long to be read", token.line)
+            self.state.variables[name] = Unknown(f"the value of ${name} is too long", token.line)
 
     def _set(self, token: Token) -> None:
         name, _, written = token.text.partition("=")
@@ -386,7 +388,7 @@ class Interpreter:
         value = self._words.expand_text(written, token.line)
         if "[" in name:
             owner = name.partition("[")[0]
-            variables[owner] = Unknown(f"an element of {owner} is assigned by its index", token.line)
+            variables[owner] = Unknown(f"an element of {owner} is assigned by index", token.line)
         elif appends and (before := variables.get(name, "")) != "":
             if isinstance(before, list):
                 first: Field = before[0] if before else ""
@@ -412,15 +414,15 @@ class Interpreter:
                 answer = run_program(texts, self.state.directory, given) if code is None else run_lookup(code)
                 if answer is not None:
                     return self.print_known(*answer)
-                return self._print_unknown(f"`{shorten(words)}` has no end, or prints what is not read", line)
+                return self._print_unknown(f"`{shorten(words)}` does not end, or its output is not supported", line)
             if code is not None and (modules := list_imports(code)):
                 return self.print_known("", all(map(is_importable, modules)))
         self.calls.append(ProgramCall(tuple(words), line, self._doubt))
         inner = find_inner_script(words)
         if inner is not None:
             self._run_inner(inner, line)
-        shown = name if isinstance(name, str) else "a program that is not known"
-        return self._print_unknown(f"it depends on what `{shorten(words)}` says, and {shown} is not run", line)
+        shown = name if isinstance(name, str) else "an unknown program"
+        return self._print_unknown(f"it depends on the output of `{shorten(words)}`, and {shown} is not run", line)
 
     def _print_unknown(self, why: str, line: int) -> Unknown:
         said = Unknown(why, line)
@@ -429,7 +431,7 @@ class Interpreter:
         return said
 
     def print_known(self, printed: str, succeeded: bool) -> Truth:
-        """Append a program's output to what is printed, and return its status."""
+        """Append a program's output, and return its status."""
         if self.printed is not None:
             self.state.budget.spend_bytes(len(printed))
             self.printed.append(printed)
@@ -438,7 +440,7 @@ class Interpreter:
     def _run_inner(self, words: list[Field], line: int) -> None:
         """Run ``bash -c TEXT``, or ``bash FILE`` with its arguments, in a copy of the state."""
         if self._depth >= _DEPTH:
-            raise ScriptError(f"line {line}: scripts call each other without an end")
+            raise ScriptError(f"line {line}: scripts call each other endlessly")
         flag, *rest = words
         outside, calls, end = self.state, len(self.calls), self.end
         self.state = self.state.copy()
@@ -451,12 +453,12 @@ class Interpreter:
                 self.run_script(read_text(path))
         finally:
             self.state, self._depth, self.end = outside, self._depth - 1, end
-        # Messages name lines of the outer script.
+        # Messages use lines of the outer script.
         self.calls[calls:] = [ProgramCall(call.words, line, call.doubt) for call in self.calls[calls:]]
 
     def _run_function(self, name: str, arguments: list[Field]) -> Truth:
         if self._depth >= _DEPTH:
-            raise ScriptError(f"the function {name} calls itself without an end")
+            raise ScriptError(f"the function {name} calls itself endlessly")
         outside, self.state.arguments = self.state.arguments, arguments
         self._depth += 1
         try:

@@ -23,10 +23,10 @@ class Token:
     """A token with the line where it starts.
 
     Attributes:
-        text: of a word as it is written, quotes included; of an array the name with = or +=.
+        text: of a word as written, with quotes; of an array its name with = or +=.
         line: counted from 1.
         words: of an array its elements, of the operator << its document.
-        cut: of a newline, why it ends a command whose line a backslash seems to continue.
+        cut: of a newline, why it ends a command whose line seems to be continued by a backslash.
         indent: blanks before the line's first word, on that word.
     """
 
@@ -71,7 +71,7 @@ class Lexer:
             self._read_documents()
             return token
         starts = not before or before[-1].kind == "newline" or before[-1].text in _COMMAND_FOLLOWS
-        # "((" opens an arithmetic command only where a command may start; elsewhere it is two parentheses.
+        # "((" opens an arithmetic command only at the start of a command; elsewhere it is two parentheses.
         if starts and self.source.startswith("((", self.place):
             return self._read_arithmetic()
         for operator in _OPERATORS:
@@ -89,12 +89,12 @@ class Lexer:
         return Token("word", self._read_word(), line, indent=indent)
 
     def _find_cut(self, skipped: str, before: list[Token]) -> str:
-        """Find why a newline ends a command that its writer seems to continue; "" where nothing says so."""
+        """Find why a newline ends a command that seems to continue; "" if nothing indicates that."""
         if before and before[-1].kind == "word" and re.fullmatch(r"\\[ \t]", before[-1].text):
             return f"A blank follows the backslash that ends line {before[-1].line}. Remove the blank."
         if "\\\n" in skipped and before and before[-1].kind != "newline":
             what = "a comment" if "#" in skipped else "empty"
-            return f"Line {self.line}, behind a backslash, is {what}, which ends the command. Remove that line."
+            return f"Line {self.line}, after a backslash, is {what}, which ends the command. Remove that line."
         return ""
 
     def _skip_blanks(self) -> None:
@@ -110,7 +110,7 @@ class Lexer:
                 return
 
     def _ends_in_backslash(self) -> bool:
-        """Return True at a backslash that ends the script, which bash drops."""
+        """Return True at a backslash that ends the script, which bash ignores."""
         return self.place == len(self.source) - 1 and self.source[self.place] == "\\"
 
     def _read_elements(self) -> list[Token]:

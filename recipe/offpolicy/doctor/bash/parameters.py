@@ -24,7 +24,7 @@ class Parameter:
 
     Attributes:
         index: of an array's element; @ or * for all of them.
-        operator, word: as they are written, e.g. ``:-`` and the default.
+        operator, word: as written, e.g. ``:-`` and the default.
         length: ``${#name}``.
     """
 
@@ -49,18 +49,18 @@ def parse_parameter(written: str, line: int) -> Parameter:
     """Parse the text between ${ and }.
 
     Raises:
-        ScriptError: a form that is not read.
+        ScriptError: unsupported syntax.
     """
     if written == "#":
         return Parameter("#")
     found = _FORM.fullmatch(written)
     if found is None or (found["word"] and not found["operator"]):
-        raise ScriptError(f"line {line}: ${{{written}}} is not read")
+        raise ScriptError(f"line {line}: ${{{written}}} is not supported")
     return Parameter(found["name"], found["index"], found["operator"] or "", found["word"], bool(found["length"]))
 
 
 def expand_parameter(asked: Parameter, state: ShellState, line: int, expand: Callable[[str], Field]) -> list[Field]:
-    """Expand a parameter: a list's values, else one value, or none if it is not set."""
+    """Expand a parameter: a list's values, else one value, or none if it is unset."""
     values = _read_values(asked, state, line, expand)
     if asked.length:
         return _compute_length(asked, values)
@@ -77,7 +77,7 @@ def expand_parameter(asked: Parameter, state: ShellState, line: int, expand: Cal
 
 
 def _read_values(asked: Parameter, state: ShellState, line: int, expand: Callable[[str], Field]) -> list[Field] | None:
-    """Return the values of a parameter before its operation; None if it is not set."""
+    """Return the values of a parameter before its operation; None if it is unset."""
     name = asked.name
     if name in ("@", "*"):
         state.looked_at.update(state.arguments)
@@ -93,7 +93,7 @@ def _read_values(asked: Parameter, state: ShellState, line: int, expand: Callabl
     if name == "?":
         return [Unknown("$? is the status of a program that is not run", line)]
     if not name.isidentifier():
-        return [Unknown(f"${name} is of a running shell", line)]
+        return [Unknown(f"${name} exists only in a running shell", line)]
     value: Value | None = state.variables.get(name)
     if value is None:
         return None
@@ -107,7 +107,7 @@ def _read_values(asked: Parameter, state: ShellState, line: int, expand: Callabl
     try:
         return [value[int(index)]]
     except ValueError:
-        return [Unknown(f"${{{name}[{index}]}} is of an associative array", line)]
+        return [Unknown(f"${{{name}[{index}]}} belongs to an associative array", line)]
     except IndexError:
         return None
 
@@ -153,7 +153,7 @@ def _slice(asked: Parameter, values: list[Field], line: int, expand: Callable[[s
     try:
         start, *length = (int(part) for part in bounds.split(":"))
     except ValueError:
-        return [Unknown(f"${{{asked.name}:{asked.word}}} is not read", line)]
+        return [Unknown(f"${{{asked.name}:{asked.word}}} is not supported", line)]
 
     def cut(sequence: str | list[Field]) -> slice:
         first = start if start >= 0 else max(len(sequence) + start, 0)
@@ -161,7 +161,7 @@ def _slice(asked: Parameter, values: list[Field], line: int, expand: Callable[[s
         return slice(first, end)
 
     if asked.is_list:
-        # Of $@ the first is $1.
+        # The first element of $@ is $1.
         shifted = values if asked.index else ["", *values]
         return shifted[cut(shifted)]
     value = values[0]
@@ -172,7 +172,7 @@ def _transform(asked: Parameter, value: str, word: Field, line: int, expand: Cal
     if isinstance(word, Unknown):
         return word
     if max(len(value), len(word)) > PATTERN:
-        return Unknown(f"${asked.name} is too long to be cut by a pattern", line)
+        return Unknown(f"${asked.name} is too long for a pattern", line)
     match asked.operator:
         case "#" | "##" | "%" | "%%":
             return _trim(value, word, asked.operator)
@@ -182,14 +182,14 @@ def _transform(asked: Parameter, value: str, word: Field, line: int, expand: Cal
             if isinstance(what, Unknown) or isinstance(by, Unknown):
                 return what if isinstance(what, Unknown) else by
             if max(len(what), len(by)) > PATTERN:
-                return Unknown(f"${{{asked.name}{asked.operator}...}} is too long to be read", line)
+                return Unknown(f"${{{asked.name}{asked.operator}...}} is too long", line)
             found = re.compile(fnmatch.translate(what).removesuffix(r"\Z").removesuffix(r"\z"))
             return found.sub(lambda _: by, value, count=1 if asked.operator == "/" else 0)
         case "^^":
             return value.upper()
         case ",,":
             return value.lower()
-    return Unknown(f"${{{asked.name}{asked.operator}{asked.word}}} is not read", line)
+    return Unknown(f"${{{asked.name}{asked.operator}{asked.word}}} is not supported", line)
 
 
 def _trim(value: str, pattern: str, operator: str) -> str:

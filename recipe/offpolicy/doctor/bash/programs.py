@@ -1,4 +1,4 @@
-"""Programs that only read and print: the interpreter runs these, as a script's choices often depend on them."""
+"""Programs that only read and print: the interpreter runs these, because branches of a script often depend on them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _ANY |= {"readlink", "seq", "tail", "tr", "uname", "wc", "whoami"}
 _PYTHON = re.compile(r"(.*/)?python[\d.]*")
 _SECONDS = 5
 LARGEST = 2**20
-"""How much is read of a file, or of what a program prints, and how long a value may become."""
+"""Largest file or output that is read, and largest value."""
 _IMPORTS = frozenset({"importlib", "importlib.util", "importlib.metadata", "os", "sys", "pathlib"})
 _CALLS = frozenset(
     {
@@ -35,10 +35,10 @@ _CALLS = frozenset(
     }
 )
 _STATEMENTS = (ast.Import, ast.Assign, ast.Expr, ast.If, ast.Pass)
-# What could make much of little, such as "a" * 10**10, is no look-up.
+# Operators that can create large values, such as "a" * 10**10, are not allowed in a look-up.
 _OPERATORS = (ast.Add, ast.Div)
 _OTHERWISE = (ast.Lambda, ast.NamedExpr, ast.Await, ast.Yield, ast.YieldFrom, ast.comprehension)
-# The standard library stands before anything else that can be found under its names; a killed process has no answer.
+# The standard library precedes all other modules of the same names; a killed process gives no answer.
 _ISOLATED = """import importlib.metadata, importlib.util, os, pathlib, sys, sysconfig
 library = sysconfig.get_paths()
 sys.path[:] = [library["stdlib"], os.path.join(library["platstdlib"], "lib-dynload"), *sys.argv.pop().split(os.pathsep)]
@@ -46,7 +46,7 @@ del library, sysconfig
 sys.excepthook = lambda kind, *rest: os.kill(os.getpid(), 9) if kind is MemoryError else None
 """
 _MEMORY = 512 * 2**10
-"""KiB of a program."""
+"""Memory limit of a program in KiB."""
 _LIMITED = ["/bin/sh", "-c", f'ulimit -v {_MEMORY}; exec "$@"', "sh"]
 
 
@@ -55,7 +55,7 @@ def read_text(path: Path) -> str:
 
     Raises:
         OSError: it cannot be read, or is too long.
-        UnicodeDecodeError: it is no text.
+        UnicodeDecodeError: it is not text.
     """
     with path.open("rb") as file:
         content = file.read(LARGEST + 1)
@@ -68,7 +68,7 @@ def is_read_only(words: list[str]) -> bool:
     """Return True if a program with these arguments reads, prints, and changes nothing."""
     name, *arguments = words
     if name in _ANY:
-        # tail -f has no end.
+        # tail -f does not end.
         return name != "tail" or not any(each.startswith(("-f", "-F", "--follow")) for each in arguments)
     if name == "date":
         return all(each.startswith("+") or each == "-u" for each in arguments)
@@ -78,13 +78,13 @@ def is_read_only(words: list[str]) -> bool:
 
 
 def run_program(words: list[str], directory: Path, given: str) -> tuple[str, bool] | None:
-    """Run a read-only program; None if it runs too long or prints too much, or no text.
+    """Run a read-only program; None if it runs too long, prints too much, or prints no text.
 
     Args:
-        directory: in which it runs.
+        directory: its working directory.
         given: its input.
     """
-    # A relative folder on the path would find programs beside the script.
+    # A relative folder on the path would find programs in the script's folder.
     folders = [folder for folder in os.environ.get("PATH", os.defpath).split(os.pathsep) if os.path.isabs(folder)]
     environment = {**os.environ, "PATH": os.pathsep.join(folders)}
     with tempfile.TemporaryFile() as source:
@@ -109,7 +109,7 @@ def run_program(words: list[str], directory: Path, given: str) -> tuple[str, boo
             if len(printed) > LARGEST:
                 process.kill()
         late.cancel()
-    # A negative status is that of a signal.
+    # A negative status is a signal.
     if len(printed) > LARGEST or process.returncode < 0:
         return None
     try:

@@ -1,4 +1,4 @@
-"""The one entry point of the static Bash interpreter."""
+"""The only entry point of the static Bash interpreter."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Script:
     Attributes:
         calls: the programs that it would run, in order.
         looked_at: those of its arguments that it reads itself.
-        end: by which it ends before its last line; None where it does not.
+        end: how it ends before its last line; None if it does not.
     """
 
     calls: list[ProgramCall]
@@ -32,11 +32,11 @@ def read_script(path: Path, arguments: list[str], environment: dict[str, str]) -
     """Follow a script without running it.
 
     Args:
-        arguments: of the script.
-        environment: variables that it starts with.
+        arguments: arguments of the script.
+        environment: its initial environment variables.
 
     Raises:
-        ScriptError: the file is no script that can be read; names file and line.
+        ScriptError: the file is not a readable script; names file and line.
     """
     state = ShellState(dict(environment), list(arguments), Path.cwd(), path)
     interpreter = Interpreter(state)
@@ -46,7 +46,7 @@ def read_script(path: Path, arguments: list[str], environment: dict[str, str]) -
             if "\r\n" in source:
                 line = source[: source.index("\r\n")].count("\n") + 1
                 raise ScriptError(
-                    f"line {line}: a carriage return ends it, which bash takes for a part of the last word. "
+                    f"line {line}: it ends in a carriage return, which bash treats as a part of the last word. "
                     f"Fix: sed -i 's/\\r$//' {path}"
                 )
             interpreter.run_script(source)
@@ -57,7 +57,7 @@ def read_script(path: Path, arguments: list[str], environment: dict[str, str]) -
     except ScriptError as error:
         raise ScriptError(f"{path}, {str(error).rstrip('.')}.") from error
     except OverBudget as error:
-        raise ScriptError(f"{path}, {error} Fix: check the launch alone, with its overrides.") from error
+        raise ScriptError(f"{path}, {error} Fix: check the launch itself, with its overrides.") from error
     except (IndexError, ValueError, RecursionError) as error:
-        raise ScriptError(f"{path}: not read: {error}.") from error
+        raise ScriptError(f"{path}: cannot be read: {error}.") from error
     return Script(interpreter.calls, frozenset(state.looked_at), interpreter.end)

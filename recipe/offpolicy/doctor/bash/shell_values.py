@@ -9,20 +9,20 @@ from .budget import Budget
 
 
 class ScriptError(ValueError):
-    """A script that cannot be read; the message names file, line and cause."""
+    """A script cannot be read; the message names file, line and cause."""
 
 
 class ScriptEnd(Exception):
-    """Raised by exit, return and exec: what follows is not reached.
+    """Raised by exit, return and exec: the following commands are not reached.
 
     Args:
         name: the command.
-        line: of the script.
-        status: as it is given to the command; "" where it is not.
+        line: its line in the script.
+        status: the status given to the command; "" if there is none.
 
     Attributes:
-        because: the condition under which the command stands, as it is written; "" where it stands under none.
-        unset: the variables of the condition that are not set; "1" for an argument of the script.
+        because: the condition around the command, as written; "" if there is none.
+        unset: the unset variables of the condition; "1" for an argument of the script.
     """
 
     def __init__(self, name: str, line: int, status: str = "") -> None:
@@ -42,11 +42,11 @@ class Unknown:
 
     Attributes:
         why: a sentence without its end, such as "$NODES is not set".
-        line: of the script, where the value comes from.
-        prefix: what of the word is known to stand before it, such as ``trainer.nnodes=``.
-        variable: one whose default it is, so that it would not be asked for if the environment had this variable.
-        unset: the variable that is not set, where that is all.
-        required: whether an empty value would not do for it, as in ${X:?}.
+        line: line of the script where the value comes from.
+        prefix: known text of the word before it, such as ``trainer.nnodes=``.
+        variable: variable whose default it is, so it would not be needed if the environment had this variable.
+        unset: the unset variable, if that is the only cause.
+        required: whether an empty value is not allowed, as in ${X:?}.
     """
 
     why: str
@@ -65,7 +65,7 @@ class Unknown:
 Field = str | Unknown
 """One word after expansion."""
 Value = str | Unknown | list[Field]
-"""Of a variable: a list for an array."""
+"""Value of a variable: a list for an array."""
 
 
 @dataclass
@@ -73,14 +73,14 @@ class ShellState:
     """The state of the shell that a script changes.
 
     Attributes:
-        variables: of the script and of the environment.
+        variables: variables of the script and of the environment.
         arguments: $1, $2 ...
-        directory: where it is.
+        directory: current directory.
         functions: name -> parsed body.
-        script: for messages and BASH_SOURCE.
-        looked_at: the values that $1, $2 ..., $@ and shift have had: what the script itself reads.
+        script: path, for messages and BASH_SOURCE.
+        looked_at: values of $1, $2 ..., $@ and shift that the script itself reads.
         written: name -> the unexpanded text of its latest assignment.
-        budget: of the reading.
+        budget: budget of the reading.
     """
 
     variables: dict[str, Value]

@@ -13,7 +13,7 @@ from .parameters import Parameter, expand_parameter, parse_parameter
 from .shell_values import Field, ScriptError, ShellState, Unknown
 
 Substitute = Callable[[str, int], Field]
-"""Takes the commands of $(...) and their line; gives what they would print."""
+"""Called with the commands of $(...) and their line; returns their output."""
 _BRACKETS = ("${", "$(", "<(", ">(")
 _NAME = re.compile(r"[A-Za-z_]\w*|[0-9@*#?$!-]")
 _DOCUMENT = re.compile(r"(?<!<)<<-?\s*(['\"]?)([A-Za-z_]\w*)\1")
@@ -27,7 +27,7 @@ _ASSIGNS = re.compile(
 
 @dataclass(frozen=True)
 class _Piece:
-    """A part of a word; ``split`` if blanks in it end a field, ``ends`` if a field ends after it."""
+    """A part of a word; ``split``: blanks in it end a field, ``ends``: a field ends after it."""
 
     value: Field
     split: bool = False
@@ -36,7 +36,7 @@ class _Piece:
 
 
 class WordExpander:
-    """An expander of words in a shell state; ``unset_is_empty`` in tests, where bash goes on with an empty value."""
+    """An expander of words in a shell state; ``unset_is_empty`` in tests, where bash continues with an empty value."""
 
     def __init__(self, state: ShellState, substitute: Substitute, *, unset_is_empty: bool = False) -> None:
         self._state = state
@@ -68,7 +68,7 @@ class WordExpander:
         )
 
     def evaluate_arithmetic(self, expression: str, line: int) -> Field:
-        """Evaluate an arithmetic expression, or carry an assignment out, such as ``i++`` or ``n = 2 * m``."""
+        """Evaluate an arithmetic expression, or execute an assignment such as ``i++`` or ``n = 2 * m``."""
         plain = self.expand_document(expression, line)
         if isinstance(plain, Unknown):
             return plain
@@ -90,7 +90,7 @@ class WordExpander:
         try:
             return str(evaluate(plain, numbers))
         except ValueError as error:
-            return Unknown(f"$(({expression.strip()})) is not read ({error})", line)
+            return Unknown(f"$(({expression.strip()})) is not supported ({error})", line)
 
     def _split_pieces(self, written: str, line: int, *, quoted: bool, document: bool = False) -> Iterator[_Piece]:
         for piece in self._read_pieces(written, line, quoted, document):
@@ -131,7 +131,7 @@ class WordExpander:
             elif not quoted and written.startswith(("<(", ">("), place):
                 end = _find_closing(written, place + 1)
                 self._substitute(written[place + 2 : end], line)
-                yield _Piece(Unknown(f"{character}(...) is not read", line))
+                yield _Piece(Unknown(f"{character}(...) is not supported", line))
                 place = end + 1
             else:
                 ends = "\\'\"`$" if quoted else "\\'\"`$<>"
@@ -140,10 +140,10 @@ class WordExpander:
                 place = end
 
     def _expand_dollar(self, rest: str, line: int, quoted: bool) -> tuple[int, list[_Piece]]:
-        """Return the length of the text that a $... takes, and its expansion."""
+        """Return the length of the text of a $..., and its expansion."""
         if rest.startswith("$'") and not quoted:
             end = re.compile(r"\$'(?:[^'\\]|\\.)*'", re.S).match(rest)
-            assert end is not None, "closed, as the lexer has seen"
+            assert end is not None, "the lexer checks that it is closed"
             inside = re.sub(r"\\(.)", lambda found: _ANSI.get(found[1], found[0]), rest[2 : end.end() - 1])
             return end.end(), [_Piece(inside)]
         if rest.startswith("$(("):
@@ -169,7 +169,7 @@ class WordExpander:
         if asked.is_joined and quoted:
             return [_Piece(concatenate(_intersperse_blanks(values)))]
         pieces = [_Piece(value, split=not quoted, ends=index < len(values) - 1) for index, value in enumerate(values)]
-        # "${EMPTY[@]}" is no field at all.
+        # "${EMPTY[@]}" is not a field.
         return pieces or [_Piece("", split=True)]
 
     def _expand_home(self, line: int) -> Field:
@@ -182,7 +182,7 @@ def _get_text(value: Field) -> str:
 
 
 def _skip_piece(written: str, place: int) -> int:
-    """Return the place behind one character, or behind a quoted or bracketed piece that starts at ``place``."""
+    """Return the position after one character, or after a quoted or bracketed piece that starts at ``place``."""
     character = written[place]
     if character == "\\":
         return place + 2
@@ -211,7 +211,7 @@ def _intersperse_blanks(values: list[Field]) -> Iterator[Field]:
 
 
 def _join_fields(pieces: Iterator[_Piece]) -> Iterator[Field]:
-    """Join pieces to fields, cut at the blanks of those that are split."""
+    """Join pieces to fields, split at the blanks of pieces with ``split``."""
     current: Field | None = None
 
     def add(value: Field) -> Field:
@@ -252,7 +252,7 @@ def _find_closing_quote(written: str, start: int) -> int:
 
 
 def _find_closing(written: str, start: int) -> int:
-    """Find the bracket that closes the one at ``start``, past quotes, comments and nested ones."""
+    """Find the bracket that closes the one at ``start``, skipping quotes, comments and nested ones."""
     opener, closer = written[start], {"{": "}", "(": ")"}[written[start]]
     arithmetic = written.startswith("((", start)
     depth, place = 0, start
