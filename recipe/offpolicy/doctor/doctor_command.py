@@ -84,7 +84,7 @@ def describe_failure(error: Exception) -> str:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Build the parser of the command's own arguments; Hydra's are what it does not know."""
+    """Build the parser of the command's own arguments; unknown arguments belong to Hydra."""
     parser = argparse.ArgumentParser(
         prog=os.environ.get("OFFPOLICY_PROGRAM", "python -m recipe.offpolicy.doctor"),
         description=_HELP,

@@ -1,6 +1,6 @@
-"""Trials of weights and masks at level ``prefix``, where the decision on a token follows from all tokens up to it.
+"""Trials of weights and masks at level ``prefix``, where the decision on a token depends on all tokens up to it.
 
-One token of each row has a log-ratio, the second where there is one; the value of every later prefix follows from it.
+In each row only one token has a log-ratio, the second one if it exists; it determines the value of every later prefix.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ from .trials import (
 )
 
 _CLEAR = 1e-4
-"""Nats between a prefix's value and its bound, below which float32 log-probs cannot tell them apart."""
+"""Difference of a prefix's value and its bound, in nats, below which float32 log-probs cannot tell them apart."""
 
 _WIDEST = {False: 0.9, True: 2.5}
-"""Greatest difference of probabilities, and binary KL divergence in nats, that a trial gives a token."""
+"""Largest difference of probabilities, and largest binary KL divergence in nats, that a trial gives to a token."""
 
 
 @dataclass(frozen=True)
 class _Place:
-    """Positions from 1 of a batch's response tokens, and the token of each row that is moved.
+    """Positions of a batch's response tokens, counted from 1, and the moved token of each row.
 
     Attributes:
-        position: (B, T) float64, 0 off the mask.
-        at: (B, 1) position of the moved token; 0 in a row without a token.
-        moved: (B, T) bool, that token.
-        later: (B, T) bool, it and the tokens behind it.
+        position: (B, T) float64, 0 where the mask is False.
+        at: (B, 1) position of the moved token; 0 in a row without tokens.
+        moved: (B, T) bool, the moved token.
+        later: (B, T) bool, the moved token and all tokens after it.
     """
 
     position: Tensor
@@ -59,7 +59,7 @@ class _Place:
 
 
 def build_prefix_weight_trials(spec: WeightSpec, batch: MicroBatch) -> Iterator[Trial]:
-    """Build trials of a weight by prefix: raw weights beyond and inside each bound, at the moved token."""
+    """Build trials of a weight per prefix: raw weights beyond and inside each bound, at the moved token."""
     mask = batch.response_mask
     place = _Place.of(mask, 2)
     mean = MEAN_WEIGHT if spec.normalize else 1.0
@@ -107,7 +107,7 @@ def build_prefix_weight_trials(spec: WeightSpec, batch: MicroBatch) -> Iterator[
 
 
 def build_prefix_mask_trials(spec: MaskSpec, batch: MicroBatch) -> Iterator[Trial]:
-    """Build trials of a mask by prefix: the moved token's prefix beyond each bound, or inside it, for either sign."""
+    """Build trials of a mask per prefix: the moved token's prefix beyond each bound, or inside it, for either sign."""
     signs = {"negative": (-1.0,), "positive": (1.0,)}.get(spec.when, (-1.0, 1.0))
     for side, bound in list_bounds(spec):
         for sign in signs:
@@ -130,10 +130,10 @@ def _build_mask_trial(
     looks: bool = True,
     mixed: bool = False,
 ) -> Trial:
-    """Build a trial; ``looks``: the mask looks at advantages of this sign; ``mixed``: later tokens have the other."""
+    """Build a trial; ``looks``: the mask applies to advantages of this sign; ``mixed``: later tokens have the other."""
     mask = batch.response_mask
     by_mass = spec.aggregate.startswith("binary_")
-    # What two tokens share may be more than the probabilities of one can differ by.
+    # The difference for two tokens may exceed the largest difference of one token's probabilities.
     alone = by_mass and 2 * abs(bound) > _WIDEST["kl" in spec.aggregate]
     place = _Place.of(mask, 1 if alone else 2)
     advantages = mix_signs(mask, sign) if mixed else torch.full_like(batch.log_prob, sign, dtype=torch.float64)
@@ -170,7 +170,7 @@ def _build_mask_trial(
 
 
 def _choose_masses(aggregate: str, moved: Tensor, value: Tensor, way: Tensor) -> tuple[Tensor, Tensor]:
-    """Choose the two policies' probabilities of each token, (B, T) each, equal but at ``moved``."""
+    """Choose both policies' probabilities of each token, (B, T) each, equal except at ``moved``."""
     rest = torch.full_like(way, HIGH)
     if "kl" in aggregate:
         low = rest.clone()
@@ -191,7 +191,7 @@ def _size(spec: MaskSpec, place: _Place) -> Tensor:
 
 
 def _follow(aggregate: str, value: Tensor, place: _Place) -> Tensor:
-    """Compute what each prefix aggregates to, where it is ``value``, (B, 1), at the moved token and nothing before."""
+    """Compute each prefix's aggregate if it is ``value``, (B, 1), at the moved token and 0 before."""
     if aggregate == "exp_abs_mean":
         behind = torch.log1p(torch.expm1(value) * place.at / place.position.clamp(min=1))
     elif aggregate == "geometric" or aggregate.endswith("_mean"):
@@ -204,7 +204,7 @@ def _follow(aggregate: str, value: Tensor, place: _Place) -> Tensor:
 
 
 def _clear(value: Tensor, aggregate: str, place: _Place, limits: list[Tensor]) -> Tensor:
-    """Move a value from 0 until no prefix is as near to a bound as rounding."""
+    """Move a value away from 0 until no prefix is closer to a bound than rounding."""
     for _ in range(8):
         found = _follow(aggregate, value, place)
         if not any(bool(((found - limit).abs() < _CLEAR)[place.later].any()) for limit in limits):

@@ -36,7 +36,7 @@ _ON_RATIO = ("product", "geometric", "any", "exp_abs_mean")
 _WIDE_GAP = 0.5
 """Largest difference of probabilities that one token gets where a unit shares a sum of differences."""
 _WIDE_KL = 1.0
-"""Nats of a binary KL divergence likewise."""
+"""Largest binary KL divergence, in nats, that one token gets."""
 
 
 @dataclass(frozen=True)

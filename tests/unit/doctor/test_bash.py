@@ -204,7 +204,7 @@ def test_nothing_is_run(tmp_path: Path) -> None:
         ("\n\nif true; then launch a", 3, "expected 'fi'"),
         ("X=$(echo a", 1, "( is not closed"),
         ("launch ${X@Q}", 1, "${X@Q} is not supported"),
-        ("while true; do launch a; done", 1, "the loop has no end"),
+        ("while true; do launch a; done", 1, "the end of the loop cannot be determined"),
         ("cat <<END\na", 1, "the here-document END is not closed"),
     ],
 )

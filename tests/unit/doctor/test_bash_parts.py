@@ -117,6 +117,6 @@ def test_unknown_overrides_are_named_with_one_fix_a_cause() -> None:
     )
     drawn = Unknown("the output of shuf", 5, prefix="data.seed=")
     assert describe_unknowns([drawn, drawn], Path("run.sh")) == (
-        "the output of shuf (line 5). Fix: to check the launch with values of your own, add data.seed=VALUE behind "
+        "the output of shuf (line 5). Fix: to check the launch with values of your own, add data.seed=VALUE after "
         "--script run.sh."
     )

@@ -66,7 +66,7 @@ def test_a_value_that_is_not_known_is_replaced_by_a_later_one(
 def test_a_value_that_is_not_known_names_what_mends_it(words: str, given: list[str], tmp_path: Path) -> None:
     script = tmp_path / "run.sh"
     script.write_text(f"{LAUNCH} {words}\n")
-    with pytest.raises(ScriptError, match=f"add trainer.n_gpus_per_node=VALUE behind --script {script}"):
+    with pytest.raises(ScriptError, match=f"add trainer.n_gpus_per_node=VALUE after --script {script}"):
         find_launches(script, given)
 
 

@@ -81,7 +81,7 @@ fi
 """
     assert refused(script, source) == (
         ", line 7: 2 overrides are unknown (a.b, c.d): it depends on the output of `which_device`, and which_device is "
-        "not run (line 1). Fix: put DEVICE=VALUE in front of the command."
+        "not run (line 1). Fix: put DEVICE=VALUE before the command."
     )
     monkeypatch.setenv("DEVICE", "gpu")
     assert find_launches(script, [])[0].arguments == ("a.b=3", "c.d=4", "e.f=1")
@@ -93,7 +93,7 @@ def test_each_cause_has_its_own_fix(script: Path) -> None:
         ", line 2: 4 overrides are unknown (a.b, c.d, e.f, g.h): it depends on the output of `count`, and count is not "
         "run (line 1); $NOT_SET_HERE is not set (line 2); $2 is not set (line 2). Fix: export NOT_SET_HERE, even "
         "empty, and give the script's arguments after --script FILE, and to check the launch with values of your own, "
-        f"add a.b=VALUE e.f=VALUE behind --script {script}."
+        f"add a.b=VALUE e.f=VALUE after --script {script}."
     )
 
 
@@ -105,7 +105,7 @@ def test_a_variable_that_may_not_be_empty(script: Path) -> None:
 def test_a_launch_in_doubt_names_what_decides(script: Path) -> None:
     said = refused(script, f"MODE=${{MODE:-$(which_mode)}}\nif [ $MODE = train ]; then\n {LAUNCH} a.b=1\nfi")
     assert said.startswith(", line 3: it is unknown whether this is launched: ")
-    assert said.endswith("(line 1). Fix: put MODE=VALUE in front of the command.")
+    assert said.endswith("(line 1). Fix: put MODE=VALUE before the command.")
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""pass@k as an extension: advantages in the place of verl's estimator, group sizes, and validation."""
+"""pass@k as an extension: advantages instead of verl's estimator, group sizes, and validation."""
 
 from __future__ import annotations
 
