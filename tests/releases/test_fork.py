@@ -116,9 +116,8 @@ def place_in(fork: Path) -> str:
     return "offpolicy_correction/" if (fork / ".gitmodules").exists() else ""
 
 
-@pytest.mark.parametrize(
-    "fork", ["own recipe", pytest.param("submodule, populated", marks=pytest.mark.extended)], indirect=True
-)
+@pytest.mark.extended
+@pytest.mark.parametrize("fork", ["own recipe", "submodule, populated"], indirect=True)
 def test_a_copy_runs_where_it_lies_and_goes_without_a_trace(fork: Path) -> None:
     before, status = content(fork), git(fork, "status", "--porcelain", "-uall")
     copied = script(fork)

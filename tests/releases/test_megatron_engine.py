@@ -10,7 +10,7 @@ from tests.support import megatron_program as mp
 from tests.support.parity_case import ROWS, Case
 from tests.support.parity_update import expected
 
-pytestmark = [pytest.mark.verl("==0.9.1"), pytest.mark.slow]
+pytestmark = [pytest.mark.verl("==0.9.1"), pytest.mark.slow, pytest.mark.extended]
 
 REFERENCED = [job for job in mp.JOBS if job.witnessed]
 PROVED = mp.of_job("proved")

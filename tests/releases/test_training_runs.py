@@ -87,7 +87,7 @@ def test_three_steps_with_the_correction_live(overrides: list[str]) -> None:
 @pytest.mark.parametrize(
     "dtype",
     [
-        pytest.param("float32", marks=[pytest.mark.verl("==0.7.1")]),
+        pytest.param("float32", marks=[pytest.mark.verl("==0.7.1"), pytest.mark.extended]),
         pytest.param("bfloat16", marks=[pytest.mark.verl("==0.7.1"), pytest.mark.extended]),
     ],
 )
