@@ -229,8 +229,15 @@ def rejected_by(mask: Plain, batch: Batch, tokens: list[Token], result: Expected
     signs = signed_by(mask, batch, tokens)
     dropped: set[Token] = set()
     for unit in units(mask["level"], batch, tokens):
-        low, high = (None if bound is None else bound * factor(mask, batch, unit) for bound in bounds(mask))
-        if any(beyond(value, low, high, result) for value in statistics(mask, batch, unit)):
+        values = statistics(mask, batch, unit)
+        grown = [factor(mask, batch, unit)] * len(values)
+        if mask["aggregate"] == "any" and mask.get("by_position"):  # each token by its own position
+            grown = [factor(mask, batch, unit[: end + 1]) for end in range(len(unit))]
+        low, high = bounds(mask)
+        if any(
+            beyond(value, None if low is None else low * grow, None if high is None else high * grow, result)
+            for value, grow in zip(values, grown, strict=True)
+        ):
             dropped |= {
                 token
                 for token in decided_by(mask["level"], unit)

@@ -187,7 +187,7 @@ def test_wheel_holds_the_configs_and_no_foreign_name(wheel: Path) -> None:
     }
     assert not {"recipe/__init__.py", "hydra_plugins/__init__.py"} & set(names)
     assert "verl_patches/cpu/platform.py" in names
-    assert entries == "[verl.plugins]\noffpolicy = verl_patches.plugin\n"
+    assert entries == "[console_scripts]\noffpolicy = recipe.offpolicy.__main__:main\n\n[verl.plugins]\noffpolicy = verl_patches.plugin\n"
     assert not [name for name in names if "__pycache__" in name]
     assert len(licence) == 1
 

@@ -256,7 +256,7 @@ def test_a_level_is_not_guessed(mapping: dict[str, Any]) -> None:
     problem = refused(mapping)
     assert problem is not None
     assert problem.overrides == ()
-    assert problem.fix.endswith(".level=token, sequence, turn or version.")
+    assert problem.fix.endswith(".level=token, sequence, turn, version or prefix.")
 
 
 @settings(max_examples=at_most(400))
