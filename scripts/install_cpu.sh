@@ -177,7 +177,7 @@ if ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then
 fi
 
 # Names the distributions that an interrupted pip left half unpacked and forgets them, so that pip
-# installs them anew instead of finding the requirement satisfied.
+# installs them again instead of finding the requirement satisfied.
 "$venv/bin/python" - <<'PY'
 import importlib.metadata as metadata
 import shutil

@@ -128,6 +128,7 @@ lint() {
     use "$newest"
     ruff check . || status=1
     ruff format --check . || status=1
+    python -m tests.support.language || status=1
     return "$status"
 }
 
@@ -289,7 +290,7 @@ elif $quick; then
     stage "tests-$first" others "$first"
 else
     # Programs run one after the other and leave half of the machine idle, as they wait for each other's processes:
-    # everything else runs beside them and is shown after them. It gives way to programs, whose Ray workers would
+    # everything else runs next to them and is shown after them. It gives way to programs, whose Ray workers would
     # otherwise give way as much (they run at niceness 15).
     export RAY_worker_niceness=0
     run_parts() { # those of a release with this function, as long as this script runs

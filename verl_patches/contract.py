@@ -241,8 +241,8 @@ def resolve(target: str) -> Any:
     except Exception as error:
         if isinstance(error, ModuleNotFoundError) and f"{module_name}.".startswith(f"{error.name}."):
             return None
-        mend = "install the missing module" if isinstance(error, ImportError) else "do what the error message says"
-        raise PatchError(f"{target} cannot be imported: {error}. Fix: {mend}.") from error
+        proposed = "install the missing module" if isinstance(error, ImportError) else "do what the error message says"
+        raise PatchError(f"{target} cannot be imported: {error}. Fix: {proposed}.") from error
 
 
 def loaded(target: str) -> Any:

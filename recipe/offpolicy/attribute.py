@@ -75,7 +75,7 @@ def _show(found: Any) -> None:
         tables.build_tokens_table(found),
         tables.build_rows_table(found),
         tables.format_replayed(found.whole),
-        f"Ids in place of text: {found.without_text}." if found.without_text else "",
+        f"Ids instead of text: {found.without_text}." if found.without_text else "",
         tables.format_verdict(found),
         *(f"Fix of {fix}" for fix in tables.list_fixes(found)),
     )

@@ -147,7 +147,7 @@ def _page(
 
     confidence = options.confidence
     page = Page("Calibration", str(options.directory))
-    page.add_section("Mend first", faults)
+    page.add_section("Fix first", faults)
     pasted = " \\\n".join(map(shlex.quote, tables.list_overrides(result))) or "none"
     page.add_section("Proposed", tables.build_overview_table(result, confidence), Code(pasted))
     page.add_section("Curves", build_panels(result.proposals, confidence))
@@ -185,7 +185,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add("--png", type=Path, metavar="FILE", help="calibration curves")
     add("--html", type=Path, metavar="FILE", help="one self-contained page")
-    add("--json", action="store_true", help="JSON to stdout in place of tables")
+    add("--json", action="store_true", help="JSON to stdout instead of tables")
     add_jobs(parser)
     return parser
 

@@ -62,7 +62,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--correct-at-least", type=float, default=1.0, metavar="SCORE", help="of a recording: right from here on (1.0)"
     )
     parser.add_argument("--png", type=Path, metavar="FILE", help="write the curves")
-    parser.add_argument("--json", action="store_true", help="print JSON in the place of tables")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     return parser
 
 

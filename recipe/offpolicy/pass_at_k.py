@@ -94,7 +94,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--successes", type=int, metavar="R", help="right ones with which it ended")
     parser.add_argument("--rank", action="store_true", help="show 1 - (1 - c/n)^k as well, which is for ranking only")
     parser.add_argument("--png", type=Path, metavar="FILE", help="write the curve")
-    parser.add_argument("--json", action="store_true", help="print JSON in the place of tables")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     return parser
 
 

@@ -26,7 +26,7 @@ SEQUENCES=2
 GPU_MEMORY=0.6
 source "$root/recipe/offpolicy/run_common.sh"
 
-# The engine of 0.7 reads fsdp_config.strategy, in the place of actor.strategy.
+# The engine of 0.7 reads fsdp_config.strategy, instead of actor.strategy.
 exec python3 -m recipe.offpolicy.main_offpolicy "${COMMON[@]}" \
     actor_rollout_ref.model.enable_gradient_checkpointing=true \
     actor_rollout_ref.actor.strategy=fsdp2 \

@@ -70,7 +70,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--steps", metavar="FIRST:LAST", help="both included; default: all")
     parser.add_argument("--png", type=Path, metavar="FILE", help="draw it")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write one page that needs no network")
-    parser.add_argument("--json", action="store_true", help="print JSON in place of tables")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     add_jobs(parser)
     return parser
 

@@ -81,7 +81,7 @@ def draw_file(directory: Path, rows: int, place: tuple[int, int]) -> None:
 def measure(tool: str, directory: Path, jobs: int) -> tuple[float, float, float]:
     """Run one tool; return seconds of wall time, of CPU time, and MiB of all its processes."""
     command = [sys.executable, "-m", f"recipe.offpolicy.{tool}", str(directory), *TOOLS[tool], "--jobs", str(jobs)]
-    # Beside the recording: a page takes the place of what is there, of /dev/null too.
+    # Next to the recording: a page takes the place of what is there, of /dev/null too.
     command += ["--out", str(directory.with_suffix(".html"))] if tool == "report" else ["--json"]
     began, memory = time.perf_counter(), 0
     seconds: dict[int, float] = {}

@@ -1,4 +1,4 @@
-"""Time and memory of ``verl_rollout_correction`` beside verl's own helper, on the same inputs.
+"""Time and memory of ``verl_rollout_correction`` next to verl's own helper, on the same inputs.
 
     python scripts/benchmark/rollout_stage.py                                            # a table for the terminal
     python scripts/benchmark/rollout_stage.py --markdown --first --curve docs/cost.png   # what docs/cost.md shows
@@ -170,7 +170,7 @@ def measure_curve(shapes: Sequence[tuple[int, int]], repeats: int) -> list[dict[
 
 
 def draw(points: Sequence[dict[str, Any]], path: Path) -> None:
-    """Plot time and memory over tokens, ours beside a line of slope 1 through its last point."""
+    """Plot time and memory over tokens, ours next to a line of slope 1 through its last point."""
     from recipe.offpolicy.analysis.pages import plotting
 
     with plotting.apply_style():

@@ -1,8 +1,8 @@
-"""Cost of scoring prefixes beside the model's own work, in microseconds a prompt position, in the server's front end.
+"""Cost of scoring prefixes next to the model's own work, in microseconds a prompt position, in the server's front end.
 
     python scripts/benchmark/scoring_cost.py [--positions 2200]
 
-vLLM lays out log-probs of a prompt as flat lists, of which ``process_reward`` reads the last ones; beside it the way by
+vLLM lays out log-probs of a prompt as flat lists, of which ``process_reward`` reads the last ones; and the way by
 an object a position, which verl's own requests take: its extraction and its pickling for Ray. Medians of the repeats.
 """
 

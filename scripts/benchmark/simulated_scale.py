@@ -6,7 +6,7 @@
 
 Tokens go from 2^18 to 2^27, padding included, rows from 1 000 to 100 000 and ranks from 8 to 512. Time: CPU seconds of
 one thread in a call, the user's, in which it is computed, and apart from them the system's, in which it hands out pages
-anew for each temporary of more than 32 MiB; torch keeps those of a GPU. Memory: what the resident set of a fresh
+again for each temporary of more than 32 MiB; torch keeps those of a GPU. Memory: what the resident set of a fresh
 process grows by at most in its first call, beyond its inputs. Sizes whose arrays would take more than ``--memory`` GiB
 (6) are left out, with a message. The exponent is the slope of log time, or log memory, over log size, of the larger
 half of the sizes, on which caches and fixed costs no longer tell: 1 is linear. The last line adds up what the driver

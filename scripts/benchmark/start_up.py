@@ -4,7 +4,7 @@
 
 The other checkout is a worktree of REVISION, which is removed afterwards. Printed for each tool: medians of CPU time
 (user and system, of the process and its children) and wall time, the ratio of each pair's, and whether the tools said
-the same; beside them, verl's own launch without a correction, until it starts Ray. Compiled modules are not kept, so
+the same; next to them, verl's own launch without a correction, until it starts Ray. Compiled modules are not kept, so
 that neither checkout has an advantage of earlier runs.
 """
 

@@ -1,4 +1,4 @@
-"""Cost of a teacher's log-probs, in microseconds a prompt position: of the server, and of the client beside training.
+"""Cost of a teacher's log-probs, in microseconds a prompt position: of the server, and of the client next to training.
 
     bash scripts/teacher.sh MODEL --port 8100 &
     python scripts/benchmark/teacher_cost.py http://127.0.0.1:8100 --pid $!

@@ -60,7 +60,7 @@ def run_in_fresh_process(work: Callable[..., T], *arguments: Any, preload: Seque
 
     Args:
         preload: modules of a server that has imported them and computed nothing, from which the process is forked;
-            None: start Python anew.
+            None: start Python again.
 
     Raises:
         RuntimeError: the process ended without an answer, as one does that is killed for its memory.

@@ -4,7 +4,7 @@
     python scripts/benchmark/whatif.py --recording DIR    # one of yours; --rounds 5, --json
 
 Each round reads the recording alone and then replays every correction over it, so that all see the same load of the
-machine; medians over rounds go to standard output, as JSON with --json. Beside each correction the replay measures what
+machine; medians over rounds go to standard output, as JSON with --json. For each correction the replay measures what
 acted and the uncorrected loss, as the command line does. The start of Python and torch is left out and printed apart.
 """
 

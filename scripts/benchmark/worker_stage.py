@@ -245,7 +245,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     add_counts(parser, **asdict(Sizes()), pairs=25)
     parser.add_argument("--device", default="cpu", help="cpu, or a CUDA device")
     parser.add_argument("--json", type=Path, help="write the figures there")
-    parser.add_argument("--shadow", action="store_true", help="report on sequence weights beside the correction")
+    parser.add_argument("--shadow", action="store_true", help="report on sequence weights next to the correction")
     given = parser.parse_args(arguments)
     sizes = Sizes(**{name: getattr(given, name) for name in asdict(Sizes())})
     found = compare(given.model, sizes, given.pairs, given.device, shadow=given.shadow)

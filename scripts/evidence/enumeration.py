@@ -2,7 +2,7 @@
 
 N = V^T sequences y of T tokens from a vocabulary of V. All in float64.
 
-* pi_old has the logits theta . phi(y_<t), with phi the one-hot of the last token beside that of the position;
+* pi_old has the logits theta . phi(y_<t), with phi the one-hot of the last token next to that of the position;
 * pi has theta moved by ``staleness`` x a fixed direction, as optimizer steps move it;
 * mu has pi_old's logits plus ``mismatch`` x fixed standard normal noise, drawn for each prefix and token, as another
   engine's rounding is no function of the parameters.

@@ -36,16 +36,16 @@ def draw(evidence: Evidence, path: Path) -> None:
         _growth(evidence, growth)
         _plane(evidence, plane)
         _kept(evidence, kept)
-        _names(names, above=plane, beside=kept)
+        _names(names, above=plane, alongside=kept)
     save(figure, path, dpi=110)
 
 
-def _names(axes: Any, *, above: Any, beside: Any) -> None:
+def _names(axes: Any, *, above: Any, alongside: Any) -> None:
     """Draw the legend of the other panels in a panel of its own, where it hides nothing."""
     axes.set_axis_off()
     for panel, title, place, columns in (
         (above, "Above", "upper left", 2),
-        (beside, "Rows kept by length", "lower left", 1),
+        (alongside, "Rows kept by length", "lower left", 1),
     ):
         legend = axes.legend(
             *panel.get_legend_handles_labels(), loc=place, bbox_to_anchor=(0, float(place == "upper left")),

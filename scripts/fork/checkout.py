@@ -81,7 +81,7 @@ def open_fork(path: Path) -> Fork:
         if (taken / "__init__.py").exists() or taken.with_suffix(".py").exists():
             name = taken.relative_to(root)
             raise Refused(
-                f"{reason}, and {name}/ would be imported in the place of a copy anywhere else. "
+                f"{reason}, and {name}/ would be imported instead of a copy anywhere else. "
                 f"Fix: rename {name}/, or undo the copy that it came from."
             )
     return Fork(root, release, f"{ASIDE}/", reason)

@@ -38,7 +38,7 @@ def main(arguments: Sequence[str]) -> int:
     except BrokenPipeError:
         # Whoever reads has seen enough. Python would write what is left at its end, and fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return DONE if options.dry_run else _stop("nobody reads the output any more")
+        return DONE if options.dry_run else _stop("no one reads the output any more")
     except (OSError, KeyboardInterrupt) as error:
         return _stop("interrupted" if isinstance(error, KeyboardInterrupt) else str(error))
 

@@ -93,7 +93,7 @@ def explain(done: subprocess.CompletedProcess[str], fix: str) -> Failure | None:
     """Build the failure of a program that ended with another status than 0; `fix` is for those that name none."""
     if done.returncode == 0:
         return None
-    # The last line, for warnings name packages that nobody needs.
+    # The last line, for warnings name packages that no one needs.
     if missing := re.search(r"^ModuleNotFoundError: No module named '([\w.]+)'\s*\Z", done.stderr, re.M):
         package = missing[1].partition(".")[0]
         if package not in ("verl", "recipe", "verl_patches"):

@@ -1,4 +1,4 @@
-"""A contract accepts what it was written for and refuses, with the mend, what has moved."""
+"""A contract accepts what it was written for and refuses, with the fix, what has moved."""
 
 from __future__ import annotations
 
@@ -144,18 +144,18 @@ def module_file(folder: Path, name: str, code: str) -> str:
 def test_a_target_that_cannot_be_imported_has_not_moved(
     code: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The mend is to install what its module wants, and no other release of the distribution."""
+    """The fix is to install what its module wants, and no other release of the distribution."""
     monkeypatch.syspath_prepend(tmp_path)
     name = module_file(tmp_path, f"wants_{abs(hash(code))}", code)
     with pytest.raises(PatchError) as error:
         Contract("wanting", f"{name}:f", "()", "packaging", ">=20").check()
     assert str(error.value).startswith(f"{name}:f cannot be imported: {reason}")
-    mend = (
+    proposed = (
         "do what the error message says"
         if "attribute" in reason or "platform" in reason
         else "install the missing module"
     )
-    assert str(error.value).endswith(f"Fix: {mend}.")
+    assert str(error.value).endswith(f"Fix: {proposed}.")
     assert loaded(f"{name}:f") is None, "a look at the state does not raise"
 
 
@@ -246,7 +246,7 @@ def test_two_patches_wait_for_one_module(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_an_error_in_a_deferred_patch_reaches_the_importer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each importer anew, and whoever asks for the failures where importers swallow them."""
+    """Each importer again, and whoever asks for the failures where importers swallow them."""
     (tmp_path / "refused_by_the_test.py").write_text("")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))

@@ -104,7 +104,7 @@ NO_MEGATRON = "import sys; sys.modules['megatron'] = None; "
 
 @needs_legacy
 def test_without_megatron_only_its_actor_is_refused() -> None:
-    """A user of FSDP who has no Megatron starts and looks at the state; one who asks for it is told the mend."""
+    """A user of FSDP who has no Megatron starts and looks at the state; one who asks for it is told the fix."""
     code = NO_MEGATRON + "import verl, verl.workers.actor.dp_actor, verl_patches; from verl_patches import legacy\n"
     code += "legacy.check('fsdp'); assert verl_patches.status()['legacy'] == "
     code += "{'fsdp_actor': 'in force', 'megatron_actor': 'waiting'}, verl_patches.status()\n"

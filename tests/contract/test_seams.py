@@ -142,7 +142,7 @@ def test_whatever_the_v1_trainer_overrides_is_a_seam() -> None:
 
 @NEWEST
 def test_whatever_the_client_overrides_is_a_seam() -> None:
-    """An attempt that goes another way would be sampled by a version that nobody notes."""
+    """An attempt that goes another way would be sampled by a version that no one notes."""
     from recipe.offpolicy.staleness.client import Attempts, VersionedClient
     from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServerClient
 

@@ -1,4 +1,4 @@
-"""What a correction costs in the worker on a CUDA device, beside a model of half a billion parameters."""
+"""What a correction costs in the worker on a CUDA device, next to a model of half a billion parameters."""
 
 from __future__ import annotations
 

@@ -377,7 +377,7 @@ def test_a_fallback_reaches_the_gradient_and_is_proved_there(engine: Any, caplog
     plain = OffPolicyLoss(SAFER, tw.actor_config())
     assert same(gradient, tw.gradients(engine, plain, rows.to_tensordict(), micro_batch_size=2)[1])
     assert run.metrics["offpolicy/alarm/active_correction"] == 1.0
-    # Equal engines: the weights' ESS is 1, the alarm is quiet, and the configured correction is proved anew.
+    # Equal engines: the weights' ESS is 1, the alarm is quiet, and the configured correction is proved again.
     run.update(1e-6)
     assert run.supervision.spec == BANDED
     caplog.clear()

@@ -1,4 +1,4 @@
-"""Two extensions at once beside a correction, in whole runs: rewards, advantages, loss, reports, recording."""
+"""Two extensions at once next to a correction, in whole runs: rewards, advantages, loss, reports, recording."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ def test_a_checkpoint_that_hangs_and_the_one_before(run_program: Callable[..., A
     for step in run.steps:
         _acts_on_the_whole_batch(step)
 
-    # The run goes on at step 2, and at step 3 an agent loop is killed, for which nobody waits.
+    # The run goes on at step 2, and at step 3 an agent loop is killed, for which no one waits.
     resumed = broken(run_program, "kill_agent_loop:3", *whole_batch, *saving, "trainer.resume_mode=auto")
     assert "the checkpoint of step 2 is incomplete; resuming step 1" in resumed.log
     assert "resuming global_step_1 with the correction that it was trained with" in resumed.log

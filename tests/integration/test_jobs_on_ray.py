@@ -23,7 +23,7 @@ def test_every_tool_gives_the_same_by_one_process_by_eight_and_on_a_cluster(
     folder = tmp_path / "markers"
     folder.mkdir()
     command = [sys.executable, tools_on_ray.__file__, str(RECORDING), str(folder)]
-    # Workers begin at niceness 15, and beside other work for all cores would hardly run.
+    # Workers begin at niceness 15, and next to other work for all cores would hardly run.
     done = run_program(command, limit=300, RAY_worker_niceness="0")
     assert done.returncode == 0, done.output[-3000:]
     assert "in order True" in done.output

@@ -29,7 +29,7 @@ def launched(*words: str, **environment: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def commands(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """What is run beside the cluster, which takes longer to start than any of it."""
+    """What is run next to the cluster, which takes longer to start than any of it."""
     python = sys.executable
     report = [python, "tests/support/patches_on_nodes.py"]
     dense = "recipe/offpolicy/run_dense_fsdp.sh"

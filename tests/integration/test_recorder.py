@@ -183,7 +183,7 @@ def test_dynamic_micro_batches_are_recorded_in_the_order_of_use(worker: Any, tmp
     tw.update(worker, loss, shipped(rows), max_token_len=32)
     step = recorded(tmp_path)
     seen = [row for call in loss.calls for row in call]
-    assert [row["uid"] for row in seen] != [f"group-{row // 2}" for row in range(ROWS)]  # verl deals them anew
+    assert [row["uid"] for row in seen] != [f"group-{row // 2}" for row in range(ROWS)]  # verl deals them again
     assert len(step.rows) == ROWS
     responses = [row.tolist() for row in rows.responses]
     for i, saw in enumerate(seen):

@@ -233,7 +233,7 @@ def test_routes_may_come_in_any_integer_dtype(
 
 
 def test_the_references_forward_is_native(unproved: Any, plain: Any, data: TensorDict, foreign: Tensor) -> None:
-    """It goes without verl's flag."""
+    """It has no flag."""
     metrics, found = gradients(unproved, rw.flagged(rw.with_routes(data, foreign), on=False))
     assert equal(found, gradients(plain, data)[1])
     assert "offpolicy_routing" not in metrics

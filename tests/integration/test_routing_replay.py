@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.verl("==0.9.1"), pytest.mark.slow, pytest.mark.extende
 
 
 def test_the_mismatch_falls_and_stays_low(run_program: Callable[..., Any]) -> None:
-    """Experts are packed anew after each synchronisation, or vLLM would sample by those of the step before.
+    """Experts are packed again after each synchronisation, or vLLM would sample by those of the step before.
 
     vLLM's routers are rounded, so that their choices differ; without that it is left to near ties of the weights that a
     warm start ends in, which differ by processor (docs/routing.md).

@@ -131,9 +131,9 @@ def test_bounds_by_age(engine: Any, level: str) -> None:
         {"proximal": "loglinear", "alpha": "by_age"},
     ],
 )
-@pytest.mark.parametrize("beside", [{}, {"masks": {"opsm": OPSM}}], ids=["alone", "opsm"])
-def test_proximal_policies(engine: Any, mapping: dict[str, Any], beside: dict[str, Any]) -> None:
-    live(engine, mapping | beside)
+@pytest.mark.parametrize("alongside", [{}, {"masks": {"opsm": OPSM}}], ids=["alone", "opsm"])
+def test_proximal_policies(engine: Any, mapping: dict[str, Any], alongside: dict[str, Any]) -> None:
+    live(engine, mapping | alongside)
 
 
 @pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"])

@@ -58,7 +58,7 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     import verl
 
     root = tmp_path_factory.mktemp("tree")
-    # With the bytecode that a checkout in use has: each step of the smoke test would compile it anew.
+    # With the bytecode that a checkout in use has: each step of the smoke test would compile it again.
     shutil.copytree(Path(verl.__file__).parent, root / "verl")
     if RELEASE == "0.8.0":  # as verl's tag calls itself
         (root / "verl" / "version" / "version").write_text("0.8.0.dev\n")
@@ -157,7 +157,7 @@ def exported(printed: str) -> str:
 
 
 def _run_as_printed(fork: Path, printed: str) -> None:
-    """The printed commands themselves, in a shell that knows nothing else; and the checkout's other recipes beside."""
+    """The printed commands themselves, in a shell that knows nothing else; and the checkout's other recipes too."""
     # With bytecode, as a user would run it: the undo has to cope.
     launch = (fork / place_in(fork) / "recipe/offpolicy/run_dense_fsdp.sh").relative_to(fork)
     assert f"bash {launch} " in printed
@@ -172,9 +172,9 @@ def _run_as_printed(fork: Path, printed: str) -> None:
     assert re.search(r"^    adv_estimator: grpo$|^  adv_estimator: grpo$", started.stdout, re.M)
     assert re.search(r"^  masks:\n    gsm:$", started.stdout, re.M)
     if (fork / "recipe/dapo").is_dir():
-        beside = "import recipe.dapo.main_dapo as dapo, recipe.offpolicy; print(dapo.NAME)"
+        alongside = "import recipe.dapo.main_dapo as dapo, recipe.offpolicy; print(dapo.NAME)"
         there = f"cd {fork} && {exported(printed)} && {sys.executable}"
-        done = run("bash", "-c", f'{there} -c "{beside}"', cwd=fork.parent)
+        done = run("bash", "-c", f'{there} -c "{alongside}"', cwd=fork.parent)
         assert done.stdout.strip() == "dapo", done.stderr
     for cache in (fork / "recipe/dapo").rglob("__pycache__"):
         shutil.rmtree(cache)

@@ -1,4 +1,4 @@
-"""verl 0.7.1's legacy FSDP actor makes the corrected update that is written plainly beside it."""
+"""verl 0.7.1's legacy FSDP actor makes the corrected update that is written plainly next to it."""
 
 from __future__ import annotations
 

@@ -116,7 +116,7 @@ def test_the_dense_script(composed: Composed) -> None:
     assert select(config, "actor_rollout_ref.actor.strategy") == "fsdp2"
     assert select(config, "actor_rollout_ref.actor.fsdp_config.strategy") == "fsdp2"
     assert select(config, "actor_rollout_ref.rollout.calculate_log_probs") is True
-    assert set(select(config, "correction.masks")) == {"outlier"}, "chosen by argument in place of the script's own"
+    assert set(select(config, "correction.masks")) == {"outlier"}, "chosen by argument instead of the script's own"
     assert select(config, "correction.weight.level") == "sequence"
 
 

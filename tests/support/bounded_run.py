@@ -50,7 +50,7 @@ class Run:
     """One run of verl's ``separate_async`` trainer under a limit of staleness.
 
     Args:
-        delay: takes a prompt's number, and how often it was sampled anew; steps that it takes to sample.
+        delay: takes a prompt's number, and how often it was sampled again; steps that it takes to sample.
         staleness: keys of ``offpolicy.staleness``.
 
     Attributes:

@@ -83,7 +83,7 @@ def opinion(ids: Any) -> list[float]:
 
 
 def rollout() -> tuple[tw.Rollout, Tensor, list[int]]:
-    """Six rows whose pi_old is pi, mu a little beside it; pi, flat, and the rows' lengths."""
+    """Six rows whose pi_old is pi, mu a little next to it; pi, flat, and the rows' lengths."""
     made = tw.make_rollout(6)
     generator = torch.Generator().manual_seed(3)
     whole = [len(p) + len(r) for p, r in zip(made.prompts, made.responses, strict=True)]

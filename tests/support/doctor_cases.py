@@ -144,11 +144,11 @@ OF_VERL: dict[str, Case] = {
         "2_5 as 25",
         TIS_OF_VERL | {f"{VERL}.rollout_is_threshold": 5.0},
     ),
-    "KL beside weights": Case("NOTE", "", TIS_OF_VERL | KL, "the KL loss is not weighed", K1_BAND | KL, mends=False),
+    "KL next to weights": Case("NOTE", "", TIS_OF_VERL | KL, "the KL loss is not weighed", K1_BAND | KL, mends=False),
     "KL of no weight": Case(
         "NOTE", "", TIS_OF_VERL | KL, "the KL loss is not weighed", TIS_OF_VERL | KL_OF_NO_WEIGHT, mends=False
     ),
-    "KL beside rejections of bypass mode": Case(
+    "KL next to rejections of bypass mode": Case(
         "NOTE",
         "",
         REJECTING_IN_BYPASS | KL,

@@ -97,7 +97,7 @@ OF_OURS: dict[str, Case] = {
         f"({ACTOR}.use_dynamic_bsz=true)",
         {f"{ACTOR}.use_dynamic_bsz": True, f"{ROLLOUT}.log_prob_use_dynamic_bsz": True},
     ),
-    "replay where nobody reads it": Case(
+    "replay where no one reads it": Case(
         "ERROR",
         "router_replay",
         {f"{ACTOR}.router_replay.mode": "R2"} | MEGATRON,

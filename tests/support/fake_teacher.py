@@ -29,7 +29,7 @@ class FakeTeacher:
         change: gets each answer's ``prompt_logprobs`` and returns what is sent in their place.
         failures: statuses of the first answers; -1: one that is cut short.
         retry_after: Retry-After headers of these.
-        raw: sent in the place of completions: bytes, or what becomes JSON; ``described``: of models and tokens.
+        raw: sent instead of completions: bytes, or what becomes JSON; ``described``: of models and tokens.
         answered: the model that completions state; None: they state none.
         asked: token ids of each row, in the order of the requests.
         headers: of each request.

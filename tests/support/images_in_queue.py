@@ -47,9 +47,9 @@ def check_rows(rows: im.ImageRollout, order: list[int], batch: Any) -> None:
         assert all(torch.equal(media[name], own) for name, own in rows.media[row].items())
 
 
-def forward(beside: Any) -> None:
+def forward(alongside: Any) -> None:
     """A worker's forward pass: minus the number of each token's own id."""
-    found = read_columns(beside, "prompts", "responses", "position_ids", MEDIA)
+    found = read_columns(alongside, "prompts", "responses", "position_ids", MEDIA)
     assert all(dict(media) == {} for media in found[MEDIA])
     whole = []
     for prompt, response, positions in zip(
@@ -58,7 +58,7 @@ def forward(beside: Any) -> None:
         ids = torch.cat([prompt, response])
         assert torch.equal(positions, torch.arange(len(ids)).repeat(im.AXES, 1))
         whole.append(-torch.cat([ids[1:], ids[:1]]).float())
-    put_columns(beside, log_probs=torch.nested.as_nested_tensor(whole, layout=torch.jagged))
+    put_columns(alongside, log_probs=torch.nested.as_nested_tensor(whole, layout=torch.jagged))
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""verl 0.7.1's real legacy FSDP actor in this process, and the update that it is to make, written plainly beside it.
+"""verl 0.7.1's real legacy FSDP actor in this process, and the update that it is to make, written plainly next to it.
 
 The optimizer is plain SGD and nothing is clipped, so that a step of the parameters is the gradient itself, scaled.
 """

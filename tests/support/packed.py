@@ -1,4 +1,4 @@
-"""Rows packed end to end, beside the same rows padded."""
+"""Rows packed end to end, next to the same rows padded."""
 
 from __future__ import annotations
 

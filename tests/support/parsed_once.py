@@ -1,6 +1,6 @@
 """A plugin: what Hydra and OmegaConf read is parsed once a process, and a correction composed once.
 
-Reading verl's thirty files in Python is half of what a composition takes, and parsing the same interpolations anew a
+Reading verl's thirty files in Python is half of what a composition takes, and parsing the same interpolations again a
 third of what the start-up checks of a configuration take. Each file is handed out as a copy of its own, and of an
 interpolation OmegaConf only visits the tree.
 

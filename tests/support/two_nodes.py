@@ -1,4 +1,4 @@
-"""Starts a Ray cluster of two nodes on this machine, runs commands beside it, and ends it.
+"""Starts a Ray cluster of two nodes on this machine, runs commands next to it, and ends it.
 
     python two_nodes.py COMMANDS.json RESULTS.json
 

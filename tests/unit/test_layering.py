@@ -4,7 +4,7 @@
     delivery}
     <- {worker, preflight} <- {trainer, doctor, analysis, translate} <- commands
 
-A room imports those below it, and in its own brace those to its left; verl_patches and correction import nobody of
+A room imports those below it, and in its own brace those to its left; verl_patches and correction import no one of
 ours. Imports inside functions and those for type checkers count too.
 """
 

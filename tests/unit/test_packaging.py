@@ -187,7 +187,8 @@ def test_wheel_holds_the_configs_and_no_foreign_name(wheel: Path) -> None:
     }
     assert not {"recipe/__init__.py", "hydra_plugins/__init__.py"} & set(names)
     assert "verl_patches/cpu/platform.py" in names
-    assert entries == "[console_scripts]\noffpolicy = recipe.offpolicy.__main__:main\n\n[verl.plugins]\noffpolicy = verl_patches.plugin\n"
+    ours = "offpolicy = recipe.offpolicy.__main__:main"
+    assert entries == f"[console_scripts]\n{ours}\n\n[verl.plugins]\noffpolicy = verl_patches.plugin\n"
     assert not [name for name in names if "__pycache__" in name]
     assert len(licence) == 1
 
@@ -239,7 +240,7 @@ with initialize_config_module("verl.trainer.config", version_base=None):
     "kind", ["wheel", *(pytest.param(kind, marks=pytest.mark.extended) for kind in ("checkout", "editable"))]
 )
 def test_main_composes_its_configuration(kind: str, empty_environment: Path, checkout: Path, wheel: Path) -> None:
-    """From a foreign directory, beside the packages `scripts`, `tests` and `recipe` of verl and TransferQueue."""
+    """From a foreign directory, next to the packages `scripts`, `tests` and `recipe` of verl and TransferQueue."""
     pytest.importorskip("verl")
     python = str(empty_environment / "bin" / "python")
     for cwd, variables in ways(kind, empty_environment, checkout, wheel):

@@ -150,7 +150,7 @@ def _connect(address: str) -> None:
     """Connect this process to a cluster, where it is not connected."""
     import ray
 
-    # Once for all that a tool does: each connection starts workers of its own, which import torch anew.
+    # Once for all that a tool does: each connection starts workers of its own, which import torch again.
     if ray.is_initialized():
         return
     try:

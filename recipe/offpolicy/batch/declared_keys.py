@@ -41,14 +41,14 @@ class Rule:
         broken: returns True if the values contradict each other.
         reason: explanation.
         instead: returns the value that fixes it.
-        beside: the other key.
+        alongside: the other key.
     """
 
     key: str
     broken: Callable[[Values], bool]
     reason: str
     instead: Callable[[Values], Any]
-    beside: str
+    alongside: str
 
 
 @dataclass(frozen=True)
@@ -135,20 +135,20 @@ class Section:
                 back = set_to(f"{self.path}.{name}", default[name])
                 alone = at if wanted is ... else f"{other}={format_value(wanted)}"
                 fix = f"Set {at}={hint}, or {back}."
-                yield self._build(name, values[name], f"read with {alone} alone.", fix, beside={at: there})
+                yield self._build(name, values[name], f"read with {alone} alone.", fix, alongside={at: there})
 
     def _find_contradictions(self, values: Values) -> Iterator[Problem]:
         for rule in self.rules:
             if rule.broken(values):
                 back = set_to(f"{self.path}.{rule.key}", rule.instead(values))
-                beside = {f"{self.path}.{rule.beside}": values[rule.beside]}
-                yield self._build(rule.key, values[rule.key], rule.reason, "", back, beside=beside)
+                alongside = {f"{self.path}.{rule.alongside}": values[rule.alongside]}
+                yield self._build(rule.key, values[rule.key], rule.reason, "", back, alongside=alongside)
 
     def _build(
-        self, name: str, value: Any, reason: str, fix: str, *overrides: str, beside: Values | None = None
+        self, name: str, value: Any, reason: str, fix: str, *overrides: str, alongside: Values | None = None
     ) -> Problem:
         key = f"{self.path}.{name}" if name else self.path
-        return Problem(key, value, reason, fix, parts=(), overrides=overrides, beside=dict(beside or {}))
+        return Problem(key, value, reason, fix, parts=(), overrides=overrides, alongside=dict(alongside or {}))
 
 
 def build_unknown(key: str, value: Any, fix: str, *overrides: str) -> Problem:

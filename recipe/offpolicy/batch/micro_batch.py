@@ -247,7 +247,7 @@ def decide_with_shadows(
         versions=compute_token_versions(batch.versions, batch.response_mask) if "version" in levels else None,
         staleness=compute_staleness(batch),
         constants=_plan(batch).shadow_constants if needy else None,
-        beside=stage,
+        alongside=stage,
     )
 
 

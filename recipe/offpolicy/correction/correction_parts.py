@@ -26,9 +26,9 @@ class CorrectionParts:
     Attributes:
         weight: importance weight of every token, or None for 1.
         weights: (name, weight) in name order, each of the tokens that its ``when`` and ``sign`` say; no token is in
-            two of them, and one that is in none has weight 1. Empty beside ``weight``.
-        penalty: on the squared log-ratio of every valid token, beside the policy term; None for none.
-        kl_weight: importance weight of the KL loss, or None for 1; in the place of ``kl_clip``.
+            two of them, and one that is in none has weight 1. Empty alongside ``weight``.
+        penalty: on the squared log-ratio of every valid token, next to the policy term; None for none.
+        kl_weight: importance weight of the KL loss, or None for 1; instead of ``kl_clip``.
         nonfinite: tokens whose mu is not finite: ``counted`` in the loss's denominator, to which they add nothing, or
             ``excluded`` from it.
         masks: (name, mask) in name order; the order never matters to the result.
@@ -128,7 +128,7 @@ class CorrectionParts:
 
     @property
     def weighs_full_ratio(self) -> bool:
-        """True if a weight is on pi / mu, beside which the base loss has no ratio of its own."""
+        """True if a weight is on pi / mu, next to which the base loss has no ratio of its own."""
         return any(weight.ratio == "full" for weight in self.all_weights.values())
 
     @property

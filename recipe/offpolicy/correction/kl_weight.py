@@ -39,7 +39,7 @@ class KlWeightSpec:
                 f"Set {key}.upper=2.0 for example, or null.",
                 key=f"{key}.upper",
                 value=upper,
-                mend={f"{key}.upper": 2.0},
+                proposed={f"{key}.upper": 2.0},
             )
         return cls(read_choice(mapping, "ratio", KlRatio, key), upper)
 

@@ -90,7 +90,7 @@ class MaskSpec:
                 "second_moment is bounded by budget, and nothing else is.",
                 key=f"{key}.aggregate",
                 value=aggregate,
-                beside={f"{key}.{name}": mapping[name] for name in sorted(bound_keys)},
+                alongside={f"{key}.{name}": mapping[name] for name in sorted(bound_keys)},
                 **_one_kind_of_bound(mapping, key),
             )
         delta = budget = lower = upper = None
@@ -104,7 +104,7 @@ class MaskSpec:
                     "a mean of (log ratio)^2, a number > 0.",
                     key=f"{key}.budget",
                     value=mapping["budget"],
-                    mend={f"{key}.budget": 0.04},
+                    proposed={f"{key}.budget": 0.04},
                 )
         else:
             lower, upper = _bounds(mapping, aggregate, key)
@@ -132,7 +132,7 @@ class MaskSpec:
                     f"{why} upper alone bounds an age.",
                     key=f"{key}.{name}",
                     value=mapping[name],
-                    beside={f"{key}.aggregate": AGE},
+                    alongside={f"{key}.aggregate": AGE},
                     removed={f"{key}.{name}": mapping[name]} if "upper" in mapping else None,
                 )
         upper = mapping.get("upper", "???")
@@ -143,7 +143,7 @@ class MaskSpec:
                 f"Set {key}.upper=4 for example.",
                 key=f"{key}.upper",
                 value=upper,
-                mend={f"{key}.upper": 4},
+                proposed={f"{key}.upper": 4},
             )
         require_keys(mapping, {"level", "aggregate", "upper"}, key, {"when", "sign"})
         level = read_choice(mapping, "level", Level, key)
@@ -154,8 +154,8 @@ class MaskSpec:
         return mask
 
     def _check(self, key: str) -> None:
-        mend = {f"{key}.when": "negative"} if self.budget is None else {f"{key}.sign": "row"}
-        check_sign_is_read(self.when, self.sign, key, mend)
+        proposed = {f"{key}.when": "negative"} if self.budget is None else {f"{key}.sign": "row"}
+        check_sign_is_read(self.when, self.sign, key, proposed)
         scales: dict[str, Any] = {"by_staleness": self.by_staleness, "by_position": self.by_position}
         for name, value in scales.items():
             if value is not None and not self.entry.on_ratio:
@@ -164,7 +164,7 @@ class MaskSpec:
                     f"Set {key}.{name}=null, or {key}.aggregate=geometric with bounds on a ratio.",
                     key=f"{key}.{name}",
                     value=list(value) if isinstance(value, tuple) else value,
-                    beside={f"{key}.aggregate": self.aggregate},
+                    alongside={f"{key}.aggregate": self.aggregate},
                 )
         half_set = (self.lower is None) != (self.upper is None) and self.delta is None
         if half_set and self.level == "token" and self.entry.of_log_ratios and self.when == "any":
@@ -173,15 +173,15 @@ class MaskSpec:
                 "a band on single tokens has two bounds.",
                 f"Set {key}.{side}, or {key}.aggregate=any if one side is meant to stay open.",
                 key=f"{key}.{side}",
-                mend={f"{key}.aggregate": "any"},
+                proposed={f"{key}.aggregate": "any"},
             )
         if self.entry.reduce == "batch" and (self.level, self.ratio, self.when) != ("token", "rollout", "any"):
             raise SpecError(
                 "its cut is fixed for the batch from mu and pi_old, by token, whatever the advantage.",
                 key=f"{key}.aggregate",
                 value=self.aggregate,
-                beside={f"{key}.{name}": getattr(self, name) for name in ("ratio", "level", "when")},
-                mend={f"{key}.ratio": "rollout", f"{key}.level": "token", f"{key}.when": "any"},
+                alongside={f"{key}.{name}": getattr(self, name) for name in ("ratio", "level", "when")},
+                proposed={f"{key}.ratio": "rollout", f"{key}.level": "token", f"{key}.when": "any"},
             )
 
     def to_mapping(self) -> dict[str, Any]:
@@ -239,7 +239,7 @@ def _one_way_to_bound(mapping: Mapping[str, Any], chosen: set[str], key: str) ->
                 "Give delta, or budget, or the two bounds.",
                 key=f"{key}.{name}",
                 value=mapping[name],
-                beside={f"{key}.{first}": mapping[first]},
+                alongside={f"{key}.{first}": mapping[first]},
                 removed={f"{key}.{away}": mapping[away]},
             )
 
@@ -247,11 +247,11 @@ def _one_way_to_bound(mapping: Mapping[str, Any], chosen: set[str], key: str) ->
 def _one_kind_of_bound(mapping: Mapping[str, Any], key: str) -> dict[str, Any]:
     """Return, as arguments of SpecError, the fix that brings the aggregate and its kind of bound together."""
     if "budget" in mapping:
-        return {"mend": {f"{key}.aggregate": "second_moment"}}
+        return {"proposed": {f"{key}.aggregate": "second_moment"}}
     if "delta" in mapping:
-        return {"mend": {f"{key}.aggregate": "geometric"}}
+        return {"proposed": {f"{key}.aggregate": "geometric"}}
     bounds = {f"{key}.{side}": mapping[side] for side in ("lower", "upper") if side in mapping}
-    return {"mend": {f"{key}.budget": 0.04}, "removed": bounds}
+    return {"proposed": {f"{key}.budget": 0.04}, "removed": bounds}
 
 
 def _closed(mapping: Mapping[str, Any], aggregate: str, key: str) -> dict[str, Any]:
@@ -269,8 +269,8 @@ def _delta(value: Any, aggregate: str, key: str) -> float:
             f"Set {key}.aggregate=geometric, or give lower and upper.",
             key=f"{key}.delta",
             value=value,
-            beside={f"{key}.aggregate": aggregate},
-            mend={f"{key}.aggregate": "geometric"},
+            alongside={f"{key}.aggregate": aggregate},
+            proposed={f"{key}.aggregate": "geometric"},
         )
     if delta is None or delta < 0:
         raise SpecError(
@@ -278,7 +278,7 @@ def _delta(value: Any, aggregate: str, key: str) -> float:
             f"Set {key}.delta=0.1 for example.",
             key=f"{key}.delta",
             value=value,
-            mend={f"{key}.delta": 0.1},
+            proposed={f"{key}.delta": 0.1},
         )
     if delta > EXP_CLAMP and AGGREGATES[aggregate].reduce == "mean":
         raise SpecError(
@@ -286,7 +286,7 @@ def _delta(value: Any, aggregate: str, key: str) -> float:
             f"Set {key}.delta=0.1 for example, or remove the mask.",
             key=f"{key}.delta",
             value=delta,
-            mend={f"{key}.delta": 0.1},
+            proposed={f"{key}.delta": 0.1},
         )
     return delta
 
@@ -299,8 +299,8 @@ def _bounds(mapping: Mapping[str, Any], aggregate: str, key: str) -> tuple[float
             "a mask with both sides open never acts.",
             "Set a bound, or remove the mask.",
             key=f"{key}.lower",
-            beside={f"{key}.upper": None},
-            mend=_closed(mapping, aggregate, key),
+            alongside={f"{key}.upper": None},
+            proposed=_closed(mapping, aggregate, key),
         )
     for side, bound in (("lower", lower), ("upper", upper)):
         if bound is None:
@@ -312,14 +312,14 @@ def _bounds(mapping: Mapping[str, Any], aggregate: str, key: str) -> tuple[float
                 f"Set a bound >= {least}, or null.",
                 key=f"{key}.{side}",
                 value=bound,
-                mend={f"{key}.{side}": get_usual_bounds(aggregate)[side == "upper"]},
+                proposed={f"{key}.{side}": get_usual_bounds(aggregate)[side == "upper"]},
             )
         if not entry.one_sided and abs(bound) > entry.greatest:
             raise SpecError(
                 f"{aggregate} lies in [{entry.least:g}, {entry.greatest:g}].",
                 key=f"{key}.{side}",
                 value=bound,
-                mend={f"{key}.{side}": get_usual_bounds(aggregate)[side == "upper"]},
+                proposed={f"{key}.{side}": get_usual_bounds(aggregate)[side == "upper"]},
             )
     outermost = lower is None or lower <= (1 if entry.on_ratio and entry.one_sided else entry.least)
     if outermost and (upper is None or upper >= entry.greatest):
@@ -327,7 +327,7 @@ def _bounds(mapping: Mapping[str, Any], aggregate: str, key: str) -> tuple[float
             f"{aggregate} never lies outside, so that the mask never acts.",
             key=f"{key}.lower",
             value=lower,
-            beside={f"{key}.upper": upper},
-            mend={f"{key}.upper": get_usual_bounds(aggregate)[1]},
+            alongside={f"{key}.upper": upper},
+            proposed={f"{key}.upper": get_usual_bounds(aggregate)[1]},
         )
     return lower, upper

@@ -1,6 +1,6 @@
 """Bounds that move from update to update: of masks, and the cap of the weight, apart from the rest of a correction.
 
-The rest is the structure. Its fingerprint is that of the spec with a marker in the place of each bound that moves, so
+The rest is the structure. Its fingerprint is that of the spec with a marker instead of each bound that moves, so
 that it stays the same for a whole run, while the bounds themselves travel with each update.
 """
 

@@ -1,4 +1,4 @@
-"""Squared log-ratio as a term beside the policy term."""
+"""Squared log-ratio as a term next to the policy term."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class PenaltySpec:
                 f"Set {key}.coefficient=0.001 for example, or {key}=null.",
                 key=f"{key}.coefficient",
                 value=mapping["coefficient"],
-                mend={f"{key}.coefficient": 0.001},
+                proposed={f"{key}.coefficient": 0.001},
             )
         return cls(read_choice(mapping, "ratio", PenaltyRatio, key), coefficient)
 

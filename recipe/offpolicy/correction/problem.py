@@ -1,7 +1,7 @@
 """Configuration problems as data, worded in one place, and the exceptions that carry them.
 
 A mistyped threshold that is taken for a valid one degrades a run in silence, so each problem names the key, its value,
-the reason and an override that mends it.
+the reason and an override that fixes it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Problem:
         verdict: what becomes of the corrections that it concerns.
         parts: names of these corrections, ``EVERYTHING`` or ``MU``.
         overrides: the fix in Hydra's grammar, to be put behind the overrides of the launch.
-        beside: other keys, and their values, without which the value would be fine.
+        alongside: other keys, and their values, without which the value would be fine.
         translated: the overrides say what was meant by the value; otherwise they replace it.
     """
 
@@ -48,13 +48,13 @@ class Problem:
     verdict: Verdict = "ERROR"
     parts: tuple[str, ...] = EVERYTHING
     overrides: tuple[str, ...] = ()
-    beside: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    alongside: Mapping[str, Any] = field(default_factory=dict, hash=False)
     translated: bool = False
 
     @property
     def cause(self) -> str:
         """The reason, with the keys that it depends on."""
-        others = " and ".join(f"{key}={format_value(value)}" for key, value in self.beside.items())
+        others = " and ".join(f"{key}={format_value(value)}" for key, value in self.alongside.items())
         return f"with {others}: {self.reason}" if others else self.reason
 
     @property
@@ -78,7 +78,7 @@ class Problem:
     def statement(self) -> str:
         """The key, its value and the reason, without the fix."""
         return (
-            f"{self.key}={format_value(self.value)}{' ' if self.beside else ': '}{self.cause}"
+            f"{self.key}={format_value(self.value)}{' ' if self.alongside else ': '}{self.cause}"
             if self.key
             else self.cause
         )
@@ -95,10 +95,10 @@ class SpecError(ValueError):
     """Invalid value of a correction.
 
     Args:
-        reason, fix: sentences; without a fix the one that ``mend`` makes.
+        reason, fix: sentences; without a fix the one that ``proposed`` makes.
         key, value: as they were given; an empty key where the reason needs none.
-        beside: other keys and their values, without which the value would be fine.
-        mend: key -> the value that mends it.
+        alongside: other keys and their values, without which the value would be fine.
+        fix: key -> the value that fixes it.
         meant: key -> the value that was meant, in the same place.
         removed: keys that are to be taken away before, with the values that they have.
 
@@ -113,15 +113,15 @@ class SpecError(ValueError):
         *,
         key: str = "",
         value: Any = None,
-        beside: Mapping[str, Any] | None = None,
-        mend: Mapping[str, Any] | None = None,
+        alongside: Mapping[str, Any] | None = None,
+        proposed: Mapping[str, Any] | None = None,
         meant: Mapping[str, Any] | None = None,
         removed: Mapping[str, Any] | None = None,
     ) -> None:
         away = [override for name, given in (removed or {}).items() for override in remove(name, given)]
-        put = [set_to(name, wanted) for name, wanted in (meant or mend or {}).items()]
+        put = [set_to(name, wanted) for name, wanted in (meant or proposed or {}).items()]
         self.problem = Problem(
-            key, value, reason, fix, overrides=(*away, *put), beside=dict(beside or {}), translated=bool(meant)
+            key, value, reason, fix, overrides=(*away, *put), alongside=dict(alongside or {}), translated=bool(meant)
         )
         super().__init__(str(self.problem))
 

@@ -31,14 +31,14 @@ def find_unmet(
     read: Callable[[str], Any],
     off: str,
     parts: tuple[str, ...],
-    beside: Mapping[str, Any] | None = None,
+    alongside: Mapping[str, Any] | None = None,
 ) -> Iterator[Problem]:
     """Find keys that have other values than a feature needs.
 
     Args:
         read: returns the value of a key; None where it is null or missing.
         off: the override that switches the feature off.
-        parts, beside: see ``Problem``.
+        parts, alongside: see ``Problem``.
 
     Example:
         >>> rows = [Requirement("model.fused", (False,), "fused kernels hide the logits.")]
@@ -51,4 +51,4 @@ def find_unmet(
             continue
         proposed = (set_to(each.key, each.wanted[0]), *(set_to(*other) for other in each.together))
         fix = f"Set {' and '.join(proposed)}, or {off}."
-        yield Problem(each.key, value, each.reason, fix, "ERROR", parts, proposed, dict(beside or {}))
+        yield Problem(each.key, value, each.reason, fix, "ERROR", parts, proposed, dict(alongside or {}))

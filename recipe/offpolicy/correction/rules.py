@@ -49,7 +49,7 @@ def _check_weights(spec: CorrectionParts) -> None:
             f"Set correction.weight=null, or correction.weights={{}} and correction.weights.{name}.when on it alone.",
             key="correction.weight",
             value=spec.weight.to_mapping(),
-            beside={f"correction.weights.{name}.when": weight.when},
+            alongside={f"correction.weights.{name}.when": weight.when},
         )
     for (first, one), (name, other) in itertools.combinations(spec.weights, 2):
         if overlap((one.when, one.sign), (other.when, other.sign)):
@@ -59,7 +59,7 @@ def _check_weights(spec: CorrectionParts) -> None:
                 "Give one when=negative and one when=positive, of one sign, or remove one of them.",
                 key=f"{key}.when",
                 value=other.when,
-                beside={
+                alongside={
                     f"correction.weights.{first}.when": one.when,
                     f"correction.weights.{first}.sign": one.sign,
                     f"{key}.sign": other.sign,
@@ -74,7 +74,7 @@ def _check_kl(spec: CorrectionParts) -> None:
             "Set one of the two to null.",
             key="correction.kl_weight",
             value=spec.kl_weight.to_mapping(),
-            beside={"correction.kl_clip": spec.to_mapping()["kl_clip"]},
+            alongside={"correction.kl_clip": spec.to_mapping()["kl_clip"]},
         )
 
 
@@ -82,7 +82,7 @@ def _check_support(spec: CorrectionParts) -> None:
     """Refuse what reads another policy than the one over the support, and what has nothing to allow."""
     if spec.support is None:
         return
-    beside = {"correction.support": spec.support}
+    alongside = {"correction.support": spec.support}
     for name in ("kl_clip", "kl_weight"):
         if getattr(spec, name) is not None:
             raise SpecError(
@@ -90,7 +90,7 @@ def _check_support(spec: CorrectionParts) -> None:
                 f"Set correction.{name}=null, or correction.support=null.",
                 key=f"correction.{name}",
                 value=spec.to_mapping()[name],
-                beside=beside,
+                alongside=alongside,
             )
     if spec.needs_batch and spec.support_unknown == "mask":
         raise SpecError(
@@ -98,8 +98,8 @@ def _check_support(spec: CorrectionParts) -> None:
             "Set correction.support_unknown=full.",
             key="correction.support_unknown",
             value="mask",
-            beside=beside | {f"correction.{name}": value for name, value in _list_of_batch(spec).items()},
-            mend={"correction.support_unknown": "full"},
+            alongside=alongside | {f"correction.{name}": value for name, value in _list_of_batch(spec).items()},
+            proposed={"correction.support_unknown": "full"},
         )
     if spec.allow_truncated_sampling:
         raise SpecError(
@@ -107,8 +107,8 @@ def _check_support(spec: CorrectionParts) -> None:
             "Set it to false.",
             key="correction.allow_truncated_sampling",
             value=True,
-            beside=beside,
-            mend={"correction.allow_truncated_sampling": False},
+            alongside=alongside,
+            proposed={"correction.allow_truncated_sampling": False},
         )
 
 
@@ -128,8 +128,8 @@ def _check_proximal(spec: CorrectionParts) -> None:
                 "Set correction.alpha=0.5 for example.",
                 key="correction.alpha",
                 value=spec.alpha,
-                beside=_proximal(spec),
-                mend={"correction.alpha": 0.5},
+                alongside=_proximal(spec),
+                proposed={"correction.alpha": 0.5},
             )
     elif spec.alpha is not None:
         raise SpecError(
@@ -137,7 +137,7 @@ def _check_proximal(spec: CorrectionParts) -> None:
             "Set correction.proximal=loglinear, or correction.alpha=null.",
             key="correction.alpha",
             value=spec.alpha,
-            beside=_proximal(spec),
+            alongside=_proximal(spec),
         )
     if spec.proximal in MU_ITSELF:
         for part, weight in spec.all_weights.items():
@@ -151,8 +151,8 @@ def _check_proximal(spec: CorrectionParts) -> None:
                     else f"Set correction.proximal=recompute, or remove correction.{part}.",
                     key=f"correction.{part}.ratio",
                     value="rollout",
-                    beside=_proximal(spec),
-                    mend={"correction.proximal": "recompute"},
+                    alongside=_proximal(spec),
+                    proposed={"correction.proximal": "recompute"},
                 )
         _refuse_inert(spec, "rollout", "pi_old is mu, and this ratio is 1", "full")
     if spec.proximal == "reuse":
@@ -163,16 +163,16 @@ def _check_proximal(spec: CorrectionParts) -> None:
                 "Set correction.penalty.ratio=full, or correction.proximal=recompute.",
                 key="correction.penalty.ratio",
                 value="ppo",
-                beside=_proximal(spec),
-                mend={"correction.penalty.ratio": "full"},
+                alongside=_proximal(spec),
+                proposed={"correction.penalty.ratio": "full"},
             )
         if spec.kl_clip is not None:
             raise SpecError(
                 "pi / pi_old is 1, so that nothing is clipped.",
                 key="correction.kl_clip",
                 value=spec.to_mapping()["kl_clip"],
-                beside=_proximal(spec),
-                mend={"correction.proximal": "recompute"},
+                alongside=_proximal(spec),
+                proposed={"correction.proximal": "recompute"},
             )
     if spec.proximal in ("reuse", "loglinear") and (batch_wide := _batch_level_keys(spec)):
         key, value = next(iter(batch_wide.items()))
@@ -181,8 +181,8 @@ def _check_proximal(spec: CorrectionParts) -> None:
             f"Set correction.proximal=recompute, or another {key}.",
             key=key,
             value=value,
-            beside=_proximal(spec),
-            mend={"correction.proximal": "recompute"} if spec.proximal == "reuse" else None,
+            alongside=_proximal(spec),
+            proposed={"correction.proximal": "recompute"} if spec.proximal == "reuse" else None,
         )
 
 
@@ -199,8 +199,8 @@ def _refuse_inert(spec: CorrectionParts, ratio: str, why: str, instead: str) -> 
                 f"Set {key}={instead}, or correction.proximal=recompute.",
                 key=key,
                 value=ratio,
-                beside=_proximal(spec),
-                mend={key: instead},
+                alongside=_proximal(spec),
+                proposed={key: instead},
             )
 
 
@@ -231,7 +231,7 @@ def _check_denominator(spec: CorrectionParts) -> None:
             f"a mini-batch.",
             key="correction.denominator",
             value="kept",
-            mend={"correction.denominator": "original"},
+            proposed={"correction.denominator": "original"},
         )
     if not spec.rollout_rejects:
         raise SpecError(
@@ -239,17 +239,17 @@ def _check_denominator(spec: CorrectionParts) -> None:
             "Set correction.denominator=original, or add a mask.",
             key="correction.denominator",
             value="kept",
-            mend={"correction.denominator": "original"},
+            proposed={"correction.denominator": "original"},
         )
 
 
 def _check_nonfinite(spec: CorrectionParts) -> None:
     if spec.nonfinite == "counted":
         return
-    reason, beside = "", {}
+    reason, alongside = "", {}
     if spec.denominator == "kept":
         reason = "kept counts what is kept, and a token whose mu is not finite is not."
-        beside = {"correction.denominator": "kept"}
+        alongside = {"correction.denominator": "kept"}
     elif not spec.reads_mu:
         reason = (
             "nothing in the correction reads mu, so that tokens whose mu is not finite keep their gradient and count."
@@ -259,8 +259,8 @@ def _check_nonfinite(spec: CorrectionParts) -> None:
             reason,
             key="correction.nonfinite",
             value="excluded",
-            beside=beside,
-            mend={"correction.nonfinite": "counted"},
+            alongside=alongside,
+            proposed={"correction.nonfinite": "counted"},
         )
 
 
@@ -273,7 +273,7 @@ def _check_baseline(spec: CorrectionParts) -> None:
             f"the baseline makes.",
             key="correction.baseline",
             value="exclude",
-            mend={"correction.baseline": "include"},
+            proposed={"correction.baseline": "include"},
         )
     levels = {mask.level for _, mask in spec.masks}
     levels |= {weight.level for weight in spec.all_weights.values() if weight.kind == "reject"}
@@ -283,7 +283,7 @@ def _check_baseline(spec: CorrectionParts) -> None:
             "Set correction.baseline=include, or add a mask by sequence.",
             key="correction.baseline",
             value="exclude",
-            mend={"correction.baseline": "include"},
+            proposed={"correction.baseline": "include"},
         )
 
 
@@ -320,8 +320,8 @@ def _check_factors(spec: CorrectionParts) -> None:
                 f"Set correction.proximal=recompute, or {key}=null.",
                 key=key,
                 value=value,
-                beside=_proximal(spec),
-                mend={"correction.proximal": "recompute"},
+                alongside=_proximal(spec),
+                proposed={"correction.proximal": "recompute"},
             )
 
 
@@ -330,6 +330,6 @@ def _refuse_skyrl(key: str, value: Any, kind: str) -> None:
         f"SkyRL has no such {kind}, so that its order is not defined.",
         key="correction.skyrl_compat",
         value=True,
-        beside={key: value},
-        mend={"correction.skyrl_compat": False},
+        alongside={key: value},
+        proposed={"correction.skyrl_compat": False},
     )

@@ -34,7 +34,7 @@ def compute_shadow_statistics(
     versions: Tensor | None = None,
     staleness: Tensor | None = None,
     constants: Mapping[str, BatchConstants] | None = None,
-    beside: RolloutStage | None = None,
+    alongside: RolloutStage | None = None,
 ) -> dict[str, Statistic]:
     """Compute each shadow's keep shares and weights, under ``shadow/<name>/``; see ``correction.catalogue``.
 
@@ -44,7 +44,7 @@ def compute_shadow_statistics(
         segment_ids, versions: (B, T) integers, for the levels that need them.
         staleness: (B,) or (B, T) integers; accepted as the stages accept it.
         constants: name -> what is fixed for the batch; None: these rows are the whole batch.
-        beside: measured stage of the correction that is on, for the very same tensors; spares what all of them share.
+        alongside: measured stage of the active correction for the same tensors; spares what all of them share.
 
     Raises:
         ValueError: whatever a stage raises, with the name of the shadow; and constants that leave out a correction
@@ -75,7 +75,7 @@ def compute_shadow_statistics(
                 staleness=staleness,
                 constants=(constants or {}).get(name),
                 measure="decisions",
-                beside=beside,
+                alongside=alongside,
             )
             step = step_stage(spec, stage, log_prob=log_prob, advantages=advantages)
         except ValueError as error:

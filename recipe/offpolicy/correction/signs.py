@@ -12,11 +12,11 @@ MaskWhen = Literal["any", "negative", "positive", "outward"]
 """A mask can also look at tokens whose update takes the two policies of its ratio r further apart: A log r > 0."""
 
 
-def check_sign_is_read(when: MaskWhen, sign: Sign, key: str, mend: dict[str, Any]) -> None:
+def check_sign_is_read(when: MaskWhen, sign: Sign, key: str, proposed: dict[str, Any]) -> None:
     """Check that ``sign`` says whose advantage only where one is looked at.
 
     Raises:
-        SpecError: ``sign=token`` beside ``when=any``.
+        SpecError: ``sign=token`` alongside ``when=any``.
 
     Example:
         >>> check_sign_is_read("negative", "token", "correction.masks.opsm", {})
@@ -27,8 +27,8 @@ def check_sign_is_read(when: MaskWhen, sign: Sign, key: str, mend: dict[str, Any
             f"Set {key}.when=negative or positive, or {key}.sign=row.",
             key=f"{key}.sign",
             value="token",
-            beside={f"{key}.when": "any"},
-            mend=mend,
+            alongside={f"{key}.when": "any"},
+            proposed=proposed,
         )
 
 

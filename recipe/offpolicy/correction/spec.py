@@ -207,8 +207,10 @@ def _refuse_beside_its_part(mapping: Mapping[str, Any]) -> None:
         if meant:
             said = " or ".join(" and ".join(each) for each in meant)
             key = f"correction.{place}"
-            mend, removed = (meant[0], {key: value}) if len(meant) == 1 else ({}, None)
-            raise SpecError("unknown key.", f"Did you mean {said}?", key=key, value=value, mend=mend, removed=removed)
+            proposed, removed = (meant[0], {key: value}) if len(meant) == 1 else ({}, None)
+            raise SpecError(
+                "unknown key.", f"Did you mean {said}?", key=key, value=value, proposed=proposed, removed=removed
+            )
 
 
 def _alpha(value: Any) -> Alpha | None:
@@ -246,7 +248,7 @@ def _weights(value: Any) -> tuple[tuple[str, WeightSpec], ...]:
                 f"Set {key}.when=negative, positive or any: the advantages whose tokens it weighs.",
                 key=f"{key}.when",
                 value="???",
-                mend={f"{key}.when": "negative"},
+                proposed={f"{key}.when": "negative"},
             )
         specs.append((name, WeightSpec.from_mapping(mapping, key=key)))
     return tuple(specs)
@@ -266,7 +268,7 @@ def _refuse_misspelt(given: str, masks: Mapping[str, Any]) -> None:
         meant = {f"correction.masks.{near}.{name}": value for name, value in keys.items()}
         key = f"correction.masks.{given}"
         said = f"there is no such mask. Did you mean {' and '.join(meant)}?"
-        raise SpecError(said, key=key, value=dict(keys), mend=meant, removed={key: keys})
+        raise SpecError(said, key=key, value=dict(keys), proposed=meant, removed={key: keys})
 
 
 def _masks(value: Any) -> tuple[tuple[str, MaskSpec], ...]:
@@ -316,7 +318,7 @@ def _kl_clip(value: Any) -> tuple[float, float] | None:
             f"Set {key}.lower=0.8 and {key}.upper=1.2 for example, as PPO clips its ratio.",
             key=key,
             value={"lower": lower, "upper": upper},
-            mend={f"{key}.lower": 0.8, f"{key}.upper": 1.2},
+            proposed={f"{key}.lower": 0.8, f"{key}.upper": 1.2},
         )
     return lower, upper
 

@@ -38,7 +38,7 @@ def rollout_stage(
     constants: BatchConstants | None = None,
     staleness: Tensor | None = None,
     measure: telemetry.Measure = "all",
-    beside: RolloutStage | None = None,
+    alongside: RolloutStage | None = None,
 ) -> RolloutStage:
     """Compute the weights, masks and statistics that depend on pi_old / mu alone.
 
@@ -56,7 +56,7 @@ def rollout_stage(
             those of each token. Statistics read it, as they read ``segment_ids`` whatever the levels are, and masks
             and bounds that go by age.
         measure: ``all`` statistics, ``decisions``: those of weight and keep, or ``nothing``; in both stages.
-        beside: measured stage of another correction for the very same tensors; spares what does not depend on the
+        alongside: measured stage of another correction for the very same tensors; spares what does not depend on the
             correction.
 
     Raises:
@@ -88,10 +88,10 @@ def rollout_stage(
     old, mu = rows.tokens(old_log_prob), rows.tokens(rollout_log_prob)
     mask = rows.tokens(response_mask).bool()
     compared = None
-    if beside is not None:
-        if beside.old_log_prob is not old_log_prob or beside.rollout_log_prob is not rollout_log_prob:
-            raise ValueError("beside is the stage of other tensors: pass the stage of these, or leave it out.")
-        compared = rows.tokens(beside.valid), rows.tokens(beside.log_ratio)
+    if alongside is not None:
+        if alongside.old_log_prob is not old_log_prob or alongside.rollout_log_prob is not rollout_log_prob:
+            raise ValueError("next to is the stage of other tensors: pass the stage of these, or leave it out.")
+        compared = rows.tokens(alongside.valid), rows.tokens(alongside.log_ratio)
     if constants is None:
         constants = batch_constants(
             spec,
@@ -111,7 +111,7 @@ def rollout_stage(
     sample, mismatch = None, None
     statistics: dict[str, Statistic] = {}
     if measure != "nothing":
-        sample = None if beside is None else beside.sample
+        sample = None if alongside is None else alongside.sample
         if sample is None:
             sample = build_sample(rows, mask, found.valid, segments, staleness)
         if measure == "all":

@@ -39,7 +39,7 @@ def read_support(mapping: Mapping[str, Any]) -> dict[str, Any]:
                 f"Set correction.support=engine, or correction.{name}={'null' if off is None else off}.",
                 key=f"correction.{name}",
                 value=fields[name],
-                mend={"correction.support": "engine"},
+                proposed={"correction.support": "engine"},
             )
     return fields
 
@@ -52,7 +52,7 @@ def _read_size(value: Any) -> int | None:
         "Set correction.support_size=null for example.",
         key="correction.support_size",
         value=value,
-        mend={"correction.support_size": None},
+        proposed={"correction.support_size": None},
     )
 
 
@@ -64,6 +64,6 @@ def _read_min_p(value: Any) -> float | None:
             "Set correction.support_min_p=0.1 for example, or null for none.",
             key="correction.support_min_p",
             value=number,
-            mend={"correction.support_min_p": 0.1},
+            proposed={"correction.support_min_p": 0.1},
         )
     return number

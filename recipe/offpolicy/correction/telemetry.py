@@ -180,7 +180,7 @@ def measure_step(
 
 @torch.no_grad()
 def measure_weight(sample: TokenSample, weighed: AppliedWeight | None, ratio: Moments | None) -> dict[str, Statistic]:
-    """Measure the weight as applied, with 0 where it rejects, beside the raw one.
+    """Measure the weight as applied, with 0 where it rejects, next to the raw one.
 
     Args:
         weighed: None where no weight is configured, and all are 1.

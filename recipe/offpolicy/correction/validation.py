@@ -98,7 +98,7 @@ def require_keys(mapping: Mapping[str, Any], required: Iterable[str], key: str, 
             f"Set {key}.{name}=...",
             key=f"{key}.{name}",
             value=_MISSING,
-            mend=in_use,
+            proposed=in_use,
         )
 
 
@@ -140,7 +140,7 @@ def read_choice(mapping: Mapping[str, Any], name: str, options: Any, key: str, d
             key=f"{key}.{name}",
             value=value,
             meant={f"{key}.{name}": near} if near is not None else None,
-            mend={f"{key}.{name}": guessed} if guessed is not None else None,
+            proposed={f"{key}.{name}": guessed} if guessed is not None else None,
         )
     return cast(Any, value)
 
@@ -160,7 +160,7 @@ def read_bool(mapping: Mapping[str, Any], name: str, key: str) -> bool:
             key=f"{key}.{name}",
             value=value,
             meant={f"{key}.{name}": _TRUTH[str(value).lower()]} if str(value).lower() in _TRUTH else None,
-            mend={f"{key}.{name}": False},
+            proposed={f"{key}.{name}": False},
         )
     return value
 
@@ -182,7 +182,7 @@ def read_number(value: Any, key: str, *, nullable: bool = True) -> float | None:
             key=key,
             value=value,
             meant=_meant(key, value),
-            mend={} if in_use is None else {key: in_use},
+            proposed={} if in_use is None else {key: in_use},
         )
     try:
         converted = float(value)
@@ -195,7 +195,7 @@ def read_number(value: Any, key: str, *, nullable: bool = True) -> float | None:
             key=key,
             value=value,
             meant={key: None} if nullable and math.isinf(converted) else None,
-            mend={} if in_use is None else {key: in_use},
+            proposed={} if in_use is None else {key: in_use},
         )
     return converted + 0.0  # -0.0 is 0.0, also in the fingerprint
 
@@ -215,8 +215,8 @@ def read_factors(mapping: Mapping[str, Any], key: str) -> tuple[float, ...] | No
             "the oldest token of a prefix would set the bounds of all tokens behind it.",
             key=f"{key}.by_staleness",
             value=value,
-            beside={f"{key}.level": "prefix"},
-            mend={f"{key}.by_staleness": None},
+            alongside={f"{key}.level": "prefix"},
+            proposed={f"{key}.by_staleness": None},
         )
     numbers = [each for each in value if _is_factor(each)] if isinstance(value, list | tuple) else []
     if not numbers or len(numbers) != len(value):
@@ -240,13 +240,13 @@ def read_power(mapping: Mapping[str, Any], key: str) -> float | None:
     if power is None:
         return None
     reason: str = ""
-    mend: dict[str, Any] = {f"{key}.by_position": 0.5}
+    proposed: dict[str, Any] = {f"{key}.by_position": 0.5}
     if not -1 <= power <= 1 or not power:
         reason = "expected a power of the token's position, in [-1, 1] and not 0."
     elif mapping.get("level") != "prefix":
-        reason, mend = "read at level prefix alone.", {f"{key}.level": "prefix"}
+        reason, proposed = "read at level prefix alone.", {f"{key}.level": "prefix"}
     if reason:
-        raise SpecError(reason, key=f"{key}.by_position", value=power, mend=mend)
+        raise SpecError(reason, key=f"{key}.by_position", value=power, proposed=proposed)
     return power
 
 
@@ -298,7 +298,7 @@ def read_ordered_bounds(mapping: Mapping[str, Any], key: str) -> tuple[float | N
             "Swap the bounds.",
             key=f"{key}.lower",
             value=lower,
-            beside={f"{key}.upper": upper},
+            alongside={f"{key}.upper": upper},
             meant={f"{key}.lower": upper, f"{key}.upper": lower},
         )
     return lower, upper
@@ -319,7 +319,7 @@ def read_ratio_bounds(mapping: Mapping[str, Any], key: str) -> tuple[float | Non
                 "Set a bound > 0, or null to leave it open.",
                 key=f"{key}.{side}",
                 value=bound,
-                mend=usual_bound(mapping, side, key),
+                proposed=usual_bound(mapping, side, key),
             )
     return read_ordered_bounds(mapping, key)
 
@@ -333,17 +333,17 @@ def usual_bound(mapping: Mapping[str, Any], side: str, key: str) -> dict[str, An
     """
     other = "lower" if side == "upper" else "upper"
     proposed = propose_value({**mapping, other: None}, side, key)[f"{key}.{side}"]
-    beside = mapping.get(other)
-    if proposed is None or (isinstance(beside, int | float) and (proposed < beside) == (side == "upper")):
+    alongside = mapping.get(other)
+    if proposed is None or (isinstance(alongside, int | float) and (proposed < alongside) == (side == "upper")):
         return {}
     return {f"{key}.{side}": proposed}
 
 
 def propose_value(mapping: Mapping[str, Any], name: str, key: str) -> dict[str, Any]:
-    """Propose a value for a key that is left out or malformed: null beside another bound, else one in use.
+    """Propose a value for a key that is left out or malformed: null next to another bound, else one in use.
 
     Args:
-        mapping: what is beside it, of a weight or a mask.
+        mapping: what is next to it, of a weight or a mask.
 
     Returns:
         ``key.name`` -> the value; empty where none is in use.

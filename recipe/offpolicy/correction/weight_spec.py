@@ -88,7 +88,7 @@ class WeightSpec:
                     "Set a bound inside, or null to leave that side open.",
                     key=f"{key}.{side}",
                     value=bound,
-                    mend=usual_bound(mapping, side, key),
+                    proposed=usual_bound(mapping, side, key),
                 )
         if kind == "truncate" and lower is not None and upper is not None:
             raise SpecError(
@@ -96,8 +96,8 @@ class WeightSpec:
                 f"Set {key}.kind=clip to bind both, or one of the bounds to null.",
                 key=f"{key}.lower",
                 value=lower,
-                beside={f"{key}.upper": upper},
-                mend={f"{key}.kind": "clip"},
+                alongside={f"{key}.upper": upper},
+                proposed={f"{key}.kind": "clip"},
             )
         if kind == "clip" and (lower is None or upper is None):
             raise SpecError(
@@ -105,8 +105,8 @@ class WeightSpec:
                 f"Give both bounds, or set {key}.kind=truncate.",
                 key=f"{key}.kind",
                 value="clip",
-                beside={f"{key}.lower": lower, f"{key}.upper": upper},
-                mend=(
+                alongside={f"{key}.lower": lower, f"{key}.upper": upper},
+                proposed=(
                     {f"{key}.lower": 0.5, f"{key}.upper": 2.0}
                     if lower is None and upper is None
                     else {f"{key}.kind": "truncate"}
@@ -118,8 +118,8 @@ class WeightSpec:
                 "'gamma' has no bounds.",
                 key=f"{key}.{side}",
                 value=mapping[side],
-                beside={f"{key}.kind": "gamma"},
-                mend={f"{key}.lower": None, f"{key}.upper": None},
+                alongside={f"{key}.kind": "gamma"},
+                proposed={f"{key}.lower": None, f"{key}.upper": None},
             )
         if kind == "reject" and lower is None and upper is None:
             raise SpecError(
@@ -127,8 +127,8 @@ class WeightSpec:
                 f"Give a bound, or set {key}.kind=truncate.",
                 key=f"{key}.kind",
                 value="reject",
-                beside={f"{key}.lower": None, f"{key}.upper": None},
-                mend={f"{key}.upper": 2.0},
+                alongside={f"{key}.lower": None, f"{key}.upper": None},
+                proposed={f"{key}.upper": 2.0},
             )
         weight = cls(
             level=read_choice(mapping, "level", Level, key),
@@ -154,8 +154,8 @@ class WeightSpec:
                 f"the batch's mean would {moved}, so that the loss would depend on the split into micro-batches.",
                 key=f"{key}.normalize",
                 value=True,
-                beside={f"{key}.ratio": "full"} if of_policy else {f"{key}.when": weight.when},
-                mend={f"{key}.normalize": False},
+                alongside={f"{key}.ratio": "full"} if of_policy else {f"{key}.when": weight.when},
+                proposed={f"{key}.normalize": False},
             )
         return weight
 
@@ -185,15 +185,15 @@ class WeightSpec:
                 "the least ratio before a token is that of its prefix.",
                 key=f"{key}.aggregate",
                 value="minimum",
-                beside={f"{key}.level": self.level},
-                mend={f"{key}.level": "prefix"},
+                alongside={f"{key}.level": self.level},
+                proposed={f"{key}.level": "prefix"},
             )
         if self.by_position is not None and self.lower is None and self.upper is None:
             raise SpecError(
                 "there is no bound that it could scale.",
                 key=f"{key}.by_position",
                 value=self.by_position,
-                mend={f"{key}.by_position": None},
+                proposed={f"{key}.by_position": None},
             )
 
     def to_mapping(self) -> dict[str, Any]:
@@ -221,5 +221,5 @@ class WeightSpec:
 def _read_positive(mapping: Mapping[str, Any], name: str, key: str) -> float:
     value = read_number(mapping[name], f"{key}.{name}", nullable=False)
     if value is None or value <= 0:
-        raise SpecError("a number > 0.", key=f"{key}.{name}", value=mapping[name], mend={f"{key}.{name}": 2.0})
+        raise SpecError("a number > 0.", key=f"{key}.{name}", value=mapping[name], proposed={f"{key}.{name}": 2.0})
     return value

@@ -19,7 +19,7 @@ SAMPLE = 256
 """Number of elements of each parameter, on each rank, whose change is tracked."""
 _SENT = "_offpolicy_sent"
 AS_SENT = "as sent"
-"""In place of a dtype: the engine keeps the tensor as sent, for example LoRA's."""
+"""Instead of a dtype: the engine keeps the tensor as sent, for example LoRA's."""
 
 
 def weigh_own(worker: Any, default: str, others: Mapping[str, str]) -> dict[str, Any]:

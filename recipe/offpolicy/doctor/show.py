@@ -144,10 +144,10 @@ def _format_conclusion(diagnosis: Diagnosis) -> str:
         if diagnosis.fingerprint is not None or diagnosis.launch.module == OURS:
             return "OK: every check passes and all hook points exist. The first update of the run proves it, or stops."
         return "OK: verl reads what is configured. Only a correction of this package is proved at the first update."
-    mends = list(dict.fromkeys(each for problem in diagnosis.problems for each in problem.overrides))
+    fixes = list(dict.fromkeys(each for problem in diagnosis.problems for each in problem.overrides))
     said = f"{diagnosis.verdict}: exit status {diagnosis.status}."
-    if len(diagnosis.problems) < 2 or not mends:
+    if len(diagnosis.problems) < 2 or not fixes:
         return said
     # Other problems have a fix in words only.
     what = "All fixes" if all(problem.overrides for problem in diagnosis.problems) else "Fixes that can be pasted"
-    return f"{said} {what} in one line: {shlex.join(mends)}"
+    return f"{said} {what} in one line: {shlex.join(fixes)}"

@@ -37,8 +37,8 @@ def describe_unknowns(unknowns: Sequence[Unknown], script: Path) -> str:
             ),
         )
     )
-    mend = f" Fix: {', and '.join(fixes)}." if fixes else ""
-    return f"{'; '.join(causes)}.{mend}"
+    proposed = f" Fix: {', and '.join(fixes)}." if fixes else ""
+    return f"{'; '.join(causes)}.{proposed}"
 
 
 def propose_exports(names: Mapping[str, bool]) -> list[str]:

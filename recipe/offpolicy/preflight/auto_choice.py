@@ -158,7 +158,7 @@ def _choose_routing(setup: Setup) -> Selection:
     }[replay]
     line = f"setup.model=moe with setup.minibatches={setup.minibatches}: {because}."
     if setup.objective == "gspo" and replay != "disabled":
-        return Selection((), (f"setup.model=moe: {LOSS_MODE}=gspo, in the place of routing replay {replay}.",))
+        return Selection((), (f"setup.model=moe: {LOSS_MODE}=gspo, instead of routing replay {replay}.",))
     advice = ["Long responses or a mixture of experts: try a geometric mask, correction=[...,gsm], with wider bounds."]
     if setup.replay_mode is None:
         if replay != "disabled":

@@ -107,7 +107,7 @@ def read_setup(run: Composed) -> Setup:
 
 
 def refuse_setup(run: Composed) -> None:
-    """Refuse keys under ``setup`` beside corrections chosen by name, which do not read them.
+    """Refuse keys under ``setup`` next to corrections chosen by name, which do not read them.
 
     Raises:
         CheckError: unknown keys or values.

@@ -41,14 +41,14 @@ def find_pairs(overrides: Iterable[str]) -> Iterator[Problem]:
         pair = name.endswith(("lower", "upper")) and float(lower) < float(upper)
         bounds = (f"{owner}.{bound['which'] or ''}lower={lower}", f"{owner}.{bound['which'] or ''}upper={upper}")
         if "." in value:
-            mends = bounds if pair else (f"{key}={lower}",)
+            fixes = bounds if pair else (f"{key}={lower}",)
         else:  # more often a decimal comma than two bounds
-            mends = (f"{key}={value.replace('_', '.', 1).replace('_', '')}",)
-        # Nobody writes a bound as 02, so that 1_02 is 1.02.
-        two = pair and mends != bounds and upper == (upper.lstrip("0") or "0")
+            fixes = (f"{key}={value.replace('_', '.', 1).replace('_', '')}",)
+        # No one writes a bound as 02, so that 1_02 is 1.02.
+        two = pair and fixes != bounds and upper == (upper.lstrip("0") or "0")
         other = f", or {bounds[0]} and {bounds[1]} if two bounds are meant" if two else ""
-        fix = f"Set {' and '.join(mends)}{other}."
-        yield Problem(key, number, reason, fix, parts=_find_parts(key), overrides=mends)
+        fix = f"Set {' and '.join(fixes)}{other}."
+        yield Problem(key, number, reason, fix, parts=_find_parts(key), overrides=fixes)
 
 
 def _find_parts(key: str) -> tuple[str, ...]:

@@ -85,20 +85,20 @@ class Composed:
         sets: Mapping[str, Any] | Iterable[str] = (),
         parts: tuple[str, ...] = EVERYTHING,
         verdict: Verdict = "ERROR",
-        beside: Mapping[str, Any] | Iterable[str] = (),
+        alongside: Mapping[str, Any] | Iterable[str] = (),
         **more: Any,
     ) -> Problem:
         """Build the problem of a key at the value that it has.
 
         Args:
             sets: the overrides that fix it, or keys and their values.
-            beside: other keys without whose values it would be fine, with these values if they have others here.
+            alongside: other keys without whose values it would be fine, with these values if they have others here.
             more: a ``value`` that the configuration does not show, or fields of ``Problem``.
         """
         overrides = [set_to(*each) for each in sets.items()] if isinstance(sets, Mapping) else sets
         value = more.pop("value") if "value" in more else self.get(key)
-        others = dict(beside) if isinstance(beside, Mapping) else {each: self.get(each) for each in beside}
-        return Problem(key, value, reason, fix, verdict, parts, tuple(overrides), **{"beside": others} | more)
+        others = dict(alongside) if isinstance(alongside, Mapping) else {each: self.get(each) for each in alongside}
+        return Problem(key, value, reason, fix, verdict, parts, tuple(overrides), **{"alongside": others} | more)
 
     @cached_property
     def spec(self) -> CorrectionSpec:
@@ -290,7 +290,7 @@ def read_correction(run: Composed) -> Any:
     if (given := values["proximal"]) not in options:
         near = difflib.get_close_matches(str(given), options, 1)
         fix = f"Set one of {', '.join(options)}."
-        raise SpecError("no such choice.", fix, key=PROXIMAL, value=given, mend={PROXIMAL: (*near, AUTO)[0]})
+        raise SpecError("no such choice.", fix, key=PROXIMAL, value=given, proposed={PROXIMAL: (*near, AUTO)[0]})
     return values | {"proximal": choose_proximal(run).proximal} if given == AUTO else values
 
 
@@ -329,7 +329,7 @@ def check_one_mini_batch(spec: CorrectionSpec, config: DictConfig, rows: int) ->
             f"steps, of which only the first starts at pi_old.",
             key=PROXIMAL,
             value="reuse",
-            mend={PROXIMAL: "recompute"},
+            proposed={PROXIMAL: "recompute"},
         )
 
 

@@ -124,11 +124,11 @@ def _format_headline(spec: CorrectionSpec | None, run: Composed, options: Sequen
     parts = list_parts(run)
     asked = [f"{part.name} ({part.meaning})" for part in parts if part.ours]
     chosen = f"correction={options[0] if len(options) == 1 else format_value(list(options))}"
-    beside = "".join(f"; {part.name} ({part.meaning})" for part in parts if part.name == SUPPORT_PART)
-    beside += "".join(f"; {each.section} ({each.meaning})" for each in run.extensions)
+    alongside = "".join(f"; {part.name} ({part.meaning})" for part in parts if part.name == SUPPORT_PART)
+    alongside += "".join(f"; {each.section} ({each.meaning})" for each in run.extensions)
     if asked:
-        return f"{chosen}: {', '.join(asked)}{beside}"
-    return f"UNCORRECTED: {chosen}, {describe_verls_loss(run)}{beside}"
+        return f"{chosen}: {', '.join(asked)}{alongside}"
+    return f"UNCORRECTED: {chosen}, {describe_verls_loss(run)}{alongside}"
 
 
 def describe_verls_loss(run: Composed) -> str:

@@ -148,7 +148,7 @@ def explain_refusal(error: BaseException, overrides: Sequence[str], get_options:
                 f"{_shorten(override)}: there is no group {key}. A key is written with dots: {key.replace('/', '.')}."
             )
         if NO_DEFAULT in str(error) and f"'{key}'" in str(error):
-            if key == PROVIDER:  # a section too, whose group has one option that nobody replaces
+            if key == PROVIDER:  # a section too, whose group has one option that no one replaces
                 return f"{_shorten(override)}: expected another kind of value. Set single keys as {key}.KEY=VALUE."
             near = find_nearest(str(value), get_options(key))
             return f"{_shorten(override)}: no default to replace. Write +{key}={near[0] if near else value}."

@@ -45,10 +45,10 @@ def check_primary(arguments: Sequence[str]) -> None:
     if flags is None or flags.config_name is None or any(map(_BRINGS.match, arguments)):
         return
     name = flags.config_name.removesuffix(".yaml")
-    beside = CONFIG_DIR if flags.config_path is None else CONFIG_DIR.parent / flags.config_path
+    alongside = CONFIG_DIR if flags.config_path is None else CONFIG_DIR.parent / flags.config_path
     if flags.config_path is not None and "://" in flags.config_path:
         return
-    folders = [*([Path(flags.config_dir)] if flags.config_dir else []), beside]
+    folders = [*([Path(flags.config_dir)] if flags.config_dir else []), alongside]
     file = _find_file(name, folders)
     if name in _VERLS and (file is None or file.resolve().parts[-4:-1] == _VERLS_FOLDER):
         fix = f"Give --config-name={_OURS['megatron' if 'megatron' in name else 'dense']}, and no --config-path."
@@ -106,7 +106,7 @@ def _find_file(name: str, folders: Sequence[Path]) -> Path | None:
 
 
 def _has_sections(file: Path, folders: Sequence[Path], seen: frozenset[Path] = frozenset()) -> bool:
-    """Return True if a configuration, or one of its defaults beside it, includes our sections."""
+    """Return True if a configuration, or one of its defaults next to it, includes our sections."""
     try:
         content = OmegaConf.load(file)
     except (OSError, ValueError, YAMLError):

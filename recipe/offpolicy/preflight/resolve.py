@@ -96,13 +96,13 @@ def _resolve_shadows(run: Composed, say: Say) -> None:
     names, delta = run.get(SHADOW, []), run.get(_DELTA, SHIPPED_DELTA)
     if not isinstance(names, str | ListConfig | list):
         fix = f"Set {SHADOW}=[gsm], or []."
-        raise SpecError("expected names of corrections.", fix, key=SHADOW, value=names, mend={SHADOW: []})
+        raise SpecError("expected names of corrections.", fix, key=SHADOW, value=names, proposed={SHADOW: []})
     named = [names] if isinstance(names, str) else list(names)
     refuse_moved(SHADOW, named)
     shadows, notes = parse_shadows(named, load_option, delta)
     if delta != SHIPPED_DELTA and not notes:
         reason = f"no option of {SHADOW} leaves a delta open, so that nothing reads it."
-        raise SpecError(reason, key=_DELTA, value=delta, mend={_DELTA: SHIPPED_DELTA})
+        raise SpecError(reason, key=_DELTA, value=delta, proposed={_DELTA: SHIPPED_DELTA})
     if shadows:
         with open_dict(run.config):
             run.config.offpolicy.shadow = {name: shadow.to_mapping() for name, shadow in shadows.items()}
@@ -154,15 +154,15 @@ def parse_shadows(
     if isinstance(default_delta, bool) or not isinstance(default_delta, int | float) or not default_delta > 0:
         key = f"{SHADOW}_delta"
         raise SpecError(
-            "a drift in nats a token, a number > 0.", key=key, value=default_delta, mend={key: SHIPPED_DELTA}
+            "a drift in nats a token, a number > 0.", key=key, value=default_delta, proposed={key: SHIPPED_DELTA}
         )
     names = list(names)
     for name in names:
         without = {SHADOW: [other for other in dict.fromkeys(names) if other != name]}
         if not isinstance(name, str):
-            raise SpecError("no option of the group correction.", key=SHADOW, value=name, mend=without)
+            raise SpecError("no option of the group correction.", key=SHADOW, value=name, proposed=without)
         if name in shadows:
-            raise SpecError("named twice.", key=SHADOW, value=name, mend={SHADOW: list(dict.fromkeys(names))})
+            raise SpecError("named twice.", key=SHADOW, value=name, proposed={SHADOW: list(dict.fromkeys(names))})
         if not re.fullmatch(r"[a-z0-9_/]+", name) or "min" in name or "max" in name:
             raise SpecError(
                 "one option is named in lower case letters, digits, _ and /, without 'min' or 'max' (verl reduces "
@@ -170,23 +170,23 @@ def parse_shadows(
                 f"Write several as a list, {SHADOW}=[gsm,opsm].",
                 key=SHADOW,
                 value=name,
-                mend=without,
+                proposed=without,
             )
         try:
             plain, filled = _fill_delta(values(name), default_delta)
             spec = CorrectionSpec.from_mapping(plain)
         except SpecError as error:
-            raise SpecError(error.problem.statement, key=SHADOW, value=name, mend=without) from error
+            raise SpecError(error.problem.statement, key=SHADOW, value=name, proposed=without) from error
         if spec.proximal != "recompute":
             raise SpecError(
                 f"its correction.proximal={spec.proximal} changes pi_old and with it the run itself, so that it cannot "
-                f"be reported on beside another.",
+                f"be reported on next to another.",
                 key=SHADOW,
                 value=name,
-                mend=without,
+                proposed=without,
             )
         if not spec.all_weights and not spec.masks:
-            raise SpecError("it has no weight and no mask to report on.", key=SHADOW, value=name, mend=without)
+            raise SpecError("it has no weight and no mask to report on.", key=SHADOW, value=name, proposed=without)
         shadows[name] = spec
         notes += [
             f"shadow {name}: {key} is not set; {default_delta:g} nats a token is used to report" for key in filled
@@ -205,7 +205,7 @@ def check_beside(spec: CorrectionSpec, shadows: Mapping[str, CorrectionSpec]) ->
             CorrectionSpec.from_mapping(shadow.to_mapping() | {"proximal": spec.proximal, "alpha": spec.alpha})
         except SpecError as error:
             left = {SHADOW: [other for other in shadows if other != name]}
-            raise SpecError(error.problem.statement, key=SHADOW, value=name, mend=left) from error
+            raise SpecError(error.problem.statement, key=SHADOW, value=name, proposed=left) from error
 
 
 def _fill_delta(plain: Mapping[str, Any], default_delta: float) -> tuple[dict[str, Any], list[str]]:
@@ -246,7 +246,7 @@ def check_fallbacks(run: Composed, run_checks: Callable[[Composed], Any]) -> Non
     """Check each fallback of a resolved configuration as if it were the configured correction.
 
     Args:
-        run_checks: of a whole configuration, with the fallback in the place of ``correction``.
+        run_checks: of a whole configuration, with the fallback instead of ``correction``.
 
     Raises:
         SpecError: a fallback that the run could not go over to.
@@ -276,8 +276,8 @@ def _reword_for_run(problem: Problem, key: str, options: list[str]) -> Problem:
 def _read_names(key: str, names: Any) -> list[str]:
     listed = [names] if isinstance(names, str) else names
     if not isinstance(listed, ListConfig | list) or not all(isinstance(name, str) for name in listed):
-        mend = {key: ["tis_token", "gsm"]}
-        raise SpecError("expected names of corrections.", key=key, value=names, mend=mend)
+        proposed = {key: ["tis_token", "gsm"]}
+        raise SpecError("expected names of corrections.", key=key, value=names, proposed=proposed)
     refuse_moved(key, listed)
     if empty := sorted(EMPTY.union([AUTO]) & set(listed)):
         reason, fix = f"{empty[0]} is no safer correction.", "Name one, such as tis_token."

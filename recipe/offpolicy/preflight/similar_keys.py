@@ -204,8 +204,8 @@ def _find_section(tail: Sequence[str], start: int) -> Path_ | None:
     first, *rest = tail
     sections = {path[-1]: path for path, holds_keys in reversed(list(list_paths().items())) if holds_keys}
     for name in sorted(sections, key=len, reverse=True) if start == 0 else ():
-        if beside := re.match(rf"{name}[_-](.+)", first.lower()):
-            whole = complete(sections[name], [beside[1], *rest])
+        if alongside := re.match(rf"{name}[_-](.+)", first.lower()):
+            whole = complete(sections[name], [alongside[1], *rest])
             return whole if whole in list_paths() else None
     section = find_meant([first], sections=True)
     return complete(section, rest) if section else None
@@ -225,8 +225,8 @@ def _find_resembled_section(key: str, value: str) -> Path_ | None:
         # Hydra takes no notice of an option that an optional group does not have.
         return _find_key_of_verl(first, rest) if value not in groups[first] and "$" not in value else None
     for section in sorted(sections, key=len, reverse=True):
-        if beside := re.match(rf"{section}[_-](.+)", first.lower()):
-            return complete((section,), [beside[1], *rest])
+        if alongside := re.match(rf"{section}[_-](.+)", first.lower()):
+            return complete((section,), [alongside[1], *rest])
     near = find_closest(first, {*sections, *groups}, 0.85)
     if near is None or near in sections:
         return complete((near,), rest) if near else None

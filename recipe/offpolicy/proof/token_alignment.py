@@ -238,11 +238,11 @@ class AlignmentChecker:
 
 def find_shift(count: PairCounts) -> int:
     """Find the lag at which both policies agree better than at 0: -1, 1, or 0 if there is none."""
-    beside = max((-1, 1), key=lambda lag: count.concordance(lag) if _has_enough_pairs(count, lag) else -2.0)
+    alongside = max((-1, 1), key=lambda lag: count.concordance(lag) if _has_enough_pairs(count, lag) else -2.0)
     # Pairs within a row are dependent: 16 of them count as one row.
     better = max(BETTER_BESIDE, 3.0 / math.sqrt(max(count.rows, max(count.pairs) // 16, 1)))
-    shifted = count.concordance(beside) > max(count.concordance(), 0.0) + better
-    return beside if shifted and _has_enough_pairs(count, beside) else 0
+    shifted = count.concordance(alongside) > max(count.concordance(), 0.0) + better
+    return alongside if shifted and _has_enough_pairs(count, alongside) else 0
 
 
 def _has_enough_pairs(count: PairCounts, lag: int) -> bool:

@@ -214,8 +214,8 @@ def count_rows(path: Path) -> int:
 
 def build_unreadable_error(path: Path, error: OSError) -> RecordingError:
     """Build the error for a file or directory that the operating system refuses to read."""
-    mend = "Fix its permissions" if isinstance(error, PermissionError) else "Fix that, or read a copy"
-    return RecordingError(f"{path}: not readable ({error.strerror or _first_line(error)}). {mend}.")
+    proposed = "Fix its permissions" if isinstance(error, PermissionError) else "Fix that, or read a copy"
+    return RecordingError(f"{path}: not readable ({error.strerror or _first_line(error)}). {proposed}.")
 
 
 def _lists(offsets: NDArray[np.int64], values: NDArray[Any], name: str, schema: pa.Schema = SCHEMA) -> pa.Array:

@@ -129,9 +129,9 @@ class Recording:
         first: dict[int | None, tuple[Path, Correction]] = {}
         for place, path in enumerate(files):
             part = self.part(step, place)
-            beside, of = first.setdefault(parse_update(path.name), (path, _correction(part)))
+            alongside, of = first.setdefault(parse_update(path.name), (path, _correction(part)))
             if _correction(part) != of:
-                raise RecordingError(f"{path}: recorded under another correction than {beside.name}.")
+                raise RecordingError(f"{path}: recorded under another correction than {alongside.name}.")
             yield part
 
     def pieces(self, step: int) -> Iterator[list[Step]]:

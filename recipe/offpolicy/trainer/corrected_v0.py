@@ -191,11 +191,11 @@ class CorrectedV0(CorrectedRun):
         axes = batch.batch["position_ids"].shape[1:-1]
         columns = build_padded(repeat_rows(rows, len(batch)), axes)
         tokens = columns["attention_mask"].sum(-1).tolist()
-        beside = DataProto.from_dict(columns)
+        alongside = DataProto.from_dict(columns)
         flags = self.add_ons.batch_flags()
         told = {name: value for name, value in batch.meta_info.items() if name not in flags}
-        beside.meta_info = told | {"temperature": 1.0, "global_token_num": tokens}
-        old, _ = self.verls._compute_old_log_prob(beside)
+        alongside.meta_info = told | {"temperature": 1.0, "global_token_num": tokens}
+        old, _ = self.verls._compute_old_log_prob(alongside)
         found = old.batch["old_log_probs"].float()
         return [found[row, : len(response)].tolist() for row, (_, response) in enumerate(rows)]
 

@@ -142,7 +142,7 @@ class CorrectedV1(CorrectedRun):
         demand_text(read_columns(batch, MEDIA)[MEDIA])
         told, flags = batch.extra_info or {}, self.add_ons.batch_flags()
         keys, source = name_keys(len(batch.keys)), read_columns(_first(batch), *OF_A_FORWARD)
-        beside = type(batch)(
+        alongside = type(batch)(
             keys=keys,
             tags=[dict(batch.tags[0]) for _ in keys],
             partition_id=OWN_PARTITION,
@@ -150,9 +150,9 @@ class CorrectedV1(CorrectedRun):
         )
         try:
             fields = build_nested(repeat_rows(rows, len(keys)), source)
-            tq.kv_batch_put(keys=keys, partition_id=OWN_PARTITION, fields=fields, tags=beside.tags)
-            self.workers.compute_log_prob(beside)
-            found = read_columns(beside, "log_probs", "response_mask")
+            tq.kv_batch_put(keys=keys, partition_id=OWN_PARTITION, fields=fields, tags=alongside.tags)
+            self.workers.compute_log_prob(alongside)
+            found = read_columns(alongside, "log_probs", "response_mask")
         finally:
             tq.kv_clear(keys=keys, partition_id=OWN_PARTITION)
         responses = response_from_nested(found["log_probs"], found["response_mask"]).unbind()

@@ -4,8 +4,8 @@
     python scripts/evidence/collapse/run.py [NAME ...] [--hours H] # NAME: an arm, or a run such as late_opsm-3
 
 VENV=path: an environment with verl 0.9.1, by default the one that runs this. Each run is one of scripts/quickstart.sh
-with a hard limit of its own. Its steps are added to results.parquet beside this file when it has ended; the log is in
-outputs/evidence/collapse. A run that is killed with this script leaves nothing and starts anew. PLAN.md says what is
+with a hard limit of its own. Its steps are added to results.parquet next to this file when it has ended; the log is in
+outputs/evidence/collapse. A run that is killed with this script leaves nothing and starts again. PLAN.md says what is
 looked for; it came first.
 """
 

@@ -7,7 +7,7 @@
 MODEL is what `python -m scripts.quickstart.prepare --cache DIR free_length_model` makes. Runs that are there in OUT,
 outputs/free_length, are not run again, and none is begun after S seconds, so that a call goes on where the last one
 ended; OUT/measured.csv holds the figures of all. `show` prints them as a table and says whether what was expected
-beforehand came true; measured.csv beside this file is what docs/length.md shows. `collect` does with metrics.jsonl of
+beforehand came true; measured.csv next to this file is what docs/length.md shows. `collect` does with metrics.jsonl of
 whole runs on verl, `TASK=free_length bash scripts/quickstart.sh`, copied to FOLDER as none-1.jsonl and
 uniform-after-1.jsonl.
 """

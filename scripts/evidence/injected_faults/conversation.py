@@ -5,7 +5,7 @@
 The user asks for the answer again, twice. OFFPOLICY_CONVERSATION says what happens to the tokens:
 
     kept         every turn is trained on as it was sampled, after the very context that the engine saw
-    history      turns travel as text, as through a chat API: the trainer gets earlier turns tokenized anew, with the
+    history      turns travel as text, as through a chat API: the trainer gets earlier turns tokenized again, with the
                  log-probs of the tokens that were sampled; the last turn is as sampled
     context      the engine sees the user's words with a space more than the trainer does
 """

@@ -1,6 +1,6 @@
 """An external module for verl that makes rollouts and trainer disagree on purpose, one cause at a time.
 
-    OFFPOLICY_INJECT=name:strength    one of FAULTS, in VERL_USE_EXTERNAL_MODULES beside verl_patches.cpu
+    OFFPOLICY_INJECT=name:strength    one of FAULTS, in VERL_USE_EXTERNAL_MODULES next to verl_patches.cpu
 
     temperature:0.8    the rollout server samples at this temperature, the trainer scores at its own
     shift:1            log-probs arrive one token late (-1: early)
@@ -35,7 +35,7 @@ Weights = Iterable[tuple[str, Tensor]]
 
 
 def rounded(weight: Tensor, bits: int) -> Tensor:
-    """Round ``weight`` to ``bits`` of mantissa beside the leading one, as an engine of lower precision holds it."""
+    """Round ``weight`` to ``bits`` of mantissa next to the leading one, as an engine of lower precision holds it."""
     mantissa, exponent = torch.frexp(weight.float())
     scale = 2.0 ** (bits + 1)
     return torch.ldexp(torch.round(mantissa * scale) / scale, exponent).to(weight.dtype)

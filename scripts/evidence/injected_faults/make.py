@@ -95,7 +95,7 @@ def run(case: FaultCase, work: Path, recording: Path) -> None:
     """Train with the fault.
 
     Raises:
-        RuntimeError: not every step was recorded; the log is beside the recording.
+        RuntimeError: not every step was recorded; the log is next to the recording.
     """
     overrides = [
         "correction=none",

@@ -20,9 +20,11 @@ MIXED = torch.tensor([UNKNOWN])
 
 def laid(turns: Any, mask: list[int], by_row: Tensor = MIXED) -> list[int]:
     """Versions of one row: the same where it is padded and where it is nested, between others."""
-    beside, three = ([[(8, 1)], [(9, 3)]], [1, 0, 1, 1]), torch.cat((MIXED, by_row, MIXED))
-    nested = torch.nested.as_nested_tensor([*map(torch.tensor, (beside[1], mask, beside[1]))], layout=torch.jagged)
-    first, found, last = (row.tolist() for row in lay_out([beside[0], turns, beside[0]], nested, three).unbind())
+    alongside, three = ([[(8, 1)], [(9, 3)]], [1, 0, 1, 1]), torch.cat((MIXED, by_row, MIXED))
+    nested = torch.nested.as_nested_tensor(
+        [*map(torch.tensor, (alongside[1], mask, alongside[1]))], layout=torch.jagged
+    )
+    first, found, last = (row.tolist() for row in lay_out([alongside[0], turns, alongside[0]], nested, three).unbind())
     assert first == last == [8, UNKNOWN, 9, 9]
     assert lay_out([turns], torch.tensor([mask]), by_row).tolist() == [found]
     return found
@@ -154,13 +156,13 @@ def test_versions_are_by_row_where_no_row_notes_chunks() -> None:
 def test_a_row_of_one_version_has_it_whatever_rows_stand_beside_it() -> None:
     """Its chunks may fall short: verl names one version. Where a chunk names another, the row is not of one."""
     alone = read_versions(batch(field(2, 2, [[(2, 1)]]), field(3, 3, [[(3, 3)]]), field(3, 4)), MASK)
-    beside = read_versions(batch(field(2, 2, [[(2, 1)]]), field(3, 4, [[(3, 1), (4, 1)]]), field(3, 4)), MASK)
+    alongside = read_versions(batch(field(2, 2, [[(2, 1)]]), field(3, 4, [[(3, 1), (4, 1)]]), field(3, 4)), MASK)
     other = read_versions(batch(field(2, 2, [[(2, 1), (3, 2)]]), field(3, 3), field(4, 4)), MASK)
     assert isinstance(alone, TokenVersions)
-    assert isinstance(beside, TokenVersions)
+    assert isinstance(alongside, TokenVersions)
     assert isinstance(other, TokenVersions)
     assert alone.tokens.tolist() == [[2, 2, 2], [3, 3, -1], [-1, -1, -1]]
-    assert beside.tokens.tolist() == [[2, 2, 2], [3, 4, -1], [-1, -1, -1]]
+    assert alongside.tokens.tolist() == [[2, 2, 2], [3, 4, -1], [-1, -1, -1]]
     assert other.tokens.tolist() == [[2, 3, 3], [3, 3, -1], [4, 4, -1]]
     nested = torch.nested.nested_tensor([row[row] for row in MASK], layout=torch.jagged)
     packed = read_versions(batch(field(2, 2, [[(2, 1)]]), field(3, 3, [[(3, 3)]]), field(4, 4)), nested)

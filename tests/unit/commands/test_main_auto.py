@@ -28,7 +28,7 @@ MASK = "{ratio: rollout, level: sequence, aggregate: geometric, lower: 0.99, upp
     ("arguments", "option", "correction"),
     [
         ([], "tis_token", spec(TIS)),
-        # What the user says beside it wins.
+        # What the user says next to it wins.
         (
             ["correction.weight.upper=3.0", f"+correction.masks.gsm={MASK}"],
             "tis_token",

@@ -108,7 +108,7 @@ def ours(result: Launch) -> list[str]:
             "UNCORRECTED: correction=none, verl's own algorithm.rollout_correction: rollout_is",
         ),
         pytest.param(["correction=bypass"], "correction=bypass: proximal (pi_old: bypass)", marks=pytest.mark.slow),
-        # Nothing of ours is in the loss, whatever is reported beside it.
+        # Nothing of ours is in the loss, whatever is reported next to it.
         pytest.param(
             ["offpolicy.shadow=[gsm]"], "UNCORRECTED: correction=none, verl's own loss", marks=pytest.mark.slow
         ),

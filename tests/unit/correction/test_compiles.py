@@ -145,6 +145,6 @@ def test_one_graph_for_all_shapes(name: str, measure: Any) -> None:
         for got, want in zip(compiled(*given), decide(*given), strict=True):
             torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12, equal_nan=True)
         made.append(len(graphs))
-    # Tracing may start anew while the first batch is compiled, with bounds as constants, but no batch after it.
+    # Tracing may start again while the first batch is compiled, with bounds as constants, but no batch after it.
     assert made[0] > 0
     assert made[1:] == made[:1] * 2

@@ -74,7 +74,7 @@ def batches(draw: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 def test_it_is_verls_mean_over_what_is_kept(mode: str, batch: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> None:
     mask, keep, loss = batch
     scale = scale_of(mode, mask, keep, torch.zeros(len(mask), dtype=torch.int64), len(mask))
-    # verl's norm mode divides by a constant beside the rows.
+    # verl's norm mode divides by a constant next to the rows.
     counts = dict(batch_num_tokens=int(mask.sum()), global_batch_size=len(mask), loss_scale_factor=7)
     ours = agg_loss(loss * keep * scale[:, None], mask, mode, **counts)
     if not keep.any():

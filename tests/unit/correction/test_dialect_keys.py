@@ -301,7 +301,7 @@ def test_a_bound_of_another_type_does_not_open_it(peer: str, document: dict[str,
 @pytest.mark.parametrize(
     ("peer", "document", "message"),
     [
-        # A value, or a list, in place of a section.
+        # A value, or a list, instead of a section.
         ("areal", {"actor": DECOUPLED | {"rejection_sampling": [{"upper": 2.0}]}}, "expected a section"),
         ("areal", {"actor": DECOUPLED | {"rejection_sampling": 5}}, "expected a section"),
         ("prime_rl", {"trainer": {"loss": "ipo"}}, "trainer.loss=ipo"),

@@ -24,7 +24,7 @@ def bounds(aggregate: str) -> dict[str, float | None]:
 
 
 def everything(**changes: Any) -> CorrectionSpec:
-    """A mask of every level and aggregate, on the three ratios in turn, beside M2PO and a normalised weight."""
+    """A mask of every level and aggregate, on the three ratios in turn, next to M2PO and a normalised weight."""
     ratios = itertools.cycle(["rollout", "full", "ppo"])
     masks = {
         f"{level}_{aggregate}".replace("max", "peak"): dict(

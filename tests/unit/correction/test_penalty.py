@@ -65,7 +65,7 @@ def test_a_ratio_that_is_one() -> None:
 
 
 def test_a_count_that_nothing_changes() -> None:
-    """``nonfinite=excluded`` needs a part that reads mu, and says nothing beside ``denominator=kept``."""
+    """``nonfinite=excluded`` needs a part that reads mu, and says nothing alongside ``denominator=kept``."""
     parts = ("correction.nonfinite=excluded", "Set correction.nonfinite=counted")
     refused({"nonfinite": "excluded"}, *parts, "nothing in the correction reads mu")
     refused(mask(ratio="ppo") | {"nonfinite": "excluded"}, *parts)

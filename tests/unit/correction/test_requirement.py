@@ -19,7 +19,7 @@ ROWS = {
 def test_what_a_row_proposes_meets_it(name: str) -> None:
     row = ROWS[name]
     (problem,) = find_unmet([row], {row.key: "other"}.get, "feature=off", ("part",), {"feature": "on"})
-    assert (problem.key, problem.parts, problem.beside) == (row.key, ("part",), {"feature": "on"})
+    assert (problem.key, problem.parts, problem.alongside) == (row.key, ("part",), {"feature": "on"})
     assert problem.fix.endswith(", or feature=off.")
     assert len(problem.overrides) == 1 + len(row.together)
     for value in (None, *row.wanted):

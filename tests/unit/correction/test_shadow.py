@@ -120,12 +120,12 @@ def test_beside_another_corrections_stage_it_reports_the_same(name: str, nested:
     first = {key: value for key, value in rows.items() if key not in ("log_prob", "advantages")}
     stage = rollout_stage(spec(TIS, wide=band(0.5, 2.0)), **first)
     shadows = {name: CORRECTIONS[name]}
-    alone, beside = (compute_shadow_statistics(shadows, **rows, **more) for more in ({}, {"beside": stage}))
-    assert {key: one.value() for key, one in beside.items()} == pytest.approx(
+    alone, alongside = (compute_shadow_statistics(shadows, **rows, **more) for more in ({}, {"alongside": stage}))
+    assert {key: one.value() for key, one in alongside.items()} == pytest.approx(
         {key: one.value() for key, one in alone.items()}, nan_ok=True, rel=0, abs=0
     )
     with pytest.raises(ValueError, match="stage of other tensors"):
-        compute_shadow_statistics(shadows, **rows | {"old_log_prob": rows["old_log_prob"].clone()}, beside=stage)
+        compute_shadow_statistics(shadows, **rows | {"old_log_prob": rows["old_log_prob"].clone()}, alongside=stage)
 
 
 def test_names_are_the_same_whatever_the_data() -> None:

@@ -14,7 +14,7 @@ ON: dict[str, Any] = {"support": "engine"}
 
 
 @pytest.mark.parametrize(
-    ("mapping", "said", "mend"),
+    ("mapping", "said", "proposed"),
     [
         ({"support": "trainer"}, "correction.support=trainer", "correction.support=engine"),
         (ON | {"support_unknown": "drop"}, "Set one of mask, full.", "correction.support_unknown=mask"),
@@ -33,12 +33,12 @@ ON: dict[str, Any] = {"support": "engine"}
         (ON | {"allow_truncated_sampling": True}, "nothing to allow", "correction.allow_truncated_sampling=false"),
     ],
 )
-def test_what_is_refused_names_the_override_that_fixes_it(mapping: dict[str, Any], said: str, mend: str) -> None:
+def test_what_is_refused_names_the_override_that_fixes_it(mapping: dict[str, Any], said: str, proposed: str) -> None:
     refused(mapping, said)
     with pytest.raises(SpecError) as caught:
         CorrectionSpec.from_mapping(mapping)
-    assert caught.value.problem.overrides == (mend,)
-    key, _, value = mend.partition("=")
+    assert caught.value.problem.overrides == (proposed,)
+    key, _, value = proposed.partition("=")
     mended: Any = {"null": None, "false": False, "0.1": 0.1}.get(value, value)
     CorrectionSpec.from_mapping(mapping | {key.removeprefix("correction."): mended})
 

@@ -142,7 +142,7 @@ def reference(batch: Batch, step: StepStage, correction: CorrectionSpec) -> dict
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("name", CORRECTIONS)
 def test_every_statistic_against_the_reference(name: str, dtype: torch.dtype) -> None:
-    """To 1e-5 for log-probs in float32; 1e-9 beside it for means whose terms cancel."""
+    """To 1e-5 for log-probs in float32; 1e-9 next to it for means whose terms cancel."""
     correction, batch = CORRECTIONS[name], random_batch(7, rows=24, dtype=dtype)
     _, step = stages(correction, batch)
     result = values(step)

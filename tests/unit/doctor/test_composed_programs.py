@@ -26,7 +26,7 @@ nothing: null
 
 @pytest.fixture
 def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A program with a plain folder of configurations beside it, that is no package."""
+    """A program with a plain folder of configurations next to it, that is no package."""
     folder = tmp_path / "a_recipe_of_mine"
     (folder / "config").mkdir(parents=True)
     (folder / "main.py").write_text(f"import hydra\n{PROGRAM}")
@@ -96,7 +96,7 @@ OVERRIDES = [
 
 
 def test_unknown_keys_are_told_at_once(program: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beside one that cannot be added, as it is there; of verl's own program also what becomes of a plus."""
+    """Next to one that cannot be added, as it is there; of verl's own program also what becomes of a plus."""
     with pytest.raises(UnknownKeysError) as caught:
         compose(launch(*OVERRIDES))
     has_none = "the configuration of a_recipe_of_mine.main has no such key."

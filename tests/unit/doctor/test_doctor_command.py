@@ -34,7 +34,7 @@ def test_all_is_live(ask: Ask) -> None:
     assert answer.status == 0
     assert "weight" in answer.printed
     assert answer.printed.count("OK") == 3
-    assert "\x1b" not in answer.printed, "no colours where nobody looks"
+    assert "\x1b" not in answer.printed, "no colours where no one looks"
     assert "first update" in answer.printed
 
 
@@ -294,7 +294,7 @@ def test_a_pair_that_crosses_the_bounds_is_shown_and_not_the_crossing(ask: Ask) 
 
 
 def test_a_pair_is_not_also_a_bound_that_is_never_reached(ask: Ask) -> None:
-    """101 lies beyond anything seen, and nobody has asked for it; 02 is no bound."""
+    """101 lies beyond anything seen, and no one has asked for it; 02 is no bound."""
     answer = ask("--json", "correction=gsm", f"{GSM_UPPER}=1_02", *GIVEN)
     assert answer.overrides() == [f"{GSM_UPPER}=1.02"]
     (problem,) = answer.json["corrections"][0]["problems"]

@@ -1,4 +1,4 @@
-"""A launch that stops says what would mend it, and does not stop for that any more once it is pasted."""
+"""A launch that stops says what would fix it, and does not stop for that any more once it is pasted."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ESTIMATOR = "algorithm.adv_estimator"
 ENV = "ray_kwargs.ray_init.runtime_env"
 SHADOW = "offpolicy.shadow"
 
-# What is changed beside correction=[tis_token,gsm], and the key of the problem that it makes.
+# What is changed next to correction=[tis_token,gsm], and the key of the problem that it makes.
 BY_NAME: dict[str, tuple[Changes, str]] = {
     "a lower bound above agreement": ({"correction.masks.gsm.lower": 1.005}, "correction.masks.gsm.lower"),
     "an upper bound below agreement": ({"correction.weight.upper": 0.5}, "correction.weight.upper"),
@@ -52,7 +52,7 @@ BY_NAME: dict[str, tuple[Changes, str]] = {
         },
         "offpolicy.staleness.eta",
     ),
-    "a warm-up beside a limit of staleness": (
+    "a warm-up next to a limit of staleness": (
         {
             "offpolicy.staleness.eta": 2,
             "trainer.v1.trainer_mode": "colocate_async",
@@ -68,7 +68,7 @@ BY_NAME: dict[str, tuple[Changes, str]] = {
         },
         "offpolicy.staleness.too_old",
     ),
-    "a weight on pi / mu beside a ratio": ({"correction.weight.ratio": "full"}, "correction.weight.ratio"),
+    "a weight on pi / mu next to a ratio": ({"correction.weight.ratio": "full"}, "correction.weight.ratio"),
     "an order of no masks": (
         {"correction.masks": {}, "correction.skyrl_compat": True},
         "correction.skyrl_compat",
@@ -88,7 +88,7 @@ BY_NAME: dict[str, tuple[Changes, str]] = {
         {"correction.denominator": "kept", f"{ACTOR}.loss_agg_mode": "token-sum"},
         f"{ACTOR}.loss_agg_mode",
     ),
-    "a count of rows that are dealt anew": (
+    "a count of rows that are dealt again": (
         {"correction.denominator": "kept", f"{ACTOR}.shuffle": True},
         f"{ACTOR}.shuffle",
     ),
@@ -201,7 +201,7 @@ def test_what_is_proposed_mends_a_launch_of_verl(name: str, base: DictConfig) ->
     follow(VERLS, plain, key)
 
 
-# What is changed beside correction=auto setup.model=dense.
+# What is changed next to correction=auto setup.model=dense.
 CHOSEN: dict[str, tuple[Changes, str]] = {
     "a number that is contradicted": ({"setup.minibatches": 3}, "setup.minibatches"),
     "a limit of staleness that is too wide": (

@@ -1,4 +1,4 @@
-"""A value that no key under ``offpolicy`` takes is mended by what is proposed, when it is pasted."""
+"""A value that no key under ``offpolicy`` takes is fixed by what is proposed, when it is pasted."""
 
 from __future__ import annotations
 

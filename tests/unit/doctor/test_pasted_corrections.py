@@ -30,7 +30,7 @@ def malformed(mapping: dict[str, Any]) -> Problem:
     return caught.value.problem
 
 
-# What is given -> key, value, and overrides that mend it.
+# What is given -> key, value, and overrides that fix it.
 MALFORMED: dict[str, tuple[dict[str, Any], str, Any, list[str]]] = {
     "misspelt": (
         {"weight": TIS | {"uper": 3.0}},
@@ -41,7 +41,7 @@ MALFORMED: dict[str, tuple[dict[str, Any], str, Any, list[str]]] = {
     "unknown": ({"weight": TIS | {"zzz": 3.0}}, f"{WEIGHT}.zzz", 3.0, []),
     "a section misspelt": ({"wieght": dict(TIS)}, "correction.wieght", dict(TIS), []),
     "negative cap": ({"weight": TIS | {"upper": -1}}, f"{WEIGHT}.upper", -1.0, [f"{WEIGHT}.upper=2.0"]),
-    "negative bound beside another": (masks(lower=-1), f"{MASK}.lower", -1.0, [f"{MASK}.lower=0.99"]),
+    "negative bound next to another": (masks(lower=-1), f"{MASK}.lower", -1.0, [f"{MASK}.lower=0.99"]),
     "crossed": (masks(lower=2.0), f"{MASK}.lower", 2.0, [f"{MASK}.lower=1.01", f"{MASK}.upper=2.0"]),
     "proximal": ({"proximal": "x"}, "correction.proximal", "x", ["correction.proximal=recompute"]),
     "proximal misspelt": ({"proximal": "bypas"}, "correction.proximal", "bypas", ["correction.proximal=bypass"]),
@@ -101,7 +101,11 @@ def test_a_value_in_quotes_keeps_both() -> None:
     with pytest.raises(SpecError) as caught:
         read_verl_rejections("seq_mean_k1", None, "")
     problem = caught.value.problem
-    assert (problem.key, problem.value, problem.beside) == ("rollout_rs_threshold", None, {"rollout_rs": "seq_mean_k1"})
+    assert (problem.key, problem.value, problem.alongside) == (
+        "rollout_rs_threshold",
+        None,
+        {"rollout_rs": "seq_mean_k1"},
+    )
     assert problem.cause == "with rollout_rs=seq_mean_k1: nothing is rejected."
 
 

@@ -26,7 +26,7 @@ def word(folder: Path, source: str) -> Field:
     [
         ("pathlib", "import pathlib; print(pathlib.Path('vllm'))", "vllm"),
         ("csv", "import importlib.metadata; print(importlib.metadata.version('pytest'))", pytest.__version__),
-        ("beside", "import importlib.util; print(importlib.util.find_spec('beside'))", "None"),
+        ("alongside", "import importlib.util; print(importlib.util.find_spec('next to'))", "None"),
     ],
 )
 def test_modules_beside_a_script_are_not_imported(module: str, code: str, answer: str, tmp_path: Path) -> None:

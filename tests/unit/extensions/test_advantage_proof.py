@@ -24,7 +24,7 @@ from verl.utils import tensordict_utils as tu
 @pytest.mark.verl(">=0.8")
 @pytest.mark.parametrize("spec", [CorrectionSpec(), CorrectionSpec.from_mapping({"weight": TIS})], ids=["none", "tis"])
 def test_the_workers_loss_reports_the_rows_that_came(spec: CorrectionSpec) -> None:
-    """On the engine's own layout, nested by row, beside the padded one of the trainer."""
+    """On the engine's own layout, nested by row, next to the padded one of the trainer."""
     made, flat, whole = rollout()
     data = made.to_tensordict()
     tokens = int(data["response_mask"].values().sum())

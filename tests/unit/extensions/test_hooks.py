@@ -150,7 +150,7 @@ class Sees(Extension):
 
 
 def test_what_goes_to_the_workers_is_seen_beside_verls_own(batch: Any) -> None:
-    """Rewards 1, 0, 3 and a bonus of 0.5 a token: 2.5, 0.5, 4; estimated anew they are 2 x, tilted by 0.25."""
+    """Rewards 1, 0, 3 and a bonus of 0.5 a token: 2.5, 0.5, 4; estimated again they are 2 x, tilted by 0.25."""
     view, store = batch
     sees = Sees("sees", {})
     AddOns([sees, Nudge("one", {}), Estimates("e", {})]).compute_advantages(view, estimator(view, store, []))

@@ -91,13 +91,13 @@ def verdict(loss: OffPolicyLoss) -> dict[str, float]:
 
 def test_a_correction_is_proved_live_beside_a_term_that_its_weights_multiply() -> None:
     plain = verdict(loss_of(CORRECTIONS["tis"], {}, prove=True))
-    beside = verdict(loss_of(CORRECTIONS["tis"], {"one": NudgeWorker(COLUMN, 0.125)}, prove=True))
-    assert beside["proved"] == 1.0
-    assert beside["gradient_tokens"] == plain["gradient_tokens"]
+    alongside = verdict(loss_of(CORRECTIONS["tis"], {"one": NudgeWorker(COLUMN, 0.125)}, prove=True))
+    assert alongside["proved"] == 1.0
+    assert alongside["gradient_tokens"] == plain["gradient_tokens"]
 
 
 class OwnWeights(NudgeWorker):
-    """Hands the base loss ones in the place of weight x keep, and multiplies these into its own term alone."""
+    """Hands the base loss ones instead of weight x keep, and multiplies these into its own term alone."""
 
     def wrap_loss(self, base_loss: BoundLoss, actor_config: Any) -> BoundLoss:
         def uncorrected(model_output: Any, data: Any, dp_group: Any = None) -> Any:

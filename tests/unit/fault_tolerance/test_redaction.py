@@ -274,7 +274,7 @@ def test_what_is_printed_is_redacted_by_lines(monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.slow
 def test_a_check_prints_no_secret_of_the_teachers_address(capfd: pytest.CaptureFixture[str]) -> None:
-    """The start-up checks and the doctor, with an address at which nobody answers and a word that Hydra refuses."""
+    """The start-up checks and the doctor, with an address at which no one answers and a word that Hydra refuses."""
     ours = ["recipe.offpolicy.main_offpolicy", "--check"]
     refused = "[opd.teacher.url=http://user:hunter2@host"
     for program, *more in ((ours,), (ours, refused), (["recipe.offpolicy.doctor"],)):

@@ -172,7 +172,7 @@ def test_a_wait_that_no_signal_wakes_is_released(started: Callable[..., Watchdog
 
 
 def test_what_the_interrupted_call_makes_of_it_is_not_shown(started: Callable[..., Watchdog]) -> None:
-    """Some calls raise an error of their own in the place of what the signal's handler raised."""
+    """Some calls raise an error of their own instead of what the signal's handler raised."""
 
     clock = Clock()
 

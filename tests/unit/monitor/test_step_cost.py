@@ -1,4 +1,4 @@
-"""Forward passes and bytes that a step takes beside verl's own work."""
+"""Forward passes and bytes that a step takes next to verl's own work."""
 
 from __future__ import annotations
 

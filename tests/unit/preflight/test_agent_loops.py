@@ -42,7 +42,7 @@ SOURCES = {
         "unknown",
     ),
     "by another module": ("from of_mine.made import made\nclass Loop:\n  def run(self): return made()", "left out"),
-    "by a module beside it": ("from .made import made\nclass Loop:\n  def run(self): return made()", "left out"),
+    "by a module next to it": ("from .made import made\nclass Loop:\n  def run(self): return made()", "left out"),
     "inherited": ("from .base import Base\nclass Loop(Base): ...", "left out"),
     "by keywords that are not seen": (
         f"{HEAD}class Loop(AgentLoopBase):\n  def run(self, **k): return AgentLoopOutput(**k)",
@@ -95,7 +95,7 @@ def problems(agent: DictConfig, correction: CorrectionSpec = MASKED) -> list[Pro
 
 
 def listed(folder: Path, *names: str) -> str:
-    """A file of loops beside the package."""
+    """A file of loops next to the package."""
     file = folder / "agent.yaml"
     file.write_text("".join(f"- {{name: {name}, _target_: of_mine.{name}.Loop}}\n" for name in names))
     return file.name

@@ -237,7 +237,7 @@ SYNC = Setup("different", "sync", "dense", "single", 1, "fsdp")
             {"model": "moe"},
         ),
         ({"setup__model": None, f"{ROLLOUT}__enable_rollout_routing_replay": True}, {"model": "moe"}),
-        # Given beside what cannot be told for sure: a data set may name an agent by row.
+        # Given next to what cannot be told for sure: a data set may name an agent by row.
         ({"setup__trajectory": "tools"}, {"trajectory": "tools"}),
         ({"setup__trajectory": "single", f"{ROLLOUT}__agent__default_agent_loop": "mine"}, {"trajectory": "single"}),
         # Given and the same.
@@ -434,5 +434,5 @@ def test_every_set_up_is_decided() -> None:
 def test_gspo_takes_the_place_of_routing_replay() -> None:
     chosen = select(replace(PLAIN, model="moe", minibatches=2, strategy="megatron", objective="gspo"))
     assert chosen.requires == ()
-    assert any("loss_mode=gspo, in the place of routing replay R2" in line for line in chosen.reasons)
+    assert any("loss_mode=gspo, instead of routing replay R2" in line for line in chosen.reasons)
     assert not any("routes are replayed" in line for line in chosen.reasons)

@@ -132,7 +132,7 @@ def test_start_up_checks_look_at_it_as_at_a_configured_one(whole: DictConfig) ->
         "correction.weight.upper=0.5: offpolicy.alarms.ess.fallback=[tis_token,gsm] would stop the run, were it "
         "configured: the bounds leave out 1"
     )
-    # What is configured is not the fallback, so that an override of it would mend nothing.
+    # What is configured is not the fallback, so that an override of it would fix nothing.
     assert stopped.value.problems[0].overrides == ()
 
 

@@ -130,7 +130,7 @@ def test_every_pair_that_shares_a_key_conflicts(folder: Path, monkeypatch: pytes
 
 
 @pytest.mark.parametrize("option", sorted(EMPTY | {AUTO}))
-@pytest.mark.parametrize("order", few_when_quick(["{},gsm", "gsm,{}", "tis_token,{}"], lambda _: "beside others"))
+@pytest.mark.parametrize("order", few_when_quick(["{},gsm", "gsm,{}", "tis_token,{}"], lambda _: "next to others"))
 def test_some_stand_alone(option: str, order: str, folder: Path) -> None:
     options = order.format(option)
     with application(f"correction=[{options}]", folder=folder), pytest.raises(SpecError) as caught:

@@ -201,11 +201,13 @@ def test_where_there_is_nothing_to_choose_nothing_is_said(
     assert (choice.proximal, choice.said) == ("recompute", "")
 
 
-@pytest.mark.parametrize(("given", "mend"), [("atuo", "auto"), ("reus", "reuse"), (None, "auto")])
-def test_a_misspelt_one_is_told_all_that_there_are(given: str | None, mend: str, configuration: Configuration) -> None:
+@pytest.mark.parametrize(("given", "proposed"), [("atuo", "auto"), ("reus", "reuse"), (None, "auto")])
+def test_a_misspelt_one_is_told_all_that_there_are(
+    given: str | None, proposed: str, configuration: Configuration
+) -> None:
     with pytest.raises(SpecError, match="Set one of auto, recompute, bypass, reuse, loglinear") as caught:
         read_correction(Composed(configuration(proximal=given)))
-    assert caught.value.problem.overrides == (f"correction.proximal={mend}",)
+    assert caught.value.problem.overrides == (f"correction.proximal={proposed}",)
 
 
 def read_spec(config: DictConfig) -> CorrectionSpec:

@@ -242,7 +242,7 @@ def test_data_parallel_ranks(base: DictConfig, changes: dict[str, Any], ranks: i
 
 
 class Estimating(Nudge):
-    """Computes advantages in the place of verl's estimator."""
+    """Computes advantages instead of verl's estimator."""
 
     def estimate(self, batch: object, rewards: object) -> None:
         return None
@@ -282,7 +282,7 @@ def test_rows_are_asked_of_the_value_and_report_what_fixes_it() -> None:
     (problem,) = run_rows(Composed(OmegaConf.create({"a": {"b": 3, "c": 4}})), (row,), ("part",))
     assert (problem.key, problem.value, problem.reason, problem.fix) == ("a.b", 3, "3 is too many.", "Set one.")
     assert (problem.verdict, problem.parts, problem.overrides) == ("NO-OP", ("part",), ("a.b=1",))
-    assert problem.beside == {"a.c": 4}
+    assert problem.alongside == {"a.c": 4}
     assert list(run_rows(Composed(OmegaConf.create({"a": {"b": 1}})), (row,))) == []
 
 

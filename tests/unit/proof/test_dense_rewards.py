@@ -81,7 +81,7 @@ def test_a_users_own_estimator_is_judged_too(own_sum: str) -> None:
 
 
 def test_an_estimator_that_cannot_be_tried_is_judged_by_its_name() -> None:
-    """gdpo asks for rewards by dimension, and nobody knows of unknown_one."""
+    """gdpo asks for rewards by dimension, and no one knows of unknown_one."""
     assert sees_positions(config("gdpo"), plain_advantage()) is None
     with pytest.raises(DenseRewardError, match="gdpo"):
         guard("gdpo").check(batch(DENSE))

@@ -136,7 +136,7 @@ def test_the_store_still_says_so() -> None:
 
 
 def test_one_long_row_does_not_make_the_others_as_long() -> None:
-    """4096 rows of 4 tokens beside one of 8192: padded they would be 1400 times as many."""
+    """4096 rows of 4 tokens next to one of 8192: padded they would be 1400 times as many."""
     lengths = torch.tensor([8192, *[4] * 4096])
     generator = torch.Generator().manual_seed(0)
     tokens = int(lengths.sum())

@@ -1,4 +1,4 @@
-"""Columns by token that extensions send are recorded beside the recorder's own, and come back to the bit."""
+"""Columns by token that extensions send are recorded next to the recorder's own, and come back to the bit."""
 
 from __future__ import annotations
 

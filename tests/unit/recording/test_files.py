@@ -238,14 +238,14 @@ def test_a_file_of_version_2_is_read_and_its_damage_found(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    ("error", "mend"),
+    ("error", "proposed"),
     [
         (PermissionError(errno.EACCES, "Permission denied"), "Permission denied). Fix its permissions."),
         (OSError(errno.EIO, "Input/output error"), "Input/output error). Fix that, or read a copy."),
     ],
 )
-def test_what_the_system_does_not_let_be_read(error: OSError, mend: str) -> None:
-    assert str(build_unreadable_error(Path("step"), error)) == f"step: not readable ({mend}"
+def test_what_the_system_does_not_let_be_read(error: OSError, proposed: str) -> None:
+    assert str(build_unreadable_error(Path("step"), error)) == f"step: not readable ({proposed}"
 
 
 def test_columns_of_extensions_come_after_ours() -> None:

@@ -101,7 +101,7 @@ def test_a_row_is_as_old_as_its_oldest_token() -> None:
     assert found.ages is not None
     assert found.ages.tolist() == [0, 0, 0, 0, 0, 1, 1, 1, 1]
     assert int(found.withheld) == 0
-    # A chunk of which nobody knows: verl's own version of the row.
+    # A chunk of which no one knows: verl's own version of the row.
     fields[1] = {**fields[1], CHUNKS: [[(6, 1), (UNKNOWN, 1)]]}
     data["extra_fields"] = NonTensorStack(*fields)
     assert int(read_routes(data, layout(data, PACKED), "R3", STEP, 1).withheld) == 1

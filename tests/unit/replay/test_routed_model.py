@@ -89,7 +89,7 @@ def test_foreign_routes_act_and_survive_checkpointing(pair: tuple[Any, RoutedMod
     assert all(int(record.count_replayed()) == TOKENS for record in routed.get_records().values())
 
 
-@pytest.mark.parametrize("too_early", ["disarm", "arm anew"])
+@pytest.mark.parametrize("too_early", ["disarm", "arm again"])
 def test_other_routes_in_the_recomputation_are_refused(pair: tuple[Any, RoutedModel], too_early: str) -> None:
     model, routed = pair
     set_checkpointing(model, True)

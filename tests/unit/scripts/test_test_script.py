@@ -72,7 +72,7 @@ def run(tree: Path, *arguments: str, **variables: str) -> tuple[int, list[str], 
         check=False,
     )
     called = notes.read_text().splitlines() if notes.exists() else []
-    # What runs side by side is noted in any order: environments by name, whole programs before what runs beside them.
+    # What runs side by side is noted in any order: environments by name, whole programs before what runs next to them.
     installs = sorted(call for call in called if call.startswith("install"))
     programs, others = ([call for call in called if f"-m {start}program" in call] for start in ("", "not "))
     rest = [call for call in called if call not in {*installs, *programs, *others}]
@@ -87,7 +87,7 @@ DEFAULT = " and not extended"
 
 
 def calls(folders: list[str], suites: list[str], selection: str = "", arguments: str = "") -> list[str]:
-    """Programs in turn, and beside them everything else on two processes."""
+    """Programs in turn, and next to them everything else on two processes."""
     pairs = list(zip(folders, suites, strict=True))
     return [
         *(
@@ -101,7 +101,12 @@ def calls(folders: list[str], suites: list[str], selection: str = "", arguments:
     ]
 
 
-LINT = [".venv ruff check .", ".venv ruff format --check .", ".venv mypy recipe/offpolicy"]
+LINT = [
+    ".venv ruff check .",
+    ".venv ruff format --check .",
+    ".venv python -m tests.support.language",
+    ".venv mypy recipe/offpolicy",
+]
 
 
 def test_the_default_covers_the_newest_release_and_the_oldest_ones_workers(tree: Path) -> None:
@@ -182,7 +187,7 @@ def test_a_path_is_tested_with_all_releases_where_all_are_asked_for(tree: Path) 
     path = "tests/unit/test_one.py::test_it"
     status, called, _ = run(tree, "--release", "all", path)
     folders = [".venv", ".venv-0.9.1", ".venv-0.7.1"]
-    assert (status, called[6:]) == (0, calls(folders, [path] * 3)[3:])
+    assert (status, called[7:]) == (0, calls(folders, [path] * 3)[3:])
 
 
 def test_quick_and_a_path_are_of_the_newest_release_alone(tree: Path) -> None:
@@ -284,7 +289,7 @@ def test_an_interrupt_ends_what_runs_beside(variable: str, value: str, hanging: 
             time.sleep(0.05)
 
     wait_for(lambda: sum(command == "sleep 600" for command in of_this_run()) == hanging)
-    # As a terminal does it: to the group of the script, of which what runs beside is none.
+    # As a terminal does it: to the group of the script, of which what runs next to is none.
     os.killpg(started.pid, signal.SIGINT)
     assert started.wait(HANGS) == 130
     wait_for(lambda: not of_this_run())

@@ -1,4 +1,4 @@
-"""verl's buffer under a limit: what it is made with, what it times, and the names of prompts that are sampled anew."""
+"""verl's buffer under a limit: what it is made with, what it times, and the names of prompts that are sampled again."""
 
 from __future__ import annotations
 

@@ -122,7 +122,7 @@ def test_a_failed_prompt_is_replaced_and_the_limit_holds(monkeypatch: pytest.Mon
 def test_prompts_that_vanish_are_replaced_and_told(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Without that the trainer would wait for ever for prompts that nobody samples."""
+    """Without that the trainer would wait for ever for prompts that no one samples."""
     run = Run(monkeypatch, eta=0)
     run.train(1)
     run.limit.rate_limit.account += 4
@@ -141,7 +141,7 @@ def test_masked_stragglers_are_handed_out_and_counted_as_too_old(monkeypatch: py
 
 
 def test_a_refreshed_prompt_comes_under_its_own_name_and_at_last_is_masked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prompt 3 takes 4 steps each time, and others none: twice sampled anew, then handed out too old."""
+    """Prompt 3 takes 4 steps each time, and others none: twice sampled again, then handed out too old."""
     run = Run(monkeypatch, eta=1, too_old="refresh", delay=lambda number, times: 4 if number == 3 else 0)
     run.train(20)
     (found,) = [(uid, age) for _, uid, age in run.trained if uid.startswith("u3") and uid.partition(".")[0] == "u3"]

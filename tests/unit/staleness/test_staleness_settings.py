@@ -1,4 +1,4 @@
-"""The keys ``offpolicy.staleness``: read, and refused with a value that mends them."""
+"""The keys ``offpolicy.staleness``: read, and refused with a value that fixes them."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ def test_a_larger_support_is_not_known_and_its_mass_says_so() -> None:
 
 
 def test_log_probs_that_are_not_of_the_support_keep_their_mass() -> None:
-    # Raw log-probs beside a member that could not be sampled: the trainer judges the mass.
+    # Raw log-probs next to a member that could not be sampled: the trainer judges the mass.
     found = read_supports([5, 9, 7], logs(0.3, 0.3, 0), 1)
     assert found.sizes.tolist() == [2]
     assert found.masses[0] == pytest.approx(0.6)

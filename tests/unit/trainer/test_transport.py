@@ -142,7 +142,7 @@ def test_bytes_of_a_column(column: Tensor, expected: int) -> None:
 def test_forward_passes_are_counted_where_verl_makes_them(proximal: str, forwards: float) -> None:
     correction = {"weight": TIS | {"ratio": "full"}, "proximal": proximal}
     made = trainer(correction)
-    for _ in range(2):  # a step begins anew
+    for _ in range(2):  # a step begins again
         made._compute_old_log_prob(batch())
         # As verl computes the reference's log-probs with the actor's weights below an adapter.
         made.actor_rollout_wg.compute_log_prob(batch())

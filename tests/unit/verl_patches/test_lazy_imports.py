@@ -26,7 +26,7 @@ lazy_imports.install("lazy")
 
 
 def run(folder: Path, part: str, code: str, **written: str) -> list[str]:
-    """What the code prints, line by line, beside a package ``lazy`` whose module ``part`` is given."""
+    """What the code prints, line by line, next to a package ``lazy`` whose module ``part`` is given."""
     for name, text in {**WRITTEN, **written, "lazy/part": part}.items():
         file = folder / f"{name}.py"
         file.parent.mkdir(exist_ok=True)

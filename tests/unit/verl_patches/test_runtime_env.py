@@ -36,7 +36,7 @@ def variables(config: DictConfig) -> object:
 def test_what_a_worker_wants() -> None:
     environ = {**CPU, "OFFPOLICY_ALLOW_UNTESTED_VERL": "1", "HOME": "/root", "VERL_USE_MODELSCOPE": "true"}
     assert wanted(environ) == {**CPU, "OFFPOLICY_ALLOW_UNTESTED_VERL": "1"}
-    # A group that is in force here and was asked for by nobody is named once, after what was.
+    # A group that is in force here and was asked for by no one is named once, after what was.
     assert wanted(environ, ["cpu", "legacy"])[MODULES] == "verl_patches.cpu,verl_patches.legacy"
     assert wanted({}, ["legacy"]) == {MODULES: "verl_patches.legacy"}
     assert wanted({}) == {}

@@ -100,7 +100,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Seen]:
 
 
 def plain_loss(config: Any, model_output: Any, data: Any, dp_group: Any = None) -> Any:
-    """In place of verl's loss, which asks the host for numbers of its own: all that a correction hands over is used."""
+    """Instead of verl's loss, which asks the host for numbers of its own: all that a correction hands over is used."""
     mask, columns = data["response_mask"], ("old_log_probs", "advantages", "rollout_is_weights")
     weighed = sum((data[name] * mask).sum() for name in columns if name in data.keys() and not data[name].is_nested)
     return model_output["log_probs"].values().sum() * torch.as_tensor(weighed), {}

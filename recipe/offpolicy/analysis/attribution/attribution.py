@@ -52,7 +52,7 @@ class Attribution:
         tokens, worst: tokens and rows with the largest mismatch, with their text.
         without_text: why ids are shown instead of text; empty where text is.
         causes: verdict on each possible cause.
-        mend_first: sentence on the faults to mend before a bound is set, see ``faults.describe_faults``; or empty.
+        mend_first: sentence on the faults to fix before a bound is set, see ``faults.describe_faults``; or empty.
         searched: number of tokens that were searched for causes, where they are a sample; 0 where all were.
     """
 

@@ -37,7 +37,7 @@ def add_sections(page: Page, attribution: Attribution) -> None:
         Details("Every step", [attribution_tables.build_steps_table(dict(attribution.by_step))]),
         Details("Profiles in numbers", attribution_tables.build_profile_tables(attribution)),
     )
-    note = f"Ids in place of text: {attribution.without_text}." if attribution.without_text else ""
+    note = f"Ids instead of text: {attribution.without_text}." if attribution.without_text else ""
     examples = (attribution_tables.build_tokens_table(attribution), attribution_tables.build_rows_table(attribution))
     page.add_section("Worst examples", f"By k3 of log pi/mu. {note}", *examples)
 

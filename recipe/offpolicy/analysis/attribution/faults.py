@@ -1,4 +1,4 @@
-"""Faults to mend before a bound is set: a bound chosen by a faulty run's mismatch fits the fault."""
+"""Faults to fix before a bound is set: a bound chosen by a faulty run's mismatch fits the fault."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def describe_faults(causes: Iterable[Cause], *, stale: bool) -> str:
         return ""
     named = "; ".join(f"{cause.name} ({cause.fix})" if cause.fix else cause.name for cause in faults)
     return (
-        f"The mismatch has a cause that is to be mended first: {named}. A bound that is set by this recording fits "
+        f"The mismatch has a cause that is to be fixed first: {named}. A bound that is set by this recording fits "
         f"that cause, not the run without it."
     )
 

@@ -101,7 +101,7 @@ class BoundedPart:
         return (lower, radius) if self.side == "upper" else (-radius, upper)
 
     def compute_limits_with(self, values: Mapping[str, float]) -> tuple[float, float]:
-        """Compute the compared bounds with these configured values in place of the present ones."""
+        """Compute the compared bounds with these configured values instead of the present ones."""
         lower, upper = self.limits
         for name, value in values.items():
             if name == "delta":

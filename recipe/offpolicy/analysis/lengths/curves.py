@@ -149,7 +149,7 @@ def build_json(curves: Sequence[LengthStep]) -> list[dict[str, Any]]:
 
 
 def draw_curves(curves: Mapping[str, Sequence[LengthStep]]) -> Figure:
-    """Draw length by correctness over steps, and the reward beside it, a row of panels for each run."""
+    """Draw length by correctness over steps, and the reward next to it, a row of panels for each run."""
     panels, x = [], Axis("step")
     for run, steps in curves.items():
         places = [each.step for each in steps]

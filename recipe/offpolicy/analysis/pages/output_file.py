@@ -10,7 +10,7 @@ _KINDS = " or ".join(PICTURES)
 
 
 class PageError(ValueError):
-    """A page or figure cannot be written; the message says why and how to mend it."""
+    """A page or figure cannot be written; the message says why and how to fix it."""
 
 
 def check_target(option: str, path: Path, example: str) -> None:

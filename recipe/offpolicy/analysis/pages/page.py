@@ -95,7 +95,7 @@ class Page:
                 f"or shorter tables."
             )
         path.parent.mkdir(parents=True, exist_ok=True)
-        # Written beside the target, so that the replacement is atomic.
+        # Written next to the target, so that the replacement is atomic.
         partial = path.with_name(f"{path.name}.partial")
         try:
             partial.write_bytes(content)

@@ -86,7 +86,7 @@ class Panel:
 
     Attributes:
         alt: what it shows, for who cannot see it.
-        note: shown in place of marks.
+        note: shown instead of marks.
         height: in inches, of a picture; the width is ``plotting.PANEL_WIDTH``.
     """
 

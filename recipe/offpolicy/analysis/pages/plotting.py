@@ -30,7 +30,7 @@ PALETTE: Final = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e
 MARKERS: Final = "osD^vPX"
 DASHES: Final = ("-", "--", "-.", ":")
 PANEL_WIDTH: Final = 5.2
-"""Inches: the type is that of the text around it where a page shows two panels beside one another."""
+"""Inches: the type is that of the text around it where a page shows two panels next to one another."""
 
 _LEGEND = 60
 """Characters of a legend's text that a panel is wide."""

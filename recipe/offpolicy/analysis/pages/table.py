@@ -20,7 +20,7 @@ _LARGE = 1e6
 _READABLE = 24
 """Characters from which text that is broken at words is easy to read."""
 _BORDER = 3
-"""Characters that a terminal's table adds to each column, beside one for the whole."""
+"""Characters that a terminal's table adds to each column, next to one for the whole."""
 
 
 @dataclass(frozen=True)

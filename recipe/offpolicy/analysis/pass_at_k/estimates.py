@@ -24,7 +24,7 @@ class Estimates:
 
     Attributes:
         ranking: k -> the mean of the Bernoulli formula, for ranking alone.
-        notes: what has to be known beside the numbers.
+        notes: what has to be known next to the numbers.
     """
 
     step: int

@@ -239,7 +239,7 @@ def _calibration(studies: Studies) -> list[Block]:
 def _worst(attribution: Attribution | str) -> list[Block]:
     if isinstance(attribution, str):
         return [f"Not attributed: {attribution}"]
-    note = f" Ids in place of text: {attribution.without_text}." if attribution.without_text else ""
+    note = f" Ids instead of text: {attribution.without_text}." if attribution.without_text else ""
     if not attribution.tokens:
         return ["No token differs between mu and pi."]
     return [

@@ -109,7 +109,7 @@ def _asked(recorded: CorrectionSpec, spec: Sequence[str], default: Sequence[str]
     """Build the correction to calibrate; without ``spec`` the recorded one, completed by the default's parts.
 
     Returns:
-        A reason where nothing can be calibrated beside the recorded pi_old.
+        A reason where nothing can be calibrated next to the recorded pi_old.
 
     Raises:
         SpecError: ``spec`` is malformed.

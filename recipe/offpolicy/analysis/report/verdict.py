@@ -165,9 +165,9 @@ def _kept(timeline: Timeline, spec: CorrectionSpec) -> Answer:
 
 
 def _fit(studies: Studies) -> list[Answer]:
-    """Answer for each bound, after the faults that are to be mended first."""
+    """Answer for each bound, after the faults that are to be fixed first."""
     faults = "" if isinstance(studies.attribution, str) else studies.attribution.mend_first
-    first = [Answer("Can a bound be set?", "mend the cause first", faults)] if faults else []
+    first = [Answer("Can a bound be set?", "fix the cause first", faults)] if faults else []
     if isinstance(studies.calibrated, str):
         return [*first, Answer("Do the bounds fit?", "unknown", studies.calibrated)]
     return [*first, *(_proposal(proposal, studies) for proposal in studies.calibrated.proposals)]

@@ -1,7 +1,7 @@
 """Sums over the rows of a step of what one correction decides, in float64.
 
 A token's *gradient weight* is the factor of grad log pi in the policy gradient, less what every correction shares:
-f_t = w_t k_t r_t s with weight w, keep k and the base loss's own factor r, see ``base_loss`` (1 beside a weight on
+f_t = w_t k_t r_t s with weight w, keep k and the base loss's own factor r, see ``base_loss`` (1 next to a weight on
 pi / mu, whose loss has no ratio). s is the row's factor of ``denominator=kept`` or
 ``nonfinite=excluded``, see ``kept_scale``; 1 otherwise. Where a penalty pulls besides, f A is less ``compute_pull``.
 Uncorrected it is r alone, of the recorded pi_old.

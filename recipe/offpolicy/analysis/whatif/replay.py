@@ -88,7 +88,7 @@ def _check_same_engine(recorded: CorrectionSpec, rows: Rows) -> None:
         raise SpecError(
             f"correction.proximal=same_engine: of {len(apart)} tokens mu differs from pi_old by more than "
             f"{TOLERANCE:g} nats on {beyond}, so that the run would have stopped. Replay with "
-            f"correction.proximal=bypass to see mu in the place of pi_old."
+            f"correction.proximal=bypass to see mu instead of pi_old."
         )
 
 

@@ -87,7 +87,7 @@ def _of_base(outcomes: Sequence[CorrectionOutcome]) -> list[PanelRow]:
 
 
 def draw_study(study: Study) -> Figure:
-    """Draw all panels into one figure, two beside one another; off-grid corrections are horizontal lines."""
+    """Draw all panels into one figure, two next to one another; off-grid corrections are horizontal lines."""
     drawn = build_panels(study)
     return plotting.draw_panels([panel for line in drawn for panel in line], columns=2, title=_title(study, len(drawn)))
 

@@ -22,7 +22,7 @@ def _convert(options: Options) -> dict[str, Any]:
     used = {release: min(keys & set(named)) for release, keys in families.items() if keys & set(named)}
     if len(used) > 1:
         (_, first), (release, second) = list(used.items())[:2]
-        raise refuse(f"a key of {release}, beside {first} of another release.", second, named[second])
+        raise refuse(f"a key of {release}, alongside {first} of another release.", second, named[second])
     if "0.9.1 to 0.10.1" in used:
         threshold, kind = "vllm_is_truncated_threshold", options["vllm_is_correction_type"]
         on = read_flag(options["enable_vllm_is_correction"], "enable_vllm_is_correction")

@@ -24,7 +24,7 @@ _AROUND: Final = {
     "baseline": "its baselines are made before",
     "kl_clip": "its KL loss has no clip",
     "kl_weight": "its KL loss is set elsewhere, in TRL by beta and use_bias_correction_kl",
-    "penalty": "it has no term beside the policy term",
+    "penalty": "it has no term next to the policy term",
     "support": "it does not keep the support of truncated sampling",
 }
 """Keys that none of the three can say -> why."""

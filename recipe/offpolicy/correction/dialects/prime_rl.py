@@ -67,7 +67,7 @@ PRIME_RL: Final = Peer(
 )
 """prime-rl's rules, for ``actor.policy_loss.loss_mode=gpg``; ``kpop`` and ``kimi_k15`` are of branches.
 
-The policy term is -A pi / mu by token, unbounded, of what the mask keeps (``kimi_k15``: -A log pi of all); beside it
+The policy term is -A pi / mu by token, unbounded, of what the mask keeps (``kimi_k15``: -A log pi of all); next to it
 stands ``kl_tau`` (``tau`` / 2) times the squared log-ratio of all tokens. Tokens with A = 0 have no gradient here,
 where prime-rl masks them as it masks those with A < 0.
 """

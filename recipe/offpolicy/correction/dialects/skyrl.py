@@ -54,7 +54,7 @@ def _convert(options: Options) -> dict[str, Any]:
     if loss not in ("rollout_is", "dppo") and not (loss == "cispo" and rollout):
         return plain | support
     if corrects:
-        reason = f"its ratio is pi / mu, which corrects already, and {_SECTION} corrects pi_old / mu beside it."
+        reason = f"its ratio is pi / mu, which corrects already, and {_SECTION} corrects pi_old / mu next to it."
         raise refuse(reason, _LOSS, loss)
     return {"rollout_is": _reject, "cispo": _clip, "dppo": _mask_divergence}[str(loss)](options) | support
 
@@ -113,7 +113,7 @@ def _convert_correction(options: Options) -> dict[str, Any]:
                 "a truncated weight has a cap.",
                 "Set it to 2.0 for example.",
                 key=f"{_SECTION}.{cap}",
-                beside={f"{_SECTION}.tis_ratio_type": level},
+                alongside={f"{_SECTION}.tis_ratio_type": level},
             )
         weight = {"level": level, "kind": "truncate", "lower": None, "upper": bounds[cap]}
     masks: dict[str, Any] = {}
@@ -142,11 +142,13 @@ def _read_band(
                 "SkyRL needs both bounds of this mask.",
                 f"Set {_SECTION}.{key}.",
                 key=f"{_SECTION}.{key}",
-                beside={f"{_SECTION}.{other}": bounds[other]},
+                alongside={f"{_SECTION}.{other}": bounds[other]},
             )
     if lower is not None and upper is not None and lower > upper:
-        beside = {f"{_SECTION}.{high}": upper}
-        raise SpecError("nothing lies between.", "Swap them.", key=f"{_SECTION}.{low}", value=lower, beside=beside)
+        alongside = {f"{_SECTION}.{high}": upper}
+        raise SpecError(
+            "nothing lies between.", "Swap them.", key=f"{_SECTION}.{low}", value=lower, alongside=alongside
+        )
     return lower, upper
 
 

@@ -53,21 +53,21 @@ def _convert_weight(options: Options) -> dict[str, Any]:
     if options[cap] is not None:
         # TRL sets clip_max to its older name where that is given.
         if upper_key in options.given and options[upper_key] != options[cap]:
-            beside = {upper_key: options[upper_key]}
+            alongside = {upper_key: options[upper_key]}
             raise SpecError(
-                "TRL takes the older name.", "Give one of them.", key=cap, value=options[cap], beside=beside
+                "TRL takes the older name.", "Give one of them.", key=cap, value=options[cap], alongside=alongside
             )
         upper_key = cap
     lower, upper = (read_ratio_bound(options[key], key) for key in (lower_key, upper_key))
     mode = str(read_choice(options[f"{_STEM}_mode"], _MODES, f"{_STEM}_mode", optional=False))
     if lower is not None and upper is not None and lower > upper:
-        raise SpecError("nothing lies between.", "Swap them.", key=lower_key, value=lower, beside={upper_key: upper})
+        raise SpecError("nothing lies between.", "Swap them.", key=lower_key, value=lower, alongside={upper_key: upper})
     if lower is None and upper is None:
         raise SpecError(
             f"{mode} has nothing to bind.",
             f"Set {upper_key}=3.0, or {_STEM}_correction=false.",
             key=upper_key,
-            beside={lower_key: None},
+            alongside={lower_key: None},
         )
     level, action = mode.split("_")
     return build_weight(level, lower, upper, reject=action == "mask")

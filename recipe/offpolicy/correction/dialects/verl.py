@@ -54,7 +54,7 @@ def _convert(options: Options) -> dict[str, Any]:
             f"Set {where}.bypass_mode=true, or leave loss_type out.",
             key=f"{where}.loss_type",
             value="reinforce",
-            beside={f"{where}.bypass_mode": False},
+            alongside={f"{where}.bypass_mode": False},
         )
     if normalize and level is None:
         raise SpecError(
@@ -62,7 +62,7 @@ def _convert(options: Options) -> dict[str, Any]:
             f"Set {where}.rollout_is=token, or leave rollout_is_batch_normalize out.",
             key=f"{where}.rollout_is_batch_normalize",
             value=True,
-            beside={f"{where}.rollout_is": None},
+            alongside={f"{where}.rollout_is": None},
         )
     if options[_LOSS_MODE] == "bypass_mode" and not bypass:
         reason = "this loss corrects by keys that are not read here."
@@ -81,8 +81,8 @@ def _convert(options: Options) -> dict[str, Any]:
                     "is split.",
                     key=f"{where}.rollout_is_batch_normalize",
                     value=True,
-                    beside={f"{where}.bypass_mode": True},
-                    mend={f"{where}.rollout_is_batch_normalize": False},
+                    alongside={f"{where}.bypass_mode": True},
+                    proposed={f"{where}.rollout_is_batch_normalize": False},
                 )
             weight = {
                 "level": level,
@@ -118,7 +118,7 @@ def read_verl_weight_bounds(threshold: Any, key: str) -> tuple[float | None, flo
         (0.5, 2.0)
     """
     if threshold is None:
-        raise SpecError("verl leaves out a weight without a threshold.", key=key, mend={key: 2.0})
+        raise SpecError("verl leaves out a weight without a threshold.", key=key, proposed={key: 2.0})
     lower, upper = _pair(threshold, key)
     if lower is None and upper < 1 and not isinstance(threshold, str):
         raise SpecError(
@@ -126,7 +126,7 @@ def read_verl_weight_bounds(threshold: Any, key: str) -> tuple[float | None, flo
             f"Set {key}=2.0, or the cap as a string if it is meant.",
             key=key,
             value=threshold,
-            mend={key: 2.0},
+            proposed={key: 2.0},
         )
     return read_ratio_bound(lower, key), _finite(read_ratio_bound(upper, key))
 
@@ -154,7 +154,7 @@ def read_verl_rejections(rollout_rs: Any, threshold: Any, prefix: str) -> dict[s
     if rollout_rs is None:
         if threshold is not None:
             raise SpecError(
-                "verl ignores it.", f"Set {rs}, or leave {ts} out.", key=ts, value=threshold, beside={rs: None}
+                "verl ignores it.", f"Set {rs}, or leave {ts} out.", key=ts, value=threshold, alongside={rs: None}
             )
         return {}
     names = [name.strip() for name in rollout_rs.split(",")] if isinstance(rollout_rs, str) else []
@@ -174,11 +174,14 @@ def read_verl_rejections(rollout_rs: Any, threshold: Any, prefix: str) -> dict[s
                 f"Known: {_known()}.",
                 key=rs,
                 value=rollout_rs,
-                mend={rs: ",".join(near.values())},
+                proposed={rs: ",".join(near.values())},
             )
     if threshold is None:
         raise SpecError(
-            "nothing is rejected.", "Set a threshold for each option, or one for all.", key=ts, beside={rs: rollout_rs}
+            "nothing is rejected.",
+            "Set a threshold for each option, or one for all.",
+            key=ts,
+            alongside={rs: rollout_rs},
         )
     parts = [part for part in threshold.split(",") if part.strip()] if isinstance(threshold, str) else [threshold]
     if len(parts) not in (1, len(options)):
@@ -187,7 +190,7 @@ def read_verl_rejections(rollout_rs: Any, threshold: Any, prefix: str) -> dict[s
             "Set one for all, or one each, separated by commas.",
             key=ts,
             value=threshold,
-            beside={rs: rollout_rs},
+            alongside={rs: rollout_rs},
         )
     parts = parts * len(options) if len(parts) == 1 else parts
     return {option: _rejection_bounds(option, part, ts) for option, part in zip(options, parts, strict=True)}
@@ -197,7 +200,7 @@ def _rejection_bounds(option: str, threshold: Any, key: str) -> tuple[float | No
     lower, upper = _pair(threshold, key)
     if not option.endswith("k1"):
         if lower is not None:
-            raise SpecError(f"{option} has an upper bound alone.", key=key, value=threshold, mend={key: upper})
+            raise SpecError(f"{option} has an upper bound alone.", key=key, value=threshold, proposed={key: upper})
         return None, upper
     if lower is None:
         if upper < 1:

@@ -73,10 +73,12 @@ class LengthSettings:
         key, kind = f"{section}.reference", f"{section}.kind"
         if "kind" not in values:
             fix = f"Set {section}=anchor, or another of {', '.join(KINDS)}."
-            raise SpecError("no kind of penalty is named.", fix, key=kind, mend={kind: "anchor"})
+            raise SpecError("no kind of penalty is named.", fix, key=kind, proposed={kind: "anchor"})
         if given["kind"] == "reference" and given["reference"] is None:
             fix = f"Set {key} to tokens, or to {COLUMN}NAME of the data set."
-            raise SpecError("no length is given.", fix, key=key, beside={kind: "reference"}, mend={kind: "anchor"})
+            raise SpecError(
+                "no length is given.", fix, key=key, alongside={kind: "reference"}, proposed={kind: "anchor"}
+            )
         if given["coefficient"] is None:
             given["coefficient"] = COEFFICIENT[given["kind"]]
         warmup, anchor = WarmupSettings(**given.pop("warmup")), AnchorSettings(**given.pop("anchor"))

@@ -34,8 +34,8 @@ def find_problems(section: str, settings: LengthSettings, config: DictConfig) ->
         return
     if settings.coefficient == 0:
         key = f"{section}.coefficient"
-        reason, mend = "a penalty of 0 does nothing.", (set_to(key, None),)
-        yield Problem(key, settings.coefficient, reason, verdict="NO-OP", parts=(section,), overrides=mend)
+        reason, proposed = "a penalty of 0 does nothing.", (set_to(key, None),)
+        yield Problem(key, settings.coefficient, reason, verdict="NO-OP", parts=(section,), overrides=proposed)
         return
     yield from _find_conflicts(section, settings, config)
     yield from _find_idle(section, settings, config)
@@ -45,8 +45,10 @@ def find_problems(section: str, settings: LengthSettings, config: DictConfig) ->
 def _find_conflicts(section: str, settings: LengthSettings, config: DictConfig) -> Iterator[Problem]:
     parts, place = (section,), f"{section}.place"
 
-    def wrong(key: str, value: Any, reason: str, override: str, beside: dict[str, Any] | None = None) -> Problem:
-        return Problem(key, value, reason, f"Set {override}, or {section}=none.", parts=parts, beside=beside or {})
+    def wrong(key: str, value: Any, reason: str, override: str, alongside: dict[str, Any] | None = None) -> Problem:
+        return Problem(
+            key, value, reason, f"Set {override}, or {section}=none.", parts=parts, alongside=alongside or {}
+        )
 
     for key, manager in _OVERLONG.items():
         if OmegaConf.select(config, key) and OmegaConf.select(config, manager) == "dapo":
@@ -70,7 +72,7 @@ def _find_conflicts(section: str, settings: LengthSettings, config: DictConfig) 
     elif settings.zero_variance == "skip" and OmegaConf.select(config, _FILTER):
         key = f"{section}.zero_variance"
         reason = "groups with equal rewards are dropped, so the length of easy prompts is not penalised."
-        yield Problem(key, "skip", reason, "", "NOTE", parts, beside={_FILTER: True})
+        yield Problem(key, "skip", reason, "", "NOTE", parts, alongside={_FILTER: True})
     rollouts = int(OmegaConf.select(config, _ROLLOUTS) or 1)
     if settings.kind == "group" and rollouts == 1:
         key = f"{section}.kind"
@@ -83,8 +85,8 @@ def _find_conflicts(section: str, settings: LengthSettings, config: DictConfig) 
             f"a right answer of {longest} tokens loses {loss:g} and scores below an empty one; lengths may collapse."
         )
         fix = f"To avoid it set {section}.most=1.0, or a smaller coefficient."
-        beside = {"data.max_response_length": longest}
-        yield Problem(key, settings.coefficient, reason, fix, "NOTE", parts, beside=beside)
+        alongside = {"data.max_response_length": longest}
+        yield Problem(key, settings.coefficient, reason, fix, "NOTE", parts, alongside=alongside)
 
 
 def _find_idle(section: str, settings: LengthSettings, config: DictConfig) -> Iterator[Problem]:
@@ -95,9 +97,9 @@ def _find_idle(section: str, settings: LengthSettings, config: DictConfig) -> It
     if steps and warmup.from_step + warmup.steps > steps:
         key = f"{section}.warmup.steps"
         reason = f"the warm-up ends at step {warmup.from_step + warmup.steps}, after the run."
-        mend = (set_to(key, 0), *((set_to(f"{section}.warmup.from_step", 0),) if warmup.from_step >= steps else ()))
-        beside = {"trainer.total_training_steps": steps}
-        yield Problem(key, warmup.steps, reason, parts=parts, overrides=mend, beside=beside)
+        proposed = (set_to(key, 0), *((set_to(f"{section}.warmup.from_step", 0),) if warmup.from_step >= steps else ()))
+        alongside = {"trainer.total_training_steps": steps}
+        yield Problem(key, warmup.steps, reason, parts=parts, overrides=proposed, alongside=alongside)
     if settings.kind != "anchor" or settings.anchor.per == "source":
         return
     epochs = OmegaConf.select(config, "trainer.total_epochs")
@@ -105,8 +107,8 @@ def _find_idle(section: str, settings: LengthSettings, config: DictConfig) -> It
     if epochs and rollouts * epochs < settings.anchor.min_samples:
         key = f"{section}.anchor.min_samples"
         reason = f"a prompt is answered {rollouts} times in each of {epochs} epochs, so none ever gets an anchor."
-        mend = (set_to(f"{section}.anchor.per", "source"),)
-        yield Problem(key, settings.anchor.min_samples, reason, verdict="NO-OP", parts=parts, overrides=mend)
+        proposed = (set_to(f"{section}.anchor.per", "source"),)
+        yield Problem(key, settings.anchor.min_samples, reason, verdict="NO-OP", parts=parts, overrides=proposed)
 
 
 def _check_column(section: str, settings: LengthSettings, config: DictConfig) -> Iterator[Problem]:

@@ -100,7 +100,7 @@ class OpdSettings:
             raise SpecError(f"expected {_HEADERS}.", key=f"{section}.teacher.headers", value=headers)
         if "mode" not in values:
             fix = "Set opd=advantage or opd=loss."
-            raise SpecError("neither advantage nor loss.", fix, key=mode, mend={mode: "advantage"})
+            raise SpecError("neither advantage nor loss.", fix, key=mode, proposed={mode: "advantage"})
         if given["coef"] is None:
             given["coef"] = COEF[given["mode"]]
         return cls(teacher=TeacherSettings(urls=_addresses(urls), **teacher), eligible=eligible, **given)

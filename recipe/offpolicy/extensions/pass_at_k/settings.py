@@ -74,7 +74,7 @@ class PassAtKSettings:
         given = read_values(section, values, "pass_at_k/loo", KEYS, (_ORDER,))
         if "objective" not in values:
             fix, key = f"Set {section}=loo, or another of validation, {', '.join(OBJECTIVES)}.", f"{section}.objective"
-            raise SpecError("no objective is named.", fix, key=key, mend={key: "loo"})
+            raise SpecError("no objective is named.", fix, key=key, proposed={key: "loo"})
         for name, build in (("metric", MetricSettings), ("dynamic", DynamicSettings), ("budget", BudgetSettings)):
             given[name] = build(**given[name])
         if given["schedule"] is not None:

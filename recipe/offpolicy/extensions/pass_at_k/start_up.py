@@ -35,10 +35,10 @@ def find_problems(section: str, settings: PassAtKSettings, config: DictConfig) -
 def _check_objective(section: str, settings: PassAtKSettings, config: DictConfig) -> Iterator[Problem]:
     parts, objective = (section,), settings.objective
 
-    def wrong(key: str, value: Any, reason: str, override: str, beside: dict[str, Any] | None = None) -> Problem:
+    def wrong(key: str, value: Any, reason: str, override: str, alongside: dict[str, Any] | None = None) -> Problem:
         lost = key in (_ESTIMATOR, _KL) or key.endswith("overlong_buffer_cfg.enable")  # asked for next to it
         fix, overrides = (f"Set {override}, or {section}=null.", ()) if lost else ("", (override,))
-        return Problem(key, value, reason, fix, parts=parts, overrides=overrides, beside=beside or {})
+        return Problem(key, value, reason, fix, parts=parts, overrides=overrides, alongside=alongside or {})
 
     n = int(OmegaConf.select(config, _ROLLOUTS) or 1)
     for k in sorted(set(settings.all_k)):
@@ -52,13 +52,13 @@ def _check_objective(section: str, settings: PassAtKSettings, config: DictConfig
         fit = next((each for each in range(n - 1, 1, -1) if find_impossible(n, each, objective) is None), None)
         key = f"{section}.schedule" if k != settings.k else f"{section}.k"
         if fit is None:
-            mend = set_to(_ROLLOUTS, 2 * max(settings.all_k))
+            proposed = set_to(_ROLLOUTS, 2 * max(settings.all_k))
         elif key.endswith("schedule"):
-            mend = set_to(key, [[step, min(each, fit)] for step, each in settings.schedule or ()])
+            proposed = set_to(key, [[step, min(each, fit)] for step, each in settings.schedule or ()])
         else:
-            mend = set_to(key, fit)
+            proposed = set_to(key, fit)
         value: Any = k if key.endswith(".k") else [list(pair) for pair in settings.schedule or ()]
-        yield wrong(key, value, reason, mend, {_ROLLOUTS: n})
+        yield wrong(key, value, reason, proposed, {_ROLLOUTS: n})
         break
     estimator = OmegaConf.select(config, _ESTIMATOR)
     if estimator != "grpo":
@@ -93,16 +93,16 @@ def _check_groups_are_seen(section: str, settings: PassAtKSettings, config: Dict
         key = f"{section}.budget.mode"
         reason = "groups that are all right or all wrong are dropped, so a budget never learns of them."
         fix = f"Set {_FILTER}=false, or {key}=none."
-        yield Problem(key, settings.budget.mode, reason, fix, parts=(section,), beside={_FILTER: True})
+        yield Problem(key, settings.budget.mode, reason, fix, parts=(section,), alongside={_FILTER: True})
 
 
 def _check_draws(section: str, settings: PassAtKSettings, config: DictConfig) -> Iterator[Problem]:
     parts, key, mode = (section,), f"{section}.budget.mode", settings.budget.mode
     workers, sampler = "data.dataloader_num_workers", "data.sampler.class_path"
 
-    def wrong(other: str, value: Any, reason: str, mend: Any) -> Problem:
+    def wrong(other: str, value: Any, reason: str, proposed: Any) -> Problem:
         return Problem(
-            key, mode, reason, f"Set {set_to(other, mend)}, or {key}=none.", parts=parts, beside={other: value}
+            key, mode, reason, f"Set {set_to(other, proposed)}, or {key}=none.", parts=parts, alongside={other: value}
         )
 
     if count := OmegaConf.select(config, workers):
@@ -120,20 +120,20 @@ def _check_group_sizes(section: str, settings: PassAtKSettings, config: DictConf
     use_v1, mode = OmegaConf.select(config, "trainer.use_v1"), OmegaConf.select(config, "trainer.v1.trainer_mode")
     if not use_v1 or mode != "sync":
         reason = "only verl's V1 trainer in the mode sync samples groups of different sizes, all of one step."
-        beside = {"trainer.use_v1": use_v1} if not use_v1 else {"trainer.v1.trainer_mode": mode}
+        alongside = {"trainer.use_v1": use_v1} if not use_v1 else {"trainer.v1.trainer_mode": mode}
         fix = f"Set trainer.use_v1=true and trainer.v1.trainer_mode=sync, or {key}=none."
-        yield Problem(key, budget.mode, reason, fix, parts=parts, beside=beside)
+        yield Problem(key, budget.mode, reason, fix, parts=parts, alongside=alongside)
     if OmegaConf.select(config, _ESTIMATOR) == "remax":
         reason = "ReMax needs one greedy answer per prompt."
         fix = f"Set {_ESTIMATOR}=grpo, or {key}=none."
-        yield Problem(key, budget.mode, reason, fix, parts=parts, beside={_ESTIMATOR: "remax"})
+        yield Problem(key, budget.mode, reason, fix, parts=parts, alongside={_ESTIMATOR: "remax"})
     n = int(OmegaConf.select(config, _ROLLOUTS) or 1)
     if not budget.least <= n <= budget.most:
         name = "least" if n < budget.least else "most"
         edge = f"{section}.budget.{name}"
         reason = f"a step has {n} rollouts per prompt on average."
-        mend = (set_to(edge, n),)
-        yield Problem(edge, getattr(budget, name), reason, parts=parts, overrides=mend, beside={_ROLLOUTS: n})
+        proposed = (set_to(edge, n),)
+        yield Problem(edge, getattr(budget, name), reason, parts=parts, overrides=proposed, alongside={_ROLLOUTS: n})
     if settings.objective != "none" and find_impossible(budget.least, max(settings.all_k), settings.objective):
         edge, k = f"{section}.budget.least", max(settings.all_k)
         reason = f"a group of {budget.least} has no advantage for k={k}."
@@ -153,8 +153,8 @@ def _check_validation(section: str, settings: PassAtKSettings, config: DictConfi
     if not temperature:
         key = f"{_VALIDATION}.temperature"
         reason = "all samples of a prompt are the same answer: pass@k is pass@1."
-        mend = (set_to(key, 1.0), *((set_to(f"{_VALIDATION}.n", wanted),) if n * rounds < wanted else ()))
-        yield Problem(key, temperature, reason, verdict="NO-OP", parts=parts, overrides=mend)
+        proposed = (set_to(key, 1.0), *((set_to(f"{_VALIDATION}.n", wanted),) if n * rounds < wanted else ()))
+        yield Problem(key, temperature, reason, verdict="NO-OP", parts=parts, overrides=proposed)
     elif n * rounds < most and not settings.metric.extrapolate:
         key = f"{_VALIDATION}.n"
         reason = f"no prompt has the {most} samples that {section}.metric.k needs."

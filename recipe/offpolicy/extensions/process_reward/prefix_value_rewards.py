@@ -124,11 +124,11 @@ class PrefixValueRewards(AdvantageExtension):
         self._submitted = time.time()
 
     def on_rollout(self, batch: BatchView) -> None:
-        beside = _read_extra_fields(batch)
-        found = read_values([each.get(FIELD) for each in beside])
+        alongside = _read_extra_fields(batch)
+        found = read_values([each.get(FIELD) for each in alongside])
         check_values(
             found,
-            [_read_version(each) for each in beside],
+            [_read_version(each) for each in alongside],
             expected=batch.step - 1 if self._synchronous else None,
             max_unscored_share=self.process.max_unscored_share,
         )

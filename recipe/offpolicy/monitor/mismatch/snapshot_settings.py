@@ -80,4 +80,4 @@ def _find_obstacles(config: DictConfig, snapshots: int) -> Iterator[Problem]:
         return
     for each in find_unmet(_REQUIREMENTS, partial(OmegaConf.select, config), off, ()):
         # Reported at this package's key; the user must decide which of the two is intended.
-        yield replace(each, key=SNAPSHOTS, value=snapshots, overrides=(), beside={each.key: each.value})
+        yield replace(each, key=SNAPSHOTS, value=snapshots, overrides=(), alongside={each.key: each.value})

@@ -63,7 +63,7 @@ def _probe(run: Composed, parts: tuple[str, ...], *, split: bool = True) -> Iter
     if actor.loss_agg_mode == "seq-mean-token-sum-norm" and actor.loss_scale_factor is None:
         fix = f"Set {_SCALE} to a constant, such as data.max_response_length."
         sets = {_SCALE: run.config.data.max_response_length}
-    yield run.problem(LOSS_MODE, f"{wrong}.", fix, sets, parts, beside=(_AGGREGATION,))
+    yield run.problem(LOSS_MODE, f"{wrong}.", fix, sets, parts, alongside=(_AGGREGATION,))
 
 
 def _find_unknown_keys(run: Composed, section: str, parts: tuple[str, ...]) -> Problem | None:
@@ -83,7 +83,7 @@ def _find_unknown_keys(run: Composed, section: str, parts: tuple[str, ...]) -> P
         key, value = f"{section}.{name}", node[name]
         if instead := next((place for place in _find_keys(run, name) if place != key), None):
             overrides += [*remove(key, value), set_to(instead, value)]
-            sentences.append(f"Set {instead} in the place of {key}.")
+            sentences.append(f"Set {instead} instead of {key}.")
         else:
             sentences.append(f"What {key} asks for would not be done.")
     reason = f"verl has no such key there: {target.rpartition('.')[2]} does not take {', '.join(extra)}."

@@ -104,7 +104,7 @@ def check_extensions(run: Composed) -> Iterator[Problem]:
         yield from (problem for problem in extension.problems(run.config) if problem.verdict == "ERROR")
     first, *others = [each.section for each in run.extensions if type(each).estimate is not Extension.estimate] or [""]
     for section in others:
-        reason = f"it computes advantages in the place of verl's estimator, and so does {first}."
+        reason = f"it computes advantages instead of verl's estimator, and so does {first}."
         yield run.problem(section, reason, f"Set {section}=null, or {first}=null.", (), (section,), value="on")
     needy = tuple(each.section for each in run.extensions if each.worker() is not None)
     if needy and not run.get(MU_KEY):

@@ -168,15 +168,15 @@ def _check_mode(run: Composed) -> Iterator[Problem]:
     mode, covered = run.config.trainer.v1.trainer_mode, path.attributes.v1_modes
     if mode not in covered:
         reason, fix = "not covered by the correction.", f"Set one of {', '.join(covered)}."
-        mend = _find_nearest_mode(mode, covered)
+        proposed = _find_nearest_mode(mode, covered)
         if mode == _SEPARATE:
             reason = (
                 f"verl {path.release} computes pi_old in it as {newest} does, with which it was tested, but warms up, "
                 "lends the trainer's GPUs to rollouts and deals requests in other ways, ignores hybrid_engine=false, "
                 "and was not shown to note versions by token."
             )
-            fix = f"Set {MODE}={mend}, or install verl {newest}."
-        yield run.problem(MODE, reason, fix, {MODE: mend})
+            fix = f"Set {MODE}={proposed}, or install verl {newest}."
+        yield run.problem(MODE, reason, fix, {MODE: proposed})
     elif mode == _SEPARATE and (key := _find_aliased_snapshot(run)):
         reason = (
             "verl keeps the weights of pi_old, and of pi while pi_old is computed, by reference where they are "
@@ -236,7 +236,7 @@ def check_lora(run: Composed) -> Iterator[Problem]:
     apart = run.program is not None or path.mode == _SEPARATE or backend not in (None, "naive")
     adapters = not apart and {"trtllm": False, "sglang": own in path.attributes.sglang_adapters}.get(str(engine), True)
     merged = bool(run.get(_MERGE))
-    beside: dict[str, Any] = {_MERGE: merged}
+    alongside: dict[str, Any] = {_MERGE: merged}
     sets: dict[str, Any] = {}
     if merged and not merges:
         reason = f"verl {path.release} sends the base weights without the adapter: rollouts would never see an update."
@@ -244,20 +244,20 @@ def check_lora(run: Composed) -> Iterator[Problem]:
             reason = "the legacy actor does not merge, and the rollout engine would refuse its adapters."
         sets = {_MERGE: False} if adapters else {}
     elif apart and backend == "delta_sharded":
-        reason, beside = "this checkpoint engine does not know LoRA.", {BACKEND: backend}
+        reason, alongside = "this checkpoint engine does not know LoRA.", {BACKEND: backend}
         sets = {BACKEND: "nccl", _MERGE: True} if merges else {}
     elif not merged and not adapters:
         who = "a checkpoint engine sends" if apart else f"{engine} under verl {path.release} loads"
         reason = f"{who} the base weights without the adapter: rollouts would never see an update."
-        beside[BACKEND if apart else NAME] = backend if apart else engine
+        alongside[BACKEND if apart else NAME] = backend if apart else engine
         sets = {_MERGE: True} if merges else {}
     elif legacy_fsdp and "dummy" in str(run.get(_FORMAT)):
         reason = "the first rollouts after a resume, or with an adapter to begin with, are those of the base weights."
-        beside, sets = {_FORMAT: run.get(_FORMAT)}, {_FORMAT: "safetensors"}
+        alongside, sets = {_FORMAT: run.get(_FORMAT)}, {_FORMAT: "safetensors"}
     else:
         return
     fix = "" if sets else "No setting of this release delivers it: train without LoRA, or use verl 0.9.1."
-    yield run.problem(key, reason, fix, sets, beside=beside)
+    yield run.problem(key, reason, fix, sets, alongside=alongside)
 
 
 def _find_unread_lora(run: Composed, own: str, other: str) -> Iterator[Problem]:

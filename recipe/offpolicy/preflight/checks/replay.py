@@ -32,8 +32,8 @@ def check_router_replay(run: Composed) -> Iterator[Problem]:
         if mode == "R2":
             reason = f"R2 records the trainer's own routes under the same name ({key}=R2)."
         fix = f"Set {key}=R3, or this to false." if live else f"Set it to false: {path} replays no routes."
-        mend = (set_to(key, "R3", add=True),) if live else ()
-        yield run.problem(RECORDED, reason, fix, mend, _PARTS, "ERROR" if mode == "R2" else "NO-OP", value=True)
+        proposed = (set_to(key, "R3", add=True),) if live else ()
+        yield run.problem(RECORDED, reason, fix, proposed, _PARTS, "ERROR" if mode == "R2" else "NO-OP", value=True)
     if mode == "R2" and (skips := _find_skipped_forward(run)):
         reason = f"R2 records routes in the forward pass for pi_old, and {skips} skips it."
         fix = "Set R3, correction.proximal=recompute and bypass_mode=false, or disabled."
@@ -94,20 +94,20 @@ def check_megatron_replay(run: Composed) -> Iterator[Problem]:
     if watched and run.get(key) not in (None, "disabled") and run.get(_PACKS) is False:
         reason = "routes are packed and tokens padded, so that routes go to other tokens than they are of."
         fix = f"Set {_PACKS}=true, or {key}=disabled."
-        yield run.problem(_PACKS, reason, fix, {_PACKS: True}, _PARTS, beside=(key,))
+        yield run.problem(_PACKS, reason, fix, {_PACKS: True}, _PARTS, alongside=(key,))
 
 
 def check_recorded_without_replay(run: Composed) -> Iterator[Problem]:
-    """Check that ``offpolicy.record.without_replay`` has a pi_old by replayed routes to stand beside."""
+    """Check that ``offpolicy.record.without_replay`` has a pi_old by replayed routes to stand alongside."""
     if run.get(WITHOUT_REPLAY) is not True:
         return
     off, sets = f"{WITHOUT_REPLAY}=false.", {WITHOUT_REPLAY: False}
     if run.replay is None or run.replay.mode != "R3":
         reason = "pi_old is computed without replay already: R3 on FSDP alone replays routes there."
-        yield run.problem(WITHOUT_REPLAY, reason, f"Set {off}", sets, (), beside=(_MODE,))
+        yield run.problem(WITHOUT_REPLAY, reason, f"Set {off}", sets, (), alongside=(_MODE,))
     elif run.spec.proximal != "recompute":
         reason, fix = (
             "there is no pi_old by replayed routes, which it is compared with.",
             f"Set {PROXIMAL}=recompute, or {off}",
         )
-        yield run.problem(WITHOUT_REPLAY, reason, fix, sets, (), beside={PROXIMAL: run.spec.proximal})
+        yield run.problem(WITHOUT_REPLAY, reason, fix, sets, (), alongside={PROXIMAL: run.spec.proximal})

@@ -92,15 +92,15 @@ def check_logprobs_mode(run: Composed) -> Iterator[Problem]:
         return
     if run.rollout.temperature == 1:  # raw and processed log-probs are the same
         return
-    name, beside = _VARIABLES[engine], (_TEMPERATURE,)
+    name, alongside = _VARIABLES[engine], (_TEMPERATURE,)
     key = f"{RUNTIME_ENV}.env_vars.{name}"
     if str(run.get(key)).lower() in ("1", "true"):
-        yield run.problem(key, reason, f"Remove {key}.", (f"~{key}",), MU, beside=beside)
+        yield run.problem(key, reason, f"Remove {key}.", (f"~{key}",), MU, alongside=alongside)
     if str(value := os.environ.get(name)).lower() in ("1", "true"):
         fix = f"Unset {name} in the environment of the launch."
-        yield run.problem(name, reason, fix, (), MU, beside=beside, value=value)
+        yield run.problem(name, reason, fix, (), MU, alongside=alongside, value=value)
     if engine == "trtllm" and run.get(_SAMPLER) not in (None, _SAMPLER_OF_VERL):
-        yield run.problem(_SAMPLER, reason, "", {_SAMPLER: _SAMPLER_OF_VERL}, MU, beside=beside)
+        yield run.problem(_SAMPLER, reason, "", {_SAMPLER: _SAMPLER_OF_VERL}, MU, alongside=alongside)
 
 
 def check_sampling(run: Composed) -> Iterator[Problem]:

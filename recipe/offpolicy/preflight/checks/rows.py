@@ -22,7 +22,7 @@ class Row:
         wrong: takes the composed configuration and the key's value; returns whether it is wrong.
         reason, fix: sentences, in which ``{run...}`` and ``{value}`` stand for what they name.
         to: the value that fixes it; ``...`` where no single one does.
-        beside: other keys without whose values it would be fine.
+        alongside: other keys without whose values it would be fine.
     """
 
     key: str
@@ -31,7 +31,7 @@ class Row:
     fix: str = ""
     to: Any = ...
     verdict: Verdict = "ERROR"
-    beside: tuple[str, ...] = ()
+    alongside: tuple[str, ...] = ()
 
 
 def run_rows(run: Composed, rows: tuple[Row, ...], parts: tuple[str, ...] = EVERYTHING) -> Iterator[Problem]:
@@ -40,4 +40,4 @@ def run_rows(run: Composed, rows: tuple[Row, ...], parts: tuple[str, ...] = EVER
         if row.wrong(run, value := run.get(row.key)):
             reason, fix = (text.format(run=run, value=value) for text in (row.reason, row.fix))
             sets = {} if row.to is ... else {row.key: row.to}
-            yield run.problem(row.key, reason, fix, sets, parts, row.verdict, row.beside)
+            yield run.problem(row.key, reason, fix, sets, parts, row.verdict, row.alongside)

@@ -18,7 +18,7 @@ SAMPLER = "trainer.v1.sampler"
 _THRESHOLD, _STRATEGY = f"{SAMPLER}.max_off_policy_threshold", f"{SAMPLER}.max_off_policy_strategy"
 REPLACED = {"num_warmup_batches": 1, _THRESHOLD: 8, _STRATEGY: "drop"}
 """Keys of verl that eta takes the place of, the first below the mode's section -> their values in verl's own
-configuration, which mean that nobody has set them."""
+configuration, which mean that no one has set them."""
 _SKIP = "skip.rollout_tq.enable"
 _ALPHA = "correction.alpha"
 STALE_NATS = 0.2
@@ -38,25 +38,25 @@ def check_staleness(run: Composed) -> Iterator[Problem]:
     if settings.adapt is not None and not run.spec.all_weights:
         reason = "it is the effective sample size of the weights, and the correction has none: it would always be met."
         fix = f"Add a weight, {recommended.WEIGHTED_LINE} for example, or set {TARGET}=null."
-        yield run.problem(TARGET, reason, fix, (), (), beside=(ETA,), value=settings.adapt.ess)
+        yield run.problem(TARGET, reason, fix, (), (), alongside=(ETA,), value=settings.adapt.ess)
     for name, usual in REPLACED.items():
         key = name if "." in name else f"trainer.v1.{run.config.trainer.v1.trainer_mode}.{name}"
         if run.get(key) not in (None, usual):
             fix = f"Set {set_to(key, usual)}, {off}"
-            yield run.problem(key, f"{ETA} takes its place, and it is not read.", fix, (), (), beside=(ETA,))
+            yield run.problem(key, f"{ETA} takes its place, and it is not read.", fix, (), (), alongside=(ETA,))
     path, name = (f"{SAMPLER}.custom_sampler.{each}" for each in ("path", "name"))
     if run.get(path) and run.get(name):
         reason = "the limit has a replay buffer of its own, and this one would not be built."
-        yield run.problem(name, reason, f"Set it to null, {off}", (), (), beside=(ETA,))
+        yield run.problem(name, reason, f"Set it to null, {off}", (), (), alongside=(ETA,))
     if run.get(_SKIP):
         reason = "verl then replays recorded rollouts by whole batches, past the limit."
-        yield run.problem(_SKIP, reason, f"Set it to false, {off}", (), (), beside=(ETA,), value=True)
+        yield run.problem(_SKIP, reason, f"Set it to false, {off}", (), (), alongside=(ETA,), value=True)
 
 
 def _find_uncovered(run: Composed) -> Iterator[Problem]:
     """Find out why the trainer does not issue prompts by the limit."""
     path, off = run.path, f"{ETA}=null"
-    beside = MODE if path.trainer == "v1" else USE_V1
+    alongside = MODE if path.trainer == "v1" else USE_V1
     if not path.attributes.staleness_limit:
         reason = f"verl {path.release} does not issue prompts as the limit needs it; 0.9.1 does."
         fix = f"Install verl 0.9.1, or set {off}."
@@ -68,8 +68,8 @@ def _find_uncovered(run: Composed) -> Iterator[Problem]:
     elif path.trainer != "v1" or run.config.trainer.v1.trainer_mode not in ASYNC_MODES:
         who = "it" if path.trainer == "v1" else "the V0 trainer"
         fix = f"Set {off}, or {USE_V1}=true and {MODE} to one of {', '.join(ASYNC_MODES)}."
-        shown = {beside: run.get(MODE) if path.trainer == "v1" else False}
-        yield run.problem(ETA, f"{who} samples each batch by the weights in force.", fix, (), (), beside=shown)
+        shown = {alongside: run.get(MODE) if path.trainer == "v1" else False}
+        yield run.problem(ETA, f"{who} samples each batch by the weights in force.", fix, (), (), alongside=shown)
         return
     else:
         return
@@ -96,14 +96,14 @@ def warn_verls_limit(run: Composed) -> Iterator[Problem]:
         fix = f"Set {ETA}={format_value(ahead)} to bound it."
         yield run.problem(_THRESHOLD, reason, fix, (), (), "NOTE", (warmup,))
     elif age + 1 > threshold and strategy in ("wait", "drop"):
-        fix = f"Set {set_to(warmup, threshold - 1)}, or {ETA}={threshold - 1} in the place of all three."
+        fix = f"Set {set_to(warmup, threshold - 1)}, or {ETA}={threshold - 1} instead of all three."
         reason = f"by design it throws away {1 - threshold / (age + 1):.0%} of all rollouts: groups come {age} versions"
         reason += " after their issue."
         if strategy == "wait":
             reason = f"it waits for unfinished groups alone: finished groups are trained at age {age}, and the "
             reason += f"threshold admits {threshold - 1}."
-        sets, beside = {warmup: threshold - 1}, (warmup, _THRESHOLD)
-        yield run.problem(_STRATEGY, reason, fix, sets, (), "NO-OP" if strategy == "wait" else "NOTE", beside)
+        sets, alongside = {warmup: threshold - 1}, (warmup, _THRESHOLD)
+        yield run.problem(_STRATEGY, reason, fix, sets, (), "NO-OP" if strategy == "wait" else "NOTE", alongside)
 
 
 def warn_asynchronous(run: Composed) -> Iterator[Problem]:
@@ -117,12 +117,12 @@ def warn_asynchronous(run: Composed) -> Iterator[Problem]:
         yield run.problem(key, reason, fix, (), (), "NOTE", value=mode)
     if run.get(ETA) == 0:
         return
-    weight, beside = run.spec.weight, {key: mode}
+    weight, alongside = run.spec.weight, {key: mode}
     token = weight is not None and (weight.kind, weight.level, weight.ratio) == ("truncate", "token", "rollout")
     if weight is not None and token and not run.spec.masks:
         reason = "a capped weight alone does not keep stale data from collapsing the run: decoupled_ppo did in 8 of 8 "
         fix, at = f"Take {recommended.LINE}: {recommended.WHY}.", "correction.weight.upper"
-        yield run.problem(at, f"{reason}runs.", fix, (), ("weight",), "NOTE", beside, value=weight.upper)
+        yield run.problem(at, f"{reason}runs.", fix, (), ("weight",), "NOTE", alongside, value=weight.upper)
     for name, mask in list_masks(run):
         low, high = mask.limits
         of_stale = mask.entry.at(-STALE_NATS)
@@ -140,7 +140,7 @@ def warn_asynchronous(run: Composed) -> Iterator[Problem]:
             f"offpolicy/staleness/*/keep_token_share."
         )
         value = getattr(mask, side)
-        yield run.problem(f"correction.{name}.{side}", reason, fix, (), (name,), "NOTE", beside, value=value)
+        yield run.problem(f"correction.{name}.{side}", reason, fix, (), (name,), "NOTE", alongside, value=value)
 
 
 def check_ages(run: Composed) -> Iterator[Problem]:
@@ -176,11 +176,11 @@ def warn_ages(run: Composed) -> Iterator[Problem]:
     settings = run.staleness if run.asynchronous else None
     oldest = settings.oldest_age if settings else None if run.asynchronous else 0
     why = f"{ETA} lets none be older" if settings else "synchronous training samples by the weights in force"
-    beside = (ETA,) if settings else ()
+    alongside = (ETA,) if settings else ()
     if run.spec.alpha == BY_AGE and oldest is not None and oldest <= 1:
         reason = f"no token is more than one version older than the weights in force, since {why}: pi_old is mu."
         fix = f"Set {_ALPHA}=0.5 for every age, or correction.proximal=bypass, which is the same here."
-        yield run.problem(_ALPHA, reason, fix, (), ("proximal",), "NO-OP", beside, value=BY_AGE)
+        yield run.problem(_ALPHA, reason, fix, (), ("proximal",), "NO-OP", alongside, value=BY_AGE)
     for key, part in run.spec.age_parts.items():
         at, parts = f"correction.{key}", (key,)
         if part.by_staleness is not None:
@@ -188,10 +188,10 @@ def warn_ages(run: Composed) -> Iterator[Problem]:
             if all(factor == 1 for factor in part.by_staleness[:ages]):
                 reason, factors = "each age that occurs has the factor 1, which changes no bound.", f"{at}.by_staleness"
                 fix, value = f"Set a factor above 1 for an age that occurs, or {factors}=null.", list(part.by_staleness)
-                yield run.problem(factors, reason, fix, (), parts, "NO-OP", beside, value=value)
+                yield run.problem(factors, reason, fix, (), parts, "NO-OP", alongside, value=value)
         elif oldest is not None and part.upper is not None and part.upper >= oldest:
             reason = f"no token is older than {oldest} versions, since {why}: the mask never acts."
             less = f"Set {at}.upper={oldest - 1}, which changes training" if oldest else "Train asynchronously"
             yield run.problem(
-                f"{at}.upper", reason, f"{less}, or remove {at}.", (), parts, "NO-OP", beside, value=part.upper
+                f"{at}.upper", reason, f"{less}, or remove {at}.", (), parts, "NO-OP", alongside, value=part.upper
             )

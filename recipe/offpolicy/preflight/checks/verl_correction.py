@@ -1,4 +1,4 @@
-"""Checks of verl's own correction: beside ours, misspelled, or in keys that the installed release ignores.
+"""Checks of verl's own correction: next to ours, misspelled, or in keys that the installed release ignores.
 
 verl keeps two copies of some settings and reads one of them, by release and by worker; the other is silently
 ignored. Read from the sources of 0.7.1, 0.8.0, 0.9.0 and 0.9.1:
@@ -76,12 +76,12 @@ _READ = (f"{VERL}.", f"{ACTOR}.{_LOSS}.")
 
 
 def check_not_both(run: Composed) -> Iterator[Problem]:
-    """Refuse verl's own correction beside ours; what ours does already is dropped, and its cap moved to ours."""
+    """Refuse verl's own correction next to ours; what ours does already is dropped, and its cap moved to ours."""
     if run.spec.is_none:
         return
     reason = "verl's own correction, which is off, would read it, and ours does not."
     if run.active:
-        reason = "verl's own correction beside ours would correct twice."
+        reason = "verl's own correction next to ours would correct twice."
     weight = run.spec.weight
     for key, value in run.changed.items():
         known = key in DEFAULTS
@@ -201,7 +201,7 @@ def _read_workers_copy(run: Composed) -> dict[str, Any]:
 
 
 def check_bypass(run: Composed) -> Iterator[Problem]:
-    """Check weights, rejections and the loss type beside ``bypass_mode``, and the worker's loss and keys for it."""
+    """Check weights, rejections and the loss type alongside ``bypass_mode``, and the worker's loss and keys for it."""
     loss, asked_of = run.get(LOSS_MODE), run.verls
     if run.spec.is_none and asked_of.get(BYPASS):
         yield from _check_keys_beside(run, loss, asked_of)

@@ -146,7 +146,7 @@ def test_misalignment_and_its_side(by: int) -> None:
 
 
 def test_log_probs_of_other_rows_are_misalignment() -> None:
-    """mu rolled by a prime over all rows: no token has its own, and no shift within a row mends it."""
+    """mu rolled by a prime over all rows: no token has its own, and no shift within a row fixes it."""
     rows = simulated()
     causes = find_causes(replace(rows, rollout_log_prob=np.roll(rows.rollout_log_prob, 777)))
     assert present(causes) == {"misalignment"}
@@ -157,7 +157,7 @@ def test_log_probs_of_other_rows_are_misalignment() -> None:
 
 
 def test_rows_of_one_token_can_be_unrelated() -> None:
-    """Nothing stands beside them."""
+    """Nothing stands next to them."""
     rows = drawn_rows([1] * 1024)
     assert of(find_causes(rows), "misalignment").verdict == "not testable"
     rolled = replace(rows, rollout_log_prob=np.roll(rows.rollout_log_prob, 777))

@@ -129,8 +129,8 @@ def test_a_step_without_the_column_takes_none_of_the_part_away() -> None:
     rows = aged()
     alone = attribute_rows(rows, {}).whole.kl
     bare = drawn_rows([40] * 8, seed=9, step=6)
-    beside = attribute_rows(concatenate([rows, bare]), {}).whole.kl
-    assert (beside.routing, beside.whole) == pytest.approx((alone.routing, alone.whole))
+    alongside = attribute_rows(concatenate([rows, bare]), {}).whole.kl
+    assert (alongside.routing, alongside.whole) == pytest.approx((alone.routing, alone.whole))
 
 
 def test_without_the_column_nothing_changes() -> None:

@@ -95,7 +95,7 @@ def test_fixes_name_what_was_injected(results: dict[Part, list[Judged]]) -> None
 
 @pytest.mark.slow
 def test_a_kept_cache_is_told_from_old_weights(results: dict[Part, list[Judged]]) -> None:
-    """Where prompts come again beside new ones: in one run with the trainer's weights, in others with older ones."""
+    """Where prompts come again next to new ones: in one run with the trainer's weights, in others with older ones."""
     found = {
         (part, one.case.name): {c.name: c for c in one.causes}["stale weights"]
         for part in results

@@ -57,7 +57,7 @@ def test_a_kept_cache_is_seen_where_steps_hardly_differ() -> None:
     rows = asked(4, lambda step, prompt: 0.04 * ((step > 1) & (prompt < 4)))
     found = verdict(rows)
     assert found.verdict == "present"
-    # Logits with an error of 0.04 beside one of 0.01: 1 + 16 times the variance, and the KL with it.
+    # Logits with an error of 0.04 next to one of 0.01: 1 + 16 times the variance, and the KL with it.
     assert found.evidence["again"] == pytest.approx(17, rel=0.2)
     assert found.evidence["again_low"] > 3
     assert found.evidence["kl_again"] == pytest.approx(found.evidence["again"] * found.evidence["kl_new"], rel=1e-6)
@@ -109,7 +109,7 @@ def test_without_prompts_of_both_kinds_it_is_said_what_is_lacking() -> None:
     rows = asked(PROMPTS, lambda step, prompt: 0.1 * (step > 2))
     found = verdict(rows)
     assert found.verdict == "present"
-    assert "which new prompts beside those that come again would tell apart" in found.sentence
+    assert "which new prompts next to those that come again would tell apart" in found.sentence
     assert "again" not in found.evidence
     new = verdict(asked(0, lambda step, prompt: 0.1 * (step > 2)))
     assert new.verdict == "present"

@@ -360,7 +360,7 @@ def test_what_was_not_on_is_calibrated_by_default(
 
 
 def test_nothing_to_calibrate_beside_a_bypassed_pi_old(tmp_path: Path) -> None:
-    """With pi_old := mu a weight on pi_old / mu is 1: the reason stands in place of the curves."""
+    """With pi_old := mu a weight on pi_old / mu is 1: the reason stands instead of the curves."""
     bypass = CorrectionSpec.from_mapping({"proximal": "bypass"})
     recording = Recording(record(tmp_path / "run", drawn_rows([9] * 8), spec=bypass.to_mapping()))
     found = run_studies(recording, bypass)

@@ -22,7 +22,7 @@ def labels(*specs: list[str], grid: tuple[str, ...] = (), recorded: Any = RECORD
 
 
 QUICK = {"none", "gsm", "opsm", "tis_turn", "verl/bypass_pg_geo_rs_seq_tis"}
-"""No part, a mask, one with an open value, a weight, and both beside another pi_old: the others are composed alike."""
+"""No part, a mask, one with an open value, a weight, and both next to another pi_old: the others are composed alike."""
 
 
 @pytest.mark.parametrize(

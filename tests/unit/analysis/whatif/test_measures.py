@@ -145,7 +145,7 @@ def test_the_base_loss_brings_its_own_ratio(tmp_path: Path) -> None:
     _, tis, gpg = replayed(tmp_path, rows, TOKEN_TIS, full).outcomes
     # Uncorrected 4 + 1 + 1 + 4 + 4 = 14; corrected (2 * 2)^2 + 1 + 1/4 + 16 + 16.
     assert tis.overall.lr_scale == pytest.approx(math.sqrt(49.25 / 14))
-    # A weight on pi / mu stands beside a loss without a ratio: f = 8, 1, 1/2 | 2, 2, the reference itself.
+    # A weight on pi / mu stands next to a loss without a ratio: f = 8, 1, 1/2 | 2, 2, the reference itself.
     assert gpg.overall.lr_scale == pytest.approx(math.sqrt((64 + 1 + 0.25 + 32) / 14))
     assert gpg.overall.bias_token == pytest.approx(0, abs=1e-6)
 

@@ -150,7 +150,7 @@ def test_gradient_weights() -> None:
     full = replace(spec(TIS | {"ratio": "full"}), proximal="bypass")
     of_full = compute_gradient_weight(full, decide(full, full, block, BatchConstants()), reference)
     assert of_full.flatten().tolist() == pytest.approx([2.0, 1.0, 0.5, 2.0, 2.0, 0.0]), (
-        "min(rho, 2), and no ratio beside"
+        "min(rho, 2), and no ratio alongside"
     )
 
 

@@ -1,4 +1,4 @@
-"""The second statement of penalties and baselines, by hand and beside the first."""
+"""The second statement of penalties and baselines, by hand and next to the first."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Keys beside which a length penalty is ERROR or NO-OP, with the override that mends it; and the shipped options."""
+"""Keys next to which a length penalty is ERROR or NO-OP, with the override that fixes it; and the shipped options."""
 
 from __future__ import annotations
 

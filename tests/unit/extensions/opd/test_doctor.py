@@ -1,4 +1,4 @@
-"""The doctor on launches with distillation: OK, NO-OP and ERROR, and overrides that mend."""
+"""The doctor on launches with distillation: OK, NO-OP and ERROR, and overrides that fix."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_what_is_inert_or_wrong_is_told_and_mended(name: str, base: DictConfig) 
     assert row in ("", *(each.name for each in diagnosis.rows if problems[0] in each.problems))
     if not all(each.overrides for each in diagnosis.problems if each.verdict != "NOTE"):
         return  # either side was asked for
-    for _ in range(2):  # what is mended may show what stood beside it
+    for _ in range(2):  # what is fixed may show what stood next to it
         config = with_overrides(config, [override for each in diagnosis.problems for override in each.overrides])
         diagnosis = diagnosed(config)
     assert diagnosis.verdict == "OK", diagnosis.problems

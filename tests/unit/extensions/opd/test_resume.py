@@ -35,7 +35,7 @@ def config(folder: Path, **ours: Any) -> DictConfig:
 
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
-    """Of a run with mode advantage, as it is written beside verl's own files."""
+    """Of a run with mode advantage, as it is written next to verl's own files."""
     with guard_save(config(tmp_path), 4, SPEC, extensions=hooks().state):
         (tmp_path / "global_step_4").mkdir()
         (tmp_path / TRACKER).write_text("4")

@@ -1,4 +1,4 @@
-"""What is looked at before Ray starts: keys beside opd, and the teacher."""
+"""What is looked at before Ray starts: keys next to opd, and the teacher."""
 
 from __future__ import annotations
 

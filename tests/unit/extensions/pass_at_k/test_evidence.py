@@ -52,7 +52,7 @@ def test_chances_of_draws_agree_with_the_formula_and_no_others() -> None:
         chances = [0.1 + 0.8 * each / (first + second) for each in (first, second)]
         assert find_wrong_chance(chances, {"0": (4.0, 2.0)}, (1.0, 3.0), 2, 0.2, k) is None
         assert "prompt 0 of 2" in (find_wrong_chance(chances, {"1": (4.0, 2.0)}, (1.0, 3.0), 2, 0.2, k) or "")
-    # 1 - p is 1/102 and 2/102 of solved prompts: their powers are too small beside that of a prompt never answered.
+    # 1 - p is 1/102 and 2/102 of solved prompts: their powers are too small next to that of a prompt never answered.
     solved = PassRates(1.0, {"0": (100.0, 100.0), "1": (100.0, 99.0)})
     assert (
         find_wrong_chance(compute_chances(solved, 2, 4, 0.2, 512).tolist(), solved.counts, (1, 1), 4, 0.2, 512) is None

@@ -1,4 +1,4 @@
-"""k that groups have no value for, keys beside which pass@k is ERROR or NO-OP, and the shipped options."""
+"""k that groups have no value for, keys next to which pass@k is ERROR or NO-OP, and the shipped options."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Advantages that train pass@k: gradients by enumeration, hand-worked numbers, and verl's estimators beside them."""
+"""Advantages that train pass@k: gradients by enumeration, hand-worked numbers, and verl's estimators next to them."""
 
 from __future__ import annotations
 

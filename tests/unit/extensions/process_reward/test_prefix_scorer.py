@@ -158,7 +158,7 @@ def test_positions_from_the_cache_are_not_read_and_the_answer_behind_them_is() -
 
 
 @pytest.mark.parametrize(
-    "case", ["the answer is cached", "nobody says how much", "garbage ids", "a shorter list", "not finite"]
+    "case", ["the answer is cached", "no one says how much", "garbage ids", "a shorter list", "not finite"]
 )
 def test_what_cannot_be_trusted_is_scored_anew_with_the_cache_skipped(case: str) -> None:
     def spoil(fields: dict[str, Any], prompt: list[int], sampling: dict[str, Any]) -> None:
@@ -168,7 +168,7 @@ def test_what_cannot_be_trusted_is_scored_anew_with_the_cache_skipped(case: str)
             # Ids and log-probs look right, and are left over from somebody's request.
             fields["cached"] = len(prompt) - 2
             fields["log_probs"] = [-0.25 for _ in prompt[1:]]
-        elif case == "nobody says how much":
+        elif case == "no one says how much":
             fields["cached"] = None
         elif case == "garbage ids":
             garbage(fields, range(len(prompt) - 2, len(prompt) - 1))

@@ -1,4 +1,4 @@
-"""What agent loops sent beside rows: refused where it is missing or of other weights, placed at the right tokens."""
+"""What agent loops sent next to rows: refused where it is missing or of other weights, placed at the right tokens."""
 
 from __future__ import annotations
 

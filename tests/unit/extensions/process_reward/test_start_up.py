@@ -1,4 +1,4 @@
-"""Start-up checks: each refusal names key and reason, and its override mends it."""
+"""Start-up checks: each refusal names key and reason, and its override fixes it."""
 
 from __future__ import annotations
 

@@ -140,7 +140,7 @@ def test_it_comes_back_after_quiet_updates(caplog: pytest.LogCaptureFixture) -> 
     made = panel(ess=alarm | {"action": "fallback", "fallback": FALLBACK})
     assert judged(made, 0.2) == [True]
     with caplog.at_level(logging.WARNING):
-        # 0.35 is not inside the stricter bound, and the count begins anew.
+        # 0.35 is not inside the stricter bound, and the count begins again.
         assert judged(made, 0.5, 0.5, 0.35, 0.5, 0.5) == [False] * 5
         assert judged(made, 0.5) == [True]
     assert (made.in_force, made.fallback) == (CONFIGURED, None)

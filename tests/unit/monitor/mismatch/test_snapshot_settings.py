@@ -1,4 +1,4 @@
-"""Keys of snapshots: what is refused, with an override that mends it."""
+"""Keys of snapshots: what is refused, with an override that fixes it."""
 
 from __future__ import annotations
 

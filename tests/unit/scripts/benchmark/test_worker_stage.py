@@ -1,4 +1,4 @@
-"""The benchmark of the worker's loss runs, and its figures mean something; how good they are, nobody asks here."""
+"""The benchmark of the worker's loss runs, and its figures mean something; how good they are, no one asks here."""
 
 from __future__ import annotations
 

@@ -199,7 +199,7 @@ def test_a_reader_that_leaves_early(fork: Path, options: list[str], status: int)
     done = subprocess.run(command, env=environment, stdout=writer, stderr=subprocess.PIPE, text=True, check=False)
     os.close(writer)
     assert done.returncode == status
-    assert done.stderr.startswith("copy_into_fork: stopped: nobody reads" if status else "")
+    assert done.stderr.startswith("copy_into_fork: stopped: no one reads" if status else "")
     assert "Error" not in done.stderr
     assert status == 0 or "Fix: run the same command again" in done.stderr
     assert snapshot(fork) == before

@@ -1,4 +1,4 @@
-"""Copies beside git: submodules, and what git shows of them."""
+"""Copies next to git: submodules, and what git shows of them."""
 
 from __future__ import annotations
 
@@ -61,8 +61,8 @@ def shadowing_patches(fork: Path, submodule: Path) -> None:
     ("shadow", "message"),
     [
         (shadowing_init, "it holds an __init__.py"),
-        (shadowing_recipe, "recipe/offpolicy/ would be imported in the place of"),
-        (shadowing_patches, "verl_patches/ would be imported in the place of"),
+        (shadowing_recipe, "recipe/offpolicy/ would be imported instead of"),
+        (shadowing_patches, "verl_patches/ would be imported instead of"),
     ],
 )
 def test_where_python_would_not_find_the_copy_it_says_so(

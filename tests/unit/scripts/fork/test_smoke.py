@@ -39,18 +39,18 @@ def test_a_module_that_the_fork_lacks_is_no_matter_of_the_environment() -> None:
 
 
 def test_of_a_traceback_the_last_line_is_said() -> None:
-    assert explain(ended(1, "a table\n", f"{TRACEBACK}ValueError: no\n"), "mend it") == Failure(
-        "ValueError: no", "mend it"
+    assert explain(ended(1, "a table\n", f"{TRACEBACK}ValueError: no\n"), "fix it") == Failure(
+        "ValueError: no", "fix it"
     )
-    assert explain(ended(1, "one\n", "two\n"), "mend it") == Failure("two\none", "mend it")
-    assert explain(ended(0, "", "a warning\n"), "mend it") is None
+    assert explain(ended(1, "one\n", "two\n"), "fix it") == Failure("two\none", "fix it")
+    assert explain(ended(0, "", "a warning\n"), "fix it") is None
     warned = f"UserWarning: No module named 'apex'\n{TRACEBACK}ModuleNotFoundError: No module named 'apex'\n{TRACEBACK}"
-    assert explain(ended(1, "", f"{warned}KeyError: 'actor'\n"), "mend it") == Failure("KeyError: 'actor'", "mend it")
+    assert explain(ended(1, "", f"{warned}KeyError: 'actor'\n"), "fix it") == Failure("KeyError: 'actor'", "fix it")
 
 
 @pytest.fixture
 def copied(fork: Path) -> Path:
-    """A fork with a copy beside a submodule; its packages are empty."""
+    """A fork with a copy next to a submodule; its packages are empty."""
     empty = {"verl/__init__.py": "__version__ = '0.9.1'\n", "there/recipe/offpolicy/__init__.py": ""}
     put(fork, empty | {"there/verl_patches/__init__.py": ""})
     shutil.copy(ROOT / "verl_patches" / "releases.py", fork / "there" / "verl_patches")

@@ -57,7 +57,7 @@ def find_causes_in_rows(rows: Rows, card: Mapping[str, Any]) -> list[Cause]:
     of_temperature = temperature.find(sampled, sampling)
     found += [of_turns, of_steps, of_temperature]
     if of_temperature.verdict == "present":
-        why = "not distinguishable from a difference in temperature: mend that first"
+        why = "not distinguishable from a difference in temperature: fix that first"
         return found + [
             report_untestable(name, why) for name in (truncation.TRUNCATED, truncation.EXTRA, numerics.NAME)
         ]

@@ -17,25 +17,25 @@ LOWEST = -15.0
 
 
 def find(sampled: SampledTokens) -> Cause:
-    """Test the correlation of log pi_old with log mu of the same token, and of the tokens beside it in the row."""
-    beside = _beside(sampled)
-    if beside.verdict == "present":
-        return beside
-    return _unrelated(sampled, beside.evidence) or beside
+    """Test the correlation of log pi_old with log mu of the same token, and of the tokens next to it in the row."""
+    alongside = _beside(sampled)
+    if alongside.verdict == "present":
+        return alongside
+    return _unrelated(sampled, alongside.evidence) or alongside
 
 
 def _beside(sampled: SampledTokens) -> Cause:
     """Test whether the correlation is higher at a shift of one token than without."""
     pairs = {lag: _pairs(sampled, lag) for lag in (-1, 0, 1)}
     if min(len(first) for first, _ in pairs.values()) < LEAST_TOKENS:
-        return report_untestable(NAME, f"fewer than {LEAST_TOKENS} tokens have one beside them")
+        return report_untestable(NAME, f"fewer than {LEAST_TOKENS} tokens have one next to them")
     columns = {lag: _columns(sampled, *pair) for lag, pair in pairs.items()}
     values = {lag: _correlation(of_lag.sum(-1)) for lag, of_lag in columns.items()}
     best = max((-1, 1), key=lambda lag: values[lag])
     # One table for both correlations, so that each bootstrap draw resamples them together.
-    beside = np.zeros_like(columns[0])
-    beside[:, pairs[best][0]] = columns[best]
-    sums = sum_by_cluster((*columns[0], *beside), sampled.cluster)
+    alongside = np.zeros_like(columns[0])
+    alongside[:, pairs[best][0]] = columns[best]
+    sums = sum_by_cluster((*columns[0], *alongside), sampled.cluster)
     better = estimate(sums, lambda total: _correlation(total[6:]) - _correlation(total[:6]))
     evidence = {f"correlation_{lag}": value for lag, value in values.items()}
     if better is None:
@@ -45,7 +45,7 @@ def _beside(sampled: SampledTokens) -> Cause:
     if better.low <= THRESHOLDS.shift:
         return report_absent(
             NAME,
-            f"log pi_old correlates with log mu of the same token at {values[0]:.2f}, and beside at most at "
+            f"log pi_old correlates with log mu of the same token at {values[0]:.2f}, and next to at most at "
             f"{values[best]:.2f}",
             **evidence,
         )
@@ -55,7 +55,7 @@ def _beside(sampled: SampledTokens) -> Cause:
         evidence,
         f"log mu of a token is that of the token {sides[-best]}: at that shift it correlates with log pi_old at "
         f"{values[best]:.2f}, without it at {values[0]:.2f}",
-        "mend the slicing where mu is made: mu of token t is the log-prob at position t - 1 of the logits",
+        "fix the slicing where mu is made: mu of token t is the log-prob at position t - 1 of the logits",
     )
 
 

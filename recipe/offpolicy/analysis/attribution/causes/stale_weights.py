@@ -127,7 +127,7 @@ def _without_comparison(sampled: SampledTokens, again: Mask) -> str:
         return "; weights or cache, which recorded prompts would tell apart"
     if again.sum() < LEAST_TOKENS:
         return "; prompts are new at each step, so it is the weights, or the cache of a text that prompts share"
-    return "; weights or cache, which new prompts beside those that come again would tell apart"
+    return "; weights or cache, which new prompts next to those that come again would tell apart"
 
 
 def _of_weights(sampled: SampledTokens) -> tuple[Cause, Mask]:

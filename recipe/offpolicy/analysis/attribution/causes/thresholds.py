@@ -16,7 +16,7 @@ class Thresholds:
     """Smallest effects that count; the interval of an effect has to lie beyond its threshold.
 
     Attributes:
-        shift: by how much log mu has to correlate better with the log pi_old of the token beside.
+        shift: by how much log mu has to correlate better with the log pi_old of the token alongside.
         related, part_related: correlation of log mu with log pi_old below which, over all tokens, they are
             unrelated; and that of one step or turn which contradicts it.
         healthy: KL(mu, pi_old), nats a token, up to which a mismatch without a cause needs none.

@@ -16,7 +16,7 @@ from collapse import results, run
 
 @pytest.fixture
 def away(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """Results and logs beside the real ones."""
+    """Results and logs next to the real ones."""
     path = tmp_path / "results.parquet"
     monkeypatch.setattr(run, "LOGS", tmp_path / "logs")
     monkeypatch.setattr(results, "DATA", path)

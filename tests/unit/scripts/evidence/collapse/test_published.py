@@ -115,7 +115,7 @@ def test_the_page_lists_the_seeds_of_asynchronous_runs(arm: str, eta: int) -> No
 
 
 def test_the_page_says_how_two_runs_of_long_answers_ended() -> None:
-    """Graded scores of the two, and the tokens of their answers beside those of the other seeds with nothing stale."""
+    """Graded scores of the two, and the tokens of their answers next to those of the other seeds with nothing stale."""
     table, page = results.read(), " ".join(PAGE.read_text().split())
     last = table[table["step"] == 80].set_index(["arm", "seed"])
     graded, length = last["graded"], last["length"]
@@ -165,7 +165,7 @@ def find_below(path: Path, arms: list[str]) -> list[int]:
 
 
 def test_the_readme_says_what_the_results_say() -> None:
-    """Its sentences on the evidence, beside the tables."""
+    """Its sentences on the evidence, next to the tables."""
     text = " ".join((ROOT / "README.md").read_text().split())
     assert f"Exact match on held-out words, {find_start(results.DATA)}:" in text
     pair = "opsm-8-0.001", "random-8-0.001"

@@ -37,8 +37,8 @@ def test_late_runs_carry_the_fault_and_nothing_else_differs_from_those_in_step()
     assert command[-3] == "data.seed=3"
     assert command[-4] == f"actor_rollout_ref.model.path='{run.START_MODEL}'"
     assert run.build_run(arms.Run(by_name["in_step"], 3))[1] == {}
-    beside = set(by_name["late"].overrides) ^ set(by_name["in_step"].overrides)
-    assert beside == {"offpolicy.alarms.mismatch_growth.action=off"}
+    alongside = set(by_name["late"].overrides) ^ set(by_name["in_step"].overrides)
+    assert alongside == {"offpolicy.alarms.mismatch_growth.action=off"}
     assert set(by_name["late_opsm"].overrides) - set(by_name["late"].overrides) == {
         "correction=opsm",
         "correction.masks.opsm.delta=0.1",
