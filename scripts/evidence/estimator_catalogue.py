@@ -56,6 +56,10 @@ PPO_CLIP: dict[str, dict[str, Any]] = {
 }
 """The same by token; ``ratio`` is left to say whose clip it is."""
 
+_VESPO = {
+    when: {"level": "sequence", "kind": "gamma", "power": power, "rate": rate, "ratio": "full", "when": when}
+    for when, power, rate in (("positive", 2.0, 3.0), ("negative", 3.0, 2.0))
+}
 NONE = Estimator("none", "none")
 TOKEN_IS = Estimator("token IS", "token weight", _weight("token", "truncate", None, None))
 SEQUENCE_IS = Estimator("sequence IS", "sequence weight", _weight("sequence", "truncate", None, None))
@@ -65,6 +69,8 @@ SEQUENCE_IS_FULL = Estimator(
     _weight("sequence", "truncate", None, None, ratio="full"),
     base="reinforce",
 )
+PREFIX_IS = Estimator("prefix IS", "token weight", _weight("prefix", "truncate", None, None))
+MINPRO = Estimator("MinPRO", "token weight", _weight("prefix", "truncate", None, None, aggregate="minimum"))
 SELF_NORMALISED = Estimator(
     "sequence IS, self-normalised", "sequence weight", _weight("sequence", "truncate", None, None, normalize=True)
 )
@@ -77,6 +83,9 @@ ESTIMATORS: tuple[Estimator, ...] = (
     Estimator(
         "CISPO-like [0.8, 1.28]", "token weight", _weight("token", "clip", 0.8, 1.28, ratio="full"), base="reinforce"
     ),
+    PREFIX_IS,
+    Estimator("prefix TIS, cap 5", "token weight", _weight("prefix", "truncate", None, 5.0)),
+    MINPRO,
     SEQUENCE_IS,
     SELF_NORMALISED,
     SEQUENCE_IS_FULL,
@@ -90,6 +99,7 @@ ESTIMATORS: tuple[Estimator, ...] = (
         _weight("sequence", "truncate", None, None, aggregate="geometric", ratio="full") | {"masks": GSPO_CLIP},
         base="reinforce",
     ),
+    Estimator("VESPO", "sequence weight", {"weights": _VESPO}, base="reinforce"),
     Estimator("geometric mask [0.99, 1.01]", "mask", _geometric(0.99, 1.01)),
     Estimator("geometric mask [0.9, 1.1]", "mask", _geometric(0.9, 1.1)),
     Estimator("product mask [0.5, 2]", "mask", _one_mask(aggregate="product", lower=0.5, upper=2.0)),

@@ -9,8 +9,10 @@ import torch
 from enumeration import Policies
 from estimator_catalogue import (
     ESTIMATORS,
+    MINPRO,
     NONE,
     PPO_CLIP,
+    PREFIX_IS,
     SELF_NORMALISED,
     SEQUENCE_IS,
     SEQUENCE_IS_FULL,
@@ -24,7 +26,7 @@ from seeds import require
 from recipe.offpolicy.correction import CorrectionSpec, rollout_stage
 
 UNBIASED = (SEQUENCE_IS, SELF_NORMALISED, SEQUENCE_IS_FULL)
-BASELINE_SAFE = (*UNBIASED, TOKEN_IS)
+BASELINE_SAFE = (*UNBIASED, TOKEN_IS, PREFIX_IS, MINPRO)
 Table = Mapping[float, Mapping[str, Measurement]]
 """Mismatch or staleness -> estimator's name -> its measurement."""
 
@@ -53,7 +55,7 @@ def sequence_is_unbiased(mismatches: Table, stalenesses: Table) -> str:
 
 
 def baselines_stay_unbiased(mismatches: Table) -> str:
-    """Assert E_mu[rho_t grad log pi_t] = 0 for untruncated IS, by token and by sequence, and for nothing else."""
+    """Assert E_mu[w_t grad log pi_t] = 0 for untruncated IS at every level and for MinPRO, and for nothing else."""
     held = max(row[e.name].score_mean for row in mismatches.values() for e in BASELINE_SAFE)
     require(held < 1e-12, f"untruncated IS has a score mean of {held:.1e}: a baseline would bias it")
     others = {
@@ -62,8 +64,8 @@ def baselines_stay_unbiased(mismatches: Table) -> str:
     least = min(others, key=others.__getitem__)
     require(others[least] > 1e-6, f"{least} has a score mean of {others[least]:.1e} at most, where 0 was not expected")
     return (
-        f"E_mu[sum_t rho_t grad log pi_t] = 0 for untruncated token and sequence IS ({held:.1e}), so that baselines "
-        f"add no bias; every other estimator breaks this at some mismatch (least: {least}, {others[least]:.1e})."
+        f"E_mu[sum_t w_t grad log pi_t] = 0 for untruncated token, prefix and sequence IS and MinPRO ({held:.1e}): "
+        f"baselines add no bias; the others break this at some mismatch (least: {least}, {others[least]:.1e})."
     )
 
 

@@ -48,7 +48,7 @@ def _names(axes: Any, *, above: Any, alongside: Any) -> None:
         (alongside, "Rows kept by length", "lower left", 1),
     ):
         legend = axes.legend(
-            *panel.get_legend_handles_labels(), loc=place, bbox_to_anchor=(0, float(place == "upper left")),
+            *panel.get_legend_handles_labels(), loc=place, bbox_to_anchor=(0, 1.08 if place == "upper left" else -0.08),
             title=title, alignment="left", frameon=False, ncols=columns, fontsize=8.5, columnspacing=1.0,
         )  # fmt: skip
         # The panels keep their widths.

@@ -254,7 +254,7 @@ def test_a_folder_that_is_not_shared_is_named(tmp_path: Path) -> None:
 
 
 def test_a_topology_without_a_sender_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(WeightSyncError, match="has to write the weights, found 0"):
+    with pytest.raises(WeightSyncError, match="must write the weights, found 0"):
         FileCheckpointEngine.build_topology(1, 1, [engine(tmp_path).prepare()] * 2)
 
 

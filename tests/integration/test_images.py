@@ -142,5 +142,5 @@ def test_rows_go_through_transfer_queue_with_their_own_images(run_program: Any) 
     finished = run_program([sys.executable, "-m", "tests.support.images_in_queue"], limit=240)
     assert finished.returncode == 0, finished.output[-3000:]
     assert "rows: each with its own" in finished.output
-    assert "refused: row 0 has image_grid_thw, pixel_values" in finished.output
+    assert "refused: sequence 0 has image_grid_thw, pixel_values" in finished.output
     assert "scored: [[-5.0, -6.0], [-8.0, -9.0, -10.0]]" in finished.output

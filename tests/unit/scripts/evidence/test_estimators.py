@@ -232,7 +232,7 @@ def test_sabotaged_weights_end_the_run(monkeypatch, capsys, tmp_path, sabotage, 
 
 def test_the_score_mean_claim_sees_both_sides(world):
     table = {1.0: {e.name: measure(e, policies(world, mismatch=1.0, staleness=0.0)) for e in ESTIMATORS}}
-    assert "E_mu[sum_t rho_t grad log pi_t] = 0" in claims.baselines_stay_unbiased(table)
+    assert "E_mu[sum_t w_t grad log pi_t] = 0" in claims.baselines_stay_unbiased(table)
     masked = table[1.0] | {TOKEN_IS.name: table[1.0]["token TIS + geometric mask"]}
     with pytest.raises(ClaimError, match="a baseline would bias it"):
         claims.baselines_stay_unbiased({1.0: masked})
