@@ -146,7 +146,7 @@ def test_weights_of_another_step_are_refused(tmp_path: Path, weights: Weights) -
     connect([master], [rollout])
     asyncio.run(master.send_weights(iter(weights), global_steps=4))
     with pytest.raises(
-        WeightSyncError, match=r"expected the weights of step 5, process \d+ on .* sends those of step 4"
+        WeightSyncError, match=r"expected the weights of step 5, but process \d+ on .* sends those of step 4"
     ):
         asyncio.run(received(rollout, 5))
 

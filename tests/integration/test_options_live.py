@@ -77,7 +77,7 @@ def test_live_under_the_narrow_clip_of_gspo(engine: Any, name: str) -> None:
 def test_what_cannot_act_under_gspo_says_so(engine: Any, name: str) -> None:
     from recipe.offpolicy.proof.verify import LivenessError
 
-    with pytest.raises(LivenessError, match="verl's own clip is narrower, and the correction changes nothing"):
+    with pytest.raises(LivenessError, match="verl's own clip is narrower and the correction changes nothing"):
         under(engine, name, "gspo", clip_ratio_low=3e-4, clip_ratio_high=4e-4)
 
 

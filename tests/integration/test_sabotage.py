@@ -175,7 +175,7 @@ def test_mu_of_rows_permuted(engine: Any) -> None:
         mu = rows.rollout_log_probs
         mu[first], mu[second] = mu[second], mu[first]
 
-    stops("2 of 8 rows", engine, tamper=permute)
+    stops("2 of 8 sequences", engine, tamper=permute)
 
 
 def test_log_probs_of_the_engine_are_of_other_rows(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -85,7 +85,8 @@ class Section:
         if given is None:
             return
         if not isinstance(given, Mapping):
-            yield self._build("", given, f"expected its keys: {', '.join(self.shipped)}.", "")
+            fix = f"Set one of them, or {self.path}={{}} for the defaults."
+            yield self._build("", given, f"expected its keys: {', '.join(self.shipped)}.", fix)
             return
         default, values = _flatten(self.shipped), _flatten(given)
         yield from self._find_unknown(given, self.shipped, "")
@@ -94,7 +95,8 @@ class Section:
         for name, value in unfit.items():
             instead = self._replace(name, value, default[name])
             key = self.keys[name]
-            fix = f"Set {key.words}." if key.options and not instead else ""
+            fix = f"Set {key.words}." if key.options else f"Set one, or {format_value(default[name])}, the default."
+            fix = "" if instead else fix
             yield self._build(name, value, f"expected {key.words}.", fix, *instead)
         if not unfit:
             yield from self._find_unread({**default, **known}, default)
