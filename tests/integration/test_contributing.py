@@ -118,20 +118,19 @@ def test_an_aggregate(copy: Copy) -> None:
 
 
 def test_a_start_up_check(copy: Copy) -> None:
-    module, listed = (f"recipe/offpolicy/preflight/checks/{name}.py" for name in ("batch_sizes", "__init__"))
+    module, listed = (f"recipe/offpolicy/preflight/checks/{name}.py" for name in ("run_keys", "__init__"))
     code = '''
 
-def check_prompts(config: DictConfig, spec: CorrectionSpec) -> Iterator[Problem]:
+def check_prompts(run: Composed) -> Iterator[Problem]:
     """Check that a batch has more than one prompt."""
-    key = "data.train_batch_size"
-    if config.data.train_batch_size == 1:
-        yield Problem(key, 1, "one prompt is no batch.", overrides=(set_to(key, 2),))
+    if run.get(BATCH) == 1:
+        yield run.problem(BATCH, "one prompt is no batch.", sets={BATCH: 2})
 '''
     copy.write(module, (copy.root / module).read_text() + code)
     launch = ("-m", "recipe.offpolicy.main_offpolicy", "--check", "correction=tis_token", *NEEDED)
     sizes = ("data.train_batch_size=1", "actor_rollout_ref.actor.ppo_mini_batch_size=1")
     rest = ("actor_rollout_ref.rollout.name=vllm", "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1")
-    copy.insert(listed, "    batch_sizes.check_micro_batches,", "    batch_sizes.check_prompts,\n")
+    copy.insert(listed, "    run_keys.check_micro_batches,", "    run_keys.check_prompts,\n")
     stopped = copy.run(*launch, *rest, *sizes)
     assert stopped.returncode == 1
     assert "data.train_batch_size=1: one prompt is no batch. Set data.train_batch_size=2." in stopped.stderr
