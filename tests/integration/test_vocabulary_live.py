@@ -46,7 +46,9 @@ def test_masks(engine: Any, ratio: str, level: str, aggregate: str) -> None:
 
 @pytest.mark.parametrize(
     ("ratio", "level", "when", "sign"),
-    each_nth_by_default(5, product(["rollout", "full", "ppo"], LEVELS[:3], ["negative", "positive"], ["row", "token"])),
+    each_nth_by_default(
+        5, product(["rollout", "full", "ppo"], [*LEVELS[:3], "prefix"], ["negative", "positive"], ["row", "token"])
+    ),
 )
 def test_masks_by_advantage(engine: Any, ratio: str, level: str, when: str, sign: str) -> None:
     # On pi / pi_old the side that PPO's own clip leaves a gradient on.
@@ -55,11 +57,29 @@ def test_masks_by_advantage(engine: Any, ratio: str, level: str, when: str, sign
     live(engine, {"masks": {"mask": mask}})
 
 
+@pytest.mark.parametrize("upper", [0.05, 4.0])
+def test_a_wide_bound_on_the_forward_kl(engine: Any, upper: float) -> None:
+    for level in ("token", "prefix"):
+        mask = {"ratio": "full", "level": level, "aggregate": "binary_kl_forward", "lower": None, "upper": upper}
+        live(engine, {"masks": {"mask": mask | {"when": "any"}}})
+
+
+@pytest.mark.parametrize("aggregate", ["binary_tv", "binary_tv_sum"])
+@pytest.mark.parametrize("upper", [0.8, 0.9, 0.97, 0.99])
+def test_a_wide_bound_on_a_difference(engine: Any, upper: float, aggregate: str) -> None:
+    for level in (
+        ("token", "prefix") if aggregate == "binary_tv" else ("sequence", *(["prefix"] if upper <= 0.9 else []))
+    ):
+        mask = {"ratio": "full", "level": level, "aggregate": aggregate, "lower": None, "upper": upper}
+        live(engine, {"masks": {"mask": mask | {"when": "any"}}})
+
+
+@pytest.mark.parametrize("level", ["sequence", "prefix"])
 @pytest.mark.parametrize("sign", ["row", "token"])
 @pytest.mark.parametrize("aggregate", ["tv_mean", "product", "binary_kl"])
-def test_masks_on_what_leads_away(engine: Any, aggregate: str, sign: str) -> None:
+def test_masks_on_what_leads_away(engine: Any, aggregate: str, sign: str, level: str) -> None:
     lower, upper = BOUNDS[aggregate]
-    mask = {"ratio": "rollout", "level": "sequence", "aggregate": aggregate, "when": "outward", "sign": sign}
+    mask = {"ratio": "rollout", "level": level, "aggregate": aggregate, "when": "outward", "sign": sign}
     live(engine, {"masks": {"mask": {**mask, "lower": lower, "upper": upper}}})
 
 

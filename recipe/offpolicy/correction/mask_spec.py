@@ -166,6 +166,15 @@ class MaskSpec:
                     value=list(value) if isinstance(value, tuple) else value,
                     alongside={f"{key}.aggregate": self.aggregate},
                 )
+        widest = max(abs(bound or 0.0) for bound in (self.lower, self.upper))
+        if self.level == "prefix" and self.aggregate == "binary_tv_sum" and widest > 0.9:
+            raise SpecError(
+                "at level prefix the sum already counts for the first token, which cannot differ by as much.",
+                key=f"{key}.upper",
+                value=self.upper,
+                alongside={f"{key}.lower": self.lower, f"{key}.level": "prefix"},
+                proposed={f"{key}.level": "sequence"},
+            )
         half_set = (self.lower is None) != (self.upper is None) and self.delta is None
         if half_set and self.level == "token" and self.entry.of_log_ratios and self.when == "any":
             side = "lower" if self.lower is None else "upper"

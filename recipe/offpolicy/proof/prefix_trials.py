@@ -18,11 +18,14 @@ from .trials import (
     BEYOND,
     HIGH,
     MEAN_WEIGHT,
+    MOST_UPWARD,
     Trial,
     invert_aggregate,
     invert_binary_kl,
     list_bounds,
+    measure_step,
     mix_signs,
+    place_gap,
     place_masses,
     replace_policies,
 )
@@ -30,7 +33,7 @@ from .trials import (
 _CLEAR = 1e-4
 """Difference of a prefix's value and its bound, in nats, below which float32 log-probs cannot tell them apart."""
 
-_WIDEST = {False: 0.9, True: 2.5}
+_WIDEST = {False: 0.9, True: MOST_UPWARD}
 """Largest difference of probabilities, and largest binary KL divergence in nats, that a trial gives to a token."""
 
 
@@ -143,8 +146,7 @@ def _build_mask_trial(
     way = looked if spec.when == "outward" else -advantages.sign()
     limit = bound * _grow(place.position, spec.by_position)
     there = bound * _grow(place.at, spec.by_position)
-    step = BEYOND if spec.entry.on_ratio else min(BEYOND, 0.1 * abs(bound) + _CLEAR)
-    value = _clear(there + side * step if beyond else 0.7 * there, spec.aggregate, place, [limit])
+    value = _clear(there + side * measure_step(spec, bound) if beyond else 0.7 * there, spec.aggregate, place, [limit])
     outside = place.later & (side * _follow(spec.aggregate, value, place) > side * limit)
     if by_mass:
         masses = _choose_masses(spec.aggregate, place.moved, value * _size(spec, place), way)
@@ -173,13 +175,13 @@ def _choose_masses(aggregate: str, moved: Tensor, value: Tensor, way: Tensor) ->
     """Choose both policies' probabilities of each token, (B, T) each, equal except at ``moved``."""
     rest = torch.full_like(way, HIGH)
     if "kl" in aggregate:
+        way = torch.where(value > MOST_UPWARD, -1.0, way)
         low = rest.clone()
         for each in value.unique().tolist():
             for up in (True, False):
                 low[moved & (value == each) & ((way > 0) == up)] = invert_binary_kl(aggregate, each, up)
         return torch.where(way > 0, rest, low), torch.where(way > 0, low, rest)
-    low = torch.where(moved, HIGH - value.abs(), rest)
-    return (rest, low) if bool((value > 0).any()) else (low, rest)
+    return place_gap(moved, value)
 
 
 def _grow(position: Tensor, power: float | None) -> Tensor:

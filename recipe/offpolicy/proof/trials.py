@@ -37,6 +37,8 @@ _WIDE_GAP = 0.5
 """Largest difference of probabilities that one token gets where a unit shares a sum of differences."""
 _WIDE_KL = 1.0
 """Largest binary KL divergence, in nats, that one token gets."""
+MOST_UPWARD = 2.5
+"""Nats of KL(low, ``HIGH``) that a low probability reaches; KL(``HIGH``, low) reaches 12.9."""
 
 
 @dataclass(frozen=True)
@@ -183,8 +185,15 @@ def _step_from_bound(spec: MaskSpec, bound: float, side: float, beyond: bool) ->
     if not beyond:
         return bound / 2
     # Differences of probabilities and squares of small ratios need a finer step than nats.
-    step = BEYOND if spec.aggregate in _ON_RATIO else min(BEYOND, 0.1 * abs(bound) + 1e-4)
-    return bound + side * step
+    return bound + side * measure_step(spec, bound)
+
+
+def measure_step(spec: MaskSpec, bound: float) -> float:
+    """Measure the step beyond a bound, in its own unit; half of what is left where it is a probability's difference."""
+    if spec.aggregate in _ON_RATIO:
+        return BEYOND
+    step = min(BEYOND, 0.1 * abs(bound) + 1e-4)
+    return min(step, (1 - abs(bound)) / 2) if spec.aggregate == "binary_tv" else step
 
 
 def _build_mask_trial(
@@ -319,6 +328,7 @@ def _spread_gap(
     if "kl" in spec.aggregate:
         count = torch.minimum((total / _WIDE_KL).ceil().clamp(min=1), size)
         shared = hit & (_count_before(units, mask) < count)
+        way = torch.where(total / count > MOST_UPWARD, -1.0, way)
         low = rest.clone()
         for each in (total / count)[shared].unique().tolist():
             for up in (True, False):
@@ -328,8 +338,23 @@ def _spread_gap(
     # A single-token unit gets the whole sum; a sum wider than a probability is spread over as few tokens as possible.
     count = torch.ones_like(size) if spec.aggregate == "binary_tv" else (total.abs() / _WIDE_GAP).ceil().clamp(min=1)
     count = torch.minimum(count, size)
-    low = torch.where(hit & (_count_before(units, mask) < count), HIGH - total.abs() / count, rest)
-    return (rest, low) if value > 0 else (low, rest)
+    return place_gap(hit & (_count_before(units, mask) < count), total / count)
+
+
+def place_gap(at: Tensor, gap: Tensor) -> tuple[Tensor, Tensor]:
+    """Choose two probabilities of each token that differ by ``gap`` at ``at``, and are equal elsewhere.
+
+    Args:
+        at: (B, T) bool.
+        gap: float64 that broadcasts against it, of one sign, within (-1, 1).
+
+    Returns:
+        (B, T) float64 of the numerator and of the denominator.
+    """
+    size = gap.abs().expand(at.shape)
+    high = torch.where(at & (size > 0.9), (1 + size) / 2, HIGH)
+    low = torch.where(at, high - size, HIGH)
+    return (high, low) if bool((gap > 0).any()) else (low, high)
 
 
 def invert_binary_kl(aggregate: str, value: float, up: bool) -> float:

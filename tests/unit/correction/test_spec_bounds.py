@@ -151,6 +151,8 @@ def test_what_a_prefix_alone_has() -> None:
     refused(weight(level="prefix", by_staleness=[1.0, 2.0]), "weight.level=prefix", "weight.by_staleness=null")
     mask_by_position = mask(level="prefix", aggregate="k3_mean", lower=None, upper=0.1, by_position=0.5)
     refused(mask_by_position, "by_position=0.5", "not bounded by a ratio")
+    wide = mask(level="prefix", aggregate="binary_tv_sum", lower=None, upper=2.0)
+    refused(wide, "upper=2.0", "first token", "level=sequence")
 
 
 # Weights ----------------------------------------------------------------------------------------------------
