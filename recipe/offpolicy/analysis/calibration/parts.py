@@ -160,7 +160,9 @@ def list_parts(spec: CorrectionSpec, unset: Collection[str] = (), of: str | None
         if key in (None, name) and not (key is None and _unbounded(part))
     ]
     if not found:
-        unbounded = next(iter(spec.all_weights))
+        unbounded, weight = next(iter(spec.all_weights.items()))
+        if weight.kind == "gamma":
+            raise SpecError(f"correction.{unbounded}.kind=gamma has no bounds, so there is nothing to calibrate.")
         raise SpecError(
             f"correction.{unbounded}: it has no bound to set. Set correction.{unbounded}.upper=2.0, or name a mask."
         )
