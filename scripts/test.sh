@@ -153,7 +153,7 @@ tests_of() {
         suites=(tests/unit)
     elif [[ $1 == "$newest" ]]; then
         # The longest first: processes share what follows evenly.
-        suites=(tests/releases tests/contract tests/integration tests/unit tests/gpu)
+        suites=(tests/releases tests/contract tests/integration tests/unit tests/gpu tests/conformance)
     elif [[ $1 == vllm-* ]]; then
         suites=(tests/contract tests/integration/test_programs.py)
     fi

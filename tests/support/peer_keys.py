@@ -30,6 +30,7 @@ SECTIONS: Final[dict[str, tuple[Section, ...]]] = {
         ("actor.rejection_sampling", "api/cli_args.py", "RejectionSamplingConfig"),
     ),
     "miles": (),
+    "ms_swift": (),
     "nemo_rl": (
         ("loss_fn", "loss_functions.py", "ClippedPGLossConfig"),
         ("grpo", "algorithms/grpo.py", "GRPOConfig"),
@@ -61,6 +62,7 @@ SECTIONS: Final[dict[str, tuple[Section, ...]]] = {
 ELSEWHERE: Final = {
     "areal": ("api/cli_args.py",),
     "miles": ("miles/utils/arguments.py", "train_infer_mismatch_helper/mis.yaml"),
+    "ms_swift": ("rlhf_trainers/args_mixin.py", "arguments/rlhf_args.py"),
     "nemo_rl": ("nemo_rl/algorithms/grpo.py", "nemo_rl/models/policy/__init__.py"),
     "open_instruct": ("open_instruct/data_loader.py", "open_instruct/grpo_fast.py", "open_instruct/grpo_utils.py"),
     "openrlhf": ("cli/train_ppo_ray.py",),

@@ -11,6 +11,7 @@ from tests.support import keys_page
 from tests.support.paths import ROOT
 
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), ROOT / "recipe" / "offpolicy" / "README.md"])
+PINS = sorted((ROOT / "tests/conformance/requirements").glob("*.txt"))
 LINK = re.compile(r"\]\(([^)#\s:]+)(?:#[^)]*)?\)")
 
 
@@ -22,3 +23,10 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 def test_the_page_of_keys_is_as_the_tables_and_comments_are() -> None:
     assert keys_page.PAGE.read_text() == keys_page.build_page(), "python -m tests.support.keys_page rewrites it"
+
+
+def test_the_page_of_the_library_names_the_releases_that_are_compared() -> None:
+    pins = [path.read_text().split()[0].replace("==", " ") for path in PINS]
+    page = " ".join((ROOT / "docs/library.md").read_text().split())
+    assert len(pins) > 5
+    assert not [pin for pin in pins if pin not in page]

@@ -149,6 +149,11 @@ class CorrectionSpec(CorrectionParts):
         return cls.from_peer("miles", source)
 
     @classmethod
+    def from_ms_swift(cls, source: Any) -> CorrectionSpec:
+        """Build from ms-swift's GRPO arguments."""
+        return cls.from_peer("ms_swift", source)
+
+    @classmethod
     def from_openrlhf(cls, source: Any, policy_loss_type: str = "ppo") -> CorrectionSpec:
         """Build from OpenRLHF's arguments, or those below ``algo.advantage``."""
         more = {} if policy_loss_type == "ppo" else {"actor.policy_loss_type": policy_loss_type}

@@ -6,11 +6,11 @@
 --from is one of these, with the keys of the given releases
 
     areal 1.0.0 to 1.0.4             prime_rl 0.6.0 to 0.8.0
-    miles 0.1.0                      roll 0.2.0 to 0.3.0
-    nemo_rl 0.5.0 to 0.7.0           skyrl 0.1.0 to 0.4.0
-    open_instruct 0.2.0 to 0.3.0     slime 0.2.4 to 0.3.1
-    openrlhf 0.9.1 to 0.11.2         trl 0.28.0 to 1.16.0
-                                     verl 0.7.0 to 0.9.1
+    miles 0.0.2 to 0.1.0             roll 0.2.0 to 0.3.0
+    ms_swift 4.6.0                   skyrl 0.1.0 to 0.4.0
+    nemo_rl 0.5.0 to 0.7.0           slime 0.2.4 to 0.3.1
+    open_instruct 0.2.0 to 0.3.0     trl 0.28.0 to 1.16.0
+    openrlhf 0.9.1 to 0.11.2         verl 0.7.0 to 0.9.1
 
 The file is the whole configuration, a section, or flat options, in YAML or TOML; a missing key has the default of
 the newest of these releases. --to hydra prints overrides of a launch, the other targets print the section of that

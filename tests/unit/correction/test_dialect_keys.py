@@ -24,7 +24,7 @@ SEEN = {
     "areal": {"actor.use_m2po_loss", "actor._target_", "actor.rejection_sampling._target_", "actor.group_size"},
     "nemo_rl": {"loss_fn.score_centering"},
     "open_instruct": {"use_icepop", "icepop_sequence_level"},
-    "prime_rl": {f"trainer.loss.{key}" for key in ("kpop_threshold", "tau", "sequence_regularizer")},
+    "prime_rl": {f"trainer.loss.{key}" for key in ("kpop_threshold", "tau", "sequence_regularizer", "score_centering")},
     "skyrl": {"trainer.algorithm.score_centering"},
     "verl": {
         "algorithm.rollout_correction._target_",
@@ -60,7 +60,7 @@ def test_every_key_of_the_classes_is_in_the_table(peer: str) -> None:
         assert {name for name in names if name.rpartition(".")[2] not in known} == set(), release
 
 
-@pytest.mark.parametrize("peer", sorted(set(PEERS) - {"slime", "miles", "roll", "openrlhf"}))
+@pytest.mark.parametrize("peer", sorted(set(PEERS) - {"slime", "miles", "ms_swift", "roll", "openrlhf"}))
 def test_a_table_has_no_key_that_no_release_has(peer: str) -> None:
     table = PEERS[peer]
     listed = {*table.read, *table.unsaid, *table.plain}
@@ -79,6 +79,11 @@ ACTIVE: dict[str, dict[str, Any]] = {
         "actor.use_sapo_loss": True,
     },
     "miles": {"use_tis": True, "use_opsm": True, "tis_clip": 3.0, "mask_offpolicy_in_partial_rollout": True},
+    "ms_swift": {
+        "rollout_importance_sampling_mode": "sequence_mask",
+        "rollout_importance_sampling_threshold": 3.0,
+        "off_policy_sequence_mask_delta": 0.1,
+    },
     "nemo_rl": {
         "loss_fn.use_importance_sampling_correction": True,
         "loss_fn.truncated_importance_sampling_ratio": 2.0,

@@ -156,6 +156,7 @@ def test_rolls_segments_are_turns() -> None:
 
 MIS = {
     "use_tis": True,
+    "calculate_per_token_loss": True,
     "custom_tis_function_path": "examples.train_infer_mismatch_helper.mis.compute_mis_weights_with_cp",
 }
 
@@ -206,6 +207,26 @@ def test_slimes_opsm() -> None:
         "full",
         1e-4,
     )
+
+
+@pytest.mark.parametrize(
+    ("mode", "expected"),
+    [
+        ("token_truncate", [1.2, 0.5, 1.1, 1.1]),
+        ("token_mask", [0.0, 0.5, 1.1, 1.1]),
+        # By sequence the row's geometric mean, 1.4142, is bounded; the mask leaves the ratios of tokens.
+        ("sequence_truncate", [1.2, 1.2, 1.1, 1.1]),
+        ("sequence_mask", [0.0, 0.0, 1.1, 1.1]),
+    ],
+)
+def test_ms_swift(mode: str, expected: list[float]) -> None:
+    read = CorrectionSpec.from_ms_swift
+    stem = "rollout_importance_sampling_"
+    weighted = read({f"{stem}mode": mode, f"{stem}threshold": 1.2, "beta": 0.0})
+    assert factors(weighted) == pytest.approx(expected, rel=1e-6)
+    assert dict(read({"off_policy_sequence_mask_delta": 0.1, "beta": 0.0}).masks) == {
+        "opsm": dict(CorrectionSpec.from_trl({"off_policy_mask_threshold": 0.1}).masks)["opsm"]
+    }
 
 
 @pytest.mark.parametrize(
@@ -339,6 +360,37 @@ REFUSED: list[tuple[Callable[[], CorrectionSpec], str]] = [
     ),
     (lambda: CorrectionSpec.from_slime({"use_tis": True, "use_rollout_logprobs": True}), "use_tis=true"),
     (lambda: CorrectionSpec.from_slime(MIS | {"tis_mode": "mask", "tis_batch_normalize": True}), "tis_batch_normalize"),
+    # A row of the means is divided by its kept tokens.
+    (
+        lambda: CorrectionSpec.from_slime(MIS | {"use_rs": True, "calculate_per_token_loss": False}),
+        "rs_level=token: a row's loss is divided by its kept tokens",
+    ),
+    (
+        lambda: CorrectionSpec.from_miles(MIS | {"tis_mode": "mask", "calculate_per_token_loss": False}),
+        "tis_level=token: a row's loss is divided by its kept tokens",
+    ),
+    # One ratio per row, which no token's weight divides among its tokens.
+    (
+        lambda: CorrectionSpec.from_slime({"use_tis": True, "advantage_estimator": "gspo"}),
+        "advantage_estimator=gspo: slime multiplies the gradient of a row's ratio by weights of tokens",
+    ),
+    (
+        lambda: CorrectionSpec.from_trl(
+            {"vllm_importance_sampling_mode": "token_mask", "importance_sampling_level": "sequence"}
+        ),
+        "importance_sampling_level=sequence: TRL multiplies",
+    ),
+    (lambda: areal({}, importance_sampling_level="sequence"), "actor.importance_sampling_level=sequence: AReaL"),
+    (
+        lambda: CorrectionSpec.from_ms_swift({"rollout_importance_sampling_mode": "token_mask"}),
+        "beta=null: ms-swift multiplies the KL term by weights and masks too",
+    ),
+    (
+        lambda: CorrectionSpec.from_ms_swift({"off_policy_sequence_mask_delta": 0.1, "loss_type": "bnpo", "beta": 0.0}),
+        "loss_type=bnpo: it divides by the tokens of the rows that are kept",
+    ),
+    (lambda: CorrectionSpec.from_skyrl({"score_centering": {"enabled": True}}), "score centering needs the engine's K"),
+    (lambda: CorrectionSpec.from_trl({"score_centering": True}), "score_centering=true: score centering needs"),
     (lambda: CorrectionSpec.from_openrlhf({"is_correction_type": "mis"}), "algo.advantage.is_correction_type=mis"),
     (
         lambda: CorrectionSpec.from_openrlhf({"is_correction_enable": True, "is_correction_threshold": 2.0}),

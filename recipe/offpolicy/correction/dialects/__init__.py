@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Final
 
 from .areal import AREAL
+from .ms_swift import MS_SWIFT
 from .nemo_rl import NEMO_RL
 from .open_instruct import OPEN_INSTRUCT
 from .openrlhf import OPENRLHF
@@ -25,6 +26,7 @@ from .verl import VERL
 PEERS: Final[Mapping[str, Peer]] = {
     "areal": AREAL,
     "miles": MILES,
+    "ms_swift": MS_SWIFT,
     "nemo_rl": NEMO_RL,
     "open_instruct": OPEN_INSTRUCT,
     "openrlhf": OPENRLHF,

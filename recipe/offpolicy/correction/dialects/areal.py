@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from ..validation import read_number
-from .mapping import build_mask, build_weight, read_choice, read_flag, read_ratio_bound, refuse
+from .mapping import build_mask, build_weight, check_weight_of_rows, read_choice, read_flag, read_ratio_bound, refuse
 from .peer import Options, Peer, words
 
 _REJECTION: Final[dict[str, Any]] = {
@@ -47,6 +47,9 @@ def _convert(options: Options) -> dict[str, Any]:
         plain = {"proximal": "loglinear", "alpha": "by_age"}
     for rejection in corrections.values():
         plain |= _convert_rejection(rejection)
+    key = "actor.importance_sampling_level"
+    if read_choice(options[key], ("token", "sequence"), key, optional=False) == "sequence":
+        check_weight_of_rows(plain.get("weight"), "AReaL", key, options[key])
     budget = read_number(options["actor.m2_threshold"], "actor.m2_threshold")
     if budget is not None:
         reason = "M2PO's cut goes over each micro-batch there, and over the batch here."
@@ -134,6 +137,7 @@ AREAL: Final = Peer(
         "actor.use_decoupled_loss": False,
         "actor.recompute_logprob": False,
         "actor.prox_logp_method": "recompute",
+        "actor.importance_sampling_level": "token",
         "actor.m2_threshold": None,
         _SECTION: None,
         "actor.behave_imp_weight_cap": 5.0,
@@ -156,7 +160,7 @@ AREAL: Final = Peer(
     plain=words(
         "_target_ _version admin_api_key adv_norm archon attn_impl backend c_clip disable_dropout discount dtype"
         " enable_tree_training eps_clip eps_clip_higher experiment_name fsdp gae_lambda grad_reduce_dtype"
-        " gradient_checkpointing group_size importance_sampling_level init_from_scratch is_critic kl_ctl kl_estimator"
+        " gradient_checkpointing group_size init_from_scratch is_critic kl_ctl kl_estimator"
         " log_agent_stats log_agent_stats_keys log_level lora_alpha lora_rank mask_no_eos_with_zero max_new_tokens"
         " mb_spec megatron offload optimizer optimizer_dtype overlong_penalty_factor overlong_reward_penalty"
         " overlong_tokens pad_to_maximum path peft_type ppo_n_minibatches request_timeout reward_bias reward_clip"
@@ -166,6 +170,7 @@ AREAL: Final = Peer(
         "actor",
     ),
     elsewhere=words("loss_type max_head_offpolicyness std_unbiased"),
+    context=frozenset({"actor.importance_sampling_level"}),
     switches=frozenset({"actor.use_decoupled_loss", _SECTION, "actor.behav_imp_weight_cap"}),
 )
 """AReaL's rules.

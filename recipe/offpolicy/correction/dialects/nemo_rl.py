@@ -6,7 +6,7 @@ from typing import Any, Final
 
 from ..validation import read_number
 from .mapping import build_mask, build_weight, read_choice, read_flag, read_ratio_bound, refuse
-from .peer import Options, Peer, words
+from .peer import SCORE_CENTERING, Options, Peer, words
 
 _LOSS: Final[dict[str, Any]] = {
     "use_importance_sampling_correction": False,
@@ -83,7 +83,7 @@ NEMO_RL: Final = Peer(
     sections=("loss_fn",),
     read={f"loss_fn.{key}": value for key, value in _LOSS.items()} | {_THRESHOLD: None},
     convert=_convert,
-    unsaid={"loss_fn.score_centering": ((False, None), "score centering has no equivalent here.")},
+    unsaid={"loss_fn.score_centering": SCORE_CENTERING},
     plain=words(
         "disable_ppo_ratio kl_input_clamp_value kl_output_clamp_value positive_example_nll_weight ratio_clip_c"
         " ratio_clip_max ratio_clip_min reference_policy_kl_type token_level_loss use_cispo",

@@ -16,6 +16,11 @@ _WORDS: Final = re.compile(
     r"|correction|off_?policy|rejection|decoupled|behave?_|proximal|prox_|opsm|rho(?![a-z])|truncated_|trust_region"
     r"|veto|topr|kpop|reweigh|dppo|vespo|sapo|cispo|m2po|support_|mismatch|loss_mode|ratio_type|(?<![a-z])rs(?![a-z])|unbiased"
 )
+SCORE_CENTERING: Final = (
+    (False, None),
+    "score centering needs the engine's K likeliest tokens; set correction.centering.",
+)
+"""Entry of ``unsaid``: values that switch it off, and the reason."""
 _MISSING: Final = "???"
 _LOOSELY: Final = re.compile(r"is_|tis")
 _NEAR: Final = 0.83
@@ -197,6 +202,8 @@ class Peer:
             near = []
         same = [each for each in self.read if _end(each) == _end(path)]
         meant = next(iter([*same, *(leaves[leaf] for leaf in near)]), "")
+        if "centering" in name:
+            raise SpecError(SCORE_CENTERING[1], key=full, value=value)
         if inside or names_a_correction(path) or meant:
             guess = f"Did you mean {meant}? " if meant not in ("", path) else ""
             raise SpecError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Final
 
 from .mapping import build_dppo_masks, build_mask, build_weight, read_choice, read_flag, read_width, refuse
-from .peer import Options, Peer, words
+from .peer import SCORE_CENTERING, Options, Peer, words
 
 _SECTION: Final = "trainer.loss"
 _LOSSES: Final[dict[str, dict[str, Any]]] = {
@@ -60,7 +60,7 @@ PRIME_RL: Final = Peer(
         **{f"{_SECTION}.{key}": value for loss in _LOSSES.values() for key, value in loss.items()},
     },
     convert=_convert,
-    unsaid={},
+    unsaid={f"{_SECTION}.score_centering": SCORE_CENTERING},
     # Of a loss of one's own, which is refused by its type.
     plain=words("import_path kwargs", _SECTION),
     elsewhere=words("enable_router_replay logprob_offset loss_mask max_off_policy_steps"),

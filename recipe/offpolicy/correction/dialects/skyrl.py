@@ -16,7 +16,7 @@ from .mapping import (
     read_width,
     refuse,
 )
-from .peer import Options, Peer, words
+from .peer import SCORE_CENTERING, Options, Peer, words
 
 SKYRL_DEFAULTS: Final[dict[str, Any]] = {
     "tis_ratio_type": None,
@@ -179,7 +179,7 @@ SKYRL: Final = Peer(
         }.items()
     },
     convert=_convert,
-    unsaid={f"{_ALGORITHM}.score_centering": ((False, None), "score centering has no equivalent here.")},
+    unsaid={f"{_ALGORITHM}.score_centering": SCORE_CENTERING},
     plain=words(
         "advantage_batch_normalize advantage_estimator clip_cov clip_ratio_c dynamic_sampling entropy_loss_coef"
         " gamma grpo_norm_by_std kl_cov kl_ctrl kl_estimator_type kl_loss_coef lambd loss_reduction max_seq_len sapo"

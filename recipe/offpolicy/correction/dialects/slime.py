@@ -6,9 +6,19 @@ from dataclasses import replace
 from typing import Any, Final
 
 from ..validation import read_number
-from .mapping import build_mask, build_weight, read_choice, read_flag, read_ratio_bound, read_width, refuse
+from .mapping import (
+    build_mask,
+    build_weight,
+    check_weight_of_rows,
+    read_choice,
+    read_flag,
+    read_ratio_bound,
+    read_width,
+    refuse,
+)
 from .peer import Options, Peer, words
 
+_PER_TOKEN: Final = "calculate_per_token_loss"
 _ARGUMENTS: Final[dict[str, Any]] = {
     "use_rollout_logprobs": False,
     "use_tis": False,
@@ -21,6 +31,8 @@ _ARGUMENTS: Final[dict[str, Any]] = {
     "use_kl_loss": False,
     "kl_loss_coef": 0.0,
     "use_unbiased_kl": False,
+    "advantage_estimator": "grpo",
+    _PER_TOKEN: False,
 }
 _MIS: Final[dict[str, Any]] = {
     "tis_level": "token",
@@ -65,6 +77,8 @@ def _convert(options: Options) -> dict[str, Any]:
     elif tis:
         reason = "what a function of your own does is not known; compute_mis_weights_with_cp and icepop_function are."
         raise refuse(reason, "custom_tis_function_path", path)
+    if options["advantage_estimator"] == "gspo":
+        check_weight_of_rows(plain.get("weight"), "slime", "advantage_estimator", "gspo")
     if flags["use_opsm"]:
         delta = read_width(options["opsm_delta"], "opsm_delta")
         ratio = "full" if bypass else "ppo"
@@ -104,7 +118,12 @@ def _convert_mis(options: Options) -> dict[str, Any]:
     level, aggregate = _LEVELS[kind]
     weight = build_weight(level, None if mode == "truncate" else lower, upper, reject=mode == "mask")
     plain: dict[str, Any] = {"weight": weight | {"aggregate": aggregate, "normalize": normalize}, "masks": {}}
-    if read_flag(options["use_rs"], "use_rs"):
+    rejects = read_flag(options["use_rs"], "use_rs")
+    for key, acts in (("tis_level", mode == "mask"), ("rs_level", rejects)):
+        if acts and options[key] == "token" and not read_flag(options[_PER_TOKEN], _PER_TOKEN):
+            reason = "a row's loss is divided by its kept tokens there, and a row that keeps none still counts;"
+            raise refuse(f"{reason} the nearest is correction.denominator=kept.", key, "token")
+    if rejects:
         level, aggregate = _LEVELS[str(read_choice(options["rs_level"], tuple(_LEVELS), "rs_level", optional=False))]
         low = read_ratio_bound(options["rs_lower_bound"], "rs_lower_bound")
         high = read_ratio_bound(options["rs_upper_bound"], "rs_upper_bound")
@@ -143,7 +162,7 @@ SLIME: Final = Peer(
         " no_masked_softmax_fusion reset_attention_mask"
     ),
     switches=frozenset({"use_tis", "use_opsm", "use_rs", "use_kl_loss"}),
-    context=words("use_kl_loss kl_loss_coef get_mismatch_metrics"),
+    context=words("advantage_estimator calculate_per_token_loss use_kl_loss kl_loss_coef get_mismatch_metrics"),
 )
 """slime's rules.
 
@@ -151,6 +170,8 @@ SLIME: Final = Peer(
 * ``custom_tis_function_path`` to ``mis.py`` reads the keys of ``mis.yaml``: level and mode of the weight, a rejection
   (``use_rs``) and a veto of rows with a token below ``rs_veto_threshold``; to ``icepop_function`` it drops what is
   outside tis_clip.
+* A rejection of tokens by ``mis.py`` divides the loss of a row by its kept tokens, so that it is read with
+  ``calculate_per_token_loss`` alone; weights of tokens do not go with ``advantage_estimator=gspo``.
 * ``use_opsm`` masks tokens of negative advantage in rows with mean log(pi_old / pi) > opsm_delta.
 * ``use_unbiased_kl`` weighs the KL loss by pi / pi_old.
 * With ``rollout_top_p`` below 1 log-probs are over the sampled support, of any size; here over that of
@@ -159,7 +180,7 @@ SLIME: Final = Peer(
 MILES: Final = replace(
     SLIME,
     name="miles",
-    releases="0.1.0",
+    releases="0.0.2 to 0.1.0",
     read=_ARGUMENTS | _MIS | {"skip_actor_forward_only": False},
     convert=_convert_miles,
     elsewhere=SLIME.elsewhere

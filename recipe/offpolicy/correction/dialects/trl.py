@@ -7,7 +7,7 @@ from typing import Any, Final
 from ..problem import SpecError
 from ..ratios import EXP_CLAMP
 from ..validation import read_number
-from .mapping import build_weight, read_choice, read_flag, read_ratio_bound, refuse
+from .mapping import build_weight, check_weight_of_rows, read_choice, read_flag, read_ratio_bound, refuse
 from .peer import Options, Peer, words
 
 TRL_DEFAULTS: Final[dict[str, Any]] = {
@@ -29,6 +29,9 @@ def _convert(options: Options) -> dict[str, Any]:
     if read_choice(options["loss_type"], _LOSSES, "loss_type", optional=False) == "vespo":
         reason = "it multiplies pi / pi_old by truncated ratios of tokens to mu; the nearest is correction=paper/vespo."
         raise refuse(reason, "loss_type", "vespo")
+    level = options["importance_sampling_level"]
+    if read_choice(level, ("token", "sequence"), "importance_sampling_level", optional=False) == "sequence":
+        check_weight_of_rows(plain["weight"], "TRL", "importance_sampling_level", level)
     key = "off_policy_mask_threshold"
     threshold = read_number(options[key], key)
     if threshold is not None:
