@@ -8,6 +8,7 @@ import hashlib
 import importlib
 import os
 import random
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -44,7 +45,12 @@ def install(peer: str) -> Path:
         unfinished = tempfile.mkdtemp(dir=ENVIRONMENTS)
         command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--ignore-requires-python"]
         subprocess.run([*command, "--no-compile", "--target", unfinished, "-r", str(pins)], check=True, timeout=600)
-        os.rename(unfinished, folder)
+        try:
+            os.rename(unfinished, folder)
+        except OSError:  # another process has finished first
+            if not folder.exists():
+                raise
+            shutil.rmtree(unfinished)
     return folder
 
 

@@ -1,4 +1,4 @@
-"""Corrections in the keys of AReaL, NeMo-RL, ROLL, slime, miles, OpenRLHF, open-instruct and prime-rl.
+"""Corrections in the keys of AReaL, TRL, SkyRL, NeMo-RL, ROLL, slime, miles, ms-swift, OpenRLHF and others.
 
 Expected numbers are worked out by the rule in each framework's public source, on the rows below.
 """
@@ -72,6 +72,54 @@ def test_areals_sources_of_pi_old() -> None:
     assert from_areal({"use_decoupled_loss": True}) == CorrectionSpec()
     loglinear = from_areal({"use_decoupled_loss": True, "prox_logp_method": "loglinear"})
     assert (loglinear.proximal, loglinear.alpha) == ("loglinear", "by_age")
+
+
+STEM = "vllm_importance_sampling"
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        # The default drops rows whose product exceeds 3, and keeps the product as the weight of the others.
+        ({}, [2.0, 2.0, 1.21, 1.21]),
+        ({f"{STEM}_correction": False}, [1.0] * 4),
+        ({f"{STEM}_mode": "token_truncate", f"{STEM}_clip_max": 2.0}, [2.0, 0.5, 1.1, 1.1]),
+        ({f"{STEM}_mode": "token_truncate", f"{STEM}_clip_max": 2.0, f"{STEM}_clip_min": 0.7}, [2.0, 0.7, 1.1, 1.1]),
+        ({f"{STEM}_mode": "token_mask", f"{STEM}_clip_min": 0.7}, [0.0, 0.0, 1.1, 1.1]),
+        ({f"{STEM}_mode": "sequence_truncate", f"{STEM}_clip_max": 1.5}, [1.5, 1.5, 1.21, 1.21]),
+        ({f"{STEM}_mode": "sequence_mask", f"{STEM}_clip_max": 1.5}, [0.0, 0.0, 1.21, 1.21]),
+    ],
+)
+def test_trl(fields: dict[str, Any], expected: list[float]) -> None:
+    assert factors(CorrectionSpec.from_trl(fields)) == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize(("advantage", "kept"), [(-1.0, [0.0, 0.0, 1.0, 1.0]), (0.0, [1.0] * 4), (1.0, [1.0] * 4)])
+def test_trls_opsm(advantage: float, kept: list[float]) -> None:
+    """mean log(mu / pi) is 0.1 in row 0, 0.04 in row 1: above 0.05 a row with A < 0 is dropped."""
+    opsm = CorrectionSpec.from_trl({"off_policy_mask_threshold": 0.05, f"{STEM}_correction": False})
+    pi = [[-0.3, 0.1], [-0.02, -0.06]]
+    assert factors(opsm, old=pi, pi=pi, advantages=advantage) == kept
+
+
+@pytest.mark.parametrize(
+    ("section", "expected"),
+    [
+        ({}, [1.0] * 4),
+        ({"tis_ratio_type": "token"}, [2.0, 0.5, 1.1, 1.1]),
+        ({"tis_ratio_type": "sequence"}, [2.0, 2.0, 1.21, 1.21]),
+        ({"tis_ratio_type": "sequence", "sequence_tis_ratio_clip_high": 1.5}, [1.5, 1.5, 1.21, 1.21]),
+        ({"outlier_token_is_threshold_high": 3.0}, [0.0, 0.0, 1.0, 1.0]),
+        ({"outlier_token_is_threshold_low": 0.6}, [0.0, 0.0, 1.0, 1.0]),
+        ({"token_mask_is_threshold_low": 0.4, "token_mask_is_threshold_high": 2.0}, [0.0, 1.0, 1.0, 1.0]),
+        # [0.99, 1.01] is the default band of geometric means.
+        ({"sequence_mask_metric": "geometric"}, [0.0] * 4),
+        ({"sequence_mask_metric": "geometric", "geo_mask_high": 1.2}, [0.0, 0.0, 1.0, 1.0]),
+        ({"sequence_mask_metric": "product", "product_mask_high": 1.5}, [0.0, 0.0, 1.0, 1.0]),
+    ],
+)
+def test_skyrl(section: dict[str, Any], expected: list[float]) -> None:
+    assert factors(CorrectionSpec.from_skyrl(section)) == pytest.approx(expected, rel=1e-6)
 
 
 IS: dict[str, Any] = {"use_importance_sampling_correction": True}

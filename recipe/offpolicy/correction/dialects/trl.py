@@ -128,5 +128,5 @@ TRL: Final = Peer(
 Its ``*_mask`` modes leave the ratio as a weight inside the bounds. ``off_policy_mask_threshold`` is off-policy
 sequence masking on pi / mu with the sign of the row's advantage. With ``beta`` above 0 and ``use_bias_correction_kl``
 the KL term has the weight pi / pi_old. TRL corrects with ``use_vllm=True`` alone, which a configuration that leaves
-it out is taken to have, and clamps no log-ratio.
+it out is taken to have, and clamps no log-ratio. A token whose mu is NaN has ratio 1 there, and leaves the loss here.
 """
