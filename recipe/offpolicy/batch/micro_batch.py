@@ -281,10 +281,11 @@ def compute_factor(spec: CorrectionSpec, batch: MicroBatch, step: StepStage) -> 
         KeyError: ``denominator=kept`` or ``nonfinite=excluded``, and the trainer's scale did not arrive.
     """
     weight = step.weight * step.keep
-    return weight if not spec.recounts else weight * _scale(spec, batch)[:, None].to(weight.dtype)
+    return weight if not spec.recounts else weight * read_scale(spec, batch)[:, None].to(weight.dtype)
 
 
-def _scale(spec: CorrectionSpec, batch: MicroBatch) -> Tensor:
+def read_scale(spec: CorrectionSpec, batch: MicroBatch) -> Tensor:
+    """Read the scale of ``denominator=kept`` or ``nonfinite=excluded``, (B,)."""
     if batch.scale is None:
         asked = "denominator=kept" if spec.denominator == "kept" else "nonfinite=excluded"
         raise KeyError(f"{SCALE} is not in the micro-batch that reached the loss: {asked} needs its count.")
@@ -301,7 +302,7 @@ def compute_penalty(spec: PenaltySpec, batch: MicroBatch, correction: Correction
     squares = compute_squared_log_ratio(batch.log_prob, other, batch.policy_mask)
     if correction.nonfinite == "counted":
         return squares
-    return squares * _scale(correction, batch)[:, None].to(squares.dtype)
+    return squares * read_scale(correction, batch)[:, None].to(squares.dtype)
 
 
 def choose_pi_old(spec: CorrectionSpec, batch: MicroBatch) -> Tensor:

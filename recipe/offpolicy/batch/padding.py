@@ -55,7 +55,7 @@ class Layout:
         """Select the responses, (B, T), from an output over prompts and responses; zeros on padding, differentiable.
 
         Args:
-            values: (total tokens,), each token's position holds the value of the next token.
+            values: (total tokens, ...), each token's position holds the value of the next token.
         """
         return self._gathered(values, self._of_output)
 
@@ -86,7 +86,8 @@ class Layout:
         return (starts[:, None] + self._positions).masked_fill_(self.absent, 0)
 
     def _gathered(self, values: Tensor, places: Tensor) -> Tensor:
-        return values[places].masked_fill(self.absent, 0)
+        absent = self.absent.view(*self.absent.shape, *(1,) * (values.dim() - 1))
+        return values[places].masked_fill(absent, 0)
 
 
 def _data_of(nested: Any) -> Tensor:

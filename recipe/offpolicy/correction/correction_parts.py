@@ -47,6 +47,7 @@ class CorrectionParts:
             takes them out of the policy term, ``full`` leaves them over the whole vocabulary.
         support_size: members that the engine is asked for at each token; None: by top-k.
         support_min_p: min-p of each request, which verl has no key for; None: none.
+        centering: K of score centering, see ``correction.centering``; None: none.
     """
 
     weight: WeightSpec | None = None
@@ -66,6 +67,7 @@ class CorrectionParts:
     support_unknown: SupportUnknown = "mask"
     support_size: int | None = None
     support_min_p: float | None = None
+    centering: int | None = None
 
     def to_mapping(self) -> dict[str, Any]:
         """Return the plain values from which ``from_mapping`` builds an equal spec."""
@@ -94,13 +96,15 @@ class CorrectionParts:
             mapping["support_unknown"] = self.support_unknown
             mapping["support_size"] = self.support_size
             mapping["support_min_p"] = self.support_min_p
+        if self.centering is not None:
+            mapping["centering"] = self.centering
         return mapping
 
     @property
     def is_none(self) -> bool:
         """True if nothing is corrected."""
         # The other options act through a weight or a mask alone, see rules.check_together.
-        terms = self.kl_clip or self.kl_weight or self.penalty
+        terms = self.kl_clip or self.kl_weight or self.penalty or self.centering
         return not (self.all_weights or self.masks or terms) and self.proximal == "recompute"
 
     @property
@@ -108,7 +112,8 @@ class CorrectionParts:
         """True if a part that shapes the gradient reads the behaviour policy's log-probs."""
         masks = any(mask.ratio != "ppo" and not mask.entry.of_age for _, mask in self.masks)
         terms = any(each is not None and each.ratio == "full" for each in (self.penalty, self.kl_weight))
-        return bool(self.all_weights) or masks or terms or self.proximal in (*MU_ITSELF, "loglinear")
+        centered = self.centering is not None
+        return bool(self.all_weights) or masks or terms or centered or self.proximal in (*MU_ITSELF, "loglinear")
 
     @property
     def recounts(self) -> bool:

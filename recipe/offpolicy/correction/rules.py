@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
+from .centering_rules import check_centering
 from .correction_parts import CorrectionParts
 from .problem import SpecError
 from .proximal import BY_AGE, MU_ITSELF
@@ -35,6 +36,7 @@ def check_together(spec: CorrectionParts) -> None:
         _check_nonfinite,
         _check_baseline,
         _check_skyrl,
+        check_centering,
     )
     for rule in (*rules, _check_factors):
         rule(spec)

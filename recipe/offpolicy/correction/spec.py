@@ -7,6 +7,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from .centering_rules import read_centering
 from .correction_parts import Baseline, CorrectionParts, Denominator, Nonfinite
 from .dialects import PEERS
 from .dialects.outward import build_skyrl, build_trl, build_verl
@@ -45,6 +46,7 @@ _KEYS = (
     "nonfinite",
     "skyrl_compat",
     "allow_truncated_sampling",
+    "centering",
     *SUPPORT_KEYS,
 )
 
@@ -82,6 +84,7 @@ class CorrectionSpec(CorrectionParts):
             penalty=_penalty(mapping.get("penalty")),
             kl_weight=_kl_weight(mapping.get("kl_weight")),
             nonfinite=read_choice(mapping, "nonfinite", Nonfinite, "correction", "counted"),
+            centering=read_centering(mapping),
             **read_support(mapping),
         )
         check_together(spec)

@@ -199,6 +199,11 @@ class Composed:
         return SupportSettings.from_config(self.config)
 
     @cached_property
+    def centering(self) -> SupportSettings | None:
+        """Request of the likeliest tokens for score centering; None where nothing is centred."""
+        return SupportSettings.for_centering(self.config)
+
+    @cached_property
     def verls(self) -> dict[str, Any]:
         """The values of ``algorithm.rollout_correction``; empty if it is null."""
         return to_mapping(self.get(VERL))

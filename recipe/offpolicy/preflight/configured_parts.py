@@ -46,6 +46,8 @@ def list_parts(run: Composed) -> list[ConfiguredPart]:
     if spec.penalty is not None:
         meaning = f"{spec.penalty.coefficient:g} times (log {_RATIOS[spec.penalty.ratio]})^2"
         parts.append(ConfiguredPart("penalty", meaning, spec.penalty.ratio == "full"))
+    if spec.centering is not None:
+        parts.append(ConfiguredPart("centering", f"expected score over the {spec.centering} likeliest tokens removed"))
     if spec.nonfinite != "counted":
         parts.append(ConfiguredPart("nonfinite", f"tokens without a finite mu {spec.nonfinite}"))
     if spec.denominator != "original":

@@ -12,6 +12,7 @@ import copy
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -19,11 +20,15 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from ..batch import micro_batch as mb
+from ..batch.likeliest_tokens import LOG_PROBS, ROLLOUT_LOG_PROBS
 from ..batch.mini_batch_mean import mini_batch_mean
 from ..batch.plan import SharedPlan
 from ..batch.similar_rows import take_rows
-from ..correction import BatchConstants, CorrectionSpec
+from ..correction import BatchConstants, CorrectionSpec, StepStage
+from ..correction.centering import select_token_parts
 from ..correction.moving_bounds import Side
+from .centering_trials import expect_coefficients
+from .centering_trials import place_masses as place_likeliest
 from .prefix_trials import build_prefix_mask_trials, build_prefix_weight_trials
 from .trials import BEYOND, Trial, age_first_tokens, build_mask_trials, build_weight_trials
 
@@ -137,7 +142,10 @@ def prove(adapter: CorrectedLoss, batch: mb.MicroBatch, loss: Tensor) -> Proof:
         # Extensions add to verl's whole loss here, so a term that replaces part of that loss is caught.
         terms = adapter.extended(_without_gradient(adapter.base_loss))
         predicted = predicted + _base_gradient(terms, seen, factor)
-    _watch(proof, batch.model_output["log_probs"], loss, predicted, _scale(predicted, policy))
+    watched = [(batch.model_output["log_probs"], predicted, _scale(predicted, policy))]
+    if adapter.spec.centering is not None:
+        watched.append(_expect_centering(adapter, batch, step))
+    _watch(proof, watched, loss)
     if not proof.tried:
         return proof
     few = _take_few(batch)
@@ -198,6 +206,8 @@ def isolate_parts(spec: CorrectionSpec) -> list[tuple[str, CorrectionSpec]]:
         parts.append(("kl_weight", CorrectionSpec(kl_weight=spec.kl_weight)))
     if spec.penalty is not None:
         parts.append(("penalty", CorrectionSpec(penalty=spec.penalty)))
+    if spec.centering is not None:
+        parts.append(("centering", replace(select_token_parts(spec), centering=spec.centering)))
     return parts
 
 
@@ -239,20 +249,28 @@ def _without_gradient(base_loss: BoundLoss) -> BoundLoss:
     return constant
 
 
-def _watch(proof: Proof, log_probs: Tensor, loss: Tensor, predicted: Tensor, scale: Tensor) -> None:
+def _watch(proof: Proof, watched: list[tuple[Tensor, Tensor, Tensor]], loss: Tensor) -> None:
+    """Compare the gradients that arrive in the engine's backward pass.
+
+    Args:
+        watched: outputs of the model, nested or padded, their expected gradients, flat, and the scale of an error.
+    """
     upstream: list[Tensor] = []
+    errors: list[float] = []
 
     def at_loss(gradient: Tensor) -> None:
         upstream.append(gradient.detach())
 
-    def at_log_probs(gradient: Tensor) -> None:
+    def compare(predicted: Tensor, scale: Tensor, gradient: Tensor) -> None:
         factor = upstream[-1] if upstream else gradient.new_zeros(())
         error = (mb.flatten(gradient.detach()) - predicted * factor).abs().max()
         # Without a backward pass through the loss, or with factor 0, there is nothing to compare.
-        proof.gradient_error = _relative(error, scale * factor.abs()) if factor else math.inf
+        errors.append(_relative(error, scale * factor.abs()) if factor else math.inf)
+        proof.gradient_error = max(errors) if len(errors) == len(watched) else math.inf
 
     loss.register_hook(at_loss)
-    log_probs.register_hook(at_log_probs)
+    for output, predicted, scale in watched:
+        output.register_hook(partial(compare, predicted, scale))
 
 
 def _scale(demanded: Tensor, policy: Tensor) -> Tensor:
@@ -275,6 +293,8 @@ def _tried(adapter: CorrectedLoss, spec: CorrectionSpec, batch: mb.MicroBatch) -
         return _tried_kl_weight(adapter, spec, batch)
     if spec.penalty is not None:
         return _tried_penalty(adapter, spec, batch)
+    if spec.centering is not None:
+        return _tried_centering(adapter, spec, batch)
     errors = []
     seen: dict[str, bool] = {}
     for trial in _trials(spec, batch):
@@ -455,6 +475,54 @@ def _tried_penalty(adapter: CorrectedLoss, spec: CorrectionSpec, batch: mb.Micro
     return ShiftResult(error=_relative((gradient - demanded).abs().max(), scale), vacuous=not float(scale))
 
 
+def _expect_centering(adapter: CorrectedLoss, batch: mb.MicroBatch, step: StepStage) -> tuple[Tensor, Tensor, Tensor]:
+    """Expect the gradient at the log-probs of the likeliest tokens: the output, the gradient, and its scale."""
+    spec, output = adapter.spec, batch.model_output
+    by_token = {name for name, _ in select_token_parts(spec).masks}
+    kept = batch.policy_mask
+    for part, drop in step.rejected.items():
+        if part.startswith("masks.") and part.removeprefix("masks.") not in by_token:
+            kept = kept & ~drop
+    pull = torch.where(kept, batch.advantages.detach().double() * _share(adapter, spec, batch), 0.0)
+    coefficients = expect_coefficients(
+        select_token_parts(spec), mb.flatten(output[LOG_PROBS]), mb.flatten(output[ROLLOUT_LOG_PROBS])
+    )
+    return output[LOG_PROBS], batch.spread(pull).double()[:, None] * coefficients, pull.abs().max()
+
+
+def _tried_centering(adapter: CorrectedLoss, spec: CorrectionSpec, batch: mb.MicroBatch) -> ShiftResult:
+    """Compare the gradient at the likeliest tokens' log-probs, placed around each bound, with A (m - a p)."""
+    like = mb.flatten(batch.model_output[LOG_PROBS]).detach()
+    log_p, log_q = place_likeliest(select_token_parts(spec), like)
+    leaf = log_p.to(like.device, like.dtype).requires_grad_()
+    output, _ = batch.leaf()
+    for key, values in ((LOG_PROBS, leaf), (ROLLOUT_LOG_PROBS, log_q.to(like.device))):
+        output[key] = torch.nested.nested_tensor_from_jagged(values, batch.model_output[key].offsets())
+    same = batch.log_prob.float()
+    advantages = torch.where(torch.arange(batch.width, device=same.device) % 2 == 0, 1.0, -0.5).expand_as(same)
+    moved = replace(batch, old_log_prob=same, rollout_log_prob=same, advantages=advantages, scale=None)
+    data = moved.data_with(
+        SharedPlan(step=1),
+        old_log_probs=same,
+        advantages=advantages.to(batch.advantages.dtype),
+        **{mb.ROLLOUT_LOG_PROBS: same, mb.WEIGHTS: None},
+    )
+    loss, _ = _alone(adapter, spec)(output, data)
+    gradient = torch.autograd.grad(loss, leaf)[0]
+    pull = torch.where(batch.policy_mask, advantages.double() * _share(adapter, spec, moved), 0.0)
+    demanded = batch.spread(pull).double()[:, None] * expect_coefficients(select_token_parts(spec), leaf, log_q)
+    scale = demanded.abs().max()
+    return ShiftResult(error=_relative((gradient - demanded).abs().max(), scale), vacuous=not float(scale))
+
+
+def _share(adapter: CorrectedLoss, spec: CorrectionSpec, batch: mb.MicroBatch) -> Tensor:
+    """Compute each token's share of verl's mini-batch mean, including the denominator's scale: (B, T) float64."""
+    leaf = torch.zeros_like(batch.log_prob, dtype=torch.float32, requires_grad=True)
+    mean = mini_batch_mean(leaf, batch.response_mask, adapter.actor_config, batch.data)
+    share = torch.autograd.grad(mean, leaf)[0].double()
+    return share * batch.scale[:, None] if spec.recounts and batch.scale is not None else share
+
+
 def _penalty_gradient(adapter: CorrectedLoss, spec: CorrectionSpec, batch: mb.MicroBatch) -> Tensor:
     """Compute 2 c log r times each token's share of verl's mean, 0 where it is not finite: (total tokens,).
 
@@ -462,11 +530,7 @@ def _penalty_gradient(adapter: CorrectedLoss, spec: CorrectionSpec, batch: mb.Mi
         batch: with pi_old as the loss uses it.
     """
     assert spec.penalty is not None
-    leaf = torch.zeros_like(batch.log_prob, dtype=torch.float32, requires_grad=True)
-    mean = mini_batch_mean(leaf, batch.response_mask, adapter.actor_config, batch.data)
-    share = torch.autograd.grad(mean, leaf)[0].double()
-    if spec.nonfinite == "excluded" and batch.scale is not None:
-        share = share * batch.scale[:, None]
+    share = _share(adapter, replace(spec, denominator="original"), batch)
     other = batch.rollout_log_prob if spec.penalty.ratio == "full" else batch.old_log_prob
     slope = 2 * (batch.log_prob.detach().double() - other.double())
     there = batch.policy_mask & torch.isfinite(slope)

@@ -63,6 +63,7 @@ class BatchSupports:
         places: (n,) int64, position of each token in the micro-batch.
         rows, within: (n,) int64, row of each token, and its position in the row.
         ids: (n, K) int64, padded with -1; empty if the support is unknown.
+        log_probs: (n, K) float32, log mu of the ids, padded with -inf; (n, 0) for support replay.
         sizes: (n,) int64.
         known, unknown: (k,) and (u,) int64, indices of tokens with known and unknown support.
         truncated: int64, indices of known supports that are smaller than the vocabulary.
@@ -77,6 +78,7 @@ class BatchSupports:
     rows: Tensor
     within: Tensor
     ids: Tensor
+    log_probs: Tensor
     sizes: Tensor
     known: Tensor
     unknown: Tensor
@@ -89,7 +91,7 @@ class BatchSupports:
 
     def hash_rows(self, tokens: Tensor) -> Tensor:
         """Compute the checksum of each row, (B,) int64, with the (n,) tokens at these positions."""
-        parts = hash_supports(self.within, tokens, self.ids)
+        parts = hash_supports(self.within, tokens, self.ids, self.log_probs)
         return torch.zeros_like(self.checksums).index_add_(0, self.rows, parts)
 
 
@@ -140,6 +142,7 @@ def lay_out_supports(data: TensorDict, layout: TokenLayout, vocabulary: int) -> 
         rows=put(torch.cat([none, *rows])),
         within=put(torch.cat([none, *within])),
         ids=put(torch.from_numpy(joined.pad())),
+        log_probs=put(torch.from_numpy(joined.pad_log_probs())),
         sizes=put(torch.from_numpy(joined.sizes.astype(np.int64))),
         known=put(torch.from_numpy(has.nonzero()[0])),
         truncated=put(torch.from_numpy((has & (joined.sizes < vocabulary)).nonzero()[0])),

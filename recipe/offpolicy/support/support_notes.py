@@ -45,6 +45,7 @@ class RowSupports:
             "spans": [list(span) for span in self.spans],
             "sizes": self.supports.sizes,
             "ids": self.supports.ids,
+            "log_probs": self.supports.log_probs,
             "masses": list(self.masses),
             "checksum": self.checksum,
         }
@@ -83,29 +84,35 @@ class SupportNote:
         known = supports.sizes > 0
         found = RowSupports(
             tuple(self._spans),
-            TokenSupports(supports.sizes, supports.ids, _NONE),
+            replace(supports, masses=_NONE),
             (float(masses[known].min(initial=1)), float(masses[known].max(initial=1)), float(masses[~known].sum())),
             0,
         )
         places = found.list_places()
         tokens = torch.tensor(self._tokens, dtype=torch.int64)[places]
-        parts = hash_supports(places, tokens, torch.from_numpy(supports.pad()))
+        laid = torch.from_numpy(supports.pad()), torch.from_numpy(supports.pad_log_probs())
+        parts = hash_supports(places, tokens, *laid)
         return replace(found, checksum=int(parts.sum()))
 
 
-def hash_supports(places: Tensor, tokens: Tensor, ids: Tensor) -> Tensor:
-    """Compute each token's part of its row's checksum; it depends on position, token, and the ids and their order.
+def hash_supports(places: Tensor, tokens: Tensor, ids: Tensor, log_probs: Tensor) -> Tensor:
+    """Compute each token's part of its row's checksum; it depends on position, token, ids, their order and log-probs.
 
     Args:
         places: (n,) int64, position in the row.
         tokens: (n,) int64.
         ids: (n, K) int64, padded with -1 to any width.
+        log_probs: (n, K) float32 of the ids, compared bitwise; (n, 0) for none.
 
     Returns:
         (n,) int64, to be summed over a row; wraps around.
     """
     # An id of -1 adds nothing.
-    return hash_tokens(torch.cat([tokens[:, None], ids], 1)[:, None], places)
+    parts = hash_tokens(torch.cat([tokens[:, None], ids], 1)[:, None], places)
+    if not log_probs.shape[1]:
+        return parts
+    bits = log_probs.contiguous().view(torch.int32).long().masked_fill(torch.isinf(log_probs), -1)
+    return parts + 3 * hash_tokens(bits[:, None], places)
 
 
 def read_note(found: Any) -> RowSupports | None:
@@ -115,7 +122,7 @@ def read_note(found: Any) -> RowSupports | None:
     if not isinstance(found, Mapping):
         return None
     try:
-        sizes, ids = np.asarray(found["sizes"]), np.asarray(found["ids"])
+        sizes, ids, log_probs = (np.asarray(found[name]) for name in ("sizes", "ids", "log_probs"))
         spans = tuple((int(start), int(count)) for start, count in found["spans"])
         least, greatest, unknown = (float(each) for each in found["masses"])
         checksum = int(found["checksum"])
@@ -123,4 +130,6 @@ def read_note(found: Any) -> RowSupports | None:
         return None
     if len(sizes) != sum(count for _, count in spans) or len(ids) != int(sizes.sum(dtype=np.int64)):
         return None
-    return RowSupports(spans, TokenSupports(sizes, ids, _NONE), (least, greatest, unknown), checksum)
+    if len(log_probs) not in (0, len(ids)):
+        return None
+    return RowSupports(spans, TokenSupports(sizes, ids, _NONE, log_probs), (least, greatest, unknown), checksum)

@@ -39,7 +39,7 @@ def ask_for_supports(build: Callable[..., Any], settings: SupportSettings) -> Ca
     return build_asking
 
 
-def extract_supports(extract: Extract) -> Extract:
+def extract_supports(extract: Extract, settings: SupportSettings) -> Extract:
     """Wrap verl's ``extract_prompt_logprobs`` to add the supports of the sampled tokens to its result."""
 
     def extract_both(output: Any, num_prompt_logprobs: int | None, result_dict: dict[str, Any]) -> None:
@@ -47,7 +47,7 @@ def extract_supports(extract: Extract) -> Extract:
         sampled = output.outputs[0]
         if isinstance(found := sampled.logprobs, FlatLogprobs):
             count = len(sampled.token_ids)
-            result_dict[ANSWER] = read_supports(found.token_ids, found.logprobs, count)
+            result_dict[ANSWER] = read_supports(found.token_ids, found.logprobs, count, likeliest=settings.likeliest)
             # verl reads only the sampled token's log-prob, and would create one object per id from flat ones.
             step = max(len(found.token_ids) // max(count, 1), 1)
             own = zip(found.token_ids[::step], found.logprobs[::step], strict=True)
@@ -68,7 +68,7 @@ class SupportServer(vllm_async_server.vLLMHttpServer):
         self.support = support
         # The server is the only one in its process and reads both names at each request.
         vllm_async_server.SamplingParams = ask_for_supports(vllm_async_server.SamplingParams, support)
-        vllm_async_server.extract_prompt_logprobs = extract_supports(vllm_async_server.extract_prompt_logprobs)
+        vllm_async_server.extract_prompt_logprobs = extract_supports(vllm_async_server.extract_prompt_logprobs, support)
         super().__init__(*args, **kwargs)
 
     def _preprocess_engine_kwargs(self, engine_kwargs: dict[str, Any]) -> None:

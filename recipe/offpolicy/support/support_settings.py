@@ -9,6 +9,7 @@ from omegaconf import DictConfig, OmegaConf
 from ..correction.correction_parts import SupportUnknown
 
 SUPPORT = "correction.support"
+CENTERING = "correction.centering"
 SIZE = "correction.support_size"
 ROLLOUT = "actor_rollout_ref.rollout"
 DEFAULT_SIZE = 32
@@ -26,11 +27,13 @@ class SupportSettings:
         unknown: treatment of a token whose support has more ids: ``mask`` removes it from the policy term, ``full``
             does not renormalise it.
         min_p: min-p of each request, for which verl has no key; None: none.
+        likeliest: the ids are requested with their log-probs, for score centering.
     """
 
     size: int
     unknown: SupportUnknown
     min_p: float | None = None
+    likeliest: bool = False
 
     @classmethod
     def from_config(cls, config: DictConfig) -> SupportSettings | None:
@@ -43,6 +46,12 @@ class SupportSettings:
             unknown=OmegaConf.select(config, "correction.support_unknown", default="mask"),
             min_p=OmegaConf.select(config, "correction.support_min_p"),
         )
+
+    @classmethod
+    def for_centering(cls, config: DictConfig) -> SupportSettings | None:
+        """Read what score centering requests; None if nothing is centred."""
+        size = OmegaConf.select(config, CENTERING)
+        return None if size is None else cls(size=int(size), unknown="full", likeliest=True)
 
 
 def choose_size(top_k: int | None) -> int:

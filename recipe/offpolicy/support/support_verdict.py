@@ -17,12 +17,12 @@ _ROUNDING = 1e-6
 """k3 per token of two engines that agree, up to rounding."""
 
 
-def take_reports(metrics: dict[str, Any], key: str) -> list[SupportReport]:
+def take_reports(metrics: dict[str, Any], key: str) -> list[Any]:
     """Remove the reports of one update, from every rank and mini-batch, from the workers' metrics."""
     return list(_flatten(metrics.pop(key, [])))
 
 
-def _flatten(value: Any) -> Iterator[SupportReport]:
+def _flatten(value: Any) -> Iterator[Any]:
     # verl nests lists by rank and mini-batch, except with a single rank.
     if isinstance(value, list | tuple):
         for item in value:

@@ -1,13 +1,13 @@
 """Supports of sampled tokens: the ids that could have been sampled, read from vLLM's log-probs.
 
 vLLM's processed log-probs are -inf outside the support. Of the K largest that it returns per token, the finite ones are
-the support if one is not finite, or if their probabilities sum to 1.
+the support if one is not finite, or if their probabilities sum to 1. Score centering keeps all K, with their log-probs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,7 @@ _LEAST = -1e30
 """Log-probs of at most this value belong to tokens that could not be sampled."""
 
 Array = npt.NDArray[Any]
+_NONE = np.zeros(0, np.float32)
 
 
 @dataclass(frozen=True)
@@ -29,49 +30,66 @@ class TokenSupports:
         sizes: (n,) unsigned integers, number of ids in each token's support; 0 if unknown.
         ids: (sum of sizes,) unsigned integers, the sampled token's id first.
         masses: (n,) float32, sum of mu over the ids that the engine returned.
+        log_probs: (sum of sizes,) float32, log mu of the ids; empty for support replay, which does not read it. With
+            them, the ids are the likeliest ones, in this order, among which the sampled token may be missing.
     """
 
     sizes: Array
     ids: Array
     masses: Array
+    log_probs: Array = field(default_factory=lambda: _NONE)
 
     @classmethod
     def empty(cls) -> TokenSupports:
         """Build the supports of zero tokens."""
-        return cls(np.zeros(0, np.uint8), np.zeros(0, np.uint8), np.zeros(0, np.float32))
+        return cls(np.zeros(0, np.uint8), np.zeros(0, np.uint8), _NONE)
 
     @property
     def bytes(self) -> int:
-        """Bytes of sizes and ids."""
-        return int(self.sizes.nbytes + self.ids.nbytes)
+        """Bytes of sizes, ids and log-probs."""
+        return int(self.sizes.nbytes + self.ids.nbytes + self.log_probs.nbytes)
 
     def cut(self, start: int, end: int) -> TokenSupports:
         """Take the tokens from ``start`` to ``end``, exclusive."""
         ends = np.concatenate([[0], np.cumsum(self.sizes, dtype=np.int64)])
         end = min(end, len(self.sizes))
         start = min(start, end)
-        return TokenSupports(self.sizes[start:end], self.ids[ends[start] : ends[end]], self.masses[start:end])
+        of_ids = slice(ends[start], ends[end])
+        return TokenSupports(self.sizes[start:end], self.ids[of_ids], self.masses[start:end], self.log_probs[of_ids])
 
     @classmethod
     def concatenate(cls, parts: Sequence[TokenSupports]) -> TokenSupports:
         """Concatenate the supports of several runs of tokens."""
         parts = [cls.empty(), *parts]
-        return cls(*(np.concatenate([getattr(part, name) for part in parts]) for name in ("sizes", "ids", "masses")))
+        names = ("sizes", "ids", "masses", "log_probs")
+        return cls(*(np.concatenate([getattr(part, name) for part in parts]) for name in names))
 
     def pad(self) -> npt.NDArray[np.int64]:
         """Return the ids as (n, largest size), padded with -1."""
+        return self._lay_out(self.ids, -1, np.dtype(np.int64))
+
+    def pad_log_probs(self) -> npt.NDArray[np.float32]:
+        """Return the log-probs as (n, largest size), padded with -inf; (n, 0) if there are none."""
+        if not len(self.log_probs):
+            return np.zeros((len(self.sizes), 0), np.float32)
+        return self._lay_out(self.log_probs, -np.inf, np.dtype(np.float32))
+
+    def _lay_out(self, values: Array, padding: float, dtype: np.dtype[Any]) -> Array:
         sizes = self.sizes.astype(np.int64)
-        laid = np.full((len(sizes), int(sizes.max(initial=0))), -1, np.int64)
-        laid[np.arange(laid.shape[1]) < sizes[:, None]] = self.ids
+        laid = np.full((len(sizes), int(sizes.max(initial=0))), padding, dtype)
+        laid[np.arange(laid.shape[1]) < sizes[:, None]] = values
         return laid
 
 
-def read_supports(ids: Sequence[int], log_probs: Sequence[float], count: int) -> TokenSupports:
+def read_supports(
+    ids: Sequence[int], log_probs: Sequence[float], count: int, *, likeliest: bool = False
+) -> TokenSupports:
     """Read the supports of sampled tokens from vLLM's result: for each token itself, then its K most likely ids.
 
     Args:
         ids, log_probs: values of all tokens, concatenated.
         count: number of sampled tokens.
+        likeliest: read the K most likely ids and their log-probs, whether or not they are the support.
 
     Raises:
         ValueError: tokens have different numbers of log-probs.
@@ -83,6 +101,13 @@ def read_supports(ids: Sequence[int], log_probs: Sequence[float], count: int) ->
     rows = np.asarray(ids, np.int64).reshape(count, -1)
     found = np.asarray(log_probs, np.float64).reshape(count, -1)
     finite = found > _LEAST
+    if likeliest:
+        inside = finite.copy()
+        inside[:, 0] = False  # the sampled token itself
+        sizes = inside.sum(1)
+        masses = np.exp(np.where(inside, found, -np.inf)).sum(1).astype(np.float32)
+        ids_inside = _narrow(rows[inside], rows.max(initial=0))
+        return TokenSupports(_narrow(sizes, sizes.max(initial=0)), ids_inside, masses, found[inside].astype(np.float32))
     # If the sampled token is among the most likely ids, it appears twice.
     inside = finite & np.concatenate([np.ones((count, 1), bool), rows[:, 1:] != rows[:, :1]], 1)
     masses = np.where(inside, np.exp(np.where(inside, found, 0.0)), 0.0).sum(1)

@@ -37,6 +37,10 @@ def _choose_support(config: DictConfig) -> Iterator[AddOn]:
         from ..support.support_replay import SupportReplay
 
         yield SupportReplay(support)
+    elif (centering := SupportSettings.for_centering(config)) is not None:
+        from ..centering.score_centering import ScoreCentering
+
+        yield ScoreCentering(centering)
 
 
 def _choose_delivery(run: CorrectedRun) -> Iterator[AddOn]:

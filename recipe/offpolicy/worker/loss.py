@@ -22,6 +22,7 @@ from verl.workers.utils.losses import ppo_loss
 from verl_patches import sent_metrics
 
 from ..batch import micro_batch as mb
+from ..batch.likeliest_tokens import LOG_PROBS, LikeliestTokens, compute_centering_term, measure_drift
 from ..batch.mini_batch_mean import mini_batch_mean
 from ..batch.similar_rows import split_micro_batch
 from ..correction import CorrectionSpec, Statistic, StepStage
@@ -97,7 +98,7 @@ class OffPolicyLoss:
             self.base_loss = replace_kl(base_loss, actor_config, surrogate)
         if extensions:
             self.extensions = dict(extensions)
-        if extensions or spec.penalty or spec.kl_weight:
+        if extensions or spec.penalty or spec.kl_weight or spec.centering:
             self.actor_config = actor_config
 
     def extended(self, base_loss: BoundLoss) -> BoundLoss:
@@ -170,6 +171,8 @@ class OffPolicyLoss:
             observation = Observation(batch.detached(), self.spec, self.shadows, self.moving, trained)
             sent_metrics.install()
             self.ledger.enter(packet, observation, more=not batch.last)
+            if trained and LOG_PROBS in batch.model_output:
+                packet.note(measure_drift(self.spec, self.shadows, batch, LikeliestTokens.of(batch)))
         return packet
 
     def measure_uncorrected(self, model_output: Mapping[str, Any], data: TensorDict) -> Packet:
@@ -202,6 +205,9 @@ class OffPolicyLoss:
             squares = mb.compute_penalty(self.spec.penalty, batch, self.spec)
             mean = mini_batch_mean(squares, batch.response_mask, self.actor_config, batch.data)
             loss = loss + self.spec.penalty.coefficient * mean
+        if self.spec.centering is not None:
+            term = compute_centering_term(self.spec, batch, step, LikeliestTokens.of(batch))
+            loss = loss + mini_batch_mean(term, batch.response_mask, self.actor_config, batch.data)
         return loss, metrics, statistics
 
     def _recorded(self, batch: mb.MicroBatch, step: StepStage) -> dict[str, Statistic]:

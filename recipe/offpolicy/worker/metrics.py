@@ -28,7 +28,7 @@ from torch import Tensor
 from verl.utils.metric import Metric
 
 from ..correction import Statistic
-from ..correction.deferred_value import DeferredValue, fetch
+from ..correction.deferred_value import DeferredValue, defer_statistics, fetch
 from ..correction.statistics import flatten, merge_all
 from ..proof.gradient import Proof
 from ..proof.token_alignment import AlignmentTally
@@ -89,6 +89,10 @@ class Packet:
             self._arrived = (gradient.detach() / expected).reshape(())
 
         loss.register_hook(arrive)
+
+    def note(self, statistics: Mapping[str, Statistic]) -> None:
+        """Add statistics that are on the device."""
+        self._readings.append({"statistics": defer_statistics(statistics)})
 
     def settle(self) -> None:
         """Copy the values of this packet, and of all packets queued with it, to the host."""

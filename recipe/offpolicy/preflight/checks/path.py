@@ -26,7 +26,7 @@ from verl_patches.runtime_env import KEY, ContradictionError, forward
 
 from ...correction.problem import CheckError, Problem, set_to
 from ...correction.proximal import WITHOUT_FORWARD
-from ...support.support_settings import SUPPORT
+from ...support.support_settings import CENTERING, SUPPORT
 from ..composed import ACTOR, BACKEND, MEGATRON, MODE, MODEL, NAME, PROXIMAL, ROLLOUT, SHADOW, SUPPORT_PART, Composed
 from ..python_source import check_contracts
 from .correction import list_masks, list_weights
@@ -71,7 +71,7 @@ def check_seams_by(hold: Hold, run: Composed) -> Iterator[Problem]:
             (v1 and release.staleness_limit and run.staleness is not None, replay_buffer.SEAMS),
             (run.notes_token_versions, llm_client.SEAMS),
             (run.replay is not None, router_replay.SEAMS),
-            (release.truncated_support and run.support is not None, truncated_sampling.SEAMS),
+            (release.truncated_support and bool(run.support or run.centering), truncated_sampling.SEAMS),
         ):
             if held:
                 hold(seams)
@@ -216,6 +216,9 @@ def check_program(run: Composed) -> Iterator[Problem]:
     if run.program is not None and run.spec.support is not None:
         reason = f"{run.program}_policy samples in processes that do not replay supports."
         yield run.problem(SUPPORT, reason, f"Set {SUPPORT}=null.", (), (SUPPORT_PART,), value=run.spec.support)
+    if run.program is not None and run.centering is not None:
+        reason = f"{run.program}_policy samples in processes that do not return the likeliest tokens."
+        yield run.problem(CENTERING, reason, f"Set {CENTERING}=null.", (), ("centering",), value=run.spec.centering)
     for extension in run.extensions if run.program == FULLY_ASYNC else ():
         section = extension.section
         reason = f"fully_async_policy takes prompts and validates in another process, which {section} does not reach."

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
@@ -15,10 +15,10 @@ from verl_patches.execution_path import STRATEGY
 from verl_patches.runtime_env import KEY as RUNTIME_ENV
 
 from ...correction.problem import MU, Problem, set_to
-from ...correction.requirement import find_unmet
+from ...correction.requirement import Requirement, find_unmet
 from ...correction.spelling import find_closest
-from ...support.obstacles import REQUIREMENTS
-from ...support.support_settings import SUPPORT
+from ...support.obstacles import OF_CENTERING, REQUIREMENTS
+from ...support.support_settings import CENTERING, SUPPORT
 from ..composed import (
     ACTOR,
     ENGINE,
@@ -168,28 +168,35 @@ def check_bucket(run: Composed) -> Iterator[Problem]:
 
 
 def check_support(run: Composed) -> Iterator[Problem]:
-    """Check what hides logits or supports, or leaves the support without effect; nothing where none is replayed."""
-    path, support, off, parts = run.path, run.spec.support, f"{SUPPORT}=null", (SUPPORT_PART,)
-    if support is None:
-        return
+    """Check what hides logits or likeliest tokens, or leaves the support without effect; nothing where none is read."""
+    if run.spec.support is not None:
+        yield from _check_likeliest(run, SUPPORT, run.spec.support, SUPPORT_PART, REQUIREMENTS)
+        top_p, top_k = run.get(f"{ROLLOUT}.top_p"), run.get(f"{ROLLOUT}.top_k")
+        truncates = (top_p is not None and top_p < 1) or (top_k is not None and top_k > 0)
+        if not truncates and (run.support is None or run.support.min_p is None):
+            reason = "nothing truncates: the support is the whole vocabulary, and every token's is larger than is sent."
+            fix = f"Set {ROLLOUT}.top_p=0.9 for example, or {SUPPORT}=null."
+            yield run.problem(SUPPORT, reason, fix, (), (SUPPORT_PART,), "NO-OP", value=run.spec.support)
+    elif run.spec.centering is not None:
+        yield from _check_likeliest(run, CENTERING, run.spec.centering, "centering", OF_CENTERING)
+
+
+def _check_likeliest(
+    run: Composed, key: str, value: object, part: str, requirements: Iterable[Requirement]
+) -> Iterator[Problem]:
+    path, off = run.path, f"{key}=null"
     if not path.attributes.truncated_support:
         reason, fix = f"verl {path.release} is not tested with it.", f"Use verl 0.9.1, or set {off}."
-        yield run.problem(SUPPORT, reason, fix, (), parts, value=support)
+        yield run.problem(key, reason, fix, (), (part,), value=value)
         return
     if path.strategy not in ("fsdp", "fsdp2"):
-        reason = f"correction.support={support}: supports are replayed in verl's FSDP engine alone."
-        yield run.problem(STRATEGY, reason, f"Set {STRATEGY}=fsdp2, or {off}.", (), parts, value=path.strategy)
+        reason = f"{key}={value}: verl's FSDP engine alone reads the engine's likeliest tokens."
+        yield run.problem(STRATEGY, reason, f"Set {STRATEGY}=fsdp2, or {off}.", (), (part,), value=path.strategy)
 
-    def read(key: str) -> object:
-        return "on" if isinstance(value := run.get(key), DictConfig) else value
+    def read(name: str) -> object:
+        return "on" if isinstance(found := run.get(name), DictConfig) else found
 
-    yield from find_unmet(REQUIREMENTS, read, off, parts, {SUPPORT: support})
-    top_p, top_k = run.get(f"{ROLLOUT}.top_p"), run.get(f"{ROLLOUT}.top_k")
-    truncates = (top_p is not None and top_p < 1) or (top_k is not None and top_k > 0)
-    if not truncates and (run.support is None or run.support.min_p is None):
-        reason = "nothing truncates: the support is the whole vocabulary, and every token's is larger than can be sent."
-        fix = f"Set {ROLLOUT}.top_p=0.9 for example, or {off}."
-        yield run.problem(SUPPORT, reason, fix, (), parts, "NO-OP", value=support)
+    yield from find_unmet(requirements, read, off, (part,), {key: value})
 
 
 def check_agent_loops(run: Composed) -> Iterator[Problem]:

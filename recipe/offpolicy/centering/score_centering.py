@@ -1,0 +1,82 @@
+"""Score centering in a run: servers, client, workers that compute log-probs of the likeliest tokens, and the proof.
+
+``verl_patches.truncated_sampling`` lists the patched functions of verl 0.9.1.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+from omegaconf import DictConfig
+
+from verl_patches import engine_loss, truncated_sampling
+
+from ..extensions.add_on import AddOn
+from ..proof.verify import LivenessError
+from ..support.client import note_supports
+from ..support.support_server import serve_supports
+from ..support.support_settings import SupportSettings
+from ..support.support_verdict import take_reports
+from .centering_engine import FLAG, REPORT, install_centering
+from .centering_tally import CenteringReport
+
+logger = logging.getLogger("verl.offpolicy")
+
+
+class ScoreCentering(AddOn):
+    """Request and transport of the likeliest tokens, for both trainers.
+
+    Args:
+        settings: settings of the request.
+    """
+
+    def __init__(self, settings: SupportSettings) -> None:
+        self._settings = settings
+        self._metrics: Mapping[str, float] = MappingProxyType({})
+        self._logged = False
+
+    def begin(self, config: DictConfig) -> None:
+        engine_loss.check(truncated_sampling.SEAMS)
+        serve_supports(self._settings)
+
+    def engine_part(self) -> Callable[[Any], object]:
+        return install_centering
+
+    def rollout_client(self, client: Any) -> Any:
+        return note_supports(client)
+
+    def batch_flags(self) -> dict[str, Any]:
+        return {FLAG: True}
+
+    def on_update(self, metrics: dict[str, Any], batch: Any) -> None:
+        reports: list[CenteringReport] = take_reports(metrics, REPORT)
+        if not reports:
+            raise LivenessError(
+                "correction.centering: the update returned no report, so no score was centred. The run uses another "
+                "worker or engine than the one that computes log-probs of the likeliest tokens."
+            )
+        tokens, checked, rows = (
+            sum(getattr(each, name) for each in reports) for name in ("tokens", "checked", "compared")
+        )
+        mass = math.fsum(each.mass for each in reports) / tokens if tokens else math.nan
+        size = sum(each.bytes for each in reports)
+        self._metrics = {
+            "head_mass": mass,
+            "sampled_share": checked / tokens if tokens else math.nan,
+            "bytes": float(size),
+            "bytes_a_token": size / tokens if tokens else math.nan,
+        }
+        if not self._logged:
+            logger.info(
+                "score centering LIVE: log-probs of the %s likeliest tokens, %.1f%% of mu; checksums of %s rows as "
+                "sampled; mu of %s of %s tokens equals that among the likeliest.",
+                *(self._settings.size, 100 * mass, rows, checked, tokens),
+            )
+        self._logged = True
+
+    def metrics(self) -> dict[str, float]:
+        return {f"offpolicy/centering/{name}": value for name, value in self._metrics.items()}

@@ -1,0 +1,90 @@
+"""Score centering: takes the expected score under mu out of the policy gradient (Marek and Ryabinin 2026).
+
+With a sampler q that is not the trained policy p, E_q[f(p/q) grad log p] is not 0, so that even a constant advantage
+moves the policy, in the same direction at every step: drift. Centering adds A C to each token's loss, with
+
+    C = sum over the head H of sg(m(v) - a p(v)) log p(v),   m(v) = q(v) f(p(v)/q(v)),   a = rho f(1/rho)
+
+H: the sampler's K likeliest tokens at the position, f: the factor that the correction gives a token. The tail is taken
+for q = rho p, rho = (1 - sum_H q) / max(1 - sum_H p, 1e-6). Without a weight m = q and a = rho; under truncation
+m = clamp(p, lower q, upper q); under a mask by token m = p or q where it keeps, else 0.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .centering_rules import centers_mask
+from .correction_parts import CorrectionParts
+from .spec import CorrectionSpec
+from .stages import rollout_stage, step_stage
+
+LEAST_TAIL = 1e-6
+"""Least probability of the policy's tail that rho divides by."""
+
+
+def select_token_parts(spec: CorrectionParts) -> CorrectionSpec:
+    """Select the parts of a correction that C contains: the weight, and masks that follow from a token's own p/q."""
+    return CorrectionSpec(
+        weight=spec.weight, masks=tuple((name, mask) for name, mask in spec.masks if centers_mask(mask))
+    )
+
+
+def compute_coefficients(spec: CorrectionParts, log_prob: Tensor, rollout_log_prob: Tensor) -> Tensor:
+    """Compute m(v) - a p(v) of each token of the head, (N, K) float64, 0 outside it.
+
+    Args:
+        log_prob: (N, K) log p, any float dtype; detached here.
+        rollout_log_prob: (N, K) log q, -inf where there is no token.
+
+    Example:
+        >>> p, q = torch.tensor([[0.5, 0.3]]).log(), torch.tensor([[0.6, 0.2]]).log()
+        >>> [round(each, 4) for each in compute_coefficients(CorrectionSpec(), p, q)[0].tolist()]
+        [0.1, -0.1]
+    """
+    log_q = rollout_log_prob.double()
+    head = torch.isfinite(log_q)
+    log_p = torch.where(head, log_prob.detach().double(), -torch.inf)
+    p, q = log_p.exp(), log_q.exp()
+    rho = (1 - q.sum(-1, keepdim=True)).clamp(min=0) / (1 - p.sum(-1, keepdim=True)).clamp(min=LEAST_TAIL)
+    parts = select_token_parts(spec)
+    if parts.is_none:
+        return torch.where(head, q - rho * p, 0.0)
+    # The tail is one more token, of ratio 1 / rho.
+    pi = torch.cat([log_p.masked_fill(~head, 0), torch.zeros_like(rho)], -1)
+    mu = torch.cat([log_q.masked_fill(~head, 0), rho.clamp(min=torch.finfo(rho.dtype).tiny).log()], -1)
+    valid = torch.cat([head, rho > 0], -1)
+    stage = rollout_stage(parts, old_log_prob=pi, rollout_log_prob=mu, response_mask=valid, measure="nothing")
+    step = step_stage(parts, stage, log_prob=pi)
+    factor = step.weight * step.keep
+    return torch.where(head, q * factor[..., :-1] - rho * factor[..., -1:] * p, 0.0)
+
+
+def compute_centering(log_prob: Tensor, coefficients: Tensor) -> Tensor:
+    """Compute C of each position, differentiable in log p.
+
+    Args:
+        log_prob: (..., K) log p; not read where the coefficient is 0.
+        coefficients: (..., K), from ``compute_coefficients``.
+
+    Returns:
+        (...), in the dtype of ``log_prob``.
+    """
+    coefficients = coefficients.to(log_prob.dtype)
+    return (coefficients * torch.where(coefficients != 0, log_prob, 0.0)).sum(-1)
+
+
+def compute_drift(log_prob: Tensor, coefficients: Tensor) -> Tensor:
+    """Compute half the L1 norm of E_q[f grad log p] by the logits of each position, float64, in [0, 1] without weight.
+
+    The gradient of C is c(v) - S p(v) on the head, S = sum c, and -S p(v) on the tail. Without a weight this is the
+    total variation of p and the estimate of q.
+
+    Args:
+        log_prob, coefficients: see ``compute_centering``; -inf or any value outside the head.
+    """
+    p = torch.where(coefficients != 0, log_prob.detach().double(), -torch.inf).exp()
+    total = coefficients.sum(-1, keepdim=True)
+    tail = (1 - p.sum(-1)).clamp(min=0) * total[..., 0].abs()
+    return ((coefficients - total * p).abs().sum(-1) + tail) / 2

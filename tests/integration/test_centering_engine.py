@@ -1,0 +1,283 @@
+"""Score centering in verl's real FSDP engines, in this process: by hand, whole vocabulary, splits, sabotage."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from recipe.offpolicy.correction import CorrectionSpec
+from tests.support import supporting_worker as sw
+from tests.support import training_worker as tw
+
+pytestmark = pytest.mark.verl("==0.9.1")
+
+LAYOUTS = [
+    pytest.param(dict(strategy=strategy, use_remove_padding=packed, checkpointing=checkpointing), id=name)
+    for name, strategy, packed, checkpointing in (
+        ("fsdp2 padded", "fsdp2", False, False),
+        ("fsdp2 packed checkpointing", "fsdp2", True, True),
+        ("fsdp packed", "fsdp", True, False),
+    )
+]
+TRUNCATED = {"weight": {"level": "token", "kind": "truncate", "lower": None, "upper": 1.2}}
+ICEPOP = {"weight": {"level": "token", "kind": "reject", "lower": 0.7, "upper": 1.4}}
+MASKED = {
+    "masks": {
+        "tm": {"ratio": "rollout", "level": "token", "aggregate": "product", "lower": 0.7, "upper": 1.4, "when": "any"}
+    }
+}
+GSM = {
+    "masks": {
+        "gsm": {
+            "ratio": "rollout",
+            "level": "sequence",
+            "aggregate": "geometric",
+            "lower": 0.9,
+            "upper": 1.1,
+            "when": "any",
+        }
+    }
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    tw.join_process_group()
+    return tw.tiny_model(tmp_path_factory.mktemp("dense"))
+
+
+@pytest.fixture(scope="module")
+def start(model: Path) -> Callable[..., Any]:
+    return partial(start_centering, model)
+
+
+@pytest.fixture(scope="module")
+def worker(start: Callable[..., Any]) -> Any:
+    return start(use_remove_padding=True)
+
+
+@pytest.fixture(scope="module")
+def sampler(model: Path, worker: Any) -> Sampler:
+    return Sampler(model, worker)
+
+
+def start_centering(model: Path, **settings: Any) -> Any:
+    from types import SimpleNamespace
+
+    from recipe.offpolicy.centering.centering_engine import install_centering
+
+    worker = tw.start_worker(model, **settings)
+    install_centering(SimpleNamespace(actor=worker))
+    return worker
+
+
+class Sampler:
+    """Rows, and a sampler whose logits are the model's with noise: q of each position over the vocabulary."""
+
+    def __init__(self, model: Path, worker: Any) -> None:
+        from transformers import AutoModelForCausalLM
+
+        self.rows = tw.add_log_probs(worker, tw.make_rollout(), mismatch=0.0)
+        reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64)
+        generator = torch.Generator().manual_seed(3)
+        self.log_q = []
+        for prompt, response in zip(self.rows.prompts, self.rows.responses, strict=True):
+            logits = reference(torch.cat([prompt, response])[None]).logits[0][len(prompt) - 1 : -1].detach()
+            noise = torch.randn(logits.shape, generator=generator, dtype=torch.float64)
+            self.log_q.append((logits + 0.4 * noise).log_softmax(-1))
+        pairs = zip(self.log_q, self.rows.responses, strict=True)
+        self.rows.rollout_log_probs = [q.gather(-1, ids[:, None])[:, 0].float() for q, ids in pairs]
+
+    def batch(self, size: int, change: Callable[[list[Any]], list[Any]] = lambda notes: notes) -> TensorDict:
+        """The rows as the trainer sends them, with the K likeliest tokens of each position in their notes."""
+        from recipe.offpolicy.centering.centering_engine import FLAG
+        from recipe.offpolicy.support.support_notes import SupportNote
+        from recipe.offpolicy.support.token_supports import read_supports
+        from verl.utils import tensordict_utils as tu
+
+        notes = []
+        for prompt, response, log_q in zip(self.rows.prompts, self.rows.responses, self.log_q, strict=True):
+            values, ids = log_q.topk(size)
+            own = log_q.gather(-1, response[:, None])
+            answer = torch.cat([response[:, None], ids], 1), torch.cat([own, values], 1)
+            flat = [each.flatten().tolist() for each in answer]
+            note = SupportNote()
+            found = read_supports(flat[0], flat[1], len(response), likeliest=True)
+            note.add(prompt.tolist(), response.tolist(), found)
+            notes.append(note.finish())
+        data = sw.with_notes(self.rows, change(notes))
+        tu.assign_non_tensor(data, **{FLAG: True})
+        return data
+
+    def enumerate_gradient(self, model: Path, plain: dict[str, Any], size: int) -> dict[str, Tensor]:
+        """The gradient of the paper's loss, written out: -A f log p(token) + A sum_H sg(m - a p) log p, in float64."""
+        from transformers import AutoModelForCausalLM
+
+        reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64)
+        total, count = torch.zeros((), dtype=torch.float64), 0
+        for row, (prompt, response) in enumerate(zip(self.rows.prompts, self.rows.responses, strict=True)):
+            log_p = reference(torch.cat([prompt, response])[None]).logits[0][len(prompt) - 1 : -1].log_softmax(-1)
+            log_ratio = (log_p.detach() - self.log_q[row]).gather(-1, response[:, None])[:, 0]
+            mask = self.rows.response_mask[row].double()
+            mean = float((log_ratio * mask).sum() / mask.sum())
+            for place, token in enumerate(response.tolist()):
+                if not mask[place]:
+                    continue
+                count += 1
+                if plain is GSM and not 0.9 <= np.exp(mean) <= 1.1:
+                    continue
+                p, q = log_p[place].detach().exp(), self.log_q[row][place].exp()
+                head = q.topk(size).indices
+                rho = (1 - q[head].sum()) / max(1 - float(p[head].sum()), 1e-6)
+                centre = torch.zeros((), dtype=torch.float64)
+                for v in head.tolist():
+                    centre = centre + (weigh(plain, p[v], q[v]) - weigh(plain, 1.0, rho) * p[v]) * log_p[place, v]
+                factor = weigh(plain, p[token], q[token]) / q[token]
+                advantage = float(self.rows.advantages[row][place])
+                total = total + advantage * (centre - factor * log_p[place, token])
+        (total / count).backward()
+        return {name: p.grad for name, p in reference.named_parameters() if p.grad is not None}
+
+
+def weigh(plain: dict[str, Any], p: Any, q: Any) -> float:
+    """m of the paper: q times the factor of a token with these masses; of the tail with 1 and rho its coefficient a."""
+    p, q = float(p), float(q)
+    if plain is TRUNCATED:
+        return min(p, 1.2 * q)
+    if plain is ICEPOP:
+        return p if 0.7 <= p / max(q, 1e-300) <= 1.4 else 0.0
+    if plain is MASKED:
+        return q if 0.7 <= p / max(q, 1e-300) <= 1.4 else 0.0
+    return q
+
+
+def correct(plain: dict[str, Any], size: int, **settings: Any) -> Any:
+    from recipe.offpolicy.worker.loss import OffPolicyLoss
+
+    return OffPolicyLoss(CorrectionSpec.from_mapping({**plain, "centering": size}), tw.actor_config(), **settings)
+
+
+def assert_close(one: dict[str, Tensor], other: dict[str, Tensor], relative: float) -> None:
+    scale = max(float(gradient.abs().max()) for gradient in other.values())
+    apart = max(float((one[name].double() - other[name].double()).abs().max()) for name in other)
+    assert apart <= relative * scale
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("size", [8, tw.VOCABULARY])
+def test_the_gradient_is_the_stated_formulas(
+    start: Callable[..., Any], sampler: Sampler, model: Path, layout: dict[str, Any], size: int
+) -> None:
+    worker = start(**layout)
+    for plain in ({}, TRUNCATED, ICEPOP, MASKED, GSM):
+        _, found = tw.gradients(worker, correct(plain, size), sampler.batch(size), micro_batch_size=4)
+        assert_close(found, sampler.enumerate_gradient(model, plain, size), 1e-5)
+
+
+@pytest.mark.parametrize("plain", [{}, TRUNCATED, ICEPOP, MASKED, GSM], ids=["none", "tis", "icepop", "mask", "gsm"])
+def test_it_is_proved_live(worker: Any, sampler: Sampler, plain: dict[str, Any]) -> None:
+    from recipe.offpolicy.proof.verify import verify
+    from recipe.offpolicy.worker.metrics import take_packets
+
+    metrics, _ = tw.gradients(worker, correct(plain, 8, prove=True), sampler.batch(8), micro_batch_size=4)
+    packets = take_packets(metrics)
+    rows = [row for packet in packets for row in packet.rows]
+    spec = CorrectionSpec.from_mapping({**plain, "centering": 8})
+    assert verify(packets, spec, sampled_rows=rows)["proved"] == 1.0
+    errors = [packet.proof.shifts["centering"].error for packet in packets if packet.proof]
+    assert len(errors) == 2
+    assert max(errors) < 1e-5
+    drift = [packet.statistics["drift/mean"].value() for packet in packets if packet.statistics]
+    assert len(drift) == 1
+    assert 0.0 < drift[0] < 1.0
+
+
+SABOTAGES = {
+    "the term is dropped": lambda found: found * 0,
+    "its sign is flipped": lambda found: -found,
+    "a tenth is missing": lambda found: 0.9 * found,
+}
+
+
+@pytest.mark.parametrize("what", SABOTAGES)
+def test_a_term_that_is_lost_or_changed_fails_the_proof(
+    worker: Any, sampler: Sampler, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    from recipe.offpolicy.proof.verify import LivenessError, verify
+    from recipe.offpolicy.worker import loss as module
+    from recipe.offpolicy.worker.metrics import take_packets
+
+    right = module.compute_centering_term
+    monkeypatch.setattr(module, "compute_centering_term", lambda *given: SABOTAGES[what](right(*given)))
+    metrics, _ = tw.gradients(worker, correct(TRUNCATED, 8, prove=True), sampler.batch(8))
+    packets = take_packets(metrics)
+    rows = [row for packet in packets for row in packet.rows]
+    with pytest.raises(LivenessError):
+        verify(packets, CorrectionSpec.from_mapping({**TRUNCATED, "centering": 8}), sampled_rows=rows)
+
+
+def alter(at: int, **changes: Any) -> Callable[[list[Any]], list[Any]]:
+    """Change the arrays of one row's note after its checksum was taken."""
+
+    def change(notes: list[Any]) -> list[Any]:
+        supports = notes[at].supports
+        arrays = {name: edit(getattr(supports, name).copy()) for name, edit in changes.items()}
+        return [*notes[:at], replace(notes[at], supports=replace(supports, **arrays)), *notes[at + 1 :]]
+
+    return change
+
+
+def swap(values: Any) -> Any:
+    values[[0, 1]] = values[[1, 0]]
+    return values
+
+
+FAULTS = {
+    "missing": (lambda notes: [None, *notes[1:]], "arrived without"),
+    "of another row": (lambda notes: [notes[1], notes[0], *notes[2:]], "arrived"),
+    "two ids swapped": (alter(2, ids=swap), "checksums differ"),
+    "two log-probs swapped": (alter(2, log_probs=swap), "checksums differ"),
+    "log-probs rounded to half precision": (
+        alter(2, log_probs=lambda each: each.astype(np.float16).astype(np.float32)),
+        "checksums differ",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", FAULTS)
+def test_likeliest_tokens_that_changed_stop_the_update(worker: Any, sampler: Sampler, what: str) -> None:
+    from recipe.offpolicy.centering.centering_tally import CenteringError
+
+    change, said = FAULTS[what]
+    with pytest.raises(CenteringError, match=said):
+        tw.gradients(worker, correct({}, 8), sampler.batch(8, change))
+
+
+def test_another_mu_than_that_of_the_likeliest_stops_the_update(
+    worker: Any, sampler: Sampler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from recipe.offpolicy.centering.centering_tally import CenteringError
+
+    raw = [row - 0.01 for row in sampler.rows.rollout_log_probs]
+    monkeypatch.setattr(sampler, "rows", replace(sampler.rows, rollout_log_probs=raw))
+    with pytest.raises(CenteringError, match="another mu"):
+        tw.gradients(worker, correct({}, 8), sampler.batch(8))
+
+
+def test_a_run_that_no_engine_centres_is_told(worker: Any, sampler: Sampler) -> None:
+    from recipe.offpolicy.centering.centering_engine import FLAG
+    from verl.utils import tensordict_utils as tu
+
+    data = sampler.batch(8)
+    tu.assign_non_tensor(data, **{FLAG: False})
+    with pytest.raises(KeyError, match=r"correction\.centering=null"):
+        tw.gradients(worker, correct({}, 8), data)
