@@ -8,69 +8,36 @@ follows from the bound alone. ``proof.verify`` judges the result.
 
 from __future__ import annotations
 
-import copy
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from tensordict import TensorDict
 from torch import Tensor
 
 from ..batch import micro_batch as mb
-from ..batch.likeliest_tokens import LOG_PROBS, ROLLOUT_LOG_PROBS
-from ..batch.mini_batch_mean import mini_batch_mean
-from ..batch.plan import SharedPlan
 from ..batch.similar_rows import take_rows
-from ..correction import BatchConstants, CorrectionSpec, StepStage
+from ..correction import BatchConstants, CorrectionSpec
 from ..correction.centering import select_token_parts
-from ..correction.moving_bounds import Side
-from .centering_trials import expect_coefficients
-from .centering_trials import place_masses as place_likeliest
+from .loss_gradients import (
+    BoundLoss,
+    CorrectedLoss,
+    ShiftResult,
+    adapter_gradient,
+    base_gradient,
+    penalty_gradient,
+    relative_error,
+)
 from .prefix_trials import build_prefix_mask_trials, build_prefix_weight_trials
+from .term_trials import expect_centering, try_centering, try_kl, try_kl_weight, try_penalty
 from .trials import BEYOND, Trial, age_first_tokens, build_mask_trials, build_weight_trials
-
-BoundLoss = Callable[..., tuple[Tensor, dict[str, Any]]]
-"""Loss function of (model_output, data)."""
 
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 5e-3}
 """Largest accepted relative error of a gradient, by the dtype of the log-probs."""
 MOST_TRIED = 8
 """Number of rows of a micro-batch that trials use."""
-_FAR = 50.0  # nats; float32 log-probs of this size have an error of 4e-6
-
-
-class CorrectedLoss(Protocol):
-    """Interface of the loss under proof, see ``worker.loss.OffPolicyLoss``."""
-
-    spec: CorrectionSpec
-    prove: bool
-    shadows: dict[str, CorrectionSpec]
-    moving: dict[str, Side]
-    verl_loss: BoundLoss
-    base_loss: BoundLoss
-    extensions: Mapping[str, Any]
-    actor_config: Any  # set if a penalty or an extension needs it
-
-    def extended(self, base_loss: BoundLoss) -> BoundLoss: ...
-
-    def __call__(self, model_output: Mapping[str, Any], data: TensorDict) -> tuple[Tensor, dict[str, Any]]: ...
-
-
-@dataclass
-class ShiftResult:
-    """Gradient error of one correction on log-probs shifted beyond its bound.
-
-    Attributes:
-        error: largest difference between the observed and the expected gradient, relative to the larger of the
-            expected and the uncorrected one.
-        vacuous: the uncorrected gradient is zero, so the trial shows nothing.
-    """
-
-    error: float
-    vacuous: bool
 
 
 @dataclass
@@ -137,14 +104,14 @@ def prove(adapter: CorrectedLoss, batch: mb.MicroBatch, loss: Tensor) -> Proof:
     predicted, policy = _demanded(adapter.base_loss, seen, factor)
     proof.gradient_tokens = int((policy != 0).sum())
     if adapter.spec.penalty is not None:
-        predicted = predicted + _penalty_gradient(adapter, adapter.spec, seen)
+        predicted = predicted + penalty_gradient(adapter, adapter.spec, seen)
     if adapter.extensions:
         # Extensions add to verl's whole loss here, so a term that replaces part of that loss is caught.
         terms = adapter.extended(_without_gradient(adapter.base_loss))
-        predicted = predicted + _base_gradient(terms, seen, factor)
+        predicted = predicted + base_gradient(terms, seen, factor)
     watched = [(batch.model_output["log_probs"], predicted, _scale(predicted, policy))]
     if adapter.spec.centering is not None:
-        watched.append(_expect_centering(adapter, batch, step))
+        watched.append(expect_centering(adapter, batch, step))
     _watch(proof, watched, loss)
     if not proof.tried:
         return proof
@@ -216,26 +183,14 @@ def _finite(old_log_prob: Tensor, batch: mb.MicroBatch) -> Tensor:
     return torch.where(torch.isfinite(old_log_prob), old_log_prob, stand_in)
 
 
-def _base_gradient(base_loss: BoundLoss, batch: mb.MicroBatch, factor: Tensor) -> Tensor:
-    """Compute verl's gradient at the log-probs with ``factor`` (B, T) as its weights: (total tokens,)."""
-    output, leaf = batch.leaf()
-    handed: dict[str, Any] = {
-        "old_log_probs": batch.old_log_prob,
-        "advantages": batch.advantages,
-        mb.WEIGHTS: (factor * batch.response_mask).to(batch.log_prob.dtype),
-    }
-    loss, _ = base_loss(output, batch.data_with(**handed))
-    return torch.autograd.grad(loss, leaf)[0]
-
-
 def _demanded(base_loss: BoundLoss, batch: mb.MicroBatch, factor: Tensor) -> tuple[Tensor, Tensor]:
     """Compute the expected gradient of a correction and the uncorrected policy term's, each (total tokens,).
 
     The factor multiplies only the policy term, so the expected gradient is factor * (g(1) - g(0)) + g(0). Here g(c) is
     verl's gradient under constant weights c; g(0) is the contribution of KL and other terms.
     """
-    rest = _base_gradient(base_loss, batch, torch.zeros_like(factor))
-    policy = _base_gradient(base_loss, batch, torch.ones_like(factor)) - rest
+    rest = base_gradient(base_loss, batch, torch.zeros_like(factor))
+    policy = base_gradient(base_loss, batch, torch.ones_like(factor)) - rest
     return batch.spread(factor) * policy + rest, policy
 
 
@@ -265,7 +220,7 @@ def _watch(proof: Proof, watched: list[tuple[Tensor, Tensor, Tensor]], loss: Ten
         factor = upstream[-1] if upstream else gradient.new_zeros(())
         error = (mb.flatten(gradient.detach()) - predicted * factor).abs().max()
         # Without a backward pass through the loss, or with factor 0, there is nothing to compare.
-        errors.append(_relative(error, scale * factor.abs()) if factor else math.inf)
+        errors.append(relative_error(error, scale * factor.abs()) if factor else math.inf)
         proof.gradient_error = max(errors) if len(errors) == len(watched) else math.inf
 
     loss.register_hook(at_loss)
@@ -278,31 +233,27 @@ def _scale(demanded: Tensor, policy: Tensor) -> Tensor:
     return torch.maximum(demanded.abs().max(), policy.abs().max())
 
 
-def _relative(error: Tensor, scale: Tensor) -> float:
-    return float(error / scale) if float(scale) else float(error)
-
-
 def _tried(adapter: CorrectedLoss, spec: CorrectionSpec, batch: mb.MicroBatch) -> ShiftResult:
     """Run the adapter with only the correction in ``spec``, where it must act and must not; compare gradients."""
     # A trial tests each bound on all tokens, whether or not their support is known.
     detached = replace(batch, log_prob=batch.log_prob.detach(), withheld=None)
     batch = replace(detached, old_log_prob=_finite(detached.old_log_prob, detached))
     if spec.kl_clip is not None:
-        return _tried_kl(adapter, spec, batch)
+        return try_kl(adapter, spec, batch)
     if spec.kl_weight is not None:
-        return _tried_kl_weight(adapter, spec, batch)
+        return try_kl_weight(adapter, spec, batch)
     if spec.penalty is not None:
-        return _tried_penalty(adapter, spec, batch)
+        return try_penalty(adapter, spec, batch)
     if spec.centering is not None:
-        return _tried_centering(adapter, spec, batch)
+        return try_centering(adapter, spec, batch)
     errors = []
     seen: dict[str, bool] = {}
     for trial in _trials(spec, batch):
         there = trial.batch.restate()
         moved = replace(there, old_log_prob=_expected_proximal(spec, there))
         demanded, policy = _demanded(adapter.base_loss, moved, trial.factor)
-        gradient = _adapter_gradient(adapter, spec, there, trial.constants)
-        errors.append(_relative((gradient - demanded).abs().max(), _scale(demanded, policy)))
+        gradient = adapter_gradient(adapter, spec, there, trial.constants)
+        errors.append(relative_error((gradient - demanded).abs().max(), _scale(demanded, policy)))
         if spec.proximal != "recompute":
             # If the loss read the decoy in pi_old, would the gradient differ?
             decoy, _ = _demanded(adapter.base_loss, there, trial.factor)
@@ -359,179 +310,3 @@ def _share_by_age(batch: mb.MicroBatch) -> Tensor:
     age = batch.versions.compute_ages(batch.plan.step, batch.response_mask).double()
     age = age if age.dim() == 2 else age[:, None].expand(batch.response_mask.shape)
     return torch.where(age > 0, 1.0 - 1.0 / age, 0.0)
-
-
-def _adapter_gradient(
-    adapter: CorrectedLoss, spec: CorrectionSpec, moved: mb.MicroBatch, constants: BatchConstants
-) -> Tensor:
-    output, leaf = moved.leaf()
-    changed = moved.data_with(
-        SharedPlan(step=moved.plan.step if moved.plan else 1, constants=constants),
-        old_log_probs=moved.old_log_prob,
-        advantages=moved.advantages,
-        **{mb.ROLLOUT_LOG_PROBS: moved.rollout_log_prob, mb.WEIGHTS: None},
-    )
-    loss, _ = _alone(adapter, spec)(output, changed)
-    return torch.autograd.grad(loss, leaf)[0]
-
-
-def _alone(adapter: CorrectedLoss, spec: CorrectionSpec) -> CorrectedLoss:
-    """Copy the installed loss with a single correction and without proof."""
-    # A shallow copy of the installed loss: a substitute class would prove nothing about it.
-    alone = copy.copy(adapter)
-    alone.spec, alone.prove, alone.shadows, alone.moving, alone.extensions = spec, False, {}, {}, {}
-    return alone
-
-
-def _tried_kl(adapter: CorrectedLoss, spec: CorrectionSpec, batch: mb.MicroBatch) -> ShiftResult:
-    """Compare the KL term's gradient under ratios beyond and inside its clip with verl's own at ratio 1."""
-    assert spec.kl_clip is not None
-    lower, upper = spec.kl_clip
-    log_prob = batch.log_prob.double()
-    # Move pi away from the reference in both directions: at pi = ref the KL term has no gradient.
-    apart = torch.where(torch.arange(log_prob.shape[-1], device=log_prob.device) % 2 == 0, 0.3, -0.3)
-    batch = replace(batch, data=batch.data_with(ref_log_prob=(log_prob + apart).float()))
-    errors, scales = [], []
-    # Beyond the upper bound, beyond the lower one, and inside.
-    for ratio in (1.1 * upper, lower / 1.1, math.sqrt(upper)):
-        moved = replace(
-            batch,
-            old_log_prob=(log_prob - math.log(ratio)).float(),
-            rollout_log_prob=(log_prob - math.log(ratio)).float(),
-            advantages=torch.ones_like(batch.advantages),
-            scale=None,
-        )
-        zeros, ones = torch.zeros_like(log_prob), torch.ones_like(log_prob)
-        kl = _base_gradient(adapter.verl_loss, moved, zeros)
-        policy = _base_gradient(adapter.verl_loss, moved, ones) - kl
-        # Clipped where the loss would decrease further: above the upper bound for a negative slope, below the lower one
-        # for a positive slope.
-        clipped = (kl < 0) if ratio > upper else (kl > 0) if ratio < lower else torch.zeros_like(kl, dtype=torch.bool)
-        demanded = policy + torch.where(clipped, torch.zeros_like(kl), ratio * kl)
-        gradient = _adapter_gradient(adapter, spec, moved, BatchConstants())
-        errors.append(_relative((gradient - demanded).abs().max(), kl.abs().max()))
-        scales.append(float(kl.abs().max()))
-    return ShiftResult(error=max(errors), vacuous=not all(scales))
-
-
-def _tried_kl_weight(adapter: CorrectedLoss, spec: CorrectionSpec, batch: mb.MicroBatch) -> ShiftResult:
-    """Compare the KL term's gradient under ratios inside and beyond its bound with verl's own at ratio 1.
-
-    With d = log pi_ref - log pi and verl's slope k'(d), the term r k has the slope r (k + k'), and upper k' once the
-    ratio is bounded. k / k' is -d for k1, and (e^d - 1 - d) / (1 - e^d) for k3.
-    """
-    assert spec.kl_weight is not None
-    upper = spec.kl_weight.upper
-    log_prob = batch.log_prob.double()
-    apart = torch.where(torch.arange(log_prob.shape[-1], device=log_prob.device) % 2 == 0, 0.3, -0.3).double()
-    batch = replace(batch, data=batch.data_with(ref_log_prob=(log_prob + apart).float()))
-    zeros, ones = torch.zeros_like(log_prob), torch.ones_like(log_prob)
-    of_k1 = str(adapter.actor_config.kl_loss_type) in ("kl", "k1")
-    share = -apart if of_k1 else (torch.expm1(apart) - apart) / -torch.expm1(apart)
-    errors, scales = [], []
-    for ratio in (0.7, 1.5) if upper is None else (0.7, math.sqrt(upper), 1.1 * upper):
-        shifted = (log_prob - math.log(ratio)).float()
-        # The other ratio is the inverse, so using the wrong ratio is detected.
-        other = (log_prob + math.log(ratio)).float()
-        of_mu = spec.kl_weight.ratio == "full"
-        moved = replace(
-            batch,
-            old_log_prob=other if of_mu else shifted,
-            rollout_log_prob=shifted if of_mu else other,
-            advantages=torch.zeros_like(batch.advantages),
-            scale=None,
-        )
-        kl = _base_gradient(adapter.verl_loss, moved, zeros)
-        policy = _base_gradient(adapter.verl_loss, moved, ones) - kl
-        bound = upper is not None and ratio > upper
-        # A clamped ratio is a constant with slope 0.
-        factor = torch.full_like(zeros, upper) if bound and upper is not None else ratio * (1 + share)
-        gradient = _adapter_gradient(adapter, spec, moved, BatchConstants())
-        demanded = policy + kl * batch.spread(factor.expand_as(zeros))
-        errors.append(_relative((gradient - demanded).abs().max(), kl.abs().max()))
-        scales.append(float(kl.abs().max()))
-    return ShiftResult(error=max(errors), vacuous=not all(scales))
-
-
-def _tried_penalty(adapter: CorrectedLoss, spec: CorrectionSpec, batch: mb.MicroBatch) -> ShiftResult:
-    """Compare the gradient of a penalty with 2 c log r of its own ratio, where the policy term has none."""
-    assert spec.penalty is not None
-    log_prob = batch.log_prob.double()
-    # Far enough that its gradient is as large as a policy term's, in either direction.
-    far = min(0.25 / spec.penalty.coefficient, _FAR)
-    shift = torch.where(torch.arange(log_prob.shape[-1], device=log_prob.device) % 2 == 0, far, -far)
-    of_mu = spec.penalty.ratio == "full"
-    moved = replace(
-        batch,
-        old_log_prob=(log_prob if of_mu else log_prob - shift).float(),
-        rollout_log_prob=(log_prob - shift if of_mu else log_prob).float(),
-        advantages=torch.zeros_like(batch.advantages),
-        scale=None,
-    )
-    penalty = _penalty_gradient(adapter, spec, moved)
-    demanded = _base_gradient(adapter.base_loss, moved, torch.ones_like(log_prob)) + penalty
-    gradient = _adapter_gradient(adapter, spec, moved, BatchConstants())
-    scale = penalty.abs().max()
-    return ShiftResult(error=_relative((gradient - demanded).abs().max(), scale), vacuous=not float(scale))
-
-
-def _expect_centering(adapter: CorrectedLoss, batch: mb.MicroBatch, step: StepStage) -> tuple[Tensor, Tensor, Tensor]:
-    """Expect the gradient at the log-probs of the likeliest tokens: the output, the gradient, and its scale."""
-    spec, output = adapter.spec, batch.model_output
-    by_token = {name for name, _ in select_token_parts(spec).masks}
-    kept = batch.policy_mask
-    for part, drop in step.rejected.items():
-        if part.startswith("masks.") and part.removeprefix("masks.") not in by_token:
-            kept = kept & ~drop
-    pull = torch.where(kept, batch.advantages.detach().double() * _share(adapter, spec, batch), 0.0)
-    coefficients = expect_coefficients(
-        select_token_parts(spec), mb.flatten(output[LOG_PROBS]), mb.flatten(output[ROLLOUT_LOG_PROBS])
-    )
-    return output[LOG_PROBS], batch.spread(pull).double()[:, None] * coefficients, pull.abs().max()
-
-
-def _tried_centering(adapter: CorrectedLoss, spec: CorrectionSpec, batch: mb.MicroBatch) -> ShiftResult:
-    """Compare the gradient at the likeliest tokens' log-probs, placed around each bound, with A (m - a p)."""
-    like = mb.flatten(batch.model_output[LOG_PROBS]).detach()
-    log_p, log_q = place_likeliest(select_token_parts(spec), like)
-    leaf = log_p.to(like.device, like.dtype).requires_grad_()
-    output, _ = batch.leaf()
-    for key, values in ((LOG_PROBS, leaf), (ROLLOUT_LOG_PROBS, log_q.to(like.device))):
-        output[key] = torch.nested.nested_tensor_from_jagged(values, batch.model_output[key].offsets())
-    same = batch.log_prob.float()
-    advantages = torch.where(torch.arange(batch.width, device=same.device) % 2 == 0, 1.0, -0.5).expand_as(same)
-    moved = replace(batch, old_log_prob=same, rollout_log_prob=same, advantages=advantages, scale=None)
-    data = moved.data_with(
-        SharedPlan(step=1),
-        old_log_probs=same,
-        advantages=advantages.to(batch.advantages.dtype),
-        **{mb.ROLLOUT_LOG_PROBS: same, mb.WEIGHTS: None},
-    )
-    loss, _ = _alone(adapter, spec)(output, data)
-    gradient = torch.autograd.grad(loss, leaf)[0]
-    pull = torch.where(batch.policy_mask, advantages.double() * _share(adapter, spec, moved), 0.0)
-    demanded = batch.spread(pull).double()[:, None] * expect_coefficients(select_token_parts(spec), leaf, log_q)
-    scale = demanded.abs().max()
-    return ShiftResult(error=_relative((gradient - demanded).abs().max(), scale), vacuous=not float(scale))
-
-
-def _share(adapter: CorrectedLoss, spec: CorrectionSpec, batch: mb.MicroBatch) -> Tensor:
-    """Compute each token's share of verl's mini-batch mean, including the denominator's scale: (B, T) float64."""
-    leaf = torch.zeros_like(batch.log_prob, dtype=torch.float32, requires_grad=True)
-    mean = mini_batch_mean(leaf, batch.response_mask, adapter.actor_config, batch.data)
-    share = torch.autograd.grad(mean, leaf)[0].double()
-    return share * batch.scale[:, None] if spec.recounts and batch.scale is not None else share
-
-
-def _penalty_gradient(adapter: CorrectedLoss, spec: CorrectionSpec, batch: mb.MicroBatch) -> Tensor:
-    """Compute 2 c log r times each token's share of verl's mean, 0 where it is not finite: (total tokens,).
-
-    Args:
-        batch: with pi_old as the loss uses it.
-    """
-    assert spec.penalty is not None
-    share = _share(adapter, replace(spec, denominator="original"), batch)
-    other = batch.rollout_log_prob if spec.penalty.ratio == "full" else batch.old_log_prob
-    slope = 2 * (batch.log_prob.detach().double() - other.double())
-    there = batch.policy_mask & torch.isfinite(slope)
-    return batch.spread(torch.where(there, spec.penalty.coefficient * slope * share, 0.0))

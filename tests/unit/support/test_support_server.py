@@ -35,7 +35,7 @@ def test_supports_are_put_beside_what_verl_extracts() -> None:
     from recipe.offpolicy.support.support_server import extract_supports
 
     seen: list[Any] = []
-    extract = extract_supports(lambda *given: seen.append(given))
+    extract = extract_supports(lambda *given: seen.append(given), SupportSettings(2, "mask"))
     flat = FlatLogprobs()
     for token, share in ((7, 0.4), (9, 0.6)):
         likeliest = [math.log(share), math.log(0.6), math.log(0.4)]

@@ -61,6 +61,17 @@ def test_tokens_with_unlike_numbers_of_log_probs_are_refused() -> None:
         read_supports([1, 2, 3], [0.0, 0.0, 0.0], 2)
 
 
+def test_the_likeliest_ids_are_read_with_their_log_probs_whether_or_not_they_are_the_support() -> None:
+    """The sampled token counts where it is among them: 9 is, and 7 is not."""
+    ids, log_probs = [9, 3, 9, 7, 9, 3], np.log([0.2, 0.5, 0.2, 0.1, 0.6, 0.2]).tolist()
+    found = read_supports(ids, log_probs, 2, likeliest=True)
+    assert found.pad().tolist() == [[3, 9], [9, 3]]
+    assert np.allclose(np.exp(found.pad_log_probs()), [[0.5, 0.2], [0.6, 0.2]])
+    assert np.allclose(found.masses, [0.7, 0.8])
+    assert found.cut(1, 2).pad_log_probs().tolist() == found.pad_log_probs()[1:].tolist()
+    assert read_supports(ids, log_probs, 2).pad_log_probs().shape == (2, 0)
+
+
 def three() -> TokenSupports:
     sizes, ids = np.array([2, 0, 1], np.uint8), np.array([4, 5, 300], np.uint16)
     return TokenSupports(sizes, ids, np.array([1, 0.5, 1], np.float32))

@@ -1,0 +1,172 @@
+"""Score centering by enumeration of the vocabulary, in float64, and what it refuses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from recipe.offpolicy.correction import CorrectionSpec, SpecError
+from recipe.offpolicy.correction.centering import compute_centering, compute_coefficients, compute_drift
+from recipe.offpolicy.proof.centering_trials import expect_coefficients
+from tests.support.corrections import GSM, TIS, spec
+
+VOCABULARY, POSITIONS = 40, 200
+
+
+def mask(aggregate: str, lower: float | None, upper: float | None, **keys: Any) -> dict[str, Any]:
+    plain = dict(ratio="rollout", level="token", aggregate=aggregate, lower=lower, upper=upper, when="any")
+    return {"masks": {"tm": plain | keys}}
+
+
+def weight(kind: str, lower: float | None, upper: float | None, **keys: Any) -> dict[str, Any]:
+    return {"weight": dict(level="token", kind=kind, lower=lower, upper=upper) | keys}
+
+
+FACTORS: dict[str, tuple[dict[str, Any], Any]] = {
+    "none": ({}, lambda r: torch.ones_like(r)),
+    "truncate": (weight("truncate", None, 1.3), lambda r: r.clamp(max=1.3)),
+    "clip": (weight("clip", 0.7, 1.3), lambda r: r.clamp(0.7, 1.3)),
+    "reject": (weight("reject", 0.5, 2.0), lambda r: r * ((r >= 0.5) & (r <= 2.0))),
+    "of pi": (weight("clip", 0.7, 1.3, ratio="full"), lambda r: r.clamp(0.7, 1.3)),
+    "gamma": ({"weight": dict(level="token", kind="gamma", power=2.0, rate=3.0)}, lambda r: (3 * (1 - r)).exp() * r**2),
+    "mask": (mask("product", 0.5, 2.0), lambda r: ((r >= 0.5) & (r <= 2.0)).double()),
+    "k1": (mask("k1_sum", -0.5, 0.5), lambda r: (r.log().abs() <= 0.5).double()),
+    "k2": (mask("k2_sum", None, 0.1), lambda r: (r.log() ** 2 / 2 <= 0.1).double()),
+    "k3": (mask("k3_sum", None, 0.1), lambda r: (r - 1 - r.log() <= 0.1).double()),
+    "tv": (mask("tv_sum", None, 0.2), lambda r: ((r - 1).abs() / 2 <= 0.2).double()),
+    "both": (
+        weight("truncate", None, 1.3) | mask("product", 0.5, 2.0),
+        lambda r: r.clamp(max=1.3) * ((r >= 0.5) & (r <= 2.0)),
+    ),
+    "a sequence's mask": ({"masks": {"gsm": GSM}}, lambda r: torch.ones_like(r)),
+}
+
+
+def draw(spread: float, noise: float = 0.5) -> tuple[Tensor, Tensor]:
+    """Logits of the policy, and log q of a sampler with noise on them."""
+    generator = torch.Generator().manual_seed(0)
+    logits = spread * torch.randn(POSITIONS, VOCABULARY, generator=generator, dtype=torch.float64)
+    moved = logits + noise * torch.randn(logits.shape, generator=generator, dtype=torch.float64)
+    return logits, moved.log_softmax(-1)
+
+
+def enumerate_score(factor: Any, logits: Tensor, log_q: Tensor) -> Tensor:
+    """E_q[f grad log p] by the logits: sum_v q(v) f(v) (1[u = v] - p(u))."""
+    log_p = logits.log_softmax(-1)
+    weighed = log_q.exp() * factor((log_p - log_q).exp())
+    return weighed - weighed.sum(-1, keepdim=True) * log_p.exp()
+
+
+def centre(plain: dict[str, Any], logits: Tensor, log_q: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """Gradient of C by the logits, and the drift of each position."""
+    leaf = logits.clone().requires_grad_()
+    values, ids = log_q.topk(size)
+    log_p = leaf.log_softmax(-1).gather(-1, ids)
+    coefficients = compute_coefficients(CorrectionSpec.from_mapping({**plain, "centering": size}), log_p, values)
+    gradient = torch.autograd.grad(compute_centering(log_p, coefficients).sum(), leaf)[0]
+    return gradient, compute_drift(log_p, coefficients)
+
+
+@pytest.mark.parametrize("name", FACTORS)
+def test_with_the_whole_vocabulary_the_centred_score_has_mean_zero(name: str) -> None:
+    plain, factor = FACTORS[name]
+    logits, log_q = draw(1.0)
+    gradient, drift = centre(plain, logits, log_q, VOCABULARY)
+    score = enumerate_score(factor, logits, log_q)
+    assert (gradient - score).abs().max() < 1e-12
+    assert torch.allclose(drift, score.abs().sum(-1) / 2, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", FACTORS)
+def test_a_tail_in_proportion_to_the_policy_is_centred_exactly(name: str) -> None:
+    """q of the tail is rho p: nothing is left over with K of 8 either."""
+    plain, factor = FACTORS[name]
+    logits, log_q = draw(1.0)
+    log_p, head = logits.log_softmax(-1), log_q.topk(8).indices
+    inside = torch.zeros_like(log_q, dtype=torch.bool).scatter(-1, head, True)
+    q = log_q.exp()
+    tails = [torch.where(inside, 0.0, each).sum(-1, keepdim=True) for each in (q, log_p.exp())]
+    # Shrunk where a token of the tail would be likelier than one of the head.
+    least = torch.where(inside, q, 2.0).amin(-1, keepdim=True)
+    share = torch.minimum(tails[0] / tails[1], least / torch.where(inside, 0.0, log_p.exp()).amax(-1, keepdim=True))
+    q = torch.where(inside, q, share * log_p.exp())
+    q = torch.where(inside, q * (1 - torch.where(inside, 0.0, q).sum(-1, keepdim=True)) / (1 - tails[0]), q)
+    gradient, _ = centre(plain, logits, q.log(), 8)
+    assert torch.allclose(q.sum(-1), torch.ones(POSITIONS, dtype=torch.float64))
+    assert (gradient - enumerate_score(factor, logits, q.log())).abs().max() < 1e-9
+
+
+@pytest.mark.parametrize("name", FACTORS)
+@pytest.mark.parametrize("size", [1, 8, VOCABULARY])
+def test_the_proof_expects_what_the_loss_computes(name: str, size: int) -> None:
+    plain, _ = FACTORS[name]
+    logits, log_q = draw(1.0)
+    values, ids = log_q.topk(size)
+    log_p = logits.log_softmax(-1).gather(-1, ids)
+    values[3:5, size // 2 :] = -torch.inf
+    parts = CorrectionSpec.from_mapping(plain)
+    found = compute_coefficients(parts, log_p, values)
+    by_token = CorrectionSpec(weight=parts.weight, masks=tuple(m for m in parts.masks if m[1].level == "token"))
+    assert torch.allclose(found, expect_coefficients(by_token, log_p, values), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", FACTORS)
+def test_the_drift_of_a_peaked_policy_is_within_5_percent_of_enumeration(name: str) -> None:
+    """Language models are peaked: half of all positions here have a token above 0.75, and K of 20 leave 0.01 to 0.4 %."""
+    plain, factor = FACTORS[name]
+    logits, log_q = draw(3.5, noise=0.3)
+    _, drift = centre(plain, logits, log_q, 20)
+    exact = enumerate_score(factor, logits, log_q).abs().sum(-1).mean() / 2
+    assert float(drift.mean()) == pytest.approx(float(exact), rel=0.05)
+
+
+def test_untruncated_importance_sampling_has_nothing_to_centre() -> None:
+    logits, log_q = draw(1.0)
+    gradient, drift = centre(weight("truncate", None, 1e6), logits, log_q, 8)
+    assert gradient.abs().max() < 1e-12
+    assert drift.max() < 1e-12
+
+
+def test_icepop_by_hand() -> None:
+    """p = .5 .3 | .2 and q = .6 .1 | .3: 3 lies beyond 2, the tail has 1/rho = 2/3."""
+    p, q = torch.tensor([[0.5, 0.3]]).double().log(), torch.tensor([[0.6, 0.1]]).double().log()
+    parts = CorrectionSpec.from_mapping(weight("reject", 0.5, 2.0))
+    assert torch.allclose(compute_coefficients(parts, p, q), torch.tensor([[0.5 - 1 * 0.5, 0.0 - 1 * 0.3]]).double())
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "no number": ({"centering": "all"}, "correction.centering"),
+    "nothing": ({"centering": 0}, "correction.centering"),
+    "a switch": ({"centering": True}, "correction.centering"),
+    "by sequence": (weight("truncate", None, 2.0, level="sequence"), "correction.weight.level"),
+    "by prefix": (weight("truncate", None, 2.0, level="prefix"), "correction.weight.level"),
+    "normalized": (weight("truncate", None, 2.0, normalize=True), "correction.weight.normalize"),
+    "one sign": (weight("truncate", None, 2.0, when="negative"), "correction.weight.when"),
+    "by age": (weight("truncate", None, 2.0, by_staleness=[1.0, 2.0]), "correction.weight.by_staleness"),
+    "of both probabilities": (mask("binary_kl", None, 0.1), "correction.masks.tm.aggregate"),
+    "of pi_old": (mask("product", 0.5, 2.0, ratio="ppo"), "correction.masks.tm.ratio"),
+    "outward": (mask("product", 0.5, 2.0, when="outward"), "correction.masks.tm.when"),
+    "bypass": ({"proximal": "bypass"}, "correction.proximal"),
+    "support": ({"support": "engine"}, "correction.support"),
+    "truncated": ({"allow_truncated_sampling": True}, "correction.allow_truncated_sampling"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_c_cannot_contain_is_refused_by_its_key(name: str) -> None:
+    plain, key = REFUSED[name]
+    with pytest.raises(SpecError) as refused:
+        CorrectionSpec.from_mapping({"centering": 20, **plain})
+    (problem,) = refused.value.problems if hasattr(refused.value, "problems") else (refused.value,)
+    assert getattr(problem, "key", key) == key
+    assert str(refused.value).startswith(key)
+
+
+def test_it_stays_in_the_mapping_and_reads_mu() -> None:
+    found = CorrectionSpec.from_mapping({"centering": 20})
+    assert CorrectionSpec.from_mapping(found.to_mapping()) == found
+    assert (found.is_none, found.reads_mu) == (False, True)
+    assert found.fingerprint() != spec(TIS).fingerprint()
