@@ -36,6 +36,7 @@ DELIVERY, BOTH_SIDES = "tests/integration/test_delivery.py", "tests/unit/deliver
 STATISTICS = "tests/unit/delivery/test_probe_statistics.py"
 EXTENSIONS = "tests/unit/extensions"
 OPD, PREFIXES = f"{EXTENSIONS}/opd", f"{EXTENSIONS}/process_reward/test_prefix_value_rewards.py"
+CENTERING = "tests/integration/test_centering_engine.py"
 STATE = "tests/unit/fault_tolerance/test_state_schema.py"
 OTHERS = (
     Row(
@@ -149,6 +150,27 @@ OTHERS = (
         _WORKER,
         "each",
         f"{ROUTES}::test_checksums_show_routes_of_another_row",
+    ),
+    Row(
+        "likeliest tokens of score centering",
+        "missing, of another row, reordered, rounded",
+        _WORKER,
+        "each",
+        f"{CENTERING}::test_likeliest_tokens_that_changed_stop_the_update",
+    ),
+    Row(
+        "likeliest tokens of score centering",
+        "of another mu",
+        _WORKER,
+        "each",
+        f"{CENTERING}::test_another_mu_than_that_of_the_likeliest_stops_the_update",
+    ),
+    Row(
+        "score centering",
+        "dropped, of other sign or size",
+        _TRAINER,
+        _FIRST,
+        f"{CENTERING}::test_a_term_that_is_lost_or_changed_fails_the_proof",
     ),
     Row(
         "supports of sampling",

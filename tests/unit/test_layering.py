@@ -1,8 +1,7 @@
 """Who may import whom, read from the source:
 
     correction <- batch <- {fault_tolerance, proof, recording, monitor, extensions, staleness, replay, support,
-    delivery}
-    <- {worker, preflight} <- {trainer, doctor, analysis, translate} <- commands
+    centering, delivery} <- {worker, preflight} <- {trainer, doctor, analysis, translate} <- commands
 
 A room imports those below it, and in its own brace those to its left; verl_patches and correction import no one of
 ours. Imports inside functions and those for type checkers count too.
@@ -25,7 +24,18 @@ GROUND = ("correction",)
 FLOORS = (
     GROUND,
     ("batch",),
-    ("fault_tolerance", "proof", "recording", "monitor", "extensions", "staleness", "replay", "support", "delivery"),
+    (
+        "fault_tolerance",
+        "proof",
+        "recording",
+        "monitor",
+        "extensions",
+        "staleness",
+        "replay",
+        "support",
+        "centering",
+        "delivery",
+    ),
     ("worker", "preflight"),
     ("trainer", "doctor", "analysis", "translate"),
 )

@@ -52,10 +52,12 @@ class Layout:
         return self._gathered(values, self._of_responses)
 
     def responses_of(self, values: Tensor) -> Tensor:
-        """Select the responses, (B, T), from an output over prompts and responses; zeros on padding, differentiable.
+        """Select the responses, (B, T) or (B, T, K), from an output over prompts and responses; differentiable.
+
+        Padding is 0.
 
         Args:
-            values: (total tokens, ...), each token's position holds the value of the next token.
+            values: (total tokens,) or (total tokens, K), each token's position holds the value of the next token.
         """
         return self._gathered(values, self._of_output)
 
@@ -86,7 +88,7 @@ class Layout:
         return (starts[:, None] + self._positions).masked_fill_(self.absent, 0)
 
     def _gathered(self, values: Tensor, places: Tensor) -> Tensor:
-        absent = self.absent.view(*self.absent.shape, *(1,) * (values.dim() - 1))
+        absent = self.absent if values.dim() == 1 else self.absent[..., None]
         return values[places].masked_fill(absent, 0)
 
 

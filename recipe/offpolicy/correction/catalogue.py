@@ -85,12 +85,6 @@ ENTRIES: Final = (
     StatisticEntry("raw_weight", _DISTRIBUTION, "the weight before bounds and normalisation, if one is configured"),
     StatisticEntry("penalty", _means("mean"), "(log r)^2 per token of the penalised ratio, if there is a penalty"),
     StatisticEntry(
-        "{drift,drift/<name>}",
-        _means("mean"),
-        "with score centering: half the L1 norm of E_mu[w grad log pi] by the logits, per position, over the K likeliest "
-        "tokens; of the correction without centering, and of shadows by token",
-    ),
-    StatisticEntry(
         "keep",
         _means("token_share", "sequence_share", "token_mask_ratio"),
         "share of response tokens kept, of sequences with a kept token, and of response tokens masked",

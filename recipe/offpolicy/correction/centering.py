@@ -25,7 +25,12 @@ LEAST_TAIL = 1e-6
 
 
 def select_token_parts(spec: CorrectionParts) -> CorrectionSpec:
-    """Select the parts of a correction that C contains: the weight, and masks that follow from a token's own p/q."""
+    """Select the parts of a correction that C contains: the weight, and masks that follow from a token's own p / q.
+
+    Example:
+        >>> select_token_parts(CorrectionSpec(proximal="reuse")).is_none
+        True
+    """
     return CorrectionSpec(
         weight=spec.weight, masks=tuple((name, mask) for name, mask in spec.masks if centers_mask(mask))
     )
@@ -70,6 +75,10 @@ def compute_centering(log_prob: Tensor, coefficients: Tensor) -> Tensor:
 
     Returns:
         (...), in the dtype of ``log_prob``.
+
+    Example:
+        >>> compute_centering(torch.tensor([-1.0, -2.0]), torch.tensor([0.5, 0.25])).item()
+        -1.0
     """
     coefficients = coefficients.to(log_prob.dtype)
     return (coefficients * torch.where(coefficients != 0, log_prob, 0.0)).sum(-1)
@@ -83,6 +92,11 @@ def compute_drift(log_prob: Tensor, coefficients: Tensor) -> Tensor:
 
     Args:
         log_prob, coefficients: see ``compute_centering``; -inf or any value outside the head.
+
+    Example:
+        >>> p, q = torch.tensor([[0.5, 0.5]]).log(), torch.tensor([[0.75, 0.25]]).log()
+        >>> compute_drift(p, compute_coefficients(CorrectionSpec(), p, q)).round(decimals=6).item()
+        0.25
     """
     p = torch.where(coefficients != 0, log_prob.detach().double(), -torch.inf).exp()
     total = coefficients.sum(-1, keepdim=True)

@@ -15,7 +15,12 @@ KEY = "correction.centering"
 
 
 def centers_mask(mask: MaskSpec) -> bool:
-    """Return True if C contains the mask's decision, because it follows from a token's own p / q."""
+    """Return True if C contains the mask's decision, because it follows from a token's own p / q.
+
+    Example:
+        >>> centers_mask(MaskSpec("rollout", "token", "product", 0.5, 2.0, "any"))
+        True
+    """
     entry = mask.entry
     return mask.level == "token" and entry.reduce not in ("batch", "oldest") and math.isfinite(entry.at(1.0))
 
@@ -25,6 +30,10 @@ def read_centering(mapping: Mapping[str, Any]) -> int | None:
 
     Raises:
         SpecError: not a number of tokens.
+
+    Example:
+        >>> read_centering({"centering": 20}), read_centering({})
+        (20, None)
     """
     value = mapping.get("centering")
     if value is None or (isinstance(value, int) and not isinstance(value, bool) and value > 0):
@@ -43,6 +52,9 @@ def check_centering(spec: CorrectionParts) -> None:
 
     Raises:
         SpecError: names the part's key.
+
+    Example:
+        >>> check_centering(CorrectionParts(centering=20))
     """
     if spec.centering is None:
         return
@@ -58,7 +70,12 @@ def check_centering(spec: CorrectionParts) -> None:
 
 
 def find_unknown(spec: CorrectionParts) -> dict[str, tuple[Any, str]]:
-    """Find the keys of such parts, below ``correction`` -> their values, and the reason."""
+    """Find the keys of such parts, below ``correction`` -> their values, and the reason.
+
+    Example:
+        >>> find_unknown(CorrectionParts(support="engine"))
+        {'support': ('engine', 'the server returns the support, which may have fewer tokens.')}
+    """
     found: dict[str, tuple[Any, str]] = {}
     for name, weight in spec.all_weights.items():
         if weight.level != "token":
@@ -85,5 +102,5 @@ def find_unknown(spec: CorrectionParts) -> dict[str, tuple[Any, str]]:
     if spec.allow_truncated_sampling:
         found["allow_truncated_sampling"] = True, "pi is not normalised over the tokens that mu is normalised over."
     if spec.support is not None:
-        found["support"] = spec.support, "the server returns the support in place of the likeliest tokens."
+        found["support"] = spec.support, "the server returns the support, which may have fewer tokens."
     return found

@@ -35,7 +35,7 @@ SHIPPED_DELTA = 0.1
 """Of ``offpolicy.shadow_delta``, in nats a token."""
 _DELTA = f"{SHADOW}_delta"
 _MISSING = "???"  # what OmegaConf leaves where a value is mandatory
-_OF_ROLLOUT = ("allow_truncated_sampling", *SUPPORT_KEYS)
+_OF_ROLLOUT = ("allow_truncated_sampling", "centering", *SUPPORT_KEYS)
 
 
 def resolve(run: Composed, say: Say) -> list[str]:
@@ -237,7 +237,15 @@ def _resolve_fallbacks(config: DictConfig) -> None:
         options = _read_names(key, names)
         # What is about the rollout holds for every correction of it.
         given = {each: OmegaConf.select(config, f"correction.{each}") for each in _OF_ROLLOUT}
-        correction = _stack(key, options) | {each: value for each, value in given.items() if value is not None}
+        stacked = _stack(key, options)
+        if stacked.get("centering") is not None and given["centering"] is None:
+            raise SpecError(
+                "the rollout engine returns its likeliest tokens only if the run requests them from its start.",
+                "Set correction.centering, which then holds before the alarm too, or another fallback.",
+                key=key,
+                value=options,
+            )
+        correction = stacked | {each: value for each, value in given.items() if value is not None}
         with open_dict(config):
             config.offpolicy.alarms[name].fallback = {"options": options, "correction": correction}
 

@@ -115,7 +115,7 @@ def test_the_proof_expects_what_the_loss_computes(name: str, size: int) -> None:
 
 @pytest.mark.parametrize("name", FACTORS)
 def test_the_drift_of_a_peaked_policy_is_within_5_percent_of_enumeration(name: str) -> None:
-    """Language models are peaked: half of all positions here have a token above 0.75, and K of 20 leave 0.01 to 0.4 %."""
+    """Language models are peaked; here the 20 likeliest tokens leave less than 1 % of most positions."""
     plain, factor = FACTORS[name]
     logits, log_q = draw(3.5, noise=0.3)
     _, drift = centre(plain, logits, log_q, 20)

@@ -71,6 +71,15 @@ def test_the_support_that_is_replayed_holds_for_the_fallback(folder: Path) -> No
     assert (fallback.support, fallback.support_unknown, fallback.support_size) == ("engine", "full", 8)
 
 
+def test_score_centering_holds_for_the_fallback_and_does_not_begin_with_it(folder: Path) -> None:
+    asked = ("correction=gsm", f"{KEY}.fallback=tis_token", "correction.centering=8")
+    fallback = read_settings(resolved(folder, *asked))["ess"].fallback
+    assert fallback is not None
+    assert fallback.centering == 8
+    with pytest.raises(SpecError, match="requests them from its start"):
+        resolved(folder, "correction=gsm", f"{KEY}.fallback=[tis_token,paper/score_centering]")
+
+
 def test_resolving_twice_changes_nothing(folder: Path) -> None:
     config = resolved(folder, "correction=gsm", f"{KEY}.fallback=tis_token")
     before = OmegaConf.to_container(config)

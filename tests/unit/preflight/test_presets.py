@@ -78,6 +78,7 @@ EXPECTED: dict[str, dict[str, Any]] = {
     "tis_prefix": weight("prefix", "truncate", None, 5.0),
     "suffix_veto": masks(suffix_veto=band(1e-4, None, level="prefix", aggregate="any", when="negative")),
     "paper/ctpo": {"weight": weight("prefix", "clip", 0.975309912, 1.051271096)["weight"] | {"by_position": 0.5}},
+    "paper/score_centering": {"centering": 20},
     "paper/minpro": weight("prefix", "truncate", None, 2.0, aggregate="minimum"),
     "paper/dppo_kl": masks(
         dppo_kl=band(
