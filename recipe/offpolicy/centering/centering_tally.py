@@ -65,8 +65,7 @@ class CenteringTally:
         # Padding has position 0, which belongs to a prompt.
         trained.index_put_((responses.places,), responses.trained)
         sampled = torch.full_like(like, torch.nan, dtype=torch.float32)
-        values = responses.read(mu).float()
-        sampled[responses.places[responses.trained]] = values[responses.trained]
+        sampled.index_put_((responses.places,), responses.read(mu).float())
         noted[likeliest.places] = likeliest.sizes > 0
         there = trained[likeliest.places]
         own = (likeliest.ids == tokens[:, None]) & there[:, None]

@@ -20,6 +20,7 @@ OWN = {
     "routing replay": "replay.routing_replay:RoutingReplay",
     "Megatron's replay": "replay.megatron_replay:MegatronReplay",
     "support replay": "support.support_replay:SupportReplay",
+    "score centering": "centering.score_centering:ScoreCentering",
     "delivery": "delivery.weight_delivery:WeightDelivery",
 }
 

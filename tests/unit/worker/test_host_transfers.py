@@ -166,8 +166,12 @@ def loaded(option: str) -> CorrectionSpec:
 
 
 OPTION_SPECS = {name: loaded(name) for name in OPTIONS}
-# The clipped KL term is verl's own loss once more, with whatever that asks for; a penalty asks for its config.
-CASES = {name: each for name, each in OPTION_SPECS.items() if not (each.kl_clip or each.kl_weight or each.penalty)}
+# The clipped KL term is verl's own loss once more, with whatever that asks for; other terms ask for its config.
+CASES = {
+    name: each
+    for name, each in OPTION_SPECS.items()
+    if not (each.kl_clip or each.kl_weight or each.penalty or each.centering)
+}
 CASES |= {"moving": spec(gsm=band(0.9, 1.1), opsm=opsm(0.1))}
 
 
