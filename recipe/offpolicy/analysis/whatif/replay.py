@@ -49,8 +49,14 @@ def check_replayable(spec: CorrectionSpec, recorded: CorrectionSpec, rows: Rows)
         recorded: the correction that acted when ``rows`` were recorded.
 
     Raises:
-        SpecError: pi_old was never computed, or the version of the weights, by row or by token, is not known.
+        SpecError: pi_old was never computed, the version of the weights, by row or by token, is not known, or scores
+            are centred.
     """
+    if spec.centering is not None:
+        raise SpecError(
+            f"correction.centering={spec.centering}: a recording holds no log-probs of tokens that were not sampled, so "
+            f"that its term is not known. Replay with correction.centering=null."
+        )
     if spec.proximal == "recompute" and recorded.proximal not in (*OF_THE_TRAINER, "same_engine"):
         raise SpecError(
             f"correction.proximal=recompute: recorded with correction.proximal={recorded.proximal}, so that pi_old was "

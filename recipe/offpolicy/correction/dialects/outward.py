@@ -25,6 +25,7 @@ _AROUND: Final = {
     "kl_clip": "its KL loss has no clip",
     "kl_weight": "its KL loss is set elsewhere, in TRL by beta and use_bias_correction_kl",
     "penalty": "it has no term next to the policy term",
+    "centering": "its key for score centering was not in the releases whose keys are known",
     "support": "it does not keep the support of truncated sampling",
 }
 """Keys that none of the three can say -> why."""

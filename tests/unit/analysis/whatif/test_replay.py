@@ -266,6 +266,14 @@ def test_pi_old_that_was_never_computed(tmp_path: Path) -> None:
     assert result.fidelity.agrees
 
 
+def test_a_run_with_centred_scores_is_replayed_without_its_term_only(tmp_path: Path) -> None:
+    centred = replace(SPECS["tis"], centering=20)
+    result = run(recorded(tmp_path, centred, varied_rows(seed=3)), {"tis": SPECS["tis"], "centred": centred})
+    assert [outcome.candidate.label for outcome in result.outcomes] == ["tis"]
+    assert "correction.centering=20" in result.failures["centred"]
+    assert result.fidelity.agrees
+
+
 def test_versions_by_row_are_not_known_by_token_where_there_are_several(tmp_path: Path) -> None:
     rows = varied_rows(seed=3)
     path = recorded(tmp_path, spec(), sampled_by(rows, rows.oldest_version, rows.oldest_version + (np.arange(60) == 7)))
