@@ -213,11 +213,11 @@ def test_a_term_that_is_lost_or_changed_fails_the_proof(
     worker: Any, sampler: Sampler, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
     from recipe.offpolicy.proof.verify import LivenessError, verify
-    from recipe.offpolicy.worker import loss as module
+    from recipe.offpolicy.batch.likeliest_tokens import compute_centering_term
     from recipe.offpolicy.worker.metrics import take_packets
 
-    right = module.compute_centering_term
-    monkeypatch.setattr(module, "compute_centering_term", lambda *given: SABOTAGES[what](right(*given)))
+    changed = "recipe.offpolicy.worker.loss.compute_centering_term"
+    monkeypatch.setattr(changed, lambda *given: SABOTAGES[what](compute_centering_term(*given)))
     metrics, _ = tw.gradients(worker, correct(TRUNCATED, 8, prove=True), sampler.batch(8))
     packets = take_packets(metrics)
     rows = [row for packet in packets for row in packet.rows]

@@ -54,8 +54,8 @@ def check_replayable(spec: CorrectionSpec, recorded: CorrectionSpec, rows: Rows)
     """
     if spec.centering is not None:
         raise SpecError(
-            f"correction.centering={spec.centering}: a recording holds no log-probs of tokens that were not sampled, so "
-            f"that its term is not known. Replay with correction.centering=null."
+            f"correction.centering={spec.centering}: a recording holds no log-probs of tokens that were not sampled: "
+            f"its term is not known. Replay with correction.centering=null."
         )
     if spec.proximal == "recompute" and recorded.proximal not in (*OF_THE_TRAINER, "same_engine"):
         raise SpecError(
