@@ -212,8 +212,8 @@ SABOTAGES = {
 def test_a_term_that_is_lost_or_changed_fails_the_proof(
     worker: Any, sampler: Sampler, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
-    from recipe.offpolicy.proof.verify import LivenessError, verify
     from recipe.offpolicy.batch.likeliest_tokens import compute_centering_term
+    from recipe.offpolicy.proof.verify import LivenessError, verify
     from recipe.offpolicy.worker.metrics import take_packets
 
     changed = "recipe.offpolicy.worker.loss.compute_centering_term"
