@@ -47,6 +47,8 @@ class Policies:
         scores: (N, T, P) float64, grad log pi(y_t | y_<t).
         rewards: (N,) float64.
         gradient: (P,) float64, grad J of J = sum_y pi(y) R(y).
+        features: (N, T, F) float64, phi of each prefix.
+        all_mu, all_pi: (N, T, V) float64, log-probs of the whole vocabulary at each prefix.
     """
 
     mu: Tensor
@@ -55,6 +57,9 @@ class Policies:
     scores: Tensor
     rewards: Tensor
     gradient: Tensor
+    features: Tensor
+    all_mu: Tensor
+    all_pi: Tensor
 
     @property
     def probability(self) -> Tensor:
@@ -97,13 +102,17 @@ def policies(world: World, *, mismatch: float, staleness: float) -> Policies:
     """
     theta = world.theta + staleness * world.direction
     old_logits = world.features @ world.theta
+    of_mu, of_pi = old_logits + mismatch * world.noise, world.features @ theta
     return Policies(
-        mu=_token_log_prob(old_logits + mismatch * world.noise, world.tokens),
+        mu=_token_log_prob(of_mu, world.tokens),
         old=_token_log_prob(old_logits, world.tokens),
-        pi=_token_log_prob(world.features @ theta, world.tokens),
+        pi=_token_log_prob(of_pi, world.tokens),
         scores=_scores(world, theta),
         rewards=world.rewards,
         gradient=_gradient(world, theta),
+        features=world.features,
+        all_mu=of_mu.log_softmax(-1),
+        all_pi=of_pi.log_softmax(-1),
     )
 
 
@@ -113,8 +122,12 @@ def _token_log_prob(logits: Tensor, tokens: Tensor) -> Tensor:
 
 def _scores(world: World, theta: Tensor) -> Tensor:
     """Compute phi outer (one-hot(y_t) - pi(. | y_<t)), the derivative of a log-softmax."""
-    surprise = one_hot(world.tokens, theta.shape[-1]) - (world.features @ theta).softmax(-1)
-    return torch.einsum("ntf,ntv->ntfv", world.features, surprise).flatten(2)
+    return outer(world.features, one_hot(world.tokens, theta.shape[-1]) - (world.features @ theta).softmax(-1))
+
+
+def outer(features: Tensor, by_logits: Tensor) -> Tensor:
+    """Compute the derivative by the parameters, (N, T, P), from that by the logits, (N, T, V)."""
+    return torch.einsum("ntf,ntv->ntfv", features, by_logits).flatten(2)
 
 
 def _gradient(world: World, theta: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ import keep_rates
 from enumeration import World, build, policies
 from estimator_catalogue import ESTIMATORS, NONE
 from expectation import Measurement, measure
+from option_table import list_options, measure_option
 
 Shares = dict[tuple[str, keep_rates.LogRatio, int], float]
 """(aggregate, case, length) -> share of simulated rows kept."""
@@ -22,6 +23,7 @@ class EvidenceSettings:
         mismatches: standard deviations of mu's logits, ascending; the two smallest give slopes.
         plane: the mismatch of the bias-variance picture, one of ``mismatches``.
         stalenesses: standard deviations of pi's parameters, at mismatch ``stale_mismatch``.
+        stale: the one at which options are measured, at ``plane``.
         worlds: other policies and mismatches, of the seeds after ``seed``, measured at ``plane``.
         rows: simulated rows of each keep-rate.
     """
@@ -32,6 +34,7 @@ class EvidenceSettings:
     plane: float = 0.3
     stalenesses: tuple[float, ...] = (0.0, 0.03, 0.1, 0.3)
     stale_mismatch: float = 0.1
+    stale: float = 0.1
     lengths: tuple[int, ...] = keep_rates.LENGTHS
     worlds: int = 20
     rows: int = 2000
@@ -47,6 +50,7 @@ class Evidence:
         mismatches, stalenesses: level -> estimator's name -> measurement.
         biases: estimator's name -> its bias in each world, ``seed``'s own first.
         sentences: what was asserted, with figures.
+        options, stale_options: every option of the group correction at ``plane``, with pi = pi_old, and with pi stale.
     """
 
     settings: EvidenceSettings
@@ -56,6 +60,8 @@ class Evidence:
     biases: dict[str, list[float]]
     shares: Shares
     sentences: tuple[str, ...]
+    options: dict[str, Measurement]
+    stale_options: dict[str, Measurement]
 
 
 def collect(settings: EvidenceSettings) -> Evidence:
@@ -99,7 +105,14 @@ def collect(settings: EvidenceSettings) -> Evidence:
         biases=biases,
         shares=shares,
         sentences=sentences,
+        options=_measure_options(world, settings.plane, 0.0),
+        stale_options=_measure_options(world, settings.plane, settings.stale),
     )
+
+
+def _measure_options(world: World, mismatch: float, staleness: float) -> dict[str, Measurement]:
+    setting = policies(world, mismatch=mismatch, staleness=staleness)
+    return {option.name: measure_option(option, setting) for option in list_options()}
 
 
 def _measurements(world: World, mismatch: float, staleness: float) -> dict[str, Measurement]:

@@ -77,6 +77,17 @@ def report(evidence: Evidence, console: Console) -> None:
         ),
     )
     nones = evidence.biases[NONE.name]
+    for name in ("options", "stale_options"):
+        found, where = getattr(evidence, name), "" if name == "options" else f", pi stale by {settings.stale:g}"
+        show(
+            f"Every option of the group correction at mismatch {plane:g}{where}; drift: the score mean",
+            ["option"],
+            ["bias", "cosine", "variance", "drift", "removed"],
+            (
+                [option, bias(m), cosine(m), variance(m), number(m.score_mean), f"{m.dropped:.3f}"]
+                for option, m in found.items()
+            ),
+        )
     rows = []
     for name, biases in evidence.biases.items():
         below = sum(bias < none for bias, none in zip(biases, nones, strict=True))

@@ -66,18 +66,34 @@ def measure(estimator: Estimator, policies: Policies) -> Measurement:
     The variance of a self-normalised estimate is that of its linearisation, w (g - E[w g]) / E[w].
     """
     weight, keep, advantage = token_weights(estimator, policies)
-    mu, gradient = policies.probability, policies.gradient
     weighted_score = torch.einsum("nt,ntp->np", weight, policies.scores)
     rows = advantage[:, None] * weighted_score
+    dropped = float(policies.probability @ (~keep).double().mean(-1))
+    share = weight.mean(-1, keepdim=True) if _normalised(estimator) else None
+    return summarise(rows, weighted_score, policies, dropped=dropped, share=share)
+
+
+def summarise(
+    rows: Tensor, weighted_score: Tensor, policies: Policies, *, dropped: float, share: Tensor | None = None
+) -> Measurement:
+    """Summarise the gradients of all sequences under their probabilities.
+
+    Args:
+        rows: (N, P) g of each sequence.
+        weighted_score: (N, P) its sum_t w_t grad log pi_t.
+        dropped: see ``Measurement``.
+        share: (N, 1) part of E[g] that is subtracted from each g for the variance; None: 1.
+    """
+    mu, gradient = policies.probability, policies.gradient
     mean = mu @ rows
-    centre = weight.mean(-1, keepdim=True) * mean if _normalised(estimator) else mean
+    centre = mean if share is None else share * mean
     error = mean - gradient
     variance = float(mu @ (rows - centre).square().sum(-1))
     return Measurement(
         bias=float(error.norm() / gradient.norm()),
         cosine=float(mean @ gradient / (mean.norm() * gradient.norm())),
         variance=variance,
-        dropped=float(mu @ (~keep).double().mean(-1)),
+        dropped=dropped,
         score_mean=float((mu @ weighted_score).norm()),
         break_even=variance / square if (square := float(error.square().sum())) else math.inf,
     )

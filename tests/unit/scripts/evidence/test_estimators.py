@@ -69,6 +69,9 @@ def coin() -> Policies:
         scores=torch.tensor([[[0.5, -0.5]], [[-0.5, 0.5]]], dtype=torch.float64),
         rewards=torch.tensor([1.0, 0.0], dtype=torch.float64),
         gradient=torch.tensor([0.25, -0.25], dtype=torch.float64),  # 1/2 x 1 x (1/2, -1/2)
+        features=torch.ones(2, 1, 1, dtype=torch.float64),
+        all_mu=torch.tensor([0.25, 0.75], dtype=torch.float64).log().expand(2, 1, 2),
+        all_pi=torch.tensor([0.5, 0.5], dtype=torch.float64).log().expand(2, 1, 2),
     )
 
 
