@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import itertools
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -129,7 +128,7 @@ def sign_flip(differences: ArrayLike, *, two_sided: bool = True) -> float:
     One-sided, large means are those above 0. With n pairs no p is below 2 / 2^n, or 1 / 2^n one-sided.
     """
     found = np.asarray(differences, dtype=float)
-    signs = np.array(list(itertools.product((1.0, -1.0), repeat=len(found))))
+    signs = 1.0 - 2.0 * (np.arange(2 ** len(found))[:, None] >> np.arange(len(found)) & 1)
     means, own = signs @ found / len(found), found.mean()
     if two_sided:
         means, own = np.abs(means), abs(own)

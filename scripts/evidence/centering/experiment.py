@@ -34,6 +34,7 @@ from tensordict import NonTensorStack, TensorDict
 from torch import Tensor
 
 from recipe.offpolicy.correction import CorrectionSpec
+from scripts.quickstart.warm_start import pad_left
 
 DATA = Path(__file__).with_name("results.parquet")
 STEPS, EVERY, SEEDS, MANTISSA, SIZE = 60, 20, 20, 1, 20
@@ -77,7 +78,7 @@ def list_runs() -> Iterator[Run]:
 @torch.no_grad()
 def sample(model: Any, tokenizer: Any, prompts: Sequence[Sequence[int]]) -> list[tuple[Tensor, Tensor]]:
     """Sample an answer to each prompt at temperature 1: (T,) token ids with the end, and (T, V) log mu, by row."""
-    padded, attention = in_process.pad_left([list(each) for each in prompts], tokenizer.pad_token_id)
+    padded, attention = pad_left([list(each) for each in prompts], tokenizer.pad_token_id)
     found = model.generate(
         input_ids=padded,
         attention_mask=attention,
@@ -101,10 +102,11 @@ def build_note(prompt: Sequence[int], answer: Tensor, log_probs: Tensor) -> dict
     from recipe.offpolicy.support.token_supports import read_supports
 
     values, ids = log_probs.topk(SIZE)
-    own = answer[:, None], log_probs.gather(-1, answer[:, None])
-    given = (torch.cat(pair, 1).flatten().tolist() for pair in ((own[0], ids), (own[1], values)))
+    own = log_probs.gather(-1, answer[:, None])
+    listed = torch.cat([answer[:, None], ids], 1).flatten().tolist()
+    found = read_supports(listed, torch.cat([own, values], 1).flatten().tolist(), len(answer), likeliest=True)
     note = SupportNote()
-    note.add(prompt, answer.tolist(), read_supports(*given, len(answer), likeliest=True))
+    note.add(prompt, answer.tolist(), found)
     return {NOTE: note.finish().to_plain()}
 
 
