@@ -10,11 +10,19 @@ from recipe.offpolicy.correction import CorrectionSpec
 from tests.support import first_update as shared
 from tests.support import training_worker as tw
 from tests.support.fault_table import TABLE, find_missing_tests, render
-from tests.support.input_faults import Fault, faults
+from tests.support.input_faults import VERSIONS_OF_TOKENS, Fault, faults
 from tests.support.paths import ROOT
 from tests.support.specs import GSM, TIS_TOKEN
 
 SPEC: dict[str, Any] = {"weight": TIS_TOKEN, "masks": {"gsm": GSM}, "denominator": "kept"}
+BY_TOKEN: dict[str, dict[str, Any]] = {
+    "level=version": {"weight": {**TIS_TOKEN, "level": "version"}},
+    "bounds by age": {"weight": {**TIS_TOKEN, "by_staleness": [1.0, 1.5]}},
+    "alpha=by_age": {"weight": TIS_TOKEN, "proximal": "loglinear", "alpha": "by_age"},
+}
+"""Corrections that read the version of each token."""
+OF_TOKENS = [fault for fault in faults() if fault.what == VERSIONS_OF_TOKENS]
+OF_INPUTS = [fault for fault in faults() if fault.what != VERSIONS_OF_TOKENS]
 LOSS: dict[str, Any] = {"use_kl_loss": True, "kl_loss_coef": 0.1}
 
 
@@ -27,8 +35,17 @@ def sent(engine: Any) -> Any:
     return shared.planned(CorrectionSpec.from_mapping(SPEC), rows, step=3)
 
 
-def update(engine: Any, data: Any, *, first: bool) -> None:
-    loss = shared.adapter(SPEC, **LOSS)
+@pytest.fixture(scope="module", params=BY_TOKEN)
+def sent_by_token(engine: Any, request: Any) -> Any:
+    """Rows whose first token version 3 sampled, and version 4 the others, with a correction that reads them."""
+    mapping = BY_TOKEN[request.param]
+    rows = tw.add_log_probs(engine, tw.make_rollout(tool_tokens=False), mismatch=shared.MISMATCH)
+    rows.chunks = [[[(3, 1), (4, len(response) - 1)]] for response in rows.responses]
+    return mapping, shared.planned(CorrectionSpec.from_mapping(mapping), rows, step=5)
+
+
+def update(engine: Any, data: Any, *, first: bool, mapping: dict[str, Any] = SPEC) -> None:
+    loss = shared.adapter(mapping, **(LOSS if mapping is SPEC else {}))
     loss.prove = first
     tw.gradients(engine, loss, data, micro_batch_size=4)
 
@@ -38,7 +55,25 @@ def test_untouched_it_trains(engine: Any, sent: Any, first: bool) -> None:
     update(engine, sent.clone(recurse=False), first=first)
 
 
-@pytest.mark.parametrize("fault", faults(), ids=lambda fault: f"{fault.what} {fault.how}")
+@pytest.mark.parametrize("first", [True, False], ids=["first update", "later update"])
+def test_untouched_versions_of_tokens_train(engine: Any, sent_by_token: Any, first: bool) -> None:
+    mapping, data = sent_by_token
+    update(engine, data.clone(recurse=False), first=first, mapping=mapping)
+
+
+@pytest.mark.parametrize("fault", OF_TOKENS, ids=lambda fault: fault.how)
+def test_other_versions_of_tokens_stop_in_the_worker(engine: Any, sent_by_token: Any, fault: Fault) -> None:
+    from recipe.offpolicy.batch.seals import SealError
+
+    mapping, sent = sent_by_token
+    for first in (True, False):
+        data = sent.clone(recurse=False)
+        fault.act(data)
+        with pytest.raises(SealError, match="token_versions changed before it reached the loss"):
+            update(engine, data, first=first, mapping=mapping)
+
+
+@pytest.mark.parametrize("fault", OF_INPUTS, ids=lambda fault: f"{fault.what} {fault.how}")
 def test_it_stops_in_the_worker(engine: Any, sent: Any, fault: Fault) -> None:
     from recipe.offpolicy.batch.seals import SealError
 

@@ -27,6 +27,7 @@ def planned(spec: CorrectionSpec, rows: tw.Rollout, *, ranks: int = 1, step: int
 
     Each of ``ranks`` takes a contiguous share of the rows.
     """
+    from recipe.offpolicy.batch.micro_batch import find_token_versions
     from recipe.offpolicy.batch.plan import (
         PLAN,
         BatchSplit,
@@ -47,7 +48,9 @@ def planned(spec: CorrectionSpec, rows: tw.Rollout, *, ranks: int = 1, step: int
     plan = SharedPlan(step=step, constants=compute_constants(spec, data))
     if not spec.is_none:
         sealed = {name: data[name] for name in SEALED if name in data.keys()}
-        if rows.versions:
+        if by_token := find_token_versions(spec, data):
+            sealed |= by_token
+        elif rows.versions:
             sealed["versions"] = torch.tensor([[version] * 2 for version in rows.versions])
         plan = seal_batch(plan, data, sealed)
     tu.assign_non_tensor(data, **{PLAN: plan})

@@ -9,9 +9,11 @@ from typing import Any
 import torch
 from tensordict import NonTensorStack, TensorDict
 
+from recipe.offpolicy.batch.token_versions import CHUNKS
 from recipe.offpolicy.batch.weight_versions import read_extra_fields
 
 Change = Callable[[torch.Tensor], torch.Tensor]
+Turns = list[list[tuple[int, int]]]
 
 
 def _at(place: int, change: Change) -> Change:
@@ -75,6 +77,13 @@ VERSIONS: dict[str, Callable[[list[int]], list[int]]] = {
     "all alike": lambda versions: [versions[0]] * len(versions),
     "of other rows": lambda versions: versions[1:] + versions[:1],
 }
+VERSIONS_OF_TOKENS = "versions of tokens"
+OF_CHUNKS: dict[str, Callable[[list[Turns]], list[Turns]]] = {
+    "a chunk longer": lambda rows: [[[(3, 2), (4, other - 1)]] for (((_, _), (_, other)),) in rows],
+    "of other rows": lambda rows: rows[1:] + rows[:1],
+    "exchanged within a row": lambda rows: [[[(4, one), (3, other)]] for (((_, one), (_, other)),) in rows],
+}
+"""What happens to the chunks of rows whose first token version 3 sampled, and version 4 the others."""
 PLANS: dict[str, dict[str, Any]] = {
     "of another step": {"step": 9},
     "with other bounds": {"bounds": {"masks.gsm": {"upper": 9.0}}},
@@ -124,6 +133,17 @@ def _renumber(change: Callable[[list[int]], list[int]]) -> Callable[[TensorDict]
     return act
 
 
+def _rechunk(change: Callable[[list[Turns]], list[Turns]]) -> Callable[[TensorDict], None]:
+    def act(data: TensorDict) -> None:
+        fields = read_extra_fields(data)
+        changed = change([row[CHUNKS] for row in fields])
+        data["extra_fields"] = NonTensorStack(
+            *({**row, CHUNKS: turns} for row, turns in zip(fields, changed, strict=True))
+        )
+
+    return act
+
+
 def _replan(**changes: Any) -> Callable[[TensorDict], None]:
     def act(data: TensorDict) -> None:
         from recipe.offpolicy.batch.plan import PLAN
@@ -141,6 +161,8 @@ def faults() -> Iterator[Fault]:
             yield Fault(name, how, _change(name, change))
     for how, renumber in VERSIONS.items():
         yield Fault("versions", how, _renumber(renumber))
+    for how, rechunk in OF_CHUNKS.items():
+        yield Fault(VERSIONS_OF_TOKENS, how, _rechunk(rechunk))
     for name in LOST:
         yield Fault(name, "lost", _lose(name))
     for name in ("old_log_probs", "advantages", "plan"):

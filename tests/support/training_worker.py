@@ -135,6 +135,7 @@ class Rollout:
     old_log_probs: list[torch.Tensor] = field(default_factory=list)
     ref_log_probs: list[torch.Tensor] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
+    chunks: list[list[list[tuple[int, int]]]] = field(default_factory=list)
 
     def rows(self, chosen: slice) -> Rollout:
         return replace(self, **{f.name: getattr(self, f.name)[chosen] for f in fields(self)})
@@ -164,6 +165,14 @@ class Rollout:
         if self.versions:
             spans = [{"min_global_steps": version, "max_global_steps": version} for version in self.versions]
             columns["extra_fields"] = NonTensorStack(*spans)
+        if self.chunks:
+            ends = [(turns[0][0][0], turns[-1][-1][0]) for turns in self.chunks]
+            columns["extra_fields"] = NonTensorStack(
+                *(
+                    {"min_global_steps": first, "max_global_steps": last, "offpolicy_chunks": turns}
+                    for (first, last), turns in zip(ends, self.chunks, strict=True)
+                )
+            )
         return TensorDict(columns, batch_size=len(whole))
 
 

@@ -55,6 +55,9 @@ SUPPORT_SIZE = "offpolicy_support_size"
 """Key of a model output, and of a recorded column: size of each token's support, 0 if unknown."""
 VERSIONS_SEALED = "versions"
 """Name of the seal of the oldest and newest version of each row's weights."""
+TOKEN_VERSIONS_SEALED = "token_versions"
+"""Name of the seal of the version of each token's weights, which replaces ``VERSIONS_SEALED`` if the correction reads
+them."""
 LAST = "update_lr_scheduler"
 """Flag that verl passes to the engine with each mini-batch: update the learning rate after it. verl sets it for
 the last mini-batch of an update."""
@@ -352,6 +355,8 @@ def check_seals(batch: MicroBatch) -> DeferredValue[None] | None:
     by_token, by_row = batch.loss_columns(), {}
     if batch.versions is not None:
         by_row[VERSIONS_SEALED] = torch.stack((batch.versions.oldest, batch.versions.newest), dim=-1)
+        if TOKEN_VERSIONS_SEALED in seals:
+            by_token[TOKEN_VERSIONS_SEALED] = batch.versions.column_to_seal(batch.response_mask)
     for name in seals.keys() & set(batch.data.keys()) - set(by_token):
         column = batch.data[name] if batch.layout is None else pad_column(batch.data[name], batch.layout, name)
         (by_token if column.shape == batch.response_mask.shape else by_row)[name] = column
@@ -363,6 +368,17 @@ def check_seals(batch: MicroBatch) -> DeferredValue[None] | None:
         by_row={name: column.to(batch.response_mask.device) for name, column in by_row.items()},
         plan=batch.plan.fingerprint(),
     )
+
+
+def find_token_versions(spec: CorrectionSpec, rows: TensorDict) -> dict[str, Tensor]:
+    """Find the versions per token to seal, by the name of their seal; empty if ``spec`` reads none or verl has none.
+
+    Args:
+        rows: with "response_mask" and the keys that ``read_versions`` reads.
+    """
+    mask = rows["response_mask"]
+    versions = read_versions(rows, mask) if spec.reads_token_versions else None
+    return {} if versions is None else {TOKEN_VERSIONS_SEALED: versions.column_to_seal(mask)}
 
 
 def read_bounds(batch: MicroBatch, names: Collection[str]) -> Mapping[str, Mapping[str, float | None]]:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..correction import CorrectionSpec
 from ..correction.row_blocks import split_tokens
-from ..correction.row_layout import PackedRows, detect_layout
+from ..correction.row_layout import PackedRows, RowLayout, detect_layout
 from .weight_versions import NEWEST_VERSION, OLDEST_VERSION, RowVersions, read_extra_fields, read_row_versions
 
 Chunk = tuple[int, int]
@@ -43,12 +43,18 @@ class TokenVersions(RowVersions):
     def by_token(self, like: Tensor) -> Tensor:
         return self.tokens
 
+    def column_to_seal(self, like: Tensor) -> Tensor:
+        rows = detect_layout(tokens=self.tokens)
+        return rows.to_given_layout(self._replace_unknown(rows, -1 - self.oldest))
+
+    def _replace_unknown(self, rows: RowLayout, by_row: Tensor) -> Tensor:
+        tokens = rows.tokens(self.tokens)
+        return torch.where(tokens == UNKNOWN, rows.broadcast(rows.to_column(by_row.to(tokens.device))), tokens)
+
     def compute_ages(self, step: int, like: Tensor) -> Tensor:
         """Compute the age of each token, int64 in their layout; tokens of unknown version have the age of their row."""
         rows = detect_layout(tokens=self.tokens)
-        tokens = rows.tokens(self.tokens)
-        oldest = rows.broadcast(rows.to_column(self.oldest.to(tokens.device)))
-        return rows.to_given_layout((step - 1 - torch.where(tokens == UNKNOWN, oldest, tokens)).clamp(min=0))
+        return rows.to_given_layout((step - 1 - self._replace_unknown(rows, self.oldest)).clamp(min=0))
 
     def check_ages(self, spec: CorrectionSpec) -> None:
         """Accept all parts: a row whose chunks do not fit has the age of its first token."""

@@ -49,6 +49,13 @@ class RowVersions:
             )
         return spread_over_tokens(self.oldest, like)
 
+    def column_to_seal(self, like: Tensor) -> Tensor:
+        """Compute all that a loss reads from the versions of a row, per token in the layout of ``like``, int64.
+
+        The version of the token; where it is unknown, -1 minus the oldest version of the row.
+        """
+        return spread_over_tokens(torch.where(self.oldest == self.newest, self.oldest, -1 - self.oldest), like)
+
     def compute_ages(self, step: int, like: Tensor) -> Tensor:
         """Compute the ages in ``step`` on the device of ``like``, int64 >= 0: (B,), from each row's oldest version."""
         # The weights at the start of step s are those of version s - 1.

@@ -161,6 +161,11 @@ class CorrectionParts:
         return (*self.age_parts, *(("alpha",) if self.alpha == BY_AGE else ()))
 
     @property
+    def reads_token_versions(self) -> bool:
+        """True if a part depends on the version of the weights that sampled each token."""
+        return "version" in self.levels or bool(self.age_keys)
+
+    @property
     def needs_constants(self) -> bool:
         """True if a part needs batch-level constants, see ``batch_constants``."""
         return self.normalized is not None or any(mask.budget is not None for _, mask in self.masks)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
+from ..batch.micro_batch import TOKEN_VERSIONS_SEALED
 from ..correction import CorrectionSpec
 from .gradient import isolate_parts
 
@@ -40,6 +41,7 @@ def describe_rest(
 
 def _find_missing(spec: CorrectionSpec, live: Mapping[str, float], sealed: Sequence[str]) -> Iterator[str]:
     if spec.is_none:
+        yield "advantages, old_log_probs and all other columns of the loss (correction=none)"
         return
     for name in _find_unread(spec, live):
         yield f"{name} (verl's loss has the same gradient whatever pi_old is)"
@@ -47,7 +49,7 @@ def _find_missing(spec: CorrectionSpec, live: Mapping[str, float], sealed: Seque
         yield "baseline=exclude (it changes advantages, before the loss)"
     if not sealed:
         yield "columns of the loss (no column arrived with a seal)"
-    elif "version" in spec.levels:
+    elif spec.reads_token_versions and TOKEN_VERSIONS_SEALED not in sealed:
         yield "versions of single tokens (only those of their sequences were)"
     if not live.get("own_rows"):
         yield "that log pi belongs to its own sequences (no micro-batch had two sequences, or pi_old is mu)"

@@ -25,7 +25,7 @@ from verl_patches.legacy.handover import HANDOVER
 from verl_patches.trainer_v0 import around_advantage
 from verl_patches.truncated_sampling import note_clients
 
-from ..batch.micro_batch import ROLLOUT_LOG_PROBS, VERSIONS_SEALED
+from ..batch.micro_batch import ROLLOUT_LOG_PROBS, TOKEN_VERSIONS_SEALED, VERSIONS_SEALED, find_token_versions
 from ..batch.plan import (
     COLUMNS,
     PLAN,
@@ -199,11 +199,12 @@ class CorrectedV0(CorrectedRun):
         found = old.batch["old_log_probs"].float()
         return [found[row, : len(response)].tolist() for row, (_, response) in enumerate(rows)]
 
-    def _look(self, rows: TensorDict) -> None:
+    def _look(self, batch: Any) -> None:
         """Check a rollout when the trainer first sees its log-probs."""
         if self.supervision.wants_sampled:
+            rows = _tensors(batch)
             self.supervision.sampled(rows)
-            self._seal(rows, {ROLLOUT_LOG_PROBS: rows[ROLLOUT_LOG_PROBS]})
+            self._seal(rows, {ROLLOUT_LOG_PROBS: rows[ROLLOUT_LOG_PROBS], **self._find_token_versions(batch)})
         self._sampled_at, self._scored = self.global_steps, False
 
     def _looking(self, compute_log_prob: Any) -> Any:
@@ -212,7 +213,7 @@ class CorrectedV0(CorrectedRun):
         def looking(batch: Any, *args: Any, **kwargs: Any) -> Any:
             rows = _tensors(batch)
             if self._sampled_at != self.global_steps and set(SAMPLED) <= set(rows.keys()):
-                self._look(rows)
+                self._look(batch)
             output = compute_log_prob(batch, *args, **kwargs)
             sealed = isinstance(output, TensorDict) and key_of("old_log_probs") in output.keys()
             self._scored_seal = output[key_of("old_log_probs")] if sealed else None
@@ -223,7 +224,7 @@ class CorrectedV0(CorrectedRun):
     def _compute_old_log_prob(self, batch: DataProto) -> tuple[DataProto, float]:
         self.cost.begin()
         batch.meta_info.update(self.add_ons.batch_flags())
-        self._look(batch.batch)
+        self._look(batch)
         self._scored = True
         if self.add_ons.uses("on_rollout"):
             self.add_ons.on_rollout(self._view(batch))
@@ -267,7 +268,7 @@ class CorrectedV0(CorrectedRun):
 
     def _estimate(self, compute: Any, data: DataProto, *args: Any, **kwargs: Any) -> DataProto:
         if self._sampled_at != self.global_steps:
-            self._look(data.batch)
+            self._look(data)
         self._let_mu_stand_in(data.batch)
         view = self._view(data)
         self._check_rewards(view)
@@ -341,7 +342,9 @@ class CorrectedV0(CorrectedRun):
             columns |= build_row_identity(batch)
         for name, column in columns.items():
             tensors[name] = column
-        plan = self._with_seals(plan, tensors, {**without_marks(columns), VERSIONS_SEALED: versions})
+        unsealed = key_of(TOKEN_VERSIONS_SEALED) not in tensors.keys()
+        of_rows = (self._find_token_versions(batch) or {VERSIONS_SEALED: versions}) if unsealed else {}
+        plan = self._with_seals(plan, tensors, {**without_marks(columns), **of_rows})
         self.supervision.expect(plan)
         handed: SharedPlan | Handover = plan
         if not self._by_engine:
@@ -369,6 +372,15 @@ class CorrectedV0(CorrectedRun):
         return seal_batch(
             plan, tensors, {**{name: tensors[name] for name in read if name in tensors.keys()}, **columns}
         )
+
+    def _find_token_versions(self, batch: Any) -> dict[str, Tensor]:
+        if not self.correction.reads_token_versions:
+            return {}
+        versions = self._read_versions(batch)
+        rows = TensorDict({VERSIONS: versions, "response_mask": _tensors(batch)["response_mask"]}, len(versions))
+        if (fields := _list_fields(batch, versions)) is not None:
+            rows[EXTRA_FIELDS] = NonTensorStack(*fields)
+        return find_token_versions(self.correction, rows)
 
     def _read_versions(self, batch: Any) -> Tensor:
         versions = _versions(batch, self._step)
@@ -427,15 +439,21 @@ def _objects(batch: Any, name: str) -> list[Any] | None:
 
 def _gather_chunks(batch: Any, versions: Tensor) -> None:
     """Put the chunks that a client has recorded per row where the loss reads them, as verl's V1 trainer does."""
-    chunks = _objects(batch, CHUNKS)
-    if chunks is None:
+    fields = _list_fields(batch, versions)
+    if fields is None:
         return
-    spans = [dict(zip((OLDEST_VERSION, NEWEST_VERSION), span, strict=True)) for span in versions.tolist()]
-    fields = [{**span, CHUNKS: turns} for span, turns in zip(spans, chunks, strict=True)]
     if isinstance(batch, DataProto):
         batch.non_tensor_batch[EXTRA_FIELDS] = np.array(fields, dtype=object)
     else:
         batch[EXTRA_FIELDS] = NonTensorStack(*fields)
+
+
+def _list_fields(batch: Any, versions: Tensor) -> list[dict[str, Any]] | None:
+    """List each row's versions and chunks as verl's V1 trainer does; None if no client has recorded chunks."""
+    if (chunks := _objects(batch, CHUNKS)) is None:
+        return None
+    spans = [dict(zip((OLDEST_VERSION, NEWEST_VERSION), span, strict=True)) for span in versions.tolist()]
+    return [{**span, CHUNKS: turns} for span, turns in zip(spans, chunks, strict=True)]
 
 
 def _rows(batch: Any) -> TensorDict:

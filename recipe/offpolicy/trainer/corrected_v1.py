@@ -20,12 +20,12 @@ from torch import Tensor
 
 from verl.workers.utils.padding import response_from_nested
 
-from ..batch.micro_batch import ROLLOUT_LOG_PROBS, VERSIONS_SEALED
+from ..batch.micro_batch import ROLLOUT_LOG_PROBS, TOKEN_VERSIONS_SEALED, VERSIONS_SEALED, find_token_versions
 from ..batch.plan import COLUMNS, PLAN, BatchSplit, regroup_without_rejected, without_marks
 from ..batch.queue_columns import FORWARD, put_columns, read_columns, zero_rows
 from ..batch.sealed_rows import SealedRows
 from ..batch.seals import PLAN_HASH, key_of, seal_constant
-from ..batch.weight_versions import NEWEST_VERSION, OLDEST_VERSION
+from ..batch.weight_versions import EXTRA_FIELDS, NEWEST_VERSION, OLDEST_VERSION
 from ..preflight.composed import Composed
 from ..proof.rollout_checks import ALIGNED, SAMPLED, name_missing_column
 from .actor_updates import adopt
@@ -170,11 +170,13 @@ class CorrectedV1(CorrectedRun):
     def _score(self, batch: Any, metrics: dict[str, Any]) -> Any:
         if self.supervision.wants_sampled:
             # The trainer first sees these rows here, before other code can change them.
+            versions = (EXTRA_FIELDS,) if self.correction.reads_token_versions else ()
             with name_missing_column():
-                rows = read_columns(batch, *SAMPLED)
+                rows = read_columns(batch, *SAMPLED, *versions)
             self.supervision.sampled(rows)
             self._sealed = SealedRows(batch.keys, rows["responses"], rows["response_mask"])
-            self.seal(batch, {ROLLOUT_LOG_PROBS: rows[ROLLOUT_LOG_PROBS]})
+            by_token = find_token_versions(self.correction, rows)
+            self.seal(batch, {ROLLOUT_LOG_PROBS: rows[ROLLOUT_LOG_PROBS], **by_token})
         if self.add_ons.uses("on_rollout"):
             view = self.view(batch)
             self.add_ons.on_rollout(view)
@@ -269,7 +271,8 @@ class CorrectedV1(CorrectedRun):
             updates=self.trainer.parameter_sync_step,
         )
         if self._sealed is not None:
-            self.seal(batch, without_marks(columns) | _versions_of(batch))
+            by_token = TOKEN_VERSIONS_SEALED in self._sealed.names
+            self.seal(batch, without_marks(columns) | ({} if by_token else _versions_of(batch)))
             plan = replace(plan, sealed=(*self._sealed.names, *self._sealed_by_workers, PLAN_HASH))
             columns |= self._sealed.columns()
             columns[key_of(PLAN_HASH)] = seal_constant(plan.fingerprint(), len(batch.keys))

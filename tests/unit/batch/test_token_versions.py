@@ -178,3 +178,17 @@ def test_versions_are_by_token_where_they_are_noted_and_what_does_not_fit_is_cou
     assert found.find_unknown(MASK).tolist() == [False, True, False]
     assert found.compute_ages(6, MASK)[MASK].tolist() == [1, 0, 0, 3, 3, 1, 1]
     assert found.find_unknown(torch.zeros_like(MASK)).tolist() == [False] * 3
+
+
+def test_what_is_sealed_of_a_row_does_not_depend_on_the_rows_beside_it() -> None:
+    """Versions of known tokens; where they are unknown, -1 minus the version of the row's first token."""
+    fields = [field(3, 4, [[(3, 1), (4, 2)]]), field(2, 4, [[(2, 1)]]), field(2, 4), field(5, 5)]
+    mask = torch.ones(4, 3, dtype=torch.bool)
+    expected = [[3, 4, 4], [-3, -3, -3], [-3, -3, -3], [5, 5, 5]]
+    whole = read_versions(batch(*fields), mask)
+    assert whole is not None
+    assert whole.column_to_seal(mask).tolist() == expected
+    for each, row in zip(fields, expected, strict=True):
+        alone = read_versions(batch(each), mask[:1])
+        assert alone is not None
+        assert alone.column_to_seal(mask[:1]).tolist() == [row]
