@@ -51,7 +51,7 @@ class BatchView(Protocol):
     def compute_log_probs(self, rows: Sequence[tuple[list[int], list[int]]]) -> list[list[float]]:
         """Compute log-probs of responses by the trainer's own forward pass over (prompt, response), at temperature 1.
 
-        Each pass has as many rows as the batch; before pi_old is known, it uses the weights that sampled the rollouts
+        At most as many rows as the batch has; before pi_old is known, it uses the weights that sampled the rollouts
         of a synchronous step.
         """
 

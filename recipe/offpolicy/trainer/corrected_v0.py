@@ -48,7 +48,7 @@ from ..worker.legacy_handover import Handover, build_handover
 from .actor_updates import adopt
 from .batch_view_v0 import DataProtoBatch, DataProtoPrompts
 from .corrected_run import CorrectedRun
-from .own_forward import MEDIA, Pair, build_padded, demand_text, repeat_rows
+from .own_forward import MEDIA, Pair, build_padded, count_rows, demand_text, repeat_rows
 
 _TOKENS = ("responses", "response_mask")
 _READ = (ROLLOUT_LOG_PROBS, "old_log_probs", "advantages")
@@ -186,10 +186,11 @@ class CorrectedV0(CorrectedRun):
                 (tensors if into is None else into)[key_of(name)] = seal
 
     def _compute_log_probs(self, batch: DataProto, rows: Sequence[Pair]) -> list[list[float]]:
-        """Compute log-probs at temperature 1 of each row's response, in batches with as many rows as ``batch``."""
+        """Compute log-probs at temperature 1 of each row's response."""
         demand_text(batch.non_tensor_batch.get(MEDIA, ()))
         axes = batch.batch["position_ids"].shape[1:-1]
-        columns = build_padded(repeat_rows(rows, len(batch)), axes)
+        count = count_rows(len(rows), len(batch), self._ranks, self.config)
+        columns = build_padded(repeat_rows(rows, count), axes)
         tokens = columns["attention_mask"].sum(-1).tolist()
         alongside = DataProto.from_dict(columns)
         flags = self.add_ons.batch_flags()
@@ -388,7 +389,12 @@ class CorrectedV0(CorrectedRun):
         return (versions - 1).clamp(min=0) if hasattr(self.trainer, "_async_gen_next_batch") else versions
 
     def _split_batch(self) -> BatchSplit:
-        return BatchSplit.of(self.config, self.trainer._get_dp_size(self.workers, "actor"))
+        return BatchSplit.of(self.config, self._ranks)
+
+    @property
+    def _ranks(self) -> int:
+        ranks: int = self.trainer._get_dp_size(self.workers, "actor")
+        return ranks
 
     def _hand_over_loss(self) -> None:
         if self._by_engine:

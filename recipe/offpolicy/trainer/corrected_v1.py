@@ -31,7 +31,7 @@ from ..proof.rollout_checks import ALIGNED, SAMPLED, name_missing_column
 from .actor_updates import adopt
 from .batch_view_v1 import TensorDictPrompts, TransferQueueBatch
 from .corrected_run import CorrectedRun
-from .own_forward import MEDIA, Pair, build_nested, demand_text, name_keys, repeat_rows
+from .own_forward import MEDIA, Pair, build_nested, count_rows, demand_text, name_keys, repeat_rows
 
 OWN_PARTITION = "offpolicy"
 """Partition of TransferQueue for rows that belong to no batch."""
@@ -141,7 +141,8 @@ class CorrectedV1(CorrectedRun):
         """Compute log-probs at temperature 1 of each row's response, in temporary rows outside the batch."""
         demand_text(read_columns(batch, MEDIA)[MEDIA])
         told, flags = batch.extra_info or {}, self.add_ons.batch_flags()
-        keys, source = name_keys(len(batch.keys)), read_columns(_first(batch), *OF_A_FORWARD)
+        count = count_rows(len(rows), len(batch.keys), self._ranks, self.config)
+        keys, source = name_keys(count), read_columns(_first(batch), *OF_A_FORWARD)
         alongside = type(batch)(
             keys=keys,
             tags=[dict(batch.tags[0]) for _ in keys],
@@ -286,8 +287,13 @@ class CorrectedV1(CorrectedRun):
 
     def split_batch(self) -> BatchSplit:
         """Describe how workers split a batch."""
-        # verl's trainer has set _dispatch_info when it balanced the batch.
-        return BatchSplit.of(self.config, max(self.workers._dispatch_info["actor"]) + 1)
+        return BatchSplit.of(self.config, self._ranks)
+
+    @property
+    def _ranks(self) -> int:
+        """Number of data-parallel ranks; verl's trainer has set ``_dispatch_info`` when it balanced the batch."""
+        ranks: list[int] = self.workers._dispatch_info["actor"]
+        return max(ranks) + 1
 
     def take_out(self, batch: Any, why: str, *, masked: Collection[str], silenced: Collection[str]) -> Any:
         view = self.view(batch)

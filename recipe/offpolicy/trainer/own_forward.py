@@ -7,6 +7,7 @@ from typing import Any
 from uuid import uuid4
 
 import torch
+from omegaconf import DictConfig
 from tensordict import TensorDict
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
@@ -41,8 +42,21 @@ def _shape_positions(positions: Tensor, axes: Sequence[int]) -> Tensor:
     return positions.unsqueeze(-2).expand(shape) if axes else positions
 
 
+def count_rows(rows: int, batch: int, ranks: int, config: DictConfig) -> int:
+    """Count the rows of a pass over ``rows``: the fewest that workers can split like a batch of ``batch`` rows.
+
+    An engine with pipeline stages can require a number of micro-batches, so it gets as many rows as the batch.
+    """
+    rollout, actor = config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor
+    a_rank = 1 if rollout.get("log_prob_use_dynamic_bsz") else rollout.get("log_prob_micro_batch_size_per_gpu")
+    if not a_rank or actor.strategy not in ("fsdp", "fsdp2"):
+        return batch
+    unit = ranks * a_rank
+    return min(-(-rows // unit) * unit, batch)
+
+
 def repeat_rows(rows: Sequence[Pair], count: int) -> list[Pair]:
-    """Repeat rows until there are ``count``, so that workers split them like a batch."""
+    """Repeat rows until there are ``count``."""
     return [rows[place % len(rows)] for place in range(count)]
 
 

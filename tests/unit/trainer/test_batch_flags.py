@@ -22,12 +22,15 @@ class Flagging(AddOn):
 
 
 class Trainer:
-    config = OmegaConf.create()
+    config = OmegaConf.create({"actor_rollout_ref": {"rollout": {}, "actor": {}}})
     global_steps = 1
 
     def __init__(self) -> None:
         self.told: list[dict[str, Any]] = []
-        self.actor_rollout_wg = SimpleNamespace(compute_log_prob=self.forward)
+        self.actor_rollout_wg = SimpleNamespace(compute_log_prob=self.forward, _dispatch_info={"actor": [0]})
+
+    def _get_dp_size(self, workers: Any, role: str) -> int:
+        return 1
 
     def forward(self, batch: Any) -> None:
         self.told.append(batch.extra_info)

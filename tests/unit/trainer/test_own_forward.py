@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from omegaconf import OmegaConf
 from tensordict import NonTensorStack, TensorDict
 
 from recipe.offpolicy.trainer.own_forward import (
@@ -11,6 +14,7 @@ from recipe.offpolicy.trainer.own_forward import (
     MediaError,
     build_nested,
     build_padded,
+    count_rows,
     demand_text,
     name_keys,
     repeat_rows,
@@ -19,7 +23,26 @@ from recipe.offpolicy.trainer.own_forward import (
 ROWS = [([5], [6, 7]), ([8, 9], [1])]
 
 
-def test_rows_are_repeated_to_the_size_of_a_batch() -> None:
+@pytest.mark.parametrize(
+    ("rows", "batch", "ranks", "changes", "expected"),
+    [
+        (32, 128, 1, {}, 64),
+        (65, 128, 1, {}, 128),
+        (32, 512, 2, {}, 128),
+        (32, 48, 1, {}, 48),
+        (33, 128, 4, {"rollout.log_prob_use_dynamic_bsz": True}, 36),
+        (32, 128, 1, {"rollout.log_prob_micro_batch_size_per_gpu": None}, 128),
+        (32, 128, 1, {"actor.strategy": "megatron"}, 128),
+    ],
+)
+def test_a_pass_has_the_fewest_rows_that_workers_can_split(
+    rows: int, batch: int, ranks: int, changes: dict[str, Any], expected: int
+) -> None:
+    rollout = {"log_prob_use_dynamic_bsz": False, "log_prob_micro_batch_size_per_gpu": 64}
+    config = OmegaConf.create({"actor_rollout_ref": {"rollout": rollout, "actor": {"strategy": "fsdp2"}}})
+    for key, value in changes.items():
+        OmegaConf.update(config, f"actor_rollout_ref.{key}", value)
+    assert count_rows(rows, batch, ranks, config) == expected
     assert repeat_rows(ROWS, 3) == [ROWS[0], ROWS[1], ROWS[0]]
 
 

@@ -157,7 +157,7 @@ class PrefixValueRewards(AdvantageExtension):
         ids = batch.token_ids
         rows = [build_scored_row(found[row], number, *ids[row]) for row, number in chosen]
         pairs = [(prompt, response) for prompt, response, _ in rows]
-        # A forward pass takes as many rows as the batch has.
+        # A forward pass takes at most as many rows as the batch has.
         starts = range(0, len(pairs), len(found))
         log_probs = [own for at in starts for own in batch.compute_log_probs(pairs[at : at + len(found)])]
         own = average_answers(log_probs, [count for *_, count in rows])
