@@ -31,6 +31,7 @@ _FIRST = "first, and at later proofs"
 _BEFORE = "in the trainer, before the update"
 SABOTAGE, AGAIN = "tests/integration/test_sabotage.py", "tests/integration/test_proved_again.py"
 ROLLOUT, ROUTES = "tests/unit/proof/test_rollout_checks.py", "tests/unit/replay/test_batch_routes.py"
+CLIENT = "tests/unit/staleness/test_client.py"
 LEAVING = "tests/unit/trainer/test_rows_that_leave.py"
 DELIVERY, BOTH_SIDES = "tests/integration/test_delivery.py", "tests/unit/delivery/test_both_sides.py"
 STATISTICS = "tests/unit/delivery/test_probe_statistics.py"
@@ -136,6 +137,13 @@ OTHERS = (
         _TRAINER,
         "each, or at later proofs",
         f"{AGAIN}::test_faults_after_the_first_update",
+    ),
+    Row(
+        "versions of tokens at the source",
+        "other versions, other numbers of tokens, a turn lost",
+        _BEFORE,
+        "each",
+        f"{CLIENT}::test_the_trainer_accepts_the_chunks_of_a_row_and_no_others",
     ),
     Row(
         "sequences of extensions",

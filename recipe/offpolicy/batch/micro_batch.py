@@ -40,8 +40,8 @@ from .checksums import hash_rows
 from .padding import Layout, pad_column
 from .plan import MINI_BATCH_TOKENS, PLAN, PROVE, SCALE, SharedPlan
 from .seals import SealError, compare, key_of
-from .token_versions import read_versions
-from .weight_versions import RowVersions, check_ages_known, compute_token_versions
+from .token_versions import check_chunks, read_versions
+from .weight_versions import RowVersions, check_ages_known, compute_token_versions, read_extra_fields
 
 ROLLOUT_LOG_PROBS = "rollout_log_probs"
 WEIGHTS = "rollout_is_weights"  # verl's ppo_loss multiplies the policy term by this
@@ -375,9 +375,15 @@ def find_token_versions(spec: CorrectionSpec, rows: TensorDict) -> dict[str, Ten
 
     Args:
         rows: with "response_mask" and the keys that ``read_versions`` reads.
+
+    Raises:
+        SealError: they are not those that the client of the rollout servers recorded.
     """
+    if not spec.reads_token_versions:
+        return {}
     mask = rows["response_mask"]
-    versions = read_versions(rows, mask) if spec.reads_token_versions else None
+    check_chunks(read_extra_fields(rows))
+    versions = read_versions(rows, mask)
     return {} if versions is None else {TOKEN_VERSIONS_SEALED: versions.column_to_seal(mask)}
 
 

@@ -6,8 +6,10 @@ a row has one or more turns. They are aligned with the runs of the response mask
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 from itertools import chain
 from typing import Any
 
@@ -19,11 +21,21 @@ from torch import Tensor
 from ..correction import CorrectionSpec
 from ..correction.row_blocks import split_tokens
 from ..correction.row_layout import PackedRows, RowLayout, detect_layout
-from .weight_versions import NEWEST_VERSION, OLDEST_VERSION, RowVersions, read_extra_fields, read_row_versions
+from .seals import SealError
+from .weight_versions import (
+    EXTRA_FIELDS,
+    NEWEST_VERSION,
+    OLDEST_VERSION,
+    RowVersions,
+    read_extra_fields,
+    read_row_versions,
+)
 
 Chunk = tuple[int, int]
 CHUNKS = "offpolicy_chunks"
 """Key of a row's turns in its extra fields."""
+CHUNK_SEALS = "offpolicy_chunk_seals"
+"""Key of the hash of each turn in a row's extra fields, by the client that recorded its chunks."""
 UNKNOWN = -1
 """Value for tokens of unknown version, and outside the response mask."""
 
@@ -61,6 +73,28 @@ class TokenVersions(RowVersions):
 
     def find_unknown(self, response_mask: Tensor) -> Tensor:
         return (response_mask & (self.tokens == UNKNOWN)).any(-1)
+
+
+def hash_turn(chunks: Sequence[Chunk]) -> int:
+    """Hash the chunks of a turn, in order, to 64 bits."""
+    numbers = array("q", chain.from_iterable(chunks))
+    return int.from_bytes(blake2b(numbers.tobytes(), digest_size=8).digest(), signed=True)
+
+
+def check_chunks(fields: Sequence[Mapping[str, Any]]) -> None:
+    """Check that the chunks of each row are those that the client recorded; rows of other clients have no hash.
+
+    Raises:
+        SealError: the chunks of a row have changed.
+    """
+    for row, each in enumerate(fields):
+        seals = each.get(CHUNK_SEALS)
+        if seals is not None and [*seals] != [*map(hash_turn, each.get(CHUNKS) or ())]:
+            raise SealError(
+                f"the versions of the weights that sampled the tokens of sequence {row} changed between the client of "
+                f"the rollout servers and the trainer: the trainer got (version, tokens) {each.get(CHUNKS)} for the "
+                f"turns of this sequence. Some code changes {CHUNKS} in {EXTRA_FIELDS}."
+            )
 
 
 def read_versions(data: TensorDict, response_mask: Tensor) -> RowVersions | None:

@@ -14,13 +14,21 @@ from weakref import WeakValueDictionary
 
 from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServerClient
 
-from ..batch.token_versions import CHUNKS, UNKNOWN, Chunk
+from ..batch.token_versions import CHUNK_SEALS, CHUNKS, UNKNOWN, Chunk, hash_turn
 
 logger = logging.getLogger("verl.offpolicy")
 
 
 class Turns(list[list[Chunk]]):
-    """Chunks of each turn of one row: a list subclass, because plain lists allow no weak references."""
+    """Chunks of each turn of one row: a list subclass, because plain lists allow no weak references.
+
+    Attributes:
+        seals: the hash of each turn, see ``token_versions.check_chunks``.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seals: list[int] = []
 
 
 _attempts: ContextVar[list[Chunk] | None] = ContextVar("offpolicy_attempts", default=None)
@@ -44,7 +52,8 @@ class Attempts(LLMServerClient):
 class VersionedClient(FullyAsyncLLMServerClient, Attempts):
     """verl's resuming client, whose every attempt goes through ``Attempts``; adds ``CHUNKS`` to ``extra_fields``.
 
-    A tool agent keeps the extra fields of its first turn, so later turns are added to the list in these.
+    ``CHUNK_SEALS`` lets the trainer check them. A tool agent keeps the extra fields of its first turn, so later turns
+    are added to the lists in these.
     """
 
     shares_ids: bool
@@ -66,7 +75,8 @@ class VersionedClient(FullyAsyncLLMServerClient, Attempts):
         turns = self._find_row(request_id)
         if chunks:
             turns.append(chunks)
-        output.extra_fields[CHUNKS] = turns
+            turns.seals.append(hash_turn(chunks))
+        output.extra_fields |= {CHUNKS: turns, CHUNK_SEALS: turns.seals}
         return output
 
     def _find_row(self, request_id: str) -> Turns:

@@ -38,7 +38,7 @@ from ..batch.plan import (
     without_marks,
 )
 from ..batch.seals import PREFIX, build_seals, key_of
-from ..batch.token_versions import CHUNKS
+from ..batch.token_versions import CHUNK_SEALS, CHUNKS
 from ..batch.weight_versions import EXTRA_FIELDS, NEWEST_VERSION, OLDEST_VERSION, VERSION, VERSIONS
 from ..extensions.add_on import AddOn
 from ..proof.rollout_checks import ALIGNED, SAMPLED
@@ -459,7 +459,8 @@ def _list_fields(batch: Any, versions: Tensor) -> list[dict[str, Any]] | None:
     if (chunks := _objects(batch, CHUNKS)) is None:
         return None
     spans = [dict(zip((OLDEST_VERSION, NEWEST_VERSION), span, strict=True)) for span in versions.tolist()]
-    return [{**span, CHUNKS: turns} for span, turns in zip(spans, chunks, strict=True)]
+    seals = _objects(batch, CHUNK_SEALS) or [None] * len(chunks)
+    return [{**span, CHUNKS: turns, CHUNK_SEALS: seal} for span, turns, seal in zip(spans, chunks, seals, strict=True)]
 
 
 def _rows(batch: Any) -> TensorDict:

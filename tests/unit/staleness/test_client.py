@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import json
 import logging
 import pickle
 from collections.abc import Callable, Iterator
@@ -16,7 +17,8 @@ pytestmark = pytest.mark.verl("==0.9.1")
 llm_server = pytest.importorskip("verl.workers.rollout.llm_server")
 
 if hasattr(llm_server, "FullyAsyncLLMServerClient"):
-    from recipe.offpolicy.batch.token_versions import CHUNKS, UNKNOWN
+    from recipe.offpolicy.batch.seals import SealError
+    from recipe.offpolicy.batch.token_versions import CHUNKS, UNKNOWN, check_chunks
     from recipe.offpolicy.staleness import client as ours
     from verl.workers.rollout.replica import TokenOutput
 
@@ -85,6 +87,28 @@ def test_later_turns_join_the_list_that_the_first_turn_gave(generate: Callable[.
     del mine, other
     gc.collect()
     assert not ours._rows
+
+
+def test_the_trainer_accepts_the_chunks_of_a_row_and_no_others(generate: Callable[..., Any]) -> None:
+    """Each change keeps the oldest and the newest version of the row, and the tokens of each of its turns."""
+
+    async def row() -> Any:
+        kept = dict((await generate("a", (2, 3, "aborted"), (2, 4, "completed"))).extra_fields)
+        await generate("a", (1, 4, "aborted"), (4, 6, "completed"))
+        return json.loads(json.dumps(kept))  # as it comes out of a queue
+
+    fields = asyncio.run(row())
+    assert fields[CHUNKS] == [[[3, 2], [4, 2]], [[4, 1], [6, 4]]]
+    check_chunks([fields, {}, {CHUNKS: [[(3, 2)]]}])
+    for turns in (
+        [[[3, 1], [4, 3]], [[4, 1], [6, 4]]],
+        [[[4, 2], [3, 2]], [[4, 1], [6, 4]]],
+        [[[3, 2], [4, 2]], [[5, 1], [6, 4]]],
+        [[[3, 2], [4, 2]]],
+        None,
+    ):
+        with pytest.raises(SealError, match="the tokens of sequence 1 changed between the client"):
+            check_chunks([fields, {**fields, CHUNKS: turns}])
 
 
 def test_requests_at_the_same_time_are_told_apart(generate: Callable[..., Any]) -> None:
