@@ -34,12 +34,13 @@ RUNS: dict[str, tuple[str, ...]] = {
     "IcePop": ("correction=icepop",),
     "the batch's cut": ("correction=paper/m2po",),
     "epochs and dynamic batches": ("actor_rollout_ref.actor.ppo_epochs=2", *DYNAMIC),
-    # 96 rows, which verl pads to 128: the ranks have different numbers of rows, tokens and micro-batches.
+    # 105 rows, which verl pads to 112: one rank has 53 of them and the other 52.
     "uneven ranks": (
         "trainer.n_gpus_per_node=2",
         "ray_kwargs.ray_init.num_gpus=2",
         "ray_kwargs.ray_init.num_cpus=24",
-        "data.train_batch_size=12",
+        "data.train_batch_size=15",
+        "actor_rollout_ref.rollout.n=7",
         *DYNAMIC,
     ),
     "colocated": (COLOCATED, "offpolicy.staleness.eta=1"),
