@@ -58,7 +58,7 @@ class RolloutChecker:
         """Check mu against the log-probs that the trainer computed.
 
         Args:
-            rows: with ``ALIGNED``, (B, T) each, nested or padded; with "responses" if errors must name token ids.
+            rows: with ``ALIGNED``, (B, T) each, nested or padded; with "responses" to tell equal rows of a group.
             groups: prompt of each row.
 
         Raises:
@@ -68,7 +68,7 @@ class RolloutChecker:
         mask, mu, log_prob = _take_columns(rows, ALIGNED)
         check_zeros(mu, log_prob, mask)
         self.check_tallies([tally_agreements(log_prob, mu, mask, groups)])
-        check_placeholders(mu, log_prob, mask, rows.get("responses", None))
+        check_placeholders(mu, log_prob, mask, rows.get("responses", None), groups)
         if self._excess.rows < ENOUGH_ROWS:
             self._excess += tally_excess(mu, log_prob, mask)
             self._excess.judge()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -98,16 +99,22 @@ def check_zeros(rollout_log_prob: Tensor, trainer_log_prob: Tensor, response_mas
 
 @torch.no_grad()
 def check_placeholders(
-    rollout_log_prob: Tensor, trainer_log_prob: Tensor, response_mask: Tensor, tokens: Tensor | None = None
+    rollout_log_prob: Tensor,
+    trainer_log_prob: Tensor,
+    response_mask: Tensor,
+    tokens: Tensor | None = None,
+    groups: Sequence[str] | None = None,
 ) -> None:
     """Check that no placeholder replaces mu at some tokens, such as an end of sequence that an agent loop appended.
 
     A placeholder is 0 in two rows, or one number in eight rows at one token id, where the trainer's log-probs are far
-    from it. It must do so in 1 % of the rows and in half of the tokens that have this number.
+    from it. It must do so in 1 % of the rows and in half of the tokens that have this number. Rows of one group with
+    equal tokens count once, because an engine gives them equal log-probs.
 
     Args:
         rollout_log_prob, trainer_log_prob, response_mask: (B, T), or nested by row.
         tokens: token ids, which the error names.
+        groups: prompt of each row.
 
     Raises:
         RolloutLogProbError: a placeholder was found.
@@ -118,14 +125,19 @@ def check_placeholders(
     if not far.any():
         return
     row = rows.broadcast(rows.to_column(torch.arange(rows.count))).expand(far.shape)[far]
+    end = rows.cumulative_count(torch.ones_like(far))[far]
     values, gaps = mu[far], trainer[far]
     value, count = values.unique(return_counts=True)
     for number in {0.0, float(value[count.argmax()])}:
         here = values == number
-        held, least = len(row[here].unique()), 2 if number == 0 else LEAST_TOKENS
+        held, enough = len(row[here].unique()), max(2 if number == 0 else LEAST_TOKENS, rows.count / 100)
         ids = [] if tokens is None else rows.tokens(tokens)[far][here].unique().tolist()
-        if held < max(least, rows.count / 100) or int(here.sum()) * 2 < int((mask.bool() & (mu == number)).sum()):
+        if held < enough or int(here.sum()) * 2 < int((mask.bool() & (mu == number)).sum()):
             continue
+        if tokens is not None and groups is not None:
+            ends, given = zip(row[here].tolist(), end[here].tolist(), strict=True), tokens.unbind()
+            if len({(groups[at], *given[at][:stop].tolist()) for at, stop in ends}) < enough:
+                continue
         if number == 0 or len(ids) == 1:
             named = f", {'all' if len(ids) == 1 else 'some'} with the id {ids[0]}" if ids else ""
             raise RolloutLogProbError(

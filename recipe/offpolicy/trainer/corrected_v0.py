@@ -327,7 +327,7 @@ class CorrectedV0(CorrectedRun):
         self._let_mu_stand_in(tensors)
         if self.supervision.wants_sampled and not self.supervision.takes_mu:
             uids = _objects(batch, "uid")
-            self.supervision.aligned(tensors.select(*ALIGNED), uids and [str(uid) for uid in uids])
+            self.supervision.aligned(tensors.select("responses", *ALIGNED), uids and [str(uid) for uid in uids])
         self._scored = True
 
     def _with_plan(self, batch: Any) -> Any:

@@ -99,6 +99,24 @@ def test_sure_tokens_and_far_ones_are_no_placeholders(nested: bool) -> None:
     RolloutChecker().check_aligned(given)
 
 
+@pytest.mark.parametrize("number", [0.0, -0.017])
+@pytest.mark.parametrize("nested", [True, False])
+def test_equal_responses_of_a_group_have_equal_log_probs(nested: bool, number: float) -> None:
+    """The trainer has moved away from a token of which older weights were sure; elsewhere it is a placeholder."""
+    given, groups = rollout(nested=nested), [str(row // 16) for row in range(ROWS)]
+    for row in range(16):
+        given["responses"][row][:4] = given["responses"][0][:4]
+        given["rollout_log_probs"][row][3] = number
+        given["old_log_probs"][row][3] = -5.1
+    RolloutChecker().check_aligned(given, groups)
+    with pytest.raises(RolloutLogProbError, match="at 16 tokens in 16 of 64 sequences"):
+        RolloutChecker().check_aligned(given, [str(row) for row in range(ROWS)])
+    for row in range(16):
+        given["responses"][row][0] = row
+    with pytest.raises(RolloutLogProbError, match="at 16 tokens in 16 of 64 sequences"):
+        RolloutChecker().check_aligned(given, groups)
+
+
 def test_rows_permuted_at_the_source() -> None:
     rows = rollout(nested=False)
     rows["rollout_log_probs"] = rows["rollout_log_probs"].flip(0)
