@@ -83,6 +83,23 @@ def test_masks_on_what_leads_away(engine: Any, aggregate: str, sign: str, level:
     live(engine, {"masks": {"mask": {**mask, "lower": lower, "upper": upper}}})
 
 
+@pytest.mark.parametrize(
+    ("ratio", "level", "aggregate"),
+    each_nth_by_default(7, product(["rollout", "full", "ppo"], LEVELS[:4], BOUNDS)),
+)
+def test_masks_after_a_tools_result(engine: Any, ratio: str, level: str, aggregate: str) -> None:
+    lower, upper = BOUNDS[aggregate]
+    mask = {"ratio": ratio, "level": level, "aggregate": aggregate, "when": "post_tool"}
+    live(engine, {"masks": {"mask": {**mask, "lower": lower, "upper": upper}}})
+
+
+@pytest.mark.parametrize("level", LEVELS[:4])
+@pytest.mark.parametrize("kind", ["clip", "reject"])
+def test_weights_after_a_tools_result(engine: Any, kind: str, level: str) -> None:
+    weight = {"level": level, "kind": kind, "lower": 0.5, "upper": 1.5, "when": "post_tool"}
+    live(engine, {"weights": {"tool": weight}})
+
+
 @pytest.mark.parametrize("sign", ["row", "token"])
 def test_weights_by_advantage(engine: Any, sign: str) -> None:
     weights = {

@@ -88,7 +88,7 @@ def expected(correction: Plain, batch: Batch) -> Expected:
         signs = signed_by({"sign": "row", **part}, batch, counted)
         for unit, value, drops in weighed(part, batch, counted, result):
             for b, t in decided_by(part["level"], unit):
-                if concerned(part, signs, (b, t), result):
+                if concerned(part, batch, signs, (b, t), result):
                     result.weight[b][t] = value
                     lost |= {(b, t)} if drops else set()
         if part["kind"] == "reject":
@@ -241,7 +241,7 @@ def rejected_by(mask: Plain, batch: Batch, tokens: list[Token], result: Expected
             dropped |= {
                 token
                 for token in decided_by(mask["level"], unit)
-                if concerned(mask, signs, token, result, lambda token: log_ratio(mask["ratio"], batch, token))
+                if concerned(mask, batch, signs, token, result, lambda token: log_ratio(mask["ratio"], batch, token))
             }
     return dropped
 
@@ -315,14 +315,17 @@ def signed_by(mask: Plain, batch: Batch, tokens: list[Token]) -> dict[Token, flo
 
 def concerned(
     mask: Plain,
+    batch: Batch,
     signs: dict[Token, float],
     token: Token,
     result: Expected,
     log_r: Callable[[Token], float] = lambda token: 0.0,
 ) -> bool:
-    """Whether the mask looks at this token, by the sign of an advantage."""
+    """Whether the mask looks at this token, by the sign of an advantage or its turn."""
     if mask["when"] == "any":
         return True
+    if mask["when"] == "post_tool":
+        return batch.segments[token[0]][token[1]] > 0
     advantage = signs[token]
     if advantage:
         result.margin = min(result.margin, abs(advantage))

@@ -261,7 +261,7 @@ def _first_stage(spec: CorrectionSpec, batch: MicroBatch, measure: Measure) -> R
         old_log_prob=choose_pi_old(spec, batch),
         rollout_log_prob=batch.rollout_log_prob,
         response_mask=batch.policy_mask,
-        segment_ids=batch.turns if measure != "nothing" or "turn" in spec.levels else None,
+        segment_ids=batch.turns if measure != "nothing" or spec.needs_turns else None,
         versions=compute_token_versions(batch.versions, batch.response_mask) if "version" in spec.levels else None,
         constants=_plan(batch).constants if spec.needs_constants else None,
         staleness=compute_staleness(batch),

@@ -275,7 +275,7 @@ class _Rollout:
             "old_log_prob": self.rows["old_log_probs"],
             "rollout_log_prob": self.rows["rollout_log_probs"],
             "response_mask": mask,
-            "segment_ids": turns(mask) if "turn" in spec.levels else None,
+            "segment_ids": turns(mask) if spec.needs_turns else None,
             "versions": compute_token_versions(versions, mask) if by_version else None,
             "staleness": ages,
         }

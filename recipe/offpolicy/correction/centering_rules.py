@@ -92,7 +92,7 @@ def find_unknown(spec: CorrectionParts) -> dict[str, tuple[Any, str]]:
     by_token = spec.all_weights | {f"masks.{name}": mask for name, mask in spec.masks if centers_mask(mask)}
     for name, part in by_token.items():
         if part.when != "any":
-            found[f"{name}.when"] = part.when, "C does not depend on the sign of the advantage."
+            found[f"{name}.when"] = part.when, "C has one factor for all tokens, whatever the advantage and the turn."
         if part.by_staleness is not None:
             found[f"{name}.by_staleness"] = list(part.by_staleness), "C has one pair of bounds for all ages."
     if spec.proximal in (*MU_ITSELF, "loglinear"):

@@ -148,6 +148,12 @@ class CorrectionParts:
         return frozenset(used | {weight.level for weight in self.all_weights.values()})
 
     @property
+    def needs_turns(self) -> bool:
+        """True if a part decides by turn, or applies after a tool's result alone."""
+        parts: list[WeightSpec | MaskSpec] = [*self.all_weights.values(), *(mask for _, mask in self.masks)]
+        return any(part.level == "turn" or part.when == "post_tool" for part in parts)
+
+    @property
     def age_parts(self) -> dict[str, WeightSpec | MaskSpec]:
         """Parts that depend on the age of the weights that sampled a token, by key below ``correction``."""
         parts: dict[str, WeightSpec | MaskSpec] = {

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from .aggregates import AGGREGATES, Aggregate
 from .problem import SpecError
 from .ratios import EXP_CLAMP
-from .signs import MaskWhen, Sign, check_sign_is_read
+from .signs import MaskWhen, Sign, check_sign_is_read, check_tool_is_seen
 from .units import Level
 from .validation import (
     get_usual_bounds,
@@ -50,7 +50,8 @@ class MaskSpec:
         aggregate: number of these tokens that is bounded, a name of ``aggregates.AGGREGATES``.
         lower, upper: inclusive bounds on the aggregate; None leaves a side open.
         when: applies where the advantage is negative, where it is positive, anywhere, or ``outward``: to the tokens
-            with A log r > 0, whose update takes the two policies further apart (VACO).
+            with A log r > 0, whose update takes the two policies further apart (VACO); ``post_tool``: to the tokens
+            after the first tool's result of their row, whatever the advantage.
         sign: whose advantage: ``row`` the mean over the row's valid tokens, ``token`` each token's own.
         delta: the bound as OPSM writes it, lower = exp(-delta) in nats; None when lower and upper were given.
         budget: with ``second_moment``: the tokens of largest (log r)^2 are dropped until the mean over the rest of
@@ -156,6 +157,7 @@ class MaskSpec:
     def _check(self, key: str) -> None:
         proposed = {f"{key}.when": "negative"} if self.budget is None else {f"{key}.sign": "row"}
         check_sign_is_read(self.when, self.sign, key, proposed)
+        check_tool_is_seen(self.when, self.level, self.by_staleness is not None, key)
         scales: dict[str, Any] = {"by_staleness": self.by_staleness, "by_position": self.by_position}
         for name, value in scales.items():
             if value is not None and not self.entry.on_ratio:
@@ -235,7 +237,7 @@ class MaskSpec:
     @property
     def picks_tokens(self) -> bool:
         """True if it applies to some tokens of a unit and not to others, so that its shares are of tokens."""
-        return self.when == "outward" or (self.when != "any" and self.sign == "token")
+        return self.when in ("outward", "post_tool") or (self.when != "any" and self.sign == "token")
 
 
 def _one_way_to_bound(mapping: Mapping[str, Any], chosen: set[str], key: str) -> None:

@@ -197,13 +197,16 @@ def find_applicable(
     rows: RowLayout | None = None,
     *,
     log_ratio: Tensor | None = None,
+    turns: Tensor | None = None,
 ) -> Tensor:
-    """Find the tokens that a mask or weight applies to, by the sign of the row's mean advantage or of each token's own.
+    """Find the tokens that a mask or weight applies to, by the sign of the row's mean advantage or of each token's own,
+    or by their turn.
 
     Args:
         advantages, valid: (B, T), or (N,) packed.
         rows: how they lie; None: padded.
         log_ratio: of their shape, log r of the mask's ratio, 0 off ``valid``; read by ``when=outward`` alone.
+        turns: of their shape, integers from 0 in each row; read by ``when=post_tool`` alone.
 
     Returns:
         Bool that broadcasts against them: (B, 1) where padded and one for a whole row.
@@ -216,6 +219,10 @@ def find_applicable(
     """
     if spec.when == "any":
         return torch.ones_like(valid[..., :1])
+    if spec.when == "post_tool":
+        if turns is None:
+            raise ValueError("when=post_tool without segment_ids: the turns are unknown. Pass segment_ids, (B, T).")
+        return turns > 0
     value = torch.where(valid, advantages.detach(), 0.0)
     if spec.sign == "row":
         rows = detect_layout(valid=valid) if rows is None else rows

@@ -229,8 +229,7 @@ def _check_denominator(spec: CorrectionParts) -> None:
         return
     if late := _find_step_rejection(spec):
         raise SpecError(
-            f"correction.{late} waits for the current policy or the advantages, so that the count would change within "
-            f"a mini-batch.",
+            f"correction.{late} is decided at each gradient step, so that the count would change within a mini-batch.",
             key="correction.denominator",
             value="kept",
             proposed={"correction.denominator": "original"},
@@ -271,8 +270,7 @@ def _check_baseline(spec: CorrectionParts) -> None:
         return
     if late := _find_step_rejection(spec):
         raise SpecError(
-            f"circular: what correction.{late} rejects depends on the current policy or on the very advantages that "
-            f"the baseline makes.",
+            f"circular: what correction.{late} rejects is decided after the advantages, which the baseline makes.",
             key="correction.baseline",
             value="exclude",
             proposed={"correction.baseline": "include"},

@@ -64,6 +64,7 @@ class RolloutStage:
     statistics: dict[str, Statistic]
     sample: TokenSample | None = None
     mismatch: Mismatch | None = None
+    segment_ids: Tensor | None = None
 
 
 @dataclass(frozen=True)

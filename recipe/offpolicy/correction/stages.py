@@ -49,7 +49,7 @@ def rollout_stage(
         old_log_prob: (B, T) log pi_old, any float dtype; see ``proximal_log_prob``.
         rollout_log_prob: (B, T) log mu, any float dtype.
         response_mask: (B, T) bool or 0/1; padding is never read.
-        segment_ids: (B, T) integers, the turn of each token, see ``units.turns``; for level ``turn``.
+        segment_ids: (B, T) integers, the turn of each token, see ``units.turns``; for level ``turn`` and ``post_tool``.
         versions: (B, T) integers, the version of the weights that sampled each token; for level ``version``.
         constants: of the batch that these rows belong to; None: these rows are the whole batch.
         staleness: (B,) integers >= 0, versions of the weights between each row's sampling and its use, or (B, T)
@@ -135,6 +135,7 @@ def rollout_stage(
         statistics=statistics,
         sample=sample,
         mismatch=mismatch,
+        segment_ids=segment_ids,
     )
 
 
@@ -182,6 +183,7 @@ def step_stage(
     if log_r is not None:
         operands |= {"full": (log_rho + log_r, pi, mu), "ppo": (log_r, pi, old)}
 
+    segments = None if stage.segment_ids is None else rows.tokens(stage.segment_ids)
     weight = rows.tokens(stage.weight)
     keep = rows.tokens(stage.keep)
     drops: dict[str, Tensor] = {}
@@ -191,7 +193,7 @@ def step_stage(
             continue
         applied = apply_weight(part, operands[part.ratio][0], stage.units[part.level], valid, 1.0, weight.dtype)
         if part.when != "any":
-            applied = applied.restrict(find_applicable(part, signs, valid, rows))
+            applied = applied.restrict(find_applicable(part, signs, valid, rows, turns=segments))
         weight = applied.weight if applied.at is None else torch.where(applied.at, applied.weight, weight)
         if applied.drop is not None:
             drops[key] = applied.drop
@@ -202,7 +204,7 @@ def step_stage(
             log_value, numerator, denominator = operands[mask.ratio]
             drop = find_outside(mask, log_value, stage.units[mask.level], numerator=numerator, denominator=denominator)
             if mask.when != "any":
-                drop = drop & find_applicable(mask, signs, valid, rows, log_ratio=log_value)
+                drop = drop & find_applicable(mask, signs, valid, rows, log_ratio=log_value, turns=segments)
             drops[f"masks.{name}"] = drop
             keep = keep & ~drops[f"masks.{name}"]
 
@@ -235,7 +237,7 @@ def step_stage(
 def _no_advantages(spec: CorrectionSpec) -> None:
     parts: dict[str, WeightSpec | MaskSpec] = {f"masks.{name}": mask for name, mask in spec.masks}
     for key, part in (parts | spec.all_weights).items():
-        if part.when != "any":
+        if part.when not in ("any", "post_tool"):
             raise ValueError(
                 f"correction.{key}.when={part.when} without advantages: its rows are unknown. "
                 f"Pass advantages, (B, T), or set correction.{key}.when=any."

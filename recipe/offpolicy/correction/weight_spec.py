@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from .problem import SpecError
 from .ratios import EXP_CLAMP
-from .signs import Sign, When, check_sign_is_read
+from .signs import Sign, When, check_sign_is_read, check_tool_is_seen
 from .units import Level
 from .validation import (
     read_bool,
@@ -147,11 +147,12 @@ class WeightSpec:
         weight._check_factors(key)
         weight._check_prefix(key)
         check_sign_is_read(weight.when, weight.sign, key, {f"{key}.sign": "row"})
+        check_tool_is_seen(weight.when, weight.level, weight.by_staleness is not None, key)
         if weight.normalize and weight.needs_step:
             of_policy = weight.ratio != "rollout"
-            moved = "move with the current policy" if of_policy else "wait for the advantages"
             raise SpecError(
-                f"the batch's mean would {moved}, so that the loss would depend on the split into micro-batches.",
+                "the weight is decided at each gradient step, so that the batch's mean would depend on the split into "
+                "micro-batches.",
                 key=f"{key}.normalize",
                 value=True,
                 alongside={f"{key}.ratio": "full"} if of_policy else {f"{key}.when": weight.when},
@@ -215,7 +216,7 @@ class WeightSpec:
     @property
     def picks_tokens(self) -> bool:
         """True if it weighs some tokens of a unit and not others."""
-        return self.when != "any" and self.sign == "token"
+        return self.when == "post_tool" or (self.when != "any" and self.sign == "token")
 
 
 def _read_positive(mapping: Mapping[str, Any], name: str, key: str) -> float:

@@ -58,6 +58,7 @@ def base_gradient(base_loss: BoundLoss, batch: mb.MicroBatch, factor: Tensor) ->
     handed: dict[str, Any] = {
         "old_log_probs": batch.old_log_prob,
         "advantages": batch.advantages,
+        "response_mask": batch.response_mask,
         mb.WEIGHTS: (factor * batch.response_mask).to(batch.log_prob.dtype),
     }
     loss, _ = base_loss(output, batch.data_with(**handed))
@@ -76,6 +77,7 @@ def adapter_gradient(
         SharedPlan(step=moved.plan.step if moved.plan else 1, constants=constants),
         old_log_probs=moved.old_log_prob,
         advantages=moved.advantages,
+        response_mask=moved.response_mask,
         **{mb.ROLLOUT_LOG_PROBS: moved.rollout_log_prob, mb.WEIGHTS: None},
     )
     loss, _ = isolate(adapter, spec)(output, changed)

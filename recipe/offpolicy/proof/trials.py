@@ -64,6 +64,8 @@ def build_weight_trials(spec: WeightSpec, batch: MicroBatch) -> Iterator[Trial]:
     A weight with age-dependent bounds is tried at each age, on the unit of each row's first token. A weight for one
     sign of the advantage is tried with advantages of that sign, of the other, and of both signs in one row.
     """
+    if spec.when == "post_tool":
+        batch = open_second_turn(batch)
     if spec.by_staleness is not None:
         for age, factor in _list_ages(spec.by_staleness):
             bounds = [None if bound is None else bound**factor for bound in (spec.lower, spec.upper)]
@@ -90,7 +92,7 @@ def _build_weight_trials(spec: WeightSpec, batch: MicroBatch) -> Iterator[Trial]
     mean = MEAN_WEIGHT if spec.normalize else 1.0
     constants = BatchConstants(weight_mean=mean)
     units = _number_units(spec.level, batch)
-    hit = _choose_units(units, spec.by_staleness is not None)
+    hit = _choose_units(units, spec.by_staleness is not None, spec)
     # On one token: spread over thousands, the rounding errors would sum to more than the proof tolerates.
     first = hit & _find_unit_starts(units, batch.response_mask)
     size = (
@@ -111,6 +113,9 @@ def _build_weight_trials(spec: WeightSpec, batch: MicroBatch) -> Iterator[Trial]
         return Trial(f"raw {raw:g}" if acts else "", moved, factor, constants)
 
     for raw, weight in demanded.items():
+        if spec.when == "post_tool":
+            yield place(raw, same, hit & (turns(batch.response_mask) > 0), weight)
+            continue
         yield place(raw, same, hit, weight)
         if spec.when != "any":
             yield place(raw, -same, torch.zeros_like(hit), weight)
@@ -123,6 +128,8 @@ def build_mask_trials(name: str, spec: MaskSpec, batch: MicroBatch) -> Iterator[
 
     A mask on age, or with age-dependent bounds, is tried on the unit of each row's first token, the only aged token.
     """
+    if spec.when == "post_tool":
+        batch = open_second_turn(batch)
     if spec.by_staleness is not None:
         for age, factor in _list_ages(spec.by_staleness):
             bounds = [None if bound is None else bound**factor for bound in (spec.lower, spec.upper)]
@@ -150,7 +157,7 @@ def _build_mask_trials(name: str, spec: MaskSpec, batch: MicroBatch) -> Iterator
         if spec.when == "outward":
             for sign in signs:
                 yield _build_mask_trial(spec, batch, constants, side, there, sign, beyond=True, inward=True)
-        if spec.when != "any":
+        if spec.when not in ("any", "post_tool"):
             yield _build_mixed_sign_trial(spec, batch, constants, side, there, signs[0])
 
 
@@ -209,6 +216,8 @@ def _build_mask_trial(
     """Build a trial; ``inward``: where the ratio may have either sign, use the sign that the update reduces."""
     advantages = torch.full_like(batch.log_prob, sign, dtype=torch.float64)
     moved, hit = _place_policies(spec, batch, value, side, advantages, inward=inward)
+    if spec.when == "post_tool":
+        hit = hit & (turns(batch.response_mask) > 0)
     factor = torch.where(hit, 0.0, 1.0) if beyond else torch.ones_like(hit, dtype=torch.float64)
     return Trial(f"side {side:+.0f}" if beyond and not inward else "", moved, factor, constants)
 
@@ -243,9 +252,9 @@ def _place_policies(
     if spec.aggregate == "staleness":
         same = batch.log_prob.double()
         moved = replace_policies(age_first_tokens(batch, int(value)), old=same, mu=same, advantages=advantages)
-        return moved, _choose_units(_number_units(spec.level, moved), True) & mask
+        return moved, _choose_units(_number_units(spec.level, moved), True, spec) & mask
     units = _number_units(spec.level, batch)
-    hit = _choose_units(units, spec.by_staleness is not None) & mask
+    hit = _choose_units(units, spec.by_staleness is not None, spec) & mask
     # The maximum can be low only if all values are.
     first = hit if spec.aggregate == "k1_max" else hit & _find_unit_starts(units, mask)
     looked = advantages.sign()
@@ -433,9 +442,19 @@ def _measure_runs(mask: Tensor) -> Iterator[list[int]]:
         yield list(itertools.islice(lengths, runs))
 
 
-def _choose_units(units: Tensor, aged: bool) -> Tensor:
-    """Choose the units that a trial acts on: every other unit, or the first one of each row if only it is aged."""
-    return units == 0 if aged else units % 2 == 0
+def open_second_turn(batch: MicroBatch) -> MicroBatch:
+    """Turn the second response token of each row into a tool's, so that the tokens after it are a further turn."""
+    mask = batch.response_mask
+    return replace(batch, response_mask=mask & (mask.cumsum(-1) != 2))
+
+
+def _choose_units(units: Tensor, aged: bool, spec: MaskSpec | WeightSpec) -> Tensor:
+    """Choose the units that a trial acts on: every other unit, or the first one of each row if only it is aged.
+
+    Of turns, those after a tool's result if the part applies to no others.
+    """
+    later = spec.when == "post_tool" and spec.level == "turn"
+    return units == 0 if aged else units % 2 == int(later)
 
 
 def _number_units(level: str, batch: MicroBatch) -> Tensor:

@@ -34,7 +34,8 @@ from tests.support.drawn import (
 from tests.support.examples import at_most, few_when_quick
 
 CLEAR = 2e-6  # float32 log-probs are good to that; what is closer to a bound may go either way
-SIGNS = [("any", "row"), *itertools.product(("negative", "positive", "outward"), ("row", "token"))]
+BY_ADVANTAGE = [("any", "row"), *itertools.product(("negative", "positive", "outward"), ("row", "token"))]
+SIGNS = [*BY_ADVANTAGE, ("post_tool", "row")]
 
 
 def rough(seed: int, rows: int = 24, tokens: int = 10, drift: float = 0.15) -> Rows:
@@ -83,7 +84,10 @@ def test_nothing_of_the_vocabulary_is_left_out() -> None:
     assert set(get_args(Level)) == set(LEVELS)
     assert set(get_args(Ratio)) == set(RATIOS)
     assert set(aggregates.AGGREGATES) == {*AGGREGATES, "second_moment", "staleness"}
-    assert set(itertools.product(get_args(MaskWhen), get_args(Sign))) == {*SIGNS, ("any", "token")}  # which is refused
+    assert set(itertools.product(get_args(MaskWhen), get_args(Sign))) == {
+        *SIGNS,
+        *(("any", "token"), ("post_tool", "token")),  # which are refused
+    }
     assert set(get_args(Kind)) == {"gamma", *(kind for kind, *_ in WEIGHT_BOUNDS)}
 
 
@@ -120,12 +124,12 @@ def test_every_mask(level: str, aggregate: str, ratio: str) -> None:
     masks = {
         f"{side}_{when}_{sign}": base | {"when": when, "sign": sign, "lower": lower, "upper": upper}
         for side, lower, upper in (("both", low, high), ("below", low, None), ("above", None, high))
-        for when, sign in SIGNS
+        for when, sign in (BY_ADVANTAGE if level == "prefix" else SIGNS)
         if not (lower is not None and entry.reduce == "each" and entry.one_sided)
         if not (None in (lower, upper) and level == "token" and entry.of_log_ratios and when == "any")
     }
     if entry.of_log_ratios:
-        for when, sign in SIGNS:
+        for when, sign in BY_ADVANTAGE if level == "prefix" else SIGNS:
             masks[f"delta_{when}_{sign}"] = base | {"when": when, "sign": sign, "delta": delta}
     correction = CorrectionSpec.from_mapping({"masks": masks})
     dropped: dict[str, int] = dict.fromkeys(correction.to_mapping()["masks"], 0)
@@ -187,7 +191,7 @@ def test_masks_and_a_weight_at_once() -> None:
     for seed in range(20):
         masks = {}
         for i, (level, aggregate) in enumerate(chooser.sample(pairs, 4)):
-            when, sign = chooser.choice(SIGNS[1:])
+            when, sign = chooser.choice((BY_ADVANTAGE if level == "prefix" else SIGNS)[1:])
             masks[f"part_{i}"] = dict(
                 ratio=chooser.choice(RATIOS), level=level, aggregate=aggregate, when=when, sign=sign
             ) | bounds_of(aggregate)
@@ -201,7 +205,7 @@ def test_every_age(level: str) -> None:
     base: dict[str, Any] = dict(aggregate="staleness", level=level)
     masks = {
         f"{when}_{sign}_{upper}": base | dict(when=when, sign=sign, upper=upper)
-        for when, sign in SIGNS
+        for when, sign in BY_ADVANTAGE
         if when != "outward"
         for upper in (1, 2, 3)
     }

@@ -33,6 +33,20 @@ def test_each_sign_has_a_cap_of_its_own() -> None:
     assert values(step)["weight/truncated_share"] == pytest.approx(4 / 6)
 
 
+def test_a_weight_after_a_tools_result_alone() -> None:
+    """rho = 8 everywhere; 1 before the tool's token, min(8, 2) after it, and kept in any case."""
+    mask, turns = [[1, 0, 1, 1], [1, 1, 1, 1]], [[0, 0, 1, 1], [0, 0, 0, 0]]
+    weights = by_sign(a=TIS | {"when": "post_tool"})
+    step = run(weights, mu=torch.zeros(2, 4), old=[[LOG(8)] * 4] * 2, mask=mask, turns=turns)
+    torch.testing.assert_close(step.weight, torch.tensor([[1.0, 0.0, 2.0, 2.0], [1.0, 1.0, 1.0, 1.0]]))
+    band = {"ratio": "rollout", "level": "sequence", "aggregate": "geometric", "lower": 0.5, "upper": 2.0}
+    masks = CorrectionSpec.from_mapping({"masks": {"m": band | {"when": "post_tool"}}})
+    step = run(masks, mu=torch.zeros(2, 4), old=[[LOG(8)] * 4] * 2, mask=mask, turns=turns)
+    assert step.keep.tolist() == [[True, False, False, False], [True] * 4]
+    with pytest.raises(ValueError, match=r"when=post_tool without segment_ids"):
+        run(masks, mu=torch.zeros(2, 4), old=[[LOG(8)] * 4] * 2)
+
+
 def test_topr_by_hand() -> None:
     """min(prod pi / mu, 1) of rows with A < 0: products 1/4 and 4 give 1/4 and 1; a row with A > 0 keeps weight 1."""
     two, half = LOG(2), LOG(0.5)
@@ -79,12 +93,23 @@ def test_what_weights_by_sign_cannot_have() -> None:
     refused({"weights": {"a": 2.0}}, "correction.weights.a=2.0", "mapping")
     refused({"weights": [TIS]}, "correction.weights=", "mapping", "such as paper/topr")
     refused({"weights": {"min": NEGATIVE}}, "correction.weights.min", "'min'")
-    refused({"weights": {"a": NEGATIVE | {"normalize": True}}}, "correction.weights.a.normalize", "wait for the advant")
+    refused({"weights": {"a": NEGATIVE | {"normalize": True}}}, "correction.weights.a.normalize", "each gradient step")
     refused({"weights": {"a": TIS | {"when": "any", "sign": "token"}}}, "correction.weights.a.sign", "sign=row")
     refused({"weights": {"a": NEGATIVE}, "proximal": "bypass"}, "correction.weights.a.ratio", "count it twice")
     refused({"weights": {"a": NEGATIVE}, "skyrl_compat": True} | mask(), "correction.skyrl_compat", "weights.a")
     reject = NEGATIVE | {"kind": "reject"}
-    refused({"weights": {"a": reject}, "denominator": "kept"} | mask(), "correction.denominator", "weights.a waits")
+    refused(
+        {"weights": {"a": reject}, "denominator": "kept"} | mask(), "correction.denominator", "weights.a is decided"
+    )
+
+
+def test_what_applies_after_a_tools_result_cannot_have() -> None:
+    tool = TIS | {"when": "post_tool"}
+    refused({"weights": {"a": tool | {"sign": "token"}}}, "correction.weights.a.sign", "sign=row")
+    refused({"weights": {"a": tool, "b": NEGATIVE}}, "correction.weights.b.when=", "weights share no token")
+    refused({"weights": {"a": tool | {"by_staleness": [1.0, 2.0]}}}, "correction.weights.a.when=post_tool", "by age")
+    refused({"weights": {"a": tool | {"level": "prefix"}}}, "correction.weights.a.when=post_tool", "a prefix holds")
+    refused(mask(when="post_tool", level="prefix"), "when=post_tool", "a prefix holds")
 
 
 def test_kept_counts_beside_a_weight_that_rejects_nothing() -> None:

@@ -25,7 +25,12 @@ _UNITS: dict[str, ShareOf] = {
     "version": "versions",
     "prefix": "tokens",
 }
-_SIGNS = {"positive": " with A > 0", "negative": " with A < 0", "outward": " with A log r > 0"}
+_SIGNS = {
+    "positive": " with A > 0",
+    "negative": " with A < 0",
+    "outward": " with A log r > 0",
+    "post_tool": " after a tool's result",
+}
 
 
 @dataclass(frozen=True)

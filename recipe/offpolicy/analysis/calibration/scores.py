@@ -232,7 +232,7 @@ def _of_block(part: BoundedPart, block: Block, old: Tensor) -> Scores:
         low, high = compute_extremes(part.spec, units, value, numerator=above, denominator=below)
     else:
         low = high = compute_log_weight(part.spec, value, units)
-    looked = find_applicable(part.spec, block.advantages, valid, log_ratio=value)
+    looked = find_applicable(part.spec, block.advantages, valid, log_ratio=value, turns=block.turn)
     if part.spec.by_staleness is not None:
         # Inside a bound times a factor lies what lies inside the bound once it is divided by it.
         factors = units.choose_by_age(part.spec.by_staleness, torch.float64)

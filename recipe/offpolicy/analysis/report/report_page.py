@@ -93,7 +93,7 @@ def _describe_spec(spec: CorrectionSpec) -> dict[str, str]:
 def _part_text(part: WeightSpec | MaskSpec) -> str:
     bounds = format_bounds({name: getattr(part, name, None) for name in ("lower", "upper", "delta", "budget")})
     kind = part.kind if isinstance(part, WeightSpec) else "mask"
-    when = f", advantage {part.when}" if part.when != "any" else ""
+    when = {"any": "", "post_tool": ", after a tool's result"}.get(part.when, f", advantage {part.when}")
     if isinstance(part, MaskSpec) and part.entry.of_age:
         return f"{kind} on age by {part.level}, {bounds} versions{when}"
     by_age = "" if part.by_staleness is None else f", |log bound| times {json.dumps(part.by_staleness)} by age"

@@ -62,7 +62,7 @@ def defer_histograms(
         if name not in sides:
             continue
         units = partition_units(mask.level, valid, ids.get(mask.level))
-        at = valid & find_applicable(mask, advantages, valid, log_ratio=operands[mask.ratio][0])
+        at = valid & find_applicable(mask, advantages, valid, log_ratio=operands[mask.ratio][0], turns=segment_ids)
         looked = at if mask.picks_tokens else units.greatest(at.double()) > 0
         below, above = _compute_extremes(mask, units, *operands[mask.ratio])
         lower, upper = mask.limits
