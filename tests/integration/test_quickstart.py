@@ -95,6 +95,23 @@ def test_truncated_sampling_stays_on_policy_where_its_support_is_replayed(
 
 
 @pytest.mark.extended
+@pytest.mark.verl("==0.9.1")
+@pytest.mark.parametrize("use_v1", ["true", "false"])
+def test_scores_are_centred_by_the_likeliest_tokens_of_vllm(use_v1: str, run_program: Callable[..., Any]) -> None:
+    overrides = ["correction=[gsm,paper/score_centering]", "offpolicy.shadow=[tis_token]", f"trainer.use_v1={use_v1}"]
+    steps = ["trainer.total_training_steps=2", "trainer.val_before_train=false", "trainer.test_freq=-1"]
+    finished = run_program([*QUICKSTART, *overrides, *steps], limit=LIMIT, cwd=ROOT, **environment())
+    assert finished.returncode == 0, finished.output[-3000:]
+    assert "score centering LIVE: log-probs of the 20 likeliest tokens" in finished.output
+    assert "masks.gsm, centering LIVE in the gradient" in finished.output
+    for step in metrics_by_step(finished.output).values():
+        # 20 ids of 2 bytes, 20 float32, and their number.
+        assert step["offpolicy/centering/bytes_a_token"] == 121.0
+        assert step["offpolicy/centering/head_mass"] > 0.99
+        assert 0 <= step["offpolicy/drift/tis_token/mean"] < step["offpolicy/drift/mean"] < 0.2
+
+
+@pytest.mark.extended
 def test_a_model_with_a_tensor_larger_than_the_default_bucket_trains(
     run_program: Callable[..., Any], tmp_path: Path
 ) -> None:

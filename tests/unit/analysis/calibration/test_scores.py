@@ -57,3 +57,28 @@ def test_a_mean_distance_moves_as_a_ratio() -> None:
     assert scores["masks.nemo"].high == pytest.approx([0.5], rel=1e-6)
     assert part.compute_values_at(0.5) == pytest.approx({"upper": 1.6487}, rel=1e-4)
     assert part.side == "upper"
+
+
+def test_a_mask_after_a_tools_output_looks_at_those_tokens() -> None:
+    """One row of two turns, by a tool's token between them: the second turn's two tokens."""
+    mu = np.full(4, -2.0, dtype=np.float32)
+    rho = np.array([0.5, 0.0, 0.1, 0.3], dtype=np.float32)
+    mask, turn = np.array([True, False, True, True]), np.array([0, 0, 1, 1], dtype=np.int16)
+    rows = drawn_rows([4], rollout_log_prob=mu, old_log_prob=mu + rho, response_mask=mask, turn=turn)
+    correction = spec(None, tool=band(0.9, 1.2, aggregate="product", level="token", when="post_tool"))
+    (part,) = list_parts(correction)
+    scores, _ = compute_scores([Step(rows, NONE, ())], correction, [part])
+    assert (part.share_of, part.looks_at) == ("tokens", "tokens after a tool's result")
+    found = scores["masks.tool"]
+    looked = {round(float(high), 3): bool(at) for high, at in zip(found.high, found.looked, strict=True)}
+    assert looked == {0.5: False, 0.1: True, 0.3: True}
+
+
+def test_a_prefix_is_scored_by_the_bound_of_its_first_token() -> None:
+    """Bounds grow with sqrt t, so that sums of 0.3 and 0.6 ask for bounds of 0.3 and 0.6 / sqrt 2."""
+    mu = np.full(2, -2.0, dtype=np.float32)
+    rows = drawn_rows([2], rollout_log_prob=mu, old_log_prob=mu + np.float32(0.3))
+    mask = band(0.9, 1.2, aggregate="product", level="prefix") | {"by_position": 0.5}
+    (part,) = list_parts(correction := spec(None, ctpo=mask))
+    scores, _ = compute_scores([Step(rows, NONE, ())], correction, [part])
+    assert sorted(scores["masks.ctpo"].high.tolist()) == pytest.approx([0.3, 0.6 / 2**0.5], rel=1e-5)

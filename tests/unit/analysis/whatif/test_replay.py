@@ -53,6 +53,25 @@ SPECS = {
         nemo=band(None, 1.25, aggregate="exp_abs_mean"),
     ),
     "skyrl": replace(spec(TIS, gsm=WIDE, icepop=band(0.8, 1.2, level="token", aggregate="any")), skyrl_compat=True),
+    "prefix": spec(
+        TIS | {"level": "prefix", "aggregate": "minimum", "upper": 1.01},
+        veto=band(0.97, None, level="prefix", aggregate="any", when="negative"),
+        growing=band(0.99, 1.01, level="prefix", aggregate="geometric") | {"by_position": -0.5},
+    ),
+    "gamma": CorrectionSpec.from_mapping(
+        {
+            "weights": {
+                when: {"level": "sequence", "kind": "gamma", "power": power, "rate": rate, "when": when}
+                for when, power, rate in (("positive", 2.0, 3.0), ("negative", 3.0, 2.0))
+            }
+        }
+    ),
+    "after a tool": CorrectionSpec.from_mapping(
+        {
+            "weights": {"tool": TIS | {"kind": "reject", "lower": 0.98, "upper": 1.02, "when": "post_tool"}},
+            "masks": {"tool": WIDE | {"when": "post_tool"}},
+        }
+    ),
     "version": spec(TIS | {"level": "version"}),
     "age": spec(
         TIS | {"by_staleness": [0.5, 1.0, 2.0]}, stale={"aggregate": "staleness", "level": "token", "upper": 2}
