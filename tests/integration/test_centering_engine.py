@@ -183,15 +183,16 @@ def test_the_gradient_is_the_stated_formulas(
         assert_close(found, sampler.enumerate_gradient(model, plain, size), 1e-5)
 
 
+@pytest.mark.parametrize("size", [1, 2, 8])
 @pytest.mark.parametrize("plain", [{}, TRUNCATED, ICEPOP, MASKED, GSM], ids=["none", "tis", "icepop", "mask", "gsm"])
-def test_it_is_proved_live(worker: Any, sampler: Sampler, plain: dict[str, Any]) -> None:
+def test_it_is_proved_live(worker: Any, sampler: Sampler, plain: dict[str, Any], size: int) -> None:
     from recipe.offpolicy.proof.verify import verify
     from recipe.offpolicy.worker.metrics import take_packets
 
-    metrics, _ = tw.gradients(worker, correct(plain, 8, prove=True), sampler.batch(8), micro_batch_size=4)
+    metrics, _ = tw.gradients(worker, correct(plain, size, prove=True), sampler.batch(size), micro_batch_size=4)
     packets = take_packets(metrics)
     rows = [row for packet in packets for row in packet.rows]
-    spec = CorrectionSpec.from_mapping({**plain, "centering": 8})
+    spec = CorrectionSpec.from_mapping({**plain, "centering": size})
     assert verify(packets, spec, sampled_rows=rows)["proved"] == 1.0
     errors = [packet.proof.shifts["centering"].error for packet in packets if packet.proof]
     assert len(errors) == 2
@@ -243,6 +244,7 @@ def swap(values: Any) -> Any:
 
 FAULTS = {
     "missing": (lambda notes: [None, *notes[1:]], "arrived without"),
+    "missing in a whole micro-batch": (lambda notes: [None, None, *notes[2:]], "arrived without"),
     "of another row": (lambda notes: [notes[1], notes[0], *notes[2:]], "arrived"),
     "two ids swapped": (alter(2, ids=swap), "checksums differ"),
     "two log-probs swapped": (alter(2, log_probs=swap), "checksums differ"),
@@ -259,7 +261,7 @@ def test_likeliest_tokens_that_changed_stop_the_update(worker: Any, sampler: Sam
 
     change, said = FAULTS[what]
     with pytest.raises(CenteringError, match=said):
-        tw.gradients(worker, correct({}, 8), sampler.batch(8, change))
+        tw.gradients(worker, correct({}, 8, prove=True), sampler.batch(8, change), micro_batch_size=2)
 
 
 def test_another_mu_than_that_of_the_likeliest_stops_the_update(
@@ -281,3 +283,66 @@ def test_a_run_that_no_engine_centres_is_told(worker: Any, sampler: Sampler) -> 
     tu.assign_non_tensor(data, **{FLAG: False})
     with pytest.raises(KeyError, match=r"correction\.centering=null"):
         tw.gradients(worker, correct({}, 8), data)
+
+
+def test_logits_that_are_not_those_of_the_log_probs_stop_the_update(
+    worker: Any, sampler: Sampler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from recipe.offpolicy.centering import centering_engine
+    from recipe.offpolicy.centering.centering_tally import CenteringError
+
+    compute = centering_engine.compute_log_probs
+    monkeypatch.setattr(centering_engine, "compute_log_probs", lambda *given: compute(*given) + 0.5)
+    with pytest.raises(CenteringError, match="pi sums to 1"):
+        tw.gradients(worker, correct({}, tw.VOCABULARY), sampler.batch(tw.VOCABULARY))
+
+
+def test_a_token_without_mu_adds_nothing(worker: Any, sampler: Sampler, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [row.clone() for row in sampler.rows.rollout_log_probs]
+    (place,) = find_unlikely(sampler, 1, row=2)
+    rows[2][place] = torch.nan
+    masks = [mask.clone() for mask in sampler.rows.response_mask]
+    masks[2][place] = 0
+    _, found = train(worker, sampler, monkeypatch, rollout_log_probs=rows)
+    count = sum(int(mask.sum()) for mask in masks)
+    _, without = train(worker, sampler, monkeypatch, response_mask=masks)
+    expected = {name: gradient * count / (count + 1) for name, gradient in without.items()}
+    assert_close(found, expected, 1e-5)
+
+
+def find_unlikely(sampler: Sampler, size: int, row: int) -> list[int]:
+    """The first sampled token of a row that is not among its likeliest ones."""
+    own = sampler.log_q[row].topk(size).indices == sampler.rows.responses[row][:, None]
+    return (~own.any(-1)).nonzero()[:1, 0].tolist()
+
+
+def train(worker: Any, sampler: Sampler, monkeypatch: pytest.MonkeyPatch, **columns: Any) -> Any:
+    with monkeypatch.context() as patched:
+        patched.setattr(sampler, "rows", replace(sampler.rows, **columns))
+        return tw.gradients(worker, correct({}, 1, prove=True), sampler.batch(1))
+
+
+def test_a_policy_without_a_tail_is_no_fault(worker: Any, sampler: Sampler) -> None:
+    """rho of thousands: rounding of C is relative to its coefficients."""
+    from recipe.offpolicy.batch import micro_batch as mb
+    from recipe.offpolicy.batch.likeliest_tokens import LOG_PROBS
+    from recipe.offpolicy.worker.metrics import take_packets
+
+    loss = correct({}, 1, prove=True)
+
+    class Peaked(type(loss)):  # type: ignore[misc]
+        """Moves the policy's mass to the likeliest token of each position."""
+
+        def __call__(self, model_output: Any, data: Any, dp_group: Any = None) -> Any:
+            given = model_output[LOG_PROBS]
+            values = mb.flatten(given)
+            moved = values - values.detach() - 1e-7
+            changed = torch.nested.nested_tensor_from_jagged(moved, given.offsets())
+            return super().__call__({**model_output, LOG_PROBS: changed}, data, dp_group)
+
+    loss.__class__ = Peaked
+    metrics, _ = tw.gradients(worker, loss, sampler.batch(1))
+    (proof,) = [packet.proof for packet in take_packets(metrics)]
+    assert proof is not None
+    assert proof.gradient_error is not None
+    assert proof.gradient_error < 1e-6

@@ -67,7 +67,8 @@ def compute_centering_term(
     """
     coefficients = _coefficients(spec, likeliest)
     centred = {f"masks.{name}" for name, mask in spec.masks if centers_mask(mask)} | set(spec.all_weights)
-    kept = batch.policy_mask
+    # As the policy term does, C leaves out tokens without mu or pi_old.
+    kept = batch.policy_mask & torch.isfinite(batch.rollout_log_prob + batch.old_log_prob)
     for part, drop in step.rejected.items():
         kept = kept if part in centred else kept & ~drop
     factor = torch.where(kept, batch.advantages.detach(), 0.0)

@@ -74,9 +74,9 @@ class CenteringEngine:
         likeliest = lay_out_supports(micro_batch, layout, logits.shape[-1])
         tokens = micro_batch["input_ids"].values()[likeliest.places]
         responses = ResponseTokens.of(micro_batch, layout.offsets)
-        self._tally.add(likeliest, tokens, responses, micro_batch[MU], log_probs.values().detach())
         values = log_probs.values()
         laid = compute_log_probs(logits, output_args, layout, likeliest, tokens, values)
+        self._tally.add(likeliest, tokens, responses, micro_batch[MU], values.detach(), laid.detach())
         # The loss gets the sampled log-probs as a tensor of their own, at which the proof sees its gradient alone.
         found["log_probs"] = _nest(values.view_as(values), log_probs)
         found[LOG_PROBS] = _nest(_spread(laid, likeliest, len(values)), log_probs)
@@ -91,6 +91,9 @@ def _nest(values: Tensor, like: Any) -> Tensor:
 
 def _spread(values: Tensor, likeliest: BatchSupports, total: int, fill: float = 0.0) -> Tensor:
     """Put values of the tokens, (n, K), one position before each: (total, K)."""
+    if not values.shape[1]:
+        # Rows without likeliest tokens; the tally says so at the end of the mini-batch.
+        values = torch.nn.functional.pad(values, (0, 1), value=fill)
     laid = values.new_full((total, values.shape[1]), fill)
     return laid.index_put((likeliest.places - 1,), values)
 
@@ -105,7 +108,8 @@ def compute_log_probs(
 ) -> Tensor:
     """Compute log p of the likeliest tokens: the sampled token's log-prob plus the difference of their logits.
 
-    The forward pass makes no further tensor of vocabulary size; the gradient of the logits is one.
+    The forward pass makes no further tensor of vocabulary size, unless verl's log-probs have less than 32 bits; the
+    gradient of the logits is one.
 
     Args:
         logits: (..., V) of the whole forward.
@@ -122,12 +126,16 @@ def compute_log_probs(
     else:
         temperature = output_args["temperature"][likeliest.rows]
     dtype = torch.promote_types(logits.dtype, torch.float32)
-    scale = temperature.to(dtype).clamp(min=1e-8)[:, None]
+    # In the logits' dtype, as verl divides: a difference in rounding would change the mass of all likeliest tokens.
+    scale = temperature.clamp(min=1e-8).to(logits.dtype)[:, None]
     flat = logits.reshape(-1, logits.shape[-1])
     ids = torch.cat([tokens[:, None], likeliest.ids.clamp(min=0)], 1)
-    chosen = flat[places[:, None], ids].to(dtype) / scale
-    found = log_probs[before].to(dtype)[:, None] + chosen[:, 1:] - chosen[:, :1]
-    return torch.where(likeliest.ids >= 0, found, 0.0)
+    chosen = (flat[places[:, None], ids] / scale).to(dtype)
+    if log_probs.dtype == dtype:
+        norm = chosen[:, :1] - log_probs[before][:, None]
+    else:
+        norm = (flat[places] / scale).to(dtype).logsumexp(-1, keepdim=True)
+    return torch.where(likeliest.ids >= 0, chosen[:, 1:] - norm, 0.0)
 
 
 def install_centering(worker: Any) -> None:

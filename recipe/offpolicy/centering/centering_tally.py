@@ -51,7 +51,7 @@ class CenteringTally:
     _masses: list[Tensor] = field(default_factory=list)
 
     def add(
-        self, likeliest: BatchSupports, tokens: Tensor, responses: ResponseTokens, mu: Tensor, like: Tensor
+        self, likeliest: BatchSupports, tokens: Tensor, responses: ResponseTokens, mu: Tensor, like: Tensor, pi: Tensor
     ) -> None:
         """Add one forward.
 
@@ -59,6 +59,7 @@ class CenteringTally:
             tokens: (n,) int64, the sampled tokens.
             mu: column of the responses.
             like: (total,), in the layout of the tokens.
+            pi: (n, K) log pi of the likeliest tokens.
         """
         self.bytes += likeliest.bytes
         trained, noted = (torch.zeros_like(like, dtype=torch.bool) for _ in range(2))
@@ -75,6 +76,7 @@ class CenteringTally:
             (likeliest.rows,), torch.ones_like(likeliest.rows, dtype=torch.bool)
         )
         masses = likeliest.log_probs.double().exp().sum(-1) * there
+        of_pi = pi.double().exp().mul(likeliest.ids >= 0).sum(-1) * there
         self._counts.append(
             torch.stack(
                 [
@@ -88,7 +90,8 @@ class CenteringTally:
                 ]
             )
         )
-        self._masses.append(torch.stack([masses.sum(), torch.cat([masses, masses.new_zeros(1)]).max()]))
+        largest = [torch.cat([each, each.new_zeros(1)]).max() for each in (masses, of_pi)]
+        self._masses.append(torch.stack([masses.sum(), *largest]))
 
     def report(self) -> CenteringReport:
         """Copy the counts to the host.
@@ -98,7 +101,7 @@ class CenteringTally:
         """
         counts = torch.stack(self._counts).sum(0).tolist() if self._counts else [0] * len(_COUNTS)
         found = dict(zip(_COUNTS, counts, strict=True))
-        masses = torch.stack(self._masses) if self._masses else torch.zeros(1, 2, dtype=torch.float64)
+        masses = torch.stack(self._masses) if self._masses else torch.zeros(1, 3, dtype=torch.float64)
         if found["lacking"]:
             raise CenteringError(
                 f"{found['lacking']} of {found['tokens']} tokens in the loss arrived without the likeliest tokens of "
@@ -119,6 +122,11 @@ class CenteringTally:
                 f"mu sums to {largest:.4f} over the likeliest tokens of a position: these are not log-probs of a "
                 f"distribution. Fix: set actor_rollout_ref.rollout.logprobs_mode=processed_logprobs, or "
                 f"correction.centering=null."
+            )
+        if (largest := float(masses[:, 2].max())) > 1 + MASS:
+            raise CenteringError(
+                f"pi sums to {largest:.4f} over the likeliest tokens of a position: the model's logits are not those "
+                f"of its log-probs. Fix: find the code that changes one of them, or set correction.centering=null."
             )
         return CenteringReport(
             tokens=found["tokens"],

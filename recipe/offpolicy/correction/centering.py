@@ -31,8 +31,10 @@ def select_token_parts(spec: CorrectionParts) -> CorrectionSpec:
         >>> select_token_parts(CorrectionSpec(proximal="reuse")).is_none
         True
     """
+    # Weights that share no token and do not depend on the advantage are at most one.
     return CorrectionSpec(
-        weight=spec.weight, masks=tuple((name, mask) for name, mask in spec.masks if centers_mask(mask))
+        weight=next(iter(spec.all_weights.values()), None),
+        masks=tuple((name, mask) for name, mask in spec.masks if centers_mask(mask)),
     )
 
 

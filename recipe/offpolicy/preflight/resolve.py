@@ -246,6 +246,10 @@ def _resolve_fallbacks(config: DictConfig) -> None:
                 value=options,
             )
         correction = stacked | {each: value for each, value in given.items() if value is not None}
+        try:
+            CorrectionSpec.from_mapping(correction)
+        except SpecError as error:
+            raise SpecError(error.problem.statement, "Name another one.", key=key, value=options) from error
         with open_dict(config):
             config.offpolicy.alarms[name].fallback = {"options": options, "correction": correction}
 

@@ -74,16 +74,16 @@ def place_masses(spec: CorrectionSpec, like: Tensor) -> tuple[Tensor, Tensor]:
     Args:
         like: (..., K), shape of the result.
     """
-    ratios = [1.0, 0.6, 1.7]
+    ratios = []
     for each in (spec.weight, *(mask for _, mask in spec.masks)):
-        for bound in (None if each is None else each.lower, None if each is None else each.upper):
+        for bound in (None if each is None else each.upper, None if each is None else each.lower):
             if bound is not None and 0 < bound < 1e3:
                 ratios += [1.3 * bound, bound / 1.3]
+    ratios += [1.7, 0.6, 1.0]
     count = like.shape[-1]
-    chosen = torch.tensor([ratios[place % len(ratios)] for place in range(count)], dtype=torch.float64)
     # Positions begin with another ratio each, so that few tokens show all bounds.
-    shifts = torch.arange(like.numel() // count) % len(ratios)
-    table = torch.stack([chosen.roll(int(shift)) for shift in range(len(ratios))])[shifts].reshape(like.shape)
+    turns = torch.arange(like.numel() // count)[:, None] + torch.arange(count)
+    table = torch.tensor(ratios, dtype=torch.float64)[turns % len(ratios)].view(like.shape)
     # The masses of both sum to less than 1/2.
     p = torch.full_like(table, min(0.4, 0.4 * min(ratios)) / count)
     return p.log().float(), (p / table).log().float()

@@ -125,7 +125,7 @@ def expect_centering(adapter: CorrectedLoss, batch: mb.MicroBatch, step: StepSta
     """Expect the gradient at the log-probs of the likeliest tokens: the output, the gradient, and its scale."""
     spec, output = adapter.spec, batch.model_output
     by_token = {name for name, _ in select_token_parts(spec).masks}
-    kept = batch.policy_mask
+    kept = batch.policy_mask & torch.isfinite(batch.rollout_log_prob) & torch.isfinite(batch.old_log_prob)
     for part, drop in step.rejected.items():
         if part.startswith("masks.") and part.removeprefix("masks.") not in by_token:
             kept = kept & ~drop
@@ -133,7 +133,10 @@ def expect_centering(adapter: CorrectedLoss, batch: mb.MicroBatch, step: StepSta
     coefficients = expect_coefficients(
         select_token_parts(spec), mb.flatten(output[LOG_PROBS]), mb.flatten(output[ROLLOUT_LOG_PROBS])
     )
-    return output[LOG_PROBS], batch.spread(pull).double()[:, None] * coefficients, pull.abs().max()
+    demanded = batch.spread(pull).double()[:, None] * coefficients
+    # Rounding grows with the coefficients, which have no bound where the policy has no tail.
+    scale = torch.cat([pull.flatten(), demanded.flatten()]).abs().max()
+    return output[LOG_PROBS], demanded, scale
 
 
 def try_centering(adapter: CorrectedLoss, spec: CorrectionSpec, batch: mb.MicroBatch) -> ShiftResult:

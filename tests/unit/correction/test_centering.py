@@ -41,6 +41,10 @@ FACTORS: dict[str, tuple[dict[str, Any], Any]] = {
         weight("truncate", None, 1.3) | mask("product", 0.5, 2.0),
         lambda r: r.clamp(max=1.3) * ((r >= 0.5) & (r <= 2.0)),
     ),
+    "by a name": (
+        {"weights": {"w": dict(level="token", kind="reject", lower=0.7, upper=1.3, when="any")}},
+        lambda r: r * ((r >= 0.7) & (r <= 1.3)),
+    ),
     "a sequence's mask": ({"masks": {"gsm": GSM}}, lambda r: torch.ones_like(r)),
 }
 
@@ -109,7 +113,8 @@ def test_the_proof_expects_what_the_loss_computes(name: str, size: int) -> None:
     values[3:5, size // 2 :] = -torch.inf
     parts = CorrectionSpec.from_mapping(plain)
     found = compute_coefficients(parts, log_p, values)
-    by_token = CorrectionSpec(weight=parts.weight, masks=tuple(m for m in parts.masks if m[1].level == "token"))
+    (weight,) = parts.all_weights.values() or (None,)
+    by_token = CorrectionSpec(weight=weight, masks=tuple(m for m in parts.masks if m[1].level == "token"))
     assert torch.allclose(found, expect_coefficients(by_token, log_p, values), rtol=0, atol=1e-12)
 
 

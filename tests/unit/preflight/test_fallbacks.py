@@ -78,6 +78,9 @@ def test_score_centering_holds_for_the_fallback_and_does_not_begin_with_it(folde
     assert fallback.centering == 8
     with pytest.raises(SpecError, match="requests them from its start"):
         resolved(folder, "correction=gsm", f"{KEY}.fallback=[tis_token,paper/score_centering]")
+    with pytest.raises(SpecError) as refused:
+        resolved(folder, "correction=gsm", f"{KEY}.fallback=tis_sequence", "correction.centering=8")
+    assert (refused.value.problem.key, refused.value.problem.value) == (f"{KEY}.fallback", ["tis_sequence"])
 
 
 def test_resolving_twice_changes_nothing(folder: Path) -> None:

@@ -468,6 +468,15 @@ CASES: dict[tuple[Check, str], list[tuple[str, ...]]] = {
         ("centred; KL in reward",),
         ("centred; model.use_fused_kernels=true", "ERROR model.use_fused_kernels: =false"),
         ("centred; actor.strategy=megatron", "ERROR actor.strategy"),
+        ("centred; rollout.name=vllm",),
+        ("centred; rollout.name=sglang", "ERROR rollout.name: =vllm"),
+        ("a support; rollout.name=trtllm", "ERROR rollout.name: =vllm"),
+        (
+            "centred; actor.policy_loss.loss_mode=sapo",
+            "ERROR actor.loss_agg_mode: =seq-mean-token-mean",
+        ),
+        ("centred; actor.policy_loss.loss_mode=sapo; actor.loss_agg_mode=seq-mean-token-mean",),
+        ("centred; actor.policy_loss.loss_mode=gspo",),
     ],
     (rollout.check_support, "0.9.0"): [
         ("a support; V0", "ERROR correction.support"),

@@ -22,6 +22,7 @@ from ...support.support_settings import CENTERING, SUPPORT
 from ..composed import (
     ACTOR,
     ENGINE,
+    LOSS_MODE,
     MODEL,
     MU_KEY,
     NAME,
@@ -51,6 +52,7 @@ _VARIABLES = {"sglang": "SGLANG_RETURN_ORIGINAL_LOGPROB", "trtllm": "TLLM_USE_TO
 _SAMPLER, _SAMPLER_OF_VERL = f"{ROLLOUT}.engine_kwargs.trtllm.sampler_type", "TRTLLMSampler"
 _BUCKET = f"{ROLLOUT}.checkpoint_engine.update_weights_bucket_megabytes"
 _AGENT = f"{ROLLOUT}.agent"
+_AGGREGATION = f"{ACTOR}.loss_agg_mode"
 _FILE, _DEFAULT = f"{_AGENT}.agent_loop_config_path", f"{_AGENT}.default_agent_loop"
 _MANAGER, _OWN = f"{_AGENT}.agent_loop_manager_class", "recipe.offpolicy.extensions."
 """Managers of extensions run verl's loops."""
@@ -179,6 +181,10 @@ def check_support(run: Composed) -> Iterator[Problem]:
             yield run.problem(SUPPORT, reason, fix, (), (SUPPORT_PART,), "NO-OP", value=run.spec.support)
     elif run.spec.centering is not None:
         yield from _check_likeliest(run, CENTERING, run.spec.centering, "centering", OF_CENTERING)
+        mean = run.path.attributes.find_policy_aggregation(run.get(LOSS_MODE), run.actor.loss_agg_mode)
+        if mean != run.actor.loss_agg_mode:
+            reason = f"loss_mode {run.get(LOSS_MODE)} takes {mean} whatever this is, and the centering term takes this."
+            yield run.problem(_AGGREGATION, reason, "", {_AGGREGATION: mean}, ("centering",))
 
 
 def _check_likeliest(
