@@ -19,7 +19,7 @@ from ..extensions.add_on import AddOn
 from ..proof.verify import LivenessError
 from ..support.client import note_supports
 from ..support.support_server import serve_supports
-from ..support.support_settings import SupportSettings
+from ..support.support_settings import CENTERING, SupportSettings
 from ..support.support_verdict import take_reports
 from .centering_engine import FLAG, REPORT, install_centering
 from .centering_tally import CenteringReport
@@ -47,7 +47,7 @@ class ScoreCentering(AddOn):
         return install_centering
 
     def rollout_client(self, client: Any) -> Any:
-        return note_supports(client)
+        return note_supports(client, CENTERING)
 
     def batch_flags(self) -> dict[str, Any]:
         return {FLAG: True}

@@ -9,6 +9,7 @@ from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServer
 
 from ..staleness.client import VersionedClient
 from .support_notes import NOTE, SupportNote
+from .support_settings import SUPPORT
 from .token_supports import TokenSupports
 from .truncated_softmax import SupportError
 
@@ -70,8 +71,11 @@ _NOTING: dict[type, type[SupportAttempts]] = {
 }
 
 
-def note_supports(client: LLMServerClient) -> LLMServerClient:
+def note_supports(client: LLMServerClient, key: str = SUPPORT) -> LLMServerClient:
     """Replace a client by one that records supports.
+
+    Args:
+        key: names in errors what needs them.
 
     Raises:
         SupportError: it is not one of verl's clients, or resumed rows can have the same request id.
@@ -79,7 +83,7 @@ def note_supports(client: LLMServerClient) -> LLMServerClient:
     if (kind := _NOTING.get(type(client))) is None:
         raise SupportError(
             f"the client of the rollout servers is {type(client).__name__}, but supports are recorded only for verl's "
-            f"own clients. Fix: use verl's client, or set correction.support=null."
+            f"own clients. Fix: use verl's client, or set {key}=null."
         )
     noting: Any = kind.__new__(kind)
     noting.__dict__.update(vars(client))
@@ -87,6 +91,6 @@ def note_supports(client: LLMServerClient) -> LLMServerClient:
     if noting.shares_ids and kind is not SupportAttempts:
         raise SupportError(
             "with full_determinism different sequences have the same request id, so a resumed request is ambiguous. "
-            "Fix: set actor_rollout_ref.rollout.full_determinism=false, or correction.support=null."
+            f"Fix: set actor_rollout_ref.rollout.full_determinism=false, or {key}=null."
         )
     return noting

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -44,3 +45,10 @@ def test_an_update_without_a_report_stops_the_run_and_one_without_tokens_does_no
     empty = CenteringReport(0, 0, 0, 0, 0, 0.0)
     centering.on_update({"offpolicy_centering_report": [empty]}, None)
     assert math.isnan(centering.metrics()["offpolicy/centering/head_mass"])
+
+
+def test_a_client_that_is_not_verls_is_refused_by_the_key_that_needs_it() -> None:
+    from recipe.offpolicy.support.truncated_softmax import SupportError
+
+    with pytest.raises(SupportError, match=r"or set correction\.centering=null"):
+        add_on().rollout_client(SimpleNamespace())
