@@ -17,7 +17,10 @@ from .moved_options import explain_moved
 
 PROVIDER = "offpolicy"
 """Name of this package's folder in Hydra's search path."""
-GROUPS = ("correction", "length_penalty", "offpolicy", "opd", "pass_at_k", "process_reward")
+GROUPS = (
+    *("correction", "ess_lr", "length_penalty", "offpolicy"),
+    *("opd", "optimal_baseline", "pass_at_k", "process_reward"),
+)
 """Groups whose options need these sections."""
 SECTIONS = "offpolicy_base"
 _OF_FSDP = "router_replay/dp"

@@ -33,6 +33,7 @@ class Release:
         fsdp_replay: its V1 trainer and its FSDP engine support routing replay.
         watched_replay: routes that its Megatron engine replays under the V1 trainer can be read in the routers.
         truncated_support: its rollout servers and its FSDP engine support replay of truncated sampling's support.
+        scales_lr: the learning rate of its FSDP engine's optimizer can follow the effective sample size.
         aggregates_gspo_by_key: its loss gspo follows ``loss_agg_mode``; otherwise it is always ``seq-mean-token-mean``.
         separate_programs: it has fully_async_policy and one_step_off_policy.
         large_tensors: a tensor larger than the bucket of the weight sync is sent by its own CUDA handle.
@@ -55,6 +56,7 @@ class Release:
     fsdp_replay: bool = True
     watched_replay: bool = True
     truncated_support: bool = True
+    scales_lr: bool = True
     aggregates_gspo_by_key: bool = True
     separate_programs: bool = True
     large_tensors: bool = True
@@ -84,6 +86,7 @@ RELEASES = (
         fsdp_replay=False,
         watched_replay=False,
         truncated_support=False,
+        scales_lr=False,
         aggregates_gspo_by_key=False,
         separate_programs=False,
         large_tensors=False,
@@ -100,6 +103,7 @@ RELEASES = (
         fsdp_replay=False,
         watched_replay=False,
         truncated_support=False,
+        scales_lr=False,
         aggregates_gspo_by_key=False,
         merged_lora=False,
         sglang_adapters=("fsdp",),
@@ -115,6 +119,7 @@ RELEASES = (
         fsdp_replay=False,
         watched_replay=False,
         truncated_support=False,
+        scales_lr=False,
         aggregates_gspo_by_key=False,
         sglang_adapters=("fsdp",),
     ),

@@ -53,6 +53,7 @@ RUNS: dict[str, tuple[str, ...]] = {
     "routing replay": ("model=moe", "actor_rollout_ref.actor.fsdp_config.router_replay.mode=R3"),
     "support replay": ("actor_rollout_ref.rollout.top_p=0.9", "correction.support=engine"),
     "length penalty and pass@k": ("length_penalty=group", "pass_at_k=loo"),
+    "optimal baseline and learning rate": ("optimal_baseline=leave_one_out", "ess_lr=sqrt"),
     "process rewards": ("process_reward=prefix_value",),
     "process rewards, separate": ("process_reward=prefix_value", SEPARATE),
     "distillation": ("opd=advantage",),
@@ -80,7 +81,11 @@ def check_healthy(steps: Sequence[Mapping[str, float]], expected: Iterable[int])
         name.removeprefix("offpolicy/live/"): value for name, value in steps[-1].items() if "offpolicy/live/" in name
     }
     assert last["delivery"] == last["own_rows"] == last["factor"] == 1.0, last
-    sections = [last[name] for name in ("length_penalty", "pass_at_k", "process_reward", "opd") if name in last]
+    sections = [
+        last[name]
+        for name in ("ess_lr", "length_penalty", "pass_at_k", "optimal_baseline", "process_reward", "opd")
+        if name in last
+    ]
     assert set(sections) <= {1.0}, last
     # A seal is 12 bytes, and the columns of a correction have at most 96 a row.
     assert 3.0 <= last["sealed"] <= (8.0 if not sections else 16.0), last

@@ -94,8 +94,8 @@ def report_of(metrics: dict[str, Any]) -> Any:
 
 
 def reports_of(metrics: dict[str, Any]) -> list[Any]:
+    from recipe.offpolicy.batch.reports import take_reports
     from recipe.offpolicy.replay.fsdp_engine import REPORT
-    from recipe.offpolicy.replay.verdict import take_reports
 
     return take_reports(metrics, REPORT)
 

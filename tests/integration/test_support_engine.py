@@ -99,8 +99,8 @@ def responses(output: TensorDict, data: TensorDict, name: str = "log_probs") -> 
 
 
 def report_of(metrics: dict[str, Any]) -> Any:
+    from recipe.offpolicy.batch.reports import take_reports
     from recipe.offpolicy.support.fsdp_engine import REPORT
-    from recipe.offpolicy.support.support_verdict import take_reports
 
     (report,) = take_reports(metrics, REPORT)
     return report

@@ -251,6 +251,20 @@ OTHERS = (
         f"{EXTENSIONS}/pass_at_k/test_pass_at_k.py::test_a_formula_that_went_wrong_is_found",
     ),
     Row(
+        "advantages of the optimal baseline",
+        "of another formula",
+        _TRAINER,
+        "each",
+        f"{EXTENSIONS}/optimal_baseline/test_optimal_baseline.py::test_a_formula_that_went_wrong_is_found",
+    ),
+    Row(
+        "learning rate by effective sample size",
+        "the scheduler's, or of another factor",
+        _TRAINER,
+        "each",
+        f"{EXTENSIONS}/ess_lr/test_ess_lr.py::test_a_step_at_another_rate_stops_the_run",
+    ),
+    Row(
         "weights in the rollout engine",
         "not sent, late by one, one layer missing, of another model",
         "at the synchronisation",

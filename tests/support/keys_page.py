@@ -15,8 +15,10 @@ from omegaconf import OmegaConf
 from recipe.offpolicy.batch.declared_keys import Key
 from recipe.offpolicy.correction.problem import quote_value
 from recipe.offpolicy.delivery import delivery_settings
+from recipe.offpolicy.extensions.ess_lr import settings as ess_lr
 from recipe.offpolicy.extensions.length_penalty import settings as length_penalty
 from recipe.offpolicy.extensions.opd import settings as opd
+from recipe.offpolicy.extensions.optimal_baseline import settings as optimal_baseline
 from recipe.offpolicy.extensions.pass_at_k import settings as pass_at_k
 from recipe.offpolicy.extensions.process_reward import settings as process_reward
 from recipe.offpolicy.monitor.alarms import alarm_settings
@@ -43,8 +45,10 @@ TABLES: dict[str, tuple[str, Mapping[str, Key]]] = {
         auto_setup.KEYS,
     )
 } | {
+    "ess_lr": ("ess_lr/sqrt.yaml", ess_lr.KEYS),
     "length_penalty": ("length_penalty/anchor.yaml", length_penalty.KEYS),
     "opd": ("opd/advantage.yaml", opd.KEYS),
+    "optimal_baseline": ("optimal_baseline/group.yaml", optimal_baseline.KEYS),
     "pass_at_k": ("pass_at_k/loo.yaml", pass_at_k.KEYS),
     "process_reward": ("process_reward/prefix_value.yaml", process_reward.KEYS),
 }

@@ -112,8 +112,8 @@ class Cases:
 
     def update(self, mode: str, width: int = WIDTH) -> dict[str, Any]:
         """An update with the trainer's own routes or with drawn ones."""
+        from recipe.offpolicy.batch.reports import take_reports
         from recipe.offpolicy.replay.megatron_report import REPORT
-        from recipe.offpolicy.replay.verdict import take_reports
         from verl.workers.config import McoreActorConfig
         from verl.workers.utils.losses import ppo_loss
 

@@ -10,6 +10,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
+from recipe.offpolicy.correction import RolloutStage
 from recipe.offpolicy.extensions.add_ons import AddOns
 from recipe.offpolicy.extensions.extension import Extension
 from recipe.offpolicy.extensions.loss_rows import LossRows
@@ -24,7 +25,9 @@ Rows = Sequence[tuple[str, int, float]]
 """(group, tokens, score) of each row; the group is the prompt too."""
 
 
-def make_batch(rows: Rows, step: int = 1, **columns: Sequence[Any]) -> DataProtoBatch:
+def make_batch(
+    rows: Rows, step: int = 1, decide: Callable[[DataProto], RolloutStage] | None = None, **columns: Sequence[Any]
+) -> DataProtoBatch:
     """A batch whose score lies on the last token; responses have a place more than tokens, of a tool."""
     lengths = torch.tensor([tokens for _, tokens, _ in rows])
     there = torch.arange(WIDTH) < lengths[:, None]
@@ -45,7 +48,7 @@ def make_batch(rows: Rows, step: int = 1, **columns: Sequence[Any]) -> DataProto
     batch.non_tensor_batch["uid"] = np.array([group for group, _, _ in rows], dtype=object)
     for name, values in columns.items():
         batch.non_tensor_batch[name] = np.array(values, dtype=object)
-    return DataProtoBatch(batch, step)
+    return DataProtoBatch(batch, step, decide=decide)
 
 
 def estimate(view: DataProtoBatch, name: str = "grpo", *, by_std: bool = True) -> Callable[[], None]:

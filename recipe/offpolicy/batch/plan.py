@@ -19,7 +19,15 @@ from torch import Tensor
 from verl_patches.contract import demand_release, installed_release
 from verl_patches.releases import attributes_of
 
-from ..correction import BatchConstants, CorrectionSpec, batch_constants, count_kept_by_row, turns
+from ..correction import (
+    BatchConstants,
+    CorrectionSpec,
+    RolloutStage,
+    batch_constants,
+    count_kept_by_row,
+    rollout_stage,
+    turns,
+)
 from ..correction.baseline import regroup
 from ..correction.denominator import assign_mini_batches, compute_scale_of_counts, find_finite_tokens
 from ..correction.row_layout import count_tokens_by_row
@@ -184,6 +192,12 @@ def count_kept(spec: CorrectionSpec, rows: TensorDict, step: int | None = None) 
     """
     batch = _Rollout(rows, step)
     return batch.count_kept(spec, batch.compute_constants(spec))
+
+
+def decide_rollout(spec: CorrectionSpec, rows: TensorDict, step: int) -> RolloutStage:
+    """Run the rollout stage of ``spec``, with its statistics, on the batch ``rows``, which holds ``COLUMNS``."""
+    batch = _Rollout(rows, step)
+    return rollout_stage(spec, **batch._columns(spec), constants=batch.compute_constants(spec))
 
 
 @dataclass(frozen=True)

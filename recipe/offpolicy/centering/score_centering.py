@@ -15,12 +15,12 @@ from omegaconf import DictConfig
 
 from verl_patches import engine_loss, truncated_sampling
 
+from ..batch.reports import take_reports
 from ..extensions.add_on import AddOn
 from ..proof.verify import LivenessError
 from ..support.client import note_supports
 from ..support.support_server import serve_supports
 from ..support.support_settings import CENTERING, SupportSettings
-from ..support.support_verdict import take_reports
 from .centering_engine import FLAG, REPORT, install_centering
 from .centering_tally import CenteringReport
 

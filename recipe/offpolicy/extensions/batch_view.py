@@ -9,6 +9,8 @@ from torch import Tensor
 
 from verl_patches.legacy.handover import PREFIX
 
+from ..correction import Statistic
+
 
 class BatchView(Protocol):
     """The rows of one batch, without verl's padding rows; ``n`` rows, ``T`` the longest response.
@@ -47,6 +49,12 @@ class BatchView(Protocol):
     @property
     def silent(self) -> Tensor | None:
         """(n,) bool, rows whose advantage is 0 because of ``baseline=exclude``; None: none."""
+
+    def weigh(self) -> tuple[Tensor, Mapping[str, Statistic]]:
+        """Compute what mu and pi_old decide: weight * keep (n, T) of the correction in force, and its statistics.
+
+        What waits for pi or for advantages counts as 1.
+        """
 
     def compute_log_probs(self, rows: Sequence[tuple[list[int], list[int]]]) -> list[list[float]]:
         """Compute log-probs of responses by the trainer's own forward pass over (prompt, response), at temperature 1.

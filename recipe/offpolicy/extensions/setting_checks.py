@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
 from ..batch.declared_keys import Key, Rule, Section
-from ..correction.problem import EVERYTHING, CheckError
+from ..correction import Problem
+from ..correction.problem import EVERYTHING, CheckError, set_to
 
+REUSED = ("reuse", "bypass", "loglinear", "same_engine")
+"""Values of ``correction.proximal`` with which no forward pass computes pi_old before the update."""
 _CONFIG_DIR = Path(__file__).resolve().parents[1] / "config"
 
 
@@ -52,3 +55,21 @@ def _read_option(option: str) -> dict[str, Any]:
         name: {key: None if each == {} else each for key, each in value.items()} if isinstance(value, dict) else value
         for name, value in shipped.items()
     }
+
+
+def find_late_weights(section: str, config: DictConfig) -> Iterator[Problem]:
+    """Find corrections whose weights the trainer does not know before the update: they wait for pi or for signs."""
+    read, off = partial(OmegaConf.select, config), f"or {section}=null."
+    key, part = "correction.proximal", (section,)
+    if (proximal := read(key)) in REUSED:
+        reason = f"pi_old is not computed before the update, so {section} does not know the weights."
+        fix = f"Set {key}=recompute, {off}"
+        yield Problem(key, proximal, reason, fix, parts=part, overrides=(set_to(key, "recompute"),))
+    if (ratio := read("correction.weight.ratio")) not in (None, "rollout"):
+        key, reason = "correction.weight.ratio", f"it waits for pi, but {section} needs the weights before the update."
+        yield Problem(key, ratio, reason, f"Set {key}=rollout, {off}", parts=part)
+    for key in ("correction.weights", "correction.weight.when"):
+        if (value := read(key)) and value != "any":
+            reason = f"it is applied at the gradient step, but {section} needs the weights before."
+            shown = list(value) if OmegaConf.is_config(value) else value
+            yield Problem(key, shown, reason, f"Set one weight of all tokens, {off}", parts=part)

@@ -7,12 +7,12 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from ..batch.reports import take_reports
 from ..extensions.add_on import AddOn
 from .batch_routes import Mode
 from .megatron_engine import watch_actor
 from .megatron_report import REPORT
 from .megatron_verdict import judge_megatron
-from .verdict import take_reports
 
 logger = logging.getLogger("verl.offpolicy")
 

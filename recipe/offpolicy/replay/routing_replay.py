@@ -13,6 +13,7 @@ from typing import Any
 from verl.workers.utils.padding import response_from_nested
 
 from ..batch.queue_columns import FORWARD, put_columns, read_columns
+from ..batch.reports import take_reports
 from ..extensions.add_on import AddOn
 from ..extensions.v1_run import V1Run
 from ..recording.schema import WITHOUT_REPLAY
@@ -21,7 +22,7 @@ from .client import note_routes
 from .fsdp_engine import REPORT
 from .replay_settings import ReplaySettings
 from .tally import RoutingReport
-from .verdict import judge, measure_routes, take_reports
+from .verdict import judge, measure_routes
 from .worker import install_replay
 
 logger = logging.getLogger("verl.offpolicy")

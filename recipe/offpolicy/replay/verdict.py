@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from ..proof.verify import LivenessError
 from .batch_routes import Mode
@@ -34,20 +33,6 @@ class UpdateRoutes:
     k3_tokens: int
     k3: float
     k3_without: float
-
-
-def take_reports(metrics: dict[str, Any], key: str) -> list[Any]:
-    """Remove the reports of one update, from every rank and mini-batch, from the workers' metrics."""
-    return list(_flatten(metrics.pop(key, [])))
-
-
-def _flatten(value: Any) -> Iterator[Any]:
-    # verl nests lists by rank and mini-batch, except with a single rank.
-    if isinstance(value, list | tuple):
-        for item in value:
-            yield from _flatten(item)
-    else:
-        yield value
 
 
 def merge_reports(reports: Sequence[RoutingReport]) -> UpdateRoutes:

@@ -15,12 +15,13 @@ from omegaconf import DictConfig
 
 from verl_patches import engine_loss, truncated_sampling
 
+from ..batch.reports import take_reports
 from ..extensions.add_on import AddOn
 from .client import note_supports
 from .fsdp_engine import FLAG, REPORT, install_support
 from .support_server import serve_supports
 from .support_settings import SupportSettings
-from .support_verdict import judge, take_reports
+from .support_verdict import judge
 
 logger = logging.getLogger("verl.offpolicy")
 

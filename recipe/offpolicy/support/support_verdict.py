@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from ..proof.verify import LivenessError
 from .support_settings import SupportSettings
@@ -15,20 +14,6 @@ WORSE = 1.1
 """Largest accepted ratio of k3 over the support to k3 over the vocabulary."""
 _ROUNDING = 1e-6
 """k3 per token of two engines that agree, up to rounding."""
-
-
-def take_reports(metrics: dict[str, Any], key: str) -> list[Any]:
-    """Remove the reports of one update, from every rank and mini-batch, from the workers' metrics."""
-    return list(_flatten(metrics.pop(key, [])))
-
-
-def _flatten(value: Any) -> Iterator[Any]:
-    # verl nests lists by rank and mini-batch, except with a single rank.
-    if isinstance(value, list | tuple):
-        for item in value:
-            yield from _flatten(item)
-    else:
-        yield value
 
 
 @dataclass(frozen=True)

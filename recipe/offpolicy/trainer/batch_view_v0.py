@@ -12,6 +12,7 @@ from torch import Tensor
 
 from verl import DataProto
 
+from ..correction import RolloutStage, Statistic
 from ..extensions.batch_view import check_columns
 from .own_forward import Pair
 
@@ -29,6 +30,7 @@ class DataProtoBatch:
         step: the trainer's step.
         sent: called with the columns that go to the workers.
         forward: computes log-probs of (prompt, response) pairs by the trainer's own forward pass, outside the batch.
+        decide: runs the rollout stage of the correction in force on the batch.
     """
 
     def __init__(
@@ -37,11 +39,12 @@ class DataProtoBatch:
         step: int,
         sent: Callable[[Mapping[str, Tensor]], None] = lambda columns: None,
         forward: Callable[[DataProto, Sequence[Pair]], list[list[float]]] | None = None,
+        decide: Callable[[DataProto], RolloutStage] | None = None,
     ):
         self.batch = batch
         self.step = step
         self.silent: Tensor | None = None
-        self._sent, self._forward = sent, forward
+        self._sent, self._forward, self._decide = sent, forward, decide
         self._groups: list[str] | None = None
 
     @property
@@ -71,6 +74,11 @@ class DataProtoBatch:
     def compute_log_probs(self, rows: Sequence[Pair]) -> list[list[float]]:
         assert self._forward is not None, "this view was built without a trainer's forward pass"
         return self._forward(self.batch, rows)
+
+    def weigh(self) -> tuple[Tensor, Mapping[str, Statistic]]:
+        assert self._decide is not None, "this view was built without a correction"
+        stage = self._decide(self.batch)
+        return stage.weight * stage.keep, stage.statistics
 
     def regroup(self, groups: Sequence[str], silent: Sequence[bool]) -> None:
         """Replace the groups that extensions see, and mark the rows whose advantage is 0."""

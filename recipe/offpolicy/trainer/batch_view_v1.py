@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from ..batch.queue_columns import put_columns, read_columns
+from ..correction import RolloutStage, Statistic
 from ..extensions.batch_view import check_columns
 from .own_forward import Pair
 
@@ -27,6 +28,7 @@ class TransferQueueBatch:
         step: the trainer's step.
         sent: called with the columns that go to the workers, for all rows.
         forward: computes log-probs of (prompt, response) pairs by the trainer's own forward pass, outside the batch.
+        decide: runs the rollout stage of the correction in force on the batch.
 
     Attributes:
         batch: metadata that includes all columns put so far; verl continues with it.
@@ -38,12 +40,13 @@ class TransferQueueBatch:
         step: int,
         sent: Callable[[Mapping[str, Tensor]], None] = lambda columns: None,
         forward: Callable[[Any, Sequence[Pair]], list[list[float]]] | None = None,
+        decide: Callable[[Any], RolloutStage] | None = None,
     ):
         self.batch = batch
         self.step = step
         self.silent: Tensor | None = None
         self.is_padding: Sequence[bool] = [bool(tag.get("is_padding", False)) for tag in batch.tags]
-        self._sent, self._forward = sent, forward
+        self._sent, self._forward, self._decide = sent, forward, decide
         self._real = [row for row, padding in enumerate(self.is_padding) if not padding]
         self._groups: list[str] | None = None
 
@@ -72,6 +75,11 @@ class TransferQueueBatch:
     def compute_log_probs(self, rows: Sequence[Pair]) -> list[list[float]]:
         assert self._forward is not None, "this view was built without a trainer's forward pass"
         return self._forward(self.batch, rows)
+
+    def weigh(self) -> tuple[Tensor, Mapping[str, Statistic]]:
+        assert self._decide is not None, "this view was built without a correction"
+        stage = self._decide(self.batch)
+        return self._of_real(stage.weight * stage.keep), stage.statistics
 
     def regroup(self, groups: Sequence[str], silent: Sequence[bool]) -> None:
         """Replace the groups that extensions see, for all rows, and mark the rows whose advantage is 0."""

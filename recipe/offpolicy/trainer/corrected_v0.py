@@ -33,6 +33,7 @@ from ..batch.plan import (
     UID,
     BatchSplit,
     SharedPlan,
+    decide_rollout,
     regroup_without_rejected,
     seal_batch,
     without_marks,
@@ -40,6 +41,7 @@ from ..batch.plan import (
 from ..batch.seals import PREFIX, build_seals, key_of
 from ..batch.token_versions import CHUNK_SEALS, CHUNKS
 from ..batch.weight_versions import EXTRA_FIELDS, NEWEST_VERSION, OLDEST_VERSION, VERSION, VERSIONS
+from ..correction import RolloutStage
 from ..extensions.add_on import AddOn
 from ..proof.rollout_checks import ALIGNED, SAMPLED
 from ..proof.verify import LivenessError
@@ -172,7 +174,16 @@ class CorrectedV0(CorrectedRun):
             self.cost.add_columns(columns)
             self._seal(batch.batch, columns)
 
-        return DataProtoBatch(batch, self._step, note, self._compute_log_probs)
+        return DataProtoBatch(batch, self._step, note, self._compute_log_probs, self._decide)
+
+    def _decide(self, batch: DataProto) -> RolloutStage:
+        return decide_rollout(self.correction, self._read_rows(batch), self._step)
+
+    def _read_rows(self, batch: DataProto) -> TensorDict:
+        """Read the columns of a plan, with the versions of the weights that sampled each row."""
+        batch.batch[VERSIONS] = versions = self._read_versions(batch)
+        _gather_chunks(batch, versions)
+        return _rows(batch)
 
     def _seal(self, tensors: TensorDict, columns: Mapping[str, Tensor], into: TensorDict | None = None) -> None:
         """Seal the current columns of the rows ``tensors``: the loss stops the run if it reads other values.
@@ -281,10 +292,10 @@ class CorrectedV0(CorrectedRun):
         if self.correction.baseline == "include":
             self.add_ons.compute_advantages(view, estimator)
             return view.batch
-        data.batch[VERSIONS] = versions = self._read_versions(data)
-        _gather_chunks(data, versions)
         uids = data.non_tensor_batch["uid"]
-        groups = regroup_without_rejected(self.correction, _rows(data), [str(uid) for uid in uids], self._step)
+        groups = regroup_without_rejected(
+            self.correction, self._read_rows(data), [str(uid) for uid in uids], self._step
+        )
         view.regroup(groups.uids, groups.silent)
 
         def estimator_without_rejected() -> None:

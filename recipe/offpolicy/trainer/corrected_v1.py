@@ -21,11 +21,12 @@ from torch import Tensor
 from verl.workers.utils.padding import response_from_nested
 
 from ..batch.micro_batch import ROLLOUT_LOG_PROBS, TOKEN_VERSIONS_SEALED, VERSIONS_SEALED, find_token_versions
-from ..batch.plan import COLUMNS, PLAN, BatchSplit, regroup_without_rejected, without_marks
+from ..batch.plan import COLUMNS, PLAN, BatchSplit, decide_rollout, regroup_without_rejected, without_marks
 from ..batch.queue_columns import FORWARD, put_columns, read_columns, zero_rows
 from ..batch.sealed_rows import SealedRows
 from ..batch.seals import PLAN_HASH, key_of, seal_constant
 from ..batch.weight_versions import EXTRA_FIELDS, NEWEST_VERSION, OLDEST_VERSION
+from ..correction import RolloutStage
 from ..preflight.composed import Composed
 from ..proof.rollout_checks import ALIGNED, SAMPLED, name_missing_column
 from .actor_updates import adopt
@@ -118,7 +119,11 @@ class CorrectedV1(CorrectedRun):
 
     def view(self, batch: Any) -> TransferQueueBatch:
         """Build the add-ons' view of a batch."""
-        return TransferQueueBatch(batch, self.global_steps, partial(self._note_columns, batch), self._compute_log_probs)
+        note = partial(self._note_columns, batch)
+        return TransferQueueBatch(batch, self.global_steps, note, self._compute_log_probs, self._decide)
+
+    def _decide(self, batch: Any) -> RolloutStage:
+        return decide_rollout(self.correction, read_columns(batch, *COLUMNS), self.global_steps)
 
     def _note_columns(self, batch: Any, columns: dict[str, Tensor]) -> None:
         self.cost.add_columns(columns)

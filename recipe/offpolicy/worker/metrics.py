@@ -16,7 +16,7 @@ one packet per micro-batch and rank, and its cost hardly depends on the number o
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import chain
 from typing import Any
@@ -27,6 +27,7 @@ from torch import Tensor
 
 from verl.utils.metric import Metric
 
+from ..batch.reports import take_reports
 from ..correction import Statistic
 from ..correction.deferred_value import DeferredValue, defer_statistics, fetch
 from ..correction.statistics import flatten, merge_all
@@ -235,15 +236,7 @@ def merge_metrics(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 def take_packets(metrics: dict[str, Any]) -> list[Packet]:
     """Remove and return the packets of one update, settled, from every rank, mini-batch and micro-batch."""
-    packets = list(_flatten(metrics.pop(METRIC_KEY, [])))
+    packets: list[Packet] = take_reports(metrics, METRIC_KEY)
     for packet in packets:
         packet.settle()
     return packets
-
-
-def _flatten(value: Any) -> Iterator[Any]:
-    if isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _flatten(item)
-    else:
-        yield value

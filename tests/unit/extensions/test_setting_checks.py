@@ -9,20 +9,25 @@ from omegaconf import OmegaConf
 
 from recipe.offpolicy.correction import SpecError
 from recipe.offpolicy.correction.problem import CheckError, Problem, set_to
+from recipe.offpolicy.extensions.ess_lr.settings import EssLrSettings
 from recipe.offpolicy.extensions.length_penalty.settings import LengthSettings
 from recipe.offpolicy.extensions.opd.settings import OpdSettings
+from recipe.offpolicy.extensions.optimal_baseline.settings import BaselineSettings
 from recipe.offpolicy.extensions.pass_at_k.settings import PassAtKSettings
 from recipe.offpolicy.extensions.process_reward.settings import ProcessSettings
 from tests.support.applications import CONFIGS
 
 SECTIONS: dict[str, tuple[str, Any]] = {
+    "ess_lr": ("sqrt", EssLrSettings),
     "length_penalty": ("anchor", LengthSettings),
     "opd": ("advantage", OpdSettings),
+    "optimal_baseline": ("group", BaselineSettings),
     "pass_at_k": ("loo", PassAtKSettings),
     "process_reward": ("prefix_value", ProcessSettings),
 }
 COUNT, SHARE, FLAG, TEXT, RISING = (0, 1.5, True), (-0.1, 1.1, "half"), ("yes", 1), (3,), (4, [0], [4, 2], [2, 2])
 OUTSIDE: dict[str, dict[str, tuple[Any, ...]]] = {
+    "ess_lr": {"rule": ("cube", None), "floor": (0, 1.1, "low")},
     "length_penalty": {
         "kind": ("cosine", None),
         "coefficient": (-1,),
@@ -60,6 +65,7 @@ OUTSIDE: dict[str, dict[str, tuple[Any, ...]]] = {
         "corrected": FLAG,
         "extreme": (0, None),
     },
+    "optimal_baseline": {"over": ("batch", None)},
     "pass_at_k": {
         "objective": ("best", None),
         "k": COUNT,
@@ -139,7 +145,8 @@ def test_each_key_has_its_range(section: str) -> None:
 
 def read_required(section: str) -> dict[str, Any]:
     """Return the keys that have no default."""
-    choice = {"length_penalty": "kind", "opd": "mode", "pass_at_k": "objective"}.get(section)
+    choice = {"ess_lr": "rule", "length_penalty": "kind", "opd": "mode", "optimal_baseline": "over"}.get(section)
+    choice = "objective" if section == "pass_at_k" else choice
     given = {choice: read_option(section)[choice]} if choice else {}
     return given | ({"teacher": {"url": URL}} if section == "opd" else {})
 
@@ -166,7 +173,7 @@ def test_what_cannot_be_meant(section: str, key: str, value: Any, overrides: tup
     assert refuse(section, key, value).overrides == overrides
 
 
-@pytest.mark.parametrize("section", ["length_penalty", "opd", "pass_at_k"])
+@pytest.mark.parametrize("section", ["ess_lr", "length_penalty", "opd", "optimal_baseline", "pass_at_k"])
 def test_what_is_wanted_has_to_be_said(section: str) -> None:
     values = {"teacher": {"url": URL}} if section == "opd" else {}
     with pytest.raises(SpecError, match=f"Set {section}="):

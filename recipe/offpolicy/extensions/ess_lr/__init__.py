@@ -1,0 +1,1 @@
+"""A learning rate that follows the effective sample size of the weights."""

@@ -1,0 +1,1 @@
+"""The baseline of least variance for weighted gradients, per group."""

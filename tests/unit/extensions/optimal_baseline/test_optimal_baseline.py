@@ -1,0 +1,198 @@
+"""The extension on verl's own batches: weights of the correction, verl's aggregation, proof and start-up checks."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+from tensordict import TensorDict
+from torch import Tensor
+
+from recipe.offpolicy.batch.plan import decide_rollout
+from recipe.offpolicy.correction import CorrectionSpec
+from recipe.offpolicy.extensions.optimal_baseline import optimal_baseline
+from recipe.offpolicy.extensions.optimal_baseline.optimal_baseline import OptimalBaseline
+from recipe.offpolicy.extensions.optimal_baseline.settings import find_problems
+from recipe.offpolicy.proof.verify import LivenessError
+from recipe.offpolicy.trainer import batch_view_v1
+from tests.support.corrections import TIS, band, spec
+from tests.support.judged import judge
+from tests.support.shaped import WIDTH, Rows, estimate, make_batch, report, shape
+
+ROWS: Rows = [("a", 4, 1.0), ("a", 2, 0.0), ("a", 6, 0.5), ("b", 3, 1.0), ("b", 3, 0.0), ("alone", 5, 1.0)]
+LENGTHS = torch.tensor([tokens for _, tokens, _ in ROWS])
+SCORES = [score for _, _, score in ROWS]
+NONE = CorrectionSpec()
+SEQUENCE = spec({"level": "sequence", "kind": "truncate", "lower": None, "upper": 2.0})
+CORRECTIONS = {
+    "none": NONE,
+    "token": spec(TIS),
+    "sequence": SEQUENCE,
+    "with a mask": spec(TIS, far=band(0.9, 1.1)),
+}
+
+
+def draw() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    old = -2 * torch.rand(len(ROWS), WIDTH, generator=generator)
+    return old, old - 0.6 * torch.randn(len(ROWS), WIDTH, generator=generator)
+
+
+def made(aggregation: str = "token-mean", over: str = "group") -> OptimalBaseline:
+    extension = OptimalBaseline("optimal_baseline", {"over": over})
+    actor = {"ppo_mini_batch_size": 2, "loss_agg_mode": aggregation}
+    extension.begin(OmegaConf.create({"actor_rollout_ref": {"actor": actor, "rollout": {"n": 3}}}))
+    return extension
+
+
+def batch(correction: CorrectionSpec, rows: Rows = ROWS) -> Any:
+    old, mu = draw()
+
+    def decide(found: Any) -> Any:
+        tensors = found.batch.select("response_mask")
+        return decide_rollout(correction, tensors.update({"old_log_probs": old, "rollout_log_probs": mu}), 1)
+
+    return make_batch(rows, decide=decide)
+
+
+def weigh_by_hand(name: str) -> list[list[float]]:
+    old, mu = draw()
+    found = []
+    for row, length in enumerate(LENGTHS.tolist()):
+        logs = (old - mu)[row, :length].double()
+        if name == "none":
+            weights = [1.0] * length
+        elif name == "sequence":
+            weights = [min(float(logs.sum().exp()), 2.0)] * length
+        else:
+            keep = name == "token" or 0.9 <= float(logs.mean().exp()) <= 1.1
+            weights = [min(float(each.exp()), 2.0) * keep for each in logs]
+        found.append(weights)
+    return found
+
+
+@pytest.mark.parametrize("name", CORRECTIONS)
+@pytest.mark.parametrize("aggregation", ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"])
+@pytest.mark.parametrize("over", ["group", "leave_one_out"])
+def test_each_group_gets_the_loop_by_hand(name: str, aggregation: str, over: str) -> None:
+    view = batch(CORRECTIONS[name])
+    found = shape(view, made(aggregation, over))
+    energy = [
+        sum(w * w for w in row) / (len(row) ** 2 if aggregation == "seq-mean-token-mean" else 1)
+        for row in weigh_by_hand(name)
+    ]
+    for group in ([0, 1, 2], [3, 4], [5]):
+        for i in group:
+            others = [j for j in group if over == "group" or j != i]
+            whole = sum(energy[j] for j in others)
+            wanted = SCORES[i] - sum(energy[j] / whole * SCORES[j] for j in others) if whole > 0 else 0.0
+            assert float(found[i]) == pytest.approx(wanted, abs=1e-6)
+    assert not bool((view.advantages * (1 - view.batch.batch["response_mask"])).any())
+    assert torch.equal(view.batch.batch["returns"], view.advantages)
+
+
+def test_without_weights_it_is_verls_opo() -> None:
+    plain = make_batch(ROWS[:5])
+    estimate(plain, "opo")()
+    torch.testing.assert_close(shape(batch(NONE), made())[:5], plain.advantages[:, 0].double(), atol=1e-6, rtol=0)
+
+
+def test_the_view_of_v1_weighs_the_same_without_padding_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    old, mu = draw()
+    lengths = [*LENGTHS.tolist(), 1]
+    pad = torch.zeros(1, WIDTH)
+
+    def nested(values: Tensor) -> Tensor:
+        rows = [row[:length] for row, length in zip(torch.cat([values, pad]), lengths, strict=True)]
+        return torch.nested.as_nested_tensor(rows, layout=torch.jagged)
+
+    mask = nested(torch.ones_like(old))
+    mask.values()[-1] = 0.0
+    columns = {"response_mask": mask, "old_log_probs": nested(old), "rollout_log_probs": nested(mu)}
+    stored = TensorDict(columns, batch_size=len(lengths))
+    monkeypatch.setattr(batch_view_v1, "read_columns", lambda meta, *names: stored.select(*names))
+    meta = SimpleNamespace(keys=[f"a_{i}_0" for i in range(7)], tags=[{}] * 6 + [{"is_padding": True}])
+    view = batch_view_v1.TransferQueueBatch(meta, 1, decide=lambda _: decide_rollout(SEQUENCE, stored, 1))
+    weights, statistics = view.weigh()
+    padded, of_v0 = batch(SEQUENCE).weigh()
+    assert torch.equal(weights, padded[:, : weights.shape[1]])
+    assert float(statistics["weight/ess"].value()) == pytest.approx(float(of_v0["weight/ess"].value()))
+
+
+def test_rejected_rows_leave_the_group_and_idle_groups_are_counted() -> None:
+    view = batch(spec(None, all=band(1e3, 1e4)))
+    extension = made()
+    assert not bool(shape(view, extension).any())
+    assert extension.metrics()["optimal_baseline/idle_groups"] == 3.0
+    view = batch(NONE)
+    view.regroup(["a", "a/rejected-1", "a", "b", "b", "alone"], [False, True, False, False, False, False])
+    found = shape(view, made())
+    assert found[:3].tolist() == pytest.approx([1 - 7 / 10, 0.0, 0.5 - 7 / 10])
+
+
+def test_metrics_by_hand() -> None:
+    """Tokens 4, 2, 6: b = 7 / 12 against a mean of 1 / 2; 3 and 3: both 1 / 2."""
+    extension = made()
+    shape(batch(NONE), extension)
+    assert extension.metrics() == pytest.approx(
+        {
+            "optimal_baseline/shift": (1 / 12) / 2,
+            "optimal_baseline/largest_share": (1 / 2 + 1 / 2) / 2,
+            "optimal_baseline/idle_groups": 1.0,
+        }
+    )
+
+
+def test_the_proof_passes_and_finds_other_advantages(caplog: pytest.LogCaptureFixture) -> None:
+    extension, view = made(), batch(SEQUENCE)
+    shape(view, extension)
+    with caplog.at_level("INFO"):
+        found = judge(extension, report(view, extension))
+    assert found["optimal_baseline/live/proved"] == 1.0
+    assert caplog.text.count("optimal baseline LIVE on") == 1
+
+    def verls(data: TensorDict) -> None:
+        data["advantages"] = data["advantages"] + 0.25 * data["response_mask"]
+
+    with pytest.raises(LivenessError, match="did not see the sequences"):
+        judge(extension, report(view, extension, verls))
+
+
+@pytest.mark.parametrize("over", ["group", "leave_one_out"])
+def test_a_formula_that_went_wrong_is_found(over: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = optimal_baseline.compute_advantages
+    monkeypatch.setattr(optimal_baseline, "compute_advantages", lambda *given, **how: own(*given, **how) + 1e-4)
+    with pytest.raises(LivenessError, match="in group a rollout 0 of 3 has"):
+        shape(batch(SEQUENCE), made(over=over))
+
+
+FINE = {
+    "algorithm": {"adv_estimator": "grpo", "use_kl_in_reward": False},
+    "actor_rollout_ref": {"rollout": {"n": 8}},
+    "correction": {"proximal": "recompute", "weight": {"ratio": "rollout", "when": "any"}, "weights": {}},
+}
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [
+        ("algorithm.adv_estimator", "gae", "of a group's rewards alone"),
+        ("algorithm.use_kl_in_reward", True, "part of verl's rewards"),
+        ("length_penalty.place", "before", "lowered rewards"),
+        ("actor_rollout_ref.rollout.n", 1, "no sibling"),
+        ("correction.proximal", "reuse", "does not know the weights"),
+        ("correction.weight.ratio", "full", "it waits for pi"),
+        ("correction.weight.when", "negative", "applied at the gradient step"),
+        ("correction.weight.when", "post_tool", "applied at the gradient step"),
+        ("correction.weights", {"low": {"when": "negative"}}, "applied at the gradient step"),
+    ],
+)
+def test_what_cannot_be_combined_is_refused(key: str, value: Any, said: str) -> None:
+    config = OmegaConf.create(FINE)
+    assert list(find_problems("optimal_baseline", config)) == []
+    OmegaConf.update(config, key, value)
+    (problem,) = find_problems("optimal_baseline", config)
+    assert (problem.key, said in problem.reason) == (key, True)
