@@ -8,6 +8,7 @@ from typing import Any
 import ray
 import torch
 import transfer_queue as tq
+from omegaconf import OmegaConf
 
 from recipe.offpolicy.batch.queue_columns import put_columns, read_columns
 from recipe.offpolicy.trainer.corrected_v1 import OWN_PARTITION, CorrectedV1
@@ -65,7 +66,9 @@ def main() -> None:
     ray.init(num_cpus=4, include_dashboard=False)
     tq.init()
     run: Any = object.__new__(CorrectedV1)
-    run.trainer = SimpleNamespace(actor_rollout_wg=SimpleNamespace(compute_log_prob=forward))
+    workers = SimpleNamespace(compute_log_prob=forward, _dispatch_info={"actor": [0]})
+    sizes = {"rollout": {"log_prob_micro_batch_size_per_gpu": 1}, "actor": {"strategy": "fsdp2"}}
+    run.trainer = SimpleNamespace(actor_rollout_wg=workers, config=OmegaConf.create({"actor_rollout_ref": sizes}))
     run.add_ons = SimpleNamespace(batch_flags=dict)
 
     rows = im.make_rollout(ROWS)

@@ -29,7 +29,7 @@ def test_none_of_the_catalogue_is_missing() -> None:
     assert {option.name for option in list_options()} == set(OPTIONS) - set(CHOICES)
 
 
-@pytest.mark.parametrize("option", list_options(), ids=lambda option: option.name)
+@pytest.mark.parametrize("option", list(list_options()), ids=lambda option: option.name)
 def test_every_option_is_measured(option: Option) -> None:
     for setting in (OFF_POLICY, STALE):
         found = measure_option(option, setting)
