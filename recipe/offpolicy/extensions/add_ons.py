@@ -320,7 +320,6 @@ class AddOns:
 
         Raises:
             LivenessError: they differ, or were not seen once per epoch.
-            LivenessError: they are not the same, or were not seen once an epoch.
         """
         if (sent := extension.sent) is None:
             return
