@@ -12,6 +12,7 @@ from tests.support.paths import ROOT
 sys.path.insert(0, str(ROOT / "scripts" / "evidence"))
 
 from centering.judge import format_table, pivot_outcomes
+from collapse import results
 from seeds import sign_flip
 
 
@@ -41,3 +42,10 @@ def test_the_verdict_of_all_seeds() -> None:
     assert sign_flip([0.1] * 20) == pytest.approx(2 / 2**20)
     assert "H1: centred - none +0.100 (+0.100 to +0.100), p = 0.000 (Holm)" in said
     assert "H2: tis_centred - tis +0.000 (+0.000 to +0.000), p = 1.000 (Holm)" in said
+
+
+def test_the_page_says_what_the_committed_runs_show() -> None:
+    said = format_table(results.read(ROOT / "scripts" / "evidence" / "centering" / "results.parquet"))
+    page = (ROOT / "docs" / "centering.md").read_text()
+    assert [line for line in said.splitlines() if line not in page] == []
+    assert "20 of 20 seeds" in said
