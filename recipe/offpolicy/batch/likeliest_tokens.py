@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -32,6 +32,7 @@ class LikeliestTokens:
 
     log_prob: Tensor
     rollout_log_prob: Tensor
+    _known: dict[CorrectionSpec, Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @classmethod
     def of(cls, batch: MicroBatch) -> LikeliestTokens:
@@ -46,6 +47,14 @@ class LikeliestTokens:
                 ~batch.response_mask[..., None], float("-inf")
             ),
         )
+
+    def coefficients(self, spec: CorrectionSpec) -> Tensor:
+        """Compute m(v) - a p(v) once for each correction, (B, T, K) float64, see ``correction.centering``."""
+        if spec not in self._known:
+            shape = self.log_prob.shape
+            flat = (each.reshape(-1, shape[-1]) for each in (self.log_prob, self.rollout_log_prob))
+            self._known[spec] = compute_coefficients(spec, *flat).view(shape)
+        return self._known[spec]
 
 
 def _read(output: Mapping[str, Any], key: str, batch: MicroBatch) -> Tensor:
@@ -65,7 +74,7 @@ def compute_centering_term(
     Args:
         step: the decisions of ``spec`` on the batch.
     """
-    coefficients = _coefficients(spec, likeliest)
+    coefficients = likeliest.coefficients(spec)
     centred = {f"masks.{name}" for name, mask in spec.masks if centers_mask(mask)} | set(spec.all_weights)
     # As the policy term does, C leaves out tokens without mu or pi_old.
     kept = batch.policy_mask & torch.isfinite(batch.rollout_log_prob + batch.old_log_prob)
@@ -88,12 +97,6 @@ def measure_drift(
     count = batch.policy_mask.sum(dtype=torch.float64)
     found = {}
     for name, each in specs.items():
-        drift = compute_drift(likeliest.log_prob, _coefficients(each, likeliest))
+        drift = compute_drift(likeliest.log_prob, likeliest.coefficients(each))
         found[f"{name}/mean"] = build_mean(torch.where(batch.policy_mask, drift, 0.0).sum(), count)
     return found
-
-
-def _coefficients(spec: CorrectionSpec, likeliest: LikeliestTokens) -> Tensor:
-    shape = likeliest.log_prob.shape
-    flat = (each.reshape(-1, shape[-1]) for each in (likeliest.log_prob, likeliest.rollout_log_prob))
-    return compute_coefficients(spec, *flat).view(shape)

@@ -22,7 +22,7 @@ from verl.workers.utils.losses import ppo_loss
 from verl_patches import sent_metrics
 
 from ..batch import micro_batch as mb
-from ..batch.likeliest_tokens import LOG_PROBS, LikeliestTokens, compute_centering_term, measure_drift
+from ..batch.likeliest_tokens import LikeliestTokens, compute_centering_term, measure_drift
 from ..batch.mini_batch_mean import mini_batch_mean
 from ..batch.similar_rows import split_micro_batch
 from ..correction import CorrectionSpec, Statistic, StepStage
@@ -135,7 +135,10 @@ class OffPolicyLoss:
         if self.moving:
             self.spec = replace_bounds(self.spec, mb.read_bounds(batch, self.moving))
         packet = self.create_packet(batch)
-        loss, metrics, packet.statistics = self.compute_corrected(batch, dp_group)
+        likeliest = None if self.spec.centering is None else LikeliestTokens.of(batch)
+        loss, metrics, packet.statistics = self.compute_corrected(batch, dp_group, likeliest)
+        if likeliest is not None and self.ledger is not None and torch.is_grad_enabled():
+            packet.note(measure_drift(self.spec, self.shadows, batch, likeliest))
         if self.proves(batch):
             packet.proof = prove(self.copy_for_trials(), batch, loss)
         packet.watch(loss, expected_scale(loss, data))
@@ -171,8 +174,6 @@ class OffPolicyLoss:
             observation = Observation(batch.detached(), self.spec, self.shadows, self.moving, trained)
             sent_metrics.install()
             self.ledger.enter(packet, observation, more=not batch.last)
-            if trained and LOG_PROBS in batch.model_output:
-                packet.note(measure_drift(self.spec, self.shadows, batch, LikeliestTokens.of(batch)))
         return packet
 
     def measure_uncorrected(self, model_output: Mapping[str, Any], data: TensorDict) -> Packet:
@@ -186,9 +187,13 @@ class OffPolicyLoss:
         return packet
 
     def compute_corrected(
-        self, batch: mb.MicroBatch, dp_group: Any = None
+        self, batch: mb.MicroBatch, dp_group: Any = None, likeliest: LikeliestTokens | None = None
     ) -> tuple[Tensor, dict[str, Any], dict[str, Statistic]]:
-        """Compute verl's loss with the correction: (scalar loss, verl's metrics, the recorder's statistics)."""
+        """Compute verl's loss with the correction: (scalar loss, verl's metrics, the recorder's statistics).
+
+        Args:
+            likeliest: of the batch, for score centering; None: read where it is needed.
+        """
         if mb.WEIGHTS in batch.data.keys():
             raise ValueError(
                 f"the micro-batch already has {mb.WEIGHTS}: verl's algorithm.rollout_correction is on together with "
@@ -206,7 +211,7 @@ class OffPolicyLoss:
             mean = mini_batch_mean(squares, batch.response_mask, self.actor_config, batch.data)
             loss = loss + self.spec.penalty.coefficient * mean
         if self.spec.centering is not None:
-            term = compute_centering_term(self.spec, batch, step, LikeliestTokens.of(batch))
+            term = compute_centering_term(self.spec, batch, step, likeliest or LikeliestTokens.of(batch))
             loss = loss + mini_batch_mean(term, batch.response_mask, self.actor_config, batch.data)
         return loss, metrics, statistics
 

@@ -170,7 +170,7 @@ SLIME: Final = Peer(
 * ``custom_tis_function_path`` to ``mis.py`` reads the keys of ``mis.yaml``: level and mode of the weight, a rejection
   (``use_rs``) and a veto of rows with a token below ``rs_veto_threshold``; to ``icepop_function`` it drops what is
   outside tis_clip.
-* A rejection of tokens by ``mis.py`` divides the loss of a row by its kept tokens, so that it is read with
+* A rejection of tokens by ``mis.py`` divides the loss of a row by its kept tokens, and is read with
   ``calculate_per_token_loss`` alone; weights of tokens do not go with ``advantage_estimator=gspo``.
 * ``use_opsm`` masks tokens of negative advantage in rows with mean log(pi_old / pi) > opsm_delta.
 * ``use_unbiased_kl`` weighs the KL loss by pi / pi_old.

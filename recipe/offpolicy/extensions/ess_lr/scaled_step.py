@@ -26,7 +26,7 @@ class LrReport:
         factor: as it arrived; None: it did not.
         planned: the scheduler's.
         read: the optimizer's own, read after its step; None: it did not step.
-        stepped: whether the gradient was finite, so that it had to step.
+        stepped: whether the gradient was finite; verl steps only then.
     """
 
     factor: float | None
