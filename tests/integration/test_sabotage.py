@@ -326,12 +326,12 @@ def corrupted_installation(kind: str) -> Any:
                 return plain, {METRIC_KEY: metrics[METRIC_KEY]}
             return loss, metrics
 
-        def compute_corrected(self, batch: Any, dp_group: Any = None) -> Any:
+        def compute_corrected(self, *args: Any) -> Any:
             if kind != "another spec in the call":
-                return super().compute_corrected(batch, dp_group)
+                return super().compute_corrected(*args)
             mine, self.spec = self.spec, CorrectionSpec()
             try:
-                return super().compute_corrected(batch, dp_group)
+                return super().compute_corrected(*args)
             finally:
                 self.spec = mine
 
