@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from ..batch.checksums import hash_rows
+from ..proof.verify import LivenessError
 from .batch_view import BatchView
 from .extension import Advantages, Extension, WorkerExtension
 from .loss_rows import LossRows
+
+logger = logging.getLogger("verl.offpolicy")
 
 
 @dataclass(frozen=True)
@@ -42,14 +46,43 @@ class AdvantageWorker(WorkerExtension):
 
 
 class AdvantageExtension(Extension):
-    """An extension that shapes advantages, and compares those in the loss with the result of the hooks."""
+    """An extension that shapes advantages, and compares those in the loss with the result of the hooks.
+
+    ``estimate`` or ``shape_advantages`` describes in ``_demanded`` an advantage of this batch that shows its effect.
+    """
+
+    title: ClassVar[str] = ""
+    """Its name in the log."""
+    prefix: ClassVar[str] = ""
+    """First part of its metrics' names."""
+    differs: ClassVar[bool] = True
+    """An advantage as demanded cannot be verl's own; the run stops if no row was changed."""
 
     def __init__(self, section: str, settings: Mapping[str, Any]) -> None:
         super().__init__(section, settings)
         self._sent: dict[str, int] = {}
+        self._changed = 0
+        self._demanded = ""
+        self._proved = False
+        self._found: dict[str, float] = {}
 
     def on_advantages(self, batch: BatchView, advantages: Advantages) -> None:
         self._sent = hash_advantages(batch, advantages.final)
+        self._changed = int((advantages.final != advantages.own).any(-1).sum())
+
+    def judge(self, reports: Sequence[Any]) -> Mapping[str, float]:
+        if self._demanded and self.differs and self._changed == 0:
+            raise LivenessError(f"{self.section}: 0 sequences were changed, but some must be ({self._demanded}).")
+        if self._demanded and not self._proved:
+            self._proved = True
+            logger.info("%s LIVE on %d sequences: %s", self.title, self._changed, self.meaning)
+        return {
+            f"{self.prefix}/live/changed_rows": float(self._changed),
+            f"{self.prefix}/live/proved": float(self._proved),
+        }
+
+    def metrics(self) -> Mapping[str, float]:
+        return self._found
 
     @property
     def sent(self) -> Mapping[str, int]:

@@ -15,7 +15,7 @@ from torch import Tensor
 from ...correction import Problem
 from ...fault_tolerance.state_schema import ANCHORS, refuse
 from ...proof.verify import LivenessError
-from ..advantage_proof import AdvantageExtension, AdvantageReport, AdvantageWorker
+from ..advantage_proof import AdvantageExtension, AdvantageWorker, hash_advantages
 from ..batch_view import BatchView
 from ..extension import Advantages
 from ..state_file import read_state, write_state
@@ -36,6 +36,8 @@ BY_STD = ("grpo", "grpo_vectorized")
 class LengthPenalty(AdvantageExtension):
     """The length penalty of one run; see ``settings.LengthSettings`` for its section."""
 
+    title, prefix = "length penalty", "length"
+
     def __init__(self, section: str, settings: Mapping[str, Any]) -> None:
         super().__init__(section, settings)
         self.length = LengthSettings.from_mapping(section, settings)
@@ -45,10 +47,7 @@ class LengthPenalty(AdvantageExtension):
         self._estimator, self._by_std = "grpo", True
         self._most_tokens: int | None = None
         self._measured: Measured | None = None
-        self._changed = 0
-        self._demanded = ""
-        self._proved = self._warned = False
-        self._found: dict[str, float] = {}
+        self._warned = False
 
     # Before Ray starts --------------------------------------------------------------------------------------
 
@@ -119,7 +118,8 @@ class LengthPenalty(AdvantageExtension):
     def on_advantages(self, batch: BatchView, advantages: Advantages) -> None:
         if not self._acts:
             return
-        super().on_advantages(batch, advantages)
+        # ``_changed`` counts only its own changes.
+        self._sent = hash_advantages(batch, advantages.final)
         if self.length.place == "before":
             self._check_estimator(batch, advantages)
 
@@ -175,14 +175,6 @@ class LengthPenalty(AdvantageExtension):
     def worker(self) -> AdvantageWorker | None:
         return AdvantageWorker() if self._acts else None
 
-    def judge(self, reports: Sequence[AdvantageReport]) -> Mapping[str, float]:
-        if self._demanded and self._changed == 0:
-            raise LivenessError(f"{self.section}: 0 sequences were changed, but some must be ({self._demanded}).")
-        if self._demanded and not self._proved:
-            self._proved = True
-            logger.info("length penalty LIVE on %d rows: %s", self._changed, self.meaning)
-        return {"length/live/changed_rows": float(self._changed), "length/live/proved": float(self._proved)}
-
     def unproved(self) -> str | None:
         if self._proved or not self._acts:
             return None
@@ -195,9 +187,6 @@ class LengthPenalty(AdvantageExtension):
         return f"no advantage has changed, because within each group all sequences lost as much ({self.section}.kind)."
 
     # Metrics ------------------------------------------------------------------------------------------------
-
-    def metrics(self) -> Mapping[str, float]:
-        return self._found
 
     def _note(self, measured: Measured) -> None:
         sessions = measured.sessions

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,26 +12,22 @@ from torch import Tensor
 from ...batch.plan import BatchSplit
 from ...correction import Problem
 from ...proof.verify import LivenessError
-from ..advantage_proof import AdvantageExtension, AdvantageReport, AdvantageWorker
+from ..advantage_proof import AdvantageExtension, AdvantageWorker
 from ..batch_view import BatchView
-from ..extension import Advantages
 from ..sessions import read_sessions
 from .formula import compute_advantages, find_difference
 from .settings import BaselineSettings, find_problems
-
-logger = logging.getLogger("verl.offpolicy")
 
 
 class OptimalBaseline(AdvantageExtension):
     """The optimal baseline of one run; see ``settings.BaselineSettings`` for its section."""
 
+    title, prefix, differs = "optimal baseline", "optimal_baseline", False
+
     def __init__(self, section: str, settings: Mapping[str, Any]) -> None:
         super().__init__(section, settings)
         self.leave_one_out = BaselineSettings.from_mapping(section, settings).over == "leave_one_out"
-        self._by_length = self._proved = False
-        self._demanded = ""
-        self._changed = 0
-        self._found: dict[str, float] = {}
+        self._by_length = False
 
     def problems(self, config: DictConfig) -> Sequence[Problem]:
         return tuple(find_problems(self.section, config))
@@ -80,27 +75,11 @@ class OptimalBaseline(AdvantageExtension):
         }
         return dealt[sessions.of_row].to(rewards.dtype)[:, None] * mask
 
-    def on_advantages(self, batch: BatchView, advantages: Advantages) -> None:
-        super().on_advantages(batch, advantages)
-        self._changed = int((advantages.final != advantages.own).any(-1).sum())
-
     def worker(self) -> AdvantageWorker:
         return AdvantageWorker()
 
-    def judge(self, reports: Sequence[AdvantageReport]) -> Mapping[str, float]:
-        if self._demanded and not self._proved:
-            self._proved = True
-            logger.info("optimal baseline LIVE on %d sequences: %s", self._changed, self.meaning)
-        return {
-            "optimal_baseline/live/changed_rows": float(self._changed),
-            "optimal_baseline/live/proved": float(self._proved),
-        }
-
     def unproved(self) -> str | None:
         return None if self._proved else f"no group had an advantage other than 0 ({self.section}.over)."
-
-    def metrics(self) -> Mapping[str, float]:
-        return self._found
 
 
 def _mean(values: Sequence[float]) -> float:

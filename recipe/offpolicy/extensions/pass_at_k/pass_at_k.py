@@ -16,7 +16,7 @@ from torch import Tensor
 from ...correction import Problem
 from ...fault_tolerance.state_schema import PASS_RATES, refuse
 from ...proof.verify import LivenessError
-from ..advantage_proof import AdvantageExtension, AdvantageReport, AdvantageWorker
+from ..advantage_proof import AdvantageExtension, AdvantageWorker
 from ..batch_view import BatchView, PromptView
 from ..extension import Advantages
 from ..sessions import Sessions, read_sessions, round_threshold
@@ -37,6 +37,8 @@ FILE = "pass_rates.json"
 class PassAtK(AdvantageExtension):
     """pass@k of one run; see ``settings.PassAtKSettings`` for its section."""
 
+    title, prefix = "pass@k", "pass_at_k"
+
     def __init__(self, section: str, settings: Mapping[str, Any]) -> None:
         super().__init__(section, settings)
         self.pass_at_k = PassAtKSettings.from_mapping(section, settings)
@@ -50,10 +52,6 @@ class PassAtK(AdvantageExtension):
         self._identities: dict[str, str] = {}
         self._sessions: Sessions | None = None
         self._estimated: Tensor | None = None
-        self._changed = 0
-        self._demanded = ""
-        self._proved = False
-        self._found: dict[str, float] = {}
 
     # Before Ray starts --------------------------------------------------------------------------------------
 
@@ -224,21 +222,11 @@ class PassAtK(AdvantageExtension):
         }
 
     def on_advantages(self, batch: BatchView, advantages: Advantages) -> None:
-        if self.worker() is None:
-            return
-        super().on_advantages(batch, advantages)
-        self._changed = int((advantages.final != advantages.own).any(-1).sum())
+        if self.worker() is not None:
+            super().on_advantages(batch, advantages)
 
     def worker(self) -> AdvantageWorker | None:
         return AdvantageWorker() if self._trains or self._deals else None
-
-    def judge(self, reports: Sequence[AdvantageReport]) -> Mapping[str, float]:
-        if self._demanded and self._changed == 0:
-            raise LivenessError(f"{self.section}: 0 sequences were changed, but some must be ({self._demanded}).")
-        if self._demanded and not self._proved:
-            self._proved = True
-            logger.info("pass@k LIVE on %d sequences: %s", self._changed, self.meaning)
-        return {"pass_at_k/live/changed_rows": float(self._changed), "pass_at_k/live/proved": float(self._proved)}
 
     def unproved(self) -> str | None:
         settings, key = self.pass_at_k, f"{self.section}.correct_at_least"
@@ -270,9 +258,6 @@ class PassAtK(AdvantageExtension):
         for each in self.pass_at_k.metric.k:
             known = [unbiased(n, c, each) for n, c in counts if n >= each]
             self._found[f"pass_at_k/train/pass@{each}"] = sum(known) / len(known) if known else math.nan
-
-    def metrics(self) -> Mapping[str, float]:
-        return self._found
 
     # Validation and checkpoints -----------------------------------------------------------------------------
 
