@@ -1,6 +1,6 @@
-"""Estimate pass@k from verl's validation dumps, without bias, and extrapolate it by a fit.
+"""Estimate pass@k from verl's validation dumps, without bias, extrapolate it by a fit, and rank checkpoints.
 
-python -m recipe.offpolicy.pass_at_k DUMP... --k 1,8,64 --extrapolate 256,1024
+python -m recipe.offpolicy.pass_at_k DUMP... --k 1,8,64 --extrapolate 256,1024 --rank
 
 Exit status: 0, or 2 where a dump or an argument is invalid.
 """
@@ -23,6 +23,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from .analysis.pages import PageError, check_target
     from .analysis.pass_at_k.dumps import DumpError, read_dumps
     from .analysis.pass_at_k.estimates import build_json, build_table, draw_curves, estimate
+    from .analysis.pass_at_k.ranking import RankingError, build_places, build_ranking, list_notes, rank_checkpoints
     from .extensions.pass_at_k.summary import Stopping
 
     try:
@@ -36,15 +37,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
             estimate(counts, options.k, extrapolate=options.extrapolate, stopping=stopping, ranking=options.rank)
             for counts in steps
         ]
+        ranking = None
+        if options.rank and len(steps) > 1:
+            ranking = rank_checkpoints(steps, max((*options.k, *options.extrapolate)), stopping=stopping)
         if options.png is not None:
             from .analysis.pages.plotting import save
 
             save(draw_curves(found), options.png)
-    except (DumpError, PageError, ValueError, OSError) as error:
+    except (DumpError, PageError, RankingError, ValueError, OSError) as error:
         print(f"pass_at_k: {error}", file=sys.stderr)  # noqa: T201
         return BAD_INPUT
     if options.json:
-        print(json.dumps([build_json(each) for each in found], indent=2))  # noqa: T201
+        places = build_places(ranking) if ranking else {}
+        shown = [build_json(each) | ({"ranking": places[each.name]} if ranking else {}) for each in found]
+        print(json.dumps(shown, indent=2))  # noqa: T201
         return 0
     from .analysis.pages import open_console, print_table
 
@@ -52,6 +58,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for each in found:
         print_table(console, build_table(each))
         for note in each.notes:
+            console.print(note, markup=False, soft_wrap=not sys.stdout.isatty())
+    if ranking:
+        print_table(console, build_ranking(ranking))
+        for note in list_notes(ranking):
             console.print(note, markup=False, soft_wrap=not sys.stdout.isatty())
     return 0
 
@@ -92,7 +102,9 @@ def build_parser() -> argparse.ArgumentParser:
         "--looks", type=parse_counts, metavar="N,...", help="cumulative samples after which sampling could end early"
     )
     parser.add_argument("--successes", type=int, metavar="R", help="right ones with which it ended")
-    parser.add_argument("--rank", action="store_true", help="show 1 - (1 - c/n)^k as well, which is for ranking only")
+    parser.add_argument(
+        "--rank", action="store_true", help="rank checkpoints at the largest k, and show 1 - (1 - c/n)^k"
+    )
     parser.add_argument("--png", type=Path, metavar="FILE", help="write the curve")
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     return parser

@@ -8,13 +8,19 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ...extensions.sessions import round_threshold
+
+Prompt = tuple[str, str]
+"""Input and ground truth, which tell prompts apart."""
+_ROUND = re.compile(r"round_\d+")
+"""Folder of a further round of dynamic validation, inside that of the first round."""
 
 
 class DumpError(ValueError):
@@ -30,6 +36,8 @@ class Counts:
         n, c: of each prompt.
         pooled: prompts that stand more than once in the data set, as far as the dumps tell.
         named: the dumps tell prompts apart by uid.
+        prompts: identity of each prompt.
+        folder: of the dumps; empty if all dumps are of one folder.
     """
 
     step: int
@@ -37,6 +45,13 @@ class Counts:
     c: list[int]
     pooled: int
     named: bool
+    prompts: list[Prompt]
+    folder: str = ""
+
+    @property
+    def name(self) -> str:
+        """Name of the checkpoint."""
+        return f"{self.folder}, step {self.step}" if self.folder else f"step {self.step}"
 
 
 @dataclass
@@ -46,7 +61,7 @@ class _Prompt:
 
 
 def read_dumps(paths: Sequence[Path], *, correct_at_least: float) -> list[Counts]:
-    """Read dumps, those of one step together: further rounds of dynamic validation add samples to the same prompts.
+    """Read dumps, one ``Counts`` per folder and step: further rounds of dynamic validation add samples to its prompts.
 
     Prompts are told apart by input and ground truth. On the V1 trainer it is seen where a data set holds one twice.
 
@@ -54,9 +69,10 @@ def read_dumps(paths: Sequence[Path], *, correct_at_least: float) -> list[Counts
         DumpError: a line that is none of a dump's.
         OSError: a file cannot be read.
     """
-    steps: dict[int, dict[tuple[str, str], _Prompt]] = {}
+    steps: dict[tuple[str, int], dict[Prompt, _Prompt]] = {}
     named = True
     for path in paths:
+        folder = str(path.parent.parent if _ROUND.fullmatch(path.parent.name) else path.parent)
         sessions: set[str] = set()
         for number, text in enumerate(path.read_text().splitlines(), 1):
             row = _parse(path, number, text)
@@ -68,16 +84,22 @@ def read_dumps(paths: Sequence[Path], *, correct_at_least: float) -> list[Counts
                     continue
                 sessions.add(session)
             key = (str(row["input"]), json.dumps(row.get("gts"), sort_keys=True))
-            prompt = steps.setdefault(int(row["step"]), {}).setdefault(key, _Prompt())
+            prompt = steps.setdefault((folder, int(row["step"])), {}).setdefault(key, _Prompt())
             prompt.scores.append(float(row["score"]))
             if uid is not None:
                 prompt.uids[str(path), session.rpartition("_")[0]] += 1
     if not steps:
         raise DumpError(f"{', '.join(map(str, paths))}: no sample in it.")
-    return [_count(step, list(prompts.values()), correct_at_least, named) for step, prompts in sorted(steps.items())]
+    several = len({folder for folder, _ in steps}) > 1
+    return [
+        _count(step, prompts, correct_at_least, named, folder if several else "")
+        for (folder, step), prompts in sorted(steps.items())
+    ]
 
 
-def _count(step: int, prompts: Sequence[_Prompt], correct_at_least: float, named: bool) -> Counts:
+def _count(step: int, of: Mapping[Prompt, _Prompt], correct_at_least: float, named: bool, folder: str) -> Counts:
+    prompts = of.values()
+
     def is_pooled(prompt: _Prompt) -> bool:
         by_file = Counter(path for path, _ in prompt.uids)
         return any(count > 1 for count in by_file.values())
@@ -88,6 +110,8 @@ def _count(step: int, prompts: Sequence[_Prompt], correct_at_least: float, named
         [sum(score >= round_threshold(correct_at_least) for score in prompt.scores) for prompt in prompts],
         sum(map(is_pooled, prompts)),
         named,
+        list(of),
+        folder,
     )
 
 

@@ -23,11 +23,13 @@ class Estimates:
     """pass@k of one step.
 
     Attributes:
+        name: name of the checkpoint.
         ranking: k -> the mean of the Bernoulli formula, for ranking alone.
         notes: what has to be known next to the numbers.
     """
 
     step: int
+    name: str
     summary: Summary
     ranking: dict[int, RankingOnly]
     notes: tuple[str, ...]
@@ -44,6 +46,7 @@ def estimate(
     summary = summarize(counts.n, counts.c, ks, extrapolate=extrapolate, stopping=stopping)
     return Estimates(
         counts.step,
+        counts.name,
         summary,
         {k: _mean_rank(counts, k) for k in (*ks, *extrapolate)} if ranking else {},
         tuple(_list_notes(counts, summary, stopping)),
@@ -90,7 +93,8 @@ def build_table(found: Estimates) -> Table:
         columns.append(Column("Bernoulli (ranking only)", align="right"))
         rows = [[*row, str(found.ranking[row[0]])] for row in rows]
     summary = found.summary
-    title = f"Step {found.step}: {summary.prompts} prompts, {summary.samples} samples, {summary.unsolved:.1%} unsolved"
+    counted = f"{summary.prompts} prompts, {summary.samples} samples, {summary.unsolved:.1%} unsolved"
+    title = f"{found.name[0].upper()}{found.name[1:]}: {counted}"
     return Table(columns, rows, title)
 
 
@@ -126,6 +130,6 @@ def draw_curves(found: Sequence[Estimates]) -> Figure:
             ks = sorted(points)
             value, low, high = ([points[k][at] for k in ks] for at in range(3))
             look: Any = {"colour": PALETTE[number % len(PALETTE)], "dash": dash, "marker": "o"}
-            marks.append(Mark(ks, value, f"step {each.step}, {name}", band=(low, high), **look))
+            marks.append(Mark(ks, value, f"{each.name}, {name}", band=(low, high), **look))
     x, y = Axis("k", log=2), Axis("pass@k", limits=(0.0, 1.02))
     return draw_panels([Panel("pass@k", "pass@k over k, with 95 % intervals over prompts", x, y, marks)])
