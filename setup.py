@@ -10,7 +10,9 @@ from pathlib import Path
 
 from setuptools import find_namespace_packages, setup
 
-RELEASES = runpy.run_path(str(Path(__file__).parent / "verl_patches" / "releases.py"))
+HERE = Path(__file__).parent
+RELEASES = runpy.run_path(str(HERE / "verl_patches" / "releases.py"))
+VERSION = runpy.run_path(str(HERE / "recipe" / "offpolicy" / "version.py"))["VERSION"]
 verl, vllm = RELEASES["TESTED"], RELEASES["VLLM"]
 VERL = f"verl>={verl[0]},<={verl[-1]}"
 RAY = "ray[default]>=2.41"
@@ -23,8 +25,10 @@ TEST = ["hypothesis", "mypy", "pytest>=8", "pytest-timeout", "pytest-xdist", "ru
 
 setup(
     name="verl-offpolicy",
-    version="0.1.0",
+    version=VERSION,
     description="Off-policy corrections for verl, proved live in the gradient",
+    long_description=(HERE / "README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
     license="Apache-2.0",
     license_files=["LICENSE"],
     python_requires=">=3.11,<3.13",

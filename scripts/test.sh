@@ -124,12 +124,8 @@ stage() {
 }
 
 lint() {
-    local status=0
     use "$newest"
-    ruff check . || status=1
-    ruff format --check . || status=1
-    python -m tests.support.language || status=1
-    return "$status"
+    VIRTUAL_ENV=$(environment_of "$newest") bash scripts/lint.sh
 }
 
 types() {

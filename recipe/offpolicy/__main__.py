@@ -14,6 +14,7 @@ import sys
 from typing import Final
 
 from .command_line import PROGRAM
+from .version import VERSION
 
 COMMANDS: Final = {
     "doctor": ("doctor", "doctor.doctor_command", "check a launch: which corrections would be live, with fixes"),
@@ -36,6 +37,7 @@ def main() -> None:
         prog="offpolicy",
         description="Tools for off-policy corrections in verl; also: python -m recipe.offpolicy COMMAND ...",
     )
+    parser.add_argument("--version", action="version", version=f"verl-offpolicy {VERSION}")
     names = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, (_, _, summary) in COMMANDS.items():
         names.add_parser(name, help=summary, add_help=False)

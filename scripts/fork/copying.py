@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import json
 import os
-import re
+import runpy
 import tempfile
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -58,12 +58,10 @@ def find_shipped(source: Path) -> dict[str, Path]:
 
 def read_origin(source: Path) -> tuple[str, str | None]:
     """Read version and commit of this project; a commit with changes on top ends in "-modified"."""
-    version = re.search(r"^\s*version=\"([^\"]+)\"", (source / "setup.py").read_text(), re.M)
-    if version is None:
-        raise Refused(f"{source}/setup.py states no version. Fix: restore it.")
+    version = str(runpy.run_path(str(source / "recipe/offpolicy/version.py"))["VERSION"])
     if not (source / ".git").exists() or not (head := git(source, "rev-parse", "--verify", "--quiet", "HEAD").strip()):
-        return version[1], None
-    return version[1], head + "-modified" * bool(git(source, "status", "--porcelain", "--", *PACKAGES, "configs"))
+        return version, None
+    return version, head + "-modified" * bool(git(source, "status", "--porcelain", "--", *PACKAGES, "configs"))
 
 
 def plan_copy(fork: Fork, source: Path, *, force: bool = False) -> Plan:

@@ -12,8 +12,8 @@ from scripts.fork import command
 
 MANIFEST = ".offpolicy-manifest.json"
 PROJECT = {
-    "setup.py": 'setup(\n    name="verl-offpolicy",\n    version="1.2.3",\n)\n',
     "recipe/offpolicy/__init__.py": "",
+    "recipe/offpolicy/version.py": 'VERSION = "1.2.3"\n',
     "recipe/offpolicy/main.py": "one\n",
     "recipe/offpolicy/run.sh": "#!/bin/sh\n",
     "recipe/offpolicy/deep/er.py": "two\n",
@@ -23,6 +23,7 @@ PROJECT = {
 }
 COPIED = {
     "recipe/offpolicy/__init__.py": "",
+    "recipe/offpolicy/version.py": 'VERSION = "1.2.3"\n',
     "recipe/offpolicy/main.py": "one\n",
     "recipe/offpolicy/run.sh": "#!/bin/sh\n",
     "recipe/offpolicy/deep/er.py": "two\n",

@@ -14,7 +14,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import yaml
 
+from recipe.offpolicy.version import VERSION
 from tests.support.paths import ROOT
 from verl_patches.releases import TESTED, VLLM
 
@@ -22,7 +24,7 @@ REQUIREMENTS = ROOT / "requirements"
 RELEASES = sorted(REQUIREMENTS.glob("verl-*.txt"))
 ENGINES = sorted(REQUIREMENTS.glob("vllm-*.txt"))
 USUAL = "-r vllm-0.28.0.txt"
-SHIPPED = ("recipe", "verl_patches", "hydra_plugins", "configs", "setup.py", "pyproject.toml", "LICENSE")
+SHIPPED = ("recipe", "verl_patches", "hydra_plugins", "configs", "setup.py", "pyproject.toml", "LICENSE", "README.md")
 CONFIGS = sorted(path.relative_to(ROOT / "configs").as_posix() for path in (ROOT / "configs").rglob("*.yaml"))
 
 
@@ -106,6 +108,22 @@ def test_a_release_file_includes_the_shared_one(file: Path) -> None:
     assert [line for line in file.read_text().splitlines() if line.startswith("-r")] == ["-r cpu.txt", USUAL]
 
 
+def test_one_version() -> None:
+    assert yaml.safe_load((ROOT / "CITATION.cff").read_text())["version"] == VERSION
+    top = re.search(r"^## (\S+)(?:, unreleased| \(\d{4}-\d\d-\d\d\))$", (ROOT / "CHANGELOG.md").read_text(), re.M)
+    assert top is not None
+    assert top[1] == VERSION
+
+
+@pytest.mark.parametrize("file", [".pre-commit-config.yaml", ".github/workflows/ci.yml"])
+def test_hooks_and_ci_call_scripts_of_this_repository(file: str) -> None:
+    text = (ROOT / file).read_text()
+    assert yaml.safe_load(text)
+    called = re.findall(r"(?:entry:|bash) (?:bash )?((?:scripts|\.ci)/\S+)", text)
+    assert called
+    assert all((ROOT / path).is_file() for path in called)
+
+
 NUMBER = r"0\.\d+\.\d+"
 NAMED = re.compile(rf"verl {NUMBER}(?:(?:,|,? and|,? or| to) {NUMBER})*")
 OF_A_TABLE = re.compile(rf"^\| ({NUMBER}(?:, {NUMBER})*) \|", re.M)
@@ -186,7 +204,9 @@ def test_wheel_holds_the_configs_and_no_foreign_name(wheel: Path) -> None:
         "hydra_plugins",
     }
     assert not {"recipe/__init__.py", "hydra_plugins/__init__.py"} & set(names)
-    assert "verl_patches/cpu/platform.py" in names
+    assert {"verl_patches/cpu/platform.py", "verl_patches/releases.py"} <= set(names)
+    assert {"recipe/offpolicy/py.typed", "verl_patches/py.typed", "hydra_plugins/offpolicy/__init__.py"} <= set(names)
+    assert metadata == f"verl_offpolicy-{VERSION}.dist-info"
     ours = "offpolicy = recipe.offpolicy.__main__:main"
     assert entries == f"[console_scripts]\n{ours}\n\n[verl.plugins]\noffpolicy = verl_patches.plugin\n"
     assert not [name for name in names if "__pycache__" in name]
@@ -251,3 +271,38 @@ def test_main_composes_its_configuration(kind: str, empty_environment: Path, che
         assert re.search(r"^correction:", out, re.M)
         assert re.search(r"^actor_rollout_ref:", out, re.M), "verl's own configuration is inherited"
         assert "gsm" in run([python, "-c", ANY_PROGRAM], cwd, **variables), "any Hydra program knows our groups"
+
+
+PINS = ("cpu.txt", "verl-0.9.1.txt", "vllm-0.28.0.txt")
+LAUNCH = (
+    *("+correction@correction=[tis_token,gsm]", "data.train_files=x", "data.val_files=x"),
+    *("actor_rollout_ref.actor.use_dynamic_bsz=true", "actor_rollout_ref.rollout.name=vllm"),
+)
+
+
+@pytest.mark.slow
+@pytest.mark.extended
+@pytest.mark.verl("==0.9.1")
+@pytest.mark.timeout(3000)
+def test_it_installs_from_nothing(checkout: Path, tmp_path: Path) -> None:
+    """sdist, wheel from the sdist, and an installation by the resolver with the pinned releases, all in isolation."""
+    folder, elsewhere = tmp_path / "environment", tmp_path / "elsewhere"
+    venv.create(folder, with_pip=True, symlinks=True)
+    elsewhere.mkdir()
+    python = str(folder / "bin" / "python")
+    outside = {"PATH": f"{folder / 'bin'}:{os.environ['PATH']}", "VIRTUAL_ENV": str(folder), "PYTHONNOUSERSITE": "1"}
+    pip = [python, "-m", "pip", "install", "-q", "--no-compile", "--disable-pip-version-check"]
+    run([*pip, "build"], elsewhere, **outside)
+    run([python, "-m", "build", "--outdir", str(tmp_path / "dist"), str(checkout)], elsewhere, **outside)
+    (built,) = (tmp_path / "dist").glob("*.whl")
+    pinned = tmp_path / "pinned.txt"
+    lines = [line for name in PINS for line in (REQUIREMENTS / name).read_text().splitlines()]
+    pinned.write_text("\n".join(line for line in lines if re.match(r"[A-Za-z]\S*==", line)))
+    run([*pip, "-c", str(pinned), f"{built}[tools,verl,quickstart]"], elsewhere, **outside)
+    run([python, "-m", "pip", "check"], elsewhere, **outside)
+    assert run(["offpolicy", "--version"], elsewhere, **outside) == f"verl-offpolicy {VERSION}\n"
+    composed = run([python, "-m", "verl.trainer.main_ppo", "--cfg", "job", *LAUNCH], elsewhere, **outside)
+    assert re.search(r"^correction:\n(?:  .*\n)*?    gsm:", composed, re.M)
+    doctor = run(["offpolicy", "doctor", "--module", "verl.trainer.main_ppo", *LAUNCH], elsewhere, **outside)
+    assert doctor.splitlines()[0].startswith("verl.trainer.main_ppo, verl 0.9.1")
+    assert "LIVE" in run([python, "-m", "recipe.offpolicy.smoke"], elsewhere, **outside)

@@ -51,7 +51,8 @@ def tree(tmp_path: Path) -> Path:
     (tmp_path / "recipe" / "offpolicy" / "module.py").touch()
     for release in ("0.7.1", "0.10.0", "0.9.1"):
         (tmp_path / "requirements" / f"verl-{release}.txt").touch()
-    shutil.copy(ROOT / "scripts" / "test.sh", tmp_path / "scripts")
+    for name in ("test.sh", "lint.sh"):
+        shutil.copy(ROOT / "scripts" / name, tmp_path / "scripts")
     (tmp_path / "scripts" / "install_cpu.sh").write_text(INSTALL)
     (tmp_path / "stub").write_text(STUB)
     (tmp_path / "stub").chmod(0o755)

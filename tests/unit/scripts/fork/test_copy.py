@@ -33,10 +33,10 @@ def test_a_copy_holds_plain_files_and_the_undo_leaves_no_trace(
     assert git(fork, "log", "--format=%s", "-1") == "Copy verl-offpolicy 1.2.3 (unknown commit)\n"
     assert git(fork, "status", "--porcelain") == ""
     assert (manifest["verl"], manifest["place"]) == ("0.9.1", "")
-    assert "committed 7 files\n" in printed
+    assert "committed 8 files\n" in printed
     assert f"export PYTHONPATH={fork}\n" in printed
     assert call(fork, "--undo") == DONE
-    assert "removed 7 files" in capsys.readouterr().out
+    assert "removed 8 files" in capsys.readouterr().out
     assert snapshot(fork) == before
     assert call(fork, "--undo") == DONE
     assert "nothing to undo" in capsys.readouterr().out
@@ -183,7 +183,7 @@ def test_a_dry_run_lists_and_writes_nothing(project: Path, fork: Path, capsys: p
     copy(fork)
     copied = snapshot(fork)
     assert call(fork, "--undo", "--dry-run") == DONE
-    assert "would remove 7 files" in capsys.readouterr().out
+    assert "would remove 8 files" in capsys.readouterr().out
     assert snapshot(fork) == copied
 
 
