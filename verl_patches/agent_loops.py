@@ -50,6 +50,16 @@ SEAMS_V1 = (
 )
 """Contracts on the V1 trainer's agent loops."""
 
+_turns = partial(Seams, releases=specifiers(lambda release: True), option="turn_credit")
+_tools = _turns("verl.experimental.agent_loop.tool_agent_loop:ToolAgentLoop")
+TURN_SEAMS = (
+    # output.extra_fields.update({"turn_scores": agent_data.turn_scores, "tool_rewards": agent_data.tool_rewards})
+    _tools("run", name="rewards of turns", keys=("turn_scores", "tool_rewards"), names=("extra_fields", "update")),
+    # if tool_reward is not None: agent_data.tool_rewards.append(tool_reward): one entry per call, without its turn
+    _tools("_handle_processing_tools_state", name="rewards of tools", names=("tool_rewards", "append")),
+)
+"""Contracts on the rewards of turns, which ``recipe.offpolicy.extensions.turn_credit`` reads from ``extra_fields``."""
+
 
 def build_server_seams() -> tuple[Contract, ...]:
     """Build the contracts on verl's vLLM server, which ``process_reward.scoring_server`` overrides."""

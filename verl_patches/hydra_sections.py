@@ -19,7 +19,7 @@ PROVIDER = "offpolicy"
 """Name of this package's folder in Hydra's search path."""
 GROUPS = (
     *("correction", "ess_lr", "length_penalty", "offpolicy"),
-    *("opd", "optimal_baseline", "pass_at_k", "process_reward"),
+    *("opd", "optimal_baseline", "pass_at_k", "process_reward", "turn_credit"),
 )
 """Groups whose options need these sections."""
 SECTIONS = "offpolicy_base"

@@ -54,6 +54,10 @@ def test_the_servers_that_score_are_where_they_were() -> None:
     engine_loss.check(agent_loops.build_server_seams())
 
 
+def test_the_rewards_of_turns_are_where_they_were() -> None:
+    engine_loss.check(agent_loops.TURN_SEAMS)
+
+
 @NEWEST
 def test_the_servers_that_return_supports_are_where_they_were() -> None:
     engine_loss.check(truncated_sampling.build_server_seams())

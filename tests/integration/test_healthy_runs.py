@@ -83,7 +83,15 @@ def check_healthy(steps: Sequence[Mapping[str, float]], expected: Iterable[int])
     assert last["delivery"] == last["own_rows"] == last["factor"] == 1.0, last
     sections = [
         last[name]
-        for name in ("ess_lr", "length_penalty", "pass_at_k", "optimal_baseline", "process_reward", "opd")
+        for name in (
+            "ess_lr",
+            "length_penalty",
+            "pass_at_k",
+            "optimal_baseline",
+            "turn_credit",
+            "process_reward",
+            "opd",
+        )
         if name in last
     ]
     assert set(sections) <= {1.0}, last

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from tests.support.tool_turns import judge_token
 from verl.tools.function_tool import function_tool
 
 
 @function_tool
-def look() -> str:
-    """Look at the word once more."""
-    return "no"
+def look(token: int) -> tuple[str, float]:
+    """Look at the word once more.
+
+    Args:
+        token: The first token of the answer, which decides the reward.
+    """
+    return "no", judge_token(token)

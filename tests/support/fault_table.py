@@ -258,6 +258,13 @@ OTHERS = (
         f"{EXTENSIONS}/optimal_baseline/test_optimal_baseline.py::test_a_formula_that_went_wrong_is_found",
     ),
     Row(
+        "advantages by turn",
+        "of another formula",
+        _TRAINER,
+        "each",
+        f"{EXTENSIONS}/turn_credit/test_turn_credit.py::test_a_formula_that_went_wrong_is_found",
+    ),
+    Row(
         "learning rate by effective sample size",
         "the scheduler's, or of another factor",
         _TRAINER,

@@ -21,6 +21,7 @@ from recipe.offpolicy.extensions.opd import settings as opd
 from recipe.offpolicy.extensions.optimal_baseline import settings as optimal_baseline
 from recipe.offpolicy.extensions.pass_at_k import settings as pass_at_k
 from recipe.offpolicy.extensions.process_reward import settings as process_reward
+from recipe.offpolicy.extensions.turn_credit import settings as turn_credit
 from recipe.offpolicy.monitor.alarms import alarm_settings
 from recipe.offpolicy.monitor.bounds import bound_settings
 from recipe.offpolicy.monitor.mismatch import snapshot_settings
@@ -51,6 +52,7 @@ TABLES: dict[str, tuple[str, Mapping[str, Key]]] = {
     "optimal_baseline": ("optimal_baseline/group.yaml", optimal_baseline.KEYS),
     "pass_at_k": ("pass_at_k/loo.yaml", pass_at_k.KEYS),
     "process_reward": ("process_reward/prefix_value.yaml", process_reward.KEYS),
+    "turn_credit": ("turn_credit/turn_index.yaml", turn_credit.KEYS),
 }
 """Section -> the file that ships it, and its table."""
 _ALARM = "offpolicy.alarms.ess"

@@ -11,6 +11,7 @@ Its parser of tool calls is ``multi_turn.format=asks``; the tool is in ``asked_t
 from __future__ import annotations
 
 import functools
+import json
 import os
 import uuid
 from contextvars import ContextVar
@@ -28,6 +29,11 @@ FOLDER = os.environ.get("OFFPOLICY_TURNS")
 _turns: ContextVar[list[Any] | None] = ContextVar("turns", default=None)
 
 
+def judge_token(token: int) -> float:
+    """The reward that the tool returns for an answer whose first token this is."""
+    return (token % 5) / 4
+
+
 def _add_parser() -> None:
     from verl.experimental.agent_loop.tool_parser import FunctionCall, ToolParser
 
@@ -35,7 +41,7 @@ def _add_parser() -> None:
     class AskingParser(ToolParser):
         async def extract_tool_calls(self, responses_ids: Any, tools: Any = None) -> Any:
             text = self.tokenizer.decode(responses_ids, skip_special_tokens=True)
-            return text, [FunctionCall(name="look", arguments="{}")]
+            return text, [FunctionCall(name="look", arguments=json.dumps({"token": int(responses_ids[0])}))]
 
 
 def _keep_turns() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -92,6 +93,19 @@ class PromptView(Protocol):
 def last_outputs(batch: BatchView) -> list[int]:
     """Find the last row of each session, so that a session counts once."""
     return list({session: row for row, session in enumerate(batch.sessions)}.values())
+
+
+def read_agent_fields(batch: BatchView, *names: str) -> list[Mapping[str, Any]]:
+    """Read what the agent loop returned in ``extra_fields`` for each row: one column on V1, one per field on V0."""
+    try:
+        found = batch.rows("extra_fields")["extra_fields"]
+        return [each.data if hasattr(each, "data") and not isinstance(each, Mapping) else each for each in found]
+    except KeyError:
+        columns = {}
+        for name in names:
+            with suppress(KeyError):
+                columns[name] = batch.rows(name)[name]
+        return [{name: values[row] for name, values in columns.items()} for row in range(len(batch.uids))]
 
 
 def check_columns(columns: Mapping[str, Tensor], rows: int) -> None:

@@ -23,6 +23,7 @@ SHIPPED: dict[str, str] = {
     "length_penalty": "recipe.offpolicy.extensions.length_penalty.length_penalty:LengthPenalty",
     "pass_at_k": "recipe.offpolicy.extensions.pass_at_k.pass_at_k:PassAtK",
     "optimal_baseline": "recipe.offpolicy.extensions.optimal_baseline.optimal_baseline:OptimalBaseline",
+    "turn_credit": "recipe.offpolicy.extensions.turn_credit.turn_credit:TurnCredit",
     "process_reward": "recipe.offpolicy.extensions.process_reward.prefix_value_rewards:PrefixValueRewards",
     # After the other ones, because it replaces their advantages in the distilled rows.
     "opd": "recipe.offpolicy.extensions.opd.distillation:OnPolicyDistillation",

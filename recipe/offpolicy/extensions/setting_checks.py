@@ -12,10 +12,18 @@ from omegaconf import DictConfig, OmegaConf
 
 from ..batch.declared_keys import Key, Rule, Section
 from ..correction import Problem
+from ..correction.baseline import GROUP_ESTIMATORS
 from ..correction.problem import EVERYTHING, CheckError, set_to
+from ..correction.requirement import Requirement
 
 REUSED = ("reuse", "bypass", "loglinear", "same_engine")
 """Values of ``correction.proximal`` with which no forward pass computes pi_old before the update."""
+OWN_ESTIMATE = (
+    Requirement("algorithm.adv_estimator", GROUP_ESTIMATORS, "it makes no advantage of a group's rewards alone."),
+    Requirement("algorithm.use_kl_in_reward", (False,), "the KL is part of verl's rewards, but not of these."),
+    Requirement("length_penalty.place", ("after",), "it checks verl's own advantages of the lowered rewards."),
+)
+"""What an extension needs that computes advantages of a group from rewards, instead of verl's estimator."""
 _CONFIG_DIR = Path(__file__).resolve().parents[1] / "config"
 
 
@@ -73,3 +81,10 @@ def find_late_weights(section: str, config: DictConfig) -> Iterator[Problem]:
             reason = f"it is applied at the gradient step, but {section} needs the weights before."
             shown = list(value) if OmegaConf.is_config(value) else value
             yield Problem(key, shown, reason, f"Set one weight of all tokens, {off}", parts=part)
+
+
+def divides_by_std(config: DictConfig) -> bool:
+    """Return True if verl's estimator divides by the standard deviation of a group's rewards."""
+    read = partial(OmegaConf.select, config)
+    by_std = read("algorithm.norm_adv_by_std_in_grpo")
+    return read("algorithm.adv_estimator") in ("grpo", "grpo_vectorized") and by_std is not False

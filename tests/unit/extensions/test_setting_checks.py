@@ -15,6 +15,7 @@ from recipe.offpolicy.extensions.opd.settings import OpdSettings
 from recipe.offpolicy.extensions.optimal_baseline.settings import BaselineSettings
 from recipe.offpolicy.extensions.pass_at_k.settings import PassAtKSettings
 from recipe.offpolicy.extensions.process_reward.settings import ProcessSettings
+from recipe.offpolicy.extensions.turn_credit.settings import TurnSettings
 from tests.support.applications import CONFIGS
 
 SECTIONS: dict[str, tuple[str, Any]] = {
@@ -24,6 +25,7 @@ SECTIONS: dict[str, tuple[str, Any]] = {
     "optimal_baseline": ("group", BaselineSettings),
     "pass_at_k": ("loo", PassAtKSettings),
     "process_reward": ("prefix_value", ProcessSettings),
+    "turn_credit": ("turn_index", TurnSettings),
 }
 COUNT, SHARE, FLAG, TEXT, RISING = (0, 1.5, True), (-0.1, 1.1, "half"), ("yes", 1), (3,), (4, [0], [4, 2], [2, 2])
 OUTSIDE: dict[str, dict[str, tuple[Any, ...]]] = {
@@ -99,6 +101,12 @@ OUTSIDE: dict[str, dict[str, tuple[Any, ...]]] = {
         "probe_every": COUNT,
         "max_unscored_share": (1.0, -0.1),
     },
+    "turn_credit": {
+        "normalize": ("turn", None),
+        "turn_rewards": ("rewards", 3),
+        "episode": ("yes",),
+        "coef": (0,),
+    },
 }
 URL = "http://127.0.0.1:8100"
 
@@ -146,6 +154,7 @@ def test_each_key_has_its_range(section: str) -> None:
 def read_required(section: str) -> dict[str, Any]:
     """Return the keys that have no default."""
     choice = {"ess_lr": "rule", "length_penalty": "kind", "opd": "mode", "optimal_baseline": "over"}.get(section)
+    choice = "normalize" if section == "turn_credit" else choice
     choice = "objective" if section == "pass_at_k" else choice
     given = {choice: read_option(section)[choice]} if choice else {}
     return given | ({"teacher": {"url": URL}} if section == "opd" else {})
@@ -173,7 +182,7 @@ def test_what_cannot_be_meant(section: str, key: str, value: Any, overrides: tup
     assert refuse(section, key, value).overrides == overrides
 
 
-@pytest.mark.parametrize("section", ["ess_lr", "length_penalty", "opd", "optimal_baseline", "pass_at_k"])
+@pytest.mark.parametrize("section", ["ess_lr", "length_penalty", "opd", "optimal_baseline", "pass_at_k", "turn_credit"])
 def test_what_is_wanted_has_to_be_said(section: str) -> None:
     values = {"teacher": {"url": URL}} if section == "opd" else {}
     with pytest.raises(SpecError, match=f"Set {section}="):

@@ -18,6 +18,7 @@ from ...proof.verify import LivenessError
 from ..advantage_proof import AdvantageExtension, AdvantageWorker, hash_advantages
 from ..batch_view import BatchView
 from ..extension import Advantages
+from ..setting_checks import divides_by_std
 from ..state_file import read_state, write_state
 from .anchors import Anchors
 from .evidence import bound_error, state_advantages, state_penalties, state_shift
@@ -29,8 +30,6 @@ from .settings import LengthSettings
 logger = logging.getLogger("verl.offpolicy")
 
 FILE = "anchors.json"
-BY_STD = ("grpo", "grpo_vectorized")
-"""Estimators that divide by the standard deviation of a group by default."""
 
 
 class LengthPenalty(AdvantageExtension):
@@ -68,9 +67,8 @@ class LengthPenalty(AdvantageExtension):
 
     def begin(self, config: DictConfig) -> None:
         self._estimator = str(OmegaConf.select(config, "algorithm.adv_estimator"))
-        by_std = OmegaConf.select(config, "algorithm.norm_adv_by_std_in_grpo")
         replaced = OmegaConf.select(config, "pass_at_k.objective") not in (None, "none")
-        self._by_std = self._estimator in BY_STD and by_std is not False and not replaced
+        self._by_std = divides_by_std(config) and not replaced
         self._most_tokens = OmegaConf.select(config, "data.max_response_length")
 
     def shape_rewards(self, batch: BatchView, rewards: Tensor) -> Tensor | None:

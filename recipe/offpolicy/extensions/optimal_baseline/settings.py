@@ -11,16 +11,10 @@ from omegaconf import DictConfig, OmegaConf
 
 from ...batch.declared_keys import choice
 from ...correction import Problem, SpecError
-from ...correction.baseline import GROUP_ESTIMATORS
-from ...correction.requirement import Requirement, find_unmet
-from ..setting_checks import find_late_weights, read_values
+from ...correction.requirement import find_unmet
+from ..setting_checks import OWN_ESTIMATE, find_late_weights, read_values
 
 KEYS = {"over": choice("group", "leave_one_out")}
-REQUIREMENTS = (
-    Requirement("algorithm.adv_estimator", GROUP_ESTIMATORS, "it makes no advantage of a group's rewards alone."),
-    Requirement("algorithm.use_kl_in_reward", (False,), "the KL is part of verl's rewards, but not of these."),
-    Requirement("length_penalty.place", ("after",), "it checks verl's own advantages of the lowered rewards."),
-)
 
 
 @dataclass(frozen=True)
@@ -50,7 +44,7 @@ class BaselineSettings:
 def find_problems(section: str, config: DictConfig) -> Iterator[Problem]:
     """Find conflicts with the configuration."""
     read, off = partial(OmegaConf.select, config), f"{section}=null"
-    yield from find_unmet(REQUIREMENTS, read, off, (section,))
+    yield from find_unmet(OWN_ESTIMATE, read, off, (section,))
     yield from find_late_weights(section, config)
     key = "actor_rollout_ref.rollout.n"
     if int(read(key) or 1) == 1:

@@ -26,7 +26,7 @@ from ...correction import Problem
 from ...proof.dense_rewards import sees_positions
 from ...proof.token_alignment import AlignmentChecker
 from ..advantage_proof import AdvantageExtension, AdvantageReport
-from ..batch_view import BatchView, PromptView
+from ..batch_view import BatchView, PromptView, read_agent_fields
 from .advantages import normalize_utilities, token_advantages
 from .columns import FIELD, UTILITY
 from .evidence import (
@@ -124,7 +124,7 @@ class PrefixValueRewards(AdvantageExtension):
         self._submitted = time.time()
 
     def on_rollout(self, batch: BatchView) -> None:
-        alongside = _read_extra_fields(batch)
+        alongside = read_agent_fields(batch, FIELD, NEWEST_VERSION)
         found = read_values([each.get(FIELD) for each in alongside])
         check_values(
             found,
@@ -240,32 +240,12 @@ class PrefixValueRewards(AdvantageExtension):
         return {f"{self.section}/{name}": value for name, value in self._metrics.items()}
 
 
-def _read_extra_fields(batch: BatchView) -> list[Mapping[str, Any]]:
-    """Read the agent loops' fields sent with rows: one column on the V1 trainer, one per field on V0."""
-    try:
-        found: list[Mapping[str, Any]] = batch.rows("extra_fields")["extra_fields"]
-        return [_plain(each) for each in found]
-    except KeyError:
-        columns = []
-        for name in (FIELD, NEWEST_VERSION):
-            try:
-                columns.append(batch.rows(name)[name])
-            except KeyError:
-                columns.append([None] * len(batch.uids))
-        return [{FIELD: one, NEWEST_VERSION: other} for one, other in zip(*columns, strict=True)]
-
-
 def _has_media(batch: BatchView) -> bool:
     """Return True if a row has images, videos or audio, which a forward pass over its tokens would ignore."""
     try:
         return any(batch.rows("multi_modal_inputs")["multi_modal_inputs"])
     except KeyError:
         return False
-
-
-def _plain(value: Any) -> Any:
-    """Unwrap TransferQueue's non-tensor data."""
-    return value.data if hasattr(value, "data") and not isinstance(value, Mapping) else value
 
 
 def _read_version(fields: Mapping[str, Any]) -> int | None:

@@ -1,0 +1,1 @@
+"""Advantages by turn of a rollout with tools."""

@@ -1,0 +1,135 @@
+"""Turn-level credit as an extension: one advantage for each turn of a rollout, instead of verl's estimator."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from omegaconf import DictConfig, OmegaConf
+from torch import Tensor
+
+from verl_patches import agent_loops, engine_loss
+
+from ...correction import Problem
+from ...correction.units import turns
+from ...proof.verify import LivenessError
+from ..advantage_proof import AdvantageExtension, AdvantageWorker
+from ..batch_view import BatchView, read_agent_fields
+from ..sessions import Sessions, read_sessions
+from ..setting_checks import divides_by_std
+from .formula import compute_advantages, find_difference
+from .settings import GAMMA, TurnSettings, find_problems
+
+
+class TurnCredit(AdvantageExtension):
+    """Turn-level credit of one run; see ``settings.TurnSettings`` for its section."""
+
+    # Equal to GRPO's advantages where all rollouts of a group have the same number of turns.
+    title, prefix, differs = "turn-level credit", "turn_credit", False
+
+    def __init__(self, section: str, settings: Mapping[str, Any]) -> None:
+        super().__init__(section, settings)
+        self.turn = TurnSettings.from_mapping(section, settings)
+        self._gamma, self._by_std = 1.0, True
+        self._several = False
+
+    def problems(self, config: DictConfig) -> Sequence[Problem]:
+        return tuple(find_problems(self.section, self.turn, config))
+
+    def begin(self, config: DictConfig) -> None:
+        if self.turn.turn_rewards is not None:
+            engine_loss.check(agent_loops.TURN_SEAMS)
+        gamma = OmegaConf.select(config, GAMMA)
+        self._gamma = 1.0 if gamma is None else float(gamma)
+        self._by_std = divides_by_std(config)
+
+    def estimate(self, batch: BatchView, rewards: Tensor) -> Tensor:
+        sessions = read_sessions(batch)
+        mask = batch.rows("response_mask")["response_mask"].bool()
+        index, of_row, counts = _number_turns(mask, sessions)
+        earned = self._read_rewards(batch, sessions, of_row.tolist(), counts)
+        scores = rewards.double().sum(-1)[sessions.last] if self.turn.episode else None
+        dealt = torch.zeros_like(earned)
+        how: dict[str, Any] = {"normalize": self.turn.normalize, "coef": self.turn.coef, "gamma": self._gamma}
+        how["by_std"] = self._by_std
+        self._demanded, lone = "", 0
+        varied: list[bool] = []
+        for name, members in sessions.groups().items():
+            at = torch.tensor([member for member in members if counts[member] > 0], dtype=torch.int64)
+            of_group = None if scores is None else scores[at]
+            dealt[at] = compute_advantages(counts[at], earned[at], of_group, **how)
+            sizes = counts[at].tolist()
+            seen, given = (
+                [row[:size] for row, size in zip(each[at].tolist(), sizes, strict=True)] for each in (dealt, earned)
+            )
+            wrong = find_difference(seen, given, None if of_group is None else of_group.tolist(), **how)
+            if wrong is not None:
+                raise LivenessError(f"{self.section}: in group {name} {wrong}.")
+            lone += sum(sum(size > k for size in sizes) == 1 for k in range(max(sizes, default=0)))
+            varied += [max(row) > min(row) for row in seen]
+            self._several = self._several or max(sizes, default=0) > 1
+            if not self._demanded and any(varied):
+                self._demanded = f"group {name}: {seen}"
+        total = float(counts.sum())
+        self._found = {
+            "turn_credit/turns": total / max(len(counts), 1),
+            "turn_credit/rewarded_share": float((~torch.isnan(earned)).sum()) / total if total else math.nan,
+            "turn_credit/varied_share": sum(varied) / len(varied) if varied else math.nan,
+            "turn_credit/lone_turns": float(lone),
+        }
+        by_token = dealt[sessions.of_row[:, None], index].to(rewards.dtype)
+        return torch.where(mask, by_token, 0.0)
+
+    def _read_rewards(self, batch: BatchView, sessions: Sessions, of_row: Sequence[int], counts: Tensor) -> Tensor:
+        """Read the rewards of turns, (S, K) float64; NaN where a turn has none.
+
+        Raises:
+            LivenessError: they are missing, or cannot be assigned to turns.
+        """
+        most = int(counts.max()) if len(counts) else 0
+        found = torch.full((len(counts), most), math.nan, dtype=torch.float64)
+        if (name := self.turn.turn_rewards) is None:
+            return found
+        first = [0] * len(counts)
+        for row, fields in enumerate(read_agent_fields(batch, name)):
+            number, session = of_row[row], int(sessions.of_row[row])
+            if (given := fields.get(name)) is None:
+                raise LivenessError(
+                    f"{self.section}: verl's agent loop returned no {name} for sequence {row}. Fix: use an agent loop "
+                    f"that returns it in extra_fields, such as tool_agent, or set {self.section}.turn_rewards=null."
+                )
+            if number and len(given) not in (number - 1, number):
+                raise LivenessError(
+                    f"{self.section}: sequence {row} has {number} turns and {len(given)} {name}, but each turn needs "
+                    f"one, except the last. Fix: return a reward from each tool, or set {self.section}.turn_rewards="
+                    f"null."
+                )
+            if not all(map(math.isfinite, given)):
+                raise LivenessError(f"{self.section}: {name} of sequence {row} are {given}: expected finite numbers.")
+            if number:
+                found[session, first[session] : first[session] + len(given)] = torch.tensor(given, dtype=torch.float64)
+            first[session] += number
+        return found
+
+    def worker(self) -> AdvantageWorker:
+        return AdvantageWorker()
+
+    def unproved(self) -> str | None:
+        if self._proved:
+            return None
+        if not self._several:
+            return "no rollout had more than one turn (actor_rollout_ref.rollout.multi_turn)."
+        return f"the turns of each rollout had equal advantages ({self.section}.turn_rewards)."
+
+
+def _number_turns(mask: Tensor, sessions: Sessions) -> tuple[Tensor, Tensor, Tensor]:
+    """Number turns over all rows of a session: (n, T) of each token; counts of each row, (n,), and session, (S,)."""
+    index = turns(mask)
+    of_row = torch.where(mask.any(-1), index.amax(-1) + 1, 0)
+    counts = torch.zeros(len(sessions.last), dtype=torch.int64)
+    for row, session in enumerate(sessions.of_row.tolist()):
+        index[row] += counts[session]
+        counts[session] += of_row[row]
+    return torch.where(mask, index, 0), of_row, counts

@@ -1,0 +1,197 @@
+"""Turn-level credit on verl's own batches: tool tokens, rewards of agent loops, several rows per rollout, start-up."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+from tensordict import TensorDict
+from torch import Tensor
+
+from recipe.offpolicy.extensions.add_ons import AddOns
+from recipe.offpolicy.extensions.turn_credit import turn_credit
+from recipe.offpolicy.extensions.turn_credit.formula import compute_advantages
+from recipe.offpolicy.extensions.turn_credit.settings import TurnSettings, find_problems
+from recipe.offpolicy.extensions.turn_credit.turn_credit import TurnCredit
+from recipe.offpolicy.proof.verify import LivenessError
+from recipe.offpolicy.trainer import batch_view_v1
+from tests.support.judged import judge
+from tests.support.shaped import Rows, estimate, make_batch, report
+
+# Two turns of 2 and 1 tokens around a tool's 2 tokens; one turn; two turns around a tool's token; another group.
+MASKS = ([1, 1, 0, 0, 1], [1, 1, 1], [1, 0, 1, 1], [1, 0, 1])
+ROWS: Rows = [("a", 5, 1.0), ("a", 3, 0.0), ("a", 4, 0.0), ("b", 3, 1.0)]
+TOOLS: list[Any] = [[0.5], [], [0.0], [0.25]]
+CONFIG: dict[str, Any] = {
+    "algorithm": {"adv_estimator": "grpo", "norm_adv_by_std_in_grpo": False, "gamma": 1.0, "use_kl_in_reward": False},
+    "actor_rollout_ref": {"rollout": {"n": 8, "agent": {"default_agent_loop": "tool_agent"}}},
+}
+
+
+def made(normalize: str = "turn_index", turn_rewards: str | None = "tool_rewards", **settings: Any) -> TurnCredit:
+    extension = TurnCredit("turn_credit", {"normalize": normalize, "turn_rewards": turn_rewards, **settings})
+    extension.begin(OmegaConf.create(CONFIG))
+    return extension
+
+
+def batch(tools: list[Any] | None = TOOLS, rows: Rows = ROWS) -> Any:
+    fields: dict[str, Any] = {} if tools is None else {"tool_rewards": tools, "turn_scores": [[]] * len(rows)}
+    view = make_batch(rows, **fields)
+    for row, mask in enumerate(MASKS[: len(rows)]):
+        view.batch.batch["response_mask"][row, : len(mask)] = torch.tensor(mask)
+    return view
+
+
+def deal(view: Any, *extensions: Any) -> Tensor:
+    AddOns(extensions).compute_advantages(view, estimate(view))
+    advantages: Tensor = view.advantages
+    return advantages
+
+
+def test_each_turn_has_one_value_and_tool_tokens_have_none() -> None:
+    """Returns of group a: turn 0: 1.5, 0, 0; turn 1: 1, 0 (the second rollout has one turn). b is alone."""
+    view = batch()
+    found = deal(view, made())
+    assert found[:, :5].tolist() == [
+        [1.0, 1.0, 0.0, 0.0, 0.5],
+        [-0.5, -0.5, -0.5, 0.0, 0.0],
+        [-0.5, 0.0, -0.5, -0.5, 0.0],
+        [0.0, 0.0, 0.0, 0.0, 0.0],
+    ]
+    assert not bool(found[:, 5:].any())
+    assert torch.equal(view.batch.batch["returns"], found)
+
+
+def test_return_to_go_normalises_tools_and_rollouts_apart() -> None:
+    """Tools 0.5 and 0 have mean 0.25; rollouts 1, 0, 0 have mean 1 / 3."""
+    found = deal(batch(), made("return_to_go"))
+    assert found[0, [0, 4]].tolist() == pytest.approx([0.25 + 2 / 3, 2 / 3])
+    assert found[1, 0].item() == pytest.approx(-1 / 3)
+    assert found[2, [0, 2]].tolist() == pytest.approx([-0.25 - 1 / 3, -1 / 3])
+
+
+def test_metrics_and_proof(caplog: pytest.LogCaptureFixture) -> None:
+    extension, view = made(), batch()
+    deal(view, extension)
+    assert extension.metrics() == pytest.approx(
+        {
+            "turn_credit/turns": 7 / 4,
+            "turn_credit/rewarded_share": 3 / 7,
+            "turn_credit/varied_share": 1 / 4,
+            "turn_credit/lone_turns": 2.0,
+        }
+    )
+    with caplog.at_level("INFO"):
+        found = judge(extension, report(view, extension))
+    live = {"turn_credit/live/changed_rows": 4.0, "turn_credit/live/proved": 1.0}
+    assert found == live | {"offpolicy/live/turn_credit": 1.0}
+    assert "turn-level credit LIVE on 4 sequences: normalize=turn_index" in caplog.text
+
+    def verls(data: TensorDict) -> None:
+        data["advantages"] = data["advantages"][:, :1] * data["response_mask"]
+
+    with pytest.raises(LivenessError, match="did not see the sequences"):
+        judge(extension, report(view, extension, verls))
+
+
+def test_a_formula_that_went_wrong_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = compute_advantages
+    monkeypatch.setattr(turn_credit, "compute_advantages", lambda *given, **how: own(*given, **how) + 1e-4)
+    with pytest.raises(LivenessError, match="in group a turn 0 of rollout 0 of 3 has"):
+        deal(batch(), made())
+
+
+def test_effects_that_never_come_are_said() -> None:
+    extension, view = made(turn_rewards=None), make_batch(ROWS)
+    deal(view, extension)
+    judge(extension, report(view, extension))
+    assert extension.unproved() == "no rollout had more than one turn (actor_rollout_ref.rollout.multi_turn)."
+    deal(batch(rows=[("a", 5, 1.0), ("a", 3, 1.0), ("a", 4, 1.0)]), extension)
+    assert extension.unproved() == "the turns of each rollout had equal advantages (turn_credit.turn_rewards)."
+
+
+@pytest.mark.parametrize(
+    ("tools", "said"),
+    [
+        (None, "verl's agent loop returned no tool_rewards for sequence 0"),
+        ([[], [], [0.0], [0.0]], "sequence 0 has 2 turns and 0 tool_rewards"),
+        ([[0.5] * 3, [], [0.0], [0.0]], "sequence 0 has 2 turns and 3 tool_rewards"),
+        ([[0.5], [], [float("nan")], [0.0]], "of sequence 2 are"),
+    ],
+)
+def test_rewards_without_a_turn_stop_the_run(tools: list[Any] | None, said: str) -> None:
+    with pytest.raises(LivenessError, match=said):
+        deal(batch(tools), made())
+
+
+def test_a_reward_after_the_last_turn_counts_for_it_and_a_row_without_tokens_has_none() -> None:
+    """A tool whose answer no longer fits has rewarded the last turn. Returns of turn 0: 1.5 + 2 and 1."""
+    view = batch([[0.5, 2.0], [1.0], [9.0], [0.0]])
+    view.batch.batch["response_mask"][2] = 0
+    found = deal(view, made())
+    assert found[:3, 0].tolist() == pytest.approx([1.25, -1.25, 0.0])
+
+
+def test_rejected_rows_leave_their_group() -> None:
+    view = batch()
+    view.regroup(["a", "a", "a/rejected-2", "b"], [False, False, True, False])
+    found = deal(view, made())
+    assert found[0, [0, 4]].tolist() == pytest.approx([0.75, 0.0])
+    assert not bool(found[2].any())
+
+
+def test_a_rollout_of_several_rows_is_one_sequence_of_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On V1 session 0 has two rows, of 2 and 1 turns; the last row has the score. Padding rows are left out."""
+    masks = [[1, 0, 1], [1, 1], [1, 0, 1, 0, 1], [1]]
+    tools = [[1.0, 0.0], [], [0.0, 0.5], [7.0]]
+    scores = [[0.0, 0.0, 2.0], [0.0, 2.0], [0.0] * 5, [5.0]]
+
+    def nested(rows: list[list[float]]) -> Tensor:
+        return torch.nested.as_nested_tensor(
+            [torch.tensor(row, dtype=torch.float32) for row in rows], layout=torch.jagged
+        )
+
+    stored: dict[str, Any] = {
+        "response_mask": nested([[float(each) for each in row] for row in masks]),
+        "rm_scores": nested(scores),
+        "responses": nested(scores),
+        "prompts": nested(scores),
+        "extra_fields": [{"tool_rewards": each, "turn_scores": []} for each in tools],
+    }
+    monkeypatch.setattr(batch_view_v1, "read_columns", lambda meta, *names: {name: stored[name] for name in names})
+    keys = ["a_0_0", "a_0_1", "a_1_0", "a_0_0-pad"]
+    view = batch_view_v1.TransferQueueBatch(SimpleNamespace(keys=keys, tags=[{}] * 3 + [{"is_padding": True}]), 1)
+    found = made().estimate(view, view.scores)
+    # Returns of the first: 1 + 0 + 2, 2, 2; of the second: 0.5, 0.5, 0.
+    assert found.tolist() == [[1.25, 0.0, 0.75, 0.0, 0.0], [1.0, 1.0, 0.0, 0.0, 0.0], [-1.25, 0.0, -0.75, 0.0, -1.0]]
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "settings", "said"),
+    [
+        ("algorithm.adv_estimator", "gae", {}, "ERROR: it makes no advantage of a group's rewards alone"),
+        ("algorithm.use_kl_in_reward", True, {}, "ERROR: the KL is part"),
+        ("length_penalty.place", "before", {}, "ERROR: it checks verl's own"),
+        ("actor_rollout_ref.rollout.n", 1, {}, "NO-OP: a group of one"),
+        ("actor_rollout_ref.rollout.agent.default_agent_loop", "single_turn_agent", {}, "NO-OP: a rollout of this"),
+        ("actor_rollout_ref.rollout.multi_turn.max_parallel_calls", 2, {}, "ERROR: verl returns the tools' rewards"),
+        (
+            "algorithm.gamma",
+            1.0,
+            {"normalize": "return_to_go", "turn_rewards": None},
+            "NO-OP: without rewards of turns",
+        ),
+    ],
+)
+def test_what_cannot_be_combined_is_said(key: str, value: Any, settings: dict[str, Any], said: str) -> None:
+    values = {"normalize": "turn_index", "turn_rewards": "tool_rewards", **settings}
+    read = TurnSettings.from_mapping("turn_credit", values)
+    config = OmegaConf.create(CONFIG)
+    OmegaConf.update(config, key, value, force_add=True)
+    (problem,) = find_problems("turn_credit", read, config)
+    assert f"{problem.verdict}: {problem.reason}".startswith(said)
+    if not settings:
+        assert list(find_problems("turn_credit", read, OmegaConf.create(CONFIG))) == []
