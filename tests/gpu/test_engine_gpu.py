@@ -52,7 +52,8 @@ def test_the_engine_makes_the_update_of_the_reference(
 
 @pytest.mark.parametrize("name", CORRECTIONS)
 def test_the_first_update_is_proved(worker: Any, name: str) -> None:
-    live = fu.first_update(worker, CORRECTIONS[name])
+    kl = {"use_kl_loss": True, "kl_loss_coef": 0.5}
+    live = fu.first_update(worker, CORRECTIONS[name], tamper=fu.add_reference, **kl)
     assert live["proved"] == 1.0
     assert live["gradient_error"] < 1e-4
 

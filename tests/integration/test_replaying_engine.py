@@ -156,10 +156,12 @@ def equal_rows(one: Tensor, other: Tensor) -> bool:
     return all(torch.equal(a, b) for a, b in zip(one.unbind(), other.unbind(), strict=True))
 
 
+@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
 def test_foreign_routes_equal_the_model_with_these_routes(
-    unproved: Any, rows: tw.Rollout, data: TensorDict, foreign: Tensor
+    unproved: Any, start: Callable[..., Any], rows: tw.Rollout, data: TensorDict, foreign: Tensor, packed: bool
 ) -> None:
     """The reference is one Hugging Face model in float64, a row at a time."""
+    unproved = start("R3", use_remove_padding=True) if packed else unproved
     from transformers import AutoModelForCausalLM
 
     from recipe.offpolicy.replay.routed_model import install_replay

@@ -64,6 +64,11 @@ def adapter(mapping: dict[str, Any], **config: Any) -> Any:
     return OffPolicyLoss(CorrectionSpec.from_mapping(mapping), tw.actor_config(**config), prove=True)
 
 
+def add_reference(rows: tw.Rollout) -> None:
+    """A reference policy, which a weighted KL loss reads."""
+    rows.ref_log_probs = [row + 0.1 for row in rows.old_log_probs or rows.rollout_log_probs]
+
+
 def first_update(
     worker: Any,
     mapping: dict[str, Any],

@@ -201,6 +201,7 @@ def trainer_log_probs(worker: Any, rollout: Rollout, micro_batch_size: int | Non
     from verl.workers.utils.padding import response_from_nested
 
     data = rollout.to_tensordict()
+    worker.engine_config.use_dynamic_bsz = False  # an update of dynamic sizes leaves it set
     worker.engine_config.infer_micro_batch_size_per_gpu = micro_batch_size or len(data)
     tu.assign_non_tensor(data, calculate_entropy=False, compute_loss=False, temperature=1.0, global_token_num=None)
     log_probs = worker.infer_batch(data)["log_probs"]

@@ -57,6 +57,7 @@ def base_gradient(base_loss: BoundLoss, batch: mb.MicroBatch, factor: Tensor) ->
     output, leaf = batch.leaf()
     handed: dict[str, Any] = {
         "old_log_probs": batch.old_log_prob,
+        mb.ROLLOUT_LOG_PROBS: batch.rollout_log_prob,  # read by a weighted KL term
         "advantages": batch.advantages,
         "response_mask": batch.response_mask,
         mb.WEIGHTS: (factor * batch.response_mask).to(batch.log_prob.dtype),
