@@ -17,6 +17,7 @@ verl, vllm = RELEASES["TESTED"], RELEASES["VLLM"]
 VERL = f"verl>={verl[0]},<={verl[-1]}"
 RAY = "ray[default]>=2.41"
 VLLM = f"vllm>={vllm[0]},<={vllm[-1]}"
+FLASH_ATTN = f"flash-attn=={RELEASES['FLASH_ATTN']}.*"
 MEGATRON = ["mbridge==0.15.1", "megatron-core==0.16.1"]
 QUICKSTART = ["matplotlib", "pandas", "psutil", "pyarrow>=19", "reasoning-gym", "rich", "transformers", "xxhash"]
 EVIDENCE = ["matplotlib", "rich"]
@@ -50,6 +51,8 @@ setup(
         "verl": [VERL, RAY],
         "ray": [RAY],
         "vllm": [VLLM],
+        # A CUDA environment; flash-attn builds against the torch that is installed: --no-build-isolation.
+        "gpu": [VERL, RAY, VLLM, FLASH_ATTN],
         "megatron": MEGATRON,
         "evidence": EVIDENCE,
         "quickstart": QUICKSTART,

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from . import flash_attention
 from .contract import Contract, PatchError, wrap
 from .moved_options import explain_moved
 
@@ -55,11 +56,14 @@ def find_folder() -> Path:
 def bring_sections() -> None:
     """Add the sections whenever one of the options is chosen, and explain former names of options. Idempotent.
 
+    It also makes the interpolation of configs/platform/cuda.yaml known.
+
     Raises:
         PatchError: Hydra's composition has moved.
     """
     wrap(COMPOSE, _compose)
     wrap(LOAD, _load)
+    flash_attention.register()
 
 
 def _load(

@@ -129,6 +129,8 @@ RELEASES = (
 TESTED = tuple(release.name for release in RELEASES)
 VLLM = ("0.24.0", "0.28.0", "0.31.0")
 """Releases of vLLM with a file in requirements/; 0.24.0, which verl 0.9.1 requires, was only checked by contracts."""
+FLASH_ATTN = "2.8.3"
+"""Release of flash-attn that verl 0.9.1 pins; nothing was run with it yet."""
 _CALLED_OTHERWISE = {"0.8.0.dev": "0.8.0", "0.8.0.dev0": "0.8.0"}
 """Version of verl's tag v0.8.0 in its version file and in pip."""
 

@@ -13,6 +13,7 @@ from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
+from verl_patches import flash_attention
 from verl_patches.contract import PatchError, demand_release
 from verl_patches.runtime_env import KEY, VARIABLES_OF_WORKERS, forward
 
@@ -62,11 +63,12 @@ def check(config: DictConfig) -> list[str]:
     Raises:
         CheckError, PatchError: what stops the launch.
     """
+    attention = flash_attention.settle(config)
     spec, found = prepare(config)
     forward(config, groups=list_patch_groups(found.run.path), modules=(MODULE,))
     mark(config)
     done = f"all checks passed; {json.dumps(spec.to_mapping())}, fingerprint {spec.fingerprint()}"
-    return [str(found.run.path), done, *(f"{problem.verdict}: {problem}" for problem in found.remarks)]
+    return [str(found.run.path), *attention, done, *(f"{problem.verdict}: {problem}" for problem in found.remarks)]
 
 
 class LaunchCallback(Callback):

