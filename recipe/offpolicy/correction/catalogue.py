@@ -87,7 +87,8 @@ ENTRIES: Final = (
     StatisticEntry(
         "keep",
         _means("token_share", "sequence_share", "token_mask_ratio"),
-        "share of response tokens kept, of sequences with a kept token, and of response tokens masked",
+        "share of response tokens kept, of sequences with a kept token, and of response tokens that masks of level "
+        "token reject",
     ),
     StatisticEntry(
         f"keep/{_group(SIGNS)}", _means("token_share", "sequence_share"), "by the sign of the sequence's mean advantage"

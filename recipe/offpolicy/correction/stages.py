@@ -225,7 +225,8 @@ def step_stage(
         elif weighed:
             statistics |= telemetry.measure_weights_by_sign(stage.sample, weighed, raw=full is not None)
         before = {key: rows.tokens(drop) for key, drop in stage.rejected.items()}
-        statistics |= telemetry.measure_keep(stage.sample, keep, before | drops, signs, valid)
+        of_tokens = [f"masks.{name}" for name, mask in spec.masks if mask.level == "token"]
+        statistics |= telemetry.measure_keep(stage.sample, keep, before | drops, signs, valid, of_tokens)
     return StepStage(
         weight=rows.to_given_layout(weight),
         keep=rows.to_given_layout(keep),

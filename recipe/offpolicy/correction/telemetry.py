@@ -12,7 +12,7 @@ Tensors of tokens and columns are those of ``row_layout.RowLayout``.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, Literal
 
@@ -265,9 +265,16 @@ def measure_penalty(log_ratio: Tensor, decided: Tensor) -> dict[str, Statistic]:
 
 @torch.no_grad()
 def measure_keep(
-    sample: TokenSample, keep: Tensor, rejected: Mapping[str, Tensor], advantages: Tensor, decided: Tensor
+    sample: TokenSample,
+    keep: Tensor,
+    rejected: Mapping[str, Tensor],
+    advantages: Tensor,
+    decided: Tensor,
+    token_masks: Collection[str] = (),
 ) -> dict[str, Statistic]:
     """Measure what is kept, and what each part rejects by itself of the ``decided`` tokens, each tensor by token.
+
+    ``token_masks`` are the keys of ``rejected`` that ``token_mask_ratio`` counts, each token once.
 
     Example:
         >>> from .row_layout import detect_layout
@@ -282,7 +289,11 @@ def measure_keep(
     rows = sample.rows
     kept, length = rows.sum(keep), rows.sum(decided)
     rows_with_length = (length > 0).double()
+    masked = torch.zeros_like(decided)
+    for key in token_masks:
+        masked = masked | rejected[key]
     columns = {
+        "token_masked": rows.sum(decided & masked),
         "tokens": sample.tokens,
         "rows": sample.tokens > 0,
         "kept": kept,
@@ -297,7 +308,7 @@ def measure_keep(
     advantage = rows.sum(advantages.nan_to_num(0.0, 0.0, 0.0) * decided)
     by_group = sample.groups.add_signs(advantage, SIGNS).sum_columns(columns)
     sums = by_group[""]
-    statistics = {"keep/token_mask_ratio": st.build_mean(sums["tokens"] - sums["kept"], sums["tokens"])}
+    statistics = {"keep/token_mask_ratio": st.build_mean(sums["token_masked"], sums["tokens"])}
     for group, sums in by_group.items():
         token_share, row_share = (
             st.build_mean(sums["kept"], sums["tokens"]),

@@ -206,7 +206,7 @@ def test_a_token_that_is_not_finite_leaves(level: str, policy: str, bad: float) 
     assert result["nonfinite/log_prob"] == 0
     assert result["rollout_ratio/mean"] == pytest.approx(math.exp(0.004), abs=1e-6)
     # The loss is still divided by the 3 tokens that there were: 1 of them does not count.
-    assert result["keep/token_mask_ratio"] == pytest.approx(1 / 3)
+    assert result["keep/token_share"] == pytest.approx(2 / 3)
     assert not any(math.isinf(value) for value in result.values())
 
 

@@ -15,6 +15,8 @@ from recipe.offpolicy.correction import (
 from tests.support.corrections import GSM, band, opsm, run, spec, values
 from tests.support.telemetry_cases import NAN
 
+TOKEN = {"level": "token", "aggregate": "product"}
+
 
 def test_the_mismatch_by_hand() -> None:
     """log rho = 0.5 and -0.1: mean 0.2, mean size 0.3, deviation 0.3; the row's product is e^0.4.
@@ -40,19 +42,20 @@ def test_the_mismatch_by_hand() -> None:
 def test_masked_shares_by_hand() -> None:
     """Rows of 3, 1 and 2 response tokens, one of them without mu; GSM drops the first row.
 
-    Tokens: kept 0 + 1 + 1 of 6, so that 4 of 6 are masked, 3 of 6 by GSM. Rows: 2 of 3 kept, 1 of 3 dropped.
+    Tokens: kept 0 + 1 + 1 of 6, so that 4 of 6 are masked, 3 of 6 by GSM, and 1 of 6 by both token masks.
+    Rows: 2 of 3 kept, 1 of 3 dropped.
     The first two rows have a negative advantage: 1 of their 4 tokens is kept, 1 of their 2 rows.
     """
     step = run(
-        spec(gsm=GSM, opsm=opsm(0.1)),
+        spec(gsm=GSM, opsm=opsm(0.1), low=band(0.5, 3.0, **TOKEN), far=band(0.25, 4.0, **TOKEN)),
         mu=[[0.0] * 3, [0.0] * 3, [0.0, NAN, 0.0]],
-        old=[[1.0] * 3, [0.0] * 3, [0.0] * 3],
+        old=[[2.0, 1.0, 1.0], [0.0] * 3, [0.0] * 3],
         mask=[[1, 1, 1], [1, 0, 0], [1, 1, 0]],
         advantages=[-1.0, -1.0, 1.0],
     )
     result = values(step)
     assert result["keep/token_share"] == pytest.approx(2 / 6)
-    assert result["keep/token_mask_ratio"] == pytest.approx(4 / 6)
+    assert result["keep/token_mask_ratio"] == result["mask/far/masked_token_share"] == pytest.approx(1 / 6)
     assert result["keep/sequence_share"] == pytest.approx(2 / 3)
     assert result["keep/negative/token_share"] == pytest.approx(1 / 4)
     assert result["keep/negative/sequence_share"] == pytest.approx(1 / 2)

@@ -92,7 +92,10 @@ def reference(batch: Batch, step: StepStage, correction: CorrectionSpec) -> dict
 
     signs = {b: math.fsum(advantages[b][t] for t in decided[b]) for b in rows}
     by_sign = {"": rows, "positive/": [b for b in rows if signs[b] > 0], "negative/": [b for b in rows if signs[b] < 0]}
-    result["keep/token_mask_ratio"] = 1 - keep_token_share(tokens_of(rows))
+    of_tokens = [dropped[f"masks.{name}"] for name, mask in correction.masks if mask.level == "token"]
+    result["keep/token_mask_ratio"] = mean(
+        [float(t in decided[b] and any(drop[b][t] for drop in of_tokens)) for b, t in tokens_of(rows)]
+    )
     for sign, some in by_sign.items():
         result[f"keep/{sign}token_share"] = keep_token_share(tokens_of(some))
         result[f"keep/{sign}sequence_share"] = keep_row_share([b for b in some if response[b]])
