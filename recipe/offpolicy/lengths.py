@@ -1,9 +1,11 @@
-"""Show the length of answers by correctness over steps, of runs or recordings.
+"""Show the length of answers by correctness over steps, of runs or recordings, and by class over checkpoints.
 
 python -m recipe.offpolicy.lengths metrics.jsonl [DIR ...] [--png lengths.png]
+python -m recipe.offpolicy.lengths val/100.jsonl val/1000.jsonl --tokenizer FOLDER [--png lengths.png]
 
-A file is of verl's logger `file`: length_penalty=none adds the metrics by correctness. A directory is a recording. Exit
-status: 0, or 2 where an argument is invalid.
+A file is of verl's logger `file`: length_penalty=none adds the metrics by correctness. A directory is a recording. Of
+validation dumps, the first one's checkpoint fixes easy and hard prompts. Exit status: 0, or 2 where an argument is
+invalid.
 """
 
 from __future__ import annotations
@@ -22,19 +24,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = build_parser().parse_args(arguments)
     shown = list_output_modules(json=options.json, png=bool(options.png), html=False)
     require_modules("lengths", "torch", "numpy", "pyarrow", "xxhash", *shown)
+    from .analysis.lengths.by_length import NoClassError, read_ends
     from .analysis.lengths.curves import CurveError, build_json, build_table, draw_curves, explain_missing, read_curves
     from .analysis.pages import PageError, check_target
+    from .extensions.validation_dumps import DumpError, is_dump
     from .recording import RecordingError
 
     try:
         if options.png is not None:
             check_target("--png", options.png, "lengths.png")
+        if any(dumps := [is_dump(path) for path in options.sources]):
+            if not all(dumps) or not options.tokenizer:
+                raise CurveError(
+                    "validation dumps stand alone, and need --tokenizer FOLDER, which counts their tokens."
+                )
+            return _follow(options)
         curves = {str(path): read_curves(path, correct_at_least=options.correct_at_least) for path in options.sources}
         if options.png is not None:
             from .analysis.pages.plotting import save
 
-            save(draw_curves(curves), options.png)
-    except (CurveError, PageError, RecordingError, OSError) as error:
+            recordings = {str(path): read_ends(path) for path in options.sources if path.is_dir()}
+            save(draw_curves(curves, recordings), options.png)
+    except (CurveError, DumpError, NoClassError, PageError, RecordingError, OSError) as error:
         print(f"lengths: {error}", file=sys.stderr)  # noqa: T201
         return BAD_INPUT
     if options.json:
@@ -50,16 +61,46 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
+def _follow(options: argparse.Namespace) -> int:
+    """Show classes of prompts over the checkpoints of dumps."""
+    from transformers import AutoTokenizer
+
+    from .analysis.lengths.by_length import assign, build_rows, build_table, draw_classes, read_checkpoints
+    from .analysis.pages import open_console, print_table
+
+    tokenizer = AutoTokenizer.from_pretrained(options.tokenizer, local_files_only=True, trust_remote_code=False)
+    checkpoints = read_checkpoints(options.sources, tokenizer)
+    early, least = checkpoints[0], options.correct_at_least
+    classes = assign(early, samples=options.samples, correct_at_least=least)
+    if options.png is not None:
+        from .analysis.pages.plotting import save
+
+        save(draw_classes(checkpoints, classes), options.png)
+    rows = build_rows(checkpoints, classes, least)
+    if options.json:
+        print(json.dumps(rows, indent=2))  # noqa: T201
+        return 0
+    console = open_console()
+    print_table(console, build_table(rows, early.label))
+    note = f"At {early.label} pass rates are those by which prompts were chosen: compare later checkpoints."
+    console.print(note, markup=False, soft_wrap=not sys.stdout.isatty())
+    return 0
+
+
 def build_parser() -> argparse.ArgumentParser:
     """Build the parser of the command's arguments."""
     parser = argparse.ArgumentParser(
         prog=name_program("lengths"), description="Length of answers by correctness over steps."
     )
     parser.add_argument(
-        "sources", metavar="SOURCE", nargs="+", type=Path, help="metrics.jsonl, or the directory of a recording"
+        "sources", metavar="SOURCE", nargs="+", type=Path, help="metrics.jsonl, the directory of a recording, or dumps"
     )
     parser.add_argument(
-        "--correct-at-least", type=float, default=1.0, metavar="SCORE", help="of a recording: right from here on (1.0)"
+        "--correct-at-least", type=float, default=1.0, metavar="SCORE", help="a right answer's least score (1.0)"
+    )
+    parser.add_argument("--tokenizer", metavar="FOLDER", help="of dumps: the tokenizer that counts their tokens")
+    parser.add_argument(
+        "--samples", type=int, default=64, metavar="N", help="of dumps: answers that fix a prompt's class (64)"
     )
     parser.add_argument("--png", type=Path, metavar="FILE", help="write the curves")
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")

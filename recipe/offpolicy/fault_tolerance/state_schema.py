@@ -179,6 +179,8 @@ ANCHORS = Keys(
     }
 )
 """Schema of ``length_penalty/anchors.json``."""
+CLASSES = Keys({"step": COUNT, "classes": Named(Value(lambda value: value in ("easy", "hard", "other"), "a class"))})
+"""Schema of ``length_penalty/classes.json``."""
 PASS_RATES = Keys(
     {
         "counts": Named(Value(_is_rate, "a number of answers, and no more correct ones")),

@@ -18,6 +18,7 @@ from ...recording.rows import concatenate
 from ..pages import Column, Table
 from ..pages.panels import Axis, Mark, Panel
 from ..pages.plotting import PALETTE, draw_panels
+from .by_length import Answers, build_panels
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -148,8 +149,11 @@ def build_json(curves: Sequence[LengthStep]) -> list[dict[str, Any]]:
     ]
 
 
-def draw_curves(curves: Mapping[str, Sequence[LengthStep]]) -> Figure:
-    """Draw length by correctness over steps, and the reward next to it, a row of panels for each run."""
+def draw_curves(curves: Mapping[str, Sequence[LengthStep]], ends: Mapping[str, Sequence[Answers]] = {}) -> Figure:
+    """Draw length by correctness over steps, and the reward next to it, a row of panels for each run.
+
+    Runs with ``ends``, answers of the first and the last steps, get a row of reward and answers over length.
+    """
     panels, x = [], Axis("step")
     for run, steps in curves.items():
         places = [each.step for each in steps]
@@ -162,5 +166,6 @@ def draw_curves(curves: Mapping[str, Sequence[LengthStep]]) -> Figure:
         panels += [
             Panel(run, "Mean length by correctness over steps", x, y, lines),
             Panel("Reward", "Mean reward over steps", x, Axis("mean reward of an answer"), reward),
+            *build_panels(ends.get(run, ()), run),
         ]
     return draw_panels(panels, columns=2)

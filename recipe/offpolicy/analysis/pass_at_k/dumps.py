@@ -1,30 +1,18 @@
-"""Counts of right answers from verl's validation dumps, the JSONL files of ``trainer.validation_data_dir``.
-
-A line is a sample: ``input``, ``output``, ``gts``, ``score``, ``step``, and on the V1 trainer ``uid``, of the form
-PROMPT_SESSION_OUTPUT; the outputs of a session have one score.
-"""
+"""Counts of right answers from verl's validation dumps."""
 
 from __future__ import annotations
 
 import json
-import math
-import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from ...extensions.sessions import round_threshold
+from ...extensions.validation_dumps import DumpError, find_run, name_runs, parse_line
 
 Prompt = tuple[str, str]
 """Input and ground truth, which tell prompts apart."""
-_ROUND = re.compile(r"round_\d+")
-"""Folder of a further round of dynamic validation, inside that of the first round."""
-
-
-class DumpError(ValueError):
-    """A file that is no validation dump; names the line."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +25,7 @@ class Counts:
         pooled: prompts that stand more than once in the data set, as far as the dumps tell.
         named: the dumps tell prompts apart by uid.
         prompts: identity of each prompt.
-        folder: of the dumps; empty if all dumps are of one folder.
+        run: the name of the dumps' folder, see ``validation_dumps.name_runs``.
     """
 
     step: int
@@ -46,12 +34,12 @@ class Counts:
     pooled: int
     named: bool
     prompts: list[Prompt]
-    folder: str = ""
+    run: str = ""
 
     @property
     def name(self) -> str:
         """Name of the checkpoint."""
-        return f"{self.folder}, step {self.step}" if self.folder else f"step {self.step}"
+        return f"{self.run}step {self.step}"
 
 
 @dataclass
@@ -72,10 +60,10 @@ def read_dumps(paths: Sequence[Path], *, correct_at_least: float) -> list[Counts
     steps: dict[tuple[str, int], dict[Prompt, _Prompt]] = {}
     named = True
     for path in paths:
-        folder = str(path.parent.parent if _ROUND.fullmatch(path.parent.name) else path.parent)
+        folder = find_run(path)
         sessions: set[str] = set()
         for number, text in enumerate(path.read_text().splitlines(), 1):
-            row = _parse(path, number, text)
+            row = parse_line(path, number, text)
             uid = row.get("uid")
             named &= uid is not None
             if uid is not None:
@@ -90,14 +78,14 @@ def read_dumps(paths: Sequence[Path], *, correct_at_least: float) -> list[Counts
                 prompt.uids[str(path), session.rpartition("_")[0]] += 1
     if not steps:
         raise DumpError(f"{', '.join(map(str, paths))}: no sample in it.")
-    several = len({folder for folder, _ in steps}) > 1
+    runs = name_runs(folder for folder, _ in steps)
     return [
-        _count(step, prompts, correct_at_least, named, folder if several else "")
+        _count(step, prompts, correct_at_least, named, runs[folder])
         for (folder, step), prompts in sorted(steps.items())
     ]
 
 
-def _count(step: int, of: Mapping[Prompt, _Prompt], correct_at_least: float, named: bool, folder: str) -> Counts:
+def _count(step: int, of: Mapping[Prompt, _Prompt], correct_at_least: float, named: bool, run: str) -> Counts:
     prompts = of.values()
 
     def is_pooled(prompt: _Prompt) -> bool:
@@ -111,20 +99,5 @@ def _count(step: int, of: Mapping[Prompt, _Prompt], correct_at_least: float, nam
         sum(map(is_pooled, prompts)),
         named,
         list(of),
-        folder,
+        run,
     )
-
-
-def _parse(path: Path, number: int, text: str) -> dict[str, Any]:
-    try:
-        row = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise DumpError(
-            f"{path}, line {number}: not JSON ({error}). Name files of trainer.validation_data_dir."
-        ) from error
-    missing = [name for name in ("input", "score", "step") if not isinstance(row, dict) or name not in row]
-    if missing:
-        raise DumpError(f"{path}, line {number}: no {', '.join(missing)}. Name files of trainer.validation_data_dir.")
-    if not isinstance(row["score"], int | float) or not math.isfinite(row["score"]):
-        raise DumpError(f"{path}, line {number}: the score {row['score']!r} is not a finite number.")
-    return row

@@ -4,32 +4,37 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, open_dict
 from torch import Tensor
 
 from ...correction import Problem
-from ...fault_tolerance.state_schema import ANCHORS, refuse
+from ...fault_tolerance.state_schema import ANCHORS, CLASSES, refuse
 from ...proof.verify import LivenessError
 from ..advantage_proof import AdvantageExtension, AdvantageWorker, hash_advantages
 from ..batch_view import BatchView
 from ..extension import Advantages
+from ..sessions import round_threshold
 from ..setting_checks import divides_by_std
 from ..state_file import read_state, write_state
 from .anchors import Anchors
 from .evidence import bound_error, state_advantages, state_penalties, state_shift
+from .fixed_classes import Answer, captured, count_tokens, fix_classes, follow_classes
 from .lengths import summarize_lengths
 from .measure import Measured, measure
 from .place import compute_shift
 from .settings import LengthSettings
+from .start_up import DATA_CLASS, LEAVE_OUT
 
 logger = logging.getLogger("verl.offpolicy")
 
-FILE = "anchors.json"
+FILE, CLASSES_FILE = "anchors.json", "classes.json"
+EASIER = {"path": f"pkg://{__name__.rpartition('.')[0]}.left_out", "name": "EasierPrompts"}
+"""verl's key of the data set's class, for ``leave_out``."""
 
 
 class LengthPenalty(AdvantageExtension):
@@ -43,6 +48,10 @@ class LengthPenalty(AdvantageExtension):
         anchor = self.length.anchor
         self.anchors = Anchors(anchor.pass_rate, anchor.min_samples, anchor.window)
         self._acts = self.length.kind != "none" and self.length.coefficient > 0
+        self._drops = self.length.truncated == "drop"
+        self._dropped = False
+        self._classes: dict[str, str] | None = None
+        self._fixed_at = self._step = self._left_out = 0
         self._estimator, self._by_std = "grpo", True
         self._most_tokens: int | None = None
         self._measured: Measured | None = None
@@ -54,7 +63,7 @@ class LengthPenalty(AdvantageExtension):
     def meaning(self) -> str:
         length = self.length
         if length.kind == "none":
-            return "none, lengths are measured"
+            return "none, lengths are measured" + (", cut answers are dropped" if self._drops else "")
         reference = f" {length.reference}" if length.kind == "reference" else ""
         return f"{length.kind}{reference}, coefficient={length.coefficient:g}, {length.place} normalisation"
 
@@ -63,7 +72,35 @@ class LengthPenalty(AdvantageExtension):
 
         return tuple(find_problems(self.section, self.length, config))
 
+    def configure(self, config: DictConfig) -> Sequence[str]:
+        if self.length.leave_out.dump is None or OmegaConf.select(config, f"{DATA_CLASS}.path"):
+            return ()  # ``problems`` rejects a user's own class
+        given = vars(self.length.leave_out) | {"correct_at_least": self.length.correct_at_least}
+        with open_dict(config):
+            OmegaConf.update(config, DATA_CLASS, EASIER, force_add=True)
+            OmegaConf.update(config, f"data.{LEAVE_OUT}", given, force_add=True)
+        return (f"{self.section}: {DATA_CLASS} is {EASIER['name']}, which leaves out prompts by their pass rates.",)
+
     # In the trainer -----------------------------------------------------------------------------------------
+
+    def load_prompts(self, loader: Any) -> Any:
+        """Check that the training prompts are those that are not left out."""
+        if self.length.leave_out.dump is None:
+            return loader
+        from .left_out import EasierPrompts
+
+        data = loader.dataset
+        if not isinstance(data, EasierPrompts) or len(data) != data.total - data.left_out or not data.total:
+            raise LivenessError(
+                f"{self.section}.leave_out: verl's loader of training prompts reads {type(data).__name__} of "
+                f"{len(data)} prompts, which leaves none out."
+            )
+        self._left_out = data.left_out
+        logger.info(
+            "%s.leave_out LIVE: %d of %d training prompts are left out, %d are not in the dump and stay.",
+            *(self.section, data.left_out, data.total, data.total - data.known),
+        )
+        return loader
 
     def begin(self, config: DictConfig) -> None:
         self._estimator = str(OmegaConf.select(config, "algorithm.adv_estimator"))
@@ -72,6 +109,7 @@ class LengthPenalty(AdvantageExtension):
         self._most_tokens = OmegaConf.select(config, "data.max_response_length")
 
     def shape_rewards(self, batch: BatchView, rewards: Tensor) -> Tensor | None:
+        self._step = batch.step
         self._measured = measured = measure(self.section, self.length, self.anchors, batch, self._most_tokens)
         self._note(measured)
         if not self._acts or self.length.place == "after":
@@ -94,6 +132,17 @@ class LengthPenalty(AdvantageExtension):
         measured = self._measured
         assert measured is not None
         self._changed, self._demanded = 0, ""
+        shaped = self._penalise(batch, advantages, measured)
+        if not self._drops:
+            return shaped
+        left = advantages if shaped is None else shaped
+        cut = measured.sessions.truncated[measured.sessions.of_row]
+        self._found["length/dropped_sequences"] = float(measured.sessions.truncated.sum())
+        self._dropped = self._dropped or bool(cut.any())
+        return left.masked_fill(cut[:, None], 0.0) if bool(left[cut].any()) else shaped
+
+    def _penalise(self, batch: BatchView, advantages: Tensor, measured: Measured) -> Tensor | None:
+        """Shift advantages after normalisation, and compare the shifts with the second implementation."""
         if not self._acts or self.length.place == "before":
             return None
         sessions = measured.sessions
@@ -114,12 +163,27 @@ class LengthPenalty(AdvantageExtension):
         return shaped if self._changed else None
 
     def on_advantages(self, batch: BatchView, advantages: Advantages) -> None:
-        if not self._acts:
+        if not self._acts and not self._drops:
             return
         # ``_changed`` counts only its own changes.
         self._sent = hash_advantages(batch, advantages.final)
-        if self.length.place == "before":
+        if self._acts and self.length.place == "before":
             self._check_estimator(batch, advantages)
+        if self._drops:
+            self._check_dropped(batch, advantages.final)
+
+    def _check_dropped(self, batch: BatchView, final: Tensor) -> None:
+        """Check that no answer of the maximum length has an advantage.
+
+        Raises:
+            LivenessError: one has, for example because a later extension adds to it.
+        """
+        for row, (_, response) in enumerate(batch.token_ids):
+            if len(response) >= (self._most_tokens or math.inf) and bool(final[row].any()):
+                raise LivenessError(
+                    f"{self.section}.truncated=drop: sequence {row} has {len(response)} tokens, the maximum, but still "
+                    f"has an advantage: a later extension changes the advantages of dropped answers."
+                )
 
     def _check_estimator(self, batch: BatchView, advantages: Advantages) -> None:
         """Compare verl's advantages of the lowered rewards with a second implementation of its estimator.
@@ -171,11 +235,25 @@ class LengthPenalty(AdvantageExtension):
             self._demanded = f"group {group}, rollout {at}: {without[at]:.6g} without it, {stated[at]:.6g} with it"
 
     def worker(self) -> AdvantageWorker | None:
-        return AdvantageWorker() if self._acts else None
+        return AdvantageWorker() if self._acts or self._drops else None
 
     def unproved(self) -> str | None:
-        if self._proved or not self._acts:
-            return None
+        if self._acts and not self._proved:
+            return self._say_unchanged()
+        length, section = self.length, self.section
+        if self._drops and not self._dropped:
+            return f"no answer has reached data.max_response_length yet ({section}.truncated)."
+        if length.leave_out.dump is not None and not self._left_out:
+            return f"no prompt has a pass rate below {length.leave_out.below:g} ({section}.leave_out.below)."
+        start = length.classes.from_step
+        if start is not None and self._classes is None and self._step > start:
+            return (
+                f"no prompt is easy or hard, because no validation since step {start} had {length.classes.samples} "
+                f"answers to one ({section}.classes.samples)."
+            )
+        return None
+
+    def _say_unchanged(self) -> str:
         if self.length.kind == "anchor" and not self.anchors.frozen:
             anchor = self.length.anchor
             return (
@@ -184,7 +262,35 @@ class LengthPenalty(AdvantageExtension):
             )
         return f"no advantage has changed, because within each group all sequences lost as much ({self.section}.kind)."
 
-    # Metrics ------------------------------------------------------------------------------------------------
+    # Validation and metrics ---------------------------------------------------------------------------------
+
+    def validate(self, trainer: Any, run: Callable[[], dict[str, float]]) -> dict[str, float]:
+        """Fix easy and hard prompts by the first validation from a step on, and follow them in later ones."""
+        classes, step = self.length.classes, int(trainer.global_steps)
+        if classes.from_step is None:
+            return run()
+        with captured(trainer) as found:
+            metrics = run()
+        if not found or any(isinstance(value, dict | list) for value in metrics.values()):
+            return metrics  # verl merges the results of several trainers later
+        # Further rounds of pass@k sample only unsolved prompts.
+        prompts, outputs, scores = found[0]
+        least = round_threshold(self.length.correct_at_least)
+        tokens = count_tokens(trainer.tokenizer, outputs)
+        rights = (score >= least for score in scores)
+        answers = [Answer(*each) for each in zip(prompts, tokens, rights, strict=True)]
+        if self._classes is None and step >= classes.from_step:
+            given = {name: value for name, value in vars(classes).items() if name != "from_step"}
+            if fixed := fix_classes(answers, **given):
+                self._classes, self._fixed_at = fixed, step
+        if self._classes is None:
+            return metrics
+        followed = follow_classes(self._classes, answers)
+        return metrics | {
+            f"length/val/{name}/{what}": float(value)
+            for name, each in followed.items()
+            for what, value in each._asdict().items()
+        }
 
     def _note(self, measured: Measured) -> None:
         sessions = measured.sessions
@@ -195,6 +301,7 @@ class LengthPenalty(AdvantageExtension):
             if anchor is not None
         ]
         self._found = {f"length/{name}": value for name, value in lengths.items()} | {
+            **({"length/left_out_prompts": float(self._left_out)} if self.length.leave_out.dump else {}),
             "length/truncated_share": float(sessions.truncated.double().mean()),
             "length/zero_variance_groups": float(len(measured.equal)),
             "length/penalty/mean": float(measured.penalty.mean()),
@@ -218,12 +325,19 @@ class LengthPenalty(AdvantageExtension):
     # Checkpoints --------------------------------------------------------------------------------------------
 
     def state(self, folder: Path) -> Mapping[str, Any]:
-        if self.length.kind != "anchor":
-            return {}
-        write_state(folder, FILE, self.anchors.to_json())
-        return {"anchors": len(self.anchors.frozen)}
+        found = {}
+        if self._classes is not None:
+            write_state(folder, CLASSES_FILE, {"step": self._fixed_at, "classes": self._classes})
+            found["classes"] = len(self._classes)
+        if self.length.kind == "anchor":
+            write_state(folder, FILE, self.anchors.to_json())
+            found["anchors"] = len(self.anchors.frozen)
+        return found
 
     def restore(self, state: Mapping[str, Any], folder: Path) -> None:
+        if "classes" in state:
+            held = read_state(folder, CLASSES_FILE, self.section, f"{state['classes']} classes", CLASSES)
+            self._classes, self._fixed_at = held["classes"], held["step"]
         if self.length.kind != "anchor" or "anchors" not in state:
             return
         found = read_state(folder, FILE, self.section, f"{state['anchors']} anchors", ANCHORS)

@@ -37,6 +37,24 @@ class WarmupSettings:
 
 
 @dataclass(frozen=True)
+class ClassSettings:
+    """Settings of ``fixed_classes``; ``from_step``: fixed by the first validation from it on; None: never."""
+
+    from_step: int | None
+    samples: int
+    easy_above: float
+    hard_below: float
+
+
+@dataclass(frozen=True)
+class LeaveOutSettings:
+    """Prompts with a pass rate below ``below`` in the file ``dump`` are not trained on; None: all are."""
+
+    dump: str | None
+    below: float
+
+
+@dataclass(frozen=True)
 class LengthSettings:
     """Settings of one run.
 
@@ -49,6 +67,7 @@ class LengthSettings:
         correct_at_least: smallest score of a right row.
         reference: tokens, or ``extra_info.NAME`` of the data set; None: there is none.
         most: largest absolute penalty of a row; None: no limit.
+        truncated: keep answers of the maximum length in the loss, or drop them: their advantage is 0.
     """
 
     kind: Kind
@@ -61,6 +80,9 @@ class LengthSettings:
     anchor: AnchorSettings
     reference: float | str | None
     most: float | None
+    truncated: Literal["keep", "drop"]
+    classes: ClassSettings
+    leave_out: LeaveOutSettings
 
     @classmethod
     def from_mapping(cls, section: str, values: Mapping[str, Any]) -> LengthSettings:
@@ -81,13 +103,22 @@ class LengthSettings:
             )
         if given["coefficient"] is None:
             given["coefficient"] = COEFFICIENT[given["kind"]]
-        warmup, anchor = WarmupSettings(**given.pop("warmup")), AnchorSettings(**given.pop("anchor"))
-        return cls(warmup=warmup, anchor=anchor, **given)
+        for name, build in _NESTED.items():
+            given[name] = build(**given[name])
+        return cls(**given)
 
     def compute_warmup(self, step: int) -> float:
         """Compute the factor of the penalty at a step, in [0, 1]."""
         past = step - self.warmup.from_step
         return float(past > 0) if self.warmup.steps == 0 else min(1.0, max(0.0, past / self.warmup.steps))
+
+
+_NESTED: Mapping[str, type] = {
+    "warmup": WarmupSettings,
+    "anchor": AnchorSettings,
+    "classes": ClassSettings,
+    "leave_out": LeaveOutSettings,
+}
 
 
 def _is_reference(value: Any) -> bool:
@@ -110,4 +141,11 @@ KEYS = {
     "anchor.per": choice("prompt", "source"),
     "reference": Key(_is_reference, f"tokens above 0, {COLUMN}NAME, or null", ("kind", "reference")),
     "most": number("a reward above 0, or null", above=0, null=True),
+    "truncated": choice("keep", "drop"),
+    "classes.from_step": count("a step, 0 or more, or null", 0, null=True),
+    "classes.samples": count("a number of answers, 1 or more", read_with=("classes.from_step", ...)),
+    "classes.easy_above": number("a share in [0, 1)", 0, below=1, read_with=("classes.from_step", ...)),
+    "classes.hard_below": number("a share in (0, 1]", most=1, above=0, read_with=("classes.from_step", ...)),
+    "leave_out.dump": Key(lambda value: value is None or (isinstance(value, str) and value != ""), "a file, or null"),
+    "leave_out.below": number("a share in (0, 1]", most=1, above=0, read_with=("leave_out.dump", ...)),
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +25,15 @@ _OVERLONG = {
 }
 """DAPO's soft punishment of long answers, with the key of the reward manager that reads it."""
 _ROLLOUTS = "actor_rollout_ref.rollout.n"
+DATA_CLASS, LEAVE_OUT = "data.custom_cls", "offpolicy_leave_out"
+"""verl's key of the data set's class, and the key of ``data`` that ``left_out.EasierPrompts`` reads."""
 _FILTER = "algorithm.filter_groups.enable"
 _KL = "algorithm.use_kl_in_reward"
 
 
 def find_problems(section: str, settings: LengthSettings, config: DictConfig) -> Iterator[Problem]:
     """Find conflicts of the settings with the configuration."""
+    yield from _check_options(section, settings, config)
     if settings.kind == "none":
         return
     if settings.coefficient == 0:
@@ -132,3 +136,44 @@ def _check_column(section: str, settings: LengthSettings, config: DictConfig) ->
                 reason = f"row {row} of {file} has no length above 0 there."
                 yield Problem(key, settings.reference, reason, fix, parts=(section,))
                 break
+
+
+def _check_options(section: str, settings: LengthSettings, config: DictConfig) -> Iterator[Problem]:
+    """Check dropped answers, classes and left out prompts, which any kind may have."""
+    parts, read = (section,), partial(OmegaConf.select, config)
+    if settings.truncated == "drop":
+        key = f"{section}.truncated"
+        for other in ("process_reward", "opd"):
+            if OmegaConf.is_config(read(other)):
+                reason = f"{other} sets advantages afterwards, so dropped answers would be trained on."
+                fix = f"Set {key}=keep, or {other}=null."
+                yield Problem(key, "drop", reason, fix, parts=parts, alongside={other: "on"})
+        for other in ("actor_rollout_ref.actor.use_kl_loss", "actor_rollout_ref.actor.entropy_coeff"):
+            if read(other):
+                reason = "dropped answers have no advantage, but this term still contains their tokens."
+                yield Problem(key, "drop", reason, "", "NOTE", parts, alongside={other: read(other)})
+    dump = settings.leave_out.dump
+    if dump is not None:
+        key = f"{section}.leave_out.dump"
+        path = read(f"{DATA_CLASS}.path")
+        if path and not str(path).endswith(".length_penalty.left_out"):
+            fix = f"Set {key}=null, or {DATA_CLASS}.path=null."
+            yield Problem(f"{DATA_CLASS}.path", path, "leaving out prompts needs a class of its own.", fix, parts=parts)
+        if not Path(dump).is_file():
+            reason, fix = "no such file.", "Name a validation dump of an early checkpoint over the training prompts."
+            yield Problem(key, dump, reason, fix, parts=parts)
+    if settings.classes.from_step is None:
+        return
+    rollout, start = "actor_rollout_ref.rollout.val_kwargs", f"{section}.classes.from_step"
+    n, wanted = int(read(f"{rollout}.n") or 1), settings.classes.samples
+    if n < wanted:
+        key, reason = f"{rollout}.n", f"no prompt has the {wanted} answers that {section}.classes.samples needs."
+        yield Problem(key, n, reason, verdict="NO-OP", parts=parts, overrides=(set_to(key, wanted),))
+    if not read(f"{rollout}.temperature"):
+        key, reason = f"{rollout}.temperature", "all answers to a prompt are the same, so each is all right or wrong."
+        yield Problem(key, read(key), reason, verdict="NO-OP", parts=parts, overrides=(set_to(key, 1.0),))
+    steps = read("trainer.total_training_steps")
+    if (steps and settings.classes.from_step > steps) or int(read("trainer.test_freq") or 0) <= 0:
+        reason = "no validation follows from which classes could be fixed and followed."
+        fix = f"Set trainer.test_freq above 0, a smaller {start}, or {start}=null."
+        yield Problem(start, settings.classes.from_step, reason, fix, "NO-OP", parts)

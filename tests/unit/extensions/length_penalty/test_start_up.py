@@ -125,3 +125,69 @@ def test_a_reference_is_to_be_given() -> None:
     assert isinstance(extension, LengthPenalty)
     assert extension.length.reference == 300
     assert "reference 300" in extension.meaning
+
+
+CLASSES = {"kind": "none", "classes": {"from_step": 10}}
+VALIDATION = {
+    "actor_rollout_ref__rollout__val_kwargs__n": 64,
+    "actor_rollout_ref__rollout__val_kwargs__temperature": 1.0,
+    "trainer__test_freq": 10,
+}
+DROP = {"kind": "none", "truncated": "drop"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "changes", "verdict", "said"),
+    [
+        (CLASSES, {"actor_rollout_ref__rollout__val_kwargs__n": 8}, "NO-OP", "val_kwargs.n=64"),
+        (CLASSES, {"actor_rollout_ref__rollout__val_kwargs__temperature": 0}, "NO-OP", "val_kwargs.temperature=1.0"),
+        (CLASSES, {"trainer__test_freq": -1}, "NO-OP", "Set trainer.test_freq above 0"),
+        (CLASSES, {"trainer__total_training_steps": 5}, "NO-OP", "a smaller length_penalty.classes.from_step"),
+        (DROP, {"opd__coef": 1.0}, "ERROR", "Set length_penalty.truncated=keep, or opd=null."),
+        (DROP, {"process_reward__coef": 1.0}, "ERROR", "or process_reward=null."),
+        (DROP, {"actor_rollout_ref__actor__use_kl_loss": True}, "NOTE", "still contains their tokens"),
+        ({"kind": "none", "leave_out": {"dump": "missing.jsonl"}}, {}, "ERROR", "Name a validation dump"),
+    ],
+)
+def test_options_that_would_not_act_or_not_alone(
+    settings: dict[str, Any], changes: dict[str, Any], verdict: str, said: str
+) -> None:
+    (found,) = problems(settings, **(VALIDATION | changes))
+    assert found.verdict == verdict
+    assert said in f"{found.reason} {found.fix} {found.overrides}"
+
+
+def test_a_class_of_the_data_next_to_that_of_left_out_prompts_is_refused(tmp_path: Path) -> None:
+    (dump := tmp_path / "1.jsonl").write_text("")
+    settings = {"kind": "none", "leave_out": {"dump": str(dump)}}
+    assert problems(settings) == []
+    own = {"data__custom_cls__path": "pkg://recipe.offpolicy.extensions.length_penalty.left_out"}
+    assert problems(settings, **own) == []
+    (found,) = problems(settings, data__custom_cls__path="mine.py")
+    assert (found.verdict, found.key) == ("ERROR", "data.custom_cls.path")
+
+
+def test_the_options_need_no_penalty_and_are_silent_where_they_act() -> None:
+    assert problems(CLASSES | DROP, **VALIDATION) == []
+
+
+@pytest.mark.parametrize("kind", ["none", "uniform", "group", "anchor"])
+def test_the_set_up_of_the_length_study(kind: str) -> None:
+    """R - a T with a = 1e-4, b = 0.1 and g = 0.01, no cap; 32 x 8 rollouts, clip 0.2, no KL, 16 384 tokens."""
+    with application("+mode=length_dynamics", f"length_penalty={kind}", "correction=tis_token") as config:
+        found = LengthSettings.from_mapping("length_penalty", OmegaConf.to_container(config.length_penalty))
+        assert [each.verdict for each in find_problems("length_penalty", found, config)] == (
+            ["NOTE"] if kind == "uniform" else []
+        )
+    actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
+    assert (found.kind, found.place, found.most, found.classes.from_step) == (kind, "before", None, 100)
+    assert found.coefficient == {"none": 0.0, "uniform": 1e-4, "group": 0.1, "anchor": 0.01}[kind]
+    assert (config.data.train_batch_size, rollout.n, config.data.max_response_length) == (32, 8, 16384)
+    assert (rollout.temperature, rollout.top_p, rollout.val_kwargs.n, rollout.val_kwargs.temperature) == (1, 1, 64, 1)
+    assert (actor.optim.lr, actor.clip_ratio, actor.use_kl_loss, actor.loss_agg_mode) == (
+        1e-6,
+        0.2,
+        False,
+        "token-mean",
+    )
+    assert (actor.clip_ratio_low, actor.clip_ratio_high, config.algorithm.use_kl_in_reward) == (0.2, 0.2, False)

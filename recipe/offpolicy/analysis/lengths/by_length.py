@@ -1,0 +1,208 @@
+"""Reward as a function of length, early and late in training, for prompts whose class an early checkpoint fixes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...extensions.length_penalty.fixed_classes import CLASSES, Answer, count_tokens, fix_classes
+from ...extensions.sessions import round_threshold
+from ...extensions.validation_dumps import find_run, name_runs, read_answers
+from ...recording import Recording
+from ...recording.rows import concatenate
+from ..pages import Column, Table
+from ..pages.panels import Axis, Mark, Panel
+from ..pages.plotting import PALETTE, draw_panels
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+Array = NDArray[np.float64]
+BINS, LEAST = 8, 20
+"""Bins of length, each with the same share of all answers, and number of answers below which a bin has no value."""
+
+
+class NoClassError(ValueError):
+    """No prompt is easy or hard."""
+
+
+@dataclass(frozen=True)
+class Answers:
+    """Answers of one checkpoint, or of several steps of training.
+
+    Attributes:
+        prompts, tokens, rewards: (n,) of each answer.
+    """
+
+    label: str
+    prompts: NDArray[np.object_]
+    tokens: Array
+    rewards: Array
+
+    def of(self, prompts: set[str]) -> Answers:
+        """Select the answers to some prompts."""
+        chosen = np.array([prompt in prompts for prompt in self.prompts], dtype=bool)
+        return Answers(self.label, self.prompts[chosen], self.tokens[chosen], self.rewards[chosen])
+
+
+class Curve(NamedTuple):
+    """Mean tokens, mean reward with its 95 % interval, and share of the answers, of each bin; NaN for few answers."""
+
+    tokens: Array
+    reward: Array
+    low: Array
+    high: Array
+    share: Array
+
+
+def read_checkpoints(paths: Sequence[Path], tokenizer: Any) -> list[Answers]:
+    """Read dumps, one ``Answers`` per run and step, in the order of their first file.
+
+    Raises:
+        DumpError, OSError: as ``validation_dumps.read_answers``.
+    """
+    found: dict[tuple[str, int], list[tuple[str, str, float]]] = {}
+    for path in paths:
+        for answer in read_answers(path):
+            found.setdefault((find_run(path), answer.step), []).append((answer.prompt, answer.output, answer.score))
+    runs = name_runs(run for run, _ in found)
+    checkpoints = []
+    for (run, step), answers in found.items():
+        prompts, outputs, scores = zip(*answers, strict=True)
+        label = f"{runs[run]}step {step}"
+        tokens = np.array(count_tokens(tokenizer, outputs), dtype=np.float64)
+        checkpoints.append(Answers(label, np.array(prompts, dtype=object), tokens, np.array(scores, dtype=np.float64)))
+    return checkpoints
+
+
+def read_ends(directory: Path) -> list[Answers]:
+    """Read the first and the last third of the recorded steps, without rows of unknown reward."""
+    recording = Recording(directory)
+    steps = list(recording.steps)
+    third = max(len(steps) // 3, 1)
+    found = []
+    for part in [steps[:third], steps[-third:]] if len(steps) > 1 else [steps]:
+        rows = concatenate([each.rows for step in part for each in recording.parts(step)])
+        tokens = np.bincount(rows.row_of_token, rows.response_mask, minlength=len(rows)).astype(np.float64)
+        known = ~np.isnan(rows.reward)
+        label = f"steps {part[0]} to {part[-1]}"
+        found.append(Answers(label, rows.uid[known], tokens[known], rows.reward[known].astype(np.float64)))
+    return found
+
+
+def assign(early: Answers, *, samples: int, correct_at_least: float) -> dict[str, set[str]]:
+    """Collect the easy and the hard prompts of an early checkpoint, see ``fixed_classes.fix_classes``.
+
+    Raises:
+        NoClassError: no prompt has enough answers, or none is easy or hard.
+    """
+    right = early.rewards >= round_threshold(correct_at_least)
+    answers = [
+        Answer(*each) for each in zip(early.prompts, early.tokens.astype(int).tolist(), right.tolist(), strict=True)
+    ]
+    classes = fix_classes(answers, samples=samples)
+    found = {name: {prompt for prompt, each in classes.items() if each == name} for name in CLASSES}
+    found = {name: prompts for name, prompts in found.items() if prompts}
+    if not found:
+        raise NoClassError(
+            f"{early.label}: {len(classes)} prompts have {samples} answers, and none of them is easy (more than 90 % "
+            f"right) or hard (less than 10 %). Name a dump with more samples, or pass --samples."
+        )
+    return found
+
+
+def find_edges(of: Sequence[Answers]) -> Array:
+    """Find the ends of the bins, so that each has the same share of all answers, as far as lengths are whole."""
+    tokens = np.concatenate([each.tokens for each in of])
+    return np.unique(np.quantile(tokens, np.linspace(0, 1, BINS + 1))) if len(tokens) else np.zeros(0)
+
+
+def bin_rewards(of: Answers, edges: Array) -> Curve:
+    """Compute the reward in each bin of length; its interval takes the answers to one prompt as dependent."""
+    count = max(len(edges) - 1, 1) if len(edges) else 0
+    place = np.clip(np.searchsorted(edges, of.tokens, side="right") - 1, 0, max(count - 1, 0))
+    curve = Curve(*(np.full(count, math.nan) for _ in Curve._fields))
+    _, number = np.unique(of.prompts.astype(str), return_inverse=True)
+    for at in range(count):
+        there = place == at
+        size = int(there.sum())
+        curve.share[at] = size / max(len(of.tokens), 1)
+        if size < LEAST:
+            continue
+        mean = of.rewards[there].mean()
+        apart = np.bincount(number[there], of.rewards[there] - mean)
+        error = 1.96 * math.sqrt(float(np.square(apart).sum())) / size
+        curve.tokens[at], curve.reward[at] = of.tokens[there].mean(), mean
+        curve.low[at], curve.high[at] = mean - error, mean + error
+    return curve
+
+
+def find_best(curve: Curve) -> float:
+    """Find the mean tokens of the bin with the highest reward; NaN without one."""
+    return math.nan if np.isnan(curve.reward).all() else float(curve.tokens[np.nanargmax(curve.reward)])
+
+
+def build_rows(
+    checkpoints: Sequence[Answers], classes: Mapping[str, set[str]], correct_at_least: float
+) -> list[dict[str, Any]]:
+    """Build pass rate and length of each class at each checkpoint; each prompt counts equally."""
+    found = []
+    for name, prompts in classes.items():
+        chosen = [each.of(prompts) for each in checkpoints]
+        edges = find_edges(chosen)
+        for each in chosen:
+            right = (each.rewards >= round_threshold(correct_at_least)).astype(np.float64)
+            values: dict[str, Any] = {"checkpoint": each.label, "class": name, "prompts": len(set(each.prompts))}
+            values["pass_rate"], values["tokens"] = (_by_prompt(each, value) for value in (right, each.tokens))
+            values["median_tokens"] = float(np.median(each.tokens)) if len(each.tokens) else math.nan
+            values["best_tokens"] = find_best(bin_rewards(each, edges))
+            found.append({key: None if isinstance(v, float) and math.isnan(v) else v for key, v in values.items()})
+    return found
+
+
+def _by_prompt(of: Answers, values: Array) -> float:
+    if not len(values):
+        return math.nan
+    _, number, size = np.unique(of.prompts.astype(str), return_inverse=True, return_counts=True)
+    return float((np.bincount(number, values) / size).mean())
+
+
+def build_table(rows: Sequence[Mapping[str, Any]], early: str) -> Table:
+    """Build the table of ``build_rows``."""
+    columns = [
+        *(Column(name) for name in ("checkpoint", "class", "prompts", "pass rate")),
+        *(Column(name, "tokens", digits=1) for name in ("mean", "median", "best reward at")),
+    ]
+    return Table(columns, [list(row.values()) for row in rows], f"Classes fixed at {early}")
+
+
+def draw_classes(checkpoints: Sequence[Answers], classes: Mapping[str, set[str]]) -> Figure:
+    """Draw reward and share of answers over length for each class, a line per checkpoint."""
+    panels = []
+    for name, prompts in classes.items():
+        panels += build_panels([each.of(prompts) for each in checkpoints], f"{name} prompts")
+    return draw_panels(panels, columns=2)
+
+
+def build_panels(of: Sequence[Answers], title: str) -> list[Panel]:
+    """Build the panels of reward over length, and of the share of answers over length; none without answers."""
+    if not of:
+        return []
+    edges = find_edges(of)
+    curves = [(each.label, bin_rewards(each, edges), PALETTE[at % len(PALETTE)]) for at, each in enumerate(of)]
+    rewards = [Mark(c.tokens, c.reward, label, colour, band=(c.low, c.high), marker="o") for label, c, colour in curves]
+    shares = [Mark(c.tokens, c.share, label, colour, marker="o") for label, c, colour in curves]
+    x = Axis("response tokens")
+    if all(np.isnan(c.reward).all() for _, c, _ in curves):
+        note = f"fewer than {LEAST} answers of any length"
+        return [Panel(title, "Mean reward by length", x, Axis(), note=note) for _ in range(2)]
+    return [
+        Panel(title, "Mean reward by length, with 95 % intervals", x, Axis("mean reward"), rewards),
+        Panel(title, "Share of answers by length", x, Axis("share of answers", limits=(0.0, 1.0)), shares),
+    ]
