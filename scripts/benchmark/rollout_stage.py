@@ -1,7 +1,7 @@
 """Time and memory of ``verl_rollout_correction`` next to verl's own helper, on the same inputs.
 
     python scripts/benchmark/rollout_stage.py                                            # a table for the terminal
-    python scripts/benchmark/rollout_stage.py --markdown --first --curve docs/cost.png   # what docs/cost.md shows
+    python scripts/benchmark/rollout_stage.py --markdown --first --curve docs/cost.png   # docs/evidence/cost.md
     python scripts/benchmark/rollout_stage.py --quick --json FILE                        # one small shape
 
 Right-padded float32 log-probs and an int64 mask, 30 % of its tokens valid. Time: CPU seconds of one thread, both
@@ -209,7 +209,7 @@ def format_cells(row: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def format_tables(result: Mapping[str, Any]) -> str:
-    """Format the tables of docs/cost.md."""
+    """Format the tables of docs/evidence/cost.md."""
     rows = []
     for row in result["cases"]:
         shape, case, *numbers = format_cells(row)
@@ -236,7 +236,7 @@ def main(arguments: Sequence[str]) -> None:
 
     parser = build_parser(__doc__)
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--markdown", action="store_true", help="rows for docs/cost.md")
+    parser.add_argument("--markdown", action="store_true", help="rows for docs/evidence/cost.md")
     parser.add_argument("--curve", type=Path, metavar="FILE.png")
     parser.add_argument("--first", action="store_true", help="the first call of a process")
     parser.add_argument("--repeats", type=int, default=7)

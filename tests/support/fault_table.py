@@ -1,4 +1,4 @@
-"""The table of faults in docs/liveness.md, built from the faults that the tests inject.
+"""The table of faults in docs/evidence/faults.md, built from the faults that the tests inject.
 
 python -m tests.support.fault_table     rewrites it
 """
@@ -11,7 +11,7 @@ from typing import NamedTuple
 from tests.support.input_faults import faults
 from tests.support.paths import ROOT
 
-TABLE = "docs/liveness.md"
+TABLE = "docs/evidence/faults.md"
 BEGIN, END = "<!-- faults: begin -->", "<!-- faults: end -->"
 INPUTS = "tests/integration/test_input_faults.py"
 
@@ -303,7 +303,7 @@ OTHERS = (
         "weights in the rollout engine, probe only",
         "not sent",
         "in the trainer, before an update",
-        "see [the table of powers](delivery.md)",
+        "see [the table of powers](../delivery.md)",
         f"{STATISTICS}::test_an_engine_that_is_not_updated_fails",
     ),
     Row(

@@ -97,7 +97,7 @@ def list_rows(section: str, file: str, keys: Mapping[str, Key]) -> Iterator[str]
             f"{key.words}{needed}",
             comments[full] or comments[f"{_ALARM}.{name}"],
         ]
-        escaped = [cell.replace("|", "\\|") for cell in cells]
+        escaped = [cell.replace("|", "\\|").replace("\n", "\\n") for cell in cells]
         yield f"| {' | '.join(escaped)} |"
 
 

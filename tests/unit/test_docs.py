@@ -1,28 +1,66 @@
-"""Links in the pages lead to files of the repository, and generated pages are up to date."""
+"""Links and anchors of the pages, the order of the site, and generated pages."""
 
 from __future__ import annotations
 
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
+import yaml
 
-from tests.support import comparison_page, keys_page
+from tests.support import comparison_page, errors_page, keys_page
 from tests.support.paths import ROOT
 
-PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), ROOT / "recipe" / "offpolicy" / "README.md"])
+DOCS = ROOT / "docs"
+PAGES = sorted([*ROOT.glob("*.md"), *DOCS.rglob("*.md"), ROOT / "recipe" / "offpolicy" / "README.md"])
 PINS = sorted((ROOT / "tests/conformance/requirements").glob("*.txt"))
-LINK = re.compile(r"\]\(([^)#\s:]+)(?:#[^)]*)?\)")
+LINK = re.compile(r"\]\((?!\w+:)([^)#\s]*)(?:#([^)\s]*))?\)")
+
+
+def list_anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as a git host and the site name them."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S)
+    plain = [re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", each) for each in re.findall(r"^#+ (.+)$", text, re.M)]
+    return {re.sub(r"[^\w\- ]", "", each.lower()).strip().replace(" ", "-") for each in plain}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_links_lead_somewhere(page: Path) -> None:
-    links = LINK.findall(page.read_text())
-    assert not [link for link in links if not (page.parent / link).exists()]
+    for link, anchor in LINK.findall(page.read_text()):
+        target = page.parent / link if link else page
+        assert target.exists(), link
+        assert not anchor or anchor in list_anchors(target), f"{link}#{anchor}"
+
+
+def test_the_site_has_every_page_once() -> None:
+    sections = yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]
+    named = [
+        page if isinstance(page, str) else next(iter(page.values()))
+        for each in sections
+        for page in next(iter(each.values()))
+    ]
+    assert sorted(named) == sorted(path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md"))
+
+
+@pytest.mark.extended
+def test_the_site_builds_without_a_warning() -> None:
+    done = subprocess.run(["bash", str(ROOT / "scripts/docs.sh")], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_readme_is_of_one_reading() -> None:
+    lines = (ROOT / "README.md").read_text().splitlines()
+    assert len(lines) <= 120
+    assert len([line for line in lines if line.startswith("| ") and "+correction@correction=" in line]) <= 8
 
 
 def test_the_page_of_keys_is_as_the_tables_and_comments_are() -> None:
     assert keys_page.PAGE.read_text() == keys_page.build_page(), "python -m tests.support.keys_page rewrites it"
+
+
+def test_the_page_of_errors_is_as_the_code_is() -> None:
+    assert errors_page.PAGE.read_text() == errors_page.build_page(), "python -m tests.support.errors_page rewrites it"
 
 
 def test_the_page_of_the_library_names_the_releases_that_are_compared() -> None:

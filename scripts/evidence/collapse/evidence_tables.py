@@ -1,4 +1,4 @@
-"""Prints the tables of docs/collapse.md, and README's, from committed results.
+"""Prints the tables of docs/evidence/collapse.md from committed results.
 
 python scripts/evidence/collapse/evidence_tables.py
 """

@@ -47,10 +47,10 @@ def test_what_is_wrong_comes_with_its_fix(ask: Ask) -> None:
     assert ask("correction=gsm", f"{ROLLOUT}.calculate_log_probs=false", *GIVEN, lines[-2].strip()).status == 0
 
 
-def test_the_example_of_readme_is_what_it_prints(ask: Ask) -> None:
+def test_the_example_of_its_page_is_what_it_prints(ask: Ask) -> None:
     """Lines that end in ... are the beginnings of longer ones."""
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    block = readme.partition("    $ python -m recipe.offpolicy.doctor ")[2].partition("\n\n")[0]
+    page = (ROOT / "docs" / "liveness.md").read_text(encoding="utf-8")
+    block = page.partition("    $ python -m recipe.offpolicy.doctor ")[2].partition("\n\n")[0]
     command, *shown = block.splitlines()
     one_mini_batch = ("data.train_batch_size=64", f"{ACTOR}.ppo_mini_batch_size=64", "algorithm.adv_estimator=grpo")
     printed = ask(*command.removesuffix(" ...").split(), *one_mini_batch, *GIVEN).printed.splitlines()

@@ -34,13 +34,14 @@ STALE = ROOT / "tests/data/faults/held_out/colocate_async-14"
 def test_the_documents_recommend_the_arm_that_was_measured() -> None:
     assert recommended.LINE == LINE
     (row,) = re.findall(r"^\| [^|]*asynchronous[^|]*\| `([^`]*)` \|", (ROOT / "README.md").read_text(), re.M)
-    assert row == LINE
-    pages = {name: (ROOT / f"docs/{name}.md").read_text() for name in ("staleness", "corrections", "collapse")}
-    (auto,) = re.findall(r"^\| async \| `([^`]*)`", pages["corrections"], re.M)
+    assert row == f"+correction@{LINE}"
+    pages = {name: (ROOT / f"docs/{name}.md").read_text() for name in ("staleness", "auto", "collapse")}
+    (auto,) = re.findall(r"^\| async \| `([^`]*)`", pages["auto"], re.M)
     assert f"correction={auto}" == LINE
     assert LINE in pages["staleness"]
     assert LINE in pages["collapse"]
-    medians = dict(re.findall(r"^\| `(\w+)` \| 8 of 8 \| (\d\.\d+)", pages["collapse"], re.M))
+    whole = (ROOT / "docs/evidence/collapse.md").read_text()
+    medians = dict(re.findall(r"^\| `(\w+)` \| 8 of 8 \| (\d\.\d+)", whole, re.M))
     assert medians["late_opsm"] == "0.602"
     assert all(medians[arm] in recommended.WHY for arm in ("late_opsm", "late", "late_decoupled", "late_both"))
     arms = (ROOT / "scripts/evidence/collapse/arms.py").read_text()

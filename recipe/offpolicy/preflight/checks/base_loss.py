@@ -1,4 +1,4 @@
-"""Check, by a probe on a small batch, that verl's base loss applies weights, and that verl takes the actor at all."""
+"""Checks of verl's base loss, by a probe on a small batch."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ _SECTION = re.compile(r"full_key: ([\w.]+)")
 
 
 def check_base_loss(run: Composed) -> Iterator[Problem]:
-    """Check that the base loss applies weights of ours."""
+    """Check that the base loss applies this package's weights."""
     if not run.spec.is_none:
         yield from _probe(run, EVERYTHING)
 
 
 def check_base_loss_of_verl(run: Composed) -> Iterator[Problem]:
-    """Check the same for verl's own weights, unless bypass mode uses a loss of its own."""
+    """Check that the base loss applies verl's own weights."""
     if run.spec.is_none and "rollout_is" in run.active and BYPASS not in run.active:
         # verl's own does not claim to be the same however a mini-batch is split.
         yield from _probe(run, (name_part("rollout_is"),), split=False)

@@ -51,7 +51,7 @@ def list_masks(run: Composed) -> list[tuple[str, MaskSpec]]:
 
 
 def check_bounds(run: Composed) -> Iterator[Problem]:
-    """Check that no band excludes the value of equal policies, and that bounds can be passed and hold more than it."""
+    """Check that bounds contain the value of equal policies, and that they can be exceeded."""
     banded: list[tuple[str, MaskSpec | WeightSpec]] = [*list_masks(run), *list_weights(run)]
     for name, part in banded:
         neutral = 1 if not isinstance(part, MaskSpec) or part.entry.on_ratio else 0
@@ -87,7 +87,7 @@ def _find_closed(run: Composed, name: str, mask: MaskSpec) -> Iterator[Problem]:
 
 
 def warn_bounds_never_seen(run: Composed) -> Iterator[Problem]:
-    """Warn of bounds so far out that no run was seen to reach them."""
+    """Warn of bounds that no run was seen to reach."""
     for name, mask in list_masks(run):
         for bound, value, distance in _measure_distances(mask):
             if compute_proposal_limit(mask) < distance <= compute_arithmetic_limit(mask):
@@ -118,7 +118,7 @@ def _get_usual(mask: MaskSpec, bound: str) -> float | None:
 
 
 def check_parts(run: Composed) -> Iterator[Problem]:
-    """Check for aggregates over one token, weights that are always 1, ratios that count twice, and idle orders."""
+    """Refuse aggregates over one token, weights that are always 1, and ratios that count twice."""
     single = "level=token decides by single tokens, over which there is nothing to aggregate."
     mode = run.actor.policy_loss.loss_mode
     for name, weight in list_weights(run):
@@ -143,7 +143,7 @@ def check_parts(run: Composed) -> Iterator[Problem]:
 
 
 def check_proximal(run: Composed) -> Iterator[Problem]:
-    """Check that pi_old is the current policy where ``proximal`` says so, and that something reads it, none earlier."""
+    """Check that pi_old is what ``proximal`` says, and that no part reads it earlier than it exists."""
     value, parts = run.spec.proximal, ("proximal",)
     recompute = {PROXIMAL: "recompute"}
     if value == "reuse" and run.steps != 1:
@@ -183,7 +183,7 @@ def _explain_older_weights(run: Composed) -> str | None:
 
 
 def check_ppo_ratio(run: Composed) -> Iterator[Problem]:
-    """Check that ratios pi / pi_old get a second gradient step; at the first one they are 1."""
+    """Check that parts on pi / pi_old get a second gradient step; at the first one the ratio is 1."""
     spec = run.spec
     if spec.proximal not in ("recompute", "same_engine") or run.steps != 1:
         return
@@ -209,7 +209,7 @@ def build_two_steps(run: Composed) -> Mapping[str, Any]:
 
 
 def check_kl(run: Composed) -> Iterator[Problem]:
-    """Check that a KL loss that is clipped or weighted exists, with a coefficient, and an estimate that it is for."""
+    """Check that a KL loss exists if it is clipped or weighted."""
     kind, spec = run.actor.kl_loss_type, run.spec
     if spec.kl_clip is not None:
         found = list(_find_no_kl_loss(run, "kl_clip", "there is no KL loss to clip.", "clipped"))
@@ -240,7 +240,7 @@ def _find_no_kl_loss(run: Composed, part: str, missing: str, named: str) -> Iter
 
 
 def check_denominator(run: Composed) -> Iterator[Problem]:
-    """Check that another count than verl's meets a loss that divides by one, and rows that are not shuffled."""
+    """Check that ``denominator`` and ``nonfinite`` act: the loss divides by a count, and rows are not shuffled."""
     if not run.spec.recounts:
         return
     kept = run.spec.denominator == "kept"
@@ -257,7 +257,7 @@ def check_denominator(run: Composed) -> Iterator[Problem]:
 
 
 def check_baseline(run: Composed) -> Iterator[Problem]:
-    """Check that ``baseline=exclude`` meets an estimator with groups."""
+    """Check that the estimator has groups if ``baseline=exclude`` is set."""
     if run.spec.baseline == "include":
         return
     why, off = "baseline=exclude takes rejected siblings out of a group, and", f"or {_BASELINE}=include."
@@ -271,7 +271,7 @@ def check_baseline(run: Composed) -> Iterator[Problem]:
 
 
 def check_distillation(run: Composed) -> Iterator[Problem]:
-    """Refuse verl's distillation loss, which our loss would overwrite."""
+    """Refuse verl's distillation loss, which this package's loss would overwrite."""
     if run.get(key := "distillation.enabled"):
         reason = (
             "verl's worker takes one loss. With distillation it is distillation_ppo_loss, which adds the policy term "

@@ -63,7 +63,7 @@ OWN_KEYS: dict[str, Validator] = {
 
 
 def check_own_keys(run: Composed) -> Iterator[Problem]:
-    """Check the keys under ``offpolicy``: unknown ones, and invalid values."""
+    """Refuse unknown keys under ``offpolicy``, and invalid values."""
     section = run.config.get("offpolicy")
     if section is None:
         yield run.problem("offpolicy", "its keys have no values.", "Remove this override.", (), ())
@@ -93,13 +93,13 @@ def _build_unknown(name: str, values: dict[str, Any]) -> Problem:
 
 
 def warn_extensions(run: Composed) -> Iterator[Problem]:
-    """Pass on the problems of extensions that stop nothing."""
+    """Warn of settings of extensions that are rarely meant."""
     for extension in run.extensions:
         yield from (problem for problem in extension.problems(run.config) if problem.verdict != "ERROR")
 
 
 def check_extensions(run: Composed) -> Iterator[Problem]:
-    """Check the extensions that are on, and what they need of the run together."""
+    """Check each extension that is on, and that they work together."""
     for extension in run.extensions:
         yield from (problem for problem in extension.problems(run.config) if problem.verdict == "ERROR")
     first, *others = [each.section for each in run.extensions if type(each).estimate is not Extension.estimate] or [""]

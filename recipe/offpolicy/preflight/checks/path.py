@@ -44,7 +44,7 @@ _ALPHAS = {"fsdp": f"{MODEL}.lora_alpha", "megatron": f"{MODEL}.lora.alpha"}
 
 
 def check_seams(run: Composed) -> Iterator[Problem]:
-    """Check every seam of the live path in verl's source: importing verl's workers takes seconds."""
+    """Check that every patched function of this path has the expected signature, in verl's source."""
     return check_seams_by(check_contracts, run)
 
 
@@ -151,7 +151,7 @@ _COVERED_ENGINES = (
 
 
 def check_path(run: Composed) -> Iterator[Problem]:
-    """Check that the configured path is covered."""
+    """Check that this path of verl is supported."""
     yield from run_rows(run, _COVERED)
     yield from _check_mode(run)
     yield from run_rows(run, _COVERED_ENGINES)
@@ -209,7 +209,7 @@ def _find_aliased_snapshot(run: Composed) -> str | None:
 
 
 def check_program(run: Composed) -> Iterator[Problem]:
-    """Check that nothing is asked of an asynchronous program that its other processes would have to do."""
+    """Refuse keys that would need code in the other processes of an asynchronous program."""
     if run.path.mode == _SEPARATE and run.get(BACKEND) == "naive":
         reason = "trainer_mode=separate_async has servers of its own, and verl refuses to send them weights so."
         yield run.problem(BACKEND, reason, "", {BACKEND: "nccl"})
@@ -226,7 +226,7 @@ def check_program(run: Composed) -> Iterator[Problem]:
 
 
 def check_lora(run: Composed) -> Iterator[Problem]:
-    """Check that LoRA is trained, and that the rollout engine gets what was trained, merged or as an adapter."""
+    """Check that LoRA is trained, and that the rollout engine receives it, merged or as an adapter."""
     path = run.path
     own, other = ("megatron", "fsdp") if path.strategy == "megatron" else ("fsdp", "megatron")
     key = _RANKS[own]
@@ -281,7 +281,7 @@ def list_patch_groups(path: LivePath) -> list[str]:
 
 
 def check_workers_env(run: Composed) -> Iterator[Problem]:
-    """Find variables that the configuration or the submitted job sets to other values than this process has."""
+    """Find environment variables whose value in the workers differs from the one in this process."""
     given = run.get(KEY)
     if given is not None and not isinstance(given, DictConfig):
         reason = "not a mapping, as Ray's runtime environment is."

@@ -1,4 +1,4 @@
-"""Remarks on configurations that train as they say and are rarely meant, or were never shown to act."""
+"""Remarks on settings that are rarely meant, or on which no correction was run."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def warn_level_version(run: Composed) -> Iterator[Problem]:
 
 
 def warn_wide_caps(run: Composed) -> Iterator[Problem]:
-    """Warn of bounds above which single tokens or rows dominate the gradient."""
+    """Warn of caps so high that single tokens or sequences dominate the gradient."""
     why = f"above {WIDE_CAP:g} single tokens or rows can own the gradient; 2 by token and 5 by sequence are usual."
     for part, weight in list_weights(run):
         if weight.upper is None or weight.upper > WIDE_CAP:
@@ -90,7 +90,7 @@ def warn_wide_caps(run: Composed) -> Iterator[Problem]:
 
 
 def warn_no_staleness(run: Composed) -> Iterator[Problem]:
-    """Warn of masks on pi / mu where pi is pi_old, so that they see no update.
+    """Warn of masks on pi / mu if pi is pi_old.
 
     In asynchronous training pi_old / mu holds the age of the weights, and these masks have that to see.
     """
@@ -126,7 +126,7 @@ def warn_unlike_micro_batches(run: Composed) -> Iterator[Problem]:
 
 
 def warn_kl_left_out(run: Composed) -> Iterator[Problem]:
-    """Warn of KL terms that no correction, ours or verl's own, reaches."""
+    """Warn of KL terms that no correction reaches."""
     spec, parts = run.spec, ("kl_loss",)
     loses_kl = bool(run.actor.use_kl_loss) and run.actor.kl_loss_coef != 0
     fix = f"Set {KL_LOSS}=false if that is not meant."
@@ -164,7 +164,7 @@ def _explain_kl_left_out(run: Composed) -> str | None:
 
 
 def warn_collapsed_rewards(run: Composed) -> Iterator[Problem]:
-    """Warn of token-level rewards or discounts under an estimator that sums each row first."""
+    """Warn of token-level rewards or discounts if the estimator sums each sequence first."""
     estimator, parts = str(run.get(ESTIMATOR)), ("dense_reward",)
     if estimator not in OUTCOME:
         return

@@ -1,4 +1,4 @@
-"""Checks of routing replay: keys that nothing reads, and what rollout, pi_old and the model have to do with it."""
+"""Checks of routing replay: unused keys, and what it needs of the rollout, pi_old and the model."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def _find_replay_key(run: Composed) -> str | None:
 
 
 def check_routing_replay(run: Composed) -> Iterator[Problem]:
-    """Check what hides a model's routers, or what leaves replay without effect; nothing where FSDP replays nothing."""
+    """Refuse settings that hide a model's routers or leave replay without effect."""
     if (settings := run.replay) is None:
         return
     mode, off = settings.mode, set_to(_MODE, "disabled")
@@ -88,7 +88,7 @@ def check_routing_replay(run: Composed) -> Iterator[Problem]:
 
 
 def check_megatron_replay(run: Composed) -> Iterator[Problem]:
-    """Check that verl's Megatron engine lays routes out as it does tokens: it packs routes whatever tokens are."""
+    """Check that verl's Megatron engine packs tokens, because it always packs routes."""
     key = f"{MEGATRON_ROUTER_REPLAY}.mode"
     watched = run.path.strategy == "megatron" and run.path.attributes.watched_replay
     if watched and run.get(key) not in (None, "disabled") and run.get(_PACKS) is False:
@@ -98,7 +98,7 @@ def check_megatron_replay(run: Composed) -> Iterator[Problem]:
 
 
 def check_recorded_without_replay(run: Composed) -> Iterator[Problem]:
-    """Check that ``offpolicy.record.without_replay`` has a pi_old by replayed routes to stand alongside."""
+    """Check that routes are replayed if ``offpolicy.record.without_replay`` is set."""
     if run.get(WITHOUT_REPLAY) is not True:
         return
     off, sets = f"{WITHOUT_REPLAY}=false.", {WITHOUT_REPLAY: False}

@@ -1,4 +1,4 @@
-"""Checks of the rollout: engine, sampling, agent loops, the log-probs that it returns, the support that it replays."""
+"""Checks of the rollout: engine, sampling, agent loops, the log-probs that it returns, support replay."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ _NEEDED = "it has to give AgentLoopOutput(response_logprobs=...), or no mu arriv
 
 
 def check_rollout_log_probs(run: Composed) -> Iterator[Problem]:
-    """Check that mu is computed, by an engine whose log-probs are tested, and that consent to truncation is of use."""
+    """Check that the rollout engine returns the log-probs that it sampled with."""
     if run.spec.allow_truncated_sampling and not (run.needs_mu or run.active):
         key = "correction.allow_truncated_sampling"
         yield run.problem(key, "there is no correction whose mu it could be about.", "", {key: False}, ())
@@ -82,7 +82,7 @@ def check_rollout_log_probs(run: Composed) -> Iterator[Problem]:
 
 
 def check_logprobs_mode(run: Composed) -> Iterator[Problem]:
-    """Refuse log-probs of the raw logits, before temperature, by the keys and variables that the engine reads."""
+    """Refuse log-probs of raw logits, before temperature."""
     if not (run.needs_mu or run.active):
         return
     reason = "raw log-probs leave temperature out, so mu is not the distribution that was sampled from."
@@ -106,7 +106,7 @@ def check_logprobs_mode(run: Composed) -> Iterator[Problem]:
 
 
 def check_sampling(run: Composed) -> Iterator[Problem]:
-    """Refuse sampling distributions that no ratio of full policies can correct."""
+    """Refuse top-p, top-k, min-p and penalties that no ratio of full policies can correct."""
     if not (run.needs_mu or run.active):
         return
     temperature, samples = run.rollout["temperature"], f"{ROLLOUT}.do_sample"
@@ -145,7 +145,7 @@ def _check_truncation(run: Composed) -> Iterator[Problem]:
 
 
 def check_bucket(run: Composed) -> Iterator[Problem]:
-    """Check that the largest tensor of the model fits the bucket in which weights go to the rollout engine.
+    """Check that the largest tensor fits the bucket in which weights are sent to the rollout engine.
 
     verl asserts it at the first synchronisation, after both engines have started, unless the release can send a large
     tensor by a CUDA handle.
@@ -170,7 +170,7 @@ def check_bucket(run: Composed) -> Iterator[Problem]:
 
 
 def check_support(run: Composed) -> Iterator[Problem]:
-    """Check what hides logits or likeliest tokens, or leaves the support without effect; nothing where none is read."""
+    """Refuse settings that hide logits or likeliest tokens, or leave support replay without effect."""
     if run.spec.support is not None:
         yield from _check_likeliest(run, SUPPORT, run.spec.support, SUPPORT_PART, REQUIREMENTS)
         top_p, top_k = run.get(f"{ROLLOUT}.top_p"), run.get(f"{ROLLOUT}.top_k")
@@ -206,7 +206,7 @@ def _check_likeliest(
 
 
 def check_agent_loops(run: Composed) -> Iterator[Problem]:
-    """Check that rollouts from other agent loops than verl's return log-probs."""
+    """Check that custom agent loops return log-probs."""
     if not (run.needs_mu or run.active):
         return
     manager = run.get(_MANAGER)

@@ -1,4 +1,4 @@
-"""Checks of keys that verl reads late: after models are loaded, at the first checkpoint or the first update."""
+"""Checks of keys that verl reads late: after loading models, at the first checkpoint or update."""
 
 from __future__ import annotations
 
@@ -61,13 +61,13 @@ _BOTH = re.compile(r"You have set both '([\w.]+)' AND '[\w.]+'")
 
 
 def check_engine_is_named(run: Composed) -> Iterator[Problem]:
-    """Check that the rollout engine is named; verl has no default and ends when its workers are built."""
+    """Check that the rollout engine is named, because verl has no default."""
     if run.get(NAME) in (None, ""):
         yield run.problem(NAME, "no rollout engine is named, and verl has no default.", "", {NAME: "vllm"}, ())
 
 
 def check_choices(run: Composed) -> Iterator[Problem]:
-    """Check keys of which verl knows a few values, and the names of loggers."""
+    """Check keys with a fixed set of values, and the names of loggers."""
     for key, choices in _CHOICES.items():
         value = run.get(key, choices[0])
         # Modules of the user's may register estimators, and find_unreadable_values reports what is no name.
@@ -97,7 +97,7 @@ def _list_loggers() -> tuple[str, ...]:
 
 
 def check_resume(run: Composed) -> Iterator[Problem]:
-    """Check that a checkpoint to resume from is there, and that one that is named is read."""
+    """Check that the checkpoint to resume from exists, and that verl would read it."""
     mode, path = run.get(_RESUME), run.get(_FROM)
     if mode != "resume_path":
         if path is not None and mode in ("auto", "disable"):
@@ -113,7 +113,7 @@ def check_resume(run: Composed) -> Iterator[Problem]:
 
 
 def check_folders(run: Composed) -> Iterator[Problem]:
-    """Check that folders that a run writes to can be written."""
+    """Check that the folders of the run are writable."""
     for key in _FOLDERS:
         value = run.get(key)
         if value is not None or key == _FOLDERS[0]:
@@ -156,7 +156,7 @@ def _explain_unwritable(path: str) -> str:
 
 
 def check_numbers(run: Composed) -> Iterator[Problem]:
-    """Check that no finite number is beyond what float32 or an index can hold."""
+    """Check that numbers fit float32 or an index."""
     for key, value in _list_numbers(OmegaConf.to_container(run.config, resolve=False)):
         if isinstance(value, float) and math.isfinite(value) and abs(value) > _LARGEST:
             reason = f"products with it are infinite in float32; beyond {_LARGEST:g} no number is taken."
@@ -177,7 +177,7 @@ def _list_numbers(plain: Any, path: str = "") -> Iterator[tuple[str, int | float
 
 
 def check_micro_batches(run: Composed) -> Iterator[Problem]:
-    """Check that the rows of a mini-batch on one rank are a multiple of a micro-batch of fixed size.
+    """Check that a rank's mini-batch is a multiple of its fixed micro-batch size.
 
     verl asserts it where it splits a mini-batch (``prepare_micro_batches`` of the engines, ``dp_actor`` and its
     workers of 0.7.1), after models are loaded and the first batch is sampled.

@@ -1,4 +1,4 @@
-"""Checks of ``offpolicy.staleness.eta``, which has to govern the run, and of what goes by the age of the weights."""
+"""Checks of ``offpolicy.staleness.eta``, and of parts that depend on the age of the weights."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _NOTES_AGES = "Use verl 0.9.1 with trainer.use_v1=true"
 
 
 def check_staleness(run: Composed) -> Iterator[Problem]:
-    """Check what eta needs and what it replaces; nothing where it is null."""
+    """Check that eta has what it needs, and that no key that it replaces is set."""
     settings, off = run.staleness, f"or {ETA}=null."
     if settings is None:
         return
@@ -77,7 +77,7 @@ def _find_uncovered(run: Composed) -> Iterator[Problem]:
 
 
 def warn_verls_limit(run: Composed) -> Iterator[Problem]:
-    """Warn of keys of verl's own that do not bound the age of rows, or throw rows away, where eta leaves it to them.
+    """Warn of verl's own staleness keys if they do not bound the age, or discard sequences.
 
     With W batches of warm-up, and no stragglers, verl trains groups W versions after their issue, and counts W + 1.
     """
@@ -144,7 +144,7 @@ def warn_asynchronous(run: Composed) -> Iterator[Problem]:
 
 
 def check_ages(run: Composed) -> Iterator[Problem]:
-    """Check that verl notes the versions that masks on age and ``by_staleness`` read, of shadows too."""
+    """Check that verl records the weight versions that masks on age and ``by_staleness`` read."""
 
     def explain(part: WeightSpec | MaskSpec) -> str | None:
         return run.unknown_age if part.level != "sequence" or run.unknown_versions else None

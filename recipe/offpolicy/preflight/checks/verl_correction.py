@@ -76,7 +76,7 @@ _READ = (f"{VERL}.", f"{ACTOR}.{_LOSS}.")
 
 
 def check_not_both(run: Composed) -> Iterator[Problem]:
-    """Refuse verl's own correction next to ours; what ours does already is dropped, and its cap moved to ours."""
+    """Refuse verl's own correction next to this package's."""
     if run.spec.is_none:
         return
     reason = "verl's own correction, which is off, would read it, and ours does not."
@@ -102,7 +102,7 @@ def check_not_both(run: Composed) -> Iterator[Problem]:
 
 
 def check_dead_keys(run: Composed) -> Iterator[Problem]:
-    """Find keys of verl's own correction that this path ignores, reads as something else, or that stand elsewhere."""
+    """Find keys of verl's own correction that are misspelled, misplaced, or ignored on this path."""
     for check in (
         check_trainer_mode,
         check_former_names,
@@ -313,7 +313,7 @@ def _list_leaves(values: dict[str, Any], path: tuple[str, ...]) -> Iterator[tupl
 
 
 def check_thresholds(run: Composed) -> Iterator[Problem]:
-    """Check thresholds of verl's own correction that verl misreads, or ends the run over."""
+    """Find thresholds of verl's own correction that verl misreads, or stops at."""
     values = run.verls if run.spec.is_none else {}
     if values.get("rollout_is") and (cap := values.get("rollout_is_threshold")) is not None:
         yield from _find_malformed(_IS, "rollout_is", 2.0, lambda: read_verl_weight_bounds(cap, _IS))

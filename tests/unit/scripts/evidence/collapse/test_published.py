@@ -1,4 +1,4 @@
-"""The committed results, and what README, page and figure say of them."""
+"""The committed results, and what the pages and the figure say of them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slow
 PLAN = ROOT / "scripts" / "evidence" / "collapse" / "PLAN.md"
 
 
-PAGE = ROOT / "docs" / "collapse.md"
+PAGE, SUMMARY = ROOT / "docs" / "evidence" / "collapse.md", ROOT / "docs" / "collapse.md"
 
 
 @pytest.mark.parametrize("path", [results.DATA, results.IN_PROCESS], ids=lambda path: path.stem)
@@ -126,32 +126,11 @@ def test_the_page_says_how_two_runs_of_long_answers_ended() -> None:
     assert "with {:.1f} tokens and a graded score of {:.3f}".format(*of_late) in page
 
 
-@pytest.mark.parametrize(
-    ("path", "shown", "late"),
-    [
-        (results.DATA, ["in_step", "late", "late_decoupled", "late_both", "late_opsm"], "late"),
-        (
-            results.IN_PROCESS,
-            [f"{arm}-8-0.001" for arm in ("none", "decoupled", "bypass", "both", "random", "opsm")],
-            "none-8-0.001",
-        ),
-    ],
-    ids=["whole runs", "in process"],
-)
-def test_the_readme_shows_committed_outcomes(path: Path, shown: list[str], late: str) -> None:
-    """Medians with the range of the seeds, and mean paired differences from uncorrected runs with their intervals."""
-    text, table = (ROOT / "README.md").read_text(), results.read(path)
-    spreads = [evidence_tables.format_spread(analyse.outcomes(table, arm)["outcome"]) for arm in shown]
-    assert f"\n| median, range | {' | '.join(spreads)} |\n" in text
-    apart = ["" if arm == late else f" {find_apart(path, arm, late)}" for arm in shown]
-    assert f"\n| from uncorrected, 95 % |{' |'.join(apart)} |\n" in text
-
-
-def find_apart(path: Path, one: str, other: str) -> str:
-    """The mean difference of two arms with its interval."""
-    table = results.read(path)
-    pair = (analyse.outcomes(table, arm)["outcome"] for arm in (one, other))
-    return evidence_tables.format_difference(*pair).partition(", p = ")[0]
+@pytest.mark.parametrize("arm", ["in_step", "late", "late_decoupled", "late_both", "late_opsm"])
+def test_the_summary_shows_committed_outcomes(arm: str) -> None:
+    """Median and number of seeds below their start."""
+    found = analyse.outcomes(results.read(), arm)
+    assert f"| {found['outcome'].median():.3f} | {analyse.count_below(found)} of {len(found)} |" in SUMMARY.read_text()
 
 
 def find_start(path: Path) -> str:
@@ -164,24 +143,19 @@ def find_below(path: Path, arms: list[str]) -> list[int]:
     return [analyse.count_below(analyse.outcomes(table, arm)) for arm in arms]
 
 
-def test_the_readme_says_what_the_results_say() -> None:
-    """Its sentences on the evidence, next to the tables."""
-    text = " ".join((ROOT / "README.md").read_text().split())
-    assert f"Exact match on held-out words, {find_start(results.DATA)}:" in text
-    pair = "opsm-8-0.001", "random-8-0.001"
-    elsewhere = find_apart(results.OTHER_START, *pair).split()[0]
-    assert (
-        f"from `random` is {find_apart(results.IN_PROCESS, *pair)} here, and {elsewhere} from another warm start"
-        in text
-    )
+def test_the_summary_says_what_the_results_say() -> None:
+    text = " ".join(SUMMARY.read_text().split())
+    assert f"was {find_start(results.DATA)}" in text
     whole, late = results.read(), results.read(results.IN_PROCESS)
     lower = [analyse.outcomes(late, f"{arm}-8-0.0003")["outcome"].median() for arm in ("none", "decoupled", "opsm")]
-    said = "uncorrected runs end at {:.3f}, `decoupled_ppo` at {:.3f}, `opsm` at {:.3f}".format(*lower)
-    assert said in text
+    assert "uncorrected runs ended at {:.3f}, `decoupled_ppo` at {:.3f} and `opsm` at {:.3f}".format(*lower) in text
+    pair = [analyse.outcomes(late, f"{arm}-8-0.001")["outcome"].median() for arm in ("random", "opsm")]
+    assert "at random reached {:.3f}, `opsm` {:.3f}".format(*pair) in text
+    assert find_below(results.IN_PROCESS, [f"none-{eta}-0.001" for eta in (1, 2, 4)]) == [2, 5, 10]
     *others, control = analyse.judge(whole)
     assert all(verdict.holds for verdict in others)
     assert not control.holds
-    assert "Three of the five pre-registered hypotheses hold" in text
+    assert "five hypotheses was committed before the data.** Three hold." in text
     assert f"within {find_stray(whole)} of 1, not 1e-5" in text
     fails = {
         verdict.name for rate in (1e-3, 3e-4) for verdict in analyse.judge_in_process(late, rate) if not verdict.holds

@@ -1,0 +1,27 @@
+#!/usr/bin/env bash
+# Builds the documentation site from docs/ into outputs/site.
+#
+#   bash scripts/docs.sh          # build, and fail on a broken link or anchor; open outputs/site/index.html
+#   bash scripts/docs.sh serve    # the same at http://127.0.0.1:8000, with search; rebuilds on a change
+#
+# Other arguments go to mkdocs.
+#
+#   VENV=path     use this environment, which has mkdocs-material; default: outputs/docs_venv, made on the first call
+#   PYTHON=path   the Python that makes it; default python3
+set -euo pipefail
+if [[ " $* " == *" --help "* || " $* " == *" -h "* ]]; then # the comment above
+    sed '1d; /^[^#]/,$d; s/^# \{0,1\}//' "${BASH_SOURCE[0]}"
+    exit
+fi
+
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+venv=${VENV:-outputs/docs_venv}
+if [[ -z ${VENV:-} ]] && ! cmp -s requirements/docs.txt "$venv/docs.txt"; then
+    mkdir -p outputs
+    "${PYTHON:-python3}" -m venv --clear "$venv"
+    "$venv/bin/python" -m pip install -q --no-deps --no-input --disable-pip-version-check -r requirements/docs.txt
+    cp requirements/docs.txt "$venv/docs.txt" # written last, so that an interrupted install starts over
+fi
+(($#)) || set -- build --strict --quiet
+export NO_MKDOCS_2_WARNING=1
+exec "$venv/bin/python" -m mkdocs "$@"

@@ -1,0 +1,83 @@
+"""MkDocs hook: a page of the site for each file outside docs/ that a page links to.
+
+A link such as ``../tests/conftest.py`` then works on a git host and on the site, which has no address of the
+repository. Markdown files become pages, other files show their text, and folders list their files.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+from mkdocs.structure.files import File, Files
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCS = ROOT / "docs"
+SHOWN = "files"
+"""Folder of the site with these pages."""
+LINK = re.compile(r"\]\((?!\w+:|#)([^)#\s]+)(#[^)\s]*)?\)")
+LANGUAGES = {".py": "python", ".sh": "bash", ".yaml": "yaml", ".csv": "text", ".txt": "text"}
+_OUT_OF_SEARCH = "---\nsearch:\n  exclude: true\n---\n\n"
+
+
+def place(path: Path) -> Path:
+    """Return where a file of the repository is among the sources of the site."""
+    if path.is_relative_to(DOCS):
+        return path.relative_to(DOCS)
+    name = path.relative_to(ROOT).as_posix()
+    return Path(SHOWN) / (name if path.suffix == ".md" else f"{name}.md")
+
+
+def rewrite(markdown: str, path: Path, found: set[Path]) -> str:
+    """Rewrite the links of a page to files outside docs/, and add these files to ``found``.
+
+    Args:
+        markdown: text of the page.
+        path: its file in the repository.
+        found: files and folders that are linked.
+    """
+    own = place(path).parent
+
+    def replace(match: re.Match[str]) -> str:
+        target = Path(os.path.normpath(path.parent / match[1]))
+        if not target.exists() or (path.is_relative_to(DOCS) and target.is_relative_to(DOCS)):
+            return match[0]
+        if not target.is_relative_to(DOCS):
+            found.add(target)
+        return f"]({os.path.relpath(place(target), own)}{match[2] or ''})"
+
+    return LINK.sub(replace, markdown)
+
+
+def show(path: Path, found: set[Path]) -> str:
+    """Return the page of a file or folder outside docs/."""
+    name = path.relative_to(ROOT).as_posix()
+    if path.suffix == ".md":
+        return _OUT_OF_SEARCH + rewrite(path.read_text(encoding="utf-8"), path, found)
+    if path.is_dir():
+        text = "\n".join(f"* `{each.name}`" for each in sorted(path.iterdir()) if not each.name.startswith(("_", ".")))
+    else:
+        text = f"`````{LANGUAGES.get(path.suffix, 'text')}\n{path.read_text(encoding='utf-8').rstrip()}\n`````"
+    return f"{_OUT_OF_SEARCH}# {name}\n\n{text}\n"
+
+
+def on_files(files: Files, config: Any) -> Files:
+    """Add the pages of linked files, and of those that they link to."""
+    found: set[Path] = set()
+    for page in files.documentation_pages():
+        rewrite(page.content_string, DOCS / page.src_uri, found)
+    done: set[Path] = set()
+    while left := sorted(found - done):
+        for path in left:
+            files.append(File.generated(config, place(path).as_posix(), content=show(path, found)))
+        done.update(left)
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """Rewrite the links of a page of docs/."""
+    if page.file.src_uri.startswith(f"{SHOWN}/"):
+        return markdown
+    return rewrite(markdown, DOCS / page.file.src_uri, set())
