@@ -58,6 +58,7 @@ setup(
         "quickstart": QUICKSTART,
         # doctor, whatif, calibrate, attribute and report; transformers shows tokens as text.
         "tools": [*TOOLS, "transformers"],
+        "docs": ["mkdocs-material>=9.5"],
         "test": TEST,
         "dev": [VERL, RAY, *QUICKSTART, *EVIDENCE, *TOOLS, *TEST],
     },

@@ -6,8 +6,8 @@
 #
 # Other arguments go to mkdocs.
 #
-#   VENV=path     use this environment, which has mkdocs-material; default: outputs/docs_venv, made on the first call
-#   PYTHON=path   the Python that makes it; default python3
+#   DOCS_VENV=path   an environment with mkdocs-material; by default outputs/docs_venv, made on the first call
+#   PYTHON=path      the Python that makes it; default python3
 set -euo pipefail
 if [[ " $* " == *" --help "* || " $* " == *" -h "* ]]; then # the comment above
     sed '1d; /^[^#]/,$d; s/^# \{0,1\}//' "${BASH_SOURCE[0]}"
@@ -15,11 +15,11 @@ if [[ " $* " == *" --help "* || " $* " == *" -h "* ]]; then # the comment above
 fi
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-venv=${VENV:-outputs/docs_venv}
-if [[ -z ${VENV:-} ]] && ! cmp -s requirements/docs.txt "$venv/docs.txt"; then
+venv=${DOCS_VENV:-outputs/docs_venv}
+if [[ -z ${DOCS_VENV:-} ]] && ! cmp -s requirements/docs.txt "$venv/docs.txt"; then
     mkdir -p outputs
     "${PYTHON:-python3}" -m venv --clear "$venv"
-    "$venv/bin/python" -m pip install -q --no-deps --no-input --disable-pip-version-check -r requirements/docs.txt
+    "$venv/bin/python" -m pip install -qq --no-deps --no-input --disable-pip-version-check -r requirements/docs.txt
     cp requirements/docs.txt "$venv/docs.txt" # written last, so that an interrupted install starts over
 fi
 (($#)) || set -- build --strict --quiet

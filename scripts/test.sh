@@ -137,6 +137,12 @@ types() {
     timeout 1200 mypy "${targets[@]}"
 }
 
+# The documentation site, in an environment of its own: every page is in its order, and every link leads somewhere.
+docs() {
+    use "$newest"
+    PYTHON=python bash scripts/docs.sh
+}
+
 # What pytest is to run in the environment of a release, or of it the paths that follow, one word a line. What other
 # releases need is deselected there by the marker `verl`.
 tests_of() {
@@ -261,9 +267,10 @@ checks() {
     [[ ${plan[-1]} == "$newest" ]] || return 0
     stage lint lint
     $quick || stage types types
+    $quick || stage docs docs
 }
 [[ ${plan[-1]} != "$newest" ]] || stages+=(lint)
-[[ ${plan[-1]} != "$newest" ]] || $quick || stages+=(types)
+[[ ${plan[-1]} != "$newest" ]] || $quick || stages+=(types docs)
 
 deadline=$((SECONDS + limit))
 selection=""

@@ -22,7 +22,10 @@ READ = {
     "correction": "corrections",
     "cpu": "delivery",
     "doctor": "liveness",
+    "extensions": "extensions",
+    "extensions/length_penalty": "length",
     "extensions/opd": "opd",
+    "extensions/pass_at_k": "pass_at_k",
     "extensions/process_reward": "process_rewards",
     "fault_tolerance": "monitoring",
     "monitor": "monitoring",
@@ -82,9 +85,10 @@ def list_errors() -> Iterator[tuple[str, str, str]]:
 
 
 def find_page(folder: str) -> str:
-    """Find the page for a folder or the nearest one around it."""
+    """Find the page for a folder or the nearest one around it; ``architecture`` if none has one."""
     parts = folder.split("/")
-    return next(READ[name] for end in range(len(parts), 0, -1) if (name := "/".join(parts[:end])) in READ)
+    around = ("/".join(parts[:end]) for end in range(len(parts), 0, -1))
+    return next((READ[name] for name in around if name in READ), "architecture")
 
 
 def build_page() -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -41,12 +40,6 @@ def test_the_site_has_every_page_once() -> None:
         for page in next(iter(each.values()))
     ]
     assert sorted(named) == sorted(path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md"))
-
-
-@pytest.mark.extended
-def test_the_site_builds_without_a_warning() -> None:
-    done = subprocess.run(["bash", str(ROOT / "scripts/docs.sh")], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_the_readme_is_of_one_reading() -> None:

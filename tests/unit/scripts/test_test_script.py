@@ -54,6 +54,7 @@ def tree(tmp_path: Path) -> Path:
     for name in ("test.sh", "lint.sh"):
         shutil.copy(ROOT / "scripts" / name, tmp_path / "scripts")
     (tmp_path / "scripts" / "install_cpu.sh").write_text(INSTALL)
+    (tmp_path / "scripts" / "docs.sh").write_text('"$PYTHON" docs\n')
     (tmp_path / "stub").write_text(STUB)
     (tmp_path / "stub").chmod(0o755)
     return tmp_path
@@ -107,6 +108,7 @@ LINT = [
     ".venv ruff format --check .",
     ".venv python -m tests.support.language",
     ".venv mypy recipe/offpolicy",
+    ".venv python docs",
 ]
 
 
@@ -120,7 +122,7 @@ def test_the_default_covers_the_newest_release_and_the_oldest_ones_workers(tree:
         *calls([".venv", ".venv-0.7.1"], [ALL, ALONE], DEFAULT),
     ]
     summary = lines[lines.index("--- summary") + 1 :]
-    stages = ["install-0.10.0", "install-0.7.1", "lint", "types"]
+    stages = ["install-0.10.0", "install-0.7.1", "lint", "types", "docs"]
     stages += [f"{kind}-{release}" for release in ("0.7.1", "0.10.0") for kind in ("programs", "tests")]
     assert [line.split()[:2] for line in summary[:-4]] == [[name, "ok"] for name in stages]
     assert summary[-4:] == 2 * ["=== 1 passed in .venv-0.7.1 ==="] + 2 * ["=== 1 passed in .venv ==="]
@@ -188,7 +190,7 @@ def test_a_path_is_tested_with_all_releases_where_all_are_asked_for(tree: Path) 
     path = "tests/unit/test_one.py::test_it"
     status, called, _ = run(tree, "--release", "all", path)
     folders = [".venv", ".venv-0.9.1", ".venv-0.7.1"]
-    assert (status, called[7:]) == (0, calls(folders, [path] * 3)[3:])
+    assert (status, called[3 + len(LINT) :]) == (0, calls(folders, [path] * 3)[3:])
 
 
 def test_quick_and_a_path_are_of_the_newest_release_alone(tree: Path) -> None:
