@@ -59,6 +59,7 @@ setup(
         # doctor, whatif, calibrate, attribute and report; transformers shows tokens as text.
         "tools": [*TOOLS, "transformers"],
         "docs": ["mkdocs-material>=9.5"],
+        "panels": ["tensorboard", "wandb-workspaces"],
         "test": TEST,
         "dev": [VERL, RAY, *QUICKSTART, *EVIDENCE, *TOOLS, *TEST],
     },

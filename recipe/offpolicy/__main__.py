@@ -22,6 +22,7 @@ COMMANDS: Final = {
     "calibrate": ("calibrate", "calibrate", "propose bounds from a recording"),
     "attribute": ("attribute", "attribute", "attribute the mismatch of a recording to its causes"),
     "report": ("report", "report", "write one HTML page about a recording"),
+    "panels": ("panels", "panels", "add the panels of a run to TensorBoard or Weights & Biases"),
     "translate": ("translate", "translate.translate_command", "translate a correction between frameworks"),
     "pass-at-k": ("pass_at_k", "pass_at_k", "estimate pass@k from validation dumps"),
     "lengths": ("lengths", "lengths", "show the length of answers by correctness"),

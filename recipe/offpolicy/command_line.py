@@ -14,7 +14,7 @@ BAD_INPUT, CLOSED = 2, 141
 TOKENIZER = "folder of the tokenizer that makes text of token ids (default: of the model that was recorded)"
 PROGRAM = "OFFPOLICY_PROGRAM"
 """Variable with what started a tool, such as ``offpolicy doctor``; unset: ``python -m``."""
-_DISTRIBUTIONS = {"hydra": "hydra-core"}
+_DISTRIBUTIONS = {"hydra": "hydra-core", "wandb_workspaces": "wandb-workspaces"}
 _OURS = ("bokeh", "hydra", "jinja2", "matplotlib", "numpy", "omegaconf", "polars", "pyarrow", "rich", "torch", "xxhash")
 
 

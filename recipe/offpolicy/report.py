@@ -2,8 +2,9 @@
 
 python -m recipe.offpolicy.report DIR [--out report.html] [--spec OVERRIDE ...]
                                       [--tokenizer FOLDER] [--jobs N | --ray ADDRESS]
+                                      [--follow [SECONDS]]
 
-Exit status: 0, or 2 where the recording or an argument is invalid.
+Exit status: 0, or 2 where the recording or an argument is invalid. With --follow it ends by Ctrl-C, with 0.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from .command_line import TOKENIZER, add_jobs, name_program, require_modules, run
@@ -23,6 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from .analysis.calibration.scores import read_recorded_spec
     from .analysis.jobs import JobsError, prepare_process, read_arguments
     from .analysis.pages import PageError, check_target
+    from .analysis.report.follow import follow
     from .analysis.report.report_page import ReportContents, build_page
     from .analysis.report.studies import run_studies
     from .analysis.report.timeline import build_timeline
@@ -33,6 +37,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     prepare_process()
     try:
         check_target("--out", options.out, "report.html")
+        if options.follow:
+            with suppress(KeyboardInterrupt):
+                follow(options.directory, options.out, options.follow, partial(print, flush=True))
+            return 0
         recording = Recording(options.directory)
         jobs = read_arguments(options, recording, recording.steps)
         timeline = build_timeline(recording, jobs)
@@ -52,6 +60,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
+def _read_seconds(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and 0 < int(text) <= 3600):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds from 1 to 3600, such as 10")
+    return int(text)
+
+
 def build_parser() -> argparse.ArgumentParser:
     """Build the parser of the command's arguments."""
     parser = argparse.ArgumentParser(prog=name_program("report"), description="One HTML page about a recorded run.")
@@ -61,6 +75,15 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--out", type=Path, default=Path("report.html"), metavar="FILE", help="default: %(default)s")
     parser.add_argument(
         "--spec", nargs="+", default=[], metavar="OVERRIDE", help="correction to calibrate; default: what was recorded"
+    )
+    parser.add_argument(
+        "--follow",
+        nargs="?",
+        type=_read_seconds,
+        const=10,
+        metavar="SECONDS",
+        help="write the page again after each step of a run that goes on, without attribution, calibration, what-if; "
+        "a browser loads it again every SECONDS (default: 10)",
     )
     parser.add_argument("--tokenizer", default="", metavar="FOLDER", help=TOKENIZER)
     add_jobs(parser)

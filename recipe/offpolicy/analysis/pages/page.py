@@ -49,10 +49,12 @@ class Page:
     Attributes:
         title: of the page, also its heading.
         subtitle: a line below it.
+        refresh: seconds after which a browser loads the page again; 0: never.
     """
 
     title: str
     subtitle: str = ""
+    refresh: int = 0
     _sections: list[dict[str, Any]] = field(default_factory=list)
 
     def add_section(self, heading: str, *blocks: Block) -> None:
@@ -72,6 +74,7 @@ class Page:
             "page",
             title=self.title,
             subtitle=self.subtitle,
+            refresh=self.refresh,
             style=Markup(STYLE),
             sections=self._sections,
             scripts=list(map(Markup, scripts)),

@@ -18,7 +18,8 @@ _PAGE = """\
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta http-equiv="Content-Security-Policy" content="default-src 'none'; img-src data:; \
 style-src 'unsafe-inline'; script-src {{ policy }}">
-<title>{{ title }}</title>
+{% if refresh %}<meta http-equiv="refresh" content="{{ refresh }}">
+{% endif %}<title>{{ title }}</title>
 <style>{{ style }}</style>
 </head>
 <body>

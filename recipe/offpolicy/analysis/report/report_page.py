@@ -43,36 +43,42 @@ class ReportContents:
     Attributes:
         source: the recording's directory.
         card, proof: as recorded, less secrets; empty where they were not.
+        studies: None: of a run that goes on, whose page has the timeline alone.
+        refresh: seconds after which a browser loads the page again; 0: never.
     """
 
     source: str
     card: Mapping[str, Any]
     proof: Mapping[str, Any]
     timeline: Timeline
-    studies: Studies
+    studies: Studies | None
+    refresh: int = 0
 
     @property
     def sentence(self) -> str:
         """The sentences about what was read."""
         steps = list(dict.fromkeys(step.step for step in self.timeline.steps))
         count = "the one recorded step" if len(steps) == 1 else f"all {len(steps)} recorded steps"
-        return f"Read: {count} ({steps[0]} to {steps[-1]}). {self.studies.sampled}".rstrip()
+        sampled = self.studies.sampled if self.studies else ""
+        return f"Read: {count} ({steps[0]} to {steps[-1]}). {sampled}".rstrip()
 
 
 def build_page(found: ReportContents) -> Page:
     """Build the page."""
     spec = CorrectionSpec.from_mapping(found.timeline.correction)
-    page = Page("Off-policy report", escape(f"{found.source}: {found.timeline.rows:,} responses"))
+    subtitle = escape(f"{found.source}: {found.timeline.rows:,} responses")
+    page = Page("Off-policy report", subtitle, found.refresh)
     verdict = build_table(build_answers(found.timeline, spec, found.proof, found.studies))
     page.add_section("Verdict", verdict, found.sentence)
     page.add_section("Run and liveness proof", *_run(found, spec))
     page.add_section("Reward and mismatch over time", *_over_time(found.timeline))
     page.add_section("Extensions", *_extensions(found))
     page.add_section("Kept share by length", *_by_length(found.timeline))
-    page.add_section("Where the mismatch comes from", *_attribution(found.studies.attribution))
-    page.add_section("Calibration", *_calibration(found.studies))
-    page.add_section("Worst examples", *_worst(found.studies.attribution))
-    page.add_section("What other corrections would have done", *_what_if(found.studies.study))
+    if found.studies is not None:
+        page.add_section("Where the mismatch comes from", *_attribution(found.studies.attribution))
+        page.add_section("Calibration", *_calibration(found.studies))
+        page.add_section("Worst examples", *_worst(found.studies.attribution))
+        page.add_section("What other corrections would have done", *_what_if(found.studies.study))
     page.add_section("Configuration", _configuration(found.card))
     return page
 

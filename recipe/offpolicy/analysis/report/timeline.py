@@ -128,7 +128,7 @@ class Timeline:
 
 
 @dataclass(frozen=True)
-class _Part:
+class Part:
     """Part of a timeline that one step adds, or the updates in it under one correction."""
 
     numbers: StepNumbers
@@ -144,12 +144,17 @@ def build_timeline(steps: Iterable[Step], jobs: Jobs = ALONE) -> Timeline:
         steps: a recording, or steps in memory.
         jobs: who reads the steps of a recording.
     """
+    return merge_parts(chain.from_iterable(map_steps(summarize_steps, steps, jobs, "over time")))
+
+
+def merge_parts(parts: Iterable[Part]) -> Timeline:
+    """Merge the parts of all steps, in their order, to a timeline."""
     numbers: list[StepNumbers] = []
     buckets = np.zeros((len(BUCKETS), 6))
     rejected: dict[str, int] = {}
     correction: Mapping[str, Any] = {}
     changed = []
-    for part in chain.from_iterable(map_steps(_summarize_step, steps, jobs, "over time")):
+    for part in parts:
         if numbers and part.correction != correction:
             changed.append(part.numbers.step)
         correction = part.correction
@@ -162,13 +167,14 @@ def build_timeline(steps: Iterable[Step], jobs: Jobs = ALONE) -> Timeline:
     return Timeline(tuple(numbers), tuple(_buckets(buckets)), reasons, correction, tuple(changed))
 
 
-def _summarize_step(steps: Iterable[Step]) -> list[_Part]:
+def summarize_steps(steps: Iterable[Step]) -> list[Part]:
+    """Summarize each step that has a response."""
     parts = []
     for step in steps:
         if len(step.rows):
             by_bit = ((step.rows.rejected_by >> np.uint32(bit)) & 1 for bit in range(len(step.reasons)))
             rejected = {reason: int(hit.sum()) for reason, hit in zip(step.reasons, by_bit, strict=True)}
-            parts.append(_Part(_of_step(step), _of_lengths(step.rows), rejected, step.spec))
+            parts.append(Part(_of_step(step), _of_lengths(step.rows), rejected, step.spec))
     return parts
 
 

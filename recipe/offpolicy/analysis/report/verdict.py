@@ -44,20 +44,21 @@ class Answer:
 
 
 def build_answers(
-    timeline: Timeline, spec: CorrectionSpec, proof: Mapping[str, Any], studies: Studies
+    timeline: Timeline, spec: CorrectionSpec, proof: Mapping[str, Any], studies: Studies | None
 ) -> tuple[Answer, ...]:
     """Build the lines of the verdict.
 
     Args:
         spec: what acted at the last step.
         proof: the liveness proof, as recorded; empty where there is none.
+        studies: None: the lines that rest on them are left out.
     """
     return (
         answer_liveness(spec, proof),
         _mismatch(timeline),
-        *_origin(studies.attribution, same=_is_copied(timeline)),
+        *(_origin(studies.attribution, same=_is_copied(timeline)) if studies else ()),
         _kept(timeline, spec),
-        *_fit(studies),
+        *(_fit(studies) if studies else ()),
         _reward(timeline),
     )
 
