@@ -23,6 +23,8 @@ SEAMS = (
     # Every agent loop's output passes through here, after its last token.
     _worker("_agent_loop_postprocess", "(self, output, validate, **kwargs)", names=("extra_fields", "_compute_score")),
     _worker("_run_agent_loop", keys=("validate",), names=("llm_client", "_agent_loop_postprocess")),
+    # Monte-Carlo checks reward rollouts by it.
+    _worker("_compute_score", "(self, outputs, kwargs)", names=("reward_score", "reward_loop_worker_handles")),
     # Extra fields become columns of the batch.
     _worker("_postprocess", names=("extra_fields",)),
     _of("verl.experimental.agent_loop.agent_loop:AgentLoopManager")(

@@ -51,7 +51,7 @@ class LengthPenalty(AdvantageExtension):
         self._drops = self.length.truncated == "drop"
         self._dropped = False
         self._classes: dict[str, str] | None = None
-        self._fixed_at = self._step = self._left_out = 0
+        self._fixed_at = self._step = self._left_out = self._every = 0
         self._estimator, self._by_std = "grpo", True
         self._most_tokens: int | None = None
         self._measured: Measured | None = None
@@ -107,6 +107,7 @@ class LengthPenalty(AdvantageExtension):
         replaced = OmegaConf.select(config, "pass_at_k.objective") not in (None, "none")
         self._by_std = divides_by_std(config) and not replaced
         self._most_tokens = OmegaConf.select(config, "data.max_response_length")
+        self._every = int(OmegaConf.select(config, "trainer.test_freq") or 0)
 
     def shape_rewards(self, batch: BatchView, rewards: Tensor) -> Tensor | None:
         self._step = batch.step
@@ -246,7 +247,7 @@ class LengthPenalty(AdvantageExtension):
         if length.leave_out.dump is not None and not self._left_out:
             return f"no prompt has a pass rate below {length.leave_out.below:g} ({section}.leave_out.below)."
         start = length.classes.from_step
-        if start is not None and self._classes is None and self._step > start:
+        if start is not None and self._classes is None and self._step > start + self._every:
             return (
                 f"no prompt is easy or hard, because no validation since step {start} had {length.classes.samples} "
                 f"answers to one ({section}.classes.samples)."

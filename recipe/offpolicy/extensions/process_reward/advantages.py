@@ -43,6 +43,7 @@ def token_advantages(
     response_mask: Tensor,
     *,
     normalize: str,
+    penalty: Tensor | float = 0.0,
 ) -> Tensor:
     """Compute the process advantages of all tokens, (B, T): normalised utilities, summed from a token to the row's end.
 
@@ -52,6 +53,7 @@ def token_advantages(
         groups: (B,) prompt of each row.
         response_mask: (B, T) bool or 0/1; advantages are 0 outside it.
         normalize: see ``normalize_utilities``.
+        penalty: (B, T), subtracted from normalised utilities.
 
     Raises:
         ValueError: as ``normalize_utilities``.
@@ -67,7 +69,7 @@ def token_advantages(
         >>> token_advantages(u, at, ["a", "a"], mask, normalize="scale")[0]
         tensor([ 0.3780,  0.3780, -0.3780, -0.3780])
     """
-    dealt = normalize_utilities(utilities, positions, groups, normalize=normalize)
+    dealt = normalize_utilities(utilities, positions, groups, normalize=normalize) - penalty
     returns = dealt.flip(-1).cumsum(-1).flip(-1)
     return torch.where(response_mask.bool(), returns, 0.0).to(utilities.dtype)
 

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from functools import lru_cache
 from typing import Any
+
+import numpy as np
 
 COLUMN = "reward_model.ground_truth"
 """Column of the data set that holds the answer."""
@@ -30,21 +34,37 @@ class Forced:
 
 
 def read_answers(row: Any, most: int) -> list[str]:
-    """Read the answers of a row's ``reward_model`` column: a text, a number, or several alternatives.
+    """Read the answers of a row's ``reward_model`` column: an expression as text, a number, or several alternatives.
 
     Raises:
         AnswerError: there is none, or there are more than ``most``.
     """
     truth: Any = row.get("ground_truth") if hasattr(row, "get") else None
-    # numpy's arrays and scalars, as read from parquet.
-    truth = truth.tolist() if hasattr(truth, "tolist") else truth
-    given = list(truth) if isinstance(truth, list | tuple) else [truth]
-    answers = [str(each) for each in given if each is not None and not isinstance(each, dict)]
+    # numpy's arrays, as read from parquet.
+    truth = truth[()] if isinstance(truth, np.ndarray) else truth
+    given = list(truth) if isinstance(truth, list | tuple | np.ndarray) else [truth]
+    answers = [_write(each) for each in given if each is not None and not isinstance(each, dict)]
     if not answers or not all(answers):
         raise AnswerError(f"the column {COLUMN} holds no answer: {truth!r}.")
     if len(answers) > most:
         raise AnswerError(f"the column {COLUMN} holds {len(answers)} answers, more than max_answers={most}.")
     return answers
+
+
+def _write(answer: Any) -> str:
+    """Write an answer as a response would: numbers without a trailing ".0" or an exponent, texts without outer spaces.
+
+    Raises:
+        AnswerError: a number that is not finite.
+    """
+    if isinstance(answer, float | np.floating | Decimal):
+        if not math.isfinite(answer):
+            raise AnswerError(f"the column {COLUMN} holds {answer}, which is no answer.")
+        if isinstance(answer, Decimal):
+            return f"{answer.normalize():f}"
+        # A float32 of 0.1 is "0.1", which it would not be as a Python float.
+        return np.format_float_positional(answer if answer else 0.0, trim="-")
+    return str(answer).strip()
 
 
 def tokenize_answer(tokenizer: Any, force_prompt: str, answer: str) -> Forced:

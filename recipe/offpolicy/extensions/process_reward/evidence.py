@@ -58,6 +58,29 @@ def check_moved(found: BatchUtilities, deal: Callable[[Tensor], Tensor], rows: S
     return seen
 
 
+def check_penalty(found: BatchUtilities, waste: Tensor, taken: Tensor, penalty: float, mask: Tensor) -> None:
+    """Check, token by token, that advantages are lowered by the penalty of each wasted episode that ends later.
+
+    Args:
+        waste: (n, T) bool, last tokens of wasted episodes.
+        taken: (n, T), by how much the penalty lowers advantages.
+        penalty: of one episode.
+        mask: (n, T) bool, response tokens.
+
+    Raises:
+        LivenessError: a token loses another amount.
+    """
+    for row in waste.any(-1).nonzero()[:MOVED_ROWS, 0].tolist():
+        ends = [end for end in found.rows[row].ends if waste[row, end - 1]]
+        for token in mask[row].nonzero()[:, 0].tolist():
+            wanted = penalty * sum(token < end for end in ends)
+            if not abs(float(taken[row, token]) - wanted) <= 1e-6 * (1 + wanted):
+                raise LivenessError(
+                    f"{SECTION}.waste.penalty: token {token} of sequence {row} loses {float(taken[row, token]):.6g} "
+                    f"instead of {wanted:.6g}."
+                )
+
+
 def choose_prefixes(rows: Sequence[RowValues], floor: float, seed: int) -> list[tuple[int, int]]:
     """Choose ``COMPARED`` random (row, number of the value), among those that are not at the floor."""
     there = [

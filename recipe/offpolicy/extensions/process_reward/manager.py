@@ -3,16 +3,19 @@
 Patched or overridden in verl 0.9.1: ``actor_rollout_ref.rollout.agent.agent_loop_manager_class``, the attribute
 ``agent_loop_workers_class`` of managers, ``AgentLoopWorkerTQ._agent_loop_postprocess(self, output, validate,
 **kwargs)`` and, on the V0 trainer and in 0.8.0, that of ``AgentLoopWorker``, which receives every agent loop's output;
+``_compute_score(self, outputs, kwargs)`` of the same workers,
 ``_acquire_server(self, request_id, **extra)`` and ``_release_server(self, server_id, request_id=None)`` of
 ``LLMServerClient``, through which a row's requests go to the replica that sampled it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
 from inspect import signature
 from typing import Any
+from uuid import uuid4
 
 import ray
 from omegaconf import OmegaConf
@@ -20,11 +23,12 @@ from omegaconf import OmegaConf
 from verl.experimental.agent_loop.agent_loop import AgentLoopManager, AgentLoopWorker
 from verl_patches import agent_loops, engine_loss
 
-from ...batch.weight_versions import NEWEST_VERSION
+from ...batch.weight_versions import NEWEST_VERSION, OLDEST_VERSION, VERSION
 from .columns import FIELD, SECTION
+from .monte_carlo import choose_prefix, continue_prefix
 from .prefix_scorer import PrefixScorer, Row
 from .settings import ProcessSettings
-from .tail_scores import Tail, TailScores
+from .tail_scores import ABORTED, Tail, TailScores
 
 _request: ContextVar[str | None] = ContextVar("offpolicy_process_request", default=None)
 """Id of the request that sampled the current row's last token."""
@@ -71,14 +75,57 @@ class ScoringWorker:
             finally:
                 client._release_server(name, *((request,) if looks else ()))
 
-        self._scorer = PrefixScorer(ProcessSettings.from_mapping(SECTION, settings), ask, self.tokenizer)
+        self._settings = ProcessSettings.from_mapping(SECTION, settings)
+        self._scorer = PrefixScorer(self._settings, ask, self.tokenizer)
         self.llm_client = RequestMemory(client)
 
     async def _agent_loop_postprocess(self, output: Any, validate: Any, **kwargs: Any) -> Any:
         if not validate:
-            for each in output if isinstance(output, list) else [output]:
+            outputs = output if isinstance(output, list) else [output]
+            for each in outputs:
                 each.extra_fields[FIELD] = await self._score(each, kwargs.get("reward_model"))
+            if len(outputs) == 1 and all(output.response_mask):
+                found = output.extra_fields[FIELD]
+                found["monte_carlo"] = await self._continue(output, found, kwargs)
         return await super()._agent_loop_postprocess(output, validate, **kwargs)  # type: ignore[misc]
+
+    async def _continue(self, output: Any, found: Mapping[str, Any], kwargs: dict[str, Any]) -> dict[str, Any] | None:
+        """Sample rollouts from one prefix of a row, if it is in a check, and reward them as verl does."""
+        settings, version = self._settings.monte_carlo, found.get("version")
+        chosen = choose_prefix(settings, version, output.response_ids, found["ends"]) if found["values"] else None
+        if chosen is None:
+            return None
+        number, source = chosen
+        rollout = self.config.actor_rollout_ref.rollout
+        how = {name: rollout[name] for name in ("temperature", "top_p", "top_k")} | {"repetition_penalty": 1.0}
+
+        async def sample(ids: list[int], most: int, seed: int) -> list[int] | None:
+            given = {**how, "max_tokens": most, "seed": seed}
+            made = await self.llm_client._client.generate(uuid4().hex, prompt_ids=ids, sampling_params=given)
+            named = (made.extra_fields.get(name) for name in (VERSION, OLDEST_VERSION, NEWEST_VERSION))
+            versions = {each for each in named if each is not None}
+            return None if made.stop_reason in ABORTED or versions != {version} else list(made.token_ids)
+
+        async def score(response: list[int]) -> float:
+            whole = copy.copy(output)
+            whole.response_ids, whole.response_mask = response, [1] * len(response)
+            whole.response_logprobs = whole.reward_score = None
+            whole.metrics, whole.extra_fields = copy.copy(output.metrics), {**output.extra_fields}
+            whole.extra_fields.pop(FIELD)
+            await self._compute_score([whole], kwargs=kwargs)  # type: ignore[attr-defined]
+            if whole.reward_score is None:
+                raise ValueError("verl's agent loops compute no rewards here.")
+            return float(whole.reward_score)
+
+        prefix = output.response_ids[: found["ends"][number - 1]] if number else []
+        most = int(rollout.response_length)
+        try:
+            result = await continue_prefix(
+                output.prompt_ids, prefix, most, sample, score, samples=settings.samples, source=source
+            )
+        except Exception as error:  # it would fail the row's group, which verl replaces by padding
+            result = {"error": f"{type(error).__name__}: {error}"}
+        return {"number": number, **result}
 
     async def _score(self, output: Any, truth: Any) -> dict[str, Any]:
         if output.multi_modal_data:

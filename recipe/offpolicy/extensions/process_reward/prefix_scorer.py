@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 from uuid import uuid4
@@ -62,6 +62,7 @@ class RowValues:
             cache, and of requests repeated without the cache.
         began, ended: seconds of ``time.time``.
         error: why the row was not scored.
+        monte_carlo: the ``number`` of a prefix with the result of ``monte_carlo.continue_prefix``; None: no check.
     """
 
     ends: list[int] = field(default_factory=list)
@@ -76,6 +77,7 @@ class RowValues:
     began: float = 0.0
     ended: float = 0.0
     error: str | None = None
+    monte_carlo: Mapping[str, Any] | None = None
 
 
 def find_boundaries(

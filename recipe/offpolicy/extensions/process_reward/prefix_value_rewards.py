@@ -11,6 +11,7 @@ import math
 import random
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -37,13 +38,15 @@ from .evidence import (
     check_column,
     check_forward,
     check_moved,
+    check_penalty,
     check_related,
     choose_prefixes,
 )
+from .monte_carlo import summarize_continuations
 from .prefix_scorer import RowValues
-from .process_metrics import summarize_advantages, summarize_cost, summarize_values
+from .process_metrics import summarize_advantages, summarize_cost, summarize_values, summarize_waste
 from .process_worker import ProcessWorker
-from .row_utilities import BatchUtilities, build_utilities, check_values, read_values
+from .row_utilities import BatchUtilities, build_utilities, check_values, find_waste, read_values
 from .settings import ProcessSettings
 from .start_up import MANAGER, find_manager, serve_scores
 
@@ -72,6 +75,9 @@ class PrefixValueRewards(AdvantageExtension):
         self._moved = self._unfit = self._compared = self._comparisons = self._compared_at = 0
         self._alignment = AlignmentChecker()
         self._credited, self._at_floor = False, True
+        self._waste = torch.zeros(0, 0, dtype=torch.bool)
+        self._penalised = self._continued = False
+        self._lost = ""
         self._apart, self._tolerance = math.nan, COARSE
 
     # Before Ray starts --------------------------------------------------------------------------------------
@@ -134,9 +140,11 @@ class PrefixValueRewards(AdvantageExtension):
         )
         mask = batch.rows("response_mask")["response_mask"]
         self._utilities = build_utilities(found, mask)
+        self._waste = find_waste(self._utilities, self.process.waste.within, self.process.floor)
         check_rewards(batch.scores, batch.uids, f"step {batch.step}")
         scores = (batch.scores.double() * mask).sum(-1)
         self._metrics = summarize_values(self._utilities, scores)
+        self._metrics |= summarize_waste(self._utilities, self._waste) | self._read_continuations(found)
         self._metrics |= summarize_cost(found, self._submitted if self._synchronous else None)
         lags = [batch.step - 1 - each.version for each in found if each.version is not None]
         self._metrics["version_lag"] = sum(lags) / len(lags) if lags else 0.0
@@ -148,6 +156,16 @@ class PrefixValueRewards(AdvantageExtension):
         if all_zero or first or (every is not None and batch.step >= self._compared_at + every):
             self._compare(batch, found)
         self._watch(self._metrics["value/separation"])
+
+    def _read_continuations(self, found: Sequence[RowValues]) -> dict[str, float]:
+        """Read the metrics of a Monte-Carlo check, and log the first reason for which a prefix has no estimate."""
+        metrics = summarize_continuations(found)
+        self._continued = self._continued or metrics.get("monte_carlo/prefixes", 0.0) > 0
+        if metrics.get("monte_carlo/lost") and not self._lost:
+            results = [each.monte_carlo for each in found if each.monte_carlo]
+            self._lost = next(str(each["error"]) for each in results if "error" in each)
+            logger.warning("%s.monte_carlo: a prefix has no estimate: %s", self.section, self._lost)
+        return metrics
 
     def _compare(self, batch: BatchView, found: Sequence[RowValues]) -> None:
         """Score a few prefixes again with the trainer's own forward pass."""
@@ -192,11 +210,16 @@ class PrefixValueRewards(AdvantageExtension):
         assert self._utilities is not None
         return normalize_utilities(values, self._utilities.positions, batch.uids, normalize=self.process.normalize)
 
-    def _deal(self, batch: BatchView, mask: Tensor, values: Tensor) -> Tensor:
+    def _deal(self, batch: BatchView, mask: Tensor, values: Tensor, *, penalty: Tensor | float) -> Tensor:
         """Compute coef * the process advantages (n, T) of utilities (n, T); 0 in rows that may have none."""
         assert self._utilities is not None
         dealt = token_advantages(
-            values.double(), self._utilities.positions, batch.uids, mask, normalize=self.process.normalize
+            values.double(),
+            self._utilities.positions,
+            batch.uids,
+            mask,
+            normalize=self.process.normalize,
+            penalty=penalty,
         )
         if batch.silent is not None:
             dealt = dealt.masked_fill(batch.silent[:, None], 0.0)
@@ -206,18 +229,31 @@ class PrefixValueRewards(AdvantageExtension):
         if not self._by_token:
             return None
         assert self._utilities is not None
-        return rewards + (self.process.coef * self._normalized(batch, self._utilities.values)).to(rewards.dtype)
+        dealt = self._normalized(batch, self._utilities.values) - self._penalty
+        return rewards + (self.process.coef * dealt).to(rewards.dtype)
 
     def shape_advantages(self, batch: BatchView, advantages: Tensor) -> Tensor | None:
         assert self._utilities is not None
         mask = batch.rows("response_mask")["response_mask"]
-        dealt = self._deal(batch, mask, self._utilities.values)
+        deal = partial(self._deal, batch, mask, penalty=self._penalty)
+        dealt = deal(self._utilities.values)
         if not self._moved:
             order = random.Random(batch.step).sample(range(len(mask)), len(mask))
-            self._moved = check_moved(self._utilities, lambda values: self._deal(batch, mask, values), order)
+            self._moved = check_moved(self._utilities, deal, order)
+        if self.process.waste.penalty and bool(self._waste.any()):
+            without = self._deal(batch, mask, self._utilities.values, penalty=0.0)
+            there = mask.bool() if batch.silent is None else mask.bool() & ~batch.silent[:, None]
+            lost = self.process.coef * self.process.waste.penalty
+            check_penalty(self._utilities, self._waste, without - dealt, lost, there)
+            self._penalised = True
         self._credited = self._credited or bool(dealt.any())
         self._metrics |= summarize_advantages(advantages, dealt, mask)
         return None if self._by_token else advantages + dealt.to(advantages.dtype)
+
+    @property
+    def _penalty(self) -> Tensor:
+        """(n, T) float64, by which normalised utilities are lowered."""
+        return self.process.waste.penalty * self._waste.double()
 
     def worker(self) -> ProcessWorker:
         return ProcessWorker()
@@ -228,13 +264,22 @@ class PrefixValueRewards(AdvantageExtension):
 
     def unproved(self) -> str | None:
         if self._credited:
-            return None
+            return self._say_unused()
         if self._at_floor:
             return (
                 f"all values are at the floor, {self.process.floor:g} nats, so no episode is credited "
                 f"({self.section}.floor, {self.section}.force_prompt)."
             )
         return f"no episode was credited, because no value differs from the previous one ({self.section}.force_prompt)."
+
+    def _say_unused(self) -> str | None:
+        process, section = self.process, self.section
+        if process.waste.penalty and not self._penalised:
+            return f"no utility is within {process.waste.within:g} nats of 0, so none is penalised ({section}.waste)."
+        if process.monte_carlo.every is not None and not self._continued:
+            reason = self._lost or "no sequence was chosen"
+            return f"no prefix has a Monte-Carlo value: {reason} ({section}.monte_carlo)."
+        return None
 
     def metrics(self) -> Mapping[str, float]:
         return {f"{self.section}/{name}": value for name, value in self._metrics.items()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 
@@ -66,6 +67,22 @@ def summarize_values(found: BatchUtilities, scores: Tensor) -> dict[str, float]:
         metrics[f"value/{name}/passed"] = _mean(values[scored & passed])
         metrics[f"value/{name}/failed"] = _mean(values[scored & ~passed])
     return metrics
+
+
+def summarize_waste(found: BatchUtilities, waste: Tensor) -> dict[str, float]:
+    """Compute the share of wasted episodes, and of the tokens in them, among scored rows."""
+    lengths = [
+        (end - begin, bool(waste[row, end - 1]))
+        for row, each in enumerate(found.rows)
+        if each.values
+        for begin, end in itertools.pairwise([0, *each.ends])
+    ]
+    tokens = sum(length for length, _ in lengths)
+    wasted = sum(length for length, is_waste in lengths if is_waste)
+    return {
+        "waste/share": sum(is_waste for _, is_waste in lengths) / len(lengths) if lengths else math.nan,
+        "waste/token_share": wasted / tokens if tokens else math.nan,
+    }
 
 
 def summarize_cost(rows: Sequence[RowValues], began: float | None) -> dict[str, float]:

@@ -122,6 +122,19 @@ def build_utilities(rows: Sequence[RowValues], response_mask: Tensor) -> BatchUt
     return BatchUtilities(rows, values, positions)
 
 
+def find_waste(found: BatchUtilities, within: float, floor: float) -> Tensor:
+    """Find the last tokens of wasted episodes, (n, T) bool: |U| <= ``within``, of values that are not at the floor.
+
+    The utility between two values at the floor is unknown, not 0.
+    """
+    waste = found.positions & (found.values.abs() <= within)
+    for row, each in enumerate(found.rows):
+        for end, before, after in zip(each.ends, each.values, each.values[1:], strict=False):
+            if before <= floor and after <= floor:
+                waste[row, end - 1] = False
+    return waste
+
+
 def move_utility(found: BatchUtilities, row: int) -> Tensor | None:
     """Move the largest utility of a row to another of its episodes, (n, T); None if it has no other."""
     at = found.positions[row].nonzero().flatten().tolist()

@@ -12,6 +12,29 @@ from .advantages import Normalize
 
 
 @dataclass(frozen=True)
+class WasteSettings:
+    """See ``ProcessSettings.waste``."""
+
+    within: float
+    penalty: float
+
+
+@dataclass(frozen=True)
+class MonteCarloSettings:
+    """Monte-Carlo checks of values.
+
+    Attributes:
+        every: versions of the weights between two checks; None: never.
+        share: share of a check's rows, one prefix each.
+        samples: rollouts from a prefix.
+    """
+
+    every: int | None
+    share: float
+    samples: int
+
+
+@dataclass(frozen=True)
 class ProcessSettings:
     """Settings of one run.
 
@@ -27,6 +50,8 @@ class ProcessSettings:
         coef: factor of the process advantages.
         probe_every: steps after which the trainer scores prefixes again; None: only at the first steps.
         max_unscored_share: largest share of rows without values in a step.
+        waste: an episode whose utility is at most ``within`` nats from 0 loses ``penalty``, after normalisation.
+        monte_carlo: see ``MonteCarloSettings``.
     """
 
     force_prompt: str
@@ -42,6 +67,8 @@ class ProcessSettings:
     coef: float
     probe_every: int | None
     max_unscored_share: float
+    waste: WasteSettings
+    monte_carlo: MonteCarloSettings
 
     @classmethod
     def from_mapping(cls, section: str, values: Mapping[str, Any]) -> ProcessSettings:
@@ -51,6 +78,8 @@ class ProcessSettings:
             CheckError: unknown keys, or invalid values.
         """
         given = read_values(section, values, "process_reward/prefix_value", KEYS)
+        given["waste"] = WasteSettings(**given["waste"])
+        given["monte_carlo"] = MonteCarloSettings(**given["monte_carlo"])
         return cls(**{**given, "markers": tuple(given["markers"])})
 
 
@@ -72,4 +101,9 @@ KEYS = {
     "coef": number("a number above 0", above=0),
     "probe_every": count("a number of steps, 1 or more, or null", null=True),
     "max_unscored_share": number("a share in [0, 1)", 0, below=1),
+    "waste.within": number("a number of nats, 0 or more", 0),
+    "waste.penalty": number("a number, 0 or more", 0),
+    "monte_carlo.every": count("a number of versions, 1 or more, or null", null=True),
+    "monte_carlo.share": number("a share in (0, 1]", most=1, above=0, read_with=("monte_carlo.every", ...)),
+    "monte_carlo.samples": count("a number of rollouts, 1 or more", read_with=("monte_carlo.every", ...)),
 }

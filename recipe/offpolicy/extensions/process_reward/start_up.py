@@ -21,6 +21,8 @@ MANAGERS = {"v0": f"{_HERE}.manager.ScoringManagerV0", "v1": f"{_HERE}.manager_v
 """Managers of agent loops, by verl's trainer."""
 BY_TOKEN = ("gae", "reinforce_plus_plus")
 """verl's estimators that keep a per-token penalty per token."""
+FEW = 10
+"""Number of prefixes below which a rank correlation, whose standard error is about 1 / sqrt(n - 1), says nothing."""
 TEXTS = ("3+3=1. So 1+2=3.", "Wait, x = 4.2!\n\nBut no", "naïve Übung", "数学 42")
 
 
@@ -66,6 +68,8 @@ def find_problems(section: str, settings: ProcessSettings, config: DictConfig) -
         yield Problem(MANAGER, manager, reason, fix, parts=parts)
     yield from _check_estimator(section, config)
     yield from _check_lengths(section, settings, config)
+    if settings.monte_carlo.every is not None:
+        yield from _check_monte_carlo(section, settings, config)
     key = "algorithm.filter_groups.enable"
     if OmegaConf.select(config, key):
         reason = f"it drops prompts without a passing rollout, in which only {section} could rank rollouts."
@@ -87,6 +91,26 @@ def _check_estimator(section: str, config: DictConfig) -> Iterator[Problem]:
     if gamma not in (None, 1, 1.0):
         key, reason = "algorithm.gamma", "utilities telescope to V_m - V_0 only without a discount."
         yield Problem(key, gamma, reason, f"Set {key}=1.0, or {section}=null.", parts=parts)
+
+
+def _check_monte_carlo(section: str, settings: ProcessSettings, config: DictConfig) -> Iterator[Problem]:
+    parts, key, every = (section,), f"{section}.monte_carlo.every", settings.monte_carlo.every
+    model, pool = "reward.reward_model.enable", "reward.reward_model.enable_resource_pool"
+    if OmegaConf.select(config, model) and not OmegaConf.select(config, pool):
+        reason = "a reward model on the trainer's devices scores after the rollouts, so continuations get no reward."
+        yield Problem(key, every, reason, f"Set {key}=null, or {pool}=true.", parts=parts, alongside={model: True})
+    turns = f"{ROLLOUT}.multi_turn.enable"
+    if OmegaConf.select(config, turns):
+        reason = "prefixes are continued without tools, and sequences with tool outputs are left out of the checks."
+        yield Problem(key, every, reason, "", "NOTE", parts, alongside={turns: True})
+    prompts, n = (int(OmegaConf.select(config, name) or 0) for name in ("data.train_batch_size", f"{ROLLOUT}.n"))
+    rows = prompts * n
+    expected = round(settings.monte_carlo.share * rows)
+    if rows > 0 and expected < FEW:
+        key = f"{section}.monte_carlo.share"
+        reason = f"a check has about {expected} of {rows} sequences, too few for a rank correlation."
+        fix = f"Set {key} to {min(1.0, FEW / rows):.2g} or more."
+        yield Problem(key, settings.monte_carlo.share, reason, fix, "NOTE", parts)
 
 
 def _check_lengths(section: str, settings: ProcessSettings, config: DictConfig) -> Iterator[Problem]:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from decimal import Decimal
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -92,10 +95,40 @@ def test_pieces_that_read_otherwise_one_by_one_are_found(tokenizer: Any) -> None
 
 @pytest.mark.parametrize(
     ("truth", "answers"),
-    [("4", ["4"]), (4, ["4"]), (["4", "four"], ["4", "four"]), (np.array(["4"], dtype=object), ["4"])],
+    [
+        ("4", ["4"]),
+        (4, ["4"]),
+        (["4", "four"], ["4", "four"]),
+        (np.array(["4"], dtype=object), ["4"]),
+        # As a parquet column of doubles and of floats has them.
+        (18.0, ["18"]),
+        (-0.0, ["0"]),
+        (1e-7, ["0.0000001"]),
+        (1e22, ["10000000000000000000000"]),
+        (np.float32(0.1), ["0.1"]),
+        (np.array([0.1, 18], dtype=np.float32), ["0.1", "18"]),
+        (np.array(2.5), ["2.5"]),
+        (np.int64(7), ["7"]),
+        (Decimal("18.00"), ["18"]),
+        (Fraction(1, 2), ["1/2"]),
+        (" \\frac{x^2}{2}\n", ["\\frac{x^2}{2}"]),
+        ([0.5, "\\frac{1}{2}"], ["0.5", "\\frac{1}{2}"]),
+    ],
 )
 def test_ground_truth_is_one_answer_or_alternatives(truth: Any, answers: list[str]) -> None:
     assert read_answers({"ground_truth": truth}, 2) == answers
+
+
+@pytest.mark.parametrize("truth", [math.nan, math.inf, np.float32("nan"), [1.0, -math.inf]])
+def test_a_number_that_is_not_finite_is_no_answer(truth: Any) -> None:
+    with pytest.raises(AnswerError, match="which is no answer"):
+        read_answers({"ground_truth": truth}, 2)
+
+
+def test_the_tokens_of_an_expression_are_all_averaged(tokenizer: Any) -> None:
+    forced = tokenize_answer(tokenizer, "is ", "\\frac{1}{2}")
+    assert text_of(tokenizer, forced.answer) == "\\frac{1}{2}"
+    assert len(forced.answer) == 11
 
 
 @pytest.mark.parametrize("row", [None, {}, {"ground_truth": None}, {"ground_truth": ""}, {"ground_truth": []}])

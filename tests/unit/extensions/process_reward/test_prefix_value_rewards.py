@@ -164,6 +164,51 @@ def test_process_advantages_are_added_to_the_outcomes(build: Any, normalize: str
     torch.testing.assert_close(found, grpo(scores()) + 0.5 * process(normalize), rtol=1e-5, atol=1e-6)
 
 
+WASTED = torch.tensor([[0, 0, 0, 0], [0.1, 0, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0]])
+
+
+def test_a_wasted_episode_lowers_its_tokens_and_earlier_ones(build: Any) -> None:
+    """|U| <= 0.25 only in row 1, whose first episode is one token: it loses coef x penalty."""
+    settings: dict[str, Any] = {"normalize": "none", "coef": 0.5}
+    found = run(build(), made := extension(**settings, waste={"within": 0.25, "penalty": 0.2}))
+    torch.testing.assert_close(run(build(), extension(**settings)) - found, WASTED)
+    assert made.metrics()["process_reward/waste/share"] == pytest.approx(1 / 7)
+    assert made.metrics()["process_reward/waste/token_share"] == pytest.approx(1 / 13)
+    assert made.unproved() is None
+    run(build(), never := extension(**settings, waste={"within": 0.0, "penalty": 0.2}))
+    assert "so none is penalised (process_reward.waste)" in str(never.unproved())
+
+
+def test_a_wasted_episode_lowers_the_rewards_of_an_estimator_by_token(build: Any) -> None:
+    seen: list[list[Tensor]] = [[], []]
+    for penalty, rewards in zip((0.0, 0.2), seen, strict=True):
+        waste = {"within": 0.25, "penalty": penalty}
+        run(build(), extension("reinforce_plus_plus", normalize="none", waste=waste), rewards)
+    torch.testing.assert_close(seen[0][0] - seen[1][0], 2 * WASTED)
+
+
+def test_a_monte_carlo_check_is_a_metric_and_its_absence_is_said(build: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """V -0.2, -1.7, -1.1 and -1.2 against means 0.9, 0.1, 0.3 and 0.2: ranks 4, 1, 3, 2 both."""
+    settings = {"monte_carlo": {"every": 2, "share": 1.0}}
+    chosen = [(2, 0.9), (1, 0.1), (1, 0.3), (1, 0.2)]
+    sent = [
+        {**each, FIELD: {**each[FIELD], "monte_carlo": {"number": number, "mean": mean, "tokens": 8}}}
+        for each, (number, mean) in zip(SENT, chosen, strict=True)
+    ]
+    run(build(sent), made := extension(**settings))
+    metrics = made.metrics()
+    assert metrics["process_reward/monte_carlo/rank_correlation"] == pytest.approx(1.0)
+    assert (metrics["process_reward/monte_carlo/prefixes"], made.unproved()) == (4.0, None)
+    run(build(), silent := extension(**settings))
+    assert "process_reward/monte_carlo/prefixes" not in silent.metrics()
+    assert "no sequence was chosen (process_reward.monte_carlo)" in str(silent.unproved())
+    lost = [{**each, FIELD: {**each[FIELD], "monte_carlo": {"number": 0, "error": "no reward"}}} for each in SENT]
+    run(build(lost), failed := extension(**settings))
+    assert caplog.text.count("a prefix has no estimate: no reward") == 1
+    assert failed.metrics()["process_reward/monte_carlo/lost"] == 4.0
+    assert "no prefix has a Monte-Carlo value: no reward" in str(failed.unproved())
+
+
 def test_the_outcome_is_untouched_to_the_bit_where_no_process_advantage_is(build: Any) -> None:
     flat = [
         {**each, FIELD: {**each[FIELD], "values": [-1.0 - row] * len(each[FIELD]["values"])}}

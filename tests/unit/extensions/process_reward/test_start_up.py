@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from omegaconf import DictConfig, OmegaConf
 
+from recipe.offpolicy.correction.problem import CheckError
 from recipe.offpolicy.extensions.process_reward import start_up
 from recipe.offpolicy.extensions.process_reward.prefix_value_rewards import PrefixValueRewards
 from recipe.offpolicy.extensions.process_reward.start_up import (
@@ -113,3 +114,41 @@ def test_a_tokenizer_whose_tokens_read_otherwise_is_refused(monkeypatch: pytest.
     monkeypatch.setattr(start_up, "find_unlike_pieces", lambda tokenizer, texts: texts[0])
     (found,) = problems(config())
     assert "decode differently one by one" in str(found)
+
+
+CHECKS = {"monte_carlo": {"every": 4, "share": 0.25}}
+STEP = {"data.train_batch_size": 16, "actor_rollout_ref.rollout.n": 8}
+
+
+@pytest.mark.parametrize(
+    ("changed", "settings", "verdict", "said"),
+    [
+        ({"reward.reward_model.enable": True}, CHECKS, "ERROR", "so continuations get no reward"),
+        ({"actor_rollout_ref.rollout.multi_turn.enable": True}, CHECKS, "NOTE", "continued without tools"),
+        ({}, {"monte_carlo": {"every": 4, "share": 0.05}}, "NOTE", "about 6 of 128 sequences"),
+    ],
+)
+def test_checks_by_rollouts_that_would_say_little(
+    changed: dict[str, Any], settings: dict[str, Any], verdict: str, said: str
+) -> None:
+    (problem,) = problems(config(**STEP, **changed), **settings)
+    assert (problem.verdict, said in problem.reason) == (verdict, True)
+
+
+def test_checks_by_rollouts_and_a_penalty_of_waste_are_fine() -> None:
+    pool = {"reward.reward_model.enable": True, "reward.reward_model.enable_resource_pool": True}
+    assert problems(config(**STEP, **pool), **CHECKS, waste={"penalty": 0.1}) == []
+
+
+@pytest.mark.parametrize(
+    ("settings", "key"),
+    [
+        ({"waste": {"penalty": -0.1}}, "waste.penalty"),
+        ({"waste": {"within": "0,01"}}, "waste.within"),
+        ({"monte_carlo": {"share": 0.5}}, "monte_carlo.share"),
+        ({"monte_carlo": {"every": 0}}, "monte_carlo.every"),
+    ],
+)
+def test_values_that_mean_nothing_are_refused(settings: dict[str, Any], key: str) -> None:
+    with pytest.raises(CheckError, match=key):
+        PrefixValueRewards("process_reward", settings)
