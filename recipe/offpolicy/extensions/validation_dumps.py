@@ -54,7 +54,7 @@ def is_dump(path: Path) -> bool:
     """Return True if a file begins with a line of a dump."""
     if not path.is_file():
         return False
-    with path.open() as file, contextlib.suppress(json.JSONDecodeError):
+    with path.open() as file, contextlib.suppress(ValueError):
         row = json.loads(file.readline())
         return isinstance(row, dict) and "input" in row and "score" in row
     return False
