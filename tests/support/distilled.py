@@ -39,6 +39,7 @@ class Batch:
     sessions: tuple[str, ...] = tuple("abcdef")
     is_padding: tuple[bool, ...] = (False,) * 6
     silent: Tensor | None = None
+    data_source: tuple[str, ...] = ("words",) * 6
 
     @property
     def scores(self) -> Tensor:
@@ -60,7 +61,8 @@ class Batch:
         self.rollout.advantages = [row[:n] for row, n in zip(advantages, lengths, strict=True)]
 
     def rows(self, *names: str) -> dict[str, Any]:
-        return {name: pad_sequence(getattr(self.rollout, name), batch_first=True) for name in names}
+        own = {name: list(self.data_source) for name in names if name == "data_source"}
+        return own | {n: pad_sequence(getattr(self.rollout, n), batch_first=True) for n in names if n not in own}
 
     def put(self, **columns: Tensor) -> None:
         self.put_columns |= columns
@@ -103,7 +105,7 @@ class Run:
         advantages: (n, T) after it.
     """
 
-    def __init__(self, url: str, mode: str, **changes: Any) -> None:
+    def __init__(self, url: str, mode: str, *, step: int = 1, sources: Any = ("words",) * 6, **changes: Any) -> None:
         settings = {
             "mode": mode,
             "teacher": {"url": url},
@@ -112,7 +114,7 @@ class Run:
         }
         self.opd = OnPolicyDistillation("opd", settings | changes)
         self.made, self.flat, self.whole = rollout()
-        self.batch = Batch(self.made)
+        self.batch = Batch(self.made, step, data_source=sources)
         self.opd.begin(None)  # type: ignore[arg-type]
         self.base = pad_sequence(self.made.advantages, batch_first=True)
         try:

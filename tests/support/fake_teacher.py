@@ -80,15 +80,16 @@ def serving(teacher: FakeTeacher) -> Iterator[FakeTeacher]:
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
+            teacher.headers.append(self.headers)
             self._send(*teacher.answer(self.path, {}))
 
         def do_POST(self) -> None:
+            teacher.headers.append(self.headers)
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             self._send(*teacher.answer(self.path, body))
 
         def _send(self, status: int, found: Any) -> None:
             text = found if isinstance(found, bytes) else json.dumps(found).encode()
-            teacher.headers.append(self.headers)
             try:
                 self.send_response(status if status > 0 else 200)
                 if teacher.retry_after and status in (429, 503):

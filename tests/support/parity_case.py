@@ -12,7 +12,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from recipe.offpolicy.batch.plan import BatchSplit, build_plan
-from recipe.offpolicy.extensions.opd.columns import ROW, SCALE, TEACHER
+from recipe.offpolicy.extensions.opd.columns import CENTRE, FACTOR, ROW, TEACHER
 from recipe.offpolicy.extensions.opd.evidence import check_reports
 from recipe.offpolicy.extensions.opd.opd_worker import OpdWorker
 from recipe.offpolicy.extensions.opd.settings import OpdSettings
@@ -169,7 +169,7 @@ class Case:
         scored = mask & row.bool()[:, None]
         apart = 1.5 * torch.randn(student.shape, generator=torch.Generator().manual_seed(3))
         teacher = (student + apart).masked_fill(~scored, math.nan)
-        columns |= {TEACHER: teacher, ROW: row, SCALE: torch.ones(ROWS)}
+        columns |= {TEACHER: teacher, ROW: row, FACTOR: torch.ones(ROWS), CENTRE: torch.zeros(ROWS)}
         if mode == "advantage":
             signal = TEACHER_COEF * (teacher - student).clamp(-MAX_GAP, MAX_GAP)
             columns["advantages"] = torch.where(scored, signal, columns["advantages"])

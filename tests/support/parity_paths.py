@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from recipe.offpolicy.batch.plan import BatchSplit
-from recipe.offpolicy.extensions.opd.columns import ROW, SCALE, TEACHER
+from recipe.offpolicy.extensions.opd.columns import CENTRE, FACTOR, ROW, TEACHER
 from tests.support import training_worker as tw
 from tests.support.parity_case import (
     CORRECTIONS,
@@ -82,7 +82,7 @@ def batch_v1(case: Case, spec: Any, mode: str, mini_rows: int) -> Any:
         ref_log_probs=by_row("ref_log_prob"),
     )
     data = rollout.to_tensordict()
-    for name in columns.keys() - case.columns.keys() | columns.keys() & {ROW, SCALE}:
+    for name in columns.keys() - case.columns.keys() | columns.keys() & {ROW, FACTOR, CENTRE}:
         data[name] = columns[name]
     if case.distilled:
         data[TEACHER] = torch.nested.as_nested_tensor(by_row(TEACHER), layout=torch.jagged)

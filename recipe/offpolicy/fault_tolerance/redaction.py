@@ -18,6 +18,7 @@ from threading import RLock
 from typing import IO, Any
 
 HIDDEN = "(hidden)"
+_hidden_values: set[str] = set()
 _SHORTEST = 8
 """Fewest characters of an environment variable's value to search for; shorter values occur by chance."""
 
@@ -98,6 +99,11 @@ def redact_text(text: str) -> str:
     return _text(text, _of_environment())
 
 
+def hide(secret: str) -> None:
+    """Redact this value, and its last word, wherever it occurs in this process from now on."""
+    _hidden_values.update(each for each in (secret, secret.split(" ")[-1]) if len(each) >= _SHORTEST // 2)
+
+
 def redact_streams() -> None:
     """Redact everything that this process prints from now on; idempotent."""
     for name in ("stdout", "stderr"):
@@ -163,10 +169,10 @@ def _words(name: str) -> str:
 
 
 def _of_environment() -> tuple[str, ...]:
-    """List the values of environment variables with names of secrets, the longest first."""
+    """List values of environment variables with names of secrets, and of ``hide``, the longest first."""
     named = ((name, value) for name, value in os.environ.items() if name != "PWD")
     found = {value for name, value in named if len(value) >= _SHORTEST and _is_secret(name, value)}
-    return tuple(sorted(found, key=len, reverse=True))
+    return tuple(sorted(found | _hidden_values, key=len, reverse=True))
 
 
 def _hidden(value: Any, known: tuple[str, ...]) -> Any:

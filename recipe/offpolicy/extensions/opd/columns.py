@@ -11,8 +11,12 @@ TEACHER = "offpolicy_opd_teacher"
 """float32 per token: the teacher's log-prob; NaN where it was not requested."""
 ROW = "offpolicy_opd_row"
 """int8 per row: 1 for an eligible rollout."""
-SCALE = "offpolicy_opd_scale"
-"""float32 per row: the divisor of the advantages, the same for the whole batch."""
+FACTOR = "offpolicy_opd_factor"
+"""float32 per row: the schedule's factor / the divisor of the advantages, the same for the whole batch."""
+CENTRE = "offpolicy_opd_centre"
+"""float32 per row: what is subtracted from the gaps, the same for the whole batch."""
+SENT = (TEACHER, ROW, FACTOR, CENTRE)
+"""All columns, which the loss needs."""
 
 
 def describe_missing(arrived: Iterable[str]) -> str:

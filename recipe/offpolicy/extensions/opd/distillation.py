@@ -12,6 +12,7 @@ import math
 import random
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,17 +21,17 @@ from torch import Tensor
 
 from ...batch.rewards import check_rewards
 from ...correction import Problem
-from ...proof.token_alignment import tally_agreements
+from ...proof.token_alignment import AlignmentChecker, tally_agreements
 from ..advantage_proof import name_hashes
 from ..batch_view import BatchView, last_outputs
 from ..extension import Extension
-from .columns import ROW, SCALE, TEACHER
+from .columns import CENTRE, FACTOR, ROW, TEACHER
 from .eligibility import compute_pass_rates, eligible, find_passed
 from .evidence import build_alignment, check_repeated, check_reports, check_teacher, summarize_reports
 from .opd_worker import OpdReport, OpdWorker
 from .settings import OpdSettings
 from .signal import advantages as replace_advantages
-from .signal import compute_gaps, compute_scale, find_horizon
+from .signal import compute_centre, compute_factor, compute_gaps, compute_scale, find_horizon
 from .teacher_client import Row, Scoring, TeacherClient
 
 logger = logging.getLogger("verl.offpolicy")
@@ -53,17 +54,20 @@ class OnPolicyDistillation(Extension):
     def __init__(self, section: str, settings: Mapping[str, Any]) -> None:
         super().__init__(section, settings)
         self.opd = OpdSettings.from_mapping(section, settings)
-        self._client: TeacherClient | None = None
-        self._scoring: Scoring | None = None
+        self._clients: dict[str, TeacherClient] = {}
+        self._scorings: dict[str, Scoring] = {}
+        self._of: list[str | None] = []
+        self._source_key = "data_source"
+        self._factor, self._epochs = 1.0, 1
         self._eligible = torch.zeros(0, dtype=torch.bool)
         self._near = torch.zeros(0, 0, dtype=torch.bool)
         self._sent: dict[str, int] = {}
         self._found: dict[str, float] = {}
-        self._alignment = build_alignment(allow_unrelated=False)
+        self._alignments: dict[str, AlignmentChecker] = {}
         self._concordance = math.nan
-        self._probes: list[tuple[Scoring, list[float] | None, str]] = []
-        self._first: tuple[Row, list[float]] | None = None
-        self._probed_at: int | None = None
+        self._probes: list[tuple[str, Scoring, list[float] | None, str]] = []
+        self._first: dict[str, tuple[Row, list[float]]] = {}
+        self._probed_at: dict[str, int] = {}
         self._proved = self._asked = False
         self._largest_gap = 0.0
         self._dominated = self._idle = 0
@@ -74,9 +78,10 @@ class OnPolicyDistillation(Extension):
     def meaning(self) -> str:
         opd, gate = self.opd, self.opd.eligible
         horizon = "" if opd.horizon is None else f", first {opd.horizon} tokens"
+        schedule = f" by {opd.schedule.by}" if opd.schedule.by else ""
         return (
-            f"{opd.mode}, coef={opd.coef:g}, {gate.rows} rollouts of prompts with a pass rate of at most "
-            f"{gate.max_pass_rate:g}{horizon}, teacher {', '.join(opd.teacher.shown)}"
+            f"{opd.mode}, coef={opd.coef:g}{schedule}, {gate.rows} rollouts of prompts with a pass rate of at most "
+            f"{gate.max_pass_rate:g}{horizon}, teacher {opd.shown}"
         )
 
     @property
@@ -109,49 +114,73 @@ class OnPolicyDistillation(Extension):
     def begin(self, config: DictConfig) -> None:
         from .teacher_checks import find_model
 
-        self._client = TeacherClient(self.opd.teacher, *find_model(self.opd.teacher))
-        unrelated = config is not None and OmegaConf.select(config, "offpolicy.allow_unrelated_log_probs")
-        self._alignment = build_alignment(allow_unrelated=bool(unrelated))
+        read = partial(OmegaConf.select, OmegaConf.create({}) if config is None else config)
+        self._source_key = str(read("data.reward_fn_key") or "data_source")
+        self._epochs = int(read("actor_rollout_ref.actor.ppo_epochs") or 1)
+        unrelated = bool(read("offpolicy.allow_unrelated_log_probs"))
+        for source, teacher in self.opd.teachers.items():
+            self._clients[source] = TeacherClient(teacher, *find_model(teacher))
+            self._alignments[source] = build_alignment(allow_unrelated=unrelated)
 
     def end(self) -> None:
-        if self._client is not None:
-            self._client.close()
+        for client in self._clients.values():
+            client.close()
 
     def on_rollout(self, batch: BatchView) -> None:
-        assert self._client is not None
         mask = batch.rows("response_mask")["response_mask"].bool()
+        self._of = self._choose_teachers(batch)
         self._eligible = self._find_eligible(batch, mask)
+        if self.opd.schedule.by in ("step", "pass_rate"):
+            self._follow(batch.step if self.opd.schedule.by == "step" else self._found["opd/pass_rate"])
         self._near = find_horizon(mask & self._eligible[:, None], self.opd.horizon)
-        rows = []
+        rows: dict[str, list[Row]] = {source: [] for source in self._clients}
         for number, (prompt, response) in enumerate(batch.token_ids):
             if self._near[number].any():
                 last = int(self._near[number].nonzero()[-1]) + 1
-                rows.append(Row(number, tuple(prompt), tuple(response[:last])))
-        self._scoring = self._client.start(rows)
-        self._start_probes(rows, batch.step)
+                rows[str(self._of[number])].append(Row(number, tuple(prompt), tuple(response[:last])))
+        self._scorings = {source: self._clients[source].start(asked) for source, asked in rows.items()}
+        self._probes = []
+        for source, asked in rows.items():
+            self._start_probes(source, asked, batch.step)
 
-    def _start_probes(self, rows: Sequence[Row], step: int) -> None:
+    def _choose_teachers(self, batch: BatchView) -> list[str | None]:
+        """Choose the teacher of each row by its data source; None: it has none."""
+        default = "" if "" in self._clients else None
+        if not self._clients.keys() - {""}:
+            return [default] * len(batch.uids)
+        sources = batch.rows(self._source_key)[self._source_key]
+        return [str(source) if str(source) in self._clients else default for source in sources]
+
+    def _follow(self, value: float) -> None:
+        """Set the schedule's factor; with a factor of 0 no row is eligible."""
+        plan = self.opd.schedule
+        if not math.isnan(value):
+            assert plan.start is not None
+            assert plan.end is not None
+            self._factor = compute_factor(value, start=plan.start, end=plan.end, final=plan.final)
+        if self._factor == 0:
+            self._eligible = torch.zeros_like(self._eligible)
+            self._found["opd/frac_opd_samples"] = 0.0
+
+    def _start_probes(self, source: str, rows: Sequence[Row], step: int) -> None:
         """Request two rows of the batch again, each alone, and the first row of the run."""
-        assert self._client is not None
-        every, self._probes = self.opd.teacher.probe_every, []
-        if every is None or not rows or (self._probed_at is not None and step < self._probed_at + every):
+        client, every = self._clients[source], self.opd.teachers[source].probe_every
+        probed = self._probed_at.get(source)
+        if every is None or not rows or (probed is not None and step < probed + every):
             return
-        self._probed_at = step
+        self._probed_at[source] = step
         for row in random.Random(step).sample(rows, min(PROBES, len(rows))):
-            self._probes.append((self._client.start([row]), None, f"sequence {row.number} was scored again, alone"))
-        if self._first is not None:
-            row, answer = self._first
-            self._probes.append((self._client.start([row]), answer, "a sequence of an earlier step was scored again"))
+            self._probes.append((source, client.start([row]), None, f"sequence {row.number} was scored again, alone"))
+        if source in self._first:
+            row, answer = self._first[source]
+            what = "a sequence of an earlier step was scored again"
+            self._probes.append((source, client.start([row]), answer, what))
 
-    def _check_probes(self, answers: Sequence[list[float]]) -> None:
-        assert self._client is not None
-        assert self._scoring is not None
-        by_number = dict(zip([row.number for row in self._scoring.rows], answers, strict=True))
-        for scoring, first, what in self._probes:
-            ((row,), (again,)) = scoring.rows, self._client.wait(scoring)
-            check_repeated(by_number[row.number] if first is None else first, again, what)
-            if self._first is None:
-                self._first = row, again
+    def _check_probes(self, answers: Mapping[int, list[float]]) -> None:
+        for source, scoring, first, what in self._probes:
+            ((row,), (again,)) = scoring.rows, self._clients[source].wait(scoring)
+            check_repeated(answers[row.number] if first is None else first, again, what)
+            self._first.setdefault(source, (row, again))
 
     def _find_eligible(self, batch: BatchView, mask: Tensor) -> Tensor:
         """Find the eligible rows, (n,) bool: all outputs of an eligible session with a token; counts the shares."""
@@ -172,34 +201,50 @@ class OnPolicyDistillation(Extension):
             "opd/pass_rate": _mean(find_passed(rewards[counted], gate.passed_above)),
         }
         of = {sessions[row] for row, is_chosen in zip(counted, chosen.tolist(), strict=True) if is_chosen}
-        return torch.tensor([session in of for session in sessions]) & mask.any(-1)
+        taught = [session in of and source is not None for session, source in zip(sessions, self._of, strict=True)]
+        return torch.tensor(taught) & mask.any(-1)
 
     def shape_advantages(self, batch: BatchView, advantages: Tensor) -> Tensor | None:
-        assert self._client is not None
-        assert self._scoring is not None
         before = time.monotonic()
-        answers = self._client.wait(self._scoring)
+        answers = {
+            row.number: values
+            for source, scoring in self._scorings.items()
+            for row, values in zip(scoring.rows, self._clients[source].wait(scoring), strict=True)
+        }
         self._check_probes(answers)
         waited = time.monotonic() - before
         columns = batch.rows("responses", "old_log_probs", "response_mask")
         student, near = columns["old_log_probs"].float(), self._near
         teacher = torch.full(near.shape, math.nan, dtype=torch.float32)
-        for row, values in zip(self._scoring.rows, answers, strict=True):
-            teacher[row.number, : len(values)] = torch.tensor(values)
+        for row, values in answers.items():
+            teacher[row, : len(values)] = torch.tensor(values)
         teacher[~near] = math.nan
-        check_teacher(student, teacher, near)
+        for source in self._clients:
+            check_teacher(student, teacher, self._near_of(source))
         excluded = near & torch.isneginf(teacher)
         # Finite in transit, with its gap at the bound.
         teacher = torch.where(excluded, student - self.opd.max_gap, teacher)
         gaps = compute_gaps(student, teacher, near, max_gap=self.opd.max_gap)
-        scale = compute_scale(gaps, near, self.opd.scale) if self.opd.mode == "advantage" else 1.0
-        found = self._alignment.judge(tally_agreements(student, teacher, near))
-        self._concordance = found.get("concordance_rows", math.nan)
+        divides = self.opd.mode == "advantage"
+        scale = compute_scale(gaps, near, self.opd.scale) if divides else 1.0
+        centre = compute_centre(gaps, near, self.opd.scale) if divides else 0.0
+        self._concordance = math.nan
+        for source, alignment in self._alignments.items():
+            found = alignment.judge(tally_agreements(student, teacher, self._near_of(source)))
+            # NaN is above no number, and remains only if all are.
+            self._concordance = min(found.get("concordance_rows", math.nan), self._concordance, key=_or_infinity)
         self._asked = self._asked or bool(near.any())
         self._largest_gap = max(self._largest_gap, float(gaps.abs().max()) if gaps.numel() else 0.0)
-        self._note(student, teacher, near, excluded, gaps, scale, waited)
+        self._note(student, teacher, near, excluded, gaps, scale, centre, waited)
+        if self.opd.schedule.by == "gap":
+            self._follow(self._found["opd/gap/abs_mean"])
+            near = near & self._eligible[:, None]
+            teacher = torch.where(near, teacher, math.nan)
         flags = self._eligible.to(torch.int8)
-        batch.put(**{TEACHER: teacher, ROW: flags, SCALE: torch.full((len(flags),), scale, dtype=torch.float32)})
+        alike = torch.ones(len(flags), dtype=torch.float32)
+        batch.put(
+            **{TEACHER: teacher, ROW: flags, FACTOR: alike * (self._factor / scale), CENTRE: alike * centre},
+        )
         self._sent = name_hashes(batch, columns["responses"], near, teacher)
         if self.opd.mode == "loss":
             return None
@@ -209,10 +254,11 @@ class OnPolicyDistillation(Extension):
             student,
             teacher,
             taught,
-            coef=self.opd.coef,
+            coef=self.opd.coef * self._factor,
             max_gap=self.opd.max_gap,
             scale=scale,
             horizon=self.opd.horizon,
+            centre=centre,
         )
         dealt = replaced[near]
         self._found |= {
@@ -229,22 +275,24 @@ class OnPolicyDistillation(Extension):
         excluded: Tensor,
         gaps: Tensor,
         scale: float,
+        centre: float,
         waited: float,
     ) -> None:
         """Record the batch's metrics."""
-        scoring = self._scoring
-        assert scoring is not None
+        scorings = self._scorings.values()
+        rows = [row for scoring in scorings for row in scoring.rows]
         raw = torch.where(near & ~excluded, student - teacher, 0.0).abs()
         extreme = (raw > self.opd.extreme) | excluded
         first = near & (near.cumsum(-1) == 1)
         last = near & (near.flip(-1).cumsum(-1).flip(-1) == 1)
         self._found |= {
             "opd/scale": scale,
-            "opd/teacher/seconds": scoring.seconds,
+            "opd/centre": centre,
+            "opd/teacher/seconds": max(scoring.seconds for scoring in scorings),
             "opd/teacher/waited": waited,
-            "opd/teacher/rows": float(len(scoring.rows)),
-            "opd/teacher/tokens": float(sum(len(row.prompt) + len(row.response) for row in scoring.rows)),
-            "opd/teacher/retried": float(scoring.retried),
+            "opd/teacher/rows": float(len(rows)),
+            "opd/teacher/tokens": float(sum(len(row.prompt) + len(row.response) for row in rows)),
+            "opd/teacher/retried": float(sum(scoring.retried for scoring in scorings)),
             "opd/gap/mean": _mean(gaps[near]),
             "opd/gap/abs_mean": _mean(gaps[near].abs()),
             "opd/gap/extreme_share": _mean(extreme[near].double()),
@@ -254,6 +302,14 @@ class OnPolicyDistillation(Extension):
             "opd/gap/end_token": _mean(gaps[last]),
             "opd/live/concordance": self._concordance,
         }
+        for source in self._clients.keys() - {""}:
+            asked = self._near_of(source)
+            self._found[f"opd/source/{source}/rows"] = float(asked.any(-1).sum())
+            self._found[f"opd/source/{source}/gap_abs_mean"] = _mean(gaps[asked].abs())
+
+    def _near_of(self, source: str) -> Tensor:
+        """Find the tokens that the teacher of this data source has scored, (n, T) bool."""
+        return self._near & torch.tensor([each == source for each in self._of], dtype=torch.bool)[:, None]
 
     def worker(self) -> OpdWorker:
         return OpdWorker(self.opd)
@@ -270,7 +326,7 @@ class OnPolicyDistillation(Extension):
 
     def judge(self, reports: Sequence[OpdReport]) -> Mapping[str, float]:
         check_reports(reports, self.opd.mode)
-        found = dict(summarize_reports(reports, self.opd.coef))
+        found = dict(summarize_reports(reports, self.opd.coef * self._factor, self._epochs))
         scored = sum(report.tokens for report in reports)
         visible = any(report.visible for report in reports)
         if visible and not self._proved:
@@ -281,7 +337,7 @@ class OnPolicyDistillation(Extension):
                 len(self._sent),
                 scored,
                 found["opd/live/error"],
-                ", ".join(self.opd.teacher.shown),
+                self.opd.shown,
             )
         self._watch(found["opd/share_of_loss"])
         return found | {"opd/live/proved": float(self._proved)}
@@ -293,6 +349,8 @@ class OnPolicyDistillation(Extension):
                 f"no rollout was eligible (opd.eligible.passed_above={gate.passed_above:g}, "
                 f"opd.eligible.max_pass_rate={gate.max_pass_rate:g})."
             )
+        if self._factor == 0:
+            return "its coefficient is 0 (opd.schedule)."
         if self._largest_gap <= SILENT:
             return (
                 f"no log-prob of the teacher differs from the student's by more than {SILENT:g} nats: it teaches "
@@ -311,7 +369,7 @@ class OnPolicyDistillation(Extension):
                 UPDATES,
                 self.opd.coef * (1 - share) / share,
             )
-        self._idle = 0 if self._sent else self._idle + 1
+        self._idle = 0 if self._sent or self._factor == 0 else self._idle + 1
         if self._idle == IDLE:
             logger.warning(
                 "opd does nothing: no rollout was eligible in %d updates. Fix: set a larger "
@@ -325,3 +383,7 @@ class OnPolicyDistillation(Extension):
 
 def _mean(values: Tensor) -> float:
     return float(values.double().mean()) if len(values) else math.nan
+
+
+def _or_infinity(value: float) -> float:
+    return math.inf if math.isnan(value) else value

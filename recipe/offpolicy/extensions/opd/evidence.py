@@ -97,8 +97,12 @@ def check_repeated(first: Sequence[float], again: Sequence[float], what: str) ->
         )
 
 
-def summarize_reports(reports: Sequence[OpdReport], coef: float) -> Mapping[str, float]:
-    """Compute the workers' metrics of one update; means are NaN where no token was scored."""
+def summarize_reports(reports: Sequence[OpdReport], coef: float, epochs: int = 1) -> Mapping[str, float]:
+    """Compute the workers' metrics of one update; means are NaN where no token was scored.
+
+    Args:
+        epochs: number of times that the loss saw each row, which counts once.
+    """
     tokens = sum(report.tokens for report in reports)
     own, others = sum(report.teacher_pull for report in reports), sum(report.policy_pull for report in reports)
 
@@ -107,7 +111,7 @@ def summarize_reports(reports: Sequence[OpdReport], coef: float) -> Mapping[str,
 
     return {
         "opd/kd_coef": coef,
-        "opd/num_eligible_samples": float(sum(len(report.hashes or ()) for report in reports)),
+        "opd/num_eligible_samples": sum(len(report.hashes or ()) for report in reports) / epochs,
         "opd/k1": share(sum(report.k1 for report in reports), tokens),
         "opd/kl_loss": share(sum(report.k2 for report in reports), tokens),
         "opd/frac_tokens_with_kd": share(tokens, sum(report.response_tokens for report in reports)),

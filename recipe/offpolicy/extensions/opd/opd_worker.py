@@ -13,7 +13,7 @@ from ...batch.checksums import hash_rows
 from ...proof.verify import LivenessError
 from ..extension import BoundLoss, WorkerExtension
 from ..loss_rows import LossRows
-from .columns import ROW, SCALE, TEACHER, describe_missing, find_scored
+from .columns import CENTRE, FACTOR, ROW, SENT, TEACHER, describe_missing, find_scored
 from .settings import OpdSettings
 from .signal import advantages, compute_gaps, k2_loss
 
@@ -72,8 +72,8 @@ class OpdWorker(WorkerExtension):
         def with_term(model_output: Any, data: Any, dp_group: Any = None) -> tuple[Tensor, dict[str, Any]]:
             loss, metrics = base_loss(model_output, data, dp_group)
             rows = LossRows(model_output, data)
-            arrived = [name for name in (TEACHER, ROW) if name in rows]
-            if len(arrived) < 2:
+            arrived = [name for name in SENT if name in rows]
+            if len(arrived) < len(SENT):
                 raise LivenessError(describe_missing(arrived))
             return loss + self.compute_term(rows, rows.log_prob, rows.column(TEACHER), actor_config), metrics
 
@@ -86,11 +86,12 @@ class OpdWorker(WorkerExtension):
         return self.settings.coef * rows.mean(values * self._factor(rows), actor_config)
 
     def _factor(self, rows: LossRows) -> Tensor:
-        """The correction's weight * keep, if it acts on the term."""
-        return rows.weights.detach() if self.settings.corrected else torch.ones_like(rows.weights)
+        """The schedule's factor, times the correction's weight * keep if it acts on the term."""
+        weights = rows.weights.detach() if self.settings.corrected else torch.ones_like(rows.weights)
+        return weights * rows.column(FACTOR)[:, None].to(weights.dtype)
 
     def report(self, rows: LossRows) -> OpdReport:
-        missing = [name for name in (TEACHER, ROW) if name not in rows]
+        missing = [name for name in SENT if name not in rows]
         if not missing and rows.column(TEACHER).dtype != torch.float32:
             missing = [f"{TEACHER} as float32 (it is {rows.column(TEACHER).dtype})"]
         if missing:
@@ -163,14 +164,19 @@ class OpdWorker(WorkerExtension):
         seen = rows.column("advantages").float()
         if not taught.any():
             return 0.0, False
-        if SCALE not in rows:
-            return float("inf"), True
-        scale = rows.column(SCALE)[taught.any(-1)][0].item()
+        factor, centre = (rows.column(name)[taught.any(-1)][0].item() for name in (FACTOR, CENTRE))
         student = rows.column("old_log_probs").float()
         # Tokens beyond the horizon were not scored, and must be 0.
         scored = taught & ~torch.isnan(teacher)
         made = advantages(
-            torch.zeros_like(seen), student, teacher, scored, coef=settings.coef, max_gap=settings.max_gap, scale=scale
+            torch.zeros_like(seen),
+            student,
+            teacher,
+            scored,
+            coef=settings.coef * factor,
+            max_gap=settings.max_gap,
+            scale="none",
+            centre=centre,
         )
         apart = torch.where(taught, seen - made, 0.0).abs().max()
         return float(apart / made.abs().max().clamp(min=1e-6)), True

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from ...batch.declared_keys import Key, Rule, choice, count, flag, number
 from ...correction import SpecError
-from ...fault_tolerance.redaction import redact_text
+from ...correction.problem import CheckError
+from ...fault_tolerance.redaction import HIDDEN, redact_text
 from ..setting_checks import read_values
 
 Mode = Literal["advantage", "loss"]
@@ -23,6 +24,7 @@ class TeacherSettings:
 
     Attributes:
         urls: addresses of servers of one model; requests go round-robin.
+        api_key: environment variable with the key that requests send as ``Authorization: Bearer``; None: none.
         headers: header of each request -> the environment variable that holds its value.
         model: served name; None: the only served model.
         tokenizer: folder or hub name whose whole vocabulary is compared; None: the server's is probed.
@@ -41,6 +43,7 @@ class TeacherSettings:
     probe_every: int | None = 50
     retries: int = 2
     other_template: bool = False
+    api_key: str | None = None
     headers: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -59,28 +62,51 @@ class EligibleSettings:
 
 
 @dataclass(frozen=True)
+class ScheduleSettings:
+    """Settings of ``signal.compute_factor``.
+
+    Attributes:
+        by: the quantity that ``coef`` follows; None: ``coef`` is constant.
+    """
+
+    by: str | None
+    start: float | None
+    end: float | None
+    final: float
+
+
+@dataclass(frozen=True)
 class OpdSettings:
     """Settings of one run.
 
     Attributes:
+        teachers: teacher of each data source; "" is that of all others.
         mode: ``advantage`` replaces the advantages of eligible tokens by K1, ``loss`` adds K2.
         coef: factor of the signal.
         horizon: number of first response tokens that take part; None: all.
         max_gap: bound of |s - t|, in nats.
-        scale: divisor of the advantages: ``std``, the bounded gaps' root mean square, ``none``, or a number.
+        schedule: how ``coef`` changes during training.
+        scale: divisor of the advantages: ``std``, the bounded gaps' root mean square; ``mean_std``, their standard
+            deviation, after their mean is subtracted; ``none``, or a number.
         corrected: weight and masks of the correction act on the term like on the policy term.
         extreme: nats from which a gap counts as extreme.
     """
 
     mode: Mode
-    teacher: TeacherSettings
+    teachers: Mapping[str, TeacherSettings]
     eligible: EligibleSettings
     coef: float
+    schedule: ScheduleSettings
     horizon: int | None
     max_gap: float
     scale: str | float
     corrected: bool
     extreme: float
+
+    @property
+    def shown(self) -> str:
+        """The addresses of all teachers, for messages."""
+        return ", ".join(url for teacher in self.teachers.values() for url in teacher.shown)
 
     @classmethod
     def from_mapping(cls, section: str, values: Mapping[str, Any]) -> OpdSettings:
@@ -91,19 +117,54 @@ class OpdSettings:
         """
         given = read_values(section, values, "opd/advantage", KEYS, _RULES)
         teacher, eligible = given.pop("teacher"), EligibleSettings(**given.pop("eligible"))
-        urls, mode = teacher.pop("url"), f"{section}.mode"
-        if urls is None:
+        mode, at = f"{section}.mode", f"{section}.teacher"
+        sources = teacher.pop("sources") or {}
+        teachers = {} if teacher["url"] is None else {"": _read_teacher(at, teacher)}
+        for name, own in sources.items():
+            of_source = f"{at}.sources.{name}"
+            if not isinstance(own, Mapping) or own.get("url") is None or "sources" in own:
+                reason, fix = "expected the keys of a teacher with its url.", f"Set {of_source}.url=http://HOST:PORT."
+                raise SpecError(reason, fix, key=of_source)
+            try:
+                read_values(section, {"teacher": own}, "opd/advantage", KEYS)
+            except CheckError as error:
+                raise CheckError(
+                    replace(each, key=each.key.replace(at, of_source, 1), fix="", overrides=())
+                    for each in error.problems
+                ) from None
+            teachers[str(name)] = _read_teacher(of_source, {**teacher, **own})
+        if not teachers:
             fix = f"Start one with scripts/teacher.sh, and set {section}.teacher.url=http://HOST:PORT."
             raise SpecError("no teacher is named.", fix, key=f"{section}.teacher.url")
-        headers = teacher["headers"] = teacher["headers"] or {}
-        if not all(isinstance(each, str) and each.isidentifier() for each in headers.values()):
-            raise SpecError(f"expected {_HEADERS}.", key=f"{section}.teacher.headers", value=headers)
+        schedule = ScheduleSettings(**given.pop("schedule"))
+        if schedule.by is not None and (None in (schedule.start, schedule.end) or schedule.start == schedule.end):
+            key, fix = f"{section}.schedule", f"Set {section}.schedule.start and {section}.schedule.end."
+            raise SpecError(f"by={schedule.by} needs a start and another end.", fix, key=key)
         if "mode" not in values:
             fix = "Set opd=advantage or opd=loss."
             raise SpecError("neither advantage nor loss.", fix, key=mode, proposed={mode: "advantage"})
         if given["coef"] is None:
             given["coef"] = COEF[given["mode"]]
-        return cls(teacher=TeacherSettings(urls=_addresses(urls), **teacher), eligible=eligible, **given)
+        return cls(teachers=teachers, eligible=eligible, schedule=schedule, **given)
+
+
+def _read_teacher(path: str, values: Mapping[str, Any]) -> TeacherSettings:
+    """Read one teacher; messages name headers, but no value, which may be a secret.
+
+    Raises:
+        SpecError: a header or the API key is not the name of an environment variable.
+    """
+    headers = values["headers"] or {}
+    if not isinstance(headers, Mapping) or not all(map(_is_variable, headers.values())):
+        raise SpecError(f"expected {_HEADERS}.", key=f"{path}.headers", value=HIDDEN)
+    if values["api_key"] is not None and not _is_variable(values["api_key"]):
+        raise SpecError(f"expected {_API_KEY}.", key=f"{path}.api_key", value=HIDDEN)
+    rest = {name: value for name, value in values.items() if name not in ("url", "headers")}
+    return TeacherSettings(urls=_addresses(values["url"]), headers=dict(headers), **rest)
+
+
+def _is_variable(value: object) -> bool:
+    return isinstance(value, str) and value.isidentifier()
 
 
 def _addresses(given: str | list[str]) -> tuple[str, ...]:
@@ -119,10 +180,11 @@ def _is_address(value: object) -> bool:
 
 
 def _is_scale(value: Any) -> bool:
-    return value in ("std", "none") or number("", above=0).fits(value)
+    return value in ("std", "mean_std", "none") or number("", above=0).fits(value)
 
 
 _HEADERS = "headers, each with the name of the environment variable that holds its value"
+_API_KEY = "the name of the environment variable that holds the key"
 _TEXT = Key(lambda value: value is None or isinstance(value, str), "a name, a folder or null")
 KEYS = {
     "mode": choice(*COEF),
@@ -134,14 +196,20 @@ KEYS = {
     "teacher.probe_every": count("a number of steps, 1 or more, or null", null=True),
     "teacher.retries": count("a number of times, 0 or more", 0),
     "teacher.other_template": flag(),
-    "teacher.headers": Key(lambda value: value is None, _HEADERS),
+    "teacher.api_key": Key(lambda value: True, _API_KEY),
+    "teacher.headers": Key(lambda value: True, _HEADERS),
+    "teacher.sources": Key(lambda value: value is None, "data sources, each with the keys of its teacher"),
     "eligible.passed_above": number("a reward"),
     "eligible.max_pass_rate": number("a share in [0, 1]", 0, 1),
     "eligible.rows": choice("failed", "all"),
     "coef": number("a number above 0, or null", above=0, null=True),
+    "schedule.by": choice("step", "pass_rate", "gap", null="for a constant coefficient"),
+    "schedule.start": number("a number, or null", null=True, read_with=("schedule.by", ...)),
+    "schedule.end": number("a number, or null", null=True, read_with=("schedule.by", ...)),
+    "schedule.final": number("a factor, 0 or more", 0, read_with=("schedule.by", ...)),
     "horizon": count("a number of tokens, 1 or more, or null", null=True),
     "max_gap": number("nats above 0: failed rows of a far teacher have gaps of many nats", above=0),
-    "scale": Key(_is_scale, "std, none or a number above 0"),
+    "scale": Key(_is_scale, "std, mean_std, none or a number above 0"),
     "corrected": flag(),
     "extreme": number("nats above 0", above=0),
 }

@@ -47,22 +47,39 @@ def compute_gaps(student: Tensor, teacher: Tensor, tokens: Tensor, *, max_gap: f
     return gap.clamp(-max_gap, max_gap)
 
 
-def compute_scale(gaps: Tensor, tokens: Tensor, scale: str | float) -> float:
-    """Compute the divisor of the signal over a whole batch: the root mean square of ``gaps``, 1.0, or a number.
+def compute_factor(value: float, *, start: float, end: float, final: float) -> float:
+    """Compute the factor of a scheduled coefficient: 1 up to ``start``, ``final`` from ``end`` on, linear in between.
 
+    Example:
+        >>> [compute_factor(gap, start=2.0, end=1.0, final=0.5) for gap in (3.0, 1.5, 0.2)]
+        [1.0, 0.75, 0.5]
+    """
+    return 1 + (final - 1) * min(max((value - start) / (end - start), 0.0), 1.0)
+
+
+def compute_centre(gaps: Tensor, tokens: Tensor, scale: str | float) -> float:
+    """Compute what is subtracted from the gaps before they are scaled: their mean with ``mean_std``, otherwise 0."""
+    chosen = gaps[tokens].double()
+    return float(chosen.mean()) if scale == "mean_std" and len(chosen) else 0.0
+
+
+def compute_scale(gaps: Tensor, tokens: Tensor, scale: str | float) -> float:
+    """Compute the divisor of the signal over a whole batch: the spread of ``gaps``, 1.0, or a number.
+
+    ``mean_std`` is the standard deviation about the mean that ``compute_centre`` returns.
     ``std`` is the deviation about 0, because nothing is centred: a teacher that finds all tokens less likely than the
     student does teaches that as well. Over n tokens no gap exceeds sqrt(n) times it. 1.0 if all gaps are float32
     rounding.
 
     Raises:
-        ValueError: neither std, none nor a finite number above 0.
+        ValueError: neither std, mean_std, none nor a finite number above 0.
     """
     if scale == "none":
         return 1.0
-    if scale == "std":
-        return 1 / measure_spread(gaps[tokens], centred=False, size=LOG_PROBS).invert(otherwise=1.0)
+    if scale in ("std", "mean_std"):
+        return 1 / measure_spread(gaps[tokens], centred=scale == "mean_std", size=LOG_PROBS).invert(otherwise=1.0)
     if isinstance(scale, str) or not 0 < scale < math.inf:
-        raise ValueError(f"scale={scale}: not std, none or a finite number above 0.")
+        raise ValueError(f"scale={scale}: not std, mean_std, none or a finite number above 0.")
     return float(scale)
 
 
@@ -76,8 +93,9 @@ def advantages(
     max_gap: float,
     scale: str | float,
     horizon: int | None = None,
+    centre: float | None = None,
 ) -> Tensor:
-    """Replace the advantages of eligible tokens by coef (t - s) / scale, (B, T).
+    """Replace the advantages of eligible tokens by -coef (gap - centre) / scale, (B, T), with gap = s - t.
 
     Args:
         base: (B, T) advantages of the estimator, bitwise unchanged elsewhere.
@@ -85,10 +103,11 @@ def advantages(
         eligible_tokens: (B, T) bool.
         coef: factor of the signal.
         max_gap: bound of |s - t|, in nats.
-        scale: ``std``, the root mean square of the bounded gaps over the whole batch, ``none``, or a number; see
-            ``compute_scale``.
+        scale: ``std``, the root mean square of the bounded gaps over the whole batch, ``mean_std``, ``none``, or a
+            number; see ``compute_scale``.
         horizon: number of tokens of a row that take part, from its first eligible one; later ones get 0, and enter no
             statistic.
+        centre: subtracted from the gaps; None: as ``compute_centre``.
 
     Raises:
         ValueError: a required log-prob is not a number, shapes differ, or a setting is malformed.
@@ -106,7 +125,8 @@ def advantages(
     eligible_tokens = eligible_tokens.bool()
     near = find_horizon(eligible_tokens, horizon)
     gaps = compute_gaps(student.detach(), teacher, near, max_gap=max_gap)
-    signal = gaps * (-coef / compute_scale(gaps, near, scale))
+    middle = compute_centre(gaps, near, scale) if centre is None else centre
+    signal = (gaps - middle) * (-coef / compute_scale(gaps, near, scale))
     return torch.where(eligible_tokens, torch.where(near, signal, 0.0).to(base.dtype), base)
 
 

@@ -12,7 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 from ...correction import Problem
 from ...correction.problem import set_to
 from ..registry import own_launch
-from .settings import OpdSettings
+from .settings import OpdSettings, TeacherSettings
 from .teacher_checks import (
     REPEATS,
     find_length,
@@ -35,8 +35,8 @@ def find_problems(section: str, settings: OpdSettings, config: DictConfig) -> It
     """Find conflicts of the settings with the configuration; the teacher is contacted if there are none."""
     found = list(_find_conflicts(section, settings, config))
     yield from found
-    key, shown = f"{section}.teacher.url", ", ".join(settings.teacher.shown)
-    if settings.teacher.shown != settings.teacher.urls:
+    key, shown = f"{section}.teacher.url", settings.shown
+    if any(teacher.shown != teacher.urls for teacher in settings.teachers.values()):
         reason = "verl and Hydra write the configuration to files and to the loggers, with the secrets in this address."
         fix = f"Remove them, and name an environment variable for a header in {section}.teacher.headers."
         yield Problem(key, shown, reason, fix, parts=(section,))
@@ -46,7 +46,9 @@ def find_problems(section: str, settings: OpdSettings, config: DictConfig) -> It
             key, shown, "an address that a script names is not contacted, so it was not checked.", "", "NOTE", ()
         )
     elif not any(problem.verdict == "ERROR" for problem in found):
-        yield from _examine_teacher(section, settings, config)
+        for source, teacher in settings.teachers.items():
+            at = f"{section}.teacher.sources.{source}" if source else f"{section}.teacher"
+            yield from _examine_teacher(section, at, teacher, config)
 
 
 def _find_conflicts(section: str, settings: OpdSettings, config: DictConfig) -> Iterator[Problem]:
@@ -71,6 +73,7 @@ def _find_conflicts(section: str, settings: OpdSettings, config: DictConfig) -> 
     for key, column in _find_media(config):
         reason = f"the training data has {column}, but the teacher only gets token ids."
         yield Problem(key, column, reason, f"Train on text only, or set {section}=null.", parts=parts)
+    yield from _find_unknown_sources(section, settings, config)
     rollouts = int(OmegaConf.select(config, f"{_ROLLOUT}.n") or 1)
     gate = settings.eligible
     if rollouts > 1 and 0 < gate.max_pass_rate * rollouts < 1:
@@ -92,14 +95,14 @@ def _find_conflicts(section: str, settings: OpdSettings, config: DictConfig) -> 
         yield Problem(_FILTER, True, reason, fix, "NO-OP" if never else "ERROR", parts)
 
 
-def _examine_teacher(section: str, settings: OpdSettings, config: DictConfig) -> Iterator[Problem]:
-    key, value = f"{section}.teacher.url", ", ".join(settings.teacher.shown)
+def _examine_teacher(section: str, at: str, teacher: TeacherSettings, config: DictConfig) -> Iterator[Problem]:
+    key, value = f"{at}.url", ", ".join(teacher.shown)
 
     def wrong(reason: str, fix: str) -> Problem:
         return Problem(key, value, reason, fix, parts=(section,))
 
     try:
-        (model, _), length = find_model(settings.teacher), find_length(settings.teacher)
+        (model, _), length = find_model(teacher), find_length(teacher)
         needed = (
             sum(int(OmegaConf.select(config, f"data.max_{part}_length") or 0) for part in ("prompt", "response")) + 1
         )
@@ -107,21 +110,22 @@ def _examine_teacher(section: str, settings: OpdSettings, config: DictConfig) ->
             fix = f"Serve it with --max-model-len {needed}, or longer."
             yield wrong(f"it takes {length} tokens, but prompt and response have up to {needed - 1}.", fix)
             return
-        apart = measure_repeats(settings.teacher, model, [[1, 2, 3, 4, 5], [5, 4, 3, 2, 1, 2, 3]])
+        apart = measure_repeats(teacher, model, [[1, 2, 3, 4, 5], [5, 4, 3, 2, 1, 2, 3]])
         if apart > REPEATS["bfloat16"]:
             fix = "Serve it in float32, or without features that make it depend on other requests."
             yield wrong(f"it does not repeat itself: log-probs of one sequence differ by {apart:.2g} nats.", fix)
         elif apart > REPEATS["float32"]:
             reason = f"log-probs of one sequence differ by {apart:.2g} nats between requests, as usual in 16 bits."
             yield Problem(key, value, reason, "", "NOTE", (section,))
-        yield from _compare_tokens(section, settings, config, model)
+        yield from _compare_tokens(section, at, teacher, config, model)
     except TeacherError as error:
         yield wrong(f"{error}.", "Start it with scripts/teacher.sh, or name the address at which it serves.")
 
 
-def _compare_tokens(section: str, settings: OpdSettings, config: DictConfig, model: str) -> Iterator[Problem]:
-    teacher = settings.teacher
-    url, key = teacher.shown[0], f"{section}.teacher.url"
+def _compare_tokens(
+    section: str, at: str, teacher: TeacherSettings, config: DictConfig, model: str
+) -> Iterator[Problem]:
+    url, key = teacher.shown[0], f"{at}.url"
     student = str(OmegaConf.select(config, "actor_rollout_ref.model.path"))
     tokenizer = _load_tokenizer(student)
     if tokenizer is None:
@@ -133,7 +137,7 @@ def _compare_tokens(section: str, settings: OpdSettings, config: DictConfig, mod
         other = _load_tokenizer(teacher.tokenizer)
         if other is None or other.get_vocab() != tokenizer.get_vocab():
             reason = "it does not exist." if other is None else "its vocabulary is not the student's."
-            yield Problem(f"{section}.teacher.tokenizer", teacher.tokenizer, reason, fix, parts=(section,))
+            yield Problem(f"{at}.tokenizer", teacher.tokenizer, reason, fix, parts=(section,))
             return
     texts = list(find_other_vocabulary(teacher, model, tokenizer))
     if texts:
@@ -143,7 +147,7 @@ def _compare_tokens(section: str, settings: OpdSettings, config: DictConfig, mod
         number = find_other_template(teacher, model, tokenizer, _read_conversations(config))
         if number is not None:
             reason = f"its chat template renders training prompt {number} as other ids than the student's."
-            fix = f"Serve it with the student's --chat-template, or set {section}.teacher.other_template=true."
+            fix = f"Serve it with the student's --chat-template, or set {at}.other_template=true."
             yield Problem(key, url, reason, fix, parts=(section,))
 
 
@@ -161,6 +165,23 @@ def _find_media(config: DictConfig) -> Iterator[tuple[str, str]]:
             head = next(file.iter_batches(LOOKED_AT, columns=[column]), None)
             if head is not None and any(head.column(0).to_pylist()):
                 yield key, column
+
+
+def _find_unknown_sources(section: str, settings: OpdSettings, config: DictConfig) -> Iterator[Problem]:
+    """Find data sources with a teacher that the training data does not have."""
+    column, named = str(OmegaConf.select(config, "data.reward_fn_key") or "data_source"), set(settings.teachers) - {""}
+    files = _list_files(config)
+    if not named or not files or not all(map(_is_here, files)):
+        return
+    import pandas
+
+    found: set[str] = set()
+    for file in files:
+        found |= set(pandas.read_parquet(file, columns=[column])[column].map(str))
+    for source in sorted(named - found):
+        key, shown = f"{section}.teacher.sources.{source}.url", ", ".join(settings.teachers[source].shown)
+        reason = f"no training prompt has the {column} {source}."
+        yield Problem(key, shown, reason, f"The data has: {', '.join(sorted(found))}.", parts=(section,))
 
 
 def _load_tokenizer(path: str) -> Any:
@@ -187,6 +208,14 @@ def _read_conversations(config: DictConfig) -> list[Any]:
 
 def _first_file(config: DictConfig) -> str | None:
     """Return the first file of the training data if it is available."""
+    first = next(iter(_list_files(config)), "")
+    return first if _is_here(first) else None
+
+
+def _list_files(config: DictConfig) -> list[str]:
     files = OmegaConf.select(config, "data.train_files")
-    first = str(files if isinstance(files, str) else next(iter(files or []), ""))
-    return first if first.endswith(".parquet") and Path(first).is_file() else None
+    return [files] if isinstance(files, str) else list(map(str, files or []))
+
+
+def _is_here(file: str) -> bool:
+    return file.endswith(".parquet") and Path(file).is_file()

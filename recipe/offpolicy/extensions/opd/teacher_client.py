@@ -22,7 +22,7 @@ from typing import Any
 
 import requests
 
-from ...fault_tolerance.redaction import redact_text
+from ...fault_tolerance.redaction import hide, redact_text
 from .settings import TeacherSettings
 
 ROWS = 16
@@ -212,19 +212,28 @@ class TeacherClient:
 def open_session(settings: TeacherSettings) -> requests.Session:
     """Open a session with the headers of the settings.
 
+    Their values are hidden in everything that this process prints from now on.
+
     Raises:
-        TeacherError: an environment variable that holds a header's value is not set.
+        TeacherError: an environment variable that holds a value is not set, or its value cannot be sent.
     """
     session = requests.Session()
     # Proxies in the environment are for external addresses, not for a cluster's hosts.
     session.trust_env = False
     session.headers["Accept-Encoding"] = "identity"
-    for name, variable in settings.headers.items():
-        if variable not in os.environ:
+    named = {"Authorization": settings.api_key} if settings.api_key is not None else {}
+    for name, variable in (named | dict(settings.headers)).items():
+        key = f"opd.teacher.{'headers' if name in settings.headers else 'api_key'}"
+        value = os.environ.get(variable, "").strip()
+        if not value:
             raise TeacherError(
-                f"the environment variable {variable} of opd.teacher.headers is not set. Fix: export it."
+                f"the environment variable {variable} of {key} is not set. Fix: export it where the trainer runs, on "
+                f"a cluster before `ray start`."
             )
-        session.headers[name] = os.environ[variable]
+        hide(value)
+        if not (value.isascii() and value.isprintable()):
+            raise TeacherError(f"the environment variable {variable} of {key} has characters that no header may have.")
+        session.headers[name] = value if name in settings.headers else f"Bearer {value}"
     return session
 
 

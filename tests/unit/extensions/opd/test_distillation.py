@@ -16,13 +16,14 @@ from torch.nn.utils.rnn import pad_sequence
 
 from recipe.offpolicy.correction import CorrectionSpec
 from recipe.offpolicy.extensions.opd import distillation
-from recipe.offpolicy.extensions.opd.columns import ROW, SCALE, TEACHER
+from recipe.offpolicy.extensions.opd.columns import FACTOR, ROW, TEACHER
 from recipe.offpolicy.extensions.opd.teacher_client import TeacherClient, TeacherError
 from recipe.offpolicy.proof.verify import LivenessError
 from tests.support.corrections import TIS, band
 from tests.support.corrections import spec as correction
 from tests.support.distilled import ELIGIBLE, Batch, Run, drop, opinion, permute, rollout, round_off
 from tests.support.fake_teacher import FakeTeacher, serving
+from tests.support.judged import judge as judge_reports
 
 
 @pytest.fixture
@@ -221,11 +222,10 @@ def test_scoring_goes_on_while_pi_old_is_computed(teacher: FakeTeacher) -> None:
     opd.begin(None)  # type: ignore[arg-type]
     teacher.answering.clear()
     opd.on_rollout(batch)  # returns, although the teacher holds its answer back
-    assert opd._scoring is not None
-    assert not any(answer.done() for answer in opd._scoring.answers)
+    assert not any(answer.done() for answer in opd._scorings[""].answers)
     time.sleep(1.0)
     teacher.answering.set()
-    for answer in opd._scoring.answers:  # pi_old takes longer
+    for answer in opd._scorings[""].answers:  # pi_old takes longer
         answer.result(30)
     opd.shape_advantages(batch, batch.advantages)
     opd.end()
@@ -236,15 +236,92 @@ def test_scoring_goes_on_while_pi_old_is_computed(teacher: FakeTeacher) -> None:
 
 def test_scale_travels_with_the_rows(teacher: FakeTeacher) -> None:
     run = Run(teacher.url, "advantage", scale="std", horizon=2)
-    scale = run.batch.put_columns[SCALE]
-    assert scale.unique().numel() == 1
-    assert run.opd.metrics()["opd/scale"] == pytest.approx(float(scale[0]))
+    factor = run.batch.put_columns[FACTOR]
+    assert factor.unique().numel() == 1
+    assert run.opd.metrics()["opd/scale"] == pytest.approx(1 / float(factor[0]))
     _, packet = run.update(WEIGHTED)
     assert run.judge(packet)["opd/live/error"] < 1e-5
     near = ~torch.isnan(run.batch.put_columns[TEACHER])
     assert near.sum(-1).tolist() == [2, 2, 0, 0, 0, 0]
     beyond = pad_sequence(run.made.response_mask, batch_first=True).bool() & ~near
     assert bool((run.advantages[:2][beyond[:2]] == 0).all())
+
+
+def plan(by: str, start: float, end: float, final: float = 0.0) -> dict[str, Any]:
+    return {"by": by, "start": start, "end": end, "final": final}
+
+
+@pytest.mark.parametrize("mode", ["advantage", "loss"])
+@pytest.mark.parametrize("by", ["step", "pass_rate", "gap"])
+def test_a_scheduled_coefficient_is_proved_like_a_smaller_one(mode: str, by: str, teacher: FakeTeacher) -> None:
+    """Three of six rollouts pass. Halfway the update is that of half the coefficient, and at 0 that of none."""
+    constant = Run(teacher.url, mode, step=5, coef=0.5)
+    middle = {"step": 5.0, "pass_rate": 0.5, "gap": constant.opd.metrics()["opd/gap/abs_mean"]}[by]
+    run = Run(teacher.url, mode, step=5, coef=1.0, schedule=plan(by, middle - 1, middle + 1))
+    (wanted, _), (found, packet) = constant.update(WEIGHTED), run.update(WEIGHTED, prove=True)
+    torch.testing.assert_close(found, wanted)
+    assert torch.equal(run.advantages[2:], run.base[2:])
+    assert packet.proof is not None
+    assert (packet.proof.gradient_error or 0.0) < 1e-4
+    told = run.judge(packet)
+    assert told["opd/kd_coef"] == pytest.approx(0.5)
+    assert told["opd/live/error"] < 1e-4
+    none = Run(teacher.url, mode, step=5, schedule=plan(by, middle - 2, middle - 1))
+    assert torch.equal(none.advantages, none.base)
+    assert none.batch.put_columns[ROW].sum() == 0
+    _, packet = none.update(WEIGHTED)
+    told = none.judge(packet)
+    assert (told["opd/kd_coef"], told["opd/num_eligible_samples"]) == (0.0, 0.0)
+    assert none.opd.unproved() is not None
+
+
+def test_a_coefficient_that_is_not_the_scheduled_one_is_found(teacher: FakeTeacher) -> None:
+    run = Run(teacher.url, "advantage", schedule=plan("step", 0, 2))
+
+    def forget_schedule(data: TensorDict) -> None:
+        data[FACTOR] = torch.ones_like(data[FACTOR])
+
+    _, packet = run.update(WEIGHTED, forget_schedule)
+    with pytest.raises(LivenessError, match="the advantages in the loss are not coef"):
+        run.judge(packet)
+
+
+def test_the_published_normalisation_travels_with_the_rows(teacher: FakeTeacher) -> None:
+    run = Run(teacher.url, "advantage", scale="mean_std")
+    _, packet = run.update(WEIGHTED, prove=True)
+    assert run.judge(packet)["opd/live/error"] < 1e-5
+    near = ~torch.isnan(run.batch.put_columns[TEACHER])
+    dealt = run.advantages[near].double()
+    assert (float(dealt.mean()), float(dealt.std())) == pytest.approx((0.0, 1.0), abs=1e-6)
+
+
+def test_each_data_source_has_its_teacher_and_one_without_has_none(teacher: FakeTeacher) -> None:
+    """Rows 0 and 1 are eligible: the first is about words, the second about sums."""
+    sources = ("words", "sums", *["other"] * 4)
+    with serving(FakeTeacher(score=lambda ids: [each - 1 for each in opinion(ids)])) as second:
+        own = {"sources": {"sums": {"url": second.url, "probe_every": None}}}
+        run = Run(teacher.url, "advantage", sources=sources, teacher={"url": teacher.url, **own})
+        rows = [[*prompt, *response] for prompt, response in run.batch.token_ids[:2]]
+        assert (teacher.asked, second.asked) == ([rows[0]] * 2, [rows[1]])
+        for row, less in ((0, 0.0), (1, 1.0)):
+            prompt, _ = run.batch.token_ids[row]
+            on = run.made.response_mask[row].bool()
+            wanted = torch.tensor(opinion(rows[row])[len(prompt) - 1 :])[on] - less
+            torch.testing.assert_close(run.batch.put_columns[TEACHER][row, : len(on)][on], wanted)
+        _, packet = run.update(WEIGHTED)
+        assert run.judge(packet)["opd/num_eligible_samples"] == 2.0
+        assert run.opd.metrics()["opd/source/sums/rows"] == 1.0
+        alone = Run(teacher.url, "advantage", sources=sources, teacher=own)
+        assert alone.batch.put_columns[ROW].tolist() == [0, 1, 0, 0, 0, 0]
+        assert torch.equal(alone.advantages[0], alone.base[0])
+
+
+def test_two_epochs_count_each_sequence_once(teacher: FakeTeacher) -> None:
+    run = Run(teacher.url, "loss")
+    run.opd._epochs = 2
+    _, packet = run.update(WEIGHTED)
+    found = judge_reports(run.opd, [packet.reports["opd"]] * 2, epochs=2)
+    assert found["opd/num_eligible_samples"] == 2.0
 
 
 # A teacher that is none ------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from recipe.offpolicy.extensions.opd import advantages, k2_loss
-from recipe.offpolicy.extensions.opd.signal import compute_gaps, compute_scale, find_horizon
+from recipe.offpolicy.extensions.opd.signal import compute_factor, compute_gaps, compute_scale, find_horizon
 
 ON = torch.tensor([[False, True, True], [False, False, False]])
 BASE = torch.tensor([[0.5, 0.25, -0.75], [1.5, -2.5, 0.125]])
@@ -37,6 +37,28 @@ def test_the_scale_is_the_root_mean_square_of_the_bounded_gaps() -> None:
     assert liked_less[0].tolist() == pytest.approx([0.5, -0.9995, -1.0005], abs=1e-6)
     rounded = advantages(BASE, STUDENT, STUDENT - apart * 1e-7, ON, coef=1.0, max_gap=5.0, scale="std")
     assert rounded[0].tolist() == pytest.approx([0.5, -2e-7, -2e-7], abs=1e-7)  # rounding: not scaled
+
+
+def test_the_published_normalisation_subtracts_the_mean_first() -> None:
+    """Gaps of 1 and -2: mean -0.5, deviations 1.5 and -1.5, spread 1.5 sqrt(2). Of equal gaps nothing is left."""
+    found = advantages(BASE, STUDENT, TEACHER, ON, coef=2.0, max_gap=2.0, scale="mean_std")
+    assert found[0].tolist() == pytest.approx([0.5, -math.sqrt(2), math.sqrt(2)])
+    alike = advantages(BASE, STUDENT, STUDENT - 2.0, ON, coef=2.0, max_gap=5.0, scale="mean_std")
+    assert alike.tolist() == [[0.5, 0.0, 0.0], [1.5, -2.5, 0.125]]
+
+
+@pytest.mark.parametrize(
+    ("value", "plan", "wanted"),
+    [
+        (0, {"start": 10, "end": 20, "final": 0.0}, 1.0),
+        (15, {"start": 10, "end": 20, "final": 0.0}, 0.5),
+        (25, {"start": 10, "end": 20, "final": 0.0}, 0.0),
+        (0.75, {"start": 0.5, "end": 1.0, "final": 0.2}, 0.6),
+        (1.25, {"start": 2.0, "end": 1.0, "final": 3.0}, 2.5),
+    ],
+)
+def test_a_scheduled_factor_by_hand(value: float, plan: dict[str, float], wanted: float) -> None:
+    assert compute_factor(value, **plan) == pytest.approx(wanted)
 
 
 def test_tokens_beyond_the_horizon_get_0_and_are_in_no_statistic() -> None:

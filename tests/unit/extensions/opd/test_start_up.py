@@ -90,8 +90,20 @@ def test_a_teacher_of_the_students_family_passes(teacher: FakeTeacher, student: 
     assert problems(teacher.url, student, teacher={"tokenizer": str(student)}) == []
 
 
+def test_each_teacher_is_examined_and_a_source_that_no_prompt_has_is_refused(
+    teacher: FakeTeacher, student: Path
+) -> None:
+    columns = {"columns": {"data_source": ["math"] * len(PROMPTS)}}
+    assert problems(teacher.url, student, teacher={"sources": {"math": {"url": teacher.url}}}, **columns) == []
+    (dead,) = problems(teacher.url, student, teacher={"sources": {"math": {"url": "http://127.0.0.1:9"}}}, **columns)
+    assert (dead.key, dead.verdict) == ("opd.teacher.sources.math.url", "ERROR")
+    (unknown,) = problems(teacher.url, student, teacher={"sources": {"code": {"url": teacher.url}}}, **columns)
+    key = "opd.teacher.sources.code.url"
+    assert str(unknown) == f"{key}={teacher.url}: no training prompt has the data_source code. The data has: math."
+
+
 def test_each_part_is_asked_for(teacher: FakeTeacher) -> None:
-    settings = OpdSettings.from_mapping("opd", {"mode": "loss", "teacher": {"url": teacher.url}}).teacher
+    settings = OpdSettings.from_mapping("opd", {"mode": "loss", "teacher": {"url": teacher.url}}).teachers[""]
     tokenizer = build_tokenizer("Spell backward:")
     assert (find_model(settings)[0], find_length(settings)) == ("teacher", 128)
     assert measure_repeats(settings, "teacher", [[1, 2, 3], [3, 2, 1]]) == 0.0

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import requests
 
 from recipe.offpolicy.extensions.opd import teacher_client
 from recipe.offpolicy.extensions.opd.settings import TeacherSettings
+from recipe.offpolicy.extensions.opd.teacher_checks import find_model, measure_repeats
 from recipe.offpolicy.extensions.opd.teacher_client import (
     Row,
     TeacherClient,
@@ -21,6 +23,7 @@ from recipe.offpolicy.extensions.opd.teacher_client import (
     read_log_probs,
     request,
 )
+from recipe.offpolicy.fault_tolerance.redaction import RedactedStream, redact, redact_text
 from tests.support.fake_teacher import FakeTeacher, serving
 
 
@@ -219,3 +222,71 @@ def test_a_teacher_that_is_slow_ends_in_bounded_time() -> None:
             scored(teacher, ROWS, timeout=0.3)
         assert time.monotonic() - start < 5
         teacher.answering.set()
+
+
+# A server that demands a key ----------------------------------------------------------------------------------------
+
+SECRET = "t3acher-of-nobody-else"
+
+
+@pytest.fixture
+def guarded() -> Iterator[FakeTeacher]:
+    """A server that answers to the right key and team alone, and repeats the wrong ones in its error, as some do."""
+
+    class Guarded(FakeTeacher):
+        def answer(self, path: str, body: dict[str, Any]) -> tuple[int, Any]:
+            key, team = self.headers[-1].get("Authorization"), self.headers[-1].get("X-Team")
+            if (key, team) != (f"Bearer {SECRET}", "rl-team-7"):
+                return 401, {"error": f"wrong key {key}, team {team}"}
+            return super().answer(path, body)
+
+    with serving(Guarded()) as teacher:
+        yield teacher
+
+
+def keyed(teacher: FakeTeacher) -> TeacherSettings:
+    return TeacherSettings(urls=(teacher.url,), api_key="KEY_OF_TEACHER", headers={"X-Team": "TEAM_OF_TEACHER"})
+
+
+def test_every_request_has_the_key_and_the_headers(guarded: FakeTeacher, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KEY_OF_TEACHER", f"{SECRET}\n")
+    monkeypatch.setenv("TEAM_OF_TEACHER", "rl-team-7")
+    settings = keyed(guarded)
+    assert find_model(settings)[0] == "teacher"
+    assert measure_repeats(settings, "teacher", [[1, 2, 3], [4, 5, 6]]) == 0.0
+    client = TeacherClient(settings, "teacher")
+    try:
+        assert client.wait(client.start(ROWS)) == [[-0.01, -0.02], [-0.03]]
+    finally:
+        client.close()
+
+
+def test_a_refused_key_is_said_nowhere(
+    guarded: FakeTeacher, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Neither in the error, which quotes the server's, nor in what this process prints or logs later."""
+    monkeypatch.setenv("KEY_OF_TEACHER", f"{SECRET}-of-before")
+    monkeypatch.setenv("TEAM_OF_TEACHER", "rl-team-7")
+    client = TeacherClient(keyed(guarded), "teacher")
+    try:
+        with pytest.raises(TeacherError, match=r"HTTP 401: .*wrong key .*\(hidden\), team \(hidden\)") as caught:
+            client.wait(client.start(ROWS))
+    finally:
+        client.close()
+    shown = f"{caught.value} {redact_text(f'{client._session.headers}')} {redact({'a': [SECRET + '-of-before']})}"
+    assert SECRET not in shown
+    assert "rl-team-7" not in shown
+    stream = RedactedStream(sys.stdout)
+    stream.write(f"Traceback: {SECRET}-of-before\n")
+    assert capsys.readouterr().out == "Traceback: (hidden)\n"
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [("", "KEY_OF_TEACHER of opd.teacher.api_key is not set"), ("a\nb-secret", "has characters that no header may")],
+)
+def test_a_value_that_cannot_be_sent_is_not_said(value: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KEY_OF_TEACHER", value)
+    with pytest.raises(TeacherError, match=said) as caught:
+        open_session(TeacherSettings(urls=("http://127.0.0.1:9",), api_key="KEY_OF_TEACHER"))
+    assert "secret" not in str(caught.value)
