@@ -1,0 +1,250 @@
+"""Rejection fine-tuning (RFT): right answers of a student, put into the teacher's chat template, for SFT.
+
+A teacher's log-probs are meaningful only if the student writes in the teacher's format. The student is sampled from a
+server, its right answers are kept, and verl's SFT trainer trains it on them.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import random
+import shlex
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import requests
+
+from .settings import TeacherSettings
+from .teacher_client import BUSY, LARGEST, PAUSE, TeacherError, open_session, parse_object, request
+
+Score = Callable[..., Any]
+"""verl's reward function: (data_source, solution_str, ground_truth, extra_info) -> a score, or a mapping with one."""
+BYTES = 64
+"""Largest size of an answer per requested token."""
+DATASET = "pkg://recipe.offpolicy.extensions.opd.rft_dataset"
+
+
+class RftError(RuntimeError):
+    """No data set can be made; what is wrong, and what to do."""
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the student is sampled.
+
+    Attributes:
+        n: answers per prompt.
+        max_tokens: tokens per answer; longer answers are dropped.
+        stop: texts at which an answer ends, without them.
+    """
+
+    n: int = 8
+    temperature: float = 1.0
+    max_tokens: int = 1024
+    stop: tuple[str, ...] = ()
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Found:
+    """Answers to one prompt.
+
+    Attributes:
+        finished: number of answers that ended by themselves.
+        right: number of right ones among these.
+        kept: different right answers, in the teacher's format.
+    """
+
+    finished: int
+    right: int
+    kept: tuple[str, ...]
+
+
+def render_prompt(tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+    """Render a prompt as the student is sampled: by its chat template, or without one the bare texts, in lines."""
+    if getattr(tokenizer, "chat_template", None):
+        ids = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True)
+        return list(ids["input_ids"] if isinstance(ids, Mapping) else ids)
+    text = "\n".join(str(message["content"]) for message in messages)
+    return list(tokenizer(text)["input_ids"])
+
+
+def sample(
+    settings: TeacherSettings, model: str, prompts: Sequence[Sequence[int]], how: Sampling
+) -> list[list[str | None]]:
+    """Sample answers to each prompt from an OpenAI-compatible server; None: an answer that did not end.
+
+    Raises:
+        TeacherError: the server does not answer, or sends something else.
+    """
+    session = open_session(settings)
+
+    def ask(number: int) -> list[str | None]:
+        body = {
+            "model": model,
+            "prompt": list(prompts[number]),
+            "n": how.n,
+            "max_tokens": how.max_tokens,
+            "temperature": how.temperature,
+            "seed": how.seed + number,
+            **({"stop": list(how.stop)} if how.stop else {}),
+        }
+        url = f"{settings.urls[number % len(settings.urls)]}/v1/completions"
+        limit, deadline = LARGEST + BYTES * how.n * how.max_tokens, time.monotonic() + settings.timeout
+        failure = ""
+        for attempt in range(settings.retries + 1):
+            time.sleep(PAUSE * (2**attempt - 1))
+            try:
+                status, _, text = request(session, url, body, limit, deadline)
+            except requests.RequestException as error:
+                failure = type(error).__name__
+                continue
+            if status == 200:
+                return _read_answers(text, url, how.n)
+            failure = f"HTTP {status}: {' '.join(text[:300].decode(errors='replace').split())}"
+            if status < 500 and status not in BUSY:
+                break
+        raise TeacherError(
+            f"{url} gave no answers to prompt {number} ({failure}). Fix: check whether it serves {model}."
+        )
+
+    try:
+        with ThreadPoolExecutor(settings.concurrency, thread_name_prefix="student") as threads:
+            return list(threads.map(ask, range(len(prompts))))
+    finally:
+        session.close()
+
+
+def _read_answers(text: bytes, url: str, count: int) -> list[str | None]:
+    choices = parse_object(text, url).get("choices")
+    if not isinstance(choices, list) or len(choices) != count:
+        raise TeacherError(f"{url} sent no {count} completions.")
+    if not all(isinstance(each, Mapping) and isinstance(each.get("text"), str) for each in choices):
+        raise TeacherError(f"{url} sent completions without text.")
+    return [each["text"] if each.get("finish_reason") == "stop" else None for each in choices]
+
+
+def format_answer(text: str, pattern: str) -> str:
+    """Put an answer into the teacher's format: ``{response}`` is all of it, ``{last}`` its last line with text.
+
+    Example:
+        >>> format_answer("6 * 7\\nis 42", "<think>\\n{response}\\n</think>\\n\\n{last}")
+        '<think>\\n6 * 7\\nis 42\\n</think>\\n\\nis 42'
+    """
+    lines = [line for line in text.strip().splitlines() if line.strip()]
+    # Not str.format: braces are common in answers.
+    return pattern.replace("{last}", lines[-1].strip() if lines else "").replace("{response}", text.strip())
+
+
+def keep_right(
+    answers: Sequence[str | None], row: Mapping[str, Any], score: Score, *, right_from: float, most: int, pattern: str
+) -> Found:
+    """Keep at most ``most`` different right answers of one prompt, drawn at random.
+
+    An answer counts as right if its score is at least ``right_from`` both as sampled and in the teacher's format.
+    """
+
+    def is_right(text: str) -> bool:
+        found = score(
+            data_source=row.get("data_source"),
+            solution_str=text,
+            ground_truth=(row.get("reward_model") or {}).get("ground_truth"),
+            extra_info=row.get("extra_info"),
+        )
+        return float(found["score"] if isinstance(found, Mapping) else found) >= right_from
+
+    finished = [each for each in answers if each is not None]
+    right = [each for each in finished if each.strip() and is_right(each)]
+    texts = dict.fromkeys(format_answer(each, pattern) for each in right)
+    fit = [text for text in texts if is_right(text)]
+    if right and not fit:
+        raise RftError(f"no right answer is right in the format {pattern!r}. Fix: another --format, or --reward.")
+    chosen = random.Random(0).sample(fit, min(most, len(fit)))
+    return Found(len(finished), len(right), tuple(chosen))
+
+
+def load_score(given: str | None) -> Score:
+    """Load verl's own reward function, or FILE:FUNCTION with the same arguments.
+
+    Raises:
+        RftError: there is no such function.
+    """
+    if given is None:
+        from verl.utils.reward_score import default_compute_score
+
+        return default_compute_score
+    path, _, name = given.rpartition(":")
+    spec = importlib.util.spec_from_file_location("rft_reward", path) if Path(path).is_file() else None
+    if spec is None or spec.loader is None:
+        raise RftError(f"--reward {given}: no such file. Fix: FILE.py:FUNCTION.")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    if not callable(found := getattr(module, name, None)):
+        raise RftError(f"--reward {given}: {path} has no function {name}.")
+    return found
+
+
+def write_dataset(rows: Sequence[Mapping[str, Any]], found: Sequence[Found], folder: Path, teacher: Any) -> int:
+    """Write ``train.parquet`` and the teacher's tokenizer, and load every row as verl's SFT trainer does.
+
+    Returns:
+        Length of the longest row in tokens.
+
+    Raises:
+        RftError: nothing was kept, or a row's trained tokens are not its answer.
+    """
+    import pandas
+
+    from .rft_dataset import AnsweredPrompts
+
+    lines: list[dict[str, Any]] = [
+        {"messages": [*row["prompt"], {"role": "assistant", "content": text}], "data_source": row.get("data_source")}
+        for row, each in zip(rows, found, strict=True)
+        for text in each.kept
+    ]
+    if not lines:
+        raise RftError("no answer was right. Fix: more samples (-n), easier prompts, or another --reward.")
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "train.parquet"
+    pandas.DataFrame(lines).to_parquet(path)
+    teacher.save_pretrained(folder / "tokenizer")
+    data = AnsweredPrompts(str(path), teacher, {"pad_mode": "no_padding", "max_length": 2**30})
+    longest = 0
+    for number, line in enumerate(lines):
+        item = data[number]
+        ids, trained = item["input_ids"], item["loss_mask"].bool()
+        answer = line["messages"][-1]["content"]
+        if not teacher.decode(ids[trained], skip_special_tokens=False).startswith(answer):
+            raise RftError(f"row {number}: the trained tokens are not the answer, in the teacher's tokenizer.")
+        longest = max(longest, len(ids))
+    return longest
+
+
+def build_command(folder: Path, student: str, longest: int, rows: int) -> list[str]:
+    """Build verl's SFT command for the written data set."""
+    return [
+        *("torchrun", "--standalone", "--nproc_per_node=1", "-m", "verl.trainer.sft_trainer"),
+        f"data.train_files={folder / 'train.parquet'}",
+        f"data.custom_cls.path={DATASET}",
+        "data.custom_cls.name=AnsweredPrompts",
+        f"data.max_length={longest}",
+        f"data.max_token_len_per_gpu={max(8192, longest)}",
+        f"data.train_batch_size={min(rows, 64)}",
+        f"model.path={student}",
+        f"model.tokenizer_path={folder / 'tokenizer'}",
+        f"trainer.default_local_dir={folder / 'checkpoints'}",
+        "trainer.total_epochs=2",
+        "trainer.save_freq=after_each_epoch",
+        "trainer.logger=[console]",
+        "checkpoint.save_contents=[model,optimizer,extra,hf_model]",
+    ]
+
+
+def show_command(command: Sequence[str]) -> str:
+    """Format a command for a shell, one override per line."""
+    words = [shlex.quote(each) for each in command]
+    return " \\\n    ".join([" ".join(words[:5]), *words[5:]])

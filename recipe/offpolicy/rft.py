@@ -1,0 +1,106 @@
+"""Sample a student, keep its right answers in the teacher's chat template, and print verl's command to train on them.
+
+bash scripts/teacher.sh STUDENT --port 8200 &
+python -m recipe.offpolicy.rft train.parquet --student STUDENT --teacher TEACHER --url http://127.0.0.1:8200 --out rft
+
+DATA is verl's training data: prompt, data_source, reward_model. Writes OUT/train.parquet and OUT/tokenizer. Exit
+status: 0; 2 where an argument is invalid, the server does not answer, or no answer was right.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from .command_line import BAD_INPUT, name_program, require_modules, run
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; return its exit status."""
+    options = build_parser().parse_args(arguments)
+    require_modules("rft", "torch", "pyarrow", "pandas", "transformers", "verl", "requests")
+    from .extensions.opd import rft
+    from .extensions.opd.rft_rows import load_tokenizer, read_rows
+    from .extensions.opd.settings import TeacherSettings
+    from .extensions.opd.teacher_checks import find_model
+    from .extensions.opd.teacher_client import TeacherError
+
+    how = rft.Sampling(options.n, options.temperature, options.max_tokens, tuple(options.stop), options.seed)
+    try:
+        rows = read_rows(options.data, options.limit)
+        student, teacher = (load_tokenizer(path) for path in (options.student, options.teacher))
+        if student.get_vocab() != teacher.get_vocab():
+            raise rft.RftError(f"{options.teacher} has another vocabulary than {options.student}.")
+        if not getattr(teacher, "chat_template", None):
+            raise rft.RftError(f"{options.teacher} has no chat template, so no format to learn.")
+        score = rft.load_score(options.reward)
+        settings = TeacherSettings(
+            tuple(url.rstrip("/").removesuffix("/v1") for url in options.url), api_key=options.api_key
+        )
+        model = options.model or find_model(settings)[0]
+        prompts = [rft.render_prompt(student, row["prompt"]) for row in rows]
+        answers = rft.sample(settings, model, prompts, how)
+        found = [
+            rft.keep_right(each, row, score, right_from=options.right_from, most=options.most, pattern=options.format)
+            for each, row in zip(answers, rows, strict=True)
+        ]
+        longest = rft.write_dataset(rows, found, options.out, teacher)
+    except (rft.RftError, TeacherError, OSError) as error:
+        print(f"rft: {error}", file=sys.stderr)  # noqa: T201
+        return BAD_INPUT
+    kept = sum(len(each.kept) for each in found)
+    solved = sum(each.right > 0 for each in found)
+    samples, finished, right = (
+        how.n * len(rows),
+        sum(each.finished for each in found),
+        sum(each.right for each in found),
+    )
+    print(  # noqa: T201
+        f"{len(rows)} prompts, {samples} answers: {finished} finished, {right} right; {solved} prompts solved; {kept} "
+        f"different answers kept in {options.out / 'train.parquet'}, at most {longest} tokens. Train on them:\n"
+    )
+    print(rft.show_command(rft.build_command(options.out.resolve(), options.student, longest, kept)))  # noqa: T201
+    return 0
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Build the parser of the command's arguments."""
+    parser = argparse.ArgumentParser(
+        prog=name_program("rft"), description="Right answers of a student in the teacher's chat template, for SFT."
+    )
+    add = parser.add_argument
+    add("data", metavar="DATA", nargs="+", type=Path, help="Parquet files with prompt, data_source, reward_model")
+    add("--student", required=True, metavar="FOLDER", help="folder or hub name of the student")
+    add("--teacher", required=True, metavar="FOLDER", help="folder or hub name of the teacher's tokenizer")
+    add("--url", required=True, nargs="+", metavar="URL", help="servers of the student, with vLLM's interface")
+    add("--out", required=True, type=Path, metavar="DIR", help="folder to write")
+    add("--model", metavar="NAME", help="served model name (default: the only one)")
+    add("--api-key", metavar="VARIABLE", help="environment variable with the server's API key")
+    add("-n", type=int, default=8, metavar="N", help="answers per prompt (8)")
+    add("--temperature", type=float, default=1.0, help="(1.0)")
+    add("--max-tokens", type=int, default=1024, metavar="N", help="tokens per answer; longer ones are dropped (1024)")
+    add(
+        "--stop",
+        nargs="*",
+        default=(),
+        metavar="TEXT",
+        help="texts that end an answer, for students without a template",
+    )
+    add("--seed", type=int, default=0, metavar="N", help="of sampling (0)")
+    add("--limit", type=int, metavar="N", help="number of prompts (all)")
+    add("--reward", metavar="FILE:FUNCTION", help="reward function, as custom_reward_function (default: verl's own)")
+    add("--right-from", type=float, default=1.0, metavar="SCORE", help="right from this score on (1.0)")
+    add("--most", type=int, default=4, metavar="N", help="different right answers per prompt to keep (4)")
+    add(
+        "--format",
+        default="{response}",
+        metavar="TEXT",
+        help="answer to train on, of {response} and {last}, its last line",
+    )
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(run("rft", main))
