@@ -45,6 +45,13 @@ OUTSIDE: dict[str, dict[str, tuple[Any, ...]]] = {
         "anchor.per": ("step",),
         "reference": (0, "budget", "extra_info."),
         "most": (0,),
+        "truncated": ("masked",),
+        "classes.from_step": (-1, 0.5),
+        "classes.samples": COUNT,
+        "classes.easy_above": (1.0, -0.1),
+        "classes.hard_below": (0, 1.1),
+        "leave_out.dump": ("", 3),
+        "leave_out.below": (0, 1.1),
     },
     "opd": {
         "mode": ("k1", None),
