@@ -98,14 +98,23 @@ def last_outputs(batch: BatchView) -> list[int]:
 def read_agent_fields(batch: BatchView, *names: str) -> list[Mapping[str, Any]]:
     """Read what the agent loop returned in ``extra_fields`` for each row: one column on V1, one per field on V0."""
     try:
-        found = batch.rows("extra_fields")["extra_fields"]
-        return [each.data if hasattr(each, "data") and not isinstance(each, Mapping) else each for each in found]
+        return read_plain(batch, "extra_fields")
     except KeyError:
         columns = {}
         for name in names:
             with suppress(KeyError):
-                columns[name] = batch.rows(name)[name]
+                columns[name] = read_plain(batch, name)
         return [{name: values[row] for name, values in columns.items()} for row in range(len(batch.uids))]
+
+
+def read_plain(batch: BatchView, name: str) -> list[Any]:
+    """Read a column that is no tensor, one value per row; TransferQueue wraps each one.
+
+    Raises:
+        KeyError: the batch does not have it.
+    """
+    found = batch.rows(name)[name]
+    return [each.data if hasattr(each, "data") and not isinstance(each, Mapping | str) else each for each in found]
 
 
 def check_columns(columns: Mapping[str, Tensor], rows: int) -> None:

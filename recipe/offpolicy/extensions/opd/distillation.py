@@ -23,7 +23,7 @@ from ...batch.rewards import check_rewards
 from ...correction import Problem
 from ...proof.token_alignment import AlignmentChecker, tally_agreements
 from ..advantage_proof import name_hashes
-from ..batch_view import BatchView, last_outputs
+from ..batch_view import BatchView, last_outputs, read_plain
 from ..extension import Extension
 from .columns import CENTRE, FACTOR, ROW, TEACHER
 from .eligibility import compute_pass_rates, eligible, find_passed
@@ -148,7 +148,7 @@ class OnPolicyDistillation(Extension):
         default = "" if "" in self._clients else None
         if not self._clients.keys() - {""}:
             return [default] * len(batch.uids)
-        sources = batch.rows(self._source_key)[self._source_key]
+        sources = read_plain(batch, self._source_key)
         return [str(source) if str(source) in self._clients else default for source in sources]
 
     def _follow(self, value: float) -> None:

@@ -10,6 +10,7 @@ import importlib.util
 import random
 import shlex
 import time
+import unicodedata
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -218,10 +219,16 @@ def write_dataset(rows: Sequence[Mapping[str, Any]], found: Sequence[Found], fol
         item = data[number]
         ids, trained = item["input_ids"], item["loss_mask"].bool()
         answer = line["messages"][-1]["content"]
-        if not teacher.decode(ids[trained], skip_special_tokens=False).startswith(answer):
+        text = teacher.decode(ids[trained], skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        if not _squeeze(text).startswith(_squeeze(answer)):
             raise RftError(f"row {number}: the trained tokens are not the answer, in the teacher's tokenizer.")
         longest = max(longest, len(ids))
     return longest
+
+
+def _squeeze(text: str) -> str:
+    """Remove what tokenizers change: white space, and other forms of one letter."""
+    return unicodedata.normalize("NFKC", "".join(text.split()))
 
 
 def build_command(folder: Path, student: str, longest: int, rows: int) -> list[str]:

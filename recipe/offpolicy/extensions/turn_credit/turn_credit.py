@@ -88,7 +88,7 @@ class TurnCredit(AdvantageExtension):
         Raises:
             LivenessError: they are missing, or cannot be assigned to turns.
         """
-        most = int(counts.max()) if len(counts) else 0
+        most = max([1, *counts.tolist()])
         found = torch.full((len(counts), most), math.nan, dtype=torch.float64)
         if (name := self.turn.turn_rewards) is None:
             return found

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from omegaconf import OmegaConf
-from tensordict import TensorDict
+from tensordict import NonTensorStack, TensorDict
 from torch import Tensor
 
 from recipe.offpolicy.extensions.add_ons import AddOns
@@ -159,7 +159,7 @@ def test_a_rollout_of_several_rows_is_one_sequence_of_turns(monkeypatch: pytest.
         "rm_scores": nested(scores),
         "responses": nested(scores),
         "prompts": nested(scores),
-        "extra_fields": [{"tool_rewards": each, "turn_scores": []} for each in tools],
+        "extra_fields": NonTensorStack(*({"tool_rewards": each, "turn_scores": []} for each in tools)),
     }
     monkeypatch.setattr(batch_view_v1, "read_columns", lambda meta, *names: {name: stored[name] for name in names})
     keys = ["a_0_0", "a_0_1", "a_1_0", "a_0_0-pad"]
