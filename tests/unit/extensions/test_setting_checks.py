@@ -113,6 +113,11 @@ OUTSIDE: dict[str, dict[str, tuple[Any, ...]]] = {
         "coef": (0,),
         "probe_every": COUNT,
         "max_unscored_share": (1.0, -0.1),
+        "waste.within": (-0.1, "little"),
+        "waste.penalty": (-1, None),
+        "monte_carlo.every": COUNT,
+        "monte_carlo.share": (0, 1.1),
+        "monte_carlo.samples": COUNT,
     },
     "turn_credit": {
         "normalize": ("turn", None),
