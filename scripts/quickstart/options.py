@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,7 @@ from verl_patches.releases import attributes_of
 from verl_patches.runtime_env import PYTHONPATH, joined
 
 from .free_length import ANCHOR, COEFFICIENTS, MOST_TOKENS
-from .own_model import build_bucket_override, find_unusable
+from .own_model import BUCKET, build_bucket_override, find_unusable
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 PLATFORMS = ("cpu", "cpu_megatron", "cuda")
@@ -24,6 +25,7 @@ COMMON_ENVIRONMENT = {
     "HYDRA_FULL_ERROR": "0",
     "PYTHONUNBUFFERED": "1",
     "RAY_USAGE_STATS_ENABLED": "0",
+    "TQDM_DISABLE": "1",
     "VLLM_NO_USAGE_STATS": "1",
 }
 CPU_PATCHES = "verl_patches.cpu"
@@ -67,6 +69,23 @@ FREE_LENGTH_OVERRIDES = (
     "actor_rollout_ref.rollout.val_kwargs.temperature=1.0",
 )
 """Settings of the task free_length, together with those of its length penalty."""
+ARITHMETIC_OVERRIDES = (
+    "data.train_batch_size=8",
+    "data.max_response_length=20",
+    # At 1 the 4-bit weights sample a text of another topic every other time.
+    "actor_rollout_ref.rollout.temperature=0.7",
+    "actor_rollout_ref.rollout.val_kwargs.do_sample=true",
+    "actor_rollout_ref.rollout.val_kwargs.temperature=0.7",
+    "actor_rollout_ref.rollout.val_kwargs.n=4",
+    "actor_rollout_ref.actor.ppo_mini_batch_size=4",
+    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=16",
+    "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=16",
+    "actor_rollout_ref.actor.optim.lr=1e-5",
+    "trainer.total_training_steps=16",
+)
+"""Settings of SmolLM2-135M-Instruct and its task."""
+SMOLLM2 = "smollm2"
+SMOLLM2_OVERRIDES = (f"{BUCKET}=128",)  # MiB; embeddings of 49152 tokens take 108
 
 
 @dataclass(frozen=True)
@@ -92,6 +111,9 @@ TASKS = {
     "spelling": Task(WORDS, "data", "model", "reward.py"),
     "free_length": Task(
         f"{WORDS}, at free length", "data", "free_length_model", "free_length_reward.py", FREE_LENGTH_OVERRIDES
+    ),
+    "arithmetic": Task(
+        "reasoning-gym's chain_sum", "arithmetic", SMOLLM2, "arithmetic_reward.py", ARITHMETIC_OVERRIDES
     ),
     "process_reward": Task(
         "sums modulo 5, with process rewards", "sums", "sums_model", "sums_reward.py", SUMS_OVERRIDES
@@ -127,7 +149,8 @@ class Options:
         model = None
         given = find_last(MODEL_PATH, overrides)
         key, given = ("MODEL", env.get("MODEL")) if given is None else (MODEL_PATH, given.strip("'\""))
-        if given:
+        small = (key, given) == ("MODEL", SMOLLM2)
+        if given and not small:
             model = Path(given).expanduser().resolve()
             has_template = is_set("actor_rollout_ref.model.custom_chat_template", overrides)
             if reason := find_unusable(model, has_template=has_template):
@@ -136,9 +159,11 @@ class Options:
         platform = "cpu" if platform is None else platform
         if platform not in PLATFORMS:
             raise ValueError(f"platform={platform}: choose one of {', '.join(PLATFORMS)}")
-        task, (spelling, *others, by_process) = env.get("TASK") or "spelling", TASKS
+        task, (spelling, *others, by_process) = env.get("TASK") or ("arithmetic" if small else "spelling"), TASKS
         if task not in (spelling, *others):
             raise ValueError(f"TASK={task}: choose one of {', '.join((spelling, *others))}")
+        if small and task != "arithmetic":
+            raise ValueError(f"TASK={task}: MODEL={SMOLLM2} has a task of its own; leave TASK or MODEL out")
         own = next((section for section in (by_process, "opd") if is_set(section, overrides)), None)
         if task != spelling and own is not None:
             raise ValueError(f"TASK={task}: {own} brings a task of its own; leave one of them out")
@@ -146,22 +171,31 @@ class Options:
         name = find_last("model", overrides)
         if name not in (None, "moe"):
             raise ValueError(f"model={name}: the quickstart's own are moe, and a dense one without this override")
-        if name and (model or task != spelling):
+        if name and (model or small or task != spelling):
             raise ValueError(
                 f"model=moe: it is a model of its own, with a task of its own. Leave MODEL, {MODEL_PATH}, TASK and "
                 "process_reward out"
             )
         settings = (*ANY_MODEL_OVERRIDES, *build_bucket_override(model, platform, overrides)) if model else ()
+        if task == "arithmetic" and not model:
+            settings = SMOLLM2_OVERRIDES
         return cls(model, platform, task, mixture=name == "moe", model_overrides=settings)
 
 
-def build_child_environment(base: Mapping[str, str], platform: str, root: Path) -> dict[str, str]:
-    """Build the children's environment: what the caller has set stays, lists are joined."""
+def build_child_environment(
+    base: Mapping[str, str], platform: str, root: Path, *, large: bool = False
+) -> dict[str, str]:
+    """Build the children's environment: what the caller has set stays, lists are joined.
+
+    Args:
+        large: the model is large enough for its matrix products to be shared by all cores.
+    """
     added = {**COMMON_ENVIRONMENT, **base, PYTHONPATH: joined(PYTHONPATH, str(root), base.get(PYTHONPATH, ""))}
     if platform.startswith("cpu"):
         # First, because a module of the caller's that imports verl's workers asks for the platform.
         modules = joined(EXTERNAL_MODULES, CPU_PATCHES, base.get(EXTERNAL_MODULES, ""))
-        added = {**CPU_ENVIRONMENT, **added, EXTERNAL_MODULES: modules}
+        threads = {"OMP_NUM_THREADS": str(len(os.sched_getaffinity(0)))} if large else {}
+        added = {**CPU_ENVIRONMENT, **threads, **added, EXTERNAL_MODULES: modules}
     return added
 
 

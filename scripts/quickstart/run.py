@@ -26,11 +26,13 @@ from verl_patches.contract import installed_release
 from .metrics import FAILED, FIRST_VALUE, REFUSED, History, judge
 from .options import (
     MODEL_PATH,
+    SMOLLM2,
     TASKS,
     Options,
     build_child_environment,
     build_release_overrides,
     build_task_overrides,
+    find_last,
     needs_teacher,
     quote,
 )
@@ -38,6 +40,7 @@ from .prepare import find_made, folder
 from .processes import Child, SharedMemoryWatch, StageFailed, Tail, become_subreaper, clean_up
 from .progress import Progress, TrainingView
 from .report import build_summary_table, describe, draw
+from .smollm2 import NAME
 from .sums import describe_utilities, judge_utilities, read_recorded
 from .teacher import Teacher
 
@@ -71,8 +74,8 @@ class Quickstart:
         # Platform and model are among the options; Hydra takes a group's choice once, and has no such group.
         self.overrides = [override for override in overrides if not override.startswith(("platform=", "model="))]
         self.taught = needs_teacher(self.overrides)
-        model = "mixture" if options.mixture else self.task.model
-        self.parts = [self.task.data, *([] if options.model else [model]), *(["teacher"] if self.taught else [])]
+        self.own = "mixture" if options.mixture else self.task.model
+        self.parts = [self.task.data, *([] if options.model else [self.own]), *(["teacher"] if self.taught else [])]
         self.progress = progress
         self.history = History()
         self.current: Child | None = None
@@ -83,7 +86,8 @@ class Quickstart:
         self._folder.mkdir(parents=True)
         # Sockets of Ray lie deep below it, and the path of a socket must be shorter than 108 characters.
         self._scratch = tempfile.mkdtemp(prefix="qs", dir="/tmp")
-        self._env = build_child_environment(os.environ, options.platform, ROOT) | {
+        large = options.model is not None or options.task == "arithmetic"
+        self._env = build_child_environment(os.environ, options.platform, ROOT, large=large) | {
             "TMPDIR": self._scratch,
             "RAY_TMPDIR": self._scratch,
             "VERL_FILE_LOGGER_PATH": str(self._folder / "metrics.jsonl"),
@@ -149,7 +153,8 @@ class Quickstart:
         trainer = yaml.safe_load((self._folder / "hydra" / ".hydra" / "config.yaml").read_text())["trainer"]
         steps = int(trainer["total_training_steps"] or 0)
         scored = trainer["val_before_train"] and trainer["test_freq"] > 0
-        enough = yaml.safe_load(CONFIG.read_text())["trainer"]["total_training_steps"]
+        enough = find_last("trainer.total_training_steps", self.task.overrides)
+        enough = int(enough or yaml.safe_load(CONFIG.read_text())["trainer"]["total_training_steps"])
         judged = not self.options.model and self.options.task != "free_length" and steps >= enough
         parts = ("weight", "masks", "proximal", "kl_clip")
         corrected = [correction[part] for part in parts] != [None, {}, "recompute", None]
@@ -177,7 +182,7 @@ class Quickstart:
             self.progress.line(f"values of the first step: {describe_utilities(found, first)}")
         self.progress.console.print(to_rich(build_summary_table(self.history, corrected=corrected)))
         picture = self._folder / "quickstart.png"
-        own = "a mixture of 1.2 M parameters" if self.options.mixture else "a Qwen2 of 0.4 M parameters"
+        own = {"mixture": "a mixture of 1.2 M parameters", SMOLLM2: NAME}.get(self.own, "a Qwen2 of 0.4 M parameters")
         model = self.options.model.name if self.options.model else own
         if self.options.task == "free_length":
             self._report_lengths()

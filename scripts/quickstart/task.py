@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import os
 import random
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +17,24 @@ Entry = dict[str, Any]
 
 @dataclass(frozen=True)
 class TaskSettings:
-    """Family and number of the questions; words so short that a model of 0.4 M parameters learns to spell them."""
+    """Family, difficulty and number of the questions; a model of 0.4 M parameters learns to spell words this short."""
 
     family: str = "spell_backward"
-    min_word_len: int = 3
-    max_word_len: int = 6
+    difficulty: Mapping[str, int] = field(default_factory=lambda: {"min_word_len": 3, "max_word_len": 6})
     seed: int = 1
     heldout: int = 256
     train: int = 2048
     warm_start: int = 4096
+
+
+ARITHMETIC = TaskSettings(
+    "chain_sum",
+    {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1},
+    heldout=48,
+    train=140,
+    warm_start=0,
+)
+"""Sums and differences of two digits, of which there are 200."""
 
 
 def splits(settings: TaskSettings) -> dict[str, list[Entry]]:
@@ -38,8 +47,7 @@ def splits(settings: TaskSettings) -> dict[str, list[Entry]]:
     """
     sizes = {"heldout": settings.heldout, "train": settings.train, "warm_start": settings.warm_start}
     wanted = sum(sizes.values())
-    lengths = {"min_word_len": settings.min_word_len, "max_word_len": settings.max_word_len}
-    source = reasoning_gym.create_dataset(settings.family, size=10 * wanted, seed=settings.seed, **lengths)
+    source = reasoning_gym.create_dataset(settings.family, size=10 * wanted, seed=settings.seed, **settings.difficulty)
     distinct: dict[str, Entry] = {}
     for index in range(len(source)):
         entry = source[index]
@@ -49,7 +57,7 @@ def splits(settings: TaskSettings) -> dict[str, list[Entry]]:
     else:
         raise ValueError(
             f"{settings.family} has {len(distinct)} different questions, {wanted} are needed: "
-            "ask for fewer, or widen min_word_len..max_word_len"
+            f"ask for fewer, or widen {dict(settings.difficulty)}"
         )
     pool = iter(distinct.values())
     return {name: [next(pool) for _ in range(size)] for name, size in sizes.items()}

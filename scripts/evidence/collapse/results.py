@@ -38,14 +38,19 @@ COLUMNS = {
 """Column -> verl's metric; NaN where a step did not log it."""
 
 
-def build_rows(run: Mapping[str, Any], records: Sequence[tuple[int, Mapping[str, Any]]]) -> list[dict[str, Any]]:
+def build_rows(
+    run: Mapping[str, Any],
+    records: Sequence[tuple[int, Mapping[str, Any]]],
+    columns: Mapping[str, str] = COLUMNS,
+) -> list[dict[str, Any]]:
     """Build a run's lines from its metrics: (step, what verl's file logger wrote).
 
     Args:
         run: columns that are alike in all of them: ``arm``, ``seed``, ``outcome`` ("finished", or how it died), ...
+        columns: column -> verl's metric.
     """
     return [
-        {**run, "step": step, **{name: float(data.get(key, math.nan)) for name, key in COLUMNS.items()}}
+        {**run, "step": step, **{name: float(data.get(key, math.nan)) for name, key in columns.items()}}
         for step, data in records
     ]
 
@@ -61,7 +66,8 @@ def read(path: Path | None = None) -> pandas.DataFrame:
 def append(rows: Sequence[Mapping[str, Any]], path: Path | None = None) -> None:
     """Add the lines of one run; the file is replaced at once, so that a kill loses that run at most."""
     path = path or DATA
-    whole = pandas.DataFrame(list(rows)).astype(dict.fromkeys(COLUMNS, "float32"))
+    whole = pandas.DataFrame(list(rows))
+    whole = whole.astype(dict.fromkeys(whole.select_dtypes("float").columns, "float32"))
     if path.exists():
         whole = pandas.concat([read(path), whole], ignore_index=True)
     partly = path.with_suffix(".partly")
@@ -69,15 +75,16 @@ def append(rows: Sequence[Mapping[str, Any]], path: Path | None = None) -> None:
     os.replace(partly, path)
 
 
-def note_machine_failure(run: Mapping[str, Any]) -> bool:
+def note_machine_failure(run: Mapping[str, Any], path: Path | None = None) -> bool:
     """Note a run that the machine ended; True if it may be made once more, False where it was noted before."""
+    path = path or MACHINE_FAILURES
     line = pandas.DataFrame([dict(run)])
-    if MACHINE_FAILURES.exists():
-        noted = pandas.read_csv(MACHINE_FAILURES)
+    if path.exists():
+        noted = pandas.read_csv(path)
         if ((noted["arm"] == run["arm"]) & (noted["seed"] == run["seed"])).any():
             return False
         line = pandas.concat([noted, line], ignore_index=True)
-    line.to_csv(MACHINE_FAILURES, index=False)
+    line.to_csv(path, index=False)
     return True
 
 

@@ -16,7 +16,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -61,12 +61,17 @@ def find_start_model(path: Path = START_MODEL) -> Path:
 def build_run(run: Run) -> tuple[list[str], dict[str, str]]:
     """Build the overrides of a run, and the environment that its fault needs."""
     overrides = [*run.arm.overrides, quote("actor_rollout_ref.model.path", find_start_model()), f"data.seed={run.seed}"]
-    if not run.arm.lag:
-        return overrides, {}
+    return add_lag(run.arm.lag, overrides)
+
+
+def add_lag(lag: int, overrides: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+    """Add what makes the engine sample with the weights of ``lag`` synchronisations before: overrides, environment."""
+    if not lag:
+        return list(overrides), {}
     return [*overrides, "offpolicy.delivery.sums=null", "offpolicy.delivery.probe=null"], {
         "VERL_USE_EXTERNAL_MODULES": "verl_patches.cpu,inject",
         "PYTHONPATH": str(FAULTS),
-        "OFFPOLICY_INJECT": f"lag:{run.arm.lag}",
+        "OFFPOLICY_INJECT": f"lag:{lag}",
     }
 
 
@@ -79,10 +84,28 @@ def describe_code() -> dict[str, str | None]:
 
 def make(run: Run) -> str:
     """Make one run and keep its steps; return how it ended."""
-    LOGS.mkdir(parents=True, exist_ok=True)
     overrides, environment = build_run(run)
+    return make_quickstart(run, overrides, environment, LOGS, results.DATA, results.COLUMNS)
+
+
+def make_quickstart(
+    run: Run,
+    overrides: Sequence[str],
+    environment: Mapping[str, str],
+    logs: Path,
+    data: Path,
+    columns: Mapping[str, str],
+) -> str:
+    """Make one run of the quickstart and keep its steps; return how it ended.
+
+    Args:
+        logs: folder of its log.
+        data: Parquet to which its steps are added; runs that the machine ended are noted next to it.
+        columns: column of ``data`` -> verl's metric.
+    """
+    logs.mkdir(parents=True, exist_ok=True)
     began = time.time()
-    ended = run_quickstart(overrides, LOGS / f"{run.name}.log", limit=LIMIT * run.seconds, environment=environment)
+    ended = run_quickstart(overrides, logs / f"{run.name}.log", limit=LIMIT * run.seconds, environment=environment)
     trained, log = len(list_updates(ended.records)), ended.folder / "train.log" if ended.folder else None
     outcome = "time limit" if ended.code is None else f"ended with {ended.code}"
     if trained >= run.arm.steps:
@@ -92,10 +115,12 @@ def make(run: Run) -> str:
     seconds = time.time() - began
     card = {"arm": run.setting, "seed": run.seed, "outcome": outcome, "wall_seconds": round(seconds, 1)}
     said = f"{outcome}, {trained} steps, {seconds:.0f} s"
-    if outcome in ("out of memory", "time limit") and results.note_machine_failure({**card, "steps": trained}):
+    failures = data.with_name(results.MACHINE_FAILURES.name)
+    by_machine = outcome in ("out of memory", "time limit")
+    if by_machine and results.note_machine_failure({**card, "steps": trained}, failures):
         return f"{said}; it is made once more at the next call"
     if ended.records:
-        results.append(results.build_rows({**card, **describe_code()}, ended.records))
+        results.append(results.build_rows({**card, **describe_code()}, ended.records, columns), data)
     return said
 
 

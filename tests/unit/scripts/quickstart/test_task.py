@@ -35,7 +35,9 @@ def test_default_settings_hold_out_enough():
 
 @pytest.mark.slow
 def test_too_few_different_questions_is_an_error():
-    settings = task.TaskSettings(min_word_len=3, max_word_len=3, heldout=256, train=4096, warm_start=4096)
+    settings = task.TaskSettings(
+        difficulty={"min_word_len": 3, "max_word_len": 3}, heldout=256, train=4096, warm_start=4096
+    )
     with pytest.raises(ValueError, match="different questions, 8448 are needed"):
         task.splits(settings)
 

@@ -1,0 +1,103 @@
+"""Makes the runs of the evidence on SmolLM2-135M-Instruct, one after another; what has finished is not run again.
+
+    python scripts/evidence/real_model/run.py --list                 # every run, whether it has finished, and its time
+    python scripts/evidence/real_model/run.py [NAME ...] [--hours H] # NAME: an arm, or a run such as late_opsm-3
+
+VENV=path: an environment with verl 0.9.1, by default the one that runs this. Each run is one of scripts/quickstart.sh;
+its steps are added to results.parquet next to this file when it has ended. PLAN.md says what is looked for.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[3]
+sys.path[:0] = [str(ROOT), str(ROOT / "scripts" / "evidence")]
+
+from collapse import results
+from collapse.arms import Arm, Run
+from collapse.run import add_lag, make_quickstart, unwind_when_terminated
+from seeds import build_parser, make_runs
+
+from scripts.quickstart.options import MODEL_PATH, quote
+from scripts.quickstart.prepare import make_once
+from scripts.quickstart.smollm2 import build_smollm2
+from verl_patches.releases import TESTED
+
+DATA = Path(__file__).resolve().with_name("results.parquet")
+LOGS = ROOT / "outputs" / "evidence" / "real_model"
+LAG = 4
+SECONDS = 540
+COLUMNS = {
+    "right": "val-core/reasoning_gym/chain_sum/acc/mean@4",
+    "reward": "critic/rewards/mean",
+    "k3": "offpolicy/kl/k3",
+    "ratio_ess": "offpolicy/rollout_ratio/ess",
+    "kept": "offpolicy/keep/token_share",
+    "update_seen": "offpolicy/delivery/update_seen",
+    "weight_max": "offpolicy/weight/max",
+    "length": "response_length/mean",
+    "entropy": "actor/entropy",
+    "grad_norm": "actor/grad_norm",
+    "proved": "offpolicy/live/proved",
+    "seconds": "timing_s/step",
+}
+"""Column -> verl's metric; NaN where a step did not log it."""
+
+_STEPS = ("trainer.total_training_steps=12", "offpolicy.alarms.mismatch_growth.action=off")
+_OPSM = "correction.masks.opsm.delta=0.1"
+_CORRECTIONS = {
+    "none": ("correction=none",),
+    "tis": ("correction=tis_token",),
+    "opsm": ("correction=opsm", _OPSM),
+    "tis_opsm": ("correction=[tis_token,opsm]", _OPSM),
+    "gsm": ("correction=gsm",),
+    "gsm_wide": ("correction=gsm", "correction.masks.gsm.lower=0.9", "correction.masks.gsm.upper=1.1"),
+}
+_FLOAT32 = "actor_rollout_ref.rollout.dtype=float32"
+_PRECISION = ("correction=none", "trainer.total_training_steps=4", "trainer.val_before_train=false")
+UNROUNDED = ("unrounded", "float32_unrounded")
+"""Arms that start from the weights as they were dequantised."""
+
+ARMS = (
+    *(Arm(name, (*chosen, *_STEPS), seeds=3, seconds=SECONDS) for name, chosen in _CORRECTIONS.items()),
+    *(
+        Arm(f"late_{name}", (*_CORRECTIONS[name], *_STEPS), LAG, seeds=3, seconds=SECONDS)
+        for name in ("none", "tis", "opsm", "tis_opsm")
+    ),
+    Arm("float32", (*_PRECISION, _FLOAT32), seeds=1, seconds=300),
+    Arm("unrounded", _PRECISION, seeds=1, seconds=300),
+    Arm("float32_unrounded", (*_PRECISION, _FLOAT32), seeds=1, seconds=300),
+)
+
+
+def list_runs() -> Iterator[Run]:
+    """List all runs seed by seed, so that what has been run at any time is balanced over the arms."""
+    for seed in range(2, 5):
+        yield from (Run(arm, seed) for arm in ARMS if seed < 2 + arm.seeds)
+
+
+def make(run: Run) -> str:
+    """Make one run and keep its steps; return how it ended."""
+    overrides, environment = add_lag(run.arm.lag, [*run.arm.overrides, f"data.seed={run.seed}"])
+    if run.setting in UNROUNDED:
+        model = LOGS / "unrounded"
+        make_once(model, partial(build_smollm2, rounded=False))
+        overrides.append(quote(MODEL_PATH, model))
+    environment = {**environment, "TASK": "arithmetic"}
+    return make_quickstart(run, overrides, environment, LOGS, DATA, COLUMNS)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; return its exit status."""
+    options = build_parser(__doc__).parse_args(arguments)
+    make_runs(list_runs(), results.describe_finished(DATA), make, options, f"on two idle cores, verl {TESTED[-1]}")
+    return 0
+
+
+if __name__ == "__main__":
+    unwind_when_terminated()
+    sys.exit(main())
