@@ -153,8 +153,8 @@ class Quickstart:
         trainer = yaml.safe_load((self._folder / "hydra" / ".hydra" / "config.yaml").read_text())["trainer"]
         steps = int(trainer["total_training_steps"] or 0)
         scored = trainer["val_before_train"] and trainer["test_freq"] > 0
-        enough = find_last("trainer.total_training_steps", self.task.overrides)
-        enough = int(enough or yaml.safe_load(CONFIG.read_text())["trainer"]["total_training_steps"])
+        default = find_last("trainer.total_training_steps", self.task.overrides)
+        enough = int(default or yaml.safe_load(CONFIG.read_text())["trainer"]["total_training_steps"])
         judged = not self.options.model and self.options.task != "free_length" and steps >= enough
         parts = ("weight", "masks", "proximal", "kl_clip")
         corrected = [correction[part] for part in parts] != [None, {}, "recompute", None]
