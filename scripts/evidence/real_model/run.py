@@ -47,7 +47,8 @@ COLUMNS = {
 }
 """Column -> verl's metric; NaN where a step did not log it."""
 
-_STEPS = ("trainer.total_training_steps=12", "offpolicy.alarms.mismatch_growth.action=off")
+_QUIET = "offpolicy.alarms.mismatch_growth.action=off"
+_STEPS = ("trainer.total_training_steps=12", _QUIET)
 _OPSM = "correction.masks.opsm.delta=0.1"
 _CORRECTIONS = {
     "none": ("correction=none",),
@@ -58,7 +59,7 @@ _CORRECTIONS = {
     "gsm_wide": ("correction=gsm", "correction.masks.gsm.lower=0.9", "correction.masks.gsm.upper=1.1"),
 }
 _FLOAT32 = "actor_rollout_ref.rollout.dtype=float32"
-_PRECISION = ("correction=none", "trainer.total_training_steps=4", "trainer.val_before_train=false")
+_SHORT = ("trainer.total_training_steps=4", "trainer.val_before_train=false", _QUIET)
 UNROUNDED = ("unrounded", "float32_unrounded")
 """Arms that start from the weights as they were dequantised."""
 
@@ -68,9 +69,9 @@ ARMS = (
         Arm(f"late_{name}", (*_CORRECTIONS[name], *_STEPS), LAG, seeds=3, seconds=SECONDS)
         for name in ("none", "tis", "opsm", "tis_opsm")
     ),
-    Arm("float32", (*_PRECISION, _FLOAT32), seeds=1, seconds=300),
-    Arm("unrounded", _PRECISION, seeds=1, seconds=300),
-    Arm("float32_unrounded", (*_PRECISION, _FLOAT32), seeds=1, seconds=300),
+    Arm("float32", (*_CORRECTIONS["none"], *_STEPS, _FLOAT32), seeds=3, seconds=SECONDS),
+    Arm("unrounded", (*_CORRECTIONS["none"], *_SHORT), seeds=1, seconds=SECONDS // 2),
+    Arm("float32_unrounded", (*_CORRECTIONS["none"], *_SHORT, _FLOAT32), seeds=1, seconds=SECONDS // 2),
 )
 
 
