@@ -183,8 +183,8 @@ def _is_scale(value: Any) -> bool:
     return value in ("std", "mean_std", "none") or number("", above=0).fits(value)
 
 
-_HEADERS = "headers, each with the name of the environment variable that holds its value"
-_API_KEY = "the name of the environment variable that holds the key"
+_HEADERS = "headers, each with the name of the environment variable that holds its value, or null"
+_API_KEY = "the name of the environment variable that holds the key, or null"
 _TEXT = Key(lambda value: value is None or isinstance(value, str), "a name, a folder or null")
 KEYS = {
     "mode": choice(*COEF),
@@ -198,7 +198,7 @@ KEYS = {
     "teacher.other_template": flag(),
     "teacher.api_key": Key(lambda value: True, _API_KEY),
     "teacher.headers": Key(lambda value: True, _HEADERS),
-    "teacher.sources": Key(lambda value: value is None, "data sources, each with the keys of its teacher"),
+    "teacher.sources": Key(lambda value: value is None, "data sources, each with the keys of its teacher, or null"),
     "eligible.passed_above": number("a reward"),
     "eligible.max_pass_rate": number("a share in [0, 1]", 0, 1),
     "eligible.rows": choice("failed", "all"),

@@ -39,6 +39,17 @@ def test_a_scale_of_advantages_is_none_of_a_loss() -> None:
     assert (problem.key, problem.overrides) == ("opd.scale", ("opd.scale=std",))
 
 
+def test_headers_and_sources_can_be_set_on_the_command_line() -> None:
+    sources = "opd.teacher.sources={gsm8k/main: {url: http://b, api_key: OTHER_KEY}}"
+    with application("opd=loss", "opd.teacher.url=http://a", "opd.teacher.headers={X-Team: TEAM}", sources) as config:
+        from omegaconf import OmegaConf
+
+        values: Any = OmegaConf.to_container(config.opd)
+    default, own = OpdSettings.from_mapping("opd", values).teachers.values()
+    assert default.headers == own.headers == {"X-Team": "TEAM"}
+    assert (own.urls, own.api_key) == (("http://b",), "OTHER_KEY")
+
+
 def test_sources_have_the_keys_of_the_teacher_unless_they_set_their_own() -> None:
     teacher = {"url": "http://a", "timeout": 5.0, "api_key": "KEY", "sources": {"gsm8k/main": {"url": "http://b"}}}
     default, own = read(teacher=teacher).teachers.values()
