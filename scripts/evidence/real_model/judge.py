@@ -1,0 +1,66 @@
+"""Prints what PLAN.md asks of the committed runs: python scripts/evidence/real_model/judge.py"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pandas
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from collapse import results
+
+DATA = Path(__file__).resolve().with_name("results.parquet")
+MEASURES = ("k3", "ratio_ess", "kept", "update_seen")
+PAIRS = (
+    ("tis", "none"),
+    ("opsm", "none"),
+    ("tis_opsm", "none"),
+    ("late_opsm", "late_none"),
+    ("none", "gsm"),
+    ("gsm_wide", "gsm"),
+    ("float32", "none"),
+)
+SEEDS = 3
+
+
+def pivot_outcomes(table: pandas.DataFrame) -> pandas.DataFrame:
+    """Pivot right answers after the last step: seed by arm; 0 for a run that did not finish."""
+    ordered = table.sort_values("step")
+    last = ordered.groupby(["seed", "arm"])["right"].last()
+    finished = ordered.groupby(["seed", "arm"])["outcome"].last() == "finished"
+    return last.where(finished, 0.0).unstack("arm")
+
+
+def format_table(table: pandas.DataFrame) -> str:
+    """Format each arm's outcomes and mismatch, and the paired differences of the hypotheses."""
+    outcomes = pivot_outcomes(table)
+    before = table[table["step"] == 0]["right"].mean()
+    steps = table[table["step"] > 1].groupby("arm")[list(MEASURES)].mean()
+    lines = [f"right answers before training: {before:.3f}", "", "| arm | seeds | right answers, range | k3 | ESS |"]
+    lines[-1] += " kept | update seen |"
+    lines.append("|---|---|---|---|---|---|---|")
+    for arm in steps.index:
+        found = outcomes[arm].dropna() if arm in outcomes else pandas.Series(dtype=float)
+        right = f"{found.mean():.3f} ({found.min():.3f} to {found.max():.3f})" if len(found) else ""
+        measured = " | ".join("" if pandas.isna(each) else f"{each:.3f}" for each in steps.loc[arm])
+        seeds = table[table["arm"] == arm]["seed"].nunique()
+        lines.append(f"| `{arm}` | {seeds} | {right} | {measured} |")
+    lines.append("")
+    for one, other in PAIRS:
+        if not {one, other} <= set(outcomes):
+            continue
+        apart = (outcomes[one] - outcomes[other]).dropna()
+        if len(apart) < SEEDS:
+            verdict = f"{len(apart)} of {SEEDS} pairs"
+        else:
+            agreed = (apart > 0).all() or (apart < 0).all()
+            verdict = "all pairs agree" if agreed else "pairs disagree"
+        each = ", ".join(f"{value:+.3f}" for value in apart)
+        lines.append(f"* `{one}` - `{other}`: {each}: {verdict}")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    print(format_table(results.read(DATA)))
