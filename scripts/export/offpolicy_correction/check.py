@@ -85,6 +85,7 @@ def try_parts(loss_fn: CorrectedLoss, model_output: Mapping[str, Any], data: Ten
         alone = copy.copy(loss_fn)
         alone.correction, alone.tried = part, True
         only = part.weight or next(iter(part.masks.values()))
+        seen = False
         for log_ratio, advantage, demanded in list_trials(only):
             shared = only.level == "sequence" and only.aggregate == "product"
             step = log_ratio / counts if shared else torch.full_like(pi[:, :1], log_ratio)
@@ -96,11 +97,15 @@ def try_parts(loss_fn: CorrectedLoss, model_output: Mapping[str, Any], data: Ten
             )
             output, leaf = _leaf(model_output)
             factor, _ = alone.compute_factor(replace(moved, log_prob=no_padding_2_padding(output["log_probs"], data)))
-            loss, _ = alone.compute_loss(output, data, moved, factor)
+            loss, _ = alone.repeat_loss(output, data, moved, factor)
             (found,) = torch.autograd.grad(loss, leaf)
             right = torch.full_like(pi, demanded) * batch.response_mask
             expected, policy = _expect(alone, model_output, data, moved, right)
             _demand(f"correction.{name} at log r = {log_ratio:.4g}", found, expected, policy.abs().max())
+            seen = seen or bool(policy.any())
+        if not seen:
+            mode = loss_fn.actor_config.policy_loss.get("loss_mode", "vanilla")
+            raise NotLive(f"actor.policy_loss.loss_mode={mode} ignores the weights. Set vanilla or another mode.")
 
 
 def list_trials(part: Weight | Mask) -> Iterator[tuple[float, float, float]]:
@@ -136,7 +141,7 @@ def _expect(
     for constant in (0.0, 1.0):
         output, leaf = _leaf(model_output)
         weights = torch.full_like(factor, constant) * batch.response_mask
-        loss, _ = loss_fn.compute_loss(output, data, batch, weights)
+        loss, _ = loss_fn.repeat_loss(output, data, batch, weights)
         gradients.append(torch.autograd.grad(loss, leaf)[0])
     output, leaf = _leaf(model_output)
     padded = no_padding_2_padding(output["log_probs"], data)

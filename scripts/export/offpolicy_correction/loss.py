@@ -64,12 +64,14 @@ class CorrectedLoss:
 
     Attributes:
         tried: the parts have been tried in this process.
+        random_state: of the CPU before the last loss; clip_cov draws the tokens that it clips.
     """
 
     def __init__(self, correction: Correction, actor_config: Any) -> None:
         self.correction = correction
         self.actor_config = actor_config
         self.tried = False
+        self.random_state = torch.get_rng_state()
 
     def __call__(
         self, model_output: Mapping[str, Any], data: TensorDict, dp_group: Any = None
@@ -81,6 +83,7 @@ class CorrectedLoss:
         """
         batch = read(model_output, data)
         factor, sums = self.compute_factor(batch)
+        self.random_state = torch.get_rng_state()
         loss, metrics = self.compute_loss(model_output, data, batch, factor, dp_group)
         metrics = {**metrics, **_report(sums, data)}
         if torch.is_grad_enabled() and model_output["log_probs"].requires_grad:
@@ -112,6 +115,14 @@ class CorrectedLoss:
         given["old_log_probs"] = torch.where(finite, batch.old_log_probs, batch.log_prob.detach())
         given[WEIGHTS] = factor
         return ppo_loss(self.actor_config, model_output, given, dp_group)
+
+    def repeat_loss(
+        self, model_output: Mapping[str, Any], data: TensorDict, batch: Batch, factor: Tensor
+    ) -> tuple[Tensor, dict[str, Any]]:
+        """Compute a loss with the random numbers of the last one, and leave the generator as it was."""
+        with torch.random.fork_rng(devices=[]):
+            torch.set_rng_state(self.random_state)
+            return self.compute_loss(model_output, data, batch, factor)
 
 
 def _report(sums: dict[str, Tensor], data: TensorDict) -> dict[str, Metric]:
