@@ -52,12 +52,12 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skips tests that need a CUDA device where there is none."""
-    if not any("gpu" in item.keywords for item in items):
+    if not any(item.get_closest_marker("gpu") for item in items):
         return
     if torch.cuda.is_available():
         return
     for item in items:
-        if "gpu" in item.keywords:
+        if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 

@@ -169,11 +169,12 @@ def build_batch(columns: dict[str, Tensor], *, micro_batches: int = 1, last: boo
     return data
 
 
-def build_micro_batch(tokens: int, lengths: Sequence[int] = ()) -> tuple[Call, TensorDict]:
+def build_micro_batch(tokens: int, lengths: Sequence[int] = (), device: str = "cpu") -> tuple[Call, TensorDict]:
     """Build a micro-batch of drawn rows: a call for the model's output, and the rest.
 
     Args:
         lengths: of the rows, ``tokens`` in all; without, they are drawn.
+        device: where both lie.
     """
     mu, old, pi = draw_log_probs(tokens)
     offsets = torch.tensor([0, *accumulate(lengths)]) if lengths else draw_offsets(tokens, WIDTH // 2)
@@ -191,12 +192,12 @@ def build_micro_batch(tokens: int, lengths: Sequence[int] = ()) -> tuple[Call, T
             "old_log_probs": nest(old, offsets),
             "rollout_log_probs": nest(mu, offsets),
         }
-    )
-    leaf = flat.requires_grad_()
+    ).to(device)
+    leaf, whole = flat.to(device).requires_grad_(), (offsets + starts).to(device)
 
     def output() -> dict[str, Any]:
         leaf.grad = None
-        return {"log_probs": nest(leaf * 1.0, offsets + starts)}
+        return {"log_probs": nest(leaf * 1.0, whole)}
 
     return output, data
 

@@ -6,9 +6,8 @@ It is seen by a policy loss of the test's own, which verl's public registry puts
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -27,6 +26,9 @@ from tests.support.parity_case import (
     add_plan,
 )
 from tests.support.parity_update import Update
+
+if TYPE_CHECKING:  # scripts/gpu.sh runs where pytest may be missing
+    import pytest
 
 
 def actor_settings(mode: str) -> dict[str, Any]:

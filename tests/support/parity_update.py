@@ -126,6 +126,25 @@ def assert_same(found: Update, demanded: Update, *, tolerance: float = 1e-5) -> 
         assert error < tolerance, f"{name}: relative error {error:.2g}"
 
 
+def measure_errors(found: Update, demanded: Update) -> dict[str, float]:
+    """Relative errors: the largest of a token's factor, that of the loss, and that of all gradients by their norm.
+
+    Args:
+        found: of a device; float32 gradients on any.
+    """
+    assert found.factor.keys() == demanded.factor.keys()
+    factors = [abs(found.factor[token] - value) / (abs(value) or 1.0) for token, value in demanded.factor.items()]
+    ours, theirs = (
+        torch.cat([update.gradients[name].double().cpu().flatten() for name in sorted(demanded.gradients)])
+        for update in (found, demanded)
+    )
+    return {
+        "factor": max(factors),
+        "loss": abs(found.loss - demanded.loss) / abs(demanded.loss),
+        "gradient": float((ours - theirs).norm() / theirs.norm()),
+    }
+
+
 def fingerprint(update: Update) -> list[float]:
     """A few numbers that tell one update from another: loss, sum of factors, and moments of the gradients."""
     numbers = [update.loss, sum(update.factor.values())]

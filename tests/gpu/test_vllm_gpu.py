@@ -1,0 +1,26 @@
+"""vLLM on a CUDA device: the log-probs that it returns are the sampler's, at their own tokens."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.paths import ROOT
+
+pytestmark = [pytest.mark.gpu, pytest.mark.slow]
+
+
+def test_mu_is_the_trainers_log_prob_but_for_rounding(tmp_path: Path) -> None:
+    pytest.importorskip("vllm")
+    command = [sys.executable, "-m", "tests.support.mu_by_vllm", str(tmp_path / "model")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["device"] == "cuda"
+    assert found["same"] < 0.05
+    assert found["k3"] < 0.01
+    assert found["shifted"] > 20 * found["same"]

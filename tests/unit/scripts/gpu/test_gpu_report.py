@@ -1,0 +1,205 @@
+"""The GPU report on a CPU: its dry run, and what becomes of it where something is missing."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from scripts import harness
+from scripts.gpu import kit, parts
+from scripts.harness import Ended
+from tests.support.paths import ROOT
+
+pytestmark = pytest.mark.verl("==0.9.1")
+
+
+def build_command(out: Path, *arguments: str) -> list[str]:
+    return ["bash", str(ROOT / "scripts" / "gpu.sh"), "--out", str(out), *arguments]
+
+
+def report(out: Path, *arguments: str, **environment: str) -> tuple[int, Any, str]:
+    """Exit status, what was written, and what was printed."""
+    environment = {**os.environ, "VENV": sys.prefix, **environment}
+    done = subprocess.run(build_command(out, *arguments), env=environment, capture_output=True, text=True, timeout=800)
+    written = json.loads(out.read_text()) if out.is_file() else None
+    return done.returncode, written, done.stdout + done.stderr
+
+
+def statuses(written: Any) -> dict[str, str]:
+    return {name: part["status"] for name, part in written["parts"].items()}
+
+
+@pytest.mark.slow
+def test_a_dry_run_measures_all_that_needs_no_gpu(tmp_path: Path) -> None:
+    out = tmp_path / "report.json"
+    chosen = [part for part in kit.PARTS if part != "training"]
+    status, written, said = report(out, "--dry-run", "--only", *chosen)
+    assert statuses(written) == dict.fromkeys(chosen, "ok"), said
+    assert status == 0
+    found = {name: part["figures"] for name, part in written["parts"].items()}
+    assert found["parity"]["float32, sdpa, padded"]["stacked"]["gradient"] < 1e-5
+    assert found["parity"]["bfloat16, sdpa, packed"]["proof"]["proved"] == 1.0
+    assert found["ranks"]["backend"] == "gloo"
+    assert found["ranks"]["batch_wide"]["gradient"] < 1e-5
+    # What a CPU cannot show is not a number.
+    assert found["loss"]["corrected"] == {"bytes": None, "synchronisations": None}
+    assert found["step"]["device"] == "cpu"
+    page = out.with_suffix(".txt").read_text()
+    assert page in said
+    assert "DRY RUN on a CPU: no figure is a GPU's" in page.splitlines()[0]
+    assert len(page.splitlines()) < 60
+    for text in (page, out.read_text()):
+        assert str(ROOT) not in text
+        assert str(Path.home()) not in text
+
+
+@pytest.mark.slow
+@pytest.mark.extended
+def test_its_training_is_proved(run_program: Any, tmp_path: Path) -> None:
+    out = tmp_path / "report.json"
+    command = build_command(out, "--dry-run", "--only", "training")
+    done = run_program(command, limit=900, VENV=sys.prefix, CUDA_VISIBLE_DEVICES="")
+    assert done.returncode == 0, done.output[-3000:]
+    figures = json.loads(out.read_text())["parts"]["training"]["figures"]
+    assert (figures["proved"], len(figures["step_seconds"])) == (1.0, 2)
+    assert figures["identical_share"] < 1.0
+
+
+def test_without_a_device_it_names_what_hides_it(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    status, written, said = report(tmp_path / "r.json", "--only", "environment", "loss", CUDA_VISIBLE_DEVICES="")
+    assert status == 1
+    assert statuses(written) == {"environment": "FAILED", "loss": "skipped"}
+    assert "sees no CUDA device with CUDA_VISIBLE_DEVICES=''. Fix: make one visible, or add --dry-run." in said
+
+
+def test_a_missing_package_is_named_and_other_parts_run(tmp_path: Path) -> None:
+    for name in ("torch", "verl"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text(f'raise ModuleNotFoundError("No module named {name!r}")')
+    out = tmp_path / "r.json"
+    status, written, said = report(out, "--dry-run", "--only", "parity", "step", PYTHONPATH=str(tmp_path))
+    assert (status, statuses(written)) == (1, {"parity": "FAILED", "step": "FAILED"})
+    assert "exit status 1: ModuleNotFoundError: No module named 'torch'" in said
+    assert written["parts"]["parity"]["log"], "the end of its output is sent, too"
+
+
+@pytest.mark.parametrize(
+    ("absent", "said"),
+    [
+        (("reasoning_gym",), "reasoning_gym missing in this environment. Fix: pip install reasoning-gym"),
+        (("vllm", "xxhash"), "vllm, xxhash missing in this environment. Fix: pip install vllm xxhash"),
+    ],
+)
+def test_training_names_the_packages_that_it_lacks(
+    absent: Sequence[str], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in absent else find(name))
+    with pytest.raises(RuntimeError, match=said):
+        parts.train(dry_run=True)
+
+
+UPDATE = {
+    "actor/grad_norm": 1.0,
+    "offpolicy/live/proved": 1.0,
+    "offpolicy/live/gradient_error": 1e-7,
+    "offpolicy/delivery/proved": 1.0,
+    "offpolicy/kl/k3": 2e-4,
+    "offpolicy/keep/token_share": 0.9,
+    "timing_s/step": 4.0,
+}
+
+
+def end(code: int | None, *updates: dict[str, float], said: str = "FAILED: why") -> Ended:
+    return Ended(code, said, None, list(enumerate(updates)))
+
+
+@pytest.mark.parametrize(
+    ("ended", "said"),
+    [
+        (end(4), "the quickstart ended with 4: FAILED: why"),
+        (end(1, said="a\nValueError: of Ray\nFAILED: see above"), "the quickstart ended with 1: ValueError: of Ray"),
+        (end(None, said=""), "the quickstart ended with None: no output"),
+        (end(0, UPDATE), "1 of 2 steps have metrics"),
+        (end(0, UPDATE | {"offpolicy/live/proved": 0.0}, UPDATE), "the first update is not proved"),
+    ],
+)
+def test_training_that_is_not_proved_fails(ended: Ended, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(harness, "run_quickstart", lambda *given, **named: ended)
+    with pytest.raises(RuntimeError, match=said):
+        parts.train(dry_run=True)
+
+
+def test_training_reports_its_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended = end(0, UPDATE, UPDATE | {"offpolicy/kl/k3": 3e-4, "timing_s/step": 2.0})
+    monkeypatch.setattr(harness, "run_quickstart", lambda *given, **named: ended)
+    lines, figures = parts.train(dry_run=True)
+    assert (figures["kl_k3"], figures["last_kl_k3"], figures["step_seconds"]) == (2e-4, 3e-4, [4.0, 2.0])
+    assert lines[-1] == "median step 2.00 s, the first 4.00 s"
+    assert "engine's weights equal: True" in lines[0]
+
+
+@pytest.mark.parametrize("out", ["/proc/report.json", "{file}/report.json", "report.txt"])
+def test_it_starts_nothing_that_it_cannot_write_down(out: str, tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    status, _, said = report(Path(out.format(file=file)), "--dry-run")
+    assert status == 2
+    assert "--out" in said
+    assert "environment:" not in said
+
+
+@pytest.mark.parametrize(
+    ("program", "said"),
+    [
+        (None, "there is no bin/python in it"),
+        ('#!/bin/sh\n[ "$1" = --version ] && echo Python 3.9.1\nexit 1\n', "is Python 3.9.1. Fix: use Python 3.11"),
+    ],
+)
+def test_another_python_is_refused(program: str | None, said: str, tmp_path: Path) -> None:
+    if program:
+        (tmp_path / "bin").mkdir()
+        (tmp_path / "bin" / "python").write_text(program)
+        (tmp_path / "bin" / "python").chmod(0o755)
+    status, written, printed = report(tmp_path / "r.json", VENV=str(tmp_path))
+    assert (status, written) == (2, None)
+    assert said in printed
+
+
+def test_interrupted_it_ends_its_parts_and_keeps_what_it_has(tmp_path: Path) -> None:
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text("import os, time; print('pid', os.getpid()); time.sleep(600)")
+    out = tmp_path / "r.json"
+    environment = {**os.environ, "VENV": sys.prefix, "PYTHONPATH": str(tmp_path), "TMPDIR": str(tmp_path)}
+    kept = subprocess.Popen(build_command(out, "--dry-run", "--only", "loss", "step"), env=environment)
+    try:
+        while not (logs := [log for log in tmp_path.glob("gpukit*/loss.log") if "pid" in log.read_text()]):
+            assert kept.poll() is None
+            time.sleep(0.1)
+        child = int(logs[0].read_text().split()[1])
+        kept.send_signal(signal.SIGINT)
+        assert kept.wait(60) == 130
+    finally:
+        kept.kill()
+    written = json.loads(out.read_text())
+    assert statuses(written) == {"loss": "FAILED", "step": "not run"}
+    assert written["parts"]["loss"]["said"] == ["interrupted by SIGINT"]
+    with pytest.raises(ProcessLookupError):
+        os.kill(child, 0)
+
+
+def test_a_part_that_hangs_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(kit.PARTS, "step", (0, "hangs"))
+    found = kit.run_part("step", False, tmp_path)
+    assert (found.status, found.said) == ("FAILED", ["ended after its 0 s"])
