@@ -209,10 +209,11 @@ class LegacyUpdate:
         """
         batch = mb.read({"log_probs": log_prob}, self._data())
         packet = self.loss.create_packet(batch)
+        random_state = torch.get_rng_state()
         loss, metrics, packet.statistics = self.loss.policy.compute_corrected(batch)
         self.loss.report(packet, batch.model_output, batch.data)
         if self.loss.proves(batch):
-            packet.proof = prove(self.loss.copy_for_trials(), batch, loss)
+            packet.proof = prove(self.loss.copy_for_trials(random_state), batch, loss)
         # The actor's factor was divided out.
         packet.watch(loss, self.upstream())
         plain = {key: _plain(value) for key, value in metrics.items() if key != _PG_LOSS}

@@ -136,11 +136,12 @@ class OffPolicyLoss:
             self.spec = replace_bounds(self.spec, mb.read_bounds(batch, self.moving))
         packet = self.create_packet(batch)
         likeliest = None if self.spec.centering is None else LikeliestTokens.of(batch)
+        random_state = torch.get_rng_state()
         loss, metrics, packet.statistics = self.compute_corrected(batch, dp_group, likeliest)
         if likeliest is not None and self.ledger is not None and torch.is_grad_enabled():
             packet.note(measure_drift(self.spec, self.shadows, batch, likeliest))
         if self.proves(batch):
-            packet.proof = prove(self.copy_for_trials(), batch, loss)
+            packet.proof = prove(self.copy_for_trials(random_state), batch, loss)
         packet.watch(loss, expected_scale(loss, data))
         self.report(packet, model_output, data)
         return loss, {**metrics, METRIC_KEY: packet}
@@ -223,11 +224,18 @@ class OffPolicyLoss:
             columns.append(mb.SUPPORT_SIZE)
         return record(self.record, self.spec, batch, step, columns)
 
-    def copy_for_trials(self) -> OffPolicyLoss:
-        """Copy the loss for trial calls, whose packets are not sent."""
+    def copy_for_trials(self, random_state: Tensor) -> OffPolicyLoss:
+        """Copy the loss for trial calls, whose packets are not sent.
+
+        Args:
+            random_state: of the CPU's generator before the proved loss: clip_cov draws the tokens that it clips.
+        """
         # Without a ledger, a trial reports nothing.
         trial = copy.copy(self)
         trial.ledger = None
+        trial.base_loss, trial.verl_loss = (
+            partial(_repeat, random_state, each) for each in (self.base_loss, self.verl_loss)
+        )
         return trial
 
     def hand_over(self, batch: mb.MicroBatch, step: StepStage) -> TensorDict:
@@ -256,6 +264,12 @@ class OffPolicyLoss:
         if self.spec.proximal != "recompute" and torch.is_grad_enabled():
             guards.append(find_zero_rows(batch.rollout_log_prob, batch.log_prob.detach(), batch.response_mask))
         return guards
+
+
+def _repeat(random_state: Tensor, loss: BoundLoss, *args: Any, **kwargs: Any) -> tuple[Tensor, dict[str, Any]]:
+    with torch.random.fork_rng(devices=[]):
+        torch.set_rng_state(random_state)
+        return loss(*args, **kwargs)
 
 
 def _finite(batch: mb.MicroBatch) -> DeferredValue[None]:
