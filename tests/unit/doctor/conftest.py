@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,6 +10,9 @@ import pytest
 
 from recipe.offpolicy.doctor.bash import programs
 from tests.support.doctor_answer import Answer, Ask
+from tests.support.paths import ROOT
+
+LAUNCHES = ROOT / "tests" / "data" / "launch_kinds"
 
 
 @pytest.fixture(autouse=True)
@@ -36,3 +40,21 @@ def ask(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.
     GlobalHydra.instance().clear()
     HydraConfig.instance().cfg = None
     assert list(tmp_path.glob("outputs")) == [], "a look leaves nothing behind"
+
+
+@pytest.fixture
+def ask_launch(ask: Ask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ask:
+    """Ask of a script of ``launch_kinds``, from a root like that of a checkout of verl, with recipes of its own."""
+    verl = importlib.util.find_spec("verl")
+    assert verl is not None
+    assert verl.origin is not None
+    (tmp_path / "verl" / "trainer").mkdir(parents=True)
+    (tmp_path / "verl" / "trainer" / "config").symlink_to(Path(verl.origin).parent / "trainer" / "config")
+    (tmp_path / "own_recipe").symlink_to(LAUNCHES / "own_recipe")
+    monkeypatch.syspath_prepend(str(tmp_path))  # as `python -m` does
+    monkeypatch.delenv("CHECKPOINTS", raising=False)
+
+    def asked(name: str, *arguments: str) -> Answer:
+        return ask("--script", str(LAUNCHES / f"{name}.sh"), *arguments)
+
+    return asked

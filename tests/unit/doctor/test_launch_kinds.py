@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -120,19 +118,9 @@ PURPOSE = (
 
 
 @pytest.fixture
-def asked(ask: Ask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Ask of a script, from a root like that of a checkout of verl, with recipes of its own."""
-    verl = importlib.util.find_spec("verl")
-    assert verl is not None
-    assert verl.origin is not None
-    (tmp_path / "verl" / "trainer").mkdir(parents=True)
-    (tmp_path / "verl" / "trainer" / "config").symlink_to(Path(verl.origin).parent / "trainer" / "config")
-    (tmp_path / "own_recipe").symlink_to(SCRIPTS / "own_recipe")
-    monkeypatch.syspath_prepend(str(tmp_path))  # as `python -m` does
-    monkeypatch.delenv("CHECKPOINTS", raising=False)
-
+def asked(ask_launch: Ask) -> Any:
     def ask_of(name: str, *overrides: str, json: bool = True) -> Answer:
-        return ask(*["--json"] * json, "--script", str(SCRIPTS / f"{name}.sh"), OVERRIDE, *overrides)
+        return ask_launch(name, *["--json"] * json, OVERRIDE, *overrides)
 
     return ask_of
 

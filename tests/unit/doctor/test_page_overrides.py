@@ -14,7 +14,6 @@ from tests.support.paths import ROOT
 pytest.importorskip("verl.trainer.main_ppo_v0")
 pytestmark = [pytest.mark.slow, pytest.mark.verl("==0.9.1")]
 
-SCRIPTS = ROOT / "tests" / "data" / "launch_kinds"
 PAGES = {
     "README.md": "main_ppo",
     "docs/start.md": "main_ppo",
@@ -22,6 +21,8 @@ PAGES = {
     "docs/migrate.md": "main_ppo",
     "docs/programs/main_ppo.md": "main_ppo",
     "docs/programs/fully_async.md": "fully_async",
+    "docs/programs/one_step_off.md": "one_step_off",
+    "docs/programs/own_main.md": "own_main",
 }
 """Page -> script whose launch its overrides follow."""
 TO_RUN = re.compile(r"`('?\+correction@[^`]*)`|^(?:    |\+    )('?\+correction@.*?)(?: \\)?$", re.M)
@@ -38,7 +39,7 @@ def list_offered() -> list[ParameterSet]:
 
 
 @pytest.mark.parametrize(("script", "offered"), list_offered())
-def test_an_override_of_a_page_is_ok(script: str, offered: str, ask: Ask) -> None:
-    answer = ask("--script", str(SCRIPTS / f"{script}.sh"), *shlex.split(offered))
+def test_an_override_of_a_page_is_ok(script: str, offered: str, ask_launch: Ask) -> None:
+    answer = ask_launch(script, *shlex.split(offered))
     assert answer.status == 0, answer.printed
     assert "NO-OP" not in answer.printed
