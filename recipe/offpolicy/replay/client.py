@@ -6,18 +6,18 @@ verl's tool agent uses the routes of its last turn for all tokens; this client k
 from __future__ import annotations
 
 from typing import Any
-from weakref import WeakValueDictionary
 
 import torch
 
 from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServerClient
 
 from ..staleness.client import VersionedClient
+from ..staleness.row_notes import RowNotes
 from .expert_choice import ReplayError
 from .route_notes import NOTE, RouteNote
 
-_rows: WeakValueDictionary[str, RouteNote] = WeakValueDictionary()
-"""Rows whose agent loop still holds the client's result, by request id; global because the client is pickled."""
+_rows: RowNotes[RouteNote] = RowNotes(RouteNote)
+"""Global because the client is pickled."""
 
 
 class RoutedClient(LLMServerClient):
@@ -43,7 +43,7 @@ class RoutedClient(LLMServerClient):
                 "the rollout server returned tokens without their routes. Fix: use a mixture of experts with "
                 "enable_return_routed_experts in the rollout server, or set router_replay.mode=disabled."
             )
-        note = RouteNote() if self.shares_ids else _rows.setdefault(request_id, RouteNote())
+        note = _rows.find(request_id, shared=self.shares_ids)
         routes = torch.as_tensor(output.routed_experts)
         output.routed_experts = note.keep_sampled([*prompt_ids, *output.token_ids], routes).numpy()
         output.extra_fields[NOTE] = note

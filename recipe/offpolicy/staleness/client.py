@@ -10,11 +10,11 @@ from __future__ import annotations
 import logging
 from contextvars import ContextVar
 from typing import Any
-from weakref import WeakValueDictionary
 
 from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServerClient
 
 from ..batch.token_versions import CHUNK_SEALS, CHUNKS, UNKNOWN, Chunk, hash_turn
+from .row_notes import RowNotes
 
 logger = logging.getLogger("verl.offpolicy")
 
@@ -33,8 +33,8 @@ class Turns(list[list[Chunk]]):
 
 _attempts: ContextVar[list[Chunk] | None] = ContextVar("offpolicy_attempts", default=None)
 """Chunks of the current request."""
-_rows: WeakValueDictionary[str, Turns] = WeakValueDictionary()
-"""Rows whose agent loop still holds the client's result, by request id; global because the client is pickled."""
+_rows: RowNotes[Turns] = RowNotes(Turns)
+"""Global because the client is pickled."""
 
 
 class Attempts(LLMServerClient):
@@ -80,7 +80,7 @@ class VersionedClient(FullyAsyncLLMServerClient, Attempts):
         return output
 
     def _find_row(self, request_id: str) -> Turns:
-        return Turns() if self.shares_ids else _rows.setdefault(request_id, Turns())
+        return _rows.find(request_id, shared=self.shares_ids)
 
 
 def note_versions(client: LLMServerClient) -> LLMServerClient:

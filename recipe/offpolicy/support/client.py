@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from typing import Any
-from weakref import WeakValueDictionary
 
 from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServerClient
 
 from ..staleness.client import VersionedClient
+from ..staleness.row_notes import RowNotes
 from .support_notes import NOTE, SupportNote
 from .support_settings import SUPPORT
 from .token_supports import TokenSupports
@@ -15,8 +15,8 @@ from .truncated_softmax import SupportError
 
 ANSWER = "offpolicy_support_answer"
 """Key in a server's extra fields: ``TokenSupports`` of the tokens that it sampled."""
-_rows: WeakValueDictionary[str, SupportNote] = WeakValueDictionary()
-"""Rows whose agent loop still holds the client's result, by request id; global because the client is pickled."""
+_rows: RowNotes[SupportNote] = RowNotes(SupportNote)
+"""Global because the client is pickled."""
 
 
 class SupportAttempts(LLMServerClient):
@@ -34,7 +34,7 @@ class SupportAttempts(LLMServerClient):
         """Generate like verl's client, with the row's note."""
         output = await super().generate(request_id, prompt_ids=prompt_ids, **kwargs)
         supports = output.extra_fields.pop(ANSWER, None)
-        note = SupportNote() if self.shares_ids else _rows.setdefault(request_id, SupportNote())
+        note = _rows.find(request_id, shared=self.shares_ids)
         if isinstance(supports, TokenSupports) and len(supports.sizes) == len(output.token_ids):
             note.add(prompt_ids, output.token_ids, supports)
         output.extra_fields[NOTE] = note
@@ -47,7 +47,7 @@ class SupportResumingClient(FullyAsyncLLMServerClient, SupportAttempts):
     async def generate(self, request_id: str, **kwargs: Any) -> Any:
         """Generate like verl's client, which does not return the extra fields of its attempts."""
         # Keeps the note alive over all attempts; the table holds it only weakly.
-        note = _rows.setdefault(request_id, SupportNote())
+        note = _rows.find(request_id, shared=self.shares_ids)
         output = await super().generate(request_id, **kwargs)
         output.extra_fields[NOTE] = note
         return output
@@ -58,7 +58,7 @@ class SupportVersionedClient(VersionedClient, SupportAttempts):
 
     async def generate(self, request_id: str, **kwargs: Any) -> Any:
         """Generate like the client that records versions."""
-        note = _rows.setdefault(request_id, SupportNote())
+        note = _rows.find(request_id, shared=self.shares_ids)
         output = await super().generate(request_id, **kwargs)
         output.extra_fields[NOTE] = note
         return output
@@ -78,7 +78,7 @@ def note_supports(client: LLMServerClient, key: str = SUPPORT) -> LLMServerClien
         key: names in errors what needs them.
 
     Raises:
-        SupportError: it is not one of verl's clients, or resumed rows can have the same request id.
+        SupportError: it is not one of verl's clients.
     """
     if (kind := _NOTING.get(type(client))) is None:
         raise SupportError(
@@ -88,9 +88,4 @@ def note_supports(client: LLMServerClient, key: str = SUPPORT) -> LLMServerClien
     noting: Any = kind.__new__(kind)
     noting.__dict__.update(vars(client))
     noting.shares_ids = bool(getattr(client.config.actor_rollout_ref.rollout, "full_determinism", False))
-    if noting.shares_ids and kind is not SupportAttempts:
-        raise SupportError(
-            "with full_determinism different sequences have the same request id, so a resumed request is ambiguous. "
-            f"Fix: set actor_rollout_ref.rollout.full_determinism=false, or {key}=null."
-        )
     return noting

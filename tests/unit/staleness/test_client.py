@@ -142,8 +142,12 @@ def test_tokens_of_an_attempt_that_nobody_noted_are_told_apart(
 
 def test_rows_that_have_an_id_in_common_have_lists_of_their_own() -> None:
     client: Any = ours.note_versions(llm_server.FullyAsyncLLMServerClient(config(full_determinism=True)))
-    one = client._find_row("det-0")
-    assert client._find_row("det-0") is not one
+
+    async def find() -> list[Any]:
+        return [client._find_row("det-0"), client._find_row("det-0")]
+
+    one, two = asyncio.run(find()), asyncio.run(find())
+    assert one[0] is one[1] is not two[0]
 
 
 def test_a_chunk_takes_at_most_16_bytes(generate: Callable[..., Any]) -> None:

@@ -113,6 +113,27 @@ def test_rows_that_share_ids_are_noted_apart(monkeypatch: pytest.MonkeyPatch) ->
     assert read(two).supports.ids.tolist() == [6]
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_turns_of_rows_that_share_ids_are_noted_by_the_task(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two rows with one id, whose turns alternate: 5 and 8 are the first row's, 6 and 9 the second's."""
+    turns = [([token], singles(token), "completed") for token in (5, 6, 8, 9)]
+    client = serve(build(kind, full_determinism=True), monkeypatch, *turns)
+
+    async def row(first: int) -> Any:
+        one = await client.generate("det-0", prompt_ids=PROMPT, sampling_params={})
+        await pause(0)
+        await client.generate("det-0", prompt_ids=[*PROMPT, first, 7], sampling_params={})
+        return one
+
+    async def both() -> Any:
+        return await asyncio.gather(row(5), row(6))
+
+    pause = asyncio.sleep
+    notes = [read(output) for output in asyncio.run(both())]
+    assert [note.supports.ids.tolist() for note in notes] == [[5, 8], [6, 9]]
+    assert notes[0].spans == notes[1].spans == ((2, 1), (4, 1))
+
+
 def test_tokens_without_an_answer_have_no_entry(monkeypatch: pytest.MonkeyPatch) -> None:
     client = serve(build("LLMServerClient"), monkeypatch, ([5], None, "completed"), ([6, 7], singles(6), "completed"))
     assert read(ask(client)).spans == ()
@@ -122,5 +143,3 @@ def test_tokens_without_an_answer_have_no_entry(monkeypatch: pytest.MonkeyPatch)
 def test_other_clients_are_refused() -> None:
     with pytest.raises(SupportError, match="is SimpleNamespace, but supports are recorded only for verl's own"):
         ours.note_supports(SimpleNamespace())  # type: ignore[arg-type]
-    with pytest.raises(SupportError, match="full_determinism=false"):
-        ours.note_supports(build("FullyAsyncLLMServerClient", full_determinism=True))
