@@ -428,6 +428,19 @@ REFUSED: list[tuple[Callable[[], CorrectionSpec], str]] = [
         ),
         "importance_sampling_level=sequence: TRL multiplies",
     ),
+    (
+        lambda: CorrectionSpec.from_roll(
+            {"importance_sampling": "seq", "train_infer_correction": {"is_weight": {"enabled": True}}}
+        ),
+        "importance_sampling=seq: ROLL multiplies",
+    ),
+    (
+        lambda: CorrectionSpec.from_roll(
+            {"importance_sampling": "seq"}
+            | {"train_infer_correction": {"is_weight": {"enabled": True, "weight_type": "segment"}}}
+        ),
+        "importance_sampling=seq: ROLL multiplies",
+    ),
     (lambda: areal({}, importance_sampling_level="sequence"), "actor.importance_sampling_level=sequence: AReaL"),
     (
         lambda: CorrectionSpec.from_ms_swift({"rollout_importance_sampling_mode": "token_mask"}),

@@ -125,18 +125,18 @@ def read_flag(value: Any, key: str) -> bool:
 
 
 def check_weight_of_rows(weight: Mapping[str, Any] | None, name: str, key: str, value: Any) -> None:
-    """Refuse weights of tokens where the base loss has one ratio per row and differentiates the row's mean.
+    """Refuse weights of tokens or turns where the base loss has one ratio per row and differentiates the row's mean.
 
     The sum of a row's weights then scales the gradient of the whole row. verl's ``gspo`` multiplies the gradient of
     each token by the token's own weight.
 
     Raises:
-        SpecError: a weight of level ``token``.
+        SpecError: a weight of another level than ``sequence``.
 
     Example:
         >>> check_weight_of_rows(build_weight("sequence", None, 2.0), "TRL", "importance_sampling_level", "sequence")
     """
-    if weight is not None and weight["level"] == "token":
+    if weight is not None and weight["level"] != "sequence":
         reason = f"{name} multiplies the gradient of a row's ratio by weights of tokens, verl's gspo each token's own."
         raise refuse(reason, key, value)
 

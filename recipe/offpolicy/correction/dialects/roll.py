@@ -7,7 +7,16 @@ from typing import Any, Final
 
 from ..problem import SpecError
 from ..validation import read_number
-from .mapping import build_mask, build_weight, read_choice, read_flag, read_options, read_ratio_bound, refuse
+from .mapping import (
+    build_mask,
+    build_weight,
+    check_weight_of_rows,
+    read_choice,
+    read_flag,
+    read_options,
+    read_ratio_bound,
+    refuse,
+)
 from .peer import Options, Peer, words
 
 _SECTION: Final = "train_infer_correction"
@@ -41,6 +50,8 @@ _VARIANTS: Final = ("vanilla", "ppo", "cispo")
 _RECOMPUTE: Final = "enable_old_logprobs_recompute"
 _FORCED: Final = "force_disable_old_logprobs_recompute"
 _VARIANT: Final = "actor_train.pg_variant"
+_LEVELS: Final = ("importance_sampling", "ratio_type")
+"""Keys by which the ratio of PPO's clip is that of a row (seq) or of a turn (segment)."""
 
 
 def _convert(options: Options) -> dict[str, Any]:
@@ -59,6 +70,9 @@ def _convert(options: Options) -> dict[str, Any]:
         level, aggregate = _RATIOS[str(kind)]
         upper = read_ratio_bound(options[f"{_WEIGHT}.upper_bound"], f"{_WEIGHT}.upper_bound")
         plain["weight"] = build_weight(level, None, upper, aggregate=aggregate)
+        for key in _LEVELS:
+            if options[key] not in (None, "token"):
+                check_weight_of_rows(plain["weight"], "ROLL", key, options[key])
     filters = options[_FILTERS]
     if filters is not None and not isinstance(filters, list | tuple):
         raise SpecError("a list of filters.", key=_FILTERS, value=filters)
@@ -102,6 +116,7 @@ ROLL: Final = Peer(
         f"{_WEIGHT}.detach": True,
         _VARIANT: None,
         "pg_variant": None,
+        **dict.fromkeys(_LEVELS),
     },
     convert=_convert,
     unsaid={
@@ -110,11 +125,11 @@ ROLL: Final = Peer(
     },
     plain=frozenset(),
     elsewhere=words(
-        "difficulty_mask dirty_data_mask importance_sampling is_num_return_sequences_expand"
+        "difficulty_mask dirty_data_mask is_num_return_sequences_expand"
         " is_offload_optimizer_states_in_train_step is_offload_states is_pure_opd is_use_additional_prompts logprobs"
-        " ratio_type mask_type max_len_mask router_replay use_policy_loss_type"
+        " mask_type max_len_mask router_replay use_policy_loss_type"
     ),
-    context=frozenset({_VARIANT, "pg_variant"}),
+    context=frozenset({_VARIANT, "pg_variant", *_LEVELS}),
     switches=frozenset({f"{_WEIGHT}.enabled", _FILTERS, _RECOMPUTE, _FORCED}),
 )
 """ROLL's rules.
