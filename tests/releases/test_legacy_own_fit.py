@@ -89,6 +89,13 @@ def test_its_update_is_corrected_and_proved(own_trainer: Callable[..., Any]) -> 
     assert made.metrics["offpolicy/staleness/max"] == 0.0
 
 
+def test_the_optimal_baseline_reaches_the_legacy_actor(own_trainer: Callable[..., Any]) -> None:
+    made = own_trainer(["+correction@correction=gsm", "+optimal_baseline@optimal_baseline=group"])
+    assert made.metrics["optimal_baseline/live/proved"] == 1.0
+    assert made.metrics["optimal_baseline/live/changed_rows"] == ROWS
+    assert made.metrics["offpolicy/live/proved"] == 1.0
+
+
 def rows_exchanged(data: Any) -> None:
     data.batch["rollout_log_probs"] = data.batch["rollout_log_probs"].roll(1, 0)
 

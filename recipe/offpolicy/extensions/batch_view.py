@@ -54,7 +54,7 @@ class BatchView(Protocol):
     def weigh(self) -> tuple[Tensor, Mapping[str, Statistic]]:
         """Compute what mu and pi_old decide: weight * keep (n, T) of the correction in force, and its statistics.
 
-        What waits for pi or for advantages counts as 1.
+        What waits for pi or for advantages counts as 1. Later calls return the result of the first.
         """
 
     def compute_log_probs(self, rows: Sequence[tuple[list[int], list[int]]]) -> list[list[float]]:

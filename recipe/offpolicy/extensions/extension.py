@@ -77,6 +77,11 @@ class Extension(AddOn):
         return ""
 
     @property
+    def replaces_estimator(self) -> bool:
+        """True if ``estimate`` returns advantages; only one extension of a run may do so."""
+        return type(self).estimate is not Extension.estimate
+
+    @property
     def reads_old_log_prob(self) -> bool:
         """True if pi_old is needed before the loss; then ``correction.proximal=auto`` is ``recompute``."""
         return False

@@ -46,6 +46,7 @@ class DataProtoBatch:
         self.silent: Tensor | None = None
         self._sent, self._forward, self._decide = sent, forward, decide
         self._groups: list[str] | None = None
+        self._stage: RolloutStage | None = None
 
     @property
     def is_padding(self) -> Sequence[bool]:
@@ -77,8 +78,9 @@ class DataProtoBatch:
 
     def weigh(self) -> tuple[Tensor, Mapping[str, Statistic]]:
         assert self._decide is not None, "this view was built without a correction"
-        stage = self._decide(self.batch)
-        return stage.weight * stage.keep, stage.statistics
+        if self._stage is None:
+            self._stage = self._decide(self.batch)
+        return self._stage.weight * self._stage.keep, self._stage.statistics
 
     def regroup(self, groups: Sequence[str], silent: Sequence[bool]) -> None:
         """Replace the groups that extensions see, and mark the rows whose advantage is 0."""

@@ -49,6 +49,7 @@ class TransferQueueBatch:
         self._sent, self._forward, self._decide = sent, forward, decide
         self._real = [row for row, padding in enumerate(self.is_padding) if not padding]
         self._groups: list[str] | None = None
+        self._stage: RolloutStage | None = None
 
     @property
     def uids(self) -> list[str]:
@@ -78,8 +79,9 @@ class TransferQueueBatch:
 
     def weigh(self) -> tuple[Tensor, Mapping[str, Statistic]]:
         assert self._decide is not None, "this view was built without a correction"
-        stage = self._decide(self.batch)
-        return self._of_real(stage.weight * stage.keep), stage.statistics
+        if self._stage is None:
+            self._stage = self._decide(self.batch)
+        return self._of_real(self._stage.weight * self._stage.keep), self._stage.statistics
 
     def regroup(self, groups: Sequence[str], silent: Sequence[bool]) -> None:
         """Replace the groups that extensions see, for all rows, and mark the rows whose advantage is 0."""

@@ -82,6 +82,10 @@ class PassAtK(AdvantageExtension):
         return self.pass_at_k.objective != "none"
 
     @property
+    def replaces_estimator(self) -> bool:
+        return self._trains
+
+    @property
     def _deals(self) -> bool:
         return self.pass_at_k.budget.mode == "group_size"
 

@@ -12,7 +12,6 @@ from ...batch.declared_keys import build_unknown
 from ...correction.problem import Problem, format_value, remove, set_to
 from ...correction.spelling import find_closest
 from ...delivery.delivery_settings import find_problems as delivery_problems
-from ...extensions.extension import Extension
 from ...extensions.registry import find_problems as extension_problems
 from ...fault_tolerance.watchdog import find_problems as watchdog_problems
 from ...monitor.alarms.alarm_settings import find_problems as alarm_problems
@@ -102,7 +101,7 @@ def check_extensions(run: Composed) -> Iterator[Problem]:
     """Check each extension that is on, and that they work together."""
     for extension in run.extensions:
         yield from (problem for problem in extension.problems(run.config) if problem.verdict == "ERROR")
-    first, *others = [each.section for each in run.extensions if type(each).estimate is not Extension.estimate] or [""]
+    first, *others = [each.section for each in run.extensions if each.replaces_estimator] or [""]
     for section in others:
         reason = f"it computes advantages instead of verl's estimator, and so does {first}."
         yield run.problem(section, reason, f"Set {section}=null, or {first}=null.", (), (section,), value="on")

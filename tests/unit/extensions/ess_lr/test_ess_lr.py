@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +15,7 @@ from recipe.offpolicy.correction import CorrectionSpec
 from recipe.offpolicy.extensions.add_ons import AddOns
 from recipe.offpolicy.extensions.ess_lr.ess_lr import EssLr
 from recipe.offpolicy.extensions.ess_lr.settings import EssLrSettings, find_problems
+from recipe.offpolicy.extensions.optimal_baseline.optimal_baseline import OptimalBaseline
 from recipe.offpolicy.proof.verify import LivenessError
 from tests.support.corrections import TIS, spec
 from tests.support.shaped import Rows, make_batch, shape
@@ -45,6 +47,22 @@ def run(correction: CorrectionSpec, **settings: Any) -> EssLr:
     extension = EssLr("ess_lr", {"rule": "sqrt"} | settings)
     shape(weighed(correction), extension)
     return extension
+
+
+def test_next_to_the_optimal_baseline_the_batch_is_weighed_once() -> None:
+    view, scaled = weighed(spec(TIS)), EssLr("ess_lr", {"rule": "linear"})
+    decide, calls = view._decide, itertools.count()
+
+    def counted(found: Any) -> Any:
+        next(calls)
+        return decide(found)
+
+    view._decide = counted
+    found = shape(view, OptimalBaseline("optimal_baseline", {"over": "group"}), scaled)
+    # e = 1 + 4 and 1 + 0.25, so b = 5 / 6.25 = 0.8.
+    assert found.tolist() == pytest.approx([0.2, -0.8])
+    assert scaled.metrics()["ess_lr/factor"] == pytest.approx(0.81)
+    assert next(calls) == 1
 
 
 @pytest.mark.parametrize(
