@@ -147,6 +147,18 @@ def test_its_update_is_corrected_and_proved(option: str, own_fit: Any, engine: A
     assert "offpolicy/staleness/max:0.0" in step
 
 
+@pytest.mark.parametrize("options", [["bypass"], ["[gsm]", "correction.baseline=exclude"]])
+def test_a_batch_that_is_updated_in_two_calls_stops_with_the_reason(
+    options: list[str], own_fit: Any, engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from recipe.offpolicy.proof.verify import LivenessError
+
+    monkeypatch.setattr(own_fit.OwnTrainer, "calls", 2)
+    config = composed(f"+correction@correction={options[0]}", *options[1:])
+    with pytest.raises(LivenessError, match=r"used 32 of the 64 sequences.* to one call of update_actor"):
+        trained(own_fit, engine, config, nothing)
+
+
 def other_loss(worker: Any, rows: Any) -> None:
     from functools import partial
 

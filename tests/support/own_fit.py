@@ -27,7 +27,9 @@ from verl.workers.utils.padding import left_right_2_no_padding, no_padding_2_pad
 
 
 class OwnTrainer(RayPPOTrainer):
-    """Trains without ``_compute_old_log_prob`` and ``_update_actor``."""
+    """Trains without ``_compute_old_log_prob`` and ``_update_actor``, each batch in so many calls of the workers."""
+
+    calls = 1
 
     def fit(self) -> None:
         self.global_steps = 0
@@ -41,25 +43,30 @@ class OwnTrainer(RayPPOTrainer):
             batch.batch["old_log_probs"] = log_probs.float()
             batch.batch["token_level_rewards"] = batch.batch["token_level_scores"]
             batch = compute_advantage(batch, adv_estimator=self.config.algorithm.adv_estimator)
-            actor = self.config.actor_rollout_ref.actor
-            rows = actor.ppo_mini_batch_size * self.config.actor_rollout_ref.rollout.n
-            output = self.actor_rollout_wg.update_actor(
-                self.to_workers(
-                    batch,
-                    compute_loss=True,
-                    global_batch_size=rows,
-                    mini_batch_size=rows,
-                    epochs=actor.ppo_epochs,
-                    seed=actor.data_loader_seed,
-                    dataloader_kwargs={"shuffle": actor.shuffle},
-                )
-            )
+            outputs = [self.update(part) for part in batch.split(len(batch) // self.calls)]
             self.checkpoint_manager.update_weights(self.global_steps)
-            metrics = reduce_metrics(tu.get(output, "metrics"))
-            line = " - ".join(f"{name}:{value}" for name, value in metrics.items())
-            print(f"step:{self.global_steps} - {line}", flush=True)
+            for output in outputs:
+                metrics = reduce_metrics(tu.get(output, "metrics"))
+                line = " - ".join(f"{name}:{value}" for name, value in metrics.items())
+                print(f"step:{self.global_steps} - {line}", flush=True)
             if self.global_steps >= self.total_training_steps:
                 return
+
+    def update(self, batch: DataProto) -> Any:
+        """Update the actor on a batch, in mini-batches of the configured size or smaller."""
+        actor = self.config.actor_rollout_ref.actor
+        rows = min(actor.ppo_mini_batch_size * self.config.actor_rollout_ref.rollout.n, len(batch))
+        return self.actor_rollout_wg.update_actor(
+            self.to_workers(
+                batch,
+                compute_loss=True,
+                global_batch_size=rows,
+                mini_batch_size=rows,
+                epochs=actor.ppo_epochs,
+                seed=actor.data_loader_seed,
+                dataloader_kwargs={"shuffle": actor.shuffle},
+            )
+        )
 
     def sample(self, batch: DataProto) -> DataProto:
         """Sample each prompt of a batch, with rewards."""

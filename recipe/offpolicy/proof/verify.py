@@ -160,6 +160,12 @@ def _verify_rows(rows: Sequence[int], sampled_rows: Sequence[int], epochs: int) 
     if are_same_rows(sampled_rows, rows, epochs):
         return
     used, sampled = Counter(rows), Counter([*sampled_rows] * epochs)
+    if used and not used - sampled:
+        raise LivenessError(
+            f"the update used {used.total()} of the {sampled.total()} sequences that the rollout sampled, and none of "
+            f"these was changed. Fix: a program with its own fit must pass a whole batch to one call of update_actor, "
+            f"which verl splits into mini-batches, and drop sequences before compute_log_prob and compute_advantage."
+        )
     raise LivenessError(
         f"the loss did not use the mu that the rollout sampled: {(sampled - used).total()} of "
         f"{sampled.total()} sequences were not found with bitwise equal tokens and log-probs, and "
