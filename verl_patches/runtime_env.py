@@ -21,8 +21,9 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
 KEY = "ray_kwargs.ray_init.runtime_env"
-VARIABLES = ("VERL_PLATFORM", "VERL_ENGINE_DEVICE", "VERL_USE_EXTERNAL_PLUGINS")
-"""verl's variables that a worker must share with the driver."""
+MODEL_RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
+VARIABLES = ("VERL_PLATFORM", "VERL_ENGINE_DEVICE", "VERL_USE_EXTERNAL_PLUGINS", MODEL_RUNNER)
+"""Variables of verl and vLLM that a worker must share with the driver."""
 PREFIX = "OFFPOLICY_"
 PYTHONPATH = "PYTHONPATH"
 VARIABLES_OF_WORKERS = (EXTERNAL_MODULES, PYTHONPATH)

@@ -15,23 +15,26 @@ from omegaconf.errors import OmegaConfBaseException
 
 from verl_patches import flash_attention
 from verl_patches.contract import PatchError, demand_release
-from verl_patches.runtime_env import KEY, VARIABLES_OF_WORKERS, forward
+from verl_patches.runtime_env import KEY, MODEL_RUNNER, VARIABLES_OF_WORKERS, forward
 
 from .correction import CorrectionSpec, SpecError
 from .correction.problem import CheckError
 from .fault_tolerance.redaction import redact_streams
 from .preflight.checks.path import list_patch_groups
 from .preflight.checks.readable import find_missing_actor
+from .preflight.checks.replay import needs_model_runner
 from .preflight.examination import Preflight, examine
 from .preflight.hydra_groups import read_task_overrides
+from .preflight.programs import OURS, check_program_trains, find_launched, is_own
 from .trainer.hooked import MODULE, mark
 
 
-def prepare(config: DictConfig) -> tuple[CorrectionSpec, Preflight]:
+def prepare(config: DictConfig, program: str = OURS) -> tuple[CorrectionSpec, Preflight]:
     """Run the start-up checks, print what is on, and turn verl's idle correction off, in place.
 
     Args:
         config: the launch's, composed.
+        program: as ``python -m`` names it.
 
     Returns:
         The correction to train with, and what the checks found.
@@ -39,7 +42,7 @@ def prepare(config: DictConfig) -> tuple[CorrectionSpec, Preflight]:
     Raises:
         CheckError: something stops the launch; all of it at once.
     """
-    found = examine(config, read_task_overrides(), say=say)
+    found = examine(config, read_task_overrides(), say=say, own_main=is_own(program))
     if found.spec is None or found.stopping:
         raise CheckError(found.stopping)
     if not found.spec.is_none and not found.run.active:
@@ -54,7 +57,7 @@ def say(line: str) -> None:
     print(f"offpolicy: {line}", flush=True)
 
 
-def check(config: DictConfig) -> list[str]:
+def check(config: DictConfig, program: str = OURS) -> list[str]:
     """Run all checks on a launch and put into its configuration what its workers need.
 
     Returns:
@@ -64,7 +67,9 @@ def check(config: DictConfig) -> list[str]:
         CheckError, PatchError: what stops the launch.
     """
     attention = flash_attention.settle(config)
-    spec, found = prepare(config)
+    spec, found = prepare(config, program)
+    if needs_model_runner(found.run) and found.run.get(f"{KEY}.env_vars.{MODEL_RUNNER}") is None:
+        os.environ.setdefault(MODEL_RUNNER, "1")
     forward(config, groups=list_patch_groups(found.run.path), modules=(MODULE,))
     mark(config)
     done = f"all checks passed; {json.dumps(spec.to_mapping())}, fingerprint {spec.fingerprint()}"
@@ -82,9 +87,10 @@ class LaunchCallback(Callback):
                 hydra = config.pop("hydra")
             try:
                 HydraConfig.instance().set_config(OmegaConf.create({"hydra": hydra}))
-                if missing := list(find_missing_actor(config)):
+                program = find_launched()
+                if missing := [*check_program_trains(program), *find_missing_actor(config)]:
                     raise CheckError(missing)
-                lines = check(config)
+                lines = check(config, program)
             finally:
                 with open_dict(config):
                     config.hydra = hydra

@@ -37,9 +37,10 @@ from verl_patches.trainer_v0 import find_task_runner
 
 from .correction import SpecError
 from .correction.problem import CheckError
-from .doctor.launch import OURS, Launch, LaunchError, compose, parse_flags, prepare_arguments
+from .doctor.launch import Launch, LaunchError, compose, parse_flags, prepare_arguments
 from .fault_tolerance.redaction import redact_streams
 from .launch_callback import check, say
+from .preflight.programs import OURS
 
 CONFIG_DIR = str(Path(__file__).resolve().parent / "config")
 

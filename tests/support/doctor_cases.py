@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from recipe.offpolicy.doctor.launch import OURS
+from recipe.offpolicy.preflight.programs import OURS
 from tests.support.doctor_cases_ours import OF_OURS
 from tests.support.doctor_keys import (
     COLOCATE,

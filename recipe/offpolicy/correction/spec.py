@@ -56,7 +56,7 @@ class CorrectionSpec(CorrectionParts):
 
     @classmethod
     def from_mapping(cls, mapping: Mapping[str, Any] | None) -> CorrectionSpec:
-        """Build from the plain values under the Hydra key ``correction``.
+        """Build from the plain values under the Hydra key ``correction``; a mask or named weight of null is removed.
 
         Raises:
             SpecError: a malformed value, or parts that cannot go together.
@@ -68,6 +68,7 @@ class CorrectionSpec(CorrectionParts):
                 key="correction",
                 value=mapping,
             )
+        mapping = _drop_removed(mapping)
         _refuse_beside_its_part(mapping)
         check_known_keys(mapping, _KEYS, "correction")
         spec = cls(
@@ -189,6 +190,12 @@ class CorrectionSpec(CorrectionParts):
         # 31 bits are exact as a float too, in which metrics carry it.
         text = json.dumps(self.to_mapping(), sort_keys=True, separators=(",", ":"))
         return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big") >> 1
+
+
+def _drop_removed(mapping: Mapping[str, Any]) -> dict[str, Any]:
+    """Drop parts that are null: ``correction.masks.gsm=null`` is ``~correction.masks.gsm``, in YAML too."""
+    named = {name: each for name in ("masks", "weights") if isinstance(each := mapping.get(name), Mapping)}
+    return {**mapping} | {name: {k: v for k, v in parts.items() if v is not None} for name, parts in named.items()}
 
 
 def _refuse_beside_its_part(mapping: Mapping[str, Any]) -> None:

@@ -30,8 +30,9 @@ from ..preflight.configured_parts import ConfiguredPart, list_parts
 from ..preflight.examination import collect_problems, describe_verls_loss, examine, find_stray_overrides
 from ..preflight.hydra_groups import brought_sections, read_task_overrides
 from ..preflight.own_keys import list_groups, list_sections
+from ..preflight.programs import VERLS, check_program_trains, is_own
 from ..preflight.similar_keys import find_similar_keys
-from .launch import OURS, SAMPLERS, VERLS, Launch, LaunchError, compose
+from .launch import Launch, LaunchError, compose
 
 State = Literal["OK", "NO-OP", "ERROR"]
 _STATUS: dict[State, int] = {"OK": 0, "NO-OP": 1, "ERROR": 2}
@@ -123,23 +124,17 @@ def judge(config: DictConfig, launch: Launch, overrides: Sequence[str] = ()) -> 
         return Diagnosis(launch, rows=_arrange_rows((), null)[0])
     if not launch.ours and not brought_sections():
         return _judge_verl(Composed(config, CorrectionSpec()), launch, overrides)
-    if missing := [*_find_sampler(launch), *find_missing_actor(config)]:
+    if missing := [*check_program_trains(launch.module), *find_missing_actor(config)]:
         return Diagnosis(launch, rows=_arrange_rows((), missing)[0])
-    found = examine(config, overrides)
+    found = examine(config, overrides, own_main=is_own(launch.module))
     parts = list_parts(found.run) if found.spec is not None else ()
     rows, notes = _arrange_rows(parts, [*found.problems, *_note_program(launch)])
     fingerprint = None if found.spec is None or found.spec.is_none else found.spec.fingerprint()
     return Diagnosis(launch, _find_path(found.run), rows, notes, found.said, fingerprint, headline=found.headline)
 
 
-def _find_sampler(launch: Launch) -> Iterator[Problem]:
-    if launch.module in SAMPLERS:
-        reason = "it trains nothing, so there is no gradient to correct."
-        yield Problem("module", launch.module, reason, "Launch it without a correction.", parts=())
-
-
 def _note_program(launch: Launch) -> Iterator[Problem]:
-    if launch.module not in (OURS, *VERLS):
+    if is_own(launch.module):
         reason = (
             "supported if its trainer derives from verl's RayPPOTrainer or V1 PPOTrainer; else the first update stops."
         )

@@ -27,19 +27,11 @@ from verl_patches.hydra_sections import bring_sections
 from ..preflight.hydra_groups import force_own_keys
 from ..preflight.hydra_refusals import NO_DEFAULT, explain_refusal, list_nested, parse
 from ..preflight.primary_config import CONFIG_DIR, check_primary, keep_search_path
+from ..preflight.programs import OURS, VERLS
 from ..preflight.python_source import find_source
 from .hydra_main import HydraMain, read_hydra_main
 from .unknown_keys import find_unknown_keys
 
-OURS = "recipe.offpolicy.main_offpolicy"
-VERLS = (
-    "verl.trainer.main_ppo",
-    "verl.experimental.fully_async_policy.fully_async_main",
-    "verl.experimental.one_step_off_policy.main_ppo",
-)
-"""Programs of verl whose trainers and workers the checks know."""
-SAMPLERS = ("verl.trainer.main_eval", "verl.trainer.main_generation", "verl.trainer.main_generation_server")
-"""verl's programs that train nothing, with a configuration like its PPO's."""
 OUR_PROGRAM = HydraMain(CONFIG_DIR.parent / "main_offpolicy.py", str(CONFIG_DIR), "offpolicy_trainer")
 _CHECK = "--check"
 _SEVERAL = "--multirun: only a single run can be checked. Give one value per key, and check each launch separately."

@@ -12,8 +12,8 @@ from rich.text import Text
 
 from ..correction.problem import Problem, format_value
 from ..fault_tolerance.redaction import redact, redact_text
+from ..preflight.programs import OURS
 from .diagnosis import Diagnosis, VerdictRow
-from .launch import OURS
 
 SCHEMA = 2
 _STYLES = {"OK": "bold green", "NO-OP": "bold yellow", "ERROR": "bold red", "NOTE": "dim"}

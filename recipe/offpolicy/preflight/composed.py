@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 import pickle
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -66,10 +67,11 @@ class Composed:
     Args:
         config: of the launch; its ``auto`` choices are resolved before ``spec`` is read.
         spec: the correction, if it is not the one of the configuration.
+        own_main: a program of the user's is launched.
     """
 
-    def __init__(self, config: DictConfig, spec: CorrectionSpec | None = None) -> None:
-        self.config = config
+    def __init__(self, config: DictConfig, spec: CorrectionSpec | None = None, *, own_main: bool = False) -> None:
+        self.config, self.own_main = config, own_main
         if spec is not None:
             self.spec = spec
 
@@ -108,6 +110,13 @@ class Composed:
             SpecError: it is malformed.
         """
         return CorrectionSpec.from_mapping(read_correction(self))
+
+    @cached_property
+    def registrar(self) -> str:
+        """Code of the user's that may register choices with verl after the checks; "" if there is none."""
+        given = os.environ.get("VERL_USE_EXTERNAL_MODULES", "").split(",")
+        modules = [name for name in given if name and not name.startswith(("verl_patches.", "recipe.offpolicy."))]
+        return ", ".join(modules) or ("the program's own code" if self.own_main else "")
 
     @cached_property
     def shadows(self) -> dict[str, CorrectionSpec]:

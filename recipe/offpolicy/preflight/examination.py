@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from verl_patches.contract import PatchError
@@ -25,7 +25,7 @@ from .checks.rows import Check
 from .checks.run_keys import check_by_verl
 from .composed import SUPPORT_PART, Composed
 from .configured_parts import list_parts
-from .hydra_groups import compose_without, filter_added, list_options, restore_defaults
+from .hydra_groups import compose_without, filter_added, list_options, parse_overrides, restore_defaults
 from .own_keys import list_sections
 from .resolve import Say, check_beside, check_fallbacks, refuse_emptied, resolve
 from .similar_keys import find_stray_keys
@@ -65,13 +65,16 @@ class Preflight:
         return tuple(problem for problem in self.problems if problem.verdict != "ERROR")
 
 
-def examine(config: DictConfig, overrides: Iterable[str], *, say: Say = lambda line: None) -> Preflight:
+def examine(
+    config: DictConfig, overrides: Iterable[str], *, say: Say = lambda line: None, own_main: bool = False
+) -> Preflight:
     """Resolve the configuration in place and run every check, inside the Hydra application that composed it.
 
     Args:
         config: composed by a primary configuration with our sections.
         overrides: of the command line.
         say: takes the headline and what was chosen, as soon as they are known.
+        own_main: a program of the user's is launched, whose code may register choices with verl.
     """
     overrides = list(overrides)
     # Every other check would fail on a null section.
@@ -81,7 +84,7 @@ def examine(config: DictConfig, overrides: Iterable[str], *, say: Say = lambda l
     if any(problem.verdict == "ERROR" for problem in problems):
         # The other checks run on a copy in which these keys have readable values.
         config = substitute_usual_values(config, [problem.key for problem in problems])
-    run = Composed(config)
+    run = Composed(config, own_main=own_main)
     problems += (pairs := list(find_pairs(overrides)))
     problems += find_stray_overrides(config, overrides)
     said: list[str] = []
@@ -200,6 +203,21 @@ def find_stray_overrides(config: DictConfig, overrides: Sequence[str]) -> Iterat
         # Keys that are deleted may be among the added ones.
         left_out = {*filter_added(overrides), *_list_same(added, overrides), *(o for o in overrides if o[0] == "~")}
         yield from find_stray_keys(added, compose_without(list(left_out)), list_options(), list_registered(config))
+    yield from _find_removals_of_nothing(overrides)
+
+
+def _find_removals_of_nothing(overrides: Sequence[str]) -> Iterator[Problem]:
+    """Find ``correction.masks.NAME=null`` whose part is not there without it, as Hydra rejects ``~`` of such a key."""
+    null = [each for each in parse_overrides(overrides) if not each.is_delete() and each.value() is None]
+    for each in null:
+        owner, _, name = each.key_or_group.rpartition(".")
+        if owner not in ("correction.masks", "correction.weights"):
+            continue
+        parts = OmegaConf.select(compose_without([str(each.input_line)]), owner)
+        if name not in (names := [str(part) for part in parts or ()]):
+            fix = f"Name one of {', '.join(names)}, or leave it out." if names else "Leave it out."
+            key = each.key_or_group
+            yield Problem(key, None, "removes nothing: the chosen options have no such part.", fix, parts=())
 
 
 def _list_same(added: Sequence[str], overrides: Sequence[str]) -> list[str]:

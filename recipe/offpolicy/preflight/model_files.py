@@ -194,15 +194,21 @@ def _read_pickled(file: Path) -> dict[str, list[int]]:
     return {name: list(tensor.shape) for name, tensor in saved.items() if isinstance(tensor, torch.Tensor)}
 
 
+def count_vocabulary(folder: Path) -> int | None:
+    """Count the tokens that a model has logits for; None if its ``config.json`` does not say."""
+    return max((sizes[0] for sizes in _list_sizes(folder, "vocab_size")), default=None)
+
+
 def _count_embedding(folder: Path) -> int | None:
+    return max(map(math.prod, _list_sizes(folder, "vocab_size", "hidden_size")), default=None)
+
+
+def _list_sizes(folder: Path, *names: str) -> list[list[int]]:
+    """List the values of these names in each section of ``config.json`` that has all of them."""
     try:
         values: Any = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        return None
+        return []
     sections = [values, *values.values()] if isinstance(values, Mapping) else []
-    found = [
-        section["vocab_size"] * section["hidden_size"]
-        for section in sections
-        if isinstance(section, Mapping) and all(isinstance(section.get(k), int) for k in ("vocab_size", "hidden_size"))
-    ]
-    return max(found, default=None)
+    found: list[list[Any]] = [[each.get(name) for name in names] for each in sections if isinstance(each, Mapping)]
+    return [sizes for sizes in found if all(isinstance(size, int) for size in sizes)]

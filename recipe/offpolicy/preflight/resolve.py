@@ -273,7 +273,7 @@ def check_fallbacks(run: Composed, run_checks: Callable[[Composed], Any]) -> Non
         fallback = CorrectionSpec.from_mapping(correction)
         _check_can_follow(key, options, run.spec, fallback)
         try:
-            run_checks(Composed(_substitute(run.config, fallback), fallback))
+            run_checks(Composed(_substitute(run.config, fallback), fallback, own_main=run.own_main))
         except CheckError as error:
             raise CheckError(_reword_for_run(problem, key, options) for problem in error.problems) from error
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import cast
+from typing import cast, get_args
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -39,7 +39,7 @@ class ReplaySettings:
     def from_config(cls, config: DictConfig, path: LivePath | None = None) -> ReplaySettings | None:
         """Read a checked configuration; None if FSDP replays nothing."""
         mode = OmegaConf.select(config, f"{ROUTER_REPLAY}.mode")
-        if mode in (None, "disabled") or not replays_on_fsdp(path or live_path(config)):
+        if mode not in get_args(Mode) or not replays_on_fsdp(path or live_path(config)):
             return None
         return cls(cast(Mode, mode), OmegaConf.select(config, OLDEST))
 

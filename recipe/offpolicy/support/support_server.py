@@ -73,7 +73,10 @@ class SupportServer(vllm_async_server.vLLMHttpServer):
 
     def _preprocess_engine_kwargs(self, engine_kwargs: dict[str, Any]) -> None:
         super()._preprocess_engine_kwargs(engine_kwargs)
-        engine_kwargs["max_logprobs"] = max(self.support.size, int(engine_kwargs.get("max_logprobs") or 0))
+        # vLLM takes either spelling, and -1 for any number.
+        given = [engine_kwargs.pop(name, None) for name in ("max_logprobs", "max-logprobs")]
+        asked = [int(each) for each in given if each is not None]
+        engine_kwargs["max_logprobs"] = -1 if -1 in asked else max([self.support.size, *asked])
 
 
 class SupportActor:

@@ -8,9 +8,10 @@ import random
 import pytest
 
 from recipe.offpolicy.doctor.diagnosis import diagnose
-from recipe.offpolicy.doctor.launch import OURS, VERLS, Launch, LaunchError, parse_flags, prepare_arguments
+from recipe.offpolicy.doctor.launch import Launch, LaunchError, parse_flags, prepare_arguments
 from recipe.offpolicy.doctor.show import show, to_json
 from recipe.offpolicy.preflight.own_keys import list_groups, list_paths
+from recipe.offpolicy.preflight.programs import OURS, VERLS
 from tests.support.applications import NEEDED
 from tests.support.doctor_answer import Ask
 from tests.support.examples import each_nth_when_quick

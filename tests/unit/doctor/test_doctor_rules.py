@@ -10,8 +10,9 @@ from omegaconf import DictConfig, open_dict
 
 from recipe.offpolicy.correction.problem import CheckError
 from recipe.offpolicy.doctor.diagnosis import Diagnosis, judge
-from recipe.offpolicy.doctor.launch import OURS, Launch
+from recipe.offpolicy.doctor.launch import Launch
 from recipe.offpolicy.launch_callback import prepare
+from recipe.offpolicy.preflight.programs import OURS
 from tests.support.applications import NEEDED, application, changed
 from tests.support.corrections import GSM, opsm
 from tests.support.doctor_cases import CASES, K1, ROLLOUT, TIS_OF_VERL, VERL, VERLS, Case

@@ -11,7 +11,8 @@ from omegaconf import DictConfig, open_dict
 
 from recipe.offpolicy.correction import Problem
 from recipe.offpolicy.doctor.diagnosis import judge
-from recipe.offpolicy.doctor.launch import OURS, Launch
+from recipe.offpolicy.doctor.launch import Launch
+from recipe.offpolicy.preflight.programs import OURS
 from tests.support.applications import NEEDED, application, changed
 from tests.support.corrections import opsm
 from tests.support.doctor_keys import ACTOR, LOSS_MODE, NONE, ONE_STEP, ROLLOUT, VERL, VERLS, WORKERS

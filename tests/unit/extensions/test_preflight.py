@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 
 from recipe.offpolicy.doctor.diagnosis import Diagnosis, diagnose
-from recipe.offpolicy.doctor.launch import OURS, Launch
+from recipe.offpolicy.doctor.launch import Launch
 from recipe.offpolicy.extensions.extension import Extension
 from recipe.offpolicy.extensions.registry import KEY, SHIPPED, list_registered, load_extensions
 from recipe.offpolicy.preflight.composed import Composed, choose_proximal
 from recipe.offpolicy.preflight.examination import Preflight, examine
+from recipe.offpolicy.preflight.programs import OURS
 from tests.support.applications import NEEDED, application
 from tests.support.examples import few_when_quick
 from tests.support.nudge import Nudge

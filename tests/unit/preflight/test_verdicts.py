@@ -563,11 +563,11 @@ CASES: dict[tuple[Check, str], list[tuple[str, ...]]] = {
         ("trainer.resume_mode=sometimes", "ERROR trainer.resume_mode: =auto"),
         ("trainer.resume_mode=resume-path", "ERROR trainer.resume_mode: =resume_path"),
         ("trainer.resume_mode=null", "ERROR trainer.resume_mode: =auto"),
-        ("algorithm.adv_estimator=GRPO_",),
+        ("algorithm.adv_estimator=GRPO_", "ERROR algorithm.adv_estimator: =grpo"),
         ("algorithm.kl_ctrl.type=adaptiv", "ERROR algorithm.kl_ctrl.type: =adaptive"),
         ("actor.kl_loss_type=low_var", "ERROR actor.kl_loss_type: =low_var_kl"),
         ("data.truncation=rigth", "ERROR data.truncation: =right"),
-        ("algorithm.adv_estimator=elliptical",),
+        ("algorithm.adv_estimator=elliptical", "ERROR algorithm.adv_estimator"),
         ("actor.kl_loss_type=hellinger", "ERROR actor.kl_loss_type"),
         ("trainer.logger=[consol,wandb]", "ERROR trainer.logger: =[console, wandb]"),
         ("trainer.logger=console",),
@@ -921,10 +921,11 @@ CASES: dict[tuple[Check, str], list[tuple[str, ...]]] = {
     (base_loss.check_base_loss, "0.9.1"): [
         ("",),
         ("actor.policy_loss.loss_mode=geo_mean", "ERROR actor.policy_loss.loss_mode"),
-        ("actor.policy_loss.loss_mode=vanila", "ERROR actor.policy_loss.loss_mode"),
+        ("actor.policy_loss.loss_mode=vanila", "ERROR actor.policy_loss.loss_mode: =vanilla"),
         ("actor.ppo_micro_batch_size_per_gpu=null", "ERROR actor.ppo_micro_batch_size_per_gpu: =1"),
         ("actor.ppo_micro_batch_size=2", "ERROR actor.ppo_micro_batch_size_per_gpu: actor.ppo_micro_batch_size=null"),
-        ("actor.loss_agg_mode=mean", "ERROR actor.loss_agg_mode: =token-mean"),
+        ("actor.loss_agg_mode=mean", "ERROR actor.loss_agg_mode"),
+        ("actor.loss_agg_mode=token_mean", "ERROR actor.loss_agg_mode: =token-mean"),
         ("actor.policy_loss.no_such=1", "ERROR actor.policy_loss.no_such"),
         (
             "actor.policy_loss.clip_ratio_c=4.0",
@@ -1039,6 +1040,11 @@ def test_every_check_of_a_launch_is_in_the_table() -> None:
     inside |= {verl_correction.check_decoupled, verl_correction.check_bypass, verl_correction.check_legacy_mu}
     inside |= {verl_correction.check_misplaced, run_keys.check_by_verl}
     elsewhere = {path.check_seams, path.check_lora, run_keys.check_resume, run_keys.check_folders, rollout.check_bucket}
-    elsewhere |= {rollout.check_agent_loops, offpolicy_keys.check_extensions, offpolicy_keys.warn_extensions}
+    elsewhere |= {
+        replay.check_model_runner,
+        rollout.check_agent_loops,
+        offpolicy_keys.check_extensions,
+        offpolicy_keys.warn_extensions,
+    }
     asked = {check for check, _ in CASES} - inside | elsewhere | {verl_correction.check_dead_keys}
     assert asked == {*CHECKS, *REMARKS}

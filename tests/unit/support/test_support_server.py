@@ -78,7 +78,7 @@ def test_a_server_asks_vllm_for_as_many_log_probs_as_it_may_return() -> None:
 
     server: Any = object.__new__(SupportServer)
     server.config, server.support = {}, SETTINGS
-    for given, wanted in (({}, 2), ({"max_logprobs": 20}, 20)):
+    for given, wanted in (({}, 2), ({"max_logprobs": 20}, 20), ({"max-logprobs": 1}, 2), ({"max_logprobs": -1}, -1)):
         arguments: dict[str, Any] = dict(given)
         server._preprocess_engine_kwargs(arguments)
         assert arguments["max_logprobs"] == wanted

@@ -44,6 +44,7 @@ CHECKS: tuple[Check, ...] = (
     staleness.check_staleness,
     replay.check_routing_replay,
     replay.check_megatron_replay,
+    replay.check_model_runner,
     rollout.check_support,
     replay.check_recorded_without_replay,
     correction.check_bounds,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
+import inspect
 import logging
 import re
 from collections.abc import Iterator
@@ -12,6 +14,7 @@ from hydra.utils import get_class
 from omegaconf import MISSING, DictConfig, OmegaConf
 
 from ...correction.problem import EVERYTHING, Problem, remove, set_to
+from ...correction.spelling import find_closest
 from ..composed import ACTOR, BYPASS, LOSS_MODE, Composed, copy_config, name_part
 
 logger = logging.getLogger("verl.offpolicy")
@@ -36,6 +39,7 @@ def check_base_loss_of_verl(run: Composed) -> Iterator[Problem]:
 
 
 def _probe(run: Composed, parts: tuple[str, ...], *, split: bool = True) -> Iterator[Problem]:
+    from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY
     from verl.utils.config import omega_conf_to_dataclass
 
     from ..base_loss_probe import probe
@@ -49,6 +53,12 @@ def _probe(run: Composed, parts: tuple[str, ...], *, split: bool = True) -> Iter
         unknown = _find_unknown_keys(run, section[1], parts) if section else None
         yield unknown or _build_refusal(run, str(cause) or type(cause).__name__, parts)
         return
+    if run.registrar and actor.policy_loss.loss_mode not in POLICY_LOSS_REGISTRY:
+        reason = (
+            f"verl has no such loss; it cannot be judged if {run.registrar} registers it. The first update proves it."
+        )
+        yield run.problem(LOSS_MODE, reason, "", (), parts, "NOTE")
+        return
     try:
         wrong = probe(actor_config, split=split)
     except Exception as error:
@@ -60,6 +70,9 @@ def _probe(run: Composed, parts: tuple[str, ...], *, split: bool = True) -> Iter
         f"term (vanilla, gspo, cispo, gpg, dppo_tv, sapo) trains another objective."
     )
     sets: dict[str, Any] = {}
+    misspelt = actor.policy_loss.loss_mode not in POLICY_LOSS_REGISTRY
+    if misspelt and (near := find_closest(str(actor.policy_loss.loss_mode), POLICY_LOSS_REGISTRY)):
+        fix, sets = f"Did you mean {near}?", {LOSS_MODE: near}
     if actor.loss_agg_mode == "seq-mean-token-sum-norm" and actor.loss_scale_factor is None:
         fix = f"Set {_SCALE} to a constant, such as data.max_response_length."
         sets = {_SCALE: run.config.data.max_response_length}
@@ -98,10 +111,15 @@ def _build_refusal(run: Composed, said: str, parts: tuple[str, ...]) -> Problem:
     if name.endswith(_DEMANDED):
         whole = f"{ACTOR}.ppo_micro_batch_size"
         override = set_to(whole, None) if run.get(whole) is not None else set_to(f"{ACTOR}.{_DEMANDED}", 1)
-    elif name == _AGGREGATION:
-        override = set_to(name, "token-mean")
     elif (default := _find_default_that_works(run.config, name)) is not None:
-        name, override = default
+        name, usual = default
+        choices = _list_choices(run.get(name.rpartition(".")[0])._target_, usual)
+        if choices:  # the default is another algorithm than the misspelled choice
+            near = find_closest(str(run.get(name)), choices)
+            return run.problem(name, reason, f"Set one of {', '.join(choices)}.", {name: near} if near else (), parts)
+        if isinstance(usual, bool):  # which would switch off what is asked for
+            return run.problem(name, reason, "Change it, or the key that verl's message is about.", (), parts)
+        override = set_to(name, usual)
     elif name:
         return run.problem(name, reason, f"Set {name} to a value that verl takes.", (), parts)
     else:
@@ -110,8 +128,22 @@ def _build_refusal(run: Composed, said: str, parts: tuple[str, ...]) -> Problem:
     return run.problem(name, reason, f"Set {override}.", (override,), parts)
 
 
-def _find_default_that_works(config: DictConfig, name: str) -> tuple[str, str] | None:
-    """Find a key, the named one first, at whose default verl accepts the actor, and its override."""
+def _list_choices(target: str, usual: Any) -> list[str]:
+    """List the choices, ``usual`` among them, that the code of a dataclass of verl compares a value with."""
+    for owner in get_class(target).__mro__ if isinstance(usual, str) else ():
+        for node in ast.walk(ast.parse(inspect.getsource(owner))) if owner.__module__.startswith("verl.") else ():
+            words = (
+                [each.value for each in node.elts if isinstance(each, ast.Constant)]
+                if isinstance(node, ast.List)
+                else []
+            )
+            if usual in words:
+                return [str(word) for word in words]
+    return []
+
+
+def _find_default_that_works(config: DictConfig, name: str) -> tuple[str, Any] | None:
+    """Find a key, the named one first, at whose default verl accepts the actor, and that default."""
     from verl.utils.config import omega_conf_to_dataclass
 
     # The key that verl's message names is the likeliest cause.
@@ -125,7 +157,7 @@ def _find_default_that_works(config: DictConfig, name: str) -> tuple[str, str] |
         except Exception as error:  # of any type: then this key is not the cause
             logger.debug("%s=%s: %s", key, default, error)
             continue
-        return key, set_to(key, default)
+        return key, default
     return None
 
 

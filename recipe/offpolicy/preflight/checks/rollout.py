@@ -18,7 +18,7 @@ from ...correction.problem import MU, Problem, set_to
 from ...correction.requirement import Requirement, find_unmet
 from ...correction.spelling import find_closest
 from ...support.obstacles import OF_CENTERING, REQUIREMENTS
-from ...support.support_settings import CENTERING, SUPPORT
+from ...support.support_settings import CENTERING, SIZE, SUPPORT
 from ..composed import (
     ACTOR,
     ENGINE,
@@ -32,7 +32,7 @@ from ..composed import (
     VERLS_LOOPS,
     Composed,
 )
-from ..model_files import count_largest_tensor, find_local
+from ..model_files import count_largest_tensor, count_vocabulary, find_local
 from ..python_source import LogProbEvidence, find_log_probs, find_source
 
 _NEUTRAL = {"top_p": (1, 1.0), "top_k": (-1, 0), "min_p": (0, 0.0), "repetition_penalty": (1, 1.0)}
@@ -199,6 +199,13 @@ def _check_likeliest(
         reason = f"{key}={value}: verl's FSDP engine alone reads the engine's likeliest tokens."
         yield run.problem(STRATEGY, reason, f"Set {STRATEGY}=fsdp2, or {off}.", (), (part,), value=path.strategy)
 
+    file = find_local(str(run.get(f"{MODEL}.path")))
+    asked, vocabulary = (run.support or run.centering), None if file is None else count_vocabulary(file.parent)
+    if asked is not None and vocabulary is not None and asked.size > vocabulary:
+        reason = f"vLLM cannot return {asked.size} likeliest tokens of a vocabulary of {vocabulary}."
+        sets = {CENTERING if part == "centering" else SIZE: vocabulary}
+        yield run.problem(next(iter(sets)), reason, "", sets, (part,), value=asked.size)
+
     def read(name: str) -> object:
         return "on" if isinstance(found := run.get(name), DictConfig) else found
 
@@ -232,7 +239,7 @@ def check_agent_loops(run: Composed) -> Iterator[Problem]:
             return
     if default and default not in (*VERLS_LOOPS, *targets):
         reason = f"neither a loop of verl's nor one of {_FILE}"
-        if elsewhere := os.environ.get("VERL_USE_EXTERNAL_MODULES") or run.get("data.custom_cls.path"):
+        if elsewhere := run.registrar or run.get("data.custom_cls.path"):
             reason = f"{reason}; {elsewhere} may register it, which was not looked at: {_NEEDED}"
             yield run.problem(_DEFAULT, reason, "", (), MU, "NOTE")
         else:

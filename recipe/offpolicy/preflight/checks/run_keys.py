@@ -70,9 +70,11 @@ def check_choices(run: Composed) -> Iterator[Problem]:
     """Check keys with a fixed set of values, and the names of loggers."""
     for key, choices in _CHOICES.items():
         value = run.get(key, choices[0])
-        # Modules of the user's may register estimators, and find_unreadable_values reports what is no name.
-        others = key == ESTIMATOR and (not isinstance(value, str) or os.environ.get("VERL_USE_EXTERNAL_MODULES"))
-        if value in choices or others:
+        if value in choices or (key == ESTIMATOR and not isinstance(value, str)):  # find_unreadable_values reports it
+            continue
+        if key == ESTIMATOR and run.registrar:
+            reason = f"verl has no such choice; it cannot be judged if {run.registrar} registers it."
+            yield run.problem(key, reason, "", (), (), "NOTE")
             continue
         near = find_closest(str(value), choices) or (choices[0] if key == _RESUME else None)
         sets = {key: near} if near else {}  # any other choice would be another algorithm

@@ -9,7 +9,8 @@ import pytest
 from omegaconf import DictConfig
 
 from recipe.offpolicy.doctor.diagnosis import Diagnosis, judge
-from recipe.offpolicy.doctor.launch import OURS, Launch
+from recipe.offpolicy.doctor.launch import Launch
+from recipe.offpolicy.preflight.programs import OURS
 from tests.support.applications import NEEDED, application, changed
 from tests.support.examples import each_nth_when_quick
 from tests.support.fake_teacher import FakeTeacher, serving

@@ -1,0 +1,115 @@
+"""Fixes keep what a run is for, and what cannot be judged before the run is no error."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from recipe.offpolicy.doctor.diagnosis import Diagnosis, diagnose
+from recipe.offpolicy.doctor.launch import Launch
+from recipe.offpolicy.preflight.checks import replay
+from recipe.offpolicy.preflight.programs import OURS, VERLS, check_program_trains, find_launched
+from tests.support.applications import NEEDED
+
+pytestmark = [pytest.mark.verl("==0.9.1"), pytest.mark.usefixtures("each_actor_is_probed_once")]
+ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+MODE = f"{ACTOR}.fsdp_config.router_replay.mode"
+BOTH = "correction=[tis_token,gsm]"
+KEY = "correction.centering"
+
+
+def of(*overrides: str, module: str = OURS) -> Diagnosis:
+    return diagnose(Launch(module, (f"{ROLLOUT}.name=vllm", *NEEDED, *overrides)))
+
+
+@pytest.mark.parametrize("removal", ["correction.masks.gsm=null", "~correction.masks.gsm", "correction.masks=null"])
+def test_a_part_that_is_null_is_removed(removal: str) -> None:
+    found = of(BOTH, removal)
+    assert (found.verdict, [row.name for row in found.rows]) == ("OK", ["weight"])
+
+
+@pytest.mark.parametrize("sign", ["", "+"])
+def test_a_removal_of_nothing_is_an_error(sign: str) -> None:
+    (problem,) = of(BOTH, f"{sign}correction.masks.gms=null").problems
+    assert (problem.key, problem.overrides) == ("correction.masks.gms", ())
+    assert "Name one of gsm" in problem.fix
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "fixed"),
+    [
+        (MODE, "r3", "R3"),
+        (MODE, "R4", None),
+        (f"{ACTOR}.loss_agg_mode", "seq-mean-token-summ", "seq-mean-token-sum"),
+        (f"{ACTOR}.loss_agg_mode", "per-token", None),
+        (f"{ACTOR}.optim.lr_scheduler_type", "cosin", "cosine"),
+        (f"{ACTOR}.policy_loss.loss_mode", "gsppo", "gspo"),
+    ],
+)
+def test_a_misspelt_choice_is_never_replaced_by_the_default(key: str, value: str, fixed: str | None) -> None:
+    problems = [each for each in of("correction=gsm", f"{key}={value}").problems if each.key == key]
+    assert {override for each in problems for override in each.overrides} == ({f"{key}={fixed}"} if fixed else set())
+
+
+@pytest.mark.parametrize("key", ["algorithm.adv_estimator", f"{ACTOR}.policy_loss.loss_mode"])
+def test_only_a_users_own_main_may_register_a_choice(key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    main = '@hydra.main(config_path="pkg://verl.trainer.config", config_name="ppo_trainer")\ndef main(config): ...\n'
+    (tmp_path / "own_main.py").write_text(f"import hydra\n{main}")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("VERL_USE_EXTERNAL_MODULES", raising=False)
+    given = ("+correction@correction=gsm", f"{key}=mine")
+    own, verls = (of(*given, module=module) for module in ("own_main", VERLS[0]))
+    assert own.verdict == "OK"
+    assert any(note.key == key and "cannot be judged" in note.reason for note in own.notes)
+    assert verls.verdict == "ERROR"
+
+
+def test_only_one_objective_replaces_the_estimator() -> None:
+    """pass@k of validation alone trains with verl's estimator, which the optimal baseline may replace."""
+    given = ("correction=tis_token", "optimal_baseline=group", "algorithm.adv_estimator=grpo", f"{ROLLOUT}.n=8")
+    sampled = (f"{ROLLOUT}.val_kwargs.n=16", f"{ROLLOUT}.val_kwargs.temperature=1")
+    assert of(*given, "pass_at_k=validation", *sampled).verdict == "OK"
+    assert of(*given, "pass_at_k=loo").verdict == "ERROR"
+
+
+def test_more_likeliest_tokens_than_the_vocabulary_has_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "qwen2", "vocab_size": 261, "hidden_size": 8}')
+    given = ("correction=paper/score_centering", f"actor_rollout_ref.model.path={tmp_path}")
+    for size, fixes in ((261, []), (262, ["correction.centering=261"])):
+        problems = of(*given, f"correction.centering={size}").problems
+        assert [each for problem in problems for each in problem.overrides if problem.key == KEY] == fixes
+
+
+def test_the_launched_program_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    import verl.trainer
+
+    file = Path(verl.trainer.__file__).parent / "main_generation_server.py"
+    monkeypatch.setitem(sys.modules, "__main__", type(sys)("__main__"))
+    main: Any = sys.modules["__main__"]
+    main.__file__ = str(file)
+    assert find_launched() == "verl.trainer.main_generation_server"
+    (problem,) = check_program_trains(find_launched())
+    assert "it trains nothing" in problem.reason
+    main.__file__ = str(tmp_path / "own.py")
+    assert list(check_program_trains(find_launched())) == []
+
+
+def test_routes_of_vllm_0_31_need_its_second_model_runner(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER", raising=False)
+    given = ("correction=gsm", f"{MODE}=R3", f"{ROLLOUT}.enable_rollout_routing_replay=true")
+
+    def said() -> list[str]:
+        found = of(*given)
+        return [each.verdict for each in (*found.problems, *found.notes) if each.key == "VLLM_USE_V2_MODEL_RUNNER"]
+
+    assert said() == []
+    monkeypatch.setattr(replay, "installed_release", lambda name: "0.31.0")
+    assert said() == ["NOTE"]
+    monkeypatch.setitem(os.environ, "VLLM_USE_V2_MODEL_RUNNER", "0")
+    assert said() == ["ERROR"]
+    monkeypatch.setitem(os.environ, "VLLM_USE_V2_MODEL_RUNNER", "1")
+    assert said() == []
