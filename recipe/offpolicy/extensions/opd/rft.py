@@ -244,6 +244,7 @@ def build_command(folder: Path, student: str, longest: int, rows: int) -> list[s
         f"model.path={student}",
         f"model.tokenizer_path={folder / 'tokenizer'}",
         f"trainer.default_local_dir={folder / 'checkpoints'}",
+        "optim.lr=1e-5",
         "trainer.total_epochs=2",
         "trainer.save_freq=after_each_epoch",
         "trainer.logger=[console]",
