@@ -1,11 +1,12 @@
 """MkDocs hook: a page of the site for each file outside docs/ that a page links to.
 
 A link such as ``../tests/conftest.py`` then works on a git host and on the site, which has no address of the
-repository. Markdown files become pages, other files show their text, and folders list their files.
+repository. Markdown files and notebooks become pages, other files show their text, and folders list their files.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from pathlib import Path
@@ -58,6 +59,10 @@ def show(path: Path, found: set[Path]) -> str:
         return _OUT_OF_SEARCH + rewrite(path.read_text(encoding="utf-8"), path, found)
     if path.is_dir():
         text = "\n".join(f"* `{each.name}`" for each in sorted(path.iterdir()) if not each.name.startswith(("_", ".")))
+    elif path.suffix == ".ipynb":
+        cells = ((cell["cell_type"], "".join(cell["source"])) for cell in json.loads(path.read_text())["cells"])
+        text = "\n\n".join(each if kind == "markdown" else f"```python\n{each}\n```" for kind, each in cells)
+        return _OUT_OF_SEARCH + rewrite(text, path, found)
     else:
         text = f"`````{LANGUAGES.get(path.suffix, 'text')}\n{path.read_text(encoding='utf-8').rstrip()}\n`````"
     return f"{_OUT_OF_SEARCH}# {name}\n\n{text}\n"
