@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from scripts.quickstart import arithmetic_reward, prepare, smollm2, task
-from scripts.quickstart.options import BUCKET, TASKS, Options, build_child_environment
+from scripts.quickstart.options import BUCKET, TASKS, Options, build_child_environment, build_task_overrides
 
 
 @pytest.mark.parametrize("environment", [{"MODEL": "smollm2"}, {"TASK": "arithmetic"}])
@@ -56,6 +56,11 @@ def test_matrix_products_of_a_large_model_take_all_cores_unless_the_caller_says_
 
     assert int(threads({}, large=True)) >= int(threads({}, large=False)) == 1
     assert threads({"OMP_NUM_THREADS": "3"}, large=True) == "3"
+
+
+def test_its_default_correction_gives_way_to_the_users() -> None:
+    assert "correction=tis_token" in build_task_overrides("arithmetic", [])
+    assert not any(each.startswith("correction=") for each in build_task_overrides("arithmetic", ["correction=gsm"]))
 
 
 def test_an_index_without_the_wheel_is_an_error_that_names_it_and_leaves_nothing(
