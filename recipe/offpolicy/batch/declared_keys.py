@@ -106,8 +106,8 @@ class Section:
         """Build the override for the intended value, else the default, or the hint if null would disable the key."""
         meant = [number for number in read_numbers(value) if self.keys[name].fits(number)]
         usual = default if default is not None else (self.hints or {}).get(name)
-        if usual is None:
-            usual = find_closest(str(value), self.keys[name].options)
+        if usual is None or (self.keys[name].options and isinstance(value, str)):  # a default is another choice
+            usual = find_closest(str(value), self.keys[name].options, 0.7)
         instead = meant[0] if meant else usual
         return () if instead is None else (set_to(f"{self.path}.{name}", instead),)
 
