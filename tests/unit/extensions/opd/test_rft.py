@@ -12,6 +12,7 @@ import pandas
 import pytest
 import torch
 from hydra import compose, initialize_config_module
+from hydra.core.global_hydra import GlobalHydra
 from transformers import AutoTokenizer
 
 from recipe.offpolicy.extensions.opd.rft import RftError, Sampling, keep_right, sample
@@ -101,6 +102,7 @@ def test_right_answers_reach_verls_sft_trainer_in_the_teachers_template(
     assert (student.asked[0]["n"], student.asked[0]["temperature"], student.asked[0]["stop"]) == (5, 0.7, ["\n\n"])
     command = shlex.split(said[said.index("torchrun") :].replace("\\\n", ""))
     assert command[:5] == ["torchrun", "--standalone", "--nproc_per_node=1", "-m", "verl.trainer.sft_trainer"]
+    GlobalHydra.instance().clear()
     with initialize_config_module("verl.trainer.config", version_base=None):
         config = compose("sft_trainer_engine", overrides=command[5:])
     tokenizer = hf_tokenizer(config.model.tokenizer_path)
@@ -131,6 +133,7 @@ def test_verls_own_class_loads_it_where_the_template_allows(folder: Path, studen
     )
     plain.save_pretrained(folder / "teacher")
     assert make(folder, student, "--most", "1") == 0
+    GlobalHydra.instance().clear()
     with initialize_config_module("verl.trainer.config", version_base=None):
         config = compose("sft_trainer_engine", overrides=[f"data.train_files={folder / 'out' / 'train.parquet'}"])
     tokenizer = AutoTokenizer.from_pretrained(folder / "out" / "tokenizer")
