@@ -238,7 +238,8 @@ def build_proof(tokens: int) -> Call:
     from recipe.offpolicy.worker.loss import OffPolicyLoss
 
     output, data = build_micro_batch(tokens)
-    adapter = OffPolicyLoss(CorrectionSpec.from_mapping(CORRECTION), build_actor_config(len(data))).copy_for_trials()
+    loss_of_worker = OffPolicyLoss(CorrectionSpec.from_mapping(CORRECTION), build_actor_config(len(data)))
+    adapter = loss_of_worker.copy_for_trials(torch.get_rng_state())
     batch = mb.read(output(), data)
     loss, _, _ = adapter.compute_corrected(batch)
     return lambda: prove(adapter, batch, loss)

@@ -23,8 +23,6 @@ from collapse.run import add_lag, make_quickstart, unwind_when_terminated
 from seeds import build_parser, make_runs
 
 from scripts.quickstart.options import MODEL_PATH, quote
-from scripts.quickstart.prepare import make_once
-from scripts.quickstart.smollm2 import build_smollm2
 from verl_patches.releases import TESTED
 
 DATA = Path(__file__).resolve().with_name("results.parquet")
@@ -85,6 +83,9 @@ def make(run: Run) -> str:
     """Make one run and keep its steps; return how it ended."""
     overrides, environment = add_lag(run.arm.lag, [*run.arm.overrides, f"data.seed={run.seed}"])
     if run.setting in UNROUNDED:
+        from scripts.quickstart.prepare import make_once
+        from scripts.quickstart.smollm2 import build_smollm2
+
         model = LOGS / "unrounded"
         make_once(model, partial(build_smollm2, rounded=False))
         overrides.append(quote(MODEL_PATH, model))
