@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from recipe.offpolicy.extensions.add_ons import AddOns
-from recipe.offpolicy.extensions.opd.columns import ROW, TEACHER
+from recipe.offpolicy.extensions.opd.columns import CENTRE, FACTOR, ROW, SENT, TEACHER
 from recipe.offpolicy.extensions.opd.evidence import check_reports
 from recipe.offpolicy.extensions.opd.opd_worker import OpdReport, OpdWorker
 from recipe.offpolicy.extensions.opd.settings import OpdSettings
@@ -33,7 +33,8 @@ def shipped() -> dict[str, torch.Tensor]:
     rows = torch.arange(len(apart)) % 2
     teacher = (batch["old_log_probs"] + apart).float()
     asked = rows[:, None].bool() & batch["response_mask"].bool()
-    return batch | {TEACHER: teacher.masked_fill(~asked, torch.nan), ROW: rows.to(torch.int8)}
+    plain = {FACTOR: torch.ones(len(rows)), CENTRE: torch.zeros(len(rows))}
+    return batch | plain | {TEACHER: teacher.masked_fill(~asked, torch.nan), ROW: rows.to(torch.int8)}
 
 
 def taught_update(mapping: lu.Settings, *, mode: str = "loss", **config: Any) -> tuple[la.Parameters, list[OpdReport]]:
@@ -76,7 +77,7 @@ def test_the_actors_own_list_of_columns_stops_it(mode: str, monkeypatch: pytest.
 
     def forgetful(self: Any, batch_keys: Any = None, *arguments: Any, **named: Any) -> Any:
         found = genuine(self, batch_keys, *arguments, **named)
-        return DataProto.select(found, [name for name in found.batch.keys() if name not in (TEACHER, ROW)])
+        return DataProto.select(found, [name for name in found.batch.keys() if name not in SENT])
 
     monkeypatch.setattr(Carried, "select", forgetful)
 

@@ -105,10 +105,9 @@ class Section:
     def _replace(self, name: str, value: Any, default: Any) -> tuple[str, ...]:
         """Build the override for the intended value, else the default, or the hint if null would disable the key."""
         meant = [number for number in read_numbers(value) if self.keys[name].fits(number)]
+        near = find_closest(value, self.keys[name].options, 0.7) if isinstance(value, str) else None
         usual = default if default is not None else (self.hints or {}).get(name)
-        if usual is None or (self.keys[name].options and isinstance(value, str)):  # a default is another choice
-            usual = find_closest(str(value), self.keys[name].options, 0.7)
-        instead = meant[0] if meant else usual
+        instead = meant[0] if meant else near or usual
         return () if instead is None else (set_to(f"{self.path}.{name}", instead),)
 
     def _find_unknown(self, values: Values, shipped: Values, prefix: str) -> Iterator[Problem]:

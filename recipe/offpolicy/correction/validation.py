@@ -133,8 +133,7 @@ def read_choice(mapping: Mapping[str, Any], name: str, options: Any, key: str, d
         near = find_closest(str(value), allowed, 0.7)
         proposed = propose_value(mapping, name, key).get(f"{key}.{name}", allowed[0])
         in_use = default or (proposed if proposed in allowed else allowed[0])
-        # The default of a misspelt choice is another correction.
-        guessed = None if name == "level" or isinstance(value, str) else in_use
+        guessed = None if name == "level" else in_use
         raise SpecError(
             "no such choice.",
             f"Set one of {', '.join(allowed)}.",

@@ -295,8 +295,7 @@ def restore_defaults(problem: Problem) -> Problem:
         return problem
     default = _read_default(problem.key.split(".")[1:])
     whole_part = problem.key.count(".") == 1
-    misspelt = isinstance(default, str) and isinstance(problem.value, str)
-    if misspelt or default in (..., _MISSING, problem.value) or (whole_part and default is None):
+    if default in (..., _MISSING, problem.value) or (whole_part and default is None):
         return problem
     if isinstance(default, Mapping):
         if problem.value in (None, False) or isinstance(problem.value, Mapping):

@@ -36,7 +36,7 @@ def found(**changes: Any) -> list[tuple[str, str, tuple[str, ...]]]:
         # What was meant, else the default; where that is null, a value that keeps the key on.
         ({"limit": "2"}, "limit", "expected a number above 0, or null.", ("a.b.limit=2.0",)),
         ({"limit": "x"}, "limit", "expected a number above 0, or null.", ("a.b.limit=3",)),
-        ({"limit": 1, "way": "stop"}, "way", "expected one of [wait,drop].", ()),
+        ({"limit": 1, "way": "stop"}, "way", "expected one of [wait,drop].", ("a.b.way=wait",)),
         ({"inner": {"share": 2}}, "inner.share", "expected a share.", ("a.b.inner.share=0.5",)),
         ({"inner": 2}, "inner", "expected its keys: share, times.", ()),
         # A key that is like one of ours is moved; another stays for the user to correct.

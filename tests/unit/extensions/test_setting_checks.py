@@ -92,7 +92,7 @@ OUTSIDE: dict[str, dict[str, tuple[Any, ...]]] = {
         "dynamic.successes": COUNT,
         "dynamic.max_samples": COUNT,
         "dynamic.max_rounds": COUNT,
-        "budget.mode": ("upsampel",),
+        "budget.mode": ("rows",),
         "budget.least": COUNT,
         "budget.most": COUNT,
         "budget.decay": SHARE,
