@@ -39,7 +39,7 @@ def statuses(written: Any) -> dict[str, str]:
     return {name: part["status"] for name, part in written["parts"].items()}
 
 
-@pytest.mark.slow
+@pytest.mark.extended
 def test_a_dry_run_measures_all_that_needs_no_gpu(tmp_path: Path) -> None:
     out = tmp_path / "report.json"
     chosen = [part for part in kit.PARTS if part != "training"]
