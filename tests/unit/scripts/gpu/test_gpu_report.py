@@ -63,18 +63,6 @@ def test_a_dry_run_measures_all_that_needs_no_gpu(tmp_path: Path) -> None:
         assert str(Path.home()) not in text
 
 
-@pytest.mark.slow
-@pytest.mark.extended
-def test_its_training_is_proved(run_program: Any, tmp_path: Path) -> None:
-    out = tmp_path / "report.json"
-    command = build_command(out, "--dry-run", "--only", "training")
-    done = run_program(command, limit=900, VENV=sys.prefix, CUDA_VISIBLE_DEVICES="")
-    assert done.returncode == 0, done.output[-3000:]
-    figures = json.loads(out.read_text())["parts"]["training"]["figures"]
-    assert (figures["proved"], len(figures["step_seconds"])) == (1.0, 2)
-    assert figures["identical_share"] < 1.0
-
-
 def test_without_a_device_it_names_what_hides_it(tmp_path: Path) -> None:
     pytest.importorskip("torch")
     status, written, said = report(tmp_path / "r.json", "--only", "environment", "loss", CUDA_VISIBLE_DEVICES="")
