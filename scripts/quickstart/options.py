@@ -78,8 +78,8 @@ ARITHMETIC_OVERRIDES = (
     "actor_rollout_ref.rollout.val_kwargs.temperature=0.7",
     "actor_rollout_ref.rollout.val_kwargs.n=4",
     "actor_rollout_ref.actor.ppo_mini_batch_size=4",
-    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=16",
-    "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=16",
+    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4",
+    "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=4",
     "actor_rollout_ref.actor.optim.lr=1e-5",
     "trainer.total_training_steps=16",
 )
