@@ -81,7 +81,7 @@ ARITHMETIC_OVERRIDES = (
     "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4",
     "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=4",
     "actor_rollout_ref.actor.optim.lr=1e-5",
-    "trainer.total_training_steps=16",
+    "trainer.total_training_steps=12",
 )
 """Settings of SmolLM2-135M-Instruct and its task."""
 SMOLLM2 = "smollm2"
