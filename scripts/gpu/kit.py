@@ -1,7 +1,7 @@
 """Report of a machine's GPUs: runs each part in a process of its own, and writes one page and a JSON file.
 
-``scripts/gpu.sh`` starts it and documents its options. It needs the standard library only, so that it can report on an
-environment in which packages are missing.
+``scripts/gpu.sh`` starts it and documents its options. It needs the standard library only, because it also reports on
+environments in which packages are missing.
 """
 
 from __future__ import annotations

@@ -16,7 +16,6 @@ MEASURES = ("k3", "ratio_ess", "kept", "update_seen")
 PAIRS = (
     ("tis", "none"),
     ("opsm", "none"),
-    ("tis_opsm", "none"),
     ("late_opsm", "late_none"),
     ("none", "gsm"),
     ("gsm_wide", "gsm"),

@@ -226,7 +226,7 @@ def test_a_teacher_that_is_slow_ends_in_bounded_time() -> None:
 
 # A server that demands a key ----------------------------------------------------------------------------------------
 
-SECRET = "t3acher-of-nobody-else"
+SECRET = "t3acher-secret"
 
 
 @pytest.fixture
