@@ -28,7 +28,7 @@ from verl_patches.releases import TESTED
 DATA = Path(__file__).resolve().with_name("results.parquet")
 LOGS = ROOT / "outputs" / "evidence" / "real_model"
 LAG = 4
-SECONDS = 840
+SECONDS = 660
 COLUMNS = {
     "right": "val-core/reasoning_gym/chain_sum/acc/mean@4",
     "reward": "critic/rewards/mean",
@@ -46,6 +46,7 @@ COLUMNS = {
 """Column -> verl's metric; NaN where a step did not log it."""
 
 _QUIET = "offpolicy.alarms.mismatch_growth.action=off"
+_UNSCORED = "trainer.val_before_train=false"
 _STEPS = ("trainer.total_training_steps=10", _QUIET)
 _OPSM = "correction.masks.opsm.delta=0.1"
 _CORRECTIONS = {
@@ -56,14 +57,21 @@ _CORRECTIONS = {
     "gsm_wide": ("correction=gsm", "correction.masks.gsm.lower=0.9", "correction.masks.gsm.upper=1.1"),
 }
 _FLOAT32 = "actor_rollout_ref.rollout.dtype=float32"
-_SHORT = ("trainer.total_training_steps=4", "trainer.val_before_train=false", _QUIET)
+_SHORT = ("trainer.total_training_steps=4", _UNSCORED, _QUIET)
 UNROUNDED = ("unrounded", "float32_unrounded")
 """Arms that start from the weights as they were dequantised."""
 
+
+def _build_arm(name: str, *chosen: str, lag: int = 0) -> Arm:
+    """Build an arm; right answers before training are known from `none`."""
+    return Arm(name, (*chosen, *_STEPS, _UNSCORED), lag, seeds=3, seconds=SECONDS)
+
+
 ARMS = (
-    *(Arm(name, (*chosen, *_STEPS), seeds=3, seconds=SECONDS) for name, chosen in _CORRECTIONS.items()),
-    *(Arm(f"late_{name}", (*_CORRECTIONS[name], *_STEPS), LAG, seeds=3, seconds=SECONDS) for name in ("none", "opsm")),
-    Arm("float32", (*_CORRECTIONS["none"], *_STEPS, _FLOAT32), seeds=3, seconds=SECONDS),
+    Arm("none", (*_CORRECTIONS["none"], *_STEPS), seeds=3, seconds=SECONDS),
+    *(_build_arm(name, *_CORRECTIONS[name]) for name in ("tis", "opsm", "gsm", "gsm_wide")),
+    *(_build_arm(f"late_{name}", *_CORRECTIONS[name], lag=LAG) for name in ("none", "opsm")),
+    _build_arm("float32", *_CORRECTIONS["none"], _FLOAT32),
     Arm("unrounded", (*_CORRECTIONS["none"], *_SHORT), seeds=1, seconds=SECONDS // 2),
     Arm("float32_unrounded", (*_CORRECTIONS["none"], *_SHORT, _FLOAT32), seeds=1, seconds=SECONDS // 2),
 )
