@@ -4,12 +4,11 @@
     python scripts/evidence/free_length/free_length.py show MEASURED.csv [--png FILE]
     python scripts/evidence/free_length/free_length.py collect FOLDER [--out measured_verl.csv]
 
-MODEL is what `python -m scripts.quickstart.prepare --cache DIR free_length_model` makes. Runs that are there in OUT,
-outputs/free_length, are not run again, and none is begun after S seconds, so that a call goes on where the last one
-ended; OUT/measured.csv holds the figures of all. `show` prints them as a table and says whether what was expected
-beforehand came true; measured.csv next to this file is what docs/length.md shows. `collect` does with metrics.jsonl of
-whole runs on verl, `TASK=free_length bash scripts/quickstart.sh`, copied to FOLDER as none-1.jsonl and
-uniform-after-1.jsonl.
+`python -m scripts.quickstart.prepare --cache DIR free_length_model` makes MODEL. `run` skips the runs that OUT,
+outputs/free_length, already holds, and begins none after S seconds, so a second call continues. It writes the figures
+of all runs to OUT/measured.csv. `show` prints them as a table and judges the expectations that were fixed beforehand;
+docs/evidence/length.md shows measured.csv of this folder. `collect` does the same with metrics.jsonl of full runs on
+verl, `TASK=free_length bash scripts/quickstart.sh`, copied to FOLDER as none-1.jsonl and uniform-after-1.jsonl.
 """
 
 from __future__ import annotations

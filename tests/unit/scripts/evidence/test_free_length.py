@@ -141,7 +141,7 @@ def name(arm: str) -> str:
 
 def test_the_documentation_shows_the_figures_that_were_measured_on_verl() -> None:
     measured = pandas.read_csv(ROOT / "scripts" / "evidence" / "free_length" / "measured_verl.csv")
-    shown, ends = (ROOT / "docs" / "length.md").read_text(), compute_ends(measured, VERL_LAST)
+    shown, ends = (ROOT / "docs" / "evidence" / "length.md").read_text(), compute_ends(measured, VERL_LAST)
     assert set(ends.index) == {(arm, seed) for arm in ARMS for seed in (1, 2)}
     assert set(measured.groupby(["arm", "seed"]).size() * VERL_BLOCK) == {16}
     columns = {"tokens_first": 1, "tokens_last": 1, "right_first": 3, "right_last": 3}
@@ -152,7 +152,7 @@ def test_the_documentation_shows_the_figures_that_were_measured_on_verl() -> Non
 
 def test_the_documentation_shows_the_figures_that_were_measured() -> None:
     measured = pandas.read_csv(ROOT / "scripts" / "evidence" / "free_length" / "measured.csv")
-    shown = (ROOT / "docs" / "length.md").read_text()
+    shown = (ROOT / "docs" / "evidence" / "length.md").read_text()
     for arm, (seeds, *cells) in format_arms(compute_ends(measured)).items():
         assert seeds == "8"
         assert f"| {name(arm)} | {' | '.join(cells)} |" in shown
