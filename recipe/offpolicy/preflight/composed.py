@@ -8,6 +8,7 @@ import pickle
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from importlib.metadata import entry_points
 from typing import Any, Literal, get_args
 
 from omegaconf import DictConfig, OmegaConf
@@ -115,6 +116,8 @@ class Composed:
     def registrar(self) -> str:
         """Code of the user's that may register choices with verl after the checks; "" if there is none."""
         given = os.environ.get("VERL_USE_EXTERNAL_MODULES", "").split(",")
+        given += [each.value for each in entry_points(group="verl.plugins")]
+        given.append(self.get(f"{MODEL}.external_lib") or "")
         modules = [name for name in given if name and not name.startswith(("verl_patches.", "recipe.offpolicy."))]
         return ", ".join(modules) or ("the program's own code" if self.own_main else "")
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from . import (
     base_loss,
+    choices,
     correction,
     offpolicy_keys,
     path,
@@ -22,7 +23,7 @@ from .rows import Check
 
 VERL_CHECKS: tuple[Check, ...] = (
     run_keys.check_engine_is_named,
-    run_keys.check_choices,
+    choices.check_choices,
     run_keys.check_resume,
     run_keys.check_folders,
     run_keys.check_numbers,

@@ -93,7 +93,9 @@ def find_unreadable_values(config: DictConfig) -> Iterator[Problem]:
         value = _select(config, key, ...)  # find_unresolved_interpolations reports what cannot be resolved
         one_by_one = key == BATCH and value == 0 and find_program_mode(config) == FULLY_ASYNC
         if value is not ... and not one_by_one and not kind.fits(value):
-            yield Problem(key, value, f"not {kind.words}.", overrides=(set_to(key, usual),))
+            meant = () if key == ESTIMATOR else (set_to(key, usual),)  # no estimator is the usual one
+            fix = "" if meant else "Set the estimator that is meant, such as gae or grpo."
+            yield Problem(key, value, f"not {kind.words}.", fix, overrides=meant)
 
 
 def substitute_usual_values(config: DictConfig, keys: Iterable[str]) -> DictConfig:

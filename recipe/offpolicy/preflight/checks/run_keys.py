@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import ast
 import contextlib
-import difflib
 import io
 import math
 import os
@@ -15,41 +13,27 @@ from pathlib import Path
 from typing import Any, cast
 
 from hydra.core.hydra_config import HydraConfig
-from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
+from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from verl_patches.execution_path import FULLY_ASYNC, count_prompts
 
 from ...correction.problem import Problem, set_to
 from ...correction.proximal import WITHOUT_FORWARD
-from ...correction.spelling import find_closest
 from ..composed import (
     ACTOR,
     BATCH,
     BYPASS,
-    ESTIMATOR,
     KL_IN_REWARD,
     MINI_BATCH,
     MODEL,
     NAME,
     ROLLOUT,
-    WITHOUT_PI_OLD,
     Composed,
     copy_config,
 )
-from ..python_source import find_source
 
-_RESUME, _FROM, _LOGGER = "trainer.resume_mode", "trainer.resume_from_path", "trainer.logger"
-_KL = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
-_CHOICES: dict[str, tuple[str, ...]] = {
-    _RESUME: ("auto", "disable", "resume_path"),
-    ESTIMATOR: (*WITHOUT_PI_OLD, "optimal_token_baseline", "tir_optimal_token_baseline"),
-    "algorithm.kl_penalty": (*_KL, *(f"{name}+" for name in _KL)),
-    "algorithm.kl_ctrl.type": ("fixed", "adaptive"),
-    f"{ACTOR}.kl_loss_type": (*_KL, *(f"{name}+" for name in _KL)),
-    "data.truncation": ("error", "left", "right", "middle"),
-}
-"""Keys of verl -> the choices that it has, the default first."""
+_RESUME, _FROM = "trainer.resume_mode", "trainer.resume_from_path"
 _FOLDERS = ("trainer.default_local_dir", "trainer.rollout_data_dir", "trainer.validation_data_dir")
 _LARGEST = 1e30
 """Beyond it products of two float32 are infinite, or soon are."""
@@ -64,38 +48,6 @@ def check_engine_is_named(run: Composed) -> Iterator[Problem]:
     """Check that the rollout engine is named, because verl has no default."""
     if run.get(NAME) in (None, ""):
         yield run.problem(NAME, "no rollout engine is named, and verl has no default.", "", {NAME: "vllm"}, ())
-
-
-def check_choices(run: Composed) -> Iterator[Problem]:
-    """Check keys with a fixed set of values, and the names of loggers."""
-    for key, choices in _CHOICES.items():
-        value = run.get(key, choices[0])
-        if value in choices or (key == ESTIMATOR and not isinstance(value, str)):  # find_unreadable_values reports it
-            continue
-        if key == ESTIMATOR and run.registrar:
-            reason = f"verl has no such choice; it cannot be judged if {run.registrar} registers it."
-            yield run.problem(key, reason, "", (), (), "NOTE")
-            continue
-        near = find_closest(str(value), choices) or (choices[0] if key == _RESUME else None)
-        sets = {key: near} if near else {}  # any other choice would be another algorithm
-        yield run.problem(key, "verl has no such choice.", f"Set one of {', '.join(choices)}.", sets, ())
-    known, given = _list_loggers(), run.get(_LOGGER)
-    names: list[Any] = list(given) if isinstance(given, ListConfig) else [] if given is None else [given]
-    if known and (wrong := [name for name in names if name not in known]):
-        fixed = [(difflib.get_close_matches(str(name), known, 1) or ["console"])[0] for name in names]
-        reason, fix = f"verl has no logger {', '.join(map(str, wrong))}.", f"Set some of {', '.join(known)}."
-        yield run.problem(_LOGGER, reason, fix, {_LOGGER: list(dict.fromkeys(fixed))}, (), value=names)
-
-
-def _list_loggers() -> tuple[str, ...]:
-    """List the names of loggers in verl's source; empty where it does not list them."""
-    source = find_source("verl.utils.tracking")
-    for node in ast.walk(ast.parse(source.read_text(encoding="utf-8"))) if source else ():
-        if isinstance(node, ast.Assign) and any(
-            isinstance(target, ast.Name) and target.id == "supported_backend" for target in node.targets
-        ):
-            return (*ast.literal_eval(node.value), "tracking")
-    return ()
 
 
 def check_resume(run: Composed) -> Iterator[Problem]:
