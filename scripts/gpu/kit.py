@@ -244,7 +244,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with as_exceptions():
         status = run(report, chosen, out)
     print(report.format_page())
-    print(f"written: {out} and {out.with_suffix('.txt').name}. docs/paths.md says how to send them.")
+    print(f"written: {out} and {out.with_suffix('.txt').name}. docs/gpu.md says how to send them.")
     return status
 
 

@@ -303,7 +303,7 @@ OTHERS = (
         "weights in the rollout engine, probe only",
         "not sent",
         "in the trainer, before an update",
-        "see [the table of powers](../delivery.md)",
+        "see [the table of powers](delivery.md#power-of-the-probe)",
         f"{STATISTICS}::test_an_engine_that_is_not_updated_fails",
     ),
     Row(
