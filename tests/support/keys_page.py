@@ -60,8 +60,8 @@ _ALARM = "offpolicy.alarms.ess"
 HEAD = """# Keys
 
 Every key of `offpolicy` and of the extensions, with default, values and effect. The keys of `correction` are
-in [corrections.md](corrections.md). `python -m tests.support.keys_page` generates this page from the tables that the
-start-up checks read and from the comments in `configs/`.
+in [correction_keys.md](correction_keys.md). `python -m tests.support.keys_page` generates this page from the tables
+that the start-up checks read and from the comments in `configs/`.
 """
 
 

@@ -1,7 +1,7 @@
 """Table of aggregates: how a unit's ratios become the number that a mask compares with its bounds.
 
 Everything that asks about an aggregate reads this table: masks, validation, start-up checks, calibration offline and
-online. The liveness proof does not: ``proof/trials.py`` states each by itself. docs/corrections.md has the formulas.
+online. The liveness proof does not: ``proof/trials.py`` states each by itself. Formulas: docs/correction_keys.md.
 """
 
 from __future__ import annotations

@@ -88,19 +88,19 @@ def test_the_documentation_has_the_table() -> None:
     assert [line for line in format_markdown().splitlines() if line not in page] == []
 
 
-def read_table(header: str) -> set[str]:
-    """The names in the first column of the table of docs/corrections.md that begins with ``header``."""
-    _, _, rest = (ROOT / "docs" / "corrections.md").read_text().partition(f"| {header} |")
+def read_table(page: str, header: str) -> set[str]:
+    """The names in the first column of the table of docs/PAGE that begins with ``header``."""
+    _, _, rest = (ROOT / "docs" / page).read_text().partition(f"| {header} |")
     first = [line.split("|")[1] for line in rest.partition("\n\n")[0].splitlines()[2:]]
     return {name for cell in first for pattern in cell.split("`")[1::2] for name in expanded(pattern)}
 
 
 def test_the_documentation_has_every_option_and_no_other() -> None:
     """verl's factories have one row for all of them."""
-    named = read_table("option")
+    named = read_table("corrections.md", "option")
     assert named - {"verl/<factory>"} == {name for name in OPTIONS if not name.startswith("verl/")}
     assert "verl/<factory>" in named
 
 
 def test_the_documentation_has_every_aggregate_and_no_other() -> None:
-    assert read_table("aggregate of a mask") == set(AGGREGATES)
+    assert read_table("correction_keys.md", "aggregate of a mask") == set(AGGREGATES)
