@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -104,6 +105,16 @@ class Diagnosis:
 
 def diagnose(launch: Launch) -> Diagnosis:
     """Compose the launch's configuration and run every check and remark on it, without Ray."""
+    found = _diagnose(launch)
+    if not launch.lost:
+        return found
+    lost = shlex.join(launch.lost)
+    reason = f"{launch.origin}: the script does not pass on {lost}; the checks assume that it does."
+    problem = Problem("", None, reason, f'End the launch with "$@", or add {lost} to it.', parts=("launch",))
+    return replace(found, rows=(VerdictRow("launch", "overrides from --script", (problem,)), *found.rows))
+
+
+def _diagnose(launch: Launch) -> Diagnosis:
     try:
         config = compose(launch)
         return judge(config, launch, read_task_overrides())

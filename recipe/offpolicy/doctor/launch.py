@@ -57,11 +57,13 @@ class Launch:
         module: the program, as ``python -m`` names it.
         arguments: Hydra's flags and overrides.
         origin: the script and line from which it was read; "" for the command line.
+        lost: arguments that were given to the script and that it does not pass on.
     """
 
     module: str
     arguments: tuple[str, ...]
     origin: str = ""
+    lost: tuple[str, ...] = ()
 
     @property
     def ours(self) -> bool:

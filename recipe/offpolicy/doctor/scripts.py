@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from dataclasses import replace
 from pathlib import Path
 
 from . import unknown_words
@@ -29,13 +30,14 @@ def find_launches(script: Path, arguments: list[str], line: int | None = None) -
     """Find the launches of a training program in a script: one, or one per turn of a loop or call of a function.
 
     Args:
-        arguments: arguments of the script, which reach the launch if the script passes them on; one that sets a key
-            replaces a value that only running the script would determine.
+        arguments: arguments of the script. Overrides that it does not pass on are added to the launch, and named in
+            ``lost``; one that sets a key replaces a value that only running the script would determine.
         line: line of the launch, for scripts with several.
 
     Raises:
         ScriptError: there is none, or there are several at different lines or too many at one, or a word of one is
-            unknown without running the script; names the line and what to do.
+            unknown without running the script, or an argument other than an override has no effect; names the line
+            and what to do.
     """
     read = read_script(script, arguments, dict(os.environ))
     found = [
@@ -48,18 +50,21 @@ def find_launches(script: Path, arguments: list[str], line: int | None = None) -
     if len({launch.origin for _, launch in found}) > 1:
         lines = ", ".join(dict.fromkeys(f"{called.line} ({launch.module})" for called, launch in found))
         raise ScriptError(f"{script}: several launches, at the lines {lines}. Choose one: --line {found[0][0].line}.")
+    launches: dict[Launch, None] = {}
     for called, launch in found:
         where = f"{script}, line {called.line}"
         if called.doubt is not None:
             why = unknown_words.describe_unknowns([called.doubt], script)
             raise ScriptError(f"{where}: it is unknown whether this is launched: {why}")
-        if lost := [argument for argument in arguments if _is_lost(argument, launch, read.looked_at)]:
+        lost = [argument for argument in arguments if _is_lost(argument, launch, read.looked_at)]
+        if words := [argument for argument in lost if not _LIKE_AN_OVERRIDE.fullmatch(argument)]:
             raise ScriptError(
-                f'{where}: {lost[0]} does not reach the launch. Fix: end the launch with "$@", or add {lost[0]} to it.'
+                f"{where}: {words[0]} does not reach the launch. "
+                f'Fix: end the launch with "$@", or add {words[0]} to it.'
             )
         if any(word.isspace() for word in launch.arguments):
             raise ScriptError(f"{where}: an argument is blank. Fix: remove the blank after a backslash.")
-    launches = list(dict.fromkeys(launch for _, launch in found))
+        launches[replace(launch, arguments=(*launch.arguments, *lost), lost=tuple(lost))] = None
     if len(launches) > MOST:
         raise ScriptError(
             f"{script}, line {found[0][0].line}: {len(launches)} different launches, but at most {MOST} are checked. "
@@ -71,7 +76,7 @@ def find_launches(script: Path, arguments: list[str], line: int | None = None) -
             f"{script}, line {found[0][0].line}: Hydra would take minutes to read arguments of up to {longest} "
             f"characters. Fix: put long lists into a configuration file."
         )
-    return launches
+    return list(launches)
 
 
 def _explain_no_launch(end: ScriptEnd | None, line: int | None) -> str:

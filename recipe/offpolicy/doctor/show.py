@@ -98,6 +98,8 @@ def show(diagnosis: Diagnosis, file: IO[str]) -> None:
     if diagnosis.error:
         _print_line(console, "ERROR", "no configuration, so nothing would be launched:", style="ERROR")
         _print_line(console, diagnosis.error)
+        for problem in diagnosis.problems:
+            _print_line(console, problem.verdict, str(problem), style=problem.verdict)
         return
     if diagnosis.rows:
         console.print(_build_table(diagnosis.rows), width=None if console.is_terminal else _PIPED_COLUMNS)

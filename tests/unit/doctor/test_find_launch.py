@@ -22,13 +22,6 @@ def test_one_of_several_launches(tmp_path: Path) -> None:
         find_launches(script, [], line=2)
 
 
-def test_arguments_that_a_script_drops_are_an_error(tmp_path: Path) -> None:
-    script = tmp_path / "run.sh"
-    script.write_text(f"{LAUNCH}\n")
-    with pytest.raises(ScriptError, match=r"c.d=2 does not reach the launch"):
-        find_launches(script, ["c.d=2"])
-
-
 COUNTED = "trainer.n_gpus_per_node=$(nvidia-smi -L | wc -l)"
 
 
@@ -40,19 +33,14 @@ COUNTED = "trainer.n_gpus_per_node=$(nvidia-smi -L | wc -l)"
         (COUNTED, ["trainer.n_gpus_per_node=8"], ["trainer.n_gpus_per_node=8"]),
         # A key of the user's own stays one; of two later values the last counts, with or without a plus.
         ("+my.key=$(make_it) my.key=2 my.key=3", [], ["+my.key=3", "my.key=2", "my.key=3"]),
-        ('my.key="$(make_it)"', ["++my.key=4"], None),
     ],
 )
 def test_a_value_that_is_not_known_is_replaced_by_a_later_one(
-    words: str, given: list[str], arguments: list[str] | None, tmp_path: Path
+    words: str, given: list[str], arguments: list[str], tmp_path: Path
 ) -> None:
     script = tmp_path / "run.sh"
     script.write_text(f"{LAUNCH} {words}\n")
-    if arguments is None:  # the script hands nothing on
-        with pytest.raises(ScriptError, match="does not reach the launch"):
-            find_launches(script, given)
-    else:
-        assert list(find_launches(script, given)[0].arguments) == ["a.b=1", *arguments]
+    assert list(find_launches(script, given)[0].arguments) == ["a.b=1", *arguments]
 
 
 @pytest.mark.parametrize(

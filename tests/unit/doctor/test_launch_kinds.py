@@ -95,7 +95,7 @@ KINDS = {
     "verls_correction_others": Kind("trains by ours alone, and correction=none by verl's alone", 2),
     "megatron_dead_key": Kind("grad_offload=True: verl 0.9.1 has no such key: verl 0.9.0 was the last", 2, None),
     "added_twice": Kind(f"Write {MODEL}.model.lora.merge=True", 2, None),
-    "no_arguments": Kind('end the launch with "$@"', 2, None),
+    "no_arguments": Kind('End the launch with "$@"', 2),
     "unset_variable": Kind("export CHECKPOINTS", 2, None),
     "legacy_keys": Kind("Write critic.fsdp.param_offload=False", 2, None),
     # Refused, as no change would keep what the run is for.

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from recipe.offpolicy.doctor.bash.shell_values import ScriptError
+from recipe.offpolicy.doctor.diagnosis import diagnose
 from recipe.offpolicy.doctor.scripts import find_launches
 
 LAUNCH = "python3 -m verl.trainer.main_ppo"
@@ -52,13 +53,20 @@ def test_arguments_that_a_script_takes_itself(
         (COUNTED, ["8", "correction=gsm"], "correction=gsm"),
         (f'echo "$@"\n{LAUNCH} a.b=1', ["model_engine=megatron"], "model_engine=megatron"),
         (f"shift\n{LAUNCH} a.b=1", ["c.d=2"], "c.d=2"),
-        (f"{LAUNCH} a.b=$1", ["8", "9"], "9"),
     ],
 )
-def test_arguments_that_do_nothing_are_an_error(source: str, given: list[str], lost: str, script: Path) -> None:
-    assert refused(script, source, *given) == (
-        f", line {len(source.splitlines())}: {lost} does not reach the launch. "
-        f'Fix: end the launch with "$@", or add {lost} to it.'
+def test_overrides_that_do_nothing_are_named_and_added(source: str, given: list[str], lost: str, script: Path) -> None:
+    script.write_text(f"{source}\n")
+    (launch,) = find_launches(script, given)
+    assert (launch.lost, launch.arguments[-1]) == ((lost,), lost)
+    found = diagnose(launch)
+    assert found.status == 2
+    assert lost in found.problems[0].advice
+
+
+def test_other_arguments_that_do_nothing_are_an_error(script: Path) -> None:
+    assert refused(script, f"{LAUNCH} a.b=$1", "8", "9") == (
+        ', line 1: 9 does not reach the launch. Fix: end the launch with "$@", or add 9 to it.'
     )
 
 
