@@ -38,7 +38,7 @@ _SEVERAL = "--multirun: only a single run can be checked. Give one value per key
 _FROM_HERE = re.compile(r"path=file://([^/\s]\S*)")
 """A relative entry of a search path, resolved from the current directory."""
 
-_CONFIG_CLASS = re.compile(r"verl(\.\w+)*\.[A-Z]\w*Config")
+_CONFIG_CLASS = re.compile(r"verl(\.\w+)*\.[A-Z]\w*(Config|Cfg)")
 
 
 class LaunchError(ValueError):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 from dataclasses import replace
 from pathlib import Path
 
@@ -56,6 +57,12 @@ def find_launches(script: Path, arguments: list[str], line: int | None = None) -
         if called.doubt is not None:
             why = unknown_words.describe_unknowns([called.doubt], script)
             raise ScriptError(f"{where}: it is unknown whether this is launched: {why}")
+        if taken := _find_taken(arguments, launch):
+            argument, key = taken
+            raise ScriptError(
+                f"{where}: the script uses its argument {argument} as the value of {key}. "
+                f"Fix: give the script's own arguments first: --script {script} VALUE {shlex.join([argument])}."
+            )
         lost = [argument for argument in arguments if _is_lost(argument, launch, read.looked_at)]
         if words := [argument for argument in lost if not _LIKE_AN_OVERRIDE.fullmatch(argument)]:
             raise ScriptError(
@@ -90,6 +97,15 @@ def _explain_no_launch(end: ScriptEnd | None, line: int | None) -> str:
         return f"the script ends at line {end.line}{status} before {before}{because}.{given}"
     where = f"no launch at line {line}" if line is not None else "no launch"
     return f"{where}: no call of `python -m MODULE` or torchrun with Hydra overrides was found."
+
+
+def _find_taken(arguments: list[str], launch: Launch) -> tuple[str, str] | None:
+    """Find an override among the script's arguments that the launch has as the value of a key, and the key."""
+    for argument in filter(_LIKE_AN_OVERRIDE.fullmatch, arguments):
+        for word in launch.arguments:
+            if word.endswith(f"={argument}") and (found := KEY.match(word)):
+                return argument, found[1]
+    return None
 
 
 def _is_lost(argument: str, launch: Launch, looked_at: frozenset[Field]) -> bool:

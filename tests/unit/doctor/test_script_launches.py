@@ -64,6 +64,15 @@ def test_overrides_that_do_nothing_are_named_and_added(source: str, given: list[
     assert lost in found.problems[0].advice
 
 
+def test_an_override_that_a_script_takes_for_something_else(script: Path) -> None:
+    source = f'ENGINE=${{1:-vllm}}\n{LAUNCH} a.b=$ENGINE "$@"'
+    assert refused(script, source, "+c@c=[d]") == (
+        ", line 2: the script uses its argument +c@c=[d] as the value of a.b. "
+        f"Fix: give the script's own arguments first: --script {script} VALUE '+c@c=[d]'."
+    )
+    assert find_launches(script, ["vllm", "+c@c=[d]"])[0].lost == ()
+
+
 def test_other_arguments_that_do_nothing_are_an_error(script: Path) -> None:
     assert refused(script, f"{LAUNCH} a.b=$1", "8", "9") == (
         ', line 1: 9 does not reach the launch. Fix: end the launch with "$@", or add 9 to it.'
