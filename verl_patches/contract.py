@@ -91,7 +91,8 @@ class Contract:
                 cannot be imported, or its signature, keys or names differ.
         """
         self._check_release()
-        found = resolve(self.target)
+        target = resolve(self.target)
+        found = None if target is None else self._inspect(target)
         if found is None:
             raise PatchError(self.moved("nothing of that name"))
         if self.signature is not None and not self.allows(bare_signature(found)):
@@ -101,7 +102,11 @@ class Contract:
             raise PatchError(self.moved(f"none of it in {_held(found)}", expected))
         if self.names and (missing := sorted(set(self.names) - looked_up(found))):
             raise PatchError(self.moved("code that does not", f"its code to look up {', '.join(missing)}"))
-        return found
+        return target
+
+    def _inspect(self, target: Any) -> Any:
+        """Return the object whose signature and code are checked; None if it is missing."""
+        return target
 
     def allows(self, signature: str | None) -> bool:
         """Return True if a bare signature equals the quoted one, or starts with it if that ends in "..."."""

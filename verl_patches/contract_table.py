@@ -88,11 +88,11 @@ def _rows_of_group(group: Group) -> Iterator[Row]:
             yield Row(f"{group.name}.{name}", "", "", states[name], f"not needed: {group.when}", broken=False)
             continue
         try:
-            module = importlib.import_module(f"{group.module}.{name}")
+            patch = package.find_patch(name)
         except ModuleNotFoundError as error:
             yield _without(f"{group.name}.{name}", error)
             continue
-        for each in _per_target(_contracts_of(module)):
+        for each in _per_target(_contracts_of(patch)):
             yield _row(f"{group.name}.{name}", each, states[name], may_be_of_others=states[name] == NOT_NEEDED)
 
 
@@ -125,11 +125,11 @@ def _verdict(contract: Contract) -> tuple[str, bool]:
     return OK, False
 
 
-def _contracts_of(module: ModuleType) -> list[Contract]:
-    """Collect the contracts that a module declares: as attributes, in tuples, or inside its patch objects."""
+def _contracts_of(patch: object) -> list[Contract]:
+    """Collect the contracts that a module or a patch object declares: as attributes or in tuples."""
     found: list[Contract] = []
-    # Patch objects hold wrappings, and these hold tuples of contracts; the depth limit keeps cycles finite.
-    _collect(vars(module).values(), found, depth=5)
+    # The depth limit keeps cycles finite.
+    _collect(vars(patch).values(), found, depth=5)
     return list(dict.fromkeys(found))
 
 

@@ -14,7 +14,8 @@ pytest.importorskip("verl")
 
 FSDP2 = """
 import tempfile, torch
-from verl_patches.cpu.async_snapshot import PATCH as patch
+import verl_patches.cpu
+patch = verl_patches.cpu.find_patch("async_snapshot")
 torch.distributed.init_process_group("gloo", rank=0, world_size=1, init_method="file://" + tempfile.mktemp())
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -73,12 +74,12 @@ def test_a_snapshot_on_the_cpu_is_the_live_weight_until_it_is_patched() -> None:
 
 def test_a_moved_snapshot_stops_at_its_import() -> None:
     done = python(
-        "import dataclasses, sys, verl_patches.cpu.async_snapshot as module\n"
+        "import dataclasses, sys, verl_patches.cpu\n"
         "sys.modules.pop('verl.utils.fsdp_utils', None)\n"
-        "moved = dataclasses.replace(module.CONTRACT, signature='(model, group)')\n"
-        "(wrapping,) = module.PATCH.wrappings\n"
-        "wrappings = (dataclasses.replace(wrapping, contract=moved),)\n"
-        "dataclasses.replace(module.PATCH, wrappings=wrappings).install()\n"
+        "patch = verl_patches.cpu.find_patch('async_snapshot')\n"
+        "((contract, wrapper),) = patch.wrappers\n"
+        "moved = dataclasses.replace(contract, signature='(model, group)')\n"
+        "dataclasses.replace(patch, wrappers=((moved, wrapper),)).install()\n"
         "import verl.utils.fsdp_utils\n"
     )
     assert done.returncode != 0

@@ -128,16 +128,15 @@ def test_megatron_runs_on_the_cpu() -> None:
 
 
 MOVED = """
-import dataclasses, importlib, verl_patches
-from verl_patches.cpu.release_patch import ReleasePatch, Wrapping
+import dataclasses, importlib, verl_patches, verl_patches.cpu
+from verl_patches.cpu.release_patch import ReleasePatch
 for name in {patches!r}:
-    patch = importlib.import_module('verl_patches.cpu.' + name).PATCH
+    patch = verl_patches.cpu.find_patch(name)
     importlib.import_module(patch.after)
-    for wrapping in patch.wrappings:
-        contract = wrapping.contract
+    for contract, wrapper in patch.wrappers:
         contract.check()
         moved = dataclasses.replace(contract, name='moved', signature='(nothing)')
-        try: ReleasePatch((Wrapping(wrapping.wrapper, moved),), after=patch.after).install()
+        try: ReleasePatch(((moved, wrapper),), after=patch.after).install()
         except verl_patches.PatchError as error: print('|', name, '|', error)
 """
 

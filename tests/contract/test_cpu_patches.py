@@ -153,11 +153,10 @@ MOVES = {
 def test_a_moved_target_stops_the_process() -> None:
     """One process for all moves: each changes its target and must find its own patch unwilling."""
     code = (
-        "import importlib, importlib.metadata, sys, types, torch, torch.distributed.fsdp\n"
-        "import verl_patches\n"
+        "import importlib.metadata, sys, types, torch, torch.distributed.fsdp\n"
+        "import verl_patches, verl_patches.cpu\n"
         f"for name, move in {MOVES!r}.items():\n"
-        "    patch = importlib.import_module(f'verl_patches.cpu.{name}')\n"
-        "    patch = getattr(patch, 'PATCH', patch)\n"
+        "    patch = verl_patches.cpu.find_patch(name)\n"
         "    exec(move)\n"
         "    try: patch.install()\n"
         "    except verl_patches.PatchError as error: print(name, '|', error)\n"
@@ -220,8 +219,10 @@ def test_vllm_keeps_its_weights_whichever_is_imported_first() -> None:
 def test_a_moved_vllm_target_stops_when_it_is_imported() -> None:
     pytest.importorskip("vllm")
     done = python(
-        "import verl, verl_patches.cpu.vllm_weights as patch, dataclasses\n"
-        "patch.CONTRACT = dataclasses.replace(patch.CONTRACT, signature='(layer)')\n"
+        "import verl, verl_patches.cpu, dataclasses\n"
+        "patch = verl_patches.cpu.find_patch('vllm_weights')\n"
+        "moved = tuple((dataclasses.replace(each, signature='(layer)'), wrap) for each, wrap in patch.wrappers)\n"
+        "object.__setattr__(patch, 'wrappers', moved)\n"
         "import vllm.model_executor.layers.utils\n",
         **CPU,
     )

@@ -139,7 +139,7 @@ def test_mixed_precision_decides_about_autocast(patched: dict[str, Any], unpatch
 
 @pytest.mark.parametrize("slots", ["", "0,1"])
 def test_slots_that_name_no_single_socket_are_refused(slots: str) -> None:
-    from verl_patches.cpu.weight_socket import slot_name
+    from verl_patches.cpu.of_verl import slot_name
 
     with pytest.raises(PatchError, match=rf"CUDA_VISIBLE_DEVICES='{slots}'.*tensor_model_parallel_size=1"):
         slot_name({"CUDA_VISIBLE_DEVICES": slots})

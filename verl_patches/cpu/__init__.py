@@ -6,8 +6,8 @@ The last two are verl's own variables from 0.9 on: the platform, and the device 
 registered for cpu; those for cuda run on it). In earlier releases this package reads them. Without VERL_PLATFORM=cpu,
 importing this package changes nothing.
 
-A patch is a module with `install()` and `in_force()`, or one that holds an object with these as `PATCH`. It may also
-have `waiting()`, for a target that is not imported yet, and `needed()`, for a patch that some releases do not need.
+A patch is an object of a table, `PATCHES` of a module, or a module of its own. It has `install()` and `in_force()`, and
+may have `waiting()`, for a target that is not imported yet, and `needed()`, for a patch that some releases do not need.
 """
 
 from __future__ import annotations
@@ -18,33 +18,20 @@ from typing import Any
 
 from ..contract import PatchError
 
-PATCHES = (
-    "torch_cpu",
-    "platform",
-    "device",
-    "engine_device",
-    "process_group",
-    "pin_memory",
-    "sync_module_states",
-    "layer_names",
-    "padding",
-    "autocast",
-    "vllm_version",
-    "vllm_weights",
-    "vllm_fused_moe",
-    "vllm_routes",
-    "vllm_expert_weights",
-    "weight_socket",
-    "weight_buffer",
-    "async_snapshot",
-    "megatron_cuda",
-    "megatron_device",
-    "megatron_rng",
-    "megatron_optimizer",
-    "megatron_attention",
-    "megatron_bridge",
-    "megatron_rope",
-)
+_TABLES = {
+    "of_torch": ("process_group", "pin_memory", "sync_module_states", "vllm_version"),
+    "of_verl": (
+        *("device", "engine_device", "layer_names", "padding", "autocast"),
+        *("weight_socket", "weight_buffer", "async_snapshot"),
+    ),
+    "of_vllm": ("vllm_weights", "vllm_fused_moe", "vllm_routes", "vllm_expert_weights"),
+    "of_megatron": (
+        *("megatron_cuda", "megatron_rng", "megatron_optimizer"),
+        *("megatron_attention", "megatron_bridge", "megatron_rope"),
+    ),
+}
+_TABLE_OF = {name: table for table, names in _TABLES.items() for name in names}
+PATCHES = ("torch_cpu", "platform", *_TABLE_OF, "megatron_device")
 REQUIRED_ENVIRONMENT = {"VERL_PLATFORM": "cpu", "VERL_ENGINE_DEVICE": "cuda"}
 
 
@@ -63,7 +50,7 @@ def install() -> None:
             f"it before the run, or remove verl_patches.cpu from VERL_USE_EXTERNAL_MODULES."
         )
     for name in PATCHES:
-        _patch(name).install()
+        find_patch(name).install()
 
 
 def status() -> dict[str, str]:
@@ -73,7 +60,7 @@ def status() -> dict[str, str]:
     """
     if os.environ.get("VERL_PLATFORM") != "cpu":
         return dict.fromkeys(PATCHES, "off")
-    return {name: _state(_patch(name)) for name in PATCHES}
+    return {name: _state(find_patch(name)) for name in PATCHES}
 
 
 def _state(patch: Any) -> str:
@@ -84,10 +71,11 @@ def _state(patch: Any) -> str:
     return "waiting" if getattr(patch, "waiting", lambda: False)() else "off"
 
 
-def _patch(name: str) -> Any:
-    # Imported late: the patches import torch and verl, which importing this package alone should not cost.
-    module = importlib.import_module(f"{__name__}.{name}")
-    return getattr(module, "PATCH", module)
+def find_patch(name: str) -> Any:
+    """Return a patch; imported late, because patches import torch and verl."""
+    if (table := _TABLE_OF.get(name)) is not None:
+        return importlib.import_module(f"{__name__}.{table}").PATCHES[name]
+    return importlib.import_module(f"{__name__}.{name}")
 
 
 _asked_for = "verl_patches.cpu" in os.environ.get("VERL_USE_EXTERNAL_MODULES", "").split(",")

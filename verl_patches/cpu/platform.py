@@ -2,7 +2,7 @@
 
 verl 0.9 ships only cuda, rocm and npu and lets external modules register more, so this is an extension and changes
 nothing of verl. Ray's resource stays "GPU": verl's placement groups request it, and a run on CPU advertises as many as
-it has workers (`ray_kwargs.ray_init.num_gpus`). Earlier releases have no platforms; see device.py.
+it has workers (`ray_kwargs.ray_init.num_gpus`). Earlier releases have no platforms; see of_verl.py.
 """
 
 from __future__ import annotations

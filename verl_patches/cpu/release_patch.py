@@ -11,6 +11,9 @@ from ..contract import Contract, installed_release, wrap
 from ..deferred import after_import
 from ..releases import Release, attributes_of
 
+Row = tuple[str, str, Callable[..., Any]]
+"""A target, its signature, and the wrapper: called as `wrapper(original, *args, **kwargs)`."""
+
 
 def installed_has(attribute: Callable[[Release], bool]) -> bool:
     """Return whether the installed verl has an attribute; True without verl, which the contract then reports."""
@@ -25,35 +28,22 @@ def is_vllm(*releases: str) -> bool:
 
 
 @dataclass(frozen=True)
-class Wrapping:
-    """One target with its wrapper.
-
-    Attributes:
-        wrapper: called as `wrapper(original, *args, **kwargs)`.
-        contract: contract with the target, for every release that needs the patch.
-    """
-
-    wrapper: Callable[..., Any]
-    contract: Contract
-
-
-@dataclass(frozen=True)
 class ReleasePatch:
-    """Wrappings that are installed together.
+    """Wrappers that are installed together.
 
     Attributes:
-        wrappings: the targets and wrappers.
-        cause: selects the releases of verl that need the patch; None: every release.
+        wrappers: contract with each target, for every release that needs the patch, and the wrapper.
         after: module after whose import the patch is installed; None: at once.
+        cause: whether the installed releases need the patch.
     """
 
-    wrappings: tuple[Wrapping, ...]
-    cause: Callable[[Release], bool] | None = None
+    wrappers: tuple[tuple[Contract, Callable[..., Any]], ...]
     after: str | None = None
+    cause: Callable[[], bool] = lambda: True
 
     def needed(self) -> bool:
-        """Return whether the installed release of verl needs the patch."""
-        return self.cause is None or installed_has(self.cause)
+        """Return whether the installed releases need the patch."""
+        return self.cause()
 
     def install(self) -> None:
         """Wrap the targets now, or right after the import of `after`; repeated calls have no effect.
@@ -64,20 +54,62 @@ class ReleasePatch:
         if not self.needed() or self.waiting() or self.in_force():
             return
         if self.after is None:
-            self._wrap()
+            self.apply()
         else:
-            after_import(self.after, self._wrap)
+            after_import(self.after, self.apply)
 
     def waiting(self) -> bool:
         """Return True if the patch will be installed when `after` is imported."""
-        return any(getattr(finder, "action", None) == self._wrap for finder in sys.meta_path)
+        return any(getattr(finder, "action", None) == self.apply for finder in sys.meta_path)
 
     def in_force(self) -> bool:
-        """Return True if every target is wrapped in this process. Imports no module that waits for `after`."""
-        if self.after is not None and self.after not in sys.modules:
-            return False
-        return all(wrapping.contract.in_force() for wrapping in self.wrappings)
+        """Return True if the patch is applied in this process. Imports no module that waits for `after`."""
+        return (self.after is None or self.after in sys.modules) and self.is_applied()
 
-    def _wrap(self) -> None:
-        for wrapping in self.wrappings:
-            wrap(wrapping.contract, wrapping.wrapper)
+    def apply(self) -> None:
+        """Wrap every target."""
+        for contract, wrapper in self.wrappers:
+            wrap(contract, wrapper)
+
+    def is_applied(self) -> bool:
+        """Return True if every target is wrapped."""
+        return all(contract.in_force() for contract, _ in self.wrappers)
+
+
+@dataclass(frozen=True)
+class Addition(ReleasePatch):
+    """A patch that adds something instead of wrapping: its wrappers are functions without arguments that add it.
+
+    Attributes:
+        added: returns whether it is there.
+    """
+
+    added: Callable[[], bool] = lambda: False
+
+    def apply(self) -> None:
+        for _, add in self.wrappers:
+            add()
+
+    def is_applied(self) -> bool:
+        return self.added()
+
+
+def build(
+    name: str,
+    *rows: Row,
+    of: tuple[str, str | tuple[str, ...]],
+    cause: Callable[[], bool] = lambda: True,
+    at_once: bool = False,
+    after: str = "",
+) -> ReleasePatch:
+    """Build the patch of these rows.
+
+    Args:
+        name: of the patch and of its contracts.
+        of: the distribution, and the releases that were tested.
+        cause: whether the installed releases need the patch.
+        at_once: install it at once, and not after the import of ``after``, the first target's module by default.
+    """
+    module = after or rows[0][0].partition(":")[0]
+    wrappers = tuple((Contract(name, target, signature, *of), wrapper) for target, signature, wrapper in rows)
+    return ReleasePatch(wrappers, None if at_once else module, cause)

@@ -49,7 +49,7 @@ def check(strategy: str) -> None:
         NotInstalledError: the Megatron actor is selected, but its dependencies are not installed.
         PatchError: a target has moved.
     """
-    for contract in _patch("megatron_actor" if strategy == "megatron" else "fsdp_actor").CONTRACTS:
+    for contract in find_patch("megatron_actor" if strategy == "megatron" else "fsdp_actor").CONTRACTS:
         contract.check()
 
 
@@ -59,17 +59,17 @@ def status() -> dict[str, str]:
 
 
 def _install(name: str) -> None:
-    _patch(name).install()
+    find_patch(name).install()
 
 
 def _state(name: str, actor: str) -> str:
     if is_awaited(actor):
         return "waiting"
-    return "in force" if actor in sys.modules and _patch(name).in_force() else "off"
+    return "in force" if actor in sys.modules and find_patch(name).in_force() else "off"
 
 
-def _patch(name: str) -> Any:
-    # Imported late: it imports the recipe's loss and with it verl, which loads this package before itself.
+def find_patch(name: str) -> Any:
+    """Return the module of a patch; imported late, because it imports verl, which loads this package before itself."""
     try:
         return importlib.import_module(f"{__name__}.{name}")
     except ModuleNotFoundError as error:

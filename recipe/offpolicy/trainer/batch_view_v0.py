@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,9 +12,8 @@ from torch import Tensor
 
 from verl import DataProto
 
-from ..correction import RolloutStage, Statistic
 from ..extensions.batch_view import check_columns
-from .own_forward import Pair
+from .batch_view import HeldBatch
 
 _SCORES = ("token_level_scores", "rm_scores")
 """Columns that exist from the advantages on, and from the rollout on."""
@@ -22,31 +21,10 @@ _REWARDS = "token_level_rewards"
 """Input of the estimator: the scores, minus the KL penalty if KL is in the reward."""
 
 
-class DataProtoBatch:
-    """One batch, see ``extensions.batch_view.BatchView`` and ``extensions.add_ons.TrainerBatch``.
+class DataProtoBatch(HeldBatch):
+    """One batch of a DataProto; see also ``extensions.add_ons.TrainerBatch``."""
 
-    Args:
-        batch: verl's batch.
-        step: the trainer's step.
-        sent: called with the columns that go to the workers.
-        forward: computes log-probs of (prompt, response) pairs by the trainer's own forward pass, outside the batch.
-        decide: runs the rollout stage of the correction in force on the batch.
-    """
-
-    def __init__(
-        self,
-        batch: DataProto,
-        step: int,
-        sent: Callable[[Mapping[str, Tensor]], None] = lambda columns: None,
-        forward: Callable[[DataProto, Sequence[Pair]], list[list[float]]] | None = None,
-        decide: Callable[[DataProto], RolloutStage] | None = None,
-    ):
-        self.batch = batch
-        self.step = step
-        self.silent: Tensor | None = None
-        self._sent, self._forward, self._decide = sent, forward, decide
-        self._groups: list[str] | None = None
-        self._stage: RolloutStage | None = None
+    batch: DataProto
 
     @property
     def is_padding(self) -> Sequence[bool]:
@@ -72,16 +50,6 @@ class DataProtoBatch:
             for row in range(len(prompts))
         ]
 
-    def compute_log_probs(self, rows: Sequence[Pair]) -> list[list[float]]:
-        assert self._forward is not None, "this view was built without a trainer's forward pass"
-        return self._forward(self.batch, rows)
-
-    def weigh(self) -> tuple[Tensor, Mapping[str, Statistic]]:
-        assert self._decide is not None, "this view was built without a correction"
-        if self._stage is None:
-            self._stage = self._decide(self.batch)
-        return self._stage.weight * self._stage.keep, self._stage.statistics
-
     def regroup(self, groups: Sequence[str], silent: Sequence[bool]) -> None:
         """Replace the groups that extensions see, and mark the rows whose advantage is 0."""
         self._groups, self.silent = list(groups), torch.tensor(silent)
@@ -90,11 +58,6 @@ class DataProtoBatch:
     def scores(self) -> Tensor:
         scores: Tensor = self.batch.batch[next(name for name in _SCORES if name in self.batch.batch.keys())]
         return scores
-
-    @property
-    def advantages(self) -> Tensor:
-        advantages: Tensor = self.batch.batch["advantages"]
-        return advantages
 
     def rows(self, *names: str) -> dict[str, Any]:
         tensors = self.batch.batch

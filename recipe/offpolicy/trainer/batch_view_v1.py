@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
@@ -13,43 +13,23 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from ..batch.queue_columns import put_columns, read_columns
-from ..correction import RolloutStage, Statistic
 from ..extensions.batch_view import check_columns
-from .own_forward import Pair
+from .batch_view import HeldBatch
 
 SCORES = "rm_scores"
 
 
-class TransferQueueBatch:
-    """One batch, see ``extensions.batch_view.BatchView`` and ``extensions.add_ons.TrainerBatch``.
-
-    Args:
-        batch: verl's KVBatchMeta.
-        step: the trainer's step.
-        sent: called with the columns that go to the workers, for all rows.
-        forward: computes log-probs of (prompt, response) pairs by the trainer's own forward pass, outside the batch.
-        decide: runs the rollout stage of the correction in force on the batch.
+class TransferQueueBatch(HeldBatch):
+    """One batch in TransferQueue; see also ``extensions.add_ons.TrainerBatch``.
 
     Attributes:
-        batch: metadata that includes all columns put so far; verl continues with it.
+        batch: verl's KVBatchMeta, with metadata that includes all columns put so far; verl continues with it.
     """
 
-    def __init__(
-        self,
-        batch: Any,
-        step: int,
-        sent: Callable[[Mapping[str, Tensor]], None] = lambda columns: None,
-        forward: Callable[[Any, Sequence[Pair]], list[list[float]]] | None = None,
-        decide: Callable[[Any], RolloutStage] | None = None,
-    ):
-        self.batch = batch
-        self.step = step
-        self.silent: Tensor | None = None
+    def __init__(self, batch: Any, *arguments: Any, **named: Any) -> None:
+        super().__init__(batch, *arguments, **named)
         self.is_padding: Sequence[bool] = [bool(tag.get("is_padding", False)) for tag in batch.tags]
-        self._sent, self._forward, self._decide = sent, forward, decide
         self._real = [row for row, padding in enumerate(self.is_padding) if not padding]
-        self._groups: list[str] | None = None
-        self._stage: RolloutStage | None = None
 
     @property
     def uids(self) -> list[str]:
@@ -73,16 +53,6 @@ class TransferQueueBatch:
         prompts, responses = found["prompts"].unbind(), found["responses"].unbind()
         return [(prompts[row].tolist(), responses[row].tolist()) for row in self._real]
 
-    def compute_log_probs(self, rows: Sequence[Pair]) -> list[list[float]]:
-        assert self._forward is not None, "this view was built without a trainer's forward pass"
-        return self._forward(self.batch, rows)
-
-    def weigh(self) -> tuple[Tensor, Mapping[str, Statistic]]:
-        assert self._decide is not None, "this view was built without a correction"
-        if self._stage is None:
-            self._stage = self._decide(self.batch)
-        return self._of_real(self._stage.weight * self._stage.keep), self._stage.statistics
-
     def regroup(self, groups: Sequence[str], silent: Sequence[bool]) -> None:
         """Replace the groups that extensions see, for all rows, and mark the rows whose advantage is 0."""
         self._groups = [groups[row] for row in self._real]
@@ -92,11 +62,6 @@ class TransferQueueBatch:
     def scores(self) -> Tensor:
         scores: Tensor = self.rows(SCORES)[SCORES]
         return scores
-
-    @property
-    def advantages(self) -> Tensor:
-        advantages: Tensor = self.rows("advantages")["advantages"]
-        return advantages
 
     def rows(self, *names: str) -> dict[str, Any]:
         found = read_columns(self.batch, *names)

