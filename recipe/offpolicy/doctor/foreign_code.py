@@ -8,7 +8,8 @@ from types import CodeType
 from typing import Any
 
 _ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
-_INSTALLED = (sys.prefix, sys.base_prefix, os.path.join(_ROOT, "recipe"), os.path.join(_ROOT, "verl_patches"))
+_OURS = ("recipe", "verl_patches", "hydra_plugins")
+_INSTALLED = (sys.prefix, sys.base_prefix, *(os.path.join(_ROOT, name) for name in _OURS))
 _PLUGINS = "VERL_USE_EXTERNAL_MODULES"
 _refused: list[str] = []
 """Folders whose code is rejected."""

@@ -26,6 +26,7 @@ LAST = {
         *(f"reward_model.{name}" for name in _REWARD_MODEL),
         *("algorithm.rollout_correction.rollout_rs_threshold_lower", "reward_manager"),
         *("algorithm.rollout_correction.rollout_token_veto_threshold", f"{_ROLLOUT}.update_weights_bucket_megabytes"),
+        "async_training.use_rollout_log_probs",
     ),
     "0.5.0": (
         *("actor_rollout_ref.*.profile", "ray_init", "trainer.*_nsight_options", "trainer.npu_profile"),
@@ -55,6 +56,8 @@ def find_successor(key: str, value: str, last: str) -> str:
         return "Delete it: param_offload frees the gradients' memory too."
     if key == "trainer.use_legacy_worker_impl":
         return "Delete it: engine workers, which `disable` selects, are the only ones."
+    if key == "async_training.use_rollout_log_probs" and value.lower() == "true":
+        return "Write algorithm.rollout_correction.bypass_mode=True, or with a correction correction.proximal=bypass."
     if key.startswith(_CRITIC):
         return f"Write critic.fsdp.{key.removeprefix(_CRITIC)}={value}."
     if value in ("null", "None"):

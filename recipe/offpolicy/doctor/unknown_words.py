@@ -42,8 +42,9 @@ def describe_unknowns(unknowns: Sequence[Unknown], script: Path) -> str:
 
 
 def propose_exports(names: Mapping[str, bool]) -> list[str]:
-    """Suggest exports of variables, with whether an empty value is enough, and script arguments, such as "1"."""
-    fixes = [f"export {name}{', even empty' * empty}" for name, empty in names.items() if not name.isdigit()]
+    """Suggest exports of variables, with whether bash accepts an empty value, and script arguments, such as "1"."""
+    as_empty = " (bash takes it as empty)"
+    fixes = [f"export {name}=VALUE{as_empty * empty}" for name, empty in names.items() if not name.isdigit()]
     if any(name.isdigit() for name in names):
         fixes.append("give the script's arguments after --script FILE")
     return fixes

@@ -37,7 +37,7 @@ _WORDS: dict[str, str] = {
     r"delete from config\. '([^']+)' does not exist": "there is no such key to delete.",
     r"delete from config\. The value of '([^']+)'": "the key has another value. Write ~{key}.",
     r"Could not delete '([^'=]+)": "no option of this group is chosen that could be deleted.",
-    r"config group '([^']+)' does not exist": "there is no such group.",
+    r"config group '([^']+)' does not exist": "this environment has no such group. Install this package?",
     r"force-add of config groups is not supported: '\+\+([^=]+)=": "a group takes one +. Write +{key}={value}.",
 }
 """Hydra's words about one key -> ours."""

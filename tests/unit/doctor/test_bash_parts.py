@@ -113,7 +113,8 @@ def test_the_innermost_condition_of_an_end_is_noted() -> None:
 def test_unknown_overrides_are_named_with_one_fix_a_cause() -> None:
     said = describe_overrides([NODES], Path("run.sh"))
     assert said == (
-        "an override is unknown (trainer.nnodes): $NODES is not set (line 3). Fix: export NODES, even empty."
+        "an override is unknown (trainer.nnodes): $NODES is not set (line 3). "
+        "Fix: export NODES=VALUE (bash takes it as empty)."
     )
     drawn = Unknown("the output of shuf", 5, prefix="data.seed=")
     assert describe_unknowns([drawn, drawn], Path("run.sh")) == (

@@ -213,7 +213,7 @@ GUARDS = (
 
 @pytest.mark.parametrize("guard", GUARDS)
 def test_a_guard_on_an_unset_variable_asks_for_it(guard: str, tmp_path: Path) -> None:
-    with pytest.raises(ScriptError, match=r"Fix: export NOT_SET_HERE\."):
+    with pytest.raises(ScriptError, match=r"Fix: export NOT_SET_HERE=VALUE\."):
         arguments_of(tmp_path, f"{guard}\n{LAUNCH} model.path=$NOT_SET_HERE\n")
 
 
@@ -235,7 +235,7 @@ def test_braces_are_expanded_lazily() -> None:
 
 def test_what_must_be_given_is_asked_for() -> None:
     assert propose_exports({"A": False, "B": True, "1": False}) == [
-        "export A",
-        "export B, even empty",
+        "export A=VALUE",
+        "export B=VALUE (bash takes it as empty)",
         "give the script's arguments after --script FILE",
     ]

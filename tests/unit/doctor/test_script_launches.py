@@ -108,15 +108,15 @@ def test_each_cause_has_its_own_fix(script: Path) -> None:
     said = refused(script, f"N=$(count)\n{LAUNCH} a.b=$N c.d=$NOT_SET_HERE e.f=$N g.h=$2")
     assert said == (
         ", line 2: 4 overrides are unknown (a.b, c.d, e.f, g.h): it depends on the output of `count`, and count is not "
-        "run (line 1); $NOT_SET_HERE is not set (line 2); $2 is not set (line 2). Fix: export NOT_SET_HERE, even "
-        "empty, and give the script's arguments after --script FILE, and to check the launch with values of your own, "
-        f"add a.b=VALUE e.f=VALUE after --script {script}."
+        "run (line 1); $NOT_SET_HERE is not set (line 2); $2 is not set (line 2). Fix: "
+        "export NOT_SET_HERE=VALUE (bash takes it as empty), and give the script's arguments after --script FILE, "
+        f"and to check the launch with values of your own, add a.b=VALUE e.f=VALUE after --script {script}."
     )
 
 
 def test_a_variable_that_may_not_be_empty(script: Path) -> None:
     said = refused(script, f"Y=${{PLACE:?give it}}\n{LAUNCH} a.b=$Y c.d=$Y/e")
-    assert said.endswith("$PLACE is not set, and the script ends without it (line 1). Fix: export PLACE.")
+    assert said.endswith("$PLACE is not set, and the script ends without it (line 1). Fix: export PLACE=VALUE.")
 
 
 def test_a_launch_in_doubt_names_what_decides(script: Path) -> None:

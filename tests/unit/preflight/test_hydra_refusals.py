@@ -77,7 +77,7 @@ def test_an_override_is_named(overrides: Sequence[str], said: str) -> None:
         ("~trainer.nnodes=7", "~trainer.nnodes=7: the key has another value. Write ~trainer.nnodes."),
         ("~mode", "~mode: no option of this group is chosen that could be deleted."),
         ("++opd=loss", "++opd=loss: a group takes one +. Write +opd=loss."),
-        ("+a/b@c=d", "+a/b@c=d: there is no such group."),
+        ("+a/b@c=d", "+a/b@c=d: this environment has no such group. Install this package?"),
     ],
 )
 def test_what_hydra_does_not_compose(override: str, said: str) -> None:

@@ -31,6 +31,7 @@ from ..composed import (
 )
 from .correction import list_masks, list_weights
 
+PROBE = "offpolicy.delivery.probe"
 WIDE_CAP = 10.0
 _TO_KL_LOSS = {KL_IN_REWARD: False, KL_LOSS: True}
 _ABOVE_ONE = {
@@ -132,11 +133,11 @@ def warn_kl_left_out(run: Composed) -> Iterator[Problem]:
     fix = f"Set {KL_LOSS}=false if that is not meant."
     if loses_kl and (why := _explain_kl_left_out(run)):
         yield run.problem(KL_LOSS, why, fix, (), parts, "NOTE", value=True)
-    if (spec.all_weights or spec.masks) and spec.kl_clip is None and spec.kl_weight is None and loses_kl:
-        reason = "weight and masks are of the policy term: rejected tokens keep the gradient of the KL loss."
+    if spec.masks and spec.kl_clip is None and spec.kl_weight is None and loses_kl:
+        reason = "masks act on the policy term: rejected tokens keep the gradient of the KL loss."
         overrides: tuple[str, ...] = ()
         if run.steps != 1:
-            fix = "Set correction.kl_clip.lower=0.8 and correction.kl_clip.upper=1.2 to bound its ratio."
+            fix = "Usually fine. correction.kl_clip bounds the ratio of the KL loss:"
             overrides = ("++correction.kl_clip={lower: 0.8, upper: 1.2}",)
         yield run.problem(KL_LOSS, reason, fix, overrides, parts, "NOTE", value=True)
     bypassed = spec.proximal == "bypass" or (spec.is_none and run.verls.get(BYPASS))
@@ -186,7 +187,9 @@ def warn_not_shown(run: Composed) -> Iterator[Problem]:
     """Warn of devices, estimators, kernels and layouts under which no correction was run."""
     for key, value, what in () if run.spec.is_none and not run.active else _find_not_shown(run):
         reason = f"corrections were not shown on {what}: the first update proves this one, or stops."
-        yield run.problem(key, reason, "", (), (), "NOTE", value=value)
+        probed = key in _DTYPES or key.endswith(".quantization")
+        fix = f"Set {PROBE}=1, as quantised weights cannot be compared with the trainer's." if probed else ""
+        yield run.problem(key, reason, fix, {PROBE: 1} if probed else (), (), "NOTE", value=value)
 
 
 def _find_not_shown(run: Composed) -> Iterator[tuple[str, Any, str]]:
