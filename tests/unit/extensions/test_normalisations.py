@@ -17,9 +17,6 @@ from recipe.offpolicy.correction.batch_wide import batch_constants
 from recipe.offpolicy.extensions.length_penalty import penalties
 from recipe.offpolicy.extensions.length_penalty.place import compute_shift
 from recipe.offpolicy.extensions.opd import advantages as distil
-from recipe.offpolicy.extensions.pass_at_k import advantages as of_pass_at_k
-from recipe.offpolicy.extensions.pass_at_k.budget import PassRates, allocate
-from recipe.offpolicy.extensions.pass_at_k.upsampling import compute_chances
 from recipe.offpolicy.extensions.process_reward.advantages import normalize_utilities
 from tests.support.corrections import TIS
 from tests.support.examples import each_nth_when_quick
@@ -138,21 +135,3 @@ def test_a_group_penalty_is_at_most_half_its_coefficient(lengths: list[float]) -
 def test_an_anchor_divides_by_a_token_at_least(anchor: float) -> None:
     found = penalties("reference", [0, 10], [True, True], coefficient=0.1, anchor=anchor)
     assert found.tolist() == pytest.approx([0.0, 0.1 * (10 - anchor)])
-
-
-@given(st.integers(1, 128), st.integers(0, 128), st.integers(1, 127))
-def test_scaled_pass_at_k_is_within_its_bound_and_sums_to_0(n: int, c: int, k: int) -> None:
-    c, k = min(c, n), min(k, n)
-    found = of_pass_at_k([1] * c + [0] * (n - c), k, objective="analytic")
-    assert float(found.abs().max()) <= math.sqrt(max(n - 1, 0)) * (1 + 1e-9)
-    assert float(found.sum()) == pytest.approx(0.0, abs=1e-9)
-
-
-@given(st.lists(st.tuples(st.floats(0, 1e6), st.floats(0, 1)), min_size=1, max_size=9), st.sampled_from([1, 4, 1024]))
-def test_budgets_deal_all_that_there_is(answers: list[tuple[float, float]], k: int) -> None:
-    rates = PassRates(1.0, {str(at): (n, n * share) for at, (n, share) in enumerate(answers)}, (1e-6, 1e-6))
-    chances = compute_chances(rates, len(answers), 8, 0.2, k)
-    assert float(chances.sum()) == pytest.approx(1.0)
-    assert float(chances.min()) >= 0.2 / len(answers) * (1 - 1e-9)
-    sizes = allocate([rates.estimate(name) for name in rates.counts], 4 * len(answers), least=1, most=8, k=k)
-    assert (sum(sizes), min(sizes) >= 1, max(sizes) <= 8) == (4 * len(answers), True, True)

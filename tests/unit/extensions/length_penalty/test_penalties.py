@@ -30,10 +30,6 @@ def test_by_hand(kind: str, coefficient: float, anchor: float | None, wanted: li
     assert found.tolist() == pytest.approx(wanted)
 
 
-def test_there_is_no_cap() -> None:
-    assert penalties("uniform", [5000], [1], coefficient=1.0).tolist() == [5000.0]
-
-
 @pytest.mark.parametrize("lengths", [[7], [7, 7, 7], []])
 def test_rows_that_are_alike_get_no_penalty_of_the_group(lengths: list[int]) -> None:
     assert penalties("group", lengths, [1] * len(lengths), coefficient=0.1).tolist() == [0.0] * len(lengths)

@@ -32,13 +32,6 @@ def problems(settings: dict[str, Any], **changes: Any) -> list[Problem]:
     return list(find_problems("length_penalty", LengthSettings.from_mapping("length_penalty", settings), config))
 
 
-@pytest.mark.parametrize("kind", ["none", "uniform", "group", "anchor"])
-@pytest.mark.parametrize("place", ["after", "before"])
-@pytest.mark.parametrize("estimator", ["grpo", "rloo"])
-def test_nothing_is_wrong_by_default(kind: str, place: str, estimator: str) -> None:
-    assert problems({"kind": kind, "place": place}, algorithm__adv_estimator=estimator) == []
-
-
 BEFORE = {"kind": "group", "place": "before"}
 KL, FILTER = {"algorithm__use_kl_in_reward": True}, {"algorithm__filter_groups__enable": True}
 DAPO = {"reward__reward_manager__name": "dapo", "reward__reward_kwargs__overlong_buffer_cfg__enable": True}

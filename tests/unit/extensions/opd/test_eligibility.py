@@ -31,17 +31,6 @@ def test_failed_rollouts_of_hard_prompts() -> None:
     assert eligible(rewards, groups, passed_above=0.0, max_pass_rate=0.125, rows="all").sum() == 16
 
 
-def test_partial_credit_passes_above_the_bound_alone() -> None:
-    rewards = torch.tensor([0.01, 0.99, 1.0])
-    found = eligible(rewards, torch.tensor([3, 3, 3]), passed_above=0.99, max_pass_rate=0.5)
-    assert found.tolist() == [True, True, False]
-
-
-def test_groups_need_not_lie_side_by_side() -> None:
-    found = eligible(torch.tensor([0.0, 1.0, 1.0, 1.0]), ["a", "b", "a", "b"], passed_above=0.0, max_pass_rate=0.5)
-    assert found.tolist() == [True, False, False, False]
-
-
 def test_a_reward_at_the_threshold_does_not_pass_in_float32_either() -> None:
     """0.3 in float32 is 0.30000001."""
     rewards = torch.tensor([0.3, 0.4]).double()

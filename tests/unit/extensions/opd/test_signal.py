@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from typing import Any
 
@@ -115,77 +114,3 @@ def test_the_slope_of_k2_is_the_bounded_gap(student: float, teacher: float, boun
     k2_loss(leaf, t, torch.tensor([[True]]), max_gap=bound).sum().backward()
     assert float(leaf.grad) == pytest.approx(min(max(student - teacher, -bound), bound), abs=1e-12)  # type: ignore[arg-type]
     assert t.grad is None
-
-
-@given(st.lists(st.tuples(*[st.floats(-9, 0, allow_subnormal=False)] * 2), min_size=1, max_size=6))
-def test_the_sign_of_an_advantage_is_that_of_the_teachers_opinion(pairs: list[tuple[float, float]]) -> None:
-    student, teacher = (torch.tensor([side], dtype=torch.float64) for side in zip(*pairs, strict=True))
-    every = torch.ones_like(student, dtype=torch.bool)
-    found = advantages(torch.zeros_like(student), student, teacher, every, coef=1.0, max_gap=5.0, scale="std")
-    assert torch.equal(found.sign(), (teacher - student).sign())
-
-
-SIZE, LENGTH = 5, 3
-
-
-def paths() -> torch.Tensor:
-    return torch.tensor(list(itertools.product(range(SIZE), repeat=LENGTH)))
-
-
-class Tabular:
-    """A policy over a small vocabulary: a logit for each prefix and token."""
-
-    def __init__(self, seed: int) -> None:
-        generator = torch.Generator().manual_seed(seed)
-        sizes = [SIZE**depth for depth in range(LENGTH)]
-        self.logits = [
-            torch.randn(size, SIZE, generator=generator, dtype=torch.float64).requires_grad_() for size in sizes
-        ]
-
-    def log_probs(self, rows: torch.Tensor) -> torch.Tensor:
-        prefix = torch.zeros(len(rows), dtype=torch.int64)
-        found = []
-        for depth, logits in enumerate(self.logits):
-            found.append(logits.log_softmax(-1)[prefix, rows[:, depth]])
-            prefix = prefix * SIZE + rows[:, depth]
-        return torch.stack(found, dim=1)
-
-    def gradient(self, loss: torch.Tensor) -> torch.Tensor:
-        return torch.cat([part.flatten() for part in torch.autograd.grad(loss, self.logits, retain_graph=True)])
-
-
-def exact_gradient(student: Tabular, teacher: Tabular) -> torch.Tensor:
-    """Gradient of each token's reverse KL at prefixes of the student's, which themselves are held fixed."""
-    rows = paths()
-    reached = student.log_probs(rows).detach()
-    total = torch.zeros((), dtype=torch.float64)
-    prefix = torch.zeros(len(rows), dtype=torch.int64)
-    for depth in range(LENGTH):
-        s, t = student.logits[depth].log_softmax(-1)[prefix], teacher.logits[depth].log_softmax(-1)[prefix].detach()
-        # Each prefix stands once for all its continuations.
-        weight = reached[:, :depth].sum(-1).exp() / SIZE ** (LENGTH - depth)
-        total = total + (weight * (s.exp() * (s - t)).sum(-1)).sum()
-        prefix = prefix * SIZE + rows[:, depth]
-    return student.gradient(total)
-
-
-def test_both_signals_have_the_reverse_kl_gradient_in_expectation() -> None:
-    """By enumeration of all sequences; under samples of mu with the weight by token it has, and without it not."""
-    student, teacher, mu = Tabular(1), Tabular(2), Tabular(3)
-    rows, exact = paths(), exact_gradient(student, teacher)
-    s, t, m = student.log_probs(rows), teacher.log_probs(rows).detach(), mu.log_probs(rows).detach()
-    every = torch.ones_like(s, dtype=torch.bool)
-    k2 = k2_loss(s, t, every, max_gap=1e3)
-    taught = advantages(torch.zeros_like(t), s, t, every, coef=1.0, max_gap=1e3, scale="none")
-
-    def error(loss: torch.Tensor) -> float:
-        return float((student.gradient(loss) - exact).abs().max())
-
-    own = s.detach().sum(-1, keepdim=True).exp()
-    assert error((own * k2).sum()) < 1e-12
-    assert error((own * -taught * s).sum()) < 1e-12
-    # The prefix is sampled by mu as well, so that the weight of a token is that of all tokens up to it.
-    of_mu, weight = m.sum(-1, keepdim=True).exp(), (s.detach() - m).cumsum(-1).exp()
-    k2, again = k2_loss(student.log_probs(rows), t, every, max_gap=1e3), student.log_probs(rows)
-    assert error((of_mu * weight * k2).sum()) < 1e-12
-    assert error((of_mu * -taught * again).sum()) > 1e-2

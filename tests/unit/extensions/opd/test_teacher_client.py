@@ -189,11 +189,6 @@ def test_a_row_without_any_log_prob_stops() -> None:
         read_log_probs(None, ROWS[1])
 
 
-def test_a_restart_within_the_retries_loses_no_row() -> None:
-    with serving(FakeTeacher(failures=[503, 500])) as teacher:
-        assert scored(teacher, ROWS, retries=2) == ([[-0.01, -0.02], [-0.03]], 2)
-
-
 def test_another_address_is_tried() -> None:
     with serving(FakeTeacher()) as teacher:
         found, retried = scored(teacher, ROWS, urls=("http://127.0.0.1:9", teacher.url))

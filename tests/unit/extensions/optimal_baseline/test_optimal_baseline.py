@@ -20,7 +20,7 @@ from recipe.offpolicy.proof.verify import LivenessError
 from recipe.offpolicy.trainer import batch_view_v1
 from tests.support.corrections import TIS, band, spec
 from tests.support.judged import judge
-from tests.support.shaped import WIDTH, Rows, estimate, make_batch, report, shape
+from tests.support.shaped import WIDTH, Rows, make_batch, report, shape
 
 ROWS: Rows = [("a", 4, 1.0), ("a", 2, 0.0), ("a", 6, 0.5), ("b", 3, 1.0), ("b", 3, 0.0), ("alone", 5, 1.0)]
 LENGTHS = torch.tensor([tokens for _, tokens, _ in ROWS])
@@ -92,12 +92,6 @@ def test_each_group_gets_the_loop_by_hand(name: str, aggregation: str, over: str
             assert float(found[i]) == pytest.approx(wanted, abs=1e-6)
     assert not bool((view.advantages * (1 - view.batch.batch["response_mask"])).any())
     assert torch.equal(view.batch.batch["returns"], view.advantages)
-
-
-def test_without_weights_it_is_verls_opo() -> None:
-    plain = make_batch(ROWS[:5])
-    estimate(plain, "opo")()
-    torch.testing.assert_close(shape(batch(NONE), made())[:5], plain.advantages[:, 0].double(), atol=1e-6, rtol=0)
 
 
 def test_the_view_of_v1_weighs_the_same_without_padding_rows(monkeypatch: pytest.MonkeyPatch) -> None:

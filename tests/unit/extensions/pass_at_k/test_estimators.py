@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from recipe.offpolicy.extensions.pass_at_k import unbiased, unbiased_dynamic
 from recipe.offpolicy.extensions.pass_at_k.estimators import RankingOnly, rank, read_count
@@ -46,23 +44,6 @@ def test_large_counts_are_finite() -> None:
     assert unbiased(10_000, 9_000, 5_000) == 1.0
 
 
-def test_one_of_four_is_1_and_c_over_k_is_nowhere() -> None:
-    """verl's best@4 of [1, 0, 0, 0] is 1 - (3/4)^4 = 0.684 up to its 1 000 draws."""
-    assert unbiased(4, 1, 4) == 1.0
-    assert unbiased(4, 2, 2) == pytest.approx(5 / 6)  # c / k would be 1
-
-
-@given(st.integers(1, 40), st.data())
-def test_more_right_and_more_tries_never_lower_it(n: int, data: st.DataObject) -> None:
-    c, k = data.draw(st.integers(0, n)), data.draw(st.integers(1, n))
-    value = unbiased(n, c, k)
-    assert 0 <= value <= 1
-    assert (value == 0) == (c == 0)
-    assert (value == 1) == (n - c < k)
-    assert c == n or unbiased(n, c + 1, k) >= value
-    assert k == n or unbiased(n, c, k + 1) >= value
-
-
 BAD: list[tuple[Any, Any, Any]] = [
     *((4, 5, 2), (4, 2, 5), (0, 0, 1), (4, -1, 2), (4, 2, 0)),
     *((4.0, 2, 1), (4, 1.5, 2), (4, 2, True)),
@@ -89,29 +70,6 @@ def test_under_stopping_the_mean_estimate_is_pass_at_k(looks: list[int], success
     for k in (1, 2, 4, 8, 16, 24):
         mean = sum(chance * unbiased_dynamic(looks, n, c, k, successes=successes) for (n, c), chance in chances.items())
         assert mean == pytest.approx(1 - (1 - p) ** k, abs=1e-12)
-
-
-def test_the_usual_formula_is_biased_there() -> None:
-    """Looks 8, 16, 32, 64, first success, p = 0.05, k = 8: 0.337 is true, and the usual formula gives 0.575."""
-    looks, p = [8, 16, 32, 64], 0.05
-    naive = sum(w * p**c * (1 - p) ** (n - c) * unbiased(n, c, 8) for (n, c), w in stops(looks, 1).items())
-    assert 1 - (1 - p) ** 8 == pytest.approx(0.337, abs=5e-4)
-    assert naive == pytest.approx(0.575, abs=5e-4)
-
-
-def test_one_look_is_the_usual_estimate() -> None:
-    for c in range(17):
-        for k in (1, 5, 16):
-            assert unbiased_dynamic([16], 16, c, k, successes=2) == pytest.approx(unbiased(16, c, k), abs=1e-15)
-
-
-def test_one_at_a_time_has_a_closed_form() -> None:
-    """At a stopped prompt 1 - C(N - 1 - k, r - 1) / C(N - 1, r - 1)."""
-    looks, r, k = list(range(1, 65)), 2, 8
-    for n in range(2, 64):
-        failures = math.comb(n - 1 - k, r - 1) if n - 1 >= k else 0
-        found = unbiased_dynamic(looks, n, r, k, successes=r)
-        assert found == pytest.approx(1 - failures / math.comb(n - 1, r - 1), abs=1e-14)
 
 
 def test_k_may_exceed_the_samples_that_were_taken() -> None:

@@ -33,11 +33,6 @@ def problems(settings: dict[str, Any], **changes: Any) -> list[Problem]:
     return list(find_problems("pass_at_k", whole, config))
 
 
-@pytest.mark.parametrize("objective", ["none", "loo", "loo_minus_one", "analytic", "groups"])
-def test_nothing_is_wrong_by_default(objective: str) -> None:
-    assert problems({"objective": objective}) == []
-
-
 GROUP_SIZE = {"mode": "group_size", "least": 5}
 UPSAMPLE = {"mode": "upsample"}
 FILTER = {"algorithm__filter_groups__enable": True}

@@ -15,7 +15,6 @@ from recipe.offpolicy.extensions.pass_at_k.upsampling import (
     NUMBER,
     BlockSampler,
     compute_chances,
-    number_prompts,
     replace_sampler,
 )
 
@@ -158,13 +157,3 @@ def test_a_run_may_go_on_with_verls_own_sampler_and_the_other_way_round() -> Non
     plain.load_state_dict(ours.state_dict())
     upsampled.load_state_dict(theirs.state_dict())
     assert len(list(plain)) == len(list(upsampled)) == 2
-
-
-def test_numbers_are_put_beside_what_verl_collates() -> None:
-    sampler = BlockSampler(4, 2, by_hand, seed=0)
-    draws = iter(sampler)
-    taken = [next(draws), next(draws)]
-    batch = number_prompts(collate, sampler)(["x", "y"])
-    assert batch["text"] == ["x", "y"]
-    assert batch[NUMBER].tolist() == taken
-    assert batch[NUMBER].dtype == object

@@ -43,13 +43,6 @@ def test_the_answers_tokens_are_those_that_overlap_its_characters(tokenizer: Any
     assert forced.ids[-len(forced.answer) :] == forced.answer
 
 
-def test_the_two_apart_would_be_other_tokens(tokenizer: Any) -> None:
-    apart = [*tokenizer("is ")["input_ids"], *tokenizer("42")["input_ids"]]
-    assert tokenize_answer(tokenizer, "is ", "42") == Forced(tuple(tokenizer("is 42")["input_ids"]), (257,))
-    assert len(apart) == 5
-    assert len(tokenizer("is 42")["input_ids"]) == 3
-
-
 class Slow:
     """A tokenizer without offsets, of characters, but for "is " and " 4"."""
 
@@ -123,12 +116,6 @@ def test_ground_truth_is_one_answer_or_alternatives(truth: Any, answers: list[st
 def test_a_number_that_is_not_finite_is_no_answer(truth: Any) -> None:
     with pytest.raises(AnswerError, match="which is no answer"):
         read_answers({"ground_truth": truth}, 2)
-
-
-def test_the_tokens_of_an_expression_are_all_averaged(tokenizer: Any) -> None:
-    forced = tokenize_answer(tokenizer, "is ", "\\frac{1}{2}")
-    assert text_of(tokenizer, forced.answer) == "\\frac{1}{2}"
-    assert len(forced.answer) == 11
 
 
 @pytest.mark.parametrize("row", [None, {}, {"ground_truth": None}, {"ground_truth": ""}, {"ground_truth": []}])

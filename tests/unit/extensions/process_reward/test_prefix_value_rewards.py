@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import asdict
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +13,6 @@ from omegaconf import OmegaConf
 from torch import Tensor
 
 from recipe.offpolicy.batch.checksums import hash_rows
-from recipe.offpolicy.batch.rewards import RewardError
 from recipe.offpolicy.extensions.add_ons import AddOns
 from recipe.offpolicy.extensions.advantage_proof import AdvantageReport
 from recipe.offpolicy.extensions.process_reward import token_advantages
@@ -219,12 +217,6 @@ def test_the_outcome_is_untouched_to_the_bit_where_no_process_advantage_is(build
     assert torch.equal(run(build(flat), made), grpo(scores()))
 
 
-def test_a_factor_of_the_rewards_leaves_process_advantages_alone(build: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = run(build(), extension()) - grpo(scores())
-    monkeypatch.setattr(f"{__name__}.SCORES", tuple(100 * each for each in SCORES))
-    torch.testing.assert_close(run(build(), extension()) - grpo(scores()), plain, rtol=1e-4, atol=1e-5)
-
-
 def test_an_estimator_by_token_gets_normalised_utilities_among_its_rewards(build: Any) -> None:
     made, seen = extension("reinforce_plus_plus", normalize="none"), []
     view = build()
@@ -252,12 +244,6 @@ def test_utilities_travel_as_a_column(build: Any) -> None:
     run(view, extension())
     found = view.rows(UTILITY)[UTILITY]
     torch.testing.assert_close(found[0], torch.tensor([torch.nan, 0.5, torch.nan, 0.8]), equal_nan=True)
-
-
-def test_a_reward_that_is_not_finite_names_its_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(globals(), "SCORES", (1.0, math.nan, 0.0, 0.0))
-    with pytest.raises(RewardError, match=r"sequence 1 \(prompt a, step 5\) is nan"):
-        extension().on_rollout(v0(SENT, Forward()))
 
 
 def test_values_past_the_agent_loops_stop_the_run(build: Any) -> None:
@@ -319,29 +305,6 @@ def test_the_workers_have_to_see_the_trainers_advantages(build: Any) -> None:
         judge(made, [AdvantageReport(tuple(other.tolist()))])
     with pytest.raises(LivenessError, match="offpolicy_process_utility did not reach the loss"):
         judge(made, [AdvantageReport(None, (UTILITY,))])
-
-
-def test_both_trainers_give_the_same_advantages(monkeypatch: pytest.MonkeyPatch) -> None:
-    one = run(v0(SENT, Forward()), extension())
-    other = run(v1(SENT, Forward(), monkeypatch), extension())
-    torch.testing.assert_close(one, other, rtol=0, atol=1e-6)
-
-
-def test_the_order_of_rows_changes_nothing() -> None:
-    """Values travel with their rows, whatever the batch is permuted to."""
-    order = torch.tensor([2, 0, 3, 1])
-    plain = run(v0(SENT, Forward()), extension())
-    view = v0(SENT, Forward())
-    view.batch.reorder(order)
-
-    def estimator() -> None:
-        view.put_advantages(grpo(scores())[order], returns=True)
-
-    hooks = AddOns([made := extension()])
-    made._comparisons = COMPARISONS[True]
-    hooks.on_rollout(view)
-    hooks.compute_advantages(view, estimator)
-    torch.testing.assert_close(view.advantages, plain[order])
 
 
 def test_an_unfit_force_prompt_is_said(build: Any, caplog: pytest.LogCaptureFixture) -> None:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 
 import pytest
 import torch
-from torch import Tensor
 
 from recipe.offpolicy.extensions.process_reward.advantages import token_advantages
 from recipe.offpolicy.extensions.process_reward.evidence import check_penalty
@@ -54,27 +52,3 @@ def test_tokens_lose_the_penalty_of_later_wasted_episodes(normalize: str) -> Non
     taken[0, 2:] = 0.0
     with pytest.raises(LivenessError, match=r"token 2 of sequence 0 loses 0 instead of 0\.5"):
         check_penalty(found, waste, taken, 0.5, MASK)
-
-
-def test_the_gradient_is_that_of_the_expected_number_of_wasted_episodes() -> None:
-    """A policy of three tokens with two choices each; an episode is a token, wasted by a rule of the whole prefix."""
-    logits = torch.randn(7, generator=torch.Generator().manual_seed(0), dtype=torch.float64).requires_grad_()
-
-    def log_prob(path: tuple[int, ...]) -> Tensor:
-        places = [0, 1 + path[0], 3 + 2 * path[0] + path[1]]
-        sign = torch.tensor([1.0 if choice else -1.0 for choice in path], dtype=torch.float64)
-        return torch.nn.functional.logsigmoid(sign * logits[places])
-
-    paths = list(itertools.product((0, 1), repeat=3))
-    wasted = {path: [path[0] == 1, path[:2] in ((0, 1), (1, 0)), sum(path) == 2] for path in paths}
-    count = sum((log_prob(path).sum().exp() * sum(wasted[path]) for path in paths), torch.tensor(0.0).double())
-    (expected,) = torch.autograd.grad(-0.3 * count, logits)
-    ones = torch.ones(1, 3, dtype=torch.bool)
-    found = torch.zeros_like(logits)
-    for path in paths:
-        each = log_prob(path)
-        penalty = 0.3 * torch.tensor([wasted[path]], dtype=torch.float64)
-        dealt = token_advantages(penalty * 0, ones, ["a"], ones, normalize="none", penalty=penalty)
-        (gradient,) = torch.autograd.grad((each * dealt[0]).sum(), logits)
-        found += log_prob(path).sum().exp().detach() * gradient
-    torch.testing.assert_close(found, expected, atol=1e-12, rtol=1e-9)

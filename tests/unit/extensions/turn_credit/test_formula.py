@@ -118,14 +118,6 @@ def test_it_is_the_loop_in_float64(
         assert row == pytest.approx(one, abs=1e-6)
 
 
-@pytest.mark.parametrize("normalize", ["turn_index", "return_to_go"])
-def test_rollouts_of_equally_many_turns_have_grpos_advantages(normalize: str) -> None:
-    scores = [1.0, 0.0, 0.25, 1.0]
-    found = compute([[NAN] * 3] * 4, scores, normalize=normalize)
-    for row, value in zip(found, standardise(scores, True), strict=True):
-        assert row == pytest.approx([value] * 3, abs=1e-9)
-
-
 def test_another_advantage_is_found() -> None:
     rows, scores = [[1.0, NAN], [0.0, NAN]], [2.0, 0.0]
     how = {"normalize": "turn_index", "coef": 1.0, "gamma": 1.0, "by_std": False}
