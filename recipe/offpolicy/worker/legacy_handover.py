@@ -4,46 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
-from ..batch.plan import SharedPlan
-from ..correction import CorrectionSpec
-from ..correction.moving_bounds import Side
 from ..extensions.extension import WorkerExtension
-from ..recording.record_settings import RecordSettings
+from .legacy_settings import LegacySettings
 
 if TYPE_CHECKING:
     from .legacy_loss import LegacyUpdate
 
 
-@dataclass(frozen=True)
-class Handover:
-    """The correction, by value, and the constants of its batch: the ``LegacyHandover`` of ``verl_patches.legacy``.
-
-    Attributes:
-        spec: the correction.
-        prove: prove every micro-batch, not only the ones that the plan marks.
-        shadows: corrections that are reported without being applied, by name.
-        plan: the trainer's constants for the whole batch.
-        record: what to record.
-        moving: parts whose bounds are sent with the plan, and the sides that move.
-    """
-
-    spec: CorrectionSpec
-    plan: SharedPlan
-    prove: bool = False
-    shadows: Mapping[str, CorrectionSpec] = field(default_factory=dict)
-    record: RecordSettings | None = None
-    moving: Mapping[str, Side] = field(default_factory=dict)
-
-    # Not a field, so that a handover without extensions is pickled as before.
-    extensions: ClassVar[Mapping[str, WorkerExtension]] = MappingProxyType({})
-
-    @property
-    def ours(self) -> bool:
-        """True if the actor trains with this package's loss instead of verl's."""
-        return not self.spec.is_none or bool(self.extensions)
+class Handover(LegacySettings):
+    """The settings in transit: the ``LegacyHandover`` of ``verl_patches.legacy``."""
 
     @property
     def reads_rollout_log_probs(self) -> bool:

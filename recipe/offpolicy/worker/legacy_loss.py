@@ -30,7 +30,7 @@ from ..correction import StepStage
 from ..correction.moving_bounds import replace_bounds
 from ..proof.gradient import prove
 from .kl_loss import BoundLoss, choose_surrogate
-from .legacy_handover import Handover
+from .legacy_settings import LegacySettings
 from .loss import OffPolicyLoss
 from .metrics import METRIC_KEY
 
@@ -82,7 +82,7 @@ class LegacyLoss(OffPolicyLoss):
     old_log_prob: Tensor
     rollout_log_prob: Tensor
 
-    def __init__(self, settings: Handover, actor_config: Any) -> None:
+    def __init__(self, settings: LegacySettings, actor_config: Any) -> None:
         # verl's loss stores a mini-batch's numbers in its config, where the actor must not find them later.
         config = replace(actor_config, global_batch_info={})
         super().__init__(
@@ -128,7 +128,9 @@ class LegacyUpdate:
         upstream: returns the gradient with which the actor starts its backward pass; called for each micro-batch.
     """
 
-    def __init__(self, settings: Handover, actor_config: Any, *, dp_size: int, upstream: Callable[[], float]) -> None:
+    def __init__(
+        self, settings: LegacySettings, actor_config: Any, *, dp_size: int, upstream: Callable[[], float]
+    ) -> None:
         self.settings = settings
         self.spec = settings.spec
         self.loss = LegacyLoss(settings, actor_config)

@@ -31,7 +31,6 @@ from ..composed import (
 )
 from .correction import list_masks, list_weights
 
-PROBE = "offpolicy.delivery.probe"
 WIDE_CAP = 10.0
 _TO_KL_LOSS = {KL_IN_REWARD: False, KL_LOSS: True}
 _ABOVE_ONE = {
@@ -187,9 +186,11 @@ def warn_not_shown(run: Composed) -> Iterator[Problem]:
     """Warn of devices, estimators, kernels and layouts under which no correction was run."""
     for key, value, what in () if run.spec.is_none and not run.active else _find_not_shown(run):
         reason = f"corrections were not shown on {what}: the first update proves this one, or stops."
-        probed = key in _DTYPES or key.endswith(".quantization")
-        fix = f"Set {PROBE}=1, as quantised weights cannot be compared with the trainer's." if probed else ""
-        yield run.problem(key, reason, fix, {PROBE: 1} if probed else (), (), "NOTE", value=value)
+        if key in _DTYPES or key.endswith(".quantization"):
+            reason += (
+                " Quantised weights cannot be compared with the trainer's: offpolicy.delivery.probe=1 compares answers."
+            )
+        yield run.problem(key, reason, "", (), (), "NOTE", value=value)
 
 
 def _find_not_shown(run: Composed) -> Iterator[tuple[str, Any, str]]:

@@ -1,0 +1,43 @@
+"""The correction that a legacy actor trains with, and the batch-level constants."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import ClassVar
+
+from ..batch.plan import SharedPlan
+from ..correction import CorrectionSpec
+from ..correction.moving_bounds import Side
+from ..extensions.extension import WorkerExtension
+from ..recording.record_settings import RecordSettings
+
+
+@dataclass(frozen=True)
+class LegacySettings:
+    """The correction, by value, and the constants of the batch that it is sent with.
+
+    Attributes:
+        spec: the correction.
+        prove: prove every micro-batch, not only the ones that the plan marks.
+        shadows: corrections that are reported without being applied, by name.
+        plan: the trainer's constants for the whole batch.
+        record: what to record.
+        moving: parts whose bounds are sent with the plan, and the sides that move.
+    """
+
+    spec: CorrectionSpec
+    plan: SharedPlan
+    prove: bool = False
+    shadows: Mapping[str, CorrectionSpec] = field(default_factory=dict)
+    record: RecordSettings | None = None
+    moving: Mapping[str, Side] = field(default_factory=dict)
+
+    # Not a field, so that a handover without extensions is pickled as before.
+    extensions: ClassVar[Mapping[str, WorkerExtension]] = MappingProxyType({})
+
+    @property
+    def ours(self) -> bool:
+        """True if the actor trains with this package's loss instead of verl's."""
+        return not self.spec.is_none or bool(self.extensions)
