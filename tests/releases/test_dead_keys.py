@@ -13,6 +13,7 @@ import torch
 from omegaconf import DictConfig, OmegaConf, open_dict
 from packaging.version import Version
 
+from recipe.offpolicy.doctor.launch import Launch, compose
 from tests.support.applications import NEEDED, application, changed
 
 ACTOR = "actor_rollout_ref.actor"
@@ -189,3 +190,8 @@ def test_verl_takes_no_log_probs_by_default_up_to_0_8() -> None:
 
     rollout = OmegaConf.load(Path(verl.__file__).parent / "trainer" / "config" / "rollout" / "rollout.yaml")
     assert rollout.calculate_log_probs is (Version(RELEASE) >= Version("0.9"))
+
+
+def test_the_classes_that_verls_own_configuration_names_are_not_taken_for_a_scripts_code() -> None:
+    launch = Launch("verl.trainer.main_ppo", NEEDED, "run.sh, line 1")
+    assert compose(launch).critic.model
