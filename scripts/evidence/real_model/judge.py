@@ -22,6 +22,10 @@ PAIRS = (
     ("float32", "none"),
 )
 SEEDS = 3
+LENGTH = "length_"
+"""What the names of the arms begin with that compare length penalties."""
+LAST = 3
+"""Steps at the end over which lengths are averaged."""
 
 
 def pivot_outcomes(table: pandas.DataFrame) -> pandas.DataFrame:
@@ -32,8 +36,30 @@ def pivot_outcomes(table: pandas.DataFrame) -> pandas.DataFrame:
     return last.where(finished, 0.0).unstack("arm")
 
 
+def format_lengths(table: pandas.DataFrame) -> str:
+    """Format the comparison of length penalties: tokens and right answers at the start and at the end."""
+    table = table[table["arm"].str.startswith(LENGTH)].sort_values("step")
+    if table.empty:
+        return ""
+    lines = ["| arm | seed | tokens first | tokens last | cut last | anchor | right before | right after |"]
+    lines.append("|---|---|---|---|---|---|---|---|")
+    outcomes = pivot_outcomes(table)
+    before = table[table["step"] == 0].set_index("seed")["right"]
+    for (arm, seed), run in table[table["step"] > 0].groupby(["arm", "seed"]):
+        last = run.tail(LAST)
+        cells = (run["length"].iloc[0], last["length"].mean(), last["clipped"].mean(), run["anchor"].iloc[-1])
+        tokens = " | ".join(
+            "" if pandas.isna(each) else f"{each:.{digits}f}" for each, digits in zip(cells, (1, 1, 2, 1), strict=True)
+        )
+        lines.append(
+            f"| `{arm}` | {seed} | {tokens} | {before.get(seed, before.mean()):.3f} | {outcomes.loc[seed, arm]:.3f} |"
+        )
+    return "\n".join(lines)
+
+
 def format_table(table: pandas.DataFrame) -> str:
     """Format each arm's outcomes and mismatch, and the paired differences of the hypotheses."""
+    table = table[~table["arm"].str.startswith(LENGTH)]
     outcomes = pivot_outcomes(table)
     before = table[table["step"] == 0]["right"].mean()
     steps = table[table["step"] > 1].groupby("arm")[list(MEASURES)].mean()
@@ -63,3 +89,4 @@ def format_table(table: pandas.DataFrame) -> str:
 
 if __name__ == "__main__":
     print(format_table(results.read(DATA)))
+    print(format_lengths(results.read(DATA)))

@@ -38,6 +38,8 @@ COLUMNS = {
     "update_seen": "offpolicy/delivery/update_seen",
     "weight_max": "offpolicy/weight/max",
     "length": "response_length/mean",
+    "clipped": "response_length/clip_ratio",
+    "anchor": "length/anchor/mean",
     "entropy": "actor/entropy",
     "grad_norm": "actor/grad_norm",
     "proved": "offpolicy/live/proved",
@@ -62,6 +64,29 @@ UNROUNDED = ("unrounded", "float32_unrounded")
 """Arms that start from the weights as they were dequantised."""
 
 
+_LENGTHS = {
+    "none": (),
+    "uniform": ("length_penalty.coefficient=0.01",),
+    "group": ("length_penalty.coefficient=0.5",),
+    "anchor": (
+        "length_penalty.coefficient=0.5",
+        "length_penalty.anchor.per=source",
+        "length_penalty.anchor.pass_rate=0.2",
+        "length_penalty.anchor.min_samples=64",
+    ),
+}
+"""Kind of length penalty -> its coefficient, and what freezes an anchor at the first batch with a fifth right."""
+
+
+def _build_length_arm(kind: str, *chosen: str) -> Arm:
+    """Build an arm of the comparison of length penalties; right answers before training are known from `none`."""
+    place = () if kind == "none" else ("length_penalty.place=before",)
+    steps = ("data.max_response_length=48", "trainer.total_training_steps=14", _QUIET)
+    scored = () if kind == "none" else (_UNSCORED,)
+    overrides = (*_CORRECTIONS["tis"], _FLOAT32, f"length_penalty={kind}", *place, *chosen, *steps, *scored)
+    return Arm(f"length_{kind}", overrides, seeds=2, seconds=900)
+
+
 def _build_arm(name: str, *chosen: str, lag: int = 0) -> Arm:
     """Build an arm; right answers before training are known from `none`."""
     return Arm(name, (*chosen, *_STEPS, _UNSCORED), lag, seeds=3, seconds=SECONDS)
@@ -74,6 +99,7 @@ ARMS = (
     _build_arm("float32", *_CORRECTIONS["none"], _FLOAT32),
     Arm("unrounded", (*_CORRECTIONS["none"], *_SHORT), seeds=1, seconds=SECONDS // 2),
     Arm("float32_unrounded", (*_CORRECTIONS["none"], *_SHORT, _FLOAT32), seeds=1, seconds=SECONDS // 2),
+    *(_build_length_arm(kind, *chosen) for kind, chosen in _LENGTHS.items()),
 )
 
 

@@ -36,6 +36,15 @@ def test_a_verdict_needs_all_pairs_and_measures_leave_the_first_step_out() -> No
     assert "* `none` - `gsm`: +0.300: 1 of 3 pairs" in said
 
 
+def test_lengths_of_the_last_steps_stand_next_to_right_answers() -> None:
+    table = build_runs({"length_none": [0.4], "length_anchor": [0.2]})
+    table = table.assign(length=table["step"] * 1.0, clipped=0.5, anchor=None).query("arm != 'length_anchor' or step")
+    said = judge.format_lengths(table).splitlines()
+    assert "| `length_none` | 2 | 1.0 | 5.0 | 0.50 |  | 0.300 | 0.400 |" in said
+    assert "| `length_anchor` | 2 | 1.0 | 5.0 | 0.50 |  | 0.300 | 0.200 |" in said
+    assert "length" not in judge.format_table(table)
+
+
 def test_a_run_that_stopped_by_itself_counts_as_0() -> None:
     table = build_runs({"none": [0.4]})
     table["outcome"] = "ended with 1"
@@ -44,13 +53,15 @@ def test_a_run_that_stopped_by_itself_counts_as_0() -> None:
 
 def test_every_run_of_the_plan_differs_from_others_and_late_ones_alone_are_late() -> None:
     runs = list(run.list_runs())
-    assert len({each.name for each in runs}) == len(runs) == 8 * 3 + 2
+    assert len({each.name for each in runs}) == len(runs) == 8 * 3 + 2 + 4 * 2
     assert {each.setting for each in runs if each.arm.lag} == {"late_none", "late_opsm"}
-    assert len({(each.arm.overrides, each.arm.lag) for each in runs}) == 10
+    assert len({(each.arm.overrides, each.arm.lag) for each in runs}) == 14
 
 
 def test_the_page_says_what_the_committed_runs_show() -> None:
     if not judge.DATA.exists():
         pytest.skip("no run has been committed")
     page = (ROOT / "docs" / "evidence" / "real_model.md").read_text()
-    assert [line for line in judge.format_table(results.read(judge.DATA)).splitlines() if line not in page] == []
+    table = results.read(judge.DATA)
+    said = (*judge.format_table(table).splitlines(), *judge.format_lengths(table).splitlines())
+    assert [line for line in said if line not in page] == []
