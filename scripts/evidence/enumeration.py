@@ -1,6 +1,6 @@
-"""A policy so small that every expectation over its sequences is a finite sum.
+"""Corrections on a policy so small that every expectation over its sequences is a finite sum, in float64.
 
-N = V^T sequences y of T tokens from a vocabulary of V. All in float64.
+N = V^T sequences y of T tokens from a vocabulary of V.
 
 * pi_old has the logits theta . phi(y_<t), with phi the one-hot of the last token next to that of the position;
 * pi has theta moved by ``staleness`` x a fixed direction, as optimizer steps move it;
@@ -10,11 +10,34 @@ N = V^T sequences y of T tokens from a vocabulary of V. All in float64.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
 
 import torch
+import yaml
 from torch import Tensor
 from torch.nn.functional import one_hot
+
+from recipe.offpolicy.correction import (
+    BatchConstants,
+    CorrectionSpec,
+    RolloutStage,
+    StepStage,
+    proximal_log_prob,
+    rollout_stage,
+    step_stage,
+)
+from recipe.offpolicy.correction.centering import compute_coefficients, select_token_parts
+
+OPTIONS = Path(__file__).resolve().parents[2] / "configs" / "correction"
+DELTA, AGE = 0.1, 2
+"""Where an option leaves its delta open; and the age of all tokens, for what goes by age."""
+CHOICES = ("auto",)
+"""Files that choose among the others at the start of a run."""
+Family = Literal["none", "token weight", "sequence weight", "mask", "both", "option"]
 
 
 @dataclass(frozen=True)
@@ -135,3 +158,151 @@ def _gradient(world: World, theta: Tensor) -> Tensor:
     theta = theta.clone().requires_grad_()
     value = _token_log_prob(world.features @ theta, world.tokens).sum(-1).exp() @ world.rewards
     return torch.autograd.grad(value, theta)[0].flatten()
+
+
+@dataclass(frozen=True)
+class Estimator:
+    """A correction under its name in the tables, where numbers are the bounds; an option under Hydra's.
+
+    The base loss is PPO's without its clip, (pi / pi_old) A grad log pi, or REINFORCE, A grad log pi, under weights on
+    pi / mu.
+    """
+
+    name: str
+    family: Family
+    spec: CorrectionSpec
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """Exact bias, direction and variance of one estimator.
+
+    Attributes:
+        bias: |E_mu[g] - grad J| / |grad J|.
+        cosine: between E_mu[g] and grad J; NaN where E_mu[g] = 0.
+        variance: trace of the covariance of one row's g, not divided by anything.
+        dropped: share of the tokens that mu samples and the correction removes.
+        score_mean: |E_mu[sum_t w_t grad log pi_t]|; a baseline b moves E_mu[g] by b times this.
+        break_even: rows of a batch whose standard error is the bias, variance / |E_mu[g] - grad J|^2; inf without bias.
+    """
+
+    bias: float
+    cosine: float
+    variance: float
+    dropped: float
+    score_mean: float
+    break_even: float
+
+
+def list_options() -> Iterator[Estimator]:
+    """List all options, with their files' values."""
+    for path in sorted(OPTIONS.rglob("*.yaml")):
+        name = path.relative_to(OPTIONS).with_suffix("").as_posix()
+        if name in CHOICES:
+            continue
+        values: dict[str, Any] = yaml.safe_load(path.read_text()) or {}
+        for mask in (values.get("masks") or {}).values():
+            mask.update({"delta": DELTA} if mask.get("delta") == "???" else {})
+        yield Estimator(name, "option", CorrectionSpec.from_mapping(values))
+
+
+def measure(estimator: Estimator, policies: Policies, *, turns: int = 1) -> Measurement:
+    """Measure one correction at one setting: E_mu over all sequences of its gradient, as the limit of a large batch.
+
+    A normalised weight is divided by its expectation, and the variance of its estimate is that of its linearisation,
+    w (g - E[w g]) / E[w]. KL terms are left out: they do not change the policy term.
+
+    Args:
+        turns: of each sequence, alike in length; prefix weights begin again at each.
+    """
+    spec, mu = estimator.spec, policies.probability
+    old = proximal_log_prob(
+        spec.proximal,
+        spec.alpha,
+        old_log_prob=policies.old,
+        rollout_log_prob=policies.mu,
+        log_prob=policies.pi,
+        ages=_fill(policies, AGE),
+    )
+    advantage = policies.rewards - mu @ policies.rewards
+    stage, step = decide(spec, policies, old, advantage, turns)
+    if spec.baseline == "exclude":
+        kept = mu * stage.keep.any(-1)
+        advantage = policies.rewards - kept @ policies.rewards / kept.sum()
+        stage, step = decide(spec, policies, old, advantage, turns)
+    factor = step.weight * step.keep
+    if not spec.weighs_full_ratio:
+        factor = factor * (policies.pi - old).exp()
+    if spec.denominator == "kept":
+        factor = factor / (mu @ stage.keep.double().mean(-1))
+    score = torch.einsum("nt,ntp->np", factor, policies.scores)
+    if spec.centering is not None:
+        score = score - _expected_score(spec, policies, step)
+    rows = advantage[:, None] * score
+    if spec.penalty is not None:
+        other = policies.mu if spec.penalty.ratio == "full" else old
+        pull = 2 * spec.penalty.coefficient * (policies.pi - other)
+        rows = rows - torch.einsum("nt,ntp->np", pull, policies.scores)
+    mean = mu @ rows
+    centre = mean if spec.normalized is None else factor.mean(-1, keepdim=True) * mean
+    error = mean - policies.gradient
+    variance = float(mu @ (rows - centre).square().sum(-1))
+    return Measurement(
+        bias=float(error.norm() / policies.gradient.norm()),
+        cosine=float(mean @ policies.gradient / (mean.norm() * policies.gradient.norm())),
+        variance=variance,
+        dropped=float(mu @ (~step.keep).double().mean(-1)),
+        score_mean=float((mu @ score).norm()),
+        break_even=variance / square if (square := float(error.square().sum())) else math.inf,
+    )
+
+
+def decide(
+    spec: CorrectionSpec, policies: Policies, old: Tensor, advantage: Tensor, turns: int = 1
+) -> tuple[RolloutStage, StepStage]:
+    """Run both stages, with what is fixed for a whole batch as its limit."""
+    columns: dict[str, Any] = dict(
+        old_log_prob=old,
+        rollout_log_prob=policies.mu,
+        response_mask=torch.ones_like(old, dtype=torch.bool),
+        segment_ids=(torch.arange(old.shape[1]) * turns // old.shape[1]).expand_as(old),
+        versions=_fill(policies, 0),
+        staleness=_fill(policies, AGE)[:, 0],
+    )
+    mean = 1.0
+    if (normalized := spec.normalized) is not None:
+        plain = CorrectionSpec(weight=replace(normalized, normalize=False))
+        raw = rollout_stage(plain, **columns)
+        mean = float(policies.probability @ (raw.weight * raw.keep).mean(-1))
+    cutoffs = {
+        name: _find_cutoff(mask.budget, policies, old - policies.mu)
+        for name, mask in spec.masks
+        if mask.budget is not None
+    }
+    stage = rollout_stage(spec, **columns, constants=BatchConstants(weight_mean=mean, cutoffs=cutoffs))
+    return stage, step_stage(spec, stage, log_prob=policies.pi, advantages=advantage[:, None].expand_as(old))
+
+
+def _find_cutoff(budget: float, policies: Policies, log_ratio: Tensor) -> float:
+    """Find the largest (log r)^2 up to which the mean of (log r)^2 is within the budget."""
+    squares, order = log_ratio.square().flatten().sort()
+    mass = (policies.probability[:, None].expand_as(log_ratio).flatten() / log_ratio.shape[1])[order]
+    kept = (mass * squares).cumsum(0) / mass.cumsum(0) <= budget
+    return float(squares[kept][-1]) if bool(kept.any()) else 0.0
+
+
+def _expected_score(spec: CorrectionSpec, policies: Policies, step: StepStage) -> Tensor:
+    """Compute sum_t of what score centering subtracts, over the whole vocabulary: (N, P)."""
+    shape = policies.all_pi.shape
+    flat = (each.reshape(-1, shape[-1]) for each in (policies.all_pi, policies.all_mu))
+    coefficients = compute_coefficients(spec, *flat).view(shape)
+    by_logits = coefficients - coefficients.sum(-1, keepdim=True) * policies.all_pi.exp()
+    centred = {f"masks.{name}" for name, _ in select_token_parts(spec).masks} | set(spec.all_weights)
+    kept = torch.ones_like(step.keep)
+    for part, drop in step.rejected.items():
+        kept = kept if part in centred else kept & ~drop
+    return (kept[..., None] * outer(policies.features, by_logits)).sum(1)
+
+
+def _fill(policies: Policies, value: int) -> Tensor:
+    return torch.full(policies.pi.shape, value, dtype=torch.int64)

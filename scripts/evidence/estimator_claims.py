@@ -1,29 +1,158 @@
-"""Asserted exact properties of the estimators; each function returns its claim as a sentence, with its figures."""
+"""The compared estimators, how many rows masks keep by length, and what is asserted of them exactly.
+
+Each claim is a function that returns a sentence with its figures.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
-from enumeration import Policies
-from estimator_catalogue import (
-    ESTIMATORS,
-    MINPRO,
-    NONE,
-    PPO_CLIP,
-    PREFIX_IS,
-    SELF_NORMALISED,
-    SEQUENCE_IS,
-    SEQUENCE_IS_FULL,
-    TOKEN_IS,
-    Estimator,
-)
-from expectation import Measurement, measure
-from keep_rates import MASKS, LogRatio, expected
+from enumeration import Estimator, Family, Measurement, Policies, measure
 from seeds import require
 
 from recipe.offpolicy.correction import CorrectionSpec, rollout_stage
+
+
+def build_estimator(name: str, family: Family, **correction: Any) -> Estimator:
+    """Build an estimator of values of the Hydra node ``correction``."""
+    return Estimator(name, family, CorrectionSpec.from_mapping(correction))
+
+
+def _weight(level: str, upper: float | None = None, **others: Any) -> dict[str, Any]:
+    return {"weight": {"level": level, "kind": "truncate", "lower": None, "upper": upper} | others}
+
+
+def _mask(**mask: Any) -> dict[str, Any]:
+    return {"ratio": "rollout", "level": "sequence", "when": "any"} | mask
+
+
+def _one_mask(**mask: Any) -> dict[str, Any]:
+    return {"masks": {"mask": _mask(**mask)}}
+
+
+GSPO_CLIP = {
+    "high": _mask(ratio="full", aggregate="geometric", lower=None, upper=1.2, when="positive"),
+    "low": _mask(ratio="full", aggregate="geometric", lower=0.8, upper=None, when="negative"),
+}
+"""PPO's clip of the geometric mean ratio: no gradient where it binds, by the sign of the advantage.
+
+GSPO's own gradient has a further 1 / T, the same for all rows here.
+"""
+
+PPO_CLIP: dict[str, dict[str, Any]] = {
+    "high": {"level": "token", "aggregate": "any", "lower": None, "upper": 1.2, "when": "positive"},
+    "low": {"level": "token", "aggregate": "any", "lower": 0.8, "upper": None, "when": "negative"},
+}
+"""The same by token; ``ratio`` is left to say whose clip it is."""
+
+_VESPO = {
+    when: {"level": "sequence", "kind": "gamma", "power": power, "rate": rate, "ratio": "full", "when": when}
+    for when, power, rate in (("positive", 2.0, 3.0), ("negative", 3.0, 2.0))
+}
+NONE = build_estimator("none", "none")
+TOKEN_IS = build_estimator("token IS", "token weight", **_weight("token"))
+SEQUENCE_IS = build_estimator("sequence IS", "sequence weight", **_weight("sequence"))
+SEQUENCE_IS_FULL = build_estimator("sequence IS on pi / mu", "sequence weight", **_weight("sequence", ratio="full"))
+PREFIX_IS = build_estimator("prefix IS", "token weight", **_weight("prefix"))
+MINPRO = build_estimator("MinPRO", "token weight", **_weight("prefix", aggregate="minimum"))
+SELF_NORMALISED = build_estimator(
+    "sequence IS, self-normalised", "sequence weight", **_weight("sequence", normalize=True)
+)
+ESTIMATORS: tuple[Estimator, ...] = (
+    NONE,
+    TOKEN_IS,
+    build_estimator("token TIS, cap 2", "token weight", **_weight("token", 2.0)),
+    build_estimator("token MIS [0.5, 2]", "token weight", **_weight("token", 2.0, kind="reject", lower=0.5)),
+    build_estimator(
+        "CISPO-like [0.8, 1.28]", "token weight", **_weight("token", 1.28, kind="clip", lower=0.8, ratio="full")
+    ),
+    PREFIX_IS,
+    build_estimator("prefix TIS, cap 5", "token weight", **_weight("prefix", 5.0)),
+    MINPRO,
+    SEQUENCE_IS,
+    SELF_NORMALISED,
+    SEQUENCE_IS_FULL,
+    build_estimator("sequence TIS, cap 5", "sequence weight", **_weight("sequence", 5.0)),
+    build_estimator("geometric weight", "sequence weight", **_weight("sequence", aggregate="geometric")),
+    build_estimator(
+        "GSPO-like [0.8, 1.2]", "both", **_weight("sequence", aggregate="geometric", ratio="full"), masks=GSPO_CLIP
+    ),
+    build_estimator("VESPO", "sequence weight", weights=_VESPO),
+    build_estimator("geometric mask [0.99, 1.01]", "mask", **_one_mask(aggregate="geometric", lower=0.99, upper=1.01)),
+    build_estimator("geometric mask [0.9, 1.1]", "mask", **_one_mask(aggregate="geometric", lower=0.9, upper=1.1)),
+    build_estimator("product mask [0.5, 2]", "mask", **_one_mask(aggregate="product", lower=0.5, upper=2.0)),
+    build_estimator("outlier mask [0.5, 2]", "mask", **_one_mask(aggregate="any", lower=0.5, upper=2.0)),
+    build_estimator(
+        "OPSM, delta=0.1", "mask", **_one_mask(ratio="full", aggregate="geometric", delta=0.1, when="negative")
+    ),
+    build_estimator(
+        "token TIS + geometric mask",
+        "both",
+        **_weight("token", 2.0),
+        **_one_mask(aggregate="geometric", lower=0.9, upper=1.1),
+    ),
+)
+
+LENGTHS = (10, 100, 1000, 4000)
+MASKS = {"geometric": (0.99, 1.01), "product": (0.5, 2.0)}
+"""Aggregate and bounds on the ratio."""
+CHUNK = 1_000_000  # simulated tokens held at a time
+
+
+@dataclass(frozen=True)
+class LogRatio:
+    """Independent normal log pi_old - log mu a token, in nats."""
+
+    name: str
+    mean: float
+    deviation: float
+
+
+CASES = (
+    LogRatio("noise 0.03", 0.0, 0.03),
+    # Tokens that mu sampled have E[rho] = 1, so that the mean of log rho is -s^2 / 2 and not 0.
+    LogRatio("noise 0.03, E[rho] = 1", -(0.03**2) / 2, 0.03),
+    LogRatio("drift 0.001", 0.001, 0.0),
+    LogRatio("drift 0.02", 0.02, 0.0),
+)
+
+
+def expected(aggregate: str, case: LogRatio, length: int) -> float:
+    """Compute the probability that a row is kept: the mean is N(m, s^2 / T), the sum N(m T, s^2 T)."""
+    times, root = (1.0, 1 / math.sqrt(length)) if aggregate == "geometric" else (float(length), math.sqrt(length))
+    lower, upper = (math.log(bound) for bound in MASKS[aggregate])
+    centre, spread = case.mean * times, case.deviation * root
+    if spread == 0:
+        return float(lower <= centre <= upper)
+    return _normal_cdf((upper - centre) / spread) - _normal_cdf((lower - centre) / spread)
+
+
+def simulated(aggregate: str, case: LogRatio, length: int, *, rows: int, seed: int) -> float:
+    """Compute the share of ``rows`` random rows that the shipped mask keeps."""
+    lower, upper = MASKS[aggregate]
+    mask = {"ratio": "rollout", "level": "sequence", "aggregate": aggregate, "when": "any"}
+    spec = CorrectionSpec.from_mapping({"masks": {"mask": mask | {"lower": lower, "upper": upper}}})
+    generator = torch.Generator().manual_seed(seed)
+    kept, left = 0, rows
+    while left:
+        count = min(left, max(1, CHUNK // length))
+        log_ratio = case.mean + case.deviation * torch.randn(count, length, generator=generator, dtype=torch.float64)
+        mu = torch.full_like(log_ratio, -1.0)
+        stage = rollout_stage(
+            spec, old_log_prob=mu + log_ratio, rollout_log_prob=mu, response_mask=torch.ones_like(mu, dtype=torch.bool)
+        )
+        kept += int(stage.keep.all(-1).sum())
+        left -= count
+    return kept / rows
+
+
+def _normal_cdf(value: float) -> float:
+    return math.erfc(-value / math.sqrt(2)) / 2
+
 
 UNBIASED = (SEQUENCE_IS, SELF_NORMALISED, SEQUENCE_IS_FULL)
 BASELINE_SAFE = (*UNBIASED, TOKEN_IS, PREFIX_IS, MINPRO)
@@ -88,7 +217,7 @@ def clip_fractions(policies: Policies) -> str:
 
     def fraction(ratio: str) -> float:
         masks = {name: mask | {"ratio": ratio} for name, mask in PPO_CLIP.items()}
-        return measure(Estimator(ratio, "mask", {"masks": masks}), policies).dropped
+        return measure(build_estimator(ratio, "mask", masks=masks), policies).dropped
 
     separated, merged = fraction("ppo"), fraction("full")
     require(separated == 0.0, f"at pi = pi_old the clip of pi / pi_old acts on a share of {separated:.3g} of tokens")
@@ -98,13 +227,11 @@ def clip_fractions(policies: Policies) -> str:
 
 def products() -> str:
     """Assert that small ratios multiply: 1.001^2000, 1.01^1000 and 0.99^1000 by the shipped sequence weight."""
-    weight = {"weight": {"level": "sequence", "kind": "truncate", "lower": None, "upper": None}}
-    spec = CorrectionSpec.from_mapping(weight)
     shown = []
     for ratio, length, figure in ((1.001, 2000, 7.3817), (1.01, 1000, 20959.0), (0.99, 1000, 4.3171e-5)):
         mu = torch.full((1, length), -1.0, dtype=torch.float64)
         stage = rollout_stage(
-            spec,
+            SEQUENCE_IS.spec,
             old_log_prob=mu + math.log(ratio),
             rollout_log_prob=mu,
             response_mask=torch.ones_like(mu, dtype=torch.bool),

@@ -14,23 +14,132 @@ import math
 import statistics
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # this checkout's recipe, installed or not
 
-import keep_rates
+import estimator_claims as claims
 import torch
-from estimator_catalogue import ESTIMATORS, NONE
-from estimator_evidence import Evidence, EvidenceSettings, collect
-from estimator_figure import draw
-from expectation import Measurement
+from enumeration import Family, Measurement, World, build, list_options, measure, policies
+from estimator_claims import ESTIMATORS, NONE, SELF_NORMALISED, SEQUENCE_IS_FULL
 from rich.console import Console
 from rich.table import Table
 from seeds import ClaimError
 
+from recipe.offpolicy.analysis.pages.plotting import INK, MARKERS, MUTED, apply_style, create_axes, save
+
 WIDTH = 120
+Shares = dict[tuple[str, claims.LogRatio, int], float]
+"""(aggregate, case, length) -> share of simulated rows kept."""
+
+
+@dataclass(frozen=True)
+class EvidenceSettings:
+    """Settings of one run; 4^6 sequences take a few seconds.
+
+    Attributes:
+        mismatches: standard deviations of mu's logits, ascending; the two smallest give slopes.
+        plane: the mismatch of the bias-variance picture, one of ``mismatches``.
+        stalenesses: standard deviations of pi's parameters, at mismatch ``stale_mismatch``.
+        stale: the one at which options are measured, at ``plane``.
+        worlds: other policies and mismatches, of the seeds after ``seed``, measured at ``plane``.
+        rows: simulated rows of each keep-rate.
+    """
+
+    vocabulary: int = 4
+    length: int = 6
+    mismatches: tuple[float, ...] = (0.003, 0.01, 0.03, 0.1, 0.3, 1.0)
+    plane: float = 0.3
+    stalenesses: tuple[float, ...] = (0.0, 0.03, 0.1, 0.3)
+    stale_mismatch: float = 0.1
+    stale: float = 0.1
+    lengths: tuple[int, ...] = claims.LENGTHS
+    worlds: int = 20
+    rows: int = 2000
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """Results of one run.
+
+    Attributes:
+        on_policy_variance: of one row's gradient at mu = pi_old = pi, the unit of variances.
+        mismatches, stalenesses: level -> estimator's name -> measurement.
+        biases: estimator's name -> its bias in each world, ``seed``'s own first.
+        sentences: what was asserted, with figures.
+        options, stale_options: every option of the group correction at ``plane``, with pi = pi_old, and with pi stale.
+    """
+
+    settings: EvidenceSettings
+    on_policy_variance: float
+    mismatches: dict[float, dict[str, Measurement]]
+    stalenesses: dict[float, dict[str, Measurement]]
+    biases: dict[str, list[float]]
+    shares: Shares
+    sentences: tuple[str, ...]
+    options: dict[str, Measurement]
+    stale_options: dict[str, Measurement]
+
+
+def collect(settings: EvidenceSettings) -> Evidence:
+    """Measure everything and assert what holds exactly.
+
+    Raises:
+        claims.ClaimError: where it does not hold.
+    """
+    world = build(settings.vocabulary, settings.length, settings.seed)
+    on_policy = policies(world, mismatch=0.0, staleness=0.0)
+    mismatches = {level: _measurements(world, level, 0.0) for level in settings.mismatches}
+    stalenesses = {level: _measurements(world, settings.stale_mismatch, level) for level in settings.stalenesses}
+    elsewhere = [
+        _measurements(build(settings.vocabulary, settings.length, settings.seed + other), settings.plane, 0.0)
+        for other in range(1, settings.worlds + 1)
+    ]
+    biases = {e.name: [row[e.name].bias for row in (mismatches[settings.plane], *elsewhere)] for e in ESTIMATORS}
+    shares = {
+        (aggregate, case, length): claims.simulated(
+            aggregate, case, length, rows=settings.rows if case.deviation else 1, seed=settings.seed
+        )
+        for aggregate in claims.MASKS
+        for case in claims.CASES
+        for length in settings.lengths
+    }
+    sentences = (
+        claims.gradient_agrees(policies(world, mismatch=settings.stale_mismatch, staleness=max(settings.stalenesses))),
+        claims.on_policy_is_unbiased(on_policy),
+        claims.sequence_is_unbiased(mismatches, stalenesses),
+        claims.baselines_stay_unbiased(mismatches),
+        claims.token_is_is_first_order(mismatches),
+        claims.clip_fractions(policies(world, mismatch=settings.plane, staleness=0.0)),
+        claims.products(),
+        claims.keep_rates_agree(claims.CASES, settings.lengths, settings.rows, lambda *key: shares[key]),
+    )
+    return Evidence(
+        settings=settings,
+        on_policy_variance=measure(NONE, on_policy).variance,
+        mismatches=mismatches,
+        stalenesses=stalenesses,
+        biases=biases,
+        shares=shares,
+        sentences=sentences,
+        options=_measurements(world, settings.plane, 0.0, options=True),
+        stale_options=_measurements(world, settings.plane, settings.stale, options=True),
+    )
+
+
+def _measurements(world: World, mismatch: float, staleness: float, *, options: bool = False) -> dict[str, Measurement]:
+    setting = policies(world, mismatch=mismatch, staleness=staleness)
+    # An option is for answers of several turns, too.
+    return {
+        each.name: measure(each, setting, turns=1 + options) for each in (list_options() if options else ESTIMATORS)
+    }
+
+
+# --- tables
 
 
 def report(evidence: Evidence, console: Console) -> None:
@@ -100,12 +209,12 @@ def report(evidence: Evidence, console: Console) -> None:
             f"{aggregate} [{lower:g}, {upper:g}]",
             case.name,
             *(
-                f"{keep_rates.expected(aggregate, case, T):.2f} ({evidence.shares[aggregate, case, T]:.2f})"
+                f"{claims.expected(aggregate, case, T):.2f} ({evidence.shares[aggregate, case, T]:.2f})"
                 for T in settings.lengths
             ),
         ]
-        for aggregate, (lower, upper) in keep_rates.MASKS.items()
-        for case in keep_rates.CASES
+        for aggregate, (lower, upper) in claims.MASKS.items()
+        for case in claims.CASES
     ]
     kept = f"Rows kept by length: normal distribution (of {settings.rows} simulated rows, shipped masks)"
     show(kept, ["mask", "log-ratio a token"], [f"T = {length}" for length in settings.lengths], rows)
@@ -128,6 +237,116 @@ def cosine(measurement: Measurement) -> str:
 
 def break_even(measurement: Measurement) -> str:
     return f"{measurement.break_even:,.0f}" if measurement.bias > 1e-10 else "-"
+
+
+# --- figure
+
+COLOURS: dict[Family, str] = {
+    "none": INK,
+    "token weight": "#2563eb",
+    "sequence weight": "#059669",
+    "mask": "#d97706",
+    "both": "#9333ea",
+}
+DASHES = ("-", "--", ":", "-.")
+FLOOR = 1e-3  # biases below are not drawn
+# At pi = pi_old these two coincide with sequence IS.
+DRAWN = tuple(estimator for estimator in ESTIMATORS if estimator not in (SELF_NORMALISED, SEQUENCE_IS_FULL))
+# Token weights lie on one line, masks that remove nothing on that of no correction: one or two of each will do.
+GROWING = (
+    "none", "token TIS, cap 2", "sequence TIS, cap 5", "geometric weight", "geometric mask [0.99, 1.01]",
+    "product mask [0.5, 2]", "OPSM, delta=0.1",
+)  # fmt: skip
+
+
+def draw(evidence: Evidence, path: Path) -> None:
+    """Write a PNG; create its folder."""
+    with apply_style():
+        figure, (growth, plane, kept, names) = create_axes(2, 2, width=10, height=9)
+        _growth(evidence, growth)
+        _plane(evidence, plane)
+        _kept(evidence, kept)
+        _names(names, above=plane, alongside=kept)
+    save(figure, path, dpi=110)
+
+
+def _names(axes: Any, *, above: Any, alongside: Any) -> None:
+    """Draw the legend of the other panels in a panel of its own, where it hides nothing."""
+    axes.set_axis_off()
+    for panel, title, place, columns in (
+        (above, "Above", "upper left", 2),
+        (alongside, "Rows kept by length", "lower left", 1),
+    ):
+        legend = axes.legend(
+            *panel.get_legend_handles_labels(), loc=place, bbox_to_anchor=(0, 1.08 if place == "upper left" else -0.08),
+            title=title, alignment="left", frameon=False, ncols=columns, fontsize=8.5, columnspacing=1.0,
+        )  # fmt: skip
+        # The panels keep their widths.
+        legend.set_in_layout(False)
+        axes.add_artist(legend)
+
+
+def _styles() -> dict[str, dict[str, Any]]:
+    """Assign a marker to each family and a colour to each estimator, those whose curves are drawn first."""
+    from matplotlib import colormaps
+
+    shades = colormaps["tab20"](range(20))
+    colours = [*shades[::2], *shades[1::2]]  # the strong ones first
+    ordered = sorted(DRAWN, key=lambda estimator: estimator.name not in GROWING)
+    families = list(COLOURS)
+    return {
+        estimator.name: {"color": colour, "marker": MARKERS[families.index(estimator.family)], "markersize": 6}
+        for estimator, colour in zip(ordered, colours, strict=False)
+    }
+
+
+def _growth(evidence: Evidence, axes: Any) -> None:
+    styles = _styles()
+    for name in GROWING:
+        points = [(level, row[name].bias) for level, row in evidence.mismatches.items()]
+        visible = [(level, bias if bias >= FLOOR else float("nan")) for level, bias in points]
+        axes.plot(*zip(*visible, strict=True), linewidth=1.2, alpha=0.85, **styles[name])
+    axes.set(
+        xscale="log", yscale="log", ylim=(FLOOR, None), title="Bias grows with the mismatch",
+        xlabel="mismatch: std of mu's logits about pi_old's", ylabel="|E[g] − ∇J| / |∇J|",
+    )  # fmt: skip
+    axes.text(
+        0.97, 0.03, "sequence IS: 0 to rounding; with cap 5,\ntoo, until the cap binds", ha="right", va="bottom",
+        color=styles["sequence TIS, cap 5"]["color"], transform=axes.transAxes, fontsize=8.5,
+    )  # fmt: skip
+
+
+def _plane(evidence: Evidence, axes: Any) -> None:
+    level = evidence.settings.plane
+    for name, style in _styles().items():
+        measurement = evidence.mismatches[level][name]
+        axes.plot(
+            measurement.bias, measurement.variance / evidence.on_policy_variance, linestyle="none", alpha=0.8,
+            label=name, **(style | {"markersize": 9}),
+        )  # fmt: skip
+    axes.axhline(1.0, color=MUTED, linewidth=1, linestyle=":")
+    axes.set(
+        xlim=(-0.04, None), yscale="log", title=f"Bias against variance at mismatch {level:g}",
+        xlabel="|E[g] − ∇J| / |∇J|", ylabel="variance of one row's gradient, 1 = on-policy",
+    )  # fmt: skip
+
+
+def _kept(evidence: Evidence, axes: Any) -> None:
+    longest = max(evidence.settings.lengths)
+    lengths = sorted({round(10 * (longest / 10) ** (step / 120)) for step in range(121)})
+    for aggregate, colour in (("geometric", COLOURS["mask"]), ("product", COLOURS["token weight"])):
+        lower, upper = claims.MASKS[aggregate]
+        for case, dashes in zip(claims.CASES, DASHES, strict=True):
+            shares = [claims.expected(aggregate, case, length) for length in lengths]
+            label = f"{aggregate} [{lower:g}, {upper:g}], {case.name}"
+            axes.plot(lengths, shares, color=colour, linestyle=dashes, linewidth=1.6, label=label)
+            if case.deviation:
+                dots = [evidence.shares[aggregate, case, length] for length in evidence.settings.lengths]
+                axes.plot(evidence.settings.lengths, dots, "o", color=colour, markersize=4.5)
+    axes.set(
+        xscale="log", ylim=(-0.03, 1.03), title="Rows kept by length", xlabel="T, tokens a row",
+        ylabel="share kept (dots: simulated, shipped masks)",
+    )  # fmt: skip
 
 
 def main(arguments: Sequence[str] | None = None, settings: EvidenceSettings | None = None) -> int:

@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas
@@ -30,32 +30,25 @@ def require(holds: bool, sentence: str) -> None:
         raise ClaimError(sentence)
 
 
-class Planned(Protocol):
-    """A run of a plan: settings under its name, and a seed."""
+class Planned:
+    """A run of a plan: settings under a name, a seed, ``seconds`` on an idle machine, and perhaps ``details``."""
+
+    seed: int
 
     @property
     def setting(self) -> str:
         """All but the seed; with it the key of the run's results."""
-
-    @property
-    def seed(self) -> int:
-        """Of the run."""
+        raise NotImplementedError
 
     @property
     def name(self) -> str:
         """Unique in the plan."""
+        return f"{self.setting}-{self.seed}"
 
     @property
     def names(self) -> set[str]:
         """By any of which the run is chosen."""
-
-    @property
-    def seconds(self) -> int:
-        """That it takes on an idle machine."""
-
-    @property
-    def details(self) -> str:
-        """What is listed beyond its name and time."""
+        return {self.setting, self.name}
 
 
 def build_parser(about: str | None) -> argparse.ArgumentParser:
@@ -68,7 +61,7 @@ def build_parser(about: str | None) -> argparse.ArgumentParser:
 
 
 def make_runs(
-    plan: Iterable[Planned],
+    plan: Iterable[Any],
     finished: Mapping[tuple[str, int], str],
     make: Callable[[Any], str],
     options: argparse.Namespace,
@@ -77,6 +70,7 @@ def make_runs(
     """List the runs that the options name, or make those that have not finished, one after another.
 
     Args:
+        plan: of ``Planned``.
         finished: (setting, seed) -> how it ended.
         make: makes one, keeps its results, and says how it ended.
         cores: that a run takes.
@@ -92,7 +86,7 @@ def make_runs(
     if options.list:
         for run in chosen:
             state = finished.get((run.setting, run.seed), f"{run.seconds} s")
-            print(f"{run.name:26} {state:18} {run.details}".rstrip())
+            print(f"{run.name:26} {state:18} {getattr(run, 'details', '')}".rstrip())
         hours = sum(run.seconds for run in left) / 3600
         print(f"{len(left)} of {len(chosen)} left, {hours:.1f} hours {cores}")
         return

@@ -15,7 +15,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "scripts" / "evidence")]
 
 import torch  # noqa: E402
 from collapse import in_process  # noqa: E402  sets the environment that verl is imported in
-from collapse.worker import SampledRows, Trainer, build_actor_config, join_process_group  # noqa: E402
+from collapse.in_process import SampledRows, Trainer, build_actor_config, join_process_group  # noqa: E402
 from transformers import Qwen2ForCausalLM  # noqa: E402
 
 from recipe.offpolicy.correction import CorrectionSpec  # noqa: E402
@@ -33,7 +33,7 @@ def main(folder: Path) -> None:
     chosen = [entry for entry in task.entries["train"][:4] for _ in range(2)]
     sampler = Qwen2ForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     prompts = task.encode(chosen)
-    answers, log_mu = in_process.sample(sampler, task.tokenizer, prompts, greedy=False)
+    answers, log_mu, _ = in_process.sample(sampler, task.tokenizer, prompts)
     rows = SampledRows(
         prompts=[torch.tensor(each) for each in prompts],
         responses=answers,

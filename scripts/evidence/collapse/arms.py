@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from seeds import Planned
 
 _ACTOR = "actor_rollout_ref.actor"
 OPTIONS = Path(__file__).resolve().parents[3] / "configs" / "correction"
@@ -91,7 +92,7 @@ ARMS = (
 
 
 @dataclass(frozen=True)
-class Run:
+class Run(Planned):
     """One run: an arm and a seed of the order of the data; vLLM's sampling has none."""
 
     arm: Arm
@@ -100,14 +101,6 @@ class Run:
     @property
     def setting(self) -> str:
         return self.arm.name
-
-    @property
-    def name(self) -> str:
-        return f"{self.arm.name}-{self.seed}"
-
-    @property
-    def names(self) -> set[str]:
-        return {self.arm.name, self.name}
 
     @property
     def seconds(self) -> int:
@@ -157,7 +150,7 @@ IN_PROCESS: dict[str, dict[str, Any]] = {
 
 
 @dataclass(frozen=True)
-class LateRun:
+class LateRun(Planned):
     """One run in one process.
 
     Attributes:
@@ -174,7 +167,6 @@ class LateRun:
     seed: int
     rounded: bool = False
     seconds: int = SECONDS
-    details: str = ""
 
     @property
     def setting(self) -> str:
@@ -182,12 +174,8 @@ class LateRun:
         return f"{self.arm}-{self.eta}-{self.rate:g}" + "-rounded" * self.rounded
 
     @property
-    def name(self) -> str:
-        return f"{self.setting}-{self.seed}"
-
-    @property
     def names(self) -> set[str]:
-        return {self.arm, self.setting, self.name}
+        return {self.arm, *super().names}
 
 
 def list_late_runs() -> Iterator[LateRun]:

@@ -11,10 +11,12 @@ weights or the counting of their versions: those are the whole runs'.
 from __future__ import annotations
 
 import os
+import socket
 import sys
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -48,15 +50,155 @@ from collapse.arms import (
 )
 from collapse.run import find_start_model
 from injected_faults.inject import rounded
-from seeds import build_parser, make_runs
-from tensordict import TensorDict
+from seeds import Planned, build_parser, make_runs
+from tensordict import NonTensorStack, TensorDict
 from torch import Tensor
+from transformers import AutoTokenizer, Qwen2ForCausalLM
 
 from recipe.offpolicy.batch.micro_batch import WEIGHTS, MicroBatch
+from recipe.offpolicy.batch.plan import PLAN, SharedPlan, compute_constants
 from recipe.offpolicy.correction import CorrectionSpec, StepStage
 from recipe.offpolicy.worker.loss import OffPolicyLoss
+from scripts.harness import Records
 from scripts.quickstart.task import Entry, TaskSettings, splits
 from scripts.quickstart.warm_start import grade, pad_left, tokenize_prompts
+from verl.trainer.ppo.core_algos import compute_grpo_outcome_advantage
+from verl.utils import tensordict_utils as tu
+from verl.workers.config import FSDPActorConfig, FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
+from verl.workers.engine_workers import TrainingWorker, TrainingWorkerConfig
+from verl.workers.utils.padding import response_from_nested
+
+
+@dataclass
+class SampledRows:
+    """Rows as they were sampled, lists of (length,) tensors, one a row; notes of the rows, and flags of the batch."""
+
+    prompts: Sequence[Tensor]
+    responses: Sequence[Tensor]
+    advantages: Sequence[Tensor]
+    log_mu: Sequence[Tensor]
+    pi_old: Sequence[Tensor] = ()
+    notes: Sequence[Mapping[str, Any]] = ()
+    flags: Mapping[str, Any] = field(default_factory=dict)
+
+    def to_tensordict(self) -> TensorDict:
+        """Lay the rows out as the V1 trainer does."""
+        masks = [torch.ones(len(row), dtype=torch.int64) for row in self.responses]
+        whole = [torch.cat(pair) for pair in zip(self.prompts, self.responses, strict=True)]
+        columns = {
+            "prompts": self.prompts,
+            "responses": self.responses,
+            "response_mask": masks,
+            "loss_mask": masks,
+            "input_ids": whole,
+            "position_ids": [torch.arange(len(row)) for row in whole],
+            "advantages": self.advantages,
+            "rollout_log_probs": self.log_mu,
+        }
+        if self.pi_old:
+            columns["old_log_probs"] = self.pi_old
+        nested = {
+            name: torch.nested.as_nested_tensor(list(rows), layout=torch.jagged) for name, rows in columns.items()
+        }
+        data = TensorDict(nested, batch_size=len(whole))
+        if self.notes:
+            data["extra_fields"] = NonTensorStack(*self.notes)
+        tu.assign_non_tensor(data, **self.flags)
+        return data
+
+
+def join_process_group() -> None:
+    """Set what Ray sets for the only worker."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+
+
+def build_actor_config(rate: float, *, prompts: int, rollouts: int) -> FSDPActorConfig:
+    """Build verl's ActorConfig of a mini-batch of so many prompts."""
+    precision = {"param_dtype": "float32", "reduce_dtype": "float32", "buffer_dtype": "float32"}
+    return FSDPActorConfig(
+        strategy="fsdp2",
+        ppo_mini_batch_size=prompts,
+        ppo_micro_batch_size_per_gpu=prompts * rollouts,
+        rollout_n=rollouts,
+        use_torch_compile=False,
+        optim=FSDPOptimizerConfig(lr=rate, total_training_steps=10),
+        fsdp_config=FSDPEngineConfig(
+            strategy="fsdp2",
+            dtype="float32",
+            model_dtype="float32",
+            use_torch_compile=False,
+            wrap_policy={"transformer_layer_cls_to_wrap": ["Qwen2DecoderLayer"]},
+            mixed_precision=precision,
+        ),
+    )
+
+
+class Trainer:
+    """One model under training.
+
+    Args:
+        model: its folder.
+        actor: as ``build_actor_config`` builds it.
+    """
+
+    def __init__(self, model: Path, actor: FSDPActorConfig) -> None:
+        engine = actor.fsdp_config
+        engine.use_dynamic_bsz = False
+        engine.micro_batch_size_per_gpu = actor.ppo_micro_batch_size_per_gpu
+        self._config = actor
+        self._worker = TrainingWorker(
+            TrainingWorkerConfig(
+                model_type="language_model",
+                model_config=HFModelConfig(
+                    path=str(model),
+                    use_remove_padding=False,
+                    enable_gradient_checkpointing=False,
+                    override_config={"attn_implementation": "sdpa"},
+                ),
+                engine_config=engine,
+                optimizer_config=actor.optim,
+                checkpoint_config=actor.checkpoint,
+            )
+        )
+        self._worker.reset()
+
+    def copy_weights(self) -> dict[str, Tensor]:
+        """Copy the weights, by their names in the model."""
+        named = self._worker.engine.module.named_parameters()
+        return {
+            name: (weight.full_tensor() if hasattr(weight, "full_tensor") else weight).detach().clone()
+            for name, weight in named
+        }
+
+    def compute_log_probs(self, rows: SampledRows) -> list[Tensor]:
+        """Compute log-probs of the responses by the engine's own forward pass, a row each."""
+        data = rows.to_tensordict()
+        self._worker.engine_config.infer_micro_batch_size_per_gpu = len(data)
+        tu.assign_non_tensor(data, calculate_entropy=False, compute_loss=False, temperature=1.0, global_token_num=None)
+        found = self._worker.infer_batch(data)["log_probs"]
+        return list(response_from_nested(found, data["response_mask"]).unbind())
+
+    def update(self, loss: OffPolicyLoss, spec: CorrectionSpec, rows: SampledRows, step: int) -> dict[str, Any]:
+        """Train on the rows, in mini-batches of the configured size and in their order; return the worker's metrics."""
+        data = rows.to_tensordict()
+        tu.assign_non_tensor(data, **{PLAN: SharedPlan(step=step, constants=compute_constants(spec, data))})
+        size = self._config.ppo_mini_batch_size * self._config.rollout_n
+        tu.assign_non_tensor(
+            data,
+            calculate_entropy=False,
+            global_batch_size=size,
+            mini_batch_size=size,
+            epochs=1,
+            seed=1,
+            dataloader_kwargs={"shuffle": False},
+            temperature=1.0,
+        )
+        self._worker.set_loss_fn(loss)
+        metrics: dict[str, Any] = self._worker.train_mini_batch(data)["metrics"]
+        return metrics
 
 
 class MeasuredLoss(OffPolicyLoss):
@@ -98,8 +240,6 @@ class Spelling:
     """
 
     def __init__(self, model: Path) -> None:
-        from transformers import AutoTokenizer
-
         self.tokenizer = AutoTokenizer.from_pretrained(model)
         self.entries = splits(TaskSettings())
 
@@ -107,15 +247,21 @@ class Spelling:
         """Tokenise questions as verl's rollout renders them."""
         return tokenize_prompts(self.tokenizer, [entry["question"] for entry in entries])
 
-    def score(self, entries: Sequence[Entry], answers: Sequence[Sequence[int]]) -> list[dict[str, float]]:
+    def score(self, entries: Sequence[Entry], answers: Sequence[Tensor]) -> list[dict[str, float]]:
         """Score answers by the quickstart's reward."""
-        texts = self.tokenizer.batch_decode([list(answer) for answer in answers], skip_special_tokens=True)
+        texts = self.tokenizer.batch_decode([answer.tolist() for answer in answers], skip_special_tokens=True)
         return [grade(entry, text) for entry, text in zip(entries, texts, strict=True)]
 
 
 @torch.no_grad()
-def sample(model: Any, tokenizer: Any, prompts: Sequence[Sequence[int]], *, greedy: bool) -> tuple[list, list]:
-    """Sample an answer to each prompt at temperature 1: token ids with the end of sequence, and log mu, by row."""
+def sample(
+    model: Any, tokenizer: Any, prompts: Sequence[Sequence[int]], *, greedy: bool = False
+) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    """Sample an answer to each prompt at temperature 1.
+
+    Returns:
+        By row: (T,) token ids with the end of sequence, (T,) their log mu, and (T, V) that of the whole vocabulary.
+    """
     padded, attention = pad_left([list(each) for each in prompts], tokenizer.pad_token_id)
     found = model.generate(
         input_ids=padded,
@@ -128,38 +274,54 @@ def sample(model: Any, tokenizer: Any, prompts: Sequence[Sequence[int]], *, gree
         pad_token_id=tokenizer.pad_token_id,
     )
     ids = found.sequences[:, padded.shape[1] :]
-    log_probs = torch.stack(found.logits, 1).float().log_softmax(-1).gather(-1, ids[..., None])[..., 0]
+    log_probs = torch.stack(found.logits, 1).float().log_softmax(-1)
+    columns = (ids, log_probs.gather(-1, ids[..., None])[..., 0], log_probs)
     ended = (ids == tokenizer.eos_token_id).int().cumsum(-1)
     lengths = ((ended == 0).sum(-1) + 1).clamp(max=ids.shape[1]).tolist()
-    return tuple([row[:length] for row, length in zip(rows, lengths, strict=True)] for rows in (ids, log_probs))  # type: ignore[return-value]
+    answers, log_mu, whole = ([row[:length] for row, length in zip(rows, lengths, strict=True)] for rows in columns)
+    return answers, log_mu, whole
 
 
-def train(run: LateRun, model: Path, steps: int = STEPS) -> list[tuple[int, dict[str, float]]]:
-    """Train once; return what each step measured, under verl's names, the 0th of which is before training."""
-    from collapse.worker import SampledRows, Trainer, build_actor_config
-    from transformers import Qwen2ForCausalLM
+def train(
+    model: Path,
+    spec: CorrectionSpec,
+    *,
+    seed: int,
+    rate: float,
+    eta: int = 0,
+    mantissa: int | None = None,
+    at_random: bool = False,
+    steps: int = STEPS,
+    build_trainer: Callable[[Path, FSDPActorConfig], Trainer] = Trainer,
+    annotate: Callable[[SampledRows, Sequence[Tensor]], None] = lambda rows, log_probs: None,
+) -> Records:
+    """Train once; return what each step measured, under verl's names, the 0th of which is before training.
 
-    from verl.trainer.ppo.core_algos import compute_grpo_outcome_advantage
-
+    Args:
+        eta: steps by which the sampler's weights are late.
+        mantissa: bits to which they are rounded; None: they are not.
+        at_random: see ``MeasuredLoss``.
+        annotate: notes on the rows what it reads of (T, V) log mu by row.
+    """
     torch.set_num_threads(1)
-    torch.manual_seed(run.seed)
-    task, spec = Spelling(model), CorrectionSpec.from_mapping(IN_PROCESS[run.arm])
-    config = build_actor_config(run.rate, prompts=PROMPTS // MINI_BATCHES, rollouts=ROLLOUTS)
-    trainer = Trainer(model, config)
+    torch.manual_seed(seed)
+    task = Spelling(model)
+    config = build_actor_config(rate, prompts=PROMPTS // MINI_BATCHES, rollouts=ROLLOUTS)
+    trainer = build_trainer(model, config)
     sampler = Qwen2ForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
-    ring: deque[dict[str, Tensor]] = deque(maxlen=run.eta + 1)
-    loss = MeasuredLoss(spec, config, at_random=run.arm == "random", seed=run.seed)
+    ring: deque[dict[str, Tensor]] = deque(maxlen=eta + 1)
+    loss = MeasuredLoss(spec, config, at_random=at_random, seed=seed)
     order = torch.randperm(len(task.entries["train"])).tolist()
     records = [(0, _validate(sampler, task))]
     for step in range(1, steps + 1):
         began = time.time()
         ring.append(trainer.copy_weights())
-        weights = {name: rounded(each, MANTISSA) for name, each in ring[0].items()} if run.rounded else ring[0]
+        weights = {name: rounded(each, mantissa) for name, each in ring[0].items()} if mantissa else ring[0]
         sampler.load_state_dict(weights, strict=False)
         first = (step - 1) * PROMPTS % (len(order) - PROMPTS)
         chosen = [task.entries["train"][place] for place in order[first : first + PROMPTS] for _ in range(ROLLOUTS)]
         prompts = task.encode(chosen)
-        answers, log_mu = sample(sampler, task.tokenizer, prompts, greedy=False)
+        answers, log_mu, log_probs = sample(sampler, task.tokenizer, prompts)
         scores = torch.tensor([each["score"] for each in task.score(chosen, answers)])
         masks = [torch.ones(len(answer), dtype=torch.int64) for answer in answers]
         padded = torch.nn.utils.rnn.pad_sequence(masks, batch_first=True)
@@ -172,6 +334,7 @@ def train(run: LateRun, model: Path, steps: int = STEPS) -> list[tuple[int, dict
             advantages=[row[: len(answer)] for row, answer in zip(advantages, answers, strict=True)],
             log_mu=log_mu,
         )
+        annotate(rows, log_probs)
         pi_old = trainer.compute_log_probs(rows)
         rows.pi_old = log_mu if spec.proximal == "bypass" else pi_old
         loss.kept.clear()
@@ -185,7 +348,7 @@ def train(run: LateRun, model: Path, steps: int = STEPS) -> list[tuple[int, dict
 
 def _validate(sampler: Any, task: Spelling) -> dict[str, float]:
     entries = task.entries["heldout"]
-    answers, _ = sample(sampler, task.tokenizer, task.encode(entries), greedy=True)
+    answers, _, _ = sample(sampler, task.tokenizer, task.encode(entries), greedy=True)
     found = task.score(entries, answers)
     names = {"exact": "exact", "graded": "acc"}
     return {results.COLUMNS[column]: sum(each[key] for each in found) / len(found) for column, key in names.items()}
@@ -210,11 +373,19 @@ def _measure(
 
 @cache
 def begin() -> Path:
-    """Prepare this process to train; return the folder of the model that runs start from."""
-    from collapse.worker import join_process_group
-
+    """Set what Ray sets for the only worker; return the folder of the model that runs start from."""
     join_process_group()
     return find_start_model()
+
+
+def make(run: Planned, train_from: Callable[[Path], Records], out: Path) -> str:
+    """Make one run and add its steps to ``out``; return how it ended."""
+    model, began = begin(), time.time()
+    records = train_from(model)
+    seconds = time.time() - began
+    card = {"arm": run.setting, "seed": run.seed, "outcome": "finished", "wall_seconds": seconds}
+    results.append(results.build_rows(card, records), out)
+    return f"exact match {records[-1][1][results.COLUMNS['exact']]:.3f}, {seconds:.0f} s"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -223,15 +394,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=results.IN_PROCESS)
     options = parser.parse_args(arguments)
 
-    def make(run: LateRun) -> str:
-        model, began = begin(), time.time()
-        records = train(run, model)
-        seconds = time.time() - began
-        card = {"arm": run.setting, "seed": run.seed, "outcome": "finished", "wall_seconds": seconds}
-        results.append(results.build_rows(card, records), options.out)
-        return f"exact match {records[-1][1][results.COLUMNS['exact']]:.3f}, {seconds:.0f} s"
+    def make_late(run: LateRun) -> str:
+        spec, mantissa = CorrectionSpec.from_mapping(IN_PROCESS[run.arm]), MANTISSA if run.rounded else None
+        late: dict[str, Any] = {"seed": run.seed, "rate": run.rate, "eta": run.eta, "mantissa": mantissa}
+        return make(run, lambda model: train(model, spec, at_random=run.arm == "random", **late), options.out)
 
-    make_runs(list_late_runs(), results.describe_finished(options.out), make, options, "of one core")
+    make_runs(list_late_runs(), results.describe_finished(options.out), make_late, options, "of one core")
     return 0
 
 

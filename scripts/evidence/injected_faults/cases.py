@@ -30,7 +30,7 @@ class FaultCase:
         steps: of training.
         overrides: Hydra; {models} and {here} stand for the models' folder and this one.
         environment: of ``inject`` and ``conversation``.
-        needs: a model of ``models``, or questions of ``make.questions``, instead of the quickstart's own.
+        needs: a model or questions of ``make.make_needed``, instead of the quickstart's own.
     """
 
     name: str

@@ -13,27 +13,39 @@ import json
 import os
 import shutil
 import sys
+from collections import Counter
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[2]
 sys.path[:0] = [str(ROOT), str(HERE.parent)]
 
 from injected_faults.cases import CASES, FaultCase
+from transformers import AutoTokenizer, Qwen2ForCausalLM
 
 from recipe.offpolicy.recording import Recording
 from recipe.offpolicy.recording.files import write
 from scripts.harness import run_quickstart
+from scripts.quickstart.model import build_model, build_tokenizer
+from scripts.quickstart.prepare import prepare
+from scripts.quickstart.task import TaskSettings, get_instruction, splits, write_parquet
+from scripts.quickstart.warm_start import warm_start
 
 DATA = ROOT / "tests" / "data" / "faults"
 ROWS = 128
 TOKENS = 1000
 """Valid tokens a step that suffice: of longer rows fewer prompts are kept."""
 LIMIT = 600.0
+MERGES = 60
+"""Most frequent pairs of letters that are tokens, beyond the quickstart's single bytes."""
+DROPOUT = 0.4
+"""Share of merges left out at random in the demonstrations, so that the model spells with long and short tokens."""
 
 
 def main(work: Path, names: list[str]) -> int:
@@ -42,29 +54,56 @@ def main(work: Path, names: list[str]) -> int:
         if not names or case.name in names:
             recording = work / f"{case.part}-{case.name}-{case.seed}"
             if not recording.exists():
-                prepare(work / "models", case.needs)
+                make_needed(work / "models", case.needs)
                 run(case, work, recording)
             keep(recording, DATA / case.part / f"{case.name}-{case.seed}", case)
     return 0
 
 
-def prepare(models: Path, name: str) -> None:
-    """Make a model of ``models``, or questions, unless they are there."""
+def make_needed(models: Path, name: str) -> None:
+    """Make a model or questions, unless they are there."""
     if not name or (models / name).exists():
         return
-    from injected_faults.models import merging_model, pad_vocabulary
-
-    from scripts.quickstart.prepare import prepare
-    from scripts.quickstart.task import TaskSettings, splits, write_parquet
-
     if name == "merging":
-        merging_model(models / name, TaskSettings())
+        merging_model(models / name)
     elif name.startswith("again-"):
         (models / name).mkdir(parents=True)
         write_parquet(questions(name, splits(TaskSettings())["train"]), "train", models / name / "train.parquet")
     else:
         source = prepare(ROOT / "outputs" / "quickstart" / "cache", ["model"])["model"]
         pad_vocabulary(source, models / name, int(name.partition("-")[2]))
+
+
+def pad_vocabulary(source: Path, target: Path, extra: int) -> None:
+    """Copy a model with ``extra`` vocabulary rows beyond its tokenizer, as checkpoints have them.
+
+    They hold what the model's initialisation would have put there. verl's rollout server masks their logits; the
+    trainer does not.
+    """
+    model = Qwen2ForCausalLM.from_pretrained(source, dtype=torch.float32)
+    size, deviation = model.config.vocab_size, model.config.initializer_range
+    model.resize_token_embeddings(size + extra, mean_resizing=False)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        rows = model.get_input_embeddings().weight[size:]
+        rows.copy_(deviation * torch.randn(rows.shape, generator=generator))
+    model.save_pretrained(target)
+    AutoTokenizer.from_pretrained(source).save_pretrained(target)
+
+
+def merging_model(target: Path) -> None:
+    """Warm-start a model that spells the same word with long or with short tokens."""
+    torch.set_num_threads(1)
+    entries: list[dict[str, Any]] = splits(TaskSettings())["warm_start"]
+    pairs = Counter(pair for entry in entries for pair in pairwise(entry["answer"]))
+    frequent = sorted(pairs, key=lambda pair: (-pairs[pair], pair))[:MERGES]
+    tokenizer = build_tokenizer(get_instruction(entries), frequent)
+    model = build_model(tokenizer)
+    tokenizer.backend_tokenizer.model.dropout = DROPOUT
+    warm_start(model, tokenizer, entries, lambda step, loss, score: print(step, loss, score, flush=True))
+    tokenizer.backend_tokenizer.model.dropout = None
+    model.save_pretrained(target)
+    tokenizer.save_pretrained(target)
 
 
 def questions(name: str, entries: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""The enumerated evidence: its figures by hand, and that what it asserts can fail."""
+"""The enumerated evidence: its figures by hand, that no option is missing, and that what it asserts can fail."""
 
 from __future__ import annotations
 
@@ -15,17 +15,16 @@ from tests.support.paths import ROOT
 
 sys.path.insert(0, str(ROOT / "scripts" / "evidence"))
 
+import enumeration
 import estimator_claims as claims
 import estimators
-import expectation
-import keep_rates
-from enumeration import Policies, build, policies
-from estimator_catalogue import ESTIMATORS, NONE, SELF_NORMALISED, SEQUENCE_IS, TOKEN_IS, Estimator
-from estimator_evidence import EvidenceSettings, collect
-from expectation import measure, token_weights
+from enumeration import CHOICES, Estimator, Policies, build, decide, list_options, measure, policies
+from estimator_claims import ESTIMATORS, NONE, SELF_NORMALISED, SEQUENCE_IS, TOKEN_IS, build_estimator
+from estimators import EvidenceSettings, collect
 from seeds import ClaimError
 
 from recipe.offpolicy.correction import CorrectionSpec, rollout_stage
+from tests.support.applications import OPTIONS
 
 SCRIPT = Path(estimators.__file__)
 SMALL = EvidenceSettings(
@@ -56,7 +55,7 @@ def world():
 
 def truncated_token(upper: float) -> Estimator:
     weight = {"level": "token", "kind": "truncate", "lower": None, "upper": upper}
-    return Estimator("token TIS", "token weight", {"weight": weight})
+    return build_estimator("token TIS", "token weight", weight=weight)
 
 
 def coin() -> Policies:
@@ -104,7 +103,7 @@ def test_one_token_of_two_by_hand(estimator, bias, variance, score_mean):
 def test_a_mask_by_hand():
     # rho = 2 is outside [0.5, 1.9]: x = 3/16 (0 + 1), bias 5/8; a quarter of mu's tokens is removed.
     mask = {"ratio": "rollout", "level": "sequence", "aggregate": "product", "lower": 0.5, "upper": 1.9, "when": "any"}
-    measured = measure(Estimator("mask", "mask", {"masks": {"mask": mask}}), coin())
+    measured = measure(build_estimator("mask", "mask", masks={"mask": mask}), coin())
     assert measured.bias == pytest.approx(5 / 8)
     assert measured.dropped == pytest.approx(1 / 4)
     # x = 3/16, variance 3/4 1/16 / 2 - 9/512 = 3/512 over the squared bias (5/16)^2 / 2 = 25/512
@@ -140,14 +139,15 @@ def test_the_limit_of_self_normalisation_is_the_shipped_normalisation():
     world = build(vocabulary=3, length=3, seed=1)
     setting = policies(world, mismatch=0.0, staleness=0.0)
     setting = replace(setting, mu=torch.full_like(setting.mu, -math.log(3)))
-    capped = {"weight": {"level": "sequence", "kind": "truncate", "lower": None, "upper": 1.5, "normalize": True}}
+    capped = {"level": "sequence", "kind": "truncate", "lower": None, "upper": 1.5, "normalize": True}
+    spec = CorrectionSpec.from_mapping({"weight": capped})
     shipped = rollout_stage(
-        CorrectionSpec.from_mapping(capped),
+        spec,
         old_log_prob=setting.old,
         rollout_log_prob=setting.mu,
         response_mask=torch.ones_like(setting.mu, dtype=torch.bool),
     ).weight
-    ours, _, _ = token_weights(Estimator("capped", "sequence weight", capped), setting)
+    ours = decide(spec, setting, setting.old, setting.rewards)[1].weight
     torch.testing.assert_close(ours, shipped, rtol=1e-12, atol=0)
     assert float(shipped.max()) > 1.6  # 1.5 over a mean below 1
 
@@ -173,10 +173,10 @@ def test_the_limit_of_self_normalisation_is_the_shipped_normalisation():
     ],
 )
 def test_keep_rates(aggregate, case, length, share):
-    log_ratio = keep_rates.CASES[case]
-    assert keep_rates.expected(aggregate, log_ratio, length) == pytest.approx(share, abs=2e-4)
+    log_ratio = claims.CASES[case]
+    assert claims.expected(aggregate, log_ratio, length) == pytest.approx(share, abs=2e-4)
     rows = 400 if log_ratio.deviation else 1
-    shipped = keep_rates.simulated(aggregate, log_ratio, length, rows=rows, seed=0)
+    shipped = claims.simulated(aggregate, log_ratio, length, rows=rows, seed=0)
     assert shipped == pytest.approx(share, abs=5 * math.sqrt(share * (1 - share) / rows) + 0.01 * (rows > 1))
 
 
@@ -225,7 +225,7 @@ def test_sabotaged_weights_end_the_run(monkeypatch, capsys, tmp_path, sabotage, 
         stage = rollout_stage(*arguments, **keywords)
         return replace(stage, weight=sabotage(stage.weight))
 
-    monkeypatch.setattr(expectation, "rollout_stage", sabotaged)
+    monkeypatch.setattr(enumeration, "rollout_stage", sabotaged)
     assert estimators.main(["--out", str(tmp_path / "a.png")], SMALL) == 1
     printed = " ".join(capsys.readouterr().out.split())
     assert printed.startswith("does NOT hold: ")
@@ -267,11 +267,11 @@ def test_every_other_claim_can_fail(world, monkeypatch):
         claims.clip_fractions(fresh)
     with pytest.raises(ClaimError, match=r"product mask, noise 0\.03, T = 1000"):
         claims.keep_rates_agree(
-            keep_rates.CASES,
+            claims.CASES,
             (10, 1000),
             2000,
             lambda aggregate, case, length: (
-                keep_rates.expected(aggregate, case, length) - 0.1 * (aggregate == "product" and length == 1000)
+                claims.expected(aggregate, case, length) - 0.1 * (aggregate == "product" and length == 1000)
             ),
         )
     monkeypatch.setattr(
@@ -287,3 +287,50 @@ def test_self_normalised_variance_is_that_of_the_linearised_ratio():
     # w = (2, 2/3), E w = 1, E[w g] = G: sum mu w^2 |g - G|^2 with g = A score = ((3/8, -3/8), (1/8, -1/8)),
     # G = (1/4, -1/4): both differ by +-(1/8, -1/8), so (1/4 4 + 3/4 4/9) / 32 = 1/24
     assert measure(SELF_NORMALISED, coin()).variance == pytest.approx(1 / 24)
+
+
+WORLD = build(vocabulary=3, length=4, seed=0)
+OFF_POLICY, STALE = policies(WORLD, mismatch=0.3, staleness=0.0), policies(WORLD, mismatch=0.3, staleness=0.2)
+TIS = {"weight": {"level": "token", "kind": "truncate", "lower": None, "upper": 1.1}}
+
+
+def test_none_of_the_catalogue_is_missing() -> None:
+    assert {option.name for option in list_options()} == set(OPTIONS) - set(CHOICES)
+
+
+@pytest.mark.parametrize("option", list(list_options()), ids=lambda option: option.name)
+def test_every_option_is_measured(option: Estimator) -> None:
+    for setting in (OFF_POLICY, STALE):
+        found = measure(option, setting, turns=2)
+        assert all(map(math.isfinite, (found.bias, found.variance, found.score_mean, found.dropped)))
+    on_policy = measure(option, policies(WORLD, mismatch=0.0, staleness=0.0), turns=2)
+    # Where all policies agree nothing is corrected; VESPO's weight is 1 there too.
+    assert on_policy.bias < 1e-9
+    assert on_policy.dropped == 0.0
+
+
+@pytest.mark.parametrize("values", [{}, TIS], ids=["no weight", "truncated"])
+def test_centred_scores_have_no_drift_while_pi_is_pi_old(values: dict[str, object]) -> None:
+    plain = measure(build_estimator("plain", "option", **values), OFF_POLICY)
+    centred = build_estimator("centred", "option", **values, centering=20)
+    assert plain.score_mean > 1e-2
+    assert measure(centred, OFF_POLICY).score_mean < 1e-14
+    # The ratio pi / pi_old of a later step is not in C.
+    assert measure(centred, STALE).score_mean > 1e-3
+    reused = build_estimator("reused", "option", **values, centering=20, proximal="reuse")
+    assert measure(reused, STALE).score_mean < 1e-14
+
+
+def test_the_second_moments_cutoff_keeps_the_budget() -> None:
+    (option,) = (each for each in list_options() if each.name == "paper/m2po")
+    found = measure(option, OFF_POLICY, turns=2)
+    squares = (OFF_POLICY.old - OFF_POLICY.mu).square()
+    mass = OFF_POLICY.probability[:, None] / squares.shape[1]
+    by_size = sorted(zip(squares.flatten().tolist(), mass.expand_as(squares).flatten().tolist(), strict=True))
+    total = weight = 0.0
+    for square, share in by_size:
+        if (total + share * square) / (weight + share) > 0.04:
+            break
+        total, weight = total + share * square, weight + share
+    assert found.dropped == pytest.approx(1 - weight, abs=1e-9)
+    assert torch.isclose(mass.sum() * squares.shape[1], torch.ones((), dtype=torch.float64))

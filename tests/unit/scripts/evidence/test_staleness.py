@@ -18,17 +18,21 @@ sys.path.insert(0, str(ROOT / "scripts" / "evidence"))
 pytest.importorskip("verl")
 
 from seeds import ClaimError
-from staleness import harness, stale_training
-from staleness.harness import Ratio, Scores, check_claims, compute_ratio, describe_one_step_behind
-from staleness.stale_training import (
+from staleness import harness
+from staleness.harness import (
     ARMS,
     ETAS,
     LENGTH,
     PROMPTS,
     RATES,
+    Ratio,
     Run,
+    Scores,
     ToyPolicy,
+    check_claims,
+    compute_ratio,
     compute_rewards,
+    describe_one_step_behind,
     read_arm,
     train,
 )
@@ -62,7 +66,7 @@ def test_what_is_sampled_has_the_log_probs_of_the_policy() -> None:
 def test_samples_are_eta_steps_old(eta: float, ages: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """The first weights sample what the queue begins with; without a bound they sample all of it."""
     updates, seen = 0, []
-    sample = stale_training._sample
+    sample = harness._sample
     first: list[Any] = []
 
     def noted(policy: ToyPolicy, each: int) -> Any:
@@ -81,8 +85,8 @@ def test_samples_are_eta_steps_old(eta: float, ages: list[int], monkeypatch: pyt
     class Score:
         rewards = torch.ones(1)
 
-    monkeypatch.setattr(stale_training, "_sample", lambda policy, each: Score if each == 16 else noted(policy, each))
-    monkeypatch.setattr(stale_training, "_update", update)
+    monkeypatch.setattr(harness, "_sample", lambda policy, each: Score if each == 16 else noted(policy, each))
+    monkeypatch.setattr(harness, "_update", update)
     train(Run("bypass", eta, 1e-2, 0), steps=4)
     assert seen == ages
 
