@@ -34,8 +34,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "support")]
 from recordings import drawn_rows, record  # type: ignore[import-not-found]
 
 from recipe.offpolicy.recording.recording import file_name
-from scripts.benchmark.timing import build_parser, format_markdown, list_processes, read_seconds
-from scripts.harness import format_row
+from scripts.harness import build_parser, format_markdown, format_row, list_processes, read_seconds
 
 STEP = 250_000
 TOOLS: dict[str, tuple[str, ...]] = {

@@ -28,7 +28,7 @@ from torch import Tensor
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # also in the processes that measure memory
 
-from scripts.benchmark.timing import (
+from scripts.harness import (
     Seconds,
     build_parser,
     find_median_ratio,

@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from recipe.offpolicy.replay.routed_model import RoutedModel, install_replay
-from scripts.benchmark.timing import add_counts, build_parser, find_median_ratio, take_turns, time_call, write_json
+from scripts.harness import add_counts, build_parser, find_median_ratio, take_turns, time_call, write_json
 
 WORDS, ROWS = 512, 16
 

@@ -9,15 +9,22 @@ taking them in, with the checks that each batch arrived. The recorder: what it s
 ``timing_s/step``, summed over all steps but the first. The first proof is over that step's ``timing_s/update_actor``.
 With ``+mode=separate_async_cpu offpolicy.staleness.eta=2``, the limit of staleness: issue, buffer, checks, laying out
 of chunks and metrics, over all steps.
+
+verl imports this module in each process of the run, too, by VERL_USE_EXTERNAL_MODULES. There it times the calls of
+``CALLS`` into OFFPOLICY_CALL_TIMES, a file a process, a line a call; calls within a noted call are not noted.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import os
+import pkgutil
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,17 +32,41 @@ ROOT = Path(__file__).resolve().parents[2]
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(ROOT))
 
-from scripts.benchmark.timing import build_parser, write_json
-from scripts.harness import list_updates, run_quickstart
+from scripts.harness import build_parser, list_updates, run_quickstart, write_json
+from verl_patches.deferred import after_import
 
 PROOF = "proof.first"
+CALLS = {
+    "worker.enter": "recipe.offpolicy.worker.metrics:Ledger.enter",
+    "worker.leave": "recipe.offpolicy.worker.metrics:Ledger.leave",
+    "driver.sampled": "recipe.offpolicy.trainer.supervision:Supervision.sampled",
+    "driver.aligned": "recipe.offpolicy.trainer.supervision:Supervision.aligned",
+    "driver.collect": "recipe.offpolicy.trainer.supervision:Supervision.collect",
+    "seal.columns": "recipe.offpolicy.trainer.corrected_v1:CorrectedV1.seal",
+    "seal.stored": "recipe.offpolicy.trainer.corrected_v1:CorrectedV1._seal_stored",
+    "seal.scores": "recipe.offpolicy.worker.scored_seals:_seal",
+    "seal.compare": "recipe.offpolicy.batch.micro_batch:check_seals",
+    "driver.step_metrics": "recipe.offpolicy.trainer.supervision:Supervision.step_metrics",
+    "proof.first": "recipe.offpolicy.worker.loss:prove",
+    # With offpolicy.staleness.eta; the looks at TransferQueue that are not verl's own are in them.
+    "staleness.issue": "recipe.offpolicy.staleness.buffer:BoundedReplayBuffer.count_prompts",
+    "staleness.enough": "recipe.offpolicy.staleness.buffer:BoundedReplayBuffer._has_enough_samples",
+    "staleness.evict": "recipe.offpolicy.staleness.buffer:BoundedReplayBuffer._terminal_eviction_reasons",
+    "staleness.newest": "recipe.offpolicy.staleness.buffer:BoundedReplayBuffer.check_versions",
+    "staleness.noted": "recipe.offpolicy.staleness.staleness_limit:StalenessLimit._check_noted",
+    "staleness.ages": "recipe.offpolicy.staleness.staleness_limit:StalenessLimit._check_ages",
+    "staleness.metrics": "recipe.offpolicy.staleness.tally:Tally.metrics",
+    "staleness.client": "recipe.offpolicy.staleness.client:VersionedClient._find_row",
+    "staleness.lay_out": "recipe.offpolicy.batch.micro_batch:read_versions",
+}
+_within = threading.local()
 
 
 def run(steps: int, overrides: Sequence[str], seen: Path) -> list[dict[str, float]]:
     """Run one quickstart that logs call times to ``seen``; return the metrics of each step."""
     environment = {
         "OFFPOLICY_CALL_TIMES": str(seen),
-        "VERL_USE_EXTERNAL_MODULES": "verl_patches.cpu,call_times",
+        "VERL_USE_EXTERNAL_MODULES": "verl_patches.cpu,run_share",
         "PYTHONPATH": os.pathsep.join([str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]),
     }
     own = [f"trainer.total_training_steps={steps}", f"offpolicy.record.dir='{seen / 'recording'}'"]
@@ -127,5 +158,41 @@ def main(arguments: Sequence[str] | None = None) -> None:
     write_json(given.json, found)
 
 
+# --- in a process of the run
+
+
+def note(name: str, function: Callable[..., Any], file: Path) -> Callable[..., Any]:
+    """Wrap ``function`` to append a line to ``file`` at each call."""
+
+    @functools.wraps(function)
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        if getattr(_within, "call", False):
+            return function(*args, **kwargs)
+        _within.call, start = True, time.perf_counter()
+        try:
+            return function(*args, **kwargs)
+        finally:
+            seconds, _within.call = time.perf_counter() - start, False
+            with file.open("a") as out:
+                out.write(json.dumps({"name": name, "seconds": seconds}) + "\n")
+
+    return noted
+
+
+def install(folder: Path) -> None:
+    """Time every call of ``CALLS`` in this process, once its module is imported."""
+    file = folder / f"{os.getpid()}.jsonl"
+    for name, target in CALLS.items():
+        after_import(target.partition(":")[0], functools.partial(_replace, name, target, file))
+
+
+def _replace(name: str, target: str, file: Path) -> None:
+    owner, _, attribute = target.replace(":", ".").rpartition(".")
+    found = pkgutil.resolve_name(owner)
+    setattr(found, attribute, note(name, getattr(found, attribute), file))
+
+
 if __name__ == "__main__":
     main()
+elif seen := os.environ.get("OFFPOLICY_CALL_TIMES"):
+    install(Path(seen))

@@ -19,7 +19,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from scripts.benchmark.timing import add_counts, build_parser, take_turns, time_call
+from scripts.harness import add_counts, build_parser, take_turns, time_call
 
 ANSWER = 4
 """Tokens of an answer."""

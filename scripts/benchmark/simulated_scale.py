@@ -27,8 +27,7 @@ import numpy as np
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # also in the processes that measure
 
-from scripts.benchmark.timing import build_parser, format_markdown, measure_growth, run_in_fresh_process, write_json
-from scripts.harness import format_row
+from scripts.harness import build_parser, format_markdown, format_row, measure_growth, run_in_fresh_process, write_json
 
 LEAST_SECONDS = 0.5
 """CPU seconds of all calls of a measurement together: the system counts by its clock's ticks."""

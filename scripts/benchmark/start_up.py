@@ -27,8 +27,7 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from scripts.benchmark.timing import add_counts, build_parser, find_median_ratio, take_turns
-from scripts.harness import format_markdown, format_row
+from scripts.harness import add_counts, build_parser, find_median_ratio, format_markdown, format_row, take_turns
 
 OVERRIDES = (
     "correction=[tis_token,gsm]",

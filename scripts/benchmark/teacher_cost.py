@@ -20,7 +20,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from scripts.benchmark.timing import add_counts, build_parser, list_processes, read_seconds, take_turns
+from scripts.harness import add_counts, build_parser, list_processes, read_seconds, take_turns
 
 LEAST_ID, MOST_ID = 3, 20
 """Ids that every vocabulary has."""

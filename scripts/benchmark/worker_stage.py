@@ -31,7 +31,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from scripts.benchmark.simulated_parts import CORRECTION, build_batch
-from scripts.benchmark.timing import add_counts, build_parser, find_median_ratio, take_turns, write_json
+from scripts.harness import add_counts, build_parser, find_median_ratio, take_turns, write_json
 
 MODELS: dict[str, dict[str, Any]] = {
     "quickstart": {},

@@ -12,16 +12,18 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from scripts.benchmark.pair_figures import (
+from scripts.benchmark.paired_runs import (
+    PRESETS,
     Run,
+    build_command,
     compare,
     compare_phases,
     compute_interval,
     compute_step,
     format_result,
+    order_sides,
     read_runs,
 )
-from scripts.benchmark.paired_runs import PRESETS, build_command, order_sides
 from tests.support.paths import ROOT
 
 pytest.importorskip("verl")

@@ -67,7 +67,7 @@ def test_shares_by_hand(run_share: Any) -> None:
 @pytest.mark.slow
 def test_calls_are_noted_where_a_module_arrives_later(run_share: Any, tmp_path: Path) -> None:
     code = (
-        "import call_times\n"
+        "import run_share\n"
         "from recipe.offpolicy.worker.metrics import Ledger, Packet\n"
         "ledger, packet = Ledger(), Packet(1)\n"
         "ledger.leave(packet)\n"
