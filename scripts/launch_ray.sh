@@ -33,4 +33,4 @@ done
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH} WORKING_DIR=${WORKING_DIR:-$root} \
-    exec "${PYTHON:-python3}" "$root/scripts/launch/submit.py" "$@"
+    exec "${PYTHON:-python3}" "$root/scripts/launch_ray.py" "$@"

@@ -131,7 +131,7 @@ lint() {
 types() {
     local targets=() target
     use "$newest"
-    for target in recipe/offpolicy verl_patches scripts/quickstart scripts/evidence scripts/fork scripts/gpu scripts/launch scripts/benchmark scripts/harness.py scripts/export_recipe.py; do
+    for target in recipe/offpolicy verl_patches scripts/quickstart scripts/evidence scripts/fork scripts/gpu scripts/benchmark scripts/harness.py scripts/launch_ray.py scripts/export_recipe.py; do
         [[ -n $(find "$target" -name '*.py' -print -quit 2>/dev/null) ]] && targets+=("$target")
     done
     timeout 1200 mypy "${targets[@]}"

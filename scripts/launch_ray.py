@@ -1,10 +1,17 @@
-"""Shell command and runtime environment of a job on a Ray cluster; pure functions."""
+"""Submit a job to a Ray cluster and exit with its status; scripts/launch_ray.sh documents arguments and variables.
+
+Ray's own command joins words in a way that a POSIX shell reads otherwise, and ends with 0 where a job was stopped.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import json
+import os
 import re
 import shlex
+import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +22,10 @@ import yaml
 from verl_patches.contract import PatchError
 from verl_patches.runtime_env import merged, wanted
 
+DEFAULT_ADDRESS = "http://127.0.0.1:8265"
+USAGE = 2
+NOT_SUCCEEDED = 1
+_POLL_SECONDS = 1.0
 EXCLUDES = (
     *(".git", ".venv*", "venv", "__pycache__", "*.egg-info", ".*_cache", ".hypothesis"),
     *("outputs", "wandb", "tensorboard_log", "checkpoints"),
@@ -69,14 +80,6 @@ def parse(words: Sequence[str]) -> JobRequest:
     return JobRequest(wait, variables, ("bash", *rest) if rest[0].endswith(".sh") else tuple(rest))
 
 
-def entrypoint(command: Sequence[str]) -> str:
-    """Build the line that Ray gives to a shell, in which every word is quoted.
-
-    Without it brackets, quotes and dollars of Hydra's overrides would be the shell's.
-    """
-    return shlex.join(command)
-
-
 def runtime_env(
     base: str, working_dir: str, excludes: str, variables: Mapping[str, str], environ: Mapping[str, str]
 ) -> dict[str, Any]:
@@ -122,3 +125,88 @@ def _read(base: str) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise JobError(f"RUNTIME_ENV={base}: expected fields with values, found {type(found).__name__}.")
     return found
+
+
+def connect(address: str) -> Any:
+    """Connect to the cluster's job server.
+
+    Raises:
+        JobError: nothing answers there, or Ray is not installed here.
+    """
+    try:
+        from ray.exceptions import RayError
+        from ray.job_submission import JobSubmissionClient
+    except ImportError as error:
+        raise JobError(f"{sys.executable}: {error}. Fix: PYTHON=path of a Python with ray[default].") from error
+    try:
+        return JobSubmissionClient(address)
+    except (ConnectionError, RuntimeError, RayError) as error:
+        raise JobError(
+            f"RAY_ADDRESS={address}: {error} Fix: name the dashboard of a running cluster, http://HEAD:8265, where "
+            f"ray[default] is installed."
+        ) from error
+
+
+def follow(client: Any, job: str) -> int:
+    """Show the log until the job ends.
+
+    Returns:
+        0 if it succeeded, else the exit status of its command, or 1 where that is unknown or 0.
+    """
+
+    import aiohttp  # which Ray's client is made with
+
+    async def tail() -> None:
+        async for lines in client.tail_job_logs(job):
+            print(lines, end="", flush=True)
+
+    try:
+        asyncio.run(tail())
+    except (OSError, RuntimeError, aiohttp.ClientError) as error:
+        print(f"launch: the log of job {job} is lost ({error}); it runs on.", file=sys.stderr)
+    # The log may end before the job does.
+    while not client.get_job_status(job).is_terminal():
+        time.sleep(_POLL_SECONDS)
+    info = client.get_job_info(job)
+    reason = (info.message or "").partition(", last available logs")[0]  # they have been shown
+    print(f"launch: job {job} {info.status.value.lower()}. {reason}".rstrip(), file=sys.stderr)
+    if info.status.value == "SUCCEEDED":
+        return 0
+    return info.driver_exit_code or NOT_SUCCEEDED
+
+
+def launch(request: JobRequest) -> int:
+    """Submit, and follow if that was asked for; returns the launcher's exit status."""
+    environment = runtime_env(
+        os.environ.get("RUNTIME_ENV", ""),
+        os.environ.get("WORKING_DIR", ""),
+        os.environ.get("EXCLUDES", ""),
+        request.variables,
+        os.environ,
+    )
+    address = os.environ.get("RAY_ADDRESS") or DEFAULT_ADDRESS
+    client = connect(address)
+    # Every word quoted: without it brackets, quotes and dollars of Hydra's overrides would be the shell's.
+    entrypoint = shlex.join(request.command)
+    job = client.submit_job(
+        entrypoint=entrypoint,
+        runtime_env=environment,
+        submission_id=os.environ.get("SUBMISSION_ID") or None,
+    )
+    print(f"launch: job {job} at {address}: {entrypoint}", file=sys.stderr, flush=True)
+    if request.wait:
+        return follow(client, job)
+    print(f"launch: not waited for; ray job logs --address {address} --follow {job}", file=sys.stderr)
+    return 0
+
+
+def main() -> int:
+    try:
+        return launch(parse(sys.argv[1:]))
+    except JobError as error:
+        print(f"launch: {error}", file=sys.stderr)
+        return USAGE
+
+
+if __name__ == "__main__":
+    sys.exit(main())
