@@ -11,9 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.fork import smoke
-from scripts.fork.command import SMOKE_FAILED
-from scripts.fork.smoke import Failure, explain
+from scripts.fork.command import LAUNCH, ORIGINS, SMOKE_FAILED, Failure, explain
 from tests.support.fork_copy import call, put
 from tests.support.paths import ROOT
 
@@ -59,7 +57,7 @@ def copied(fork: Path) -> Path:
 
 def find_origins(fork: Path, *before: Path) -> subprocess.CompletedProcess[str]:
     path = os.pathsep.join(map(str, [*before, fork / "there", fork]))
-    command = [sys.executable, "-B", "-c", smoke.ORIGINS, "0.9.1", str(fork), "there/"]
+    command = [sys.executable, "-B", "-c", ORIGINS, "0.9.1", str(fork), "there/"]
     return subprocess.run(command, env={"PYTHONPATH": path}, cwd=fork, capture_output=True, text=True, check=False)
 
 
@@ -118,7 +116,7 @@ def test_what_stops_a_launch_fails_the_smoke_test(
     from recipe.offpolicy import main_offpolicy
     from recipe.offpolicy.doctor import doctor_command
 
-    correction, *needed = smoke.LAUNCH
+    correction, *needed = LAUNCH
     # Of a group one choice counts.
     overrides = [override] if override.startswith("correction=") else [correction, *filter(None, [override])]
     status = doctor_command.main([*needed, *overrides])
