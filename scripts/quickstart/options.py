@@ -63,6 +63,7 @@ SUMS_OVERRIDES = (
     "offpolicy.record.every=1000000",
 )
 FREE_LENGTH_OVERRIDES = (
+    "reward.custom_reward_function.name=score_last_word",
     f"data.max_response_length={MOST_TOKENS}",
     # The likeliest answer has one length.
     "actor_rollout_ref.rollout.val_kwargs.do_sample=true",
@@ -95,29 +96,21 @@ class Task:
     Attributes:
         title: for the picture.
         data, model: parts of the cache that hold the questions and the quickstart's own model.
-        reward: file of the reward function.
         overrides: settings that it needs, before the user's.
     """
 
     title: str
     data: str
     model: str
-    reward: str
     overrides: tuple[str, ...] = ()
 
 
 WORDS = "reasoning-gym's spell_backward"
 TASKS = {
-    "spelling": Task(WORDS, "data", "model", "reward.py"),
-    "free_length": Task(
-        f"{WORDS}, at free length", "data", "free_length_model", "free_length_reward.py", FREE_LENGTH_OVERRIDES
-    ),
-    "arithmetic": Task(
-        "reasoning-gym's chain_sum", "arithmetic", SMOLLM2, "arithmetic_reward.py", ARITHMETIC_OVERRIDES
-    ),
-    "process_reward": Task(
-        "sums modulo 5, with process rewards", "sums", "sums_model", "sums_reward.py", SUMS_OVERRIDES
-    ),
+    "spelling": Task(WORDS, "data", "model"),
+    "free_length": Task(f"{WORDS}, at free length", "data", "free_length_model", FREE_LENGTH_OVERRIDES),
+    "arithmetic": Task("reasoning-gym's chain_sum", "arithmetic", SMOLLM2, ARITHMETIC_OVERRIDES),
+    "process_reward": Task("sums modulo 5, with process rewards", "sums", "sums_model", SUMS_OVERRIDES),
 }
 
 

@@ -25,12 +25,11 @@ from .sums import SumsSettings, build_sums_tokenizer, write_data
 from .task import ARITHMETIC, TaskSettings, get_instruction, splits, write_parquet
 
 HERE = Path(__file__).resolve().parent
-_MODEL = ["model.py", "warm_start.py", "task.py", "reward.py", "sums.py", "sums_reward.py"]
-_MODEL += ["free_length.py", "free_length_reward.py"]
+_MODEL = ["model.py", "warm_start.py", "task.py", "reward.py", "sums.py", "free_length.py"]
 INGREDIENTS = {
     "data": (["task.py"], ["reasoning-gym"]),
     "arithmetic": (["task.py"], ["reasoning-gym"]),
-    "sums": (["sums.py", "sums_reward.py"], []),
+    "sums": (["sums.py", "reward.py"], []),
     "smollm2": (["smollm2.py"], ["torch", "transformers"]),
     **dict.fromkeys(
         ("model", "mixture", "teacher", "free_length_model", "sums_model"),

@@ -7,9 +7,11 @@ import ctypes
 import math
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
@@ -22,6 +24,11 @@ Identity = tuple[int, int]
 """Device and inode of a file."""
 TICK = 0.25
 """Seconds between two looks at a child."""
+SERVER = Path(__file__).resolve().parents[1] / "teacher.sh"
+SERVES_WITHIN = 300.0
+"""Seconds in which a teacher serves; about 40 on two idle cores."""
+LENGTH = 128
+"""Longest sequence of a teacher; prompt and response have 74 tokens, and one is decoded."""
 
 _ROOT = Path(__file__).resolve().parents[2]
 _GUARD = f"import sys; sys.path.insert(0, {str(_ROOT)!r}); from scripts.quickstart import processes; processes.guard()"
@@ -86,6 +93,50 @@ class Child:
         """Read the last lines of the log."""
         lines = self.log.read_text(errors="replace").split("\n")
         return "\n".join(line.rsplit("\r", 1)[-1][:300] for line in lines[-count - 1 :]).rstrip()
+
+
+class Teacher:
+    """A vLLM server of the quickstart's own, better model, which ends with the quickstart's other processes.
+
+    Args:
+        model: folder of the model.
+        env: as the trainer has it.
+        log: where its output goes.
+        root: of the checkout.
+    """
+
+    def __init__(self, model: Path, env: Mapping[str, str], log: Path, root: Path) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        self.url = f"http://127.0.0.1:{port}"
+        arguments = [str(model), "--port", str(port), "--max-model-len", str(LENGTH)]
+        self.child = Child(["bash", str(SERVER), *arguments], env, log, root)
+
+    def wait(self, on_tick: Callable[[], None]) -> Iterator[float]:
+        """Wait until it serves; yields the seconds so far every ten.
+
+        Raises:
+            StageFailed: it ended, or does not serve in time.
+        """
+        start = told = time.monotonic()
+        while not _answers(f"{self.url}/health"):
+            on_tick()
+            if self.child.process.poll() is not None:
+                raise StageFailed(f"a teacher that ended with {self.child.process.returncode}, see {self.child.log}")
+            if time.monotonic() - start > SERVES_WITHIN:
+                raise StageFailed(f"a teacher that does not serve within {SERVES_WITHIN:.0f} s, see {self.child.log}")
+            if time.monotonic() - told > 10:
+                told = time.monotonic()
+                yield told - start
+            time.sleep(TICK)
+
+
+def _answers(url: str) -> bool:
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    with contextlib.suppress(OSError), opener.open(url, timeout=5) as answer:
+        return bool(answer.status == 200)
+    return False
 
 
 def guard() -> NoReturn:

@@ -1,8 +1,9 @@
-"""verl's `custom_reward_function`: reasoning-gym's own scorer; verl loads this file by its path."""
+"""verl's `custom_reward_function` of each task; verl loads this file by its path, outside its package."""
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from functools import cache
 from typing import Any
@@ -12,28 +13,59 @@ import reasoning_gym
 _scorer = cache(reasoning_gym.get_score_answer_fn)
 
 
+FORCE_PROMPT = "</think>\n\nThe answer is "
+
+
 def compute_score(
     data_source: str, solution_str: str, ground_truth: str, extra_info: Mapping[str, Any] | None = None, **_: Any
-) -> dict[str, float]:
-    """Score one answer: ``score`` and ``acc``, 0 to 1 with credit for right letters, and ``exact``, 1 for all of them.
-
-    The graded score hides a collapse: answers of the right letters in no order keep much of it. verl validates by each
-    key, and shows ``acc`` among its core metrics.
+) -> float | dict[str, float]:
+    """Score one answer by the questions that it is to: sums by chains, sums of two digits, or words.
 
     Args:
-        data_source: "reasoning_gym/<family>".
+        data_source: "sums" or "reasoning_gym/<family>".
         solution_str: the decoded answer; white space around it is not judged.
         ground_truth: the reference answer.
         extra_info: `question` and `metadata` (JSON), from which reasoning-gym's entry is rebuilt.
 
     Raises:
-        ValueError: the data does not come from reasoning-gym.
+        ValueError: the data comes from neither.
     """
+    if data_source == "sums":
+        return score_chain(solution_str, ground_truth)
     library, _slash, family = data_source.partition("/")
     if library != "reasoning_gym" or not family:
         raise ValueError(f"data_source={data_source!r} is not 'reasoning_gym/<family>': this reward cannot score it")
+    if family == "chain_sum":
+        return score_last_number(solution_str, ground_truth)
     info = extra_info or {}
     metadata = json.loads(info.get("metadata") or "{}")
     entry = {"question": info.get("question", ""), "answer": ground_truth, "metadata": metadata}
-    score = float(_scorer(family)(answer=solution_str.strip(), entry=entry))
+    return grade(family, solution_str, entry)
+
+
+def grade(family: str, answer: str, entry: Mapping[str, Any]) -> dict[str, float]:
+    """Score by reasoning-gym: ``score`` and ``acc``, 0 to 1 with credit for right letters, and ``exact``, 1 for all.
+
+    The graded score hides a collapse: answers of the right letters in no order keep much of it. verl validates by each
+    key, and shows ``acc`` among its core metrics.
+    """
+    score = float(_scorer(family)(answer=answer.strip(), entry=entry))
     return {"score": score, "acc": score, "exact": float(score >= 1.0)}
+
+
+def score_last_number(answer: str, ground_truth: str) -> float:
+    """Score 1 if reasoning-gym's own scorer finds the last number right, else 0."""
+    numbers = re.findall(r"-?\d+", answer)
+    return float(bool(numbers) and _scorer("chain_sum")(answer=numbers[-1], entry={"answer": ground_truth}) >= 1.0)
+
+
+def score_chain(answer: str, ground_truth: str) -> float:
+    """Score 1 if what follows the force prompt is the sum, else 0."""
+    _chain, found, last = answer.partition(FORCE_PROMPT.strip())
+    return float(bool(found) and last.strip() == ground_truth)
+
+
+def score_last_word(data_source: str, solution_str: str, ground_truth: str, **_: Any) -> float:
+    """Score 1 if the last word is the answer, else 0; what stands before it is as long as the policy likes."""
+    words = solution_str.split()
+    return float(bool(words) and words[-1].casefold() == ground_truth.casefold())

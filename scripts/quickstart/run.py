@@ -37,12 +37,10 @@ from .options import (
     quote,
 )
 from .prepare import find_made, folder
-from .processes import Child, SharedMemoryWatch, StageFailed, Tail, become_subreaper, clean_up
-from .progress import Progress, TrainingView
-from .report import build_summary_table, describe, draw
+from .processes import Child, SharedMemoryWatch, StageFailed, Tail, Teacher, become_subreaper, clean_up
+from .report import Progress, TrainingView, build_summary_table, describe, draw
 from .smollm2 import NAME
 from .sums import describe_utilities, judge_utilities, read_recorded
-from .teacher import Teacher
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
@@ -207,7 +205,7 @@ class Quickstart:
         return [
             *(sys.executable, "-m", "recipe.offpolicy.main_offpolicy", "--config-name", CONFIG.stem),
             quote("hydra.run.dir", self._folder / "hydra"),
-            quote("reward.custom_reward_function.path", HERE / self.task.reward),
+            quote("reward.custom_reward_function.path", HERE / "reward.py"),
             *build_release_overrides(self.options.platform, release, self.overrides),
             *self.options.model_overrides,
             *build_task_overrides(self.options.task, self.overrides),

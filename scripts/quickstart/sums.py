@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .sums_reward import FORCE_PROMPT
+from .reward import FORCE_PROMPT
 
 BASE = 5
 INSTRUCTION = f"Add up the digits modulo {BASE}: "

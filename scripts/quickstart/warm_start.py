@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from . import free_length, free_length_reward, reward, sums, task
-from .sums_reward import FORCE_PROMPT
+from . import free_length, reward, sums, task
+from .reward import FORCE_PROMPT
 from .task import Entry
 
 IGNORED = -100
@@ -163,8 +163,7 @@ def learn_entries(
 
 def grade(entry: Entry, text: str) -> dict[str, float]:
     """Score an answer as verl does."""
-    row = task.to_row(entry, 0, "warm_start")
-    return reward.compute_score(row["data_source"], text, entry["answer"], row["extra_info"])
+    return reward.grade(entry["metadata"]["source_dataset"], text, entry)
 
 
 def warm_start(
@@ -197,7 +196,7 @@ def warm_start_at_length(
     warm_start(model, tokenizer, entries, report, TEACHER)
 
     def score(entry: Entry, text: str) -> float:
-        return free_length_reward.compute_score("", text, entry["answer"])
+        return reward.score_last_word("", text, entry["answer"])
 
     demonstrate = free_length.demonstrate_at_length
     return learn_entries(model, tokenizer, entries, settings, demonstrate, score, report)

@@ -18,7 +18,7 @@ from recipe.offpolicy.extensions.add_ons import AddOns
 from recipe.offpolicy.extensions.length_penalty.length_penalty import LengthPenalty
 from recipe.offpolicy.trainer.batch_view_v0 import DataProtoBatch
 from scripts.quickstart.free_length import ANCHOR, COEFFICIENTS, MOST_TOKENS
-from scripts.quickstart.free_length_reward import compute_score
+from scripts.quickstart.reward import score_last_word
 from scripts.quickstart.task import Entry
 from scripts.quickstart.warm_start import pad_left, tokenize_prompts
 from verl import DataProto
@@ -124,7 +124,7 @@ def train(arm: str, seed: int, folder: Path, entries: Sequence[Entry], steps: in
             tokenizer.decode(t[m].tolist(), skip_special_tokens=True)
             for t, m in zip(found.tokens, found.mask, strict=True)
         ]
-        scores = torch.tensor([compute_score("", text, e["answer"]) for text, e in zip(texts, chosen, strict=True)])
+        scores = torch.tensor([score_last_word("", text, e["answer"]) for text, e in zip(texts, chosen, strict=True)])
         advantages = estimate(found, scores, penalty, step)
         # Two gradient steps on each batch, as in the quickstart.
         for rows in torch.arange(len(chosen)).tensor_split(2):

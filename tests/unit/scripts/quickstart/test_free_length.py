@@ -11,17 +11,17 @@ import torch
 
 from scripts.quickstart import prepare, warm_start
 from scripts.quickstart.free_length import ANCHOR, COEFFICIENTS, MOST_TOKENS, demonstrate_at_length
-from scripts.quickstart.free_length_reward import compute_score
 from scripts.quickstart.model import build_model, build_tokenizer
 from scripts.quickstart.options import FREE_LENGTH_OVERRIDES, Options, build_task_overrides
+from scripts.quickstart.reward import score_last_word
 from scripts.quickstart.warm_start import TEACHER, WarmStart, warm_start_at_length
 
 ENTRY = {"question": "Spell backward: cat", "answer": "tac", "metadata": {"word": "cat"}}
 
 
 def test_the_last_word_is_scored() -> None:
-    assert compute_score("", "cat cat tac", "tac") == compute_score("", "TAC", "tac") == 1.0
-    assert compute_score("", "tac cat", "tac") == compute_score("", " ", "tac") == 0.0
+    assert score_last_word("", "cat cat tac", "tac") == score_last_word("", "TAC", "tac") == 1.0
+    assert score_last_word("", "tac cat", "tac") == score_last_word("", " ", "tac") == 0.0
 
 
 def test_demonstrations_with_more_copies_are_right_more_often() -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.quickstart import arithmetic_reward, prepare, smollm2, task
+from scripts.quickstart import prepare, reward, smollm2, task
 from scripts.quickstart.options import BUCKET, TASKS, Options, build_child_environment, build_task_overrides
 
 
@@ -38,7 +38,7 @@ def test_another_task_or_model_next_to_it_is_refused(environment: dict[str, str]
     [("7", 1.0), ("4 + 3 = 7.", 1.0), ("7, or is it 8", 0.0), ("seven", 0.0), ("", 0.0), ("-7", 0.0), ("17", 0.0)],
 )
 def test_the_last_number_of_an_answer_is_scored(answer: str, score: float) -> None:
-    assert arithmetic_reward.compute_score("reasoning_gym/chain_sum", answer, "7") == score
+    assert reward.compute_score("reasoning_gym/chain_sum", answer, "7") == score
 
 
 def test_questions_are_sums_and_differences_of_two_digits_no_one_in_two_splits() -> None:

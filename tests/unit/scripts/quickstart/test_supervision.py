@@ -16,7 +16,7 @@ from scripts.quickstart import prepare
 from scripts.quickstart.metrics import History
 from scripts.quickstart.options import Options, build_child_environment, build_task_overrides, quote
 from scripts.quickstart.processes import Child, StageFailed, Tail
-from scripts.quickstart.progress import Progress, TrainingView
+from scripts.quickstart.report import Progress, TrainingView
 from tests.support.paths import ROOT
 from tests.support.recorder_clock import Clock
 
