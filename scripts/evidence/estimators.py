@@ -13,7 +13,7 @@ import argparse
 import math
 import statistics
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -145,6 +145,15 @@ def _measurements(world: World, mismatch: float, staleness: float, *, options: b
 def report(evidence: Evidence, console: Console) -> None:
     """Print all tables and sentences."""
     settings, plane = evidence.settings, evidence.settings.plane
+    cells: dict[str, Callable[[Measurement], str]] = {
+        "bias": lambda m: number(m.bias),
+        "cosine": lambda m: "-" if math.isnan(m.cosine) else f"{m.cosine:.3f}",
+        "variance": lambda m: f"{m.variance / evidence.on_policy_variance:.2f}",
+        "score mean": lambda m: number(m.score_mean),
+        "removed": lambda m: f"{m.dropped:.3f}",
+        "rows": lambda m: f"{m.break_even:,.0f}" if m.bias > 1e-10 else "-",
+    }
+    cells["drift"] = cells["score mean"]
 
     def show(title: str, left: Sequence[str], right: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
         table = Table(*left, title=title, title_style="bold", title_justify="left")
@@ -154,70 +163,43 @@ def report(evidence: Evidence, console: Console) -> None:
             table.add_row(*row)
         console.print(table)
 
-    def variance(measurement: Measurement) -> str:
-        return f"{measurement.variance / evidence.on_policy_variance:.2f}"
+    def show_all(title: str, what: str, found: Mapping[str, Measurement], *headings: str) -> None:
+        show(title, [what], headings, ([name, *(cells[each](m) for each in headings)] for name, m in found.items()))
 
     at_old = f"pi = pi_old, by mismatch (V = {settings.vocabulary}, T = {settings.length})"
-    at_stale = f"mismatch {settings.stale_mismatch:g}, by staleness of pi"
-    tables: list[tuple[str, dict[float, dict[str, Measurement]], Callable[[Measurement], str]]] = [
-        (f"Bias |E[g] - grad J| / |grad J|; {at_old}", evidence.mismatches, bias),
-        (f"Cosine of E[g] and grad J; {at_old}", evidence.mismatches, cosine),
-        (f"Variance of one row's gradient, 1 = on-policy; {at_old}", evidence.mismatches, variance),
-        (
-            f"Score mean |E[sum_t w_t grad log pi_t]|, 0 = baselines add no bias; {at_old}",
-            evidence.mismatches,
-            lambda m: number(m.score_mean),
-        ),
-        (f"Bias; {at_stale}", evidence.stalenesses, bias),
-    ]
-    for title, levels, cell in tables:
-        rows = [[e.name, *(cell(row[e.name]) for row in levels.values())] for e in ESTIMATORS]
+    no_bias = "Score mean |E[sum_t w_t grad log pi_t]|, 0 = baselines add no bias"
+    for title, levels, kind in (
+        (f"Bias |E[g] - grad J| / |grad J|; {at_old}", evidence.mismatches, "bias"),
+        (f"Cosine of E[g] and grad J; {at_old}", evidence.mismatches, "cosine"),
+        (f"Variance of one row's gradient, 1 = on-policy; {at_old}", evidence.mismatches, "variance"),
+        (f"{no_bias}; {at_old}", evidence.mismatches, "score mean"),
+        (f"Bias; mismatch {settings.stale_mismatch:g}, by staleness of pi", evidence.stalenesses, "bias"),
+    ):
+        rows = [[e.name, *(cells[kind](row[e.name]) for row in levels.values())] for e in ESTIMATORS]
         show(title, ["estimator"], [f"{level:g}" for level in levels], rows)
     legend = "removed: share of tokens; rows: batch whose standard error is the bias"
-    headings = ["bias", "cosine", "variance", "score mean", "removed", "rows"]
-    found = {name: evidence.mismatches[plane][name] for name in evidence.biases}
-    show(
-        f"pi = pi_old at mismatch {plane:g}; {legend}",
-        ["estimator"],
-        headings,
-        (
-            [name, bias(m), cosine(m), variance(m), number(m.score_mean), f"{m.dropped:.3f}", break_even(m)]
-            for name, m in found.items()
-        ),
-    )
-    nones = evidence.biases[NONE.name]
-    for name in ("options", "stale_options"):
-        found, where = getattr(evidence, name), "" if name == "options" else f", pi stale by {settings.stale:g}"
-        show(
-            f"Every option of the group correction at mismatch {plane:g}{where}; drift: the score mean",
-            ["option"],
-            ["bias", "cosine", "variance", "drift", "removed"],
-            (
-                [option, bias(m), cosine(m), variance(m), number(m.score_mean), f"{m.dropped:.3f}"]
-                for option, m in found.items()
-            ),
-        )
-    rows = []
+    headings = ("bias", "cosine", "variance", "score mean", "removed", "rows")
+    show_all(f"pi = pi_old at mismatch {plane:g}; {legend}", "estimator", evidence.mismatches[plane], *headings)
+    for found, where in ((evidence.options, ""), (evidence.stale_options, f", pi stale by {settings.stale:g}")):
+        title = f"Every option of the group correction at mismatch {plane:g}{where}; drift: the score mean"
+        show_all(title, "option", found, "bias", "cosine", "variance", "drift", "removed")
+    nones, rows = evidence.biases[NONE.name], []
     for name, biases in evidence.biases.items():
         below = sum(bias < none for bias, none in zip(biases, nones, strict=True))
         ordered = [number(each(biases)) for each in (statistics.median, min, max)]
         rows.append([name, *ordered, f"{below} of {len(nones)}"])
     over = f"Bias at mismatch {plane:g}, pi = pi_old, over {len(nones)} seeds"
     show(over, ["estimator"], ["median", "least", "greatest", "below none"], rows)
-    rows = [
-        [
-            f"{aggregate} [{lower:g}, {upper:g}]",
-            case.name,
-            *(
-                f"{claims.expected(aggregate, case, T):.2f} ({evidence.shares[aggregate, case, T]:.2f})"
-                for T in settings.lengths
-            ),
-        ]
-        for aggregate, (lower, upper) in claims.MASKS.items()
-        for case in claims.CASES
-    ]
-    kept = f"Rows kept by length: normal distribution (of {settings.rows} simulated rows, shipped masks)"
-    show(kept, ["mask", "log-ratio a token"], [f"T = {length}" for length in settings.lengths], rows)
+    rows = []
+    for aggregate, (lower, upper) in claims.MASKS.items():
+        for case in claims.CASES:
+            pairs = [
+                (claims.expected(aggregate, case, T), evidence.shares[aggregate, case, T]) for T in settings.lengths
+            ]
+            kept = [f"{expected:.2f} ({share:.2f})" for expected, share in pairs]
+            rows.append([f"{aggregate} [{lower:g}, {upper:g}]", case.name, *kept])
+    title = f"Rows kept by length: normal distribution (of {settings.rows} simulated rows, shipped masks)"
+    show(title, ["mask", "log-ratio a token"], [f"T = {length}" for length in settings.lengths], rows)
     for sentence in evidence.sentences:
         console.print(f"holds: {sentence}", highlight=False)
 
@@ -225,18 +207,6 @@ def report(evidence: Evidence, console: Console) -> None:
 def number(value: float) -> str:
     """Format with two digits; rounding errors as 0."""
     return "0" if value < 1e-10 else f"{value:.2g}"
-
-
-def bias(measurement: Measurement) -> str:
-    return number(measurement.bias)
-
-
-def cosine(measurement: Measurement) -> str:
-    return "-" if math.isnan(measurement.cosine) else f"{measurement.cosine:.3f}"
-
-
-def break_even(measurement: Measurement) -> str:
-    return f"{measurement.break_even:,.0f}" if measurement.bias > 1e-10 else "-"
 
 
 # --- figure

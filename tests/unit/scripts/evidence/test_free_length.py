@@ -17,20 +17,23 @@ from tests.support.paths import ROOT
 sys.path.insert(0, str(ROOT / "scripts" / "evidence"))
 pytest.importorskip("verl")
 
-from free_length import free_length, free_length_training
+from free_length import free_length
 from free_length.free_length import (
     ARMS,
     VERL_BLOCK,
     VERL_LAST,
+    Sampled,
+    build_penalty,
     compute_ends,
     draw,
+    estimate,
     format_arms,
     judge,
     print_table,
     read_runs,
+    train,
     write_measured,
 )
-from free_length.free_length_training import build_penalty, estimate, train
 
 from scripts.quickstart.free_length import MOST_TOKENS
 from scripts.quickstart.model import build_model, build_tokenizer
@@ -48,7 +51,7 @@ def test_arms_are_all_kinds_in_both_places() -> None:
 
 def test_advantages_are_verls_without_a_penalty_and_others_with_one() -> None:
     mask = torch.arange(4) < torch.tensor([[2], [4]] * 8)
-    found = free_length_training.Sampled([[1]] * 16, torch.zeros(16, 4, dtype=torch.int64), torch.zeros(16, 4), mask)
+    found = Sampled([[1]] * 16, torch.zeros(16, 4, dtype=torch.int64), torch.zeros(16, 4), mask)
     scores = torch.tensor([1.0, 0, 1, 0, 0, 0, 0, 0] + [1.0] * 8)
     plain = estimate(found, scores, build_penalty("none"), 1)
     assert not plain[8:].any()
