@@ -22,6 +22,7 @@ seconds is ended with all its processes, and stops the call.
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import os
@@ -227,37 +228,29 @@ def prepare(preset: Preset) -> list[str]:
     ]
 
 
-def run_pairs(
-    name: str,
-    pairs: int,
-    steps: int,
-    overrides: Sequence[str],
-    out: Path,
-    limit: float,
-    against: Sequence[str] = (),
-) -> list[Run]:
+def run_pairs(given: argparse.Namespace) -> list[Run]:
     """Run what is missing of the pairs, and append each run to ``out``; return all of these settings."""
-    preset, settings = PRESETS[name], [name, steps, [*overrides, *(f"against {word}" for word in against)]]
-    runs = read_runs(out, settings)
+    settings = [given.preset, given.steps, [*given.overrides, *(f"against {word}" for word in given.against)]]
+    preset, runs, pairs = PRESETS[given.preset], read_runs(given.out, settings), range(1, given.pairs + 1)
     ended = {(run.pair, run.side) for run in runs}
-    missing = [(pair, side) for pair in range(1, pairs + 1) for side in order_sides(pair) if (pair, side) not in ended]
+    missing = [(pair, side) for pair in pairs for side in order_sides(pair) if (pair, side) not in ended]
     files = prepare(preset) if missing else []
-    out.parent.mkdir(parents=True, exist_ok=True)
+    overrides = [*given.overrides, f"trainer.total_training_steps={given.steps}"]
+    given.out.parent.mkdir(parents=True, exist_ok=True)
     for pair, side in missing:
-        print(f"pair {pair} of {pairs}, {side}", file=sys.stderr, flush=True)
+        print(f"pair {pair} of {given.pairs}, {side}", file=sys.stderr, flush=True)
         # Sockets of Ray lie deep below it, and the path of a socket must be shorter than 108 characters.
         with tempfile.TemporaryDirectory(prefix="pr", dir="/tmp", ignore_cleanup_errors=True) as scratch:
-            command = build_command(
-                side, preset, pair, Path(scratch), [*overrides, f"trainer.total_training_steps={steps}"], against
-            )
-            start, logged = follow([*command, *files], Path(scratch), limit)
-        if len(logged) != steps:
-            raise RuntimeError(f"pair {pair}, {side}: {len(logged)} steps have metrics, and {steps} were asked for.")
+            command = build_command(side, preset, pair, Path(scratch), overrides, given.against)
+            start, logged = follow([*command, *files], Path(scratch), given.limit)
+        if len(logged) != given.steps:
+            asked = f"{given.steps} were asked for"
+            raise RuntimeError(f"pair {pair}, {side}: {len(logged)} steps have metrics, and {asked}.")
         seconds = [step[STEP] for step in logged]
         runs.append(Run(settings, pair, side, start, seconds, compute_phases(logged)))
-        with out.open("a") as file:
+        with given.out.open("a") as file:
             file.write(json.dumps(asdict(runs[-1])) + "\n")
-    return [run for run in runs if run.pair <= pairs]
+    return [run for run in runs if run.pair in pairs]
 
 
 class Interval(NamedTuple):
@@ -361,7 +354,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda number, frame: sys.exit(128 + number))
     try:
-        runs = run_pairs(given.preset, given.pairs, given.steps, given.overrides, given.out, given.limit, given.against)
+        runs = run_pairs(given)
     except RuntimeError as error:
         print(error, file=sys.stderr)
         return 1
