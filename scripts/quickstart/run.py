@@ -1,7 +1,7 @@
 """Supervisor of the quickstart: prepares, trains, reports, and cleans up.
 
 scripts/quickstart.sh runs it with the environment's Python; its arguments are Hydra overrides. See options.py for
-the environment variables it reads and metrics.py for its exit codes.
+the environment variables it reads and report.py for its exit codes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ import yaml
 from recipe.offpolicy.analysis.pages.table import to_rich
 from verl_patches.contract import installed_release
 
-from .metrics import FAILED, FIRST_VALUE, REFUSED, History, judge
 from .options import (
     MODEL_PATH,
     SMOLLM2,
@@ -38,7 +37,18 @@ from .options import (
 )
 from .prepare import find_made, folder
 from .processes import Child, SharedMemoryWatch, StageFailed, Tail, Teacher, become_subreaper, clean_up
-from .report import Progress, TrainingView, build_summary_table, describe, draw
+from .report import (
+    FAILED,
+    FIRST_VALUE,
+    REFUSED,
+    History,
+    Progress,
+    TrainingView,
+    build_summary_table,
+    describe,
+    draw,
+    judge,
+)
 from .smollm2 import NAME
 from .sums import describe_utilities, judge_utilities, read_recorded
 

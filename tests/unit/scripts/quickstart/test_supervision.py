@@ -13,25 +13,23 @@ import pytest
 from rich.console import Console
 
 from scripts.quickstart import prepare
-from scripts.quickstart.metrics import History
 from scripts.quickstart.options import Options, build_child_environment, build_task_overrides, quote
 from scripts.quickstart.processes import Child, StageFailed, Tail
-from scripts.quickstart.report import Progress, TrainingView
+from scripts.quickstart.report import History, Progress, TrainingView
 from tests.support.paths import ROOT
 from tests.support.recorder_clock import Clock
 
 
-def test_options_from_nothing():
-    assert Options.read({}, []) == Options(model=None, platform="cpu")
-
-
-def test_options_from_the_environment():
-    options = Options.read({"TASK": "free_length"}, ["platform=cpu", "trainer.total_training_steps=3", "platform=cuda"])
-    assert options == Options(None, "cuda", "free_length")
-
-
-def test_the_mixture_is_an_option() -> None:
-    assert Options.read({}, ["model=moe"]) == Options(None, "cpu", mixture=True)
+@pytest.mark.parametrize(
+    ("env", "overrides", "options"),
+    [
+        ({}, [], Options(model=None, platform="cpu")),
+        ({"TASK": "free_length"}, ["platform=cpu", "a=3", "platform=cuda"], Options(None, "cuda", "free_length")),
+        ({}, ["model=moe"], Options(None, "cpu", mixture=True)),
+    ],
+)
+def test_options_are_of_the_environment_and_of_overrides(env, overrides, options):
+    assert Options.read(env, overrides) == options
 
 
 def test_routes_that_are_replayed_are_recorded() -> None:

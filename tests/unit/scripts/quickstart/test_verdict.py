@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import math
 
 import pytest
 from rich.console import Console
 
 from recipe.offpolicy.analysis.pages.table import to_rich
-from scripts.quickstart.metrics import (
+from scripts.quickstart.report import (
     ESS,
     FAILED,
     KEPT,
@@ -18,11 +19,13 @@ from scripts.quickstart.metrics import (
     RATIO_ESS,
     REWARD,
     History,
+    build_summary_table,
+    describe,
+    draw,
     judge,
     read_exact_share,
     read_heldout_score,
 )
-from scripts.quickstart.report import build_summary_table, describe, draw
 
 SCORE = "val-core/reasoning_gym/spell_backward/acc/mean@1"
 
@@ -45,6 +48,12 @@ def made_up(before: float | None, after: float | None, proved: float = 1.0, step
     return History(records)
 
 
+def print_table(history: History) -> str:
+    console = Console(width=80, record=True, file=io.StringIO())
+    console.print(to_rich(build_summary_table(history, corrected=True)))
+    return console.export_text()
+
+
 def test_the_heldout_score_is_the_mean_over_all_answers() -> None:
     data = {"val-aux/x/acc/mean@1": 0.1, "val-core/x/acc/best@4/mean": 0.9, "val-core/x/acc/mean@4": 0.25}
     assert read_heldout_score(data) == 0.25
@@ -59,9 +68,8 @@ def test_the_share_of_exact_answers_stands_beside_the_score() -> None:
     assert "exact match" not in history.heldout
     history.records[0][1]["val-aux/x/exact/mean@1"] = 0.117
     history.records[-1][1]["val-aux/x/exact/mean@1"] = 0.625
-    console = Console(width=80, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
-    console.print(to_rich(build_summary_table(history, corrected=True)))
-    assert "held-out exact match" in (text := console.export_text())
+    text = print_table(history)
+    assert "held-out exact match" in text
     assert "0.117" in text
 
 
@@ -73,9 +81,7 @@ def test_without_a_weight_the_effective_sample_size_is_the_ratios() -> None:
         data |= {"offpolicy/weight/ess": 1.0, "offpolicy/rollout_ratio/ess": 0.05}
     assert history.ess == RATIO_ESS
     assert history.series(history.ess) == [0.05] * 4
-    console = Console(width=80, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
-    console.print(to_rich(build_summary_table(history, corrected=True)))
-    assert "effective sample size of pi_old/mu" in console.export_text()
+    assert "effective sample size of pi_old/mu" in print_table(history)
 
 
 @pytest.mark.parametrize(
@@ -130,9 +136,7 @@ def test_series_skip_the_validation_before_training_and_mark_gaps():
 
 
 def test_table_shows_first_and_last():
-    console = Console(width=80, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
-    console.print(to_rich(build_summary_table(made_up(0.312, 0.845), corrected=True)))
-    text = console.export_text()
+    text = print_table(made_up(0.312, 0.845))
     for shown in ("0.312", "0.845", "0.300", "0.600", "1.00e-04", "4.00e-04", "0.990", "0.900", "yes"):
         assert shown in text
 
