@@ -17,10 +17,13 @@ from ..analysis.whatif.compose import initialize_composer
 from ..analysis.whatif.overrides import build_overrides
 from ..correction import CorrectionSpec, SpecError
 from ..correction.dialects import PEERS
-from ..correction.problem import format_value
+from ..correction.dialects.peer import flatten
+from ..correction.dialects.verl import VERL_DEFAULTS
+from ..correction.problem import format_value, set_to
 
 BAD_INPUT: Final = 2
 """Exit status."""
+_SECTIONS: Final = ("rollout_correction", "algorithm.rollout_correction")
 _LOSS_MODE: Final = "actor_rollout_ref.actor.policy_loss.loss_mode=gpg"
 
 _WRITERS: Final[dict[str, Callable[[CorrectionSpec], dict[str, Any]]]] = {
@@ -67,6 +70,8 @@ def read_document(path: Path) -> Mapping[str, Any]:
 def translate(document: Mapping[str, Any], source: str, target: str) -> str:
     """Translate the correction of ``document`` from one framework's keys to another's, as text.
 
+    Overrides are for verl's own programs. Those translated from verl also switch its own correction off.
+
     Raises:
         SpecError: it is malformed, or the target cannot express it.
 
@@ -75,17 +80,33 @@ def translate(document: Mapping[str, Any], source: str, target: str) -> str:
         rollout_is: token
         rollout_is_threshold: 0.5_5.0
     """
-    return _write(CorrectionSpec.from_peer(source, document), target)
+    overrides = _switch_verls_off(document) if source == "verl" else []
+    return _write(CorrectionSpec.from_peer(source, document), target, overrides)
 
 
-def _write(spec: CorrectionSpec, target: str) -> str:
-    """Write a correction in a framework's keys, or as overrides of a launch, as text."""
+def _write(spec: CorrectionSpec, target: str, more: Sequence[str]) -> str:
+    """Write a correction in a framework's keys, or as overrides of a launch followed by ``more``, as text."""
     if target != "hydra":
         values = _WRITERS[target](spec)
         return yaml.safe_dump(values, sort_keys=False).strip() if values else "{}"
     with initialize_composer():
-        overrides = build_overrides(spec)
-    return "\n".join(shlex.quote(override) for override in [*overrides, *([_LOSS_MODE] if _needs_gpg(spec) else [])])
+        choice, *keys = build_overrides(spec)
+    overrides = [f"+correction@{choice}", *keys, *([_LOSS_MODE] if _needs_gpg(spec) else []), *more]
+    return "\n".join(map(shlex.quote, overrides))
+
+
+def _switch_verls_off(document: Mapping[str, Any]) -> list[str]:
+    """Build the overrides that set verl's own correction back to its defaults, for the keys that differ."""
+    given = {}
+    for path, value in flatten(document, "verl").items():
+        section, _, key = path.rpartition(".")
+        if section in ("", *_SECTIONS) and key in VERL_DEFAULTS:
+            given[key] = value
+    return [
+        set_to(f"{_SECTIONS[-1]}.{key}", default)
+        for key, default in VERL_DEFAULTS.items()
+        if given.get(key) not in (None, default)
+    ]
 
 
 def _needs_gpg(spec: CorrectionSpec) -> bool:
@@ -98,8 +119,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = build_parser().parse_args(arguments)
     peer = PEERS[options.source]
     try:
-        reading = peer.read_source(read_document(options.config), frozenset(options.ignore))
-        print(_write(CorrectionSpec.from_mapping(reading.plain), options.target))  # noqa: T201
+        document = read_document(options.config)
+        reading = peer.read_source(document, frozenset(options.ignore))
+        more = _switch_verls_off(document) if options.source == "verl" else []
+        print(_write(CorrectionSpec.from_mapping(reading.plain), options.target, more))  # noqa: T201
     except (SpecError, ValueError, OSError) as error:
         print(f"translate: {error}", file=sys.stderr)  # noqa: T201
         return BAD_INPUT

@@ -18,7 +18,7 @@ PRIME = "[trainer.loss]\ntype = 'kpop'\nkpop_threshold = 0.2\n"
 
 
 def composed(text: str) -> CorrectionSpec:
-    given = shlex.split(text)
+    given = shlex.split(text.replace("+correction@correction=", "correction="))
     ours = [override for override in given if override.lstrip("+").startswith("correction")]
     with initialize_composer():
         return CorrectionSpec.from_mapping(compose_correction(ours))
@@ -88,6 +88,24 @@ def test_from_each_framework(
 
 
 @pytest.mark.parametrize(
+    ("given", "printed"),
+    [
+        (
+            {"rollout_is": "token", "rollout_is_threshold": 3.0},
+            "+correction@correction=tis_token correction.weight.upper=3.0 V.rollout_is=null V.rollout_is_threshold=2.0",
+        ),
+        ({"bypass_mode": True}, "+correction@correction=none correction.proximal=bypass V.bypass_mode=false"),
+        ({}, "+correction@correction=none"),
+    ],
+)
+def test_verls_own_correction_becomes_what_main_ppo_takes(given: dict[str, object], printed: str) -> None:
+    """verl's keys are set back, because the launch stops if both correct."""
+    expected = printed.replace("V.", "algorithm.rollout_correction.").split()
+    for document in (given, {"algorithm": {"rollout_correction": given, "gamma": 1.0}}):
+        assert translate(document, "verl", "hydra").split() == expected
+
+
+@pytest.mark.parametrize(
     ("source", "document"),
     [
         ("skyrl", {"enable_sample_support_replay": True}),
@@ -115,7 +133,7 @@ def test_keys_that_correct_nothing_are_listed(tmp_path: Path, capsys: pytest.Cap
     path.write_text("{loss_type: cispo, vllm_importance_sampling_correction: false, learning_rate: 1.0}")
     assert main([str(path), "--from", "trl"]) == 0
     said = capsys.readouterr()
-    assert (said.out.strip(), "loss_type" in said.err) == ("correction=none", True)
+    assert (said.out.strip(), "loss_type" in said.err) == ("+correction@correction=none", True)
     path.write_text("{my_logprob_key: 1, vllm_importance_sampling_correction: false}")
     assert main([str(path), "--from", "trl"]) == 2
     assert "my_logprob_key=1" in capsys.readouterr().err
