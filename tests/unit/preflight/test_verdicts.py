@@ -83,6 +83,8 @@ NAMED = {
     "verl's bypass": "verl.bypass_mode=true",
     "token weight of verl's": "verl.rollout_is=token",
     "grpo": "algorithm.adv_estimator=grpo",
+    "short answers": "data.max_response_length=256",
+    "dynamic": "actor.use_dynamic_bsz=true; rollout.log_prob_use_dynamic_bsz=true",
     "no mu": "rollout.calculate_log_probs=false",
     "at 0.7": "rollout.temperature=0.7",
 }
@@ -611,13 +613,18 @@ CASES: dict[tuple[Check, str], list[tuple[str, ...]]] = {
         ("five rollouts; actor.ppo_micro_batch_size_per_gpu=3", "ERROR actor.ppo_micro_batch_size_per_gpu: =2"),
         ("five rollouts; actor.ppo_micro_batch_size_per_gpu=64", "ERROR actor.ppo_micro_batch_size_per_gpu: =40"),
         ("five rollouts; actor.ppo_micro_batch_size_per_gpu=200", "ERROR actor.ppo_micro_batch_size_per_gpu: =160"),
-        ("five rollouts; actor.ppo_micro_batch_size_per_gpu=7; actor.use_dynamic_bsz=true",),
+        ("five rollouts; actor.ppo_micro_batch_size_per_gpu=7; dynamic",),
+        ("dynamic; rollout.log_prob_use_dynamic_bsz=false", "ERROR rollout.log_prob_use_dynamic_bsz: =true"),
+        (
+            "actor.strategy=megatron; rollout.log_prob_use_dynamic_bsz=true",
+            "ERROR rollout.log_prob_use_dynamic_bsz: =false",
+        ),
         ("five rollouts; rollout.log_prob_micro_batch_size_per_gpu=128",),
         (
             "five rollouts; rollout.log_prob_micro_batch_size_per_gpu=96",
             "ERROR rollout.log_prob_micro_batch_size_per_gpu: =80",
         ),
-        ("five rollouts; rollout.log_prob_micro_batch_size_per_gpu=96; rollout.log_prob_use_dynamic_bsz=true",),
+        ("five rollouts; rollout.log_prob_micro_batch_size_per_gpu=96; dynamic",),
         ("five rollouts; rollout.log_prob_micro_batch_size_per_gpu=96; our bypass; uncorrected",),
         ("five rollouts; rollout.log_prob_micro_batch_size_per_gpu=96; verl's bypass",),
         ("five rollouts; ref.log_prob_micro_batch_size_per_gpu=96",),
@@ -648,6 +655,7 @@ CASES: dict[tuple[Check, str], list[tuple[str, ...]]] = {
             "ERROR actor.ppo_micro_batch_size_per_gpu: =2",
         ),
         ("five rollouts; actor.ppo_micro_batch_size_per_gpu=3; actor.strategy=megatron; legacy worker",),
+        ("dynamic; rollout.log_prob_use_dynamic_bsz=false; actor.strategy=megatron; legacy worker",),
     ],
     (run_keys.check_by_verl, "0.9.1"): [
         ("",),
@@ -671,6 +679,15 @@ CASES: dict[tuple[Check, str], list[tuple[str, ...]]] = {
         ("token weight of verl's; verl.rollout_is_threshold=25", "NOTE verl.rollout_is_threshold: =2.0"),
         ("verl.rollout_is_threshold=25",),
     ],
+    (remarks.warn_short_answers, "0.9.1"): [
+        ("",),
+        ("short answers", "NOTE masks.gsm.upper"),
+        ("short answers; rollout.dtype=float32",),
+        ("short answers; asynchronous",),
+        ("short answers; masks.gsm.lower=0.95; masks.gsm.upper=1.05",),
+        ("data.max_response_length=32; masks.gsm.lower=0.98; masks.gsm.upper=1.02", "NOTE masks.gsm.upper"),
+        ("short answers; masks.gsm.ratio=ppo",),
+    ],
     (remarks.warn_no_staleness, "0.9.1"): [
         ("one gradient step",),
         (
@@ -689,8 +706,11 @@ CASES: dict[tuple[Check, str], list[tuple[str, ...]]] = {
         ("rollout.log_prob_micro_batch_size_per_gpu=8", "NOTE rollout.log_prob_micro_batch_size_per_gpu: =1"),
         ("actor.use_dynamic_bsz=true",),
         (
-            "actor.use_dynamic_bsz=true; rollout.log_prob_use_dynamic_bsz=true; "
-            "rollout.log_prob_max_token_len_per_gpu=200",
+            "dynamic; rollout.log_prob_max_token_len_per_gpu=200",
+            "NOTE rollout.log_prob_max_token_len_per_gpu: =16384",
+        ),
+        (
+            "dynamic; rollout.log_prob_max_token_len_per_gpu=200; actor.strategy=megatron",
             "NOTE rollout.log_prob_max_token_len_per_gpu: =16384",
         ),
         ("uncorrected; rollout.log_prob_micro_batch_size_per_gpu=8",),
@@ -730,6 +750,8 @@ CASES: dict[tuple[Check, str], list[tuple[str, ...]]] = {
         ("what was run; model.use_fused_kernels=true", "NOTE model.use_fused_kernels"),
         ("what was run; model.lora_rank=32",),
         ("what was run; model.lora_rank=32; V0", "NOTE model.lora_rank"),
+        ("what was run; model.lora_rank=32; V0; model.lora.merge=true",),
+        ("what was run; model.lora_rank=32; V0; model.lora.merge=true; async_training={}", "NOTE model.lora_rank"),
         ("what was run; rollout.quantization=fp8", "NOTE rollout.quantization"),
         ("what was run; vllm.kv_cache_dtype=fp8_e5m2", "NOTE vllm.kv_cache_dtype"),
         ("what was run; rollout.expert_parallel_size=8", "NOTE rollout.expert_parallel_size"),

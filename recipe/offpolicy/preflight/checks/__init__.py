@@ -70,6 +70,7 @@ REMARKS: tuple[Check, ...] = (
     correction.warn_bounds_never_seen,
     remarks.warn_level_version,
     remarks.warn_wide_caps,
+    remarks.warn_short_answers,
     remarks.warn_no_staleness,
     staleness.warn_verls_limit,
     staleness.warn_asynchronous,

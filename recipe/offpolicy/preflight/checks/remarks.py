@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
+
+from verl_patches.execution_path import FULLY_ASYNC
 
 from ...correction.problem import Problem, format_value
 from ...correction.proximal import WITHOUT_FORWARD
@@ -32,6 +35,12 @@ from ..composed import (
 from .correction import list_masks, list_weights
 
 WIDE_CAP = 10.0
+_SHORT = 256
+"""``max_response_length`` up to which answers count as short."""
+_NOISE = 0.04
+"""Standard deviation of a token's log(pi_old / mu), nats, at which [0.99, 1.01] keeps 0.62 of answers of 13 tokens, as
+measured with a bfloat16 engine (docs/evidence/real_model.md)."""
+_LORA_RANK = f"{MODEL}.lora_rank"
 _TO_KL_LOSS = {KL_IN_REWARD: False, KL_LOSS: True}
 _ABOVE_ONE = {
     f"{ACTOR}.ulysses_sequence_parallel_size": "sequences split over ranks (Ulysses)",
@@ -41,8 +50,8 @@ _ABOVE_ONE = {
     f"{ROLLOUT}.data_parallel_size": "data parallelism within a rollout server",
     f"{ROLLOUT}.expert_parallel_size": "expert parallelism within a rollout server",
     f"{ROLLOUT}.pipeline_model_parallel_size": "pipelines within a rollout server",
-    f"{MODEL}.lora_rank": "LoRA",
-    f"{MODEL}.lora.rank": "LoRA",
+    _LORA_RANK: "LoRA with this trainer",
+    f"{MODEL}.lora.rank": "LoRA on Megatron",
 }
 _TRUE = {
     f"{MODEL}.use_fused_kernels": "fused kernels of the log-probs",
@@ -61,8 +70,8 @@ _SET = {
     f"{ROLLOUT}.quantization": "a quantised rollout engine",
     f"{ENGINE}.quantization": "a quantised rollout engine",
     f"{ROLLOUT}.limit_images": "models with images",
-    f"{MODEL}.lora_adapter_path": "LoRA",
-    f"{MODEL}.lora.adapter_path": "LoRA",
+    f"{MODEL}.lora_adapter_path": "LoRA that starts from an adapter",
+    f"{MODEL}.lora.adapter_path": "LoRA that starts from an adapter",
     f"{ENGINE}.speculative_config": "speculative decoding",
 }
 _DTYPES = (f"{ROLLOUT}.dtype", f"{ENGINE}.kv_cache_dtype", f"{ENGINE}.kv-cache-dtype")
@@ -87,6 +96,32 @@ def warn_wide_caps(run: Composed) -> Iterator[Problem]:
         key = f"{VERL}.rollout_is_threshold"
         yaml = " YAML and Hydra read an unquoted 2_5 as 25." if isinstance(bound, int) else ""
         yield run.problem(key, f"{why}{yaml}", "", {key: 2.0}, (name_part("rollout_is"),), "NOTE")
+
+
+def warn_short_answers(run: Composed) -> Iterator[Problem]:
+    """Warn of geometric bands so narrow that the noise of a 16-bit engine rejects short answers.
+
+    Independent noise of the tokens moves the mean over T of them by ``_NOISE / sqrt(T)``.
+    """
+    key = "data.max_response_length"
+    longest, dtype = run.get(key), str(run.get(f"{ROLLOUT}.dtype"))
+    if not isinstance(longest, int) or not 0 < longest <= _SHORT or dtype in ("float32", "float") or run.asynchronous:
+        return
+    tokens = max(1, longest // 4)
+    for name, mask in list_masks(run):
+        if mask.aggregate != "geometric" or mask.ratio == "ppo" or mask.lower is None or mask.upper is None:
+            continue
+        band = min(-math.log(mask.lower), math.log(mask.upper))
+        kept = math.erf(band * math.sqrt(tokens / 2) / _NOISE)
+        if 0 < kept < 0.98:
+            reason = (
+                f"noise averages out over long answers only: at the noise measured with a 16-bit engine and a 135 M "
+                f"model, [{mask.lower:.4g}, {mask.upper:.4g}] keeps {kept:.2f} of answers of {tokens} tokens, a "
+                f"quarter of the limit (docs/evidence/real_model.md)."
+            )
+            fix = "Record some steps (offpolicy.record.dir), and set the bounds by offpolicy calibrate."
+            at = f"correction.{name}.upper"
+            yield run.problem(at, reason, fix, (), (name,), "NOTE", (key,))
 
 
 def warn_no_staleness(run: Composed) -> Iterator[Problem]:
@@ -116,6 +151,8 @@ def warn_unlike_micro_batches(run: Composed) -> Iterator[Problem]:
     (ours, theirs), sizes = list_micro_batch_keys(run)
     if bool(run.actor.use_dynamic_bsz) == bool(run.rollout.log_prob_use_dynamic_bsz):
         ours, theirs = sizes
+    elif run.path.worker == "engine":
+        return  # check_micro_batches stops it
     trained, scored, key = run.actor.get(ours), run.rollout.get(theirs), f"{ROLLOUT}.{theirs}"
     if trained is not None and scored is not None and trained != scored:
         reason = (
@@ -193,6 +230,12 @@ def warn_not_shown(run: Composed) -> Iterator[Problem]:
         yield run.problem(key, reason, "", (), (), "NOTE", value=value)
 
 
+def _has_run_lora(run: Composed) -> bool:
+    """Return True where LoRA on FSDP was run (docs/paths.md): with V1, and merged with V0 and one_step_off_policy."""
+    merged = run.path.worker == "engine" and run.get(f"{MODEL}.lora.merge") and run.program != FULLY_ASYNC
+    return run.path.trainer == "v1" or bool(merged)
+
+
 def _find_not_shown(run: Composed) -> Iterator[tuple[str, Any, str]]:
     if (engine := run.get(NAME)) not in (None, "vllm"):
         owner = "this" if engine in UNTESTED_ENGINES else "a program's own"
@@ -206,8 +249,7 @@ def _find_not_shown(run: Composed) -> Iterator[tuple[str, Any, str]]:
         if "fp8" in str(value := run.get(key)) or "int8" in str(value):
             yield key, value, f"rollouts in {value}"
     for key, what in _ABOVE_ONE.items():
-        legacy, v1 = run.path.worker == "legacy", run.path.trainer == "v1"
-        was_run = (legacy and "ulysses" in key) or (v1 and key == f"{MODEL}.lora_rank")
+        was_run = (run.path.worker == "legacy" and "ulysses" in key) or (key == _LORA_RANK and _has_run_lora(run))
         least = 0 if "lora" in key else 1
         if not was_run and isinstance(value := run.get(key), int) and value > least:
             yield key, value, what

@@ -18,7 +18,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from verl_patches.execution_path import FULLY_ASYNC, count_prompts
 
-from ...correction.problem import Problem, set_to
+from ...correction.problem import Problem, format_value, set_to
 from ...correction.proximal import WITHOUT_FORWARD
 from ..composed import (
     ACTOR,
@@ -131,12 +131,17 @@ def _list_numbers(plain: Any, path: str = "") -> Iterator[tuple[str, int | float
 
 
 def check_micro_batches(run: Composed) -> Iterator[Problem]:
-    """Check that a rank's mini-batch is a multiple of its fixed micro-batch size.
+    """Check that a rank's mini-batch is a multiple of its fixed micro-batch size, or that both passes are dynamic.
 
-    verl asserts it where it splits a mini-batch (``prepare_micro_batches`` of the engines, ``dp_actor`` and its
-    workers of 0.7.1), after models are loaded and the first batch is sampled.
+    verl asserts the first where it splits a mini-batch (``prepare_micro_batches`` of the engines, ``dp_actor`` and its
+    workers of 0.7.1), after models are loaded and the first batch is sampled, and the second in ``engine_workers``.
     """
     path, ranks = run.path, count_data_parallel_ranks(run)
+    key, dynamic = f"{ROLLOUT}.log_prob_use_dynamic_bsz", bool(run.actor.use_dynamic_bsz)
+    if path.worker == "engine" and bool(run.rollout.log_prob_use_dynamic_bsz) != dynamic:
+        reason = f"verl's worker asserts that it is {ACTOR}.use_dynamic_bsz={format_value(dynamic)}."
+        yield run.problem(key, reason, "", {key: dynamic}, ())
+        return
     if ranks is None or (path.worker == "legacy" and path.strategy == "megatron"):
         return  # the latter splits unevenly
     size, each = run.actor.ppo_mini_batch_size, run.rollout.n
