@@ -159,15 +159,18 @@ def _choose_routing(setup: Setup) -> Selection:
     line = f"setup.model=moe with setup.minibatches={setup.minibatches}: {because}."
     if setup.objective == "gspo" and replay != "disabled":
         return Selection((), (f"setup.model=moe: {LOSS_MODE}=gspo, instead of routing replay {replay}.",))
+    fresh = setup.mode == "sync"  # gsm rejects stale rows
     advice = ["Long responses or a mixture of experts: try a geometric mask, correction=[...,gsm], with wider bounds."]
     if setup.replay_mode is None:
         if replay != "disabled":
             line = f"{line[:-1]}; nothing replays on {ACTOR}.strategy={setup.strategy} as configured, so there is none."
+            mask = "mask rows by their geometric mean, correction=[...,gsm], or " if fresh else ""
             advice = [
-                f"Without routing replay: mask rows by their geometric mean, correction=[...,gsm], or take GSPO, "
-                f"{LOSS_MODE}=gspo. Megatron replays, and FSDP with verl 0.9.1's V1 trainer and vLLM."
+                f"Without routing replay: {mask}take GSPO, {LOSS_MODE}=gspo. Megatron replays, and FSDP with verl "
+                f"0.9.1's V1 trainer and vLLM."
             ]
-        return Selection((), (line,), (), tuple(advice))
+            return Selection((), (line,), (), tuple(advice))
+        return Selection((), (line,), (), tuple(advice * fresh))
     gspo = None if replay == "disabled" else (LOSS_MODE, "gspo")
     why = f"{because}."
     requires = [Requirement(setup.replay_mode, replay, why, instead=gspo)]
@@ -177,7 +180,7 @@ def _choose_routing(setup: Setup) -> Selection:
     if replay == "R2":
         recorded = "R2 records routes in the forward pass that makes pi_old."
         requires.append(Requirement(PROXIMAL, "recompute", recorded, instead=gspo))
-    return Selection((), (line,), tuple(requires), tuple(advice))
+    return Selection((), (line,), tuple(requires), tuple(advice * fresh))
 
 
 def _choose_tools(setup: Setup) -> Selection:
