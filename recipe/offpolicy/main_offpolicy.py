@@ -37,7 +37,8 @@ from verl_patches.trainer_v0 import find_task_runner
 
 from .correction import SpecError
 from .correction.problem import CheckError
-from .doctor.launch import Launch, LaunchError, compose, parse_flags, prepare_arguments
+from .doctor.launch import compose, parse_flags, prepare_arguments
+from .doctor.program import Launch, LaunchError
 from .fault_tolerance.redaction import redact_streams
 from .launch_callback import check, say
 from .preflight.programs import OURS

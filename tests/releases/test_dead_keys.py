@@ -13,7 +13,8 @@ import torch
 from omegaconf import DictConfig, OmegaConf, open_dict
 from packaging.version import Version
 
-from recipe.offpolicy.doctor.launch import Launch, compose
+from recipe.offpolicy.doctor.launch import compose
+from recipe.offpolicy.doctor.program import Launch
 from tests.support.applications import NEEDED, application, changed
 
 ACTOR = "actor_rollout_ref.actor"

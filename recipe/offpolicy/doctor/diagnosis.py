@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from dataclasses import replace
+from typing import Any
 
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
@@ -33,74 +32,11 @@ from ..preflight.hydra_groups import brought_sections, read_task_overrides
 from ..preflight.own_keys import list_groups, list_sections
 from ..preflight.programs import VERLS, check_program_trains, is_own
 from ..preflight.similar_keys import find_similar_keys
-from .launch import Launch, LaunchError, compose
-
-State = Literal["OK", "NO-OP", "ERROR"]
-_STATUS: dict[State, int] = {"OK": 0, "NO-OP": 1, "ERROR": 2}
-
+from .launch import compose
+from .program import Launch, LaunchError
+from .verdicts import Diagnosis, VerdictRow
 
 _BRING = "Choose an option of this package, which adds its sections: +correction@correction=tis_token for example."
-
-
-@dataclass(frozen=True)
-class VerdictRow:
-    """One configured part with its problems.
-
-    Attributes:
-        name: such as ``weight``, ``masks.gsm`` or ``rollout_correction.rollout_is``.
-        meaning: the configured values in a few words; "" for a row that only a problem names.
-        problems: with a verdict, the worst first.
-    """
-
-    name: str
-    meaning: str
-    problems: tuple[Problem, ...] = ()
-
-    @property
-    def verdict(self) -> State:
-        """The worst verdict of its problems, OK without any."""
-        verdicts = {problem.verdict for problem in self.problems}
-        return "ERROR" if "ERROR" in verdicts else "NO-OP" if "NO-OP" in verdicts else "OK"
-
-
-@dataclass(frozen=True)
-class Diagnosis:
-    """The result of the doctor on one launch.
-
-    Attributes:
-        path: release, trainer and worker; None if the keys that determine them have no values.
-        notes: remarks that change no verdict.
-        said: messages that the launch itself would print, such as the choice of ``correction=auto``.
-        fingerprint: fingerprint of this package's correction.
-        error: why no configuration could be composed; "" if one was.
-        headline: the active correction, or UNCORRECTED; "" without a configuration.
-    """
-
-    launch: Launch
-    path: LivePath | None = None
-    rows: tuple[VerdictRow, ...] = ()
-    notes: tuple[Problem, ...] = ()
-    said: tuple[str, ...] = ()
-    fingerprint: int | None = None
-    error: str = ""
-    headline: str = ""
-
-    @property
-    def verdict(self) -> State:
-        """The worst verdict of all rows; ERROR without a configuration."""
-        if self.error:
-            return "ERROR"
-        return max((row.verdict for row in self.rows), key=_STATUS.__getitem__, default="OK")
-
-    @property
-    def status(self) -> int:
-        """The exit status: 0 OK or nothing configured, 1 NO-OP, 2 ERROR."""
-        return _STATUS[self.verdict]
-
-    @property
-    def problems(self) -> tuple[Problem, ...]:
-        """All problems of the rows, without repetition."""
-        return tuple(dict.fromkeys(problem for row in self.rows for problem in row.problems))
 
 
 def diagnose(launch: Launch) -> Diagnosis:
@@ -108,9 +44,7 @@ def diagnose(launch: Launch) -> Diagnosis:
     found = _diagnose(launch)
     if not launch.lost:
         return found
-    lost = shlex.join(launch.lost)
-    reason = f"{launch.origin}: the script does not pass on {lost}; the checks assume that it does."
-    problem = Problem("", None, reason, f'End the launch with "$@", or add {lost} to it.', parts=("launch",))
+    problem = Problem("", None, *launch.explain_lost(), parts=("launch",))
     return replace(found, rows=(VerdictRow("launch", "overrides from --script", (problem,)), *found.rows))
 
 

@@ -10,16 +10,16 @@ import sys
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import IO, TYPE_CHECKING
 
 from ..fault_tolerance.redaction import redact_streams
+from ..preflight.programs import OURS
 from . import __doc__ as _HELP
 from .foreign_code import ForeignCode
 
 if TYPE_CHECKING:
-    from .diagnosis import Diagnosis
-
-_OURS = "recipe.offpolicy.main_offpolicy"
+    from .program import Launch
+    from .verdicts import Diagnosis
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -39,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from .show import show, to_json
 
         with contextlib.nullcontext() if known.script is None else ForeignCode(known.script):
-            diagnoses = _diagnose(known, given)
+            diagnoses = _diagnose(known, given, None if known.json else out)
     worst = max(diagnoses, key=lambda each: each.status)
     # A reader such as `head` may close the pipe early, which rich turns into SystemExit.
     with contextlib.suppress(BrokenPipeError, SystemExit):
@@ -57,24 +57,46 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return worst.status
 
 
-def _diagnose(known: argparse.Namespace, given: Sequence[str]) -> list[Diagnosis]:
-    """Diagnose the launch; for a script, each launch in a loop or function call."""
-    from .diagnosis import Diagnosis, diagnose
-    from .launch import Launch
+def _diagnose(known: argparse.Namespace, given: Sequence[str], out: IO[str] | None) -> list[Diagnosis]:
+    """Diagnose the launch; for a script, each launch in a loop or function call.
 
-    launch = Launch("" if known.script else known.module or _OURS, tuple(given), known.script or "")
+    What the text of a script shows comes first, because judging a launch imports torch and verl, which takes seconds.
+
+    Args:
+        out: takes arguments that a script does not pass on, as soon as they are known; None for JSON.
+    """
+    from verl_patches.contract import PatchError
+
+    from .bash import ScriptError
+    from .program import Launch, LaunchError, find_program
+    from .scripts import find_launches
+    from .show import show_lost
+    from .verdicts import Diagnosis
+
+    launch = Launch("" if known.script else known.module or OURS, tuple(given), known.script or "")
     try:
-        if known.script is not None:
-            from .bash import ScriptError  # the interpreter, needed only for scripts
-            from .scripts import find_launches
-
-            try:
-                return list(map(diagnose, find_launches(Path(known.script), list(given), known.line)))
-            except ScriptError as error:
-                return [Diagnosis(launch, error=str(error))]
-        return [diagnose(launch)]
+        launches = find_launches(Path(known.script), list(given), known.line) if known.script else [launch]
+        for launch in launches:
+            if out is not None:
+                show_lost(launch, out)
+            if not launch.ours:
+                find_program(launch.module)
+        return _judge(launches)
+    except (PatchError, LaunchError, ScriptError) as error:
+        return [Diagnosis(launch, error=str(error))]
     except Exception as error:  # of the doctor itself: Python's exit status 1 would mean NO-OP
         return [Diagnosis(launch, error=describe_failure(error))]
+
+
+def _judge(launches: Sequence[Launch]) -> list[Diagnosis]:
+    from ..extensions.registry import own_launch
+    from .diagnosis import diagnose
+
+    token = own_launch.set(not launches[0].origin)
+    try:
+        return list(map(diagnose, launches))
+    finally:
+        own_launch.reset(token)
 
 
 def describe_failure(error: Exception) -> str:
@@ -95,5 +117,5 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--json", action="store_true", help="print one JSON object on the standard output, only")
     parser.add_argument("--script", metavar="FILE", help="a launch script; all other words are its arguments")
     parser.add_argument("--line", type=int, metavar="N", help="line of one launch, in a script with several")
-    parser.add_argument("--module", metavar="MODULE", help=f"the program that is launched (default {_OURS})")
+    parser.add_argument("--module", metavar="MODULE", help=f"the program that is launched (default {OURS})")
     return parser

@@ -43,18 +43,12 @@ class ForeignCode:
         set_paths_aside(self._folder)
         models = os.environ.get("HF_HOME", os.path.expanduser("~/.cache/huggingface"))
         _refused[:] = [self._folder, os.path.realpath(os.environ.get("HF_MODULES_CACHE", f"{models}/modules"))]
-        from ..extensions.registry import own_launch  # imported late: it imports packages
-
-        self._token = own_launch.set(False)
         # An audit hook sees every way to execute a file, and cannot be removed.
         if not _hooked:
             sys.addaudithook(_refuse)
             _hooked.append(True)
 
     def __exit__(self, *raised: object) -> None:
-        from ..extensions.registry import own_launch
-
-        own_launch.reset(self._token)
         _refused.clear()
         sys.path[:] = self._path
         if self._plugins is not None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import NoReturn
 
@@ -27,9 +26,8 @@ from verl_patches.hydra_sections import bring_sections
 from ..preflight.hydra_groups import force_own_keys
 from ..preflight.hydra_refusals import NO_DEFAULT, explain_refusal, list_nested, parse
 from ..preflight.primary_config import CONFIG_DIR, check_primary, keep_search_path
-from ..preflight.programs import OURS, VERLS
-from ..preflight.python_source import find_source
-from .hydra_main import HydraMain, read_hydra_main
+from ..preflight.programs import VERLS
+from .program import HydraMain, Launch, LaunchError, find_program
 from .unknown_keys import find_unknown_keys
 
 OUR_PROGRAM = HydraMain(CONFIG_DIR.parent / "main_offpolicy.py", str(CONFIG_DIR), "offpolicy_trainer")
@@ -41,39 +39,8 @@ _FROM_HERE = re.compile(r"path=file://([^/\s]\S*)")
 _CONFIG_CLASS = re.compile(r"verl(\.\w+)*\.[A-Z]\w*(Config|Cfg)")
 
 
-class LaunchError(ValueError):
-    """A launch whose configuration cannot be composed; the message says why, and names the key if there is one."""
-
-
 class UnknownKeysError(LaunchError):
     """Overrides of keys that the configuration does not have."""
-
-
-@dataclass(frozen=True)
-class Launch:
-    """A program with its arguments.
-
-    Attributes:
-        module: the program, as ``python -m`` names it.
-        arguments: Hydra's flags and overrides.
-        origin: the script and line from which it was read; "" for the command line.
-        lost: arguments that were given to the script and that it does not pass on.
-    """
-
-    module: str
-    arguments: tuple[str, ...]
-    origin: str = ""
-    lost: tuple[str, ...] = ()
-
-    @property
-    def ours(self) -> bool:
-        """True for this recipe's own program."""
-        return self.module == OURS
-
-    @property
-    def overrides(self) -> tuple[str, ...]:
-        """The arguments that are not flags."""
-        return tuple(argument for argument in self.arguments if not argument.startswith("-"))
 
 
 def prepare_arguments(arguments: Sequence[str]) -> list[str]:
@@ -96,7 +63,7 @@ def compose(launch: Launch) -> DictConfig:
         SpecError, CheckError: as for ``prepare_arguments``.
     """
     demand_release()
-    program = OUR_PROGRAM if launch.ours else _find_program(launch.module)
+    program = OUR_PROGRAM if launch.ours else find_program(launch.module)
     given = [argument for argument in launch.arguments if argument != _CHECK]
     arguments = parse_flags(given)
     if launch.ours:
@@ -181,16 +148,6 @@ def _try_with(hydra: Hydra, name: str | None, overrides: list[str]) -> DictConfi
         return _compose_with(hydra, name, overrides)
     except (TypeError, ValueError, AttributeError, AssertionError, RecursionError) as error:
         raise HydraException(str(error)) from error
-
-
-def _find_program(module: str) -> HydraMain:
-    path = find_source(module)
-    if path is None:
-        raise LaunchError(f"{module}: this program was not found. Install it, or change to the launch directory.")
-    found = read_hydra_main(path)
-    if found is None:
-        raise LaunchError(f"{module}: {path} has no @hydra.main, so it takes no overrides.")
-    return found
 
 
 class Flags:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from . import unknown_words
 from .bash import Field, ProgramCall, ScriptEnd, ScriptError, Unknown, read_script
-from .launch import Launch
+from .program import Launch
 from .unknown_words import KEY
 
 _PYTHON = re.compile(r"(.*/)?(python[\d.]*|torchrun)")

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import shlex
 from itertools import zip_longest
-from typing import IO, Any, cast
+from typing import IO, TYPE_CHECKING, Any, cast
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ..correction.problem import Problem, format_value
 from ..fault_tolerance.redaction import redact, redact_text
-from ..preflight.programs import OURS
-from .diagnosis import Diagnosis, VerdictRow
+from .program import Launch
+from .verdicts import Diagnosis, VerdictRow
+
+if TYPE_CHECKING:
+    from ..correction.problem import Problem
 
 SCHEMA = 2
 _STYLES = {"OK": "bold green", "NO-OP": "bold yellow", "ERROR": "bold red", "NOTE": "dim"}
@@ -70,6 +72,8 @@ def to_json(diagnosis: Diagnosis) -> dict[str, Any]:
 
 
 def _problem_to_json(problem: Problem) -> dict[str, Any]:
+    from ..correction.problem import format_value  # imported late: it imports torch
+
     value = problem.value
     return {
         "key": problem.key,
@@ -85,11 +89,24 @@ _PIPED_COLUMNS = 100
 """Width of a table that is piped."""
 
 
-def show(diagnosis: Diagnosis, file: IO[str]) -> None:
-    """Print a table of verdicts, then each reason with its fix on separate unbroken lines."""
+def show_lost(launch: Launch, file: IO[str]) -> None:
+    """Print which arguments a script does not pass on, before the launch is judged."""
+    if launch.lost:
+        _print_line(_open_console(file), "ERROR", *launch.explain_lost(), style="ERROR")
+        file.flush()
+
+
+def _open_console(file: IO[str]) -> Console:
     console = Console(file=file, highlight=False)
-    if not console.is_terminal:
-        console = Console(file=file, highlight=False, width=10_000)
+    return console if console.is_terminal else Console(file=file, highlight=False, width=10_000)
+
+
+def show(diagnosis: Diagnosis, file: IO[str]) -> None:
+    """Print a table of verdicts, then each reason with its fix on separate unbroken lines.
+
+    What ``show_lost`` has printed is left out.
+    """
+    console = _open_console(file)
     _print_line(console, _format_launch(diagnosis))
     if diagnosis.headline:
         _print_line(console, diagnosis.headline)
@@ -98,12 +115,11 @@ def show(diagnosis: Diagnosis, file: IO[str]) -> None:
     if diagnosis.error:
         _print_line(console, "ERROR", "no configuration, so nothing would be launched:", style="ERROR")
         _print_line(console, diagnosis.error)
-        for problem in diagnosis.problems:
-            _print_line(console, problem.verdict, str(problem), style=problem.verdict)
         return
     if diagnosis.rows:
         console.print(_build_table(diagnosis.rows), width=None if console.is_terminal else _PIPED_COLUMNS)
-    problems = [*diagnosis.problems, *diagnosis.notes]
+    problems = [problem for problem in diagnosis.problems if problem.parts != ("launch",)]
+    problems += diagnosis.notes
     for problem, following in zip_longest(problems, problems[1:]):
         _print_line(console, problem.verdict, str(problem), style=problem.verdict)
         # Overrides shared by consecutive problems are printed once, below the last of them.
@@ -143,7 +159,7 @@ def _format_conclusion(diagnosis: Diagnosis) -> str:
     if not diagnosis.rows:
         return "No correction is configured: there is nothing to check."
     if diagnosis.verdict == "OK":
-        if diagnosis.fingerprint is not None or diagnosis.launch.module == OURS:
+        if diagnosis.fingerprint is not None or diagnosis.launch.ours:
             return "OK: every check passes and all hook points exist. The first update of the run proves it, or stops."
         return "OK: verl reads what is configured. Only a correction of this package is proved at the first update."
     fixes = list(dict.fromkeys(each for problem in diagnosis.problems for each in problem.overrides))

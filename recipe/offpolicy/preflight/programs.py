@@ -5,9 +5,12 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
-from ..correction.problem import Problem
 from .python_source import find_source
+
+if TYPE_CHECKING:
+    from ..correction.problem import Problem
 
 OURS = "recipe.offpolicy.main_offpolicy"
 VERLS = (
@@ -39,6 +42,8 @@ def is_own(module: str) -> bool:
 
 def check_program_trains(module: str) -> Iterator[Problem]:
     """Check that a program of verl is not one that only samples or evaluates."""
+    from ..correction.problem import Problem  # imported late: it imports torch
+
     if module in SAMPLERS:
         reason = "it trains nothing, so there is no gradient to correct."
         yield Problem("module", module, reason, "Launch it without a correction.", parts=())

@@ -13,11 +13,11 @@ from recipe.offpolicy.doctor.bash.format import format_command
 from recipe.offpolicy.doctor.bash.grammar import parse
 from recipe.offpolicy.doctor.bash.parameters import Parameter, expand_parameter, parse_parameter
 from recipe.offpolicy.doctor.bash.shell_values import ScriptError, ShellState, Unknown
-from recipe.offpolicy.doctor.diagnosis import Diagnosis, VerdictRow
 from recipe.offpolicy.doctor.doctor_command import describe_failure
-from recipe.offpolicy.doctor.launch import Launch
+from recipe.offpolicy.doctor.program import Launch
 from recipe.offpolicy.doctor.show import show, to_json
 from recipe.offpolicy.doctor.unknown_keys import find_unknown_keys
+from recipe.offpolicy.doctor.verdicts import Diagnosis, VerdictRow
 
 TOP_P = Problem("rollout.top_p", 0.9, "mu is of another distribution.", overrides=("rollout.top_p=1",))
 FOUND = Diagnosis(

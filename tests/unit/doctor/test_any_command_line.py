@@ -8,7 +8,8 @@ import random
 import pytest
 
 from recipe.offpolicy.doctor.diagnosis import diagnose
-from recipe.offpolicy.doctor.launch import Launch, LaunchError, parse_flags, prepare_arguments
+from recipe.offpolicy.doctor.launch import parse_flags, prepare_arguments
+from recipe.offpolicy.doctor.program import Launch, LaunchError
 from recipe.offpolicy.doctor.show import show, to_json
 from recipe.offpolicy.preflight.own_keys import list_groups, list_paths
 from recipe.offpolicy.preflight.programs import OURS, VERLS

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from recipe.offpolicy.doctor.launch import Launch, compose
+from recipe.offpolicy.doctor.launch import compose
+from recipe.offpolicy.doctor.program import Launch
 from recipe.offpolicy.preflight.programs import OURS
 from tests.support.paths import ROOT
 from verl_patches.hydra_sections import GROUPS

@@ -11,7 +11,8 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
 
 from recipe.offpolicy.doctor.diagnosis import diagnose
-from recipe.offpolicy.doctor.launch import Launch, LaunchError, UnknownKeysError, compose
+from recipe.offpolicy.doctor.launch import UnknownKeysError, compose
+from recipe.offpolicy.doctor.program import Launch, LaunchError
 
 PROGRAM = '@hydra.main(config_path="config", config_name="run", version_base=None)\ndef main(config): ...\n'
 CONFIGURATION = """

@@ -126,11 +126,39 @@ def test_as_a_program(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    ("launch", "given", "said"),
+    [
+        ("verl.trainer.main_ppo a.b=$1", ("8", "9"), "9 does not reach the launch"),
+        ("recipe.dapo.main_dapo a.b=1", (), "was not found. It belongs to verl-recipe"),
+        ("recipe.dapo.main_dapo a.b=1", ("c.d=2",), "does not pass on c.d=2"),
+        (
+            "recipe.one_step_off_policy.main_ppo a.b=1",
+            (),
+            "has moved it: launch verl.experimental.one_step_off_policy.main_ppo.",
+        ),
+        ("verl.trainer.main_sft a.b=1", (), "has no such module. Correct its name"),
+    ],
+)
+@pytest.mark.verl(">=0.8")
+def test_the_text_of_a_script_is_judged_before_torch_is_imported(
+    launch: str, given: tuple[str, ...], said: str, tmp_path: Path
+) -> None:
+    script = tmp_path / "run.sh"
+    script.write_text(f"python3 -m {launch}\n")
+    done = program(tmp_path, "-c", WATCHED, "--script", str(script), *given)
+    assert done.returncode == 2
+    assert said in done.stdout
+    (imported,) = (line.split()[1:] for line in done.stderr.splitlines() if line.startswith("imported: "))
+    assert {"torch", "verl", "hydra"}.isdisjoint(imported)
+
+
 def test_a_doctor_that_cannot_be_imported_does_not_say_inert(tmp_path: Path) -> None:
     (tmp_path / "omegaconf.py").write_text("raise RuntimeError('half installed')")
     done = program(tmp_path, "-m", "recipe.offpolicy.doctor", "correction=gsm", path=str(tmp_path))
     assert done.returncode == 2
-    assert done.stderr == "Internal error in the doctor; your launch was not checked: RuntimeError: half installed.\n"
+    said = "Internal error in the doctor; your launch was not checked: RuntimeError: half installed."
+    assert done.stdout.splitlines()[-1] == said
 
 
 def test_a_doctor_that_fails_does_not_say_inert(ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,8 +9,9 @@ import pytest
 from omegaconf import DictConfig, open_dict
 
 from recipe.offpolicy.correction.problem import CheckError
-from recipe.offpolicy.doctor.diagnosis import Diagnosis, judge
-from recipe.offpolicy.doctor.launch import Launch
+from recipe.offpolicy.doctor.diagnosis import judge
+from recipe.offpolicy.doctor.program import Launch
+from recipe.offpolicy.doctor.verdicts import Diagnosis
 from recipe.offpolicy.launch_callback import prepare
 from recipe.offpolicy.preflight.programs import OURS
 from tests.support.applications import NEEDED, application, changed

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from recipe.offpolicy.doctor.bash.shell_values import ScriptError
-from recipe.offpolicy.doctor.hydra_main import HydraMain, read_hydra_main
+from recipe.offpolicy.doctor.program import HydraMain, read_hydra_main
 from recipe.offpolicy.doctor.scripts import find_launches
 from recipe.offpolicy.preflight.python_source import find_source
 

@@ -11,7 +11,7 @@ from omegaconf import DictConfig, open_dict
 
 from recipe.offpolicy.correction import Problem
 from recipe.offpolicy.doctor.diagnosis import judge
-from recipe.offpolicy.doctor.launch import Launch
+from recipe.offpolicy.doctor.program import Launch
 from recipe.offpolicy.preflight.programs import OURS
 from tests.support.applications import NEEDED, application, changed
 from tests.support.corrections import opsm

@@ -9,7 +9,8 @@ from omegaconf import DictConfig
 from packaging.version import Version
 
 from recipe.offpolicy.doctor.former_keys import find_last_release, find_successor
-from recipe.offpolicy.doctor.launch import Launch, compose
+from recipe.offpolicy.doctor.launch import compose
+from recipe.offpolicy.doctor.program import Launch
 from verl_patches.contract import installed_release
 
 

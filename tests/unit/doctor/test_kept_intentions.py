@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from recipe.offpolicy.doctor.diagnosis import Diagnosis, diagnose
-from recipe.offpolicy.doctor.launch import Launch
+from recipe.offpolicy.doctor.diagnosis import diagnose
+from recipe.offpolicy.doctor.program import Launch
+from recipe.offpolicy.doctor.verdicts import Diagnosis
 from recipe.offpolicy.preflight.checks import replay
 from recipe.offpolicy.preflight.programs import OURS, VERLS, check_program_trains, find_launched
 from tests.support.applications import NEEDED

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from recipe.offpolicy.doctor.diagnosis import Diagnosis, diagnose
-from recipe.offpolicy.doctor.launch import Launch
+from recipe.offpolicy.doctor.diagnosis import diagnose
+from recipe.offpolicy.doctor.program import Launch
+from recipe.offpolicy.doctor.verdicts import Diagnosis
 from recipe.offpolicy.extensions.extension import Extension
 from recipe.offpolicy.extensions.registry import KEY, SHIPPED, list_registered, load_extensions
 from recipe.offpolicy.preflight.composed import Composed, choose_proximal

@@ -14,8 +14,8 @@ from omegaconf import OmegaConf
 
 from recipe.offpolicy.analysis.whatif.compose import compose_correction, initialize_composer
 from recipe.offpolicy.correction import SpecError
-from recipe.offpolicy.doctor.launch import Launch, LaunchError
 from recipe.offpolicy.doctor.launch import compose as compose_launch
+from recipe.offpolicy.doctor.program import Launch, LaunchError
 from recipe.offpolicy.preflight.composed import Composed
 from recipe.offpolicy.preflight.hydra_groups import load_option, refuse_moved
 from recipe.offpolicy.preflight.hydra_refusals import list_nested

@@ -6,7 +6,6 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from ...preflight.own_keys import list_groups
 from .lexer import REDIRECTS, Lexer, Token
 from .shell_values import ScriptError
 
@@ -406,9 +405,14 @@ def _find_group(command: Simple) -> Token | None:
     """Find the assignment of a Hydra group, such as ``correction=gsm``, which is never meant as a variable."""
     for token in command.assignments:
         name, _, value = token.text.partition("=")
-        options = list_groups().get(name, ())
-        if name in ("correction", "model_engine") or any(each in options for each in re.findall(r"\w+", value)):
+        if name in ("correction", "model_engine"):
             return token
+        if name.islower():  # environment variables are upper case, groups are not
+            from ...preflight.own_keys import list_groups  # imports torch
+
+            options = list_groups().get(name, ())
+            if any(each in options for each in re.findall(r"\w+", value)):
+                return token
     return None
 
 

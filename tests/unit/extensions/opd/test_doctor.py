@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 from omegaconf import DictConfig
 
-from recipe.offpolicy.doctor.diagnosis import Diagnosis, judge
-from recipe.offpolicy.doctor.launch import Launch
+from recipe.offpolicy.doctor.diagnosis import judge
+from recipe.offpolicy.doctor.program import Launch
+from recipe.offpolicy.doctor.verdicts import Diagnosis
 from recipe.offpolicy.preflight.programs import OURS
 from tests.support.applications import NEEDED, application, changed
 from tests.support.examples import each_nth_when_quick

@@ -1,0 +1,109 @@
+"""The launched program and its ``@hydra.main``, read without importing it.
+
+Imports neither verl nor torch, so that errors in the text of a script are reported at once.
+"""
+
+from __future__ import annotations
+
+import ast
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+
+from verl_patches.contract import demand_release
+
+from ..preflight.programs import OURS
+from ..preflight.python_source import find_source
+
+_VERL_RECIPE = (
+    "It belongs to verl-recipe, which verl does not install: clone https://github.com/verl-project/verl-recipe as "
+    "DIR/recipe, and launch from DIR or put DIR on PYTHONPATH. In a checkout of verl: git submodule update --init "
+    "recipe, and DIR is the checkout."
+)
+
+
+class LaunchError(ValueError):
+    """A launch whose configuration cannot be composed; the message says why, and names the key if there is one."""
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A program with its arguments.
+
+    Attributes:
+        module: the program, as ``python -m`` names it.
+        arguments: Hydra's flags and overrides.
+        origin: the script and line from which it was read; "" for the command line.
+        lost: arguments that were given to the script and that it does not pass on.
+    """
+
+    module: str
+    arguments: tuple[str, ...]
+    origin: str = ""
+    lost: tuple[str, ...] = ()
+
+    @property
+    def ours(self) -> bool:
+        """True for this recipe's own program."""
+        return self.module == OURS
+
+    @property
+    def overrides(self) -> tuple[str, ...]:
+        """The arguments that are not flags."""
+        return tuple(argument for argument in self.arguments if not argument.startswith("-"))
+
+    def explain_lost(self) -> tuple[str, str]:
+        """Explain, with the fix, that the script does not pass on ``lost``."""
+        lost = shlex.join(self.lost)
+        reason = f"{self.origin}: the script does not pass on {lost}; the checks assume that it does."
+        return reason, f'End the launch with "$@", or add {lost} to it.'
+
+
+@dataclass(frozen=True)
+class HydraMain:
+    """The arguments of a program's ``@hydra.main``, None if not given, and its file."""
+
+    file: Path
+    config_path: str | None
+    config_name: str | None
+
+
+def read_hydra_main(path: Path) -> HydraMain | None:
+    """Read the arguments of a program's ``@hydra.main``; None if it has none, or they are not literals."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"), str(path))):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "hydra.main":
+            given = {keyword.arg: keyword.value for keyword in node.keywords}
+            values = [given.get(name, ast.Constant(None)) for name in ("config_path", "config_name")]
+            if all(isinstance(value, ast.Constant) for value in values):
+                config_path, config_name = (ast.literal_eval(value) for value in values)
+                return HydraMain(path, config_path, config_name)
+    return None
+
+
+def find_program(module: str) -> HydraMain:
+    """Find a program by its dotted name.
+
+    Raises:
+        PatchError: verl is missing, or its release is not supported.
+        LaunchError: the program does not exist, or takes no overrides.
+    """
+    demand_release()
+    path = find_source(module)
+    if path is None:
+        raise LaunchError(f"{module}: this program was not found. {_locate(module)}")
+    found = read_hydra_main(path)
+    if found is None:
+        raise LaunchError(f"{module}: {path} has no @hydra.main, so it takes no overrides.")
+    return found
+
+
+def _locate(module: str) -> str:
+    """Say where a program that was not found may be."""
+    top, _, below = module.partition(".")
+    if top == "recipe" and find_source(moved := f"verl.experimental.{below}") is not None:
+        return f"verl has moved it: launch {moved}."
+    if top in ("recipe", "verl_recipe"):
+        return _VERL_RECIPE
+    if (package := find_source(top)) is not None:
+        return f"{package.parent} has no such module. Correct its name, or change to the launch directory."
+    return "Install it, or change to the launch directory."

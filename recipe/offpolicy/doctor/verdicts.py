@@ -1,0 +1,77 @@
+"""The verdicts on a launch, as they are shown; imports neither verl nor torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from .program import Launch
+
+if TYPE_CHECKING:
+    from verl_patches.execution_path import LivePath
+
+    from ..correction import Problem
+
+State = Literal["OK", "NO-OP", "ERROR"]
+_STATUS: dict[State, int] = {"OK": 0, "NO-OP": 1, "ERROR": 2}
+
+
+@dataclass(frozen=True)
+class VerdictRow:
+    """One configured part with its problems.
+
+    Attributes:
+        name: such as ``weight``, ``masks.gsm`` or ``rollout_correction.rollout_is``.
+        meaning: the configured values in a few words; "" for a row that only a problem names.
+        problems: with a verdict, the worst first.
+    """
+
+    name: str
+    meaning: str
+    problems: tuple[Problem, ...] = ()
+
+    @property
+    def verdict(self) -> State:
+        """The worst verdict of its problems, OK without any."""
+        verdicts = {problem.verdict for problem in self.problems}
+        return "ERROR" if "ERROR" in verdicts else "NO-OP" if "NO-OP" in verdicts else "OK"
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """The result of the doctor on one launch.
+
+    Attributes:
+        path: release, trainer and worker; None if the keys that determine them have no values.
+        notes: remarks that change no verdict.
+        said: messages that the launch itself would print, such as the choice of ``correction=auto``.
+        fingerprint: fingerprint of this package's correction.
+        error: why no configuration could be composed; "" if one was.
+        headline: the active correction, or UNCORRECTED; "" without a configuration.
+    """
+
+    launch: Launch
+    path: LivePath | None = None
+    rows: tuple[VerdictRow, ...] = ()
+    notes: tuple[Problem, ...] = ()
+    said: tuple[str, ...] = ()
+    fingerprint: int | None = None
+    error: str = ""
+    headline: str = ""
+
+    @property
+    def verdict(self) -> State:
+        """The worst verdict of all rows; ERROR without a configuration."""
+        if self.error:
+            return "ERROR"
+        return max((row.verdict for row in self.rows), key=_STATUS.__getitem__, default="OK")
+
+    @property
+    def status(self) -> int:
+        """The exit status: 0 OK or nothing configured, 1 NO-OP, 2 ERROR."""
+        return _STATUS[self.verdict]
+
+    @property
+    def problems(self) -> tuple[Problem, ...]:
+        """All problems of the rows, without repetition."""
+        return tuple(dict.fromkeys(problem for row in self.rows for problem in row.problems))
