@@ -14,7 +14,6 @@ ACTOR = "actor_rollout_ref.actor"
 VERL = "algorithm.rollout_correction"
 WORKERS = f"{ACTOR}.policy_loss.rollout_correction"
 LOSS_MODE = f"{ACTOR}.policy_loss.loss_mode"
-REPLAY = f"{ACTOR}.megatron.router_replay.mode"
 RECORDED = f"{ROLLOUT}.enable_rollout_routing_replay"
 Changes = dict[str, Any]
 
@@ -24,19 +23,10 @@ OUTLIER = GSM | {"aggregate": "any", "lower": 1e-4, "upper": 100.0}
 OPSM: Changes = {"correction.masks.opsm": opsm(0.1)}
 # data.train_batch_size is 1024 and ppo_mini_batch_size 256 in verl's own configuration: four gradient steps a batch.
 ONE_STEP: Changes = {"data.train_batch_size": 256}
-MEGATRON: Changes = {f"{ACTOR}.strategy": "megatron"}
 TIS_OF_VERL: Changes = {f"{VERL}.rollout_is": "token"}
 K1: Changes = {f"{VERL}.rollout_rs": "token_k1"}
 K1_BAND: Changes = K1 | {f"{VERL}.rollout_rs_threshold": "0.5_2.0"}
 KL: Changes = {f"{ACTOR}.use_kl_loss": True}
-KL_OF_NO_WEIGHT: Changes = KL | {f"{ACTOR}.kl_loss_coef": 0}
-# What verl's trainer reads, and the actor's own keys, without which the loss of bypass mode rejects nothing.
-REJECTING_IN_BYPASS: Changes = {
-    **K1_BAND,
-    f"{VERL}.bypass_mode": True,
-    LOSS_MODE: "bypass_mode",
-    WORKERS: {"rollout_is": None, "rollout_rs": "token_k1", "rollout_rs_threshold": "0.5_2.0", "bypass_mode": True},
-}
 KL_CLIP: Changes = KL | {"correction.kl_clip": {"lower": 0.8, "upper": 1.2}}
 COLOCATED, THRESHOLD = "trainer.v1.colocate_async", "trainer.v1.sampler.max_off_policy_threshold"
 STRATEGY = "trainer.v1.sampler.max_off_policy_strategy"

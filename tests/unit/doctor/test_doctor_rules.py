@@ -16,7 +16,7 @@ from recipe.offpolicy.launch_callback import prepare
 from recipe.offpolicy.preflight.programs import OURS
 from tests.support.applications import NEEDED, application, changed
 from tests.support.corrections import GSM, opsm
-from tests.support.doctor_cases import CASES, K1, ROLLOUT, TIS_OF_VERL, VERL, VERLS, Case
+from tests.support.doctor_cases import CASES, ROLLOUT, TIS_OF_VERL, VERLS, Case
 from tests.support.examples import few_when_quick
 from tests.support.mended import with_overrides
 
@@ -117,65 +117,6 @@ def test_a_part_that_does_not_read_mu_lives_without_it(bases: dict[str, DictConf
     stale = {"correction.weight": None, "correction.masks": {"gsm": GSM | {"ratio": "ppo"}, "opsm": opsm(0.1)}}
     diagnosis = diagnosed(OURS, changed(bases[OURS], stale | {f"{ROLLOUT}.calculate_log_probs": False}))
     assert {row.name: row.verdict for row in diagnosis.rows} == {"masks.gsm": "OK", "masks.opsm": "ERROR"}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("override", "row", "mended"),
-    [
-        (f"{VERL}.rollout_rs_threshold=0.5_2", "rollout_correction.rollout_rs", f'{VERL}.rollout_rs_threshold="0.5_2"'),
-        (f"++{VERL}.rollout_is_threshold=2_5", "rollout_correction.rollout_is", f'{VERL}.rollout_is_threshold="2_5"'),
-        (f'{VERL}.rollout_rs_threshold="0.5_2"', None, ""),
-        (f"{VERL}.rollout_rs_threshold=0.5_2.0", None, ""),  # no number: two points
-        ("trainer.total_epochs=1_000", None, ""),  # no pair
-    ],
-)
-def test_a_pair_that_hydra_makes_a_number(
-    override: str, row: str | None, mended: str, bases: dict[str, DictConfig]
-) -> None:
-    config = changed(bases[VERLS], TIS_OF_VERL | K1 | {f"{VERL}.rollout_rs_threshold": "0.5_2.0"})
-    diagnosis = diagnosed(VERLS, config, (override,))
-    found = [(each.name, each.problems[0].overrides) for each in diagnosis.rows if each.verdict == "ERROR"]
-    assert found == ([] if row is None else [(row, (mended,))])
-    # The last of two counts, as with Hydra.
-    if row is not None:
-        assert diagnosed(VERLS, config, (override, mended)).status == 0
-
-
-def test_a_pair_in_a_bound_of_ours(bases: dict[str, DictConfig]) -> None:
-    for value, overrides in (
-        ("0.5_2", ("correction.masks.gsm.lower=0.5", "correction.masks.gsm.upper=2")),
-        # Without a point it is more often a decimal comma than two bounds.
-        ("1_01", ("correction.masks.gsm.lower=1.01",)),
-        ("2_0", ("correction.masks.gsm.lower=2.0",)),
-        ("2.5_0", ("correction.masks.gsm.lower=2.5",)),
-    ):
-        (problem,) = diagnosed(OURS, bases[OURS], (f"correction.masks.gsm.lower={value}",)).problems
-        assert str(problem).startswith(f"correction.masks.gsm.lower={float(value)}: Hydra reads {value} as this")
-        assert problem.overrides == overrides
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("override", "mended"),
-    [
-        ("offpolicy.record.max_bytes=10_000_000", None),
-        ("offpolicy.alarms.mismatch_growth.window=1_000", None),
-        ("offpolicy.alarms.ess.lower=0.3_0.4", None),  # a string of two points, which is refused as one
-        ("offpolicy.shadow_delta=0_5", ("offpolicy.shadow_delta=0.5",)),
-        (
-            "offpolicy.alarms.mean_weight.recovery_lower=0.5_2",
-            (
-                "offpolicy.alarms.mean_weight.recovery_lower=0.5",
-                "offpolicy.alarms.mean_weight.recovery_upper=2",
-            ),
-        ),
-    ],
-)
-def test_only_bounds_are_pairs(override: str, mended: tuple[str, ...] | None, bases: dict[str, DictConfig]) -> None:
-    rows = diagnosed(OURS, bases[OURS], (override,)).rows
-    found = {row.name: row.problems[0].overrides for row in rows if row.verdict == "ERROR"}
-    assert found == ({} if mended is None else {override.partition("=")[0]: mended})
 
 
 def test_another_trainer_and_another_release_are_not_known(

@@ -32,20 +32,8 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 # What is set, and of it the values after the pastes that keys have to have.
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "unknown": ({"offpolicy.recrod": None}, {}),
-    "misspelt": ({"offpolicy.shadows": ["gsm"]}, {"offpolicy.shadows": None, "offpolicy.shadow": ["gsm"]}),
-    "unknown section": ({"offpolicy.recrod": {"dir": "x"}}, {}),
-    "no bound": ({f"{ALARM}.lower": None, f"{ALARM}.recovery_lower": None}, {}),
-    "crossed": ({f"{ALARM}.upper": 0.1, f"{ALARM}.recovery_upper": 0.05}, {}),
     "crossed beyond the stricter one": ({f"{MEAN}.lower": 3}, {f"{MEAN}.lower": 0.5, f"{MEAN}.recovery_lower": 0.6}),
     "stricter ones crossed": ({f"{MEAN}.recovery_lower": 1.8}, {f"{MEAN}.recovery_lower": 0.6}),
-    "one of a pair": ({f"{ALARM}.recovery_lower": None}, {}),
-    "looser": ({f"{ALARM}.recovery_lower": 0.1}, {f"{ALARM}.recovery_lower": 0.3}),
-    "early return": (
-        {f"{ALARM}.action": "fallback", f"{ALARM}.fallback": ["opsm"], f"{ALARM}.return_after": 1},
-        {f"{ALARM}.return_after": 3},
-    ),
-    "nothing to fall back to": ({f"{ALARM}.action": "fallback"}, {f"{ALARM}.fallback": ["tis_token", "gsm"]}),
     "a bound and a count": (
         {f"{ALARM}.lower": "low", f"{ALARM}.patience": 0},
         {f"{ALARM}.lower": 0.3, f"{ALARM}.patience": 3},
@@ -60,9 +48,6 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"offpolicy.record.dir": "x", "correction.masks": {f"m{number}": GSM for number in range(33)}},
         {},
     ),
-    "an alarm that there is not": ({"offpolicy.alarms.entropy": {"action": "warn"}}, {}),
-    "a share above 1": ({"offpolicy.alarms.kept_share.lower": 1.5}, {"offpolicy.alarms.kept_share.lower": 0.5}),
-    "a share below 0": ({f"{ALARM}.lower": -3}, {f"{ALARM}.lower": 0.3}),
     "a place below a file": ({"offpolicy.record.dir": __file__ + "/below"}, {}),
 }
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -29,24 +28,6 @@ def required(selection: Selection) -> dict[str, Any]:
 
 # The tree -----------------------------------------------------------------------------------------------------
 
-# The six rows of "Common configurations": colocated engines are different ones.
-ROWS = {
-    "same engine, sync, dense, 1 epoch": (replace(PLAIN, engine="same"), ("none",), {}),
-    "colocated, sync, dense, multi-epoch": (replace(PLAIN, minibatches=4), ("tis_token",), {}),
-    "disaggregated, sync, dense": (PLAIN, ("tis_token",), {}),
-    "disaggregated, async, dense": (replace(PLAIN, mode="async"), ("opsm",), {STALENESS: 9}),
-    "disaggregated, sync, MoE": (
-        replace(PLAIN, model="moe", minibatches=4),
-        ("tis_token",),
-        {REPLAY: "R3", RECORD: True},
-    ),
-    "disaggregated, async, MoE": (
-        replace(PLAIN, mode="async", model="moe", minibatches=4),
-        ("opsm",),
-        {STALENESS: 9, REPLAY: "R3", RECORD: True},
-    ),
-}
-
 
 def test_a_limit_of_staleness_takes_the_place_of_verls_threshold() -> None:
     selection = select(replace(PLAIN, mode="async", bounded=True))
@@ -59,14 +40,6 @@ def test_a_limit_of_staleness_takes_the_place_of_verls_threshold() -> None:
     moved = select(replace(PLAIN, mode="async", bounded=True, adaptive=True))
     assert moved.options == ("decoupled_ppo", "opsm")  # the effective sample size is that of a weight
     assert required(moved) == {"offpolicy.staleness.eta": 8, "offpolicy.staleness.adapt.ceiling": 8}
-
-
-@pytest.mark.parametrize("row", ROWS)
-def test_common_configurations(row: str) -> None:
-    setup, options, requires = ROWS[row]
-    selection = select(setup)
-    assert selection.options == options
-    assert required(selection) == requires
 
 
 @pytest.mark.parametrize(
@@ -412,23 +385,6 @@ def test_all_requirements_are_reported_at_once() -> None:
     first, second = str(caught.value).splitlines()
     assert first.startswith("a.b=2: Why. Set a.b=1")
     assert second.startswith("c=null: Why not. Set c=true")
-
-
-def test_every_set_up_is_decided() -> None:
-    """No combination is left without an option and without reasons, and none has two."""
-    setups: Any = itertools.product(
-        ("same", "different"),
-        ("sync", "async"),
-        ("dense", "moe"),
-        ("single", "tools"),
-        range(1, 10),
-        ("fsdp", "megatron"),
-    )
-    for values in setups:
-        selection = select(Setup(*values))
-        assert len(selection.options) == 1
-        assert len(selection.reasons) == 5 + ("async" in values)
-        assert all(line.endswith(".") for line in [*selection.reasons, *selection.advice])
 
 
 def test_gspo_takes_the_place_of_routing_replay() -> None:

@@ -54,15 +54,6 @@ def deltas(*options: str) -> list[str]:
     return [override for option in options for override in DELTAS.get(option, [])]
 
 
-@pytest.mark.parametrize("option", few_when_quick(EXPECTED, lambda option: option in DELTAS))
-def test_each_option_alone(option: str, folder: Path) -> None:
-    """The defaults are the published ones: 2.0, 5.0 and [0.99, 1.01]."""
-    with application(f"correction={option}", *deltas(option), folder=folder) as config:
-        assert read_chosen_options() == [option]
-        check_stack(read_chosen_options())
-        assert Composed(config).spec == CorrectionSpec.from_mapping(EXPECTED[option])
-
-
 @pytest.mark.parametrize("option", few_when_quick(DELTAS, lambda _: "a budget"))
 def test_a_budget_that_nobody_published_must_be_given(option: str, folder: Path) -> None:
     with application(f"correction={option}", folder=folder) as config, pytest.raises(SpecError) as caught:
@@ -179,15 +170,6 @@ def test_options_chosen_later_may_be_the_users_own(folder: Path, tmp_path: Path)
     (tmp_path / "correction" / "mine.yaml").write_text("alpha: 0.25\n")
     with application(f"hydra.searchpath=[file://{tmp_path}]", "correction=auto", folder=folder):
         assert recompose(["mine", "gsm"]).alpha == 0.25
-
-
-def test_a_conflict_among_three(folder: Path) -> None:
-    message = r"tis_token and tis_sequence both set correction\.weight\."
-    with (
-        application("correction=[tis_token,gsm,tis_sequence]", folder=folder),
-        pytest.raises(SpecError, match=message),
-    ):
-        check_stack(read_chosen_options())
 
 
 def test_the_default_is_none(folder: Path) -> None:

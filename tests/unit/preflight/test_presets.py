@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import itertools
-import math
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from omegaconf import OmegaConf
 
-from recipe.offpolicy.correction import CorrectionSpec, StepStage
+from recipe.offpolicy.correction import CorrectionSpec
 from recipe.offpolicy.preflight.composed import Composed
 from recipe.offpolicy.preflight.hydra_groups import AUTO, EMPTY
 from tests.support.applications import CONFIGS, DELTAS, OPTIONS, application, without_verl
-from tests.support.corrections import GSM, TIS, band, opsm, run, tensor
+from tests.support.corrections import GSM, TIS, band, opsm
 from tests.support.examples import few_when_quick
 from verl.trainer.config.algorithm import RolloutCorrectionConfig
 
@@ -158,138 +156,6 @@ def test_each_option_says_what_it_is(option: str) -> None:
 
 def test_those_that_correct_nothing() -> None:
     assert {option for option in OPTIONS if loaded(option).is_none} == EMPTY | {AUTO}
-
-
-@pytest.mark.parametrize(("name", "same"), [("paper/yao2025_tis", "tis_token"), ("paper/deepseek_v32_opsm", "opsm")])
-def test_papers_by_two_names(name: str, same: str) -> None:
-    assert loaded(name) == loaded(same)
-
-
-@pytest.mark.parametrize(
-    "stack",
-    [
-        ("decoupled_ppo", "loglinear", "outlier"),
-        ("tis_turn", "gsm_turn", "kl_clip"),
-        ("paper/yao2025_tis", "nemo/outlier", "kl_clip"),
-    ],
-)
-def test_building_blocks_stack(stack: tuple[str, ...], folder: Path) -> None:
-    """Each sets its own keys only, so that a stack is all of them."""
-    together: dict[str, Any] = {}
-    for option in stack:
-        together |= EXPECTED[option]
-    with application(f"correction=[{','.join(stack)}]", folder=folder) as config:
-        assert Composed(config).spec == CorrectionSpec.from_mapping(together)
-
-
-# Numbers ------------------------------------------------------------------------------------------------------
-
-
-def ratios(option: str, rho: list[list[float]], pi_over_old: float = 1.0, **more: Any) -> StepStage:
-    """Both stages where pi_old / mu is ``rho`` and pi / pi_old the same everywhere."""
-    old = torch.full((len(rho), len(rho[0])), math.log(0.01), dtype=torch.float64)
-    mu = old - tensor(rho, torch.float64).log()
-    return run(loaded(option), mu=mu, old=old, pi=old + math.log(pi_over_old), dtype=torch.float64, **more)
-
-
-def applied(step: StepStage) -> list[list[float]]:
-    """Weight x keep."""
-    return [[round(float(value), 9) for value in row] for row in step.weight * step.keep]
-
-
-ROW = [0.1, 0.4, 1.0, 3.0, 8.0]  # its product is 0.96
-
-
-@pytest.mark.parametrize(
-    ("option", "expected"),
-    [
-        ("tis_token", [0.1, 0.4, 1.0, 2.0, 2.0]),
-        ("tis_token_clip", [0.2, 0.4, 1.0, 3.0, 5.0]),
-        ("decoupled_ppo", [0.1, 0.4, 1.0, 3.0, 5.0]),
-        ("mis_token", [0.0, 0.0, 1.0, 3.0, 0.0]),
-        ("icepop", [0.0, 0.0, 1.0, 0.0, 0.0]),
-        ("openrlhf/icepop", [0.0, 0.0, 1.0, 1.0, 0.0]),
-        ("tis_sequence", [0.96] * 5),
-        ("mis_sequence", [0.96] * 5),
-        ("tis_geometric", [round(0.96**0.2, 9)] * 5),
-    ],
-)
-def test_weights_and_token_masks(option: str, expected: list[float]) -> None:
-    assert applied(ratios(option, [ROW])) == [expected]
-
-
-@pytest.mark.parametrize(
-    ("option", "product", "expected"),
-    [
-        ("tis_sequence", 6.0, 5.0),
-        ("trl/default", 3.1, 0.0),
-        ("trl/default", 2.9, 2.9),
-        ("trl/default", 0.01, 0.01),
-        ("paper/liu2025_mis", 2.1, 0.0),
-        ("paper/liu2025_mis", 0.01, 0.01),
-        ("mis_sequence", 2.1, 0.0),
-        ("mis_sequence", 0.49, 0.0),
-        ("product_mask", 2.1, 0.0),
-        ("product_mask", 1.9, 1.0),
-        ("verl/decoupled_seq_is_rs", 2.1, 0.0),
-        ("verl/decoupled_seq_is_rs", 1.9, 1.9),
-    ],
-)
-def test_rows_of_a_given_product(option: str, product: float, expected: float) -> None:
-    assert applied(ratios(option, [[product / 2.0, 2.0]])) == [[expected, expected]]
-
-
-def test_a_geometric_mask_looks_past_the_length() -> None:
-    """1.001^2000 = 7.38: the product mask drops the row, the geometric mean is 1.001."""
-    row = [[1.001] * 2000]
-    assert not ratios("product_mask", row).keep.any()
-    assert ratios("gsm", row).keep.all()
-    assert not ratios("gsm", [[1.011] * 10]).keep.any()
-
-
-def test_one_outlier_drops_its_row() -> None:
-    """Two that cancel leave the geometric mean at 1."""
-    rows = [[1.0, 99.0, 1 / 99.0], [1.0, 101.0, 1 / 101.0], [1.0, 1.0, 0.9e-4]]
-    assert ratios("outlier", rows).keep.tolist() == [[True] * 3, [False] * 3, [False] * 3]
-    assert ratios("gsm", rows[:2]).keep.all()
-
-
-def test_a_divergence_mask_sees_what_cancels() -> None:
-    """k3(e^0.2) = 0.0214 and k3(e^-0.2) = 0.0187 have the mean 0.0201; those of 0.1 have 0.0050."""
-    rows = [[math.exp(0.2), math.exp(-0.2)], [math.exp(0.1), math.exp(-0.1)]]
-    assert ratios("k3_mask", rows).keep.tolist() == [[False, False], [True, True]]
-    assert ratios("gsm", rows).keep.all()
-
-
-@pytest.mark.parametrize(
-    ("option", "pi_over_old", "kept"),
-    [
-        ("trl/opsm", math.exp(-0.51), [[True] * 2, [False] * 2]),
-        ("trl/opsm", math.exp(-0.49), [[True] * 2, [True] * 2]),
-        ("slime/opsm", math.exp(-2e-4), [[True] * 2, [False] * 2]),
-        ("slime/opsm", math.exp(-0.5e-4), [[True] * 2, [True] * 2]),
-        ("opsm_factored", math.exp(-0.11), [[True] * 2, [False] * 2]),
-    ],
-)
-def test_off_policy_sequence_masks(option: str, pi_over_old: float, kept: list[list[bool]]) -> None:
-    """Only rows of negative advantage, where pi has moved away from what was sampled."""
-    assert ratios(option, [[1.0, 1.0]] * 2, pi_over_old, advantages=[1.0, -1.0]).keep.tolist() == kept
-
-
-def test_an_advantage_of_its_own() -> None:
-    """One row of mean advantage 0: opsm keeps it, opsm_token drops its negative token."""
-    advantages = torch.tensor([[1.0, -1.0]])
-    stale = math.exp(-0.2)
-    assert ratios("opsm", [[1.0, 1.0]], stale, advantages=advantages).keep.tolist() == [[True, True]]
-    assert ratios("opsm_token", [[1.0, 1.0]], stale, advantages=advantages).keep.tolist() == [[True, False]]
-
-
-def test_a_bound_on_the_probability() -> None:
-    """From 0.3: up to 0.49 is within 0.2 and to 0.51 is not, and the way that pi moves matters."""
-    mu = torch.full((4, 1), math.log(0.3), dtype=torch.float64)
-    pi = tensor([[0.49], [0.51], [0.51], [0.09]], torch.float64).log()
-    step = run(loaded("paper/dppo_tv"), mu=mu, old=mu, pi=pi, advantages=[1.0, 1.0, -1.0, -1.0], dtype=torch.float64)
-    assert step.keep.tolist() == [[True], [False], [True], [False]]
 
 
 # Peers ----------------------------------------------------------------------------------------------------------

@@ -13,7 +13,6 @@ from recipe.offpolicy.analysis.attribution.attribution import attribute
 from recipe.offpolicy.analysis.report.studies import COMPARED, run_studies
 from recipe.offpolicy.analysis.report.timeline import build_timeline
 from recipe.offpolicy.analysis.report.verdict import build_answers
-from recipe.offpolicy.analysis.whatif.compose import compose_correction, initialize_composer
 from recipe.offpolicy.correction import CorrectionSpec, recommended
 from recipe.offpolicy.monitor.mismatch.stale_kept import StaleRowsWatch
 from recipe.offpolicy.preflight.auto_choice import select
@@ -22,11 +21,8 @@ from recipe.offpolicy.preflight.checks.staleness import warn_asynchronous
 from recipe.offpolicy.preflight.composed import Composed
 from recipe.offpolicy.recording import Recording
 from tests.support.applications import NEEDED, application
-from tests.support.corrections import GSM, TIS, opsm, spec
-from tests.support.examples import each_nth_when_quick
 from tests.support.paths import ROOT
 
-ASYNC = "trainer.v1.trainer_mode=colocate_async"
 LINE = "correction=opsm correction.masks.opsm.delta=0.1"
 STALE = ROOT / "tests/data/faults/held_out/colocate_async-14"
 
@@ -46,6 +42,14 @@ def test_the_documents_recommend_the_arm_that_was_measured() -> None:
     assert all(medians[arm] in recommended.WHY for arm in ("late_opsm", "late", "late_decoupled", "late_both"))
     arms = (ROOT / "scripts/evidence/collapse/arms.py").read_text()
     assert all(f'"{override}"' in arms for override in recommended.OVERRIDES)
+
+
+@pytest.mark.verl("==0.9.1")
+def test_an_uncorrected_asynchronous_run_is_told_of_it() -> None:
+    with application("correction=none", "trainer.v1.trainer_mode=colocate_async", *NEEDED) as config:
+        (note,) = warn_asynchronous(Composed(config, CorrectionSpec()))
+    assert note.verdict == "NOTE"
+    assert LINE in note.fix
 
 
 def test_auto_doctor_attribution_and_report_give_the_same() -> None:
@@ -90,29 +94,6 @@ def test_noise_is_bounded_at_the_quantile_that_a_short_recording_has() -> None:
     assert proposal.floor.share == 0.95
 
 
-@pytest.mark.verl("==0.9.1")
-def test_an_uncorrected_asynchronous_run_is_told_of_it() -> None:
-    with application("correction=none", ASYNC, *NEEDED) as config:
-        (note,) = warn_asynchronous(Composed(config, CorrectionSpec()))
-    assert note.verdict == "NOTE"
-    assert LINE in note.fix
-
-
-@pytest.mark.verl("==0.9.1")
-def test_a_capped_weight_alone_is_told_of_it_in_asynchronous_runs() -> None:
-    delta = "correction.masks.opsm.delta=0.1"
-    for lines, told in (
-        (("correction=decoupled_ppo", ASYNC), True),
-        (("correction=tis_token", ASYNC), True),
-        (("correction=decoupled_ppo",), False),
-        (("correction=[decoupled_ppo,opsm]", delta, ASYNC), False),
-        (("correction=opsm", delta, ASYNC), False),
-    ):
-        with application(*lines, *NEEDED) as config:
-            notes = list(warn_asynchronous(Composed(config)))
-        assert [(note.verdict, LINE in note.fix) for note in notes] == ([("NOTE", True)] if told else []), lines
-
-
 def test_run_async_has_it_as_its_default(tmp_path: Path) -> None:
     """Its command line, with a python3 that prints its arguments."""
     (tmp_path / "verl/trainer/config").mkdir(parents=True)
@@ -136,42 +117,6 @@ def test_run_async_has_it_as_its_default(tmp_path: Path) -> None:
 
 
 # Bounds for equal weights meet stale rows ---------------------------------------------------------------------
-
-
-@pytest.mark.verl("==0.9.1")
-@pytest.mark.parametrize(
-    ("correction", "keys"),
-    each_nth_when_quick(
-        4,
-        [
-            ("gsm", ["correction.masks.gsm.lower"]),
-            ("[tis_token,gsm_turn]", ["correction.masks.gsm_turn.lower"]),
-            ("skyrl/recommended", ["correction.masks.gsm.lower"]),
-            ("k3_mask", ["correction.masks.k3.upper"]),
-            ("tis_token", ["correction.weight.upper"]),
-            ("verl/decoupled_geo_rs", None),
-            ("icepop", []),
-            ("outlier", []),
-        ],
-    ),
-)
-def test_a_band_for_equal_weights_is_noted_in_asynchronous_modes(correction: str, keys: list[str] | None) -> None:
-    with initialize_composer():
-        values = compose_correction([f"correction={correction}"])
-    chosen = CorrectionSpec.from_mapping(values)
-    with application("correction=none", ASYNC, *NEEDED) as config:
-        notes = list(warn_asynchronous(Composed(config, chosen)))
-    assert all(note.verdict == "NOTE" and LINE in note.fix for note in notes)
-    assert notes if keys is None else [note.key for note in notes] == keys
-    with application("correction=none", *NEEDED) as config:
-        assert not list(warn_asynchronous(Composed(config, chosen)))
-
-
-@pytest.mark.verl("==0.9.1")
-def test_what_stale_rows_pass_is_not_noted() -> None:
-    wide = GSM | {"lower": 0.5, "upper": 2.0}
-    with application("correction=none", ASYNC, *NEEDED) as config:
-        assert not list(warn_asynchronous(Composed(config, spec(TIS, opsm=opsm(0.1), wide=wide))))
 
 
 def test_a_run_that_keeps_no_stale_token_says_so_once(caplog: pytest.LogCaptureFixture) -> None:

@@ -2,42 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 from omegaconf import OmegaConf
 
 from recipe.offpolicy.correction import CorrectionSpec, SpecError
 from recipe.offpolicy.preflight.checks.readable import substitute_usual_values
 from recipe.offpolicy.preflight.hydra_groups import filter_added, parse_overrides
-from recipe.offpolicy.preflight.resolve import parse_shadows, refuse_emptied
-from tests.support.corrections import GSM, TIS, opsm, spec
-
-OPTIONS: dict[str, dict[str, Any]] = {
-    "gsm": {"masks": {"gsm": GSM}},
-    "opsm": {"masks": {"opsm": opsm(0.1) | {"delta": "???"}}},
-}
-
-
-def test_an_open_delta_is_filled_in_and_said() -> None:
-    shadows, notes = parse_shadows(["gsm", "opsm"], OPTIONS.__getitem__, 0.2)
-    assert shadows == {"gsm": spec(gsm=GSM), "opsm": spec(opsm=opsm(0.2))}
-    assert len(notes) == 1
-    assert "opsm" in notes[0]
-
-
-@pytest.mark.parametrize(
-    ("names", "delta", "reason"),
-    [
-        (["gsm", "gsm"], 0.1, "named twice"),
-        ([3], 0.1, "no option"),
-        (["gsm"], 0, "a number > 0"),
-        (["gsm"], True, "> 0"),
-    ],
-)
-def test_what_cannot_be_reported_on(names: list[Any], delta: Any, reason: str) -> None:
-    with pytest.raises(SpecError, match=reason):
-        parse_shadows(names, OPTIONS.__getitem__, delta)
+from recipe.offpolicy.preflight.resolve import refuse_emptied
+from tests.support.corrections import TIS, spec
 
 
 def test_a_correction_of_which_nothing_is_left() -> None:
