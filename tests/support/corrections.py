@@ -94,15 +94,3 @@ def kept(step: Any) -> list[bool]:
     """Whether each row is kept; its tokens must agree."""
     assert (step.keep == step.keep[:, :1]).all()
     return step.keep[:, 0].tolist()
-
-
-def random_rows(rows: int = 64, tokens: int = 9) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(7)
-
-    def normal(size: float) -> torch.Tensor:
-        return size * torch.randn(rows, tokens, generator=generator)
-
-    mu = -2.0 + normal(0.5)
-    old = mu + normal(0.3)
-    mask = torch.rand(rows, tokens, generator=generator) < 0.8
-    return mu, old, old + normal(0.3), mask

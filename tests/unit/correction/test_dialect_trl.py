@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -22,15 +21,6 @@ TRL: dict[str, Any] = {
 }
 
 
-def test_trl_defaults_drop_a_row_and_keep_its_ratio_as_weight() -> None:
-    """clip_max = 3: a row of product e^1 = 2.718 keeps it as weight, a row of product e^1.5 = 4.48 is dropped."""
-    log_rho = torch.tensor([[0.5, 0.5], [1.0, 0.5]])
-    spec = from_trl({})
-    assert spec == from_trl(TRL) == CorrectionSpec.from_trl({})
-    got = coefficients(spec, old=log_rho, mu=torch.zeros(2, 2), mask=torch.ones(2, 2))
-    torch.testing.assert_close(got, torch.tensor([[math.e, math.e], [0.0, 0.0]]))
-
-
 def test_trl_bounds_may_be_open() -> None:
     """Products e^1 = 2.718 and e^-1 = 0.368 with clip_min = 0.5 alone: the second is raised to it, or dropped."""
     log_rho = torch.tensor([[1.0], [-1.0]])
@@ -39,9 +29,3 @@ def test_trl_bounds_may_be_open() -> None:
         keys = {f"{stem}_mode": mode, f"{stem}_clip_min": 0.5, f"{stem}_clip_max": None}
         got = coefficients(from_trl(keys), old=log_rho, mu=torch.zeros(2, 1), mask=torch.ones(2, 1))
         torch.testing.assert_close(got, torch.tensor([[math.e], [second]]))
-
-
-def test_trl_reads_a_config_object_and_leaves_its_other_fields_alone() -> None:
-    config = SimpleNamespace(**TRL | {"off_policy_mask_threshold": 0.5}, learning_rate=1e-6)
-    assert from_trl(config) == from_trl({"off_policy_mask_threshold": 0.5})
-    assert from_trl({"vllm_importance_sampling_correction": False}).is_none

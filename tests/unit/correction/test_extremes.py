@@ -15,7 +15,6 @@ from tests.support import reference
 from tests.support.corrections import M2PO, TIS, band, first_stage, run, spec, values
 from tests.support.drawn import AGGREGATES, LEVELS, Rows, bounds_of, decide
 
-NAN, INF = math.nan, math.inf
 LONG = 32768
 
 
@@ -62,29 +61,10 @@ def test_masks_drop_a_huge_log_ratio(level: str, aggregate: str) -> None:
     assert keeps == expected.get(aggregate.split("_")[0], [False, False])
 
 
-# Tokens that are not finite ---------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("bad", [NAN, INF, -INF])
-@pytest.mark.parametrize("policy", ["mu", "old"])
-def test_a_token_that_is_not_finite_is_as_if_it_were_a_tool_token(policy: str, bad: float) -> None:
-    """For all levels and aggregates at once; it is counted, and the loss's denominator still knows it."""
-    generator = torch.Generator().manual_seed(1)
-    rows = {name: (-1.0 - 0.2 * torch.rand(6, 4, generator=generator)) for name in ("mu", "old", "pi")}
-    ids = dict(turns=torch.tensor([[0, 0, 1, 1]]).expand(6, 4), versions=torch.tensor([[1, 2, 2, 1]]).expand(6, 4))
-    advantages = torch.randn(6, 4, generator=generator)
-    broken = {name: tensor.clone() for name, tensor in rows.items()}
-    holes = torch.rand(6, 4, generator=generator) < 0.3
-    holes[0] = True
-    broken[policy][holes] = bad
-    step = run(EVERYTHING, **broken, **ids, advantages=advantages)
-    masked = run(EVERYTHING, **rows, **ids, advantages=advantages, mask=~holes)
-    assert torch.equal(step.keep, masked.keep)
-    assert torch.equal(step.weight, masked.weight)
-    ours, theirs = values(step), values(masked)
-    assert ours["nonfinite/rollout_log_prob" if policy == "mu" else "nonfinite/old_log_prob"] == holes.sum()
-    for name in ("rollout_ratio/mean", "rollout_ratio/ess", "kl/k3", "full_ratio/std", "ppo_ratio/max", "weight/mean"):
-        assert ours[name] == pytest.approx(theirs[name], rel=1e-9)
+def test_reject_looks_beyond_the_clamp() -> None:
+    """A product of e^30 is a weight of e^20 at most, and outside of a bound of e^20 all the same."""
+    weight = TIS | {"level": "sequence", "kind": "reject", "upper": math.exp(20.0)}
+    assert not run(spec(weight), mu=torch.zeros(1, 30), old=torch.ones(1, 30)).keep.any()
 
 
 # Little or nothing ------------------------------------------------------------------------------------------
@@ -96,18 +76,6 @@ def test_no_rows_or_no_columns(shape: tuple[int, int]) -> None:
     step = run(EVERYTHING, mu=empty, old=empty, mask=empty, turns=empty.long(), versions=empty.long(), advantages=empty)
     assert step.weight.shape == step.keep.shape == shape
     assert all(not value or math.isnan(value) for value in values(step).values())
-
-
-def test_empty_rows_beside_live_ones() -> None:
-    """An empty row, one whose only token has no mu, and a live one: the live one is as if alone."""
-    rows = dict(mu=[[0.0] * 4, [NAN] * 4, [0.0] * 4], old=[[9.0] * 4, [9.0] * 4, [0.1] * 4])
-    ids = {name: ids * 3 for name, ids in IDS.items()}
-    step = run(EVERYTHING, **rows, **ids, mask=[[0] * 4, [0, 1, 0, 0], [1] * 4])
-    alone = run(EVERYTHING, mu=[[0.0] * 4], old=[[0.1] * 4], **IDS)
-    assert torch.equal(step.keep[2:], alone.keep)
-    assert torch.equal(step.weight[2:], alone.weight)
-    assert not step.keep[:2].any()
-    assert not step.weight[:2].any()
 
 
 # Dtypes -----------------------------------------------------------------------------------------------------

@@ -17,7 +17,6 @@ from torch import Tensor
 from recipe.offpolicy.batch.plan import BatchSplit, build_row_columns, compute_constants, regroup_without_rejected
 from recipe.offpolicy.correction import (
     CorrectionSpec,
-    batch_constants,
     rollout_stage,
     step_stage,
     turns,
@@ -125,20 +124,6 @@ def test_decisions_by_age() -> None:
             torch.testing.assert_close(nested.weight.values(), weight, rtol=1e-12, atol=0.0)
             assert torch.equal(nested.keep.values(), packed(step.keep, lengths).values())
             assert step.rejected["masks.stale"].any()
-
-
-def test_constants() -> None:
-    rows, lengths = noisy()
-    correction = spec(TIS | {"normalize": True, "level": "turn"}, m2po=M2PO | {"budget": 0.001})
-    constants = [
-        batch_constants(
-            correction, old_log_prob=b.old, rollout_log_prob=b.mu, response_mask=b.mask, segment_ids=b.turns
-        )
-        for b in (rows, pack(rows, lengths))
-    ]
-    assert constants[0].weight_mean == pytest.approx(constants[1].weight_mean, rel=1e-12)
-    assert constants[0].cutoffs == constants[1].cutoffs
-    assert 0 < constants[0].cutoffs["m2po"] < math.inf
 
 
 @pytest.mark.parametrize("lengths", [[], [0], [0, 0, 0]])

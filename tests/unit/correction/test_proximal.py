@@ -18,7 +18,7 @@ from recipe.offpolicy.correction import (
     rollout_stage,
     step_stage,
 )
-from tests.support.corrections import GSM, TIS, band, opsm, tensor
+from tests.support.corrections import GSM, TIS, opsm, tensor
 
 MU, OLD, PI = tensor([[-1.0, -2.0]]), tensor([[-1.5, -2.25]]), tensor([[-2.0, -1.0]])
 
@@ -120,30 +120,6 @@ def test_old_log_probs_are_read_by_recompute_alone() -> None:
 
 
 # What the three ratios become -------------------------------------------------------------------------------
-
-
-def test_bypass_leaves_opsm_on_the_whole_ratio_as_it_is() -> None:
-    """pi/mu does not know pi_old: the same rows go under recompute, bypass, reuse and loglinear."""
-    generator = torch.Generator().manual_seed(3)
-    mu, old, pi = (-1.0 - torch.rand(32, 5, generator=generator) for _ in range(3))
-    masks = {"opsm": opsm(0.05)}
-    steps = [
-        corrected({"masks": masks, "proximal": name, "alpha": alpha}, mu, old, pi)
-        for name, alpha in (("recompute", None), ("bypass", None), ("reuse", None), ("loglinear", 0.5))
-    ]
-    assert 0 < steps[0].keep.sum() < steps[0].keep.numel()
-    assert all(torch.equal(step.keep, steps[0].keep) for step in steps)
-
-
-def test_bypass_makes_ppo_the_whole_ratio() -> None:
-    """A band on pi/pi_old under bypass is the band on pi/mu under recompute."""
-    drop = band(0.9, 1.1, ratio="ppo")
-    generator = torch.Generator().manual_seed(4)
-    mu, old, pi = (-1.0 - 0.3 * torch.rand(32, 3, generator=generator) for _ in range(3))
-    bypass = corrected({"masks": {"m": drop}, "proximal": "bypass"}, mu, old, pi)
-    recompute = corrected({"masks": {"m": drop | {"ratio": "full"}}}, mu, old, pi)
-    assert torch.equal(bypass.keep, recompute.keep)
-    assert 0 < bypass.keep.sum() < bypass.keep.numel()
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from recipe.offpolicy.correction import BatchConstants, CorrectionSpec, Reduction, StepStage, rollout_stage, step_stage
+from recipe.offpolicy.correction import BatchConstants, CorrectionSpec, rollout_stage, step_stage
 from tests.support.corrections import GSM, M2PO, TIS, band, first_stage, opsm, run, spec, tensor, values
 from tests.support.paths import ROOT
 
@@ -95,22 +95,6 @@ def test_the_stages_are_of_one_correction(other: CorrectionSpec) -> None:
 # Contracts of the outputs -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
-def test_every_float_dtype(dtype: torch.dtype) -> None:
-    """log 2 is not exact in a short float, but -1 - (-1.5) is: rho = e^0.5; pi/mu = e^0.25, a drop of 0.25."""
-    step = run(
-        spec(TIS, opsm=opsm(0.2, "ppo")),
-        mu=[[-1.5, -1.5]],
-        old=[[-1.0, -1.0]],
-        pi=[[-1.25, -1.25]],
-        advantages=-1,
-        dtype=dtype,
-    )
-    assert step.weight.dtype is (torch.float64 if dtype is torch.float64 else torch.float32)
-    assert step.weight.tolist() == [pytest.approx([1.6487213] * 2, rel=1e-6)]
-    assert not step.keep.any()
-
-
 @pytest.mark.parametrize("wrong", ["old_log_prob", "rollout_log_prob", "response_mask"])
 def test_shapes_that_differ_in_the_rollout_stage(wrong: str) -> None:
     """A (B, 1) tensor would broadcast in silence."""
@@ -159,55 +143,7 @@ def test_rows_without_the_token_dimension() -> None:
         rollout_stage(STACK, old_log_prob=torch.ones(3), rollout_log_prob=torch.ones(3), response_mask=torch.ones(3))
 
 
-# Little or nothing to decide on -----------------------------------------------------------------------------
-
-
-def of_nothing(step: Any) -> None:
-    """A defined weight and keep, counts of 0, and NaN for every mean, extreme and share."""
-    assert not step.keep.any()
-    assert not step.weight.any()
-    for name, statistic in step.statistics.items():
-        value = statistic.value()
-        assert (value == 0.0) if statistic.reduction is Reduction.SUM else math.isnan(value), name
-
-
-def test_a_fully_masked_batch() -> None:
-    of_nothing(run(STACK, mu=[[NAN] * 2] * 3, old=[[INF] * 2] * 3, pi=[[-INF] * 2] * 3, mask=torch.zeros(3, 2)))
-
-
-def test_an_empty_batch() -> None:
-    empty = torch.zeros(0, 4)
-    step = run(STACK, mu=empty, old=empty, mask=empty, advantages=empty)
-    assert step.keep.shape == step.weight.shape == (0, 4)
-    of_nothing(step)
-
-
 # Log-probs that are not finite ------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("bad", [NAN, INF, -INF])
-@pytest.mark.parametrize("policy", ["mu", "old"])
-@pytest.mark.parametrize("level", ["token", "sequence"])
-def test_a_token_that_is_not_finite_leaves(level: str, policy: str, bad: float) -> None:
-    """Its row is as if it were not there, and it is counted under the policy that it comes from.
-
-    Without it: rho = e^0.004 twice, mean 0.004 in GSM's band; T = 2; sequence weight e^0.008.
-    """
-    rows = dict(mu=[[-1.0, -1.0, -1.0]], old=[[-0.996, -0.996, -0.996]])
-    rows[policy][0][1] = bad
-    correction = spec(TIS | {"level": level}, gsm=GSM, opsm=opsm(0.1))
-    step = run(correction, **rows, pi=[[-1.0, -1.0, -1.0]], advantages=-1)
-    weight = math.exp(0.004 if level == "token" else 0.008)
-    assert step.keep.tolist() == [[True, False, True]]
-    assert step.weight.tolist() == [pytest.approx([weight, 0.0, weight], abs=1e-6)]
-    result = values(step)
-    assert result["nonfinite/rollout_log_prob"] == (policy == "mu")
-    assert result["nonfinite/old_log_prob"] == (policy == "old")
-    assert result["nonfinite/log_prob"] == 0
-    assert result["rollout_ratio/mean"] == pytest.approx(math.exp(0.004), abs=1e-6)
-    # The loss is still divided by the 3 tokens that there were: 1 of them does not count.
-    assert result["keep/token_share"] == pytest.approx(2 / 3)
-    assert not any(math.isinf(value) for value in result.values())
 
 
 @pytest.mark.parametrize("bad", [NAN, INF, -INF])
@@ -233,36 +169,6 @@ def test_advantages_count_on_valid_tokens_only() -> None:
 
 
 # SkyRL's order ----------------------------------------------------------------------------------------------
-
-
-def in_both_orders(weight: Any, rows: dict[str, Any], **masks: Any) -> tuple[StepStage, StepStage]:
-    """Every part by itself, and with ``skyrl_compat``."""
-    mapping = {"weight": weight, "masks": masks}
-    return tuple(run(CorrectionSpec.from_mapping(mapping | {"skyrl_compat": on}), **rows) for on in (False, True))  # type: ignore[return-value]
-
-
-def test_skyrl_reduces_the_mask_before_it_decides_by_sequence() -> None:
-    """log rho = 1, 0 and 0. By themselves: the token mask drops the first token, the sequence mask the row (mean
-    1/3), and the weight is e. In SkyRL's order mean and product are of the two tokens left, 0: kept with weight 1.
-    """
-    rows = dict(mu=[[0.0] * 3], old=[[1.0, 0.0, 0.0]])
-    masks = dict(token=band(0.5, 2.0, level="token"), geo=GSM)
-    free, skyrl = in_both_orders(TIS | {"level": "sequence", "upper": 5.0}, rows, **masks)
-    assert free.keep.tolist() == [[False] * 3]
-    assert free.weight.tolist() == [pytest.approx([math.e] * 3, rel=1e-6)]
-    assert skyrl.keep.tolist() == [[False, True, True]]
-    assert skyrl.weight.tolist() == [[1.0] * 3]
-
-
-@pytest.mark.parametrize("names", [("a", "b"), ("b", "a")])
-@pytest.mark.parametrize("aggregate", ["geometric", "any"])
-def test_the_outlier_mask_sees_all_tokens(aggregate: str, names: tuple[str, str]) -> None:
-    """Whatever the masks are called: the token of e^1 drops its row, though a token mask takes that token as well."""
-    rows = dict(mu=[[0.0] * 2], old=[[1.0, 0.0]])
-    pair = band(0.5, 2.0, level="token", aggregate=aggregate), band(0.5, 2.0, aggregate="any")
-    masks = dict(zip(names, pair, strict=True))
-    for step in in_both_orders(None, rows, **masks):
-        assert not step.keep.any()
 
 
 def test_masks_by_advantage_need_advantages() -> None:

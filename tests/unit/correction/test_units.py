@@ -46,22 +46,3 @@ def test_a_token_without_mu_does_not_end_a_turn() -> None:
     rows = dict(mu=[[0.0, math.nan, 0.0]], old=[[LOG(2), 0.0, LOG(3)]], turns=turns(mask))
     step = run(spec(TIS | {"level": "turn", "upper": None}), **rows)
     assert step.weight.tolist() == [pytest.approx([6.0, 0.0, 6.0], rel=1e-6)]
-
-
-# Two turns, the second of them far off ----------------------------------------------------------------------
-
-MASK = torch.tensor([[1, 1, 0, 1, 1]])
-TWO_TURNS = dict(
-    mu=[[0.0] * 5], old=[[LOG(1.1), LOG(1.2), 9.0, LOG(2), LOG(3)]], mask=MASK, turns=turns(MASK), versions=[[3] * 5]
-)
-
-
-def test_a_weight_by_turn() -> None:
-    """Products 1.1 x 1.2 = 1.32 and 2 x 3 = 6 -> 5; geometric 1.1489 and 2.4495; by sequence 7.92."""
-    kind = TIS | {"level": "turn", "upper": 5.0}
-    assert run(spec(kind), **TWO_TURNS).weight.tolist() == [pytest.approx([1.32, 1.32, 0.0, 5.0, 5.0], rel=1e-6)]
-    step = run(spec(kind | {"aggregate": "geometric"}), **TWO_TURNS)
-    first, second = math.sqrt(1.32), math.sqrt(6)
-    assert step.weight.tolist() == [pytest.approx([first, first, 0.0, second, second], rel=1e-6)]
-    whole = run(spec(kind | {"level": "sequence", "upper": None}), **TWO_TURNS)
-    assert whole.weight.tolist() == [pytest.approx([7.92, 7.92, 0.0, 7.92, 7.92], rel=1e-6)]
