@@ -232,10 +232,3 @@ def test_a_row_of_two_versions_is_summarised_by_token() -> None:
     assert decompose(sum_rows(joined)).kl.staleness == pytest.approx(decompose(sum_rows(apart)).kl.staleness)
     buckets = build_profiles(merge(sum_cells(joined)[0], *PROFILES))["staleness"]
     assert [(bucket.name, bucket.tokens) for bucket in buckets] == [("0", 256), ("2", 256)]
-
-
-def test_versions_that_verl_does_not_tell() -> None:
-    rows = drawn_rows([16] * 32, oldest_version=np.full(32, -1), newest_version=np.full(32, -1))
-    whole = decompose(sum_rows(rows))
-    assert (whole.floor_from, whole.kl.backend, whole.kl.staleness) == ("", None, None)
-    assert whole.kl.rollout + whole.kl.drift == pytest.approx(1.0)

@@ -265,12 +265,6 @@ def test_no_recording(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert "no recorded step" in err
 
 
-def test_a_picture_of_an_unknown_kind(recording: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    nowhere = str(recording / "none")  # not looked at yet
-    assert main([nowhere, "--target-kept", "0.9", "--png", "curves.txt"]) == 2
-    assert "--png curves.txt: .txt is not a picture format. Name it .png or" in capsys.readouterr().err
-
-
 def test_a_large_recording_is_calibrated_by_a_sample(
     recording: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -259,12 +259,6 @@ def test_without_a_correction_verls_own_is_left_alone() -> None:
         assert config.algorithm.rollout_correction.rollout_is == "token"
 
 
-@pytest.mark.parametrize("option", few_when_quick(["resampling", "verl/disabled"], lambda each: "one"))
-def test_other_names_of_none(option: str) -> None:
-    with application(f"correction={option}", *NEEDED) as config:
-        assert prepare(config)[0].is_none
-
-
 @pytest.mark.slow
 def test_the_quickstart_passes_its_own_checks() -> None:
     with application(primary="quickstart") as config:

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from recipe.offpolicy.command_line import list_output_modules, require_modules
+from recipe.offpolicy.command_line import list_output_modules
 from recipe.offpolicy.usage import answer_help
 
 
@@ -14,15 +14,6 @@ def test_modules_by_output() -> None:
     assert list_output_modules(json=False, png=False, html=False) == ["rich"]
     assert list_output_modules(json=True, png=True, html=False) == ["matplotlib"]
     assert list_output_modules(json=True, png=False, html=True) == ["bokeh", "jinja2"]
-
-
-def test_missing_modules_are_named_with_the_package_to_install(capsys: pytest.CaptureFixture[str]) -> None:
-    require_modules("report", "json", "torch")
-    assert capsys.readouterr().err == ""
-    with pytest.raises(SystemExit) as caught:
-        require_modules("report", "json", "no_such_module")
-    assert caught.value.code == 2
-    assert capsys.readouterr().err == "report: not installed: no_such_module. Fix: pip install no_such_module\n"
 
 
 def test_help_is_answered_before_anything_else(

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from recipe.offpolicy.correction import CorrectionSpec, SpecError
+from recipe.offpolicy.correction import SpecError
 from recipe.offpolicy.preflight import hydra_groups
 from recipe.offpolicy.preflight.composed import Composed
 from recipe.offpolicy.preflight.hydra_groups import (
@@ -23,35 +23,13 @@ from recipe.offpolicy.preflight.hydra_groups import (
     recompose,
 )
 from tests.support.applications import DELTAS, OPTIONS, application, without_verl
-from tests.support.corrections import GSM, TIS, opsm
+from tests.support.corrections import GSM, opsm
 from tests.support.examples import few_when_quick
-
-# The key that two options share; all other pairs may be stacked.
-CONFLICTS = {
-    ("opsm", "trl/opsm"): "correction.masks.opsm.",
-    ("tis_token", "tis_sequence"): "correction.weight.",
-}
-EXPECTED: dict[str, dict[str, Any]] = {
-    "tis_token": {"weight": TIS, "masks": {}},
-    "tis_sequence": {"weight": TIS | {"level": "sequence", "upper": 5.0}, "masks": {}},
-    "gsm": {"weight": None, "masks": {"gsm": GSM}},
-    "opsm": {"weight": None, "masks": {"opsm": opsm(0.1)}},
-    "trl/opsm": {"weight": None, "masks": {"opsm": opsm(0.5)}},
-    "opsm_factored": {
-        "weight": None,
-        "masks": {"opsm_mismatch": opsm(0.1, "rollout"), "opsm_staleness": opsm(0.1, "ppo")},
-    },
-}
-PAIRS = list(itertools.combinations(EXPECTED, 2))
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return without_verl(tmp_path_factory.mktemp("configs"))
-
-
-def deltas(*options: str) -> list[str]:
-    return [override for option in options for override in DELTAS.get(option, [])]
 
 
 @pytest.mark.parametrize("option", few_when_quick(DELTAS, lambda _: "a budget"))
@@ -61,32 +39,6 @@ def test_a_budget_that_nobody_published_must_be_given(option: str, folder: Path)
     key = DELTAS[option][0].split("=")[0]
     assert f"{key}=???: required" in str(caught.value)
     assert f"Set {key}=" in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    "pair", few_when_quick([(pair,) for pair in PAIRS], lambda each: each[0] in CONFLICTS), ids="+".join
-)
-def test_each_pair(pair: tuple[str, str], folder: Path) -> None:
-    """Either order of a pair that shares no key makes the same correction; else both orders stop."""
-    specs = []
-    for one, two in (pair, pair[::-1]):
-        with application(f"correction=[{one},{two}]", *deltas(*pair), folder=folder) as config:
-            assert read_chosen_options() == [one, two]
-            if pair in CONFLICTS:
-                with pytest.raises(SpecError) as caught:
-                    check_stack(read_chosen_options())
-                message = str(caught.value)
-                assert f"correction=[{one},{two}]" in message
-                assert CONFLICTS[pair] in message
-                assert f"{one} and {two} both set" in message
-                assert "Choose one" in message
-            else:
-                check_stack(read_chosen_options())
-                specs.append(Composed(config).spec)
-    if specs:
-        weight = next((EXPECTED[o]["weight"] for o in pair if EXPECTED[o]["weight"]), None)
-        both = {"weight": weight, "masks": EXPECTED[pair[0]]["masks"] | EXPECTED[pair[1]]["masks"]}
-        assert specs == [CorrectionSpec.from_mapping(both)] * 2
 
 
 def paths(values: dict[str, Any], above: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
@@ -172,20 +124,6 @@ def test_options_chosen_later_may_be_the_users_own(folder: Path, tmp_path: Path)
         assert recompose(["mine", "gsm"]).alpha == 0.25
 
 
-def test_the_default_is_none(folder: Path) -> None:
-    with application(folder=folder) as config:
-        assert read_chosen_options() == ["none"]
-        assert Composed(config).spec.is_none
-
-
-def test_a_users_own_value_wins_over_an_option(folder: Path) -> None:
-    with application("correction=tis_token", "correction.weight.upper=3", folder=folder) as config:
-        check_stack(read_chosen_options())
-        weight = Composed(config).spec.weight
-    assert weight is not None
-    assert weight.upper == 3.0
-
-
 def test_options_of_the_users_own(folder: Path, tmp_path: Path) -> None:
     """They stack like the shipped ones, and conflict like them."""
     (tmp_path / "correction").mkdir()
@@ -248,11 +186,3 @@ def test_only_our_keys_are_forced() -> None:
     ours = ["correction.weight=null", "offpolicy.x=1", "setup.model=moe"]
     assert force_own_keys([]) == []
     assert force_own_keys([*theirs, *ours]) == [*theirs, *(f"++{argument}" for argument in ours)]
-
-
-def test_what_is_changed_in_a_configuration_is_not_in_the_next(folder: Path) -> None:
-    """Tests share the YAML that they compose of."""
-    with application("correction=gsm", folder=folder) as config:
-        config.correction.masks.gsm.upper = 9.0
-    with application("correction=gsm", folder=folder) as config:
-        assert config.correction.masks.gsm.upper == 1.01

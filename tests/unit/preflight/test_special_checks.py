@@ -84,22 +84,6 @@ def test_all_problems_are_reported_at_once(base: DictConfig) -> None:
         assert any(line.startswith(f"{key}={shown}: ") for line in found)
 
 
-@pytest.mark.parametrize(
-    ("changes", "part"),
-    [
-        ({"correction.weight.uper": 3.0}, "correction.weight.uper=3.0: unknown key"),
-        ({"correction.masks.gsm.lower": 2.0}, "correction.masks.gsm.lower=2.0 with correction.masks.gsm.upper=1.01"),
-        ({"correction.masks.gsm.lower": float("nan")}, "correction.masks.gsm.lower=nan"),
-        ({"correction": None}, "Set correction=none"),
-        ({"correction.weight": 2.0}, "correction.weight=2.0"),
-    ],
-)
-def test_a_malformed_correction_stops_before_the_checks(changes: dict[str, Any], part: str, base: DictConfig) -> None:
-    with pytest.raises(SpecError) as caught:
-        _ = Composed(changed(base, changes)).spec
-    assert part in str(caught.value)
-
-
 def test_a_configuration_without_the_group_has_no_correction(base: DictConfig) -> None:
     """As verl's own entry point would compose it."""
     config = changed(base, {})

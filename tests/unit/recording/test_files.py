@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from recipe.offpolicy.recording import Recording, RecordingError, Rows, concatenate
+from recipe.offpolicy.recording import Recording, RecordingError, Rows
 from recipe.offpolicy.recording import files as files_module
 from recipe.offpolicy.recording.files import (
     OverLimit,
@@ -189,15 +189,6 @@ def test_a_reader_never_sees_a_file_that_is_being_written(tmp_path: Path, monkey
     assert len(seen) == 1
     assert "no recorded step" in seen[0]
     assert Recording(tmp_path).steps == [1]
-
-
-def test_rows_of_several_files_end_to_end(tmp_path: Path) -> None:
-    one, other = drawn_rows([2, 3]), drawn_rows([4], seed=1)
-    path = tmp_path / "step_00000001.rank_00001.parquet"
-    write(path, other, SPEC, REASONS)
-    both = concatenate([read(written(tmp_path, one)).rows, read(path).rows])
-    assert both.offsets.tolist() == [0, 2, 5, 9]
-    assert both.log_prob.tolist() == [*one.log_prob, *other.log_prob]
 
 
 def test_the_checksum_is_of_the_rows_to_the_bit_and_of_their_metadata() -> None:

@@ -342,22 +342,6 @@ def test_the_size_budget_stops_the_recording(tmp_path: Path, clock: Clock, warni
     )
 
 
-def test_the_budget_counts_what_is_there_already(tmp_path: Path, clock: Clock) -> None:
-    first = made(tmp_path, clock)
-    micro_batch(first, count=4)
-    micro_batch(first, step=2, count=4)
-    settled(first)
-    used = sum(path.stat().st_size for path in Path(first.settings.dir).iterdir())
-    resumed = made(tmp_path, clock, max_bytes=used)
-    # Made again, a step takes the place of what it was; a further one has none.
-    micro_batch(resumed, step=2, count=4)
-    settled(resumed)
-    assert resumed.stopped is None
-    micro_batch(resumed, step=3, count=4)
-    assert len(settled(resumed)) == 2
-    assert resumed.stopped is not None
-
-
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.EACCES])
 def test_a_disk_that_takes_nothing_stops_the_recording(
     recorder: Recorder, number: int, monkeypatch: pytest.MonkeyPatch, warnings: pytest.LogCaptureFixture

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
-import pytest
 from omegaconf import DictConfig, OmegaConf
 
-from recipe.offpolicy.recording import RecordingError
-from recipe.offpolicy.recording.recording import CARD, read_json
-from recipe.offpolicy.recording.run_info import explain_foreign, find_resumed_folder, read_sampling
+from recipe.offpolicy.recording.run_info import find_resumed_folder, read_sampling
 
 
 def config(folder: Path, **trainer: Any) -> DictConfig:
@@ -42,29 +38,3 @@ def test_which_checkpoints_a_run_resumes(tmp_path: Path) -> None:
         tracker.write_text(written)
         assert find_resumed_folder(config(tmp_path)) == str(tmp_path / "checkpoints")
     assert find_resumed_folder(config(tmp_path, resume_mode="disable")) is None
-
-
-def test_a_directory_of_another_run_is_foreign(tmp_path: Path) -> None:
-    folder = tmp_path / "rec"
-    assert explain_foreign(str(folder), config(tmp_path)) is None
-    folder.mkdir()
-    assert explain_foreign(str(folder), config(tmp_path)) is None
-    (folder / CARD).write_text(json.dumps({"checkpoints": str(tmp_path / "others")}))
-    said = explain_foreign(str(folder), config(tmp_path))
-    assert said is not None
-    assert "the recording of another run" in said
-
-
-def test_a_run_that_was_cut_short_before_its_first_checkpoint_goes_on(tmp_path: Path) -> None:
-    saved = {"checkpoints": str(tmp_path / "checkpoints"), "config": {"trainer": {"save_freq": 5}}}
-    (tmp_path / CARD).write_text(json.dumps(saved))
-    assert explain_foreign(str(tmp_path), config(tmp_path)) is None
-    assert explain_foreign(str(tmp_path), config(tmp_path, resume_mode="disable")) is not None
-
-
-@pytest.mark.parametrize(("text", "message"), [("{", "not readable as JSON"), ("[]", "expected a JSON object")])
-def test_a_card_that_is_none(tmp_path: Path, text: str, message: str) -> None:
-    assert read_json(tmp_path / CARD) == {}
-    (tmp_path / CARD).write_text(text)
-    with pytest.raises(RecordingError, match=message):
-        read_json(tmp_path / CARD)

@@ -7,30 +7,20 @@ from dataclasses import replace
 import pytest
 
 from recipe.offpolicy.analysis.attribution.attribution import Attribution, attribute_rows
-from recipe.offpolicy.analysis.attribution.attribution_figures import draw_overview
-from recipe.offpolicy.analysis.attribution.attribution_page import add_sections, build_page
 from recipe.offpolicy.analysis.attribution.attribution_tables import (
-    build_causes_table,
     build_profile_tables,
-    build_rows_table,
-    build_tokens_table,
     build_versions_table,
     format_verdict,
     list_fixes,
 )
-from recipe.offpolicy.analysis.attribution.causes.cause import NAMES, Cause
+from recipe.offpolicy.analysis.attribution.causes.cause import Cause
 from recipe.offpolicy.analysis.attribution.profiles import Bucket
-from recipe.offpolicy.analysis.pages.page import Page
 from tests.support.recordings import drawn_rows
 
 
 @pytest.fixture(scope="module")
 def attribution() -> Attribution:
     return attribute_rows(drawn_rows([3, 4, 5], backend=0.1, drift=0.05), {}, worst=2)
-
-
-def test_causes_with_what_speaks_for_them(attribution: Attribution) -> None:
-    assert [row[0] for row in build_causes_table(attribution).rows] == list(NAMES)
 
 
 def test_only_causes_that_are_present_have_a_fix(attribution: Attribution) -> None:
@@ -54,27 +44,6 @@ def test_a_line_for_each_bucket_of_a_profile(attribution: Attribution) -> None:
     assert build_profile_tables(found, least=1) == []
     assert table.title == "by length"
     assert list(table.rows[0]) == ["1-2", 3, 0.1, 0.2, 0.3, "25.0%", 0.4]
-
-
-def test_the_worst_tokens_and_rows_are_as_many_as_asked_for(attribution: Attribution) -> None:
-    tokens, rows = build_tokens_table(attribution).rows, build_rows_table(attribution).rows
-    assert len(tokens) == len(rows) == 2
-    assert {row[2] for row in rows} <= {3, 4, 5}, "lengths of the rows"
-
-
-@pytest.mark.slow
-def test_a_page_has_the_sections_that_a_report_takes_over(attribution: Attribution) -> None:
-    page, shared = build_page(attribution, "a recording"), Page("Of a report")
-    add_sections(shared, attribution)
-    text = page.render()
-    assert "Where does the mismatch come from?" in text
-    assert ">Causes<" in text
-    assert ">Causes<" in shared.render()
-
-
-@pytest.mark.slow
-def test_one_figure_holds_steps_and_profiles(attribution: Attribution) -> None:
-    assert len(draw_overview(attribution).axes) >= 4
 
 
 def test_a_sample_that_was_searched_is_said_to_be_one(attribution: Attribution) -> None:

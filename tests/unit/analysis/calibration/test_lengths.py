@@ -169,14 +169,19 @@ def test_drift_lifts_delta_above_the_floor() -> None:
     [
         ({"mini_batch": np.ones(240, dtype=np.int32)}, "no row was recorded at mini_batch 0"),
         ({"oldest_version": np.full(240, 2), "step": 5}, r"sampled by older weights \(staleness 2 or more\)"),
-        ({"log_prob": None}, "log_prob differs from old_log_prob by 0.5"),
+        ({"shift": 0.5}, "log_prob differs from old_log_prob by 0.5"),
+        (
+            {"mini_batch": np.arange(240, dtype=np.int32) % 2, "shift": math.nan},
+            "no row at mini_batch 0 has a token with a finite log_prob",
+        ),
     ],
 )
 def test_no_floor_no_delta(change: dict[str, Any], message: str) -> None:
     """Where the noise is not identified nothing is proposed, and the sentence says what is missing."""
-    rows = noisy(**{name: value for name, value in change.items() if value is not None})
-    if "log_prob" in change:
-        rows = replace(rows, log_prob=rows.old_log_prob + np.float32(0.5))
+    rows = noisy(**{name: value for name, value in change.items() if name != "shift"})
+    first = (rows.mini_batch == 0)[rows.row_of_token]
+    shifted = rows.log_prob + np.float32(change.get("shift", 0.0))
+    rows = replace(rows, log_prob=np.where(first, shifted, rows.log_prob))
     proposal = opsm(rows)
     assert not proposal.found
     assert proposal.floor is None

@@ -20,7 +20,6 @@ from rich.console import Console
 
 from recipe.offpolicy.analysis import pages
 from recipe.offpolicy.analysis.pages import Code, Column, Details, Page, PageError, Table, plotting
-from recipe.offpolicy.analysis.pages.page import render_block
 from recipe.offpolicy.analysis.pages.panels import (
     Axis,
     Mark,
@@ -32,7 +31,6 @@ from recipe.offpolicy.analysis.pages.panels import (
     style_line,
 )
 from recipe.offpolicy.analysis.pages.table import format_cell
-from recipe.offpolicy.analysis.pages.template import STYLE, render_template
 
 HOSTILE = "<script>alert('x')</script>&\"[bold]"
 
@@ -242,34 +240,10 @@ def test_series_that_are_equal_are_one_line() -> None:
     assert list(plotting.merge_equal_series(series)) == ["tokens, ESS", "rows", "left"]
 
 
-def test_print_opens_what_is_folded_and_cuts_nothing() -> None:
-    """Chromium hides folded content by ``content-visibility``, which ``display`` does not undo."""
-    rules = STYLE.split("@media print")[1]
-    assert "details::details-content { content-visibility: visible" in rules
-    assert ".scroll { overflow: visible" in rules
-    narrow = STYLE.split("@media (max-width: 40rem)")[1]
-    assert ".prose td { display: block" in narrow.replace(".prose, .prose tbody, .prose tr, ", "")
-
-
-def test_text_beside_numbers_has_room_where_a_table_scrolls() -> None:
-    """A column a word wide makes rows as tall as a screen."""
-    narrow = STYLE.split("@media (max-width: 48rem)")[1]
-    assert ".scroll td.left:last-child { min-width: 14rem; }" in narrow.split("@media")[0]
-
-
 def test_tables_of_text_are_told_from_tables_of_numbers() -> None:
     text = Table([Column("question"), Column("because")], [["q", "b"]])
     assert 'class="prose"' in pages.to_html(text)
     assert 'class="prose"' not in pages.to_html(Table([Column("question"), Column("share")], [["q", 0.5]]))
-
-
-def test_a_suffix_that_is_no_picture(tmp_path: Path) -> None:
-    with pytest.raises(PageError, match=r"a\.nonsense: \.nonsense is not a picture format"):
-        plotting.save(drawn(), tmp_path / "a.nonsense")
-
-
-def test_a_template_escapes_what_it_is_given() -> None:
-    assert render_template("paragraph", text="<b> & c") == "<p>&lt;b&gt; &amp; c</p>"
 
 
 @pytest.mark.slow
@@ -312,10 +286,6 @@ def test_empty_blocks_and_sections_are_left_out() -> None:
     page.add_section("some", "", "text")
     assert re.findall("<h2>(.*)</h2>", page.render()) == ["some"]
     assert page.render().count("<p>") == 1
-
-
-def test_a_block_is_escaped() -> None:
-    assert str(render_block("<b>")) == "<p>&lt;b&gt;</p>"
 
 
 def test_importing_it_imports_nothing_heavy() -> None:

@@ -22,10 +22,8 @@ from recipe.offpolicy.analysis.report.studies import Studies, run_studies
 from recipe.offpolicy.analysis.report.timeline import build_timeline
 from recipe.offpolicy.analysis.report.verdict import (
     COPIED,
-    Answer,
     answer_liveness,
     build_answers,
-    build_table,
     describe_trend,
 )
 from recipe.offpolicy.calibrate import main as calibrate
@@ -170,11 +168,6 @@ def test_hundreds_of_steps_are_all_read(tmp_path: Path) -> None:
     assert all(item["doc"]["roots"] for item in items)
     assert "Read: all 301 recorded steps (1 to 301)." in page.text
     assert "sample" not in page.text.split("Run and liveness proof")[0]
-
-
-def test_the_verdict_is_a_table_of_questions() -> None:
-    table = build_table((Answer("Is it live?", "yes", "the proof is recorded"),))
-    assert [tuple(row) for row in table.rows] == [("Is it live?", "yes", "the proof is recorded")]
 
 
 @pytest.mark.slow

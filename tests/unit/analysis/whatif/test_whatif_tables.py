@@ -2,28 +2,20 @@
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from recipe.offpolicy.analysis.whatif.candidates import UNCORRECTED, Candidate
-from recipe.offpolicy.analysis.whatif.document import build_document
 from recipe.offpolicy.analysis.whatif.fidelity import Fidelity
 from recipe.offpolicy.analysis.whatif.outcomes import Study
 from recipe.offpolicy.analysis.whatif.study import run_study
-from recipe.offpolicy.analysis.whatif.whatif_command import run_from_arguments, write_result
-from recipe.offpolicy.analysis.whatif.whatif_page import write_page
 from recipe.offpolicy.analysis.whatif.whatif_tables import (
     build_agreement_tables,
-    build_failure_table,
     build_group_table,
     build_overall_table,
-    build_step_table,
     collect_kept_shares,
     describe_fidelity,
     list_groups,
@@ -69,21 +61,12 @@ def test_tokens_kept_by_group(study: Study) -> None:
     assert [row[place] for row in table.rows] == [1.0, 0.0, 0.0]
 
 
-def test_a_measure_by_step(study: Study) -> None:
-    (row,) = build_step_table(study, "kept_tokens").rows
-    assert list(row) == [*study.steps, 1.0, 0.6, 0.0]
-
-
 def test_agreement_of_each_pair(study: Study) -> None:
     """ "one" rejects 2 tokens, "none kept" all 5: 2 in common of 5."""
     tokens, *_, cosine = build_agreement_tables(study)
     assert tokens.title == "Rejected tokens in common (Jaccard)"
     assert 0.4 in [pytest.approx(value) for value in tokens.rows[0][1:] if value is not None]
     assert len(cosine.rows) == 3
-
-
-def test_what_could_not_be_replayed(study: Study) -> None:
-    assert [list(row) for row in build_failure_table(replace(study, failures={"x": "why"})).rows] == [["x", "why"]]
 
 
 def test_the_replay_of_the_record_is_judged(study: Study) -> None:
@@ -93,25 +76,3 @@ def test_the_replay_of_the_record_is_judged(study: Study) -> None:
     differs = describe_fidelity(Fidelity(tokens=5, weights=1, example="step 1, row 0"))
     assert differs.startswith("MISMATCH: ")
     assert "0 decisions and 1 weights of 5 tokens (step 1, row 0)" in differs
-
-
-def test_the_document_is_of_plain_values(study: Study) -> None:
-    found = json.loads(json.dumps(build_document(study), allow_nan=False))
-    assert [each["label"] for each in found["corrections"]] == ["uncorrected", "one", "none kept"]
-    assert found["corrections"][1]["overall"]["kept_tokens"] == pytest.approx(0.6)
-    assert found["fidelity"]["agrees"] is True
-
-
-@pytest.mark.usefixtures("undrawn")
-def test_the_command_replays_what_acted_and_writes_it(
-    directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    given = argparse.Namespace(
-        directory=directory, steps=None, spec=None, grid=[], html=None, json=True, png=None, jobs=None, ray=None
-    )
-    found = run_from_arguments(given)
-    assert [outcome.candidate.label for outcome in found.outcomes] == ["uncorrected", "recorded"]
-    write_result(found, given)
-    assert json.loads(capsys.readouterr().out)["recording"]["tokens"] == 5
-    page = tmp_path / "page.html"
-    assert write_page(found, page) == page.stat().st_size > 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 from dataclasses import replace
@@ -12,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as draw
 
-from recipe.offpolicy.correction import CorrectionSpec, SpecError, WeightSpec
+from recipe.offpolicy.correction import CorrectionSpec, WeightSpec
 from recipe.offpolicy.correction.moving_bounds import WEIGHT, compute_fingerprint, read_bounds, replace_bounds
 from recipe.offpolicy.correction.statistics import merge_all
 from recipe.offpolicy.monitor.bounds.bound_settings import find_problems
@@ -194,50 +193,7 @@ def test_a_mask_and_the_weight_each_go_their_own_way() -> None:
     assert (cap(alone), alone.spec.masks) == (cap(made), both.masks)
 
 
-def test_what_is_in_the_way_is_said_once_while_it_lasts(caplog: pytest.LogCaptureFixture) -> None:
-    made = calibration(window=1)
-    for log_rho in (SMALL, SMALL, SPREAD, SMALL):
-        made.observe(seen(log_rho))
-    warned = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
-    assert len(warned) == 2
-    assert all(message.startswith("correction.weight: even a cap of 1.072") for message in warned)
-
-
-def test_state_survives_a_checkpoint() -> None:
-    updates = [seen(log_rho) for log_rho in (SPREAD, EVEN, SMALL, [0.3, 1.7] * 20, SPREAD)]
-    whole = calibration(window=3, every=2)
-    for update in updates:
-        whole.observe(update)
-    for place in range(len(updates) + 1):
-        before, resumed = calibration(window=3, every=2), calibration(window=3, every=2)
-        for update in updates[:place]:
-            before.observe(update)
-        resumed.restore(json.loads(json.dumps(before.state())), same_keys=True)
-        assert resumed.bounds == before.bounds
-        for update in updates[place:]:
-            resumed.observe(update)
-        assert (resumed.spec, resumed.state()) == (whole.spec, whole.state())
-    assert whole.spec != CAPPED
-
-
 # How a cap travels ------------------------------------------------------------------------------------------
-
-
-def test_a_cap_comes_back_to_the_bit_and_leaves_the_rest() -> None:
-    correction = spec(weight=TIS | {"kind": "clip", "lower": 0.5}, gsm=GSM)
-    assert read_bounds(correction, (WEIGHT,)) == {WEIGHT: {"upper": 2.0}}
-    assert read_bounds(correction, ("gsm",)) == {"gsm": {"lower": 0.99, "upper": 1.01}}
-    moved = replace_bounds(correction, {WEIGHT: {"upper": 3.1}})
-    assert moved.weight is not None
-    assert (moved.weight.lower, moved.weight.upper, moved.masks) == (0.5, 3.1, correction.masks)
-    assert replace_bounds(moved, json.loads(json.dumps(read_bounds(correction, (WEIGHT,))))) == correction
-
-
-def test_a_cap_of_no_weight_and_one_that_none_can_have() -> None:
-    with pytest.raises(KeyError, match=r"bounds for correction\.weight"):
-        replace_bounds(spec(gsm=GSM), {WEIGHT: {"upper": 2.0}})
-    with pytest.raises(SpecError, match=r"correction\.weight\.upper"):
-        replace_bounds(CAPPED, {WEIGHT: {"upper": -1.0}})
 
 
 def test_a_mask_with_the_name_of_the_weight_is_a_mask() -> None:

@@ -11,8 +11,8 @@ import pytest
 import torch
 from omegaconf import DictConfig, OmegaConf
 
-from recipe.offpolicy.correction import CorrectionSpec, Reduction, SpecError, Statistic
-from recipe.offpolicy.correction.moving_bounds import compute_fingerprint, read_bounds, replace_bounds
+from recipe.offpolicy.correction import CorrectionSpec, Reduction, Statistic
+from recipe.offpolicy.correction.moving_bounds import compute_fingerprint, replace_bounds
 from recipe.offpolicy.monitor.bounds.bound_settings import DEFAULTS, find_problems, read_noted_keys
 from recipe.offpolicy.monitor.bounds.controller import Calibration
 from recipe.offpolicy.monitor.bounds.histogram import EDGES
@@ -195,28 +195,6 @@ def test_a_mask_with_other_bounds_starts_as_it_is_configured(caplog: pytest.LogC
 
 
 # How bounds travel ------------------------------------------------------------------------------------------
-
-
-def test_bounds_come_back_to_the_bit() -> None:
-    correction = spec(gsm=band(0.99, 1.01), opsm=opsm(0.1), k3=band(None, 0.01, aggregate="k3_mean"))
-    names = ("gsm", "opsm", "k3")
-    bounds = read_bounds(correction, names)
-    assert bounds == {
-        "gsm": {"lower": 0.99, "upper": 1.01},
-        "opsm": {"delta": 0.1},
-        "k3": {"lower": None, "upper": 0.01},
-    }
-    assert replace_bounds(correction, json.loads(json.dumps(bounds))) == correction
-    moved = replace_bounds(correction, {"gsm": {"lower": 0.98, "upper": 1.03}, "opsm": {"delta": 0.07}})
-    assert read_bounds(moved, ("gsm", "opsm")) == {"gsm": {"lower": 0.98, "upper": 1.03}, "opsm": {"delta": 0.07}}
-    assert replace_bounds(moved, bounds) == correction
-
-
-def test_bounds_of_no_mask_and_bounds_that_none_can_have() -> None:
-    with pytest.raises(KeyError, match="bounds for icepop"):
-        replace_bounds(SYMMETRIC, {"icepop": {"lower": 0.5, "upper": 2.0}})
-    with pytest.raises(SpecError, match=r"correction\.masks\.gsm"):
-        replace_bounds(SYMMETRIC, {"gsm": {"lower": 1.2, "upper": 1.1}})
 
 
 def test_the_fingerprint_is_of_the_structure() -> None:
