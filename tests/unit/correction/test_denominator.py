@@ -89,12 +89,3 @@ def test_rows_are_dealt_as_verl_deals_them() -> None:
     assert assign_mini_batches(8, ranks=1, rows_a_mini_batch=4).tolist() == [0, 0, 0, 0, 1, 1, 1, 1]
     # Rank 0 has rows 0 to 3 and trains on 0, 1 first; rank 1 has rows 4 to 7.
     assert assign_mini_batches(8, ranks=2, rows_a_mini_batch=4).tolist() == [0, 0, 1, 1, 0, 0, 1, 1]
-
-
-def test_counts_alone_give_the_same_scale() -> None:
-    """Two mini-batches: of the first a row of 3 loses one token, of the second nothing is left."""
-    counts = {"tokens": [3.0, 2.0, 4.0], "kept": [2.0, 2.0, 0.0]}
-    columns = {name: torch.tensor(values, dtype=torch.float64) for name, values in counts.items()}
-    given = columns | {"mini_batch": torch.tensor([0, 0, 1])}
-    assert compute_scale_of_counts("token-mean", **given, mini_batch_rows=2).tolist() == [5 / 4, 5 / 4, 1.0]
-    assert compute_scale_of_counts("seq-mean-token-mean", **given, mini_batch_rows=2).tolist()[:2] == [3 / 2, 1.0]

@@ -1,9 +1,8 @@
-"""Corrections in TRL's keys: defaults, open bounds, and config objects. tests/conformance compares with TRL itself."""
+"""Corrections in TRL's keys: open bounds. tests/conformance compares with TRL itself."""
 
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 
@@ -11,14 +10,6 @@ from recipe.offpolicy.correction import CorrectionSpec
 from tests.support.dialect_rows import coefficients
 
 from_trl = CorrectionSpec.from_trl
-
-TRL: dict[str, Any] = {
-    "vllm_importance_sampling_correction": True,
-    "vllm_importance_sampling_mode": "sequence_mask",
-    "vllm_importance_sampling_clip_max": 3.0,
-    "vllm_importance_sampling_clip_min": None,
-    "off_policy_mask_threshold": None,
-}
 
 
 def test_trl_bounds_may_be_open() -> None:

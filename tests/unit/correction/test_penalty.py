@@ -14,8 +14,6 @@ from tests.support.corrections import run, values
 from tests.support.presets import PRESETS
 from tests.support.refusals import mask, refused
 
-FULL = {"penalty": {"ratio": "full", "coefficient": 0.1}}
-
 
 def test_the_gradient_is_twice_the_log_ratio() -> None:
     """log r = 2, -1 and 0: squares 4, 1 and 0, slopes 4, -2 and 0."""
@@ -57,11 +55,6 @@ def test_the_mapping_has_it_where_it_is_set_alone() -> None:
 )
 def test_what_a_penalty_cannot_be(penalty: Any, parts: tuple[str, ...]) -> None:
     refused({"penalty": penalty}, *parts)
-
-
-def test_a_ratio_that_is_one() -> None:
-    refused({"penalty": {"ratio": "ppo", "coefficient": 0.1}, "proximal": "reuse"}, "correction.penalty.ratio=ppo")
-    assert CorrectionSpec.from_mapping(FULL | {"proximal": "reuse"})
 
 
 def test_a_count_that_nothing_changes() -> None:

@@ -46,31 +46,6 @@ def report(shadows: Mapping[str, CorrectionSpec], **changes: Any) -> dict[str, f
     return {name.removeprefix("shadow/"): one.value() for name, one in statistics.items()}
 
 
-def test_two_shadows_by_hand() -> None:
-    """GSM drops the first row, OPSM the second: each keeps 3 of 5 tokens, 2 of 4 negative ones, 2 of 3 rows."""
-    result = report({"gsm": spec(gsm=GSM), "opsm": spec(opsm=opsm(0.1))}, segment_ids=torch.tensor([[0, 1]] * 3))
-    for name in ("gsm", "opsm"):
-        assert result[f"{name}/keep_token_share"] == pytest.approx(3 / 5)
-        assert result[f"{name}/keep_sequence_share"] == pytest.approx(2 / 3)
-        assert result[f"{name}/negative/keep_token_share"] == 0.5
-        assert result[f"{name}/positive/keep_token_share"] == 1.0
-        assert result[f"{name}/length/le16/keep_sequence_share"] == pytest.approx(2 / 3)
-        assert math.isnan(result[f"{name}/length/le64/keep_sequence_share"])
-        # First tokens of three rows, second ones of two.
-        assert result[f"{name}/turn/first/keep_token_share"] == pytest.approx(2 / 3)
-        assert result[f"{name}/turn/post_tool/keep_token_share"] == 0.5
-    assert not any("weight" in name for name in result)
-
-
-def test_a_shadow_weight_by_hand() -> None:
-    """Ratios 2, 2, 1, 1, 1 under a cap of 1.5: 6 of 5 on average, ESS 36 / (5 x 7.5), 2 of 5 truncated."""
-    result = report({"tis": spec(TIS | {"upper": 1.5})})
-    assert result["tis/weight/mean"] == pytest.approx(6 / 5)
-    assert result["tis/weight/ess"] == pytest.approx(36 / 37.5)
-    assert result["tis/weight/truncated_share"] == pytest.approx(2 / 5)
-    assert result["tis/keep_token_share"] == 1.0
-
-
 CORRECTIONS = {
     "gsm": spec(gsm=GSM),
     "stack": spec(TIS, opsm=opsm(0.05), gsm_turn=band(0.9, 1.1, level="turn")),

@@ -12,10 +12,8 @@ from recipe.offpolicy.correction import (
     rollout_stage,
     step_stage,
 )
-from tests.support.corrections import GSM, band, opsm, run, spec, values
+from tests.support.corrections import GSM, band, run, spec, values
 from tests.support.telemetry_cases import NAN
-
-TOKEN = {"level": "token", "aggregate": "product"}
 
 
 def test_the_mismatch_by_hand() -> None:
@@ -39,37 +37,6 @@ def test_the_mismatch_by_hand() -> None:
     assert result["perplexity/current"] == pytest.approx(math.exp(2.0), rel=1e-6)
 
 
-def test_masked_shares_by_hand() -> None:
-    """Rows of 3, 1 and 2 response tokens, one of them without mu; GSM drops the first row.
-
-    Tokens: kept 0 + 1 + 1 of 6, so that 4 of 6 are masked, 3 of 6 by GSM, and 1 of 6 by both token masks.
-    Rows: 2 of 3 kept, 1 of 3 dropped.
-    The first two rows have a negative advantage: 1 of their 4 tokens is kept, 1 of their 2 rows.
-    """
-    step = run(
-        spec(gsm=GSM, opsm=opsm(0.1), low=band(0.5, 3.0, **TOKEN), far=band(0.25, 4.0, **TOKEN)),
-        mu=[[0.0] * 3, [0.0] * 3, [0.0, NAN, 0.0]],
-        old=[[2.0, 1.0, 1.0], [0.0] * 3, [0.0] * 3],
-        mask=[[1, 1, 1], [1, 0, 0], [1, 1, 0]],
-        advantages=[-1.0, -1.0, 1.0],
-    )
-    result = values(step)
-    assert result["keep/token_share"] == pytest.approx(2 / 6)
-    assert result["keep/token_mask_ratio"] == result["mask/far/masked_token_share"] == pytest.approx(1 / 6)
-    assert result["keep/sequence_share"] == pytest.approx(2 / 3)
-    assert result["keep/negative/token_share"] == pytest.approx(1 / 4)
-    assert result["keep/negative/sequence_share"] == pytest.approx(1 / 2)
-    assert result["keep/positive/token_share"] == pytest.approx(1 / 2)
-    assert result["keep/positive/sequence_share"] == 1.0
-    assert result["mask/gsm/masked_token_share"] == pytest.approx(3 / 6)
-    assert result["mask/gsm/masked_sequence_share"] == pytest.approx(1 / 3)
-    assert result["mask/gsm/negative/masked_token_share"] == pytest.approx(3 / 4)
-    assert result["mask/gsm/negative/masked_sequence_share"] == pytest.approx(1 / 2)
-    assert result["mask/gsm/positive/masked_token_share"] == 0.0
-    assert result["mask/opsm/masked_token_share"] == 0.0
-    assert result["mask/opsm/masked_sequence_share"] == 0.0
-
-
 @pytest.mark.parametrize(
     ("tokens", "bucket"),
     [(1, "le16"), (16, "le16"), (17, "le64"), (64, "le64"), (65, "le256"), (257, "le1024"), (4097, "gt4096")],
@@ -80,18 +47,6 @@ def test_the_edges_of_length_buckets(tokens: int, bucket: str) -> None:
     found = {name for name, value in result.items() if name.endswith("/sequences") and value == 1.0}
     assert found == {f"length/{bucket}/sequences"}
     assert result[f"length/{bucket}/keep_sequence_share"] == 1.0
-
-
-def test_both_reference_masks_by_length() -> None:
-    """Whatever is configured, here nothing: 1.001^2000 = 7.38 leaves the product's band alone, 1.02^10 the other's."""
-    old = torch.full((2, 2000), math.log(1.001))
-    old[1] = math.log(1.02)
-    mask = torch.ones(2, 2000)
-    mask[1, 10:] = 0
-    result = values(run(spec(), mu=torch.zeros(2, 2000), old=old, mask=mask))
-    assert (result["length/le4096/geometric_keep_share"], result["length/le4096/product_keep_share"]) == (1.0, 0.0)
-    assert (result["length/le16/geometric_keep_share"], result["length/le16/product_keep_share"]) == (0.0, 1.0)
-    assert math.isnan(result["length/le64/product_keep_share"])
 
 
 def test_turns_by_hand() -> None:
@@ -113,26 +68,6 @@ def test_turns_by_hand() -> None:
     )
     assert result["turn/first/rollout_ratio/std"] == 0.0
     assert (result["turn/first/keep_token_share"], result["turn/post_tool/keep_token_share"]) == (1.0, 0.0)
-
-
-def test_staleness_by_hand() -> None:
-    """Rows of 2, 1, 1 and no tokens at staleness 0, 3, 5 and 9: mean 8/3, the last one is not there."""
-    correction = spec(gsm=GSM)
-    stage = rollout_stage(
-        correction,
-        old_log_prob=torch.tensor([[0.0, 0.0], [math.log(2), 0.0], [0.0, 0.0], [0.0, 0.0]]),
-        rollout_log_prob=torch.zeros(4, 2),
-        response_mask=torch.tensor([[1, 1], [1, 0], [1, 0], [0, 0]]),
-        staleness=torch.tensor([0, 3, 5, 9]),
-    )
-    result = values(step_stage(correction, stage, log_prob=torch.zeros(4, 2), advantages=torch.ones(4, 2)))
-    assert result["staleness/mean"] == pytest.approx(8 / 3)
-    assert result["staleness/max"] == 5.0
-    assert [result[f"staleness/{group}/token_count"] for group in ("is0", "is1", "is2", "ge3")] == [2.0, 0.0, 0.0, 2.0]
-    assert result["staleness/is0/kl_k3"] == 0.0
-    assert result["staleness/ge3/kl_k3"] == pytest.approx((1 - math.log(2)) / 2)
-    assert result["staleness/ge3/keep_token_share"] == 0.5
-    assert math.isnan(result["staleness/is1/kl_k3"])
 
 
 def by_age(staleness: torch.Tensor) -> dict[str, float]:

@@ -90,14 +90,6 @@ def test_a_rule_is_not_triggered(name: str, bases: dict[str, DictConfig]) -> Non
     assert told(diagnosed(module, changed(bases[module], case.fine)), case) == []
 
 
-def test_what_is_asked_for_is_live(bases: dict[str, DictConfig]) -> None:
-    diagnosis = diagnosed(OURS, bases[OURS])
-    assert [(row.name, row.verdict) for row in diagnosis.rows] == [("weight", "OK"), ("masks.gsm", "OK")]
-    assert (diagnosis.verdict, diagnosis.status, diagnosis.notes) == ("OK", 0, ())
-    assert diagnosis.rows[0].meaning == "token, truncate <= 2 on pi_old / mu"
-    assert diagnosis.rows[1].meaning == "sequence, geometric [0.99, 1.01] on pi_old / mu"
-
-
 def test_nothing_is_asked_for(bases: dict[str, DictConfig]) -> None:
     diagnosis = diagnosed(VERLS, bases[VERLS])
     assert (diagnosis.rows, diagnosis.status) == ((), 0)

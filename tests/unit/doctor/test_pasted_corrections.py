@@ -83,20 +83,6 @@ def test_what_is_malformed_is_told_and_mended(name: str) -> None:
     CorrectionSpec.from_mapping(mended if mended["proximal"] else {k: v for k, v in mended.items() if k != "proximal"})
 
 
-def test_a_single_number_for_the_clip_of_kl_is_a_clip_around_1() -> None:
-    problem = malformed({"kl_clip": 0.2})
-    assert problem.overrides == ("correction.kl_clip={lower: 0.8, upper: 1.2}",)
-    assert str(problem) == (
-        "correction.kl_clip=0.2: expected a mapping. Set correction.kl_clip={lower: 0.8, upper: 1.2}."
-    )
-
-
-def test_bounds_that_cross_keep_what_is_beside_the_value() -> None:
-    assert str(malformed(masks(lower=2.0))) == (
-        f"{MASK}.lower=2.0 with {MASK}.upper=1.01: nothing lies between. Swap the bounds."
-    )
-
-
 def test_a_value_in_quotes_keeps_both() -> None:
     with pytest.raises(SpecError) as caught:
         read_verl_rejections("seq_mean_k1", None, "")
