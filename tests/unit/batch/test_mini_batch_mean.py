@@ -1,4 +1,4 @@
-"""verl's mean over a mini-batch, taken in one of its micro-batches."""
+"""verl's mean over a mini-batch, taken in one of its micro-batches, and rewards that are not finite."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 from tensordict import TensorDict
 
 from recipe.offpolicy.batch.mini_batch_mean import mini_batch_mean
+from recipe.offpolicy.batch.rewards import RewardError, check_rewards
 from verl.utils import tensordict_utils as tu
 
 VALUES = torch.tensor([[1.0, 2.0], [4.0, 100.0]])
@@ -32,3 +33,11 @@ def test_denominators_are_the_mini_batchs_over_all_ranks() -> None:
 
 def test_a_mini_batch_without_a_token_has_the_mean_zero() -> None:
     assert mean("token-mean", torch.zeros_like(MASK), tokens=0) == 0.0
+
+
+def test_finite_rewards_by_token_whose_sum_overflows() -> None:
+    rewards = torch.tensor([[1.0, 0.0], [3e38, 3e38]])
+    with pytest.raises(RewardError, match=r"the reward of sequence 1 \(prompt b, step 3\) is inf"):
+        check_rewards(rewards, ["a", "b"], "step 3")
+    check_rewards(rewards[:1], ["a"])
+    check_rewards(torch.zeros(0, 5), [])

@@ -1,10 +1,19 @@
-"""Two bounds that Hydra reads as one number."""
+"""Pairs of bounds, corrections to report on, and values that checks and verl cannot compute with."""
 
 from __future__ import annotations
 
-import pytest
+from typing import Any
 
+import pytest
+from omegaconf import OmegaConf
+
+from recipe.offpolicy.correction import CorrectionSpec, SpecError
 from recipe.offpolicy.preflight.bound_pairs import find_pairs
+from recipe.offpolicy.preflight.checks.readable import find_unreadable_values, substitute_usual_values
+from recipe.offpolicy.preflight.hydra_groups import filter_added, parse_overrides
+from recipe.offpolicy.preflight.resolve import refuse_emptied
+from tests.support.corrections import TIS, spec
+from tests.support.mended import with_overrides
 
 VERL = "algorithm.rollout_correction"
 UPPER, LOWER = "correction.masks.gsm.upper", "correction.masks.gsm.lower"
@@ -40,3 +49,46 @@ def test_other_numbers_are_no_pairs(override: str) -> None:
 
 def test_the_last_of_two_counts() -> None:
     assert list(find_pairs([f"{UPPER}=0.5_2", f"{UPPER}=2.0"])) == []
+
+
+def test_a_correction_of_which_nothing_is_left() -> None:
+    refuse_emptied(spec(TIS), ["tis_token"])
+    refuse_emptied(CorrectionSpec(), ["none"])
+    with pytest.raises(SpecError, match="nothing is left of it"):
+        refuse_emptied(CorrectionSpec(), ["tis_token"])
+
+
+def test_unreadable_values_are_replaced_in_a_copy() -> None:
+    config = OmegaConf.create({"data": {"train_batch_size": "many"}, "other": "x"})
+    changed = substitute_usual_values(config, ["data.train_batch_size", "other"])
+    assert changed == {"data": {"train_batch_size": 1024}, "other": None}
+    assert config.data.train_batch_size == "many"
+
+
+def test_overrides_that_may_add_a_key() -> None:
+    assert filter_added(["a=1", "+b=1", "++c=1", "~d"]) == ["+b=1", "++c=1"]
+    assert [override.key_or_group for override in parse_overrides(["a.b=1", "~c"])] == ["a.b", "c"]
+
+
+@pytest.mark.parametrize(
+    ("config", "key"),
+    [
+        ({"data": {"train_batch_size": "many"}}, "data.train_batch_size"),
+        ({"data": {"train_batch_size": 0}}, "data.train_batch_size"),
+        ({"actor_rollout_ref": {"rollout": {"temperature": "abc"}}}, "actor_rollout_ref.rollout.temperature"),
+    ],
+)
+def test_a_value_of_another_kind_is_named_and_mended(config: dict[str, Any], key: str) -> None:
+    wrong = OmegaConf.create(config)
+    (problem,) = find_unreadable_values(wrong)
+    assert problem.key == key
+    assert list(find_unreadable_values(with_overrides(wrong, problem.overrides))) == []
+
+
+def test_no_estimator_is_proposed_for_null() -> None:
+    (problem,) = find_unreadable_values(OmegaConf.create({"algorithm": {"adv_estimator": None}}))
+    assert (problem.overrides, "grpo" in problem.fix) == ((), True)
+
+
+def test_keys_that_are_not_there_are_not_asked_for() -> None:
+    assert list(find_unreadable_values(OmegaConf.create({"data": {"train_batch_size": 256}}))) == []

@@ -1,4 +1,4 @@
-"""verl's metrics from sums by row, each worked out by hand: rows of two tokens and of one."""
+"""verl's metrics from sums by row, each worked out by hand, and the sums themselves."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from recipe.offpolicy.translate.row_sums import QuantitySums, RowSums, compare_with_bounds
+from recipe.offpolicy.translate.row_sums import QuantitySums, RowSums, compare_with_bounds, measure_rows
 from recipe.offpolicy.translate.verl_metrics import (
     compute_mismatch_metrics,
     compute_rejection_metrics,
@@ -89,3 +89,21 @@ def test_bounds_are_inclusive() -> None:
     above, below = compare_with_bounds(values, np.array([-0.2]), np.array([0.2]))
     assert above.tolist() == [[False, True, False, False]]
     assert below.tolist() == [[False, False, False, True]]
+
+
+def test_one_value_a_row() -> None:
+    """Values 2 and -1 over 3 and 1 tokens, clamped to [0, 1.5], about 1; the first is above, the second below."""
+    found = measure_rows(
+        np.array([[2.0, -1.0]]),
+        np.array([3.0, 1.0]),
+        (np.array([[True, False]]), np.array([[False, True]])),
+        clamp=(np.array([0.0]), np.array([1.5])),
+        about=1.0,
+    )
+    assert found.of_tokens.tolist() == [False]
+    assert found.total.tolist() == [[6.0, -1.0]]
+    assert found.square.tolist() == [[12.0, 1.0]]
+    assert found.deviation.tolist() == [[1.5, -1.0]]
+    assert found.squared_deviation.tolist() == [[0.75, 1.0]]
+    assert found.least.tolist() == found.greatest.tolist() == [[2.0, -1.0]]
+    assert (found.above.tolist(), found.below.tolist()) == ([[3.0, 0.0]], [[0.0, 1.0]])

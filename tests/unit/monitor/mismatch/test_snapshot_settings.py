@@ -1,13 +1,15 @@
-"""Keys of snapshots: what is refused, with an override that fixes it."""
+"""Keys of snapshots: what is refused, with an override that fixes it; a lag is that of the nearest weights."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
 from omegaconf import DictConfig, OmegaConf
 
 from recipe.offpolicy.monitor.mismatch import snapshot_settings
+from recipe.offpolicy.monitor.mismatch.late_weights import find_lag
 from recipe.offpolicy.monitor.mismatch.snapshot_settings import SnapshotSettings, find_problems
 from verl_patches.execution_path import live_path
 
@@ -56,3 +58,11 @@ def test_each_obstacle_is_named_with_what_mends_it(made: DictConfig, word: str) 
     assert word in str(problem)
     assert problem.overrides == ()
     assert "or offpolicy.late_weights" in problem.fix
+
+
+def test_a_lag_is_that_of_the_weights_nearest_to_mu() -> None:
+    assert find_lag([0.4, 0.3, 1e-5, 0.2]) == 2
+    assert find_lag([2e-3, 0.3, 0.4]) == 0  # two engines, in step
+    assert find_lag([0.1]) == 0
+    assert find_lag([0.30, 0.28, 0.29]) is None  # mu is of neither
+    assert find_lag([0.3, math.nan]) is None
