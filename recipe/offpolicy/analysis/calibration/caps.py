@@ -64,8 +64,8 @@ def find_cap_for_ess(
 ) -> Threshold:
     """Find the widest bound of a weight that leaves an ESS of at least ``target``.
 
-    A weight that truncates or clips has an ESS that falls as its cap rises (its weights grow more unequal in the
-    Lorenz order), so that this is the one cap at which it is the target. One that rejects may reach it at several.
+    The ESS of a weight that truncates or clips falls as its cap rises, because its weights grow more unequal in the
+    Lorenz order: exactly one cap meets the target. For a weight that rejects several bounds may.
     """
     if not len(scores):
         return build_not_found(scores, "no unit: no token has a finite mu and pi_old")

@@ -58,7 +58,7 @@ class Page:
     _sections: list[dict[str, Any]] = field(default_factory=list)
 
     def add_section(self, heading: str, *blocks: Block) -> None:
-        """Add a section of the blocks that are not empty; none where all are."""
+        """Add a section with the non-empty blocks, if there are any."""
         if found := [render_block(block) for block in blocks if block]:
             self._sections.append({"heading": heading, "blocks": found})
 

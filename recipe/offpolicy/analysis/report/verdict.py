@@ -117,7 +117,7 @@ def _mismatch(timeline: Timeline) -> Answer:
             question, answer, f"Mean over {int(tokens.sum()):,} response tokens; {describe_trend(kl, 'nats')}.{end}"
         )
     because = f"Mean over {int(counts.sum()):,} tokens that fresh weights sampled; {describe_trend(fresh, 'nats')}. "
-    return Answer(question, answer, f"{because}With stale rows, whose mu is of older weights, {mean:.2g}.{end}")
+    return Answer(question, answer, f"{because}With stale rows, sampled by older weights, {mean:.2g}.{end}")
 
 
 def _is_copied(timeline: Timeline) -> bool:

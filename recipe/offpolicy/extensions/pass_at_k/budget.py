@@ -73,7 +73,7 @@ class PassRates:
     """Success rates of prompts, from their own answers and a prior over all prompts.
 
     Attributes:
-        decay: factor of earlier answers each time that a prompt is answered again.
+        decay: factor applied to earlier answers whenever a prompt is answered again.
         counts: prompt -> (answers, right ones), decayed.
         prior: a and b of a Beta over all prompts.
     """
