@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import subprocess
 import sys
 from pathlib import Path
@@ -11,14 +10,8 @@ import numpy as np
 import pytest
 
 from recipe.offpolicy.recording import Recording
-from tests.support.paths import ROOT
+from scripts.benchmark import analysis
 from tests.support.recordings import same
-
-SPEC = importlib.util.spec_from_file_location("analysis_benchmark", ROOT / "scripts" / "benchmark" / "analysis.py")
-assert SPEC is not None
-assert SPEC.loader is not None
-analysis = importlib.util.module_from_spec(SPEC)
-SPEC.loader.exec_module(analysis)
 
 
 def test_a_recording_has_its_size_and_is_drawn_once(tmp_path: Path) -> None:

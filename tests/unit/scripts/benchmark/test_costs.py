@@ -79,15 +79,12 @@ def test_sizes_that_measure_nothing_are_refused() -> None:
         scoring_cost.main(["--positions", "4"])
 
 
-def run_worker_stage(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, str(FOLDER / "worker_stage.py"), *arguments], capture_output=True, text=True)
-
-
 @pytest.mark.slow
 @pytest.mark.extended
 def test_the_worker_stage_is_timed(tmp_path: Path) -> None:
     sizes = [argument for name, value in SIZES.items() for argument in (f"--{name.replace('_', '-')}", str(value))]
-    result = run_worker_stage("--model", "tiny", *sizes, "--shadow", "--json", str(tmp_path / "figures.json"))
+    command = [sys.executable, str(FOLDER / "worker_stage.py"), "--model", "tiny", *sizes, "--shadow", "--json"]
+    result = subprocess.run([*command, str(tmp_path / "figures.json")], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr[-2000:]
     found = json.loads((tmp_path / "figures.json").read_text())
     share = found.pop("share_in_loss")
@@ -98,14 +95,6 @@ def test_the_worker_stage_is_timed(tmp_path: Path) -> None:
     extra = found["loss_seconds"] - found["verl_loss_seconds"]
     assert share == pytest.approx(extra / found["verl_seconds"])
     assert "with a correction" in result.stdout
-
-
-@pytest.mark.slow
-@pytest.mark.extended
-def test_a_size_of_nothing_is_refused() -> None:
-    result = run_worker_stage("--rows", "0")
-    assert result.returncode == 2
-    assert "--rows: 0: give a number of 1 or more" in result.stderr
 
 
 def test_a_ratio_is_the_median_of_pairs(monkeypatch: pytest.MonkeyPatch) -> None:

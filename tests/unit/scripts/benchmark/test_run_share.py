@@ -2,33 +2,21 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from scripts.benchmark import run_share
 from tests.support.paths import ROOT
 
 FOLDER = ROOT / "scripts" / "benchmark"
 
 
-@pytest.fixture(scope="module")
-def run_share() -> Any:
-    spec = importlib.util.spec_from_file_location("run_share", FOLDER / "run_share.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_shares_by_hand(run_share: Any) -> None:
+def test_shares_by_hand() -> None:
     """Three steps, of which the first is left out; two calls a step in the worker and one in the driver."""
     timed = {"timing_s/update_actor": 2.0, "offpolicy/record/seconds": 0.1}
     metrics = [{"timing_s/step": seconds, **timed} for seconds in (100.0, 4.0, 6.0)]
@@ -65,7 +53,7 @@ def test_shares_by_hand(run_share: Any) -> None:
 
 
 @pytest.mark.slow
-def test_calls_are_noted_where_a_module_arrives_later(run_share: Any, tmp_path: Path) -> None:
+def test_calls_are_noted_where_a_module_arrives_later(tmp_path: Path) -> None:
     code = (
         "import run_share\n"
         "from recipe.offpolicy.worker.metrics import Ledger, Packet\n"
@@ -96,7 +84,7 @@ exit 3
 
 
 def test_the_command_reads_a_run(
-    run_share: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "scripts").mkdir()
     (tmp_path / "scripts" / "quickstart.sh").write_text(QUICKSTART)
@@ -111,7 +99,7 @@ def test_the_command_reads_a_run(
         run_share.main(["--steps", "1"])
 
 
-def test_pairs_are_another_command(run_share: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pairs_are_another_command(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[list[str]] = []
     monkeypatch.setattr("scripts.benchmark.paired_runs.main", lambda words: seen.append(words) or 4)
     for pairs in (["--pairs", "2"], ["--pairs=2"]):

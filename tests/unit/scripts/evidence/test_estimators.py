@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import math
-import subprocess
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -26,7 +24,6 @@ from seeds import ClaimError
 from recipe.offpolicy.correction import CorrectionSpec, rollout_stage
 from tests.support.applications import OPTIONS
 
-SCRIPT = Path(estimators.__file__)
 SMALL = EvidenceSettings(
     vocabulary=3,
     length=4,
@@ -201,13 +198,6 @@ def test_the_seed_is_another_world():
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_the_claims_do_not_hang_on_the_seed(seed):
     collect(replace(SMALL, seed=seed))
-
-
-@pytest.mark.slow
-def test_it_runs_by_path_from_anywhere(tmp_path):
-    command = [sys.executable, str(SCRIPT), "--help"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
-    assert "--seed" in done.stdout
 
 
 @pytest.mark.slow
