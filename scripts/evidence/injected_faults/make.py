@@ -19,6 +19,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+if __name__ == "__main__" and {"-h", "--help"} & set(sys.argv):  # before imports that take seconds
+    sys.exit(print(__doc__))
+
 import numpy as np
 import torch
 
@@ -201,9 +204,6 @@ def keep(recording: Path, target: Path, case: FaultCase) -> None:
 
 
 if __name__ == "__main__":
-    from recipe.offpolicy.usage import answer_help
-
-    answer_help(__doc__)
     if not sys.argv[1:]:
         sys.exit(__doc__)
     sys.exit(main(Path(sys.argv[1]).resolve(), sys.argv[2:]))

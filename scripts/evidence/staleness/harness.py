@@ -26,6 +26,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+if __name__ == "__main__" and {"-h", "--help"} & set(sys.argv):  # before imports that take seconds
+    sys.exit(print(__doc__))
+
 ROOT = Path(__file__).resolve().parents[3]
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts" / "evidence")]  # this checkout's recipe, installed or not
 os.environ["OMP_NUM_THREADS"] = "1"
