@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         jobs = read_arguments(options, recording, choose_steps(recording, options.steps))
         found = attribute(recording, steps=options.steps, worst=options.worst, jobs=jobs, tokenizer=options.tokenizer)
         if options.png:
-            from .analysis.attribution.attribution_figures import draw_overview
+            from .analysis.attribution.attribution_page import draw_overview
             from .analysis.pages import plotting
 
             plotting.save(draw_overview(found), options.png)

@@ -19,7 +19,7 @@ from .analysis.calibration.defaults import QUANTILE, ROUNDING
 from .command_line import add_jobs, list_output_modules, name_program, require_modules, run
 
 if TYPE_CHECKING:
-    from .analysis.calibration.joint import JointShares
+    from .analysis.calibration.calibration_tables import JointShares
     from .analysis.calibration.propose import CalibrationResult
     from .correction import CorrectionSpec
     from .recording import Recording
@@ -61,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     shown = list_output_modules(json=options.json, png=bool(options.png), html=bool(options.html))
     require_modules("calibrate", "numpy", "torch", "pyarrow", "polars", "xxhash", "hydra", *shown)
     from .analysis.attribution.faults import describe_recorded_faults
-    from .analysis.calibration.joint import compute_joint_shares
+    from .analysis.calibration.calibration_tables import compute_joint_shares
     from .analysis.calibration.prompt_sample import PromptSample
     from .analysis.calibration.propose import CalibrationRequest, propose_bounds
     from .analysis.jobs import JobsError, prepare_process, read_arguments

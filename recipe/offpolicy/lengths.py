@@ -27,7 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from .analysis.lengths.by_length import NoClassError, read_ends
     from .analysis.lengths.curves import CurveError, build_json, build_table, draw_curves, explain_missing, read_curves
     from .analysis.pages import PageError, check_target
-    from .extensions.validation_dumps import DumpError, is_dump
+    from .extensions.sessions import DumpError, is_dump
     from .recording import RecordingError
 
     try:

@@ -22,9 +22,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = build_parser().parse_args(arguments)
     require_modules("rft", "torch", "pyarrow", "pandas", "transformers", "verl", "requests")
     from .extensions.opd import rft
-    from .extensions.opd.rft_rows import load_tokenizer, read_rows
+    from .extensions.opd.rft import load_tokenizer, read_rows
     from .extensions.opd.settings import TeacherSettings
-    from .extensions.opd.teacher_checks import find_model
+    from .extensions.opd.start_up import find_model
     from .extensions.opd.teacher_client import TeacherError
 
     how = rft.Sampling(options.n, options.temperature, options.max_tokens, tuple(options.stop), options.seed)

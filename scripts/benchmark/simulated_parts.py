@@ -272,8 +272,13 @@ def build_aligned_check(rows: int) -> Call:
 
 def build_versions_call(rows: int) -> Call:
     """Build the call that reads which weights sampled each token; of every fourth row two versions did."""
-    from recipe.offpolicy.batch.token_versions import CHUNKS, read_versions
-    from recipe.offpolicy.batch.weight_versions import EXTRA_FIELDS, NEWEST_VERSION, OLDEST_VERSION
+    from recipe.offpolicy.batch.weight_versions import (
+        CHUNKS,
+        EXTRA_FIELDS,
+        NEWEST_VERSION,
+        OLDEST_VERSION,
+        read_versions,
+    )
 
     batch = draw_rollout(rows)
     mask = batch["response_mask"]

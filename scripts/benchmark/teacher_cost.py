@@ -44,7 +44,7 @@ def measure(url: str, *, rows: int, tokens: int, repeats: int, pid: int | None =
     """Measure the cost of ``rows`` rows of ``tokens`` ids, half of them the prompt's; median of the repeats."""
     # Here, for they take seconds to import, and --help needs none.
     from recipe.offpolicy.extensions.opd.settings import TeacherSettings
-    from recipe.offpolicy.extensions.opd.teacher_checks import find_model
+    from recipe.offpolicy.extensions.opd.start_up import find_model
     from recipe.offpolicy.extensions.opd.teacher_client import Row, TeacherClient
 
     settings = TeacherSettings(urls=(url,))

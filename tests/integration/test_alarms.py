@@ -12,6 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 from tensordict import TensorDict
 
 from recipe.offpolicy.correction import CorrectionSpec
+from recipe.offpolicy.correction.bounds import compute_fingerprint, read_bounds, replace_bounds
 from recipe.offpolicy.monitor.alarms.alarm_settings import DEFAULTS as ALARMS
 from recipe.offpolicy.monitor.alarms.alarms import AlarmError
 from tests.support import training_worker as tw
@@ -103,12 +104,11 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
 
 
 def test_the_bounds_of_the_plan_reach_the_gradient(engine: Any) -> None:
-    from recipe.offpolicy.correction import moving_bounds
     from recipe.offpolicy.worker.loss import OffPolicyLoss
     from recipe.offpolicy.worker.metrics import take_packets
 
     rows = rollout(engine)
-    fixed = OffPolicyLoss(moving_bounds.replace_bounds(BANDED, MOVED), tw.actor_config())
+    fixed = OffPolicyLoss(replace_bounds(BANDED, MOVED), tw.actor_config())
     _, expected = tw.gradients(engine, fixed, rows.to_tensordict(), micro_batch_size=2)
     _, configured = tw.gradients(engine, OffPolicyLoss(BANDED, tw.actor_config()), rows.to_tensordict())
     loss = moving_loss()
@@ -117,33 +117,31 @@ def test_the_bounds_of_the_plan_reach_the_gradient(engine: Any) -> None:
     assert not same(gradient, configured)
     assert [packet.bounds for packet in take_packets(metrics)] == [MOVED] * 4
     # And back: nothing of an update is left for the next.
-    back = moving_bounds.read_bounds(BANDED, MOVED)
+    back = read_bounds(BANDED, MOVED)
     _, gradient = tw.gradients(engine, loss, with_bounds(rows.to_tensordict(), back))
     assert same(gradient, configured)
 
 
 def test_the_proof_is_of_the_bounds_in_force(engine: Any) -> None:
     from recipe.offpolicy.batch.micro_batch import compute_sampled_checksums
-    from recipe.offpolicy.correction import moving_bounds
     from recipe.offpolicy.proof.verify import verify
     from recipe.offpolicy.worker.metrics import take_packets
 
     rows = rollout(engine)
     sampled = compute_sampled_checksums(rows.to_tensordict())
-    spec = moving_bounds.replace_bounds(BANDED, MOVED)
+    spec = replace_bounds(BANDED, MOVED)
     data = with_bounds(rows.to_tensordict(), MOVED)
     metrics, _ = tw.gradients(engine, moving_loss(prove=True), data, micro_batch_size=4)
     live = verify(take_packets(metrics), spec, sampled_rows=sampled, moving=MOVING)
     assert live["proved"] == 1.0
     assert live["parts"] == 2.0
-    assert live["fingerprint"] == moving_bounds.compute_fingerprint(BANDED, MOVING) != BANDED.fingerprint()
+    assert live["fingerprint"] == compute_fingerprint(BANDED, MOVING) != BANDED.fingerprint()
 
 
 def test_a_loss_that_goes_past_the_moved_bounds_is_not_proved(engine: Any) -> None:
     """It says that it holds the bounds, and acts by those that it began with."""
     from recipe.offpolicy.batch import micro_batch as mb
     from recipe.offpolicy.batch.micro_batch import compute_sampled_checksums
-    from recipe.offpolicy.correction import moving_bounds
     from recipe.offpolicy.proof.verify import LivenessError, verify
     from recipe.offpolicy.worker.loss import OffPolicyLoss
     from recipe.offpolicy.worker.metrics import take_packets
@@ -159,18 +157,17 @@ def test_a_loss_that_goes_past_the_moved_bounds_is_not_proved(engine: Any) -> No
     loss = Past(BANDED, tw.actor_config(), moving=MOVING, prove=True)
     metrics, _ = tw.gradients(engine, loss, with_bounds(rows.to_tensordict(), MOVED))
     with pytest.raises(LivenessError, match=r"gradient|does not act"):
-        verify(take_packets(metrics), moving_bounds.replace_bounds(BANDED, MOVED), sampled_rows=sampled, moving=MOVING)
+        verify(take_packets(metrics), replace_bounds(BANDED, MOVED), sampled_rows=sampled, moving=MOVING)
 
 
 def test_a_rank_with_other_bounds_stops_the_run(engine: Any) -> None:
     from recipe.offpolicy.batch.micro_batch import compute_sampled_checksums
-    from recipe.offpolicy.correction import moving_bounds
     from recipe.offpolicy.proof.verify import LivenessError, verify_update
     from recipe.offpolicy.worker.metrics import Packet, take_packets
 
     rows = rollout(engine)
     sampled = compute_sampled_checksums(rows.to_tensordict())
-    spec = moving_bounds.replace_bounds(BANDED, MOVED)
+    spec = replace_bounds(BANDED, MOVED)
 
     def of_ranks(*bounds: Any) -> list[Packet]:
         packets: list[Packet] = []
@@ -256,14 +253,13 @@ def capped_loss(**changes: Any) -> Any:
 
 def test_the_cap_of_the_plan_reaches_the_gradient_and_is_proved(engine: Any) -> None:
     from recipe.offpolicy.batch.micro_batch import compute_sampled_checksums
-    from recipe.offpolicy.correction import moving_bounds
     from recipe.offpolicy.proof.verify import verify
     from recipe.offpolicy.worker.loss import OffPolicyLoss
     from recipe.offpolicy.worker.metrics import take_packets
 
     rows = rollout(engine, 0.2)
     sampled = compute_sampled_checksums(rows.to_tensordict())
-    spec = moving_bounds.replace_bounds(WEIGHED, CAP)
+    spec = replace_bounds(WEIGHED, CAP)
     fixed = OffPolicyLoss(spec, tw.actor_config())
     _, expected = tw.gradients(engine, fixed, rows.to_tensordict(), micro_batch_size=2)
     _, configured = tw.gradients(engine, OffPolicyLoss(WEIGHED, tw.actor_config()), rows.to_tensordict())
@@ -275,9 +271,9 @@ def test_the_cap_of_the_plan_reaches_the_gradient_and_is_proved(engine: Any) -> 
     assert [packet.bounds for packet in packets] == [CAP] * 4
     live = verify(packets, spec, sampled_rows=sampled, moving=OF_CAP)
     assert (live["proved"], live["parts"]) == (1.0, 2.0)
-    assert live["fingerprint"] == moving_bounds.compute_fingerprint(WEIGHED, OF_CAP) != WEIGHED.fingerprint()
+    assert live["fingerprint"] == compute_fingerprint(WEIGHED, OF_CAP) != WEIGHED.fingerprint()
     # And back: nothing of an update is left for the next.
-    back = moving_bounds.read_bounds(WEIGHED, OF_CAP)
+    back = read_bounds(WEIGHED, OF_CAP)
     _, gradient = tw.gradients(engine, capped_loss(), with_bounds(rows.to_tensordict(), back))
     assert same(gradient, configured)
 
@@ -287,7 +283,6 @@ def test_a_loss_that_keeps_the_cap_that_it_began_with_is_not_proved(engine: Any)
 
     from recipe.offpolicy.batch import micro_batch as mb
     from recipe.offpolicy.batch.micro_batch import compute_sampled_checksums
-    from recipe.offpolicy.correction import moving_bounds
     from recipe.offpolicy.proof.verify import LivenessError, verify
     from recipe.offpolicy.worker.loss import OffPolicyLoss
     from recipe.offpolicy.worker.metrics import take_packets
@@ -302,18 +297,17 @@ def test_a_loss_that_keeps_the_cap_that_it_began_with_is_not_proved(engine: Any)
     loss = Past(WEIGHED, tw.actor_config(), moving=OF_CAP, prove=True)
     metrics, _ = tw.gradients(engine, loss, with_bounds(rows.to_tensordict(), CAP))
     with pytest.raises(LivenessError, match=r"gradient|does not act"):
-        verify(take_packets(metrics), moving_bounds.replace_bounds(WEIGHED, CAP), sampled_rows=sampled, moving=OF_CAP)
+        verify(take_packets(metrics), replace_bounds(WEIGHED, CAP), sampled_rows=sampled, moving=OF_CAP)
 
 
 def test_a_rank_with_another_cap_stops_the_run(engine: Any) -> None:
     from recipe.offpolicy.batch.micro_batch import compute_sampled_checksums
-    from recipe.offpolicy.correction import moving_bounds
     from recipe.offpolicy.proof.verify import LivenessError, verify_update
     from recipe.offpolicy.worker.metrics import Packet, take_packets
 
     rows = rollout(engine)
     sampled = compute_sampled_checksums(rows.to_tensordict())
-    spec = moving_bounds.replace_bounds(WEIGHED, CAP)
+    spec = replace_bounds(WEIGHED, CAP)
 
     def of_ranks(*bounds: Any) -> list[Packet]:
         packets: list[Packet] = []

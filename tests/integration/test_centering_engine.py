@@ -257,7 +257,7 @@ FAULTS = {
 
 @pytest.mark.parametrize("what", FAULTS)
 def test_likeliest_tokens_that_changed_stop_the_update(worker: Any, sampler: Sampler, what: str) -> None:
-    from recipe.offpolicy.centering.centering_tally import CenteringError
+    from recipe.offpolicy.centering.centering_engine import CenteringError
 
     change, said = FAULTS[what]
     with pytest.raises(CenteringError, match=said):
@@ -267,7 +267,7 @@ def test_likeliest_tokens_that_changed_stop_the_update(worker: Any, sampler: Sam
 def test_another_mu_than_that_of_the_likeliest_stops_the_update(
     worker: Any, sampler: Sampler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from recipe.offpolicy.centering.centering_tally import CenteringError
+    from recipe.offpolicy.centering.centering_engine import CenteringError
 
     raw = [row - 0.01 for row in sampler.rows.rollout_log_probs]
     monkeypatch.setattr(sampler, "rows", replace(sampler.rows, rollout_log_probs=raw))
@@ -289,7 +289,7 @@ def test_logits_that_are_not_those_of_the_log_probs_stop_the_update(
     worker: Any, sampler: Sampler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from recipe.offpolicy.centering import centering_engine
-    from recipe.offpolicy.centering.centering_tally import CenteringError
+    from recipe.offpolicy.centering.centering_engine import CenteringError
 
     compute = centering_engine.compute_log_probs
     monkeypatch.setattr(centering_engine, "compute_log_probs", lambda *given: compute(*given) + 0.5)

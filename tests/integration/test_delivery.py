@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from recipe.offpolicy.delivery.probe import KEPT_IN_A_ROW
-from recipe.offpolicy.delivery.probe_statistics import IN_A_ROW
+from recipe.offpolicy.delivery.probe import IN_A_ROW, KEPT_IN_A_ROW
 from tests.support.whole_runs import broken, trained
 
 pytestmark = [pytest.mark.slow, pytest.mark.extended, pytest.mark.verl("==0.9.1")]

@@ -66,10 +66,10 @@ def test_a_healthy_run_is_proved_at_regular_updates(engine: Any, dealt: dict[str
 
 
 def test_parts_of_a_micro_batch_are_proved_apart(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from recipe.offpolicy.batch import similar_rows
+    from recipe.offpolicy.batch import padding
 
-    monkeypatch.setattr(similar_rows, "AT_ONCE", 16)
-    monkeypatch.setattr(similar_rows, "FEW", 4)
+    monkeypatch.setattr(padding, "AT_ONCE", 16)
+    monkeypatch.setattr(padding, "FEW", 4)
     trainer = Trainer(engine)
     assert [trainer.update(micro_batch_size=8) for _ in range(5)] == [8, 0, 0, 1, 0]
 

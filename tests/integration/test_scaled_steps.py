@@ -32,7 +32,7 @@ def rows(model: Path) -> tw.Rollout:
 
 def start(model: Path, *, scaled: bool = True) -> Any:
     """A worker whose rate warms up over four updates: 0, 1/4, 1/2, 3/4 of it."""
-    from recipe.offpolicy.extensions.ess_lr.scaled_step import scale_steps
+    from recipe.offpolicy.extensions.ess_lr.ess_lr import scale_steps
     from verl.utils.torch_functional import get_constant_schedule_with_warmup
 
     worker = tw.start_worker(model)
@@ -46,7 +46,7 @@ def start(model: Path, *, scaled: bool = True) -> Any:
 
 def update(worker: Any, rows: tw.Rollout, factor: float | None) -> list[Any]:
     from recipe.offpolicy.batch.reports import take_reports
-    from recipe.offpolicy.extensions.ess_lr.scaled_step import FLAG, REPORT
+    from recipe.offpolicy.extensions.ess_lr.ess_lr import FLAG, REPORT
     from verl.utils import tensordict_utils as tu
     from verl.workers.utils.losses import ppo_loss
 

@@ -17,7 +17,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from recipe.offpolicy.support.truncated_softmax import SupportError
+from recipe.offpolicy.support.token_supports import SupportError
 from tests.support import supporting_worker as sw
 from tests.support import training_worker as tw
 from tests.support.paths import ROOT
@@ -412,8 +412,8 @@ def test_two_ranks_train_as_one_does(
     metrics, wanted = gradients(start(), data)
     assert close(found["gradient"], wanted)
     assert found["reports"] == 2
+    from recipe.offpolicy.support.support_replay import judge
     from recipe.offpolicy.support.support_settings import SupportSettings
-    from recipe.offpolicy.support.support_verdict import judge
 
     one = judge([report_of(metrics)], SupportSettings(tw.VOCABULARY, "mask"), first=False)
     assert found["metrics"] == pytest.approx(one.metrics, nan_ok=True)

@@ -66,7 +66,7 @@ class Run:
         delay: Callable[[int, int], int] = lambda number, times: 0,
         **staleness: Any,
     ) -> None:
-        from recipe.offpolicy.batch.shipped_defaults import read_shipped_defaults
+        from recipe.offpolicy.batch.declared_keys import read_shipped_defaults
         from recipe.offpolicy.staleness import buffer
         from recipe.offpolicy.staleness.staleness_limit import StalenessLimit
         from recipe.offpolicy.trainer.add_on_choice import choose_v1

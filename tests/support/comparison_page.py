@@ -10,12 +10,11 @@ import fnmatch
 import tomllib
 from typing import Any, get_args
 
-from recipe.offpolicy.correction.aggregates import AGGREGATES
 from recipe.offpolicy.correction.correction_parts import CorrectionParts
 from recipe.offpolicy.correction.proximal import Proximal
-from recipe.offpolicy.correction.signs import MaskWhen
-from recipe.offpolicy.correction.units import Level
-from recipe.offpolicy.correction.weight_spec import Kind, WeightAggregate
+from recipe.offpolicy.correction.ratios import AGGREGATES
+from recipe.offpolicy.correction.units import Level, MaskWhen
+from recipe.offpolicy.correction.weights import Kind, WeightAggregate
 from tests.support.keys_page import TABLES
 from tests.support.paths import ROOT
 from tests.support.presets import PRESETS

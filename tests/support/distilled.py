@@ -13,8 +13,8 @@ from torch.nn.utils.rnn import pad_sequence
 
 from recipe.offpolicy.batch.plan import PLAN, SharedPlan
 from recipe.offpolicy.correction import CorrectionSpec
-from recipe.offpolicy.extensions.opd.columns import TEACHER
 from recipe.offpolicy.extensions.opd.distillation import OnPolicyDistillation
+from recipe.offpolicy.extensions.opd.signal import TEACHER
 from recipe.offpolicy.worker.loss import OffPolicyLoss
 from recipe.offpolicy.worker.metrics import METRIC_KEY, Packet, take_packets
 from tests.support import training_worker as tw

@@ -11,8 +11,8 @@ import transfer_queue as tq
 from omegaconf import OmegaConf
 
 from recipe.offpolicy.batch.queue_columns import put_columns, read_columns
+from recipe.offpolicy.trainer.batch_view import MEDIA, MediaError
 from recipe.offpolicy.trainer.corrected_v1 import OWN_PARTITION, CorrectedV1
-from recipe.offpolicy.trainer.own_forward import MEDIA, MediaError
 from tests.support import images as im
 from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from tensordict import NonTensorStack, TensorDict
 
-from recipe.offpolicy.batch.token_versions import CHUNKS
-from recipe.offpolicy.batch.weight_versions import read_extra_fields
+from recipe.offpolicy.batch.weight_versions import CHUNKS, read_extra_fields
 
 Change = Callable[[torch.Tensor], torch.Tensor]
 Turns = list[list[tuple[int, int]]]

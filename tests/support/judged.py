@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from recipe.offpolicy.extensions.add_on import Extension
 from recipe.offpolicy.extensions.add_ons import AddOns
-from recipe.offpolicy.extensions.extension import Extension
 
 
 def judge(extension: Extension, reports: Sequence[Any], epochs: int = 1) -> dict[str, float]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from recipe.offpolicy.batch.plan import BatchSplit
-from recipe.offpolicy.extensions.opd.columns import CENTRE, FACTOR, ROW, TEACHER
+from recipe.offpolicy.extensions.opd.signal import CENTRE, FACTOR, ROW, TEACHER
 from tests.support import training_worker as tw
 from tests.support.parity_case import (
     CORRECTIONS,

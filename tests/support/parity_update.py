@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from recipe.offpolicy.extensions.opd.columns import TEACHER
+from recipe.offpolicy.extensions.opd.signal import TEACHER
 from tests.support import reference
 from tests.support.parity_case import CLIP, DUAL_CLIP, ENTROPY_COEFF, KL_COEF, LENGTHS, MAX_GAP, TEACHER_COEF, Case
 

@@ -13,8 +13,7 @@ from recipe.offpolicy.correction import CorrectionSpec
 from recipe.offpolicy.recording import Rows
 from recipe.offpolicy.recording.files import write
 from recipe.offpolicy.recording.recording import file_name
-from recipe.offpolicy.recording.rows import spread_versions
-from recipe.offpolicy.recording.schema import ROW_COLUMNS, TOKEN_COLUMNS
+from recipe.offpolicy.recording.schema import ROW_COLUMNS, TOKEN_COLUMNS, spread_versions
 
 NONE = CorrectionSpec.from_mapping({}).to_mapping()
 

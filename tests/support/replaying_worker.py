@@ -44,8 +44,8 @@ def tiny_mixture(folder: Path) -> Path:
 
 def start(model: Path, mode: str | None, *, oldest: int | None = None, **settings: Any) -> Any:
     """A worker that replays; a plain one of verl's where ``mode`` is None."""
+    from recipe.offpolicy.replay.fsdp_engine import install_replay
     from recipe.offpolicy.replay.replay_settings import ReplaySettings
-    from recipe.offpolicy.replay.worker import install_replay
 
     worker = tw.start_worker(model, layer="Qwen3MoeDecoderLayer", **settings)
     if mode is not None:
@@ -62,8 +62,7 @@ def draw_routes(tokens: int, seed: int = 3) -> Tensor:
 
 def with_routes(data: TensorDict, routes: Tensor, *, dtype: torch.dtype = torch.int16, version: int = STEP - 1) -> Any:
     """Add routes (n, ...) of all tokens as a rollout brings them: none of each row's last token, and notes."""
-    from recipe.offpolicy.replay.batch_routes import ROUTES
-    from recipe.offpolicy.replay.route_notes import NOTE, hash_routes
+    from recipe.offpolicy.replay.batch_routes import NOTE, ROUTES, hash_routes
 
     data = data.clone(recurse=False)
     rows = list(routes.split(data["input_ids"].offsets().diff().tolist()))

@@ -11,8 +11,8 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from recipe.offpolicy.correction import RolloutStage
+from recipe.offpolicy.extensions.add_on import Extension
 from recipe.offpolicy.extensions.add_ons import AddOns
-from recipe.offpolicy.extensions.extension import Extension
 from recipe.offpolicy.extensions.loss_rows import LossRows
 from recipe.offpolicy.trainer.batch_view_v0 import DataProtoBatch
 from verl import DataProto

@@ -19,8 +19,8 @@ def main(rank: int, model: str, out: str, port: int) -> None:
     tw.join_process_group(rank, 2, port)
     from recipe.offpolicy.batch.reports import take_reports
     from recipe.offpolicy.support.fsdp_engine import REPORT
+    from recipe.offpolicy.support.support_replay import judge
     from recipe.offpolicy.support.support_settings import SupportSettings
-    from recipe.offpolicy.support.support_verdict import judge
     from verl.workers.utils.losses import ppo_loss
 
     sent = torch.load(Path(out) / "rows.pt", weights_only=False)

@@ -1,15 +1,18 @@
-"""Declared keys of a configuration section: accepted values, when a key is read, and the wording of problems."""
+"""Declared keys of a configuration section: accepted values, defaults, when a key is read, and problems in words."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 from typing import Any
 
+from omegaconf import OmegaConf
+
 from ..correction import Problem
-from ..correction.problem import format_value, remove, set_to
-from ..correction.spelling import find_closest
+from ..correction.problem import find_closest, format_value, remove, set_to
 from ..correction.validation import read_numbers
 
 Values = Mapping[str, Any]
@@ -218,3 +221,17 @@ def _flatten(values: Values, prefix: str = "") -> dict[str, Any]:
     for name, value in values.items():
         flat |= _flatten(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
     return flat
+
+
+_FILE = Path(__file__).resolve().parents[1] / "config" / "offpolicy_base.yaml"
+
+
+def read_shipped_defaults(section: str) -> dict[str, Any]:
+    """Read the shipped values of a section below ``offpolicy``, by key, in the order of the file."""
+    return dict(_sections()[section])
+
+
+@cache
+def _sections() -> dict[str, Any]:
+    values: Any = OmegaConf.to_container(OmegaConf.load(_FILE).offpolicy)
+    return dict(values)

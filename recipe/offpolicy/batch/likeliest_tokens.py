@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..correction import CorrectionSpec, Statistic, StepStage
 from ..correction.centering import compute_centering, compute_coefficients, compute_drift
-from ..correction.centering_rules import centers_mask, find_unknown
+from ..correction.rules import centers_mask, find_unknown
 from ..correction.statistics import build_mean
 from .micro_batch import MicroBatch, flatten, read_scale
 

@@ -31,17 +31,22 @@ from ..correction import (
     turns,
 )
 from ..correction.deferred_value import DeferredValue, fetch
-from ..correction.penalty import PenaltySpec, compute_squared_log_ratio
 from ..correction.proximal import BY_AGE
 from ..correction.shadow import compute_shadow_statistics
 from ..correction.statistics import build_sum
 from ..correction.telemetry import Measure
-from .checksums import hash_rows
+from ..correction.terms import PenaltySpec, compute_squared_log_ratio
 from .padding import Layout, pad_column
 from .plan import MINI_BATCH_TOKENS, PLAN, PROVE, SCALE, SharedPlan
-from .seals import SealError, compare, key_of
-from .token_versions import check_chunks, read_versions
-from .weight_versions import RowVersions, check_ages_known, compute_token_versions, read_extra_fields
+from .seals import SealError, compare, hash_rows, key_of
+from .weight_versions import (
+    RowVersions,
+    check_ages_known,
+    check_chunks,
+    compute_token_versions,
+    read_extra_fields,
+    read_versions,
+)
 
 ROLLOUT_LOG_PROBS = "rollout_log_probs"
 WEIGHTS = "rollout_is_weights"  # verl's ppo_loss multiplies the policy term by this

@@ -28,12 +28,10 @@ from ..correction import (
     rollout_stage,
     turns,
 )
-from ..correction.baseline import regroup
-from ..correction.denominator import assign_mini_batches, compute_scale_of_counts, find_finite_tokens
+from ..correction.denominator import assign_mini_batches, compute_scale_of_counts, find_finite_tokens, regroup
 from ..correction.row_layout import count_tokens_by_row
 from .seals import PLAN_HASH, PREFIX, build_seals, key_of, seal_constant
-from .token_versions import read_versions
-from .weight_versions import EXTRA_FIELDS, RowVersions, check_ages_known, compute_token_versions
+from .weight_versions import EXTRA_FIELDS, RowVersions, check_ages_known, compute_token_versions, read_versions
 
 PLAN = "offpolicy_plan"
 """Key of the ``SharedPlan`` in the batch that reaches the loss."""

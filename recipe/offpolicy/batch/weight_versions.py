@@ -1,11 +1,19 @@
-"""Versions of the weights that sampled each row, as verl's agent loop records them."""
+"""Versions of the weights that sampled each row and each token, as agent loops and ``staleness.client`` record them.
+
+A chunk is (version, tokens): the tokens that one attempt of a request sampled. A turn is the chunks of one request, and
+a row has one or more turns. They are aligned with the runs of the response mask, which tool outputs interrupt.
+"""
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
+from itertools import chain
 from typing import Any
 
+import numpy as np
 import torch
 from tensordict import TensorDict
 from torch import Tensor
@@ -13,7 +21,8 @@ from torch import Tensor
 from ..correction import CorrectionSpec
 from ..correction.problem import format_value
 from ..correction.proximal import BY_AGE
-from ..correction.row_layout import spread_over_tokens
+from ..correction.row_layout import PackedRows, RowLayout, detect_layout, split_tokens, spread_over_tokens
+from .seals import SealError
 
 EXTRA_FIELDS = "extra_fields"
 """Key of the per-row mappings in which verl's V1 trainer stores them."""
@@ -27,7 +36,7 @@ VERSIONS = "offpolicy_versions"
 
 @dataclass(frozen=True)
 class RowVersions:
-    """Versions of the weights at each row's first and last token; see ``token_versions`` for the tokens in between.
+    """Versions of the weights at each row's first and last token; see ``TokenVersions`` for the tokens in between.
 
     Attributes:
         oldest, newest: (B,) int64, the trainer's step after which these weights were synchronised.
@@ -143,3 +152,202 @@ def compute_token_versions(versions: RowVersions | None, like: Tensor) -> Tensor
             "level=version: verl does not record the version of the weights that sampled a token. Set level=sequence."
         )
     return versions.by_token(like)
+
+
+Chunk = tuple[int, int]
+CHUNKS = "offpolicy_chunks"
+"""Key of a row's turns in its extra fields."""
+CHUNK_SEALS = "offpolicy_chunk_seals"
+"""Key of the hash of each turn in a row's extra fields, by the client that recorded its chunks."""
+UNKNOWN = -1
+"""Value for tokens of unknown version, and outside the response mask."""
+
+_TURN = 2**32  # larger than the number of tokens of a turn
+
+
+@dataclass(frozen=True)
+class TokenVersions(RowVersions):
+    """Versions of the weights of each row as verl records them, and of each token.
+
+    Attributes:
+        tokens: int64 in the layout of the response mask; ``UNKNOWN`` in rows whose chunks do not fit.
+    """
+
+    tokens: Tensor
+
+    def by_token(self, like: Tensor) -> Tensor:
+        return self.tokens
+
+    def column_to_seal(self, like: Tensor) -> Tensor:
+        rows = detect_layout(tokens=self.tokens)
+        return rows.to_given_layout(self._replace_unknown(rows, -1 - self.oldest))
+
+    def _replace_unknown(self, rows: RowLayout, by_row: Tensor) -> Tensor:
+        tokens = rows.tokens(self.tokens)
+        return torch.where(tokens == UNKNOWN, rows.broadcast(rows.to_column(by_row.to(tokens.device))), tokens)
+
+    def compute_ages(self, step: int, like: Tensor) -> Tensor:
+        """Compute the age of each token, int64 in their layout; tokens of unknown version have the age of their row."""
+        rows = detect_layout(tokens=self.tokens)
+        return rows.to_given_layout((step - 1 - self._replace_unknown(rows, self.oldest)).clamp(min=0))
+
+    def check_ages(self, spec: CorrectionSpec) -> None:
+        """Accept all parts: a row whose chunks do not fit has the age of its first token."""
+
+    def find_unknown(self, response_mask: Tensor) -> Tensor:
+        return (response_mask & (self.tokens == UNKNOWN)).any(-1)
+
+
+def hash_turn(chunks: Sequence[Chunk]) -> int:
+    """Hash the chunks of a turn, in order, to 64 bits."""
+    numbers = array("q", chain.from_iterable(chunks))
+    return int.from_bytes(blake2b(numbers.tobytes(), digest_size=8).digest(), signed=True)
+
+
+def check_chunks(fields: Sequence[Mapping[str, Any]]) -> None:
+    """Check that the chunks of each row are those that the client recorded; rows of other clients have no hash.
+
+    Raises:
+        SealError: the chunks of a row have changed.
+    """
+    for row, each in enumerate(fields):
+        seals = each.get(CHUNK_SEALS)
+        if seals is not None and [*seals] != [*map(hash_turn, each.get(CHUNKS) or ())]:
+            raise SealError(
+                f"the versions of the weights that sampled the tokens of sequence {row} changed between the client of "
+                f"the rollout servers and the trainer: the trainer got (version, tokens) {each.get(CHUNKS)} for the "
+                f"turns of this sequence. Some code changes {CHUNKS} in {EXTRA_FIELDS}."
+            )
+
+
+def read_versions(data: TensorDict, response_mask: Tensor) -> RowVersions | None:
+    """Read the versions of a batch: per token if a row has chunks, per row otherwise, None if verl has none.
+
+    A row that was sampled by one version, according to verl and to its chunks, has that version at each token.
+
+    Args:
+        response_mask: (B, T) or nested by row.
+    """
+    fields = read_extra_fields(data)
+    by_row = read_row_versions(data, fields)
+    if by_row is None or all(row.get(CHUNKS) is None for row in fields):
+        return by_row
+    one = torch.where(by_row.oldest == by_row.newest, by_row.oldest, UNKNOWN)
+    # Reads the mappings, because reading tensors may wait for a device.
+    turns = [None if _has_one_version(row) else row.get(CHUNKS) for row in fields]
+    if any(row is not None for row in turns):
+        tokens = lay_out(turns, response_mask, one)
+    else:
+        rows = detect_layout(mask=response_mask)
+        mask, version = rows.tokens(response_mask).bool(), rows.to_column(one.to(response_mask.device))
+        tokens = rows.to_given_layout(torch.where(mask, rows.broadcast(version), UNKNOWN))
+    return TokenVersions(by_row.oldest, by_row.newest, tokens)
+
+
+def _has_one_version(fields: Mapping[str, Any]) -> bool:
+    oldest, newest, turns = (fields.get(name) for name in (OLDEST_VERSION, NEWEST_VERSION, CHUNKS))
+    return oldest == newest and all(version == oldest for turn in turns or () for version, _ in turn)
+
+
+def lay_out(turns: Sequence[Sequence[Sequence[Chunk]] | None], response_mask: Tensor, by_row: Tensor) -> Tensor:
+    """Assign the chunks of each row to the runs of its mask, one run per turn.
+
+    A run may be shorter than its chunks if verl has truncated it. A row with a longer run, with fewer or more runs than
+    turns, or with decreasing versions, is ``UNKNOWN``.
+
+    Args:
+        turns: turns of each row; None for a row without chunks.
+        response_mask: (B, T) bool or 0/1, or nested by row.
+        by_row: (B,) int64, the version of rows without chunks.
+
+    Returns:
+        int64 in the layout of the mask.
+
+    Example:
+        >>> lay_out([[[(3, 1), (4, 2)], [(4, 1)]]], torch.tensor([[1, 1, 0, 1]]), torch.tensor([-1])).tolist()
+        [[3, 4, -1, 4]]
+    """
+    if response_mask.is_nested:
+        blocks = [
+            _lay_out_packed(turns[at], rows, columns["mask"].bool(), by_row[at])
+            for at, rows, columns in split_tokens({"mask": response_mask})
+            if isinstance(rows, PackedRows)
+        ]
+        return detect_layout(mask=response_mask).to_given_layout(torch.cat(blocks))
+    table = _tabulate(turns).to(response_mask.device)
+    mask = response_mask.bool()
+    place = torch.arange(mask.shape[1], device=mask.device)
+    starts = mask.clone()
+    starts[:, 1:] &= ~mask[:, :-1]
+    run = starts.cumsum(-1) - 1
+    in_run = place - torch.where(starts, place, 0).cummax(-1).values if mask.numel() else run
+    # The chunk of a token is the first one that ends after it.
+    index = torch.searchsorted(table[0], run * _TURN + in_run, right=True).clamp(max=table.shape[2] - 1)
+    fits = (~mask | (table[1].gather(-1, index) == run)).all(-1) & (starts.sum(-1) == table[1].amax(-1) + 1)
+    noted = torch.tensor([row is not None for row in turns], dtype=torch.bool, device=mask.device)
+    laid = torch.where(fits[:, None], table[2].gather(-1, index), UNKNOWN)
+    return torch.where(mask, torch.where(noted[:, None], laid, by_row.to(mask.device)[:, None]), UNKNOWN)
+
+
+def _lay_out_packed(
+    turns: Sequence[Sequence[Sequence[Chunk]] | None], rows: PackedRows, mask: Tensor, by_row: Tensor
+) -> Tensor:
+    """Assign the chunks to concatenated rows, (N,), without padding to the longest.
+
+    Args:
+        mask: (N,) bool.
+    """
+    device = mask.device
+    before = torch.nn.functional.pad(mask.cumsum(0), (1, 0))
+    first = (mask & ~rows.equals_previous(mask)).nonzero().flatten()
+    run_row, run_tokens = rows.row_index[first], torch.cat((before[first], before[-1:])).diff()
+    runs = torch.bincount(run_row, minlength=rows.count)
+    row, turn, version, tokens = _list_all_chunks(turns).to(device)
+    fits = runs == torch.zeros_like(runs).scatter_reduce_(0, row, turn + 1, "amax")
+    fits[row[1:][(version.diff() < 0) & (row.diff() == 0)]] = False
+    row, turn, version, tokens = (column[fits[row]] for column in (row, turn, version, tokens))
+    # In the remaining rows, turns are runs.
+    run = (runs.cumsum(0) - runs)[row] + turn
+    sampled = torch.zeros_like(run_tokens).index_add_(0, run, tokens)
+    end = tokens.cumsum(0) - (sampled.cumsum(0) - sampled)[run]
+    used = torch.minimum(end, run_tokens[run]) - torch.minimum(end - tokens, run_tokens[run])
+    fits[run_row[sampled < run_tokens]] = False
+    noted = torch.tensor([each is not None for each in turns], dtype=torch.bool, device=device)
+    laid = torch.where(mask, rows.broadcast(by_row.to(device).masked_fill(noted, UNKNOWN)), UNKNOWN)
+    laid[mask & rows.broadcast(fits)] = version.repeat_interleave(used * fits[row])
+    return laid
+
+
+def _list_all_chunks(turns: Sequence[Sequence[Sequence[Chunk]] | None]) -> Tensor:
+    """List the chunks of all rows: (4, C) int64 of row, turn, version and tokens."""
+    chunks = (
+        (row, turn, *chunk)
+        for row, each in enumerate(turns)
+        for turn, attempts in enumerate(each or ())
+        for chunk in attempts
+    )
+    return torch.from_numpy(np.fromiter(chain.from_iterable(chunks), np.int64).reshape(-1, 4).T.copy())
+
+
+def _tabulate(turns: Sequence[Sequence[Sequence[Chunk]] | None]) -> Tensor:
+    """Tabulate the chunks of each row, (3, B, C + 1) int64: end in its turn plus _TURN times the turn, turn, version.
+
+    Positions without a chunk have turn -1; a row with decreasing versions has no chunks.
+    """
+    rows = [_list_chunks(row or ()) for row in turns]
+    width = max((len(row) for row in rows), default=0) + 1
+    none = (torch.iinfo(torch.int64).max, -1, UNKNOWN)
+    filled = [row + [none] * (width - len(row)) for row in rows]
+    return torch.tensor(filled, dtype=torch.int64).reshape(len(rows), width, 3).permute(2, 0, 1).contiguous()
+
+
+def _list_chunks(row: Sequence[Sequence[Chunk]]) -> list[tuple[int, int, int]]:
+    found: list[tuple[int, int, int]] = []
+    for turn, chunks in enumerate(row):
+        end = 0
+        for version, tokens in chunks:
+            if found and version < found[-1][2]:
+                return []
+            end += tokens
+            found.append((turn * _TURN + end, turn, version))
+    return found

@@ -21,8 +21,7 @@ from ..proof.verify import LivenessError
 from ..support.client import note_supports
 from ..support.support_server import serve_supports
 from ..support.support_settings import CENTERING, SupportSettings
-from .centering_engine import FLAG, REPORT, install_centering
-from .centering_tally import CenteringReport
+from .centering_engine import FLAG, REPORT, CenteringReport, install_centering
 
 logger = logging.getLogger("verl.offpolicy")
 

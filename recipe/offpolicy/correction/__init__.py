@@ -10,15 +10,15 @@ Needs torch alone. The three log-probs, each (B, T), or nested by row with layou
 """
 
 from .batch_wide import batch_constants, count_kept_by_row
+from .decisions import BatchConstants, RolloutStage, StepStage
 from .mask_spec import MaskSpec
 from .problem import Problem, SpecError
 from .proximal import proximal_log_prob
 from .spec import CorrectionSpec
-from .stage_results import BatchConstants, RolloutStage, StepStage
 from .stages import rollout_stage, step_stage
 from .statistics import Reduction, Statistic
 from .units import turns
-from .weight_spec import WeightSpec
+from .weights import WeightSpec
 
 __all__ = [
     "BatchConstants",

@@ -11,13 +11,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .decisions import choose_ids, decide_rollout, spread_ages
+from .decisions import BatchConstants, choose_ids, decide_rollout, spread_ages
 from .masks import compute_second_moment_cutoff
 from .ratios import compute_finite_log_ratio
-from .row_blocks import split_tokens
-from .row_layout import RowLayout
+from .row_layout import RowLayout, split_tokens
 from .spec import CorrectionSpec
-from .stage_results import BatchConstants
 from .units import Level, partition_units
 from .weights import sum_weights
 
@@ -35,7 +33,7 @@ def batch_constants(
     """Compute the batch-level constants of ``spec`` from tensors of all rows of the batch; see ``rollout_stage``.
 
     Example:
-        >>> from .weight_spec import WeightSpec
+        >>> from .weights import WeightSpec
         >>> weight = WeightSpec("token", "truncate", None, 2.0, normalize=True)
         >>> pi_old, mu = torch.zeros(1, 2), torch.tensor([[0.0, -5.0]])  # weights 1 and min(e^5, 2)
         >>> policies = dict(old_log_prob=pi_old, rollout_log_prob=mu, response_mask=torch.ones(1, 2))

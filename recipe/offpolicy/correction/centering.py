@@ -15,8 +15,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .centering_rules import centers_mask
 from .correction_parts import CorrectionParts
+from .rules import centers_mask
 from .spec import CorrectionSpec
 from .stages import rollout_stage, step_stage
 

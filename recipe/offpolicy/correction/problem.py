@@ -6,9 +6,10 @@ the reason and an override that fixes it.
 
 from __future__ import annotations
 
+import difflib
 import re
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -204,3 +205,76 @@ def format_value(value: object) -> str:
     if value is None:
         return "null"
     return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+_CLOSE = 0.8
+
+
+def find_closest(word: str, known: Iterable[str], cutoff: float = _CLOSE) -> str | None:
+    """Find the known name that a word was meant for; None if it resembles none.
+
+    Case, ``_``, ``-`` and a plural s do not count; letters may be swapped, and at least ``cutoff`` of them agree.
+
+    Example:
+        >>> find_closest("ice_pop", ["icepop", "gsm"]), find_closest("gms", ["icepop", "gsm"])
+        ('icepop', 'gsm')
+        >>> find_closest("x", ["icepop", "gsm"])
+    """
+    names = list(known)
+    bare = {_strip(name): name for name in reversed(names)}
+    given = _strip(word)
+    if word in names or given in bare:
+        return word if word in names else bare[given]
+    swapped = [name for stripped, name in bare.items() if sorted(stripped) == sorted(given)]
+    near = [bare[each] for each in difflib.get_close_matches(given, bare, 1, cutoff)]
+    return next(iter([*swapped, *near]), None)
+
+
+def _strip(word: str) -> str:
+    plain = word.lower().replace("_", "").replace("-", "")
+    return plain.removesuffix("s") if len(plain) > 2 else plain
+
+
+@dataclass(frozen=True)
+class Requirement:
+    """One key.
+
+    Attributes:
+        key: Hydra path.
+        wanted: values that the feature works with, the first of which is proposed; null and a missing key are fine.
+        reason: why it does not work with others.
+        together: further keys to set with the proposed value, and their values.
+    """
+
+    key: str
+    wanted: tuple[Any, ...]
+    reason: str
+    together: tuple[tuple[str, Any], ...] = ()
+
+
+def find_unmet(
+    requirements: Iterable[Requirement],
+    read: Callable[[str], Any],
+    off: str,
+    parts: tuple[str, ...],
+    alongside: Mapping[str, Any] | None = None,
+) -> Iterator[Problem]:
+    """Find keys that have other values than a feature needs.
+
+    Args:
+        read: returns the value of a key; None where it is null or missing.
+        off: the override that switches the feature off.
+        parts, alongside: see ``Problem``.
+
+    Example:
+        >>> rows = [Requirement("model.fused", (False,), "fused kernels hide the logits.")]
+        >>> print(*find_unmet(rows, {"model.fused": True}.get, "support=null", ("support",)))
+        model.fused=true: fused kernels hide the logits. Set model.fused=false, or support=null.
+    """
+    for each in requirements:
+        value = read(each.key)
+        if value is None or value in each.wanted:
+            continue
+        proposed = (set_to(each.key, each.wanted[0]), *(set_to(*other) for other in each.together))
+        fix = f"Set {' and '.join(proposed)}, or {off}."
+        yield Problem(each.key, value, each.reason, fix, "ERROR", parts, proposed, dict(alongside or {}))

@@ -42,7 +42,7 @@ def proximal_log_prob(
       from the token's to those in force, which it takes for pi, the one before the last is taken for pi_old. Its
       documentation describes pi_old as one step behind the policy that is trained, which would be a / (a + 1).
     * ``same_engine``: mu itself, as an engine returns it that was seen to be the trainer's own: the trainer computes
-      pi_old in its first step and stops unless the two agree, see ``proof.same_engine``.
+      pi_old in its first step and stops unless the two agree, see ``proof.rollout_checks``.
 
     Args:
         old_log_prob: (B, T), read by ``recompute`` alone.

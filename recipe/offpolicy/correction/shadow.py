@@ -36,7 +36,7 @@ def compute_shadow_statistics(
     constants: Mapping[str, BatchConstants] | None = None,
     alongside: RolloutStage | None = None,
 ) -> dict[str, Statistic]:
-    """Compute each shadow's keep shares and weights, under ``shadow/<name>/``; see ``correction.catalogue``.
+    """Compute each shadow's keep shares and weights, under ``shadow/<name>/``; see ``correction.statistics``.
 
     Args:
         shadows: name -> correction.

@@ -7,19 +7,15 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from .centering_rules import read_centering
-from .correction_parts import Baseline, CorrectionParts, Denominator, Nonfinite
+from .correction_parts import KEYS as SUPPORT_KEYS
+from .correction_parts import Baseline, CorrectionParts, Denominator, Nonfinite, read_support
 from .dialects import PEERS
 from .dialects.outward import build_skyrl, build_trl, build_verl
-from .kl_weight import KlWeightSpec
 from .mask_spec import MaskSpec
-from .penalty import PenaltySpec
-from .problem import SpecError
+from .problem import SpecError, find_closest
 from .proximal import BY_AGE, Alpha, Proximal
-from .rules import check_together
-from .spelling import find_closest
-from .support import KEYS as SUPPORT_KEYS
-from .support import read_support
+from .rules import check_together, read_centering
+from .terms import KlWeightSpec, PenaltySpec
 from .validation import (
     check_known_keys,
     check_metric_name,
@@ -30,7 +26,7 @@ from .validation import (
     require_keys,
     require_mapping,
 )
-from .weight_spec import WeightSpec
+from .weights import WeightSpec
 
 _KEYS = (
     "weight",

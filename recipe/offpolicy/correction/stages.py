@@ -15,16 +15,15 @@ from torch import Tensor
 
 from . import telemetry
 from .batch_wide import batch_constants
-from .decisions import apply_weight, choose_ids, decide_rollout, spread_ages
+from .decisions import BatchConstants, RolloutStage, StepStage, apply_weight, choose_ids, decide_rollout, spread_ages
 from .mask_spec import MaskSpec, Ratio
 from .masks import find_applicable, find_outside
 from .ratios import compute_log_ratio, promote_weight_dtype
 from .row_layout import detect_layout
 from .spec import CorrectionSpec
-from .stage_results import BatchConstants, RolloutStage, StepStage
 from .statistics import Statistic
 from .token_sample import build_sample
-from .weight_spec import WeightSpec
+from .weights import WeightSpec
 
 
 def rollout_stage(

@@ -20,13 +20,11 @@ import torch
 from torch import Tensor
 
 from . import statistics as st
-from .catalogue import SIGNS
 from .ratios import compute_excess, exceeds_bounds
-from .statistics import Moments, Reduction, Statistic
+from .statistics import SIGNS, Moments, Reduction, Statistic
 from .token_sample import TokenSample, sum_products, sum_squares, to_float64
 from .units import Units
-from .weight_spec import WeightSpec
-from .weights import Bound
+from .weights import Bound, WeightSpec
 
 Measure = Literal["all", "decisions", "nothing"]
 """All statistics, those of weights and of what is kept, or none."""

@@ -9,8 +9,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from .catalogue import BUCKETS, STALENESS, TURNS
 from .row_layout import RowLayout
+from .statistics import BUCKETS, STALENESS, TURNS
 
 
 @dataclass(frozen=True)

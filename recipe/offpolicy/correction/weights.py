@@ -1,15 +1,232 @@
-"""Importance weights on a ratio of policies."""
+"""Importance weights on a ratio of policies: specification and formula."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from .ratios import clamp_and_exp, exceeds_bounds
-from .units import Units
-from .weight_spec import WeightSpec
+from .problem import SpecError
+from .ratios import EXP_CLAMP, clamp_and_exp, exceeds_bounds
+from .units import Level, Sign, Units, When, check_sign_is_read, check_tool_is_seen
+from .validation import (
+    read_bool,
+    read_choice,
+    read_factors,
+    read_number,
+    read_power,
+    read_ratio_bounds,
+    require_keys,
+    usual_bound,
+)
+
+WeightRatio = Literal["rollout", "full"]
+WeightAggregate = Literal["product", "geometric", "minimum"]
+Kind = Literal["truncate", "clip", "reject", "gamma"]
+
+_GAMMA = ("power", "rate")
+_OPTIONAL = ("aggregate", "ratio", "normalize", "by_staleness", "by_position", "when", "sign")
+
+
+@dataclass(frozen=True)
+class WeightSpec:
+    """A detached importance weight on a ratio of policies.
+
+    Attributes:
+        level: tokens that share one weight: ``token`` each its own, ``sequence`` a row, ``turn`` a run of response
+            tokens between tool outputs, ``version`` the tokens of a row that one version of the weights sampled.
+        kind: ``truncate`` binds one side, ``clip`` both, ``reject`` drops what lies outside and leaves the rest
+            weighted (masked importance sampling). ``gamma`` has no bounds: exp(rate (1 - w)) w^power, which is 1 at
+            w = 1 and greatest at w = power / rate (VESPO, Shen et al. 2026).
+        lower, upper: inclusive bounds, > 0, or None for an open side.
+        aggregate: ``product`` prod_t rho_t, ``geometric`` its T-th root, over the tokens that share it; ``minimum``, at
+            level prefix, rho_t times the least ratio before it, and 1 at most (MinPRO, Lei et al. 2026).
+        ratio: ``rollout`` pi_old / mu; ``full`` pi / mu, for base losses without a ratio of their own.
+        normalize: divide by the mean over the whole batch, of tokens at token level and of rows, turns or versions
+            at theirs; what is rejected counts as 0.
+        by_staleness: factor of |log bound| by age, see ``MaskSpec.by_staleness``.
+        power, rate: k and lambda of kind ``gamma``, > 0; None for the others.
+        by_position: |log bound| is multiplied by t to this power at the t-th valid token of a row; level prefix alone.
+        when, sign: the tokens that it weighs, see ``MaskSpec.when``; 1 for the others.
+    """
+
+    level: Level
+    kind: Kind
+    lower: float | None
+    upper: float | None
+    aggregate: WeightAggregate = "product"
+    ratio: WeightRatio = "rollout"
+    normalize: bool = False
+    by_staleness: tuple[float, ...] | None = None
+    when: When = "any"
+    sign: Sign = "row"
+    by_position: float | None = None
+    power: float | None = None
+    rate: float | None = None
+
+    @classmethod
+    def from_mapping(cls, mapping: Mapping[str, Any], *, key: str = "correction.weight") -> WeightSpec:
+        """Build from plain values; ``key`` is the Hydra path that error messages show.
+
+        Raises:
+            SpecError: anything malformed.
+        """
+        if mapping.get("kind") == "gamma":
+            require_keys(mapping, {"level", "kind", *_GAMMA}, key, (*_OPTIONAL, "lower", "upper"))
+            mapping = {"lower": None, "upper": None, **mapping}
+        else:
+            require_keys(mapping, {"level", "kind", "lower", "upper"}, key, _OPTIONAL)
+        kind = read_choice(mapping, "kind", Kind, key)
+        lower, upper = read_ratio_bounds(mapping, key)
+        for side, bound in (("lower", lower), ("upper", upper)):
+            if bound is not None and abs(math.log(bound)) > EXP_CLAMP:
+                raise SpecError(
+                    f"log-ratios are clamped to +-{EXP_CLAMP:g} nats, so that a weight never leaves "
+                    f"[{math.exp(-EXP_CLAMP):.3g}, {math.exp(EXP_CLAMP):.3g}].",
+                    "Set a bound inside, or null to leave that side open.",
+                    key=f"{key}.{side}",
+                    value=bound,
+                    proposed=usual_bound(mapping, side, key),
+                )
+        if kind == "truncate" and lower is not None and upper is not None:
+            raise SpecError(
+                "kind 'truncate' binds one side.",
+                f"Set {key}.kind=clip to bind both, or one of the bounds to null.",
+                key=f"{key}.lower",
+                value=lower,
+                alongside={f"{key}.upper": upper},
+                proposed={f"{key}.kind": "clip"},
+            )
+        if kind == "clip" and (lower is None or upper is None):
+            raise SpecError(
+                "'clip' binds both sides.",
+                f"Give both bounds, or set {key}.kind=truncate.",
+                key=f"{key}.kind",
+                value="clip",
+                alongside={f"{key}.lower": lower, f"{key}.upper": upper},
+                proposed=(
+                    {f"{key}.lower": 0.5, f"{key}.upper": 2.0}
+                    if lower is None and upper is None
+                    else {f"{key}.kind": "truncate"}
+                ),
+            )
+        if kind == "gamma" and (lower is not None or upper is not None):
+            side = "lower" if upper is None else "upper"
+            raise SpecError(
+                "'gamma' has no bounds.",
+                key=f"{key}.{side}",
+                value=mapping[side],
+                alongside={f"{key}.kind": "gamma"},
+                proposed={f"{key}.lower": None, f"{key}.upper": None},
+            )
+        if kind == "reject" and lower is None and upper is None:
+            raise SpecError(
+                "nothing would be rejected.",
+                f"Give a bound, or set {key}.kind=truncate.",
+                key=f"{key}.kind",
+                value="reject",
+                alongside={f"{key}.lower": None, f"{key}.upper": None},
+                proposed={f"{key}.upper": 2.0},
+            )
+        weight = cls(
+            level=read_choice(mapping, "level", Level, key),
+            kind=kind,
+            lower=lower,
+            upper=upper,
+            aggregate=read_choice(mapping, "aggregate", WeightAggregate, key, "product"),
+            ratio=read_choice(mapping, "ratio", WeightRatio, key, "rollout"),
+            normalize=read_bool(mapping, "normalize", key),
+            by_staleness=read_factors(mapping, key),
+            when=read_choice(mapping, "when", When, key, "any"),
+            sign=read_choice(mapping, "sign", Sign, key, "row"),
+            by_position=read_power(mapping, key),
+            **{name: _read_positive(mapping, name, key) for name in (_GAMMA if kind == "gamma" else ())},
+        )
+        weight._check_factors(key)
+        weight._check_prefix(key)
+        check_sign_is_read(weight.when, weight.sign, key, {f"{key}.sign": "row"})
+        check_tool_is_seen(weight.when, weight.level, weight.by_staleness is not None, key)
+        if weight.normalize and weight.needs_step:
+            of_policy = weight.ratio != "rollout"
+            raise SpecError(
+                "the weight is decided at each gradient step, so that the batch's mean would depend on the split into "
+                "micro-batches.",
+                key=f"{key}.normalize",
+                value=True,
+                alongside={f"{key}.ratio": "full"} if of_policy else {f"{key}.when": weight.when},
+                proposed={f"{key}.normalize": False},
+            )
+        return weight
+
+    def _check_factors(self, key: str) -> None:
+        if self.by_staleness is None:
+            return
+        logs = [abs(math.log(bound)) for bound in (self.lower, self.upper) if bound is not None]
+        reason = ""
+        if not logs:
+            reason = "there is no bound that it could multiply."
+        elif max(logs) * max(self.by_staleness) > EXP_CLAMP:
+            reason = (
+                f"|log bound| {max(logs):g} times {max(self.by_staleness):g} is beyond the +-{EXP_CLAMP:g} nats at "
+                f"which log-ratios are clamped, so that no bound is left at that age."
+            )
+        if reason:
+            raise SpecError(
+                reason,
+                f"Set {key}.by_staleness=null, or a bound and factors below that.",
+                key=f"{key}.by_staleness",
+                value=list(self.by_staleness),
+            )
+
+    def _check_prefix(self, key: str) -> None:
+        if self.aggregate == "minimum" and self.level != "prefix":
+            raise SpecError(
+                "the least ratio before a token is that of its prefix.",
+                key=f"{key}.aggregate",
+                value="minimum",
+                alongside={f"{key}.level": self.level},
+                proposed={f"{key}.level": "prefix"},
+            )
+        if self.by_position is not None and self.lower is None and self.upper is None:
+            raise SpecError(
+                "there is no bound that it could scale.",
+                key=f"{key}.by_position",
+                value=self.by_position,
+                proposed={f"{key}.by_position": None},
+            )
+
+    def to_mapping(self) -> dict[str, Any]:
+        """Return the plain values from which ``from_mapping`` builds an equal spec."""
+        mapping = asdict(self)
+        factors, power, when, sign = (mapping.pop(name) for name in ("by_staleness", "by_position", "when", "sign"))
+        for name in ("lower", "upper") if self.kind == "gamma" else _GAMMA:
+            del mapping[name]
+        # Left out where they are not set, so that fingerprints of corrections without them stay as they were.
+        mapping |= {} if factors is None else {"by_staleness": list(factors)}
+        mapping |= {} if power is None else {"by_position": power}
+        return mapping if when == "any" else mapping | {"when": when, "sign": sign}
+
+    @property
+    def needs_step(self) -> bool:
+        """True if the weight needs the current policy or the advantages."""
+        return self.ratio != "rollout" or self.when != "any"
+
+    @property
+    def picks_tokens(self) -> bool:
+        """True if it weighs some tokens of a unit and not others."""
+        return self.when == "post_tool" or (self.when != "any" and self.sign == "token")
+
+
+def _read_positive(mapping: Mapping[str, Any], name: str, key: str) -> float:
+    value = read_number(mapping[name], f"{key}.{name}", nullable=False)
+    if value is None or value <= 0:
+        raise SpecError("a number > 0.", key=f"{key}.{name}", value=mapping[name], proposed={f"{key}.{name}": 2.0})
+    return value
+
 
 Bound = Tensor | float | None
 """A bound of a weight, for all or for each; None where it is open."""

@@ -1,9 +1,10 @@
-"""Checksums of weights that add up over shards, tensor-parallel ranks and fused parameters."""
+"""Checksums of weights that add up over shards, ranks and fused parameters, and their comparison."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -83,3 +84,125 @@ def plain_name(name: str) -> str:
         'model.layers.0.mlp.up_proj.weight'
     """
     return _WRAPPERS.sub("", name).removeprefix("base_model.model.").removeprefix(".")
+
+
+@dataclass(frozen=True)
+class Held:
+    """A group of tensors as one rank of an engine holds it.
+
+    Attributes:
+        sources: names of the tensors that were loaded into the same parameters, sorted.
+        checksum: checksum of these parameters on this rank.
+        dtype: torch's name for the dtype of the parameters.
+    """
+
+    sources: tuple[str, ...]
+    checksum: Checksum
+    dtype: str
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Result of one synchronisation's comparison; names are the trainer's.
+
+    Attributes:
+        equal: tensors that are equal in engine and trainer.
+        different: tensors that differ.
+        unknown: tensors that cannot be judged, because the engine stores them in its own layout.
+    """
+
+    equal: tuple[str, ...] = ()
+    different: tuple[str, ...] = ()
+    unknown: tuple[str, ...] = ()
+
+
+class HeldComparer:
+    """Compares one engine's ranks with the trainer, over all synchronisations of a run."""
+
+    def __init__(self) -> None:
+        self._comparable: set[tuple[str, ...]] = set()
+        self._own_layout: set[tuple[str, ...]] = set()
+        self._before: dict[tuple[str, ...], tuple[Checksum, set[tuple[int, int]]]] = {}
+
+    def compare(
+        self,
+        ranks: Sequence[Sequence[Held]],
+        own: Mapping[str, Checksum],
+        received: Mapping[str, Checksum] | None = None,
+    ) -> Comparison:
+        """Compare the trainer's checksums ``own``, by name, with those of all ranks of an engine.
+
+        Ranks hold shards, whose checksums add up, or equal copies. A group in the engine's own layout is judged only
+        after it was equal once; before that, the only check is whether it changes when the trainer's does. The layout
+        counts as the engine's own if neither count of elements fits (padding, or heads replicated on several ranks),
+        or if the engine ``received`` the trainer's values and stores something else.
+        """
+        by_sources: dict[tuple[str, ...], list[Held]] = {}
+        for held in (held for rank in ranks for held in rank):
+            by_sources.setdefault(held.sources, []).append(held)
+        found: dict[str, list[str]] = {"equal": [], "different": [], "unknown": []}
+        for sources, parts in by_sources.items():
+            names = sources if all(source in own for source in sources) else _name_fused(sources)
+            if not names or not all(name in own for name in names):
+                found["unknown"] += sources
+                continue
+            expected = add_checksums(own[name] for name in names)
+            arrived = [(received or {}).get(source) for source in sources]
+            whole = add_checksums(each for each in arrived if each is not None) if None not in arrived else None
+            found[self._judge(sources, parts, expected, whole)] += sources
+        return Comparison(**{name: tuple(sorted(each)) for name, each in found.items()})
+
+    def _judge(
+        self, sources: tuple[str, ...], parts: Sequence[Held], expected: Checksum, received: Checksum | None
+    ) -> str:
+        """Judge one group: ``equal``, ``different`` or ``unknown``."""
+        copies = all(part.checksum.size == expected.size for part in parts)
+        sharded = add_checksums(part.checksum for part in parts)
+        sums = {part.checksum[1:] for part in parts} if copies else {sharded[1:]}
+        before = self._before.get(sources)
+        self._before[sources] = (expected, sums)
+        if sums == {expected[1:]}:
+            self._comparable.add(sources)
+            return "equal"
+        if not (copies or sharded.size == expected.size) or received == expected:
+            self._own_layout.add(sources)
+        if sources in self._comparable or sources not in self._own_layout:
+            return "different"
+        return "different" if before is not None and before[0] != expected and before[1] == sums else "unknown"
+
+
+def compare_adapter(
+    found: Comparison, adapter: Mapping[str, Checksum], own: Mapping[str, Checksum], *, loaded: bool
+) -> Comparison:
+    """Add to ``found`` the tensors of a LoRA adapter as the engine received them; ``loaded``: the engine loaded it."""
+    known = [name for name in sorted(adapter) if name in own]
+    equal = tuple(name for name in known if loaded and adapter[name] == own[name])
+    return replace(
+        found,
+        equal=found.equal + equal,
+        different=found.different + tuple(name for name in known if name not in equal),
+        unknown=found.unknown + tuple(name for name in sorted(adapter) if name not in own),
+    )
+
+
+def _name_fused(sources: Sequence[str]) -> tuple[str, ...]:
+    """Name the parameters of a layer's experts that Hugging Face fuses, from the tensors that verl sends for them."""
+    layers = {source.partition(".experts.")[0] for source in sources if ".experts." in source}
+    kinds = {source.rpartition(".")[0].rpartition(".")[2] for source in sources}
+    if len(layers) != 1 or not kinds <= {"gate_proj", "up_proj", "down_proj"}:
+        return ()
+    fused = {"down_proj" if kind == "down_proj" else "gate_up_proj" for kind in kinds}
+    return tuple(f"{layer}.experts.{name}" for layer in layers for name in sorted(fused))
+
+
+def find_left_out(trained: Sequence[str], received: Sequence[str]) -> list[str]:
+    """Find trained parameters of which no tensor was sent, under any prefix that verl uses."""
+    ends = {_end(name) for name in received}
+    experts = {name.partition(".experts.")[0] for name in received if ".experts." in name}
+    return [name for name in trained if _end(name) not in ends and name.partition(".experts.")[0] not in experts]
+
+
+def _end(name: str) -> str:
+    """Return the part of a name from its layer on; without layers the last two parts."""
+    _, layers, end = name.partition("layers.")
+    return end if layers else ".".join(name.split(".")[-2:])

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 from omegaconf import DictConfig, OmegaConf
 
-from ..batch.declared_keys import Section, count
-from ..batch.shipped_defaults import read_shipped_defaults
+from ..batch.declared_keys import Section, count, read_shipped_defaults
 from ..correction import Problem
 
 SECTION = "offpolicy.delivery"

@@ -22,8 +22,7 @@ from ..extensions.add_on import AddOn
 from ..extensions.batch_view import BatchView
 from ..proof.verify import LivenessError
 from ..recording.run import RunRecord
-from .checksums import Checksum, add_checksums
-from .comparison import Comparison, Held, HeldComparer, compare_adapter, find_left_out
+from .checksums import Checksum, Comparison, Held, HeldComparer, add_checksums, compare_adapter, find_left_out
 from .delivery_settings import SECTION, DeliverySettings
 from .engine_side import METHOD
 from .probe import Probe

@@ -13,7 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from ..correction import Problem
-from ..correction.spelling import find_closest
+from ..correction.problem import find_closest
 from ..preflight.checks.verl_correction import FREE, find_meant
 from ..preflight.own_keys import list_groups, list_sections
 from ..preflight.python_source import find_source

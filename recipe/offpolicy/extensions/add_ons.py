@@ -15,14 +15,13 @@ import torch
 from omegaconf import DictConfig
 from torch import Tensor
 
-from ..batch.row_arrival import find_difference
+from ..batch.reports import find_difference
 from ..fault_tolerance.checkpoints import RECORD, find_changes
 from ..fault_tolerance.redaction import redact
 from ..fault_tolerance.state_schema import refuse, restoring
 from ..proof.verify import LivenessError
-from .add_on import AddOn
+from .add_on import AddOn, Advantages, Extension, WorkerExtension
 from .batch_view import BatchView, PromptView
-from .extension import Advantages, Extension, WorkerExtension
 from .registry import load_extensions
 
 logger = logging.getLogger("verl.offpolicy")

@@ -10,10 +10,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ..batch.checksums import hash_rows
+from ..batch.seals import hash_rows
 from ..proof.verify import LivenessError
+from .add_on import Advantages, Extension, WorkerExtension
 from .batch_view import BatchView
-from .extension import Advantages, Extension, WorkerExtension
 from .loss_rows import LossRows
 
 logger = logging.getLogger("verl.offpolicy")

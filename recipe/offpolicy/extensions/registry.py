@@ -14,7 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from ..correction import Problem, SpecError
 from ..correction.problem import CheckError, set_to
-from .extension import Extension
+from .add_on import Extension
 
 KEY = "offpolicy.extensions"
 """A fork's own sections -> "module:Class"; it reaches Ray's processes with the rest of the configuration."""
@@ -102,6 +102,6 @@ def _class_of(section: str, target: str) -> type[Extension]:
         fix = "Set it to module:Class, with the module on PYTHONPATH, or remove it."
         raise SpecError(reason, fix, key=key, value=target) from error
     if not (isinstance(found, type) and issubclass(found, Extension)):
-        reason = "not a subclass of recipe.offpolicy.extensions.extension.Extension."
+        reason = "not a subclass of recipe.offpolicy.extensions.add_on.Extension."
         raise SpecError(reason, "Derive it from that class, or remove it.", key=key, value=target)
     return found

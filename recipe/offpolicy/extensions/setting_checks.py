@@ -12,9 +12,8 @@ from omegaconf import DictConfig, OmegaConf
 
 from ..batch.declared_keys import Key, Rule, Section
 from ..correction import Problem
-from ..correction.baseline import GROUP_ESTIMATORS
-from ..correction.problem import EVERYTHING, CheckError, set_to
-from ..correction.requirement import Requirement
+from ..correction.denominator import GROUP_ESTIMATORS
+from ..correction.problem import EVERYTHING, CheckError, Requirement, set_to
 
 REUSED = ("reuse", "bypass", "loglinear", "same_engine")
 """Values of ``correction.proximal`` with which no forward pass computes pi_old before the update."""

@@ -24,8 +24,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from ..batch.declared_keys import Section, number
-from ..batch.shipped_defaults import read_shipped_defaults
+from ..batch.declared_keys import Section, number, read_shipped_defaults
 from ..correction import Problem
 from .lost_workers import LostWorkerDetector, end_workers
 

@@ -14,7 +14,7 @@ from typing import Any
 from omegaconf import DictConfig
 
 from ..correction import CorrectionSpec, Statistic
-from ..correction.moving_bounds import Side, format_part_path
+from ..correction.bounds import Side, format_part_path
 from ..fault_tolerance.checkpoints import find_changes
 from .alarms import alarm_settings
 from .alarms.alarms import CONFIGURED, Alarms

@@ -11,10 +11,8 @@ from verl_patches.execution_path import STRATEGY, count_prompts
 
 from ..batch.declared_keys import Section, choice, count
 from ..correction import SpecError
-from ..correction.problem import CheckError
-from ..correction.requirement import find_unmet
-from ..replay.obstacles import list_requirements
-from ..replay.replay_settings import MEGATRON_ROUTER_REPLAY, RECORDED, ROUTER_REPLAY, replays_on_fsdp
+from ..correction.problem import CheckError, find_unmet
+from ..replay.replay_settings import MEGATRON_ROUTER_REPLAY, RECORDED, ROUTER_REPLAY, list_requirements, replays_on_fsdp
 from ..staleness.staleness_settings import TARGET
 from .composed import ACTOR, BATCH, LOSS_MODE, MINI_BATCH, MODE, NAME, ROLLOUT, UNTESTED_ENGINES, Composed
 from .model_files import find_experts

@@ -27,7 +27,7 @@ from ..correction import CorrectionSpec, SpecError
 from ..correction.dialects.verl import VERL_DEFAULTS
 from ..correction.problem import EVERYTHING, Problem, Verdict, format_value, set_to
 from ..correction.proximal import Proximal
-from ..extensions.extension import Extension
+from ..extensions.add_on import Extension
 from ..extensions.registry import load_extensions
 from ..replay.replay_settings import RECORDED, ReplaySettings
 from ..staleness.staleness_settings import StalenessSettings

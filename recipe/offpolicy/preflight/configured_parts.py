@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..correction import MaskSpec, WeightSpec
-from ..correction.bound_text import format_bounds
+from ..correction.bounds import format_bounds
 from ..correction.problem import format_value
 from .composed import REPLAY_PART, SHADOW, SUPPORT_PART, Composed, name_part
 

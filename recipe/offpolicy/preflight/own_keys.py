@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 
 from verl_patches.hydra_sections import PROVIDER
 
-from ..correction.spelling import find_closest
+from ..correction.problem import find_closest
 from ..extensions.registry import SHIPPED
 from .python_source import find_source
 

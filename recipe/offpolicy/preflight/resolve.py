@@ -10,8 +10,8 @@ from typing import Any
 from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 
 from ..correction import CorrectionSpec, Problem, SpecError
+from ..correction.correction_parts import KEYS as SUPPORT_KEYS
 from ..correction.problem import CheckError, format_value
-from ..correction.support import KEYS as SUPPORT_KEYS
 from ..monitor.alarms.alarm_settings import DEFAULTS, SECTION
 from ..recording.record_settings import resolve_dir
 from .auto_choice import Requirement, check_requirements, format_selection, select

@@ -16,8 +16,7 @@ from omegaconf.errors import OmegaConfBaseException
 from verl_patches.moved_options import MOVED, rename
 
 from ..correction import Problem
-from ..correction.problem import Verdict
-from ..correction.spelling import find_closest
+from ..correction.problem import Verdict, find_closest
 from .checks.verl_correction import FREE
 from .checks.verl_correction import find_meant as find_verls_meant
 from .composed import VERL

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ..batch import micro_batch as mb
-from ..batch.similar_rows import take_rows
+from ..batch.padding import take_rows
 from ..correction import BatchConstants, CorrectionSpec
 from ..correction.centering import select_token_parts
 from .loss_gradients import (

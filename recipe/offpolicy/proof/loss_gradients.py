@@ -15,7 +15,7 @@ from ..batch import micro_batch as mb
 from ..batch.mini_batch_mean import mini_batch_mean
 from ..batch.plan import SharedPlan
 from ..correction import BatchConstants, CorrectionSpec
-from ..correction.moving_bounds import Side
+from ..correction.bounds import Side
 
 BoundLoss = Callable[..., tuple[Tensor, dict[str, Any]]]
 """Loss function of (model_output, data)."""

@@ -19,8 +19,16 @@ from torch import Tensor
 
 from ..batch.micro_batch import MicroBatch, with_tensors
 from ..batch.plan import SharedPlan
-from ..batch.token_versions import CHUNKS, UNKNOWN, Chunk, TokenVersions
-from ..batch.weight_versions import EXTRA_FIELDS, NEWEST_VERSION, OLDEST_VERSION, VERSIONS
+from ..batch.weight_versions import (
+    CHUNKS,
+    EXTRA_FIELDS,
+    NEWEST_VERSION,
+    OLDEST_VERSION,
+    UNKNOWN,
+    VERSIONS,
+    Chunk,
+    TokenVersions,
+)
 from ..correction import BatchConstants, MaskSpec, WeightSpec, turns
 
 BEYOND = 0.01

@@ -2,6 +2,6 @@
 
 from .files import RecordingError, Step
 from .recording import Recording
-from .rows import Rows, concatenate
+from .schema import Rows, concatenate
 
 __all__ = ["Recording", "RecordingError", "Rows", "Step", "concatenate"]

@@ -18,7 +18,6 @@ import xxhash
 from numpy.typing import NDArray
 
 from .declared_size import DeclaredError, read_declared_size
-from .rows import Rows, spread_versions
 from .schema import (
     DIGEST_KEY,
     EXTENSION_PREFIX,
@@ -31,8 +30,10 @@ from .schema import (
     TOKEN_COLUMNS,
     VERSION,
     VERSION_KEY,
+    Rows,
     extend_schema,
     has_column,
+    spread_versions,
 )
 
 COMPRESSION = "zstd"

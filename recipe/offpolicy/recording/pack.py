@@ -11,8 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from .rows import Rows, spread_versions
-from .schema import EXTENSION_PREFIX, UNKNOWN_VERSION
+from .schema import EXTENSION_PREFIX, UNKNOWN_VERSION, Rows, spread_versions
 
 _FLOATS = ("rollout_log_prob", "old_log_prob", "log_prob", "advantages", "weight")
 _MOST_TURNS = 2**15 - 1

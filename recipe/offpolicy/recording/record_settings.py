@@ -12,8 +12,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from ..batch.declared_keys import Key, Section, count, flag, number
-from ..batch.shipped_defaults import read_shipped_defaults
+from ..batch.declared_keys import Key, Section, count, flag, number, read_shipped_defaults
 from ..correction import CorrectionSpec, Problem
 from ..correction.problem import set_to
 from .files import MOST_REASONS, RecordingError

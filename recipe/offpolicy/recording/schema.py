@@ -1,4 +1,4 @@
-"""Columns of a recorded step, one Parquet row per response: the only definition of their names.
+"""Recorded rows: names and types of their columns, the only definition of them, and numpy arrays in memory.
 
 A file holds one step of one rank, or one update if a step makes several. Token columns are lists over the response,
 from its first token to its last valid one; tool outputs in between are included, with ``response_mask`` False. All
@@ -7,9 +7,16 @@ lists of a row have the same length.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from functools import cached_property
+from typing import Any
 
+import numpy as np
 import pyarrow as pa
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
 VERSION = 3
 """Increased whenever a column is added, removed or changes its meaning, or the digest changes."""
@@ -95,7 +102,163 @@ def format_markdown() -> str:
     """Format the table of all columns as Markdown, for the documentation."""
     described = ROW_COLUMNS | TOKEN_COLUMNS | {PROMPT_COLUMN: (pa.int32(), _PROMPT)}
     rows = []
-    for field in SCHEMA:
-        kind, meaning = described[field.name]
-        rows.append(f"| `{field.name}` | {f'list of {kind}' if pa.types.is_list(field.type) else kind} | {meaning} |")
+    for column in SCHEMA:
+        kind, meaning = described[column.name]
+        kind = f"list of {kind}" if pa.types.is_list(column.type) else kind
+        rows.append(f"| `{column.name}` | {kind} | {meaning} |")
     return "\n".join(("| column | type | meaning |", "|---|---|---|", *rows)) + "\n"
+
+
+@dataclass(frozen=True)
+class Rows:
+    """N responses with M tokens in total; see ``schema`` for the meaning of each column.
+
+    Attributes:
+        step, rank, mini_batch, uid, reward, oldest_version, newest_version, length: (N,).
+        offsets: (N + 1,) int64; row i has the tokens offsets[i] to offsets[i + 1].
+        response_ids, response_mask, rollout_log_prob, old_log_prob, log_prob, advantages, weight, rejected_by, turn,
+            version: (M,).
+        prompt_offsets: (N + 1,) int64, the same for ``prompt_ids``.
+        prompt_ids: (P,) int32; empty if prompts were not recorded.
+        extensions: column of an extension -> (M,).
+    """
+
+    step: NDArray[np.int64]
+    rank: NDArray[np.int32]
+    mini_batch: NDArray[np.int32]
+    uid: NDArray[np.object_]
+    reward: NDArray[np.float32]
+    oldest_version: NDArray[np.int64]
+    newest_version: NDArray[np.int64]
+    length: NDArray[np.int32]
+    offsets: NDArray[np.int64]
+    response_ids: NDArray[np.int32]
+    response_mask: NDArray[np.bool_]
+    rollout_log_prob: NDArray[np.float32]
+    old_log_prob: NDArray[np.float32]
+    log_prob: NDArray[np.float32]
+    advantages: NDArray[np.float32]
+    weight: NDArray[np.float32]
+    rejected_by: NDArray[np.uint32]
+    turn: NDArray[np.int16]
+    version: NDArray[np.int32]
+    prompt_offsets: NDArray[np.int64]
+    prompt_ids: NDArray[np.int32]
+    extensions: Mapping[str, NDArray[np.float32]] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    @property
+    def tokens(self) -> int:
+        """M, the number of tokens of all rows, tool outputs included."""
+        return int(self.offsets[-1])
+
+    @property
+    def row_of_token(self) -> NDArray[np.int64]:
+        """(M,) the row of each token."""
+        return np.repeat(np.arange(len(self)), np.diff(self.offsets))
+
+    @property
+    def position(self) -> NDArray[np.int64]:
+        """(M,) the position of each token in its response, from 0."""
+        return np.arange(self.tokens) - np.repeat(self.offsets[:-1], np.diff(self.offsets))
+
+    @property
+    def staleness(self) -> NDArray[np.int64]:
+        """(N,) steps from the weights that sampled a row to those at the start of its step; -1 if unknown."""
+        known = self.oldest_version >= 0
+        return np.where(known, np.maximum(self.step - 1 - self.oldest_version, 0), -1)
+
+    @cached_property
+    def token_staleness(self) -> NDArray[np.int64]:
+        """(M,) steps from the weights that sampled a token to those at the start of its step.
+
+        A token of unknown version is as old as its row's first token; -1 if that is unknown too.
+        """
+        lengths = np.diff(self.offsets)
+        age = np.repeat(self.step - 1, lengths)
+        age -= self.version
+        np.maximum(age, 0, out=age)
+        unknown = self.version == UNKNOWN_VERSION
+        return np.where(unknown, np.repeat(self.staleness, lengths), age) if unknown.any() else age
+
+    def take(self, rows: Sequence[int] | NDArray[np.int64]) -> Rows:
+        """Return only these rows, in this order."""
+        index = np.asarray(rows, dtype=np.int64)
+        values: dict[str, Any] = {name: getattr(self, name)[index] for name in ROW_COLUMNS}
+        places, values["offsets"] = _places(self.offsets, index)
+        values |= {name: getattr(self, name)[places] for name in TOKEN_COLUMNS}
+        values["extensions"] = {name: column[places] for name, column in self.extensions.items()}
+        places, values["prompt_offsets"] = _places(self.prompt_offsets, index)
+        values["prompt_ids"] = self.prompt_ids[places]
+        return Rows(**values)
+
+    def between(self, start: int, stop: int) -> Rows:
+        """Return the rows from ``start`` to before ``stop``, without a copy of their tokens."""
+        tokens, prompts = (
+            slice(int(offsets[start]), int(offsets[stop])) for offsets in (self.offsets, self.prompt_offsets)
+        )
+        values: dict[str, Any] = {name: getattr(self, name)[start:stop] for name in ROW_COLUMNS}
+        values |= {name: getattr(self, name)[tokens] for name in TOKEN_COLUMNS}
+        return Rows(
+            **values,
+            offsets=self.offsets[start : stop + 1] - tokens.start,
+            prompt_offsets=self.prompt_offsets[start : stop + 1] - prompts.start,
+            prompt_ids=self.prompt_ids[prompts],
+            extensions={name: column[tokens] for name, column in self.extensions.items()},
+        )
+
+    def padded(self, *names: str) -> dict[str, Tensor]:
+        """Pad token columns to (N, longest) tensors with zeros (False); ``response_mask`` is always among them."""
+        lengths = np.diff(self.offsets)
+        place = np.arange(int(lengths.max(initial=0)))[None, :] < lengths[:, None]
+        result = {}
+        for name in dict.fromkeys(("response_mask", *names)):
+            values = getattr(self, name)
+            wide = np.zeros(place.shape, dtype=values.dtype if values.dtype != np.uint32 else np.int64)
+            wide[place] = values
+            result[name] = torch.from_numpy(wide)
+        return result
+
+
+def spread_versions(
+    oldest: NDArray[np.int64], newest: NDArray[np.int64], mask: NDArray[np.bool_], offsets: NDArray[np.int64]
+) -> NDArray[np.int32]:
+    """Spread the version of rows that have a single one over their tokens: (M,) int32."""
+    single = np.where(oldest == newest, oldest, UNKNOWN_VERSION).astype(np.int32)
+    return np.where(mask, np.repeat(single, np.diff(offsets)), np.int32(UNKNOWN_VERSION))
+
+
+def concatenate(parts: Sequence[Rows]) -> Rows:
+    """Concatenate the rows of all ``parts``, in order; a single part is returned unchanged.
+
+    Raises:
+        ValueError: there is no part.
+    """
+    if not parts:
+        raise ValueError("no rows to concatenate: expected at least one part.")
+    if len(parts) == 1:
+        return parts[0]
+    values: dict[str, Any] = {}
+    for name in (each.name for each in fields(Rows) if each.name != "extensions"):
+        arrays = [getattr(part, name) for part in parts]
+        if name.endswith("offsets"):
+            lengths = np.concatenate([np.diff(array) for array in arrays])
+            values[name] = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+        else:
+            values[name] = np.concatenate(arrays)
+    names = dict.fromkeys(name for part in parts for name in part.extensions)
+    return Rows(**values, extensions={name: np.concatenate([_or_nan(part, name) for part in parts]) for name in names})
+
+
+def _or_nan(part: Rows, name: str) -> NDArray[np.float32]:
+    """Return a column of an extension; NaN in rows for which the extension was off."""
+    return part.extensions.get(name, np.full(part.tokens, np.nan, dtype=np.float32))
+
+
+def _places(offsets: NDArray[np.int64], rows: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return the positions of the elements of ``rows``, and their offsets after concatenation."""
+    lengths = np.diff(offsets)[rows]
+    ends = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+    return np.arange(ends[-1]) + np.repeat(offsets[:-1][rows] - ends[:-1], lengths), ends

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import sys
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from tensordict import TensorDict
 from torch import Tensor
 
@@ -14,15 +17,51 @@ from verl.utils import tensordict_utils as tu
 from ..batch import micro_batch as mb
 from ..batch.padding import Layout, pad_column
 from ..batch.plan import REWARD, UID
-from ..batch.token_versions import TokenVersions
+from ..batch.weight_versions import TokenVersions
 from ..correction import CorrectionSpec, Statistic, StepStage
 from ..correction.ratios import find_valid_tokens
 from ..correction.statistics import Reduction
 from .pack import Seen, pack
-from .ranks import Place, place
 from .record_settings import SECTION, RecordSettings
 from .recorder import Recorder, get_recorder
 from .schema import WITHOUT_REPLAY
+
+_MEGATRON = "megatron.core.parallel_state"
+
+
+@dataclass(frozen=True)
+class Place:
+    """Role of a training process.
+
+    Attributes:
+        rank: data-parallel rank.
+        writes: True on the one process per data-parallel rank that records, whose metrics verl collects.
+    """
+
+    rank: int = 0
+    writes: bool = True
+
+
+def place(dp_size: int) -> Place:
+    """Return the role of this process, which has computed a loss; with Megatron, only the last pipeline stage does.
+
+    Args:
+        dp_size: number of data-parallel ranks.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        return Place()
+    megatron = sys.modules.get(_MEGATRON)
+    if megatron is not None and megatron.model_parallel_is_initialized():
+        first = megatron.get_tensor_model_parallel_rank() == 0 and megatron.get_context_parallel_rank() == 0
+        return Place(megatron.get_data_parallel_rank(), first)
+    # Ranks that share sequences (Ulysses) are adjacent, and hold the same rows.
+    return among(dist.get_rank(), copies=dist.get_world_size() // dp_size)
+
+
+def among(global_rank: int, *, copies: int) -> Place:
+    """Return the role of a rank if ``copies`` adjacent ranks hold the same rows."""
+    return Place(global_rank // copies, global_rank % copies == 0)
+
 
 _SCORES = ("token_level_scores", "rm_scores")
 """verl's names of the per-token rewards, before any KL: on the V0 and on the V1 trainer."""

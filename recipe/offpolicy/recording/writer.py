@@ -12,7 +12,7 @@ from .files import PARTIAL, PRIVATE_DIRECTORY, SUFFIX, OverLimit, write
 from .pack import Packed, unpack
 from .record_settings import SECTION, RecordSettings
 from .recording import file_name, parse_step
-from .rows import Rows, concatenate
+from .schema import Rows, concatenate
 
 
 @dataclass(frozen=True)

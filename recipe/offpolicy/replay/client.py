@@ -11,10 +11,9 @@ import torch
 
 from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServerClient
 
-from ..staleness.client import VersionedClient
-from ..staleness.row_notes import RowNotes
+from ..staleness.client import RowNotes, VersionedClient
+from .batch_routes import NOTE, RouteNote
 from .expert_choice import ReplayError
-from .route_notes import NOTE, RouteNote
 
 _rows: RowNotes[RouteNote] = RowNotes(RouteNote)
 """Global because the client is pickled."""

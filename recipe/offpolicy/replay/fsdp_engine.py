@@ -1,5 +1,8 @@
 """Routing replay in verl's FSDP engine: wraps three methods of the engine's instance, copies nothing.
 
+With equal inputs, a router usually chooses the same experts as another engine did for the token (98 % of choices at
+equal weights). If it agrees better with the routes of another row or layer, the routes are misplaced.
+
 Patched functions in verl 0.9.1, see ``verl_patches.router_replay``: ``prepare_model_inputs(self, micro_batch)`` arms
 the routers, ``forward_step(self, micro_batch, loss_function, forward_only)`` counts what they did and returns recorded
 routes, ``forward_backward_batch(self, data, loss_function, forward_only=False)`` disarms them. In between, the routers
@@ -8,6 +11,8 @@ stay armed for a forward that is recomputed in its backward.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -20,10 +25,85 @@ from verl.workers.utils.padding import response_from_nested
 
 from ..batch.micro_batch import ROLLOUT_LOG_PROBS, with_tensors
 from ..batch.seals import key_of
-from .alignment import check_layer_order, check_row_order
 from .batch_routes import REPLAY_STEP, ROUTES, BatchRoutes, Mode, TokenLayout, check_checksums, read_routes
+from .expert_choice import ChoiceRecord, ReplayError, equal_sets
+from .replay_settings import ReplaySettings
 from .routed_model import RoutedModel, install_replay
 from .tally import FirstLook, RoutingTally
+
+_DEVIATIONS = 3.0
+"""Number of standard deviations by which one count of agreements must exceed another."""
+
+
+def compare_layers(records: Mapping[int, ChoiceRecord]) -> Tensor:
+    """Count the replayed rows in which each layer's own choice equals the routes shipped for each layer.
+
+    Args:
+        records: records of one forward, by layer.
+
+    Returns:
+        (layers, layers) int64, the choosing layer first, in the order of the records.
+    """
+    return torch.stack([_count(chooser.own, list(records.values()), chooser.replayed) for chooser in records.values()])
+
+
+def _count(own: Tensor, shipped: list[ChoiceRecord], rows: Tensor) -> Tensor:
+    return torch.stack([(equal_sets(own, record.ids) & rows).sum() for record in shipped])
+
+
+def check_layer_order(records: Mapping[int, ChoiceRecord]) -> None:
+    """Check that no layer chooses what was shipped for another one.
+
+    Args:
+        records: records of one replayed forward, by layer.
+
+    Raises:
+        ReplayError: names the first such layer and the layer whose routes it agrees with.
+    """
+    layers = list(records)
+    for place, counts in enumerate(compare_layers(records).tolist()):
+        other = max(range(len(counts)), key=lambda each: counts[each])
+        if _exceeds(counts[other], counts[place]):
+            rows = int(records[layers[place]].count_replayed())
+            raise ReplayError(
+                f"layer {layers[place]} chooses the experts that were shipped for layer {layers[other]} in "
+                f"{counts[other]} of {rows} rows, and its own in {counts[place]}: the layers of the routes are "
+                f"not in the model's order. Fix: give routes by absolute layer number."
+            )
+
+
+def check_row_order(records: Mapping[int, ChoiceRecord]) -> None:
+    """Check that routers do not choose what was shipped for the previous or next row.
+
+    Args:
+        records: records of one replayed forward, by layer.
+
+    Raises:
+        ReplayError: names the shift.
+    """
+    own = sum(int(record.count_equal()) for record in records.values())
+    for shift, where in ((1, "after"), (-1, "before")):
+        shifted = sum(_count_shifted(record, shift) for record in records.values())
+        if _exceeds(shifted, own):
+            rows = sum(int(record.count_replayed()) for record in records.values())
+            raise ReplayError(
+                f"routers choose the experts that were shipped for the row {where} in {shifted} of {rows} choices, and "
+                f"those of their own row in {own}: the routes are off by one row. Fix: give each row the routes of the "
+                f"token that enters the model there, not of the token that it predicts."
+            )
+
+
+def _count_shifted(record: ChoiceRecord, shift: int) -> int:
+    """Count the rows whose own choice was shipped ``shift`` rows later, where both rows are replayed."""
+    ids, rows = record.ids.roll(-shift, 0), record.replayed & record.replayed.roll(-shift, 0)
+    # A row that wraps around the end is not a neighbour.
+    rows[-1 if shift > 0 else 0] = False
+    return int((equal_sets(record.own, ids) & rows).sum())
+
+
+def _exceeds(other: int, own: int) -> bool:
+    return other - own > _DEVIATIONS * math.sqrt(other + own)
+
 
 REPORT = "offpolicy_routing"
 """Key of the ``RoutingReport`` in the metrics of an update."""
@@ -173,3 +253,9 @@ def _add_k3(first: FirstLook, micro_batch: TensorDict, log_probs: Tensor, native
 
 def _flatten(nested: Tensor) -> Tensor:
     return torch.cat([row.flatten() for row in nested.unbind()])
+
+
+def install_in_worker(worker: Any, settings: ReplaySettings) -> None:
+    """Make the actor's engine replay routes, and flag the batches of its calls, but not of the reference's."""
+    worker.enable_routing_replay = True
+    install_in_engine(worker.actor.engine, settings.mode, settings.oldest)

@@ -8,6 +8,7 @@ holds its targets in ``RouterReplay.target_topk_idx``; the second value of its f
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,7 +19,28 @@ from verl.utils import tensordict_utils as tu
 
 from .batch_routes import ROUTES, Mode
 from .expert_choice import ReplayError
-from .megatron_report import REPORT, MegatronReport
+
+REPORT = "offpolicy_megatron_routing"
+"""Key of the ``MegatronReport`` in the metrics of an update."""
+
+
+@dataclass(frozen=True)
+class MegatronReport:
+    """Routes that one rank replayed in one mini-batch; its routers followed all of them.
+
+    Attributes:
+        layers: numbers of the layers with routers on this rank, from 0.
+        tokens: number of tokens whose routes were replayed, in each layer.
+        forwarded: number of tokens of the rank's forwards, padding included.
+        placed: True if replayed ids were also compared with the shipped ones by layer and token; not possible if
+            tokens are split over ranks.
+    """
+
+    layers: tuple[int, ...]
+    tokens: int
+    forwarded: int
+    placed: bool
+
 
 _FLAG = "enable_routing_replay"
 _ODD = 0x9E3779B97F4A7C15 - 2**64

@@ -1,18 +1,201 @@
-"""Replay of recorded routes in a whole model, without copying its routers' code."""
+"""Replay of recorded routes in a whole model: its routers are found by a forward pass, not by name."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
-from .choice_search import find_experts, find_routers
-from .expert_choice import ChoiceRecord, ReplayError, RouterSlot
-from .routes import RoutedLayers, check_ids, check_shape, find_routed_rows
+from .expert_choice import (
+    ChoiceRecord,
+    ReplayError,
+    RoutedLayers,
+    RouterSlot,
+    check_ids,
+    check_shape,
+    find_routed_rows,
+    find_scores,
+)
+
+TOKENS = 8
+"""Length of the forward that the search runs."""
+
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_TOP_K = ("num_experts_per_tok", "moe_k", "moe_topk")
+_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+
+
+def find_routers(
+    model: nn.Module, inputs: Mapping[str, Any] | None = None
+) -> tuple[RoutedLayers, dict[int, nn.Module]]:
+    """Find the module of each layer whose forward chooses the token's experts, innermost first.
+
+    Runs one or two forwards without gradients, in which every rank of a sharded model takes part. Dropout is off, and
+    no random generator advances.
+
+    Args:
+        model: a causal language model of transformers, sharded or not.
+        inputs: keyword arguments of the forward; None: a row of ``TOKENS`` tokens on the parameters' device.
+
+    Returns:
+        The layers with experts, and the module that chooses in each, by absolute number.
+
+    Raises:
+        ReplayError: the model does not make exactly one choice in each layer with experts, chooses in a module outside
+            the layers, or weighs experts by scores that are masked for unchosen experts.
+    """
+    config = model.config.get_text_config()  # type: ignore[operator, union-attr]
+    # Sharding replaces the model's class.
+    name: str = getattr(model.config, "model_type", None) or type(model).__name__
+    experts, top_k = _read_size(name, config, _EXPERTS), _read_size(name, config, _TOP_K)
+    inputs = inputs or _build_inputs(model, config)
+    search = _search(model, experts, top_k, inputs)
+    inside = [path for path in search.paths if _LAYER.search(f"{path}.")]
+    # A load-balancing loss chooses again among all layers' scores, in a module above the layers.
+    paths = [path for path in search.paths if path in inside or not any(_lies_in(other, path) for other in inside)]
+    _check_one_a_layer(name, [(_read_layer(name, path), path) for path in paths], (experts, top_k))
+    found = {_read_layer(name, path): model.get_submodule(path) for path in paths}
+    layout = RoutedLayers(name, config.num_hidden_layers, tuple(sorted(found)), experts, top_k)
+    if silent := sorted(find_experts(model).keys() - set(found)) if found else list(range(layout.depth)):
+        raise _refuse(
+            name, f"layer(s) {silent} make no choice of {top_k} among {experts} experts by torch.topk on 2-D scores"
+        )
+    if layout.layers[-1] >= layout.depth:
+        raise _refuse(name, f"layer {layout.layers[-1]} chooses experts but num_hidden_layers={layout.depth}")
+    if search.met_masked and _search(model, experts, top_k, inputs, poison=True).reached_output:
+        raise _refuse(name, "it weighs experts by scores that it masks, those of groups it did not choose")
+    return layout, {layer: found[layer] for layer in layout.layers}
+
+
+def _check_one_a_layer(name: str, choices: list[tuple[int, str]], size: tuple[int, int]) -> None:
+    counts = Counter(layer for layer, _ in choices)
+    if several := sorted(layer for layer, count in counts.items() if count > 1):
+        where = sorted(path for layer, path in choices if layer == several[0])
+        raise _refuse(
+            name,
+            f"layer {several[0]} makes {len(where)} choices of {size[1]} among {size[0]} experts in one forward, "
+            f"in {where}",
+        )
+
+
+def _lies_in(path: str, outer: str) -> bool:
+    return not outer or path.startswith(f"{outer}.")
+
+
+def _refuse(name: str, reason: str) -> ReplayError:
+    return ReplayError(f"{name}: {reason}, so its routes cannot be replayed. Fix: turn routing replay off.")
+
+
+def _read_size(name: str, config: Any, keys: tuple[str, ...]) -> int:
+    for key in keys:
+        value = getattr(config, key, None)
+        # HunYuan's may be lists with one value per layer.
+        sizes = set(value) if isinstance(value, list | tuple) else {value}
+        if len(sizes) > 1:
+            raise _refuse(name, f"{key}={value} differs by layer")
+        if isinstance(size := sizes.pop(), int):
+            return size
+    raise _refuse(name, f"its config has none of {', '.join(keys)}")
+
+
+def _read_layer(name: str, path: str) -> int:
+    numbers = _LAYER.findall(f"{path}.")
+    if len(numbers) != 1:
+        raise _refuse(name, f"the module {path or '(the model itself)'} chooses experts but is in no `layers.<n>.`")
+    return int(numbers[0])
+
+
+def find_experts(model: nn.Module) -> dict[int, nn.Module]:
+    """Find the modules called experts, by absolute number of their layer."""
+    named = ((path, module) for path, module in model.named_modules() if path.endswith(".experts"))
+    return {int(numbers[0]): module for path, module in named if (numbers := _LAYER.findall(path))}
+
+
+def _build_inputs(model: nn.Module, config: Any) -> dict[str, Any]:
+    device = next(model.parameters()).device
+    return {"input_ids": torch.arange(TOKENS, device=device)[None] % config.vocab_size, "use_cache": False}
+
+
+def _search(model: nn.Module, experts: int, top_k: int, inputs: Mapping[str, Any], poison: bool = False) -> _Search:
+    with _evaluated(model), torch.no_grad(), _running_modules(model) as running:
+        search = _Search(experts, top_k, running, poison)
+        with search:
+            output = model(**inputs)
+    search.reached_output = bool(getattr(output, "logits", output).isnan().any())
+    return search
+
+
+class _Search(TorchFunctionMode):
+    """Records the module in which each choice is made.
+
+    Args:
+        experts, top_k: size of a choice.
+        running: paths of the modules whose forward is running.
+        poison: make the chosen scores NaN; if NaN reaches the output, experts are weighed by these scores.
+    """
+
+    def __init__(self, experts: int, top_k: int, running: list[str], poison: bool) -> None:
+        super().__init__()
+        self.paths: list[str] = []
+        """Paths of the innermost module of each choice."""
+        self.met_masked = self.reached_output = False
+        self._sizes, self._running, self._poison = (experts, top_k), running, poison
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        scores = find_scores(func, args, kwargs, *self._sizes)
+        if scores is None:
+            return result
+        self.paths.append(self._running[-1])
+        self.met_masked |= _is_masked(scores)
+        return torch.return_types.topk((torch.full_like(result[0], torch.nan), result[1])) if self._poison else result
+
+
+def _is_masked(scores: Tensor) -> bool:
+    """Return True if each token has scores of -inf, or zeros among probabilities: groups that were not chosen."""
+    zeros = (scores == 0) & (scores.amin(-1, keepdim=True) == 0) & (scores.amax(-1, keepdim=True) > 0)
+    return bool((zeros | scores.isneginf()).any(-1).all())
+
+
+@contextmanager
+def _running_modules(model: nn.Module) -> Iterator[list[str]]:
+    """Yield the paths of the modules whose forward is running, outermost first."""
+    running: list[str] = []
+
+    def leave(*_: Any) -> None:
+        running.pop()
+
+    hooks = []
+    for path, module in model.named_modules():
+        hooks.append(module.register_forward_pre_hook(lambda *_, path=path: running.append(path)))
+        hooks.append(module.register_forward_hook(leave, always_call=True))
+    try:
+        yield running
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+@contextmanager
+def _evaluated(model: nn.Module) -> Iterator[None]:
+    """Put a model into eval mode, and restore the mode of each module afterwards."""
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+
 
 _MARK = "_offpolicy_replay"
 

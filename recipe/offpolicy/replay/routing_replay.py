@@ -19,11 +19,10 @@ from ..extensions.v1_run import V1Run
 from ..recording.schema import WITHOUT_REPLAY
 from .batch_routes import REPLAY_STEP
 from .client import note_routes
-from .fsdp_engine import REPORT
+from .fsdp_engine import REPORT, install_in_worker
 from .replay_settings import ReplaySettings
 from .tally import RoutingReport
 from .verdict import judge, measure_routes
-from .worker import install_replay
 
 logger = logging.getLogger("verl.offpolicy")
 
@@ -49,7 +48,7 @@ class RoutingReplay(AddOn):
         return batch
 
     def engine_part(self) -> Callable[[Any], object]:
-        return partial(install_replay, settings=self._settings)
+        return partial(install_in_worker, settings=self._settings)
 
     def rollout_client(self, client: Any) -> Any:
         return note_routes(client) if self._settings.mode == "R3" else client

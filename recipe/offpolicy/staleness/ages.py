@@ -1,4 +1,10 @@
-"""Ages of the rows of a batch, in versions of the weights, from the tags that verl's agent loop gives them."""
+"""Ages of the rows of a batch, in versions of the weights, and the limit on how many prompts may be issued.
+
+With B prompts per batch, N of them issued so far and i the version of the trainer's weights, AReaL's limit (arXiv:
+2505.24298) is floor((N - 1) / B) <= i + eta: the last prompt is trained by weights that are at most eta versions newer.
+Here step s begins with the weights of version s - 1, and N <= (s + eta) * B, which is the same for whole numbers. A
+fractional eta allows that fraction of another batch, so the largest age is eta rounded up.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +14,71 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
-from ..batch.weight_versions import NEWEST_VERSION, OLDEST_VERSION
-from .rate_limit import format_eta
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from ..batch.weight_versions import CHUNKS, NEWEST_VERSION, OLDEST_VERSION, UNKNOWN, Chunk, read_extra_fields
+
+
+class RateLimitError(RuntimeError):
+    """More prompts were issued than the limit allows."""
+
+
+class RateLimit:
+    """Account of issued prompts that were trained or still can be.
+
+    Args:
+        eta: batches by which sampling may run ahead of training, >= 0; a float is taken by its decimal text.
+        batch: prompts per batch.
+
+    Attributes:
+        account: prompts issued, minus those that left untrained.
+    """
+
+    def __init__(self, eta: float, batch: int) -> None:
+        # Through its text, so that 0.1 means 1/10 and not the nearest binary float.
+        self.eta = Fraction(str(eta))
+        self.batch = batch
+        self.account = 0
+
+    def room(self, step: int) -> int:
+        """Compute how many prompts may be issued in ``step``, from 1; negative if fewer were allowed before."""
+        return math.floor((step + self.eta) * self.batch) - self.account
+
+    def issued(self, count: int, step: int) -> None:
+        """Add prompts that were issued in ``step``.
+
+        Raises:
+            RateLimitError: they exceed the limit.
+        """
+        if count > (room := self.room(step)):
+            raise RateLimitError(
+                f"{count} prompts were issued in step {step}, but offpolicy.staleness.eta={format_eta(self.eta)} "
+                f"allows {max(room, 0)} more: some code issues prompts past the limit."
+            )
+        self.account += count
+
+    def left(self, count: int) -> None:
+        """Subtract prompts that will never be trained: failed, filtered, evicted or lost."""
+        self.account -= count
+
+    def state(self) -> dict[str, Any]:
+        """Return the state for a checkpoint, as plain values."""
+        return {"eta": format_eta(self.eta), "account": self.account}
+
+    def restore(self, step: int, waiting: int) -> None:
+        """Resume after ``step`` completed steps, with ``waiting`` prompts restored from a checkpoint.
+
+        The checkpoint's own count is not used, because the batch size may differ and prompts may be missing.
+        """
+        self.account = step * self.batch + waiting
+
+
+def format_eta(eta: Fraction) -> str:
+    """Format eta in Hydra's syntax: '2', '0.5'."""
+    return f"{float(eta):g}"
+
 
 ISSUED = "global_steps"
 """Tag of a row and of its prompt: the step in which the prompt was issued."""
@@ -199,3 +268,107 @@ def split_too_old(too_old: Collection[int], rows: Sequence[RowTag], mini_batch: 
     left = {mini_batch[i] for i, row in enumerate(rows) if i not in old and not row.is_padding and row.length}
     masked = {i for i in old if mini_batch[i] in left}
     return masked, old - masked
+
+
+RESPONSE_MASK = "response_mask"
+"""Column for runs of tokens; turns come from ``EXTRA_FIELDS``."""
+
+
+Turns = Sequence[Sequence[Chunk]]
+"""The chunks of each request of one row."""
+
+
+def list_turns(data: TensorDict) -> list[Turns | None]:
+    """List the turns of each row; None for a row without recorded turns."""
+    return [fields.get(CHUNKS) for fields in read_extra_fields(data)]
+
+
+def need_runs(rows: Sequence[RowTag], turns: Sequence[Turns | None]) -> bool:
+    """Return True if the response mask is needed to detect a lost chunk.
+
+    A response has at most as many sampled tokens as tokens: if one turn is that long, each token has a version.
+    """
+    return any(
+        noted is not None and not (len(noted) == 1 and sum(tokens for _, tokens in noted[0]) >= row.length)
+        for row, noted in zip(rows, turns, strict=True)
+        if not row.is_padding
+    )
+
+
+def check_noted(
+    rows: Sequence[RowTag], turns: Sequence[Turns | None], runs: Sequence[Sequence[int]] | None, step: int, eta: str
+) -> None:
+    """Check that each token has a version, and none an older one than was in force when its prompt was issued.
+
+    A prompt issued in step s, or restored from a checkpoint, is sampled by version s - 1 or newer.
+
+    Args:
+        turns: turns of each row.
+        runs: lengths of the runs of each row's response mask; None if ``need_runs`` is False.
+
+    Raises:
+        StalenessError: a client lost a chunk, or a rollout server reports an older version than it samples with.
+    """
+    for row, noted, lengths in zip(rows, turns, runs or [[]] * len(rows), strict=True):
+        if row.is_padding:
+            continue
+        if noted is not None and (lost := count_lost(noted, lengths)):
+            raise StalenessError(
+                f"sequence {row.key} of step {step} has {row.length} tokens, but the version of the weights that "
+                f"sampled {lost} of them was not recorded (offpolicy.staleness.eta={eta}, chunks "
+                f"{[list(turn) for turn in noted]}): the client of the rollout servers has lost a chunk, or the "
+                f"agent loop puts answers to several requests into one turn. Fix: use one request id per sequence in "
+                f"the agent loop, or set offpolicy.staleness.eta=null."
+            )
+        oldest = min([version for turn in noted or () for version, _ in turn], default=row.version)
+        if oldest < row.issued - 1:
+            raise StalenessError(
+                f"sequence {row.key} of step {step} reports that version {oldest} of the weights sampled it, but its "
+                f"prompt was issued in step {row.issued}, under version {row.issued - 1} "
+                f"(offpolicy.staleness.eta={eta}): its rollout server reports another version than it samples "
+                f"with, or has not loaded these weights."
+            )
+
+
+def count_versions(turns: Turns) -> int:
+    """Count the versions that sampled a row.
+
+    Example:
+        >>> count_versions([[(3, 2), (4, 5)], [(4, 1), (6, 1)]])
+        3
+    """
+    return len({version for turn in turns for version, _ in turn})
+
+
+def count_lost(turns: Turns, runs: Sequence[int]) -> int:
+    """Count the tokens of a row without a recorded version.
+
+    Runs may be shorter than their turns if verl has truncated them. If there are fewer turns than runs, the agent loop
+    uses a new request id per turn; such rows cannot be assigned, and none of their tokens counts as lost.
+
+    Example:
+        >>> count_lost([[(3, 2), (4, 5)]], [7]), count_lost([[(3, 2)]], [7]), count_lost([[(3, 2)]], [2, 5])
+        (0, 5, 0)
+    """
+    unknown = sum(tokens for turn in turns for version, tokens in turn if version == UNKNOWN)
+    if unknown or len(turns) != len(runs):
+        return unknown
+    named = (sum(tokens for _, tokens in turn) for turn in turns)
+    return sum(max(run - tokens, 0) for run, tokens in zip(runs, named, strict=True))
+
+
+def list_runs(response_mask: Tensor) -> list[list[int]]:
+    """List the lengths of the runs of each row's mask, (B, T) or nested by row.
+
+    Example:
+        >>> list_runs(torch.tensor([[1, 1, 0, 1], [0, 0, 0, 0]]))
+        [[2, 1], []]
+    """
+    rows = response_mask.unbind()
+    # A 0 after each row separates its last run from the next row's first.
+    flat = torch.cat([torch.cat([row.bool(), row.new_zeros(1, dtype=torch.bool)]) for row in rows])
+    before = torch.cat([flat.new_zeros(1), flat[:-1]])
+    starts, ends = (flat & ~before).nonzero()[:, 0], (before & ~flat).nonzero()[:, 0]
+    bounds = torch.tensor([len(row) + 1 for row in rows]).cumsum(0)
+    counts = torch.bincount(torch.searchsorted(bounds, starts, right=True), minlength=len(rows)).tolist()
+    return [part.tolist() for part in (ends - starts).split(counts)]

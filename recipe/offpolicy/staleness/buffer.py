@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import transfer_queue as tq
@@ -28,11 +28,22 @@ from tensordict import NonTensorStack, TensorDict
 from verl.trainer.ppo.v1.replay_buffer import ReplayBufferAsync
 
 from ..batch.weight_versions import OLDEST_VERSION
-from .ages import ISSUED, AgeLimit, check_newest
-from .deadlines import keeps_deadlines
-from .rate_limit import format_eta
+from .ages import ISSUED, AgeLimit, check_newest, format_eta
 from .staleness_settings import ETA, StalenessSettings
 from .tally import Tally
+
+
+def keeps_deadlines(due: Iterable[float], *, step: int, batch: int, left: int) -> bool:
+    """Return True if all waiting prompts are trained in time when they are handed out in this order.
+
+    Args:
+        due: last step in which each prompt may be trained, in the order of their issue.
+        step: the current step.
+        batch: number of prompts that each further step trains.
+        left: number of prompts that this step still trains.
+    """
+    return all(place <= left + max(last - step, 0) * batch for place, last in enumerate(due, 1))
+
 
 logger = logging.getLogger("verl.offpolicy")
 

@@ -28,12 +28,25 @@ from ..extensions.v1_run import V1Run
 from ..fault_tolerance.checkpoints import find_changes, find_record, read_staleness
 from ..fault_tolerance.state_schema import restoring
 from ..proof.rollout_checks import SAMPLED, name_missing_column
-from .ages import AgeLimit, RowTag, check_ages, check_seen, find_too_old, read_tags, split_too_old
+from .ages import (
+    RESPONSE_MASK,
+    AgeLimit,
+    RateLimit,
+    RowTag,
+    check_ages,
+    check_noted,
+    check_seen,
+    count_versions,
+    find_too_old,
+    format_eta,
+    list_runs,
+    list_turns,
+    need_runs,
+    read_tags,
+    split_too_old,
+)
 from .buffer import BoundedReplayBuffer
-from .controller import EtaController
-from .noted_versions import RESPONSE_MASK, check_noted, count_versions, list_runs, list_turns, need_runs
-from .rate_limit import RateLimit, format_eta
-from .staleness_settings import ADAPT, ETA, TOO_OLD, StalenessSettings
+from .staleness_settings import ADAPT, ETA, TOO_OLD, EtaController, StalenessSettings
 from .tally import Tally
 
 logger = logging.getLogger("verl.offpolicy")

@@ -18,8 +18,7 @@ from ..batch.micro_batch import ROLLOUT_LOG_PROBS
 from ..extensions.add_on import AddOn
 from ..extensions.batch_view import BatchView
 from ..extensions.v1_run import V1Run
-from ..monitor.mismatch.late_weights import find_lag
-from ..monitor.mismatch.snapshot_settings import SnapshotSettings
+from ..monitor.mismatch.snapshot_settings import SnapshotSettings, find_lag
 
 logger = logging.getLogger("verl.offpolicy")
 

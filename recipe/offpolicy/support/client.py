@@ -6,12 +6,10 @@ from typing import Any
 
 from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServerClient
 
-from ..staleness.client import VersionedClient
-from ..staleness.row_notes import RowNotes
+from ..staleness.client import RowNotes, VersionedClient
 from .support_notes import NOTE, SupportNote
 from .support_settings import SUPPORT
-from .token_supports import TokenSupports
-from .truncated_softmax import SupportError
+from .token_supports import SupportError, TokenSupports
 
 ANSWER = "offpolicy_support_answer"
 """Key in a server's extra fields: ``TokenSupports`` of the tokens that it sampled."""

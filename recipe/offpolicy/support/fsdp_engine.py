@@ -21,7 +21,7 @@ from ..correction.correction_parts import SupportUnknown
 from ..replay.batch_routes import TokenLayout
 from .batch_supports import BatchSupports, ResponseTokens, lay_out_supports
 from .support_tally import SupportTally
-from .truncated_softmax import SupportError, compute_truncated_log_probs
+from .token_supports import SupportError, compute_truncated_log_probs
 
 REPORT = "offpolicy_support_report"
 """Key of the ``SupportReport`` in the metrics of an update."""

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..replay.route_notes import count_shared, hash_tokens
+from ..replay.batch_routes import count_shared, hash_tokens
 from .token_supports import TokenSupports
 
 NOTE = "offpolicy_support"

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from .batch_supports import BatchSupports, ResponseTokens
-from .token_supports import MASS
-from .truncated_softmax import SupportError, find_inside
+from .token_supports import MASS, SupportError, find_inside
 
 _COUNTS = ("tokens", "lacking", "known", "members", "outside", "after", "before", "compared", "other")
 _FIX = "Fix: find the code that changes them between rollout server and trainer, or set correction.support=null."

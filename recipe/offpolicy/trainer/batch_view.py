@@ -1,14 +1,115 @@
-"""Common part of the views of a batch for add-ons, see ``extensions.batch_view.BatchView``."""
+"""Common part of the views of a batch for add-ons, and their log-probs by the trainer's own forward pass."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
+from uuid import uuid4
 
+import torch
+from omegaconf import DictConfig
+from tensordict import TensorDict
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from ..correction import RolloutStage, Statistic
-from .own_forward import Pair
+
+MEDIA = "multi_modal_inputs"
+"""Column with one mapping per row of inputs other than tokens, for example pixels and their grid."""
+Pair = tuple[list[int], list[int]]
+"""Token ids of a prompt and of a response."""
+
+
+class MediaError(RuntimeError):
+    """A row has images, videos or audio, and would be scored without them or with those of another row."""
+
+
+def demand_text(inputs: Iterable[Mapping[str, Any] | None]) -> None:
+    """Raise if a row of the batch has ``multi_modal_inputs``: an extension's rows contain only token ids.
+
+    Raises:
+        MediaError: a row has some.
+    """
+    for row, given in enumerate(inputs):
+        if names := sorted((given or {}).keys()):
+            raise MediaError(
+                f"sequence {row} has {', '.join(names)}: an extra forward pass scores token ids only, without images, "
+                f"videos and audio. Set offpolicy.late_weights.snapshots=null and process_reward=null, which need it."
+            )
+
+
+def _shape_positions(positions: Tensor, axes: Sequence[int]) -> Tensor:
+    """Repeat text positions over the model's position axes: (L,) or (B, L) to (..., *axes, L)."""
+    shape = (*positions.shape[:-1], *axes, positions.shape[-1])
+    return positions.unsqueeze(-2).expand(shape) if axes else positions
+
+
+def count_rows(rows: int, batch: int, ranks: int, config: DictConfig) -> int:
+    """Count the rows of a pass over ``rows``: the fewest that workers can split like a batch of ``batch`` rows.
+
+    An engine with pipeline stages can require a number of micro-batches, so it gets as many rows as the batch.
+    """
+    rollout, actor = config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor
+    a_rank = 1 if rollout.get("log_prob_use_dynamic_bsz") else rollout.get("log_prob_micro_batch_size_per_gpu")
+    if not a_rank or actor.strategy not in ("fsdp", "fsdp2"):
+        return batch
+    unit = ranks * a_rank
+    return min(-(-rows // unit) * unit, batch)
+
+
+def repeat_rows(rows: Sequence[Pair], count: int) -> list[Pair]:
+    """Repeat rows until there are ``count``."""
+    return [rows[place % len(rows)] for place in range(count)]
+
+
+def build_padded(rows: Sequence[Pair], axes: Sequence[int] = ()) -> dict[str, Tensor]:
+    """Build verl's padded columns of rows: prompts are padded on the left, responses on the right.
+
+    Args:
+        axes: shape of one position, (4,) for models with images, () otherwise.
+
+    Example:
+        >>> build_padded([([5], [6, 7]), ([8, 9], [1])])["input_ids"]
+        tensor([[0, 5, 6, 7],
+                [8, 9, 1, 0]])
+    """
+    prompts = pad_sequence([torch.tensor(each[::-1]) for each, _ in rows], batch_first=True).flip(-1)
+    responses = pad_sequence([torch.tensor(each) for _, each in rows], batch_first=True)
+    lengths = torch.tensor([[len(prompt), len(response)] for prompt, response in rows])
+    before = torch.arange(prompts.shape[1] - 1, -1, -1) < lengths[:, :1]
+    behind = torch.arange(responses.shape[1]) < lengths[:, 1:]
+    attention_mask = torch.cat([before, behind], dim=-1).long()
+    return {
+        "prompts": prompts,
+        "responses": responses,
+        "input_ids": torch.cat([prompts, responses], dim=-1),
+        "attention_mask": attention_mask,
+        "position_ids": _shape_positions((attention_mask.cumsum(-1) - 1).clamp(min=0), axes),
+        "response_mask": behind.long(),
+    }
+
+
+def build_nested(rows: Sequence[Pair], source: TensorDict) -> TensorDict:
+    """Build the columns of rows as TransferQueue holds them; other columns repeat the first row of ``source``."""
+    from verl.utils.tensordict_utils import list_of_dict_to_tensordict
+
+    template = source[0]
+    axes = template["position_ids"].shape[:-1] if "position_ids" in template.keys() else ()
+    made = []
+    for prompt, response in rows:
+        row = {name: template[name] for name in template.keys()}
+        ids, mask = torch.tensor(prompt + response), torch.ones(len(response), dtype=torch.int64)
+        row |= {"prompts": torch.tensor(prompt), "responses": torch.tensor(response), "input_ids": ids}
+        positions = _shape_positions(torch.arange(len(ids)), axes)
+        row |= {"attention_mask": torch.ones_like(ids), "position_ids": positions}
+        made.append(row | {"response_mask": mask, "loss_mask": mask})
+    return list_of_dict_to_tensordict(made)
+
+
+def name_keys(count: int) -> list[str]:
+    """Create keys for rows that belong to no batch."""
+    uid = f"forward{uuid4().hex}"
+    return [f"{uid}_{number}_0" for number in range(count)]
 
 
 class HeldBatch:

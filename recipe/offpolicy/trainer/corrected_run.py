@@ -23,7 +23,7 @@ from verl.trainer.ppo.utils import Role
 from verl_patches.trainer_v0 import plain_advantage
 
 from ..batch.plan import BatchSplit, SharedPlan, build_plan
-from ..batch.rewards import BY_KL, check_rewards
+from ..batch.safe_values import BY_KL, check_rewards
 from ..correction import CorrectionSpec
 from ..extensions.add_on import AddOn
 from ..extensions.add_ons import AddOns

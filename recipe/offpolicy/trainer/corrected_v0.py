@@ -39,8 +39,7 @@ from ..batch.plan import (
     without_marks,
 )
 from ..batch.seals import PREFIX, build_seals, key_of
-from ..batch.token_versions import CHUNK_SEALS, CHUNKS
-from ..batch.weight_versions import EXTRA_FIELDS, NEWEST_VERSION, OLDEST_VERSION, VERSION, VERSIONS
+from ..batch.weight_versions import CHUNK_SEALS, CHUNKS, EXTRA_FIELDS, NEWEST_VERSION, OLDEST_VERSION, VERSION, VERSIONS
 from ..correction import RolloutStage
 from ..extensions.add_on import AddOn
 from ..proof.rollout_checks import ALIGNED, SAMPLED
@@ -48,9 +47,9 @@ from ..proof.verify import LivenessError
 from ..recording.run import AFTER_FAILURE
 from ..worker.legacy_handover import Handover, build_handover
 from .actor_updates import adopt
+from .batch_view import MEDIA, Pair, build_padded, count_rows, demand_text, repeat_rows
 from .batch_view_v0 import DataProtoBatch, DataProtoPrompts
 from .corrected_run import CorrectedRun
-from .own_forward import MEDIA, Pair, build_padded, count_rows, demand_text, repeat_rows
 
 _TOKENS = ("responses", "response_mask")
 _READ = (ROLLOUT_LOG_PROBS, "old_log_probs", "advantages")

@@ -23,16 +23,15 @@ from verl.workers.utils.padding import response_from_nested
 from ..batch.micro_batch import ROLLOUT_LOG_PROBS, TOKEN_VERSIONS_SEALED, VERSIONS_SEALED, find_token_versions
 from ..batch.plan import COLUMNS, PLAN, BatchSplit, decide_rollout, regroup_without_rejected, without_marks
 from ..batch.queue_columns import FORWARD, put_columns, read_columns, zero_rows
-from ..batch.sealed_rows import SealedRows
-from ..batch.seals import PLAN_HASH, key_of, seal_constant
+from ..batch.seals import PLAN_HASH, SealedRows, key_of, seal_constant
 from ..batch.weight_versions import EXTRA_FIELDS, NEWEST_VERSION, OLDEST_VERSION
 from ..correction import RolloutStage
 from ..preflight.composed import Composed
 from ..proof.rollout_checks import ALIGNED, SAMPLED, name_missing_column
 from .actor_updates import adopt
+from .batch_view import MEDIA, Pair, build_nested, count_rows, demand_text, name_keys, repeat_rows
 from .batch_view_v1 import TensorDictPrompts, TransferQueueBatch
 from .corrected_run import CorrectedRun
-from .own_forward import MEDIA, Pair, build_nested, count_rows, demand_text, name_keys, repeat_rows
 
 OWN_PARTITION = "offpolicy"
 """Partition of TransferQueue for rows that belong to no batch."""

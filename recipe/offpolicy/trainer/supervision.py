@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..batch.plan import PROVE, SharedPlan
 from ..correction import CorrectionSpec
-from ..correction.moving_bounds import format_part_path
+from ..correction.bounds import format_part_path
 from ..correction.proximal import TOLERANCE, WITHOUT_FORWARD
 from ..correction.row_layout import count_tokens_by_row
 from ..correction.statistics import Statistic, merge_all
@@ -24,13 +24,11 @@ from ..delivery.delivery_settings import SECTION
 from ..extensions.add_ons import AddOns
 from ..monitor.active_correction import ActiveCorrection
 from ..monitor.alarms.watched import format_watched
-from ..monitor.mismatch.recent import RecentFloor
+from ..monitor.mismatch.shares import RecentFloor
 from ..monitor.mismatch.stale_kept import StaleRowsWatch
 from ..proof.drawn_rows import PROVE_EVERY, draw_rows
-from ..proof.explanation import describe_proof, describe_rest
-from ..proof.rollout_checks import RolloutChecker
-from ..proof.same_engine import SameEngineCheck
-from ..proof.verify import LivenessError, verify, verify_update
+from ..proof.rollout_checks import RolloutChecker, SameEngineCheck
+from ..proof.verify import LivenessError, describe_proof, describe_rest, verify, verify_update
 from ..worker.metrics import take_packets
 
 logger = logging.getLogger("verl.offpolicy")

@@ -13,8 +13,7 @@ from typing import Any, Final
 
 import yaml
 
-from ..analysis.whatif.compose import initialize_composer
-from ..analysis.whatif.overrides import build_overrides
+from ..analysis.whatif.compose import build_overrides, initialize_composer
 from ..correction import CorrectionSpec, SpecError
 from ..correction.dialects import PEERS
 from ..correction.dialects.peer import flatten

@@ -23,8 +23,8 @@ from verl.utils.metric import Metric
 from ..batch.micro_batch import FULL_LOG_PROBS, PI_OLD, ROLLOUT_LOG_PROBS, pad_log_probs
 from ..batch.mini_batch_mean import mini_batch_mean
 from ..correction import CorrectionSpec
-from ..correction.kl_weight import KlWeightSpec
 from ..correction.ratios import EXP_CLAMP
+from ..correction.terms import KlWeightSpec
 
 BaseLoss = Callable[..., tuple[Tensor, dict[str, Any]]]
 """Called with (config, model_output, data, dp_group), like verl's ``ppo_loss``."""

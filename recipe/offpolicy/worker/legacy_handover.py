@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from ..extensions.extension import WorkerExtension
+from ..extensions.add_on import WorkerExtension
 from .legacy_settings import LegacySettings
 
 if TYPE_CHECKING:

@@ -27,7 +27,7 @@ from verl_patches.legacy.handover import MINI_ROWS, MINI_TOKENS, PREFIX
 from ..batch import micro_batch as mb
 from ..batch.plan import PLAN
 from ..correction import StepStage
-from ..correction.moving_bounds import replace_bounds
+from ..correction.bounds import replace_bounds
 from ..proof.gradient import prove
 from .kl_loss import BoundLoss, choose_surrogate
 from .legacy_settings import LegacySettings

@@ -9,8 +9,8 @@ from typing import ClassVar
 
 from ..batch.plan import SharedPlan
 from ..correction import CorrectionSpec
-from ..correction.moving_bounds import Side
-from ..extensions.extension import WorkerExtension
+from ..correction.bounds import Side
+from ..extensions.add_on import WorkerExtension
 from ..recording.record_settings import RecordSettings
 
 

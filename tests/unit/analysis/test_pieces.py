@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from recipe.offpolicy.analysis.attribution import faults
-from recipe.offpolicy.analysis.calibration.joint import compute_joint_shares
+from recipe.offpolicy.analysis.calibration.calibration_tables import compute_joint_shares
 from recipe.offpolicy.analysis.calibration.prompt_sample import hash_prompts
 from recipe.offpolicy.analysis.calibration.propose import CalibrationRequest, propose_bounds
 from recipe.offpolicy.analysis.jobs import ALONE, map_steps

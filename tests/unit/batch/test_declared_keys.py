@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from recipe.offpolicy.batch import shipped_defaults
+from recipe.offpolicy.batch import declared_keys
 from recipe.offpolicy.batch.declared_keys import Rule, Section, build_unknown, choice, count, flag, number
 from recipe.offpolicy.monitor.alarms import alarm_settings
 from recipe.offpolicy.monitor.bounds import bound_settings
-from recipe.offpolicy.monitor.bounds.schedule import Schedule
+from recipe.offpolicy.monitor.bounds.histogram import Schedule
 from recipe.offpolicy.recording.record_settings import RecordSettings
 from recipe.offpolicy.staleness.staleness_settings import StalenessSettings
 
@@ -82,13 +82,13 @@ def test_settings_have_no_default_of_their_own(kind: type) -> None:
 
 
 def test_what_the_yaml_says_is_what_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert shipped_defaults.read_shipped_defaults("calibrate")["rate"] == 0.2
-    values = {"record": {**shipped_defaults.read_shipped_defaults("record"), "every": 7}}
-    monkeypatch.setattr(shipped_defaults, "_sections", lambda: values)
+    assert declared_keys.read_shipped_defaults("calibrate")["rate"] == 0.2
+    values = {"record": {**declared_keys.read_shipped_defaults("record"), "every": 7}}
+    monkeypatch.setattr(declared_keys, "_sections", lambda: values)
     assert RecordSettings.at("/somewhere").every == 7
     assert RecordSettings.at("/somewhere", every=2).every == 2
 
 
 def test_a_section_is_the_readers_own() -> None:
-    shipped_defaults.read_shipped_defaults("record")["every"] = 7
-    assert shipped_defaults.read_shipped_defaults("record")["every"] == 1
+    declared_keys.read_shipped_defaults("record")["every"] = 7
+    assert declared_keys.read_shipped_defaults("record")["every"] == 1

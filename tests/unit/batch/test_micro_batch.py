@@ -20,10 +20,9 @@ from recipe.offpolicy.batch.plan import (
     compute_constants,
     regroup_without_rejected,
 )
-from recipe.offpolicy.batch.token_versions import CHUNKS
-from recipe.offpolicy.batch.weight_versions import RowVersions
+from recipe.offpolicy.batch.weight_versions import CHUNKS, RowVersions
 from recipe.offpolicy.correction import CorrectionSpec
-from recipe.offpolicy.correction.penalty import PenaltySpec
+from recipe.offpolicy.correction.terms import PenaltySpec
 from tests.support.corrections import TIS, band, spec
 
 

@@ -9,7 +9,7 @@ import torch
 from tensordict import TensorDict
 
 from recipe.offpolicy.batch.mini_batch_mean import mini_batch_mean
-from recipe.offpolicy.batch.rewards import RewardError, check_rewards
+from recipe.offpolicy.batch.safe_values import RewardError, check_rewards
 from verl.utils import tensordict_utils as tu
 
 VALUES = torch.tensor([[1.0, 2.0], [4.0, 100.0]])

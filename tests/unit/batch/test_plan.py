@@ -14,7 +14,7 @@ from tensordict import TensorDict
 from recipe.offpolicy.batch import plan
 from recipe.offpolicy.batch.plan import MINI_BATCH_TOKENS, SCALE, BatchSplit, SharedPlan
 from recipe.offpolicy.correction import BatchConstants, CorrectionSpec
-from recipe.offpolicy.correction.row_blocks import BLOCK
+from recipe.offpolicy.correction.row_layout import BLOCK
 from tests.support.corrections import TIS, band, spec
 from tests.support.growth import count_work
 from verl.trainer.ppo.core_algos import get_policy_loss_fn

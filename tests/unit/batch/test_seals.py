@@ -11,13 +11,15 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from recipe.offpolicy.batch.checksums import hash_columns, hash_numbers, hash_rows
 from recipe.offpolicy.batch.micro_batch import MicroBatch, check_seals
 from recipe.offpolicy.batch.plan import PROVE, SharedPlan, seal_batch, without_marks
 from recipe.offpolicy.batch.seals import (
     SealError,
     build_seals,
     compare,
+    hash_columns,
+    hash_numbers,
+    hash_rows,
     key_of,
     seal_columns,
     seal_constant,

@@ -9,8 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recipe.offpolicy.batch import similar_rows
-from recipe.offpolicy.batch.similar_rows import AT_ONCE, FEW, group_rows, split_micro_batch, take_rows
+from recipe.offpolicy.batch import padding
+from recipe.offpolicy.batch.padding import AT_ONCE, FEW, group_rows, split_micro_batch, take_rows
 from scripts.benchmark.simulated_parts import CORRECTION, build_actor_config, build_micro_batch
 
 LENGTHS = [3, 40, 5, 1, 33, 2, 9, 17]
@@ -68,8 +68,8 @@ def test_the_loss_of_the_parts_is_the_loss_of_all(monkeypatch: pytest.MonkeyPatc
         return packets, value, model_output["log_probs"].grad.values(), rows, live, metrics
 
     whole = update()
-    monkeypatch.setattr(similar_rows, "AT_ONCE", 64)
-    monkeypatch.setattr(similar_rows, "FEW", 16)
+    monkeypatch.setattr(padding, "AT_ONCE", 64)
+    monkeypatch.setattr(padding, "FEW", 16)
     assert group_rows(LENGTHS) == [[1], [4], [6, 7], [0, 2, 5], [3]]
     assert len(split_micro_batch(output(), data)) == 5
     parts = update()

@@ -11,8 +11,15 @@ from hypothesis import strategies as st
 from tensordict import NonTensorStack, TensorDict
 from torch import Tensor
 
-from recipe.offpolicy.batch.token_versions import CHUNKS, UNKNOWN, TokenVersions, lay_out, read_versions
-from recipe.offpolicy.batch.weight_versions import RowVersions, read_extra_fields
+from recipe.offpolicy.batch.weight_versions import (
+    CHUNKS,
+    UNKNOWN,
+    RowVersions,
+    TokenVersions,
+    lay_out,
+    read_extra_fields,
+    read_versions,
+)
 from tests.support.growth import count_work
 
 MIXED = torch.tensor([UNKNOWN])

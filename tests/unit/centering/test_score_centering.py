@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from recipe.offpolicy.centering.centering_tally import CenteringReport
+from recipe.offpolicy.centering.centering_engine import CenteringReport
 from recipe.offpolicy.proof.verify import LivenessError
 from recipe.offpolicy.support.support_settings import SupportSettings
 
@@ -48,7 +48,7 @@ def test_an_update_without_a_report_stops_the_run_and_one_without_tokens_does_no
 
 
 def test_a_client_that_is_not_verls_is_refused_by_the_key_that_needs_it() -> None:
-    from recipe.offpolicy.support.truncated_softmax import SupportError
+    from recipe.offpolicy.support.token_supports import SupportError
 
     with pytest.raises(SupportError, match=r"or set correction\.centering=null"):
         add_on().rollout_client(SimpleNamespace())

@@ -15,6 +15,7 @@ from matplotlib import rc_context
 from numpy.typing import NDArray
 
 from recipe.offpolicy import attribute
+from recipe.offpolicy.analysis.attribution.attribution import summarize_rows
 from recipe.offpolicy.analysis.attribution.decomposition import (
     StepDecomposer,
     VersionMismatch,
@@ -22,9 +23,7 @@ from recipe.offpolicy.analysis.attribution.decomposition import (
     resample,
     summarize_by_version,
 )
-from recipe.offpolicy.analysis.attribution.frames import PROFILES, compute_row_sums, merge, sum_cells
-from recipe.offpolicy.analysis.attribution.part import summarize_rows
-from recipe.offpolicy.analysis.attribution.profiles import build_profiles
+from recipe.offpolicy.analysis.attribution.frames import PROFILES, build_profiles, compute_row_sums, merge, sum_cells
 from recipe.offpolicy.recording import Rows
 from tests.support.examples import few_when_quick
 from tests.support.recordings import drawn_rows, record
@@ -107,7 +106,7 @@ def test_a_defect_is_not_taken_for_bad_input(recorded: Path, monkeypatch: pytest
     def broken(_: object) -> None:
         raise ValueError("defect")
 
-    monkeypatch.setattr("recipe.offpolicy.analysis.attribution.attribution_figures.draw_overview", broken)
+    monkeypatch.setattr("recipe.offpolicy.analysis.attribution.attribution_page.draw_overview", broken)
     with pytest.raises(ValueError, match="defect"):
         attribute.main([str(recorded), "--png", "a.png"])
 

@@ -13,7 +13,7 @@ import pytest
 import torch  # noqa: F401  # before TensorBoard, which would look for TensorFlow
 
 from recipe.offpolicy.correction import CorrectionSpec
-from recipe.offpolicy.correction.catalogue import ENTRIES
+from recipe.offpolicy.correction.statistics import ENTRIES
 from recipe.offpolicy.monitor.alarms.watched import list_watched
 from recipe.offpolicy.monitor.panels import PANELS
 from recipe.offpolicy.panels import main

@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 import torch
 
-from recipe.offpolicy.analysis.whatif import whatif_figures
+from recipe.offpolicy.analysis.whatif import whatif_page
 from recipe.offpolicy.analysis.whatif.agreement import Agreement
 from recipe.offpolicy.analysis.whatif.candidates import UNCORRECTED, Candidate, build_candidates
-from recipe.offpolicy.analysis.whatif.measures import CorrectionMeasures
+from recipe.offpolicy.analysis.whatif.outcomes import CorrectionMeasures
 from recipe.offpolicy.analysis.whatif.study import run_study
 from recipe.offpolicy.analysis.whatif.whatif_command import select_steps
 from recipe.offpolicy.analysis.whatif.whatif_tables import format_heading, shorten_label
@@ -253,7 +253,7 @@ def test_lines_of_the_picture(directory: Path) -> None:
     read = Recording(directory)
     grid = ["correction.masks.gsm.upper=1.5,1.02,1.1", "correction.weight.upper=2,3"]
     chosen = (Candidate(UNCORRECTED, UNCORRECTED), *build_candidates([["correction=[tis_token,gsm]"]], grid, {}))
-    lines = whatif_figures.group_into_rows(run_study(read, read.steps, chosen))
+    lines = whatif_page.group_into_rows(run_study(read, read.steps, chosen))
     assert [(line.title, line.ticks) for line in lines] == [
         ("tis_token and gsm, upper bound of weight = 2", ("1.02", "1.1", "1.5")),
         ("tis_token and gsm, upper bound of weight = 3", ("1.02", "1.1", "1.5")),
@@ -261,25 +261,25 @@ def test_lines_of_the_picture(directory: Path) -> None:
     # Of many values only some are written below the axis, so that they do not run into one another.
     many = f"correction.masks.gsm.upper={','.join(f'1.{value}' for value in range(10, 30))}"
     result = run_study(read, read.steps, [chosen[0], *build_candidates([["correction=gsm"]], [many], {})])
-    by_group = whatif_figures.draw_study(result).axes[0]
+    by_group = whatif_page.draw_study(result).axes[0]
     written = [text.get_text() for text in by_group.get_xticklabels()]
     assert written == ["1.1", "1.13", "1.16", "1.19", "1.22", "1.25", "1.28"]
     assert np.asarray(by_group.get_lines()[0].get_xdata()).shape == (20,)
     # A spec has the keys that it has.
     chosen = (*chosen, *build_candidates([["correction=tis_token"]], grid[1:], {}))
-    lines = whatif_figures.group_into_rows(run_study(read, read.steps, chosen))
+    lines = whatif_page.group_into_rows(run_study(read, read.steps, chosen))
     assert [(line.label, line.ticks) for line in lines][2:] == [("upper bound of weight", ("2", "3"))]
     plain = (chosen[0], *build_candidates([["correction=gsm"], ["correction=tis_token"]], [], {}))
     result = run_study(read, read.steps, plain)
-    assert [(line.ordered, line.ticks) for line in whatif_figures.group_into_rows(result)] == [
+    assert [(line.ordered, line.ticks) for line in whatif_page.group_into_rows(result)] == [
         (False, ("uncorrected", "gsm", "tis_token"))
     ]
-    (drawn_line,) = whatif_figures.build_panels(result)
+    (drawn_line,) = whatif_page.build_panels(result)
     assert [panel.alt.split(",")[0] for panel in drawn_line][1:3] == [
         "Share kept",
         "Learning-rate scale and projection",
     ]
-    panels = whatif_figures.draw_study(result).axes
+    panels = whatif_page.draw_study(result).axes
     assert len(panels) == 4
     (kept, *_) = (line for line in panels[1].get_lines() if line.get_label() == "tokens kept")
     drawn = np.asarray(kept.get_xdata(), dtype=float).tolist()

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from recipe.offpolicy.correction import CorrectionSpec, rollout_stage, step_stage
-from recipe.offpolicy.correction.moving_bounds import compute_fingerprint
+from recipe.offpolicy.correction.bounds import compute_fingerprint
 from tests.support.corrections import GSM, TIS, band, opsm, spec
 from tests.support.refusals import refused
 

@@ -8,14 +8,19 @@ import numpy as np
 import pytest
 import torch
 
-from recipe.offpolicy.analysis.calibration.largest_bounds import find_largest_radius
+from recipe.offpolicy.analysis.calibration.kept_bounds import find_largest_radius
 from recipe.offpolicy.analysis.calibration.parts import list_parts
 from recipe.offpolicy.analysis.calibration.scores import compute_scores
 from recipe.offpolicy.batch.micro_batch import MicroBatch
 from recipe.offpolicy.correction import CorrectionSpec, MaskSpec, SpecError
-from recipe.offpolicy.correction.aggregates import AGGREGATES, Aggregate
-from recipe.offpolicy.monitor.bounds.histogram import EDGES, Histogram, find_keeping_distance
-from recipe.offpolicy.monitor.bounds.schedule import Schedule, compute_next_bounds
+from recipe.offpolicy.correction.ratios import AGGREGATES, Aggregate
+from recipe.offpolicy.monitor.bounds.histogram import (
+    EDGES,
+    Histogram,
+    Schedule,
+    compute_next_bounds,
+    find_keeping_distance,
+)
 from recipe.offpolicy.proof.trials import build_mask_trials
 from recipe.offpolicy.recording import Step
 from tests.support.corrections import run, spec, tensor

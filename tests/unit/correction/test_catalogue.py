@@ -11,8 +11,8 @@ import torch
 from recipe.offpolicy.correction import (
     Reduction,
 )
-from recipe.offpolicy.correction.aggregates import AGGREGATES
-from recipe.offpolicy.correction.catalogue import ENTRIES, SHADOW_ENTRIES, format_markdown
+from recipe.offpolicy.correction.ratios import AGGREGATES
+from recipe.offpolicy.correction.statistics import ENTRIES, SHADOW_ENTRIES, format_markdown
 from tests.support.applications import OPTIONS
 from tests.support.paths import ROOT
 from tests.support.telemetry_cases import CORRECTIONS, random_batch, shadow, stages
@@ -83,7 +83,7 @@ def expanded(pattern: str) -> list[str]:
 
 
 def test_the_documentation_has_the_table() -> None:
-    """To write it again: python -c 'from recipe.offpolicy.correction.catalogue import *; print(format_markdown())'."""
+    """To write it again: python -c 'from recipe.offpolicy.correction.statistics import *; print(format_markdown())'."""
     page = (ROOT / "docs" / "metrics.md").read_text()
     assert [line for line in format_markdown().splitlines() if line not in page] == []
 

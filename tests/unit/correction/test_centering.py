@@ -10,7 +10,7 @@ from torch import Tensor
 
 from recipe.offpolicy.correction import CorrectionSpec, SpecError
 from recipe.offpolicy.correction.centering import compute_centering, compute_coefficients, compute_drift
-from recipe.offpolicy.proof.centering_trials import expect_coefficients
+from recipe.offpolicy.proof.term_trials import expect_coefficients
 from tests.support.corrections import GSM, TIS, spec
 
 VOCABULARY, POSITIONS = 40, 200

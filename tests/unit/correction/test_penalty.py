@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from recipe.offpolicy.correction import CorrectionSpec
-from recipe.offpolicy.correction.penalty import PenaltySpec, compute_squared_log_ratio
+from recipe.offpolicy.correction.terms import PenaltySpec, compute_squared_log_ratio
 from tests.support.corrections import run, values
 from tests.support.presets import PRESETS
 from tests.support.refusals import mask, refused

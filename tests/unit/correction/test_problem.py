@@ -11,13 +11,12 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from recipe.offpolicy.analysis.report.report_page import _describe_spec
 from recipe.offpolicy.correction import Reduction, Statistic
-from recipe.offpolicy.correction.bound_text import format_bounds
+from recipe.offpolicy.correction.bounds import format_bounds
 from recipe.offpolicy.correction.deferred_value import DeferredValue, defer_statistics, fetch
-from recipe.offpolicy.correction.problem import set_to
-from recipe.offpolicy.correction.requirement import Requirement, find_unmet
+from recipe.offpolicy.correction.problem import Requirement, find_unmet, set_to
 from recipe.offpolicy.preflight.configured_parts import _describe_mask, _describe_weight
-from recipe.offpolicy.replay.obstacles import list_requirements
-from recipe.offpolicy.support.obstacles import REQUIREMENTS
+from recipe.offpolicy.replay.replay_settings import list_requirements
+from recipe.offpolicy.support.support_settings import REQUIREMENTS
 from tests.support.presets import PRESETS
 
 

@@ -7,9 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as draw
 
-from recipe.offpolicy.batch.checksums import hash_rows
-from recipe.offpolicy.correction.row_blocks import BLOCK, split_tokens
-from recipe.offpolicy.correction.row_layout import detect_layout
+from recipe.offpolicy.batch.seals import hash_rows
+from recipe.offpolicy.correction.row_layout import BLOCK, detect_layout, split_tokens
 from tests.support.growth import count_work
 from tests.support.packed import packed
 

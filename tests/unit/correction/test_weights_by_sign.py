@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from recipe.offpolicy.correction import CorrectionSpec, WeightSpec
-from recipe.offpolicy.correction.signs import check_sign_is_read, overlap
+from recipe.offpolicy.correction.units import check_sign_is_read, overlap
 from tests.support.corrections import TIS, run, values
 from tests.support.presets import PRESETS
 from tests.support.refusals import mask, refused

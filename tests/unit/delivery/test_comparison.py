@@ -2,8 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from recipe.offpolicy.delivery.checksums import Checksum
-from recipe.offpolicy.delivery.comparison import Comparison, Held, HeldComparer, compare_adapter, find_left_out
+from recipe.offpolicy.delivery.checksums import Checksum, Comparison, Held, HeldComparer, compare_adapter, find_left_out
 
 OWN = {"q": Checksum(6, 10, 100), "k": Checksum(2, 3, 9), "norm": Checksum(4, 8, 16)}
 

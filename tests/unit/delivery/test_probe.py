@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from recipe.offpolicy.delivery.probe import KEPT_IN_A_ROW, Probe, draw_probe, join_responses
-from recipe.offpolicy.delivery.probe_statistics import IN_A_ROW
+from recipe.offpolicy.delivery.probe import IN_A_ROW, KEPT_IN_A_ROW, Probe, draw_probe, join_responses
 from recipe.offpolicy.proof.verify import LivenessError
 
 ROWS = [([number, 1, 2], [3, 4, 5, number % 7]) for number in range(16)]

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from recipe.offpolicy.delivery.probe_statistics import IN_A_ROW, LEVEL, RESOLVED, ProbeTest, compare_changes
+from recipe.offpolicy.delivery.probe import IN_A_ROW, LEVEL, RESOLVED, ProbeTest, compare_changes
 
 SEQUENCES, TOKENS = 32, 15
 

@@ -18,7 +18,7 @@ from tests.support.paths import ROOT
 MARK = "executed"
 TRAP = f"""import pathlib
 pathlib.Path({{folder!r}}, "{MARK}").write_text(__file__)
-from recipe.offpolicy.extensions.extension import Extension
+from recipe.offpolicy.extensions.add_on import Extension
 class Tempo(Extension):
     pass
 def compute_score(*args, **kwargs):

@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
 from recipe.offpolicy.correction import CorrectionSpec, Problem, SpecError
-from recipe.offpolicy.correction.aggregates import AGGREGATES
 from recipe.offpolicy.correction.mask_spec import MaskSpec, Ratio
-from recipe.offpolicy.correction.signs import MaskWhen as When
-from recipe.offpolicy.correction.signs import Sign
-from recipe.offpolicy.correction.weight_spec import WeightSpec
+from recipe.offpolicy.correction.ratios import AGGREGATES
+from recipe.offpolicy.correction.units import MaskWhen as When
+from recipe.offpolicy.correction.units import Sign
+from recipe.offpolicy.correction.weights import WeightSpec
 from recipe.offpolicy.preflight.hydra_groups import force_own_keys
 from tests.support.corrections import GSM, TIS, opsm
 from tests.support.examples import at_most

@@ -10,7 +10,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from recipe.offpolicy.batch.plan import PLAN, SharedPlan
-from recipe.offpolicy.batch.row_arrival import find_difference
+from recipe.offpolicy.batch.reports import find_difference
 from recipe.offpolicy.correction import CorrectionSpec
 from recipe.offpolicy.extensions.advantage_proof import AdvantageWorker, name_hashes
 from recipe.offpolicy.worker.loss import OffPolicyLoss

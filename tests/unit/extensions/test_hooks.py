@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from recipe.offpolicy.extensions.add_on import Advantages, Extension
 from recipe.offpolicy.extensions.add_ons import AddOns
-from recipe.offpolicy.extensions.extension import Advantages, Extension
 from recipe.offpolicy.proof.verify import LivenessError
 from recipe.offpolicy.trainer.batch_view_v0 import DataProtoBatch, DataProtoPrompts
 from tests.support.nudge import Nudge

@@ -15,7 +15,7 @@ from torch import Tensor
 from recipe.offpolicy.correction import BatchConstants, CorrectionSpec, rollout_stage
 from recipe.offpolicy.correction.batch_wide import batch_constants
 from recipe.offpolicy.extensions.length_penalty import penalties
-from recipe.offpolicy.extensions.length_penalty.place import compute_shift
+from recipe.offpolicy.extensions.length_penalty.penalties import compute_shift
 from recipe.offpolicy.extensions.opd import advantages as distil
 from recipe.offpolicy.extensions.process_reward.advantages import normalize_utilities
 from tests.support.corrections import TIS

@@ -7,7 +7,7 @@ import pytest
 from recipe.offpolicy.doctor.diagnosis import diagnose
 from recipe.offpolicy.doctor.program import Launch
 from recipe.offpolicy.doctor.verdicts import Diagnosis
-from recipe.offpolicy.extensions.extension import Extension
+from recipe.offpolicy.extensions.add_on import Extension
 from recipe.offpolicy.extensions.registry import KEY, SHIPPED, list_registered, load_extensions
 from recipe.offpolicy.preflight.composed import Composed, choose_proximal
 from recipe.offpolicy.preflight.examination import Preflight, examine

@@ -11,8 +11,8 @@ import torch
 from omegaconf import OmegaConf
 from torch import Tensor
 
-from recipe.offpolicy.batch.rewards import RewardError
-from recipe.offpolicy.extensions.extension import Extension
+from recipe.offpolicy.batch.safe_values import RewardError
+from recipe.offpolicy.extensions.add_on import Extension
 from recipe.offpolicy.extensions.length_penalty.length_penalty import LengthPenalty
 from recipe.offpolicy.extensions.opd import eligible
 from recipe.offpolicy.extensions.opd.distillation import OnPolicyDistillation

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from recipe.offpolicy.extensions.state_file import read_state, write_state
+from recipe.offpolicy.extensions.add_on import read_state, write_state
 from recipe.offpolicy.fault_tolerance.state_schema import NUMBER, CheckpointError, Items, Named
 
 

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
+from recipe.offpolicy.extensions.add_on import Extension
 from recipe.offpolicy.extensions.add_ons import AddOns
-from recipe.offpolicy.extensions.extension import Extension
 from recipe.offpolicy.extensions.length_penalty.length_penalty import LengthPenalty
 from recipe.offpolicy.extensions.pass_at_k.pass_at_k import PassAtK
-from recipe.offpolicy.extensions.process_reward.columns import FIELD
+from recipe.offpolicy.extensions.process_reward.advantages import FIELD
 from recipe.offpolicy.extensions.process_reward.prefix_value_rewards import PrefixValueRewards
 from tests.support.distilled import Run
 from tests.support.fake_teacher import FakeTeacher, serving

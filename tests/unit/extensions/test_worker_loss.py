@@ -14,7 +14,7 @@ from torch import Tensor
 from recipe.offpolicy.batch.micro_batch import compute_sampled_checksums
 from recipe.offpolicy.batch.plan import PLAN, SharedPlan
 from recipe.offpolicy.correction import CorrectionSpec
-from recipe.offpolicy.extensions.extension import BoundLoss, WorkerExtension
+from recipe.offpolicy.extensions.add_on import BoundLoss, WorkerExtension
 from recipe.offpolicy.proof.verify import LivenessError, verify
 from recipe.offpolicy.worker.legacy_handover import ExtendedHandover, Handover, build_handover
 from recipe.offpolicy.worker.loss import OffPolicyLoss

@@ -16,8 +16,8 @@ from omegaconf import OmegaConf
 
 from recipe.offpolicy import report
 from recipe.offpolicy.correction import CorrectionSpec
+from recipe.offpolicy.extensions.add_on import Extension
 from recipe.offpolicy.extensions.add_ons import AddOns
-from recipe.offpolicy.extensions.extension import Extension
 from recipe.offpolicy.fault_tolerance.checkpoints import guard_save
 from recipe.offpolicy.fault_tolerance.redaction import HIDDEN, RedactedStream, redact, redact_streams, redact_text
 from recipe.offpolicy.recording.run import RunRecord

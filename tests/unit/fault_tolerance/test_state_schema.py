@@ -49,7 +49,7 @@ from recipe.offpolicy.fault_tolerance.state_schema import (
 from recipe.offpolicy.monitor.active_correction import ActiveCorrection, find_differences, list_dependents
 from recipe.offpolicy.monitor.alarms.alarm_settings import DEFAULTS as ALARMS
 from recipe.offpolicy.staleness.ages import AgeLimit
-from recipe.offpolicy.staleness.controller import AdaptSettings, EtaController
+from recipe.offpolicy.staleness.staleness_settings import AdaptSettings, EtaController
 from tests.support.corrections import TIS, band, spec
 from tests.support.examples import at_most
 from tests.support.histograms import histogram

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from recipe.offpolicy.correction import CorrectionSpec
-from recipe.offpolicy.proof.explanation import describe_proof, describe_rest
+from recipe.offpolicy.proof.verify import describe_proof, describe_rest
 from tests.support.corrections import GSM, TIS
 
 LIVE = {"gradient_tokens": 6.0, "gradient_error": 1e-7, "rows": 4.0, "fingerprint": 5.0, "own_rows": 1.0, "factor": 1.0}

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from recipe.offpolicy.batch import micro_batch as mb
 from recipe.offpolicy.batch.plan import PLAN, SharedPlan
-from recipe.offpolicy.batch.token_versions import CHUNKS
+from recipe.offpolicy.batch.weight_versions import CHUNKS
 from recipe.offpolicy.correction import CorrectionSpec, decisions
 from recipe.offpolicy.correction.row_layout import PaddedRows
 from recipe.offpolicy.correction.units import Units

@@ -9,7 +9,7 @@ import torch
 from tensordict import TensorDict
 
 from recipe.offpolicy.correction.proximal import TOLERANCE
-from recipe.offpolicy.proof.same_engine import SameEngineCheck, SameEngineError, measure_difference
+from recipe.offpolicy.proof.rollout_checks import SameEngineCheck, SameEngineError, measure_difference
 
 UIDS = ["one", "one", "two"]
 

@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from recipe.offpolicy.recording.files import LARGEST
-from recipe.offpolicy.recording.recorder import Counters
+from recipe.offpolicy.recording.recorder import FIRST, MOST_TIME, Counters
 from recipe.offpolicy.recording.schema import DIGEST_KEY, REASONS_KEY, SPEC_KEY, VERSION_KEY, format_markdown
-from recipe.offpolicy.recording.time_budget import FIRST, MOST_TIME
 from tests.support.paths import ROOT
 from tests.support.recordings import drawn_rows, record
 

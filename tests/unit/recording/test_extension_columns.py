@@ -15,8 +15,7 @@ from recipe.offpolicy.recording import Recording
 from recipe.offpolicy.recording.files import RecordingError, read, write
 from recipe.offpolicy.recording.pack import Seen, pack, unpack
 from recipe.offpolicy.recording.recording import read_extensions
-from recipe.offpolicy.recording.rows import Rows, concatenate
-from recipe.offpolicy.recording.schema import SCHEMA
+from recipe.offpolicy.recording.schema import SCHEMA, Rows, concatenate
 from recipe.offpolicy.report import main as report
 from tests.support.recordings import drawn_rows, record
 

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from recipe.offpolicy.recording import ranks as place_module
-from recipe.offpolicy.recording.ranks import Place, among, place
+from recipe.offpolicy.recording import worker_hook
+from recipe.offpolicy.recording.worker_hook import Place, among, place
 
 
 def test_a_process_alone_records() -> None:
@@ -39,14 +39,14 @@ def test_megatron_knows_its_ranks(monkeypatch: pytest.MonkeyPatch, tensor: int, 
         get_data_parallel_rank=lambda: 3,
     )
     monkeypatch.setitem(sys.modules, "megatron.core.parallel_state", state)
-    monkeypatch.setattr(place_module.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(worker_hook.dist, "is_initialized", lambda: True)
     assert place(4) == Place(3, tensor == context == 0)
 
 
 def test_megatron_that_is_only_imported_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     state = SimpleNamespace(model_parallel_is_initialized=lambda: False)
     monkeypatch.setitem(sys.modules, "megatron.core.parallel_state", state)
-    monkeypatch.setattr(place_module.dist, "is_initialized", lambda: True)
-    monkeypatch.setattr(place_module.dist, "get_rank", lambda: 5)
-    monkeypatch.setattr(place_module.dist, "get_world_size", lambda: 8)
+    monkeypatch.setattr(worker_hook.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(worker_hook.dist, "get_rank", lambda: 5)
+    monkeypatch.setattr(worker_hook.dist, "get_world_size", lambda: 8)
     assert place(4) == Place(2, False)

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from recipe.offpolicy.recording import Rows, concatenate
-from recipe.offpolicy.recording.rows import spread_versions
+from recipe.offpolicy.recording.schema import spread_versions
 from tests.support.recordings import drawn_rows, same
 
 LENGTHS = st.lists(st.integers(0, 5), max_size=6)

@@ -8,10 +8,9 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from recipe.offpolicy.recording.ranks import Place
 from recipe.offpolicy.recording.recorder import Counters
 from recipe.offpolicy.recording.run_info import find_resumed_folder, read_sampling
-from recipe.offpolicy.recording.worker_hook import take_statistics
+from recipe.offpolicy.recording.worker_hook import Place, take_statistics
 
 
 def config(folder: Path, **trainer: Any) -> DictConfig:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recipe.offpolicy.recording.time_budget import FIRST, MOST_TIME, TimeBudget
+from recipe.offpolicy.recording.recorder import FIRST, MOST_TIME, TimeBudget
 
 
 def recorded(

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from recipe.offpolicy.replay.alignment import check_layer_order, check_row_order, compare_layers
 from recipe.offpolicy.replay.expert_choice import ChoiceRecord, ReplayError
+from recipe.offpolicy.replay.fsdp_engine import check_layer_order, check_row_order, compare_layers
 from recipe.offpolicy.replay.routed_model import RoutedModel, install_replay
 from tests.support.mixtures import LAYERS, TOKENS, build_mixture, draw_tokens
 

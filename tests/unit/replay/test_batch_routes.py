@@ -8,18 +8,19 @@ import pytest
 import torch
 from tensordict import NonTensorStack, TensorDict
 
-from recipe.offpolicy.batch.token_versions import CHUNKS, UNKNOWN
-from recipe.offpolicy.batch.weight_versions import read_extra_fields
+from recipe.offpolicy.batch.weight_versions import CHUNKS, UNKNOWN, read_extra_fields
 from recipe.offpolicy.replay.batch_routes import (
+    NOTE,
     ROUTES,
     TokenLayout,
     check_checksums,
+    hash_routes,
     hash_routes_by_row,
+    hash_tokens,
     read_counts,
     read_routes,
 )
 from recipe.offpolicy.replay.expert_choice import ReplayError
-from recipe.offpolicy.replay.route_notes import NOTE, hash_routes, hash_tokens
 from tests.support.mixtures import LAYERS, TOP_K, draw_routes
 
 LENGTHS = [3, 2, 4]

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from recipe.offpolicy.replay.choice_search import find_experts, find_routers
 from recipe.offpolicy.replay.expert_choice import ReplayError
+from recipe.offpolicy.replay.routed_model import find_experts, find_routers
 from tests.support.mixtures import build_mixture
 
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from recipe.offpolicy.replay.batch_routes import NOTE, hash_routes
 from recipe.offpolicy.replay.expert_choice import ReplayError
-from recipe.offpolicy.replay.route_notes import NOTE, hash_routes
 from tests.support.mixtures import draw_routes
 
 pytestmark = pytest.mark.verl("==0.9.1")

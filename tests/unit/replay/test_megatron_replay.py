@@ -20,8 +20,8 @@ def test_actors_get_workers_that_watch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_each_update_is_judged_and_the_first_is_told(caplog: pytest.LogCaptureFixture) -> None:
     from recipe.offpolicy.proof.verify import LivenessError
+    from recipe.offpolicy.replay.megatron_engine import REPORT, MegatronReport
     from recipe.offpolicy.replay.megatron_replay import MegatronReplay
-    from recipe.offpolicy.replay.megatron_report import REPORT, MegatronReport
 
     caplog.set_level(logging.INFO, logger="verl.offpolicy")
     add_on = MegatronReplay("R3")

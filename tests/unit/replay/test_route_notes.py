@@ -7,7 +7,7 @@ import pickle
 import pytest
 import torch
 
-from recipe.offpolicy.replay.route_notes import RouteNote, count_shared, hash_routes, hash_tokens
+from recipe.offpolicy.replay.batch_routes import RouteNote, count_shared, hash_routes, hash_tokens
 from tests.support.mixtures import draw_routes
 
 

@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from recipe.offpolicy.replay.expert_choice import ReplayError
-from recipe.offpolicy.replay.routes import RoutedLayers, check_ids, check_shape, find_routed_rows
+from recipe.offpolicy.replay.expert_choice import ReplayError, RoutedLayers, check_ids, check_shape, find_routed_rows
 
 LAYERS = RoutedLayers("Tiny", depth=4, layers=(1, 2, 3), experts=4, top_k=2)
 

@@ -25,7 +25,7 @@ def test_actors_get_workers_that_replay_and_agent_loops_a_client_that_notes(monk
     from recipe.offpolicy.replay import routing_replay
     from recipe.offpolicy.replay.replay_settings import ReplaySettings
 
-    monkeypatch.setattr(routing_replay, "install_replay", lambda worker, settings: (worker, settings))
+    monkeypatch.setattr(routing_replay, "install_in_worker", lambda worker, settings: (worker, settings))
     monkeypatch.setattr(routing_replay, "note_routes", lambda client: f"noting {client}")
     assert add_on("R3").engine_part()("worker") == ("worker", ReplaySettings("R3", None))
     assert [add_on(mode).rollout_client("client") for mode in ("R3", "R2")] == ["noting client", "client"]

@@ -18,7 +18,7 @@ llm_server = pytest.importorskip("verl.workers.rollout.llm_server")
 
 if hasattr(llm_server, "FullyAsyncLLMServerClient"):
     from recipe.offpolicy.batch.seals import SealError
-    from recipe.offpolicy.batch.token_versions import CHUNKS, UNKNOWN, check_chunks
+    from recipe.offpolicy.batch.weight_versions import CHUNKS, UNKNOWN, check_chunks
     from recipe.offpolicy.staleness import client as ours
     from verl.workers.rollout.replica import TokenOutput
 

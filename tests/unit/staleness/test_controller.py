@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from recipe.offpolicy.staleness.controller import AdaptSettings, EtaController
+from recipe.offpolicy.staleness.staleness_settings import AdaptSettings, EtaController
 from tests.support.examples import at_most
 
 

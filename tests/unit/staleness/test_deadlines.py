@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from recipe.offpolicy.staleness.deadlines import keeps_deadlines
+from recipe.offpolicy.staleness.buffer import keeps_deadlines
 
 
 @pytest.mark.parametrize(

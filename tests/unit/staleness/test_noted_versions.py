@@ -8,9 +8,10 @@ import pytest
 import torch
 from tensordict import NonTensorStack, TensorDict
 
-from recipe.offpolicy.batch.token_versions import CHUNKS, UNKNOWN, Chunk
-from recipe.offpolicy.staleness.ages import RowTag, StalenessError
-from recipe.offpolicy.staleness.noted_versions import (
+from recipe.offpolicy.batch.weight_versions import CHUNKS, UNKNOWN, Chunk
+from recipe.offpolicy.staleness.ages import (
+    RowTag,
+    StalenessError,
     check_noted,
     count_lost,
     count_versions,

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from recipe.offpolicy.staleness.rate_limit import RateLimit, RateLimitError, format_eta
+from recipe.offpolicy.staleness.ages import RateLimit, RateLimitError, format_eta
 from tests.support.examples import at_most
 
 

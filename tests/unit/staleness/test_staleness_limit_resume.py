@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from recipe.offpolicy.batch.shipped_defaults import read_shipped_defaults
+from recipe.offpolicy.batch.declared_keys import read_shipped_defaults
 from tests.support.bounded_run import Run
 
 pytestmark = pytest.mark.verl("==0.9.1")

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from recipe.offpolicy.batch.plan import BatchSplit
-from recipe.offpolicy.batch.token_versions import CHUNKS
+from recipe.offpolicy.batch.weight_versions import CHUNKS
 from recipe.offpolicy.staleness.ages import StalenessError
 from tests.support.bounded_run import Run
 

@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 from omegaconf import DictConfig, OmegaConf
 
-from recipe.offpolicy.batch.shipped_defaults import read_shipped_defaults
-from recipe.offpolicy.staleness.controller import AdaptSettings
-from recipe.offpolicy.staleness.staleness_settings import StalenessSettings, find_problems
+from recipe.offpolicy.batch.declared_keys import read_shipped_defaults
+from recipe.offpolicy.staleness.staleness_settings import AdaptSettings, StalenessSettings, find_problems
 from tests.support.mended import with_overrides
 
 

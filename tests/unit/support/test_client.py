@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 
 from recipe.offpolicy.support.support_notes import NOTE, read_note
-from recipe.offpolicy.support.token_supports import TokenSupports
-from recipe.offpolicy.support.truncated_softmax import SupportError
+from recipe.offpolicy.support.token_supports import SupportError, TokenSupports
 
 pytestmark = pytest.mark.verl("==0.9.1")
 llm_server = pytest.importorskip("verl.workers.rollout.llm_server")

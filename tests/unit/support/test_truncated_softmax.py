@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from recipe.offpolicy.support.truncated_softmax import compute_truncated_log_probs, find_inside
+from recipe.offpolicy.support.token_supports import compute_truncated_log_probs, find_inside
 
 F64 = torch.float64
 

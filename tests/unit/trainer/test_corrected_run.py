@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from omegaconf import DictConfig, OmegaConf
 
+from recipe.offpolicy.extensions.add_on import Extension
 from recipe.offpolicy.extensions.add_ons import AddOns
-from recipe.offpolicy.extensions.extension import Extension
 from recipe.offpolicy.fault_tolerance.checkpoints import RECORD, TRACKER, CheckpointError
 from recipe.offpolicy.monitor.active_correction import ActiveCorrection
 from recipe.offpolicy.preflight.composed import Composed

@@ -12,11 +12,11 @@ import torch
 from omegaconf import OmegaConf
 from torch import Tensor
 
-from recipe.offpolicy.batch.rewards import RewardError
+from recipe.offpolicy.batch.safe_values import RewardError
 from recipe.offpolicy.correction import CorrectionSpec
+from recipe.offpolicy.extensions.add_on import Extension
 from recipe.offpolicy.extensions.add_ons import AddOns
 from recipe.offpolicy.extensions.batch_view import BatchView
-from recipe.offpolicy.extensions.extension import Extension
 from recipe.offpolicy.proof.dense_rewards import DenseRewardError
 from verl import DataProto
 

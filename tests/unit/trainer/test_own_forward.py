@@ -9,7 +9,7 @@ import torch
 from omegaconf import OmegaConf
 from tensordict import NonTensorStack, TensorDict
 
-from recipe.offpolicy.trainer.own_forward import (
+from recipe.offpolicy.trainer.batch_view import (
     MEDIA,
     MediaError,
     build_nested,

@@ -13,7 +13,7 @@ from tensordict import NonTensorStack, TensorDict
 
 from recipe.offpolicy.correction import CorrectionSpec
 from recipe.offpolicy.extensions.add_ons import AddOns
-from recipe.offpolicy.proof.same_engine import SameEngineError
+from recipe.offpolicy.proof.rollout_checks import SameEngineError
 from recipe.offpolicy.trainer.supervision import Supervision
 
 CONFIGURED = {"weight": {"level": "token", "kind": "truncate", "lower": None, "upper": 2.0}}
@@ -121,8 +121,7 @@ def test_chunks_of_a_row_reach_its_plan_by_token() -> None:
     """fully_async_policy's client notes them as a column of its own."""
     import numpy as np
 
-    from recipe.offpolicy.batch.token_versions import CHUNKS, read_versions
-    from recipe.offpolicy.batch.weight_versions import VERSIONS
+    from recipe.offpolicy.batch.weight_versions import CHUNKS, VERSIONS, read_versions
     from recipe.offpolicy.trainer import corrected_v0
     from verl import DataProto
 
@@ -153,7 +152,7 @@ def test_versions_of_tokens_are_sealed_when_the_trainer_first_sees_them(
     import numpy as np
 
     from recipe.offpolicy.batch.seals import build_seals
-    from recipe.offpolicy.batch.token_versions import CHUNKS
+    from recipe.offpolicy.batch.weight_versions import CHUNKS
     from verl import DataProto
 
     columns = {

@@ -15,7 +15,7 @@ from torch import Tensor
 from recipe.offpolicy.batch.plan import PLAN, SharedPlan
 from recipe.offpolicy.correction import BatchConstants, CorrectionSpec
 from recipe.offpolicy.monitor.step_cost import StepCost, count_bytes
-from recipe.offpolicy.proof.same_engine import SameEngineError
+from recipe.offpolicy.proof.rollout_checks import SameEngineError
 from recipe.offpolicy.recording.run import RunRecord
 from recipe.offpolicy.trainer.actor_updates import adopt
 from recipe.offpolicy.trainer.corrected_v0 import NOT_COMPARED, CorrectedV0

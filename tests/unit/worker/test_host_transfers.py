@@ -20,9 +20,9 @@ from torch.profiler import ProfilerActivity, profile
 
 from recipe.offpolicy.batch.micro_batch import LAST
 from recipe.offpolicy.batch.plan import MINI_BATCH_TOKENS, PLAN, SCALE, SharedPlan, compute_constants
-from recipe.offpolicy.batch.token_versions import CHUNKS
+from recipe.offpolicy.batch.weight_versions import CHUNKS
 from recipe.offpolicy.correction import CorrectionSpec, deferred_value
-from recipe.offpolicy.correction.moving_bounds import WEIGHT, Side, read_bounds
+from recipe.offpolicy.correction.bounds import WEIGHT, Side, read_bounds
 from recipe.offpolicy.monitor.bounds.histogram import UNITS
 from recipe.offpolicy.worker import loss as worker_loss
 from recipe.offpolicy.worker import metrics as packets

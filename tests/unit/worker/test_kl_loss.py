@@ -12,7 +12,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from recipe.offpolicy.correction import CorrectionSpec
-from recipe.offpolicy.correction.kl_weight import KlWeightSpec
+from recipe.offpolicy.correction.terms import KlWeightSpec
 from recipe.offpolicy.worker.kl_loss import choose_surrogate, compute_clipped_kl, compute_weighted_kl, replace_kl
 from recipe.offpolicy.worker.loss import OffPolicyLoss
 from recipe.offpolicy.worker.metrics import METRIC_KEY

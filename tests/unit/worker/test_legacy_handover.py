@@ -6,7 +6,7 @@ import pickle
 
 from recipe.offpolicy.batch.plan import SharedPlan
 from recipe.offpolicy.correction import CorrectionSpec
-from recipe.offpolicy.extensions.extension import WorkerExtension
+from recipe.offpolicy.extensions.add_on import WorkerExtension
 from recipe.offpolicy.worker.legacy_handover import ExtendedHandover, Handover, build_handover
 from tests.support.corrections import TIS, spec
 

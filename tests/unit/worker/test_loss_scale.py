@@ -9,7 +9,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from recipe.offpolicy.worker.loss_scale import expected_scale
+from recipe.offpolicy.worker.loss import expected_scale
 from verl.utils import tensordict_utils as tu
 
 

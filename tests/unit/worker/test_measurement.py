@@ -10,11 +10,10 @@ import torch
 
 from recipe.offpolicy.batch.micro_batch import MicroBatch, compute_row_checksums
 from recipe.offpolicy.batch.plan import SharedPlan
-from recipe.offpolicy.batch.token_versions import TokenVersions
-from recipe.offpolicy.batch.weight_versions import RowVersions
+from recipe.offpolicy.batch.weight_versions import RowVersions, TokenVersions
 from recipe.offpolicy.correction.deferred_value import fetch
 from recipe.offpolicy.correction.statistics import merge_all
-from recipe.offpolicy.worker.measurement import Observation, measure, merge, split
+from recipe.offpolicy.worker.metrics import Observation, measure, merge, split
 from tests.support.corrections import TIS, spec
 
 

@@ -13,10 +13,9 @@ import torch
 
 from recipe.offpolicy.batch.micro_batch import MicroBatch
 from recipe.offpolicy.correction import Reduction, Statistic
-from recipe.offpolicy.monitor.mismatch.share_statistics import build_share_statistics
-from recipe.offpolicy.worker import measurement
-from recipe.offpolicy.worker.measurement import Observation
-from recipe.offpolicy.worker.metrics import METRIC_KEY, Ledger, Packet, merge_metrics, take_packets
+from recipe.offpolicy.monitor.mismatch.shares import build_share_statistics
+from recipe.offpolicy.worker import metrics as measurement
+from recipe.offpolicy.worker.metrics import METRIC_KEY, Ledger, Observation, Packet, merge_metrics, take_packets
 from tests.support.corrections import TIS, spec
 from tests.support.growth import count_instructions
 

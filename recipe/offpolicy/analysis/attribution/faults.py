@@ -13,8 +13,7 @@ from ...recording import Recording, Rows, Step
 from ...recording.recording import join_alike
 from ..jobs import ALONE, Jobs, map_steps
 from .causes import Cause, find_causes_in_rows, numerics, stale_weights
-from .row_sample import RowSample
-from .scored_rows import select_scored_rows
+from .scored_rows import RowSample, select_scored_rows
 
 TOKENS = 400_000
 """Most tokens of the sample that is searched for causes."""

@@ -1,23 +1,100 @@
-"""Frames of an attribution: cells of the tokens of recorded rows, and the group-bys over these."""
+"""Frames of an attribution: valid tokens of recorded rows, cells of them, and the mismatch profiles over cells."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Final
 
 import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from ...monitor.mismatch.sums import AGES, COLUMNS, SHAPE
+from ...monitor.mismatch.shares import AGES, BINS, COLUMNS, EDGES, SHAPE
 from ...recording import Rows
 from ...recording.schema import WITHOUT_REPLAY
-from .valid_tokens import compute_k3, select_valid_tokens
 
 Array = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class ValidTokens:
+    """Valid tokens of rows, with finite log-probs, concatenated: (n,) each.
+
+    Attributes:
+        row, place: number of the row, and position in its response, from 0.
+        mu, old, pi: log-probs, float64.
+        turn: number of the model's turn.
+        index: of the token in the rows' own columns.
+    """
+
+    row: NDArray[np.int64]
+    place: NDArray[np.int64]
+    mu: Array
+    old: Array
+    pi: Array
+    turn: NDArray[np.int64]
+    index: NDArray[np.int64]
+
+    @cached_property
+    def gap(self) -> Array:
+        """log pi_old - log mu."""
+        return self.old - self.mu
+
+    @cached_property
+    def probability(self) -> NDArray[np.int64]:
+        """Index into ``BINS`` of the probability under mu."""
+        found = np.zeros(self.mu.shape, dtype=np.int8)
+        # np.digitize gives the same in several times as long.
+        for edge in EDGES:
+            found += self.mu >= edge
+        return found.astype(np.int64)
+
+
+def select_valid_tokens(rows: Rows) -> ValidTokens:
+    """Select the response tokens whose three log-probs are finite."""
+    columns = (rows.rollout_log_prob, rows.old_log_prob, rows.log_prob)
+    index = np.flatnonzero(np.logical_and.reduce([rows.response_mask, *map(np.isfinite, columns)]))
+    # Most often all are valid, and a slice takes no copy.
+    chosen = index if len(index) < rows.tokens else slice(None)
+    mu, old, pi = (column[chosen].astype(np.float64) for column in columns)
+    turn = rows.turn[chosen].astype(np.int64)
+    return ValidTokens(rows.row_of_token[chosen], rows.position[chosen], mu, old, pi, turn, index)
+
+
+def compute_k3(log_ratio: Array) -> Array:
+    """Compute exp(x) - 1 - x, with x clamped to +-20 in the exponential (Schulman 2020)."""
+    return np.expm1(np.clip(log_ratio, -20.0, 20.0)) - log_ratio
+
+
+def hash_ids(ids: NDArray[np.int32], offsets: NDArray[np.int64]) -> NDArray[np.uint64]:
+    """Hash the ids of each row up to and with each one, (M,) modulo 2^64."""
+    # The position is hashed too, so that order counts; a running sum then gives every prefix in one pass.
+    starts = np.repeat(offsets[:-1], np.diff(offsets))
+    words = mix(ids.astype(np.uint64) * np.uint64(1 << 32) + (np.arange(len(ids)) - starts).astype(np.uint64))
+    ends = np.cumsum(words, dtype=np.uint64)
+    return ends - np.concatenate([np.zeros(1, np.uint64), ends])[starts]
+
+
+def hash_prompts(rows: Rows) -> NDArray[np.uint64]:
+    """Hash the prompt of each row, (N,); its uid where no prompt was recorded."""
+    if not len(rows.prompt_ids):
+        return pl.Series(map(str, rows.uid), dtype=pl.String).hash().to_numpy()
+    whole = np.append(hash_ids(rows.prompt_ids, rows.prompt_offsets), np.uint64(0))
+    return mix(np.where(np.diff(rows.prompt_offsets) > 0, whole[rows.prompt_offsets[1:] - 1], np.uint64(0)))
+
+
+def mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Apply the finaliser of SplitMix64 (Steele et al. 2014), elementwise, modulo 2^64."""
+    values = (values + np.uint64(0x9E3779B97F4A7C15)).astype(np.uint64)
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))
+
+
 PROFILES: Final = ("position", "length", "probability", "turn", "staleness")
 BLOCK: Final = 2**16
 """Tokens that are summed at a time, so that what is computed of each stays in the cache."""
@@ -123,7 +200,7 @@ def count_by_age(cells: pl.DataFrame, rows: Rows) -> Counter[int]:
 
 
 def place_cells(cells: pl.DataFrame, rows: int) -> Array:
-    """Add up cells as ``mismatch.sums.compute_sums_by_row`` does the tokens of padded rows: (rows, *SHAPE)."""
+    """Add up cells as ``mismatch.shares.compute_sums_by_row`` does the tokens of padded rows: (rows, *SHAPE)."""
     age = cells["staleness"].to_numpy()
     kind = np.where(age < 0, AGES.index("unknown"), age > 0)
     sums = np.zeros((rows, *SHAPE))
@@ -132,7 +209,7 @@ def place_cells(cells: pl.DataFrame, rows: int) -> Array:
 
 
 def compute_row_sums(rows: Rows) -> Array:
-    """Compute ``mismatch.sums.compute_sums_by_row`` of recorded rows, without padding them: (N, *SHAPE)."""
+    """Compute ``mismatch.shares.compute_sums_by_row`` of recorded rows, without padding them: (N, *SHAPE)."""
     return place_cells(sum_cells(rows)[0], len(rows))
 
 
@@ -152,3 +229,54 @@ def compute_routing_sums(rows: Rows) -> dict[str, Array]:
         "replayed": compute_row_sums(replace(rows, log_prob=whole)),
         "native": compute_row_sums(replace(rows, log_prob=whole, old_log_prob=native)),
     }
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Mismatch of the tokens in one bucket of a profile.
+
+    Attributes:
+        name: value or range that the tokens share.
+        mean, std: of log pi_old - log mu, nats.
+        k3: KL(mu, pi_old), nats a token.
+        share: of the sum of k3 over all tokens; NaN where that is 0.
+        drift_std: of log pi - log pi_old, nats; NaN where not identified.
+    """
+
+    name: str
+    tokens: int
+    mean: float
+    std: float
+    k3: float
+    share: float
+    drift_std: float
+
+
+def build_profiles(cells: pl.DataFrame) -> dict[str, list[Bucket]]:
+    """Build each profile from cells by all of them: its name -> its buckets that hold a token, in order."""
+    starts = (1, *(edge + 1 for edge in SIZES))
+    sizes = [f"{a}-{b}" if a < b else f"{a}" for a, b in zip(starts, SIZES, strict=False)] + [f"> {SIZES[-1]}"]
+    labels = {"position": sizes, "length": sizes, "probability": BINS}
+    whole = cells["gap_k3"].sum()
+
+    def build(name: str, each: Mapping[str, Any]) -> Bucket:
+        value, tokens = each[name], each["tokens"]
+        unknown = name == "staleness" and value < 0
+        return Bucket(
+            name=labels[name][value] if name in labels else "unknown" if unknown else str(value),
+            tokens=int(tokens),
+            mean=each["gap"] / tokens,
+            std=math.sqrt(each["gap_spread"] / tokens),
+            k3=each["gap_k3"] / tokens,
+            share=each["gap_k3"] / whole if whole > 0 else math.nan,
+            drift_std=math.sqrt(each["drift_spread"] / tokens),
+        )
+
+    return {
+        name: [build(name, each) for each in merge(cells, name).sort(name).iter_rows(named=True)] for name in PROFILES
+    }
+
+
+def clear_drift_std(buckets: Sequence[Bucket]) -> list[Bucket]:
+    """Return the buckets with ``drift_std`` NaN, for rows whose drift is not identified."""
+    return [replace(bucket, drift_std=float("nan")) for bucket in buckets]

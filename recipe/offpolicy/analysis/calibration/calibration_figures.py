@@ -6,13 +6,13 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from ...correction.bound_text import format_bounds
-from ...correction.catalogue import BUCKETS
+from ...correction.bounds import format_bounds
+from ...correction.statistics import BUCKETS
 from ..pages.panels import Axis, Mark, Panel, Rule, style_line
 from ..pages.plotting import INK, draw_panels
 from .calibration_tables import format_bucket, format_part_name
 from .caps import EssCurve
-from .curves import KeptCurve
+from .kept_bounds import KeptCurve
 from .propose import Proposal
 
 if TYPE_CHECKING:

@@ -10,8 +10,7 @@ from numpy.typing import NDArray
 
 from ...correction.ratios import EXP_CLAMP
 from .intervals import Interval, resample_totals
-from .kept_bounds import Threshold, build_not_found
-from .largest_bounds import check_radius
+from .kept_bounds import Threshold, build_not_found, check_radius
 from .parts import BoundedPart
 from .scores import Scores
 

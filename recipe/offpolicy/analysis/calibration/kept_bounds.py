@@ -1,4 +1,4 @@
-"""Bounds that keep a target share, by order statistics of a part's units."""
+"""Bounds that keep a target share, by order statistics of a part's units, and the kept share by bound."""
 
 from __future__ import annotations
 
@@ -9,11 +9,38 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from ...correction import MaskSpec
+from ...correction.mask_spec import compute_proposal_limit
+from ...correction.ratios import EXP_CLAMP
 from .floor import NotIdentifiedError
-from .intervals import Interval, compute_quantile_interval, estimate_share
-from .largest_bounds import check_radius
+from .intervals import ClusteredShare, Interval, compute_quantile_interval, compute_share_interval, estimate_share
 from .parts import BoundedPart
 from .scores import Scores
+
+_FURTHEST_WEIGHT = math.log(1e3)
+"""Nats of a token, or of their mean: at a ratio of 1000 nothing is left of one policy in the other."""
+
+
+def find_largest_radius(part: BoundedPart) -> float:
+    """Return the largest radius worth proposing, in the part's compared values; for a mask the inert limit of
+    preflight."""
+    spec = part.spec
+    if not isinstance(spec, MaskSpec):
+        return EXP_CLAMP if spec.level != "token" and spec.aggregate == "product" else _FURTHEST_WEIGHT
+    return min(compute_proposal_limit(spec), spec.entry.greatest)
+
+
+def check_radius(part: BoundedPart, radius: float) -> str:
+    """Say why a bound at ``radius`` is not worth setting; empty where it is."""
+    most = find_largest_radius(part)
+    if radius < most:
+        return ""
+    unit = " nats" if part.on_ratio else ""
+    return (
+        f"not identified: it would take a bound at {radius:.3g}{unit}, and beyond {most:.3g} no bound acts "
+        f"on related policies. Look for the fault first: python -m recipe.offpolicy.attribute"
+    )
+
 
 _COARSE = 0.02
 """A bound may be rounded outward by this share of itself, where no unit lies in between."""
@@ -168,3 +195,45 @@ def _reaches(part: BoundedPart, values: dict[str, float]) -> list[float]:
 
 def _groups(scores: Scores) -> int:
     return len(np.unique(scores.group))
+
+
+Floats = NDArray[np.float64]
+_PLACES = 48
+
+
+@dataclass(frozen=True)
+class KeptCurve:
+    """Kept share by radius of the moving bound, (K,) each.
+
+    Attributes:
+        radius: ascending, in what the part compares.
+        share: kept.
+        low, high: its interval; NaN where one prompt leaves it unknown.
+        count: units that it rests on.
+    """
+
+    radius: Floats
+    share: Floats
+    low: Floats
+    high: Floats
+    count: int
+
+
+def choose_radii(part: BoundedPart, scores: Scores) -> Floats:
+    """Choose the radii to draw: half by rank, half evenly in log, ascending."""
+    radii = compute_needed_radii(part, scores)
+    radii = radii[np.isfinite(radii) & (radii > 0)]
+    if not len(radii):
+        return np.zeros(0)
+    # By rank the curve is resolved near 1, evenly in log where it falls.
+    by_rank = np.quantile(radii, 1 - np.geomspace(1.0, 1 / (2 * len(radii)), _PLACES // 2))
+    even = np.geomspace(max(float(np.quantile(radii, 0.02)), 1e-12), float(radii.max()), _PLACES // 2)
+    return np.unique(np.concatenate([by_rank, even]))
+
+
+def compute_kept_curve(part: BoundedPart, scores: Scores, radius: Floats, confidence: float) -> KeptCurve:
+    """Compute the share of the units that the part applies to and keeps, at each ``radius``."""
+    radii, scores = compute_needed_radii(part, scores), scores.select(scores.looked)
+    found: list[ClusteredShare] = [estimate_share(radii <= place, scores.group) for place in radius]
+    ends = np.array([compute_share_interval(share, confidence) for share in found]).reshape(-1, 2)
+    return KeptCurve(radius, np.array([share.share for share in found]), ends[:, 0], ends[:, 1], len(scores))

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...recording import Recording, Rows
-from ..attribution.row_sample import BYTES_A_TOKEN
+from ..attribution.scored_rows import BYTES_A_TOKEN
 from .parts import BoundedPart
 
 TOKENS: Final = 4_000_000

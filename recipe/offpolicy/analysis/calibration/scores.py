@@ -18,10 +18,9 @@ from ...correction.ratios import compute_log_ratio, find_valid_tokens
 from ...correction.units import partition_units
 from ...correction.weights import compute_log_weight
 from ...recording import RecordingError, Rows, Step
-from ...recording.pi_old import get_trainers_pi_old
+from ...recording.recording import get_trainers_pi_old
 from ..jobs import ALONE, Jobs, map_steps
-from ..whatif.blocks import Block, iterate_blocks
-from ..whatif.replay import check_replayable, compute_pi_old
+from ..whatif.replay import Block, check_replayable, compute_pi_old, iterate_blocks
 from .parts import BoundedPart
 from .prompt_sample import EVERY_PROMPT, PromptSample, hash_prompts, number_prompts
 
@@ -72,7 +71,7 @@ class RowState:
         mini_batch: gradient steps of the batch before the row was recorded.
         staleness: versions between its sampling and its use; -1 where not known.
         apart: mean |log pi - log pi_old| over its valid tokens, nats, with pi_old by the trainer's own weights: 0 where
-            pi stands in for it, see ``recording.pi_old``; NaN for none.
+            pi stands in for it, see ``recording.recording``; NaN for none.
         grouped: whether its prompt is known.
         nonfinite: response tokens whose log pi is not finite, though mu and pi_old are.
     """

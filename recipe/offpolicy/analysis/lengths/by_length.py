@@ -12,10 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...extensions.length_penalty.fixed_classes import CLASSES, Answer, count_tokens, fix_classes
-from ...extensions.sessions import round_threshold
-from ...extensions.validation_dumps import find_run, name_runs, read_answers
+from ...extensions.sessions import find_run, name_runs, read_answers, round_threshold
 from ...recording import Recording
-from ...recording.rows import concatenate
+from ...recording.schema import concatenate
 from ..pages import Column, Table
 from ..pages.panels import Axis, Mark, Panel
 from ..pages.plotting import PALETTE, draw_panels

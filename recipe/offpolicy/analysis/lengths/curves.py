@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ...extensions.length_penalty.lengths import CLASSES, summarize_lengths
+from ...extensions.length_penalty.anchors import CLASSES, summarize_lengths
 from ...extensions.sessions import round_threshold
 from ...recording import Recording, Rows
-from ...recording.rows import concatenate
+from ...recording.schema import concatenate
 from ..pages import Column, Table
 from ..pages.panels import Axis, Mark, Panel
 from ..pages.plotting import PALETTE, draw_panels

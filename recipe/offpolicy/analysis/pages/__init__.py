@@ -3,10 +3,9 @@
 Independent of corrections. Rich, matplotlib, Bokeh and Jinja2 are imported where they are used.
 """
 
-from .output_file import PageError, check_target
 from .page import Block, Code, Details, Page
-from .table import Column, Table, fit_to_width, to_html, to_rich
-from .terminal import open_console, print_blocks, print_table
+from .plotting import PageError, check_target
+from .table import Column, Table, fit_to_width, open_console, print_blocks, print_table, to_html, to_rich
 
 __all__ = [
     "Block",

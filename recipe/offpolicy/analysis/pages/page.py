@@ -11,8 +11,8 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from .output_file import PageError
 from .panels import Panel, render_panels
+from .plotting import PageError
 from .table import Table, format_cell, to_html
 from .template import LOADER, PANEL, STYLE, render_template
 

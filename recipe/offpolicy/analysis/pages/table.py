@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import math
 import numbers
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from markupsafe import Markup
+    from rich.console import Console
     from rich.table import Table as RichTable
+
 
 Align = Literal["left", "right"]
 
@@ -187,3 +190,31 @@ def _texts(table: Table, row: Sequence[Any]) -> list[str]:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, numbers.Real) and not isinstance(value, bool)
+
+
+PIPE_WIDTH = 100
+"""Characters of a line of a table that goes to a file or a pipe."""
+
+
+def open_console() -> Console:
+    """Open a console on standard output."""
+    from rich.console import Console
+
+    return Console(width=None if sys.stdout.isatty() else PIPE_WIDTH, highlight=False)
+
+
+def print_table(console: Console, table: Table) -> None:
+    """Print a table, split between columns where it is wider than the console; no number is cut."""
+    for part in fit_to_width(table, console.width):
+        console.print(part)
+
+
+def print_blocks(console: Console, *blocks: Table | str) -> None:
+    """Print tables and lines of text, which are whole however narrow the console is; empty ones are left out."""
+    from rich.text import Text
+
+    for block in filter(None, blocks):
+        if isinstance(block, Table):
+            print_table(console, block)
+        else:
+            console.print(Text(block), soft_wrap=True)

@@ -9,9 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ...extensions.pass_at_k.beta_binomial import NotIdentified, extrapolate, fit, maximise_likelihood
 from ...extensions.pass_at_k.estimators import rank, unbiased, unbiased_dynamic
-from ...extensions.pass_at_k.summary import Stopping
+from ...extensions.pass_at_k.summary import NotIdentified, Stopping, extrapolate, fit, maximise_likelihood
 from ..pages import Column, Table
 from .dumps import Counts
 

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ...correction.catalogue import BUCKETS
 from ...correction.ratios import EXP_CLAMP
+from ...correction.statistics import BUCKETS
 from ...recording import Rows, Step
-from ...recording.pi_old import find_scored_rows, get_trainers_pi_old
+from ...recording.recording import find_scored_rows, get_trainers_pi_old
 from ..jobs import ALONE, Jobs, map_steps
 
 Floats = NDArray[np.float64]
@@ -29,7 +29,7 @@ REFERENCES = {"geometric": "a geometric mask [0.99, 1.01]", "product": "a produc
 @dataclass(frozen=True)
 class StepNumbers:
     """Statistics of one step; NaN for a missing value. pi_old is by the trainer's own weights, see
-    ``recording.pi_old``.
+    ``recording.recording``.
 
     Attributes:
         rows, tokens: responses, and response tokens.

@@ -10,12 +10,11 @@ from typing import Any
 import numpy as np
 
 from ...correction import CorrectionSpec, recommended
-from ...correction.bound_text import format_bounds
+from ...correction.bounds import format_bounds
 from ..attribution.attribution import Attribution
-from ..attribution.attribution_tables import format_shares
+from ..attribution.attribution_tables import describe_unexplained, format_shares, is_healthy
 from ..attribution.scored_rows import describe_left_out, describe_none_scored
-from ..attribution.token_text import escape
-from ..attribution.unexplained import describe_unexplained, is_healthy
+from ..attribution.worst_examples import escape
 from ..calibration.calibration_tables import format_bucket, format_part_name
 from ..calibration.defaults import QUANTILE
 from ..calibration.propose import Proposal

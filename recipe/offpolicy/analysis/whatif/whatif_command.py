@@ -15,8 +15,7 @@ from ..jobs import read_arguments
 from ..pages import open_console, print_table
 from . import whatif_tables
 from .candidates import RECORDED, UNCORRECTED, Candidate, build_candidates
-from .document import build_document
-from .outcomes import Study
+from .outcomes import Study, build_document
 from .study import run_study
 
 
@@ -75,9 +74,9 @@ def write_result(result: Study, given: argparse.Namespace) -> None:
 def _write(result: Study, given: argparse.Namespace) -> None:
     if given.png:
         from ..pages.plotting import save
-        from . import whatif_figures
+        from .whatif_page import draw_study
 
-        save(whatif_figures.draw_study(result), given.png)
+        save(draw_study(result), given.png)
     if given.html:
         from . import whatif_page
 

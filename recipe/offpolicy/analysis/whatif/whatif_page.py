@@ -1,13 +1,245 @@
-"""HTML page of a study."""
+"""Figures and HTML page of a study."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from ..pages import Details, Page
-from . import whatif_figures
+from ..pages import Details, Page, plotting
+from ..pages.panels import Axis, Mark, Panel, Rule, style_line
 from . import whatif_tables as tables
-from .outcomes import Study
+from .candidates import RECORDED, UNCORRECTED
+from .outcomes import CorrectionOutcome, Study
+from .whatif_tables import collect_kept_shares, list_groups, shorten_label
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+MOST_LINES = 4
+"""Lines of panels; more corrections than these hold are in the tables alone."""
+_MOST_TICKS = 8
+"""Values of a grid whose texts find room below a panel."""
+_KEPT = {
+    "kept_tokens": "tokens kept",
+    "kept_rows": "rows kept",
+    "ess": "ESS of weight x keep",
+    "mismatch_left": "mismatch left",
+}
+_SCALE = {"lr_scale": "learning-rate scale", "projection": "projection"}
+_BIAS = {
+    "bias_token": "by token",
+    "bias_token_systematic": "by token, of it shift",
+    "bias_sequence": "by row",
+    "bias_sequence_systematic": "by row, of it shift",
+}
+
+
+Series = Mapping[str, Sequence[float | None]]
+"""A label -> its value for each correction."""
+
+
+@dataclass(frozen=True)
+class PanelRow:
+    """One row of panels: corrections along one axis.
+
+    Attributes:
+        title: what its corrections have in common.
+        label: of the horizontal axis.
+        ticks: a text for each correction.
+        outcomes: in the order of the axis.
+        ordered: whether the axis is that of a number.
+    """
+
+    title: str
+    label: str
+    ticks: tuple[str, ...]
+    outcomes: tuple[CorrectionOutcome, ...]
+    ordered: bool
+
+
+def group_into_rows(study: Study) -> list[PanelRow]:
+    """Group the corrections into rows: one for each spec and value of the other keys; the rest in the last.
+
+    The axis is the grid's key with most values.
+    """
+    bases: dict[str, list[CorrectionOutcome]] = {}
+    for outcome in study.outcomes:
+        if outcome.candidate.point:
+            bases.setdefault(outcome.candidate.base, []).append(outcome)
+    found = [line for outcomes in bases.values() for line in _of_base(outcomes)]
+    rest = [outcome for outcome in study.outcomes if not outcome.candidate.point]
+    if not found or any(outcome.candidate.label not in (UNCORRECTED, RECORDED) for outcome in rest):
+        ticks = tuple(shorten_label(outcome.candidate.label) for outcome in rest)
+        found.append(PanelRow("", "", ticks, tuple(rest), ordered=False))
+    return found
+
+
+def _of_base(outcomes: Sequence[CorrectionOutcome]) -> list[PanelRow]:
+    """Build the rows of one spec, whose points all have the same keys."""
+    keys = list(outcomes[0].candidate.point)
+    axis = max(keys, key=lambda key: len({outcome.candidate.point[key] for outcome in outcomes}))
+    along: dict[str, list[CorrectionOutcome]] = {}
+    for outcome in outcomes:
+        others = [f"{key}={value}" for key, value in outcome.candidate.point.items() if key != axis]
+        along.setdefault(" ".join([outcome.candidate.base, *others]), []).append(outcome)
+    return [_along(title, axis, several) for title, several in along.items()]
+
+
+def draw_study(study: Study) -> Figure:
+    """Draw all panels into one figure, two next to one another; off-grid corrections are horizontal lines."""
+    drawn = build_panels(study)
+    return plotting.draw_panels([panel for line in drawn for panel in line], columns=2, title=_title(study, len(drawn)))
+
+
+def build_panels(study: Study) -> list[list[Panel]]:
+    """Build the four panels of each row."""
+    level = [outcome for outcome in study.outcomes if outcome.candidate.label == UNCORRECTED]
+    return [_build_row(line, level if line.ordered else []) for line in group_into_rows(study)[:MOST_LINES]]
+
+
+def _build_row(line: PanelRow, level: Sequence[CorrectionOutcome]) -> list[Panel]:
+    by_group, title = _collect_groups(line)
+    uncorrected = [
+        Rule(value, "y", f"uncorrected, {_BIAS[name]}", plotting.PALETTE[colour])
+        for outcome in level
+        for name, colour in (("bias_token", 0), ("bias_sequence", 2))
+        if (value := getattr(outcome.overall, name)) is not None
+    ]
+    full = Rule(1.0, "y" if line.ordered else "x")
+    kept, scale, bias = (_collect(line, names) for names in (_KEPT, _SCALE, _BIAS))
+    return [
+        _build_panel(
+            line,
+            title,
+            "Share of tokens kept by length of the row or group",
+            "share of the group's tokens",
+            by_group,
+            share=True,
+        ),
+        _build_panel(
+            line,
+            "Kept and effective sample",
+            "Share kept, mismatch left and effective sample size",
+            "share",
+            kept,
+            share=True,
+        ),
+        _build_panel(
+            line,
+            "Effective learning rate",
+            "Learning-rate scale and projection",
+            "share of the uncorrected one",
+            scale,
+            [full],
+        ),
+        _build_panel(
+            line,
+            "Distance from unbiased weights",
+            "Distance from unbiased weights",
+            "relative distance",
+            bias,
+            uncorrected,
+        ),
+    ]
+
+
+def _collect_groups(line: PanelRow) -> tuple[Series, str]:
+    """Collect kept shares by length; where all rows are of one length, by the groups that split the tokens."""
+    names = list_groups(line.outcomes[0])
+    lengths = [name for name in names if name.startswith("length/")]
+    if len(lengths) < 2:
+        lengths = [name for name in names if name not in lengths] or lengths
+    shares = [collect_kept_shares(outcome) for outcome in line.outcomes]
+    by_length = all(name.startswith("length/") for name in lengths)
+    found = {names[name]: [share.get(name) for share in shares] for name in lengths}
+    return found, f"Tokens kept by {'length T' if by_length else 'group'}"
+
+
+def _collect(line: PanelRow, names: Mapping[str, str]) -> Series:
+    return {label: [getattr(outcome.overall, name) for outcome in line.outcomes] for name, label in names.items()}
+
+
+def _build_panel(
+    line: PanelRow, title: str, alt: str, unit: str, series: Series, rules: Sequence[Rule] = (), *, share: bool = False
+) -> Panel:
+    numbers: dict[str, plotting.Series] = {
+        label: [math.nan if value is None else value for value in values]
+        for label, values in series.items()
+        if any(value is not None for value in values)
+    }
+    places = range(len(line.ticks))
+    marks: list[Mark] = []
+    for at, (label, values) in enumerate(plotting.merge_equal_series(numbers).items()):
+        x, y = (places, values) if line.ordered else (values, places)
+        marks.append(Mark(x, y, label, **style_line(at) | ({} if line.ordered else {"dash": ""})))
+    of_values = Axis(
+        unit if line.ordered else "", limits=_limit([*numbers.values(), [one.at for one in rules]], share=share)
+    )
+    # Ceiling division.
+    every = -(-len(places) // _MOST_TICKS) if line.ordered else 1
+    ticks = {place: line.ticks[place] for place in places[::every]}
+    of_places = Axis(
+        line.label, limits=(-0.4, len(places) - 0.6) if line.ordered else (len(places) - 0.5, -0.5), ticks=ticks
+    )
+    return Panel(
+        f"{title}, {line.title}" if line.title else title,
+        alt,
+        of_places if line.ordered else of_values,
+        of_values if line.ordered else of_places,
+        [*marks, *rules],
+        height=4.2 if line.ordered else 2.0 + 0.3 * len(line.ticks),
+    )
+
+
+def _limit(series: Sequence[plotting.Series], *, share: bool) -> tuple[float, float]:
+    """Limit shares from a little below the least one to 1, other values from 0."""
+    values = [value for one in series for value in map(float, one) if not math.isnan(value)]
+    least, greatest = min(values, default=0.0), max(values, default=1.0)
+    if not share:
+        return min(0.0, least), greatest * 1.08 if greatest > 0 else 1.0
+    low = max(0.0, math.floor((least - 0.03) * 20) / 20)
+    return low, 1 + 0.03 * (1 - low)
+
+
+def _along(title: str, axis: str, outcomes: Sequence[CorrectionOutcome]) -> PanelRow:
+    def number(outcome: CorrectionOutcome) -> float:
+        try:
+            return float(outcome.candidate.point[axis])
+        except ValueError:
+            # Values that are no numbers, such as null, stand last.
+            return math.inf
+
+    ordered = sorted(outcomes, key=number)
+    ticks = tuple(outcome.candidate.point[axis] for outcome in ordered)
+    return PanelRow(
+        _in_words(shorten_label(title)), _name_key(shorten_label(axis)), ticks, tuple(ordered), ordered=True
+    )
+
+
+def _in_words(correction: str) -> str:
+    """Write ``[tis_token,gsm] weight.upper=2`` as ``tis_token and gsm, upper bound of weight = 2``."""
+    options, *keys = correction.split(" ")
+    named = [f"{_name_key(key)} = {value}" for key, _, value in (each.partition("=") for each in keys)]
+    return ", ".join([" and ".join(options.strip("[]").split(",")), *named])
+
+
+def _name_key(key: str) -> str:
+    """Write ``masks.gsm.upper`` as ``upper bound of gsm``; other keys stay as they are."""
+    *owner, name = key.split(".")
+    known = {"upper": "upper bound", "lower": "lower bound", "delta": "delta", "budget": "budget"}
+    return f"{known[name]} of {owner[-1]}" if owner and name in known else key
+
+
+def _title(study: Study, drawn: int) -> str:
+    steps = f"steps {study.steps[0]} to {study.steps[-1]}" if len(study.steps) > 1 else f"step {study.steps[0]}"
+    left = len(group_into_rows(study)) - drawn
+    more = f"; {left} more lines of panels are in the tables alone" if left else ""
+    return f"{study.directory}: {steps}, {study.rows:,} rows, {study.tokens:,} tokens{more}"
+
 
 _STEPS = 60
 """Steps up to which the table by step is shown."""
@@ -48,7 +280,7 @@ def build_page(study: Study) -> Page:
     facts = {"steps": span, "rows": study.rows, "response tokens": study.tokens}
     fidelity, left_out = tables.describe_fidelity(study.fidelity), tables.describe_left_out(len(study.outcomes))
     result.add_section("Replay", facts, fidelity, *study.notes, *left_out)
-    result.add_section("Corrections", tables.build_overall_table(study), *whatif_figures.build_panels(study))
+    result.add_section("Corrections", tables.build_overall_table(study), *build_panels(study))
     result.add_section("Kept share", tables.build_group_table(study))
     result.add_section("Agreement", *tables.build_agreement_tables(study))
     if 1 < len(study.steps) <= _STEPS and len(study.outcomes) <= tables.MOST_COMPARED:

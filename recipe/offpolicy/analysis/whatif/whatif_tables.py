@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
-from ...correction.catalogue import BUCKETS
+from ...correction.statistics import BUCKETS
 from ..pages import Column, Table
-from .agreement import Matrix
-from .fidelity import TOLERANCE, Fidelity
+from .agreement import TOLERANCE, Fidelity, Matrix
 from .outcomes import CorrectionOutcome, Study
 
 OVERALL = {

@@ -12,7 +12,7 @@ from typing import Any, Final, NoReturn
 from ..correction_parts import CorrectionParts
 from ..mask_spec import MaskSpec
 from ..problem import SpecError
-from ..weight_spec import WeightSpec
+from ..weights import WeightSpec
 from .skyrl import SKYRL_DEFAULTS
 from .verl import VERL_DEFAULTS, VERL_REJECTIONS
 
@@ -38,7 +38,7 @@ def build_skyrl(spec: CorrectionParts) -> dict[str, Any]:
         SpecError: names what SkyRL cannot say.
 
     Example:
-        >>> from ..weight_spec import WeightSpec
+        >>> from ..weights import WeightSpec
         >>> build_skyrl(CorrectionParts(weight=WeightSpec("token", "truncate", None, 2.0)))
         {'tis_ratio_type': 'token'}
     """
@@ -137,7 +137,7 @@ def build_verl(spec: CorrectionParts) -> dict[str, Any]:
         SpecError: names what verl cannot say.
 
     Example:
-        >>> from ..weight_spec import WeightSpec
+        >>> from ..weights import WeightSpec
         >>> build_verl(CorrectionParts(weight=WeightSpec("token", "reject", 0.5, 2.0)))
         {'rollout_is': 'token', 'rollout_is_threshold': '0.5_2.0'}
     """

@@ -1,22 +1,149 @@
-"""The learning rate by effective sample size: a factor per batch, proved by the optimizer's own rate."""
+"""The learning rate by effective sample size: a factor per batch, proved by the optimizer's own rate.
+
+Patched functions in verl 0.9.1, see ``verl_patches.optimizer_steps``: ``train_batch(self, data, loss_function)`` and
+``optimizer_step(self)`` of the engine's instance.
+"""
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
+from verl.utils import tensordict_utils as tu
 from verl_patches import engine_loss, optimizer_steps
+from verl_patches.execution_path import live_path
 
+from ...batch.declared_keys import choice, number
 from ...batch.reports import take_reports
-from ...correction import Problem
+from ...correction import Problem, SpecError
+from ...correction.problem import set_to
 from ...proof.verify import LivenessError
+from ..add_on import Advantages, Extension
 from ..batch_view import BatchView
-from ..extension import Advantages, Extension
-from .settings import EssLrSettings, find_problems
+from ..setting_checks import find_late_weights, read_values
+
+KEYS = {"rule": choice("sqrt", "linear"), "floor": number("a factor in (0, 1]", most=1, above=0)}
+_MU = "actor_rollout_ref.rollout.calculate_log_probs"
+
+
+@dataclass(frozen=True)
+class EssLrSettings:
+    """Settings of one run: the factor is the ess, or its square root, and at least ``floor``."""
+
+    rule: Literal["sqrt", "linear"]
+    floor: float
+
+    @classmethod
+    def from_mapping(cls, section: str, values: Mapping[str, Any]) -> EssLrSettings:
+        """Read the section.
+
+        Raises:
+            CheckError, SpecError: unknown keys, or invalid values.
+        """
+        given = read_values(section, values, "ess_lr/sqrt", KEYS)
+        if "rule" not in values:
+            key, fix = f"{section}.rule", f"Set {section}=sqrt, or {section}=linear."
+            raise SpecError("no rule is named.", fix, key=key, proposed={key: "sqrt"})
+        return cls(**given)
+
+    def compute_factor(self, ess: float) -> float:
+        """Compute the factor; ``floor`` where no weight is above 0.
+
+        Example:
+            >>> EssLrSettings("sqrt", 0.1).compute_factor(0.25), EssLrSettings("linear", 0.5).compute_factor(0.25)
+            (0.5, 0.5)
+        """
+        share = ess if self.rule == "linear" else math.sqrt(ess) if ess >= 0 else math.nan
+        return self.floor if math.isnan(share) else min(1.0, max(self.floor, share))
+
+
+def find_problems(section: str, settings: EssLrSettings, config: DictConfig) -> Iterator[Problem]:
+    """Find conflicts with the configuration."""
+    path, parts = live_path(config), (section,)
+    if path.worker != "engine" or path.strategy not in ("fsdp", "fsdp2") or not path.attributes.scales_lr:
+        reason = f"the optimizer is reached in the FSDP engine of verl 0.9.1 alone, and this is {path}."
+        fix = f"Set actor_rollout_ref.actor.strategy=fsdp2 with verl 0.9.1, or {section}=null."
+        yield Problem(section, "on", reason, fix, parts=parts)
+    if settings.floor == 1:
+        key, reason = f"{section}.floor", "no factor is below 1, so the learning rate stays as it is."
+        yield Problem(key, settings.floor, reason, "", "NO-OP", parts, (set_to(key, 0.1),))
+    if OmegaConf.select(config, _MU) is False:
+        reason = "there are no ratios without the rollout's log-probs."
+        yield Problem(_MU, False, reason, f"Set {_MU}=true.", parts=parts, overrides=(set_to(_MU, True),))
+    yield from find_late_weights(section, config)
+
+
+REPORT = "offpolicy_lr_report"
+"""Key of the ``LrReport`` in the metrics of an update."""
+FLAG = "offpolicy_lr_factor"
+"""Key of the factor in a batch."""
+
+
+@dataclass(frozen=True)
+class LrReport:
+    """The learning rates of one optimizer step on one rank, one per group of parameters.
+
+    Attributes:
+        factor: as it arrived; None: it did not.
+        planned: the scheduler's.
+        read: the optimizer's own, read after its step; None: it did not step.
+        stepped: whether the gradient was finite; verl steps only then.
+    """
+
+    factor: float | None
+    planned: tuple[float, ...]
+    read: tuple[float, ...] | None
+    stepped: bool
+
+
+class ScaledSteps:
+    """Scaling around one engine; outside a step, optimizer and scheduler are as verl left them."""
+
+    def __init__(self, engine: Any) -> None:
+        self.engine = engine
+        self._train, self._step = engine.train_batch, engine.optimizer_step
+        self._factor: float | None = None
+        self._read: tuple[float, ...] | None = None
+        self._report: LrReport | None = None
+        engine.train_batch, engine.optimizer_step = self.train_batch, self.optimizer_step
+        engine.optimizer.register_step_post_hook(self._note)
+
+    def train_batch(self, data: Any, loss_function: Any) -> Any:
+        """Run verl's method; its metrics get a report."""
+        self._factor, self._report = tu.get_non_tensor_data(data, FLAG, default=None), None
+        output = self._train(data, loss_function)
+        output["metrics"][REPORT] = [self._report]
+        return output
+
+    def optimizer_step(self) -> Any:
+        """Run verl's method at the scheduler's rate times the factor."""
+        planned = tuple(map(float, self.engine.lr_scheduler.get_last_lr()))
+        groups, self._read = self.engine.optimizer.param_groups, None
+        before = [group["lr"] for group in groups]
+        for group, rate in zip(groups, planned, strict=True):
+            group["lr"] = rate if self._factor is None else rate * self._factor
+        try:
+            norm = self._step()
+        finally:
+            # The next step starts from the scheduler's rate, and so does a checkpoint.
+            for group, rate in zip(groups, before, strict=True):
+                group["lr"] = rate
+        self._report = LrReport(self._factor, planned, self._read, math.isfinite(norm))
+        return norm
+
+    def _note(self, optimizer: Any, *of_step: Any) -> None:
+        self._read = tuple(float(group["lr"]) for group in optimizer.param_groups)
+
+
+def scale_steps(worker: Any) -> None:
+    """Make the engine of verl's actor worker scale its learning rate by the factor of each batch."""
+    ScaledSteps(worker.actor.engine)
+
 
 logger = logging.getLogger("verl.offpolicy")
 
@@ -44,7 +171,7 @@ class EssLr(Extension):
         engine_loss.check(optimizer_steps.SEAMS)
 
     def engine_part(self) -> Callable[[Any], object]:
-        from .scaled_step import scale_steps
+        from .ess_lr import scale_steps
 
         return scale_steps
 
@@ -55,12 +182,12 @@ class EssLr(Extension):
         self._factor = self.ess_lr.compute_factor(self._ess)
 
     def batch_flags(self) -> Mapping[str, Any]:
-        from .scaled_step import FLAG
+        from .ess_lr import FLAG
 
         return {FLAG: self._factor}
 
     def on_update(self, metrics: dict[str, Any], batch: Any) -> None:
-        from .scaled_step import REPORT
+        from .ess_lr import REPORT
 
         reports = take_reports(metrics, REPORT)
         if (wrong := find_wrong_rate(reports, self._factor)) is not None:

@@ -12,8 +12,8 @@ from typing import Any
 from verl.utils.dataset.rl_dataset import RLHFDataset
 
 from ...proof.verify import LivenessError
-from ..validation_dumps import read_pass_rates
-from .start_up import LEAVE_OUT
+from ..sessions import read_pass_rates
+from .settings import LEAVE_OUT
 
 
 class EasierPrompts(RLHFDataset):

@@ -15,20 +15,17 @@ from torch import Tensor
 from ...correction import Problem
 from ...fault_tolerance.state_schema import ANCHORS, CLASSES, refuse
 from ...proof.verify import LivenessError
+from ..add_on import Advantages, read_state, write_state
 from ..advantage_proof import AdvantageExtension, AdvantageWorker, hash_advantages
 from ..batch_view import BatchView
-from ..extension import Advantages
 from ..sessions import round_threshold
 from ..setting_checks import divides_by_std
-from ..state_file import read_state, write_state
-from .anchors import Anchors
+from .anchors import Anchors, summarize_lengths
 from .evidence import bound_error, state_advantages, state_penalties, state_shift
 from .fixed_classes import Answer, captured, count_tokens, fix_classes, follow_classes
-from .lengths import summarize_lengths
 from .measure import Measured, measure
-from .place import compute_shift
-from .settings import LengthSettings
-from .start_up import DATA_CLASS, LEAVE_OUT
+from .penalties import compute_shift
+from .settings import DATA_CLASS, LEAVE_OUT, LengthSettings
 
 logger = logging.getLogger("verl.offpolicy")
 
@@ -68,7 +65,7 @@ class LengthPenalty(AdvantageExtension):
         return f"{length.kind}{reference}, coefficient={length.coefficient:g}, {length.place} normalisation"
 
     def problems(self, config: DictConfig) -> Sequence[Problem]:
-        from .start_up import find_problems
+        from .settings import find_problems
 
         return tuple(find_problems(self.section, self.length, config))
 

@@ -12,8 +12,7 @@ from ..batch_view import BatchView
 from ..sessions import Sessions, identify_prompts, read_sessions
 from .anchors import Anchors
 from .evidence import Row
-from .penalties import penalties
-from .place import compare_rewards
+from .penalties import compare_rewards, penalties
 from .settings import COLUMN, LengthSettings
 
 

@@ -19,19 +19,30 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 
-from ...batch.rewards import check_rewards
+from ...batch.safe_values import check_rewards
 from ...correction import Problem
 from ...proof.token_alignment import AlignmentChecker, tally_agreements
+from ..add_on import Extension
 from ..advantage_proof import name_hashes
 from ..batch_view import BatchView, last_outputs, read_plain
-from ..extension import Extension
-from .columns import CENTRE, FACTOR, ROW, TEACHER
-from .eligibility import compute_pass_rates, eligible, find_passed
 from .evidence import build_alignment, check_repeated, check_reports, check_teacher, summarize_reports
 from .opd_worker import OpdReport, OpdWorker
 from .settings import OpdSettings
+from .signal import (
+    CENTRE,
+    FACTOR,
+    ROW,
+    TEACHER,
+    compute_centre,
+    compute_factor,
+    compute_gaps,
+    compute_pass_rates,
+    compute_scale,
+    eligible,
+    find_horizon,
+    find_passed,
+)
 from .signal import advantages as replace_advantages
-from .signal import compute_centre, compute_factor, compute_gaps, compute_scale, find_horizon
 from .teacher_client import Row, Scoring, TeacherClient
 
 logger = logging.getLogger("verl.offpolicy")
@@ -112,7 +123,7 @@ class OnPolicyDistillation(Extension):
     # In the trainer -----------------------------------------------------------------------------------------
 
     def begin(self, config: DictConfig) -> None:
-        from .teacher_checks import find_model
+        from .start_up import find_model
 
         read = partial(OmegaConf.select, OmegaConf.create({}) if config is None else config)
         self._source_key = str(read("data.reward_fn_key") or "data_source")

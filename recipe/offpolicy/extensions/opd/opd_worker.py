@@ -9,13 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...batch.checksums import hash_rows
+from ...batch.seals import hash_rows
 from ...proof.verify import LivenessError
-from ..extension import BoundLoss, WorkerExtension
+from ..add_on import BoundLoss, WorkerExtension
 from ..loss_rows import LossRows
-from .columns import CENTRE, FACTOR, ROW, SENT, TEACHER, describe_missing, find_scored
 from .settings import OpdSettings
-from .signal import advantages, compute_gaps, k2_loss
+from .signal import CENTRE, FACTOR, ROW, SENT, TEACHER, advantages, compute_gaps, describe_missing, find_scored, k2_loss
 
 SHIFT = 0.1
 """Nats by which the trial shifts the teacher."""

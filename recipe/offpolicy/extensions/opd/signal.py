@@ -1,4 +1,4 @@
-"""Teacher signals: K1 as an advantage and K2 as a loss, with the gap between student and teacher bounded.
+"""Teacher signals, K1 as an advantage and K2 as a loss: eligible rollouts, formulas, and columns to the workers.
 
 With s and t the log-probs of student and teacher for the same sampled token, K1 = s - t estimates the reverse KL and
 K2 = (s - t)^2 / 2 has its gradient, (s - t) grad s (Schulman 2020, Approximating KL divergence). The gradient of K1
@@ -8,11 +8,76 @@ does not depend on the teacher, so K1 is used as an advantage and never as a los
 from __future__ import annotations
 
 import math
+from collections.abc import Hashable, Iterable, Sequence
 
 import torch
 from torch import Tensor
 
-from ...batch.spread import measure_spread
+from ...batch.safe_values import check_rewards, measure_spread
+
+
+def find_passed(rewards: Tensor, passed_above: float) -> Tensor:
+    """Find the rewards above a threshold, bool; compared in float32, where 0.3 is not above 0.3.
+
+    Example:
+        >>> find_passed(torch.tensor([0.3, 0.5]).double(), 0.3)
+        tensor([False,  True])
+    """
+    return rewards.float() > torch.tensor(passed_above, dtype=torch.float32)
+
+
+def compute_pass_rates(rewards: Tensor, groups: Sequence[Hashable] | Tensor, *, passed_above: float) -> Tensor:
+    """Compute the share of each rollout's group that passes, (B,) float64.
+
+    Args:
+        rewards: (B,) float, one per rollout; a reward exactly at ``passed_above`` does not pass.
+        groups: (B,) prompt of each rollout.
+
+    Raises:
+        ValueError: a reward is not finite, or the number of groups differs.
+    """
+    names = groups.tolist() if isinstance(groups, Tensor) else list(groups)
+    if rewards.dim() != 1 or len(names) != len(rewards):
+        raise ValueError(f"{tuple(rewards.shape)} rewards for {len(names)} groups: expected one of each per rollout.")
+    check_rewards(rewards, names)
+    if not math.isfinite(passed_above):
+        raise ValueError(f"passed_above={passed_above}: not a finite number.")
+    numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
+    group = torch.tensor([numbers[name] for name in names], dtype=torch.int64, device=rewards.device)
+    count = torch.zeros(len(numbers), dtype=torch.float64, device=rewards.device)
+    passed = count.index_add(0, group, find_passed(rewards, passed_above).double())
+    return (passed / count.index_add(0, group, torch.ones_like(group, dtype=torch.float64)))[group]
+
+
+def eligible(
+    rewards: Tensor,
+    groups: Sequence[Hashable] | Tensor,
+    *,
+    passed_above: float,
+    max_pass_rate: float,
+    rows: str = "failed",
+) -> Tensor:
+    """Find the rollouts to distil: those of prompts whose pass rate is at most ``max_pass_rate``, (B,) bool.
+
+    Args:
+        rewards, groups, passed_above: see ``compute_pass_rates``.
+        max_pass_rate: in [0, 1], inclusive.
+        rows: only the ``failed`` rollouts of such prompts, or ``all`` of theirs.
+
+    Raises:
+        ValueError: as ``compute_pass_rates``, or a setting is out of its range.
+
+    Example:
+        >>> eligible(torch.tensor([0.0, 0.0, 1.0, 1.0]), ["a", "a", "a", "b"], passed_above=0.0, max_pass_rate=0.5)
+        tensor([ True,  True, False, False])
+    """
+    if not 0 <= max_pass_rate <= 1:
+        raise ValueError(f"max_pass_rate={max_pass_rate}: not in [0, 1].")
+    if rows not in ("failed", "all"):
+        raise ValueError(f"rows={rows}: not one of failed, all.")
+    hard = compute_pass_rates(rewards, groups, passed_above=passed_above) <= max_pass_rate
+    return hard if rows == "all" else hard & ~find_passed(rewards, passed_above)
+
 
 LOG_PROBS = 1.0
 """Typical size of log-probs in nats: gaps are their differences, with the rounding of numbers of this size."""
@@ -150,3 +215,28 @@ def k2_loss(student: Tensor, teacher: Tensor, mask: Tensor, *, max_gap: float) -
     bounded = compute_gaps(student.detach(), near, mask, max_gap=max_gap)
     gap = torch.where(mask, student - near, 0.0)
     return bounded * (gap - bounded / 2)
+
+
+TEACHER = "offpolicy_opd_teacher"
+"""float32 per token: the teacher's log-prob; NaN where it was not requested."""
+ROW = "offpolicy_opd_row"
+"""int8 per row: 1 for an eligible rollout."""
+FACTOR = "offpolicy_opd_factor"
+"""float32 per row: the schedule's factor / the divisor of the advantages, the same for the whole batch."""
+CENTRE = "offpolicy_opd_centre"
+"""float32 per row: what is subtracted from the gaps, the same for the whole batch."""
+SENT = (TEACHER, ROW, FACTOR, CENTRE)
+"""All columns, which the loss needs."""
+
+
+def describe_missing(arrived: Iterable[str]) -> str:
+    """Describe that teacher log-probs did not reach the loss, and which columns did."""
+    return (
+        f"opd: {TEACHER} did not reach the loss (there: {', '.join(arrived) or 'none of its columns'}). "
+        f"Some code selects the columns that go to the workers, and omits those of opd."
+    )
+
+
+def find_scored(teacher: Tensor, row: Tensor, response_mask: Tensor) -> Tensor:
+    """Find the tokens that the teacher has scored, (B, T) bool."""
+    return row.bool()[:, None] & response_mask.bool() & ~torch.isnan(teacher)

@@ -2,21 +2,113 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
 
 import torch
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 
+from ...batch.declared_keys import choice
 from ...batch.plan import BatchSplit
-from ...correction import Problem
+from ...correction import Problem, SpecError
+from ...correction.problem import find_unmet
 from ...proof.verify import LivenessError
 from ..advantage_proof import AdvantageExtension, AdvantageWorker
 from ..batch_view import BatchView
 from ..sessions import read_sessions
-from .formula import compute_advantages, find_difference
-from .settings import BaselineSettings, find_problems
+from ..setting_checks import OWN_ESTIMATE, find_late_weights, read_values
+
+KEYS = {"over": choice("group", "leave_one_out")}
+
+
+@dataclass(frozen=True)
+class BaselineSettings:
+    """Settings of one run.
+
+    Attributes:
+        over: the rollouts that the baseline of a rollout is made of: all of its group, or the others.
+    """
+
+    over: Literal["group", "leave_one_out"]
+
+    @classmethod
+    def from_mapping(cls, section: str, values: Mapping[str, Any]) -> BaselineSettings:
+        """Read the section.
+
+        Raises:
+            CheckError, SpecError: unknown keys, or invalid values.
+        """
+        given = read_values(section, values, "optimal_baseline/group", KEYS)
+        if "over" not in values:
+            key, fix = f"{section}.over", f"Set {section}=group, or {section}=leave_one_out."
+            raise SpecError("no baseline is named.", fix, key=key, proposed={key: "group"})
+        return cls(**given)
+
+
+def find_problems(section: str, config: DictConfig) -> Iterator[Problem]:
+    """Find conflicts with the configuration."""
+    read, off = partial(OmegaConf.select, config), f"{section}=null"
+    yield from find_unmet(OWN_ESTIMATE, read, off, (section,))
+    yield from find_late_weights(section, config)
+    key = "actor_rollout_ref.rollout.n"
+    if int(read(key) or 1) == 1:
+        reason = "a group of one has no sibling to compare with."
+        yield Problem(key, read(key), reason, f"Set {key}=8, or {off}.", "NO-OP", (section,))
+
+
+ERROR = 1e-9
+"""Accepted error of an advantage, relative to the largest reward of its group, in float64."""
+
+
+def compute_advantages(rewards: Tensor, energy: Tensor, *, leave_one_out: bool) -> Tensor:
+    """Compute R_i - b, b = sum_j e_j R_j / sum_j e_j over the group, or over the siblings of i alone.
+
+    Args:
+        rewards: (n,) float64, of one group.
+        energy: (n,) float64, squared norm of each rollout's weighted gradient, w^2 times that of its score.
+
+    Returns:
+        (n,) float64; 0 for a rollout that is compared with no energy: a group of one, or of weights of 0.
+
+    Example:
+        >>> rewards, energy = torch.tensor([1.0, 0.0]).double(), torch.tensor([3.0, 1.0]).double()
+        >>> compute_advantages(rewards, energy, leave_one_out=False).tolist()  # b = 3 / 4
+        [0.25, -0.75]
+        >>> compute_advantages(rewards, energy, leave_one_out=True).tolist()
+        [1.0, -1.0]
+    """
+    count = len(rewards)
+    of_others = energy.expand(count, count).clone()
+    if leave_one_out:
+        of_others.fill_diagonal_(0.0)
+    # Relative to the largest, so that nothing is divided by less than 1.
+    largest = of_others.amax(-1, keepdim=True)
+    shares = torch.where(largest > 0, of_others / largest, 0.0)
+    # From the first reward on, so that equal rewards give exactly 0.
+    above = rewards - rewards[0]
+    baseline = (shares * above).sum(-1) / shares.sum(-1).clamp(min=1.0)
+    return torch.where(largest[:, 0] > 0, above - baseline, 0.0)
+
+
+def find_difference(
+    seen: Sequence[float], rewards: Sequence[float], energy: Sequence[float], *, leave_one_out: bool
+) -> str | None:
+    """Compare one group's advantages with a second implementation, which shares no code; None if they agree."""
+    count = len(rewards)
+    for at, value in enumerate(seen):
+        others = [j for j in range(count) if not leave_one_out or j != at]
+        most = max((energy[j] for j in others), default=0.0)
+        wanted = 0.0
+        if most > 0:
+            whole = math.fsum(energy[j] / most for j in others)
+            wanted = math.fsum(energy[j] / most * (rewards[at] - rewards[j]) for j in others) / whole
+        if not abs(value - wanted) <= ERROR * max(1.0, *map(abs, rewards)):
+            return f"rollout {at} of {count} has {value:.6g}, but the optimal baseline requires {wanted:.6g}"
+    return None
 
 
 class OptimalBaseline(AdvantageExtension):

@@ -1,7 +1,6 @@
 """pass@k: unbiased estimates, a fit that extrapolates, and advantages that train it."""
 
-from .beta_binomial import NotIdentified, fit
-from .estimators import unbiased, unbiased_dynamic
-from .training import advantages
+from .estimators import advantages, unbiased, unbiased_dynamic
+from .summary import NotIdentified, fit
 
 __all__ = ["NotIdentified", "advantages", "fit", "unbiased", "unbiased_dynamic"]

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from .beta_binomial import maximise_likelihood
+from .summary import maximise_likelihood
 
 
 def allocate(rates: Sequence[float], total: int, *, least: int, most: int, k: int = 4) -> list[int]:

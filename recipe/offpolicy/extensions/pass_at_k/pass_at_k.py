@@ -16,16 +16,14 @@ from torch import Tensor
 from ...correction import Problem
 from ...fault_tolerance.state_schema import PASS_RATES, refuse
 from ...proof.verify import LivenessError
+from ..add_on import Advantages, read_state, write_state
 from ..advantage_proof import AdvantageExtension, AdvantageWorker
 from ..batch_view import BatchView, PromptView
-from ..extension import Advantages
 from ..sessions import Sessions, read_sessions, round_threshold
-from ..state_file import read_state, write_state
 from .budget import PassRates, allocate, identify_chat
-from .estimators import unbiased
+from .estimators import advantages, find_impossible, unbiased
 from .evidence import find_difference, find_wrong_chance
 from .settings import PassAtKSettings
-from .training import advantages, find_impossible
 from .upsampling import NUMBER, BlockSampler, compute_chances, replace_sampler
 from .validation import Validation
 
@@ -71,7 +69,7 @@ class PassAtK(AdvantageExtension):
         return "; ".join(parts) or "validation"
 
     def problems(self, config: DictConfig) -> Sequence[Problem]:
-        from .start_up import find_problems
+        from .settings import find_problems
 
         return tuple(find_problems(self.section, self.pass_at_k, config))
 

@@ -1,4 +1,8 @@
-"""pass@k over prompts: means with intervals by the bootstrap over prompts, and the fit beyond the samples."""
+"""pass@k over prompts: means with bootstrap intervals, and a beta-binomial fit beyond the samples.
+
+A prompt's success rate is drawn from Beta(a, b), its successes from a binomial. The likelihood is the same under any
+rule that ends sampling early, so counts of dynamic rounds need no adjustment.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +13,185 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .beta_binomial import Extrapolation, NotIdentified, extrapolate_with_intervals
 from .estimators import unbiased, unbiased_dynamic
+
+ITERATIONS = 200
+LARGEST_SUM, SMALLEST = 1e3, 1e-6
+"""Beyond this a + b per sample the likelihood is flat: no over-dispersion; below this a or b: all or nothing."""
+
+
+class NotIdentified(ValueError):
+    """The counts do not determine a and b, for the reason given."""
+
+
+def fit(n: Tensor | Sequence[int], c: Tensor | Sequence[int]) -> tuple[float, float]:
+    """Fit Beta(a, b) to the prompts' success rates by maximum likelihood.
+
+    Args:
+        n: (P,) samples of each prompt, 1 or more; they may differ.
+        c: (P,) right ones.
+
+    Returns:
+        a, b.
+
+    Raises:
+        NotIdentified: one prompt, all right, all wrong, one sample per prompt, prompts that are each all right or all
+            wrong, or counts that scatter no more than with one rate for all prompts.
+        ValueError: invalid counts.
+    """
+    n, c = _counts(n, c)
+    if len(n) < 2:
+        raise NotIdentified(f"{len(n)} prompt: a distribution over prompts needs more.")
+    if bool((c == 0).all()) or bool((c == n).all()):
+        raise NotIdentified(f"all samples are {'wrong' if bool((c == 0).all()) else 'right'}.")
+    if bool((n < 2).all()):
+        raise NotIdentified("one sample per prompt: the mean is known, but not how prompts differ.")
+    if bool(((c == 0) | (c == n)).all()):
+        raise NotIdentified("each prompt is all right or all wrong: no rate in between is observed.")
+    pairs, weights = _compress(n, c)
+    a, b, found = maximise_likelihood(pairs[:, 0], pairs[:, 1], weights[None])
+    if not bool(found[0]):
+        raise NotIdentified("counts scatter over prompts no more than with one rate for all of them.")
+    return float(a[0]), float(b[0])
+
+
+def extrapolate(a: float, b: float, k: int) -> float:
+    """Compute pass@k under rates from Beta(a, b), 1 - B(a, b + k) / B(a, b).
+
+    Example:
+        >>> round(extrapolate(1.0, 1.0, 3), 12)
+        0.75
+    """
+    if not (a > 0 and b > 0 and k >= 1):
+        raise ValueError(f"a={a}, b={b}, k={k}: expected a, b > 0 and k >= 1.")
+    log_none = math.lgamma(b + k) - math.lgamma(b) - math.lgamma(a + b + k) + math.lgamma(a + b)
+    return -math.expm1(log_none)
+
+
+@dataclass(frozen=True)
+class Extrapolation:
+    """A fit with its extrapolations, and 95 % bootstrap intervals over prompts.
+
+    Attributes:
+        a, b: parameters of the fit.
+        points: k -> (pass@k, lower end, upper end); the ends are NaN if too many of the draws are not identified.
+    """
+
+    a: float
+    b: float
+    points: dict[int, tuple[float, float, float]]
+
+
+def extrapolate_with_intervals(
+    n: Tensor | Sequence[int], c: Tensor | Sequence[int], ks: Sequence[int], *, draws: int = 400, seed: int = 0
+) -> Extrapolation:
+    """Fit and extrapolate, with intervals by the bootstrap over prompts.
+
+    Raises:
+        NotIdentified, ValueError: as ``fit``.
+    """
+    n, c = _counts(n, c)
+    a, b = fit(n, c)
+    pairs, weights = _compress(n, c)
+    generator = torch.Generator().manual_seed(seed)
+    chosen = torch.multinomial(weights, draws * len(n), replacement=True, generator=generator).view(draws, len(n))
+    drawn = torch.zeros(draws, len(weights), dtype=torch.float64)
+    drawn.scatter_add_(1, chosen, torch.ones_like(chosen, dtype=torch.float64))
+    many_a, many_b, found = maximise_likelihood(pairs[:, 0], pairs[:, 1], drawn)
+    points = {}
+    for k in ks:
+        low = high = math.nan
+        if float(found.double().mean()) >= 0.95:
+            values = torch.tensor(
+                [extrapolate(x, y, k) for x, y in zip(many_a[found].tolist(), many_b[found].tolist(), strict=True)]
+            )
+            low, high = torch.quantile(values, torch.tensor([0.025, 0.975])).tolist()
+        points[k] = (extrapolate(a, b, k), low, high)
+    return Extrapolation(a, b, points)
+
+
+def maximise_likelihood(n: Tensor, c: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Maximise the Beta-binomial likelihood, for several weightings of the same counts at once.
+
+    Newton's steps on (log a, log b), damped so that the likelihood never falls.
+
+    Args:
+        n, c: (U,) float64 counts.
+        weights: (D, U) how many prompts have each.
+
+        weights: (D, U) number of prompts with each count.
+        (D,) a, (D,) b and (D,) bool, False where the likelihood has no maximum inside.
+    """
+    total = weights.sum(-1, keepdim=True).clamp(min=1e-300)
+    weights = weights / total
+    mean = ((weights * c).sum(-1) / (weights * n).sum(-1)).clamp(1e-4, 1 - 1e-4)
+    x = torch.stack([mean, 1 - mean], -1).log()
+    damping = torch.full((len(weights),), 1e-3, dtype=torch.float64)
+    value = _log_likelihood(x, n, c, weights)
+    for _ in range(ITERATIONS):
+        gradient, hessian = _derivatives(x, n, c, weights)
+        if bool((gradient.abs().amax(-1) < 1e-11).all()):
+            break
+        # Damping by the smallest eigenvalue makes it positive definite.
+        floor = torch.linalg.eigvalsh(-hessian)[:, 0].clamp(max=0).abs()
+        shift = (floor + damping)[:, None, None] * torch.eye(2, dtype=torch.float64)
+        step = torch.linalg.solve(shift - hessian, gradient)
+        moved = x + step.clamp(-2, 2)
+        risen = _log_likelihood(moved, n, c, weights)
+        better = risen >= value
+        x = torch.where(better[:, None], moved, x).clamp(-40, 40)
+        value = torch.where(better, risen, value)
+        damping = torch.where(better, damping / 10, damping * 10).clamp(1e-12, 1e12)
+    a, b = x.exp().unbind(-1)
+    inside = (a + b < LARGEST_SUM * n.max()) & (torch.minimum(a, b) > SMALLEST) & torch.isfinite(value)
+    return a, b, inside
+
+
+def _log_likelihood(x: Tensor, n: Tensor, c: Tensor, weights: Tensor) -> Tensor:
+    a, b = x.exp()[..., None].unbind(-2)
+    each = _log_beta(a + c, b + n - c) - _log_beta(a, b)
+    return (weights * each).sum(-1)
+
+
+def _log_beta(a: Tensor, b: Tensor) -> Tensor:
+    return torch.lgamma(a) + torch.lgamma(b) - torch.lgamma(a + b)
+
+
+def _derivatives(x: Tensor, n: Tensor, c: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute gradient (D, 2) and Hessian (D, 2, 2) at log a, log b."""
+    a, b = x.exp()[..., None].unbind(-2)
+
+    def total(values: Tensor) -> Tensor:
+        return (weights * values).sum(-1)
+
+    both = total(torch.digamma(a + b) - torch.digamma(a + b + n))
+    by_a = total(torch.digamma(a + c) - torch.digamma(a)) + both
+    by_b = total(torch.digamma(b + n - c) - torch.digamma(b)) + both
+    bent = total(torch.polygamma(1, a + b) - torch.polygamma(1, a + b + n))
+    by_aa = total(torch.polygamma(1, a + c) - torch.polygamma(1, a)) + bent
+    by_bb = total(torch.polygamma(1, b + n - c) - torch.polygamma(1, b)) + bent
+    a, b = a[:, 0], b[:, 0]
+    gradient = torch.stack([by_a * a, by_b * b], -1)
+    cross = bent * a * b
+    hessian = torch.stack([by_aa * a * a + by_a * a, cross, cross, by_bb * b * b + by_b * b], -1).view(-1, 2, 2)
+    return gradient, hessian
+
+
+def _counts(n: Tensor | Sequence[int], c: Tensor | Sequence[int]) -> tuple[Tensor, Tensor]:
+    n, c = (torch.as_tensor(values, device="cpu").double() for values in (n, c))
+    if n.dim() != 1 or n.shape != c.shape:
+        raise ValueError(f"counts of shapes {tuple(n.shape)} and {tuple(c.shape)}: expected one of each per prompt.")
+    for number, (samples, right) in enumerate(zip(n.tolist(), c.tolist(), strict=True)):
+        if not (samples >= 1 and 0 <= right <= samples and samples % 1 == right % 1 == 0):
+            raise ValueError(f"prompt {number}: {right:g} right of {samples:g} samples: expected 0 <= c <= n, n >= 1.")
+    return n, c
+
+
+def _compress(n: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
+    """Collect equal counts: (U, 2) pairs and (U,) the number of prompts with each."""
+    pairs, times = torch.unique(torch.stack([n, c], -1), dim=0, return_counts=True)
+    return pairs, times.double()
+
 
 DRAWS, BLOCK = 2000, 100
 

@@ -1,6 +1,6 @@
 """Process rewards: each episode of a response is credited with its contribution to log p(answer | prefix)."""
 
 from .advantages import token_advantages, utilities
-from .episodes import episode_ends
+from .prefix_scorer import episode_ends
 
 __all__ = ["episode_ends", "token_advantages", "utilities"]

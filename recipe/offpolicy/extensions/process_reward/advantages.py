@@ -1,4 +1,4 @@
-"""Utilities of episodes, and the per-token advantages computed from them.
+"""Utilities of episodes, the per-token advantages computed from them, and the names of columns that carry them.
 
 The value of a prefix is V = mean log p(answer | prefix + force prompt), and the utility of episode i is
 U_i = V_i - V_{i-1}: the increase of the policy's belief in the answer. Utilities telescope to V_m - V_0.
@@ -12,7 +12,14 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from ...batch.spread import measure_spread
+from ...batch.safe_values import measure_spread
+
+SECTION = "process_reward"
+FIELD = "offpolicy_process"
+"""Key of a row's extra fields, see ``prefix_scorer.RowValues``."""
+UTILITY = "offpolicy_process_utility"
+"""float32 per token: the utility of the episode that ends here; NaN elsewhere."""
+
 
 Normalize = Literal["zscore", "scale", "none"]
 LOG_PROBS = 1.0

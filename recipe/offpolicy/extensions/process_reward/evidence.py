@@ -1,10 +1,11 @@
-"""Proof of process rewards: credit reaches its tokens, and the advantages in the workers are those of the trainer."""
+"""Proof of process rewards: credit reaches its tokens, and the workers' advantages are the trainer's."""
 
 from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -12,9 +13,20 @@ from torch import Tensor
 from ...proof.rollout_log_probs import Column, check_arrived, check_zeros
 from ...proof.token_alignment import AlignmentChecker, tally_agreements
 from ...proof.verify import LivenessError
-from .columns import SECTION
+from ..advantage_proof import AdvantageWorker
+from .advantages import SECTION, UTILITY
 from .prefix_scorer import RowValues
 from .row_utilities import BatchUtilities, move_utility
+
+
+@dataclass(frozen=True)
+class ProcessWorker(AdvantageWorker):
+    """A worker part without settings: advantages are shaped in the trainer, and the loss is verl's."""
+
+    @property
+    def columns(self) -> Mapping[str, str]:
+        return {UTILITY: "increase of log p(answer) by the episode that ends here, in nats; NaN elsewhere"}
+
 
 MOVED_ROWS = 8
 """Most rows of which a utility is moved at the first update."""

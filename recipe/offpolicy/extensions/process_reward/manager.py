@@ -24,7 +24,7 @@ from verl.experimental.agent_loop.agent_loop import AgentLoopManager, AgentLoopW
 from verl_patches import agent_loops, engine_loss
 
 from ...batch.weight_versions import NEWEST_VERSION, OLDEST_VERSION, VERSION
-from .columns import FIELD, SECTION
+from .advantages import FIELD, SECTION
 from .monte_carlo import choose_prefix, continue_prefix
 from .prefix_scorer import PrefixScorer, Row
 from .settings import ProcessSettings

@@ -1,18 +1,222 @@
-"""Values of prefixes, requested from the rollout server right after a row's last token, under the same weights."""
+"""Values of prefixes at the ends of episodes, requested from the rollout server under the same weights."""
 
 from __future__ import annotations
 
 import asyncio
+import itertools
+import math
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from decimal import Decimal
+from functools import lru_cache
 from typing import Any
 from uuid import uuid4
 
-from .answer import AnswerError, Forced, list_pieces, read_answers, tokenize_answer
-from .episodes import episode_ends, find_region
+import numpy as np
+
 from .settings import ProcessSettings
 from .tail_scores import Tail, TailScores
+
+COLUMN = "reward_model.ground_truth"
+"""Column of the data set that holds the answer."""
+
+
+class AnswerError(ValueError):
+    """An answer cannot be scored; the message says why."""
+
+
+@dataclass(frozen=True)
+class Forced:
+    """Ids that follow a prefix.
+
+    Attributes:
+        ids: ids of the force prompt with the answer.
+        answer: number of last ids that overlap the answer's characters.
+    """
+
+    ids: tuple[int, ...]
+    answer: tuple[int, ...]
+
+
+def read_answers(row: Any, most: int) -> list[str]:
+    """Read the answers of a row's ``reward_model`` column: an expression as text, a number, or several alternatives.
+
+    Raises:
+        AnswerError: there is none, or there are more than ``most``.
+    """
+    truth: Any = row.get("ground_truth") if hasattr(row, "get") else None
+    # numpy's arrays, as read from parquet.
+    truth = truth[()] if isinstance(truth, np.ndarray) else truth
+    given = list(truth) if isinstance(truth, list | tuple | np.ndarray) else [truth]
+    answers = [_write(each) for each in given if each is not None and not isinstance(each, dict)]
+    if not answers or not all(answers):
+        raise AnswerError(f"the column {COLUMN} holds no answer: {truth!r}.")
+    if len(answers) > most:
+        raise AnswerError(f"the column {COLUMN} holds {len(answers)} answers, more than max_answers={most}.")
+    return answers
+
+
+def _write(answer: Any) -> str:
+    """Write an answer as a response would: numbers without a trailing ".0" or an exponent, texts without outer spaces.
+
+    Raises:
+        AnswerError: a number that is not finite.
+    """
+    if isinstance(answer, float | np.floating | Decimal):
+        if not math.isfinite(answer):
+            raise AnswerError(f"the column {COLUMN} holds {answer}, which is no answer.")
+        if isinstance(answer, Decimal):
+            return f"{answer.normalize():f}"
+        # A float32 of 0.1 is "0.1", which it would not be as a Python float.
+        return np.format_float_positional(answer if answer else 0.0, trim="-")
+    return str(answer).strip()
+
+
+def tokenize_answer(tokenizer: Any, force_prompt: str, answer: str) -> Forced:
+    """Tokenise force prompt and answer together: a token such as " 42" also holds the prompt's last space.
+
+    Raises:
+        AnswerError: no token holds the answer.
+    """
+    text = force_prompt + answer
+    if getattr(tokenizer, "is_fast", False):
+        found = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        ids, ends = list(found["input_ids"]), [end for _, end in found["offset_mapping"]]
+    else:
+        ids = list(tokenizer(text, add_special_tokens=False)["input_ids"])
+        ends = list(itertools.accumulate(map(len, list_pieces(tokenizer, ids))))
+    behind = [place for place, end in enumerate(ends) if end > len(force_prompt)]
+    if not behind:
+        raise AnswerError(f"no token of {text!r} holds the answer {answer!r}.")
+    return Forced(tuple(ids), tuple(ids[behind[0] :]))
+
+
+def list_pieces(tokenizer: Any, ids: Iterable[int]) -> list[str]:
+    """List the text of each token."""
+    return [_decode(tokenizer, int(each)) for each in ids]
+
+
+@lru_cache(maxsize=1 << 18)
+def _decode(tokenizer: Any, token: int) -> str:
+    text = str(tokenizer.decode([token], skip_special_tokens=False, clean_up_tokenization_spaces=False))
+    # For a single token, sentencepiece's decoder drops the leading space.
+    name = tokenizer.convert_ids_to_tokens(token)
+    return f" {text}" if isinstance(name, str) and name.startswith("▁") and not text.startswith(" ") else text
+
+
+def find_unlike_pieces(tokenizer: Any, texts: Sequence[str]) -> str | None:
+    """Find the first of ``texts`` whose tokens, decoded one by one, differ from the whole; None: none.
+
+    Only ASCII is compared, because a token may be a part of another character, which is not text by itself.
+    """
+    for text in texts:
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        whole = tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        if _keep_ascii("".join(list_pieces(tokenizer, ids))) != _keep_ascii(str(whole)):
+            return text
+    return None
+
+
+def _keep_ascii(text: str) -> str:
+    return text.encode("ascii", "ignore").decode().lstrip()
+
+
+STOPS = (".", "!", "?", "。", "！", "？", "\n")
+"""Characters that end a sentence, unless a digit follows directly."""
+
+
+def episode_ends(
+    pieces: Sequence[str], *, markers: Sequence[str], max_tokens: int, max_episodes: int | None = None
+) -> list[int]:
+    """Find the ends of the episodes, each exclusive, the last one ``len(pieces)``; empty without tokens.
+
+    An episode begins at the token that holds a marker's first character, unless a letter precedes it. Longer episodes
+    are split after the last sentence that fits, or at ``max_tokens`` if no sentence ends.
+
+    Args:
+        pieces: text of each token of the region, which ends before the end of thinking.
+        markers: texts that begin an episode; case-sensitive.
+        max_tokens: limit of an episode, before episodes are joined.
+        max_episodes: limit above which neighbours are joined evenly, keeping the first end; None: no limit.
+
+    Raises:
+        ValueError: a limit below 1, or an empty marker.
+
+    Example:
+        >>> episode_ends(["3", "+", "3", ".", " So", " 1", "."], markers=["So "], max_tokens=4)
+        [4, 7]
+    """
+    if max_tokens < 1 or (max_episodes is not None and max_episodes < 1):
+        raise ValueError(f"max_tokens={max_tokens}, max_episodes={max_episodes}: expected 1 or more.")
+    if not all(markers):
+        raise ValueError("an empty marker would begin an episode at every token.")
+    if not pieces:
+        return []
+    text = "".join(pieces)
+    # Start of each token; the last entry is the length of the text.
+    starts = list(itertools.accumulate(map(len, pieces), initial=0))
+    begins = sorted({bisect_right(starts, place) - 1 for place in _find_markers(text, markers)} - {0})
+    stops = _find_sentence_ends(text, starts)
+    ends: list[int] = []
+    for begin, end in itertools.pairwise([0, *begins, len(pieces)]):
+        ends += _split(begin, end, stops, max_tokens)
+    return ends if max_episodes is None else _join(ends, max_episodes)
+
+
+def _find_markers(text: str, markers: Iterable[str]) -> Iterator[int]:
+    """Find the characters at which a marker begins."""
+    for marker in markers:
+        place = text.find(marker)
+        while place >= 0:
+            if place == 0 or not text[place - 1].isalpha():
+                yield place
+            place = text.find(marker, place + 1)
+
+
+def _find_sentence_ends(text: str, starts: Sequence[int]) -> list[int]:
+    """Find the tokens before which a sentence ends, in order."""
+    found = []
+    for token in range(1, len(starts)):
+        place = starts[token]
+        before = text[:place] if place < 8 else text[place - 8 : place]
+        follows = text[place : place + 1]
+        if place > starts[token - 1] and before.rstrip(" \t").endswith(STOPS) and not follows.isdigit():
+            found.append(token)
+    return found
+
+
+def _split(begin: int, end: int, stops: Sequence[int], max_tokens: int) -> Iterator[int]:
+    """Yield the ends of an episode's parts."""
+    while end - begin > max_tokens:
+        last = bisect_right(stops, begin + max_tokens) - 1
+        begin = stops[last] if last >= 0 and stops[last] > begin else begin + max_tokens
+        yield begin
+    yield end
+
+
+def _join(ends: list[int], most: int) -> list[int]:
+    """Keep ``most`` of the ends, evenly, the first and the last among them."""
+    if len(ends) <= most:
+        return ends
+    if most == 1:
+        return ends[-1:]
+    return [ends[place * (len(ends) - 1) // (most - 1)] for place in range(most)]
+
+
+def find_region(pieces: Sequence[str], think_end: str) -> int:
+    """Find the number of tokens before the one with the first character of ``think_end``; all tokens if it is missing.
+
+    Example:
+        >>> find_region(["2", ".", "</", "think", ">", "4"], "</think>")
+        2
+    """
+    place = "".join(pieces).find(think_end) if think_end else -1
+    if place < 0:
+        return len(pieces)
+    return bisect_right(list(itertools.accumulate(map(len, pieces), initial=0)), place) - 1
+
 
 ROUNDS = 3
 """Number of times that a row's values are requested, until all have one version, that of its last token."""

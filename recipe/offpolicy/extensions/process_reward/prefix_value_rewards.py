@@ -21,18 +21,18 @@ from torch import Tensor
 from verl_patches.execution_path import live_path
 from verl_patches.trainer_v0 import plain_advantage
 
-from ...batch.rewards import check_rewards
+from ...batch.safe_values import check_rewards
 from ...batch.weight_versions import NEWEST_VERSION
 from ...correction import Problem
 from ...proof.dense_rewards import sees_positions
 from ...proof.token_alignment import AlignmentChecker
 from ..advantage_proof import AdvantageExtension, AdvantageReport
 from ..batch_view import BatchView, PromptView, read_agent_fields
-from .advantages import normalize_utilities, token_advantages
-from .columns import FIELD, UTILITY
+from .advantages import FIELD, UTILITY, normalize_utilities, token_advantages
 from .evidence import (
     COARSE,
     TOLERANCES,
+    ProcessWorker,
     average_answers,
     build_scored_row,
     check_column,
@@ -44,9 +44,17 @@ from .evidence import (
 )
 from .monte_carlo import summarize_continuations
 from .prefix_scorer import RowValues
-from .process_metrics import summarize_advantages, summarize_cost, summarize_values, summarize_waste
-from .process_worker import ProcessWorker
-from .row_utilities import BatchUtilities, build_utilities, check_values, find_waste, read_values
+from .row_utilities import (
+    BatchUtilities,
+    build_utilities,
+    check_values,
+    find_waste,
+    read_values,
+    summarize_advantages,
+    summarize_cost,
+    summarize_values,
+    summarize_waste,
+)
 from .settings import ProcessSettings
 from .start_up import MANAGER, find_manager, serve_scores
 

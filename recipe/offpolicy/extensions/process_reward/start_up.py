@@ -11,7 +11,7 @@ from verl_patches.execution_path import live_path
 
 from ...correction import Problem
 from ...correction.problem import set_to
-from .answer import find_unlike_pieces
+from .prefix_scorer import find_unlike_pieces
 from .settings import ProcessSettings
 
 ROLLOUT = "actor_rollout_ref.rollout"

@@ -15,7 +15,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ...batch.spread import ROUNDING, SMALLEST, measure_spread
+from ...batch.safe_values import ROUNDING, SMALLEST, measure_spread
 
 Normalize = Literal["turn_index", "return_to_go"]
 ERROR = 1e-7

@@ -1,21 +1,166 @@
-"""Parsing and validation of the keys ``offpolicy.alarms``."""
+"""Alarms: the keys ``offpolicy.alarms``, the number each compares with its bounds, and the state machine of one."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
-from typing import Any, Final, get_args
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from statistics import median
+from typing import Any, Final, Literal, get_args
 
 from omegaconf import DictConfig, OmegaConf
 
-from ...batch.declared_keys import Key, Rule, Section, count, number
-from ...batch.shipped_defaults import read_shipped_defaults
+from ...batch.declared_keys import Key, Rule, Section, count, number, read_shipped_defaults
 from ...correction import CorrectionSpec, Problem, SpecError
-from ...correction.problem import set_to
-from ...correction.spelling import find_closest
-from .alarm import Action, AlarmRule, Band
-from .alarm_statistics import GROWTH, NAMES, OF_EXTENSIONS, RANGES, explain_constant
+from ...correction.bounds import format_bounds
+from ...correction.problem import find_closest, set_to
+from ...correction.proximal import OF_THE_TRAINER
+
+Action = Literal["off", "warn", "stop", "fallback"]
+Event = Literal["none", "fired", "recovered"]
+
+_SHOWN = 5  # most values listed in a message
+
+
+@dataclass(frozen=True)
+class Band:
+    """Inclusive bounds; None leaves a side open. NaN is outside every band."""
+
+    lower: float | None
+    upper: float | None
+
+    def contains(self, value: float) -> bool:
+        """Return True if ``value`` is inside."""
+        if math.isnan(value):
+            return False
+        return (self.lower is None or value >= self.lower) and (self.upper is None or value <= self.upper)
+
+    def __str__(self) -> str:
+        """Format as ``[0.5, 2]``."""
+        return format_bounds({"lower": self.lower, "upper": self.upper})
+
+
+@dataclass(frozen=True)
+class AlarmRule:
+    """The condition under which an alarm fires and re-arms.
+
+    Attributes:
+        band: accepted values.
+        recovery: values that re-arm the alarm, a part of ``band``.
+        patience: consecutive updates outside ``band`` after which it fires.
+        recovery_patience: consecutive updates inside ``recovery`` after which it re-arms.
+    """
+
+    band: Band
+    recovery: Band
+    patience: int
+    recovery_patience: int
+
+
+@dataclass(frozen=True)
+class AlarmState:
+    """The counters of one alarm.
+
+    Attributes:
+        firing: it has fired and has not re-armed.
+        beyond: consecutive updates outside the band, up to the last one.
+        calm: consecutive updates inside the recovery band, up to the last one.
+        values: the latest values of the updates that ``beyond`` counts.
+    """
+
+    firing: bool = False
+    beyond: int = 0
+    calm: int = 0
+    values: tuple[float, ...] = ()
+
+    def advance(self, rule: AlarmRule, value: float) -> tuple[AlarmState, Event]:
+        """Return the state after an update with ``value``, and the event."""
+        inside = rule.band.contains(value)
+        state = replace(
+            self,
+            beyond=0 if inside else self.beyond + 1,
+            calm=self.calm + 1 if rule.recovery.contains(value) else 0,
+            values=() if inside else (*self.values, value)[-_SHOWN:],
+        )
+        if not state.firing and state.beyond >= rule.patience:
+            return replace(state, firing=True), "fired"
+        if state.firing and state.calm >= rule.recovery_patience:
+            return replace(state, firing=False), "recovered"
+        return state, "none"
+
+
+NAMES: Final = ("ess", "mean_weight", "kept_share", "nonfinite", "mismatch_growth", "opd_overlap")
+GROWTH: Final = "mismatch_growth"
+RANGES: Final = {
+    "ess": (0.0, 1.0),
+    "mean_weight": (0.0, math.inf),
+    "kept_share": (0.0, 1.0),
+    "nonfinite": (0.0, math.inf),
+    "mismatch_growth": (0.0, math.inf),
+    "opd_overlap": (0.0, 1.0),
+}
+"""Smallest and largest possible value of each alarm's statistic."""
+OF_EXTENSIONS: Final[Mapping[str, tuple[str, str]]] = {"opd_overlap": ("opd", "opd/gap/extreme_share")}
+"""Alarm on an extension's metric -> the section that must be on, and the metric; NaN counts as no update."""
+_COUNTED: Final = ("rollout_log_prob", "old_log_prob", "log_prob", "advantages")
+
+
+def find_statistic(name: str, spec: CorrectionSpec) -> str:
+    """Return the name of the statistic that an alarm reads: below ``offpolicy/``, or an extension's.
+
+    Without a weight it is the statistic of the ratio that a weight would use: pi_old / mu, or pi / mu if pi_old does
+    not come from the trainer's weights and pi_old / mu shows no mismatch.
+    """
+    trainers_own = spec.proximal in OF_THE_TRAINER
+    ratio = "rollout_ratio" if trainers_own else "full_ratio"
+    match name:
+        case "ess":
+            return "weight/ess" if spec.all_weights else f"{ratio}/ess"
+        case "mean_weight":
+            if not spec.all_weights:
+                return f"{ratio}/mean"
+            # Self-normalised weights always have mean 1.
+            return "raw_weight/mean" if spec.normalized is not None else "weight/mean"
+        case "kept_share":
+            return "keep/token_share"
+        case "nonfinite":
+            return "nonfinite"
+        case "mismatch_growth":
+            return "kl/k3" if trainers_own else f"{ratio}/chi2"
+        case _ if name in OF_EXTENSIONS:
+            return OF_EXTENSIONS[name][1]
+        case _:
+            raise ValueError(f"no alarm {name!r}: one of {', '.join(NAMES)}")
+
+
+def explain_constant(name: str, spec: CorrectionSpec) -> str:
+    """Return why an alarm's statistic cannot change under a correction; empty if it can."""
+    if name == "kept_share" and not spec.masks and not spec.weight_rejects:
+        return "the correction has no mask and no weight that rejects, so everything is kept."
+    return ""
+
+
+def read_value(name: str, spec: CorrectionSpec, values: Mapping[str, float]) -> float:
+    """Read an alarm's value from the statistics of an update; NaN if it is missing."""
+    if name == "nonfinite":
+        found = [values[key] for what in _COUNTED if (key := f"nonfinite/{what}") in values]
+        return sum(found) if found else math.nan
+    return values.get(find_statistic(name, spec), math.nan)
+
+
+def compute_growth(past: Sequence[float], value: float, *, history: int, least: float) -> float | None:
+    """Compute ``value`` over the median of ``past``; None while fewer than ``history`` values are known.
+
+    Args:
+        past: mismatch of the previous updates, finite.
+        least: floor of both the value and the median, so that growth from near zero is ignored.
+    """
+    if math.isnan(value):
+        return math.nan
+    if len(past) < history:
+        return None
+    return max(value, least) / max(median(past), least)
+
 
 SECTION = "offpolicy.alarms"
 DEFAULTS: Final[Mapping[str, dict[str, Any]]] = read_shipped_defaults("alarms")

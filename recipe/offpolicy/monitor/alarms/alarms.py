@@ -12,9 +12,17 @@ from typing import Any
 from omegaconf import DictConfig
 
 from ...correction import CorrectionSpec
-from .alarm import AlarmState
-from .alarm_settings import GROWTH, SECTION, AlarmSettings, read_settings
-from .alarm_statistics import OF_EXTENSIONS, compute_growth, find_statistic, read_value
+from .alarm_settings import (
+    GROWTH,
+    OF_EXTENSIONS,
+    SECTION,
+    AlarmSettings,
+    AlarmState,
+    compute_growth,
+    find_statistic,
+    read_settings,
+    read_value,
+)
 
 logger = logging.getLogger("verl.offpolicy")
 

@@ -8,9 +8,8 @@ from typing import Any, Final
 from omegaconf import DictConfig, OmegaConf
 
 from ...correction import CorrectionSpec, recommended
-from ...correction.bound_text import format_bounds
-from .alarm_settings import DEFAULTS, SECTION
-from .alarm_statistics import GROWTH, find_statistic
+from ...correction.bounds import format_bounds
+from .alarm_settings import DEFAULTS, GROWTH, SECTION, find_statistic
 
 HEALTHY_KL: Final = 1e-3
 """Largest KL(mu, pi_old), in nats per token, between two healthy engines; dense models have 1e-4 to 5e-4."""

@@ -9,14 +9,25 @@ import torch
 from torch import Tensor
 
 from ...correction import CorrectionSpec, MaskSpec, Statistic, WeightSpec
+from ...correction.bounds import WEIGHT, Side
 from ...correction.deferred_value import DeferredValue
 from ...correction.masks import compute_extremes, find_applicable
-from ...correction.moving_bounds import WEIGHT, Side
 from ...correction.ratios import clamp_and_exp, compute_excess, compute_log_ratio, find_valid_tokens
 from ...correction.units import Units, partition_units
 from ...correction.weights import compute_log_weight
-from .histogram import CAPS, DISTANCE, EDGES, ESS, KEPT, NOISE, UNITS, WEIGHT_SUMS, get_reduction, sum_by_bin
-from .schedule import find_moving_sides
+from .histogram import (
+    CAPS,
+    DISTANCE,
+    EDGES,
+    ESS,
+    KEPT,
+    NOISE,
+    UNITS,
+    WEIGHT_SUMS,
+    find_moving_sides,
+    get_reduction,
+    sum_by_bin,
+)
 
 
 @torch.no_grad()

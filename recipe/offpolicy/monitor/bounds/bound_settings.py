@@ -8,14 +8,12 @@ from typing import Any, Final, get_args
 
 from omegaconf import DictConfig, OmegaConf
 
-from ...batch.declared_keys import Key, Rule, Section, choice, count, number
-from ...batch.shipped_defaults import read_shipped_defaults
+from ...batch.declared_keys import Key, Rule, Section, choice, count, number, read_shipped_defaults
 from ...correction import CorrectionSpec, MaskSpec, Problem
-from ...correction.moving_bounds import WEIGHT, Side
+from ...correction.bounds import WEIGHT, Side
 from ...correction.problem import format_value, set_to
 from ...correction.proximal import MU_ITSELF
-from .histogram import find_keeping_distance, find_widest_cap
-from .schedule import Schedule, compute_distances, find_moving_sides
+from .histogram import Schedule, compute_distances, find_keeping_distance, find_moving_sides, find_widest_cap
 
 SECTION = "offpolicy.calibrate"
 DEFAULTS: Final = read_shipped_defaults("calibrate")

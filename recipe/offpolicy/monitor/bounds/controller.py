@@ -9,12 +9,22 @@ from typing import Any
 from omegaconf import DictConfig
 
 from ...correction import CorrectionSpec, MaskSpec, Reduction, Statistic, WeightSpec
-from ...correction.bound_text import format_bounds
-from ...correction.moving_bounds import WEIGHT, Bounds, format_part_path, read_bounds, replace_bounds
+from ...correction.bounds import WEIGHT, Bounds, format_bounds, format_part_path, read_bounds, replace_bounds
 from ...correction.statistics import merge_all
 from .bound_settings import Settings, read_settings
-from .histogram import DISTANCE, ESS, KEPT, NOISE, count_bins, get_reduction, read_histogram
-from .schedule import compute_distances, compute_next_bounds, find_moving_sides, find_obstacles
+from .histogram import (
+    DISTANCE,
+    ESS,
+    KEPT,
+    NOISE,
+    compute_distances,
+    compute_next_bounds,
+    count_bins,
+    find_moving_sides,
+    find_obstacles,
+    get_reduction,
+    read_histogram,
+)
 
 logger = logging.getLogger("verl.offpolicy")
 

@@ -1,5 +1,9 @@
 """Backend, staleness and drift as shares of the variance and of the KL divergence of log pi/mu.
 
+Per token, in nats: total L = log pi - log mu, gap G = log pi_old - log mu, drift L - G. A token is *fresh* if the
+weights at the start of its step sampled it: then G is the backend's. In a *stale* token G is backend plus staleness,
+which can be separated only with fresh tokens of the same probability.
+
 Variance: the share of x is Cov(x, L) / Var(L) over tokens, so the shares of backend, staleness and drift sum to 1; a
 share is negative if it reduces the total.
 
@@ -15,15 +19,82 @@ be independent of staleness and drift within a bin of probability. With too few 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections import deque
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from functools import cache
+from typing import Final, Literal
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
-from ...batch.spread import ROUNDING
-from .sums import AGES, COLUMNS, SHAPE
+from ...batch.safe_values import ROUNDING
+from ...correction.deferred_value import DeferredValue
+from ...correction.ratios import compute_divergence
+from ...correction.statistics import Reduction, Statistic
+
+EDGES: Final = (-6.907755278982137, -4.605170185988091, -2.302585092994046, -0.6931471805599453, -0.10536051565782628)
+"""Upper edges of the bins of probability, in log mu: 0.001, 0.01, 0.1, 0.5, 0.9."""
+BINS: Final = ("< 0.001", "0.001-0.01", "0.01-0.1", "0.1-0.5", "0.5-0.9", "> 0.9")
+"""Probability under mu, by bin; mu is closer than pi_old to the weights that sampled a stale token."""
+
+AGES: Final = ("fresh", "stale", "unknown")
+COLUMNS: Final = ("tokens", "total", "total_square", "gap", "gap_square", "gap_total", "gap_k3", "total_k3")
+"""n, sum L, sum L^2, sum G, sum G^2, sum G L, sum k3(G), sum k3(L), with k3(x) = exp(x) - 1 - x."""
+SHAPE: Final = (len(AGES), len(BINS), len(COLUMNS))
+
+
+@torch.no_grad()
+def compute_sums_by_row(
+    rollout_log_prob: Tensor,
+    old_log_prob: Tensor,
+    log_prob: Tensor,
+    response_mask: Tensor,
+    staleness: Tensor | None,
+) -> Tensor:
+    """Compute the sums of each row.
+
+    Args:
+        rollout_log_prob, old_log_prob, log_prob: (B, T) log mu, log pi_old, log pi, any float dtype.
+        response_mask: (B, T) bool or 0/1; a token with a log-prob that is not finite is excluded.
+        staleness: (B,) integers, or (B, T) per token, steps from the weights that sampled to those at the start of the
+            step, below 0 if unknown; None: unknown for all rows.
+
+    Returns:
+        (B, *SHAPE) float64.
+    """
+    mu = rollout_log_prob.detach().double()
+    differences = torch.stack((log_prob.detach() - mu, old_log_prob.detach() - mu))
+    # Both are finite if all three log-probs are; a number minus itself is 0 only if it is finite.
+    valid = response_mask.bool() & (differences - differences == 0).all(0)
+    differences = torch.where(valid, differences, 0.0)
+    squares, k3 = differences.square(), compute_divergence("k3", differences)
+    total, gap = differences.unbind()
+    columns = torch.stack(
+        [valid.double(), total, squares[0], gap, squares[1], gap * total, k3[1], k3[0]],
+        dim=-1,
+    )
+    rows, ages, bins, width = len(valid), *SHAPE
+    # Columns are 0 where tokens are not valid, so their bin does not matter.
+    place = torch.bucketize(mu, _edges(valid.device), right=True)
+    if staleness is None:
+        age = torch.full((rows, 1), AGES.index("unknown"), device=valid.device)
+    else:
+        known = staleness.to(valid.device).reshape(rows, -1)
+        age = torch.where(known < 0, AGES.index("unknown"), (known > 0).long())
+    place = place + bins * (age + ages * torch.arange(rows, device=valid.device)[:, None])
+    sums = torch.zeros(rows * ages * bins, width, dtype=torch.float64, device=valid.device)
+    sums.index_add_(0, place.flatten(), columns.reshape(-1, width))
+    return sums.reshape(rows, *SHAPE)
+
+
+@cache
+def _edges(device: torch.device) -> Tensor:
+    return torch.tensor(EDGES, dtype=torch.float64, device=device)
+
 
 LEAST_TOKENS: Final = 20
 """Number of fresh tokens that make a bin of probability known."""
@@ -206,3 +277,90 @@ def _split(whole: Array, rollout: Array, backend: Array, identified: NDArray[np.
         drift=(whole - rollout) * scale,
         identified=identified,
     )
+
+
+PARTS: Final = ("rollout", "backend", "staleness", "drift")
+WHOLES: Final = ("variance", "kl")
+
+
+@dataclass(frozen=True)
+class ShareStatistic(Statistic):
+    """Share of the variance or of the KL; its parts are ``sums.compute_sums_by_row`` over all rows, flat.
+
+    Attributes:
+        whole: the quantity that is split.
+        part: name of the share.
+    """
+
+    whole: Literal["variance", "kl"] = "variance"
+    part: str = "rollout"
+
+    def value(self) -> float:
+        """Compute the share; NaN if it is not identified, or the whole is 0."""
+        of_variance, of_kl = compute_shares([float(part) for part in self.parts])
+        share = getattr(of_variance if self.whole == "variance" else of_kl, self.part)
+        return math.nan if share is None else float(share)
+
+
+def build_share_statistics(sums: Sequence[float]) -> dict[str, Statistic]:
+    """Build ``attribution/{variance,kl}_share/{rollout,backend,staleness,drift}``.
+
+    Args:
+        sums: result of ``sums.compute_sums_by_row``, summed over rows, flat, already on the host.
+    """
+    parts = tuple(sums)
+    return {
+        f"attribution/{whole}_share/{part}": ShareStatistic(Reduction.SUM, parts, whole=whole, part=part)
+        for whole in WHOLES
+        for part in PARTS
+    }
+
+
+def defer_share_statistics(
+    *,
+    rollout_log_prob: Tensor,
+    old_log_prob: Tensor,
+    log_prob: Tensor,
+    response_mask: Tensor,
+    staleness: Tensor | None,
+) -> DeferredValue[dict[str, Statistic]]:
+    """Compute the share statistics of some rows on the device; arguments as in ``sums.compute_sums_by_row``.
+
+    Staleness must be None if pi_old is not a forward pass of the weights at the start of the step, because the backend
+    then cannot be separated from the rest.
+    """
+    sums = compute_sums_by_row(rollout_log_prob, old_log_prob, log_prob, response_mask, staleness)
+    return DeferredValue(sums.sum(0).flatten(), build_share_statistics)
+
+
+class RecentFloor:
+    """Sums of the last ``RECENT`` updates, one small table each."""
+
+    def __init__(self) -> None:
+        self._tables: deque[NDArray[np.float64]] = deque(maxlen=RECENT)
+
+    def add(self, statistics: Mapping[str, Statistic]) -> None:
+        """Add the sums of one update."""
+        table = _read_sums(statistics)
+        if table is not None:
+            self._tables.append(table)
+
+    def compute_shares(self, statistics: Mapping[str, Statistic]) -> dict[str, float]:
+        """Compute the values of ``build_share_statistics``; NaN for a share that earlier updates do not identify."""
+        table = _read_sums(statistics)
+        if table is None:
+            return {}
+        floor, _ = choose_floor(table, np.sum(self._tables, axis=0) if self._tables else None)
+        values = {}
+        for whole, split in zip(WHOLES, compute_shares(table, floor), strict=True):
+            for part in PARTS:
+                share = getattr(split, part)
+                values[f"attribution/{whole}_share/{part}"] = math.nan if share is None else float(share)
+        return values
+
+
+def _read_sums(statistics: Mapping[str, Statistic]) -> NDArray[np.float64] | None:
+    for statistic in statistics.values():
+        if isinstance(statistic, ShareStatistic):
+            return np.array([float(part) for part in statistic.parts]).reshape(SHAPE)
+    return None

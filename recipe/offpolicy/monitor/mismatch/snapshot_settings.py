@@ -1,8 +1,9 @@
-"""Parsing and validation of the keys ``offpolicy.late_weights``."""
+"""The keys ``offpolicy.late_weights``, and the lag of the rollout engine's weights behind those kept."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -10,11 +11,9 @@ from omegaconf import DictConfig, OmegaConf
 
 from verl_patches.execution_path import USE_V1, live_path
 
-from ...batch.declared_keys import Section, count
-from ...batch.shipped_defaults import read_shipped_defaults
+from ...batch.declared_keys import Section, count, read_shipped_defaults
 from ...correction import Problem
-from ...correction.problem import set_to
-from ...correction.requirement import Requirement, find_unmet
+from ...correction.problem import Requirement, find_unmet, set_to
 
 SECTION = "offpolicy.late_weights"
 SNAPSHOTS = f"{SECTION}.snapshots"
@@ -81,3 +80,19 @@ def _find_obstacles(config: DictConfig, snapshots: int) -> Iterator[Problem]:
     for each in find_unmet(_REQUIREMENTS, partial(OmegaConf.select, config), off, ()):
         # Reported at this package's key; the user must decide which of the two is intended.
         yield replace(each, key=SNAPSHOTS, value=snapshots, overrides=(), alongside={each.key: each.value})
+
+
+TOLD = 0.5
+"""Largest distance of older weights from mu, as a share of the current weights' distance, that identifies a lag."""
+
+
+def find_lag(apart: Sequence[float]) -> int | None:
+    """Find the number of updates by which the engine's weights lag; None if it cannot be identified.
+
+    Args:
+        apart: mean |log mu - log pi| of a few tokens under the current weights, the previous ones, and so on.
+    """
+    if not all(map(math.isfinite, apart)):
+        return None
+    nearest = min(range(len(apart)), key=apart.__getitem__)
+    return nearest if nearest == 0 or apart[nearest] <= TOLD * apart[0] else None

@@ -13,8 +13,7 @@ from typing import Any
 from hydra.utils import get_class
 from omegaconf import MISSING, DictConfig, OmegaConf
 
-from ...correction.problem import EVERYTHING, Problem, remove, set_to
-from ...correction.spelling import find_closest
+from ...correction.problem import EVERYTHING, Problem, find_closest, remove, set_to
 from ..composed import ACTOR, BYPASS, LOSS_MODE, Composed, copy_config, name_part
 
 logger = logging.getLogger("verl.offpolicy")

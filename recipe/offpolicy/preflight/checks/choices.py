@@ -14,8 +14,7 @@ from omegaconf import ListConfig
 
 from verl_patches.execution_path import USE_V1
 
-from ...correction.problem import Problem
-from ...correction.spelling import find_closest
+from ...correction.problem import Problem, find_closest
 from ..composed import ACTOR, BACKEND, ESTIMATOR, FSDP, LOSS_MODE, MEGATRON, MODE, NAME, ROLLOUT, VERL, Composed
 from ..python_source import find_source
 

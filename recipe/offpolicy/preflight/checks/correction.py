@@ -11,9 +11,8 @@ from verl_patches.execution_path import USE_V1, count_prompts, describe_mode
 from verl_patches.releases import attributes_of
 
 from ...correction import MaskSpec, WeightSpec
-from ...correction.baseline import GROUP_ESTIMATORS
-from ...correction.bound_limits import compute_arithmetic_limit, compute_proposal_limit
-from ...correction.denominator import HAS_DENOMINATOR
+from ...correction.denominator import GROUP_ESTIMATORS, HAS_DENOMINATOR
+from ...correction.mask_spec import compute_arithmetic_limit, compute_proposal_limit
 from ...correction.problem import Problem, format_value
 from ...correction.ratios import EXP_CLAMP
 from ...correction.validation import get_usual_bounds

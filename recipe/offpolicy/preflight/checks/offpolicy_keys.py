@@ -9,8 +9,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from ...batch.declared_keys import build_unknown
-from ...correction.problem import Problem, format_value, remove, set_to
-from ...correction.spelling import find_closest
+from ...correction.problem import Problem, find_closest, format_value, remove, set_to
 from ...delivery.delivery_settings import find_problems as delivery_problems
 from ...extensions.registry import find_problems as extension_problems
 from ...fault_tolerance.watchdog import find_problems as watchdog_problems

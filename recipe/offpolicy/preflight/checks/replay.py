@@ -10,11 +10,15 @@ from verl_patches.contract import installed_release
 from verl_patches.runtime_env import KEY as RUNTIME_ENV
 from verl_patches.runtime_env import MODEL_RUNNER
 
-from ...correction.problem import Problem, set_to
+from ...correction.problem import Problem, find_unmet, set_to
 from ...correction.proximal import WITHOUT_FORWARD
-from ...correction.requirement import find_unmet
-from ...replay.obstacles import list_requirements
-from ...replay.replay_settings import MEGATRON_ROUTER_REPLAY, RECORDED, ROUTER_REPLAY, replays_on_fsdp
+from ...replay.replay_settings import (
+    MEGATRON_ROUTER_REPLAY,
+    RECORDED,
+    ROUTER_REPLAY,
+    list_requirements,
+    replays_on_fsdp,
+)
 from ..composed import ACTOR, BATCH, BYPASS, MEGATRON, MINI_BATCH, NAME, PROXIMAL, REPLAY_PART, VERL, Composed
 from ..model_files import find_experts
 from .correction import build_two_steps

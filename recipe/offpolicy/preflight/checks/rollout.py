@@ -14,11 +14,8 @@ from yaml import YAMLError
 from verl_patches.execution_path import STRATEGY
 from verl_patches.runtime_env import KEY as RUNTIME_ENV
 
-from ...correction.problem import MU, Problem, set_to
-from ...correction.requirement import Requirement, find_unmet
-from ...correction.spelling import find_closest
-from ...support.obstacles import OF_CENTERING, REQUIREMENTS
-from ...support.support_settings import CENTERING, SIZE, SUPPORT
+from ...correction.problem import MU, Problem, Requirement, find_closest, find_unmet, set_to
+from ...support.support_settings import CENTERING, OF_CENTERING, REQUIREMENTS, SIZE, SUPPORT
 from ..composed import (
     ACTOR,
     ENGINE,

@@ -31,8 +31,7 @@ from verl_patches.execution_path import count_prompts
 from ...correction import CorrectionSpec, SpecError
 from ...correction.dialects.verl import VERL_DEFAULTS as DEFAULTS
 from ...correction.dialects.verl import read_verl_rejections, read_verl_weight_bounds
-from ...correction.problem import Problem, format_value, remove, set_to
-from ...correction.spelling import find_closest
+from ...correction.problem import Problem, find_closest, format_value, remove, set_to
 from ...extensions.registry import list_registered
 from ..composed import ACTOR, BYPASS, LOSS_MODE, MODE, MU_KEY, VERL, Composed, name_part, to_mapping
 from .replay import check_router_replay

@@ -14,7 +14,7 @@ from recipe.offpolicy.analysis.attribution.attribution_tables import (
     list_fixes,
 )
 from recipe.offpolicy.analysis.attribution.causes.cause import Cause
-from recipe.offpolicy.analysis.attribution.profiles import Bucket
+from recipe.offpolicy.analysis.attribution.frames import Bucket
 from tests.support.recordings import drawn_rows
 
 

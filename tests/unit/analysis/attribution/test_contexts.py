@@ -8,14 +8,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from recipe.offpolicy.analysis.attribution.causes.contexts import center_within_contexts, sum_probabilities
 from recipe.offpolicy.analysis.attribution.causes.sampled_tokens import (
     SampledTokens,
+    center_within_contexts,
     collect_tokens,
     estimate,
     sum_by_cluster,
+    sum_probabilities,
 )
-from recipe.offpolicy.analysis.attribution.valid_tokens import ValidTokens
+from recipe.offpolicy.analysis.attribution.frames import ValidTokens
 from tests.support.recordings import drawn_rows
 
 COUNT = np.arange(4)

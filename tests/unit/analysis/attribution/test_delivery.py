@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from recipe.offpolicy.analysis.attribution.attribution import attribute
-from recipe.offpolicy.analysis.attribution.causes.delivery import ROUNDED, UNDELIVERED, judge_delivery
+from recipe.offpolicy.analysis.attribution.causes.find import ROUNDED, UNDELIVERED, judge_delivery
 from recipe.offpolicy.recording import Recording, RecordingError
 from tests.support.paths import ROOT
 

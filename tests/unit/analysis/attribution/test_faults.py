@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from recipe.offpolicy.analysis.attribution import faults, row_sample
+from recipe.offpolicy.analysis.attribution import faults, scored_rows
 from recipe.offpolicy.analysis.attribution.attribution import attribute as attributed
 from recipe.offpolicy.analysis.attribution.attribution_tables import (
     build_shares_table,
@@ -92,7 +92,7 @@ def test_faults_are_named_with_their_fix_and_numerics_are_none() -> None:
 
 def test_a_long_recording_is_looked_at_in_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """2 of 5 steps, the ends, and of each the same prompt: 10 tokens are not enough for two, of 2 rows of 3 each."""
-    monkeypatch.setattr(row_sample, "STEPS", 2)
+    monkeypatch.setattr(scored_rows, "STEPS", 2)
     monkeypatch.setattr(faults, "TOKENS", 2 * 10)
     prompts = np.repeat([11, 12, 13, 14], 2).astype(np.int32)
     for step in range(1, 6):

@@ -25,7 +25,7 @@ from recipe.offpolicy.analysis.attribution.decomposition import (
 )
 from recipe.offpolicy.analysis.attribution.frames import compute_routing_sums, compute_row_sums
 from recipe.offpolicy.analysis.pages import to_rich
-from recipe.offpolicy.monitor.mismatch.sums import compute_sums_by_row
+from recipe.offpolicy.monitor.mismatch.shares import compute_sums_by_row
 from recipe.offpolicy.recording import Rows, concatenate
 from recipe.offpolicy.recording.schema import WITHOUT_REPLAY
 from tests.support.recordings import drawn_rows, sampled_by

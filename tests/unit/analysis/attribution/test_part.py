@@ -9,14 +9,26 @@ import numpy as np
 import polars as pl
 import pytest
 
-from recipe.offpolicy.analysis.attribution import attribution, part
-from recipe.offpolicy.analysis.attribution.attribution import attribute, attribute_rows
+from recipe.offpolicy.analysis.attribution import attribution
+from recipe.offpolicy.analysis.attribution.attribution import (
+    Part,
+    attribute,
+    attribute_rows,
+    join_parts,
+    summarize_rows,
+)
 from recipe.offpolicy.analysis.attribution.decomposition import resample
-from recipe.offpolicy.analysis.attribution.frames import compute_row_sums, count_by_age, iterate_bounds, sum_cells
-from recipe.offpolicy.analysis.attribution.part import Part, join_parts, summarize_rows
-from recipe.offpolicy.analysis.attribution.profiles import build_profiles
-from recipe.offpolicy.analysis.attribution.row_sample import RowSample
-from recipe.offpolicy.analysis.attribution.valid_tokens import hash_ids, hash_prompts, mix
+from recipe.offpolicy.analysis.attribution.frames import (
+    build_profiles,
+    compute_row_sums,
+    count_by_age,
+    hash_ids,
+    hash_prompts,
+    iterate_bounds,
+    mix,
+    sum_cells,
+)
+from recipe.offpolicy.analysis.attribution.scored_rows import RowSample
 from recipe.offpolicy.analysis.attribution.worst_examples import merge_copies
 from recipe.offpolicy.recording import Recording, Rows, concatenate
 from tests.support.recordings import drawn_rows, record, same
@@ -54,7 +66,7 @@ def assert_alike(found: Part, expected: Part) -> None:
 @pytest.mark.parametrize("together", [1, 64])
 def test_parts_of_steps_add_up(together: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of both at once differ in their step alone, which tells contexts apart."""
-    monkeypatch.setattr(part, "_TOGETHER", together)
+    monkeypatch.setattr(attribution, "_TOGETHER", together)
     first, second = draw(5), draw(6, rows=7)
     found = join_parts(
         [summarize_rows(first, (0,), worst=4), summarize_rows(second, (1,), worst=4, left_out=3)], worst=4

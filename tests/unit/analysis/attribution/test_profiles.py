@@ -15,18 +15,26 @@ from hypothesis.extra.numpy import arrays
 from numpy.typing import NDArray
 
 from recipe.offpolicy.analysis.attribution import frames
-from recipe.offpolicy.analysis.attribution.frames import PROFILES, merge, place_cells, sum_cells
-from recipe.offpolicy.analysis.attribution.profiles import Bucket, build_profiles
-from recipe.offpolicy.analysis.attribution.token_text import TokenDecoder, escape, load_decoder
-from recipe.offpolicy.analysis.attribution.valid_tokens import select_valid_tokens
+from recipe.offpolicy.analysis.attribution.frames import (
+    PROFILES,
+    Bucket,
+    build_profiles,
+    merge,
+    place_cells,
+    select_valid_tokens,
+    sum_cells,
+)
 from recipe.offpolicy.analysis.attribution.worst_examples import (
+    TokenDecoder,
     WorstRow,
     WorstToken,
     _find_largest,
     build_examples,
+    escape,
     find_worst,
+    load_decoder,
 )
-from recipe.offpolicy.monitor.mismatch.sums import EDGES
+from recipe.offpolicy.monitor.mismatch.shares import EDGES
 from recipe.offpolicy.recording import Rows
 from tests.support.recordings import drawn_rows
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from recipe.offpolicy.analysis.attribution.causes import Cause, find_causes, stale_weights
 from recipe.offpolicy.analysis.attribution.causes.sampled_tokens import SampledTokens, collect_tokens
-from recipe.offpolicy.analysis.attribution.valid_tokens import ValidTokens, compute_k3
+from recipe.offpolicy.analysis.attribution.frames import ValidTokens, compute_k3
 from recipe.offpolicy.recording import Rows, concatenate
 from tests.support.simulated_policies import Size, noisy, simulated
 

@@ -8,10 +8,14 @@ import numpy as np
 import pytest
 
 from recipe.offpolicy.analysis.attribution.attribution import attribute_rows
-from recipe.offpolicy.analysis.attribution.attribution_tables import format_verdict
+from recipe.offpolicy.analysis.attribution.attribution_tables import (
+    compute_kl,
+    describe_unexplained,
+    format_verdict,
+    is_healthy,
+)
 from recipe.offpolicy.analysis.attribution.causes import truncation
 from recipe.offpolicy.analysis.attribution.causes.sampled_tokens import collect_tokens
-from recipe.offpolicy.analysis.attribution.unexplained import compute_kl, describe_unexplained, is_healthy
 from recipe.offpolicy.recording import Rows
 from tests.support.recordings import drawn_rows
 

@@ -12,10 +12,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from recipe.offpolicy.analysis.calibration.calibration_tables import format_remarks
-from recipe.offpolicy.analysis.calibration.curves import choose_radii, compute_kept_curve
-from recipe.offpolicy.analysis.calibration.joint import compute_joint_shares
+from recipe.offpolicy.analysis.calibration.calibration_tables import compute_joint_shares, format_remarks
 from recipe.offpolicy.analysis.calibration.kept_bounds import (
+    choose_radii,
+    compute_kept_curve,
     compute_kept_share,
     compute_needed_radii,
     find_bound_for_kept_share,

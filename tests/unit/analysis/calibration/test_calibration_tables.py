@@ -8,10 +8,10 @@ import math
 import pytest
 
 from recipe.offpolicy.analysis.calibration.calibration_tables import (
+    JointShares,
     build_json,
     format_bucket,
 )
-from recipe.offpolicy.analysis.calibration.joint import JointShares
 from recipe.offpolicy.analysis.calibration.propose import CalibrationRequest, CalibrationResult, propose_bounds
 from recipe.offpolicy.recording import Step
 from tests.support.corrections import GSM, TIS, spec

@@ -10,12 +10,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from recipe.offpolicy.analysis.calibration.lengths import find_length_bucket, measure_length_dependence
 from recipe.offpolicy.analysis.calibration.parts import list_parts
-from recipe.offpolicy.analysis.calibration.propose import CalibrationRequest, Proposal, propose_bounds
+from recipe.offpolicy.analysis.calibration.propose import (
+    CalibrationRequest,
+    Proposal,
+    find_length_bucket,
+    measure_length_dependence,
+    propose_bounds,
+)
 from recipe.offpolicy.analysis.calibration.scores import Scores
 from recipe.offpolicy.correction import CorrectionSpec
-from recipe.offpolicy.correction.catalogue import BUCKETS
+from recipe.offpolicy.correction.statistics import BUCKETS
 from recipe.offpolicy.recording import Rows, Step
 from tests.support.recordings import NONE, drawn_rows
 

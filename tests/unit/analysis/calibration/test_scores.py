@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from recipe.offpolicy.analysis.calibration.calibration_tables import format_part_name
-from recipe.offpolicy.analysis.calibration.largest_bounds import check_radius, find_largest_radius
+from recipe.offpolicy.analysis.calibration.kept_bounds import check_radius, find_largest_radius
 from recipe.offpolicy.analysis.calibration.parts import BoundedPart, list_parts
 from recipe.offpolicy.analysis.calibration.scores import compute_scores
 from recipe.offpolicy.correction import MaskSpec, WeightSpec

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from recipe.offpolicy.analysis.pages import PageError
-from recipe.offpolicy.analysis.pages.output_file import check_target
+from recipe.offpolicy.analysis.pages.plotting import check_target
 
 
 def test_a_place_that_can_be_written_passes(tmp_path: Path) -> None:

@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 
 from recipe.offpolicy.analysis.attribution import attribution
-from recipe.offpolicy.analysis.attribution.token_text import TokenDecoder
+from recipe.offpolicy.analysis.attribution.worst_examples import TokenDecoder
 from recipe.offpolicy.analysis.calibration import prompt_sample
 from recipe.offpolicy.analysis.calibration.propose import CalibrationResult
 from recipe.offpolicy.analysis.pages import panels
 from recipe.offpolicy.analysis.pages.plotting import draw_panels
 from recipe.offpolicy.analysis.pages.template import PANEL
-from recipe.offpolicy.analysis.report import report_figures
+from recipe.offpolicy.analysis.report import report_page
 from recipe.offpolicy.analysis.report.studies import Studies, run_studies
 from recipe.offpolicy.analysis.report.timeline import build_timeline
 from recipe.offpolicy.analysis.report.verdict import (
@@ -263,12 +263,12 @@ def test_dashed_lines_are_spoken_of_beside_their_picture_alone(tmp_path: Path, w
 def test_the_reward_has_a_label_and_equal_shares_are_one_line(tmp_path: Path) -> None:
     """Uncorrected, everything is kept: three shares of 1."""
     timeline = build_timeline(Recording(made(tmp_path)))
-    figure = draw_panels(report_figures.build_step_panels(timeline), columns=2)
+    figure = draw_panels(report_page.build_step_panels(timeline), columns=2)
     reward, _, kept, length = figure.axes
     assert reward.get_ylabel() == "mean reward of a response"
     assert [line.get_label() for line in kept.get_lines()] == ["tokens kept, rows kept, ESS of weight x keep"]
     assert [line.get_label() for line in length.get_lines()] == ["all answers", "right answers", "wrong answers"]
-    shares, _ = draw_panels(report_figures.build_length_panels(timeline), columns=2).axes
+    shares, _ = draw_panels(report_page.build_length_panels(timeline), columns=2).axes
     assert [(line.get_label(), line.get_linestyle()) for line in shares.get_lines()] == [
         ("rows kept, tokens kept, had a product mask [0.5, 2] been on: rows kept", "-"),
         ("had a geometric mask [0.99, 1.01] been on: rows kept", "--"),

@@ -14,10 +14,9 @@ import torch
 from tensordict import TensorDict
 
 from recipe.offpolicy.analysis.whatif.candidates import UNCORRECTED, Candidate
-from recipe.offpolicy.analysis.whatif.kept_scale import DenominatorCounts
 from recipe.offpolicy.analysis.whatif.outcomes import Study
 from recipe.offpolicy.analysis.whatif.replay import count_kept_tokens
-from recipe.offpolicy.analysis.whatif.study import run_study
+from recipe.offpolicy.analysis.whatif.study import DenominatorCounts, run_study
 from recipe.offpolicy.batch.plan import SCALE, BatchSplit, build_row_columns
 from recipe.offpolicy.correction import BatchConstants
 from recipe.offpolicy.correction.denominator import HAS_DENOMINATOR, assign_mini_batches

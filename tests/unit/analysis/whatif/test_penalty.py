@@ -9,12 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from recipe.offpolicy.analysis.whatif.base_loss import BaseLoss
-from recipe.offpolicy.analysis.whatif.blocks import iterate_blocks
-from recipe.offpolicy.analysis.whatif.gradient_sums import build_reference_block, compute_pull
-from recipe.offpolicy.analysis.whatif.replay import count_kept_tokens, decide
+from recipe.offpolicy.analysis.whatif.gradient_sums import BaseLoss, build_reference_block, compute_pull
+from recipe.offpolicy.analysis.whatif.replay import count_kept_tokens, decide, iterate_blocks
 from recipe.offpolicy.correction import BatchConstants, CorrectionSpec
-from recipe.offpolicy.correction.penalty import PenaltySpec
+from recipe.offpolicy.correction.terms import PenaltySpec
 from tests.support.acted import by_hand
 from tests.support.corrections import band, spec
 

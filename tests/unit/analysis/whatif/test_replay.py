@@ -15,13 +15,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recipe.offpolicy.analysis.whatif import blocks as module
-from recipe.offpolicy.analysis.whatif.blocks import iterate_blocks, pad_rows
+from recipe.offpolicy.analysis.whatif import replay as module
 from recipe.offpolicy.analysis.whatif.candidates import RECORDED, UNCORRECTED, Candidate
 from recipe.offpolicy.analysis.whatif.outcomes import Study
+from recipe.offpolicy.analysis.whatif.replay import iterate_blocks, pad_rows
 from recipe.offpolicy.analysis.whatif.study import read_recorded_share, run_study
 from recipe.offpolicy.correction import CorrectionSpec, rollout_stage, step_stage
-from recipe.offpolicy.correction.catalogue import BUCKETS, SIGNS, STALENESS
+from recipe.offpolicy.correction.statistics import BUCKETS, SIGNS, STALENESS
 from recipe.offpolicy.recording import Recording, RecordingError
 from tests.support.acted import acted, recorded, varied_rows
 from tests.support.corrections import GSM, M2PO, TIS, band, opsm, spec

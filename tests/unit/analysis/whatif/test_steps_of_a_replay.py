@@ -9,8 +9,14 @@ import numpy as np
 import pytest
 import torch
 
-from recipe.offpolicy.analysis.whatif.blocks import Block, pad_rows
-from recipe.offpolicy.analysis.whatif.replay import check_replayable, compute_constants, compute_pi_old, decide
+from recipe.offpolicy.analysis.whatif.replay import (
+    Block,
+    check_replayable,
+    compute_constants,
+    compute_pi_old,
+    decide,
+    pad_rows,
+)
 from recipe.offpolicy.correction import BatchConstants, SpecError
 from recipe.offpolicy.recording import Rows
 from tests.support.acted import by_hand

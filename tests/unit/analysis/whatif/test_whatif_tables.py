@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from recipe.offpolicy.analysis.whatif.agreement import Fidelity
 from recipe.offpolicy.analysis.whatif.candidates import UNCORRECTED, Candidate
-from recipe.offpolicy.analysis.whatif.fidelity import Fidelity
 from recipe.offpolicy.analysis.whatif.outcomes import Study
 from recipe.offpolicy.analysis.whatif.study import run_study
 from recipe.offpolicy.analysis.whatif.whatif_tables import (

@@ -15,8 +15,7 @@ from recipe.offpolicy.extensions.length_penalty.evidence import (
     state_penalties,
     state_shift,
 )
-from recipe.offpolicy.extensions.length_penalty.penalties import KINDS
-from recipe.offpolicy.extensions.length_penalty.place import compare_rewards, compute_shift
+from recipe.offpolicy.extensions.length_penalty.penalties import KINDS, compare_rewards, compute_shift
 from recipe.offpolicy.extensions.length_penalty.settings import LengthSettings
 
 ROWS = [Row(100, True, 1.0, 250), Row(200, False, 0.0, 250), Row(400, True, 1.0, 250), Row(500, False, 0.0, 250)]

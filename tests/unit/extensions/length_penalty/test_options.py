@@ -13,11 +13,11 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from recipe.offpolicy.extensions.extension import Extension
+from recipe.offpolicy.extensions.add_on import Extension
 from recipe.offpolicy.extensions.length_penalty.fixed_classes import Answer, fix_classes, follow_classes
 from recipe.offpolicy.extensions.length_penalty.left_out import EasierPrompts
 from recipe.offpolicy.extensions.length_penalty.length_penalty import LengthPenalty
-from recipe.offpolicy.extensions.length_penalty.start_up import LEAVE_OUT
+from recipe.offpolicy.extensions.length_penalty.settings import LEAVE_OUT
 from recipe.offpolicy.proof.verify import LivenessError
 from scripts.quickstart.model import build_tokenizer
 from tests.support import judged

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from recipe.offpolicy.extensions.length_penalty.place import compare_rewards, compute_shift
+from recipe.offpolicy.extensions.length_penalty.penalties import compare_rewards, compute_shift
 
 
 def test_by_hand() -> None:

@@ -11,8 +11,7 @@ from omegaconf import OmegaConf
 
 from recipe.offpolicy.correction import Problem
 from recipe.offpolicy.extensions.length_penalty.length_penalty import LengthPenalty
-from recipe.offpolicy.extensions.length_penalty.settings import LengthSettings
-from recipe.offpolicy.extensions.length_penalty.start_up import find_problems
+from recipe.offpolicy.extensions.length_penalty.settings import LengthSettings, find_problems
 from recipe.offpolicy.extensions.registry import load_extensions
 from tests.support.applications import NEEDED, application
 

@@ -14,7 +14,7 @@ import torch
 
 from recipe.offpolicy.extensions.length_penalty import penalties
 from recipe.offpolicy.extensions.length_penalty.anchors import Anchors
-from recipe.offpolicy.extensions.length_penalty.place import compute_shift
+from recipe.offpolicy.extensions.length_penalty.penalties import compute_shift
 
 pytestmark = pytest.mark.slow
 

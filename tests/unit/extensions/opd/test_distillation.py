@@ -15,7 +15,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from recipe.offpolicy.correction import CorrectionSpec
 from recipe.offpolicy.extensions.opd import distillation
-from recipe.offpolicy.extensions.opd.columns import FACTOR, ROW, TEACHER
+from recipe.offpolicy.extensions.opd.signal import FACTOR, ROW, TEACHER
 from recipe.offpolicy.extensions.opd.teacher_client import TeacherClient, TeacherError
 from recipe.offpolicy.proof.verify import LivenessError
 from tests.support.corrections import TIS

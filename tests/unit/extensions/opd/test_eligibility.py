@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from recipe.offpolicy.extensions.opd import eligible
-from recipe.offpolicy.extensions.opd.eligibility import compute_pass_rates, find_passed
+from recipe.offpolicy.extensions.opd.signal import compute_pass_rates, find_passed
 
 ONE_OF_EIGHT = torch.tensor([0.0] * 7 + [1.0])
 

@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from recipe.offpolicy.extensions.opd.columns import describe_missing, find_scored
 from recipe.offpolicy.extensions.opd.evidence import (
     build_alignment,
     check_repeated,
@@ -21,6 +20,7 @@ from recipe.offpolicy.extensions.opd.evidence import (
     summarize_reports,
 )
 from recipe.offpolicy.extensions.opd.opd_worker import OpdReport
+from recipe.offpolicy.extensions.opd.signal import describe_missing, find_scored
 from recipe.offpolicy.proof.token_alignment import AlignmentChecker, AlignmentError, tally_agreements
 from recipe.offpolicy.proof.verify import LivenessError
 from tests.support.examples import at_most

@@ -16,7 +16,7 @@ from recipe.offpolicy.analysis.whatif.study import run_study
 from recipe.offpolicy.batch.plan import PLAN, SharedPlan, UpdateRows
 from recipe.offpolicy.correction import CorrectionSpec
 from recipe.offpolicy.extensions.add_ons import AddOns
-from recipe.offpolicy.extensions.opd.columns import ROW, TEACHER
+from recipe.offpolicy.extensions.opd.signal import ROW, TEACHER
 from recipe.offpolicy.recording import Recording
 from recipe.offpolicy.recording.record_settings import RecordSettings
 from recipe.offpolicy.recording.recorder import flush_all

@@ -14,12 +14,12 @@ from omegaconf import OmegaConf
 
 from recipe.offpolicy.correction import Problem
 from recipe.offpolicy.extensions.opd.settings import OpdSettings, TeacherSettings
-from recipe.offpolicy.extensions.opd.start_up import find_problems
-from recipe.offpolicy.extensions.opd.teacher_checks import (
+from recipe.offpolicy.extensions.opd.start_up import (
     find_length,
     find_model,
     find_other_template,
     find_other_vocabulary,
+    find_problems,
     measure_repeats,
 )
 from recipe.offpolicy.extensions.opd.teacher_client import TeacherError

@@ -13,7 +13,7 @@ import requests
 
 from recipe.offpolicy.extensions.opd import teacher_client
 from recipe.offpolicy.extensions.opd.settings import TeacherSettings
-from recipe.offpolicy.extensions.opd.teacher_checks import find_model, measure_repeats
+from recipe.offpolicy.extensions.opd.start_up import find_model, measure_repeats
 from recipe.offpolicy.extensions.opd.teacher_client import (
     Row,
     TeacherClient,

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from recipe.offpolicy.extensions.pass_at_k import NotIdentified, fit
-from recipe.offpolicy.extensions.pass_at_k.beta_binomial import (
+from recipe.offpolicy.extensions.pass_at_k.summary import (
     extrapolate,
     extrapolate_with_intervals,
     maximise_likelihood,

@@ -9,8 +9,8 @@ import torch
 
 from recipe.offpolicy.extensions.pass_at_k import advantages
 from recipe.offpolicy.extensions.pass_at_k.budget import PassRates
+from recipe.offpolicy.extensions.pass_at_k.estimators import OBJECTIVES, find_impossible
 from recipe.offpolicy.extensions.pass_at_k.evidence import find_difference, find_wrong_chance, state_none_right
-from recipe.offpolicy.extensions.pass_at_k.training import OBJECTIVES, find_impossible
 from recipe.offpolicy.extensions.pass_at_k.upsampling import compute_chances
 
 

@@ -9,8 +9,7 @@ from omegaconf import OmegaConf
 
 from recipe.offpolicy.correction import Problem
 from recipe.offpolicy.extensions.pass_at_k.pass_at_k import PassAtK
-from recipe.offpolicy.extensions.pass_at_k.settings import PassAtKSettings
-from recipe.offpolicy.extensions.pass_at_k.start_up import find_problems
+from recipe.offpolicy.extensions.pass_at_k.settings import PassAtKSettings, find_problems
 from recipe.offpolicy.extensions.registry import load_extensions
 from tests.support.applications import NEEDED, application
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from recipe.offpolicy.extensions.pass_at_k import advantages
+from recipe.offpolicy.extensions.pass_at_k.estimators import OBJECTIVES, find_impossible
 from recipe.offpolicy.extensions.pass_at_k.evidence import find_difference
-from recipe.offpolicy.extensions.pass_at_k.training import OBJECTIVES, find_impossible
 
 
 def group(n: int, c: int) -> Tensor:

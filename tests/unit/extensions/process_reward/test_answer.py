@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from recipe.offpolicy.extensions.process_reward.answer import (
+from recipe.offpolicy.extensions.process_reward.prefix_scorer import (
     AnswerError,
     Forced,
     find_unlike_pieces,

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from recipe.offpolicy.extensions.process_reward import episode_ends
-from recipe.offpolicy.extensions.process_reward.episodes import find_region
+from recipe.offpolicy.extensions.process_reward.prefix_scorer import find_region
 
 MARKERS = ["Wait,", "So ", "But "]
 

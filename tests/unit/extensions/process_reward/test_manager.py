@@ -10,7 +10,7 @@ import pytest
 import ray
 from omegaconf import OmegaConf
 
-from recipe.offpolicy.extensions.process_reward.columns import FIELD
+from recipe.offpolicy.extensions.process_reward.advantages import FIELD
 from recipe.offpolicy.extensions.process_reward.tail_scores import TailScores
 from tests.support.byte_tokenizer import build_byte_tokenizer
 

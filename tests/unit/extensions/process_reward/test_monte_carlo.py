@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from recipe.offpolicy.extensions.process_reward.columns import FIELD
+from recipe.offpolicy.extensions.process_reward.advantages import FIELD
 from recipe.offpolicy.extensions.process_reward.monte_carlo import (
     choose_prefix,
     compute_rank_correlation,

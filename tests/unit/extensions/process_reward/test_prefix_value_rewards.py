@@ -12,11 +12,11 @@ import torch
 from omegaconf import OmegaConf
 from torch import Tensor
 
-from recipe.offpolicy.batch.checksums import hash_rows
+from recipe.offpolicy.batch.seals import hash_rows
 from recipe.offpolicy.extensions.add_ons import AddOns
 from recipe.offpolicy.extensions.advantage_proof import AdvantageReport
 from recipe.offpolicy.extensions.process_reward import token_advantages
-from recipe.offpolicy.extensions.process_reward.columns import FIELD, UTILITY
+from recipe.offpolicy.extensions.process_reward.advantages import FIELD, UTILITY
 from recipe.offpolicy.extensions.process_reward.prefix_scorer import RowValues
 from recipe.offpolicy.extensions.process_reward.prefix_value_rewards import COMPARISONS, PrefixValueRewards
 from recipe.offpolicy.proof.verify import LivenessError

@@ -8,14 +8,14 @@ import pytest
 import torch
 
 from recipe.offpolicy.extensions.process_reward.prefix_scorer import RowValues
-from recipe.offpolicy.extensions.process_reward.process_metrics import (
+from recipe.offpolicy.extensions.process_reward.row_utilities import (
+    build_utilities,
     compute_covered,
     compute_separation,
     summarize_advantages,
     summarize_cost,
     summarize_values,
 )
-from recipe.offpolicy.extensions.process_reward.row_utilities import build_utilities
 
 ROWS = [
     RowValues(ends=[2, 4], values=[-1.5, -1.0, -0.5], requests=3, forward=30, cached=10, began=11.0, ended=13.0),

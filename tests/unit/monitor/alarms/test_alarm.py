@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as draw
 
-from recipe.offpolicy.monitor.alarms.alarm import AlarmRule, AlarmState, Band
-from recipe.offpolicy.monitor.alarms.alarm_statistics import compute_growth
+from recipe.offpolicy.monitor.alarms.alarm_settings import AlarmRule, AlarmState, Band, compute_growth
 from tests.support.drawn import examples
 
 ESS = AlarmRule(Band(0.3, None), Band(0.4, None), patience=2, recovery_patience=2)

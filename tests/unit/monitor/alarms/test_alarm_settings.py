@@ -8,8 +8,7 @@ import pytest
 from omegaconf import DictConfig, OmegaConf
 
 from recipe.offpolicy.correction import SpecError
-from recipe.offpolicy.monitor.alarms.alarm import Band
-from recipe.offpolicy.monitor.alarms.alarm_settings import DEFAULTS, find_problems, read_settings
+from recipe.offpolicy.monitor.alarms.alarm_settings import DEFAULTS, Band, find_problems, read_settings
 from recipe.offpolicy.preflight.composed import Composed
 from tests.support.applications import CONFIGS
 from tests.support.corrections import GSM, TIS

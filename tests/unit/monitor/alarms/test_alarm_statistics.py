@@ -10,8 +10,8 @@ import pytest
 from omegaconf import OmegaConf
 
 from recipe.offpolicy.correction import CorrectionSpec
-from recipe.offpolicy.monitor.alarms.alarm_settings import DEFAULTS
-from recipe.offpolicy.monitor.alarms.alarm_statistics import (
+from recipe.offpolicy.monitor.alarms.alarm_settings import (
+    DEFAULTS,
     NAMES,
     OF_EXTENSIONS,
     explain_constant,

@@ -12,12 +12,19 @@ from hypothesis import given
 from hypothesis import strategies as draw
 
 from recipe.offpolicy.correction import CorrectionSpec, WeightSpec
-from recipe.offpolicy.correction.moving_bounds import WEIGHT, compute_fingerprint, read_bounds, replace_bounds
+from recipe.offpolicy.correction.bounds import WEIGHT, compute_fingerprint, read_bounds, replace_bounds
 from recipe.offpolicy.correction.statistics import merge_all
 from recipe.offpolicy.monitor.bounds.bound_settings import find_problems
 from recipe.offpolicy.monitor.bounds.controller import Calibration
-from recipe.offpolicy.monitor.bounds.histogram import CAPS, Histogram, find_widest_cap, read_histogram
-from recipe.offpolicy.monitor.bounds.schedule import Schedule, compute_next_bounds, find_obstacles
+from recipe.offpolicy.monitor.bounds.histogram import (
+    CAPS,
+    Histogram,
+    Schedule,
+    compute_next_bounds,
+    find_obstacles,
+    find_widest_cap,
+    read_histogram,
+)
 from recipe.offpolicy.preflight.composed import Composed
 from tests.support.cap_cases import CAPPED, EVEN, SPREAD, config, seen
 from tests.support.corrections import GSM, TIS, band, spec

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from omegaconf import DictConfig, OmegaConf
 
-from recipe.offpolicy.correction.moving_bounds import WEIGHT
+from recipe.offpolicy.correction.bounds import WEIGHT
 from recipe.offpolicy.fault_tolerance.checkpoints import CheckpointError, check_before_loading, guard_save
 from recipe.offpolicy.monitor.active_correction import ActiveCorrection, find_differences
 from recipe.offpolicy.monitor.alarms.alarm_settings import DEFAULTS as ALARMS

@@ -12,7 +12,7 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 
 from recipe.offpolicy.correction import CorrectionSpec, Reduction, Statistic
-from recipe.offpolicy.correction.moving_bounds import compute_fingerprint, replace_bounds
+from recipe.offpolicy.correction.bounds import compute_fingerprint, replace_bounds
 from recipe.offpolicy.monitor.bounds.bound_settings import DEFAULTS, find_problems, read_noted_keys
 from recipe.offpolicy.monitor.bounds.controller import Calibration
 from recipe.offpolicy.monitor.bounds.histogram import EDGES

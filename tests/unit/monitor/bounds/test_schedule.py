@@ -12,12 +12,15 @@ from hypothesis import given
 from hypothesis import strategies as draw
 
 from recipe.offpolicy.correction import MaskSpec
-from recipe.offpolicy.monitor.bounds.histogram import EDGES, Histogram, compute_quantile, find_keeping_distance
-from recipe.offpolicy.monitor.bounds.schedule import (
+from recipe.offpolicy.monitor.bounds.histogram import (
+    EDGES,
+    Histogram,
     Schedule,
     build_bounds,
     compute_distances,
     compute_next_bounds,
+    compute_quantile,
+    find_keeping_distance,
     find_obstacles,
 )
 from tests.support.corrections import band, opsm, spec

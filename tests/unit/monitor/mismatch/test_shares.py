@@ -14,17 +14,22 @@ from hypothesis import strategies as st
 from recipe.offpolicy.analysis.attribution.decomposition import decompose, resample
 from recipe.offpolicy.correction.deferred_value import fetch
 from recipe.offpolicy.correction.statistics import Statistic, merge_all
-from recipe.offpolicy.monitor.mismatch.recent import RecentFloor
-from recipe.offpolicy.monitor.mismatch.share_statistics import build_share_statistics, defer_share_statistics
 from recipe.offpolicy.monitor.mismatch.shares import (
+    AGES,
+    BINS,
+    COLUMNS,
     LEAST_TOKENS,
     RECENT,
+    SHAPE,
+    RecentFloor,
+    build_share_statistics,
     choose_floor,
     compute_many_shares,
     compute_shares,
+    compute_sums_by_row,
+    defer_share_statistics,
     estimate_floor,
 )
-from recipe.offpolicy.monitor.mismatch.sums import AGES, BINS, COLUMNS, SHAPE, compute_sums_by_row
 
 MU = math.log(0.3)  # all in the bin 0.1-0.5
 

@@ -9,8 +9,7 @@ import pytest
 from omegaconf import DictConfig, OmegaConf
 
 from recipe.offpolicy.monitor.mismatch import snapshot_settings
-from recipe.offpolicy.monitor.mismatch.late_weights import find_lag
-from recipe.offpolicy.monitor.mismatch.snapshot_settings import SnapshotSettings, find_problems
+from recipe.offpolicy.monitor.mismatch.snapshot_settings import SnapshotSettings, find_lag, find_problems
 from verl_patches.execution_path import live_path
 
 

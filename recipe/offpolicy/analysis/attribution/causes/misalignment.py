@@ -6,10 +6,9 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from ..valid_tokens import compute_k3
-from .cause import Cause, report_absent, report_untestable
+from ..frames import compute_k3
+from .cause import LEAST_TOKENS, THRESHOLDS, Cause, report_absent, report_untestable
 from .sampled_tokens import Array, Integers, SampledTokens, estimate, sum_by_cluster
-from .thresholds import LEAST_TOKENS, THRESHOLDS
 
 NAME = "misalignment"
 LOWEST = -15.0

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from .cause import Cause, report_absent, report_untestable
-from .contexts import center_within_contexts
-from .sampled_tokens import Array, SampledTokens, estimate, sum_by_cluster
-from .thresholds import LEAST_CONTEXTS, LEAST_TOKENS, THRESHOLDS
+from .cause import LEAST_CONTEXTS, LEAST_TOKENS, THRESHOLDS, Cause, report_absent, report_untestable
+from .sampled_tokens import Array, SampledTokens, center_within_contexts, estimate, sum_by_cluster
 
 NAME = "numerics"
 LOW, MIDDLE, HIGH = np.log(0.1), np.log(0.5), np.log(0.9)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from ....monitor.mismatch.sums import BINS
-from ..valid_tokens import compute_k3
-from .cause import Cause, report_absent, report_untestable
+from ....monitor.mismatch.shares import BINS
+from ..frames import compute_k3
+from .cause import LEAST_TOKENS, THRESHOLDS, Cause, report_absent, report_untestable
 from .sampled_tokens import Array, Estimate, SampledTokens, estimate, sum_by_cluster
-from .thresholds import LEAST_TOKENS, THRESHOLDS
 
 NAME = "re-tokenisation"
 

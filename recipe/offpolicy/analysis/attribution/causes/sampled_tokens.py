@@ -1,4 +1,4 @@
-"""Recorded tokens grouped for tests: by prompt, and by the context that they were sampled in.
+"""Recorded tokens grouped for tests: by prompt, by context, and their statistics within one context.
 
 Rows of one prompt share their first tokens. Where two rows have sampled from one and the same context, the two
 policies' distributions there are seen at several points, and what differs by a constant is told from what does not.
@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ....recording import Rows
-from ..valid_tokens import ValidTokens, hash_ids, mix, select_valid_tokens
+from ..frames import ValidTokens, hash_ids, mix, select_valid_tokens
 
 Array = NDArray[np.float64]
 Integers = NDArray[np.int64]
@@ -169,3 +169,81 @@ def number(keys: NDArray[np.generic]) -> Integers:
     """Replace keys by consecutive integers."""
     _, numbers = np.unique(keys, return_inverse=True)
     return numbers.astype(np.int64)
+
+
+@dataclass(frozen=True)
+class Contexts:
+    """Contexts from which at least two different tokens were sampled, with centred log-probs.
+
+    Attributes:
+        index: of their tokens, one of each kind in a context, (n,).
+        context: (n,) from 0.
+        count: how many contexts.
+        mu, old: (n,) log-probs without their context's mean.
+    """
+
+    index: Integers
+    context: Integers
+    count: int
+    mu: Array
+    old: Array
+
+
+@dataclass(frozen=True)
+class Support:
+    """Sum of the probabilities of the distinct sampled tokens of every context.
+
+    Attributes:
+        mu, old: (contexts,) probability under each policy.
+        cluster: (contexts,).
+    """
+
+    mu: Array
+    old: Array
+    cluster: Integers
+
+
+def _find_distinct_tokens(sampled: SampledTokens) -> Integers:
+    """Return indices of one token of each kind in each context, sorted by context."""
+    # Sorted by context, then token of 32 bits: duplicates become neighbours.
+    key = (sampled.context << 32) + sampled.token_id
+    order = np.argsort(key, kind="stable")
+    first = np.ones(len(order), dtype=bool)
+    first[1:] = np.diff(key[order]) != 0
+    return order[first]
+
+
+def center_within_contexts(sampled: SampledTokens) -> Contexts:
+    """Center log-probs within each context that has two different tokens or more."""
+    index = _find_distinct_tokens(sampled)
+    _, place, kinds = np.unique(sampled.context[index], return_inverse=True, return_counts=True)
+    index, place = index[kinds[place] > 1], place[kinds[place] > 1]
+    _, place = np.unique(place, return_inverse=True)
+    count = int(place.max(initial=-1)) + 1
+    return Contexts(
+        index=index,
+        context=place,
+        count=count,
+        mu=_centred(sampled.tokens.mu[index], place, count),
+        old=_centred(sampled.tokens.old[index], place, count),
+    )
+
+
+def sum_probabilities(sampled: SampledTokens) -> Support:
+    """Sum the probabilities of the distinct sampled tokens of each context."""
+    index = _find_distinct_tokens(sampled)
+    _, place = np.unique(sampled.context[index], return_inverse=True)
+    count = int(place.max(initial=-1)) + 1
+    cluster = np.zeros(count, dtype=np.int64)
+    cluster[place] = sampled.cluster[index]
+    return Support(
+        mu=np.bincount(place, weights=np.exp(sampled.tokens.mu[index]), minlength=count).astype(np.float64),
+        old=np.bincount(place, weights=np.exp(sampled.tokens.old[index]), minlength=count).astype(np.float64),
+        cluster=cluster,
+    )
+
+
+def _centred(values: Array, place: Integers, count: int) -> Array:
+    """Subtract the mean of each context."""
+    mean = np.bincount(place, weights=values, minlength=count) / np.maximum(np.bincount(place, minlength=count), 1)
+    return values - mean[place]

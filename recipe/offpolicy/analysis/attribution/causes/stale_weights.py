@@ -15,11 +15,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ....correction import recommended
-from ....monitor.mismatch.sums import BINS
-from ..valid_tokens import compute_k3
-from .cause import Cause, report_absent, report_untestable
+from ....monitor.mismatch.shares import BINS
+from ..frames import compute_k3
+from .cause import LEAST_TOKENS, THRESHOLDS, Cause, report_absent, report_untestable
 from .sampled_tokens import Array, Estimate, SampledTokens, estimate, number, sum_by_cluster
-from .thresholds import LEAST_TOKENS, THRESHOLDS
 
 NAME = "stale weights"
 _FIX = (

@@ -10,10 +10,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from .cause import Cause, report_absent, report_untestable
-from .contexts import center_within_contexts
-from .sampled_tokens import Array, SampledTokens, estimate, sum_by_cluster
-from .thresholds import LEAST_CONTEXTS, THRESHOLDS
+from .cause import LEAST_CONTEXTS, THRESHOLDS, Cause, report_absent, report_untestable
+from .sampled_tokens import Array, SampledTokens, center_within_contexts, estimate, sum_by_cluster
 
 NAME = "temperature"
 

@@ -19,10 +19,8 @@ from typing import Any
 
 import numpy as np
 
-from .cause import Cause, report_absent, report_untestable
-from .contexts import sum_probabilities
-from .sampled_tokens import Estimate, SampledTokens, estimate, sum_by_cluster
-from .thresholds import LEAST_TOKENS, THRESHOLDS
+from .cause import LEAST_TOKENS, THRESHOLDS, Cause, report_absent, report_untestable
+from .sampled_tokens import Estimate, SampledTokens, estimate, sum_by_cluster, sum_probabilities
 
 TRUNCATED, EXTRA = "truncated sampling", "extra vocabulary"
 WHOLE = 1e-4

@@ -1,4 +1,4 @@
-"""Bounds that move from update to update: of masks, and the cap of the weight, apart from the rest of a correction.
+"""Bounds as text, and bounds that move from update to update.
 
 The rest is the structure. Its fingerprint is that of the spec with a marker instead of each bound that moves, so
 that it stays the same for a whole run, while the bounds themselves travel with each update.
@@ -14,6 +14,43 @@ from typing import Any, Final, Literal
 
 from . import CorrectionSpec, MaskSpec, WeightSpec
 
+NOT_SET = "not set"
+_DIGITS = 6
+
+
+def format_bounds(bounds: Mapping[str, float | None]) -> str:
+    """Format the bounds of a mask or a weight.
+
+    Args:
+        bounds: of ``lower``, ``upper``, ``delta`` and ``budget`` those that there are; None is an open side. ``delta``
+            and ``budget`` say what lower and upper say, and are shown alone.
+
+    Returns:
+        The text; ``not set`` where no bound has a value.
+
+    Example:
+        >>> format_bounds({"lower": 0.99, "upper": 1.01}), format_bounds({"lower": None, "upper": 2.0})
+        ('[0.99, 1.01]', '<= 2')
+        >>> format_bounds({"lower": 0.904837, "upper": None, "delta": 0.1})
+        'delta=0.1'
+    """
+    for name in ("delta", "budget"):
+        if (value := bounds.get(name)) is not None:
+            return f"{name}={_format_number(value)}"
+    lower, upper = bounds.get("lower"), bounds.get("upper")
+    if lower is not None and upper is not None:
+        return f"[{_format_number(lower)}, {_format_number(upper)}]"
+    if upper is not None:
+        return f"<= {_format_number(upper)}"
+    return NOT_SET if lower is None else f">= {_format_number(lower)}"
+
+
+def _format_number(value: float) -> str:
+    """Format to six digits, and more where a number close to 1 would read as 1."""
+    texts = (f"{value:.{digits}g}" for digits in range(_DIGITS, 18))
+    return next(text for text in texts if (float(text) == 1) == (value == 1))
+
+
 Bounds = Mapping[str, float | None]
 """Bound keys of a part with their values: lower and upper, or delta; of a weight upper alone."""
 Side = Literal["both", "upper", "lower"]
@@ -28,7 +65,7 @@ def read_bounds(spec: CorrectionSpec, names: Collection[str]) -> dict[str, dict[
     """Read the bounds of the named masks, and under ``WEIGHT`` the cap of the weight, where the spec has them.
 
     Example:
-        >>> from .weight_spec import WeightSpec
+        >>> from .weights import WeightSpec
         >>> tis = CorrectionSpec(weight=WeightSpec("token", "truncate", None, 2.0))
         >>> read_bounds(tis, [WEIGHT])[WEIGHT]
         {'upper': 2.0}
@@ -47,7 +84,7 @@ def replace_bounds(spec: CorrectionSpec, bounds: Mapping[str, Bounds]) -> Correc
         SpecError: bounds that a part cannot have.
 
     Example:
-        >>> from .weight_spec import WeightSpec
+        >>> from .weights import WeightSpec
         >>> tis = CorrectionSpec(weight=WeightSpec("token", "truncate", None, 2.0))
         >>> replace_bounds(tis, {WEIGHT: {"upper": 3.0}}).weight.upper
         3.0
@@ -66,7 +103,7 @@ def compute_fingerprint(spec: CorrectionSpec, names: Collection[str]) -> int:
     """Compute ``CorrectionSpec.fingerprint`` without the moving bounds; without names the spec's own.
 
     Example:
-        >>> from .weight_spec import WeightSpec
+        >>> from .weights import WeightSpec
         >>> narrow, wide = (CorrectionSpec(weight=WeightSpec("token", "truncate", None, cap)) for cap in (2.0, 3.0))
         >>> compute_fingerprint(narrow, [WEIGHT]) == compute_fingerprint(wide, [WEIGHT])
         True
