@@ -11,6 +11,9 @@ from ..batch.declared_keys import Section, count, read_shipped_defaults
 from ..correction import Problem
 
 SECTION = "offpolicy.delivery"
+LEAST_SEEN = 0.5
+"""Share of the updates that the engine's dtype lets through, below which they are rounded away."""
+FIX_ROUNDED = "actor_rollout_ref.rollout.dtype=float32, or a larger actor_rollout_ref.actor.optim.lr"
 
 
 @dataclass(frozen=True)

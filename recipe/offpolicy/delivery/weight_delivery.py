@@ -23,7 +23,7 @@ from ..extensions.batch_view import BatchView
 from ..proof.verify import LivenessError
 from ..recording.run import RunRecord
 from .checksums import Checksum, Comparison, Held, HeldComparer, add_checksums, compare_adapter, find_left_out
-from .delivery_settings import SECTION, DeliverySettings
+from .delivery_settings import FIX_ROUNDED, LEAST_SEEN, SECTION, DeliverySettings
 from .engine_side import METHOD
 from .probe import Probe
 from .trainer_side import AS_SENT, watch_sent
@@ -34,6 +34,8 @@ NAMED = 6
 """Most tensors that an error names."""
 FEWEST = 64
 """Updates without a synchronisation that stop a run too short to know its own interval."""
+SEEN_OVER = 3
+"""Number of last updates of which an engine must see ``LEAST_SEEN``."""
 KEPT = 4
 """Number of past synchronisations whose checksums are kept, to recognise late weights."""
 
@@ -71,6 +73,8 @@ class WeightDelivery(AddOn):
         self._metrics: dict[str, float] = {}
         self._told: dict[str, None] = {}
         self._asked: Asked | None = None
+        self._updates_seen: deque[tuple[float, float]] = deque(maxlen=SEEN_OVER)
+        self._warned_of_rounding = False
 
     def begin(self, config: DictConfig) -> None:
         engine_loss.check(weight_sync.SEAMS)
@@ -227,6 +231,7 @@ class WeightDelivery(AddOn):
                 "update_seen": along / square if square else float("nan"),
                 "changed": rounded / own if own else float("nan"),
             }
+            self._warn_of_rounding(along, square)
         along, square, *_ = update or (0.0, 0.0)
         self._record("equal", tensors=equal, along=along, square=square)
         if first:
@@ -239,6 +244,18 @@ class WeightDelivery(AddOn):
                 f"{len(names)} tensors are not compared, because the engine stores them in its own layout: "
                 f"{_names(names)}."
             )
+
+    def _warn_of_rounding(self, along: float, square: float) -> None:
+        """Say once that the engine's dtype hides updates, although all weights are delivered."""
+        self._updates_seen.append((along, square))
+        seen, made = (sum(values) for values in zip(*self._updates_seen, strict=True))
+        if len(self._updates_seen) == SEEN_OVER and seen < LEAST_SEEN * made and not self._warned_of_rounding:
+            self._warned_of_rounding = True
+            logger.warning(
+                "the rollout engine sees %.2g of the last %d updates: they are smaller than the steps of its dtype, "
+                "%s, so that it samples by older weights. Fix: %s.",
+                seen / made, SEEN_OVER, self._rollout.get("dtype"), FIX_ROUNDED,
+            )  # fmt: skip
 
     def _stop(self, sentence: str) -> NoReturn:
         self._record("different", sentence=sentence)

@@ -166,6 +166,18 @@ def test_healthy_synchronisations_are_equal(world: World) -> None:
     assert world.server.model.calls <= 13 + 2 * 20 + 2
 
 
+@pytest.mark.parametrize(("size", "warned"), [(1e-5, True), (1e-2, False)])
+def test_updates_below_the_steps_of_the_engines_dtype_are_told_once(
+    world: World, caplog: pytest.LogCaptureFixture, size: float, warned: bool
+) -> None:
+    world.module.load_state_dict({name: tensor.bfloat16().float() for name, tensor in world.weights()})
+    for _ in range(6):
+        world.sync()
+        world.update(size)
+    assert caplog.text.count("of the last 3 updates") == warned
+    assert "rollout.dtype=float32" in caplog.text or not warned
+
+
 def _layer_left_out(now: Weights, before: Weights) -> Weights:
     return [(name, tensor) for name, tensor in now if "layers.1." not in name]
 

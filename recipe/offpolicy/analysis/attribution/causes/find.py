@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from ....delivery.delivery_settings import FIX_ROUNDED, LEAST_SEEN
 from ....recording import Recording, Rows
 from ..scored_rows import describe_none_scored, select_scored_rows
 from . import misalignment, numerics, retokenisation, stale_weights, temperature, truncation
@@ -77,9 +78,6 @@ def _explain_identity(card: Mapping[str, Any]) -> str:
 
 
 UNDELIVERED, ROUNDED = "weights not delivered", "updates rounded away"
-SEEN = 0.5
-"""Share of the updates that the engine's rounding lets through, below which they are rounded away."""
-_FIX_ROUNDED = "actor_rollout_ref.rollout.dtype=float32, or a larger actor_rollout_ref.actor.optim.lr"
 
 
 def judge_delivery(lines: Sequence[Mapping[str, Any]]) -> list[Cause]:
@@ -108,6 +106,6 @@ def _judge_rounding(lines: Sequence[Mapping[str, Any]]) -> Cause:
         return report_untestable(ROUNDED, "no update between two synchronisations was recorded")
     seen = along / square
     sentence = f"the engine's dtype lets {seen:.2g} of the trainer's updates through"
-    if seen >= SEEN:
+    if seen >= LEAST_SEEN:
         return report_absent(ROUNDED, sentence, seen=seen)
-    return Cause(ROUNDED, "present", {"seen": seen}, f"{sentence}: it samples by older weights", _FIX_ROUNDED)
+    return Cause(ROUNDED, "present", {"seen": seen}, f"{sentence}: it samples by older weights", FIX_ROUNDED)
