@@ -70,6 +70,26 @@ def test_turns_by_hand() -> None:
     assert (result["turn/first/keep_token_share"], result["turn/post_tool/keep_token_share"]) == (1.0, 0.0)
 
 
+def test_staleness_by_hand() -> None:
+    """Rows of 2, 1, 1 and no tokens at staleness 0, 3, 5 and 9: mean 8/3, the last one is not there."""
+    correction = spec(gsm=GSM)
+    stage = rollout_stage(
+        correction,
+        old_log_prob=torch.tensor([[0.0, 0.0], [math.log(2), 0.0], [0.0, 0.0], [0.0, 0.0]]),
+        rollout_log_prob=torch.zeros(4, 2),
+        response_mask=torch.tensor([[1, 1], [1, 0], [1, 0], [0, 0]]),
+        staleness=torch.tensor([0, 3, 5, 9]),
+    )
+    result = values(step_stage(correction, stage, log_prob=torch.zeros(4, 2), advantages=torch.ones(4, 2)))
+    assert result["staleness/mean"] == pytest.approx(8 / 3)
+    assert result["staleness/max"] == 5.0
+    assert [result[f"staleness/{group}/token_count"] for group in ("is0", "is1", "is2", "ge3")] == [2.0, 0.0, 0.0, 2.0]
+    assert result["staleness/is0/kl_k3"] == 0.0
+    assert result["staleness/ge3/kl_k3"] == pytest.approx((1 - math.log(2)) / 2)
+    assert result["staleness/ge3/keep_token_share"] == 0.5
+    assert math.isnan(result["staleness/is1/kl_k3"])
+
+
 def by_age(staleness: torch.Tensor) -> dict[str, float]:
     """Rows of 3 and 2 tokens; the ratio is 2 at the third token of the first, which a token mask rejects."""
     correction = spec(tm=band(0.5, 1.5, level="token", aggregate="product"))
