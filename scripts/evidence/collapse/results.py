@@ -50,9 +50,14 @@ def build_rows(
         columns: column -> verl's metric.
     """
     return [
-        {**run, "step": step, **{name: float(data.get(key, math.nan)) for name, key in columns.items()}}
+        {**run, "step": step, **{name: _number(data.get(key)) for name, key in columns.items()}}
         for step, data in records
     ]
+
+
+def _number(value: float | None) -> float:
+    """Convert a metric, which verl's file logger writes as null where it is NaN."""
+    return math.nan if value is None else float(value)
 
 
 def read(path: Path | None = None) -> pandas.DataFrame:
