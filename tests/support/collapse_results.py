@@ -17,7 +17,7 @@ def build_table(outcome: Callable[[str, int], float]) -> pandas.DataFrame:
     for each in arms.list_runs():
         card = {"arm": each.arm.name, "seed": each.seed, "outcome": "finished"}
         measured = {"kept": 1.0, "weight_min": 1.0, "weight_max": 1.0, "gradient_error": 1e-7, "proved": 1.0}
-        rows += results.build_rows(card, [(0, {EXACT: 0.1})])
+        rows += results.build_rows(card, [(0, {EXACT: 0.1, "offpolicy/kl/k3": None})])
         rows += results.build_rows(card, [(each.arm.steps, {EXACT: outcome(each.arm.name, each.seed)})])
         rows[-1] |= measured
     return pandas.DataFrame(rows)
