@@ -96,7 +96,7 @@ def test_an_aggregate(copy: Copy) -> None:
     proof, reference = "tests/unit/proof/test_trials.py", "tests/unit/correction/test_reference.py"
     live = ("tests/integration/test_vocabulary_live.py", "-k", "test_masks and l1_mean")
     copy.insert(
-        "recipe/offpolicy/correction/ratios.py",
+        "recipe/offpolicy/correction/aggregates.py",
         '    Aggregate("second_moment"',
         '    Aggregate("l1_mean", "mean", (None, 0.05), lambda ratio, p, q: ratio.abs(), least=0.0, at=abs),\n',
     )

@@ -42,13 +42,6 @@ OF_OURS: dict[str, Case] = {
     "a support that nothing cuts": Case(
         "ERROR", "support", {"correction.support": "engine"}, "nothing truncates", {f"{ROLLOUT}.top_k": 0}
     ),
-    "packed and not": Case(
-        "NOTE",
-        "",
-        {f"{ACTOR}.use_dynamic_bsz": True, f"{ROLLOUT}.log_prob_use_dynamic_bsz": False},
-        f"({ACTOR}.use_dynamic_bsz=true)",
-        {f"{ACTOR}.use_dynamic_bsz": True, f"{ROLLOUT}.log_prob_use_dynamic_bsz": True},
-    ),
     "replay on FSDP with V0": Case(
         "ERROR", "router_replay", FSDP_R2 | {"trainer.use_v1": False}, "nothing reads it", {"trainer.use_v1": False}
     ),

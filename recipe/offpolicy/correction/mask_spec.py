@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from .aggregates import AGGREGATES, Aggregate
 from .problem import SpecError
-from .ratios import AGGREGATES, EXP_CLAMP, Aggregate
+from .ratios import EXP_CLAMP
 from .units import Level, MaskWhen, Sign, check_sign_is_read, check_tool_is_seen
 from .validation import (
     get_usual_bounds,

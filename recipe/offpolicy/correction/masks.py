@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .aggregates import AGGREGATES, Aggregate
 from .mask_spec import MaskSpec
-from .ratios import AGGREGATES, Aggregate, exceeds_bounds
+from .ratios import exceeds_bounds
 from .row_layout import RowLayout, detect_layout
 from .units import Units
 from .weights import WeightSpec

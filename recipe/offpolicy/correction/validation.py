@@ -8,8 +8,8 @@ import sys
 from collections.abc import Iterable, Mapping
 from typing import Any, cast, get_args
 
+from .aggregates import AGGREGATES
 from .problem import SpecError, find_closest
-from .ratios import AGGREGATES
 from .units import Level
 
 _MISSING = "???"  # what OmegaConf leaves where a value is mandatory

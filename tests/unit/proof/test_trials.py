@@ -12,7 +12,7 @@ import torch
 from recipe.offpolicy.batch.micro_batch import MicroBatch
 from recipe.offpolicy.batch.weight_versions import CHUNKS, TokenVersions, read_extra_fields, read_versions
 from recipe.offpolicy.correction import MaskSpec, WeightSpec
-from recipe.offpolicy.correction.ratios import AGGREGATES
+from recipe.offpolicy.correction.aggregates import AGGREGATES
 from recipe.offpolicy.proof.trials import BEYOND, Trial, age_first_tokens, build_mask_trials, build_weight_trials
 from tests.support.growth import count_instructions, count_work
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as draw
 
 from recipe.offpolicy.analysis.calibration.parts import list_parts
 from recipe.offpolicy.analysis.calibration.scores import compute_scores
-from recipe.offpolicy.correction import CorrectionSpec, Statistic, ratios
+from recipe.offpolicy.correction import CorrectionSpec, Statistic, aggregates
 from recipe.offpolicy.correction.bounds import Side
 from recipe.offpolicy.correction.deferred_value import fetch
 from recipe.offpolicy.correction.masks import compute_extremes, find_outside
@@ -80,7 +80,7 @@ def test_extremes_decide_as_the_mask_does(batch: Rows) -> None:
     log_rho = compute_log_ratio(batch.old, batch.mu, valid)
     for level in ("token", "sequence", "turn"):
         for aggregate in AGGREGATES:
-            mask = spec(m=band(*ratios.AGGREGATES[aggregate].usual, aggregate=aggregate, level=level)).masks[0][1]
+            mask = spec(m=band(*aggregates.AGGREGATES[aggregate].usual, aggregate=aggregate, level=level)).masks[0][1]
             units = partition_units(mask.level, valid, batch.turns if level == "turn" else None)
             values = compute_extremes(mask, units, log_rho, numerator=batch.old, denominator=batch.mu)
             below, above = (value.float() for value in values)
