@@ -14,6 +14,7 @@ from recipe.offpolicy.analysis.attribution.attribution import (
     Part,
     attribute,
     attribute_rows,
+    choose_steps,
     join_parts,
     summarize_rows,
 )
@@ -30,7 +31,7 @@ from recipe.offpolicy.analysis.attribution.frames import (
 )
 from recipe.offpolicy.analysis.attribution.scored_rows import RowSample
 from recipe.offpolicy.analysis.attribution.worst_examples import merge_copies
-from recipe.offpolicy.recording import Recording, Rows, concatenate
+from recipe.offpolicy.recording import Recording, RecordingError, Rows, concatenate
 from tests.support.recordings import drawn_rows, record, same
 
 
@@ -184,3 +185,12 @@ def test_rows_of_a_sample_are_those_of_some_prompts() -> None:
     assert len(set(rows.uid[chosen])) == 2
     assert len(RowSample.of_steps([4], 1).choose(rows)) == 2  # one prompt at least
     assert len(RowSample.of_steps([5], 12).choose(rows)) == 0
+
+
+def test_steps_are_chosen_by_their_numbers(tmp_path: Path) -> None:
+    recording = Recording(record(tmp_path, *(draw(step) for step in (2, 3, 4))))
+    assert choose_steps(recording, None) == [2, 3, 4]
+    assert choose_steps(recording, (3, None)) == [3, 4]
+    with pytest.raises(RecordingError, match="no step from 7 to 9 is recorded; there are 2 to 4"):
+        choose_steps(recording, (7, 9))
+    assert recording.only(2, 4).steps == [2, 4]

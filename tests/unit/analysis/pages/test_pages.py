@@ -19,7 +19,17 @@ from matplotlib.figure import Figure
 from rich.console import Console
 
 from recipe.offpolicy.analysis import pages
-from recipe.offpolicy.analysis.pages import Code, Column, Details, Page, PageError, Table, plotting
+from recipe.offpolicy.analysis.pages import (
+    Code,
+    Column,
+    Details,
+    Page,
+    PageError,
+    Table,
+    open_console,
+    plotting,
+    print_blocks,
+)
 from recipe.offpolicy.analysis.pages.panels import (
     Axis,
     Mark,
@@ -293,3 +303,10 @@ def test_importing_it_imports_nothing_heavy() -> None:
     code = f"import sys, recipe.offpolicy.analysis.pages; print({heavy} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
+
+
+def test_blocks_are_printed_whole(capsys: pytest.CaptureFixture[str]) -> None:
+    print_blocks(open_console(), Table([Column("a")], [[1]], "T"), "", "word [b] " * 40)
+    shown = capsys.readouterr().out.splitlines()
+    assert shown[0].strip() == "T"
+    assert shown[-1] == "word [b] " * 40

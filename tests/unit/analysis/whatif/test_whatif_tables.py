@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pytest
 
 from recipe.offpolicy.analysis.whatif.agreement import Fidelity
 from recipe.offpolicy.analysis.whatif.candidates import UNCORRECTED, Candidate
-from recipe.offpolicy.analysis.whatif.outcomes import Study
+from recipe.offpolicy.analysis.whatif.outcomes import Study, build_document
 from recipe.offpolicy.analysis.whatif.study import run_study
 from recipe.offpolicy.analysis.whatif.whatif_tables import (
     build_agreement_tables,
@@ -76,3 +77,10 @@ def test_the_replay_of_the_record_is_judged(study: Study) -> None:
     differs = describe_fidelity(Fidelity(tokens=5, weights=1, example="step 1, row 0"))
     assert differs.startswith("MISMATCH: ")
     assert "0 decisions and 1 weights of 5 tokens (step 1, row 0)" in differs
+
+
+def test_the_document_is_of_plain_values(study: Study) -> None:
+    found = json.loads(json.dumps(build_document(study), allow_nan=False))
+    assert [each["label"] for each in found["corrections"]] == ["uncorrected", "one", "none kept"]
+    assert found["corrections"][1]["overall"]["kept_tokens"] == pytest.approx(0.6)
+    assert found["fidelity"]["agrees"] is True
