@@ -31,7 +31,7 @@ def check_target(option: str, path: Path, example: str) -> None:
     """Raise PageError if no file can be written at the path that an option names.
 
     Args:
-        example: a name of such a file; where it is a picture's, the path has to be one's too.
+        example: a name of such a file; if it is a picture's, the path must have a picture's suffix too.
     """
     if Path(example).suffix in PICTURES and path.suffix.lower() not in PICTURES and not path.is_dir():
         raise PageError(f"{option} {path}: {path.suffix or 'no suffix'} is not a picture format. Name it {_KINDS}.")

@@ -120,7 +120,7 @@ class Estimates:
     Attributes:
         name: name of the checkpoint.
         ranking: k -> the mean of the Bernoulli formula, for ranking alone.
-        notes: what has to be known next to the numbers.
+        notes: sentences that a reader of the numbers needs.
     """
 
     step: int

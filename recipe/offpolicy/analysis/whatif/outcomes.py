@@ -50,7 +50,7 @@ class CorrectionMeasures:
         tokens, rows: response tokens, and rows with one.
         kept_tokens, kept_rows: shares kept of them; a row is kept if a token of it is.
         ess: effective sample size of w k, (sum w k)^2 / (n sum (w k)^2), at most ``kept_tokens``.
-        ess_rows: likewise, of each row's mean of w k.
+        ess_rows: the same of each row's mean of w k.
         mismatch_left: share of the mismatch that lies on tokens which are kept, sum k3 k / sum k3 with
             k3 = rho - 1 - log rho of the token's rho = pi / mu (Schulman 2020), the sum of which estimates KL(mu, pi).
             What a mask is for: the further below ``kept_tokens``, the better it picks the tokens that are off.

@@ -49,7 +49,7 @@ class DenominatorCounts:
 
     Attributes:
         mode: the aggregation of the policy loss, by ``actor.loss_agg_mode``; None where the card does not say.
-        mini_batch_rows: rows of a mini-batch over all ranks; None likewise.
+        mini_batch_rows: rows of a mini-batch over all ranks; None if unknown.
         sampled: only a share of the rows was recorded.
     """
 

@@ -62,7 +62,7 @@ def eligible(
     Args:
         rewards, groups, passed_above: see ``compute_pass_rates``.
         max_pass_rate: in [0, 1], inclusive.
-        rows: only the ``failed`` rollouts of such prompts, or ``all`` of theirs.
+        rows: the ``failed`` rollouts of such prompts, or ``all`` rollouts of them.
 
     Raises:
         ValueError: as ``compute_pass_rates``, or a setting is out of its range.

@@ -108,4 +108,4 @@ def _judge_rounding(lines: Sequence[Mapping[str, Any]]) -> Cause:
     sentence = f"the engine's dtype lets {seen:.2g} of the trainer's updates through"
     if seen >= LEAST_SEEN:
         return report_absent(ROUNDED, sentence, seen=seen)
-    return Cause(ROUNDED, "present", {"seen": seen}, f"{sentence}: it samples by older weights", FIX_ROUNDED)
+    return Cause(ROUNDED, "present", {"seen": seen}, f"{sentence}: it samples with older weights", FIX_ROUNDED)
