@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from omegaconf import DictConfig
-
 from ..delivery.delivery_settings import DeliverySettings
 from ..extensions.add_on import AddOn
 from ..monitor.mismatch.snapshot_settings import SnapshotSettings
@@ -16,23 +14,14 @@ from ..support.support_settings import SupportSettings
 
 if TYPE_CHECKING:
     from .corrected_run import CorrectedRun
-    from .corrected_v0 import CorrectedV0
     from .corrected_v1 import CorrectedV1
 
 # Modules are imported on use, because other releases may lack their dependencies.
 
 
-def choose_v0(run: CorrectedV0) -> tuple[AddOn, ...]:
+def choose_v0(run: CorrectedRun) -> Iterator[AddOn]:
     """Choose the add-ons of a run by the V0 trainer."""
-    return (*_choose_support(run.config), *_choose_delivery(run))
-
-
-def choose_v1(run: CorrectedV1) -> tuple[AddOn, ...]:
-    """Choose the add-ons of a run by a V1 trainer."""
-    return tuple(_choose_v1(run))
-
-
-def _choose_support(config: DictConfig) -> Iterator[AddOn]:
+    config = run.config
     if (support := SupportSettings.from_config(config)) is not None:
         from ..support.support_replay import SupportReplay
 
@@ -41,20 +30,17 @@ def _choose_support(config: DictConfig) -> Iterator[AddOn]:
         from ..centering.score_centering import ScoreCentering
 
         yield ScoreCentering(centering)
-
-
-def _choose_delivery(run: CorrectedRun) -> Iterator[AddOn]:
-    settings = DeliverySettings.from_config(run.config)
+    settings = DeliverySettings.from_config(config)
     if settings.sums is not None or settings.probe is not None:
         from ..delivery.weight_delivery import WeightDelivery
 
         yield WeightDelivery(run, settings)
 
 
-def _choose_v1(run: CorrectedV1) -> Iterator[AddOn]:
+def choose_v1(run: CorrectedV1) -> Iterator[AddOn]:
+    """Choose the add-ons of a run by a V1 trainer."""
     config = run.config
-    yield from _choose_support(config)
-    yield from _choose_delivery(run)
+    yield from choose_v0(run)
     if (replay := ReplaySettings.from_config(config)) is not None:
         from ..replay.routing_replay import RoutingReplay
 

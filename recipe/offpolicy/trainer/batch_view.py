@@ -16,6 +16,7 @@ from ..correction import RolloutStage, Statistic
 
 MEDIA = "multi_modal_inputs"
 """Column with one mapping per row of inputs other than tokens, for example pixels and their grid."""
+ESTIMATES = ("advantages", "returns")
 Pair = tuple[list[int], list[int]]
 """Token ids of a prompt and of a response."""
 
@@ -149,6 +150,11 @@ class HeldBatch:
 
     def rows(self, *names: str) -> dict[str, Any]:
         raise NotImplementedError
+
+    def regroup(self, groups: Sequence[str], silent: Sequence[bool]) -> None:
+        """Replace the groups that extensions see, for all rows, and mark the rows whose advantage is 0."""
+        self._groups = list(self._of_real(groups))
+        self.silent = self._of_real(torch.tensor(silent))
 
     @property
     def advantages(self) -> Tensor:

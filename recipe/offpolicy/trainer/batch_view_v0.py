@@ -12,8 +12,9 @@ from torch import Tensor
 
 from verl import DataProto
 
+from ..batch.plan import Groups
 from ..extensions.batch_view import check_columns
-from .batch_view import HeldBatch
+from .batch_view import ESTIMATES, HeldBatch
 
 _SCORES = ("token_level_scores", "rm_scores")
 """Columns that exist from the advantages on, and from the rollout on."""
@@ -32,7 +33,7 @@ class DataProtoBatch(HeldBatch):
 
     @property
     def uids(self) -> list[str]:
-        return self._groups or [str(uid) for uid in self.batch.non_tensor_batch["uid"]]
+        return self._groups or self.list_uids()
 
     @property
     def keys(self) -> list[str]:
@@ -50,9 +51,19 @@ class DataProtoBatch(HeldBatch):
             for row in range(len(prompts))
         ]
 
-    def regroup(self, groups: Sequence[str], silent: Sequence[bool]) -> None:
-        """Replace the groups that extensions see, and mark the rows whose advantage is 0."""
-        self._groups, self.silent = list(groups), torch.tensor(silent)
+    def list_uids(self) -> list[str]:
+        """List verl's uid of every row."""
+        return [str(uid) for uid in self.batch.non_tensor_batch["uid"]]
+
+    @contextmanager
+    def without_rejected(self, groups: Groups) -> Iterator[None]:
+        """Let verl estimate by ``groups``, and give silent rows no advantage."""
+        uids = self.batch.non_tensor_batch["uid"]
+        self.batch.non_tensor_batch["uid"] = np.array(groups.uids, dtype=object)
+        yield
+        self.batch.non_tensor_batch["uid"] = uids
+        for name in ESTIMATES:
+            self.batch.batch[name] = self.batch.batch[name].masked_fill(torch.tensor(groups.silent)[:, None], 0.0)
 
     @property
     def scores(self) -> Tensor:

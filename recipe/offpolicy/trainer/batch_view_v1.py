@@ -12,9 +12,10 @@ from tensordict import NonTensorStack, TensorDict
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from ..batch.queue_columns import put_columns, read_columns
+from ..batch.plan import Groups
+from ..batch.queue_columns import put_columns, read_columns, zero_rows
 from ..extensions.batch_view import check_columns
-from .batch_view import HeldBatch
+from .batch_view import ESTIMATES, HeldBatch
 
 SCORES = "rm_scores"
 
@@ -33,11 +34,7 @@ class TransferQueueBatch(HeldBatch):
 
     @property
     def uids(self) -> list[str]:
-        return self._groups if self._groups is not None else self._own_uids
-
-    @cached_property
-    def _own_uids(self) -> list[str]:
-        return [key.rsplit("_", 2)[0] for key in self.keys]
+        return self._groups or [key.rsplit("_", 2)[0] for key in self.keys]
 
     @property
     def sessions(self) -> list[str]:
@@ -53,10 +50,19 @@ class TransferQueueBatch(HeldBatch):
         prompts, responses = found["prompts"].unbind(), found["responses"].unbind()
         return [(prompts[row].tolist(), responses[row].tolist()) for row in self._real]
 
-    def regroup(self, groups: Sequence[str], silent: Sequence[bool]) -> None:
-        """Replace the groups that extensions see, for all rows, and mark the rows whose advantage is 0."""
-        self._groups = [groups[row] for row in self._real]
-        self.silent = torch.tensor([silent[row] for row in self._real])
+    def list_uids(self) -> list[str]:
+        """List verl's uid of every row, padding included."""
+        return [str(uid) for uid in read_columns(self.batch, "uid")["uid"]]
+
+    @contextmanager
+    def without_rejected(self, groups: Groups) -> Iterator[None]:
+        """Let verl estimate by ``groups``, and give silent rows no advantage."""
+        uids = self.list_uids()
+        self.batch = put_columns(self.batch, uid=NonTensorStack(*groups.uids))
+        yield
+        found = read_columns(self.batch, *ESTIMATES)
+        silenced = {name: zero_rows(found[name], groups.silent) for name in ESTIMATES}
+        self.batch = put_columns(self.batch, uid=NonTensorStack(*uids), **silenced)
 
     @property
     def scores(self) -> Tensor:

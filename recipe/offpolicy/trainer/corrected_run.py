@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import cached_property, partial
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import ray
 import torch
@@ -22,9 +22,9 @@ from torch import Tensor
 from verl.trainer.ppo.utils import Role
 from verl_patches.trainer_v0 import plain_advantage
 
-from ..batch.plan import BatchSplit, SharedPlan, build_plan
+from ..batch.plan import BatchSplit, SharedPlan, build_plan, decide_rollout, regroup_without_rejected
 from ..batch.safe_values import BY_KL, check_rewards
-from ..correction import CorrectionSpec
+from ..correction import CorrectionSpec, RolloutStage
 from ..extensions.add_on import AddOn
 from ..extensions.add_ons import AddOns
 from ..fault_tolerance.checkpoints import ACTIVE, check_before_loading, extension_states, find_record, guard_save
@@ -39,8 +39,11 @@ from ..recording.run import AFTER_FAILURE, PATIENCE, RunRecord
 from ..worker.loss import build_loss
 from .supervision import Supervision
 
-logger = logging.getLogger("verl.offpolicy")
+if TYPE_CHECKING:
+    from .batch_view_v0 import DataProtoBatch
+    from .batch_view_v1 import TransferQueueBatch  # verl 0.7.1 lacks its dependencies
 
+logger = logging.getLogger("verl.offpolicy")
 
 ACTORS = (Role.Actor, Role.ActorRollout, Role.ActorRolloutRef)
 """Roles with a worker that trains."""
@@ -68,11 +71,17 @@ class CorrectedRun:
     )
     """Methods of verl's trainer that this object's methods of the same name replace; a trainer may lack some."""
 
+    _count_ranks: Callable[[], int]
+    """Counts the actor's data-parallel ranks."""
+    _count_updates: Callable[[], int]
+    """Counts the updates of a step."""
+    _read_rows: Callable[[Any], TensorDict]
+    """Reads the columns of a batch's plan."""
     supervision: Supervision
     recording: RunRecord
     shadows: Mapping[str, CorrectionSpec]
 
-    def __init__(self, trainer: Any, choose: Callable[[Any], Sequence[AddOn]] = lambda run: ()) -> None:
+    def __init__(self, trainer: Any, choose: Callable[[Any], Iterable[AddOn]] = lambda run: ()) -> None:
         self.trainer, self._choose = trainer, choose
         self._validating = self._begun = False
         self._watchdog: Watchdog | None = None
@@ -96,6 +105,11 @@ class CorrectedRun:
         return step
 
     @property
+    def _step(self) -> int:
+        """The step from which ages are counted: one more than the rollout engine's version of the weights."""
+        return self.global_steps
+
+    @property
     def workers(self) -> Any:
         """The worker group of the actor."""
         return self.trainer.actor_rollout_wg
@@ -113,7 +127,7 @@ class CorrectedRun:
     @cached_property
     def add_ons(self) -> AddOns:
         """All add-ons of the run."""
-        return AddOns.from_config(self.config, self._choose(self))
+        return AddOns.from_config(self.config, tuple(self._choose(self)))
 
     def _begin(self) -> None:
         """Start the monitoring and the add-ons, once; verl's constructor has set the configuration."""
@@ -154,30 +168,55 @@ class CorrectedRun:
         )
         self.workers.set_loss_fn(loss)
 
-    def _plan_update(
-        self, count: int, rows: Callable[[], TensorDict], split: Callable[[], BatchSplit], *, step: int, updates: int
-    ) -> tuple[SharedPlan, dict[str, Tensor]]:
-        """Build and announce the plan of ``count`` rows for one of the step's ``updates``, with its columns."""
+    def split_batch(self) -> BatchSplit:
+        """Describe how workers split a batch."""
+        return BatchSplit.of(self.config, self._count_ranks())
+
+    def _decide(self, batch: Any) -> RolloutStage:
+        return decide_rollout(self.correction, self._read_rows(batch), self._step)
+
+    def _plan_update(self, batch: Any, count: int) -> tuple[SharedPlan, dict[str, Tensor]]:
+        """Build and announce the plan of ``count`` rows for one update, with its columns."""
         check_one_mini_batch(self.correction, self.config, count)
         plan, columns = build_plan(
             self.correction,
             self.shadows,
-            step=step,
-            rows=rows,
-            batch_split=split,
+            step=self._step,
+            rows=partial(self._read_rows, batch),
+            batch_split=self.split_batch,
             bounds=self.supervision.active_correction.bounds,
         )
-        plan, marks = self.supervision.mark_proof(plan, lambda: rows()["response_mask"], lambda: split().ranks)
-        plan = self.recording.announce_update(plan, rows=count, batch_split=split, updates=updates)
+        plan, marks = self.supervision.mark_proof(
+            plan, lambda: self._read_rows(batch)["response_mask"], self._count_ranks
+        )
+        updates = self._count_updates()
+        plan = self.recording.announce_update(plan, rows=count, batch_split=self.split_batch, updates=updates)
         return plan, columns | marks
 
-    def _judge_update(self, metrics: dict[str, Any], batch: Any, step: int) -> None:
+    def _estimate_advantages(
+        self, view: DataProtoBatch | TransferQueueBatch, estimate: Callable[[], None]
+    ) -> dict[str, float]:
+        """Run verl's estimator and the add-ons, under ``baseline=exclude`` without rejected rows; return metrics."""
+        if self.correction.baseline == "include":
+            self.add_ons.compute_advantages(view, estimate)
+            return {}
+        groups = regroup_without_rejected(self.correction, self._read_rows(view.batch), view.list_uids(), view.step)
+        view.regroup(groups.uids, groups.silent)
+
+        def estimate_without_rejected() -> None:
+            with view.without_rejected(groups):
+                estimate()
+
+        self.add_ons.compute_advantages(view, estimate_without_rejected)
+        return groups.metrics
+
+    def _judge_update(self, metrics: dict[str, Any], batch: Any) -> None:
         """Take the packets out of the workers' metrics of one update, and judge them."""
         self.add_ons.on_update(metrics, batch)
         if self.supervision.collect(metrics):
             self._hand_over_loss()
         if self.supervision.proof is not None:
-            self.recording.write_proof(step, *self.supervision.proof)
+            self.recording.write_proof(self._step, *self.supervision.proof)
 
     def fit(self, *args: Any, **kwargs: Any) -> Any:
         with self._finishing() as finishing:
@@ -204,17 +243,17 @@ class CorrectedRun:
             stack.callback(self._finish_recording, PATIENCE)
 
     def _finish_recording(self, patience: float) -> None:
-        try:
-            if "recording" in vars(self):  # a run can end before it has workers
-                self.recording.finish(patience)
-        except Exception:  # must not replace the error that ended the run
-            logger.warning("cannot check whether the last step is recorded.", exc_info=True)
+        if "recording" in vars(self):  # a run can end before it has workers
+            self._close("the recording", partial(self.recording.finish, patience))
 
     def _end_extensions(self) -> None:
+        self._close("an extension", self.add_ons.end)
+
+    def _close(self, what: str, end: Callable[[], None]) -> None:
         try:
-            self.add_ons.end()
+            end()
         except Exception:  # must not replace the error that ended the run
-            logger.warning("an extension failed while it was closed.", exc_info=True)
+            logger.warning("%s failed while it was closed.", what, exc_info=True)
 
     @cached_property
     def _dense_rewards(self) -> DenseRewardGuard:

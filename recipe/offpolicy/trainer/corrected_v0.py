@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -31,16 +31,12 @@ from ..batch.plan import (
     PLAN,
     REWARD,
     UID,
-    BatchSplit,
     SharedPlan,
-    decide_rollout,
-    regroup_without_rejected,
     seal_batch,
     without_marks,
 )
 from ..batch.seals import PREFIX, build_seals, key_of
 from ..batch.weight_versions import CHUNK_SEALS, CHUNKS, EXTRA_FIELDS, NEWEST_VERSION, OLDEST_VERSION, VERSION, VERSIONS
-from ..correction import RolloutStage
 from ..extensions.add_on import AddOn
 from ..proof.rollout_checks import ALIGNED, SAMPLED
 from ..proof.verify import LivenessError
@@ -81,7 +77,7 @@ class CorrectedV0(CorrectedRun):
         "_update_actor",
     )
 
-    def __init__(self, trainer: Any, choose: Callable[[Any], Sequence[AddOn]] = lambda run: ()) -> None:
+    def __init__(self, trainer: Any, choose: Callable[[Any], Iterable[AddOn]] = lambda run: ()) -> None:
         super().__init__(trainer, choose)
         self._advantage_metrics: dict[str, float] = {}
         self._sampled_at: int | None = None  # step of the rollout that was checked and not trained on yet
@@ -115,12 +111,8 @@ class CorrectedV0(CorrectedRun):
         self._hand_over_loss()
         adopt(self.workers, self._update_and_collect)
         around_advantage(self._around_advantage)
-        if self._samples_elsewhere:
-            self._begin_elsewhere()
-
-    def _begin_elsewhere(self) -> None:
-        """Resume a run whose ``load_checkpoint`` Ray calls on the class, not on this instance."""
-        if (resumed := self._check_resumed()) is not None:
+        # Ray calls this trainer's ``load_checkpoint`` of the class, not of the instance.
+        if self._samples_elsewhere and (resumed := self._check_resumed()) is not None:
             self._restore_active(resumed)
             self._hand_over_loss()
 
@@ -138,11 +130,9 @@ class CorrectedV0(CorrectedRun):
 
     @property
     def _step(self) -> int:
-        """The step from which ages are counted: one more than the rollout engine's version of the weights."""
         return self.trainer.current_param_version + 1 if self._samples_elsewhere else self.global_steps
 
-    @property
-    def _updates_a_step(self) -> int:
+    def _count_updates(self) -> int:
         return self.trainer.trigger_parameter_sync_step if self._samples_elsewhere else 1
 
     @property
@@ -175,14 +165,19 @@ class CorrectedV0(CorrectedRun):
 
         return DataProtoBatch(batch, self._step, note, self._compute_log_probs, self._decide)
 
-    def _decide(self, batch: DataProto) -> RolloutStage:
-        return decide_rollout(self.correction, self._read_rows(batch), self._step)
-
-    def _read_rows(self, batch: DataProto) -> TensorDict:
-        """Read the columns of a plan, with the versions of the weights that sampled each row."""
-        batch.batch[VERSIONS] = versions = self._read_versions(batch)
-        _gather_chunks(batch, versions)
-        return _rows(batch)
+    def _read_rows(self, batch: Any) -> TensorDict:
+        """Read the columns of a plan; add each row's versions and chunks to the batch, where the loss reads them."""
+        tensors = _tensors(batch)
+        tensors[VERSIONS] = versions = self._read_versions(batch)
+        if (fields := _list_fields(batch, versions)) is not None:
+            if isinstance(batch, DataProto):
+                batch.non_tensor_batch[EXTRA_FIELDS] = np.array(fields, dtype=object)
+            else:
+                batch[EXTRA_FIELDS] = NonTensorStack(*fields)
+        rows = tensors.select(*(name for name in (*COLUMNS, VERSIONS) if name in tensors.keys()))
+        if isinstance(batch, DataProto) and EXTRA_FIELDS in batch.non_tensor_batch:
+            rows[EXTRA_FIELDS] = NonTensorStack(*batch.non_tensor_batch[EXTRA_FIELDS])
+        return rows
 
     def _seal(self, tensors: TensorDict, columns: Mapping[str, Tensor], into: TensorDict | None = None) -> None:
         """Seal the current columns of the rows ``tensors``: the loss stops the run if it reads other values.
@@ -199,7 +194,7 @@ class CorrectedV0(CorrectedRun):
         """Compute log-probs at temperature 1 of each row's response."""
         demand_text(batch.non_tensor_batch.get(MEDIA, ()))
         axes = batch.batch["position_ids"].shape[1:-1]
-        count = count_rows(len(rows), len(batch), self._ranks, self.config)
+        count = count_rows(len(rows), len(batch), self._count_ranks(), self.config)
         columns = build_padded(repeat_rows(rows, count), axes)
         tokens = columns["attention_mask"].sum(-1).tolist()
         alongside = DataProto.from_dict(columns)
@@ -216,7 +211,7 @@ class CorrectedV0(CorrectedRun):
             rows = _tensors(batch)
             self.supervision.sampled(rows)
             self._seal(rows, {ROLLOUT_LOG_PROBS: rows[ROLLOUT_LOG_PROBS], **self._find_token_versions(batch)})
-        self._sampled_at, self._scored = self.global_steps, False
+        self._sampled_at, self._scored, self._scored_seal = self.global_steps, False, None
 
     def _looking(self, compute_log_prob: Any) -> Any:
         """Make the worker group's ``compute_log_prob`` check a rollout that reaches it directly."""
@@ -247,7 +242,6 @@ class CorrectedV0(CorrectedRun):
             made = DataProto.from_dict({"old_log_probs": mu, "entropys": unknown})
             self._seal(batch.batch, {"old_log_probs": mu}, made.batch)
             return made, 0.0
-        self._forget_scores()
         with self.cost.of_pi_old():
             old, mfu = self.verls._compute_old_log_prob(batch)
         self._seal(batch.batch, {"old_log_probs": old.batch["old_log_probs"]}, old.batch)
@@ -264,20 +258,12 @@ class CorrectedV0(CorrectedRun):
                 self._seal(batch.batch, {"old_log_probs": batch.batch[ROLLOUT_LOG_PROBS]}, old.batch)
         return old, mfu
 
-    def _forget_scores(self) -> None:
-        self._scored_seal = None
-
     def _compute_ref_log_prob(self, batch: DataProto) -> DataProto:
         found: DataProto = self.verls._compute_ref_log_prob(batch)
         self._seal(batch.batch, {name: found.batch[name] for name in _OF_REFERENCE}, found.batch)
         return found
 
     def _around_advantage(self, compute: Any, data: DataProto, *args: Any, **kwargs: Any) -> DataProto:
-        data = self._estimate(compute, data, *args, **kwargs)
-        self._seal(data.batch, {"advantages": data.batch["advantages"]})
-        return data
-
-    def _estimate(self, compute: Any, data: DataProto, *args: Any, **kwargs: Any) -> DataProto:
         if self._sampled_at != self.global_steps:
             self._look(data)
         self._let_mu_stand_in(data.batch)
@@ -288,26 +274,9 @@ class CorrectedV0(CorrectedRun):
         def estimator() -> None:
             view.batch = compute(view.batch, *args, **kwargs)
 
-        if self.correction.baseline == "include":
-            self.add_ons.compute_advantages(view, estimator)
-            return view.batch
-        uids = data.non_tensor_batch["uid"]
-        groups = regroup_without_rejected(
-            self.correction, self._read_rows(data), [str(uid) for uid in uids], self._step
-        )
-        view.regroup(groups.uids, groups.silent)
-
-        def estimator_without_rejected() -> None:
-            view.batch.non_tensor_batch["uid"] = np.array(groups.uids, dtype=object)
-            estimator()
-            view.batch.non_tensor_batch["uid"] = uids
-            loud = ~torch.tensor(groups.silent)
-            for name in ("advantages", "returns"):
-                column = view.batch.batch[name]
-                view.batch.batch[name] = column * loud[:, None].to(column.dtype)
-
-        self.add_ons.compute_advantages(view, estimator_without_rejected)
-        self._advantage_metrics = groups.metrics
+        self._advantage_metrics = self._estimate_advantages(view, estimator)
+        tensors = view.batch.batch
+        self._seal(tensors, {"advantages": tensors["advantages"]})
         return view.batch
 
     def _update_actor(self, batch: DataProto) -> DataProto:
@@ -342,13 +311,10 @@ class CorrectedV0(CorrectedRun):
 
     def _with_plan(self, batch: Any) -> Any:
         """Add the plan to a batch of the worker group, and the loss for a legacy actor."""
-        versions = self._read_versions(batch)
-        _gather_chunks(batch, versions)
+        self._read_rows(batch)  # the loss needs what it adds, the plan may not
         tensors = _tensors(batch)
-        tensors[VERSIONS] = versions
-        plan, columns = self._plan_update(
-            len(batch), lambda: _rows(batch), self._split_batch, step=self._step, updates=self._updates_a_step
-        )
+        versions = tensors[VERSIONS]
+        plan, columns = self._plan_update(batch, len(batch))
         if plan.update is not None and not self._by_engine:
             columns |= build_row_identity(batch)
         for name, column in columns.items():
@@ -398,11 +364,7 @@ class CorrectedV0(CorrectedRun):
         # one_step_off_policy sends weights before an update, under the step number of that update.
         return (versions - 1).clamp(min=0) if hasattr(self.trainer, "_async_gen_next_batch") else versions
 
-    def _split_batch(self) -> BatchSplit:
-        return BatchSplit.of(self.config, self._ranks)
-
-    @property
-    def _ranks(self) -> int:
+    def _count_ranks(self) -> int:
         ranks: int = self.trainer._get_dp_size(self.workers, "actor")
         return ranks
 
@@ -423,7 +385,7 @@ class CorrectedV0(CorrectedRun):
             self._score(batch)
         output = update(self._with_plan(batch))
         metrics = output.meta_info["metrics"] if isinstance(output, DataProto) else output["metrics"]
-        self._judge_update(metrics, batch, self._step)
+        self._judge_update(metrics, batch)
         ours = self.supervision.metrics() | self._advantage_metrics | self.cost.metrics() | self.add_ons.metrics()
         (metrics if self._gathered is None else self._gathered).update(ours)
         self._advantage_metrics, self._sampled_at, self._scored = {}, None, False
@@ -453,17 +415,6 @@ def _objects(batch: Any, name: str) -> list[Any] | None:
     return list(column) if isinstance(batch, DataProto) else column.tolist()
 
 
-def _gather_chunks(batch: Any, versions: Tensor) -> None:
-    """Put the chunks that a client has recorded per row where the loss reads them, as verl's V1 trainer does."""
-    fields = _list_fields(batch, versions)
-    if fields is None:
-        return
-    if isinstance(batch, DataProto):
-        batch.non_tensor_batch[EXTRA_FIELDS] = np.array(fields, dtype=object)
-    else:
-        batch[EXTRA_FIELDS] = NonTensorStack(*fields)
-
-
 def _list_fields(batch: Any, versions: Tensor) -> list[dict[str, Any]] | None:
     """List each row's versions and chunks as verl's V1 trainer does; None if no client has recorded chunks."""
     if (chunks := _objects(batch, CHUNKS)) is None:
@@ -471,14 +422,6 @@ def _list_fields(batch: Any, versions: Tensor) -> list[dict[str, Any]] | None:
     spans = [dict(zip((OLDEST_VERSION, NEWEST_VERSION), span, strict=True)) for span in versions.tolist()]
     seals = _objects(batch, CHUNK_SEALS) or [None] * len(chunks)
     return [{**span, CHUNKS: turns, CHUNK_SEALS: seal} for span, turns, seal in zip(spans, chunks, seals, strict=True)]
-
-
-def _rows(batch: Any) -> TensorDict:
-    tensors = _tensors(batch)
-    rows = tensors.select(*(name for name in (*COLUMNS, VERSIONS) if name in tensors.keys()))
-    if isinstance(batch, DataProto) and (fields := batch.non_tensor_batch.get(EXTRA_FIELDS)) is not None:
-        rows[EXTRA_FIELDS] = NonTensorStack(*fields)
-    return rows
 
 
 def _versions(batch: Any, step: int) -> Tensor:

@@ -15,17 +15,16 @@ from typing import Any, ClassVar
 
 import torch
 import transfer_queue as tq
-from tensordict import NonTensorStack, TensorDict
+from tensordict import TensorDict
 from torch import Tensor
 
 from verl.workers.utils.padding import response_from_nested
 
 from ..batch.micro_batch import ROLLOUT_LOG_PROBS, TOKEN_VERSIONS_SEALED, VERSIONS_SEALED, find_token_versions
-from ..batch.plan import COLUMNS, PLAN, BatchSplit, decide_rollout, regroup_without_rejected, without_marks
-from ..batch.queue_columns import FORWARD, put_columns, read_columns, zero_rows
+from ..batch.plan import COLUMNS, PLAN, without_marks
+from ..batch.queue_columns import FORWARD, put_columns, read_columns
 from ..batch.seals import PLAN_HASH, SealedRows, key_of, seal_constant
 from ..batch.weight_versions import EXTRA_FIELDS, NEWEST_VERSION, OLDEST_VERSION
-from ..correction import RolloutStage
 from ..preflight.composed import Composed
 from ..proof.rollout_checks import ALIGNED, SAMPLED, name_missing_column
 from .actor_updates import adopt
@@ -101,9 +100,9 @@ class CorrectedV1(CorrectedRun):
         return self.add_ons.submit_prompts(self.verls._submit_batch_to_rollout, batch)
 
     def step(self, metrics: dict[str, Any], timing_raw: dict[str, float]) -> Any:
-        return self.add_ons.run_step(partial(self._step, metrics, timing_raw), metrics)
+        return self.add_ons.run_step(partial(self._run_step, metrics, timing_raw), metrics)
 
-    def _step(self, metrics: dict[str, Any], timing_raw: dict[str, float]) -> Any:
+    def _run_step(self, metrics: dict[str, Any], timing_raw: dict[str, float]) -> Any:
         self.supervision.begin_step()
         self.cost.begin()
         batch = self.verls.step(metrics, timing_raw)
@@ -121,8 +120,8 @@ class CorrectedV1(CorrectedRun):
         note = partial(self._note_columns, batch)
         return TransferQueueBatch(batch, self.global_steps, note, self._compute_log_probs, self._decide)
 
-    def _decide(self, batch: Any) -> RolloutStage:
-        return decide_rollout(self.correction, read_columns(batch, *COLUMNS), self.global_steps)
+    def _read_rows(self, batch: Any) -> TensorDict:
+        return read_columns(batch, *COLUMNS)
 
     def _note_columns(self, batch: Any, columns: dict[str, Tensor]) -> None:
         self.cost.add_columns(columns)
@@ -145,7 +144,7 @@ class CorrectedV1(CorrectedRun):
         """Compute log-probs at temperature 1 of each row's response, in temporary rows outside the batch."""
         demand_text(read_columns(batch, MEDIA)[MEDIA])
         told, flags = batch.extra_info or {}, self.add_ons.batch_flags()
-        count = count_rows(len(rows), len(batch.keys), self._ranks, self.config)
+        count = count_rows(len(rows), len(batch.keys), self._count_ranks(), self.config)
         keys, source = name_keys(count), read_columns(_first(batch), *OF_A_FORWARD)
         alongside = type(batch)(
             keys=keys,
@@ -223,12 +222,6 @@ class CorrectedV1(CorrectedRun):
         return batch
 
     def _compute_advantage(self, batch: Any, metrics: dict[str, Any]) -> Any:
-        batch = self._estimate(batch, metrics)
-        if self._sealed is not None:
-            self._seal_stored(batch, "advantages")
-        return batch
-
-    def _estimate(self, batch: Any, metrics: dict[str, Any]) -> Any:
         view = self.view(batch)
         self._check_rewards(view)
         estimate = self.verls._compute_advantage
@@ -237,23 +230,9 @@ class CorrectedV1(CorrectedRun):
             view.batch = estimate(view.batch, metrics)
             self._check_kl_in_reward(view)  # verl subtracts the KL before this
 
-        if self.correction.baseline == "include":
-            self.add_ons.compute_advantages(view, estimator)
-            return view.batch
-        rows = read_columns(batch, *COLUMNS, "uid")
-        uids = [str(uid) for uid in rows["uid"]]
-        groups = regroup_without_rejected(self.correction, rows, uids, self.global_steps)
-        view.regroup(groups.uids, groups.silent)
-
-        def estimator_without_rejected() -> None:
-            view.batch = put_columns(view.batch, uid=NonTensorStack(*groups.uids))
-            estimator()
-            results = read_columns(view.batch, "advantages", "returns")
-            silenced = {name: zero_rows(results[name], groups.silent) for name in ("advantages", "returns")}
-            view.batch = put_columns(view.batch, uid=NonTensorStack(*uids), **silenced)
-
-        self.add_ons.compute_advantages(view, estimator_without_rejected)
-        metrics.update(groups.metrics)
+        metrics.update(self._estimate_advantages(view, estimator))
+        if self._sealed is not None:
+            self._seal_stored(view.batch, "advantages")
         return view.batch
 
     def _update_actor(self, batch: Any, metrics: dict[str, Any]) -> Any:
@@ -268,13 +247,7 @@ class CorrectedV1(CorrectedRun):
 
     def _with_plan(self, batch: Any) -> Any:
         """Add the plan to the batch."""
-        plan, columns = self._plan_update(
-            len(batch.keys),
-            lambda: read_columns(batch, *COLUMNS),
-            self.split_batch,
-            step=self.global_steps,
-            updates=self.trainer.parameter_sync_step,
-        )
+        plan, columns = self._plan_update(batch, len(batch.keys))
         if self._sealed is not None:
             by_token = TOKEN_VERSIONS_SEALED in self._sealed.names
             self.seal(batch, without_marks(columns) | ({} if by_token else _versions_of(batch)))
@@ -289,14 +262,12 @@ class CorrectedV1(CorrectedRun):
         self.cost.add(columns, plan)
         return batch
 
-    def split_batch(self) -> BatchSplit:
-        """Describe how workers split a batch."""
-        return BatchSplit.of(self.config, self._ranks)
+    def _count_updates(self) -> int:
+        updates: int = self.trainer.parameter_sync_step
+        return updates
 
-    @property
-    def _ranks(self) -> int:
-        """Number of data-parallel ranks; verl's trainer has set ``_dispatch_info`` when it balanced the batch."""
-        ranks: list[int] = self.workers._dispatch_info["actor"]
+    def _count_ranks(self) -> int:
+        ranks: list[int] = self.workers._dispatch_info["actor"]  # set by verl's trainer when it balanced the batch
         return max(ranks) + 1
 
     def take_out(self, batch: Any, why: str, *, masked: Collection[str], silenced: Collection[str]) -> Any:
@@ -307,7 +278,7 @@ class CorrectedV1(CorrectedRun):
     def _update_and_collect(self, update: Any, batch: Any) -> Any:
         """Call the workers' ``update_actor``, take the packets out of its metrics and judge them."""
         output = update(batch)
-        self._judge_update(output["metrics"], batch, self.global_steps)
+        self._judge_update(output["metrics"], batch)
         return output
 
 

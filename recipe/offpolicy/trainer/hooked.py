@@ -25,8 +25,8 @@ _RESOLVER = "offpolicy_hooked"
 _V0, _V1 = "verl.trainer.ppo.ray_trainer", "verl.trainer.ppo.v1.trainer_base"
 _GROUPS = "verl.single_controller.base.worker_group"
 _WORKERS = ("verl.workers.engine_workers", "verl.workers.fsdp_workers", "verl.workers.megatron_workers")
-_VLLM_WORKERS = "verl.workers.rollout.vllm_rollout.utils"
-_VLLM_SERVER = "verl.workers.rollout.vllm_rollout.vllm_async_server"
+_VLLM = "verl.workers.rollout.vllm_rollout"
+_ENGINE = {f"{_VLLM}.utils": "extend_worker", f"{_VLLM}.vllm_async_server": "extend_server"}
 _ROLLOUTER = "verl.experimental.fully_async_policy.fully_async_rollouter"
 _MARK = "__offpolicy__"
 _installed: set[str] = set()
@@ -51,7 +51,7 @@ def install() -> None:
     _register()
     hooks = {_V0: _hook_v0, _V1: _hook_v1, _GROUPS: guard_groups, _ROLLOUTER: _hook_client}
     hooks |= {module: partial(_hook_workers, module) for module in _WORKERS}
-    hooks |= {_VLLM_WORKERS: _hook_vllm_workers, _VLLM_SERVER: _hook_vllm_server}
+    hooks |= {module: partial(_hook_engine, extend) for module, extend in _ENGINE.items()}
     for module, hook in hooks.items():
         if module not in _installed:  # several callers may wait for the same module
             _installed.add(module)
@@ -85,16 +85,10 @@ def _hook_workers(module: str) -> None:
         seal_scores()
 
 
-def _hook_vllm_workers() -> None:
-    from ..delivery.engine_side import extend_worker
+def _hook_engine(extend: str) -> None:
+    from ..delivery import engine_side
 
-    extend_worker()
-
-
-def _hook_vllm_server() -> None:
-    from ..delivery.engine_side import extend_server
-
-    extend_server()
+    getattr(engine_side, extend)()
 
 
 def _hook_client() -> None:

@@ -182,6 +182,7 @@ class Supervision:
         packets = take_packets(metrics)
         plan = None if self._plan is None else self._plan.fingerprint()
         explained = False
+        expected: dict[str, Any] = {"sampled_rows": self._sampled_rows, "epochs": self._epochs, "plan": plan}
         self.proof = None
         moving = self.active_correction.moving
         self._since_proof += 1
@@ -189,11 +190,9 @@ class Supervision:
             live = verify(
                 packets,
                 self.spec,
-                sampled_rows=self._sampled_rows,
-                epochs=self._epochs,
-                allow_identical=self._allow_identical,
+                **expected,
                 moving=moving,
-                plan=plan,
+                allow_identical=self._allow_identical,
                 marked=self._marked,
                 again=not self.proving,
             )
@@ -211,14 +210,7 @@ class Supervision:
             self.proving = self.proving and not proved
             self._marked = None
         else:
-            verify_update(
-                packets,
-                self.spec,
-                sampled_rows=self._sampled_rows,
-                epochs=self._epochs,
-                moving=moving,
-                plan=plan,
-            )
+            verify_update(packets, self.spec, **expected, moving=moving)
         self._add_ons.judge([packet.reports for packet in packets], self._epochs)
         if explained:
             self._explain()

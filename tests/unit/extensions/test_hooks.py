@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from recipe.offpolicy.batch.plan import Groups
 from recipe.offpolicy.extensions.add_on import Advantages, Extension
 from recipe.offpolicy.extensions.add_ons import AddOns
 from recipe.offpolicy.proof.verify import LivenessError
@@ -43,7 +44,9 @@ def v1(monkeypatch: pytest.MonkeyPatch) -> Any:
     }
     queue = SimpleNamespace(
         kv_batch_get=lambda keys, partition_id, select_fields: {name: store[name] for name in select_fields},
-        kv_batch_put=lambda keys, partition_id, fields: store.update(fields.items()) or meta,
+        kv_batch_put=lambda keys, partition_id, fields: (
+            store.update({name: fields[name] for name in fields.keys()}) or meta
+        ),
     )
     monkeypatch.setattr(queue_columns, "tq", queue)
     keys = ["a_0_0", "a_0_1", "b_0_0", "pad_0_0", "pad_1_0"]
@@ -140,6 +143,21 @@ def test_an_estimate_takes_the_place_of_verls_and_leaves_silent_rows_at_zero(bat
     AddOns([Estimates("e", {})]).compute_advantages(view, estimator(view, store, []))
     torch.testing.assert_close(view.advantages, torch.tensor([[2.0, 2.0, 2.0], [0, 0, 0], [0, 0, 0]]))
     assert list(view.uids) == ["a", "b", "c"]
+
+
+def test_rejected_rows_are_silent_even_where_verl_estimates_nan(batch: Any) -> None:
+    view, store = batch
+    rows = len(view.is_padding)
+    uids = ["a", "a", "b", "pad_0", "pad_1"][:rows]
+    if not isinstance(view, DataProtoBatch):
+        store["uid"] = uids
+    groups = Groups(["a", "a/rejected-1", "b", "x", "y"][:rows], [False, True, False, True, True][:rows], {})
+    with view.without_rejected(groups):
+        assert view.list_uids() == groups.uids
+        view.put_advantages(torch.tensor([[1.0, 1, 1], [torch.nan, 0, 0], [-2, -2, 0]]), returns=True)
+    assert view.list_uids() == uids
+    for name in ("advantages", "returns"):
+        assert view.rows(name)[name].tolist() == [[1, 1, 1], [0, 0, 0], [-2, -2, 0]]
 
 
 class Sees(Extension):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from importlib import import_module
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -121,8 +121,8 @@ def test_chunks_of_a_row_reach_its_plan_by_token() -> None:
     """fully_async_policy's client notes them as a column of its own."""
     import numpy as np
 
-    from recipe.offpolicy.batch.weight_versions import CHUNKS, VERSIONS, read_versions
-    from recipe.offpolicy.trainer import corrected_v0
+    from recipe.offpolicy.batch.weight_versions import CHUNKS, read_versions
+    from recipe.offpolicy.trainer.corrected_v0 import CorrectedV0
     from verl import DataProto
 
     mask = torch.tensor([[1, 1, 1, 0], [1, 1, 1, 1]])
@@ -132,9 +132,8 @@ def test_chunks_of_a_row_reach_its_plan_by_token() -> None:
     # The first row's request was aborted after one token, and went on with newer weights.
     chunks[:] = [[[(3, 1), (4, 2)]], [[(4, 4)]]]
     batch.non_tensor_batch[CHUNKS] = chunks
-    batch.batch[VERSIONS] = versions
-    corrected_v0._gather_chunks(batch, versions)
-    found = read_versions(corrected_v0._rows(batch), mask)
+    rows = CorrectedV0._read_rows(cast(Any, SimpleNamespace(_read_versions=lambda batch: versions)), batch)
+    found = read_versions(rows, mask)
     assert found is not None
     assert found.by_token(mask).tolist() == [[3, 4, 4, -1], [4, 4, 4, 4]]
     # What the engine's workers get of it.
