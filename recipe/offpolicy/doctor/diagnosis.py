@@ -42,6 +42,8 @@ _BRING = "Choose an option of this package, which adds its sections: +correction
 def diagnose(launch: Launch) -> Diagnosis:
     """Compose the launch's configuration and run every check and remark on it, without Ray."""
     found = _diagnose(launch)
+    assumed = [Problem("", None, f"{each}.", "", "NOTE") for each in launch.assumed]
+    found = replace(found, notes=(*found.notes, *assumed))
     if not launch.lost:
         return found
     problem = Problem("", None, *launch.explain_lost(), parts=("launch",))

@@ -35,7 +35,10 @@ LAST = {
     "0.4.1": ("*.gradient_checkpointing_kwargs", "critic.kl_ctrl", f"{_ROLLOUT}.use_fire_sampling"),
     "0.4.0": ("*.checkpoint.contents", f"{_ROLLOUT}.chat_scheduler", f"{_ROLLOUT}.multi_turn.max_turns"),
     "0.3.0": ("actor_rollout_ref.ref.param_offload", "trainer.val_generations_to_log_to_wandb"),
-    "0.2.0": ("*.num_layers_per_virtual_pipeline_stage", "trainer.remove_previous_ckpt_in_save"),
+    "0.2.0": (
+        *("*.fsdp_config.grad_offload", "*.num_layers_per_virtual_pipeline_stage"),
+        "trainer.remove_previous_ckpt_in_save",
+    ),
 }
 """Release -> patterns of keys or sections that no later release has."""
 
@@ -52,7 +55,7 @@ def find_last_release(key: str) -> str | None:
 
 def find_successor(key: str, value: str, last: str) -> str:
     """Say how to replace an override of a key that releases after ``last`` do not have."""
-    if key.endswith(".megatron.grad_offload"):
+    if key.endswith(".grad_offload"):
         return "Delete it: param_offload frees the gradients' memory too."
     if key == "trainer.use_legacy_worker_impl":
         return "Delete it: engine workers, which `disable` selects, are the only ones."

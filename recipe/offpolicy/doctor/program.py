@@ -35,12 +35,14 @@ class Launch:
         arguments: Hydra's flags and overrides.
         origin: the script and line from which it was read; "" for the command line.
         lost: arguments that were given to the script and that it does not pass on.
+        assumed: what reading the script assumed, as sentences without their end.
     """
 
     module: str
     arguments: tuple[str, ...]
     origin: str = ""
     lost: tuple[str, ...] = ()
+    assumed: tuple[str, ...] = ()
 
     @property
     def ours(self) -> bool:

@@ -107,8 +107,8 @@ def test_parameters_are_parsed(written: str, parameter: Parameter) -> None:
 
 
 def test_a_form_that_is_not_read_names_its_line() -> None:
-    with pytest.raises(ScriptError, match=r"line 7: \$\{!NODES\} is not supported"):
-        parse_parameter("!NODES", 7)
+    with pytest.raises(ScriptError, match=r"line 7: \$\{NODES@Q\} is not supported"):
+        parse_parameter("NODES@Q", 7)
 
 
 @pytest.mark.parametrize(

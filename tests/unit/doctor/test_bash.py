@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from recipe.offpolicy.doctor.bash.interpreter import ProgramCall
 from recipe.offpolicy.doctor.bash.script import read_script
-from recipe.offpolicy.doctor.bash.shell_values import ScriptError, Unknown
+from recipe.offpolicy.doctor.bash.shell_values import ProgramCall, ScriptError, Unknown
 from tests.support.paths import ROOT
 
 RUN = ROOT / "recipe" / "offpolicy"
@@ -63,6 +62,8 @@ SAME_AS_BASH = {
     "after exit": "launch a; exit 0; launch b",
     "own place": 'launch "$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"',
     "unset": "X=1; unset X; launch ${X:-gone}",
+    "indirect": 'N=GIVEN; A=(p q); M="A[1]"; launch "${!N}" ${!N##*-} "${!A[@]}" ${!M} "${!N:-x}"',
+    "own variables": "launch $PWD $UID $EUID",
     "indirect arithmetic": "(( $# > 1 )) && launch yes",
 }
 

@@ -128,10 +128,11 @@ def test_a_launch_in_doubt_names_what_decides(script: Path) -> None:
 @pytest.mark.parametrize(
     ("before", "said"),
     [
-        ("if [[ ! -d $DIR ]]; then\n  exit 1\nfi", "line 3 (exit 1) before any launch: [[ ! -d $DIR ]]."),
-        ("[ -f config.env ] || exit 2", "line 2 (exit 2) before any launch: ! [ -f config.env ]."),
-        ("[ -d /none ] && X=1 || { echo no; exit 3; }", "line 2 (exit 3) before any launch: ! [ -d /none ]."),
-        ("die() {\n  exit 1\n}\ntest -e /none || die", "line 3 (exit 1) before any launch: ! test -e /none."),
+        ("if [[ -d /tmp ]]; then\n  exit 1\nfi", "line 3 (exit 1) before any launch: [[ -d /tmp ]]."),
+        (
+            '[ -f "$NOT_SET_HERE" ] || exit 2',
+            'line 2 (exit 2) before any launch: ! [ -f "$NOT_SET_HERE" ]. Fix: export NOT_SET_HERE=VALUE.',
+        ),
         ("if [ -d /none ]; then X=1\nelse exit; fi", "line 3 before any launch: ! ( [ -d /none ] )."),
         ("case $DIR in /none) exit 4;; esac", "line 2 (exit 4) before any launch: $DIR is /none."),
         ("exit 0", "line 2 (exit 0) before any launch."),
@@ -143,6 +144,59 @@ def test_a_launch_in_doubt_names_what_decides(script: Path) -> None:
 )
 def test_a_script_that_ends_before_its_launch(before: str, said: str, script: Path) -> None:
     assert refused(script, f"DIR=/none\n{before}\n{LAUNCH} a.b=1\n") == f": the script ends at {said}"
+
+
+@pytest.mark.parametrize(
+    ("before", "line"),
+    [
+        ("if [[ ! -d $DIR ]]; then\n  exit 1\nfi", 3),
+        ("if [ -d $DIR ]; then\n  X=1\nelse\n  exit 1\nfi", 5),
+        ("[ -f $DIR ] || exit 2", 2),
+        ("[ -d $DIR ] && X=1 || { echo no; exit 3; }", 2),
+        ("die() {\n  exit 1\n}\ntest -e $DIR || die", 3),
+        ("for p in $DIR; do\n  if [[ ! -s $p ]]; then exit 2; fi\ndone", 3),
+    ],
+)
+def test_a_file_that_is_missing_here_is_assumed(before: str, line: int, script: Path) -> None:
+    script.write_text(f"DIR=/none\n{before}\n{LAUNCH} a.b=${{X:-1}}\n")
+    (launch,) = find_launches(script, [])
+    assert launch.arguments == ("a.b=1",)
+    assert launch.assumed == (f"line {line}: the script ends without /none, which is assumed to exist",)
+    assert [note.reason for note in diagnose(launch).notes] == [f"{launch.assumed[0]}."]
+
+
+def test_an_environment_that_is_not_here_is_assumed_to_set_no_variable(script: Path) -> None:
+    script.write_text(f"X=1\nsource /none/bin/activate\n{LAUNCH} a.b=$X\n")
+    (launch,) = find_launches(script, [])
+    assert launch.assumed == ("line 2: /none/bin/activate is not here, and is assumed to set no variable",)
+    assert "sources /none/env.sh" in refused(script, f"X=1\nsource /none/env.sh\n{LAUNCH} a.b=$X\n")
+
+
+def test_an_unset_variable_of_a_name_is_empty_as_in_bash(script: Path) -> None:
+    names = "trainer.experiment_name=x$N trainer.default_local_dir=c/$NOT_SET_HERE"
+    source = f"N=$NOT_SET_HERE-$NOR_THIS\ndate | tee $N.log\n{LAUNCH} {names}"
+    script.write_text(source)
+    (launch,) = find_launches(script, [])
+    assert launch.arguments == ("trainer.experiment_name=x-", "trainer.default_local_dir=c/")
+    assert launch.assumed == tuple(
+        f"${name} is not set, and bash takes it as empty" for name in ("NOR_THIS", "NOT_SET_HERE")
+    )
+    assert "2 overrides are unknown" in refused(script, f"set -eu\n{source}")
+    assert "$NOR_THIS is not set" in refused(script, f"{LAUNCH} a.b=1 trainer.default_local_dir=$NOR_THIS/c")
+    assert "$NOR_THIS is not set" in refused(script, f"{source} trainer.nnodes=$NOR_THIS")
+
+
+@pytest.mark.parametrize(
+    "before",
+    [
+        "R=no\nfor i in 1 2; do\n  if curl x; then\n    R=yes\n    break\n  fi\ndone",
+        "while true; do\n  R=$(ray_status)\n  if [ $R = yes ]; then break; fi\n  sleep 5\ndone",
+        "R=no\nwatch() { while true; do nvidia-smi; sleep 5; done; }\nwatch &\nR=$(ready)",
+    ],
+)
+def test_a_loop_that_waits_may_end(before: str, script: Path) -> None:
+    script.write_text(f'{before}\nif [ "$R" != yes ]; then exit 1; fi\n{LAUNCH} a.b=1\n')
+    assert find_launches(script, [])[0].arguments == ("a.b=1",)
 
 
 def test_a_loop_that_is_left_does_not_end_the_script(script: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Protocol
 
@@ -24,6 +25,8 @@ class Shell(Protocol):
 
 
 Builtin = Callable[[Shell, str, list[Field], int], Truth]
+_ENVIRONMENT = re.compile(r"(^|/)(activate|conda\.sh|\.?(bashrc|bash_profile|profile|zshrc)|set(env|vars)\.sh)$")
+"""Files that set up a shell or programs: of conda, virtual environments, logins, CANN and oneAPI."""
 DECLARING = ("export", "declare", "local", "readonly", "typeset")
 
 
@@ -119,10 +122,17 @@ def _do_true(shell: Shell, name: str, arguments: list[Field], line: int) -> Trut
 
 
 def _do_source(shell: Shell, name: str, arguments: list[Field], line: int) -> Truth:
-    """Run a sourced file in the same state; if it is missing or unreadable, forget the variables."""
+    """Run a sourced file in the same state; if it is missing or unreadable, forget the variables.
+
+    A missing one that only sets up programs, such as an environment of conda, is assumed to assign none of the script's
+    variables.
+    """
     path = shell.state.directory / arguments[0] if arguments and isinstance(arguments[0], str) else None
     if path is None or not path.is_file():
         shown = arguments[0] if arguments and isinstance(arguments[0], str) else "a file"
+        if _ENVIRONMENT.search(shown):
+            shell.state.files.assumed.append(f"line {line}: {shown} is not here, and is assumed to set no variable")
+            return True
         _forget_variables(shell, Unknown(f"line {line} sources {shown}, which does not exist", line))
         return True
     try:

@@ -101,8 +101,15 @@ class Condition:
         if operator in ("-z", "-n"):
             return bool(operand) is (operator == "-n")
         if operator in _FILES:
-            return bool(operand) and _FILES[operator](self._state.directory / operand)
+            return self._test_file(operator, operand)
         return Unknown(f"the test {operator} of line {self._line} is not supported", self._line)
+
+    def _test_file(self, operator: str, operand: str) -> bool:
+        files = self._state.files
+        found = bool(operand) and (files.all_exist or _FILES[operator](self._state.directory / operand))
+        if operand and not found:
+            files.missing.append(operand)
+        return found
 
     def _compare(self, left: Field | None, operator: str, right: Field) -> Truth:
         left, right = _or_empty(left or ""), _or_empty(right)

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import fnmatch
 import os
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
+from .branches import Branches
 from .budget import WORDS, OverBudget
 from .builtin import BUILTINS, DECLARING
 from .conditions import Condition, Truth
-from .format import format_command, note_condition
 from .grammar import (
     Case,
     Chain,
@@ -42,38 +40,20 @@ from .programs import (
     run_program,
     shorten,
 )
-from .shell_values import Field, LoopBreak, ScriptEnd, ScriptError, ShellState, Unknown
+from .shell_values import Field, ProgramCall, ScriptEnd, ScriptError, ShellState, Unknown
 from .words import WordExpander
 
-_ROUNDS = 1000  # of a loop, after which it counts as endless
 _DEPTH = 20  # of scripts and functions that call each other
 _LOST = re.compile(r"[+~]{0,2}[A-Za-z_][\w./@-]*=.*|--?[A-Za-z][\w-]*(=.*)?", re.S)
 """Words that are not names of programs: overrides and flags."""
 _NAMES = re.compile(r"\$\{?#?([A-Za-z_]\w*)|-v\s+([A-Za-z_]\w*)")
 
 
-@dataclass(frozen=True)
-class ProgramCall:
-    """A program that the script would run.
-
-    Attributes:
-        words: the program and its arguments.
-        line: its line in the script.
-        doubt: why it is unknown whether it would run.
-    """
-
-    words: tuple[Field, ...]
-    line: int
-    doubt: Unknown | None = None
-
-
-class Interpreter:
+class Interpreter(Branches):
     """An interpreter of parsed commands in a shell state; ``calls`` lists the programs in order."""
 
     def __init__(self, state: ShellState) -> None:
-        self.state = state
-        self.calls: list[ProgramCall] = []
-        self._doubt: Unknown | None = None
+        super().__init__(state)
         self._depth = 0
         self.printed: list[Field] | None = None  # output of a substitution
         self.end: ScriptEnd | None = None  # how the script itself ended
@@ -115,13 +95,6 @@ class Interpreter:
     def _tested_words(self) -> WordExpander:
         return WordExpander(self.state, self._substitute, unset_is_empty=True)
 
-    def run(self, commands: list[Command]) -> Truth:
-        """Run commands in order; returns the status of the last."""
-        status: Truth = True
-        for command in commands:
-            status = self._run_command(command)
-        return status
-
     def _run_command(self, command: Command) -> Truth:
         self.state.budget.spend_command(command.line)
         match command:
@@ -144,115 +117,6 @@ class Interpreter:
             case Function():
                 self.state.functions[command.name] = command.body
                 return True
-
-    # Branches -----------------------------------------------------------------------------------------------
-
-    def _run_chain(self, chain: Chain) -> Truth:
-        status = self._run_command(chain.first)
-        latest = chain.first
-        for operator, command in chain.rest:
-            if isinstance(status, Unknown):
-                self._run_maybe(lambda command=command: self._run_command(command), status)  # type: ignore[misc]
-            elif status is (operator == "&&"):
-                holds = format_command(latest) if operator == "&&" else f"! {format_command(latest)}"
-                latest = command
-                with note_condition(holds):
-                    status = self._run_command(command)
-        return status
-
-    def _run_if(self, command: If) -> Truth:
-        for index, (condition, body) in enumerate(command.branches):
-            holds = self.run(condition)
-            if isinstance(holds, Unknown):
-                rest = If(command.line, command.branches[index + 1 :], command.otherwise)
-                return self._run_either(lambda body=body: self.run(body), lambda rest=rest: self._run_if(rest), holds)  # type: ignore[misc]
-            if holds:
-                with note_condition(" ".join(map(format_command, condition))):
-                    return self.run(body)
-        tried = " or ".join(" ".join(map(format_command, condition)) for condition, _ in command.branches)
-        with note_condition(f"! ( {tried} )" if tried else ""):
-            return self.run(command.otherwise)
-
-    def _run_case(self, command: Case) -> Truth:
-        subject = self._words.expand_text(command.subject.text, command.subject.line)
-        if isinstance(subject, Unknown) and not subject.may_be_empty:
-            for _, body in command.branches:
-                self._run_maybe(lambda body=body: self.run(body), subject)  # type: ignore[misc]
-            return subject
-        value = subject if isinstance(subject, str) else ""
-        for patterns, body in command.branches:
-            for pattern in patterns:
-                fitting = self._words.expand_pattern(pattern.text, pattern.line)
-                if isinstance(fitting, str) and fnmatch.fnmatchcase(value, fitting):
-                    with note_condition(f"{command.subject.text} is {fitting}"):
-                        return self.run(body)
-        return True
-
-    def _run_for(self, command: Loop) -> Truth:
-        for value in [field for word in command.words for field in self._words.expand_fields(word.text, word.line)]:
-            self.state.variables[command.name] = value
-            try:
-                self.run(command.body)
-            except LoopBreak as stopped:
-                if str(stopped) == "break":
-                    break
-        return True
-
-    def _run_while(self, command: Loop) -> Truth:
-        self.run(command.begin)
-        for _ in range(_ROUNDS):
-            holds = self.run(command.condition)
-            if isinstance(holds, Unknown):
-                self._run_maybe(lambda: self.run(command.body), holds)
-                return holds
-            if holds is command.until:
-                return True
-            try:
-                self.run(command.body)
-            except LoopBreak as stopped:
-                if str(stopped) == "break":
-                    break
-            self.run(command.step)
-        else:
-            raise ScriptError(f"line {command.line}: the end of the loop cannot be determined")
-        return True
-
-    def _run_group(self, command: CommandGroup) -> Truth:
-        if not command.subshell:
-            return self.run(command.body)
-        outside, self.state = self.state, self.state.copy()
-        try:
-            return self.run(command.body)
-        except ScriptEnd:
-            return True  # exit in a subshell only ends the subshell
-        finally:
-            self.state = outside
-
-    def _run_maybe(self, run: Callable[[], object], why: Unknown) -> None:
-        """Run commands that may or may not run: what they change is unknown afterwards, unless they end the script."""
-        self._run_either(run, lambda: None, why)
-
-    def _run_either(self, first: Callable[[], object], second: Callable[[], object], why: Unknown) -> Unknown:
-        before, doubt = self.state, self._doubt
-        ends: list[ShellState | None] = []
-        stopped: ScriptEnd | LoopBreak | None = None
-        for run in (first, second):
-            self.state, self._doubt = before.copy(), doubt or why
-            try:
-                run()
-                ends.append(self.state)
-            except (ScriptEnd, LoopBreak) as end:
-                # The script continues after a break but not after an exit, so the break is kept.
-                stopped = stopped if isinstance(stopped, LoopBreak) else end
-                ends.append(None)
-        self._doubt = doubt
-        left = [end for end in ends if end is not None]
-        if not left:
-            self.state = before
-            assert stopped is not None
-            raise stopped
-        self.state = left[0] if len(left) == 1 else _merge(left[0], left[1], why)
-        return why
 
     # Commands -----------------------------------------------------------------------------------------------
 
@@ -475,12 +339,3 @@ def _concatenate(first: Field, second: Field) -> Field:
     if isinstance(first, Unknown) or isinstance(second, Unknown):
         return first if isinstance(first, Unknown) else second
     return first + second
-
-
-def _merge(first: ShellState, second: ShellState, why: Unknown) -> ShellState:
-    for name in {*first.variables, *second.variables}:
-        if first.variables.get(name) != second.variables.get(name):
-            first.variables[name] = why
-    if first.arguments != second.arguments:
-        first.arguments = [why]
-    return first

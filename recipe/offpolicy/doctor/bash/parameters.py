@@ -11,10 +11,12 @@ from .budget import PATTERN
 from .shell_values import Field, ScriptError, ShellState, Unknown, Value
 
 _FORM = re.compile(
-    r"(?P<length>#(?!\}|$))?(?P<name>[A-Za-z_]\w*|[0-9]+|[@*#?$!-])(?:\[(?P<index>[^\]]*)\])?"
+    r"(?P<length>#(?!\}|$))?(?P<indirect>!(?=\w))?(?P<name>[A-Za-z_]\w*|[0-9]+|[@*#?$!-])(?:\[(?P<index>[^\]]*)\])?"
     r"(?P<operator>:?[-=+?]|%%?|\#\#?|//?|\^\^?|,,?|:)?(?P<word>.*)",
     re.S,
 )
+_CHANGING = {"RANDOM", "SECONDS", "EPOCHSECONDS", "EPOCHREALTIME", "SRANDOM", "PPID", "BASHPID"}
+"""Variables that bash sets, with values that only running the script would determine."""
 _WITHOUT_VALUE = {"-", ":-", "=", ":=", "+", ":+", "?", ":?"}
 
 
@@ -26,6 +28,7 @@ class Parameter:
         index: of an array's element; @ or * for all of them.
         operator, word: as written, e.g. ``:-`` and the default.
         length: ``${#name}``.
+        indirect: ``${!name}``, the parameter that it names, or ``${!name[@]}``, the indices.
     """
 
     name: str
@@ -33,6 +36,7 @@ class Parameter:
     operator: str = ""
     word: str = ""
     length: bool = False
+    indirect: bool = False
 
     @property
     def is_list(self) -> bool:
@@ -56,11 +60,20 @@ def parse_parameter(written: str, line: int) -> Parameter:
     found = _FORM.fullmatch(written)
     if found is None or (found["word"] and not found["operator"]):
         raise ScriptError(f"line {line}: ${{{written}}} is not supported")
-    return Parameter(found["name"], found["index"], found["operator"] or "", found["word"], bool(found["length"]))
+    return Parameter(
+        found["name"],
+        found["index"],
+        found["operator"] or "",
+        found["word"],
+        bool(found["length"]),
+        bool(found["indirect"]),
+    )
 
 
 def expand_parameter(asked: Parameter, state: ShellState, line: int, expand: Callable[[str], Field]) -> list[Field]:
     """Expand a parameter: a list's values, else one value, or none if it is unset."""
+    if asked.indirect:
+        return _expand_indirect(asked, state, line, expand)
     values = _read_values(asked, state, line, expand)
     if asked.length:
         return _compute_length(asked, values)
@@ -74,6 +87,22 @@ def expand_parameter(asked: Parameter, state: ShellState, line: int, expand: Cal
         return _slice(asked, values, line, expand)
     word = expand(asked.word) if asked.operator[0] not in "/^," else ""
     return [value if isinstance(value, Unknown) else _transform(asked, value, word, line, expand) for value in values]
+
+
+def _expand_indirect(asked: Parameter, state: ShellState, line: int, expand: Callable[[str], Field]) -> list[Field]:
+    """Expand ``${!name}`` with its operation, and ``${!name[@]}``."""
+    named = state.variables.get(asked.name)
+    if asked.is_list:
+        return [named] if isinstance(named, Unknown) else [str(i) for i in range(len(named or ()))]
+    name = (_read_values(replace(asked, index=None, indirect=False), state, line, expand) or [""])[0]
+    if isinstance(name, Unknown):
+        return [name]
+    found = _FORM.fullmatch(name)
+    if found is None or found["operator"] or found["word"]:
+        return [Unknown(f"${{!{asked.name}}} names no variable", line)]
+    return expand_parameter(
+        replace(asked, name=found["name"], index=found["index"], indirect=False), state, line, expand
+    )
 
 
 def _read_values(asked: Parameter, state: ShellState, line: int, expand: Callable[[str], Field]) -> list[Field] | None:
@@ -96,7 +125,7 @@ def _read_values(asked: Parameter, state: ShellState, line: int, expand: Callabl
         return [Unknown(f"${name} exists only in a running shell", line)]
     value: Value | None = state.variables.get(name)
     if value is None:
-        return None
+        return [Unknown(f"${name} differs in each run", line)] if name in _CHANGING else None
     if not isinstance(value, list):
         return [value] if asked.index in (None, "0", "@", "*") else None
     if asked.index in ("@", "*"):

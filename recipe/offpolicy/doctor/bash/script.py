@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import platform
 from dataclasses import dataclass
 from pathlib import Path
 
 from .budget import OverBudget
-from .interpreter import Interpreter, ProgramCall
+from .interpreter import Interpreter
 from .programs import read_text
-from .shell_values import Field, ScriptEnd, ScriptError, ShellState
+from .shell_values import Field, ProgramCall, ScriptEnd, ScriptError, ShellState
 
 _SECONDS = 20.0
 
@@ -21,11 +23,13 @@ class Script:
         calls: the programs that it would run, in order.
         looked_at: those of its arguments that it reads itself.
         end: how it ends before its last line; None if it does not.
+        assumed: what reading assumed about files that do not exist here.
     """
 
     calls: list[ProgramCall]
     looked_at: frozenset[Field]
     end: ScriptEnd | None
+    assumed: tuple[str, ...] = ()
 
 
 def read_script(path: Path, arguments: list[str], environment: dict[str, str]) -> Script:
@@ -38,7 +42,8 @@ def read_script(path: Path, arguments: list[str], environment: dict[str, str]) -
     Raises:
         ScriptError: the file is not a readable script; names file and line.
     """
-    state = ShellState(dict(environment), list(arguments), Path.cwd(), path)
+    own = {"PWD": str(Path.cwd()), "UID": str(os.getuid()), "EUID": str(os.geteuid()), "HOSTNAME": platform.node()}
+    state = ShellState({**environment, **own}, list(arguments), Path.cwd(), path)
     interpreter = Interpreter(state)
     try:
         with state.budget.limit_seconds(_SECONDS):
@@ -60,4 +65,5 @@ def read_script(path: Path, arguments: list[str], environment: dict[str, str]) -
         raise ScriptError(f"{path}, {error} Fix: check the launch itself, with its overrides.") from error
     except (IndexError, ValueError, RecursionError) as error:
         raise ScriptError(f"{path}: cannot be read: {error}.") from error
-    return Script(interpreter.calls, frozenset(state.looked_at), interpreter.end)
+    assumed = tuple(dict.fromkeys(state.files.assumed))
+    return Script(interpreter.calls, frozenset(state.looked_at), interpreter.end, assumed)

@@ -62,10 +62,40 @@ class Unknown:
         return bool(self.unset) and not self.required
 
 
+@dataclass
+class FileTests:
+    """The tests of files that a script makes, which may be answered otherwise on the machine of the launch.
+
+    Attributes:
+        missing: paths that were tested and do not exist here.
+        all_exist: answer as if every file existed.
+        assumed: what reading assumed, as sentences without their end.
+    """
+
+    missing: list[str] = field(default_factory=list)
+    all_exist: bool = False
+    assumed: list[str] = field(default_factory=list)
+
+
 Field = str | Unknown
 """One word after expansion."""
 Value = str | Unknown | list[Field]
 """Value of a variable: a list for an array."""
+
+
+@dataclass(frozen=True)
+class ProgramCall:
+    """A program that the script would run.
+
+    Attributes:
+        words: the program and its arguments.
+        line: its line in the script.
+        doubt: why it is unknown whether it would run.
+    """
+
+    words: tuple[Field, ...]
+    line: int
+    doubt: Unknown | None = None
 
 
 @dataclass
@@ -80,6 +110,7 @@ class ShellState:
         script: path, for messages and BASH_SOURCE.
         looked_at: values of $1, $2 ..., $@ and shift that the script itself reads.
         written: name -> the unexpanded text of its latest assignment.
+        files: tests of files, shared by all copies.
         budget: budget of the reading.
     """
 
@@ -90,10 +121,11 @@ class ShellState:
     functions: dict[str, object] = field(default_factory=dict)
     looked_at: set[Field] = field(default_factory=set)
     written: dict[str, str] = field(default_factory=dict)
+    files: FileTests = field(default_factory=FileTests)
     budget: Budget = field(default_factory=Budget)
 
     def copy(self) -> ShellState:
-        """Copy the state for a subshell; ``looked_at``, ``written`` and the budget stay shared."""
+        """Copy the state for a subshell; ``looked_at``, ``written``, ``files`` and the budget stay shared."""
         values = {name: list(value) if isinstance(value, list) else value for name, value in self.variables.items()}
         functions = dict(self.functions)
         self.budget.spend_bytes(

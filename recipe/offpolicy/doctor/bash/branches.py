@@ -1,0 +1,226 @@
+"""Branches, loops and subshells of a script, with what is unknown about the way through them."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Callable
+
+from .conditions import Truth
+from .format import format_command, note_condition
+from .grammar import Case, Chain, Command, CommandGroup, If, Loop, Simple
+from .shell_values import LoopBreak, ProgramCall, ScriptEnd, ScriptError, ShellState, Unknown
+from .words import WordExpander
+
+_ROUNDS = 1000  # of a loop, after which it counts as endless
+
+
+class Branches:
+    """The commands that choose which others run; ``interpreter.Interpreter`` runs these.
+
+    Attributes:
+        state: the shell's state.
+        calls: the programs that would run, in order.
+    """
+
+    def __init__(self, state: ShellState) -> None:
+        self.state = state
+        self.calls: list[ProgramCall] = []
+        self._doubt: Unknown | None = None
+        self._broken: Unknown | None = None  # why the loop may have been left in this round
+
+    def run(self, commands: list[Command]) -> Truth:
+        """Run commands in order; returns the status of the last."""
+        status: Truth = True
+        for command in commands:
+            status = self._run_command(command)
+        return status
+
+    def _run_command(self, command: Command) -> Truth:
+        raise NotImplementedError
+
+    @property
+    def _words(self) -> WordExpander:
+        raise NotImplementedError
+
+    def _run_chain(self, chain: Chain) -> Truth:
+        tested = len(self.state.files.missing)
+        status = self._run_command(chain.first)
+        latest = chain.first
+        for place, (operator, command) in enumerate(chain.rest):
+            if isinstance(status, Unknown):
+                self._run_maybe(lambda command=command: self._run_command(command), status)  # type: ignore[misc]
+            elif status is (operator == "&&"):
+                holds = format_command(latest) if operator == "&&" else f"! {format_command(latest)}"
+                latest = command
+                try:
+                    with note_condition(holds):
+                        status = self._run_command(command)
+                except ScriptEnd as end:
+                    before = Chain(chain.line, chain.first, chain.rest[:place])
+                    if not self._needs_file(end, tested, [before], holds=operator == "&&"):
+                        raise
+                    status = operator != "&&"
+        return status
+
+    def _needs_file(self, end: ScriptEnd, tested: int, condition: list[Command], holds: bool) -> bool:
+        """Return True if an exit with an error is due to a file that is missing here, and note that it is assumed.
+
+        A script checks in this way that it runs on the machine of the launch, which this one need not be.
+
+        Args:
+            tested: number of missing files before the condition.
+            condition: the condition of the exit, and ``holds``, its result.
+        """
+        files, calls = self.state.files, len(self.calls)
+        missing = list(dict.fromkeys(files.missing[tested:]))
+        if str(end) != "exit" or end.status in ("", "0") or not missing or files.all_exist:
+            return False
+        files.all_exist = True
+        try:
+            differs = self.run(condition) is (not holds)
+        finally:
+            files.all_exist = False
+            del self.calls[calls:]
+        if differs:
+            named = " and ".join(missing)
+            files.assumed.append(f"line {end.line}: the script ends without {named}, which is assumed to exist")
+        return differs
+
+    def _run_if(self, command: If) -> Truth:
+        tested = len(self.state.files.missing)
+        for index, (condition, body) in enumerate(command.branches):
+            holds = self.run(condition)
+            if isinstance(holds, Unknown):
+                rest = If(command.line, command.branches[index + 1 :], command.otherwise)
+                return self._run_either(lambda body=body: self.run(body), lambda rest=rest: self._run_if(rest), holds)  # type: ignore[misc]
+            if holds:
+                try:
+                    with note_condition(" ".join(map(format_command, condition))):
+                        return self.run(body)
+                except ScriptEnd as end:
+                    if not self._needs_file(end, tested, condition, holds=True):
+                        raise
+        tried = " or ".join(" ".join(map(format_command, condition)) for condition, _ in command.branches)
+        try:
+            with note_condition(f"! ( {tried} )" if tried else ""):
+                return self.run(command.otherwise)
+        except ScriptEnd as end:
+            for condition, body in command.branches:
+                if self._needs_file(end, tested, condition, holds=False):
+                    return self.run(body)
+            raise
+
+    def _run_case(self, command: Case) -> Truth:
+        subject = self._words.expand_text(command.subject.text, command.subject.line)
+        if isinstance(subject, Unknown) and not subject.may_be_empty:
+            for _, body in command.branches:
+                self._run_maybe(lambda body=body: self.run(body), subject)  # type: ignore[misc]
+            return subject
+        value = subject if isinstance(subject, str) else ""
+        for patterns, body in command.branches:
+            for pattern in patterns:
+                fitting = self._words.expand_pattern(pattern.text, pattern.line)
+                if isinstance(fitting, str) and fnmatch.fnmatchcase(value, fitting):
+                    with note_condition(f"{command.subject.text} is {fitting}"):
+                        return self.run(body)
+        return True
+
+    def _run_for(self, command: Loop) -> Truth:
+        outside = self._broken
+        for value in [field for word in command.words for field in self._words.expand_fields(word.text, word.line)]:
+            self.state.variables[command.name] = value
+            try:
+                self.run(command.body)
+            except LoopBreak as stopped:
+                if str(stopped) == "break":
+                    break
+        self._broken = outside
+        return True
+
+    def _run_while(self, command: Loop) -> Truth:
+        outside, self._broken = self._broken, None
+        try:
+            return self._follow_while(command)
+        finally:
+            self._broken = outside
+
+    def _follow_while(self, command: Loop) -> Truth:
+        self.run(command.begin)
+        for _ in range(_ROUNDS):
+            holds = self.run(command.condition)
+            if isinstance(holds, Unknown):
+                self._run_maybe(lambda: self.run(command.body), holds)
+                return holds
+            if holds is command.until:
+                return True
+            before = self.state.copy()
+            try:
+                self.run(command.body)
+            except LoopBreak as stopped:
+                if str(stopped) == "break":
+                    break
+            if why := self._broken or _find_waiting(command):  # what it changes is unknown after any round
+                self.state = _merge(self.state, before, why)
+                return why
+            self.run(command.step)
+        else:
+            raise ScriptError(f"line {command.line}: the end of the loop cannot be determined")
+        return True
+
+    def _run_group(self, command: CommandGroup) -> Truth:
+        if not command.subshell:
+            return self.run(command.body)
+        outside, self.state = self.state, self.state.copy()
+        try:
+            return self.run(command.body)
+        except ScriptEnd:
+            return True  # exit in a subshell only ends the subshell
+        finally:
+            self.state = outside
+
+    def _run_maybe(self, run: Callable[[], object], why: Unknown) -> None:
+        """Run commands that may or may not run: what they change is unknown afterwards, unless they end the script."""
+        self._run_either(run, lambda: None, why)
+
+    def _run_either(self, first: Callable[[], object], second: Callable[[], object], why: Unknown) -> Unknown:
+        before, doubt = self.state, self._doubt
+        left: list[ShellState] = []
+        broken: list[ShellState] = []
+        stopped: ScriptEnd | LoopBreak | None = None
+        for run in (first, second):
+            self.state, self._doubt = before.copy(), doubt or why
+            try:
+                run()
+                left.append(self.state)
+            except (ScriptEnd, LoopBreak) as end:
+                # The script continues after a break, with what was assigned before it, but not after an exit.
+                broken += [self.state] * isinstance(end, LoopBreak)
+                stopped = stopped if isinstance(stopped, LoopBreak) else end
+        self._doubt = doubt
+        if broken and left:
+            self._broken = why
+        if not left:
+            self.state = broken[0] if broken else before
+            assert stopped is not None
+            raise stopped
+        left += broken
+        self.state = left[0] if len(left) == 1 else _merge(left[0], left[1], why)
+        return why
+
+
+def _find_waiting(loop: Loop) -> Unknown | None:
+    """Return why an endless loop that sleeps in each round may end: it waits for something, or in the background."""
+    asked = [each.words[0].text for each in loop.condition if isinstance(each, Simple) and each.words]
+    sleeps = any(isinstance(each, Simple) and each.words and each.words[0].text == "sleep" for each in loop.body)
+    if asked in (["true"], [":"]) and sleeps:
+        return Unknown("the loop waits for what happens in a run", loop.line)
+    return None
+
+
+def _merge(first: ShellState, second: ShellState, why: Unknown) -> ShellState:
+    for name in {*first.variables, *second.variables}:
+        if first.variables.get(name) != second.variables.get(name):
+            first.variables[name] = why
+    if first.arguments != second.arguments:
+        first.arguments = [why]
+    return first
