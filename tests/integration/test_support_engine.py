@@ -415,5 +415,5 @@ def test_two_ranks_train_as_one_does(
     from recipe.offpolicy.support.support_replay import judge
     from recipe.offpolicy.support.support_settings import SupportSettings
 
-    one = judge([report_of(metrics)], SupportSettings(tw.VOCABULARY, "mask"), first=False)
-    assert found["metrics"] == pytest.approx(one.metrics, nan_ok=True)
+    one, _ = judge([report_of(metrics)], SupportSettings(tw.VOCABULARY, "mask"), first=False)
+    assert found["metrics"] == pytest.approx(one, nan_ok=True)

@@ -30,8 +30,8 @@ def main(rank: int, model: str, out: str, port: int) -> None:
     metrics, gradient = tw.gradients(worker, partial(ppo_loss, config=tw.actor_config()), mine, micro_batch_size=2)
     if rank == 0:
         reports = take_reports(metrics, REPORT)
-        verdict = judge(reports, SupportSettings(tw.VOCABULARY, "mask"), first=False)
-        torch.save({"gradient": gradient, "metrics": verdict.metrics, "reports": len(reports)}, Path(out) / "ranks.pt")
+        found, _ = judge(reports, SupportSettings(tw.VOCABULARY, "mask"), first=False)
+        torch.save({"gradient": gradient, "metrics": found, "reports": len(reports)}, Path(out) / "ranks.pt")
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
 

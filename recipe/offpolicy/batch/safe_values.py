@@ -48,6 +48,11 @@ SMALLEST = 2.0**-126
 """Smallest normal float32; rounding of smaller numbers is as large as its own."""
 
 
+def mean(values: Tensor) -> float:
+    """Compute the mean in float64; NaN without values."""
+    return float(values.double().mean())
+
+
 @dataclass(frozen=True)
 class Spread:
     """Standard deviation about the mean, or root mean square, of one set of values.

@@ -11,7 +11,7 @@ their reports.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -254,7 +254,7 @@ class Extension(AddOn):
         """Set verl's keys in place, such as an agent loop's class; returns one line per key."""
         return ()
 
-    def problems(self, config: DictConfig) -> Sequence[Problem]:
+    def problems(self, config: DictConfig) -> Iterable[Problem]:
         """Find conflicts of the settings with the whole configuration; key, value, reason and fix."""
         return ()
 

@@ -78,9 +78,7 @@ class AddOns:
     def begin(self, config: DictConfig, phase: Phase = nullcontext) -> None:
         """Start all add-ons; ``phase`` is the watchdog's."""
         self._phase = phase
-        for add_on in self._all:
-            with self._within(add_on):
-                add_on.begin(config)
+        self._each("begin", config)
 
     def end(self) -> None:
         """End all add-ons, even if one fails."""
@@ -163,6 +161,14 @@ class AddOns:
         for add_on in self._all:
             add_on.on_update(metrics, batch)
 
+    def _each(self, hook: str, *args: Any) -> list[Any]:
+        """Call this hook of all add-ons, each in its watchdog phase."""
+        found = []
+        for add_on in self._users(hook):
+            with self._within(add_on):
+                found.append(getattr(add_on, hook)(*args))
+        return found
+
     def _around(self, hook: str, run: Callable[[], Any], *args: Any) -> Any:
         """Call ``run`` inside this hook of all add-ons."""
         for add_on in reversed(self._users(hook)):
@@ -204,16 +210,12 @@ class AddOns:
     def next_batch(self, prompts: PromptView) -> None:
         """Show the prompts to extensions before they are sampled."""
         self._prompts_seen = True
-        for add_on in self._users("next_batch"):
-            with self._within(add_on):
-                add_on.next_batch(prompts)
+        self._each("next_batch", prompts)
 
     def on_rollout(self, batch: BatchView) -> None:
         """Show a batch to extensions before pi_old is computed."""
         self._rollout_seen = True
-        for add_on in self._users("on_rollout"):
-            with self._within(add_on):
-                add_on.on_rollout(batch)
+        self._each("on_rollout", batch)
 
     def compute_advantages(self, batch: TrainerBatch, estimator: Callable[[], None]) -> None:
         """Run verl's ``estimator`` inside the hooks; its results are read through ``batch``."""
@@ -251,9 +253,7 @@ class AddOns:
                 advantages = _changed(shaped, advantages, each, "shape_advantages")
         if advantages is not found:
             batch.put_advantages(advantages, returns=False)
-        for each in self._users("on_advantages"):
-            with self._within(each):
-                each.on_advantages(batch, Advantages(rewards, own, advantages))
+        self._each("on_advantages", batch, Advantages(rewards, own, advantages))
 
     def take_out(self, batch: BatchView, why: str, *, masked: Collection[str], silenced: Collection[str] = ()) -> None:
         """Record the rows that leave the update between its advantages and the loss.
@@ -337,9 +337,8 @@ class AddOns:
     def metrics(self) -> dict[str, float]:
         """Collect the metrics of the last update, by full name."""
         found = dict(self._judged)
-        for add_on in self._all:
-            with self._within(add_on):
-                found |= add_on.metrics()
+        for each in self._each("metrics"):
+            found |= each
         return found
 
     # Validation and checkpoints ------------------------------------------------------------------------------
@@ -355,9 +354,8 @@ class AddOns:
     ) -> dict[str, float]:
         """Compute all extensions' metrics of one validation."""
         found: dict[str, float] = {}
-        for add_on in self._users("validation_metrics"):
-            with self._within(add_on):
-                found |= add_on.validation_metrics(sources, uids, values)
+        for each in self._each("validation_metrics", sources, uids, values):
+            found |= each
         return found
 
     @property

@@ -81,6 +81,9 @@ class AdvantageExtension(Extension):
             f"{self.prefix}/live/proved": float(self._proved),
         }
 
+    def worker(self) -> AdvantageWorker | None:
+        return AdvantageWorker()
+
     def metrics(self) -> Mapping[str, float]:
         return self._found
 

@@ -12,8 +12,9 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from ..batch.configured import Configured
 from ..correction import Problem, SpecError
-from ..correction.problem import CheckError, set_to
+from ..correction.problem import CheckError
 from .add_on import Extension
 
 KEY = "offpolicy.extensions"
@@ -68,28 +69,24 @@ def load_extensions(config: DictConfig) -> tuple[Extension, ...]:
 
 def find_problems(config: DictConfig) -> Iterator[Problem]:
     """Find invalid values of ``offpolicy.extensions``."""
-    own = OmegaConf.select(config, KEY)
+    run = Configured(config)
+    own = run.get(KEY)
     if own is not None and not isinstance(own, DictConfig):
         reason, fix = "not a mapping of sections to classes.", f"Set {KEY}.SECTION=module:Class, or remove it."
-        yield Problem(KEY, own, reason, fix, parts=(), overrides=(set_to(KEY, {}),))
+        yield run.problem(KEY, reason, fix, {KEY: {}}, ())
         return
-    for section, target in list_registered(config).items():
-        if section in SHIPPED:
-            continue
-        key = f"{KEY}.{section}"
-        node = OmegaConf.select(config, section)
+    for section in (each for each in list_registered(config) if each not in SHIPPED):
+        key, node = f"{KEY}.{section}", run.get(section)
         if node is None:
             reason = f"the section {section} is missing, so the extension is off."
-            fix = f"Set +{section}.KEY=VALUE, or remove this."
-            yield Problem(key, target, reason, fix, "NO-OP", ())
+            yield run.problem(key, reason, f"Set +{section}.KEY=VALUE, or remove this.", parts=(), verdict="NO-OP")
         elif isinstance(node, DictConfig) and not own_launch.get():
             reason = "code that a script names is not imported: whether the extension is live was not checked."
             fix = "Check the launch by its overrides, without --script, in the folder of its code."
-            yield Problem(key, target, reason, fix, "NOTE", ())
+            yield run.problem(key, reason, fix, parts=(), verdict="NOTE")
         elif not isinstance(node, DictConfig):
-            reason = "its section holds no keys."
             fix = f"Set {section}.KEY=VALUE, or {section}=null."
-            yield Problem(section, node, reason, fix, parts=())
+            yield run.problem(section, "its section holds no keys.", fix, parts=())
 
 
 def _class_of(section: str, target: str) -> type[Extension]:

@@ -50,11 +50,11 @@ class Sessions:
         """Find the sessions whose score is at least ``at_least``, (S,) bool."""
         return self.scores >= round_threshold(at_least)
 
-    def groups(self) -> dict[str, list[int]]:
-        """Collect the sessions of each group, without silent ones."""
+    def groups(self, *, with_silent: bool = False) -> dict[str, list[int]]:
+        """Collect the sessions of each group, without silent ones unless asked for."""
         found: dict[str, list[int]] = {}
         for session, (uid, silent) in enumerate(zip(self.uids, self.silent.tolist(), strict=True)):
-            if not silent:
+            if with_silent or not silent:
                 found.setdefault(uid, []).append(session)
         return found
 

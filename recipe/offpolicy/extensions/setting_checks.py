@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cache, partial
+from dataclasses import is_dataclass, replace
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, get_type_hints
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 
+from ..batch.configured import Configured
 from ..batch.declared_keys import Key, Rule, Section
-from ..correction import Problem
+from ..correction import Problem, SpecError
 from ..correction.denominator import GROUP_ESTIMATORS
-from ..correction.problem import EVERYTHING, CheckError, Requirement, set_to
+from ..correction.problem import EVERYTHING, CheckError, Requirement, find_unmet
 
+T = TypeVar("T")
+ROLLOUTS = "actor_rollout_ref.rollout.n"
 REUSED = ("reuse", "bypass", "loglinear", "same_engine")
 """Values of ``correction.proximal`` with which no forward pass computes pi_old before the update."""
-OWN_ESTIMATE = (
+_OWN_ESTIMATE = (
     Requirement("algorithm.adv_estimator", GROUP_ESTIMATORS, "it makes no advantage of a group's rewards alone."),
     Requirement("algorithm.use_kl_in_reward", (False,), "the KL is part of verl's rewards, but not of these."),
     Requirement("length_penalty.place", ("after",), "it checks verl's own advantages of the lowered rewards."),
@@ -26,28 +29,36 @@ OWN_ESTIMATE = (
 _CONFIG_DIR = Path(__file__).resolve().parents[1] / "config"
 
 
-@dataclass(frozen=True)
-class _Values(Section):
-    """A section that is given by its values, without a configuration around it."""
-
-    def read(self, config: Any) -> Any:
-        return config
+def build_settings(kind: type[T], values: Mapping[str, Any]) -> T:
+    """Build a dataclass, whose fields may be dataclasses, from nested values."""
+    nested = {name: hint for name, hint in get_type_hints(kind).items() if is_dataclass(hint)}
+    return kind(**values | {name: hint(**values[name]) for name, hint in nested.items()})  # type: ignore[operator]
 
 
 def read_values(
-    section: str, values: Any, option: str, keys: Mapping[str, Key], rules: Sequence[Rule] = ()
+    section: str,
+    values: Any,
+    option: str,
+    keys: Mapping[str, Key],
+    rules: Sequence[Rule] = (),
+    named: tuple[str, str, str] | None = None,
 ) -> dict[str, Any]:
     """Return the values of a section, with those of ``option`` for missing keys.
 
     Args:
         option: the file that ships all keys, such as ``opd/advantage``.
+        named: a key that has no default, with the reason and the fix of the problem that it is missing.
 
     Raises:
         CheckError: unknown keys, invalid values, unused keys and contradictions, all at once.
+        SpecError: ``named`` is missing.
     """
     shipped = _read_option(option)
-    if found := list(_Values(section, shipped, keys, rules).find_problems(values)):
+    if found := list(Section(section, shipped, keys, rules).check(values)):
         raise CheckError(replace(problem, parts=EVERYTHING) for problem in found)
+    if named is not None and named[0] not in values:
+        key = f"{section}.{named[0]}"
+        raise SpecError(*named[1:], key=key, proposed={key: option.rpartition("/")[2]})
     return {
         name: {**default, **(values.get(name) or {})} if isinstance(default, Mapping) else values.get(name, default)
         for name, default in shipped.items()
@@ -64,26 +75,58 @@ def _read_option(option: str) -> dict[str, Any]:
     }
 
 
-def find_late_weights(section: str, config: DictConfig) -> Iterator[Problem]:
+def find_late_weights(section: str, run: Configured) -> Iterator[Problem]:
     """Find corrections whose weights the trainer does not know before the update: they wait for pi or for signs."""
-    read, off = partial(OmegaConf.select, config), f"or {section}=null."
-    key, part = "correction.proximal", (section,)
-    if (proximal := read(key)) in REUSED:
+    off, key = f"or {section}=null.", "correction.proximal"
+    if run.get(key) in REUSED:
         reason = f"pi_old is not computed before the update, so {section} does not know the weights."
-        fix = f"Set {key}=recompute, {off}"
-        yield Problem(key, proximal, reason, fix, parts=part, overrides=(set_to(key, "recompute"),))
-    if (ratio := read("correction.weight.ratio")) not in (None, "rollout"):
-        key, reason = "correction.weight.ratio", f"it waits for pi, but {section} needs the weights before the update."
-        yield Problem(key, ratio, reason, f"Set {key}=rollout, {off}", parts=part)
+        yield run.problem(key, reason, f"Set {key}=recompute, {off}", {key: "recompute"})
+    if run.get(key := "correction.weight.ratio") not in (None, "rollout"):
+        reason = f"it waits for pi, but {section} needs the weights before the update."
+        yield run.problem(key, reason, f"Set {key}=rollout, {off}")
     for key in ("correction.weights", "correction.weight.when"):
-        if (value := read(key)) and value != "any":
+        if (value := run.get(key)) and value != "any":
             reason = f"it is applied at the gradient step, but {section} needs the weights before."
             shown = list(value) if OmegaConf.is_config(value) else value
-            yield Problem(key, shown, reason, f"Set one weight of all tokens, {off}", parts=part)
+            yield run.problem(key, reason, f"Set one weight of all tokens, {off}", value=shown)
 
 
-def divides_by_std(config: DictConfig) -> bool:
+def find_no_groups(section: str, run: Configured) -> Iterator[Problem]:
+    """Find what an extension cannot have that compares rollouts of a group instead of verl's estimator."""
+    off = f"{section}=null"
+    yield from find_unmet(_OWN_ESTIMATE, run.get, off, (section,))
+    if count_rollouts(run) == 1:
+        fix = f"Set {ROLLOUTS}=8, or {off}."
+        yield run.problem(ROLLOUTS, "a group of one has no sibling to compare with.", fix, verdict="NO-OP")
+
+
+def count_rollouts(run: Configured) -> int:
+    """Return the number of rollouts of each prompt."""
+    return int(run.get(ROLLOUTS) or 1)
+
+
+def list_train_files(run: Configured) -> list[str]:
+    """List the files of the training data, which may be elsewhere."""
+    files = run.get("data.train_files")
+    return [files] if isinstance(files, str) else list(map(str, files or []))
+
+
+def is_available(file: str) -> bool:
+    """Return True for a Parquet file of this machine."""
+    return file.endswith(".parquet") and Path(file).is_file()
+
+
+def load_tokenizer(path: str) -> Any:
+    """Load a tokenizer from this machine or its cache; None if it is not there."""
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError):
+        return None
+
+
+def divides_by_std(run: Configured) -> bool:
     """Return True if verl's estimator divides by the standard deviation of a group's rewards."""
-    read = partial(OmegaConf.select, config)
-    by_std = read("algorithm.norm_adv_by_std_in_grpo")
-    return read("algorithm.adv_estimator") in ("grpo", "grpo_vectorized") and by_std is not False
+    by_std = run.get("algorithm.norm_adv_by_std_in_grpo")
+    return run.get("algorithm.adv_estimator") in ("grpo", "grpo_vectorized") and by_std is not False

@@ -43,15 +43,6 @@ ACTIVE = "steering"
 _CUT_SHORT = "its writing was cut short"
 
 
-def _no_differences(found: Mapping[str, Any] | None) -> list[str]:
-    """Return no differences: the default of ``check_before_loading``."""
-    return []
-
-
-def _without_state(folder: Path) -> dict[str, Any]:
-    return {}
-
-
 @dataclass(frozen=True)
 class CheckpointFolder:
     """The folder ``trainer.default_local_dir``, which holds the checkpoints of a run."""
@@ -127,7 +118,7 @@ def guard_save(
     step: int,
     spec: CorrectionSpec,
     active: Mapping[str, Any] | None = None,
-    extensions: Callable[[Path], Mapping[str, Any]] = _without_state,
+    extensions: Callable[[Path], Mapping[str, Any]] = lambda folder: {},
     staleness: Mapping[str, Any] | None = None,
 ) -> Iterator[None]:
     """Wrap verl's ``_save_checkpoint``: mark the checkpoint as started, and record it after it is complete.
@@ -167,8 +158,8 @@ def guard_save(
 def check_before_loading(
     config: DictConfig,
     spec: CorrectionSpec,
-    differences: Callable[[Mapping[str, Any] | None], list[str]] = _no_differences,
-    of_extensions: Callable[[Mapping[str, Any]], list[str]] = _no_differences,
+    differences: Callable[[Mapping[str, Any] | None], list[str]] = lambda found: [],
+    of_extensions: Callable[[Mapping[str, Any]], list[str]] = lambda found: [],
     dependents: Sequence[str] = (),
 ) -> dict[str, Any] | None:
     """Check, before verl's ``_load_checkpoint``, that it will load a complete checkpoint of the same correction.

@@ -45,16 +45,10 @@ class LostWorkerDetector:
 
     def __call__(self) -> str | None:
         import ray
-        from ray.exceptions import (
-            ActorUnavailableError,
-            NodeDiedError,
-            OutOfMemoryError,
-            RayActorError,
-            WorkerCrashedError,
-        )
+        from ray import exceptions as of_ray
 
         # Ray's memory monitor kills actors with its own error, which is not a RayActorError.
-        deaths = (RayActorError, OutOfMemoryError, NodeDiedError, WorkerCrashedError)
+        deaths = of_ray.RayActorError, of_ray.OutOfMemoryError, of_ray.NodeDiedError, of_ray.WorkerCrashedError
         listed = {handle: holder for holder, handle in list_actor_handles(self._trainer)}
         for handle in listed.keys() - self._waiting.values():
             # A builtin, which every process has.
@@ -67,7 +61,7 @@ class LostWorkerDetector:
             handle = self._waiting.pop(answer)
             try:
                 failure = ray.get(answer)
-            except ActorUnavailableError:
+            except of_ray.ActorUnavailableError:
                 continue  # Ray also raises it for a broken connection, which may recover
             except deaths as error:
                 # An actor that the trainer no longer lists was ended on purpose.

@@ -19,6 +19,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
@@ -77,6 +78,7 @@ class _Interrupt(KeyboardInterrupt):
     """
 
 
+@dataclass(eq=False)
 class Phases:
     """A thread-safe stack of the trainer's current phases, outermost first, with their start times.
 
@@ -84,22 +86,15 @@ class Phases:
         limits: phase -> seconds that it may take, None for no limit.
         default: seconds for phases without their own limit.
         clock: returns seconds.
-
-    Attributes:
-        clock: as given.
     """
 
-    def __init__(
-        self,
-        limits: Mapping[str, float | None],
-        default: float | None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._limits = dict(limits)
-        self._default = default
-        self.clock = clock
+    limits: Mapping[str, float | None]
+    default: float | None
+    clock: Callable[[], float] = time.monotonic
+
+    def __post_init__(self) -> None:
         self._stack: list[tuple[str, float]] = []
-        self._idle_since = clock()
+        self._idle_since = self.clock()
         self._lock = threading.Lock()
 
     @contextlib.contextmanager
@@ -118,12 +113,12 @@ class Phases:
     @property
     def shortest(self) -> float:
         """The shortest limit in seconds; infinite if there is none."""
-        limits = [self.get_limit(name) for name in {*NAMES, *self._limits}]
+        limits = [self.get_limit(name) for name in {*NAMES, *self.limits}]
         return min((seconds for seconds in limits if seconds is not None), default=math.inf)
 
     def get_limit(self, name: str) -> float | None:
         """Return the time limit of a phase in seconds; None for no limit."""
-        return self._limits.get(name, self._default)
+        return self.limits.get(name, self.default)
 
     def list_current(self) -> list[tuple[str, float]]:
         """List (phase, seconds spent in it), outermost first; only ``BETWEEN`` outside of all phases."""
@@ -138,7 +133,7 @@ class Phases:
         for name, seconds in reversed(current):
             limit = self.get_limit(name)
             if limit is not None and seconds > limit:
-                key = f"{SECTION}.phase_timeouts.{name}" if name in self._limits else f"{SECTION}.step_timeout"
+                key = f"{SECTION}.phase_timeouts.{name}" if name in self.limits else f"{SECTION}.step_timeout"
                 within = [outer for outer, _ in current if outer != name]
                 return (
                     f"{name} is stuck: it has taken {seconds:.0f} s{f' within {within[0]}' if within else ''}, limit "
@@ -147,6 +142,7 @@ class Phases:
         return None
 
 
+@dataclass(eq=False)
 class Watchdog:
     """A thread that watches the phases and the workers of a run, and ends the run.
 
@@ -161,29 +157,18 @@ class Watchdog:
         end: exits this process at once; never returns.
     """
 
-    def __init__(
-        self,
-        phases: Phases,
-        *,
-        lost: Callable[[], str | None] | None = None,
-        poll: float = 10.0,
-        step: Callable[[], object] = lambda: "?",
-        release: Callable[[], None] = lambda: None,
-        patience: float = PATIENCE,
-        grace: float = GRACE,
-        end: Callable[[int], object] = os._exit,
-    ) -> None:
-        self.phases = phases
+    phases: Phases
+    lost: Callable[[], str | None] | None = None
+    poll: float = 10.0
+    step: Callable[[], object] = lambda: "?"
+    release: Callable[[], None] = lambda: None
+    patience: float = PATIENCE
+    grace: float = GRACE
+    end: Callable[[int], object] = os._exit
+
+    def __post_init__(self) -> None:
         self.verdict: WatchdogError | None = None
-        self._lost = lost
-        self._poll = poll
-        self._step = step
-        self._release = release
-        self._patience = patience
-        self._grace = grace
-        self._unwinding = threading.Event()
-        self._end = end
-        self._stopped = threading.Event()
+        self._unwinding, self._stopped = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._watch, name="offpolicy-watchdog", daemon=True)
         self._before: Any = None
         self._deadline: float | None = None
@@ -205,7 +190,7 @@ class Watchdog:
 
     def start_grace_period(self) -> None:
         """Record that the run has failed by itself: its process has ``grace`` seconds left to exit."""
-        self._deadline = self.phases.clock() + self._grace
+        self._deadline = self.phases.clock() + self.grace
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -240,38 +225,38 @@ class Watchdog:
 
     def _lost_workers(self) -> str | None:
         try:
-            return self._lost() if self._lost else None
+            return self.lost() if self.lost else None
         except Exception:
             # The time limits still work and must stay active.
             logger.warning("cannot check whether all workers are alive; this check is off.", exc_info=True)
-            self._lost = None
+            self.lost = None
             return None
 
     def _tick(self) -> float:
         # A quarter of the shortest limit bounds the delay until an overdue phase is noticed.
-        return max(0.05, min(self._poll, self.phases.shortest / 4))
+        return max(0.05, min(self.poll, self.phases.shortest / 4))
 
     def _end_run(self, sentence: str) -> None:
         phases = " > ".join(f"{name} ({seconds:.0f} s)" for name, seconds in self.phases.list_current())
-        self.verdict = WatchdogError(f"{sentence} Step {self._step()}, phase {phases}.")
+        self.verdict = WatchdogError(f"{sentence} Step {self.step()}, phase {phases}.")
         logger.error("the watchdog ends the run. %s", self.verdict)
         # To descriptor 2, which Ray forwards to the driver even if sys.stderr has been replaced.
         with contextlib.suppress(OSError):
             faulthandler.dump_traceback(file=2, all_threads=True)
         if self._before is not None and self._main.ident is not None:
             signal.pthread_kill(self._main.ident, SIGNAL)
-            if not self._unwinding.wait(self._patience):
-                self._release()
-            if self._stopped.wait(self._grace):
+            if not self._unwinding.wait(self.patience):
+                self.release()
+            if self._stopped.wait(self.grace):
                 return
         self._end_process(f"the run was told to end, because {sentence}")
 
     def _end_process(self, why: str) -> None:
-        logger.error("%s It did not end within %.0f s: the process is killed.", why, self._grace)
+        logger.error("%s It did not end within %.0f s: the process is killed.", why, self.grace)
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(Exception):
                 stream.flush()
-        self._end(EXIT_CODE)
+        self.end(EXIT_CODE)
 
 
 def watch(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import os
 import pickle
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.metadata import entry_points
@@ -23,9 +23,10 @@ from verl_patches.execution_path import (
     live_path,
 )
 
+from ..batch.configured import Configured
 from ..correction import CorrectionSpec, SpecError
 from ..correction.dialects.verl import VERL_DEFAULTS
-from ..correction.problem import EVERYTHING, Problem, Verdict, format_value, set_to
+from ..correction.problem import format_value
 from ..correction.proximal import Proximal
 from ..extensions.add_on import Extension
 from ..extensions.registry import load_extensions
@@ -62,7 +63,7 @@ REPLAY_PART = "router_replay"
 """The name under which routing replay is reported, wherever it is set."""
 
 
-class Composed:
+class Composed(Configured):
     """A composed configuration and what the checks read of it, each read once.
 
     Args:
@@ -72,36 +73,10 @@ class Composed:
     """
 
     def __init__(self, config: DictConfig, spec: CorrectionSpec | None = None, *, own_main: bool = False) -> None:
-        self.config, self.own_main = config, own_main
+        super().__init__(config)
+        self.own_main = own_main
         if spec is not None:
             self.spec = spec
-
-    def get(self, key: str, default: Any = None) -> Any:
-        """Return the value at a dotted key; null where it is null, ``default`` where it is missing."""
-        return OmegaConf.select(self.config, key, default=default)
-
-    def problem(
-        self,
-        key: str,
-        reason: str,
-        fix: str = "",
-        sets: Mapping[str, Any] | Iterable[str] = (),
-        parts: tuple[str, ...] = EVERYTHING,
-        verdict: Verdict = "ERROR",
-        alongside: Mapping[str, Any] | Iterable[str] = (),
-        **more: Any,
-    ) -> Problem:
-        """Build the problem of a key at the value that it has.
-
-        Args:
-            sets: the overrides that fix it, or keys and their values.
-            alongside: other keys without whose values it would be fine, with these values if they have others here.
-            more: a ``value`` that the configuration does not show, or fields of ``Problem``.
-        """
-        overrides = [set_to(*each) for each in sets.items()] if isinstance(sets, Mapping) else sets
-        value = more.pop("value") if "value" in more else self.get(key)
-        others = dict(alongside) if isinstance(alongside, Mapping) else {each: self.get(each) for each in alongside}
-        return Problem(key, value, reason, fix, verdict, parts, tuple(overrides), **{"alongside": others} | more)
 
     @cached_property
     def spec(self) -> CorrectionSpec:

@@ -11,7 +11,7 @@ import torch
 
 from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServerClient
 
-from ..staleness.client import RowNotes, VersionedClient
+from ..staleness.client import RowNotes, VersionedClient, convert
 from .batch_routes import NOTE, RouteNote
 from .expert_choice import ReplayError
 
@@ -75,7 +75,4 @@ def note_routes(client: LLMServerClient) -> LLMServerClient:
             f"the client of the rollout servers is {type(client).__name__}, but routes are recorded only for verl's "
             f"own clients. Fix: use verl's client, or set router_replay.mode=disabled."
         )
-    routed: Any = kind.__new__(kind)
-    routed.__dict__.update(vars(client))
-    routed.shares_ids = bool(getattr(client.config.actor_rollout_ref.rollout, "full_determinism", False))
-    return routed
+    return convert(client, kind)

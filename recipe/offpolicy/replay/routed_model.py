@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils.hooks import RemovableHandle
 
 from .expert_choice import (
     ChoiceRecord,
@@ -197,9 +196,6 @@ def _evaluated(model: nn.Module) -> Iterator[None]:
             module.training = mode
 
 
-_MARK = "_offpolicy_replay"
-
-
 def install_replay(model: nn.Module, inputs: Mapping[str, Any] | None = None) -> RoutedModel:
     """Find the routers of a model and wrap their forwards with replay.
 
@@ -211,11 +207,9 @@ def install_replay(model: nn.Module, inputs: Mapping[str, Any] | None = None) ->
             device, which differs from the forward's device if they are offloaded.
 
     Raises:
-        ReplayError: the model chooses experts in an unsupported way, or has replay installed.
+        ReplayError: the model chooses experts in an unsupported way.
     """
     layout, routers = find_routers(model, inputs)
-    if any(hasattr(router.forward, _MARK) for router in routers.values()):
-        raise ReplayError(f"{layout.model} has routing replay installed. Fix: remove() the other one first.")
     return RoutedModel(layout, routers, find_experts(model))
 
 
@@ -236,12 +230,11 @@ class RoutedModel:
     ) -> None:
         self.layout = layout
         self._slots = {layer: RouterSlot(layer, layout.experts, layout.top_k) for layer in routers}
-        self._routers = dict(routers)
-        self._replaced = {layer: vars(router).get("forward") for layer, router in routers.items()}
         for layer, router in routers.items():
             router.forward = _wrap(router.forward, self._slots[layer])
-        called = (experts or {}).items()
-        self._hooks = [_note_entries(module, self._slots[layer]) for layer, module in called if layer in routers]
+        for layer, module in (experts or {}).items():
+            if layer in routers:
+                _note_entries(module, self._slots[layer])
 
     def arm(self, routes: Tensor, rows: Tensor | None = None) -> None:
         """Replay these routes in each forward from now on.
@@ -330,27 +323,16 @@ class RoutedModel:
             [records[layer].ids if layer in records else dense for layer in range(self.layout.depth)], dim=1
         )
 
-    def remove(self) -> None:
-        """Restore the routers' original forwards."""
-        self.disarm()
-        for hook in self._hooks:
-            hook.remove()
-        for layer, router in self._routers.items():
-            del router.forward
-            if (replaced := self._replaced[layer]) is not None:
-                router.forward = replaced
-
 
 def _wrap(forward: Callable[..., Any], slot: RouterSlot) -> Callable[..., Any]:
     @functools.wraps(forward)
     def run(*args: Any, **kwargs: Any) -> Any:
         return slot.run(forward, args, kwargs)
 
-    setattr(run, _MARK, True)
     return run
 
 
-def _note_entries(experts: nn.Module, slot: RouterSlot) -> RemovableHandle:
+def _note_entries(experts: nn.Module, slot: RouterSlot) -> None:
     """Make the slot record the ids with which the experts are called."""
 
     def note(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -358,4 +340,4 @@ def _note_entries(experts: nn.Module, slot: RouterSlot) -> RemovableHandle:
             if isinstance(value, Tensor) and value.dtype == torch.int64 and value.shape[1:] == (slot.top_k,):
                 slot.note_entry(value)
 
-    return experts.register_forward_pre_hook(note, with_kwargs=True)
+    experts.register_forward_pre_hook(note, with_kwargs=True)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
+from typing import Any
 
 from ..proof.verify import LivenessError
 from .batch_routes import Mode
-from .tally import AGES, RoutingReport
+from .tally import AGES, FirstLook, RoutingReport
 
 WORSE = 1.1
 """Largest accepted ratio of k3 with the rollout engine's routes to k3 without them."""
@@ -16,26 +17,7 @@ _ROUNDING = 1e-6
 """k3 per token of two engines that agree, up to rounding."""
 
 
-@dataclass(frozen=True)
-class UpdateRoutes:
-    """Sums over the reports of one or several updates."""
-
-    layers: tuple[int, ...]
-    top_k: int
-    tokens: int
-    replayed: tuple[int, ...]
-    equal: tuple[int, ...]
-    ages: tuple[tuple[int, int], ...]
-    withheld: int
-    size: int
-    gradients: tuple[float, ...]
-    checksums: int
-    k3_tokens: int
-    k3: float
-    k3_without: float
-
-
-def merge_reports(reports: Sequence[RoutingReport]) -> UpdateRoutes:
+def merge_reports(reports: Sequence[RoutingReport]) -> RoutingReport:
     """Sum the reports of one or several updates, at least one report.
 
     Raises:
@@ -46,20 +28,21 @@ def merge_reports(reports: Sequence[RoutingReport]) -> UpdateRoutes:
         raise LivenessError(f"ranks replay routes in different layers: {sorted({each.layers for each in reports})}.")
     looks = [report.first for report in reports if report.first is not None]
     watched = [report.gradients for report in reports if report.gradients]
-    return UpdateRoutes(
-        layers=layers,
-        top_k=reports[0].top_k,
-        tokens=sum(report.tokens for report in reports),
-        replayed=_add([report.replayed for report in reports]),
-        equal=_add([report.equal for report in reports]),
+    sums: dict[str, Any] = {
+        name: sum(getattr(each, name) for each in reports) for name in ("tokens", "withheld", "size")
+    }
+    sums |= {name: _add([getattr(each, name) for each in reports]) for name in ("replayed", "entered", "equal")}
+    return replace(
+        reports[0],
+        **sums,
         ages=tuple(zip(*(_add([[pair[i] for pair in each.ages] for each in reports]) for i in (0, 1)), strict=True)),
-        withheld=sum(report.withheld for report in reports),
-        size=sum(report.size for report in reports),
         gradients=tuple(math.fsum(each) for each in zip(*watched, strict=True)),
-        checksums=sum(look.checksums for look in looks),
-        k3_tokens=sum(look.tokens for look in looks),
-        k3=math.fsum(look.k3 for look in looks),
-        k3_without=math.fsum(look.k3_without for look in looks),
+        first=FirstLook(
+            checksums=sum(look.checksums for look in looks),
+            tokens=sum(look.tokens for look in looks),
+            k3=math.fsum(look.k3 for look in looks),
+            k3_without=math.fsum(look.k3_without for look in looks),
+        ),
     )
 
 
@@ -85,6 +68,7 @@ def judge(reports: Sequence[RoutingReport], mode: Mode, *, tokens: int) -> str:
             "engine than the one that replays."
         )
     update = merge_reports(reports)
+    look = update.first or FirstLook()
     if update.tokens != tokens:
         raise LivenessError(
             f"routing replay: {update.tokens} tokens were forwarded with routes, but the update has {tokens}."
@@ -94,7 +78,7 @@ def judge(reports: Sequence[RoutingReport], mode: Mode, *, tokens: int) -> str:
         raise LivenessError(f"routing replay: tokens replayed by layer are {counts}, but must be the same in all.")
     metrics = _measure(update)
     seen = _judge_gradients(update)
-    if mode == "R3" and update.k3_tokens and update.k3 > WORSE * update.k3_without + _ROUNDING * update.k3_tokens:
+    if mode == "R3" and look.tokens and look.k3 > WORSE * look.k3_without + _ROUNDING * look.tokens:
         raise LivenessError(
             f"routing replay: KL(mu, pi) by k3 is {metrics['kl_k3']:.2e} with the rollout engine's routes and "
             f"{metrics['kl_k3_without']:.2e} without them, so mu was not sampled with these routes. "
@@ -108,7 +92,7 @@ def measure_routes(reports: Sequence[RoutingReport]) -> dict[str, float]:
     return _measure(merge_reports(reports))
 
 
-def _measure(update: UpdateRoutes) -> dict[str, float]:
+def _measure(update: RoutingReport) -> dict[str, float]:
     choices = sum(update.replayed)
     shares = [equal / count for equal, count in zip(update.equal, update.replayed, strict=True) if count]
     metrics = {
@@ -122,13 +106,12 @@ def _measure(update: UpdateRoutes) -> dict[str, float]:
         metrics[f"{age}/equal_share"] = equal / count if count else math.nan
     if update.gradients:
         metrics["gate_gradient"] = sum(value > 0 for value in update.gradients) / len(update.gradients)
-    if update.k3_tokens:
-        metrics["kl_k3"] = update.k3 / update.k3_tokens
-        metrics["kl_k3_without"] = update.k3_without / update.k3_tokens
+    if (look := update.first) and look.tokens:
+        metrics |= {"kl_k3": look.k3 / look.tokens, "kl_k3_without": look.k3_without / look.tokens}
     return metrics
 
 
-def _judge_gradients(update: UpdateRoutes) -> bool:
+def _judge_gradients(update: RoutingReport) -> bool:
     if not update.gradients:
         return False
     named = dict(zip(update.layers, update.gradients, strict=True))
@@ -144,14 +127,14 @@ def _judge_gradients(update: UpdateRoutes) -> bool:
     return len(silent) < len(named)
 
 
-def _describe(mode: Mode, update: UpdateRoutes, metrics: dict[str, float]) -> str:
+def _describe(mode: Mode, update: RoutingReport, metrics: dict[str, float]) -> str:
     parts = [
         f"routing replay {mode} LIVE in {len(update.layers)} layers: {metrics['replayed_token_share']:.1%} of tokens "
         f"replayed with the shipped ids",
         f"{metrics['equal_share']:.1%} of choices are the trainer's own",
     ]
-    if update.checksums:
-        parts.append(f"routes of {update.checksums} rows as sampled")
+    if update.first and update.first.checksums:
+        parts.append(f"routes of {update.first.checksums} rows as sampled")
     if "kl_k3" in metrics:
         parts.append(f"KL(mu, pi) by k3 {metrics['kl_k3']:.1e} with them and {metrics['kl_k3_without']:.1e} without")
     return ", ".join(parts) + "."

@@ -100,15 +100,12 @@ class VersionedClient(FullyAsyncLLMServerClient, Attempts):
         if (lost := len(output.token_ids) - sum(tokens for _, tokens in chunks)) > 0:
             # Tokens of an attempt that bypassed Attempts; they stop a run with a limit.
             chunks.append((UNKNOWN, lost))
-        turns = self._find_row(request_id)
+        turns = _rows.find(request_id, shared=self.shares_ids)
         if chunks:
             turns.append(chunks)
             turns.seals.append(hash_turn(chunks))
         output.extra_fields |= {CHUNKS: turns, CHUNK_SEALS: turns.seals}
         return output
-
-    def _find_row(self, request_id: str) -> Turns:
-        return _rows.find(request_id, shared=self.shares_ids)
 
 
 def note_versions(client: LLMServerClient) -> LLMServerClient:
@@ -119,8 +116,13 @@ def note_versions(client: LLMServerClient) -> LLMServerClient:
             type(client).__name__,
         )
         return client
-    versioned = VersionedClient.__new__(VersionedClient)
-    versioned.__dict__.update(vars(client))
+    return convert(client, VersionedClient)
+
+
+def convert(client: LLMServerClient, kind: type[LLMServerClient]) -> LLMServerClient:
+    """Make a client of another class with the same state, and ``shares_ids``."""
+    made: Any = object.__new__(kind)
+    made.__dict__.update(vars(client))
     # Read here and not in each agent loop's process, where the first access to a configuration is slow.
-    versioned.shares_ids = bool(getattr(client.config.actor_rollout_ref.rollout, "full_determinism", False))
-    return versioned
+    made.shares_ids = bool(getattr(client.config.actor_rollout_ref.rollout, "full_determinism", False))
+    return made

@@ -28,23 +28,8 @@ from ..extensions.v1_run import V1Run
 from ..fault_tolerance.checkpoints import find_changes, find_record, read_staleness
 from ..fault_tolerance.state_schema import restoring
 from ..proof.rollout_checks import SAMPLED, name_missing_column
-from .ages import (
-    RESPONSE_MASK,
-    AgeLimit,
-    RateLimit,
-    RowTag,
-    check_ages,
-    check_noted,
-    check_seen,
-    count_versions,
-    find_too_old,
-    format_eta,
-    list_runs,
-    list_turns,
-    need_runs,
-    read_tags,
-    split_too_old,
-)
+from . import ages
+from .ages import AgeLimit, RateLimit, RowTag
 from .buffer import BoundedReplayBuffer
 from .staleness_settings import ADAPT, ETA, TOO_OLD, EtaController, StalenessSettings
 from .tally import Tally
@@ -111,7 +96,7 @@ class StalenessLimit(AddOn):
 
     @property
     def _eta(self) -> str:
-        return format_eta(self.rate_limit.eta)
+        return ages.format_eta(self.rate_limit.eta)
 
     def warm_up_prompts(self, add: Callable[[Any], None], batches: Any) -> None:
         """Leave the first prompts to the first step, which can issue all of them."""
@@ -154,7 +139,7 @@ class StalenessLimit(AddOn):
         waited = self.tally.waited / max(self.clock() - begun, self.tally.waited, 1e-9)
         metrics.update(self.tally.metrics(float(self.rate_limit.eta), waited))
         if self.controller is not None and (why := self.controller.observe(metrics.get(_ESS, math.nan), waited)):
-            now = format_eta(self.controller.eta)
+            now = ages.format_eta(self.controller.eta)
             logger.info("%s: %s -> %s from the next step on: %s.", ETA, self._eta, now, why)
             self._change_eta(self._step + 1, self.controller.eta)
         return batch
@@ -165,25 +150,22 @@ class StalenessLimit(AddOn):
         self.age_limit.change(step, eta)
 
     def old_log_prob(self, compute: Callable[[Any], Any], batch: Any, metrics: dict[str, Any]) -> Any:
-        self._check_noted(batch)
-        return compute(batch)
-
-    def _check_noted(self, batch: Any) -> None:
         """Check the versions reported by the servers and the client."""
         with name_missing_column():
-            columns = read_columns(batch, RESPONSE_MASK, EXTRA_FIELDS)
-        rows, turns = read_tags(batch.keys, batch.tags), list_turns(columns)
-        runs = list_runs(columns[RESPONSE_MASK]) if need_runs(rows, turns) else None
-        check_noted(rows, turns, runs, self._step, self._eta)
+            columns = read_columns(batch, ages.RESPONSE_MASK, EXTRA_FIELDS)
+        rows, turns = ages.read_tags(batch.keys, batch.tags), ages.list_turns(columns)
+        runs = ages.list_runs(columns[ages.RESPONSE_MASK]) if ages.need_runs(rows, turns) else None
+        ages.check_noted(rows, turns, runs, self._step, self._eta)
         noted = (each for row, each in zip(rows, turns, strict=True) if each and not row.is_padding)
-        self.tally.spans.add(map(count_versions, noted))
+        self.tally.spans.add(map(ages.count_versions, noted))
+        return compute(batch)
 
     def _check_ages(self, batch: Any) -> tuple[list[RowTag], list[int], list[RowTag]]:
         """Check that no row in the loss is too old; return all rows, the positions of too old ones, and the others."""
-        rows = read_tags(batch.keys, batch.tags)
-        too_old = find_too_old(rows, self._step, self.age_limit) if self.settings.masks else []
+        rows = ages.read_tags(batch.keys, batch.tags)
+        too_old = ages.find_too_old(rows, self._step, self.age_limit) if self.settings.masks else []
         kept = [row for i, row in enumerate(rows) if i not in too_old and not row.is_padding]
-        check_ages(kept, self._step, self.age_limit)
+        ages.check_ages(kept, self._step, self.age_limit)
         self.tally.add_rows(kept, [rows[i] for i in too_old], self._step)
         return rows, too_old, kept
 
@@ -194,7 +176,7 @@ class StalenessLimit(AddOn):
             kept += left
         else:
             batch = run(batch)
-        check_seen(metrics.get(_SEEN), kept, self._step, self._eta)
+        ages.check_seen(metrics.get(_SEEN), kept, self._step, self._eta)
         self.tally.add_ages(
             metrics.get(_MEAN, math.nan),
             sum(metrics.get(name, 0.0) for name in _TOKENS),
@@ -214,7 +196,7 @@ class StalenessLimit(AddOn):
         """
         split = self._run.split_batch()
         groups = assign_mini_batches(len(rows), ranks=split.ranks, rows_a_mini_batch=split.mini_batch_rows)
-        masked, silenced = split_too_old(too_old, rows, groups.tolist())
+        masked, silenced = ages.split_too_old(too_old, rows, groups.tolist())
         columns = read_columns(batch, *_MASKS, "advantages")
         without = {name: zero_rows(columns[name], [i in masked for i in range(len(rows))]) for name in _MASKS}
         silent = zero_rows(columns["advantages"], [i in silenced for i in range(len(rows))])

@@ -40,6 +40,10 @@ class AdaptSettings:
     step: float
 
 
+_STATE = ("since", "unsettled", "low", "lacked", "demanded")
+"""Attributes of the controller, without underscore, that a checkpoint holds as they are."""
+
+
 class EtaController:
     """Controller of eta; takes one observation per step.
 
@@ -112,15 +116,8 @@ class EtaController:
 
     def state(self) -> dict[str, Any]:
         """Return the state for a checkpoint, as plain values."""
-        return {
-            "eta": str(self.eta),
-            "window": [list(seen) for seen in self._window],
-            "since": self._since,
-            "unsettled": self._unsettled,
-            "low": self._low,
-            "lacked": self._lacked,
-            "demanded": self._demanded,
-        }
+        plain = {name: getattr(self, f"_{name}") for name in _STATE}
+        return {"eta": str(self.eta), "window": [list(seen) for seen in self._window]} | plain
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Restore a checkpoint's ``state``, of a run with the same settings.
@@ -132,8 +129,8 @@ class EtaController:
         if not Fraction(str(settings.floor)) <= self.eta <= Fraction(str(settings.ceiling)):
             raise ValueError(f"controller.eta={self.eta} is not in [{settings.floor:g}, {settings.ceiling:g}]")
         self._window = [(ess, waited) for ess, waited in state["window"]]
-        self._since, self._unsettled, self._low = state["since"], state["unsettled"], state["low"]
-        self._lacked, self._demanded = state["lacked"], state["demanded"]
+        for name in _STATE:
+            setattr(self, f"_{name}", state[name])
 
 
 SECTION = "offpolicy.staleness"

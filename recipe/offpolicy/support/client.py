@@ -6,7 +6,7 @@ from typing import Any
 
 from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServerClient
 
-from ..staleness.client import RowNotes, VersionedClient
+from ..staleness.client import RowNotes, VersionedClient, convert
 from .support_notes import NOTE, SupportNote
 from .support_settings import SUPPORT
 from .token_supports import SupportError, TokenSupports
@@ -51,15 +51,8 @@ class SupportResumingClient(FullyAsyncLLMServerClient, SupportAttempts):
         return output
 
 
-class SupportVersionedClient(VersionedClient, SupportAttempts):
+class SupportVersionedClient(SupportResumingClient, VersionedClient):
     """``SupportAttempts`` for the client that records versions per token."""
-
-    async def generate(self, request_id: str, **kwargs: Any) -> Any:
-        """Generate like the client that records versions."""
-        note = _rows.find(request_id, shared=self.shares_ids)
-        output = await super().generate(request_id, **kwargs)
-        output.extra_fields[NOTE] = note
-        return output
 
 
 _NOTING: dict[type, type[SupportAttempts]] = {
@@ -83,7 +76,4 @@ def note_supports(client: LLMServerClient, key: str = SUPPORT) -> LLMServerClien
             f"the client of the rollout servers is {type(client).__name__}, but supports are recorded only for verl's "
             f"own clients. Fix: use verl's client, or set {key}=null."
         )
-    noting: Any = kind.__new__(kind)
-    noting.__dict__.update(vars(client))
-    noting.shares_ids = bool(getattr(client.config.actor_rollout_ref.rollout, "full_determinism", False))
-    return noting
+    return convert(client, kind)

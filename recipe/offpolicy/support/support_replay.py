@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from functools import partial
-from types import MappingProxyType
 from typing import Any
 
 from omegaconf import DictConfig
@@ -32,24 +30,14 @@ _ROUNDING = 1e-6
 """k3 per token of two engines that agree, up to rounding."""
 
 
-@dataclass(frozen=True)
-class SupportVerdict:
-    """The verdict on one update.
-
-    Attributes:
-        metrics: metrics, named below ``offpolicy/support/``.
-        proof: a sentence.
-    """
-
-    metrics: dict[str, float]
-    proof: str
-
-
-def judge(reports: Sequence[SupportReport], settings: SupportSettings, *, first: bool) -> SupportVerdict:
+def judge(reports: Sequence[SupportReport], settings: SupportSettings, *, first: bool) -> tuple[dict[str, float], str]:
     """Judge the reports of one update, one per mini-batch and rank.
 
     Args:
         first: the first update of the run, in which the support must not increase k3(mu, pi).
+
+    Returns:
+        The metrics, named below ``offpolicy/support/``, and a sentence.
 
     Raises:
         LivenessError: nothing was replayed, or replay widens the mismatch.
@@ -87,7 +75,7 @@ def judge(reports: Sequence[SupportReport], settings: SupportSettings, *, first:
             f"Fix: run the same model in rollout and trainer, or set correction.support=null."
         )
     rows = sum(each.compared for each in reports)
-    return SupportVerdict(
+    return (
         metrics,
         f"support of {known / tokens if tokens else 0.0:.1%} of tokens LIVE, {metrics['size']:.1f} ids per token: each "
         f"token is in its support, mu sums to 1 over it, checksums of {rows} rows as sampled, KL(mu, pi) by k3 "
@@ -107,7 +95,7 @@ class SupportReplay(AddOn):
 
     def __init__(self, settings: SupportSettings) -> None:
         self._settings = settings
-        self._metrics: Mapping[str, float] = MappingProxyType({})
+        self._metrics: dict[str, float] = {}
         self._proved = False
 
     def begin(self, config: DictConfig) -> None:
@@ -125,10 +113,9 @@ class SupportReplay(AddOn):
         return {FLAG: True}
 
     def on_update(self, metrics: dict[str, Any], batch: Any) -> None:
-        verdict = judge(take_reports(metrics, REPORT), self._settings, first=not self._proved)
-        self._metrics = verdict.metrics
+        self._metrics, proof = judge(take_reports(metrics, REPORT), self._settings, first=not self._proved)
         if not self._proved:
-            logger.info(verdict.proof)
+            logger.info(proof)
         self._proved = True
 
     def metrics(self) -> dict[str, float]:

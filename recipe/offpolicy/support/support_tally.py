@@ -140,11 +140,8 @@ class SupportTally:
             )
         k3 = torch.stack(self._k3).sum(0).tolist() if self._k3 else [0.0, 0.0, 0.0]
         return SupportReport(
-            tokens=found["tokens"],
-            known=found["known"],
-            members=found["members"],
+            **{name: found[name] for name in ("tokens", "known", "members", "compared")},
             largest=int(torch.stack(self._largest).max()) if self._largest else 0,
-            compared=found["compared"],
             bytes=self.bytes,
             least_mass=self.least_mass,
             greatest_mass=self.greatest_mass,

@@ -9,23 +9,23 @@ from omegaconf import OmegaConf
 
 from recipe.offpolicy.correction import SpecError
 from recipe.offpolicy.correction.problem import CheckError, Problem, set_to
-from recipe.offpolicy.extensions.ess_lr.ess_lr import EssLrSettings
+from recipe.offpolicy.extensions.ess_lr.ess_lr import EssLr
 from recipe.offpolicy.extensions.length_penalty.settings import LengthSettings
 from recipe.offpolicy.extensions.opd.settings import OpdSettings
-from recipe.offpolicy.extensions.optimal_baseline.optimal_baseline import BaselineSettings
+from recipe.offpolicy.extensions.optimal_baseline.optimal_baseline import OptimalBaseline
 from recipe.offpolicy.extensions.pass_at_k.settings import PassAtKSettings
 from recipe.offpolicy.extensions.process_reward.settings import ProcessSettings
-from recipe.offpolicy.extensions.turn_credit.turn_credit import TurnSettings
+from recipe.offpolicy.extensions.turn_credit.turn_credit import TurnCredit
 from tests.support.applications import CONFIGS
 
 SECTIONS: dict[str, tuple[str, Any]] = {
-    "ess_lr": ("sqrt", EssLrSettings),
-    "length_penalty": ("anchor", LengthSettings),
-    "opd": ("advantage", OpdSettings),
-    "optimal_baseline": ("group", BaselineSettings),
-    "pass_at_k": ("loo", PassAtKSettings),
-    "process_reward": ("prefix_value", ProcessSettings),
-    "turn_credit": ("turn_index", TurnSettings),
+    "ess_lr": ("sqrt", lambda section, values: EssLr(section, values).ess_lr),
+    "length_penalty": ("anchor", LengthSettings.from_mapping),
+    "opd": ("advantage", OpdSettings.from_mapping),
+    "optimal_baseline": ("group", lambda section, values: OptimalBaseline(section, values).leave_one_out),
+    "pass_at_k": ("loo", PassAtKSettings.from_mapping),
+    "process_reward": ("prefix_value", ProcessSettings.from_mapping),
+    "turn_credit": ("turn_index", lambda section, values: TurnCredit(section, values).turn),
 }
 COUNT, SHARE, FLAG, TEXT, RISING = (0, 1.5, True), (-0.1, 1.1, "half"), ("yes", 1), (3,), (4, [0], [4, 2], [2, 2])
 OUTSIDE: dict[str, dict[str, tuple[Any, ...]]] = {
@@ -141,7 +141,7 @@ def read(section: str, key: str = "", value: Any = None) -> Any:
         config.teacher.url = URL
     if key:
         OmegaConf.update(config, key, value, merge=False)
-    return SECTIONS[section][1].from_mapping(section, OmegaConf.to_container(config))
+    return SECTIONS[section][1](section, OmegaConf.to_container(config))
 
 
 def refuse(section: str, key: str, value: Any) -> Problem:
@@ -154,7 +154,7 @@ def refuse(section: str, key: str, value: Any) -> Problem:
 
 @pytest.mark.parametrize("section", SECTIONS)
 def test_each_key_has_its_range(section: str) -> None:
-    assert read(section) == SECTIONS[section][1].from_mapping(section, read_required(section))
+    assert read(section) == SECTIONS[section][1](section, read_required(section))
     defaults = {
         f"{name}.{below}" if below else name: each
         for name, value in read_option(section).items()
@@ -204,7 +204,7 @@ def test_what_cannot_be_meant(section: str, key: str, value: Any, overrides: tup
 def test_what_is_wanted_has_to_be_said(section: str) -> None:
     values = {"teacher": {"url": URL}} if section == "opd" else {}
     with pytest.raises(SpecError, match=f"Set {section}="):
-        SECTIONS[section][1].from_mapping(section, values)
+        SECTIONS[section][1](section, values)
 
 
 def test_all_problems_of_a_section_are_said_at_once() -> None:

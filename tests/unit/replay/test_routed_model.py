@@ -206,25 +206,11 @@ def test_records_are_those_since_the_arming() -> None:
     assert list(routed.get_records()) == [0, 1, 2]
 
 
-def test_it_is_installed_once_and_removed() -> None:
+def test_it_adds_no_weights() -> None:
     model = build_mixture("Qwen3Moe")
-    own, weights = dict(vars(model.model.layers[0].mlp.gate)), list(model.state_dict())
-    routed = install_replay(model)
+    weights = list(model.state_dict())
+    install_replay(model)
     assert list(model.state_dict()) == weights
-    with pytest.raises(ReplayError, match="qwen3_moe has routing replay installed"):
-        install_replay(model)
-    routed.remove()
-    assert vars(model.model.layers[0].mlp.gate) == own
-    assert isinstance(install_replay(model), RoutedModel)
-
-
-def test_a_forward_that_stood_on_the_module_comes_back() -> None:
-    model = build_mixture("Qwen3Moe")
-    gate = model.model.layers[0].mlp.gate
-    forward = gate.forward
-    gate.forward = given = lambda hidden: forward(hidden)
-    install_replay(model).remove()
-    assert gate.forward is given
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])

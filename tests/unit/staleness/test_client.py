@@ -144,7 +144,7 @@ def test_rows_that_have_an_id_in_common_have_lists_of_their_own() -> None:
     client: Any = ours.note_versions(llm_server.FullyAsyncLLMServerClient(config(full_determinism=True)))
 
     async def find() -> list[Any]:
-        return [client._find_row("det-0"), client._find_row("det-0")]
+        return [ours._rows.find("det-0", shared=client.shares_ids) for _ in range(2)]
 
     one, two = asyncio.run(find()), asyncio.run(find())
     assert one[0] is one[1] is not two[0]

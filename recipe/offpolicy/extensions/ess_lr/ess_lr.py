@@ -12,16 +12,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from verl.utils import tensordict_utils as tu
 from verl_patches import engine_loss, optimizer_steps
 from verl_patches.execution_path import live_path
 
+from ...batch.configured import Configured
 from ...batch.declared_keys import choice, number
 from ...batch.reports import take_reports
-from ...correction import Problem, SpecError
-from ...correction.problem import set_to
+from ...correction import Problem
 from ...proof.verify import LivenessError
 from ..add_on import Advantages, Extension
 from ..batch_view import BatchView
@@ -38,19 +38,6 @@ class EssLrSettings:
     rule: Literal["sqrt", "linear"]
     floor: float
 
-    @classmethod
-    def from_mapping(cls, section: str, values: Mapping[str, Any]) -> EssLrSettings:
-        """Read the section.
-
-        Raises:
-            CheckError, SpecError: unknown keys, or invalid values.
-        """
-        given = read_values(section, values, "ess_lr/sqrt", KEYS)
-        if "rule" not in values:
-            key, fix = f"{section}.rule", f"Set {section}=sqrt, or {section}=linear."
-            raise SpecError("no rule is named.", fix, key=key, proposed={key: "sqrt"})
-        return cls(**given)
-
     def compute_factor(self, ess: float) -> float:
         """Compute the factor; ``floor`` where no weight is above 0.
 
@@ -60,22 +47,6 @@ class EssLrSettings:
         """
         share = ess if self.rule == "linear" else math.sqrt(ess) if ess >= 0 else math.nan
         return self.floor if math.isnan(share) else min(1.0, max(self.floor, share))
-
-
-def find_problems(section: str, settings: EssLrSettings, config: DictConfig) -> Iterator[Problem]:
-    """Find conflicts with the configuration."""
-    path, parts = live_path(config), (section,)
-    if path.worker != "engine" or path.strategy not in ("fsdp", "fsdp2") or not path.attributes.scales_lr:
-        reason = f"the optimizer is reached in the FSDP engine of verl 0.9.1 alone, and this is {path}."
-        fix = f"Set actor_rollout_ref.actor.strategy=fsdp2 with verl 0.9.1, or {section}=null."
-        yield Problem(section, "on", reason, fix, parts=parts)
-    if settings.floor == 1:
-        key, reason = f"{section}.floor", "no factor is below 1, so the learning rate stays as it is."
-        yield Problem(key, settings.floor, reason, "", "NO-OP", parts, (set_to(key, 0.1),))
-    if OmegaConf.select(config, _MU) is False:
-        reason = "there are no ratios without the rollout's log-probs."
-        yield Problem(_MU, False, reason, f"Set {_MU}=true.", parts=parts, overrides=(set_to(_MU, True),))
-    yield from find_late_weights(section, config)
 
 
 REPORT = "offpolicy_lr_report"
@@ -152,16 +123,29 @@ ERROR = 1e-12
 
 
 class EssLr(Extension):
-    """The learning rate of one run; see ``settings.EssLrSettings`` for its section."""
+    """The learning rate of one run; see ``EssLrSettings`` for its section."""
 
     def __init__(self, section: str, settings: Mapping[str, Any]) -> None:
         super().__init__(section, settings)
-        self.ess_lr = EssLrSettings.from_mapping(section, settings)
+        fix = f"Set {section}=sqrt, or {section}=linear."
+        named = ("rule", "no rule is named.", fix)
+        self.ess_lr = EssLrSettings(**read_values(section, settings, "ess_lr/sqrt", KEYS, named=named))
         self._ess, self._factor, self._rate = math.nan, 1.0, math.nan
         self._proved = False
 
-    def problems(self, config: DictConfig) -> Sequence[Problem]:
-        return tuple(find_problems(self.section, self.ess_lr, config))
+    def problems(self, config: DictConfig) -> Iterator[Problem]:
+        run, path = Configured(config, self.section), live_path(config)
+        if path.worker != "engine" or path.strategy not in ("fsdp", "fsdp2") or not path.attributes.scales_lr:
+            reason = f"the optimizer is reached in the FSDP engine of verl 0.9.1 alone, and this is {path}."
+            fix = f"Set actor_rollout_ref.actor.strategy=fsdp2 with verl 0.9.1, or {self.section}=null."
+            yield run.problem(self.section, reason, fix, value="on")
+        if self.ess_lr.floor == 1:
+            key, reason = f"{self.section}.floor", "no factor is below 1, so the learning rate stays as it is."
+            yield run.problem(key, reason, sets={key: 0.1}, verdict="NO-OP", value=self.ess_lr.floor)
+        if run.get(_MU) is False:
+            reason = "there are no ratios without the rollout's log-probs."
+            yield run.problem(_MU, reason, f"Set {_MU}=true.", {_MU: True})
+        yield from find_late_weights(self.section, run)
 
     @property
     def reads_old_log_prob(self) -> bool:
@@ -171,8 +155,6 @@ class EssLr(Extension):
         engine_loss.check(optimizer_steps.SEAMS)
 
     def engine_part(self) -> Callable[[Any], object]:
-        from .ess_lr import scale_steps
-
         return scale_steps
 
     def on_advantages(self, batch: BatchView, advantages: Advantages) -> None:
@@ -182,13 +164,9 @@ class EssLr(Extension):
         self._factor = self.ess_lr.compute_factor(self._ess)
 
     def batch_flags(self) -> Mapping[str, Any]:
-        from .ess_lr import FLAG
-
         return {FLAG: self._factor}
 
     def on_update(self, metrics: dict[str, Any], batch: Any) -> None:
-        from .ess_lr import REPORT
-
         reports = take_reports(metrics, REPORT)
         if (wrong := find_wrong_rate(reports, self._factor)) is not None:
             raise LivenessError(f"{self.section}: {wrong}.")

@@ -82,11 +82,10 @@ class Anchors:
     def restore(self, state: Mapping[str, Any]) -> None:
         """Restore what ``to_json`` returned."""
         self.frozen = {name: Anchor(**values) for name, values in state["frozen"].items()}
-        self._open = {name: [_answers(step) for step in steps] for name, steps in state["open"].items()}
-
-
-def _answers(step: Sequence[Sequence[Any]]) -> list[Answer]:
-    return [(bool(right), float(tokens)) for right, tokens in step]
+        self._open = {
+            name: [[(bool(right), float(tokens)) for right, tokens in step] for step in steps]
+            for name, steps in state["open"].items()
+        }
 
 
 EASY, HARD = 0.9, 0.1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 from omegaconf import DictConfig, OmegaConf, open_dict
 from torch import Tensor
 
+from ...batch.configured import Configured
 from ...correction import Problem
 from ...fault_tolerance.state_schema import ANCHORS, CLASSES, refuse
 from ...proof.verify import LivenessError
@@ -25,7 +26,7 @@ from .evidence import bound_error, state_advantages, state_penalties, state_shif
 from .fixed_classes import Answer, captured, count_tokens, fix_classes, follow_classes
 from .measure import Measured, measure
 from .penalties import compute_shift
-from .settings import DATA_CLASS, LEAVE_OUT, LengthSettings
+from .settings import DATA_CLASS, LEAVE_OUT, LengthSettings, find_problems
 
 logger = logging.getLogger("verl.offpolicy")
 
@@ -64,10 +65,8 @@ class LengthPenalty(AdvantageExtension):
         reference = f" {length.reference}" if length.kind == "reference" else ""
         return f"{length.kind}{reference}, coefficient={length.coefficient:g}, {length.place} normalisation"
 
-    def problems(self, config: DictConfig) -> Sequence[Problem]:
-        from .settings import find_problems
-
-        return tuple(find_problems(self.section, self.length, config))
+    def problems(self, config: DictConfig) -> Iterable[Problem]:
+        return find_problems(self.section, self.length, Configured(config, self.section))
 
     def configure(self, config: DictConfig) -> Sequence[str]:
         if self.length.leave_out.dump is None or OmegaConf.select(config, f"{DATA_CLASS}.path"):
@@ -102,7 +101,7 @@ class LengthPenalty(AdvantageExtension):
     def begin(self, config: DictConfig) -> None:
         self._estimator = str(OmegaConf.select(config, "algorithm.adv_estimator"))
         replaced = OmegaConf.select(config, "pass_at_k.objective") not in (None, "none")
-        self._by_std = divides_by_std(config) and not replaced
+        self._by_std = divides_by_std(Configured(config)) and not replaced
         self._most_tokens = OmegaConf.select(config, "data.max_response_length")
         self._every = int(OmegaConf.select(config, "trainer.test_freq") or 0)
 

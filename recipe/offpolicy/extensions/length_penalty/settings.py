@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 
+from ...batch.configured import Configured
 from ...batch.declared_keys import Key, choice, count, number
 from ...correction import Problem, SpecError
 from ...correction.problem import set_to
-from ..setting_checks import read_values
+from ..setting_checks import ROLLOUTS, build_settings, count_rollouts, is_available, list_train_files, read_values
 from .penalties import KINDS
 
 Kind = Literal["none", "uniform", "group", "anchor", "reference"]
@@ -97,34 +97,21 @@ class LengthSettings:
         Raises:
             CheckError, SpecError: unknown keys, or invalid values.
         """
-        given = read_values(section, values, "length_penalty/anchor", KEYS)
-        key, kind = f"{section}.reference", f"{section}.kind"
-        if "kind" not in values:
-            fix = f"Set {section}=anchor, or another of {', '.join(KINDS)}."
-            raise SpecError("no kind of penalty is named.", fix, key=kind, proposed={kind: "anchor"})
-        if given["kind"] == "reference" and given["reference"] is None:
+        fix = f"Set {section}=anchor, or another of {', '.join(KINDS)}."
+        named = ("kind", "no kind of penalty is named.", fix)
+        given = build_settings(cls, read_values(section, values, "length_penalty/anchor", KEYS, named=named))
+        if given.kind == "reference" and given.reference is None:
+            key, kind = f"{section}.reference", f"{section}.kind"
             fix = f"Set {key} to tokens, or to {COLUMN}NAME of the data set."
             raise SpecError(
                 "no length is given.", fix, key=key, alongside={kind: "reference"}, proposed={kind: "anchor"}
             )
-        if given["coefficient"] is None:
-            given["coefficient"] = COEFFICIENT[given["kind"]]
-        for name, build in _NESTED.items():
-            given[name] = build(**given[name])
-        return cls(**given)
+        return given if given.coefficient is not None else replace(given, coefficient=COEFFICIENT[given.kind])
 
     def compute_warmup(self, step: int) -> float:
         """Compute the factor of the penalty at a step, in [0, 1]."""
         past = step - self.warmup.from_step
         return float(past > 0) if self.warmup.steps == 0 else min(1.0, max(0.0, past / self.warmup.steps))
-
-
-_NESTED: Mapping[str, type] = {
-    "warmup": WarmupSettings,
-    "anchor": AnchorSettings,
-    "classes": ClassSettings,
-    "leave_out": LeaveOutSettings,
-}
 
 
 def _is_reference(value: Any) -> bool:
@@ -167,156 +154,140 @@ _OVERLONG = {
     "reward_model.reward_kwargs.overlong_buffer_cfg.enable": "reward_model.reward_manager",
 }
 """DAPO's soft punishment of long answers, with the key of the reward manager that reads it."""
-_ROLLOUTS = "actor_rollout_ref.rollout.n"
 DATA_CLASS, LEAVE_OUT = "data.custom_cls", "offpolicy_leave_out"
 """verl's key of the data set's class, and the key of ``data`` that ``left_out.EasierPrompts`` reads."""
 _FILTER = "algorithm.filter_groups.enable"
 _KL = "algorithm.use_kl_in_reward"
 
 
-def find_problems(section: str, settings: LengthSettings, config: DictConfig) -> Iterator[Problem]:
+def find_problems(section: str, settings: LengthSettings, run: Configured) -> Iterator[Problem]:
     """Find conflicts of the settings with the configuration."""
-    yield from _check_options(section, settings, config)
+    if settings.truncated == "drop":
+        yield from _check_dropped(section, run)
+    if settings.leave_out.dump is not None:
+        yield from _check_left_out(f"{section}.leave_out.dump", settings.leave_out.dump, run)
+    if settings.classes.from_step is not None:
+        yield from _check_classes(section, settings, settings.classes.from_step, run)
     if settings.kind == "none":
         return
     if settings.coefficient == 0:
         key = f"{section}.coefficient"
-        reason, proposed = "a penalty of 0 does nothing.", (set_to(key, None),)
-        yield Problem(key, settings.coefficient, reason, verdict="NO-OP", parts=(section,), overrides=proposed)
+        reason = "a penalty of 0 does nothing."
+        yield run.problem(key, reason, sets={key: None}, verdict="NO-OP", value=settings.coefficient)
         return
-    yield from _find_conflicts(section, settings, config)
-    yield from _find_idle(section, settings, config)
-    yield from _check_column(section, settings, config)
+    yield from _find_conflicts(section, settings, run)
+    yield from _find_idle(section, settings, run)
+    if isinstance(settings.reference, str):
+        yield from _check_column(section, settings.reference, run)
 
 
-def _find_conflicts(section: str, settings: LengthSettings, config: DictConfig) -> Iterator[Problem]:
-    parts, place = (section,), f"{section}.place"
+def _find_conflicts(section: str, settings: LengthSettings, run: Configured) -> Iterator[Problem]:
+    place = f"{section}.place"
 
-    def wrong(key: str, value: Any, reason: str, override: str, alongside: dict[str, Any] | None = None) -> Problem:
-        return Problem(
-            key, value, reason, f"Set {override}, or {section}=none.", parts=parts, alongside=alongside or {}
-        )
+    def wrong(key: str, reason: str, proposed: Any, **more: Any) -> Problem:
+        return run.problem(key, reason, f"Set {set_to(key, proposed)}, or {section}=none.", **more)
 
     for key, manager in _OVERLONG.items():
-        if OmegaConf.select(config, key) and OmegaConf.select(config, manager) == "dapo":
+        if run.get(key) and run.get(manager) == "dapo":
             reason = "the same score contains verl's own length penalty, so right answers fall below 1."
-            yield wrong(key, True, reason, set_to(key, False), {manager: "dapo"})
-    estimator = OmegaConf.select(config, "algorithm.adv_estimator")
-    if estimator not in ESTIMATORS[settings.place]:
+            yield wrong(key, reason, False, alongside=[manager])
+    if run.get(key := "algorithm.adv_estimator") not in ESTIMATORS[settings.place]:
         reason = "its advantages are not computed from the group's rewards alone, so the penalty cannot be checked."
-        yield wrong("algorithm.adv_estimator", estimator, reason, set_to("algorithm.adv_estimator", "grpo"))
-    objective = OmegaConf.select(config, "pass_at_k.objective")
+        yield wrong(key, reason, "grpo")
     if settings.place == "before":
-        if OmegaConf.select(config, _FILTER):
+        if run.get(_FILTER):
             reason = "groups with only right answers are dropped before the penalty, which is meant for easy prompts."
-            yield wrong(_FILTER, True, reason, set_to(_FILTER, False), {place: "before"})
-        if OmegaConf.select(config, _KL):
+            yield wrong(_FILTER, reason, False, alongside={place: "before"})
+        if run.get(_KL):
             reason = "the KL is part of the rewards that are normalised with the penalty."
-            yield wrong(place, "before", reason, set_to(place, "after"), {_KL: True})
-        if objective not in (None, "none"):
+            yield wrong(place, reason, "after", value="before", alongside=[_KL])
+        if run.get(key := "pass_at_k.objective") not in (None, "none"):
             reason = "the best of several penalised rewards is not pass@k."
-            yield wrong(place, "before", reason, set_to(place, "after"), {"pass_at_k.objective": objective})
-    elif settings.zero_variance == "skip" and OmegaConf.select(config, _FILTER):
-        key = f"{section}.zero_variance"
+            yield wrong(place, reason, "after", value="before", alongside=[key])
+    elif settings.zero_variance == "skip" and run.get(_FILTER):
         reason = "groups with equal rewards are dropped, so the length of easy prompts is not penalised."
-        yield Problem(key, "skip", reason, "", "NOTE", parts, alongside={_FILTER: True})
-    rollouts = int(OmegaConf.select(config, _ROLLOUTS) or 1)
-    if settings.kind == "group" and rollouts == 1:
-        key = f"{section}.kind"
-        yield wrong(key, "group", "a group of one has no other length.", set_to(key, "uniform"), {_ROLLOUTS: 1})
-    longest = OmegaConf.select(config, "data.max_response_length")
+        yield run.problem(f"{section}.zero_variance", reason, verdict="NOTE", value="skip", alongside=[_FILTER])
+    if settings.kind == "group" and count_rollouts(run) == 1:
+        reason = "a group of one has no other length."
+        yield wrong(f"{section}.kind", reason, "uniform", value="group", alongside={ROLLOUTS: 1})
+    longest = run.get(key := "data.max_response_length")
     loss = min(settings.coefficient * (longest or 0), settings.most or math.inf)
     if settings.kind == "uniform" and loss > 1:
-        key = f"{section}.coefficient"
         reason = (
             f"a right answer of {longest} tokens loses {loss:g} and scores below an empty one; lengths may collapse."
         )
         fix = f"To avoid it set {section}.most=1.0, or a smaller coefficient."
-        alongside = {"data.max_response_length": longest}
-        yield Problem(key, settings.coefficient, reason, fix, "NOTE", parts, alongside=alongside)
+        more: dict[str, Any] = {"verdict": "NOTE", "value": settings.coefficient, "alongside": [key]}
+        yield run.problem(f"{section}.coefficient", reason, fix, **more)
 
 
-def _find_idle(section: str, settings: LengthSettings, config: DictConfig) -> Iterator[Problem]:
+def _find_idle(section: str, settings: LengthSettings, run: Configured) -> Iterator[Problem]:
     """Find settings that would never act in this run."""
-    parts = (section,)
-    steps = OmegaConf.select(config, "trainer.total_training_steps")
-    warmup = settings.warmup
+    warmup, steps = settings.warmup, run.get(total := "trainer.total_training_steps")
     if steps and warmup.from_step + warmup.steps > steps:
         key = f"{section}.warmup.steps"
         reason = f"the warm-up ends at step {warmup.from_step + warmup.steps}, after the run."
-        proposed = (set_to(key, 0), *((set_to(f"{section}.warmup.from_step", 0),) if warmup.from_step >= steps else ()))
-        alongside = {"trainer.total_training_steps": steps}
-        yield Problem(key, warmup.steps, reason, parts=parts, overrides=proposed, alongside=alongside)
+        sets = {key: 0} | ({f"{section}.warmup.from_step": 0} if warmup.from_step >= steps else {})
+        yield run.problem(key, reason, sets=sets, value=warmup.steps, alongside=[total])
     if settings.kind != "anchor" or settings.anchor.per == "source":
         return
-    epochs = OmegaConf.select(config, "trainer.total_epochs")
-    rollouts = int(OmegaConf.select(config, _ROLLOUTS) or 1)
+    epochs, rollouts = run.get("trainer.total_epochs"), count_rollouts(run)
     if epochs and rollouts * epochs < settings.anchor.min_samples:
-        key = f"{section}.anchor.min_samples"
         reason = f"a prompt is answered {rollouts} times in each of {epochs} epochs, so none ever gets an anchor."
-        proposed = (set_to(f"{section}.anchor.per", "source"),)
-        yield Problem(key, settings.anchor.min_samples, reason, verdict="NO-OP", parts=parts, overrides=proposed)
+        more: dict[str, Any] = {"verdict": "NO-OP", "value": settings.anchor.min_samples}
+        yield run.problem(f"{section}.anchor.min_samples", reason, sets={f"{section}.anchor.per": "source"}, **more)
 
 
-def _check_column(section: str, settings: LengthSettings, config: DictConfig) -> Iterator[Problem]:
+def _check_column(section: str, reference: str, run: Configured) -> Iterator[Problem]:
     """Check that each row of the training data has a reference length, if its files are available."""
-    if not isinstance(settings.reference, str):
-        return
     import pandas
 
-    name = settings.reference.removeprefix(COLUMN)
-    files = OmegaConf.select(config, "data.train_files")
-    for file in [files] if isinstance(files, str) else list(files or []):
-        if not str(file).endswith(".parquet") or not Path(str(file)).is_file():
-            continue
-        frame = pandas.read_parquet(str(file))
+    name = reference.removeprefix(COLUMN)
+    for file in filter(is_available, list_train_files(run)):
+        frame = pandas.read_parquet(file)
         infos = frame["extra_info"] if "extra_info" in frame else [None] * len(frame)
-        for row, info in enumerate(infos):
-            value = (info or {}).get(name)
-            if value is None or not float(value) > 0:
-                key = f"{section}.reference"
-                fix = f"Fill {settings.reference}, or set {section}=anchor."
-                reason = f"row {row} of {file} has no length above 0 there."
-                yield Problem(key, settings.reference, reason, fix, parts=(section,))
-                break
+        values = ((info or {}).get(name) for info in infos)
+        row = next((row for row, value in enumerate(values) if value is None or not float(value) > 0), None)
+        if row is not None:
+            fix = f"Fill {reference}, or set {section}=anchor."
+            reason = f"row {row} of {file} has no length above 0 there."
+            yield run.problem(f"{section}.reference", reason, fix, value=reference)
 
 
-def _check_options(section: str, settings: LengthSettings, config: DictConfig) -> Iterator[Problem]:
-    """Check dropped answers, classes and left out prompts, which any kind may have."""
-    parts, read = (section,), partial(OmegaConf.select, config)
-    if settings.truncated == "drop":
-        key = f"{section}.truncated"
-        for other in ("process_reward", "opd"):
-            if OmegaConf.is_config(read(other)):
-                reason = f"{other} sets advantages afterwards, so dropped answers would be trained on."
-                fix = f"Set {key}=keep, or {other}=null."
-                yield Problem(key, "drop", reason, fix, parts=parts, alongside={other: "on"})
-        for other in ("actor_rollout_ref.actor.use_kl_loss", "actor_rollout_ref.actor.entropy_coeff"):
-            if read(other):
-                reason = "dropped answers have no advantage, but this term still contains their tokens."
-                yield Problem(key, "drop", reason, "", "NOTE", parts, alongside={other: read(other)})
-    dump = settings.leave_out.dump
-    if dump is not None:
-        key = f"{section}.leave_out.dump"
-        path = read(f"{DATA_CLASS}.path")
-        if path and not str(path).endswith(".length_penalty.left_out"):
-            fix = f"Set {key}=null, or {DATA_CLASS}.path=null."
-            yield Problem(f"{DATA_CLASS}.path", path, "leaving out prompts needs a class of its own.", fix, parts=parts)
-        if not Path(dump).is_file():
-            reason, fix = "no such file.", "Name a validation dump of an early checkpoint over the training prompts."
-            yield Problem(key, dump, reason, fix, parts=parts)
-    if settings.classes.from_step is None:
-        return
-    rollout, start = "actor_rollout_ref.rollout.val_kwargs", f"{section}.classes.from_step"
-    n, wanted = int(read(f"{rollout}.n") or 1), settings.classes.samples
+def _check_dropped(section: str, run: Configured) -> Iterator[Problem]:
+    key = f"{section}.truncated"
+    for other in ("process_reward", "opd"):
+        if OmegaConf.is_config(run.get(other)):
+            reason = f"{other} sets advantages afterwards, so dropped answers would be trained on."
+            fix = f"Set {key}=keep, or {other}=null."
+            yield run.problem(key, reason, fix, value="drop", alongside={other: "on"})
+    for other in ("actor_rollout_ref.actor.use_kl_loss", "actor_rollout_ref.actor.entropy_coeff"):
+        if run.get(other):
+            reason = "dropped answers have no advantage, but this term still contains their tokens."
+            yield run.problem(key, reason, verdict="NOTE", value="drop", alongside=[other])
+
+
+def _check_left_out(key: str, dump: str, run: Configured) -> Iterator[Problem]:
+    path = run.get(custom := f"{DATA_CLASS}.path")
+    if path and not str(path).endswith(".length_penalty.left_out"):
+        yield run.problem(custom, "leaving out prompts needs a class of its own.", f"Set {key}=null, or {custom}=null.")
+    if not Path(dump).is_file():
+        fix = "Name a validation dump of an early checkpoint over the training prompts."
+        yield run.problem(key, "no such file.", fix, value=dump)
+
+
+def _check_classes(section: str, settings: LengthSettings, from_step: int, run: Configured) -> Iterator[Problem]:
+    rollout, wanted = "actor_rollout_ref.rollout.val_kwargs", settings.classes.samples
+    n = int(run.get(key := f"{rollout}.n") or 1)
     if n < wanted:
-        key, reason = f"{rollout}.n", f"no prompt has the {wanted} answers that {section}.classes.samples needs."
-        yield Problem(key, n, reason, verdict="NO-OP", parts=parts, overrides=(set_to(key, wanted),))
-    if not read(f"{rollout}.temperature"):
-        key, reason = f"{rollout}.temperature", "all answers to a prompt are the same, so each is all right or wrong."
-        yield Problem(key, read(key), reason, verdict="NO-OP", parts=parts, overrides=(set_to(key, 1.0),))
-    steps = read("trainer.total_training_steps")
-    if (steps and settings.classes.from_step > steps) or int(read("trainer.test_freq") or 0) <= 0:
+        reason = f"no prompt has the {wanted} answers that {section}.classes.samples needs."
+        yield run.problem(key, reason, sets={key: wanted}, verdict="NO-OP", value=n)
+    if not run.get(key := f"{rollout}.temperature"):
+        reason = "all answers to a prompt are the same, so each is all right or wrong."
+        yield run.problem(key, reason, sets={key: 1.0}, verdict="NO-OP")
+    steps = run.get("trainer.total_training_steps")
+    if (steps and from_step > steps) or int(run.get("trainer.test_freq") or 0) <= 0:
+        key = f"{section}.classes.from_step"
         reason = "no validation follows from which classes could be fixed and followed."
-        fix = f"Set trainer.test_freq above 0, a smaller {start}, or {start}=null."
-        yield Problem(start, settings.classes.from_step, reason, fix, "NO-OP", parts)
+        fix = f"Set trainer.test_freq above 0, a smaller {key}, or {key}=null."
+        yield run.problem(key, reason, fix, verdict="NO-OP", value=from_step)

@@ -11,7 +11,7 @@ import logging
 import math
 import random
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -19,30 +19,19 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 
-from ...batch.safe_values import check_rewards
+from ...batch.configured import Configured
+from ...batch.safe_values import check_rewards, mean
 from ...correction import Problem
 from ...proof.token_alignment import AlignmentChecker, tally_agreements
 from ..add_on import Extension
 from ..advantage_proof import name_hashes
 from ..batch_view import BatchView, last_outputs, read_plain
+from . import signal
 from .evidence import build_alignment, check_repeated, check_reports, check_teacher, summarize_reports
 from .opd_worker import OpdReport, OpdWorker
 from .settings import OpdSettings
-from .signal import (
-    CENTRE,
-    FACTOR,
-    ROW,
-    TEACHER,
-    compute_centre,
-    compute_factor,
-    compute_gaps,
-    compute_pass_rates,
-    compute_scale,
-    eligible,
-    find_horizon,
-    find_passed,
-)
-from .signal import advantages as replace_advantages
+from .signal import CENTRE, FACTOR, ROW, TEACHER
+from .start_up import find_model, find_problems
 from .teacher_client import Row, Scoring, TeacherClient
 
 logger = logging.getLogger("verl.offpolicy")
@@ -115,16 +104,12 @@ class OnPolicyDistillation(Extension):
         """All settings except how the teacher is reached."""
         return {name: value for name, value in self.settings.items() if name != "teacher"}
 
-    def problems(self, config: DictConfig) -> Sequence[Problem]:
-        from .start_up import find_problems
-
-        return tuple(find_problems(self.section, self.opd, config))
+    def problems(self, config: DictConfig) -> Iterable[Problem]:
+        return find_problems(self.section, self.opd, Configured(config, self.section))
 
     # In the trainer -----------------------------------------------------------------------------------------
 
     def begin(self, config: DictConfig) -> None:
-        from .start_up import find_model
-
         read = partial(OmegaConf.select, OmegaConf.create({}) if config is None else config)
         self._source_key = str(read("data.reward_fn_key") or "data_source")
         self._epochs = int(read("actor_rollout_ref.actor.ppo_epochs") or 1)
@@ -143,7 +128,7 @@ class OnPolicyDistillation(Extension):
         self._eligible = self._find_eligible(batch, mask)
         if self.opd.schedule.by in ("step", "pass_rate"):
             self._follow(batch.step if self.opd.schedule.by == "step" else self._found["opd/pass_rate"])
-        self._near = find_horizon(mask & self._eligible[:, None], self.opd.horizon)
+        self._near = signal.find_horizon(mask & self._eligible[:, None], self.opd.horizon)
         rows: dict[str, list[Row]] = {source: [] for source in self._clients}
         for number, (prompt, response) in enumerate(batch.token_ids):
             if self._near[number].any():
@@ -168,7 +153,7 @@ class OnPolicyDistillation(Extension):
         if not math.isnan(value):
             assert plan.start is not None
             assert plan.end is not None
-            self._factor = compute_factor(value, start=plan.start, end=plan.end, final=plan.final)
+            self._factor = signal.compute_factor(value, start=plan.start, end=plan.end, final=plan.final)
         if self._factor == 0:
             self._eligible = torch.zeros_like(self._eligible)
             self._found["opd/frac_opd_samples"] = 0.0
@@ -201,15 +186,15 @@ class OnPolicyDistillation(Extension):
         sessions, uids = list(batch.sessions), list(batch.uids)
         counted = [row for row in last_outputs(batch) if mask[row].any()]
         groups = [uids[row] for row in counted]
-        chosen = eligible(
+        chosen = signal.eligible(
             rewards[counted], groups, passed_above=gate.passed_above, max_pass_rate=gate.max_pass_rate, rows=gate.rows
         )
-        rates = compute_pass_rates(rewards[counted], groups, passed_above=gate.passed_above)
+        rates = signal.compute_pass_rates(rewards[counted], groups, passed_above=gate.passed_above)
         hard = {uid for uid, rate in zip(groups, rates.tolist(), strict=True) if rate <= gate.max_pass_rate}
         self._found = {
             "opd/frac_opd_samples": float(chosen.double().mean()) if len(chosen) else math.nan,
             "opd/frac_underperforming_prompts": len(hard) / len(set(groups)) if groups else math.nan,
-            "opd/pass_rate": _mean(find_passed(rewards[counted], gate.passed_above)),
+            "opd/pass_rate": mean(signal.find_passed(rewards[counted], gate.passed_above)),
         }
         of = {sessions[row] for row, is_chosen in zip(counted, chosen.tolist(), strict=True) if is_chosen}
         taught = [session in of and source is not None for session, source in zip(sessions, self._of, strict=True)]
@@ -235,18 +220,20 @@ class OnPolicyDistillation(Extension):
         excluded = near & torch.isneginf(teacher)
         # Finite in transit, with its gap at the bound.
         teacher = torch.where(excluded, student - self.opd.max_gap, teacher)
-        gaps = compute_gaps(student, teacher, near, max_gap=self.opd.max_gap)
+        gaps = signal.compute_gaps(student, teacher, near, max_gap=self.opd.max_gap)
         divides = self.opd.mode == "advantage"
-        scale = compute_scale(gaps, near, self.opd.scale) if divides else 1.0
-        centre = compute_centre(gaps, near, self.opd.scale) if divides else 0.0
+        scale = signal.compute_scale(gaps, near, self.opd.scale) if divides else 1.0
+        centre = signal.compute_centre(gaps, near, self.opd.scale) if divides else 0.0
         self._concordance = math.nan
         for source, alignment in self._alignments.items():
             found = alignment.judge(tally_agreements(student, teacher, self._near_of(source)))
             # NaN is above no number, and remains only if all are.
-            self._concordance = min(found.get("concordance_rows", math.nan), self._concordance, key=_or_infinity)
+            known = found.get("concordance_rows", math.nan), self._concordance
+            self._concordance = min(known, key=lambda each: math.inf if math.isnan(each) else each)
         self._asked = self._asked or bool(near.any())
         self._largest_gap = max(self._largest_gap, float(gaps.abs().max()) if gaps.numel() else 0.0)
-        self._note(student, teacher, near, excluded, gaps, scale, centre, waited)
+        self._found |= {"opd/scale": scale, "opd/centre": centre, "opd/teacher/waited": waited}
+        self._note(student, teacher, excluded, gaps)
         if self.opd.schedule.by == "gap":
             self._follow(self._found["opd/gap/abs_mean"])
             near = near & self._eligible[:, None]
@@ -260,7 +247,7 @@ class OnPolicyDistillation(Extension):
         if self.opd.mode == "loss":
             return None
         taught = columns["response_mask"].bool() & self._eligible[:, None]
-        replaced = replace_advantages(
+        replaced = signal.advantages(
             advantages,
             student,
             teacher,
@@ -273,50 +260,37 @@ class OnPolicyDistillation(Extension):
         )
         dealt = replaced[near]
         self._found |= {
-            "opd/advantage/abs_mean": _mean(dealt.abs()),
-            "opd/advantage/positive_share": _mean((dealt > 0).double()),
+            "opd/advantage/abs_mean": mean(dealt.abs()),
+            "opd/advantage/positive_share": mean((dealt > 0).double()),
         }
         return replaced
 
-    def _note(
-        self,
-        student: Tensor,
-        teacher: Tensor,
-        near: Tensor,
-        excluded: Tensor,
-        gaps: Tensor,
-        scale: float,
-        centre: float,
-        waited: float,
-    ) -> None:
-        """Record the batch's metrics."""
-        scorings = self._scorings.values()
+    def _note(self, student: Tensor, teacher: Tensor, excluded: Tensor, gaps: Tensor) -> None:
+        """Record metrics of the teacher's answers."""
+        near, scorings = self._near, self._scorings.values()
         rows = [row for scoring in scorings for row in scoring.rows]
         raw = torch.where(near & ~excluded, student - teacher, 0.0).abs()
         extreme = (raw > self.opd.extreme) | excluded
         first = near & (near.cumsum(-1) == 1)
         last = near & (near.flip(-1).cumsum(-1).flip(-1) == 1)
         self._found |= {
-            "opd/scale": scale,
-            "opd/centre": centre,
             "opd/teacher/seconds": max(scoring.seconds for scoring in scorings),
-            "opd/teacher/waited": waited,
             "opd/teacher/rows": float(len(rows)),
             "opd/teacher/tokens": float(sum(len(row.prompt) + len(row.response) for row in rows)),
             "opd/teacher/retried": float(sum(scoring.retried for scoring in scorings)),
-            "opd/gap/mean": _mean(gaps[near]),
-            "opd/gap/abs_mean": _mean(gaps[near].abs()),
-            "opd/gap/extreme_share": _mean(extreme[near].double()),
-            "opd/gap/clipped_share": _mean(((raw > self.opd.max_gap) | excluded)[near].double()),
+            "opd/gap/mean": mean(gaps[near]),
+            "opd/gap/abs_mean": mean(gaps[near].abs()),
+            "opd/gap/extreme_share": mean(extreme[near].double()),
+            "opd/gap/clipped_share": mean(((raw > self.opd.max_gap) | excluded)[near].double()),
             "opd/gap/excluded_tokens": float(excluded.sum()),
-            "opd/gap/first_token": _mean(gaps[first]),
-            "opd/gap/end_token": _mean(gaps[last]),
+            "opd/gap/first_token": mean(gaps[first]),
+            "opd/gap/end_token": mean(gaps[last]),
             "opd/live/concordance": self._concordance,
         }
         for source in self._clients.keys() - {""}:
             asked = self._near_of(source)
             self._found[f"opd/source/{source}/rows"] = float(asked.any(-1).sum())
-            self._found[f"opd/source/{source}/gap_abs_mean"] = _mean(gaps[asked].abs())
+            self._found[f"opd/source/{source}/gap_abs_mean"] = mean(gaps[asked].abs())
 
     def _near_of(self, source: str) -> Tensor:
         """Find the tokens that the teacher of this data source has scored, (n, T) bool."""
@@ -390,11 +364,3 @@ class OnPolicyDistillation(Extension):
 
     def metrics(self) -> Mapping[str, float]:
         return self._found
-
-
-def _mean(values: Tensor) -> float:
-    return float(values.double().mean()) if len(values) else math.nan
-
-
-def _or_infinity(value: float) -> float:
-    return math.inf if math.isnan(value) else value

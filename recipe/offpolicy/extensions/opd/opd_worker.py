@@ -103,7 +103,9 @@ class OpdWorker(WorkerExtension):
         gaps = compute_gaps(log_prob, teacher, scored, max_gap=self.settings.max_gap)
         k2 = k2_loss(log_prob, teacher, scored, max_gap=self.settings.max_gap)
         error, visible = (
-            self._try_shift(rows, log_prob, teacher, scored) if self._adds else self._compare(rows, teacher)
+            self._try_shift(rows, log_prob, teacher, scored)
+            if self.settings.mode == "loss"
+            else self._compare(rows, teacher)
         )
         own, others = self._pulls(rows, gaps, scored)
         return OpdReport(
@@ -119,14 +121,10 @@ class OpdWorker(WorkerExtension):
             visible=visible,
         )
 
-    @property
-    def _adds(self) -> bool:
-        return self.settings.mode == "loss"
-
     def _pulls(self, rows: LossRows, gaps: Tensor, scored: Tensor) -> tuple[float, float]:
         """Sum |slope of the loss at a log-prob| before its denominator: of the teacher's term, and of advantages."""
         dealt = (rows.column("advantages").float() * rows.response_mask).abs() * rows.weights
-        if self._adds:
+        if self.settings.mode == "loss":
             own = self.settings.coef * gaps.abs() * self._factor(rows)
         else:
             own = torch.where(scored, dealt, 0.0)

@@ -11,7 +11,7 @@ from ...batch.declared_keys import Key, Rule, choice, count, flag, number
 from ...correction import SpecError
 from ...correction.problem import CheckError
 from ...fault_tolerance.redaction import HIDDEN, redact_text
-from ..setting_checks import read_values
+from ..setting_checks import build_settings, read_values
 
 Mode = Literal["advantage", "loss"]
 COEF: Mapping[str, float] = {"advantage": 1.0, "loss": 0.01}
@@ -115,9 +115,9 @@ class OpdSettings:
         Raises:
             CheckError, SpecError: unknown keys, or invalid values.
         """
-        given = read_values(section, values, "opd/advantage", KEYS, _RULES)
-        teacher, eligible = given.pop("teacher"), EligibleSettings(**given.pop("eligible"))
-        mode, at = f"{section}.mode", f"{section}.teacher"
+        named = ("mode", "neither advantage nor loss.", "Set opd=advantage or opd=loss.")
+        given = read_values(section, values, "opd/advantage", KEYS, _RULES, named)
+        teacher, at = given.pop("teacher"), f"{section}.teacher"
         sources = teacher.pop("sources") or {}
         teachers = {} if teacher["url"] is None else {"": _read_teacher(at, teacher)}
         for name, own in sources.items():
@@ -136,16 +136,12 @@ class OpdSettings:
         if not teachers:
             fix = f"Start one with scripts/teacher.sh, and set {section}.teacher.url=http://HOST:PORT."
             raise SpecError("no teacher is named.", fix, key=f"{section}.teacher.url")
-        schedule = ScheduleSettings(**given.pop("schedule"))
+        found = build_settings(cls, given | {"teachers": teachers})
+        schedule = found.schedule
         if schedule.by is not None and (None in (schedule.start, schedule.end) or schedule.start == schedule.end):
             key, fix = f"{section}.schedule", f"Set {section}.schedule.start and {section}.schedule.end."
             raise SpecError(f"by={schedule.by} needs a start and another end.", fix, key=key)
-        if "mode" not in values:
-            fix = "Set opd=advantage or opd=loss."
-            raise SpecError("neither advantage nor loss.", fix, key=mode, proposed={mode: "advantage"})
-        if given["coef"] is None:
-            given["coef"] = COEF[given["mode"]]
-        return cls(teachers=teachers, eligible=eligible, schedule=schedule, **given)
+        return found if found.coef is not None else replace(found, coef=COEF[found.mode])
 
 
 def _read_teacher(path: str, values: Mapping[str, Any]) -> TeacherSettings:
@@ -160,15 +156,13 @@ def _read_teacher(path: str, values: Mapping[str, Any]) -> TeacherSettings:
     if values["api_key"] is not None and not _is_variable(values["api_key"]):
         raise SpecError(f"expected {_API_KEY}.", key=f"{path}.api_key", value=HIDDEN)
     rest = {name: value for name, value in values.items() if name not in ("url", "headers")}
-    return TeacherSettings(urls=_addresses(values["url"]), headers=dict(headers), **rest)
+    given = [values["url"]] if isinstance(values["url"], str) else values["url"]
+    urls = tuple(each.rstrip("/").removesuffix("/v1") for each in given)
+    return TeacherSettings(urls=urls, headers=dict(headers), **rest)
 
 
 def _is_variable(value: object) -> bool:
     return isinstance(value, str) and value.isidentifier()
-
-
-def _addresses(given: str | list[str]) -> tuple[str, ...]:
-    return tuple(each.rstrip("/").removesuffix("/v1") for each in ([given] if isinstance(given, str) else given))
 
 
 def _are_addresses(value: Any) -> bool:

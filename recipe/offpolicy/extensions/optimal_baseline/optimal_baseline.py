@@ -4,60 +4,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from torch import Tensor
 
+from ...batch.configured import Configured
 from ...batch.declared_keys import choice
 from ...batch.plan import BatchSplit
-from ...correction import Problem, SpecError
-from ...correction.problem import find_unmet
+from ...correction import Problem
 from ...proof.verify import LivenessError
-from ..advantage_proof import AdvantageExtension, AdvantageWorker
+from ..advantage_proof import AdvantageExtension
 from ..batch_view import BatchView
 from ..sessions import read_sessions
-from ..setting_checks import OWN_ESTIMATE, find_late_weights, read_values
+from ..setting_checks import find_late_weights, find_no_groups, read_values
 
 KEYS = {"over": choice("group", "leave_one_out")}
-
-
-@dataclass(frozen=True)
-class BaselineSettings:
-    """Settings of one run.
-
-    Attributes:
-        over: the rollouts that the baseline of a rollout is made of: all of its group, or the others.
-    """
-
-    over: Literal["group", "leave_one_out"]
-
-    @classmethod
-    def from_mapping(cls, section: str, values: Mapping[str, Any]) -> BaselineSettings:
-        """Read the section.
-
-        Raises:
-            CheckError, SpecError: unknown keys, or invalid values.
-        """
-        given = read_values(section, values, "optimal_baseline/group", KEYS)
-        if "over" not in values:
-            key, fix = f"{section}.over", f"Set {section}=group, or {section}=leave_one_out."
-            raise SpecError("no baseline is named.", fix, key=key, proposed={key: "group"})
-        return cls(**given)
-
-
-def find_problems(section: str, config: DictConfig) -> Iterator[Problem]:
-    """Find conflicts with the configuration."""
-    read, off = partial(OmegaConf.select, config), f"{section}=null"
-    yield from find_unmet(OWN_ESTIMATE, read, off, (section,))
-    yield from find_late_weights(section, config)
-    key = "actor_rollout_ref.rollout.n"
-    if int(read(key) or 1) == 1:
-        reason = "a group of one has no sibling to compare with."
-        yield Problem(key, read(key), reason, f"Set {key}=8, or {off}.", "NO-OP", (section,))
 
 
 ERROR = 1e-9
@@ -112,17 +75,22 @@ def find_difference(
 
 
 class OptimalBaseline(AdvantageExtension):
-    """The optimal baseline of one run; see ``settings.BaselineSettings`` for its section."""
+    """The optimal baseline of one run, made of all rollouts of a group or (``leave_one_out``) of the others."""
 
     title, prefix, differs = "optimal baseline", "optimal_baseline", False
 
     def __init__(self, section: str, settings: Mapping[str, Any]) -> None:
         super().__init__(section, settings)
-        self.leave_one_out = BaselineSettings.from_mapping(section, settings).over == "leave_one_out"
+        fix = f"Set {section}=group, or {section}=leave_one_out."
+        named = ("over", "no baseline is named.", fix)
+        read = read_values(section, settings, "optimal_baseline/group", KEYS, named=named)
+        self.leave_one_out = read["over"] == "leave_one_out"
         self._by_length = False
 
-    def problems(self, config: DictConfig) -> Sequence[Problem]:
-        return tuple(find_problems(self.section, config))
+    def problems(self, config: DictConfig) -> Iterator[Problem]:
+        run = Configured(config, self.section)
+        yield from find_no_groups(self.section, run)
+        yield from find_late_weights(self.section, run)
 
     @property
     def reads_old_log_prob(self) -> bool:
@@ -166,9 +134,6 @@ class OptimalBaseline(AdvantageExtension):
             "optimal_baseline/idle_groups": float(idle),
         }
         return dealt[sessions.of_row].to(rewards.dtype)[:, None] * mask
-
-    def worker(self) -> AdvantageWorker:
-        return AdvantageWorker()
 
     def unproved(self) -> str | None:
         return None if self._proved else f"no group had an advantage other than 0 ({self.section}.over)."

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,8 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 
+from ...batch.configured import Configured
+from ...batch.safe_values import mean
 from ...correction import Problem
 from ...fault_tolerance.state_schema import PASS_RATES, refuse
 from ...proof.verify import LivenessError
@@ -23,7 +25,7 @@ from ..sessions import Sessions, read_sessions, round_threshold
 from .budget import PassRates, allocate, identify_chat
 from .estimators import advantages, find_impossible, unbiased
 from .evidence import find_difference, find_wrong_chance
-from .settings import PassAtKSettings
+from .settings import PassAtKSettings, find_problems
 from .upsampling import NUMBER, BlockSampler, compute_chances, replace_sampler
 from .validation import Validation
 
@@ -40,6 +42,8 @@ class PassAtK(AdvantageExtension):
     def __init__(self, section: str, settings: Mapping[str, Any]) -> None:
         super().__init__(section, settings)
         self.pass_at_k = PassAtKSettings.from_mapping(section, settings)
+        self._trains, mode = self.pass_at_k.objective != "none", self.pass_at_k.budget.mode
+        self._deals, self._draws = mode == "group_size", mode == "upsample"
         self.rates = PassRates(self.pass_at_k.budget.decay)
         self._validation = Validation(self.pass_at_k)
         self._rollouts = self._block = 1
@@ -68,28 +72,14 @@ class PassAtK(AdvantageExtension):
             parts.append(f"validation until {settings.dynamic.successes} of {settings.dynamic.max_samples} are right")
         return "; ".join(parts) or "validation"
 
-    def problems(self, config: DictConfig) -> Sequence[Problem]:
-        from .settings import find_problems
-
-        return tuple(find_problems(self.section, self.pass_at_k, config))
+    def problems(self, config: DictConfig) -> Iterable[Problem]:
+        return find_problems(self.section, self.pass_at_k, Configured(config, self.section))
 
     # In the trainer -----------------------------------------------------------------------------------------
 
     @property
-    def _trains(self) -> bool:
-        return self.pass_at_k.objective != "none"
-
-    @property
     def replaces_estimator(self) -> bool:
         return self._trains
-
-    @property
-    def _deals(self) -> bool:
-        return self.pass_at_k.budget.mode == "group_size"
-
-    @property
-    def _draws(self) -> bool:
-        return self.pass_at_k.budget.mode == "upsample"
 
     def begin(self, config: DictConfig) -> None:
         self._rollouts = int(OmegaConf.select(config, "actor_rollout_ref.rollout.n") or 1)
@@ -169,7 +159,7 @@ class PassAtK(AdvantageExtension):
             if bool(dealt[at].any()) and not self._demanded:
                 self._demanded = f"group {name}: {dealt[at].tolist()}"
         mask = batch.rows("response_mask")["response_mask"].bool()
-        self._found["pass_at_k/winner_share"] = _share(dealt > 0)
+        self._found["pass_at_k/winner_share"] = mean(dealt > 0)
         self._found["pass_at_k/zero_groups"] = float(
             sum(not bool(dealt[torch.tensor(m)].any()) for m in groups.values())
         )
@@ -187,9 +177,7 @@ class PassAtK(AdvantageExtension):
         sessions = self._sessions
         assert sessions is not None
         right = sessions.find_right(self.pass_at_k.correct_at_least)
-        groups: dict[str, list[int]] = {}
-        for session, uid in enumerate(sessions.uids):
-            groups.setdefault(uid, []).append(session)
+        groups = sessions.groups(with_silent=True)
         counts = {uid: (len(members), int(right[torch.tensor(members)].sum())) for uid, members in groups.items()}
         self.rates.add({self._identities.pop(uid): each for uid, each in counts.items() if uid in self._identities})
         self._found |= {
@@ -248,7 +236,7 @@ class PassAtK(AdvantageExtension):
         counts = [(len(members), int(right[torch.tensor(members)].sum())) for members in groups.values()]
         self._found = {
             "pass_at_k/k": float(k),
-            "pass_at_k/right_share": _share(right),
+            "pass_at_k/right_share": mean(right),
             "pass_at_k/winner_share": math.nan,
             "pass_at_k/zero_groups": math.nan,
             "pass_at_k/silent_groups": float(
@@ -283,7 +271,7 @@ class PassAtK(AdvantageExtension):
         return {"prompts": len(self.rates.counts)}
 
     def restore(self, state: Mapping[str, Any], folder: Path) -> None:
-        if self.pass_at_k.budget.mode == "none" or "prompts" not in state:
+        if not (self._deals or self._draws) or "prompts" not in state:
             return
         found = read_state(folder, FILE, self.section, f"{state['prompts']} prompts", PASS_RATES)
         if len(found["counts"]) != state["prompts"]:
@@ -292,9 +280,4 @@ class PassAtK(AdvantageExtension):
 
     @property
     def resumes(self) -> str | None:
-        mode = self.pass_at_k.budget.mode
-        return None if mode == "none" else f"{self.section}.budget.mode={mode}"
-
-
-def _share(marks: Tensor) -> float:
-    return float(marks.double().mean()) if len(marks) else math.nan
+        return f"{self.section}.budget.mode={self.pass_at_k.budget.mode}" if self._deals or self._draws else None

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from omegaconf import DictConfig, OmegaConf
-
+from ...batch.configured import Configured
 from ...batch.declared_keys import Key, Rule, choice, count, flag, number
-from ...correction import Problem, SpecError
+from ...correction import Problem
 from ...correction.problem import set_to
-from ..setting_checks import read_values
+from ..setting_checks import ROLLOUTS, build_settings, count_rollouts, read_values
 from .estimators import OBJECTIVES, find_impossible
 
 CHOICES = ("none", *OBJECTIVES)
@@ -74,15 +73,11 @@ class PassAtKSettings:
         Raises:
             CheckError, SpecError: unknown keys, or invalid values.
         """
-        given = read_values(section, values, "pass_at_k/loo", KEYS, (_ORDER,))
-        if "objective" not in values:
-            fix, key = f"Set {section}=loo, or another of validation, {', '.join(OBJECTIVES)}.", f"{section}.objective"
-            raise SpecError("no objective is named.", fix, key=key, proposed={key: "loo"})
-        for name, build in (("metric", MetricSettings), ("dynamic", DynamicSettings), ("budget", BudgetSettings)):
-            given[name] = build(**given[name])
-        if given["schedule"] is not None:
-            given["schedule"] = tuple((int(step), int(k)) for step, k in given["schedule"])
-        return cls(**given)
+        fix = f"Set {section}=loo, or another of validation, {', '.join(OBJECTIVES)}."
+        named = ("objective", "no objective is named.", fix)
+        given = build_settings(cls, read_values(section, values, "pass_at_k/loo", KEYS, (_ORDER,), named))
+        schedule = None if given.schedule is None else tuple((step, k) for step, k in given.schedule)
+        return replace(given, schedule=schedule)
 
     def get_k(self, step: int) -> int:
         """Return k at a step."""
@@ -141,150 +136,121 @@ _ORDER = Rule(
 )
 
 
-_ROLLOUTS = "actor_rollout_ref.rollout.n"
 _ESTIMATOR = "algorithm.adv_estimator"
 _KL = "algorithm.use_kl_in_reward"
 _FILTER = "algorithm.filter_groups.enable"
 _VALIDATION = "actor_rollout_ref.rollout.val_kwargs"
 
 
-def find_problems(section: str, settings: PassAtKSettings, config: DictConfig) -> Iterator[Problem]:
+def find_problems(section: str, settings: PassAtKSettings, run: Configured) -> Iterator[Problem]:
     """Find conflicts of the settings with the configuration."""
+    mode, key = settings.budget.mode, f"{section}.budget.mode"
     if settings.objective != "none":
-        yield from _check_objective(section, settings, config)
-    if settings.budget.mode != "none":
-        yield from _check_groups_are_seen(section, settings, config)
-    if settings.budget.mode == "group_size":
-        yield from _check_group_sizes(section, settings, config)
-    if settings.budget.mode == "upsample":
-        yield from _check_draws(section, settings, config)
-    yield from _check_validation(section, settings, config)
+        yield from _check_k(section, settings, run)
+        yield from _check_objective(section, settings, run)
+    if mode != "none" and run.get(_FILTER):
+        reason = "groups that are all right or all wrong are dropped, so a budget never learns of them."
+        yield run.problem(key, reason, f"Set {_FILTER}=false, or {key}=none.", value=mode, alongside=[_FILTER])
+    if mode == "group_size":
+        yield from _check_group_sizes(section, settings, run)
+    if mode == "upsample":
+        yield from _check_draws(key, run)
+    yield from _check_validation(section, settings, run)
 
 
-def _check_objective(section: str, settings: PassAtKSettings, config: DictConfig) -> Iterator[Problem]:
-    parts, objective = (section,), settings.objective
-
-    def wrong(key: str, value: Any, reason: str, override: str, alongside: dict[str, Any] | None = None) -> Problem:
-        lost = key in (_ESTIMATOR, _KL) or key.endswith("overlong_buffer_cfg.enable")  # asked for next to it
-        fix, overrides = (f"Set {override}, or {section}=null.", ()) if lost else ("", (override,))
-        return Problem(key, value, reason, fix, parts=parts, overrides=overrides, alongside=alongside or {})
-
-    n = int(OmegaConf.select(config, _ROLLOUTS) or 1)
-    for k in sorted(set(settings.all_k)):
-        if k == 1:
-            continue
+def _check_k(section: str, settings: PassAtKSettings, run: Configured) -> Iterator[Problem]:
+    n, objective, schedule = count_rollouts(run), settings.objective, settings.schedule or ()
+    for k in sorted({*settings.all_k} - {1}):
         reason = find_impossible(n, k, objective)
         if reason is None and k == n and objective in ("analytic", "groups"):
             reason = f"k={k} of a group of {n}: {objective} gives only zeros."
         if reason is None:
             continue
         fit = next((each for each in range(n - 1, 1, -1) if find_impossible(n, each, objective) is None), None)
-        key = f"{section}.schedule" if k != settings.k else f"{section}.k"
+        key: str = f"{section}.k"
+        value: Any = k
+        sets: dict[str, Any] = {key: fit}
+        if k != settings.k:
+            key, value = f"{section}.schedule", [list(pair) for pair in schedule]
+            sets = {key: [[step, min(each, fit or 0)] for step, each in schedule]}
         if fit is None:
-            proposed = set_to(_ROLLOUTS, 2 * max(settings.all_k))
-        elif key.endswith("schedule"):
-            proposed = set_to(key, [[step, min(each, fit)] for step, each in settings.schedule or ()])
-        else:
-            proposed = set_to(key, fit)
-        value: Any = k if key.endswith(".k") else [list(pair) for pair in settings.schedule or ()]
-        yield wrong(key, value, reason, proposed, {_ROLLOUTS: n})
+            sets = {ROLLOUTS: 2 * max(settings.all_k)}
+        yield run.problem(key, reason, sets=sets, value=value, alongside={ROLLOUTS: n})
         break
-    estimator = OmegaConf.select(config, _ESTIMATOR)
-    if estimator != "grpo":
+
+
+def _check_objective(section: str, settings: PassAtKSettings, run: Configured) -> Iterator[Problem]:
+    off = f"or {section}=null."
+    if (estimator := run.get(_ESTIMATOR)) != "grpo":
         why = "is another pass@k" if estimator == "grpo_passk" else "would not run, nor anything that needs it"
         reason = f"{section} replaces verl's estimator, and {estimator} {why}."
-        yield wrong(_ESTIMATOR, estimator, reason, set_to(_ESTIMATOR, "grpo"))
-    if OmegaConf.select(config, _KL):
-        reason = "the best of several rewards with a KL in them is not pass@k."
-        yield wrong(_KL, True, reason, set_to(_KL, False))
-    overlong, manager = "reward.reward_kwargs.overlong_buffer_cfg.enable", "reward.reward_manager.name"
-    if OmegaConf.select(config, overlong) and OmegaConf.select(config, manager) == "dapo":
-        reason = "long right answers fall below the smallest score of a right row."
-        yield wrong(overlong, True, reason, set_to(overlong, False), {manager: "dapo"})
-    if settings.all_k == (1,):
-        key = f"{section}.k"
-        reason = "pass@1 is what verl's own estimator trains, which is not replaced then."
-        yield Problem(key, 1, reason, f"Set {key} above 1, or {section}=null.", "NO-OP", parts)
-    negative = [
-        name
-        for name, mask in (OmegaConf.select(config, "correction.masks") or {}).items()
-        if objective == "loo_minus_one" and mask.get("when") == "negative"
-    ]
-    for name in negative:
-        key = f"{section}.objective"
-        reason = f"no advantage is below 0, but the mask {name} only acts on negative ones."
-        override = set_to(key, "loo")
-        yield Problem(key, objective, reason, verdict="NO-OP", parts=(name,), overrides=(override,))
-
-
-def _check_groups_are_seen(section: str, settings: PassAtKSettings, config: DictConfig) -> Iterator[Problem]:
-    if OmegaConf.select(config, _FILTER):
-        key = f"{section}.budget.mode"
-        reason = "groups that are all right or all wrong are dropped, so a budget never learns of them."
-        fix = f"Set {_FILTER}=false, or {key}=none."
-        yield Problem(key, settings.budget.mode, reason, fix, parts=(section,), alongside={_FILTER: True})
-
-
-def _check_draws(section: str, settings: PassAtKSettings, config: DictConfig) -> Iterator[Problem]:
-    parts, key, mode = (section,), f"{section}.budget.mode", settings.budget.mode
-    workers, sampler = "data.dataloader_num_workers", "data.sampler.class_path"
-
-    def wrong(other: str, value: Any, reason: str, proposed: Any) -> Problem:
-        return Problem(
-            key, mode, reason, f"Set {set_to(other, proposed)}, or {key}=none.", parts=parts, alongside={other: value}
+        yield run.problem(_ESTIMATOR, reason, f"Set {_ESTIMATOR}=grpo, {off}")
+    if run.get(_KL):
+        yield run.problem(
+            _KL, "the best of several rewards with a KL in them is not pass@k.", f"Set {_KL}=false, {off}"
         )
+    overlong, manager = "reward.reward_kwargs.overlong_buffer_cfg.enable", "reward.reward_manager.name"
+    if run.get(overlong) and run.get(manager) == "dapo":
+        reason = "long right answers fall below the smallest score of a right row."
+        yield run.problem(overlong, reason, f"Set {overlong}=false, {off}", alongside=[manager])
+    if settings.all_k == (1,):
+        key, reason = f"{section}.k", "pass@1 is what verl's own estimator trains, which is not replaced then."
+        yield run.problem(key, reason, f"Set {key} above 1, {off}", verdict="NO-OP", value=1)
+    for name, mask in (run.get("correction.masks") or {}).items():
+        if settings.objective == "loo_minus_one" and mask.get("when") == "negative":
+            key, reason = (
+                f"{section}.objective",
+                f"no advantage is below 0, but the mask {name} only acts on negative ones.",
+            )
+            yield run.problem(key, reason, "", {key: "loo"}, (name,), "NO-OP", value=settings.objective)
 
-    if count := OmegaConf.select(config, workers):
-        yield wrong(workers, count, "workers load batches ahead, before the answers that probabilities depend on.", 0)
-    if path := OmegaConf.select(config, sampler):
-        yield wrong(sampler, path, "a sampler of your own draws the prompts.", None)
-    if OmegaConf.select(config, "data.shuffle") is False:
-        yield wrong("data.shuffle", False, "prompts are read in their order.", True)
-    if int(OmegaConf.select(config, _ROLLOUTS) or 1) == 1:
-        yield wrong(_ROLLOUTS, 1, "a group of one never has both right and wrong answers.", 8)
+
+def _check_draws(key: str, run: Configured) -> Iterator[Problem]:
+    def wrong(other: str, reason: str, proposed: Any) -> Problem:
+        fix = f"Set {set_to(other, proposed)}, or {key}=none."
+        return run.problem(key, reason, fix, value="upsample", alongside={other: run.get(other, 1)})
+
+    if run.get(other := "data.dataloader_num_workers"):
+        yield wrong(other, "workers load batches ahead, before the answers that probabilities depend on.", 0)
+    if run.get(other := "data.sampler.class_path"):
+        yield wrong(other, "a sampler of your own draws the prompts.", None)
+    if run.get(other := "data.shuffle") is False:
+        yield wrong(other, "prompts are read in their order.", True)
+    if count_rollouts(run) == 1:
+        yield wrong(ROLLOUTS, "a group of one never has both right and wrong answers.", 8)
 
 
-def _check_group_sizes(section: str, settings: PassAtKSettings, config: DictConfig) -> Iterator[Problem]:
-    parts, key, budget = (section,), f"{section}.budget.mode", settings.budget
-    use_v1, mode = OmegaConf.select(config, "trainer.use_v1"), OmegaConf.select(config, "trainer.v1.trainer_mode")
-    if not use_v1 or mode != "sync":
+def _check_group_sizes(section: str, settings: PassAtKSettings, run: Configured) -> Iterator[Problem]:
+    key, budget, n = f"{section}.budget.mode", settings.budget, count_rollouts(run)
+    if not run.get(v1 := "trainer.use_v1") or run.get("trainer.v1.trainer_mode") != "sync":
         reason = "only verl's V1 trainer in the mode sync samples groups of different sizes, all of one step."
-        alongside = {"trainer.use_v1": use_v1} if not use_v1 else {"trainer.v1.trainer_mode": mode}
-        fix = f"Set trainer.use_v1=true and trainer.v1.trainer_mode=sync, or {key}=none."
-        yield Problem(key, budget.mode, reason, fix, parts=parts, alongside=alongside)
-    if OmegaConf.select(config, _ESTIMATOR) == "remax":
-        reason = "ReMax needs one greedy answer per prompt."
-        fix = f"Set {_ESTIMATOR}=grpo, or {key}=none."
-        yield Problem(key, budget.mode, reason, fix, parts=parts, alongside={_ESTIMATOR: "remax"})
-    n = int(OmegaConf.select(config, _ROLLOUTS) or 1)
+        fix = f"Set {v1}=true and trainer.v1.trainer_mode=sync, or {key}=none."
+        alongside = ["trainer.v1.trainer_mode" if run.get(v1) else v1]
+        yield run.problem(key, reason, fix, value=budget.mode, alongside=alongside)
+    if run.get(_ESTIMATOR) == "remax":
+        reason, fix = "ReMax needs one greedy answer per prompt.", f"Set {_ESTIMATOR}=grpo, or {key}=none."
+        yield run.problem(key, reason, fix, value=budget.mode, alongside=[_ESTIMATOR])
     if not budget.least <= n <= budget.most:
         name = "least" if n < budget.least else "most"
-        edge = f"{section}.budget.{name}"
-        reason = f"a step has {n} rollouts per prompt on average."
-        proposed = (set_to(edge, n),)
-        yield Problem(edge, getattr(budget, name), reason, parts=parts, overrides=proposed, alongside={_ROLLOUTS: n})
-    if settings.objective != "none" and find_impossible(budget.least, max(settings.all_k), settings.objective):
-        edge, k = f"{section}.budget.least", max(settings.all_k)
+        edge, reason = f"{section}.budget.{name}", f"a step has {n} rollouts per prompt on average."
+        yield run.problem(edge, reason, sets={edge: n}, value=getattr(budget, name), alongside={ROLLOUTS: n})
+    k = max(settings.all_k)
+    if settings.objective != "none" and find_impossible(budget.least, k, settings.objective):
         reason = f"a group of {budget.least} has no advantage for k={k}."
-        yield Problem(edge, budget.least, reason, verdict="NOTE", parts=parts)
+        yield run.problem(f"{section}.budget.least", reason, verdict="NOTE", value=budget.least)
 
 
-def _check_validation(section: str, settings: PassAtKSettings, config: DictConfig) -> Iterator[Problem]:
-    if settings.objective != "none" and settings.dynamic.successes is None:
+def _check_validation(section: str, settings: PassAtKSettings, run: Configured) -> Iterator[Problem]:
+    dynamic, most = settings.dynamic, max(settings.metric.k, default=1)
+    if settings.objective != "none" and dynamic.successes is None:
         return
-    parts = (section,)
-    n = int(OmegaConf.select(config, f"{_VALIDATION}.n") or 1)
-    temperature = OmegaConf.select(config, f"{_VALIDATION}.temperature")
-    most = max(settings.metric.k, default=1)
-    dynamic = settings.dynamic
+    key, temperature = f"{_VALIDATION}.n", f"{_VALIDATION}.temperature"
+    n, wanted = int(run.get(key) or 1), max(most, 2)
     rounds = 1 if dynamic.successes is None else max(min(dynamic.max_samples // n, dynamic.max_rounds), 1)
-    wanted = max(most, 2)
-    if not temperature:
-        key = f"{_VALIDATION}.temperature"
+    if not run.get(temperature):
         reason = "all samples of a prompt are the same answer: pass@k is pass@1."
-        proposed = (set_to(key, 1.0), *((set_to(f"{_VALIDATION}.n", wanted),) if n * rounds < wanted else ()))
-        yield Problem(key, temperature, reason, verdict="NO-OP", parts=parts, overrides=proposed)
+        sets = {temperature: 1.0} | ({key: wanted} if n * rounds < wanted else {})
+        yield run.problem(temperature, reason, sets=sets, verdict="NO-OP")
     elif n * rounds < most and not settings.metric.extrapolate:
-        key = f"{_VALIDATION}.n"
         reason = f"no prompt has the {most} samples that {section}.metric.k needs."
-        yield Problem(key, n, reason, verdict="NO-OP", parts=parts, overrides=(set_to(key, most),))
+        yield run.problem(key, reason, sets={key: most}, verdict="NO-OP", value=n)

@@ -10,7 +10,7 @@ import logging
 import math
 import random
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -21,6 +21,7 @@ from torch import Tensor
 from verl_patches.execution_path import live_path
 from verl_patches.trainer_v0 import plain_advantage
 
+from ...batch.configured import Configured
 from ...batch.safe_values import check_rewards
 from ...batch.weight_versions import NEWEST_VERSION
 from ...correction import Problem
@@ -28,35 +29,14 @@ from ...proof.dense_rewards import sees_positions
 from ...proof.token_alignment import AlignmentChecker
 from ..advantage_proof import AdvantageExtension, AdvantageReport
 from ..batch_view import BatchView, PromptView, read_agent_fields
+from . import evidence, row_utilities
 from .advantages import FIELD, UTILITY, normalize_utilities, token_advantages
-from .evidence import (
-    COARSE,
-    TOLERANCES,
-    ProcessWorker,
-    average_answers,
-    build_scored_row,
-    check_column,
-    check_forward,
-    check_moved,
-    check_penalty,
-    check_related,
-    choose_prefixes,
-)
+from .evidence import ProcessWorker
 from .monte_carlo import summarize_continuations
 from .prefix_scorer import RowValues
-from .row_utilities import (
-    BatchUtilities,
-    build_utilities,
-    check_values,
-    find_waste,
-    read_values,
-    summarize_advantages,
-    summarize_cost,
-    summarize_values,
-    summarize_waste,
-)
+from .row_utilities import BatchUtilities
 from .settings import ProcessSettings
-from .start_up import MANAGER, find_manager, serve_scores
+from .start_up import MANAGER, find_manager, find_problems, serve_scores
 
 logger = logging.getLogger("verl.offpolicy")
 
@@ -86,7 +66,7 @@ class PrefixValueRewards(AdvantageExtension):
         self._waste = torch.zeros(0, 0, dtype=torch.bool)
         self._penalised = self._continued = False
         self._lost = ""
-        self._apart, self._tolerance = math.nan, COARSE
+        self._apart, self._tolerance = math.nan, evidence.COARSE
 
     # Before Ray starts --------------------------------------------------------------------------------------
 
@@ -115,16 +95,15 @@ class PrefixValueRewards(AdvantageExtension):
         """All settings except those of the proof."""
         return {name: value for name, value in self.settings.items() if name != "probe_every"}
 
-    def problems(self, config: DictConfig) -> Sequence[Problem]:
-        from .start_up import find_problems
-
-        return tuple(find_problems(self.section, self.process, config))
+    def problems(self, config: DictConfig) -> Iterable[Problem]:
+        return find_problems(self.section, self.process, Configured(config, self.section))
 
     # In the trainer -----------------------------------------------------------------------------------------
 
     def begin(self, config: DictConfig) -> None:
         self._synchronous = not live_path(config).asynchronous
-        self._tolerance = TOLERANCES.get(str(OmegaConf.select(config, "actor_rollout_ref.rollout.dtype")), COARSE)
+        dtype = str(OmegaConf.select(config, "actor_rollout_ref.rollout.dtype"))
+        self._tolerance = evidence.TOLERANCES.get(dtype, evidence.COARSE)
         self._alignment = AlignmentChecker(
             bool(OmegaConf.select(config, "offpolicy.allow_unrelated_log_probs")),
             column="values of prefixes",
@@ -139,27 +118,27 @@ class PrefixValueRewards(AdvantageExtension):
 
     def on_rollout(self, batch: BatchView) -> None:
         alongside = read_agent_fields(batch, FIELD, NEWEST_VERSION)
-        found = read_values([each.get(FIELD) for each in alongside])
-        check_values(
+        found = row_utilities.read_values([each.get(FIELD) for each in alongside])
+        row_utilities.check_values(
             found,
             [_read_version(each) for each in alongside],
             expected=batch.step - 1 if self._synchronous else None,
             max_unscored_share=self.process.max_unscored_share,
         )
         mask = batch.rows("response_mask")["response_mask"]
-        self._utilities = build_utilities(found, mask)
-        self._waste = find_waste(self._utilities, self.process.waste.within, self.process.floor)
+        self._utilities = row_utilities.build_utilities(found, mask)
+        self._waste = row_utilities.find_waste(self._utilities, self.process.waste.within, self.process.floor)
         check_rewards(batch.scores, batch.uids, f"step {batch.step}")
         scores = (batch.scores.double() * mask).sum(-1)
-        self._metrics = summarize_values(self._utilities, scores)
-        self._metrics |= summarize_waste(self._utilities, self._waste) | self._read_continuations(found)
-        self._metrics |= summarize_cost(found, self._submitted if self._synchronous else None)
+        self._metrics = row_utilities.summarize_values(self._utilities, scores)
+        self._metrics |= row_utilities.summarize_waste(self._utilities, self._waste) | self._read_continuations(found)
+        self._metrics |= row_utilities.summarize_cost(found, self._submitted if self._synchronous else None)
         lags = [batch.step - 1 - each.version for each in found if each.version is not None]
         self._metrics["version_lag"] = sum(lags) / len(lags) if lags else 0.0
         shown = torch.where(self._utilities.positions, self._utilities.values, torch.nan)
         batch.put(**{UTILITY: shown})
         self._at_floor = self._at_floor and all(value <= self.process.floor for row in found for value in row.values)
-        all_zero, every = check_column(found, self.process.floor), self.process.probe_every
+        all_zero, every = evidence.check_column(found, self.process.floor), self.process.probe_every
         first = self._comparisons < COMPARISONS[self._synchronous]
         if all_zero or first or (every is not None and batch.step >= self._compared_at + every):
             self._compare(batch, found)
@@ -177,24 +156,24 @@ class PrefixValueRewards(AdvantageExtension):
 
     def _compare(self, batch: BatchView, found: Sequence[RowValues]) -> None:
         """Score a few prefixes again with the trainer's own forward pass."""
-        chosen = choose_prefixes(found, self.process.floor, batch.step)
+        chosen = evidence.choose_prefixes(found, self.process.floor, batch.step)
         if not chosen or (not self._synchronous and _has_media(batch)):
             return
         ids = batch.token_ids
-        rows = [build_scored_row(found[row], number, *ids[row]) for row, number in chosen]
+        rows = [evidence.build_scored_row(found[row], number, *ids[row]) for row, number in chosen]
         pairs = [(prompt, response) for prompt, response, _ in rows]
         # A forward pass takes at most as many rows as the batch has.
         starts = range(0, len(pairs), len(found))
         log_probs = [own for at in starts for own in batch.compute_log_probs(pairs[at : at + len(found)])]
-        own = average_answers(log_probs, [count for *_, count in rows])
+        own = evidence.average_answers(log_probs, [count for *_, count in rows])
         values = [found[row].values[number] for row, number in chosen]
         self._compared_at = batch.step
         if not self._synchronous:
-            check_related(values, own, self._alignment)
+            evidence.check_related(values, own, self._alignment)
             self._comparisons += 1
             self._compared += len(chosen)
             return
-        apart = check_forward(values, own, self._tolerance)
+        apart = evidence.check_forward(values, own, self._tolerance)
         self._apart = apart if math.isnan(self._apart) else max(apart, self._apart)
         self._comparisons += 1
         self._compared += len(chosen)
@@ -212,11 +191,6 @@ class PrefixValueRewards(AdvantageExtension):
                 "%.0f %% of pairs. Fix: set a %s.force_prompt in the format of the model's answers.",
                 *(self.section, UPDATES, 100 * separation, self.section),
             )
-
-    def _normalized(self, batch: BatchView, values: Tensor) -> Tensor:
-        """Normalise utilities (n, T) by group."""
-        assert self._utilities is not None
-        return normalize_utilities(values, self._utilities.positions, batch.uids, normalize=self.process.normalize)
 
     def _deal(self, batch: BatchView, mask: Tensor, values: Tensor, *, penalty: Tensor | float) -> Tensor:
         """Compute coef * the process advantages (n, T) of utilities (n, T); 0 in rows that may have none."""
@@ -237,8 +211,9 @@ class PrefixValueRewards(AdvantageExtension):
         if not self._by_token:
             return None
         assert self._utilities is not None
-        dealt = self._normalized(batch, self._utilities.values) - self._penalty
-        return rewards + (self.process.coef * dealt).to(rewards.dtype)
+        found = self._utilities
+        dealt = normalize_utilities(found.values, found.positions, batch.uids, normalize=self.process.normalize)
+        return rewards + (self.process.coef * (dealt - self._penalty)).to(rewards.dtype)
 
     def shape_advantages(self, batch: BatchView, advantages: Tensor) -> Tensor | None:
         assert self._utilities is not None
@@ -247,15 +222,15 @@ class PrefixValueRewards(AdvantageExtension):
         dealt = deal(self._utilities.values)
         if not self._moved:
             order = random.Random(batch.step).sample(range(len(mask)), len(mask))
-            self._moved = check_moved(self._utilities, deal, order)
+            self._moved = evidence.check_moved(self._utilities, deal, order)
         if self.process.waste.penalty and bool(self._waste.any()):
             without = self._deal(batch, mask, self._utilities.values, penalty=0.0)
             there = mask.bool() if batch.silent is None else mask.bool() & ~batch.silent[:, None]
             lost = self.process.coef * self.process.waste.penalty
-            check_penalty(self._utilities, self._waste, without - dealt, lost, there)
+            evidence.check_penalty(self._utilities, self._waste, without - dealt, lost, there)
             self._penalised = True
         self._credited = self._credited or bool(dealt.any())
-        self._metrics |= summarize_advantages(advantages, dealt, mask)
+        self._metrics |= row_utilities.summarize_advantages(advantages, dealt, mask)
         return None if self._by_token else advantages + dealt.to(advantages.dtype)
 
     @property

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...batch.safe_values import mean
 from ...proof.verify import LivenessError
 from .advantages import FIELD, SECTION, utilities
 from .prefix_scorer import RowValues
@@ -189,19 +190,19 @@ def summarize_values(found: BatchUtilities, scores: Tensor) -> dict[str, float]:
     counts = torch.tensor([float(len(each.ends)) for each in found.rows])[scored]
     dealt = found.values[found.positions]
     metrics = {
-        "episodes/mean": _mean(counts),
+        "episodes/mean": mean(counts),
         "episodes/max": float(counts.max()) if len(counts) else math.nan,
         "value/separation": compute_separation(lasts[scored], passed[scored]),
-        "utility/mean": _mean(dealt),
+        "utility/mean": mean(dealt),
         "utility/std": float(dealt.double().std()) if len(dealt) > 1 else math.nan,
-        "utility/positive_share": _mean((dealt > 0).float()),
+        "utility/positive_share": mean((dealt > 0).float()),
         "telescope_error": found.telescope_error,
         "unscored_rows": float((~scored).sum()),
     }
     for name, values in (("first", firsts), ("last", lasts)):
-        metrics[f"value/{name}/mean"] = _mean(values[scored])
-        metrics[f"value/{name}/passed"] = _mean(values[scored & passed])
-        metrics[f"value/{name}/failed"] = _mean(values[scored & ~passed])
+        metrics[f"value/{name}/mean"] = mean(values[scored])
+        metrics[f"value/{name}/passed"] = mean(values[scored & passed])
+        metrics[f"value/{name}/failed"] = mean(values[scored & ~passed])
     return metrics
 
 
@@ -252,7 +253,3 @@ def summarize_advantages(outcome: Tensor, process: Tensor, mask: Tensor) -> Mapp
         "advantage/process_std": float(own.std()) if len(own) > 1 else math.nan,
         "advantage/share": float(own.abs().sum()) / total if total else math.nan,
     }
-
-
-def _mean(values: Tensor) -> float:
-    return float(values.double().mean()) if len(values) else math.nan

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, get_args
 
 from ...batch.declared_keys import Key, choice, count, number
-from ..setting_checks import read_values
+from ..setting_checks import build_settings, read_values
 from .advantages import Normalize
 
 
@@ -77,10 +77,8 @@ class ProcessSettings:
         Raises:
             CheckError: unknown keys, or invalid values.
         """
-        given = read_values(section, values, "process_reward/prefix_value", KEYS)
-        given["waste"] = WasteSettings(**given["waste"])
-        given["monte_carlo"] = MonteCarloSettings(**given["monte_carlo"])
-        return cls(**{**given, "markers": tuple(given["markers"])})
+        given = build_settings(cls, read_values(section, values, "process_reward/prefix_value", KEYS))
+        return replace(given, markers=tuple(given.markers))
 
 
 def _are_markers(value: Any) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -14,15 +13,15 @@ from torch import Tensor
 
 from verl_patches import agent_loops, engine_loss
 
+from ...batch.configured import Configured
 from ...batch.declared_keys import Key, Rule, choice, flag, number
-from ...correction import Problem, SpecError
-from ...correction.problem import find_unmet
+from ...correction import Problem
 from ...correction.units import turns
 from ...proof.verify import LivenessError
-from ..advantage_proof import AdvantageExtension, AdvantageWorker
+from ..advantage_proof import AdvantageExtension
 from ..batch_view import BatchView, read_agent_fields
 from ..sessions import Sessions, read_sessions
-from ..setting_checks import OWN_ESTIMATE, divides_by_std, read_values
+from ..setting_checks import divides_by_std, find_no_groups, read_values
 from .formula import Normalize, compute_advantages, find_difference
 
 FIELDS = ("tool_rewards", "turn_scores")
@@ -68,67 +67,50 @@ class TurnSettings:
     episode: bool
     coef: float
 
-    @classmethod
-    def from_mapping(cls, section: str, values: Mapping[str, Any]) -> TurnSettings:
-        """Read the section.
-
-        Raises:
-            CheckError, SpecError: unknown keys, or invalid values.
-        """
-        given = read_values(section, values, "turn_credit/turn_index", KEYS, _RULES)
-        if "normalize" not in values:
-            key, fix = f"{section}.normalize", f"Set {section}=turn_index, or {section}=return_to_go."
-            raise SpecError("no normalisation is named.", fix, key=key, proposed={key: "turn_index"})
-        return cls(**given)
-
-
-def find_problems(section: str, settings: TurnSettings, config: DictConfig) -> Iterator[Problem]:
-    """Find conflicts with the configuration."""
-    read, off, parts = partial(OmegaConf.select, config), f"{section}=null", (section,)
-    yield from find_unmet(OWN_ESTIMATE, read, off, parts)
-    key = f"{ROLLOUT}.n"
-    if int(read(key) or 1) == 1:
-        reason = "a group of one has no sibling to compare with."
-        yield Problem(key, read(key), reason, f"Set {key}=8, or {off}.", "NO-OP", parts)
-    key = f"{ROLLOUT}.agent.default_agent_loop"
-    if read(key) in (None, "single_turn_agent"):
-        reason = (
-            "a rollout of this agent loop is one turn, so its tokens have one advantage, as without turn-level credit."
-        )
-        fix = f"Set {key}=tool_agent, unless the data set names an agent loop by row (agent_name), or {off}."
-        yield Problem(key, read(key) or "single_turn_agent", reason, fix, "NO-OP", parts)
-    key = f"{ROLLOUT}.multi_turn.max_parallel_calls"
-    if settings.turn_rewards == "tool_rewards" and int(read(key) or 1) > 1:
-        reason = "verl returns the tools' rewards in one list, so the turn of each is unknown if a turn calls several."
-        yield Problem(key, read(key), reason, f"Set {key}=1, or {section}.turn_rewards=null.", "ERROR", parts)
-    gamma = read(GAMMA)
-    if settings.normalize == "return_to_go" and settings.turn_rewards is None and gamma in (None, 1):
-        reason = "without rewards of turns and without a discount, all turns of a rollout have GRPO's advantage."
-        fix = f"Set {section}.turn_rewards=tool_rewards, {GAMMA}=0.9, or {section}=turn_index."
-        yield Problem(f"{section}.turn_rewards", None, reason, fix, "NO-OP", parts)
-
 
 class TurnCredit(AdvantageExtension):
-    """Turn-level credit of one run; see ``settings.TurnSettings`` for its section."""
+    """Turn-level credit of one run; see ``TurnSettings`` for its section."""
 
     # Equal to GRPO's advantages where all rollouts of a group have the same number of turns.
     title, prefix, differs = "turn-level credit", "turn_credit", False
 
     def __init__(self, section: str, settings: Mapping[str, Any]) -> None:
         super().__init__(section, settings)
-        self.turn = TurnSettings.from_mapping(section, settings)
+        fix = f"Set {section}=turn_index, or {section}=return_to_go."
+        named = ("normalize", "no normalisation is named.", fix)
+        self.turn = TurnSettings(**read_values(section, settings, "turn_credit/turn_index", KEYS, _RULES, named))
         self._gamma, self._by_std = 1.0, True
         self._several = False
 
-    def problems(self, config: DictConfig) -> Sequence[Problem]:
-        return tuple(find_problems(self.section, self.turn, config))
+    def problems(self, config: DictConfig) -> Iterator[Problem]:
+        run, section, off = Configured(config, self.section), self.section, f"{self.section}=null"
+        yield from find_no_groups(section, run)
+        loop = run.get(key := f"{ROLLOUT}.agent.default_agent_loop") or "single_turn_agent"
+        if loop == "single_turn_agent":
+            reason = (
+                "a rollout of this agent loop is one turn, so its tokens have one advantage, as without turn-level "
+                "credit."
+            )
+            fix = f"Set {key}=tool_agent, unless the data set names an agent loop by row (agent_name), or {off}."
+            yield run.problem(key, reason, fix, verdict="NO-OP", value=loop)
+        key, named = f"{ROLLOUT}.multi_turn.max_parallel_calls", f"{section}.turn_rewards"
+        if self.turn.turn_rewards == "tool_rewards" and int(run.get(key) or 1) > 1:
+            reason = (
+                "verl returns the tools' rewards in one list, so the turn of each is unknown if a turn calls several."
+            )
+            yield run.problem(key, reason, f"Set {key}=1, or {named}=null.")
+        rewarded = self.turn.turn_rewards is not None or run.get(GAMMA) not in (None, 1)
+        if self.turn.normalize == "return_to_go" and not rewarded:
+            reason = "without rewards of turns and without a discount, all turns of a rollout have GRPO's advantage."
+            fix = f"Set {named}=tool_rewards, {GAMMA}=0.9, or {section}=turn_index."
+            yield run.problem(named, reason, fix, verdict="NO-OP", value=None)
 
     def begin(self, config: DictConfig) -> None:
         if self.turn.turn_rewards is not None:
             engine_loss.check(agent_loops.TURN_SEAMS)
         gamma = OmegaConf.select(config, GAMMA)
         self._gamma = 1.0 if gamma is None else float(gamma)
-        self._by_std = divides_by_std(config)
+        self._by_std = divides_by_std(Configured(config))
 
     def estimate(self, batch: BatchView, rewards: Tensor) -> Tensor:
         sessions = read_sessions(batch)
@@ -197,9 +179,6 @@ class TurnCredit(AdvantageExtension):
                 found[session, first[session] : first[session] + len(given)] = torch.tensor(given, dtype=torch.float64)
             first[session] += number
         return found
-
-    def worker(self) -> AdvantageWorker:
-        return AdvantageWorker()
 
     def unproved(self) -> str | None:
         if self._proved:

@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 from recipe.offpolicy.batch.plan import decide_rollout
 from recipe.offpolicy.correction import CorrectionSpec
 from recipe.offpolicy.extensions.add_ons import AddOns
-from recipe.offpolicy.extensions.ess_lr.ess_lr import EssLr, EssLrSettings, find_problems
+from recipe.offpolicy.extensions.ess_lr.ess_lr import EssLr, EssLrSettings
 from recipe.offpolicy.extensions.optimal_baseline.optimal_baseline import OptimalBaseline
 from recipe.offpolicy.proof.verify import LivenessError
 from tests.support.corrections import TIS, spec
@@ -139,10 +139,10 @@ FINE = {
     ],
 )
 def test_what_cannot_be_combined_is_refused(key: str, value: Any, named: str) -> None:
-    config, settings = OmegaConf.create(FINE), EssLrSettings("sqrt", 0.1)
-    assert list(find_problems("ess_lr", settings, config)) == []
-    (idle,) = find_problems("ess_lr", EssLrSettings("sqrt", 1.0), config)
+    config, extension = OmegaConf.create(FINE), EssLr("ess_lr", {"rule": "sqrt"})
+    assert list(extension.problems(config)) == []
+    (idle,) = EssLr("ess_lr", {"rule": "sqrt", "floor": 1.0}).problems(config)
     assert (idle.key, idle.verdict) == ("ess_lr.floor", "NO-OP")
     OmegaConf.update(config, key, value)
-    (problem,) = find_problems("ess_lr", settings, config)
+    (problem,) = extension.problems(config)
     assert problem.key == (named or key)

@@ -9,6 +9,7 @@ import pandas
 import pytest
 from omegaconf import OmegaConf
 
+from recipe.offpolicy.batch.configured import Configured
 from recipe.offpolicy.correction import Problem
 from recipe.offpolicy.extensions.length_penalty.length_penalty import LengthPenalty
 from recipe.offpolicy.extensions.length_penalty.settings import LengthSettings, find_problems
@@ -28,7 +29,13 @@ def problems(settings: dict[str, Any], **changes: Any) -> list[Problem]:
     config = OmegaConf.create({})
     for key, value in (DEFAULTS | {name.replace("__", "."): value for name, value in changes.items()}).items():
         OmegaConf.update(config, key, value)
-    return list(find_problems("length_penalty", LengthSettings.from_mapping("length_penalty", settings), config))
+    return list(
+        find_problems(
+            "length_penalty",
+            LengthSettings.from_mapping("length_penalty", settings),
+            Configured(config, "length_penalty"),
+        )
+    )
 
 
 BEFORE = {"kind": "group", "place": "before"}
@@ -168,7 +175,7 @@ def test_the_set_up_of_the_length_study(kind: str) -> None:
     """R - a T with a = 1e-4, b = 0.1 and g = 0.01, no cap; 32 x 8 rollouts, clip 0.2, no KL, 16 384 tokens."""
     with application("+mode=length_dynamics", f"length_penalty={kind}", "correction=tis_token") as config:
         found = LengthSettings.from_mapping("length_penalty", OmegaConf.to_container(config.length_penalty))
-        assert [each.verdict for each in find_problems("length_penalty", found, config)] == (
+        assert [each.verdict for each in find_problems("length_penalty", found, Configured(config))] == (
             ["NOTE"] if kind == "uniform" else []
         )
     actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout

@@ -12,6 +12,7 @@ import pandas
 import pytest
 from omegaconf import OmegaConf
 
+from recipe.offpolicy.batch.configured import Configured
 from recipe.offpolicy.correction import Problem
 from recipe.offpolicy.extensions.opd.settings import OpdSettings, TeacherSettings
 from recipe.offpolicy.extensions.opd.start_up import (
@@ -82,7 +83,7 @@ def problems(url: str, student: Path, *, teacher: dict[str, Any] | None = None, 
     )
     for key, value in changes.items():
         OmegaConf.update(config, key.replace("__", "."), value, force_add=True)
-    return list(find_problems("opd", settings, config))
+    return list(find_problems("opd", settings, Configured(config, "opd")))
 
 
 def test_a_teacher_of_the_students_family_passes(teacher: FakeTeacher, student: Path) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from recipe.offpolicy.batch.plan import decide_rollout
 from recipe.offpolicy.correction import CorrectionSpec
 from recipe.offpolicy.extensions.optimal_baseline import optimal_baseline
-from recipe.offpolicy.extensions.optimal_baseline.optimal_baseline import OptimalBaseline, find_problems
+from recipe.offpolicy.extensions.optimal_baseline.optimal_baseline import OptimalBaseline
 from recipe.offpolicy.proof.verify import LivenessError
 from recipe.offpolicy.trainer import batch_view_v1
 from tests.support.corrections import TIS, band, spec
@@ -184,8 +184,8 @@ FINE = {
     ],
 )
 def test_what_cannot_be_combined_is_refused(key: str, value: Any, said: str) -> None:
-    config = OmegaConf.create(FINE)
-    assert list(find_problems("optimal_baseline", config)) == []
+    config, extension = OmegaConf.create(FINE), OptimalBaseline("optimal_baseline", {"over": "group"})
+    assert list(extension.problems(config)) == []
     OmegaConf.update(config, key, value)
-    (problem,) = find_problems("optimal_baseline", config)
+    (problem,) = extension.problems(config)
     assert (problem.key, said in problem.reason) == (key, True)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
+from recipe.offpolicy.batch.configured import Configured
 from recipe.offpolicy.correction import Problem
 from recipe.offpolicy.extensions.pass_at_k.pass_at_k import PassAtK
 from recipe.offpolicy.extensions.pass_at_k.settings import PassAtKSettings, find_problems
@@ -29,7 +30,7 @@ def problems(settings: dict[str, Any], **changes: Any) -> list[Problem]:
     for key, value in (DEFAULTS | {name.replace("__", "."): value for name, value in changes.items()}).items():
         OmegaConf.update(config, key, value)
     whole = PassAtKSettings.from_mapping("pass_at_k", {"objective": "loo"} | settings)
-    return list(find_problems("pass_at_k", whole, config))
+    return list(find_problems("pass_at_k", whole, Configured(config, "pass_at_k")))
 
 
 GROUP_SIZE = {"mode": "group_size", "least": 5}

@@ -13,7 +13,6 @@ from recipe.offpolicy.extensions.process_reward.prefix_value_rewards import Pref
 from recipe.offpolicy.extensions.process_reward.start_up import (
     MANAGER,
     find_manager,
-    find_problems,
 )
 from tests.support.byte_tokenizer import build_byte_tokenizer
 from verl_patches.releases import attributes_of
@@ -43,7 +42,7 @@ def config(**changed: Any) -> DictConfig:
 @pytest.fixture(autouse=True)
 def tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
     """The tokenizer of bytes, in which the force prompt has 24 tokens."""
-    monkeypatch.setattr(start_up, "_load_tokenizer", lambda path: build_byte_tokenizer([]))
+    monkeypatch.setattr(start_up, "load_tokenizer", lambda path: build_byte_tokenizer([]))
 
 
 def problems(made: DictConfig, **settings: Any) -> list[Any]:
@@ -104,7 +103,7 @@ def test_release_0_7_1_is_refused_with_the_reason(monkeypatch: pytest.MonkeyPatc
 
     old = SimpleNamespace(release="0.7.1", trainer="v0", attributes=attributes_of("0.7.1"))
     monkeypatch.setattr(start_up, "live_path", lambda config: old)
-    (found,) = find_problems("process_reward", PrefixValueRewards("process_reward", {}).process, config())
+    (found,) = PrefixValueRewards("process_reward", {}).problems(config())
     assert "rollout server of verl 0.7.1 drops vLLM's prompt_logprobs" in str(found)
     assert found.overrides == ()
     assert "verl 0.8.0 or later, or set process_reward=null" in found.fix

@@ -14,7 +14,7 @@ from torch import Tensor
 from recipe.offpolicy.extensions.add_ons import AddOns
 from recipe.offpolicy.extensions.turn_credit import turn_credit
 from recipe.offpolicy.extensions.turn_credit.formula import compute_advantages
-from recipe.offpolicy.extensions.turn_credit.turn_credit import TurnCredit, TurnSettings, find_problems
+from recipe.offpolicy.extensions.turn_credit.turn_credit import TurnCredit
 from recipe.offpolicy.proof.verify import LivenessError
 from recipe.offpolicy.trainer import batch_view_v1
 from tests.support.judged import judge
@@ -187,10 +187,10 @@ def test_a_rollout_of_several_rows_is_one_sequence_of_turns(monkeypatch: pytest.
 )
 def test_what_cannot_be_combined_is_said(key: str, value: Any, settings: dict[str, Any], said: str) -> None:
     values = {"normalize": "turn_index", "turn_rewards": "tool_rewards", **settings}
-    read = TurnSettings.from_mapping("turn_credit", values)
+    extension = TurnCredit("turn_credit", values)
     config = OmegaConf.create(CONFIG)
     OmegaConf.update(config, key, value, force_add=True)
-    (problem,) = find_problems("turn_credit", read, config)
+    (problem,) = extension.problems(config)
     assert f"{problem.verdict}: {problem.reason}".startswith(said)
     if not settings:
-        assert list(find_problems("turn_credit", read, OmegaConf.create(CONFIG))) == []
+        assert list(extension.problems(OmegaConf.create(CONFIG))) == []
