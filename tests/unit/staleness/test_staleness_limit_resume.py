@@ -26,7 +26,7 @@ def adapted(monkeypatch: pytest.MonkeyPatch, ess: float, waited: float, **keys: 
         metrics["offpolicy/weight/ess"] = ess
 
     clock = iter(range(0, 10_000, 10))
-    run.corrected._step = step
+    run.corrected._run_step = step
     run.limit.clock = lambda: next(clock)
     return run
 

@@ -184,7 +184,7 @@ def test_a_lie_about_rows_that_finish_during_the_update_is_found_before_its_weig
     run = Run(monkeypatch, eta=1)
     row = {"status": "success", "global_steps": 1, "min_global_steps": 0, "max_global_steps": 1, "response_len": 5}
     put = run.queue.tags.update
-    run.corrected._step = lambda metrics, timing: put({"u7_0_0": row})
+    run.corrected._run_step = lambda metrics, timing: put({"u7_0_0": row})
     with pytest.raises(StalenessError, match="sequence u7_0_0 finished in step 1"):
         run.trainer.step({}, {})
     row["max_global_steps"] = 0
