@@ -156,7 +156,8 @@ def seal_constant(number: int, rows: int) -> Tensor:
 
 
 def _join(hashes: Tensor, means: Tensor) -> Tensor:
-    halves = hashes.contiguous().view(torch.int32).reshape(-1, 2)
+    # Not contiguous(), which leaves the stride of a column of one row, and view reads it.
+    halves = hashes.clone(memory_format=torch.contiguous_format).view(torch.int32).reshape(-1, 2)
     return torch.cat([halves, means.float().view(torch.int32)[:, None]], dim=-1)
 
 

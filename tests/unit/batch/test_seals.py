@@ -176,6 +176,21 @@ def test_a_loss_checks_all_that_its_plan_tells_of() -> None:
     assert check_seals(replace(batch, plan=SharedPlan(step=3))) is None
 
 
+@pytest.mark.parametrize("rows", [1, 2, 5])
+@pytest.mark.parametrize("columns", [1, 2, 3])
+def test_any_number_of_rows_and_columns_is_sealed_as_each_row_alone(rows: int, columns: int) -> None:
+    generator = torch.Generator().manual_seed(rows)
+    tokens, mask = torch.randint(0, 9, (rows, 4), generator=generator), torch.ones(rows, 4)
+    given = [torch.randn(rows, 4, generator=generator) for _ in range(columns)]
+    whole = seal_columns(tokens, mask, given)
+    for column, seal in zip(given, whole, strict=True):
+        alone = [
+            seal_columns(*(each[row : row + 1] for each in (tokens, mask)), [column[row : row + 1]])
+            for row in range(rows)
+        ]
+        assert torch.equal(seal, torch.cat([one for (one,) in alone]))
+
+
 def test_a_batch_is_sealed_once_with_its_plan() -> None:
     rows = TensorDict({"responses": TOKENS, "response_mask": MASK, **BY_TOKEN}, batch_size=4)
     first = seal_batch(SharedPlan(step=3), rows, {"advantages": rows["advantages"]})
