@@ -32,6 +32,8 @@ class Reduction(Enum):
 
 
 _EXTREMES: Final = (Reduction.MIN, Reduction.MAX)
+_LEAST_SQUARE: Final = 2.0**-40
+"""Least mean square of weights whose effective sample size is known: moments about 1 are rounded to 2^-52 a weight."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +84,7 @@ class Statistic:
             case _:
                 # (sum w)^2 / (n sum w^2), in (0, 1]: the share of the sample that the weights leave.
                 weights, squares = count + total, count + 2 * total + square
-                return weights * weights / (count * squares) if squares > 0 else math.nan
+                return weights * weights / (count * squares) if squares > _LEAST_SQUARE * count else math.nan
 
 
 @dataclass(frozen=True)

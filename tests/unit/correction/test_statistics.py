@@ -43,6 +43,15 @@ def test_a_distribution_by_hand() -> None:
     }
 
 
+@pytest.mark.parametrize("nats", [*range(-36, 21, 2)])
+def test_the_ess_is_right_at_any_scale_or_not_known(nats: int) -> None:
+    """Moments about 1 lose the digits of weights far below 1, and the ESS of rounding is no number in (0, 1]."""
+    weights = (0.3 * torch.randn(1000, generator=torch.Generator().manual_seed(0)).double() + nats).exp()
+    exact = float(weights.sum().square() / (len(weights) * weights.square().sum()))
+    found = moments(weights).build_statistics("w")["w/ess"].value()
+    assert found == pytest.approx(exact, rel=1e-3) if nats > -13 else math.isnan(found)
+
+
 def test_perplexity_by_hand() -> None:
     """Three tokens of probability 1/2, 1/4 and 1/8: exp of 6 log 2 / 3 = 4. No power of it is averaged."""
     one = Statistic(Reduction.PERPLEXITY, (-math.log(2), 1.0))
