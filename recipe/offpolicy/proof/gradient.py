@@ -53,6 +53,7 @@ class Proof:
         log_prob_bits: bits of the coarsest of mu, pi_old and pi.
         distances: sums over tokens of |log pi_old - log mu|, in nats, with mu of the previous, the same and the next
             token; they reveal a mu that is off by one token. If pi_old is not computed, pi is used instead.
+        inner_tokens: number of tokens that these are summed over.
         row_distances: sums over tokens of |log pi - log pi_old|, in nats, with pi_old of the same row and of the next
             row; they reveal an engine whose log-probs belong to other rows. If pi_old is not computed, mu is used
             instead.
@@ -67,6 +68,7 @@ class Proof:
     tolerance: float
     log_prob_bits: int
     distances: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    inner_tokens: int = 0
     row_distances: tuple[float, float] = (0.0, 0.0)
     shifts: dict[str, ShiftResult] = field(default_factory=dict)
     gradient_tokens: int = 0
@@ -95,7 +97,7 @@ def prove(adapter: CorrectedLoss, batch: mb.MicroBatch, loss: Tensor) -> Proof:
     if not proof.tokens:
         return proof
     trainer = batch.old_log_prob if adapter.spec.proximal == "recompute" else batch.log_prob.detach()
-    proof.distances = _distances(trainer, batch)
+    proof.distances, proof.inner_tokens = _distances(trainer, batch)
     proof.row_distances = _row_distances(batch)
     step = mb.decide(adapter.spec, batch, measure="nothing")
     factor = mb.compute_factor(adapter.spec, batch, step)
@@ -135,8 +137,12 @@ def _identical(one: Tensor, other: Tensor) -> Tensor:
     return (one == other) | (torch.isnan(one) & torch.isnan(other))
 
 
-def _distances(trainer: Tensor, batch: mb.MicroBatch) -> tuple[float, float, float]:
-    """Sum |log trainer's policy - log mu| over inner tokens of rows, with mu of the previous, same and next token."""
+def _distances(trainer: Tensor, batch: mb.MicroBatch) -> tuple[tuple[float, float, float], int]:
+    """Sum |log trainer's policy - log mu| over inner tokens of rows, with mu of the previous, same and next token.
+
+    Returns:
+        The three sums, and the number of inner tokens.
+    """
     old, mu = trainer.float(), batch.rollout_log_prob.float()
     usable = batch.response_mask & torch.isfinite(old) & torch.isfinite(mu)
     inner = usable[:, :-2] & usable[:, 1:-1] & usable[:, 2:]
@@ -144,7 +150,7 @@ def _distances(trainer: Tensor, batch: mb.MicroBatch) -> tuple[float, float, flo
     before, same, after = (
         float(torch.where(inner, (here - other).abs(), 0.0).sum()) for other in (mu[:, :-2], mu[:, 1:-1], mu[:, 2:])
     )
-    return before, same, after
+    return (before, same, after), int(inner.sum())
 
 
 def _row_distances(batch: mb.MicroBatch) -> tuple[float, float]:

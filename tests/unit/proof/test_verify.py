@@ -24,6 +24,7 @@ PROOF = Proof(
     tolerance=1e-4,
     log_prob_bits=32,
     distances=(5.0, 1.0, 5.0),
+    inner_tokens=8,
     shifts={"weight": ALIVE, "masks.gsm": replace(ALIVE, error=2e-6)},
     gradient_tokens=7,
     gradient_error=1e-5,
@@ -99,6 +100,16 @@ def test_with_bypass_mu_has_to_stand_in_pi_olds_place() -> None:
     assert verify(packets(bypass, proof), bypass, sampled_rows=[1, 2, 3])["parts"] == 3.0
     with pytest.raises(LivenessError, match="16 of 20 tokens arrived with another value"):
         verify(packets(bypass, replace(proof, identical_tokens=2)), bypass, sampled_rows=[1, 2, 3])
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 7])
+def test_few_tokens_are_not_judged_off_by_one(tokens: int) -> None:
+    """Of short answers few tokens have two neighbours, and one of them agrees better with a neighbour by chance."""
+    proof = replace(PROOF, distances=(0.1, 0.3, 2.0), inner_tokens=tokens // 2)
+    last = replace(proof, inner_tokens=tokens - tokens // 2)
+    first, second = packets()
+    parts = [replace(first, proof=proof), replace(second, proof=last)]
+    assert verify(parts, BOTH, sampled_rows=[1, 2, 3])["proved"] == 1.0
 
 
 @pytest.mark.parametrize(
