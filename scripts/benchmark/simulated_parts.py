@@ -181,13 +181,16 @@ def build_micro_batch(tokens: int, lengths: Sequence[int] = (), device: str = "c
     rows = len(offsets) - 1
     starts = torch.arange(rows + 1) * PROMPT
     flat = torch.zeros(tokens + rows * PROMPT)
+    places = torch.arange(tokens).add_((torch.arange(1, rows + 1) * PROMPT).repeat_interleave(offsets.diff()))
     # What belongs to a token stands one place before it.
-    flat[torch.arange(tokens).add_((torch.arange(1, rows + 1) * PROMPT).repeat_interleave(offsets.diff())).sub_(1)] = pi
+    flat[places - 1] = pi
+    responses, ids = torch.arange(tokens) % 997, torch.ones_like(flat, dtype=torch.int64)
+    ids[places] = responses
     data = build_batch(
         {
             "prompts": nest(torch.ones(rows * PROMPT, dtype=torch.int64), starts),
-            "responses": nest(torch.arange(tokens) % 997, offsets),
-            "input_ids": nest(torch.ones_like(flat, dtype=torch.int64), offsets + starts),
+            "responses": nest(responses, offsets),
+            "input_ids": nest(ids, offsets + starts),
             "advantages": nest(draw_signs(rows).repeat_interleave(offsets.diff()), offsets),
             "old_log_probs": nest(old, offsets),
             "rollout_log_probs": nest(mu, offsets),

@@ -67,6 +67,8 @@ COLUMNS: dict[str, dict[str, Change]] = {
     "ref_log_prob": OF_NUMBERS,
     "responses": OF_IDS,
     "response_mask": OF_THE_MASK,
+    "input_ids": OF_IDS | {"one token": _at(-1, lambda value: value - 1)},
+    "loss_mask": OF_THE_MASK | {"zeros": torch.zeros_like, "doubled": lambda values: 2 * values},
     "offpolicy_scale": OF_ROWS,
     "offpolicy_mini_batch_tokens": OF_ROWS,
 }

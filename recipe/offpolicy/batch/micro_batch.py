@@ -36,9 +36,9 @@ from ..correction.shadow import compute_shadow_statistics
 from ..correction.statistics import build_sum
 from ..correction.telemetry import Measure
 from ..correction.terms import PenaltySpec, compute_squared_log_ratio
-from .padding import Layout, pad_column
+from .padding import Layout, pad_column, values_of
 from .plan import MINI_BATCH_TOKENS, PLAN, PROVE, SCALE, SharedPlan
-from .seals import SealError, compare, hash_rows, key_of
+from .seals import SealError, compare, compare_engine, hash_rows, key_of
 from .weight_versions import (
     RowVersions,
     check_ages_known,
@@ -373,6 +373,20 @@ def check_seals(batch: MicroBatch) -> DeferredValue[None] | None:
         by_row={name: column.to(batch.response_mask.device) for name, column in by_row.items()},
         plan=batch.plan.fingerprint(),
     )
+
+
+def check_engine(batch: MicroBatch) -> DeferredValue[None]:
+    """Compare tokens and mask with the columns that only the engine reads: the model's input, and the mask it counts.
+
+    Raises:
+        SealError: when fetched, they differ.
+    """
+    ids, counted = (batch.data.get(name, None) for name in ("input_ids", "loss_mask"))
+    fed = None
+    if batch.layout is not None and ids is not None and ids.is_nested:
+        fed = batch.layout.input_of(values_of(ids))
+    counted = None if counted is None else values_of(counted)
+    return compare_engine(batch.responses, batch.response_mask, fed=fed, counted=counted)
 
 
 def find_token_versions(spec: CorrectionSpec, rows: TensorDict) -> dict[str, Tensor]:

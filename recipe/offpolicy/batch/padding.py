@@ -44,7 +44,7 @@ class Layout:
             # torch stores it with a nested tensor that was made from rows, as verl's micro-batches are, and reads it
             # from the device for any other.
             width = int(responses._get_max_seqlen())
-            return cls(prompts.offsets().diff(), responses.offsets().diff(), width, len(_data_of(responses)))
+            return cls(prompts.offsets().diff(), responses.offsets().diff(), width, len(values_of(responses)))
         mask, cut = data["attention_mask"], prompts.shape[1]
         return cls(mask[:, :cut].sum(-1), mask[:, cut:].sum(-1), responses.shape[1])
 
@@ -77,6 +77,13 @@ class Layout:
         placed[self._of_output[there]] = values[there]
         return placed
 
+    def input_of(self, values: Tensor) -> Tensor:
+        """Select the responses, (B, T), from the model's input over prompts and responses: (total tokens,).
+
+        Without meaning on padding.
+        """
+        return values[1:][self._of_output]
+
     @cached_property
     def _positions(self) -> Tensor:
         return torch.arange(self.width, device=self.responses.device)
@@ -98,12 +105,12 @@ class Layout:
         return values[places].masked_fill(absent, 0)
 
 
-def _data_of(nested: Any) -> Tensor:
-    """Return the concatenated rows, outside autograd.
+def values_of(column: Any) -> Tensor:
+    """Return the concatenated rows of a nested column, outside autograd; a padded column is returned unchanged.
 
     ``values()`` makes a view that autograd tracks, which takes as long as ten operations on a small batch.
     """
-    values: Tensor = nested._values
+    values: Tensor = column._values if column.is_nested else column
     return values.detach()
 
 
@@ -115,7 +122,7 @@ def pad_column(column: Tensor, layout: Layout, key: str) -> Tensor:
     """
     if not column.is_nested:
         return column
-    values = _data_of(column)
+    values = values_of(column)
     if layout.tokens is not None and len(values) != layout.tokens:
         raise ValueError(
             f"{key} in the micro-batch has {len(values)} tokens but the responses have {layout.tokens}: code between "
@@ -128,8 +135,8 @@ AT_ONCE = 1 << 18
 """Most padded tokens of a part, unless one row is longer; a smaller micro-batch is not split."""
 FEW = 1 << 15
 """Padded tokens up to which rows stay in one part, however different their lengths."""
-_UNREAD = ("input_ids", "position_ids", "multi_modal_inputs")
-"""Columns of the model's input, unused by a loss that gets the responses separately."""
+_UNREAD = ("position_ids", "multi_modal_inputs")
+"""Columns of the model's input that the loss does not use."""
 
 MicroBatchPart = tuple[Mapping[str, Any], TensorDict]
 """The model's output and verl's micro-batch of the same rows."""

@@ -212,6 +212,36 @@ def compare(
     return DeferredValue(broken.sum(-1), judge)
 
 
+def compare_engine(tokens: Tensor, mask: Tensor, *, fed: Tensor | None, counted: Tensor | None) -> DeferredValue[None]:
+    """Compare the loss's tokens and mask with what the engine reads; the value raises ``SealError`` when it is fetched.
+
+    Args:
+        tokens: (B, T).
+        mask: (B, T) bool.
+        fed: (B, T) the model's input at the responses; None: unknown.
+        counted: mask by which the engine counts the tokens of a mini-batch, in any layout; None: unknown.
+    """
+    of_loss = mask.sum()
+    other = torch.zeros_like(of_loss) if fed is None else ((fed != tokens) & mask).sum()
+    engines = of_loss if counted is None else counted.sum(dtype=torch.int64)
+    return DeferredValue(torch.stack([other, of_loss, engines]), _judge_engine)
+
+
+def _judge_engine(numbers: list[int]) -> None:
+    other, of_loss, counted = numbers
+    end = " The optimizer has not stepped."
+    if other:
+        raise SealError(
+            f"input_ids holds other tokens than responses at {other} of {of_loss} response tokens of the micro-batch: "
+            f"log pi belongs to other tokens. Code between trainer and engine changed one of them, or prompts.{end}"
+        )
+    if counted != of_loss:
+        raise SealError(
+            f"loss_mask has {counted} tokens in a micro-batch in which response_mask has {of_loss}: the engine divides "
+            f"the loss by the sum of loss_mask. Code between trainer and engine changed loss_mask.{end}"
+        )
+
+
 def _plain(column: Tensor) -> Tensor:
     return column.detach().float()
 

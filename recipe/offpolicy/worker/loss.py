@@ -307,7 +307,7 @@ class OffPolicyLoss:
         if batch.counted is not None:
             guards.append(batch.counted)
         if self.ledger is not None and (seals := mb.check_seals(batch)) is not None:
-            guards.append(seals)
+            guards += [seals, mb.check_engine(batch)]
         if self.spec.proximal != "recompute" and torch.is_grad_enabled():
             guards.append(find_zero_rows(batch.rollout_log_prob, batch.log_prob.detach(), batch.response_mask))
         return guards

@@ -11,7 +11,8 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from recipe.offpolicy.batch.micro_batch import MicroBatch, check_seals
+from recipe.offpolicy.batch.micro_batch import MicroBatch, check_engine, check_seals, read
+from recipe.offpolicy.batch.padding import take_rows
 from recipe.offpolicy.batch.plan import PROVE, SharedPlan, seal_batch, without_marks
 from recipe.offpolicy.batch.seals import (
     SealError,
@@ -189,6 +190,30 @@ def test_any_number_of_rows_and_columns_is_sealed_as_each_row_alone(rows: int, c
             for row in range(rows)
         ]
         assert torch.equal(seal, torch.cat([one for (one,) in alone]))
+
+
+@pytest.mark.parametrize("rows", [[0, 1, 2], [2, 0], [1]])
+def test_the_engine_reads_the_tokens_and_the_mask_of_the_loss(rows: list[int]) -> None:
+    """Whole, and in parts of a micro-batch: one token of the model's input, or of the mask that the engine counts."""
+
+    def nested(*lists: list[int]) -> Tensor:
+        return torch.nested.as_nested_tensor([torch.tensor(each) for each in lists], layout=torch.jagged)
+
+    def checked(ids: Tensor, counted: Tensor) -> None:
+        zeros = nested([0], [0, 0, 0], [0, 0]).float()
+        columns = {"advantages": zeros, "old_log_probs": zeros, "rollout_log_probs": zeros}
+        prompts, responses = nested([1, 2], [3], [4, 5, 6]), nested([7], [8, 9, 10], [11, 12])
+        columns |= {"prompts": prompts, "responses": responses, "response_mask": nested([1], [1, 0, 1], [1, 1])}
+        data = TensorDict({**columns, "input_ids": ids, "loss_mask": counted}, batch_size=3)
+        fetch([check_engine(read(*take_rows({"log_probs": ids.float()}, data, rows)))])
+
+    sound = nested([1, 2, 7], [3, 8, 9, 10], [4, 5, 6, 11, 12]), nested([1], [1, 0, 1], [1, 1])
+    checked(*sound)
+    checked(nested([1, 2, 7], [3, 8, 0, 10], [4, 5, 6, 11, 12]), sound[1])  # a tool's token
+    with pytest.raises(SealError, match=f"input_ids holds other tokens than responses at {len(rows)} of"):
+        checked(nested([1, 2, 0], [3, 0, 9, 10], [4, 5, 6, 11, 0]), sound[1])
+    with pytest.raises(SealError, match=r"loss_mask has \d tokens in a micro-batch in which response_mask has"):
+        checked(sound[0], nested([0], [1, 1, 1], [1, 0]))
 
 
 def test_a_batch_is_sealed_once_with_its_plan() -> None:

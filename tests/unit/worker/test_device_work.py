@@ -72,7 +72,7 @@ def test_operations_and_waits_of_a_micro_batch() -> None:
     # verl cuts responses out row by row. The waits here are for the numbers of verl's own metrics; ours are fetched
     # once, which a CPU does not show and test_host_transfers counts.
     assert of_ours[0] <= 205
-    assert of_sealed[0] <= of_ours[0] + 80
+    assert of_sealed[0] <= of_ours[0] + 90
     assert of_ours[1] == of_sealed[1] == 6
     assert of_verl[0] > 3 * of_ours[0]
     assert of_verl[1] > 64
