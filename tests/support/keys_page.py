@@ -15,10 +15,9 @@ from omegaconf import OmegaConf
 from recipe.offpolicy.batch.declared_keys import Key
 from recipe.offpolicy.correction.problem import quote_value
 from recipe.offpolicy.delivery import delivery_settings
-from recipe.offpolicy.extensions.ess_lr import ess_lr
+from recipe.offpolicy.extensions import ess_lr, optimal_baseline
 from recipe.offpolicy.extensions.length_penalty import settings as length_penalty
 from recipe.offpolicy.extensions.opd import settings as opd
-from recipe.offpolicy.extensions.optimal_baseline import optimal_baseline
 from recipe.offpolicy.extensions.pass_at_k import settings as pass_at_k
 from recipe.offpolicy.extensions.process_reward import settings as process_reward
 from recipe.offpolicy.extensions.turn_credit import turn_credit

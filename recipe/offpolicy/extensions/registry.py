@@ -20,10 +20,10 @@ from .add_on import Extension
 KEY = "offpolicy.extensions"
 """A fork's own sections -> "module:Class"; it reaches Ray's processes with the rest of the configuration."""
 SHIPPED: dict[str, str] = {
-    "ess_lr": "recipe.offpolicy.extensions.ess_lr.ess_lr:EssLr",
+    "ess_lr": "recipe.offpolicy.extensions.ess_lr:EssLr",
     "length_penalty": "recipe.offpolicy.extensions.length_penalty.length_penalty:LengthPenalty",
     "pass_at_k": "recipe.offpolicy.extensions.pass_at_k.pass_at_k:PassAtK",
-    "optimal_baseline": "recipe.offpolicy.extensions.optimal_baseline.optimal_baseline:OptimalBaseline",
+    "optimal_baseline": "recipe.offpolicy.extensions.optimal_baseline:OptimalBaseline",
     "turn_credit": "recipe.offpolicy.extensions.turn_credit.turn_credit:TurnCredit",
     "process_reward": "recipe.offpolicy.extensions.process_reward.prefix_value_rewards:PrefixValueRewards",
     # After the other ones, because it replaces their advantages in the distilled rows.

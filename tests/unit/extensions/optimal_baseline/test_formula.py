@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recipe.offpolicy.extensions.optimal_baseline.optimal_baseline import compute_advantages, find_difference
+from recipe.offpolicy.extensions.optimal_baseline import compute_advantages, find_difference
 
 GROUPS = st.lists(st.tuples(st.floats(-5, 5), st.floats(0, 1e6) | st.just(5e-324)), min_size=1, max_size=9)
 LEAVE_ONE_OUT = pytest.mark.parametrize("leave_one_out", [False, True])

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from recipe.offpolicy.batch.plan import decide_rollout
 from recipe.offpolicy.correction import CorrectionSpec
-from recipe.offpolicy.extensions.optimal_baseline import optimal_baseline
-from recipe.offpolicy.extensions.optimal_baseline.optimal_baseline import OptimalBaseline
+from recipe.offpolicy.extensions import optimal_baseline
+from recipe.offpolicy.extensions.optimal_baseline import OptimalBaseline
 from recipe.offpolicy.proof.verify import LivenessError
 from recipe.offpolicy.trainer import batch_view_v1
 from tests.support.corrections import TIS, band, spec

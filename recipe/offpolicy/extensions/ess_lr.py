@@ -18,14 +18,14 @@ from verl.utils import tensordict_utils as tu
 from verl_patches import engine_loss, optimizer_steps
 from verl_patches.execution_path import live_path
 
-from ...batch.configured import Configured
-from ...batch.declared_keys import choice, number
-from ...batch.reports import take_reports
-from ...correction import Problem
-from ...proof.verify import LivenessError
-from ..add_on import Advantages, Extension
-from ..batch_view import BatchView
-from ..setting_checks import find_late_weights, read_values
+from ..batch.configured import Configured
+from ..batch.declared_keys import choice, number
+from ..batch.reports import take_reports
+from ..correction import Problem
+from ..proof.verify import LivenessError
+from .add_on import Advantages, Extension
+from .batch_view import BatchView
+from .setting_checks import find_late_weights, read_values
 
 KEYS = {"rule": choice("sqrt", "linear"), "floor": number("a factor in (0, 1]", most=1, above=0)}
 _MU = "actor_rollout_ref.rollout.calculate_log_probs"

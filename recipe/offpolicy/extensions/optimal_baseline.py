@@ -10,15 +10,15 @@ import torch
 from omegaconf import DictConfig
 from torch import Tensor
 
-from ...batch.configured import Configured
-from ...batch.declared_keys import choice
-from ...batch.plan import BatchSplit
-from ...correction import Problem
-from ...proof.verify import LivenessError
-from ..advantage_proof import AdvantageExtension
-from ..batch_view import BatchView
-from ..sessions import read_sessions
-from ..setting_checks import find_late_weights, find_no_groups, read_values
+from ..batch.configured import Configured
+from ..batch.declared_keys import choice
+from ..batch.plan import BatchSplit
+from ..correction import Problem
+from ..proof.verify import LivenessError
+from .advantage_proof import AdvantageExtension
+from .batch_view import BatchView
+from .sessions import read_sessions
+from .setting_checks import find_late_weights, find_no_groups, read_values
 
 KEYS = {"over": choice("group", "leave_one_out")}
 

@@ -1,1 +1,0 @@
-"""A learning rate that follows the effective sample size of the weights."""

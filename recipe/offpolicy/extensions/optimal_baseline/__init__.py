@@ -1,1 +1,0 @@
-"""The baseline of least variance for weighted gradients, per group."""
