@@ -81,6 +81,11 @@ class AdvantageExtension(Extension):
             f"{self.prefix}/live/proved": float(self._proved),
         }
 
+    def _require(self, group: str, wrong: str | None) -> None:
+        """Stop the run if the second implementation has found a wrong advantage in a group."""
+        if wrong is not None:
+            raise LivenessError(f"{self.section}: in group {group} {wrong}.")
+
     def worker(self) -> AdvantageWorker | None:
         return AdvantageWorker()
 

@@ -14,7 +14,6 @@ from ..batch.configured import Configured
 from ..batch.declared_keys import choice
 from ..batch.plan import BatchSplit
 from ..correction import Problem
-from ..proof.verify import LivenessError
 from .advantage_proof import AdvantageExtension
 from .batch_view import BatchView
 from .sessions import read_sessions
@@ -117,9 +116,7 @@ class OptimalBaseline(AdvantageExtension):
             of_group = gained[at], energy[at]
             dealt[at] = compute_advantages(*of_group, leave_one_out=self.leave_one_out)
             plain = [each.tolist() for each in of_group]
-            wrong = find_difference(dealt[at].tolist(), *plain, leave_one_out=self.leave_one_out)
-            if wrong is not None:
-                raise LivenessError(f"{self.section}: in group {name} {wrong}.")
+            self._require(name, find_difference(dealt[at].tolist(), *plain, leave_one_out=self.leave_one_out))
             total = float(energy[at].sum())
             if len(members) == 1 or total == 0:
                 idle += 1

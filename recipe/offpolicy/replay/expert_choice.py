@@ -261,12 +261,11 @@ def find_routed_rows(routes: Tensor) -> Tensor:
     return (routes != 0).flatten(1).any(1)
 
 
-def check_shape(routes: Tensor, rows: Tensor | None, to: RoutedLayers) -> None:
+def check_shape(routes: Tensor, to: RoutedLayers) -> None:
     """Check dtype and shape of routes.
 
     Args:
         routes: (tokens, depth, k).
-        rows: (tokens,) bool, tokens that have routes; or None.
 
     Raises:
         ReplayError: names the given and the expected value.
@@ -277,11 +276,6 @@ def check_shape(routes: Tensor, rows: Tensor | None, to: RoutedLayers) -> None:
         raise ReplayError(
             f"routes have the shape {tuple(routes.shape)}, but {to.model} has {to.depth} decoder layers and "
             f"{to.top_k} experts per token. Fix: give (tokens, {to.depth}, {to.top_k}), dense layers included."
-        )
-    if rows is not None and (rows.dtype != torch.bool or rows.shape != routes.shape[:1]):
-        raise ReplayError(
-            f"rows are {rows.dtype} of shape {tuple(rows.shape)}, but routes have {len(routes)} tokens. Fix: give one "
-            f"bool per token, True where it has routes."
         )
 
 

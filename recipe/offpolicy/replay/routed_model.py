@@ -251,7 +251,7 @@ class RoutedModel:
             ReplayError: dtype, shape or ids do not fit; nothing is armed.
         """
         self.disarm()
-        check_shape(routes, rows, self.layout)
+        check_shape(routes, self.layout)
         rows = find_routed_rows(routes) if rows is None else rows.to(routes.device)
         check_ids(routes, rows, self.layout)
         for layer, slot in self._slots.items():

@@ -153,9 +153,7 @@ class PassAtK(AdvantageExtension):
                 continue
             at = torch.tensor(members)
             dealt[at] = advantages(right[at], k, objective=objective, seed=self._seed(batch.step, name))
-            difference = find_difference(dealt[at].tolist(), right[at].tolist(), k, objective)
-            if difference is not None:
-                raise LivenessError(f"{self.section}: in group {name} {difference}.")
+            self._require(name, find_difference(dealt[at].tolist(), right[at].tolist(), k, objective))
             if bool(dealt[at].any()) and not self._demanded:
                 self._demanded = f"group {name}: {dealt[at].tolist()}"
         mask = batch.rows("response_mask")["response_mask"].bool()

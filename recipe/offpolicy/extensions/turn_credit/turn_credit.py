@@ -131,9 +131,8 @@ class TurnCredit(AdvantageExtension):
             seen, given = (
                 [row[:size] for row, size in zip(each[at].tolist(), sizes, strict=True)] for each in (dealt, earned)
             )
-            wrong = find_difference(seen, given, None if of_group is None else of_group.tolist(), **how)
-            if wrong is not None:
-                raise LivenessError(f"{self.section}: in group {name} {wrong}.")
+            plain = None if of_group is None else of_group.tolist()
+            self._require(name, find_difference(seen, given, plain, **how))
             lone += sum(sum(size > k for size in sizes) == 1 for k in range(max(sizes, default=0)))
             varied += [max(row) > min(row) for row in seen]
             self._several = self._several or max(sizes, default=0) > 1
