@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 from collections.abc import Sequence
 from functools import partial
 from typing import NoReturn
@@ -36,6 +37,8 @@ _SEVERAL = "--multirun: only a single run can be checked. Give one value per key
 _FROM_HERE = re.compile(r"path=file://([^/\s]\S*)")
 """A relative entry of a search path, resolved from the current directory."""
 
+_VERLS, _INSTALLED = "verl/trainer/config", "hydra.searchpath=[pkg://verl.trainer.config]"
+"""Where programs of verl look for its configurations, in a checkout, and the same of an installed verl."""
 _CONFIG_CLASS = re.compile(r"verl(\.\w+)*\.[A-Z]\w*(Config|Cfg)")
 
 
@@ -213,5 +216,6 @@ def _add_places(said: str, error: BaseException | None) -> str:
         whole, error = f"{whole}\n{error}", error.__cause__
     places = [each for each in dict.fromkeys(_FROM_HERE.findall(whole)) if not os.path.isdir(each)]
     if places:
-        said += f"\n{' and '.join(places)} does not exist in {os.getcwd()}. Fix: check from the launch directory."
+        said += f"\n{' and '.join(places)} does not exist in {os.getcwd()}. Fix: check from the launch directory"
+        said += f", or append {shlex.quote(_INSTALLED)}." if _VERLS in places else "."
     return said

@@ -10,7 +10,8 @@ import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
-from verl_patches.contract import demand_release
+from verl_patches.contract import demand_release, location
+from verl_patches.releases import TESTED, release_of
 
 from ..preflight.programs import OURS
 from ..preflight.python_source import find_source
@@ -89,7 +90,7 @@ def find_program(module: str) -> HydraMain:
         PatchError: verl is missing, or its release is not supported.
         LaunchError: the program does not exist, or takes no overrides.
     """
-    demand_release()
+    _refuse_another_verl(demand_release())
     path = find_source(module)
     if path is None:
         raise LaunchError(f"{module}: this program was not found. {_locate(module)}")
@@ -97,6 +98,20 @@ def find_program(module: str) -> HydraMain:
     if found is None:
         raise LaunchError(f"{module}: {path} has no @hydra.main, so it takes no overrides.")
     return found
+
+
+def _refuse_another_verl(release: str) -> None:
+    """Reject a launch from a folder with another release of verl, which Python would import instead."""
+    file, installed = find_source("verl"), location("verl")
+    if file is None or installed is None or file.parent.resolve() == installed.resolve():
+        return
+    version = file.parent / "version" / "version"
+    other = release_of(version.read_text()) if version.is_file() else release
+    if other != release:
+        raise LaunchError(
+            f"{file.parent} is verl {other}, which a launch from here would import instead of verl {release} in "
+            f"{installed}. Supported: {', '.join(TESTED)}. Fix: launch from a folder without verl."
+        )
 
 
 def _locate(module: str) -> str:

@@ -27,6 +27,7 @@ _PLAIN = re.compile(r"(?P<key>[A-Za-z_]\w*(?:\.[\w-]+)*)\s*=(?P<value>.*)", re.S
 _ADDED = re.compile(r"\+[A-Za-z_]\w*(\.[\w-]+)+\s*=")
 _CLOSE = 0.85
 _MODELS = {"actor_rollout_ref", "critic"}
+_OF_VALIDATION = "val_kwargs"
 _ENGINE, _MEGATRON = "model_engine", "megatron"
 
 Compose = Callable[[list[str]], DictConfig]
@@ -42,11 +43,12 @@ def find_unknown_keys(compose: Compose, overrides: Sequence[str], owner: str, *,
         owner: name of the configuration's owner, such as "verl 0.9.1".
         verls: whether the program belongs to the installed verl or was written for it, like this package's.
     """
-    plain = [found for each in overrides if (found := _PLAIN.fullmatch(each)) is not None]
+    plain = [found for each in overrides if (found := _PLAIN.fullmatch(each)) and not each.startswith("hydra.")]
     if not plain:
         return []
     # A + on a key that exists fails too, and must not hide the unknown keys: ++ works for both.
-    others = [f"+{each}" if _ADDED.match(each) else each for each in overrides if _PLAIN.fullmatch(each) is None]
+    written = [found[0] for found in plain]
+    others = [f"+{each}" if _ADDED.match(each) else each for each in overrides if each not in written]
     try:
         config = compose(others)
         # Chosen options add keys, as model_engine=megatron does.
@@ -59,8 +61,6 @@ def find_unknown_keys(compose: Compose, overrides: Sequence[str], owner: str, *,
 
 def _check_key(config: DictConfig, key: str, value: str, owner: str, verls: bool) -> Iterator[Problem]:
     names = key.split(".")
-    if names[0] == "hydra":
-        return
     ours = len(names) > 1 and names[0] in list_sections() and "correction" in config
     if ours and OmegaConf.select(config, names[0]) is None:
         options = " or ".join(f"{names[0]}={option}" for option in list_groups().get(names[0], ()))
@@ -126,6 +126,8 @@ def _find_reason(
         return reason, find_successor(key, value, last_release)
     if program := _find_other_program(names):
         return f"a key of {program}, another program of verl, which this one does not read.", ""
+    if instead := _find_of_validation(section, names, depth):
+        return missing, f"Write {instead}={value}."
     last = depth == len(names) - 1
     sections = [str(each) for each in section if isinstance(section._get_node(each), DictConfig)]
     near = find_closest(names[depth], (str(each) for each in section if not last or each not in sections), _CLOSE)
@@ -137,6 +139,15 @@ def _find_reason(
     # verl makes dataclasses of its sections that name one, which take no further keys.
     refused = "verl rejects it with a + as well" if section.get(TARGET) else "with a + it would be unused in verl"
     return f"{missing[:-1]}, and {refused}: it would have no effect.", fix
+
+
+def _find_of_validation(section: DictConfig, names: Sequence[str], depth: int) -> str | None:
+    """Find the key of verl's sampling in validation that forks call ``val_temperature`` or ``n_val``."""
+    name = names[-1].removeprefix("val_").removesuffix("_val")
+    known = section._get_node(_OF_VALIDATION) if _OF_VALIDATION in section else None
+    if name == names[-1] or depth < len(names) - 1 or not isinstance(known, DictConfig) or name not in known:
+        return None
+    return ".".join([*names[:-1], _OF_VALIDATION, name])
 
 
 def _is_likely(place: str, names: Sequence[str], depth: int) -> bool:

@@ -13,6 +13,7 @@ from omegaconf import OmegaConf
 from recipe.offpolicy.doctor.diagnosis import diagnose
 from recipe.offpolicy.doctor.launch import UnknownKeysError, compose
 from recipe.offpolicy.doctor.program import Launch, LaunchError
+from verl_patches.contract import installed_release
 
 PROGRAM = '@hydra.main(config_path="config", config_name="run", version_base=None)\ndef main(config): ...\n'
 CONFIGURATION = """
@@ -79,6 +80,40 @@ def test_a_place_that_is_looked_for_from_here_is_named(program: Path, monkeypatc
     (program / "some" / "config").mkdir(parents=True)
     (program / "some" / "config" / "shared.yaml").write_text("x: 1\n")
     assert compose(launch()) == {"x": 1}
+
+
+@pytest.mark.verl("==0.9.1")
+def test_a_program_of_verl_is_told_how_it_composes_without_a_checkout(monkeypatch: pytest.MonkeyPatch) -> None:
+    main = "verl.experimental.one_step_off_policy.main_ppo"
+    place = "hydra.searchpath=[pkg://verl.trainer.config]"
+    monkeypatch.chdir("/")
+    assert diagnose(Launch(main, ())).error.endswith(f"check from the launch directory, or append '{place}'.")
+    error = diagnose(Launch(main, (place, "data.continuous_token.enable=True"))).error
+    assert error.startswith("data.continuous_token.enable=True: ")
+    assert "\n" not in error
+
+
+def test_a_verl_of_another_release_here_is_the_one_that_python_imports(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "verl" / "version").mkdir(parents=True)
+    (tmp_path / "verl" / "__init__.py").touch()
+    monkeypatch.chdir(tmp_path)
+    version = tmp_path / "verl" / "version" / "version"
+    version.write_text("0.3.0.post1\n")
+    assert diagnose(Launch("verl.trainer.main_ppo", ())).error.startswith(f"{tmp_path}/verl is verl 0.3.0.post1, which")
+    version.write_text(f"{installed_release('verl')}\n")
+    assert "is verl" not in diagnose(Launch("verl.trainer.main_ppo", ())).error
+
+
+@pytest.mark.parametrize("written", ["", "_target_: verl.workers.config.FSDPActorConfig"])
+def test_a_configuration_of_an_older_verl_is_told_as_such(written: str, program: Path) -> None:
+    actor = f"{{strategy: fsdp, {written}}}"
+    (program / "config" / "run.yaml").write_text(f"actor_rollout_ref: {{actor: {actor}, rollout: {{}}, model: {{}}}}\n")
+    problems = diagnose(launch("+correction@correction=tis_token")).problems
+    old = [problem.key for problem in problems if "_target_" in problem.reason]
+    assert old == ([] if written else ["actor_rollout_ref.actor"])
+    assert len(problems) == 1 or written
 
 
 OVERRIDES = [

@@ -10,9 +10,12 @@ from typing import Any
 import pytest
 
 from recipe.offpolicy.doctor.diagnosis import diagnose
+from recipe.offpolicy.doctor.launch import compose
 from recipe.offpolicy.doctor.program import Launch
 from recipe.offpolicy.doctor.verdicts import Diagnosis
 from recipe.offpolicy.preflight.checks import replay
+from recipe.offpolicy.preflight.checks.verl_correction import check_misplaced
+from recipe.offpolicy.preflight.composed import Composed
 from recipe.offpolicy.preflight.programs import OURS, VERLS, check_program_trains, find_launched
 from tests.support.applications import NEEDED
 
@@ -122,3 +125,26 @@ def test_routes_of_vllm_0_31_need_its_second_model_runner(monkeypatch: pytest.Mo
     assert said() == ["ERROR"]
     monkeypatch.setitem(os.environ, "VLLM_USE_V2_MODEL_RUNNER", "1")
     assert said() == []
+
+
+def test_sampling_of_validation_stays_apart_from_that_of_training() -> None:
+    error = diagnose(Launch("verl.trainer.main_ppo", (f"{ROLLOUT}.val_temperature=0.6", f"{ROLLOUT}.n_val=8"))).error
+    assert [line.rpartition("Write ")[2] for line in error.split("\n")] == [
+        f"{ROLLOUT}.val_kwargs.temperature=0.6.",
+        f"{ROLLOUT}.val_kwargs.n=8.",
+    ]
+
+
+def test_an_added_key_of_a_former_release_is_removed() -> None:
+    key = f"{ACTOR}.megatron.grad_offload"
+    given = ("correction=tis_token", "model_engine=megatron", f"++{key}=True")
+    (problem,) = [each for each in of(*given).problems if each.key == key]
+    assert problem.overrides == (f"~{key}",)
+    assert [each for each in of(*given, *problem.overrides).problems if each.key == key] == []
+
+
+def test_a_section_of_the_programs_own_is_no_misplaced_key() -> None:
+    for main, found in (("my.main", []), ("verl.trainer.main_ppo", ["exp_manager.rollout_ratio"])):
+        config = of("correction=tis_token", "+exp_manager.rollout_ratio=0.5").launch
+        run = Composed(compose(config), own_main=main == "my.main")
+        assert [problem.key for problem in check_misplaced(run)] == found

@@ -79,6 +79,15 @@ def find_missing_actor(config: DictConfig) -> Iterator[Problem]:
         yield Problem(ACTOR, None, reason, "Launch it without a correction.", parts=())
 
 
+def find_former_actor(config: DictConfig) -> Iterator[Problem]:
+    """Find out whether a program's configuration is of a verl before 0.5, whose sections name no dataclasses."""
+    section = _select(config, ACTOR)
+    if isinstance(section, DictConfig) and "_target_" not in section:
+        reason = "it names no _target_, as verl's own does since 0.5: this verl's workers refuse such a section."
+        fix = "Install the verl that the program was written for, or port its configuration (inherit ppo_trainer)."
+        yield Problem(ACTOR, None, reason, fix, parts=())
+
+
 def _select(config: DictConfig, key: str, default: Any = None) -> Any:
     """Return the value at a key; None for an unresolved interpolation."""
     try:

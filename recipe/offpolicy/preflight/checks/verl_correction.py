@@ -287,6 +287,18 @@ def find_meant(names: Sequence[str]) -> str | None:
     return f"{VERL}.{near[0]}" if near else None
 
 
+_VERLS_TOPS = {
+    "actor_rollout_ref",
+    "algorithm",
+    "async_training",
+    "critic",
+    "data",
+    "reward",
+    "reward_model",
+    "trainer",
+}
+
+
 def check_misplaced(run: Composed) -> Iterator[Problem]:
     """Find keys of verl's own correction or policy loss outside the sections that verl reads."""
     plain: Any = OmegaConf.to_container(run.config, resolve=False)
@@ -295,6 +307,8 @@ def check_misplaced(run: Composed) -> Iterator[Problem]:
         meant, leaf = find_meant(names), names[-1]
         if meant is None or value is None or value == {**DEFAULTS, "loss_mode": "vanilla"}.get(leaf, ...):
             continue
+        if run.own_main and names[0] not in _VERLS_TOPS and not find_closest(names[0], [_SECTION], 0.75):
+            continue  # a section of the program's own
         key, loss = ".".join(names), meant == LOSS_MODE
         known = loss or meant.rpartition(".")[2] in DEFAULTS
         moved = (f"~{key}", set_to(meant, value)) if known and (loss or run.spec.is_none) else ()
