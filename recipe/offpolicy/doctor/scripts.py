@@ -16,7 +16,7 @@ from .unknown_words import KEY
 _PYTHON = re.compile(r"(.*/)?(python[\d.]*|torchrun)")
 _UV = re.compile(r"(.*/)?uv")
 _TORCHRUN = ("torch.distributed.run", "torch.distributed.launch")
-_LIKE_AN_OVERRIDE = re.compile(r"[+~]{0,2}[a-z_][\w/@-]*(\.[\w./@-]*)?=.*", re.S)
+_LIKE_AN_OVERRIDE = re.compile(r"[+~]{0,2}[a-z_][\w/@-]*(\.[\w./@-]*)?=.*|~[a-z_][\w./@-]*", re.S)
 _ARGUMENTS = re.compile(r"\$\{?[#\d@*]")
 _OVERRIDE = re.compile(r"[+~]{0,2}[A-Za-z_][\w/@-]*\.[\w./@-]*=.*|correction=.*", re.S)
 _FREE_TEXT = re.compile(
@@ -65,10 +65,10 @@ def find_launches(script: Path, arguments: list[str], line: int | None = None) -
             raise ScriptError(f"{where}: it is unknown whether this is launched: {why}")
         if taken := _find_taken(arguments, launch):
             argument, key = taken
-            raise ScriptError(
-                f"{where}: the script uses its argument {argument} as the value of {key}. "
-                f"Fix: give the script's own arguments first: --script {script} VALUE {shlex.join([argument])}."
-            )
+            fix = f"give the script's own arguments first: --script {script} VALUE {shlex.join([argument])}"
+            if argument in launch.arguments:  # as would be VALUE, which Hydra refuses
+                fix = f"add {shlex.join([argument])} to the launch in the script, because its $@ passes on VALUE too"
+            raise ScriptError(f"{where}: the script uses its argument {argument} as the value of {key}. Fix: {fix}.")
         lost = [argument for argument in arguments if _is_lost(argument, launch, read.looked_at)]
         if words := [argument for argument in lost if not _LIKE_AN_OVERRIDE.fullmatch(argument)]:
             raise ScriptError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -65,12 +66,15 @@ def test_overrides_that_do_nothing_are_named_and_added(source: str, given: list[
 
 
 def test_an_override_that_a_script_takes_for_something_else(script: Path) -> None:
-    source = f'ENGINE=${{1:-vllm}}\n{LAUNCH} a.b=$ENGINE "$@"'
+    source = f'ENGINE=${{1:-vllm}}\n{LAUNCH} a.b=$ENGINE "${{@:2}}"'
     assert refused(script, source, "+c@c=[d]") == (
         ", line 2: the script uses its argument +c@c=[d] as the value of a.b. "
         f"Fix: give the script's own arguments first: --script {script} VALUE '+c@c=[d]'."
     )
     assert find_launches(script, ["vllm", "+c@c=[d]"])[0].lost == ()
+    assert refused(script, source.replace("{@:2}", "@"), "+c@c=[d]").endswith(
+        "Fix: add '+c@c=[d]' to the launch in the script, because its $@ passes on VALUE too."
+    )
 
 
 def test_other_arguments_that_do_nothing_are_an_error(script: Path) -> None:
@@ -203,3 +207,14 @@ def test_a_loop_that_is_left_does_not_end_the_script(script: Path) -> None:
     source = f"for i in 1 2; do\n if make_it; then break; else exit 1; fi\ndone\n{LAUNCH} a.b=1\n"
     script.write_text(source)
     assert find_launches(script, [])[0].arguments == ("a.b=1",)
+
+
+def test_a_deletion_that_the_script_does_not_pass_on_is_an_override(script: Path) -> None:
+    script.write_text(f"{LAUNCH} a.b=1\n")
+    assert find_launches(script, ["~a.c"])[0].lost == ("~a.c",)
+
+
+def test_a_program_is_found_as_bash_finds_it(script: Path) -> None:
+    script.write_text(f"P=$(command -v sh)\nQ=$(command -v no_such_program)\n{LAUNCH} a.b=$P a.c=1\n")
+    assert find_launches(script, [])[0].arguments == (f"a.b={shutil.which('sh')}", "a.c=1")
+    assert "`command -v` looks for" in refused(script, f"Q=$(command -v no_such_program)\n{LAUNCH} a.b=$Q")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 from collections.abc import Callable
 from typing import Protocol
 
@@ -174,6 +175,19 @@ def _do_exec(shell: Shell, name: str, arguments: list[Field], line: int) -> Trut
     return True
 
 
+def _do_command(shell: Shell, name: str, arguments: list[Field], line: int) -> Truth:
+    """Run a command past functions, or print where ``command -v`` finds a program that exists here."""
+    if arguments[:1] != ["-v"]:
+        return shell.call(arguments, line, "") if arguments else True
+    found = shutil.which(arguments[1]) if len(arguments) == 2 and isinstance(arguments[1], str) else None
+    if found is not None:
+        return shell.print_known(f"{found}\n", True)
+    why = Unknown("`command -v` looks for a program that is not here", line)
+    if shell.printed is not None:
+        shell.printed.append(why)
+    return why
+
+
 def _forget_variables(shell: Shell, why: Unknown) -> None:
     """Mark all variables except a few of the environment's as unknown, after unknown commands."""
     shell.state.variables = {
@@ -203,4 +217,5 @@ BUILTINS: dict[str, Builtin] = {
     "eval": _do_eval,
     **dict.fromkeys(("read", "mapfile", "readarray"), _do_read),
     "exec": _do_exec,
+    "command": _do_command,
 }
