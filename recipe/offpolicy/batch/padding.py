@@ -153,9 +153,25 @@ def split_micro_batch(model_output: Mapping[str, Any], data: TensorDict) -> list
     layout = Layout.of(data)
     if len(data) * layout.width <= AT_ONCE:
         return [(model_output, data)]
-    # Padded columns keep their width, for any rows.
-    lengths = [layout.width] * len(data) if layout.tokens is None else layout.responses.tolist()
-    return [take_rows(model_output, data, rows) for rows in group_rows(lengths)]
+    lengths: list[int] = layout.responses.tolist()
+    parts = []
+    for rows in group_rows(lengths):
+        longest = max(max(lengths[row] for row in rows), 1)
+        some = data if layout.tokens is not None else _cut_padding(data, layout.width, longest)
+        parts.append(take_rows(model_output, some, rows))
+    return parts
+
+
+def _cut_padding(data: TensorDict, width: int, longest: int) -> TensorDict:
+    """Cut padded columns of responses, (B, width, ...), and of whole sequences to responses of ``longest`` tokens."""
+    before = data["prompts"].shape[1]
+    kept = {width: longest, before + width: before + longest}
+    cut = data.select(*data.keys())
+    for name, column in data.items():
+        padded = isinstance(column, Tensor) and not column.is_nested and column.dim() > 1 and name != "prompts"
+        if padded and column.shape[1] in kept:
+            cut[name] = column[:, : kept[column.shape[1]]]
+    return cut
 
 
 def group_rows(lengths: Sequence[int]) -> list[list[int]]:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from recipe.offpolicy.batch import padding
 from recipe.offpolicy.batch.padding import AT_ONCE, FEW, group_rows, split_micro_batch, take_rows
 from scripts.benchmark.simulated_parts import CORRECTION, build_actor_config, build_micro_batch
+from tests.support.padded_rows import pad_columns
 
 LENGTHS = [3, 40, 5, 1, 33, 2, 9, 17]
 
@@ -45,7 +46,8 @@ def test_rows_keep_their_tokens_and_their_gradient() -> None:
     assert part["batch_num_tokens"] == sum(LENGTHS)
 
 
-def test_the_loss_of_the_parts_is_the_loss_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("padded", [False, True], ids=["nested", "padded"])
+def test_the_loss_of_the_parts_is_the_loss_of_all(padded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     from recipe.offpolicy.correction import CorrectionSpec
     from recipe.offpolicy.proof.verify import verify
     from recipe.offpolicy.worker.loss import OffPolicyLoss
@@ -53,6 +55,8 @@ def test_the_loss_of_the_parts_is_the_loss_of_all(monkeypatch: pytest.MonkeyPatc
 
     spec = CorrectionSpec.from_mapping(CORRECTION)
     output, data = build_micro_batch(sum(LENGTHS), LENGTHS)
+    if padded:
+        data = pad_columns(data)
     config = build_actor_config(len(data))
 
     def update() -> tuple[Any, ...]:
@@ -71,7 +75,10 @@ def test_the_loss_of_the_parts_is_the_loss_of_all(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(padding, "AT_ONCE", 64)
     monkeypatch.setattr(padding, "FEW", 16)
     assert group_rows(LENGTHS) == [[1], [4], [6, 7], [0, 2, 5], [3]]
-    assert len(split_micro_batch(output(), data)) == 5
+    split = split_micro_batch(output(), data)
+    assert len(split) == 5
+    if padded:
+        assert [part["old_log_probs"].shape[1] for _, part in split] == [40, 33, 17, 5, 1]
     parts = update()
     assert (whole[0], parts[0]) == (1, 5)
     assert parts[1].item() == pytest.approx(whole[1].item(), rel=1e-5)

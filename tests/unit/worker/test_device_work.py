@@ -16,6 +16,7 @@ from recipe.offpolicy.worker.loss import OffPolicyLoss
 from recipe.offpolicy.worker.metrics import take_packets
 from scripts.benchmark.simulated_parts import CORRECTION, build_actor_config, build_micro_batch
 from tests.support.growth import Work
+from tests.support.padded_rows import pad_columns
 from tests.unit.worker.test_host_transfers import WAITS
 
 pytestmark = pytest.mark.verl(">=0.9")
@@ -25,12 +26,16 @@ UNEVEN = [32768] + [256] * 128
 READ = ("rollout_log_probs", "old_log_probs", "advantages", "response_mask")
 
 
-def build(lengths: list[int], *, prove: bool = False, sealed: bool = True) -> tuple[Callable[..., Any], ...]:
+def build(
+    lengths: list[int], *, prove: bool = False, sealed: bool = True, padded: bool = False
+) -> tuple[Callable[..., Any], ...]:
     """verl's loss and the corrected one of a micro-batch, each as a call."""
     from verl.utils import tensordict_utils as tu
     from verl.workers.utils.losses import ppo_loss
 
     output, data = build_micro_batch(sum(lengths), lengths)
+    if padded:
+        data = pad_columns(data)
     config = build_actor_config(len(data))
     corrected = OffPolicyLoss(CorrectionSpec.from_mapping(CORRECTION), config, prove=prove)
     plan = SharedPlan(1, sealed=(*READ, PLAN_HASH) if sealed else ())
@@ -78,10 +83,11 @@ def test_operations_and_waits_of_a_micro_batch() -> None:
     assert of_verl[1] > 64
 
 
+@pytest.mark.parametrize("padded", [False, True], ids=["nested", "padded"])
 @pytest.mark.parametrize("lengths", [UNEVEN, [4096] * 128], ids=["uneven", "level"])
 @pytest.mark.parametrize("prove", [False, True])
-def test_memory_follows_tokens(lengths: list[int], prove: bool) -> None:
-    verls, ours, call = build(lengths, prove=prove)
+def test_memory_follows_tokens(lengths: list[int], prove: bool, padded: bool) -> None:
+    verls, ours, call = build(lengths, prove=prove, padded=padded)
     peaks = []
     for loss in (verls, ours):
         with Work() as work:
@@ -90,4 +96,4 @@ def test_memory_follows_tokens(lengths: list[int], prove: bool) -> None:
     if lengths is UNEVEN:  # verl pads each column of its 65 536 tokens to 4.2 million
         assert peaks[1] <= 0.06 * peaks[0]
     else:  # what measuring 2^18 tokens takes, however many there are
-        assert peaks[1] - peaks[0] <= 45e6
+        assert peaks[1] - peaks[0] <= 55e6

@@ -1,0 +1,21 @@
+"""Micro-batches with padded columns, as verl's V0 trainer hands them to its engine."""
+
+from __future__ import annotations
+
+import torch
+from tensordict import TensorDict
+
+
+def pad_columns(data: TensorDict) -> TensorDict:
+    """Pad the nested columns of a micro-batch but its model input, and add the mask of prompts and responses."""
+    nested = {name: data[name] for name in data.keys() if getattr(data[name], "is_nested", False)}
+    padded = {name: column.to_padded_tensor(0) for name, column in nested.items() if name != "input_ids"}
+    there = [
+        torch.arange(padded[name].shape[1]) < nested[name].offsets().diff()[:, None]
+        for name in ("prompts", "responses")
+    ]
+    made = data.select(*data.keys())
+    for name, column in padded.items():
+        made[name] = column
+    made["attention_mask"] = torch.cat([there[0].flip(1), there[1]], 1).long()
+    return made
