@@ -16,6 +16,8 @@ from typing import Any
 
 import pytest
 
+from scripts.quickstart.prepare import folder
+from scripts.quickstart.run import CACHE
 from tests.support.paths import ROOT
 
 SUPERVISOR = ROOT / "tests" / "support" / "supervise.py"
@@ -115,3 +117,11 @@ def engine_factory(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], Any
 def engine(engine_factory: Callable[[], Any]) -> Any:
     """A TrainingWorker shared by tests that do not let the optimizer step."""
     return engine_factory()
+
+
+@pytest.fixture(scope="session")
+def made() -> dict[str, Path]:
+    """The folders of the quickstart's data and model."""
+    command = [sys.executable, "-m", "scripts.quickstart.prepare", "--cache", str(CACHE), "data", "model"]
+    subprocess.run(command, cwd=ROOT, check=True, timeout=900)
+    return {part: folder(CACHE, part) for part in ("data", "model")}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,8 +13,6 @@ from typing import Any
 import pytest
 
 from scripts.quickstart.options import build_child_environment, build_release_overrides
-from scripts.quickstart.prepare import folder
-from scripts.quickstart.run import CACHE
 from tests.support.paths import ROOT
 from verl_patches.contract import demand_release
 
@@ -78,14 +75,6 @@ PROGRAMS = {
 
 
 EACH = [pytest.param(name, marks=pytest.mark.verl(program.releases)) for name, program in PROGRAMS.items()]
-
-
-@pytest.fixture(scope="session")
-def made() -> dict[str, Path]:
-    """The folders of the quickstart's data and model."""
-    command = [sys.executable, "-m", "scripts.quickstart.prepare", "--cache", str(CACHE), "data", "model"]
-    subprocess.run(command, cwd=ROOT, check=True, timeout=LIMIT)
-    return {part: folder(CACHE, part) for part in ("data", "model")}
 
 
 def launch(

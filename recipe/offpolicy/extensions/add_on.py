@@ -51,6 +51,10 @@ class AddOn:
     phase: ClassVar[str] = ""
     """The watchdog's name for the time of the hooks; empty: an extension's section, otherwise verl's own phase."""
 
+    def implements(self, hook: str) -> bool:
+        """Return True if this add-on does something in ``hook``."""
+        return getattr(getattr(self, hook), "__func__", None) is not getattr(AddOn, hook)
+
     # Start and end ------------------------------------------------------------------------------------------
 
     def replay_buffer(self, build: Callable[[], Any]) -> Any:

@@ -92,8 +92,7 @@ class AddOns:
 
     def _users(self, hook: str) -> tuple[AddOn, ...]:
         """Return the add-ons that implement a hook; the others need no call, and no batch is read for them."""
-        idle = getattr(AddOn, hook)
-        return tuple(each for each in self._all if getattr(getattr(each, hook), "__func__", None) is not idle)
+        return tuple(each for each in self._all if each.implements(hook))
 
     def _within(self, add_on: AddOn) -> AbstractContextManager[Any]:
         """Count the time of a hook as the add-on's watchdog phase."""

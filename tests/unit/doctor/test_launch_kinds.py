@@ -152,3 +152,30 @@ def test_no_advice_gives_up_what_a_run_is_for(name: str, asked: Any) -> None:
     if pasted:
         fixed = asked(name, *dict.fromkeys(pasted))
         assert (fixed.status, fixed.json["path"]["mode"]) == (0, KINDS[name].mode), fixed.printed
+
+
+def test_fully_async_runs_an_agent_loop_only_with_multi_turn(ask_launch: Ask) -> None:
+    loop, enabled = f"{MODEL}.rollout.agent.default_agent_loop=tool_agent", f"{MODEL}.rollout.multi_turn.enable=true"
+    answer = ask_launch("fully_async", OVERRIDE, loop)
+    assert answer.status == 2
+    assert f"ERROR {loop}: fully_async_policy runs single_turn_agent instead" in answer.printed
+    assert enabled in answer.printed
+    assert ask_launch("fully_async", OVERRIDE, loop, enabled).status == 0
+
+
+@pytest.mark.parametrize(
+    ("option", "status"),
+    [
+        ("optimal_baseline=leave_one_out", 0),
+        ("ess_lr=sqrt", 0),
+        ("length_penalty=group", 2),
+        ("pass_at_k=loo", 2),
+        ("process_reward=prefix_value", 2),
+    ],
+)
+def test_extensions_of_fully_async_are_those_that_it_reaches(option: str, status: int, ask_launch: Ask) -> None:
+    section, _, _ = option.partition("=")
+    delta = "correction.masks.opsm.delta=0.1"
+    answer = ask_launch("fully_async", "+correction@correction=opsm", delta, f"+{section}@{option}")
+    assert answer.status == status, answer.printed
+    assert (f"which {section} does not reach" in answer.printed) == (status == 2)

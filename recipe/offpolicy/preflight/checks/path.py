@@ -27,7 +27,20 @@ from verl_patches.runtime_env import KEY, ContradictionError, forward
 from ...correction.problem import CheckError, Problem, set_to
 from ...correction.proximal import WITHOUT_FORWARD
 from ...support.support_settings import CENTERING, SUPPORT
-from ..composed import ACTOR, BACKEND, MEGATRON, MODE, MODEL, NAME, PROXIMAL, ROLLOUT, SHADOW, SUPPORT_PART, Composed
+from ..composed import (
+    ACTOR,
+    BACKEND,
+    MEGATRON,
+    MODE,
+    MODEL,
+    NAME,
+    PROXIMAL,
+    ROLLOUT,
+    SHADOW,
+    SUPPORT_PART,
+    VERLS_LOOPS,
+    Composed,
+)
 from ..python_source import check_contracts
 from .correction import list_masks, list_weights
 from .rows import Row, run_rows
@@ -208,6 +221,10 @@ def _find_aliased_snapshot(run: Composed) -> str | None:
     return next((key for key in keys if run.get(key)), None)
 
 
+_ELSEWHERE = ("load_prompts", "next_batch", "validate", "validation_metrics", "restore")
+"""Hooks that fully_async_policy would have to call in another process, or on its class."""
+
+
 def check_program(run: Composed) -> Iterator[Problem]:
     """Refuse keys that would need code in the other processes of an asynchronous program."""
     if run.path.mode == _SEPARATE and run.get(BACKEND) == "naive":
@@ -219,10 +236,19 @@ def check_program(run: Composed) -> Iterator[Problem]:
     if run.program is not None and run.centering is not None:
         reason = f"{run.program}_policy samples in processes that do not return the likeliest tokens."
         yield run.problem(CENTERING, reason, f"Set {CENTERING}=null.", (), ("centering",), value=run.spec.centering)
-    for extension in run.extensions if run.program == FULLY_ASYNC else ():
-        section = extension.section
-        reason = f"fully_async_policy takes prompts and validates in another process, which {section} does not reach."
-        yield run.problem(section, reason, f"Set {section}=null.", (), (section,), value="on")
+    if run.program != FULLY_ASYNC:
+        return
+    loop = run.get(f"{ROLLOUT}.agent.default_agent_loop")
+    if loop not in (None, VERLS_LOOPS[0]) and not run.get(enabled := f"{ROLLOUT}.multi_turn.enable"):
+        reason = f"fully_async_policy runs {VERLS_LOOPS[0]} instead unless {enabled} is true: no tool would be called."
+        yield run.problem(f"{ROLLOUT}.agent.default_agent_loop", reason, "", {enabled: True}, value=loop)
+    for extension in run.extensions:
+        if any(map(extension.implements, _ELSEWHERE)):
+            section = extension.section
+            reason = (
+                f"fully_async_policy takes prompts and validates in another process, which {section} does not reach."
+            )
+            yield run.problem(section, reason, f"Set {section}=null.", (), (section,), value="on")
 
 
 def check_lora(run: Composed) -> Iterator[Problem]:
