@@ -9,7 +9,8 @@
 #                  of whole programs by itself; parts that passed at this commit are not run again. vllm-V, one of
 #                  requirements/vllm-V.txt, is the newest release with another vLLM: contracts and verl's programs.
 #                  `all` leaves it out where no package index serves its torch
-#   --quick        lint, and the unit tests of the newest release that are not marked slow; no types
+#   --quick        lint, and the unit tests of the newest release that are not marked slow, without those of the tools
+#                  (analysis, commands, doctor, scripts); no types
 #   VENV=path      use this environment as it is, for the newest release or the one that --release names;
 #                  by default .venv and .venv-RELEASE, made or brought up to date first
 #   TEST_LIMIT=s   hard limit for all tests together, in seconds (default 10800); with `all` for each part (3600)
@@ -153,6 +154,7 @@ tests_of() {
         suites=("${paths[@]}")
     elif $quick; then
         suites=(tests/unit)
+        printf '%s\n' --ignore=tests/unit/{analysis,commands,doctor,scripts}
     elif [[ $1 == "$newest" ]]; then
         # The longest first: processes share what follows evenly.
         suites=(tests/releases tests/contract tests/integration tests/unit tests/gpu tests/conformance)

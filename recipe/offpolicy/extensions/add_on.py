@@ -51,10 +51,6 @@ class AddOn:
     phase: ClassVar[str] = ""
     """The watchdog's name for the time of the hooks; empty: an extension's section, otherwise verl's own phase."""
 
-    def implements(self, hook: str) -> bool:
-        """Return True if this add-on does something in ``hook``."""
-        return getattr(getattr(self, hook), "__func__", None) is not getattr(AddOn, hook)
-
     # Start and end ------------------------------------------------------------------------------------------
 
     def replay_buffer(self, build: Callable[[], Any]) -> Any:
@@ -215,6 +211,11 @@ class WorkerExtension:
     def report(self, rows: LossRows) -> Any:
         """Report on one micro-batch, as plain Python or a dataclass of it, for ``Extension.judge``."""
         return None
+
+
+def implements(add_on: AddOn, hook: str) -> bool:
+    """Return True if an add-on does something in ``hook``."""
+    return getattr(getattr(add_on, hook), "__func__", None) is not getattr(AddOn, hook)
 
 
 class Extension(AddOn):

@@ -20,7 +20,7 @@ from ..fault_tolerance.checkpoints import RECORD, find_changes
 from ..fault_tolerance.redaction import redact
 from ..fault_tolerance.state_schema import refuse, restoring
 from ..proof.verify import LivenessError
-from .add_on import AddOn, Advantages, Extension, WorkerExtension
+from .add_on import AddOn, Advantages, Extension, WorkerExtension, implements
 from .batch_view import BatchView, PromptView
 from .registry import load_extensions
 
@@ -92,7 +92,7 @@ class AddOns:
 
     def _users(self, hook: str) -> tuple[AddOn, ...]:
         """Return the add-ons that implement a hook; the others need no call, and no batch is read for them."""
-        return tuple(each for each in self._all if each.implements(hook))
+        return tuple(each for each in self._all if implements(each, hook))
 
     def _within(self, add_on: AddOn) -> AbstractContextManager[Any]:
         """Count the time of a hook as the add-on's watchdog phase."""

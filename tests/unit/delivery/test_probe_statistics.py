@@ -63,6 +63,7 @@ def test_p_values_are_uniform_if_the_weights_are_delivered() -> None:
     assert distance < 1.63 / math.sqrt(500)  # Kolmogorov and Smirnov at 1 %
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("update", "precision"), [(1.0, 0.0), (1.0, 0.5), (0.2, 0.15), (0.02, 0.5), (0.3, 0.2)])
 def test_500_healthy_synchronisations_raise_no_alarm(update: float, precision: float) -> None:
     engine, test = Engine(7, update, precision), ProbeTest()
@@ -75,6 +76,7 @@ def test_the_probability_of_stopping_a_healthy_run_of_1000_synchronisations() ->
     assert 1000 * LEVEL**IN_A_ROW < 1e-3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("update", "precision", "most"), [(1.0, 0.1, 3), (1.0, 0.5, 6), (0.2, 0.15, 12), (0.05, 0.15, 80)]
 )

@@ -44,6 +44,7 @@ def test_options_of_folders_are_listed_behind_the_others() -> None:
     assert listed == ["gsm", "verl/a", "verl/old/b"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("old", MOVED)
 def test_every_former_name_is_answered_with_one_that_composes(old: str, folder: Path) -> None:
     """Alone and in a list, by what Hydra raises, and by what looks an option up."""

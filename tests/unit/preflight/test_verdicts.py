@@ -1071,6 +1071,7 @@ def test_the_verdicts_of_a_check(check: Check, release: str, base: DictConfig) -
         assert [(each.verdict, each.key, each.overrides) for each in found] == list(map(read_expected, expected)), words
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("check", "release"), CASES, ids=[f"{check.__name__}-{release}" for check, release in CASES])
 def test_what_fixes_a_problem_leaves_none_of_its_key(check: Check, release: str, base: DictConfig) -> None:
     for words, *_ in CASES[check, release]:

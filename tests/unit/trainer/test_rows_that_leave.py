@@ -46,6 +46,7 @@ def sections(*names: str, **opd: Any) -> dict[str, Any]:
     return {name: SECTIONS[name] | (opd if name == "opd" else {}) for name in names}
 
 
+@pytest.mark.slow
 @settings(max_examples=at_most(60), deadline=None, phases=[Phase.explicit, Phase.generate])
 @given(st.data())
 def test_a_healthy_update_passes_whichever_rows_are_too_old(data: st.DataObject) -> None:
@@ -121,6 +122,7 @@ def give_back_advantages(parts: list[TensorDict]) -> list[TensorDict]:
     return parts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("epochs", [1, 2])
 @pytest.mark.parametrize("name", SECTIONS)
 @pytest.mark.parametrize("change", [change_one, lose_one, repeat_one, repeat_all, bring_back, give_back_advantages])

@@ -83,6 +83,7 @@ def test_operations_and_waits_of_a_micro_batch() -> None:
     assert of_verl[1] > 64
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("padded", [False, True], ids=["nested", "padded"])
 @pytest.mark.parametrize("lengths", [UNEVEN, [4096] * 128], ids=["uneven", "level"])
 @pytest.mark.parametrize("prove", [False, True])

@@ -26,6 +26,7 @@ from verl_patches.runtime_env import KEY, ContradictionError, forward
 
 from ...correction.problem import CheckError, Problem, set_to
 from ...correction.proximal import WITHOUT_FORWARD
+from ...extensions.add_on import implements
 from ...support.support_settings import CENTERING, SUPPORT
 from ..composed import (
     ACTOR,
@@ -243,7 +244,7 @@ def check_program(run: Composed) -> Iterator[Problem]:
         reason = f"fully_async_policy runs {VERLS_LOOPS[0]} instead unless {enabled} is true: no tool would be called."
         yield run.problem(f"{ROLLOUT}.agent.default_agent_loop", reason, "", {enabled: True}, value=loop)
     for extension in run.extensions:
-        if any(map(extension.implements, _ELSEWHERE)):
+        if any(implements(extension, hook) for hook in _ELSEWHERE):
             section = extension.section
             reason = (
                 f"fully_async_policy takes prompts and validates in another process, which {section} does not reach."
