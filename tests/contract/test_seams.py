@@ -199,11 +199,12 @@ def test_whatever_the_replay_of_supports_overrides_is_a_seam() -> None:
     assert overridden(SupportAttempts, LLMServerClient) == {"generate"}
     # Each attempt of a resumed request goes by the client that notes supports.
     assert SupportResumingClient.__mro__[1:4] == (FullyAsyncLLMServerClient, SupportAttempts, LLMServerClient)
-    assert SupportVersionedClient.__mro__[1:5] == (
+    assert SupportVersionedClient.__mro__[1:6] == (
+        SupportResumingClient,
         VersionedClient,
         FullyAsyncLLMServerClient,
-        Attempts,
         SupportAttempts,
+        Attempts,
     )
     held = {seam.target.rpartition(".")[2] for seam in truncated_sampling.SEAMS}
     assert wrapped <= held

@@ -83,3 +83,22 @@ def test_a_teacher_is_asked(name: str, launching: Any, tmp_path: Path) -> None:
         teacher.child.process.wait(60)
     assert last["offpolicy/live/opd"] == 1.0
     assert last["opd/frac_opd_samples"] > 0
+
+
+@asynchronous
+def test_lengths_are_penalised(name: str, launching: Any) -> None:
+    _, last = run(launching, name, "+length_penalty@length_penalty=group")
+    assert last["offpolicy/live/length_penalty"] == 1.0
+
+
+def test_anchors_of_a_length_penalty_are_resumed(launching: Any, tmp_path: Path) -> None:
+    """fully_async_policy loads a checkpoint through its trainer's class, which no hook on the instance sees."""
+    anchor = ("length_penalty.anchor.pass_rate=0.01", "length_penalty.anchor.min_samples=1")
+    saved = (f"trainer.default_local_dir={tmp_path / 'checkpoints'}", "trainer.save_freq=1")
+    keys = ("+length_penalty@length_penalty=anchor", *anchor, *saved)
+    _, begun = run(launching, "fully_async", *keys)
+    assert begun["length/anchor/frozen"] > 0
+    output, _ = run(launching, "fully_async", *keys, "trainer.resume_mode=auto", "rollout.total_rollout_steps=128")
+    first = read_steps(output)[0]
+    assert first["training/global_step"] > begun["training/global_step"]
+    assert first["length/anchor/frozen"] >= begun["length/anchor/frozen"] > first["length/anchor/new"]

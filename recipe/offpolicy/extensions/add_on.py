@@ -213,6 +213,9 @@ class WorkerExtension:
         return None
 
 
+_OF_ROLLOUTER = ("load_prompts", "next_batch", "validate", "validation_metrics")
+
+
 def implements(add_on: AddOn, hook: str) -> bool:
     """Return True if an add-on does something in ``hook``."""
     return getattr(getattr(add_on, hook), "__func__", None) is not getattr(AddOn, hook)
@@ -232,6 +235,15 @@ class Extension(AddOn):
     def __init__(self, section: str, settings: Mapping[str, Any]) -> None:
         self.section = section
         self.settings = dict(settings)
+
+    @property
+    def needs_rollouter(self) -> Mapping[str, str]:
+        """Keys that need prompts, their columns or validation -> how to do without.
+
+        fully_async_policy has them in another process than the trainer.
+        """
+        acts = any(implements(self, hook) for hook in _OF_ROLLOUTER)
+        return {self.section: f"Set {self.section}=null."} if acts else {}
 
     # Before Ray starts --------------------------------------------------------------------------------------
 

@@ -311,7 +311,10 @@ class CorrectedRun:
             # Every trainer has created it by now and not read from it; the checkpoint restores its state.
             self.trainer.train_dataloader = self.add_ons.load_prompts(self.trainer.train_dataloader)
         loaded = self.verls._load_checkpoint()
+        self._restore_add_ons()
+        return loaded
+
+    def _restore_add_ons(self) -> None:
         if self.add_ons.uses("restore"):
             self.add_ons.restore(*extension_states(self.config))
         self.add_ons.on_resumed()
-        return loaded

@@ -115,6 +115,7 @@ class CorrectedV0(CorrectedRun):
         if self._samples_elsewhere and (resumed := self._check_resumed()) is not None:
             self._restore_active(resumed)
             self._hand_over_loss()
+            self._restore_add_ons()
 
     def _load_checkpoint(self) -> Any:
         loaded = super()._load_checkpoint()

@@ -168,7 +168,11 @@ def test_fully_async_runs_an_agent_loop_only_with_multi_turn(ask_launch: Ask) ->
     [
         ("optimal_baseline=leave_one_out", 0),
         ("ess_lr=sqrt", 0),
-        ("length_penalty=group", 2),
+        ("length_penalty=anchor", 0),
+        ("length_penalty=group length_penalty.classes.from_step=5", 2),
+        ("length_penalty=anchor length_penalty.anchor.per=source", 2),
+        ("length_penalty=reference length_penalty.reference=extra_info.length", 2),
+        ("opd=advantage opd.teacher.url=http://127.0.0.1:1 +opd.teacher.sources.math.url=http://127.0.0.1:2", 2),
         ("pass_at_k=loo", 2),
         ("process_reward=prefix_value", 2),
     ],
@@ -176,6 +180,6 @@ def test_fully_async_runs_an_agent_loop_only_with_multi_turn(ask_launch: Ask) ->
 def test_extensions_of_fully_async_are_those_that_it_reaches(option: str, status: int, ask_launch: Ask) -> None:
     section, _, _ = option.partition("=")
     delta = "correction.masks.opsm.delta=0.1"
-    answer = ask_launch("fully_async", "+correction@correction=opsm", delta, f"+{section}@{option}")
+    answer = ask_launch("fully_async", "+correction@correction=opsm", delta, *f"+{section}@{option}".split())
     assert answer.status == status, answer.printed
-    assert (f"which {section} does not reach" in answer.printed) == (status == 2)
+    assert ("which it does not reach" in answer.printed) == (status == 2)

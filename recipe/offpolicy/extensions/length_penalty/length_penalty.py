@@ -79,6 +79,19 @@ class LengthPenalty(AdvantageExtension):
 
     # In the trainer -----------------------------------------------------------------------------------------
 
+    @property
+    def needs_rollouter(self) -> Mapping[str, str]:
+        length, name = self.length, self.section
+        by_source = length.kind == "anchor" and length.anchor.per == "source"
+        by_row = length.kind == "reference" and isinstance(length.reference, str)
+        used = {
+            "leave_out.dump": length.leave_out.dump and f"Set {name}.leave_out.dump=null.",
+            "classes.from_step": length.classes.from_step is not None and f"Set {name}.classes.from_step=null.",
+            "anchor.per": by_source and f"Set {name}.anchor.per=prompt.",
+            "reference": by_row and f"Set {name}.reference to a number of tokens.",
+        }
+        return {f"{name}.{key}": fix for key, fix in used.items() if fix}
+
     def load_prompts(self, loader: Any) -> Any:
         """Check that the training prompts are those that are not left out."""
         if self.length.leave_out.dump is None:

@@ -104,6 +104,13 @@ class OnPolicyDistillation(Extension):
         """All settings except how the teacher is reached."""
         return {name: value for name, value in self.settings.items() if name != "teacher"}
 
+    @property
+    def needs_rollouter(self) -> Mapping[str, str]:
+        if not self.opd.teachers.keys() - {""}:
+            return {}
+        at = f"{self.section}.teacher"
+        return {f"{at}.sources": f"Name one teacher in {at}.url, and set {at}.sources=null."}
+
     def problems(self, config: DictConfig) -> Iterable[Problem]:
         return find_problems(self.section, self.opd, Configured(config, self.section))
 

@@ -26,7 +26,6 @@ from verl_patches.runtime_env import KEY, ContradictionError, forward
 
 from ...correction.problem import CheckError, Problem, set_to
 from ...correction.proximal import WITHOUT_FORWARD
-from ...extensions.add_on import implements
 from ...support.support_settings import CENTERING, SUPPORT
 from ..composed import (
     ACTOR,
@@ -222,10 +221,6 @@ def _find_aliased_snapshot(run: Composed) -> str | None:
     return next((key for key in keys if run.get(key)), None)
 
 
-_ELSEWHERE = ("load_prompts", "next_batch", "validate", "validation_metrics", "restore")
-"""Hooks that fully_async_policy would have to call in another process, or on its class."""
-
-
 def check_program(run: Composed) -> Iterator[Problem]:
     """Refuse keys that would need code in the other processes of an asynchronous program."""
     if run.path.mode == _SEPARATE and run.get(BACKEND) == "naive":
@@ -244,12 +239,10 @@ def check_program(run: Composed) -> Iterator[Problem]:
         reason = f"fully_async_policy runs {VERLS_LOOPS[0]} instead unless {enabled} is true: no tool would be called."
         yield run.problem(f"{ROLLOUT}.agent.default_agent_loop", reason, "", {enabled: True}, value=loop)
     for extension in run.extensions:
-        if any(implements(extension, hook) for hook in _ELSEWHERE):
-            section = extension.section
-            reason = (
-                f"fully_async_policy takes prompts and validates in another process, which {section} does not reach."
-            )
-            yield run.problem(section, reason, f"Set {section}=null.", (), (section,), value="on")
+        reason = f"{FULLY_ASYNC}_policy has the data set and validation in another process, which it does not reach."
+        for key, fix in extension.needs_rollouter.items():
+            value = "on" if key == extension.section else run.get(key)
+            yield run.problem(key, reason, fix, (), (extension.section,), value=value)
 
 
 def check_lora(run: Composed) -> Iterator[Problem]:
