@@ -167,6 +167,7 @@ def test_workers_with_another_loss_stop_it(
 LORA = ("lora_rank=8", "lora_alpha=16", "lora.merge=true")
 
 
+@pytest.mark.verl(">=0.9.1")  # snapshots of weights
 @pytest.mark.parametrize("stale", [False, True], ids=["delivered", "stale"])
 def test_merged_lora_reaches_the_rollout_engine(
     stale: bool, run_program: Callable[..., Any], made: dict[str, Path], tmp_path: Path
