@@ -239,7 +239,12 @@ CASES: dict[tuple[Check, str], list[tuple[str, ...]]] = {
         ("asynchronous; rollout.checkpoint_engine.backend=nccl",),
         ("async_training={}; correction.support=engine", "ERROR correction.support"),
         ("async_training={}; correction.centering=20", "ERROR correction.centering"),
-        ("async_training={}; length_penalty={kind: anchor}", "ERROR length_penalty"),
+        ("async_training={}; length_penalty={kind: anchor}",),
+        ("async_training={}; length_penalty={kind: anchor, anchor: {per: source}}", "ERROR length_penalty.anchor.per"),
+        (
+            "async_training={}; rollout.agent.default_agent_loop=tool_agent",
+            "ERROR rollout.agent.default_agent_loop: rollout.multi_turn.enable=true",
+        ),
         ("^rollout.nnodes=1; length_penalty={kind: anchor}",),
     ],
     (path.check_version_level, "0.9.1"): [
