@@ -71,12 +71,9 @@ class CorrectedRun:
     )
     """Methods of verl's trainer that this object's methods of the same name replace; a trainer may lack some."""
 
-    _count_ranks: Callable[[], int]
-    """Counts the actor's data-parallel ranks."""
-    _count_updates: Callable[[], int]
-    """Counts the updates of a step."""
-    _read_rows: Callable[[Any], TensorDict]
-    """Reads the columns of a batch's plan."""
+    _count_ranks: Callable[[], int]  # data-parallel ranks of the actor
+    _count_updates: Callable[[], int]  # updates of a step
+    _read_rows: Callable[[Any], TensorDict]  # columns of a batch's plan
     supervision: Supervision
     recording: RunRecord
     shadows: Mapping[str, CorrectionSpec]
