@@ -17,5 +17,6 @@ def pad_columns(data: TensorDict) -> TensorDict:
     made = data.select(*data.keys())
     for name, column in padded.items():
         made[name] = column
+    made["loss_mask"] = made["response_mask"]
     made["attention_mask"] = torch.cat([there[0].flip(1), there[1]], 1).long()
     return made

@@ -168,8 +168,9 @@ def _cut_padding(data: TensorDict, width: int, longest: int) -> TensorDict:
     kept = {width: longest, before + width: before + longest}
     cut = data.select(*data.keys())
     for name, column in data.items():
-        padded = isinstance(column, Tensor) and not column.is_nested and column.dim() > 1 and name != "prompts"
-        if padded and column.shape[1] in kept:
+        padded = isinstance(column, Tensor) and not column.is_nested and column.dim() > 1
+        # The engine has counted all of loss_mask, padding included, so the loss compares all of it.
+        if padded and name not in ("prompts", "loss_mask") and column.shape[1] in kept:
             cut[name] = column[:, : kept[column.shape[1]]]
     return cut
 

@@ -253,7 +253,7 @@ class WeightDelivery(AddOn):
             self._warned_of_rounding = True
             logger.warning(
                 "the rollout engine sees %.2g of the last %d updates: they are smaller than the steps of its dtype, "
-                "%s, so that it samples with older weights. Fix: %s.",
+                "%s, and it samples with older weights. Fix: %s.",
                 seen / made, SEEN_OVER, self._rollout.get("dtype"), FIX_ROUNDED,
             )  # fmt: skip
 

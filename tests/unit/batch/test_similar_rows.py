@@ -79,6 +79,7 @@ def test_the_loss_of_the_parts_is_the_loss_of_all(padded: bool, monkeypatch: pyt
     assert len(split) == 5
     if padded:
         assert [part["old_log_probs"].shape[1] for _, part in split] == [40, 33, 17, 5, 1]
+        assert {part["loss_mask"].shape[1] for _, part in split} == {40}
     parts = update()
     assert (whole[0], parts[0]) == (1, 5)
     assert parts[1].item() == pytest.approx(whole[1].item(), rel=1e-5)
