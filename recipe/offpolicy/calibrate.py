@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .analysis.calibration.defaults import QUANTILE, ROUNDING
+from .analysis.calibration.defaults import QUANTILE
 from .command_line import add_jobs, list_output_modules, name_program, require_modules, run
 
 if TYPE_CHECKING:
@@ -73,11 +73,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     request = CalibrationRequest(
         target_kept=options.target_kept,
         target_ess=options.target_ess,
-        of=options.of,
         confidence=options.confidence,
-        by_length=options.by_length,
         floor_quantile=options.floor_quantile,
-        rounding=options.rounding,
     )
     try:
         request.check()
@@ -166,8 +163,6 @@ def build_parser() -> argparse.ArgumentParser:
         "--target-kept", type=float, metavar="P", help="share that each mask is to keep of the units that it applies to"
     )
     add("--target-ess", type=float, metavar="P", help="effective sample size of the weight, as a share of tokens")
-    add("--of", metavar="KEY", help="one part or bound, such as masks.gsm or masks.gsm.upper; default: all")
-    add("--by-length", action="store_true", help="advice by length also where it does not matter: one bound acts")
     add("--confidence", type=float, default=0.95, metavar="P", help="of the intervals, default %(default)s")
     add(
         "--floor-quantile",
@@ -175,13 +170,6 @@ def build_parser() -> argparse.ArgumentParser:
         default=QUANTILE,
         metavar="P",
         help="quantile of the backend noise that delta has to exceed",
-    )
-    add(
-        "--rounding",
-        type=float,
-        default=ROUNDING,
-        metavar="NATS",
-        help="mean |log pi - log pi_old| up to which pi counts as pi_old",
     )
     add("--png", type=Path, metavar="FILE", help="calibration curves")
     add("--html", type=Path, metavar="FILE", help="one self-contained page")

@@ -189,22 +189,16 @@ def test_both_shares_where_a_mask_looks_at_some_rows(tmp_path: Path, capsys: pyt
     sign = np.repeat(np.tile([1.0, -1.0], 120), 20).astype(np.float32)
     directory = record(tmp_path / "run", drawn_rows([20] * 240, advantages=sign, drift=0.05, mini_batch=LATER))
     spec = ("--spec", "correction=opsm", "correction.masks.opsm.delta=0.01")
-    arguments = (directory, *spec, "--target-kept", 0.9, "--of", "masks.opsm", "--by-length")
+    arguments = (directory, *spec, "--target-kept", 0.9)
     status, out, _ = run(capsys, *arguments)
     assert status == 1  # no floor
     assert "kept of rows with A < 0" in out
     assert "of all then" in out
-    # Without a floor nothing is proposed, and each length is shown all the same.
-    remark = " ".join(re.sub("[│┃]", " ", out).split())
-    assert "its backend noise is not identified;" in remark
-    assert "the target alone takes delta=0." in json.dumps(json.loads(run(capsys, *arguments, "--json")[1]))
     _, out, _ = run(capsys, *arguments, "--json")
     proposal = json.loads(out)["proposals"][0]
     assert proposal["looked"] == 0.5
     assert proposal["reached_now_of_all"] == pytest.approx(1 - 0.5 * (1 - proposal["reached_now"]))
     assert proposal["proposed"]["values"] == {}
-    (entry,) = proposal["by_length"].values()
-    assert (entry["rows"], entry["reached"], entry["alone"]["values"]) == (120, proposal["reached_now"], {})
 
 
 def test_a_bound_takes_as_many_rows_as_a_bucket(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -245,7 +239,6 @@ def test_a_damaged_card_is_said(recording: Path, capsys: pytest.CaptureFixture[s
         (("--spec", "correction=gsm", "--target-kept", "1.5"), "--target-kept 1.5"),
         (("--spec", "correction=gms", "--target-kept", "0.9"), "no such option"),
         (("--spec", "correction=none", "--target-kept", "0.9"), "no weight and no mask"),
-        (("--spec", "correction=gsm", "--target-kept", "0.9", "--of", "masks.opsm"), "--of masks.opsm"),
         (("--spec", "correction=gsm", "--target-kept", "0.9", "--png", "/proc/none/x.png"), "No such file"),
     ],
 )

@@ -28,12 +28,11 @@ class NotIdentifiedError(ValueError):
     Attributes:
         key: the value, below ``correction``.
         reason: what is missing and how to get it.
-        option: an option of ``calibrate`` with which there would be a value; empty for none.
         share: a quantile of the noise that the recording can bound; None for none.
     """
 
-    def __init__(self, key: str, reason: str, option: str = "", share: float | None = None) -> None:
-        self.key, self.reason, self.option, self.share = key, reason, option, share
+    def __init__(self, key: str, reason: str, share: float | None = None) -> None:
+        self.key, self.reason, self.share = key, reason, share
         super().__init__(f"{key}: {reason}")
 
 
@@ -58,12 +57,12 @@ class NoiseFloor:
 
 
 def estimate_noise_floor(
-    part: BoundedPart, scores: Scores, state: RowState, *, share: float, confidence: float, rounding: float = ROUNDING
+    part: BoundedPart, scores: Scores, state: RowState, *, share: float, confidence: float
 ) -> NoiseFloor:
     """Estimate the floor of a delta from rows that fresh weights sampled, before their batch's first gradient step.
 
     Every such row counts, whatever the sign of its advantage, on which noise does not depend. Where the recorded
-    pi_old is the trainer's, a row counts only if pi is pi_old up to ``rounding``; under another ``proximal`` pi stands
+    pi_old is the trainer's, a row counts only if pi is pi_old up to ``ROUNDING``; under another ``proximal`` pi stands
     in for pi_old, so that the condition always holds.
 
     Args:
@@ -78,7 +77,7 @@ def estimate_noise_floor(
     # An unknown version, -1, counts as fresh; the result says how many do.
     fresh = first & (state.staleness <= 0)
     # NaN, no finite token, is never same.
-    same = fresh & (state.apart <= rounding)
+    same = fresh & (state.apart <= ROUNDING)
     if not first.any():
         raise NotIdentifiedError(
             key,
@@ -99,13 +98,11 @@ def estimate_noise_floor(
             "backend noise is not identified. Record other steps.",
         )
     if not same.any():
-        option = f"--rounding {_above(2 * float(np.nanmedian(state.apart[fresh]))):g}"
         raise NotIdentifiedError(
             key,
             f"at mini_batch 0 log_prob differs from old_log_prob by "
             f"{float(np.nanmin(state.apart[fresh])):.2g} nats a token or more, so that pi = pi_old does not hold and "
-            f"the backend noise is not identified. If that is rounding, give calibrate {option}.",
-            option,
+            "the backend noise is not identified. Record steps in which it does.",
         )
     rows = scores.select(same[scores.row])
     # OPSM's value is log(pi / mu) and its bound -delta: noise is the opposite sign.
@@ -116,15 +113,13 @@ def estimate_noise_floor(
         enough = (each for each in lower if math.isfinite(_bounded(-rows.low, noise, rows.group, each, confidence)[1]))
         # The highest quantile that this recording can bound.
         smaller = next(enough, None)
-        option = "" if smaller is None else f"--floor-quantile {smaller:g}"
-        advice = f", or give calibrate {option}" if option else ""
+        advice = "" if smaller is None else f", or give calibrate --floor-quantile {smaller:g}"
         raise NotIdentifiedError(
             key,
             f"{len(rows)} rows in {found.groups} prompt groups at pi = pi_old are worth "
             f"{0 if math.isnan(found.effective) else math.floor(found.effective)} independent ones, and bounding the "
             f"{share:g}-quantile of the noise takes {compute_least_count(share, confidence)}. "
             f"Record more steps{advice}.",
-            option,
             smaller,
         )
     unknown = int((state.staleness[same] < 0).sum())
@@ -139,9 +134,3 @@ def _bounded(
     found = estimate_share(noise <= quantile, group)
     _, upper = compute_quantile_interval(ordered, share, found.effective, confidence, one_sided=True)
     return quantile, upper, found
-
-
-def _above(value: float) -> float:
-    """Return the next number with one significant digit."""
-    unit = 10.0 ** math.floor(math.log10(value))
-    return math.floor(value / unit + 1) * unit

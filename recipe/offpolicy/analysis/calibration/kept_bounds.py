@@ -93,7 +93,7 @@ def compute_kept_share(part: BoundedPart, scores: Scores, limits: tuple[float, f
 
 
 def compute_needed_radii(part: BoundedPart, scores: Scores) -> NDArray[np.float64]:
-    """Compute the radius that keeps each unit that the part applies to, (L,); inf where the other bound rejects it."""
+    """Compute the radius that keeps each unit that the part applies to, (L,)."""
     return part.compute_radius(scores.low, scores.high)[scores.looked]
 
 
@@ -118,11 +118,6 @@ def find_bound_for_kept_share(
     # Undoes float rounding: 0.07 * 100 is 7.000000000000001, whose ceiling would be 8.
     place = max(math.ceil(target * len(ordered) - 1e-9), 1)
     radius = float(ordered[place - 1])
-    if radius == math.inf:
-        other = float(np.isfinite(radii).mean())
-        return build_not_found(
-            scores, f"not reachable: the other bound alone keeps {other:.4f}", other, "not reachable"
-        )
     # A bound of 0 would reject every unit that differs at all.
     if radius == 0 and floor <= 0:
         return build_not_found(scores, "not identified: that share of the units shows no mismatch at all", math.nan)
@@ -222,7 +217,7 @@ class KeptCurve:
 def choose_radii(part: BoundedPart, scores: Scores) -> Floats:
     """Choose the radii to draw: half by rank, half evenly in log, ascending."""
     radii = compute_needed_radii(part, scores)
-    radii = radii[np.isfinite(radii) & (radii > 0)]
+    radii = radii[radii > 0]
     if not len(radii):
         return np.zeros(0)
     # By rank the curve is resolved near 1, evenly in log where it falls.

@@ -86,17 +86,14 @@ class BoundedPart:
         return -math.inf if lower is None else math.log(lower), math.inf if upper is None else math.log(upper)
 
     def compute_radius(self, low: NDArray[np.float64], high: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Compute the radius of the moving bound that keeps each unit; inf where the other bound rejects it.
+        """Compute the radius of the bound that keeps each unit.
 
         Args:
             low, high: least and greatest value of each unit, as they are compared.
         """
-        lower, upper = (_compared(limit, self.by_batch) for limit in self.limits)
         if self.side == "both":
             return np.maximum(high, -low)
-        if self.side == "upper":
-            return np.where(low < lower, math.inf, high)
-        return np.where(high > upper, math.inf, -low)
+        return high if self.side == "upper" else -low
 
     def compute_limits_at(self, radius: float) -> tuple[float, float]:
         """Compute the compared bounds with the moving bound at ``radius``."""
@@ -137,15 +134,14 @@ class BoundedPart:
         return {name: getattr(self.spec, name) for name in ("lower", "upper") if self.side in ("both", name)}
 
 
-def list_parts(spec: CorrectionSpec, unset: Collection[str] = (), of: str | None = None) -> list[BoundedPart]:
+def list_parts(spec: CorrectionSpec, unset: Collection[str] = ()) -> list[BoundedPart]:
     """List the parts of ``spec`` that can be calibrated.
 
     Args:
         unset: keys below ``correction`` of values that are placeholders.
-        of: ``masks.gsm`` for one part, ``masks.gsm.upper`` for one bound of it; None for all.
 
     Raises:
-        SpecError: there is nothing to calibrate, no such part or bound, or parts that depend on one another.
+        SpecError: there is nothing to calibrate, or parts that depend on one another.
     """
     if spec.skyrl_compat:
         raise SpecError(
@@ -158,11 +154,10 @@ def list_parts(spec: CorrectionSpec, unset: Collection[str] = (), of: str | None
         raise SpecError(
             "correction: no weight and no mask, so that there is no bound to set. Name some: --spec 'correction=[gsm]'."
         )
-    key, bound = _chosen(of, named)
     found = [
-        BoundedPart(name, part, _side(name, part, bound), any(entry.startswith(f"{name}.") for entry in unset))
+        BoundedPart(name, part, _side(name, part), any(entry.startswith(f"{name}.") for entry in unset))
         for name, part in named.items()
-        if key in (None, name) and not (key is None and _unbounded(part))
+        if not _unbounded(part)
     ]
     if not found:
         unbounded, weight = next(iter(spec.all_weights.items()))
@@ -201,45 +196,19 @@ def set_values(spec: CorrectionSpec, key: str, values: Mapping[str, float]) -> C
     return CorrectionSpec.from_mapping(plain)
 
 
-def _compared(limit: float, exact: bool) -> float:
-    """Round a limit to the precision in which masks compare."""
-    return limit if exact or math.isinf(limit) else float(np.float32(limit))
-
-
 def _unbounded(part: MaskSpec | WeightSpec) -> bool:
     return isinstance(part, WeightSpec) and part.lower is None and part.upper is None
 
 
-def _chosen(of: str | None, named: Mapping[str, MaskSpec | WeightSpec]) -> tuple[str | None, str | None]:
-    """Parse ``of`` into the key of a part and one of its bounds."""
-    if of is None:
-        return None, None
-    key = of.removeprefix("correction.")
-    if key in named:
-        return key, None
-    key, _, bound = key.rpartition(".")
-    if key not in named:
-        raise SpecError(f"--of {of}: no such part of the correction. Name one of {', '.join(sorted(named))}.")
-    part = named[key]
-    known = ["lower", "upper"]
-    if isinstance(part, MaskSpec) and (part.delta is not None or part.budget is not None):
-        known = ["delta" if part.delta is not None else "budget"]
-    if bound not in known:
-        raise SpecError(f"--of {of}: {key} has no bound {bound!r}. Name one of {', '.join(known)}.")
-    return key, bound
-
-
-def _side(key: str, part: MaskSpec | WeightSpec, bound: str | None) -> Side:
+def _side(key: str, part: MaskSpec | WeightSpec) -> Side:
     if isinstance(part, MaskSpec) and part.budget is not None:
         return "upper"
     if isinstance(part, MaskSpec) and part.delta is not None:
         return "lower"
-    if bound is not None:
-        return "lower" if bound == "lower" else "upper"
     if isinstance(part, MaskSpec) and part.entry.one_sided:
         return "upper"
     if part.lower is None and part.upper is None:
-        raise SpecError(f"correction.{key}: it has no bound to set. Name one: --of {key}.upper.")
+        raise SpecError(f"correction.{key}: it has no bound to set. Set correction.{key}.upper.")
     if part.lower is None or part.upper is None:
         return "upper" if part.lower is None else "lower"
     return "both"

@@ -16,12 +16,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...correction import CorrectionSpec, SpecError, WeightSpec
-from ...correction.bounds import format_bounds
 from ...correction.statistics import BUCKETS
 from ...recording import Step
 from ..jobs import ALONE, Jobs
 from .caps import EssCurve, compute_ess, compute_ess_curve, find_cap_for_ess
-from .defaults import QUANTILE, ROUNDING
+from .defaults import QUANTILE
 from .floor import NoiseFloor, NotIdentifiedError, estimate_noise_floor
 from .intervals import Interval
 from .kept_bounds import (
@@ -152,20 +151,15 @@ class CalibrationRequest:
         target_kept: share that each mask, and a weight that rejects, is to keep by itself, of what it applies to (OPSM:
             of rows with a negative advantage); None for none.
         target_ess: effective sample size that the weight is to have; None for none.
-        of: one part or bound, see ``list_parts``; None for all.
         confidence: of every interval.
-        by_length: give bounds by length whether or not the statistic depends on it.
-        floor_quantile, rounding: see ``estimate_noise_floor``.
+        floor_quantile: see ``estimate_noise_floor``.
         settle: where the recording is too short for ``floor_quantile``, take the highest quantile that it can bound.
     """
 
     target_kept: float | None = None
     target_ess: float | None = None
-    of: str | None = None
     confidence: float = 0.95
-    by_length: bool = False
     floor_quantile: float = QUANTILE
-    rounding: float = ROUNDING
     settle: bool = False
 
     def check(self) -> None:
@@ -174,8 +168,6 @@ class CalibrationRequest:
             value = getattr(self, name)
             if value is not None and not 0 < value < 1:
                 raise SpecError(f"--{name.replace('_', '-')} {value}: expected a number between 0 and 1.")
-        if not self.rounding >= 0:
-            raise SpecError(f"--rounding {self.rounding}: nats a token, a number >= 0.")
         if self.target_kept is None and self.target_ess is None:
             raise SpecError("no target: give --target-kept 0.98 for masks, --target-ess 0.9 for a weight, or both.")
 
@@ -211,7 +203,7 @@ class Proposal:
         threshold: the bound for all lengths together.
         floor: of a delta; None for other bounds.
         length: whether the statistic depends on T.
-        lengths: bounds by length; empty where none were asked for and it does not.
+        lengths: bounds by length; empty where it does not.
         curve: kept share or ESS by bound.
     """
 
@@ -276,7 +268,7 @@ def propose_bounds(
         RecordingError: there is nothing to calibrate by.
     """
     request.check()
-    parts, skipped = _targeted(list_parts(spec, unset, request.of), request)
+    parts, skipped = _targeted(list_parts(spec, unset), request)
     scores, state = compute_scores(steps, spec, parts, sample=sample, jobs=jobs)
     proposals = tuple(_proposal(part, scores[part.key], state, request) for part in parts)
     for proposal in proposals:
@@ -354,7 +346,7 @@ def _proposal(part: BoundedPart, scores: Scores, state: RowState, request: Calib
     else:
         curve = compute_kept_curve(part, scores, choose_radii(part, scores), request.confidence)
     lengths: tuple[LengthBound, ...] = ()
-    if length.depends or request.by_length:
+    if length.depends:
         lengths = _by_length(part, scores, state, (target, goal), threshold, curve, request)
     now = math.nan if part.unset else _reached(part, scores, target, part.limits)
     return Proposal(part, target, goal, share, now, threshold, floor, length, lengths, curve)
@@ -399,10 +391,7 @@ def _by_length(
                 floor = _floor(part, own, state, request) if "delta" in part.now else None
                 threshold = _threshold(part, own, target, goal, request, floor)
             except NotIdentifiedError:
-                alone = _threshold(part, own, target, goal, request, None).values
-                noise = "its backend noise is not identified"
-                text = f"{noise}; the target alone takes {format_bounds(alone)}" if alone else noise
-                threshold = build_not_found(looked, text)
+                threshold = build_not_found(looked, "its backend noise is not identified")
         line = compute_kept_curve(part, own, curve.radius, request.confidence) if target == "kept" else None
         found.append(LengthBound(name, len(np.unique(looked.row)), reached, threshold, line))
     return tuple(found)
@@ -415,14 +404,7 @@ def _few(units: Scores) -> str:
 
 
 def _floor(part: BoundedPart, scores: Scores, state: RowState, request: CalibrationRequest) -> NoiseFloor:
-    return estimate_noise_floor(
-        part,
-        scores,
-        state,
-        share=request.floor_quantile,
-        confidence=request.confidence,
-        rounding=request.rounding,
-    )
+    return estimate_noise_floor(part, scores, state, share=request.floor_quantile, confidence=request.confidence)
 
 
 def _reached(part: BoundedPart, scores: Scores, target: Target, limits: tuple[float, float]) -> float:

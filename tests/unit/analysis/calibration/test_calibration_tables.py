@@ -27,8 +27,7 @@ def recorded() -> Step:
 
 @pytest.fixture(scope="module")
 def result() -> CalibrationResult:
-    request = CalibrationRequest(target_kept=0.9, of="masks.gsm", by_length=True)
-    return propose_bounds([recorded()], BOTH, request)
+    return propose_bounds([recorded()], BOTH, CalibrationRequest(target_kept=0.9))
 
 
 def test_the_document_has_none_for_what_is_missing(result: CalibrationResult) -> None:

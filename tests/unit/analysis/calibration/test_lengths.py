@@ -124,13 +124,9 @@ def test_bounds_by_length_follow_the_noise() -> None:
     assert reached[-1] == 1.0
 
 
-def test_bounds_by_length_on_request() -> None:
-    assert len(proposed(TOKENS, noisy(), by_length=True).lengths) == 4
-
-
 def test_a_bucket_of_few_rows_has_no_bound() -> None:
-    lengths = [10] * 60 + [300] * 5
-    entry = proposed(BAND, drawn_rows(lengths, backend=0.03), by_length=True).lengths[-1]
+    lengths = [10] * 60 + [100] * 60 + [300] * 5
+    entry = proposed(BAND, drawn_rows(lengths, backend=0.03)).lengths[-1]
     assert entry.rows == 5
     assert not entry.threshold.values
     assert "5 rows" in entry.threshold.note
@@ -232,14 +228,6 @@ def test_versions_that_are_not_known_are_said() -> None:
     proposal = opsm(rows)
     assert proposal.floor is not None
     assert proposal.floor.unknown_versions == 240
-
-
-def test_rounding_is_a_matter_of_what_is_asked() -> None:
-    rows = noisy()
-    rows = replace(rows, log_prob=rows.old_log_prob + np.float32(0.005))
-    advised = re.search(r"If that is rounding, give calibrate --rounding (0\.0[12])\.$", opsm(rows).threshold.note)
-    assert advised is not None
-    assert opsm(rows, rounding=float(advised[1])).found
 
 
 def test_other_bounds_have_no_floor() -> None:
