@@ -85,14 +85,14 @@ class TurnCredit(AdvantageExtension):
     def problems(self, config: DictConfig) -> Iterator[Problem]:
         run, section, off = Configured(config, self.section), self.section, f"{self.section}=null"
         yield from find_no_groups(section, run)
-        loop = run.get(key := f"{ROLLOUT}.agent.default_agent_loop") or "single_turn_agent"
+        loop = run.get(agent := f"{ROLLOUT}.agent.default_agent_loop") or "single_turn_agent"
         if loop == "single_turn_agent":
             reason = (
                 "a rollout of this agent loop is one turn, so its tokens have one advantage, as without turn-level "
                 "credit."
             )
-            fix = f"Set {key}=tool_agent, unless the data set names an agent loop by row (agent_name), or {off}."
-            yield run.problem(key, reason, fix, verdict="NO-OP", value=loop)
+            fix = f"Set {agent}=tool_agent, unless the data set names an agent loop by row (agent_name), or {off}."
+            yield run.problem(agent, reason, fix, verdict="NO-OP", value=loop)
         key, named = f"{ROLLOUT}.multi_turn.max_parallel_calls", f"{section}.turn_rewards"
         if self.turn.turn_rewards == "tool_rewards" and int(run.get(key) or 1) > 1:
             reason = (
@@ -100,6 +100,10 @@ class TurnCredit(AdvantageExtension):
             )
             yield run.problem(key, reason, f"Set {key}=1, or {named}=null.")
         rewarded = self.turn.turn_rewards is not None or run.get(GAMMA) not in (None, 1)
+        filled = f"{ROLLOUT}.multi_turn.interaction_config_path"
+        if self.turn.turn_rewards == "turn_scores" and loop == "tool_agent" and not run.get(filled):
+            reason = "tool_agent fills it from interactions only, which verl has up to 0.7.1: no turn has a reward."
+            yield run.problem(named, reason, sets={named: "tool_rewards"}, value="turn_scores", alongside=[agent])
         if self.turn.normalize == "return_to_go" and not rewarded:
             reason = "without rewards of turns and without a discount, all turns of a rollout have GRPO's advantage."
             fix = f"Set {named}=tool_rewards, {GAMMA}=0.9, or {section}=turn_index."
@@ -161,22 +165,35 @@ class TurnCredit(AdvantageExtension):
         first = [0] * len(counts)
         for row, fields in enumerate(read_agent_fields(batch, name)):
             number, session = of_row[row], int(sessions.of_row[row])
-            if (given := fields.get(name)) is None:
+            if fields.get(name) is None:
                 raise LivenessError(
                     f"{self.section}: verl's agent loop returned no {name} for sequence {row}. Fix: use an agent loop "
                     f"that returns it in extra_fields, such as tool_agent, or set {self.section}.turn_rewards=null."
                 )
+            given = self._to_numbers(fields[name], f"{name} of sequence {row}")
             if number and len(given) not in (number - 1, number):
                 raise LivenessError(
                     f"{self.section}: sequence {row} has {number} turns and {len(given)} {name}, but each turn needs "
                     f"one, except the last. Fix: return a reward from each tool, or set {self.section}.turn_rewards="
                     f"null."
                 )
-            if not all(map(math.isfinite, given)):
-                raise LivenessError(f"{self.section}: {name} of sequence {row} are {given}: expected finite numbers.")
             if number:
-                found[session, first[session] : first[session] + len(given)] = torch.tensor(given, dtype=torch.float64)
+                found[session, first[session] : first[session] + len(given)] = given
             first[session] += number
+        return found
+
+    def _to_numbers(self, given: Any, what: str) -> Tensor:
+        """Convert what an agent loop returned to (n,) float64.
+
+        Raises:
+            LivenessError: it is not a list of finite numbers.
+        """
+        try:
+            found = torch.tensor([float(each) for each in given], dtype=torch.float64)
+        except (TypeError, ValueError):
+            found = torch.full((1,), math.nan)
+        if not bool(torch.isfinite(found).all()):
+            raise LivenessError(f"{self.section}: {what} are {given}: expected finite numbers.")
         return found
 
     def unproved(self) -> str | None:

@@ -119,6 +119,8 @@ def test_effects_that_never_come_are_said() -> None:
         ([[], [], [0.0], [0.0]], "sequence 0 has 2 turns and 0 tool_rewards"),
         ([[0.5] * 3, [], [0.0], [0.0]], "sequence 0 has 2 turns and 3 tool_rewards"),
         ([[0.5], [], [float("nan")], [0.0]], "of sequence 2 are"),
+        ([[0.5], [], [None], [0.0]], r"tool_rewards of sequence 2 are \[None\]: expected finite numbers"),
+        ([0.5, [], [0.0], [0.0]], "tool_rewards of sequence 0 are 0.5: expected finite numbers"),
     ],
 )
 def test_rewards_without_a_turn_stop_the_run(tools: list[Any] | None, said: str) -> None:
@@ -194,3 +196,14 @@ def test_what_cannot_be_combined_is_said(key: str, value: Any, settings: dict[st
     assert f"{problem.verdict}: {problem.reason}".startswith(said)
     if not settings:
         assert list(extension.problems(OmegaConf.create(CONFIG))) == []
+
+
+def test_scores_of_turns_need_an_agent_loop_that_fills_them() -> None:
+    extension, config = TurnCredit("turn_credit", {"normalize": "turn_index", "turn_rewards": "turn_scores"}), CONFIG
+    (problem,) = extension.problems(OmegaConf.create(config))
+    assert (problem.verdict, problem.key) == ("ERROR", "turn_credit.turn_rewards")
+    assert problem.overrides == ("turn_credit.turn_rewards=tool_rewards",)
+    for key, value in (("agent.default_agent_loop", "my_loop"), ("multi_turn.interaction_config_path", "my.yaml")):
+        other = OmegaConf.create(config)
+        OmegaConf.update(other, f"actor_rollout_ref.rollout.{key}", value, force_add=True)
+        assert list(extension.problems(other)) == []
