@@ -20,7 +20,7 @@ from typing import Any
 import requests
 
 from .settings import TeacherSettings
-from .teacher_client import BUSY, LARGEST, PAUSE, TeacherError, open_session, parse_object, request
+from .teacher_client import BUSY, LARGEST, PAUSE, TeacherError, open_session, parse_object, request, shorten
 
 Score = Callable[..., Any]
 """verl's reward function: (data_source, solution_str, ground_truth, extra_info) -> a score, or a mapping with one."""
@@ -106,7 +106,7 @@ def sample(
                 continue
             if status == 200:
                 return _read_answers(text, url, how.n)
-            failure = f"HTTP {status}: {' '.join(text[:300].decode(errors='replace').split())}"
+            failure = f"HTTP {status}: {shorten(text)}"
             if status < 500 and status not in BUSY:
                 break
         raise TeacherError(

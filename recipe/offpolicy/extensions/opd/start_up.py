@@ -15,7 +15,16 @@ from ...correction import Problem
 from ..registry import own_launch
 from ..setting_checks import count_rollouts, is_available, list_train_files, load_tokenizer
 from .settings import OpdSettings, TeacherSettings
-from .teacher_client import Row, TeacherClient, TeacherError, open_session, parse_object, request
+from .teacher_client import (
+    REFUSED,
+    Row,
+    TeacherClient,
+    TeacherError,
+    explain_key,
+    open_session,
+    parse_object,
+    request,
+)
 
 PATIENCE = 10.0
 """Seconds to wait for an answer before the run."""
@@ -54,7 +63,7 @@ def _ask(settings: TeacherSettings, url: str, path: str, body: Mapping[str, Any]
         except requests.RequestException as error:
             raise TeacherError(f"{url}{path}: {type(error).__name__}") from None
     if status != 200:
-        raise TeacherError(f"{url}{path}: HTTP {status}")
+        raise TeacherError(f"{url}{path}: HTTP {status}.", explain_key(settings) if status in REFUSED else "")
     return parse_object(text, f"{url}{path}")
 
 
@@ -227,7 +236,8 @@ def _examine_teacher(at: str, teacher: TeacherSettings, run: Configured) -> Iter
             yield problem(reason, verdict="NOTE")
         yield from _compare_tokens(at, teacher, run, model)
     except TeacherError as error:
-        yield problem(f"{error}.", "Start it with scripts/teacher.sh, or name the address at which it serves.")
+        fix = error.fix or "start it with scripts/teacher.sh, or name the address at which it serves."
+        yield problem(f"{error.reason.rstrip('.')}.", f"{fix[0].upper()}{fix[1:]}")
 
 
 def _compare_tokens(at: str, teacher: TeacherSettings, run: Configured, model: str) -> Iterator[Problem]:

@@ -39,13 +39,20 @@ POSITION, LARGEST = 512, 2**20
 """Largest size of an answer in bytes: per position sent, and in addition."""
 BUSY = (408, 425, 429)
 """Statuses below 500 after which the same request may succeed."""
+REFUSED = (401, 403)
+"""Statuses with which a server refuses a key."""
 
 
 class TeacherError(RuntimeError):
-    """The teacher gave no valid answer; the run stops instead of training without it."""
+    """The teacher gave no valid answer; the run stops instead of training without it.
 
-    def __init__(self, message: str) -> None:
-        super().__init__(redact_text(message))
+    Attributes:
+        reason, fix: what is wrong, and what to do; ``fix`` is empty if ``reason`` holds it, or nothing is known.
+    """
+
+    def __init__(self, reason: str, fix: str = "") -> None:
+        self.reason, self.fix = redact_text(reason), redact_text(fix)
+        super().__init__(f"{self.reason} Fix: {self.fix}" if fix else self.reason)
 
 
 @dataclass(frozen=True)
@@ -161,14 +168,14 @@ class TeacherClient:
         choices, model = answer.get("choices"), answer.get("model", self._model)
         if model not in self._names:
             raise TeacherError(
-                f"{where}: the answer comes from the model {_shorten(repr(model))}, but {self._model} was requested. "
+                f"{where}: the answer comes from the model {shorten(repr(model))}, but {self._model} was requested. "
                 f"Fix: set opd.teacher.model to the intended model, and opd.teacher.url to its server."
             )
         if not isinstance(choices, list) or not all(isinstance(each, dict) for each in choices):
-            raise TeacherError(f"{where} sent no completion: {_shorten(text)}")
+            raise TeacherError(f"{where} sent no completion: {shorten(text)}")
         found = {each.get("index") if isinstance(each.get("index"), int) else None: each for each in choices}
         if len(choices) != len(rows) or set(found) != set(range(len(rows))):
-            indices = _shorten(repr([each.get("index") for each in choices]))
+            indices = shorten(repr([each.get("index") for each in choices]))
             raise TeacherError(f"{where}: {len(choices)} answers with the indices {indices}.")
         return [found[number] for number in range(len(rows))]
 
@@ -198,9 +205,10 @@ class TeacherClient:
                 failure, pause = f"{url}: HTTP {status}", PAUSE * 2**attempt if after is None else after
                 continue
             if status != 200:
+                fix = f"serve the model {body['model']} with a max_model_len that holds prompt and response."
                 raise TeacherError(
-                    f"the teacher at {url} rejected {_name(rows)}: HTTP {status}: {_shorten(text)} "
-                    f"Fix: serve the model {body['model']} with a max_model_len that holds prompt and response."
+                    f"the teacher at {url} rejected {_name(rows)}: HTTP {status}: {shorten(text)}",
+                    explain_key(self._settings) if status in REFUSED else fix,
                 )
             return url, text
         raise TeacherError(
@@ -227,14 +235,21 @@ def open_session(settings: TeacherSettings) -> requests.Session:
         value = os.environ.get(variable, "").strip()
         if not value:
             raise TeacherError(
-                f"the environment variable {variable} of {key} is not set. Fix: export it where the trainer runs, on "
-                f"a cluster before `ray start`."
+                f"the environment variable {variable} of {key} is not set.",
+                "export it where the trainer runs, on a cluster before `ray start`.",
             )
         hide(value)
         if not (value.isascii() and value.isprintable()):
             raise TeacherError(f"the environment variable {variable} of {key} has characters that no header may have.")
         session.headers[name] = value if name in settings.headers else f"Bearer {value}"
     return session
+
+
+def explain_key(settings: TeacherSettings) -> str:
+    """Explain what to do about a server that refuses the key."""
+    if given := [*([settings.api_key] if settings.api_key else ()), *settings.headers.values()]:
+        return f"export what this server accepts as {', '.join(given)}."
+    return "name the environment variable that holds its key: opd.teacher.api_key, or --api-key of rft."
 
 
 def request(
@@ -286,7 +301,7 @@ def parse_object(text: bytes, url: str) -> dict[str, Any]:
     except (ValueError, RecursionError):
         found = None
     if not isinstance(found, dict):
-        raise TeacherError(f"{url} sent no JSON object: {_shorten(text)}")
+        raise TeacherError(f"{url} sent no JSON object: {shorten(text)}")
     return found
 
 
@@ -308,11 +323,11 @@ def read_log_probs(entries: Any, row: Row, url: str = "") -> list[float]:
         if place == 0:
             continue
         if not isinstance(entry, dict) or not isinstance(entry.get(str(token)), dict):
-            other = f"the token {_shorten(', '.join(entry))}" if entry and isinstance(entry, dict) else "nothing"
+            other = f"the token {shorten(', '.join(entry))}" if entry and isinstance(entry, dict) else "nothing"
             raise TeacherError(f"{where}, position {place}: sent the token {token}, it scored {other}.")
         value = entry[str(token)].get("logprob")
         if isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value) or value > 1e-3:
-            raise TeacherError(f"{where}, position {place}: a log-prob of {_shorten(repr(value))}.")
+            raise TeacherError(f"{where}, position {place}: a log-prob of {shorten(repr(value))}.")
         found.append(-math.inf if value <= EXCLUDED else float(value))
     return found[len(row.prompt) - 1 :]
 
@@ -323,6 +338,7 @@ def _name(rows: Sequence[Row]) -> str:
     return f"{len(rows)} sequences from {rows[0].number} to {rows[-1].number}"
 
 
-def _shorten(text: str | bytes) -> str:
-    shown = text[:1200].decode(errors="replace") if isinstance(text, bytes) else text[:1200]
-    return " ".join(shown.split())[:300]
+def shorten(text: str | bytes) -> str:
+    """Shorten an answer for a message; secrets are redacted first, because half of one is not recognised."""
+    shown = text[:4096].decode(errors="replace") if isinstance(text, bytes) else text[:4096]
+    return " ".join(redact_text(shown).split())[:300]

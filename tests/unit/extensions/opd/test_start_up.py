@@ -103,6 +103,12 @@ def test_each_teacher_is_examined_and_a_source_that_no_prompt_has_is_refused(
     assert str(unknown) == f"{key}={teacher.url}: no training prompt has the data_source code. The data has: math."
 
 
+def test_a_key_that_is_not_exported_is_said_with_its_fix_alone(teacher: FakeTeacher, student: Path) -> None:
+    (problem,) = problems(teacher.url, student, teacher={"api_key": "NOT_EXPORTED"})
+    assert problem.reason == "the environment variable NOT_EXPORTED of opd.teacher.api_key is not set."
+    assert problem.fix == "Export it where the trainer runs, on a cluster before `ray start`."
+
+
 def test_each_part_is_asked_for(teacher: FakeTeacher) -> None:
     settings = OpdSettings.from_mapping("opd", {"mode": "loss", "teacher": {"url": teacher.url}}).teachers[""]
     tokenizer = build_tokenizer("Spell backward:")

@@ -22,6 +22,7 @@ from recipe.offpolicy.extensions.opd.teacher_client import (
     parse_object,
     read_log_probs,
     request,
+    shorten,
 )
 from recipe.offpolicy.fault_tolerance.redaction import RedactedStream, redact, redact_text
 from tests.support.fake_teacher import FakeTeacher, serving
@@ -271,9 +272,22 @@ def test_a_refused_key_is_said_nowhere(
     shown = f"{caught.value} {redact_text(f'{client._session.headers}')} {redact({'a': [SECRET + '-of-before']})}"
     assert SECRET not in shown
     assert "rl-team-7" not in shown
+    assert caught.value.fix == "export what this server accepts as KEY_OF_TEACHER, TEAM_OF_TEACHER."
     stream = RedactedStream(sys.stdout)
     stream.write(f"Traceback: {SECRET}-of-before\n")
     assert capsys.readouterr().out == "Traceback: (hidden)\n"
+
+
+def test_a_secret_is_redacted_before_an_answer_is_shortened(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KEY_OF_TEACHER", SECRET)
+    open_session(TeacherSettings(urls=("http://127.0.0.1:9",), api_key="KEY_OF_TEACHER")).close()
+    for cut in range(1, len(SECRET)):
+        assert SECRET[:4] not in shorten(f"{'x' * (300 - cut)}{SECRET} is wrong")
+
+
+def test_a_server_that_demands_a_key_is_said_before_the_run(guarded: FakeTeacher) -> None:
+    with pytest.raises(TeacherError, match=r"/v1/models: HTTP 401\. Fix: name the environment variable"):
+        find_model(TeacherSettings(urls=(guarded.url,)))
 
 
 @pytest.mark.parametrize(
