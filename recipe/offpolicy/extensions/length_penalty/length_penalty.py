@@ -347,6 +347,8 @@ class LengthPenalty(AdvantageExtension):
     def restore(self, state: Mapping[str, Any], folder: Path) -> None:
         if "classes" in state:
             held = read_state(folder, CLASSES_FILE, self.section, f"{state['classes']} classes", CLASSES)
+            if (count := len(held["classes"])) != state["classes"]:
+                refuse(folder / CLASSES_FILE, "classes", count, f"the checkpoint records {state['classes']} classes")
             self._classes, self._fixed_at = held["classes"], held["step"]
         if self.length.kind != "anchor" or "anchors" not in state:
             return

@@ -18,6 +18,7 @@ from recipe.offpolicy.extensions.length_penalty.fixed_classes import Answer, fix
 from recipe.offpolicy.extensions.length_penalty.left_out import EasierPrompts
 from recipe.offpolicy.extensions.length_penalty.length_penalty import LengthPenalty
 from recipe.offpolicy.extensions.length_penalty.settings import LEAVE_OUT
+from recipe.offpolicy.fault_tolerance.state_schema import CheckpointError
 from recipe.offpolicy.proof.verify import LivenessError
 from scripts.quickstart.model import build_tokenizer
 from tests.support import judged
@@ -134,6 +135,14 @@ def test_validations_fix_classes_at_a_step_and_follow_them_over_a_resume(tmp_pat
     for which in (made, again):
         found = run(which, 20, *later)
         assert {name: found[f"length/val/{name}"] for name in expected} == expected
+
+
+def test_classes_of_another_checkpoint_are_refused(tmp_path: Path) -> None:
+    made = penalty(truncated="keep", classes={"from_step": 10, "samples": 2})
+    made._classes, made._fixed_at = {"p": "easy", "q": "hard"}, 10
+    made.state(tmp_path)
+    with pytest.raises(CheckpointError, match="the checkpoint records 3 classes"):
+        made.restore({"classes": 3}, tmp_path)
 
 
 def test_a_trainer_without_the_method_is_said() -> None:
