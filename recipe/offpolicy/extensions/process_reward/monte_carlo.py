@@ -62,6 +62,8 @@ async def continue_prefix(
             "error": f"{samples - len(whole)} of {samples} continuations were aborted, or sampled by other weights."
         }
     rewards = await asyncio.gather(*map(score, whole))
+    if not all(map(math.isfinite, rewards)):
+        return {"error": "the reward of a continuation is not finite."}
     return {"mean": math.fsum(rewards) / samples, "tokens": sum(map(len, whole)) - samples * len(prefix)}
 
 

@@ -53,8 +53,15 @@ def test_without_room_or_with_lost_rollouts_there_is_no_estimate() -> None:
     async def lose(ids: list[int], most: int, seed: int) -> None:
         return None
 
+    async def fail(response: list[int]) -> float:
+        return math.nan
+
     how: Any = {"samples": 2, "source": random.Random(0)}
     assert "maximum response length" in asyncio.run(continue_prefix([7], [1] * 4, 4, sample, reward, **how))["error"]
+    assert (
+        asyncio.run(continue_prefix([7], [1], 4, sample, fail, **how))["error"]
+        == "the reward of a continuation is not finite."
+    )
     assert (
         "2 of 2 continuations were aborted" in asyncio.run(continue_prefix([7], [1], 4, lose, reward, **how))["error"]
     )
