@@ -147,6 +147,14 @@ def name_runs(runs: Iterable[str]) -> dict[str, str]:
     return {run: f"{os.path.relpath(run, shared)}, " if len(found) > 1 else "" for run in sorted(found)}
 
 
+def drop_repeated(paths: Iterable[Path]) -> list[Path]:
+    """Drop files that are named again, whose answers would count twice."""
+    found: dict[Path, Path] = {}
+    for path in paths:
+        found.setdefault(path.resolve(), path)
+    return list(found.values())
+
+
 def is_dump(path: Path) -> bool:
     """Return True if a file begins with a line of a dump."""
     if not path.is_file():

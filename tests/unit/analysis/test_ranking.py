@@ -33,6 +33,13 @@ def test_two_checkpoints_by_hand() -> None:
     assert (found.by, found.pairs, found.width) == ("unbiased", 1, pytest.approx(1.96, abs=0.15))
 
 
+def test_equal_checkpoints_share_a_place() -> None:
+    rights = [0, 1, 2, 4] * 3
+    found = rank_checkpoints([counts(1, [4] * 12, [0] * 12), *(counts(at, [4] * 12, rights) for at in (2, 3))], 2)
+    assert [(each.number, each.name) for each in found.places] == [(1, "step 2"), (1, "step 3"), (3, "step 1")]
+    assert [each.may_be_best for each in found.places] == [True, True, False]
+
+
 def sample(rates: Tensor, n: int, generator: torch.Generator) -> list[int]:
     return (torch.rand(len(rates), n, generator=generator) < rates[:, None]).sum(-1).tolist()
 

@@ -41,6 +41,8 @@ def test_rounds_of_one_step_are_pooled_and_steps_are_apart(tmp_path: Path) -> No
     first, second = read_dumps([one, two, later], correct_at_least=1.0)
     assert (first.n, first.c, first.pooled) == ([8, 16, 8], [1, 0, 8], 0)
     assert (second.step, second.n, second.c) == (20, [8], [3])
+    again = read_dumps([one, two, tmp_path / ".." / tmp_path.name / "a.jsonl"], correct_at_least=1.0)
+    assert (again[0].n, again[0].c) == (first.n, first.c)
 
 
 def test_outputs_of_one_session_count_once_and_doubles_are_seen(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...extensions.length_penalty.fixed_classes import CLASSES, Answer, count_tokens, fix_classes
-from ...extensions.sessions import find_run, name_runs, read_answers, round_threshold
+from ...extensions.sessions import drop_repeated, find_run, name_runs, read_answers, round_threshold
 from ...recording import Recording
 from ...recording.schema import concatenate
 from ..pages import Column, Table
@@ -67,7 +67,7 @@ def read_checkpoints(paths: Sequence[Path], tokenizer: Any) -> list[Answers]:
         DumpError, OSError: as ``validation_dumps.read_answers``.
     """
     found: dict[tuple[str, int], list[tuple[str, str, float]]] = {}
-    for path in paths:
+    for path in drop_repeated(paths):
         for answer in read_answers(path):
             found.setdefault((find_run(path), answer.step), []).append((answer.prompt, answer.output, answer.score))
     runs = name_runs(run for run, _ in found)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...extensions.pass_at_k.estimators import RankingOnly, rank
 from ...extensions.pass_at_k.summary import Stopping, Summary, summarize
-from ...extensions.sessions import DumpError, find_run, name_runs, parse_line, round_threshold
+from ...extensions.sessions import DumpError, drop_repeated, find_run, name_runs, parse_line, round_threshold
 from ..pages import Column, Table
 from ..pages.panels import Axis, Mark, Panel
 from ..pages.plotting import PALETTE, draw_panels
@@ -69,7 +69,7 @@ def read_dumps(paths: Sequence[Path], *, correct_at_least: float) -> list[Counts
     """
     steps: dict[tuple[str, int], dict[Prompt, _Prompt]] = {}
     named = True
-    for path in paths:
+    for path in drop_repeated(paths):
         folder = find_run(path)
         sessions: set[str] = set()
         for number, text in enumerate(path.read_text().splitlines(), 1):

@@ -28,11 +28,13 @@ class Place:
     """One checkpoint of a ranking.
 
     Attributes:
+        number: 1 for the first; equal statistics share a place.
         value: its statistic, see ``Ranking.by``, and its own 95 % interval.
         behind: its difference from the first place, with an interval that holds for all pairs together.
         may_be_best: no other checkpoint is better by an interval above 0.
     """
 
+    number: int
     name: str
     value: tuple[float, float, float]
     behind: tuple[float, float, float]
@@ -96,6 +98,7 @@ def rank_checkpoints(
     first = falling[0]
     places = tuple(
         Place(
+            1 + int((own > own[at] + 1e-12).sum()),
             checkpoints[at].name,
             (float(own[at]), *((math.nan, math.nan) if few else (float(ends[0, at]), float(ends[1, at])))),
             _interval(float(differences[at, first]), 0.0 if at == first else float(margin[at, first])),
@@ -191,8 +194,8 @@ def build_ranking(found: Ranking) -> Table:
         *(Column(name) for name in ("behind first", "low", "high", "may be best")),
     ]
     rows = [
-        [number, each.name, *each.value, *each.behind, "yes" if each.may_be_best else "no"]
-        for number, each in enumerate(found.places, 1)
+        [each.number, each.name, *each.value, *each.behind, "yes" if each.may_be_best else "no"]
+        for each in found.places
     ]
     return Table(columns, rows, f"Ranking by pass@{found.k} ({found.by}), {found.prompts} common prompts")
 
@@ -207,13 +210,13 @@ def build_places(found: Ranking) -> dict[str, dict[str, object]]:
     shared = {"k": found.k, "by": found.by, "pairs": found.pairs, "width": found.width, "notes": list_notes(found)}
     return {
         each.name: {
-            "place": number,
+            "place": each.number,
             "value": name(each.value),
             "behind_first": name(each.behind),
             "may_be_best": each.may_be_best,
             **shared,
         }
-        for number, each in enumerate(found.places, 1)
+        for each in found.places
     }
 
 
