@@ -80,7 +80,7 @@ def check_healthy(steps: Sequence[Mapping[str, float]], expected: Iterable[int])
     last = {
         name.removeprefix("offpolicy/live/"): value for name, value in steps[-1].items() if "offpolicy/live/" in name
     }
-    assert last["delivery"] == last["own_rows"] == last["factor"] == 1.0, last
+    assert last["delivery"] == last["own_rows"] == last["factor"] == last["denominators"] == 1.0, last
     sections = [
         last[name]
         for name in (

@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Protocol
 
 from ..batch.micro_batch import TOKEN_VERSIONS_SEALED
+from ..batch.mini_batch_mean import Shares, add_shares, check_shares
 from ..batch.plan import PROVE
 from ..batch.reports import are_same_rows
 from ..batch.seals import LivenessError as LivenessError
@@ -34,6 +35,7 @@ class UpdateEvidence(Protocol):
     bounds: dict[str, dict[str, float | None]]
     proof: Proof | None
     scales: dict[float, int]
+    shares: Shares
 
 
 def verify(
@@ -47,6 +49,7 @@ def verify(
     plan: int | None = None,
     marked: int | None = None,
     again: bool = False,
+    steps: int = 0,
 ) -> dict[str, float]:
     """Check an update with proofs, the first one or a later one.
 
@@ -60,6 +63,7 @@ def verify(
         plan: fingerprint of the plan sent with this update; None: not compared.
         marked: sum of the marks of what must be proved; None: all micro-batches.
         again: the correction was proved before; a few rows may not show all of it, which is no failure.
+        steps: number of optimizer steps that the engine made; 0: unknown.
 
     Returns:
         Metrics for ``offpolicy/live/``. ``proved`` is 0.0 if the update had no gradient to judge, for example because
@@ -68,7 +72,7 @@ def verify(
     Raises:
         LivenessError: evidence is missing or wrong.
     """
-    verify_update(packets, spec, sampled_rows=sampled_rows, epochs=epochs, moving=moving, plan=plan)
+    verify_update(packets, spec, sampled_rows=sampled_rows, epochs=epochs, moving=moving, plan=plan, steps=steps)
     structure = float(compute_fingerprint(spec, moving))
     if spec.is_none:
         return {"fingerprint": structure}
@@ -106,6 +110,7 @@ def verify(
         "log_prob_bits": float(min(proof.log_prob_bits for proof in proofs)),
         "own_rows": float(any(other for _, other in (proof.row_distances for proof in proofs))),
         "factor": float(any(packet.scales for packet in packets)),
+        "denominators": float(steps > 0 and any(packet.shares for packet in packets)),
     }
 
 
@@ -117,11 +122,13 @@ def verify_update(
     epochs: int = 1,
     moving: Collection[str] = (),
     plan: int | None = None,
+    steps: int = 0,
 ) -> None:
-    """Check the evidence of every update: adapter, spec, bounds, mu and the engine's factor.
+    """Check the evidence of every update: adapter, spec, bounds, mu, the engine's factor and verl's denominators.
 
     Each micro-batch must come from the adapter, hold the trainer's spec and bounds, and use the mu that was sampled,
-    and the engine must have multiplied its loss by the right factor.
+    and the engine must have multiplied its loss by the right factor. Over an optimizer step they must fill verl's
+    denominators.
 
     Raises:
         LivenessError: evidence is missing or wrong.
@@ -131,6 +138,8 @@ def verify_update(
         _verify_plan(packets, plan)
         _verify_rows([row for packet in packets for row in packet.rows], sampled_rows, epochs)
         _verify_scales(packets)
+        if steps:
+            check_shares(add_shares(packet.shares for packet in packets), steps)
 
 
 def _verify_fingerprint(packets: Sequence[UpdateEvidence], spec: CorrectionSpec, moving: Collection[str]) -> None:
@@ -347,6 +356,8 @@ def _find_missing(spec: CorrectionSpec, live: Mapping[str, float], sealed: Seque
         yield "that log pi belongs to its own sequences (no micro-batch had two sequences, or pi_old is mu)"
     if not live.get("factor"):
         yield "the engine's factor of the loss (unknown for this engine)"
+    if not live.get("denominators"):
+        yield "verl's denominators of the loss (this engine reports none)"
 
 
 def _find_unread(spec: CorrectionSpec, live: Mapping[str, float]) -> list[str]:

@@ -25,7 +25,7 @@ from verl_patches import sent_metrics
 
 from ..batch import micro_batch as mb
 from ..batch.likeliest_tokens import LikeliestTokens, compute_centering_term, measure_drift
-from ..batch.mini_batch_mean import mini_batch_mean
+from ..batch.mini_batch_mean import check_ranks, defer_shares, mini_batch_mean
 from ..batch.padding import split_micro_batch
 from ..correction import CorrectionSpec, Statistic, StepStage
 from ..correction.bounds import Side, compute_fingerprint, read_bounds, replace_bounds
@@ -178,6 +178,7 @@ class OffPolicyLoss:
     def _correct(
         self, model_output: Mapping[str, Any], data: TensorDict, dp_group: Any
     ) -> tuple[Tensor, dict[str, Any]]:
+        check_ranks(data, dp_group)
         batch = mb.read(model_output, data)
         if self.moving:
             self.spec = replace_bounds(self.spec, mb.read_bounds(batch, self.moving))
@@ -187,6 +188,8 @@ class OffPolicyLoss:
         loss, metrics, packet.statistics = self.compute_corrected(batch, dp_group, likeliest)
         if likeliest is not None and self.ledger is not None and torch.is_grad_enabled():
             packet.note(measure_drift(self.spec, self.shadows, batch, likeliest))
+        if self.ledger is not None and torch.is_grad_enabled():
+            packet.count(defer_shares(batch.response_mask, data))
         if self.proves(batch):
             packet.proof = prove(self.copy_for_trials(random_state), batch, loss)
         packet.watch(loss, expected_scale(loss, data))

@@ -32,6 +32,7 @@ from torch import Tensor
 from verl.utils.metric import Metric
 
 from ..batch import micro_batch as mb
+from ..batch.mini_batch_mean import Shares, add_shares
 from ..batch.reports import take_reports
 from ..batch.seals import hash_rows
 from ..batch.weight_versions import UNKNOWN, RowVersions, TokenVersions, compute_token_versions
@@ -45,7 +46,7 @@ from ..monitor.mismatch.shares import defer_share_statistics
 from ..proof.gradient import Proof
 from ..proof.token_alignment import AlignmentTally, count_agreements
 
-Name = Literal["statistics", "attribution", "histograms", "alignment", "rows", "scales"]
+Name = Literal["statistics", "attribution", "histograms", "alignment", "rows", "scales", "shares"]
 
 _COLUMNS = ("responses", "response_mask", "rollout_log_prob", "old_log_prob", "log_prob", "advantages")
 
@@ -194,8 +195,9 @@ class Packet:
         reports: reports of extensions, by section.
         scales: ratio of the engine's factor of the loss to the expected one (1: as expected, 0: the loss was not
             differentiated) -> number of micro-batches.
+        shares: shares of verl's denominators, see ``batch.mini_batch_mean``.
 
-    Statistics, rows, histograms, alignment and scales include those of all packets queued with this one.
+    Statistics, rows, histograms, alignment, scales and shares include those of all packets queued with this one.
     """
 
     fingerprint: int
@@ -208,6 +210,7 @@ class Packet:
     proof: Proof | None = None
     reports: dict[str, Any] = field(default_factory=dict)
     scales: dict[float, int] = field(default_factory=dict)
+    shares: Shares = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._arrived: Tensor | None = None
@@ -230,6 +233,10 @@ class Packet:
     def note(self, statistics: Mapping[str, Statistic]) -> None:
         """Add statistics that are on the device."""
         self._readings.append({"statistics": defer_statistics(statistics)})
+
+    def count(self, shares: DeferredValue[Shares]) -> None:
+        """Add shares of verl's denominators."""
+        self._readings.append({"shares": shares})
 
     def settle(self) -> None:
         """Copy the values of this packet, and of all packets queued with it, to the host."""
@@ -267,6 +274,8 @@ class Packet:
             self.alignment = sum(tallies, self.alignment or AlignmentTally())
         for scale in chain.from_iterable(found.get("scales", ())):
             self.scales[scale] = self.scales.get(scale, 0) + 1
+        if shares := found.get("shares", ()):
+            self.shares = add_shares([self.shares, *shares])
 
 
 class Ledger:

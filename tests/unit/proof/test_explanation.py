@@ -10,7 +10,8 @@ from recipe.offpolicy.correction import CorrectionSpec
 from recipe.offpolicy.proof.verify import describe_proof, describe_rest
 from tests.support.corrections import GSM, TIS
 
-LIVE = {"gradient_tokens": 6.0, "gradient_error": 1e-7, "rows": 4.0, "fingerprint": 5.0, "own_rows": 1.0, "factor": 1.0}
+NUMBERS = {"gradient_tokens": 6.0, "gradient_error": 1e-7, "rows": 4.0, "fingerprint": 5.0}
+LIVE = NUMBERS | {"own_rows": 1.0, "factor": 1.0, "denominators": 1.0}
 BOTH = {"weight": TIS, "masks": {"gsm": GSM}}
 
 
@@ -32,6 +33,7 @@ def test_everything_was_proved() -> None:
         (BOTH, {}, [], "columns of the loss"),
         (BOTH, {"own_rows": 0.0}, ["plan"], "that log pi belongs to its own sequences"),
         (BOTH, {"factor": 0.0}, ["plan"], "the engine's factor"),
+        (BOTH, {"denominators": 0.0}, ["plan"], "verl's denominators"),
         ({"weight": TIS | {"level": "version"}}, {}, ["plan", "versions"], "versions of single tokens"),
         (BOTH | {"baseline": "exclude"}, {}, ["plan"], "baseline=exclude"),
         (

@@ -50,6 +50,7 @@ def test_complete_evidence() -> None:
         "log_prob_bits": 32.0,
         "own_rows": 0.0,
         "factor": 0.0,
+        "denominators": 0.0,
     }
 
 
