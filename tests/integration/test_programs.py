@@ -6,7 +6,7 @@ import os
 import re
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -162,6 +162,18 @@ def test_workers_with_another_loss_stop_it(
     assert finished.returncode != 0
     assert "LivenessError" in finished.output, finished.output[-3000:]
     assert not read_steps(finished.output)
+
+
+@pytest.mark.parametrize("name", [each for each in EACH if each.values[0] in ("fully_async", "one_step_off")])
+def test_an_engine_that_cannot_load_weights_ends_it(
+    name: str, run_program: Callable[..., Any], made: dict[str, Path], tmp_path: Path
+) -> None:
+    faults = {"VERL_USE_EXTERNAL_MODULES": "tests.support.faults", "OFFPOLICY_FAULT": "failing_load:1"}
+    watched = replace(PROGRAMS[name], overrides=(*PROGRAMS[name].overrides, "offpolicy.watchdog.poll=5"))
+    finished = launch(run_program, made, watched, tmp_path, **faults)
+    assert finished.returncode != 0
+    told = r"has failed: rollout server 0 could not run update_weights.*KeyError: 'layers\.7\.unknown'"
+    assert re.search(told, finished.output), finished.output[-3000:]
 
 
 LORA = ("lora_rank=8", "lora_alpha=16", "lora.merge=true")

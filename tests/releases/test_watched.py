@@ -45,6 +45,7 @@ OWNERS = {
     # The one that the release has.
     "server_handles": ["verl.workers.rollout.llm_server", "verl.experimental.agent_loop.agent_loop"],
     "agent_loop_workers": ["verl.experimental.agent_loop.agent_loop"],
+    "servers": ["verl.workers.rollout.replica"],
     "reward_loop_workers": ["verl.experimental.reward_loop.reward_loop"],
 }
 """List of actors -> the modules of the class that holds it, the first that there is."""
@@ -76,14 +77,16 @@ def test_the_actors_of_each_trainer(trainer: str) -> None:
     text = "".join(map(source, TRAINERS[trainer]))
     held = set()
     for path in HOLDERS:
-        owner, actors = path.split(".")
+        owner, *_, actors = path.split(".")
         module = next(name for name in OWNERS[actors] if importlib.util.find_spec(name))
         if f"self.{owner} = " in text or f"self.{owner}: " in text:
             of_owner = source(module)
-            if f"self.{actors} = [" in of_owner or f"def {actors}(self" in of_owner:
+            if any(
+                makes in of_owner for makes in (f"self.{actors} = [", f"self.{actors}: list[", f"def {actors}(self")
+            ):
                 held.add(path)
     groups = {"actor_rollout_wg.workers", "critic_wg.workers", "ref_policy_wg.workers"}
-    assert groups | {"reward_loop_manager.reward_loop_workers"} <= held
+    assert groups | {"reward_loop_manager.reward_loop_workers", "checkpoint_manager.replicas.servers"} <= held
     loops = "async_rollout_manager" if trainer == "v0" else "agent_loop_manager"
     assert f"{loops}.agent_loop_workers" in held
     servers = {path for path in held if path.endswith(".server_handles")}

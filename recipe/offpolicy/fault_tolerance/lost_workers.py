@@ -22,6 +22,7 @@ HOLDERS = (
     "llm_server_manager.server_handles",
     "standalone_server_manager.server_handles",
     "async_rollout_manager.server_handles",
+    "checkpoint_manager.replicas.servers",
     "async_rollout_manager.agent_loop_workers",
     "agent_loop_manager.agent_loop_workers",
     "reward_loop_manager.reward_loop_workers",
@@ -99,8 +100,8 @@ def end_workers(trainer: Any) -> None:
 def list_actor_handles(trainer: Any) -> Iterator[tuple[str, Any]]:
     """List (attribute of the trainer, handle) of every Ray actor that the trainer holds."""
     for path in HOLDERS:
-        found: Any = trainer
+        found = [trainer]
         for part in path.split("."):
-            found = getattr(found, part, None)
-        if isinstance(found, Iterable):
-            yield from ((path.split(".")[0], handle) for handle in found if hasattr(handle, "__ray_ready__"))
+            values = [getattr(one, part, None) for one in found]
+            found = [each for value in values for each in (value if isinstance(value, Iterable) else [value])]
+        yield from ((path.split(".")[0], handle) for handle in found if hasattr(handle, "__ray_ready__"))

@@ -280,6 +280,29 @@ def test_experts_of_other_ranks_are_tried_until_one_is_loaded() -> None:
     assert sources.targets == {"layers.0.experts.up_proj.weight": {"w"}}
 
 
+def test_a_tied_tensor_that_is_refused_alone_is_left_out() -> None:
+    """As by vLLM 0.31, whose model reads the embedding only; another refusal is raised."""
+    calls: list[list[str]] = []
+
+    def load(weights: Weights) -> set[str]:
+        names = [name for name, _ in weights]
+        if names == ["lm_head"]:
+            raise ValueError("'lm_head' was skipped because it is tied to 'embed' in M, but 'embed' was not found")
+        if "other" in names:
+            raise ValueError("There is no module or parameter named 'other'")
+        calls.append(names)
+        return {*names} - {"lm_head"}
+
+    sources = Sources()
+    for _ in range(2):
+        load_observed(load, sources, [("embed", torch.ones(1)), ("w", torch.ones(1))])
+        load_observed(load, sources, [("lm_head", torch.ones(1))])
+    assert calls == [["embed"], ["w"], ["embed", "w"]]
+    assert sources.targets == {"embed": {"embed"}, "w": {"w"}}
+    with pytest.raises(ValueError, match="named 'other'"):
+        load_observed(load, sources, [("other", torch.ones(1))])
+
+
 def test_a_model_that_does_not_say_what_it_loads_is_not_judged() -> None:
     sources = Sources()
     load_observed(lambda weights: None, sources, [("w", torch.ones(1))])
