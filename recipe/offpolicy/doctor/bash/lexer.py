@@ -132,18 +132,27 @@ class Lexer:
         start = self.place
         while self.place < len(self.source):
             character = self.source[self.place]
-            if character in "<>" and self.source.startswith(("<(", ">("), self.place):
-                self._skip_bracketed(1)
-            elif character in " \t\n;&|()<>":
+            if character in " \t\n;&|()<>" and not self.source.startswith(("<(", ">("), self.place):
                 break
-            else:
-                self._step()
+            self._skip_piece()
         if self.place == start:
             raise ScriptError(f"line {self.line}: {self.source[start]!r} is not expected here")
         return self.source[start : self.place]
 
+    def find_piece_end(self, start: int) -> int:
+        """Return the place after one character, or after a quoted or bracketed piece that starts at ``start``."""
+        self.place = start
+        self._skip_piece()
+        return self.place
+
+    def _skip_piece(self) -> None:
+        if self.source.startswith(("<(", ">("), self.place):
+            self._skip_bracketed(1)
+        else:
+            self._step()
+
     def _step(self) -> None:
-        """Skip one character of a word, or one quoted or bracketed piece."""
+        """Skip one character, or one piece that is quoted or bracketed also inside of others."""
         character = self.source[self.place]
         if character == "\\":
             self._advance(2)
@@ -177,7 +186,7 @@ class Lexer:
         line = self.line
         self._advance(1)
         while self.place < len(self.source) and self.source[self.place] != '"':
-            if self.source[self.place] == "'":
+            if self.source.startswith(("'", "$'"), self.place):
                 self._advance(1)
             else:
                 self._step()

@@ -9,14 +9,13 @@ from dataclasses import dataclass, replace
 from .arithmetic import evaluate
 from .braces import expand_braces
 from .budget import FIELD
+from .lexer import Lexer
 from .parameters import Parameter, expand_parameter, parse_parameter
-from .shell_values import Field, ScriptError, ShellState, Unknown
+from .shell_values import Field, ShellState, Unknown
 
 Substitute = Callable[[str, int], Field]
 """Called with the commands of $(...) and their line; returns their output."""
-_BRACKETS = ("${", "$(", "<(", ">(")
 _NAME = re.compile(r"[A-Za-z_]\w*|[0-9@*#?$!-]")
-_DOCUMENT = re.compile(r"(?<!<)<<-?\s*(['\"]?)([A-Za-z_]\w*)\1")
 _ANSI = {"n": "\n", "t": "\t", "\\": "\\", "'": "'", '"': '"'}
 _ASSIGNS = re.compile(
     r"\s*(?:(\+\+|--)\s*(?P<first>[A-Za-z_]\w*)|(?P<name>[A-Za-z_]\w*)\s*"
@@ -46,7 +45,7 @@ class WordExpander:
     def expand_fields(self, written: str, line: int) -> list[Field]:
         """Expand a word of a command to its fields: none, one or several."""
         fields: list[Field] = []
-        for word in expand_braces(written, _skip_piece):
+        for word in expand_braces(written, lambda text, place: Lexer(text, line).find_piece_end(place)):
             self._state.budget.spend_bytes(FIELD)
             fields += _join_fields(self._split_pieces(word, line, quoted=False))
         return fields
@@ -116,10 +115,10 @@ class WordExpander:
                 yield _Piece(written[place + 1 : end], quoted=True)
                 place = end + 1
             elif character == '"' and not document:
-                end = _find_closing_quote(written, place)
-                inside = list(self._split_pieces(written[place + 1 : end], line, quoted=True))
+                end = Lexer(written, line).find_piece_end(place)
+                inside = list(self._split_pieces(written[place + 1 : end - 1], line, quoted=True))
                 yield from (replace(piece, quoted=True) for piece in inside or [_Piece("")])
-                place = end + 1
+                place = end
             elif character == "`":
                 end = written.index("`", place + 1)
                 yield _Piece(self._substitute(written[place + 1 : end], line), split=not quoted)
@@ -129,10 +128,10 @@ class WordExpander:
                 yield from pieces
                 place += length
             elif not quoted and written.startswith(("<(", ">("), place):
-                end = _find_closing(written, place + 1)
-                self._substitute(written[place + 2 : end], line)
+                end = Lexer(written, line).find_piece_end(place)
+                self._substitute(written[place + 2 : end - 1], line)
                 yield _Piece(Unknown(f"{character}(...) is not supported", line))
-                place = end + 1
+                place = end
             else:
                 ends = "\\'\"`$" if quoted else "\\'\"`$<>"
                 end = next((i for i in range(place + 1, len(written)) if written[i] in ends), len(written))
@@ -146,16 +145,14 @@ class WordExpander:
             assert end is not None, "the lexer checks that it is closed"
             inside = re.sub(r"\\(.)", lambda found: _ANSI.get(found[1], found[0]), rest[2 : end.end() - 1])
             return end.end(), [_Piece(inside)]
-        if rest.startswith("$(("):
-            end_at = _find_closing(rest, 1)
-            if rest[end_at - 1] == ")":
-                return end_at + 1, [_Piece(self.evaluate_arithmetic(rest[3 : end_at - 1], line))]
-        if rest.startswith("$("):
-            end_at = _find_closing(rest, 1)
-            return end_at + 1, [_Piece(self._substitute(rest[2:end_at], line), split=not quoted)]
-        if rest.startswith("${"):
-            end_at = _find_closing(rest, 1)
-            return end_at + 1, self._expand_parameter(parse_parameter(rest[2:end_at], line), line, quoted)
+        if rest.startswith(("$(", "${")):
+            end_at = Lexer(rest, line).find_piece_end(0)
+            inside = rest[2 : end_at - 1]
+            if inside.startswith("(") and inside.endswith(")") and rest[1] == "(":
+                return end_at, [_Piece(self.evaluate_arithmetic(inside[1:-1], line))]
+            if rest[1] == "(":
+                return end_at, [_Piece(self._substitute(inside, line), split=not quoted)]
+            return end_at, self._expand_parameter(parse_parameter(inside, line), line, quoted)
         if found := _NAME.match(rest, 1):
             return found.end(), self._expand_parameter(Parameter(found[0]), line, quoted)
         return 1, [_Piece("$")]
@@ -179,18 +176,6 @@ class WordExpander:
 
 def _get_text(value: Field) -> str:
     return value.prefix if isinstance(value, Unknown) else value
-
-
-def _skip_piece(written: str, place: int) -> int:
-    """Return the position after one character, or after a quoted or bracketed piece that starts at ``place``."""
-    character = written[place]
-    if character == "\\":
-        return place + 2
-    if character in "'`":
-        return written.index(character, place + 1) + 1
-    if character == '"':
-        return _find_closing_quote(written, place) + 1
-    return _find_closing(written, place + 1) + 1 if written.startswith(_BRACKETS, place) else place + 1
 
 
 def concatenate(values: Iterator[Field]) -> Field:
@@ -235,48 +220,3 @@ def _join_fields(pieces: Iterator[_Piece]) -> Iterator[Field]:
             current = None
     if current is not None:
         yield current
-
-
-def _find_closing_quote(written: str, start: int) -> int:
-    place = start + 1
-    while written[place] != '"':
-        if written[place] == "\\":
-            place += 2
-        elif written.startswith(("$(", "${"), place):
-            place = _find_closing(written, place + 1) + 1
-        elif written[place] == "`":
-            place = written.index("`", place + 1) + 1
-        else:
-            place += 1
-    return place
-
-
-def _find_closing(written: str, start: int) -> int:
-    """Find the bracket that closes the one at ``start``, skipping quotes, comments and nested ones."""
-    opener, closer = written[start], {"{": "}", "(": ")"}[written[start]]
-    arithmetic = written.startswith("((", start)
-    depth, place = 0, start
-    while place < len(written):
-        character = written[place]
-        if character == "\\":
-            place += 2
-            continue
-        found = None if arithmetic or opener == "{" else _DOCUMENT.match(written, place)
-        if found is not None:
-            end = re.compile(rf"\n\t*{found[2]}(?=\n|\s*\)|$)").search(written, found.end())
-            place = end.end() if end else found.end()
-            continue
-        if character == "'":
-            place = written.index("'", place + 1)
-        elif character == '"':
-            place = _find_closing_quote(written, place)
-        elif character == "#" and opener == "(" and written[place - 1] in " \t\n":
-            place = max(written.find("\n", place), place)
-        elif character == opener:
-            depth += 1
-        elif character == closer:
-            depth -= 1
-            if depth == 0:
-                return place
-        place += 1
-    raise ScriptError(f"{opener} is not closed")
