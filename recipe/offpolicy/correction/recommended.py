@@ -1,4 +1,4 @@
-"""The one correction that is recommended for asynchronous and stale data, and the measurement that it rests on.
+"""What is recommended for asynchronous and stale data, with the measurement that it rests on, and for two engines.
 
 Everything that gives this advice reads it here: ``correction=auto``, the start-up checks, the attribution, the report
 and ``run_async.sh``; README and docs repeat it.
@@ -27,3 +27,9 @@ WHY: Final = (
     "with an engine eight steps late it ends at 0.602 exact matches, where uncorrected runs and decoupled_ppo end at "
     "0.004 and [decoupled_ppo,opsm] at 0.355 (medians of eight runs, docs/collapse.md)"
 )
+
+BATCH_INVARIANT: Final = (
+    "VLLM_BATCH_INVARIANT=1 in the environment of the launch makes mu independent of the other requests of a batch, on "
+    "CUDA devices and slower; the trainer's kernels stay different"
+)
+"""vLLM's switch that reduces a mismatch of equal weights instead of correcting it; it was not run here."""

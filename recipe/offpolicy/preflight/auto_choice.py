@@ -99,7 +99,8 @@ def _choose_correction(setup: Setup) -> Selection:
         return Selection(options, (seen[setup.engine], why), values=recommended.VALUES)
     fresh = f"{mode}: no staleness correction."
     if setup.engine == "different":
-        return Selection(("tis_token",), (f"{engine}: tis_token, mu and pi_old differ at equal weights.", fresh))
+        why = f"{engine}: tis_token, mu and pi_old differ at equal weights."
+        return Selection(("tis_token",), (why, fresh), advice=(f"{recommended.BATCH_INVARIANT}.",))
     advice = (
         "correction.proximal=same_engine leaves the second forward pass out, once the first step has shown that mu is "
         "pi_old to 1e-6.",

@@ -76,6 +76,7 @@ REMARKS: tuple[Check, ...] = (
     staleness.warn_asynchronous,
     staleness.warn_ages,
     remarks.warn_unlike_micro_batches,
+    remarks.warn_one_seed,
     remarks.warn_kl_left_out,
     remarks.warn_collapsed_rewards,
     offpolicy_keys.warn_extensions,

@@ -10,6 +10,7 @@ from verl_patches.execution_path import FULLY_ASYNC
 
 from ...correction.problem import Problem, format_value
 from ...correction.proximal import WITHOUT_FORWARD
+from ...correction.recommended import BATCH_INVARIANT
 from ..composed import (
     ACTOR,
     BATCH,
@@ -160,6 +161,18 @@ def warn_unlike_micro_batches(run: Composed) -> Iterator[Problem]:
             f"round differently, so that pi / pi_old is not exactly 1 at the first step."
         )
         yield run.problem(key, reason, "", {key: trained}, ("pi_old",), "NOTE")
+
+
+def warn_one_seed(run: Composed) -> Iterator[Problem]:
+    """Warn of verl's deterministic rollouts, whose requests to one server all have the same seed."""
+    key, samples = f"{ROLLOUT}.full_determinism", f"{ROLLOUT}.n"
+    if run.get(key) and run.get(NAME) == "vllm" and run.get(samples, 1) > 1:
+        reason = (
+            "verl gives all requests of a server one seed, so the rollouts of a prompt on it are copies, and their "
+            "advantages are 0."
+        )
+        fix = f"Use it to debug only. For training {BATCH_INVARIANT}."
+        yield run.problem(key, reason, fix, {key: False}, (), "NOTE", (samples,), value=True)
 
 
 def warn_kl_left_out(run: Composed) -> Iterator[Problem]:

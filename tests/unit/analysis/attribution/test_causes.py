@@ -231,6 +231,7 @@ def test_numerics_have_a_tail_and_no_sign() -> None:
     causes = find_causes(simulated(noisy(0.15)))
     assert present(causes) == {"numerics"}
     assert of(causes, "numerics").evidence["tail"] > 1.5
+    assert "VLLM_BATCH_INVARIANT=1" in of(causes, "numerics").fix
     assert "or correct for it: 'correction=" in of(causes, "numerics").fix
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from ....correction.recommended import BATCH_INVARIANT
 from .cause import LEAST_CONTEXTS, LEAST_TOKENS, THRESHOLDS, Cause, report_absent, report_untestable
 from .sampled_tokens import Array, SampledTokens, center_within_contexts, estimate, sum_by_cluster
 
@@ -60,8 +61,8 @@ def find(sampled: SampledTokens, *, offset: bool) -> Cause:
         evidence,
         f"the gap has no sign, {noise.value:.2g} nats [{noise.low:.2g}, {noise.high:.2g}] at a probability of 0.1 to "
         f"0.9 and {tail.value:.1f} times as much below 0.1 as above 0.5: the engines compute with different precision",
-        "give the engine the trainer's precision: actor_rollout_ref.rollout.dtype, no quantised weights or cache; or "
-        "correct for it: 'correction=[tis_token,icepop]'",
+        "give the engine the trainer's precision: actor_rollout_ref.rollout.dtype, no quantised weights or cache; "
+        f"{BATCH_INVARIANT}; or correct for it: 'correction=[tis_token,icepop]'",
     )
 
 
