@@ -14,12 +14,16 @@ from recipe.offpolicy.doctor.diagnosis import judge
 from recipe.offpolicy.doctor.program import Launch
 from recipe.offpolicy.preflight.programs import OURS
 from tests.support.applications import NEEDED, application, changed
-from tests.support.doctor_keys import ACTOR, LOSS_MODE, ONE_STEP, ROLLOUT, VERL, VERLS, WORKERS
+from tests.support.doctor_cases import ACTOR, ROLLOUT, VERL, VERLS
 from tests.support.mended import with_overrides
 
 pytestmark = [pytest.mark.verl(">=0.9"), pytest.mark.slow]
 
 Changes = dict[str, Any]
+WORKERS = f"{ACTOR}.policy_loss.rollout_correction"
+LOSS_MODE = f"{ACTOR}.policy_loss.loss_mode"
+# data.train_batch_size is 1024 and ppo_mini_batch_size 256 in verl's own configuration: four gradient steps a batch.
+ONE_STEP: Changes = {"data.train_batch_size": 256}
 CLIP: Changes = {"correction.kl_clip": {"lower": 0.8, "upper": 1.2}, f"{ACTOR}.use_kl_loss": True}
 LOGLINEAR: Changes = {"correction.proximal": "loglinear", "correction.alpha": 0.5}
 ESTIMATOR = "algorithm.adv_estimator"

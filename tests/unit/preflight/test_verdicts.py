@@ -25,26 +25,10 @@ from recipe.offpolicy.preflight.checks.rows import Check
 from recipe.offpolicy.preflight.composed import SHADOW, Composed, copy_config
 from tests.support.applications import NEEDED, application
 from tests.support.paths import ROOT
+from tests.support.short_keys import UNCHANGED, in_full
 from verl_patches.execution_path import live_path
 
 pytestmark = [pytest.mark.verl(">=0.9.1"), pytest.mark.usefixtures("each_actor_is_probed_once")]
-SHORT = {
-    "actor": "actor_rollout_ref.actor",
-    "fsdp": "actor_rollout_ref.actor.fsdp_config",
-    "megatron": "actor_rollout_ref.actor.megatron",
-    "model": "actor_rollout_ref.model",
-    "ref": "actor_rollout_ref.ref",
-    "rollout": "actor_rollout_ref.rollout",
-    "vllm": "actor_rollout_ref.rollout.engine_kwargs.vllm",
-    "trtllm": "actor_rollout_ref.rollout.engine_kwargs.trtllm",
-    "env": "ray_kwargs.ray_init.runtime_env.env_vars",
-    "masks": "correction.masks",
-    "weight": "correction.weight",
-    "sampler": "trainer.v1.sampler",
-    "v1": "trainer.v1",
-    "verl": "algorithm.rollout_correction",
-}
-"""Sections as the table writes them; a key behind ^ is written in full."""
 RECORDED = "rollout.enable_rollout_routing_replay=true"
 CAPPED = "level: %s, kind: truncate, lower: null, upper: 2.0"
 NAMED = {
@@ -96,7 +80,7 @@ def read_cases(text: str) -> dict[tuple[Check, str], list[list[str]]]:
     for line in re.sub(r"\n {8,}", " ", text).splitlines():
         if line.startswith(" "):
             words, *problems = line.strip().split(" -> ")
-            found.append(["" if words == "as it is" else words, *problems])
+            found.append(["" if words == UNCHANGED else words, *problems])
         elif not line.startswith("#"):
             name, release = line.split()
             module, name = name.split(".")
@@ -114,13 +98,6 @@ LEFT = {"trainer.use_legacy_worker_impl=on"}
 def base() -> Iterator[DictConfig]:
     with application("correction=[tis_token,gsm]", *NEEDED) as config:
         yield config
-
-
-def in_full(override: str) -> str:
-    """Write a key of the table as Hydra takes it."""
-    sign, bare = override[: len(override) - len(override.lstrip("+~"))], override.lstrip("+~")
-    top, dot, below = bare.partition(".")
-    return f"{sign}{bare[1:]}" if bare.startswith("^") else f"{sign}{SHORT.get(top, top) if dot else top}{dot}{below}"
 
 
 def with_values(config: DictConfig, overrides: list[str]) -> DictConfig:

@@ -1,0 +1,39 @@
+"""Keys of the tables of cases, in which sections have short names."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+
+SHORT = {
+    "actor": "actor_rollout_ref.actor",
+    "fsdp": "actor_rollout_ref.actor.fsdp_config",
+    "megatron": "actor_rollout_ref.actor.megatron",
+    "model": "actor_rollout_ref.model",
+    "ref": "actor_rollout_ref.ref",
+    "rollout": "actor_rollout_ref.rollout",
+    "vllm": "actor_rollout_ref.rollout.engine_kwargs.vllm",
+    "trtllm": "actor_rollout_ref.rollout.engine_kwargs.trtllm",
+    "env": "ray_kwargs.ray_init.runtime_env.env_vars",
+    "masks": "correction.masks",
+    "weight": "correction.weight",
+    "sampler": "trainer.v1.sampler",
+    "v1": "trainer.v1",
+    "verl": "algorithm.rollout_correction",
+}
+"""Sections as the tables write them; a key behind ^ is written in full."""
+UNCHANGED = "as it is"
+
+
+def in_full(override: str) -> str:
+    """Write a key of a table as Hydra takes it."""
+    sign, bare = override[: len(override) - len(override.lstrip("+~"))], override.lstrip("+~")
+    top, dot, below = bare.partition(".")
+    return f"{sign}{bare[1:]}" if bare.startswith("^") else f"{sign}{SHORT.get(top, top) if dot else top}{dot}{below}"
+
+
+def read_changes(written: str) -> dict[str, Any]:
+    """Overrides of a table as keys in full and values."""
+    overrides = [] if written == UNCHANGED else list(map(in_full, written.split("; ")))
+    return {each.key_or_group: each.value() for each in OverridesParser.create().parse_overrides(overrides)}
