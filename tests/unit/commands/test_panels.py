@@ -8,6 +8,7 @@ import subprocess
 import sys
 import venv
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch  # noqa: F401  # before TensorBoard, which would look for TensorFlow
@@ -17,7 +18,7 @@ from recipe.offpolicy.correction.statistics import ENTRIES
 from recipe.offpolicy.monitor.alarms.watched import list_watched
 from recipe.offpolicy.monitor.panels import PANELS
 from recipe.offpolicy.panels import main
-from tests.support.corrections import TIS
+from tests.support.corrections import GSM, TIS
 from tests.support.paths import ROOT
 
 METRICS = [metric for panels in PANELS.values() for metrics in panels.values() for metric in metrics]
@@ -35,12 +36,19 @@ def test_every_metric_is_logged_by_a_run() -> None:
     assert all(metric.split("/")[0] in page for metric in METRICS)
 
 
-def test_the_first_panels_are_the_five_to_watch() -> None:
-    shown = ["/".join(metrics[0].split("/")) for metrics in PANELS["Five to watch"].values()]
-    watched = [name for name, *_ in list_watched(CorrectionSpec.from_mapping({"weight": TIS}))]
-    assert [f"offpolicy/{name}" for name in shown[:4]] == watched[:4]
-    assert watched[4] == "offpolicy/nonfinite/*"
-    assert shown[4].startswith("nonfinite/")
+@pytest.mark.parametrize("proximal", ["recompute", "bypass"])
+@pytest.mark.parametrize("weight", [True, False], ids=["weight", "no weight"])
+def test_the_first_panels_show_the_five_to_watch(proximal: str, weight: bool) -> None:
+    ratio = {"ratio": "full"} if proximal == "bypass" else {}
+    parts: dict[str, Any] = {"weight": TIS | ratio} if weight else {}
+    spec = CorrectionSpec.from_mapping({"proximal": proximal, "masks": {"gsm": GSM | ratio}, **parts})
+    shown = {f"offpolicy/{metric}" for metrics in PANELS["Five to watch"].values() for metric in metrics}
+    watched = [name for name, *_ in list_watched(spec)]
+    if proximal == "recompute" and not weight:  # without a weight these say what kl/k3 says
+        watched = [name for name in watched if "rollout_ratio/" not in name]
+    assert {*watched[:-1]} <= shown
+    assert watched[-1] == "offpolicy/nonfinite/*"
+    assert any(name.startswith("offpolicy/nonfinite/") for name in shown)
 
 
 def test_tensorboard_finds_the_layout(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
