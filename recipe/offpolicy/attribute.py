@@ -19,7 +19,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from .command_line import TOKENIZER, add_jobs, list_output_modules, name_program, require_modules, run
+from .command_line import TOKENIZER, add_jobs, list_output_modules, name_program, read_steps, require_modules, run
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -27,7 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = build_parser().parse_args(arguments)
     shown = list_output_modules(json=options.json, png=bool(options.png), html=bool(options.html))
     require_modules("attribute", "torch", "pyarrow", "polars", "xxhash", "hydra", *shown)
-    from .analysis.attribution.attribution import attribute, choose_steps
+    from .analysis.attribution.attribution import attribute
     from .analysis.jobs import JobsError, prepare_process, read_arguments
     from .analysis.pages import PageError, check_target
     from .recording import Recording, RecordingError
@@ -39,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.html:
             check_target("--html", options.html, "attribution.html")
         recording = Recording(options.directory)
-        jobs = read_arguments(options, recording, choose_steps(recording, options.steps))
+        jobs = read_arguments(options, recording, recording.choose_steps(options.steps))
         found = attribute(recording, steps=options.steps, worst=options.worst, jobs=jobs, tokenizer=options.tokenizer)
         if options.png:
             from .analysis.attribution.attribution_page import draw_overview
@@ -103,7 +103,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--steps",
-        type=_steps,
+        type=read_steps,
         metavar="FIRST:LAST",
         help="steps to read, either end left out or one number (default: all)",
     )
@@ -114,18 +114,6 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
     add_jobs(parser)
     return parser
-
-
-def _steps(text: str) -> tuple[int, int | None]:
-    """Parse ``FIRST:LAST`` into the first and the last step; a last of None is open."""
-    found = re.fullmatch(r"([0-9]{0,18})(:?)([0-9]{0,18})", text.strip())
-    if found is None or not (found[1] or found[3]):
-        raise argparse.ArgumentTypeError(f"{text!r} is not FIRST:LAST, as in 3:10, 3: or :10, or one number")
-    first = int(found[1] or 0)
-    last = int(found[3]) if found[3] else None if found[2] else first
-    if last is not None and last < first:
-        raise argparse.ArgumentTypeError(f"{text!r} ends before it begins; FIRST:LAST is as in 3:10")
-    return first, last
 
 
 def _count(text: str) -> int:

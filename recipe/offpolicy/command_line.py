@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 from collections.abc import Callable
 from contextlib import suppress
@@ -41,6 +42,18 @@ def add_jobs(parser: argparse.ArgumentParser) -> None:
     add = parser.add_mutually_exclusive_group().add_argument
     add("--jobs", type=_read_count, metavar="N", help="processes; default: one a core, 1 for a small one")
     add("--ray", metavar="ADDRESS", help="work on this Ray cluster, whose nodes have package and recording in place")
+
+
+def read_steps(text: str) -> tuple[int, int | None]:
+    """Parse ``FIRST:LAST`` into the first and the last step; a last of None is open."""
+    found = re.fullmatch(r"([0-9]{0,18})(:?)([0-9]{0,18})", text.strip())
+    if found is None or not (found[1] or found[3]):
+        raise argparse.ArgumentTypeError(f"{text!r} is not FIRST:LAST, as in 3:10, 3: or :10, or one number")
+    first = int(found[1] or 0)
+    last = int(found[3]) if found[3] else None if found[2] else first
+    if last is not None and last < first:
+        raise argparse.ArgumentTypeError(f"{text!r} ends before it begins; FIRST:LAST is as in 3:10")
+    return first, last
 
 
 def _read_count(text: str) -> int:

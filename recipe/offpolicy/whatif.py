@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from .command_line import add_jobs, list_output_modules, name_program, require_modules, run
+from .command_line import add_jobs, list_output_modules, name_program, read_steps, require_modules, run
 
 MISMATCH, BAD_INPUT = 1, 2
 """Exit status: the replay differs from the recording; nothing could be replayed."""
@@ -67,7 +67,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--grid", action="extend", nargs="+", default=[], metavar="KEY=VALUE,VALUE",
         help="values to try of a key; several are crossed, on every --spec that has the key",
     )  # fmt: skip
-    parser.add_argument("--steps", metavar="FIRST:LAST", help="both included; default: all")
+    parser.add_argument("--steps", type=read_steps, metavar="FIRST:LAST", help="both included; default: all")
     parser.add_argument("--png", type=Path, metavar="FILE", help="draw it")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write one page that needs no network")
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")

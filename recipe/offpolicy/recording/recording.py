@@ -105,6 +105,21 @@ class Recording:
         one.largest = largest
         return one
 
+    def choose_steps(self, steps: tuple[int, int | None] | None) -> list[int]:
+        """List the recorded steps from a first to a last one; None for all, a last of None for no end.
+
+        Raises:
+            RecordingError: there is none.
+        """
+        first, last = steps or (self.steps[0], None)
+        chosen = [step for step in self.steps if first <= step and (last is None or step <= last)]
+        if not chosen:
+            asked = f"from {first} on" if last is None else f"from {first} to {last}"
+            raise RecordingError(
+                f"{self.directory}: no step {asked} is recorded; there are {self.steps[0]} to {self.steps[-1]}."
+            )
+        return chosen
+
     def part(self, step: int, place: int) -> Step:
         """Read one of the ``files`` of ``step``, by its position among them.
 
@@ -233,6 +248,14 @@ class Recording:
             raise build_unreadable_error(path, error) from error
         except ValueError as error:
             raise RecordingError(f"{path}: not one JSON object per line ({error}). Remove the file.") from error
+
+
+def read_config(card: Mapping[str, Any], key: str) -> Any:
+    """Read a dotted key of the configuration in a card; None where it is missing."""
+    node: Any = card.get("config")
+    for name in key.split("."):
+        node = node.get(name) if isinstance(node, Mapping) else None
+    return node
 
 
 def read_extensions(card: Mapping[str, Any]) -> dict[str, dict[str, Any]]:

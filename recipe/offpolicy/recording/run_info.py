@@ -16,7 +16,7 @@ from verl_patches.execution_path import live_path
 from ..correction import CorrectionSpec
 from ..fault_tolerance.checkpoints import CheckpointFolder
 from ..fault_tolerance.redaction import HIDDEN, redact, redact_text
-from .recording import CARD, parse_step, read_json
+from .recording import CARD, parse_step, read_config, read_json
 from .schema import VERSION
 
 _ROLLOUT = "actor_rollout_ref.rollout"
@@ -111,9 +111,7 @@ def _goes_on(card: Mapping[str, Any], config: DictConfig) -> bool:
 
 def _saves(card: Mapping[str, Any]) -> bool:
     """Return True if the card's run was configured to save checkpoints; without one it was interrupted early."""
-    found: Any = card
-    for key in ("config", "trainer", "save_freq"):
-        found = found.get(key) if isinstance(found, Mapping) else None
+    found = read_config(card, "trainer.save_freq")
     return isinstance(found, int) and found > 0
 
 

@@ -187,7 +187,7 @@ def attribute(
     Raises:
         RecordingError: a file is damaged, no such step or no token was recorded, or pi_old of none is known.
     """
-    chosen = choose_steps(recording, steps)
+    chosen = recording.choose_steps(steps)
     size = sum(path.stat().st_size for step in chosen for path in recording.files[step])
     sample = RowSample.of_steps(chosen, SEARCHED) if size > SEARCHED * BYTES_A_TOKEN else None
     card = {**recording.card, **({"tokenizer": tokenizer} if tokenizer else {})}
@@ -200,23 +200,6 @@ def attribute(
     causes = [*delivery, *found.causes]
     stale = any(version.staleness > 0 for version in found.versions)
     return replace(found, causes=causes, mend_first=describe_faults(causes, stale=stale))
-
-
-def choose_steps(recording: Recording, steps: tuple[int, int | None] | None) -> list[int]:
-    """List the recorded steps within the range.
-
-    Raises:
-        RecordingError: there is none.
-    """
-    first, last = steps or (recording.steps[0], None)
-    chosen = [step for step in recording.steps if first <= step and (last is None or step <= last)]
-    if not chosen:
-        asked = f"from {first} on" if last is None else f"from {first} to {last}"
-        raise RecordingError(
-            f"{recording.directory}: no step {asked} is recorded; there are {recording.steps[0]} to "
-            f"{recording.steps[-1]}."
-        )
-    return chosen
 
 
 def _read_step(worst: int, sample: RowSample, recording: Recording) -> Part:

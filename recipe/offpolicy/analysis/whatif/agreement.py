@@ -22,7 +22,6 @@ class AgreementCounter:
     def __init__(self, corrections: int) -> None:
         self.tokens, self.rows = (np.zeros((corrections, corrections)) for _ in range(2))
         self.gram = np.zeros((corrections, corrections))
-        self.count = {"tokens": 0.0, "rows": 0.0}
 
     def add(self, places: list[int], keep: list[Tensor], weighed: list[Tensor], counted: Tensor) -> None:
         """Add one block.
@@ -36,15 +35,12 @@ class AgreementCounter:
         if not places:
             return
         rejected = torch.stack([counted & ~one for one in keep])
-        there = counted.any(-1)
-        whole = (rejected.sum(-1) == counted.sum(-1)) & there
+        whole = (rejected.sum(-1) == counted.sum(-1)) & counted.any(-1)
         # Float32 holds the counts of a block exactly.
         flat, by_row = rejected.flatten(1).float(), whole.float()
         at = np.ix_(places, places)
         self.tokens[at] += (flat @ flat.T).numpy()
         self.rows[at] += (by_row @ by_row.T).numpy()
-        self.count["tokens"] += float(counted.sum())
-        self.count["rows"] += float(there.sum())
         gradient = torch.stack(weighed).flatten(1)
         self.gram[at] += (gradient @ gradient.T).numpy()
 
@@ -53,7 +49,6 @@ class AgreementCounter:
         self.tokens += other.tokens
         self.rows += other.rows
         self.gram += other.gram
-        self.count = {name: count + other.count[name] for name, count in self.count.items()}
 
     def compute_agreement(self, places: list[int]) -> Agreement:
         """Compute the agreement of those corrections that were in every block."""
@@ -65,8 +60,6 @@ class AgreementCounter:
         return Agreement(
             jaccard_tokens=_jaccard(tokens),
             jaccard_rows=_jaccard(rows),
-            kappa_tokens=_kappa(tokens, self.count["tokens"]),
-            kappa_rows=_kappa(rows, self.count["rows"]),
             cosine=np.divide(gram, scale, out=np.full_like(scale, math.nan), where=scale > 0),
         )
 
@@ -78,15 +71,11 @@ class Agreement:
     Attributes:
         jaccard_tokens, jaccard_rows: of what either rejects, the share that both reject; undefined where neither
             rejects anything.
-        kappa_tokens, kappa_rows: Cohen's kappa of kept and rejected, agreement beyond chance (Cohen 1960): 1 the same,
-            0 as unrelated as chance; undefined where chance alone agrees on everything.
         cosine: of the gradient weights f A.
     """
 
     jaccard_tokens: Matrix
     jaccard_rows: Matrix
-    kappa_tokens: Matrix
-    kappa_rows: Matrix
     cosine: Matrix
 
 
@@ -94,18 +83,6 @@ def _jaccard(both: Matrix) -> Matrix:
     own = np.diag(both)
     either = own[:, None] + own[None, :] - both
     return np.divide(both, either, out=np.full_like(both, math.nan), where=either > 0)
-
-
-def _kappa(both: Matrix, count: float) -> Matrix:
-    """Compute (p_o - p_e) / (1 - p_e), p_o the observed share of equal decisions, p_e that of independent ones."""
-    if not count:
-        return np.full_like(both, math.nan)
-    own = np.diag(both) / count
-    rejects = both / count
-    # Equal decisions: both keep, a share of 1 - a - b + r, or both reject, r.
-    observed = 1 - own[:, None] - own[None, :] + 2 * rejects
-    chance = own[:, None] * own[None, :] + (1 - own[:, None]) * (1 - own[None, :])
-    return np.divide(observed - chance, 1 - chance, out=np.full_like(both, math.nan), where=chance < 1)
 
 
 TOLERANCE = 1e-5

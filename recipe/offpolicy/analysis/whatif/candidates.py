@@ -10,7 +10,7 @@ from typing import Any
 
 from ...correction import CorrectionSpec, SpecError
 from ...preflight.hydra_groups import GROUP
-from .compose import compose_correction, initialize_composer, parse_grid, parse_key, parse_value, suggest_keys
+from .compose import compose_correction, initialize_composer, parse_grid, parse_value, suggest_keys
 
 RECORDED = "recorded"
 """Stands for the correction that acted, which may differ from step to step."""
@@ -77,17 +77,12 @@ def build_candidates(
     repeated = [key for index, (key, _) in enumerate(axes) if key in [other for other, _ in axes[:index]]]
     if repeated:
         raise SpecError(f"--grid {repeated[0]}: given twice. Put all of its values into one, separated by commas.")
-    groups = [axis for axis in axes if axis[0] == GROUP]
     with initialize_composer():
-        bases = [base for overrides in specs for base in _bases(list(overrides), groups, recorded)]
-    if groups and all(label == RECORDED for label, _ in bases):
-        raise SpecError(
-            f"--grid {GROUP}: what was recorded has no options to exchange. Give --spec {GROUP}=none with it."
-        )
+        bases = [_compose_base(list(overrides), recorded) for overrides in specs]
     alone = all(label == RECORDED for label, _ in bases)
     crossed = [mapping for label, mapping in bases if alone or label != RECORDED]
     for key, _ in axes:
-        if key != GROUP and not any(_has(mapping, key) for mapping in crossed):
+        if not any(_has(mapping, key) for mapping in crossed):
             raise SpecError(_unknown(key, crossed))
     found: dict[str, Candidate] = {}
     for label, mapping in bases:
@@ -101,22 +96,15 @@ def build_candidates(
     return tuple(found.values())
 
 
-def _bases(
-    overrides: list[str], groups: Sequence[tuple[str, list[str]]], recorded: Mapping[str, Any]
-) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield label and plain values of a spec, once for each option of a grid over options."""
+def _compose_base(overrides: list[str], recorded: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
+    """Compose label and plain values of a spec."""
     if overrides == [RECORDED]:
-        yield RECORDED, recorded
-        return
+        return RECORDED, recorded
     if RECORDED in overrides:
         raise SpecError(
             f"--spec {' '.join(overrides)}: {RECORDED} stands alone. Give --grid key=value to change what was recorded."
         )
-    for point in _points(groups):
-        options = [f"{key}={value}" for key, value in point.items()]
-        # An option of the grid replaces the override of the same group.
-        kept = [override for override in overrides if not (point and parse_key(override) in point)]
-        yield " ".join([*options, *kept]), compose_correction([*options, *kept])
+    return " ".join(overrides), compose_correction(overrides)
 
 
 def _candidate(base: str, mapping: Mapping[str, Any], point: Mapping[str, str]) -> Candidate:

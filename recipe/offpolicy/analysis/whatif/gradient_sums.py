@@ -23,6 +23,7 @@ from ...correction import CorrectionSpec
 from ...correction.ratios import EXP_CLAMP, clamp_and_exp, compute_log_ratio, find_valid_tokens
 from ...correction.statistics import BUCKETS, SIGNS, STALENESS
 from ...recording import Rows
+from ...recording.recording import read_config
 from .replay import Block, Decision
 
 
@@ -44,17 +45,17 @@ class BaseLoss:
     @classmethod
     def from_card(cls, card: Mapping[str, Any]) -> BaseLoss:
         """Read the base loss from a recording's card; clips are read for ``vanilla`` alone."""
-        actor = _mapping(_mapping(_mapping(card.get("config")).get("actor_rollout_ref")).get("actor"))
-        name = _mapping(actor.get("policy_loss")).get("loss_mode")
+        name = read_config(card, "actor_rollout_ref.actor.policy_loss.loss_mode")
         if not isinstance(name, str):
             return cls()
         if name != "vanilla":
             return cls(name)
-        both = actor.get("clip_ratio")
-        sides = (actor.get(f"clip_ratio_{side}") for side in ("low", "high"))
+        both, low, high, dual = (
+            read_config(card, f"actor_rollout_ref.actor.clip_ratio{side}") for side in ("", "_low", "_high", "_c")
+        )
         # verl takes clip_ratio where a side is not set.
-        low, high = (both if side is None else side for side in sides)
-        return cls(name, _number(low), _number(high), _number(actor.get("clip_ratio_c")))
+        low, high = (both if side is None else side for side in (low, high))
+        return cls(name, _number(low), _number(high), _number(dual))
 
     def compute_factor(self, log_ratio: Tensor, advantages: Tensor) -> Tensor:
         """Compute r = pi / pi_old, 0 where the clip leaves no gradient; 1 under ``gpg``, which has no ratio.
@@ -88,10 +89,6 @@ class BaseLoss:
         return f"Base loss {self.name}: its own ratio and clip are not modelled, pi / pi_old is taken without a clip."
 
 
-def _mapping(value: Any) -> Mapping[str, Any]:
-    return value if isinstance(value, Mapping) else {}
-
-
 def _number(value: Any) -> float | None:
     return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
 
@@ -109,9 +106,6 @@ COLUMNS = (
     "kept_rows",  # with a token kept
     "applied",  # sum of w k
     "applied_square",
-    "row_applied",  # sum over rows of the mean w k of their valid tokens
-    "row_applied_square",
-    "valid_rows",
     "corrected",  # sum of (f A)^2
     "uncorrected",
     "product",  # sum of f A times its uncorrected value
@@ -260,16 +254,12 @@ def compute_row_sums(by: Decision, of: ReferenceBlock, weighed: Tensor) -> NDArr
     """
     applied = torch.where(by.keep, by.weight, 0.0).double()
     valid, kept, total = by.valid.sum(-1).double(), by.keep.sum(-1).double(), applied.sum(-1)
-    mean = total / valid.clamp(min=1)
     columns = of.shared | {
         "valid": valid,
         "kept": kept,
         "kept_rows": (kept > 0).double(),
         "applied": total,
         "applied_square": _dot(applied, applied),
-        "row_applied": mean,
-        "row_applied_square": mean.square(),
-        "valid_rows": (valid > 0).double(),
         "corrected": _dot(weighed, weighed),
         "product": _dot(weighed, of.uncorrected),
         "mismatch/kept": torch.where(by.keep, of.mismatch, 0.0).sum(-1),

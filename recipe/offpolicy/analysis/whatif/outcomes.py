@@ -50,7 +50,6 @@ class CorrectionMeasures:
         tokens, rows: response tokens, and rows with one.
         kept_tokens, kept_rows: shares kept of them; a row is kept if a token of it is.
         ess: effective sample size of w k, (sum w k)^2 / (n sum (w k)^2), at most ``kept_tokens``.
-        ess_rows: the same of each row's mean of w k.
         mismatch_left: share of the mismatch that lies on tokens which are kept, sum k3 k / sum k3 with
             k3 = rho - 1 - log rho of the token's rho = pi / mu (Schulman 2020), the sum of which estimates KL(mu, pi).
             What a mask is for: the further below ``kept_tokens``, the better it picks the tokens that are off.
@@ -77,7 +76,6 @@ class CorrectionMeasures:
     kept_tokens: float | None
     kept_rows: float | None
     ess: float | None
-    ess_rows: float | None
     mismatch_left: float | None
     lr_scale: float | None
     projection: float | None
@@ -118,7 +116,6 @@ def compute_measures(sums: Sums) -> CorrectionMeasures:
         kept_tokens=_over(of("kept"), of("tokens")),
         kept_rows=_over(of("kept_rows"), of("rows")),
         ess=_ess(of("applied"), of("applied_square"), of("valid")),
-        ess_rows=_ess(of("row_applied"), of("row_applied_square"), of("valid_rows")),
         mismatch_left=_over(of("mismatch/kept"), of("mismatch")),
         lr_scale=_root(_over(of("corrected"), of("uncorrected"))),
         projection=_over(of("product"), of("uncorrected")),

@@ -17,7 +17,7 @@ from verl_patches.releases import attributes_of
 from ...correction import CorrectionSpec, SpecError
 from ...correction.denominator import HAS_DENOMINATOR, compute_scale_of_counts
 from ...recording import Recording, RecordingError, Rows, Step
-from ...recording.recording import join_alike, read_extensions
+from ...recording.recording import join_alike, read_config, read_extensions
 from ..jobs import ALONE, Jobs, show_progress
 from .agreement import AgreementCounter, Fidelity, compare_with_record
 from .candidates import Candidate
@@ -60,11 +60,12 @@ class DenominatorCounts:
     @classmethod
     def from_card(cls, card: Mapping[str, Any], *, sampled: bool) -> DenominatorCounts:
         """Read the settings from a recording's card; mini-batches are split as ``batch.plan`` says."""
-        mode = _at(card, "actor", "loss_agg_mode")
-        prompts, responses = _at(card, "actor", "ppo_mini_batch_size"), _at(card, "rollout", "n")
+        mode = read_config(card, "actor_rollout_ref.actor.loss_agg_mode")
+        prompts = read_config(card, "actor_rollout_ref.actor.ppo_mini_batch_size")
+        responses = read_config(card, "actor_rollout_ref.rollout.n")
         whole = all(isinstance(n, int) and not isinstance(n, bool) and n > 0 for n in (prompts, responses))
         if isinstance(mode, str) and isinstance(release := card.get("release"), str):
-            loss_mode = str(_at(card, "actor", "policy_loss", "loss_mode"))
+            loss_mode = str(read_config(card, "actor_rollout_ref.actor.policy_loss.loss_mode"))
             mode = attributes_of(release).find_policy_aggregation(loss_mode, mode)
         return cls(mode if isinstance(mode, str) else None, prompts * responses if whole else None, sampled)
 
@@ -102,14 +103,6 @@ class DenominatorCounts:
             mini_batch=torch.from_numpy(mini_batch.astype(np.int64)),
             mini_batch_rows=self.mini_batch_rows,
         ).numpy()
-
-
-def _at(card: Mapping[str, Any], *path: str) -> Any:
-    """Read a value below ``actor_rollout_ref`` of the card's configuration; None where it is missing."""
-    node: Any = card
-    for key in ("config", "actor_rollout_ref", *path):
-        node = node.get(key) if isinstance(node, Mapping) else None
-    return node
 
 
 _NAMED = 5
@@ -402,7 +395,5 @@ def _few_rows(outcomes: Sequence[CorrectionOutcome]) -> Iterator[str]:
 
 def read_recorded_share(card: Mapping[str, Any]) -> float:
     """Read the share of rows that was recorded, ``offpolicy.record.share``; 1 where the card does not say."""
-    node: Any = card.get("config")
-    for key in ("offpolicy", "record", "share"):
-        node = node.get(key) if isinstance(node, Mapping) else None
-    return float(node) if isinstance(node, int | float) and not isinstance(node, bool) else 1.0
+    share = read_config(card, "offpolicy.record.share")
+    return float(share) if isinstance(share, int | float) and not isinstance(share, bool) else 1.0

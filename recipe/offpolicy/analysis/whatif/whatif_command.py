@@ -6,38 +6,15 @@ import argparse
 import itertools
 import json
 import os
-import re
 import sys
-from collections.abc import Sequence
 
-from ...recording import Recording, RecordingError
+from ...recording import Recording
 from ..jobs import read_arguments
 from ..pages import open_console, print_table
 from . import whatif_tables
 from .candidates import RECORDED, UNCORRECTED, Candidate, build_candidates
 from .outcomes import Study, build_document
 from .study import run_study
-
-
-def select_steps(recorded: Sequence[int], steps: str | None) -> list[int]:
-    """Select the recorded steps that ``first:last`` names, ends included and optional, or one number.
-
-    Raises:
-        RecordingError: it is malformed, or names no recorded step.
-    """
-    if steps is None:
-        return list(recorded)
-    found = re.fullmatch(r"(\d*)(:?)(\d*)", steps.strip())
-    if found is None or steps.strip() in ("", ":"):
-        raise RecordingError(f"--steps {steps}: expected first:last, such as 10:20, 10: or :20, or one number.")
-    first = int(found[1] or 0)
-    last = int(found[3]) if found[3] else recorded[-1] if found[2] else first
-    chosen = [step for step in recorded if first <= step <= last]
-    if not chosen:
-        raise RecordingError(
-            f"--steps {steps}: no recorded step is among them. Recorded: {recorded[0]} to {recorded[-1]}."
-        )
-    return chosen
 
 
 def run_from_arguments(given: argparse.Namespace) -> Study:
@@ -47,7 +24,7 @@ def run_from_arguments(given: argparse.Namespace) -> Study:
         RecordingError, SpecError: one of them cannot be read.
     """
     recording = Recording(given.directory)
-    steps = select_steps(recording.steps, given.steps)
+    steps = recording.choose_steps(given.steps)
     # Grid keys are checked against what acted first; each step is replayed with its own.
     first = recording.part(steps[0], 0).spec
     specs = given.spec or [[RECORDED]]

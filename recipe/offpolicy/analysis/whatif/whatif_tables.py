@@ -15,7 +15,6 @@ OVERALL = {
     "kept_rows": "rows kept",
     "mismatch_left": "mismatch left",
     "ess": "ESS",
-    "ess_rows": "ESS rows",
     "lr_scale": "lr scale",
     "projection": "projection",
     "bias_token": "bias by token",
@@ -111,7 +110,6 @@ def build_agreement_tables(study: Study) -> Iterator[Table]:
     if len(rejecting) > 1:
         yield _matrix(agreement.jaccard_tokens, rejecting, "Rejected tokens in common (Jaccard)")
         yield _matrix(agreement.jaccard_rows, rejecting, "Rejected rows in common (Jaccard)")
-        yield _matrix(agreement.kappa_tokens, rejecting, "Agreement on tokens beyond chance (Cohen's kappa)")
     if len(study.outcomes) > 1:
         everything = list(range(len(study.outcomes)))
         yield _matrix(agreement.cosine, everything, "Cosine of the gradient weights")

@@ -14,7 +14,6 @@ from recipe.offpolicy.analysis.attribution.attribution import (
     Part,
     attribute,
     attribute_rows,
-    choose_steps,
     join_parts,
     summarize_rows,
 )
@@ -189,8 +188,8 @@ def test_rows_of_a_sample_are_those_of_some_prompts() -> None:
 
 def test_steps_are_chosen_by_their_numbers(tmp_path: Path) -> None:
     recording = Recording(record(tmp_path, *(draw(step) for step in (2, 3, 4))))
-    assert choose_steps(recording, None) == [2, 3, 4]
-    assert choose_steps(recording, (3, None)) == [3, 4]
+    assert recording.choose_steps(None) == [2, 3, 4]
+    assert recording.choose_steps((3, None)) == [3, 4]
     with pytest.raises(RecordingError, match="no step from 7 to 9 is recorded; there are 2 to 4"):
-        choose_steps(recording, (7, 9))
+        recording.choose_steps((7, 9))
     assert recording.only(2, 4).steps == [2, 4]

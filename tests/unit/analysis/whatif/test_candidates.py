@@ -97,12 +97,6 @@ def test_what_was_recorded_changed_at_one_key() -> None:
     assert RECORDED["masks"]["gsm"]["upper"] == 1.01
 
 
-def test_a_grid_over_options() -> None:
-    found = build_candidates([["correction=tis_token"]], ["correction=gsm,icepop"], RECORDED)
-    assert [candidate.label for candidate in found] == ["correction=gsm", "correction=icepop"]
-    assert found[0].spec == spec(None, gsm=GSM)
-
-
 def test_a_mandatory_value_can_come_from_the_grid() -> None:
     (candidate,) = build_candidates([["correction=opsm"]], ["correction.masks.opsm.delta=0.3"], RECORDED)
     assert candidate.spec == spec(None, opsm=opsm(0.3))
@@ -124,7 +118,7 @@ def test_an_invalid_point_is_reported_and_the_others_stay() -> None:
         ([["correction=gsm"]], ["correction.masks.gsm.uper=1,2"], f"Nearest: '{UPPER}'"),
         ([["correction=tis_token"]], [f"{UPPER}=1,2"], "no --spec has this key. There are: '"),
         ([["recorded"]], ["correction.masks.opsm.delta=1"], "no --spec has this key"),
-        ([["recorded"]], ["correction=gsm,icepop"], "no options to exchange"),
+        ([["recorded"]], ["correction=gsm,icepop"], "--grid correction: no --spec has this key"),
         ([["recorded"], ["correction=tis_token"]], [f"{UPPER}=1,2"], "no --spec has this key"),
         ([["correction=gsm"]], [f"{UPPER}=1.1", f"{UPPER}=1.2"], "given twice"),
         ([["correction=gsm"]], [UPPER], "not a Hydra override"),

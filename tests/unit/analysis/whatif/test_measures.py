@@ -58,8 +58,6 @@ def test_truncated_weights(tmp_path: Path) -> None:
         kept_rows=1.0,
         # sum w = 7.5, sum w^2 = 4 + 1 + 1/4 + 4 + 4 = 13.25.
         ess=7.5**2 / (5 * 13.25),
-        # Means by row: 3.5 / 3 and 2.
-        ess_rows=(3.5 / 3 + 2) ** 2 / (2 * ((3.5 / 3) ** 2 + 4)),
         # A weight rejects nothing.
         mismatch_left=1.0,
         # sum (w A)^2 = 4 + 1 + 1/4 + 16 + 16 = 37.25; sum A^2 = 3 + 8 = 11.
@@ -89,7 +87,6 @@ def test_a_mask(tmp_path: Path) -> None:
         kept_rows=1 / 2,
         # Ones on what is kept: ESS is the kept share.
         ess=3 / 5,
-        ess_rows=1 / 2,
         # k3 = rho - 1 - log rho: row 0 has 3 - 2 log 2, 0 and log 2 - 1/2, row 1 twice 1 - log 2.
         mismatch_left=(2.5 - LOG2) / (2.5 - LOG2 + 2 * (1 - LOG2)),
         lr_scale=math.sqrt(3 / 11),
