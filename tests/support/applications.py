@@ -30,10 +30,7 @@ NEEDED = (
 DELTAS = {
     "paper/deepseek_v32_opsm": ["correction.masks.opsm.delta=0.1"],
     "opsm": ["correction.masks.opsm.delta=0.1"],
-    "opsm_factored": [
-        "correction.masks.opsm_mismatch.delta=0.1",
-        "correction.masks.opsm_staleness.delta=0.1",
-    ],
+    "opsm_factored": ["correction.masks.opsm_mismatch.delta=0.1", "correction.masks.opsm_staleness.delta=0.1"],
     "opsm_token": ["correction.masks.opsm.delta=0.1"],
 }
 

@@ -20,11 +20,7 @@ from tests.support.paths import ROOT
 ALLOW_UNTESTED = "OFFPOLICY_ALLOW_UNTESTED_VERL"
 """By which these tests try a release that is not supported yet."""
 
-CPU = {
-    "VERL_USE_EXTERNAL_MODULES": "verl_patches.cpu",
-    "VERL_PLATFORM": "cpu",
-    "VERL_ENGINE_DEVICE": "cuda",
-}
+CPU = {"VERL_USE_EXTERNAL_MODULES": "verl_patches.cpu", "VERL_PLATFORM": "cpu", "VERL_ENGINE_DEVICE": "cuda"}
 """The environment that puts the group cpu in force when verl is imported."""
 
 _OF_VERL = ["torch.distributed.fsdp", "tensordict", "transformers", "ray", "datasets", "hydra"]

@@ -51,10 +51,7 @@ OF_IDS: dict[str, Change] = {
     "of other tokens": lambda values: values.roll(1, 0),
     "one token": _at(0, lambda value: value + 1),
 }
-OF_THE_MASK: dict[str, Change] = {
-    "one token less": _at(0, torch.zeros_like),
-    "all tokens": torch.ones_like,
-}
+OF_THE_MASK: dict[str, Change] = {"one token less": _at(0, torch.zeros_like), "all tokens": torch.ones_like}
 OF_ROWS: dict[str, Change] = {
     "ones": torch.ones_like,
     "doubled": lambda values: 2 * values,

@@ -47,15 +47,8 @@ CORRECTIONS: dict[str, dict[str, Any]] = {
         }
     },
     "penalty": {"masks": {"gsm": GSM}, "penalty": {"ratio": "full", "coefficient": 0.3}},
-    "kl_weight": {
-        "masks": {"narrow": {**ICEPOP, "lower": 0.9}},
-        "kl_weight": {"ratio": "full", "upper": 1.1},
-    },
-    "excluded": {
-        "masks": {"icepop": ICEPOP},
-        "penalty": {"ratio": "ppo", "coefficient": 0.3},
-        "nonfinite": "excluded",
-    },
+    "kl_weight": {"masks": {"narrow": {**ICEPOP, "lower": 0.9}}, "kl_weight": {"ratio": "full", "upper": 1.1}},
+    "excluded": {"masks": {"icepop": ICEPOP}, "penalty": {"ratio": "ppo", "coefficient": 0.3}, "nonfinite": "excluded"},
 }
 FOR_BFLOAT16 = tuple(name for name in CORRECTIONS if name not in ("stacked", "bypass"))
 """Corrections that decide by shipped log-probs; rounded log pi moves tokens across OPSM's delta and PPO's clip."""

@@ -31,15 +31,9 @@ SECTIONS: Final[dict[str, tuple[Section, ...]]] = {
     ),
     "miles": (),
     "ms_swift": (),
-    "nemo_rl": (
-        ("loss_fn", "loss_functions.py", "ClippedPGLossConfig"),
-        ("grpo", "algorithms/grpo.py", "GRPOConfig"),
-    ),
+    "nemo_rl": (("loss_fn", "loss_functions.py", "ClippedPGLossConfig"), ("grpo", "algorithms/grpo.py", "GRPOConfig")),
     "open_instruct": (("", "open_instruct/grpo_utils.py", "GRPOExperimentConfig"),),
-    "openrlhf": (
-        ("", "cli/train_ppo_ray.py", "--algo.advantage."),
-        ("", "cli/train_ppo_ray.py", "--algo.kl."),
-    ),
+    "openrlhf": (("", "cli/train_ppo_ray.py", "--algo.advantage."), ("", "cli/train_ppo_ray.py", "--algo.kl.")),
     "prime_rl": tuple(
         ("trainer.loss", "configs/trainer.py", name)
         for name in ("DefaultLossConfig", "IPOLossConfig", "CustomLossConfig")

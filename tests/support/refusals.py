@@ -9,11 +9,7 @@ import pytest
 from recipe.offpolicy.correction import CorrectionSpec, SpecError
 from tests.support.corrections import GSM, TIS, opsm
 
-STACK: dict[str, Any] = {
-    "weight": TIS,
-    "masks": {"gsm": GSM, "opsm": opsm(0.1)},
-    "allow_truncated_sampling": False,
-}
+STACK: dict[str, Any] = {"weight": TIS, "masks": {"gsm": GSM, "opsm": opsm(0.1)}, "allow_truncated_sampling": False}
 
 
 def refused(mapping: Any, *parts: str) -> str:

@@ -48,11 +48,7 @@ def join_process_group(rank: int = 0, world_size: int = 1, port: int | None = No
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
     os.environ.update(
-        RANK=str(rank),
-        WORLD_SIZE=str(world_size),
-        LOCAL_RANK=str(rank),
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
+        RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
     )
 
 

@@ -119,12 +119,7 @@ OUTSIDE: dict[str, dict[str, tuple[Any, ...]]] = {
         "monte_carlo.share": (0, 1.1),
         "monte_carlo.samples": COUNT,
     },
-    "turn_credit": {
-        "normalize": ("turn", None),
-        "turn_rewards": ("rewards", 3),
-        "episode": ("yes",),
-        "coef": (0,),
-    },
+    "turn_credit": {"normalize": ("turn", None), "turn_rewards": ("rewards", 3), "episode": ("yes",), "coef": (0,)},
 }
 URL = "http://127.0.0.1:8100"
 

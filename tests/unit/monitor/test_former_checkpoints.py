@@ -39,11 +39,7 @@ def config(folder: str) -> DictConfig:
     }
     return OmegaConf.create(
         {
-            "trainer": {
-                "default_local_dir": str(FOLDERS / folder),
-                "resume_mode": "auto",
-                "resume_from_path": None,
-            },
+            "trainer": {"default_local_dir": str(FOLDERS / folder), "resume_mode": "auto", "resume_from_path": None},
             "correction": CONFIGURED.to_mapping(),
             "offpolicy": {
                 "resume_changed_correction": False,

@@ -206,10 +206,7 @@ SYNC = Setup("different", "sync", "dense", "single", 1, "fsdp")
         ({f"{ACTOR}__ppo_mini_batch_size": 48}, {"minibatches": 2}),
         ({f"{ACTOR}__strategy": "megatron"}, {"strategy": "megatron"}),
         # Replay says what the model is.
-        (
-            {"setup__model": None, f"{ACTOR}__megatron__router_replay__mode": "R2"},
-            {"model": "moe"},
-        ),
+        ({"setup__model": None, f"{ACTOR}__megatron__router_replay__mode": "R2"}, {"model": "moe"}),
         ({"setup__model": None, f"{ROLLOUT}__enable_rollout_routing_replay": True}, {"model": "moe"}),
         # Given next to what cannot be told for sure: a data set may name an agent by row.
         ({"setup__trajectory": "tools"}, {"trajectory": "tools"}),

@@ -132,10 +132,7 @@ def test_options_of_the_users_own(folder: Path, tmp_path: Path) -> None:
     with application(path, "correction=[gsm,mine]", folder=folder):
         check_stack(read_chosen_options())
     message = r"tis_token and mine both set correction\.weight\.upper"
-    with (
-        application(path, "correction=[tis_token,mine]", folder=folder),
-        pytest.raises(SpecError, match=message),
-    ):
+    with application(path, "correction=[tis_token,mine]", folder=folder), pytest.raises(SpecError, match=message):
         check_stack(read_chosen_options())
 
 

@@ -120,10 +120,7 @@ def test_nor_do_these(name: str, configuration: Configuration) -> None:
 APART: dict[str, tuple[dict[str, Any], str]] = {
     "megatron": ({f"{ACTOR}.strategy": "megatron"}, "strategy=megatron"),
     "several updates, one pi_old": (
-        {
-            "trainer.v1.trainer_mode": "separate_async",
-            "trainer.v1.separate_async.parameter_sync_step": 4,
-        },
+        {"trainer.v1.trainer_mode": "separate_async", "trainer.v1.separate_async.parameter_sync_step": 4},
         "pi_old is that of the first of 4 updates",
     ),
     "a loop of one's own": ({f"{ROLLOUT}.agent.default_agent_loop": "mine"}, "agent loop mine"),
@@ -291,10 +288,7 @@ def test_defaults_of_the_models_class_count(configuration: Configuration, model:
     assert describe_noise(gpt2) == ""
 
 
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [("external_lib", "my.models"), ("lora_adapter_path", "/adapter")],
-)
+@pytest.mark.parametrize(("key", "value"), [("external_lib", "my.models"), ("lora_adapter_path", "/adapter")])
 def test_what_may_change_the_model(key: str, value: str, configuration: Configuration) -> None:
     assert f"{key}={value} may change the model" in describe_noise(configuration({f"{MODEL}.{key}": value}))
 

@@ -72,8 +72,7 @@ def test_auto_doctor_attribution_and_report_give_the_same() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "bounds"),
-    [("healthy-10", ["[0.9821, 1.0182]", "no cap needed"]), ("stale-3-20", ["delta=0.1"])],
+    ("name", "bounds"), [("healthy-10", ["[0.9821, 1.0182]", "no cap needed"]), ("stale-3-20", ["delta=0.1"])]
 )
 def test_each_verdict_on_a_bound_says_what_is_known(name: str, bounds: list[str]) -> None:
     """Weights that arrive late are stale too, though verl's versions say that they are fresh."""

@@ -115,12 +115,7 @@ class Cluster:
 
 @pytest.mark.parametrize(
     ("statuses", "code", "expected"),
-    [
-        (["SUCCEEDED"], 0, 0),
-        (["RUNNING", "RUNNING", "FAILED"], 7, 7),
-        (["FAILED"], None, 1),
-        (["STOPPED"], 0, 1),
-    ],
+    [(["SUCCEEDED"], 0, 0), (["RUNNING", "RUNNING", "FAILED"], 7, 7), (["FAILED"], None, 1), (["STOPPED"], 0, 1)],
 )
 def test_the_launcher_ends_as_the_job_does(
     statuses: list[str],

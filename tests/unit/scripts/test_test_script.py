@@ -130,10 +130,7 @@ def test_the_default_covers_the_newest_release_and_the_oldest_ones_workers(tree:
 
 def test_one_release_has_all_its_tests(tree: Path) -> None:
     _, called, lines = run(tree, "--release", "0.9.1", "-x")
-    assert called == [
-        f"install {tree}/.venv-0.9.1 --release 0.9.1",
-        *calls([".venv-0.9.1"], [OTHERS], arguments="-x "),
-    ]
+    assert called == [f"install {tree}/.venv-0.9.1 --release 0.9.1", *calls([".venv-0.9.1"], [OTHERS], arguments="-x ")]
     assert lines[-1] == "=== 1 passed in .venv-0.9.1 ==="
     _, called, _ = run(tree, "--release", "0.10.0")
     assert called == [f"install {tree}/.venv --release 0.10.0", *LINT, *calls([".venv"], [ALL])]

@@ -26,12 +26,7 @@ LENGTHS = torch.tensor([tokens for _, tokens, _ in ROWS])
 SCORES = [score for _, _, score in ROWS]
 NONE = CorrectionSpec()
 SEQUENCE = spec({"level": "sequence", "kind": "truncate", "lower": None, "upper": 2.0})
-CORRECTIONS = {
-    "none": NONE,
-    "token": spec(TIS),
-    "sequence": SEQUENCE,
-    "with a mask": spec(TIS, far=band(0.9, 1.1)),
-}
+CORRECTIONS = {"none": NONE, "token": spec(TIS), "sequence": SEQUENCE, "with a mask": spec(TIS, far=band(0.9, 1.1))}
 
 
 def draw() -> tuple[Tensor, Tensor]:

@@ -11,11 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from recipe.offpolicy.extensions.pass_at_k import NotIdentified, fit
-from recipe.offpolicy.extensions.pass_at_k.summary import (
-    extrapolate,
-    extrapolate_with_intervals,
-    maximise_likelihood,
-)
+from recipe.offpolicy.extensions.pass_at_k.summary import extrapolate, extrapolate_with_intervals, maximise_likelihood
 
 
 def draw(prompts: int, samples: int, seed: int, a: float = 0.4, b: float = 1.2) -> tuple[Tensor, Tensor]:

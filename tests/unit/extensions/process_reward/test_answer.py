@@ -32,10 +32,7 @@ def text_of(tokenizer: Any, ids: Sequence[int]) -> str:
     return str(tokenizer.decode(list(ids), clean_up_tokenization_spaces=False))
 
 
-@pytest.mark.parametrize(
-    ("answer", "read"),
-    [("42", " 42"), ("7", "7"), ("4", " 4"), ("421", " 421"), ("数", "数")],
-)
+@pytest.mark.parametrize(("answer", "read"), [("42", " 42"), ("7", "7"), ("4", " 4"), ("421", " 421"), ("数", "数")])
 def test_the_answers_tokens_are_those_that_overlap_its_characters(tokenizer: Any, answer: str, read: str) -> None:
     forced = tokenize_answer(tokenizer, "is ", answer)
     assert text_of(tokenizer, forced.ids) == f"is {answer}"

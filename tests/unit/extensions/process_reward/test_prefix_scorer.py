@@ -117,11 +117,7 @@ def test_no_forced_token_is_part_of_what_is_asked_behind_the_region() -> None:
     """Prefixes are the response's own tokens, and the end of sequence is in none of them."""
     engine = Engine()
     score(engine, row())
-    assert [prompt for prompt, _ in engine.requests] == [
-        [A, B, A, A],
-        [A, A, B, A, A],
-        [A, A, B, A, B, A, A],
-    ]
+    assert [prompt for prompt, _ in engine.requests] == [[A, B, A, A], [A, A, B, A, A], [A, A, B, A, B, A, A]]
 
 
 def test_of_alternatives_the_likeliest_counts() -> None:

@@ -10,10 +10,7 @@ from omegaconf import DictConfig, OmegaConf
 from recipe.offpolicy.correction.problem import CheckError
 from recipe.offpolicy.extensions.process_reward import start_up
 from recipe.offpolicy.extensions.process_reward.prefix_value_rewards import PrefixValueRewards
-from recipe.offpolicy.extensions.process_reward.start_up import (
-    MANAGER,
-    find_manager,
-)
+from recipe.offpolicy.extensions.process_reward.start_up import MANAGER, find_manager
 from tests.support.byte_tokenizer import build_byte_tokenizer
 from verl_patches.releases import attributes_of
 

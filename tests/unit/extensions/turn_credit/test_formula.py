@@ -15,11 +15,7 @@ from recipe.offpolicy.extensions.turn_credit.formula import compute_advantages, 
 NAN = math.nan
 ROOT = 3**0.5
 REWARDS = st.sampled_from([0.0, 1.0, 0.5, -2.0, 0.1])
-ROLLOUTS = st.lists(
-    st.tuples(st.lists(st.none() | REWARDS, max_size=4), REWARDS),
-    min_size=1,
-    max_size=5,
-)
+ROLLOUTS = st.lists(st.tuples(st.lists(st.none() | REWARDS, max_size=4), REWARDS), min_size=1, max_size=5)
 
 
 def compute(rows: list[list[float]], scores: list[float] | None, **how: object) -> list[list[float]]:

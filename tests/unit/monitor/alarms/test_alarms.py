@@ -166,8 +166,7 @@ def test_the_first_fallback_holds(caplog: pytest.LogCaptureFixture) -> None:
 def test_counts_begin_anew_under_another_correction() -> None:
     """Two of three updates beyond under the configured one and one under the fallback are not three."""
     made = panel(
-        ess={"action": "fallback", "fallback": FALLBACK, "patience": 2},
-        mean_weight={"action": "stop", "patience": 3},
+        ess={"action": "fallback", "fallback": FALLBACK, "patience": 2}, mean_weight={"action": "stop", "patience": 3}
     )
     judged(made, 0.2, 0.2, **{"weight/mean": 9.0, "rollout_ratio/mean": 9.0})
     assert made.in_force == "ess"
@@ -226,13 +225,7 @@ PRODUCT = CorrectionSpec.from_mapping({"masks": {"p": GSM | {"aggregate": "produ
 OTHER = {"options": ["product_mask"], "correction": PRODUCT.to_mapping()}
 TWO: dict[str, Any] = {
     "ess": {"action": "fallback", "fallback": FALLBACK, "patience": 1, "recovery_patience": 1, "return_after": 2},
-    "mean_weight": {
-        "action": "fallback",
-        "fallback": OTHER,
-        "patience": 1,
-        "recovery_patience": 1,
-        "return_after": 2,
-    },
+    "mean_weight": {"action": "fallback", "fallback": OTHER, "patience": 1, "recovery_patience": 1, "return_after": 2},
 }
 FAR = {"weight/mean": 9.0, "rollout_ratio/mean": 9.0}
 

@@ -265,9 +265,7 @@ def test_every_other_claim_can_fail(world, monkeypatch):
             ),
         )
     monkeypatch.setattr(
-        claims,
-        "rollout_stage",
-        lambda *a, **k: replace(stage := rollout_stage(*a, **k), weight=stage.weight * 1.0001),
+        claims, "rollout_stage", lambda *a, **k: replace(stage := rollout_stage(*a, **k), weight=stage.weight * 1.0001)
     )
     with pytest.raises(ClaimError, match=r"1.001\^2000"):
         claims.products()

@@ -81,10 +81,7 @@ def remove(name: str) -> Callable[[Path], object]:
         (write("config.json", json.dumps(CONFIG | {"architectures": ["Qwen2ForSequenceClassification"]})), "is Qwen2"),
         (write("config.json", json.dumps(CONFIG | {"auto_map": {"AutoModel": "m.M"}})), "code of the model's own"),
         (remove("model.safetensors"), "it has no weights"),
-        (
-            write("model.safetensors.index.json", '{"weight_map": {"a": "model-2.safetensors"}}'),
-            "-2.safetensors is",
-        ),
+        (write("model.safetensors.index.json", '{"weight_map": {"a": "model-2.safetensors"}}'), "-2.safetensors is"),
         (write("model.safetensors", "version https://git-lfs.github.com/spec/v1\n"), "git lfs pull"),
         (lambda folder: os.truncate(folder / "model.safetensors", 10_000), "model.safetensors is damaged or cut off"),
         (write("pytorch_model.bin", "{}"), "pytorch_model.bin is damaged or cut off"),

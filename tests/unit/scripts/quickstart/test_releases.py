@@ -85,11 +85,7 @@ def test_before_0_9_the_cpu_is_rays_gpu() -> None:
 )
 def test_a_release_that_cannot_be_is_refused(arguments: list[str], environment: dict[str, str], message: str) -> None:
     done = subprocess.run(
-        [*SCRIPT, *arguments],
-        env={"PATH": "/usr/bin:/bin", **environment},
-        capture_output=True,
-        text=True,
-        check=False,
+        [*SCRIPT, *arguments], env={"PATH": "/usr/bin:/bin", **environment}, capture_output=True, text=True, check=False
     )
     assert done.returncode == 2
     assert message in done.stderr

@@ -105,11 +105,7 @@ def test_verdicts(history, corrected, judged, code):
 
 @pytest.mark.parametrize(
     ("history", "code"),
-    [
-        (made_up(None, None), OK),
-        (made_up(None, None, proved=0.0), NOT_LIVE),
-        (made_up(None, None, steps=0), FAILED),
-    ],
+    [(made_up(None, None), OK), (made_up(None, None, proved=0.0), NOT_LIVE), (made_up(None, None, steps=0), FAILED)],
 )
 def test_without_validation_the_proof_is_all(history, code):
     assert judge(history, corrected=True, judged=True, scored=False)[0] == code
