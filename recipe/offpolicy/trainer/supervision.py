@@ -180,11 +180,11 @@ class Supervision:
             AlarmError: an alarm ends the run.
         """
         packets = take_packets(metrics)
-        steps = len(metrics.get("grad_norm", ()))  # verl's engines report one for each optimizer step
+        norms = metrics.get("grad_norm")  # verl's engines report one for each optimizer step
         plan = None if self._plan is None else self._plan.fingerprint()
         explained = False
         expected: dict[str, Any] = {"sampled_rows": self._sampled_rows, "epochs": self._epochs, "plan": plan}
-        expected["steps"] = steps
+        expected["steps"] = len(norms) if isinstance(norms, list) else 0
         self.proof = None
         moving = self.active_correction.moving
         self._since_proof += 1
