@@ -127,6 +127,7 @@ class Run:
     def data(self) -> TensorDict:
         self.batch.put_advantages(self.advantages, returns=False)
         data = self.batch.ship()
+        data["attention_mask"] = torch.ones_like(data["input_ids"])  # verl 0.7.1 looks it up
         tokens = int(data["response_mask"].values().sum())
         tu.assign_non_tensor(data, dp_size=1, batch_num_tokens=tokens, global_batch_size=6)
         return data
