@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -52,58 +53,41 @@ def test_the_page_shows_the_committed_outcomes(table: list[str]) -> None:
     assert "\n".join(table) in PAGE.read_text()
 
 
-@pytest.mark.parametrize(
-    ("path", "one", "other"),
-    [
-        (results.DATA, "late_opsm", "late"),
-        (results.DATA, "late_opsm", "in_step"),
-        (results.DATA, "late_decoupled", "late"),
-        (results.DATA, "late_both", "late_opsm"),
-        (results.IN_PROCESS, "opsm-8-0.001", "none-8-0.001"),
-        (results.IN_PROCESS, "opsm-8-0.001", "random-8-0.001"),
-        (results.IN_PROCESS, "random-8-0.001", "none-8-0.001"),
-        (results.IN_PROCESS, "decoupled-8-0.001", "none-8-0.001"),
-        (results.IN_PROCESS, "both-8-0.001", "opsm-8-0.001"),
-        *(
-            (results.IN_PROCESS, f"{one}-{eta}-0.001", f"{other}-{eta}-0.001")
-            for one, other in (
-                *(("opsm", "none"), ("opsm", "random"), ("both", "opsm")),
-                *(("decoupled", "none"), ("bypass", "none")),
-            )
-            for eta in (1, 2, 4)
-        ),
-        *((results.IN_PROCESS, f"none-{eta}-0.001", "none-0-0.001") for eta in (1, 2)),
-        (results.IN_PROCESS, "opsm-0-0.001", "none-0-0.001"),
-        (results.IN_PROCESS, "opsm-8-0.001", "opsm-0-0.001"),
-        (results.IN_PROCESS, "none-0-0.001-rounded", "none-0-0.001"),
-        (results.IN_PROCESS, "decoupled-0-0.001-rounded", "none-0-0.001-rounded"),
-        (results.IN_PROCESS, "opsm-0-0.001-rounded", "none-0-0.001-rounded"),
-        (results.IN_PROCESS, "both-0-0.001-rounded", "none-0-0.001-rounded"),
-        *(
-            (results.IN_PROCESS, f"{one}-{eta}-0.0003", f"{other}-{eta}-0.0003")
-            for one, other in (
-                *(("opsm", "none"), ("random", "none"), ("opsm", "random")),
-                *(("decoupled", "none"), ("bypass", "none")),
-            )
-            for eta in (1, 2, 4, 8)
-            if eta > 2 or one in ("opsm", "random")
-        ),
-        *((results.IN_PROCESS, f"none-{eta}-0.0003", "none-0-0.0003") for eta in (1, 2, 4, 8)),
-        *((results.IN_PROCESS, f"both-{eta}-0.0003", f"opsm-{eta}-0.0003") for eta in (2, 8)),
-        (results.IN_PROCESS, "opsm-8-0.0003", "opsm-0-0.0003"),
-        (results.IN_PROCESS, "opsm-0-0.0003", "none-0-0.0003"),
-        (results.OTHER_START, "opsm-8-0.001", "random-8-0.001"),
-        (results.OTHER_START, "opsm-8-0.001", "none-8-0.001"),
-        (results.OTHER_START, "random-8-0.001", "none-8-0.001"),
-        (results.OTHER_START, "decoupled-8-0.001", "none-8-0.001"),
+def pair(names: str, etas: Sequence[int], rate: str) -> list[tuple[str, str]]:
+    """Runs of two arms at each eta."""
+    named = [name.split(":") for name in names.split()]
+    return [(f"{one}-{eta}-{rate}", f"{other}-{eta}-{rate}") for one, other in named for eta in etas]
+
+
+PAIRS = {
+    results.DATA: [
+        *(("late_opsm", "late"), ("late_opsm", "in_step"), ("late_decoupled", "late"), ("late_both", "late_opsm"))
     ],
-    ids=lambda value: value if isinstance(value, str) else "",
+    results.IN_PROCESS: [
+        *pair("opsm:none", arms.ETAS, "0.001"),
+        *pair("opsm:random both:opsm decoupled:none", (1, 2, 4, 8), "0.001"),
+        *(*pair("bypass:none", (1, 2, 4), "0.001"), *pair("random:none", (8,), "0.001")),
+        *pair("decoupled:none opsm:none both:none", (0,), "0.001-rounded"),
+        *pair("opsm:none", arms.ETAS, "0.0003"),
+        *pair("random:none opsm:random", (1, 2, 4, 8), "0.0003"),
+        *(*pair("decoupled:none bypass:none", (4, 8), "0.0003"), *pair("both:opsm", (2, 8), "0.0003")),
+        *((f"none-{eta}-0.001", "none-0-0.001") for eta in (1, 2)),
+        *((f"none-{eta}-0.0003", "none-0-0.0003") for eta in (1, 2, 4, 8)),
+        *((f"opsm-8-{rate}", f"opsm-0-{rate}") for rate in ("0.001", "0.0003")),
+        ("none-0-0.001-rounded", "none-0-0.001"),
+    ],
+    results.OTHER_START: pair("opsm:random opsm:none random:none decoupled:none", (8,), "0.001"),
+}
+
+
+@pytest.mark.parametrize(
+    ("path", "one", "other"), [(path, *names) for path, pairs in PAIRS.items() for names in pairs], ids=str
 )
 def test_the_page_shows_committed_differences(path: Path, one: str, other: str) -> None:
     """A mean difference paired by seed, its interval and its p value, as they are computed from the results."""
     table = results.read(path)
-    pair = [analyse.outcomes(table, setting)["outcome"] for setting in (one, other)]
-    assert evidence_tables.format_difference(*pair) in " ".join(PAGE.read_text().split())
+    ends = [analyse.outcomes(table, setting)["outcome"] for setting in (one, other)]
+    assert evidence_tables.format_difference(*ends) in " ".join(PAGE.read_text().split())
 
 
 @pytest.mark.parametrize("eta", [2, 8])
