@@ -32,8 +32,8 @@ class ConfiguredPart:
 def list_parts(run: Composed) -> list[ConfiguredPart]:
     """List all configured parts: of our correction, its shadows, verl's own correction, and router replay."""
     spec = run.spec
-    parts = [ConfiguredPart(key, _describe_weight(weight)) for key, weight in spec.all_weights.items()]
-    parts += [ConfiguredPart(f"masks.{name}", _describe_mask(mask), _reads_mu(mask)) for name, mask in spec.masks]
+    parts = [ConfiguredPart(key, describe_part(weight)) for key, weight in spec.all_weights.items()]
+    parts += [ConfiguredPart(f"masks.{name}", describe_part(mask), _reads_mu(mask)) for name, mask in spec.masks]
     if spec.proximal != "recompute":
         parts.append(ConfiguredPart("proximal", f"pi_old: {spec.proximal}", spec.proximal != "reuse"))
     if spec.kl_clip is not None:
@@ -72,6 +72,11 @@ def list_parts(run: Composed) -> list[ConfiguredPart]:
 
 def _reads_mu(mask: MaskSpec) -> bool:
     return mask.ratio != "ppo" and not mask.entry.of_age
+
+
+def describe_part(part: WeightSpec | MaskSpec) -> str:
+    """Describe a weight or a mask in a few words."""
+    return _describe_weight(part) if isinstance(part, WeightSpec) else _describe_mask(part)
 
 
 def _describe_weight(weight: WeightSpec) -> str:

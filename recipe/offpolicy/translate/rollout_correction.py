@@ -93,7 +93,7 @@ def verl_rollout_correction(
     if weight is not None:
         if of_weight:
             measures, row_values = by_token.select_quantities(slice(0, 2)), None
-            total, count = measures.total[1].sum(), columns.tokens.sum()
+            total, count = measures["total"][1].sum(), columns.tokens.sum()
         else:
             measures, row_values = _of_rows(weight, columns)
             total, count = row_values[some].sum(), len(tokens)
@@ -105,7 +105,7 @@ def verl_rollout_correction(
         measures = measures.select_rows(some)
         metrics = compute_weight_metrics(tokens, measures, lower=weight.bounds[0], upper=weight.bounds[1])
         if weight.kind == "banded":
-            metrics["rollout_is_oob_ratio"] = float((measures.above[0] + measures.below[0]).sum() / tokens.sum())
+            metrics["rollout_is_oob_ratio"] = float((measures["above"][0] + measures["below"][0]).sum() / tokens.sum())
         if rollout_is_batch_normalize:
             metrics["rollout_is_batch_norm_factor"] = factor
 
@@ -114,7 +114,7 @@ def verl_rollout_correction(
     touched = bool((columns.tokens < columns.response).any())
     if options:
         statistics = _statistics(limits, columns, by_token.select_quantities(slice(len(of_weight), None)))
-        outside = (statistics.above + statistics.below) > 0
+        outside = (statistics["above"] + statistics["below"]) > 0
         rejected = np.any(outside[~statistics.of_tokens], axis=0)
         touched |= bool(outside.any())
         metrics |= compute_rejection_metrics(limits, tokens, statistics.select_rows(some))

@@ -109,37 +109,9 @@ class QuantitySums:
         about = np.array([quantity.about for quantity in quantities], dtype=np.float64)
         return cls(np.ones(len(quantities), dtype=np.bool_), about, table)
 
-    @property
-    def total(self) -> Numbers:
-        return self.table[0]
-
-    @property
-    def square(self) -> Numbers:
-        return self.table[1]
-
-    @property
-    def deviation(self) -> Numbers:
-        return self.table[2]
-
-    @property
-    def squared_deviation(self) -> Numbers:
-        return self.table[3]
-
-    @property
-    def least(self) -> Numbers:
-        return self.table[4]
-
-    @property
-    def greatest(self) -> Numbers:
-        return self.table[5]
-
-    @property
-    def above(self) -> Numbers:
-        return self.table[6]
-
-    @property
-    def below(self) -> Numbers:
-        return self.table[7]
+    def __getitem__(self, measure: str) -> Numbers:
+        """Return one of ``MEASURES``, (m, B)."""
+        return self.table[MEASURES.index(measure)]
 
     def select_quantities(self, part: slice | Sequence[int]) -> QuantitySums:
         """Return some of the quantities."""

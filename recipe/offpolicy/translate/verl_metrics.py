@@ -56,21 +56,21 @@ def compute_weight_metrics(tokens: Numbers, measures: QuantitySums, lower: float
         tokens: (B,) T.
         lower, upper: bounds that raw row means are compared with.
     """
-    raw_row_mean, row_mean = measures.total / tokens
+    raw_row_mean, row_mean = measures["total"] / tokens
     total = tokens.sum()
     # verl takes extremes of the applied weights per token, and of the raw ones per sequence.
     extremes = 1 if measures.of_tokens[1] else 0
-    weight_sum, square = float(measures.total[1].sum()), float(measures.square[1].sum())
+    weight_sum, square = float(measures["total"][1].sum()), float(measures["square"][1].sum())
     raw, applied = measures.select_quantities(slice(0, 1)), measures.select_quantities(slice(1, 2))
     prefix = "rollout_is"
     return {
         f"{prefix}_mean": float(weight_sum / total),
-        f"{prefix}_max": float(measures.greatest[extremes].max()),
-        f"{prefix}_min": float(measures.least[extremes].min()),
+        f"{prefix}_max": float(measures["greatest"][extremes].max()),
+        f"{prefix}_min": float(measures["least"][extremes].min()),
         f"{prefix}_std": float(_std(applied, tokens)[0]),
         f"{prefix}_eff_sample_size": float(weight_sum**2 / (total * square)) if square > 0 else 0.0,
-        f"{prefix}_ratio_fraction_high": float(_shares(raw, raw.above, tokens)[0]),
-        f"{prefix}_ratio_fraction_low": float(_shares(raw, raw.below, tokens)[0]),
+        f"{prefix}_ratio_fraction_high": float(_shares(raw, raw["above"], tokens)[0]),
+        f"{prefix}_ratio_fraction_low": float(_shares(raw, raw["below"], tokens)[0]),
         **_of_row_means([prefix], row_mean[None], ideal=1.0),
         f"{prefix}_seq_fraction_high": float((raw_row_mean > upper).mean()),
         f"{prefix}_seq_fraction_low": float((raw_row_mean < lower).mean()),
@@ -88,16 +88,16 @@ def compute_rejection_metrics(
         statistics: k1, k2 or k3 as each option aggregates it, in the same order.
     """
     total = tokens.sum()
-    row_mean = statistics.total / tokens
-    outside = statistics.above + statistics.below
+    row_mean = statistics["total"] / tokens
+    outside = statistics["above"] + statistics["below"]
     lower = np.array([-np.inf if low is None else low for low, _ in limits.values()])
     row_above, row_below = compare_with_bounds(row_mean, lower, np.array([upper for _, upper in limits.values()]))
     of_all = {
-        "mean": statistics.total.sum(-1) / total,
-        "max": statistics.greatest.max(-1),
-        "min": statistics.least.min(-1),
-        "fraction_high": _shares(statistics, statistics.above, tokens),
-        "fraction_low": _shares(statistics, statistics.below, tokens),
+        "mean": statistics["total"].sum(-1) / total,
+        "max": statistics["greatest"].max(-1),
+        "min": statistics["least"].min(-1),
+        "fraction_high": _shares(statistics, statistics["above"], tokens),
+        "fraction_low": _shares(statistics, statistics["below"], tokens),
         "std": _std(statistics, tokens),
         "seq_fraction_high": row_above.mean(-1),
         "seq_fraction_low": row_below.mean(-1),
@@ -147,7 +147,7 @@ def _named(prefixes: Sequence[str], columns: Mapping[str, Numbers]) -> Metrics:
 def _std(measures: QuantitySums, tokens: Numbers) -> Numbers:
     """Compute the standard deviation over tokens, (m,)."""
     total = tokens.sum()
-    variance = measures.squared_deviation.sum(-1) / total - np.square(measures.deviation.sum(-1) / total)
+    variance = measures["squared_deviation"].sum(-1) / total - np.square(measures["deviation"].sum(-1) / total)
     deviation: Numbers = np.sqrt(np.maximum(variance, 0.0))
     return deviation
 

@@ -14,7 +14,7 @@ from recipe.offpolicy.correction import Reduction, Statistic
 from recipe.offpolicy.correction.bounds import format_bounds
 from recipe.offpolicy.correction.deferred_value import DeferredValue, defer_statistics, fetch
 from recipe.offpolicy.correction.problem import Requirement, find_unmet, set_to
-from recipe.offpolicy.preflight.configured_parts import _describe_mask, _describe_weight
+from recipe.offpolicy.preflight.configured_parts import describe_part
 from recipe.offpolicy.replay.replay_settings import list_requirements
 from recipe.offpolicy.support.support_settings import REQUIREMENTS
 from tests.support.presets import PRESETS
@@ -83,8 +83,7 @@ def test_bounds(bounds: dict[str, float | None], shown: str) -> None:
 def test_no_option_is_described_with_an_open_bracket() -> None:
     """By the doctor and by the report; a bracket has two numbers, and a delta is shown as it was given."""
     for spec in PRESETS.values():
-        described = [*map(_describe_weight, spec.all_weights.values())]
-        described += [_describe_mask(mask) for _, mask in spec.masks]
+        described = [describe_part(part) for part in [*spec.all_weights.values(), *(mask for _, mask in spec.masks)]]
         described += _describe_spec(spec).values()
         for text in described:
             assert not re.search(r"\[ *,|, *\]|0\.9512|(upper|lower|delta) [0-9]", text), text

@@ -101,9 +101,9 @@ def test_one_value_a_row() -> None:
         about=1.0,
     )
     assert found.of_tokens.tolist() == [False]
-    assert found.total.tolist() == [[6.0, -1.0]]
-    assert found.square.tolist() == [[12.0, 1.0]]
-    assert found.deviation.tolist() == [[1.5, -1.0]]
-    assert found.squared_deviation.tolist() == [[0.75, 1.0]]
-    assert found.least.tolist() == found.greatest.tolist() == [[2.0, -1.0]]
-    assert (found.above.tolist(), found.below.tolist()) == ([[3.0, 0.0]], [[0.0, 1.0]])
+    assert found["total"].tolist() == [[6.0, -1.0]]
+    assert found["square"].tolist() == [[12.0, 1.0]]
+    assert found["deviation"].tolist() == [[1.5, -1.0]]
+    assert found["squared_deviation"].tolist() == [[0.75, 1.0]]
+    assert found["least"].tolist() == found["greatest"].tolist() == [[2.0, -1.0]]
+    assert (found["above"].tolist(), found["below"].tolist()) == ([[3.0, 0.0]], [[0.0, 1.0]])

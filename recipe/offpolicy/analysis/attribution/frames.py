@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any, Final
 
@@ -38,6 +38,10 @@ class ValidTokens:
     pi: Array
     turn: NDArray[np.int64]
     index: NDArray[np.int64]
+
+    def take(self, chosen: NDArray[np.bool_]) -> ValidTokens:
+        """Return these tokens alone."""
+        return ValidTokens(**{each.name: getattr(self, each.name)[chosen] for each in fields(self)})
 
     @cached_property
     def gap(self) -> Array:

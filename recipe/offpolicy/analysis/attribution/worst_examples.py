@@ -48,11 +48,6 @@ class TokenDecoder:
     def __init__(self, tokenizer: Tokenizer | None = None) -> None:
         self._tokenizer = tokenizer
 
-    @property
-    def decodes(self) -> bool:
-        """True if it shows text, not ids."""
-        return self._tokenizer is not None
-
     def decode(self, ids: Sequence[int]) -> str:
         """Decode to one line; ids where the tokenizer does not know them."""
         ids = [int(token) for token in ids]
@@ -134,11 +129,6 @@ class WorstToken:
     before: str
     token: str
     after: str
-
-    @property
-    def total(self) -> float:
-        """log pi - log mu."""
-        return self.pi - self.mu
 
 
 @dataclass(frozen=True)

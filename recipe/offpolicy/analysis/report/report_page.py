@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ...correction import CorrectionSpec, MaskSpec, WeightSpec
-from ...correction.bounds import format_bounds
+from ...preflight.configured_parts import describe_part
 from ...recording.recording import read_extensions
 from ..attribution import attribution_page, attribution_tables
 from ..attribution.attribution import Attribution
@@ -27,7 +27,7 @@ from ..pages.plotting import MUTED, Series, merge_equal_series
 from ..whatif import whatif_tables
 from ..whatif.whatif_page import MEANINGS
 from .studies import TARGET_ESS, TARGET_KEPT, Studies
-from .timeline import REFERENCES, StepNumbers, Timeline
+from .timeline import StepNumbers, Timeline
 from .verdict import build_answers, build_table
 
 if TYPE_CHECKING:
@@ -35,8 +35,6 @@ if TYPE_CHECKING:
 
 
 _DECADES = 30
-_HAD = "had"
-"""What the names of masks begin with that did not act; their lines are dashed."""
 _MARKED = 40
 """Steps up to which each has a marker."""
 _KEPT = {"tokens kept": "kept_tokens", "rows kept": "kept_rows", "ESS of weight x keep": "ess"}
@@ -61,18 +59,16 @@ def build_step_panels(timeline: Timeline) -> list[Panel]:
 
 
 def build_length_panels(timeline: Timeline) -> list[Panel]:
-    """Build the panels of kept share by length, with two reference masks, and of row counts."""
+    """Build the panels of kept share by length, and of row counts."""
     entries = timeline.lengths
     x = Axis("T, response tokens of a row", ticks={at: format_bucket(one.bucket) for at, one in enumerate(entries)})
     lines: dict[str, Series] = {
         "rows kept": [one.kept_rows for one in entries],
         "tokens kept": [one.kept_tokens for one in entries],
     }
-    for key, meaning in REFERENCES.items():
-        lines[f"{_HAD} {meaning} been on: rows kept"] = [one.references[key] for one in entries]
     places = range(len(entries))
     shares = [
-        Mark(places, values, label, **style_line(at) | ({"dash": "--"} if label.startswith(_HAD) else {}))
+        Mark(places, values, label, **style_line(at))
         for at, (label, values) in enumerate(merge_equal_series(lines).items())
     ]
     alt = "Share of rows and tokens kept by response length"
@@ -164,23 +160,13 @@ def _describe_spec(spec: CorrectionSpec) -> dict[str, str]:
     """Describe a correction: its keys and what each part does."""
     parts: dict[str, WeightSpec | MaskSpec] = {f"masks.{name}": mask for name, mask in spec.masks}
     parts = {**spec.all_weights, **parts}
-    text = {key: _part_text(part) for key, part in parts.items()} or {"correction": "none"}
+    text = {key: describe_part(part) for key, part in parts.items()} or {"correction": "none"}
     settings = {
         name: value
         for name, value in spec.to_mapping().items()
         if name not in ("weight", "weights", "masks") and value != CorrectionSpec().to_mapping().get(name)
     }
     return text | {name: json.dumps(value) for name, value in settings.items()}
-
-
-def _part_text(part: WeightSpec | MaskSpec) -> str:
-    bounds = format_bounds({name: getattr(part, name, None) for name in ("lower", "upper", "delta", "budget")})
-    kind = part.kind if isinstance(part, WeightSpec) else "mask"
-    when = {"any": "", "post_tool": ", after a tool's result"}.get(part.when, f", advantage {part.when}")
-    if isinstance(part, MaskSpec) and part.entry.of_age:
-        return f"{kind} on age by {part.level}, {bounds} versions{when}"
-    by_age = "" if part.by_staleness is None else f", |log bound| times {json.dumps(part.by_staleness)} by age"
-    return f"{kind} on {part.ratio}, {part.aggregate} by {part.level}, {bounds}{when}{by_age}"
 
 
 def _run(found: ReportContents, spec: CorrectionSpec) -> list[Block]:
@@ -259,21 +245,13 @@ def _by_length(timeline: Timeline) -> list[Block]:
         Column("rows"),
         Column("rows kept"),
         Column("tokens kept"),
-        *(Column(f"rows, {meaning}") for meaning in REFERENCES.values()),
     )
-    rows = [
-        (
-            *(calibration_tables.format_bucket(entry.bucket), entry.rows, entry.kept_rows, entry.kept_tokens),
-            *(entry.references[key] for key in REFERENCES),
-        )
-        for entry in timeline.lengths
-    ]
-    drawn = len(timeline.lengths) > 1
+    rows = [(format_bucket(entry.bucket), entry.rows, entry.kept_rows, entry.kept_tokens) for entry in timeline.lengths]
     reasons = (Column("rejected by"), Column("share of tokens", digits=4))
     return [
         "Noise averages out in a geometric mean and adds up in a product: a mask on the first rejects short rows, "
-        f"on the second long ones.{' Dashed: what each would keep here, whatever was on.' if drawn else ''}",
-        build_length_panels(timeline) if drawn else "",
+        "on the second long ones.",
+        build_length_panels(timeline) if len(timeline.lengths) > 1 else "",
         Table(columns, rows),
         Table(reasons, list(timeline.reasons.items())) if timeline.reasons else "",
     ]

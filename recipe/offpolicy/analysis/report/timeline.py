@@ -20,10 +20,6 @@ from ..jobs import ALONE, Jobs, map_steps
 Floats = NDArray[np.float64]
 RIGHT = 1.0
 """Reward from which an answer counts as right."""
-_GEOMETRIC = (math.log(0.99), math.log(1.01))
-_PRODUCT = (math.log(0.5), math.log(2.0))
-REFERENCES = {"geometric": "a geometric mask [0.99, 1.01]", "product": "a product mask [0.5, 2]"}
-"""Masks that rows are compared with, whatever correction acted, as in the metrics of ``offpolicy/length/``."""
 
 
 @dataclass(frozen=True)
@@ -78,14 +74,12 @@ class LengthBucket:
     Attributes:
         rows: with a response token whose mu and pi_old are finite.
         kept_tokens, kept_rows: shares that the recorded corrections kept.
-        references: share of rows that each of ``REFERENCES`` would keep.
     """
 
     bucket: str
     rows: int
     kept_tokens: float
     kept_rows: float
-    references: dict[str, float]
 
 
 @dataclass(frozen=True)
@@ -150,7 +144,7 @@ def build_timeline(steps: Iterable[Step], jobs: Jobs = ALONE) -> Timeline:
 def merge_parts(parts: Iterable[Part]) -> Timeline:
     """Merge the parts of all steps, in their order, to a timeline."""
     numbers: list[StepNumbers] = []
-    buckets = np.zeros((len(BUCKETS), 6))
+    buckets = np.zeros((len(BUCKETS), 4))
     rejected: dict[str, int] = {}
     correction: Mapping[str, Any] = {}
     changed = []
@@ -225,28 +219,24 @@ def _of_step(step: Step) -> StepNumbers:
 
 
 def _of_lengths(rows: Rows) -> Floats:
-    """Compute (buckets, 6): rows, response tokens, tokens kept, rows kept, rows kept by each reference."""
+    """Compute (buckets, 4): rows, response tokens, tokens kept, rows kept."""
     with np.errstate(invalid="ignore"):
         log_rho = rows.old_log_prob.astype(np.float64) - rows.rollout_log_prob
     valid = rows.response_mask & np.isfinite(log_rho)
     of_row = rows.row_of_token
 
-    def by_row(tokens: NDArray[np.bool_], weights: Floats | None = None) -> Floats:
-        counted = np.bincount(of_row[tokens], weights=None if weights is None else weights[tokens], minlength=len(rows))
-        return counted.astype(np.float64)
+    def by_row(tokens: NDArray[np.bool_]) -> Floats:
+        return np.bincount(of_row[tokens], minlength=len(rows)).astype(np.float64)
 
     length = by_row(valid)
     there = length > 0
     kept = by_row(valid & (rows.rejected_by == 0))
-    total = by_row(valid, log_rho)
     columns = np.stack(
         [
             there,
             by_row(rows.response_mask),
             kept,
             kept > 0,
-            _inside(total / np.maximum(length, 1), _GEOMETRIC),
-            _inside(total, _PRODUCT),
         ],
         axis=-1,
     ).astype(np.float64)
@@ -258,15 +248,9 @@ def _of_lengths(rows: Rows) -> Floats:
 
 
 def _buckets(sums: Floats) -> Iterable[LengthBucket]:
-    for name, (rows, tokens, kept, kept_rows, *references) in zip(BUCKETS, sums, strict=True):
+    for name, (rows, tokens, kept, kept_rows) in zip(BUCKETS, sums, strict=True):
         if rows:
-            shares = dict(zip(REFERENCES, (float(count / rows) for count in references), strict=True))
-            yield LengthBucket(name, int(rows), float(kept / tokens), float(kept_rows / rows), shares)
-
-
-def _inside(value: Floats, limits: tuple[float, float]) -> NDArray[np.bool_]:
-    rounded = value.astype(np.float32)
-    return (rounded >= np.float32(limits[0])) & (rounded <= np.float32(limits[1]))
+            yield LengthBucket(name, int(rows), float(kept / tokens), float(kept_rows / rows))
 
 
 def _mean(values: NDArray[np.generic] | Sequence[float]) -> float:

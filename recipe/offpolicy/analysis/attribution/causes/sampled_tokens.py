@@ -7,7 +7,7 @@ policies' distributions there are seen at several points, and what differs by a 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -50,25 +50,8 @@ class SampledTokens:
 
     def take(self, chosen: NDArray[np.bool_]) -> SampledTokens:
         """Return these tokens alone."""
-        t = self.tokens
-        return SampledTokens(
-            tokens=ValidTokens(
-                row=t.row[chosen],
-                place=t.place[chosen],
-                mu=t.mu[chosen],
-                old=t.old[chosen],
-                pi=t.pi[chosen],
-                turn=t.turn[chosen],
-                index=t.index[chosen],
-            ),
-            step=self.step[chosen],
-            staleness=self.staleness[chosen],
-            cluster=self.cluster[chosen],
-            context=self.context[chosen],
-            token_id=self.token_id[chosen],
-            again=self.again[chosen],
-            turns=self.turns,
-        )
+        columns = ("step", "staleness", "cluster", "context", "token_id", "again")
+        return replace(self, tokens=self.tokens.take(chosen), **{name: getattr(self, name)[chosen] for name in columns})
 
 
 @dataclass(frozen=True)
