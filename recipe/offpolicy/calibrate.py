@@ -120,17 +120,17 @@ def _show(
     if options.json:
         print(json.dumps(tables.build_json(result, now, then, confidence) | {"mend_first": faults or None}, indent=2))  # noqa: T201
         return
-    from .analysis.pages import open_console, print_table
+    from .analysis.pages import open_console, print_blocks
 
     console = open_console()
-    if faults:
-        console.print(faults, markup=False, soft_wrap=not sys.stdout.isatty())
-    lengths = tables.build_length_tables(result, confidence)
-    for table in (tables.build_overview_table(result, confidence), *lengths, tables.build_joint_table(now, then)):
-        print_table(console, table)
-    for remark in tables.format_remarks(result, confidence):
-        # A line each for other programs, and whole words for a reader.
-        console.print(remark, markup=False, soft_wrap=not sys.stdout.isatty())
+    print_blocks(
+        console,
+        faults,
+        tables.build_overview_table(result, confidence),
+        *tables.build_length_tables(result, confidence),
+        tables.build_joint_table(now, then),
+        *tables.format_remarks(result, confidence),
+    )
     if pasted := tables.list_overrides(result):
         console.print("\nOverrides:", "    " + shlex.join(pasted), sep="\n", markup=False, soft_wrap=True)
 

@@ -25,7 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     shown = list_output_modules(json=options.json, png=bool(options.png), html=False)
     require_modules("lengths", "torch", "numpy", "pyarrow", "xxhash", *shown)
     from .analysis.lengths.by_length import NoClassError, read_ends
-    from .analysis.lengths.curves import CurveError, build_json, build_table, draw_curves, explain_missing, read_curves
+    from .analysis.lengths.curves import CurveError, build_json, build_table, draw_curves, read_curves
     from .analysis.pages import PageError, check_target
     from .extensions.sessions import DumpError, is_dump
     from .recording import RecordingError
@@ -51,13 +51,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.json:
         print(json.dumps({name: build_json(found) for name, found in curves.items()}, indent=2))  # noqa: T201
         return 0
-    from .analysis.pages import open_console, print_table
+    from .analysis.pages import open_console, print_blocks
 
-    console = open_console()
-    for name, found in curves.items():
-        print_table(console, build_table(found, name))
-        if note := explain_missing(found, Path(name).is_dir(), options.correct_at_least):
-            console.print(note, markup=False)
+    print_blocks(open_console(), *(build_table(found, name) for name, found in curves.items()))
     return 0
 
 
@@ -66,7 +62,7 @@ def _follow(options: argparse.Namespace) -> int:
     from transformers import AutoTokenizer
 
     from .analysis.lengths.by_length import assign, build_rows, build_table, draw_classes, read_checkpoints
-    from .analysis.pages import open_console, print_table
+    from .analysis.pages import open_console, print_blocks
 
     tokenizer = AutoTokenizer.from_pretrained(options.tokenizer, local_files_only=True, trust_remote_code=False)
     checkpoints = read_checkpoints(options.sources, tokenizer)
@@ -80,10 +76,8 @@ def _follow(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps(rows, indent=2))  # noqa: T201
         return 0
-    console = open_console()
-    print_table(console, build_table(rows, early.label))
     note = f"At {early.label} pass rates are those by which prompts were chosen: compare later checkpoints."
-    console.print(note, markup=False, soft_wrap=not sys.stdout.isatty())
+    print_blocks(open_console(), build_table(rows, early.label), note)
     return 0
 
 

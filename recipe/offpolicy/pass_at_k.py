@@ -52,17 +52,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         shown = [build_json(each) | ({"ranking": places[each.name]} if ranking else {}) for each in found]
         print(json.dumps(shown, indent=2))  # noqa: T201
         return 0
-    from .analysis.pages import open_console, print_table
+    from .analysis.pages import open_console, print_blocks
 
     console = open_console()
     for each in found:
-        print_table(console, build_table(each))
-        for note in each.notes:
-            console.print(note, markup=False, soft_wrap=not sys.stdout.isatty())
+        print_blocks(console, build_table(each), *each.notes)
     if ranking:
-        print_table(console, build_ranking(ranking))
-        for note in list_notes(ranking):
-            console.print(note, markup=False, soft_wrap=not sys.stdout.isatty())
+        print_blocks(console, build_ranking(ranking), *list_notes(ranking))
     return 0
 
 

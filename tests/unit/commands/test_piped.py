@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
 import pytest
 
 from recipe.offpolicy import attribute, calibrate, lengths, whatif
@@ -36,23 +33,3 @@ def test_tables_in_a_pipe_have_100_characters(
     assert max(map(len, tables)) <= 100
     assert "…" not in printed
     assert all(text in printed for text in shown)
-
-
-def _metrics(tmp_path: Path, **data: float) -> str:
-    path = tmp_path / "metrics.jsonl"
-    path.write_text("".join(json.dumps({"step": step, "data": data}) + "\n" for step in (1, 2)))
-    return str(path)
-
-
-def test_lengths_say_what_is_missing_and_how_to_get_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The metrics of a run without length_penalty have the length of all answers alone."""
-    assert lengths.main([_metrics(tmp_path, **{"response_length/mean": 6.5, "critic/score/mean": 0.4})]) == 0
-    shown = " ".join(capsys.readouterr().out.split())
-    assert "No value for right, wrong, easy, hard: these metrics have no length/<class>/mean" in shown
-    assert "length_penalty=none" in shown
-    whole = {"response_length/mean": 6.5} | {f"length/{name}/mean": 5.0 for name in ("right", "wrong", "easy", "hard")}
-    assert lengths.main([_metrics(tmp_path, **whole)]) == 0
-    assert "No value" not in capsys.readouterr().out
-    assert lengths.main([HEALTHY, "--correct-at-least", "7"]) == 0
-    shown = " ".join(capsys.readouterr().out.split())
-    assert "No value for right, easy: an answer is right from a score of 7 on" in shown

@@ -110,29 +110,6 @@ def build_table(curves: Sequence[LengthStep], title: str = "", most: int = 20) -
     return Table(columns, rows, title)
 
 
-def explain_missing(curves: Sequence[LengthStep], recorded: bool, correct_at_least: float) -> str:
-    """Say why columns of ``build_table`` have no value at any step, and how to get them; empty where all have some.
-
-    Args:
-        recorded: they were read from a recording, not from metrics.
-    """
-    missing = [name for name in CLASSES if all(math.isnan(each.lengths[name]) for each in curves)]
-    if not missing:
-        return ""
-    columns = f"No value for {', '.join(missing)}: "
-    if not recorded and len(missing) == len(CLASSES):
-        return (
-            f"{columns}these metrics have no {PREFIX}<class>/mean, the length of answers by correctness. Train with "
-            f"length_penalty=none, which measures and changes nothing, or name the directory of a recording "
-            f"(offpolicy.record.dir=DIR)."
-        )
-    if recorded and all(math.isnan(each.reward) for each in curves):
-        return f"{columns}no reward was recorded. Record steps of a run that scores its answers."
-    scored = f"an answer is right from a score of {correct_at_least:g} on" if recorded else "no step had such answers"
-    option = " --correct-at-least SCORE sets that." if recorded else ""
-    return f"{columns}{scored}; easy are prompts with 0.9 or more right, hard with 0.1 or less.{option}"
-
-
 def _number(value: float) -> float | None:
     return None if math.isnan(value) else value
 

@@ -210,11 +210,11 @@ def print_table(console: Console, table: Table) -> None:
 
 
 def print_blocks(console: Console, *blocks: Table | str) -> None:
-    """Print tables and lines of text, which are whole however narrow the console is; empty ones are left out."""
+    """Print tables and lines of text, each in one line unless it goes to a terminal; empty ones are left out."""
     from rich.text import Text
 
     for block in filter(None, blocks):
         if isinstance(block, Table):
             print_table(console, block)
         else:
-            console.print(Text(block), soft_wrap=True)
+            console.print(Text(block), soft_wrap=not console.is_terminal)
