@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
+
+from tests.support.paths import ROOT
 
 SHORT = {
     "actor": "actor_rollout_ref.actor",
@@ -37,3 +40,14 @@ def read_changes(written: str) -> dict[str, Any]:
     """Overrides of a table as keys in full and values."""
     overrides = [] if written == UNCHANGED else list(map(in_full, written.split("; ")))
     return {each.key_or_group: each.value() for each in OverridesParser.create().parse_overrides(overrides)}
+
+
+def read_table(name: str) -> list[tuple[str, list[list[str]]]]:
+    """Heads of a table in tests/data with their cases: overrides, then what is found; deep lines go on."""
+    table: list[tuple[str, list[list[str]]]] = []
+    for line in re.sub(r"\n {8,}", " ", (ROOT / "tests/data" / name).read_text()).splitlines():
+        if line.startswith(" "):
+            table[-1][1].append(line.strip().split(" -> "))
+        elif not line.startswith("#"):
+            table.append((line, []))
+    return table

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import re
 from collections.abc import Iterator
 
 import pytest
@@ -24,8 +23,7 @@ from recipe.offpolicy.preflight.checks import (
 from recipe.offpolicy.preflight.checks.rows import Check
 from recipe.offpolicy.preflight.composed import SHADOW, Composed, copy_config
 from tests.support.applications import NEEDED, application
-from tests.support.paths import ROOT
-from tests.support.short_keys import UNCHANGED, in_full
+from tests.support.short_keys import UNCHANGED, in_full, read_table
 from verl_patches.execution_path import live_path
 
 pytestmark = [pytest.mark.verl(">=0.9.1"), pytest.mark.usefixtures("each_actor_is_probed_once")]
@@ -73,23 +71,14 @@ NAMED = {
 }
 
 
-def read_cases(text: str) -> dict[tuple[Check, str], list[list[str]]]:
-    """(check, release of verl) -> overrides, and the problems found: verdict, key and fix without the own key."""
-    cases: dict[tuple[Check, str], list[list[str]]] = {}
-    found: list[list[str]] = []
-    for line in re.sub(r"\n {8,}", " ", text).splitlines():
-        if line.startswith(" "):
-            words, *problems = line.strip().split(" -> ")
-            found.append(["" if words == UNCHANGED else words, *problems])
-        elif not line.startswith("#"):
-            name, release = line.split()
-            module, name = name.split(".")
-            check = getattr(importlib.import_module(f"{checks.__name__}.{module}"), name)
-            found = cases[check, release] = []
-    return cases
+def find_check(name: str) -> Check:
+    module, name = name.split(".")
+    check: Check = getattr(importlib.import_module(f"{checks.__name__}.{module}"), name)
+    return check
 
 
-CASES = read_cases((ROOT / "tests/data/verdicts.txt").read_text())
+CASES = {(find_check(head.split()[0]), head.split()[1]): cases for head, cases in read_table("verdicts.txt")}
+"""(check, release of verl) -> overrides, and the problems found: verdict, key and fix without the own key."""
 LEFT = {"trainer.use_legacy_worker_impl=on"}
 """Of whose fix the installed release takes another one."""
 
@@ -120,7 +109,9 @@ def compose(base: DictConfig, release: str, overrides: list[str]) -> Composed:
 
 
 def list_overrides(words: str) -> list[str]:
-    return [in_full(each) for word in words.split("; ") for each in NAMED.get(word, word).split("; ") if each]
+    return [
+        in_full(each) for word in words.split("; ") for each in NAMED.get(word, word).split("; ") if each != UNCHANGED
+    ]
 
 
 def read_expected(written: str) -> tuple[str, str, tuple[str, ...]]:

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from omegaconf import OmegaConf
 
 from recipe.offpolicy.batch.plan import decide_rollout
 from recipe.offpolicy.correction import CorrectionSpec
@@ -120,29 +119,3 @@ def test_a_step_at_another_rate_stops_the_run(reports: list[Any], said: str) -> 
     extension._factor = 0.9
     with pytest.raises(LivenessError, match=said):
         extension.on_update({"offpolicy_lr_report": [reports]}, None)
-
-
-FINE = {
-    "trainer": {"use_v1": True, "v1": {"trainer_mode": "sync"}},
-    "actor_rollout_ref": {"actor": {"strategy": "fsdp2"}, "rollout": {"calculate_log_probs": True}},
-    "correction": {"proximal": "recompute"},
-}
-
-
-@pytest.mark.parametrize(
-    ("key", "value", "named"),
-    [
-        ("actor_rollout_ref.actor.strategy", "megatron", "ess_lr"),
-        ("actor_rollout_ref.rollout.calculate_log_probs", False, ""),
-        ("correction.proximal", "bypass", ""),
-        ("correction.weight.ratio", "full", ""),
-    ],
-)
-def test_what_cannot_be_combined_is_refused(key: str, value: Any, named: str) -> None:
-    config, extension = OmegaConf.create(FINE), EssLr("ess_lr", {"rule": "sqrt"})
-    assert list(extension.problems(config)) == []
-    (idle,) = EssLr("ess_lr", {"rule": "sqrt", "floor": 1.0}).problems(config)
-    assert (idle.key, idle.verdict) == ("ess_lr.floor", "NO-OP")
-    OmegaConf.update(config, key, value)
-    (problem,) = extension.problems(config)
-    assert problem.key == (named or key)

@@ -38,63 +38,7 @@ def problems(settings: dict[str, Any], **changes: Any) -> list[Problem]:
     )
 
 
-BEFORE = {"kind": "group", "place": "before"}
 KL, FILTER = {"algorithm__use_kl_in_reward": True}, {"algorithm__filter_groups__enable": True}
-DAPO = {"reward__reward_manager__name": "dapo", "reward__reward_kwargs__overlong_buffer_cfg__enable": True}
-
-
-@pytest.mark.parametrize(
-    ("settings", "changes", "verdict", "override"),
-    [
-        ({"kind": "group"}, DAPO, "ERROR", "reward.reward_kwargs.overlong_buffer_cfg.enable=false"),
-        ({"kind": "group"}, {"algorithm__adv_estimator": "gae"}, "ERROR", "algorithm.adv_estimator=grpo"),
-        ({"kind": "group"}, {"algorithm__adv_estimator": "gdpo"}, "ERROR", "algorithm.adv_estimator=grpo"),
-        (BEFORE, {"algorithm__adv_estimator": "grpo_vectorized"}, "ERROR", "algorithm.adv_estimator=grpo"),
-        (BEFORE, FILTER, "ERROR", "algorithm.filter_groups.enable=false"),
-        (BEFORE, KL, "ERROR", "length_penalty.place=after"),
-        (BEFORE, {"pass_at_k__objective": "loo"}, "ERROR", "length_penalty.place=after"),
-        ({"kind": "group"}, {"actor_rollout_ref__rollout__n": 1}, "ERROR", "length_penalty.kind=uniform"),
-        ({"kind": "group", "warmup": {"steps": 200}}, {}, "ERROR", "length_penalty.warmup.steps=0"),
-        ({"kind": "anchor"}, {"trainer__total_epochs": 1}, "NO-OP", "length_penalty.anchor.per=source"),
-        ({"kind": "group", "coefficient": 0}, {}, "NO-OP", "length_penalty.coefficient=null"),
-    ],
-)
-def test_what_it_cannot_stand_beside(
-    settings: dict[str, Any], changes: dict[str, Any], verdict: str, override: str
-) -> None:
-    (problem,) = problems(settings, **changes)
-    assert problem.verdict == verdict
-    assert override in f"{problem.pasted} {problem.advice}"
-
-
-def test_the_sources_own_experiment_starts_with_a_warning() -> None:
-    """16 384 tokens at 1e-4 lose 1.6384, more than a right answer gains; a cap of 1 keeps it from it."""
-    (problem,) = problems({"kind": "uniform"}, data__max_response_length=16384)
-    assert (problem.verdict, problem.overrides) == ("NOTE", ())
-    assert "loses 1.6384" in problem.reason
-    assert problems({"kind": "uniform", "most": 1.0}, data__max_response_length=16384) == []
-
-
-@pytest.mark.parametrize(
-    ("settings", "changes"),
-    [
-        ({"kind": "group"}, {"algorithm__adv_estimator": "rloo_vectorized"}),
-        ({"kind": "group"}, KL),
-        ({"kind": "group"}, FILTER),
-        ({"kind": "group"}, {"pass_at_k__objective": "loo"}),
-        ({"kind": "none"}, DAPO | {"algorithm__adv_estimator": "gae"}),
-        ({"kind": "group"}, DAPO | {"reward__reward_manager__name": "naive"}),
-        ({"kind": "anchor", "anchor": {"per": "source"}}, {"trainer__total_epochs": 1}),
-    ],
-)
-def test_what_it_can_stand_beside(settings: dict[str, Any], changes: dict[str, Any]) -> None:
-    assert problems(settings, **changes) == []
-
-
-def test_dropped_groups_that_are_skipped_anyway_are_noted() -> None:
-    (problem,) = problems({"kind": "group", "zero_variance": "skip"}, **FILTER)
-    assert problem.verdict == "NOTE"
-    assert "the length of easy prompts is not penalised" in problem.reason
 
 
 def test_the_row_without_a_reference_length_is_named(tmp_path: Path) -> None:
@@ -126,36 +70,6 @@ def test_a_reference_is_to_be_given() -> None:
     assert "reference 300" in extension.meaning
 
 
-CLASSES = {"kind": "none", "classes": {"from_step": 10}}
-VALIDATION = {
-    "actor_rollout_ref__rollout__val_kwargs__n": 64,
-    "actor_rollout_ref__rollout__val_kwargs__temperature": 1.0,
-    "trainer__test_freq": 10,
-}
-DROP = {"kind": "none", "truncated": "drop"}
-
-
-@pytest.mark.parametrize(
-    ("settings", "changes", "verdict", "said"),
-    [
-        (CLASSES, {"actor_rollout_ref__rollout__val_kwargs__n": 8}, "NO-OP", "val_kwargs.n=64"),
-        (CLASSES, {"actor_rollout_ref__rollout__val_kwargs__temperature": 0}, "NO-OP", "val_kwargs.temperature=1.0"),
-        (CLASSES, {"trainer__test_freq": -1}, "NO-OP", "Set trainer.test_freq above 0"),
-        (CLASSES, {"trainer__total_training_steps": 5}, "NO-OP", "a smaller length_penalty.classes.from_step"),
-        (DROP, {"opd__coef": 1.0}, "ERROR", "Set length_penalty.truncated=keep, or opd=null."),
-        (DROP, {"process_reward__coef": 1.0}, "ERROR", "or process_reward=null."),
-        (DROP, {"actor_rollout_ref__actor__use_kl_loss": True}, "NOTE", "still contains their tokens"),
-        ({"kind": "none", "leave_out": {"dump": "missing.jsonl"}}, {}, "ERROR", "Name a validation dump"),
-    ],
-)
-def test_options_that_would_not_act_or_not_alone(
-    settings: dict[str, Any], changes: dict[str, Any], verdict: str, said: str
-) -> None:
-    (found,) = problems(settings, **(VALIDATION | changes))
-    assert found.verdict == verdict
-    assert said in f"{found.reason} {found.fix} {found.overrides}"
-
-
 def test_a_class_of_the_data_next_to_that_of_left_out_prompts_is_refused(tmp_path: Path) -> None:
     (dump := tmp_path / "1.jsonl").write_text("")
     settings = {"kind": "none", "leave_out": {"dump": str(dump)}}
@@ -164,10 +78,6 @@ def test_a_class_of_the_data_next_to_that_of_left_out_prompts_is_refused(tmp_pat
     assert problems(settings, **own) == []
     (found,) = problems(settings, data__custom_cls__path="mine.py")
     assert (found.verdict, found.key) == ("ERROR", "data.custom_cls.path")
-
-
-def test_the_options_need_no_penalty_and_are_silent_where_they_act() -> None:
-    assert problems(CLASSES | DROP, **VALIDATION) == []
 
 
 @pytest.mark.parametrize("kind", ["none", "uniform", "group", "anchor"])

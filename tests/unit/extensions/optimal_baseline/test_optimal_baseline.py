@@ -155,32 +155,3 @@ def test_a_formula_that_went_wrong_is_found(over: str, monkeypatch: pytest.Monke
     monkeypatch.setattr(optimal_baseline, "compute_advantages", lambda *given, **how: own(*given, **how) + 1e-4)
     with pytest.raises(LivenessError, match="in group a rollout 0 of 3 has"):
         shape(batch(SEQUENCE), made(over=over))
-
-
-FINE = {
-    "algorithm": {"adv_estimator": "grpo", "use_kl_in_reward": False},
-    "actor_rollout_ref": {"rollout": {"n": 8}},
-    "correction": {"proximal": "recompute", "weight": {"ratio": "rollout", "when": "any"}, "weights": {}},
-}
-
-
-@pytest.mark.parametrize(
-    ("key", "value", "said"),
-    [
-        ("algorithm.adv_estimator", "gae", "of a group's rewards alone"),
-        ("algorithm.use_kl_in_reward", True, "part of verl's rewards"),
-        ("length_penalty.place", "before", "lowered rewards"),
-        ("actor_rollout_ref.rollout.n", 1, "no sibling"),
-        ("correction.proximal", "reuse", "does not know the weights"),
-        ("correction.weight.ratio", "full", "it waits for pi"),
-        ("correction.weight.when", "negative", "applied at the gradient step"),
-        ("correction.weight.when", "post_tool", "applied at the gradient step"),
-        ("correction.weights", {"low": {"when": "negative"}}, "applied at the gradient step"),
-    ],
-)
-def test_what_cannot_be_combined_is_refused(key: str, value: Any, said: str) -> None:
-    config, extension = OmegaConf.create(FINE), OptimalBaseline("optimal_baseline", {"over": "group"})
-    assert list(extension.problems(config)) == []
-    OmegaConf.update(config, key, value)
-    (problem,) = extension.problems(config)
-    assert (problem.key, said in problem.reason) == (key, True)
