@@ -130,6 +130,7 @@ def _show(
         *tables.build_length_tables(result, confidence),
         tables.build_joint_table(now, then),
         *tables.format_remarks(result, confidence),
+        wrap=True,
     )
     if pasted := tables.list_overrides(result):
         console.print("\nOverrides:", "    " + shlex.join(pasted), sep="\n", markup=False, soft_wrap=True)

@@ -77,7 +77,7 @@ def _follow(options: argparse.Namespace) -> int:
         print(json.dumps(rows, indent=2))  # noqa: T201
         return 0
     note = f"At {early.label} pass rates are those by which prompts were chosen: compare later checkpoints."
-    print_blocks(open_console(), build_table(rows, early.label), note)
+    print_blocks(open_console(), build_table(rows, early.label), note, wrap=True)
     return 0
 
 

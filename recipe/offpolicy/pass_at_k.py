@@ -56,9 +56,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     console = open_console()
     for each in found:
-        print_blocks(console, build_table(each), *each.notes)
+        print_blocks(console, build_table(each), *each.notes, wrap=True)
     if ranking:
-        print_blocks(console, build_ranking(ranking), *list_notes(ranking))
+        print_blocks(console, build_ranking(ranking), *list_notes(ranking), wrap=True)
     return 0
 
 

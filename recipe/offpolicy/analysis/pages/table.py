@@ -209,12 +209,16 @@ def print_table(console: Console, table: Table) -> None:
         console.print(part)
 
 
-def print_blocks(console: Console, *blocks: Table | str) -> None:
-    """Print tables and lines of text, each in one line unless it goes to a terminal; empty ones are left out."""
+def print_blocks(console: Console, *blocks: Table | str, wrap: bool = False) -> None:
+    """Print tables and lines of text; empty ones are left out.
+
+    Args:
+        wrap: break lines between words on a terminal, where nothing in them is to be pasted.
+    """
     from rich.text import Text
 
     for block in filter(None, blocks):
         if isinstance(block, Table):
             print_table(console, block)
         else:
-            console.print(Text(block), soft_wrap=not console.is_terminal)
+            console.print(Text(block), soft_wrap=not (wrap and console.is_terminal))
