@@ -13,12 +13,17 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 
 from recipe.offpolicy.correction import CorrectionSpec, Reduction, Statistic
+from recipe.offpolicy.correction.bounds import WEIGHT
 from recipe.offpolicy.fault_tolerance.checkpoints import CheckpointError, check_before_loading, guard_save
 from recipe.offpolicy.monitor.active_correction import ActiveCorrection, find_differences, list_dependents
 from recipe.offpolicy.monitor.alarms.alarm_settings import DEFAULTS as ALARMS
 from recipe.offpolicy.monitor.alarms.alarms import AlarmError
-from tests.support.corrections import TIS, band, spec
+from recipe.offpolicy.monitor.bounds.bound_settings import read_noted_keys
+from tests.support import cap_cases
+from tests.support.cap_cases import CAPPED
+from tests.support.corrections import GSM, TIS, band, spec
 from tests.support.histograms import histogram
+from tests.support.paths import ROOT
 
 CONFIGURED = spec(gsm=band(0.99, 1.01))
 SAFER = spec(weight=TIS)
@@ -113,9 +118,9 @@ def test_what_goes_on_from_a_checkpoint() -> None:
 # Checkpoints ------------------------------------------------------------------------------------------------
 
 
-def saved(folder: Path, made: ActiveCorrection) -> None:
+def saved(folder: Path, made: ActiveCorrection, run: DictConfig | None = None) -> None:
     """A checkpoint of step 4, written while ``made`` decided."""
-    with guard_save(config(folder), 4, CONFIGURED, made.state()):
+    with guard_save(run or config(folder), 4, CONFIGURED if run is None else CAPPED, made.state()):
         (folder / "global_step_4" / "actor").mkdir(parents=True)
         (folder / "global_step_4" / "actor" / "model.pt").touch()
 
@@ -275,3 +280,90 @@ def test_a_checkpoint_from_before_alarms(tmp_path: Path) -> None:
     assert resumed(plain).spec == CONFIGURED
     with pytest.raises(CheckpointError, match="target_kept"):
         resumed(config(tmp_path))
+
+
+# A cap that moves ---------------------------------------------------------------------------------------------
+
+
+def run_config(folder: Path, **calibrate: Any) -> DictConfig:
+    alarms = {name: {"action": "off"} for name in ALARMS}
+    return config(folder, correction=CAPPED, offpolicy__alarms=alarms, offpolicy__calibrate=calibrate)
+
+
+def test_a_resume_goes_on_with_the_cap(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    made = run_config(tmp_path, target_ess=0.9, warmup=1)
+    active = ActiveCorrection(CAPPED, made)
+    assert active.moving == {WEIGHT: "upper"}
+    for _ in range(3):
+        assert not active.after_update({}, cap_cases.seen(cap_cases.EVEN))
+    saved(tmp_path, active, made)
+    with caplog.at_level(logging.INFO):
+        again = resumed(made, CAPPED)
+    assert "resuming with correction.weight at {'upper': 3.3" in caplog.text
+    assert (again.spec, again.bounds) == (active.spec, active.bounds)
+    assert again.bounds[WEIGHT]["upper"] == pytest.approx(2.0**1.728)
+    for one in (active, again):
+        one.after_update({}, cap_cases.seen(cap_cases.SPREAD))
+    assert again.state() == active.state()
+
+
+def test_another_target_stops_a_resume_unless_it_is_meant(tmp_path: Path) -> None:
+    made = run_config(tmp_path, target_ess=0.9, warmup=1)
+    active = ActiveCorrection(CAPPED, made)
+    active.after_update({}, cap_cases.seen(cap_cases.EVEN))
+    saved(tmp_path, active, made)
+    with pytest.raises(CheckpointError, match=r"target_ess: 0\.9 in the checkpoint, 0\.8 now"):
+        resumed(run_config(tmp_path, target_ess=0.8, warmup=1), CAPPED)
+    with pytest.raises(CheckpointError, match=r"target_ess: 0\.9 in the checkpoint, null now"):
+        resumed(run_config(tmp_path), CAPPED)
+    other = run_config(tmp_path, target_ess=0.8, warmup=1)
+    other.offpolicy.resume_changed_correction = True
+    again = resumed(other, CAPPED)
+    # What was measured does not depend on the target, but it goes the way of all keys: forgotten, and the cap kept.
+    assert (again.bounds, again.state()["calibration"]["window"]) == (active.bounds, [])
+
+
+def test_a_checkpoint_from_before_this_key_goes_on(tmp_path: Path) -> None:
+    """Its keys have no target_ess, as those of a run today that does not set it."""
+    masked = cap_cases.config(spec(gsm=GSM), target_kept=0.9, target_ess=None)
+    assert "target_ess" not in read_noted_keys(masked)
+    assert read_noted_keys(cap_cases.config(CAPPED))["target_ess"] == 0.9
+    state = {"calibrate": read_noted_keys(masked), "fallback": None, "alarms": {"in_force": "configured"}}
+    assert find_differences(masked, state) == []
+
+
+# Checkpoints that an earlier layout of this package wrote: the numbers are what that code computed next ----------
+BOTH = spec(weight=TIS, gsm=GSM)
+
+
+def former(name: str) -> ActiveCorrection:
+    calibrate = {"target_kept": 0.9, "target_ess": 0.9, "warmup": 1}
+    return resumed(
+        config(ROOT / "tests/data/checkpoints" / name, correction=BOTH, offpolicy__calibrate=calibrate), BOTH
+    )
+
+
+def test_moved_bounds_go_on_from_where_they_were() -> None:
+    active = former("moved_bounds")
+    assert active.spec.fingerprint() == 1447517447
+    assert active.bounds == {
+        "gsm": {"lower": 0.9827829564107875, "upper": 1.0173428423519233},
+        "correction.weight": {"upper": 2.1757317184490237},
+    }
+    active.after_update(GOOD, cap_cases.seen([0.3, -0.2, 0.1, 0.0] * 5, BOTH, gsm="both"))
+    gsm, weight = active.bounds["gsm"], active.bounds["correction.weight"]
+    assert gsm["lower"] == pytest.approx(0.9793752834762478, rel=1e-9)
+    assert gsm["upper"] == pytest.approx(1.020847338093258, rel=1e-9)
+    assert weight["upper"] == pytest.approx(2.305649803099602, rel=1e-9)
+    assert math.isclose(active.metrics()["calibrate/weight/ess"], 0.9686912587272997, rel_tol=1e-9)
+
+
+def test_a_fallback_stays_in_force_until_the_run_is_quiet() -> None:
+    active = former("fallback")
+    assert (active.spec, active.spec.fingerprint()) == (SAFER, 1591711840)
+    assert [active.after_update(GOOD, {}) for _ in range(2)] == [False, True]
+    assert active.spec.fingerprint() == 1554838279
+    assert active.bounds == {
+        "gsm": {"lower": 0.9880120321448115, "upper": 1.0120119681431987},
+        "correction.weight": {"upper": 1.9143566852070582},
+    }
