@@ -10,6 +10,7 @@ revision, commit, sha or similar, or ends in / or @.
 from __future__ import annotations
 
 import base64
+import json
 import os
 import re
 import sys
@@ -83,6 +84,10 @@ _TUPLE = re.compile(
 """A header printed as a Python pair; levels and kinds such as token also come in pairs."""
 _VARIABLE = re.compile(r"[A-Z]+(?:_[A-Z\d]+)+")
 """Name of an environment variable, in which ``opd.teacher.headers`` holds a secret."""
+_NAME = r"[A-Z][A-Z\d_]*"
+"""The usual form of a variable's name, which a key or password rarely has."""
+_NAMED_HEADERS = re.compile(r"(?P<before>\bheaders\\*['\"]?\s*[=:]\s*)(?P<value>\{[^{}]*\})")
+_HEADERS = re.compile(rf"\{{(?:\s*['\"]?[\w-]+['\"]?\s*:\s*['\"]?{_NAME}['\"]?\s*,?)*\s*\}}")
 _FLAG = re.compile(
     r"(?P<name>--[\w-]+)(?P<between>=['\"]?|\s+|['\"]?\s*,\s*['\"]?)(?P<value>[^\s,;\[\]'\"-][^\s,;\[\]'\"]*)"
 )
@@ -97,6 +102,11 @@ def redact(value: Any) -> Any:
 def redact_text(text: str) -> str:
     """Redact the secrets in a text, such as a message or a Hydra override."""
     return _text(text, _of_environment())
+
+
+def show_variable(name: str) -> str:
+    """Show the name of an environment variable, unless it may be the secret itself in the wrong place."""
+    return name if re.fullmatch(_NAME, name) else HIDDEN
 
 
 def hide(secret: str) -> None:
@@ -152,6 +162,9 @@ def _is_secret(key: str, value: Any) -> bool:
     names = [_words(part) for part in re.split(r"[./@]", key)]
     if re.fullmatch(r"authorization|x_.*", names[-1]) and isinstance(value, str) and _VARIABLE.fullmatch(value):
         return False
+    # A bare name may be prose, "headers: none".
+    if names[-1] == "headers" and isinstance(value, Mapping if len(names) == 1 else str):
+        return not _HEADERS.fullmatch(value if isinstance(value, str) else json.dumps(dict(value), default=str))
     if any(map(_ALWAYS.search, names)):
         return True
     found = _LAST.search(names[-1])
@@ -201,10 +214,18 @@ def _is_flag(value: Any) -> bool:
 def _text(text: str, known: tuple[str, ...]) -> str:
     for secret in known:
         text = text.replace(secret, HIDDEN)
+    text = _NAMED_HEADERS.sub(_headers, text)
     override = _OVERRIDE.fullmatch(text)
     if override and _is_secret(override["name"], override["value"]):
         return f"{override['name']}={HIDDEN}"
     return _TUPLE.sub(_tuple, _FLAG.sub(_pair, _PAIR.sub(_pair, _SHAPES.sub(_shape, text))))
+
+
+def _headers(found: re.Match[str]) -> str:
+    if _HEADERS.fullmatch(found["value"]):
+        return found[0]
+    quote = (_QUOTE.search(found["value"]) or [""])[0]
+    return f"{found['before']}{quote}{HIDDEN}{quote}"
 
 
 def _shape(found: re.Match[str]) -> str:

@@ -66,6 +66,7 @@ BY_KEY = {
     "credential": "x",
     "set-cookie": "x",
     "signing_key": "x",
+    "headers": {"X-Team": "not-a-variable"},
 }
 NOT_BY_KEY: dict[str, Any] = {
     "eos_token_id": 2,
@@ -99,6 +100,7 @@ NOT_BY_KEY: dict[str, Any] = {
     "power": "x",
     "stock": "x",
     "commit": "0123456789abcdef" * 2 + "01234567",
+    "headers": {"X-Team": "TEAM", "X-Key": "KEY_2"},
     "password": None,
     "api_key": "",
 }
@@ -115,6 +117,10 @@ IN_TEXT = [
      f"https://qyapi.weixin.qq.com/cgi-bin/webhook/send?key={HIDDEN}"),
     ("https://outlook.office.com/webhook/a@b/c", f"https://outlook.office.com/webhook/{HIDDEN}"),
     ("https://x.blob.net/p?sv=1&sig=ab%3D&se=2", f"https://x.blob.net/p?sv=1&sig={HIDDEN}&se=2"),
+    ("opd.teacher.headers={X-Team: abc-1, X-Key: KEY}", f"opd.teacher.headers={HIDDEN}"),
+    ("opd.teacher.headers=abc", f"opd.teacher.headers={HIDDEN}"),
+    ("opd.teacher.sources={m: {headers: {X-Team: abc-1}}}", f"opd.teacher.sources={{m: {{headers: {HIDDEN}}}}}"),
+    ('{"headers": {"X-Team": "abc-1"}}', f'{{"headers": "{HIDDEN}"}}'),
     ("https://host/a?token=abc&page=2", f"https://host/a?token={HIDDEN}&page=2"),
     ("sk-proj-abcdefghijkl", HIDDEN),
     ("use ghp_abcdefghijklmnopqrst1234.", f"use {HIDDEN}."),
@@ -197,6 +203,9 @@ NOT_IN_TEXT = [
     "commit " + "0123456789" * 4,
     "HEAD is now at " + "0123456789" * 4,
     "opd.teacher.headers={Authorization: TEACHER_AUTH}",
+    "opd.teacher.headers={'X-Team':TEAM,X-Key: KEY_2}",
+    "opd.teacher.headers=null",
+    "wrong headers: none",
     "http://host:8080/models/a@b/c",
     "('token', 'sequence')",
     "actor/checksum: " + "0123456789" * 4,

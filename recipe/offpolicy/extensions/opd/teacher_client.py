@@ -22,7 +22,7 @@ from typing import Any
 
 import requests
 
-from ...fault_tolerance.redaction import hide, redact_text
+from ...fault_tolerance.redaction import hide, redact_text, show_variable
 from .settings import TeacherSettings
 
 ROWS = 16
@@ -235,7 +235,7 @@ def open_session(settings: TeacherSettings) -> requests.Session:
         value = os.environ.get(variable, "").strip()
         if not value:
             raise TeacherError(
-                f"the environment variable {variable} of {key} is not set.",
+                f"the environment variable {show_variable(variable)} of {key} is not set.",
                 "export it where the trainer runs, on a cluster before `ray start`.",
             )
         hide(value)

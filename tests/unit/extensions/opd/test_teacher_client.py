@@ -299,3 +299,8 @@ def test_a_value_that_cannot_be_sent_is_not_said(value: str, said: str, monkeypa
     with pytest.raises(TeacherError, match=said) as caught:
         open_session(TeacherSettings(urls=("http://127.0.0.1:9",), api_key="KEY_OF_TEACHER"))
     assert "secret" not in str(caught.value)
+
+
+def test_a_key_instead_of_a_variable_is_not_said() -> None:
+    with pytest.raises(TeacherError, match=r"variable \(hidden\) of opd\.teacher\.api_key is not set"):
+        open_session(TeacherSettings(urls=("http://127.0.0.1:9",), api_key="t3achersecret"))
