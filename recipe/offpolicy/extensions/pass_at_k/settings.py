@@ -225,6 +225,8 @@ def _check_group_sizes(section: str, settings: PassAtKSettings, run: Configured)
     if not run.get(v1 := "trainer.use_v1") or run.get("trainer.v1.trainer_mode") != "sync":
         reason = "only verl's V1 trainer in the mode sync samples groups of different sizes, all of one step."
         fix = f"Set {v1}=true and trainer.v1.trainer_mode=sync, or {key}=none."
+        if run.get(v1) is None:  # before 0.9.0
+            fix = f"Use verl 0.9.0 or later, or set {key}=none."
         alongside = ["trainer.v1.trainer_mode" if run.get(v1) else v1]
         yield run.problem(key, reason, fix, value=budget.mode, alongside=alongside)
     if run.get(_ESTIMATOR) == "remax":
