@@ -17,7 +17,6 @@ from recipe.offpolicy.correction.bounds import WEIGHT
 from recipe.offpolicy.fault_tolerance.checkpoints import CheckpointError, check_before_loading, guard_save
 from recipe.offpolicy.monitor.active_correction import ActiveCorrection, find_differences, list_dependents
 from recipe.offpolicy.monitor.alarms.alarm_settings import DEFAULTS as ALARMS
-from recipe.offpolicy.monitor.alarms.alarms import AlarmError
 from recipe.offpolicy.monitor.bounds.bound_settings import read_noted_keys
 from tests.support import cap_cases
 from tests.support.cap_cases import CAPPED
@@ -61,25 +60,6 @@ def active(made: DictConfig | None = None) -> ActiveCorrection:
     return ActiveCorrection(CONFIGURED, config() if made is None else made)
 
 
-def test_without_alarms_and_calibration_it_is_the_configured_one() -> None:
-    plain = ActiveCorrection(CONFIGURED, OmegaConf.create({"offpolicy": {}}))
-    assert plain.spec == CONFIGURED
-    assert (plain.moving, plain.bounds) == ({}, {})
-    assert not plain.after_update(BAD, {})
-    assert plain.metrics() == {"alarm/active_correction": 0.0}
-
-
-def test_bounds_move_while_the_configured_correction_is_in_force() -> None:
-    made = active()
-    assert made.moving == {"gsm": "both"}
-    assert made.bounds == {"gsm": {"lower": 0.99, "upper": 1.01}}
-    assert not made.after_update(GOOD, seen())
-    moved = made.bounds["gsm"]["upper"]
-    assert moved is not None
-    assert moved > 1.01
-    assert dict(made.spec.masks)["gsm"].upper == moved
-
-
 def test_a_fallback_has_no_moving_bounds_and_they_are_kept_meanwhile() -> None:
     made = active()
     made.after_update(GOOD, seen())
@@ -101,12 +81,6 @@ def test_a_fallback_has_no_moving_bounds_and_they_are_kept_meanwhile() -> None:
     upper = made.bounds["gsm"]["upper"]
     assert upper is not None
     assert upper < (bounds["gsm"]["upper"] or 0.0)
-
-
-def test_a_stop_goes_through() -> None:
-    made = active(config(offpolicy__alarms__ess={"action": "stop", "patience": 1}))
-    with pytest.raises(AlarmError, match="alarm ess"):
-        made.after_update(BAD, seen())
 
 
 def test_what_goes_on_from_a_checkpoint() -> None:
@@ -206,22 +180,6 @@ def test_what_was_measured_otherwise_is_forgotten(tmp_path: Path) -> None:
     assert len(resumed(config(tmp_path)).state()["calibration"]["window"]) == 1
 
 
-@pytest.mark.parametrize("action", ["fallback", "stop"])
-def test_what_an_alarm_that_fired_is_to_do_from_now_on_is_done(action: str, tmp_path: Path) -> None:
-    made = active(config(offpolicy__alarms__ess={"action": "warn", "patience": 1}))
-    for _ in range(3):
-        made.after_update(BAD, seen())
-    saved(tmp_path, made)
-    if action == "fallback":
-        again = resumed(config(tmp_path))
-        assert again.after_update(BAD, seen())
-        assert again.spec == SAFER
-    else:
-        again = resumed(config(tmp_path, offpolicy__alarms__ess={"action": "stop", "patience": 1}))
-        with pytest.raises(AlarmError, match="alarm ess"):
-            again.after_update(BAD, seen())
-
-
 def test_another_fallback_is_taken_when_the_alarm_fires_again(tmp_path: Path) -> None:
     made = active()
     made.after_update(BAD, seen())
@@ -259,18 +217,6 @@ def test_a_fallback_that_is_not_configured_any_more(
         again = resumed(config(tmp_path, offpolicy__resume_changed_correction=True, **changes))
     assert again.spec == CONFIGURED
     assert "the fallback of alarm ess was active: the configured correction is active now." in caplog.text
-
-
-def test_with_another_correction_everything_begins_anew(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    made = active()
-    made.after_update(BAD, seen())
-    saved(tmp_path, made)
-    wider = spec(gsm=band(0.9, 1.1))
-    changed = config(tmp_path, correction=wider, offpolicy__resume_changed_correction=True)
-    with caplog.at_level(logging.WARNING):
-        again = resumed(changed, wider)
-    assert again.spec == wider
-    assert "alarms and moved bounds of global_step_4 belong to the other correction, and restart." in caplog.text
 
 
 def test_a_checkpoint_from_before_alarms(tmp_path: Path) -> None:

@@ -133,22 +133,6 @@ def test_an_alarm_on_an_extension_that_is_off_is_not_there() -> None:
     assert found({f"{KEY}.opd_overlap.action": "stop", "opd": {"mode": "loss"}}) == []
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {f"{KEY}.opd_overlap.action": "fallback", f"{KEY}.opd_overlap.fallback": ["gsm"]},
-        {f"{KEY}.opd_overlap.fallback": ["gsm"]},
-        {f"{KEY}.opd_overlap.return_after": 9},
-    ],
-)
-def test_another_correction_is_no_remedy_for_a_teacher(changes: dict[str, Any]) -> None:
-    made = config(changes | {"opd": {"mode": "loss"}})
-    (problem,) = find_problems(made, Composed(made).spec)
-    assert "another correction does not change the metric of opd" in problem.reason
-    assert problem.overrides == ()
-    assert "Set null" in problem.fix or "warn, or stop" in problem.fix
-
-
 def test_names_that_nobody_resolved_are_not_taken_for_a_correction() -> None:
     with pytest.raises(SpecError, match="main_offpolicy has not replaced"):
         read_settings(config({f"{KEY}.ess.action": "fallback", f"{KEY}.ess.fallback": ["gsm"]}))

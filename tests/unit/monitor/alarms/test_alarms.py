@@ -60,21 +60,6 @@ def test_a_healthy_run_is_silent(caplog: pytest.LogCaptureFixture) -> None:
     }
 
 
-def test_an_extensions_metric_advances_its_alarm_alone_and_nan_none() -> None:
-    values = {name: {"action": "off"} for name in DEFAULTS} | {"ess": {}, "opd_overlap": {"patience": 2}}
-    made = Alarms.from_config(OmegaConf.create({"offpolicy": {"alarms": values}, "opd": {"mode": "loss"}}))
-    firing = []
-    for share in (0.6, math.nan, 0.6, 0.45, math.nan, 0.4, 0.3, math.nan, 0.2):
-        assert not made.judge(SPEC, {}, {"opd/gap/extreme_share": share})
-        firing.append(made.metrics()["alarm/opd_overlap"])
-    # It fires with the second 0.6, and re-arms with the third value of at most 0.4.
-    assert firing == [0, 0, 1, 1, 1, 1, 1, 1, 0]
-    assert made.metrics()["alarm/ess"] == 0.0
-    for _ in range(3):
-        made.judge(SPEC, HEALTHY | {"weight/ess": math.nan}, {"opd/gap/extreme_share": 0.0})
-    assert made.metrics() == {"alarm/ess": 1.0, "alarm/opd_overlap": 0.0, "alarm/active_correction": 0.0}
-
-
 @pytest.mark.parametrize(
     ("name", "beyond"),
     [
@@ -149,52 +134,6 @@ def test_it_comes_back_after_quiet_updates(caplog: pytest.LogCaptureFixture) -> 
     assert judged(made, 0.2) == [True]
 
 
-def test_the_first_fallback_holds(caplog: pytest.LogCaptureFixture) -> None:
-    other = {"options": ["product_mask"], "correction": {"masks": {"p": GSM | {"aggregate": "product"}}}}
-    made = panel(
-        ess={"action": "fallback", "fallback": FALLBACK, "patience": 1},
-        mean_weight={"action": "fallback", "fallback": other, "patience": 1},
-    )
-    with caplog.at_level(logging.WARNING):
-        shown = HEALTHY | {"weight/ess": 0.1, "weight/mean": 9.0}
-        assert made.judge(SPEC, shown)
-    assert made.in_force == "ess"
-    assert "alarm mean_weight: the fallback of alarm ess is active, and stays" in caplog.text
-    assert made.metrics() == {"alarm/ess": 1.0, "alarm/mean_weight": 1.0, "alarm/active_correction": 0.0}
-
-
-def test_counts_begin_anew_under_another_correction() -> None:
-    """Two of three updates beyond under the configured one and one under the fallback are not three."""
-    made = panel(
-        ess={"action": "fallback", "fallback": FALLBACK, "patience": 2}, mean_weight={"action": "stop", "patience": 3}
-    )
-    judged(made, 0.2, 0.2, **{"weight/mean": 9.0, "rollout_ratio/mean": 9.0})
-    assert made.in_force == "ess"
-    judged(made, 0.9, 0.9, **{"rollout_ratio/mean": 9.0})
-    with pytest.raises(AlarmError, match="rollout_ratio/mean was 9, 9, 9"):
-        judged(made, 0.9, **{"rollout_ratio/mean": 9.0})
-
-
-def test_growth_is_seen_against_its_own_median() -> None:
-    made = panel(mismatch_growth={"action": "stop", "patience": 2, "window": 4})
-    for k3 in (1e-3, 1e-3, 2e-3, 1e-3):
-        judged(made, 0.9, **{"kl/k3": k3})
-    judged(made, 0.9, **{"kl/k3": 6e-3})  # 6 times the median
-    # That one is beyond the band and does not count: the median is 1 still.
-    with pytest.raises(AlarmError, match="kl/k3 over its median was 6, 9 in 2 consecutive updates"):
-        judged(made, 0.9, **{"kl/k3": 9e-3})
-
-
-def test_growth_moves_with_what_is_in_order() -> None:
-    made = panel(mismatch_growth={"action": "stop", "patience": 1, "window": 4})
-    for k3 in (1e-3, 1e-3, 1e-3, 1e-3, 4e-3, 4e-3, 4e-3):  # 4 times the median is inside
-        judged(made, 0.9, **{"kl/k3": k3})
-    # The latest four are 1, 4, 4 and 4; five times the median of 4 is 20.
-    judged(made, 0.9, **{"kl/k3": 19e-3})
-    with pytest.raises(AlarmError, match=r"kl/k3 over its median was 5\.5"):
-        judged(made, 0.9, **{"kl/k3": 22e-3})
-
-
 LASTING = {"action": "fallback", "fallback": FALLBACK, "window": 4, "patience": 2, "recovery_patience": 2}
 
 
@@ -243,14 +182,6 @@ def test_when_a_fallback_ends_that_of_an_alarm_that_still_fires_begins(caplog: p
     assert made.in_force == CONFIGURED
 
 
-def test_when_a_fallback_ends_and_the_other_alarm_has_recovered_the_configured_one_is_back() -> None:
-    made = panel(**TWO)
-    judged(made, 0.2)
-    judged(made, 0.35, **FAR)
-    assert judged(made, 0.9, 0.9) == [False, True]
-    assert made.in_force == CONFIGURED
-
-
 def test_one_that_fires_as_the_other_ends_is_not_told_to_wait(caplog: pytest.LogCaptureFixture) -> None:
     made = panel(**TWO)
     judged(made, 0.2, 0.9)
@@ -258,16 +189,6 @@ def test_one_that_fires_as_the_other_ends_is_not_told_to_wait(caplog: pytest.Log
         assert judged(made, 0.9, **FAR) == [True]
     assert made.in_force == "mean_weight"
     assert "stays" not in caplog.text
-
-
-def test_an_alarm_that_waits_keeps_its_place_in_a_checkpoint() -> None:
-    before, after = panel(**TWO), panel(**TWO)
-    judged(before, 0.2)
-    judged(before, 0.35, **FAR)
-    after.restore(json.loads(json.dumps(before.state())))
-    for made in (before, after):
-        assert judged(made, 0.9, 0.9, **FAR) == [False, True]
-        assert made.in_force == "mean_weight"
 
 
 # Checkpoints ------------------------------------------------------------------------------------------------

@@ -13,7 +13,6 @@ from hypothesis import strategies as draw
 
 from recipe.offpolicy.correction import CorrectionSpec, WeightSpec
 from recipe.offpolicy.correction.bounds import WEIGHT, compute_fingerprint, read_bounds, replace_bounds
-from recipe.offpolicy.correction.statistics import merge_all
 from recipe.offpolicy.monitor.bounds.bound_settings import find_problems
 from recipe.offpolicy.monitor.bounds.controller import Calibration
 from recipe.offpolicy.monitor.bounds.histogram import (
@@ -101,28 +100,6 @@ def test_what_no_cap_evens_takes_it_to_its_floor_and_is_said() -> None:
     assert obstacles(SPREAD) == {}
 
 
-def test_too_few_units_say_nothing() -> None:
-    """One of nine weights alone is more than the tenth that may be given up."""
-    assert after([3.0] * 9) == math.log(2.0)
-    assert after([3.0] * 10) == pytest.approx(math.log(2.0) * 1.2)
-    assert obstacles(SMALL[:8]) == {}
-
-
-def test_a_cap_that_a_resume_left_out_of_range_waits_for_units() -> None:
-    """1.05 under a configured cap of 5, which reaches down to 5^0.5."""
-    configured, current = (WeightSpec.from_mapping(TIS | {"upper": upper}) for upper in (5.0, 1.05))
-    schedule = replace(SCHEDULE, floor=0.5)
-    assert compute_next_bounds(schedule, configured, current, sums_of([0.0] * 9)) == {"upper": 1.05}
-    assert compute_next_bounds(schedule, configured, current, sums_of([0.0] * 10)) == {"upper": pytest.approx(5**0.5)}
-
-
-def test_what_has_not_moved_stays_to_the_bit() -> None:
-    for upper in (1.01, 2.0, 5.0, 1234.5):
-        weight = WeightSpec.from_mapping(TIS | {"upper": upper})
-        schedule = replace(SCHEDULE, floor=1.0, ceiling=1.0)
-        assert compute_next_bounds(schedule, weight, weight, sums_of(SPREAD)) == {"upper": upper}
-
-
 @examples
 @given(
     draw.floats(1.001, 1e6),
@@ -165,39 +142,6 @@ def test_it_waits_and_then_moves_at_its_pace(caplog: pytest.LogCaptureFixture) -
     assert (
         "Its caps left an ESS of 1.0000 of 40 tokens in 2 update(s); offpolicy.calibrate.target_ess=0.9" in caplog.text
     )
-
-
-def test_metrics_are_of_the_update_that_was_seen() -> None:
-    made = calibration()
-    names = {f"calibrate/weight/{part}" for part in ("upper", "ess", "target")}
-    assert set(made.metrics()) == names
-    assert math.isnan(made.metrics()["calibrate/weight/ess"])
-    made.observe(seen(SPREAD))
-    shown = made.metrics()
-    assert set(shown) == names
-    assert cap(made) < 2.0 == shown["calibrate/weight/upper"]
-    # (3 + 2)^2 / (4 (3 + 4))
-    assert shown["calibrate/weight/ess"] == pytest.approx(25 / 28)
-    assert shown["calibrate/weight/target"] == 0.9
-    made.observe({})
-    assert set(made.metrics()) == names
-    assert math.isnan(made.metrics()["calibrate/weight/ess"])
-    # The lower bound of a weight never moves, and is not shown.
-    assert set(calibration(spec(weight=TIS | {"kind": "clip", "lower": 0.5})).metrics()) == names
-
-
-def test_a_mask_and_the_weight_each_go_their_own_way() -> None:
-    both = spec(weight=TIS, gsm=GSM)
-    made = calibration(both, target_kept=0.9)
-    assert made.settings.moving == {"gsm": "both", WEIGHT: "upper"}
-    log_rho = [0.0] * 20
-    made.observe(seen(log_rho, both, gsm="both"))
-    assert cap(made) == pytest.approx(2.0**1.2)
-    assert math.log(dict(made.spec.masks)["gsm"].upper or math.nan) == pytest.approx(math.log(1.01) / 1.2)
-    alone = calibration(both)
-    assert alone.settings.moving == {WEIGHT: "upper"}
-    alone.observe(seen(log_rho, both))
-    assert (cap(alone), alone.spec.masks) == (cap(made), both.masks)
 
 
 # How a cap travels ------------------------------------------------------------------------------------------
@@ -281,18 +225,3 @@ def test_what_cannot_follow_an_ess(correction: CorrectionSpec, values: dict[str,
     assert expected in message
     assert message.startswith(f"{KEY}=0.9: ")
     assert f"Set {KEY}=null, or " in message
-
-
-def test_a_kept_share_alone_is_still_refused_without_a_mask_and_points_here() -> None:
-    ((key, message),) = found(CAPPED, target_kept=0.98, target_ess=None)
-    assert key == "offpolicy.calibrate.target_kept"
-    assert f"{KEY} moves the cap of a weight" in message
-
-
-def test_ranks_add_up_before_the_cap_is_decided() -> None:
-    """Neither half alone would say what both say together."""
-    whole, halves = calibration(), calibration()
-    whole.observe(seen([0.0] * 30 + [1.5] * 10))
-    halves.observe(merge_all([seen([0.0] * 30), seen([1.5] * 10)]))
-    assert halves.bounds == whole.bounds
-    assert cap(halves) < 2.0

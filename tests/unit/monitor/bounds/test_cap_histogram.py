@@ -19,7 +19,6 @@ from recipe.offpolicy.monitor.bounds.bound_measurement import defer_histograms
 from recipe.offpolicy.monitor.bounds.histogram import (
     CAPS,
     ESS,
-    UNITS,
     WEIGHT_SUMS,
     Histogram,
     compute_ess_by_cap,
@@ -64,10 +63,6 @@ def sums_of(values: dict[str, Any] | None, log_rho: list[list[float]], **given_:
     return sums
 
 
-def ess(sample: list[float]) -> float:
-    return sum(sample) ** 2 / (len(sample) * sum(w * w for w in sample))
-
-
 def test_edges() -> None:
     assert CAPS[0] == pytest.approx(1e-5)
     assert 19.5 < CAPS[-1] < 20.0
@@ -86,42 +81,6 @@ def test_the_cap_of_four_tokens_by_hand() -> None:
     assert find_widest_cap(sums, 0.7) == math.inf
     # At c = 1 all are alike: only just above it, at the first edges, is the ESS above 1 - 1e-6.
     assert 0 < find_widest_cap(sums, 1 - 1e-6) < 0.01
-
-
-def test_small_weights_that_no_cap_lifts() -> None:
-    # Weights 1 and e^-3: (1 + 0.0498)^2 / (2 (1 + 0.0025)) = 0.55 under every cap above 1.
-    log_rho = [[0.0, -3.0]]
-    assert find_widest_cap(sums_of(None, log_rho), 0.6) == 0.0
-    assert find_widest_cap(sums_of(None, log_rho), 0.5) == math.inf
-    # The lower bound of 0.5 makes it 1.5^2 / (2 * 1.25) = 0.9.
-    assert compute_ess_by_cap(sums_of(CLIP, log_rho))[-1] == pytest.approx(0.9)
-
-
-def test_what_is_summed_by_hand() -> None:
-    """Two rows as units: a product of 1.5 over two tokens, and 3 on one token; the fourth token is in no mask."""
-    values = TIS | {"level": "sequence", "upper": 2.0}
-    log_rho = [[math.log(1.25), math.log(1.2)], [math.log(3.0), 9.0]]
-    seen = shown(spec(weight=values), rows_of(log_rho, mask=[[True, True], [True, False]]))
-    assert set(seen) == {TOKENS, TOTAL, SQUARE, UNITS, ESS}
-    assert seen[UNITS].parts == (2.0,)
-
-    def bins(name: str) -> list[float]:
-        return [float(part) for part in seen[name].parts if part]
-
-    assert bins(TOKENS) == [2.0, 1.0]
-    assert bins(TOTAL) == pytest.approx([2 * 1.5, 3.0])
-    assert bins(SQUARE) == pytest.approx([2 * 2.25, 9.0])
-    # Under the cap of 2: 1.5, 1.5 and 2.
-    assert seen[ESS].value() == pytest.approx(ess([1.5, 1.5, 2.0]))
-
-
-def test_a_weight_on_the_whole_ratio_sees_the_drift() -> None:
-    full = TIS | {"ratio": "full"}
-    log_rho = [[0.2, 0.2]]
-    first = next(place for place, n in enumerate(sums_of(full, log_rho, drift=0.3).counts) if n)
-    assert CAPS[first - 1] < 0.5 <= CAPS[first]
-    first = next(place for place, n in enumerate(sums_of(None, log_rho, drift=0.3).counts) if n)
-    assert CAPS[first - 1] < 0.2 <= CAPS[first]
 
 
 def test_nothing_is_known_of_no_token() -> None:
@@ -173,13 +132,6 @@ def test_the_ess_falls_as_the_cap_rises_and_the_inverse_is_the_widest(
     edges = (*CAPS, math.inf)
     for edge, value in zip(edges, course, strict=True):
         assert value >= target * (1 - 1e-9) if edge <= goal else value < target
-
-
-@examples
-@given(draw.lists(draw.floats(-3.0, 6.0), min_size=1, max_size=40), draw.floats(0.01, 0.98), draw.floats(0.0, 0.01))
-def test_a_higher_target_has_no_wider_cap(log_rho: list[float], target: float, more: float) -> None:
-    sums = sums_of(None, [log_rho])
-    assert find_widest_cap(sums, target + more) <= find_widest_cap(sums, target)
 
 
 @examples

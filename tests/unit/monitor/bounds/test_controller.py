@@ -52,11 +52,6 @@ def upper(made: Calibration, name: str = "gsm") -> float:
 SYMMETRIC = spec(gsm=band(math.exp(-0.01), math.exp(0.01)))
 
 
-def test_without_a_target_there_is_nothing() -> None:
-    assert Calibration.from_config(config(SYMMETRIC), SYMMETRIC) is None
-    assert Calibration.from_config(OmegaConf.create({}), SYMMETRIC) is None
-
-
 def test_it_waits_and_then_moves_at_its_pace(caplog: pytest.LogCaptureFixture) -> None:
     made = calibration(SYMMETRIC, warmup=2, every=2, rate=0.5)
     course = []
@@ -74,20 +69,6 @@ def test_it_waits_and_then_moves_at_its_pace(caplog: pytest.LogCaptureFixture) -
     )
 
 
-def test_the_window_forgets() -> None:
-    made = calibration(SYMMETRIC, window=2, rate=0.5, warmup=0, every=1)
-    for _ in range(3):
-        made.observe(seen(*[0.1] * 10))
-    # From 0.01 by 1.5 a time: 0.03375. Then rows at 0.02 alone are left after two updates, and it comes back to them.
-    assert upper(made) == pytest.approx(0.03375)
-    made.observe(seen(*[0.02] * 10))
-    assert upper(made) == pytest.approx(0.03375 * 1.5)  # half of the window lies at 0.1
-    made.observe(seen(*[0.02] * 10))
-    assert upper(made) == pytest.approx(0.03375)
-    made.observe(seen(*[0.02] * 10))
-    assert upper(made) == pytest.approx(0.0225)
-
-
 def test_metrics_are_of_the_update_that_was_seen() -> None:
     made = calibration(SYMMETRIC)
     names = {"calibrate/gsm/lower", "calibrate/gsm/upper", "calibrate/gsm/kept", "calibrate/gsm/target"}
@@ -103,13 +84,6 @@ def test_metrics_are_of_the_update_that_was_seen() -> None:
     assert set(calibration(spec(opsm=opsm(0.1))).metrics()) == {
         f"calibrate/opsm/{part}" for part in ("lower", "delta", "kept", "target")
     }
-
-
-def test_an_update_that_reported_nothing_moves_nothing() -> None:
-    made = calibration(SYMMETRIC)
-    made.observe({})
-    assert made.spec == SYMMETRIC
-    assert math.isnan(made.metrics()["calibrate/gsm/kept"])
 
 
 def test_what_is_in_the_way_is_said_once_while_it_lasts(caplog: pytest.LogCaptureFixture) -> None:
@@ -144,15 +118,6 @@ def test_a_target_out_of_reach_is_said_and_moves_nothing(caplog: pytest.LogCaptu
     assert made.spec == SYMMETRIC
     (record,) = caplog.records
     assert "correction.masks.gsm: 2 of the 10 it applies to are beyond a fixed bound" in record.getMessage()
-
-
-def test_each_named_mask_goes_its_own_way() -> None:
-    made = calibration(spec(gsm=GSM, icepop=band(0.5, 2.0, level="token"), p=GSM), of=["gsm", "icepop"])
-    made.observe(seen(*[1.0] * 10) | seen(*[0.1] * 10, name="icepop"))
-    assert set(made.bounds) == {"gsm", "icepop"}
-    assert upper(made) == pytest.approx(math.log(1.01) * 1.2)
-    assert upper(made, "icepop") == pytest.approx(math.log(2.0) / 1.2)
-    assert dict(made.spec.masks)["p"].upper == 1.01
 
 
 def test_state_survives_a_checkpoint() -> None:
@@ -233,12 +198,6 @@ def test_what_is_shipped_is_what_is_taken_by_default() -> None:
     assert read_noted_keys(config(SYMMETRIC)) == {"target_kept": None}
 
 
-def test_a_mask_that_there_is_not() -> None:
-    assert found(SYMMETRIC, side="lower", of=["gsm"]) == []
-    (message,) = found(SYMMETRIC, of=["icepop"])
-    assert message.startswith(f"{KEY}.of=icepop")
-
-
 STALE = {"aggregate": "staleness", "level": "token", "upper": 4}
 BY_AGE = {"by_staleness": [1.0, 2.0]}
 
@@ -280,14 +239,6 @@ def test_what_cannot_be_calibrated(correction: CorrectionSpec, values: dict[str,
     messages = found(correction, **values)
     assert len(messages) == bool(expected)
     assert not expected or expected in messages[0]
-
-
-@pytest.mark.parametrize("values", [{"of": ["gsm"]}, {"side": "upper"}, {"noise_kept": 0.9}])
-def test_keys_of_masks_have_no_reader_beside_the_target_of_a_weight(values: dict[str, Any]) -> None:
-    stacked = spec(weight=TIS, gsm=GSM)
-    (message,) = found(stacked, target_kept=None, target_ess=0.9, **values)
-    assert message.startswith(f"{KEY}.{next(iter(values))}=")
-    assert found(stacked, **values) == []
 
 
 def test_without_its_keys() -> None:

@@ -22,7 +22,7 @@ from recipe.offpolicy.correction.ratios import compute_log_ratio, find_valid_tok
 from recipe.offpolicy.correction.statistics import merge_all
 from recipe.offpolicy.correction.units import partition_units
 from recipe.offpolicy.monitor.bounds.bound_measurement import defer_histograms
-from recipe.offpolicy.monitor.bounds.histogram import EDGES, Histogram, compute_quantile, find_moving_sides
+from recipe.offpolicy.monitor.bounds.histogram import EDGES, Histogram, compute_quantile
 from recipe.offpolicy.recording import Step
 from tests.support.acted import varied_rows
 from tests.support.corrections import band, opsm, spec, tensor
@@ -90,41 +90,6 @@ def test_extremes_decide_as_the_mask_does(batch: Rows) -> None:
             assert torch.equal(beyond & valid, expected & valid), (aggregate, level)
 
 
-def test_rows_are_counted_by_how_wide_the_bounds_would_have_to_be() -> None:
-    # Mean log ratios of four rows: 0.02, -0.05, 0 and 0.3.
-    old = [[-0.96, -1.0], [-1.0, -1.1], [-1.0, -1.0], [-0.7, -0.7]]
-    seen = shown(spec(gsm=band(0.99, 1.01)), {"gsm": "both"}, mu=[[-1.0, -1.0]] * 4, old=old)
-    assert set(seen) == {"gsm/distance", "gsm/kept"}
-    assert bins(seen["gsm/distance"]) == {bin_of(0.02): 1.0, bin_of(0.05): 1.0, 0: 1.0, bin_of(0.3): 1.0}
-    # log 1.01 = 0.00995: only the third row lies inside.
-    assert seen["gsm/kept"].parts == (1.0, 4.0)
-
-
-def test_tokens_and_turns_are_units_of_their_own() -> None:
-    mu, old = [[-1.0, -1.0, -1.0]], [[-0.88, -1.2, -1.0]]
-    by_token = shown(spec(m=band(0.5, 2.0, level="token", aggregate="any")), {"m": "both"}, mu=mu, old=old)
-    assert bins(by_token["m/distance"]) == {bin_of(0.12): 1.0, bin_of(0.2): 1.0, 0: 1.0}
-    # A row counts by its token furthest out, on either side.
-    by_row = shown(spec(m=band(0.5, 2.0, aggregate="any")), {"m": "both"}, mu=mu, old=old)
-    assert bins(by_row["m/distance"]) == {bin_of(0.2): 1.0}
-
-
-def test_one_side_moves_and_the_other_rejects_as_it_stands() -> None:
-    # Ratios e^0.12, e^-0.12 and e^-0.9 in the band [0.5, 2], whose lower bound is -0.69 nats.
-    given: dict[str, Any] = dict(mu=[[-1.0]] * 3, old=[[-0.88], [-1.12], [-1.9]])
-    correction = spec(m=band(0.5, 2.0))
-    assert bins(shown(correction, {"m": "upper"}, **given)["m/distance"]) == {
-        bin_of(0.12): 1.0,
-        0: 1.0,
-        len(EDGES): 1.0,
-    }
-    assert bins(shown(correction, {"m": "lower"}, **given)["m/distance"]) == {
-        0: 1.0,
-        bin_of(0.12): 1.0,
-        bin_of(0.9): 1.0,
-    }
-
-
 def test_only_where_the_mask_looks() -> None:
     given: dict[str, Any] = dict(mu=[[-1.0]] * 2, old=[[-1.3]] * 2, advantages=[1.0, -1.0])
     seen = shown(spec(opsm=opsm(0.1)), {"opsm": "both"}, **given)
@@ -132,17 +97,6 @@ def test_only_where_the_mask_looks() -> None:
     assert seen["opsm/kept"].parts == (0.0, 1.0)
     # The noise does not ask for the sign.
     assert bins(seen["opsm/noise"]) == {bin_of(0.3): 2.0}
-
-
-def test_a_mask_that_picks_tokens_is_counted_by_token() -> None:
-    # Mean log ratios of the rows: -0.3 and 0. Of the first two tokens have A < 0, of the second one.
-    given: dict[str, Any] = dict(
-        mu=[[-1.0] * 3] * 2, old=[[-1.3] * 3, [-1.0] * 3], advantages=[[1.0, -1.0, -1.0], [1.0, 1.0, -1.0]]
-    )
-    seen = shown(spec(opsm=opsm(0.1, sign="token")), {"opsm": "both"}, **given)
-    assert bins(seen["opsm/distance"]) == {bin_of(0.3): 2.0, 0: 1.0}
-    assert seen["opsm/kept"].parts == (1.0, 3.0)
-    assert bins(seen["opsm/noise"]) == {bin_of(0.3): 3.0, 0: 3.0}
 
 
 @pytest.mark.parametrize("sign", ["row", "token"])
@@ -196,17 +150,6 @@ def test_noise_beyond_a_bound_that_does_not_move_is_none_of_the_other() -> None:
     assert bins(both["m/noise"]) == {bin_of(0.12): 1.0, bin_of(0.005): 1.0, bin_of(0.2): 1.0}
 
 
-def test_tokens_that_are_not_finite_and_rows_without_any_are_left_out() -> None:
-    seen = shown(
-        spec(gsm=band(0.99, 1.01)),
-        {"gsm": "both"},
-        mu=[[-1.0, math.nan], [-1.0, -1.0], [math.inf, -1.0]],
-        old=[[-0.88, -1.0], [-1.0, -1.0], [-1.0, -1.0]],
-        mask=[[True, True], [False, False], [True, False]],
-    )
-    assert bins(seen["gsm/distance"]) == {bin_of(0.12): 1.0}
-
-
 @examples
 @given(batch=batches(), cut=draw.integers(0, 6))
 def test_parts_add_up_to_the_whole(batch: Rows, cut: int) -> None:
@@ -249,14 +192,6 @@ def test_the_quantile_keeps_the_share_and_no_edge_below_does(
     assert below is None or sum(d <= below for d in inside) < share * len(inside)
 
 
-def test_a_share_of_whole_counts_is_not_missed_by_rounding() -> None:
-    # 0.98 x 50 is 49.00000000000001 in floats; 49 rows at 0.01 and one at 1.
-    distances = torch.tensor([0.01] * 49 + [1.0])
-    assert compute_quantile(counts_of(distances, torch.ones(50, dtype=torch.bool)), 0.98) == pytest.approx(
-        0.01, rel=0.04
-    )
-
-
 def test_all_that_is_counted_leaves_the_device_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     given: dict[str, Any] = dict(mu=[[-1.0]], old=[[-1.1]], advantages=[-1.0])
     moved: list[int] = []
@@ -273,25 +208,3 @@ def test_all_that_is_counted_leaves_the_device_at_once(monkeypatch: pytest.Monke
     assert moved == [1, 3 * (len(EDGES) + 1) + 2 * 2]
     assert set(seen) == {"gsm/distance", "gsm/kept", "opsm/distance", "opsm/kept", "opsm/noise"}
     assert all(isinstance(part, float) for statistic in seen.values() for part in statistic.parts)
-
-
-def test_nan_lies_beyond_all() -> None:
-    counts = histogram(torch.tensor([math.nan, math.inf, 1e9]), torch.ones(3, dtype=torch.bool))
-    assert bins(counts) == {len(EDGES): 3.0}
-
-
-@pytest.mark.parametrize(
-    ("mask", "side", "expected"),
-    [
-        (band(0.99, 1.01), "both", ("lower", "upper")),
-        (band(0.99, 1.01), "upper", ("upper",)),
-        (band(None, 1.01), "both", ("upper",)),
-        (band(None, 1.01), "lower", ()),
-        (band(1.0, 1.01), "both", ("upper",)),
-        (opsm(0.1), "both", ("lower",)),
-        (opsm(0.0), "both", ()),
-        (band(0.0, 0.1, aggregate="k3_mean"), "both", ("upper",)),
-    ],
-)
-def test_which_bounds_move(mask: dict[str, Any], side: Side, expected: tuple[str, ...]) -> None:
-    assert find_moving_sides(spec(m=mask).masks[0][1], side) == expected

@@ -16,7 +16,6 @@ from recipe.offpolicy.monitor.bounds.histogram import (
     EDGES,
     Histogram,
     Schedule,
-    build_bounds,
     compute_distances,
     compute_next_bounds,
     compute_quantile,
@@ -59,27 +58,6 @@ def after(
 SYMMETRIC = band(math.exp(-0.1), math.exp(0.1))
 
 
-def test_a_change_is_limited_by_the_rate_and_ends_at_the_quantile() -> None:
-    # Nine rows at 0.3 nats and one at 5: 0.3 keeps nine of ten. From 0.1: 0.15, 0.225, then 0.3 to the bin's edge.
-    rows = [0.3] * 9 + [5.0]
-    edge = compute_quantile(counts(*rows), 0.9)
-    assert 0.3 <= edge < 0.3 * 10 ** (1 / 64)
-    for times, expected in ((1, 0.15), (2, 0.225), (3, edge), (9, edge)):
-        assert after(SYMMETRIC, rows, times=times) == pytest.approx({"lower": expected, "upper": expected})
-
-
-def test_it_narrows_as_it_widens() -> None:
-    # From 0.1 by 1.5 a time: 0.0667, 0.0444, then the floor of a tenth of 0.1 is further than the rows at 0.03.
-    edge = compute_quantile(counts(*[0.03] * 10), 0.9)
-    for times, expected in ((1, 0.1 / 1.5), (2, 0.1 / 2.25), (3, edge)):
-        assert after(SYMMETRIC, [0.03] * 10, times=times)["upper"] == pytest.approx(expected)
-
-
-def test_range_around_what_was_configured() -> None:
-    assert after(SYMMETRIC, [1e-6] * 10, times=20) == pytest.approx({"lower": 0.01, "upper": 0.01})
-    assert after(SYMMETRIC, [50.0] * 10, times=20) == pytest.approx({"lower": 1.0, "upper": 1.0})
-
-
 def hindered(values: dict[str, Any], distances: list[float], noise: list[float] | None = None, **changes: Any) -> str:
     """Kinds of what is in the way of bounds that are as configured."""
     mask, schedule = mask_of(values), replace(SCHEDULE, **changes)
@@ -98,46 +76,16 @@ def test_a_share_that_no_bound_keeps_leaves_it_where_it_is() -> None:
     assert hindered(SYMMETRIC, rows, side="upper") == ""
 
 
-def test_both_sides_become_symmetric() -> None:
-    # [0.5, 5] is -0.69 and 1.61 nats; both go to where nine of ten rows lie.
-    rows = [1.0] * 9 + [7.0]
-    edge = compute_quantile(counts(*rows), 0.9)
-    assert after(band(0.5, 5.0), rows, times=5) == pytest.approx({"lower": edge, "upper": edge})
-
-
-def test_one_side_leaves_the_other_to_the_bit() -> None:
-    mask = mask_of(band(0.5, 5.0))
-    bounds = compute_next_bounds(replace(SCHEDULE, side="upper"), mask, mask, counts(*[0.1] * 10))
-    assert bounds == {"lower": 0.5, "upper": pytest.approx(math.exp(math.log(5.0) / 1.5))}
-
-
 def test_bounds_that_are_differences_move_as_they_are() -> None:
     mask = band(None, 0.01, aggregate="k3_mean")
     assert after(mask, [0.02] * 10)["upper"] == pytest.approx(0.015)
     assert compute_distances(mask_of(mask))["lower"] == math.inf
 
 
-def test_delta_moves_as_delta() -> None:
-    mask = mask_of(opsm(0.1))
-    bounds = compute_next_bounds(SCHEDULE, mask, mask, counts(*[0.5] * 10), counts(*[0.01] * 10))
-    assert bounds == {"delta": pytest.approx(0.15)}
-
-
 def test_too_few_units_say_nothing() -> None:
     # One in ten is to be dropped: nine units hold no tenth.
     assert after(SYMMETRIC, [5.0] * 9) == pytest.approx({"lower": 0.1, "upper": 0.1})
     assert after(SYMMETRIC, [5.0] * 10)["upper"] == pytest.approx(0.15)
-
-
-def test_not_below_the_backend_noise() -> None:
-    """OPSM's delta is to tell stale rows from fresh ones, which noise alone is not to drop."""
-    # The target would let 0.1 shrink to 0.0667, and nine of ten fresh rows lie within 0.08.
-    noise = [0.08] * 9 + [3.0]
-    edge = compute_quantile(counts(*noise), 0.9)
-    assert after(opsm(0.1), [0.01] * 10, noise, times=9)["lower"] == pytest.approx(edge)
-    # A delta below the noise goes up to it, by 1.5 a time: 0.02, 0.03, 0.045, 0.0675, the edge.
-    course = [after(opsm(0.02), [0.001] * 10, noise, times=n)["lower"] for n in range(6)]
-    assert course == pytest.approx([0.02, 0.03, 0.045, 0.0675, edge, edge])
 
 
 @pytest.mark.parametrize("distances", [[], [math.inf] * 10])
@@ -160,17 +108,6 @@ def test_noise_that_decides_in_place_of_the_target_is_an_obstacle() -> None:
     assert hindered(opsm(0.1), [0.01] * 10, [0.08] * 10) == "noise"
     assert hindered(opsm(0.1), [0.01] * 10, []) == ""
     assert hindered(SYMMETRIC, [0.01] * 10) == ""
-
-
-def test_without_rows_of_equal_weights_a_bound_does_not_narrow() -> None:
-    assert after(opsm(0.1), [0.01] * 10, [])["lower"] == 0.1
-    assert after(opsm(0.1), [0.5] * 10, [])["lower"] == pytest.approx(0.15)
-
-
-def test_what_has_not_moved_stays_to_the_bit() -> None:
-    for values in (band(0.99, 1.01), band(None, 1.01), opsm(0.1), band(-0.3, 0.1, aggregate="k1_mean")):
-        mask = mask_of(values)
-        assert moved(mask, build_bounds(mask, compute_distances(mask))) == mask
 
 
 MASKS = draw.sampled_from(

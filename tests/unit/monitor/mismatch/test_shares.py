@@ -15,8 +15,6 @@ from recipe.offpolicy.analysis.attribution.decomposition import decompose, resam
 from recipe.offpolicy.correction.deferred_value import fetch
 from recipe.offpolicy.correction.statistics import Statistic, merge_all
 from recipe.offpolicy.monitor.mismatch.shares import (
-    AGES,
-    BINS,
     COLUMNS,
     LEAST_TOKENS,
     RECENT,
@@ -24,7 +22,6 @@ from recipe.offpolicy.monitor.mismatch.shares import (
     RecentFloor,
     build_share_statistics,
     choose_floor,
-    compute_many_shares,
     compute_shares,
     compute_sums_by_row,
     defer_share_statistics,
@@ -175,30 +172,6 @@ def test_tokens_that_do_not_count() -> None:
     assert torch.isfinite(table).all()
 
 
-def test_bins_end_where_their_names_say() -> None:
-    for probability, name in ((0.0009, BINS[0]), (0.0011, BINS[1]), (0.05, BINS[2]), (0.7, BINS[4]), (0.95, BINS[5])):
-        table = sums_of([[0.0]], [[0.0]], [0], mu=math.log(probability))[0]
-        assert table[AGES.index("fresh"), :, 0].tolist() == [float(name == other) for other in BINS]
-
-
-def test_shares_of_many_tables_are_those_of_each() -> None:
-    """Identified, with a stale bin that no fresh token covers, of an unknown age, and without a token."""
-    random = np.random.default_rng(0)
-    tables = []
-    for ages in ([0] * 8, [0, 1] * 4, [0] * 7 + [-1]):
-        gap, drift = (random.normal(0, 0.3, (8, 30)).tolist() for _ in range(2))
-        tables.append(sums_of(gap, drift, ages).sum(0))
-    apart = sums_of([[0.1] * 30], [[0.2] * 30], [0]) + sums_of([[0.3] * 30], [[0.1] * 30], [1], mu=math.log(0.0005))
-    tables += [apart.sum(0), np.zeros(SHAPE)]
-    many = compute_many_shares(np.stack(tables))
-    for number, table in enumerate(tables):
-        for split, expected in zip(many, compute_shares(table), strict=True):
-            one = [getattr(split, name)[number] for name in ("whole", "rollout", "backend", "staleness", "drift")]
-            known = [expected.whole, expected.rollout, expected.backend, expected.staleness, expected.drift]
-            assert one == pytest.approx([math.nan if part is None else part for part in known], nan_ok=True)
-    assert [bool(known) for known in many[0].identified] == [True, True, False, False, False]
-
-
 rows_of_numbers = st.lists(
     st.tuples(st.lists(st.tuples(st.floats(-2, 2), st.floats(-2, 2)), min_size=4, max_size=4), st.integers(-1, 3)),
     min_size=1,
@@ -219,50 +192,6 @@ def test_shares_sum_to_one(rows: list[tuple[list[tuple[float, float]], int]]) ->
         assert split.rollout + split.drift == pytest.approx(1.0, abs=1e-6)
         if split.backend is not None and split.staleness is not None:
             assert split.backend + split.staleness == pytest.approx(split.rollout, abs=1e-6)
-
-
-@given(rows_of_numbers, st.randoms())
-def test_the_order_of_rows_does_not_matter(rows: list[tuple[list[tuple[float, float]], int]], random: object) -> None:
-    def of(order: list[tuple[list[tuple[float, float]], int]]) -> list[float]:
-        table = sums_of(
-            [[gap for gap, _ in tokens] for tokens, _ in order],
-            [[d for _, d in tokens] for tokens, _ in order],
-            [age for _, age in order],
-        ).sum(0)
-        return [getattr(split, part) for split in compute_shares(table) for part in ("whole", "rollout", "drift")]
-
-    shuffled = list(rows)
-    random.shuffle(shuffled)  # type: ignore[attr-defined]
-    assert of(rows) == pytest.approx(of(shuffled), rel=1e-6, abs=1e-9, nan_ok=True)
-
-
-def test_statistics_add_up_over_micro_batches() -> None:
-    """Halves of a batch reported apart give what the whole does."""
-    generator = torch.Generator().manual_seed(0)
-    gap, drift = 0.1 * torch.randn(2, 16, 24, dtype=torch.float64, generator=generator)
-    staleness = [0, 1] * 8
-    table = sums_of(gap.tolist(), drift.tolist(), staleness)
-    halves = [build_share_statistics(part.sum(0).ravel().tolist()) for part in (table[:5], table[5:])]
-    together = {name: statistic.value() for name, statistic in merge_all(halves).items()}
-    whole = {
-        name: statistic.value() for name, statistic in build_share_statistics(table.sum(0).ravel().tolist()).items()
-    }
-    assert together == pytest.approx(whole)
-    assert set(whole) == {
-        f"attribution/{of}_share/{part}"
-        for of in ("variance", "kl")
-        for part in ("rollout", "backend", "staleness", "drift")
-    }
-    assert whole["attribution/variance_share/rollout"] == pytest.approx(
-        whole["attribution/variance_share/backend"] + whole["attribution/variance_share/staleness"]
-    )
-
-
-def test_a_statistic_of_what_is_not_identified_is_no_number() -> None:
-    table = sums_of([[0.1, -0.1]], [[0.1, 0.0]], [3]).sum(0)
-    values = {name: statistic.value() for name, statistic in build_share_statistics(table.ravel().tolist()).items()}
-    assert math.isnan(values["attribution/kl_share/backend"])
-    assert math.isfinite(values["attribution/kl_share/rollout"])
 
 
 def test_an_update_without_fresh_rows_takes_the_floor_of_those_before() -> None:
