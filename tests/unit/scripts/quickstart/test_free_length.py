@@ -12,7 +12,7 @@ import torch
 from scripts.quickstart import prepare, warm_start
 from scripts.quickstart.free_length import ANCHOR, COEFFICIENTS, MOST_TOKENS, demonstrate_at_length
 from scripts.quickstart.model import build_model, build_tokenizer
-from scripts.quickstart.options import FREE_LENGTH_OVERRIDES, Options, build_task_overrides
+from scripts.quickstart.options import FREE_LENGTH_OVERRIDES, build_task_overrides
 from scripts.quickstart.reward import score_last_word
 from scripts.quickstart.warm_start import TEACHER, WarmStart, warm_start_at_length
 
@@ -90,16 +90,3 @@ def test_a_penalty_gets_the_coefficient_of_the_task(given: list[str], added: lis
     assert build_task_overrides("free_length", given) == [*FREE_LENGTH_OVERRIDES, *added]
     assert f"data.max_response_length={MOST_TOKENS}" in FREE_LENGTH_OVERRIDES
     assert set(COEFFICIENTS) == {"uniform", "group", "anchor"}
-
-
-def test_the_task_is_named_in_the_environment() -> None:
-    assert Options.read({}, []).task == Options.read({"TASK": ""}, []).task == "spelling"
-    assert Options.read({"TASK": "free_length"}, ["length_penalty=anchor"]).task == "free_length"
-    with pytest.raises(ValueError, match=r"TASK=long: choose one of spelling, free_length"):
-        Options.read({"TASK": "long"}, [])
-
-
-@pytest.mark.parametrize("section", ["process_reward", "opd"])
-def test_a_section_with_a_task_of_its_own_is_refused_beside_it(section: str) -> None:
-    with pytest.raises(ValueError, match=f"TASK=free_length: {section} brings a task of its own"):
-        Options.read({"TASK": "free_length"}, [f"{section}=advantage"])

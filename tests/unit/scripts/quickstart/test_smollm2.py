@@ -19,21 +19,6 @@ def test_the_model_brings_its_task_and_the_task_its_model(environment: dict[str,
 
 
 @pytest.mark.parametrize(
-    ("environment", "overrides"),
-    [
-        ({"TASK": "free_length"}, []),
-        ({"TASK": "spelling"}, []),
-        ({}, ["process_reward=prefix_value"]),
-        ({}, ["opd=loss"]),
-        ({}, ["model=moe"]),
-    ],
-)
-def test_another_task_or_model_next_to_it_is_refused(environment: dict[str, str], overrides: list[str]) -> None:
-    with pytest.raises(ValueError, match=r"smollm2|arithmetic|model=moe"):
-        Options.read({"MODEL": "smollm2", **environment}, overrides)
-
-
-@pytest.mark.parametrize(
     ("answer", "score"),
     [("7", 1.0), ("4 + 3 = 7.", 1.0), ("7, or is it 8", 0.0), ("seven", 0.0), ("", 0.0), ("-7", 0.0), ("17", 0.0)],
 )

@@ -13,7 +13,6 @@ import torch
 
 from scripts.quickstart import sums, warm_start
 from scripts.quickstart.model import build_model
-from scripts.quickstart.options import Options
 from scripts.quickstart.reward import FORCE_PROMPT, compute_score
 from scripts.quickstart.sums import INSTRUCTION, StepUtilities, SumsSettings, ask, build_sums_tokenizer, list_questions
 from scripts.quickstart.warm_start import SPREAD_OF_SUMS, SUMS, measure_right_steps, tokenize_prompts, warm_start_sums
@@ -114,13 +113,6 @@ def test_force_prompt_and_marker_are_tokens_of_their_own(tmp_path: Path) -> None
     pandas.DataFrame(recorded | {"offpolicy_process_utility": [utility]}).to_parquet(tmp_path / "step.parquet")
     (row,) = sums.read_recorded([tmp_path / "step.parquet"], tmp_path)
     assert row == (INSTRUCTION + "3 3", f"3+3=1. So 1+2=3. {FORCE_PROMPT}3", [0.5])
-
-
-@pytest.mark.parametrize(
-    ("overrides", "on"), [(["process_reward=prefix_value"], True), (["process_reward=null"], False), ([], False)]
-)
-def test_process_rewards_bring_their_task(overrides: list[str], on: bool) -> None:
-    assert (Options.read({}, overrides).task == "process_reward") is on
 
 
 TOKENIZER = build_sums_tokenizer()

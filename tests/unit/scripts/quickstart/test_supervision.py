@@ -26,6 +26,9 @@ from tests.support.recorder_clock import Clock
         ({}, [], Options(model=None, platform="cpu")),
         ({"TASK": "free_length"}, ["platform=cpu", "a=3", "platform=cuda"], Options(None, "cuda", "free_length")),
         ({}, ["model=moe"], Options(None, "cpu", mixture=True)),
+        ({"TASK": ""}, ["process_reward=null"], Options(None, "cpu")),
+        ({"TASK": "free_length"}, ["length_penalty=anchor"], Options(None, "cpu", "free_length")),
+        ({}, ["process_reward=prefix_value"], Options(None, "cpu", "process_reward")),
     ],
 )
 def test_options_are_of_the_environment_and_of_overrides(env, overrides, options):
@@ -46,6 +49,18 @@ def test_routes_that_are_replayed_are_recorded() -> None:
         ({}, ["platform=tpu"], "platform=tpu"),
         ({}, ["model=dense"], "model=dense"),
         ({}, ["model=moe", "process_reward=prefix_value"], "model=moe: it is a model of its own"),
+        ({"TASK": "long"}, [], "TASK=long: choose one of spelling, free_length"),
+        (
+            {"TASK": "free_length"},
+            ["process_reward=advantage"],
+            "TASK=free_length: process_reward brings a task",
+        ),
+        ({"TASK": "free_length"}, ["opd=advantage"], "TASK=free_length: opd brings a task of its own"),
+        ({"MODEL": "smollm2", "TASK": "free_length"}, [], "smollm2|arithmetic"),
+        ({"MODEL": "smollm2", "TASK": "spelling"}, [], "smollm2|arithmetic"),
+        ({"MODEL": "smollm2"}, ["process_reward=prefix_value"], "smollm2|arithmetic"),
+        ({"MODEL": "smollm2"}, ["opd=loss"], "smollm2|arithmetic"),
+        ({"MODEL": "smollm2"}, ["model=moe"], "smollm2|arithmetic|model=moe"),
     ],
 )
 def test_bad_options_name_the_key_and_the_value(env, overrides, message):
