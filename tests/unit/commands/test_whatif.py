@@ -51,7 +51,7 @@ def test_tables_picture_and_page(directory: Path, tmp_path: Path, capsys: pytest
     png, html = tmp_path / "a.png", tmp_path / "deep" / "a.html"
     assert main([str(directory), *GRID, "--spec", "recorded", "--png", str(png), "--html", str(html)]) == 0
     said = capsys.readouterr().out
-    for words in ("uncorrected", "recorded", "[tis_token,gsm]", "masks.gsm.upper", "projection", "17-64", "turn 3+"):
+    for words in ("uncorrected", "recorded", "[tis_token,gsm]", "masks.gsm.upper", "mismatch", "17-64", "turn 3+"):
         assert words in said
     assert "nothing lies between" in said
     assert "The replay of the recorded correction agrees with the recording" in said
@@ -273,7 +273,7 @@ def test_lines_of_the_picture(directory: Path) -> None:
     (drawn_line,) = whatif_page.build_panels(result)
     assert [panel.alt.split(",")[0] for panel in drawn_line][1:3] == [
         "Share kept",
-        "Learning-rate scale and projection",
+        "Learning-rate scale",
     ]
     panels = whatif_page.draw_study(result).axes
     assert len(panels) == 4

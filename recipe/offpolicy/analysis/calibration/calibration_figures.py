@@ -10,7 +10,7 @@ from ...correction.bounds import format_bounds
 from ...correction.statistics import BUCKETS
 from ..pages.panels import Axis, Mark, Panel, Rule, style_line
 from ..pages.plotting import INK, draw_panels
-from .calibration_tables import format_bucket, format_part_name
+from .calibration_tables import format_bucket
 from .caps import EssCurve
 from .kept_bounds import KeptCurve
 from .propose import Proposal
@@ -45,12 +45,12 @@ def format_caption(proposal: Proposal) -> str:
         if proposal.found
         else "no bound was found"
     )
-    return f"{format_part_name(proposal.part)}: {what} by bound; {reached}."
+    return f"{proposal.part.key}: {what} by bound; {reached}."
 
 
 def _name_in_words(proposal: Proposal) -> str:
     """Write ``masks.gsm`` as ``Mask gsm``."""
-    kind, _, name = format_part_name(proposal.part).partition(".")
+    kind, _, name = proposal.part.key.partition(".")
     return f"{'Mask' if kind == 'masks' else 'Weight'} {name}".rstrip()
 
 

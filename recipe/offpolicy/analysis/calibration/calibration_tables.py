@@ -111,7 +111,7 @@ def build_overview_table(result: CalibrationResult, confidence: float) -> Table:
     )
     rows = [
         (
-            format_part_name(proposal.part),
+            proposal.part.key,
             _counted(proposal),
             proposal.goal,
             format_bounds(proposal.part.now),
@@ -158,7 +158,7 @@ def build_length_table(proposal: Proposal, confidence: float) -> Table:
         )
         for entry in proposal.lengths
     ]
-    return Table(columns, rows, f"{format_part_name(part)} by length: {BY_LENGTH}")
+    return Table(columns, rows, f"{part.key} by length: {BY_LENGTH}")
 
 
 def build_length_tables(result: CalibrationResult, confidence: float) -> list[Table]:
@@ -178,7 +178,7 @@ def format_remarks(result: CalibrationResult, confidence: float) -> list[str]:
     """Format what limits the tables, a sentence each."""
     sentences = []
     for proposal in result.proposals:
-        name, threshold = format_part_name(proposal.part), proposal.threshold
+        name, threshold = proposal.part.key, proposal.threshold
         if threshold.note:
             sentences.append(threshold.note if threshold.missing is not None else f"{name}: {threshold.note}.")
         sentences += [_floor(proposal, confidence)] if proposal.floor is not None else []
@@ -199,7 +199,7 @@ def format_remarks(result: CalibrationResult, confidence: float) -> list[str]:
 
 def _describe_length_dependence(proposal: Proposal, confidence: float) -> str:
     """Describe whether the statistic depends on the length of a row, with the test's numbers."""
-    name, test = format_part_name(proposal.part), proposal.length
+    name, test = proposal.part.key, proposal.length
     if math.isnan(test.correlation):
         return f"{name}: whether it depends on length is not identified by {test.rows} comparable rows."
     criterion = (
@@ -210,10 +210,7 @@ def _describe_length_dependence(proposal: Proposal, confidence: float) -> str:
         return f"{name}: no dependence on length shown ({criterion}), so one bound for all lengths."
     direction = "short" if test.correlation < 0 else "long"
     advice = " The correction takes one bound: see the bounds by length before setting it." if proposal.lengths else ""
-    return (
-        f"{name}: depends on length ({criterion}; it goes as T^{test.exponent:.2f}), so one bound rejects {direction} "
-        f"rows first.{advice}"
-    )
+    return f"{name}: depends on length ({criterion}), so one bound rejects {direction} rows first.{advice}"
 
 
 def list_overrides(result: CalibrationResult) -> list[str]:
@@ -222,12 +219,6 @@ def list_overrides(result: CalibrationResult) -> list[str]:
         return []
     with initialize_composer():
         return build_overrides(result.spec)
-
-
-def format_part_name(part: BoundedPart) -> str:
-    """Format the key, with the side where only one of two bounds moves."""
-    two = part.spec.lower is not None and part.spec.upper is not None
-    return f"{part.key}.{part.side}" if two and part.side != "both" else part.key
 
 
 def _format_interval(part: BoundedPart, threshold: Threshold) -> str:
@@ -313,7 +304,7 @@ def _floor(proposal: Proposal, confidence: float) -> str:
         else ""
     )
     return (
-        f"{format_part_name(proposal.part)}: backend noise alone, {floor.rows} rows of {floor.groups} prompts at "
+        f"{proposal.part.key}: backend noise alone, {floor.rows} rows of {floor.groups} prompts at "
         f"pi = pi_old, "
         f"reaches {floor.quantile:.4g} nats at its {floor.share:g}-quantile, at most {floor.delta:.4g} with "
         f"{confidence:.0%} confidence: delta lies at or above that.{assumed}"

@@ -116,23 +116,10 @@ def _group_totals(part: BoundedPart, scores: Scores, radius: Floats, group: NDAr
     """
     value = np.clip(scores.low, -EXP_CLAMP, EXP_CLAMP)
     places = len(radius)
-    fixed_lower, fixed_upper = part.limits
-    if part.side == "upper":
-        value = np.maximum(value, fixed_lower) if not part.rejects else value
-        below, above = np.zeros(len(value), dtype=bool), np.ones(len(value), dtype=bool)
-    elif part.side == "lower":
-        value = np.minimum(value, fixed_upper) if not part.rejects else value
-        below, above = np.ones(len(value), dtype=bool), np.zeros(len(value), dtype=bool)
-    else:
-        below, above = value < 0, value >= 0
-    distance = np.where(above, value, -value)
-    # Units that the fixed bound rejects, wherever the moving one lies.
-    dead = np.zeros(len(value), dtype=bool)
-    if part.rejects and part.side != "both":
-        dead = (value < fixed_lower) if part.side == "upper" else (value > fixed_upper)
+    # The bound that each unit is nearer to.
+    above = value >= 0 if part.side == "both" else np.full(len(value), part.side == "upper")
     # The first radius that holds the unit; index K where none does.
-    first = np.searchsorted(radius, distance, side="left")
-    first = np.where(dead, places, first)
+    first = np.searchsorted(radius, np.where(above, value, -value), side="left")
     weight = np.exp(value)
 
     def summed(of: Floats) -> Floats:
@@ -151,7 +138,7 @@ def _group_totals(part: BoundedPart, scores: Scores, radius: Floats, group: NDAr
     total = inside(tokens * weight)
     square = inside(tokens * weight**2)
     if not part.rejects:
-        beyond_above, beyond_below = outside(tokens * above), outside(tokens * below)
+        beyond_above, beyond_below = outside(tokens * above), outside(tokens * ~above)
         total = total + beyond_above * np.exp(radius) + beyond_below * np.exp(-radius)
         square = square + beyond_above * np.exp(2 * radius) + beyond_below * np.exp(-2 * radius)
     count = np.bincount(group, weights=tokens, minlength=groups)[:, None].repeat(places, axis=1)

@@ -63,7 +63,7 @@ def compute_share_interval(found: ClusteredShare, confidence: float) -> Interval
     n = found.effective
     if not n > 0:
         return math.nan, math.nan
-    z2 = _normal(confidence) ** 2
+    z2 = compute_normal_bound(confidence) ** 2
     middle = (found.share + z2 / (2 * n)) / (1 + z2 / n)
     half = math.sqrt(z2 * (found.share * (1 - found.share) / n + z2 / (4 * n * n))) / (1 + z2 / n)
     return max(middle - half, 0.0), min(middle + half, 1.0)
@@ -139,6 +139,6 @@ def _cumulative(n: int, share: float) -> tuple[int, NDArray[np.float64]]:
     return first, log_mass.exp().cumsum(0).clamp(max=1.0).numpy()
 
 
-def _normal(confidence: float) -> float:
+def compute_normal_bound(confidence: float) -> float:
     """Return z such that a standard normal lies in [-z, z] with probability ``confidence``."""
     return NormalDist().inv_cdf((1 + confidence) / 2)

@@ -9,10 +9,10 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
-from statistics import NormalDist
 from typing import Literal
 
 import numpy as np
+import polars as pl
 from numpy.typing import NDArray
 
 from ...correction import CorrectionSpec, SpecError, WeightSpec
@@ -22,7 +22,7 @@ from ..jobs import ALONE, Jobs
 from .caps import EssCurve, compute_ess, compute_ess_curve, find_cap_for_ess
 from .defaults import QUANTILE
 from .floor import NoiseFloor, NotIdentifiedError, estimate_noise_floor
-from .intervals import Interval
+from .intervals import Interval, compute_normal_bound
 from .kept_bounds import (
     KeptCurve,
     Threshold,
@@ -48,14 +48,12 @@ class LengthTest:
         correlation: of the distance named by ``measure``; NaN where there is nothing to compare.
         interval: its interval, from the variance over prompt groups.
         measure: ``size``, the distance from no mismatch, or ``spread``, from the median of rows of like length.
-        exponent: a in distance ~ T^a, by least squares on logs; -0.5 for noise in a mean, 0.5 in a sum.
         rows: that were compared.
     """
 
     correlation: float
     interval: Interval
     measure: str
-    exponent: float
     rows: int
 
     @property
@@ -91,24 +89,19 @@ def measure_length_dependence(scores: Scores, confidence: float) -> LengthTest:
 def _rank_test(
     name: str, distance: NDArray[np.float64], length: NDArray[np.int64], group: NDArray[np.int64], confidence: float
 ) -> LengthTest:
-    """Compute the rank correlation of a distance with length, its interval over prompt groups, and the exponent."""
+    """Compute the rank correlation of a distance with length, and its interval over prompt groups."""
     rows = len(distance)
     x, y = _ranks(length.astype(np.float64)), _ranks(distance)
     groups = len(np.unique(group))
     if rows < 3 or groups < 3 or not x.any() or not y.any():
-        return LengthTest(math.nan, (math.nan, math.nan), name, math.nan, rows)
+        return LengthTest(math.nan, (math.nan, math.nan), name, rows)
     x, y = x / math.sqrt(x @ x), y / math.sqrt(y @ y)
     correlation = float(x @ y)
     # The variance of a correlation by its influence function, summed within groups.
     influence = x * y - correlation / 2 * (x * x + y * y)
     totals = np.bincount(group, weights=influence)
-    half = _normal(confidence) * math.sqrt(groups / (groups - 1) * float(totals @ totals))
-    # The exponent is fitted in logs, where a distance of 0 has no value.
-    apart = distance > 0
-    log_t, log_d = np.log(length[apart]), np.log(distance[apart])
-    log_t = log_t - log_t.mean() if len(log_t) else log_t
-    exponent = float(log_t @ log_d / (log_t @ log_t)) if log_t.any() else math.nan
-    return LengthTest(correlation, (correlation - half, correlation + half), name, exponent, rows)
+    half = compute_normal_bound(confidence) * math.sqrt(groups / (groups - 1) * float(totals @ totals))
+    return LengthTest(correlation, (correlation - half, correlation + half), name, rows)
 
 
 def _by_row(
@@ -121,23 +114,14 @@ def _by_row(
 
 def _bucket_medians(values: NDArray[np.float64], length: NDArray[np.int64]) -> NDArray[np.float64]:
     """Compute the median over each unit's length bucket, (U,)."""
-    bucket = find_length_bucket(length)
-    medians = np.zeros(len(BUCKETS))
-    for index in np.unique(bucket):
-        medians[index] = np.median(values[bucket == index])
-    return medians[bucket]
+    units = pl.DataFrame({"value": values, "bucket": find_length_bucket(length)})
+    return units.select(pl.col("value").median().over("bucket")).to_series().to_numpy()
 
 
 def _ranks(values: NDArray[np.float64]) -> NDArray[np.float64]:
     """Compute centred ranks; equal values share one."""
-    _, index, counts = np.unique(values, return_inverse=True, return_counts=True)
-    last = counts.cumsum()
-    ranks = (last - (counts - 1) / 2)[index] if len(values) else values
-    return ranks - ranks.mean() if len(values) else ranks
-
-
-def _normal(confidence: float) -> float:
-    return NormalDist().inv_cdf((1 + confidence) / 2)
+    ranks = pl.Series(values).rank()
+    return (ranks - ranks.mean()).to_numpy()
 
 
 Target = Literal["kept", "ess"]

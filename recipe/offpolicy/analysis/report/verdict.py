@@ -15,7 +15,7 @@ from ..attribution.attribution import Attribution
 from ..attribution.attribution_tables import describe_unexplained, format_shares, is_healthy
 from ..attribution.scored_rows import describe_left_out, describe_none_scored
 from ..attribution.worst_examples import escape
-from ..calibration.calibration_tables import format_bucket, format_part_name
+from ..calibration.calibration_tables import format_bucket
 from ..calibration.defaults import QUANTILE
 from ..calibration.propose import Proposal
 from ..pages import Column, Table
@@ -174,7 +174,7 @@ def _fit(studies: Studies) -> list[Answer]:
 
 
 def _proposal(proposal: Proposal, studies: Studies) -> Answer:
-    name, threshold = format_part_name(proposal.part), proposal.threshold
+    name, threshold = proposal.part.key, proposal.threshold
     new = proposal.part.key in studies.new
     question = f"Which bound for {name}?" if new else f"Does the bound of {name} fit?"
 

@@ -98,14 +98,12 @@ class Fidelity:
         weights: of these, whose weight differs by more than ``TOLERANCE``.
         rejections: of these, rejected by other parts than recorded; decisions are compared to the bit.
         weight_error: greatest relative difference of a weight.
-        example: the first that differs, in words; empty where none does.
     """
 
     tokens: int = 0
     weights: int = 0
     rejections: int = 0
     weight_error: float = 0.0
-    example: str = ""
 
     @property
     def agrees(self) -> bool:
@@ -117,12 +115,11 @@ class Fidelity:
             self.weights + other.weights,
             self.rejections + other.rejections,
             max(self.weight_error, other.weight_error),
-            self.example or other.example,
         )
 
 
-def compare_with_record(by: Decision, of: Block, reasons: Sequence[str], step: int) -> Fidelity:
-    """Compare one block of one step.
+def compare_with_record(by: Decision, of: Block, reasons: Sequence[str]) -> Fidelity:
+    """Compare one block.
 
     Args:
         by: what the recorded correction decided in the replay.
@@ -145,18 +142,4 @@ def compare_with_record(by: Decision, of: Block, reasons: Sequence[str], step: i
         weights=int(beyond.sum()),
         rejections=int(other.sum()),
         weight_error=float(error.max()) if error.numel() else 0.0,
-        example=_example(other, beyond, replayed, by, of, step),
     )
-
-
-def _example(other: Tensor, beyond: Tensor, replayed: Tensor, by: Decision, of: Block, step: int) -> str:
-    different = other | beyond
-    if not bool(different.any()):
-        return ""
-    row, column = (int(place) for place in different.nonzero()[0])
-    what = (
-        f"rejected_by {int(of.rejected_by[row, column])}, replayed {int(replayed[row, column])}"
-        if bool(other[row, column])
-        else f"weight {float(of.weight[row, column]):.7g}, replayed {float(by.weight[row, column]):.7g}"
-    )
-    return f"step {step}, row {int(of.rows[row])}, token {column}: recorded {what}"

@@ -108,7 +108,6 @@ COLUMNS = (
     "applied_square",
     "corrected",  # sum of (f A)^2
     "uncorrected",
-    "product",  # sum of f A times its uncorrected value
     *(f"reference/{reference}" for reference in REFERENCES),  # sum of (rho A)^2
     "ratio",  # sum over rows of pi / mu of the whole row
     "ratio_square",
@@ -261,7 +260,6 @@ def compute_row_sums(by: Decision, of: ReferenceBlock, weighed: Tensor) -> NDArr
         "applied": total,
         "applied_square": _dot(applied, applied),
         "corrected": _dot(weighed, weighed),
-        "product": _dot(weighed, of.uncorrected),
         "mismatch/kept": torch.where(by.keep, of.mismatch, 0.0).sum(-1),
     }
     for reference, ideal in of.ideal.items():

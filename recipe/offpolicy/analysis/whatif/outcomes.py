@@ -56,8 +56,6 @@ class CorrectionMeasures:
         lr_scale: norm of the corrected gradient weights against that of the uncorrected ones,
             sqrt(sum (f A)^2 / sum (r A)^2): by how much the correction turns the learning rate, were the gradients of
             tokens of one size and unrelated.
-        projection: sum f A r A / sum (r A)^2, the part of the uncorrected gradient weights that is left in their own
-            direction, signed.
         reference_rows: effective number of rows whose pi / mu the reference of ``bias_sequence`` rests on,
             (sum rho)^2 / sum rho^2.
         bias_token, bias_sequence: distance of the gradient weights from those of an unbiased estimator, relative to
@@ -78,7 +76,6 @@ class CorrectionMeasures:
     ess: float | None
     mismatch_left: float | None
     lr_scale: float | None
-    projection: float | None
     reference_rows: float
     bias_token: float | None
     bias_token_systematic: float | None
@@ -118,7 +115,6 @@ def compute_measures(sums: Sums) -> CorrectionMeasures:
         ess=_ess(of("applied"), of("applied_square"), of("valid")),
         mismatch_left=_over(of("mismatch/kept"), of("mismatch")),
         lr_scale=_root(_over(of("corrected"), of("uncorrected"))),
-        projection=_over(of("product"), of("uncorrected")),
         reference_rows=reference_rows,
         bias_token=bias["token"],
         bias_token_systematic=shift["token"],

@@ -374,7 +374,7 @@ def _replay(step: Step, number: int, specs: _Specs, found: _StepReplay, setting:
         # The record of a sample does not hold what was fixed for the whole batch.
         known = not (setting.sampled and specs.recorded.needs_constants)
         if known:
-            found.seen.fidelity += compare_with_record(decisions[specs.recorded], block, step.reasons, number)
+            found.seen.fidelity += compare_with_record(decisions[specs.recorded], block, step.reasons)
         else:
             found.seen.unchecked += 1
     groups = build_grouping(rows)

@@ -29,7 +29,7 @@ _KEPT = {
     "ess": "ESS of weight x keep",
     "mismatch_left": "mismatch left",
 }
-_SCALE = {"lr_scale": "learning-rate scale", "projection": "projection"}
+_SCALE = {"lr_scale": "learning-rate scale"}
 _BIAS = {
     "bias_token": "by token",
     "bias_token_systematic": "by token, of it shift",
@@ -131,7 +131,7 @@ def _build_row(line: PanelRow, level: Sequence[CorrectionOutcome]) -> list[Panel
         _build_panel(
             line,
             "Effective learning rate",
-            "Learning-rate scale and projection",
+            "Learning-rate scale",
             "share of the uncorrected one",
             scale,
             [full],
@@ -256,7 +256,6 @@ MEANINGS = {
         "where r is PPO's pi/pi_old, 0 where PPO clips, and denominator=kept multiplies f by its scale: what the "
         "correction does to the learning rate, were token gradients of one size and unrelated."
     ),
-    "projection": "what is left of the uncorrected gradient weights in their own direction, signed.",
     "bias by token": (
         "distance of the gradient weights from those with the untruncated pi/mu of each token, relative: the most that "
         "any gradient can be off by (Cauchy-Schwarz); noise that would average out counts."

@@ -16,7 +16,6 @@ OVERALL = {
     "mismatch_left": "mismatch left",
     "ess": "ESS",
     "lr_scale": "lr scale",
-    "projection": "projection",
     "bias_token": "bias by token",
     "bias_token_systematic": "of it shift",
     "bias_sequence": "bias by row",
@@ -133,7 +132,7 @@ def describe_fidelity(fidelity: Fidelity) -> str:
         )
     return (
         f"MISMATCH: the replay of the recorded correction differs from the recording in "
-        f"{fidelity.rejections:,} decisions and {fidelity.weights:,} weights of {tokens} ({fidelity.example}). "
+        f"{fidelity.rejections:,} decisions and {fidelity.weights:,} weights of {tokens}. "
         f"The recording and this code disagree, so that no figure here is credible. "
         f"Fix: replay with the release that recorded."
     )

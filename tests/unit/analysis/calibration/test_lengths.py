@@ -61,10 +61,8 @@ def test_noise_shrinks_in_a_mean_and_grows_in_a_product() -> None:
     mean, product = proposed(BAND, noisy()).length, proposed(PRODUCT, noisy()).length
     assert mean.depends
     assert mean.correlation < -0.5
-    assert mean.exponent == pytest.approx(-0.5, abs=0.1)
     assert product.depends
     assert product.correlation > 0.5
-    assert product.exponent == pytest.approx(0.5, abs=0.1)
 
 
 def test_single_tokens_do_not_depend_on_length() -> None:

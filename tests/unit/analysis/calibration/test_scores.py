@@ -7,7 +7,6 @@ import math
 import numpy as np
 import pytest
 
-from recipe.offpolicy.analysis.calibration.calibration_tables import format_part_name
 from recipe.offpolicy.analysis.calibration.kept_bounds import check_radius, find_largest_radius
 from recipe.offpolicy.analysis.calibration.parts import BoundedPart, list_parts
 from recipe.offpolicy.analysis.calibration.scores import compute_scores
@@ -78,12 +77,6 @@ def test_a_prefix_is_scored_by_the_bound_of_its_first_token() -> None:
 
 GSM = MaskSpec("rollout", "sequence", "geometric", 0.99, 1.01, "any")
 CAP = WeightSpec("sequence", "truncate", None, 2.0)
-
-
-def test_the_side_is_named_where_one_of_two_bounds_moves() -> None:
-    assert format_part_name(BoundedPart("masks.gsm", GSM, "both")) == "masks.gsm"
-    assert format_part_name(BoundedPart("masks.gsm", GSM, "upper")) == "masks.gsm.upper"
-    assert format_part_name(BoundedPart("weight", CAP, "upper")) == "weight"
 
 
 def test_a_bound_beyond_what_related_policies_reach() -> None:

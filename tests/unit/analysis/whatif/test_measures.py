@@ -62,8 +62,6 @@ def test_truncated_weights(tmp_path: Path) -> None:
         mismatch_left=1.0,
         # sum (w A)^2 = 4 + 1 + 1/4 + 16 + 16 = 37.25; sum A^2 = 3 + 8 = 11.
         lr_scale=math.sqrt(37.25 / 11),
-        # sum w A^2 = 3.5 + 4 * 4 = 19.5.
-        projection=19.5 / 11,
         # rho_row = 2 and 4: (2 + 4)^2 / (4 + 16).
         reference_rows=36 / 20,
         # By token only the first differs, 2 against 4: sum ((w - rho) A)^2 = 4; sum (rho A)^2 = 16 + 1 + 1/4 + 32.
@@ -90,7 +88,6 @@ def test_a_mask(tmp_path: Path) -> None:
         # k3 = rho - 1 - log rho: row 0 has 3 - 2 log 2, 0 and log 2 - 1/2, row 1 twice 1 - log 2.
         mismatch_left=(2.5 - LOG2) / (2.5 - LOG2 + 2 * (1 - LOG2)),
         lr_scale=math.sqrt(3 / 11),
-        projection=3 / 11,
         # (f - rho) A = -3, 0, 1/2 | 4, 4.
         bias_token=math.sqrt((9 + 0.25 + 32) / 49.25),
         # (-2.5)^2 / 3 + 8^2 / 2.
@@ -126,7 +123,6 @@ def test_uncorrected_rejects_nothing_and_has_the_whole_mismatch(tmp_path: Path) 
         kept_tokens=1.0,
         ess=1.0,
         lr_scale=1.0,
-        projection=1.0,
         # (1 - rho) A = -3, 0, 1/2 | 2, 2.
         bias_token=math.sqrt((9 + 0.25 + 8) / 49.25),
     )

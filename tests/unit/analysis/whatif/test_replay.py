@@ -201,7 +201,7 @@ def test_padding_is_little() -> None:
 def test_what_acted_is_reproduced(name: str, tmp_path: Path) -> None:
     path = recorded(tmp_path, SPECS[name], varied_rows(seed=3), varied_rows(seed=4, step=6))
     fidelity = run(path, {}, size=300).fidelity
-    assert fidelity.agrees, fidelity.example
+    assert fidelity.agrees, fidelity
     assert fidelity.tokens == sum(int(step.rows.response_mask.sum()) for step in Recording(path))
     assert fidelity.weight_error <= 1e-6
 
@@ -221,14 +221,11 @@ def test_what_acted_otherwise_is_found(column: str, tmp_path: Path) -> None:
     record(tmp_path, rows, spec=SPECS["tis"].to_mapping(), reasons=reasons)
     fidelity = run(tmp_path, {}).fidelity
     assert not fidelity.agrees
-    row = int(rows.row_of_token[place])
     if column == "weight":
         assert (fidelity.weights, fidelity.rejections) == (1, 0)
         assert fidelity.weight_error == pytest.approx(1e-4, rel=0.01)
-        assert f"step 5, row {row}, token {place - rows.offsets[row]}: recorded weight" in fidelity.example
     elif column == "rejected_by":
         assert (fidelity.weights, fidelity.rejections) == (0, 1)
-        assert f"step 5, row {row}, token {place - rows.offsets[row]}: recorded rejected_by 0" in fidelity.example
     else:
         assert fidelity.rejections > 1
 

@@ -77,9 +77,9 @@ def test_the_replay_of_the_record_is_judged(study: Study) -> None:
     assert study.fidelity.agrees
     assert "agrees with the recording" in describe_fidelity(study.fidelity)
     assert describe_fidelity(Fidelity()).startswith("Not compared")
-    differs = describe_fidelity(Fidelity(tokens=5, weights=1, example="step 1, row 0"))
+    differs = describe_fidelity(Fidelity(tokens=5, weights=1))
     assert differs.startswith("MISMATCH: ")
-    assert "0 decisions and 1 weights of 5 tokens (step 1, row 0)" in differs
+    assert "0 decisions and 1 weights of 5 tokens" in differs
 
 
 def test_the_document_is_of_plain_values(study: Study) -> None:
