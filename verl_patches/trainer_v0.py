@@ -1,7 +1,7 @@
 """Contracts on verl's V0 trainer, ``RayPPOTrainer``: methods that a corrected trainer overrides.
 
 ``fit`` is one long method that calls the module's ``compute_advantage``. Hooks around the advantages therefore wrap
-that name, before other programs import it.
+that name, and every name under which another module has imported it.
 """
 
 from __future__ import annotations
@@ -9,7 +9,9 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
+import sys
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -84,8 +86,14 @@ def plain_advantage() -> Callable[..., Any]:
 
 
 def hook_advantage() -> None:
-    """Wrap ``compute_advantage``, before other modules import it by name. Idempotent."""
+    """Wrap ``compute_advantage``, also where it was imported by name. Idempotent."""
+    module = importlib.import_module(_TRAINER)
+    plain = module.compute_advantage
     wrap(_ADVANTAGE, lambda original, *args, **kwargs: (_around[-1] if _around else _call)(original, *args, **kwargs))
+    # Ray sends functions of ``__main__`` by value, with what they have imported by name.
+    for names in [vars(each) for each in list(sys.modules.values()) if isinstance(each, ModuleType)]:
+        for name in [name for name, value in names.items() if value is plain]:
+            names[name] = module.compute_advantage
 
 
 def around_advantage(hook: Callable[..., Any]) -> None:

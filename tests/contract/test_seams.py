@@ -5,8 +5,10 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
+import sys
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -335,6 +337,19 @@ def test_what_is_put_around_the_advantages_is_what_fit_calls(monkeypatch: pytest
     assert trainer_v0.plain_advantage() is plain is not ray_trainer.compute_advantage
     assert "compute_advantage" in ray_trainer.RayPPOTrainer.fit.__code__.co_names
     assert ray_trainer.RayPPOTrainer.fit.__globals__ is vars(ray_trainer)
+
+
+def test_modules_that_imported_the_estimator_by_name_get_the_wrapped_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program's ``__main__``, which is imported before the hooks: Ray sends its functions with what they name."""
+    from verl.trainer.ppo import ray_trainer
+
+    monkeypatch.setattr(ray_trainer, "compute_advantage", plain := trainer_v0.plain_advantage())
+    program = ModuleType("program")
+    monkeypatch.setitem(sys.modules, "program", program)
+    vars(program).update(compute_advantage=plain, estimate=plain, other=len)
+    trainer_v0.hook_advantage()
+    assert program.compute_advantage is program.estimate is ray_trainer.compute_advantage is not plain
+    assert program.other is len
 
 
 def test_verl_ships_the_correction_defaults_that_the_checks_know() -> None:

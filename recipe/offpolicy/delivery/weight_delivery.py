@@ -182,6 +182,9 @@ class WeightDelivery(AddOn):
         self._past.append(own)
         self._report(found, update, first=given.at == 1)
 
+    def before_update(self) -> None:
+        self._compare_sums()  # a program's own loop may have called none of the hooks before
+
     def on_update(self, metrics: dict[str, Any], batch: Any) -> None:
         self._updates += 1
         if self._updates > (FEWEST if self._intervals < 3 else 4 * self._longest):

@@ -129,6 +129,9 @@ class AddOn:
     def on_advantages(self, batch: BatchView, advantages: Advantages) -> None:
         """Receive the advantages that go to the workers, after all extensions."""
 
+    def before_update(self) -> None:
+        """Finish what an update of the actor would disturb."""
+
     def update_actor(self, run: Callable[[Any], Any], batch: Any, metrics: dict[str, Any]) -> Any:
         """Update the V1 trainer's actor, and read the metrics of the update."""
         return run(batch)

@@ -155,6 +155,10 @@ class AddOns:
         """Update the V1 trainer's actor."""
         return self._through("update_actor", run, metrics)(batch)
 
+    def before_update(self) -> None:
+        """Let add-ons finish what an update would disturb."""
+        self._each("before_update")
+
     def on_update(self, metrics: dict[str, Any], batch: Any) -> None:
         """Let add-ons take their reports out of the workers' metrics."""
         for add_on in self._all:

@@ -174,6 +174,7 @@ class CorrectedRun:
 
     def _plan_update(self, batch: Any, count: int) -> tuple[SharedPlan, dict[str, Tensor]]:
         """Build and announce the plan of ``count`` rows for one update, with its columns."""
+        self.add_ons.before_update()
         check_one_mini_batch(self.correction, self.config, count)
         plan, columns = build_plan(
             self.correction,

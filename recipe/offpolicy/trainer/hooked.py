@@ -62,7 +62,7 @@ def _hook_v0() -> None:
     from verl.trainer.ppo.ray_trainer import RayPPOTrainer
     from verl_patches.trainer_v0 import hook_advantage
 
-    hook_advantage()  # before programs import it by name
+    hook_advantage()
     _replace(RayPPOTrainer, _correct_v0)
 
 

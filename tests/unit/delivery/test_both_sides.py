@@ -154,6 +154,16 @@ def world(monkeypatch: pytest.MonkeyPatch) -> World:
     return World(monkeypatch)
 
 
+def test_a_loop_without_hooks_compares_before_each_update(world: World) -> None:
+    """A user's own ``fit`` that calls no hook before its updates."""
+    for _ in range(3):
+        world.server.receive(world.weights())
+        world.delivery.on_sync(world.manager)
+        world.delivery.before_update()
+        world.update(1e-3)
+    assert world.delivery.unproved() is None
+
+
 def test_healthy_synchronisations_are_equal(world: World) -> None:
     for _ in range(20):
         world.sync()
