@@ -13,6 +13,7 @@ from recipe.offpolicy.preflight.composed import Composed, copy_config
 from recipe.offpolicy.preflight.configured_parts import list_parts
 from recipe.offpolicy.preflight.examination import describe_verls_loss
 from recipe.offpolicy.preflight.hydra_groups import list_options, read_task_overrides
+from recipe.offpolicy.preflight.python_source import find_source
 from tests.support.applications import OPTIONS, application, without_verl
 from tests.support.corrections import GSM, TIS, spec
 
@@ -66,3 +67,19 @@ def test_a_copy_keeps_interpolations_and_what_is_locked_and_shares_nothing() -> 
     assert (copied.actor.n, config.actor.n, config.actor.list) == (4, 3, [1])
     with pytest.raises(ConfigAttributeError):
         copied.data.other = 1
+
+
+# A module's file, as ``python -m`` finds it, without importing it
+
+
+def test_modules_packages_and_programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("single.py", "package/__init__.py", "package/inner.py", "program/__init__.py", "program/__main__.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("raise RuntimeError('imported')\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert find_source("single") == tmp_path / "single.py"
+    assert find_source("package") == tmp_path / "package" / "__init__.py"
+    assert find_source("package.inner") == tmp_path / "package" / "inner.py"
+    assert find_source("program") == tmp_path / "program" / "__main__.py"
+    assert find_source("package.none") is None
+    assert find_source("there_is_no_such_package.x") is None

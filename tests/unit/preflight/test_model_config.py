@@ -7,12 +7,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from omegaconf import DictConfig, OmegaConf
+from safetensors.torch import save_file
 
 from recipe.offpolicy.correction import SpecError
 from recipe.offpolicy.preflight.auto_setup import read_setup
 from recipe.offpolicy.preflight.composed import Composed
-from recipe.offpolicy.preflight.model_files import find_experts
+from recipe.offpolicy.preflight.model_files import (
+    count_largest_tensor,
+    find_experts,
+    find_local,
+    list_weights,
+    read_shapes,
+)
 
 
 def config(path: Path | str, model: str | None = None) -> DictConfig:
@@ -75,3 +83,58 @@ def test_a_contradiction_stops_correction_auto(tmp_path: Path) -> None:
     assert read_setup(Composed(config(mixture, "moe"))).model == "moe"
     with pytest.raises(SpecError, match="the configuration says dense"):
         read_setup(Composed(config(saved(tmp_path, {"num_hidden_layers": 2}), "moe")))
+
+
+# The largest tensor of a model, from headers of its files: sharded, pickled, tied, stacked, or not at hand
+
+
+EMBEDDING = "model.embed_tokens.weight"
+
+
+def test_an_embedding_counts_once_tied_or_not_in_any_dtype(tmp_path: Path) -> None:
+    """49 152 tokens x 576 = 28 311 552 elements."""
+    embedding = torch.zeros(49152, 576, dtype=torch.float16)
+    save_file({EMBEDDING: embedding}, tmp_path / "model.safetensors")
+    assert count_largest_tensor(tmp_path) == 28_311_552
+    save_file({EMBEDDING: embedding, "lm_head.weight": embedding.clone()}, tmp_path / "model.safetensors")
+    assert count_largest_tensor(tmp_path) == 28_311_552
+
+
+def test_shards_and_pickled_files(tmp_path: Path) -> None:
+    save_file({"first": torch.zeros(2, 3)}, tmp_path / "model-00001-of-00002.safetensors")
+    save_file({"second": torch.zeros(50, 70), "third": torch.zeros(5)}, tmp_path / "model-00002-of-00002.safetensors")
+    assert count_largest_tensor(tmp_path) == 3500
+    torch.save({"a": torch.zeros(60, 70), "b": torch.zeros(3)}, tmp_path / "pytorch_model.bin")
+    assert count_largest_tensor(tmp_path) == 4200
+    assert [read_shapes(file) for file in list_weights(tmp_path)] == [
+        {"first": [2, 3]},
+        {"second": [50, 70], "third": [5]},
+        {"a": [60, 70], "b": [3]},
+    ]
+
+
+def test_experts_count_as_one_tensor_where_they_are_stacked(tmp_path: Path) -> None:
+    """8 experts of 3 matrices of 64 x 32: 49 152 elements; one matrix has 2048, and the embedding 3200."""
+    names = [f"model.layers.0.mlp.experts.{i}.{part}_proj.weight" for i in range(8) for part in ("gate", "up", "down")]
+    tensors = {EMBEDDING: torch.zeros(100, 32)} | {name: torch.zeros(64, 32) for name in names}
+    save_file(tensors, tmp_path / "model.safetensors")
+    assert count_largest_tensor(tmp_path) == 3200
+    assert count_largest_tensor(tmp_path, stacked=True) == 49_152
+
+
+@pytest.mark.parametrize(
+    ("values", "elements"),
+    [
+        ({"vocab_size": 30, "hidden_size": 7}, 210),
+        ({"text_config": {"vocab_size": 4, "hidden_size": 5}}, 20),
+        ([], None),
+    ],
+)
+def test_without_readable_weights_the_configuration_says_the_embedding(
+    values: Any, elements: int | None, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    for name in ("model.safetensors", "pytorch_model.bin"):
+        (tmp_path / name).write_bytes(b"\xff" * 40)
+    assert count_largest_tensor(tmp_path) == elements
+    assert find_local(str(tmp_path)) == tmp_path / "config.json"

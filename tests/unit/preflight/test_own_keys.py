@@ -7,7 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from recipe.offpolicy.correction import Problem, SpecError
 from recipe.offpolicy.preflight import own_keys
+from recipe.offpolicy.preflight.composed import Composed
+from recipe.offpolicy.preflight.hydra_groups import force_own_keys, restore_defaults
 from recipe.offpolicy.preflight.own_keys import (
     complete,
     find_meant,
@@ -18,6 +21,8 @@ from recipe.offpolicy.preflight.own_keys import (
     list_verls_names,
 )
 from recipe.offpolicy.preflight.similar_keys import explain_misplaced, has_key, list_fields
+from tests.support.applications import DELTAS, OPTIONS, application, without_verl
+from tests.support.examples import each_nth_when_quick
 
 
 @pytest.fixture
@@ -56,3 +61,76 @@ def test_names_of_ours_and_of_verl() -> None:
     assert {"train_batch_size", "filter_groups"} <= list_verls_names()
     assert not {"eta", "too_old", "length_penalty"} & list_verls_names()
     assert list_fields({"_target_": "none"}) is None
+
+
+# A malformed value of a selected option is answered by what was meant, or by the option's own value
+
+
+# Overrides of the launch -> what is proposed, and what the correction is after it is pasted.
+FIXES = {
+    ("tis_token", "weight.upper=abc"): (["correction.weight.upper=2.0"], {"weight.upper": 2.0}),
+    ("gsm", "masks.gsm.upper=abc"): (["correction.masks.gsm.upper=1.01"], {"masks.gsm.upper": 1.01}),
+    ("gsm", "masks.gsm.upper=[1.02]"): (["correction.masks.gsm.upper=1.02"], {"masks.gsm.upper": 1.02}),
+    ("gsm", "masks.gsm=0.98_1.03"): (None, {"masks.gsm.lower": 0.98, "masks.gsm.upper": 1.03}),
+    ("gsm", "masks.gsm=[0.98,1.03]"): (None, {"masks.gsm.lower": 0.98, "masks.gsm.upper": 1.03}),
+    ("tis_token", "weight=[0.5, 5]"): (None, {"weight.lower": 0.5, "weight.upper": 5.0, "weight.kind": "clip"}),
+    ("gsm", "masks.gsm.threshold=0.98_1.03"): (None, {"masks.gsm.lower": 0.98, "masks.gsm.upper": 1.03}),
+    ("icepop", "masks.icepop=x"): (None, {"masks.icepop.lower": 0.5, "masks.icepop.upper": 2.0}),
+    ("tis_token", "weight=3"): (None, {"weight.upper": 3.0, "weight.level": "token"}),
+    ("tis_token", "weight.cap=3"): (["~correction.weight.cap", "correction.weight.upper=3.0"], {"weight.upper": 3.0}),
+    ("tis_token", "weight.upper=-1"): (["correction.weight.upper=2.0"], {"weight.upper": 2.0}),
+    ("tis_token", "weight.upper=inf"): (["correction.weight.upper=null"], {"weight.upper": None}),
+    ("tis_token", "weight.kind=foo"): (["correction.weight.kind=truncate"], {"weight.kind": "truncate"}),
+    ("opsm", "masks.opsm=0.2"): (None, {"masks.opsm.delta": 0.2, "masks.opsm.when": "negative"}),
+    ("paper/m2po", "masks.m2po=0.1"): (None, {"masks.m2po.budget": 0.1}),
+    ("log_ratio_penalty", "penalty=0.1"): (None, {"penalty.coefficient": 0.1}),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory):  # type: ignore[no-untyped-def]
+    return without_verl(tmp_path_factory.mktemp("configs"))
+
+
+def fixed(option: str, given: list[str], folder) -> tuple[Problem | None, dict]:  # type: ignore[no-untyped-def, type-arg]
+    with application(f"correction={option}", *force_own_keys(given), folder=folder) as config:
+        try:
+            return None, Composed(config).spec.to_mapping()
+        except SpecError as error:
+            return restore_defaults(error.problem), {}
+
+
+@pytest.mark.parametrize(("option", "override"), each_nth_when_quick(3, FIXES))
+def test_a_fix_keeps_what_was_asked_for(option: str, override: str, folder) -> None:  # type: ignore[no-untyped-def]
+    expected, left = FIXES[option, override]
+    given = [f"correction.{override}"]
+    problem, _ = fixed(option, given, folder)
+    assert problem is not None
+    assert expected in (None, list(problem.overrides))
+    after, spec = fixed(option, [*given, *problem.overrides], folder)
+    assert after is None
+    for key, value in left.items():
+        node = spec
+        for name in key.split("."):
+            node = node[name]
+        assert node == value
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("option", [each for each in OPTIONS if each not in ("auto", "none")])
+def test_every_bound_of_every_option_comes_back(option: str, folder) -> None:  # type: ignore[no-untyped-def]
+    """Whatever is written into a key of an option, the fix is the option as it is."""
+    deltas = DELTAS.get(option, [])
+    _, whole = fixed(option, deltas, folder)
+    parts = [f"masks.{name}" for name in whole.get("masks") or {}] + ["weight"] * bool(whole.get("weight"))
+    for part in parts:
+        values = whole["weight"] if part == "weight" else whole["masks"][part.removeprefix("masks.")]
+        for name in ("lower", "upper", "budget", "level", "aggregate", "kind"):
+            if values.get(name) is not None and f"correction.{part}.delta" not in str(deltas):
+                given = [*deltas, f"correction.{part}.{name}=qqq"]
+                problem, _ = fixed(option, given, folder)
+                assert problem is not None
+                if problem.overrides:
+                    assert fixed(option, [*given, *problem.overrides], folder)[1] == whole
+                else:
+                    assert name == "level"

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import pickle
+import subprocess
+import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,7 +16,9 @@ import verl_patches
 from recipe.offpolicy.correction.problem import CheckError
 from recipe.offpolicy.preflight.checks.path import check_seams, check_seams_by, demand_seams, list_patch_groups
 from recipe.offpolicy.preflight.composed import Composed
+from recipe.offpolicy.preflight.python_source import check_contracts, holds_in_source
 from tests.support.applications import NEEDED, application
+from tests.support.paths import ROOT
 from verl_patches import (
     engine_loss,
     llm_client,
@@ -23,7 +28,7 @@ from verl_patches import (
     trainer_v1,
     truncated_sampling,
 )
-from verl_patches.contract import Contract, PatchError
+from verl_patches.contract import Contract, PatchError, installed_release
 from verl_patches.execution_path import LivePath
 
 FEATURES: dict[str, Any] = {"notes_token_versions": False, "staleness": None, "replay": None, "support": None}
@@ -88,3 +93,79 @@ def test_the_process_that_trains_looks_at_what_it_has_imported(monkeypatch: pyte
 def test_legacy_workers_load_the_patches_of_their_actors() -> None:
     assert list_patch_groups(LivePath("0.7.1", "v0", "legacy", "fsdp")) == ["legacy"]
     assert list_patch_groups(LivePath("0.7.1", "v0", "engine", "fsdp")) == []
+
+
+# Contracts read in verl's source agree with contracts held by importing it, and have no last word of their own
+
+
+pytest.importorskip("verl")
+
+
+OF_V1 = [*trainer_v1.SEAMS, *replay_buffer.SEAMS, *llm_client.SEAMS, *router_replay.SEAMS]
+SEAMS = [*engine_loss.SEAMS, *trainer_v0.SEAMS, *OF_V1]
+HERE = [seam for seam in SEAMS if seam.covers(installed_release("verl") or "0")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seam", HERE, ids=lambda seam: seam.name)
+def test_every_seam_of_this_release_is_seen_in_the_source(seam: Contract) -> None:
+    assert holds_in_source(seam)
+    seam.check()
+
+
+@pytest.mark.parametrize("seam", [seam for seam in HERE if seam.signature], ids=lambda seam: seam.name)
+def test_another_signature_is_seen_and_left_to_the_import(seam: Contract) -> None:
+    assert seam.signature is not None
+    moved = replace(seam, signature=f"{seam.signature[:-1]}, more)")
+    assert not holds_in_source(moved)
+    with pytest.raises(PatchError, match="has moved"):
+        check_contracts([seam, moved])
+
+
+def test_a_key_that_is_gone_is_seen() -> None:
+    loss = next(seam for seam in HERE if seam.keys)
+    gone = replace(loss, keys=(*loss.keys, "no_such_key"))
+    assert holds_in_source(loss)
+    assert not holds_in_source(gone)
+    with pytest.raises(PatchError, match="no_such_key"):
+        check_contracts([gone])
+
+
+def test_a_target_that_is_gone_is_seen() -> None:
+    gone = replace(HERE[0], target=f"{HERE[0].target}_not")
+    assert not holds_in_source(gone)
+    with pytest.raises(PatchError, match="nothing of that name"):
+        check_contracts([gone])
+
+
+def test_another_release_is_left_to_the_import() -> None:
+    other = replace(HERE[0], releases="==0.1.0")
+    assert not holds_in_source(other)
+    with pytest.raises(PatchError, match=r"was tested with verl==0\.1\.0"):
+        check_contracts([other])
+
+
+def test_what_a_module_makes_when_it_runs_is_left_to_the_import() -> None:
+    """A name that the source binds nowhere is no proof that it is not there."""
+    made = Contract("made", "verl.workers.utils.losses:get_policy_loss_fn", None, "verl", HERE[0].releases)
+    assert not holds_in_source(made), "imported there from elsewhere"
+    check_contracts([made])
+
+
+@pytest.mark.slow
+def test_neither_the_trainer_nor_the_workers_are_imported() -> None:
+    """A process of its own holds the seams of the newest trainer, and has not loaded their modules."""
+    code = (
+        "import sys;"
+        "from verl_patches.contract import installed_release;"
+        "from types import SimpleNamespace;"
+        "from verl_patches.execution_path import LivePath;"
+        "from recipe.offpolicy.preflight.python_source import check_contracts;"
+        "from recipe.offpolicy.preflight.checks.path import check_seams_by;"
+        "path = LivePath(installed_release('verl'), 'v0', 'engine', 'fsdp');"
+        "off = dict.fromkeys(('notes_token_versions', 'staleness', 'replay', 'support', 'centering'));"
+        "assert list(check_seams_by(check_contracts, SimpleNamespace(path=path, **off))) == [];"
+        "print([name for name in sys.modules if name.startswith(('verl.trainer', 'verl.workers', 'megatron'))])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"

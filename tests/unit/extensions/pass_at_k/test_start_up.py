@@ -21,3 +21,16 @@ def test_each_option_is_shipped(option: str) -> None:
     assert extension.pass_at_k == PassAtKSettings.from_mapping("pass_at_k", {"objective": objective})
     assert (extension.worker() is None) == (option == "validation")
     assert option in extension.meaning
+
+
+# What the section leaves out is as the option ships it, and k goes by its schedule
+
+
+def test_defaults_and_schedules() -> None:
+    settings = PassAtKSettings.from_mapping("pass_at_k", {"objective": "loo"})
+    assert (settings.k, settings.all_k, settings.get_k(99)) == (4, (4,), 4)
+    later = PassAtKSettings.from_mapping("pass_at_k", {"objective": "loo", "schedule": [[10, 2], [20, 1]]})
+    assert [later.get_k(step) for step in (1, 9, 10, 19, 20, 99)] == [4, 4, 2, 2, 1, 1]
+    assert later.all_k == (4, 2, 1)
+    whole = PassAtKSettings.from_mapping("pass_at_k", {"objective": "loo", "schedule": [[0, 8], [20, 1]]})
+    assert whole.all_k == (8, 1)

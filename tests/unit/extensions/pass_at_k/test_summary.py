@@ -5,9 +5,19 @@ from __future__ import annotations
 import math
 
 import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
 
-from recipe.offpolicy.extensions.pass_at_k import unbiased, unbiased_dynamic
-from recipe.offpolicy.extensions.pass_at_k.summary import Stopping, summarize
+from recipe.offpolicy.extensions.pass_at_k import NotIdentified, fit, unbiased, unbiased_dynamic
+from recipe.offpolicy.extensions.pass_at_k.summary import (
+    Stopping,
+    extrapolate,
+    extrapolate_with_intervals,
+    maximise_likelihood,
+    summarize,
+)
 
 
 def test_means_over_prompts_of_several_sizes() -> None:
@@ -54,3 +64,124 @@ def test_the_fit_or_why_there_is_none() -> None:
 def test_counts_have_to_be_there(n: list[int], c: list[int]) -> None:
     with pytest.raises(ValueError, match="expected one of each"):
         summarize(n, c, [1])
+
+
+# The fit over prompts: what it recovers, and where it says that nothing is identified
+
+
+def draw(prompts: int, samples: int, seed: int, a: float = 0.4, b: float = 1.2) -> tuple[Tensor, Tensor]:
+    """(p, c) of prompts whose rates come from Beta(a, b)."""
+    generator = torch.Generator().manual_seed(seed)
+    gammas = torch._standard_gamma(torch.tensor([[a, b]]).double().repeat(prompts, 1), generator=generator)
+    rates = gammas[:, 0] / gammas.sum(-1)
+    return rates, torch.binomial(torch.full((prompts,), float(samples)).double(), rates, generator=generator)
+
+
+def test_counts_of_rounds_that_end_early_are_fitted_as_they_are() -> None:
+    rates, _ = draw(4096, 8, seed=1)
+    generator = torch.Generator().manual_seed(2)
+    n = torch.zeros(4096, dtype=torch.float64)
+    c = torch.zeros(4096, dtype=torch.float64)
+    for _ in range(16):
+        going = c < 2
+        c += torch.where(going, torch.binomial(torch.full_like(rates, 8.0), rates, generator=generator), 0.0)
+        n += 8 * going
+    a, b = fit(n, c)
+    assert len(n.unique()) > 5
+    assert a == pytest.approx(0.4, rel=0.1)
+    assert b == pytest.approx(1.2, rel=0.1)
+
+
+def test_the_gradient_is_zero_at_the_fit() -> None:
+    """Likelihood by lgamma alone, moved by one part in a thousand either way."""
+    n, c = [4, 4, 6, 8, 8], [0, 1, 6, 2, 7]
+    a, b = fit(n, c)
+
+    def value(x: float, y: float) -> float:
+        def log_beta(p: float, q: float) -> float:
+            return math.lgamma(p) + math.lgamma(q) - math.lgamma(p + q)
+
+        return sum(log_beta(x + right, y + of - right) - log_beta(x, y) for of, right in zip(n, c, strict=True))
+
+    best = value(a, b)
+    for x, y in ((1.001, 1), (0.999, 1), (1, 1.001), (1, 0.999)):
+        assert value(a * x, b * y) < best
+
+
+@pytest.mark.parametrize(
+    ("n", "c", "said"),
+    [
+        ([8], [4], "1 prompt"),
+        ([], [], "0 prompt"),
+        ([8, 8, 8], [8, 8, 8], "all samples are right"),
+        ([8, 8, 8], [0, 0, 0], "all samples are wrong"),
+        ([1, 1, 1], [1, 0, 1], "one sample per prompt"),
+        ([8, 4, 8], [8, 0, 0], "all right or all wrong"),
+        ([8, 8, 8, 8], [4, 4, 4, 4], "scatter over prompts no more"),
+        ([4, 4], [1, 3], "scatter over prompts no more"),
+        ([64] * 40, [31, 32, 33, 32] * 10, "scatter over prompts no more"),
+    ],
+)
+def test_what_is_not_identified_is_said(n: list[int], c: list[int], said: str) -> None:
+    with pytest.raises(NotIdentified, match=said):
+        fit(torch.tensor(n), torch.tensor(c))
+
+
+@pytest.mark.parametrize(
+    ("n", "c"), [([4, 4], [5, 0]), ([0, 4], [0, 1]), ([4, 4], [1.5, 2]), ([4, 4], [1]), ([4, 4], [-1, 2])]
+)
+def test_counts_that_cannot_be_are_no_question_of_identification(n: list[float], c: list[float]) -> None:
+    with pytest.raises(ValueError, match="expected") as caught:
+        fit(torch.tensor(n), torch.tensor(c))
+    assert not isinstance(caught.value, NotIdentified)
+
+
+@given(st.lists(st.tuples(st.integers(1, 12), st.integers(0, 12)), min_size=1, max_size=12))
+def test_a_fit_is_finite_or_not_there(counts: list[tuple[int, int]]) -> None:
+    n, c = [of for of, _ in counts], [min(of, right) for of, right in counts]
+    try:
+        a, b = fit(n, c)
+    except NotIdentified:
+        return
+    assert math.isfinite(a)
+    assert math.isfinite(b)
+    assert a > 0
+    assert b > 0
+    assert 0 < extrapolate(a, b, 1000) <= 1
+
+
+def test_extrapolation_of_a_flat_distribution() -> None:
+    """Beta(1, 1): 1 - 1 / (k + 1)."""
+    for k in (1, 3, 1023):
+        assert extrapolate(1.0, 1.0, k) == pytest.approx(k / (k + 1))
+    with pytest.raises(ValueError, match="k=0"):
+        extrapolate(1.0, 1.0, 0)
+
+
+def test_intervals_hold_the_estimate_and_are_the_same_again() -> None:
+    _, c = draw(128, 16, seed=3)
+    found = extrapolate_with_intervals([16] * 128, c, [64, 256], draws=100)
+    for value, low, high in found.points.values():
+        assert low < value < high
+        assert high - low < 0.25
+    assert extrapolate_with_intervals([16] * 128, c, [64, 256], draws=100) == found
+
+
+def test_intervals_are_left_open_where_draws_are_not_identified() -> None:
+    """Two prompts with a fit, of which half of all draws hold one alone."""
+    found = extrapolate_with_intervals([8, 8, 8], [0, 8, 3], [16], draws=50)
+    value, low, high = found.points[16]
+    assert 0 < value < 1
+    assert math.isnan(low)
+    assert math.isnan(high)
+
+
+def test_several_weightings_at_once_are_each_one_alone() -> None:
+    n, c = torch.tensor([8.0, 8.0, 8.0, 8.0]).double(), torch.tensor([0.0, 1.0, 5.0, 8.0]).double()
+    weights = torch.tensor([[3.0, 2.0, 1.0, 1.0], [1.0, 1.0, 1.0, 4.0]]).double()
+    a, b, found = maximise_likelihood(n, c, weights)
+    assert found.tolist() == [True, True]
+    for row in range(2):
+        times = weights[row].long()
+        alone = fit(n.repeat_interleave(times), c.repeat_interleave(times))
+        assert (float(a[row]), float(b[row])) == pytest.approx(alone, rel=1e-6)
