@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
 import shlex
@@ -153,30 +154,11 @@ def _try_with(hydra: Hydra, name: str | None, overrides: list[str]) -> DictConfi
         raise HydraException(str(error)) from error
 
 
-class Flags:
-    """Hydra's flags, and the overrides."""
-
-    multirun: bool
-    run: bool
-    resolve: bool
-    shell_completion: bool
-    hydra_help: bool
-    cfg: str | None
-    info: str | None
-    experimental_rerun: str | None
-    config_name: str | None
-    config_path: str | None
-    config_dir: str | None
-    overrides: list[str]
-
-    @property
-    def shows(self) -> bool:
-        """True if Hydra only prints something and runs nothing."""
-        return bool(self.cfg or self.info or self.shell_completion or self.hydra_help)
-
-
-def parse_flags(arguments: Sequence[str]) -> Flags:
+def parse_flags(arguments: Sequence[str]) -> argparse.Namespace:
     """Parse arguments as Hydra does: flags come before or after all overrides.
+
+    Returns:
+        Hydra's flags, ``overrides``, and ``shows``: True if Hydra only prints something and runs nothing.
 
     Raises:
         LaunchError: Hydra rejects them, or would run something that is not checked.
@@ -190,7 +172,7 @@ def parse_flags(arguments: Sequence[str]) -> Flags:
         raise LaunchError(f"{message}.")
 
     parser.error = refuse  # type: ignore[method-assign]
-    flags = parser.parse_args(list(arguments), Flags())
+    flags = parser.parse_args(list(arguments))
     if flags.multirun:
         raise LaunchError(_SEVERAL)
     if flags.experimental_rerun is not None:
@@ -199,6 +181,7 @@ def parse_flags(arguments: Sequence[str]) -> Flags:
         raise LaunchError("--resolve: it requires --cfg. Remove it, or add --cfg job.")
     if flags.run + (flags.cfg is not None) + flags.shell_completion + (flags.info is not None) > 1:
         raise LaunchError("--run, --cfg, --info and --shell-completion: Hydra accepts one of them. Remove the others.")
+    flags.shows = bool(flags.cfg or flags.info or flags.shell_completion or flags.hydra_help)
     return flags
 
 

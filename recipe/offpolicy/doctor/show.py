@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from dataclasses import asdict
 from itertools import zip_longest
 from typing import IO, TYPE_CHECKING, Any, cast
 
@@ -35,7 +36,6 @@ def to_json(diagnosis: Diagnosis) -> dict[str, Any]:
 
     A problem has its key, value, verdict, reason, fix (a sentence) and overrides (a list, to be appended).
     """
-    where = diagnosis.path
     plain = {
         "schema": SCHEMA,
         "verdict": diagnosis.verdict,
@@ -43,15 +43,7 @@ def to_json(diagnosis: Diagnosis) -> dict[str, Any]:
         "module": diagnosis.launch.module,
         "origin": diagnosis.launch.origin or None,
         "arguments": list(diagnosis.launch.arguments),
-        "path": None
-        if where is None
-        else {
-            "release": where.release,
-            "trainer": where.trainer,
-            "worker": where.worker,
-            "strategy": where.strategy,
-            "mode": where.mode,
-        },
+        "path": None if diagnosis.path is None else asdict(diagnosis.path),
         "fingerprint": diagnosis.fingerprint,
         "headline": diagnosis.headline or None,
         "error": diagnosis.error or None,
