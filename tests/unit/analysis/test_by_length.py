@@ -50,6 +50,12 @@ def test_a_few_answers_have_no_value() -> None:
     assert find_edges([make_answers("x", [], [], [])]).size == 0
 
 
+def test_a_reward_that_does_not_vary_is_highest_nowhere() -> None:
+    """Prompts that are never solved, as hard ones may be."""
+    of = make_answers("x", [10] * 40 + [90] * 40, [0.0] * 80, ["p"] * 80)
+    assert math.isnan(find_best(bin_rewards(of, find_edges([of]))))
+
+
 def test_the_ends_of_a_recording_are_its_first_and_last_steps(tmp_path: Path) -> None:
     lengths, rewards = [4, 8], np.array([1, math.nan], np.float32)
     steps = (drawn_rows(lengths, reward=rewards, step=step) for step in range(1, 7))

@@ -143,8 +143,9 @@ def bin_rewards(of: Answers, edges: Array) -> Curve:
 
 
 def find_best(curve: Curve) -> float:
-    """Find the mean tokens of the bin with the highest reward; NaN without one."""
-    return math.nan if np.isnan(curve.reward).all() else float(curve.tokens[np.nanargmax(curve.reward)])
+    """Find the mean tokens of the bin with the highest reward; NaN without one, or if the reward does not vary."""
+    known = curve.reward[~np.isnan(curve.reward)]
+    return float(curve.tokens[np.nanargmax(curve.reward)]) if len(known) and np.ptp(known) > 0 else math.nan
 
 
 def build_rows(
