@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 from recipe.offpolicy.recording import Rows
-from recipe.offpolicy.recording.pack import Seen, number_turns, pack, unpack
+from recipe.offpolicy.recording.pack import Seen, pack, unpack
 from tests.support.examples import at_most
 
 MASK = torch.tensor(
@@ -58,19 +56,9 @@ def test_rows_go_from_their_first_token_to_the_last_valid_one() -> None:
         assert getattr(rows, name).tolist() == [place + i for place in rows.response_ids.tolist()]
 
 
-def test_the_rows_say_where_they_were_recorded() -> None:
-    rows = recorded(seen())
-    assert (rows.step.tolist(), rows.rank.tolist(), rows.mini_batch.tolist()) == ([7] * 3, [2] * 3, [1] * 3)
-
-
 def test_turns_are_runs_of_the_mask() -> None:
     rows = recorded(seen())
     assert rows.turn.tolist() == [0, 0, -1, -1, 1, *[0] * 6, -1, 0, -1, 1, 1]
-
-
-def test_a_row_that_ends_in_a_turn_does_not_lengthen_that_of_the_next() -> None:
-    mask = np.array([True, True, True, False, True])
-    assert number_turns(mask, np.array([0, 2, 5])).tolist() == [0, 0, 0, -1, 1]
 
 
 def test_what_is_not_known() -> None:
@@ -115,40 +103,9 @@ def test_uids_as_a_tensor() -> None:
     assert recorded(seen(uids=encoded)).uid.tolist() == ["a", "cä", "long"]
 
 
-def test_only_chosen_rows() -> None:
-    rows = recorded(seen(uids=list("abcd")), torch.tensor([False, True, True, False]))
-    assert rows.uid.tolist() == ["c"]
-    assert rows.response_ids.tolist() == list(range(200, 251, 10))
-
-
-def test_no_row_at_all() -> None:
-    for mask, chosen in ((torch.zeros(2, 3, dtype=torch.bool), None), (MASK, torch.zeros(4, dtype=torch.bool))):
-        what = seen(mask, uids=["a"] * len(mask), prompts=(torch.arange(len(mask)), torch.ones(len(mask)).long()))
-        assert len(recorded(what, chosen)) == 0
-
-
-def test_bits_of_what_rejects() -> None:
-    """gsm rejects row 0 from its second token on, the weight all of row 2: bits 0 and 1; off valid nothing counts."""
-    gsm, weight, valid = torch.zeros(4, 6).bool(), torch.zeros(4, 6).bool(), MASK.clone()
-    gsm[0, 1:] = True
-    gsm[2, 0] = True
-    weight[2] = True
-    valid[2, 5] = False  # a token whose mu is not finite
-    rows = recorded(seen(valid=valid, rejected={"masks.gsm": gsm, "weight": weight}))
-    assert rows.rejected_by[:5].tolist() == [0, 1, 0, 0, 1]
-    assert rows.rejected_by[5:11].tolist() == [3, 2, 2, 2, 2, 0]
-
-
 def test_the_thirty_second_reason_has_the_highest_bit() -> None:
     reasons = {f"masks.m{i}": torch.full((1, 1), i == 31) for i in range(32)}
     assert recorded(seen(torch.ones(1, 1).bool(), rejected=reasons)).rejected_by.tolist() == [2**31]
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
-def test_log_probs_of_other_widths(dtype: torch.dtype) -> None:
-    values = torch.tensor([[-0.1, -2.0, math.nan, -math.inf]]).to(dtype)
-    rows = recorded(seen(torch.ones(1, 4).bool(), log_prob=values))
-    np.testing.assert_array_equal(rows.log_prob, values[0].float().numpy())
 
 
 def test_buffers_that_are_used_again_do_not_change_what_was_packed() -> None:

@@ -50,12 +50,6 @@ def test_as_arrow_says(tmp_path: Path, options: dict[str, Any]) -> None:
     assert 0.8 * size < found.size <= size
 
 
-def test_an_empty_table(tmp_path: Path) -> None:
-    path = tmp_path / "some.parquet"
-    pq.write_table(table(0), path)
-    assert read_declared_size(path).rows == 0
-
-
 def zigzag(count: int) -> bytes:
     """A count in Thrift's compact protocol: doubled, seven bits a byte, the lowest first."""
     doubled = 2 * count

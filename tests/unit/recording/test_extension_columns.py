@@ -15,7 +15,7 @@ from recipe.offpolicy.recording import Recording
 from recipe.offpolicy.recording.files import RecordingError, read, write
 from recipe.offpolicy.recording.pack import Seen, pack, unpack
 from recipe.offpolicy.recording.recording import read_extensions
-from recipe.offpolicy.recording.schema import SCHEMA, Rows, concatenate
+from recipe.offpolicy.recording.schema import Rows, concatenate
 from recipe.offpolicy.report import main as report
 from tests.support.recordings import drawn_rows, record
 
@@ -37,16 +37,6 @@ def test_a_column_is_packed_on_its_device_with_the_rows_that_are_chosen() -> Non
     assert rows.extensions[COLUMN].tolist() == [1.0, 2.0, 5.0]
 
 
-def test_a_file_holds_it_and_without_extensions_no_column_more(tmp_path: Path) -> None:
-    rows = extended_rows()
-    write(tmp_path / "with.parquet", rows, {}, [])
-    write(tmp_path / "without.parquet", dataclasses.replace(rows, extensions={}), {}, [])
-    assert pq.read_schema(tmp_path / "with.parquet").names == [*SCHEMA.names, COLUMN]
-    assert pq.read_schema(tmp_path / "without.parquet").names == SCHEMA.names
-    np.testing.assert_array_equal(read(tmp_path / "with.parquet").rows.extensions[COLUMN], rows.extensions[COLUMN])
-    assert read(tmp_path / "without.parquet").rows.extensions == {}
-
-
 def test_a_changed_value_is_noticed(tmp_path: Path) -> None:
     write(tmp_path / "a.parquet", extended_rows(), {}, [])
     table = pq.read_table(tmp_path / "a.parquet")
@@ -63,6 +53,14 @@ def test_rows_that_an_extension_was_not_on_for_have_no_value() -> None:
     np.testing.assert_array_equal(both.take([2, 0]).extensions[COLUMN], [np.nan, 5, np.nan, np.nan])
 
 
+def test_a_card_says_what_each_extension_did() -> None:
+    said = {"meaning": "k=4", "replay": "not replayed", "columns": {COLUMN: "log-probs"}}
+    assert read_extensions({"extensions": {"opd": said, "odd": {"meaning": None}, "broken": 3}}) == {
+        "opd": said,
+        "odd": {"meaning": "", "replay": "", "columns": {}},
+    }
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("undrawn")
 def test_the_report_shows_its_mean_by_step(tmp_path: Path) -> None:
@@ -76,16 +74,3 @@ def test_the_report_shows_its_mean_by_step(tmp_path: Path) -> None:
     assert "Extensions" in page
     assert "teacher" in page
     assert "2.75" in page
-
-
-def test_a_card_says_what_each_extension_did() -> None:
-    said = {"meaning": "k=4", "replay": "not replayed", "columns": {COLUMN: "log-probs"}}
-    assert read_extensions({"extensions": {"opd": said, "odd": {"meaning": None}, "broken": 3}}) == {
-        "opd": said,
-        "odd": {"meaning": "", "replay": "", "columns": {}},
-    }
-
-
-@pytest.mark.parametrize("card", [{}, {"extensions": None}, {"extensions": ["opd"]}])
-def test_older_cards_say_nothing_of_extensions(card: dict[str, object]) -> None:
-    assert read_extensions(card) == {}

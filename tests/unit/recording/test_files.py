@@ -16,7 +16,6 @@ from recipe.offpolicy.recording import Recording, RecordingError, Rows
 from recipe.offpolicy.recording import files as files_module
 from recipe.offpolicy.recording.files import (
     OverLimit,
-    build_unreadable_error,
     compute_digest,
     count_rows,
     read,
@@ -31,7 +30,6 @@ from recipe.offpolicy.recording.schema import (
     SPEC_KEY,
     TOKEN_COLUMNS,
     VERSION_KEY,
-    extend_schema,
     has_column,
 )
 from tests.support.recordings import drawn_rows, same
@@ -87,18 +85,6 @@ def test_columns_by_token_may_be_written_to(tmp_path: Path, rows_a_group: int) -
     assert same(read(path).rows, rows)  # the file is another matter
 
 
-def test_rows_of_only_tool_tokens_and_without_a_prompt(tmp_path: Path) -> None:
-    mask = np.array([False, False, True, False, True])
-    rows = drawn_rows(
-        [2, 3],
-        response_mask=mask,
-        length=np.array([0, 2], dtype=np.int32),
-        prompt_offsets=np.zeros(3, dtype=np.int64),
-        prompt_ids=np.zeros(0, dtype=np.int32),
-    )
-    assert same(read(written(tmp_path, rows)).rows, rows)
-
-
 def test_the_file_has_the_documented_columns_and_says_its_version(tmp_path: Path) -> None:
     file = pq.ParquetFile(written(tmp_path, drawn_rows([2])))
     assert file.schema_arrow.equals(SCHEMA, check_metadata=False)
@@ -129,24 +115,10 @@ def test_recordings_of_version_1_that_runs_have_left_are_read() -> None:
     assert set(rows.version[rows.response_mask].tolist()) == set(rows.oldest_version.tolist())
 
 
-def test_a_mask_has_at_most_32_bits() -> None:
-    names = [f"masks.m{i}" for i in range(33)]
-    assert to_table(drawn_rows([1]), SPEC, names[:32]).num_rows == 1
-    with pytest.raises(ValueError, match="33 parts"):
-        to_table(drawn_rows([1]), SPEC, names)
-
-
 def test_all_32_bits_travel(tmp_path: Path) -> None:
     rows = drawn_rows([2], rejected_by=np.array([2**31, 2**32 - 1], dtype=np.uint32))
     step = read(written(tmp_path, rows, reasons=tuple(f"masks.m{i}" for i in range(32))))
     assert step.rows.rejected_by.tolist() == [2**31, 2**32 - 1]
-
-
-def test_a_write_returns_the_size_and_replaces_the_file(tmp_path: Path) -> None:
-    path = written(tmp_path, drawn_rows([500]))
-    size = write(path, drawn_rows([3]), SPEC, REASONS)
-    assert path.stat().st_size == size
-    assert read(path).rows.tokens == 3
 
 
 def test_a_file_over_its_limit_is_not_left(tmp_path: Path) -> None:
@@ -191,16 +163,6 @@ def test_a_reader_never_sees_a_file_that_is_being_written(tmp_path: Path, monkey
     assert Recording(tmp_path).steps == [1]
 
 
-def test_the_checksum_is_of_the_rows_to_the_bit_and_of_their_metadata() -> None:
-    rows = drawn_rows([2, 1], log_prob=np.array([-1.0, -2.0, -3.0], dtype=np.float32))
-    same_rows = drawn_rows([2, 1], log_prob=np.array([-1.0, -2.0, -3.0], dtype=np.float32))
-    nudged = drawn_rows([2, 1], log_prob=np.array([-1.0, -2.0, np.nextafter(np.float32(-3), 0)], dtype=np.float32))
-    assert compute_digest(rows, {}) == compute_digest(same_rows, {})
-    assert len({compute_digest(rows, {}), compute_digest(nudged, {}), compute_digest(rows, {SPEC_KEY: b"{}"})}) == 3
-    # Other metadata, such as a writer's own, say nothing about the rows.
-    assert compute_digest(rows, {b"writer": b"x"}) == compute_digest(rows, {})
-
-
 @pytest.mark.parametrize(
     ("version", "expected"),
     [
@@ -226,20 +188,3 @@ def test_a_file_of_version_2_is_read_and_its_damage_found(tmp_path: Path) -> Non
     pq.write_table(table.replace_schema_metadata(metadata), path)  # with the digest of version 3
     with pytest.raises(RecordingError, match="its content differs from what was recorded"):
         read(path)
-
-
-@pytest.mark.parametrize(
-    ("error", "proposed"),
-    [
-        (PermissionError(errno.EACCES, "Permission denied"), "Permission denied). Fix its permissions."),
-        (OSError(errno.EIO, "Input/output error"), "Input/output error). Fix that, or read a copy."),
-    ],
-)
-def test_what_the_system_does_not_let_be_read(error: OSError, proposed: str) -> None:
-    assert str(build_unreadable_error(Path("step"), error)) == f"step: not readable ({proposed}"
-
-
-def test_columns_of_extensions_come_after_ours() -> None:
-    schema = extend_schema(["offpolicy_teacher"])
-    assert schema.names == [*SCHEMA.names, "offpolicy_teacher"]
-    assert schema.field("offpolicy_teacher").type.value_type == pa.float32()

@@ -8,25 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from recipe.offpolicy.recording import worker_hook
-from recipe.offpolicy.recording.worker_hook import Place, among, place
-
-
-def test_a_process_alone_records() -> None:
-    assert place(1) == Place(0, True)
-
-
-def test_every_rank_with_rows_of_its_own_records() -> None:
-    assert [among(rank, copies=1) for rank in range(3)] == [Place(0, True), Place(1, True), Place(2, True)]
-
-
-def test_of_ranks_that_share_sequences_the_first_records() -> None:
-    """verl's mesh is (data parallel, sequence parallel): with two copies, ranks 0 and 1 hold the same rows."""
-    assert [among(rank, copies=2) for rank in range(4)] == [
-        Place(0, True),
-        Place(0, False),
-        Place(1, True),
-        Place(1, False),
-    ]
+from recipe.offpolicy.recording.worker_hook import Place, place
 
 
 @pytest.mark.parametrize("tensor", [0, 1])

@@ -46,14 +46,6 @@ def test_nothing_is_recorded_unless_a_directory_is_given(tmp_path: Path) -> None
     assert list(find_problems(OmegaConf.create({"offpolicy": {}}))) == []
 
 
-def test_the_directory_is_all_that_has_to_be_given(tmp_path: Path) -> None:
-    """The defaults of the file in ``configs`` and of the class are one."""
-    found = RecordSettings.from_config(config(tmp_path, dir="/runs/a"))
-    assert found == RecordSettings.at("/runs/a")
-    assert list(find_problems(config(tmp_path, dir=str(tmp_path / "a" / "b")))) == []
-    assert not (tmp_path / "a").exists()
-
-
 def test_a_relative_directory_is_of_the_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     given = config(tmp_path, dir="rec")
@@ -97,13 +89,6 @@ def test_more_parts_than_a_file_can_tell_apart(tmp_path: Path) -> None:
     assert list(find_too_many_parts(nothing, spec(rejects, **masks))) == []
 
 
-def test_a_place_that_is_a_file(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    for place in ("file", "file/below"):
-        (problem,) = find_problems(config(tmp_path, dir=str(tmp_path / place)))
-        assert problem.reason == f"{tmp_path / 'file'} is not a directory."
-
-
 def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
     """Where not even root can."""
     (problem,) = find_problems(config(tmp_path, dir="/proc/self/rec"))
@@ -121,32 +106,11 @@ def recording(tmp_path: Path, checkpoints: str = "checkpoints") -> str:
     return str(folder)
 
 
-def checkpointed(tmp_path: Path) -> None:
-    (tmp_path / "checkpoints").mkdir()
-    (tmp_path / "checkpoints" / "latest_checkpointed_iteration.txt").write_text("4")
-
-
 REFUSED = ("it holds the recording of another run, and this run resumes no checkpoint of it.", FOREIGN)
 
 
 def test_a_new_run_leaves_a_recording_alone(tmp_path: Path) -> None:
     (problem,) = find_problems(config(tmp_path, dir=recording(tmp_path)))
-    assert (problem.reason, problem.fix) == REFUSED
-
-
-def test_a_run_that_is_resumed_goes_on_recording(tmp_path: Path) -> None:
-    place = recording(tmp_path)
-    checkpointed(tmp_path)
-    assert list(find_problems(config(tmp_path, dir=place))) == []
-    assert list(find_problems(config(tmp_path, dir=place, resume="resume_path"))) == []
-    (problem,) = find_problems(config(tmp_path, dir=place, resume="disable"))
-    assert (problem.reason, problem.fix) == REFUSED
-
-
-def test_a_run_that_is_resumed_from_elsewhere_does_not(tmp_path: Path) -> None:
-    place = recording(tmp_path, checkpoints="of_another")
-    checkpointed(tmp_path)
-    (problem,) = find_problems(config(tmp_path, dir=place))
     assert (problem.reason, problem.fix) == REFUSED
 
 
@@ -163,37 +127,3 @@ def test_a_run_cut_short_before_its_first_checkpoint_may_begin_again(tmp_path: P
     for folder in (tmp_path, tmp_path / "link", tmp_path / "nowhere" / ".."):
         assert list(find_problems(begun(tmp_path, checkpoints=str(folder / "checkpoints")))) == []
     assert list(find_problems(config(tmp_path, dir=str(tmp_path / "rec"), resume="disable"))) != []
-
-
-@pytest.mark.parametrize(
-    "card",
-    [
-        {"checkpoints": "/of/another"},
-        {"checkpoints": None},
-        {"config": {"trainer": {"save_freq": -1}}},  # it may have ended well: it was to leave no checkpoint
-        {"config": "none"},
-    ],
-    ids=str,
-)
-def test_no_other_run_begins_again(card: dict[str, Any], tmp_path: Path) -> None:
-    (problem,) = find_problems(begun(tmp_path, **card))
-    assert (problem.reason, problem.fix) == REFUSED
-
-
-def test_steps_without_a_card_are_somebodys(tmp_path: Path) -> None:
-    checkpointed(tmp_path)
-    (problem,) = find_problems(config(tmp_path, dir=str(record(tmp_path / "rec", drawn_rows([2])))))
-    assert (problem.reason, problem.fix) == REFUSED
-
-
-def test_a_directory_with_other_things_may_be_used(tmp_path: Path) -> None:
-    (tmp_path / "rec").mkdir()
-    (tmp_path / "rec" / "notes.txt").touch()
-    assert list(find_problems(config(tmp_path, dir=str(tmp_path / "rec")))) == []
-
-
-def test_a_card_that_is_damaged_is_named(tmp_path: Path) -> None:
-    place = recording(tmp_path)
-    (tmp_path / "rec" / "run.json").write_text("{")
-    (problem,) = find_problems(config(tmp_path, dir=place))
-    assert "run.json: not readable" in problem.reason

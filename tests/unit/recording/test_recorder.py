@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import os
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
@@ -103,17 +101,6 @@ def settled(recorder: Recorder) -> list[str]:
     return written(recorder)
 
 
-def test_a_step_is_written_when_its_last_row_is_there(recorder: Recorder) -> None:
-    assert micro_batch(recorder) == 0
-    assert settled(recorder) == []
-    assert micro_batch(recorder, first=2) == 1
-    assert settled(recorder) == ["step_00000001.rank_00000.parquet"]
-    step = Recording(recorder.settings.dir).step(1)
-    assert step.rows.uid.tolist() == ["0", "1", "2", "3"]
-    assert step.rows.mini_batch.tolist() == [0, 0, 1, 1]
-    assert step.spec == SPEC
-
-
 def test_later_epochs_are_not_recorded(recorder: Recorder) -> None:
     for _ in range(3):
         found = [micro_batch(recorder), micro_batch(recorder, first=2)]
@@ -122,20 +109,6 @@ def test_later_epochs_are_not_recorded(recorder: Recorder) -> None:
     assert len(Recording(recorder.settings.dir).step(1).rows) == 4
     counters = recorder.take()
     assert (counters.rows, counters.dropped_rows) == (4, 0)
-
-
-def test_the_next_step_closes_one_that_was_left(recorder: Recorder) -> None:
-    micro_batch(recorder)
-    micro_batch(recorder, step=2)
-    assert settled(recorder) == ["step_00000001.rank_00000.parquet"]
-    assert len(Recording(recorder.settings.dir).step(1).rows) == 2
-
-
-def test_the_end_closes_one_that_was_left(recorder: Recorder) -> None:
-    micro_batch(recorder)
-    assert recorder.flush(HANGS)
-    assert written(recorder) == ["step_00000001.rank_00000.parquet"]
-    assert recorder.flush(HANGS)
 
 
 def test_a_flush_without_a_row_ends_at_once(recorder: Recorder) -> None:
@@ -162,52 +135,6 @@ def test_each_update_of_a_step_has_a_file(recorder: Recorder) -> None:
     found = Recording(recorder.settings.dir).step(1).rows
     assert found.mini_batch.tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
     assert found.uid.tolist() == [str(i) for i in range(8)]
-
-
-def test_updates_under_several_corrections_are_all_recorded(recorder: Recorder) -> None:
-    """As where bounds move between the updates of a step: 3 corrections in 4 updates of 4 rows."""
-    specs: list[dict[str, Any]] = [{"masks": {"gsm": {"upper": upper}}} for upper in (1.0, 1.1, 1.1, 1.2)]
-    assert len(updated(recorder, specs)) == 4
-    found = Recording(recorder.settings.dir).corrections(1)
-    assert [(step.spec, step.rows.uid.tolist()) for step in found] == [
-        (specs[0], ["0", "1", "2", "3"]),
-        (specs[1], [str(i) for i in range(4, 12)]),
-        (specs[3], ["12", "13", "14", "15"]),
-    ]
-    counters = recorder.take()
-    assert (counters.rows, counters.dropped_rows) == (16, 0)
-
-
-def test_the_budget_counts_every_update(tmp_path: Path, clock: Clock) -> None:
-    first = made(tmp_path, clock)
-    updated(first, [SPEC, SPEC])
-    used = sum(path.stat().st_size for path in Path(first.settings.dir).iterdir())
-    resumed = made(tmp_path, clock, max_bytes=used)
-    # Made again, an update takes the place of what it was; a further one has none.
-    plan = replace(UPDATE, updates=3)
-    micro_batch(resumed, update=plan, count=4)
-    settled(resumed)
-    assert resumed.stopped is None
-    micro_batch(resumed, update=replace(plan, update=2), count=4)
-    settled(resumed)
-    assert resumed.stopped is not None
-
-
-def test_a_step_without_a_row_has_no_file(recorder: Recorder) -> None:
-    assert recorder.admit(1, UPDATE, 4) == 0
-    recorder.put(1, UPDATE, 0, rows(0), SPEC, ())
-    assert settled(recorder) == []
-    assert recorder.flush(HANGS)
-    assert written(recorder) == []
-
-
-def test_a_step_that_is_made_again_is_written_again(recorder: Recorder, tmp_path: Path, clock: Clock) -> None:
-    micro_batch(recorder, count=4)
-    settled(recorder)
-    resumed = made(tmp_path, clock)
-    micro_batch(resumed, count=4, first=10)
-    settled(resumed)
-    assert Recording(resumed.settings.dir).step(1).rows.uid.tolist() == ["10", "11", "12", "13"]
 
 
 def test_what_a_killed_process_was_writing_is_removed(recorder: Recorder) -> None:
@@ -267,15 +194,6 @@ def test_a_disk_that_hangs_costs_rows_and_no_time(tmp_path: Path, clock: Clock, 
     assert recorder.take().dropped_rows == 0
 
 
-def test_part_of_a_step_can_be_left_out(tmp_path: Path, clock: Clock) -> None:
-    recorder = made(tmp_path, clock, max_waiting_bytes=1.5 * rows(2).nbytes)
-    micro_batch(recorder)
-    micro_batch(recorder, first=2)
-    settled(recorder)
-    assert Recording(recorder.settings.dir).step(1).rows.uid.tolist() == ["0", "1"]
-    assert recorder.take().dropped_rows == 2
-
-
 def test_a_step_that_does_not_fit_is_recorded_in_part(
     recorder: Recorder, clock: Clock, warnings: pytest.LogCaptureFixture
 ) -> None:
@@ -309,13 +227,6 @@ def test_an_update_whose_last_rows_are_left_out_is_written(recorder: Recorder, c
     assert recorder.take().dropped_rows == 2
 
 
-def test_a_recorder_within_its_time_goes_on(recorder: Recorder, clock: Clock) -> None:
-    for step in range(1, 20):
-        assert micro_batch(recorder, step=step, count=4) is not None
-        recorder.spent(0.4)
-        clock.now += 10.0
-
-
 # What stops it --------------------------------------------------------------------------------------------------
 
 
@@ -342,44 +253,6 @@ def test_the_size_budget_stops_the_recording(tmp_path: Path, clock: Clock, warni
     )
 
 
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.EACCES])
-def test_a_disk_that_takes_nothing_stops_the_recording(
-    recorder: Recorder, number: int, monkeypatch: pytest.MonkeyPatch, warnings: pytest.LogCaptureFixture
-) -> None:
-    def write(*_: Any, **__: Any) -> int:
-        raise OSError(number, "the reason")
-
-    monkeypatch.setattr(writer_module, "write", write)
-    for step in range(1, 4):
-        micro_batch(recorder, step=step, count=4)
-        settled(recorder)
-    assert recorder.take().dropped_rows == 12
-    assert [record.getMessage() for record in warnings.records] == [
-        f"offpolicy.record.dir={recorder.settings.dir}: {os.strerror(number)}. Fix: free space there, or give another "
-        f"directory. Recording stops, training continues."
-    ]
-
-
-def test_a_directory_that_cannot_be_made_stops_the_recording(recorder: Recorder) -> None:
-    Path(recorder.settings.dir).touch()
-    micro_batch(recorder, count=4)
-    with recorder._condition:
-        recorder._condition.wait_for(lambda: recorder.stopped is not None, HANGS)
-    assert recorder.stopped is not None
-    assert "File exists" in recorder.stopped
-
-
-def test_whatever_else_fails_stops_the_recording(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
-    def write(*_: Any, **__: Any) -> int:
-        raise ValueError("33 parts of the correction can reject")
-
-    monkeypatch.setattr(writer_module, "write", write)
-    micro_batch(recorder, count=4)
-    settled(recorder)
-    assert recorder.stopped is not None
-    assert "cannot record (ValueError: 33 parts" in recorder.stopped
-
-
 def test_a_process_has_one_recorder_for_a_directory(tmp_path: Path) -> None:
     settings = RecordSettings.at(str(tmp_path / "rec"))
     one = recorder_module.get_recorder(settings, rank=0, ranks=1)
@@ -392,18 +265,6 @@ def test_a_process_has_one_recorder_for_a_directory(tmp_path: Path) -> None:
     assert written(one) == ["step_00000001.rank_00000.parquet"]  # what was open is closed
     thread.join(HANGS)
     assert not thread.is_alive()
-
-
-def test_a_recorder_that_has_ended_begins_again(recorder: Recorder) -> None:
-    assert recorder.end(HANGS)
-    micro_batch(recorder, count=4)
-    first = recorder._thread
-    assert first is not None
-    assert recorder.end(HANGS)
-    first.join(HANGS)
-    assert not first.is_alive()
-    micro_batch(recorder, step=2, count=4)
-    assert len(settled(recorder)) == 2
 
 
 def test_at_its_end_a_process_writes_what_all_recorders_hold(

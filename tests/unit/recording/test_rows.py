@@ -7,14 +7,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
-from recipe.offpolicy.recording import Rows, concatenate
-from recipe.offpolicy.recording.schema import spread_versions
+from recipe.offpolicy.recording import Rows
 from tests.support.recordings import drawn_rows, same
-
-LENGTHS = st.lists(st.integers(0, 5), max_size=6)
 
 
 def test_tokens_know_their_row_and_place() -> None:
@@ -42,42 +37,12 @@ def test_staleness_by_token_falls_back_on_the_row() -> None:
     assert rows.token_staleness.tolist() == [2, 0, 3, 2, -1]
 
 
-def test_the_version_of_a_row_with_a_single_one_is_that_of_its_tokens() -> None:
-    mask = np.array([True, False, True, True])
-    spread = spread_versions(np.array([3, 4]), np.array([3, 5]), mask, np.array([0, 3, 4]))
-    assert (spread.tolist(), spread.dtype) == ([3, -1, 3, -1], np.int32)
-
-
 def test_padded_columns() -> None:
     rows = drawn_rows([2, 0, 1], log_prob=np.array([-1.0, -2.0, -3.0], dtype=np.float32))
     padded = rows.padded("log_prob", "rejected_by")
     assert padded["log_prob"].tolist() == [[-1.0, -2.0], [0.0, 0.0], [-3.0, 0.0]]
     assert padded["response_mask"].tolist() == [[True, True], [False, False], [True, False]]
     assert padded["rejected_by"].dtype == torch.int64
-
-
-def test_taken_rows_in_another_order() -> None:
-    rows = drawn_rows([2, 1, 3], log_prob=np.arange(6, dtype=np.float32))
-    taken = rows.take([2, 0])
-    assert taken.log_prob.tolist() == [3.0, 4.0, 5.0, 0.0, 1.0]
-    assert taken.offsets.tolist() == [0, 3, 5]
-    assert taken.uid.tolist() == [rows.uid[2], rows.uid[0]]
-    assert taken.prompt_ids.tolist() == [*rows.prompt_ids[4:6], *rows.prompt_ids[:2]]
-
-
-@given(LENGTHS, LENGTHS)
-def test_parts_put_together_are_what_they_were(one: list[int], other: list[int]) -> None:
-    parts = [drawn_rows(one), drawn_rows(other, seed=1)]
-    both = concatenate(parts)
-    cut = len(one)
-    assert same(both.take(range(cut)), parts[0])
-    assert same(both.take(range(cut, len(both))), parts[1])
-
-
-@given(LENGTHS)
-def test_taking_all_changes_nothing(lengths: list[int]) -> None:
-    rows = drawn_rows(lengths)
-    assert same(rows.take(range(len(rows))), rows)
 
 
 def test_rows_between_two_are_those_taken_without_a_copy() -> None:
@@ -88,11 +53,6 @@ def test_rows_between_two_are_those_taken_without_a_copy() -> None:
     assert middle.extensions["offpolicy_x"].tolist() == [2, 3, 4]
     assert np.shares_memory(middle.log_prob, rows.log_prob)
     assert same(rows.between(0, 4), rows)
-
-
-def test_nothing_cannot_be_put_together() -> None:
-    with pytest.raises(ValueError, match="at least one part"):
-        concatenate([])
 
 
 def test_rows_are_frozen() -> None:

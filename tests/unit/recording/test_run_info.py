@@ -18,13 +18,6 @@ def config(folder: Path, **trainer: Any) -> DictConfig:
     return OmegaConf.create({"trainer": values | trainer})
 
 
-def test_the_engines_own_sampling_comes_last() -> None:
-    engine = {"vllm": {"top_k": 5, "override_generation_config": {"min_p": 0.1}}}
-    rollout = {"name": "vllm", "temperature": 0.7, "top_k": -1, "top_p": None, "engine_kwargs": engine}
-    found = read_sampling(OmegaConf.create({"actor_rollout_ref": {"rollout": rollout}}))
-    assert found == {"engine": "vllm", "temperature": 0.7, "top_k": 5, "min_p": 0.1}
-
-
 def test_a_replayed_support_is_part_of_the_sampling() -> None:
     values = {"correction": {"support": "engine", "support_unknown": "mask", "support_min_p": 0.1}}
     found = read_sampling(OmegaConf.create({"actor_rollout_ref": {"rollout": {"name": "vllm"}}, **values}))

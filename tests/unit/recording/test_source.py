@@ -46,10 +46,6 @@ def test_prompts_of_every_layout(layout: str) -> None:
     assert lengths.tolist() == [1, 3, 0]
 
 
-def test_prompts_that_verl_does_not_send() -> None:
-    assert worker_hook._prompts(batch(prompts=PADDED), WIDTH) is None
-
-
 def test_uids_as_verl_sends_them_and_as_we_do() -> None:
     assert worker_hook._uids(batch(uid=NonTensorStack("a", "b", "c"))) == ["a", "b", "c"]
     ours = torch.zeros(ROWS, 2, dtype=torch.uint8)
@@ -106,11 +102,6 @@ def test_uids_in_a_tensor_are_chosen_like_strings() -> None:
     assert other is not None
     assert torch.equal(one, other)
     assert worker_hook._chosen(1.0, None) is None
-
-
-def test_a_share_of_unknown_prompts_is_an_error() -> None:
-    with pytest.raises(KeyError, match=r"uid is not in the micro-batch.*offpolicy\.record\.share=1"):
-        worker_hook._chosen(0.5, None)
 
 
 @pytest.mark.parametrize("part", ["_seen", "pack", "_chosen"])

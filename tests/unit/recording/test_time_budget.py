@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -59,41 +58,10 @@ def test_no_step_passes_its_share_once_the_cost_is_known(
         known += len(inside)
 
 
-def test_what_fits_is_recorded_whole() -> None:
-    """Eight micro-batches of 0.01 s in steps of 2 s, of which 0.1 s is allowed."""
-    _, admitted = recorded([2.0] * 4, [0.01] * 4)
-    assert admitted == [list(range(8))] * 4
-
-
-def test_what_does_not_fit_is_spread_over_the_update() -> None:
-    """0.1 s of steps of 2 s take 4 of 8 micro-batches of 0.025 s: no stretch of the update stays unseen."""
-    _, admitted = recorded([2.0] * 6, [0.025] * 6)
-    for inside in admitted[1:]:
-        assert len(inside) == 4
-        assert {after - before for before, after in pairwise(inside)} == {2}
-
-
 def test_each_update_of_a_step_has_its_part() -> None:
     _, admitted = recorded([2.0] * 4, [0.025] * 4, updates=2)
     for inside in admitted[1:]:
         assert [sum(place // 8 == update for place in inside) for update in (0, 1)] == [2, 2]
-
-
-def test_one_slow_moment_ends_nothing() -> None:
-    """A micro-batch of the third step takes 3 s, all others 0.01 s: the rest of that step is left out, and no more."""
-    taken, admitted = recorded([10.0] * 6, [0.01, 0.01, 3.0, 0.01, 0.01, 0.01])
-    assert list(map(len, admitted)) == [8, 8, 1, 8, 8, 8]
-    assert taken[2] == 3.0
-
-
-def test_a_cost_beyond_every_step_is_tried_twice() -> None:
-    _, admitted = recorded([10.0] * 6, [2.0] * 6)
-    assert list(map(len, admitted)) == [1, 1, 0, 0, 0, 0]
-
-
-def test_longer_steps_let_it_in_again() -> None:
-    _, admitted = recorded([10.0, 10.0, 10.0, 100.0, 100.0], [2.0] * 5)
-    assert list(map(len, admitted)) == [1, 1, 0, 0, 2]
 
 
 @pytest.mark.parametrize("every", [1, 10])
@@ -103,10 +71,3 @@ def test_steps_in_between_count(every: int) -> None:
     for number in range(3):
         budget.begin(1 + number * every, number * every * 4.0, rows=2, updates=1)
     assert budget.allowed == pytest.approx(0.2)
-
-
-def test_a_step_made_anew_keeps_what_is_known() -> None:
-    budget = TimeBudget()
-    for step, now in ((1, 0.0), (2, 10.0), (1, 11.0)):
-        budget.begin(step, now, rows=2, updates=1)
-    assert budget.allowed == pytest.approx(0.5)

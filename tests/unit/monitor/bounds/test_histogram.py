@@ -208,3 +208,16 @@ def test_all_that_is_counted_leaves_the_device_at_once(monkeypatch: pytest.Monke
     assert moved == [1, 3 * (len(EDGES) + 1) + 2 * 2]
     assert set(seen) == {"gsm/distance", "gsm/kept", "opsm/distance", "opsm/kept", "opsm/noise"}
     assert all(isinstance(part, float) for statistic in seen.values() for part in statistic.parts)
+
+
+def test_a_share_of_whole_counts_is_not_missed_by_rounding() -> None:
+    # 0.98 x 50 is 49.00000000000001 in floats; 49 rows at 0.01 and one at 1.
+    distances = torch.tensor([0.01] * 49 + [1.0])
+    assert compute_quantile(counts_of(distances, torch.ones(50, dtype=torch.bool)), 0.98) == pytest.approx(
+        0.01, rel=0.04
+    )
+
+
+def test_nan_lies_beyond_all() -> None:
+    counts = histogram(torch.tensor([math.nan, math.inf, 1e9]), torch.ones(3, dtype=torch.bool))
+    assert bins(counts) == {len(EDGES): 3.0}
