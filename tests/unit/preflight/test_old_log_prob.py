@@ -18,7 +18,8 @@ from recipe.offpolicy.correction import CorrectionSpec, SpecError
 from recipe.offpolicy.fault_tolerance.checkpoints import check_before_loading, guard_save
 from recipe.offpolicy.preflight.composed import Composed, check_one_mini_batch, choose_proximal, read_correction
 from recipe.offpolicy.preflight.model_files import describe_noise, find_noise
-from tests.support.corrections import GSM, TIS, opsm
+from tests.support.corrections import TIS
+from tests.support.short_keys import read_changes, read_table
 
 ACTOR, ROLLOUT, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
 QWEN2 = {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "num_hidden_layers": 1}
@@ -90,91 +91,17 @@ def test_one_gradient_step_needs_no_forward_pass(configuration: Configuration) -
     )
 
 
-ALIKE: dict[str, dict[str, Any]] = {
-    "the V0 trainer": {"trainer.use_v1": False},
-    "FSDP1": {f"{ACTOR}.strategy": "fsdp"},
-    "asynchronous rollouts": {"trainer.v1.trainer_mode": "colocate_async"},
-    "an update a synchronisation": {
-        "trainer.v1.trainer_mode": "separate_async",
-        "trainer.v1.separate_async.parameter_sync_step": 1,
-    },
-    "dynamic micro-batches of one size": {
-        f"{ACTOR}.use_dynamic_bsz": True,
-        f"{ROLLOUT}.log_prob_use_dynamic_bsz": True,
-        f"{ROLLOUT}.log_prob_max_token_len_per_gpu": 100,
-        f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu": None,
-    },
-    "a shadow of masks": {"offpolicy.shadow": {"gsm": {"masks": {"gsm": GSM}}}},
-    "a fallback that reuses as well": {
-        "offpolicy.alarms.ess.fallback": {"options": ["x"], "correction": {"proximal": "reuse"}}
-    },
-}
+TABLE = dict(read_table("proximal.txt"))
 
 
-@pytest.mark.parametrize("name", ALIKE)
-def test_nor_do_these(name: str, configuration: Configuration) -> None:
-    assert choose_proximal(Composed(configuration(ALIKE[name]))).proximal == "reuse"
+@pytest.mark.parametrize("changes", [changes for (changes,) in TABLE["reuse"]])
+def test_nor_do_these(changes: str, configuration: Configuration) -> None:
+    assert choose_proximal(Composed(configuration(read_changes(changes)))).proximal == "reuse"
 
 
-# One change each, and what is said of it.
-APART: dict[str, tuple[dict[str, Any], str]] = {
-    "megatron": ({f"{ACTOR}.strategy": "megatron"}, "strategy=megatron"),
-    "several updates, one pi_old": (
-        {"trainer.v1.trainer_mode": "separate_async", "trainer.v1.separate_async.parameter_sync_step": 4},
-        "pi_old is that of the first of 4 updates",
-    ),
-    "a loop of one's own": ({f"{ROLLOUT}.agent.default_agent_loop": "mine"}, "agent loop mine"),
-    "shuffled rows": ({f"{ACTOR}.shuffle": True}, f"{ACTOR}.shuffle=true"),
-    "replayed routes": ({f"{ACTOR}.fsdp_config.router_replay.mode": "R3"}, "routes of the two passes"),
-    "KL in the reward": ({"algorithm.use_kl_in_reward": True}, "the KL in the reward reads it"),
-    "an estimator that reads it": ({"algorithm.adv_estimator": "optimal_token_baseline"}, "optimal_token_baseline"),
-    "an estimator of one's own": ({"algorithm.adv_estimator": "mine"}, "adv_estimator=mine may read it"),
-    "sums of squares": ({f"{ACTOR}.calculate_sum_pi_squared": True}, "calculate_sum_pi_squared=true"),
-    "verl's own": ({"algorithm.rollout_correction": {"rollout_is": "token"}}, "verl's own correction"),
-    "normalised weights": ({"correction.weight.normalize": True}, "correction.weight.normalize=true"),
-    "a budget": (
-        {
-            "correction.masks.m2": {
-                "ratio": "rollout",
-                "level": "token",
-                "aggregate": "second_moment",
-                "budget": 0.04,
-                "when": "any",
-            }
-        },
-        "correction.masks.m2",
-    ),
-    "kept rows": ({"correction.masks.gsm": GSM, "correction.denominator": "kept"}, "correction.denominator=kept"),
-    "rejected siblings": ({"correction.masks.gsm": GSM, "correction.baseline": "exclude"}, "correction.baseline"),
-    "a mask on pi / pi_old": ({"correction.masks.x": opsm(0.1) | {"ratio": "ppo"}}, "correction.masks.x.ratio=ppo"),
-    "a normalised shadow": ({"offpolicy.shadow": {"w": {"weight": TIS | {"normalize": True}}}}, "the shadow w"),
-    "a shadow by name alone": ({"offpolicy.shadow": ["gsm"]}, "the shadow gsm"),
-    "a fallback": (
-        {"offpolicy.alarms.ess.fallback": {"options": ["gsm"], "correction": {"masks": {"gsm": GSM}}}},
-        "the fallback of alarm ess",
-    ),
-    "other micro-batches": (
-        {f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu": 8},
-        "log_prob_micro_batch_size_per_gpu=8 with",
-    ),
-    "micro-batches of no size": (
-        {f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu": None, f"{ACTOR}.ppo_micro_batch_size_per_gpu": None},
-        "log_prob_micro_batch_size_per_gpu=None",
-    ),
-    "dynamic in one pass": ({f"{ACTOR}.use_dynamic_bsz": True}, "log_prob_use_dynamic_bsz=False with"),
-    "other dynamic sizes": (
-        {f"{ACTOR}.use_dynamic_bsz": True, f"{ROLLOUT}.log_prob_use_dynamic_bsz": True},
-        "log_prob_max_token_len_per_gpu=200 with",
-    ),
-    "dropout": ({f"{MODEL}.override_config.attention_dropout": 0.1}, "attention_dropout=0.1 in training"),
-    "a model that is not at hand": ({f"{MODEL}.path": "nobody/nothing"}, "nobody/nothing is not at hand"),
-}
-
-
-@pytest.mark.parametrize("name", APART)
-def test_what_takes_a_forward_pass(name: str, configuration: Configuration) -> None:
-    changes, said = APART[name]
-    choice = choose_proximal(Composed(configuration(changes)))
+@pytest.mark.parametrize(("changes", "said"), TABLE["recompute"])
+def test_what_takes_a_forward_pass(changes: str, said: str, configuration: Configuration) -> None:
+    choice = choose_proximal(Composed(configuration(read_changes(changes))))
     assert choice.proximal == "recompute"
     assert choice.said.startswith("correction.proximal=auto is recompute, although a batch gets one gradient step: ")
     assert said in choice.said
