@@ -11,11 +11,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import re
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     require_modules("attribute", "torch", "pyarrow", "polars", "xxhash", "hydra", *shown)
     from .analysis.attribution.attribution import attribute
     from .analysis.jobs import JobsError, prepare_process, read_arguments
-    from .analysis.pages import PageError, check_target
+    from .analysis.pages import PageError, check_target, to_plain
     from .recording import Recording, RecordingError
 
     prepare_process()
@@ -54,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"attribute: {error}", file=sys.stderr)  # noqa: T201
         return 2
     if options.json:
-        print(json.dumps(_plain(asdict(found)), allow_nan=False))  # noqa: T201
+        print(json.dumps(to_plain(found), allow_nan=False))  # noqa: T201
     else:
         _show(found)
     return 0
@@ -79,17 +77,6 @@ def _show(found: Any) -> None:
         tables.format_verdict(found),
         *(f"Fix of {fix}" for fix in tables.list_fixes(found)),
     )
-
-
-def _plain(value: Any) -> Any:
-    """Convert to values that JSON can hold: NaN and infinities become null, keys text."""
-    if isinstance(value, dict):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value
 
 
 def build_parser() -> argparse.ArgumentParser:

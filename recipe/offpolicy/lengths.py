@@ -25,8 +25,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     shown = list_output_modules(json=options.json, png=bool(options.png), html=False)
     require_modules("lengths", "torch", "numpy", "pyarrow", "xxhash", *shown)
     from .analysis.lengths.by_length import NoClassError, read_ends
-    from .analysis.lengths.curves import CurveError, build_json, build_table, draw_curves, read_curves
-    from .analysis.pages import PageError, check_target
+    from .analysis.lengths.curves import CurveError, build_table, draw_curves, read_curves
+    from .analysis.pages import PageError, check_target, to_plain
     from .extensions.sessions import DumpError, is_dump
     from .recording import RecordingError
 
@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"lengths: {error}", file=sys.stderr)  # noqa: T201
         return BAD_INPUT
     if options.json:
-        print(json.dumps({name: build_json(found) for name, found in curves.items()}, indent=2))  # noqa: T201
+        print(json.dumps(to_plain(curves), indent=2))  # noqa: T201
         return 0
     from .analysis.pages import open_console, print_blocks
 

@@ -12,12 +12,12 @@ import pytest
 
 from recipe.offpolicy.analysis.lengths.curves import (
     CurveError,
-    build_json,
     build_table,
     draw_curves,
     measure_rows,
     read_curves,
 )
+from recipe.offpolicy.analysis.pages import to_plain
 from recipe.offpolicy.lengths import main
 from tests.support.recordings import drawn_rows, record
 
@@ -54,11 +54,11 @@ def test_metrics_and_recordings_make_the_same_table(tmp_path: Path) -> None:
     curves = read_curves(directory, correct_at_least=1.0)
     assert [each.step for each in curves] == [1, 2]
     table = build_table(curves)
-    assert table.rows[0] == [1, 6.5, 4.0, 8.0, None, 8.0, 0.375]
+    assert to_plain(table.rows[0]) == [1, 6.5, 4.0, 8.0, None, 8.0, 0.375]
     of_metrics = build_table(read_curves(metrics(tmp_path / "metrics.jsonl"), correct_at_least=1.0))
     assert of_metrics.columns == table.columns
-    assert of_metrics.rows[2] == [3, 13.0, 15.0, None, None, None, 0.5]
-    assert build_json(curves)[0]["lengths"]["easy"] is None
+    assert to_plain(of_metrics.rows[2]) == [3, 13.0, 15.0, None, None, None, 0.5]
+    assert to_plain(curves)[0]["lengths"]["easy"] is None
 
 
 def test_many_steps_are_thinned_with_both_ends(tmp_path: Path) -> None:

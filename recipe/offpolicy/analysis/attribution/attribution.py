@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final
 
-import numpy as np
 import polars as pl
 
 from ...monitor.mismatch.shares import COLUMNS
@@ -213,31 +212,13 @@ def _read_step(worst: int, sample: RowSample, recording: Recording) -> Part:
     return replace(whole, sample=whole.sample.take(sample.choose(whole.sample)))
 
 
-def attribute_rows(rows: Rows, card: Mapping[str, Any], *, worst: int = WORST, left_out: int = 0) -> Attribution:
-    """Attribute the mismatch of rows.
-
-    Args:
-        rows: in the order of their steps, with log pi_old by the trainer's own weights, as
-            ``scored_rows.select_scored_rows`` gives them.
-        left_out: rows besides whose pi_old is not known.
-
-    Raises:
-        RecordingError: they have no token with finite log-probs.
-    """
-    parts = []
-    for step in np.unique(rows.step).tolist() or [0]:
-        of_step = rows.take(np.flatnonzero(rows.step == step))
-        parts.append((step, summarize_rows(of_step, (0, step, 0), worst=worst)))
-    return _add_up(parts, card, worst=worst, left_out=left_out)
-
-
 def _add_up(
-    parts: Iterable[tuple[int, Part]], card: Mapping[str, Any], *, worst: int, left_out: int = 0, sampled: bool = False
+    parts: Iterable[tuple[int, Part]], card: Mapping[str, Any], *, worst: int, sampled: bool = False
 ) -> Attribution:
     """Add up the parts of steps as they come, and search the rows that they bring for causes."""
     by_step: dict[int, Decomposition] = {}
     total = join_parts(_decompose_steps(parts, by_step), worst)
-    if left_out := left_out + total.left_out:
+    if left_out := total.left_out:
         by_step = {step: drop_drift(found) for step, found in by_step.items()}
     if left_out and not total.rows:
         raise RecordingError(f"{describe_none_scored(left_out)}.")

@@ -17,7 +17,7 @@ from ...correction.bounds import format_bounds
 from ...correction.statistics import BUCKETS
 from ...recording import Step
 from ..jobs import ALONE, Jobs, map_steps
-from ..pages import Column, Table
+from ..pages import Column, Table, to_plain
 from ..whatif.compose import build_overrides, initialize_composer
 from ..whatif.replay import Decision, compute_constants, decide, iterate_blocks
 from .kept_bounds import Threshold
@@ -243,17 +243,18 @@ def build_json(
     result: CalibrationResult, now: JointShares | None, then: JointShares, confidence: float
 ) -> dict[str, Any]:
     """Build the JSON document of a calibration; a missing value is None."""
-    return {
+    document = {
         "confidence": confidence,
         "overrides": list_overrides(result),
-        "proposals": [_plain(proposal) for proposal in result.proposals],
-        "together": {"now": None if now is None else _finite(vars(now)), "then": _finite(vars(then))},
-        "skipped": dict(result.skipped),
+        "proposals": [_describe(proposal) for proposal in result.proposals],
+        "together": {"now": now, "then": then},
+        "skipped": result.skipped,
         "remarks": format_remarks(result, confidence),
     }
+    return dict(to_plain(document))
 
 
-def _plain(proposal: Proposal) -> dict[str, Any]:
+def _describe(proposal: Proposal) -> dict[str, Any]:
     part, test = proposal.part, proposal.length
     return {
         "key": f"correction.{part.key}",
@@ -263,27 +264,26 @@ def _plain(proposal: Proposal) -> dict[str, Any]:
         "goal": proposal.goal,
         "now": part.now,
         "looked": proposal.looked,
-        "reached_now": _number_or_none(proposal.now),
-        "reached_now_of_all": _number_or_none(proposal.to_all_units(proposal.now)),
-        "reached_of_all": _number_or_none(proposal.to_all_units(proposal.threshold.reached)),
+        "reached_now": proposal.now,
+        "reached_now_of_all": proposal.to_all_units(proposal.now),
+        "reached_of_all": proposal.to_all_units(proposal.threshold.reached),
         "proposed": _threshold(part, proposal.threshold),
-        "floor": None if proposal.floor is None else _finite(vars(proposal.floor)),
-        "length": {**_finite(vars(test)), "interval": [_number_or_none(end) for end in test.interval]}
-        | {"depends": test.depends},
+        "floor": proposal.floor,
+        "length": vars(test) | {"depends": test.depends},
         "by_length": {entry.bucket: _of_length(part, entry) for entry in proposal.lengths},
     }
 
 
 def _of_length(part: BoundedPart, entry: LengthBound) -> dict[str, Any]:
-    return {"rows": entry.rows, "reached": _number_or_none(entry.reached), "alone": _threshold(part, entry.threshold)}
+    return {"rows": entry.rows, "reached": entry.reached, "alone": _threshold(part, entry.threshold)}
 
 
 def _threshold(part: BoundedPart, threshold: Threshold) -> dict[str, Any]:
     name = list(part.now)[-1]
     return {
         "values": threshold.values,
-        "interval": {name: [_number_or_none(_end(part, name, radius)) for radius in threshold.interval]},
-        "reached": _number_or_none(threshold.reached),
+        "interval": {name: [_end(part, name, radius) for radius in threshold.interval]},
+        "reached": threshold.reached,
         "units": threshold.count,
         "prompts": threshold.groups,
         "note": threshold.note,
@@ -309,15 +309,3 @@ def _floor(proposal: Proposal, confidence: float) -> str:
         f"reaches {floor.quantile:.4g} nats at its {floor.share:g}-quantile, at most {floor.delta:.4g} with "
         f"{confidence:.0%} confidence: delta lies at or above that.{assumed}"
     )
-
-
-def _number_or_none(value: float) -> float | None:
-    return value if math.isfinite(value) else None
-
-
-def _finite(values: dict[str, Any]) -> dict[str, Any]:
-    return {
-        name: _number_or_none(value) if isinstance(value, float) else value
-        for name, value in values.items()
-        if not isinstance(value, tuple)
-    }

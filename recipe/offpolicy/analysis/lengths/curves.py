@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -102,28 +102,12 @@ def build_table(curves: Sequence[LengthStep], title: str = "", most: int = 20) -
     """Build a table of evenly spread steps, first and last among them."""
     chosen = sorted({round(at * (len(curves) - 1) / max(min(most, len(curves)) - 1, 1)) for at in range(most)})
     rows = [
-        [curves[at].step, *(_number(curves[at].lengths[name]) for name in NAMES), _number(curves[at].reward)]
+        [curves[at].step, *(curves[at].lengths[name] for name in NAMES), curves[at].reward]
         for at in chosen
         if at < len(curves)
     ]
     columns = [Column("step"), *(Column(name, "tokens", digits=1) for name in NAMES), Column("reward")]
     return Table(columns, rows, title)
-
-
-def _number(value: float) -> float | None:
-    return None if math.isnan(value) else value
-
-
-def build_json(curves: Sequence[LengthStep]) -> list[dict[str, Any]]:
-    """Build the JSON of the curves."""
-    return [
-        {
-            "step": each.step,
-            "lengths": {name: _number(value) for name, value in each.lengths.items()},
-            "reward": _number(each.reward),
-        }
-        for each in curves
-    ]
 
 
 def draw_curves(curves: Mapping[str, Sequence[LengthStep]], ends: Mapping[str, Sequence[Answers]] = {}) -> Figure:

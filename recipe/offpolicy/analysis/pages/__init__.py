@@ -5,7 +5,7 @@ Independent of corrections. Rich, matplotlib, Bokeh and Jinja2 are imported wher
 
 from .page import Block, Code, Details, Page
 from .plotting import PageError, check_target
-from .table import Column, Table, fit_to_width, open_console, print_blocks, print_table, to_html, to_rich
+from .table import Column, Table, fit_to_width, open_console, print_blocks, print_table, to_html, to_plain, to_rich
 
 __all__ = [
     "Block",
@@ -21,5 +21,6 @@ __all__ = [
     "print_blocks",
     "print_table",
     "to_html",
+    "to_plain",
     "to_rich",
 ]

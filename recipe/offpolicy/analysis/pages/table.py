@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import numbers
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
@@ -98,6 +98,17 @@ def format_cell(value: Any, digits: int = 3) -> str:
     if number and not 0.5 * 10**-digits <= abs(number) < _LARGE:
         return f"{number:.{min(digits, 2)}e}"
     return f"{number:.{digits}f}"
+
+
+def to_plain(value: Any) -> Any:
+    """Convert values at any depth to those that JSON can hold; NaN and infinities become null, keys text."""
+    if is_dataclass(value):
+        return {each.name: to_plain(getattr(value, each.name)) for each in fields(value)}
+    if isinstance(value, Mapping):
+        return {str(key): to_plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [to_plain(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def to_rich(table: Table, width: int | None = None) -> RichTable:

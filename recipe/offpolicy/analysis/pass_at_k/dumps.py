@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ...extensions.pass_at_k.estimators import RankingOnly, rank
 from ...extensions.pass_at_k.summary import Stopping, Summary, summarize
 from ...extensions.sessions import DumpError, drop_repeated, find_run, name_runs, parse_line, round_threshold
-from ..pages import Column, Table
+from ..pages import Column, Table, to_plain
 from ..pages.panels import Axis, Mark, Panel
 from ..pages.plotting import PALETTE, draw_panels
 
@@ -196,23 +195,24 @@ def build_table(found: Estimates) -> Table:
 def build_json(found: Estimates) -> dict[str, Any]:
     """Build the JSON of one step."""
     summary, fit = found.summary, found.summary.fit
-
-    def point(values: tuple[float, float, float]) -> dict[str, float | None]:
-        named = zip(("estimate", "low", "high"), values, strict=True)
-        return {name: None if math.isnan(value) else value for name, value in named}
-
-    return {
+    document = {
         "step": found.step,
         "prompts": summary.prompts,
         "samples": summary.samples,
         "unsolved_share": summary.unsolved,
-        "pass_at_k": {str(k): point(values) for k, values in summary.points.items()},
+        "pass_at_k": {k: name_interval(values) for k, values in summary.points.items()},
         "beta": None if fit is None else {"a": fit.a, "b": fit.b},
-        "extrapolated": {} if fit is None else {str(k): point(values) for k, values in fit.points.items()},
+        "extrapolated": {} if fit is None else {k: name_interval(values) for k, values in fit.points.items()},
         "not_identified": summary.not_identified or None,
-        "ranking_only": {str(k): each.value for k, each in found.ranking.items()},
-        "notes": list(found.notes),
+        "ranking_only": {k: each.value for k, each in found.ranking.items()},
+        "notes": found.notes,
     }
+    return dict(to_plain(document))
+
+
+def name_interval(values: tuple[float, float, float]) -> dict[str, float]:
+    """Name the parts of an estimate with its interval."""
+    return dict(zip(("estimate", "low", "high"), values, strict=True))
 
 
 def draw_curves(found: Sequence[Estimates]) -> Figure:

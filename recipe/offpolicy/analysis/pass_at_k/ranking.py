@@ -11,8 +11,8 @@ from torch import Tensor
 
 from ...extensions.pass_at_k.estimators import rank, unbiased, unbiased_dynamic
 from ...extensions.pass_at_k.summary import NotIdentified, Stopping, extrapolate, fit, maximise_likelihood
-from ..pages import Column, Table
-from .dumps import Counts
+from ..pages import Column, Table, to_plain
+from .dumps import Counts, name_interval
 
 DRAWS, LEVEL, LEAST_PROMPTS = 2000, 0.95, 10
 """Bootstrap draws, level of the intervals, and number of prompts below which they separate no checkpoints."""
@@ -202,22 +202,18 @@ def build_ranking(found: Ranking) -> Table:
 
 def build_places(found: Ranking) -> dict[str, dict[str, object]]:
     """Build the JSON of each checkpoint's place, by its name."""
-
-    def name(values: tuple[float, float, float]) -> dict[str, float | None]:
-        named = zip(("estimate", "low", "high"), values, strict=True)
-        return {name: None if math.isnan(value) else value for name, value in named}
-
     shared = {"k": found.k, "by": found.by, "pairs": found.pairs, "width": found.width, "notes": list_notes(found)}
-    return {
+    places = {
         each.name: {
             "place": each.number,
-            "value": name(each.value),
-            "behind_first": name(each.behind),
+            "value": name_interval(each.value),
+            "behind_first": name_interval(each.behind),
             "may_be_best": each.may_be_best,
             **shared,
         }
         for each in found.places
     }
+    return dict(to_plain(places))
 
 
 def list_notes(found: Ranking) -> list[str]:

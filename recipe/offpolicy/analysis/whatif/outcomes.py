@@ -21,14 +21,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ...correction.statistics import SIGNS
-from .agreement import TOLERANCE, Agreement, Fidelity, Matrix
+from ..pages import to_plain
+from .agreement import TOLERANCE, Agreement, Fidelity
 from .candidates import Candidate
 from .gradient_sums import INDEX, REFERENCES, TURN_GROUPS
 
@@ -235,23 +236,24 @@ SCHEMA = 1
 
 def build_document(study: Study) -> dict[str, Any]:
     """Build the document, of plain values."""
-    return {
+    document = {
         "schema": SCHEMA,
         "recording": {
             "directory": study.directory,
-            "steps": list(study.steps),
+            "steps": study.steps,
             "rows": study.rows,
             "tokens": study.tokens,
         },
-        "fidelity": {"agrees": _agrees(study.fidelity), "tolerance": TOLERANCE, **asdict(study.fidelity)},
+        "fidelity": {"agrees": _agrees(study.fidelity), "tolerance": TOLERANCE, **vars(study.fidelity)},
         "corrections": [_correction(outcome) for outcome in study.outcomes],
         "agreement": {
             "labels": [outcome.candidate.label for outcome in study.outcomes],
-            **{field.name: _plain(getattr(study.agreement, field.name)) for field in fields(Agreement)},
+            **{name: matrix.tolist() for name, matrix in vars(study.agreement).items()},
         },
-        "failures": dict(study.failures),
-        "notes": list(study.notes),
+        "failures": study.failures,
+        "notes": study.notes,
     }
+    return dict(to_plain(document))
 
 
 def _agrees(fidelity: Fidelity) -> bool | None:
@@ -263,14 +265,10 @@ def _correction(outcome: CorrectionOutcome) -> dict[str, Any]:
     return {
         "label": candidate.label,
         "base": candidate.base,
-        "point": dict(candidate.point),
+        "point": candidate.point,
         "spec": None if candidate.spec is None else candidate.spec.to_mapping(),
-        "overall": asdict(outcome.overall),
-        "groups": {name: asdict(group) for name, group in outcome.groups.items()},
-        "turns": {name: asdict(share) for name, share in outcome.turns.items()},
-        "steps": {str(step): asdict(measured) for step, measured in outcome.steps.items()},
+        "overall": outcome.overall,
+        "groups": outcome.groups,
+        "turns": outcome.turns,
+        "steps": outcome.steps,
     }
-
-
-def _plain(matrix: Matrix) -> list[list[float | None]]:
-    return [[None if math.isnan(value) else float(value) for value in row] for row in matrix]

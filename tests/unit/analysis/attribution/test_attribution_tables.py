@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from recipe.offpolicy.analysis.attribution.attribution import Attribution, attribute_rows
+from recipe.offpolicy.analysis.attribution.attribution import Attribution
 from recipe.offpolicy.analysis.attribution.attribution_tables import (
     build_profile_tables,
     build_versions_table,
@@ -15,6 +15,7 @@ from recipe.offpolicy.analysis.attribution.attribution_tables import (
 )
 from recipe.offpolicy.analysis.attribution.causes.cause import Cause
 from recipe.offpolicy.analysis.attribution.frames import Bucket
+from tests.support.attributed import attribute_rows
 from tests.support.recordings import drawn_rows
 
 

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from recipe.offpolicy.analysis.attribution.attribution import attribute_rows
 from recipe.offpolicy.analysis.attribution.attribution_page import build_page
 from recipe.offpolicy.analysis.attribution.attribution_tables import (
     build_shares_table,
@@ -28,6 +27,7 @@ from recipe.offpolicy.analysis.pages import to_rich
 from recipe.offpolicy.monitor.mismatch.shares import compute_sums_by_row
 from recipe.offpolicy.recording import Rows, concatenate
 from recipe.offpolicy.recording.schema import WITHOUT_REPLAY
+from tests.support.attributed import attribute_rows
 from tests.support.recordings import drawn_rows, sampled_by
 
 

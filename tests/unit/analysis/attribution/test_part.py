@@ -13,7 +13,6 @@ from recipe.offpolicy.analysis.attribution import attribution
 from recipe.offpolicy.analysis.attribution.attribution import (
     Part,
     attribute,
-    attribute_rows,
     join_parts,
     summarize_rows,
 )
@@ -31,6 +30,7 @@ from recipe.offpolicy.analysis.attribution.frames import (
 from recipe.offpolicy.analysis.attribution.scored_rows import RowSample
 from recipe.offpolicy.analysis.attribution.worst_examples import merge_copies
 from recipe.offpolicy.recording import Recording, RecordingError, Rows, concatenate
+from tests.support.attributed import attribute_rows
 from tests.support.recordings import drawn_rows, record, same
 
 

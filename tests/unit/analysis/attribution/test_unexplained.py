@@ -7,7 +7,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from recipe.offpolicy.analysis.attribution.attribution import attribute_rows
 from recipe.offpolicy.analysis.attribution.attribution_tables import (
     compute_kl,
     describe_unexplained,
@@ -17,6 +16,7 @@ from recipe.offpolicy.analysis.attribution.attribution_tables import (
 from recipe.offpolicy.analysis.attribution.causes import truncation
 from recipe.offpolicy.analysis.attribution.causes.sampled_tokens import collect_tokens
 from recipe.offpolicy.recording import Rows
+from tests.support.attributed import attribute_rows
 from tests.support.recordings import drawn_rows
 
 LENGTHS = [20] * 64
