@@ -13,6 +13,7 @@ from recipe.offpolicy.correction.problem import CheckError
 from recipe.offpolicy.preflight.auto_choice import Requirement, Selection, check_requirements, format_selection, select
 from recipe.offpolicy.preflight.auto_setup import Setup, read_setup, refuse_setup
 from recipe.offpolicy.preflight.composed import Composed
+from tests.support.short_keys import read_changes, read_table
 
 PLAIN = Setup("different", "sync", "dense", "single", 1, "megatron")
 REPLAY = "actor_rollout_ref.actor.megatron.router_replay.mode"
@@ -176,69 +177,25 @@ ACTOR, ROLLOUT = "actor_rollout_ref__actor", "actor_rollout_ref__rollout"
 SYNC = Setup("different", "sync", "dense", "single", 1, "fsdp")
 
 
-@pytest.mark.parametrize(
-    ("changes", "expected"),
-    [
-        ({}, {}),
-        ({f"{ROLLOUT}__name": "sglang"}, {}),
-        ({"trainer__v1__trainer_mode": "colocate_async"}, {"mode": "async"}),
-        ({"trainer__use_v1": False, "trainer__v1__trainer_mode": "colocate_async"}, {"mode": "sync"}),
-        ({"trainer__v1__trainer_mode": "separate_async"}, {"mode": "async"}),
-        ({"setup__model": "moe"}, {"model": "moe"}),
-        ({f"{ROLLOUT}__multi_turn__enable": True}, {"trajectory": "tools"}),
-        ({f"{ROLLOUT}__agent__default_agent_loop": "tool_agent"}, {"trajectory": "tools"}),
-        ({f"{ACTOR}__ppo_mini_batch_size": 16}, {"minibatches": 4}),
-        ({f"{ACTOR}__ppo_mini_batch_size": 32, f"{ACTOR}__ppo_epochs": 3}, {"minibatches": 6}),
-        ({f"{ACTOR}__ppo_mini_batch_size": 48}, {"minibatches": 2}),
-        ({f"{ACTOR}__strategy": "megatron"}, {"strategy": "megatron"}),
-        # Replay says what the model is.
-        ({"setup__model": None, f"{ACTOR}__megatron__router_replay__mode": "R2"}, {"model": "moe"}),
-        ({"setup__model": None, f"{ROLLOUT}__enable_rollout_routing_replay": True}, {"model": "moe"}),
-        # Given next to what cannot be told for sure: a data set may name an agent by row.
-        ({"setup__trajectory": "tools"}, {"trajectory": "tools"}),
-        ({"setup__trajectory": "single", f"{ROLLOUT}__agent__default_agent_loop": "mine"}, {"trajectory": "single"}),
-        # Given and the same.
-        ({"setup__engine": "different", "setup__mode": "sync", "setup__minibatches": 1}, {}),
-        # Given where nothing can be read.
-        ({f"{ROLLOUT}__name": "mine", "setup__engine": "same"}, {"engine": "same"}),
-        ({f"{ROLLOUT}__name": "vllm", "setup__engine": "same"}, {"engine": "same"}),
-        ({"data__train_batch_size": None, "setup__minibatches": 5}, {"minibatches": 5}),
-    ],
-)
-def test_the_set_up_of_a_run(changes: dict[str, Any], expected: dict[str, Any]) -> None:
-    assert replace(read_setup(Composed(configuration(**changes))), fsdp_replay=False) == replace(SYNC, **expected)
+TABLE = dict(read_table("auto_set_ups.txt"))
 
 
-@pytest.mark.parametrize(
-    ("changes", "parts"),
-    [
-        ({"setup__mode": "async"}, ["setup.mode=async", "trainer.v1.trainer_mode=sync"]),
-        (
-            {"setup__mode": "sync", "trainer__v1__trainer_mode": "colocate_async"},
-            ["setup.mode=sync", "trainer.v1.trainer_mode=colocate_async"],
-        ),
-        ({f"{ACTOR}__megatron__router_replay__mode": "R3"}, ["setup.model=dense", f"{REPLAY}=R3"]),
-        (
-            {"setup__trajectory": "single", f"{ROLLOUT}__multi_turn__enable": True},
-            ["setup.trajectory=single", "actor_rollout_ref.rollout.multi_turn.enable=true"],
-        ),
-        (
-            {"setup__minibatches": 2, f"{ACTOR}__ppo_mini_batch_size": 16},
-            ["setup.minibatches=2", "data.train_batch_size=64", "ppo_mini_batch_size=16", "ppo_epochs=1", "says 4"],
-        ),
-        ({"setup__model": None}, ["setup.model=null", "Set setup.model=dense"]),
-        ({f"{ROLLOUT}__name": "???"}, ["setup.engine=null", "Set setup.engine=different"]),
-        ({"trainer": None}, ["setup.mode=null", "Set setup.mode=sync"]),
-        (
-            {f"{ROLLOUT}__multi_turn": None, f"{ROLLOUT}__agent": None},
-            ["setup.trajectory=null", "Set setup.trajectory=single"],
-        ),
-        ({f"{ACTOR}__ppo_mini_batch_size": None}, ["setup.minibatches=null", "Set setup.minibatches=1"]),
-    ],
-)
-def test_what_is_contradicted_or_neither_given_nor_known(changes: dict[str, Any], parts: list[str]) -> None:
+def changed(words: str) -> Composed:
+    return Composed(configuration(**read_changes(words)))
+
+
+@pytest.mark.parametrize("case", TABLE["set-up"], ids=str)
+def test_the_set_up_of_a_run(case: list[str]) -> None:
+    words, *read = case
+    expected = {key: int(value) if value.isdigit() else value for key, _, value in (one.partition("=") for one in read)}
+    assert replace(read_setup(changed(words)), fsdp_replay=False) == replace(SYNC, **expected)
+
+
+@pytest.mark.parametrize("case", TABLE["refused"], ids=str)
+def test_what_is_contradicted_or_neither_given_nor_known(case: list[str]) -> None:
+    words, *parts = case
     with pytest.raises(SpecError) as caught:
-        read_setup(Composed(configuration(**changes)))
+        read_setup(changed(words))
     said, key = str(caught.value), parts[0].partition("=")[0]
     assert said.startswith(parts[0])
     assert [part for part in parts if part not in said] == []
@@ -253,29 +210,11 @@ def test_without_the_node() -> None:
         read_setup(Composed(config))
 
 
-@pytest.mark.parametrize(
-    ("key", "value", "part"),
-    [
-        ("engine", "vllm", "setup.engine=vllm: expected one of [same,different], or null to find out. Set one of"),
-        (
-            "mode",
-            "asynch",
-            "setup.mode=asynch: expected one of [sync,async], or null to find out. Set setup.mode=async.",
-        ),
-        ("model", True, "setup.model=true: expected one of [dense,moe]"),
-        ("trajectory", "multi", "setup.trajectory=multi: expected one of [single,tools]"),
-        ("minibatches", 0, "setup.minibatches=0: expected a number of gradient steps"),
-        ("minibatches", 2.0, "setup.minibatches=2.0: expected a number of gradient steps"),
-        ("minibatches", True, "setup.minibatches=true: expected a number of gradient steps"),
-        ("staleness", 4, "setup.staleness=4: unknown key. Known under setup: engine, mode, model"),
-        ("modle", "moe", "setup.modle=moe: unknown key. Did you mean setup.model?"),
-    ],
-)
-def test_malformed_values(key: str, value: Any, part: str) -> None:
-    run = Composed(configuration(**{f"setup__{key}": value}))
+@pytest.mark.parametrize(("words", "part"), TABLE["malformed"])
+def test_malformed_values(words: str, part: str) -> None:
     for read in (read_setup, refuse_setup):
         with pytest.raises(CheckError) as caught:
-            read(run)
+            read(changed(words))
         assert part in str(caught.value)
 
 
