@@ -226,7 +226,8 @@ def warn_collapsed_rewards(run: Composed) -> Iterator[Problem]:
         fix = f"Set {KL_IN_REWARD}=false and {KL_LOSS}=true to charge each token for its own, which changes training."
         yield run.problem(KL_IN_REWARD, reason, fix, _TO_KL_LOSS, parts, "NOTE", value=True)
     for key, reader in (("algorithm.gamma", "reinforce_plus_plus"), ("algorithm.lam", "gae")):
-        if run.get(key) not in (None, 1, 1.0):
+        by_turn = key == "algorithm.gamma" and run.get("turn_credit") is not None
+        if run.get(key) not in (None, 1, 1.0) and not by_turn:
             reason = f"{ESTIMATOR}={estimator} sums a row to one outcome, and discounts nothing."
             fix = f"Set {key}=1.0, or {ESTIMATOR}={reader}, which changes training."
             yield run.problem(key, reason, fix, {key: 1.0}, parts, "NOTE")
