@@ -187,7 +187,9 @@ def changed(words: str) -> Composed:
 @pytest.mark.parametrize("case", TABLE["set-up"], ids=str)
 def test_the_set_up_of_a_run(case: list[str]) -> None:
     words, *read = case
-    expected = {key: int(value) if value.isdigit() else value for key, _, value in (one.partition("=") for one in read)}
+    expected: dict[str, Any] = {
+        key: int(value) if value.isdigit() else value for key, _, value in (one.partition("=") for one in read)
+    }
     assert replace(read_setup(changed(words)), fsdp_replay=False) == replace(SYNC, **expected)
 
 
