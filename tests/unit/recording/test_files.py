@@ -14,14 +14,7 @@ import pytest
 
 from recipe.offpolicy.recording import Recording, RecordingError, Rows
 from recipe.offpolicy.recording import files as files_module
-from recipe.offpolicy.recording.files import (
-    OverLimit,
-    compute_digest,
-    count_rows,
-    read,
-    to_table,
-    write,
-)
+from recipe.offpolicy.recording.files import OverLimit, compute_digest, count_rows, read, to_table, write
 from recipe.offpolicy.recording.schema import (
     DIGEST_KEY,
     PROMPT_COLUMN,

@@ -93,16 +93,9 @@ def test_without_statistics_nothing_is_judged() -> None:
 def test_stop_names_alarm_statistic_values_bound_updates_and_what_to_do() -> None:
     made = panel(ess={"action": "stop", "patience": 2})
     judged(made, 0.9, 0.25)
-    with pytest.raises(AlarmError) as stopped:
+    said = r"alarm ess: weight/ess was 0\.25, 0\.125 in 2 consecutive updates, up to update 3 of the run, .* >= 0\.3: "
+    with pytest.raises(AlarmError, match=f"{said}.*ess.action=stop ends the run.*resume_changed_correction=true"):
         judged(made, 0.125)
-    assert str(stopped.value) == (
-        "alarm ess: weight/ess was 0.25, 0.125 in 2 consecutive updates, up to update 3 of the run, but must be "
-        ">= 0.3: few tokens or sequences carry the gradient. offpolicy.alarms.ess.action=stop ends the run. The "
-        "optimizer has already stepped on these updates, and no checkpoint was written since the last of them: fix "
-        "the cause and resume a checkpoint from before they began, with a safer correction and "
-        "offpolicy.resume_changed_correction=true, or with offpolicy.alarms.ess.action=fallback. If such values are "
-        "expected, widen its bounds."
-    )
 
 
 def test_a_fallback_is_in_force_from_the_next_update_on(caplog: pytest.LogCaptureFixture) -> None:
