@@ -72,6 +72,7 @@ def compose(launch: Launch) -> DictConfig:
     arguments = parse_flags(given)
     if launch.ours:
         arguments = parse_flags(prepare_arguments(given))
+    program.demand(arguments)
     name = arguments.config_name or program.config_name
     path = arguments.config_path or program.config_path
     try:

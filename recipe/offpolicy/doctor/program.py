@@ -5,6 +5,7 @@ Imports neither verl nor torch, so that errors in the text of a script are repor
 
 from __future__ import annotations
 
+import argparse
 import ast
 import shlex
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from verl_patches.releases import TESTED, release_of
 from ..preflight.programs import OURS
 from ..preflight.python_source import find_source
 
+_OF_MAIN = ("config_path", "config_name")
 _VERL_RECIPE = (
     "It belongs to verl-recipe, which verl does not install: clone https://github.com/verl-project/verl-recipe as "
     "DIR/recipe, and launch from DIR or put DIR on PYTHONPATH. In a checkout of verl: git submodule update --init "
@@ -64,22 +66,50 @@ class Launch:
 
 @dataclass(frozen=True)
 class HydraMain:
-    """The arguments of a program's ``@hydra.main``, None if not given, and its file."""
+    """The arguments of a program's ``@hydra.main``, None if not given, and its file.
+
+    Attributes:
+        computed: names of those that the program computes, which only running it would show.
+    """
 
     file: Path
     config_path: str | None
     config_name: str | None
+    computed: tuple[str, ...] = ()
+
+    def demand(self, flags: argparse.Namespace) -> None:
+        """Reject a computed argument that no flag of Hydra's replaces.
+
+        Raises:
+            LaunchError: names the flags.
+        """
+        if any(not getattr(flags, name) for name in self.computed):
+            what = " and ".join(self.computed)
+            given = " ".join(f"--{name.replace('_', '-')} VALUE" for name in self.computed)
+            raise LaunchError(f"{self.file}: its @hydra.main computes {what}. Fix: append {given} to the launch.")
 
 
 def read_hydra_main(path: Path) -> HydraMain | None:
-    """Read the arguments of a program's ``@hydra.main``; None if it has none, or they are not literals."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"), str(path))):
-        if isinstance(node, ast.Call) and ast.unparse(node.func) == "hydra.main":
-            given = {keyword.arg: keyword.value for keyword in node.keywords}
-            values = [given.get(name, ast.Constant(None)) for name in ("config_path", "config_name")]
-            if all(isinstance(value, ast.Constant) for value in values):
-                config_path, config_name = (ast.literal_eval(value) for value in values)
-                return HydraMain(path, config_path, config_name)
+    """Read the arguments of a program's ``@hydra.main`` without running it; None if it has none."""
+    tree = ast.parse(path.read_text(encoding="utf-8"), str(path))
+    names, values = {"hydra.main"}, dict[str, ast.Constant]()
+    for node in tree.body:
+        match node:
+            case ast.ImportFrom(module="hydra"):
+                names |= {each.asname or each.name for each in node.names if each.name == "main"}
+            case ast.Assign(targets=[ast.Name(id=name)], value=ast.Constant() as value):
+                values[name] = value
+    for call in ast.walk(tree):
+        if isinstance(call, ast.Call) and ast.unparse(call.func) in names:
+            given: dict[str | None, ast.expr] = dict(zip(_OF_MAIN, call.args, strict=False))
+            given |= {keyword.arg: keyword.value for keyword in call.keywords}
+            found = [given.get(name, ast.Constant(None)) for name in _OF_MAIN]
+            found = [values.get(each.id, each) if isinstance(each, ast.Name) else each for each in found]
+            computed = tuple(n for n, v in zip(_OF_MAIN, found, strict=True) if not isinstance(v, ast.Constant))
+            config_path, config_name = (
+                None if n in computed else ast.literal_eval(v) for n, v in zip(_OF_MAIN, found, strict=True)
+            )
+            return HydraMain(path, config_path, config_name, computed)
     return None
 
 

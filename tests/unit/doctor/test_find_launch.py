@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from recipe.offpolicy.doctor.bash.shell_values import ScriptError
-from recipe.offpolicy.doctor.program import HydraMain, read_hydra_main
+from recipe.offpolicy.doctor.launch import parse_flags
+from recipe.offpolicy.doctor.program import HydraMain, LaunchError, read_hydra_main
 from recipe.offpolicy.doctor.scripts import find_launches
 from recipe.offpolicy.preflight.python_source import find_source
 
@@ -105,3 +106,28 @@ def test_programs_are_found_without_importing_them() -> None:
     folder = find_source("recipe.offpolicy.doctor")
     assert folder is not None
     assert folder.name == "__main__.py"
+
+
+@pytest.mark.parametrize(
+    ("imported", "called"),
+    [
+        ("import hydra", 'hydra.main("conf", "own", None)'),
+        ("from hydra import main", 'main(config_path="conf", config_name="own")'),
+        ("from hydra import main as cli", 'cli("conf", config_name="own")'),
+        ('import hydra\nNAME = "own"', 'hydra.main(config_path="conf", config_name=NAME)'),
+    ],
+)
+def test_the_decorator_of_an_own_main(imported: str, called: str, tmp_path: Path) -> None:
+    path = tmp_path / "own.py"
+    path.write_text(f"{imported}\n\n\n@{called}\ndef run(config):\n    pass\n")
+    assert read_hydra_main(path) == HydraMain(path, "conf", "own")
+
+
+def test_a_computed_config_path_is_replaced_by_a_flag(tmp_path: Path) -> None:
+    path = tmp_path / "own.py"
+    path.write_text('import hydra\n\n\n@hydra.main(str(FOLDER / "conf"), "own")\ndef run(config):\n    pass\n')
+    found = read_hydra_main(path)
+    assert found == HydraMain(path, None, "own", ("config_path",))
+    with pytest.raises(LaunchError, match=r"computes config_path\. Fix: append --config-path VALUE to the launch"):
+        found.demand(parse_flags(["a.b=1"]))
+    found.demand(parse_flags(["--config-path", "/conf", "a.b=1"]))
