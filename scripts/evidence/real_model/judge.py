@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 from pathlib import Path
 
@@ -88,5 +89,6 @@ def format_table(table: pandas.DataFrame) -> str:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__).parse_args()
     print(format_table(results.read(DATA)))
     print(format_lengths(results.read(DATA)))
