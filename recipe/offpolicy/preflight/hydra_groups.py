@@ -65,9 +65,7 @@ def force_own_keys(arguments: Sequence[str]) -> list[str]:
     if any(argument.lower() == "correction=null" for argument in chosen):
         raise _build_no_group_error()
     if len(chosen) > 1:
-        reason = f"correction is given {len(chosen)} times, and Hydra would take the last: {' '.join(chosen)}."
-        names = ",".join(argument.partition("=")[2].strip("[]") for argument in chosen)
-        raise SpecError(reason, f"Stack options as 'correction=[{names}]'.")
+        raise _build_several_error(chosen, "Hydra would take the last")
     for section in SHIPPED:
         _refuse_several(section, bare)
     ours = tuple(f"{section}." for section in sections - SHIPPED.keys())
@@ -111,10 +109,14 @@ def _refuse_several(section: str, bare: Sequence[str]) -> None:
 def read_chosen_options() -> list[str]:
     """Read the chosen options of the group ``correction`` in the running application, e.g. ["tis_token", "opsm"].
 
+    ["none"] if the group is in neither the overrides nor the defaults, as with ``+offpolicy@offpolicy=default``.
+
     Raises:
-        SpecError: the group was deleted, or is an empty list.
+        SpecError: the group was deleted, is an empty list, or is added several times.
     """
     given = [override for override in parse_overrides(read_task_overrides()) if override.key_or_group == GROUP]
+    if len(given) > 1 and any(each.is_add() for each in given):  # Hydra composes all of them
+        raise _build_several_error([str(each.input_line) for each in given], "Hydra would compose each of them")
     if given and not given[-1].is_delete():
         value = given[-1].value()
         if value == []:
@@ -132,9 +134,9 @@ def read_chosen_options() -> list[str]:
     )
     paths = [default.config_path or "" for default in defaults]
     options = [path.removeprefix(f"{GROUP}/") for path in paths if path.startswith(f"{GROUP}/")]
-    if not options:
+    if not options and (given or GROUP in HydraConfig.get().runtime.choices):
         raise _build_no_group_error()
-    return options
+    return options or ["none"]
 
 
 def check_stack(options: Sequence[str]) -> None:
@@ -223,6 +225,12 @@ def recompose(options: Sequence[str], values: Mapping[str, float] | None = None)
         run_mode=RunMode.RUN,
     )
     return cast(DictConfig, config[GROUP])
+
+
+def _build_several_error(chosen: Sequence[str], taken: str) -> SpecError:
+    reason = f"correction is given {len(chosen)} times, and {taken}: {' '.join(chosen)}."
+    names = ",".join(argument.partition("=")[2].replace(" ", "").strip("[]") for argument in chosen)
+    return SpecError(reason, f"Stack options as '{chosen[-1].partition('=')[0]}=[{names}]'.")
 
 
 def _build_no_group_error() -> SpecError:

@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
+from recipe.offpolicy.correction import SpecError
 from recipe.offpolicy.doctor.launch import compose
 from recipe.offpolicy.doctor.program import Launch
+from recipe.offpolicy.preflight.hydra_groups import read_chosen_options
 from recipe.offpolicy.preflight.programs import OURS
 from tests.support.paths import ROOT
 from verl_patches.hydra_sections import GROUPS
@@ -47,3 +49,16 @@ def test_an_option_means_the_same_in_both(group: str) -> None:
     for name in draw_options(group):
         theirs = composed("verl.trainer.main_ppo", f"+{group}@{group}={name}")
         assert composed(OURS, f"{group}={name}") == theirs, name
+
+
+@pytest.mark.verl(">=0.9.1")
+def test_the_sections_alone_correct_nothing() -> None:
+    composed("verl.trainer.main_ppo", "+offpolicy@offpolicy=default")
+    assert read_chosen_options() == ["none"]
+
+
+@pytest.mark.verl(">=0.9.1")
+def test_a_correction_given_twice_is_refused() -> None:
+    composed("verl.trainer.main_ppo", "+correction@correction=[tis_token,gsm]", "+correction@correction=opsm")
+    with pytest.raises(SpecError, match=r"given 2 times.*correction@correction=\[tis_token,gsm,opsm\]"):
+        read_chosen_options()
