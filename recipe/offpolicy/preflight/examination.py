@@ -25,7 +25,14 @@ from .checks.rows import Check
 from .checks.run_keys import check_by_verl
 from .composed import SUPPORT_PART, Composed
 from .configured_parts import list_parts
-from .hydra_groups import compose_without, filter_added, list_options, parse_overrides, restore_defaults
+from .hydra_groups import (
+    compose_without,
+    filter_added,
+    find_lost_values,
+    list_options,
+    parse_overrides,
+    restore_defaults,
+)
 from .own_keys import list_sections
 from .resolve import Say, check_beside, check_fallbacks, refuse_emptied, resolve
 from .similar_keys import find_stray_keys
@@ -87,6 +94,7 @@ def examine(
     run = Composed(config, own_main=own_main)
     problems += (pairs := list(find_pairs(overrides)))
     problems += find_stray_overrides(config, overrides)
+    problems += find_lost_values(config, overrides)
     said: list[str] = []
     options, spec = [], None
     try:

@@ -22,7 +22,7 @@ from verl_patches.hydra_sections import GROUPS
 from verl_patches.moved_options import MOVED, describe_moved
 
 from ..correction import Problem, SpecError
-from ..correction.problem import CheckError, set_to
+from ..correction.problem import CheckError, format_value, set_to
 from ..correction.validation import read_numbers
 from ..extensions.registry import SHIPPED
 from .hydra_refusals import find_malformed_choices, find_nearest, list_nested
@@ -170,6 +170,30 @@ def load_option(option: str) -> dict[str, Any]:
         SpecError: there is no such option; names those that there are.
     """
     return cast(dict[str, Any], OmegaConf.to_container(_load(_build_repository(), option), resolve=False))
+
+
+def find_lost_values(config: DictConfig, overrides: Iterable[str]) -> Iterator[Problem]:
+    """Find values of ``correction`` in the user's primary configuration that the chosen option replaces.
+
+    Hydra composes an option that an override adds after the primary configuration.
+    """
+    name = HydraConfig.get().job.config_name if HydraConfig.initialized() else None
+    primary = None if name is None else _build_repository().load_config(name)
+    written = None if primary is None else OmegaConf.select(primary.config, GROUP)
+    if not isinstance(written, DictConfig):
+        return
+    given = tuple(override.lstrip("+").partition("=")[0] for override in overrides)
+    for leaf in _list_leaves(written):
+        key = f"{GROUP}.{leaf}"
+        mine, composed = (
+            OmegaConf.select(node, at, throw_on_resolution_failure=False)
+            for node, at in ((written, leaf), (config, key))
+        )
+        if mine != composed and not any(key == each or key.startswith(f"{each}.") for each in given):
+            reason = (
+                f"{name} has it, but the option of {GROUP}, which is composed later, sets {format_value(composed)}."
+            )
+            yield Problem(key, mine, reason, overrides=(set_to(key, mine),), translated=True)
 
 
 def list_options() -> list[str]:

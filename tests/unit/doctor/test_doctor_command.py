@@ -279,6 +279,23 @@ def test_another_primary_configuration(ask: Ask, tmp_path: Path) -> None:
     assert ask("--json", "--config-path", str(mine), "-cn", "run", f"{ROLLOUT}.top_p=1").status == 0
 
 
+def test_a_value_of_the_primary_configuration_that_the_option_replaces(ask: Ask, tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text(
+        "hydra: {searchpath: ['pkg://verl.trainer.config']}\n"
+        "defaults: [ppo_trainer, _self_]\n"
+        "actor_rollout_ref:\n"
+        "  rollout: {name: vllm, log_prob_micro_batch_size_per_gpu: 1}\n"
+        "  actor: {ppo_micro_batch_size_per_gpu: 1}\n"
+        "correction: {masks: {gsm: {upper: 1.05, lower: 0.99}}}\n"
+    )
+    launch = (*PLAIN, "--json", f"--config-dir={tmp_path}", "--config-name=run", "+correction@correction=gsm")
+    answer = ask(*launch)
+    assert answer.status == 2
+    told = [(each["key"], each["overrides"]) for row in answer.json["corrections"] for each in row["problems"]]
+    assert told == [("correction.masks.gsm.upper", ["correction.masks.gsm.upper=1.05"])]
+    assert ask(*launch, "correction.masks.gsm.upper=1.05").status == 0
+
+
 def test_auto_says_what_it_chose(ask: Ask) -> None:
     answer = ask("correction=auto", "setup.model=dense", *GIVEN)
     assert answer.status == 0
