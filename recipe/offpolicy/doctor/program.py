@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from verl_patches.contract import demand_release, location
-from verl_patches.releases import TESTED, release_of
+from verl_patches.releases import RELEASES, TESTED, release_of
 
-from ..preflight.programs import OURS
+from ..preflight.programs import OURS, VERLS
 from ..preflight.python_source import find_source
 
 _OF_MAIN = ("config_path", "config_name")
@@ -151,6 +151,9 @@ def _locate(module: str) -> str:
         return f"verl has moved it: launch {moved}."
     if top in ("recipe", "verl_recipe"):
         return _VERL_RECIPE
+    if module in VERLS:
+        first = next(release.name for release in RELEASES if release.separate_programs)
+        return f"The installed verl has no such program. Install verl {first} or later."
     if (package := find_source(top)) is not None:
         return f"{package.parent} has no such module. Correct its name, or change to the launch directory."
     return "Install it, or change to the launch directory."
