@@ -184,16 +184,14 @@ def find_lost_values(config: DictConfig, overrides: Iterable[str]) -> Iterator[P
         return
     given = tuple(override.lstrip("+").partition("=")[0] for override in overrides)
     for leaf in _list_leaves(written):
-        key = f"{GROUP}.{leaf}"
-        mine, composed = (
-            OmegaConf.select(node, at, throw_on_resolution_failure=False)
-            for node, at in ((written, leaf), (config, key))
-        )
+        above, _, last = leaf.rpartition(".")
+        if OmegaConf.is_interpolation(OmegaConf.select(written, above) if above else written, last):
+            continue  # it has its value only in the whole configuration
+        key, mine = f"{GROUP}.{leaf}", OmegaConf.select(written, leaf)
+        composed = OmegaConf.select(config, key, throw_on_resolution_failure=False)
         if mine != composed and not any(key == each or key.startswith(f"{each}.") for each in given):
-            reason = (
-                f"{name} has it, but the option of {GROUP}, which is composed later, sets {format_value(composed)}."
-            )
-            yield Problem(key, mine, reason, overrides=(set_to(key, mine),), translated=True)
+            replaced = f"the option of {GROUP}, which is composed later, sets {format_value(composed)}."
+            yield Problem(key, mine, f"{name} has it, but {replaced}", overrides=(set_to(key, mine),), translated=True)
 
 
 def list_options() -> list[str]:
