@@ -37,6 +37,7 @@ from .launch import compose
 from .program import Launch, LaunchError
 from .verdicts import Diagnosis, VerdictRow
 
+HOOKS = "recipe.offpolicy.trainer.hooked"
 _BRING = "Choose an option of this package, which adds its sections: +correction@correction=tis_token for example."
 
 
@@ -78,7 +79,10 @@ def judge(config: DictConfig, launch: Launch, overrides: Sequence[str] = ()) -> 
     parts = list_parts(found.run) if found.spec is not None else ()
     rows, notes = _arrange_rows(parts, [*found.problems, *_note_program(launch)])
     fingerprint = None if found.spec is None or found.spec.is_none else found.spec.fingerprint()
-    return Diagnosis(launch, _find_path(found.run), rows, notes, found.said, fingerprint, headline=found.headline)
+    path, said = _find_path(found.run), found.said
+    if not launch.ours and path is not None and not path.attributes.platforms:  # before 0.9 verl has no plugins
+        said = (*said, f"The launch sets VERL_USE_EXTERNAL_MODULES={HOOKS} for all workers.")
+    return Diagnosis(launch, path, rows, notes, said, fingerprint, headline=found.headline)
 
 
 def _note_program(launch: Launch) -> Iterator[Problem]:

@@ -279,6 +279,14 @@ def test_another_primary_configuration(ask: Ask, tmp_path: Path) -> None:
     assert ask("--json", "--config-path", str(mine), "-cn", "run", f"{ROLLOUT}.top_p=1").status == 0
 
 
+@pytest.mark.verl("<0.9")
+def test_without_plugins_the_variable_that_brings_the_hooks_is_named(ask: Ask) -> None:
+    answer = ask(*PLAIN, "+correction@correction=tis_token", *GIVEN)
+    assert (
+        "The launch sets VERL_USE_EXTERNAL_MODULES=recipe.offpolicy.trainer.hooked for all workers." in answer.printed
+    )
+
+
 def test_a_value_of_the_primary_configuration_that_the_option_replaces(ask: Ask, tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text(
         "hydra: {searchpath: ['pkg://verl.trainer.config']}\n"
