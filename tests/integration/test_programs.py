@@ -165,12 +165,12 @@ def test_workers_with_another_loss_stop_it(
 
 
 @pytest.mark.verl(">=0.8")
-def test_an_engine_that_cannot_load_weights_ends_fully_async_policy(
-    run_program: Callable[..., Any], made: dict[str, Path], tmp_path: Path
+@pytest.mark.parametrize("name", ["fully_async", "one_step_off"])
+def test_an_engine_that_cannot_load_weights_ends_it(
+    name: str, run_program: Callable[..., Any], made: dict[str, Path], tmp_path: Path
 ) -> None:
     faults = {"VERL_USE_EXTERNAL_MODULES": "tests.support.faults", "OFFPOLICY_FAULT": "failing_load:1"}
-    program = PROGRAMS["fully_async"]
-    watched = replace(program, overrides=(*program.overrides, "offpolicy.watchdog.poll=5"))
+    watched = replace(PROGRAMS[name], overrides=(*PROGRAMS[name].overrides, "offpolicy.watchdog.poll=5"))
     finished = launch(run_program, made, watched, tmp_path, **faults)
     assert finished.returncode != 0
     told = r"has failed: rollout server 0 could not run update_weights.*KeyError: 'layers\.7\.unknown'"

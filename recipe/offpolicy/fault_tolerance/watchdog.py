@@ -357,23 +357,38 @@ def _wrap_fit(trainer: Any, watchdog: Watchdog) -> None:
 
     @functools.wraps(fit)
     def watched(*args: Any, **kwargs: Any) -> Any:
-        try:
-            with watchdog.raise_verdict():
-                result = fit(*args, **kwargs)
-        except BaseException:
-            if watchdog.verdict is None:
-                # Logged at once, because the clean-up may end this process before the error is reported elsewhere.
-                logger.exception("the run has failed.")
-            if _in_ray_actor():
-                # Cleaning up, for example closing a store, may wait for processes that no longer answer.
-                watchdog.start_grace_period()
-            elif watchdog.verdict is None:
-                watchdog.stop()
-            raise
+        with _failing(watchdog):
+            result = fit(*args, **kwargs)
+        if inspect.isawaitable(result):
+            return awaited(result)
         watchdog.stop()
         return result
 
+    async def awaited(result: Any) -> Any:
+        with _failing(watchdog):
+            found = await result
+        watchdog.stop()
+        return found
+
     trainer.fit = watched
+
+
+@contextlib.contextmanager
+def _failing(watchdog: Watchdog) -> Iterator[None]:
+    """Raise the verdict if there is one, and limit the time that a failure has to unwind."""
+    try:
+        with watchdog.raise_verdict():
+            yield
+    except BaseException:
+        if watchdog.verdict is None:
+            # Logged at once, because the clean-up may end this process before the error is reported elsewhere.
+            logger.exception("the run has failed.")
+        if _in_ray_actor():
+            # Cleaning up, for example closing a store, may wait for processes that no longer answer.
+            watchdog.start_grace_period()
+        elif watchdog.verdict is None:
+            watchdog.stop()
+        raise
 
 
 def _in_ray_actor() -> bool:

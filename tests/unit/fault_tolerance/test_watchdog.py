@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import inspect
 import re
 import signal
 import subprocess
@@ -226,23 +228,38 @@ class Trainer:
         return batch
 
 
-def test_parts_made_later_are_watched() -> None:
+class AwaitedTrainer(Trainer):
+    """As of fully_async_policy and one_step_off_policy: ``fit`` returns before anything has happened."""
+
+    async def fit(self) -> str:  # type: ignore[override]
+        await asyncio.sleep(0)
+        return Trainer.fit(self)
+
+
+def run(trainer: Trainer) -> str:
+    result: Any = trainer.fit()
+    return asyncio.run(result) if inspect.isawaitable(result) else result  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", [Trainer, AwaitedTrainer])
+def test_parts_made_later_are_watched(kind: type[Trainer]) -> None:
     clock = Clock()
-    trainer = Trainer(clock.hang)
+    trainer = kind(clock.hang)
     watchdog = watch(trainer, config(step_timeout=60, poll=0.05), clock)
     assert watchdog is not None
     try:
         with pytest.raises(WatchdogError, match=r"weight_sync is stuck.* Step 3, phase weight_sync"):
-            trainer.fit()
+            run(trainer)
     finally:
         watchdog.stop()
 
 
-def test_a_healthy_run_is_left_alone() -> None:
-    trainer = Trainer()
+@pytest.mark.parametrize("kind", [Trainer, AwaitedTrainer])
+def test_a_healthy_run_is_left_alone(kind: type[Trainer]) -> None:
+    trainer = kind()
     watchdog = watch(trainer, config(poll=None), Clock())
     assert watchdog is not None
-    assert trainer.fit() == "batch updated"
+    assert run(trainer) == "batch updated"
     assert trainer.checkpoint_manager.calls == 1
     watchdog._thread.join(HANGS)
     assert not watchdog._thread.is_alive()
