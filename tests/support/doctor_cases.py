@@ -24,7 +24,7 @@ class Case(NamedTuple):
     changes: dict[str, Any]
     said: str
     fine: dict[str, Any]
-    mends: bool = True
+    fixed: bool = True
 
 
 def _read_cases(text: str) -> dict[str, tuple[str, Case]]:

@@ -73,14 +73,14 @@ def test_a_rule_is_triggered_and_its_fix_mends_it_when_it_is_pasted(name: str, b
         assert diagnosis.status == {"NO-OP": 1, "ERROR": 2}[diagnosis.verdict]
     if module == OURS:  # one set of checks: the launch stops exactly where the doctor says ERROR
         assert stops(config) is (diagnosis.verdict == "ERROR"), diagnosis.problems
-    for _ in range(3 if case.mends else 0):  # what is fixed may show what stood behind it
+    for _ in range(3 if case.fixed else 0):  # what is fixed may show what stood behind it
         if unpasted := [problem for problem in problems if not problem.overrides]:
             assert all(problem.fix for problem in unpasted), problems  # either side of a conflict was asked for
             return
         config = with_overrides(config, [each for problem in problems for each in problem.overrides])
         if not (problems := told(diagnosed(module, config), case)):
             return
-    assert not case.mends, problems
+    assert not case.fixed, problems
 
 
 @pytest.mark.slow
