@@ -184,7 +184,12 @@ class Units:
             return limit
         if factors is not None:
             return self.choose_by_age([limit * factor for factor in factors], torch.float32)
-        return limit if power is None else (limit * self.tokens.pow(power)).float()
+        return limit if power is None else (limit * self.scale_by_position(power)).float()
+
+    def scale_by_position(self, power: float) -> Tensor:
+        """Compute the number of tokens of each unit to ``power``, float64; 1 for a unit without a token."""
+        # 0 to a negative power is infinite, and times the log of a bound of 1 not a number.
+        return self.tokens.clamp(min=1).pow(power)
 
     def choose_by_age(self, values: Sequence[float], dtype: torch.dtype) -> Tensor:
         """Choose one of ``values`` for each unit by its age: that of 0, 1, ... versions; the last holds for older."""

@@ -274,7 +274,7 @@ def choose_bounds(spec: WeightSpec, units: Units) -> tuple[Bound, Bound]:
 
 def _scale(bound: float | None, spec: WeightSpec, units: Units) -> Bound:
     if bound is not None and spec.by_position is not None:
-        return (math.log(bound) * units.tokens.pow(spec.by_position)).exp()
+        return (math.log(bound) * units.scale_by_position(spec.by_position)).exp()
     if bound is None or spec.by_staleness is None:
         return bound
     # A factor of 1 leaves the bound as it is, to the bit.

@@ -50,6 +50,23 @@ def test_the_log_ratio_is_zero_where_nothing_counts() -> None:
     assert stage.response_mask.tolist() == mask.bool().tolist()
 
 
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_bound_of_1_by_position_holds_where_nothing_counts(packed: bool) -> None:
+    """A tool token and one without mu stand before the first token that counts: 0 to the power -1/2 times log 1."""
+    weight = dict(level="prefix", kind="truncate", lower=None, upper=1.0, by_position=-0.5)
+    mask = dict(ratio="rollout", level="prefix", aggregate="geometric", lower=0.9, upper=1.0, when="any")
+    correction = spec(weight, growing=mask | {"by_position": -0.5})
+    rows = [tensor([each]) for each in ([9.0, 0.5, 0.5, -1.0], [0.0, NAN, 0.0, 0.0], [0.0, 1.0, 1.0, 1.0])]
+    columns = [torch.nested.as_nested_tensor([*each], layout=torch.jagged) if packed else each for each in rows]
+    stage = rollout_stage(
+        correction, old_log_prob=columns[0], rollout_log_prob=columns[1], response_mask=columns[2].bool()
+    )
+    weight_of, keep = (each.to_padded_tensor(0) if packed else each for each in (stage.weight, stage.keep.int()))
+    # Prefixes of log rho: 0.5, above log 1, and 0.5 - 1, of mean -1/4 below log(0.9) / sqrt 2.
+    assert weight_of.tolist() == [[0.0, 0.0, 1.0, pytest.approx(math.exp(-0.5))]]
+    assert keep.tolist() == [[0, 0, 0, 0]]
+
+
 def test_each_part_says_what_it_rejects() -> None:
     """Also where another part has rejected it already. rho = 1.5 and 3, pi/pi_old = 1 and e^-0.2, A < 0."""
     correction = spec(
