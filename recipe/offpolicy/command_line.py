@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import re
 import sys
@@ -40,7 +41,7 @@ def list_output_modules(*, json: bool, png: bool, html: bool) -> list[str]:
 def add_jobs(parser: argparse.ArgumentParser) -> None:
     """Add ``--jobs`` and ``--ray``, which ``analysis.jobs`` reads."""
     add = parser.add_mutually_exclusive_group().add_argument
-    add("--jobs", type=_read_count, metavar="N", help="processes; default: one a core, 1 for a small one")
+    add("--jobs", type=parse_count, metavar="N", help="processes; default: one a core, 1 for a small one")
     add("--ray", metavar="ADDRESS", help="work on this Ray cluster, whose nodes have package and recording in place")
 
 
@@ -56,10 +57,22 @@ def read_steps(text: str) -> tuple[int, int | None]:
     return first, last
 
 
-def _read_count(text: str) -> int:
-    if not (text.isascii() and text.isdigit() and int(text) > 0):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of processes, such as 8")
+def parse_count(text: str) -> int:
+    """Parse a whole number above 0."""
+    if not (text.isascii() and text.isdigit() and 0 < len(text) < 19 and int(text) > 0):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a count of 1 or more, such as 8")
     return int(text)
+
+
+def parse_score(text: str) -> float:
+    """Parse a finite number: with NaN no answer would be right."""
+    try:
+        found = float(text)
+    except ValueError:
+        found = math.nan
+    if not math.isfinite(found):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a score, such as 1.0")
+    return found
 
 
 def run(tool: str, main: Callable[[], int]) -> int:

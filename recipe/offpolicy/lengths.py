@@ -16,7 +16,15 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from .command_line import BAD_INPUT, list_output_modules, name_program, require_modules, run
+from .command_line import (
+    BAD_INPUT,
+    list_output_modules,
+    name_program,
+    parse_count,
+    parse_score,
+    require_modules,
+    run,
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -59,12 +67,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _follow(options: argparse.Namespace) -> int:
     """Show classes of prompts over the checkpoints of dumps."""
-    from transformers import AutoTokenizer
-
     from .analysis.lengths.by_length import assign, build_rows, build_table, draw_classes, read_checkpoints
+    from .analysis.lengths.curves import CurveError
     from .analysis.pages import open_console, print_blocks
+    from .extensions.setting_checks import load_tokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(options.tokenizer, local_files_only=True, trust_remote_code=False)
+    if (tokenizer := load_tokenizer(options.tokenizer)) is None:
+        raise CurveError(f"--tokenizer {options.tokenizer}: there is no tokenizer in this folder.")
     checkpoints = read_checkpoints(options.sources, tokenizer)
     early, least = checkpoints[0], options.correct_at_least
     classes = assign(early, samples=options.samples, correct_at_least=least)
@@ -90,11 +99,11 @@ def build_parser() -> argparse.ArgumentParser:
         "sources", metavar="SOURCE", nargs="+", type=Path, help="metrics.jsonl, the directory of a recording, or dumps"
     )
     parser.add_argument(
-        "--correct-at-least", type=float, default=1.0, metavar="SCORE", help="a right answer's least score (1.0)"
+        "--correct-at-least", type=parse_score, default=1.0, metavar="SCORE", help="a right answer's least score (1.0)"
     )
     parser.add_argument("--tokenizer", metavar="FOLDER", help="of dumps: the tokenizer that counts their tokens")
     parser.add_argument(
-        "--samples", type=int, default=64, metavar="N", help="of dumps: answers that fix a prompt's class (64)"
+        "--samples", type=parse_count, default=64, metavar="N", help="of dumps: answers that fix a prompt's class (64)"
     )
     parser.add_argument("--png", type=Path, metavar="FILE", help="write the curves")
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")

@@ -13,7 +13,15 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from .command_line import BAD_INPUT, list_output_modules, name_program, require_modules, run
+from .command_line import (
+    BAD_INPUT,
+    list_output_modules,
+    name_program,
+    parse_count,
+    parse_score,
+    require_modules,
+    run,
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -92,12 +100,16 @@ def build_parser() -> argparse.ArgumentParser:
         help="beyond the samples, by a Beta-binomial fit",
     )
     parser.add_argument(
-        "--correct-at-least", type=float, default=1.0, metavar="SCORE", help="score from which a sample is right (1.0)"
+        "--correct-at-least",
+        type=parse_score,
+        default=1.0,
+        metavar="SCORE",
+        help="score from which a sample is right (1.0)",
     )
     parser.add_argument(
         "--looks", type=parse_counts, metavar="N,...", help="cumulative samples after which sampling could end early"
     )
-    parser.add_argument("--successes", type=int, metavar="R", help="right ones with which it ended")
+    parser.add_argument("--successes", type=parse_count, metavar="R", help="right ones with which it ended")
     parser.add_argument(
         "--rank", action="store_true", help="rank checkpoints at the largest k, and show 1 - (1 - c/n)^k"
     )

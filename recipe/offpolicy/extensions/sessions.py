@@ -159,30 +159,48 @@ def is_dump(path: Path) -> bool:
     """Return True if a file begins with a line of a dump."""
     if not path.is_file():
         return False
-    with path.open() as file, contextlib.suppress(ValueError):
+    with path.open("rb") as file, contextlib.suppress(ValueError):
         row = json.loads(file.readline())
         return isinstance(row, dict) and "input" in row and "score" in row
     return False
 
 
-def parse_line(path: Path, number: int, text: str) -> dict[str, Any]:
-    """Parse one line.
+def read_lines(path: Path, kind: type[ValueError], fix: str) -> Iterator[tuple[int, Any]]:
+    """Read the numbers and values of a file's lines of JSON.
+
+    Args:
+        kind, fix: error to raise if a line is not JSON, and end of its message.
 
     Raises:
-        DumpError: it is none of a dump's.
+        OSError: the file cannot be read.
     """
-    try:
-        row = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise DumpError(
-            f"{path}, line {number}: not JSON ({error}). Name files of trainer.validation_data_dir."
-        ) from error
-    missing = [name for name in ("input", "score", "step") if not isinstance(row, dict) or name not in row]
-    if missing:
-        raise DumpError(f"{path}, line {number}: no {', '.join(missing)}. Name files of trainer.validation_data_dir.")
-    if not isinstance(row["score"], int | float) or not math.isfinite(row["score"]):
-        raise DumpError(f"{path}, line {number}: the score {row['score']!r} is not a finite number.")
-    return dict(row)
+    # Bytes, because str.splitlines also ends lines at characters that JSON has within texts, such as U+2028.
+    with path.open("rb") as file:
+        for number, text in enumerate(file, 1):
+            try:
+                row = json.loads(text)
+            except (ValueError, RecursionError) as error:
+                raise kind(f"{path}, line {number}: not JSON ({error}). {fix}") from error
+            yield number, row
+
+
+def read_dump(path: Path) -> Iterator[dict[str, Any]]:
+    """Read the lines of a dump.
+
+    Raises:
+        DumpError: a line that is none of a dump's.
+        OSError: the file cannot be read.
+    """
+    fix = "Name files of trainer.validation_data_dir."
+    for number, row in read_lines(path, DumpError, fix):
+        missing = [name for name in ("input", "score", "step") if not isinstance(row, dict) or name not in row]
+        if missing:
+            raise DumpError(f"{path}, line {number}: no {', '.join(missing)}. {fix}")
+        if not isinstance(row["score"], int | float) or not math.isfinite(row["score"]):
+            raise DumpError(f"{path}, line {number}: the score {row['score']!r} is not a finite number.")
+        if not isinstance(row["step"], int):
+            raise DumpError(f"{path}, line {number}: the step {row['step']!r} is not a whole number.")
+        yield row
 
 
 def read_answers(path: Path) -> Iterator[Dumped]:
@@ -193,12 +211,11 @@ def read_answers(path: Path) -> Iterator[Dumped]:
         OSError: the file cannot be read.
     """
     found: dict[str, Dumped] = {}
-    for number, text in enumerate(path.read_text().splitlines(), 1):
-        row = parse_line(path, number, text)
+    for number, row in enumerate(read_dump(path)):
         uid = row.get("uid")
         session = str(number) if uid is None else str(uid).rpartition("_")[0]
         output = str(row.get("output", ""))
-        found[session] = Dumped(str(row["input"]), output, float(row["score"]), int(row["step"]))
+        found[session] = Dumped(str(row["input"]), output, float(row["score"]), row["step"])
     if not found:
         raise DumpError(f"{path}: no sample in it.")
     yield from found.values()

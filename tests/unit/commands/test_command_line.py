@@ -104,7 +104,7 @@ def test_jobs_and_a_cluster_exclude_each_other(capsys: pytest.CaptureFixture[str
     assert vars(parser.parse_args([])) == {"jobs": None, "ray": None}
     assert parser.parse_args(["--jobs", "3"]).jobs == 3
     for wrong, said in (
-        (["--jobs", "0"], "'0' is not a number of processes"),
+        (["--jobs", "0"], "'0' is not a count of 1 or more"),
         (["--jobs", "1", "--ray", "a:1"], "not allowed"),
     ):
         with pytest.raises(SystemExit):

@@ -25,7 +25,7 @@ REWARDS = np.array([1, 0, 1, 1, 0, 0, 0, 0], np.float32)
 LENGTHS = [4, 8, 6, 2, 9, 9, 9, 5]
 
 
-def metrics(path: Path, steps: int = 3, **more: float) -> Path:
+def metrics(path: Path, steps: int = 3, **more: float | None) -> Path:
     lines = [{"step": 0, "data": {"val-core/x": 1.0}}]
     for step in range(1, steps + 1):
         data: dict[str, Any] = {
@@ -66,6 +66,27 @@ def test_many_steps_are_thinned_with_both_ends(tmp_path: Path) -> None:
     steps = [row[0] for row in build_table(curves, most=5).rows]
     assert (steps[0], steps[-1], len(steps)) == (1, 100, 5)
     assert len(build_table(curves[:1]).rows) == 1
+
+
+def test_a_step_of_unknown_length_is_kept(tmp_path: Path) -> None:
+    found = read_curves(metrics(tmp_path / "m.jsonl", 3, **{"response_length/mean": None}), correct_at_least=1.0)
+    assert [math.isnan(each.lengths["all"]) for each in found] == [True] * 3
+    assert [each.lengths["right"] for each in found] == [5.0, 10.0, 15.0]
+    draw_curves({"run": found})
+
+
+@pytest.mark.parametrize("given", [["--correct-at-least", "nan"], ["--samples", "0"], ["--samples", "-3"]])
+def test_numbers_that_mean_nothing_are_refused(given: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["metrics.jsonl", *given])
+    assert f"argument {given[0]}: '{given[1]}' is not a" in capsys.readouterr().err
+
+
+def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    dump = tmp_path / "1.jsonl"
+    dump.write_text('{"input": "q", "score": 1, "step": 1}')
+    assert main([str(dump), "--tokenizer", str(tmp_path)]) == 2
+    assert f"--tokenizer {tmp_path}: there is no tokenizer" in capsys.readouterr().err
 
 
 def test_the_command_prints_and_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from recipe.offpolicy.analysis.pass_at_k.dumps import build_json, build_table, draw_curves, estimate, read_dumps
 from recipe.offpolicy.extensions.pass_at_k.summary import Stopping
-from recipe.offpolicy.extensions.sessions import DumpError
+from recipe.offpolicy.extensions.sessions import DumpError, read_answers
 from recipe.offpolicy.pass_at_k import main, parse_counts
 
 
@@ -66,6 +66,8 @@ def test_outputs_of_one_session_count_once_and_doubles_are_seen(tmp_path: Path) 
         ("[1]", "line 1: no input, score, step"),
         ('{"input": "q", "step": 1, "score": NaN}', "line 1: the score nan"),
         ('{"input": "q", "step": 1, "score": Infinity}', "line 1: the score inf is not a finite number"),
+        ('{"input": "q", "step": null, "score": 1}', "line 1: the step None is not a whole number"),
+        ('{"input": "q", "step": 1, "score": 1}\n\udcff', "line 2: not JSON"),
         ("", "no sample"),
     ],
 )
@@ -73,11 +75,21 @@ def test_other_files_are_refused_with_the_line(
     text: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "x.jsonl"
-    path.write_text(text)
+    path.write_bytes(text.encode(errors="surrogateescape"))
     with pytest.raises(DumpError, match=said):
         read_dumps([path], correct_at_least=1.0)
     assert main([str(path)]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_separators_of_unicode_end_no_line(tmp_path: Path) -> None:
+    """verl writes them as they are; str.splitlines would end a line there."""
+    path = tmp_path / "x.jsonl"
+    row = {"input": "q\u2028r", "output": "a\x85b\u2029", "gts": "1", "score": 1.0, "step": 1}
+    path.write_text(json.dumps(row, ensure_ascii=False) + "\n", encoding="utf-8")
+    (counts,) = read_dumps([path], correct_at_least=1.0)
+    assert (counts.n, counts.c) == ([1], [1])
+    assert [(each.prompt, each.output) for each in read_answers(path)] == [("q\u2028r", "a\x85b\u2029")]
 
 
 def test_the_table_has_intervals_and_ranks_in_a_column_of_their_own(tmp_path: Path) -> None:
@@ -134,6 +146,13 @@ def test_arguments_that_do_not_fit(
 
 def test_a_missing_file_is_an_error(tmp_path: Path) -> None:
     assert main([str(tmp_path / "none.jsonl")]) == 2
+
+
+@pytest.mark.parametrize("given", [["--correct-at-least", "nan"], ["--successes", "0"], ["--successes", "-1"]])
+def test_numbers_that_mean_nothing_are_refused(given: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["x.jsonl", *given])
+    assert f"argument {given[0]}: '{given[1]}' is not a" in capsys.readouterr().err
 
 
 def test_counts_are_parsed_in_order() -> None:

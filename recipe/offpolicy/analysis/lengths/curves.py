@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ...extensions.length_penalty.anchors import CLASSES, summarize_lengths
-from ...extensions.sessions import round_threshold
+from ...extensions.sessions import read_lines, round_threshold
 from ...recording import Recording, Rows
 from ...recording.schema import concatenate
 from ..pages import Column, Table
@@ -61,22 +60,19 @@ def read_curves(path: Path, *, correct_at_least: float) -> list[LengthStep]:
         whole = (concatenate([part.rows for part in recording.parts(step)]) for step in recording.steps)
         return [measure_rows(rows, correct_at_least) for rows in whole]
     found: list[LengthStep] = []
-    for number, text in enumerate(path.read_text().splitlines(), 1):
+    fix = "Name metrics of verl's logger file, or the directory of a recording."
+    for number, line in read_lines(path, CurveError, fix):
         try:
-            line = json.loads(text)
             step, data = int(line["step"]), dict(line["data"])
-        except (json.JSONDecodeError, KeyError, TypeError, ValueError) as error:
-            raise CurveError(
-                f"{path}, line {number}: no line of verl's file logger ({error!r}). Name its metrics, or the directory "
-                f"of a recording."
-            ) from error
+        except (KeyError, TypeError, ValueError) as error:
+            raise CurveError(f"{path}, line {number}: no line of verl's file logger ({error!r}). {fix}") from error
         if LENGTH not in data:
             continue
         # verl's logger writes null for NaN.
         known = {key: float(value) for key, value in data.items() if isinstance(value, int | float)}
         lengths = {name: known.get(f"{PREFIX}{name}/mean", math.nan) for name in CLASSES}
         reward = next((known[key] for key in REWARD if key in known), math.nan)
-        found.append(LengthStep(step, {"all": float(data[LENGTH])} | lengths, reward))
+        found.append(LengthStep(step, {"all": known.get(LENGTH, math.nan)} | lengths, reward))
     if not found:
         raise CurveError(f"{path}: no step with {LENGTH}.")
     return found

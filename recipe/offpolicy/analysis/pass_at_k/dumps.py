@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...extensions.pass_at_k.estimators import RankingOnly, rank
 from ...extensions.pass_at_k.summary import Stopping, Summary, summarize
-from ...extensions.sessions import DumpError, drop_repeated, find_run, name_runs, parse_line, round_threshold
+from ...extensions.sessions import DumpError, drop_repeated, find_run, name_runs, read_dump, round_threshold
 from ..pages import Column, Table, to_plain
 from ..pages.panels import Axis, Mark, Panel
 from ..pages.plotting import PALETTE, draw_panels
@@ -71,8 +71,7 @@ def read_dumps(paths: Sequence[Path], *, correct_at_least: float) -> list[Counts
     for path in drop_repeated(paths):
         folder = find_run(path)
         sessions: set[str] = set()
-        for number, text in enumerate(path.read_text().splitlines(), 1):
-            row = parse_line(path, number, text)
+        for row in read_dump(path):
             uid = row.get("uid")
             named &= uid is not None
             if uid is not None:
@@ -81,7 +80,7 @@ def read_dumps(paths: Sequence[Path], *, correct_at_least: float) -> list[Counts
                     continue
                 sessions.add(session)
             key = (str(row["input"]), json.dumps(row.get("gts"), sort_keys=True))
-            prompt = steps.setdefault((folder, int(row["step"])), {}).setdefault(key, _Prompt())
+            prompt = steps.setdefault((folder, row["step"]), {}).setdefault(key, _Prompt())
             prompt.scores.append(float(row["score"]))
             if uid is not None:
                 prompt.uids[str(path), session.rpartition("_")[0]] += 1
