@@ -71,7 +71,7 @@ def parse_score(text: str) -> float:
     except ValueError:
         found = math.nan
     if not math.isfinite(found):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a score, such as 1.0")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a finite number, such as 1.0")
     return found
 
 

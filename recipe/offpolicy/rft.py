@@ -14,7 +14,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from .command_line import BAD_INPUT, name_program, require_modules, run
+from .command_line import BAD_INPUT, name_program, parse_count, parse_score, require_modules, run
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -78,9 +78,15 @@ def build_parser() -> argparse.ArgumentParser:
     add("--out", required=True, type=Path, metavar="DIR", help="folder to write")
     add("--model", metavar="NAME", help="served model name (default: the only one)")
     add("--api-key", metavar="VARIABLE", help="environment variable with the server's API key")
-    add("-n", type=int, default=8, metavar="N", help="answers per prompt (8)")
-    add("--temperature", type=float, default=1.0, help="(1.0)")
-    add("--max-tokens", type=int, default=1024, metavar="N", help="tokens per answer; longer ones are dropped (1024)")
+    add("-n", type=parse_count, default=8, metavar="N", help="answers per prompt (8)")
+    add("--temperature", type=parse_score, default=1.0, help="(1.0)")
+    add(
+        "--max-tokens",
+        type=parse_count,
+        default=1024,
+        metavar="N",
+        help="tokens per answer; longer ones are dropped (1024)",
+    )
     add(
         "--stop",
         nargs="*",
@@ -89,10 +95,10 @@ def build_parser() -> argparse.ArgumentParser:
         help="texts that end an answer, for students without a template",
     )
     add("--seed", type=int, default=0, metavar="N", help="of sampling (0)")
-    add("--limit", type=int, metavar="N", help="number of prompts (all)")
+    add("--limit", type=parse_count, metavar="N", help="number of prompts (all)")
     add("--reward", metavar="FILE:FUNCTION", help="reward function, as custom_reward_function (default: verl's own)")
-    add("--right-from", type=float, default=1.0, metavar="SCORE", help="right from this score on (1.0)")
-    add("--most", type=int, default=4, metavar="N", help="different right answers per prompt to keep (4)")
+    add("--right-from", type=parse_score, default=1.0, metavar="SCORE", help="right from this score on (1.0)")
+    add("--most", type=parse_count, default=4, metavar="N", help="different right answers per prompt to keep (4)")
     add(
         "--format",
         default="{response}",

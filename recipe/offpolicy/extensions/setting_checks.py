@@ -111,9 +111,31 @@ def list_train_files(run: Configured) -> list[str]:
     return [files] if isinstance(files, str) else list(map(str, files or []))
 
 
-def is_available(file: str) -> bool:
-    """Return True for a Parquet file of this machine."""
-    return file.endswith(".parquet") and Path(file).is_file()
+def read_train_column(run: Configured, column: str, rows: int | None = None) -> Iterator[tuple[str, list[Any]]]:
+    """Read a column of each file of the training data that is a Parquet file of this machine.
+
+    Files that cannot be read are left to verl's loader.
+
+    Args:
+        rows: number of first rows; None: all.
+
+    Returns:
+        File and values; None for each row of a file without the column.
+    """
+    import pyarrow
+    import pyarrow.parquet as pq
+
+    for path in list_train_files(run):
+        if not path.endswith(".parquet"):
+            continue
+        try:
+            file = pq.ParquetFile(path)
+            most = file.metadata.num_rows if rows is None else min(rows, file.metadata.num_rows)
+            there = column in file.schema_arrow.names
+            head = next(file.iter_batches(max(most, 1), columns=[column]), None) if there else None
+        except (OSError, pyarrow.ArrowInvalid):
+            continue
+        yield path, [None] * most if head is None else head.column(0).to_pylist()
 
 
 def load_tokenizer(path: str) -> Any:

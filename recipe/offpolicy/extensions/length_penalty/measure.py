@@ -13,7 +13,7 @@ from ..sessions import Sessions, identify_prompts, read_sessions
 from .anchors import Anchors
 from .evidence import Row
 from .penalties import compare_rewards, penalties
-from .settings import COLUMN, LengthSettings
+from .settings import LengthSettings, read_length
 
 
 @dataclass(frozen=True)
@@ -103,15 +103,14 @@ def _read_references(
     """
     if not isinstance(reference, str):
         return [reference] * len(sessions.last)
-    name = reference.removeprefix(COLUMN)
     infos = batch.rows("extra_info")["extra_info"]
     found: list[float | None] = []
     for row in sessions.last.tolist():
-        value = (infos[row] or {}).get(name)
-        if value is None or not float(value) > 0:
+        if (length := read_length(infos[row], reference)) is None:
             raise ValueError(
-                f"{section}.reference={reference}: sequence {row} of step {batch.step} has {value!r} there instead of "
-                f"a length above 0. Fix: fill the column, or set {section}.reference to tokens."
+                f"{section}.reference={reference}: sequence {row} of step {batch.step} has the extra_info "
+                f"{infos[row]!r:.200}, without a length above 0 there. Fix: fill the column, or set "
+                f"{section}.reference to tokens."
             )
-        found.append(float(value))
+        found.append(length)
     return found

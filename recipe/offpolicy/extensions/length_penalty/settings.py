@@ -14,7 +14,7 @@ from ...batch.configured import Configured
 from ...batch.declared_keys import Key, choice, count, number
 from ...correction import Problem, SpecError
 from ...correction.problem import set_to
-from ..setting_checks import ROLLOUTS, build_settings, count_rollouts, is_available, list_train_files, read_values
+from ..setting_checks import ROLLOUTS, build_settings, count_rollouts, read_train_column, read_values
 from .penalties import KINDS
 
 Kind = Literal["none", "uniform", "group", "anchor", "reference"]
@@ -112,6 +112,20 @@ class LengthSettings:
         """Compute the factor of the penalty at a step, in [0, 1]."""
         past = step - self.warmup.from_step
         return float(past > 0) if self.warmup.steps == 0 else min(1.0, max(0.0, past / self.warmup.steps))
+
+
+def read_length(info: Any, reference: str) -> float | None:
+    """Read the length that ``reference`` names in a row's extra_info; None: it is not a finite number above 0.
+
+    Example:
+        >>> [read_length({"budget": value}, "extra_info.budget") for value in ("300", float("inf"), "long", None)]
+        [300.0, None, None, None]
+    """
+    try:
+        length = float(info[reference.removeprefix(COLUMN)])
+    except (KeyError, TypeError, ValueError):
+        return None
+    return length if 0 < length < math.inf else None
 
 
 def _is_reference(value: Any) -> bool:
@@ -240,14 +254,8 @@ def _find_idle(section: str, settings: LengthSettings, run: Configured) -> Itera
 
 def _check_column(section: str, reference: str, run: Configured) -> Iterator[Problem]:
     """Check that each row of the training data has a reference length, if its files are available."""
-    import pandas
-
-    name = reference.removeprefix(COLUMN)
-    for file in filter(is_available, list_train_files(run)):
-        frame = pandas.read_parquet(file)
-        infos = frame["extra_info"] if "extra_info" in frame else [None] * len(frame)
-        values = ((info or {}).get(name) for info in infos)
-        row = next((row for row, value in enumerate(values) if value is None or not float(value) > 0), None)
+    for file, infos in read_train_column(run, COLUMN.removesuffix(".")):
+        row = next((row for row, info in enumerate(infos) if read_length(info, reference) is None), None)
         if row is not None:
             fix = f"Fill {reference}, or set {section}=anchor."
             reason = f"row {row} of {file} has no length above 0 there."

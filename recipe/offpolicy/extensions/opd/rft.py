@@ -7,6 +7,7 @@ server, its right answers are kept, and verl's SFT trainer trains it on them.
 from __future__ import annotations
 
 import importlib.util
+import math
 import random
 import shlex
 import time
@@ -147,16 +148,29 @@ def keep_right(
     """Keep at most ``most`` different right answers of one prompt, drawn at random.
 
     An answer counts as right if its score is at least ``right_from`` both as sampled and in the teacher's format.
+
+    Raises:
+        RftError: no right answer is right in that format, or the reward function gives no finite score.
     """
+    source = row.get("data_source")
 
     def is_right(text: str) -> bool:
-        found = score(
-            data_source=row.get("data_source"),
-            solution_str=text,
-            ground_truth=(row.get("reward_model") or {}).get("ground_truth"),
-            extra_info=row.get("extra_info"),
-        )
-        return float(found["score"] if isinstance(found, Mapping) else found) >= right_from
+        try:
+            found = score(
+                data_source=source,
+                solution_str=text,
+                ground_truth=(row.get("reward_model") or {}).get("ground_truth"),
+                extra_info=row.get("extra_info"),
+            )
+            value = float(found["score"] if isinstance(found, Mapping) else found)
+            if not math.isfinite(value):
+                raise ValueError(f"a score of {value}")
+        except Exception as error:
+            raise RftError(
+                f"the reward function has no score for an answer of the data source {source} "
+                f"({type(error).__name__}: {error}). Fix: another --reward FILE.py:FUNCTION."
+            ) from error
+        return value >= right_from
 
     finished = [each for each in answers if each is not None]
     right = [each for each in finished if each.strip() and is_right(each)]

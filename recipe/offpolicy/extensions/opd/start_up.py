@@ -13,7 +13,7 @@ import requests
 from ...batch.configured import Configured
 from ...correction import Problem
 from ..registry import own_launch
-from ..setting_checks import count_rollouts, is_available, list_train_files, load_tokenizer
+from ..setting_checks import count_rollouts, list_train_files, load_tokenizer, read_train_column
 from .settings import OpdSettings, TeacherSettings
 from .teacher_client import (
     REFUSED,
@@ -267,26 +267,18 @@ def _compare_tokens(at: str, teacher: TeacherSettings, run: Configured, model: s
 
 def _find_media(run: Configured) -> Iterator[tuple[str, str]]:
     """Find the image, video and audio columns of the training prompts: (key that names it, column)."""
-    import pyarrow.parquet as pq
-
-    for first in filter(is_available, list_train_files(run)[:1]):
-        file = pq.ParquetFile(first)
-        for key in ("data.image_key", "data.video_key", "data.audio_key"):
-            if (column := run.get(key)) in file.schema_arrow.names:
-                head = next(file.iter_batches(LOOKED_AT, columns=[column]), None)
-                if head is not None and any(head.column(0).to_pylist()):
-                    yield key, column
+    for key in ("data.image_key", "data.video_key", "data.audio_key"):
+        if (column := run.get(key)) and any(any(head) for _, head in read_train_column(run, str(column), LOOKED_AT)):
+            yield key, column
 
 
 def _find_unknown_sources(section: str, settings: OpdSettings, run: Configured) -> Iterator[Problem]:
     """Find data sources with a teacher that the training data does not have."""
-    import pandas
-
     column, named = str(run.get("data.reward_fn_key") or "data_source"), set(settings.teachers) - {""}
-    files = list_train_files(run)
-    if not named or not files or not all(map(is_available, files)):
+    files = dict(read_train_column(run, column)) if named else {}
+    if not files or len(files) < len(set(list_train_files(run))):
         return
-    found = {str(each) for file in files for each in pandas.read_parquet(file, columns=[column])[column]}
+    found = {str(each) for values in files.values() for each in values}
     for source in sorted(named - found):
         key, shown = f"{section}.teacher.sources.{source}.url", ", ".join(settings.teachers[source].shown)
         reason = f"no training prompt has the {column} {source}."
@@ -295,11 +287,7 @@ def _find_unknown_sources(section: str, settings: OpdSettings, run: Configured) 
 
 def _read_conversations(run: Configured) -> list[Any]:
     """Read the first prompts of the training data; none if its files are not available."""
-    import pandas
-
     column = str(run.get("data.prompt_key") or "prompt")
-    return [
-        [dict(message) for message in prompt]
-        for first in filter(is_available, list_train_files(run)[:1])
-        for prompt in pandas.read_parquet(first, columns=[column])[column].head(CONVERSATIONS)
-    ]
+    for _, prompts in read_train_column(run, column, CONVERSATIONS):
+        return [each for each in prompts if isinstance(each, list) and each]
+    return []

@@ -107,7 +107,7 @@ def test_reference_lengths_are_tokens_or_a_column() -> None:
     assert torch.equal(found, shape(make_batch(MIXED), penalty("reference", reference=4, coefficient=0.5)))
     assert not torch.equal(found, plain(MIXED))
     gap = make_batch(MIXED, extra_info=[{"budget": 4}, {"budget": 4}, {}, None])
-    with pytest.raises(ValueError, match=r"sequence 2 of step 1 has None there"):
+    with pytest.raises(ValueError, match=r"sequence 2 of step 1 has the extra_info {}, without a length"):
         shape(gap, penalty("reference", reference="extra_info.budget"))
 
 

@@ -41,15 +41,34 @@ def problems(settings: dict[str, Any], **changes: Any) -> list[Problem]:
 KL, FILTER = {"algorithm__use_kl_in_reward": True}, {"algorithm__filter_groups__enable": True}
 
 
-def test_the_row_without_a_reference_length_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "rows",
+    [
+        {"extra_info": [{"budget": 3.0}, {"budget": None}]},
+        {"extra_info": [{"budget": 3.0}, {"budget": float("inf")}]},
+        {"extra_info": [{"budget": "3"}, {"budget": "long"}]},
+        {"extra_info": [{"budget": 3.0}, None]},
+    ],
+)
+def test_the_row_without_a_reference_length_is_named(rows: dict[str, Any], tmp_path: Path) -> None:
     path = tmp_path / "train.parquet"
-    pandas.DataFrame({"extra_info": [{"budget": 3.0}, {"budget": None}]}).to_parquet(path)
+    pandas.DataFrame(rows).to_parquet(path)
     settings = {"kind": "reference", "reference": "extra_info.budget"}
     (problem,) = problems(settings, data__train_files=str(path))
     assert f"row 1 of {path} has no length" in problem.reason
     assert "or set length_penalty=anchor" in problem.fix
     pandas.DataFrame({"extra_info": [{"budget": 3.0}]}).to_parquet(path)
     assert problems(settings, data__train_files=[str(path)]) == []
+
+
+@pytest.mark.parametrize("column", [{"prompt": ["q"]}, {"extra_info": ["text"]}])
+def test_a_data_set_without_the_column_has_no_reference_length(column: dict[str, Any], tmp_path: Path) -> None:
+    pandas.DataFrame(column).to_parquet(path := tmp_path / "train.parquet")
+    settings = {"kind": "reference", "reference": "extra_info.budget"}
+    (problem,) = problems(settings, data__train_files=str(path))
+    assert f"row 0 of {path} has no length" in problem.reason
+    path.write_text("not Parquet")  # verl's loader says so
+    assert problems(settings, data__train_files=str(path)) == []
 
 
 @pytest.mark.parametrize("option", ["anchor", "uniform", "group", "none"])

@@ -24,6 +24,7 @@ from tests.support.byte_tokenizer import build_byte_tokenizer
 from tests.support.fake_teacher import FakeTeacher, serving
 from verl.trainer.sft_trainer import create_sft_dataset
 from verl.utils import hf_tokenizer
+from verl.utils.reward_score import default_compute_score
 
 # Like Qwen3's: a message by itself loses its thinking, which only the last answer keeps.
 THINKING = (
@@ -153,7 +154,6 @@ def test_verls_own_class_loads_it_where_the_template_allows(folder: Path, studen
         (["--reward", "nowhere.py:f"], "no such file"),
         (["--api-key", "NOT_SET_ANYWHERE"], "NOT_SET_ANYWHERE of opd.teacher.api_key is not set"),
         (["--teacher", "{student}"], "has no chat template"),
-        (["--model", "other", "--limit", "0"], "expected rows with a prompt"),
     ],
 )
 def test_what_is_wrong_ends_in_a_sentence(
@@ -185,6 +185,28 @@ def test_answers_that_lose_their_reward_in_the_format_are_not_kept() -> None:
     assert (found.finished, found.right, sorted(found.kept)) == (4, 3, ["5"])
     with pytest.raises(RftError, match="no right answer"):
         keep_right(["5"], {}, score, right_from=1.0, most=9, pattern="x")
+
+
+@pytest.mark.parametrize(
+    ("score", "said"),
+    [
+        (lambda **_: None, "no score for an answer of the data source sums (TypeError"),
+        (lambda **_: {"acc": 1.0}, "KeyError: 'score'"),
+        (lambda **_: float("nan"), "ValueError: a score of nan"),
+        (default_compute_score, "NotImplementedError: Reward function is not implemented for data_source='sums'"),
+    ],
+)
+def test_an_answer_without_a_score_is_an_error(score: Any, said: str) -> None:
+    row = {"data_source": "sums", "reward_model": {"ground_truth": "5"}}
+    with pytest.raises(RftError, match=re.escape(said)):
+        keep_right(["5"], row, score, right_from=1.0, most=9, pattern="{response}")
+
+
+@pytest.mark.parametrize("given", [["--most", "0"], ["--limit", "-1"], ["-n", "0"], ["--right-from", "nan"]])
+def test_numbers_that_mean_nothing_are_refused(given: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["x.parquet", "--student", "s", "--teacher", "t", "--url", "http://h", "--out", "o", *given])
+    assert f"argument {given[0]}: '{given[1]}' is not a" in capsys.readouterr().err
 
 
 def test_the_end_of_an_answer_is_the_templates_or_the_tokenizers() -> None:

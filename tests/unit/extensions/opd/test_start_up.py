@@ -75,6 +75,8 @@ def problems(url: str, student: Path, *, teacher: dict[str, Any] | None = None, 
     )
     data = student / "train.parquet"
     pandas.DataFrame({"prompt": PROMPTS} | changes.pop("columns", {})).to_parquet(data)
+    if changes.pop("spoilt", False):
+        data.write_bytes(data.read_bytes()[:-9])
     config = OmegaConf.create(
         {
             "data": {"train_files": str(data), "max_prompt_length": 20, "max_response_length": 10},
@@ -101,6 +103,20 @@ def test_each_teacher_is_examined_and_a_source_that_no_prompt_has_is_refused(
     (unknown,) = problems(teacher.url, student, teacher={"sources": {"code": {"url": teacher.url}}}, **columns)
     key = "opd.teacher.sources.code.url"
     assert str(unknown) == f"{key}={teacher.url}: no training prompt has the data_source code. The data has: math."
+
+
+@pytest.mark.parametrize(
+    "changes", [{"data__prompt_key": "question"}, {"spoilt": True}, {"columns": {"prompt": ["q"] * 8}}]
+)
+def test_prompts_that_cannot_be_read_are_left_to_verl(
+    changes: dict[str, Any], teacher: FakeTeacher, student: Path
+) -> None:
+    assert problems(teacher.url, student, **changes) == []
+
+
+def test_a_data_set_without_sources_has_none_for_a_teacher(teacher: FakeTeacher, student: Path) -> None:
+    (unknown,) = problems(teacher.url, student, teacher={"sources": {"math": {"url": teacher.url}}})
+    assert "no training prompt has the data_source math. The data has: None." in str(unknown)
 
 
 def test_a_key_that_is_not_exported_is_said_with_its_fix_alone(teacher: FakeTeacher, student: Path) -> None:
