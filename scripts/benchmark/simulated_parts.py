@@ -191,6 +191,7 @@ def build_micro_batch(tokens: int, lengths: Sequence[int] = (), device: str = "c
             "prompts": nest(torch.ones(rows * PROMPT, dtype=torch.int64), starts),
             "responses": nest(responses, offsets),
             "input_ids": nest(ids, offsets + starts),
+            "position_ids": nest(torch.arange(len(ids)), offsets + starts),
             "advantages": nest(draw_signs(rows).repeat_interleave(offsets.diff()), offsets),
             "old_log_probs": nest(old, offsets),
             "rollout_log_probs": nest(mu, offsets),

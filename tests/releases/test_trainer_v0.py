@@ -19,6 +19,7 @@ from recipe.offpolicy.recording.run import RunRecord
 from recipe.offpolicy.trainer.actor_updates import adopt
 from recipe.offpolicy.trainer.corrected_v0 import CorrectedV0
 from recipe.offpolicy.trainer.supervision import Supervision
+from tests.support.padded_rows import build_model_input
 from verl import DataProto
 from verl_patches.legacy.handover import HANDOVER
 
@@ -99,6 +100,7 @@ def batch(**columns: Any) -> DataProto:
     rewards[:, -1] = torch.tensor(REWARDS)
     made = DataProto.from_dict(
         {
+            **build_model_input(torch.arange(ROWS * WIDTH).view(ROWS, WIDTH)),
             "responses": torch.arange(ROWS * WIDTH).view(ROWS, WIDTH),
             "response_mask": torch.ones(ROWS, WIDTH, dtype=torch.int64),
             "old_log_probs": old,

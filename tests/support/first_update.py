@@ -18,7 +18,6 @@ SEALED = (
     "advantages",
     "ref_log_prob",
     "offpolicy_scale",
-    "offpolicy_mini_batch_tokens",
 )
 
 
@@ -28,6 +27,7 @@ def planned(spec: CorrectionSpec, rows: tw.Rollout, *, ranks: int = 1, step: int
     Each of ``ranks`` takes a contiguous share of the rows.
     """
     from recipe.offpolicy.batch.micro_batch import find_token_versions
+    from recipe.offpolicy.batch.model_input import hash_model_input
     from recipe.offpolicy.batch.plan import (
         PLAN,
         BatchSplit,
@@ -36,6 +36,7 @@ def planned(spec: CorrectionSpec, rows: tw.Rollout, *, ranks: int = 1, step: int
         compute_constants,
         seal_batch,
     )
+    from recipe.offpolicy.batch.seals import INPUT
     from verl.utils import tensordict_utils as tu
 
     if spec.proximal != "recompute":
@@ -47,7 +48,7 @@ def planned(spec: CorrectionSpec, rows: tw.Rollout, *, ranks: int = 1, step: int
             data[name] = column
     plan = SharedPlan(step=step, constants=compute_constants(spec, data))
     if not spec.is_none:
-        sealed = {name: data[name] for name in SEALED if name in data.keys()}
+        sealed = {name: data[name] for name in SEALED if name in data.keys()} | {INPUT: hash_model_input(data)}
         if by_token := find_token_versions(spec, data):
             sealed |= by_token
         elif rows.versions:

@@ -36,9 +36,10 @@ from ..correction.shadow import compute_shadow_statistics
 from ..correction.statistics import build_sum
 from ..correction.telemetry import Measure
 from ..correction.terms import PenaltySpec, compute_squared_log_ratio
+from .model_input import hash_model_input
 from .padding import Layout, pad_column, values_of
 from .plan import MINI_BATCH_TOKENS, PLAN, PROVE, SCALE, SharedPlan
-from .seals import SealError, compare, compare_engine, hash_rows, key_of
+from .seals import INPUT, SealError, compare, compare_engine, hash_rows, key_of
 from .weight_versions import (
     RowVersions,
     check_ages_known,
@@ -362,6 +363,8 @@ def check_seals(batch: MicroBatch) -> DeferredValue[None] | None:
         by_row[VERSIONS_SEALED] = torch.stack((batch.versions.oldest, batch.versions.newest), dim=-1)
         if TOKEN_VERSIONS_SEALED in seals:
             by_token[TOKEN_VERSIONS_SEALED] = batch.versions.column_to_seal(batch.response_mask)
+    if INPUT in seals:
+        by_row[INPUT] = hash_model_input(batch.data)
     for name in seals.keys() & set(batch.data.keys()) - set(by_token):
         column = batch.data[name] if batch.layout is None else pad_column(batch.data[name], batch.layout, name)
         (by_token if column.shape == batch.response_mask.shape else by_row)[name] = column

@@ -135,7 +135,7 @@ AT_ONCE = 1 << 18
 """Most padded tokens of a part, unless one row is longer; a smaller micro-batch is not split."""
 FEW = 1 << 15
 """Padded tokens up to which rows stay in one part, however different their lengths."""
-_UNREAD = ("position_ids", "multi_modal_inputs")
+_UNREAD = ("multi_modal_inputs",)
 """Columns of the model's input that the loss does not use."""
 
 MicroBatchPart = tuple[Mapping[str, Any], TensorDict]
@@ -145,33 +145,52 @@ MicroBatchPart = tuple[Mapping[str, Any], TensorDict]
 def split_micro_batch(model_output: Mapping[str, Any], data: TensorDict) -> list[MicroBatchPart]:
     """Split a micro-batch as the engine hands it to its loss; the parts' outputs carry the gradient of the whole.
 
-    A micro-batch with few tokens, or with padded log-probs, is returned unchanged. The lengths of others are read from
-    the device.
+    A micro-batch with few tokens is returned unchanged. The lengths of others are read from the device.
+
+    Args:
+        model_output: its log-probs are nested, or (B, T) from a legacy actor, whose rows come without prompts.
     """
-    if not model_output["log_probs"].is_nested or "prompts" not in data.keys():
+    of_engine = model_output["log_probs"].is_nested
+    if of_engine is not ("prompts" in data.keys()):
         return [(model_output, data)]
-    layout = Layout.of(data)
-    if len(data) * layout.width <= AT_ONCE:
+    counts, width = _measure_responses(data, of_engine)
+    if len(data) * width <= AT_ONCE:
         return [(model_output, data)]
-    lengths: list[int] = layout.responses.tolist()
+    lengths: list[int] = counts.tolist()
     parts = []
     for rows in group_rows(lengths):
         longest = max(max(lengths[row] for row in rows), 1)
-        some = data if layout.tokens is not None else _cut_padding(data, layout.width, longest)
-        parts.append(take_rows(model_output, some, rows))
+        some = data if data["responses"].is_nested else _cut_padding(data, width, longest)
+        output, part = take_rows(model_output, some, rows)
+        if not of_engine:
+            output = {key: value[:, :longest] for key, value in output.items()}
+        parts.append((output, part))
     return parts
+
+
+def _measure_responses(data: TensorDict, of_engine: bool) -> tuple[Tensor, int]:
+    """Measure each row's response, (B,), up to its last token in the mask if it has no prompt; and their width."""
+    if of_engine:
+        layout = Layout.of(data)
+        return layout.responses, layout.width
+    mask = data["response_mask"]
+    ends = torch.arange(1, mask.shape[1] + 1, device=mask.device)
+    return (mask.bool() * ends).amax(-1), mask.shape[1]
 
 
 def _cut_padding(data: TensorDict, width: int, longest: int) -> TensorDict:
     """Cut padded columns of responses, (B, width, ...), and of whole sequences to responses of ``longest`` tokens."""
-    before = data["prompts"].shape[1]
-    kept = {width: longest, before + width: before + longest}
+    whole = data["attention_mask"].shape[1]
+    kept = {width: longest, whole: whole - width + longest}
     cut = data.select(*data.keys())
     for name, column in data.items():
         padded = isinstance(column, Tensor) and not column.is_nested and column.dim() > 1
         # The engine has counted all of loss_mask, padding included, so the loss compares all of it.
-        if padded and name not in ("prompts", "loss_mask") and column.shape[1] in kept:
-            cut[name] = column[:, : kept[column.shape[1]]]
+        if not padded or name in ("prompts", "loss_mask"):
+            continue
+        axis = column.dim() - 1 if name == "position_ids" else 1
+        if column.shape[axis] in kept:
+            cut[name] = column.narrow(axis, 0, kept[column.shape[axis]])
     return cut
 
 
@@ -201,6 +220,6 @@ def take_rows(model_output: Mapping[str, Any], data: TensorDict, rows: Sequence[
     }
     index = torch.tensor(rows)
     taken = tu.index_select_tensor_dict(TensorDict(by_row, batch_size=len(data)), index)
-    left = [key for key in data.keys() if key not in _UNREAD] if "prompts" in data.keys() else list(data.keys())
+    left = [key for key in data.keys() if key not in _UNREAD]
     part = tu.index_select_tensor_dict(data.select(*left), index)
     return {**model_output, **{key: taken[key] for key in by_row}}, part

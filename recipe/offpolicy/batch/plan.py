@@ -167,9 +167,9 @@ def seal_batch(plan: SharedPlan, rows: TensorDict, columns: Mapping[str, Tensor]
     return plan
 
 
-def without_marks(columns: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Remove ``PROVE``, which needs no seal because proofs return its numbers."""
-    return {name: column for name, column in columns.items() if name != PROVE}
+def columns_to_seal(columns: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Remove columns without a seal: ``PROVE``, whose numbers proofs return, and counts that the loss compares."""
+    return {name: column for name, column in columns.items() if name not in (PROVE, MINI_BATCH_TOKENS)}
 
 
 def compute_constants(spec: CorrectionSpec, rows: TensorDict, step: int | None = None) -> BatchConstants:

@@ -59,12 +59,13 @@ def hash_columns(tokens: Tensor, mask: Tensor, columns: Sequence[Tensor]) -> Ten
         columns: (B, T) each, of one dtype, or nested by row.
     """
     given = {"tokens": tokens, "mask": mask} | {str(i): column.detach() for i, column in enumerate(columns)}
-    return torch.cat([_hash_block(rows, **block) for _, rows, block in split_tokens(given)])
+    blocks = ((rows, block.pop("tokens"), block.pop("mask"), block) for _, rows, block in split_tokens(given))
+    return torch.cat([hash_block(rows, ids, there, torch.stack([*of.values()])) for rows, ids, there, of in blocks])
 
 
-def _hash_block(rows: RowLayout, tokens: Tensor, mask: Tensor, **columns: Tensor) -> Tensor:
+def hash_block(rows: RowLayout, tokens: Tensor, mask: Tensor, values: Tensor) -> Tensor:
+    """Hash the rows of one block: (B, C) int64 of values (C, *tokens.shape)."""
     there = mask.bool()
-    values = torch.stack([*columns.values()])
     at = _mix((rows.cumulative_count(there) << 32).bitwise_or_(tokens)).add_(_SEEDS[values.dtype])
     mixed = _mix(at + values.view(_BITS[values.element_size()])).mul_(there)
     if not isinstance(rows, PackedRows):
@@ -104,6 +105,8 @@ PREFIX = "offpolicy_seal_"
 """Prefix of a seal's key, before the key of its column."""
 PLAN_HASH = "plan"
 """Name of the seal of the plan, which is the same for all rows."""
+INPUT = "model_input"
+"""Name of the seal of the model's input, a column that only its hash represents."""
 
 
 class LivenessError(RuntimeError):
@@ -260,6 +263,12 @@ def _describe(
     if name == PLAN_HASH:
         return f"the plan of another update reached the loss with {count} of {rows} sequences of the micro-batch.{ends}"
     there = mask[row].bool()
+    if name == INPUT:
+        return (
+            f"the model's input changed before it reached the loss, in {count} of {rows} sequences of the micro-batch: "
+            f"input_ids or position_ids of prompt or response. The response of sequence {row} begins with the ids "
+            f"{tokens[row][mask[row].bool()][:4].tolist()}.{ends}"
+        )
     values = columns[name][row]
     values = values[there] if values.shape == there.shape else values.reshape(-1)
     ids = tokens[row][there][:4].tolist()

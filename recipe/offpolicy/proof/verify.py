@@ -15,6 +15,7 @@ from ..batch.micro_batch import TOKEN_VERSIONS_SEALED
 from ..batch.mini_batch_mean import Shares, add_shares, check_shares
 from ..batch.plan import PROVE
 from ..batch.reports import are_same_rows
+from ..batch.seals import INPUT
 from ..batch.seals import LivenessError as LivenessError
 from ..correction import CorrectionSpec
 from ..correction.bounds import compute_fingerprint, read_bounds
@@ -350,6 +351,8 @@ def _find_missing(spec: CorrectionSpec, live: Mapping[str, float], sealed: Seque
         yield "baseline=exclude (it changes advantages, before the loss)"
     if not sealed:
         yield "columns of the loss (no column arrived with a seal)"
+    elif INPUT not in sealed:
+        yield "the model's input (it arrived without a seal)"
     elif spec.reads_token_versions and TOKEN_VERSIONS_SEALED not in sealed:
         yield "versions of single tokens (only those of their sequences were)"
     if not live.get("own_rows"):

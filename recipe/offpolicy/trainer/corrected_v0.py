@@ -26,16 +26,17 @@ from verl_patches.trainer_v0 import around_advantage
 from verl_patches.truncated_sampling import note_clients
 
 from ..batch.micro_batch import ROLLOUT_LOG_PROBS, TOKEN_VERSIONS_SEALED, VERSIONS_SEALED, find_token_versions
+from ..batch.model_input import hash_model_input
 from ..batch.plan import (
     COLUMNS,
     PLAN,
     REWARD,
     UID,
     SharedPlan,
+    columns_to_seal,
     seal_batch,
-    without_marks,
 )
-from ..batch.seals import PREFIX, build_seals, key_of
+from ..batch.seals import INPUT, PREFIX, build_seals, key_of
 from ..batch.weight_versions import CHUNK_SEALS, CHUNKS, EXTRA_FIELDS, NEWEST_VERSION, OLDEST_VERSION, VERSION, VERSIONS
 from ..extensions.add_on import AddOn
 from ..proof.rollout_checks import ALIGNED, SAMPLED
@@ -211,7 +212,8 @@ class CorrectedV0(CorrectedRun):
         if self.supervision.wants_sampled:
             rows = _tensors(batch)
             self.supervision.sampled(rows)
-            self._seal(rows, {ROLLOUT_LOG_PROBS: rows[ROLLOUT_LOG_PROBS], **self._find_token_versions(batch)})
+            seen = {ROLLOUT_LOG_PROBS: rows[ROLLOUT_LOG_PROBS], INPUT: hash_model_input(rows)}
+            self._seal(rows, seen | self._find_token_versions(batch))
         self._sampled_at, self._scored, self._scored_seal = self.global_steps, False, None
 
     def _looking(self, compute_log_prob: Any) -> Any:
@@ -322,7 +324,7 @@ class CorrectedV0(CorrectedRun):
             tensors[name] = column
         unsealed = key_of(TOKEN_VERSIONS_SEALED) not in tensors.keys()
         of_rows = (self._find_token_versions(batch) or {VERSIONS_SEALED: versions}) if unsealed else {}
-        plan = self._with_seals(plan, tensors, {**without_marks(columns), **of_rows})
+        plan = self._with_seals(plan, tensors, {**columns_to_seal(columns), **of_rows})
         self.supervision.expect(plan)
         handed: SharedPlan | Handover = plan
         if not self._by_engine:

@@ -21,9 +21,11 @@ from torch import Tensor
 from verl.workers.utils.padding import response_from_nested
 
 from ..batch.micro_batch import ROLLOUT_LOG_PROBS, TOKEN_VERSIONS_SEALED, VERSIONS_SEALED, find_token_versions
-from ..batch.plan import COLUMNS, PLAN, without_marks
+from ..batch.model_input import COLUMNS as MODEL_INPUT
+from ..batch.model_input import hash_model_input
+from ..batch.plan import COLUMNS, PLAN, columns_to_seal
 from ..batch.queue_columns import FORWARD, put_columns, read_columns
-from ..batch.seals import PLAN_HASH, SealedRows, key_of, seal_constant
+from ..batch.seals import INPUT, PLAN_HASH, SealedRows, key_of, seal_constant
 from ..batch.weight_versions import EXTRA_FIELDS, NEWEST_VERSION, OLDEST_VERSION
 from ..preflight.composed import Composed
 from ..proof.rollout_checks import ALIGNED, SAMPLED, name_missing_column
@@ -176,11 +178,12 @@ class CorrectedV1(CorrectedRun):
             # The trainer first sees these rows here, before other code can change them.
             versions = (EXTRA_FIELDS,) if self.correction.reads_token_versions else ()
             with name_missing_column():
-                rows = read_columns(batch, *SAMPLED, *versions)
+                rows = read_columns(batch, *SAMPLED, *MODEL_INPUT, *versions)
             self.supervision.sampled(rows)
             self._sealed = SealedRows(batch.keys, rows["responses"], rows["response_mask"])
             by_token = find_token_versions(self.correction, rows)
-            self.seal(batch, {ROLLOUT_LOG_PROBS: rows[ROLLOUT_LOG_PROBS], **by_token})
+            seen = {ROLLOUT_LOG_PROBS: rows[ROLLOUT_LOG_PROBS], INPUT: hash_model_input(rows)}
+            self.seal(batch, seen | by_token)
         if self.add_ons.uses("on_rollout"):
             view = self.view(batch)
             self.add_ons.on_rollout(view)
@@ -250,7 +253,7 @@ class CorrectedV1(CorrectedRun):
         plan, columns = self._plan_update(batch, len(batch.keys))
         if self._sealed is not None:
             by_token = TOKEN_VERSIONS_SEALED in self._sealed.names
-            self.seal(batch, without_marks(columns) | ({} if by_token else _versions_of(batch)))
+            self.seal(batch, columns_to_seal(columns) | ({} if by_token else _versions_of(batch)))
             plan = replace(plan, sealed=(*self._sealed.names, *self._sealed_by_workers, PLAN_HASH))
             columns |= self._sealed.columns()
             columns[key_of(PLAN_HASH)] = seal_constant(plan.fingerprint(), len(batch.keys))

@@ -25,13 +25,14 @@ from verl_patches import sent_metrics
 from verl_patches.legacy.handover import MINI_ROWS, MINI_TOKENS, PREFIX
 
 from ..batch import micro_batch as mb
+from ..batch.padding import split_micro_batch
 from ..batch.plan import PLAN
 from ..correction import StepStage
 from ..correction.bounds import replace_bounds
 from ..proof.gradient import prove
 from .kl_loss import BoundLoss, choose_surrogate
 from .legacy_settings import LegacySettings
-from .loss import OffPolicyLoss
+from .loss import OffPolicyLoss, add_parts
 from .metrics import METRIC_KEY
 
 _ROWS = (
@@ -42,6 +43,7 @@ _ROWS = (
     "ref_log_prob",
     "input_ids",
     "attention_mask",
+    "position_ids",
     mb.ROLLOUT_LOG_PROBS,
     mb.WEIGHTS,
 )
@@ -207,17 +209,25 @@ class LegacyUpdate:
 
         Other arguments of the actor are ignored: pi_old and the mask are the ones that were sent.
         """
-        batch = mb.read({"log_probs": log_prob}, self._data())
+        whole = ({"log_probs": log_prob}, self._data())
+        # The KL surrogate reads the policies of the whole micro-batch.
+        parts = [whole] if choose_surrogate(self.spec) else split_micro_batch(*whole)
+        loss, metrics = add_parts([self._correct(*part) for part in parts])
+        packets = {METRIC_KEY: metrics.pop(METRIC_KEY)}
+        plain = {key: _plain(value) for key, value in metrics.items() if key != _PG_LOSS}
+        return loss / self.micro.scale, plain | packets
+
+    def _correct(self, model_output: Mapping[str, Any], data: TensorDict) -> tuple[Tensor, dict[str, Any]]:
+        batch = mb.read(model_output, data)
         packet = self.loss.create_packet(batch)
         random_state = torch.get_rng_state()
         loss, metrics, packet.statistics = self.loss.policy.compute_corrected(batch)
         self.loss.report(packet, batch.model_output, batch.data)
         if self.loss.proves(batch):
             packet.proof = prove(self.loss.copy_for_trials(random_state), batch, loss)
-        # The actor's factor was divided out.
+        # The actor's factor is divided out.
         packet.watch(loss, self.upstream())
-        plain = {key: _plain(value) for key, value in metrics.items() if key != _PG_LOSS}
-        return loss / self.micro.scale, {**plain, METRIC_KEY: packet}
+        return loss, {**metrics, METRIC_KEY: packet}
 
     def _data(self) -> TensorDict:
         """Build the micro-batch in the form in which the engine hands it to its loss."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from types import FrameType, MappingProxyType
 from typing import Any
@@ -168,12 +168,7 @@ class OffPolicyLoss:
             packet = self.measure_uncorrected(model_output, data)
             self.report(packet, model_output, data)
             return loss, {**metrics, METRIC_KEY: packet}
-        parts = split_micro_batch(model_output, data)
-        found = [self._correct(*part, dp_group) for part in parts]
-        if len(found) == 1:
-            return found[0]
-        losses, metrics_of_parts = zip(*found, strict=True)
-        return torch.stack(losses).sum(), merge_metrics(metrics_of_parts)
+        return add_parts([self._correct(*part, dp_group) for part in split_micro_batch(model_output, data)])
 
     def _correct(
         self, model_output: Mapping[str, Any], data: TensorDict, dp_group: Any
@@ -314,6 +309,14 @@ class OffPolicyLoss:
         if self.spec.proximal != "recompute" and torch.is_grad_enabled():
             guards.append(find_zero_rows(batch.rollout_log_prob, batch.log_prob.detach(), batch.response_mask))
         return guards
+
+
+def add_parts(found: Sequence[tuple[Tensor, dict[str, Any]]]) -> tuple[Tensor, dict[str, Any]]:
+    """Add the losses of a micro-batch's parts, and merge their metrics."""
+    if len(found) == 1:
+        return found[0]
+    losses, metrics = zip(*found, strict=True)
+    return torch.stack(losses).sum(), merge_metrics(metrics)
 
 
 def _repeat(random_state: Tensor, loss: BoundLoss, *args: Any, **kwargs: Any) -> tuple[Tensor, dict[str, Any]]:

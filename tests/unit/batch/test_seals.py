@@ -13,7 +13,7 @@ from torch import Tensor
 
 from recipe.offpolicy.batch.micro_batch import MicroBatch, check_engine, check_seals, read
 from recipe.offpolicy.batch.padding import take_rows
-from recipe.offpolicy.batch.plan import PROVE, SharedPlan, seal_batch, without_marks
+from recipe.offpolicy.batch.plan import PROVE, SharedPlan, columns_to_seal, seal_batch
 from recipe.offpolicy.batch.seals import (
     SealError,
     build_seals,
@@ -225,4 +225,4 @@ def test_a_batch_is_sealed_once_with_its_plan() -> None:
 
 
 def test_marks_of_what_is_to_be_proved_need_no_seal() -> None:
-    assert without_marks({"scale": torch.ones(2), PROVE: torch.ones(2)}).keys() == {"scale"}
+    assert columns_to_seal({"scale": torch.ones(2), PROVE: torch.ones(2)}).keys() == {"scale"}

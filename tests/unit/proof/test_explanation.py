@@ -22,8 +22,8 @@ def spec(**mapping: Any) -> CorrectionSpec:
 def test_everything_was_proved() -> None:
     both, live = spec(**BOTH), LIVE | {"parts": 2.0}
     assert describe_proof(both, live).startswith("weight, masks.gsm LIVE in the gradient of 6 tokens")
-    found = describe_rest(both, live, ["plan", "advantages"], {"delivery": None})
-    assert "advantages, plan" in found
+    found = describe_rest(both, live, ["plan", "model_input"], {"delivery": None})
+    assert "model_input, plan" in found
     assert "delivery. Not proved: nothing." in found
 
 
@@ -34,7 +34,8 @@ def test_everything_was_proved() -> None:
         (BOTH, {"own_rows": 0.0}, ["plan"], "that log pi belongs to its own sequences"),
         (BOTH, {"factor": 0.0}, ["plan"], "the engine's factor"),
         (BOTH, {"denominators": 0.0}, ["plan"], "verl's denominators"),
-        ({"weight": TIS | {"level": "version"}}, {}, ["plan", "versions"], "versions of single tokens"),
+        ({"weight": TIS | {"level": "version"}}, {}, ["model_input", "versions"], "versions of single tokens"),
+        (BOTH, {}, ["plan"], "the model's input"),
         (BOTH | {"baseline": "exclude"}, {}, ["plan"], "baseline=exclude"),
         (
             {"masks": {"gsm": GSM | {"ratio": "full"}}, "proximal": "bypass"},

@@ -15,6 +15,7 @@ from recipe.offpolicy.correction import CorrectionSpec
 from recipe.offpolicy.extensions.add_ons import AddOns
 from recipe.offpolicy.proof.rollout_checks import SameEngineError
 from recipe.offpolicy.trainer.supervision import Supervision
+from tests.support.padded_rows import build_model_input
 
 CONFIGURED = {"weight": {"level": "token", "kind": "truncate", "lower": None, "upper": 2.0}}
 FALLBACK = CorrectionSpec()
@@ -86,7 +87,8 @@ def test_one_engine_makes_the_forward_pass_of_its_first_step_alone(
             return batch
 
     def read(batch: Any, *names: str) -> TensorDict:
-        return TensorDict({name: columns[name] for name in names if name in columns}, batch_size=[4])
+        found = {name: columns[name] for name in columns if name in (*names, "attention_mask")}
+        return TensorDict(found, batch_size=[4])
 
     def put(batch: Any, **added: Any) -> Any:
         columns.update(added)
@@ -107,6 +109,7 @@ def test_one_engine_makes_the_forward_pass_of_its_first_step_alone(
         tokens = torch.arange(64).view(4, 16)
         mask = torch.ones(4, 16, dtype=torch.int64)
         columns: dict[str, Any] = {"responses": tokens, "response_mask": mask, "rollout_log_probs": mu}
+        columns |= build_model_input(tokens)
         columns["uid"] = NonTensorStack(*"abcd")
         if apart > 1e-6:
             with pytest.raises(SameEngineError, match="at step 3"):
@@ -158,6 +161,7 @@ def test_versions_of_tokens_are_sealed_when_the_trainer_first_sees_them(
         "responses": torch.arange(8).view(2, 4),
         "response_mask": torch.ones(2, 4, dtype=torch.int64),
         "rollout_log_probs": -torch.ones(2, 4),
+        **build_model_input(torch.arange(8).view(2, 4)),
     }
     spec = CorrectionSpec.from_mapping({"weight": {**CONFIGURED["weight"], "level": level}})
     supervision = SimpleNamespace(spec=spec, wants_sampled=True, sampled=lambda rows: None, takes_mu=False)
@@ -179,7 +183,9 @@ def test_versions_of_tokens_are_sealed_when_the_trainer_first_sees_them(
         module = import_module("recipe.offpolicy.trainer.corrected_v1")
         fields = [{**span, CHUNKS: turns} for span, turns in zip(spans, chunks, strict=True)]
         rows = TensorDict({**columns, "extra_fields": NonTensorStack(*fields)}, batch_size=2)
-        monkeypatch.setattr(module, "read_columns", lambda batch, *names: rows.select(*names, strict=False))
+        monkeypatch.setattr(
+            module, "read_columns", lambda batch, *names: rows.select(*names, "attention_mask", strict=False)
+        )
         run = module.CorrectedV1(SimpleNamespace(global_steps=5, _compute_old_log_prob=lambda batch, metrics: batch))
         run.supervision, run.add_ons = supervision, AddOns()
         run.supervision.scored = run.supervision.aligned = lambda *args: False

@@ -21,12 +21,16 @@ from recipe.offpolicy.trainer.actor_updates import adopt
 from recipe.offpolicy.trainer.corrected_v0 import NOT_COMPARED, CorrectedV0
 from recipe.offpolicy.trainer.supervision import Supervision
 from tests.support.corrections import GSM, M2PO, TIS, opsm
+from tests.support.padded_rows import build_model_input
 from verl import DataProto
 from verl_patches.legacy.handover import HANDOVER
 
 ROWS, WIDTH = 4, 37  # no other size of the batch is 37
 COST = "offpolicy/cost"
-VERLS = ("responses", "response_mask", "input_ids", "old_log_probs", "rollout_log_probs", "advantages")
+VERLS = (
+    *("responses", "response_mask", "old_log_probs", "rollout_log_probs", "advantages"),
+    *("input_ids", "attention_mask", "position_ids"),
+)
 CORRECTIONS: dict[str, dict[str, Any]] = {
     "none": {},
     "weight and masks": {"weight": TIS, "masks": {"gsm": GSM, "opsm": opsm(0.1)}},
@@ -87,7 +91,7 @@ def batch() -> DataProto:
     tokens = torch.arange(ROWS * WIDTH).view(ROWS, WIDTH)
     columns = {
         "responses": tokens,
-        "input_ids": torch.cat([tokens, tokens], 1),
+        **build_model_input(tokens),
         "response_mask": torch.ones(ROWS, WIDTH, dtype=torch.int64),
         "old_log_probs": log_probs,
         "rollout_log_probs": log_probs + 0.1 * torch.randn(ROWS, WIDTH, generator=generator),
