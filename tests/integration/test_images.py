@@ -13,6 +13,7 @@ import torch
 from tensordict import TensorDict
 
 from recipe.offpolicy.batch import micro_batch as mb
+from recipe.offpolicy.batch.model_input import hash_model_input
 from recipe.offpolicy.correction import CorrectionSpec
 from recipe.offpolicy.recording.record_settings import RecordSettings
 from recipe.offpolicy.worker.loss import OffPolicyLoss
@@ -121,7 +122,9 @@ def test_padded_rows_are_read_as_nested_ones(worker: Any) -> None:
     padded["prompts"], padded["attention_mask"], padded["position_ids"] = prompts, attention, positions
     padded["input_ids"] = torch.cat([prompts, padded["responses"]], -1)
     padded["multi_modal_inputs"] = nested["multi_modal_inputs"]
+    hashes = [hash_model_input(padded), hash_model_input(nested)]
     data = left_right_2_no_padding(padded)
+    assert len({tuple(each.tolist()) for each in (*hashes, hash_model_input(data))}) == 1
     for found, own in zip(data["position_ids"].unbind(), rows.positions(), strict=True):
         assert torch.equal(found, own)
     tu.assign_non_tensor(data, calculate_entropy=False, compute_loss=False, temperature=1.0, global_token_num=None)

@@ -10,6 +10,7 @@ import torch
 import transfer_queue as tq
 from omegaconf import OmegaConf
 
+from recipe.offpolicy.batch.model_input import hash_model_input
 from recipe.offpolicy.batch.queue_columns import put_columns, read_columns
 from recipe.offpolicy.trainer.batch_view import MEDIA, MediaError
 from recipe.offpolicy.trainer.corrected_v1 import OWN_PARTITION, CorrectedV1
@@ -26,6 +27,7 @@ def put(rows: im.ImageRollout) -> Any:
     for row, positions in enumerate(rows.positions()):
         field: dict[str, Any] = {"prompts": rows.prompts[row], "responses": rows.responses[row]}
         field |= {"response_mask": rows.response_mask[row], "position_ids": positions}
+        field["input_ids"] = torch.cat([rows.prompts[row], rows.responses[row]])
         fields.append(field | {MEDIA: rows.media[row], "uid": f"prompt{row}"})
     keys = [f"prompt{row}_0_0" for row in range(ROWS)]
     tags = [{"seq_len": positions.shape[1]} for positions in rows.positions()]
@@ -38,7 +40,8 @@ def put(rows: im.ImageRollout) -> Any:
 
 def check_rows(rows: im.ImageRollout, order: list[int], batch: Any) -> None:
     """Every column of a row is that row's own."""
-    found = read_columns(batch, *COLUMNS, "advantages")
+    found = read_columns(batch, *COLUMNS, "input_ids", "advantages")
+    assert torch.equal(hash_model_input(found), hash_model_input(rows.to_tensordict())[torch.tensor(order)])
     for place, row in enumerate(order):
         assert torch.equal(found["responses"].unbind()[place], rows.responses[row])
         assert torch.equal(found["advantages"].unbind()[place], rows.advantages[row])
