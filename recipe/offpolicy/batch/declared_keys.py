@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -127,6 +128,8 @@ class Section:
                     yield from self._find_unknown(value, shipped[name], f"{full}.")
                 elif value is not None:
                     yield self._build(full, value, f"expected its keys: {', '.join(shipped[name])}.", "")
+            elif isinstance(value, Mapping) and (key := self.keys.get(full)) and not key.fits(value):
+                yield self._build(full, value, f"expected {key.words}.", f"It has no keys, such as {full}.NAME.")
 
     def _find_unread(self, values: Values, default: Values) -> Iterator[Problem]:
         for name, key in self.keys.items():
@@ -178,7 +181,7 @@ def number(
     """
 
     def fits(value: Any) -> bool:
-        plain = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        plain = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
         return (null and value is None) or (plain and least <= value <= most and above < value < below)
 
     return Key(fits, words, read_with)

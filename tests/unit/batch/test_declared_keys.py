@@ -45,7 +45,10 @@ def found(**changes: Any) -> list[tuple[str, str, tuple[str, ...]]]:
         ({"limit": "x"}, "limit", "expected a number above 0, or null.", ("a.b.limit=3",)),
         ({"limit": 1, "way": "stop"}, "way", "expected one of [wait,drop].", ("a.b.way=wait",)),
         ({"inner": {"share": 2}}, "inner.share", "expected a share.", ("a.b.inner.share=0.5",)),
+        ({"limit": 10**400}, "limit", "expected a number above 0, or null.", ("a.b.limit=3",)),
         ({"inner": 2}, "inner", "expected its keys: share, times.", ()),
+        ({"way": {"wait": 1}}, "way", "expected one of [wait,drop].", ()),
+        ({"inner": {"share": {}}}, "inner.share", "expected a share.", ()),
         # A key that is like one of ours is moved; another stays for the user to correct.
         ({"limits": 2}, "limits", "unknown key.", ("~a.b.limits", "a.b.limit=2")),
         ({"inner": {"Share": 0.1}}, "inner.Share", "unknown key.", ("~a.b.inner.Share", "a.b.inner.share=0.1")),

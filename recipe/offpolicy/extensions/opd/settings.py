@@ -170,7 +170,11 @@ def _are_addresses(value: Any) -> bool:
 
 
 def _is_address(value: object) -> bool:
-    return isinstance(value, str) and urlsplit(value).scheme in ("http", "https") and bool(urlsplit(value).netloc)
+    try:
+        parts = urlsplit(value if isinstance(value, str) else "")
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # brackets that do not match, or a port above 65535
+        return False
 
 
 def _is_scale(value: Any) -> bool:
@@ -192,7 +196,10 @@ KEYS = {
     "teacher.other_template": flag(),
     "teacher.api_key": Key(lambda value: True, _API_KEY),
     "teacher.headers": Key(lambda value: True, _HEADERS),
-    "teacher.sources": Key(lambda value: value is None, "data sources, each with the keys of its teacher, or null"),
+    "teacher.sources": Key(
+        lambda value: value is None or isinstance(value, Mapping),
+        "data sources, each with the keys of its teacher, or null",
+    ),
     "eligible.passed_above": number("a reward"),
     "eligible.max_pass_rate": number("a share in [0, 1]", 0, 1),
     "eligible.rows": choice("failed", "all"),
