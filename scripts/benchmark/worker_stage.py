@@ -2,6 +2,7 @@
 
     python scripts/benchmark/worker_stage.py [--model quickstart] [--mini-batches 2] [--micro-batches 1] [--json FILE]
         [--rows 64] [--prompt 13] [--response 10] [--pairs 25] [--device cpu] [--shadow]
+        [--centering K] [--vocabulary V]
 
 The model's forward pass, verl's ``ppo_loss`` (A) or the same with a correction in it (B), the backward pass, of each
 micro-batch; the packets are pickled after each mini-batch, as verl gathers metrics, so that B's statistics are measured
@@ -9,6 +10,9 @@ and fetched after the last. Optimizer steps are left out, and so is what verl's 
 quickstart's correction is on, with statistics and attribution; ``--shadow`` reports on another one as well; the proof
 of the first update is off. A and B take turns, in turn first; medians. On a CPU: CPU seconds of one thread; on a GPU:
 wall seconds between synchronisations.
+
+With ``--centering K``, A is the correction alone and B the same with score centering over K tokens, with the notes and
+the checks of each micro-batch; on a CPU the growth of the resident set in an update is measured too.
 """
 
 from __future__ import annotations
@@ -21,6 +25,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -30,8 +35,11 @@ from torch import Tensor
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
+from recipe.offpolicy.batch.weight_versions import EXTRA_FIELDS
+from recipe.offpolicy.support.support_notes import NOTE, SupportNote
+from recipe.offpolicy.support.token_supports import read_supports
 from scripts.benchmark.simulated_parts import CORRECTION, build_batch
-from scripts.harness import add_counts, build_parser, find_median_ratio, take_turns, write_json
+from scripts.harness import add_counts, build_parser, find_median_ratio, measure_growth, take_turns, write_json
 
 MODELS: dict[str, dict[str, Any]] = {
     "quickstart": {},
@@ -86,19 +94,49 @@ class Spent(NamedTuple):
     loss: float
 
 
-def build_model(name: str, device: str) -> Any:
-    """Build a model with random weights: float32 on a CPU, bfloat16 on a GPU."""
+def build_model(name: str, device: str, vocabulary: int | None = None) -> Any:
+    """Build a model with random weights, float32 on a CPU and bfloat16 on a GPU; ``vocabulary``: None for its own."""
     from scripts.quickstart.model import build_model, build_tokenizer
 
-    model = build_model(build_tokenizer("Spell the word backward:"), **MODELS[name])
+    changes = MODELS[name] | ({} if vocabulary is None else {"vocab_size": vocabulary})
+    model = build_model(build_tokenizer("Spell the word backward:"), **changes)
     return model.to(device=device, dtype=torch.float32 if device == "cpu" else torch.bfloat16)
 
 
-def build_micro_batch(model: Any, sizes: Sizes, seed: int, *, last: bool = True) -> TensorDict:
+class Engine:
+    """The methods of verl's engine that score centering wraps, around a model whose micro-batch is a mini-batch."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+
+    def prepare_model_outputs(
+        self, output: Any, output_args: dict[str, Any], micro_batch: TensorDict, logits_processor_func: Any
+    ) -> dict[str, Any]:
+        """Compute log-probs from logits."""
+        return {"log_probs": take_log_probs(output.logits, micro_batch["input_ids"])}
+
+    def forward_backward_batch(self, data: TensorDict, loss_function: Loss, forward_only: bool = False) -> Any:
+        """Run the forward pass, the loss and, unless ``forward_only``, the backward pass."""
+        output = SimpleNamespace(logits=compute_logits(self.model, data["input_ids"]))
+        temperature = torch.ones(len(data), device=output.logits.device)
+        found = self.prepare_model_outputs(
+            output=output, output_args={"temperature": temperature}, micro_batch=data, logits_processor_func=None
+        )
+        del output
+        value, metrics = loss_function(model_output=found, data=data)
+        if not forward_only:
+            value.backward()
+        return {"metrics": metrics}
+
+
+def build_micro_batch(
+    model: Any, sizes: Sizes, seed: int, *, last: bool = True, centering: int | None = None
+) -> TensorDict:
     """Build rows as verl's V1 trainer ships them, with pi_old of the model and mu a little apart.
 
     Args:
         last: of the update's last mini-batch.
+        centering: K likeliest tokens of a mu over the whole vocabulary come with each token; None: none.
     """
     device = next(model.parameters()).device
     generator = torch.Generator().manual_seed(seed)
@@ -114,9 +152,15 @@ def build_micro_batch(model: Any, sizes: Sizes, seed: int, *, last: bool = True)
 
     ids = nested(whole)
     with torch.no_grad():
-        found = compute_log_probs(model, ids).unbind()
+        logits = compute_logits(model, ids)
+        found = take_log_probs(logits, ids).unbind()
     old = [row[sizes.prompt - 1 : -1].float() for row in found]
     noise = [0.02 * torch.randn(row.shape, generator=generator).to(device) for row in old]
+    mu, notes = [row + apart for row, apart in zip(old, noise, strict=True)], []
+    if centering is not None:
+        of_responses = [row[sizes.prompt - 1 : len(tokens) - 1] for row, tokens in zip(logits, whole, strict=True)]
+        drawn = (draw_note(*row, sizes.prompt, centering, generator) for row in zip(whole, of_responses, strict=True))
+        mu, notes = map(list, zip(*drawn, strict=True))
     data = build_batch(
         {
             "prompts": nested([row[: sizes.prompt] for row in whole]),
@@ -124,7 +168,7 @@ def build_micro_batch(model: Any, sizes: Sizes, seed: int, *, last: bool = True)
             "input_ids": ids,
             "advantages": nested([torch.full_like(row, 1.0 if place % 2 else -1.0) for place, row in enumerate(old)]),
             "old_log_probs": nested(old),
-            "rollout_log_probs": nested([row + apart for row, apart in zip(old, noise, strict=True)]),
+            "rollout_log_probs": nested(mu),
         },
         micro_batches=sizes.micro_batches,
         last=last,
@@ -132,36 +176,59 @@ def build_micro_batch(model: Any, sizes: Sizes, seed: int, *, last: bool = True)
     for column in range(OBJECTS):
         of_rows = [NonTensorData({"answer": str(row), "turns": [1, 2]}) for row in range(sizes.rows)]
         data[f"object_{column}"] = NonTensorStack(*of_rows)
+    if notes:
+        data[EXTRA_FIELDS] = NonTensorStack(*(NonTensorData(note) for note in notes))
     return data
 
 
-def compute_log_probs(model: Any, ids: Any) -> Tensor:
+def draw_note(
+    tokens: Tensor, logits: Tensor, prompt: int, size: int, generator: torch.Generator
+) -> tuple[Tensor, dict[str, Any]]:
+    """Draw mu of a row's response about the model's logits; return it and the row's note of the likeliest tokens."""
+    noise = 0.02 * torch.randn(logits.shape, generator=generator)
+    log_q = (logits.float() + noise.to(logits.device)).log_softmax(-1)
+    values, ids = log_q.topk(size)
+    sampled = tokens[prompt:, None]
+    own = log_q.gather(-1, sampled)
+    answer = [torch.cat(pair, 1).flatten().tolist() for pair in ((sampled, ids), (own, values))]
+    note = SupportNote()
+    supports = read_supports(answer[0], answer[1], len(own), likeliest=True)
+    note.add(tokens[:prompt].tolist(), tokens[prompt:].tolist(), supports)
+    return own[:, 0], {NOTE: note.finish().to_plain()}
+
+
+def compute_logits(model: Any, ids: Any) -> Tensor:
+    """Compute the logits of a forward pass, (B, S, V), padded on the right, where nothing before it attends to it."""
+    logits: Tensor = model(input_ids=ids.to_padded_tensor(0), use_cache=False).logits
+    return logits
+
+
+def take_log_probs(logits: Tensor, ids: Any) -> Tensor:
     """Compute the log-prob of each next token, nested and shifted left by one as verl's engine returns them."""
-    padded = ids.to_padded_tensor(0)
-    logits = model(input_ids=padded, use_cache=False).logits.float()
+    logits, padded = logits.float(), ids.to_padded_tensor(0)
     labels = padded.roll(-1, dims=-1)
-    # Padding is on the right, where nothing before it attends to it.
     flat = logits.gather(-1, labels[..., None])[..., 0] - logits.logsumexp(-1)
     there = torch.arange(padded.shape[1], device=padded.device) < ids.offsets().diff()[:, None]
     return torch.nested.nested_tensor_from_jagged(flat[there], ids.offsets())
 
 
-def update(model: Any, mini_batches: Sequence[Sequence[TensorDict]], loss: Loss) -> Spent:
+def update(engine: Engine, mini_batches: Sequence[Sequence[TensorDict]], loss: Loss) -> Spent:
     """Run one update: gradients of each mini-batch, and its metrics as they leave the worker."""
     from verl_patches.sent_metrics import complete
 
-    clock = _clock(next(model.parameters()).device)
+    clock = _clock(next(engine.model.parameters()).device)
     in_loss, start = 0.0, clock()
+
+    def timed_loss(**given: Any) -> tuple[Tensor, dict[str, Any]]:
+        nonlocal in_loss
+        called = clock()
+        found = loss(**given)
+        in_loss += clock() - called
+        return found
+
     for micro_batches in mini_batches:
-        model.zero_grad(set_to_none=True)
-        metrics = []
-        for data in micro_batches:
-            output = {"log_probs": compute_log_probs(model, data["input_ids"])}
-            called = clock()
-            value, found = loss(model_output=output, data=data)
-            in_loss += clock() - called
-            metrics.append(found)
-            value.backward()
+        engine.model.zero_grad(set_to_none=True)
+        metrics = [engine.forward_backward_batch(data, timed_loss)["metrics"] for data in micro_batches]
         called = clock()
         for each in metrics:
             complete(each)
@@ -170,10 +237,21 @@ def update(model: Any, mini_batches: Sequence[Sequence[TensorDict]], loss: Loss)
     return Spent(whole=clock() - start, loss=in_loss)
 
 
-def compare(name: str, sizes: Sizes, pairs: int, device: str, *, shadow: bool = False) -> dict[str, Any]:
+def compare(
+    name: str,
+    sizes: Sizes,
+    pairs: int,
+    device: str,
+    *,
+    shadow: bool = False,
+    centering: int | None = None,
+    vocabulary: int | None = None,
+) -> dict[str, Any]:
     """Measure the figures, with their units in their names."""
+    from recipe.offpolicy.centering.centering_engine import FLAG, CenteringEngine
     from recipe.offpolicy.correction import CorrectionSpec
     from recipe.offpolicy.worker.loss import OffPolicyLoss
+    from verl.utils import tensordict_utils as tu
     from verl.workers.config import FSDPActorConfig
     from verl.workers.utils.losses import ppo_loss
 
@@ -182,49 +260,76 @@ def compare(name: str, sizes: Sizes, pairs: int, device: str, *, shadow: bool = 
     config = FSDPActorConfig(
         strategy="fsdp2", rollout_n=1, ppo_mini_batch_size=rows, ppo_micro_batch_size_per_gpu=sizes.rows
     )
-    model = build_model(name, device)
+    model = build_model(name, device, vocabulary)
     batches = [
         [
-            build_micro_batch(model, sizes, mini * sizes.micro_batches + micro, last=mini == sizes.mini_batches - 1)
-            for micro in range(sizes.micro_batches)
+            build_micro_batch(model, sizes, at * sizes.micro_batches + i, last=last, centering=centering)
+            for i in range(sizes.micro_batches)
         ]
-        for mini in range(sizes.mini_batches)
+        for at in range(sizes.mini_batches)
+        for last in [at == sizes.mini_batches - 1]
     ]
     shadows = {"tis_sequence": CorrectionSpec.from_mapping(SHADOW)} if shadow else {}
-    losses: dict[str, Loss] = {
-        "verl": partial(ppo_loss, config),
-        "ours": OffPolicyLoss(CorrectionSpec.from_mapping(CORRECTION), config, shadows=shadows),
-    }
-    spent = take_turns({who: partial(update, model, batches, loss) for who, loss in losses.items()}, pairs)
+    ours = OffPolicyLoss(CorrectionSpec.from_mapping(CORRECTION), config, shadows=shadows)
+    sides: dict[str, Callable[[], Spent]] = {}
+    if centering is None:
+        sides["verl"] = partial(update, Engine(model), batches, partial(ppo_loss, config))
+        sides["ours"] = partial(update, Engine(model), batches, ours)
+    else:
+        sides["uncentred"] = partial(update, Engine(model), batches, ours)
+        spec = CorrectionSpec.from_mapping(CORRECTION | {"centering": centering})
+        flagged = [[data.copy() for data in micro_batches] for micro_batches in batches]
+        for data in (data for micro_batches in flagged for data in micro_batches):
+            tu.assign_non_tensor(data, **{FLAG: True})
+        centred = Engine(model)
+        CenteringEngine(centred)
+        sides["ours"] = partial(update, centred, flagged, OffPolicyLoss(spec, config, shadows=shadows))
+    found = measure(sides, sizes, pairs)
+    if centering is not None:
+        found |= {"centering": centering, "vocabulary": model.config.vocab_size}
+        if device == "cpu":
+            found |= {f"{who}_growth_bytes": measure_growth(side) for who, side in sides.items()}
+    where = device if device == "cpu" else torch.cuda.get_device_name()
+    return {"model": name, "device": where, **asdict(sizes), "pairs": pairs, "shadow": shadow, **found}
+
+
+def measure(sides: dict[str, Callable[[], Spent]], sizes: Sizes, pairs: int) -> dict[str, float]:
+    """Measure two sides in turn: seconds of a micro-batch, the second side's without a name before them."""
+    spent = take_turns(sides, pairs)
     each = sizes.micro_batches * sizes.mini_batches
-    (verl, verl_loss), (ours, in_loss) = (
-        (statistics.median(seconds) / each for seconds in zip(*spent[who], strict=True)) for who in losses
+    (base, in_base), (whole, in_loss) = (
+        (statistics.median(seconds) / each for seconds in zip(*spent[who], strict=True)) for who in sides
     )
+    other, ours = sides
     return {
-        "model": name,
-        "device": device if device == "cpu" else torch.cuda.get_device_name(),
-        **asdict(sizes),
-        "pairs": pairs,
-        "shadow": shadow,
-        "verl_seconds": verl,
-        "seconds": ours,
-        "verl_loss_seconds": verl_loss,
+        f"{other}_seconds": base,
+        "seconds": whole,
+        f"{other}_loss_seconds": in_base,
         "loss_seconds": in_loss,
-        "time_ratio": find_median_ratio(*([one.whole for one in spent[who]] for who in ("ours", "verl"))),
-        "share_in_loss": (in_loss - verl_loss) / verl,
+        "time_ratio": find_median_ratio(*([one.whole for one in spent[who]] for who in (ours, other))),
+        "share_in_loss": (in_loss - in_base) / base,
     }
 
 
 def format_figures(found: dict[str, Any]) -> str:
     """Format the figures as text."""
+    centred = "centering" in found
+    other, ours = ("without centering", "with it") if centred else ("with verl's loss", "with a correction")
+    base, in_base = (found[f"{'uncentred' if centred else 'verl'}_{name}"] for name in ("seconds", "loss_seconds"))
+    more = ""
+    if centred:
+        more = f"\n{found['centering']} of {found['vocabulary']} tokens"
+    if "ours_growth_bytes" in found:
+        grown = [found[f"{who}_growth_bytes"] / 2**20 for who in ("uncentred", "ours")]
+        more += f"; memory of an update {other}: {grown[0]:.0f} MiB, {ours}: {grown[1]:.0f} MiB"
     return (
         f"{found['model']} on {found['device']}: updates of {found['mini_batches']} x {found['micro_batches']} "
         f"micro-batches of {found['rows']} rows, {found['prompt']} + {found['response']} tokens at most, "
         f"{found['pairs']} pairs\n"
-        f"forward and backward of a micro-batch with verl's loss: {1e3 * found['verl_seconds']:.1f} ms, "
-        f"with a correction: {1e3 * found['seconds']:.1f} ms, median ratio of a pair {found['time_ratio']:.3f}\n"
-        f"of it in the loss and its metrics: {1e3 * found['verl_loss_seconds']:.2f} ms and "
-        f"{1e3 * found['loss_seconds']:.2f} ms; the difference is {100 * found['share_in_loss']:.1f} % of A"
+        f"forward and backward of a micro-batch {other}: {1e3 * base:.1f} ms, "
+        f"{ours}: {1e3 * found['seconds']:.1f} ms, median ratio of a pair {found['time_ratio']:.3f}\n"
+        f"of it in the loss and its metrics: {1e3 * in_base:.2f} ms and "
+        f"{1e3 * found['loss_seconds']:.2f} ms; the difference is {100 * found['share_in_loss']:.1f} % of A{more}"
     )
 
 
@@ -246,9 +351,12 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--device", default="cpu", help="cpu, or a CUDA device")
     parser.add_argument("--json", type=Path, help="write the figures there")
     parser.add_argument("--shadow", action="store_true", help="report on sequence weights next to the correction")
+    parser.add_argument("--centering", type=int, metavar="K", help="compare with and without score centering")
+    parser.add_argument("--vocabulary", type=int, metavar="V", help="tokens of the model instead of its own")
     given = parser.parse_args(arguments)
     sizes = Sizes(**{name: getattr(given, name) for name in asdict(Sizes())})
-    found = compare(given.model, sizes, given.pairs, given.device, shadow=given.shadow)
+    options = {name: getattr(given, name) for name in ("shadow", "centering", "vocabulary")}
+    found = compare(given.model, sizes, given.pairs, given.device, **options)
     print(format_figures(found))
     write_json(given.json, found)
     return found

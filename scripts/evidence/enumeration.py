@@ -213,7 +213,7 @@ def measure(estimator: Estimator, policies: Policies, *, turns: int = 1) -> Meas
     w (g - E[w g]) / E[w]. KL terms are left out: they do not change the policy term.
 
     Args:
-        turns: of each sequence, alike in length; prefix weights begin again at each.
+        turns: of each sequence, alike in length.
     """
     spec, mu = estimator.spec, policies.probability
     old = proximal_log_prob(

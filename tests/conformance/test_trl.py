@@ -14,13 +14,26 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from torch import Tensor
 from transformers import TrainingArguments
 
 from recipe.offpolicy.correction import CorrectionSpec
 from recipe.offpolicy.correction.dialects import PEERS
 from recipe.offpolicy.worker.kl_loss import choose_surrogate
-from tests.support.conformance import Loss, Options, Rows, check_fields, compare, importable, install, our_loss
+from tests.support.conformance import (
+    Loss,
+    Options,
+    Rows,
+    check_fields,
+    compare,
+    draw_rows,
+    importable,
+    install,
+    measure,
+    our_loss,
+)
+from tests.support.paths import ROOT
 
 pytestmark = pytest.mark.extended
 
@@ -94,6 +107,7 @@ def theirs(trl: Any, options: Options, rows: Rows) -> Loss:
         accelerator=SimpleNamespace(num_processes=1, gather=_same, reduce=_same, gather_for_metrics=_same),
         _metrics={"train": defaultdict(list)},
         get_off_policy_mask=trl.trainer.get_off_policy_mask,
+        get_gamma_weights=trl.trainer.get_gamma_weights,
     )
     known = dict(self=here, torch=torch, math=math, old_per_token_logps=rows.old, sampling_per_token_logps=rows.mu)
     known |= dict(completion_mask=mask, tool_mask=None)
@@ -146,6 +160,24 @@ def ours(spec: CorrectionSpec, options: Options, rows: Rows) -> Loss:
 
 def test_grpo_loss(trl: Any) -> None:
     compare("trl", GRID, functools.partial(theirs, trl), ours, draws=600)
+
+
+@pytest.mark.parametrize("constants", [{}, {"vespo_k_pos": 1.5, "vespo_lambda_pos": 1.0, "vespo_lambda_neg": 4.0}])
+def test_vespo_with_mu_as_pi_old(trl: Any, constants: dict[str, float]) -> None:
+    """Without an engine TRL's weight is on pi / pi_old; ``paper/vespo`` is on pi / mu."""
+    plain = yaml.safe_load((ROOT / "configs/correction/paper/vespo.yaml").read_text())
+    for sign in ("pos", "neg"):
+        part = plain["weights"]["positive" if sign == "pos" else "negative"]
+        part["power"] = constants.get(f"vespo_k_{sign}", part["power"])
+        part["rate"] = constants.get(f"vespo_lambda_{sign}", part["rate"])
+    spec = CorrectionSpec.from_mapping(plain)
+    for seed in range(60):
+        rows = draw_rows(seed)
+        rows = dataclasses.replace(rows, old=rows.mu)
+        options = {"loss_type": "vespo", "use_vllm": False, **constants}
+        expected = measure(theirs(trl, options, rows), rows)
+        for left, right in zip(expected, measure(our_loss(spec, rows, mode="gpg"), rows), strict=True):
+            assert torch.allclose(left, right, rtol=1e-6, atol=1e-6)
 
 
 def test_every_field_is_known(trl: Any) -> None:

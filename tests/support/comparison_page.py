@@ -58,6 +58,13 @@ def list_unclaimed() -> set[str]:
     return {part for part in list_catalogue() if not any(fnmatch.fnmatch(part, claim) for claim in claims)}
 
 
+def list_denied() -> list[str]:
+    """List the columns that are said to be ahead by what this project has, with the word that says so."""
+    words = [word for word, part in FACTS["here"]["denied"].items() if has(part)]
+    leads = {name: framework["ahead"] for name, framework in FACTS["framework"].items()}
+    return [f"{name}: {word}" for name, lead in leads.items() for word in words if word in lead]
+
+
 def build_features() -> str:
     """Build the table of features."""
     columns = FACTS["framework"]

@@ -72,9 +72,15 @@ def test_the_tables_of_the_comparison_are_as_the_facts_and_the_catalogue_are() -
         *([] if page.has("key centering") else ["score centering"]),
         "bitwise equal engines",
     ]
+    assert page.list_denied() == [], "this project has it: remove it from `ahead` in tests/data/peers.toml"
 
 
 def test_a_part_of_the_catalogue_without_a_row_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     without = [feature for feature in comparison_page.FACTS["feature"] if "VESPO" not in feature["name"]]
     monkeypatch.setitem(comparison_page.FACTS, "feature", without)
     assert comparison_page.list_unclaimed() == {"kind gamma"}
+
+
+def test_a_lead_that_is_none_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(comparison_page.FACTS["framework"]["mi"], "ahead", "routing replay on FSDP; a hook")
+    assert comparison_page.list_denied() == ["mi: routing replay"]

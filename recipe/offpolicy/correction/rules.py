@@ -50,7 +50,7 @@ def read_centering(mapping: Mapping[str, Any]) -> int | None:
 
 
 def check_centering(spec: CorrectionParts) -> None:
-    """Refuse parts whose effect on tokens that were not sampled is unknown.
+    """Refuse parts whose effect on tokens that were not sampled is unknown, and a term that is always 0.
 
     Raises:
         SpecError: names the part's key.
@@ -69,6 +69,17 @@ def check_centering(spec: CorrectionParts) -> None:
             alongside={KEY: spec.centering},
             proposed={KEY: None},
         )
+    masked = any(centers_mask(mask) for _, mask in spec.masks)
+    for name, weight in spec.all_weights.items():
+        if weight.kind == "truncate" and weight.lower is None and weight.upper is None and not masked:
+            raise SpecError(
+                f"correction.{name} has no bound, and the expected score under untruncated weights is 0.",
+                f"Set correction.{name}.upper=2.0 for example, or {KEY}=null.",
+                key=KEY,
+                value=spec.centering,
+                alongside={f"correction.{name}.upper": None},
+                proposed={KEY: None},
+            )
 
 
 def find_unknown(spec: CorrectionParts) -> dict[str, tuple[Any, str]]:

@@ -154,6 +154,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "of both probabilities": (mask("binary_kl", None, 0.1), "correction.masks.tm.aggregate"),
     "of pi_old": (mask("product", 0.5, 2.0, ratio="ppo"), "correction.masks.tm.ratio"),
     "outward": (mask("product", 0.5, 2.0, when="outward"), "correction.masks.tm.when"),
+    "nothing to centre": (weight("truncate", None, None), "correction.centering"),
     "bypass": ({"proximal": "bypass"}, "correction.proximal"),
     "support": ({"support": "engine"}, "correction.support"),
     "truncated": ({"allow_truncated_sampling": True}, "correction.allow_truncated_sampling"),

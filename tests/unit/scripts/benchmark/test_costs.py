@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -82,19 +83,34 @@ def test_sizes_that_measure_nothing_are_refused() -> None:
 @pytest.mark.slow
 @pytest.mark.extended
 def test_the_worker_stage_is_timed(tmp_path: Path) -> None:
-    sizes = [argument for name, value in SIZES.items() for argument in (f"--{name.replace('_', '-')}", str(value))]
-    command = [sys.executable, str(FOLDER / "worker_stage.py"), "--model", "tiny", *sizes, "--shadow", "--json"]
-    result = subprocess.run([*command, str(tmp_path / "figures.json")], capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr[-2000:]
-    found = json.loads((tmp_path / "figures.json").read_text())
+    found, said = time_the_worker_stage(tmp_path, "--shadow")
     share = found.pop("share_in_loss")
-    assert {name: found.pop(name) for name in SIZES} == SIZES
-    assert (found.pop("model"), found.pop("device"), found.pop("shadow")) == ("tiny", "cpu", True)
+    assert found.pop("shadow") is True
     assert set(found) == {"verl_seconds", "seconds", "verl_loss_seconds", "loss_seconds", "time_ratio"}
     assert all(value > 0 for value in found.values())
     extra = found["loss_seconds"] - found["verl_loss_seconds"]
     assert share == pytest.approx(extra / found["verl_seconds"])
-    assert "with a correction" in result.stdout
+    assert "with a correction" in said
+
+
+@pytest.mark.verl("==0.9.1")
+def test_the_worker_stage_is_timed_with_and_without_centering(tmp_path: Path) -> None:
+    found, said = time_the_worker_stage(tmp_path, "--centering", "4", "--vocabulary", "64")
+    assert (found["centering"], found["vocabulary"]) == (4, 64)
+    assert {"uncentred_seconds", "uncentred_growth_bytes", "ours_growth_bytes"} < set(found)
+    assert "4 of 64 tokens" in said
+
+
+def time_the_worker_stage(folder: Path, *options: str) -> tuple[dict[str, Any], str]:
+    """The figures without those that were given, and what the command said."""
+    sizes = [argument for name, value in SIZES.items() for argument in (f"--{name.replace('_', '-')}", str(value))]
+    command = [sys.executable, str(FOLDER / "worker_stage.py"), "--model", "tiny", *sizes, *options, "--json"]
+    result = subprocess.run([*command, str(folder / "figures.json")], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr[-2000:]
+    found = json.loads((folder / "figures.json").read_text())
+    assert {name: found.pop(name) for name in SIZES} == SIZES
+    assert (found.pop("model"), found.pop("device")) == ("tiny", "cpu")
+    return found, result.stdout
 
 
 def test_a_ratio_is_the_median_of_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
