@@ -68,23 +68,23 @@ def load_extensions(config: DictConfig) -> tuple[Extension, ...]:
 
 
 def find_problems(config: DictConfig) -> Iterator[Problem]:
-    """Find invalid values of ``offpolicy.extensions``."""
+    """Find invalid values of ``offpolicy.extensions``, and sections that hold no keys."""
     run = Configured(config)
     own = run.get(KEY)
     if own is not None and not isinstance(own, DictConfig):
         reason, fix = "not a mapping of sections to classes.", f"Set {KEY}.SECTION=module:Class, or remove it."
         yield run.problem(KEY, reason, fix, {KEY: {}}, ())
         return
-    for section in (each for each in list_registered(config) if each not in SHIPPED):
+    for section in list_registered(config):
         key, node = f"{KEY}.{section}", run.get(section)
-        if node is None:
+        if node is None and section not in SHIPPED:
             reason = f"the section {section} is missing, so the extension is off."
             yield run.problem(key, reason, f"Set +{section}.KEY=VALUE, or remove this.", parts=(), verdict="NO-OP")
-        elif isinstance(node, DictConfig) and not own_launch.get():
+        elif isinstance(node, DictConfig) and section not in SHIPPED and not own_launch.get():
             reason = "code that a script names is not imported: whether the extension is live was not checked."
             fix = "Check the launch by its overrides, without --script, in the folder of its code."
             yield run.problem(key, reason, fix, parts=(), verdict="NOTE")
-        elif not isinstance(node, DictConfig):
+        elif node is not None and not isinstance(node, DictConfig):
             fix = f"Set {section}.KEY=VALUE, or {section}=null."
             yield run.problem(section, "its section holds no keys.", fix, parts=())
 

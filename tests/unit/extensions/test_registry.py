@@ -31,6 +31,11 @@ def test_what_is_registered_and_not_there_is_named() -> None:
     assert found("nudge") == [(KEY, "nudge")]
 
 
+@pytest.mark.parametrize("value", [True, False, "uniform", 3, []])
+def test_a_shipped_section_without_keys_is_not_off_in_silence(value: Any) -> None:
+    assert found(None, length_penalty=value, opd=None, pass_at_k={}) == [("length_penalty", value)]
+
+
 @pytest.mark.parametrize(
     "target", ["no.such.module:Nudge", "tests.support.nudge:NoSuch", "tests.support.nudge", "pathlib:Path"]
 )

@@ -249,7 +249,7 @@ def explain_key(settings: TeacherSettings) -> str:
     """Explain what to do about a server that refuses the key."""
     if given := [*([settings.api_key] if settings.api_key else ()), *settings.headers.values()]:
         return f"export what this server accepts as {', '.join(given)}."
-    return "name the environment variable that holds its key: opd.teacher.api_key, or --api-key of rft."
+    return "name the environment variable that holds its key: opd.teacher.api_key (rft: --api-key)."
 
 
 def request(

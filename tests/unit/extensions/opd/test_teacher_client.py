@@ -286,7 +286,9 @@ def test_a_secret_is_redacted_before_an_answer_is_shortened(monkeypatch: pytest.
 
 
 def test_a_server_that_demands_a_key_is_said_before_the_run(guarded: FakeTeacher) -> None:
-    with pytest.raises(TeacherError, match=r"/v1/models: HTTP 401\. Fix: name the environment variable"):
+    with pytest.raises(
+        TeacherError, match=r"/v1/models: HTTP 401\. .* holds its key: opd.teacher.api_key \(rft: --api-key\)"
+    ):
         find_model(TeacherSettings(urls=(guarded.url,)))
 
 
