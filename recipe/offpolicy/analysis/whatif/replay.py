@@ -133,6 +133,15 @@ class Decision:
     rejected: dict[str, Tensor]
 
 
+def check_gradient_known(spec: CorrectionSpec) -> None:
+    """Raise SpecError if scores are centred: that changes gradients, and neither weights nor kept tokens."""
+    if spec.centering is not None:
+        raise SpecError(
+            f"correction.centering={spec.centering}: a recording holds no log-probs of tokens that were not sampled: "
+            f"its term is not known. Replay with correction.centering=null."
+        )
+
+
 def check_replayable(spec: CorrectionSpec, recorded: CorrectionSpec, rows: Rows) -> None:
     """Raise SpecError if what was recorded is not enough for ``spec``.
 
@@ -140,14 +149,8 @@ def check_replayable(spec: CorrectionSpec, recorded: CorrectionSpec, rows: Rows)
         recorded: the correction that acted when ``rows`` were recorded.
 
     Raises:
-        SpecError: pi_old was never computed, the version of the weights, by row or by token, is not known, or scores
-            are centred.
+        SpecError: pi_old was never computed, or the version of the weights, by row or by token, is not known.
     """
-    if spec.centering is not None:
-        raise SpecError(
-            f"correction.centering={spec.centering}: a recording holds no log-probs of tokens that were not sampled: "
-            f"its term is not known. Replay with correction.centering=null."
-        )
     if spec.proximal == "recompute" and recorded.proximal not in (*OF_THE_TRAINER, "same_engine"):
         raise SpecError(
             f"correction.proximal=recompute: recorded with correction.proximal={recorded.proximal}, so that pi_old was "

@@ -34,6 +34,7 @@ from .gradient_sums import (
 from .outcomes import FEW, CorrectionOutcome, RunningOutcome, Study, Sums
 from .replay import (
     SIZE,
+    check_gradient_known,
     check_replayable,
     compute_constants,
     count_kept_tokens,
@@ -329,6 +330,7 @@ def _specs(
             continue
         try:
             spec = candidate.resolve_spec(step.spec)
+            check_gradient_known(spec)
             check_replayable(spec, recorded, step.rows)
             active[place] = spec
         except SpecError as error:

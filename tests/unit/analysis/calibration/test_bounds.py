@@ -337,6 +337,15 @@ def test_targets_that_cannot_be_meant(request_: CalibrationRequest, message: str
         propose_bounds(steps_of(drawn()), spec_of(BAND), request_)
 
 
+def test_score_centering_changes_no_bound_and_stays() -> None:
+    """Its term adds to the loss; kept shares and sample sizes are those of the mask and the weight."""
+    plain, request = spec_of(BAND, weight=TIS), CalibrationRequest(target_kept=0.9, target_ess=0.99)
+    centred = replace(plain, centering=20)
+    found, without = (propose_bounds(steps_of(drawn(3)), each, request) for each in (centred, plain))
+    assert found.spec == replace(without.spec, centering=20)
+    assert [each.threshold for each in found.proposals] == [each.threshold for each in without.proposals]
+
+
 def test_open_deltas_are_filled_in_and_named() -> None:
     plain, unset = fill_placeholders({"masks": {"opsm": OPSM | {"delta": "???"}, "gsm": BAND}})
     assert unset == {"masks.opsm.delta"}
