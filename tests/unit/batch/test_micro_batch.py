@@ -48,10 +48,6 @@ def test_the_leaf_is_a_copy() -> None:
     assert batch.model_output["log_probs"].grad is None
 
 
-def test_numbers_are_spread_to_where_log_probs_stand() -> None:
-    assert read().spread(torch.tensor([[1.0, 2.0], [3.0, 0.0]])).tolist() == [[1.0, 2.0], [3.0, 0.0]]
-
-
 def test_a_plan_and_tensors_are_put_into_a_copy() -> None:
     batch, plan = read(), SharedPlan(3)
     changed = batch.data_with(plan, advantages=torch.ones(2, 2), old_log_probs=None)
@@ -71,16 +67,6 @@ def test_detached_rows_keep_nothing_of_the_engine_alive() -> None:
 
 RATIOS = torch.tensor([[1.5, 4.0], [1.0, 9.0]]).log()
 """Log pi_old / mu with mu = 1: below the cap of 2, above it, and agreement; the last is padding."""
-
-
-def test_both_stages_decide_on_the_rows() -> None:
-    step = mb.decide(
-        spec(TIS, any=band(0.5, 3.0, level="token", aggregate="product")), replace(read(), old_log_prob=RATIOS)
-    )
-    # The weight is capped at 2, and the mask rejects the ratio of 4; padding is not kept.
-    assert step.weight[0].tolist() == pytest.approx([1.5, 2.0])
-    assert step.weight[1, 0].item() == 1.0
-    assert step.keep.tolist() == [[True, False], [True, False]]
 
 
 def test_a_weight_by_version_is_that_of_each_chunk() -> None:
@@ -189,13 +175,6 @@ def test_log_probs_of_the_responses_are_cut_out_of_prompts_and_responses() -> No
     assert mb.pad_log_probs(output, data, Layout.of(data)).tolist() == [[-1.0, -2.0], [-3.0, 0.0]]
     already = torch.tensor([[-1.0, -2.0], [-3.0, -4.0]])
     assert mb.pad_log_probs({"log_probs": already}, data) is already
-
-
-def test_tensors_are_put_in_and_taken_out_of_a_copy() -> None:
-    data = TensorDict({"kept": torch.zeros(2), "gone": torch.zeros(2)}, batch_size=2)
-    changed = mb.with_tensors(data, gone=None, never_there=None, new=torch.ones(2))
-    assert sorted(changed.keys()) == ["kept", "new"]
-    assert sorted(data.keys()) == ["gone", "kept"]
 
 
 def test_objects_of_rows_are_in_the_copy_as_they_are() -> None:

@@ -13,7 +13,6 @@ from tensordict import TensorDict
 
 from recipe.offpolicy.batch import plan
 from recipe.offpolicy.batch.plan import MINI_BATCH_TOKENS, SCALE, BatchSplit, SharedPlan
-from recipe.offpolicy.correction import BatchConstants, CorrectionSpec
 from recipe.offpolicy.correction.row_layout import BLOCK
 from tests.support.corrections import TIS, band, spec
 from tests.support.growth import count_work
@@ -45,15 +44,6 @@ def test_a_plan_that_needs_nothing_reads_nothing() -> None:
     assert columns == {}
 
 
-def test_a_normalized_weight_needs_the_mean_of_the_batch() -> None:
-    normalized = spec({**TIS, "normalize": True})
-    made, columns = plan.build_plan(normalized, {}, step=3, rows=rows, batch_split=never)
-    # Weights capped at 2: 1, 2, 2, 1, 2.
-    assert made.constants.weight_mean == pytest.approx(8 / 5)
-    assert columns == {}
-    assert plan.compute_constants(spec(TIS), rows()) == BatchConstants()
-
-
 def test_a_plan_reads_the_versions_of_its_rows_once() -> None:
     """Though its weight, its shadow and its denominator all go by the age of the weights."""
     by_age = {**TIS, "normalize": True, "by_staleness": [1, 2, 4]}
@@ -66,20 +56,6 @@ def test_a_plan_reads_the_versions_of_its_rows_once() -> None:
         )
     assert columns[SCALE].tolist() == pytest.approx([5 / 3] * 3)  # two tokens are of weights two steps old
     read.assert_called_once()
-
-
-def test_shadows_have_constants_of_their_own() -> None:
-    shadows = {"normalized": spec({**TIS, "normalize": True}), "plain": spec(TIS)}
-    made, _ = plan.build_plan(spec(TIS), shadows, step=3, rows=rows, batch_split=never)
-    assert made.constants == BatchConstants()
-    assert made.shadow_constants["normalized"].weight_mean == pytest.approx(8 / 5)
-    assert made.shadow_constants["plain"] == BatchConstants()
-
-
-def test_what_the_rollout_stage_keeps() -> None:
-    tokens, kept = plan.count_kept(spec(any=TOKEN_MASK), rows())
-    assert tokens.tolist() == [2.0, 1.0, 2.0]
-    assert kept.tolist() == [1.0, 0.0, 2.0]
 
 
 def test_columns_of_the_kept_denominator() -> None:
@@ -138,12 +114,6 @@ def test_the_kept_denominator_counts_as_verls_own_loss_divides(loss_mode: str) -
     scale = plan.build_row_columns(kept, batch, split)[SCALE].tolist()
     # 3 of 5 tokens and 2 of 3 rows are kept, of row 0 one token of two.
     assert scale == pytest.approx([3.0, 1.5, 1.5] if by_sequence else [5 / 3] * 3)
-
-
-def test_moved_bounds_travel_with_the_plan() -> None:
-    bounds = {"any": {"lower": 0.6, "upper": 2.5}}
-    made, _ = plan.build_plan(CorrectionSpec(), {}, step=1, rows=never, batch_split=never, bounds=bounds)
-    assert made.bounds == bounds
 
 
 def test_rows_of_a_large_batch_are_counted_block_by_block() -> None:

@@ -18,13 +18,10 @@ from recipe.offpolicy.batch.seals import (
     SealError,
     build_seals,
     compare,
-    hash_columns,
     hash_numbers,
-    hash_rows,
     key_of,
     seal_columns,
     seal_constant,
-    seal_numbers,
 )
 from recipe.offpolicy.correction.deferred_value import fetch
 
@@ -114,21 +111,6 @@ def test_layouts_have_the_same_seals() -> None:
     padded = build_seals(TOKENS, mask, BY_TOKEN)
     nested = build_seals(packed(TOKENS), packed(mask), {name: packed(each) for name, each in BY_TOKEN.items()})
     assert all(torch.equal(nested[name][mask.any(-1)], padded[name][mask.any(-1)]) for name in BY_TOKEN)
-
-
-def test_a_seal_holds_hash_and_mean() -> None:
-    (seal,) = seal_columns(TOKENS, MASK, [BY_TOKEN["old_log_probs"]])
-    hashes = seal[:, :2].contiguous().view(torch.int64)[:, 0]
-    assert torch.equal(hashes, hash_rows(TOKENS, MASK, BY_TOKEN["old_log_probs"]))
-    # Tokens 0, 1 and 2 of the first row: -(1 + 2 + 3) / 9.
-    assert float(seal[0, 2].view(torch.float32)) == pytest.approx(-2 / 3)
-    assert float(seal_numbers(BY_ROW["versions"])[0, 2].view(torch.float32)) == 3.5
-
-
-def test_several_columns_hash_as_each_does_alone() -> None:
-    columns = list(BY_TOKEN.values())
-    expected = torch.stack([hash_rows(TOKENS, MASK, column) for column in columns], dim=-1)
-    assert torch.equal(hash_columns(TOKENS, MASK, columns), expected)
 
 
 def test_numbers_of_a_row_hash_by_value_and_order() -> None:

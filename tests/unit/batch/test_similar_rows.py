@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from recipe.offpolicy.batch import padding
-from recipe.offpolicy.batch.padding import AT_ONCE, FEW, group_rows, split_micro_batch, take_rows
+from recipe.offpolicy.batch.padding import AT_ONCE, FEW, group_rows, split_micro_batch
 from scripts.benchmark.simulated_parts import CORRECTION, build_actor_config, build_micro_batch
 from tests.support.legacy_rows import build_legacy_losses
 from tests.support.padded_rows import pad_columns
@@ -33,18 +33,6 @@ def test_groups_hold_each_row_once_and_not_too_many_tokens(lengths: list[int]) -
         padded = len(group) * max(lengths[row] for row in group)
         assert padded <= AT_ONCE
         assert padded <= max(FEW, 2 * sum(lengths[row] for row in group))
-
-
-def test_rows_keep_their_tokens_and_their_gradient() -> None:
-    output, data = build_micro_batch(sum(LENGTHS), LENGTHS)
-    model_output = output()
-    part_output, part = take_rows(model_output, data, [1, 4])
-    assert part["responses"].offsets().tolist() == [0, 40, 73]
-    assert torch.equal(part["old_log_probs"].unbind()[1], data["old_log_probs"].unbind()[4])
-    whole = model_output["log_probs"].unbind()
-    assert torch.equal(part_output["log_probs"].values(), torch.cat([whole[1], whole[4]]))
-    assert part_output["log_probs"].requires_grad
-    assert part["batch_num_tokens"] == sum(LENGTHS)
 
 
 @pytest.mark.parametrize("padded", [False, True], ids=["nested", "padded"])

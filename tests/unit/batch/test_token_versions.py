@@ -17,7 +17,6 @@ from recipe.offpolicy.batch.weight_versions import (
     RowVersions,
     TokenVersions,
     lay_out,
-    read_extra_fields,
     read_versions,
 )
 from tests.support.growth import count_work
@@ -77,21 +76,6 @@ def test_a_row_whose_chunks_do_not_fit_is_unknown_whatever_its_row_says(case: st
     assert laid(turns, mask, torch.tensor([3])) == [UNKNOWN] * len(mask)
 
 
-def test_a_row_without_chunks_has_its_one_version() -> None:
-    assert laid(None, [1, 1, 0], torch.tensor([7])) == [7, 7, -1]
-    assert laid(None, [1, 1, 0]) == [-1, -1, -1]
-
-
-def test_rows_stand_by_themselves_and_nested_ones_come_back_nested() -> None:
-    mask = [torch.tensor([1, 1, 1]), torch.tensor([0, 1]), torch.tensor([1])]
-    nested = torch.nested.as_nested_tensor(mask, layout=torch.jagged)
-    turns = [[[(3, 2), (4, 3)]], None, [[(3, 9)]]]
-    found = lay_out(turns, nested, torch.tensor([9, 9, 9]))
-    assert [row.tolist() for row in found.unbind()] == [[3, 3, 4], [-1, 9], [3]]
-    assert lay_out([], torch.zeros(0, 3), torch.zeros(0, dtype=torch.int64)).shape == (0, 3)
-    assert lay_out([None], torch.zeros(1, 0), MIXED).shape == (1, 0)
-
-
 @st.composite
 def rows(draw: st.DrawFn) -> tuple[list[list[tuple[int, int]]], list[int], list[int]]:
     """Turns of one to four chunks, tool outputs between them, the last one cut: turns, mask, and expected versions."""
@@ -145,11 +129,6 @@ def field(oldest: int, newest: int, turns: Any = None) -> dict[str, Any]:
 
 
 MASK = torch.tensor([[1, 1, 1], [1, 1, 0], [1, 1, 0]], dtype=torch.bool)
-
-
-def test_extra_fields_come_bare_or_wrapped() -> None:
-    assert read_extra_fields(batch({"a": 1}, {"a": 2})) == [{"a": 1}, {"a": 2}]
-    assert read_extra_fields(TensorDict({}, batch_size=2)) == []
 
 
 def test_versions_are_by_row_where_no_row_notes_chunks() -> None:
