@@ -11,9 +11,10 @@ from typing import Any, Literal
 from omegaconf import OmegaConf
 
 from ...batch.configured import Configured
-from ...batch.declared_keys import Key, choice, count, number
+from ...batch.declared_keys import Key, Rule, choice, count, number
 from ...correction import Problem, SpecError
 from ...correction.problem import set_to
+from ..sessions import is_dump
 from ..setting_checks import ROLLOUTS, build_settings, count_rollouts, read_train_column, read_values
 from .penalties import KINDS
 
@@ -99,7 +100,7 @@ class LengthSettings:
         """
         fix = f"Set {section}=anchor, or another of {', '.join(KINDS)}."
         named = ("kind", "no kind of penalty is named.", fix)
-        given = build_settings(cls, read_values(section, values, "length_penalty/anchor", KEYS, named=named))
+        given = build_settings(cls, read_values(section, values, "length_penalty/anchor", KEYS, (_CLASSES,), named))
         if given.kind == "reference" and given.reference is None:
             key, kind = f"{section}.reference", f"{section}.kind"
             fix = f"Set {key} to tokens, or to {COLUMN}NAME of the data set."
@@ -156,6 +157,14 @@ KEYS = {
     "leave_out.dump": Key(lambda value: value is None or (isinstance(value, str) and value != ""), "a file, or null"),
     "leave_out.below": number("a share in (0, 1]", most=1, above=0, read_with=("leave_out.dump", ...)),
 }
+
+_CLASSES = Rule(
+    "classes.hard_below",
+    lambda values: values["classes.hard_below"] > values["classes.easy_above"],
+    "a prompt could be easy and hard.",
+    lambda values: min(0.1, values["classes.easy_above"]),
+    "classes.easy_above",
+)
 
 
 ESTIMATORS = {"before": ("grpo", "rloo"), "after": ("grpo", "grpo_vectorized", "rloo", "rloo_vectorized")}
@@ -279,9 +288,10 @@ def _check_left_out(key: str, dump: str, run: Configured) -> Iterator[Problem]:
     path = run.get(custom := f"{DATA_CLASS}.path")
     if path and not str(path).endswith(".length_penalty.left_out"):
         yield run.problem(custom, "leaving out prompts needs a class of its own.", f"Set {key}=null, or {custom}=null.")
-    if not Path(dump).is_file():
+    if not is_dump(Path(dump)):
+        reason = "it is not a validation dump of verl." if Path(dump).is_file() else "no such file."
         fix = "Name a validation dump of an early checkpoint over the training prompts."
-        yield run.problem(key, "no such file.", fix, value=dump)
+        yield run.problem(key, reason, fix, value=dump)
 
 
 def _check_classes(section: str, settings: LengthSettings, from_step: int, run: Configured) -> Iterator[Problem]:

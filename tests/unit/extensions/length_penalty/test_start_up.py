@@ -11,6 +11,7 @@ from omegaconf import OmegaConf
 
 from recipe.offpolicy.batch.configured import Configured
 from recipe.offpolicy.correction import Problem
+from recipe.offpolicy.correction.problem import CheckError
 from recipe.offpolicy.extensions.length_penalty.length_penalty import LengthPenalty
 from recipe.offpolicy.extensions.length_penalty.settings import LengthSettings, find_problems
 from recipe.offpolicy.extensions.registry import load_extensions
@@ -89,8 +90,27 @@ def test_a_reference_is_to_be_given() -> None:
     assert "reference 300" in extension.meaning
 
 
+@pytest.mark.parametrize(
+    ("text", "said"), [(None, "no such file"), ("", "not a validation dump"), ("{}", "not a valid")]
+)
+def test_a_file_that_is_no_dump_is_refused(text: str | None, said: str, tmp_path: Path) -> None:
+    dump = tmp_path / "100.jsonl"
+    if text is not None:
+        dump.write_text(text)
+    (problem,) = problems({"kind": "none", "leave_out": {"dump": str(dump)}})
+    assert (problem.key, problem.verdict) == ("length_penalty.leave_out.dump", "ERROR")
+    assert said in problem.reason
+
+
+def test_no_prompt_is_easy_and_hard() -> None:
+    settings = {"kind": "none", "classes": {"from_step": 10, "easy_above": 0.05}}
+    with pytest.raises(CheckError, match="easy_above=0.05: a prompt could be easy and hard") as caught:
+        LengthSettings.from_mapping("length_penalty", settings)
+    assert caught.value.problems[0].overrides == ("length_penalty.classes.hard_below=0.05",)
+
+
 def test_a_class_of_the_data_next_to_that_of_left_out_prompts_is_refused(tmp_path: Path) -> None:
-    (dump := tmp_path / "1.jsonl").write_text("")
+    (dump := tmp_path / "1.jsonl").write_text('{"input": "q", "score": 1.0}')
     settings = {"kind": "none", "leave_out": {"dump": str(dump)}}
     assert problems(settings) == []
     own = {"data__custom_cls__path": "pkg://recipe.offpolicy.extensions.length_penalty.left_out"}
