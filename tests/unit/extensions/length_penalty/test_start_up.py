@@ -90,9 +90,7 @@ def test_a_reference_is_to_be_given() -> None:
     assert "reference 300" in extension.meaning
 
 
-@pytest.mark.parametrize(
-    ("text", "said"), [(None, "no such file"), ("", "not a validation dump"), ("{}", "not a valid")]
-)
+@pytest.mark.parametrize(("text", "said"), [(None, "no such file"), ("", "not a validation"), ("{}", "not a valid")])
 def test_a_file_that_is_no_dump_is_refused(text: str | None, said: str, tmp_path: Path) -> None:
     dump = tmp_path / "100.jsonl"
     if text is not None:
