@@ -74,13 +74,6 @@ def test_routes_are_laid_out_as_the_tokens_are(name: str) -> None:
     assert found.size == 9 * LAYERS * TOP_K * 2
 
 
-def test_routes_of_the_trainer_are_of_all_tokens() -> None:
-    data = batch()
-    found = read_routes(data, layout(data, PADDED), "R2", STEP, None)
-    assert int(found.replayed.sum()) == 9
-    assert found.ages is None
-
-
 def test_rows_that_are_too_old_are_withheld() -> None:
     """In step 7 version 6 is 0 versions old, version 4 two."""
     data = batch(versions=(6, 4, 5))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from recipe.offpolicy.replay.expert_choice import ReplayError
-from recipe.offpolicy.replay.routed_model import find_experts, find_routers
+from recipe.offpolicy.replay.routed_model import find_routers
 from tests.support.mixtures import build_mixture
 
 
@@ -65,21 +65,6 @@ class Tiny(nn.Module):
         return scores
 
 
-def test_routers_are_the_innermost_modules_that_choose() -> None:
-    model = build_mixture("Qwen3Moe")
-    layout, routers = find_routers(model)
-    assert (layout.layers, layout.dense, layout.depth, layout.experts, layout.top_k) == ((0, 1, 2), (), 3, 8, 2)
-    assert all(routers[layer] is model.model.layers[layer].mlp.gate for layer in range(3))
-
-
-def test_layers_are_numbered_as_in_the_model() -> None:
-    """Its first layer is dense, and groups of experts are no choice of experts."""
-    model = build_mixture("DeepseekV3")
-    layout, routers = find_routers(model)
-    assert (layout.layers, layout.dense) == ((1, 2), (0,))
-    assert all(routers[layer] is model.model.layers[layer].mlp for layer in (1, 2))
-
-
 def test_the_search_leaves_a_model_as_it_was() -> None:
     model = build_mixture("Qwen3Moe")
     model.model.layers[1].eval()
@@ -125,41 +110,3 @@ def test_a_model_with_another_kind_of_choice_is_refused_by_name() -> None:
 def test_models_made_otherwise_are_refused_by_name(model: Tiny, reason: str) -> None:
     with pytest.raises(ReplayError, match=reason):
         find_routers(model)
-
-
-@pytest.mark.parametrize(
-    "model",
-    [
-        Tiny(Gate(), Gate(0)),
-        Tiny(Gate(), num_experts=[4, 4]),
-        # Shipped experts of other groups keep their weight.
-        Tiny(MaskedGate(float("-inf"), False)),
-        Tiny(MaskedGate(0.0, False)),
-    ],
-)
-def test_models_made_otherwise_are_found(model: Tiny) -> None:
-    assert find_routers(model)[0].layers == (0,)
-
-
-def test_logits_that_are_zero_are_not_masked() -> None:
-    """The gate of a model without weights, or the token whose embedding is zero."""
-    model = build_mixture("GptOss")
-    for name, weight in model.named_parameters():
-        if "router" in name:
-            torch.nn.init.zeros_(weight)
-    assert find_routers(model)[0].layers == (0, 1, 2)
-
-
-def test_a_layer_whose_experts_nothing_chooses_is_refused() -> None:
-    """Its routes would be left out in silence."""
-    model = Tiny(Gate(), Gate(0))
-    model.blocks[1]["experts"] = nn.Identity()
-    with pytest.raises(ReplayError, match=r"layer\(s\) \[1\] make no choice"):
-        find_routers(model)
-
-
-def test_experts_are_found_by_their_layer() -> None:
-    model = build_mixture("DeepseekV3")
-    found = find_experts(model)
-    assert sorted(found) == [1, 2]
-    assert all(found[layer] is model.model.layers[layer].mlp.experts for layer in found)

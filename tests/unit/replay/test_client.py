@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 from types import SimpleNamespace
 from typing import Any
 
@@ -73,39 +72,6 @@ def test_each_of_verls_clients_notes_routes(kind: str, monkeypatch: pytest.Monke
     output = ask(client)
     assert torch.equal(torch.as_tensor(output.routed_experts), routes)
     assert output.extra_fields[NOTE] == [4, hash_routes(routes)]
-
-
-def test_a_resumed_request_keeps_the_routes_of_its_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """verl puts the chunks together; the second attempt forwards all tokens again."""
-    first, second = draw_routes(tokens=3, seed=1), draw_routes(tokens=5, seed=2)
-    attempts = (([5, 6], first, "aborted"), ([7, 8], second, "completed"))
-    output = ask(serve(build("versioned"), monkeypatch, *attempts))
-    assert torch.equal(torch.as_tensor(output.routed_experts), torch.cat([first, second[-2:]]))
-    assert output.extra_fields[NOTE][0] == 5
-
-
-def test_turns_keep_the_routes_that_they_were_sampled_with(monkeypatch: pytest.MonkeyPatch) -> None:
-    """verl's tool agent takes the last turn's routes for all tokens, and the first turn's extra fields."""
-    first, second = draw_routes(tokens=3, seed=1), draw_routes(tokens=6, seed=2)
-    turns = (([5, 6], first, "completed"), ([8], second, "completed"))
-    client = serve(build("LLMServerClient"), monkeypatch, *turns)
-    one = ask(client)
-    two = ask(client, prompt=[*PROMPT, 5, 6, 7, 7])
-    routes = torch.as_tensor(two.routed_experts)
-    assert torch.equal(routes, torch.cat([first, second[3:]]))
-    assert one.extra_fields[NOTE] == [6, hash_routes(routes)]
-    assert one.extra_fields[NOTE] is two.extra_fields[NOTE]
-    del one, two
-    gc.collect()
-    assert "a" not in ours._rows
-
-
-def test_rows_that_share_ids_are_noted_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    turns = [([5, 6], draw_routes(tokens=3, seed=seed), "completed") for seed in (1, 2)]
-    client = serve(build("LLMServerClient", full_determinism=True), monkeypatch, *turns)
-    one, two = ask(client), ask(client)
-    assert one.extra_fields[NOTE] == [3, hash_routes(turns[0][1])]
-    assert two.extra_fields[NOTE] == [3, hash_routes(turns[1][1])]
 
 
 def test_a_server_without_routes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,10 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from recipe.offpolicy.replay.expert_choice import ChoiceRecord, ReplayError, RouterSlot, equal_sets, find_scores
+from recipe.offpolicy.replay.expert_choice import ReplayError, RouterSlot, find_scores
 
 SCORES = torch.tensor([[0.1, 0.4, 0.3, 0.2], [0.7, 0.1, 0.0, 0.2], [0.2, 0.3, 0.4, 0.1]])
-OWN = [[1, 2], [0, 3], [2, 1]]
 
 
 def choose(scores: Tensor) -> tuple[Tensor, Tensor]:
@@ -26,57 +25,6 @@ def run(slot: RouterSlot, forward: Callable[[Tensor], Any] = choose) -> Any:
 
 def new_slot() -> RouterSlot:
     return RouterSlot(layer=5, experts=4, top_k=2)
-
-
-def get_record(slot: RouterSlot) -> ChoiceRecord:
-    assert slot.record is not None
-    return slot.record
-
-
-def test_unarmed_it_leaves_the_router_alone() -> None:
-    slot = new_slot()
-    _, ids = run(slot)
-    assert ids.tolist() == OWN
-    assert slot.record is None
-    assert not slot.is_armed
-
-
-def test_given_ids_replace_the_choice_in_their_rows() -> None:
-    slot = new_slot()
-    slot.arm(torch.tensor([[3, 0], [9, 9], [1, 2]], dtype=torch.uint8), torch.tensor([True, False, True]))
-    values, ids = run(slot)
-    assert ids.tolist() == [[3, 0], [0, 3], [1, 2]]
-    assert torch.equal(values, torch.tensor([[0.2, 0.1], [0.7, 0.2], [0.3, 0.4]]))
-    record = get_record(slot)
-    assert record.own.tolist() == OWN
-    assert record.ids.tolist() == ids.tolist()
-    # Row 2 was given its own choice in the other order; row 1 is not counted.
-    assert (int(record.count_replayed()), int(record.count_equal())) == (2, 1)
-
-
-def test_without_rows_all_are_replayed() -> None:
-    slot = new_slot()
-    slot.arm(torch.tensor([[3, 0], [1, 2], [1, 0]]))
-    assert run(slot)[1].tolist() == [[3, 0], [1, 2], [1, 0]]
-
-
-def test_own_choice_is_recorded_and_kept_when_disarmed() -> None:
-    slot = new_slot()
-    slot.arm()
-    run(slot)
-    slot.disarm()
-    assert get_record(slot).ids.tolist() == OWN
-    assert int(get_record(slot).count_replayed()) == 0
-    slot.arm()
-    assert slot.record is None
-
-
-def test_gradients_reach_the_scores_at_the_given_ids() -> None:
-    slot, scores = new_slot(), SCORES.clone().requires_grad_()
-    slot.arm(torch.tensor([[3, 0], [1, 2], [1, 0]]))
-    slot.run(choose, (scores,), {})[0].sum().backward()
-    assert scores.grad is not None
-    assert scores.grad.tolist() == [[1, 0, 0, 1], [0, 1, 1, 0], [1, 1, 0, 0]]
 
 
 def test_a_router_without_its_choice_is_refused() -> None:
@@ -113,8 +61,3 @@ def test_a_choice_of_experts_is_told_from_other_calls(call: Any, is_choice: bool
     func, args, kwargs = call
     found = find_scores(func, args, kwargs, experts=4, top_k=2)
     assert found is SCORES if is_choice else found is None
-
-
-def test_sets_are_compared_without_order() -> None:
-    given = torch.tensor([[3, 1, 0], [3, 1, 0], [2, 2, 1]])
-    assert equal_sets(given, torch.tensor([[0, 3, 1], [0, 3, 2], [2, 1, 1]])).tolist() == [True, False, False]

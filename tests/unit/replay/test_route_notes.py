@@ -4,21 +4,10 @@ from __future__ import annotations
 
 import pickle
 
-import pytest
 import torch
 
 from recipe.offpolicy.replay.batch_routes import RouteNote, count_shared, hash_routes, hash_tokens
 from tests.support.mixtures import draw_routes
-
-
-def test_a_turn_keeps_the_routes_that_it_was_sampled_with() -> None:
-    """Turn 1 forwards tokens 5, 6, 7 and samples 8; turn 2 forwards these again, a tool's 9 and its own 10."""
-    note, first, second = RouteNote(), draw_routes(tokens=3, seed=1), draw_routes(tokens=5, seed=2)
-    assert torch.equal(note.keep_sampled([5, 6, 7, 8], first), first)
-    joined = note.keep_sampled([5, 6, 7, 8, 9, 10], second)
-    # 8 was sampled last, and first forwarded by turn 2.
-    assert torch.equal(joined, torch.cat([first, second[3:]]))
-    assert note == [5, hash_routes(joined)]
 
 
 def test_routes_of_tokens_that_a_turn_renders_anew_are_its_own() -> None:
@@ -34,12 +23,6 @@ def test_a_note_travels_as_two_numbers() -> None:
     arrived = pickle.loads(pickle.dumps({"note": note}))["note"]
     assert type(arrived) is list
     assert arrived == list(note)
-
-
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int32, torch.int64])
-def test_the_checksum_is_of_the_ids_and_not_of_their_dtype(dtype: torch.dtype) -> None:
-    routes = draw_routes(tokens=7)
-    assert hash_routes(routes.to(dtype)) == hash_routes(routes) != 0
 
 
 def test_the_checksum_differs_by_id_layer_order_and_place() -> None:

@@ -15,7 +15,6 @@ from tests.support import mixtures
 from tests.support.mixtures import (
     KINDS,
     TOKENS,
-    WIDTH,
     build_mixture,
     compute_gradients,
     draw_routes,
@@ -70,25 +69,6 @@ def test_own_routes_change_nothing_to_the_bit(pair: tuple[Any, RoutedModel], che
         assert (int(record.count_replayed()), int(record.count_equal())) == (TOKENS, TOKENS)
 
 
-def test_foreign_routes_act_and_survive_checkpointing(pair: tuple[Any, RoutedModel]) -> None:
-    model, routed = pair
-    native = compute_gradients(model)
-    routes = foreign_routes(routed)
-    routed.arm(routes)
-    plain = compute_gradients(model)
-    assert torch.equal(routed.stack_ids(), routes)
-    assert (plain[0] - native[0]).abs().max() > 0.1
-    gates = [f"model.layers.{layer}.mlp" for layer in routed.layout.layers]
-    assert all(
-        any(name.startswith((f"{gate}.gate.", f"{gate}.router.")) and grad.any() for name, grad in plain[1].items())
-        for gate in gates
-    )
-    set_checkpointing(model, True)
-    assert_equal(plain, compute_gradients(model))
-    # The recomputation does not count twice.
-    assert all(int(record.count_replayed()) == TOKENS for record in routed.get_records().values())
-
-
 @pytest.mark.parametrize("too_early", ["disarm", "arm again"])
 def test_other_routes_in_the_recomputation_are_refused(pair: tuple[Any, RoutedModel], too_early: str) -> None:
     model, routed = pair
@@ -105,63 +85,6 @@ def test_unarmed_nothing_changes(pair: tuple[Any, RoutedModel]) -> None:
     model, _ = pair
     family = type(model).__name__.removesuffix("ForCausalLM")
     assert_equal(compute_gradients(build_mixture(family)), compute_gradients(model))
-
-
-def test_rows_without_routes_are_native_to_the_bit(pair: tuple[Any, RoutedModel]) -> None:
-    model, routed = pair
-    native = compute_gradients(model)
-    routed.arm(torch.zeros_like(foreign_routes(routed)))
-    assert_equal(native, compute_gradients(model))
-    assert not any(record.replayed.any() for record in routed.get_records().values())
-
-
-def test_rows_beside_replayed_ones_are_native_to_the_bit(pair: tuple[Any, RoutedModel]) -> None:
-    """The first row of the batch has no routes, and does not see the other.
-
-    What it sends to the experts is native to the bit. What comes back is not: a matrix product rounds by how many rows
-    go through an expert together.
-    """
-    model, routed = pair
-    sent: list[tuple[Tensor, ...]] = []
-    first = model.model.layers[routed.layout.layers[0]].mlp.experts
-    hook = first.register_forward_pre_hook(lambda _, inputs: sent.append(tuple(each[:WIDTH] for each in inputs)))
-    native, _ = compute_gradients(model)
-    routes = foreign_routes(routed)
-    routes[:WIDTH] = 0
-    routed.arm(routes)
-    replayed, _ = compute_gradients(model)
-    hook.remove()
-    assert len(sent[0]) == 3
-    assert all(torch.equal(one, other) for one, other in zip(*sent, strict=True))
-    torch.testing.assert_close(replayed[0], native[0], rtol=0, atol=1e-4)
-    assert (replayed[1] - native[1]).abs().max() > 0.1
-    for layer, record in routed.get_records().items():
-        assert record.replayed.tolist() == [False] * WIDTH + [True] * WIDTH
-        assert torch.equal(record.ids[:WIDTH], record.own[:WIDTH])
-        assert torch.equal(record.ids[WIDTH:], routes[WIDTH:, layer])
-
-
-def test_one_expert_a_token_has_rows_without_routes_too() -> None:
-    model = build_mixture("Qwen3Moe", num_experts_per_tok=1, norm_topk_prob=False)
-    routed = install_replay(model)
-    native = compute_gradients(model)
-    zeros = torch.zeros(TOKENS, mixtures.LAYERS, 1, dtype=torch.uint8)
-    routed.arm(zeros)
-    assert_equal(native, compute_gradients(model))
-    # Rows that are named are replayed.
-    routed.arm(zeros, torch.ones(TOKENS, dtype=torch.bool))
-    assert not torch.equal(native[0], compute_gradients(model)[0])
-    assert not routed.stack_ids().any()
-
-
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int32])
-def test_dtypes_give_the_same(pair: tuple[Any, RoutedModel], dtype: torch.dtype) -> None:
-    model, routed = pair
-    routes = foreign_routes(routed)
-    routed.arm(routes)
-    expected = compute_gradients(model)
-    routed.arm(routes.to(dtype))
-    assert_equal(expected, compute_gradients(model))
 
 
 def test_routes_that_do_not_fit_are_refused_and_leave_it_unarmed(pair: tuple[Any, RoutedModel]) -> None:

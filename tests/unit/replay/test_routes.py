@@ -28,18 +28,8 @@ def with_ids(row: int, layer: int, ids: list[int]) -> Tensor:
     return given
 
 
-def test_dense_layers_are_those_without_experts() -> None:
-    assert LAYERS.dense == (0,)
-
-
 def test_a_row_that_is_zero_in_all_layers_has_no_routes() -> None:
     assert find_routed_rows(routes()).tolist() == [True, True, False]
-
-
-def test_routes_that_fit_pass() -> None:
-    rows = find_routed_rows(routes())
-    check_shape(routes(), LAYERS)
-    check_ids(routes(), rows, LAYERS)
 
 
 @pytest.mark.parametrize(
@@ -72,12 +62,3 @@ def test_other_shapes_and_dtypes_are_refused(given: Tensor, reason: str) -> None
 def test_ids_that_no_router_chooses_are_refused(given: Tensor, reason: str) -> None:
     with pytest.raises(ReplayError, match=reason):
         check_ids(given, find_routed_rows(given), LAYERS)
-
-
-def test_rows_without_routes_are_not_read() -> None:
-    check_ids(with_ids(1, 2, [7, 7]), torch.tensor([True, False, False]), LAYERS)
-
-
-def test_one_expert_a_token_is_expert_0_wherever_rows_say_so() -> None:
-    layers = RoutedLayers("Tiny", depth=2, layers=(0, 1), experts=4, top_k=1)
-    check_ids(torch.zeros(3, 2, 1, dtype=torch.uint8), torch.ones(3, dtype=torch.bool), layers)

@@ -60,14 +60,6 @@ def test_metrics_by_hand() -> None:
     assert merge_reports(reports()).gradients == (1.0, 0.5)
 
 
-def test_metrics_of_a_step_are_of_all_its_updates() -> None:
-    """The second update has no token of age 0: its share of these weighs nothing."""
-    second = replace(REPORT, ages=((0, 0), (32, 20), (0, 0), (0, 0)), gradients=(), first=None)
-    found = measure_routes([REPORT, second])
-    assert (found["is0/equal_share"], found["is1/equal_share"]) == (1.0, 24 / 44)
-    assert (found["bytes"], found["kl_k3"]) == (320, 1e-5)
-
-
 def test_later_updates_are_judged_without_a_proof() -> None:
     later = replace(REPORT, gradients=(), first=None)
     assert judge([later], "R3", tokens=20) == ""
