@@ -13,6 +13,7 @@ from ..correction import CorrectionSpec, Statistic, StepStage
 from ..correction.centering import compute_centering, compute_coefficients, compute_drift
 from ..correction.rules import centers_mask, find_unknown
 from ..correction.statistics import build_mean
+from ..correction.validation import rename_for_metrics
 from .micro_batch import MicroBatch, flatten, read_scale
 
 LOG_PROBS = "offpolicy_likeliest_log_probs"
@@ -93,7 +94,8 @@ def measure_drift(
 ) -> dict[str, Statistic]:
     """Measure the drift that the correction would have without centering, and that of each shadow by token."""
     specs = {"drift": spec}
-    specs |= {f"drift/{name}": shadow for name, shadow in shadows.items() if not find_unknown(shadow)}
+    known = {name: shadow for name, shadow in shadows.items() if not find_unknown(shadow)}
+    specs |= {f"drift/{rename_for_metrics(name)}": shadow for name, shadow in known.items()}
     count = batch.policy_mask.sum(dtype=torch.float64)
     found = {}
     for name, each in specs.items():

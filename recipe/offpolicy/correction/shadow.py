@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from . import BatchConstants, CorrectionSpec, RolloutStage, Statistic, rollout_stage, step_stage
+from .validation import rename_for_metrics
 
 _KEEP = re.compile(
     r"keep/(?P<sign>(?:positive|negative)/)?(?P<share>token|sequence)_share"
@@ -36,7 +37,9 @@ def compute_shadow_statistics(
     constants: Mapping[str, BatchConstants] | None = None,
     alongside: RolloutStage | None = None,
 ) -> dict[str, Statistic]:
-    """Compute each shadow's keep shares and weights, under ``shadow/<name>/``; see ``correction.statistics``.
+    """Compute each shadow's keep shares and weights, under ``shadow/<name>/``, see ``correction.statistics``.
+
+    Names are those of ``validation.rename_for_metrics``.
 
     Args:
         shadows: name -> correction.
@@ -80,7 +83,8 @@ def compute_shadow_statistics(
             step = step_stage(spec, stage, log_prob=log_prob, advantages=advantages)
         except ValueError as error:
             raise ValueError(f"shadow {name}: {error}") from error
-        statistics |= {f"shadow/{name}/{key}": s for key, s in _reported(spec, step.statistics)}
+        label = f"shadow/{rename_for_metrics(name)}"
+        statistics |= {f"{label}/{key}": s for key, s in _reported(spec, step.statistics)}
     return statistics
 
 

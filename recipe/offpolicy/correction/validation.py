@@ -397,9 +397,19 @@ def check_metric_name(name: str, key: str, mask: Any = None) -> str:
     return name
 
 
+def rename_for_metrics(name: str) -> str:
+    """Replace the substrings "min" and "max", by which verl reduces metrics.
+
+    Example:
+        >>> rename_for_metrics("paper/minpro")
+        'paper/leastpro'
+    """
+    while "min" in name or "max" in name:
+        name = name.replace("min", "least").replace("max", "greatest")
+    return name
+
+
 def _renamed(name: str) -> str:
     """Rename a mask so that its name is allowed."""
-    plain = re.sub(r"[^a-z0-9_]", "", name.lower().replace("-", "_"))
-    while "min" in plain or "max" in plain:
-        plain = plain.replace("min", "least").replace("max", "greatest")
+    plain = rename_for_metrics(re.sub(r"[^a-z0-9_]", "", name.lower().replace("-", "_")))
     return plain if _NAME.fullmatch(plain) else f"mask_{plain}".rstrip("_")

@@ -12,6 +12,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 from ..correction import CorrectionSpec, Problem, SpecError
 from ..correction.correction_parts import KEYS as SUPPORT_KEYS
 from ..correction.problem import CheckError, format_value
+from ..correction.validation import rename_for_metrics
 from ..monitor.alarms.alarm_settings import DEFAULTS, SECTION
 from ..recording.record_settings import resolve_dir
 from .auto_choice import Requirement, check_requirements, format_selection, select
@@ -106,6 +107,8 @@ def _resolve_shadows(run: Composed, say: Say) -> None:
     if shadows:
         with open_dict(run.config):
             run.config.offpolicy.shadow = {name: shadow.to_mapping() for name, shadow in shadows.items()}
+    renamed = {name: label for name in shadows if (label := rename_for_metrics(name)) != name}
+    notes += [f"shadow {name}: its metrics are offpolicy/shadow/{label}/*" for name, label in renamed.items()]
     for note in notes:
         say(note)
 
@@ -163,10 +166,9 @@ def parse_shadows(
             raise SpecError("no option of the group correction.", key=SHADOW, value=name, proposed=without)
         if name in shadows:
             raise SpecError("named twice.", key=SHADOW, value=name, proposed={SHADOW: list(dict.fromkeys(names))})
-        if not re.fullmatch(r"[a-z0-9_/]+", name) or "min" in name or "max" in name:
+        if not re.fullmatch(r"[a-z0-9_/]+", name):
             raise SpecError(
-                "one option is named in lower case letters, digits, _ and /, without 'min' or 'max' (verl reduces "
-                "metrics by those).",
+                "one option is named in lower case letters, digits, _ and /.",
                 f"Write several as a list, {SHADOW}=[gsm,opsm].",
                 key=SHADOW,
                 value=name,

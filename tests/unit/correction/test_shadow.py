@@ -160,10 +160,16 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "bypass": {"proximal": "bypass", "masks": {"opsm": opsm(0.1)}},
     "loglinear": {"proximal": "loglinear", "alpha": 0.5, "weight": TIS},
     "mistyped": {"weights": TIS},
-    "clip_max": {"weight": TIS},
-    "mini": {"weight": TIS},
+    "paper/minpro": {"weight": TIS},
     "With-Capitals": {"weight": TIS},
 }
+
+
+def test_metrics_of_an_option_are_not_reduced_by_its_name() -> None:
+    shadows, notes = parse_shadows(["paper/minpro"], OPTIONS.__getitem__, 0.1)
+    assert notes == []
+    assert report(shadows)["paper/leastpro/weight/mean"] == pytest.approx(1.4)  # 2, 2, 1, 1 and 1; TIS caps at 2
+    assert not [key for key in report(shadows) if "min" in key or "max" in key]
 
 
 def test_options_become_corrections_under_their_names() -> None:
@@ -199,8 +205,6 @@ def test_an_open_delta_is_filled_and_said() -> None:
         ("bypass", "correction.proximal=bypass"),
         ("loglinear", "correction.proximal=loglinear"),
         ("mistyped", r"correction\.weights"),
-        ("clip_max", "'min' or 'max'"),
-        ("mini", "'min' or 'max'"),
         ("With-Capitals", "lower case"),
     ],
 )

@@ -89,7 +89,12 @@ def warn_wide_caps(run: Composed) -> Iterator[Problem]:
     """Warn of caps so high that single tokens or sequences dominate the gradient."""
     why = f"above {WIDE_CAP:g} single tokens or rows can own the gradient; 2 by token and 5 by sequence are usual."
     for part, weight in list_weights(run):
-        if weight.upper is None or weight.upper > WIDE_CAP:
+        if weight.power is not None and weight.rate is not None:
+            greatest = math.exp(weight.rate - weight.power) * (weight.power / weight.rate) ** weight.power
+            if greatest > WIDE_CAP:
+                reason, key = f"the greatest weight is {greatest:.3g}; {why}", f"correction.{part}.rate"
+                yield run.problem(key, reason, "", {key: weight.power}, (part,), "NOTE", value=weight.rate)
+        elif weight.upper is None or weight.upper > WIDE_CAP:
             key, cap = f"correction.{part}.upper", 2.0 if weight.level == "token" else 5.0
             yield run.problem(key, why, "", {key: cap}, (part,), "NOTE", value=weight.upper)
     bound = run.verls.get("rollout_is_threshold")
