@@ -38,9 +38,9 @@ GPU_MEMORY=0.85 # these GPUs hold nothing of the trainer
 source "$root/recipe/offpolicy/run_common.sh"
 
 if ! grep -q '^ *separate_async:' "$verl/trainer/config/ppo_trainer.yaml"; then
-    echo "run_async.sh: verl $(< "$verl/version/version") has no trainer.v1.separate_async, which came with 0.9.1, and" \
-        "its experimental asynchronous trainers are not covered by the correction. Fix: install verl 0.9.1, or take" \
-        "run_dense_fsdp.sh, whose rollouts wait for the trainer." >&2
+    echo "run_async.sh: verl $(< "$verl/version/version") has no trainer.v1.separate_async, which came with 0.9.1." \
+        "Fix: install verl 0.9.1, use fully_async_policy (docs/programs/fully_async.md), or take run_dense_fsdp.sh," \
+        "whose rollouts wait for the trainer." >&2
     exit 1
 fi
 

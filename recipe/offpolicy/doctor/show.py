@@ -149,10 +149,12 @@ def _print_line(console: Console, *texts: str, style: str | None = None) -> None
 
 def _format_conclusion(diagnosis: Diagnosis) -> str:
     if not diagnosis.rows:
-        return "No correction is configured: there is nothing to check."
+        return "Not checked: no correction is configured."
     if diagnosis.verdict == "OK":
         if diagnosis.fingerprint is not None or diagnosis.launch.ours:
             return "OK: every check passes and all hook points exist. The first update of the run proves it, or stops."
+        if all(row.name.startswith("shadow.") for row in diagnosis.rows):
+            return "OK: the shadow corrections will be reported; the run trains with verl's own loss, uncorrected."
         return "OK: verl reads what is configured. Only a correction of this package is proved at the first update."
     fixes = list(dict.fromkeys(each for problem in diagnosis.problems for each in problem.overrides))
     said = f"{diagnosis.verdict}: exit status {diagnosis.status}."

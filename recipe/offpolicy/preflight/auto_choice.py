@@ -123,7 +123,8 @@ def _choose_rate_limit(setup: Setup) -> Selection:
         return Selection(
             (),
             (
-                f"setup.mode=async: staleness is bounded, by {_FULLY_ASYNC} + 1 versions.",
+                f"setup.mode=async: staleness is limited by {_FULLY_ASYNC}, to that + 1 versions unless a response "
+                f"takes longer than the time between two weight synchronisations.",
                 f"{_PARTIAL}={str(setup.resumes).lower()}: the tokens of a row were sampled by "
                 f"{'one version or several' if setup.resumes else 'one version'}, each with its own mu.",
             ),

@@ -113,7 +113,7 @@ def test_modules_of_the_folder_stand_in_for_no_others(folder: Path) -> None:
         check=False,
     )
     assert not (folder / MARK).exists(), (folder / MARK).read_text()
-    assert "nothing to check" in done.stdout, done.stdout + done.stderr
+    assert "Not checked" in done.stdout, done.stdout + done.stderr
 
 
 def test_a_folder_is_taken_off_the_path_and_its_files_are_refused(

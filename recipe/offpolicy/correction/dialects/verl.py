@@ -264,7 +264,7 @@ VERL: Final = Peer(
         "loss_mode policy_loss_mode reset_attention_mask rollout_n"
         " calculate_log_probs enable_rollout_routing_replay ignore_input_ids_mismatch kl_loss_type"
         " log_prob_max_token_len_per_gpu log_prob_micro_batch_size log_prob_micro_batch_size_per_gpu"
-        " log_prob_min_clamp log_prob_use_dynamic_bsz logprobs logprobs_mode max_off_policy_strategy"
+        " log_prob_min_clamp log_prob_use_dynamic_bsz logprobs logprobs_mode max_off_policy_strategy reweight_method"
         " max_off_policy_threshold replay_file router_replay use_rollout_log_probs"
     ),
     context=frozenset({_LOSS_MODE}),
