@@ -48,7 +48,9 @@ def test_a_row_is_the_same_correction(keys: str, overrides: str) -> None:
     assert ("loss_mode=gpg" in overrides) == wanted.weighs_full_ratio
 
 
-@pytest.mark.parametrize("file", sorted(Path(helper.__file__).parents[1].glob("config/_generated*.yaml")), ids=lambda file: file.name)
+@pytest.mark.parametrize(
+    "file", sorted(Path(helper.__file__).parents[1].glob("config/_generated*.yaml")), ids=lambda file: file.name
+)
 def test_verls_own_whole_config_is_read(file: Path) -> None:
     config = yaml.safe_load(file.read_text())
     assert CorrectionSpec.from_verl(config) == CorrectionSpec()
