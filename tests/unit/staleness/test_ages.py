@@ -13,7 +13,6 @@ from recipe.offpolicy.staleness.ages import (
     StalenessError,
     check_ages,
     check_newest,
-    check_seen,
     compute_age,
     find_too_old,
     read_tags,
@@ -29,11 +28,6 @@ def rows(*versions: int, padding: int = 0) -> list[RowTag]:
 
 def test_the_weights_of_a_step_are_those_of_the_step_before() -> None:
     assert [compute_age(version, 5) for version in (4, 3, 0)] == [0, 1, 4]
-
-
-def test_rows_older_than_eta_are_too_old() -> None:
-    assert find_too_old(rows(4, 3, 2, 1), 5, AgeLimit(Fraction(2))) == [3]
-    assert find_too_old(rows(4, 1, padding=1), 5, AgeLimit(Fraction(2))) == []
 
 
 def test_rows_of_before_a_checkpoint_have_the_limit_of_then() -> None:
@@ -91,13 +85,6 @@ def test_the_oldest_row_is_named() -> None:
         StalenessError, match=r"sequence u2_0_0 was sampled by version 0 .* 2 of 3 sequences are too old"
     ):
         check_ages(rows(3, 2, 0), 5, AgeLimit(Fraction(1)))
-
-
-def test_the_loss_may_see_what_entered_it() -> None:
-    check_seen(1.0, rows(4, 3), 5, "1")
-    check_seen(0.0, rows(4, 3), 5, "1")
-    with pytest.raises(StalenessError, match="a sequence of age 2"):
-        check_seen(2.0, rows(4, 3), 5, "1")
 
 
 def test_a_mini_batch_keeps_a_token() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import json
 import logging
 import pickle
@@ -72,23 +71,6 @@ def test_each_attempt_notes_its_version_and_one_without_tokens_none(generate: Ca
     assert empty.extra_fields[CHUNKS] == [[(4, 1)]]
 
 
-def test_later_turns_join_the_list_that_the_first_turn_gave(generate: Callable[..., Any]) -> None:
-    """verl's tool agent keeps the extra fields of its first turn; rows of other ids have lists of their own."""
-
-    async def row() -> tuple[Any, Any]:
-        kept = dict((await generate("a", (2, 3, "completed"))).extra_fields)
-        other = await generate("b", (1, 3, "completed"))
-        await generate("a", (1, 3, "aborted"), (4, 4, "completed"))
-        return kept[CHUNKS], other.extra_fields[CHUNKS]
-
-    mine, other = asyncio.run(row())
-    assert mine == [[(3, 2)], [(3, 1), (4, 4)]]
-    assert other == [[(3, 1)]]
-    del mine, other
-    gc.collect()
-    assert not ours._rows
-
-
 def test_the_trainer_accepts_the_chunks_of_a_row_and_no_others(generate: Callable[..., Any]) -> None:
     """Each change keeps the oldest and the newest version of the row, and the tokens of each of its turns."""
 
@@ -109,15 +91,6 @@ def test_the_trainer_accepts_the_chunks_of_a_row_and_no_others(generate: Callabl
     ):
         with pytest.raises(SealError, match="the tokens of sequence 1 changed between the client"):
             check_chunks([fields, {**fields, CHUNKS: turns}])
-
-
-def test_requests_at_the_same_time_are_told_apart(generate: Callable[..., Any]) -> None:
-    async def both() -> list[Any]:
-        one = generate("a", (2, 3, "aborted"), (1, 4, "completed"))
-        return await asyncio.gather(one, generate("b", (7, 3, "aborted"), (8, 4, "completed")))
-
-    chunks = [output.extra_fields[CHUNKS] for output in asyncio.run(both())]
-    assert chunks == [[[(3, 2), (4, 1)]], [[(3, 7), (4, 8)]]]
 
 
 def test_a_server_that_does_not_say_its_version_leaves_the_row_without(generate: Callable[..., Any]) -> None:

@@ -44,14 +44,6 @@ def test_eta_falls_after_as_many_judgements_as_patience_says_in_succession() -> 
     assert observe(build(1, floor=1), low, low, low) == [1, 1, 1]
 
 
-def test_a_judgement_is_of_the_mean_of_every_so_many_steps() -> None:
-    made = build(every=3)
-    assert observe(made, (0.8, 0.0), (0.95, 0.1), (0.98, 0.08)) == [0, 0, 1]
-    why = build(every=2)
-    why.observe(0.95, 0.25)
-    assert why.observe(0.93, 0.35) == "an ESS of 0.9400 in 2 step(s), target 0.9; the trainer waited 30.0%"
-
-
 def test_eta_stays_where_it_fell_to_until_the_sample_size_has_improved_by_what_it_lacked() -> None:
     """At 1 the sample size lacks 0.02; back at 0 it is 0.95, and 0.97 is demanded."""
     made = build(1)

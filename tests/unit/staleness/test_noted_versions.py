@@ -6,17 +6,13 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from tensordict import NonTensorStack, TensorDict
 
-from recipe.offpolicy.batch.weight_versions import CHUNKS, UNKNOWN, Chunk
+from recipe.offpolicy.batch.weight_versions import UNKNOWN, Chunk
 from recipe.offpolicy.staleness.ages import (
     RowTag,
-    StalenessError,
     check_noted,
     count_lost,
-    count_versions,
     list_runs,
-    list_turns,
     need_runs,
 )
 
@@ -46,26 +42,6 @@ def test_runs_of_each_row() -> None:
 )
 def test_tokens_without_a_chunk(turns: Sequence[Sequence[Chunk]], runs: Sequence[int], lost: int) -> None:
     assert count_lost(turns, runs) == lost
-
-
-def test_turns_of_each_row() -> None:
-    fields = [{CHUNKS: [[(3, 2)]]}, {"min_global_steps": 3}]
-    data = TensorDict({"extra_fields": NonTensorStack(*fields)}, batch_size=2)
-    assert list_turns(data) == [[[(3, 2)]], None]
-    assert count_versions([[(3, 2), (4, 5)], [(4, 1)], [(6, 1)]]) == 3
-
-
-def test_versions_older_than_the_issue_of_a_prompt_are_found_by_chunk_and_by_row() -> None:
-    """The prompt was issued in step 4, under version 3."""
-    row = RowTag("u0_0_0", version=2, newest=4, issued=4, length=3, is_padding=False)
-    check_noted([row], [[[(3, 1), (4, 2)]]], [[3]], 5, "2")
-    for turns in ([[(2, 1), (4, 2)]], None):
-        with pytest.raises(
-            StalenessError, match=r"sequence u0_0_0 of step 5 reports that version 2 .* issued in step 4, .*eta=2"
-        ):
-            check_noted([row], [turns], [[3]], 5, "2")
-    with pytest.raises(StalenessError, match=r"has 3 tokens, but the version .* 1 of them was not recorded"):
-        check_noted([row], [[[(3, 2)]]], [[3]], 5, "2")
 
 
 @pytest.mark.parametrize(

@@ -72,43 +72,6 @@ def test_every_schedule_ends_within_the_limit(eta: float, too_old: str, seed: in
     assert all(age <= math.ceil(eta) for _, uid, age in run.trained if not uid.endswith(exempt))
 
 
-def test_without_stragglers_every_row_is_eta_old_once_training_is_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    run = Run(monkeypatch, eta=2)
-    run.train(6)
-    assert [max(age for step, _, age in run.trained if step == each) for each in range(1, 7)] == [0, 1, 2, 2, 2, 2]
-    assert run.ages()[-12:] == [2] * 12
-
-
-def test_more_stragglers_than_a_batch_do_not_come_due_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """8 of the first 12 prompts take 8 steps and may be trained until step 3, which has room for 4. verl's own rule
-    would train others in step 2, wait in step 3, and train 4 prompts in step 4 that are too old.
-    """
-    run = Run(monkeypatch, eta=2, delay=lambda number, times: 8 if 4 <= number < 12 else 0)
-    run.train(5)
-    assert [age for step, uid, age in run.trained if 4 <= int(uid[1:]) < 12] == [1] * 4 + [2] * 4
-    assert max(run.ages()) == 2
-
-
-def test_prompts_in_time_are_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One straggler may be trained until step 3: steps 1 and 2 go on without it."""
-    run = Run(monkeypatch, eta=2, delay=lambda number, times: 8 if number == 1 else 0)
-    run.train(2)
-    assert "u1" not in {uid for _, uid, _ in run.trained}
-    assert len(run.trained) == 8
-    run.train(1)
-    assert (3, "u1", 2) in run.trained
-
-
-def test_each_step_issues_what_it_has_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    run = Run(monkeypatch, eta=2)
-    issued = []
-    for _ in range(3):
-        run.limit.tally.begin()
-        run.train(1)
-        issued.append((run.limit.tally.room, run.limit.tally.issued))
-    assert issued == [(12, 12), (4, 4), (4, 4)]
-
-
 def test_a_failed_prompt_is_replaced_and_the_limit_holds(monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run(monkeypatch, eta=1, delay=lambda number, times: 1)
     run.trainer._add_batch_to_generate()
@@ -130,14 +93,6 @@ def test_prompts_that_vanish_are_replaced_and_told(
     assert run.limit.tally.lost == 4
     assert "4 prompts were lost" in caplog.text
     assert max(run.ages()) == 0
-
-
-def test_masked_stragglers_are_handed_out_and_counted_as_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
-    run = Run(monkeypatch, eta=2, too_old="mask", delay=rarely)
-    run.train(20)
-    late = [(uid, age) for _, uid, age in run.trained if rarely(int(uid[1:]))]
-    assert late == [("u3", 6), ("u23", 6), ("u43", 6), ("u63", 6)]
-    assert max(age for _, uid, age in run.trained if not rarely(int(uid[1:]))) == 2
 
 
 def test_a_refreshed_prompt_comes_under_its_own_name_and_at_last_is_masked(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,22 +134,6 @@ def test_what_the_trainer_waits_for_is_said(monkeypatch: pytest.MonkeyPatch, cap
 
 
 # An eta that moves -----------------------------------------------------------------------------------------------
-
-
-def test_a_falling_eta_issues_nothing_until_the_limit_holds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From 2 to 1.5 with batches of 4: half a batch less is issued; from 1.5 to 0 it takes 2 steps. Rows of before are
-    as old as eta was when their prompts were issued.
-    """
-    run = Run(monkeypatch, eta=2)
-    issued, ages = [], []
-    for eta in (2, 1.5, 0, 0, 0, 1):
-        run.limit._change_eta(run.step, Fraction(str(eta)))
-        run.limit.tally.begin()
-        run.train(1)
-        issued.append(run.limit.tally.issued)
-        ages.append([age for step, _, age in run.trained if step == run.step - 1])
-    assert issued == [12, 2, 0, 2, 4, 8]
-    assert ages == [[0] * 4, [1] * 4, [2] * 4, [2, 2, 0, 0], [0] * 4, [0] * 4]
 
 
 @settings(max_examples=at_most(200))

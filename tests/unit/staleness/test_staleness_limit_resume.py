@@ -102,20 +102,6 @@ def test_a_resumed_run_counts_what_came_back(monkeypatch: pytest.MonkeyPatch, ca
     assert "2 prompts that waited at the checkpoint were not restored" in caplog.text
 
 
-def test_another_eta_is_said_and_rows_of_before_may_be_as_old_as_it_admitted(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    run = Run(monkeypatch, eta=0)
-    run.limit._resume(3, 8, {"eta": "2", "account": 20})
-    assert "resuming with offpolicy.staleness.eta=0; the checkpoint was trained with 2" in caplog.text
-    assert run.limit.age_limit.admits(2, 3, 5)
-    assert not run.limit.age_limit.admits(2, 3, 6)
-    assert not run.limit.age_limit.admits(3, 4, 5)
-    run.limit._resume(3, 8, {})
-    assert "trained with verl's own keys" in caplog.text
-    assert run.limit.age_limit.admits(0, 1, 100)
-
-
 @pytest.mark.parametrize(("step", "account", "room"), [(0, 0, 12), (3, 20, 4)])
 def test_what_verl_has_loaded_is_counted(step: int, account: int, room: int, monkeypatch: pytest.MonkeyPatch) -> None:
     from recipe.offpolicy.staleness import staleness_limit

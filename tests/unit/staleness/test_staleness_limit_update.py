@@ -78,13 +78,6 @@ class Update:
         return metrics
 
 
-def test_rows_within_the_limit_are_trained_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    update = Update(monkeypatch, [4, 3, 4, 3], seen=1.0, eta=1)
-    assert update.run() == {"offpolicy/staleness/max": 1.0}
-    assert update.in_loss["response_mask"] == [[1, 1]] * 4
-    assert update.sampled == []
-
-
 def test_ages_of_rows_are_split_into_flight_and_queue_and_counted_in_updates(monkeypatch: pytest.MonkeyPatch) -> None:
     """Step 5 makes two updates: 8 tokens of mean age 1 in the first, and 8 of mean age 0.5 in the second. With two
     updates in a version that is (8 * 2 + 8 * (1 + 1)) / 16 updates.
@@ -138,14 +131,6 @@ def test_a_masked_row_leaves_the_loss_and_nothing_else(monkeypatch: pytest.Monke
     tally = update.limit.tally.metrics(1, 0.0)
     assert tally["offpolicy/staleness/masked_token_share"] == 0.25
     assert tally["offpolicy/staleness/length_ratio"] == 1.0
-
-
-def test_a_mini_batch_of_nothing_else_keeps_its_tokens_without_an_advantage(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It would divide by a count of 0; the two rows, two versions old, may then be seen in the loss."""
-    update = Update(monkeypatch, [2, 2, 4, 4], seen=2.0, eta=1, too_old="mask")
-    update.run()
-    assert update.in_loss["response_mask"] == [[1, 1]] * 4
-    assert update.in_loss["advantages"] == [[0.0, 0.0], [0.0, 0.0], [1.5, 1.5], [1.5, 1.5]]
 
 
 @pytest.mark.parametrize(

@@ -76,11 +76,6 @@ def test_the_lag_grows_to_what_it_is_and_is_told_each_time_it_grows(caplog: pyte
     assert "lag by 3 updates: mu of 3 sequences is 0 nats" in caplog.records[-1].message
 
 
-def test_an_engine_in_step_is_said_nothing_of(caplog: pytest.LogCaptureFixture) -> None:
-    assert lags(0, 4) == [0] * 6
-    assert caplog.records == []
-
-
 def test_a_lag_beyond_the_snapshots_is_not_told() -> None:
     """With two snapshots and a lag of five the nearest is the oldest kept, 0.75 nats off of 1.25."""
     assert str(lags(5, 2)[-1]) == "nan"
