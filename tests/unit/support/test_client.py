@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import pickle
 from types import SimpleNamespace
 from typing import Any
@@ -75,41 +74,12 @@ def read(output: Any) -> Any:
 KINDS = ["LLMServerClient", "FullyAsyncLLMServerClient", "versioned"]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_each_of_verls_clients_notes_supports(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    client = serve(build(kind), monkeypatch, ([5, 6, 7], singles(5, 6, 7), "completed"))
-    output = ask(client)
-    assert read(output).spans == ((2, 3),)
-    assert read(output).supports.ids.tolist() == [5, 6, 7]
-    assert ours.ANSWER not in output.extra_fields
-
-
 @pytest.mark.parametrize("kind", KINDS[1:])
 def test_a_resumed_request_keeps_the_supports_of_its_attempts(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     attempts = (([5, 6], singles(5, 6), "aborted"), ([], None, "aborted"), ([7], singles(7), "completed"))
     output = ask(serve(build(kind), monkeypatch, *attempts))
     assert read(output).list_places().tolist() == [2, 3, 4]
     assert read(output).supports.ids.tolist() == [5, 6, 7]
-
-
-def test_turns_are_noted_in_the_extra_fields_of_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    turns = (([5, 6], singles(5, 6), "completed"), ([8], singles(8), "completed"))
-    client = serve(build("LLMServerClient"), monkeypatch, *turns)
-    one = ask(client)
-    two = ask(client, prompt=[*PROMPT, 5, 6, 7, 7])
-    assert one.extra_fields[NOTE] is two.extra_fields[NOTE]
-    assert read(one).spans == ((2, 2), (6, 1))
-    del one, two
-    gc.collect()
-    assert "a" not in ours._rows
-
-
-def test_rows_that_share_ids_are_noted_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    turns = [([5], singles(5), "completed"), ([6], singles(6), "completed")]
-    client = serve(build("LLMServerClient", full_determinism=True), monkeypatch, *turns)
-    one, two = ask(client), ask(client)
-    assert read(one).supports.ids.tolist() == [5]
-    assert read(two).supports.ids.tolist() == [6]
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -18,24 +18,6 @@ def supports(*rows: list[int]) -> TokenSupports:
     )
 
 
-def test_a_row_is_noted_by_its_places() -> None:
-    note = SupportNote()
-    note.add([1, 2], [5, 6], supports([5, 7], [6]))
-    found = note.finish()
-    assert found.spans == ((2, 2),)
-    assert found.list_places().tolist() == [2, 3]
-    assert found.supports.pad().tolist() == [[5, 7], [6, -1]]
-
-
-def test_turns_keep_their_own_and_what_stands_between_has_none() -> None:
-    note = SupportNote()
-    note.add([1, 2], [5, 6], supports([5], [6]))
-    note.add([1, 2, 5, 6, 9, 9], [8], supports([8, 3]))
-    found = note.finish()
-    assert found.spans == ((2, 2), (6, 1))
-    assert found.supports.pad().tolist() == [[5, -1], [6, -1], [8, 3]]
-
-
 def test_a_turn_that_leaves_tokens_out_leaves_their_supports_out() -> None:
     note = SupportNote()
     note.add([1, 2], [5, 6], supports([5], [6]))
@@ -43,15 +25,6 @@ def test_a_turn_that_leaves_tokens_out_leaves_their_supports_out() -> None:
     found = note.finish()
     assert found.spans == ((2, 1), (4, 1))
     assert found.supports.pad().tolist() == [[5], [8]]
-
-
-def test_an_attempt_without_tokens_changes_nothing() -> None:
-    note = SupportNote()
-    note.add([1, 2], [5], supports([5]))
-    before = note.finish()
-    note.add([1, 2, 5], [], TokenSupports.empty())
-    after = note.finish()
-    assert (after.spans, after.checksum) == (before.spans, before.checksum)
 
 
 def test_pickled_it_is_what_travels() -> None:
@@ -99,12 +72,3 @@ def test_a_note_whose_parts_do_not_fit_is_none() -> None:
     assert read_note({**plain, "log_probs": np.zeros(2, np.float32)}) is None
     assert read_note({"spans": []}) is None
     assert read_note(None) is None
-
-
-def test_masses_travel_as_their_range() -> None:
-    note = SupportNote()
-    given = TokenSupports(
-        np.array([1, 1, 0, 0], np.uint8), np.array([5, 6], np.uint8), np.array([0.9995, 1.0, 0.5, 0.25], np.float32)
-    )
-    note.add([1], [5, 6, 7, 8], given)
-    assert note.finish().masses == (float(np.float32(0.9995)), 1.0, 0.75)

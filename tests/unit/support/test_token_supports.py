@@ -7,20 +7,13 @@ import math
 import numpy as np
 import pytest
 
-from recipe.offpolicy.support.token_supports import TokenSupports, read_supports
+from recipe.offpolicy.support.token_supports import read_supports
 
 OUT = -math.inf
 
 
 def logs(*probabilities: float) -> list[float]:
     return [math.log(each) if each else OUT for each in probabilities]
-
-
-def test_the_support_is_what_is_finite_among_the_likeliest() -> None:
-    # The sampled token first, then the three likeliest, of which it is the second.
-    found = read_supports([7, 9, 7, 1], logs(0.4, 0.6, 0.4, 0), 1)
-    assert (found.sizes.tolist(), found.ids.tolist()) == ([2], [7, 9])
-    assert found.masses[0] == pytest.approx(1.0)
 
 
 def test_a_support_of_just_as_many_is_known_by_its_mass() -> None:
@@ -33,13 +26,6 @@ def test_a_larger_support_is_not_known_and_its_mass_says_so() -> None:
     # The sampled token is not among the two likeliest.
     found = read_supports([5, 9, 7], logs(0.1, 0.3, 0.2), 1)
     assert (found.sizes.tolist(), found.ids.tolist()) == ([0], [])
-    assert found.masses[0] == pytest.approx(0.6)
-
-
-def test_log_probs_that_are_not_of_the_support_keep_their_mass() -> None:
-    # Raw log-probs next to a member that could not be sampled: the trainer judges the mass.
-    found = read_supports([5, 9, 7], logs(0.3, 0.3, 0), 1)
-    assert found.sizes.tolist() == [2]
     assert found.masses[0] == pytest.approx(0.6)
 
 
@@ -70,21 +56,3 @@ def test_the_likeliest_ids_are_read_with_their_log_probs_whether_or_not_they_are
     assert np.allclose(found.masses, [0.7, 0.8])
     assert found.cut(1, 2).pad_log_probs().tolist() == found.pad_log_probs()[1:].tolist()
     assert read_supports(ids, log_probs, 2).pad_log_probs().shape == (2, 0)
-
-
-def three() -> TokenSupports:
-    sizes, ids = np.array([2, 0, 1], np.uint8), np.array([4, 5, 300], np.uint16)
-    return TokenSupports(sizes, ids, np.array([1, 0.5, 1], np.float32))
-
-
-def test_they_are_laid_out_by_token() -> None:
-    assert three().pad().tolist() == [[4, 5], [-1, -1], [300, -1]]
-
-
-def test_a_run_of_them_is_cut_out_and_joined_again() -> None:
-    found = three()
-    assert found.cut(2, 9).pad().tolist() == [[300]]
-    assert found.cut(5, 9).sizes.tolist() == []
-    again = TokenSupports.concatenate([found.cut(0, 1), found.cut(1, 3)])
-    assert again.pad().tolist() == found.pad().tolist()
-    assert again.masses.tolist() == found.masses.tolist()

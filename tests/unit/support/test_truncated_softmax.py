@@ -19,19 +19,6 @@ def truncated(logits: Tensor, token: int, ids: list[int], temperature: float = 1
     )[0]
 
 
-def test_probabilities_of_the_support_sum_to_one() -> None:
-    # 8, 4, 2, 1 and 1 of 16: over the first three 8/14, 4/14 and 2/14.
-    logits = torch.tensor([8.0, 4.0, 2.0, 1.0, 1.0], dtype=F64).log()
-    found = [float(truncated(logits, token, [0, 1, 2, -1]).exp()) for token in range(3)]
-    assert found == pytest.approx([8 / 14, 4 / 14, 2 / 14], abs=1e-14)
-
-
-def test_the_order_of_ids_and_what_fills_them_up_do_not_matter() -> None:
-    logits = torch.randn(7, generator=torch.Generator().manual_seed(0), dtype=F64)
-    wanted = truncated(logits, 3, [3, 5, 1])
-    assert truncated(logits, 3, [-1, 1, 3, -1, 5]) == pytest.approx(float(wanted), abs=1e-14)
-
-
 def test_a_support_of_one_token_leaves_no_choice() -> None:
     logits = torch.tensor([0.3, -0.2], dtype=F64, requires_grad=True)
     found = truncated(logits, 1, [1, -1])
@@ -45,14 +32,6 @@ def test_temperature_acts_before_the_truncation() -> None:
     # At temperature 2 the probabilities 16 : 4 : 1 are as 4 : 2 : 1.
     logits = torch.tensor([16.0, 4.0, 1.0], dtype=F64).log()
     assert float(truncated(logits, 1, [0, 1], temperature=2.0).exp()) == pytest.approx(2 / 6, abs=1e-14)
-
-
-def test_gradients_reach_the_support_alone() -> None:
-    logits = torch.tensor([8.0, 4.0, 2.0, 1.0, 1.0], dtype=F64).log().requires_grad_()
-    truncated(logits, 1, [0, 1, 2]).backward()
-    assert logits.grad is not None
-    # 1 at the token less the probabilities over the support.
-    assert logits.grad.tolist() == pytest.approx([-8 / 14, 1 - 4 / 14, -2 / 14, 0.0, 0.0], abs=1e-14)
 
 
 def test_over_the_whole_vocabulary_it_is_the_log_softmax() -> None:
