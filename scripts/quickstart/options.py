@@ -32,7 +32,6 @@ CPU_PATCHES = "verl_patches.cpu"
 CPU_ENVIRONMENT = {
     "VERL_PLATFORM": "cpu",
     "VERL_ENGINE_DEVICE": "cuda",  # verl registers no engine for cpu; the one for cuda runs there
-    "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "TORCHDYNAMO_DISABLE": "1",  # vLLM's sampler would compile two small functions, for 20 s and with a C++ compiler
     "OMP_NUM_THREADS": "1",  # about ten processes share the cores

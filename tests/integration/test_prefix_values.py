@@ -23,6 +23,7 @@ def test_values_are_right_to_1e_4_whatever_the_cache_holds(run_program: Callable
         limit=400,
         cwd=ROOT,
         **CPU_ENVIRONMENT,
+        VLLM_CPU_KVCACHE_SPACE="1",
     )
     assert finished.returncode == 0, finished.output[-3000:]
     found = json.loads(next(line for line in finished.output.splitlines() if line.startswith('{"auto"')))
