@@ -15,7 +15,6 @@ from recipe.offpolicy.proof import dense_rewards
 from recipe.offpolicy.proof.dense_rewards import (
     DenseRewardError,
     DenseRewardGuard,
-    find_dense_reward,
     sees_positions,
 )
 from verl.trainer.ppo import core_algos
@@ -49,13 +48,6 @@ def own_sum() -> Iterator[str]:
 
     yield "own_sum"
     del core_algos.ADV_ESTIMATOR_REGISTRY["own_sum"]
-
-
-def test_a_reward_before_the_last_token_is_found() -> None:
-    assert find_dense_reward(DENSE, MASK) == (0, 1)
-    assert find_dense_reward(AT_THE_END, MASK) is None
-    behind = torch.tensor([[0.0, 0.0, 0.0, 0.0, 1.0], [0.0] * 5])  # a tool's tokens end the row
-    assert find_dense_reward(behind, MASK) is None
 
 
 @pytest.mark.parametrize(

@@ -23,16 +23,5 @@ def test_short_rows_are_drawn_until_they_are_enough() -> None:
     assert int(draw_rows(tokens[:7], 1, seed="1", first=True).sum()) == 8  # one of them with trials
 
 
-def test_a_later_proof_sees_one_row_of_each_rank_and_each_row_in_its_time() -> None:
-    tokens = torch.tensor([3, 0, 2, 5, 4, 4])
-    seen = torch.zeros(6, dtype=torch.int64)
-    for update in range(60):
-        drawn = draw_rows(tokens, 2, seed=f"{update}", first=False)
-        assert drawn[:3].sum() == drawn[3:].sum() == 2
-        assert torch.equal(drawn, draw_rows(tokens, 2, seed=f"{update}", first=False))
-        seen += drawn
-    assert [bool(count) for count in seen.tolist()] == [True, False, True, True, True, True]
-
-
 def test_a_rank_without_a_response_is_asked_nevertheless() -> None:
     assert draw_rows(torch.tensor([0, 0, 4, 4]), 2, seed="1", first=False)[:2].sum() == 2

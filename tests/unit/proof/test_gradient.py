@@ -78,19 +78,8 @@ def test_a_live_correction(scale: float) -> None:
     assert max(shift.error for shift in proof.shifts.values()) < proof.tolerance == 1e-4
 
 
-def test_a_dead_correction() -> None:
-    proof = evidence(Adapter(MASKED, alive=False))
-    # At a rejected token 1 arrives and 0 is demanded; the largest gradient demanded is the weight 1.05.
-    assert proof.gradient_error == pytest.approx(1 / 1.05)
-    assert all(shift.error > proof.tolerance for shift in proof.shifts.values())
-
-
 def test_nothing_of_the_loss_is_differentiated() -> None:
     assert evidence(Adapter(MASKED), scale=0.0).gradient_error == float("inf")
-
-
-def test_advantages_of_zero_show_nothing() -> None:
-    assert evidence(Adapter(MASKED), advantage=0.0).gradient_tokens == 0
 
 
 def test_rows_without_a_token_are_not_proved() -> None:

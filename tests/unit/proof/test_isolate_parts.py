@@ -4,15 +4,7 @@ from __future__ import annotations
 
 from recipe.offpolicy.correction import CorrectionSpec
 from recipe.offpolicy.proof.gradient import isolate_parts
-from tests.support.corrections import GSM, TIS, opsm, spec
-
-
-def test_weight_and_masks_come_apart() -> None:
-    assert isolate_parts(spec(TIS, gsm=GSM, opsm=opsm(0.1))) == [
-        ("weight", spec(TIS)),
-        ("masks.gsm", spec(None, gsm=GSM)),
-        ("masks.opsm", spec(None, opsm=opsm(0.1))),
-    ]
+from tests.support.corrections import TIS
 
 
 def test_another_pi_old_and_a_clipped_kl_are_parts() -> None:
@@ -31,7 +23,3 @@ def test_weights_by_sign_and_a_penalty_are_parts() -> None:
     assert list(parts) == ["weights.down", "weights.up", "penalty"]
     assert [name for name, _ in parts["weights.up"].weights] == ["up"]
     assert parts["penalty"] == CorrectionSpec(penalty=correction.penalty)
-
-
-def test_nothing_has_no_parts() -> None:
-    assert isolate_parts(CorrectionSpec()) == []

@@ -9,7 +9,7 @@ import torch
 from tensordict import TensorDict
 
 from recipe.offpolicy.correction.proximal import TOLERANCE
-from recipe.offpolicy.proof.rollout_checks import SameEngineCheck, SameEngineError, measure_difference
+from recipe.offpolicy.proof.rollout_checks import SameEngineCheck, SameEngineError
 
 UIDS = ["one", "one", "two"]
 
@@ -30,15 +30,6 @@ def rows(*, apart: float, at: tuple[int, int] = (1, 2), nested: bool = False) ->
             for name, column in columns.items()
         }
     return TensorDict(columns, batch_size=3)
-
-
-def test_the_difference_of_each_token_by_hand() -> None:
-    """Float64 differences; what is not finite differs by all there is; padding by nothing."""
-    mu = torch.tensor([[-1.0, -2.0, math.nan, -math.inf]])
-    old = torch.tensor([[-1.0, -1.75, -1.0, -math.inf]])
-    mask = torch.tensor([[1, 1, 1, 1]])
-    assert measure_difference(mu, old, mask).tolist() == [[0.0, 0.25, math.inf, math.inf]]
-    assert measure_difference(mu, old, torch.tensor([[1, 0, 0, 0]])).tolist() == [[0.0] * 4]
 
 
 @pytest.mark.parametrize("nested", [True, False])

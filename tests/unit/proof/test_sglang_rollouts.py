@@ -82,22 +82,6 @@ def _nothing_left() -> Iterator[None]:
     assert importlib.util.find_spec("sglang") is None
 
 
-@pytest.mark.parametrize("temperature", [0.7, 1.0, 1.3])
-def test_right_log_probs_pass(temperature: float) -> None:
-    engine = Engine(LOGITS)
-    rows = sampled(engine, temperature=temperature)
-    supervise(rows)
-    for mu, own, mask in zip(
-        *(rows[name].unbind() for name in ("rollout_log_probs", "old_log_probs", "response_mask")), strict=True
-    ):
-        assert torch.allclose(mu, own, atol=1e-5)
-        assert bool(mask.all())
-    # What verl asks of the engine: the run's temperature, and the log-prob of the sampled token alone.
-    assert all(request.return_logprob and request.top_logprobs_num is None for request in engine.asked)
-    assert {request.sampling_params["temperature"] for request in engine.asked} == {temperature}
-    assert {row["extra_fields"]["min_global_steps"] for row in rows} == {1}
-
-
 @pytest.mark.parametrize(
     ("change", "stops"),
     [

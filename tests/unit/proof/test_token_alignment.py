@@ -5,15 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from recipe.offpolicy.correction.deferred_value import fetch
 from recipe.offpolicy.proof.token_alignment import (
     AlignmentChecker,
     AlignmentError,
     AlignmentTally,
-    PairCounts,
     compute_chance_limit,
-    count_agreements,
-    find_shift,
     tally_agreements,
 )
 from tests.support.examples import few_when_quick
@@ -54,21 +50,6 @@ def test_counts_by_hand() -> None:
     tokens = tally_agreements(trainer, mu, torch.ones(2, 3)).tokens
     assert tokens.pairs[1] == 2
     assert tokens.agreeing[1] == 0
-
-
-def test_padding_and_what_is_not_finite_are_not_read() -> None:
-    old, mu, mask = batch(generator())
-    mask = mask.clone()
-    spoiled = torch.where(mask, mu, -50.0 * torch.rand(mu.shape, generator=generator(1)))
-    assert tally_agreements(old, spoiled, mask) == tally_agreements(old, mu, mask)
-    holes = torch.rand(mu.shape, generator=generator(2)) < 0.1
-    assert tally_agreements(old, torch.where(holes, torch.nan, mu), mask) == tally_agreements(old, mu, mask & ~holes)
-
-
-def test_tallies_add_up() -> None:
-    one, other = PairCounts((1, 2, 3), (0, 1, 2), 4), PairCounts((10, 20, 30), (5, 6, 7), 8)
-    assert one + other == PairCounts((11, 22, 33), (5, 7, 9), 12)
-    assert AlignmentTally(one) + AlignmentTally(other, one) == AlignmentTally(one + other, one)
 
 
 @pytest.mark.parametrize("noise", few_when_quick([0.3, 0.0, 0.005, 1.0], lambda noise: noise > 0))
@@ -199,21 +180,3 @@ def test_large_batches_are_sampled() -> None:
     count = tally_agreements(old, mu, mask).rows
     assert 256 <= count.rows <= 1024
     assert count.concordance() > 0.95
-
-
-def test_agreements_stay_on_the_device_until_they_are_fetched() -> None:
-    rows = batch(generator(), rows=16)
-    deferred = count_agreements(*rows)
-    assert isinstance(deferred.numbers, torch.Tensor)
-    assert fetch([deferred]) == [tally_agreements(*rows)]
-
-
-def test_a_shift_is_the_neighbour_that_agrees_clearly_better() -> None:
-    def counts(*agreeing: int) -> PairCounts:
-        return PairCounts((1000, 1000, 1000), agreeing, 400)
-
-    assert find_shift(counts(600, 900, 600)) == 0
-    assert find_shift(counts(600, 650, 900)) == 1
-    assert find_shift(counts(900, 650, 600)) == -1
-    assert find_shift(counts(740, 650, 600)) == 0  # 0.48 against 0.30
-    assert find_shift(PairCounts()) == 0

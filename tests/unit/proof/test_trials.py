@@ -42,12 +42,6 @@ def test_a_weight_is_tried_beyond_and_inside_its_cap(kind: str, expected: dict[f
         assert trial.batch.advantages.tolist() == [[1.0, 1.0]]
 
 
-def test_a_normalized_weight_is_divided_by_the_mean_that_is_sent() -> None:
-    trial = next(iter(build_weight_trials(WeightSpec("token", "truncate", None, 2.0, normalize=True), rows())))
-    assert trial.constants.weight_mean == 2.0
-    assert trial.factor[0].tolist() == [0.25, 0.5]
-
-
 def test_units_by_version_are_the_runs_of_one_version() -> None:
     """Version 3 sampled the first two response tokens and 4 the last; unit 0 is hit, unit 1 is not."""
     mask = torch.tensor([[False, True, True, False, True]])
@@ -60,13 +54,6 @@ def test_units_by_version_are_the_runs_of_one_version() -> None:
     assert beyond.factor[0][mask[0]].tolist() == [2.0, 2.0, 1.0]
     row = list(build_weight_trials(WeightSpec("sequence", "truncate", None, 2.0), batch))[1]
     assert row.factor[0][mask[0]].tolist() == [2.0, 2.0, 2.0]
-
-
-def test_a_weight_of_a_sequence_hits_all_of_its_tokens() -> None:
-    beyond = list(build_weight_trials(WeightSpec("sequence", "truncate", None, 2.0), rows()))[1]
-    # The product of the row's ratios is 4, all of it on the first token.
-    assert rollout_ratio(beyond) == pytest.approx([4.0, 1.0], rel=1e-5)
-    assert beyond.factor[0].tolist() == [2.0, 2.0]
 
 
 def test_a_mask_is_tried_on_both_sides_of_both_bounds_for_both_signs() -> None:
@@ -158,15 +145,6 @@ def test_a_weight_with_bounds_by_age_is_tried_at_each_age_and_one_more() -> None
         assert weights == [pytest.approx([min(raw, cap), 1.0], rel=1e-4) for raw in raws]
         assert {trial.label.endswith(f"at age {age}") for trial in own if trial.label} == {True}
     assert len(found) == len(caps) * 5
-
-
-def test_a_mask_with_bounds_by_age_is_tried_next_to_each() -> None:
-    mask = MaskSpec("rollout", "token", "product", None, 2.0, "any", by_staleness=(1.0, 0.5))
-    for trial in build_mask_trials("narrow", mask, rows()):
-        age, _ = ages(trial)
-        bound = math.log(2.0) * (1.0 if age == 0 else 0.5)
-        value, rejected = math.log(rollout_ratio(trial)[0]), trial.factor[0, 0].item() == 0.0
-        assert value == pytest.approx(bound * (1.02 if rejected else 0.98), rel=1e-4)
 
 
 def test_ages_are_noted_by_turn_and_not_by_token() -> None:

@@ -54,12 +54,6 @@ def test_complete_evidence() -> None:
     }
 
 
-def test_each_epoch_uses_each_row() -> None:
-    verify(2 * packets(), BOTH, sampled_rows=[1, 2, 3], epochs=2)
-    with pytest.raises(LivenessError, match=r"0 of 3 sequences were not found .* and 3 were not sampled"):
-        verify(2 * packets(), BOTH, sampled_rows=[1, 2, 3])
-
-
 def test_no_correction_has_nothing_to_prove() -> None:
     none = CorrectionSpec()
     assert verify([Packet(none.fingerprint())], none, sampled_rows=[1]).keys() == {"fingerprint"}
