@@ -29,24 +29,6 @@ GIVEN = (f"{ROLLOUT}.name=vllm", *NEEDED)
 RUN = ROOT / "recipe" / "offpolicy"
 
 
-def test_all_is_live(ask: Ask) -> None:
-    answer = ask("correction=[tis_token,gsm]", *GIVEN)
-    assert answer.status == 0
-    assert "weight" in answer.printed
-    assert answer.printed.count("OK") == 3
-    assert "\x1b" not in answer.printed, "no colours where no one looks"
-    assert "first update" in answer.printed
-
-
-def test_what_is_wrong_comes_with_its_fix(ask: Ask) -> None:
-    answer = ask("correction=gsm", f"{ROLLOUT}.calculate_log_probs=false", *GIVEN)
-    assert answer.status == 2
-    lines = answer.printed.splitlines()
-    assert f"ERROR {ROLLOUT}.calculate_log_probs=false: without the engine's log-probs there is no mu" in answer.printed
-    assert f"      {ROLLOUT}.calculate_log_probs=true" in lines
-    assert ask("correction=gsm", f"{ROLLOUT}.calculate_log_probs=false", *GIVEN, lines[-2].strip()).status == 0
-
-
 def test_the_example_of_its_page_is_what_it_prints(ask: Ask) -> None:
     """Lines that end in ... are the beginnings of longer ones."""
     page = (ROOT / "docs" / "liveness.md").read_text(encoding="utf-8")
@@ -183,15 +165,6 @@ def test_a_section_that_is_null_is_named(key: str, program: tuple[str, ...], ask
     assert answer.status == 2
     assert answer.verdicts() == {key: "ERROR"}
     assert f"ERROR {key}=null: this section" in ask(*program, f"{key}=null").printed
-
-
-def test_a_value_that_a_check_cannot_read_is_wrong(ask: Ask) -> None:
-    """Of a section that not every launch reads: the check is named, and hides nothing of the others."""
-    answer = ask(
-        "--json", "correction=gsm", f"{ROLLOUT}.calculate_log_probs=false", "actor_rollout_ref.ref=null", *GIVEN
-    )
-    assert answer.status == 2
-    assert answer.overrides() == [f"{ROLLOUT}.calculate_log_probs=true"]
 
 
 # What verl or our launch refuses before Ray starts, and the key that is named.

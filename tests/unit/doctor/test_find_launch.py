@@ -45,29 +45,6 @@ def test_a_value_that_is_not_known_is_replaced_by_a_later_one(
 
 
 @pytest.mark.parametrize(
-    ("words", "given"),
-    [
-        (COUNTED, []),
-        (f"trainer.n_gpus_per_node=2 {COUNTED}", []),  # an earlier value counts less
-        (f"{COUNTED} trainer.nnodes=2", ["trainer.nnodes=2"]),
-    ],
-)
-def test_a_value_that_is_not_known_names_what_mends_it(words: str, given: list[str], tmp_path: Path) -> None:
-    script = tmp_path / "run.sh"
-    script.write_text(f"{LAUNCH} {words}\n")
-    with pytest.raises(ScriptError, match=f"add trainer.n_gpus_per_node=VALUE after --script {script}"):
-        find_launches(script, given)
-
-
-def test_a_word_that_sets_no_key_is_not_replaced(tmp_path: Path) -> None:
-    script = tmp_path / "run.sh"
-    script.write_text(f"{LAUNCH} $(make_it)\n")
-    with pytest.raises(ScriptError, match="an override is unknown") as caught:
-        find_launches(script, ["c.d=1"])
-    assert "VALUE" not in str(caught.value)
-
-
-@pytest.mark.parametrize(
     ("call", "module"),
     [
         ("PYTHONUNBUFFERED=1 nohup python3 -u -m verl.trainer.main_ppo a.b=1 2>&1 | tee log", "verl.trainer.main_ppo"),

@@ -87,11 +87,6 @@ def test_values_that_grow_without_an_end_are_not_known(source: str, tmp_path: Pa
     assert "too long" in found.why
 
 
-def test_numbers_have_64_bits_as_in_bash(tmp_path: Path) -> None:
-    # The lowest 64 bits of 3 ** (2 ** 6), as a number with a sign.
-    assert word(tmp_path, 'X=3; for i in 1 2 3 4 5 6; do X=$((X * X)); done; launch "$X"') == "8733086111712066817"
-
-
 def test_a_script_that_is_too_long_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="longer than 1048576 bytes"):
         word(tmp_path, f"# {'x' * LARGEST}\nlaunch a\n")

@@ -83,13 +83,6 @@ def test_other_arguments_that_do_nothing_are_an_error(script: Path) -> None:
     )
 
 
-def test_an_argument_that_is_not_given_is_asked_for(script: Path) -> None:
-    assert refused(script, f'{COUNTED} "$@"') == (
-        ", line 2: an override is unknown (trainer.n_gpus_per_node): $1 is not set (line 1). "
-        "Fix: give the script's arguments after --script FILE."
-    )
-
-
 def test_a_variable_with_a_default_is_to_be_put_in_front(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One variable that decides about many keys, and all keys at once."""
     source = f"""DEVICE=${{DEVICE:-$(which_device)}}
@@ -116,11 +109,6 @@ def test_each_cause_has_its_own_fix(script: Path) -> None:
         "export NOT_SET_HERE=VALUE (bash takes it as empty), and give the script's arguments after --script FILE, "
         f"and to check the launch with values of your own, add a.b=VALUE e.f=VALUE after --script {script}."
     )
-
-
-def test_a_variable_that_may_not_be_empty(script: Path) -> None:
-    said = refused(script, f"Y=${{PLACE:?give it}}\n{LAUNCH} a.b=$Y c.d=$Y/e")
-    assert said.endswith("$PLACE is not set, and the script ends without it (line 1). Fix: export PLACE=VALUE.")
 
 
 def test_a_launch_in_doubt_names_what_decides(script: Path) -> None:
