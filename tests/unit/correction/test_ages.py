@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from recipe.offpolicy.correction import CorrectionSpec, rollout_stage, step_stage
 from recipe.offpolicy.correction.bounds import compute_fingerprint
@@ -44,46 +43,6 @@ def test_a_bound_by_age_widens_in_log_space() -> None:
         [False, True, True, False]
     ]
     assert keep(correction, [[0, 1]], log_ratio=[[twice / 2, -2 * math.log(2)]]).keep.tolist() == [[True, True]]
-
-
-EACH_KIND = [
-    spec(TIS | {"by_staleness": [1.0]}),
-    spec(
-        TIS | {"level": "sequence", "kind": "clip", "lower": 0.9, "upper": 1.1, "normalize": True, "by_staleness": [1]}
-    ),
-    spec(TIS | {"kind": "reject", "upper": 1.05, "by_staleness": [1.0]}),
-    spec(gsm=GSM | {"by_staleness": [1.0]}, any=band(0.9, 1.1, aggregate="any", by_staleness=[1.0])),
-    spec(opsm=opsm(0.01, when="any", ratio="rollout", by_staleness=[1.0])),
-]
-
-
-@pytest.mark.parametrize("correction", EACH_KIND, ids=range(len(EACH_KIND)))
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_a_factor_of_1_changes_nothing(correction: CorrectionSpec, dtype: torch.dtype) -> None:
-    """To the bit: weight, keep and every statistic."""
-    without: Any = correction.to_mapping()
-    for part in (without["weight"], *without["masks"].values()):
-        if part is not None:
-            del part["by_staleness"]
-    generator = torch.Generator().manual_seed(3)
-    mu = torch.randn(16, 8, generator=generator).to(dtype)
-    old = (mu + 0.05 * torch.randn(16, 8, generator=generator)).to(dtype)
-    ages = torch.randint(0, 4, (16, 8), generator=generator)
-    steps = []
-    for each in (correction, CorrectionSpec.from_mapping(without)):
-        policies = {"old_log_prob": old, "rollout_log_prob": mu, "response_mask": torch.ones(16, 8)}
-        stage = rollout_stage(each, **policies, staleness=ages)
-        steps.append(step_stage(each, stage, log_prob=old, advantages=torch.ones(16, 8)))
-    one, two = steps
-    assert torch.equal(one.weight, two.weight)
-    assert torch.equal(one.keep, two.keep)
-    assert not (one.keep.all() and (one.weight == one.weight.flatten()[0]).all())
-    parts = [[_numbers(each.statistics[name].parts) for name in each.statistics] for each in steps]
-    assert str(parts[0]) == str(parts[1])
-
-
-def _numbers(parts: tuple[Tensor | float, ...]) -> list[float]:
-    return [float(part) for part in parts]
 
 
 def test_ages_that_are_not_known_are_not_guessed() -> None:

@@ -23,7 +23,6 @@ from recipe.offpolicy.monitor.bounds.histogram import (
 )
 from recipe.offpolicy.proof.trials import build_mask_trials
 from recipe.offpolicy.recording import Step
-from tests.support.corrections import run, spec, tensor
 from tests.support.recordings import NONE, drawn_rows
 
 MASK = {"ratio": "rollout", "level": "sequence", "aggregate": "l1_mean", "lower": None, "upper": 0.1, "when": "any"}
@@ -50,14 +49,6 @@ def test_it_is_read_and_its_range_is_held() -> None:
     with pytest.raises(SpecError) as refused:
         MaskSpec.from_mapping(MASK | {"upper": None}, key="correction.masks.l1")
     assert refused.value.problem.overrides == ("correction.masks.l1.upper=0.05",)
-
-
-def test_it_decides_by_the_mean_distance_of_a_row() -> None:
-    """Row 0 has |log r| 0.2 and 0, mean 0.1 on the bound; row 1 has 0.4 and -0.1, mean 0.25."""
-    old = tensor([[-1.0, -1.0], [-1.0, -1.0]])
-    mu = old - tensor([[0.2, 0.0], [0.4, -0.1]])
-    step = run(spec(None, l1=MASK | {"upper": 0.1000001}), mu=mu, old=old, pi=old)
-    assert step.keep.tolist() == [[True, True], [False, False]]
 
 
 def test_it_is_scored_and_its_online_bound_moves() -> None:

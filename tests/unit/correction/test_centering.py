@@ -128,13 +128,6 @@ def test_the_drift_of_a_peaked_policy_is_within_5_percent_of_enumeration(name: s
     assert float(drift.mean()) == pytest.approx(float(exact), rel=0.05)
 
 
-def test_untruncated_importance_sampling_has_nothing_to_centre() -> None:
-    logits, log_q = draw(1.0)
-    gradient, drift = centre(weight("truncate", None, 1e6), logits, log_q, 8)
-    assert gradient.abs().max() < 1e-12
-    assert drift.max() < 1e-12
-
-
 def test_icepop_by_hand() -> None:
     """p = .5 .3 | .2 and q = .6 .1 | .3: 3 lies beyond 2, the tail has 1/rho = 2/3."""
     p, q = torch.tensor([[0.5, 0.3]]).double().log(), torch.tensor([[0.6, 0.1]]).double().log()

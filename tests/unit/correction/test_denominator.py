@@ -45,19 +45,6 @@ def test_by_hand(mode: str, expected: list[float]) -> None:
     assert scale.tolist() == pytest.approx(expected, abs=1e-15)
 
 
-def test_each_mini_batch_has_a_count_of_its_own() -> None:
-    group = torch.tensor([0, 1, 0, 1])
-    scale = scale_of("token-mean", MASK, KEEP, group, 2)
-    # 7 tokens with 1 rejected; 2 tokens, all rejected, whose loss is 0 anyway.
-    assert scale.tolist() == pytest.approx([7 / 6, 1.0, 7 / 6, 1.0])
-
-
-@pytest.mark.parametrize("mode", HAS_DENOMINATOR)
-def test_without_rejection_it_is_exactly_one(mode: str) -> None:
-    scale = scale_of(mode, MASK, MASK, ONE_MINI_BATCH, 4)
-    assert scale.tolist() == [1.0] * 4
-
-
 @st.composite
 def batches(draw: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     rows, width = draw(st.integers(1, 6)), draw(st.integers(1, 5))

@@ -365,10 +365,3 @@ def test_what_a_framework_takes_as_off_or_open() -> None:
     assert icepop is not None
     assert (icepop.kind, icepop.lower, icepop.upper) == ("reject", None, 2.0)
     assert read("nemo_rl", {"defaults": ["_self_"]}) == CorrectionSpec()
-
-
-@pytest.mark.parametrize("to", ["to_skyrl", "to_trl", "to_verl"])
-def test_a_weight_without_an_upper_bound_is_named_by_it(to: str) -> None:
-    raw = CorrectionSpec.from_nemo_rl({"use_importance_sampling_correction": True})
-    with pytest.raises(SpecError, match=r"^correction\.weight\.upper=null"):
-        getattr(raw, to)()

@@ -41,17 +41,6 @@ def test_skyrl_sequence_statistics_see_what_the_token_mask_left() -> None:
     torch.testing.assert_close(got, torch.tensor([[math.exp(0.25), 0.0, 0.0]]))
 
 
-def test_skyrl_order_is_reproduced_only_where_it_could_matter() -> None:
-    outlier, token = {"outlier_token_is_threshold_high": 100}, {"token_mask_is_threshold_low": 0.5}
-    token |= {"token_mask_is_threshold_high": 2.0}
-    by_sequence: list[dict[str, Any]] = [{"sequence_mask_metric": "geometric"}, {"tis_ratio_type": "sequence"}]
-    for later in by_sequence:
-        assert not from_skyrl(later).skyrl_compat
-        assert not from_skyrl(outlier | later).skyrl_compat
-        assert from_skyrl(token | later).skyrl_compat
-    assert not from_skyrl(outlier | token | {"tis_ratio_type": "token"}).skyrl_compat
-
-
 def test_skyrl_defaults() -> None:
     assert from_skyrl({}).is_none
     assert from_skyrl(SimpleNamespace(**SKYRL)).is_none

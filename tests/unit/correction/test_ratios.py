@@ -10,33 +10,10 @@ import torch
 from recipe.offpolicy.correction.ratios import (
     compute_divergence,
     compute_excess,
-    compute_log_ratio,
-    promote_weight_dtype,
 )
 from tests.support.corrections import opsm, run, spec, tensor
 
 NAN, INF = math.nan, math.inf
-
-
-@pytest.mark.parametrize(
-    ("numerator", "denominator", "weight"),
-    [
-        (torch.bfloat16, torch.bfloat16, torch.float32),
-        (torch.float16, torch.bfloat16, torch.float32),
-        (torch.float32, torch.bfloat16, torch.float32),
-        (torch.float64, torch.float32, torch.float64),
-        (torch.bfloat16, torch.float64, torch.float64),
-    ],
-)
-def test_log_ratio_is_float64_and_weights_float32_or_wider(
-    numerator: torch.dtype, denominator: torch.dtype, weight: torch.dtype
-) -> None:
-    """In bfloat16 itself -7 - (-7.03125) = 0.03125 has no error, but a sum of 300 of them stops growing at 8."""
-    a, b = torch.full((1, 300), -7.0, dtype=numerator), torch.full((1, 300), -7.03125, dtype=denominator)
-    result = compute_log_ratio(a, b, torch.ones(1, 300, dtype=torch.bool))
-    assert result.dtype is torch.float64
-    assert result.sum().item() == pytest.approx(300 * 0.03125, abs=1e-9)
-    assert promote_weight_dtype(a, b) is weight
 
 
 def test_the_clamp_is_at_the_exp_only() -> None:

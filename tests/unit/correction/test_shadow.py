@@ -103,13 +103,6 @@ def test_beside_another_corrections_stage_it_reports_the_same(name: str, nested:
         compute_shadow_statistics(shadows, **rows | {"old_log_prob": rows["old_log_prob"].clone()}, alongside=stage)
 
 
-def test_names_are_the_same_whatever_the_data() -> None:
-    """Every rank and step must report the same keys."""
-    shadows = {"one": CORRECTIONS["full"], "two": spec(TIS, gsm=GSM)}
-    assert list(report(shadows)) == list(report(shadows, response_mask=torch.zeros(3, 2)))
-    assert not any("min" in name or "max" in name for name in report(shadows))
-
-
 def test_what_is_fixed_for_the_batch_comes_from_its_constants() -> None:
     """The cut that another part of the batch made: (log 2)^2 = 0.48 is kept under 0.5, and dropped under 0.04."""
     shadows = {"m2po": CORRECTIONS["m2po"]}
@@ -170,13 +163,6 @@ def test_metrics_of_an_option_are_not_reduced_by_its_name() -> None:
     assert notes == []
     assert report(shadows)["paper/leastpro/weight/mean"] == pytest.approx(1.4)  # 2, 2, 1, 1 and 1; TIS caps at 2
     assert not [key for key in report(shadows) if "min" in key or "max" in key]
-
-
-def test_options_become_corrections_under_their_names() -> None:
-    shadows, notes = parse_shadows(["tis", "opsm_given"], OPTIONS.__getitem__, 0.1)
-    assert shadows == {"tis": spec(TIS), "opsm_given": spec(opsm=opsm(0.3))}
-    assert notes == []
-    assert parse_shadows([], OPTIONS.__getitem__, 0.1) == ({}, [])
 
 
 def test_an_open_delta_is_filled_and_said() -> None:

@@ -76,17 +76,6 @@ def test_to_mapping_is_plain_and_comes_back(mapping: dict[str, Any]) -> None:
     assert CorrectionSpec.from_mapping(plain).fingerprint() == correction.fingerprint()
 
 
-def test_what_is_not_none() -> None:
-    """Each of these changes a loss although there is neither a weight nor a mask."""
-    for mapping in (
-        {"proximal": "bypass"},
-        {"proximal": "reuse"},
-        {"proximal": "loglinear", "alpha": 0.5},
-        {"kl_clip": {"lower": 0.8, "upper": 1.2}},
-    ):
-        assert not CorrectionSpec.from_mapping(mapping).is_none
-
-
 def test_what_needs_the_whole_batch() -> None:
     def needs(**mapping: Any) -> tuple[bool, bool]:
         correction = CorrectionSpec.from_mapping(mapping)

@@ -57,11 +57,6 @@ def test_masks_on_a_ratio_that_is_one(proximal: str, inert: str, live: tuple[str
         assert CorrectionSpec.from_mapping(mask(ratio=ratio) | {"proximal": proximal})
 
 
-def test_loglinear_has_no_inert_ratio() -> None:
-    for ratio in ("rollout", "full", "ppo"):
-        assert CorrectionSpec.from_mapping(mask(ratio=ratio) | {"proximal": "loglinear", "alpha": 0.5})
-
-
 @pytest.mark.parametrize("alpha", [None, 0, 1, -0.5, 1.5])
 def test_alpha_lies_between_bypass_and_reuse(alpha: Any) -> None:
     given = format_value(None if alpha is None else float(alpha))

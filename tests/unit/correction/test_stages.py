@@ -39,50 +39,6 @@ def test_it_needs_torch_alone() -> None:
 # What the rollout stage knows -------------------------------------------------------------------------------
 
 
-def test_the_log_ratio_is_zero_where_nothing_counts() -> None:
-    """A tool token, a token without mu, and an empty row."""
-    old, mu = tensor([[0.5, -0.25, 1.0]]).expand(3, 3), torch.zeros(3, 3)
-    mu[1, 1] = NAN
-    mask = torch.tensor([[1, 1, 0], [1, 1, 1], [0, 0, 0]])
-    stage = rollout_stage(STACK, old_log_prob=old, rollout_log_prob=mu, response_mask=mask)
-    assert stage.log_ratio.tolist() == [[0.5, -0.25, 0.0], [0.5, 0.0, 1.0], [0.0] * 3]
-    assert stage.valid.tolist() == [[True, True, False], [True, False, True], [False] * 3]
-    assert stage.response_mask.tolist() == mask.bool().tolist()
-
-
-@pytest.mark.parametrize("packed", [False, True])
-def test_a_bound_of_1_by_position_holds_where_nothing_counts(packed: bool) -> None:
-    """A tool token and one without mu stand before the first token that counts: 0 to the power -1/2 times log 1."""
-    weight = dict(level="prefix", kind="truncate", lower=None, upper=1.0, by_position=-0.5)
-    mask = dict(ratio="rollout", level="prefix", aggregate="geometric", lower=0.9, upper=1.0, when="any")
-    correction = spec(weight, growing=mask | {"by_position": -0.5})
-    rows = [tensor([each]) for each in ([9.0, 0.5, 0.5, -1.0], [0.0, NAN, 0.0, 0.0], [0.0, 1.0, 1.0, 1.0])]
-    columns = [torch.nested.as_nested_tensor([*each], layout=torch.jagged) if packed else each for each in rows]
-    stage = rollout_stage(
-        correction, old_log_prob=columns[0], rollout_log_prob=columns[1], response_mask=columns[2].bool()
-    )
-    weight_of, keep = (each.to_padded_tensor(0) if packed else each for each in (stage.weight, stage.keep.int()))
-    # Prefixes of log rho: 0.5, above log 1, and 0.5 - 1, of mean -1/4 below log(0.9) / sqrt 2.
-    assert weight_of.tolist() == [[0.0, 0.0, 1.0, pytest.approx(math.exp(-0.5))]]
-    assert keep.tolist() == [[0, 0, 0, 0]]
-
-
-def test_each_part_says_what_it_rejects() -> None:
-    """Also where another part has rejected it already. rho = 1.5 and 3, pi/pi_old = 1 and e^-0.2, A < 0."""
-    correction = spec(
-        TIS | {"kind": "reject"}, icepop=band(0.5, 1.2, level="token"), gsm=band(0.5, 2.0), stale=opsm(0.15, "ppo")
-    )
-    old = tensor([[math.log(1.5), math.log(3.0)]])
-    stage = first_stage(correction, mu=[[0.0, 0.0]], old=old)
-    early = {"weight": [[False, True]], "masks.icepop": [[True, True]], "masks.gsm": [[True, True]]}
-    assert {key: drop.tolist() for key, drop in stage.rejected.items()} == early
-    step = run(correction, mu=[[0.0, 0.0]], old=old, pi=old + tensor([[0.0, -0.2]]), advantages=-1)
-    assert {key: drop.tolist() for key, drop in step.rejected.items()} == early | {"masks.stale": [[False, False]]}
-    step = run(correction, mu=[[0.0, 0.0]], old=old, pi=old - 0.2, advantages=-1)
-    assert step.rejected["masks.stale"].tolist() == [[True, True]]
-    assert stage.rejected.keys() == early.keys()  # the step leaves nothing behind
-
-
 def test_one_rollout_stage_serves_many_steps() -> None:
     """Steps leave nothing behind in the stage: the first step again gives the first result."""
     stage = rollout_stage(
@@ -130,20 +86,6 @@ def test_shapes_that_differ_in_the_step_stage(wrong: str) -> None:
             step_stage(STACK, stage, **dict(log_prob=ones, advantages=ones) | {wrong: bad})
 
 
-@pytest.mark.parametrize("name", ["segment_ids", "versions"])
-def test_ids_of_another_shape(name: str) -> None:
-    ones, level = torch.ones(2, 3), {"segment_ids": "turn", "versions": "version"}[name]
-    for bad in (torch.zeros(2, dtype=torch.int64), torch.zeros(2, 1, dtype=torch.int64)):
-        with pytest.raises(ValueError, match=rf"{name}.*one shape|one shape.*{name}"):
-            rollout_stage(
-                spec(m=band(0.9, 1.1, level=level)),
-                old_log_prob=ones,
-                rollout_log_prob=ones,
-                response_mask=ones,
-                **{name: bad},  # type: ignore[arg-type]
-            )
-
-
 @pytest.mark.parametrize(("level", "name"), [("turn", "segment_ids"), ("version", "versions")])
 def test_a_level_without_its_ids(level: str, name: str) -> None:
     """The other level's ids do not help."""
@@ -170,19 +112,6 @@ def test_pi_that_is_not_finite_is_counted(bad: float) -> None:
     step = run(STACK, mu=[[-1.0, NAN, -1.0, -1.0]], old=[[-1.0] * 4], pi=pi, mask=[[1, 1, 0, 1]])
     assert values(step)["nonfinite/log_prob"] == 2
     assert step.weight.tolist() == [[1.0, 0.0, 0.0, 1.0]]
-
-
-def test_advantages_count_on_valid_tokens_only() -> None:
-    """The first token's +100 belongs to a token without mu, the last is padding: the row's sign is that of -1."""
-    step = run(
-        spec(m=opsm(0.1)),
-        mu=[[NAN, -1.0, -1.0]],
-        old=[[-1.0] * 3],
-        pi=[[-2.0] * 3],
-        mask=[[1, 1, 0]],
-        advantages=[[100.0, -1.0, NAN]],
-    )
-    assert not step.keep.any()
 
 
 # SkyRL's order ----------------------------------------------------------------------------------------------

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 
 from recipe.offpolicy.correction import turns
 from recipe.offpolicy.correction.units import partition_units
-from tests.support.corrections import TIS, run, spec, tensor
-
-LOG = math.log
-
+from tests.support.corrections import tensor
 
 # A partition of the valid tokens ----------------------------------------------------------------------------
 
@@ -38,11 +33,3 @@ def test_turns_are_the_runs_of_the_response_mask() -> None:
     seen = [[turn for turn, valid in zip(*row, strict=True) if valid] for row in zip(found.tolist(), mask, strict=True)]
     assert seen == [[0, 0, 1, 2, 2], [0, 1, 1], [0] * 8, []]
     assert (found >= 0).all()
-
-
-def test_a_token_without_mu_does_not_end_a_turn() -> None:
-    """Turns follow the response mask: without mu the middle token is no factor, but 2 x 3 are still of one turn."""
-    mask = torch.ones(1, 3)
-    rows = dict(mu=[[0.0, math.nan, 0.0]], old=[[LOG(2), 0.0, LOG(3)]], turns=turns(mask))
-    step = run(spec(TIS | {"level": "turn", "upper": None}), **rows)
-    assert step.weight.tolist() == [pytest.approx([6.0, 0.0, 6.0], rel=1e-6)]

@@ -83,11 +83,6 @@ def test_a_weight_of_every_token_leaves_none_for_others() -> None:
     )
 
 
-def test_the_weight_of_every_token_has_no_sign() -> None:
-    refused({"weight": NEGATIVE}, "correction.weight.when=negative", "every token", "correction.weights.<name>")
-    refused({"weight": TIS | {"sign": "row"}}, "correction.weight.sign=row", "every token")
-
-
 def test_what_weights_by_sign_cannot_have() -> None:
     refused({"weights": {"a": TIS}}, "correction.weights.a.when", "it has no default")
     refused({"weights": {"a": 2.0}}, "correction.weights.a=2.0", "mapping")
@@ -110,10 +105,6 @@ def test_what_applies_after_a_tools_result_cannot_have() -> None:
     refused({"weights": {"a": tool | {"by_staleness": [1.0, 2.0]}}}, "correction.weights.a.when=post_tool", "by age")
     refused({"weights": {"a": tool | {"level": "prefix"}}}, "correction.weights.a.when=post_tool", "a prefix holds")
     refused(mask(when="post_tool", level="prefix"), "when=post_tool", "a prefix holds")
-
-
-def test_kept_counts_beside_a_weight_that_rejects_nothing() -> None:
-    assert CorrectionSpec.from_mapping({"weights": {"a": NEGATIVE}, "denominator": "kept"} | mask())
 
 
 def test_domains() -> None:
