@@ -49,8 +49,9 @@ def install(group: str | None = None) -> dict[str, dict[str, str]] | dict[str, s
 def status() -> dict[str, dict[str, str]]:
     """Return, for each group, each patch and its state in this process.
 
-    "in force", "waiting" for the import of its target, "not needed" by the installed releases, or "off". Imports no
-    group and no target, so any process can call it at its start; a group that was not loaded has no patches here.
+    The state is "in force", "waiting" for the import of its target, "not needed" by the installed releases, or "off".
+    The call imports no group and no target, so any process can make it at its start; a group that was not loaded has no
+    patches in this process.
 
     Raises:
         PatchError: a patch failed in this process and its loader continued, or verl is imported and a group that the
@@ -58,7 +59,8 @@ def status() -> dict[str, dict[str, str]]:
     """
     if failed := recorded():
         raise PatchError("\n".join(failed))
-    # A group may install itself on import; importing it here would be too late, but look as if it had been in time.
+    # A group may install itself on import; importing it here would be too late, but would look as if it had been in
+    # time.
     states = {name: _states(group) if group.module in sys.modules else {} for name, group in GROUPS.items()}
     if "verl" in sys.modules:
         for name in asked_for():

@@ -1,4 +1,4 @@
-"""Contracts on verl's agent loops, whose rows process rewards score before they get their reward; nothing is patched.
+"""Contracts on verl's agent loops: process rewards score rows before the rows get their reward. Nothing is patched.
 
 verl's key ``actor_rollout_ref.rollout.agent.agent_loop_manager_class`` selects this package's manager, which starts
 this package's workers. Log-probs of a prompt come from ``vLLMHttpServer.generate(self, prompt_ids, sampling_params,
@@ -23,7 +23,7 @@ SEAMS = (
     # Every agent loop's output passes through here, after its last token.
     _worker("_agent_loop_postprocess", "(self, output, validate, **kwargs)", names=("extra_fields", "_compute_score")),
     _worker("_run_agent_loop", keys=("validate",), names=("llm_client", "_agent_loop_postprocess")),
-    # Monte-Carlo checks reward rollouts by it.
+    # Monte-Carlo checks use it to reward rollouts.
     _worker("_compute_score", "(self, outputs, kwargs)", names=("reward_score", "reward_loop_worker_handles")),
     # Extra fields become columns of the batch.
     _worker("_postprocess", names=("extra_fields",)),

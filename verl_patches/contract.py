@@ -168,7 +168,7 @@ def _warn_untested(distribution: str, release: str) -> None:
 def of_installed(*contracts: Contract) -> Contract:
     """Return the contract of the installed release, among contracts that differ by release.
 
-    The last one if none covers it: its `check` then fails, or passes if untested releases are allowed.
+    If none covers it, the last one is returned: its `check` then fails, or passes if untested releases are allowed.
     """
     release = installed_release(contracts[0].distribution)
     return next((each for each in contracts if release and each.covers(release)), contracts[-1])
@@ -177,8 +177,8 @@ def of_installed(*contracts: Contract) -> Contract:
 def installed_release(distribution: str) -> str | None:
     """Return the installed version of a distribution without its local part, or None.
 
-    For verl it is the release in the version file of the package that an import finds: a checkout on the path may have
-    no metadata, or precede an installed release that has.
+    For verl it is read from the version file of the package that an import finds, because a checkout on the path may
+    have no metadata, or may precede an installed release that has metadata.
     """
     if distribution == "python":
         return platform.python_version()
@@ -196,7 +196,7 @@ def _metadata_release(distribution: str) -> str | None:
 
 
 def demand_release() -> str:
-    """Return the supported release of verl that an import finds; verl itself is neither imported nor composed.
+    """Return the supported release of verl that an import would find, without importing verl.
 
     Raises:
         PatchError: verl is missing, or its release is too old, or unsupported and not allowed.
@@ -255,7 +255,7 @@ def loaded(target: str) -> Any:
     module_name, _, path = target.partition(":")
     try:
         return _attribute(sys.modules.get(module_name), path)
-    except ImportError:  # of an attribute that its module imports when it is asked for
+    except ImportError:  # for an attribute that its module imports on access
         return None
 
 
@@ -364,7 +364,7 @@ def wrap(contract: Contract, wrapper: Callable[..., Any]) -> bool:
 
 
 def before(contract: Contract, look: Callable[[Any], None]) -> None:
-    """Call `look` with the first argument of each call of the target, before the call; once."""
+    """Wrap the target, once, so that `look` gets the first argument of each call before the call is made."""
 
     def seen_first(original: Callable[..., Any], first: Any, *args: Any, **kwargs: Any) -> Any:
         look(first)

@@ -97,7 +97,7 @@ def _rows_of_group(group: Group) -> Iterator[Row]:
 
 
 def _without(patch: str, error: ModuleNotFoundError) -> Row:
-    """Build the row of a patch whose distribution is not installed; broken if it is verl or this package."""
+    """Build the row of a patch whose distribution is missing; it is broken if that is verl or this package."""
     broken = is_needed(error)
     return Row(patch, "", "", f"{error.name} is missing", str(error) if broken else MISSING, broken)
 

@@ -55,7 +55,7 @@ POSTPROCESS_OUTPUT = _training_worker(
 SEAMS = (
     _worker("set_loss_fn", "(self, loss_fn)"),
     _worker("update_actor", "(self, data)"),
-    # This key tells the loss an update's last mini-batch.
+    # This key tells the loss which mini-batch is the last of an update.
     _training_worker("train_mini_batch", "(self, data)", keys=("update_lr_scheduler",)),
     # Metrics that complete themselves before they are sent, see sent_metrics.
     POSTPROCESS_OUTPUT,

@@ -49,14 +49,14 @@ def find_folder() -> Path:
     spec = importlib.util.find_spec("recipe.offpolicy")
     folders = list(spec.submodule_search_locations or ()) if spec else []
     if not folders:
-        raise PatchError("recipe.offpolicy is not found, whose folder config holds the groups. Fix: install it again.")
+        raise PatchError("recipe.offpolicy, whose folder config holds the groups, is not found. Fix: install it again.")
     return Path(folders[0]) / "config"
 
 
 def bring_sections() -> None:
     """Add the sections whenever one of the options is chosen, and explain former names of options. Idempotent.
 
-    It also makes the interpolation of configs/platform/cuda.yaml known.
+    It also registers the interpolation that configs/platform/cuda.yaml uses.
 
     Raises:
         PatchError: Hydra's composition has moved.

@@ -54,7 +54,7 @@ class _Loader(importlib.machinery.SourceFileLoader):
 
 
 class _Names(dict[str, Any]):
-    """The builtins of one module, where Python looks up a name last: this runs its import and binds the name.
+    """The builtins of one module, where Python looks up a name last; this lookup runs its import and binds it.
 
     Attributes:
         statements: the module's lazy imports.
@@ -79,7 +79,7 @@ class _Names(dict[str, Any]):
 
     def get_attribute(self, name: str) -> Any:
         """Look up a name from outside the module, as its ``__getattr__``."""
-        if name == _EVERYTHING:  # ``import *`` asks a module without it, and then takes the bound names
+        if name == _EVERYTHING:  # ``import *`` looks this up first, and if it is missing takes the bound names
             for each in list(self._waiting):
                 self._import(each)
         self._import(name)

@@ -1,7 +1,7 @@
 """Contracts on verl's client of its rollout servers and on its callers.
 
-In asynchronous modes of the V1 trainer, and in fully_async_policy, a subclass of the client records the version of the
-weights of each attempt.
+In asynchronous modes of the V1 trainer, and in fully_async_policy, a subclass of the client records the weight version
+of each attempt.
 """
 
 from __future__ import annotations

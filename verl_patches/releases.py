@@ -1,4 +1,4 @@
-"""The supported releases of verl and the attributes in which they differ. Needs no other package.
+"""The supported releases of verl and the attributes in which they differ. This module needs no other package.
 
 Supporting another release needs a row here, its file in requirements/, and the tests.
 """

@@ -1,7 +1,7 @@
 """Contracts on the functions that routing replay wraps in verl's engines and workers; nothing is patched here.
 
-In releases whose FSDP engine has no replay, a subclass of verl's worker sets the flag that verl's own engines expect on
-the batch, and three methods of the engine's instance are wrapped.
+In releases whose FSDP engine has no replay, a subclass of verl's worker sets on the batch the flag that verl's own
+engines expect, and three methods of the engine's instance are wrapped.
 """
 
 from __future__ import annotations

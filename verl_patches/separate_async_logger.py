@@ -1,7 +1,7 @@
 """Let verl's separate asynchronous trainer start without colocated rollouts.
 
 With `actor_rollout_ref.hybrid_engine=False` it logs its start with `flush=True`, which `print` accepts but a logger
-does not: a TypeError on every platform, unless VERL_LOGGING_LEVEL is above INFO.
+does not. This raises a TypeError on every platform, unless VERL_LOGGING_LEVEL is above INFO.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Contracts on the functions behind support replay of truncated sampling.
 
-A server class of this package requests from vLLM the ids that each token could have been, a client of this package
-records them per row, and two methods of the FSDP engine's instance are wrapped.
+A server class of this package requests from vLLM the ids that could have been sampled at each position, a client of
+this package records them per row, and two methods of the FSDP engine's instance are wrapped.
 """
 
 from __future__ import annotations

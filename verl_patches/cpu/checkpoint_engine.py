@@ -117,7 +117,7 @@ class FileCheckpointEngine(CheckpointEngine):
     def build_topology(
         cls, actor_wg_world_size: int, rollout_world_size: int, metadata: list[dict[str, Any]]
     ) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
-        """Build the arguments of `init_process_group` of each worker, for the trainer's and the rollouts' workers."""
+        """Build each worker's arguments of `init_process_group`, for the trainer's and the rollouts' workers."""
         masters = [entry for entry in metadata if entry["folder"]]
         if len(masters) != 1:
             raise WeightSyncError(f"{NAME}: one process of the trainer must write the weights, found {len(masters)}.")
@@ -209,7 +209,7 @@ class FileCheckpointEngine(CheckpointEngine):
             if self.clock() > deadline:
                 raise WeightSyncError(
                     f"{failed}, the trainer's, is alive but wrote nothing for {self._timeout:g} s after {index} "
-                    f"buckets. Longer: {_KEY}.engine_kwargs.{NAME}.timeout=SECONDS."
+                    f"buckets. To wait longer, set {_KEY}.engine_kwargs.{NAME}.timeout=SECONDS."
                 )
             await asyncio.sleep(POLL)
         return path

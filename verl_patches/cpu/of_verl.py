@@ -1,4 +1,4 @@
-"""Patches of verl, most of them for releases whose cause later ones have removed."""
+"""Patches of verl; most are for older releases, because later ones no longer need them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ def _is_legacy(release: Release) -> bool:
 
 
 # Names for the CPU where verl expects an accelerator. Before 0.9 verl has no platforms: its device is `cpu` without an
-# accelerator, and two of its answers are wrong then: the resource "NPU", which no placement group requests, and "nccl".
+# accelerator, and two functions then return wrong names: the resource "NPU", which no placement group requests, and the
+# backend "nccl".
 class _DevicePatch(ReleasePatch):
     def install(self) -> None:
         """Wrap the two functions.

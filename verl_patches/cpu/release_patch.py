@@ -105,10 +105,10 @@ def build(
     """Build the patch of these rows.
 
     Args:
-        name: of the patch and of its contracts.
+        name: name of the patch and of its contracts.
         of: the distribution, and the releases that were tested.
         cause: whether the installed releases need the patch.
-        at_once: install it at once, and not after the import of ``after``, the first target's module by default.
+        at_once: install it at once instead of after the import of ``after``, by default the first target's module.
     """
     module = after or rows[0][0].partition(":")[0]
     wrappers = tuple((Contract(name, target, signature, *of), wrapper) for target, signature, wrapper in rows)

@@ -1,4 +1,4 @@
-"""Wrappers of ``core_algos`` in a legacy actor's module; the handover's update answers during a corrected update.
+"""Wrappers of ``core_algos`` in a legacy actor's module; in a corrected update the handover's ``Update`` is called.
 
 Outside of such an update, and in every other module, the functions are verl's.
 """
@@ -42,7 +42,7 @@ def running() -> Update | None:
 
 @contextmanager
 def update(current: Update) -> Iterator[None]:
-    """Make ``current`` answer the calls while an actor's update runs."""
+    """Let ``current`` handle the calls while an actor's update runs."""
     token = _RUNNING.set(current)
     try:
         yield

@@ -1,4 +1,4 @@
-"""Interface of the handover: an object sent with a batch that replaces a legacy actor's loss."""
+"""Interface of the handover, an object that is sent with a batch and replaces a legacy actor's loss."""
 
 from __future__ import annotations
 

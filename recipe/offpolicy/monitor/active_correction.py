@@ -47,7 +47,7 @@ class ActiveCorrection:
 
     @property
     def moving(self) -> dict[str, Side]:
-        """Masks, and ``WEIGHT``, whose bounds are sent with each update, and their moving sides; none in a fallback."""
+        """Moving sides of the masks, and of ``WEIGHT``, whose bounds are sent with each update; empty in a fallback."""
         if self._calibration is None or self._alarms.fallback is not None:
             return {}
         return self._calibration.settings.moving

@@ -49,11 +49,11 @@ PANELS: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
 
 
 def write_layout(directory: Path) -> Path:
-    """Write the layout of TensorBoard's tab CUSTOM SCALARS as a run of its own below a log directory; its folder."""
+    """Write the layout of TensorBoard's tab CUSTOM SCALARS as a run below a log directory; return its folder."""
     from torch.utils.tensorboard import SummaryWriter
 
     def find(metrics: tuple[str, ...]) -> list[str]:
-        return [f"^{re.escape(f'offpolicy/{metric}')}$" for metric in metrics]  # TensorBoard takes patterns
+        return [f"^{re.escape(f'offpolicy/{metric}')}$" for metric in metrics]  # TensorBoard expects patterns
 
     folder = directory / "offpolicy_layout"
     for earlier in folder.glob("events.out.tfevents.*"):

@@ -66,6 +66,6 @@ class StepCost:
 def count_bytes(column: Tensor) -> int:
     """Compute the bytes of a column's values, plus its offsets if it is nested."""
     if column.is_nested:
-        nested: Any = column  # torch's stubs know no offsets
+        nested: Any = column  # torch's stubs do not declare offsets
         return count_bytes(nested.values()) + count_bytes(nested.offsets())
     return column.numel() * column.element_size()

@@ -3,7 +3,7 @@
 A few bytes can declare billions of values: the counts are in the footer and in the header of each page, in Thrift's
 compact protocol. pyarrow's metadata cannot bound the size, because it shows only the footer, while Arrow unpacks what
 the page headers declare, even for a single row group. Reading a column's metadata also aborts the process (C++ abort)
-at some contradictions. tests/unit/recording has a file for each; both hold in pyarrow 26.0.1.
+at some contradictions. tests/unit/recording has a file for each; both problems exist in pyarrow 26.0.1.
 
 Sources: parquet.thrift of apache/parquet-format; thrift/doc/specs/thrift-compact-protocol.md of apache/thrift.
 """

@@ -22,7 +22,7 @@ from .writer import Item, Outcome, StepWriter
 MOST_TIME = 0.05
 """Share of a step that recording may take from the training thread, relative to the duration of the last step."""
 FIRST = 1.0
-"""Seconds that it may take of the first step, when no duration is known."""
+"""Seconds that recording may take in the first step, before any duration is known."""
 _ROUNDING = 1e-9
 
 

@@ -1,8 +1,8 @@
 """A recorded run: a directory with one file per update and rank, and a card that describes the run.
 
 Under ``proximal=bypass`` the recorded column is mu, under ``loglinear`` a mixture of mu and pi, so its distance from mu
-says nothing about the engines. At the first gradient step of a step, pi still has the weights from its start and is
-used instead; later it has moved.
+says nothing about the engines. At the first gradient step of a step, pi still has the weights from the step's start and
+is used instead; at later ones it has moved.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class Recording:
         return one
 
     def choose_steps(self, steps: tuple[int, int | None] | None) -> list[int]:
-        """List the recorded steps from a first to a last one; None for all, a last of None for no end.
+        """List the recorded steps from a first to a last one; None means all, and a last step of None means no end.
 
         Raises:
             RecordingError: there is none.

@@ -111,7 +111,7 @@ class RunRecord:
             logger.warning("%s.dir=%s: the proof is not recorded (%s).", SECTION, self.settings.dir, error.strerror)
 
     def write_delivery(self, line: Mapping[str, Any]) -> None:
-        """Append the result of one synchronisation's comparison of weights: ``step``, ``verdict`` and others."""
+        """Append the result of comparing weights at one synchronisation: ``step``, ``verdict`` and further keys."""
         if self.settings is None:
             return
         try:
@@ -121,7 +121,7 @@ class RunRecord:
             logger.warning("%s.dir=%s: delivery is not recorded (%s).", SECTION, self.settings.dir, error.strerror)
 
     def finish(self, patience: float = PATIENCE, pause: Callable[[float], object] = time.sleep) -> None:
-        """Wait until the last step's files exist, as far as this machine can see: workers are ended without notice.
+        """Wait until the last step's files exist, as far as this machine can see, because workers end without notice.
 
         Args:
             patience: total seconds of pauses, without the time of the checks.

@@ -110,7 +110,7 @@ def _goes_on(card: Mapping[str, Any], config: DictConfig) -> bool:
 
 
 def _saves(card: Mapping[str, Any]) -> bool:
-    """Return True if the card's run was configured to save checkpoints; without one it was interrupted early."""
+    """Return True if the card's run was configured to save checkpoints; if it left none, it was interrupted early."""
     found = read_config(card, "trainer.save_freq")
     return isinstance(found, int) and found > 0
 

@@ -1,4 +1,4 @@
-"""Recorded rows: names and types of their columns, the only definition of them, and numpy arrays in memory.
+"""Recorded rows: the only definition of their columns' names and types, and their numpy arrays in memory.
 
 A file holds one step of one rank, or one update if a step makes several. Token columns are lists over the response,
 from its first token to its last valid one; tool outputs in between are included, with ``response_mask`` False. All
@@ -28,7 +28,7 @@ VERSION_KEY = b"offpolicy.schema"
 SPEC_KEY = b"offpolicy.correction"
 """Key of the file's metadata: the correction that acted, as JSON of ``CorrectionSpec.to_mapping``."""
 REASONS_KEY = b"offpolicy.rejected_by"
-"""Key of the file's metadata: JSON list of the parts that can reject (``masks.gsm``), a bit of ``rejected_by`` each."""
+"""Key of the file's metadata: JSON list of the parts that can reject (``masks.gsm``), by bit of ``rejected_by``."""
 DIGEST_KEY = b"offpolicy.digest"
 """Key of the file's metadata: ``digest`` of everything else that a reader gets from the file."""
 

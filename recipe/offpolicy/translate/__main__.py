@@ -13,9 +13,9 @@
     openrlhf 0.9.1 to 0.11.2         verl 0.7.0 to 0.9.1
 
 The file is the whole configuration, a section, or flat options, in YAML or TOML; a missing key has the default of
-the newest of these releases. --to hydra prints overrides for verl's own programs, and from verl those that switch its
-own correction off; in a fork write correction= instead of +correction@correction=. The other targets print the section
-of that framework in YAML: skyrl, trl from 1.6.0 on, verl.
+the newest of these releases. --to hydra prints overrides for verl's own programs; with --from verl they also switch
+verl's own correction off. In a fork write correction= instead of +correction@correction=. The other targets print the
+section of that framework in YAML: skyrl, trl from 1.6.0 on, verl.
 
 A correction that the target cannot express, and an unknown key that may belong to one, is an error that names the key.
 Keys of the loss and of similar names that correct nothing are listed on standard error. --ignore KEY, which may be

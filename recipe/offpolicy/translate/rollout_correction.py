@@ -66,7 +66,7 @@ def verl_rollout_correction(
         ``rollout_corr/``. Weights and mask have the layout of the arguments.
 
     Raises:
-        ValueError: shapes, layouts or rows that differ, no valid token, and malformed or missing thresholds.
+        ValueError: shapes, layouts or rows differ, no token is valid, or a threshold is malformed or missing.
     """
     tensors = (old_log_prob, rollout_log_prob, response_mask)
     rows = detect_layout(old_log_prob=old_log_prob, rollout_log_prob=rollout_log_prob, response_mask=response_mask)

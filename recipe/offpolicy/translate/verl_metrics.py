@@ -113,7 +113,7 @@ def compute_rejection_metrics(
 
 
 def compute_total_rejection_metrics(tokens: Numbers, rejected: Numbers) -> Metrics:
-    """Compute the shares of tokens, and of rows with any, that all options reject together; (B,) counts each."""
+    """Compute the shares of tokens, and of rows with a token, that all options reject together; (B,) counts each."""
     return {
         "rollout_rs_masked_fraction": float(rejected.sum() / tokens.sum()),
         "rollout_rs_seq_masked_fraction": float((rejected > 0).mean()),

@@ -1,4 +1,4 @@
-"""Alarms: the keys ``offpolicy.alarms``, the number each compares with its bounds, and the state machine of one."""
+"""Alarms: the keys ``offpolicy.alarms``, the number that each compares with its bounds, and its state machine."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ...correction.proximal import OF_THE_TRAINER
 Action = Literal["off", "warn", "stop", "fallback"]
 Event = Literal["none", "fired", "recovered"]
 
-_SHOWN = 5  # most values listed in a message
+_SHOWN = 5  # largest number of values in a message
 
 
 @dataclass(frozen=True)

@@ -46,11 +46,11 @@ def defer_histograms(
 ) -> DeferredValue[dict[str, Statistic]]:
     """Measure rows of one update for the parts in ``sides``; see the stages for the arguments.
 
-    Units are counted where the mask applies, or tokens (``MaskSpec.picks_tokens``) for masks that select by the sign of
-    each token and can split a unit. For negative advantages, these are units of rows with a negative mean, or tokens
-    with a negative advantage. Units that a fixed bound rejects count as infinitely far. Backend noise is the distance
-    of pi_old / mu at equal weights (staleness 0 or None), for masks on pi / mu; it uses rows of any advantage, except
-    those beyond a fixed bound, which no other bound can keep.
+    Units are counted where the mask applies. Masks that select by the sign of each token can split a unit, so tokens
+    are counted instead (``MaskSpec.picks_tokens``). For negative advantages, these are units of rows with a negative
+    mean, or tokens with a negative advantage. Units that a fixed bound rejects count as infinitely far. Backend noise
+    is the distance of pi_old / mu at equal weights (staleness 0 or None), for masks on pi / mu; it uses rows of any
+    advantage, except those beyond a fixed bound, which no other bound can keep.
 
     Returns:
         When read: ``<mask>/distance``, ``<mask>/kept``, and ``<mask>/noise`` for masks on pi / mu; with ``WEIGHT`` in
@@ -97,7 +97,7 @@ def _find_fresh(staleness: Tensor, units: Units, by_token: bool) -> Tensor:
 
 
 def _sum_weights(spec: WeightSpec, log_ratio: Tensor, units: Units) -> dict[str, Tensor]:
-    """Sum the weights of some rows by bin, under the lower bound and without the cap; and for the ESS under the cap.
+    """Sum some rows' weights by bin, with the lower bound but no cap, and the sums for the ESS under the cap.
 
     Args:
         spec: weight that truncates or clips.

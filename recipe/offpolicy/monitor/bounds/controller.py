@@ -140,7 +140,7 @@ class Calibration:
         """Keep the bounds and discard the window, because another correction becomes active.
 
         Args:
-            merged: statistics of the last update before that; empty for one under the other correction.
+            merged: statistics of the last update before that; empty if it used the other correction.
         """
         self._window, self._shown = [], self._compute_metrics(merged)
 

@@ -1,8 +1,8 @@
 """Histograms of distances from agreement, and the next bounds from the latest ones; pure functions.
 
-The distance of a unit is the width of the tightest bound that keeps it: in nats of log ratio for aggregates that are
-ratios, in the aggregate's unit for others, and the log for a weight. Bins are the same everywhere, so the histogram of
-a batch is the sum of those of its micro-batches and ranks.
+The distance of a unit is the width of the tightest bound that keeps it. It is in nats of log ratio for aggregates that
+are ratios, in the aggregate's unit for other aggregates, and the log of a weight. Bins are the same everywhere, so the
+histogram of a batch is the sum of the histograms of its micro-batches and ranks.
 
 A bound is its distance from agreement: |log bound| in nats for ratios and weights, |bound| for the other aggregates. It
 moves towards the distance that meets the target, or to the backend noise if that is larger, by a limited factor per
@@ -59,7 +59,7 @@ class Histogram:
     square: Sequence[float] = ()
 
     def resolves(self, target: float) -> bool:
-        """Return True if there are enough units that a share of 1 - ``target`` is at least one unit.
+        """Return True if there are enough units for a share of 1 - ``target`` to be at least one unit.
 
         This also holds for an ESS: with n equal weights of which one is 0 it is 1 - 1 / n.
         """

@@ -1,8 +1,8 @@
 """Backend, staleness and drift as shares of the variance and of the KL divergence of log pi/mu.
 
 Per token, in nats: total L = log pi - log mu, gap G = log pi_old - log mu, drift L - G. A token is *fresh* if the
-weights at the start of its step sampled it: then G is the backend's. In a *stale* token G is backend plus staleness,
-which can be separated only with fresh tokens of the same probability.
+weights at the start of its step sampled it: then G is the backend's part. In a *stale* token G is backend plus
+staleness, which can be separated only with fresh tokens of the same probability.
 
 Variance: the share of x is Cov(x, L) / Var(L) over tokens, so the shares of backend, staleness and drift sum to 1; a
 share is negative if it reduces the total.
@@ -14,7 +14,7 @@ sampling in the trainer's engine), and the increases from it to KL(mu, pi_old) a
 Backend of stale tokens: verl keeps no forward pass of the trainer at the weights that sampled them, so it is not
 observed per token. Its mean, variance and k3 are taken from fresh tokens of the same probability, and it is assumed to
 be independent of staleness and drift within a bin of probability. With too few fresh tokens, backend and staleness are
-*not identified*, and None; their sum, the rollout's share, always is identified.
+*not identified* and are None; their sum, the rollout's share, is always identified.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ LEAST_COVERED: Final = 0.95
 """Share of stale tokens that must be in known bins; the others use the values of the nearest known bin."""
 
 RECENT: Final = 5
-"""Number of earlier steps, or updates, whose fresh tokens are used for one without fresh tokens."""
+"""Number of earlier steps, or updates, whose fresh tokens are used if the present one has none."""
 
 _FRESH, _STALE, _UNKNOWN = (AGES.index(age) for age in ("fresh", "stale", "unknown"))
 _N, _L, _LL, _G, _GG, _GL, _GK, _LK = range(len(COLUMNS))

@@ -1,4 +1,4 @@
-"""The keys ``offpolicy.late_weights``, and the lag of the rollout engine's weights behind those kept."""
+"""The keys ``offpolicy.late_weights``, and how far the rollout engine's weights lag behind the kept ones."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class SnapshotSettings:
 
     Attributes:
         snapshots: number of updates whose weights are kept.
-        rows: number of rows per step that are scored again under each.
+        rows: number of rows per step that are scored again under each snapshot.
     """
 
     snapshots: int
