@@ -183,15 +183,6 @@ def test_a_cap_for_each_age_has_no_ess_of_its_own() -> None:
         propose_bounds(steps_of(aged(1)), spec, CalibrationRequest(target_ess=0.9))
 
 
-def test_rejecting_weight() -> None:
-    weight = {"level": "sequence", "kind": "reject", "lower": 0.5, "upper": 2.0}
-    spec, steps = spec_of(weight=weight), steps_of(drawn(6))
-    part, scores = part_and_scores(spec, steps)
-    found = find_bound_for_kept_share(part, scores, 0.9, 0.95)
-    assert part.share_of == "rows"
-    assert replayed_share(set_values(spec, "weight", found.values), steps) == pytest.approx(0.9)
-
-
 @settings(max_examples=at_most(60))
 @given(
     seed=st.integers(0, 10**6),
@@ -263,13 +254,6 @@ def test_the_target_is_of_what_the_mask_looks_at() -> None:
     assert "not identified: it applies to none of the rows" in found.note
 
 
-def test_tokens_that_are_not_finite_and_empty_rows_are_no_units() -> None:
-    rows = drawn_rows([2, 1, 3], rollout_log_prob=np.array([-1, np.nan, np.inf, -1, -1, -1], np.float32))
-    _, scores = part_and_scores(spec_of(BAND), steps_of(rows))
-    assert sorted(scores.length.tolist()) == [1, 3]
-    assert sorted(scores.row.tolist()) == [0, 2]
-
-
 @pytest.mark.filterwarnings("error")
 def test_tokens_whose_pi_is_not_finite_are_left_out_where_it_is_compared() -> None:
     """Of 2, 1 and 3 tokens the second and third have no finite pi: rows of 1 and 3 are left where pi is compared."""
@@ -299,15 +283,6 @@ def test_no_finite_pi_at_all() -> None:
     rows = drawn_rows([2, 3], log_prob=np.full(5, -np.inf, np.float32))
     with pytest.raises(RecordingError, match="a finite mu, pi_old and pi"):
         propose_bounds(steps_of(rows), spec_of(OPSM), CalibrationRequest(target_kept=0.9))
-
-
-def test_rows_of_one_prompt_share_a_group_over_steps() -> None:
-    """uid p in steps 1 and 2, and two rows without a uid: p, and one group for each of the others."""
-    uid = np.array(["p", "p", ""], dtype=object)
-    steps = steps_of(*(drawn_rows([2, 2, 2], seed=n, step=n, uid=uid) for n in (1, 2)))
-    _, scores = part_and_scores(spec_of(BAND), steps)
-    counts = np.unique(scores.group, return_counts=True)[1]
-    assert sorted(counts.tolist()) == [1, 1, 4]
 
 
 @pytest.mark.parametrize(

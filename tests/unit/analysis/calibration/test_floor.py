@@ -40,12 +40,6 @@ def test_the_quantile_and_its_bound() -> None:
     assert found.delta == pytest.approx(0.925, abs=0.005)
 
 
-def test_rows_of_unknown_versions_count_and_are_counted() -> None:
-    assert (
-        estimate_noise_floor(PART, scores(), state(staleness=-1), share=0.9, confidence=0.95).unknown_versions == ROWS
-    )
-
-
 @pytest.mark.parametrize(
     ("of", "reason"),
     [

@@ -70,14 +70,6 @@ def test_one_sided_end() -> None:
     assert compute_quantile_interval(np.arange(299.0), 0.99, 299, 0.95, one_sided=True) == (-math.inf, 298.0)
 
 
-def test_dependence_widens() -> None:
-    """Half of the effective count, the same order statistics' share: never narrower."""
-    ordered = np.arange(1000.0)
-    full, half = (compute_quantile_interval(ordered, 0.9, n, 0.95) for n in (1000, 250))
-    assert half[0] < full[0] < 900 < full[1] < half[1]
-    assert (half[1] - half[0]) / (full[1] - full[0]) == pytest.approx(2.0, rel=0.1)
-
-
 def test_large_counts_agree_with_the_normal_law() -> None:
     """10^7 units at 0.98: ranks 0.98 n +- 1.96 sqrt(n 0.98 0.02) = 9.8e6 +- 867.7."""
     ordered = np.arange(10_000_000.0)

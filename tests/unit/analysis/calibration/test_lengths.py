@@ -25,8 +25,6 @@ from recipe.offpolicy.recording import Rows, Step
 from tests.support.recordings import NONE, drawn_rows
 
 BAND = {"ratio": "rollout", "level": "sequence", "aggregate": "geometric", "when": "any", "lower": 0.99, "upper": 1.01}
-TOKENS = BAND | {"level": "token", "aggregate": "any"}
-PRODUCT = BAND | {"aggregate": "product", "lower": 0.5, "upper": 2.0}
 OPSM = {"ratio": "full", "level": "sequence", "aggregate": "geometric", "delta": 0.1, "when": "negative"}
 LENGTHS = (10, 40, 160, 640)
 
@@ -56,28 +54,6 @@ def test_buckets_are_those_of_the_metrics() -> None:
     assert names == ["le16", "le16", "le64", "le64", "le256", "le1024", "le4096", "gt4096"]
 
 
-def test_noise_shrinks_in_a_mean_and_grows_in_a_product() -> None:
-    """Zero-mean noise of spread s: s T^-1/2 in a mean, s T^1/2 in a sum."""
-    mean, product = proposed(BAND, noisy()).length, proposed(PRODUCT, noisy()).length
-    assert mean.depends
-    assert mean.correlation < -0.5
-    assert product.depends
-    assert product.correlation > 0.5
-
-
-def test_single_tokens_do_not_depend_on_length() -> None:
-    proposal = proposed(TOKENS, noisy())
-    assert not proposal.length.depends
-    assert proposal.lengths == ()
-
-
-def test_one_length_identifies_nothing() -> None:
-    rows = drawn_rows([30] * 80, backend=0.03)
-    test = proposed(BAND, rows).length
-    assert math.isnan(test.correlation)
-    assert not test.depends
-
-
 def test_an_offset_hides_no_spread() -> None:
     """A constant offset of 1 with noise that shrinks: the size hardly varies, the spread about the median does."""
     rng = np.random.default_rng(1)
@@ -85,15 +61,6 @@ def test_an_offset_hides_no_spread() -> None:
     test = measure_length_dependence(units(1 + 0.03 * rng.standard_normal(240) / np.sqrt(length), length), 0.95)
     assert test.depends
     assert test.measure == "spread"
-
-
-def test_a_drift_in_a_product_is_a_matter_of_size() -> None:
-    """A constant drift of 0.01 a token grows with T; the noise about it does not, and each bucket has one T."""
-    rng = np.random.default_rng(1)
-    length = np.repeat(LENGTHS, 60)
-    test = measure_length_dependence(units(0.01 * length + 0.03 * rng.standard_normal(240), length), 0.95)
-    assert test.depends
-    assert test.measure == "size"
 
 
 def test_false_alarms_are_as_rare_as_asked() -> None:

@@ -39,19 +39,6 @@ def steps_of(count: int, rows: int = 64) -> list[Step]:
     return found
 
 
-def test_a_prompt_is_drawn_with_all_of_its_rows() -> None:
-    rows = drawn_rows([1] * 6, group=3)
-    hashes = hash_prompts(rows)
-    assert len(set(hashes.tolist())) == 2
-    assert hashes[0] == hashes[2] == hash_prompts(drawn_rows([1] * 3, step=9, group=3))[1]
-    alone = hash_prompts(replace(rows, uid=np.array([""] * 6, dtype=object)))
-    assert len(set(alone.tolist())) == 6
-
-
-def test_prompts_are_numbered_as_they_come() -> None:
-    assert number_prompts(np.array([9, 2, 9, 5, 2], dtype=np.uint64)).tolist() == [0, 1, 0, 2, 1]
-
-
 def test_a_share_of_the_prompts_is_drawn() -> None:
     """Of 4000 prompts a share of 0.3 is 1200, with a standard deviation of 29."""
     hashes = np.unique(hash_prompts(drawn_rows([1] * 4000, group=1)))
@@ -60,15 +47,6 @@ def test_a_share_of_the_prompts_is_drawn() -> None:
     assert not (few & ~more).any()
     assert PromptSample(rows=0.5, tokens=0.1).find_rows(hashes).sum() == pytest.approx(2000, abs=130)
     assert EVERY_PROMPT.find_rows(np.append(hashes, np.uint64(2**64 - 1))).all()
-
-
-def test_parts_look_at_a_share_by_what_they_decide() -> None:
-    parts = list_parts(SPEC)
-    grouped = PromptSample(tokens=0.1, rows=0.5).group_by_share(parts)
-    assert {share: [part.key for part in of] for share, of in grouped.items()} == {
-        0.5: ["masks.gsm"],
-        0.1: ["masks.icepop", "masks.m2po"],
-    }
 
 
 def test_a_recording_is_sampled_by_its_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

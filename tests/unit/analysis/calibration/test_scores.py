@@ -38,18 +38,6 @@ def test_a_mask_on_what_leads_away_looks_at_those_tokens() -> None:
     assert found.high == pytest.approx([0.26055] * 4, rel=1e-4)
 
 
-def test_a_mean_distance_moves_as_a_ratio() -> None:
-    """exp|log rho| of a row is (e^0.5 + e^0.5) / 2 = e^0.5: half a nat, and a bound of 1.65."""
-    mu = np.full(2, -2.0, dtype=np.float32)
-    rows = drawn_rows([2], rollout_log_prob=mu, old_log_prob=mu + np.array([0.5, -0.5], dtype=np.float32))
-    correction = spec(None, nemo=band(None, 2.0, aggregate="exp_abs_mean"))
-    (part,) = list_parts(correction)
-    scores, _ = compute_scores([Step(rows, NONE, ())], correction, [part])
-    assert scores["masks.nemo"].high == pytest.approx([0.5], rel=1e-6)
-    assert part.compute_values_at(0.5) == pytest.approx({"upper": 1.6487}, rel=1e-4)
-    assert part.side == "upper"
-
-
 def test_a_mask_after_a_tools_output_looks_at_those_tokens() -> None:
     """One row of two turns, by a tool's token between them: the second turn's two tokens."""
     mu = np.full(4, -2.0, dtype=np.float32)
