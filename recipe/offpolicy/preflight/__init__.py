@@ -1,1 +1,1 @@
-"""Everything that stops a launch before Ray starts: composition, resolution and start-up checks."""
+"""Everything that can stop a launch before Ray starts: composition, resolution and start-up checks."""

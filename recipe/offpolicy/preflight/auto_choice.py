@@ -1,7 +1,7 @@
-"""The selection made by ``correction=auto``: corrections for a run's set-up, with the reasons.
+"""The selection made by ``correction=auto``: the corrections for a run's set-up, with reasons.
 
-``select`` is the decision tree, and ``check_requirements`` holds the configuration to what a correction of the loss
-cannot do, such as replaying routes.
+``select`` is the decision tree. ``check_requirements`` checks the settings that no correction of the loss can replace,
+such as routing replay.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ class Requirement:
 
     Attributes:
         key: Hydra path.
-        value: what it has to be, or the greatest number that it may be.
-        why: a sentence.
+        value: the required value, or the largest allowed number.
+        why: the reason, as a sentence.
         at_most: whether ``value`` is a bound.
-        instead: a key and value that make the requirement void.
+        instead: another key and value that make the requirement unnecessary.
     """
 
     key: str
@@ -49,11 +49,11 @@ class Selection:
     """The corrections that a set-up needs, with reasons, requirements and advice.
 
     Attributes:
-        options: of the group ``correction``.
-        reasons: a line a decision, with the set-up value that made it.
-        requires: keys outside the correction.
-        advice: what may help and is not prescribed.
-        values: keys that the options leave open -> values; what the user gives wins.
+        options: the chosen options of the group ``correction``.
+        reasons: one line per decision, with the set-up value behind it.
+        requires: requirements on keys outside the correction.
+        advice: changes that may help but are not required.
+        values: keys that the options leave open -> values; the user's own values take precedence.
     """
 
     options: tuple[str, ...]
@@ -66,8 +66,8 @@ class Selection:
 def select(setup: Setup) -> Selection:
     """Select corrections by engine, mode, mini-batches, model and trajectory.
 
-    Asynchronous data gets what ``correction.recommended`` has for it: OPSM on pi / mu sees the mismatch of the engines
-    and staleness together, and needs no pi_old of the weights that sampled.
+    For asynchronous data it selects the options in ``correction.recommended``: OPSM on pi / mu covers the engine
+    mismatch and staleness together, and does not need pi_old from the weights that sampled.
     """
     decisions = (
         _choose_correction(setup),
@@ -200,7 +200,7 @@ def check_requirements(run: Composed, requires: tuple[Requirement, ...]) -> None
     """Check a configuration against the requirements of a selection.
 
     Raises:
-        CheckError: all keys that differ, with their fix.
+        CheckError: keys differ from the requirements; lists all of them, with their fixes.
     """
     if problems := [problem for one in requires if (problem := _check_requirement(run, one))]:
         raise CheckError(problems)
@@ -210,7 +210,7 @@ def _check_requirement(run: Composed, one: Requirement) -> Problem | None:
     if one.instead is not None and run.get(one.instead[0]) == one.instead[1]:
         return None
     value = run.get(one.key)
-    # Where verl leaves out the keys of routing replay, it is off.
+    # If verl's configuration lacks the keys of routing replay, it is off.
     met = value == one.value or (value is None and one.value == "disabled")
     if one.at_most:
         met = isinstance(value, int | float) and value <= one.value
@@ -218,7 +218,7 @@ def _check_requirement(run: Composed, one: Requirement) -> Problem | None:
         return None
     other = "" if one.instead is None else f", or {one.instead[0]}={one.instead[1]}"
     fix = f"Set {set_to(one.key, one.value)}{other}, or choose corrections by name instead of correction=auto."
-    # A release may not have the key.
+    # Not every release has the key.
     return run.problem(one.key, one.why, fix, (set_to(one.key, one.value, add=run.get(one.key, ...) is ...),))
 
 

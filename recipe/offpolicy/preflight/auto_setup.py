@@ -1,4 +1,4 @@
-"""The set-up of a run that makes it off-policy: given under ``setup``, or read from verl's keys."""
+"""The properties of a run that make it off-policy: given under ``setup``, or read from verl's keys."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ class Setup:
         engine: whether rollouts come from the trainer's own engine.
         mode: whether rollouts overlap with training.
         model: ``moe`` for a mixture of experts.
-        trajectory: ``tools`` where tool outputs stand between the model's own tokens.
-        minibatches: gradient steps on each batch: global batch over mini-batch, times epochs.
+        trajectory: ``tools`` if tool outputs stand between the model's own tokens.
+        minibatches: gradient steps per batch: global batch size / mini-batch size, times epochs.
         strategy: verl's name of the training backend, which decides whether routes can be replayed.
-        objective: verl's name of the base loss; GSPO takes the place of routing replay.
+        objective: verl's name of the base loss; GSPO replaces routing replay.
         bounded: ``offpolicy.staleness.eta`` limits staleness.
-        adaptive: it moves, up to a ceiling.
-        program: of verl, with staleness of its own: fully_async or one_step_off; None for main_ppo.
-        resumes: fully_async goes on with requests that a synchronisation of weights has aborted.
+        adaptive: the staleness limit moves, up to a ceiling.
+        program: the verl program with its own staleness, fully_async or one_step_off; None for main_ppo.
+        resumes: fully_async continues requests that a weight synchronisation has aborted.
         fsdp_replay: routes can be replayed on FSDP in this configuration.
     """
 
@@ -69,18 +69,18 @@ class Setup:
 
     @property
     def replay_mode(self) -> str | None:
-        """The key that decides about routing replay; None where nothing replays routes."""
+        """The key that controls routing replay; None if nothing replays routes."""
         if self.strategy == "megatron":
             return f"{MEGATRON_ROUTER_REPLAY}.mode"
         return f"{ROUTER_REPLAY}.mode" if self.fsdp_replay else None
 
 
 def read_setup(run: Composed) -> Setup:
-    """Read the set-up of a composed configuration: ``setup.*`` where given, else from verl's keys.
+    """Read the set-up of a composed configuration from ``setup.*`` if given, else from verl's keys.
 
     Raises:
         CheckError: unknown keys or values.
-        SpecError: what is neither given nor known, and what is given and contradicted.
+        SpecError: a value is neither given nor known, or a given value contradicts the configuration.
     """
     given, values = _read_given(run), dict[str, Any]()
     for name, (look, reason, fix) in _LOOKS.items():
@@ -105,11 +105,11 @@ def read_setup(run: Composed) -> Setup:
 
 
 def refuse_setup(run: Composed) -> None:
-    """Refuse keys under ``setup`` next to corrections chosen by name, which do not read them.
+    """Refuse keys under ``setup`` if corrections are chosen by name, because these do not read ``setup``.
 
     Raises:
         CheckError: unknown keys or values.
-        SpecError: a key of it is set.
+        SpecError: a key under ``setup`` is set.
     """
     for name, value in _read_given(run).items():
         if value is not None:
@@ -128,7 +128,7 @@ def _read_given(run: Composed) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class _Observed:
-    """A value that the configuration shows, and its source; not ``firm`` where the user may know better."""
+    """A value that the configuration shows, and its source; not ``firm`` if the user may know better."""
 
     value: Any
     source: str
@@ -137,7 +137,7 @@ class _Observed:
 
 def _find_engine(run: Composed) -> _Observed | None:
     name = run.get(NAME)
-    # Kernels can be matched until both engines agree to the bit, which the user knows and no key says.
+    # Kernels can be matched until both engines are bitwise identical; only the user knows this, no key shows it.
     return _Observed("different", f"{NAME}={name}", firm=False) if name in ("vllm", *UNTESTED_ENGINES) else None
 
 
@@ -167,7 +167,7 @@ def _find_trajectory(run: Composed) -> _Observed | None:
         return _Observed("tools", f"{turns}=true")
     if agent not in (None, "single_turn_agent"):
         return _Observed("tools", f"{loop}={agent}", firm=False)
-    # A data set may name an agent loop by row.
+    # A data set may name an agent loop per row.
     return None if enabled is None else _Observed("single", f"{turns}=false", firm=False)
 
 
@@ -200,4 +200,4 @@ _LOOKS: dict[str, tuple[Callable[[Composed], _Observed | None], str, str]] = {
         "Set setup.minibatches=1, or more.",
     ),
 }
-"""Key -> what the configuration shows of it; why that may be nothing, and what to do then."""
+"""Key -> the value that the configuration shows, why it may show none, and what to do then."""

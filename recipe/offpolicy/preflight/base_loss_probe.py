@@ -20,17 +20,17 @@ from verl.workers.utils.losses import ppo_loss
 from ..batch import micro_batch as mb
 
 _TOLERANCE = 1e-6  # relative, in float64
-_LENGTHS = (7, 3, 5, 1, 6, 4)  # rows of different lengths, as a split must not notice
+_LENGTHS = (7, 3, 5, 1, 6, 4)  # rows of different lengths, because a split must not change the result
 
 
 def probe(actor_config: Any, *, split: bool = True) -> str | None:
     """Test the policy loss of ``actor_config`` (verl's ActorConfig) on a small synthetic batch.
 
     Args:
-        split: try as well that it does not depend on the split into micro-batches.
+        split: also test that the loss does not depend on the split into micro-batches.
 
     Returns:
-        None if it takes weights as meant, else a sentence saying what it does instead.
+        None if the loss applies weights as intended, else a sentence saying what it does instead.
     """
     # devices=[]: by default fork_rng saves the state of every GPU, which would initialise CUDA in the launcher.
     with torch.random.fork_rng(devices=[]):
@@ -42,7 +42,7 @@ def _probe(actor_config: Any, split: bool) -> str | None:
     ones = torch.ones_like(factor)
     plain_loss, plain = _run(actor_config, batch, ones)
     _, weighted = _run(actor_config, batch, factor)
-    # What terms such as KL add, which no weight may touch.
+    # The contribution of terms such as KL, which weights must not change.
     _, rest = _run(actor_config, batch, torch.zeros_like(factor))
     if _is_close(plain, rest):
         return "it ignores the weights that it is given"
@@ -104,7 +104,7 @@ def _run(
         mask = piece["response_mask"].bool()
         # verl's layout: log-probs flat over prompt and response, shifted left by one token.
         model_output = {"log_probs": torch.cat([_shift(r[m]) for r, m in zip(log_prob[rows], mask, strict=True)])}
-        # A split must not change the padded width unless it does so in a run, where it is the longest row.
+        # A split must not change the padded width unless it does so in a run, whose padded width is its longest row.
         loss = loss + ppo_loss(actor_config, model_output, _trim(piece))[0]
         start += size
     return loss.detach(), torch.autograd.grad(loss, log_prob)[0]

@@ -12,12 +12,12 @@ from .composed import VERL
 
 _OVERRIDE = re.compile(r"\+{0,2}(?P<key>[\w.]+)=(?P<value>[+-]?[\d.]+(?:_[\d.]+)+)\s*")
 _BOUND = re.compile(r"(?P<which>recovery_)?(?:lower|upper)|(?:\w+_)?(?:delta|budget|threshold|threshold_lower)")
-"""Names of keys that a pair of bounds may be meant for; elsewhere an underscore groups digits."""
+"""Names of keys that may take a pair of bounds; in other keys an underscore groups digits."""
 _SECTIONS = (f"{VERL}.", f"{WORKERS}.", "correction.", "offpolicy.")
 
 
 def find_pairs(overrides: Iterable[str]) -> Iterator[Problem]:
-    """Find bounds that Hydra reads as another number: 0.5_2 as 0.52, 1_01 as 101, unless quoted for Hydra."""
+    """Find bounds that Hydra reads as one number, 0.5_2 as 0.52 and 1_01 as 101, unless quoted for Hydra."""
     last = {override.partition("=")[0].lstrip("+~"): override for override in overrides}
     for override in last.values():
         found = _OVERRIDE.fullmatch(override)
@@ -44,7 +44,7 @@ def find_pairs(overrides: Iterable[str]) -> Iterator[Problem]:
             fixes = bounds if pair else (f"{key}={lower}",)
         else:  # more often a decimal comma than two bounds
             fixes = (f"{key}={value.replace('_', '.', 1).replace('_', '')}",)
-        # No one writes a bound as 02, so that 1_02 is 1.02.
+        # No one writes a bound as 02, so 1_02 means 1.02.
         two = pair and fixes != bounds and upper == (upper.lstrip("0") or "0")
         other = f", or {bounds[0]} and {bounds[1]} if two bounds are meant" if two else ""
         fix = f"Set {' and '.join(fixes)}{other}."

@@ -1,4 +1,4 @@
-"""The composed configuration as the checks read it: parsed once, with the names of the keys that they share."""
+"""The composed configuration that the checks read, parsed once, and the names of keys that they share."""
 
 from __future__ import annotations
 
@@ -45,31 +45,31 @@ VERL, BYPASS = "algorithm.rollout_correction", "bypass_mode"
 PROXIMAL, SHADOW, SUPPORT_PART = "correction.proximal", "offpolicy.shadow", "support"
 MODE, ASYNC_MODES = "trainer.v1.trainer_mode", ("separate_async", "colocate_async")
 UNTESTED_ENGINES = ("sglang", "trtllm")
-"""Rollout engines of verl's that return log-probs, with which nothing was run."""
+"""verl's rollout engines that return log-probs but have not been tested here."""
 OUTCOME = (
     *("gdpo", "gpg", "grpo", "grpo_passk", "grpo_vectorized", "opo"),
     *("reinforce_plus_plus_baseline", "rloo", "rloo_vectorized"),
 )
-"""verl's advantage estimators that sum the rewards of a row before anything else."""
+"""verl's advantage estimators that first sum each row's rewards."""
 WITHOUT_PI_OLD = (*OUTCOME, "gae", "reinforce_plus_plus", "remax")
-"""Those that read no log pi_old; one that is not listed may read anything."""
+"""Estimators that do not read log pi_old; unlisted estimators may read anything."""
 
 
 AUTO = "auto"
-"""Value of ``correction.proximal``: ``reuse`` where that is exact, else ``recompute``."""
+"""Value of ``correction.proximal`` that means ``reuse`` if it is exact, else ``recompute``."""
 VERLS_LOOPS = ("single_turn_agent", "tool_agent")
-"""Agent loops that verl registers itself: they return the log-probs, and one row a sample."""
+"""Agent loops that verl registers itself: they return log-probs, and one row per sample."""
 REPLAY_PART = "router_replay"
 """The name under which routing replay is reported, wherever it is set."""
 
 
 class Composed(Configured):
-    """A composed configuration and what the checks read of it, each read once.
+    """A composed configuration and the values that the checks read from it, each read once.
 
     Args:
-        config: of the launch; its ``auto`` choices are resolved before ``spec`` is read.
-        spec: the correction, if it is not the one of the configuration.
-        own_main: a program of the user's is launched.
+        config: the launch's configuration; its ``auto`` choices are resolved before ``spec`` is read.
+        spec: the correction, if it is not the configured one.
+        own_main: the user's own program is launched.
     """
 
     def __init__(self, config: DictConfig, spec: CorrectionSpec | None = None, *, own_main: bool = False) -> None:
@@ -83,13 +83,13 @@ class Composed(Configured):
         """The correction of the configuration.
 
         Raises:
-            SpecError: it is malformed.
+            SpecError: the correction is malformed.
         """
         return CorrectionSpec.from_mapping(read_correction(self))
 
     @cached_property
     def registrar(self) -> str:
-        """Code of the user's that may register choices with verl after the checks; "" if there is none."""
+        """The user's code that may register choices with verl after the checks; "" if there is none."""
         given = os.environ.get("VERL_USE_EXTERNAL_MODULES", "").split(",")
         given += [each.value for each in entry_points(group="verl.plugins")]
         given.append(self.get(f"{MODEL}.external_lib") or "")
@@ -98,7 +98,7 @@ class Composed(Configured):
 
     @cached_property
     def shadows(self) -> dict[str, CorrectionSpec]:
-        """The shadow corrections, by name, of a configuration that ``resolve`` has been through."""
+        """The shadow corrections, by name, of a configuration that ``resolve`` has processed."""
         node = self.get(SHADOW)
         values = OmegaConf.to_container(node, resolve=True) if node else {}
         if not isinstance(values, dict):
@@ -111,7 +111,7 @@ class Composed(Configured):
         """The extensions that are on.
 
         Raises:
-            CheckError: one is not to be had, or its settings are malformed.
+            CheckError: an extension is not available, or its settings are malformed.
         """
         return load_extensions(self.config)
 
@@ -122,22 +122,22 @@ class Composed(Configured):
 
     @cached_property
     def program(self) -> str | None:
-        """The program of verl with staleness of its own; None for main_ppo and its like."""
+        """The verl program with its own staleness; None for main_ppo and similar programs."""
         return find_program_mode(self.config)
 
     @cached_property
     def asynchronous(self) -> bool:
-        """True if rollouts go on while the trainer updates."""
+        """True if rollouts continue while the trainer updates."""
         return self.program is not None or (bool(self.get(USE_V1)) and self.get(MODE) in ASYNC_MODES)
 
     @cached_property
     def notes_token_versions(self) -> bool:
-        """True if the client of the rollout servers notes the version of the weights of each token."""
+        """True if the rollout servers' client records each token's weight version."""
         return self.asynchronous and self.program != ONE_STEP_OFF and self.path.attributes.token_versions
 
     @cached_property
     def unknown_age(self) -> str | None:
-        """Why the ages of tokens are not known: no versions, or several sample a row, which is noted nowhere."""
+        """Why token ages are unknown: no versions are recorded, or several versions sample a row without a record."""
         resumes = self.program != FULLY_ASYNC or bool(self.get("async_training.partial_rollout", default=True))
         several = self.asynchronous and self.program != ONE_STEP_OFF and resumes
         if self.unknown_versions is None and several and not self.notes_token_versions:
@@ -147,14 +147,14 @@ class Composed(Configured):
 
     @cached_property
     def unknown_versions(self) -> str | None:
-        """Why the release does not tell which weights sampled a row; None if it does."""
+        """Why the release does not record which weights sampled a row; None if it does."""
         if self.path.attributes.weight_versions:
             return None
         return f"verl {self.path.release} does not note which version of the weights sampled a row."
 
     @cached_property
     def steps(self) -> float:
-        """Gradient steps that each batch gets, by its configured size."""
+        """Gradient steps per batch, computed from the configured sizes."""
         steps: float = count_prompts(self.config) / self.actor.ppo_mini_batch_size * self.actor.ppo_epochs
         return steps
 
@@ -172,22 +172,22 @@ class Composed(Configured):
 
     @cached_property
     def staleness(self) -> StalenessSettings | None:
-        """The limit of staleness; None where verl's own keys are in force."""
+        """The limit of staleness; None if verl's own keys apply."""
         return StalenessSettings.from_config(self.config)
 
     @cached_property
     def replay(self) -> ReplaySettings | None:
-        """Routing replay on FSDP; None where it replays nothing."""
+        """Routing replay on FSDP; None if nothing is replayed."""
         return ReplaySettings.from_config(self.config, self.path)
 
     @cached_property
     def support(self) -> SupportSettings | None:
-        """Replay of the support of truncated sampling; None where nothing is replayed."""
+        """Replay of the support of truncated sampling; None if nothing is replayed."""
         return SupportSettings.from_config(self.config)
 
     @cached_property
     def centering(self) -> SupportSettings | None:
-        """Request of the likeliest tokens for score centering; None where nothing is centred."""
+        """Request for the likeliest tokens, for score centering; None if nothing is centred."""
         return SupportSettings.for_centering(self.config)
 
     @cached_property
@@ -208,7 +208,7 @@ class Composed(Configured):
 
     @cached_property
     def replay_modes(self) -> dict[str, str]:
-        """Sections below actor and reference that take a router replay -> its mode."""
+        """Sections below actor and reference that configure router replay -> its mode."""
         found: dict[str, str] = {}
         for owner in (ACTOR, "actor_rollout_ref.ref"):
             for name in self.get(owner) or ():
@@ -226,12 +226,12 @@ class Composed(Configured):
 
     @cached_property
     def needs_mu(self) -> bool:
-        """True if anything of ours needs the rollout engine's log-probs."""
+        """True if any part of this package needs the rollout engine's log-probs."""
         return not self.spec.is_none or self.spec.support is not None or bool(self.get(SHADOW))
 
 
 def list_micro_batch_keys(run: Composed) -> tuple[tuple[str, str], tuple[str, str]]:
-    """List the pairs of keys by which pi's and pi_old's micro-batches are made, of the actor and of the rollout."""
+    """List the pairs of keys that set pi's micro-batches (actor) and pi_old's (rollout)."""
     sizes = ("ppo_micro_batch_size_per_gpu", "log_prob_micro_batch_size_per_gpu")
     if run.actor.use_dynamic_bsz:
         sizes = ("ppo_max_token_len_per_gpu", "log_prob_max_token_len_per_gpu")
@@ -239,13 +239,13 @@ def list_micro_batch_keys(run: Composed) -> tuple[tuple[str, str], tuple[str, st
 
 
 def to_mapping(node: Any) -> dict[str, Any]:
-    """Convert a node to a dict of plain values; empty if it is none."""
+    """Convert a node to a dict of plain values; empty if it is not a section."""
     values = OmegaConf.to_container(node, resolve=True) if node is not None else {}
     return {str(key): value for key, value in values.items()} if isinstance(values, dict) else {}
 
 
 def copy_config(config: DictConfig) -> DictConfig:
-    """Copy a configuration; pickle takes a sixth of the time that ``copy.deepcopy`` takes for verl's."""
+    """Copy a configuration; for verl's, pickle takes a sixth of the time of ``copy.deepcopy``."""
     copied: DictConfig = pickle.loads(pickle.dumps(config))
     return copied
 
@@ -261,7 +261,7 @@ class ProximalChoice:
 
     Attributes:
         proximal: ``reuse`` or ``recompute``.
-        said: why, in a line; empty where there is nothing to choose, as with several gradient steps on a batch.
+        said: the reason, in one line; empty if there is nothing to choose, as with several gradient steps per batch.
     """
 
     proximal: Literal["reuse", "recompute"]
@@ -272,7 +272,7 @@ def read_correction(run: Composed) -> Any:
     """Read the plain values under ``correction``, with ``proximal=auto`` resolved; None if there are none.
 
     Raises:
-        SpecError: ``proximal`` is nothing that there is.
+        SpecError: ``proximal`` has an unknown value.
     """
     node = run.config.get("correction")
     values: Any = None if node is None else OmegaConf.to_container(node, resolve=True)
@@ -287,13 +287,13 @@ def read_correction(run: Composed) -> Any:
 
 
 def choose_proximal(run: Composed) -> ProximalChoice:
-    """Choose between ``reuse`` and ``recompute`` for a run whose shadows and fallbacks are resolved.
+    """Choose ``reuse`` or ``recompute`` for a run whose shadows and fallbacks are resolved.
 
-    With one gradient step on each batch, the weights that would compute pi_old are those of the step. What verl does
-    between the two was read in verl 0.7.1, 0.8.0, 0.9.0 and 0.9.1, for the V0 and V1 trainers, the engine on FSDP and
-    the legacy FSDP actor: one function computes both log-probs, of the same rows in the same order, and in the same
-    micro-batches where these are configured alike. Whatever else could tell the two apart is a condition here, and what
-    is not known counts as different.
+    With one gradient step per batch, the weights that would compute pi_old are the weights of that step. According to
+    the sources of verl 0.7.1, 0.8.0, 0.9.0 and 0.9.1, for the V0 and V1 trainers, the FSDP engine and the legacy FSDP
+    actor, one function computes both log-probs, for the same rows in the same order, and in the same micro-batches if
+    these are configured alike. Any other possible difference between the two is a condition here, and anything unknown
+    counts as different.
     """
     values: Any = OmegaConf.to_container(run.config.correction, resolve=True)
     values |= {"proximal": "recompute"}
@@ -309,10 +309,10 @@ def choose_proximal(run: Composed) -> ProximalChoice:
 
 
 def check_one_mini_batch(spec: CorrectionSpec, config: DictConfig, rows: int) -> None:
-    """Check that a batch of ``rows`` makes one mini-batch, as ``reuse`` assumes; rollouts may return extra rows.
+    """Check that a batch of ``rows`` rows makes one mini-batch, as ``reuse`` assumes; rollouts may return extra rows.
 
     Raises:
-        SpecError: it makes several mini-batches.
+        SpecError: the batch makes several mini-batches.
     """
     expected = config.actor_rollout_ref.actor.ppo_mini_batch_size * config.actor_rollout_ref.rollout.n
     if spec.proximal == "reuse" and rows > expected:
@@ -331,7 +331,7 @@ def _has_one_step(run: Composed) -> bool:
 
 
 def _find_reasons(run: Composed, values: Mapping[str, Any]) -> Iterator[str]:
-    """Find reasons why a single gradient step may not see pi_old, from the cheapest check to the dearest."""
+    """Find reasons why a single gradient step may not start at pi_old, cheapest check first."""
     yield from _find_path_reasons(run)
     yield from _find_early_readers(run)
     yield from _find_correction_reasons(run, values)
@@ -349,7 +349,7 @@ def _find_path_reasons(run: Composed) -> Iterator[str]:
         updates = run.get("async_training.trigger_parameter_sync_step", 1)
     if updates != 1:
         yield f"pi_old is that of the first of {updates} updates"
-    # A loop of the user's own may return several rows, which make several mini-batches.
+    # A user's agent loop may return several rows, which make several mini-batches.
     if v1 and (loop := run.get(f"{ROLLOUT}.agent.default_agent_loop")) not in VERLS_LOOPS:
         yield f"the agent loop {loop} may return several rows a sample"
     if run.get(f"{ACTOR}.shuffle"):
@@ -391,7 +391,7 @@ def _find_micro_batch_reasons(run: Composed) -> Iterator[str]:
 
 
 def _explain_refusal(values: Mapping[str, Any]) -> str:
-    """Return why the values make no valid correction; empty if they do."""
+    """Return why the values are no valid correction; empty if they are valid."""
     try:
         CorrectionSpec.from_mapping(values)
     except SpecError as error:

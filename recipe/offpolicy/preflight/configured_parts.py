@@ -1,4 +1,4 @@
-"""The parts of a configured correction, each in a few words: what the doctor gives a verdict on."""
+"""The parts of a configured correction, each in a few words; the doctor gives a verdict on each."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ _RATIOS = {"rollout": "pi_old / mu", "full": "pi / mu", "ppo": "pi / pi_old"}
 
 @dataclass(frozen=True)
 class ConfiguredPart:
-    """One part of a configured correction, which gets a verdict of its own.
+    """One part of a configured correction, with its own verdict.
 
     Attributes:
         name: as ``Problem.parts`` names it.
         meaning: what is configured, in a few words.
         reads_mu: True if it needs the rollout engine's log-probs.
-        ours: True if this recipe corrects the loss by it; False for verl's own parts and for what is only reported.
+        ours: True if this recipe uses it to correct the loss; False for verl's own parts and for parts only reported.
     """
 
     name: str

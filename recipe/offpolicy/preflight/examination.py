@@ -46,11 +46,11 @@ class Preflight:
     """The result of the start-up checks.
 
     Attributes:
-        run: what the checks have read.
-        spec: the correction to train with; None where it could not be read.
-        options: of the group ``correction``.
-        problems: ERROR ones stop the launch; NO-OP ones train and do nothing; the others are notes.
-        said: lines about choices made, such as by ``correction=auto``.
+        run: the configuration as the checks read it.
+        spec: the correction to train with; None if it could not be read.
+        options: the chosen options of the group ``correction``.
+        problems: ERROR stops the launch; NO-OP means that a setting has no effect; the others are notes.
+        said: lines about choices that were made, such as by ``correction=auto``.
         headline: which correction is on, or UNCORRECTED.
     """
 
@@ -78,10 +78,10 @@ def examine(
     """Resolve the configuration in place and run every check, inside the Hydra application that composed it.
 
     Args:
-        config: composed by a primary configuration with our sections.
-        overrides: of the command line.
-        say: takes the headline and what was chosen, as soon as they are known.
-        own_main: a program of the user's is launched, whose code may register choices with verl.
+        config: configuration composed from a primary configuration with our sections.
+        overrides: overrides on the command line.
+        say: called with the headline and with each choice, as soon as they are known.
+        own_main: the user's own program is launched; its code may register choices with verl.
     """
     overrides = list(overrides)
     # Every other check would fail on a null section.
@@ -118,7 +118,7 @@ def examine(
 
 
 def _read_as_written(problem: Problem, overrides: Sequence[str]) -> Problem:
-    """Give a number that was written with an underscore, which Hydra leaves out, as it was written: 0.5_5."""
+    """Report a number as it was written, such as 0.5_5, because Hydra drops the underscore."""
     written = dict(each.lstrip("+").split("=", 1) for each in overrides if "=" in each).get(problem.key, "")
     return replace(problem, value=written.strip()) if "_" in written and not isinstance(problem.value, str) else problem
 
@@ -148,7 +148,7 @@ def describe_verls_loss(run: Composed) -> str:
 
 
 def _check_around(run: Composed, options: Sequence[str]) -> Iterator[Problem]:
-    """Find the problems around a correction that is itself well formed."""
+    """Find problems outside a well-formed correction."""
     found = list(_find_stopping(run))
     found += _collect_raised(lambda: check_beside(run.spec, run.shadows))
     found += _collect_raised(lambda: check_fallbacks(run, run_checks))
@@ -160,7 +160,7 @@ def _check_around(run: Composed, options: Sequence[str]) -> Iterator[Problem]:
 
 
 def _find_stopping(run: Composed) -> Iterator[Problem]:
-    """Find the problems that stop the launch, NO-OP ones made ERROR."""
+    """Find the problems that stop the launch; NO-OP problems become ERROR."""
     for problem in collect_problems(CHECKS, run):
         yield problem if problem.verdict == "NOTE" else replace(problem, verdict="ERROR")
 
@@ -170,14 +170,14 @@ def run_checks(run: Composed) -> None:
 
     Raises:
         SpecError: the correction itself is malformed.
-        CheckError: of what stops a launch, all at once.
+        CheckError: reports all problems that stop a launch at once.
     """
     if stopping := [each for each in _find_stopping(run) if each.verdict == "ERROR"]:
         raise CheckError(stopping)
 
 
 def collect_problems(checks: Iterable[Check], run: Composed) -> list[Problem]:
-    """Run checks and collect their problems; a value that one check cannot read becomes a problem of its own."""
+    """Run checks and collect their problems; a value that a check cannot read is a problem too."""
     problems: list[Problem] = []
     for check in checks:
         try:
@@ -203,19 +203,19 @@ def _build_unreadable(check: str, error: Exception) -> Problem:
 
 
 def find_stray_overrides(config: DictConfig, overrides: Sequence[str]) -> Iterator[Problem]:
-    """Find the overrides that add keys which nothing reads, in the Hydra application that composed them."""
+    """Find overrides that add unused keys, in the Hydra application that composed them."""
     ours = tuple(f"++{section}." for section in list_sections())
     deleted = {each[1:].strip() for each in overrides if each.startswith("~")}
     given = [each for each in filter_added(overrides) if _get_key(each) not in deleted]
     if added := [each for each in given if not each.startswith(ours)]:
-        # Keys that are deleted may be among the added ones.
+        # A deleted key may be one of the added keys.
         left_out = {*filter_added(overrides), *_list_same(added, overrides), *(o for o in overrides if o[0] == "~")}
         yield from find_stray_keys(added, compose_without(list(left_out)), list_options(), list_registered(config))
     yield from _find_removals_of_nothing(overrides)
 
 
 def _find_removals_of_nothing(overrides: Sequence[str]) -> Iterator[Problem]:
-    """Find ``correction.masks.NAME=null`` whose part is not there without it, as Hydra rejects ``~`` of such a key."""
+    """Find ``correction.masks.NAME=null`` for parts that do not exist; Hydra rejects ``~`` for such keys too."""
     null = [each for each in parse_overrides(overrides) if not each.is_delete() and each.value() is None]
     for each in null:
         owner, _, name = each.key_or_group.rpartition(".")
@@ -229,7 +229,7 @@ def _find_removals_of_nothing(overrides: Sequence[str]) -> Iterator[Problem]:
 
 
 def _list_same(added: Sequence[str], overrides: Sequence[str]) -> list[str]:
-    """List the overrides of added keys, and of keys below them, which mean nothing without the addition."""
+    """List the overrides of added keys and of keys below them, which are meaningless without the addition."""
     keys = tuple(_get_key(each) for each in added)
     return [
         each for each in overrides if _get_key(each) in keys or _get_key(each).startswith(tuple(f"{k}." for k in keys))

@@ -1,4 +1,4 @@
-"""The Hydra group ``correction``: its options looked up, conflicting or deleted ones refused, their values restored."""
+"""The Hydra group ``correction``: look up options, refuse conflicting or deleted options, restore their values."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
-# No public call lists and reads the options of a group before, or without, composing them.
+# No public call lists or reads a group's options before, or without, composing them.
 from hydra._internal.config_repository import ConfigRepository
 from hydra._internal.config_search_path_impl import ConfigSearchPathImpl
 from hydra.core.default_element import ResultDefault
@@ -36,20 +36,20 @@ EMPTY = frozenset({"none", "resampling", "verl/disabled"})
 """Options that mean no correction."""
 _MISSING = "???"
 _NAMES = ("upper", "delta", "budget", "coefficient")
-"""Keys of a part that a single number may be meant for, if the option gives this part one of them."""
+"""Keys of a part to which a single number may refer, if the option gives the part one of them."""
 
 
 def force_own_keys(arguments: Sequence[str]) -> list[str]:
     """Prefix overrides of our own keys with ``++``, so that our checks, not Hydra, report unknown ones.
 
-    ``correction.masks.gsm.low=1`` becomes ``++correction.masks.gsm.low=1``, so that the answer is the known keys
-    instead of the advice to append an unknown one. A group of ours with a plus, ``+opd=loss``, loses it: Hydra has the
-    group in its defaults list, and refuses to append it.
+    ``correction.masks.gsm.low=1`` becomes ``++correction.masks.gsm.low=1``, so that the message lists the known keys
+    instead of advising to append an unknown one. The plus is removed from our groups, as in ``+opd=loss``: Hydra has
+    the group in its defaults list and refuses to append it.
 
     Raises:
-        SpecError: ``correction=null``, on which Hydra fails without naming the key, or two ``correction=``, or options
-            of an extension, of which Hydra would take the last.
-        CheckError: keys that resemble ours, which Hydra advises to append, or keys of ours with an empty value.
+        SpecError: ``correction=null``, on which Hydra fails without naming the key; or two ``correction=`` overrides or
+            options of one extension, of which Hydra would take the last.
+        CheckError: keys that resemble ours, which Hydra would advise to append, or keys of ours with an empty value.
     """
     if problems := [
         *find_similar_keys(arguments),
@@ -81,7 +81,7 @@ def _quote_list(argument: str) -> str:
 
 
 def _find_empty(arguments: Sequence[str]) -> Iterator[Problem]:
-    """Find keys of ours without a value, as an unset variable of a shell leaves them."""
+    """Find keys of ours without a value, which an unset shell variable causes."""
     for argument in arguments:
         key, given, value = argument.lstrip("+").partition("=")
         if given and not value.strip() and key.strip().split(".")[0] in list_sections():
@@ -92,10 +92,10 @@ def _find_empty(arguments: Sequence[str]) -> Iterator[Problem]:
 
 
 def _refuse_several(section: str, bare: Sequence[str]) -> None:
-    """Check that an extension has one option: they are modes of it, and do not stack.
+    """Check that an extension has one option: its options are modes and do not stack.
 
     Raises:
-        SpecError: there are several, of which Hydra would let the last win.
+        SpecError: there are several options, of which Hydra would use the last.
     """
     values = [
         argument.lstrip("+").partition("=")[2] for argument in bare if argument.lstrip("+").startswith(f"{section}=")
@@ -124,7 +124,7 @@ def read_chosen_options() -> list[str]:
         return [str(option) for option in value] if isinstance(value, list) else [str(value)]
     if not given and (choice := HydraConfig.get().runtime.choices.get(GROUP)) is not None:
         return [str(choice)]
-    # A list in the defaults of the primary configuration, which Hydra does not record in its choices.
+    # The primary configuration's defaults contain a list, which Hydra does not record in its choices.
     defaults: list[ResultDefault] = (
         _get_loader()
         .compute_defaults_list(
@@ -140,10 +140,10 @@ def read_chosen_options() -> list[str]:
 
 
 def check_stack(options: Sequence[str]) -> None:
-    """Check that no two stacked options set the same key, where Hydra would let the last one win.
+    """Check that no two stacked options set the same key, because Hydra would use the last.
 
     Raises:
-        SpecError: names the key and both options.
+        SpecError: two options set one key; names the key and both options.
     """
     for option in options:
         if option in EMPTY | {AUTO} and len(options) > 1:
@@ -164,10 +164,10 @@ def check_stack(options: Sequence[str]) -> None:
 def load_option(option: str) -> dict[str, Any]:
     """Load the plain values of an option of the group ``correction`` from any source of the running application.
 
-    Interpolations stay as they are written, and what the user has to give stays "???".
+    Interpolations stay unresolved, and values that the user must give stay "???".
 
     Raises:
-        SpecError: there is no such option; names those that there are.
+        SpecError: there is no such option; names the existing options.
     """
     return cast(dict[str, Any], OmegaConf.to_container(_load(_build_repository(), option), resolve=False))
 
@@ -175,7 +175,7 @@ def load_option(option: str) -> dict[str, Any]:
 def find_lost_values(config: DictConfig, overrides: Iterable[str]) -> Iterator[Problem]:
     """Find values of ``correction`` in the user's primary configuration that the chosen option replaces.
 
-    Hydra composes an option that an override adds after the primary configuration.
+    Hydra composes an option from an override after the primary configuration.
     """
     name = HydraConfig.get().job.config_name if HydraConfig.initialized() else None
     primary = None if name is None else _build_repository().load_config(name)
@@ -186,7 +186,7 @@ def find_lost_values(config: DictConfig, overrides: Iterable[str]) -> Iterator[P
     for leaf in _list_leaves(written):
         above, _, last = leaf.rpartition(".")
         if OmegaConf.is_interpolation(OmegaConf.select(written, above) if above else written, last):
-            continue  # it has its value only in the whole configuration
+            continue  # an interpolation has a value only in the whole configuration
         key, mine = f"{GROUP}.{leaf}", OmegaConf.select(written, leaf)
         composed = OmegaConf.select(config, key, throw_on_resolution_failure=False)
         if mine != composed and not any(key == each or key.startswith(f"{each}.") for each in given):
@@ -200,10 +200,10 @@ def list_options() -> list[str]:
 
 
 def refuse_moved(key: str, options: Sequence[Any]) -> None:
-    """Refuse former names of options in the list that a key holds, unless the user's own options have them.
+    """Refuse former option names in a key's list, unless the user's own options have these names.
 
     Raises:
-        SpecError: with the names of today.
+        SpecError: a former name; reports the current names.
     """
     named = [each for each in options if isinstance(each, str) and each in MOVED]
     if named and (moved := sorted(set(named) - set(list_options()))):
@@ -213,13 +213,13 @@ def refuse_moved(key: str, options: Sequence[Any]) -> None:
 
 
 def filter_added(overrides: Iterable[str]) -> list[str]:
-    """Return the overrides that may add a key: those with ``+`` or ``++`` that choose no option of a group of ours."""
+    """Return the overrides that may add a key: with ``+`` or ``++``, but not choosing an option of our groups."""
     ours = {*list_groups(), *GROUPS}
     return [each for each in overrides if each.startswith("+") and _get_group(each) not in ours]
 
 
 def _get_group(override: str) -> str:
-    """Return what stands before the package and the value: ``correction`` of ``+correction@correction=gsm``."""
+    """Return the group without package and value: ``correction`` for ``+correction@correction=gsm``."""
     return override.lstrip("+").partition("=")[0].partition("@")[0].strip()
 
 
@@ -232,14 +232,14 @@ def compose_without(left_out: Sequence[str]) -> DictConfig:
 
 
 def recompose(options: Sequence[str], values: Mapping[str, float] | None = None) -> DictConfig:
-    """Compose the node ``correction`` as if these options, and values of their keys, had been chosen.
+    """Compose the node ``correction`` as if these options and values had been chosen.
 
-    Every other override keeps its say, also over the options' own values.
+    All other overrides still apply, also to the options' own values.
     """
     chosen = [f"{key}={value}" for key, value in (values or {}).items()]
     given = _read_overrides()
     others = [each for each in given if _get_group(each) != GROUP]
-    # As it was given: with a + where the primary configuration does not have the group.
+    # As it was given, with a + if the primary configuration does not have the group.
     group = next((each.partition("=")[0] for each in given if _get_group(each) == GROUP), GROUP)
     config = _get_loader().load_configuration(
         config_name=HydraConfig.get().job.config_name,
@@ -274,7 +274,7 @@ def brought_sections() -> bool:
 
 
 def read_task_overrides() -> list[str]:
-    """Read the overrides of the running application, without those of Hydra's own keys."""
+    """Read the running application's overrides, without overrides of Hydra's own keys."""
     return _to_plain(HydraConfig.get().overrides.task)
 
 
@@ -284,7 +284,7 @@ def _read_overrides() -> list[str]:
 
 
 def _to_plain(overrides: Any) -> list[str]:
-    # They may hold interpolations, which are not resolved here.
+    # Overrides may contain interpolations, which are not resolved here.
     return cast(list[str], OmegaConf.to_container(overrides, resolve=False))
 
 
@@ -317,9 +317,9 @@ def _list_leaves(config: Any, path: str = "") -> Iterator[str]:
 
 
 def restore_defaults(problem: Problem) -> Problem:
-    """Return a problem whose overrides set its key to what the selected options have there.
+    """Return a problem whose overrides set its key to the value in the selected options.
 
-    A translation of what was meant stays, and so does every fix of a key that the options leave alone.
+    A translation of the user's value stays unchanged, and so does every fix of a key that the options do not set.
     """
     if problem.translated or not problem.key.startswith(f"{GROUP}."):
         return problem
@@ -333,17 +333,17 @@ def restore_defaults(problem: Problem) -> Problem:
         pair = sorted(read_numbers(problem.value)) if {"lower", "upper"} <= default.keys() else []
         if len(pair) == 2:
             bounds: dict[str, Any] = {"lower": pair[0], "upper": pair[1]}
-            if default.get("kind") == "truncate":  # of an upper bound alone
+            if default.get("kind") == "truncate":  # truncation has only an upper bound
                 bounds["kind"] = "clip"
             fix = f"Set {' and '.join(set_to(f'{problem.key}.{name}', each) for name, each in bounds.items())} instead."
             whole = set_to(problem.key, {**default, **bounds})
-            return replace(problem, fix=fix, overrides=(whole,) if pair[0] <= 1 else ())  # it leaves out 1
+            return replace(problem, fix=fix, overrides=(whole,) if pair[0] <= 1 else ())  # else the band excludes 1
         default = _translate(problem.value, default)
     return replace(problem, fix="", overrides=(set_to(problem.key, default),))
 
 
 def _read_default(path: Sequence[str]) -> Any:
-    """Read a key from the selected options over the shipped base; ``...`` where neither has it."""
+    """Read a key from the selected options over the shipped base; ``...`` if neither has it."""
     base: Any = OmegaConf.to_container(OmegaConf.load(CONFIG_DIR / "offpolicy_base.yaml"), resolve=False)
     try:
         values = [load_option(option) for option in read_chosen_options()]
@@ -359,7 +359,7 @@ def _select(values: Any, path: Sequence[str]) -> Any:
 
 
 def _translate(value: Any, part: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Put a number that was given for a whole part into it; as shipped where it does not fit."""
+    """Put a number that was given for a whole part into the part; if it does not fit, return the part as shipped."""
     numbers = read_numbers(value)
     single = next((name for name in _NAMES if part.get(name) is not None), None)
     if len(numbers) == 1 and single is not None and part.get("lower") is None:

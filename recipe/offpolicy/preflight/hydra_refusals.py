@@ -1,4 +1,4 @@
-"""Why Hydra takes no configuration from a command line, in a sentence with the override to write instead."""
+"""Explains why Hydra rejects a command line, in a sentence with the override to write instead."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from ..correction.problem import format_value
 
 GROUP = "correction"
 ENGINES = ("actor", "critic", "model_engine", "ref")
-"""verl's groups that choose the training engine: another one would be another run."""
+"""verl's groups that choose the training engine: another engine would be a different run."""
 GetOptions = Callable[[str], Sequence[str]]
-"""Lists the options of a Hydra group; empty where there is no such group."""
+"""Lists the options of a Hydra group; empty if there is no such group."""
 
 NO_DEFAULT = "No match in the defaults list"
-"""Hydra's words for a group that has no option to replace."""
+"""Hydra's message for a group that has no option to replace."""
 _LONG = 80
 _FEW = 12
 _KEY = re.compile(r"[+~]{0,2}[A-Za-z_][\w./@:-]*")
 _BESIDE = re.compile(r"\n\s*Config search path:.*|\n\s*See https?://\S+.*|, possible interpolation keys:.*", re.S)
-"""Parts of Hydra's messages that list everything there is."""
+"""Parts of Hydra's messages that list everything available."""
 _WORDS: dict[str, str] = {
     r"An item is already at '([^']+)'": "the key is there already. Write {key}={value}.",
     r"Error merging override \+{0,2}([^=]+)=": "expected another kind of value. Set single keys as {key}.KEY=VALUE.",
@@ -40,13 +40,13 @@ _WORDS: dict[str, str] = {
     r"config group '([^']+)' does not exist": "this environment has no such group. Install this package?",
     r"force-add of config groups is not supported: '\+\+([^=]+)=": "a group takes one +. Write +{key}={value}.",
 }
-"""Hydra's words about one key -> ours."""
+"""Hydra's message about a key -> our message."""
 _WORD = re.compile(r"[A-Za-z_][\w/]*")
 _PUNCTUATION = re.compile(r"[\W_]+")
 
 
 def parse(override: str) -> Override | None:
-    """Parse one override as Hydra does; None if its grammar does not take it."""
+    """Parse one override as Hydra does; None if Hydra's grammar rejects it."""
     try:
         return OverridesParser.create().parse_override(override)
     except (HydraException, ValueError, ArithmeticError, RecursionError):
@@ -57,8 +57,8 @@ def find_malformed_choices(arguments: Sequence[str], groups: Collection[str]) ->
     """Find overrides of our groups whose value is neither the name of an option nor a list of names.
 
     Args:
-        arguments: of the command line, flags among them.
-        groups: our groups, of which ``correction`` alone takes several options.
+        arguments: arguments on the command line, including flags.
+        groups: our groups, of which only ``correction`` takes several options.
     """
     for argument in arguments:
         if argument.startswith("-") or (parsed := parse(argument)) is None:
@@ -75,7 +75,7 @@ def find_malformed_choices(arguments: Sequence[str], groups: Collection[str]) ->
         flat = isinstance(value, list) and choices is None and not any(isinstance(each, list) for each in value)
         written = argument.partition("=")[2]
         if value in (None, [], "") or (isinstance(value, str) and names == [value]):
-            continue  # null and [] have answers of their own
+            continue  # null and [] have their own messages
         if not names or not all(isinstance(name, str) and name for name in names):
             more = f" Set single keys as {group}.KEY=VALUE." if isinstance(value, dict) else ""
             said = f"expected the name of an option{', or a list of names' * (group == GROUP)}."
@@ -95,7 +95,7 @@ def _unquote(value: object) -> object:
 
 
 def _flatten(value: object) -> Iterator[object]:
-    """List the names in a value; what is no name stays as it is."""
+    """List the names in a value; elements that are not strings stay unchanged."""
     if isinstance(value, list):
         for each in value:
             yield from _flatten(each)
@@ -106,7 +106,7 @@ def _flatten(value: object) -> Iterator[object]:
 
 
 def list_nested(get_options: Callable[[str, ObjectType], Sequence[str]], group: str) -> list[str]:
-    """List the options of a group, then those of the groups below it by their path, such as "verl/disabled".
+    """List the options of a group, then the options of the groups below it by their path, such as "verl/disabled".
 
     Args:
         get_options: lists the options, or the groups, directly in a group.
@@ -120,8 +120,8 @@ def explain_refusal(error: BaseException, overrides: Sequence[str], get_options:
     """Explain in words why Hydra does not compose a command line.
 
     Args:
-        error: what composing it raised.
-        overrides: of the command line.
+        error: the exception that composing raised.
+        overrides: overrides on the command line.
         get_options: lists the options of each group of the application.
     """
     if isinstance(error, MissingConfigException) and "/" in (error.missing_cfg_file or ""):
@@ -148,7 +148,7 @@ def explain_refusal(error: BaseException, overrides: Sequence[str], get_options:
                 f"{_shorten(override)}: there is no group {key}. A key is written with dots: {key.replace('/', '.')}."
             )
         if NO_DEFAULT in str(error) and f"'{key}'" in str(error):
-            if key == PROVIDER:  # a section too, whose group has one option that no one replaces
+            if key == PROVIDER:  # also a section; its group has a single option, which no one replaces
                 return f"{_shorten(override)}: expected another kind of value. Set single keys as {key}.KEY=VALUE."
             near = find_nearest(str(value), get_options(key))
             return f"{_shorten(override)}: no default to replace. Write +{key}={near[0] if near else value}."
@@ -167,7 +167,7 @@ def explain_refusal(error: BaseException, overrides: Sequence[str], get_options:
 
 
 def find_nearest(name: str, options: Sequence[str]) -> list[str]:
-    """Find the options that a mistyped name may mean, the nearest first; one if it is plain which."""
+    """Find the options that a mistyped name may mean, the nearest first; only one if it is clear which."""
     bare = {_PUNCTUATION.sub("", option.lower()): option for option in options}
     wanted = _PUNCTUATION.sub("", name.lower())
     if wanted in bare:
@@ -198,10 +198,10 @@ def _explain_missing(group: str, name: str, options: Sequence[str], overrides: S
 
 
 def _explain_unparsed(override: str, later: Sequence[str]) -> str:
-    """Explain an override that Hydra's grammar does not take: split by the shell, not quoted, or none at all."""
+    """Explain an argument that Hydra's grammar rejects: split by the shell, not quoted, or no override at all."""
     whole = override
     for word in later:
-        # A space is no part of a key, nor needed around the equals sign.
+        # A key contains no space, and none is needed around the equals sign.
         whole += word if word.startswith("=") or whole.endswith("=") else f" {word}"
         if "=" in whole and parse(whole) is not None:
             return f"{_shorten(override)}: the shell has split it. Quote it so: '{_shorten(whole)}'."
@@ -238,7 +238,7 @@ def _shorten(text: str) -> str:
 
 
 def _format_error(error: BaseException | None) -> str:
-    """Format Hydra's own message with its causes, in one paragraph."""
+    """Format Hydra's own message and its causes as one paragraph."""
     said: list[str] = []
     while error is not None:
         text = _BESIDE.sub("", str(error)).strip()

@@ -1,4 +1,4 @@
-"""What a model's files say without loading it: experts, dropout, and the size of its largest tensor."""
+"""Facts read from a model's files without loading it: experts, dropout, and the size of the largest tensor."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 _MODEL = "actor_rollout_ref.model"
 _EXPERT = re.compile(r"(.*\.experts)\.\d+\..*")
 _NOISE = ("dropout", "pdrop", "drop_path", "drop_rate", "layerdrop", "jitter", "noise")
-_HEADS = ("classifier", "summary")  # of models that verl's actor does not train
+_HEADS = ("classifier", "summary")  # belong to models that verl's actor does not train
 
 
 def find_experts(config: DictConfig) -> tuple[bool, str] | None:
     """Find out whether the actor is a mixture of experts, without loading it and without a network.
 
     Returns:
-        Whether it is, and a sentence with the file that says so; None where there is no ``config.json`` at hand.
+        Whether it is, and a sentence with the file that says so; None if no ``config.json`` is on this machine.
     """
     for name in (OmegaConf.select(config, f"{_MODEL}.{key}") for key in ("hf_config_path", "path")):
         if not isinstance(name, str) or (file := find_local(name)) is None:
@@ -63,16 +63,16 @@ def find_local(name: str) -> Path | None:
         return None
     try:
         cached = try_to_load_from_cache(name, CONFIG)
-    except HFValidationError:  # a path that is not there
+    except HFValidationError:  # a path that does not exist
         return None
     return Path(cached) if isinstance(cached, str) else None
 
 
 def describe_noise(config: DictConfig) -> str:
-    """Return why the actor's model may compute otherwise in training than in evaluation; empty if it cannot.
+    """Return why the actor's model may compute differently in training than in evaluation; empty if it cannot.
 
-    Reads the Hugging Face configuration of the model, on this machine or in its cache and never from the network, with
-    verl's ``override_config`` over it.
+    Reads the model's Hugging Face configuration from this machine or its cache, never from the network, and applies
+    verl's ``override_config``.
     """
     for key in ("external_lib", "lora_adapter_path"):
         if (value := OmegaConf.select(config, f"{_MODEL}.{key}")) is not None:
@@ -94,12 +94,12 @@ def describe_noise(config: DictConfig) -> str:
 def find_noise(values: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, float]]:
     """Find what makes a forward pass random, such as ``text_config.attention_dropout``: dotted name and value."""
     for key, value in values.items():
-        name = str(key)  # labels of classes have numbers
+        name = str(key)  # class labels are numbers
         here = f"{path}{name}"
         if isinstance(value, Mapping):
             yield from find_noise(value, f"{here}.")
         elif any(word in name.lower() for word in _NOISE) and not name.startswith(_HEADS):
-            # Some configurations hold numbers as text.
+            # Some configurations store numbers as text.
             try:
                 number = float(value or 0)
             except (TypeError, ValueError):
@@ -123,7 +123,7 @@ def _read_values(path: str) -> dict[str, Any] | None:
     from transformers import AutoConfig
 
     try:
-        # Never asks whether remote code is trusted: it would wait for an answer.
+        # Does not ask whether remote code is trusted, because the question would wait for an answer.
         found = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, KeyError):
         return None
@@ -135,13 +135,13 @@ def count_largest_tensor(folder: Path, *, stacked: bool = False) -> int | None:
     """Count the elements of the largest tensor of a model.
 
     Args:
-        folder: holds ``config.json`` and, if they are at hand, safetensors or PyTorch files, sharded or not.
-        stacked: count the experts of one layer as one tensor, which is at least as large as the tensors that
-            transformers stacks them into.
+        folder: folder with ``config.json`` and, if available, safetensors or PyTorch files, sharded or not.
+        stacked: count the experts of one layer as one tensor, which is at least as large as transformers' stacked
+            tensors.
 
     Returns:
-        The elements; those of the embedding, vocab_size x hidden_size, where no file of weights can be read; None where
-        the configuration does not say these either.
+        The number of elements; that of the embedding, vocab_size x hidden_size, if no weight file can be read; None if
+        the configuration lacks these values too.
     """
     counts: dict[str, int] = {}
     for file in list_weights(folder):
@@ -157,24 +157,24 @@ def count_largest_tensor(folder: Path, *, stacked: bool = False) -> int | None:
 
 
 def list_weights(folder: Path) -> list[Path]:
-    """List the files of weights in a folder, by name."""
+    """List the weight files in a folder, by name."""
     return sorted(file for pattern in WEIGHTS for file in folder.glob(pattern))
 
 
 def read_shapes(file: Path) -> dict[str, list[int]]:
-    """Read name and shape of each tensor in a safetensors or PyTorch file, without its data.
+    """Read the name and shape of each tensor in a safetensors or PyTorch file, without its data.
 
     Raises:
         ValueError: the file is cut off or damaged.
     """
     try:
         return _read_header(file) if file.suffix == ".safetensors" else _read_pickled(file)
-    except Exception as error:  # pickle, zip and JSON have errors of their own
+    except Exception as error:  # pickle, zip and JSON raise their own errors
         raise ValueError(f"{file.name} is damaged or cut off") from error
 
 
 def _read_header(file: Path) -> dict[str, list[int]]:
-    """Read the header of a safetensors file: its length in 8 bytes, then JSON, then the data that it locates."""
+    """Read the header of a safetensors file, which has the JSON's length in 8 bytes, then the JSON, then the data."""
     whole = file.stat().st_size
     with file.open("rb") as opened:
         size = int.from_bytes(opened.read(8), "little")
@@ -187,7 +187,7 @@ def _read_header(file: Path) -> dict[str, list[int]]:
 
 
 def _read_pickled(file: Path) -> dict[str, list[int]]:
-    """Read a PyTorch file; nothing but tensors is loaded, and none of their data."""
+    """Read a PyTorch file; only tensors are loaded, without their data."""
     import torch
 
     saved = torch.load(file, map_location="meta", weights_only=True, mmap=True)
@@ -195,7 +195,7 @@ def _read_pickled(file: Path) -> dict[str, list[int]]:
 
 
 def count_vocabulary(folder: Path) -> int | None:
-    """Count the tokens that a model has logits for; None if its ``config.json`` does not say."""
+    """Count the tokens for which a model has logits; None if its ``config.json`` does not say."""
     return max((sizes[0] for sizes in _list_sizes(folder, "vocab_size")), default=None)
 
 

@@ -1,4 +1,4 @@
-"""The names of our keys, read from the YAML files that ship them and the registry, and the names that verl knows."""
+"""The names of our keys, read from the shipped YAML files and the registry, and the key names in verl."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .python_source import find_source
 CONFIG_DIR = Path(__file__).resolve().parents[1] / "config"
 _BASE = "offpolicy_base"
 _VERLS = frozenset({"defaults", "hydra", "actor_rollout_ref"})
-"""Top keys of the base file that are not sections of ours."""
+"""Top-level keys of the base file that are not sections of ours."""
 _PACKAGE = re.compile(r"#\s*@package\s+(\S+)")
 _IN_YAML = re.compile(r"^[ \t-]*([A-Za-z_]\w*)\s*:", re.M)
 _IN_PYTHON = re.compile(r"config[\w.\[\]\"']*\.get\(\s*[\"'](\w+)[\"']|^    ([a-z_]\w*)\s*:", re.M)
@@ -30,13 +30,13 @@ Path_ = tuple[str, ...]
 
 @cache
 def list_sections() -> frozenset[str]:
-    """List our sections at the top of the configuration, of the base file and of registered extensions."""
+    """List our top-level sections, from the base file and registered extensions."""
     return frozenset(set(_load_base()) | SHIPPED.keys())
 
 
 @cache
 def list_groups() -> dict[str, tuple[str, ...]]:
-    """List our Hydra groups with their options, but for the group that brings the sections alone."""
+    """List our Hydra groups with their options, except the group that only adds our sections."""
     folders = (each for each in sorted(CONFIG_DIR.iterdir()) if each.is_dir() and each.name != PROVIDER)
     return {folder.name: tuple(sorted(_list_options(folder))) for folder in folders}
 
@@ -47,7 +47,7 @@ def _list_options(folder: Path) -> Iterator[str]:
 
 @cache
 def list_paths() -> Mapping[Path_, bool]:
-    """List every key of ours by its segments from the top; True for sections."""
+    """List all our keys by their segments from the top; True for sections."""
     found = dict(_flatten(_load_base(), ()))
     for group in list_groups():
         for file in (CONFIG_DIR / group).rglob("*.yaml"):
@@ -62,7 +62,7 @@ def list_paths() -> Mapping[Path_, bool]:
 
 @cache
 def list_verls_names() -> frozenset[str]:
-    """List the names of keys that the installed verl ships, declares, or reads from a configuration, at any depth."""
+    """List the key names that the installed verl ships, declares, or reads from a configuration, at any depth."""
     source = find_source("verl")
     names: set[str] = set()
     for file in source.parent.rglob("*") if source is not None else ():
@@ -75,11 +75,11 @@ def list_verls_names() -> frozenset[str]:
 
 
 def find_meant(segments: Sequence[str], *, verls: bool = False, sections: bool = False) -> Path_ | None:
-    """Find our key whose last segments the given ones are, up to their spelling; None if there is none.
+    """Find our key that ends in the given segments, allowing for misspelling; None if there is none.
 
     Args:
-        verls: look among keys of verl that a group of ours sets.
-        sections: look among sections alone.
+        verls: search the verl keys that our groups set.
+        sections: search only sections.
     """
     matching = [
         path
@@ -92,14 +92,14 @@ def find_meant(segments: Sequence[str], *, verls: bool = False, sections: bool =
     written = ".".join(segments)
 
     def rank(path: Path_) -> tuple[float, int]:
-        """The nearest spelling first, and what stands further up."""
+        """Rank by similarity of spelling, then by depth."""
         return -difflib.SequenceMatcher(None, written, ".".join(path[-len(segments) :])).ratio(), len(path)
 
     return min(matching, key=rank, default=None)
 
 
 def complete(path: Path_, rest: Sequence[str]) -> Path_:
-    """Continue the path of a section by the segments that were given below it, each as our keys spell it."""
+    """Extend a section's path by the segments given below it, each spelled as our keys spell it."""
     for name in rest:
         below = [known[len(path)] for known in list_paths() if known[: len(path)] == path and len(known) > len(path)]
         begun = [each for each in below if each.startswith(name)]
@@ -113,7 +113,7 @@ def list_children(path: Path_) -> list[str]:
 
 
 def _alike(given: str, name: str) -> bool:
-    # Short names resemble too much.
+    # Short names resemble too many others.
     return given == name or (len(given) > 2 and len(name) > 2 and find_closest(given, [name], 0.85) is not None)
 
 

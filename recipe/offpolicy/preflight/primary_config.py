@@ -1,4 +1,4 @@
-"""Checks of the primary configuration on the command line: it needs our sections, and verl's search path."""
+"""Checks that the primary configuration on the command line has our sections and verl's search path."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _SECTIONS = "offpolicy_base"
 _GROUP = "correction"
 _SEARCH_PATH = re.compile(r"(?P<start>\+{0,2}hydra\.searchpath\s*=\s*\[)(?P<places>.*)\]\s*", re.S)
 _BRINGS = re.compile(rf"\+({'|'.join(GROUPS)})@\1=")
-"""An option that brings our sections into any primary configuration."""
+"""An option that adds our sections to any primary configuration."""
 _OPTION = "'+correction@correction=[...]'"
 _NEEDED = "pkg://verl.trainer.config"
 
@@ -33,13 +33,13 @@ class _InvalidFlags(Exception):
 
 
 def check_primary(arguments: Sequence[str]) -> None:
-    """Refuse a primary configuration that is not found, or has no section for a correction.
+    """Refuse a primary configuration that is not found or has no section for a correction.
 
     Args:
-        arguments: of the command line of our program.
+        arguments: command-line arguments of our program.
 
     Raises:
-        SpecError: names the one of ours to take.
+        SpecError: the configuration is refused; names our configuration to use instead.
     """
     flags = _parse_flags(arguments)
     if flags is None or flags.config_name is None or any(map(_BRINGS.match, arguments)):
@@ -67,7 +67,7 @@ def check_primary(arguments: Sequence[str]) -> None:
 
 
 def keep_search_path(arguments: Sequence[str]) -> list[str]:
-    """Add verl's configuration, which ours is composed of, to a search path given by the user."""
+    """Add verl's configuration, on which ours is based, to a search path given by the user."""
     return [_add_verls(argument) for argument in arguments]
 
 
@@ -86,7 +86,7 @@ class _Flags:
 
 
 def _parse_flags(arguments: Sequence[str]) -> _Flags | None:
-    # Hydra's own parser is not public. Of its flags these matter, and --cfg, of which -c would be an abbreviation.
+    # Hydra's own parser is not public. Only these flags matter; --cfg is listed so that -c does not abbreviate another.
     parser = argparse.ArgumentParser(add_help=False)
     for short, flag in (("-cn", "--config-name"), ("-cp", "--config-path"), ("-cd", "--config-dir"), ("-c", "--cfg")):
         parser.add_argument(short, flag)
@@ -110,7 +110,7 @@ def _has_sections(file: Path, folders: Sequence[Path], seen: frozenset[Path] = f
     try:
         content = OmegaConf.load(file)
     except (OSError, ValueError, YAMLError):
-        return True  # Hydra says what is wrong with it
+        return True  # Hydra reports what is wrong with it
     if not isinstance(content, DictConfig) or file in seen:
         return False
     defaults = [*_list_defaults(content)]

@@ -18,13 +18,13 @@ VERLS = (
     "verl.experimental.fully_async_policy.fully_async_main",
     "verl.experimental.one_step_off_policy.main_ppo",
 )
-"""Programs of verl whose trainers and workers the checks know."""
+"""verl's programs whose trainers and workers the checks support."""
 SAMPLERS = ("verl.trainer.main_eval", "verl.trainer.main_generation", "verl.trainer.main_generation_server")
-"""verl's programs that train nothing, with a configuration like its PPO's."""
+"""verl's programs that train nothing but have a configuration like PPO's."""
 
 
 def find_launched() -> str:
-    """Find the program of this process, as ``python -m`` names it; its file if it is none of verl's."""
+    """Find this process's program, as ``python -m`` names it; its file if it is not verl's."""
     main = sys.modules["__main__"]
     if (spec := getattr(main, "__spec__", None)) is not None:
         return str(spec.name)
@@ -36,12 +36,12 @@ def find_launched() -> str:
 
 
 def is_own(module: str) -> bool:
-    """Return True for a user's own main, which may register estimators, losses and agent loops with verl."""
+    """Return True for a user's own main program, which may register estimators, losses and agent loops with verl."""
     return module not in (OURS, *VERLS)
 
 
 def check_program_trains(module: str) -> Iterator[Problem]:
-    """Check that a program of verl is not one that only samples or evaluates."""
+    """Refuse verl's programs that only sample or evaluate."""
     from ..correction.problem import Problem  # imported late: it imports torch
 
     if module in SAMPLERS:

@@ -1,8 +1,8 @@
-"""What Python source shows without importing it: importing verl alone takes seconds.
+"""Checks Python source without importing it, because importing verl alone takes seconds.
 
-A contract on a function of verl that the source does not show to hold, because it differs, or because the target is
-made when its module is run, is held by importing it. The process that trains imports all of them: the last word is
-always the import's.
+If the source does not show that a contract on a verl function holds, because the source differs or the target is
+created when its module runs, the contract is checked by importing the module. The training process imports all targets,
+so the import always decides in the end.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from verl_patches.contract import Contract, installed_release, literals, looked_
 _FIELD = "response_logprobs"
 _OUTPUT = "AgentLoopOutput"
 _MOST = 200
-"""Most definitions that are searched."""
+"""Largest number of definitions that are searched."""
 _MADE_BY_RAY = (".__ray_metadata__.modified_class", "")
 
 
@@ -33,7 +33,7 @@ def find_source(module: str) -> Path | None:
     """Find the file of a module by its dotted name, as ``python -m`` would; None if there is none."""
     top, *below = module.split(".")
     try:
-        # The launch's own directory comes first, and is not on the path of every process that checks it.
+        # The launch's own directory comes first; it is not on the path of every process that runs the checks.
         spec = PathFinder.find_spec(top, [os.getcwd(), *sys.path]) or importlib.util.find_spec(top)
     except (ValueError, ImportError):
         return None
@@ -61,8 +61,8 @@ class LogProbEvidence:
     """Evidence in an agent loop's source on whether it returns log-probs.
 
     Attributes:
-        log_probs: ``unknown`` where the source does not show it.
-        where: file and line of an output created without them; "" if there is none.
+        log_probs: ``unknown`` if the source does not show it.
+        where: file and line of an output created without log-probs; "" if there is none.
     """
 
     log_probs: Literal["returned", "left out", "unknown"]
@@ -77,7 +77,7 @@ class _Module:
 
 
 def find_log_probs(target: str) -> LogProbEvidence:
-    """Search a class, and what it uses of the same author's code, for returned log-probs.
+    """Search a class, and the code by the same author that it uses, for returned log-probs.
 
     Args:
         target: the class by its dotted name.
@@ -146,7 +146,7 @@ def _find_outputs(node: ast.AST) -> Iterator[ast.Call]:
 
 
 def _hands_on(node: ast.AST) -> bool:
-    """Return True if the field is passed, set or named anywhere."""
+    """Return True if the log-prob field is passed, set or named anywhere."""
     for each in ast.walk(node):
         match each:
             case ast.keyword(arg=field) if field == _FIELD:
@@ -160,10 +160,10 @@ def _hands_on(node: ast.AST) -> bool:
 
 
 def check_contracts(contracts: Iterable[Contract]) -> None:
-    """Check contracts by the source, and by import where the source does not show that one holds.
+    """Check contracts in the source, and by import if the source does not show that they hold.
 
     Raises:
-        PatchError: one does not hold.
+        PatchError: a contract does not hold.
     """
     for contract in contracts:
         if not holds_in_source(contract):
@@ -171,7 +171,7 @@ def check_contracts(contracts: Iterable[Contract]) -> None:
 
 
 def holds_in_source(contract: Contract) -> bool:
-    """Return True if the source shows a tested release, and the signature, keys and names as expected."""
+    """Return True if the source shows a tested release and the expected signature, keys and names."""
     release = installed_release(contract.distribution)
     module, _, path = contract.target.replace(*_MADE_BY_RAY).partition(":")
     file = find_source(module)
@@ -189,7 +189,7 @@ def holds_in_source(contract: Contract) -> bool:
 
 
 def _find_definition(owner: ast.AST, names: list[str]) -> ast.AST | None:
-    """Find the last statement that binds a name in the body of a module or class, and so on inward."""
+    """Find the last statement that binds a name in a module or class body, one nested name after another."""
     for name in names:
         bound = [node for node in getattr(owner, "body", ()) if name in _list_bound_names(node)]
         if not bound:
@@ -209,7 +209,7 @@ def _list_bound_names(node: ast.stmt) -> Iterator[str]:
 
 
 def _format_signature(node: ast.AST) -> str | None:
-    """Format as ``contract.bare_signature`` does; None for what is no function."""
+    """Format a signature as ``contract.bare_signature`` does; None for anything but a function."""
     if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
         return None
     bare = copy.deepcopy(node.args)
@@ -220,7 +220,7 @@ def _format_signature(node: ast.AST) -> str | None:
 
 
 def _compile(node: ast.AST) -> CodeType:
-    """Compile a function or class by itself, without running it."""
+    """Compile a single function or class without running it."""
     assert isinstance(node, ast.stmt)
     if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
         node.decorator_list = []

@@ -1,4 +1,4 @@
-"""Resolution of a composed configuration before the checks: ``auto`` choices made, names replaced by corrections."""
+"""Resolves a composed configuration before the checks: makes ``auto`` choices, replaces names by corrections."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ from .hydra_groups import (
 )
 
 Say = Callable[[str], None]
-"""Takes a line of what was chosen and why."""
+"""Takes a line that says what was chosen and why."""
 SHIPPED_DELTA = 0.1
-"""Of ``offpolicy.shadow_delta``, in nats a token."""
+"""Default of ``offpolicy.shadow_delta``, in nats per token."""
 _DELTA = f"{SHADOW}_delta"
-_MISSING = "???"  # what OmegaConf leaves where a value is mandatory
+_MISSING = "???"  # OmegaConf's placeholder for a mandatory value
 _OF_ROLLOUT = ("allow_truncated_sampling", "centering", *SUPPORT_KEYS)
 
 
@@ -47,7 +47,7 @@ def resolve(run: Composed, say: Say) -> list[str]:
 
     Raises:
         SpecError: names the key, its value and the fix.
-        CheckError: an extension is not to be had, or its settings are malformed.
+        CheckError: an extension is not available, or its settings are malformed.
     """
     options, config = read_chosen_options(), run.config
     check_stack(options)
@@ -61,7 +61,7 @@ def resolve(run: Composed, say: Say) -> list[str]:
     for extension in run.extensions:
         for line in extension.configure(config):
             say(line)
-    # In this order: proximal=auto depends on shadows and fallbacks, and the requirements on all choices.
+    # The order matters: proximal=auto depends on shadows and fallbacks, and the requirements on all choices.
     _resolve_shadows(run, say)
     _resolve_fallbacks(config)
     _resolve_proximal(run, say)
@@ -71,10 +71,10 @@ def resolve(run: Composed, say: Say) -> list[str]:
 
 
 def refuse_emptied(spec: CorrectionSpec, options: Sequence[str]) -> None:
-    """Refuse a chosen correction of which overrides have left nothing.
+    """Refuse a chosen correction if overrides have removed all of its parts.
 
     Raises:
-        SpecError: names the options.
+        SpecError: nothing is left of the correction; names the options.
     """
     if spec.is_none and not EMPTY.issuperset(options):
         fix = "Set correction=none to train uncorrected."
@@ -82,7 +82,7 @@ def refuse_emptied(spec: CorrectionSpec, options: Sequence[str]) -> None:
 
 
 def _replace_bypass(run: Composed, say: Say) -> None:
-    """Replace ``bypass_mode`` of an asynchronous program's own configuration: a correction says what pi_old is."""
+    """Replace ``bypass_mode`` in an asynchronous program's own configuration: the correction defines pi_old."""
     key = f"{VERL}.{BYPASS}"
     given = any(each.lstrip("+").startswith(f"{key}=") for each in read_task_overrides())
     if run.program is None or run.get(key) is not True or given:
@@ -93,7 +93,7 @@ def _replace_bypass(run: Composed, say: Say) -> None:
 
 
 def _resolve_shadows(run: Composed, say: Say) -> None:
-    """Replace names of options in ``offpolicy.shadow`` by their values; needs the Hydra application."""
+    """Replace option names in ``offpolicy.shadow`` by the options' values; needs the Hydra application."""
     names, delta = run.get(SHADOW, []), run.get(_DELTA, SHIPPED_DELTA)
     if not isinstance(names, str | ListConfig | list):
         fix = f"Set {SHADOW}=[gsm], or []."
@@ -138,13 +138,13 @@ def _choose(run: Composed, say: Say) -> tuple[list[str], tuple[Requirement, ...]
 def parse_shadows(
     names: Iterable[str], values: Callable[[str], Mapping[str, Any]], default_delta: float
 ) -> tuple[dict[str, CorrectionSpec], list[str]]:
-    """Parse the corrections to report on, by the names of their options.
+    """Parse the corrections to report on, given the names of their options.
 
     Args:
         names: options of the group ``correction``.
-        values: the plain values of an option; a mandatory value that the option leaves open is "???".
-        default_delta: in nats a token, for OPSM's delta where it is left open: a report needs a number, a run must be
-            given one.
+        values: returns an option's plain values; a mandatory value that the option leaves open is "???".
+        default_delta: OPSM's delta in nats per token if the option leaves it open: a report uses this default, a run
+            must set delta.
 
     Returns:
         Name -> correction, and a sentence for each delta that was filled in.
@@ -197,7 +197,7 @@ def parse_shadows(
 
 
 def check_beside(spec: CorrectionSpec, shadows: Mapping[str, CorrectionSpec]) -> None:
-    """Check that shadows are well formed with the run's ``proximal``, whose pi_old they see.
+    """Check that shadows are well formed with the run's ``proximal``, because they read its pi_old.
 
     Raises:
         SpecError: a shadow that would be malformed with the run's ``proximal``.
@@ -224,12 +224,12 @@ def _fill_delta(plain: Mapping[str, Any], default_delta: float) -> tuple[dict[st
 
 
 def _resolve_fallbacks(config: DictConfig) -> None:
-    """Replace names of options under ``fallback`` by their values, in place; needs the Hydra application.
+    """Replace option names under ``fallback`` by the options' values, in place; needs the Hydra application.
 
-    An option means what its file says: overrides of ``correction.*`` are of the configured correction alone.
+    An option has the values in its file: overrides of ``correction.*`` apply only to the configured correction.
 
     Raises:
-        SpecError: a name that is no option, options that cannot be stacked, or one that leaves a value open.
+        SpecError: a name is not an option, options cannot be stacked, or an option leaves a value open.
     """
     for name in DEFAULTS:
         key = f"{SECTION}.{name}.fallback"
@@ -237,7 +237,7 @@ def _resolve_fallbacks(config: DictConfig) -> None:
         if not names or isinstance(names, DictConfig):
             continue
         options = _read_names(key, names)
-        # What is about the rollout holds for every correction of it.
+        # Settings of the rollout apply to every correction.
         given = {each: OmegaConf.select(config, f"correction.{each}") for each in _OF_ROLLOUT}
         stacked = _stack(key, options)
         if stacked.get("centering") is not None and given["centering"] is None:
@@ -260,11 +260,11 @@ def check_fallbacks(run: Composed, run_checks: Callable[[Composed], Any]) -> Non
     """Check each fallback of a resolved configuration as if it were the configured correction.
 
     Args:
-        run_checks: of a whole configuration, with the fallback instead of ``correction``.
+        run_checks: checks a whole configuration, with the fallback instead of ``correction``.
 
     Raises:
-        SpecError: a fallback that the run could not go over to.
-        CheckError: of ``run_checks``, with the fallback that it is about.
+        SpecError: the run could not switch to a fallback.
+        CheckError: raised by ``run_checks``; names the fallback that it is about.
     """
     for name in DEFAULTS:
         resolved = run.get(f"{SECTION}.{name}.fallback")
@@ -281,7 +281,7 @@ def check_fallbacks(run: Composed, run_checks: Callable[[Composed], Any]) -> Non
 
 
 def _reword_for_run(problem: Problem, key: str, options: list[str]) -> Problem:
-    """Reword a fallback's problem for the run, and drop overrides of ``correction``, which is the configured one."""
+    """Reword a fallback's problem for the run, and drop overrides of ``correction``, the configured correction."""
     reason = f"{key}={format_value(options)} would stop the run, were it configured: {problem.reason}"
     overrides = tuple(each for each in problem.overrides if not each.lstrip("+~").startswith("correction."))
     return replace(problem, reason=reason, fix=problem.advice, overrides=overrides, parts=())
@@ -325,7 +325,7 @@ def _check_can_follow(key: str, options: list[str], spec: CorrectionSpec, fallba
 
 
 def _substitute(config: DictConfig, fallback: CorrectionSpec) -> DictConfig:
-    """Build the configuration of a run that had been started with the fallback."""
+    """Build the configuration of a run started with the fallback."""
     changed: DictConfig = OmegaConf.create(OmegaConf.to_container(config, resolve=False))  # type: ignore[assignment]
     with open_dict(changed):
         changed.correction = fallback.to_mapping()

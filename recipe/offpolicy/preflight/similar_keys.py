@@ -1,4 +1,4 @@
-"""Detection of overrides that resemble our keys, or name a correction, and that nothing reads."""
+"""Detection of unused overrides that resemble our keys or name a correction."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from .own_keys import (
 )
 
 _COMMON = frozenset({"none", "auto", "bypass", "reuse"})
-"""Options whose names are words that other keys take too."""
+"""Options whose names are words that are also values of other keys."""
 _OVERRIDE = re.compile(r"(?P<sign>\+{0,2}|~)(?P<key>[\w.@/:-]+)\s*=\s*(?P<value>.*)", re.S)
 _CORRECTION = "correction"
 _CORRECTS = re.compile(
@@ -41,13 +41,13 @@ _CORRECTS = re.compile(
 """Names of corrections in other frameworks."""
 TARGET = "_target_"
 _MADE = ("actor_rollout_ref.rollout", "actor_rollout_ref.model")
-"""Sections of which every launch makes verl's dataclasses, which take no further keys. The actor has its own check."""
+"""Sections that each launch converts to verl's dataclasses, which accept no other keys; the actor has its own check."""
 
 
 def find_similar_keys(arguments: Iterable[str]) -> Iterator[Problem]:
-    """Find overrides whose first name resembles a section or group of ours without being it, before Hydra composes.
+    """Find overrides whose first name resembles, but is not, a section or group of ours, before Hydra composes.
 
-    Hydra answers ``corection=gsm`` by the advice to append the key, after which the run would train uncorrected.
+    For ``corection=gsm`` Hydra advises to append the key, after which the run would train uncorrected.
     """
     for sign, key, value in _parse_overrides(arguments):
         if (meant := _find_resembled_section(key, value)) is not None:
@@ -60,13 +60,13 @@ def find_stray_keys(
     options: Iterable[str],
     registered: Collection[str] = (),
 ) -> Iterator[Problem]:
-    """Find added keys that nothing reads where they stand: ours elsewhere, a correction's name, or unknown to verl.
+    """Find added keys that are unused where they stand: misplaced keys of ours, a correction's name, unknown to verl.
 
     Args:
-        arguments: overrides of the command line.
+        arguments: overrides on the command line.
         base: the configuration without the overrides that add keys.
-        options: of the group ``correction``.
-        registered: sections of extensions, the user's among them.
+        options: options of the group ``correction``.
+        registered: sections of extensions, including the user's.
     """
     names = {*options, *MOVED} - _COMMON
     for sign, key, value in _parse_overrides(arguments):
@@ -93,7 +93,7 @@ def find_stray_keys(
 
 
 def _explain_extension(sign: str, key: str, value: str, sections: Collection[str]) -> Problem | None:
-    """Explain a key that names a section of an extension of the user's elsewhere, or misspelled."""
+    """Explain a misplaced or misspelled key that names a section of a user's extension."""
     names = key.split(".")
     for place, name in enumerate(names):
         near = None if name in list_verls_names() else find_closest(name, sections, 0.85)
@@ -106,7 +106,7 @@ def _explain_extension(sign: str, key: str, value: str, sections: Collection[str
 
 
 def has_key(config: DictConfig, key: str) -> bool:
-    """Return True if a configuration has a key, be its value null or still to be given."""
+    """Return True if a configuration has a key, even if its value is null or not given yet."""
     try:
         return OmegaConf.select(config, key, default=..., throw_on_missing=False) is not ...
     except OmegaConfBaseException:  # an interpolation that cannot be resolved, or no key at all
@@ -114,21 +114,21 @@ def has_key(config: DictConfig, key: str) -> bool:
 
 
 def list_fields(section: Any) -> frozenset[str] | None:
-    """List the fields of the dataclass that verl makes of a section; None if it makes none, or cannot be asked."""
+    """List the fields of the dataclass that verl makes of a section; None if there is none or it cannot be imported."""
     target = section.get(TARGET) if isinstance(section, DictConfig) and TARGET in section else None
     if target is None:
         return None
     try:
         return frozenset(field.name for field in dataclasses.fields(get_class(str(target))))
-    except Exception:  # of any type: packages of this machine, which need not be the one that trains
+    except Exception:  # of any type: this machine's packages may differ from those that train
         return None
 
 
 def _find_unread(sign: str, key: str, value: str, base: DictConfig) -> Iterator[Problem]:
-    """Find an added key that verl refuses or does not know."""
+    """Find an added key that verl refuses or does not have."""
     names = key.split(".")
     if find_verls_meant(names) is not None or key.startswith(f"{VERL}."):
-        return  # a check of the whole configuration says so
+        return  # a check of the whole configuration reports it
     depth = next(depth for depth in range(len(names)) if not has_key(base, ".".join(names[: depth + 1])))
     section: Any = OmegaConf.select(base, ".".join(names[:depth])) if depth else base
     if depth and _takes_any_name(section):
@@ -152,14 +152,14 @@ def _find_unread(sign: str, key: str, value: str, base: DictConfig) -> Iterator[
 
 
 def _takes_any_name(section: Any) -> bool:
-    """Return True for a section without keys, and for one of sections that the user names, such as teachers."""
+    """Return True for a section without keys, or one with sections that the user names, such as teachers."""
     return not isinstance(section, DictConfig) or all(
         isinstance(section._get_node(name), DictConfig) for name in section
     )
 
 
 def explain_misplaced(sign: str, key: str, value: str, base: DictConfig) -> Problem | None:
-    """Explain a key that is not there and is one of ours elsewhere, as written or misspelled; None if it is not."""
+    """Explain a missing key that is a misplaced or misspelled key of ours; None if it is not."""
     segments = tuple(key.partition("@")[0].replace("/", ".").split("."))
     at_top = not has_key(base, segments[0])
     for start in range(1 if at_top else len(segments)):
@@ -177,29 +177,29 @@ def explain_misplaced(sign: str, key: str, value: str, base: DictConfig) -> Prob
 
 
 def _find_group(tail: Path_, value: str) -> Path_ | None:
-    """Find the group that the one name resembles, whose option the value is."""
+    """Find the group that a single name resembles, if the value is one of its options."""
     near = find_closest(tail[0], list_groups(), 0.85) if len(tail) == 1 else None
     return (near,) if near and _is_option(value, set(list_groups()[near]) - _COMMON) else None
 
 
 def _find_verls(segments: Path_, start: int) -> Path_ | None:
-    """Find the key of verl that a group of ours sets, such as router_replay.mode, written elsewhere or misspelled."""
+    """Find the verl key set by a group of ours, such as router_replay.mode, that is meant by a wrong key."""
     meant = find_meant(segments[start:], verls=True) if len(segments) - start > 1 else None
     return meant if meant and meant != segments and not list_paths()[meant] else None
 
 
 def _is_distinct(tail: Path_, meant: Path_, start: int) -> bool:
-    """Return True if the names cannot be meant for verl, which has some of the same."""
+    """Return True if the names cannot be meant for verl, which shares some of our names."""
     verls = list_verls_names()
     if start == 0:
         return tail[0] not in verls or (len(tail) > 1 and not verls.issuperset(tail))
-    # Below a section of verl a single leaf has to be ours nearly to the letter.
+    # Below a verl section, a single leaf must be almost identical to our key.
     leaf = len(tail) == 1 and not list_paths().get(meant)
     return tail[0] not in verls and (not leaf or find_closest(tail[0], meant[-1:], 0.9) is not None)
 
 
 def _find_section(tail: Sequence[str], start: int) -> Path_ | None:
-    """Find the section of ours that the first name resembles, or at the top begins with, continued by those below."""
+    """Find our section that the first name resembles or, at the top, begins with; append the names below it."""
     first, *rest = tail
     sections = {path[-1]: path for path, holds_keys in reversed(list(list_paths().items())) if holds_keys}
     for name in sorted(sections, key=len, reverse=True) if start == 0 else ():
@@ -211,17 +211,17 @@ def _find_section(tail: Sequence[str], start: int) -> Path_ | None:
 
 
 def _find_resembled_section(key: str, value: str) -> Path_ | None:
-    """Find our section or group that the first name of a key resembles; None if it is one, or resembles none."""
+    """Find our section or group that a key's first name resembles; None if it is one already, or resembles none."""
     named, _, package = key.partition("@")
     first, *rest = re.split("[./]", named)
     sections, groups = list_sections(), list_groups()
     if first in sections:
-        # A group below ours, or ours put into another package, is none of ours.
+        # A group below ours, or our group in another package, is not ours.
         return (first,) if "/" in named or package not in ("", first) else None
     if first in groups:
         if "/" in named or package:
-            return (first,)  # the group's own file says where its keys stand
-        # Hydra takes no notice of an option that an optional group does not have.
+            return (first,)  # the group's own file says where its keys go
+        # Hydra ignores an option that an optional group does not have.
         return _find_key_of_verl(first, rest) if value not in groups[first] and "$" not in value else None
     for section in sorted(sections, key=len, reverse=True):
         if alongside := re.match(rf"{section}[_-](.+)", first.lower()):
@@ -233,7 +233,7 @@ def _find_resembled_section(key: str, value: str) -> Path_ | None:
 
 
 def _find_key_of_verl(group: str, rest: Sequence[str]) -> Path_ | None:
-    """Find the key of verl that a group of ours sets, such as router_replay; None where it sets more than a section."""
+    """Find the verl key that a group of ours sets, such as router_replay; None if it sets more than a section."""
     return find_meant((group, *rest), verls=True) if find_meant((group,), verls=True, sections=True) else None
 
 
@@ -254,7 +254,7 @@ def _parse_value(value: str) -> Any:
 
 
 def _is_option(value: str, options: set[str]) -> bool:
-    """Return True if a value is one of the options, or a list that holds one."""
+    """Return True if a value is one of the options, or a list that contains one."""
     return bool({word.strip(" '\"") for word in value.strip("[] '\"").split(",")} & options)
 
 
@@ -269,7 +269,7 @@ def _build(sign: str, key: str, value: str, meant: Path_, reason: str, verdict: 
 
 
 def _spell(meant: Path_, value: str) -> str:
-    """Format the override as it is written."""
+    """Format the override as the user would write it."""
     key, (top, *below) = ".".join(meant), meant
     options = list_groups().get(top, ())
     if _is_option(value, {*options, *(MOVED if top == _CORRECTION else ())} - (_COMMON if below else set())):

@@ -1,7 +1,8 @@
-"""Start-up checks for what would leave a configured correction dead, wrong or applied twice.
+"""Start-up checks for settings that would leave a configured correction unused, wrong or applied twice.
 
-Each reads the composed configuration and yields problems that name the key, its value and the fix. ``CHECKS`` stop a
-launch; what is rarely meant and no reason to stop is one of ``REMARKS``. ``preflight.examine`` runs them.
+Each check reads the composed configuration and yields problems that name the key, its value and the fix. ``CHECKS``
+stop a launch; ``REMARKS`` report settings that are probably unintended but no reason to stop. ``preflight.examine``
+runs both.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ VERL_CHECKS: tuple[Check, ...] = (
     rollout.check_agent_loops,
     base_loss.check_base_loss_of_verl,
 )
-"""Checks that apply to verl's own correction too, launched by verl's program or by ours."""
+"""Checks that also apply to verl's own correction, whether verl's program or ours launches it."""
 CHECKS: tuple[Check, ...] = (
     path.check_seams,
     path.check_path,

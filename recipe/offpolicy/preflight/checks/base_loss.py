@@ -33,7 +33,7 @@ def check_base_loss(run: Composed) -> Iterator[Problem]:
 def check_base_loss_of_verl(run: Composed) -> Iterator[Problem]:
     """Check that the base loss applies verl's own weights."""
     if run.spec.is_none and "rollout_is" in run.active and BYPASS not in run.active:
-        # verl's own does not claim to be the same however a mini-batch is split.
+        # verl's own correction does not claim to be independent of how a mini-batch is split.
         yield from _probe(run, (name_part("rollout_is"),), split=False)
 
 
@@ -79,9 +79,9 @@ def _probe(run: Composed, parts: tuple[str, ...], *, split: bool = True) -> Iter
 
 
 def _find_unknown_keys(run: Composed, section: str, parts: tuple[str, ...]) -> Problem | None:
-    """Find all keys of a section that verl's dataclass for it does not have; None if there are none.
+    """Find all keys of a section that its verl dataclass does not have; None if there are none.
 
-    A key that another section of the actor has by this name is moved there, so that nothing it asks for is lost.
+    If another section of the actor has a key of this name, the fix moves the key there, so that its value is not lost.
     """
     node = run.get(section)
     target: Any = node.get("_target_") if isinstance(node, DictConfig) else None
@@ -106,7 +106,7 @@ def _find_unknown_keys(run: Composed, section: str, parts: tuple[str, ...]) -> P
 
 
 def _build_refusal(run: Composed, said: str, parts: tuple[str, ...]) -> Problem:
-    """Build the problem of an actor that verl's dataclasses refuse, by the key that the message names, if any."""
+    """Build the problem for an actor that verl's dataclasses refuse, under the key that the message names, if any."""
     reason = f"verl does not take it: {' '.join(said.split()).rstrip('.?')}."
     named = [key for word in re.findall(r"\w+_\w+", said) if (key := next(_find_keys(run, word), None)) is not None]
     name = next((key for key in named if key.endswith(_DEMANDED)), named[0] if named else "")
@@ -116,10 +116,10 @@ def _build_refusal(run: Composed, said: str, parts: tuple[str, ...]) -> Problem:
     elif (default := _find_default_that_works(run.config, name)) is not None:
         name, usual = default
         choices = _list_choices(run.get(name.rpartition(".")[0])._target_, usual)
-        if choices:  # the default is another algorithm than the misspelled choice
+        if choices:  # the default is a different algorithm from the misspelled choice
             near = find_closest(str(run.get(name)), choices)
             return run.problem(name, reason, f"Set one of {', '.join(choices)}.", {name: near} if near else (), parts)
-        if isinstance(usual, bool):  # which would switch off what is asked for
+        if isinstance(usual, bool):  # the default would switch off the requested feature
             return run.problem(name, reason, "Change it, or the key that verl's message is about.", (), parts)
         override = set_to(name, usual)
     elif name:
@@ -131,7 +131,7 @@ def _build_refusal(run: Composed, said: str, parts: tuple[str, ...]) -> Problem:
 
 
 def _list_choices(target: str, usual: Any) -> list[str]:
-    """List the choices, ``usual`` among them, that the code of a dataclass of verl compares a value with."""
+    """List the choices, including ``usual``, with which the code of a verl dataclass compares a value."""
     for owner in get_class(target).__mro__ if isinstance(usual, str) else ():
         for node in ast.walk(ast.parse(inspect.getsource(owner))) if owner.__module__.startswith("verl.") else ():
             words = (
@@ -145,7 +145,7 @@ def _list_choices(target: str, usual: Any) -> list[str]:
 
 
 def _find_default_that_works(config: DictConfig, name: str) -> tuple[str, Any] | None:
-    """Find a key, the named one first, at whose default verl accepts the actor, and that default."""
+    """Find a key whose default makes verl accept the actor, trying the named key first; return it and the default."""
     from verl.utils.config import omega_conf_to_dataclass
 
     # The key that verl's message names is the likeliest cause.
@@ -156,7 +156,7 @@ def _find_default_that_works(config: DictConfig, name: str) -> tuple[str, Any] |
         OmegaConf.update(changed, key, default, merge=False)
         try:
             omega_conf_to_dataclass(changed.actor_rollout_ref.actor)
-        except Exception as error:  # of any type: then this key is not the cause
+        except Exception as error:  # of any type: this key is not the cause
             logger.debug("%s=%s: %s", key, default, error)
             continue
         return key, default
@@ -164,7 +164,7 @@ def _find_default_that_works(config: DictConfig, name: str) -> tuple[str, Any] |
 
 
 def _list_defaults(config: DictConfig) -> Iterator[tuple[str, Any]]:
-    """List keys of the actor and its sections with the plain default values of verl's dataclasses."""
+    """List keys of the actor and its sections, with their defaults in verl's dataclasses if these are plain values."""
     for path, node in _list_sections(config.actor_rollout_ref.actor, ACTOR):
         target = node.get("_target_")
         for field in dataclasses.fields(get_class(target)) if target else ():
@@ -179,7 +179,7 @@ def _find_keys(run: Composed, name: str) -> Iterator[str]:
 
 
 def _list_sections(node: DictConfig, path: str) -> Iterator[tuple[str, DictConfig]]:
-    """List a section and all below it, with their paths."""
+    """List a section and all sections below it, with their paths."""
     yield path, node
     for name in map(str, node):
         if isinstance(below := OmegaConf.select(node, name), DictConfig):

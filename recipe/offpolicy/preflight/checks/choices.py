@@ -1,4 +1,4 @@
-"""Check of verl's keys that choose one of a fixed set of names; the names are read from the installed source."""
+"""Check of verl's keys that take one of a fixed set of names; the names are read from the installed source."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _KL = tuple(f"{name}{sign}" for sign in ("", "+") for name in ("kl", "k1", "abs"
 
 
 _OWNERS = {"vllm": "vLLM", "torch": "torch.optim"}
-"""First part of a module -> whose names it has, if they are not verl's."""
+"""First part of a module's name -> the owner of its names, if it is not verl."""
 
 
 def _is_vllm(run: Composed) -> bool:
@@ -32,7 +32,7 @@ def _is_vllm(run: Composed) -> bool:
 
 
 def _is_uncorrected(run: Composed) -> bool:
-    """Return True if the key is judged here: checks of a correction have more to say about it."""
+    """Return True if the key is checked here; with a correction, that correction's checks report more about it."""
     return run.spec.is_none
 
 
@@ -50,14 +50,15 @@ class Choice:
     """The names that a key of verl takes.
 
     Attributes:
-        names: written here, the default first.
-        module: module whose source has them otherwise, or package with ``.*``; not judged where it has none.
+        names: the names known here, the default first.
+        module: module whose source has the names otherwise, or package with ``.*``; if it has none, the key is not
+            checked.
         within: pattern of the source's parts that contain the names.
         name: pattern of one name in such a part.
-        read: returns whether a run reads the key here.
-        find_registrar: names the user's code that may add names, if users can.
-        null: whether null is taken.
-        default: proposed for a value that resembles no name.
+        read: returns whether a run reads the key.
+        find_registrar: returns the user's code that may register names, if users can.
+        null: whether null is allowed.
+        default: the name proposed for a value that resembles none.
     """
 
     names: tuple[str, ...] = ()
@@ -70,7 +71,7 @@ class Choice:
     default: str | None = None
 
     def list_names(self) -> tuple[str, ...]:
-        """List the names, as the installed release has them."""
+        """List the names that the installed release has."""
         return self.names or _read_names(self.module, self.within, self.name)
 
 
@@ -140,7 +141,7 @@ CHOICES: dict[str, Choice] = {
         find_registrar=_find_registrar,
     ),
 }
-"""Keys that decide what is trained -> the names that they take."""
+"""Keys that decide what is trained -> the names that they accept."""
 
 
 def check_choices(run: Composed) -> Iterator[Problem]:
@@ -157,7 +158,7 @@ def check_choices(run: Composed) -> Iterator[Problem]:
             yield run.problem(key, reason, "", (), (), "NOTE")
             continue
         near = (find_closest(value, names, 0.7) if isinstance(value, str) else None) or choice.default
-        sets = {key: near} if near else {}  # any other choice would be another algorithm
+        sets = {key: near} if near else {}  # any other choice would be a different algorithm
         yield run.problem(key, f"{owner} has no such choice.", f"Set one of {', '.join(names)}.", sets, ())
     known, given = _LOGGERS.list_names(), run.get(_LOGGER)
     known = (*known, "tracking") if known else ()

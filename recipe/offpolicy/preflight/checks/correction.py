@@ -50,7 +50,7 @@ def list_masks(run: Composed) -> list[tuple[str, MaskSpec]]:
 
 
 def check_bounds(run: Composed) -> Iterator[Problem]:
-    """Check that bounds contain the value of equal policies, and that they can be exceeded."""
+    """Check that bounds contain the value that equal policies have, and that they can be exceeded."""
     banded: list[tuple[str, MaskSpec | WeightSpec]] = [*list_masks(run), *list_weights(run)]
     for name, part in banded:
         neutral = 1 if not isinstance(part, MaskSpec) or part.entry.on_ratio else 0
@@ -75,7 +75,7 @@ def _find_unreachable(run: Composed, name: str, mask: MaskSpec) -> Iterator[Prob
 
 
 def _find_closed(run: Composed, name: str, mask: MaskSpec) -> Iterator[Problem]:
-    """Find a band without width, which rejects every policy that differs at all."""
+    """Find a band of width 0, which rejects every policy that differs at all."""
     neutral, one_sided = 1.0 if mask.entry.on_ratio else 0.0, mask.entry.one_sided
     if mask.entry.of_age or mask.upper != neutral or (mask.lower != neutral and not one_sided):
         return
@@ -86,7 +86,7 @@ def _find_closed(run: Composed, name: str, mask: MaskSpec) -> Iterator[Problem]:
 
 
 def warn_bounds_never_seen(run: Composed) -> Iterator[Problem]:
-    """Warn of bounds that no run was seen to reach."""
+    """Warn of bounds that no recorded run has reached."""
     for name, mask in list_masks(run):
         for bound, value, distance in _measure_distances(mask):
             if compute_proposal_limit(mask) < distance <= compute_arithmetic_limit(mask):
@@ -98,7 +98,7 @@ def warn_bounds_never_seen(run: Composed) -> Iterator[Problem]:
 def _measure_distances(mask: MaskSpec) -> Iterator[tuple[str, float, float]]:
     """Measure the distance of each configured bound from agreement, in the unit that the mask compares.
 
-    Of bounds that go by age, the least over the ages.
+    For bounds that depend on age, this is the minimum over the ages.
     """
     least = min(mask.by_staleness or (1.0,))
     if mask.delta is not None:
@@ -142,7 +142,7 @@ def check_parts(run: Composed) -> Iterator[Problem]:
 
 
 def check_proximal(run: Composed) -> Iterator[Problem]:
-    """Check that pi_old is what ``proximal`` says, and that no part reads it earlier than it exists."""
+    """Check that pi_old is what ``proximal`` says, and that no part reads it before it exists."""
     value, parts = run.spec.proximal, ("proximal",)
     recompute = {PROXIMAL: "recompute"}
     if value == "reuse" and run.steps != 1:
@@ -172,7 +172,7 @@ def check_proximal(run: Composed) -> Iterator[Problem]:
 
 
 def _explain_older_weights(run: Composed) -> str | None:
-    """Explain why rows may be sampled by older weights than those that their step begins with; None if none are."""
+    """Explain why rows may be sampled by weights older than those at the start of their step; None if none are."""
     if run.asynchronous:
         return f"{'='.join(describe_mode(run.config))} samples rows by older weights than those that train them"
     key = f"trainer.v1.{run.get(MODE)}.parameter_sync_step"
@@ -182,7 +182,7 @@ def _explain_older_weights(run: Composed) -> str | None:
 
 
 def check_ppo_ratio(run: Composed) -> Iterator[Problem]:
-    """Check that parts on pi / pi_old get a second gradient step; at the first one the ratio is 1."""
+    """Check that parts on pi / pi_old get a second gradient step; at the first step the ratio is 1."""
     spec = run.spec
     if spec.proximal not in ("recompute", "same_engine") or run.steps != 1:
         return
@@ -228,7 +228,7 @@ def check_kl(run: Composed) -> Iterator[Problem]:
 
 
 def _find_no_kl_loss(run: Composed, part: str, missing: str, named: str) -> Iterator[Problem]:
-    """Find out that the KL loss which a part is about is switched off, or has the coefficient 0."""
+    """Find out whether a part's KL loss is switched off or has the coefficient 0."""
     off = f"or correction.{part}=null."
     if not run.actor.use_kl_loss:
         fix, value = f"Set {KL_LOSS}=true, {off}", run.spec.to_mapping()[part]
@@ -239,7 +239,7 @@ def _find_no_kl_loss(run: Composed, part: str, missing: str, named: str) -> Iter
 
 
 def check_denominator(run: Composed) -> Iterator[Problem]:
-    """Check that ``denominator`` and ``nonfinite`` act: the loss divides by a count, and rows are not shuffled."""
+    """Check that ``denominator`` and ``nonfinite`` take effect: the loss divides by a count, rows are not shuffled."""
     if not run.spec.recounts:
         return
     kept = run.spec.denominator == "kept"

@@ -55,9 +55,9 @@ _FLAGS = ("allow_identical_log_probs", "allow_unrelated_log_probs", "resume_chan
 OWN_KEYS: dict[str, Validator] = {
     **{name: partial(_check_flag, name) for name in _FLAGS},
     **_SECTIONS,
-    **dict.fromkeys(("shadow", "shadow_delta"), lambda run: iter(())),  # which their reader validates
+    **dict.fromkeys(("shadow", "shadow_delta"), lambda run: iter(())),  # their reader validates them
 }
-"""Every key under ``offpolicy`` -> what may be wrong with its value."""
+"""Every key under ``offpolicy`` -> the check of its value."""
 
 
 def check_own_keys(run: Composed) -> Iterator[Problem]:
@@ -74,7 +74,7 @@ def check_own_keys(run: Composed) -> Iterator[Problem]:
 
 
 def _build_unknown(name: str, values: dict[str, Any]) -> Problem:
-    """Build the problem of an unknown key, with the key of ours that it was meant for, if one is like it."""
+    """Build the problem for an unknown key, with the most similar key of ours, if there is one."""
     from ..own_keys import find_meant, list_groups  # which finds modules by this package
 
     key, value = f"offpolicy.{name}", values[name]
@@ -91,13 +91,13 @@ def _build_unknown(name: str, values: dict[str, Any]) -> Problem:
 
 
 def warn_extensions(run: Composed) -> Iterator[Problem]:
-    """Warn of settings of extensions that are rarely meant."""
+    """Warn of extension settings that are probably unintended."""
     for extension in run.extensions:
         yield from (problem for problem in extension.problems(run.config) if problem.verdict != "ERROR")
 
 
 def check_extensions(run: Composed) -> Iterator[Problem]:
-    """Check each extension that is on, and that they work together."""
+    """Check each extension that is on, and that all of them work together."""
     for extension in run.extensions:
         yield from (problem for problem in extension.problems(run.config) if problem.verdict == "ERROR")
     first, *others = [each.section for each in run.extensions if each.replaces_estimator] or [""]

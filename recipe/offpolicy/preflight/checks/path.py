@@ -46,9 +46,9 @@ from .correction import list_masks, list_weights
 from .rows import Row, run_rows
 
 Hold = Callable[[Iterable[Contract]], None]
-"""Holds contracts against the installed verl; raises PatchError where one does not hold."""
+"""Checks contracts against the installed verl; raises PatchError if one does not hold."""
 STRATEGIES = ("fsdp", "fsdp2", "megatron")
-"""Engines that are covered, and those that a legacy actor can have."""
+"""Covered training engines, and the engines that a legacy actor can have."""
 _SEPARATE, _SYNC_STEP = "separate_async", "trainer.v1.separate_async.parameter_sync_step"
 _REMOVE_PADDING = f"{MODEL}.use_remove_padding"
 _MERGE, _ADAPTER, _FORMAT = f"{MODEL}.lora.merge", f"{MODEL}.lora_adapter_path", f"{ROLLOUT}.load_format"
@@ -57,22 +57,22 @@ _ALPHAS = {"fsdp": f"{MODEL}.lora_alpha", "megatron": f"{MODEL}.lora.alpha"}
 
 
 def check_seams(run: Composed) -> Iterator[Problem]:
-    """Check that every patched function of this path has the expected signature, in verl's source."""
+    """Check in verl's source that every patched function on this path has the expected signature."""
     return check_seams_by(check_contracts, run)
 
 
 def demand_seams(config: DictConfig) -> None:
-    """Import every seam of the live path and check it, in the process that trains, which imports them anyway.
+    """Import and check every patched function of the live path; the training process imports them anyway.
 
     Raises:
-        CheckError: one does not hold, as where a plugin has replaced what verl's source shows.
+        CheckError: a contract does not hold, e.g. because a plugin has replaced what verl's source shows.
     """
     if problems := list(check_seams_by(engine_loss.check, Composed(config))):
         raise CheckError(problems)
 
 
 def check_seams_by(hold: Hold, run: Composed) -> Iterator[Problem]:
-    """Check the seams of a path by the function ``hold``; those of the legacy actors are always imported."""
+    """Check the patched functions of a path with ``hold``; those of the legacy actors are always imported."""
     path, release = run.path, run.path.attributes
     v1 = path.trainer == "v1"
     try:
@@ -199,9 +199,9 @@ def _check_mode(run: Composed) -> Iterator[Problem]:
 
 
 def _find_nearest_mode(mode: object, covered: Sequence[str]) -> str:
-    """Find the covered mode that is nearest to one that is not; sync only for a misspelt sync.
+    """Find the covered mode nearest to an uncovered one; return sync only for a misspelt sync.
 
-    What trains asynchronously under another name is not to become synchronous in silence.
+    A run that trains asynchronously under another name must not silently become synchronous.
     """
     given = str(mode).lower()
     if "sync" in covered and "a" not in given and difflib.get_close_matches(given, ["sync"], 1):
@@ -212,8 +212,8 @@ def _find_nearest_mode(mode: object, covered: Sequence[str]) -> str:
 
 
 def _find_aliased_snapshot(run: Composed) -> str | None:
-    """Find the key that keeps weights on the CPU, where verl's snapshots alias instead of copy them."""
-    # On the CPU verl_patches.cpu makes them copies.
+    """Find the key that keeps weights on the CPU, where verl's snapshots alias them instead of copying."""
+    # On the CPU, verl_patches.cpu copies them.
     copied = run.get("trainer.device") == "cpu" or run.get(_SYNC_STEP) == 1 or run.get(PROXIMAL) in WITHOUT_FORWARD
     if copied or run.path.strategy != "fsdp2":
         return None
@@ -222,7 +222,7 @@ def _find_aliased_snapshot(run: Composed) -> str | None:
 
 
 def check_program(run: Composed) -> Iterator[Problem]:
-    """Refuse keys that would need code in the other processes of an asynchronous program."""
+    """Refuse keys that would need our code in the other processes of an asynchronous program."""
     if run.path.mode == _SEPARATE and run.get(BACKEND) == "naive":
         reason = "trainer_mode=separate_async has servers of its own, and verl refuses to send them weights so."
         yield run.problem(BACKEND, reason, "", {BACKEND: "nccl"})
@@ -284,7 +284,7 @@ def check_lora(run: Composed) -> Iterator[Problem]:
 
 
 def _find_unread_lora(run: Composed, own: str, other: str) -> Iterator[Problem]:
-    """Find keys of LoRA that this trainer's engine does not read, so that it would train all weights."""
+    """Find LoRA keys that this trainer's engine does not read, so that it would train all weights."""
     if rank := run.get(_RANKS[other]):
         alpha = run.get(_ALPHAS[other])
         sets = {_RANKS[own]: rank} | ({} if alpha is None else {_ALPHAS[own]: alpha})

@@ -56,7 +56,7 @@ _READ: dict[str, tuple[Key, Any]] = {
     f"{MEGATRON}.pipeline_model_parallel_size": (count(_COUNT), 1),
     f"{MEGATRON}.context_parallel_size": (count(_COUNT), 1),
 }
-"""Keys of verl that checks compute with -> what they may hold, and a value that verl ships or documents."""
+"""Keys of verl that checks compute with -> their allowed values, and a value that verl ships or documents."""
 
 
 def find_null_sections(config: DictConfig) -> Iterator[Problem]:
@@ -71,7 +71,7 @@ def find_null_sections(config: DictConfig) -> Iterator[Problem]:
 
 
 def find_missing_actor(config: DictConfig) -> Iterator[Problem]:
-    """Find out whether another program than verl's PPO, such as its SFT, was given an option of ours."""
+    """Find out whether a program other than verl's PPO, such as its SFT, was given an option of ours."""
     owner, _, name = ACTOR.rpartition(".")
     section = _select(config, owner) if owner in config else {}
     if isinstance(section, Mapping) and name not in section:
@@ -80,7 +80,7 @@ def find_missing_actor(config: DictConfig) -> Iterator[Problem]:
 
 
 def find_former_actor(config: DictConfig) -> Iterator[Problem]:
-    """Find out whether a program's configuration is of a verl before 0.5, whose sections name no dataclasses."""
+    """Find out whether a program's configuration is from verl before 0.5, whose sections name no dataclasses."""
     section = _select(config, ACTOR)
     if isinstance(section, DictConfig) and "_target_" not in section:
         reason = "it names no _target_, as verl's own does since 0.5: this verl's workers refuse such a section."
@@ -97,18 +97,18 @@ def _select(config: DictConfig, key: str, default: Any = None) -> Any:
 
 
 def find_unreadable_values(config: DictConfig) -> Iterator[Problem]:
-    """Find values of another kind than the checks and verl compute with."""
+    """Find values whose type is not the one that the checks and verl compute with."""
     for key, (kind, usual) in _READ.items():
-        value = _select(config, key, ...)  # find_unresolved_interpolations reports what cannot be resolved
+        value = _select(config, key, ...)  # find_unresolved_interpolations reports values that cannot be resolved
         one_by_one = key == BATCH and value == 0 and find_program_mode(config) == FULLY_ASYNC
         if value is not ... and not one_by_one and not kind.fits(value):
-            meant = () if key == ESTIMATOR else (set_to(key, usual),)  # no estimator is the usual one
+            meant = () if key == ESTIMATOR else (set_to(key, usual),)  # there is no usual estimator
             fix = "" if meant else "Set the estimator that is meant, such as gae or grpo."
             yield Problem(key, value, f"not {kind.words}.", fix, overrides=meant)
 
 
 def substitute_usual_values(config: DictConfig, keys: Iterable[str]) -> DictConfig:
-    """Copy the configuration with unreadable keys set to their usual values, or null, for the other checks."""
+    """Copy the configuration for the other checks, with unreadable keys set to their usual values or null."""
     changed = copy_config(config)
     for key in keys:
         OmegaConf.update(changed, key, _READ[key][1] if key in _READ else None, merge=False, force_add=True)
@@ -116,15 +116,15 @@ def substitute_usual_values(config: DictConfig, keys: Iterable[str]) -> DictConf
 
 
 def find_unresolved_interpolations(config: DictConfig) -> Iterator[Problem]:
-    """Find interpolations of missing keys or variables; verl resolves all of them at its start."""
+    """Find interpolations of missing keys or variables; verl resolves all interpolations when it starts."""
     found = list(_find_unresolved(config))
     named = {missing for _, missing, by_itself in found if by_itself}
-    # A key that interpolates a broken key works again once that one does.
+    # A key that interpolates a broken key works again once the broken key is fixed.
     yield from (problem for problem, missing, by_itself in found if by_itself or missing not in named)
 
 
 def _find_unresolved(config: DictConfig) -> Iterator[tuple[Problem, str, bool]]:
-    """Find each problem, what OmegaConf says is missing, and whether the interpolation itself names that."""
+    """Find each problem, what OmegaConf reports missing, and whether the interpolation itself names it."""
     for key, written in _list_interpolations(config):
         try:
             OmegaConf.select(config, key)
@@ -133,7 +133,7 @@ def _find_unresolved(config: DictConfig) -> Iterator[tuple[Problem, str, bool]]:
             reason = str(error).split("\n")[0].strip().rstrip(".")
             missing = _MISSING.search(reason)
             fix = f"Export {variable[1]}, or set {key} to a value." if variable else f"Set {key} to a value."
-            # Modules of the user's, which verl imports, may register a resolver.
+            # The user's modules that verl imports may register a resolver.
             registered = bool(os.environ.get("VERL_USE_EXTERNAL_MODULES"))
             unknown = isinstance(error, UnsupportedInterpolationType) and registered
             problem = Problem(key, written, f"{reason}.", fix, "NOTE" if unknown else "ERROR")

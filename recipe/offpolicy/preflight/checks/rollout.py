@@ -1,4 +1,4 @@
-"""Checks of the rollout: engine, sampling, agent loops, the log-probs that it returns, support replay."""
+"""Checks of the rollout: engine, sampling, agent loops, returned log-probs, support replay."""
 
 from __future__ import annotations
 
@@ -39,20 +39,20 @@ _KEEP = {
     "min_p": "ask for it by correction.support=engine and correction.support_min_p, ",
 }
 _GENERATION, _TEMPERATURE = f"{ENGINE}.override_generation_config", f"{ROLLOUT}.temperature"
-# vLLM takes its arguments with either spelling.
+# vLLM accepts either spelling of its arguments.
 _MODES = (f"{ROLLOUT}.logprobs_mode", f"{ENGINE}.logprobs_mode", f"{ENGINE}.logprobs-mode")
 _PROCESSED = "processed_logprobs"
 _WITHOUT_LOG_PROBS = ("hf", "naive")
-"""Rollout engines of verl's releases that return none."""
+"""Rollout engines in verl's releases that return no log-probs."""
 _VARIABLES = {"sglang": "SGLANG_RETURN_ORIGINAL_LOGPROB", "trtllm": "TLLM_USE_TORCHSAMPLER"}
-"""By which an engine returns raw log-probs: TensorRT-LLM's TorchSampler does unless a request says otherwise."""
+"""Variables by which an engine returns raw log-probs: TensorRT-LLM's TorchSampler does unless a request differs."""
 _SAMPLER, _SAMPLER_OF_VERL = f"{ROLLOUT}.engine_kwargs.trtllm.sampler_type", "TRTLLMSampler"
 _BUCKET = f"{ROLLOUT}.checkpoint_engine.update_weights_bucket_megabytes"
 _AGENT = f"{ROLLOUT}.agent"
 _AGGREGATION = f"{ACTOR}.loss_agg_mode"
 _FILE, _DEFAULT = f"{_AGENT}.agent_loop_config_path", f"{_AGENT}.default_agent_loop"
 _MANAGER, _OWN = f"{_AGENT}.agent_loop_manager_class", "recipe.offpolicy.extensions."
-"""Managers of extensions run verl's loops."""
+"""The extensions' managers run verl's loops."""
 _UNREADABLE = (OSError, ValueError, TypeError, KeyError, YAMLError, OmegaConfBaseException)
 _NEEDED = "it has to give AgentLoopOutput(response_logprobs=...), or no mu arrives."
 
@@ -67,9 +67,9 @@ def check_rollout_log_probs(run: Composed) -> Iterator[Problem]:
     if not run.get(MU_KEY):
         reason = "without the engine's log-probs there is no mu to correct with."
         yield run.problem(MU_KEY, reason, "Set it to true.", {MU_KEY: True}, MU, "NO-OP")
-    if run.spec.proximal == "same_engine":  # the first step checks each of them
+    if run.spec.proximal == "same_engine":  # the first step checks every log-prob
         return
-    # verl has no default for the engine, and says so itself when it is left out.
+    # verl has no default for the engine, and reports it itself if the engine is not given.
     engine, known = run.get(NAME), ("vllm", *UNTESTED_ENGINES)
     if engine in _WITHOUT_LOG_PROBS:
         reason = "no engine of verl's that returns the log-probs that it sampled with."
@@ -133,7 +133,7 @@ def _check_truncation(run: Composed) -> Iterator[Problem]:
         otherwise = f"{keep}or say that it is meant: correction.allow_truncated_sampling=true."
         if support:
             otherwise = "or correction.support=null."
-        # With a support, what verl asks of the engine with each request.
+        # With a support, the parameters that verl sends to the engine with each request.
         asked = support and name in ("top_p", "top_k")
         for owner in (ENGINE, _GENERATION) if asked else (ROLLOUT, ENGINE, _GENERATION):
             key = f"{owner}.{name}"
@@ -144,7 +144,7 @@ def _check_truncation(run: Composed) -> Iterator[Problem]:
 def check_bucket(run: Composed) -> Iterator[Problem]:
     """Check that the largest tensor fits the bucket in which weights are sent to the rollout engine.
 
-    verl asserts it at the first synchronisation, after both engines have started, unless the release can send a large
+    verl asserts this at the first synchronisation, after both engines have started, unless the release can send a large
     tensor by a CUDA handle.
     """
     on_cpu = run.get("trainer.device") == "cpu" or os.environ.get("VERL_PLATFORM") == "cpu"
@@ -243,7 +243,7 @@ def check_agent_loops(run: Composed) -> Iterator[Problem]:
             fix = f"Name it in the file of {_FILE}, or set {VERLS_LOOPS[0]}, which runs verl's loop in its place."
             yield run.problem(_DEFAULT, f"{reason}.", fix, {_DEFAULT: VERLS_LOOPS[0]}, MU)
     found = {name: find_log_probs(target) for name, target in targets.items()}
-    # Where the default is verl's, the data choose among them.
+    # If the default loop is verl's, the data choose among the loops.
     used = {default} & set(found) or set(found)
     sure = all(found[name].log_probs == "left out" for name in used)
     for name, each in found.items():
@@ -258,7 +258,7 @@ def _resolve(given: str) -> Path | None:
 
 
 def _read_targets(path: Path) -> dict[str, str]:
-    """Read the loops of a file: name -> ``_target_``."""
+    """Read the agent loops in a file: name -> ``_target_``."""
     listed = OmegaConf.load(path)
     if not isinstance(listed, ListConfig):
         raise TypeError(f"{path} holds no list")
@@ -266,7 +266,7 @@ def _read_targets(path: Path) -> dict[str, str]:
 
 
 def _check_loop(run: Composed, loop: str, found: LogProbEvidence, *, sure: bool) -> Iterator[Problem]:
-    """Report what the source of a loop shows; ``sure``: rollouts certainly come from it."""
+    """Report what a loop's source shows; ``sure``: rollouts certainly come from this loop."""
     if found.log_probs == "left out":
         reason = f"{loop} makes its output without response_logprobs ({found.where}): no mu arrives."
         fix = "Give AgentLoopOutput(response_logprobs=...), a log-prob for each token of the response."

@@ -1,4 +1,4 @@
-"""Checks as rows of key, predicate, reason and fix, and the engine that runs them."""
+"""Checks as table rows of key, predicate, reason and fix, and the function that runs them."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class Row:
     Attributes:
         key: the key that is reported.
         wrong: takes the composed configuration and the key's value; returns whether it is wrong.
-        reason, fix: sentences, in which ``{run...}`` and ``{value}`` stand for what they name.
-        to: the value that fixes it; ``...`` where no single one does.
-        alongside: other keys without whose values it would be fine.
+        reason, fix: format strings with the fields ``{run...}`` and ``{value}``.
+        to: the value that fixes the problem; ``...`` if no single value does.
+        alongside: other keys; without their values this one would be fine.
     """
 
     key: str
@@ -35,7 +35,7 @@ class Row:
 
 
 def run_rows(run: Composed, rows: tuple[Row, ...], parts: tuple[str, ...] = EVERYTHING) -> Iterator[Problem]:
-    """Yield the problems of rows, which concern these parts."""
+    """Yield the problems that the rows find; all of them concern these parts."""
     for row in rows:
         if row.wrong(run, value := run.get(row.key)):
             reason, fix = (text.format(run=run, value=value) for text in (row.reason, row.fix))

@@ -1,4 +1,4 @@
-"""Checks of keys that verl reads late: after loading models, at the first checkpoint or update."""
+"""Checks of keys that verl reads late: after loading models, or at the first checkpoint or update."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from ..composed import (
 _RESUME, _FROM = "trainer.resume_mode", "trainer.resume_from_path"
 _FOLDERS = ("trainer.default_local_dir", "trainer.rollout_data_dir", "trainer.validation_data_dir")
 _LARGEST = 1e30
-"""Beyond it products of two float32 are infinite, or soon are."""
+"""Products of two larger float32 values are infinite, or soon become so."""
 _LORA = (f"{MODEL}.lora_rank", f"{MODEL}.lora.rank")
 _INDIVISIBLE = re.compile(r"real_train_batch_size \(\d+\) must be divisible by minimal possible batch size \((\d+)\)")
 _BELOW = re.compile(r"train_batch_size \(\d+\) must be >= actor\.ppo_mini_batch_size \(\d+\)")
@@ -90,13 +90,13 @@ def _check_folder(run: Composed, key: str, value: Any, fix: str, local: Any = No
 
 
 def _is_local(run: Composed, path: str) -> bool:
-    """Return True if a path is one of this machine: no URL, and no cluster that may have another file system."""
+    """Return True if a path is on this machine: not a URL, and no cluster that may have another file system."""
     address = run.get("ray_kwargs.ray_init.address") or os.environ.get("RAY_ADDRESS")
     return "://" not in path and address in (None, "", "local")
 
 
 def _explain_unwritable(path: str) -> str:
-    """Explain why a folder can be neither made nor written; "" if it can. Nothing is left behind."""
+    """Explain why a folder can be neither made nor written to; "" if it can. Leaves nothing behind."""
     place = Path(path).absolute()
     try:
         while not place.exists():
@@ -133,8 +133,9 @@ def _list_numbers(plain: Any, path: str = "") -> Iterator[tuple[str, int | float
 def check_micro_batches(run: Composed) -> Iterator[Problem]:
     """Check that a rank's mini-batch is a multiple of its fixed micro-batch size, or that both passes are dynamic.
 
-    verl asserts the first where it splits a mini-batch (``prepare_micro_batches`` of the engines, ``dp_actor`` and its
-    workers of 0.7.1), after models are loaded and the first batch is sampled, and the second in ``engine_workers``.
+    verl asserts the first condition when it splits a mini-batch (``prepare_micro_batches`` in the engines, ``dp_actor``
+    and its workers in 0.7.1), after models are loaded and the first batch is sampled, and the second condition in
+    ``engine_workers``.
     """
     path, ranks = run.path, count_data_parallel_ranks(run)
     key, dynamic = f"{ROLLOUT}.log_prob_use_dynamic_bsz", bool(run.actor.use_dynamic_bsz)
@@ -153,7 +154,7 @@ def check_micro_batches(run: Composed) -> Iterator[Problem]:
         fix = f"Set {MINI_BATCH}={wanted}, which changes training."
         yield run.problem(MINI_BATCH, reason, fix, {MINI_BATCH: wanted})
         return
-    # The legacy FSDP worker asserts it for micro-batches of fixed size also where they are dynamic.
+    # The legacy FSDP worker asserts this for fixed-size micro-batches even if dynamic ones are used.
     if path.worker == "legacy" or not run.get(f"{ACTOR}.use_dynamic_bsz"):
         said = (
             f"a mini-batch of {MINI_BATCH} x {ROLLOUT}.n = {rows} rows leaves {rows // ranks} on each of {ranks} ranks"
@@ -164,7 +165,7 @@ def check_micro_batches(run: Composed) -> Iterator[Problem]:
 
 
 def count_data_parallel_ranks(run: Composed) -> int | None:
-    """Count the actor's data-parallel ranks; None if the machines cannot be divided so."""
+    """Count the actor's data-parallel ranks; None if the machines cannot be divided into them."""
     world, actor = run.config.trainer.nnodes * run.config.trainer.n_gpus_per_node, run.actor
     if actor.strategy == "megatron":
         sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
@@ -177,10 +178,10 @@ def count_data_parallel_ranks(run: Composed) -> int | None:
 
 
 def _check_forward_passes(run: Composed, mini_batch: int, ranks: int) -> Iterator[Problem]:
-    """Check the same for the forward passes of pi_old and of the reference policy, over the whole batch."""
+    """Check the same for the forward passes of pi_old and the reference policy, over the whole batch."""
     rows = count_prompts(run.config) * run.rollout.n
     if run.path.trainer == "v1":
-        # verl pads a batch up to whole mini-batches; separate_async makes a step of each mini-batch.
+        # verl pads a batch to whole mini-batches; separate_async makes each mini-batch a step.
         several = run.config.trainer.v1.trainer_mode != "separate_async"
         rows = math.ceil(rows / mini_batch) * mini_batch if several else mini_batch
     said = f"a batch of {rows} rows leaves {rows // ranks} on each of {ranks} ranks"
@@ -195,7 +196,7 @@ def _check_forward_passes(run: Composed, mini_batch: int, ranks: int) -> Iterato
 
 def _check_divides(run: Composed, key: str, rows: int, said: str) -> Iterator[Problem]:
     size = run.get(key)
-    # Another kind of value is verl's to refuse.
+    # verl itself refuses values of other types.
     if isinstance(size, int) and size > 0 and rows % size:
         fits = max(each for each in range(1, min(size, rows) + 1) if rows % each == 0)
         reason = f"{said}, which is no multiple of it: verl would end at its first update."
@@ -203,12 +204,13 @@ def _check_divides(run: Composed, key: str, rows: int, said: str) -> Iterator[Pr
 
 
 def check_by_verl(run: Composed) -> Iterator[Problem]:
-    """Run verl's ``validate_config`` on a copy and report what it refuses.
+    """Run verl's ``validate_config`` on a copy and report what verl refuses.
 
-    Left to the launch: the critic, for which verl loads the model, and the rank of LoRA, for which it imports vLLM.
+    Two checks are left to the launch: the critic's, for which verl loads the model, and that of LoRA's rank, for which
+    verl imports vLLM.
     """
     if run.program == FULLY_ASYNC:
-        return  # whose program does not run it
+        return  # this program does not call validate_config
     from verl.trainer.ppo.utils import need_reference_policy
     from verl.utils.config import validate_config
 
@@ -221,14 +223,14 @@ def check_by_verl(run: Composed) -> Iterator[Problem]:
         with contextlib.redirect_stdout(io.StringIO()):
             validate_config(config=tried, use_reference_policy=need_reference_policy(tried), use_critic=False)
     except ImportError:
-        return  # of this machine, which need not be the one that trains
+        return  # of this machine, which may not be the one that trains
     except Exception as error:  # of any type: it would stop the launch
         cause = error.__cause__ or error
         yield _build_refusal(run, " ".join(str(cause).split()) or type(cause).__name__)
 
 
 def _build_refusal(run: Composed, said: str) -> Problem:
-    """Build the problem of verl's refusal, by the key that its message is about, if known."""
+    """Build the problem for verl's refusal, under the key that its message is about, if known."""
     reason, value = f"verl's own validation refuses it: {said.rstrip('.')}.", None
     if found := _INDIVISIBLE.search(said):
         key, divisor, rows, batch = BATCH, int(found[1]), int(run.get(f"{ROLLOUT}.n")), int(run.get(BATCH))
@@ -236,7 +238,7 @@ def _build_refusal(run: Composed, said: str) -> Problem:
     elif _BELOW.search(said):
         key, value = MINI_BATCH, run.get(BATCH)
     elif found := (unset := _UNSET.search(said)) or _BOTH.search(said):
-        # verl's message names keys of the actor without the section above.
+        # verl's message names keys of the actor without their parent section.
         key, value = (
             f"actor_rollout_ref.{found[1]}" if found[1].startswith("actor.") else found[1],
             1 if unset else None,

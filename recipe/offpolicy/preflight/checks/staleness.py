@@ -17,18 +17,18 @@ from .correction import list_masks
 SAMPLER = "trainer.v1.sampler"
 _THRESHOLD, _STRATEGY = f"{SAMPLER}.max_off_policy_threshold", f"{SAMPLER}.max_off_policy_strategy"
 REPLACED = {"num_warmup_batches": 1, _THRESHOLD: 8, _STRATEGY: "drop"}
-"""Keys of verl that eta takes the place of, the first below the mode's section -> their values in verl's own
-configuration, which mean that no one has set them."""
+"""Keys of verl that eta replaces, the first below the mode's section -> their values in verl's own configuration; a key
+with this value counts as not set."""
 _SKIP = "skip.rollout_tq.enable"
 _ALPHA = "correction.alpha"
 STALE_NATS = 0.2
-"""Mean |log pi_old / mu| of a stale row, at least: 95 % of the tokens of stale rows are in such ones in the recorded
-run ``tests/data/faults/held_out/colocate_async-14``."""
+"""Minimum of a stale row's mean |log pi_old / mu|: in the recorded run
+``tests/data/faults/held_out/colocate_async-14``, 95 % of the tokens in stale rows belong to rows above it."""
 _NOTES_AGES = "Use verl 0.9.1 with trainer.use_v1=true"
 
 
 def check_staleness(run: Composed) -> Iterator[Problem]:
-    """Check that eta has what it needs, and that no key that it replaces is set."""
+    """Check that the requirements of eta are met, and that no key that eta replaces is set."""
     settings, off = run.staleness, f"or {ETA}=null."
     if settings is None:
         return
@@ -54,7 +54,7 @@ def check_staleness(run: Composed) -> Iterator[Problem]:
 
 
 def _find_uncovered(run: Composed) -> Iterator[Problem]:
-    """Find out why the trainer does not issue prompts by the limit."""
+    """Find out why the trainer does not issue prompts according to the limit."""
     path, off = run.path, f"{ETA}=null"
     alongside = MODE if path.trainer == "v1" else USE_V1
     if not path.attributes.staleness_limit:
@@ -79,7 +79,7 @@ def _find_uncovered(run: Composed) -> Iterator[Problem]:
 def warn_verls_limit(run: Composed) -> Iterator[Problem]:
     """Warn of verl's own staleness keys if they do not bound the age, or discard sequences.
 
-    With W batches of warm-up, and no stragglers, verl trains groups W versions after their issue, and counts W + 1.
+    With W warm-up batches and no stragglers, verl trains groups W versions after their issue, and counts W + 1.
     """
     if not run.asynchronous or run.staleness is not None or run.program is not None:
         return

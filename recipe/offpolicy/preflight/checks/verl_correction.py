@@ -1,17 +1,17 @@
 """Checks of verl's own correction: next to ours, misspelled, or in keys that the installed release ignores.
 
-verl keeps two copies of some settings and reads one of them, by release and by worker; the other is silently
-ignored. Read from the sources of 0.7.1, 0.8.0, 0.9.0 and 0.9.1:
+verl keeps two copies of some settings. Which copy it reads depends on the release and the worker; the other is silently
+ignored. From the sources of 0.7.1, 0.8.0, 0.9.0 and 0.9.1:
 
-* ``algorithm.rollout_correction`` with ``bypass_mode``: the trainer puts mu in pi_old's place. Weights, rejections and
-  ``loss_type`` are left to the worker, and are not there: the V0 trainer edits ``actor.policy_loss`` after the workers
-  have got their copy, the V1 trainer does not edit it.
-* ``actor.policy_loss.rollout_correction``: read by the loss ``bypass_mode`` alone.
-* ``rollout.calculate_log_probs``, false by default up to 0.8.0: without it the trainer skips its correction.
-* ``actor.use_rollout_log_probs``: read by the legacy FSDP actor of 0.7.1 alone.
-* ``actor.router_replay``: read by the legacy Megatron actor of 0.7.1 alone. Engines read the key of that name below
-  ``actor.megatron`` and ``actor.veomni``. verl's FSDP replays nothing; with our V1 trainer of 0.9.1 it does, by the key
-  below ``actor.fsdp_config``.
+* ``algorithm.rollout_correction`` with ``bypass_mode``: the trainer uses mu as pi_old. It leaves weights, rejections
+  and ``loss_type`` to the worker, which does not get them: the V0 trainer edits ``actor.policy_loss`` after the workers
+  have copied it, and the V1 trainer does not edit it.
+* ``actor.policy_loss.rollout_correction``: read only by the loss ``bypass_mode``.
+* ``rollout.calculate_log_probs``, false by default up to 0.8.0: if it is false, the trainer skips its correction.
+* ``actor.use_rollout_log_probs``: read only by the legacy FSDP actor in 0.7.1.
+* ``actor.router_replay``: read only by the legacy Megatron actor in 0.7.1. Engines read the key of that name below
+  ``actor.megatron`` and ``actor.veomni``. verl's FSDP engine replays nothing; with our V1 trainer for 0.9.1 it does if
+  the key below ``actor.fsdp_config`` is set.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ from .replay import check_router_replay
 
 WORKERS = f"{ACTOR}.policy_loss.rollout_correction"
 FREE = re.compile(r"(?:^|_)(?:kwargs|override|env_vars|extra)(?:_|$)")
-"""Names of sections of verl in which any key can be added, for other programs."""
+"""Names of verl's sections to which any key can be added, for other programs."""
 OBSOLETE = {
     "rollout_is_threshold_lower": "rollout_is_threshold='lower_upper', a string, which verl >= 0.8 reads",
     "rollout_rs_threshold_lower": "rollout_rs_threshold='lower_upper', a string",
     "rollout_token_veto_threshold": "a mask of ours, such as correction=outlier",
     "use_policy_gradient": "loss_type=reinforce",
 }
-"""Names of verl 0.6 and 0.7.0 -> their equivalents."""
+"""Names used in verl 0.6 and 0.7.0 -> their equivalents."""
 FORMER = {
     "algorithm.rollout_is": f"{VERL}.rollout_is",
     "algorithm.rollout_is_threshold": f"{VERL}.rollout_is_threshold",
@@ -55,21 +55,21 @@ FORMER = {
     "algorithm.rollout_is_veto_threshold": f"{VERL}.rollout_rs",
     f"{ACTOR}.tis_imp_ratio_cap": f"{VERL}.rollout_is_threshold",
 }
-"""Keys of verl before 0.6 -> their successors."""
+"""Keys in verl before 0.6 -> their successors."""
 UNREAD = {
     "loss_type": (BYPASS, "verl reads it in bypass mode alone."),
     "rollout_is_threshold": ("rollout_is", "there is no weight to bound."),
     "rollout_is_batch_normalize": ("rollout_is", "there is no weight to normalise."),
     "rollout_rs_threshold": ("rollout_rs", "there is no rejection to bound."),
 }
-"""Keys of verl's correction -> the key without which nothing reads them, and why."""
+"""Keys of verl's correction -> the key that must be set for them to be read, and why."""
 _LOPSIDED = 0.1
-"""Share of the width of a band, in nats, by which its middle may be off 1."""
+"""How far the middle of a band may be from 1, as a share of the band's width in nats."""
 _RS, _IS, _BYPASS = f"{VERL}.rollout_rs_threshold", f"{VERL}.rollout_is_threshold", f"{VERL}.{BYPASS}"
 _CAP = "correction.weight.upper"
 _LOSS, _SECTION = "policy_loss", VERL.rpartition(".")[2]
 _DISTINCT = [key for key in (*DEFAULTS, *OBSOLETE) if key not in ("loss_type", "use_policy_gradient")]
-"""Keys whose names say that they belong to a correction of verl's, wherever they stand."""
+"""Keys whose names show that they belong to verl's correction, wherever they stand."""
 _READ = (f"{VERL}.", f"{ACTOR}.{_LOSS}.")
 """Sections with checks of their own."""
 
@@ -115,7 +115,7 @@ def check_dead_keys(run: Composed) -> Iterator[Problem]:
 
 
 def check_trainer_mode(run: Composed) -> Iterator[Problem]:
-    """Check that ``trainer_mode`` meets the V1 trainer, which alone reads it."""
+    """Check that ``trainer_mode`` is used with the V1 trainer, the only one that reads it."""
     if run.path.trainer == "v0" and run.get(MODE) not in (None, "sync"):
         reason = f"this is {run.path}, which is synchronous and reads no mode."
         override = set_to("trainer.use_v1", True, add=True)
@@ -123,7 +123,7 @@ def check_trainer_mode(run: Composed) -> Iterator[Problem]:
 
 
 def check_former_names(run: Composed) -> Iterator[Problem]:
-    """Find former key names; each is reported as a correction of its own, as no other key asks for it."""
+    """Find former key names; each is reported as a separate correction, because no other key asks for it."""
     reason = "verl no longer reads a key of this name."
     for key, value in run.verls.items() if run.spec.is_none else ():
         if key not in DEFAULTS and key != "_target_":
@@ -145,9 +145,9 @@ def check_former_names(run: Composed) -> Iterator[Problem]:
 
 
 def _build_ours(key: str, value: object, spec: CorrectionSpec) -> tuple[tuple[str, ...], str]:
-    """Build overrides and a sentence that say the same by the correction of ours that is on, which verl's would repeat.
+    """Build overrides and a sentence that express verl's setting in our active correction, which verl's would repeat.
 
-    Nothing is moved where ours has no part that does it.
+    Nothing is moved if our correction has no equivalent part.
     """
     cap = key.endswith(("tis_imp_ratio_cap", "rollout_is_threshold")) and isinstance(value, int | float)
     if spec.weight is None:
@@ -161,17 +161,17 @@ def _build_ours(key: str, value: object, spec: CorrectionSpec) -> tuple[tuple[st
 
 
 def _build_move(key: str, value: object, instead: str) -> tuple[str, ...]:
-    """Build overrides that remove a key and, where one key takes the same value, set that one."""
+    """Build overrides that remove a key and, if one other key takes the same value, set that key."""
     if key.endswith("tis_imp_ratio_cap"):
         return (f"~{key}", set_to(f"{VERL}.rollout_is", "token"), set_to(instead, value))
-    if key == "algorithm.rollout_is" and value is True:  # the level stood in a key of its own
+    if key == "algorithm.rollout_is" and value is True:  # the level was a separate key
         return (f"~{key}", set_to(instead, "token"))
     same = key.rpartition(".")[2] == instead.rpartition(".")[2] or key.endswith("rollout_is_level")
     return (f"~{key}", *((set_to(instead, value),) if same and value is not True and value is not False else ()))
 
 
 def check_decoupled(run: Composed) -> Iterator[Problem]:
-    """Check that no key lacks another without which nothing reads it, and that mu is computed."""
+    """Check that every key that another key requires is set, and that mu is computed."""
     own = {key: value for key, value in run.changed.items() if value is not None}  # null asks for nothing
     if not run.spec.is_none or not own:
         return
@@ -193,7 +193,7 @@ def check_decoupled(run: Composed) -> Iterator[Problem]:
 
 
 def _read_workers_copy(run: Composed) -> dict[str, Any]:
-    """Read what the bypass-mode loss reads: the given keys over verl's dataclass defaults, unlike its YAML's."""
+    """Read what the bypass-mode loss reads: the given keys over the defaults of verl's dataclass, not of its YAML."""
     node = run.get(WORKERS)
     typed = {"rollout_is": "sequence"} if node is None or "_target_" in node else {}
     return {**DEFAULTS, **typed, **to_mapping(node)}
@@ -240,12 +240,12 @@ def _check_keys_beside(run: Composed, loss: object, asked_of: dict[str, Any]) ->
 
 
 def _find_owner(key: str) -> str:
-    """Return the part that a key belongs to: its bounds and normalisation belong to the weight or the rejection."""
+    """Return the part that a key belongs to: bounds and normalisation belong to the weight or the rejection."""
     return next((name for name in ("rollout_is", "rollout_rs") if key.startswith(name)), key)
 
 
 def _build_worker_overrides(asked: dict[str, object], held: dict[str, object]) -> tuple[str, ...]:
-    """Build overrides that set the worker's copy to the same values, under the loss that reads it."""
+    """Build overrides that set the worker's copy to the same values, and the loss that reads it."""
     said = {key: asked.get(key, default) for key, default in DEFAULTS.items() if key != BYPASS}
     differing = {key: value for key, value in said.items() if value != held[key]} or {"loss_type": said["loss_type"]}
     copied = (set_to(f"{WORKERS}.{key}", value, add=True) for key, value in differing.items())
@@ -253,10 +253,10 @@ def _build_worker_overrides(asked: dict[str, object], held: dict[str, object]) -
 
 
 def check_legacy_mu(run: Composed) -> Iterator[Problem]:
-    """Check ``actor.use_rollout_log_probs``, which the legacy FSDP actor alone reads and needs to get mu."""
+    """Check ``actor.use_rollout_log_probs``, which only the legacy FSDP actor reads, and which it needs to get mu."""
     key, path = f"{ACTOR}.use_rollout_log_probs", run.path
     reads = path.worker == "legacy" and path.strategy in ("fsdp", "fsdp2")
-    if run.get(key) and not reads and not path.asynchronous:  # whose own configurations set it
+    if run.get(key) and not reads and not path.asynchronous:  # configurations of asynchronous programs set it
         reason = f"the legacy FSDP actor of verl 0.7.1 alone reads it, and this is {path}."
         fix = f"Set {key}=false; for mu in pi_old's place set correction=bypass."
         yield run.problem(key, reason, fix, (), (key,), "NO-OP", value=True)
@@ -268,10 +268,10 @@ def check_legacy_mu(run: Composed) -> Iterator[Problem]:
 
 
 def find_meant(names: Sequence[str]) -> str | None:
-    """Find the key of verl's own correction or policy loss that a key stands for; None if it resembles none.
+    """Find the key of verl's own correction or policy loss that was meant by a key; None if it resembles none.
 
     Args:
-        names: the segments of the key, which stands somewhere else or is misspelled.
+        names: the segments of the key, which is misplaced or misspelled.
     """
     key = ".".join(names)
     if key.startswith(_READ) or key in FORMER or any(map(FREE.search, names)):
@@ -283,7 +283,7 @@ def find_meant(names: Sequence[str]) -> str | None:
             return ".".join([ACTOR, _LOSS, *names[place + 1 :]])
     if names[-1] == "loss_mode" and names[0] != "distillation":
         return LOSS_MODE
-    near = difflib.get_close_matches(names[-1].lower(), _DISTINCT, 1, 0.89)  # rollout_n is none
+    near = difflib.get_close_matches(names[-1].lower(), _DISTINCT, 1, 0.89)  # rollout_n must not match
     return f"{VERL}.{near[0]}" if near else None
 
 
@@ -308,7 +308,7 @@ def check_misplaced(run: Composed) -> Iterator[Problem]:
         if meant is None or value is None or value == {**DEFAULTS, "loss_mode": "vanilla"}.get(leaf, ...):
             continue
         if run.own_main and names[0] not in _VERLS_TOPS and not find_closest(names[0], [_SECTION], 0.75):
-            continue  # a section of the program's own
+            continue  # the program's own section
         key, loss = ".".join(names), meant == LOSS_MODE
         known = loss or meant.rpartition(".")[2] in DEFAULTS
         moved = (f"~{key}", set_to(meant, value)) if known and (loss or run.spec.is_none) else ()
@@ -326,7 +326,7 @@ def _list_leaves(values: dict[str, Any], path: tuple[str, ...]) -> Iterator[tupl
 
 
 def check_thresholds(run: Composed) -> Iterator[Problem]:
-    """Find thresholds of verl's own correction that verl misreads, or stops at."""
+    """Find thresholds of verl's own correction that verl misreads or rejects."""
     values = run.verls if run.spec.is_none else {}
     if values.get("rollout_is") and (cap := values.get("rollout_is_threshold")) is not None:
         yield from _find_malformed(_IS, "rollout_is", 2.0, lambda: read_verl_weight_bounds(cap, _IS))
@@ -356,11 +356,10 @@ def _get_usual(rejection: str) -> str:
 
 
 def _find_inverted(run: Composed, rejection: str, bound: Any) -> Iterator[Problem]:
-    """Find bands for k1 = -log r that are written for r: "lo_hi" bounds mu / pi_old, so that a pair that is wide above
-    is how pi_old / mu would be bounded.
+    """Find bands for k1 = -log r that are written for r: "lo_hi" bounds mu / pi_old.
 
-    Symmetric pairs such as 0.5_2.0 are the same either way; lopsided by more than a tenth of their width in nats they
-    are not.
+    A pair that is wider above 1 than below looks like a band for pi_old / mu. Symmetric pairs such as 0.5_2.0 are the
+    same either way; pairs are reported if their middle is off by more than a tenth of their width in nats.
     """
     names, texts = list(dict.fromkeys(_list_names(rejection))), _list_names(str(bound))
     texts = texts * len(names) if len(texts) == 1 else texts
